@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "powersgd/options.h"
+
+// The four stages of one bucket (docs/algorithm.md), on the CPU and on CUDA, over the same tables.
+//
+//   project        M = residual_scale * (memory - p_hat q_local) + G ; memory = M ; P = M q_warm^T
+//   (the caller sums the P payload over the ranks)
+//   orthogonalize  p_hat = orth(P)
+//   back_project   q_local = p_hat^T M, also written to the Q payload
+//   (the caller sums the Q payload over the ranks)
+//   reconstruct    G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm
+//
+// Contract, the same for every implementation:
+//   - No allocation, no synchronisation, no state: pointers, sizes, and where to run.
+//   - Every reduction order is fixed by the shapes alone. orthogonalize and reconstruct, whose
+//     results must agree on all ranks, give the same bits on any instruction set of one device type.
+//   - Products are accumulated in the factor dtype (float; double for double gradients).
+//   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the last
+//     element of the P payload to 1. If the reduced count is not 0, or a reduced factor is not
+//     finite, reconstruct skips the step: G becomes NaN, memory is taken back to M - G, q_local
+//     becomes 0 (so that memory alone is the residual), q_warm stays.
+namespace powersgd::kernels {
+
+// One matrix of a bucket. Offsets count elements. Factors are of the factor dtype.
+struct Matrix {
+  int64_t rows;
+  int64_t cols;
+  int64_t rank;
+  int64_t gradient_offset;  // [rows, cols] in Bucket::gradient
+  int64_t p_offset;         // [rows, rank] in Bucket::p_payload
+  int64_t q_offset;         // [rank, cols] in Bucket::q_payload
+  void* memory;             // [rows, cols] residual dtype: M. Null: no error feedback, M is G itself
+  void* p_hat;              // [rows, rank]: orthonormal columns. 0 before the first step
+  void* q_local;            // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
+  void* q_warm;             // [rank, cols]: what the next project multiplies by (Q transposed)
+  uint64_t stream;          // names the matrix to the random generator, the same on all ranks
+};
+
+// Elements that travel uncompressed, beside P.
+struct RawSegment {
+  int64_t gradient_offset;
+  int64_t numel;
+  int64_t p_offset;
+};
+
+// A unit of work of one block or thread: part of a matrix or of a raw segment. How an implementation
+// cuts its tiles is its own affair; the cut depends on the shapes alone.
+struct Tile {
+  int32_t item;  // index of the matrix or raw segment
+  int32_t slot;  // where its partial result goes in the workspace
+  int64_t row_begin, row_end;
+  int64_t col_begin, col_end;
+};
+
+constexpr int kTileLists = 8;
+
+// Built once per layout, on the host; the caller copies `tiles` to where the stages run.
+struct TileTable {
+  std::vector<Tile> tiles;
+  std::array<int64_t, kTileLists + 1> list_begin{};  // list i is [list_begin[i], list_begin[i + 1])
+  size_t workspace_bytes = 0;                        // 64-byte aligned memory, contents arbitrary
+};
+
+struct Verdict {
+  int32_t skipped;        // this step: 0 applied, 1 skipped. orthogonalize sets it, reconstruct ends it
+  int32_t skipped_total;  // steps skipped since the caller zeroed it
+};
+
+// Everything a stage reads. The tables and all pointers are in memory of the device that runs it.
+struct Bucket {
+  const Matrix* matrices;
+  const RawSegment* raw_segments;
+  const Tile* tiles;
+  int32_t num_matrices;
+  int32_t num_raw_segments;
+  std::array<int64_t, kTileLists + 1> tile_list_begin;
+
+  void* gradient;      // gradient dtype
+  void* p_payload;     // factor dtype, p_numel elements; the last is the non-finite count
+  void* q_payload;     // factor dtype, q_numel elements
+  int64_t p_numel;
+  int64_t q_numel;
+  void* workspace;
+  Verdict* verdict;
+
+  DType gradient_dtype;
+  DType residual_dtype;  // float64 for float64 gradients
+  DType factor_dtype;    // float32, or float64 for float64 gradients
+
+  double residual_scale;  // S_new / S_old of the loss scale, 1 without
+  double output_scale;    // 1 for SUM, 1 / world size for AVG
+  double epsilon;         // a pivot at or below max(2^-46, epsilon) * trace is dead
+  uint64_t seed;
+  uint64_t step;
+};
+
+namespace cpu {
+
+// Runs body(begin, end) over disjoint ranges that cover [0, count); returns when all have ended.
+using ParallelFor =
+    std::function<void(int64_t count, const std::function<void(int64_t, int64_t)>& body)>;
+
+TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
+                     DType factor_dtype);
+
+// Fills q_warm with the random start: the numbers depend on (seed, stream, column, step) alone.
+void random_start(const Bucket& bucket, const ParallelFor& parallel_for);
+void project(const Bucket& bucket, const ParallelFor& parallel_for);
+void orthogonalize(const Bucket& bucket, const ParallelFor& parallel_for);
+void back_project(const Bucket& bucket, const ParallelFor& parallel_for);
+void reconstruct(const Bucket& bucket, const ParallelFor& parallel_for);
+
+}  // namespace cpu
+
+namespace cuda {
+
+// A cudaStream_t and a cudaError_t, so that host code needs no CUDA header. 0 is cudaSuccess.
+using Stream = void*;
+using Status = int;
+
+TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
+                     DType factor_dtype);
+
+Status random_start(const Bucket& bucket, Stream stream);
+Status project(const Bucket& bucket, Stream stream);
+Status orthogonalize(const Bucket& bucket, Stream stream);
+Status back_project(const Bucket& bucket, Stream stream);
+Status reconstruct(const Bucket& bucket, Stream stream);
+
+}  // namespace cuda
+
+}  // namespace powersgd::kernels

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace powersgd {
+
+enum class DType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
+
+// Which allreduces may be compressed. Everything else is forwarded, bit for bit.
+enum class Scope : int32_t {
+  kBackward,  // attached buckets, and large flat tensors reduced while autograd runs backward
+  kAttached,  // attached buckets only
+  kAlways,    // every eligible tensor
+  kNever,     // nothing
+};
+
+// The configuration of one process group or one attached model. The names and defaults of the first
+// block are those of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState.
+struct Options {
+  int64_t matrix_approximation_rank = 1;
+  int64_t start_powerSGD_iter = 1000;
+  double min_compression_rate = 2;
+  bool use_error_feedback = true;
+  bool warm_start = true;
+  double orthogonalization_epsilon = 0;
+  int64_t random_seed = 0;
+  int64_t compression_stats_logging_frequency = 10'000;
+
+  Scope scope = Scope::kBackward;
+  int64_t min_numel = int64_t{1} << 17;
+  std::string inner = "auto";
+  std::optional<DType> wire_dtype;
+  DType residual_dtype = DType::kFloat32;
+  bool alternating = false;
+};
+
+// Throws std::invalid_argument that names the first bad field, its value and what is allowed.
+// The one place where options are validated; every other layer may assume that they hold.
+void validate(const Options& options);
+
+// The reverse of the names that Python and the environment use: "backward", "attached", ...
+Scope parse_scope(const std::string& name);
+std::string to_string(Scope scope);
+DType parse_dtype(const std::string& name);  // "float32", "float64", "bfloat16", "float16"
+std::string to_string(DType dtype);
+int64_t size_of(DType dtype);  // bytes
+
+}  // namespace powersgd
