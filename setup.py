@@ -65,7 +65,7 @@ def extension() -> Any:
     cuda = build_cuda()
     files = [file for folder in HOST_SOURCES for file in sources(f"csrc/{folder}", ".cpp")]
     torch_version = torch.__version__.split("+")[0]
-    # The package compares this with the torch that loads it: another version would load and corrupt.
+    # The package compares this with the torch that loads it: another would load and corrupt memory.
     macros: list[tuple[str, str | None]] = [("POWERSGD_TORCH_VERSION", f'"{torch_version}"')]
     # -g0: Python's own -g would make the module ten times larger.
     flags = {"cxx": ["-O3", "-Wall", "-g0"]}

@@ -28,7 +28,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=["gloo", "powersgd"], default="powersgd")
     parser.add_argument("--rank", type=int, default=4, help="rank of the approximation")
-    parser.add_argument("--exact-steps", type=int, default=3, help="steps before compression begins")
+    parser.add_argument(
+        "--exact-steps", type=int, default=3, help="steps before compression begins"
+    )
     parser.add_argument("--steps", type=int, default=350)
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
     parser.add_argument("--context", type=int, default=128, help="characters per sequence")
@@ -72,7 +74,9 @@ class Trainer:
         self.model = CharGPT(Shape(args.layers, args.width, args.heads, args.context))
         self.ddp = DistributedDataParallel(self.model)
         if args.backend == "powersgd":  # [compression]
-            options = tp.Options(matrix_approximation_rank=args.rank, start_powerSGD_iter=args.exact_steps)
+            options = tp.Options(
+                matrix_approximation_rank=args.rank, start_powerSGD_iter=args.exact_steps
+            )
             tp.attach(self.ddp, options)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True

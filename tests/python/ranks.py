@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-# A server process that has imported torch forks the ranks: a start takes milliseconds, and each
-# test still gets processes that nothing has run in.
+# A server process that has imported what ranks import forks them: a start takes milliseconds, and
+# each test still gets processes that nothing has run in.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "ranks"])
+_context.set_forkserver_preload(
+    ["torch.distributed", "torch.nn.parallel", "torch_powersgd", "numpy", "pytest", "ranks"]
+)
 
 # Once a rank has failed the others may wait for it for as long as their time-outs let them.
 _GRACE_AFTER_FAILURE = 10
@@ -95,7 +97,9 @@ def _run(
             mine = options[rank] if isinstance(options, list) else options
             place = (rank, world_size, f"{folder}/store")
             rank_setup = (backend, mine, timeout, op_timeout)
-            process = _context.Process(target=_main, args=(sender, place, rank_setup, function, args))
+            process = _context.Process(
+                target=_main, args=(sender, place, rank_setup, function, args)
+            )
             process.start()
             sender.close()
             processes.append(process)
@@ -112,7 +116,9 @@ def _run(
 def _collect(processes: list, receivers: list, timeout: float, grace: float) -> list[Outcome]:
     deadline = time.monotonic() + timeout
     ended = [
-        Outcome(error=f"rank {rank} did not end within {timeout} s, or {grace} s after another failed")
+        Outcome(
+            error=f"rank {rank} did not end within {timeout} s, or {grace} s after another failed"
+        )
         for rank in range(len(processes))
     ]
     waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
@@ -166,7 +172,9 @@ def side_store() -> Any:
     return dist.FileStore(f"{_place[2]}.side", _place[1])
 
 
-def _main(sender: Any, place: tuple, setup: tuple, function: Callable[..., Any], args: tuple) -> None:
+def _main(
+    sender: Any, place: tuple, setup: tuple, function: Callable[..., Any], args: tuple
+) -> None:
     global _place
     _place = place
     backend, options, timeout, op_timeout = setup
@@ -184,6 +192,6 @@ def _main(sender: Any, place: tuple, setup: tuple, function: Callable[..., Any],
         if dist.is_initialized():
             dist.destroy_process_group()
         sender.send((result, ""))
-    except BaseException:  # noqa: BLE001 - the parent raises it
+    except BaseException:  # the parent raises it
         sender.send((None, f"rank {place[0]}:\n{traceback.format_exc()}"))
         os._exit(1)

@@ -43,7 +43,9 @@ class Synthetic(torch.nn.Module):
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self.weights = torch.nn.ParameterDict(dict(parameters))
+        self.weights = torch.nn.ParameterDict()
+        for name, parameter in parameters.items():  # in this order: a dict would be sorted
+            self.weights[name] = torch.nn.Parameter(parameter)
 
     def forward(self, coefficients: Mapping[str, torch.Tensor]) -> torch.Tensor:
         terms = [(self.weights[name] * c).sum().double() for name, c in coefficients.items()]

@@ -114,7 +114,9 @@ def wrong_imports(root: Path) -> list[str]:
         for imported in imports(file.read_text()):
             compiled = re.fullmatch(r"(torch_powersgd)?\.+_C(\..*)?", imported)
             if compiled and file.name != "_core.py":
-                wrong.append(f"{name}: only _core.py imports _C, once it has checked torch's version")
+                wrong.append(
+                    f"{name}: only _core.py imports _C, once it has checked torch's version"
+                )
             if MATHS.match(imported):
                 wrong.append(f"{name} must not import {imported}")
     return wrong

@@ -68,7 +68,8 @@ class Project : public KernelTest {
     const Values sent = TestBucket::slice(bucket_.p_payload->get(), raw.p_offset, raw.numel);
     const Values expected = TestBucket::slice(gradient, raw.gradient_offset, raw.numel);
     for (size_t i = 0; i < sent.size(); ++i) {
-      if (std::isfinite(expected[i])) ASSERT_EQ(sent[i], expected[i]);
+      if (!std::isfinite(expected[i])) continue;
+      ASSERT_EQ(sent[i], expected[i]);
     }
   }
 
