@@ -48,13 +48,14 @@ test-python: build  ## pytest
 
 # An old build has all that lint needs: a changed source is not compiled for it.
 lint: $(if $(wildcard $(VENV)/.built),,build)  ## clang-format, ruff, mypy
-	clang-format --dry-run --Werror $(CPP_FILES)
+	@! grep -nE '.{101}' $(CPP_FILES) || { echo "lines over 100 columns" >&2; exit 1; }
+	@echo clang-format; clang-format --dry-run --Werror $(CPP_FILES)
 	ruff check $(PYTHON_FILES)
 	ruff format --check $(PYTHON_FILES)
 	mypy
 
 format: $(if $(wildcard $(VENV)/.built),,build)  ## rewrite the sources as lint wants them
-	clang-format -i $(CPP_FILES)
+	@echo clang-format; clang-format -i $(CPP_FILES)
 	ruff check --fix $(PYTHON_FILES)
 	ruff format $(PYTHON_FILES)
 

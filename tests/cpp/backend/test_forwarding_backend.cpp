@@ -128,11 +128,26 @@ const TensorCall kTensorCalls[] = {
 #ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
     {"gather_into_tensor",
      [](Backend& b, Arguments& a) { return b.gather_into_tensor(a.output, a.input, a.gather); }},
+    // The new names, which reach the inner by the old ones.
     {"all_gather_single",
      [](Backend& b, Arguments& a) { return b.all_gather_single(a.output, a.input, a.allgather); }},
+    {"all_gather_single_coalesced",
+     [](Backend& b, Arguments& a) {
+       return b.all_gather_single_coalesced(a.outputs, a.inputs, a.allgather);
+     }},
+    {"gather_single",
+     [](Backend& b, Arguments& a) { return b.gather_single(a.output, a.input, a.gather); }},
     {"reduce_scatter_single",
      [](Backend& b, Arguments& a) {
        return b.reduce_scatter_single(a.output, a.input, a.reduce_scatter);
+     }},
+    {"reduce_scatter_single_coalesced",
+     [](Backend& b, Arguments& a) {
+       return b.reduce_scatter_single_coalesced(a.outputs, a.inputs, a.reduce_scatter);
+     }},
+    {"all_to_all_single",
+     [](Backend& b, Arguments& a) {
+       return b.all_to_all_single(a.output, a.input, a.output_splits, a.input_splits, a.alltoall);
      }},
 #endif
 };
@@ -310,7 +325,7 @@ TEST_F(ForwardingBackendTest, Capabilities) {
 
 TEST_F(ForwardingBackendTest, ConstructorRefusesWhatCannotWork) {
   const auto make_with = [](Inners inners) {
-    return error_of([&] { c10::make_intrusive<ForwardingBackend>(1, 2, inners); });
+    return error_of([&] { std::ignore = c10::make_intrusive<ForwardingBackend>(1, 2, inners); });
   };
   EXPECT_TRUE(contains(make_with({}), "at least one inner"));
   EXPECT_TRUE(contains(make_with({{kCpu, nullptr}}), "for cpu is None"));
