@@ -2,6 +2,7 @@
 #include "backend/attached_model.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
@@ -9,6 +10,16 @@
 #include "backend/stats.h"
 
 namespace powersgd {
+namespace {
+
+// The engine's stream made it, the caller's will read it: keep its memory until both are done.
+void use_on_current_stream(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl impl(tensor.device().type());
+  impl.recordDataPtrOnStream(tensor.storage().data_ptr(), impl.getStream(tensor.device()));
+}
+
+}  // namespace
 
 AttachedModel::AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend,
                              std::vector<std::string> names, std::vector<at::Tensor> parameters,
@@ -112,25 +123,19 @@ void AttachedModel::end_step() {
 
 std::vector<ParameterExport> AttachedModel::export_state() {
   std::vector<ParameterExport> exported(parameters_.size());
-  std::map<c10::DeviceType, std::vector<at::Tensor>> residuals;
-  std::map<c10::DeviceType, std::vector<size_t>> owners;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     exported[i].name = names_[i];
-    if (states_[i]->allocated()) owners[parameters_[i].device().type()].push_back(i);
-  }
-  for (auto& [device, indices] : owners) {
-    std::vector<at::Tensor>& means = residuals[device];
-    backend_->run_after_steps(device, [&, &indices = indices] {
-      for (const size_t i : indices) {
-        means.push_back(residual(*states_[i]).mul_(grad_scale() / states_[i]->grad_scale));
-        exported[i].q = q_to_parameter_order(states_[i]->q_warm.clone(), parameters_[i]);
-      }
+    if (!states_[i]->allocated()) continue;
+    const at::Tensor& parameter = parameters_[i];
+    std::vector<at::Tensor> mean(1);
+    backend_->run_after_steps(parameter.device(), [&] {
+      mean[0] = residual(*states_[i]).mul_(grad_scale() / states_[i]->grad_scale);
+      exported[i].q = q_to_parameter_order(states_[i]->q_warm.clone(), parameter);
     });
-    backend_->average_over_lane(means);
-    for (size_t k = 0; k < indices.size(); ++k) {
-      const size_t i = indices[k];
-      exported[i].residual = to_parameter_order(means[k], parameters_[i]);
-    }
+    backend_->average_over_lane(mean);
+    use_on_current_stream(mean[0]);
+    use_on_current_stream(exported[i].q);
+    exported[i].residual = to_parameter_order(mean[0], parameter);
   }
   return exported;
 }
@@ -168,7 +173,7 @@ void AttachedModel::load_parameter(size_t index, const ParameterExport& saved,
   ParameterState& state = *states_[index];
   const int64_t rank = effective_rank(shape, options_);
   const at::Tensor q = q_to_memory_order(saved.q, parameter);
-  backend_->run_after_steps(parameter.device().type(), [&] {
+  backend_->run_after_steps(parameter.device(), [&] {
     if (!state.allocated()) {
       allocate(state, shape, rank, options_, parameter.scalar_type(), parameter.device());
     }
@@ -188,7 +193,7 @@ std::map<std::string, double> AttachedModel::residual_norms() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     double& norm = norms[names_[i]];
     if (!states_[i]->allocated()) continue;
-    backend_->run_after_steps(parameters_[i].device().type(), [&] {
+    backend_->run_after_steps(parameters_[i].device(), [&] {
       norm = residual(*states_[i]).norm().item<double>() * grad_scale() / states_[i]->grad_scale;
     });
   }

@@ -10,6 +10,7 @@
 #include "backend/compression_override.h"
 #include "backend/flat_tensors.h"
 #include "backend/stats.h"
+#include "backend/stream_engine.h"
 #include "backend/thread_engine.h"
 #include "backend/work.h"
 #include "powersgd/backend.h"
@@ -54,7 +55,11 @@ BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerPair> inne
       flat_tensors_(std::make_unique<FlatTensors>(options_)) {
   validate(options_);
   for (const InnerPair& pair : pairs_) {
-    if (pair.lane) engines_[pair.device] = std::make_unique<ThreadEngine>(rank, pair.lane);
+    if (pair.lane) {
+      engines_[pair.device] = std::make_unique<ThreadEngine>(rank, pair.lane);
+    } else {
+      engines_[pair.device] = std::make_unique<StreamEngine>(rank, pair.inner);
+    }
   }
 }
 
@@ -123,7 +128,7 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_compressed(
     }
     if (compressor->skipped_steps() > skipped_before) stats->add_skipped(step.owner, step.step);
   };
-  return engine->submit({gradient}, std::move(job), timeout);
+  return engine->submit({gradient}, std::move(job), gradient.device(), timeout);
 }
 
 c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_average_exact(at::Tensor gradient) {
@@ -158,13 +163,13 @@ void BackendPowerSGD::average_over_lane(std::vector<at::Tensor>& tensors) {
       tensor.mul_(1.0 / size);
     }
   };
-  engine->submit(tensors, job, c10d::kUnsetTimeout)->wait();
+  engine->submit(tensors, job, tensors.front().device(), c10d::kUnsetTimeout)->wait();
 }
 
-void BackendPowerSGD::run_after_steps(c10::DeviceType device, const std::function<void()>& job) {
-  Engine* engine = find_engine(device);
+void BackendPowerSGD::run_after_steps(c10::Device device, const std::function<void()>& job) {
+  Engine* engine = find_engine(device.type());
   TORCH_CHECK(engine != nullptr, "powersgd: no lane for ", device, " tensors");
-  engine->submit({}, [&job](Lane&) { job(); }, c10d::kUnsetTimeout)->wait();
+  engine->submit({}, [&job](Lane&) { job(); }, device, c10d::kUnsetTimeout)->wait();
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> BackendPowerSGD::getBackendOptions() {

@@ -26,9 +26,11 @@ class Engine {
 
   virtual ~Engine() = default;
 
-  // Returns at once. `tensors` are what the job reads and writes, and the Work's result; the job's
-  // collectives use `timeout`, or the backend's own where it is unset.
+  // Returns at once. `tensors` are what the job reads and writes, and the Work's result; they lie on
+  // `device`, after what the caller's current stream does. The job's collectives use `timeout`, or
+  // the backend's own where it is unset.
   virtual c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,
+                                                c10::Device device,
                                                 std::chrono::milliseconds timeout) = 0;
 
   // Refuses new jobs and lets those submitted end, within a bound.
@@ -37,5 +39,8 @@ class Engine {
   // Refuses new jobs and fails those not yet begun.
   virtual void abort() = 0;
 };
+
+// What submit throws after shutdown or abort.
+[[noreturn]] void throw_closed();
 
 }  // namespace powersgd

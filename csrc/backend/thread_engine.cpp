@@ -3,6 +3,9 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/thread_name.h>
 
@@ -41,8 +44,38 @@ class BlockingLane final : public Lane {
 struct QueuedJob {
   c10::intrusive_ptr<WorkPowerSGD> work;
   Engine::Job job;
+  c10::Device device;
+  std::shared_ptr<c10::Event> ready;  // null on the CPU: the caller's stream has got here
   std::chrono::milliseconds timeout;
 };
+
+std::shared_ptr<c10::Event> record_current_stream(c10::Device device) {
+  if (device.is_cpu()) return nullptr;
+  auto event = std::make_shared<c10::Event>(device.type());
+  event->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  return event;
+}
+
+// An accelerator's job runs on a stream of its own, after `ready`, and has ended on the device when
+// this returns: who waits for the Work needs no stream then.
+void run_on_side_stream(c10::Device device, c10::Event& ready, const std::function<void()>& job) {
+  const c10::impl::VirtualGuardImpl impl(device.type());
+  const c10::Stream side = impl.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  const c10::StreamGuard guard(side);
+  ready.block(side);
+  const auto synchronize = [&] {
+    c10::Event done(device.type());
+    done.record(side);
+    done.synchronize();
+  };
+  try {
+    job();
+  } catch (...) {
+    synchronize();
+    throw;
+  }
+  synchronize();
+}
 
 std::exception_ptr closed_error() {
   return std::make_exception_ptr(C10_BUILD_ERROR(
@@ -95,7 +128,11 @@ struct ThreadEngine::Shared {
     std::exception_ptr error;
     try {
       BlockingLane blocking(*lane, next.timeout);
-      next.job(blocking);
+      if (next.ready) {
+        run_on_side_stream(next.device, *next.ready, [&] { next.job(blocking); });
+      } else {
+        next.job(blocking);
+      }
     } catch (...) {
       error = std::current_exception();
     }
@@ -121,12 +158,13 @@ ThreadEngine::~ThreadEngine() {
 }
 
 c10::intrusive_ptr<c10d::Work> ThreadEngine::submit(std::vector<at::Tensor> tensors, Job job,
+                                                    c10::Device device,
                                                     std::chrono::milliseconds timeout) {
   auto work = c10::make_intrusive<WorkPowerSGD>(rank_, std::move(tensors));
   const std::lock_guard<std::mutex> lock(shared_->mutex);
-  if (shared_->closed) std::rethrow_exception(closed_error());
+  if (shared_->closed) throw_closed();
   shared_->num_threads = at::get_num_threads();
-  shared_->queue.push_back({work, std::move(job), timeout});
+  shared_->queue.push_back({work, std::move(job), device, record_current_stream(device), timeout});
   shared_->wake.notify_one();
   return work;
 }
@@ -155,6 +193,8 @@ void ThreadEngine::stop(bool run_queued) {
     worker_.detach();
   }
 }
+
+void throw_closed() { std::rethrow_exception(closed_error()); }
 
 void shutdown_all_engines() {
   const std::lock_guard<std::mutex> lock(engines_mutex);

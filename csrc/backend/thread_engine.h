@@ -22,6 +22,7 @@ class ThreadEngine final : public Engine {
   ~ThreadEngine() override;
 
   c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,
+                                        c10::Device device,
                                         std::chrono::milliseconds timeout) override;
   void shutdown() override;
   void abort() override;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "backend/work.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -10,11 +11,24 @@
 
 namespace powersgd {
 
+namespace {
+
+// A future of these tensors. For an accelerator's it orders its users' streams as well.
+c10::intrusive_ptr<c10::ivalue::Future> make_future(const std::vector<at::Tensor>& tensors) {
+  std::vector<c10::Device> devices;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_cpu()) devices.push_back(tensor.device());
+  }
+  return c10::make_intrusive<c10::ivalue::Future>(
+      c10::ListType::create(c10::TensorType::get()), std::move(devices));
+}
+
+}  // namespace
+
 WorkPowerSGD::WorkPowerSGD(int rank, std::vector<at::Tensor> tensors)
     : Work(rank, c10d::OpType::ALLREDUCE, "powersgd:all_reduce", tensors),
       tensors_(std::move(tensors)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(
-          c10::ListType::create(c10::TensorType::get()))) {}
+      future_(make_future(tensors_)) {}
 
 void WorkPowerSGD::complete(std::exception_ptr error) {
   finish(error);
@@ -31,6 +45,34 @@ std::vector<at::Tensor> WorkPowerSGD::result() {
   TORCH_CHECK(isCompleted(), "Work needs to be completed before calling result().");
   if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
   return tensors_;
+}
+
+StreamWork::StreamWork(int rank, std::vector<at::Tensor> tensors, c10::Event done,
+                       std::exception_ptr error)
+    : Work(rank, c10d::OpType::ALLREDUCE, "powersgd:all_reduce", tensors),
+      tensors_(std::move(tensors)),
+      done_(std::move(done)),
+      error_(std::move(error)),
+      future_(make_future(tensors_)) {
+  if (error_) {
+    future_->setError(error_);
+  } else {
+    future_->markCompleted(c10::IValue(tensors_));  // records the current stream
+  }
+  if (recordFunctionEndCallback_) recordFunctionEndCallback_();
+}
+
+bool StreamWork::isCompleted() { return error_ || done_.query(); }
+
+bool StreamWork::wait(std::chrono::milliseconds /*timeout*/) {
+  if (error_) std::rethrow_exception(error_);
+  synchronize();
+  return true;
+}
+
+void StreamWork::synchronize() {
+  const c10::impl::VirtualGuardImpl impl(done_.device_type());
+  done_.block(impl.getStream(impl.getDevice()));
 }
 
 CombinedWork::CombinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works)

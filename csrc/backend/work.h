@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <exception>
@@ -10,7 +11,7 @@
 
 namespace powersgd {
 
-// The Work of a compressed allreduce: wait, isCompleted, exception, getFuture and result behave as
+// The Work of a thread engine: wait, isCompleted, exception, getFuture and result behave as
 // ProcessGroupGloo's do. Completed exactly once, by its engine, on any thread.
 class WorkPowerSGD : public c10d::Work {
  public:
@@ -25,6 +26,28 @@ class WorkPowerSGD : public c10d::Work {
 
  private:
   const std::vector<at::Tensor> tensors_;
+  const c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// The Work of a stream engine. wait() makes the caller's stream wait and returns at once; the future
+// carries the device's events. Complete once the device is.
+class StreamWork : public c10d::Work {
+ public:
+  // To be made while the stream that `done` was recorded on is current.
+  StreamWork(int rank, std::vector<at::Tensor> tensors, c10::Event done, std::exception_ptr error);
+
+  bool isCompleted() override;
+  bool isSuccess() const override { return !error_; }
+  std::exception_ptr exception() const override { return error_; }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  std::vector<at::Tensor> result() override { return tensors_; }
+
+ private:
+  const std::vector<at::Tensor> tensors_;
+  c10::Event done_;
+  const std::exception_ptr error_;
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 

@@ -29,9 +29,10 @@ using LogSink = std::function<void(LogLevel, const std::string&)>;
 // Called on the engine's thread before each stage with its name; what it throws fails the step.
 using StageProbe = std::function<void(const char* stage)>;
 
-// The backends that serve one device type. `lane` is a second instance of the same backend: the
-// compressed collectives run on it from the engine's thread while `inner` serves the caller's, because
-// two threads that issue on one Gloo context corrupt each other's data.
+// The backends that serve one device type. If `inner` blocks the host, `lane` is a second instance of
+// the same backend: the compressed collectives run on it from the engine's thread while `inner` serves
+// the caller's, because two threads that issue on one Gloo context corrupt each other's data. If
+// `inner` is ordered by streams, `lane` is null: it serves both.
 struct InnerPair {
   c10::DeviceType device;
   c10::intrusive_ptr<c10d::Backend> inner;
@@ -90,7 +91,7 @@ class BackendPowerSGD : public ForwardingBackend {
   void average_over_lane(std::vector<at::Tensor>& tensors);
 
   // Runs `job` on the engine of `device` after all steps submitted so far. Blocks.
-  void run_after_steps(c10::DeviceType device, const std::function<void()>& job);
+  void run_after_steps(c10::Device device, const std::function<void()>& job);
 
   // The children compress with the options that `opts` carries, if it is a BackendOptions, else with
   // this group's. Null on a rank that is no member.

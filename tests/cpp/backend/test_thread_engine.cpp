@@ -50,7 +50,7 @@ TEST(ThreadEngine, RunsJobsInOrderOffTheCallersThread) {
           EXPECT_NE(std::this_thread::get_id(), caller);
           order.push_back(i);
         },
-        kNoJobTimeout));
+        at::kCPU, kNoJobTimeout));
   }
   for (auto work = works.rbegin(); work != works.rend(); ++work) (*work)->wait();
   ASSERT_EQ(order.size(), 100u);
@@ -60,8 +60,8 @@ TEST(ThreadEngine, RunsJobsInOrderOffTheCallersThread) {
 TEST(ThreadEngine, WhatAJobThrowsIsItsWorksAndTheNextJobRuns) {
   const auto engine = make_engine();
   const auto bad =
-      engine->submit({}, [](Lane&) { throw std::runtime_error("bad"); }, kNoJobTimeout);
-  const auto good = engine->submit({}, [](Lane&) {}, kNoJobTimeout);
+      engine->submit({}, [](Lane&) { throw std::runtime_error("bad"); }, at::kCPU, kNoJobTimeout);
+  const auto good = engine->submit({}, [](Lane&) {}, at::kCPU, kNoJobTimeout);
   EXPECT_THROW(bad->wait(), std::runtime_error);
   EXPECT_TRUE(bad->exception());
   EXPECT_TRUE(good->wait());
@@ -71,7 +71,7 @@ TEST(ThreadEngine, WhatAJobThrowsIsItsWorksAndTheNextJobRuns) {
 TEST(ThreadEngine, ResultIsTheTensorsThatWereSubmitted) {
   const auto engine = make_engine();
   const at::Tensor tensor = at::zeros({3});
-  const auto work = engine->submit({tensor}, [tensor](Lane&) { tensor.fill_(2); }, kNoJobTimeout);
+  const auto work = engine->submit({tensor}, [tensor](Lane&) { tensor.fill_(2); }, at::kCPU, kNoJobTimeout);
   work->wait();
   EXPECT_TRUE(work->result().front().is_same(tensor));
   work->getFuture()->waitAndThrow();
@@ -81,7 +81,7 @@ TEST(ThreadEngine, ResultIsTheTensorsThatWereSubmitted) {
 TEST(ThreadEngine, WaitTimesOut) {
   const auto engine = make_engine();
   Gate gate;
-  const auto work = engine->submit({}, gate.job(), kNoJobTimeout);
+  const auto work = engine->submit({}, gate.job(), at::kCPU, kNoJobTimeout);
   gate.wait_until_reached();
   EXPECT_FALSE(work->isCompleted());
   EXPECT_THROW(work->wait(std::chrono::milliseconds(10)), std::exception);
@@ -91,19 +91,19 @@ TEST(ThreadEngine, WaitTimesOut) {
 TEST(ThreadEngine, ShutdownRunsWhatIsQueued) {
   const auto engine = make_engine();
   int ran = 0;
-  for (int i = 0; i < 10; ++i) engine->submit({}, [&ran](Lane&) { ++ran; }, kNoJobTimeout);
+  for (int i = 0; i < 10; ++i) engine->submit({}, [&ran](Lane&) { ++ran; }, at::kCPU, kNoJobTimeout);
   engine->shutdown();
   EXPECT_EQ(ran, 10);
-  EXPECT_THROW(engine->submit({}, [](Lane&) {}, kNoJobTimeout), c10::Error);
+  EXPECT_THROW(engine->submit({}, [](Lane&) {}, at::kCPU, kNoJobTimeout), c10::Error);
   engine->shutdown();  // again: nothing
 }
 
 TEST(ThreadEngine, AbortFailsWhatIsQueuedAndDoesNotWaitForAStuckJob) {
   auto engine = make_engine();
   const auto gate = std::make_shared<Gate>();
-  const auto stuck = engine->submit({}, [gate](Lane& lane) { gate->job()(lane); }, kNoJobTimeout);
+  const auto stuck = engine->submit({}, [gate](Lane& lane) { gate->job()(lane); }, at::kCPU, kNoJobTimeout);
   gate->wait_until_reached();
-  const auto queued = engine->submit({}, [](Lane&) { FAIL() << "ran after abort"; }, kNoJobTimeout);
+  const auto queued = engine->submit({}, [](Lane&) { FAIL() << "ran after abort"; }, at::kCPU, kNoJobTimeout);
   const auto start = steady_clock::now();
   engine->abort();
   engine.reset();

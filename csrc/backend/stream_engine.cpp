@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "backend/stream_engine.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <exception>
+#include <utility>
+
+#include "backend/work.h"
+
+namespace powersgd {
+namespace {
+
+class StreamLane final : public Lane {
+ public:
+  StreamLane(c10d::Backend& backend, std::chrono::milliseconds timeout)
+      : backend_(backend), timeout_(timeout) {}
+
+  void allreduce(at::Tensor& payload) override {
+    std::vector<at::Tensor> tensors = {payload};
+    c10d::AllreduceOptions options;
+    options.timeout = timeout_;
+    // Makes the current stream, the side stream, wait. It does not block the host.
+    if (const auto work = backend_.allreduce(tensors, options)) work->wait();
+  }
+
+ private:
+  c10d::Backend& backend_;
+  const std::chrono::milliseconds timeout_;
+};
+
+}  // namespace
+
+c10::Stream StreamEngine::side_stream(c10::Device device) {
+  if (!side_ || side_->device() != device) {
+    side_ = c10::impl::VirtualGuardImpl(device.type())
+                .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  }
+  return *side_;
+}
+
+c10::intrusive_ptr<c10d::Work> StreamEngine::submit(std::vector<at::Tensor> tensors, Job job,
+                                                    c10::Device device,
+                                                    std::chrono::milliseconds timeout) {
+  if (closed_) throw_closed();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const c10::impl::VirtualGuardImpl impl(device.type());
+  const c10::Stream side = side_stream(device);
+  c10::Event ready(device.type());
+  ready.record(impl.getStream(device));
+  ready.block(side);
+  // The allocator must not give the memory to others before the side stream is done with it.
+  for (const at::Tensor& tensor : tensors) {
+    impl.recordDataPtrOnStream(tensor.storage().data_ptr(), side);
+  }
+
+  const at::NoGradGuard no_grad;
+  const c10::StreamGuard guard(side);
+  std::exception_ptr error;
+  try {
+    StreamLane lane(*lane_, timeout);
+    job(lane);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  c10::Event done(device.type());
+  done.record(side);
+  return c10::make_intrusive<StreamWork>(rank_, std::move(tensors), std::move(done), error);
+}
+
+}  // namespace powersgd
