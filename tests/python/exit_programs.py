@@ -1,28 +1,34 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Programs of two ranks that end in many ways, each rank through a whole interpreter's exit.
 
-    python exit_programs.py FOLDER ROUNDS
+    python exit_programs.py FOLDER PROGRAM...
 
 A multiprocessing child leaves by os._exit, which skips all that can go wrong at an exit: the atexit
 functions, the end of the interpreter, static destructors. So this program imports torch once and
-then forks its ranks, each of which runs off the end of the script as a user's program does. It
-prints the exit codes as JSON: {program: [[code of rank 0, code of rank 1, seconds], ...]}.
+then forks its ranks, each of which runs off the end of the script as a user's program does. The
+programs named run once each, all at the same time; a name followed by * and a number runs so many
+times, one after the other. It prints as JSON
+{program: [[exit code of rank 0, of rank 1, seconds], ...]}.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import gc
+import importlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # DDP imports it when it is first used, in each fork  # noqa: F401
 import torch.distributed as dist
 from synthetic import gradient, gradients, make_attached, step
 
@@ -34,6 +40,14 @@ SHAPES = {"weight": (32, 48), "bias": (48,)}
 
 # What a program leaves behind for the interpreter to destroy.
 kept: list[Any] = []
+
+
+class SlowToDestroy:
+    """Stretches the end of the interpreter, as a large program does, and lets other threads run in
+    it: one that then asks for the GIL is ended where it is."""
+
+    def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        sleep(1)
 
 
 def init(rank: int, store: str) -> None:
@@ -59,12 +73,18 @@ def start_work(rank: int) -> dist.Work:
     return dist.all_reduce(gradient([64, 64], rank), async_op=True)
 
 
-def destroys_its_group(rank: int) -> None:
+def reduces_and_destroys(rank: int) -> None:
+    for _ in range(3):
+        start_work(rank).wait()
+    dist.destroy_process_group()
+
+
+def trains_and_destroys(rank: int) -> None:
     train(rank)
     dist.destroy_process_group()
 
 
-def does_not_destroy_its_group(rank: int) -> None:
+def trains_and_does_not_destroy(rank: int) -> None:
     train(rank)
 
 
@@ -91,27 +111,42 @@ def destroys_with_answered_works(rank: int) -> None:
         work.wait()
 
 
+def linger(done: torch.futures.Future) -> None:
+    """A callback that asks for the GIL again and again, for half a second."""
+    for _ in range(500):
+        time.sleep(0.001)
+
+
 def leaves_a_work_that_nobody_answers(rank: int) -> None:
-    """The peer exits too, which ends what is in flight."""
+    """The peer exits too, which ends what is in flight: the callback begins during the exit."""
     if rank == 0:
-        kept.append(start_work(rank))
-        kept.append(kept[0].get_future().then(lambda done: done.value()))
+        kept.extend([SlowToDestroy(), start_work(rank)])
+        kept.append(kept[1].get_future().then(linger))
+
+
+def outlive_rank_0(rank: int) -> None:
+    """Keeps the connection open: nothing then ends what rank 0 has in flight."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.set("pid", str(os.getpid()))
+    else:
+        status = Path(f"/proc/{int(store.get('pid'))}/status")
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            while "zombie" not in status.read_text():
+                time.sleep(0.1)
 
 
 def leaves_a_work_while_the_peer_lives(rank: int) -> None:
-    """Nothing ends what is in flight before the exit."""
     if rank == 0:
-        start_work(rank)
-    else:
-        time.sleep(20)
+        kept.append(start_work(rank))
+    outlive_rank_0(rank)
 
 
 def aborts_while_the_peer_lives(rank: int) -> None:
+    outlive_rank_0(rank)
     if rank == 0:
         kept.extend(start_work(rank) for _ in range(3))
         dist.distributed_c10d._abort_process_group()
-    else:
-        time.sleep(10)
 
 
 def raises_with_a_work_in_flight(rank: int) -> None:
@@ -125,32 +160,15 @@ def exits_with_a_work_in_flight(rank: int) -> None:
 
 
 def exits_while_a_callback_runs(rank: int) -> None:
-    start_work(rank).get_future().then(lambda done: time.sleep(1.5))
-    time.sleep(0.2)
+    kept.append(SlowToDestroy())
+    started = threading.Event()
+    work = start_work(rank)
+    work.get_future().then(lambda done: started.set() or linger(done))
+    started.wait()
 
 
 def exits_with_an_exact_work_in_flight(rank: int) -> None:
     kept.append(dist.all_reduce(torch.ones(3, dtype=torch.int64), async_op=True))
-
-
-PROGRAMS: dict[str, Callable[[int], None]] = {
-    function.__name__: function
-    for function in (
-        destroys_its_group,
-        does_not_destroy_its_group,
-        keeps_everything,
-        destroys_and_keeps_everything,
-        leaves_answered_works,
-        destroys_with_answered_works,
-        leaves_a_work_that_nobody_answers,
-        leaves_a_work_while_the_peer_lives,
-        aborts_while_the_peer_lives,
-        raises_with_a_work_in_flight,
-        exits_with_a_work_in_flight,
-        exits_while_a_callback_runs,
-        exits_with_an_exact_work_in_flight,
-    )
-}
 
 
 class InRank(Exception):
@@ -182,26 +200,31 @@ def wait(pids: list[int], started: float) -> list[float]:
     return [*(codes[pid] for pid in pids), round(time.monotonic() - started, 2)]
 
 
-def run_all(folder: str, rounds: int) -> dict[str, list[list[float]]]:
-    # All at once, for some of them sleep; then one after the other the rounds of the first.
-    once = {name: start(name, f"{folder}/{name}") for name in PROGRAMS}
-    results = {name: [wait(*started)] for name, started in once.items()}
-    for i in range(rounds):
-        results["destroys_its_group"].append(
-            wait(*start("destroys_its_group", f"{folder}/round {i}"))
-        )
+def run_all(folder: str, programs: list[str]) -> dict[str, list[list[float]]]:
+    once = [name for name in programs if "*" not in name]
+    running = {name: start(name, f"{folder}/{name}") for name in once}
+    results = {name: [wait(*started)] for name, started in running.items()}
+    for repeated in set(programs) - set(once):
+        name, times = repeated.split("*")
+        results[name] = [wait(*start(name, f"{folder}/{name}{i}")) for i in range(int(times))]
     return results
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    program = None
+    folder, *programs = sys.argv[1:]
+    if any("train" in name or "everything" in name for name in programs):
+        importlib.import_module("torch._dynamo")  # else DDP imports it in each fork
+    # What the forks share need not be walked, and copied, by the collections of their last moments.
+    gc.collect()
+    gc.freeze()
+    rank_to_be = None
     try:
-        print(json.dumps(run_all(sys.argv[1], int(sys.argv[2]))))
+        print(json.dumps(run_all(folder, programs)))
     except InRank as fork:
-        program = fork.args
-    if program is not None:
-        name, rank, store = program
+        rank_to_be = fork.args
+    if rank_to_be is not None:
+        name, rank, store = rank_to_be
         faulthandler.dump_traceback_later(HANG - 5)
         init(rank, store)
-        PROGRAMS[name](rank)
+        globals()[name](rank)

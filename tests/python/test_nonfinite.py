@@ -9,11 +9,11 @@ import pytest
 import ranks
 import torch
 from synthetic import (
-    gradient,
     gradients,
     make_attached,
     reduce_in_backward,
     relative_error,
+    residuals_of,
     step,
     to_numpy,
 )
@@ -158,19 +158,34 @@ def test_q_and_memory_are_kept(where):
             assert norms_before[name] > 1
 
 
-def _overflow(rank):
-    """Finite everywhere, but P is not: its sums leave float32's range."""
+def _overflow(rank, columns, value):
+    """A gradient that is finite, and factors that are not."""
     shapes = {"matrix": (20, 45)}
     ddp = make_attached(shapes, OPTIONS)
-    step(ddp, gradients(shapes, rank, 0))
-    huge = torch.full((20, 45), 3e38) * torch.sign(gradient((20, 45), "sign"))
+    for i in range(2):
+        step(ddp, gradients(shapes, rank, i))
+    before = residuals_of(ddp)["matrix"].numpy()
+    huge = torch.zeros(20, 45)
+    huge[:, :columns] = value
     spoilt = step(ddp, {"matrix": huge})["matrix"]
-    after = step(ddp, gradients(shapes, rank, 1))["matrix"]
-    return spoilt.isnan().all().item(), after.isfinite().all().item(), tp.stats()["skipped_steps"]
+    after = residuals_of(ddp)["matrix"].numpy()
+    output = step(ddp, gradients(shapes, rank, 2))["matrix"]
+    all_nan, finite = spoilt.isnan().all().item(), output.isfinite().all().item()
+    return all_nan, finite, before, after, tp.stats()["skipped_steps"]
 
 
-def test_factors_that_overflow_cost_one_step():
-    assert ranks.run(2, _overflow) == [(True, True, 1)] * 2
+@pytest.mark.parametrize(("columns", "value"), [(45, 3e38), (1, 6e37)], ids=["P", "Q"])
+def test_factors_that_overflow_cost_one_step(columns, value):
+    # Rows full of 3e38 make P overflow. One column of 6e37 does not: P is at most 2 * 6e37, and q is
+    # sqrt(20) * 6e37 on each rank, but the sum over the two ranks is too large. The step is then
+    # known to be bad only after its last reduction.
+    results = ranks.run(2, _overflow, columns, value)
+    for all_nan, finite, before, after, skipped in results:
+        assert (all_nan, finite, skipped) == (True, True, 1)
+        # One rounding of M: all of E where G is that large, as in test_q_and_memory_are_kept else.
+        assert not after[:, :columns].any()
+        assert abs(before - after)[:, columns:].max(initial=0) <= 15 * 2**-24 * 2
+        assert abs(before[:, columns:]).sum() > 0 or columns == 45
 
 
 def _other_buckets(rank):

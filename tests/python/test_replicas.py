@@ -52,8 +52,8 @@ def test_attached_replicas_stay_equal_for_1000_steps():
         assert state == other_state
 
 
-def _short(rank, kind, options):
-    """200 steps of the other settings; a training loop, so that a difference would grow."""
+def _short(rank, kind, options, steps):
+    """The other settings; a training loop, so that a difference would grow."""
     torch.set_num_threads(1 + rank % 2)
     shapes = {"flat": (5000,)} if kind == "flat" else SHAPES
     ddp = make_ddp(shapes) if kind == "unattached" else None
@@ -61,7 +61,7 @@ def _short(rank, kind, options):
         ddp = make_attached(shapes, options)
     inputs = _cycle(rank, shapes, 5)
     weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    for i in range(200):
+    for i in range(steps):
         mine = {name: inputs[i % 5][name] + 0.1 * weights[name] for name in shapes}
         if ddp is None:
             outputs = dict(zip(mine, reduce_in_backward(mine.values()), strict=True))
@@ -69,7 +69,7 @@ def _short(rank, kind, options):
             outputs = step(ddp, mine)
         for name in shapes:
             weights[name] -= 0.01 * outputs[name]
-    assert tp.stats()["compressed_calls"] >= 200
+    assert tp.stats()["compressed_calls"] >= steps
     return _digest(weights.values())
 
 
@@ -89,9 +89,10 @@ def test_replicas_stay_equal_in_training(world_size, kind, fields):
     options = tp.Options(
         start_powerSGD_iter=0, matrix_approximation_rank=3, min_numel=1000, **fields
     )
-    digests = ranks.run(world_size, _short, kind, options, options=options)
+    steps = 200 if world_size == 2 else 50  # more ranks than cores are slow
+    digests = ranks.run(world_size, _short, kind, options, steps, options=options)
     assert len(set(digests)) == 1
-    assert digests == ranks.run(world_size, _short, kind, options, options=options)
+    assert digests == ranks.run(world_size, _short, kind, options, steps, options=options)
 
 
 def _dead_columns(rank):

@@ -3,10 +3,11 @@
 
 #include <cstdint>
 #include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "backend/torch_compat.h"
 
