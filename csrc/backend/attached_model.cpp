@@ -27,7 +27,8 @@ AttachedModel::AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend,
     : backend_(std::move(backend)),
       names_(std::move(names)),
       parameters_(std::move(parameters)),
-      options_(std::move(options)) {
+      options_(std::move(options)),
+      skips_(backend_->make_skip_counter()) {
   TORCH_CHECK(names_.size() == parameters_.size(), "powersgd: ", names_.size(), " names for ",
               parameters_.size(), " parameters");
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -51,7 +52,6 @@ c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(c10d::GradBucket& bucket) {
   step.output_scale = 1.0 / backend_->getSize();
   step.grad_scale = grad_scale();
   step.step = step_;
-  step.owner = this;
   if (bucket.isLast()) end_step();
   if (!compressor) return backend_->allreduce_average_exact(gradient);
   return backend_->allreduce_compressed(compressor, gradient, step);
@@ -91,7 +91,7 @@ AttachedModel::Bucket AttachedModel::make_bucket(c10d::GradBucket& bucket,
       states.push_back(states_[indices[static_cast<size_t>(matrix.parameter)]]);
     }
     made.compressor = std::make_shared<BucketCompressor>(
-        made.plan, std::move(states), options_, buffer.scalar_type(), buffer.device());
+        made.plan, std::move(states), options_, buffer.scalar_type(), buffer.device(), skips_);
   }
   made.parameters = std::move(indices);
   return made;
@@ -117,7 +117,7 @@ void AttachedModel::end_step() {
   ++step_;
   const int64_t steps = backend_->stats().add_step();
   if (steps % options_.compression_stats_logging_frequency == 0) {
-    backend_->log(LogLevel::kInfo, summary(backend_->stats().snapshot()));
+    backend_->log(LogLevel::kInfo, summary(backend_->snapshot()));
   }
 }
 

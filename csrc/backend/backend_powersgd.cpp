@@ -52,7 +52,7 @@ BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerPair> inne
       pairs_(std::move(inners)),
       log_(std::move(log)),
       stats_(std::make_shared<Stats>()),
-      flat_tensors_(std::make_unique<FlatTensors>(options_)) {
+      flat_tensors_(std::make_unique<FlatTensors>(options_, make_skip_counter())) {
   validate(options_);
   for (const InnerPair& pair : pairs_) {
     if (pair.lane) {
@@ -93,7 +93,6 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor
   step.output_scale = average ? 1.0 / getSize() : 1.0;
   step.grad_scale = grad_scale();
   step.step = admitted->step;
-  step.owner = flat_tensors_.get();
   return allreduce_compressed(admitted->compressor, gradient, step, opts.timeout);
 }
 
@@ -110,7 +109,6 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_compressed(
   }
   auto job = [compressor, gradient, step, stats = stats_, probe = std::move(probe)](Lane& lane) {
     const Step run(*stats, probe);
-    const int64_t skipped_before = compressor->skipped_steps();
     try {
       at::Tensor& p = run(Stage::kProject, [&]() -> at::Tensor& {
         return compressor->project(gradient, step);
@@ -126,7 +124,6 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_compressed(
       compressor->rollback();  // the gradient was not delivered: the residual must not claim it
       throw;
     }
-    if (compressor->skipped_steps() > skipped_before) stats->add_skipped(step.owner, step.step);
   };
   return engine->submit({gradient}, std::move(job), gradient.device(), timeout);
 }
@@ -252,6 +249,26 @@ std::vector<std::shared_ptr<AttachedModel>> BackendPowerSGD::models() const {
     if (auto model = weak.lock()) alive.push_back(std::move(model));
   }
   return alive;
+}
+
+std::shared_ptr<SkipCounter> BackendPowerSGD::make_skip_counter() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  skip_counters_.push_back(std::make_shared<SkipCounter>());
+  return skip_counters_.back();
+}
+
+StatsSnapshot BackendPowerSGD::snapshot() {
+  StatsSnapshot snapshot = stats_->snapshot();
+  std::vector<std::shared_ptr<SkipCounter>> counters;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    counters = skip_counters_;
+  }
+  for (const auto& counter : counters) {
+    for (const at::Device device : counter->devices()) run_after_steps(device, [] {});
+    snapshot.skipped_steps += counter->steps();
+  }
+  return snapshot;
 }
 
 void BackendPowerSGD::log(LogLevel level, const std::string& message) const {

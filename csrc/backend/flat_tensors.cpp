@@ -66,7 +66,7 @@ std::shared_ptr<BucketCompressor> FlatTensors::make_compressor(const BucketPlan&
     states.back()->stream = static_cast<uint64_t>(order);
   }
   return std::make_shared<BucketCompressor>(plan, std::move(states), options,
-                                            tensor.scalar_type(), tensor.device());
+                                            tensor.scalar_type(), tensor.device(), skips_);
 }
 
 // Returns how many states were dropped.

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "powersgd/compressor.h"
@@ -26,7 +27,8 @@ namespace powersgd {
 // Safe from any thread.
 class FlatTensors {
  public:
-  explicit FlatTensors(const Options& options) : options_(options) {}
+  FlatTensors(const Options& options, std::shared_ptr<SkipCounter> skips)
+      : options_(options), skips_(std::move(skips)) {}
 
   struct Admitted {
     std::shared_ptr<BucketCompressor> compressor;  // null while in warm-up
@@ -66,6 +68,7 @@ class FlatTensors {
   int64_t begin_pass(const Pass& pass);
 
   const Options options_;
+  const std::shared_ptr<SkipCounter> skips_;
   mutable std::mutex mutex_;
   std::map<Key, Entry, Less> entries_;
   Pass pass_{Mode::kNone, 0};

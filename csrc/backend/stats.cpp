@@ -16,14 +16,6 @@ int64_t Stats::add_step() {
   return ++now_.steps;
 }
 
-void Stats::add_skipped(const void* owner, uint64_t step) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto known = last_skipped_.find(owner);
-  if (known != last_skipped_.end() && known->second == step) return;
-  last_skipped_[owner] = step;
-  ++now_.skipped_steps;
-}
-
 void Stats::add_compressed(int64_t bytes_before, int64_t bytes_after) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ++now_.compressed_calls;

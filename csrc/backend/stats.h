@@ -4,7 +4,6 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
-#include <map>
 #include <mutex>
 #include <string>
 
@@ -17,7 +16,8 @@ const char* to_string(Stage stage);
 
 struct StatsSnapshot {
   int64_t steps = 0;          // synchronisations of attached models and backward passes of flat tensors
-  int64_t skipped_steps = 0;  // of these, skipped because a gradient was not finite on some rank
+  int64_t skipped_steps = 0;  // of these, skipped because a gradient was not finite on some rank;
+                              // counted on the devices: Stats itself leaves it 0
   int64_t compressed_calls = 0;
   int64_t exact_calls = 0;   // eligible gradients sent whole: warm-up, or nothing worth compressing
   int64_t bytes_before = 0;  // of the gradients, had they been sent whole
@@ -32,8 +32,6 @@ class Stats {
  public:
   // Returns the number of steps including this one.
   int64_t add_step();
-  // Several buckets of one step may be skipped; the step counts once.
-  void add_skipped(const void* owner, uint64_t step);
   void add_compressed(int64_t bytes_before, int64_t bytes_after);
   void add_exact(int64_t bytes);
   void add_seconds(Stage stage, double seconds);
@@ -42,7 +40,6 @@ class Stats {
  private:
   mutable std::mutex mutex_;
   StatsSnapshot now_;
-  std::map<const void*, uint64_t> last_skipped_;  // by owner
 };
 
 // One line for the log.

@@ -113,7 +113,7 @@ void bind_compressor(py::module_& module) {
           "project",
           [](BucketCompressor& self, const at::Tensor& gradient, uint64_t step,
              double output_scale, double grad_scale) {
-            return self.project(gradient, {output_scale, grad_scale, step, nullptr});
+            return self.project(gradient, {output_scale, grad_scale, step});
           },
           py::arg("gradient"), py::arg("step"), py::arg("output_scale") = 1.0,
           py::arg("grad_scale") = 1.0, NoGil())
@@ -121,7 +121,6 @@ void bind_compressor(py::module_& module) {
       .def("back_project", &BucketCompressor::back_project, NoGil())
       .def("reconstruct", &BucketCompressor::reconstruct, NoGil())
       .def("rollback", &BucketCompressor::rollback, NoGil())
-      .def_property_readonly("skipped_steps", &BucketCompressor::skipped_steps)
       .def_property_readonly("payload_bytes", &BucketCompressor::payload_bytes)
       .def_property_readonly("gradient_bytes", &BucketCompressor::gradient_bytes);
 }
@@ -167,7 +166,15 @@ void bind_backend(py::module_& module) {
            py::arg("rank"), py::arg("size"), py::arg("inners"), py::arg("options"), py::arg("log"))
       .def_property_readonly("options", &BackendPowerSGD::getBackendOptions)
       .def_property("grad_scale", &BackendPowerSGD::grad_scale, &BackendPowerSGD::set_grad_scale)
-      .def("stats", [](BackendPowerSGD& self) { return to_dict(self.stats().snapshot()); })
+      .def("stats",
+           [](BackendPowerSGD& self) {
+             StatsSnapshot stats;
+             {
+               const py::gil_scoped_release no_gil;
+               stats = self.snapshot();
+             }
+             return to_dict(stats);
+           })
       .def("models", &BackendPowerSGD::models, NoGil())
       // torch calls it on the parent for ranks that are not in a new group; only NCCL needs it.
       .def("perform_nocolor_split", [](BackendPowerSGD&, const at::Device&) {})

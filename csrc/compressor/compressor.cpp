@@ -25,13 +25,14 @@ bool has_kernels(c10::DeviceType device) { return find_stages(device) != nullptr
 
 BucketCompressor::BucketCompressor(BucketPlan plan, std::vector<ParameterStatePtr> states,
                                    const Options& options, at::ScalarType gradient_type,
-                                   at::Device device)
+                                   at::Device device, std::shared_ptr<SkipCounter> skips)
     : plan_(std::move(plan)),
       states_(std::move(states)),
       options_(options),
       gradient_type_(gradient_type),
       device_(device),
-      stages_(require_stages(device.type())) {
+      stages_(require_stages(device.type())),
+      skips_(std::move(skips)) {
   TORCH_INTERNAL_ASSERT(states_.size() == plan_.matrices.size());
   const bool is_double = gradient_type == at::kDouble;
   bucket_.gradient_dtype = to_dtype(gradient_type);
@@ -85,10 +86,6 @@ void BucketCompressor::rollback() {
   gradient_ = at::Tensor();
 }
 
-int64_t BucketCompressor::skipped_steps() const {
-  return verdict_.defined() ? verdict_[1].item<int32_t>() : 0;
-}
-
 int64_t BucketCompressor::payload_bytes() const {
   return (plan_.p_numel + plan_.q_numel) * size_of(bucket_.factor_dtype);
 }
@@ -114,6 +111,7 @@ void BucketCompressor::prepare() {
   bucket_.p_payload = p_payload.data_ptr();
   bucket_.q_payload = q_payload_.data_ptr();
   bucket_.verdict = static_cast<kernels::Verdict*>(verdict_.data_ptr());
+  bucket_.skipped_steps = skips_ ? skips_->on(device_) : nullptr;
   p_payload_ = std::move(p_payload);  // last: it says that all the rest is there
 }
 

@@ -81,6 +81,30 @@ void allocate(ParameterState& state, const MatrixShape& shape, int64_t rank, con
   start(state, options, device);
 }
 
+kernels::SkippedSteps* SkipCounter::on(at::Device device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  static_assert(sizeof(kernels::SkippedSteps) == 2 * sizeof(int64_t));
+  for (at::Tensor& count : counts_) {
+    if (count.device() == device) return static_cast<kernels::SkippedSteps*>(count.data_ptr());
+  }
+  counts_.push_back(at::zeros({2}, at::device(device).dtype(at::kLong)));
+  return static_cast<kernels::SkippedSteps*>(counts_.back().data_ptr());
+}
+
+int64_t SkipCounter::steps() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int64_t steps = 0;
+  for (const at::Tensor& count : counts_) steps += count[1].item<int64_t>();
+  return steps;
+}
+
+std::vector<at::Device> SkipCounter::devices() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<at::Device> devices;
+  for (const at::Tensor& count : counts_) devices.push_back(count.device());
+  return devices;
+}
+
 at::Tensor residual(const ParameterState& state) {
   const at::Tensor pending = at::matmul(state.p_hat, state.q_local);
   if (!state.memory.defined()) return at::zeros_like(pending);

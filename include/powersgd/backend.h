@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backend/forwarding_backend.h"
+#include "backend/stats.h"
 #include "powersgd/compressor.h"
 #include "powersgd/options.h"
 
@@ -19,7 +20,6 @@ namespace powersgd {
 class AttachedModel;
 class Engine;
 class FlatTensors;
-class Stats;
 
 enum class LogLevel { kInfo, kWarning };
 
@@ -118,6 +118,10 @@ class BackendPowerSGD : public ForwardingBackend {
 
   const powersgd::Options& options() const { return options_; }
   Stats& stats() { return *stats_; }
+  // What it did, once all steps submitted so far have ended. Blocks.
+  StatsSnapshot snapshot();
+  // For one owner of buckets; counted in snapshot() for as long as this backend lives.
+  std::shared_ptr<SkipCounter> make_skip_counter();
   void log(LogLevel level, const std::string& message) const;
   void set_stage_probe(StageProbe probe);
 
@@ -129,12 +133,14 @@ class BackendPowerSGD : public ForwardingBackend {
   const LogSink log_;
   const std::shared_ptr<Stats> stats_;
   std::map<c10::DeviceType, std::unique_ptr<Engine>> engines_;
-  std::unique_ptr<FlatTensors> flat_tensors_;
 
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards what follows up to flat_tensors_
+  std::vector<std::shared_ptr<SkipCounter>> skip_counters_;
   double grad_scale_ = 1;
   std::vector<std::weak_ptr<AttachedModel>> models_;
   std::shared_ptr<const StageProbe> probe_;
+
+  std::unique_ptr<FlatTensors> flat_tensors_;
 };
 
 }  // namespace powersgd

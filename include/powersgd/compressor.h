@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "powersgd/kernels.h"
@@ -52,12 +53,26 @@ at::Tensor residual(const ParameterState& state);
 // Makes `value` ([rows, cols]) the residual. Keeps q_warm.
 void set_residual(ParameterState& state, const at::Tensor& value);
 
+// Counts the skipped steps of one owner (a model) over all of its buckets, on the devices themselves:
+// whether a step is skipped is known there first.
+class SkipCounter {
+ public:
+  // Where the kernels of a device count.
+  kernels::SkippedSteps* on(at::Device device);
+  // Synchronises with the device. To be called when no step is in flight.
+  int64_t steps();
+  std::vector<at::Device> devices();
+
+ private:
+  std::mutex mutex_;
+  std::vector<at::Tensor> counts_;  // one per device
+};
+
 // What one step tells the stages.
 struct StepInfo {
   double output_scale = 1;  // 1 for SUM, 1 / world size for AVG
   double grad_scale = 1;    // the loss scale of this step's gradient
   uint64_t step = 0;
-  const void* owner = nullptr;  // whose step it is; compared, never dereferenced
 };
 
 // Runs the stages of one bucket of a fixed layout; never communicates. A step is the calls
@@ -71,7 +86,8 @@ class BucketCompressor {
  public:
   // `states[i]` belongs to `plan.matrices[i]`. Buckets may share states, one after the other.
   BucketCompressor(BucketPlan plan, std::vector<ParameterStatePtr> states, const Options& options,
-                   at::ScalarType gradient_type, at::Device device);
+                   at::ScalarType gradient_type, at::Device device,
+                   std::shared_ptr<SkipCounter> skips = nullptr);
   ~BucketCompressor();
 
   // `gradient`: contiguous, plan.gradient_numel elements; kept until reconstruct or rollback.
@@ -84,10 +100,6 @@ class BucketCompressor {
 
   // Undoes project: memory = M - G, to within one rounding of M. The gradient is left as it is.
   void rollback();
-
-  // Steps skipped since construction because a rank had a non-finite gradient. On CUDA it
-  // synchronises with the device.
-  int64_t skipped_steps() const;
 
   const BucketPlan& plan() const { return plan_; }
   int64_t payload_bytes() const;   // of one step, both payloads
@@ -104,6 +116,7 @@ class BucketCompressor {
   const at::ScalarType gradient_type_;
   const at::Device device_;
   const Stages& stages_;
+  const std::shared_ptr<SkipCounter> skips_;
 
   kernels::Bucket bucket_{};
   std::vector<at::Tensor> tables_;  // keeps what bucket_ points at

@@ -74,6 +74,13 @@ struct Verdict {
   int32_t skipped_total;  // steps skipped since the caller zeroed it
 };
 
+// Counts the steps of one owner, whose buckets share it: a step of which several buckets are skipped
+// counts once.
+struct SkippedSteps {
+  uint64_t last;  // the last one, plus 1
+  uint64_t count;
+};
+
 // Everything a stage reads. The tables and all pointers are in memory of the device that runs it.
 struct Bucket {
   const Matrix* matrices;
@@ -90,6 +97,7 @@ struct Bucket {
   int64_t q_numel;
   void* workspace;
   Verdict* verdict;
+  SkippedSteps* skipped_steps;  // may be null
 
   DType gradient_dtype;
   DType residual_dtype;  // float64 for float64 gradients

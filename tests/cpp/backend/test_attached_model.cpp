@@ -132,8 +132,8 @@ TEST(AttachedModel, WarmUpIsExact) {
     EXPECT_TRUE(at::equal(model.step(0, false), Model::mean_gradient(0)));
     EXPECT_TRUE(at::equal(model.step(1, false), Model::mean_gradient(1)));
     EXPECT_FALSE(at::equal(model.step(2, false), Model::mean_gradient(2)));
-    EXPECT_EQ(backend->stats().snapshot().exact_calls, 2);
-    EXPECT_EQ(backend->stats().snapshot().compressed_calls, 1);
+    EXPECT_EQ(backend->snapshot().exact_calls, 2);
+    EXPECT_EQ(backend->snapshot().compressed_calls, 1);
   });
 }
 

@@ -65,7 +65,7 @@ TEST(BackendPowerSGD, ExactRankComesBackExactly) {
     at::Tensor out = left.matmul(right) * (rank + 1);
     allreduce(backend, out);
     EXPECT_TRUE(at::allclose(out, expected, 1e-5, 1e-4));
-    EXPECT_EQ(backend->stats().snapshot().compressed_calls, 1);
+    EXPECT_EQ(backend->snapshot().compressed_calls, 1);
   });
 }
 
@@ -118,7 +118,7 @@ TEST(BackendPowerSGD, WhatIsNotAdmittedIsForwardedExactly) {
     allreduce(backend, out);
     pop_override();
     EXPECT_FALSE(at::equal(out, gradient_of(0) + gradient_of(1)));
-    EXPECT_EQ(backend->stats().snapshot().compressed_calls, 1);
+    EXPECT_EQ(backend->snapshot().compressed_calls, 1);
   });
 }
 
@@ -144,7 +144,7 @@ TEST(BackendPowerSGD, ANonFiniteGradientSkipsTheStepEverywhere) {
     if (rank == 1) out[3][5] = std::numeric_limits<float>::infinity();
     allreduce(backend, out);
     EXPECT_TRUE(at::isnan(out).all().item<bool>());
-    EXPECT_EQ(backend->stats().snapshot().skipped_steps, 1);
+    EXPECT_EQ(backend->snapshot().skipped_steps, 1);
     out = gradient_of(rank);
     allreduce(backend, out);
     EXPECT_TRUE(at::isfinite(out).all().item<bool>());
@@ -219,7 +219,7 @@ TEST(BackendPowerSGD, CoalescedTensorsAreCompressedOnlyInScopeAlways) {
       work->wait();
       EXPECT_TRUE(work->isCompleted() && work->isSuccess());
       EXPECT_TRUE(at::equal(tensors[1], at::full({3}, 2)));
-      EXPECT_EQ(backend->stats().snapshot().compressed_calls, scope == Scope::kAlways ? 1 : 0);
+      EXPECT_EQ(backend->snapshot().compressed_calls, scope == Scope::kAlways ? 1 : 0);
     });
   }
 }
