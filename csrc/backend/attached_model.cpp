@@ -144,6 +144,7 @@ void AttachedModel::load_state(const std::vector<ParameterExport>& parameters, i
                                double grad_scale) {
   std::map<std::string, size_t> index_of_name;
   for (size_t i = 0; i < names_.size(); ++i) index_of_name[names_[i]] = i;
+  std::vector<std::pair<size_t, const ParameterExport*>> accepted;
   for (const ParameterExport& parameter : parameters) {
     const auto found = index_of_name.find(parameter.name);
     if (found == index_of_name.end()) {
@@ -151,25 +152,35 @@ void AttachedModel::load_state(const std::vector<ParameterExport>& parameters, i
                                                  "' is not in the model: its residual is dropped"));
       continue;
     }
-    load_parameter(found->second, parameter, grad_scale);
+    if (may_load(found->second, parameter)) accepted.emplace_back(found->second, &parameter);
   }
+  // All of it is known to fit before any of it is loaded.
+  for (const auto& [index, parameter] : accepted) load_parameter(index, *parameter, grad_scale);
   step_ = static_cast<uint64_t>(step);
+}
+
+// Throws if it does not fit; false if there is nothing to load it into.
+bool AttachedModel::may_load(size_t index, const ParameterExport& saved) const {
+  const at::Tensor& parameter = parameters_[index];
+  const MatrixShape shape = matrix_shape(memory_layout(parameter));
+  TORCH_CHECK_VALUE(saved.residual.defined() && saved.q.defined(), "the checkpoint's '", saved.name,
+                    "' must have a residual and a q");
+  TORCH_CHECK_VALUE(saved.residual.sizes() == parameter.sizes(), "residual of '", saved.name,
+                    "' must have the parameter's shape ", parameter.sizes(), ", got ",
+                    saved.residual.sizes());
+  TORCH_CHECK_VALUE(saved.q.dim() == 2 && saved.q.size(1) == shape.cols, "q of '", saved.name,
+                    "' must have the shape [rank, ", shape.cols, "], got ", saved.q.sizes());
+  if (should_compress(shape, options_)) return true;
+  backend_->log(LogLevel::kWarning,
+                c10::str("'", saved.name, "' is not compressed with these options: the checkpoint's "
+                         "residual of it is dropped"));
+  return false;
 }
 
 void AttachedModel::load_parameter(size_t index, const ParameterExport& saved,
                                    double grad_scale) {
-  if (!saved.residual.defined()) return;
   const at::Tensor& parameter = parameters_[index];
-  TORCH_CHECK(saved.residual.sizes() == parameter.sizes(), "powersgd: the checkpoint's residual of '",
-              saved.name, "' has shape ", saved.residual.sizes(), ", the parameter has ",
-              parameter.sizes());
   const MatrixShape shape = matrix_shape(memory_layout(parameter));
-  if (!should_compress(shape, options_)) {
-    backend_->log(LogLevel::kWarning,
-                  c10::str("'", saved.name, "' is not compressed with these options: the "
-                           "checkpoint's residual of it is dropped"));
-    return;
-  }
   ParameterState& state = *states_[index];
   const int64_t rank = effective_rank(shape, options_);
   const at::Tensor q = q_to_memory_order(saved.q, parameter);

@@ -39,7 +39,8 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
 
   // Collective: the same on all ranks when it returns.
   std::vector<ParameterExport> export_state();
-  // `residual` undefined: none. Parameters that are not named keep what they have.
+  // Parameters that are not named keep what they have. Throws, before it changes anything, if a
+  // residual or q is missing or of another shape.
   void load_state(const std::vector<ParameterExport>& parameters, int64_t step, double grad_scale);
 
   // The Frobenius norm of each parameter's residual on this rank; 0 where there is none.
@@ -61,6 +62,7 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   Bucket make_bucket(c10d::GradBucket& bucket, std::vector<size_t> indices) const;
   void announce() const;
   void end_step();
+  bool may_load(size_t index, const ParameterExport& saved) const;
   void load_parameter(size_t index, const ParameterExport& parameter, double grad_scale);
 
   const c10::intrusive_ptr<BackendPowerSGD> backend_;

@@ -15,6 +15,11 @@ namespace {
 // buckets after the first steps).
 constexpr uint64_t kKeepPasses = 100;
 
+// DDP rebuilds its buckets once, after the first step or with static_graph the second: the same number
+// of elements in another order. A flat gradient is compressed from its third pass on, so that no
+// residual is left behind in an order that is gone.
+constexpr uint64_t kSettlePasses = 2;
+
 bool eligible(const std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) {
   if (tensors.size() != 1) return false;
   const at::Tensor& tensor = tensors.front();
@@ -108,10 +113,13 @@ std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Te
   }
   admitted.step = passes_ - 1;
   const int64_t order = order_++;
-  if (admitted.step < warm_up) return admitted;
   Entry& entry = entries_[{order, tensor.sizes().vec(), tensor.scalar_type(), tensor.device()}];
-  if (!entry.compressor) entry.compressor = make_compressor(plan, tensor, order, /*remembers=*/true);
   entry.last_pass = passes_;
+  const bool may_move = pass.first == Mode::kBackward && tensor.dim() == 1;
+  const bool settled = !may_move || entry.uses >= kSettlePasses;
+  ++entry.uses;
+  if (admitted.step < warm_up || !settled) return admitted;
+  if (!entry.compressor) entry.compressor = make_compressor(plan, tensor, order, /*remembers=*/true);
   admitted.compressor = entry.compressor;
   admitted.first_flat = pass.first == Mode::kBackward && !std::exchange(advised_, true);
   return admitted;

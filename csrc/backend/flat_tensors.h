@@ -31,7 +31,7 @@ class FlatTensors {
       : options_(options), skips_(std::move(skips)) {}
 
   struct Admitted {
-    std::shared_ptr<BucketCompressor> compressor;  // null while in warm-up
+    std::shared_ptr<BucketCompressor> compressor;  // null: not yet, average exactly
     uint64_t step = 0;
     bool new_pass = false;
     bool first_flat = false;  // the first compressed in backward: time to advise attach
@@ -54,6 +54,7 @@ class FlatTensors {
   struct Entry {
     std::shared_ptr<BucketCompressor> compressor;
     uint64_t last_pass = 0;
+    uint64_t uses = 0;
   };
 
   struct Less {

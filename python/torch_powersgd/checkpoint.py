@@ -47,8 +47,8 @@ def load_state_dict(ddp: DistributedDataParallel, state: dict[str, Any]) -> None
     all ranks with the same state, after ``attach``.
 
     Raises:
-        ValueError: if the module is not attached, or ``state`` is not of this version's form.
-        RuntimeError: if a residual's shape is not its parameter's.
+        ValueError: if the module is not attached, ``state`` is not of this version's form, or a
+            shape is not its parameter's. Nothing has been changed then.
     """
     model = attached_model(ddp)
     version = state.get("version")
@@ -60,6 +60,7 @@ def load_state_dict(ddp: DistributedDataParallel, state: dict[str, Any]) -> None
     parameters = []
     for name, tensors in state["parameters"].items():
         parameter = _C.ParameterExport()
-        parameter.name, parameter.residual, parameter.q = name, tensors["residual"], tensors["q"]
+        parameter.name = name
+        parameter.residual, parameter.q = tensors.get("residual"), tensors.get("q")
         parameters.append(parameter)
     model.load_state(parameters, state["step"], state["grad_scale"])

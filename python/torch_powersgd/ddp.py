@@ -55,11 +55,16 @@ def attach(ddp: DistributedDataParallel, options: Options | None = None) -> None
             raise ValueError("options of a module that was attached before cannot be changed")
         model.active = True
         return
-    if ddp._comm_hooks:
-        raise ValueError("this DDP module has a communication hook already; it takes only one")
-    _attached[ddp] = _C.attach(
-        ddp.reducer, backend, list(parameters), list(parameters.values()), core
-    )
+    try:
+        _attached[ddp] = _C.attach(
+            ddp.reducer, backend, list(parameters), list(parameters.values()), core
+        )
+    except RuntimeError as error:
+        if "register_comm_hook" not in str(error):
+            raise
+        raise ValueError(
+            "this DDP module has a communication hook already; it takes only one"
+        ) from error
     if ddp.logger is not None:
         ddp.logger._set_comm_hook_name("torch_powersgd")
 
