@@ -110,8 +110,6 @@ struct ProjectTile {
     const F scale = static_cast<F>(bucket.residual_scale);
     int64_t j = 0;
     for (; j + kLane <= cols; j += kLane) {
-      __builtin_prefetch(gradient + j + PFD * matrix.cols);
-      __builtin_prefetch(memory + j + PFD * matrix.cols, PFW);
       combine<Arch>(gradient + j, memory + j, scale, block + j, poison);
     }
     if (j < cols) {
