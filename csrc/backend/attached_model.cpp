@@ -115,10 +115,7 @@ void AttachedModel::announce() const {
 
 void AttachedModel::end_step() {
   ++step_;
-  const int64_t steps = backend_->stats().add_step();
-  if (steps % options_.compression_stats_logging_frequency == 0) {
-    backend_->log(LogLevel::kInfo, summary(backend_->snapshot()));
-  }
+  backend_->end_step(options_);
 }
 
 std::vector<ParameterExport> AttachedModel::export_state() {

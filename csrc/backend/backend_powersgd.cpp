@@ -72,7 +72,7 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor
   if (!admitted) return ForwardingBackend::allreduce(tensors, opts);
 
   const at::Tensor& gradient = tensors.front();
-  if (admitted->new_pass) stats_->add_step();
+  if (admitted->new_pass) end_step(options_);
   if (admitted->dropped > 0) {
     log(LogLevel::kInfo, c10::str("dropped the state of ", admitted->dropped,
                                   " flat tensors that had not been reduced for a while"));
@@ -249,6 +249,12 @@ std::vector<std::shared_ptr<AttachedModel>> BackendPowerSGD::models() const {
     if (auto model = weak.lock()) alive.push_back(std::move(model));
   }
   return alive;
+}
+
+void BackendPowerSGD::end_step(const powersgd::Options& options) {
+  if (stats_->add_step() % options.compression_stats_logging_frequency == 0) {
+    log(LogLevel::kInfo, summary(snapshot()));
+  }
 }
 
 std::shared_ptr<SkipCounter> BackendPowerSGD::make_skip_counter() {

@@ -10,4 +10,8 @@ namespace powersgd {
 // Threads are kept for a while for the next callback.
 void run_callback(std::function<void()> callback);
 
+// For the exit of an interpreter: waits, within a bound, for the callbacks that run, and lets no other
+// begin. One that asked for the interpreter after its end would abort the process.
+void end_callbacks();
+
 }  // namespace powersgd

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "backend/attached_model.h"
+#include "backend/callback_threads.h"
 #include "backend/compression_override.h"
 #include "backend/ddp_hook.h"
 #include "backend/stats.h"
@@ -185,7 +186,13 @@ void bind_backend(py::module_& module) {
              });
            },
            "Makes every step fail before `stage`; '' ends it. For tests.");
-  module.def("shutdown_all_engines", &shutdown_all_engines, NoGil());
+  module.def(
+      "shutdown_at_exit",
+      [] {
+        shutdown_all_engines();
+        end_callbacks();
+      },
+      NoGil());
 }
 
 void bind_model(py::module_& module) {

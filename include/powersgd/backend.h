@@ -118,6 +118,8 @@ class BackendPowerSGD : public ForwardingBackend {
 
   const powersgd::Options& options() const { return options_; }
   Stats& stats() { return *stats_; }
+  // Counts a step, and logs the statistics when it is time to.
+  void end_step(const powersgd::Options& options);
   // What it did, once all steps submitted so far have ended. Blocks.
   StatsSnapshot snapshot();
   // For one owner of buckets; counted in snapshot() for as long as this backend lives.

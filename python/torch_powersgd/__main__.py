@@ -17,10 +17,13 @@ from torch_powersgd.options import Options
 def _make_model(path: str) -> torch.nn.Module:
     """Calls FACTORY of MODULE, which takes no arguments and returns a module."""
     module_name, _, factory = path.partition(":")
-    if not factory:
+    if not module_name or not factory:
         raise ValueError(f"MODULE:FACTORY must name a module and a callable in it, got {path!r}")
     sys.path.insert(0, os.getcwd())
-    model = getattr(importlib.import_module(module_name), factory)()
+    make = getattr(importlib.import_module(module_name), factory)
+    if not callable(make):
+        raise ValueError(f"{path} must be a callable, got {make!r}")
+    model = make()
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"{path} must return a torch.nn.Module, got {type(model).__name__}")
     return model

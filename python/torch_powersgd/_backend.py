@@ -31,7 +31,7 @@ def register() -> None:
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     # A job that ends without destroy_process_group must not leave a worker inside a collective
     # while the interpreter goes down around it.
-    atexit.register(_C.shutdown_all_engines)
+    atexit.register(_C.shutdown_at_exit)
 
 
 def _log(warning: bool, message: str) -> None:
@@ -64,11 +64,12 @@ def _agree(store: Store, rank: int, size: int, pg_options: object) -> Options:
     Raises:
         ValueError: on every rank alike, if any rank's are invalid or two ranks' differ.
     """
+    options = None
     try:
-        options, mine = resolve(pg_options), ""
+        options = resolve(pg_options)
         mine = json.dumps(options._plain())
-    except ValueError as error:
-        options, mine = None, json.dumps({"error": str(error)})
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        mine = json.dumps({"error": str(error)})
     store.set(f"options/{rank}", mine)
     if rank == 0:
         # One rank compares, so that a group of n ranks makes n requests and not n * n.

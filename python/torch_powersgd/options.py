@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -66,22 +67,25 @@ class Options:
     residual_dtype: torch.dtype = torch.float32
     alternating: bool = False
 
+    # torch's DeviceMesh reads the time-out of a group from its options; None: the default.
+    @property
+    def _timeout(self) -> None:
+        return None
+
     def __post_init__(self) -> None:
-        self._core()
+        for field in dataclasses.fields(self):
+            value = _typed(field.name, str(field.type), getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+        self._core().validate()
 
     def _core(self) -> _C.Options:
-        """The same as the C++ core's value, validated there."""
+        """The same as the C++ core's value."""
         core = _C.Options()
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            stored = str(value).removeprefix("torch.") if _is_dtype(value) else value
+        for name, value in self._plain().items():
             try:
-                setattr(core, field.name, stored)
-            except TypeError:
-                raise ValueError(
-                    f"{field.name} must be of type {field.type}, got {value!r}"
-                ) from None
-        core.validate()
+                setattr(core, name, value)
+            except (TypeError, ValueError) as error:  # out of the C++ type's range, or a bad name
+                raise ValueError(f"{name}: {error}, got {value!r}") from None
         return core
 
     def _plain(self) -> dict[str, Any]:
@@ -178,6 +182,22 @@ def _parse(variable: str, type_name: str, text: str) -> Any:
     if text.lower() not in allowed:
         raise ValueError(f"{variable} must be one of {', '.join(allowed)}, got {text!r}")
     return allowed[text.lower()]
+
+
+def _typed(name: str, type_name: str, value: Any) -> Any:
+    """The value as exactly the field's type; a numpy scalar is taken for a Python one."""
+    if type_name == "int" and not isinstance(value, bool) and hasattr(value, "__index__"):
+        return int(value)
+    if type_name == "float" and not isinstance(value, (bool, str, bytes)):
+        with contextlib.suppress(TypeError, ValueError):
+            return float(value)
+    kinds = {"bool": bool, "str": str, "torch.dtype": torch.dtype}
+    for kind in type_name.split(" | "):
+        if (kind == "None" and value is None) or (
+            kind in kinds and isinstance(value, kinds[kind])
+        ):
+            return value
+    raise ValueError(f"{name} must be of type {type_name}, got {value!r}")
 
 
 def _is_dtype(value: object) -> bool:
