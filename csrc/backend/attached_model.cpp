@@ -160,8 +160,6 @@ void AttachedModel::load_state(const std::vector<ParameterExport>& parameters, i
 bool AttachedModel::may_load(size_t index, const ParameterExport& saved) const {
   const at::Tensor& parameter = parameters_[index];
   const MatrixShape shape = matrix_shape(memory_layout(parameter));
-  TORCH_CHECK_VALUE(saved.residual.defined() && saved.q.defined(), "the checkpoint's '", saved.name,
-                    "' must have a residual and a q");
   TORCH_CHECK_VALUE(saved.residual.sizes() == parameter.sizes(), "residual of '", saved.name,
                     "' must have the parameter's shape ", parameter.sizes(), ", got ",
                     saved.residual.sizes());

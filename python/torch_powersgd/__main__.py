@@ -22,7 +22,7 @@ def _make_model(path: str) -> torch.nn.Module:
     sys.path.insert(0, os.getcwd())
     make = getattr(importlib.import_module(module_name), factory)
     if not callable(make):
-        raise ValueError(f"{path} must be a callable, got {make!r}")
+        raise ValueError(f"{path} must be a callable, got {type(make).__name__}")
     model = make()
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"{path} must return a torch.nn.Module, got {type(model).__name__}")

@@ -59,8 +59,9 @@ def load_state_dict(ddp: DistributedDataParallel, state: dict[str, Any]) -> None
         raise ValueError(f"the checkpoint has no {', '.join(sorted(missing))}")
     parameters = []
     for name, tensors in state["parameters"].items():
+        if not {"residual", "q"} <= tensors.keys():
+            raise ValueError(f"the checkpoint's {name!r} must have a residual and a q")
         parameter = _C.ParameterExport()
-        parameter.name = name
-        parameter.residual, parameter.q = tensors.get("residual"), tensors.get("q")
+        parameter.name, parameter.residual, parameter.q = name, tensors["residual"], tensors["q"]
         parameters.append(parameter)
     model.load_state(parameters, state["step"], state["grad_scale"])

@@ -84,8 +84,10 @@ class Options:
         for name, value in self._plain().items():
             try:
                 setattr(core, name, value)
-            except (TypeError, ValueError) as error:  # out of the C++ type's range, or a bad name
-                raise ValueError(f"{name}: {error}, got {value!r}") from None
+            except TypeError:  # out of the C++ type's range
+                raise ValueError(f"{name} must be an integer of 64 bits, got {value!r}") from None
+            except ValueError as error:  # not the name of a scope or dtype
+                raise ValueError(f"{name}: {error}") from None
         return core
 
     def _plain(self) -> dict[str, Any]:

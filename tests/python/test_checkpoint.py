@@ -225,8 +225,8 @@ def _refused(rank, data, spoil):
         ("grad_scale", "ValueError", "grad_scale"),
         ("residual", "ValueError", "weights.tall"),
         ("q", "ValueError", "weights.tall"),
-        ("residual shape", "RuntimeError", "weights.tall"),
-        ("q shape", "RuntimeError", "weights.tall"),
+        ("residual shape", "ValueError", "weights.tall"),
+        ("q shape", "ValueError", "weights.tall"),
     ],
 )
 def test_a_state_of_another_form_is_refused(first_job, spoil, kind, part):

@@ -230,11 +230,15 @@ def _against_gloo(rank, world_size, shapes, options, steps, ddp_arguments, zero)
     return same, tp.stats()
 
 
-@pytest.mark.parametrize("zero", [False, True], ids=["set_to_none", "zero"])
-@pytest.mark.parametrize("views", [False, True], ids=["copied", "views"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "views", "zero"),
+    # 3 ranks, since a division by 2 is exact in whatever way it is done. Then DDP multiplies by a
+    # third, as we do, but divides gradients that stay in their bucket between steps (views that are
+    # zeroed): it does not agree with itself there, and no test can ask it of us.
+    [(2, False, False), (2, False, True), (2, True, False), (2, True, True)]
+    + [(3, False, False), (3, False, True), (3, True, False)],
+)
 def test_warm_up_is_exact(world_size, views, zero):
-    # 3 ranks, since a division by 2 is exact in whatever way it is done.
     options = tp.Options(start_powerSGD_iter=4, matrix_approximation_rank=2)
     arguments = {"gradient_as_bucket_view": views}
     for same, stats in ranks.run(

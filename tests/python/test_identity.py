@@ -7,6 +7,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from observing import SETTLE_PASSES
 from synthetic import (
     COMPRESSED,
     SHAPES,
@@ -97,13 +98,15 @@ FLAT = {"first": (1000,), "second": (1147,), "third": (1000,)}
 # Rank 4 takes 4 of 34 rows' dimensions out of the mean residual at each step without a gradient:
 # after 9 it is nothing but rounding.
 DRAIN_STEPS = 24
+# Gradients that add nothing, but are not zero: what all ranks have a zero gradient of is not sent.
+QUIET = 1e-20
 
 
 def _flat(rank, world_size, op):
     ledger = Ledger()
     scale = world_size if op == dist.ReduceOp.SUM else 1
     for i in range(8 + DRAIN_STEPS):
-        quiet = 0 if i >= 8 else 1
+        quiet = QUIET if i >= 8 else 1
         mine = gradients(FLAT, rank, i)
         outputs = reduce_in_backward([quiet * mine[name] for name in FLAT], op)
         means = mean_gradients(FLAT, world_size, i)
@@ -130,7 +133,7 @@ def test_flat_outputs_deliver_everything_in_the_end(world_size, op, warm_start):
         assert min(before_drain.values()) > 0.1  # compression did delay
         assert max(errors.values()) < 1e-5, errors
         assert stats["steps"] == 8 + DRAIN_STEPS
-        assert stats["compressed_calls"] == len(FLAT) * (8 + DRAIN_STEPS)
+        assert stats["compressed_calls"] == len(FLAT) * (8 + DRAIN_STEPS - SETTLE_PASSES)
 
 
 UNATTACHED = {"a": (40, 30), "bias": (30,), "b": (25, 36), "c": (17, 19)}
@@ -141,7 +144,7 @@ def _unattached(rank, forward_order, ddp_arguments):
     shapes = {name: UNATTACHED[name] for name in forward_order}
     ledger = Ledger()
     for i in range(6 + DRAIN_STEPS):
-        quiet = 0 if i >= 6 else 1
+        quiet = QUIET if i >= 6 else 1
         mine = {name: quiet * g for name, g in gradients(shapes, rank, i).items()}
         outputs = step(ddp, mine)
         means = {name: quiet * g for name, g in mean_gradients(shapes, 2, i).items()}

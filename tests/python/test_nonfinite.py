@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import ranks
 import torch
+from observing import SETTLE_PASSES
 from synthetic import (
     gradients,
     make_attached,
@@ -60,6 +61,9 @@ def _trajectory(rank, kind, case, bad_steps):
     shapes = FLAT if kind == "flat" else SHAPES
     run = _runner(kind)
     good, bad = [], []
+    if kind == "flat":
+        for i in range(SETTLE_PASSES):
+            run(gradients(shapes, rank, f"settle {i}"))
     for i in range(GOOD_STEPS):
         for k in range(bad_steps.get(i, 0)):
             bad.append(to_numpy(run(_bad_gradients(shapes, rank, (i, k), case))))

@@ -13,6 +13,7 @@ import torch
 from observing import (
     MIN_NUMEL,
     SCOPES,
+    SETTLE_PASSES,
     attached,
     flat,
     in_backward,
@@ -64,8 +65,10 @@ def _override(rank: int) -> dict[str, int]:
             count("off inside backward")
         count("after off inside backward")
 
-    in_backward(enable_inside)
-    in_backward(disable_inside)
+    for _ in range(SETTLE_PASSES + 1):
+        in_backward(enable_inside)
+    for _ in range(SETTLE_PASSES + 1):
+        in_backward(disable_inside)
     with pytest.raises(KeyError), tp.compression(True):
         raise KeyError
     count("after an exception")

@@ -8,6 +8,7 @@ import hashlib
 import pytest
 import ranks
 import torch
+from observing import SETTLE_PASSES
 from synthetic import gradients, make_attached, make_ddp, reduce_in_backward, step
 
 import torch_powersgd as tp
@@ -69,7 +70,7 @@ def _short(rank, kind, options, steps):
             outputs = step(ddp, mine)
         for name in shapes:
             weights[name] -= 0.01 * outputs[name]
-    assert tp.stats()["compressed_calls"] >= steps
+    assert tp.stats()["compressed_calls"] >= steps - SETTLE_PASSES
     return _digest(weights.values())
 
 
