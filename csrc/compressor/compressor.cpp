@@ -147,6 +147,7 @@ std::vector<kernels::Matrix> BucketCompressor::matrix_table() const {
     matrix.q_local = state.q_local.data_ptr();
     matrix.q_warm = state.q_warm.data_ptr();
     matrix.stream = state.stream;
+    matrix.active_offset = planned.active_offset;
     table.push_back(matrix);
   }
   return table;

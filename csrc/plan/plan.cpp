@@ -43,7 +43,7 @@ class Planner {
  public:
   void add_matrix(int64_t parameter, const MatrixShape& shape, int64_t rank) {
     plan_.matrices.push_back(
-        {parameter, shape, rank, plan_.gradient_numel, plan_.p_numel, plan_.q_numel});
+        {parameter, shape, rank, plan_.gradient_numel, plan_.p_numel, plan_.q_numel, 0});
     plan_.gradient_numel += shape.rows * shape.cols;
     plan_.p_numel += shape.rows * rank;
     plan_.q_numel += shape.cols * rank;
@@ -60,12 +60,13 @@ class Planner {
     }
   }
 
-  // The raw segments follow all the matrices, the non-finite count comes last.
+  // The raw segments follow all the matrices, then the activities; the non-finite count comes last.
   BucketPlan finish() {
     for (PlannedRaw& raw : plan_.raw) {
       raw.p_offset = plan_.p_numel;
       plan_.p_numel += raw.numel;
     }
+    for (PlannedMatrix& matrix : plan_.matrices) matrix.active_offset = plan_.p_numel++;
     plan_.p_numel += 1;
     return std::move(plan_);
   }

@@ -91,7 +91,7 @@ class BucketCompressor {
   ~BucketCompressor();
 
   // `gradient`: contiguous, plan.gradient_numel elements; kept until reconstruct or rollback.
-  // Returns the P payload: [ P of each matrix | raw segments | non-finite count ].
+  // Returns the P payload: [ P of each matrix | raw segments | activities | non-finite count ].
   at::Tensor& project(const at::Tensor& gradient, const StepInfo& step);
   void orthogonalize();
   // Returns the Q payload.

@@ -27,6 +27,9 @@
 //     element of the P payload to 1. If the reduced count is not 0, or a reduced factor is not
 //     finite, reconstruct skips the step: G becomes NaN, memory is taken back to M - G, q_local
 //     becomes 0 (so that memory alone is the residual), q_warm stays.
+//   - A matrix whose gradient is zero on all ranks (the reduced element at active_offset is 0) gives
+//     q = 0, hence G = 0: what it is owed stays in memory, q_warm stays. DDP drops the output of a
+//     parameter that no rank used.
 namespace powersgd::kernels {
 
 // One matrix of a bucket. Offsets count elements. Factors are of the factor dtype.
@@ -42,6 +45,7 @@ struct Matrix {
   void* q_local;            // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
   void* q_warm;             // [rank, cols]: what the next project multiplies by (Q transposed)
   uint64_t stream;          // names the matrix to the random generator, the same on all ranks
+  int64_t active_offset = -1;  // in Bucket::p_payload: 1 if G has a non-zero element; -1: not told
 };
 
 // Elements that travel uncompressed, beside P.

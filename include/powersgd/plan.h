@@ -44,6 +44,7 @@ struct PlannedMatrix {
   int64_t gradient_offset;  // all offsets in elements
   int64_t p_offset;         // [rows, rank] in the P payload
   int64_t q_offset;         // [rank, cols] in the Q payload
+  int64_t active_offset;    // in the P payload: whether the gradient has a non-zero element
 };
 
 // Neighbouring raw parameters are merged into one segment.
@@ -53,7 +54,8 @@ struct PlannedRaw {
   int64_t p_offset;
 };
 
-// What travels for one bucket: P payload = [ P of each matrix | raw segments | non-finite count ],
+// What travels for one bucket: P payload = [ P of each matrix | raw segments | activity of each matrix | non-finite
+// count ],
 // Q payload = [ q of each matrix ].
 struct BucketPlan {
   std::vector<PlannedMatrix> matrices;

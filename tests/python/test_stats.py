@@ -24,8 +24,8 @@ import torch_powersgd as tp
 # At rank 2: a 128 x 64 weight, its bias, a 32 x 144 convolution, and a weight too small to pay.
 SHAPES = {"weight": (128, 64), "bias": (128,), "conv": (32, 16, 3, 3), "small": (8, 8)}
 NUMEL = 128 * 64 + 128 + 32 * 144 + 64
-# Factors, raw elements, and the count of the ranks whose gradient is not finite.
-SENT = 2 * (128 + 64) + 2 * (32 + 144) + 128 + 64 + 1
+# Factors, raw elements, the activity of each matrix, and the count of ranks that are not finite.
+SENT = 2 * (128 + 64) + 2 * (32 + 144) + 128 + 64 + 2 + 1
 
 STAGES = {"project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "reconstruct"}
 KEYS = {
@@ -87,7 +87,7 @@ def _flat(rank: int) -> None:
     now = tp.stats()
     assert (now["steps"], now["compressed_calls"], now["exact_calls"]) == (4, 2, 2)
     assert now["bytes_before"] == 4 * 4 * 62_500
-    assert now["bytes_after"] == 2 * 4 * 62_500 + 2 * 4 * (250 + 250 + 1)
+    assert now["bytes_after"] == 2 * 4 * 62_500 + 2 * 4 * (250 + 250 + 2)
     assert now["residual_norms"] == {}
     dist.all_reduce(torch.ones(100_000))
     assert tp.stats()["bytes_before"] == now["bytes_before"], "not a gradient"

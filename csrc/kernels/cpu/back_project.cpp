@@ -98,12 +98,19 @@ void back_project_tile(Isa isa, const Bucket& bucket, const Tile& tile) {
   }
 }
 
-// q of a strip: the sum of its partial q, or 0 if the step is skipped. Plain loops: the strip is a
+// Whether every rank's gradient of the matrix is zero. Its q is then 0: what it is owed stays owed.
+template <class F>
+bool out_of_use(const Bucket& bucket, const Matrix& matrix) {
+  return matrix.active_offset >= 0 &&
+         elements<F>(bucket.p_payload, matrix.active_offset)[0] == 0;
+}
+
+// q of a strip: the sum of its partial q, or 0 if the step is skipped or the matrix out of use. Plain loops: the strip is a
 // small part of what its matrix costs.
 template <class F>
 void sum_strip(const Bucket& bucket, const Tile& tile) {
   const Matrix& matrix = bucket.matrices[tile.item];
-  const bool skipped = bucket.verdict->skipped != 0;
+  const bool skipped = bucket.verdict->skipped != 0 || out_of_use<F>(bucket, matrix);
   const int64_t parts = skipped ? 0 : count_parts(matrix.rows, back_project_rows(matrix));
   const F* partial = slot_pointer<F>(bucket, tile.slot);
   F* payload = elements<F>(bucket.q_payload, matrix.q_offset);

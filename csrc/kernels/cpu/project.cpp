@@ -191,6 +191,28 @@ struct CopyRawTile {
   }
 };
 
+template <class G>
+bool is_zero(G element) {
+  if constexpr (std::is_floating_point_v<G>) {
+    return element == 0;
+  } else {
+    return (element.bits & 0x7FFF) == 0;  // of either sign
+  }
+}
+
+// The search for a non-zero element ends at the first, so that only a gradient that is zero is read.
+template <class G>
+void write_activities(const Bucket& bucket) {
+  for (int32_t i = 0; i < bucket.num_matrices; ++i) {
+    const Matrix& matrix = bucket.matrices[i];
+    if (matrix.active_offset < 0) continue;
+    const G* gradient = elements<G>(bucket.gradient, matrix.gradient_offset);
+    const G* end = gradient + matrix.rows * matrix.cols;
+    const bool active = std::any_of(gradient, end, [](G element) { return !is_zero(element); });
+    elements<ComputeOf<G>>(bucket.p_payload, matrix.active_offset)[0] = active ? 1 : 0;
+  }
+}
+
 template <class G, class R>
 void project_tiles(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
   using F = ComputeOf<G>;
@@ -208,6 +230,7 @@ void project_tiles(Isa isa, const Bucket& bucket, const ParallelFor& parallel_fo
     poisoned |= *slot_pointer<int32_t>(bucket, tile->slot) != 0;
   }
   elements<F>(bucket.p_payload, bucket.p_numel - 1)[0] = poisoned ? F{1} : F{0};
+  write_activities<G>(bucket);
 }
 
 }  // namespace

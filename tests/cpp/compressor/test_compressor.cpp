@@ -116,7 +116,7 @@ TEST(Compressor, ABucketThatIsRebuiltKeepsItsResiduals) {
   // The second matrix alone, as another layout would have it.
   const BucketPlan plan = plan_bucket({{{40, 24}, {}}}, options);
   BucketCompressor rebuilt(plan, {rank.states[1]}, options, at::kFloat, at::kCPU);
-  at::Tensor out = at::zeros({40 * 24});
+  at::Tensor out = at::full({40 * 24}, 1e-20);  // not zero: a parameter out of use is not sent
   rebuilt.project(out, {1, 1, 1});
   rebuilt.orthogonalize();
   rebuilt.back_project();
@@ -159,6 +159,22 @@ TEST(Compressor, DoubleGradientsStayDouble) {
   EXPECT_LT(relative(out + rank.residuals(), gradient), 1e-14);
 }
 
+TEST(Compressor, AParameterOutOfUseKeepsWhatItIsOwed) {
+  OneRank rank(make_options());
+  rank.step(at::randn({rank.plan.gradient_numel}), {1, 1, 0});
+  const at::Tensor before = residual(*rank.states[0]);
+  const at::Tensor warm = rank.states[0]->q_warm.clone();
+  at::Tensor gradient = at::randn({rank.plan.gradient_numel});
+  gradient.narrow(0, 0, 17 * 33).zero_();
+  for (uint64_t step = 1; step < 4; ++step) {
+    const at::Tensor out = rank.step(gradient, {1, 1, step});
+    EXPECT_TRUE(at::equal(out.narrow(0, 0, 17 * 33), at::zeros({17 * 33})));
+    EXPECT_NE(out.narrow(0, 17 * 33 + 5, 40 * 24).norm().item<double>(), 0);
+    EXPECT_TRUE(at::equal(residual(*rank.states[0]), before));
+    EXPECT_TRUE(at::equal(rank.states[0]->q_warm, warm));
+  }
+}
+
 TEST(Compressor, SetResidualIsReadBack) {
   OneRank rank(make_options());
   rank.step(at::randn({rank.plan.gradient_numel}));
@@ -169,7 +185,7 @@ TEST(Compressor, SetResidualIsReadBack) {
 
 TEST(Compressor, CountsWhatItSends) {
   OneRank rank(make_options());
-  const int64_t p = 2 * (17 + 40) + 5 + 1, q = 2 * (33 + 24);
+  const int64_t p = 2 * (17 + 40) + 5 + 2 + 1, q = 2 * (33 + 24);
   EXPECT_EQ(rank.compressor->payload_bytes(), 4 * (p + q));
   EXPECT_EQ(rank.compressor->gradient_bytes(), 4 * (17 * 33 + 5 + 40 * 24));
 }
