@@ -167,13 +167,13 @@ bool AttachedModel::may_load(size_t index, const ParameterExport& saved) const {
                     "' must have the shape [rank, ", shape.cols, "], got ", saved.q.sizes());
   if (should_compress(shape, options_)) return true;
   backend_->log(LogLevel::kWarning,
-                c10::str("'", saved.name, "' is not compressed with these options: the checkpoint's "
+                c10::str("'", saved.name,
+                         "' is not compressed with these options: the checkpoint's "
                          "residual of it is dropped"));
   return false;
 }
 
-void AttachedModel::load_parameter(size_t index, const ParameterExport& saved,
-                                   double grad_scale) {
+void AttachedModel::load_parameter(size_t index, const ParameterExport& saved, double grad_scale) {
   const at::Tensor& parameter = parameters_[index];
   const MatrixShape shape = matrix_shape(memory_layout(parameter));
   ParameterState& state = *states_[index];

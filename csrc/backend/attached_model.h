@@ -23,8 +23,8 @@ struct ParameterExport {
 // One DistributedDataParallel module whose buckets are compressed layer by layer: the state of each
 // of its parameters, and the compressor of each bucket layout that DDP has used.
 //
-// Owns its backend; owned by the comm hook that DDP's Reducer owns. reduce() is called by one thread
-// at a time (DDP's backward); the rest by the user's thread outside of backward.
+// Owns its backend; owned by the comm hook that DDP's Reducer owns. reduce() is called by one
+// thread at a time (DDP's backward); the rest by the user's thread outside of backward.
 class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
  public:
   AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend, std::vector<std::string> names,

@@ -110,14 +110,12 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_compressed(
   auto job = [compressor, gradient, step, stats = stats_, probe = std::move(probe)](Lane& lane) {
     const Step run(*stats, probe);
     try {
-      at::Tensor& p = run(Stage::kProject, [&]() -> at::Tensor& {
-        return compressor->project(gradient, step);
-      });
+      at::Tensor& p = run(Stage::kProject,
+                          [&]() -> at::Tensor& { return compressor->project(gradient, step); });
       run(Stage::kReduceP, [&] { lane.allreduce(p); });
       run(Stage::kOrthogonalize, [&] { compressor->orthogonalize(); });
-      at::Tensor& q = run(Stage::kBackProject, [&]() -> at::Tensor& {
-        return compressor->back_project();
-      });
+      at::Tensor& q =
+          run(Stage::kBackProject, [&]() -> at::Tensor& { return compressor->back_project(); });
       run(Stage::kReduceQ, [&] { lane.allreduce(q); });
       run(Stage::kReconstruct, [&] { compressor->reconstruct(); });
     } catch (...) {

@@ -26,9 +26,9 @@ class Engine {
 
   virtual ~Engine() = default;
 
-  // Returns at once. `tensors` are what the job reads and writes, and the Work's result; they lie on
-  // `device`, after what the caller's current stream does. The job's collectives use `timeout`, or
-  // the backend's own where it is unset.
+  // Returns at once. `tensors` are what the job reads and writes, and the Work's result; they lie
+  // on `device`, after what the caller's current stream does. The job's collectives use `timeout`,
+  // or the backend's own where it is unset.
   virtual c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,
                                                 c10::Device device,
                                                 std::chrono::milliseconds timeout) = 0;

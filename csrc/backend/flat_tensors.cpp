@@ -15,9 +15,9 @@ namespace {
 // buckets after the first steps).
 constexpr uint64_t kKeepPasses = 100;
 
-// DDP rebuilds its buckets once, after the first step or with static_graph the second: the same number
-// of elements in another order. A flat gradient is compressed from its third pass on, so that no
-// residual is left behind in an order that is gone.
+// DDP rebuilds its buckets once, after the first step or with static_graph the second: the same
+// number of elements in another order. A flat gradient is compressed from its third pass on, so
+// that no residual is left behind in an order that is gone.
 constexpr uint64_t kSettlePasses = 2;
 
 bool eligible(const std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) {
@@ -70,8 +70,8 @@ std::shared_ptr<BucketCompressor> FlatTensors::make_compressor(const BucketPlan&
     states.push_back(std::make_shared<ParameterState>());
     states.back()->stream = static_cast<uint64_t>(order);
   }
-  return std::make_shared<BucketCompressor>(plan, std::move(states), options,
-                                            tensor.scalar_type(), tensor.device(), skips_);
+  return std::make_shared<BucketCompressor>(plan, std::move(states), options, tensor.scalar_type(),
+                                            tensor.device(), skips_);
 }
 
 // Returns how many states were dropped.
@@ -119,7 +119,8 @@ std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Te
   const bool settled = !may_move || entry.uses >= kSettlePasses;
   ++entry.uses;
   if (admitted.step < warm_up || !settled) return admitted;
-  if (!entry.compressor) entry.compressor = make_compressor(plan, tensor, order, /*remembers=*/true);
+  if (!entry.compressor)
+    entry.compressor = make_compressor(plan, tensor, order, /*remembers=*/true);
   admitted.compressor = entry.compressor;
   admitted.first_flat = pass.first == Mode::kBackward && !std::exchange(advised_, true);
   return admitted;

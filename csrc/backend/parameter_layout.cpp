@@ -20,8 +20,8 @@ RowLayout row_layout(const at::Tensor& parameter, int64_t rank) {
   RowLayout layout{{rank}, {matrix.cols}};
   bool skipped = false;
   for (size_t d = 0; d < shape.sizes.size(); ++d) {
-    const bool outermost = shape.sizes[d] == matrix.rows &&
-                           (shape.strides.empty() || shape.strides[d] == matrix.cols);
+    const bool outermost =
+        shape.sizes[d] == matrix.rows && (shape.strides.empty() || shape.strides[d] == matrix.cols);
     if (outermost && !skipped) {
       skipped = true;
       continue;

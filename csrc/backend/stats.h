@@ -15,7 +15,7 @@ constexpr int kStages = 6;
 const char* to_string(Stage stage);
 
 struct StatsSnapshot {
-  int64_t steps = 0;          // synchronisations of attached models and backward passes of flat tensors
+  int64_t steps = 0;  // synchronisations of attached models and backward passes of flat tensors
   int64_t skipped_steps = 0;  // of these, skipped because a gradient was not finite on some rank;
                               // counted on the devices: Stats itself leaves it 0
   int64_t compressed_calls = 0;

@@ -11,13 +11,13 @@
 
 namespace powersgd {
 
-// The engine over a backend that is ordered by streams (NCCL): no thread and no host synchronisation.
-// submit() enqueues the whole job on a side stream that waits for the caller's, and returns; waiting
-// for the Work makes the waiter's stream wait for the side stream.
+// The engine over a backend that is ordered by streams (NCCL): no thread and no host
+// synchronisation. submit() enqueues the whole job on a side stream that waits for the caller's,
+// and returns; waiting for the Work makes the waiter's stream wait for the side stream.
 //
 // The lane is the pass-through inner itself. Its asynchronous collectives all run on one stream of
-// its own, in the order in which they are issued, so that the job's and the caller's never overlap on
-// the communicator, and no second communicator takes device memory.
+// its own, in the order in which they are issued, so that the job's and the caller's never overlap
+// on the communicator, and no second communicator takes device memory.
 class StreamEngine final : public Engine {
  public:
   StreamEngine(int rank, c10::intrusive_ptr<c10d::Backend> lane) : rank_(rank), lane_(lane) {}

@@ -20,7 +20,8 @@
 namespace powersgd {
 namespace {
 
-// For jobs in flight when the engine is shut down, and when it is aborted: then peers no longer answer.
+// For jobs in flight when the engine is shut down, and when it is aborted: then peers no longer
+// answer.
 constexpr std::chrono::seconds kShutdownGrace(10);
 constexpr std::chrono::seconds kAbortGrace(1);
 
@@ -78,9 +79,10 @@ void run_on_side_stream(c10::Device device, c10::Event& ready, const std::functi
 }
 
 std::exception_ptr closed_error() {
-  return std::make_exception_ptr(C10_BUILD_ERROR(
-      DistBackendError, "powersgd: this process group was shut down or aborted before the allreduce "
-                        "ran"));
+  return std::make_exception_ptr(
+      C10_BUILD_ERROR(DistBackendError,
+                      "powersgd: this process group was shut down or aborted before the allreduce "
+                      "ran"));
 }
 
 // Engines alive in this process.

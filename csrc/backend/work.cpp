@@ -19,8 +19,8 @@ c10::intrusive_ptr<c10::ivalue::Future> make_future(const std::vector<at::Tensor
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.is_cpu()) devices.push_back(tensor.device());
   }
-  return c10::make_intrusive<c10::ivalue::Future>(
-      c10::ListType::create(c10::TensorType::get()), std::move(devices));
+  return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                  std::move(devices));
 }
 
 }  // namespace
@@ -109,8 +109,8 @@ std::vector<at::Tensor> CombinedWork::result() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> CombinedWork::getFuture() {
-  auto future = c10::make_intrusive<c10::ivalue::Future>(
-      c10::ListType::create(c10::TensorType::get()));
+  auto future =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   run_callback([works = works_, future] {
     try {
       std::vector<at::Tensor> tensors;

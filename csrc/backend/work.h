@@ -29,8 +29,8 @@ class WorkPowerSGD : public c10d::Work {
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// The Work of a stream engine. wait() makes the caller's stream wait and returns at once; the future
-// carries the device's events. Complete once the device is.
+// The Work of a stream engine. wait() makes the caller's stream wait and returns at once; the
+// future carries the device's events. Complete once the device is.
 class StreamWork : public c10d::Work {
  public:
   // To be made while the stream that `done` was recorded on is current.

@@ -8,8 +8,8 @@
 namespace powersgd {
 
 // An intrusive_ptr that lets go of the GIL while it lets go of the object. The last reference to a
-// backend joins its threads, and Gloo's need the GIL to drop a tensor that Python made: a destructor
-// that held it would wait for ever.
+// backend joins its threads, and Gloo's need the GIL to drop a tensor that Python made: a
+// destructor that held it would wait for ever.
 template <typename T>
 class NoGilPtr {
  public:

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <torch/extension.h>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <memory>
 #include <stdexcept>
@@ -112,8 +112,8 @@ void bind_compressor(py::module_& module) {
            py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("device") = "cpu")
       .def(
           "project",
-          [](BucketCompressor& self, const at::Tensor& gradient, uint64_t step,
-             double output_scale, double grad_scale) {
+          [](BucketCompressor& self, const at::Tensor& gradient, uint64_t step, double output_scale,
+             double grad_scale) {
             return self.project(gradient, {output_scale, grad_scale, step});
           },
           py::arg("gradient"), py::arg("step"), py::arg("output_scale") = 1.0,
@@ -144,8 +144,8 @@ py::dict to_dict(const StatsSnapshot& stats) {
 }
 
 void bind_backend(py::module_& module) {
-  using Inner = std::tuple<std::string, c10::intrusive_ptr<c10d::Backend>,
-                           c10::intrusive_ptr<c10d::Backend>>;
+  using Inner =
+      std::tuple<std::string, c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::Backend>>;
   py::class_<BackendOptions, c10::intrusive_ptr<BackendOptions>, c10d::Backend::Options>(
       module, "BackendOptions")
       .def_readwrite("compression", &BackendOptions::compression)
@@ -155,8 +155,8 @@ void bind_backend(py::module_& module) {
         return c10::make_intrusive<BackendOptions>(self);
       });
   BackendClass(module, "BackendPowerSGD")
-      .def(py::init([](int rank, int size, const std::vector<Inner>& inners,
-                       const Options& options, py::function log) {
+      .def(py::init([](int rank, int size, const std::vector<Inner>& inners, const Options& options,
+                       py::function log) {
              std::vector<InnerPair> pairs;
              for (const auto& [device, inner, lane] : inners) {
                pairs.push_back({at::Device(device).type(), inner, lane});
@@ -179,13 +179,14 @@ void bind_backend(py::module_& module) {
       .def("models", &BackendPowerSGD::models, NoGil())
       // torch calls it on the parent for ranks that are not in a new group; only NCCL needs it.
       .def("perform_nocolor_split", [](BackendPowerSGD&, const at::Device&) {})
-      .def("_fail_at",
-           [](BackendPowerSGD& self, const std::string& stage) {
-             self.set_stage_probe([stage](const char* reached) {
-               if (stage == reached) throw std::runtime_error("injected failure in " + stage);
-             });
-           },
-           "Makes every step fail before `stage`; '' ends it. For tests.");
+      .def(
+          "_fail_at",
+          [](BackendPowerSGD& self, const std::string& stage) {
+            self.set_stage_probe([stage](const char* reached) {
+              if (stage == reached) throw std::runtime_error("injected failure in " + stage);
+            });
+          },
+          "Makes every step fail before `stage`; '' ends it. For tests.");
   module.def(
       "shutdown_at_exit",
       [] {

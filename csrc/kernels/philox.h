@@ -3,10 +3,11 @@
 
 #include <cstdint>
 
-// Counter-based random numbers, the same bits on the CPU and on CUDA, on every rank, in any order of
-// evaluation, and apart from torch's generators.
+// Counter-based random numbers, the same bits on the CPU and on CUDA, on every rank, in any order
+// of evaluation, and apart from torch's generators.
 //
-// Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+// Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC
+// 2011).
 
 #if defined(__CUDACC__)
 #define POWERSGD_HOST_DEVICE __host__ __device__
@@ -39,8 +40,8 @@ POWERSGD_HOST_DEVICE inline Philox4 philox4x32(Philox4 counter, uint32_t key0, u
 
 // Element `index` of random column `column` of matrix `stream`: near-normal, mean 0, variance 1/3.
 // The sum of four 22-bit uniforms (Irwin-Hall) takes integer arithmetic only, so that it is exact
-// everywhere, where Box-Muller would depend on each platform's log and cos. Every value is a multiple
-// of 2^-22 in [-2, 2), exactly representable in float.
+// everywhere, where Box-Muller would depend on each platform's log and cos. Every value is a
+// multiple of 2^-22 in [-2, 2), exactly representable in float.
 POWERSGD_HOST_DEVICE inline float random_element(uint64_t seed, uint64_t stream, uint64_t step,
                                                  RandomUse use, uint32_t column, uint64_t index) {
   const uint32_t step32 = static_cast<uint32_t>(step ^ (step >> 32));

@@ -75,11 +75,11 @@ void validate(const Options& options) {
   check(options.min_numel >= 1, "min_numel", "an integer >= 1", options.min_numel);
   check(!options.inner.empty(), "inner", "'auto' or the name of a backend", "''");
   check(!options.wire_dtype || *options.wire_dtype == DType::kFloat32, "wire_dtype",
-        "None or float32 in this version",
-        to_string(options.wire_dtype.value_or(DType::kFloat32)));
+        "None or float32 in this version", to_string(options.wire_dtype.value_or(DType::kFloat32)));
   const DType residual = options.residual_dtype;
   check(residual == DType::kFloat32 || residual == DType::kBFloat16 || residual == DType::kFloat16,
-        "residual_dtype", "float32, bfloat16 or float16 (float64 gradients keep a float64 residual)",
+        "residual_dtype",
+        "float32, bfloat16 or float16 (float64 gradients keep a float64 residual)",
         to_string(residual));
   check(!options.alternating, "alternating", "False in this version", "True");
 }

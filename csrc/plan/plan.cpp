@@ -8,13 +8,13 @@
 namespace powersgd {
 namespace {
 
-// The columns of a large near-square matrix are a multiple of this, so that every row is aligned for
-// vector loads. A small one would lose its shape to the rounding.
+// The columns of a large near-square matrix are a multiple of this, so that every row is aligned
+// for vector loads. A small one would lose its shape to the rounding.
 constexpr int64_t kColumnAlignment = 16;
 constexpr int64_t kAlignedFrom = 256;
 
-// The dimension with the largest stride. A dimension of size 1 has no place in memory (its stride is
-// arbitrary), so it counts only if no other dimension is left to be the columns.
+// The dimension with the largest stride. A dimension of size 1 has no place in memory (its stride
+// is arbitrary), so it counts only if no other dimension is left to be the columns.
 size_t outermost_dimension(const ParameterShape& shape) {
   if (shape.strides.empty()) {
     const auto first = std::find_if(shape.sizes.begin(), shape.sizes.end(),
@@ -84,8 +84,8 @@ int64_t ParameterShape::numel() const {
 }
 
 MatrixShape matrix_shape(const ParameterShape& shape) {
-  const auto wide = std::count_if(shape.sizes.begin(), shape.sizes.end(),
-                                  [](int64_t size) { return size != 1; });
+  const auto wide =
+      std::count_if(shape.sizes.begin(), shape.sizes.end(), [](int64_t size) { return size != 1; });
   if (shape.sizes.size() < 2) return {1, shape.numel()};
   const size_t outermost = wide < 2 ? 0 : outermost_dimension(shape);
   MatrixShape matrix{shape.sizes[outermost], 1};
@@ -109,8 +109,8 @@ int64_t effective_rank(const MatrixShape& shape, const Options& options) {
 }
 
 bool should_compress(const MatrixShape& shape, const Options& options) {
-  const auto factors = static_cast<double>((shape.rows + shape.cols) *
-                                           effective_rank(shape, options));
+  const auto factors =
+      static_cast<double>((shape.rows + shape.cols) * effective_rank(shape, options));
   return factors * options.min_compression_rate < static_cast<double>(shape.rows * shape.cols);
 }
 

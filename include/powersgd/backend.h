@@ -29,10 +29,10 @@ using LogSink = std::function<void(LogLevel, const std::string&)>;
 // Called on the engine's thread before each stage with its name; what it throws fails the step.
 using StageProbe = std::function<void(const char* stage)>;
 
-// The backends that serve one device type. If `inner` blocks the host, `lane` is a second instance of
-// the same backend: the compressed collectives run on it from the engine's thread while `inner` serves
-// the caller's, because two threads that issue on one Gloo context corrupt each other's data. If
-// `inner` is ordered by streams, `lane` is null: it serves both.
+// The backends that serve one device type. If `inner` blocks the host, `lane` is a second instance
+// of the same backend: the compressed collectives run on it from the engine's thread while `inner`
+// serves the caller's, because two threads that issue on one Gloo context corrupt each other's
+// data. If `inner` is ordered by streams, `lane` is null: it serves both.
 struct InnerPair {
   c10::DeviceType device;
   c10::intrusive_ptr<c10d::Backend> inner;
@@ -56,17 +56,17 @@ struct BackendOptions : c10d::Backend::Options {
 // A process-group backend that compresses gradients with PowerSGD (Vogels, Karimireddy, Jaggi,
 // NeurIPS 2019; docs/algorithm.md) on its way to the backend that it wraps.
 //
-// An allreduce that Options::scope admits sends low-rank factors and returns the sum (or average) of
-// what the ranks sent; every other call is forwarded unchanged, bit for bit. All ranks must create it
-// with equal options and call collectives in the same order, as with any backend.
+// An allreduce that Options::scope admits sends low-rank factors and returns the sum (or average)
+// of what the ranks sent; every other call is forwarded unchanged, bit for bit. All ranks must
+// create it with equal options and call collectives in the same order, as with any backend.
 //
 // Owns its inner backends and one engine per device type. The attached models own this backend and
 // it knows them weakly. Collectives may be called from any one thread at a time, as with Gloo;
 // stats(), set_grad_scale() and the Work objects are safe from any thread.
 class BackendPowerSGD : public ForwardingBackend {
  public:
-  BackendPowerSGD(int rank, int size, std::vector<InnerPair> inners,
-                  powersgd::Options options, LogSink log = {});
+  BackendPowerSGD(int rank, int size, std::vector<InnerPair> inners, powersgd::Options options,
+                  LogSink log = {});
   ~BackendPowerSGD() override;
 
   const std::string getBackendName() const override { return "powersgd"; }
@@ -76,8 +76,8 @@ class BackendPowerSGD : public ForwardingBackend {
       std::vector<at::Tensor>& tensors,
       const c10d::AllreduceOptions& opts = c10d::AllreduceOptions()) override;
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
-      std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& opts =
-                                            c10d::AllreduceCoalescedOptions()) override;
+      std::vector<at::Tensor>& tensors,
+      const c10d::AllreduceCoalescedOptions& opts = c10d::AllreduceCoalescedOptions()) override;
 
   // One step of section 1 of the design for one bucket. Returns at once.
   c10::intrusive_ptr<c10d::Work> allreduce_compressed(
@@ -93,8 +93,8 @@ class BackendPowerSGD : public ForwardingBackend {
   // Runs `job` on the engine of `device` after all steps submitted so far. Blocks.
   void run_after_steps(c10::Device device, const std::function<void()>& job);
 
-  // The children compress with the options that `opts` carries, if it is a BackendOptions, else with
-  // this group's. Null on a rank that is no member.
+  // The children compress with the options that `opts` carries, if it is a BackendOptions, else
+  // with this group's. Null on a rank that is no member.
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;

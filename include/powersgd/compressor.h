@@ -53,8 +53,8 @@ at::Tensor residual(const ParameterState& state);
 // Makes `value` ([rows, cols]) the residual. Keeps q_warm.
 void set_residual(ParameterState& state, const at::Tensor& value);
 
-// Counts the skipped steps of one owner (a model) over all of its buckets, on the devices themselves:
-// whether a step is skipped is known there first.
+// Counts the skipped steps of one owner (a model) over all of its buckets, on the devices
+// themselves: whether a step is skipped is known there first.
 class SkipCounter {
  public:
   // Where the kernels of a device count.
@@ -77,11 +77,12 @@ struct StepInfo {
 
 // Runs the stages of one bucket of a fixed layout; never communicates. A step is the calls
 //
-//   project -> (sum the payload over ranks) -> orthogonalize -> back_project -> (sum) -> reconstruct
+//   project -> (sum the payload over ranks) -> orthogonalize -> back_project -> (sum) ->
+//   reconstruct
 //
-// in this order, all on one thread or stream at a time. Every rank must hold an equal plan and equal
-// options. After an exception between project and reconstruct, `rollback` takes the states back to
-// what they were before the step.
+// in this order, all on one thread or stream at a time. Every rank must hold an equal plan and
+// equal options. After an exception between project and reconstruct, `rollback` takes the states
+// back to what they were before the step.
 class BucketCompressor {
  public:
   // `states[i]` belongs to `plan.matrices[i]`. Buckets may share states, one after the other.

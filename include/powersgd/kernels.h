@@ -21,15 +21,16 @@
 // Contract, the same for every implementation:
 //   - No allocation, no synchronisation, no state: pointers, sizes, and where to run.
 //   - Every reduction order is fixed by the shapes alone. orthogonalize and reconstruct, whose
-//     results must agree on all ranks, give the same bits on any instruction set of one device type.
+//     results must agree on all ranks, give the same bits on any instruction set of one device
+//     type.
 //   - Products are accumulated in the factor dtype (float; double for double gradients).
-//   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the last
-//     element of the P payload to 1. If the reduced count is not 0, or a reduced factor is not
+//   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the
+//     last element of the P payload to 1. If the reduced count is not 0, or a reduced factor is not
 //     finite, reconstruct skips the step: G becomes NaN, memory is taken back to M - G, q_local
 //     becomes 0 (so that memory alone is the residual), q_warm stays.
-//   - A matrix whose gradient is zero on all ranks (the reduced element at active_offset is 0) gives
-//     q = 0, hence G = 0: what it is owed stays in memory, q_warm stays. DDP drops the output of a
-//     parameter that no rank used.
+//   - A matrix whose gradient is zero on all ranks (the reduced element at active_offset is 0)
+//     gives q = 0, hence G = 0: what it is owed stays in memory, q_warm stays. DDP drops the output
+//     of a parameter that no rank used.
 namespace powersgd::kernels {
 
 // One matrix of a bucket. Offsets count elements. Factors are of the factor dtype.
@@ -40,11 +41,11 @@ struct Matrix {
   int64_t gradient_offset;  // [rows, cols] in Bucket::gradient
   int64_t p_offset;         // [rows, rank] in Bucket::p_payload
   int64_t q_offset;         // [rank, cols] in Bucket::q_payload
-  void* memory;             // [rows, cols] residual dtype: M. Null: no error feedback, M is G itself
-  void* p_hat;              // [rows, rank]: orthonormal columns. 0 before the first step
-  void* q_local;            // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
-  void* q_warm;             // [rank, cols]: what the next project multiplies by (Q transposed)
-  uint64_t stream;          // names the matrix to the random generator, the same on all ranks
+  void* memory;     // [rows, cols] residual dtype: M. Null: no error feedback, M is G itself
+  void* p_hat;      // [rows, rank]: orthonormal columns. 0 before the first step
+  void* q_local;    // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
+  void* q_warm;     // [rank, cols]: what the next project multiplies by (Q transposed)
+  uint64_t stream;  // names the matrix to the random generator, the same on all ranks
   int64_t active_offset = -1;  // in Bucket::p_payload: 1 if G has a non-zero element; -1: not told
 };
 
@@ -55,8 +56,8 @@ struct RawSegment {
   int64_t p_offset;
 };
 
-// A unit of work of one block or thread: part of a matrix or of a raw segment. How an implementation
-// cuts its tiles is its own affair; the cut depends on the shapes alone.
+// A unit of work of one block or thread: part of a matrix or of a raw segment. How an
+// implementation cuts its tiles is its own affair; the cut depends on the shapes alone.
 struct Tile {
   int32_t item;  // index of the matrix or raw segment
   int32_t slot;  // where its partial result goes in the workspace
@@ -74,12 +75,12 @@ struct TileTable {
 };
 
 struct Verdict {
-  int32_t skipped;        // this step: 0 applied, 1 skipped. orthogonalize sets it, reconstruct ends it
+  int32_t skipped;  // this step: 0 applied, 1 skipped. orthogonalize sets it, reconstruct ends it
   int32_t skipped_total;  // steps skipped since the caller zeroed it
 };
 
-// Counts the steps of one owner, whose buckets share it: a step of which several buckets are skipped
-// counts once.
+// Counts the steps of one owner, whose buckets share it: a step of which several buckets are
+// skipped counts once.
 struct SkippedSteps {
   uint64_t last;  // the last one, plus 1
   uint64_t count;
@@ -94,9 +95,9 @@ struct Bucket {
   int32_t num_raw_segments;
   std::array<int64_t, kTileLists + 1> tile_list_begin;
 
-  void* gradient;      // gradient dtype
-  void* p_payload;     // factor dtype, p_numel elements; the last is the non-finite count
-  void* q_payload;     // factor dtype, q_numel elements
+  void* gradient;   // gradient dtype
+  void* p_payload;  // factor dtype, p_numel elements; the last is the non-finite count
+  void* q_payload;  // factor dtype, q_numel elements
   int64_t p_numel;
   int64_t q_numel;
   void* workspace;

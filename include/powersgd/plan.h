@@ -54,9 +54,9 @@ struct PlannedRaw {
   int64_t p_offset;
 };
 
-// What travels for one bucket: P payload = [ P of each matrix | raw segments | activity of each matrix | non-finite
-// count ],
-// Q payload = [ q of each matrix ].
+// What travels for one bucket:
+//   P payload = [ P of each matrix | raw segments | activity of each matrix | non-finite count ]
+//   Q payload = [ q of each matrix ]
 struct BucketPlan {
   std::vector<PlannedMatrix> matrices;
   std::vector<PlannedRaw> raw;

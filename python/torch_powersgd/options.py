@@ -195,9 +195,7 @@ def _typed(name: str, type_name: str, value: Any) -> Any:
             return float(value)
     kinds = {"bool": bool, "str": str, "torch.dtype": torch.dtype}
     for kind in type_name.split(" | "):
-        if (kind == "None" and value is None) or (
-            kind in kinds and isinstance(value, kinds[kind])
-        ):
+        if (kind == "None" and value is None) or (kind in kinds and isinstance(value, kinds[kind])):
             return value
     raise ValueError(f"{name} must be of type {type_name}, got {value!r}")
 

@@ -56,7 +56,7 @@ def _attached(rank: int) -> None:
     ((level, match),) = records.matching(STARTS)
     assert (level, match[1]) == ("INFO", "3")
     message = match.string
-    numel, sent = 16 * 75 + 12 * 41 + 50 * 9 + 16 + 12, 2 * (91 + 53 + 59) + 16 + 12 + 1
+    numel, sent = 16 * 75 + 12 * 41 + 50 * 9 + 16 + 12, 2 * (91 + 53 + 59) + 16 + 12 + 3 + 1
     for part in ("rank 2", "3 of 5", str(numel), str(sent), "error feedback on", "warm start on"):
         assert part in message
     assert len(records.seen) == 1

@@ -8,10 +8,10 @@
 #include <set>
 #include <stdexcept>
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include "backend/compression_override.h"
 #include "backend/stats.h"
 #include "powersgd/backend.h"
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "support/thread_group.h"
 

@@ -71,7 +71,8 @@ TEST(ThreadEngine, WhatAJobThrowsIsItsWorksAndTheNextJobRuns) {
 TEST(ThreadEngine, ResultIsTheTensorsThatWereSubmitted) {
   const auto engine = make_engine();
   const at::Tensor tensor = at::zeros({3});
-  const auto work = engine->submit({tensor}, [tensor](Lane&) { tensor.fill_(2); }, at::kCPU, kNoJobTimeout);
+  const auto work =
+      engine->submit({tensor}, [tensor](Lane&) { tensor.fill_(2); }, at::kCPU, kNoJobTimeout);
   work->wait();
   EXPECT_TRUE(work->result().front().is_same(tensor));
   work->getFuture()->waitAndThrow();
@@ -91,7 +92,8 @@ TEST(ThreadEngine, WaitTimesOut) {
 TEST(ThreadEngine, ShutdownRunsWhatIsQueued) {
   const auto engine = make_engine();
   int ran = 0;
-  for (int i = 0; i < 10; ++i) engine->submit({}, [&ran](Lane&) { ++ran; }, at::kCPU, kNoJobTimeout);
+  for (int i = 0; i < 10; ++i)
+    engine->submit({}, [&ran](Lane&) { ++ran; }, at::kCPU, kNoJobTimeout);
   engine->shutdown();
   EXPECT_EQ(ran, 10);
   EXPECT_THROW(engine->submit({}, [](Lane&) {}, at::kCPU, kNoJobTimeout), c10::Error);
@@ -101,9 +103,11 @@ TEST(ThreadEngine, ShutdownRunsWhatIsQueued) {
 TEST(ThreadEngine, AbortFailsWhatIsQueuedAndDoesNotWaitForAStuckJob) {
   auto engine = make_engine();
   const auto gate = std::make_shared<Gate>();
-  const auto stuck = engine->submit({}, [gate](Lane& lane) { gate->job()(lane); }, at::kCPU, kNoJobTimeout);
+  const auto stuck =
+      engine->submit({}, [gate](Lane& lane) { gate->job()(lane); }, at::kCPU, kNoJobTimeout);
   gate->wait_until_reached();
-  const auto queued = engine->submit({}, [](Lane&) { FAIL() << "ran after abort"; }, at::kCPU, kNoJobTimeout);
+  const auto queued =
+      engine->submit({}, [](Lane&) { FAIL() << "ran after abort"; }, at::kCPU, kNoJobTimeout);
   const auto start = steady_clock::now();
   engine->abort();
   engine.reset();

@@ -26,9 +26,20 @@ std::vector<OrthogonalizeCase> orthogonalize_cases() {
   std::vector<OrthogonalizeCase> cases;
   for (const RunnerFactory& runner : stage_runners()) {
     for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
-      for (const auto& [rows, rank] : std::vector<std::pair<int64_t, int64_t>>{
-               {1, 1}, {7, 1}, {2000, 1}, {2, 2}, {17, 3}, {64, 4}, {1500, 4}, {8, 8},
-               {129, 8}, {32, 32}, {700, 32}, {90, 40}, {5, 7}, {1, 4}}) {
+      for (const auto& [rows, rank] : std::vector<std::pair<int64_t, int64_t>>{{1, 1},
+                                                                               {7, 1},
+                                                                               {2000, 1},
+                                                                               {2, 2},
+                                                                               {17, 3},
+                                                                               {64, 4},
+                                                                               {1500, 4},
+                                                                               {8, 8},
+                                                                               {129, 8},
+                                                                               {32, 32},
+                                                                               {700, 32},
+                                                                               {90, 40},
+                                                                               {5, 7},
+                                                                               {1, 4}}) {
         cases.push_back({runner, dtype, rows, rank});
       }
     }
@@ -90,7 +101,8 @@ class Orthogonalize : public ::testing::TestWithParam<OrthogonalizeCase> {
     EXPECT_EQ(norm(rest), 0);
   }
 
-  // Rounding p_hat to the factor dtype moves a column by a few roundoffs for each column of the basis.
+  // Rounding p_hat to the factor dtype moves a column by a few roundoffs for each column of the
+  // basis.
   double span_tolerance() const {
     const double rounding = 4 * static_cast<double>(rank_) * unit_roundoff(GetParam().dtype);
     return GetParam().dtype == DType::kFloat64 ? allowed_ : rounding;
@@ -139,7 +151,8 @@ TEST_P(Orthogonalize, IllConditionedColumns) {
     Values p(left.size());
     for (int64_t i = 0; i < rows_; ++i) {
       for (int64_t k = 0; k < rank_; ++k) {
-        const double scale = std::pow(1e-6, static_cast<double>(k) / static_cast<double>(rank_ - 1));
+        const double scale =
+            std::pow(1e-6, static_cast<double>(k) / static_cast<double>(rank_ - 1));
         for (int64_t c = 0; c < rank_; ++c) {
           const double mix = mixed ? right[static_cast<size_t>(k * rank_ + c)] : k == c;
           at(p, i, c) += left[static_cast<size_t>(i * rank_ + k)] * scale * mix;
@@ -148,7 +161,8 @@ TEST_P(Orthogonalize, IllConditionedColumns) {
     }
     run(p);
     expect_orthonormal();
-    // The solution of the triangular system carries the condition number times the roundoff of double.
+    // The solution of the triangular system carries the condition number times the roundoff of
+    // double.
     EXPECT_LE(distance_from_span(p_hat(), orthonormal_basis(p, rows_, rank_), rows_, rank_),
               span_tolerance() + 1e-8);
   }
@@ -182,7 +196,8 @@ TEST_P(Orthogonalize, ZeroColumnIsReplaced) {
   }
 }
 
-// Every column a multiple of the first: it alone is live, and p_hat's first column is its direction.
+// Every column a multiple of the first: it alone is live, and p_hat's first column is its
+// direction.
 TEST_P(Orthogonalize, CollinearColumns) {
   Values p = random_p(7);
   for (int64_t i = 0; i < rows_; ++i) {
@@ -247,7 +262,8 @@ TEST_P(Orthogonalize, DeadColumnsDependOnTheStepAlone) {
 
 TEST_P(Orthogonalize, NonFiniteCountSkips) {
   for (const double count : {1.0, 3.0, std::numeric_limits<double>::quiet_NaN()}) {
-    for (DeviceMatrix& m : bucket_.matrices) m.p_hat->set(random_values(m.part.rows * m.part.rank, 12));
+    for (DeviceMatrix& m : bucket_.matrices)
+      m.p_hat->set(random_values(m.part.rows * m.part.rank, 12));
     const Values before = p_hat();
     Values payload = random_values(bucket_.bucket.p_numel, 13);
     payload.back() = count;
@@ -260,8 +276,8 @@ TEST_P(Orthogonalize, NonFiniteCountSkips) {
 
 // One element of one matrix: no matrix of the bucket may change.
 TEST_P(Orthogonalize, NonFiniteElementSkipsTheBucket) {
-  for (const double value : {std::numeric_limits<double>::infinity(),
-                             std::numeric_limits<double>::quiet_NaN()}) {
+  for (const double value :
+       {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
     for (const int64_t index : {matrix().p_offset, matrix().p_offset + rows_ * rank_ - 1}) {
       std::vector<Values> before;
       for (DeviceMatrix& m : bucket_.matrices) {

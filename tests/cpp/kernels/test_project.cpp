@@ -17,7 +17,8 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 // What a matrix held before the stage.
 struct Before {
   explicit Before(const DeviceMatrix& matrix)
-      : memory(matrix.memory ? matrix.memory->get() : Values(static_cast<size_t>(matrix.part.numel()))),
+      : memory(matrix.memory ? matrix.memory->get()
+                             : Values(static_cast<size_t>(matrix.part.numel()))),
         p_hat(matrix.p_hat->get()),
         q_local(matrix.q_local->get()),
         q_warm(matrix.q_warm->get()) {}
@@ -44,8 +45,8 @@ class Project : public KernelTest {
     Checked m = reference_m(part, gradient, before.memory, before.p_hat, before.q_local,
                             bucket_.bucket.residual_scale);
     if (matrix.memory) {
-      // The product is a chain of `rank` additions, and four operations follow. Then M is rounded to
-      // the residual dtype: a relative error, or half the smallest subnormal of float16.
+      // The product is a chain of `rank` additions, and four operations follow. Then M is rounded
+      // to the residual dtype: a relative error, or half the smallest subnormal of float16.
       const DType residual = bucket_.bucket.residual_dtype;
       const auto operations = static_cast<double>(part.rank + 4);
       expect_close(matrix.memory->get(), m, operations * roundoff() + unit_roundoff(residual),
@@ -106,8 +107,9 @@ TEST_P(Project, NonFiniteElementCountsAsZero) {
   for (const DeviceMatrix& matrix : bucket_.matrices) {
     const int64_t numel = matrix.part.numel();
     if (numel == 0) continue;
-    for (const auto& [value, index] : {std::pair{kInfinity, int64_t{0}}, std::pair{-kInfinity, numel / 2},
-                                       std::pair{kNaN, numel - 1}}) {
+    for (const auto& [value, index] :
+         {std::pair{kInfinity, int64_t{0}}, std::pair{-kInfinity, numel / 2},
+          std::pair{kNaN, numel - 1}}) {
       randomize(bucket_, 4);
       put_in_gradient(matrix.gradient_offset + index, value);
       run_and_check();
@@ -119,7 +121,8 @@ TEST_P(Project, NonFiniteElementCountsAsZero) {
 TEST_P(Project, NonFiniteRawElementIsCounted) {
   for (const DeviceRaw& raw : bucket_.raws) {
     if (raw.numel == 0) continue;
-    for (const auto& [value, index] : {std::pair{kInfinity, int64_t{0}}, std::pair{kNaN, raw.numel - 1}}) {
+    for (const auto& [value, index] :
+         {std::pair{kInfinity, int64_t{0}}, std::pair{kNaN, raw.numel - 1}}) {
       randomize(bucket_, 5);
       put_in_gradient(raw.gradient_offset + index, value);
       run_and_check();

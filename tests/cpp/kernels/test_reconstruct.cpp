@@ -44,8 +44,7 @@ class Reconstruct : public KernelTest {
   std::vector<Before> matrices_before() const {
     std::vector<Before> before;
     for (const DeviceMatrix& matrix : bucket_.matrices) {
-      before.push_back(
-          {matrix.memory->get(), matrix.q_warm->get(), bucket_.gradient_of(matrix)});
+      before.push_back({matrix.memory->get(), matrix.q_warm->get(), bucket_.gradient_of(matrix)});
     }
     return before;
   }
@@ -83,8 +82,7 @@ TEST_P(Reconstruct, MatchesTheReference) {
     bucket_.run(Stage::kReconstruct);
     EXPECT_EQ(bucket_.verdict().skipped, 0);
     for (const DeviceMatrix& matrix : bucket_.matrices) {
-      Checked expected =
-          reference_product(matrix.part, matrix.p_hat->get(), bucket_.q_of(matrix));
+      Checked expected = reference_product(matrix.part, matrix.p_hat->get(), bucket_.q_of(matrix));
       for (double& value : expected.value) value *= scale;
       for (double& value : expected.magnitude) value *= scale;
       expect_gradient(bucket_.gradient_of(matrix), expected, matrix.part.rank + 3);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The same bits for any number of threads, in every stage; and, in the stages whose results all ranks
-// must agree on, on any instruction set.
+// The same bits for any number of threads, in every stage; and, in the stages whose results all
+// ranks must agree on, on any instruction set.
 #include <gtest/gtest.h>
 
 #include "support/kernel_test.h"
@@ -13,8 +13,8 @@ constexpr Stage kSteps[] = {Stage::kRandomStart, Stage::kProject, Stage::kOrthog
                             Stage::kBackProject, Stage::kReconstruct};
 
 std::vector<BucketSpec> specs() {
-  const std::vector<Part> parts = {{600, 70, 4}, Part::raw(70001), {33, 3000, 5}, {2100, 9, 8},
-                                   {90, 140, 36}, Part::raw(3)};
+  const std::vector<Part> parts = {{600, 70, 4}, Part::raw(70001), {33, 3000, 5},
+                                   {2100, 9, 8}, {90, 140, 36},    Part::raw(3)};
   return {{parts, DType::kFloat32, DType::kFloat32},
           {parts, DType::kFloat64, DType::kFloat64},
           {parts, DType::kBFloat16, DType::kBFloat16},

@@ -50,8 +50,8 @@ class World {
     for (const auto& rank : ranks) {
       for (const DeviceMatrix& matrix : rank->matrices) {
         const Values zero(static_cast<size_t>(matrix.part.numel()));
-        const Checked e = reference_m(matrix.part, zero, matrix.memory->get(),
-                                      matrix.p_hat->get(), matrix.q_local->get(), 1);
+        const Checked e = reference_m(matrix.part, zero, matrix.memory->get(), matrix.p_hat->get(),
+                                      matrix.q_local->get(), 1);
         for (size_t i = 0; i < zero.size(); ++i) {
           mean[static_cast<size_t>(matrix.gradient_offset) + i] +=
               e.value[i] / static_cast<double>(ranks.size());
@@ -64,7 +64,7 @@ class World {
   std::vector<std::unique_ptr<TestBucket>> ranks;
 
  private:
-  void all_reduce(std::unique_ptr<DeviceArray> TestBucket::*payload) {
+  void all_reduce(std::unique_ptr<DeviceArray> TestBucket::* payload) {
     Values sum = (*ranks[0].*payload).get()->get();
     for (size_t i = 1; i < ranks.size(); ++i) {
       const Values other = (*ranks[i].*payload).get()->get();
@@ -105,8 +105,8 @@ class Step : public ::testing::TestWithParam<RunnerFactory> {
   }
 };
 
-// Nothing is lost, only delayed: the sum of outputs + the mean residual = the sum of mean gradients.
-// Each step rounds M once or twice: in float 20 steps stay far below 1e-5 of the sum.
+// Nothing is lost, only delayed: the sum of outputs + the mean residual = the sum of mean
+// gradients. Each step rounds M once or twice: in float 20 steps stay far below 1e-5 of the sum.
 TEST_P(Step, OutputsAndResidualAddUpToTheGradients) {
   for (const int size : {1, 2, 4}) {
     World world(GetParam(), size, {kParts});
@@ -127,7 +127,8 @@ TEST_P(Step, GradientOfLowRankComesBackExactly) {
   const Part factors{40, 50, 2};
   std::vector<Values> g;
   for (uint64_t rank = 0; rank < 2; ++rank) {
-    g.push_back(reference_product(factors, random_values(80, 1), random_values(100, 2 + rank)).value);
+    g.push_back(
+        reference_product(factors, random_values(80, 1), random_values(100, 2 + rank)).value);
   }
   Values mean = g[0];
   add_scaled(mean, g[1], 1);

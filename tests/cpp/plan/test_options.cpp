@@ -28,7 +28,9 @@ std::string error_with(const std::function<void(Options&)>& change) {
   });
 }
 
-TEST(Options, DefaultsAreValid) { EXPECT_EQ(error_with([](Options&) {}), "no error"); }
+TEST(Options, DefaultsAreValid) {
+  EXPECT_EQ(error_with([](Options&) {}), "no error");
+}
 
 TEST(Options, RankIsFrom1To1024) {
   EXPECT_EQ(error_with([](Options& o) { o.matrix_approximation_rank = 0; }),

@@ -57,15 +57,17 @@ TEST(MatrixShape, EmptyParameters) {
 }
 
 TEST(NearSquareShape, LeavesATailOfLessThanARow) {
-  for (const int64_t numel : {1, 2, 3, 10, 255, 256, 1000, 131072, 131071, 6553600, 6553601,
-                              123456789}) {
+  for (const int64_t numel :
+       {1, 2, 3, 10, 255, 256, 1000, 131072, 131071, 6553600, 6553601, 123456789}) {
     const MatrixShape shape = near_square_shape(numel);
     const int64_t tail = numel - shape.rows * shape.cols;
     EXPECT_GE(tail, 0) << numel;
     EXPECT_LT(tail, shape.cols) << numel;
-    // Rounding 256 or more columns up by at most 15 makes it at most 6 % too wide, and 12 % less high.
-    EXPECT_LE(std::fabs(std::log(static_cast<double>(shape.cols) / static_cast<double>(shape.rows))),
-              numel < 16 ? std::log(3.0) + 1e-9 : 0.13)
+    // Rounding 256 or more columns up by at most 15 makes it at most 6 % too wide, and 12 % less
+    // high.
+    EXPECT_LE(
+        std::fabs(std::log(static_cast<double>(shape.cols) / static_cast<double>(shape.rows))),
+        numel < 16 ? std::log(3.0) + 1e-9 : 0.13)
         << numel;
   }
   EXPECT_EQ(near_square_shape(1 << 20).rows, 1024);
@@ -93,8 +95,8 @@ TEST(ShouldCompress, OnlyWhatPays) {
 }
 
 TEST(PlanBucket, LaysOutPayloads) {
-  const BucketPlan plan = plan_bucket({{{64, 32}, {}}, {{64}, {}}, {{16, 8, 3, 3}, {}}, {{16}, {}}},
-                                      with_rank(2));
+  const BucketPlan plan =
+      plan_bucket({{{64, 32}, {}}, {{64}, {}}, {{16, 8, 3, 3}, {}}, {{16}, {}}}, with_rank(2));
   ASSERT_EQ(plan.matrices.size(), 2u);
   EXPECT_EQ(plan.matrices[0].parameter, 0);
   EXPECT_EQ(plan.matrices[0].gradient_offset, 0);
