@@ -158,6 +158,7 @@ void AttachedModel::load_state(const std::vector<ParameterExport>& parameters, i
 
 // Throws if it does not fit; false if there is nothing to load it into.
 bool AttachedModel::may_load(size_t index, const ParameterExport& saved) const {
+  if (!saved.residual.defined()) return false;
   const at::Tensor& parameter = parameters_[index];
   const MatrixShape shape = matrix_shape(memory_layout(parameter));
   TORCH_CHECK_VALUE(saved.residual.sizes() == parameter.sizes(), "residual of '", saved.name,
