@@ -10,10 +10,10 @@
 // What is done once per matrix in a pass of Cholesky-QR: from the rank x rank Gram matrix of its
 // columns to the transform T that makes them orthonormal, P T = P_hat.
 //
-// Y. Yamamoto, Y. Nakatsukasa, Y. Yanagisawa, T. Fukaya, "Roundoff error analysis of the CholeskyQR2
-// algorithm" (ETNA 44, 2015): one pass leaves an error of the unit roundoff times the squared
-// condition number, a second one removes it. The Gram matrix is in double, P in float, so that one
-// pass is most often enough.
+// Y. Yamamoto, Y. Nakatsukasa, Y. Yanagisawa, T. Fukaya, "Roundoff error analysis of the
+// CholeskyQR2 algorithm" (ETNA 44, 2015): one pass leaves an error of the unit roundoff times the
+// squared condition number, a second one removes it. The Gram matrix is in double, P in float, so
+// that one pass is most often enough.
 namespace powersgd::kernels::cpu {
 
 constexpr int kMaxPasses = 3;
@@ -51,8 +51,8 @@ struct FactorSpace {
   FactorState* state;
 };
 
-// row -= factor * other, for columns [begin, end): from the vector that holds `begin`, since what lies
-// below the diagonal is never read.
+// row -= factor * other, for columns [begin, end): from the vector that holds `begin`, since what
+// lies below the diagonal is never read.
 template <class Arch>
 POWERSGD_INLINE void subtract_row(double* row, const double* other, double factor, int64_t begin,
                                   int64_t end) {
@@ -95,7 +95,8 @@ struct FactorMatrix {
     const OrthogonalizeLayout& layout = space.layout;
     for (int64_t j = 0; j < layout.square; j += kLane) {
       Vector<Arch, double> sum = {};
-      for (int64_t part = 0; part < layout.parts; ++part) sum += load<Arch>(space.partial(part) + j);
+      for (int64_t part = 0; part < layout.parts; ++part)
+        sum += load<Arch>(space.partial(part) + j);
       store<Arch>(space.transform + j, sum);
     }
     if (pass > 0) return;
@@ -146,8 +147,8 @@ struct FactorMatrix {
     return again;
   }
 
-  // transform = the inverse of the Cholesky factor, rows and columns back in their own places: row by
-  // row from the last, T_i = (e_i - sum over k > i of R_ik T_k) / R_ii. Dead columns get zeros.
+  // transform = the inverse of the Cholesky factor, rows and columns back in their own places: row
+  // by row from the last, T_i = (e_i - sum over k > i of R_ik T_k) / R_ii. Dead columns get zeros.
   template <class Arch>
   POWERSGD_INLINE void invert() const {
     const int64_t stride = space.layout.stride;

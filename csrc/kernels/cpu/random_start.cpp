@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// random_start: q_warm = random numbers, the same on all ranks. Their scale does not matter: only the
-// span of M q_warm^T does.
+// random_start: q_warm = random numbers, the same on all ranks. Their scale does not matter: only
+// the span of M q_warm^T does.
 #include "../philox.h"
 #include "tiles.h"
 
