@@ -64,8 +64,8 @@ def gpt2() -> list[Shape]:
 
 
 def demo_gpt() -> list[Shape]:
-    """The language model of examples/train_lm.py: about 10.8 M parameters."""
-    return gpt(6, 384, 128, 256, bias=False)
+    """The language model of `make demo`: 9.6 M parameters."""
+    return gpt(3, 512, 128, 128, bias=False)
 
 
 def llama_layers(layers: int = 4) -> list[Shape]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torch_powersgd")
 
 NAME = "powersgd"
+STREAM_ORDERED = {"nccl"}  # backends whose collectives do not block the host
 
 
 def register() -> None:
@@ -46,11 +47,13 @@ def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.
     inners = []
     for device in _devices():
         name = _inner_name(options, device)
-        inner, lane = (
+        # A backend that blocks the host needs a second instance for the engine's thread.
+        roles = ["inner"] if name in STREAM_ORDERED else ["inner", "lane"]
+        made = [
             _create_inner(name, PrefixStore(f"{device}/{role}", store), dist_options)
-            for role in ("inner", "lane")
-        )
-        inners.append((device, inner, lane))
+            for role in roles
+        ]
+        inners.append((device, made[0], made[1] if len(made) > 1 else None))
     return _C.BackendPowerSGD(rank, size, inners, options._core(), _log)
 
 
