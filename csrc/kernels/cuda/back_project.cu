@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// back_project: q = p_hat^T M, into q_local and the Q payload.
+//
+// A tile is a strip of 128 columns by a segment of rows. A lane takes four columns, and the warps
+// take the rows in turn, four at a time:
+//   1. p_hat's rows are brought to shared memory;
+//   2. rank x 4 sums per lane, 4 independent vector loads of M at a time;
+//   3. the warps' sums are added in shared memory, in the order of the warps.
+// Where a strip has several segments, 3. writes to the workspace, and a second kernel adds the
+// segments in their order.
+#include "elements.cuh"
+
+namespace powersgd::kernels::cuda {
+namespace {
+
+constexpr int kStagedRows = 64;  // of p_hat, in shared memory at a time
+constexpr int kBatch = 4;        // rows of M that a warp loads at a time
+
+template <int R>
+constexpr int kRanksAtOnce = R < 8 ? R : 8;  // of phase 3
+
+template <int R, typename F>
+constexpr size_t kSharedBytes =
+    sizeof(F) * (kStagedRows * R > kWarps * kRanksAtOnce<R> * kStrip
+                     ? kStagedRows * R
+                     : kWarps * kRanksAtOnce<R> * kStrip);
+
+template <typename S>
+__device__ __forceinline__ void keep_finite(Factor<S> (&m)[4], bool is_gradient) {
+  if (!is_gradient) return;
+  POWERSGD_UNROLL
+  for (int j = 0; j < 4; ++j) m[j] = is_finite(m[j]) ? m[j] : Factor<S>{0};
+}
+
+// Phases 1 and 2 for columns [k0, k0 + R) of p_hat. S is how M is stored.
+template <int R, bool kAligned, typename S>
+__device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& tile, const S* m_base,
+                                           DType dtype, bool is_gradient, int64_t k0,
+                                           Factor<S> (&sums)[R][4]) {
+  using F = Factor<S>;
+  F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][R]
+  const F* const p_hat = static_cast<const F*>(matrix.p_hat);
+  const int warp = threadIdx.x / kWarpSize;
+  const int64_t col = tile.col_begin + lane_column<kAligned>(threadIdx.x % kWarpSize);
+  POWERSGD_UNROLL
+  for (int k = 0; k < R; ++k) {
+    POWERSGD_UNROLL
+    for (int j = 0; j < 4; ++j) sums[k][j] = 0;
+  }
+  for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows) {
+    const int64_t left = tile.row_end - begin;
+    const int rows = left < kStagedRows ? static_cast<int>(left) : kStagedRows;
+    __syncthreads();
+    for (int i = threadIdx.x; i < kStagedRows * R; i += kThreads) {
+      const int64_t k = k0 + i % R;
+      staged[i] = i / R < rows && k < matrix.rank ? p_hat[(begin + i / R) * matrix.rank + k] : F{0};
+    }
+    __syncthreads();
+    if (col >= tile.col_end) continue;
+    POWERSGD_NO_UNROLL
+    for (int row = warp * kBatch; row < rows; row += kWarps * kBatch) {
+      F m[kBatch][4];
+      POWERSGD_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        // A row beyond the last repeats it; its factors in shared memory are 0.
+        const int64_t offset = (begin + (row + i < rows ? row + i : rows - 1)) * matrix.cols;
+        load_columns<kAligned, Cache::kStream>(m_base + offset, col, tile.col_end, dtype, m[i]);
+      }
+      POWERSGD_UNROLL
+      for (int i = 0; i < kBatch; ++i) {
+        keep_finite<S>(m[i], is_gradient);
+        POWERSGD_UNROLL
+        for (int k = 0; k < R; ++k) {
+          const F p = staged[(row + i) * R + k];
+          POWERSGD_UNROLL
+          for (int j = 0; j < 4; ++j) sums[k][j] += p * m[i][j];
+        }
+      }
+    }
+  }
+}
+
+// Phase 3: calls write(k, column of the strip, sum) once for each.
+template <int R, bool kAligned, typename F, typename Write>
+__device__ __forceinline__ void reduce_warps(const F (&sums)[R][4], const Write& write) {
+  constexpr int kRanks = kRanksAtOnce<R>;
+  F* const shared = reinterpret_cast<F*>(shared_memory());  // [kWarps][kRanks][kStrip]
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  POWERSGD_UNROLL
+  for (int first = 0; first < R; first += kRanks) {
+    __syncthreads();
+    POWERSGD_UNROLL
+    for (int k = 0; k < kRanks; ++k)
+      store_columns<kAligned, Cache::kKeep>(shared + (warp * kRanks + k) * kStrip,
+                                            lane_column<kAligned>(lane), kStrip, DType::kFloat32,
+                                            sums[first + k]);
+    __syncthreads();
+    for (int i = threadIdx.x; i < kRanks * kStrip; i += kThreads) {
+      F sum = 0;
+      POWERSGD_UNROLL
+      for (int w = 0; w < kWarps; ++w) sum += shared[w * kRanks * kStrip + i];
+      write(first + i / static_cast<int>(kStrip), i % static_cast<int>(kStrip), sum);
+    }
+  }
+}
+
+template <int R, typename S>
+__device__ __forceinline__ void back_project_tile(const Bucket& bucket, const Matrix& matrix,
+                                                  const Tile& tile, const S* m_base, DType dtype,
+                                                  bool is_gradient) {
+  using F = Factor<S>;
+  const bool whole = tile.row_end - tile.row_begin == matrix.rows;
+  F* const q_local = static_cast<F*>(matrix.q_local);
+  F* const payload = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
+  F* const partial = slot_pointer<F>(bucket, tile.slot);
+  for (int64_t k0 = 0; k0 < matrix.rank; k0 += R) {
+    const auto write = [&](int k, int column, F sum) {
+      const int64_t col = tile.col_begin + column;
+      if (k0 + k >= matrix.rank || col >= tile.col_end) return;
+      if (!whole) {
+        partial[(k0 + k) * kStrip + column] = sum;
+        return;
+      }
+      payload[(k0 + k) * matrix.cols + col] = sum;
+      if (q_local != nullptr) q_local[(k0 + k) * matrix.cols + col] = sum;
+    };
+    F sums[R][4];
+    if (is_aligned(m_base, matrix.cols)) {
+      accumulate<R, true>(matrix, tile, m_base, dtype, is_gradient, k0, sums);
+      reduce_warps<R, true>(sums, write);
+    } else {
+      accumulate<R, false>(matrix, tile, m_base, dtype, is_gradient, k0, sums);
+      reduce_warps<R, false>(sums, write);
+    }
+  }
+}
+
+template <int R, typename F>
+__global__ void __launch_bounds__(kThreads) back_project_kernel(Bucket bucket, int64_t first_tile) {
+  begin_kernel();
+  const Tile tile = bucket.tiles[first_tile + blockIdx.x];
+  const Matrix matrix = bucket.matrices[tile.item];
+  const bool is_gradient = matrix.memory == nullptr;
+  const void* base = is_gradient ? bucket.gradient : matrix.memory;
+  const int64_t offset = is_gradient ? matrix.gradient_offset : 0;
+  const DType dtype = is_gradient ? bucket.gradient_dtype : bucket.residual_dtype;
+  if constexpr (sizeof(F) == 8) {
+    back_project_tile<R>(bucket, matrix, tile, static_cast<const double*>(base) + offset, dtype,
+                         is_gradient);
+  } else if (dtype == DType::kFloat32) {
+    back_project_tile<R>(bucket, matrix, tile, static_cast<const float*>(base) + offset, dtype,
+                         is_gradient);
+  } else {
+    back_project_tile<R>(bucket, matrix, tile, static_cast<const uint16_t*>(base) + offset, dtype,
+                         is_gradient);
+  }
+}
+
+// One strip: the sum of its row segments.
+template <typename F>
+__global__ void __launch_bounds__(kThreads) sum_kernel(Bucket bucket, int64_t first_tile) {
+  begin_kernel();
+  const Tile tile = bucket.tiles[first_tile + blockIdx.x];
+  const Matrix matrix = bucket.matrices[tile.item];
+  const F* const partial = slot_pointer<F>(bucket, tile.slot);
+  const int64_t stride = slots(matrix.rank * kStrip * sizeof(F)) * (kSlotBytes / sizeof(F));
+  F* const q_local = static_cast<F*>(matrix.q_local);
+  F* const payload = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
+  for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
+    const int64_t col = tile.col_begin + i % kStrip;
+    if (col >= tile.col_end) continue;
+    F sum = 0;
+    for (int64_t segment = 0; segment < tile.row_end; ++segment)
+      sum += partial[segment * stride + i];
+    payload[i / kStrip * matrix.cols + col] = sum;
+    if (q_local != nullptr) q_local[i / kStrip * matrix.cols + col] = sum;
+  }
+}
+
+template <int R, typename F>
+Status launch_back_project(const Bucket& bucket, Stream stream) {
+  const int64_t* begin = bucket.tile_list_begin.data();
+  if (const Status status = launch(
+          back_project_kernel<R, F>, begin[kBackProjectTiles + 1] - begin[kBackProjectTiles],
+          kThreads, kSharedBytes<R, F>, stream, bucket, begin[kBackProjectTiles]);
+      status != 0)
+    return status;
+  return launch(sum_kernel<F>, begin[kBackProjectSums + 1] - begin[kBackProjectSums], kThreads, 0,
+                stream, bucket, begin[kBackProjectSums]);
+}
+
+}  // namespace
+
+Status back_project(const Bucket& bucket, Stream stream) {
+  if (bucket.factor_dtype == DType::kFloat64) return launch_back_project<4, double>(bucket, stream);
+  switch (bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass]) {
+    case 0: return launch_back_project<1, float>(bucket, stream);
+    case 1: return launch_back_project<2, float>(bucket, stream);
+    case 2: return launch_back_project<4, float>(bucket, stream);
+    case 3: return launch_back_project<8, float>(bucket, stream);
+    case 4: return launch_back_project<16, float>(bucket, stream);
+    default: return launch_back_project<32, float>(bucket, stream);
+  }
+}
+
+}  // namespace powersgd::kernels::cuda

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include "elements.cuh"
+
+// What both ways of orthogonalize.cu are made of: Gram matrices and their Cholesky factors, by one
+// block, in double. Every function is called by all threads of the block.
+
+namespace powersgd::kernels::cuda {
+
+// A pivot at or below this share of the trace is a dead column's, whatever the caller's epsilon.
+constexpr double kDeadPivot = 1.0 / (int64_t{1} << 46);
+// Below this share of its column's square a pivot has lost half of its digits: a second pass.
+constexpr double kWeakPivot = 1e-8;
+
+// Threads hold square blocks of the Gram matrix, kGramBlock<rank> wide.
+constexpr int64_t kGramBlock = 4;
+constexpr size_t kGramSharedBytes = sizeof(double) * kThreads * kGramBlock * kGramBlock;
+
+// The lower triangle of X^T X over rows [begin, end) of X, which is [rows, rank]: element (i, j) to
+// out(i, j). Column c of the product is column map[c] of X, or c itself without a map.
+//
+// A thread sums a block of B x B elements over every groups-th row. The groups' sums meet pairwise
+// in shared memory (kGramSharedBytes), always in the same order.
+template <int B, typename F, typename Out>
+__device__ __forceinline__ void gram_blocks(const F* x, int64_t begin, int64_t end, int64_t rank,
+                                            const int32_t* map, const Out& out) {
+  double* const shared = reinterpret_cast<double*>(shared_memory());
+  const int64_t blocks = triangle(ceil_div(rank, B));
+  const int at_once = blocks < kThreads ? static_cast<int>(blocks) : kThreads;
+  const int groups = kThreads / at_once;
+  const int group = threadIdx.x / at_once;
+  for (int64_t first = 0; first < blocks; first += at_once) {
+    const int64_t block = first + threadIdx.x % at_once;
+    // Row and column of the block in the triangle.
+    int64_t bi = static_cast<int64_t>((sqrt(8.0 * static_cast<double>(block) + 1) - 1) / 2);
+    while (triangle(bi + 1) <= block) ++bi;
+    while (triangle(bi) > block) --bi;
+    const int64_t bj = block - triangle(bi);
+    const bool active = group < groups && block < blocks;
+    double sum[B][B] = {};
+    int64_t left[B], right[B];
+    POWERSGD_UNROLL
+    for (int i = 0; i < B; ++i) {
+      // Columns beyond the rank repeat the last one and are not written.
+      const int64_t l = bi * B + i < rank ? bi * B + i : rank - 1;
+      const int64_t r = bj * B + i < rank ? bj * B + i : rank - 1;
+      left[i] = map != nullptr && active ? map[l] : l;
+      right[i] = map != nullptr && active ? map[r] : r;
+    }
+    if (active) {
+      for (int64_t row = begin + group; row < end; row += groups) {
+        const F* const values = x + row * rank;
+        double a[B], b[B];
+        POWERSGD_UNROLL
+        for (int i = 0; i < B; ++i) a[i] = values[left[i]], b[i] = values[right[i]];
+        POWERSGD_UNROLL
+        for (int i = 0; i < B; ++i) {
+          POWERSGD_UNROLL
+          for (int j = 0; j < B; ++j) sum[i][j] += a[i] * b[j];
+        }
+      }
+    }
+    for (int count = groups; count > 1;) {
+      const int half = (count + 1) / 2;
+      double* const cell = shared + threadIdx.x * B * B;
+      __syncthreads();
+      if (active && group >= half && group < count) {
+        POWERSGD_UNROLL
+        for (int i = 0; i < B * B; ++i) cell[i] = sum[i / B][i % B];
+      }
+      __syncthreads();
+      if (active && group + half < count) {
+        POWERSGD_UNROLL
+        for (int i = 0; i < B * B; ++i) sum[i / B][i % B] += cell[half * at_once * B * B + i];
+      }
+      count = half;
+    }
+    if (active && group == 0) {
+      POWERSGD_UNROLL
+      for (int i = 0; i < B; ++i) {
+        POWERSGD_UNROLL
+        for (int j = 0; j < B; ++j) {
+          const int64_t row = bi * B + i, column = bj * B + j;
+          if (row < rank && column <= row) out(row, column, sum[i][j]);
+        }
+      }
+    }
+  }
+  __syncthreads();
+}
+
+template <typename F, typename Out>
+__device__ void gram(const F* x, int64_t begin, int64_t end, int64_t rank, const int32_t* map,
+                     const Out& out) {
+  if (rank == 1)
+    gram_blocks<1>(x, begin, end, rank, map, out);
+  else if (rank == 2)
+    gram_blocks<2>(x, begin, end, rank, map, out);
+  else
+    gram_blocks<kGramBlock>(x, begin, end, rank, map, out);
+}
+
+// What a Cholesky factorisation met.
+struct Pivots {
+  bool dead = false;  // a column that depends on those before it
+  bool weak = false;  // a pivot that has lost half of its digits
+};
+
+// The Cholesky factor L of a Gram matrix in place: a[i * rank + j], j <= i. inverse[j] becomes
+// 1 / L[j][j], or 0 for a dead column, which takes no further part. The trace decides in the first
+// pass (threshold = share * trace), a column's own square later (own_threshold).
+__device__ inline Pivots cholesky(double* a, double* inverse, double* square, int64_t rank,
+                                  double threshold, double own_threshold) {
+  Pivots pivots;
+  for (int64_t j = threadIdx.x; j < rank; j += kThreads) square[j] = a[j * rank + j];
+  __syncthreads();
+  for (int64_t j = 0; j < rank; ++j) {
+    const double pivot = a[j * rank + j];
+    const bool dead = !(pivot > threshold && pivot > own_threshold * square[j]);
+    const double scale = dead ? 0 : 1 / sqrt(pivot);
+    pivots.dead = pivots.dead || dead;
+    pivots.weak = pivots.weak || pivot < kWeakPivot * square[j];
+    for (int64_t i = j + 1 + threadIdx.x; i < rank; i += kThreads) a[i * rank + j] *= scale;
+    if (threadIdx.x == 0) inverse[j] = scale;
+    __syncthreads();
+    const int64_t rest = rank - j - 1;
+    for (int64_t e = threadIdx.x; e < rest * rest; e += kThreads) {
+      const int64_t i = j + 1 + e / rest, k = j + 1 + e % rest;
+      if (k <= i) a[i * rank + k] -= a[i * rank + j] * a[k * rank + j];
+    }
+    __syncthreads();
+  }
+  return pivots;
+}
+
+}  // namespace powersgd::kernels::cuda

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "powersgd/kernels.h"
+
+// How kernels are launched, and the few names that depend on the compiler. The same .cu files are
+// built by nvcc, and by a host compiler with -DPOWERSGD_SIMT against the tests' SIMT runtime.
+
+#if defined(POWERSGD_SIMT)
+#include "simt/simt.h"
+#define POWERSGD_UNROLL
+#define POWERSGD_NO_UNROLL
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#define POWERSGD_UNROLL _Pragma("unroll")
+#define POWERSGD_NO_UNROLL _Pragma("unroll 1")
+#endif
+
+// Programmatic dependent launch (Hopper): a kernel's blocks may be placed while its predecessor
+// drains, and wait in begin_kernel() until that one has ended. 0 turns it off.
+#ifndef POWERSGD_DEPENDENT_LAUNCH
+#define POWERSGD_DEPENDENT_LAUNCH 1
+#endif
+
+namespace powersgd::kernels::cuda {
+
+#if defined(POWERSGD_SIMT)
+
+inline unsigned char* shared_memory() { return simt::shared_memory(); }
+inline void begin_kernel() {}
+
+template <typename... Params, typename... Args>
+Status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
+              Stream /*stream*/, const Args&... args) {
+  if (blocks == 0) return 0;
+  simt::launch({blocks, threads, shared_bytes}, [&] { kernel(args...); });
+  return 0;
+}
+
+#else
+
+__device__ __forceinline__ unsigned char* shared_memory() {
+  extern __shared__ __align__(16) unsigned char dynamic_shared_memory[];
+  return dynamic_shared_memory;
+}
+
+// Every kernel calls this before it touches memory.
+__device__ __forceinline__ void begin_kernel() {
+#if POWERSGD_DEPENDENT_LAUNCH && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // The next kernel may be placed as soon as every block of this one has been; it waits in turn
+  // until this one has ended, and so, since all blocks come by here, for all before it.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+inline Status supports_dependent_launch(bool* supported) {
+  *supported = false;
+#if POWERSGD_DEPENDENT_LAUNCH
+  int device = 0;
+  int major = 0;
+  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
+  if (const cudaError_t status =
+          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+      status != cudaSuccess)
+    return status;
+  *supported = major >= 9;
+#endif
+  return cudaSuccess;
+}
+
+// Nothing is launched for 0 blocks.
+template <typename... Params, typename... Args>
+Status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
+              Stream stream, const Args&... args) {
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  bool dependent = false;
+  if (const Status status = supports_dependent_launch(&dependent); status != cudaSuccess)
+    return status;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = dependent ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+}
+
+#endif
+
+}  // namespace powersgd::kernels::cuda

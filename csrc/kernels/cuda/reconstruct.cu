@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// reconstruct: G = output_scale * p_hat Q, and q_warm = the rows of Q at unit norm.
+//
+// 1. A first kernel looks for non-finite elements of Q and completes the verdict: all of it must be
+//    known before any gradient is overwritten.
+// 2. A second kernel's blocks each take one of
+//    - a row of Q: its norm in double, then the row of q_warm;
+//    - a strip of 128 columns by a range of rows of a gradient. p_hat's rows are brought to shared
+//      memory; up to rank 8 a lane holds four columns of Q in registers, above it reads them anew for
+//      every eight rows;
+//    - a part of a raw segment.
+//    If the step is skipped, the gradients become NaN, and memory and the factors are taken back.
+#include "elements.cuh"
+#include "reduce.cuh"
+
+namespace powersgd::kernels::cuda {
+namespace {
+
+constexpr int kStagedRows = 64;  // of p_hat, in shared memory at a time
+constexpr int kStagedRanks = 32;
+constexpr int kAnyRank = 0;      // in place of R: ranks above 8
+constexpr int kRowsAnyRank = 8;  // that a warp takes at a time there
+
+template <int R>
+constexpr int kStagedWidth = R == kAnyRank ? kStagedRanks : R;
+
+template <typename F>
+__global__ void __launch_bounds__(kThreads) check_kernel(Bucket bucket, int64_t first_tile) {
+  begin_kernel();
+  const Tile tile = bucket.tiles[first_tile + blockIdx.x];
+  const Matrix matrix = bucket.matrices[tile.item];
+  const F* q = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
+  bool bad = false;
+  for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
+    const int64_t col = tile.col_begin + i % kStrip;
+    if (col < tile.col_end) bad = bad || !is_finite(q[i / kStrip * matrix.cols + col]);
+  }
+  if (__syncthreads_or(bad) && threadIdx.x == 0) atomicOr(&bucket.verdict->skipped, 1);
+}
+
+// One row of Q. A zero row, and a row of a skipped step, keeps what q_warm holds.
+template <typename F>
+__device__ void update_factor_row(const Bucket& bucket, const Matrix& matrix, int64_t k, bool skip) {
+  const F* q = factor_pointer<F>(bucket.q_payload, matrix.q_offset) + k * matrix.cols;
+  F* q_warm = static_cast<F*>(matrix.q_warm) + k * matrix.cols;
+  if (skip) {
+    if (matrix.q_local == nullptr) return;
+    F* q_local = static_cast<F*>(matrix.q_local) + k * matrix.cols;
+    for (int64_t col = threadIdx.x; col < matrix.cols; col += kThreads) q_local[col] = 0;
+    return;
+  }
+  double squares = 0;
+  for (int64_t col = threadIdx.x; col < matrix.cols; col += kThreads) {
+    const double value = q[col];
+    squares += value * value;
+  }
+  double* const partial = reinterpret_cast<double*>(shared_memory());
+  squares = warp_sum(squares);
+  if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = squares;
+  __syncthreads();
+  double sum = 0;
+  for (int w = 0; w < kWarps; ++w) sum += partial[w];
+  if (!(sum > 0)) return;
+  const double scale = 1 / sqrt(sum);
+  for (int64_t col = threadIdx.x; col < matrix.cols; col += kThreads)
+    q_warm[col] = static_cast<F>(q[col] * scale);
+}
+
+template <typename F>
+__device__ void unpack_raw(const Bucket& bucket, const Tile& tile, bool skip) {
+  const RawSegment segment = bucket.raw_segments[segment_of(tile.item)];
+  const F* from = static_cast<const F*>(bucket.p_payload) + segment.p_offset;
+  const F scale = static_cast<F>(bucket.output_scale);
+  for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads)
+    store_any(bucket.gradient, segment.gradient_offset + i, skip ? NAN : scale * from[i],
+              bucket.gradient_dtype);
+}
+
+// memory = M - G and G = NaN.
+template <typename F>
+__device__ void take_back(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
+  const int64_t width = tile.col_end - tile.col_begin;
+  for (int64_t i = threadIdx.x; i < (tile.row_end - tile.row_begin) * width; i += kThreads) {
+    const int64_t index = (tile.row_begin + i / width) * matrix.cols + tile.col_begin + i % width;
+    const F g = static_cast<F>(
+        load_any(bucket.gradient, matrix.gradient_offset + index, bucket.gradient_dtype));
+    if (matrix.memory != nullptr && is_finite(g)) {
+      const F m = static_cast<F>(load_any(matrix.memory, index, bucket.residual_dtype));
+      store_any(matrix.memory, index, m - g, bucket.residual_dtype);
+    }
+    store_any(bucket.gradient, matrix.gradient_offset + index, NAN, bucket.gradient_dtype);
+  }
+}
+
+// Rows [begin, begin + rows) x columns [k0, k0 + width) of p_hat, padded with zeros and scaled.
+template <int kWidth, typename F>
+__device__ __forceinline__ void stage_p(const Bucket& bucket, const Matrix& matrix, int64_t begin,
+                                        int rows, int64_t k0, F* staged) {
+  const F* p_hat = static_cast<const F*>(matrix.p_hat);
+  const F scale = static_cast<F>(bucket.output_scale);
+  for (int i = threadIdx.x; i < kStagedRows * kWidth; i += kThreads) {
+    const int64_t k = k0 + i % kWidth;
+    staged[i] = i / kWidth < rows && k < matrix.rank
+                    ? scale * p_hat[(begin + i / kWidth) * matrix.rank + k]
+                    : F{0};
+  }
+}
+
+// A tile at rank <= R: Q in registers.
+template <int R, bool kAligned, typename G>
+__device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const Matrix& matrix,
+                                                     const Tile& tile, G* gradient) {
+  using F = Factor<G>;
+  F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][R]
+  const F* const q = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
+  const int64_t col = tile.col_begin + lane_column<kAligned>(threadIdx.x % kWarpSize);
+  const bool active = col < tile.col_end;
+  F factor[R][4];
+  POWERSGD_UNROLL
+  for (int k = 0; k < R; ++k) {
+    POWERSGD_UNROLL
+    for (int j = 0; j < 4; ++j) factor[k][j] = 0;
+    if (active && k < matrix.rank)
+      load_columns<kAligned, Cache::kKeep>(q + k * matrix.cols, col, tile.col_end,
+                                           bucket.factor_dtype, factor[k]);
+  }
+  for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows) {
+    const int64_t left = tile.row_end - begin;
+    const int rows = left < kStagedRows ? static_cast<int>(left) : kStagedRows;
+    __syncthreads();
+    stage_p<R>(bucket, matrix, begin, rows, 0, staged);
+    __syncthreads();
+    if (!active) continue;
+    for (int row = threadIdx.x / kWarpSize; row < rows; row += kWarps) {
+      F sum[4] = {};
+      POWERSGD_UNROLL
+      for (int k = 0; k < R; ++k) {
+        const F p = staged[row * R + k];
+        POWERSGD_UNROLL
+        for (int j = 0; j < 4; ++j) sum[j] += p * factor[k][j];
+      }
+      store_columns<kAligned, Cache::kStream>(gradient + (begin + row) * matrix.cols, col,
+                                              tile.col_end, bucket.gradient_dtype, sum);
+    }
+  }
+}
+
+// The same at any rank: sums of eight rows in registers, the rank in parts of kStagedRanks.
+template <bool kAligned, typename G>
+__device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const Matrix& matrix,
+                                                     const Tile& tile, G* gradient) {
+  using F = Factor<G>;
+  F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][kStagedRanks]
+  const F* const q = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
+  const int first = threadIdx.x / kWarpSize * kRowsAnyRank;
+  const int64_t col = tile.col_begin + lane_column<kAligned>(threadIdx.x % kWarpSize);
+  for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows) {
+    const int64_t left = tile.row_end - begin;
+    const int rows = left < kStagedRows ? static_cast<int>(left) : kStagedRows;
+    F sum[kRowsAnyRank][4] = {};
+    for (int64_t k0 = 0; k0 < matrix.rank; k0 += kStagedRanks) {
+      __syncthreads();
+      stage_p<kStagedRanks>(bucket, matrix, begin, rows, k0, staged);
+      __syncthreads();
+      if (col >= tile.col_end || first >= rows) continue;
+      const int64_t end = k0 + kStagedRanks < matrix.rank ? k0 + kStagedRanks : matrix.rank;
+      for (int64_t k = k0; k < end; ++k) {
+        F factor[4];
+        load_columns<kAligned, Cache::kKeep>(q + k * matrix.cols, col, tile.col_end,
+                                             bucket.factor_dtype, factor);
+        POWERSGD_UNROLL
+        for (int i = 0; i < kRowsAnyRank; ++i) {
+          const F p = staged[(first + i) * kStagedRanks + (k - k0)];
+          POWERSGD_UNROLL
+          for (int j = 0; j < 4; ++j) sum[i][j] += p * factor[j];
+        }
+      }
+    }
+    if (col >= tile.col_end) continue;
+    POWERSGD_UNROLL
+    for (int i = 0; i < kRowsAnyRank; ++i) {
+      if (first + i < rows)
+        store_columns<kAligned, Cache::kStream>(gradient + (begin + first + i) * matrix.cols, col,
+                                                tile.col_end, bucket.gradient_dtype, sum[i]);
+    }
+  }
+}
+static_assert(kStagedRows == kWarps * kRowsAnyRank, "a warp takes its rows at once");
+
+template <int R, bool kAligned, typename G>
+__device__ __forceinline__ void reconstruct_tile(const Bucket& bucket, const Matrix& matrix,
+                                                 const Tile& tile, G* gradient) {
+  if constexpr (R == kAnyRank)
+    reconstruct_any_rank<kAligned>(bucket, matrix, tile, gradient);
+  else
+    reconstruct_low_rank<R, kAligned>(bucket, matrix, tile, gradient);
+}
+
+template <int R, typename G>
+__global__ void __launch_bounds__(kThreads) reconstruct_kernel(Bucket bucket, int64_t first_tile) {
+  using F = Factor<G>;
+  begin_kernel();
+  const bool skip = bucket.verdict->skipped != 0;
+  if (skip && blockIdx.x == 0 && threadIdx.x == 0) ++bucket.verdict->skipped_total;
+  const Tile tile = bucket.tiles[first_tile + blockIdx.x];
+  if (tile.item < 0) {
+    unpack_raw<F>(bucket, tile, skip);
+    return;
+  }
+  const Matrix matrix = bucket.matrices[tile.item];
+  if (tile.slot == 1) {
+    update_factor_row<F>(bucket, matrix, tile.row_begin, skip);
+    return;
+  }
+  if (skip) {
+    take_back<F>(bucket, matrix, tile);
+    return;
+  }
+  G* const gradient = static_cast<G*>(bucket.gradient) + matrix.gradient_offset;
+  const F* const q = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
+  if (is_aligned(gradient, matrix.cols) && is_aligned(q, matrix.cols))
+    reconstruct_tile<R, true>(bucket, matrix, tile, gradient);
+  else
+    reconstruct_tile<R, false>(bucket, matrix, tile, gradient);
+}
+
+template <int R, typename G>
+Status launch_reconstruct(const Bucket& bucket, Stream stream) {
+  using F = Factor<G>;
+  const int64_t* begin = bucket.tile_list_begin.data();
+  if (const Status status = launch(check_kernel<F>, begin[kStrips + 1] - begin[kStrips], kThreads,
+                                   0, stream, bucket, begin[kStrips]);
+      status != 0)
+    return status;
+  const size_t shared = std::max(kStagedRows * kStagedWidth<R> * sizeof(F), kWarps * sizeof(double));
+  return launch(reconstruct_kernel<R, G>,
+                begin[kReconstructTiles + 1] - begin[kReconstructTiles], kThreads, shared, stream,
+                bucket, begin[kReconstructTiles]);
+}
+
+template <typename G>
+Status dispatch_rank(const Bucket& bucket, Stream stream) {
+  switch (bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass]) {
+    case 0: return launch_reconstruct<1, G>(bucket, stream);
+    case 1: return launch_reconstruct<2, G>(bucket, stream);
+    case 2: return launch_reconstruct<4, G>(bucket, stream);
+    case 3: return launch_reconstruct<8, G>(bucket, stream);
+    default: return launch_reconstruct<kAnyRank, G>(bucket, stream);
+  }
+}
+
+}  // namespace
+
+Status reconstruct(const Bucket& bucket, Stream stream) {
+  if (bucket.factor_dtype == DType::kFloat64)
+    return launch_reconstruct<kAnyRank, double>(bucket, stream);
+  return bucket.gradient_dtype == DType::kFloat32 ? dispatch_rank<float>(bucket, stream)
+                                                  : dispatch_rank<uint16_t>(bucket, stream);
+}
+
+}  // namespace powersgd::kernels::cuda
