@@ -13,12 +13,14 @@
 #include "simt/simt.h"
 #define POWERSGD_UNROLL
 #define POWERSGD_NO_UNROLL
+#define POWERSGD_NOINLINE __attribute__((noinline))
 #else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #define POWERSGD_UNROLL _Pragma("unroll")
 #define POWERSGD_NO_UNROLL _Pragma("unroll 1")
+#define POWERSGD_NOINLINE __noinline__
 #endif
 
 // Programmatic dependent launch (Hopper): a kernel's blocks may be placed while its predecessor

@@ -4,12 +4,12 @@
 #include "../philox.h"
 #include "gram.cuh"
 
-// The plain way to orthogonalise: one block does all of a matrix, in up to four passes. For ranks
+// The plain way to orthogonalise: one block does all of a matrix, in up to three passes. For ranks
 // above kMaxFastRank, and for matrices whose columns are dependent or nearly so.
 
 namespace powersgd::kernels::cuda {
 
-constexpr int kMaxPasses = 4;
+constexpr int kMaxPasses = 3;
 
 // The arrays of plain_slots(rank).
 struct PlainArrays {
@@ -43,15 +43,17 @@ __device__ inline void invert(const PlainArrays& arrays, int64_t rank) {
   __syncthreads();
 }
 
-// The random column that replaces a dead one, of unit variance; 0 when even those are used up, which
-// takes a rank above the number of rows.
+// The random column that replaces a dead one, of about unit norm and another in each pass. What is
+// still dead in the last pass has no direction left to take (more columns than rows) and becomes 0.
 template <typename F>
 __device__ F replacement(const Bucket& bucket, const Matrix& matrix, int pass, int64_t column,
                          int64_t row) {
   if (pass + 1 == kMaxPasses) return 0;
   const auto number = static_cast<uint32_t>(column + int64_t{pass} * 1024);
-  return F{1.7320508f} * random_element(bucket.seed, matrix.stream, bucket.step,
-                                        RandomUse::kDeadColumn, number, static_cast<uint64_t>(row));
+  const double scale = sqrt(3.0 / static_cast<double>(matrix.rows));
+  return static_cast<F>(scale * random_element(bucket.seed, matrix.stream, bucket.step,
+                                               RandomUse::kDeadColumn, number,
+                                               static_cast<uint64_t>(row)));
 }
 
 // p_hat = x times the inverse, columns in the order of the map; x may be p_hat, since the last column
@@ -104,7 +106,7 @@ __device__ inline void reorder(PlainArrays* arrays, int64_t rank) {
 //    third is for random columns that happen to be nearly dependent themselves.
 // Returns false, and leaves p_hat alone, if P is not finite.
 template <typename F>
-__device__ __noinline__ bool orthogonalize_plainly(const Bucket& bucket, const Matrix& matrix,
+__device__ POWERSGD_NOINLINE bool orthogonalize_plainly(const Bucket& bucket, const Matrix& matrix,
                                                    double* workspace) {
   const int64_t rank = matrix.rank;
   PlainArrays arrays(workspace, rank);

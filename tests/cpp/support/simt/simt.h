@@ -61,7 +61,6 @@ T warp_shuffle(WarpOp op, unsigned mask, T value, int operand) {
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define threadIdx (::simt::thread_index())
 #define blockIdx (::simt::block_index())
