@@ -65,7 +65,7 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
       for (int i = 0; i < kBatch; ++i) {
         // A row beyond the last repeats it; its factors in shared memory are 0.
         const int64_t offset = (begin + (row + i < rows ? row + i : rows - 1)) * matrix.cols;
-        load_columns<kAligned, Cache::kStream>(m_base + offset, col, tile.col_end, dtype, m[i]);
+        load_columns<kAligned, Access::kStream>(m_base + offset, col, tile.col_end, dtype, m[i]);
       }
       POWERSGD_UNROLL
       for (int i = 0; i < kBatch; ++i) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ void reduce_warps(const F (&sums)[R][4], const Write&
     __syncthreads();
     POWERSGD_UNROLL
     for (int k = 0; k < kRanks; ++k)
-      store_columns<kAligned, Cache::kKeep>(shared + (warp * kRanks + k) * kStrip,
+      store_columns<kAligned, Access::kPlain>(shared + (warp * kRanks + k) * kStrip,
                                             lane_column<kAligned>(lane), kStrip, DType::kFloat32,
                                             sums[first + k]);
     __syncthreads();
@@ -101,7 +101,7 @@ __device__ __forceinline__ void reduce_warps(const F (&sums)[R][4], const Write&
       F sum = 0;
       POWERSGD_UNROLL
       for (int w = 0; w < kWarps; ++w) sum += shared[w * kRanks * kStrip + i];
-      write(first + i / static_cast<int>(kStrip), i % static_cast<int>(kStrip), sum);
+      write(first + i / kStrip, i % kStrip, sum);
     }
   }
 }

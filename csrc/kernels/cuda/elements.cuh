@@ -132,90 +132,77 @@ __device__ __forceinline__ T* slot_pointer(const Bucket& bucket, int64_t slot) {
   return reinterpret_cast<T*>(static_cast<unsigned char*>(bucket.workspace) + slot * kSlotBytes);
 }
 
-// How memory is told that an access will not be repeated soon.
-enum class Cache { kKeep, kStream };
+// Pointers come out of tables, where the compiler cannot know that they point to global memory.
+template <typename T>
+__device__ __forceinline__ T* global(T* pointer) {
+#if !defined(POWERSGD_SIMT)
+  __builtin_assume(__isGlobal(pointer));
+#endif
+  return pointer;
+}
 
-// A lane's four columns within a strip. Aligned: neighbours, one vector access. Otherwise 32 apart,
-// so that the scalar accesses of a warp are contiguous.
-template <bool kAligned>
-__device__ __forceinline__ int64_t lane_column(int lane) { return kAligned ? 4 * lane : lane; }
+// Whether what is accessed will be needed again soon, by this kernel or the next.
+enum class Access { kReuse, kStream };
 
-template <Cache kCache, typename Vector>
+template <Access kAccess, typename Vector>
 __device__ __forceinline__ Vector load_vector(const void* address) {
   const Vector* vector = static_cast<const Vector*>(address);
-  if constexpr (kCache == Cache::kStream) return __ldcs(vector);
+  if constexpr (kAccess == Access::kStream) return __ldcs(vector);
   return *vector;
 }
-template <Cache kCache, typename Vector>
+template <Access kAccess, typename Vector>
 __device__ __forceinline__ void store_vector(void* address, Vector value) {
   Vector* vector = static_cast<Vector*>(address);
-  if constexpr (kCache == Cache::kStream) __stcs(vector, value);
-  else *vector = value;
+  if constexpr (kAccess == Access::kReuse) *vector = value;
+  if constexpr (kAccess == Access::kStream) __stcs(vector, value);
 }
 
-template <Cache kCache>
-__device__ __forceinline__ void load_four(const float* address, DType, float (&out)[4]) {
-  const float4 v = load_vector<kCache, float4>(address);
+// A lane's columns: four neighbours, or one where vector accesses are not possible.
+template <Access kAccess>
+__device__ __forceinline__ void load_columns(const float* address, DType, float (&out)[4]) {
+  const float4 v = load_vector<kAccess, float4>(address);
   out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
 }
-template <Cache kCache>
-__device__ __forceinline__ void load_four(const double* address, DType, double (&out)[4]) {
-  const double2 a = load_vector<kCache, double2>(address);
-  const double2 b = load_vector<kCache, double2>(address + 2);
+template <Access kAccess>
+__device__ __forceinline__ void load_columns(const double* address, DType, double (&out)[4]) {
+  const double2 a = load_vector<kAccess, double2>(address);
+  const double2 b = load_vector<kAccess, double2>(address + 2);
   out[0] = a.x, out[1] = a.y, out[2] = b.x, out[3] = b.y;
 }
-template <Cache kCache>
-__device__ __forceinline__ void load_four(const uint16_t* address, DType dtype, float (&out)[4]) {
-  const ushort4 v = load_vector<kCache, ushort4>(address);
+template <Access kAccess>
+__device__ __forceinline__ void load_columns(const uint16_t* address, DType dtype,
+                                             float (&out)[4]) {
+  const ushort4 v = load_vector<kAccess, ushort4>(address);
   out[0] = widen(v.x, dtype), out[1] = widen(v.y, dtype);
   out[2] = widen(v.z, dtype), out[3] = widen(v.w, dtype);
 }
-
-template <Cache kCache>
-__device__ __forceinline__ void store_four(float* address, DType, const float (&in)[4]) {
-  store_vector<kCache>(address, make_float4(in[0], in[1], in[2], in[3]));
-}
-template <Cache kCache>
-__device__ __forceinline__ void store_four(double* address, DType, const double (&in)[4]) {
-  store_vector<kCache>(address, make_double2(in[0], in[1]));
-  store_vector<kCache>(address + 2, make_double2(in[2], in[3]));
-}
-template <Cache kCache>
-__device__ __forceinline__ void store_four(uint16_t* address, DType dtype, const float (&in)[4]) {
-  store_vector<kCache>(address, make_ushort4(narrow<uint16_t>(in[0], dtype),
-                                             narrow<uint16_t>(in[1], dtype),
-                                             narrow<uint16_t>(in[2], dtype),
-                                             narrow<uint16_t>(in[3], dtype)));
+template <Access kAccess, typename Storage>
+__device__ __forceinline__ void load_columns(const Storage* address, DType dtype,
+                                             Factor<Storage> (&out)[1]) {
+  out[0] = widen(load_vector<kAccess, Storage>(address), dtype);
 }
 
-// The columns col, ... of one row, those at or beyond `end` as 0. An aligned row's end is a multiple
-// of 4 and col is before it.
-template <bool kAligned, Cache kCache, typename Storage>
-__device__ __forceinline__ void load_columns(const Storage* row, int64_t col, int64_t end,
-                                             DType dtype, Factor<Storage> (&out)[4]) {
-  if constexpr (kAligned) {
-    load_four<kCache>(row + col, dtype, out);
-  } else {
-    POWERSGD_UNROLL
-    for (int j = 0; j < 4; ++j)
-      out[j] = col + j * kWarpSize < end
-                   ? widen(load_vector<kCache, Storage>(row + col + j * kWarpSize), dtype)
-                   : Factor<Storage>{0};
-  }
+template <Access kAccess>
+__device__ __forceinline__ void store_columns(float* address, DType, const float (&in)[4]) {
+  store_vector<kAccess>(address, make_float4(in[0], in[1], in[2], in[3]));
 }
-
-template <bool kAligned, Cache kCache, typename Storage>
-__device__ __forceinline__ void store_columns(Storage* row, int64_t col, int64_t end, DType dtype,
-                                              const Factor<Storage> (&in)[4]) {
-  if constexpr (kAligned) {
-    store_four<kCache>(row + col, dtype, in);
-  } else {
-    POWERSGD_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      if (col + j * kWarpSize < end)
-        store_vector<kCache>(row + col + j * kWarpSize, narrow<Storage>(in[j], dtype));
-    }
-  }
+template <Access kAccess>
+__device__ __forceinline__ void store_columns(double* address, DType, const double (&in)[4]) {
+  store_vector<kAccess>(address, make_double2(in[0], in[1]));
+  store_vector<kAccess>(address + 2, make_double2(in[2], in[3]));
+}
+template <Access kAccess>
+__device__ __forceinline__ void store_columns(uint16_t* address, DType dtype,
+                                              const float (&in)[4]) {
+  store_vector<kAccess>(address, make_ushort4(narrow<uint16_t>(in[0], dtype),
+                                              narrow<uint16_t>(in[1], dtype),
+                                              narrow<uint16_t>(in[2], dtype),
+                                              narrow<uint16_t>(in[3], dtype)));
+}
+template <Access kAccess, typename Storage>
+__device__ __forceinline__ void store_columns(Storage* address, DType dtype,
+                                              const Factor<Storage> (&in)[1]) {
+  store_vector<kAccess>(address, narrow<Storage>(in[0], dtype));
 }
 
 // Whether the rows of a matrix at this address can be accessed four elements at a time.

@@ -122,7 +122,7 @@ __device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const
     POWERSGD_UNROLL
     for (int j = 0; j < 4; ++j) factor[k][j] = 0;
     if (active && k < matrix.rank)
-      load_columns<kAligned, Cache::kKeep>(q + k * matrix.cols, col, tile.col_end,
+      load_columns<kAligned, Access::kReuse>(q + k * matrix.cols, col, tile.col_end,
                                            bucket.factor_dtype, factor[k]);
   }
   for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows) {
@@ -140,7 +140,7 @@ __device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const
         POWERSGD_UNROLL
         for (int j = 0; j < 4; ++j) sum[j] += p * factor[k][j];
       }
-      store_columns<kAligned, Cache::kStream>(gradient + (begin + row) * matrix.cols, col,
+      store_columns<kAligned, Access::kStream>(gradient + (begin + row) * matrix.cols, col,
                                               tile.col_end, bucket.gradient_dtype, sum);
     }
   }
@@ -167,7 +167,7 @@ __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const
       const int64_t end = k0 + kStagedRanks < matrix.rank ? k0 + kStagedRanks : matrix.rank;
       for (int64_t k = k0; k < end; ++k) {
         F factor[4];
-        load_columns<kAligned, Cache::kKeep>(q + k * matrix.cols, col, tile.col_end,
+        load_columns<kAligned, Access::kReuse>(q + k * matrix.cols, col, tile.col_end,
                                              bucket.factor_dtype, factor);
         POWERSGD_UNROLL
         for (int i = 0; i < kRowsAnyRank; ++i) {
@@ -181,7 +181,7 @@ __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const
     POWERSGD_UNROLL
     for (int i = 0; i < kRowsAnyRank; ++i) {
       if (first + i < rows)
-        store_columns<kAligned, Cache::kStream>(gradient + (begin + first + i) * matrix.cols, col,
+        store_columns<kAligned, Access::kStream>(gradient + (begin + first + i) * matrix.cols, col,
                                                 tile.col_end, bucket.gradient_dtype, sum[i]);
     }
   }

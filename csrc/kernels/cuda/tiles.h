@@ -16,7 +16,7 @@ constexpr int kThreads = 256;  // of every block
 constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;
 
-constexpr int64_t kStrip = 128;     // columns that a warp takes at a time, 4 per lane
+constexpr int kStrip = 128;     // columns that a warp takes at a time, 4 per lane
 constexpr int kRowsPerWarp = 4;     // rows that a warp takes at a time in project
 constexpr int64_t kSplitColumns = 16384;  // wider matrices are projected in column ranges of this
 constexpr int64_t kMaxFastRank = 32;      // above, plain loops
@@ -40,10 +40,10 @@ static_assert(kRankClass < kTileLists, "the interface has room for all lists");
 constexpr int32_t raw_item(int64_t segment) { return static_cast<int32_t>(-1 - segment); }
 POWERSGD_HOST_DEVICE inline int64_t segment_of(int32_t item) { return -1 - int64_t{item}; }
 
-// 0..5 for ranks up to 1, 2, 4, 8, 16, 32; ranks above run the widest kernel several times over.
+// 0..5 for ranks up to 1, 2, 4, 8, 16, 32; 6 for any rank.
 inline int rank_class(int64_t rank) {
   int log2 = 0;
-  while (log2 < 5 && (int64_t{1} << log2) < rank) ++log2;
+  while (log2 < 6 && (int64_t{1} << log2) < rank) ++log2;
   return log2;
 }
 

@@ -115,6 +115,8 @@ template <typename T>
 T __ldcs(const T* address) { return *address; }
 template <typename T>
 void __stcs(T* address, T value) { *address = value; }
+template <typename T>
+void __stwb(T* address, T value) { *address = value; }
 
 // One fiber runs at a time and is only left at a barrier or a warp operation.
 inline int atomicAdd(int* address, int value) {
