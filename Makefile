@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# On a fresh machine `make test` and `make demo` set up all they need in .venv; `make help` lists more.
+
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+VENV ?= .venv
+SYSTEM_PYTHON ?= python3
+
+PYTHON := $(VENV)/bin/python
+PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
+find_cpp = $(shell find $(1) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+SOURCES := $(call find_cpp,csrc include)
+CPP_FILES := $(SOURCES) $(call find_cpp,tests/cpp)
+PYTHON_FILES = setup.py python tests/python examples benchmarks
+
+export MAX_JOBS := $(JOBS)
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+ifneq ($(shell command -v ccache),)
+export CMAKE_CXX_COMPILER_LAUNCHER := ccache
+endif
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help env build demo test test-cpp test-python lint format clean \
+        check-build-tools check-cpp-tools FORCE
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
+	@echo "Variables: TORCH ($(TORCH)), JOBS ($(JOBS)), VENV ($(VENV)), SYSTEM_PYTHON ($(SYSTEM_PYTHON))"
+
+env: $(VENV)/.ready  ## a virtual environment with torch and the build tools
+
+build: $(VENV)/.built  ## compile the extension and install the package into the environment, editable
+
+demo: build  ## train a small GPT twice, plain and compressed, and compare (about 6 minutes in all)
+	$(PYTHON) examples/demo.py
+
+test: test-cpp test-python  ## all tests
+
+test-cpp: env | check-cpp-tools  ## GoogleTest
+	cmake -S tests/cpp -B build/cpp -G Ninja -DPython_EXECUTABLE=$(abspath $(PYTHON)) \
+	  -DPOWERSGD_TORCH_DIR=$$($(PYTHON) -c 'import torch; print(torch.__path__[0])')
+	cmake --build build/cpp --parallel $(JOBS)
+	ctest --test-dir build/cpp --output-on-failure
+
+test-python: build  ## pytest
+	$(PYTHON) -m pytest tests/python
+
+# An old build has all that lint needs: a changed source is not compiled for it.
+lint: $(if $(wildcard $(VENV)/.built),,build)  ## clang-format, ruff, mypy
+	clang-format --dry-run --Werror $(CPP_FILES)
+	ruff check $(PYTHON_FILES)
+	ruff format --check $(PYTHON_FILES)
+	mypy
+
+format: $(if $(wildcard $(VENV)/.built),,build)  ## rewrite the sources as lint wants them
+	clang-format -i $(CPP_FILES)
+	ruff check --fix $(PYTHON_FILES)
+	ruff format $(PYTHON_FILES)
+
+clean:  ## remove what was built, and the environment
+	rm -rf build dist $(VENV) demo_output python/*.egg-info python/torch_powersgd/_C*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find python tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# Rewritten only when TORCH is another than last time, which then renews all that depends on it.
+$(VENV)/.torch: FORCE | check-build-tools
+	@test -x $(PYTHON) || $(SYSTEM_PYTHON) -m venv $(VENV)
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+$(VENV)/.ready: $(VENV)/.torch
+	@echo "installing $(TORCH) into $(VENV)"
+	@$(PIP) '$(TORCH)' numpy ninja 'setuptools>=77'
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.ready setup.py pyproject.toml $(SOURCES)
+	@echo "building the extension (the first time takes about two minutes)"
+	@$(PIP) --no-build-isolation --editable '.[demo,test,lint]'
+	@touch $@
+
+# Says what is missing in one line, rather than in the middle of a compiler's output.
+missing = echo "missing: $(1). On Debian or Ubuntu: sudo apt-get install $(1)" >&2; exit 1
+
+check-build-tools:
+	@command -v $(SYSTEM_PYTHON) >/dev/null || { $(call missing,python3); }
+	@$(SYSTEM_PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { $(call missing,python3-venv); }
+	@$(SYSTEM_PYTHON) -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' \
+	  2>/dev/null || { $(call missing,python3-dev); }
+	@command -v g++ >/dev/null || { $(call missing,g++); }
+
+check-cpp-tools: check-build-tools
+	@command -v cmake >/dev/null || { $(call missing,cmake); }
+	@echo '#include <gtest/gtest.h>' | g++ -E -x c++ - >/dev/null 2>&1 || { $(call missing,libgtest-dev); }

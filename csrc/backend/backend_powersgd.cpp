@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <cmath>
+#include <exception>
+#include <utility>
+
+#include "backend/attached_model.h"
+#include "backend/compression_override.h"
+#include "backend/flat_tensors.h"
+#include "backend/stats.h"
+#include "backend/thread_engine.h"
+#include "backend/work.h"
+#include "powersgd/backend.h"
+
+namespace powersgd {
+namespace {
+
+std::vector<std::pair<c10::DeviceType, c10::intrusive_ptr<c10d::Backend>>> pass_through(
+    const std::vector<InnerPair>& inners) {
+  std::vector<std::pair<c10::DeviceType, c10::intrusive_ptr<c10d::Backend>>> result;
+  for (const InnerPair& pair : inners) result.emplace_back(pair.device, pair.inner);
+  return result;
+}
+
+// Times a stage and lets the probe see it.
+class Step {
+ public:
+  Step(Stats& stats, std::shared_ptr<const StageProbe> probe)
+      : stats_(stats), probe_(std::move(probe)) {}
+
+  template <typename Body>
+  decltype(auto) operator()(Stage stage, Body&& body) const {
+    if (probe_ && *probe_) (*probe_)(to_string(stage));
+    const StageTimer timer(stats_, stage);
+    return std::forward<Body>(body)();
+  }
+
+ private:
+  Stats& stats_;
+  const std::shared_ptr<const StageProbe> probe_;
+};
+
+}  // namespace
+
+BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerPair> inners,
+                                 powersgd::Options options, LogSink log)
+    : ForwardingBackend(rank, size, pass_through(inners)),
+      options_(std::move(options)),
+      pairs_(std::move(inners)),
+      log_(std::move(log)),
+      stats_(std::make_shared<Stats>()),
+      flat_tensors_(std::make_unique<FlatTensors>(options_)) {
+  validate(options_);
+  for (const InnerPair& pair : pairs_) {
+    if (pair.lane) engines_[pair.device] = std::make_unique<ThreadEngine>(rank, pair.lane);
+  }
+}
+
+BackendPowerSGD::~BackendPowerSGD() = default;
+
+c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor>& tensors,
+                                                          const c10d::AllreduceOptions& opts) {
+  if (getSize() == 1) return ForwardingBackend::allreduce(tensors, opts);
+  const auto admitted = flat_tensors_->admit(tensors, opts);
+  if (!admitted) return ForwardingBackend::allreduce(tensors, opts);
+
+  const at::Tensor& gradient = tensors.front();
+  if (admitted->new_pass) stats_->add_step();
+  if (admitted->dropped > 0) {
+    log(LogLevel::kInfo, c10::str("dropped the state of ", admitted->dropped,
+                                  " flat tensors that had not been reduced for a while"));
+  }
+  if (!admitted->compressor) {
+    stats_->add_exact(static_cast<int64_t>(gradient.nbytes()));
+    return ForwardingBackend::allreduce(tensors, opts);
+  }
+  if (admitted->first_flat) {
+    log(LogLevel::kWarning,
+        c10::str("compression starts at step ", admitted->step, ", rank ",
+                 options_.matrix_approximation_rank, ": a flat gradient of ", gradient.numel(),
+                 " elements is compressed as one matrix because its layers are not known; "
+                 "torch_powersgd.attach(ddp) compresses layer by layer, which is more accurate"));
+  }
+  StepInfo step;
+  const bool average = opts.reduceOp == c10d::ReduceOp::AVG;
+  step.output_scale = average ? 1.0 / getSize() : 1.0;
+  step.grad_scale = grad_scale();
+  step.step = admitted->step;
+  step.owner = flat_tensors_.get();
+  return allreduce_compressed(admitted->compressor, gradient, step, opts.timeout);
+}
+
+c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_compressed(
+    const std::shared_ptr<BucketCompressor>& compressor, const at::Tensor& gradient,
+    const StepInfo& step, std::chrono::milliseconds timeout) {
+  Engine* engine = find_engine(gradient.device().type());
+  TORCH_CHECK(engine != nullptr, "powersgd: no lane for ", gradient.device(), " tensors");
+  stats_->add_compressed(compressor->gradient_bytes(), compressor->payload_bytes());
+  std::shared_ptr<const StageProbe> probe;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    probe = probe_;
+  }
+  auto job = [compressor, gradient, step, stats = stats_, probe = std::move(probe)](Lane& lane) {
+    const Step run(*stats, probe);
+    const int64_t skipped_before = compressor->skipped_steps();
+    try {
+      at::Tensor& p = run(Stage::kProject, [&]() -> at::Tensor& {
+        return compressor->project(gradient, step);
+      });
+      run(Stage::kReduceP, [&] { lane.allreduce(p); });
+      run(Stage::kOrthogonalize, [&] { compressor->orthogonalize(); });
+      at::Tensor& q = run(Stage::kBackProject, [&]() -> at::Tensor& {
+        return compressor->back_project();
+      });
+      run(Stage::kReduceQ, [&] { lane.allreduce(q); });
+      run(Stage::kReconstruct, [&] { compressor->reconstruct(); });
+    } catch (...) {
+      compressor->rollback();  // the gradient was not delivered: the residual must not claim it
+      throw;
+    }
+    if (compressor->skipped_steps() > skipped_before) stats->add_skipped(step.owner, step.step);
+  };
+  return engine->submit({gradient}, std::move(job), timeout);
+}
+
+c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_average_exact(at::Tensor gradient) {
+  // Divided first and by multiplication, as DDP does without a hook: the bits are the same.
+  gradient.mul_(1.0 / getSize());
+  const int64_t numel = gradient.is_sparse() ? gradient._values().numel() : gradient.numel();
+  stats_->add_exact(numel * static_cast<int64_t>(gradient.element_size()));
+  std::vector<at::Tensor> tensors = {std::move(gradient)};
+  return ForwardingBackend::allreduce(tensors, c10d::AllreduceOptions());
+}
+
+c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_coalesced(
+    std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  if (options_.scope != Scope::kAlways) {
+    return ForwardingBackend::allreduce_coalesced(tensors, opts);
+  }
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  for (const at::Tensor& tensor : tensors) {
+    std::vector<at::Tensor> one = {tensor};
+    works.push_back(allreduce(one, opts));
+  }
+  return c10::make_intrusive<CombinedWork>(std::move(works));
+}
+
+void BackendPowerSGD::average_over_lane(std::vector<at::Tensor>& tensors) {
+  if (tensors.empty() || getSize() == 1) return;
+  Engine* engine = find_engine(tensors.front().device().type());
+  TORCH_CHECK(engine != nullptr, "powersgd: no lane for ", tensors.front().device(), " tensors");
+  auto job = [&tensors, size = getSize()](Lane& lane) {
+    for (at::Tensor& tensor : tensors) {
+      lane.allreduce(tensor);
+      tensor.mul_(1.0 / size);
+    }
+  };
+  engine->submit(tensors, job, c10d::kUnsetTimeout)->wait();
+}
+
+void BackendPowerSGD::run_after_steps(c10::DeviceType device, const std::function<void()>& job) {
+  Engine* engine = find_engine(device);
+  TORCH_CHECK(engine != nullptr, "powersgd: no lane for ", device, " tensors");
+  engine->submit({}, [&job](Lane&) { job(); }, c10d::kUnsetTimeout)->wait();
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> BackendPowerSGD::getBackendOptions() {
+  const auto timeout = ForwardingBackend::getBackendOptions()->timeout;
+  return c10::make_intrusive<BackendOptions>(options_, timeout);
+}
+
+c10::intrusive_ptr<c10d::Backend> BackendPowerSGD::split(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  std::vector<InnerPair> children;
+  for (auto& [device, inner] : split_inners(store, ranks, opts)) {
+    children.push_back({device, inner, nullptr});
+  }
+  const auto lane_store = child_store(store);
+  for (size_t i = 0; i < pairs_.size(); ++i) {
+    if (!pairs_[i].lane) continue;
+    const auto own = c10::make_intrusive<c10d::PrefixStore>(c10::str("lane/", i), lane_store);
+    children[i].lane = split_inner(pairs_[i].lane, own, ranks, opts);
+  }
+  const BackendPtr& first = children.front().inner;
+  if (!first) return nullptr;
+  const auto* given = dynamic_cast<const BackendOptions*>(opts.get());
+  return c10::make_intrusive<BackendPowerSGD>(first->getRank(), first->getSize(),
+                                              std::move(children),
+                                              given ? given->compression : options_, log_);
+}
+
+void BackendPowerSGD::setTimeout(std::chrono::milliseconds timeout) {
+  ForwardingBackend::setTimeout(timeout);
+  for (const InnerPair& pair : pairs_) {
+    if (pair.lane) pair.lane->setTimeout(timeout);
+  }
+}
+
+void BackendPowerSGD::shutdown() {
+  for (const auto& [device, engine] : engines_) engine->shutdown();
+  for (const InnerPair& pair : pairs_) {
+    if (pair.lane) pair.lane->shutdown();
+  }
+  ForwardingBackend::shutdown();
+}
+
+void BackendPowerSGD::abort() {
+  // The lanes first: it ends what is in flight, where the inner backend can.
+  for (const InnerPair& pair : pairs_) {
+    if (pair.lane) pair.lane->abort();
+  }
+  for (const auto& [device, engine] : engines_) engine->abort();
+  ForwardingBackend::abort();
+}
+
+void BackendPowerSGD::set_grad_scale(double scale) {
+  TORCH_CHECK_VALUE(scale > 0 && std::isfinite(scale),
+                    "grad_scale must be a finite number > 0, got ", scale);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  grad_scale_ = scale;
+}
+
+double BackendPowerSGD::grad_scale() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return grad_scale_;
+}
+
+bool BackendPowerSGD::admits_attached(const powersgd::Options& options) const {
+  if (getSize() == 1) return false;
+  if (const auto override = current_override()) return override->enabled;
+  return options.scope != Scope::kNever;
+}
+
+void BackendPowerSGD::add_model(const std::shared_ptr<AttachedModel>& model) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  models_.push_back(model);
+}
+
+std::vector<std::shared_ptr<AttachedModel>> BackendPowerSGD::models() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::shared_ptr<AttachedModel>> alive;
+  for (const auto& weak : models_) {
+    if (auto model = weak.lock()) alive.push_back(std::move(model));
+  }
+  return alive;
+}
+
+void BackendPowerSGD::log(LogLevel level, const std::string& message) const {
+  if (log_) log_(level, message);
+}
+
+void BackendPowerSGD::set_stage_probe(StageProbe probe) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  probe_ = std::make_shared<const StageProbe>(std::move(probe));
+}
+
+Engine* BackendPowerSGD::find_engine(c10::DeviceType device) const {
+  const auto found = engines_.find(device);
+  return found == engines_.end() ? nullptr : found->second.get();
+}
+
+}  // namespace powersgd

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include <memory>
+
+#include "backend/attached_model.h"
+
+namespace c10d {
+class Reducer;
+}
+
+namespace powersgd {
+
+// Gives DDP's buckets, with their parameters, to an attached model. No Python runs in backward.
+class DdpHook final : public c10d::CppCommHookInterface<std::shared_ptr<AttachedModel>> {
+ public:
+  using CppCommHookInterface::CppCommHookInterface;
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+    return state_->reduce(bucket)->getFuture();
+  }
+};
+
+// Registers the hook; throws if `reducer` has one already. It cannot be taken away again, only made
+// to average exactly (AttachedModel::set_active).
+void register_ddp_hook(c10d::Reducer& reducer, std::shared_ptr<AttachedModel> model);
+
+}  // namespace powersgd

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "backend/flat_tensors.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "backend/compression_override.h"
+
+namespace powersgd {
+namespace {
+
+// A state that so many passes have not used belongs to a layout that is gone (DDP rebuilds its
+// buckets after the first steps).
+constexpr uint64_t kKeepPasses = 100;
+
+bool eligible(const std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) {
+  if (tensors.size() != 1) return false;
+  const at::Tensor& tensor = tensors.front();
+  const c10d::ReduceOp::RedOpType op = opts.reduceOp;
+  return tensor.layout() == at::kStrided && tensor.is_contiguous() && tensor.numel() > 0 &&
+         is_compressible(tensor.scalar_type()) && has_kernels(tensor.device().type()) &&
+         (op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG);
+}
+
+}  // namespace
+
+bool FlatTensors::Less::operator()(const Key& a, const Key& b) const {
+  const auto rank = [](const Key& key) {
+    const c10::Device device = std::get<3>(key);
+    return std::make_tuple(std::get<0>(key), std::cref(std::get<1>(key)),
+                           static_cast<int>(std::get<2>(key)), static_cast<int>(device.type()),
+                           static_cast<int>(device.index()));
+  };
+  return rank(a) < rank(b);
+}
+
+FlatTensors::Pass FlatTensors::current_pass(const at::Tensor& tensor) const {
+  const std::optional<CompressionOverride> override = current_override();
+  if (override && !override->enabled) return {Mode::kNone, 0};
+  const int graph_task = torch::autograd::get_current_graph_task_id();
+  const bool everything = override || options_.scope == Scope::kAlways;
+  const bool flat_gradient = options_.scope == Scope::kBackward && graph_task >= 0 &&
+                             tensor.dim() == 1 && tensor.numel() >= options_.min_numel;
+  if (!everything && !flat_gradient) return {Mode::kNone, 0};
+  if (graph_task >= 0) return {Mode::kBackward, graph_task};
+  if (override) return {Mode::kBlock, override->block};
+  return {Mode::kStateless, 0};
+}
+
+BucketPlan FlatTensors::make_plan(const at::Tensor& tensor) const {
+  if (tensor.dim() < 2) return plan_flat(tensor.numel(), options_);
+  return plan_bucket({{tensor.sizes().vec(), tensor.strides().vec()}}, options_);
+}
+
+std::shared_ptr<BucketCompressor> FlatTensors::make_compressor(const BucketPlan& plan,
+                                                               const at::Tensor& tensor,
+                                                               int64_t order,
+                                                               bool remembers) const {
+  Options options = options_;
+  options.use_error_feedback = options_.use_error_feedback && remembers;
+  std::vector<ParameterStatePtr> states;
+  for (size_t i = 0; i < plan.matrices.size(); ++i) {
+    states.push_back(std::make_shared<ParameterState>());
+    states.back()->stream = static_cast<uint64_t>(order);
+  }
+  return std::make_shared<BucketCompressor>(plan, std::move(states), options,
+                                            tensor.scalar_type(), tensor.device());
+}
+
+// Returns how many states were dropped.
+int64_t FlatTensors::begin_pass(const Pass& pass) {
+  pass_ = pass;
+  ++passes_;
+  order_ = 0;
+  int64_t dropped = 0;
+  for (auto entry = entries_.begin(); entry != entries_.end();) {
+    const bool stale = entry->second.last_pass + kKeepPasses < passes_;
+    if (stale && entry->second.compressor) ++dropped;
+    entry = stale ? entries_.erase(entry) : std::next(entry);
+  }
+  return dropped;
+}
+
+std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Tensor>& tensors,
+                                                        const c10d::AllreduceOptions& opts) {
+  if (!eligible(tensors, opts)) return std::nullopt;
+  const at::Tensor& tensor = tensors.front();
+  const Pass pass = current_pass(tensor);
+  if (pass.first == Mode::kNone) return std::nullopt;
+  const BucketPlan plan = make_plan(tensor);
+  if (!plan.compresses()) return std::nullopt;
+
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Admitted admitted;
+  const auto warm_up = static_cast<uint64_t>(options_.start_powerSGD_iter);
+  if (pass.first == Mode::kStateless) {
+    admitted.step = stateless_calls_++;
+    admitted.new_pass = true;
+    if (admitted.step < warm_up) return admitted;
+    admitted.compressor = make_compressor(plan, tensor, /*order=*/0, /*remembers=*/false);
+    return admitted;
+  }
+  if (pass != pass_) {
+    admitted.dropped = begin_pass(pass);
+    admitted.new_pass = true;
+  }
+  admitted.step = passes_ - 1;
+  const int64_t order = order_++;
+  if (admitted.step < warm_up) return admitted;
+  Entry& entry = entries_[{order, tensor.sizes().vec(), tensor.scalar_type(), tensor.device()}];
+  if (!entry.compressor) entry.compressor = make_compressor(plan, tensor, order, /*remembers=*/true);
+  entry.last_pass = passes_;
+  admitted.compressor = entry.compressor;
+  admitted.first_flat = pass.first == Mode::kBackward && !std::exchange(advised_, true);
+  return admitted;
+}
+
+int64_t FlatTensors::size() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return static_cast<int64_t>(entries_.size());
+}
+
+}  // namespace powersgd

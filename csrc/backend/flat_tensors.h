@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "powersgd/compressor.h"
+
+namespace powersgd {
+
+// Decides which plain allreduces of one backend are compressed, and keeps their state.
+//
+// A tensor that arrives without an attached model has no name. It is identified by its order among
+// the eligible tensors of the same pass, its shape and its dtype: the same on every rank by
+// construction, which an address is not. A pass is one backward pass of autograd, or one
+// `compression(True)` block outside of any. A tensor that arrives outside of both cannot be told
+// from others of its shape: it is compressed without memory of earlier steps.
+//
+// Safe from any thread.
+class FlatTensors {
+ public:
+  explicit FlatTensors(const Options& options) : options_(options) {}
+
+  struct Admitted {
+    std::shared_ptr<BucketCompressor> compressor;  // null while in warm-up
+    uint64_t step = 0;
+    bool new_pass = false;
+    bool first_flat = false;  // the first compressed in backward: time to advise attach
+    int64_t dropped = 0;      // states dropped because long unused
+  };
+
+  // Empty: forward this allreduce as it is.
+  std::optional<Admitted> admit(const std::vector<at::Tensor>& tensors,
+                                const c10d::AllreduceOptions& opts);
+
+  int64_t size() const;
+
+ private:
+  enum class Mode { kNone, kBackward, kBlock, kStateless };
+  // Mode and identity of the pass that the calling thread is in.
+  using Pass = std::pair<Mode, int64_t>;
+  // Order in the pass, sizes, dtype, device.
+  using Key = std::tuple<int64_t, std::vector<int64_t>, at::ScalarType, c10::Device>;
+
+  struct Entry {
+    std::shared_ptr<BucketCompressor> compressor;
+    uint64_t last_pass = 0;
+  };
+
+  struct Less {
+    bool operator()(const Key& a, const Key& b) const;
+  };
+
+  Pass current_pass(const at::Tensor& tensor) const;
+  BucketPlan make_plan(const at::Tensor& tensor) const;
+  std::shared_ptr<BucketCompressor> make_compressor(const BucketPlan& plan,
+                                                    const at::Tensor& tensor, int64_t order,
+                                                    bool remembers) const;
+  int64_t begin_pass(const Pass& pass);
+
+  const Options options_;
+  mutable std::mutex mutex_;
+  std::map<Key, Entry, Less> entries_;
+  Pass pass_{Mode::kNone, 0};
+  uint64_t passes_ = 0;
+  int64_t order_ = 0;
+  uint64_t stateless_calls_ = 0;
+  bool advised_ = false;
+};
+
+}  // namespace powersgd

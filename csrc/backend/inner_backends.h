@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
+#include <vector>
+
+namespace powersgd {
+
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+// One inner backend per device type, in order of preference.
+using Inners = std::vector<std::pair<c10::DeviceType, BackendPtr>>;
+
+// The inner backends of one group, and which of them a call concerns. Immutable.
+class InnerBackends {
+ public:
+  // Each must be of this rank and size. Two device types may share a backend.
+  InnerBackends(int rank, int size, Inners inners);
+
+  const Inners& list() const { return inners_; }
+  const std::vector<BackendPtr>& distinct() const { return distinct_; }  // no backend twice
+
+  bool has(c10::DeviceType device) const;
+  // An error that names the device and those there are, if there is none.
+  const BackendPtr& at(c10::DeviceType device) const;
+
+  // Where a call goes that names no device: that of the bound device, else the first.
+  c10::DeviceType primary(std::optional<c10::Device> bound) const;
+  // The same, but not the CPU where there is another.
+  c10::DeviceType accelerator(std::optional<c10::Device> bound) const;
+
+  // Calls `f` on every backend even if it throws on one; then rethrows the first exception.
+  template <typename F>
+  void each(F&& f) const {
+    std::exception_ptr first;
+    for (const auto& backend : distinct_) {
+      try {
+        f(*backend);
+      } catch (...) {
+        first = first ? first : std::current_exception();
+      }
+    }
+    if (first) {
+      std::rethrow_exception(first);
+    }
+  }
+
+  template <typename F>
+  bool all(F&& f) const {
+    return std::all_of(distinct_.begin(), distinct_.end(), [&](auto& inner) { return f(*inner); });
+  }
+
+  // The same devices, on what child_of(backend, its number) makes of each backend.
+  template <typename F>
+  Inners children(F&& child_of) const {
+    std::vector<BackendPtr> made;
+    for (size_t i = 0; i < distinct_.size(); ++i) {
+      made.push_back(child_of(distinct_[i], i));
+    }
+    Inners children;
+    for (const auto& [device, backend] : inners_) {
+      const auto it = std::find(distinct_.begin(), distinct_.end(), backend);
+      children.emplace_back(device, made[it - distinct_.begin()]);
+    }
+    return children;
+  }
+
+ private:
+  const Inners inners_;
+  const std::vector<BackendPtr> distinct_;
+};
+
+}  // namespace powersgd

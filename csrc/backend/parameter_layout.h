@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "powersgd/plan.h"
+
+// Between a parameter as the user sees it (sizes and strides) and the [rows, cols] matrix that a
+// bucket's memory holds of it. They differ for a dense parameter that is not contiguous, such as a
+// channels_last weight: DDP copies its gradient in the parameter's own memory order.
+namespace powersgd {
+
+ParameterShape memory_layout(const at::Tensor& parameter);
+
+// [rows, cols] in memory order -> the parameter's shape, contiguous, and back.
+at::Tensor to_parameter_order(const at::Tensor& matrix, const at::Tensor& parameter);
+at::Tensor to_memory_order(const at::Tensor& tensor, const at::Tensor& parameter);
+
+// [rank, cols] in memory order -> the columns in the order of a contiguous parameter, and back.
+at::Tensor q_to_parameter_order(const at::Tensor& q, const at::Tensor& parameter);
+at::Tensor q_to_memory_order(const at::Tensor& q, const at::Tensor& parameter);
+
+}  // namespace powersgd

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+
+namespace powersgd {
+
+// The four stages and the two reductions between them, in the order of a step.
+enum class Stage { kProject, kReduceP, kOrthogonalize, kBackProject, kReduceQ, kReconstruct };
+constexpr int kStages = 6;
+const char* to_string(Stage stage);
+
+struct StatsSnapshot {
+  int64_t steps = 0;          // synchronisations of attached models and backward passes of flat tensors
+  int64_t skipped_steps = 0;  // of these, skipped because a gradient was not finite on some rank
+  int64_t compressed_calls = 0;
+  int64_t exact_calls = 0;   // eligible gradients sent whole: warm-up, or nothing worth compressing
+  int64_t bytes_before = 0;  // of the gradients, had they been sent whole
+  int64_t bytes_after = 0;   // of what this rank handed to the inner backend in their place
+  std::array<double, kStages> seconds{};  // on the engine's thread
+
+  double ratio() const { return bytes_after > 0 ? double(bytes_before) / double(bytes_after) : 1; }
+};
+
+// What one backend did. Safe from any thread.
+class Stats {
+ public:
+  // Returns the number of steps including this one.
+  int64_t add_step();
+  // Several buckets of one step may be skipped; the step counts once.
+  void add_skipped(const void* owner, uint64_t step);
+  void add_compressed(int64_t bytes_before, int64_t bytes_after);
+  void add_exact(int64_t bytes);
+  void add_seconds(Stage stage, double seconds);
+  StatsSnapshot snapshot() const;
+
+ private:
+  mutable std::mutex mutex_;
+  StatsSnapshot now_;
+  std::map<const void*, uint64_t> last_skipped_;  // by owner
+};
+
+// One line for the log.
+std::string summary(const StatsSnapshot& stats);
+
+// Adds the life of the object to a stage's seconds.
+class StageTimer {
+ public:
+  StageTimer(Stats& stats, Stage stage)
+      : stats_(stats), stage_(stage), start_(std::chrono::steady_clock::now()) {}
+  ~StageTimer() {
+    const std::chrono::duration<double> life = std::chrono::steady_clock::now() - start_;
+    stats_.add_seconds(stage_, life.count());
+  }
+  StageTimer(const StageTimer&) = delete;
+  StageTimer& operator=(const StageTimer&) = delete;
+
+ private:
+  Stats& stats_;
+  const Stage stage_;
+  const std::chrono::steady_clock::time_point start_;
+};
+
+}  // namespace powersgd

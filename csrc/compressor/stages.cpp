@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "compressor/stages.h"
+
+#include <ATen/Parallel.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+namespace powersgd {
+namespace {
+
+class CpuStages final : public Stages {
+ public:
+  kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
+                                const std::vector<kernels::RawSegment>& raw,
+                                DType factor_dtype) const override {
+    return kernels::cpu::make_tiles(matrices, raw, factor_dtype);
+  }
+  void random_start(const kernels::Bucket& bucket) const override {
+    kernels::cpu::random_start(bucket, parallel_for);
+  }
+  void project(const kernels::Bucket& bucket) const override {
+    kernels::cpu::project(bucket, parallel_for);
+  }
+  void orthogonalize(const kernels::Bucket& bucket) const override {
+    kernels::cpu::orthogonalize(bucket, parallel_for);
+  }
+  void back_project(const kernels::Bucket& bucket) const override {
+    kernels::cpu::back_project(bucket, parallel_for);
+  }
+  void reconstruct(const kernels::Bucket& bucket) const override {
+    kernels::cpu::reconstruct(bucket, parallel_for);
+  }
+
+ private:
+  // torch's own threads: torch.set_num_threads and OMP_NUM_THREADS hold here too.
+  static void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+    at::parallel_for(0, count, /*grain_size=*/1, body);
+  }
+};
+
+#ifdef POWERSGD_WITH_CUDA
+class CudaStages final : public Stages {
+ public:
+  kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
+                                const std::vector<kernels::RawSegment>& raw,
+                                DType factor_dtype) const override {
+    return kernels::cuda::make_tiles(matrices, raw, factor_dtype);
+  }
+  void random_start(const kernels::Bucket& bucket) const override {
+    check("random_start", kernels::cuda::random_start(bucket, current_stream()));
+  }
+  void project(const kernels::Bucket& bucket) const override {
+    check("project", kernels::cuda::project(bucket, current_stream()));
+  }
+  void orthogonalize(const kernels::Bucket& bucket) const override {
+    check("orthogonalize", kernels::cuda::orthogonalize(bucket, current_stream()));
+  }
+  void back_project(const kernels::Bucket& bucket) const override {
+    check("back_project", kernels::cuda::back_project(bucket, current_stream()));
+  }
+  void reconstruct(const kernels::Bucket& bucket) const override {
+    check("reconstruct", kernels::cuda::reconstruct(bucket, current_stream()));
+  }
+
+ private:
+  static kernels::cuda::Stream current_stream() {
+    const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+    return guard.getStream(guard.getDevice()).native_handle();
+  }
+  static void check(const char* stage, kernels::cuda::Status status) {
+    TORCH_CHECK(status == 0, "powersgd: the CUDA launch of ", stage, " failed with cudaError ",
+                status);
+  }
+};
+#endif
+
+}  // namespace
+
+const Stages* find_stages(c10::DeviceType device) {
+  static const CpuStages cpu;
+  if (device == c10::DeviceType::CPU) return &cpu;
+#ifdef POWERSGD_WITH_CUDA
+  static const CudaStages cuda;
+  if (device == c10::DeviceType::CUDA) return &cuda;
+#endif
+  return nullptr;
+}
+
+const Stages& require_stages(c10::DeviceType device) {
+  const Stages* stages = find_stages(device);
+  TORCH_CHECK(stages != nullptr, "powersgd: this build has no kernels for ", device,
+              " tensors; rebuild it with that device's toolkit");
+  return *stages;
+}
+
+}  // namespace powersgd

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <ATen/ATen.h>
+
+#include "compressor/stages.h"
+#include "compressor/tables.h"
+#include "powersgd/compressor.h"
+
+namespace powersgd {
+namespace {
+
+at::ScalarType factor_type(at::ScalarType gradient_type) {
+  return gradient_type == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+at::ScalarType memory_type(at::ScalarType gradient_type, const Options& options) {
+  return gradient_type == at::kDouble ? at::kDouble : to_scalar_type(options.residual_dtype);
+}
+
+// Fills q_warm by the kernel, so that a start does not depend on when a parameter joined a bucket.
+void start(ParameterState& state, const Options& options, at::Device device) {
+  kernels::Matrix matrix{};
+  matrix.rows = state.shape.rows;
+  matrix.cols = state.shape.cols;
+  matrix.rank = state.rank;
+  matrix.q_warm = state.q_warm.data_ptr();
+  matrix.stream = state.stream;
+  kernels::Bucket bucket{};
+  bucket.factor_dtype = to_dtype(state.q_warm.scalar_type());
+  bucket.seed = static_cast<uint64_t>(options.random_seed);
+  const Stages& stages = require_stages(device.type());
+  const std::vector<at::Tensor> owned = set_tables(bucket, stages, {matrix}, {}, device);
+  stages.random_start(bucket);
+}
+
+}  // namespace
+
+DType to_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kHalf:
+      return DType::kFloat16;
+    default:
+      TORCH_CHECK(false, "powersgd compresses float32, float64, bfloat16 and float16, got ", type);
+  }
+}
+
+at::ScalarType to_scalar_type(DType type) {
+  switch (type) {
+    case DType::kFloat64:
+      return at::kDouble;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+    case DType::kFloat16:
+      return at::kHalf;
+    default:
+      return at::kFloat;
+  }
+}
+
+bool is_compressible(at::ScalarType type) {
+  return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
+}
+
+void allocate(ParameterState& state, const MatrixShape& shape, int64_t rank, const Options& options,
+              at::ScalarType gradient_type, at::Device device) {
+  const auto factor = at::TensorOptions(device).dtype(factor_type(gradient_type));
+  state.shape = shape;
+  state.rank = rank;
+  if (options.use_error_feedback) {
+    const auto memory = at::TensorOptions(device).dtype(memory_type(gradient_type, options));
+    state.memory = at::zeros({shape.rows, shape.cols}, memory);
+  }
+  state.p_hat = at::zeros({shape.rows, rank}, factor);
+  state.q_local = at::zeros({rank, shape.cols}, factor);
+  state.q_warm = at::zeros({rank, shape.cols}, factor);
+  start(state, options, device);
+}
+
+at::Tensor residual(const ParameterState& state) {
+  const at::Tensor pending = at::matmul(state.p_hat, state.q_local);
+  if (!state.memory.defined()) return at::zeros_like(pending);
+  return state.memory.to(pending.scalar_type()).sub(pending);
+}
+
+void set_residual(ParameterState& state, const at::Tensor& value) {
+  if (!state.memory.defined()) return;
+  state.memory.copy_(value);
+  state.q_local.zero_();
+}
+
+}  // namespace powersgd

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "simd.h"
+
+// Storage types and their conversion to the type that kernels compute in. bfloat16 and float16 are
+// rounded to nearest even with integer arithmetic, so that every instruction set gives the same bits.
+namespace powersgd::kernels::cpu {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Half {
+  uint16_t bits;
+};
+
+template <class Storage>
+struct StorageTraits {
+  using Compute = float;
+};
+template <>
+struct StorageTraits<double> {
+  using Compute = double;
+};
+template <class Storage>
+using ComputeOf = typename StorageTraits<Storage>::Compute;
+
+// The largest finite value, which what is stored is clamped to.
+template <class Storage>
+constexpr ComputeOf<Storage> kLargest = 0;
+template <>
+constexpr float kLargest<float> = 3.40282347e+38f;
+template <>
+constexpr double kLargest<double> = 1.7976931348623157e+308;
+template <>
+constexpr float kLargest<BFloat16> = 3.38953139e+38f;
+template <>
+constexpr float kLargest<Half> = 65504.0f;
+
+template <class Arch>
+using Words = Vector<Arch, uint32_t>;
+template <class Arch>
+using HalfWords = typename VectorOf<uint16_t, Arch::kVectorBytes / 2>::Unaligned;
+
+template <class Arch>
+POWERSGD_INLINE Words<Arch> load_words(const void* source) {
+  return __builtin_convertvector(*static_cast<const HalfWords<Arch>*>(source), Words<Arch>);
+}
+
+template <class Arch>
+POWERSGD_INLINE void store_words(void* target, const Words<Arch>& words) {
+  *static_cast<HalfWords<Arch>*>(target) = __builtin_convertvector(words, HalfWords<Arch>);
+}
+
+template <class Arch>
+POWERSGD_INLINE Vector<Arch, float> from_bfloat16(const Words<Arch>& words) {
+  return bits_as<Vector<Arch, float>>(words << 16);
+}
+
+template <class Arch>
+POWERSGD_INLINE Words<Arch> to_bfloat16(const Vector<Arch, float>& value) {
+  const auto bits = bits_as<Words<Arch>>(value);
+  const Words<Arch> rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return (bits & 0x7FFFFFFFu) > 0x7F800000u ? (bits >> 16) | 0x40u : rounded;  // NaN stays NaN
+}
+
+// Fabian Giesen, "Half to float done quick" and "Float->half variants" (2012).
+template <class Arch>
+POWERSGD_INLINE Vector<Arch, float> from_half(const Words<Arch>& words) {
+  constexpr uint32_t kRebias = 112u << 23;
+  const Words<Arch> magnitude = (words & 0x7FFFu) << 13;
+  const Words<Arch> exponent = words & 0x7C00u;
+  const Words<Arch> normal = magnitude + kRebias;
+  // A subnormal half is a sum of a power of two and the mantissa, less that power of two.
+  const Words<Arch> offset = Words<Arch>{} + (113u << 23);
+  const auto subnormal = bits_as<Words<Arch>>(bits_as<Vector<Arch, float>>(magnitude + offset) -
+                                              bits_as<Vector<Arch, float>>(offset));
+  const Words<Arch> finite = exponent == 0u ? subnormal : normal;
+  const Words<Arch> result = exponent == 0x7C00u ? normal + kRebias : finite;
+  return bits_as<Vector<Arch, float>>(result | (words & 0x8000u) << 16);
+}
+
+template <class Arch>
+POWERSGD_INLINE Words<Arch> to_half(const Vector<Arch, float>& value) {
+  const auto bits = bits_as<Words<Arch>>(value);
+  const Words<Arch> magnitude = bits & 0x7FFFFFFFu;
+  const Words<Arch> special = magnitude > 0x7F800000u ? Words<Arch>{} + 0x7E00u  // NaN
+                                                      : Words<Arch>{} + 0x7C00u;
+  // Adding 0.5 aligns the mantissa of what becomes subnormal, and the adder rounds it.
+  const Words<Arch> half = Words<Arch>{} + (126u << 23);
+  const Words<Arch> subnormal =
+      bits_as<Words<Arch>>(bits_as<Vector<Arch, float>>(magnitude) +
+                           bits_as<Vector<Arch, float>>(half)) - half;
+  const Words<Arch> normal =
+      (magnitude + (0xFFFu - (112u << 23)) + ((magnitude >> 13) & 1u)) >> 13;
+  const Words<Arch> finite = magnitude < (113u << 23) ? subnormal : normal;
+  const Words<Arch> result = magnitude >= (143u << 23) ? special : finite;
+  return result | ((bits >> 16) & 0x8000u);
+}
+
+// One vector of the compute type from as many stored elements, and back.
+template <class Arch, class Storage>
+POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> load_as(const Storage* source) {
+  if constexpr (std::is_same_v<Storage, BFloat16>) {
+    return from_bfloat16<Arch>(load_words<Arch>(source));
+  } else if constexpr (std::is_same_v<Storage, Half>) {
+    return from_half<Arch>(load_words<Arch>(source));
+  } else {
+    return load<Arch, Storage>(source);
+  }
+}
+
+template <class Arch, class Storage>
+POWERSGD_INLINE void store_as(Storage* target, const Vector<Arch, ComputeOf<Storage>>& value) {
+  if constexpr (std::is_same_v<Storage, BFloat16>) {
+    store_words<Arch>(target, to_bfloat16<Arch>(value));
+  } else if constexpr (std::is_same_v<Storage, Half>) {
+    store_words<Arch>(target, to_half<Arch>(value));
+  } else {
+    store<Arch, Storage>(target, value);
+  }
+}
+
+// The value that store_as leaves behind, for a finite one within kLargest.
+template <class Arch, class Storage>
+POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> rounded_to(
+    const Vector<Arch, ComputeOf<Storage>>& value) {
+  if constexpr (std::is_same_v<Storage, BFloat16>) {
+    return from_bfloat16<Arch>(to_bfloat16<Arch>(value));
+  } else if constexpr (std::is_same_v<Storage, Half>) {
+    return from_half<Arch>(to_half<Arch>(value));
+  } else {
+    return value;
+  }
+}
+
+// One vector of doubles from as many elements of a factor, and back.
+template <class Arch, class F>
+POWERSGD_INLINE Vector<Arch, double> load_double(const F* source) {
+  using Narrow = typename VectorOf<F, Arch::kVectorBytes / sizeof(double) * sizeof(F)>::Unaligned;
+  return __builtin_convertvector(*reinterpret_cast<const Narrow*>(source), Vector<Arch, double>);
+}
+
+template <class Arch, class F>
+POWERSGD_INLINE void store_double(F* target, const Vector<Arch, double>& value) {
+  using Narrow = typename VectorOf<F, Arch::kVectorBytes / sizeof(double) * sizeof(F)>::Unaligned;
+  *reinterpret_cast<Narrow*>(target) = __builtin_convertvector(value, Narrow);
+}
+
+// The elements of an incomplete vector, followed by zeros.
+template <class Arch, class Storage>
+struct Padded {
+  Storage data[kLanes<Arch, ComputeOf<Storage>>] = {};
+
+  POWERSGD_INLINE Padded(const Storage* source, int64_t count) {
+    std::copy_n(source, count, data);
+  }
+};
+
+// Values of at most kLargest<Storage> in magnitude; NaN becomes that.
+template <class Storage, class Value>
+POWERSGD_INLINE Value clamped_to(const Value& value) {
+  const Value largest = Value{} + kLargest<Storage>;
+  const Value above = value > -largest ? value : -largest;
+  return above < largest ? above : largest;
+}
+
+// Calls function(Storage{}) with the storage type of a dtype.
+template <class Function>
+void with_storage(DType dtype, const Function& function) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return function(float{});
+    case DType::kFloat64:
+      return function(double{});
+    case DType::kBFloat16:
+      return function(BFloat16{});
+    case DType::kFloat16:
+      return function(Half{});
+  }
+}
+
+// Calls function(G{}, R{}) with the storage types of gradient and residual: float64 goes with itself.
+template <class Function>
+void with_storage_pair(DType gradient, DType residual, const Function& function) {
+  with_storage(gradient, [&](auto g) {
+    if constexpr (std::is_same_v<decltype(g), double>) {
+      function(g, g);
+    } else {
+      with_storage(residual, [&](auto r) {
+        if constexpr (!std::is_same_v<decltype(r), double>) function(g, r);
+      });
+    }
+  });
+}
+
+}  // namespace powersgd::kernels::cpu

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// orthogonalize: p_hat = orth(P), for all matrices of a bucket, by Cholesky-QR.
+//
+// A pass, up to kMaxPasses of them, over the matrices that still need it:
+//   1. the Gram matrices, in double: partial sums over fixed ranges of rows,
+//   2. their transforms (cholesky_qr.h),
+//   3. p_hat = P transform, row by row in double. Later passes start from p_hat instead of P.
+// A dead column is replaced by a random direction, and the next pass makes it orthogonal to the others.
+//
+// All ranks must get the same bits: sums are taken in the order of the rows, which are never spread
+// over the lanes of a vector.
+#include "exact.h"
+
+#include <cmath>
+
+#include "../philox.h"
+#include "blocks.h"
+#include "cholesky_qr.h"
+
+namespace powersgd::kernels::cpu {
+namespace {
+
+constexpr int kMaxRank = 1024;
+
+// kRows rows of a matrix in double, each padded with zeros.
+struct RowGroup {
+  alignas(64) double rows[kRows * kMaxRank];
+  alignas(64) double columns[kRows * kMaxRank];  // the same as [rank, kRows]
+
+  template <class F>
+  POWERSGD_INLINE void load_rows(const F* source, int64_t count, int64_t rank, int64_t stride) {
+    for (int64_t i = 0; i < kRows; ++i) {
+      for (int64_t k = 0; k < rank; ++k) {
+        rows[i * stride + k] = i < count ? static_cast<double>(source[i * rank + k]) : 0;
+        columns[k * kRows + i] = rows[i * stride + k];
+      }
+      std::fill(rows + i * stride + rank, rows + (i + 1) * stride, 0.0);
+    }
+  }
+};
+
+template <class F>
+struct GramTile {
+  const Matrix& matrix;
+  const Tile& tile;
+  const F* source;
+  double* partial;
+
+  template <class Arch>
+  POWERSGD_INLINE void run() const {
+    const int64_t rank = matrix.rank;
+    const int64_t stride = OrthogonalizeLayout(matrix).stride;
+    RowGroup group;
+    std::fill_n(partial, rank * stride, 0.0);
+    for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
+      group.load_rows(source + row * rank, std::min<int64_t>(kRows, tile.row_end - row), rank,
+                      stride);
+      accumulate<Arch, double>(group.columns, group.rows, stride, rank, stride, partial, stride);
+    }
+  }
+};
+
+template <class F>
+struct TransformTile {
+  const Bucket& bucket;
+  const Matrix& matrix;
+  const Tile& tile;
+  const F* source;
+  const FactorSpace& space;
+  int pass;
+
+  template <class Arch>
+  POWERSGD_INLINE void run() const {
+    const int64_t rank = matrix.rank;
+    const int64_t stride = space.layout.stride;
+    F* p_hat = static_cast<F*>(matrix.p_hat);
+    RowGroup group;
+    for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
+      const int64_t rows = std::min<int64_t>(kRows, tile.row_end - row);
+      group.load_rows(source + row * rank, rows, rank, stride);
+      multiply<Arch, double>(group.columns, space.transform, stride, rank, stride, false,
+                             group.rows, stride);
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t k = 0; k < rank; ++k) {
+          p_hat[(row + i) * rank + k] = static_cast<F>(group.rows[i * stride + k]);
+        }
+      }
+    }
+    if (pass + 1 < kMaxPasses) replace_dead();
+  }
+
+  // Random directions of about unit norm, others in each pass. What is still dead in the last pass
+  // has no direction left to take (more columns than rows) and stays 0.
+  POWERSGD_INLINE void replace_dead() const {
+    const double scale = std::sqrt(3.0 / static_cast<double>(matrix.rows));
+    F* p_hat = static_cast<F*>(matrix.p_hat);
+    for (int64_t k = 0; k < matrix.rank; ++k) {
+      if (space.dead[k] == 0) continue;
+      const auto column = static_cast<uint32_t>(k + pass * kMaxRank);
+      for (int64_t row = tile.row_begin; row < tile.row_end; ++row) {
+        const float element =
+            random_element(bucket.seed, matrix.stream, bucket.step, RandomUse::kDeadColumn, column,
+                           static_cast<uint64_t>(row));
+        p_hat[row * matrix.rank + k] = static_cast<F>(element * scale);
+      }
+    }
+  }
+};
+
+template <class F>
+class Orthogonalizer {
+ public:
+  Orthogonalizer(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for)
+      : isa_(isa), bucket_(bucket), parallel_for_(parallel_for) {}
+
+  // Whether the step is to be skipped: known before anything is written.
+  bool run() {
+    const F count = elements<F>(bucket_.p_payload, bucket_.p_numel - 1)[0];
+    if (!(count == 0)) return true;
+    for (int pass = 0; pass < kMaxPasses; ++pass) {
+      compute_gram(pass);
+      compute_transforms(pass);
+      if (!all_of_matrices([](const FactorState& state) { return state.finite != 0; })) return true;
+      transform(pass);
+      if (all_of_matrices([&](const FactorState& state) { return state.last_pass <= pass; })) break;
+    }
+    return false;
+  }
+
+ private:
+  const F* source(const Matrix& matrix, int pass) const {
+    if (pass > 0) return static_cast<const F*>(matrix.p_hat);
+    return elements<F>(bucket_.p_payload, matrix.p_offset);
+  }
+
+  FactorSpace space(const Tile& tile) const {
+    return FactorSpace(bucket_, bucket_.matrices[tile.item], tile.slot);
+  }
+
+  static bool takes_part(const FactorSpace& space, int pass) {
+    return pass == 0 || pass <= space.state->last_pass;
+  }
+
+  void compute_gram(int pass) {
+    for_each_tile(bucket_, kGramTiles, parallel_for_, [&](const Tile& tile) {
+      const FactorSpace factor = space(tile);
+      if (!takes_part(factor, pass)) return;
+      const Matrix& matrix = bucket_.matrices[tile.item];
+      double* partial = factor.partial(tile.row_begin / gram_rows(matrix));
+      run_on(isa_, GramTile<F>{matrix, tile, source(matrix, pass), partial});
+    });
+  }
+
+  void compute_transforms(int pass) {
+    for_each_tile(bucket_, kFactorTiles, parallel_for_, [&](const Tile& tile) {
+      const FactorSpace factor = space(tile);
+      if (!takes_part(factor, pass)) return;
+      run_on(isa_, FactorMatrix{factor, bucket_.matrices[tile.item].rank, bucket_.epsilon, pass});
+    });
+  }
+
+  void transform(int pass) {
+    for_each_tile(bucket_, kGramTiles, parallel_for_, [&](const Tile& tile) {
+      const FactorSpace factor = space(tile);
+      if (!takes_part(factor, pass)) return;
+      const Matrix& matrix = bucket_.matrices[tile.item];
+      run_on(isa_, TransformTile<F>{bucket_, matrix, tile, source(matrix, pass), factor, pass});
+    });
+  }
+
+  template <class Predicate>
+  bool all_of_matrices(const Predicate& predicate) const {
+    const Tile* begin = bucket_.tiles + bucket_.tile_list_begin[kFactorTiles];
+    const Tile* end = bucket_.tiles + bucket_.tile_list_begin[kFactorTiles + 1];
+    return std::all_of(begin, end, [&](const Tile& tile) { return predicate(*space(tile).state); });
+  }
+
+  const Isa isa_;
+  const Bucket& bucket_;
+  const ParallelFor& parallel_for_;
+};
+
+}  // namespace
+
+void orthogonalize(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
+  const bool skipped = bucket.factor_dtype == DType::kFloat64
+                           ? Orthogonalizer<double>(isa, bucket, parallel_for).run()
+                           : Orthogonalizer<float>(isa, bucket, parallel_for).run();
+  bucket.verdict->skipped = skipped ? 1 : 0;
+}
+
+void orthogonalize(const Bucket& bucket, const ParallelFor& parallel_for) {
+  orthogonalize(best_isa(), bucket, parallel_for);
+}
+
+}  // namespace powersgd::kernels::cpu

@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// reconstruct: G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm.
+//
+//   1. the norm of each row of Q, in double. A norm that is not finite skips the step.
+//   2. G, block by block as in project, and the raw segments, which the reduction has already summed.
+//   3. q_warm.
+// A skipped step ends as if it had not been, but for the NaN in G that tell the caller.
+//
+// All ranks must get the same bits: each element of G is a sum in the order of k, and the norms are
+// summed over kNormLanes lanes, whatever the vectors are.
+#include "exact.h"
+
+#include <cmath>
+#include <limits>
+
+#include "blocks.h"
+#include "convert.h"
+
+namespace powersgd::kernels::cpu {
+namespace {
+
+constexpr int64_t kNormLanes = 16;
+
+// The squared norm of a row of Q.
+template <class F>
+struct SquareRow {
+  const F* row;
+  int64_t cols;
+  double* result;
+
+  template <class Arch>
+  POWERSGD_INLINE void run() const {
+    constexpr int64_t kLane = kLanes<Arch, double>;
+    Vector<Arch, double> sums[kNormLanes / kLane] = {};
+    int64_t j = 0;
+    for (; j + kNormLanes <= cols; j += kNormLanes) add<Arch>(row + j, sums);
+    if (j < cols) {
+      F last[kNormLanes] = {};
+      std::copy_n(row + j, cols - j, last);
+      add<Arch>(last, sums);
+    }
+    double lanes[kNormLanes];
+    for (int64_t i = 0; i < kNormLanes / kLane; ++i) store<Arch>(lanes + i * kLane, sums[i]);
+    *result = 0;
+    for (const double lane : lanes) *result += lane;
+  }
+
+  template <class Arch>
+  POWERSGD_INLINE void add(const F* values, Vector<Arch, double>* sums) const {
+    constexpr int64_t kLane = kLanes<Arch, double>;
+    POWERSGD_UNROLL
+    for (int64_t i = 0; i < kNormLanes / kLane; ++i) {
+      const Vector<Arch, double> value = load_double<Arch>(values + i * kLane);
+      sums[i] += value * value;
+    }
+  }
+};
+
+template <class F>
+struct ScaleRow {
+  const F* row;
+  int64_t cols;
+  double scale;
+  F* q_warm;
+
+  template <class Arch>
+  POWERSGD_INLINE void run() const {
+    constexpr int64_t kLane = kLanes<Arch, double>;
+    int64_t j = 0;
+    for (; j + kLane <= cols; j += kLane) {
+      store_double<Arch>(q_warm + j, Vector<Arch, double>(load_double<Arch>(row + j) * scale));
+    }
+    for (; j < cols; ++j) q_warm[j] = static_cast<F>(row[j] * scale);
+  }
+};
+
+template <class F>
+bool norms_are_finite(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
+  for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {
+    const Matrix& matrix = bucket.matrices[tile.item];
+    const F* row = elements<F>(bucket.q_payload, matrix.q_offset) + tile.row_begin * matrix.cols;
+    run_on(isa, SquareRow<F>{row, matrix.cols, slot_pointer<double>(bucket, tile.slot)});
+  });
+  const Tile* tile = bucket.tiles + bucket.tile_list_begin[kFactorRowTiles];
+  const Tile* end = bucket.tiles + bucket.tile_list_begin[kFactorRowTiles + 1];
+  return std::all_of(tile, end, [&](const Tile& row) {
+    return std::isfinite(*slot_pointer<double>(bucket, row.slot));
+  });
+}
+
+// q_warm keeps its row where Q has nothing to put there: the direction would be lost for good.
+template <class F>
+void update_warm_start(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
+  for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {
+    const Matrix& matrix = bucket.matrices[tile.item];
+    const int64_t offset = tile.row_begin * matrix.cols;
+    const double norm = std::sqrt(*slot_pointer<double>(bucket, tile.slot));
+    if (norm == 0) return;
+    run_on(isa, ScaleRow<F>{elements<F>(bucket.q_payload, matrix.q_offset) + offset, matrix.cols,
+                            1 / norm, static_cast<F*>(matrix.q_warm) + offset});
+  });
+}
+
+// count elements of G from as many of `source`.
+template <class Arch, class G, class F>
+POWERSGD_INLINE void write_scaled(const F* source, F scale, int64_t count, G* gradient) {
+  constexpr int64_t kLane = kLanes<Arch, F>;
+  int64_t j = 0;
+  for (; j + kLane <= count; j += kLane) {
+    store_as<Arch>(gradient + j, Vector<Arch, F>(load<Arch>(source + j) * scale));
+  }
+  if (j < count) {
+    const Padded<Arch, F> last(source + j, count - j);
+    G converted[kLane];
+    store_as<Arch>(converted, Vector<Arch, F>(load<Arch>(last.data) * scale));
+    std::copy_n(converted, count - j, gradient + j);
+  }
+}
+
+template <class G>
+struct ReconstructTile {
+  using F = ComputeOf<G>;
+
+  const Bucket& bucket;
+  const Matrix& matrix;
+  const Tile& tile;
+
+  template <class Arch>
+  POWERSGD_INLINE void run() const {
+    PackedFactor<F> q(elements<F>(bucket.q_payload, matrix.q_offset), matrix.cols);
+    const int64_t width = block_cols(matrix.rank);
+    for (int64_t col = 0; col < matrix.cols; col += width) {
+      const int64_t cols = std::min(width, matrix.cols - col);
+      for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
+        write_rows<Arch>(row, std::min<int64_t>(kRows, tile.row_end - row), col, cols, q);
+      }
+    }
+  }
+
+  template <class Arch>
+  POWERSGD_INLINE void write_rows(int64_t row, int64_t rows, int64_t col, int64_t cols,
+                                  PackedFactor<F>& q) const {
+    const F* p_hat = static_cast<const F*>(matrix.p_hat) + row * matrix.rank;
+    alignas(64) F block[kRows * kMaxBlockCols];
+    alignas(64) F left[kRows * kPackedRank];
+    for (int64_t k = 0; k == 0 || k < matrix.rank; k += kPackedRank) {
+      const int64_t count = std::min<int64_t>(kPackedRank, matrix.rank - k);
+      q.pack(k, count, col, cols);
+      pack_rows(p_hat + k, matrix.rank, rows, count, left);
+      multiply<Arch, F>(left, q.data(), q.stride(), count, q.stride(), k > 0, block, q.stride());
+    }
+    G* gradient = elements<G>(bucket.gradient, matrix.gradient_offset) + row * matrix.cols + col;
+    for (int64_t i = 0; i < rows; ++i) {
+      write_scaled<Arch>(block + i * q.stride(), static_cast<F>(bucket.output_scale), cols,
+                         gradient + i * matrix.cols);
+    }
+  }
+};
+
+template <class G>
+struct WriteRawTile {
+  using F = ComputeOf<G>;
+
+  const Bucket& bucket;
+  const RawSegment& raw;
+  const Tile& tile;
+
+  template <class Arch>
+  POWERSGD_INLINE void run() const {
+    write_scaled<Arch>(elements<F>(bucket.p_payload, raw.p_offset) + tile.col_begin,
+                       static_cast<F>(bucket.output_scale), tile.col_end - tile.col_begin,
+                       elements<G>(bucket.gradient, raw.gradient_offset) + tile.col_begin);
+  }
+};
+
+// G = NaN, after memory, if there is one, has given back what project added to it.
+template <class G, class R>
+void skip_elements(G* gradient, R* memory, int64_t count) {
+  using V = Vector<Baseline, ComputeOf<G>>;
+  constexpr int64_t kLane = kLanes<Baseline, ComputeOf<G>>;
+  const V zero = {};
+  for (int64_t j = 0; j < count; j += kLane) {
+    const int64_t size = std::min(kLane, count - j);
+    Padded<Baseline, G> lost(gradient + j, size);
+    if (memory != nullptr) {
+      Padded<Baseline, R> kept(memory + j, size);
+      const V g = load_as<Baseline>(lost.data);
+      const V finite = g - g == zero ? g : zero;
+      store_as<Baseline>(kept.data, clamped_to<R>(V(load_as<Baseline>(kept.data) - finite)));
+      std::copy_n(kept.data, size, memory + j);
+    }
+    store_as<Baseline>(lost.data, V(zero + std::numeric_limits<ComputeOf<G>>::quiet_NaN()));
+    std::copy_n(lost.data, size, gradient + j);
+  }
+}
+
+template <class G, class R>
+void skip_step(const Bucket& bucket, const ParallelFor& parallel_for) {
+  using F = ComputeOf<G>;
+  const Tile* raw_begin = bucket.tiles + bucket.tile_list_begin[kRawTiles];
+  for_each_tile(bucket, kMatrixTiles, kRawTiles, parallel_for, [&](const Tile& tile) {
+    if (&tile < raw_begin) {
+      const Matrix& matrix = bucket.matrices[tile.item];
+      const int64_t offset = tile.row_begin * matrix.cols;
+      R* memory = matrix.memory == nullptr ? nullptr : static_cast<R*>(matrix.memory) + offset;
+      skip_elements(elements<G>(bucket.gradient, matrix.gradient_offset) + offset, memory,
+                    (tile.row_end - tile.row_begin) * matrix.cols);
+    } else {
+      const int64_t offset = bucket.raw_segments[tile.item].gradient_offset + tile.col_begin;
+      skip_elements<G, R>(elements<G>(bucket.gradient, offset), nullptr,
+                          tile.col_end - tile.col_begin);
+    }
+  });
+  for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {
+    const Matrix& matrix = bucket.matrices[tile.item];
+    if (matrix.q_local == nullptr) return;
+    std::fill_n(static_cast<F*>(matrix.q_local) + tile.row_begin * matrix.cols, matrix.cols, F{0});
+  });
+}
+
+template <class G>
+void apply_step(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
+  const Tile* raw_begin = bucket.tiles + bucket.tile_list_begin[kRawTiles];
+  for_each_tile(bucket, kMatrixTiles, kRawTiles, parallel_for, [&](const Tile& tile) {
+    if (&tile < raw_begin) {
+      run_on(isa, ReconstructTile<G>{bucket, bucket.matrices[tile.item], tile});
+    } else {
+      run_on(isa, WriteRawTile<G>{bucket, bucket.raw_segments[tile.item], tile});
+    }
+  });
+  update_warm_start<ComputeOf<G>>(isa, bucket, parallel_for);
+}
+
+template <class G, class R>
+void reconstruct_or_skip(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
+  Verdict& verdict = *bucket.verdict;
+  if (verdict.skipped == 0 && !norms_are_finite<ComputeOf<G>>(isa, bucket, parallel_for)) {
+    verdict.skipped = 1;
+  }
+  if (verdict.skipped == 0) {
+    apply_step<G>(isa, bucket, parallel_for);
+  } else {
+    skip_step<G, R>(bucket, parallel_for);
+    ++verdict.skipped_total;
+  }
+}
+
+}  // namespace
+
+void reconstruct(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
+  with_storage_pair(bucket.gradient_dtype, bucket.residual_dtype, [&](auto gradient, auto residual) {
+    reconstruct_or_skip<decltype(gradient), decltype(residual)>(isa, bucket, parallel_for);
+  });
+}
+
+void reconstruct(const Bucket& bucket, const ParallelFor& parallel_for) {
+  reconstruct(best_isa(), bucket, parallel_for);
+}
+
+}  // namespace powersgd::kernels::cpu

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "isa.h"
+
+// One source for every instruction set: kernels are templates over an Arch, written with GCC's vector
+// extensions and always inlined into Arch::enter, which carries the target attribute. No intrinsics,
+// and on a machine that is not x86-64 only the baseline is built.
+//
+// The result of a kernel may depend on Arch through the number of lanes it sums over and through FMA.
+// orthogonalize.cpp and reconstruct.cpp forbid both: see there.
+namespace powersgd::kernels::cpu {
+
+// The ABI of a wide vector depends on the target. Nothing here is ever called: it is all inlined.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
+
+#define POWERSGD_INLINE __attribute__((always_inline)) inline
+
+// Unrolls the loop that follows; `count` must be at least its (constant) number of iterations.
+#define POWERSGD_UNROLL _Pragma("GCC unroll 16")
+
+struct Baseline {
+  static constexpr size_t kVectorBytes = 16;
+  static constexpr int kRegisters = 16;
+  template <class Kernel>
+  static void enter(const Kernel& kernel) {
+    kernel.template run<Baseline>();
+  }
+};
+
+#if defined(__x86_64__)
+struct Avx2 {
+  static constexpr size_t kVectorBytes = 32;
+  static constexpr int kRegisters = 16;
+  template <class Kernel>
+  __attribute__((target("avx2,fma,f16c"), noinline)) static void enter(const Kernel& kernel) {
+    kernel.template run<Avx2>();
+  }
+};
+
+struct Avx512 {
+  static constexpr size_t kVectorBytes = 64;
+  static constexpr int kRegisters = 32;
+  template <class Kernel>
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"), noinline)) static void
+  enter(const Kernel& kernel) {
+    kernel.template run<Avx512>();
+  }
+};
+#endif
+
+// Kernel: a small struct of arguments with `template <class Arch> POWERSGD_INLINE void run() const`.
+template <class Kernel>
+void run_on(Isa isa, const Kernel& kernel) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512) return Avx512::enter(kernel);
+  if (isa == Isa::kAvx2) return Avx2::enter(kernel);
+#endif
+  static_cast<void>(isa);
+  Baseline::enter(kernel);
+}
+
+template <class T, size_t kBytes>
+struct VectorOf {
+  typedef T Type __attribute__((vector_size(kBytes)));
+  typedef T Unaligned __attribute__((vector_size(kBytes), aligned(1), may_alias));
+};
+
+template <class Arch, class T>
+using Vector = typename VectorOf<T, Arch::kVectorBytes>::Type;
+
+template <class Arch, class T>
+constexpr ptrdiff_t kLanes = static_cast<ptrdiff_t>(Arch::kVectorBytes / sizeof(T));
+
+template <class Arch, class T>
+POWERSGD_INLINE Vector<Arch, T> load(const T* source) {
+  return *reinterpret_cast<const typename VectorOf<T, Arch::kVectorBytes>::Unaligned*>(source);
+}
+
+template <class Arch, class T>
+POWERSGD_INLINE void store(T* target, const Vector<Arch, T>& value) {
+  *reinterpret_cast<typename VectorOf<T, Arch::kVectorBytes>::Unaligned*>(target) = value;
+}
+
+// Bits of one vector type read as another of the same size.
+template <class To, class From>
+POWERSGD_INLINE To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "a reinterpretation keeps the size");
+  return reinterpret_cast<To>(from);
+}
+
+// The sum of the lanes, by halves.
+template <class T, size_t kBytes>
+POWERSGD_INLINE T sum_of_lanes(const typename VectorOf<T, kBytes>::Type& value) {
+  if constexpr (kBytes == sizeof(T)) {
+    return value[0];
+  } else if constexpr (kBytes <= 16) {
+    T sum = value[0];
+    POWERSGD_UNROLL
+    for (size_t i = 1; i < kBytes / sizeof(T); ++i) sum += value[i];
+    return sum;
+  } else {
+    typename VectorOf<T, kBytes / 2>::Type half[2];
+    std::memcpy(half, &value, kBytes);
+    const typename VectorOf<T, kBytes / 2>::Type sum = half[0] + half[1];
+    return sum_of_lanes<T, kBytes / 2>(sum);
+  }
+}
+
+}  // namespace powersgd::kernels::cpu

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "powersgd/kernels.h"
+
+// How the CPU stages cut a bucket into units of work, and where each keeps its partial results. All
+// of it follows from the shapes: results do not depend on how many threads share the tiles.
+namespace powersgd::kernels::cpu {
+
+enum TileList : size_t {
+  kMatrixTiles,       // row range x all columns: project and reconstruct
+  kRawTiles,          // element range of a raw segment; follows kMatrixTiles
+  kGramTiles,         // row range of P: orthogonalize
+  kFactorTiles,       // one per matrix: orthogonalize
+  kBackProjectTiles,  // row range x column strip: a partial q
+  kStripTiles,        // column strip: the sum of its partial q
+  kFactorRowTiles,    // one row of q
+};
+
+// The micro-kernels of blocks.h handle this many rows at a time.
+constexpr int kRows = 4;
+// Blocks are padded with zeros to this many columns: a multiple of the lanes of every vector.
+constexpr ptrdiff_t kPad = 16;
+// At most so many rows of a factor are packed at a time; a higher rank is handled in parts.
+constexpr int kPackedRank = 32;
+constexpr ptrdiff_t kPackedElements = 4096;
+constexpr ptrdiff_t kMaxBlockCols = 1024;
+
+constexpr int64_t kGramRows = 512;
+constexpr int64_t kSlotBytes = 64;
+
+inline int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+inline int64_t count_parts(int64_t size, int64_t part) { return (size + part - 1) / part; }
+
+// Columns handled at a time: the packed rows of a factor stay in the L1 cache.
+inline int64_t block_cols(int64_t rank) {
+  const int64_t packed = std::clamp<int64_t>(rank, 1, kPackedRank);
+  return std::min<int64_t>(kMaxBlockCols, kPackedElements / packed / kPad * kPad);
+}
+
+// Rows of a partial q. The partial sums of a matrix are at most 1/32 of its size.
+inline int64_t back_project_rows(const Matrix& matrix) {
+  const int64_t rows = std::max({int64_t{256}, 32 * matrix.rank, count_parts(matrix.rows, 64)});
+  return round_up(rows, kRows);
+}
+
+// Rows of a partial Gram matrix.
+inline int64_t gram_rows(const Matrix& matrix) {
+  return round_up(std::max({kGramRows, 2 * matrix.rank, count_parts(matrix.rows, 64)}), kRows);
+}
+
+// The workspace of orthogonalize for one matrix, in doubles unless said otherwise.
+struct OrthogonalizeLayout {
+  explicit OrthogonalizeLayout(const Matrix& matrix)
+      : stride(round_up(matrix.rank, kPad)),
+        square(matrix.rank * stride),
+        parts(count_parts(matrix.rows, gram_rows(matrix))) {}
+
+  int64_t stride;  // of the rows of a rank x rank matrix
+  int64_t square;  // elements of one
+  int64_t parts;   // partial Gram matrices
+
+  // [ transform | gram | diagonal | order and dead flags (int32) | state (64 bytes) | partial ... ]
+  int64_t gram() const { return square; }
+  int64_t diagonal() const { return 2 * square; }
+  int64_t order() const { return diagonal() + stride; }
+  int64_t state() const { return order() + stride; }
+  int64_t partial(int64_t part) const { return state() + 8 + part * square; }
+  int64_t bytes() const { return partial(parts) * static_cast<int64_t>(sizeof(double)); }
+};
+
+template <class T>
+T* slot_pointer(const Bucket& bucket, int32_t slot) {
+  return reinterpret_cast<T*>(static_cast<char*>(bucket.workspace) + slot * kSlotBytes);
+}
+
+template <class T>
+T* elements(void* base, int64_t offset) {
+  return static_cast<T*>(base) + offset;
+}
+
+// body(tile) for each tile of the lists [first, last].
+template <class Body>
+void for_each_tile(const Bucket& bucket, size_t first, size_t last, const ParallelFor& parallel_for,
+                   const Body& body) {
+  const int64_t begin = bucket.tile_list_begin[first];
+  const int64_t count = bucket.tile_list_begin[last + 1] - begin;
+  if (count == 0) return;
+  const Tile* tiles = bucket.tiles + begin;
+  parallel_for(count, [tiles, &body](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) body(tiles[i]);
+  });
+}
+
+template <class Body>
+void for_each_tile(const Bucket& bucket, size_t list, const ParallelFor& parallel_for,
+                   const Body& body) {
+  for_each_tile(bucket, list, list, parallel_for, body);
+}
+
+}  // namespace powersgd::kernels::cpu

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "powersgd/plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+namespace powersgd {
+namespace {
+
+// The columns of a large near-square matrix are a multiple of this, so that every row is aligned for
+// vector loads. A small one would lose its shape to the rounding.
+constexpr int64_t kColumnAlignment = 16;
+constexpr int64_t kAlignedFrom = 256;
+
+// The dimension with the largest stride. A dimension of size 1 has no place in memory (its stride is
+// arbitrary), so it counts only if no other dimension is left to be the columns.
+size_t outermost_dimension(const ParameterShape& shape) {
+  if (shape.strides.empty()) {
+    const auto first = std::find_if(shape.sizes.begin(), shape.sizes.end(),
+                                    [](int64_t size) { return size != 1; });
+    return static_cast<size_t>(first - shape.sizes.begin());
+  }
+  size_t outermost = shape.sizes.size();
+  for (size_t i = 0; i < shape.sizes.size(); ++i) {
+    if (shape.sizes[i] == 1) continue;
+    if (outermost == shape.sizes.size() || shape.strides[i] > shape.strides[outermost]) {
+      outermost = i;
+    }
+  }
+  return outermost;
+}
+
+int64_t integer_sqrt(int64_t value) {
+  auto root = static_cast<int64_t>(std::sqrt(static_cast<double>(value)));
+  while (root * root > value) --root;
+  while ((root + 1) * (root + 1) <= value) ++root;
+  return root;
+}
+
+// Lays out the payloads in the order in which parameters arrive.
+class Planner {
+ public:
+  void add_matrix(int64_t parameter, const MatrixShape& shape, int64_t rank) {
+    plan_.matrices.push_back(
+        {parameter, shape, rank, plan_.gradient_numel, plan_.p_numel, plan_.q_numel});
+    plan_.gradient_numel += shape.rows * shape.cols;
+    plan_.p_numel += shape.rows * rank;
+    plan_.q_numel += shape.cols * rank;
+  }
+
+  void add_raw(int64_t numel) {
+    if (numel == 0) return;
+    const int64_t offset = plan_.gradient_numel;
+    plan_.gradient_numel += numel;
+    if (!plan_.raw.empty() && plan_.raw.back().gradient_offset + plan_.raw.back().numel == offset) {
+      plan_.raw.back().numel += numel;
+    } else {
+      plan_.raw.push_back({offset, numel, 0});
+    }
+  }
+
+  // The raw segments follow all the matrices, the non-finite count comes last.
+  BucketPlan finish() {
+    for (PlannedRaw& raw : plan_.raw) {
+      raw.p_offset = plan_.p_numel;
+      plan_.p_numel += raw.numel;
+    }
+    plan_.p_numel += 1;
+    return std::move(plan_);
+  }
+
+ private:
+  BucketPlan plan_;
+};
+
+}  // namespace
+
+int64_t ParameterShape::numel() const {
+  int64_t product = 1;
+  for (const int64_t size : sizes) product *= size;
+  return product;
+}
+
+MatrixShape matrix_shape(const ParameterShape& shape) {
+  const auto wide = std::count_if(shape.sizes.begin(), shape.sizes.end(),
+                                  [](int64_t size) { return size != 1; });
+  if (shape.sizes.size() < 2) return {1, shape.numel()};
+  const size_t outermost = wide < 2 ? 0 : outermost_dimension(shape);
+  MatrixShape matrix{shape.sizes[outermost], 1};
+  for (size_t i = 0; i < shape.sizes.size(); ++i) {
+    if (i != outermost) matrix.cols *= shape.sizes[i];
+  }
+  return matrix;
+}
+
+MatrixShape near_square_shape(int64_t numel) {
+  if (numel <= 0) return {0, 0};
+  int64_t cols = integer_sqrt(numel);
+  if (cols >= kAlignedFrom) {
+    cols = (cols + kColumnAlignment - 1) / kColumnAlignment * kColumnAlignment;
+  }
+  return {numel / cols, cols};
+}
+
+int64_t effective_rank(const MatrixShape& shape, const Options& options) {
+  return std::min({options.matrix_approximation_rank, shape.rows, shape.cols});
+}
+
+bool should_compress(const MatrixShape& shape, const Options& options) {
+  const auto factors = static_cast<double>((shape.rows + shape.cols) *
+                                           effective_rank(shape, options));
+  return factors * options.min_compression_rate < static_cast<double>(shape.rows * shape.cols);
+}
+
+BucketPlan plan_bucket(const std::vector<ParameterShape>& bucket, const Options& options) {
+  Planner planner;
+  for (size_t i = 0; i < bucket.size(); ++i) {
+    const MatrixShape shape = matrix_shape(bucket[i]);
+    if (should_compress(shape, options)) {
+      planner.add_matrix(static_cast<int64_t>(i), shape, effective_rank(shape, options));
+    } else {
+      planner.add_raw(bucket[i].numel());
+    }
+  }
+  return planner.finish();
+}
+
+BucketPlan plan_flat(int64_t numel, const Options& options) {
+  Planner planner;
+  const MatrixShape shape = near_square_shape(numel);
+  const bool compress = should_compress(shape, options);
+  if (compress) planner.add_matrix(0, shape, effective_rank(shape, options));
+  planner.add_raw(compress ? numel - shape.rows * shape.cols : numel);
+  return planner.finish();
+}
+
+}  // namespace powersgd

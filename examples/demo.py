@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Trains the same model twice on two local processes, with plain Gloo and with torch_powersgd at
+rank 4, and compares what was learned with what was sent. Takes about three minutes on two cores.
+
+Both runs have the same hyper-parameters, the same initial weights and the same batches.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich.console import Console
+from rich.table import Table
+
+matplotlib.use("Agg")  # a file is written: no display is needed
+from matplotlib import pyplot
+
+OUTPUT = Path("demo_output")
+PROCESSES = 2
+RANK = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    colour: str
+    records: list[dict[str, Any]]  # one per step, as train_lm.py wrote them
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.records[-1]
+
+    @property
+    def bytes_per_step(self) -> float:
+        return float(self.last["bytes_sent"] / len(self.records))
+
+    @property
+    def milliseconds(self) -> float:
+        return statistics.median(record["ms"] for record in self.records)
+
+    @property
+    def final_loss(self) -> float:
+        """The mean of the last steps: a single batch says little."""
+        return statistics.mean(record["loss"] for record in self.records[-20:])
+
+
+def train(name: str, colour: str, *arguments: str) -> Run:
+    metrics = OUTPUT / f"{name.replace(' ', '-')}.jsonl"
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
+    script = str(Path(__file__).with_name("train_lm.py"))
+    subprocess.run(
+        [sys.executable, *launcher, script, "--metrics", str(metrics), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # the processes share the cores
+        check=True,
+    )
+    return Run(name, colour, [json.loads(line) for line in metrics.read_text().splitlines()])
+
+
+def table(plain: Run, runs: list[Run]) -> Table:
+    def change(run: Run) -> str:
+        ratio = run.last["validation_loss"] / plain.last["validation_loss"]
+        return f"{ratio - 1:+.1%}" if run is not plain else ""
+
+    rows: dict[str, Callable[[Run], str]] = {
+        "training loss, last 20 steps": lambda run: f"{run.final_loss:.3f}",
+        "validation loss": lambda run: f"{run.last['validation_loss']:.3f}",
+        "  against plain": change,
+        "gradient bytes sent per step": lambda run: f"{run.bytes_per_step / 1e6:.2f} MB",
+        "  times fewer": lambda run: f"{plain.bytes_per_step / run.bytes_per_step:.1f}",
+        "milliseconds per step, median": lambda run: f"{run.milliseconds:.0f}",
+        "steps skipped": lambda run: str(run.last["skipped"]),
+    }
+    result = Table(title=f"{len(plain.records)} steps on {PROCESSES} processes")
+    result.add_column("")
+    for run in runs:
+        result.add_column(run.name, justify="right")
+    for name, cell in rows.items():
+        result.add_row(name, *(cell(run) for run in runs))
+    return result
+
+
+def draw(runs: list[Run], path: Path) -> None:
+    figure, (by_step, by_bytes) = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    for run in runs:
+        steps = [record["step"] for record in run.records]
+        megabytes = [record["bytes_sent"] / 1e6 for record in run.records]
+        losses = [record["loss"] for record in run.records]
+        validated = [r for r in run.records if r["validation_loss"] is not None]
+        validation = [record["validation_loss"] for record in validated]
+        for axes, x, x_validated in (
+            (by_step, steps, [record["step"] for record in validated]),
+            (by_bytes, megabytes, [record["bytes_sent"] / 1e6 for record in validated]),
+        ):
+            axes.plot(x, losses, color=run.colour, alpha=0.25, linewidth=0.8)
+            axes.plot(x_validated, validation, color=run.colour, marker="o", label=run.name)
+    by_step.set(xlabel="step", ylabel="loss (nats per character)")
+    by_bytes.set(xlabel="gradient megabytes sent by each process", xscale="log")
+    by_step.legend(title="validation (thin: training)", frameon=False)
+    for axes in (by_step, by_bytes):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    OUTPUT.mkdir(exist_ok=True)
+    plain = train("plain Gloo", "#0072b2", "--backend", "gloo")
+    compressed = train(
+        f"powersgd rank {RANK}", "#d55e00", "--backend", "powersgd", "--rank", str(RANK)
+    )
+    runs = [plain, compressed]
+    picture = OUTPUT / "loss.png"
+    draw(runs, picture)
+    console = Console()
+    console.print(table(plain, runs))
+    console.print(f"The curves: {picture}")
+
+
+if __name__ == "__main__":
+    main()

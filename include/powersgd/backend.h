@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backend/forwarding_backend.h"
+#include "powersgd/compressor.h"
+#include "powersgd/options.h"
+
+namespace powersgd {
+
+class AttachedModel;
+class Engine;
+class FlatTensors;
+class Stats;
+
+enum class LogLevel { kInfo, kWarning };
+
+// Called on the thread that calls a collective, never on a worker.
+using LogSink = std::function<void(LogLevel, const std::string&)>;
+
+// Called on the engine's thread before each stage with its name; what it throws fails the step.
+using StageProbe = std::function<void(const char* stage)>;
+
+// The backends that serve one device type. `lane` is a second instance of the same backend: the
+// compressed collectives run on it from the engine's thread while `inner` serves the caller's, because
+// two threads that issue on one Gloo context corrupt each other's data.
+struct InnerPair {
+  c10::DeviceType device;
+  c10::intrusive_ptr<c10d::Backend> inner;
+  c10::intrusive_ptr<c10d::Backend> lane;
+};
+
+// What torch asks a backend for when it makes a group from it (split_group).
+struct BackendOptions : c10d::Backend::Options {
+  BackendOptions(powersgd::Options compression, std::chrono::milliseconds timeout)
+      : c10d::Backend::Options("powersgd", timeout), compression(std::move(compression)) {}
+
+#ifdef POWERSGD_OPTIONS_HAVE_CLONE
+  c10::intrusive_ptr<c10d::Backend::Options> clone() const override {
+    return c10::make_intrusive<BackendOptions>(*this);
+  }
+#endif
+
+  powersgd::Options compression;
+};
+
+// A process-group backend that compresses gradients with PowerSGD (Vogels, Karimireddy, Jaggi,
+// NeurIPS 2019; docs/algorithm.md) on its way to the backend that it wraps.
+//
+// An allreduce that Options::scope admits sends low-rank factors and returns the sum (or average) of
+// what the ranks sent; every other call is forwarded unchanged, bit for bit. All ranks must create it
+// with equal options and call collectives in the same order, as with any backend.
+//
+// Owns its inner backends and one engine per device type. The attached models own this backend and
+// it knows them weakly. Collectives may be called from any one thread at a time, as with Gloo;
+// stats(), set_grad_scale() and the Work objects are safe from any thread.
+class BackendPowerSGD : public ForwardingBackend {
+ public:
+  BackendPowerSGD(int rank, int size, std::vector<InnerPair> inners,
+                  powersgd::Options options, LogSink log = {});
+  ~BackendPowerSGD() override;
+
+  const std::string getBackendName() const override { return "powersgd"; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override;
+
+  c10::intrusive_ptr<c10d::Work> allreduce(
+      std::vector<at::Tensor>& tensors,
+      const c10d::AllreduceOptions& opts = c10d::AllreduceOptions()) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
+      std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& opts =
+                                            c10d::AllreduceCoalescedOptions()) override;
+
+  // One step of section 1 of the design for one bucket. Returns at once.
+  c10::intrusive_ptr<c10d::Work> allreduce_compressed(
+      const std::shared_ptr<BucketCompressor>& compressor, const at::Tensor& gradient,
+      const StepInfo& step, std::chrono::milliseconds timeout = c10d::kUnsetTimeout);
+
+  // The average over ranks by the inner backend, uncompressed.
+  c10::intrusive_ptr<c10d::Work> allreduce_average_exact(at::Tensor gradient);
+
+  // The mean over ranks of each tensor, by the lane, after all steps submitted so far. Blocks.
+  void average_over_lane(std::vector<at::Tensor>& tensors);
+
+  // Runs `job` on the engine of `device` after all steps submitted so far. Blocks.
+  void run_after_steps(c10::DeviceType device, const std::function<void()>& job);
+
+  // The children compress with the options that `opts` carries, if it is a BackendOptions, else with
+  // this group's. Null on a rank that is no member.
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
+
+  // Lets submitted steps end, within a bound; afterwards a compressed call is an error.
+  void shutdown() override;
+  // Fails queued steps at once. One in flight ends as the inner backend lets it.
+  void abort() override;
+
+  // The loss scale of the gradients to come, > 0. Residuals are rescaled when the next step reads
+  // them. Holds for this group's flat tensors and attached models.
+  void set_grad_scale(double scale);
+  double grad_scale() const;
+
+  // Whether a thread-local override or else `scope` admits a bucket of an attached model.
+  bool admits_attached(const powersgd::Options& options) const;
+
+  void add_model(const std::shared_ptr<AttachedModel>& model);
+  std::vector<std::shared_ptr<AttachedModel>> models() const;
+
+  const powersgd::Options& options() const { return options_; }
+  Stats& stats() { return *stats_; }
+  void log(LogLevel level, const std::string& message) const;
+  void set_stage_probe(StageProbe probe);
+
+ private:
+  Engine* find_engine(c10::DeviceType device) const;
+
+  const powersgd::Options options_;
+  const std::vector<InnerPair> pairs_;
+  const LogSink log_;
+  const std::shared_ptr<Stats> stats_;
+  std::map<c10::DeviceType, std::unique_ptr<Engine>> engines_;
+  std::unique_ptr<FlatTensors> flat_tensors_;
+
+  mutable std::mutex mutex_;  // guards what follows
+  double grad_scale_ = 1;
+  std::vector<std::weak_ptr<AttachedModel>> models_;
+  std::shared_ptr<const StageProbe> probe_;
+};
+
+}  // namespace powersgd

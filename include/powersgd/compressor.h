@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "powersgd/kernels.h"
+#include "powersgd/options.h"
+#include "powersgd/plan.h"
+
+namespace powersgd {
+
+class Stages;
+
+// Throws if `type` is not one of the four floating dtypes that are compressed.
+DType to_dtype(at::ScalarType type);
+at::ScalarType to_scalar_type(DType type);
+bool is_compressible(at::ScalarType type);
+
+// Whether this build has the kernels for a device type.
+bool has_kernels(c10::DeviceType device);
+
+// What one parameter keeps from step to step. It belongs to the parameter, not to a bucket, so that
+// a rebuilt bucket keeps its residuals. The tensors are allocated at the first compressed step and
+// never replaced afterwards: kernels hold their addresses.
+//
+// The residual is E = memory - p_hat q_local; the subtraction is left to the next project.
+struct ParameterState {
+  uint64_t stream = 0;    // names the parameter to the random generator, the same on all ranks
+  double grad_scale = 1;  // the loss scale in whose units memory is
+  MatrixShape shape;
+  int64_t rank = 0;
+  at::Tensor memory;   // [rows, cols] residual dtype; undefined without error feedback
+  at::Tensor p_hat;    // [rows, rank] factor dtype
+  at::Tensor q_local;  // [rank, cols] factor dtype
+  at::Tensor q_warm;   // [rank, cols] factor dtype
+
+  bool allocated() const { return q_warm.defined(); }
+};
+using ParameterStatePtr = std::shared_ptr<ParameterState>;
+
+// Allocates with zeros, but q_warm with its random start.
+void allocate(ParameterState& state, const MatrixShape& shape, int64_t rank, const Options& options,
+              at::ScalarType gradient_type, at::Device device);
+
+// E, [rows, cols] in the factor dtype: a new tensor. Zeros without error feedback.
+at::Tensor residual(const ParameterState& state);
+
+// Makes `value` ([rows, cols]) the residual. Keeps q_warm.
+void set_residual(ParameterState& state, const at::Tensor& value);
+
+// What one step tells the stages.
+struct StepInfo {
+  double output_scale = 1;  // 1 for SUM, 1 / world size for AVG
+  double grad_scale = 1;    // the loss scale of this step's gradient
+  uint64_t step = 0;
+  const void* owner = nullptr;  // whose step it is; compared, never dereferenced
+};
+
+// Runs the stages of one bucket of a fixed layout; never communicates. A step is the calls
+//
+//   project -> (sum the payload over ranks) -> orthogonalize -> back_project -> (sum) -> reconstruct
+//
+// in this order, all on one thread or stream at a time. Every rank must hold an equal plan and equal
+// options. After an exception between project and reconstruct, `rollback` takes the states back to
+// what they were before the step.
+class BucketCompressor {
+ public:
+  // `states[i]` belongs to `plan.matrices[i]`. Buckets may share states, one after the other.
+  BucketCompressor(BucketPlan plan, std::vector<ParameterStatePtr> states, const Options& options,
+                   at::ScalarType gradient_type, at::Device device);
+  ~BucketCompressor();
+
+  // `gradient`: contiguous, plan.gradient_numel elements; kept until reconstruct or rollback.
+  // Returns the P payload: [ P of each matrix | raw segments | non-finite count ].
+  at::Tensor& project(const at::Tensor& gradient, const StepInfo& step);
+  void orthogonalize();
+  // Returns the Q payload.
+  at::Tensor& back_project();
+  void reconstruct();
+
+  // Undoes project: memory = M - G, to within one rounding of M. The gradient is left as it is.
+  void rollback();
+
+  // Steps skipped since construction because a rank had a non-finite gradient. On CUDA it
+  // synchronises with the device.
+  int64_t skipped_steps() const;
+
+  const BucketPlan& plan() const { return plan_; }
+  int64_t payload_bytes() const;   // of one step, both payloads
+  int64_t gradient_bytes() const;  // of the same, uncompressed
+
+ private:
+  void prepare();
+  double residual_scale(double grad_scale);
+  std::vector<kernels::Matrix> matrix_table() const;
+
+  const BucketPlan plan_;
+  const std::vector<ParameterStatePtr> states_;
+  const Options options_;
+  const at::ScalarType gradient_type_;
+  const at::Device device_;
+  const Stages& stages_;
+
+  kernels::Bucket bucket_{};
+  std::vector<at::Tensor> tables_;  // keeps what bucket_ points at
+  at::Tensor p_payload_, q_payload_, verdict_;
+  at::Tensor gradient_;  // of the step in progress
+};
+
+}  // namespace powersgd

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: BSD-3-Clause
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+torch_version: str
+
+class Options:
+    matrix_approximation_rank: int
+    start_powerSGD_iter: int
+    min_compression_rate: float
+    use_error_feedback: bool
+    warm_start: bool
+    orthogonalization_epsilon: float
+    random_seed: int
+    compression_stats_logging_frequency: int
+    scope: str
+    min_numel: int
+    inner: str
+    wire_dtype: str | None
+    residual_dtype: str
+    alternating: bool
+    def __init__(self) -> None: ...
+    def validate(self) -> None: ...
+
+def matrix_shape(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, int]: ...
+def effective_rank(rows: int, cols: int, options: Options) -> int: ...
+def should_compress(rows: int, cols: int, options: Options) -> bool: ...
+
+class BucketCompressor:
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        options: Options,
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ) -> None: ...
+    def project(
+        self,
+        gradient: torch.Tensor,
+        step: int,
+        output_scale: float = 1.0,
+        grad_scale: float = 1.0,
+    ) -> torch.Tensor: ...
+    def orthogonalize(self) -> None: ...
+    def back_project(self) -> torch.Tensor: ...
+    def reconstruct(self) -> None: ...
+    def rollback(self) -> None: ...
+    @property
+    def skipped_steps(self) -> int: ...
+    @property
+    def payload_bytes(self) -> int: ...
+    @property
+    def gradient_bytes(self) -> int: ...
+
+class BackendOptions(dist.Backend.Options):
+    compression: Options
+
+class BackendPowerSGD(dist.Backend):
+    grad_scale: float
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        inners: Sequence[tuple[str, dist.Backend, dist.Backend | None]],
+        options: Options,
+        log: Callable[[bool, str], None],
+    ) -> None: ...
+    @property
+    def options(self) -> BackendOptions: ...  # type: ignore[override]
+    def stats(self) -> dict[str, Any]: ...
+    def models(self) -> list[AttachedModel]: ...
+    def perform_nocolor_split(self, device: torch.device) -> None: ...
+    def _fail_at(self, stage: str) -> None: ...
+
+class ParameterExport:
+    name: str
+    residual: torch.Tensor | None
+    q: torch.Tensor | None
+    def __init__(self) -> None: ...
+
+class AttachedModel:
+    active: bool
+    @property
+    def step(self) -> int: ...
+    @property
+    def grad_scale(self) -> float: ...
+    @property
+    def options(self) -> Options: ...
+    def export_state(self) -> list[ParameterExport]: ...
+    def load_state(
+        self, parameters: Sequence[ParameterExport], step: int, grad_scale: float
+    ) -> None: ...
+    def residual_norms(self) -> dict[str, float]: ...
+
+def attach(
+    reducer: Any,
+    backend: BackendPowerSGD,
+    names: Sequence[str],
+    parameters: Sequence[torch.Tensor],
+    options: Options,
+) -> AttachedModel: ...
+def push_override(enabled: bool) -> None: ...
+def pop_override() -> None: ...
+def shutdown_all_engines() -> None: ...

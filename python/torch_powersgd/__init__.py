@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A process-group backend for PyTorch that compresses gradients with PowerSGD.
+
+    import torch_powersgd
+    dist.init_process_group("cpu:powersgd")
+    ddp = DistributedDataParallel(model)
+    torch_powersgd.attach(ddp, torch_powersgd.Options(matrix_approximation_rank=4))
+
+Importing the package registers the backend ``"powersgd"`` for CPU and CUDA.
+"""
+
+from torch_powersgd._backend import register
+from torch_powersgd._version import __version__
+from torch_powersgd.checkpoint import load_state_dict, state_dict
+from torch_powersgd.control import compression, set_grad_scale
+from torch_powersgd.ddp import attach, detach
+from torch_powersgd.options import Options, configure
+from torch_powersgd.stats import stats
+
+__all__ = [
+    "Options",
+    "__version__",
+    "attach",
+    "compression",
+    "configure",
+    "detach",
+    "load_state_dict",
+    "set_grad_scale",
+    "state_dict",
+    "stats",
+]
+
+register()

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Registration with torch.distributed, and the making of a backend with its inner backends."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from torch_powersgd._core import _C
+from torch_powersgd.options import Options, resolve
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import _DistributedBackendOptions
+
+logger = logging.getLogger("torch_powersgd")
+
+NAME = "powersgd"
+
+
+def register() -> None:
+    """Registers the backend for CPU and CUDA. Does nothing if it is registered already."""
+    if NAME in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    # A job that ends without destroy_process_group must not leave a worker inside a collective
+    # while the interpreter goes down around it.
+    atexit.register(_C.shutdown_all_engines)
+
+
+def _log(warning: bool, message: str) -> None:
+    logger.log(logging.WARNING if warning else logging.INFO, message)
+
+
+def _create(
+    dist_options: _DistributedBackendOptions, pg_options: object
+) -> _C.BackendPowerSGD:
+    """torch's extended creator: makes this rank's backend of one process group."""
+    store, rank, size = dist_options.store, dist_options.group_rank, dist_options.group_size
+    # torch gives the creator no device: a backend serves every device that this process has.
+    options = _agree(store, rank, size, pg_options)
+    inners = []
+    for device in _devices():
+        name = _inner_name(options, device)
+        inner, lane = (
+            _create_inner(name, dist.PrefixStore(f"{device}/{role}", store), dist_options)
+            for role in ("inner", "lane")
+        )
+        inners.append((device, inner, lane))
+    return _C.BackendPowerSGD(rank, size, inners, options._core(), _log)
+
+
+def _devices() -> list[str]:
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def _agree(store: dist.Store, rank: int, size: int, pg_options: object) -> Options:
+    """This rank's options, once they are known to be valid and equal on all ranks.
+
+    Raises:
+        ValueError: on every rank alike, if any rank's are invalid or two ranks' differ.
+    """
+    try:
+        options, mine = resolve(pg_options), ""
+        mine = json.dumps(options._plain())
+    except ValueError as error:
+        options, mine = None, json.dumps({"error": str(error)})
+    store.set(f"options/{rank}", mine)
+    if rank == 0:
+        # One rank compares, so that a group of n ranks makes n requests and not n * n.
+        everyone = [json.loads(store.get(f"options/{other}")) for other in range(size)]
+        store.set("options/verdict", compare_options(everyone))
+    verdict = store.get("options/verdict").decode()
+    if verdict or options is None:
+        raise ValueError(verdict)
+    return options
+
+
+def compare_options(everyone: list[dict[str, Any]]) -> str:
+    """Empty if all ranks' options are valid and equal, else the message to raise on every rank."""
+    for rank, fields in enumerate(everyone):
+        if "error" in fields:
+            return f"rank {rank}: {fields['error']}"
+    for rank, fields in enumerate(everyone):
+        for name, value in fields.items():
+            first = everyone[0].get(name)
+            if value != first:
+                return (
+                    f"the options of a powersgd group must be equal on all ranks: {name} is "
+                    f"{first!r} on rank 0 and {value!r} on rank {rank}"
+                )
+    return ""
+
+
+def _inner_name(options: Options, device: str) -> str:
+    name = options.inner
+    if name == "auto":
+        name = dist.Backend.default_device_backend_map[device]
+    if name == NAME:
+        raise ValueError("inner must be the name of the backend to wrap, got 'powersgd' itself")
+    return name
+
+
+def _create_inner(
+    name: str, store: dist.Store, dist_options: _DistributedBackendOptions
+) -> dist.Backend:
+    """A backend of its own, on a store of its own.
+
+    Raises:
+        ValueError: if there is no backend of this name.
+    """
+    rank, size = dist_options.group_rank, dist_options.group_size
+    timeout: timedelta = dist_options.timeout
+    global_ranks = dist_options.global_ranks_in_group or list(range(size))
+    if name == "gloo" and dist.is_gloo_available():
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        gloo.options.global_ranks_in_group = global_ranks
+        gloo.options.group_name = dist_options.group_id
+        return gloo
+    if name == "nccl" and dist.is_nccl_available():
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout
+        nccl_options.global_ranks_in_group = global_ranks
+        nccl_options.group_name = dist_options.group_id
+        return dist.ProcessGroupNCCL(store, rank, size, nccl_options)
+    plugin = dist.Backend._plugins.get(name.upper())
+    if plugin is not None and plugin.extended_api:
+        dist_options.store = store
+        return plugin.creator_fn(dist_options, None)
+    if plugin is not None:
+        return plugin.creator_fn(store, rank, size, timeout)
+    registered = ["gloo", "nccl", *(key.lower() for key in dist.Backend._plugins)]
+    raise ValueError(
+        f"inner must be 'auto' or one of {sorted(set(registered) - {NAME})}, got {name!r}, which "
+        "this build of torch does not have"
+    )
+
+
+def find_backend(group: dist.ProcessGroup | None, device: torch.device) -> _C.BackendPowerSGD | None:
+    """The powersgd backend that serves a device in a group (None: the default group), if one does."""
+    group = group if group is not None else dist.group.WORLD
+    if group is None:
+        raise ValueError("there is no process group: call torch.distributed.init_process_group")
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # no backend for this device type
+        return None
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend in one that checks the calls.
+    backend = getattr(backend, "wrapped_pg", backend)
+    return backend if isinstance(backend, _C.BackendPowerSGD) else None
+
+
+def find_backends(group: dist.ProcessGroup | None) -> list[_C.BackendPowerSGD]:
+    """All powersgd backends of a group.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    found: list[_C.BackendPowerSGD] = []
+    for device in _devices():
+        backend = find_backend(group, torch.device(device))
+        if backend is not None and all(backend is not other for other in found):
+            found.append(backend)
+    if not found:
+        raise ValueError(
+            "the process group has no powersgd backend; create it with "
+            'init_process_group("cpu:powersgd") or "cpu:gloo,cuda:powersgd"'
+        )
+    return found

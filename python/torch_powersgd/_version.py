@@ -1,0 +1,4 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The one place where the version is written."""
+
+__version__ = "0.1.0"

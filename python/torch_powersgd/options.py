@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a user can configure, and where the configuration comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_powersgd._core import _C
+
+if TYPE_CHECKING:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+_DTYPES = {
+    name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The configuration of one process group or one attached model.
+
+    The first eight fields have the names, meanings and defaults of
+    ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState``.
+
+    Args:
+        matrix_approximation_rank: the rank r of the factors sent for each weight, 1 to 1024.
+        start_powerSGD_iter: steps that are averaged exactly before compression starts.
+        min_compression_rate: an n x m weight is compressed only if
+            (n + m) * r * min_compression_rate < n * m.
+        use_error_feedback: add what a step did not send to the next step's gradient.
+        warm_start: start each step from the last step's Q, else from a random one.
+        orthogonalization_epsilon: a column whose squared norm, outside of the columns before it,
+            is at most this part of the sum of all squared norms counts as zero; never less
+            than 2**-46.
+        random_seed: of the random start; torch's generators are not touched.
+        compression_stats_logging_frequency: steps between two log lines.
+        scope: what may be compressed: ``"backward"`` (attached models, and large flat tensors
+            reduced during backward), ``"attached"``, ``"always"`` or ``"never"``.
+        min_numel: the least number of elements of a flat tensor that ``"backward"`` compresses.
+        inner: the backend to wrap: ``"auto"`` (gloo on CPU, nccl on CUDA) or a backend's name.
+        wire_dtype: the dtype of what is sent. None: float32, or float64 for float64 gradients.
+        residual_dtype: the dtype of the error feedback's memory: float32, bfloat16 or float16.
+            float64 gradients keep a float64 memory.
+        alternating: reserved for a later version; False.
+
+    Raises:
+        ValueError: names the field, the value and what is allowed.
+    """
+
+    matrix_approximation_rank: int = 1
+    start_powerSGD_iter: int = 1000  # noqa: N815 - the hook's name
+    min_compression_rate: float = 2
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    orthogonalization_epsilon: float = 0
+    random_seed: int = 0
+    compression_stats_logging_frequency: int = 10_000
+    scope: str = "backward"
+    min_numel: int = 1 << 17
+    inner: str = "auto"
+    wire_dtype: torch.dtype | None = None
+    residual_dtype: torch.dtype = torch.float32
+    alternating: bool = False
+
+    def __post_init__(self) -> None:
+        self._core()
+
+    def _core(self) -> _C.Options:
+        """The same as the C++ core's value, validated there."""
+        core = _C.Options()
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            stored = str(value).removeprefix("torch.") if _is_dtype(value) else value
+            try:
+                setattr(core, field.name, stored)
+            except TypeError:
+                raise ValueError(
+                    f"{field.name} must be of type {field.type}, got {value!r}"
+                ) from None
+        core.validate()
+        return core
+
+    def _plain(self) -> dict[str, Any]:
+        """The fields as JSON types, for messages and checkpoints."""
+        return {
+            name: str(value).removeprefix("torch.") if _is_dtype(value) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+    @classmethod
+    def from_hook_state(cls, state: PowerSGDState, **fields: Any) -> Options:
+        """The options that match the state of torch's powerSGD_hook.
+
+        Args:
+            state: a ``PowerSGDState``. Its random seed cannot be read back from it.
+            fields: fields to set on top.
+        """
+        shared = {
+            name: getattr(state, name)
+            for name in (
+                "matrix_approximation_rank",
+                "start_powerSGD_iter",
+                "min_compression_rate",
+                "use_error_feedback",
+                "warm_start",
+                "orthogonalization_epsilon",
+                "compression_stats_logging_frequency",
+            )
+        }
+        return cls(**{**shared, **fields})
+
+
+_configured: Options | None = None
+
+
+def configure(options: Options | None) -> None:
+    """Sets the options of process groups that are created without ``pg_options``; None: unset."""
+    global _configured
+    if options is not None and not isinstance(options, Options):
+        raise ValueError(f"configure takes torch_powersgd.Options or None, got {options!r}")
+    _configured = options
+
+
+def resolve(pg_options: object) -> Options:
+    """``pg_options``, then ``configure``, then POWERSGD_* variables, then the defaults.
+
+    Args:
+        pg_options: Options, a mapping of some of its fields, or None.
+    """
+    if isinstance(pg_options, Options):
+        return pg_options
+    base = _configured if _configured is not None else _from_environment()
+    if pg_options is None:
+        return base
+    if isinstance(pg_options, Mapping):
+        _check_names(pg_options)
+        return dataclasses.replace(base, **pg_options)
+    raise ValueError(
+        "pg_options of the powersgd backend must be torch_powersgd.Options or a mapping of its "
+        f"fields, got {type(pg_options).__name__}"
+    )
+
+
+def _check_names(fields: Mapping[str, Any]) -> None:
+    names = [field.name for field in dataclasses.fields(Options)]
+    for name in fields:
+        if name not in names:
+            raise ValueError(f"{name!r} is not an option; allowed: {', '.join(names)}")
+
+
+def _from_environment() -> Options:
+    fields = {}
+    for field in dataclasses.fields(Options):
+        variable = f"POWERSGD_{field.name.upper()}"
+        text = os.environ.get(variable)
+        if text is not None:
+            fields[field.name] = _parse(variable, str(field.type), text)
+    return Options(**fields)
+
+
+def _parse(variable: str, type_name: str, text: str) -> Any:
+    """A field's value from the text of its environment variable."""
+    if type_name == "str":
+        return text
+    if "dtype" in type_name:
+        allowed = {**_DTYPES, **({"none": None} if "None" in type_name else {})}
+    elif type_name == "bool":
+        allowed = {"1": True, "true": True, "0": False, "false": False}
+    else:
+        try:
+            return int(text) if type_name == "int" else float(text)
+        except ValueError:
+            raise ValueError(f"{variable} must be of type {type_name}, got {text!r}") from None
+    if text.lower() not in allowed:
+        raise ValueError(f"{variable} must be one of {', '.join(allowed)}, got {text!r}")
+    return allowed[text.lower()]
+
+
+def _is_dtype(value: object) -> bool:
+    return isinstance(value, torch.dtype)

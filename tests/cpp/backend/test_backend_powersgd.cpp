@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+
+#include "backend/compression_override.h"
+#include "backend/stats.h"
+#include "powersgd/backend.h"
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "support/thread_group.h"
+
+namespace powersgd {
+namespace {
+
+using test::ThreadBackend;
+using test::ThreadBackends;
+using BackendRef = c10::intrusive_ptr<BackendPowerSGD>;
+
+Options always(int64_t rank = 2) {
+  Options options;
+  options.scope = Scope::kAlways;
+  options.matrix_approximation_rank = rank;
+  options.start_powerSGD_iter = 0;
+  return options;
+}
+
+// Runs fn(rank, backend, lane) on `size` ranks, each with its BackendPowerSGD.
+void run(int size, const Options& options,
+         const std::function<void(int, BackendRef, c10::intrusive_ptr<ThreadBackend>)>& fn) {
+  const ThreadBackends lanes = test::make_thread_backends(size);
+  test::run_ranks(size, [&](int rank, const c10::intrusive_ptr<ThreadBackend>& inner) {
+    const auto lane = lanes[static_cast<size_t>(rank)];
+    std::vector<InnerPair> inners = {{c10::DeviceType::CPU, inner, lane}};
+    auto backend = c10::make_intrusive<BackendPowerSGD>(rank, size, std::move(inners), options);
+    try {
+      fn(rank, backend, lane);
+    } catch (...) {
+      lane->kill("a rank threw");
+      throw;
+    }
+  });
+}
+
+at::Tensor gradient_of(int rank, int64_t rows = 32, int64_t cols = 48) {
+  auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(rank) + 1);
+  return at::randn({rows, cols}, generator);
+}
+
+void allreduce(const BackendRef& backend, const at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors = {tensor};
+  backend->allreduce(tensors)->wait();
+}
+
+TEST(BackendPowerSGD, ExactRankComesBackExactly) {
+  run(4, always(), [](int rank, const BackendRef& backend, auto&&) {
+    const at::Tensor left = gradient_of(100, 32, 2), right = gradient_of(101, 2, 48);
+    at::Tensor expected = at::zeros({32, 48});
+    for (int r = 1; r <= 4; ++r) expected += left.matmul(right) * r;
+    at::Tensor out = left.matmul(right) * (rank + 1);
+    allreduce(backend, out);
+    EXPECT_TRUE(at::allclose(out, expected, 1e-5, 1e-4));
+    EXPECT_EQ(backend->stats().snapshot().compressed_calls, 1);
+  });
+}
+
+TEST(BackendPowerSGD, TwoCollectivesOnTheLaneAndNoneOnTheInner) {
+  run(2, always(), [](int rank, const BackendRef& backend, const auto& lane) {
+    allreduce(backend, gradient_of(rank));
+    const auto calls = lane->calls();
+    ASSERT_EQ(calls.size(), 2u);
+    EXPECT_EQ(calls[0].numel, 2 * 32 + 1);  // P and the non-finite count
+    EXPECT_EQ(calls[1].numel, 2 * 48);      // Q
+  });
+}
+
+TEST(BackendPowerSGD, OutputsAreBitIdenticalOverRanks) {
+  std::mutex mutex;
+  std::vector<at::Tensor> outputs;
+  run(4, always(), [&](int rank, const BackendRef& backend, auto&&) {
+    at::Tensor out;
+    for (int step = 0; step < 10; ++step) {
+      out = gradient_of(rank * 100 + step);
+      allreduce(backend, out);
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    outputs.push_back(out);
+  });
+  for (const at::Tensor& output : outputs) EXPECT_TRUE(at::equal(output, outputs[0]));
+}
+
+TEST(BackendPowerSGD, AverageIsTheSumOverTheRanks) {
+  run(2, always(), [](int rank, const BackendRef& backend, auto&&) {
+    at::Tensor sum = gradient_of(rank), average = sum.clone();
+    allreduce(backend, sum);
+    std::vector<at::Tensor> tensors = {average};
+    c10d::AllreduceOptions opts;
+    opts.reduceOp = c10d::ReduceOp::AVG;
+    backend->allreduce(tensors, opts)->wait();
+    EXPECT_TRUE(at::allclose(average * 2, sum, 1e-5, 1e-6));
+  });
+}
+
+TEST(BackendPowerSGD, WhatIsNotAdmittedIsForwardedExactly) {
+  Options options = always();
+  options.scope = Scope::kBackward;
+  run(2, options, [](int rank, const BackendRef& backend, auto&&) {
+    at::Tensor out = gradient_of(rank);
+    allreduce(backend, out);
+    EXPECT_TRUE(at::equal(out, gradient_of(0) + gradient_of(1)));
+    push_override(true);
+    out = gradient_of(rank);
+    allreduce(backend, out);
+    pop_override();
+    EXPECT_FALSE(at::equal(out, gradient_of(0) + gradient_of(1)));
+    EXPECT_EQ(backend->stats().snapshot().compressed_calls, 1);
+  });
+}
+
+TEST(BackendPowerSGD, ErrorFeedbackDeliversEverythingInABlock) {
+  run(2, always(1), [](int rank, const BackendRef& backend, auto&&) {
+    at::Tensor sent = at::zeros({32, 48});
+    for (int step = 0; step < 60; ++step) {
+      at::Tensor out = step == 0 ? gradient_of(rank) : at::zeros({32, 48});
+      push_override(true);  // one block per step: the tensor keeps its identity
+      allreduce(backend, out);
+      pop_override();
+      sent += out;
+    }
+    // Each step sends at least the residual's leading direction; 32 of them are all there is.
+    const at::Tensor asked = gradient_of(0) + gradient_of(1);
+    EXPECT_LT(((sent - asked).norm() / asked.norm()).item<double>(), 1e-3);
+  });
+}
+
+TEST(BackendPowerSGD, ANonFiniteGradientSkipsTheStepEverywhere) {
+  run(2, always(), [](int rank, const BackendRef& backend, auto&&) {
+    at::Tensor out = gradient_of(rank);
+    if (rank == 1) out[3][5] = std::numeric_limits<float>::infinity();
+    allreduce(backend, out);
+    EXPECT_TRUE(at::isnan(out).all().item<bool>());
+    EXPECT_EQ(backend->stats().snapshot().skipped_steps, 1);
+    out = gradient_of(rank);
+    allreduce(backend, out);
+    EXPECT_TRUE(at::isfinite(out).all().item<bool>());
+  });
+}
+
+TEST(BackendPowerSGD, AnErrorInAnyStageReachesTheWorkAndItsFuture) {
+  for (const Stage stage : {Stage::kProject, Stage::kReduceP, Stage::kOrthogonalize,
+                            Stage::kBackProject, Stage::kReduceQ, Stage::kReconstruct}) {
+    run(2, always(), [stage](int rank, const BackendRef& backend, auto&&) {
+      backend->set_stage_probe([stage](const char* reached) {
+        if (std::string(reached) == to_string(stage)) throw std::runtime_error("injected");
+      });
+      const at::Tensor gradient = gradient_of(rank);
+      std::vector<at::Tensor> tensors = {gradient.clone()};
+      const auto work = backend->allreduce(tensors);
+      const auto future = work->getFuture();
+      EXPECT_THROW(work->wait(), std::runtime_error) << to_string(stage);
+      EXPECT_THROW(future->waitAndThrow(), std::exception) << to_string(stage);
+      EXPECT_TRUE(work->isCompleted());
+      EXPECT_FALSE(work->isSuccess());
+      EXPECT_TRUE(at::equal(tensors[0], gradient));
+      backend->set_stage_probe({});
+      EXPECT_NO_THROW(allreduce(backend, gradient_of(rank)));
+    });
+  }
+}
+
+TEST(BackendPowerSGD, AFailedPeerIsAnErrorAndNotAHang) {
+  std::atomic<int> failed{0};
+  run(2, always(), [&](int rank, const BackendRef& backend, const auto& lane) {
+    if (rank == 0) lane->inject_failure(1);  // the Q payload
+    try {
+      allreduce(backend, gradient_of(rank));
+    } catch (const std::exception&) {
+      ++failed;
+    }
+  });
+  EXPECT_EQ(failed, 2);
+}
+
+TEST(BackendPowerSGD, ACallbackMayWaitForAnotherAllreduce) {
+  run(2, always(), [](int rank, const BackendRef& backend, auto&&) {
+    std::vector<at::Tensor> tensors = {gradient_of(rank)};
+    const auto chained = backend->allreduce(tensors)->getFuture()->then(
+        [&](c10::ivalue::Future&) {
+          std::vector<at::Tensor> more = {gradient_of(rank + 7)};
+          backend->allreduce(more)->getFuture()->waitAndThrow();
+          return c10::IValue(1);
+        },
+        c10::IntType::get());
+    chained->waitAndThrow();
+    EXPECT_EQ(chained->value().toInt(), 1);
+  });
+}
+
+TEST(BackendPowerSGD, AfterShutdownACompressedCallIsAnError) {
+  run(2, always(), [](int rank, const BackendRef& backend, auto&&) {
+    allreduce(backend, gradient_of(rank));
+    backend->shutdown();
+    EXPECT_THROW(allreduce(backend, gradient_of(rank)), c10::Error);
+  });
+}
+
+TEST(BackendPowerSGD, CoalescedTensorsAreCompressedOnlyInScopeAlways) {
+  for (const Scope scope : {Scope::kAlways, Scope::kBackward}) {
+    Options options = always();
+    options.scope = scope;
+    run(2, options, [scope](int rank, const BackendRef& backend, auto&&) {
+      std::vector<at::Tensor> tensors = {gradient_of(rank), at::ones({3})};
+      const auto work = backend->allreduce_coalesced(tensors);
+      work->wait();
+      EXPECT_TRUE(work->isCompleted() && work->isSuccess());
+      EXPECT_TRUE(at::equal(tensors[1], at::full({3}, 2)));
+      EXPECT_EQ(backend->stats().snapshot().compressed_calls, scope == Scope::kAlways ? 1 : 0);
+    });
+  }
+}
+
+TEST(BackendPowerSGD, GradScaleMustBePositiveAndFinite) {
+  run(1, always(), [](int, const BackendRef& backend, auto&&) {
+    for (const double bad : {0.0, -1.0, std::numeric_limits<double>::infinity(),
+                             std::numeric_limits<double>::quiet_NaN()}) {
+      EXPECT_THROW(backend->set_grad_scale(bad), c10::ValueError);
+    }
+    EXPECT_EQ(backend->grad_scale(), 1);
+  });
+}
+
+TEST(BackendPowerSGD, ASplitGroupCompressesToo) {
+  run(4, always(), [](int rank, const BackendRef& backend, auto&&) {
+    const auto store = c10::make_intrusive<c10d::HashStore>();
+    const std::vector<int> ranks = {rank & ~1, rank | 1};
+    const auto child = backend->split(store, ranks, nullptr);
+    auto* const half = dynamic_cast<BackendPowerSGD*>(child.get());
+    ASSERT_NE(half, nullptr);
+    EXPECT_EQ(half->getSize(), 2);
+    std::vector<at::Tensor> tensors = {gradient_of(rank)};
+    half->allreduce(tensors)->wait();
+    EXPECT_EQ(half->stats().snapshot().compressed_calls, 1);
+  });
+}
+
+}  // namespace
+}  // namespace powersgd

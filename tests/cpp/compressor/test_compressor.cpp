@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <vector>
+
+#include "powersgd/compressor.h"
+
+namespace powersgd {
+namespace {
+
+Options make_options(int64_t rank = 2) {
+  Options options;
+  options.matrix_approximation_rank = rank;
+  return options;
+}
+
+// A bucket with a matrix, a bias and another matrix, of one rank: the sums over ranks are no-ops.
+class OneRank {
+ public:
+  explicit OneRank(const Options& options, at::ScalarType type = at::kFloat)
+      : plan(plan_bucket({{{17, 33}, {}}, {{5}, {}}, {{40, 24}, {}}}, options)) {
+    for (size_t i = 0; i < plan.matrices.size(); ++i) {
+      states.push_back(std::make_shared<ParameterState>());
+      states.back()->stream = i;
+    }
+    compressor = std::make_unique<BucketCompressor>(plan, states, options, type, at::kCPU);
+  }
+
+  // Returns the output.
+  at::Tensor step(const at::Tensor& gradient, const StepInfo& info = {}) {
+    at::Tensor out = gradient.clone();
+    compressor->project(out, info);
+    compressor->orthogonalize();
+    compressor->back_project();
+    compressor->reconstruct();
+    return out;
+  }
+
+  // The residuals of all parameters, 0 for raw ones, laid out as the bucket.
+  at::Tensor residuals() const {
+    at::Tensor all = at::zeros({plan.gradient_numel}, at::kDouble);
+    for (size_t i = 0; i < states.size(); ++i) {
+      const at::Tensor e = residual(*states[i]).to(at::kDouble).flatten();
+      all.narrow(0, plan.matrices[i].gradient_offset, e.numel()).copy_(e);
+    }
+    return all;
+  }
+
+  BucketPlan plan;
+  std::vector<ParameterStatePtr> states;
+  std::unique_ptr<BucketCompressor> compressor;
+};
+
+double relative(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor difference = a.to(at::kDouble) - b.to(at::kDouble);
+  return (difference.norm() / b.to(at::kDouble).norm()).item<double>();
+}
+
+TEST(Compressor, OutputsAndResidualsAddUpToTheGradients) {
+  OneRank rank(make_options());
+  ASSERT_EQ(rank.plan.matrices.size(), 2u);
+  at::Tensor sent = at::zeros({rank.plan.gradient_numel}, at::kDouble);
+  at::Tensor asked = at::zeros_like(sent);
+  for (uint64_t step = 0; step < 20; ++step) {
+    const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
+    asked += gradient;
+    sent += rank.step(gradient, {1, 1, step});
+  }
+  // fp32 rounding of 20 sums; DESIGN's oracle 1.
+  EXPECT_LT(relative(sent + rank.residuals(), asked), 1e-5);
+  // And something was left to the residual: else this shows nothing.
+  EXPECT_GT(rank.residuals().norm().item<double>(), 1);
+}
+
+TEST(Compressor, RawSegmentsAreExactAndScaled) {
+  OneRank rank(make_options());
+  const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
+  const at::Tensor out = rank.step(gradient, {0.5, 1, 0});
+  const int64_t bias = 17 * 33;
+  EXPECT_TRUE(at::equal(out.narrow(0, bias, 5), gradient.narrow(0, bias, 5) * 0.5));
+}
+
+TEST(Compressor, TheLossScaleTakesResidualsAlong) {
+  OneRank plain(make_options()), scaled(make_options());
+  for (uint64_t step = 0; step < 6; ++step) {
+    const double scale = step < 3 ? 1.0 : 1024.0;
+    const at::Tensor gradient = at::randn({plain.plan.gradient_numel});
+    const at::Tensor expected = plain.step(gradient, {1, 1, step}) * scale;
+    // A power of two changes no rounding.
+    EXPECT_TRUE(at::equal(scaled.step(gradient * scale, {1, scale, step}), expected)) << step;
+  }
+}
+
+TEST(Compressor, RollbackLosesNothing) {
+  OneRank rank(make_options());
+  const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
+  rank.step(gradient, {1, 1, 0});
+  const at::Tensor before = rank.residuals();
+  const at::Tensor warm = rank.states[0]->q_warm.clone();
+  at::Tensor out = gradient.clone();
+  rank.compressor->project(out, {1, 1, 1});
+  rank.compressor->orthogonalize();
+  rank.compressor->rollback();
+  EXPECT_LT(relative(rank.residuals(), before), 1e-6);  // one rounding of M
+  EXPECT_TRUE(at::equal(out, gradient));
+  EXPECT_TRUE(at::equal(rank.states[0]->q_warm, warm));
+}
+
+TEST(Compressor, ABucketThatIsRebuiltKeepsItsResiduals) {
+  const Options options = make_options();
+  OneRank rank(options);
+  rank.step(at::randn({rank.plan.gradient_numel}), {1, 1, 0});
+  const at::Tensor before = residual(*rank.states[1]).clone();
+  // The second matrix alone, as another layout would have it.
+  const BucketPlan plan = plan_bucket({{{40, 24}, {}}}, options);
+  BucketCompressor rebuilt(plan, {rank.states[1]}, options, at::kFloat, at::kCPU);
+  at::Tensor out = at::zeros({40 * 24});
+  rebuilt.project(out, {1, 1, 1});
+  rebuilt.orthogonalize();
+  rebuilt.back_project();
+  rebuilt.reconstruct();
+  const at::Tensor left = out.view({40, 24}).to(at::kDouble) + residual(*rank.states[1]);
+  EXPECT_LT(relative(left, before), 1e-5);
+}
+
+TEST(Compressor, WithoutErrorFeedbackThereIsNoMemory) {
+  Options options = make_options();
+  options.use_error_feedback = false;
+  OneRank rank(options);
+  rank.step(at::randn({rank.plan.gradient_numel}));
+  EXPECT_FALSE(rank.states[0]->memory.defined());
+  EXPECT_EQ(rank.residuals().norm().item<double>(), 0);
+}
+
+TEST(Compressor, ResidualDtypes) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    Options options = make_options();
+    options.residual_dtype = dtype;
+    OneRank rank(options);
+    at::Tensor sent = at::zeros({rank.plan.gradient_numel}, at::kDouble);
+    at::Tensor asked = at::zeros_like(sent);
+    for (uint64_t step = 0; step < 5; ++step) {
+      const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
+      asked += gradient;
+      sent += rank.step(gradient, {1, 1, step});
+    }
+    EXPECT_EQ(rank.states[0]->memory.scalar_type(), to_scalar_type(dtype));
+    // What storing M rounds off is lost: 2^-9 of M in bfloat16, a few times over.
+    EXPECT_LT(relative(sent + rank.residuals(), asked), 2e-2);
+  }
+}
+
+TEST(Compressor, DoubleGradientsStayDouble) {
+  OneRank rank(make_options(), at::kDouble);
+  const at::Tensor gradient = at::randn({rank.plan.gradient_numel}, at::kDouble);
+  const at::Tensor out = rank.step(gradient);
+  EXPECT_LT(relative(out + rank.residuals(), gradient), 1e-14);
+}
+
+TEST(Compressor, SetResidualIsReadBack) {
+  OneRank rank(make_options());
+  rank.step(at::randn({rank.plan.gradient_numel}));
+  const at::Tensor value = at::randn({17, 33});
+  set_residual(*rank.states[0], value);
+  EXPECT_TRUE(at::equal(residual(*rank.states[0]), value));
+}
+
+TEST(Compressor, CountsWhatItSends) {
+  OneRank rank(make_options());
+  const int64_t p = 2 * (17 + 40) + 5 + 1, q = 2 * (33 + 24);
+  EXPECT_EQ(rank.compressor->payload_bytes(), 4 * (p + q));
+  EXPECT_EQ(rank.compressor->gradient_bytes(), 4 * (17 * 33 + 5 + 40 * 24));
+}
+
+TEST(Compressor, OtherDtypesAreAnError) {
+  EXPECT_THROW(to_dtype(at::kInt), c10::Error);
+  EXPECT_FALSE(is_compressible(at::kLong));
+}
+
+}  // namespace
+}  // namespace powersgd

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "support/dtypes.h"
+#include "support/kernel_test.h"
+#include "support/reference.h"
+
+namespace powersgd::test {
+namespace {
+
+class BackProject : public KernelTest {
+ protected:
+  double roundoff() const { return unit_roundoff(bucket_.spec.factor_dtype()); }
+
+  void mark_skipped(TestBucket& bucket) {
+    const kernels::Verdict verdict{1, 0};
+    runner_->copy_in(bucket.bucket.verdict, &verdict, sizeof(verdict));
+  }
+};
+
+TEST_P(BackProject, MatchesTheReference) {
+  randomize(bucket_, 1);
+  bucket_.run(Stage::kBackProject);
+  for (const DeviceMatrix& matrix : bucket_.matrices) {
+    expect_close(bucket_.q_of(matrix),
+                 reference_q(matrix.part, matrix.memory->get(), matrix.p_hat->get()),
+                 kSumTolerance * roundoff());
+  }
+}
+
+TEST_P(BackProject, WritesPayloadAndLocalCopyAlike) {
+  randomize(bucket_, 2);
+  bucket_.run(Stage::kBackProject);
+  for (const DeviceMatrix& matrix : bucket_.matrices) {
+    EXPECT_EQ(bucket_.q_of(matrix), matrix.q_local->get());
+  }
+}
+
+TEST_P(BackProject, WithoutErrorFeedbackReadsTheGradient) {
+  BucketSpec spec = GetParam().spec;
+  spec.error_feedback = false;
+  TestBucket bucket(*runner_, spec);
+  randomize(bucket, 3);
+  Values gradient = bucket.gradient->get();
+  for (size_t i = 0; i < gradient.size(); i += 97) {
+    gradient[i] = i % 2 == 0 ? std::numeric_limits<double>::quiet_NaN()
+                             : -std::numeric_limits<double>::infinity();
+  }
+  bucket.gradient->set(gradient);
+  bucket.run(Stage::kBackProject);
+  for (const DeviceMatrix& matrix : bucket.matrices) {
+    Values m = bucket.gradient_of(matrix);
+    for (double& value : m) value = std::isfinite(value) ? value : 0;
+    expect_close(bucket.q_of(matrix), reference_q(matrix.part, m, matrix.p_hat->get()),
+                 kSumTolerance * roundoff());
+  }
+}
+
+TEST_P(BackProject, SkippedStepSendsZeros) {
+  randomize(bucket_, 4);
+  mark_skipped(bucket_);
+  bucket_.run(Stage::kBackProject);
+  for (const DeviceMatrix& matrix : bucket_.matrices) {
+    const Values zeros(static_cast<size_t>(matrix.part.rank * matrix.part.cols));
+    EXPECT_EQ(bucket_.q_of(matrix), zeros);
+    EXPECT_EQ(matrix.q_local->get(), zeros);
+  }
+}
+
+TEST_P(BackProject, LeavesTheRestAlone) {
+  randomize(bucket_, 5);
+  std::vector<Values> before;
+  for (const DeviceMatrix& matrix : bucket_.matrices) before.push_back(matrix.memory->get());
+  const Values gradient = bucket_.gradient->get();
+  bucket_.run(Stage::kBackProject);
+  for (size_t i = 0; i < before.size(); ++i) {
+    EXPECT_EQ(bucket_.matrices[i].memory->get(), before[i]);
+  }
+  EXPECT_EQ(bucket_.gradient->get(), gradient);
+}
+
+POWERSGD_INSTANTIATE_KERNEL_TEST(BackProject);
+
+}  // namespace
+}  // namespace powersgd::test

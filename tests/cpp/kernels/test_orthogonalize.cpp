@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "support/dtypes.h"
+#include "support/kernel_test.h"
+#include "support/reference.h"
+
+namespace powersgd::test {
+namespace {
+
+struct OrthogonalizeCase {
+  RunnerFactory runner;
+  DType dtype;
+  int64_t rows;
+  int64_t rank;
+};
+
+std::ostream& operator<<(std::ostream& stream, const OrthogonalizeCase& c) {
+  return stream << c.runner.name << "_" << to_string(c.dtype) << "_" << c.rows << "x" << c.rank;
+}
+
+std::vector<OrthogonalizeCase> orthogonalize_cases() {
+  std::vector<OrthogonalizeCase> cases;
+  for (const RunnerFactory& runner : stage_runners()) {
+    for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
+      for (const auto& [rows, rank] : std::vector<std::pair<int64_t, int64_t>>{
+               {1, 1}, {7, 1}, {2000, 1}, {2, 2}, {17, 3}, {64, 4}, {1500, 4}, {8, 8},
+               {129, 8}, {32, 32}, {700, 32}, {90, 40}, {5, 7}, {1, 4}}) {
+        cases.push_back({runner, dtype, rows, rank});
+      }
+    }
+  }
+  return cases;
+}
+
+class Orthogonalize : public ::testing::TestWithParam<OrthogonalizeCase> {
+ protected:
+  Orthogonalize()
+      : runner_(GetParam().runner.make()),
+        rows_(GetParam().rows),
+        rank_(GetParam().rank),
+        bucket_(*runner_, spec()) {}
+
+  // A bystander on either side, so that offsets and verdicts of several matrices are at work.
+  BucketSpec spec() const {
+    return {{{6, 9, 2}, Part::raw(3), {rows_, 3, rank_}, {11, 4, 1}}, GetParam().dtype};
+  }
+
+  int64_t live_rank() const { return std::min(rows_, rank_); }
+  const DeviceMatrix& matrix() const { return bucket_.matrices[1]; }
+
+  // Runs the stage on P, which becomes what the payload's dtype makes of it.
+  void run(Values& p) {
+    Values payload = random_values(bucket_.bucket.p_numel, 99);
+    std::copy(p.begin(), p.end(), payload.begin() + matrix().p_offset);
+    payload.back() = 0;
+    bucket_.p_payload->set(payload);
+    p = bucket_.p_of(matrix());
+    bucket_.run(Stage::kOrthogonalize);
+  }
+
+  Values p_hat() const { return matrix().p_hat->get(); }
+
+  Values random_p(uint64_t seed) const { return random_values(rows_ * rank_, seed); }
+
+  double& at(Values& p, int64_t row, int64_t column) const {
+    return p[static_cast<size_t>(row * rank_ + column)];
+  }
+
+  // The first `count` columns.
+  Values head(const Values& p, int64_t count) const {
+    Values columns;
+    for (int64_t i = 0; i < rows_; ++i) {
+      for (int64_t k = 0; k < count; ++k) columns.push_back(p[static_cast<size_t>(i * rank_ + k)]);
+    }
+    return columns;
+  }
+
+  // With more columns than rows the rest can only be zero.
+  void expect_orthonormal() const {
+    EXPECT_EQ(bucket_.verdict().skipped, 0);
+    EXPECT_LE(orthogonality_error(head(p_hat(), live_rank()), rows_, live_rank()), allowed_);
+    Values rest = p_hat();
+    for (int64_t i = 0; i < rows_; ++i) {
+      for (int64_t k = 0; k < live_rank(); ++k) at(rest, i, k) = 0;
+    }
+    EXPECT_EQ(norm(rest), 0);
+  }
+
+  // The columns of P lie in the span of the first `count` of p_hat. Rounding p_hat to the factor dtype
+  // moves a column by a few roundoffs for each column of the basis.
+  void expect_spanned(const Values& p, int64_t count) const {
+    const double tolerance = 4 * static_cast<double>(rank_) * unit_roundoff(GetParam().dtype);
+    EXPECT_LE(distance_from_span(head(p, count), head(p_hat(), count), rows_, count), tolerance);
+  }
+
+  std::unique_ptr<StageRunner> runner_;
+  const int64_t rows_;
+  const int64_t rank_;
+  // The requirement of the design; in double nothing but rounding is left.
+  const double allowed_ = GetParam().dtype == DType::kFloat64 ? 1e-12 : 1e-5;
+  TestBucket bucket_;
+};
+
+TEST_P(Orthogonalize, RandomColumns) {
+  Values p = random_p(1);
+  run(p);
+  expect_orthonormal();
+  expect_spanned(p, live_rank());
+}
+
+TEST_P(Orthogonalize, OrthonormalColumnsStay) {
+  Values p = orthonormal_basis(random_p(2), rows_, live_rank() == rank_ ? rank_ : 0);
+  if (live_rank() < rank_) return;
+  run(p);
+  const Values result = p_hat();
+  for (size_t i = 0; i < p.size(); ++i) {
+    EXPECT_NEAR(result[i], p[i], 64 * unit_roundoff(GetParam().dtype));
+  }
+}
+
+// Condition number 1e6, graded over the columns and mixed. The span is compared with the one that
+// extended precision finds for the same rounded P: not one direction may be lost, the faintest
+// included, and distance_from_span is relative to unit columns of p_hat.
+TEST_P(Orthogonalize, IllConditionedColumns) {
+  if (live_rank() < rank_ || rank_ == 1) return;
+  const Values left = orthonormal_basis(random_p(3), rows_, rank_);
+  const Values right = orthonormal_basis(random_values(rank_ * rank_, 4), rank_, rank_);
+  for (const bool mixed : {false, true}) {
+    Values p(left.size());
+    for (int64_t i = 0; i < rows_; ++i) {
+      for (int64_t k = 0; k < rank_; ++k) {
+        const double scale = std::pow(1e-6, static_cast<double>(k) / static_cast<double>(rank_ - 1));
+        for (int64_t c = 0; c < rank_; ++c) {
+          const double mix = mixed ? right[static_cast<size_t>(k * rank_ + c)] : k == c;
+          at(p, i, c) += left[static_cast<size_t>(i * rank_ + k)] * scale * mix;
+        }
+      }
+    }
+    run(p);
+    expect_orthonormal();
+    // The solution of the triangular system carries the condition number times the roundoff of double.
+    const double tolerance =
+        4 * static_cast<double>(rank_) * unit_roundoff(GetParam().dtype) + 1e-8;
+    EXPECT_LE(distance_from_span(p_hat(), orthonormal_basis(p, rows_, rank_), rows_, rank_),
+              tolerance);
+  }
+}
+
+TEST_P(Orthogonalize, ScaleDoesNotMatter) {
+  for (const double scale : {1e-30, 1e30}) {
+    Values p = random_p(5);
+    for (double& value : p) value *= scale;
+    run(p);
+    expect_orthonormal();
+    expect_spanned(p, live_rank());
+  }
+}
+
+TEST_P(Orthogonalize, ZeroMatrixGetsRandomColumns) {
+  Values p(static_cast<size_t>(rows_ * rank_));
+  run(p);
+  expect_orthonormal();
+}
+
+TEST_P(Orthogonalize, ZeroColumnIsReplaced) {
+  for (int64_t dead = 0; dead < rank_; dead += 3) {
+    Values p = random_p(6);
+    for (int64_t i = 0; i < rows_; ++i) at(p, i, dead) = 0;
+    run(p);
+    EXPECT_EQ(bucket_.verdict().skipped, 0);
+    if (live_rank() < rank_) continue;
+    expect_orthonormal();
+    EXPECT_LE(distance_from_span(p, p_hat(), rows_, rank_),
+              4 * static_cast<double>(rank_) * unit_roundoff(GetParam().dtype));
+  }
+}
+
+// Every column a multiple of the first: it alone is live, and p_hat's first column is its direction.
+TEST_P(Orthogonalize, CollinearColumns) {
+  Values p = random_p(7);
+  for (int64_t i = 0; i < rows_; ++i) {
+    for (int64_t k = 1; k < rank_; ++k) at(p, i, k) = at(p, i, 0) * (k % 2 == 0 ? 2.0 : -0.5);
+  }
+  run(p);
+  expect_orthonormal();
+  expect_spanned(p, 1);
+}
+
+// Numeric rank 2: the first two columns span all the others.
+TEST_P(Orthogonalize, MoreColumnsThanNumericRank) {
+  if (live_rank() < 3) return;
+  const Values basis = random_values(rows_ * 2, 8);
+  const Values mix = random_values(rank_ * 2, 9);
+  Values p(static_cast<size_t>(rows_ * rank_));
+  for (int64_t i = 0; i < rows_; ++i) {
+    for (int64_t k = 0; k < rank_; ++k) {
+      for (int64_t s = 0; s < 2; ++s) {
+        at(p, i, k) += basis[static_cast<size_t>(i * 2 + s)] * mix[static_cast<size_t>(k * 2 + s)];
+      }
+    }
+  }
+  run(p);
+  expect_orthonormal();
+  expect_spanned(p, 2);
+}
+
+// A column that is live but for epsilon.
+TEST_P(Orthogonalize, EpsilonDecidesWhatIsDead) {
+  if (live_rank() < 2 || rows_ < 8) return;
+  for (const bool dead : {false, true}) {
+    bucket_.bucket.epsilon = dead ? 1e-2 : 0;
+    Values p = random_p(10);
+    for (int64_t i = 0; i < rows_; ++i) at(p, i, 1) *= 1e-3;
+    run(p);
+    expect_orthonormal();
+    const double distance = distance_from_span(head(p, 2), head(p_hat(), 2), rows_, 2);
+    EXPECT_EQ(distance > 1e-2, dead && rows_ > 2) << distance;
+  }
+}
+
+TEST_P(Orthogonalize, DeadColumnsDependOnTheStepAlone) {
+  if (live_rank() < rank_ || rows_ == 1) return;
+  Values p = random_p(11);
+  for (int64_t i = 0; i < rows_; ++i) at(p, i, rank_ - 1) = 0;
+  const auto result = [&](uint64_t step, uint64_t seed) {
+    bucket_.bucket.step = step;
+    bucket_.bucket.seed = seed;
+    run(p);
+    return p_hat();
+  };
+  const Values first = result(1, 42);
+  EXPECT_EQ(result(1, 42), first);
+  for (const Values& other : {result(2, 42), result(1, 43)}) {
+    EXPECT_EQ(head(other, rank_ - 1), head(first, rank_ - 1));
+    if (rows_ > rank_) {
+      EXPECT_NE(other, first);
+    }
+  }
+}
+
+TEST_P(Orthogonalize, NonFiniteCountSkips) {
+  for (const double count : {1.0, 3.0, std::numeric_limits<double>::quiet_NaN()}) {
+    for (DeviceMatrix& m : bucket_.matrices) m.p_hat->set(random_values(m.part.rows * m.part.rank, 12));
+    const Values before = p_hat();
+    Values payload = random_values(bucket_.bucket.p_numel, 13);
+    payload.back() = count;
+    bucket_.p_payload->set(payload);
+    bucket_.run(Stage::kOrthogonalize);
+    EXPECT_EQ(bucket_.verdict().skipped, 1);
+    EXPECT_EQ(p_hat(), before);
+  }
+}
+
+// One element of one matrix: no matrix of the bucket may change.
+TEST_P(Orthogonalize, NonFiniteElementSkipsTheBucket) {
+  for (const double value : {std::numeric_limits<double>::infinity(),
+                             std::numeric_limits<double>::quiet_NaN()}) {
+    for (const int64_t index : {matrix().p_offset, matrix().p_offset + rows_ * rank_ - 1}) {
+      std::vector<Values> before;
+      for (DeviceMatrix& m : bucket_.matrices) {
+        m.p_hat->set(random_values(m.part.rows * m.part.rank, 14));
+        before.push_back(m.p_hat->get());
+      }
+      Values payload = random_values(bucket_.bucket.p_numel, 15);
+      payload[static_cast<size_t>(index)] = value;
+      payload.back() = 0;
+      bucket_.p_payload->set(payload);
+      bucket_.run(Stage::kOrthogonalize);
+      EXPECT_EQ(bucket_.verdict().skipped, 1);
+      for (size_t i = 0; i < before.size(); ++i) {
+        EXPECT_EQ(bucket_.matrices[i].p_hat->get(), before[i]);
+      }
+    }
+  }
+}
+
+// A raw segment that overflows in the reduction is the caller's affair, as with a plain allreduce.
+TEST_P(Orthogonalize, RawSegmentsHaveNoSay) {
+  Values payload = random_values(bucket_.bucket.p_numel, 16);
+  payload[static_cast<size_t>(bucket_.raws[0].p_offset)] = std::numeric_limits<double>::infinity();
+  payload.back() = 0;
+  bucket_.p_payload->set(payload);
+  bucket_.run(Stage::kOrthogonalize);
+  EXPECT_EQ(bucket_.verdict().skipped, 0);
+}
+
+TEST_P(Orthogonalize, VerdictOfTheLastStepIsForgotten) {
+  const kernels::Verdict verdict{1, 6};
+  runner_->copy_in(bucket_.bucket.verdict, &verdict, sizeof(verdict));
+  Values p = random_p(17);
+  run(p);
+  EXPECT_EQ(bucket_.verdict().skipped, 0);
+  EXPECT_EQ(bucket_.verdict().skipped_total, 6);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Orthogonalize, ::testing::ValuesIn(orthogonalize_cases()),
+                         [](const ::testing::TestParamInfo<OrthogonalizeCase>& info) {
+                           std::ostringstream name;
+                           name << info.param;
+                           return name.str();
+                         });
+
+}  // namespace
+}  // namespace powersgd::test

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "support/dtypes.h"
+#include "support/kernel_test.h"
+#include "support/reference.h"
+
+namespace powersgd::test {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+// What a matrix held before the stage.
+struct Before {
+  explicit Before(const DeviceMatrix& matrix)
+      : memory(matrix.memory ? matrix.memory->get() : Values(static_cast<size_t>(matrix.part.numel()))),
+        p_hat(matrix.p_hat->get()),
+        q_local(matrix.q_local->get()),
+        q_warm(matrix.q_warm->get()) {}
+
+  Values memory, p_hat, q_local, q_warm;
+};
+
+class Project : public KernelTest {
+ protected:
+  double roundoff() const { return unit_roundoff(bucket_.spec.factor_dtype()); }
+
+  // Runs the stage and compares all that it writes.
+  void run_and_check() {
+    std::vector<Before> before(bucket_.matrices.begin(), bucket_.matrices.end());
+    bucket_.run(Stage::kProject);
+    for (size_t i = 0; i < before.size(); ++i) check_matrix(bucket_.matrices[i], before[i]);
+    const Values gradient = bucket_.gradient->get();
+    for (const DeviceRaw& raw : bucket_.raws) check_raw(raw, gradient);
+  }
+
+  void check_matrix(const DeviceMatrix& matrix, const Before& before) {
+    const Part& part = matrix.part;
+    const Values gradient = bucket_.gradient_of(matrix);
+    Checked m = reference_m(part, gradient, before.memory, before.p_hat, before.q_local,
+                            bucket_.bucket.residual_scale);
+    if (matrix.memory) {
+      // The product is a chain of `rank` additions, and four operations follow. Then M is rounded to
+      // the residual dtype: a relative error, or half the smallest subnormal of float16.
+      const DType residual = bucket_.bucket.residual_dtype;
+      const auto operations = static_cast<double>(part.rank + 4);
+      expect_close(matrix.memory->get(), m, operations * roundoff() + unit_roundoff(residual),
+                   residual == DType::kFloat16 ? std::ldexp(1.0, -25) : 0);
+      m.value = matrix.memory->get();
+    } else {
+      for (size_t i = 0; i < gradient.size(); ++i) {
+        m.value[i] = std::isfinite(gradient[i]) ? gradient[i] : 0;
+      }
+    }
+    // P is that of M as it was stored.
+    expect_close(bucket_.p_of(matrix), reference_p(part, m.value, before.q_warm),
+                 kSumTolerance * roundoff());
+    EXPECT_EQ(matrix.p_hat->get(), before.p_hat);
+    EXPECT_EQ(matrix.q_warm->get(), before.q_warm);
+  }
+
+  // Raw segments travel exactly: the factor dtype holds every value of the gradient dtype.
+  void check_raw(const DeviceRaw& raw, const Values& gradient) {
+    const Values sent = TestBucket::slice(bucket_.p_payload->get(), raw.p_offset, raw.numel);
+    const Values expected = TestBucket::slice(gradient, raw.gradient_offset, raw.numel);
+    for (size_t i = 0; i < sent.size(); ++i) {
+      if (!std::isfinite(expected[i])) continue;
+      ASSERT_EQ(sent[i], expected[i]);
+    }
+  }
+
+  void put_in_gradient(int64_t index, double value) {
+    Values gradient = bucket_.gradient->get();
+    gradient[static_cast<size_t>(index)] = value;
+    bucket_.gradient->set(gradient);
+  }
+};
+
+TEST_P(Project, MatchesTheReference) {
+  randomize(bucket_, 1);
+  run_and_check();
+  EXPECT_EQ(bucket_.count(), 0);
+}
+
+TEST_P(Project, ScalesTheResidual) {
+  randomize(bucket_, 2);
+  bucket_.bucket.residual_scale = 0.375;
+  run_and_check();
+}
+
+// The memory starts as zero, and there is no last step.
+TEST_P(Project, FirstStepStoresTheGradient) {
+  randomize(bucket_, 3);
+  for (DeviceMatrix& matrix : bucket_.matrices) {
+    matrix.memory->set(Values(static_cast<size_t>(matrix.part.numel())));
+    matrix.q_local->set(Values(static_cast<size_t>(matrix.part.cols * matrix.part.rank)));
+  }
+  run_and_check();
+}
+
+TEST_P(Project, NonFiniteElementCountsAsZero) {
+  for (const double value : {kInfinity, -kInfinity, kNaN}) {
+    for (const DeviceMatrix& matrix : bucket_.matrices) {
+      const int64_t numel = matrix.part.numel();
+      if (numel == 0) continue;
+      for (const int64_t index : {int64_t{0}, numel / 2, numel - 1}) {
+        randomize(bucket_, 4);
+        put_in_gradient(matrix.gradient_offset + index, value);
+        run_and_check();
+        EXPECT_EQ(bucket_.count(), 1) << value << " at " << index;
+      }
+    }
+  }
+}
+
+TEST_P(Project, NonFiniteRawElementIsCounted) {
+  for (const double value : {kInfinity, kNaN}) {
+    for (const DeviceRaw& raw : bucket_.raws) {
+      if (raw.numel == 0) continue;
+      for (const int64_t index : {int64_t{0}, raw.numel - 1}) {
+        randomize(bucket_, 5);
+        put_in_gradient(raw.gradient_offset + index, value);
+        run_and_check();
+        EXPECT_EQ(bucket_.count(), 1) << value << " at " << index;
+      }
+    }
+  }
+}
+
+// A sum beyond the largest value of the residual dtype must not leave an infinity behind for good.
+TEST_P(Project, MemoryStaysFinite) {
+  randomize(bucket_, 6);
+  for (DeviceMatrix& matrix : bucket_.matrices) {
+    const auto numel = static_cast<size_t>(matrix.part.numel());
+    matrix.memory->set(Values(numel, largest(bucket_.bucket.residual_dtype)));
+    matrix.q_local->set(Values(static_cast<size_t>(matrix.part.cols * matrix.part.rank)));
+  }
+  Values gradient = bucket_.gradient->get();
+  for (double& g : gradient) g = largest(bucket_.spec.gradient_dtype);
+  bucket_.gradient->set(gradient);
+  bucket_.run(Stage::kProject);
+  for (const DeviceMatrix& matrix : bucket_.matrices) {
+    for (const double m : matrix.memory->get()) ASSERT_TRUE(std::isfinite(m));
+  }
+}
+
+TEST_P(Project, WithoutErrorFeedback) {
+  BucketSpec spec = GetParam().spec;
+  spec.error_feedback = false;
+  TestBucket bucket(*runner_, spec);
+  randomize(bucket, 7);
+  for (const double value : {1.0, kNaN}) {
+    Values gradient = bucket.gradient->get();
+    if (bucket.matrices.empty() || gradient.empty()) continue;
+    const DeviceMatrix& last = bucket.matrices.back();
+    gradient[static_cast<size_t>(last.gradient_offset + last.part.numel() - 1)] = value;
+    bucket.gradient->set(gradient);
+    bucket.run(Stage::kProject);
+    EXPECT_EQ(bucket.count(), std::isfinite(value) ? 0 : 1);
+    for (double& g : gradient) g = std::isfinite(g) ? g : 0;
+    for (const DeviceMatrix& matrix : bucket.matrices) {
+      const Values m = TestBucket::slice(gradient, matrix.gradient_offset, matrix.part.numel());
+      const Values rounded = decode(spec.gradient_dtype, encode(spec.gradient_dtype, m));
+      expect_close(bucket.p_of(matrix), reference_p(matrix.part, rounded, matrix.q_warm->get()),
+                   kSumTolerance * roundoff());
+    }
+  }
+}
+
+POWERSGD_INSTANTIATE_KERNEL_TEST(Project);
+
+}  // namespace
+}  // namespace powersgd::test

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "support/dtypes.h"
+#include "support/kernel_test.h"
+#include "support/reference.h"
+
+namespace powersgd::test {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+class Reconstruct : public KernelTest {
+ protected:
+  double roundoff() const { return unit_roundoff(bucket_.spec.factor_dtype()); }
+
+  // As it is after both reductions.
+  void randomize_step(uint64_t seed) {
+    randomize(bucket_, seed);
+    bucket_.p_payload->set(random_values(bucket_.bucket.p_numel, seed + 100));
+    bucket_.q_payload->set(random_values(bucket_.bucket.q_numel, seed + 200));
+    set_verdict({0, 0});
+  }
+
+  void set_verdict(kernels::Verdict verdict) {
+    runner_->copy_in(bucket_.bucket.verdict, &verdict, sizeof(verdict));
+  }
+
+  // One rounding to the gradient dtype after a chain of `operations`.
+  void expect_gradient(const Values& actual, const Checked& expected, int64_t operations) const {
+    const DType dtype = bucket_.spec.gradient_dtype;
+    expect_close(actual, expected,
+                 static_cast<double>(operations) * roundoff() + unit_roundoff(dtype),
+                 dtype == DType::kFloat16 ? std::ldexp(1.0, -25) : 0);
+  }
+
+  struct Before {
+    Values memory, q_warm, gradient;
+  };
+  std::vector<Before> matrices_before() const {
+    std::vector<Before> before;
+    for (const DeviceMatrix& matrix : bucket_.matrices) {
+      before.push_back(
+          {matrix.memory->get(), matrix.q_warm->get(), bucket_.gradient_of(matrix)});
+    }
+    return before;
+  }
+
+  // Runs the stage, which must find that the step is to be skipped.
+  void run_and_expect_skipped() {
+    const std::vector<Before> before = matrices_before();
+    bucket_.run(Stage::kReconstruct);
+    EXPECT_EQ(bucket_.verdict().skipped, 1);
+    EXPECT_EQ(bucket_.verdict().skipped_total, 1);
+    for (const double g : bucket_.gradient->get()) ASSERT_TRUE(std::isnan(g));
+    for (size_t i = 0; i < before.size(); ++i) check_taken_back(bucket_.matrices[i], before[i]);
+  }
+
+  // memory = M - G, q_local = 0, q_warm as before.
+  void check_taken_back(const DeviceMatrix& matrix, const Before& before) const {
+    Checked expected{before.memory, before.memory};
+    for (size_t i = 0; i < before.memory.size(); ++i) {
+      const double g = std::isfinite(before.gradient[i]) ? before.gradient[i] : 0;
+      expected.value[i] -= g;
+      expected.magnitude[i] = std::fabs(before.memory[i]) + std::fabs(g);
+    }
+    const DType residual = bucket_.bucket.residual_dtype;
+    expect_close(matrix.memory->get(), expected, roundoff() + unit_roundoff(residual),
+                 residual == DType::kFloat16 ? std::ldexp(1.0, -25) : 0);
+    EXPECT_EQ(matrix.q_warm->get(), before.q_warm);
+    EXPECT_EQ(norm(matrix.q_local->get()), 0);
+  }
+};
+
+TEST_P(Reconstruct, MatchesTheReference) {
+  for (const double scale : {1.0, 0.25, 1.0 / 3}) {
+    randomize_step(1);
+    bucket_.bucket.output_scale = scale;
+    bucket_.run(Stage::kReconstruct);
+    EXPECT_EQ(bucket_.verdict().skipped, 0);
+    for (const DeviceMatrix& matrix : bucket_.matrices) {
+      Checked expected =
+          reference_product(matrix.part, matrix.p_hat->get(), bucket_.q_of(matrix));
+      for (double& value : expected.value) value *= scale;
+      for (double& value : expected.magnitude) value *= scale;
+      expect_gradient(bucket_.gradient_of(matrix), expected, matrix.part.rank + 3);
+    }
+    const Values payload = bucket_.p_payload->get();
+    for (const DeviceRaw& raw : bucket_.raws) {
+      Values expected = TestBucket::slice(payload, raw.p_offset, raw.numel);
+      for (double& value : expected) value *= scale;
+      Values magnitude = expected;
+      for (double& value : magnitude) value = std::fabs(value);
+      expect_gradient(TestBucket::slice(bucket_.gradient->get(), raw.gradient_offset, raw.numel),
+                      {expected, magnitude}, 3);
+    }
+  }
+}
+
+TEST_P(Reconstruct, WarmStartHasUnitRows) {
+  randomize_step(2);
+  bucket_.run(Stage::kReconstruct);
+  for (const DeviceMatrix& matrix : bucket_.matrices) {
+    const Values q = bucket_.q_of(matrix);
+    const Values q_warm = matrix.q_warm->get();
+    for (int64_t k = 0; k < matrix.part.rank; ++k) {
+      Values expected = TestBucket::slice(q, k * matrix.part.cols, matrix.part.cols);
+      const double length = norm(expected);
+      for (double& value : expected) value /= length;
+      Values magnitude = expected;
+      for (double& value : magnitude) value = std::fabs(value);
+      expect_close(TestBucket::slice(q_warm, k * matrix.part.cols, matrix.part.cols),
+                   {expected, magnitude}, 4 * roundoff());
+    }
+  }
+}
+
+TEST_P(Reconstruct, ZeroRowKeepsTheWarmStart) {
+  randomize_step(3);
+  const std::vector<Before> before = matrices_before();
+  bucket_.q_payload->set(Values(static_cast<size_t>(bucket_.bucket.q_numel)));
+  bucket_.run(Stage::kReconstruct);
+  EXPECT_EQ(bucket_.verdict().skipped, 0);
+  for (size_t i = 0; i < before.size(); ++i) {
+    EXPECT_EQ(bucket_.matrices[i].q_warm->get(), before[i].q_warm);
+    EXPECT_EQ(norm(bucket_.gradient_of(bucket_.matrices[i])), 0);
+  }
+}
+
+TEST_P(Reconstruct, LeavesMemoryAndLocalFactorsAlone) {
+  randomize_step(4);
+  const std::vector<Before> before = matrices_before();
+  std::vector<Values> locals;
+  for (const DeviceMatrix& matrix : bucket_.matrices) locals.push_back(matrix.q_local->get());
+  bucket_.run(Stage::kReconstruct);
+  for (size_t i = 0; i < before.size(); ++i) {
+    EXPECT_EQ(bucket_.matrices[i].memory->get(), before[i].memory);
+    EXPECT_EQ(bucket_.matrices[i].q_local->get(), locals[i]);
+  }
+}
+
+TEST_P(Reconstruct, SkipsWhenOrthogonalizeSaidSo) {
+  randomize_step(5);
+  Values gradient = bucket_.gradient->get();
+  for (size_t i = 0; i < gradient.size(); i += 41) gradient[i] = i % 2 == 0 ? kNaN : kInfinity;
+  bucket_.gradient->set(gradient);
+  set_verdict({1, 0});
+  run_and_expect_skipped();
+}
+
+TEST_P(Reconstruct, SkipsWhenAnElementOfQIsNotFinite) {
+  for (const double value : {kInfinity, -kInfinity, kNaN}) {
+    for (const int64_t index : {int64_t{0}, bucket_.bucket.q_numel - 1}) {
+      if (bucket_.bucket.q_numel == 0) continue;
+      randomize_step(6);
+      Values q = bucket_.q_payload->get();
+      q[static_cast<size_t>(index)] = value;
+      bucket_.q_payload->set(q);
+      run_and_expect_skipped();
+    }
+  }
+}
+
+TEST_P(Reconstruct, CountsTheSkippedSteps) {
+  randomize_step(7);
+  set_verdict({1, 4});
+  bucket_.run(Stage::kReconstruct);
+  EXPECT_EQ(bucket_.verdict().skipped_total, 5);
+}
+
+TEST_P(Reconstruct, SkipsWithoutErrorFeedback) {
+  BucketSpec spec = GetParam().spec;
+  spec.error_feedback = false;
+  TestBucket bucket(*runner_, spec);
+  randomize(bucket, 8);
+  const kernels::Verdict verdict{1, 0};
+  runner_->copy_in(bucket.bucket.verdict, &verdict, sizeof(verdict));
+  bucket.run(Stage::kReconstruct);
+  for (const double g : bucket.gradient->get()) ASSERT_TRUE(std::isnan(g));
+}
+
+POWERSGD_INSTANTIATE_KERNEL_TEST(Reconstruct);
+
+}  // namespace
+}  // namespace powersgd::test

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The same bits for any number of threads, in every stage; and, in the stages whose results all ranks
+// must agree on, on any instruction set.
+#include <gtest/gtest.h>
+
+#include "support/kernel_test.h"
+
+namespace powersgd::test {
+namespace {
+
+constexpr Stage kSteps[] = {Stage::kRandomStart, Stage::kProject, Stage::kOrthogonalize,
+                            Stage::kBackProject, Stage::kReconstruct};
+
+std::vector<BucketSpec> specs() {
+  const std::vector<Part> parts = {{600, 70, 4}, Part::raw(70001), {33, 3000, 5}, {2100, 9, 8},
+                                   {90, 140, 36}, Part::raw(3)};
+  return {{parts, DType::kFloat32, DType::kFloat32},
+          {parts, DType::kFloat64, DType::kFloat64},
+          {parts, DType::kBFloat16, DType::kBFloat16},
+          {parts, DType::kFloat16, DType::kFloat16}};
+}
+
+// Two steps: the second one starts from all that the first one leaves.
+std::vector<uint8_t> run_all_stages(const RunnerFactory& factory, const BucketSpec& spec) {
+  const std::unique_ptr<StageRunner> runner = factory.make();
+  TestBucket bucket(*runner, spec);
+  randomize(bucket, 1);
+  for (int step = 0; step < 2; ++step) {
+    for (const Stage stage : kSteps) bucket.run(stage);
+  }
+  return bucket.state_bytes();
+}
+
+TEST(Reproducible, AnyNumberOfThreads) {
+  for (const BucketSpec& spec : specs()) {
+    for (const std::vector<RunnerFactory>& group : runners_equal_in_all_stages()) {
+      const std::vector<uint8_t> expected = run_all_stages(group[0], spec);
+      for (const RunnerFactory& other : group) {
+        EXPECT_TRUE(run_all_stages(other, spec) == expected) << other.name;
+      }
+    }
+  }
+}
+
+// Fixed factors go in, so that what project and back_project round differently stays out.
+std::vector<uint8_t> run_shared_stages(const RunnerFactory& factory, const BucketSpec& spec,
+                                       bool ill_conditioned) {
+  const std::unique_ptr<StageRunner> runner = factory.make();
+  TestBucket bucket(*runner, spec);
+  randomize(bucket, 2);
+  Values p = random_values(bucket.bucket.p_numel, 3);
+  for (size_t i = 0; ill_conditioned && i < p.size(); i += 2) p[i] *= 1e-6;
+  for (size_t i = 0; ill_conditioned && i < p.size(); i += 7) p[i] = 0;
+  p.back() = 0;
+  bucket.p_payload->set(p);
+  bucket.q_payload->set(random_values(bucket.bucket.q_numel, 4));
+  bucket.bucket.output_scale = 1.0 / 3;
+  bucket.run(Stage::kRandomStart);
+  bucket.run(Stage::kOrthogonalize);
+  bucket.run(Stage::kReconstruct);
+  EXPECT_EQ(bucket.verdict().skipped, 0);
+  return bucket.state_bytes();
+}
+
+TEST(Reproducible, AnyInstructionSet) {
+  const std::vector<RunnerFactory> runners = runners_equal_in_shared_stages();
+  for (const BucketSpec& spec : specs()) {
+    for (const bool ill_conditioned : {false, true}) {
+      const std::vector<uint8_t> expected = run_shared_stages(runners[0], spec, ill_conditioned);
+      for (const RunnerFactory& other : runners) {
+        EXPECT_TRUE(run_shared_stages(other, spec, ill_conditioned) == expected) << other.name;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace powersgd::test

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "powersgd/options.h"
+
+namespace powersgd {
+namespace {
+
+std::string error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+std::string error_with(const std::function<void(Options&)>& change) {
+  return error_of([&] {
+    Options options;
+    change(options);
+    validate(options);
+  });
+}
+
+TEST(Options, DefaultsAreValid) { EXPECT_EQ(error_with([](Options&) {}), "no error"); }
+
+TEST(Options, RankIsFrom1To1024) {
+  EXPECT_EQ(error_with([](Options& o) { o.matrix_approximation_rank = 0; }),
+            "matrix_approximation_rank must be an integer >= 1, got 0");
+  EXPECT_EQ(error_with([](Options& o) { o.matrix_approximation_rank = -3; }),
+            "matrix_approximation_rank must be an integer >= 1, got -3");
+  EXPECT_EQ(error_with([](Options& o) { o.matrix_approximation_rank = 1025; }),
+            "matrix_approximation_rank must be an integer <= 1024, got 1025");
+  EXPECT_EQ(error_with([](Options& o) { o.matrix_approximation_rank = 1024; }), "no error");
+}
+
+TEST(Options, StartIsNotNegative) {
+  EXPECT_EQ(error_with([](Options& o) { o.start_powerSGD_iter = -1; }),
+            "start_powerSGD_iter must be an integer >= 0, got -1");
+  EXPECT_EQ(error_with([](Options& o) { o.start_powerSGD_iter = 0; }), "no error");
+}
+
+TEST(Options, CompressionRateIsPositiveAndFinite) {
+  EXPECT_EQ(error_with([](Options& o) { o.min_compression_rate = 0; }),
+            "min_compression_rate must be a finite number > 0, got 0");
+  EXPECT_EQ(error_with([](Options& o) {
+              o.min_compression_rate = std::numeric_limits<double>::infinity();
+            }),
+            "min_compression_rate must be a finite number > 0, got inf");
+  EXPECT_EQ(error_with([](Options& o) {
+              o.min_compression_rate = std::numeric_limits<double>::quiet_NaN();
+            }),
+            "min_compression_rate must be a finite number > 0, got nan");
+  EXPECT_EQ(error_with([](Options& o) { o.min_compression_rate = 0.5; }), "no error");
+}
+
+TEST(Options, EpsilonIsAShare) {
+  EXPECT_EQ(error_with([](Options& o) { o.orthogonalization_epsilon = 1; }),
+            "orthogonalization_epsilon must be a number >= 0 and < 1, got 1");
+  EXPECT_EQ(error_with([](Options& o) { o.orthogonalization_epsilon = -0.5; }),
+            "orthogonalization_epsilon must be a number >= 0 and < 1, got -0.5");
+  EXPECT_EQ(error_with([](Options& o) {
+              o.orthogonalization_epsilon = std::numeric_limits<double>::quiet_NaN();
+            }),
+            "orthogonalization_epsilon must be a number >= 0 and < 1, got nan");
+}
+
+TEST(Options, OtherIntegers) {
+  EXPECT_EQ(error_with([](Options& o) { o.random_seed = -1; }),
+            "random_seed must be an integer >= 0, got -1");
+  EXPECT_EQ(error_with([](Options& o) { o.compression_stats_logging_frequency = 0; }),
+            "compression_stats_logging_frequency must be an integer >= 1, got 0");
+  EXPECT_EQ(error_with([](Options& o) { o.min_numel = 0; }),
+            "min_numel must be an integer >= 1, got 0");
+}
+
+TEST(Options, Names) {
+  EXPECT_EQ(error_with([](Options& o) { o.inner = ""; }),
+            "inner must be 'auto' or the name of a backend, got ''");
+  EXPECT_EQ(error_with([](Options& o) { o.scope = static_cast<Scope>(9); }),
+            "scope must be 'backward', 'attached', 'always' or 'never', got 'unknown (9)'");
+}
+
+TEST(Options, DTypes) {
+  EXPECT_EQ(error_with([](Options& o) { o.residual_dtype = DType::kFloat64; }),
+            "residual_dtype must be float32, bfloat16 or float16 (float64 gradients keep a float64 "
+            "residual), got float64");
+  EXPECT_EQ(error_with([](Options& o) { o.residual_dtype = DType::kBFloat16; }), "no error");
+  EXPECT_EQ(error_with([](Options& o) { o.wire_dtype = DType::kBFloat16; }),
+            "wire_dtype must be None or float32 in this version, got bfloat16");
+  EXPECT_EQ(error_with([](Options& o) { o.wire_dtype = DType::kFloat32; }), "no error");
+}
+
+TEST(Options, AlternatingIsNotYetThere) {
+  EXPECT_EQ(error_with([](Options& o) { o.alternating = true; }),
+            "alternating must be False in this version, got True");
+}
+
+TEST(Options, ScopeNamesRoundTrip) {
+  for (const char* name : {"backward", "attached", "always", "never"}) {
+    EXPECT_EQ(to_string(parse_scope(name)), name);
+  }
+  EXPECT_EQ(error_of([] { parse_scope("all"); }),
+            "scope must be 'backward', 'attached', 'always' or 'never', got 'all'");
+}
+
+TEST(Options, DTypeNamesRoundTrip) {
+  for (const char* name : {"float32", "float64", "bfloat16", "float16"}) {
+    EXPECT_EQ(to_string(parse_dtype(name)), name);
+  }
+  EXPECT_EQ(error_of([] { parse_dtype("int8"); }),
+            "dtype must be 'float32', 'float64', 'bfloat16' or 'float16', got 'int8'");
+  EXPECT_EQ(size_of(DType::kFloat32), 4);
+  EXPECT_EQ(size_of(DType::kFloat64), 8);
+  EXPECT_EQ(size_of(DType::kBFloat16), 2);
+  EXPECT_EQ(size_of(DType::kFloat16), 2);
+}
+
+}  // namespace
+}  // namespace powersgd

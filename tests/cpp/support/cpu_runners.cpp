@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <thread>
+
+#include "kernels/cpu/isa.h"
+#include "support/stage_runner.h"
+
+namespace powersgd::test {
+namespace {
+
+using kernels::Bucket;
+using kernels::cpu::Isa;
+
+// Every instruction set of this machine, and a number of threads.
+class CpuRunner : public StageRunner {
+ public:
+  CpuRunner(Isa isa, int threads) : isa_(isa), threads_(threads) {}
+
+  // A block of its own and not a byte more, so that AddressSanitizer sees every step beyond it.
+  void* allocate(size_t bytes) override {
+    void* block = nullptr;
+    if (posix_memalign(&block, 64, bytes) != 0) throw std::bad_alloc();
+    blocks_.emplace_back(block, &std::free);
+    std::memset(block, 0xA5, bytes);
+    return block;
+  }
+
+  void copy_in(void* device, const void* host, size_t bytes) override {
+    if (bytes > 0) std::memcpy(device, host, bytes);
+  }
+  void copy_out(void* host, const void* device, size_t bytes) override {
+    if (bytes > 0) std::memcpy(host, device, bytes);
+  }
+
+  kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
+                                const std::vector<kernels::RawSegment>& raw,
+                                DType factor_dtype) override {
+    return kernels::cpu::make_tiles(matrices, raw, factor_dtype);
+  }
+
+  void run(Stage stage, const Bucket& bucket) override {
+    const kernels::cpu::ParallelFor parallel_for = [this](int64_t count, const auto& body) {
+      run_parallel(count, body);
+    };
+    switch (stage) {
+      case Stage::kRandomStart:
+        return kernels::cpu::random_start(bucket, parallel_for);
+      case Stage::kProject:
+        return kernels::cpu::project(isa_, bucket, parallel_for);
+      case Stage::kOrthogonalize:
+        return kernels::cpu::orthogonalize(isa_, bucket, parallel_for);
+      case Stage::kBackProject:
+        return kernels::cpu::back_project(isa_, bucket, parallel_for);
+      case Stage::kReconstruct:
+        return kernels::cpu::reconstruct(isa_, bucket, parallel_for);
+    }
+  }
+
+ private:
+  void run_parallel(int64_t count, const std::function<void(int64_t, int64_t)>& body) const {
+    std::vector<std::thread> threads;
+    for (int i = 1; i < threads_; ++i) {
+      threads.emplace_back(body, count * i / threads_, count * (i + 1) / threads_);
+    }
+    body(0, count / threads_);
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  const Isa isa_;
+  const int threads_;
+  std::vector<std::unique_ptr<void, decltype(&std::free)>> blocks_;
+};
+
+RunnerFactory cpu_runner(const std::string& name, Isa isa, int threads) {
+  return {name, [=] { return std::make_unique<CpuRunner>(isa, threads); }};
+}
+
+std::vector<std::pair<std::string, Isa>> supported_isas() {
+  std::vector<std::pair<std::string, Isa>> supported;
+  for (const auto& [name, isa] : {std::pair{"cpu_baseline", Isa::kBaseline},
+                                  std::pair{"cpu_avx2", Isa::kAvx2},
+                                  std::pair{"cpu_avx512", Isa::kAvx512}}) {
+    if (kernels::cpu::is_supported(isa)) supported.emplace_back(name, isa);
+  }
+  return supported;
+}
+
+}  // namespace
+
+std::vector<RunnerFactory> stage_runners() {
+  std::vector<RunnerFactory> runners;
+  for (const auto& [name, isa] : supported_isas()) runners.push_back(cpu_runner(name, isa, 1));
+  return runners;
+}
+
+std::vector<std::vector<RunnerFactory>> runners_equal_in_all_stages() {
+  std::vector<std::vector<RunnerFactory>> groups;
+  for (const auto& [name, isa] : supported_isas()) {
+    std::vector<RunnerFactory> group;
+    for (const int threads : {1, 2, 3, 7}) {
+      group.push_back(cpu_runner(name + "_" + std::to_string(threads) + "_threads", isa, threads));
+    }
+    groups.push_back(group);
+  }
+  return groups;
+}
+
+std::vector<RunnerFactory> runners_equal_in_shared_stages() { return stage_runners(); }
+
+}  // namespace powersgd::test

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "support/kernel_test.h"
+
+#include "support/reference.h"
+
+namespace powersgd::test {
+namespace {
+
+std::vector<BucketSpec> bucket_specs() {
+  const std::vector<std::vector<Part>> shapes_of_all_dtypes = {
+      {{17, 33, 4}},
+      {{64, 2100, 4}},
+      {{70, 90, 40}},
+      {Part::raw(7), {33, 20, 4}, Part::raw(129), {12, 50, 1}, {20, 36, 2}, Part::raw(66000)}};
+  const std::vector<std::vector<Part>> other_shapes = {
+      {{1, 37, 1}},    {{41, 1, 1}},   {{3, 5, 2}},
+      {{129, 257, 8}}, {{64, 27, 3}},  {{700, 40, 5}},
+      {{5, 9, 7}},     {{1, 1, 1}},    {{0, 5, 0}, {6, 0, 0}, Part::raw(0), {8, 8, 1}},
+      {Part::raw(5)},  {{300, 130, 16}}};
+  const std::vector<std::pair<DType, DType>> dtypes = {
+      {DType::kFloat32, DType::kFloat32},   {DType::kFloat64, DType::kFloat64},
+      {DType::kBFloat16, DType::kFloat32},  {DType::kBFloat16, DType::kBFloat16},
+      {DType::kFloat16, DType::kFloat32},   {DType::kFloat16, DType::kFloat16},
+      {DType::kFloat32, DType::kBFloat16}};
+  std::vector<BucketSpec> specs;
+  for (const auto& parts : shapes_of_all_dtypes) {
+    for (const auto& [gradient, residual] : dtypes) {
+      specs.push_back({parts, gradient, residual});
+      specs.back().misalignment = specs.size() % 3;
+    }
+  }
+  for (const auto& parts : other_shapes) {
+    specs.push_back({parts});
+    specs.back().misalignment = specs.size() % 3;
+  }
+  return specs;
+}
+
+}  // namespace
+
+std::vector<KernelCase> kernel_cases() {
+  std::vector<KernelCase> cases;
+  for (const RunnerFactory& runner : stage_runners()) {
+    for (const BucketSpec& spec : bucket_specs()) cases.push_back({runner, spec});
+  }
+  return cases;
+}
+
+std::string case_name(const ::testing::TestParamInfo<KernelCase>& info) {
+  return info.param.runner.name + "_" + describe(info.param.spec);
+}
+
+void randomize(TestBucket& bucket, uint64_t seed) {
+  int64_t numel = 0;
+  for (const Part& part : bucket.spec.parts) numel += part.numel();
+  bucket.gradient->set(random_values(numel, seed));
+  for (DeviceMatrix& matrix : bucket.matrices) {
+    const Part& part = matrix.part;
+    if (matrix.memory) matrix.memory->set(random_values(part.numel(), ++seed));
+    matrix.p_hat->set(orthonormal_basis(random_values(part.rows * part.rank, ++seed), part.rows,
+                                        part.rank));
+    matrix.q_local->set(random_values(part.cols * part.rank, ++seed));
+    matrix.q_warm->set(random_values(part.cols * part.rank, ++seed));
+  }
+}
+
+}  // namespace powersgd::test

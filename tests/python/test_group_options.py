@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Options at the making of a process group: which apply, and what happens if ranks disagree."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import torch_powersgd as tp
+from torch_powersgd._backend import find_backends
+
+
+def _text_of(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _error_of_init(rank: int, options: list) -> str:
+    try:
+        ranks.init_group("cpu:powersgd", options[rank], op_timeout=20)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _options_of_group(rank: int, environment: dict, configured: object, given: object) -> tuple:
+    os.environ.update(environment)
+    tp.configure(configured)
+    ranks.init_group("cpu:powersgd", given)
+    core = find_backends(None)[0].options.compression
+    dist.all_reduce(torch.ones(3))
+    return core.matrix_approximation_rank, core.scope, core.residual_dtype
+
+
+RANK_2 = {"POWERSGD_MATRIX_APPROXIMATION_RANK": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "configured", "given", "expected"),
+    [
+        ({}, None, None, (1, "backward", "float32")),
+        (RANK_2, None, None, (2, "backward", "float32")),
+        (RANK_2, tp.Options(scope="never"), None, (1, "never", "float32")),
+        (RANK_2, tp.Options(scope="never"), {"scope": "always"}, (1, "always", "float32")),
+        (RANK_2, None, {"residual_dtype": torch.bfloat16}, (2, "backward", "bfloat16")),
+        (RANK_2, None, tp.Options(scope="attached"), (1, "attached", "float32")),
+        ({}, None, {"matrix_approximation_rank": np.int64(3)}, (3, "backward", "float32")),
+    ],
+)
+def test_a_group_has_the_options_that_apply(environment, configured, given, expected):
+    arguments = (environment, configured, given)
+    assert ranks.run(2, _options_of_group, *arguments, backend=None) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("matrix_approximation_rank", (2, 2, 3)),
+        ("scope", ("always", "never", "always")),
+        ("residual_dtype", (torch.float32, torch.bfloat16, torch.float32)),
+        ("random_seed", (0, 1, 1)),
+        ("inner", ("auto", "auto", "gloo")),
+    ],
+)
+def test_ranks_that_disagree_all_get_the_same_error(field, values):
+    options = [tp.Options(**{field: value}) for value in values]
+    messages = ranks.run(3, _error_of_init, options, backend=None, timeout=30)
+    assert len(set(messages)) == 1
+    other = next(rank for rank in range(3) if values[rank] != values[0])
+    for part in (field, f"rank {other}", "rank 0", *map(_text_of, (values[0], values[other]))):
+        assert part in messages[0]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"scope": "some"}, {"rank": 4}, {"matrix_approximation_rank": object()}, 3], ids=str
+)
+def test_invalid_options_on_one_rank_are_an_error_on_every_rank(bad):
+    messages = ranks.run(3, _error_of_init, [None, bad, None], backend=None, timeout=30)
+    assert len(set(messages)) == 1
+    assert "rank 1" in messages[0]

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Options: their defaults, what they refuse, and where they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+import torch_powersgd as tp
+from torch_powersgd.options import resolve
+
+FIELDS = {field.name: field for field in dataclasses.fields(tp.Options)}
+DTYPE_NAMES = ("float32", "float64", "bfloat16", "float16")
+
+# Of each field: a valid value that is not the default, its text in the environment, and the bad
+# values. Another type is bad even where C++ would convert it: the options are compared between
+# ranks, and printed, as they were given.
+VALUES = {
+    "matrix_approximation_rank": (4, "4", [0, -1, 1025, 2**40, 2**70, 1.5, "4", None, math.nan]),
+    "start_powerSGD_iter": (7, "7", [-1, 2**70, 1.5, "7", None]),
+    "min_compression_rate": (1.5, "1.5", [0, -2.5, math.inf, math.nan, "2", None, 1j]),
+    "use_error_feedback": (False, "false", ["no", None, 2, 0.5, []]),
+    "warm_start": (False, "0", ["yes", None, -1, 0.0, {}]),
+    "orthogonalization_epsilon": (1e-6, "1e-6", [-1e-9, 1.5, math.inf, math.nan, "0", None]),
+    "random_seed": (3, "3", [-1, 2**70, 0.5, "3", None]),
+    "compression_stats_logging_frequency": (5, "5", [0, -3, 2**70, 2.5, "5", None]),
+    "scope": ("always", "always", ["", "Always", "some", None, 3, b"always"]),
+    "min_numel": (9, "9", [0, -9, 2**70, 9.5, "9", None]),
+    "inner": ("gloo", "gloo", ["", None, 3, b"gloo"]),
+    "wire_dtype": (
+        torch.float32,
+        "float32",
+        [torch.float16, torch.int32, torch.complex64, "int8", 3],
+    ),
+    "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int8", None, 3]),
+    "alternating": (False, "false", [True, "no", None]),
+}
+BAD = [(name, value) for name, (_, _, bad) in VALUES.items() for value in bad]
+
+
+def _text_of(value: object) -> str:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)
+
+
+def test_every_field_is_covered():
+    assert VALUES.keys() == FIELDS.keys()
+
+
+def test_defaults_are_the_hooks():
+    hook = PowerSGDState(process_group=None)
+    ours = tp.Options()
+    shared = [
+        "matrix_approximation_rank",
+        "start_powerSGD_iter",
+        "min_compression_rate",
+        "use_error_feedback",
+        "warm_start",
+        "orthogonalization_epsilon",
+        "compression_stats_logging_frequency",
+    ]
+    assert {name: getattr(ours, name) for name in shared} == {
+        name: getattr(hook, name) for name in shared
+    }
+    # The hook keeps a generator and not its seed, which is 0 by default.
+    expected = np.random.RandomState(ours.random_seed).randint(1_000_000_000)
+    assert hook.rng.randint(1_000_000_000) == expected
+
+
+def test_defaults_of_the_fields_that_the_hook_has_not():
+    ours = tp.Options()
+    assert (ours.scope, ours.min_numel, ours.inner) == ("backward", 131_072, "auto")
+    assert (ours.wire_dtype, ours.residual_dtype) == (None, torch.float32)
+    assert ours.alternating is False
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_accepts_a_good_value(name):
+    value = VALUES[name][0]
+    assert getattr(tp.Options(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_refuses_a_bad_value(name, value):
+    with pytest.raises(ValueError, match=rf"\b{name}\b") as raised:
+        tp.Options(**{name: value})
+    message = str(raised.value)
+    assert _text_of(value) in message, "names the value"
+    assert re.search(r"must be .+", message.split(", got")[0]), "names what is allowed"
+
+
+WRONG_TYPES = st.one_of(st.none(), st.binary(max_size=3), st.tuples(), st.complex_numbers())
+
+
+@settings(deadline=None)
+@given(name=st.sampled_from(sorted(set(FIELDS) - {"wire_dtype"})), value=WRONG_TYPES)
+def test_refuses_any_other_type(name, value):
+    with pytest.raises(ValueError, match=name):
+        tp.Options(**{name: value})
+
+
+@settings(deadline=None)
+@given(rank=st.integers())
+def test_rank_is_1_to_1024(rank):
+    if 1 <= rank <= 1024:
+        assert tp.Options(matrix_approximation_rank=rank).matrix_approximation_rank == rank
+    else:
+        with pytest.raises(ValueError, match="matrix_approximation_rank"):
+            tp.Options(matrix_approximation_rank=rank)
+
+
+@settings(deadline=None)
+@given(rate=st.floats())
+def test_compression_rate_is_finite_and_positive(rate):
+    if math.isfinite(rate) and rate > 0:
+        assert tp.Options(min_compression_rate=rate).min_compression_rate == rate
+    else:
+        with pytest.raises(ValueError, match="min_compression_rate"):
+            tp.Options(min_compression_rate=rate)
+
+
+@settings(deadline=None)
+@given(scope=st.text(max_size=12))
+def test_scope_is_one_of_four(scope):
+    if scope not in ("backward", "attached", "always", "never"):
+        with pytest.raises(ValueError, match="scope"):
+            tp.Options(scope=scope)
+
+
+def test_options_do_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tp.Options().scope = "never"
+
+
+def test_an_unknown_field_is_an_error():
+    with pytest.raises(TypeError, match="rank"):
+        tp.Options(rank=4)
+    with pytest.raises(ValueError, match=r"'rank'.*matrix_approximation_rank"):
+        resolve({"rank": 4})
+
+
+# Where they come from.
+
+
+@pytest.fixture(autouse=True)
+def _nothing_configured():
+    yield
+    tp.configure(None)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_environment_variable(name, monkeypatch):
+    value, text, _ = VALUES[name]
+    monkeypatch.setenv(f"POWERSGD_{name.upper()}", text)
+    assert resolve(None) == tp.Options(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("matrix_approximation_rank", "0"),
+        ("matrix_approximation_rank", "four"),
+        ("matrix_approximation_rank", "1.5"),
+        ("matrix_approximation_rank", ""),
+        ("min_compression_rate", "nan"),
+        ("min_compression_rate", "two"),
+        ("use_error_feedback", "2"),
+        ("warm_start", "perhaps"),
+        ("orthogonalization_epsilon", "1"),
+        ("random_seed", "-1"),
+        ("compression_stats_logging_frequency", "0"),
+        ("scope", "everything"),
+        ("min_numel", "1e6"),
+        ("inner", ""),
+        ("wire_dtype", "int8"),
+        ("residual_dtype", "none"),
+        ("alternating", "true"),
+    ],
+)
+def test_bad_environment_variable(name, text, monkeypatch):
+    monkeypatch.setenv(f"POWERSGD_{name.upper()}", text)
+    with pytest.raises(ValueError, match=f"(?i){name}") as raised:
+        resolve(None)
+    assert text.lower() in str(raised.value).lower(), "names the value"
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("0", False)])
+def test_truth_in_the_environment(text, value, monkeypatch):
+    monkeypatch.setenv("POWERSGD_WARM_START", text)
+    assert resolve(None).warm_start is value
+
+
+def test_precedence(monkeypatch):
+    assert resolve(None) == tp.Options()
+    monkeypatch.setenv("POWERSGD_MATRIX_APPROXIMATION_RANK", "2")
+    monkeypatch.setenv("POWERSGD_MIN_NUMEL", "22")
+    assert resolve(None) == tp.Options(matrix_approximation_rank=2, min_numel=22)
+    tp.configure(tp.Options(matrix_approximation_rank=3))
+    assert resolve(None) == tp.Options(matrix_approximation_rank=3)
+    given = tp.Options(random_seed=4)
+    assert resolve(given) is given
+    tp.configure(None)
+    assert resolve(None) == tp.Options(matrix_approximation_rank=2, min_numel=22)
+
+
+def test_a_mapping_sets_fields_on_top(monkeypatch):
+    monkeypatch.setenv("POWERSGD_MIN_NUMEL", "22")
+    assert resolve({"scope": "always"}) == tp.Options(scope="always", min_numel=22)
+    tp.configure(tp.Options(matrix_approximation_rank=3))
+    assert resolve({"scope": "always"}) == tp.Options(scope="always", matrix_approximation_rank=3)
+    assert resolve({}) == tp.Options(matrix_approximation_rank=3)
+
+
+def test_a_mapping_is_validated():
+    with pytest.raises(ValueError, match="scope"):
+        resolve({"scope": "some"})
+    with pytest.raises(ValueError, match="scope"):
+        dataclasses.replace(tp.Options(), scope="some")
+
+
+@pytest.mark.parametrize("given", [3, "always", [("scope", "always")], object()])
+def test_what_pg_options_may_be(given):
+    with pytest.raises(ValueError, match="pg_options"):
+        resolve(given)
+
+
+def test_configure_takes_options_only():
+    with pytest.raises(ValueError, match="configure"):
+        tp.configure({"scope": "always"})
+
+
+def test_from_hook_state():
+    state = PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=3,
+        start_powerSGD_iter=12,
+        min_compression_rate=1.25,
+        use_error_feedback=False,
+        warm_start=False,
+        orthogonalization_epsilon=1e-8,
+        compression_stats_logging_frequency=17,
+    )
+    expected = tp.Options(
+        matrix_approximation_rank=3,
+        start_powerSGD_iter=12,
+        min_compression_rate=1.25,
+        use_error_feedback=False,
+        warm_start=False,
+        orthogonalization_epsilon=1e-8,
+        compression_stats_logging_frequency=17,
+    )
+    assert tp.Options.from_hook_state(state) == expected
+    on_top = tp.Options.from_hook_state(state, random_seed=5, warm_start=True)
+    assert on_top == dataclasses.replace(expected, random_seed=5, warm_start=True)
+    assert tp.Options.from_hook_state(PowerSGDState(None)) == tp.Options()
