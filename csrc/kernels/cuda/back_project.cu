@@ -2,8 +2,9 @@
 //
 // back_project: q = p_hat^T M, into q_local and the Q payload.
 //
-// A tile is a strip of 128 columns by a segment of rows. A lane takes four columns, and the warps
-// take the rows in turn, four at a time:
+// A tile is a strip of 128 columns by a segment of rows. A lane takes four columns (or one, and
+// the strip is taken in four parts, where addresses do not allow vector accesses), and the warps take
+// the rows in turn, four at a time:
 //   1. p_hat's rows are brought to shared memory;
 //   2. rank x 4 sums per lane, 4 independent vector loads of M at a time;
 //   3. the warps' sums are added in shared memory, in the order of the warps.
@@ -17,6 +18,10 @@ namespace {
 constexpr int kStagedRows = 64;  // of p_hat, in shared memory at a time
 constexpr int kBatch = 4;        // rows of M that a warp loads at a time
 
+// Registers are traded for blocks in flight.
+template <int R, typename F>
+constexpr int kBlocksPerProcessor = sizeof(F) == 8 ? 2 : R <= 4 ? 4 : R <= 8 ? 3 : R <= 16 ? 2 : 1;
+
 template <int R>
 constexpr int kRanksAtOnce = R < 8 ? R : 8;  // of phase 3
 
@@ -26,27 +31,26 @@ constexpr size_t kSharedBytes =
                      ? kStagedRows * R
                      : kWarps * kRanksAtOnce<R> * kStrip);
 
-template <typename S>
-__device__ __forceinline__ void keep_finite(Factor<S> (&m)[4], bool is_gradient) {
+template <int W, typename F>
+__device__ __forceinline__ void keep_finite(F (&m)[W], bool is_gradient) {
   if (!is_gradient) return;
   POWERSGD_UNROLL
-  for (int j = 0; j < 4; ++j) m[j] = is_finite(m[j]) ? m[j] : Factor<S>{0};
+  for (int j = 0; j < W; ++j) m[j] = is_finite(m[j]) ? m[j] : F{0};
 }
 
 // Phases 1 and 2 for columns [k0, k0 + R) of p_hat. S is how M is stored.
-template <int R, bool kAligned, typename S>
+template <int R, int W, typename S>
 __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& tile, const S* m_base,
-                                           DType dtype, bool is_gradient, int64_t k0,
-                                           Factor<S> (&sums)[R][4]) {
+                                           DType dtype, bool is_gradient, int64_t k0, int64_t col,
+                                           Factor<S> (&sums)[R][W]) {
   using F = Factor<S>;
   F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][R]
   const F* const p_hat = static_cast<const F*>(matrix.p_hat);
   const int warp = threadIdx.x / kWarpSize;
-  const int64_t col = tile.col_begin + lane_column<kAligned>(threadIdx.x % kWarpSize);
   POWERSGD_UNROLL
   for (int k = 0; k < R; ++k) {
     POWERSGD_UNROLL
-    for (int j = 0; j < 4; ++j) sums[k][j] = 0;
+    for (int j = 0; j < W; ++j) sums[k][j] = 0;
   }
   for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows) {
     const int64_t left = tile.row_end - begin;
@@ -60,21 +64,21 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
     if (col >= tile.col_end) continue;
     POWERSGD_NO_UNROLL
     for (int row = warp * kBatch; row < rows; row += kWarps * kBatch) {
-      F m[kBatch][4];
+      F m[kBatch][W];
       POWERSGD_UNROLL
       for (int i = 0; i < kBatch; ++i) {
         // A row beyond the last repeats it; its factors in shared memory are 0.
         const int64_t offset = (begin + (row + i < rows ? row + i : rows - 1)) * matrix.cols;
-        load_columns<kAligned, Access::kStream>(m_base + offset, col, tile.col_end, dtype, m[i]);
+        load_columns<Access::kStream>(m_base + offset + col, dtype, m[i]);
       }
       POWERSGD_UNROLL
       for (int i = 0; i < kBatch; ++i) {
-        keep_finite<S>(m[i], is_gradient);
+        keep_finite(m[i], is_gradient);
         POWERSGD_UNROLL
         for (int k = 0; k < R; ++k) {
           const F p = staged[(row + i) * R + k];
           POWERSGD_UNROLL
-          for (int j = 0; j < 4; ++j) sums[k][j] += p * m[i][j];
+          for (int j = 0; j < W; ++j) sums[k][j] += p * m[i][j];
         }
       }
     }
@@ -82,10 +86,11 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
 }
 
 // Phase 3: calls write(k, column of the strip, sum) once for each.
-template <int R, bool kAligned, typename F, typename Write>
-__device__ __forceinline__ void reduce_warps(const F (&sums)[R][4], const Write& write) {
+template <int R, int W, typename F, typename Write>
+__device__ __forceinline__ void reduce_warps(const F (&sums)[R][W], const Write& write) {
   constexpr int kRanks = kRanksAtOnce<R>;
-  F* const shared = reinterpret_cast<F*>(shared_memory());  // [kWarps][kRanks][kStrip]
+  constexpr int kWidth = kWarpSize * W;
+  F* const shared = reinterpret_cast<F*>(shared_memory());  // [kWarps][kRanks][kWidth]
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   POWERSGD_UNROLL
@@ -93,52 +98,62 @@ __device__ __forceinline__ void reduce_warps(const F (&sums)[R][4], const Write&
     __syncthreads();
     POWERSGD_UNROLL
     for (int k = 0; k < kRanks; ++k)
-      store_columns<kAligned, Access::kPlain>(shared + (warp * kRanks + k) * kStrip,
-                                            lane_column<kAligned>(lane), kStrip, DType::kFloat32,
-                                            sums[first + k]);
+      store_columns<Access::kReuse>(shared + (warp * kRanks + k) * kWidth + lane * W,
+                                    DType::kFloat32, sums[first + k]);
     __syncthreads();
-    for (int i = threadIdx.x; i < kRanks * kStrip; i += kThreads) {
+    for (int i = threadIdx.x; i < kRanks * kWidth; i += kThreads) {
       F sum = 0;
       POWERSGD_UNROLL
-      for (int w = 0; w < kWarps; ++w) sum += shared[w * kRanks * kStrip + i];
-      write(first + i / kStrip, i % kStrip, sum);
+      for (int w = 0; w < kWarps; ++w) sum += shared[w * kRanks * kWidth + i];
+      write(first + i / kWidth, i % kWidth, sum);
     }
   }
 }
 
-template <int R, typename S>
-__device__ __forceinline__ void back_project_tile(const Bucket& bucket, const Matrix& matrix,
-                                                  const Tile& tile, const S* m_base, DType dtype,
-                                                  bool is_gradient) {
+// Columns [begin, begin + 32 W) of a tile.
+template <int R, int W, typename S>
+__device__ __forceinline__ void back_project_columns(const Bucket& bucket, const Matrix& matrix,
+                                                     const Tile& tile, int64_t begin,
+                                                     const S* m_base, DType dtype,
+                                                     bool is_gradient) {
   using F = Factor<S>;
   const bool whole = tile.row_end - tile.row_begin == matrix.rows;
   F* const q_local = static_cast<F*>(matrix.q_local);
   F* const payload = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
-  F* const partial = slot_pointer<F>(bucket, tile.slot);
+  F* const partial = slot_pointer<F>(bucket, tile.slot) + (begin - tile.col_begin);
   for (int64_t k0 = 0; k0 < matrix.rank; k0 += R) {
-    const auto write = [&](int k, int column, F sum) {
-      const int64_t col = tile.col_begin + column;
+    F sums[R][W];
+    accumulate<R>(matrix, tile, m_base, dtype, is_gradient, k0,
+                  begin + threadIdx.x % kWarpSize * W, sums);
+    reduce_warps<R>(sums, [&](int k, int column, F sum) {
+      const int64_t col = begin + column;
       if (k0 + k >= matrix.rank || col >= tile.col_end) return;
       if (!whole) {
         partial[(k0 + k) * kStrip + column] = sum;
         return;
       }
       payload[(k0 + k) * matrix.cols + col] = sum;
-      if (q_local != nullptr) q_local[(k0 + k) * matrix.cols + col] = sum;
-    };
-    F sums[R][4];
-    if (is_aligned(m_base, matrix.cols)) {
-      accumulate<R, true>(matrix, tile, m_base, dtype, is_gradient, k0, sums);
-      reduce_warps<R, true>(sums, write);
-    } else {
-      accumulate<R, false>(matrix, tile, m_base, dtype, is_gradient, k0, sums);
-      reduce_warps<R, false>(sums, write);
-    }
+      q_local[(k0 + k) * matrix.cols + col] = sum;
+    });
   }
 }
 
+template <int R, typename S>
+__device__ __forceinline__ void back_project_tile(const Bucket& bucket, const Matrix& matrix,
+                                                  const Tile& tile, const void* base,
+                                                  int64_t offset, DType dtype, bool is_gradient) {
+  const S* const m_base = global(static_cast<const S*>(base)) + offset;
+  if (is_aligned(m_base, matrix.cols)) {
+    back_project_columns<R, 4>(bucket, matrix, tile, tile.col_begin, m_base, dtype, is_gradient);
+    return;
+  }
+  for (int64_t begin = tile.col_begin; begin < tile.col_end; begin += kWarpSize)
+    back_project_columns<R, 1>(bucket, matrix, tile, begin, m_base, dtype, is_gradient);
+}
+
 template <int R, typename F>
-__global__ void __launch_bounds__(kThreads) back_project_kernel(Bucket bucket, int64_t first_tile) {
+__global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
+    back_project_kernel(Bucket bucket, int64_t first_tile) {
   begin_kernel();
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
@@ -146,16 +161,12 @@ __global__ void __launch_bounds__(kThreads) back_project_kernel(Bucket bucket, i
   const void* base = is_gradient ? bucket.gradient : matrix.memory;
   const int64_t offset = is_gradient ? matrix.gradient_offset : 0;
   const DType dtype = is_gradient ? bucket.gradient_dtype : bucket.residual_dtype;
-  if constexpr (sizeof(F) == 8) {
-    back_project_tile<R>(bucket, matrix, tile, static_cast<const double*>(base) + offset, dtype,
-                         is_gradient);
-  } else if (dtype == DType::kFloat32) {
-    back_project_tile<R>(bucket, matrix, tile, static_cast<const float*>(base) + offset, dtype,
-                         is_gradient);
-  } else {
-    back_project_tile<R>(bucket, matrix, tile, static_cast<const uint16_t*>(base) + offset, dtype,
-                         is_gradient);
-  }
+  if constexpr (sizeof(F) == 8)
+    back_project_tile<R, double>(bucket, matrix, tile, base, offset, dtype, is_gradient);
+  else if (dtype == DType::kFloat32)
+    back_project_tile<R, float>(bucket, matrix, tile, base, offset, dtype, is_gradient);
+  else
+    back_project_tile<R, uint16_t>(bucket, matrix, tile, base, offset, dtype, is_gradient);
 }
 
 // One strip: the sum of its row segments.
@@ -175,7 +186,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(Bucket bucket, int64_t fi
     for (int64_t segment = 0; segment < tile.row_end; ++segment)
       sum += partial[segment * stride + i];
     payload[i / kStrip * matrix.cols + col] = sum;
-    if (q_local != nullptr) q_local[i / kStrip * matrix.cols + col] = sum;
+    q_local[i / kStrip * matrix.cols + col] = sum;
   }
 }
 
@@ -200,8 +211,8 @@ Status back_project(const Bucket& bucket, Stream stream) {
     case 1: return launch_back_project<2, float>(bucket, stream);
     case 2: return launch_back_project<4, float>(bucket, stream);
     case 3: return launch_back_project<8, float>(bucket, stream);
-    case 4: return launch_back_project<16, float>(bucket, stream);
-    default: return launch_back_project<32, float>(bucket, stream);
+    case 5: return launch_back_project<32, float>(bucket, stream);
+    default: return launch_back_project<16, float>(bucket, stream);
   }
 }
 

@@ -10,7 +10,7 @@
 // built by nvcc, and by a host compiler with -DPOWERSGD_SIMT against the tests' SIMT runtime.
 
 #if defined(POWERSGD_SIMT)
-#include "simt/simt.h"
+#include "support/simt/simt.h"
 #define POWERSGD_UNROLL
 #define POWERSGD_NO_UNROLL
 #define POWERSGD_NOINLINE __attribute__((noinline))
@@ -35,7 +35,8 @@ namespace powersgd::kernels::cuda {
 
 inline unsigned char* shared_memory() { return simt::shared_memory(); }
 inline void begin_kernel() {}
-inline void forget(int64_t& /*value*/) {}
+template <typename T>
+void forget(T& /*value*/) {}
 
 template <typename... Params, typename... Args>
 Status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
@@ -62,9 +63,10 @@ __device__ __forceinline__ void begin_kernel() {
 #endif
 }
 
-// The compiler takes the value for a new one. It keeps a loop from holding the address of every row of
-// every array in registers, where two additions per access cost nothing.
+// The compiler takes the value for a new one. It keeps a loop from holding in registers what is cheap
+// to compute or load again, such as the address of every row of every array.
 __device__ __forceinline__ void forget(int64_t& value) { asm volatile("" : "+l"(value)); }
+__device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
 
 inline Status supports_dependent_launch(bool* supported) {
   *supported = false;

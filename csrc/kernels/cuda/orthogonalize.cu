@@ -20,11 +20,12 @@ namespace powersgd::kernels::cuda {
 namespace {
 
 template <typename F>
-__global__ void __launch_bounds__(kThreads) gram_kernel(Bucket bucket, int64_t first_tile) {
+__global__ void __launch_bounds__(kThreads) gram_kernel(Bucket bucket, int64_t first_tile, int64_t tiles) {
   begin_kernel();
   const F* const payload = static_cast<const F*>(bucket.p_payload);
   if (blockIdx.x == 0 && threadIdx.x == 0)
     bucket.verdict->skipped = payload[bucket.p_numel - 1] == 0 ? 0 : 1;  // 1 for NaN as well
+  if (blockIdx.x >= tiles) return;  // a bucket without matrices
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
   if (matrix.rank > kMaxFastRank) return;
@@ -113,7 +114,8 @@ Status launch_orthogonalize(const Bucket& bucket, Stream stream) {
   const int64_t first = bucket.tile_list_begin[kOrthogonalizeTiles];
   const int64_t tiles = bucket.tile_list_begin[kOrthogonalizeTiles + 1] - first;
   if (const Status status =
-          launch(gram_kernel<F>, tiles, kThreads, kGramSharedBytes, stream, bucket, first);
+          launch(gram_kernel<F>, std::max<int64_t>(tiles, 1), kThreads, kGramSharedBytes, stream,
+                 bucket, first, tiles);
       status != 0)
     return status;
   return launch(solve_kernel<R, F>, tiles, kThreads, kGramSharedBytes, stream, bucket, first);

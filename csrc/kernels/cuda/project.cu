@@ -7,7 +7,7 @@
 // columns; a lane takes W columns at a time, four
 // neighbours, or one where the addresses do not allow vector accesses:
 //   1. load the gradient and the memory, 8 independent vector loads per lane;
-//   2. subtract p_hat q_local, add the gradient, store M;
+//   2. add the gradient, subtract p_hat q_local, store M;
 //   3. multiply with q_warm into 4 x rank sums in registers.
 // When the columns are done:
 //   4. the sums are reduced over the lanes, then over the warps of the group through shared memory.
@@ -25,6 +25,17 @@ constexpr int kPlainRanks = 4;  // columns of P at a time in the kernel for any 
 // Registers are traded for blocks in flight.
 template <int R, bool kAnyRank>
 constexpr int kBlocksPerProcessor = kAnyRank || R > 8 ? 1 : R == 1 ? 3 : 2;
+
+// What a block works on, at the start of shared memory: registers are scarce.
+struct alignas(16) Work {
+  Tile tile;
+  Matrix matrix;
+  int non_finite;  // set by whoever meets such an element: they all write the same
+};
+
+// p_hat's rows and the sums, for each warp, follow.
+template <int R, typename F>
+constexpr size_t kSharedBytes = sizeof(Work) + 2 * kWarps * kRows * R * sizeof(F);
 
 // What a warp works on: pointers to its first row and to the tile's first column. F is the factor
 // type, G and M how the gradient and the memory are stored.
@@ -57,7 +68,8 @@ __device__ __forceinline__ bool replace_non_finite(F (&value)[W]) {
   return bad;
 }
 
-// m -= p_hat q_local at a lane's columns. p is [R][kRows], of which `rank` rows count.
+// m -= scale p_hat q_local at a lane's columns. p is scale p_hat as [R][kRows], of which `rank` rows
+// count.
 template <int R, bool kExact, int W, typename F, typename G, typename M>
 __device__ __forceinline__ void subtract_last_step(const Rows<F, G, M>& rows, int64_t k0,
                                                    int col, const F* p, F (&m)[kRows][W]) {
@@ -81,7 +93,8 @@ __device__ void subtract_high_rank(const Rows<F, G, M>& rows, int col, F (&m)[kR
   for (int64_t k = 0; k < rows.rank; ++k) {
     F p[kRows];
     POWERSGD_UNROLL
-    for (int i = 0; i < kRows; ++i) p[i] = rows.p_hat[(i < rows.count ? i : 0) * rows.rank + k];
+    for (int i = 0; i < kRows; ++i)
+      p[i] = rows.scale * rows.p_hat[(i < rows.count ? i : 0) * rows.rank + k];
     Rows<F, G, M> one = rows;
     one.rank = k + 1;
     subtract_last_step<1, true, W>(one, k, col, p, m);
@@ -109,6 +122,13 @@ __device__ __forceinline__ bool form_m(const Rows<F, G, M>& rows, int col, const
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i)
     load_columns<Access::kStream>(rows.memory + rows.offset(i) + col, rows.memory_dtype, m[i]);
+  // With the gradient added first, its registers are free for the factors.
+  POWERSGD_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    bad = replace_non_finite(g[i]) || bad;
+    POWERSGD_UNROLL
+    for (int j = 0; j < W; ++j) m[i][j] = rows.scale * m[i][j] + g[i][j];
+  }
   if constexpr (kAnyRank)
     subtract_high_rank<W>(rows, col, m);
   else
@@ -116,12 +136,9 @@ __device__ __forceinline__ bool form_m(const Rows<F, G, M>& rows, int col, const
   const F limit = largest<M>(rows.memory_dtype);
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i) {
-    bad = replace_non_finite(g[i]) || bad;
     POWERSGD_UNROLL
-    for (int j = 0; j < W; ++j) {
-      const F sum = clamp_to(rows.scale * m[i][j] + g[i][j], limit);
-      m[i][j] = widen(narrow<M>(sum, rows.memory_dtype), rows.memory_dtype);
-    }
+    for (int j = 0; j < W; ++j)
+      m[i][j] = widen(narrow<M>(clamp_to(m[i][j], limit), rows.memory_dtype), rows.memory_dtype);
     if (i < rows.count)
       store_columns<Access::kReuse>(rows.memory + rows.offset(i) + col, rows.memory_dtype, m[i]);
   }
@@ -146,14 +163,16 @@ template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, type
 __device__ __forceinline__ bool project_rows(Rows<F, G, M> rows, int64_t k0, const F* p,
                                              F (&sums)[kRows * R]) {
   bool bad = false;
+  int start = 0;
   POWERSGD_UNROLL
   for (int i = 0; i < kRows * R; ++i) sums[i] = 0;
 POWERSGD_NO_UNROLL
   for (int col = rows.begin; col < rows.end; col += rows.step) {
     F m[kRows][W];
     forget(rows.cols);
+    forget(start);
     if (!kAnyRank || k0 == 0)
-      bad = form_m<R, kAnyRank, kExact, W>(rows, col, p, m) || bad;
+      bad = form_m<R, kAnyRank, kExact, W>(rows, col, p + start, m) || bad;
     else
       reload_m<W>(rows, col, m);
     POWERSGD_UNROLL
@@ -171,19 +190,30 @@ POWERSGD_NO_UNROLL
   return bad;
 }
 
+// Where a tile's part of P goes.
+template <typename F>
+__device__ __forceinline__ F* output(const Bucket& bucket, const Work& work) {
+  const Matrix& matrix = work.matrix;
+  if (matrix.cols <= kSplitColumns)
+    return global(factor_pointer<F>(bucket.p_payload, matrix.p_offset));
+  const int64_t stride = slots(matrix.rows * matrix.rank * int64_t{sizeof(F)});
+  return global(slot_pointer<F>(
+      bucket, work.tile.slot + work.tile.col_begin / kSplitColumns * stride));
+}
+
 // One tile: passes over its rows, each warp group with four of them.
 template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
-__device__ __forceinline__ bool project_tile(const Bucket& bucket, const Matrix& matrix,
-                                             const Tile& tile, F* out) {
+__device__ __forceinline__ void project_tile(const Bucket& bucket, Work* work) {
+  const Tile& tile = work->tile;
+  const Matrix& matrix = work->matrix;
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
   const int group_warps = warps_per_group(tile.col_end - tile.col_begin);
   const int group = warp / group_warps;
   const int member = warp % group_warps;
-  F* const p = reinterpret_cast<F*>(shared_memory()) + warp * kRows * R;  // [R][kRows]
-  F* const partial = reinterpret_cast<F*>(shared_memory()) + kWarps * kRows * R;
-  bool bad = false;
-
+  F* const factors = reinterpret_cast<F*>(work + 1);  // [kWarps][R][kRows]
+  F* const partial = factors + kWarps * kRows * R;    // [kWarps][kRows][R]
+  F* const p = factors + warp * kRows * R;
   const int tile_rows = static_cast<int>(tile.row_end - tile.row_begin);
   POWERSGD_NO_UNROLL
   for (int pass = 0; pass < tile_rows; pass += kWarps / group_warps * kRows) {
@@ -193,7 +223,8 @@ __device__ __forceinline__ bool project_tile(const Bucket& bucket, const Matrix&
     Rows<F, G, M> rows;
     rows.count = first >= tile_rows ? 0 : tile_rows - first < kRows ? tile_rows - first : kRows;
     rows.gradient = static_cast<const G*>(bucket.gradient) + matrix.gradient_offset + offset;
-    rows.memory = matrix.memory == nullptr ? nullptr : global(static_cast<M*>(matrix.memory)) + offset;
+    rows.memory =
+        global(matrix.memory == nullptr ? nullptr : static_cast<M*>(matrix.memory) + offset);
     rows.p_hat = global(static_cast<const F*>(matrix.p_hat)) + row * matrix.rank;
     rows.q_local = global(static_cast<const F*>(matrix.q_local)) + tile.col_begin;
     rows.q_warm = global(static_cast<const F*>(matrix.q_warm)) + tile.col_begin;
@@ -209,17 +240,18 @@ __device__ __forceinline__ bool project_tile(const Bucket& bucket, const Matrix&
       for (int i = lane; i < kRows * R; i += kWarpSize) {
         const int k = i / kRows;
         p[i] = i % kRows < rows.count && k < matrix.rank
-                   ? rows.p_hat[i % kRows * matrix.rank + k]
+                   ? rows.scale * rows.p_hat[i % kRows * matrix.rank + k]
                    : F{0};
       }
       __syncwarp();
     }
     for (int64_t k0 = 0; k0 < (kAnyRank ? matrix.rank : 1); k0 += R) {
       F sums[kRows * R];
-      bad = project_rows<R, kAnyRank, kExact, W>(rows, k0, p, sums) || bad;
+      if (project_rows<R, kAnyRank, kExact, W>(rows, k0, p, sums)) work->non_finite = 1;
       reduce_lanes(sums);
       store_lane_sums(sums, partial + warp * kRows * R);
       __syncthreads();
+      F* const out = output<F>(bucket, *work);
       for (int i = member * kWarpSize + lane; i < kRows * R; i += group_warps * kWarpSize) {
         F sum = 0;
         for (int w = 0; w < group_warps; ++w)
@@ -230,54 +262,52 @@ __device__ __forceinline__ bool project_tile(const Bucket& bucket, const Matrix&
       __syncthreads();
     }
   }
-  return bad;
 }
 
 // Packs a part of a raw segment into the P payload.
 template <typename F, typename G>
-__device__ bool pack_raw(const Bucket& bucket, const Tile& tile) {
+__device__ void pack_raw(const Bucket& bucket, Work* work) {
+  const Tile& tile = work->tile;
   const RawSegment segment = bucket.raw_segments[segment_of(tile.item)];
   const G* from = static_cast<const G*>(bucket.gradient) + segment.gradient_offset;
   F* to = factor_pointer<F>(bucket.p_payload, segment.p_offset);
-  bool bad = false;
   for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads) {
     const F value = widen(from[i], bucket.gradient_dtype);
     const bool finite = is_finite(value);
-    bad = bad || !finite;
     to[i] = finite ? value : F{0};
+    if (!finite) work->non_finite = 1;
   }
-  return bad;
 }
 
 template <int R, bool kAnyRank, typename F, typename G, typename M>
 __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
     project_kernel(Bucket bucket, int64_t first_tile) {
   begin_kernel();
-  // By reference: what a tile needs again is in the cache, and registers are scarce.
-  const Tile& tile = global(bucket.tiles)[first_tile + blockIdx.x];
-  bool bad;
-  if (tile.item < 0) {
-    bad = pack_raw<F, G>(bucket, tile);
-  } else {
-    const Matrix& matrix = global(bucket.matrices)[tile.item];
-    F* out = factor_pointer<F>(bucket.p_payload, matrix.p_offset);
-    if (matrix.cols > kSplitColumns)
-      out = slot_pointer<F>(bucket, tile.slot + tile.col_begin / kSplitColumns *
-                                                   slots(matrix.rows * matrix.rank * sizeof(F)));
-    const G* gradient = static_cast<const G*>(bucket.gradient) + matrix.gradient_offset;
-    const bool aligned = is_aligned(gradient, matrix.cols) &&
-                         is_aligned(static_cast<const M*>(matrix.memory), matrix.cols) &&
-                         is_aligned(static_cast<const F*>(matrix.q_local), matrix.cols) &&
-                         is_aligned(static_cast<const F*>(matrix.q_warm), matrix.cols);
-    if (!aligned)
-      bad = project_tile<R, kAnyRank, false, 1, F, G, M>(bucket, matrix, tile, out);
-    else if (kAnyRank || matrix.rank < R)
-      bad = project_tile<R, kAnyRank, false, 4, F, G, M>(bucket, matrix, tile, out);
-    else
-      bad = project_tile<R, kAnyRank, !kAnyRank, 4, F, G, M>(bucket, matrix, tile, out);
+  Work* const work = reinterpret_cast<Work*>(shared_memory());
+  if (threadIdx.x == 0) {
+    work->tile = bucket.tiles[first_tile + blockIdx.x];
+    if (work->tile.item >= 0) work->matrix = bucket.matrices[work->tile.item];
+    work->non_finite = 0;
   }
-  const int any = __syncthreads_or(bad);
-  if (threadIdx.x == 0) slot_pointer<int32_t>(bucket, 0)[blockIdx.x] = any;
+  __syncthreads();
+  if (work->tile.item < 0) {
+    pack_raw<F, G>(bucket, work);
+  } else {
+    const Matrix& matrix = work->matrix;
+    const bool aligned =
+        is_aligned(static_cast<const G*>(bucket.gradient) + matrix.gradient_offset, matrix.cols) &&
+        is_aligned(static_cast<const M*>(matrix.memory), matrix.cols) &&
+        is_aligned(static_cast<const F*>(matrix.q_local), matrix.cols) &&
+        is_aligned(static_cast<const F*>(matrix.q_warm), matrix.cols);
+    if (!aligned)
+      project_tile<R, kAnyRank, false, 1, F, G, M>(bucket, work);
+    else if (kAnyRank || matrix.rank < R)
+      project_tile<R, kAnyRank, false, 4, F, G, M>(bucket, work);
+    else
+      project_tile<R, kAnyRank, !kAnyRank, 4, F, G, M>(bucket, work);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) slot_pointer<int32_t>(bucket, 0)[blockIdx.x] = work->non_finite;
 }
 
 // Block 0: the count of the payload, 1 if any tile met a non-finite element. The others: one row
@@ -314,9 +344,8 @@ Status launch_project(const Bucket& bucket, Stream stream) {
   const int64_t* begin = bucket.tile_list_begin.data();
   const int64_t tiles = begin[kProjectTiles + 1] - begin[kProjectTiles];
   const int64_t sums = begin[kProjectSums + 1] - begin[kProjectSums];
-  const size_t shared = 2 * kWarps * kRows * R * sizeof(F);
-  if (const Status status = launch(project_kernel<R, kAnyRank, F, G, M>, tiles, kThreads, shared, stream,
-                                   bucket, begin[kProjectTiles]);
+  if (const Status status = launch(project_kernel<R, kAnyRank, F, G, M>, tiles, kThreads,
+                                   kSharedBytes<R, F>, stream, bucket, begin[kProjectTiles]);
       status != 0)
     return status;
   return launch(finish_kernel<F>, 1 + sums, kThreads, 0, stream, bucket, tiles,

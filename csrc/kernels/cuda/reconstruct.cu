@@ -45,7 +45,6 @@ __device__ void update_factor_row(const Bucket& bucket, const Matrix& matrix, in
   const F* q = factor_pointer<F>(bucket.q_payload, matrix.q_offset) + k * matrix.cols;
   F* q_warm = static_cast<F*>(matrix.q_warm) + k * matrix.cols;
   if (skip) {
-    if (matrix.q_local == nullptr) return;
     F* q_local = static_cast<F*>(matrix.q_local) + k * matrix.cols;
     for (int64_t col = threadIdx.x; col < matrix.cols; col += kThreads) q_local[col] = 0;
     return;
@@ -108,22 +107,21 @@ __device__ __forceinline__ void stage_p(const Bucket& bucket, const Matrix& matr
 }
 
 // A tile at rank <= R: Q in registers.
-template <int R, bool kAligned, typename G>
+template <int R, int W, typename G>
 __device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const Matrix& matrix,
-                                                     const Tile& tile, G* gradient) {
+                                                     const Tile& tile, int64_t begin_col, G* gradient) {
   using F = Factor<G>;
   F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][R]
-  const F* const q = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
-  const int64_t col = tile.col_begin + lane_column<kAligned>(threadIdx.x % kWarpSize);
+  const F* const q = global(factor_pointer<F>(bucket.q_payload, matrix.q_offset));
+  const int64_t col = begin_col + threadIdx.x % kWarpSize * W;
   const bool active = col < tile.col_end;
-  F factor[R][4];
+  F factor[R][W];
   POWERSGD_UNROLL
   for (int k = 0; k < R; ++k) {
     POWERSGD_UNROLL
-    for (int j = 0; j < 4; ++j) factor[k][j] = 0;
+    for (int j = 0; j < W; ++j) factor[k][j] = 0;
     if (active && k < matrix.rank)
-      load_columns<kAligned, Access::kReuse>(q + k * matrix.cols, col, tile.col_end,
-                                           bucket.factor_dtype, factor[k]);
+      load_columns<Access::kReuse>(q + k * matrix.cols + col, bucket.factor_dtype, factor[k]);
   }
   for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows) {
     const int64_t left = tile.row_end - begin;
@@ -133,32 +131,32 @@ __device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const
     __syncthreads();
     if (!active) continue;
     for (int row = threadIdx.x / kWarpSize; row < rows; row += kWarps) {
-      F sum[4] = {};
+      F sum[W] = {};
       POWERSGD_UNROLL
       for (int k = 0; k < R; ++k) {
         const F p = staged[row * R + k];
         POWERSGD_UNROLL
-        for (int j = 0; j < 4; ++j) sum[j] += p * factor[k][j];
+        for (int j = 0; j < W; ++j) sum[j] += p * factor[k][j];
       }
-      store_columns<kAligned, Access::kStream>(gradient + (begin + row) * matrix.cols, col,
-                                              tile.col_end, bucket.gradient_dtype, sum);
+      store_columns<Access::kStream>(gradient + (begin + row) * matrix.cols + col,
+                                     bucket.gradient_dtype, sum);
     }
   }
 }
 
 // The same at any rank: sums of eight rows in registers, the rank in parts of kStagedRanks.
-template <bool kAligned, typename G>
+template <int W, typename G>
 __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const Matrix& matrix,
-                                                     const Tile& tile, G* gradient) {
+                                                     const Tile& tile, int64_t begin_col, G* gradient) {
   using F = Factor<G>;
   F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][kStagedRanks]
-  const F* const q = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
+  const F* const q = global(factor_pointer<F>(bucket.q_payload, matrix.q_offset));
   const int first = threadIdx.x / kWarpSize * kRowsAnyRank;
-  const int64_t col = tile.col_begin + lane_column<kAligned>(threadIdx.x % kWarpSize);
+  const int64_t col = begin_col + threadIdx.x % kWarpSize * W;
   for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows) {
     const int64_t left = tile.row_end - begin;
     const int rows = left < kStagedRows ? static_cast<int>(left) : kStagedRows;
-    F sum[kRowsAnyRank][4] = {};
+    F sum[kRowsAnyRank][W] = {};
     for (int64_t k0 = 0; k0 < matrix.rank; k0 += kStagedRanks) {
       __syncthreads();
       stage_p<kStagedRanks>(bucket, matrix, begin, rows, k0, staged);
@@ -166,14 +164,13 @@ __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const
       if (col >= tile.col_end || first >= rows) continue;
       const int64_t end = k0 + kStagedRanks < matrix.rank ? k0 + kStagedRanks : matrix.rank;
       for (int64_t k = k0; k < end; ++k) {
-        F factor[4];
-        load_columns<kAligned, Access::kReuse>(q + k * matrix.cols, col, tile.col_end,
-                                             bucket.factor_dtype, factor);
+        F factor[W];
+        load_columns<Access::kReuse>(q + k * matrix.cols + col, bucket.factor_dtype, factor);
         POWERSGD_UNROLL
         for (int i = 0; i < kRowsAnyRank; ++i) {
           const F p = staged[(first + i) * kStagedRanks + (k - k0)];
           POWERSGD_UNROLL
-          for (int j = 0; j < 4; ++j) sum[i][j] += p * factor[j];
+          for (int j = 0; j < W; ++j) sum[i][j] += p * factor[j];
         }
       }
     }
@@ -181,28 +178,32 @@ __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const
     POWERSGD_UNROLL
     for (int i = 0; i < kRowsAnyRank; ++i) {
       if (first + i < rows)
-        store_columns<kAligned, Access::kStream>(gradient + (begin + first + i) * matrix.cols, col,
-                                                tile.col_end, bucket.gradient_dtype, sum[i]);
+        store_columns<Access::kStream>(gradient + (begin + first + i) * matrix.cols + col,
+                                       bucket.gradient_dtype, sum[i]);
     }
   }
 }
 static_assert(kStagedRows == kWarps * kRowsAnyRank, "a warp takes its rows at once");
 
-template <int R, bool kAligned, typename G>
-__device__ __forceinline__ void reconstruct_tile(const Bucket& bucket, const Matrix& matrix,
-                                                 const Tile& tile, G* gradient) {
+// Columns [begin_col, begin_col + 32 W) of a tile.
+template <int R, int W, typename G>
+__device__ __forceinline__ void reconstruct_columns(const Bucket& bucket, const Matrix& matrix,
+                                                    const Tile& tile, int64_t begin_col,
+                                                    G* gradient) {
   if constexpr (R == kAnyRank)
-    reconstruct_any_rank<kAligned>(bucket, matrix, tile, gradient);
+    reconstruct_any_rank<W>(bucket, matrix, tile, begin_col, gradient);
   else
-    reconstruct_low_rank<R, kAligned>(bucket, matrix, tile, gradient);
+    reconstruct_low_rank<R, W>(bucket, matrix, tile, begin_col, gradient);
 }
 
 template <int R, typename G>
-__global__ void __launch_bounds__(kThreads) reconstruct_kernel(Bucket bucket, int64_t first_tile) {
+__global__ void __launch_bounds__(kThreads, sizeof(Factor<G>) == 8 ? 2 : 4)
+    reconstruct_kernel(Bucket bucket, int64_t first_tile, int64_t tiles) {
   using F = Factor<G>;
   begin_kernel();
   const bool skip = bucket.verdict->skipped != 0;
   if (skip && blockIdx.x == 0 && threadIdx.x == 0) ++bucket.verdict->skipped_total;
+  if (blockIdx.x >= tiles) return;  // an empty bucket
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   if (tile.item < 0) {
     unpack_raw<F>(bucket, tile, skip);
@@ -219,10 +220,12 @@ __global__ void __launch_bounds__(kThreads) reconstruct_kernel(Bucket bucket, in
   }
   G* const gradient = static_cast<G*>(bucket.gradient) + matrix.gradient_offset;
   const F* const q = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
-  if (is_aligned(gradient, matrix.cols) && is_aligned(q, matrix.cols))
-    reconstruct_tile<R, true>(bucket, matrix, tile, gradient);
-  else
-    reconstruct_tile<R, false>(bucket, matrix, tile, gradient);
+  if (is_aligned(gradient, matrix.cols) && is_aligned(q, matrix.cols)) {
+    reconstruct_columns<R, 4>(bucket, matrix, tile, tile.col_begin, gradient);
+    return;
+  }
+  for (int64_t col = tile.col_begin; col < tile.col_end; col += kWarpSize)
+    reconstruct_columns<R, 1>(bucket, matrix, tile, col, gradient);
 }
 
 template <int R, typename G>
@@ -234,9 +237,9 @@ Status launch_reconstruct(const Bucket& bucket, Stream stream) {
       status != 0)
     return status;
   const size_t shared = std::max(kStagedRows * kStagedWidth<R> * sizeof(F), kWarps * sizeof(double));
-  return launch(reconstruct_kernel<R, G>,
-                begin[kReconstructTiles + 1] - begin[kReconstructTiles], kThreads, shared, stream,
-                bucket, begin[kReconstructTiles]);
+  const int64_t tiles = begin[kReconstructTiles + 1] - begin[kReconstructTiles];
+  return launch(reconstruct_kernel<R, G>, std::max<int64_t>(tiles, 1), kThreads, shared, stream,
+                bucket, begin[kReconstructTiles], tiles);
 }
 
 template <typename G>
