@@ -8,6 +8,7 @@
 //   1. p_hat's rows are brought to shared memory;
 //   2. rank x 4 sums per lane, 4 independent vector loads of M at a time;
 //   3. the warps' sums are added in shared memory, in the order of the warps.
+// A skipped step sends zeros.
 // Where a strip has several segments, 3. writes to the workspace, and a second kernel adds the
 // segments in their order.
 #include "elements.cuh"
@@ -151,12 +152,28 @@ __device__ __forceinline__ void back_project_tile(const Bucket& bucket, const Ma
     back_project_columns<R, 1>(bucket, matrix, tile, begin, m_base, dtype, is_gradient);
 }
 
+template <typename F>
+__device__ void send_zeros(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
+  F* const q_local = static_cast<F*>(matrix.q_local);
+  F* const payload = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
+  for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
+    const int64_t col = tile.col_begin + i % kStrip;
+    if (col >= tile.col_end) continue;
+    payload[i / kStrip * matrix.cols + col] = 0;
+    q_local[i / kStrip * matrix.cols + col] = 0;
+  }
+}
+
 template <int R, typename F>
 __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
     back_project_kernel(Bucket bucket, int64_t first_tile) {
   begin_kernel();
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
+  if (bucket.verdict->skipped != 0) {
+    if (tile.row_begin == 0) send_zeros<F>(bucket, matrix, tile);
+    return;
+  }
   const bool is_gradient = matrix.memory == nullptr;
   const void* base = is_gradient ? bucket.gradient : matrix.memory;
   const int64_t offset = is_gradient ? matrix.gradient_offset : 0;
@@ -173,6 +190,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
 template <typename F>
 __global__ void __launch_bounds__(kThreads) sum_kernel(Bucket bucket, int64_t first_tile) {
   begin_kernel();
+  if (bucket.verdict->skipped != 0) return;
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
   const F* const partial = slot_pointer<F>(bucket, tile.slot);

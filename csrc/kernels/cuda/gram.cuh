@@ -10,8 +10,14 @@ namespace powersgd::kernels::cuda {
 
 // A pivot at or below this share of the trace is a dead column's, whatever the caller's epsilon.
 constexpr double kDeadPivot = 1.0 / (int64_t{1} << 46);
-// Below this share of its column's square a pivot has lost half of its digits: a second pass.
-constexpr double kWeakPivot = 1e-8;
+// Below this share of its column's square a pivot has lost half of its digits: a second pass. For
+// double columns, which have no digits to lose, any loss counts.
+template <typename F>
+constexpr double kWeakPivot = sizeof(F) == 8 ? 0.99 : 1e-8;
+
+__device__ inline double dead_share(const Bucket& bucket) {
+  return bucket.epsilon > kDeadPivot ? bucket.epsilon : kDeadPivot;
+}
 
 // Threads hold square blocks of the Gram matrix, kGramBlock<rank> wide.
 constexpr int64_t kGramBlock = 4;
@@ -104,14 +110,15 @@ __device__ void gram(const F* x, int64_t begin, int64_t end, int64_t rank, const
 // What a Cholesky factorisation met.
 struct Pivots {
   bool dead = false;  // a column that depends on those before it
-  bool weak = false;  // a pivot that has lost half of its digits
+  bool weak = false;  // a pivot that has lost too many of its digits
 };
 
 // The Cholesky factor L of a Gram matrix in place: a[i * rank + j], j <= i. inverse[j] becomes
 // 1 / L[j][j], or 0 for a dead column, which takes no further part. The trace decides in the first
 // pass (threshold = share * trace), a column's own square later (own_threshold).
 __device__ inline Pivots cholesky(double* a, double* inverse, double* square, int64_t rank,
-                                  double threshold, double own_threshold) {
+                                  double threshold, double own_threshold,
+                                  double weak_pivot) {
   Pivots pivots;
   for (int64_t j = threadIdx.x; j < rank; j += kThreads) square[j] = a[j * rank + j];
   __syncthreads();
@@ -120,7 +127,7 @@ __device__ inline Pivots cholesky(double* a, double* inverse, double* square, in
     const bool dead = !(pivot > threshold && pivot > own_threshold * square[j]);
     const double scale = dead ? 0 : 1 / sqrt(pivot);
     pivots.dead = pivots.dead || dead;
-    pivots.weak = pivots.weak || pivot < kWeakPivot * square[j];
+    pivots.weak = pivots.weak || pivot < weak_pivot * square[j];
     for (int64_t i = j + 1 + threadIdx.x; i < rank; i += kThreads) a[i * rank + j] *= scale;
     if (threadIdx.x == 0) inverse[j] = scale;
     __syncthreads();

@@ -2,9 +2,9 @@
 //
 // orthogonalize: p_hat = orth(P), by Cholesky-QR with a Gram matrix in double.
 //
-// 1. A first kernel computes the Gram matrix of each tile's rows, and starts the verdict from the
-//    count of non-finite gradients.
-// 2. In a second kernel, every block of a matrix adds the tiles' Gram matrices in their order and
+// 1. A first kernel computes the Gram matrix of each tile's rows.
+// 2. In a second kernel, every block learns from all tiles and from the count of non-finite gradients
+//    whether the step is skipped. If not, every block of a matrix adds the tiles' Gram matrices in their order and
 //    factorises the sum, G = L L^T: a small matrix, cheaper to factorise again than to wait for.
 // 3. It then solves p_hat L^T = P for the rows of its tile, one row per thread at a time, in double.
 // If a column is dead or a pivot weak, the first block of the matrix goes the plain way instead, and
@@ -12,26 +12,51 @@
 //
 // Fukaya, Nakatsukasa, Yanagisawa, Yamamoto, "CholeskyQR2: a simple and communication-avoiding
 // algorithm" (ScalA 2014). A double Gram matrix of float columns leaves an error of 1e-16 times the
-// squared condition number: one pass does for condition numbers to 1e4, two beyond.
+// squared condition number: one pass does for condition numbers to 1e4, two beyond. Double
+// columns take two.
 #include "gram.cuh"
 #include "plain_orthogonalize.cuh"
 
 namespace powersgd::kernels::cuda {
 namespace {
 
+// Phase 1 for one tile. Returns whether it met anything that is not finite, to all threads.
 template <typename F>
-__global__ void __launch_bounds__(kThreads) gram_kernel(Bucket bucket, int64_t first_tile, int64_t tiles) {
+__device__ bool gram_of_tile(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
+  const F* const p = static_cast<const F*>(bucket.p_payload) + matrix.p_offset;
+  bool bad = false;
+  if (matrix.rank > kMaxFastRank) {
+    for (int64_t i = threadIdx.x; i < matrix.rows * matrix.rank; i += kThreads)
+      bad = bad || !is_finite(p[i]);
+  } else {
+    // A column that is not finite has a square that is not.
+    double* const partial = slot_pointer<double>(bucket, tile.slot);
+    gram(p, tile.row_begin, tile.row_end, matrix.rank, nullptr,
+         [&](int64_t i, int64_t j, double value) {
+           partial[triangle(i) + j] = value;
+           bad = bad || !is_finite(value);
+         });
+  }
+  return __syncthreads_or(bad) != 0;
+}
+
+// The workspace starts with a flag per tile: whether it is not finite.
+template <typename F>
+__global__ void __launch_bounds__(kThreads) gram_kernel(Bucket bucket, int64_t first_tile) {
   begin_kernel();
-  const F* const payload = static_cast<const F*>(bucket.p_payload);
-  if (blockIdx.x == 0 && threadIdx.x == 0)
-    bucket.verdict->skipped = payload[bucket.p_numel - 1] == 0 ? 0 : 1;  // 1 for NaN as well
-  if (blockIdx.x >= tiles) return;  // a bucket without matrices
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
-  const Matrix matrix = bucket.matrices[tile.item];
-  if (matrix.rank > kMaxFastRank) return;
-  double* const partial = slot_pointer<double>(bucket, tile.slot);
-  gram(payload + matrix.p_offset, tile.row_begin, tile.row_end, matrix.rank, nullptr,
-       [=](int64_t i, int64_t j, double value) { partial[triangle(i) + j] = value; });
+  const bool bad = gram_of_tile<F>(bucket, bucket.matrices[tile.item], tile);
+  if (threadIdx.x == 0) slot_pointer<int32_t>(bucket, 0)[blockIdx.x] = bad ? 1 : 0;
+}
+
+// Whether the step is skipped: no matrix of the bucket may then be touched.
+template <typename F>
+__device__ __forceinline__ bool skips(const Bucket& bucket, int64_t tiles) {
+  // True for NaN as well.
+  bool bad = !(static_cast<const F*>(bucket.p_payload)[bucket.p_numel - 1] == 0);
+  const int32_t* const flags = slot_pointer<int32_t>(bucket, 0);
+  for (int64_t i = threadIdx.x; i < tiles; i += kThreads) bad = bad || flags[i] != 0;
+  return __syncthreads_or(bad) != 0;
 }
 
 // Phase 2. gram is [rank, rank] in shared memory. Returns the trace.
@@ -81,32 +106,29 @@ __device__ void solve_rows(const Bucket& bucket, const Matrix& matrix, const Til
 }
 
 template <int R, typename F>
-__global__ void __launch_bounds__(kThreads) solve_kernel(Bucket bucket, int64_t first_tile) {
+__global__ void __launch_bounds__(kThreads)
+    solve_kernel(Bucket bucket, int64_t first_tile, int64_t tiles) {
   begin_kernel();
-  if (!(static_cast<const F*>(bucket.p_payload)[bucket.p_numel - 1] == 0)) return;
+  const bool skip = skips<F>(bucket, tiles);
+  if (blockIdx.x == 0 && threadIdx.x == 0) bucket.verdict->skipped = skip ? 1 : 0;
+  if (skip || blockIdx.x >= tiles) return;  // one block runs even in a bucket without matrices
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
-  bool plain = matrix.rank > kMaxFastRank;
-  double* const factor = reinterpret_cast<double*>(shared_memory());  // [rank, rank]
-  double* const reciprocal = factor + matrix.rank * matrix.rank;
-  bool finite = true;
-  if (!plain) {
+  if (matrix.rank <= kMaxFastRank) {
+    double* const factor = reinterpret_cast<double*>(shared_memory());  // [rank, rank]
+    double* const reciprocal = factor + matrix.rank * matrix.rank;
     const double trace = sum_gram(bucket, matrix, tile, factor);
-    finite = is_finite(trace);
-    if (finite) {
-      const double share = bucket.epsilon > kDeadPivot ? bucket.epsilon : kDeadPivot;
-      const Pivots pivots = cholesky(factor, reciprocal, reciprocal + matrix.rank, matrix.rank,
-                                     share * trace, 0);
-      plain = pivots.dead || pivots.weak;
-      if (!plain) solve_rows<R, F>(bucket, matrix, tile, factor, reciprocal);
+    const Pivots pivots = cholesky(factor, reciprocal, reciprocal + matrix.rank, matrix.rank,
+                                   dead_share(bucket) * trace, 0, kWeakPivot<F>);
+    if (!pivots.dead && !pivots.weak) {
+      solve_rows<R, F>(bucket, matrix, tile, factor, reciprocal);
+      return;
     }
   }
-  if (plain && tile.row_begin == 0) {
-    __syncthreads();
+  if (tile.row_begin == 0) {
     const int64_t base = tile.slot - plain_slots(matrix.rank);
-    finite = orthogonalize_plainly<F>(bucket, matrix, slot_pointer<double>(bucket, base));
+    orthogonalize_plainly<F>(bucket, matrix, slot_pointer<double>(bucket, base));
   }
-  if (!finite && threadIdx.x == 0) atomicOr(&bucket.verdict->skipped, 1);
 }
 
 template <int R, typename F>
@@ -114,11 +136,11 @@ Status launch_orthogonalize(const Bucket& bucket, Stream stream) {
   const int64_t first = bucket.tile_list_begin[kOrthogonalizeTiles];
   const int64_t tiles = bucket.tile_list_begin[kOrthogonalizeTiles + 1] - first;
   if (const Status status =
-          launch(gram_kernel<F>, std::max<int64_t>(tiles, 1), kThreads, kGramSharedBytes, stream,
-                 bucket, first, tiles);
+          launch(gram_kernel<F>, tiles, kThreads, kGramSharedBytes, stream, bucket, first);
       status != 0)
     return status;
-  return launch(solve_kernel<R, F>, tiles, kThreads, kGramSharedBytes, stream, bucket, first);
+  return launch(solve_kernel<R, F>, std::max<int64_t>(tiles, 1), kThreads, kGramSharedBytes, stream,
+                bucket, first, tiles);
 }
 static_assert(sizeof(double) * (kMaxFastRank * kMaxFastRank + 2 * kMaxFastRank) <= kGramSharedBytes,
               "shared memory holds the factor");

@@ -104,35 +104,31 @@ __device__ inline void reorder(PlainArrays* arrays, int64_t rank) {
 // 3. Again while a column was dead or a pivot weak, dead columns last, so that they are made
 //    orthogonal to the live ones and not the reverse. "Twice is enough" (Parlett, citing Kahan); the
 //    third is for random columns that happen to be nearly dependent themselves.
-// Returns false, and leaves p_hat alone, if P is not finite.
 template <typename F>
-__device__ POWERSGD_NOINLINE bool orthogonalize_plainly(const Bucket& bucket, const Matrix& matrix,
+__device__ POWERSGD_NOINLINE void orthogonalize_plainly(const Bucket& bucket, const Matrix& matrix,
                                                    double* workspace) {
   const int64_t rank = matrix.rank;
   PlainArrays arrays(workspace, rank);
   for (int64_t i = threadIdx.x; i < rank; i += kThreads) arrays.map[i] = static_cast<int32_t>(i);
   __syncthreads();
   const F* x = factor_pointer<F>(bucket.p_payload, matrix.p_offset);
-  const double share = bucket.epsilon > kDeadPivot ? bucket.epsilon : kDeadPivot;
   for (int pass = 0; pass < kMaxPasses; ++pass) {
     gram(x, 0, matrix.rows, rank, arrays.map,
          [&](int64_t i, int64_t j, double value) { arrays.gram[i * rank + j] = value; });
     double trace = 0;
     for (int64_t i = 0; i < rank; ++i) trace += arrays.gram[i * rank + i];
-    if (pass == 0 && !is_finite(trace)) return false;
     __syncthreads();
     const Pivots pivots = pass == 0
                               ? cholesky(arrays.gram, arrays.reciprocal, arrays.square, rank,
-                                         share * trace, 0)
+                                         dead_share(bucket) * trace, 0, kWeakPivot<F>)
                               : cholesky(arrays.gram, arrays.reciprocal, arrays.square, rank, 0,
-                                         kDeadPivot);
+                                         kDeadPivot, kWeakPivot<F>);
     invert(arrays, rank);
     apply_inverse(bucket, matrix, x, arrays, pass);
     if (!pivots.dead && !pivots.weak) break;
     reorder(&arrays, rank);
     x = static_cast<const F*>(matrix.p_hat);
   }
-  return true;
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -30,7 +30,7 @@ class Builder {
     add_raw(kProjectTiles);
     for (size_t i = 0; i < matrices_.size(); ++i) add_project(static_cast<int32_t>(i));
     place_project_partials();
-    for (size_t i = 0; i < matrices_.size(); ++i) add_orthogonalize(static_cast<int32_t>(i));
+    add_orthogonalize();
     end_stage();
     for (size_t i = 0; i < matrices_.size(); ++i) add_back_project(static_cast<int32_t>(i));
     end_stage();
@@ -83,7 +83,7 @@ class Builder {
   // A split matrix's partial P of column range c is at slot + c * slots(rows * rank). Before them
   // lies one flag per project tile: whether it met a non-finite element.
   void place_project_partials() {
-    take(slots(static_cast<int64_t>(lists_[kProjectTiles].size() * sizeof(int32_t))));
+    take(slots(static_cast<int64_t>(lists_[kProjectTiles].size()) * int64_t{sizeof(int32_t)}));
     std::vector<int64_t> base(matrices_.size(), 0);
     for (size_t i = 0; i < matrices_.size(); ++i) {
       const Matrix& matrix = matrices_[i];
@@ -100,14 +100,22 @@ class Builder {
     end_stage();
   }
 
-  void add_orthogonalize(int32_t item) {
-    const Matrix& matrix = matrices_[static_cast<size_t>(item)];
-    const int64_t rows = orthogonalize_rows(matrix.rows, matrix.rank);
-    take(plain_slots(matrix.rank));
-    for (int64_t row = 0; row < matrix.rows; row += rows)
-      add(kOrthogonalizeTiles, item,
-          matrix.rank > kMaxFastRank ? next_slot_ : take(gram_slots(matrix.rank)), row,
-          std::min(row + rows, matrix.rows), 0, matrix.rank);
+  // First a flag per tile, then for each matrix the arrays of the plain way and its tiles' Gram
+  // matrices.
+  void add_orthogonalize() {
+    int64_t tiles = 0;
+    for (const Matrix& matrix : matrices_)
+      tiles += ceil_div(matrix.rows, orthogonalize_rows(matrix.rows, matrix.rank));
+    take(slots(tiles * int64_t{sizeof(int32_t)}));
+    for (size_t i = 0; i < matrices_.size(); ++i) {
+      const Matrix& matrix = matrices_[i];
+      const int64_t rows = orthogonalize_rows(matrix.rows, matrix.rank);
+      const int64_t partial = matrix.rank > kMaxFastRank ? 0 : gram_slots(matrix.rank);
+      take(plain_slots(matrix.rank));
+      for (int64_t row = 0; row < matrix.rows; row += rows)
+        add(kOrthogonalizeTiles, static_cast<int32_t>(i), take(partial), row,
+            std::min(row + rows, matrix.rows), 0, matrix.rank);
+    }
   }
 
   // The partial q of strip s and row segment g is at slot(s) + g * slots(rank * kStrip).

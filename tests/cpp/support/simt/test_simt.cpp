@@ -50,7 +50,9 @@ TEST(Simt, WarpOperations) {
     EXPECT_EQ(__shfl_xor_sync(~0u, lane, 5), lane ^ 5);
     EXPECT_EQ(__shfl_down_sync(~0u, lane, 3), lane + 3 < 32 ? lane + 3 : lane);
     EXPECT_EQ(__ballot_sync(~0u, lane % 2), 0xAAAAAAAAu);
-    if (lane < 8) EXPECT_EQ(__shfl_xor_sync(0xFFu, lane, 1), lane ^ 1);
+    if (lane < 8) {
+      EXPECT_EQ(__shfl_xor_sync(0xFFu, lane, 1), lane ^ 1);
+    }
     EXPECT_EQ(__syncthreads_or(threadIdx.x == 40), 1);
     EXPECT_EQ(__syncthreads_or(0), 0);
   });
