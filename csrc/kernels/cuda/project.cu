@@ -73,7 +73,7 @@ __device__ __forceinline__ bool replace_non_finite(F (&value)[W]) {
 template <int R, bool kExact, int W, typename F, typename G, typename M>
 __device__ __forceinline__ void subtract_last_step(const Rows<F, G, M>& rows, int64_t k0,
                                                    int col, const F* p, F (&m)[kRows][W]) {
-  POWERSGD_UNROLL
+  POWERSGD_UNROLL_4  // more would be loaded at once, for want of registers elsewhere
   for (int k = 0; k < R; ++k) {
     if (!kExact && k0 + k >= rows.rank) continue;
     F q[W];
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
         is_aligned(static_cast<const F*>(matrix.q_warm), matrix.cols);
     if (!aligned)
       project_tile<R, kAnyRank, false, 1, F, G, M>(bucket, work);
-    else if (kAnyRank || matrix.rank < R)
+    else if (kAnyRank || (R > 1 && matrix.rank < R))
       project_tile<R, kAnyRank, false, 4, F, G, M>(bucket, work);
     else
       project_tile<R, kAnyRank, !kAnyRank, 4, F, G, M>(bucket, work);
