@@ -33,13 +33,10 @@ for line in sys.stdin:
         arch = m[2]
     elif m := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+)", line):
         stack = tuple(map(int, m.groups()))
-        # What a called function spills comes after the line of its caller: count it there.
-        if name is not None and (name, arch) in rows:
-            continue
     elif (m := re.search(r"Used (\d+) registers", line)) and name is not None:
         rows[name, arch] = (int(m[1]),) + stack
 archs = sorted({arch for _, arch in rows}, key=lambda a: int(re.sub(r"\D", "", a)))
-print(f"{chr(34)}registers / stack bytes / spilled bytes{chr(34)}".ljust(44), *(f"sm_{a}".rjust(16) for a in archs))
+print("registers / stack bytes / spilled bytes".ljust(52), *(f"sm_{a}".rjust(16) for a in archs))
 failed = False
 for kernel in sorted({kernel for kernel, _ in rows}):
     cells = []
@@ -47,8 +44,8 @@ for kernel in sorted({kernel for kernel, _ in rows}):
         registers, frame, stores, loads = rows[kernel, arch]
         cells.append(f"{registers} / {frame} / {stores + loads}".rjust(16))
         rank = re.search(r"<(\d+)", kernel)
-        low = rank is None or int(rank[1]) <= 8
-        failed |= low and "double" not in kernel and stores + loads > 0
-    print(kernel.ljust(44), *cells)
+        low = (rank is None or int(rank[1]) <= 8) and "double" not in kernel
+        failed |= low and stores + loads > 0
+    print(kernel.ljust(52), *cells)
 sys.exit("a kernel of rank <= 8 spills" if failed else 0)
 '

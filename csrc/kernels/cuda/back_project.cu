@@ -4,9 +4,9 @@
 //
 // A tile is a strip of 128 columns by a segment of rows. A lane takes four columns (or one, and
 // the strip is taken in four parts, where addresses do not allow vector accesses), and the warps take
-// the rows in turn, four at a time:
+// the rows in turn, several at a time:
 //   1. p_hat's rows are brought to shared memory;
-//   2. rank x 4 sums per lane, 4 independent vector loads of M at a time;
+//   2. rank x 4 sums per lane, 4 or 8 independent vector loads of M at a time;
 //   3. the warps' sums are added in shared memory, in the order of the warps.
 // A skipped step sends zeros.
 // Where a strip has several segments, 3. writes to the workspace, and a second kernel adds the
@@ -16,12 +16,14 @@
 namespace powersgd::kernels::cuda {
 namespace {
 
-constexpr int kStagedRows = 64;  // of p_hat, in shared memory at a time
-constexpr int kBatch = 4;        // rows of M that a warp loads at a time
+constexpr int kStagedRows = 256;  // of p_hat, in shared memory at a time
 
-// Registers are traded for blocks in flight.
+// Registers are traded for blocks in flight, and those for rows of M that a warp loads at a time: 64
+// KB per multiprocessor or 32 are on their way.
 template <int R, typename F>
-constexpr int kBlocksPerProcessor = sizeof(F) == 8 ? 2 : R <= 4 ? 4 : R <= 8 ? 3 : R <= 16 ? 2 : 1;
+constexpr int kBlocksPerProcessor = sizeof(F) == 8 ? 2 : R <= 4 ? 4 : R <= 16 ? 2 : 1;
+template <int R, int W>
+constexpr int kBatch = W == 1 ? 16 : R == 8 || R == 32 ? 8 : 4;
 
 template <int R>
 constexpr int kRanksAtOnce = R < 8 ? R : 8;  // of phase 3
@@ -64,16 +66,16 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
     __syncthreads();
     if (col >= tile.col_end) continue;
     POWERSGD_NO_UNROLL
-    for (int row = warp * kBatch; row < rows; row += kWarps * kBatch) {
-      F m[kBatch][W];
+    for (int row = warp * kBatch<R, W>; row < rows; row += kWarps * kBatch<R, W>) {
+      F m[kBatch<R, W>][W];
       POWERSGD_UNROLL
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < kBatch<R, W>; ++i) {
         // A row beyond the last repeats it; its factors in shared memory are 0.
         const int64_t offset = (begin + (row + i < rows ? row + i : rows - 1)) * matrix.cols;
         load_columns<Access::kStream>(m_base + offset + col, dtype, m[i]);
       }
       POWERSGD_UNROLL
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < kBatch<R, W>; ++i) {
         keep_finite(m[i], is_gradient);
         POWERSGD_UNROLL
         for (int k = 0; k < R; ++k) {

@@ -55,6 +55,7 @@ __device__ __forceinline__ void gram_blocks(const F* x, int64_t begin, int64_t e
       right[i] = map != nullptr && active ? map[r] : r;
     }
     if (active) {
+      POWERSGD_UNROLL_4
       for (int64_t row = begin + group; row < end; row += groups) {
         const F* const values = x + row * rank;
         double a[B], b[B];
@@ -120,21 +121,22 @@ __device__ inline Pivots cholesky(double* a, double* inverse, double* square, in
                                   double threshold, double own_threshold,
                                   double weak_pivot) {
   Pivots pivots;
-  for (int64_t j = threadIdx.x; j < rank; j += kThreads) square[j] = a[j * rank + j];
+  const int n = static_cast<int>(rank);
+  for (int j = threadIdx.x; j < n; j += kThreads) square[j] = a[j * n + j];
   __syncthreads();
-  for (int64_t j = 0; j < rank; ++j) {
-    const double pivot = a[j * rank + j];
+  for (int j = 0; j < n; ++j) {
+    const double pivot = a[j * n + j];
     const bool dead = !(pivot > threshold && pivot > own_threshold * square[j]);
     const double scale = dead ? 0 : 1 / sqrt(pivot);
     pivots.dead = pivots.dead || dead;
     pivots.weak = pivots.weak || pivot < weak_pivot * square[j];
-    for (int64_t i = j + 1 + threadIdx.x; i < rank; i += kThreads) a[i * rank + j] *= scale;
+    for (int i = j + 1 + threadIdx.x; i < n; i += kThreads) a[i * n + j] *= scale;
     if (threadIdx.x == 0) inverse[j] = scale;
     __syncthreads();
-    const int64_t rest = rank - j - 1;
-    for (int64_t e = threadIdx.x; e < rest * rest; e += kThreads) {
-      const int64_t i = j + 1 + e / rest, k = j + 1 + e % rest;
-      if (k <= i) a[i * rank + k] -= a[i * rank + j] * a[k * rank + j];
+    const int rest = n - j - 1;
+    for (int e = threadIdx.x; e < rest * rest; e += kThreads) {
+      const int i = j + 1 + e / rest, k = j + 1 + e % rest;
+      if (k <= i) a[i * n + k] -= a[i * n + j] * a[k * n + j];
     }
     __syncthreads();
   }

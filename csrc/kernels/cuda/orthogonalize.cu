@@ -67,10 +67,12 @@ __device__ inline double sum_gram(const Bucket& bucket, const Matrix& matrix, co
   const int64_t stride = gram_slots(matrix.rank) * (kSlotBytes / int64_t{sizeof(double)});
   const double* const partial =
       slot_pointer<double>(bucket, tile.slot) - tile.row_begin / rows * stride;
-  for (int64_t e = threadIdx.x; e < matrix.rank * matrix.rank; e += kThreads) {
-    const int64_t i = e / matrix.rank, j = e % matrix.rank;
+  const int rank = static_cast<int>(matrix.rank);
+  for (int e = threadIdx.x; e < rank * rank; e += kThreads) {
+    const int i = e / rank, j = e % rank;
     if (j > i) continue;
     double sum = 0;
+    POWERSGD_UNROLL_4
     for (int64_t t = 0; t < tiles; ++t) sum += partial[t * stride + triangle(i) + j];
     gram[e] = sum;
   }

@@ -17,13 +17,19 @@
 namespace powersgd::kernels::cuda {
 namespace {
 
-constexpr int kStagedRows = 64;  // of p_hat, in shared memory at a time
-constexpr int kStagedRanks = 32;
 constexpr int kAnyRank = 0;      // in place of R: ranks above 8
 constexpr int kRowsAnyRank = 8;  // that a warp takes at a time there
 
+// Rows and columns of p_hat in shared memory at a time. At any rank they are transposed, so that a warp
+// finds its rows side by side, and spread over the banks.
 template <int R>
-constexpr int kStagedWidth = R == kAnyRank ? kStagedRanks : R;
+constexpr int kStagedRows = R == kAnyRank ? kWarps * kRowsAnyRank : 256;
+template <int R>
+constexpr int kStagedRanks = R == kAnyRank ? 32 : R;
+constexpr int kStagedStride = kStagedRows<kAnyRank> + 4;
+template <int R, typename F>
+constexpr size_t kStagedBytes =
+    sizeof(F) * kStagedRanks<R> * (R == kAnyRank ? kStagedStride : kStagedRows<R>);
 
 template <typename F>
 __global__ void __launch_bounds__(kThreads) check_kernel(Bucket bucket, int64_t first_tile) {
@@ -92,17 +98,18 @@ __device__ void take_back(const Bucket& bucket, const Matrix& matrix, const Tile
   }
 }
 
-// Rows [begin, begin + rows) x columns [k0, k0 + width) of p_hat, padded with zeros and scaled.
-template <int kWidth, typename F>
+// Rows [begin, begin + rows) of p_hat from column k0 on, scaled and padded with zero columns, as
+// [kStagedRows][R], or as [kStagedRanks][kStagedStride] at any rank.
+template <int R, typename F>
 __device__ __forceinline__ void stage_p(const Bucket& bucket, const Matrix& matrix, int64_t begin,
                                         int rows, int64_t k0, F* staged) {
-  const F* p_hat = static_cast<const F*>(matrix.p_hat);
+  constexpr int kWidth = kStagedRanks<R>;
+  const F* p_hat = global(static_cast<const F*>(matrix.p_hat)) + begin * matrix.rank + k0;
   const F scale = static_cast<F>(bucket.output_scale);
-  for (int i = threadIdx.x; i < kStagedRows * kWidth; i += kThreads) {
-    const int64_t k = k0 + i % kWidth;
-    staged[i] = i / kWidth < rows && k < matrix.rank
-                    ? scale * p_hat[(begin + i / kWidth) * matrix.rank + k]
-                    : F{0};
+  for (int i = threadIdx.x; i < rows * kWidth; i += kThreads) {
+    const int row = i / kWidth, k = i % kWidth;
+    const F p = k0 + k < matrix.rank ? scale * p_hat[row * matrix.rank + k] : F{0};
+    staged[R == kAnyRank ? k * kStagedStride + row : i] = p;
   }
 }
 
@@ -123,9 +130,9 @@ __device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const
     if (active && k < matrix.rank)
       load_columns<Access::kReuse>(q + k * matrix.cols + col, bucket.factor_dtype, factor[k]);
   }
-  for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows) {
+  for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows<R>) {
     const int64_t left = tile.row_end - begin;
-    const int rows = left < kStagedRows ? static_cast<int>(left) : kStagedRows;
+    const int rows = left < kStagedRows<R> ? static_cast<int>(left) : kStagedRows<R>;
     __syncthreads();
     stage_p<R>(bucket, matrix, begin, rows, 0, staged);
     __syncthreads();
@@ -144,31 +151,37 @@ __device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const
   }
 }
 
-// The same at any rank: sums of eight rows in registers, the rank in parts of kStagedRanks.
+// The same at any rank: sums of eight rows in registers, the rank in parts.
 template <int W, typename G>
 __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const Matrix& matrix,
                                                      const Tile& tile, int64_t begin_col, G* gradient) {
   using F = Factor<G>;
-  F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][kStagedRanks]
+  constexpr int kRows = kStagedRows<kAnyRank>;
+  constexpr int kRanks = kStagedRanks<kAnyRank>;
+  F* const staged = reinterpret_cast<F*>(shared_memory());  // [kRows][kRanks]
   const F* const q = global(factor_pointer<F>(bucket.q_payload, matrix.q_offset));
   const int first = threadIdx.x / kWarpSize * kRowsAnyRank;
   const int64_t col = begin_col + threadIdx.x % kWarpSize * W;
-  for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows) {
+  for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kRows) {
     const int64_t left = tile.row_end - begin;
-    const int rows = left < kStagedRows ? static_cast<int>(left) : kStagedRows;
+    const int rows = left < kRows ? static_cast<int>(left) : kRows;
     F sum[kRowsAnyRank][W] = {};
-    for (int64_t k0 = 0; k0 < matrix.rank; k0 += kStagedRanks) {
+    for (int64_t k0 = 0; k0 < matrix.rank; k0 += kRanks) {
       __syncthreads();
-      stage_p<kStagedRanks>(bucket, matrix, begin, rows, k0, staged);
+      stage_p<kAnyRank>(bucket, matrix, begin, rows, k0, staged);
       __syncthreads();
       if (col >= tile.col_end || first >= rows) continue;
-      const int64_t end = k0 + kStagedRanks < matrix.rank ? k0 + kStagedRanks : matrix.rank;
-      for (int64_t k = k0; k < end; ++k) {
+      const int64_t left_ranks = matrix.rank - k0;
+      const int ranks = left_ranks < kRanks ? static_cast<int>(left_ranks) : kRanks;
+      POWERSGD_UNROLL_4
+      for (int k = 0; k < (ranks + 3) / 4 * 4; ++k) {
+        // Beyond the rank p is 0: any row of Q does, and no branch keeps the loads apart.
         F factor[W];
-        load_columns<Access::kReuse>(q + k * matrix.cols + col, bucket.factor_dtype, factor);
+        load_columns<Access::kReuse>(q + (k0 + (k < ranks ? k : 0)) * matrix.cols + col,
+                                     bucket.factor_dtype, factor);
         POWERSGD_UNROLL
         for (int i = 0; i < kRowsAnyRank; ++i) {
-          const F p = staged[(first + i) * kStagedRanks + (k - k0)];
+          const F p = staged[k * kStagedStride + first + i];
           POWERSGD_UNROLL
           for (int j = 0; j < W; ++j) sum[i][j] += p * factor[j];
         }
@@ -183,8 +196,6 @@ __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const
     }
   }
 }
-static_assert(kStagedRows == kWarps * kRowsAnyRank, "a warp takes its rows at once");
-
 // Columns [begin_col, begin_col + 32 W) of a tile.
 template <int R, int W, typename G>
 __device__ __forceinline__ void reconstruct_columns(const Bucket& bucket, const Matrix& matrix,
@@ -197,7 +208,7 @@ __device__ __forceinline__ void reconstruct_columns(const Bucket& bucket, const 
 }
 
 template <int R, typename G>
-__global__ void __launch_bounds__(kThreads, sizeof(Factor<G>) == 8 ? 2 : 4)
+__global__ void __launch_bounds__(kThreads, R == kAnyRank ? 2 : 4)
     reconstruct_kernel(Bucket bucket, int64_t first_tile, int64_t tiles) {
   using F = Factor<G>;
   begin_kernel();
@@ -236,7 +247,7 @@ Status launch_reconstruct(const Bucket& bucket, Stream stream) {
                                    0, stream, bucket, begin[kStrips]);
       status != 0)
     return status;
-  const size_t shared = std::max(kStagedRows * kStagedWidth<R> * sizeof(F), kWarps * sizeof(double));
+  const size_t shared = std::max(kStagedBytes<R, F>, kWarps * sizeof(double));
   const int64_t tiles = begin[kReconstructTiles + 1] - begin[kReconstructTiles];
   return launch(reconstruct_kernel<R, G>, std::max<int64_t>(tiles, 1), kThreads, shared, stream,
                 bucket, begin[kReconstructTiles], tiles);

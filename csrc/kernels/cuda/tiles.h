@@ -59,7 +59,7 @@ POWERSGD_HOST_DEVICE inline int warps_per_group(int64_t cols) {
 
 // Orthogonalize: the rows of a tile. A matrix of high rank is one tile, since it takes the plain way.
 POWERSGD_HOST_DEVICE inline int64_t orthogonalize_rows(int64_t rows, int64_t rank) {
-  return rank > kMaxFastRank ? (rows > 0 ? rows : 1) : rank > 8 ? 1024 : 2048;
+  return rank > kMaxFastRank ? (rows > 0 ? rows : 1) : 1024;
 }
 
 POWERSGD_HOST_DEVICE inline int64_t triangle(int64_t rank) { return rank * (rank + 1) / 2; }
