@@ -3,8 +3,8 @@
 // back_project: q = p_hat^T M, into q_local and the Q payload.
 //
 // A tile is a strip of 128 columns by a segment of rows. A lane takes four columns (or one, and
-// the strip is taken in four parts, where addresses do not allow vector accesses), and the warps take
-// the rows in turn, several at a time:
+// the strip is taken in four parts, where addresses do not allow vector accesses), and the warps
+// take the rows in turn, several at a time:
 //   1. p_hat's rows are brought to shared memory;
 //   2. rank x 4 sums per lane, 4 or 8 independent vector loads of M at a time;
 //   3. the warps' sums are added in shared memory, in the order of the warps.
@@ -18,21 +18,25 @@ namespace {
 
 constexpr int kStagedRows = 256;  // of p_hat, in shared memory at a time
 
-// Registers are traded for blocks in flight, and those for rows of M that a warp loads at a time: 64
-// KB per multiprocessor or 32 are on their way.
+// Registers are traded for blocks in flight, and those for rows of M that a warp loads at a time:
+// 64 KB per multiprocessor or 32 are on their way.
 template <int R, typename F>
-constexpr int kBlocksPerProcessor = sizeof(F) == 8 ? 2 : R <= 4 ? 4 : R <= 16 ? 2 : 1;
+constexpr int kBlocksPerProcessor = sizeof(F) == 8 ? 2
+                                    : R <= 4       ? 4
+                                    : R <= 16      ? 2
+                                                   : 1;
 template <int R, int W>
-constexpr int kBatch = W == 1 ? 16 : R == 8 || R == 32 ? 8 : 4;
+constexpr int kBatch = W == 1              ? 16
+                       : R == 8 || R == 32 ? 8
+                                           : 4;
 
 template <int R>
 constexpr int kRanksAtOnce = R < 8 ? R : 8;  // of phase 3
 
 template <int R, typename F>
-constexpr size_t kSharedBytes =
-    sizeof(F) * (kStagedRows * R > kWarps * kRanksAtOnce<R> * kStrip
-                     ? kStagedRows * R
-                     : kWarps * kRanksAtOnce<R> * kStrip);
+constexpr size_t kSharedBytes = sizeof(F) * (kStagedRows * R > kWarps * kRanksAtOnce<R> * kStrip
+                                                 ? kStagedRows * R
+                                                 : kWarps * kRanksAtOnce<R> * kStrip);
 
 template <int W, typename F>
 __device__ __forceinline__ void keep_finite(F (&m)[W], bool is_gradient) {
@@ -126,8 +130,8 @@ __device__ __forceinline__ void back_project_columns(const Bucket& bucket, const
   F* const partial = slot_pointer<F>(bucket, tile.slot) + (begin - tile.col_begin);
   for (int64_t k0 = 0; k0 < matrix.rank; k0 += R) {
     F sums[R][W];
-    accumulate<R>(matrix, tile, m_base, dtype, is_gradient, k0,
-                  begin + threadIdx.x % kWarpSize * W, sums);
+    accumulate<R>(matrix, tile, m_base, dtype, is_gradient, k0, begin + threadIdx.x % kWarpSize * W,
+                  sums);
     reduce_warps<R>(sums, [&](int k, int column, F sum) {
       const int64_t col = begin + column;
       if (k0 + k >= matrix.rank || col >= tile.col_end) return;
@@ -213,9 +217,9 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(Bucket bucket, int64_t fi
 template <int R, typename F>
 Status launch_back_project(const Bucket& bucket, Stream stream) {
   const int64_t* begin = bucket.tile_list_begin.data();
-  if (const Status status = launch(
-          back_project_kernel<R, F>, begin[kBackProjectTiles + 1] - begin[kBackProjectTiles],
-          kThreads, kSharedBytes<R, F>, stream, bucket, begin[kBackProjectTiles]);
+  if (const Status status =
+          launch(back_project_kernel<R, F>, begin[kBackProjectTiles + 1] - begin[kBackProjectTiles],
+                 kThreads, kSharedBytes<R, F>, stream, bucket, begin[kBackProjectTiles]);
       status != 0)
     return status;
   return launch(sum_kernel<F>, begin[kBackProjectSums + 1] - begin[kBackProjectSums], kThreads, 0,
@@ -227,12 +231,18 @@ Status launch_back_project(const Bucket& bucket, Stream stream) {
 Status back_project(const Bucket& bucket, Stream stream) {
   if (bucket.factor_dtype == DType::kFloat64) return launch_back_project<4, double>(bucket, stream);
   switch (bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass]) {
-    case 0: return launch_back_project<1, float>(bucket, stream);
-    case 1: return launch_back_project<2, float>(bucket, stream);
-    case 2: return launch_back_project<4, float>(bucket, stream);
-    case 3: return launch_back_project<8, float>(bucket, stream);
-    case 5: return launch_back_project<32, float>(bucket, stream);
-    default: return launch_back_project<16, float>(bucket, stream);
+    case 0:
+      return launch_back_project<1, float>(bucket, stream);
+    case 1:
+      return launch_back_project<2, float>(bucket, stream);
+    case 2:
+      return launch_back_project<4, float>(bucket, stream);
+    case 3:
+      return launch_back_project<8, float>(bucket, stream);
+    case 5:
+      return launch_back_project<32, float>(bucket, stream);
+    default:
+      return launch_back_project<16, float>(bucket, stream);
   }
 }
 

@@ -113,15 +113,22 @@ __device__ __forceinline__ double clamp_to(double value, double limit) {
 // Single elements of any type, for the paths that are rare.
 __device__ inline double load_any(const void* base, int64_t index, DType dtype) {
   switch (dtype) {
-    case DType::kFloat64: return static_cast<const double*>(base)[index];
-    case DType::kFloat32: return static_cast<const float*>(base)[index];
-    default: return widen(static_cast<const uint16_t*>(base)[index], dtype);
+    case DType::kFloat64:
+      return static_cast<const double*>(base)[index];
+    case DType::kFloat32:
+      return static_cast<const float*>(base)[index];
+    default:
+      return widen(static_cast<const uint16_t*>(base)[index], dtype);
   }
 }
 __device__ inline void store_any(void* base, int64_t index, double value, DType dtype) {
   switch (dtype) {
-    case DType::kFloat64: static_cast<double*>(base)[index] = value; break;
-    case DType::kFloat32: static_cast<float*>(base)[index] = static_cast<float>(value); break;
+    case DType::kFloat64:
+      static_cast<double*>(base)[index] = value;
+      break;
+    case DType::kFloat32:
+      static_cast<float*>(base)[index] = static_cast<float>(value);
+      break;
     default:
       static_cast<uint16_t*>(base)[index] = narrow<uint16_t>(static_cast<float>(value), dtype);
   }
@@ -194,10 +201,9 @@ __device__ __forceinline__ void store_columns(double* address, DType, const doub
 template <Access kAccess>
 __device__ __forceinline__ void store_columns(uint16_t* address, DType dtype,
                                               const float (&in)[4]) {
-  store_vector<kAccess>(address, make_ushort4(narrow<uint16_t>(in[0], dtype),
-                                              narrow<uint16_t>(in[1], dtype),
-                                              narrow<uint16_t>(in[2], dtype),
-                                              narrow<uint16_t>(in[3], dtype)));
+  store_vector<kAccess>(
+      address, make_ushort4(narrow<uint16_t>(in[0], dtype), narrow<uint16_t>(in[1], dtype),
+                            narrow<uint16_t>(in[2], dtype), narrow<uint16_t>(in[3], dtype)));
 }
 template <Access kAccess, typename Storage>
 __device__ __forceinline__ void store_columns(Storage* address, DType dtype,

@@ -118,8 +118,7 @@ struct Pivots {
 // 1 / L[j][j], or 0 for a dead column, which takes no further part. The trace decides in the first
 // pass (threshold = share * trace), a column's own square later (own_threshold).
 __device__ inline Pivots cholesky(double* a, double* inverse, double* square, int64_t rank,
-                                  double threshold, double own_threshold,
-                                  double weak_pivot) {
+                                  double threshold, double own_threshold, double weak_pivot) {
   Pivots pivots;
   const int n = static_cast<int>(rank);
   for (int j = threadIdx.x; j < n; j += kThreads) square[j] = a[j * n + j];

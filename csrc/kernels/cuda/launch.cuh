@@ -65,8 +65,8 @@ __device__ __forceinline__ void begin_kernel() {
 #endif
 }
 
-// The compiler takes the value for a new one. It keeps a loop from holding in registers what is cheap
-// to compute or load again, such as the address of every row of every array.
+// The compiler takes the value for a new one. It keeps a loop from holding in registers what is
+// cheap to compute or load again, such as the address of every row of every array.
 __device__ __forceinline__ void forget(int64_t& value) { asm volatile("" : "+l"(value)); }
 __device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
 

@@ -3,12 +3,14 @@
 // orthogonalize: p_hat = orth(P), by Cholesky-QR with a Gram matrix in double.
 //
 // 1. A first kernel computes the Gram matrix of each tile's rows.
-// 2. In a second kernel, every block learns from all tiles and from the count of non-finite gradients
-//    whether the step is skipped. If not, every block of a matrix adds the tiles' Gram matrices in their order and
-//    factorises the sum, G = L L^T: a small matrix, cheaper to factorise again than to wait for.
-// 3. It then solves p_hat L^T = P for the rows of its tile, one row per thread at a time, in double.
-// If a column is dead or a pivot weak, the first block of the matrix goes the plain way instead, and
-// the others leave.
+// 2. In a second kernel, every block learns from all tiles and from the count of non-finite
+// gradients
+//    whether the step is skipped. If not, every block of a matrix adds the tiles' Gram matrices in
+//    their order and factorises the sum, G = L L^T: a small matrix, cheaper to factorise again than
+//    to wait for.
+// 3. It then solves p_hat L^T = P for the rows of its tile, one row per thread at a time, in
+// double. If a column is dead or a pivot weak, the first block of the matrix goes the plain way
+// instead, and the others leave.
 //
 // Fukaya, Nakatsukasa, Yanagisawa, Yamamoto, "CholeskyQR2: a simple and communication-avoiding
 // algorithm" (ScalA 2014). A double Gram matrix of float columns leaves an error of 1e-16 times the
@@ -153,12 +155,18 @@ Status orthogonalize(const Bucket& bucket, Stream stream) {
   if (bucket.factor_dtype == DType::kFloat64)
     return launch_orthogonalize<kMaxFastRank, double>(bucket, stream);
   switch (bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass]) {
-    case 0: return launch_orthogonalize<1, float>(bucket, stream);
-    case 1: return launch_orthogonalize<2, float>(bucket, stream);
-    case 2: return launch_orthogonalize<4, float>(bucket, stream);
-    case 3: return launch_orthogonalize<8, float>(bucket, stream);
-    case 4: return launch_orthogonalize<16, float>(bucket, stream);
-    default: return launch_orthogonalize<32, float>(bucket, stream);
+    case 0:
+      return launch_orthogonalize<1, float>(bucket, stream);
+    case 1:
+      return launch_orthogonalize<2, float>(bucket, stream);
+    case 2:
+      return launch_orthogonalize<4, float>(bucket, stream);
+    case 3:
+      return launch_orthogonalize<8, float>(bucket, stream);
+    case 4:
+      return launch_orthogonalize<16, float>(bucket, stream);
+    default:
+      return launch_orthogonalize<32, float>(bucket, stream);
   }
 }
 

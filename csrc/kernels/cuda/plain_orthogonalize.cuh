@@ -36,7 +36,8 @@ __device__ inline void invert(const PlainArrays& arrays, int64_t rank) {
     arrays.inverse[c * rank + c] = arrays.reciprocal[c];
     for (int64_t r = c + 1; r < rank; ++r) {
       double sum = 0;
-      for (int64_t k = c; k < r; ++k) sum += arrays.gram[r * rank + k] * arrays.inverse[c * rank + k];
+      for (int64_t k = c; k < r; ++k)
+        sum += arrays.gram[r * rank + k] * arrays.inverse[c * rank + k];
       arrays.inverse[c * rank + r] = -sum * arrays.reciprocal[r];
     }
   }
@@ -56,8 +57,8 @@ __device__ F replacement(const Bucket& bucket, const Matrix& matrix, int pass, i
                                                static_cast<uint64_t>(row)));
 }
 
-// p_hat = x times the inverse, columns in the order of the map; x may be p_hat, since the last column
-// in that order is the first to be written and needs all others.
+// p_hat = x times the inverse, columns in the order of the map; x may be p_hat, since the last
+// column in that order is the first to be written and needs all others.
 template <typename F>
 __device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const F* x,
                               const PlainArrays& arrays, int pass) {
@@ -102,11 +103,11 @@ __device__ inline void reorder(PlainArrays* arrays, int64_t rank) {
 //    column depends on those before it: it is dead, and left out.
 // 2. The columns times the inverse factor; dead columns become random.
 // 3. Again while a column was dead or a pivot weak, dead columns last, so that they are made
-//    orthogonal to the live ones and not the reverse. "Twice is enough" (Parlett, citing Kahan); the
-//    third is for random columns that happen to be nearly dependent themselves.
+//    orthogonal to the live ones and not the reverse. "Twice is enough" (Parlett, citing Kahan);
+//    the third is for random columns that happen to be nearly dependent themselves.
 template <typename F>
 __device__ POWERSGD_NOINLINE void orthogonalize_plainly(const Bucket& bucket, const Matrix& matrix,
-                                                   double* workspace) {
+                                                        double* workspace) {
   const int64_t rank = matrix.rank;
   PlainArrays arrays(workspace, rank);
   for (int64_t i = threadIdx.x; i < rank; i += kThreads) arrays.map[i] = static_cast<int32_t>(i);
@@ -118,11 +119,10 @@ __device__ POWERSGD_NOINLINE void orthogonalize_plainly(const Bucket& bucket, co
     double trace = 0;
     for (int64_t i = 0; i < rank; ++i) trace += arrays.gram[i * rank + i];
     __syncthreads();
-    const Pivots pivots = pass == 0
-                              ? cholesky(arrays.gram, arrays.reciprocal, arrays.square, rank,
-                                         dead_share(bucket) * trace, 0, kWeakPivot<F>)
-                              : cholesky(arrays.gram, arrays.reciprocal, arrays.square, rank, 0,
-                                         kDeadPivot, kWeakPivot<F>);
+    const Pivots pivots = pass == 0 ? cholesky(arrays.gram, arrays.reciprocal, arrays.square, rank,
+                                               dead_share(bucket) * trace, 0, kWeakPivot<F>)
+                                    : cholesky(arrays.gram, arrays.reciprocal, arrays.square, rank,
+                                               0, kDeadPivot, kWeakPivot<F>);
     invert(arrays, rank);
     apply_inverse(bucket, matrix, x, arrays, pass);
     if (!pivots.dead && !pivots.weak) break;

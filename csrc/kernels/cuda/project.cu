@@ -2,17 +2,18 @@
 //
 // project: M = residual_scale * (memory - p_hat q_local) + G, memory = M, P = M q_warm^T.
 //
-// The one pass that reads both the gradient and the memory. A tile is a range of rows, and of columns
-// where the matrix is very wide. A group of 1 to 8 warps takes four rows at a time and splits their
-// columns; a lane takes W columns at a time, four
-// neighbours, or one where the addresses do not allow vector accesses:
+// The one pass that reads both the gradient and the memory. A tile is a range of rows, and of
+// columns where the matrix is very wide. A group of 1 to 8 warps takes four rows at a time and
+// splits their columns; a lane takes W columns at a time, four neighbours, or one where the
+// addresses do not allow vector accesses:
 //   1. load the gradient and the memory, 8 independent vector loads per lane;
 //   2. add the gradient, subtract p_hat q_local, store M;
 //   3. multiply with q_warm into 4 x rank sums in registers.
 // When the columns are done:
 //   4. the sums are reduced over the lanes, then over the warps of the group through shared memory.
-// A second kernel adds the column ranges' partial sums, and the tiles' flags of non-finite elements.
-// P is computed from M as memory holds it, rounded: error feedback then makes up for the rounding too.
+// A second kernel adds the column ranges' partial sums, and the tiles' flags of non-finite
+// elements. P is computed from M as memory holds it, rounded: error feedback then makes up for the
+// rounding too.
 #include "elements.cuh"
 #include "reduce.cuh"
 
@@ -24,7 +25,9 @@ constexpr int kPlainRanks = 4;  // columns of P at a time in the kernel for any 
 
 // Registers are traded for blocks in flight.
 template <int R, bool kAnyRank>
-constexpr int kBlocksPerProcessor = kAnyRank || R > 8 ? 1 : R == 1 ? 3 : 2;
+constexpr int kBlocksPerProcessor = kAnyRank || R > 8 ? 1
+                                    : R == 1          ? 3
+                                                      : 2;
 
 // What a block works on, at the start of shared memory: registers are scarce.
 struct alignas(16) Work {
@@ -42,8 +45,8 @@ constexpr size_t kSharedBytes = sizeof(Work) + 2 * kWarps * kRows * R * sizeof(F
 template <typename F, typename G, typename M>
 struct Rows {
   const G* gradient;
-  M* memory;         // null: M is the gradient
-  const F* p_hat;    // the first row's
+  M* memory;       // null: M is the gradient
+  const F* p_hat;  // the first row's
   const F* q_local;
   const F* q_warm;
   int64_t cols, rank;
@@ -68,12 +71,13 @@ __device__ __forceinline__ bool replace_non_finite(F (&value)[W]) {
   return bad;
 }
 
-// m -= scale p_hat q_local at a lane's columns. p is scale p_hat as [R][kRows], of which `rank` rows
-// count.
+// m -= scale p_hat q_local at a lane's columns. p is scale p_hat as [R][kRows], of which `rank`
+// rows count.
 template <int R, bool kExact, int W, typename F, typename G, typename M>
-__device__ __forceinline__ void subtract_last_step(const Rows<F, G, M>& rows, int64_t k0,
-                                                   int col, const F* p, F (&m)[kRows][W]) {
-  POWERSGD_UNROLL_4  // more would be loaded at once, for want of registers elsewhere
+__device__ __forceinline__ void subtract_last_step(const Rows<F, G, M>& rows, int64_t k0, int col,
+                                                   const F* p, F (&m)[kRows][W]) {
+  // More would be loaded at once, for want of registers elsewhere.
+  POWERSGD_UNROLL_4
   for (int k = 0; k < R; ++k) {
     if (!kExact && k0 + k >= rows.rank) continue;
     F q[W];
@@ -166,7 +170,7 @@ __device__ __forceinline__ bool project_rows(Rows<F, G, M> rows, int64_t k0, con
   int start = 0;
   POWERSGD_UNROLL
   for (int i = 0; i < kRows * R; ++i) sums[i] = 0;
-POWERSGD_NO_UNROLL
+  POWERSGD_NO_UNROLL
   for (int col = rows.begin; col < rows.end; col += rows.step) {
     F m[kRows][W];
     forget(rows.cols);
@@ -197,8 +201,8 @@ __device__ __forceinline__ F* output(const Bucket& bucket, const Work& work) {
   if (matrix.cols <= kSplitColumns)
     return global(factor_pointer<F>(bucket.p_payload, matrix.p_offset));
   const int64_t stride = slots(matrix.rows * matrix.rank * int64_t{sizeof(F)});
-  return global(slot_pointer<F>(
-      bucket, work.tile.slot + work.tile.col_begin / kSplitColumns * stride));
+  return global(
+      slot_pointer<F>(bucket, work.tile.slot + work.tile.col_begin / kSplitColumns * stride));
 }
 
 // One tile: passes over its rows, each warp group with four of them.
@@ -355,13 +359,20 @@ Status launch_project(const Bucket& bucket, Stream stream) {
 template <typename G, typename M>
 Status dispatch_rank(const Bucket& bucket, Stream stream) {
   switch (bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass]) {
-    case 0: return launch_project<1, false, float, G, M>(bucket, stream);
-    case 1: return launch_project<2, false, float, G, M>(bucket, stream);
-    case 2: return launch_project<4, false, float, G, M>(bucket, stream);
-    case 3: return launch_project<8, false, float, G, M>(bucket, stream);
-    case 4: return launch_project<16, false, float, G, M>(bucket, stream);
-    case 5: return launch_project<32, false, float, G, M>(bucket, stream);
-    default: return launch_project<kPlainRanks, true, float, G, M>(bucket, stream);
+    case 0:
+      return launch_project<1, false, float, G, M>(bucket, stream);
+    case 1:
+      return launch_project<2, false, float, G, M>(bucket, stream);
+    case 2:
+      return launch_project<4, false, float, G, M>(bucket, stream);
+    case 3:
+      return launch_project<8, false, float, G, M>(bucket, stream);
+    case 4:
+      return launch_project<16, false, float, G, M>(bucket, stream);
+    case 5:
+      return launch_project<32, false, float, G, M>(bucket, stream);
+    default:
+      return launch_project<kPlainRanks, true, float, G, M>(bucket, stream);
   }
 }
 

@@ -7,8 +7,8 @@
 // 2. A second kernel's blocks each take one of
 //    - a row of Q: its norm in double, then the row of q_warm;
 //    - a strip of 128 columns by a range of rows of a gradient. p_hat's rows are brought to shared
-//      memory; up to rank 8 a lane holds four columns of Q in registers, above it reads them anew for
-//      every eight rows;
+//      memory; up to rank 8 a lane holds four columns of Q in registers, above it reads them anew
+//      for every eight rows;
 //    - a part of a raw segment.
 //    If the step is skipped, the gradients become NaN, and memory and the factors are taken back.
 #include "elements.cuh"
@@ -20,8 +20,8 @@ namespace {
 constexpr int kAnyRank = 0;      // in place of R: ranks above 8
 constexpr int kRowsAnyRank = 8;  // that a warp takes at a time there
 
-// Rows and columns of p_hat in shared memory at a time. At any rank they are transposed, so that a warp
-// finds its rows side by side, and spread over the banks.
+// Rows and columns of p_hat in shared memory at a time. At any rank they are transposed, so that a
+// warp finds its rows side by side, and spread over the banks.
 template <int R>
 constexpr int kStagedRows = R == kAnyRank ? kWarps * kRowsAnyRank : 256;
 template <int R>
@@ -47,7 +47,8 @@ __global__ void __launch_bounds__(kThreads) check_kernel(Bucket bucket, int64_t 
 
 // One row of Q. A zero row, and a row of a skipped step, keeps what q_warm holds.
 template <typename F>
-__device__ void update_factor_row(const Bucket& bucket, const Matrix& matrix, int64_t k, bool skip) {
+__device__ void update_factor_row(const Bucket& bucket, const Matrix& matrix, int64_t k,
+                                  bool skip) {
   const F* q = factor_pointer<F>(bucket.q_payload, matrix.q_offset) + k * matrix.cols;
   F* q_warm = static_cast<F*>(matrix.q_warm) + k * matrix.cols;
   if (skip) {
@@ -116,7 +117,8 @@ __device__ __forceinline__ void stage_p(const Bucket& bucket, const Matrix& matr
 // A tile at rank <= R: Q in registers.
 template <int R, int W, typename G>
 __device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const Matrix& matrix,
-                                                     const Tile& tile, int64_t begin_col, G* gradient) {
+                                                     const Tile& tile, int64_t begin_col,
+                                                     G* gradient) {
   using F = Factor<G>;
   F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][R]
   const F* const q = global(factor_pointer<F>(bucket.q_payload, matrix.q_offset));
@@ -154,7 +156,8 @@ __device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const
 // The same at any rank: sums of eight rows in registers, the rank in parts.
 template <int W, typename G>
 __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const Matrix& matrix,
-                                                     const Tile& tile, int64_t begin_col, G* gradient) {
+                                                     const Tile& tile, int64_t begin_col,
+                                                     G* gradient) {
   using F = Factor<G>;
   constexpr int kRows = kStagedRows<kAnyRank>;
   constexpr int kRanks = kStagedRanks<kAnyRank>;
@@ -256,11 +259,16 @@ Status launch_reconstruct(const Bucket& bucket, Stream stream) {
 template <typename G>
 Status dispatch_rank(const Bucket& bucket, Stream stream) {
   switch (bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass]) {
-    case 0: return launch_reconstruct<1, G>(bucket, stream);
-    case 1: return launch_reconstruct<2, G>(bucket, stream);
-    case 2: return launch_reconstruct<4, G>(bucket, stream);
-    case 3: return launch_reconstruct<8, G>(bucket, stream);
-    default: return launch_reconstruct<kAnyRank, G>(bucket, stream);
+    case 0:
+      return launch_reconstruct<1, G>(bucket, stream);
+    case 1:
+      return launch_reconstruct<2, G>(bucket, stream);
+    case 2:
+      return launch_reconstruct<4, G>(bucket, stream);
+    case 3:
+      return launch_reconstruct<8, G>(bucket, stream);
+    default:
+      return launch_reconstruct<kAnyRank, G>(bucket, stream);
   }
 }
 

@@ -71,7 +71,8 @@ class Builder {
     const int64_t width = std::min(matrix.cols, kSplitColumns);
     const int64_t pass = kWarps / warps_per_group(width) * kRowsPerWarp;
     const int64_t elements = target_elements(matrices_, 4096, 32768);
-    const int64_t rows = round_up(std::max<int64_t>(1, elements / std::max<int64_t>(width, 1)), pass);
+    const int64_t rows =
+        round_up(std::max<int64_t>(1, elements / std::max<int64_t>(width, 1)), pass);
     for (int64_t row = 0; row < matrix.rows; row += rows) {
       const int64_t row_end = std::min(row + rows, matrix.rows);
       for (int64_t col = 0; col < matrix.cols; col += kSplitColumns)
@@ -93,8 +94,7 @@ class Builder {
     }
     for (const int list : {kProjectTiles, kProjectSums}) {
       for (Tile& tile : lists_[static_cast<size_t>(list)]) {
-        if (tile.item >= 0)
-          tile.slot = static_cast<int32_t>(base[static_cast<size_t>(tile.item)]);
+        if (tile.item >= 0) tile.slot = static_cast<int32_t>(base[static_cast<size_t>(tile.item)]);
       }
     }
     end_stage();

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "powersgd/kernels.h"
 #include "../philox.h"  // POWERSGD_HOST_DEVICE
+#include "powersgd/kernels.h"
 
 // How a bucket is cut into tiles, one per thread block: what make_tiles and the kernels must agree
 // on. Everything here depends on the shapes alone, and so does every order of summation.
@@ -16,21 +16,21 @@ constexpr int kThreads = 256;  // of every block
 constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;
 
-constexpr int kStrip = 128;     // columns that a warp takes at a time, 4 per lane
-constexpr int kRowsPerWarp = 4;     // rows that a warp takes at a time in project
+constexpr int kStrip = 128;               // columns that a warp takes at a time, 4 per lane
+constexpr int kRowsPerWarp = 4;           // rows that a warp takes at a time in project
 constexpr int64_t kSplitColumns = 16384;  // wider matrices are projected in column ranges of this
 constexpr int64_t kMaxFastRank = 32;      // above, plain loops
 constexpr int64_t kSlotBytes = 64;        // the unit of Tile::slot, an offset into the workspace
 
 // The lists of a TileTable.
 enum TileList : int {
-  kProjectTiles = 0,  // row and column ranges of matrices; raw segments (item < 0)
-  kProjectSums,       // row ranges of the matrices that are projected in column ranges
+  kProjectTiles = 0,    // row and column ranges of matrices; raw segments (item < 0)
+  kProjectSums,         // row ranges of the matrices that are projected in column ranges
   kOrthogonalizeTiles,  // row ranges
   kBackProjectTiles,    // strips of kStrip columns by row segments
   kBackProjectSums,     // strips of the matrices that have more than one row segment
   kStrips,              // strips of all matrices
-  kReconstructTiles,    // rows of Q (slot 1); strips by row ranges (slot 0); raw segments (item < 0)
+  kReconstructTiles,  // rows of Q (slot 1); strips by row ranges (slot 0); raw segments (item < 0)
   // The launchers cannot read the matrices, which are in device memory: this list's length tells
   // them rank_class() of the largest rank. Its tiles are empty.
   kRankClass,
@@ -57,7 +57,8 @@ POWERSGD_HOST_DEVICE inline int warps_per_group(int64_t cols) {
   return cols >= 2048 ? 8 : cols >= 1024 ? 4 : cols >= 512 ? 2 : 1;
 }
 
-// Orthogonalize: the rows of a tile. A matrix of high rank is one tile, since it takes the plain way.
+// Orthogonalize: the rows of a tile. A matrix of high rank is one tile, since it takes the plain
+// way.
 POWERSGD_HOST_DEVICE inline int64_t orthogonalize_rows(int64_t rows, int64_t rank) {
   return rank > kMaxFastRank ? (rows > 0 ? rows : 1) : 1024;
 }

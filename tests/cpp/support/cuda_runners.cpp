@@ -57,11 +57,16 @@ class CudaRunner : public StageRunner {
  private:
   kernels::cuda::Status run_stage(Stage stage, const kernels::Bucket& bucket) const {
     switch (stage) {
-      case Stage::kRandomStart: return kernels::cuda::random_start(bucket, stream_);
-      case Stage::kProject: return kernels::cuda::project(bucket, stream_);
-      case Stage::kOrthogonalize: return kernels::cuda::orthogonalize(bucket, stream_);
-      case Stage::kBackProject: return kernels::cuda::back_project(bucket, stream_);
-      case Stage::kReconstruct: return kernels::cuda::reconstruct(bucket, stream_);
+      case Stage::kRandomStart:
+        return kernels::cuda::random_start(bucket, stream_);
+      case Stage::kProject:
+        return kernels::cuda::project(bucket, stream_);
+      case Stage::kOrthogonalize:
+        return kernels::cuda::orthogonalize(bucket, stream_);
+      case Stage::kBackProject:
+        return kernels::cuda::back_project(bucket, stream_);
+      case Stage::kReconstruct:
+        return kernels::cuda::reconstruct(bucket, stream_);
     }
     return cudaErrorInvalidValue;
   }

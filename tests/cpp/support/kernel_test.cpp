@@ -13,14 +13,14 @@ std::vector<BucketSpec> bucket_specs() {
       {{70, 90, 40}},
       {Part::raw(7), {33, 20, 4}, Part::raw(129), {12, 50, 1}, {20, 36, 2}, Part::raw(66000)}};
   const std::vector<std::vector<Part>> other_shapes = {
-      {{1, 37, 1}},    {{41, 1, 1}},   {{3, 5, 2}},
-      {{129, 257, 8}}, {{64, 27, 3}},  {{700, 40, 5}},
-      {{5, 9, 7}},     {{1, 1, 1}},    {{0, 5, 0}, {6, 0, 0}, Part::raw(0), {8, 8, 1}},
+      {{1, 37, 1}},    {{41, 1, 1}},    {{3, 5, 2}},
+      {{129, 257, 8}}, {{64, 27, 3}},   {{700, 40, 5}},
+      {{5, 9, 7}},     {{1, 1, 1}},     {{0, 5, 0}, {6, 0, 0}, Part::raw(0), {8, 8, 1}},
       {Part::raw(5)},  {{300, 130, 16}}};
   const std::vector<std::pair<DType, DType>> dtypes = {
-      {DType::kFloat32, DType::kFloat32},   {DType::kFloat64, DType::kFloat64},
-      {DType::kBFloat16, DType::kFloat32},  {DType::kBFloat16, DType::kBFloat16},
-      {DType::kFloat16, DType::kFloat32},   {DType::kFloat16, DType::kFloat16},
+      {DType::kFloat32, DType::kFloat32},  {DType::kFloat64, DType::kFloat64},
+      {DType::kBFloat16, DType::kFloat32}, {DType::kBFloat16, DType::kBFloat16},
+      {DType::kFloat16, DType::kFloat32},  {DType::kFloat16, DType::kFloat16},
       {DType::kFloat32, DType::kBFloat16}};
   std::vector<BucketSpec> specs;
   for (const auto& parts : shapes_of_all_dtypes) {
@@ -57,8 +57,8 @@ void randomize(TestBucket& bucket, uint64_t seed) {
   for (DeviceMatrix& matrix : bucket.matrices) {
     const Part& part = matrix.part;
     if (matrix.memory) matrix.memory->set(random_values(part.numel(), ++seed));
-    matrix.p_hat->set(orthonormal_basis(random_values(part.rows * part.rank, ++seed), part.rows,
-                                        part.rank));
+    matrix.p_hat->set(
+        orthonormal_basis(random_values(part.rows * part.rank, ++seed), part.rows, part.rank));
     matrix.q_local->set(random_values(part.cols * part.rank, ++seed));
     matrix.q_warm->set(random_values(part.cols * part.rank, ++seed));
   }

@@ -46,11 +46,16 @@ class SimtRunner : public StageRunner {
  private:
   static kernels::cuda::Status run_stage(Stage stage, const kernels::Bucket& bucket) {
     switch (stage) {
-      case Stage::kRandomStart: return kernels::cuda::random_start(bucket, nullptr);
-      case Stage::kProject: return kernels::cuda::project(bucket, nullptr);
-      case Stage::kOrthogonalize: return kernels::cuda::orthogonalize(bucket, nullptr);
-      case Stage::kBackProject: return kernels::cuda::back_project(bucket, nullptr);
-      case Stage::kReconstruct: return kernels::cuda::reconstruct(bucket, nullptr);
+      case Stage::kRandomStart:
+        return kernels::cuda::random_start(bucket, nullptr);
+      case Stage::kProject:
+        return kernels::cuda::project(bucket, nullptr);
+      case Stage::kOrthogonalize:
+        return kernels::cuda::orthogonalize(bucket, nullptr);
+      case Stage::kBackProject:
+        return kernels::cuda::back_project(bucket, nullptr);
+      case Stage::kReconstruct:
+        return kernels::cuda::reconstruct(bucket, nullptr);
     }
     return 1;
   }

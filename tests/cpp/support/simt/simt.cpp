@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "simt.h"
 
-#include <boost/context/detail/fcontext.hpp>
 #include <algorithm>
+#include <boost/context/detail/fcontext.hpp>
 #include <cstdlib>
 #include <exception>
 #include <memory>
@@ -133,8 +133,8 @@ Block& Grid::start_block(int64_t index) {
     __asan_unpoison_memory_region(thread.fiber->stack.get(), kStackBytes);
 #endif
     thread.fiber->fake_stack = nullptr;
-    thread.fiber->context = context::make_fcontext(thread.fiber->stack.get() + kStackBytes,
-                                                   kStackBytes, enter_fiber);
+    thread.fiber->context =
+        context::make_fcontext(thread.fiber->stack.get() + kStackBytes, kStackBytes, enter_fiber);
   }
   live_.push_back(std::move(block));
   return *live_.back();
@@ -214,8 +214,8 @@ uint64_t warp_result(const std::vector<Thread>& threads, int first, int lane, in
   }
   int source = self.operand;
   if (self.op == WarpOp::kShuffleXor) source = lane ^ self.operand;
-  if (self.op == WarpOp::kShuffleDown) source = lane + self.operand < kWarp ? lane + self.operand
-                                                                             : lane;
+  if (self.op == WarpOp::kShuffleDown)
+    source = lane + self.operand < kWarp ? lane + self.operand : lane;
   if (source < 0 || source >= size || (self.mask >> source & 1) == 0) {
     throw std::runtime_error("simt: a shuffle reads lane " + std::to_string(source) +
                              ", which does not take part");

@@ -105,18 +105,25 @@ T __shfl_down_sync(unsigned mask, T value, int delta) {
   return simt::warp_shuffle(simt::WarpOp::kShuffleDown, mask, value, delta);
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
-  return static_cast<unsigned>(
-      simt::warp_exchange(simt::WarpOp::kBallot, mask, predicate != 0, 0));
+  return static_cast<unsigned>(simt::warp_exchange(simt::WarpOp::kBallot, mask, predicate != 0, 0));
 }
 
 template <typename T>
-T __ldg(const T* address) { return *address; }
+T __ldg(const T* address) {
+  return *address;
+}
 template <typename T>
-T __ldcs(const T* address) { return *address; }
+T __ldcs(const T* address) {
+  return *address;
+}
 template <typename T>
-void __stcs(T* address, T value) { *address = value; }
+void __stcs(T* address, T value) {
+  *address = value;
+}
 template <typename T>
-void __stwb(T* address, T value) { *address = value; }
+void __stwb(T* address, T value) {
+  *address = value;
+}
 
 // One fiber runs at a time and is only left at a barrier or a warp operation.
 inline int atomicAdd(int* address, int value) {

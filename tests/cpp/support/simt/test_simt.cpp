@@ -79,23 +79,37 @@ TEST(Simt, OrdersDifferBySeedAndBlocksInterleave) {
 }
 
 TEST(Simt, MissedBarrierIsAnError) {
-  EXPECT_NE(error_of({1, 64, 0}, [] { if (threadIdx.x != 3) __syncthreads(); })
-                .find("63 wait at __syncthreads"), std::string::npos);
+  EXPECT_NE(error_of({1, 64, 0},
+                     [] {
+                       if (threadIdx.x != 3) __syncthreads();
+                     })
+                .find("63 wait at __syncthreads"),
+            std::string::npos);
 }
 
 TEST(Simt, WarpOperationWithAnEndedLaneIsAnError) {
-  EXPECT_NE(error_of({1, 32, 0}, [] { if (threadIdx.x != 31) __shfl_xor_sync(~0u, 1, 1); })
-                .find("has ended"), std::string::npos);
+  EXPECT_NE(error_of({1, 32, 0},
+                     [] {
+                       if (threadIdx.x != 31) __shfl_xor_sync(~0u, 1, 1);
+                     })
+                .find("has ended"),
+            std::string::npos);
   EXPECT_NE(error_of({1, 16, 0}, [] { __syncwarp(); }).find("does not exist"), std::string::npos);
 }
 
 TEST(Simt, LanesAtDifferentOperationsAreAnError) {
-  EXPECT_NE(error_of({1, 32, 0}, [] {
-              if (threadIdx.x < 16) __shfl_xor_sync(~0u, 1, 1);
-              else __syncthreads();
-            }).find("is stuck"), std::string::npos);
+  EXPECT_NE(error_of({1, 32, 0},
+                     [] {
+                       if (threadIdx.x < 16)
+                         __shfl_xor_sync(~0u, 1, 1);
+                       else
+                         __syncthreads();
+                     })
+                .find("is stuck"),
+            std::string::npos);
   EXPECT_NE(error_of({1, 32, 0}, [] { __shfl_sync(0xFFFFu << 16 * (threadIdx.x / 16), 1, 20); })
-                .find("does not take part"), std::string::npos);
+                .find("does not take part"),
+            std::string::npos);
 }
 
 TEST(Simt, ErrorsInDeviceCodeReachTheCaller) {
