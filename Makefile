@@ -15,9 +15,6 @@ PYTHON_FILES = setup.py python tests/python examples benchmarks
 
 export MAX_JOBS := $(JOBS)
 export PATH := $(abspath $(VENV))/bin:$(PATH)
-ifneq ($(shell command -v ccache),)
-export CMAKE_CXX_COMPILER_LAUNCHER := ccache
-endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -38,23 +35,24 @@ demo: build  ## train a small GPT twice, plain and compressed, and compare (abou
 test: test-cpp test-python  ## all tests
 
 test-cpp: env | check-cpp-tools  ## GoogleTest
-	cmake -S tests/cpp -B build/cpp -G Ninja -DPython_EXECUTABLE=$(abspath $(PYTHON)) \
+	cmake -S tests/cpp -B build/cpp -G Ninja \
 	  -DPOWERSGD_TORCH_DIR=$$($(PYTHON) -c 'import torch; print(torch.__path__[0])')
 	cmake --build build/cpp --parallel $(JOBS)
-	ctest --test-dir build/cpp --output-on-failure
+	ctest --test-dir build/cpp --parallel $(JOBS) --output-on-failure
 
 test-python: build  ## pytest
 	$(PYTHON) -m pytest tests/python
 
 # An old build has all that lint needs: a changed source is not compiled for it.
 lint: $(if $(wildcard $(VENV)/.built),,build)  ## clang-format, ruff, mypy
-	clang-format --dry-run --Werror $(CPP_FILES)
+	@! grep -nE '.{101}' $(CPP_FILES) || { echo "lines over 100 columns" >&2; exit 1; }
+	@echo clang-format; clang-format --dry-run --Werror $(CPP_FILES)
 	ruff check $(PYTHON_FILES)
 	ruff format --check $(PYTHON_FILES)
 	mypy
 
 format: $(if $(wildcard $(VENV)/.built),,build)  ## rewrite the sources as lint wants them
-	clang-format -i $(CPP_FILES)
+	@echo clang-format; clang-format -i $(CPP_FILES)
 	ruff check --fix $(PYTHON_FILES)
 	ruff format $(PYTHON_FILES)
 
@@ -70,7 +68,7 @@ $(VENV)/.torch: FORCE | check-build-tools
 
 $(VENV)/.ready: $(VENV)/.torch
 	@echo "installing $(TORCH) into $(VENV)"
-	@$(PIP) '$(TORCH)' numpy ninja 'setuptools>=77'
+	@$(PIP) '$(TORCH)' ninja 'setuptools>=77'
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.ready setup.py pyproject.toml $(SOURCES)

@@ -34,7 +34,8 @@ import torch_powersgd
 from torch_powersgd._core import _C
 
 STAGES = ("project", "orthogonalize", "back_project", "reconstruct")
-FLOOR_PASSES = 5  # project reads G and memory and writes memory; back_project reads; reconstruct writes
+# project reads G and memory and writes memory; back_project reads memory; reconstruct writes G.
+FLOOR_PASSES = 5
 
 
 def median_ms(run: Callable[[], None], repeats: int, before: Callable[[], None]) -> float:

@@ -18,6 +18,18 @@ ForwardingBackend::ForwardingBackend(int rank, int size, Inners inners)
 
 // Which inner.
 
+DeviceType ForwardingBackend::primary_device() const {
+  if (bound_device_id_ && inners_.has(bound_device_id_->type())) {
+    return bound_device_id_->type();
+  }
+  return accelerator_used_ ? inners_.accelerator() : inners_.list().front().first;
+}
+
+DeviceType ForwardingBackend::accelerator_device() const {
+  const DeviceType primary = primary_device();
+  return primary == DeviceType::CPU ? inners_.accelerator() : primary;
+}
+
 // Without a tensor there is nothing to go by, and the inner's own error is the best one.
 DeviceType ForwardingBackend::device_of(const Tensors& tensors) const {
   return tensors.empty() ? primary_device() : tensors.front().device().type();
@@ -39,7 +51,7 @@ void ForwardingBackend::adopt(Backend& inner) const {
   }
 }
 
-Backend& ForwardingBackend::at(DeviceType device) {
+Backend& ForwardingBackend::inner_of(DeviceType device) {
   Backend& backend = *inners_.at(device);
   const std::lock_guard<std::mutex> lock(mutex_);
   adopt(backend);
@@ -98,83 +110,84 @@ bool ForwardingBackend::supportsShrinking() const {
 // Collectives.
 
 WorkPtr ForwardingBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  return issue(device_of(tensors), &Backend::broadcast, tensors, opts);
+  return collective(device_of(tensors), &Backend::broadcast, tensors, opts);
 }
 
 WorkPtr ForwardingBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  return issue(device_of(tensors), &Backend::allreduce, tensors, opts);
+  return collective(device_of(tensors), &Backend::allreduce, tensors, opts);
 }
 
 WorkPtr ForwardingBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  return issue(device_of(tensors), &Backend::allreduce_sparse, tensors, opts);
+  return collective(device_of(tensors), &Backend::allreduce_sparse, tensors, opts);
 }
 
 WorkPtr ForwardingBackend::allreduce_coalesced(Tensors& tensors,
                                                const c10d::AllreduceCoalescedOptions& opts) {
-  return issue(device_of(tensors), &Backend::allreduce_coalesced, tensors, opts);
+  return collective(device_of(tensors), &Backend::allreduce_coalesced, tensors, opts);
 }
 
 WorkPtr ForwardingBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  return issue(device_of(tensors), &Backend::reduce, tensors, opts);
+  return collective(device_of(tensors), &Backend::reduce, tensors, opts);
 }
 
 WorkPtr ForwardingBackend::allgather(TensorLists& outputs, Tensors& inputs,
                                      const c10d::AllgatherOptions& opts) {
-  return issue(device_of(inputs), &Backend::allgather, outputs, inputs, opts);
+  return collective(device_of(inputs), &Backend::allgather, outputs, inputs, opts);
 }
 
 WorkPtr ForwardingBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                            const c10d::AllgatherOptions& opts) {
-  return issue(output.device().type(), &Backend::_allgather_base, output, input, opts);
+  return collective(output.device().type(), &Backend::_allgather_base, output, input, opts);
 }
 
 WorkPtr ForwardingBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                                const c10d::AllgatherOptions& opts) {
-  return issue(device_of(inputs), &Backend::allgather_coalesced, outputs, inputs, opts);
+  return collective(device_of(inputs), &Backend::allgather_coalesced, outputs, inputs, opts);
 }
 
 WorkPtr ForwardingBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                            const c10d::AllgatherOptions& opts) {
-  return issue(device_of(inputs), &Backend::allgather_into_tensor_coalesced, outputs, inputs, opts);
+  return collective(device_of(inputs), &Backend::allgather_into_tensor_coalesced, outputs, inputs,
+                    opts);
 }
 
 WorkPtr ForwardingBackend::gather(TensorLists& outputs, Tensors& inputs,
                                   const c10d::GatherOptions& opts) {
-  return issue(device_of(inputs), &Backend::gather, outputs, inputs, opts);
+  return collective(device_of(inputs), &Backend::gather, outputs, inputs, opts);
 }
 
 WorkPtr ForwardingBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                    const c10d::ScatterOptions& opts) {
-  return issue(device_of(outputs), &Backend::scatter, outputs, inputs, opts);
+  return collective(device_of(outputs), &Backend::scatter, outputs, inputs, opts);
 }
 
 WorkPtr ForwardingBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                           const c10d::ReduceScatterOptions& opts) {
-  return issue(device_of(outputs), &Backend::reduce_scatter, outputs, inputs, opts);
+  return collective(device_of(outputs), &Backend::reduce_scatter, outputs, inputs, opts);
 }
 
 WorkPtr ForwardingBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                 const c10d::ReduceScatterOptions& opts) {
-  return issue(output.device().type(), &Backend::_reduce_scatter_base, output, input, opts);
+  return collective(output.device().type(), &Backend::_reduce_scatter_base, output, input, opts);
 }
 
 WorkPtr ForwardingBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                            const c10d::ReduceScatterOptions& opts) {
-  return issue(device_of(outputs), &Backend::reduce_scatter_tensor_coalesced, outputs, inputs,
-               opts);
+  return collective(device_of(outputs), &Backend::reduce_scatter_tensor_coalesced, outputs, inputs,
+                    opts);
 }
 
 WorkPtr ForwardingBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                          std::vector<int64_t>& output_splits,
                                          std::vector<int64_t>& input_splits,
                                          const c10d::AllToAllOptions& opts) {
-  return issue(output.device().type(), &Backend::alltoall_base, output, input, output_splits,
-               input_splits, opts);
+  return collective(output.device().type(), &Backend::alltoall_base, output, input, output_splits,
+                    input_splits, opts);
 }
 
 WorkPtr ForwardingBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                     const c10d::AllToAllOptions& opts) {
-  return issue(device_of(outputs), &Backend::alltoall, outputs, inputs, opts);
+  return collective(device_of(outputs), &Backend::alltoall, outputs, inputs, opts);
 }
 
 // Barriers and sequence numbers.
@@ -186,7 +199,7 @@ WorkPtr ForwardingBackend::barrier(const c10d::BarrierOptions& opts) {
 // ProcessGroup asks the CPU's backend for it whatever the options say: only Gloo has one.
 void ForwardingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   const bool cpu = !opts.device && inners_.has(DeviceType::CPU);
-  at(cpu ? DeviceType::CPU : device_of(opts)).monitoredBarrier(opts, wait_all_ranks);
+  inner_of(cpu ? DeviceType::CPU : device_of(opts)).monitoredBarrier(opts, wait_all_ranks);
 }
 
 void ForwardingBackend::setSequenceNumberForGroup() { primary().setSequenceNumberForGroup(); }
@@ -268,7 +281,7 @@ void ForwardingBackend::waitForPendingWorks() { primary().waitForPendingWorks();
 // Connection and its end.
 
 void ForwardingBackend::eagerConnectSingleDevice(at::Device device) {
-  at(device.type()).eagerConnectSingleDevice(device);
+  inner_of(device.type()).eagerConnectSingleDevice(device);
 }
 
 c10d::ErrorType ForwardingBackend::getError() { return primary().getError(); }
@@ -289,7 +302,7 @@ std::shared_ptr<c10::Allocator> ForwardingBackend::getMemAllocator() {
 
 at::Tensor ForwardingBackend::allocateTensor(long size, at::TensorOptions options) {
   const auto device = options.device_opt();
-  return at(device ? device->type() : accelerator_device()).allocateTensor(size, options);
+  return inner_of(device ? device->type() : accelerator_device()).allocateTensor(size, options);
 }
 
 bool ForwardingBackend::supportsTensorAlloc(c10::DeviceIndex device) {

@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unordered_map>
 #include <utility>
 #include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "backend/inner_backends.h"
 #include "backend/torch_compat.h"
@@ -22,11 +24,12 @@ namespace powersgd {
 // and the inner's own Work.
 //
 // Which inner gets a call. One with tensors goes to the inner of their device. One without goes
-// where its options say, else to the primary inner: that of the bound device, else the first of the
-// list. What only makes sense on an accelerator (memory, windows, device ids) goes to the
-// accelerator's inner: as the primary, but the first that is not the CPU's. What concerns the group
-// as a whole (names, time-outs, shutdown, coalescing) goes to every inner. Asking for a device that
-// has no inner is an error that names the device and those there are.
+// where its options say, else to the primary inner: that of the bound device; else the accelerator's
+// once a collective of this group has used it, since ProcessGroup drops the device of a barrier on
+// the way here; else the first of the list. What only makes sense on an accelerator (memory,
+// windows, device ids) goes to the accelerator's. What concerns the group as a whole (names,
+// time-outs, shutdown, coalescing) goes to every inner. Asking for a device that has no inner is an
+// error that names the device and those there are.
 //
 // Of the names that torch 2.15 deprecates (`_allgather_base`, ...) the old one is overridden and
 // the old one is called: then both names work, on every release and with every inner. Mixing old
@@ -195,15 +198,15 @@ class ForwardingBackend : public c10d::Backend {
   void adopt(c10d::Backend& inner) const;
 
  private:
-  c10::DeviceType primary_device() const { return inners_.primary(bound_device_id_); }
-  c10::DeviceType accelerator_device() const { return inners_.accelerator(bound_device_id_); }
+  c10::DeviceType primary_device() const;
+  c10::DeviceType accelerator_device() const;
   c10::DeviceType device_of(const Tensors& tensors) const;
   c10::DeviceType device_of(const c10d::BarrierOptions& opts) const;
 
   // The inner of that device, adopted.
-  c10d::Backend& at(c10::DeviceType device);
-  c10d::Backend& primary() { return at(primary_device()); }
-  c10d::Backend& accelerator() { return at(accelerator_device()); }
+  c10d::Backend& inner_of(c10::DeviceType device);
+  c10d::Backend& primary() { return inner_of(primary_device()); }
+  c10d::Backend& accelerator() { return inner_of(accelerator_device()); }
 
   // Calls `f` on every inner, adopted.
   void each_inner(const std::function<void(c10d::Backend&)>& f);
@@ -212,9 +215,17 @@ class ForwardingBackend : public c10d::Backend {
   template <typename... Params, typename... Args>
   WorkPtr issue(c10::DeviceType device, WorkPtr (c10d::Backend::*method)(Params...),
                 Args&&... args) {
-    c10d::Backend& inner = at(device);
+    c10d::Backend& inner = inner_of(device);
     WorkPtr work = (inner.*method)(std::forward<Args>(args)...);
     note_issued(inner, work);
+    return work;
+  }
+  // The same for what all ranks call alike, so that they agree on what has been used.
+  template <typename... Params, typename... Args>
+  WorkPtr collective(c10::DeviceType device, WorkPtr (c10d::Backend::*method)(Params...),
+                     Args&&... args) {
+    WorkPtr work = issue(device, method, std::forward<Args>(args)...);
+    if (device != c10::DeviceType::CPU) accelerator_used_ = true;
     return work;
   }
   void note_issued(const c10d::Backend& inner, const WorkPtr& work);
@@ -223,6 +234,7 @@ class ForwardingBackend : public c10d::Backend {
   void set_global_ranks(c10d::Backend& inner);
 
   const InnerBackends inners_;
+  std::atomic<bool> accelerator_used_{false};
 
   std::mutex mutex_;  // guards what follows, and adopt()
   bool coalescing_ = false;

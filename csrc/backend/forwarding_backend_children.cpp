@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // ForwardingBackend: groups made of a group.
 #include <numeric>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <typeinfo>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "backend/forwarding_backend.h"
 

@@ -38,7 +38,7 @@ void ForwardingBackend::addEphemeralTimeout(const Milliseconds& timeout) {
 ForwardingBackend::WorkPtr ForwardingBackend::gather_into_tensor(at::Tensor& output,
                                                                  at::Tensor& input,
                                                                  const c10d::GatherOptions& opts) {
-  return issue(input.device().type(), &Backend::gather_into_tensor, output, input, opts);
+  return collective(input.device().type(), &Backend::gather_into_tensor, output, input, opts);
 }
 #endif
 
@@ -110,7 +110,7 @@ bool ForwardingBackend::supportsWindow() const {
 
 c10::intrusive_ptr<c10d::Window> ForwardingBackend::new_window(
     const std::optional<at::Tensor>& tensor) {
-  return at(tensor ? tensor->device().type() : accelerator_device()).new_window(tensor);
+  return inner_of(tensor ? tensor->device().type() : accelerator_device()).new_window(tensor);
 }
 #endif
 

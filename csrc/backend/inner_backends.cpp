@@ -51,19 +51,11 @@ const BackendPtr& InnerBackends::at(c10::DeviceType device) const {
               "; this process group has ", there_are);
 }
 
-c10::DeviceType InnerBackends::primary(std::optional<c10::Device> bound) const {
-  return bound && has(bound->type()) ? bound->type() : inners_.front().first;
-}
-
-c10::DeviceType InnerBackends::accelerator(std::optional<c10::Device> bound) const {
-  const c10::DeviceType first = primary(bound);
-  if (first != c10::DeviceType::CPU) {
-    return first;
-  }
-  const auto other = std::find_if(inners_.begin(), inners_.end(), [](const auto& inner) {
+c10::DeviceType InnerBackends::accelerator() const {
+  const auto found = std::find_if(inners_.begin(), inners_.end(), [](const auto& inner) {
     return inner.first != c10::DeviceType::CPU;
   });
-  return other == inners_.end() ? first : other->first;
+  return (found == inners_.end() ? inners_.front() : *found).first;
 }
 
 }  // namespace powersgd

@@ -3,10 +3,10 @@
 
 #include <algorithm>
 #include <exception>
-#include <optional>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 namespace powersgd {
 
@@ -28,10 +28,8 @@ class InnerBackends {
   // An error that names the device and those there are, if there is none.
   const BackendPtr& at(c10::DeviceType device) const;
 
-  // Where a call goes that names no device: that of the bound device, else the first.
-  c10::DeviceType primary(std::optional<c10::Device> bound) const;
-  // The same, but not the CPU where there is another.
-  c10::DeviceType accelerator(std::optional<c10::Device> bound) const;
+  // The first that is not the CPU, else the first.
+  c10::DeviceType accelerator() const;
 
   // Calls `f` on every backend even if it throws on one; then rethrows the first exception.
   template <typename F>

@@ -5,10 +5,10 @@
 // the only file that may ask for a version. The rest asks for a feature: a C10D_BACKEND_HAS_* macro
 // of torch's own where there is one, else a POWERSGD_* macro of this file.
 
-#include <torch/version.h>
-
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <typeinfo>
+
+#include <torch/version.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #define POWERSGD_TORCH_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) ||           \

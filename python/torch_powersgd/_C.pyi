@@ -3,7 +3,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 torch_version: str
 
@@ -55,21 +55,21 @@ class BucketCompressor:
     @property
     def gradient_bytes(self) -> int: ...
 
-class BackendOptions(dist.Backend.Options):
+class BackendOptions(Backend.Options):
     compression: Options
 
-class BackendPowerSGD(dist.Backend):
+class BackendPowerSGD(Backend):
     grad_scale: float
     def __init__(
         self,
         rank: int,
         size: int,
-        inners: Sequence[tuple[str, dist.Backend, dist.Backend | None]],
+        inners: Sequence[tuple[str, Backend, Backend | None]],
         options: Options,
         log: Callable[[bool, str], None],
     ) -> None: ...
     @property
-    def options(self) -> BackendOptions: ...  # type: ignore[override]
+    def options(self) -> BackendOptions: ...
     def stats(self) -> dict[str, Any]: ...
     def models(self) -> list[AttachedModel]: ...
     def perform_nocolor_split(self, device: torch.device) -> None: ...

@@ -7,16 +7,17 @@ import atexit
 import json
 import logging
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from torch_powersgd._core import _C
 from torch_powersgd.options import Options, resolve
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import _DistributedBackendOptions
+    from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
 
 logger = logging.getLogger("torch_powersgd")
 
@@ -37,9 +38,7 @@ def _log(warning: bool, message: str) -> None:
     logger.log(logging.WARNING if warning else logging.INFO, message)
 
 
-def _create(
-    dist_options: _DistributedBackendOptions, pg_options: object
-) -> _C.BackendPowerSGD:
+def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.BackendPowerSGD:
     """torch's extended creator: makes this rank's backend of one process group."""
     store, rank, size = dist_options.store, dist_options.group_rank, dist_options.group_size
     # torch gives the creator no device: a backend serves every device that this process has.
@@ -48,7 +47,7 @@ def _create(
     for device in _devices():
         name = _inner_name(options, device)
         inner, lane = (
-            _create_inner(name, dist.PrefixStore(f"{device}/{role}", store), dist_options)
+            _create_inner(name, PrefixStore(f"{device}/{role}", store), dist_options)
             for role in ("inner", "lane")
         )
         inners.append((device, inner, lane))
@@ -59,7 +58,7 @@ def _devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def _agree(store: dist.Store, rank: int, size: int, pg_options: object) -> Options:
+def _agree(store: Store, rank: int, size: int, pg_options: object) -> Options:
     """This rank's options, once they are known to be valid and equal on all ranks.
 
     Raises:
@@ -106,9 +105,7 @@ def _inner_name(options: Options, device: str) -> str:
     return name
 
 
-def _create_inner(
-    name: str, store: dist.Store, dist_options: _DistributedBackendOptions
-) -> dist.Backend:
+def _create_inner(name: str, store: Store, dist_options: _DistributedBackendOptions) -> Backend:
     """A backend of its own, on a store of its own.
 
     Raises:
@@ -116,24 +113,24 @@ def _create_inner(
     """
     rank, size = dist_options.group_rank, dist_options.group_size
     timeout: timedelta = dist_options.timeout
-    global_ranks = dist_options.global_ranks_in_group or list(range(size))
+    names = {
+        "global_ranks_in_group": dist_options.global_ranks_in_group or list(range(size)),
+        "group_name": dist_options.group_id,
+    }
     if name == "gloo" and dist.is_gloo_available():
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        gloo.options.global_ranks_in_group = global_ranks
-        gloo.options.group_name = dist_options.group_id
-        return gloo
+        _set(gloo.options, names)
+        return cast("Backend", gloo)
     if name == "nccl" and dist.is_nccl_available():
         nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = timeout
-        nccl_options.global_ranks_in_group = global_ranks
-        nccl_options.group_name = dist_options.group_id
-        return dist.ProcessGroupNCCL(store, rank, size, nccl_options)
+        _set(nccl_options, {**names, "_timeout": timeout})
+        return cast("Backend", dist.ProcessGroupNCCL(store, rank, size, nccl_options))
     plugin = dist.Backend._plugins.get(name.upper())
     if plugin is not None and plugin.extended_api:
         dist_options.store = store
-        return plugin.creator_fn(dist_options, None)
+        return cast("Backend", plugin.creator_fn(dist_options, None))
     if plugin is not None:
-        return plugin.creator_fn(store, rank, size, timeout)
+        return cast("Backend", plugin.creator_fn(store, rank, size, timeout))
     registered = ["gloo", "nccl", *(key.lower() for key in dist.Backend._plugins)]
     raise ValueError(
         f"inner must be 'auto' or one of {sorted(set(registered) - {NAME})}, got {name!r}, which "
@@ -141,8 +138,15 @@ def _create_inner(
     )
 
 
-def find_backend(group: dist.ProcessGroup | None, device: torch.device) -> _C.BackendPowerSGD | None:
-    """The powersgd backend that serves a device in a group (None: the default group), if one does."""
+def _set(options: object, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(options, name, value)
+
+
+def find_backend(
+    group: dist.ProcessGroup | None, device: torch.device
+) -> _C.BackendPowerSGD | None:
+    """The powersgd backend, if one serves this device in a group (None: the default group)."""
     group = group if group is not None else dist.group.WORLD
     if group is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group")

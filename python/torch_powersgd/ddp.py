@@ -60,7 +60,8 @@ def attach(ddp: DistributedDataParallel, options: Options | None = None) -> None
     _attached[ddp] = _C.attach(
         ddp.reducer, backend, list(parameters), list(parameters.values()), core
     )
-    ddp.logger._set_comm_hook_name(__package__)
+    if ddp.logger is not None:
+        ddp.logger._set_comm_hook_name("torch_powersgd")
 
 
 def detach(ddp: DistributedDataParallel) -> None:
@@ -88,9 +89,7 @@ def attached_model(ddp: DistributedDataParallel) -> _C.AttachedModel:
 
 def _check_module(ddp: object) -> None:
     if not isinstance(ddp, DistributedDataParallel):
-        raise ValueError(
-            f"attach takes a DistributedDataParallel module, got {type(ddp).__name__}"
-        )
+        raise ValueError(f"attach takes a DistributedDataParallel module, got {type(ddp).__name__}")
     if ddp.mixed_precision is not None:
         raise ValueError(
             "attach does not work with DDP's own mixed_precision, which takes the one hook that "
@@ -99,9 +98,7 @@ def _check_module(ddp: object) -> None:
 
 
 def _fields(core: _C.Options) -> dict[str, Any]:
-    return {
-        name: getattr(core, name) for name in Options.__dataclass_fields__
-    }
+    return {name: getattr(core, name) for name in Options.__dataclass_fields__}
 
 
 def _check_agreement(

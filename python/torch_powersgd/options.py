@@ -16,9 +16,7 @@ from torch_powersgd._core import _C
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-_DTYPES = {
-    name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")
-}
+_DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Options:
     """
 
     matrix_approximation_rank: int = 1
-    start_powerSGD_iter: int = 1000  # noqa: N815 - the hook's name
+    start_powerSGD_iter: int = 1000
     min_compression_rate: float = 2
     use_error_feedback: bool = True
     warm_start: bool = True

@@ -19,7 +19,8 @@ from typing import Any
 # each test still gets processes that nothing has run in.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch.distributed", "torch.nn.parallel", "torch_powersgd", "numpy", "pytest", "ranks"]
+    # DDP imports torch._dynamo when it is first used, which takes seconds.
+    ["torch._dynamo", "torch.nn.parallel", "torch_powersgd", "numpy", "pytest", "ranks"]
 )
 
 # Once a rank has failed the others may wait for it for as long as their time-outs let them.
@@ -169,7 +170,8 @@ def side_store() -> Any:
     """A store that no process group uses: for signals between ranks whose group is broken."""
     import torch.distributed as dist
 
-    return dist.FileStore(f"{_place[2]}.side", _place[1])
+    # Without a world size: with one, the file goes when so many of its stores have gone.
+    return dist.FileStore(f"{_place[2]}.side")
 
 
 def _main(

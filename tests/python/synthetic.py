@@ -31,7 +31,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "small": (3, 4),
 }
 COMPRESSED = ("conv", "wide", "tall")  # at rank <= 3 and the default min_compression_rate
-RAW = ("bias", "small")
 
 
 class Synthetic(torch.nn.Module):
@@ -79,13 +78,9 @@ def gradient(
     return torch.randn(tuple(shape), generator=generator).to(dtype)
 
 
-def gradients(
-    shapes: Shapes, rank: int, step: int, dtype: torch.dtype = torch.float32
-) -> Tensors:
+def gradients(shapes: Shapes, rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensors:
     """What `rank` feeds at `step`."""
-    return {
-        name: gradient(shape, name, rank, step, dtype=dtype) for name, shape in shapes.items()
-    }
+    return {name: gradient(shape, name, rank, step, dtype=dtype) for name, shape in shapes.items()}
 
 
 def mean_gradients(

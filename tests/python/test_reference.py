@@ -86,9 +86,9 @@ def _relative(value, expected):
 
 
 # The span of P = M Q is known to the rounding of P times its condition number, some tens for these
-# matrices at rank 4; warm start and residual carry that from step to step. 6 steps of this should
-# stay below 200 units of rounding; float64's Gram matrix has no wider type to be in, which costs the
-# condition number once more. Seen: 5e-6 and 4e-13.
+# matrices at rank 4; warm start and residual carry that from step to step: 6 steps of it should
+# stay below 200 units of rounding. Float64's Gram matrix has no wider type to be in, which costs
+# the condition number once more. Seen: 5e-6 and 4e-13.
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11}
 # Gradients of two bytes are exact in float32, so that the core's own arithmetic is as above; the
 # output is rounded once, by at most half a unit in the last place of each element.

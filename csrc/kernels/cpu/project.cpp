@@ -56,14 +56,19 @@ struct ProjectTile {
     PackedFactor<F> warm(matrix.q_warm, matrix.cols);
     Vector<Arch, F> poison = {};
     const int64_t width = block_cols(matrix.rank);
-    for (int64_t col = 0; col < matrix.cols; col += width) {
-      const int64_t cols = std::min(width, matrix.cols - col);
-      for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
-        const int64_t rows = std::min<int64_t>(kRows, tile.row_end - row);
-        alignas(64) F block[kRows * kMaxBlockCols];
-        if (matrix.memory != nullptr) multiply_last<Arch>(row, rows, col, cols, local, block);
-        combine_rows<Arch>(row, rows, col, cols, block, poison);
-        multiply_warm<Arch>(row, rows, col, cols, block, warm);
+    const int64_t height = BAND;
+    for (int64_t band = tile.row_begin; band < tile.row_end; band += height) {
+      const int64_t band_end = std::min(band + height, tile.row_end);
+      int64_t ahead = band_end * matrix.cols;
+      for (int64_t col = 0; col < matrix.cols; col += width) {
+        const int64_t cols = std::min(width, matrix.cols - col);
+        for (int64_t row = band; row < band_end; row += kRows) {
+          const int64_t rows = std::min<int64_t>(kRows, band_end - row);
+          alignas(64) F block[kRows * kMaxBlockCols];
+          if (matrix.memory != nullptr) multiply_last<Arch>(row, rows, col, cols, local, block);
+          combine_rows<Arch>(row, rows, col, cols, ahead, block, poison);
+          multiply_warm<Arch>(row, rows, col, cols, block, warm);
+        }
       }
     }
     *slot_pointer<int32_t>(bucket, tile.slot) = is_poisoned<F, Arch::kVectorBytes>(poison);
@@ -86,7 +91,7 @@ struct ProjectTile {
 
   // block = M, and so does memory
   template <class Arch>
-  POWERSGD_INLINE void combine_rows(int64_t row, int64_t rows, int64_t col, int64_t cols, F* block,
+  POWERSGD_INLINE void combine_rows(int64_t row, int64_t rows, int64_t col, int64_t cols, int64_t& ahead, F* block,
                                     Vector<Arch, F>& poison) const {
     const int64_t stride = round_up(cols, kPad);
     const int64_t offset = row * matrix.cols + col;
@@ -97,19 +102,24 @@ struct ProjectTile {
         copy_row<Arch>(gradient + i * matrix.cols, cols, block + i * stride, poison);
       } else {
         combine_row<Arch>(gradient + i * matrix.cols, memory + i * matrix.cols, cols,
-                          block + i * stride, poison);
+                          ahead - offset - i * matrix.cols, block + i * stride, poison);
+        ahead += cols;
       }
     }
     std::fill(block + rows * stride, block + kRows * stride, F{0});
   }
 
   template <class Arch>
-  POWERSGD_INLINE void combine_row(const G* gradient, R* memory, int64_t cols, F* block,
+  POWERSGD_INLINE void combine_row(const G* gradient, R* memory, int64_t cols, int64_t ahead, F* block,
                                    Vector<Arch, F>& poison) const {
     constexpr int64_t kLane = kLanes<Arch, F>;
     const F scale = static_cast<F>(bucket.residual_scale);
     int64_t j = 0;
     for (; j + kLane <= cols; j += kLane) {
+      if (PF) {
+      __builtin_prefetch(gradient + j + ahead, 0, PF);
+      __builtin_prefetch(memory + j + ahead, 0, PF);
+      }
       combine<Arch>(gradient + j, memory + j, scale, block + j, poison);
     }
     if (j < cols) {

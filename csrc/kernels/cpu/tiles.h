@@ -27,7 +27,7 @@ constexpr int kRows = 4;
 constexpr ptrdiff_t kPad = 16;
 // At most so many rows of a factor are packed at a time; a higher rank is handled in parts.
 constexpr int kPackedRank = 32;
-constexpr ptrdiff_t kPackedElements = 4096;
+constexpr ptrdiff_t kPackedElements = 2048;
 constexpr ptrdiff_t kMaxBlockCols = 1024;
 
 constexpr int64_t kGramRows = 512;

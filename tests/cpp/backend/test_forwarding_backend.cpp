@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Two recording backends stand for the inner ones: one serves the CPU, one the "accelerator", for
-// which the meta device serves, so that this runs with a torch that has no GPU.
+// Calls without tensors, and what is told to all inner backends. Two recording backends stand for
+// the inner ones: one serves the CPU, one the meta device in place of an accelerator.
+#include "backend/forwarding_backend.h"
+
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "backend/forwarding_backend.h"
 #include "support/recording_backend.h"
 
 namespace powersgd {
 namespace {
 
-using c10d::Backend;
 using test::RecordingBackend;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Recorder = c10::intrusive_ptr<RecordingBackend>;
 using Methods = std::vector<std::string>;
+using Tensors = std::vector<at::Tensor>;
 
 constexpr c10::DeviceType kAccelerator = c10::DeviceType::Meta;
 constexpr c10::DeviceType kCpu = c10::DeviceType::CPU;
@@ -50,126 +51,6 @@ class ForwardingBackendTest : public ::testing::Test {
   Recorder accel_ = c10::make_intrusive<RecordingBackend>(0, 2, "fast");
 };
 
-// Every call with tensors.
-
-struct Arguments {
-  explicit Arguments(c10::DeviceType device)
-      : output(at::zeros({4}, device)), input(at::zeros({2}, device)) {}
-  at::Tensor output, input;
-  std::vector<at::Tensor> outputs{output}, inputs{input};
-  std::vector<std::vector<at::Tensor>> lists{{output}};
-  std::vector<std::vector<at::Tensor>> no_lists;  // what a rank passes that is not the root
-  std::vector<int64_t> output_splits{2, 2}, input_splits{1, 1};
-  c10d::BroadcastOptions broadcast;
-  c10d::AllreduceOptions allreduce;
-  c10d::AllreduceCoalescedOptions allreduce_coalesced;
-  c10d::ReduceOptions reduce;
-  c10d::AllgatherOptions allgather;
-  c10d::GatherOptions gather;
-  c10d::ScatterOptions scatter;
-  c10d::ReduceScatterOptions reduce_scatter;
-  c10d::AllToAllOptions alltoall;
-};
-
-struct TensorCall {
-  const char* name;
-  WorkPtr (*call)(Backend& b, Arguments& a);
-};
-
-const TensorCall kTensorCalls[] = {
-    {"broadcast", [](Backend& b, Arguments& a) { return b.broadcast(a.inputs, a.broadcast); }},
-    {"allreduce", [](Backend& b, Arguments& a) { return b.allreduce(a.inputs, a.allreduce); }},
-    {"allreduce_sparse",
-     [](Backend& b, Arguments& a) { return b.allreduce_sparse(a.inputs, a.allreduce); }},
-    {"allreduce_coalesced",
-     [](Backend& b, Arguments& a) {
-       return b.allreduce_coalesced(a.inputs, a.allreduce_coalesced);
-     }},
-    {"reduce", [](Backend& b, Arguments& a) { return b.reduce(a.inputs, a.reduce); }},
-    {"allgather",
-     [](Backend& b, Arguments& a) { return b.allgather(a.lists, a.inputs, a.allgather); }},
-    {"_allgather_base",
-     [](Backend& b, Arguments& a) { return b._allgather_base(a.output, a.input, a.allgather); }},
-    {"allgather_coalesced",
-     [](Backend& b, Arguments& a) {
-       return b.allgather_coalesced(a.lists, a.inputs, a.allgather);
-     }},
-    {"allgather_into_tensor_coalesced",
-     [](Backend& b, Arguments& a) {
-       return b.allgather_into_tensor_coalesced(a.outputs, a.inputs, a.allgather);
-     }},
-    {"gather", [](Backend& b, Arguments& a) { return b.gather(a.lists, a.inputs, a.gather); }},
-    {"gather_not_root",
-     [](Backend& b, Arguments& a) { return b.gather(a.no_lists, a.inputs, a.gather); }},
-    {"scatter", [](Backend& b, Arguments& a) { return b.scatter(a.outputs, a.lists, a.scatter); }},
-    {"scatter_not_root",
-     [](Backend& b, Arguments& a) { return b.scatter(a.outputs, a.no_lists, a.scatter); }},
-    {"reduce_scatter",
-     [](Backend& b, Arguments& a) {
-       return b.reduce_scatter(a.outputs, a.lists, a.reduce_scatter);
-     }},
-    {"_reduce_scatter_base",
-     [](Backend& b, Arguments& a) {
-       return b._reduce_scatter_base(a.output, a.input, a.reduce_scatter);
-     }},
-    {"reduce_scatter_tensor_coalesced",
-     [](Backend& b, Arguments& a) {
-       return b.reduce_scatter_tensor_coalesced(a.outputs, a.inputs, a.reduce_scatter);
-     }},
-    {"alltoall_base",
-     [](Backend& b, Arguments& a) {
-       return b.alltoall_base(a.output, a.input, a.output_splits, a.input_splits, a.alltoall);
-     }},
-    {"alltoall",
-     [](Backend& b, Arguments& a) { return b.alltoall(a.outputs, a.inputs, a.alltoall); }},
-    {"send", [](Backend& b, Arguments& a) { return b.send(a.inputs, 1, 5); }},
-    {"recv", [](Backend& b, Arguments& a) { return b.recv(a.inputs, 1, 6); }},
-    {"recvAnysource", [](Backend& b, Arguments& a) { return b.recvAnysource(a.inputs, 7); }},
-#ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
-    {"gather_into_tensor",
-     [](Backend& b, Arguments& a) { return b.gather_into_tensor(a.output, a.input, a.gather); }},
-    {"all_gather_single",
-     [](Backend& b, Arguments& a) { return b.all_gather_single(a.output, a.input, a.allgather); }},
-    {"reduce_scatter_single",
-     [](Backend& b, Arguments& a) {
-       return b.reduce_scatter_single(a.output, a.input, a.reduce_scatter);
-     }},
-#endif
-};
-
-class TensorCallTest : public ForwardingBackendTest,
-                       public ::testing::WithParamInterface<TensorCall> {};
-
-INSTANTIATE_TEST_SUITE_P(ForwardingBackend, TensorCallTest, ::testing::ValuesIn(kTensorCalls),
-                         [](const auto& test) { return std::string(test.param.name); });
-
-TEST_P(TensorCallTest, ReachesTheInnerOfItsDeviceUnchanged) {
-  for (const auto device : {kCpu, kAccelerator}) {
-    Arguments arguments(device);
-    RecordingBackend direct;
-    GetParam().call(direct, arguments);
-    ASSERT_EQ(direct.calls.size(), 1u);
-
-    const Recorder& target = device == kCpu ? cpu_ : accel_;
-    const Recorder& other = device == kCpu ? accel_ : cpu_;
-    cpu_->calls.clear();
-    accel_->calls.clear();
-    const WorkPtr work = GetParam().call(*make(), arguments);
-    EXPECT_EQ(target->calls, direct.calls);  // the same objects, by address
-    EXPECT_EQ(work.get(), target->work.get());
-    EXPECT_TRUE(other->calls.empty());
-  }
-}
-
-TEST_P(TensorCallTest, NamesTheDeviceThatHasNoInner) {
-  const auto backend = c10::make_intrusive<ForwardingBackend>(0, 2, Inners{{kCpu, cpu_}});
-  Arguments arguments(kAccelerator);
-  const std::string error = error_of([&] { GetParam().call(*backend, arguments); });
-  EXPECT_TRUE(contains(error, "no inner backend for device type meta")) << error;
-  EXPECT_TRUE(contains(error, "cpu (slow)")) << error;
-  EXPECT_TRUE(cpu_->calls.empty());
-}
-
 // Calls without tensors.
 
 TEST_F(ForwardingBackendTest, BarrierGoesWhereItsOptionsSay) {
@@ -194,6 +75,20 @@ TEST_F(ForwardingBackendTest, BarrierGoesWhereItsOptionsSay) {
   const auto direct = c10::make_intrusive<RecordingBackend>();
   direct->monitoredBarrier(plain, true);
   EXPECT_EQ(cpu_->calls.back(), direct->calls.back());
+}
+
+// By then NCCL's barrier is the one that waits for what the group has done.
+TEST_F(ForwardingBackendTest, BarrierFollowsTheCollectivesToTheAccelerator) {
+  const auto backend = make();
+  Tensors on_cpu{at::zeros({2})}, on_accelerator{at::zeros({2}, kAccelerator)};
+  backend->broadcast(on_cpu, c10d::BroadcastOptions());
+  backend->send(on_accelerator, 1, 0);  // not every rank has: they could not agree on it
+  WorkPtr work = backend->barrier({});
+  EXPECT_EQ(work.get(), cpu_->work.get());
+  backend->broadcast(on_accelerator, c10d::BroadcastOptions());
+  backend->broadcast(on_cpu, c10d::BroadcastOptions());
+  work = backend->barrier({});
+  EXPECT_EQ(work.get(), accel_->work.get());
 }
 
 TEST_F(ForwardingBackendTest, CallsWithoutDeviceGoToThePrimaryInner) {
@@ -279,13 +174,13 @@ TEST_F(ForwardingBackendTest, OneBackendForTwoDevicesIsCalledOnce) {
 TEST_F(ForwardingBackendTest, DescriptionAndBoundDeviceReachTheInnerByItsFirstUse) {
   const auto backend = make();
   cpu_->setGroupDesc("as created");
-  Arguments arguments(kCpu);
-  backend->broadcast(arguments.inputs, arguments.broadcast);
+  Tensors tensors{at::zeros({2})};
+  backend->broadcast(tensors, c10d::BroadcastOptions());
   EXPECT_EQ(cpu_->getGroupDesc(), "as created");  // nothing to replace it
 
   backend->setGroupDesc("data parallel");
   backend->setBoundDeviceId(c10::Device(kAccelerator, 3));
-  backend->broadcast(arguments.inputs, arguments.broadcast);
+  backend->broadcast(tensors, c10d::BroadcastOptions());
   EXPECT_EQ(cpu_->getGroupDesc(), "data parallel");
   EXPECT_EQ(cpu_->getBoundDeviceId(), c10::Device(kAccelerator, 3));
   backend->barrier({});
@@ -310,7 +205,7 @@ TEST_F(ForwardingBackendTest, Capabilities) {
 
 TEST_F(ForwardingBackendTest, ConstructorRefusesWhatCannotWork) {
   const auto make_with = [](Inners inners) {
-    return error_of([&] { c10::make_intrusive<ForwardingBackend>(1, 2, inners); });
+    return error_of([&] { std::ignore = c10::make_intrusive<ForwardingBackend>(1, 2, inners); });
   };
   EXPECT_TRUE(contains(make_with({}), "at least one inner"));
   EXPECT_TRUE(contains(make_with({{kCpu, nullptr}}), "for cpu is None"));
@@ -324,9 +219,9 @@ TEST_F(ForwardingBackendTest, ConstructorRefusesWhatCannotWork) {
 TEST_F(ForwardingBackendTest, CoalescingGoesToThoseThatCan) {
   const auto backend = make();
   accel_->coalesces = true;
-  Arguments arguments(kAccelerator);
+  Tensors tensors{at::zeros({2}, kAccelerator)};
   backend->startCoalescing();
-  backend->send(arguments.inputs, 1, 0);
+  backend->send(tensors, 1, 0);
   const WorkPtr work = backend->endCoalescing();
   EXPECT_EQ(methods(accel_), (Methods{"startCoalescing", "send", "endCoalescing"}));
   EXPECT_EQ(work.get(), accel_->work.get());
@@ -337,11 +232,11 @@ TEST_F(ForwardingBackendTest, CoalescingGoesToThoseThatCan) {
 TEST_F(ForwardingBackendTest, CoalescingEndsWithWhatCouldNotBeCoalesced) {
   const auto backend = make();
   accel_->coalesces = true;
-  Arguments on_cpu(kCpu);
+  Tensors on_cpu{at::zeros({2})};
   backend->startCoalescing();
-  backend->send(on_cpu.inputs, 1, 0);
+  backend->send(on_cpu, 1, 0);
   const WorkPtr sent = cpu_->work;
-  backend->recv(on_cpu.inputs, 1, 0);
+  backend->recv(on_cpu, 1, 0);
   const WorkPtr received = cpu_->work;
   const WorkPtr both = backend->endCoalescing();
   EXPECT_NE(both.get(), sent.get());

@@ -2,7 +2,6 @@
 // Splitting, merging and shrinking a group.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
-
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "backend/forwarding_backend.h"

@@ -59,8 +59,8 @@ TEST(ThreadEngine, RunsJobsInOrderOffTheCallersThread) {
 
 TEST(ThreadEngine, WhatAJobThrowsIsItsWorksAndTheNextJobRuns) {
   const auto engine = make_engine();
-  const auto bad = engine->submit({}, [](Lane&) { throw std::runtime_error("bad"); },
-                                  kNoJobTimeout);
+  const auto bad =
+      engine->submit({}, [](Lane&) { throw std::runtime_error("bad"); }, kNoJobTimeout);
   const auto good = engine->submit({}, [](Lane&) {}, kNoJobTimeout);
   EXPECT_THROW(bad->wait(), std::runtime_error);
   EXPECT_TRUE(bad->exception());

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The in-process backend that the other tests stand on.
-#include <ATen/ATen.h>
-#include <gtest/gtest.h>
+#include "support/thread_group.h"
 
 #include <thread>
 
-#include "support/thread_group.h"
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
 
 namespace powersgd::test {
 namespace {

@@ -103,30 +103,27 @@ TEST_P(Project, FirstStepStoresTheGradient) {
 }
 
 TEST_P(Project, NonFiniteElementCountsAsZero) {
-  for (const double value : {kInfinity, -kInfinity, kNaN}) {
-    for (const DeviceMatrix& matrix : bucket_.matrices) {
-      const int64_t numel = matrix.part.numel();
-      if (numel == 0) continue;
-      for (const int64_t index : {int64_t{0}, numel / 2, numel - 1}) {
-        randomize(bucket_, 4);
-        put_in_gradient(matrix.gradient_offset + index, value);
-        run_and_check();
-        EXPECT_EQ(bucket_.count(), 1) << value << " at " << index;
-      }
+  for (const DeviceMatrix& matrix : bucket_.matrices) {
+    const int64_t numel = matrix.part.numel();
+    if (numel == 0) continue;
+    for (const auto& [value, index] : {std::pair{kInfinity, int64_t{0}}, std::pair{-kInfinity, numel / 2},
+                                       std::pair{kNaN, numel - 1}}) {
+      randomize(bucket_, 4);
+      put_in_gradient(matrix.gradient_offset + index, value);
+      run_and_check();
+      EXPECT_EQ(bucket_.count(), 1) << value << " at " << index;
     }
   }
 }
 
 TEST_P(Project, NonFiniteRawElementIsCounted) {
-  for (const double value : {kInfinity, kNaN}) {
-    for (const DeviceRaw& raw : bucket_.raws) {
-      if (raw.numel == 0) continue;
-      for (const int64_t index : {int64_t{0}, raw.numel - 1}) {
-        randomize(bucket_, 5);
-        put_in_gradient(raw.gradient_offset + index, value);
-        run_and_check();
-        EXPECT_EQ(bucket_.count(), 1) << value << " at " << index;
-      }
+  for (const DeviceRaw& raw : bucket_.raws) {
+    if (raw.numel == 0) continue;
+    for (const auto& [value, index] : {std::pair{kInfinity, int64_t{0}}, std::pair{kNaN, raw.numel - 1}}) {
+      randomize(bucket_, 5);
+      put_in_gradient(raw.gradient_offset + index, value);
+      run_and_check();
+      EXPECT_EQ(bucket_.count(), 1) << value << " at " << index;
     }
   }
 }

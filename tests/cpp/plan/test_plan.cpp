@@ -65,7 +65,7 @@ TEST(NearSquareShape, LeavesATailOfLessThanARow) {
     EXPECT_LT(tail, shape.cols) << numel;
     // Rounding 256 or more columns up by at most 15 makes it at most 6 % too wide, and 12 % less high.
     EXPECT_LE(std::fabs(std::log(static_cast<double>(shape.cols) / static_cast<double>(shape.rows))),
-              numel < 16 ? std::log(2.0) + 1e-9 : 0.13)
+              numel < 16 ? std::log(3.0) + 1e-9 : 0.13)
         << numel;
   }
   EXPECT_EQ(near_square_shape(1 << 20).rows, 1024);

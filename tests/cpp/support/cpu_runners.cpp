@@ -79,9 +79,9 @@ RunnerFactory cpu_runner(const std::string& name, Isa isa, int threads) {
 
 std::vector<std::pair<std::string, Isa>> supported_isas() {
   std::vector<std::pair<std::string, Isa>> supported;
-  for (const auto& [name, isa] : {std::pair{"cpu_baseline", Isa::kBaseline},
-                                  std::pair{"cpu_avx2", Isa::kAvx2},
-                                  std::pair{"cpu_avx512", Isa::kAvx512}}) {
+  for (const auto& [name, isa] :
+       {std::pair{"cpu_baseline", Isa::kBaseline}, std::pair{"cpu_avx2", Isa::kAvx2},
+        std::pair{"cpu_avx512", Isa::kAvx512}}) {
     if (kernels::cpu::is_supported(isa)) supported.emplace_back(name, isa);
   }
   return supported;

@@ -11,7 +11,7 @@ namespace {
 
 struct Format {
   int mantissa_bits;  // without the hidden one
-  int max_exponent;   // of the largest finite value; 1 - max_exponent is that of the smallest normal
+  int max_exponent;  // of the largest finite value; 1 - max_exponent is that of the smallest normal
 };
 
 Format format_of(DType dtype) {
@@ -87,6 +87,11 @@ double largest(DType dtype) {
 std::vector<uint8_t> encode(DType dtype, const std::vector<double>& values) {
   const auto size = static_cast<size_t>(size_of(dtype));
   std::vector<uint8_t> bytes(values.size() * size);
+  if (dtype == DType::kFloat32) {  // the language's own
+    const std::vector<float> floats(values.begin(), values.end());
+    if (!floats.empty()) std::memcpy(bytes.data(), floats.data(), bytes.size());
+    return bytes;
+  }
   for (size_t i = 0; i < values.size(); ++i) {
     const uint64_t bits = to_bits(dtype, values[i]);
     std::memcpy(bytes.data() + i * size, &bits, size);
@@ -97,6 +102,11 @@ std::vector<uint8_t> encode(DType dtype, const std::vector<double>& values) {
 std::vector<double> decode(DType dtype, const std::vector<uint8_t>& bytes) {
   const auto size = static_cast<size_t>(size_of(dtype));
   std::vector<double> values(bytes.size() / size);
+  if (dtype == DType::kFloat32) {
+    std::vector<float> floats(values.size());
+    if (!floats.empty()) std::memcpy(floats.data(), bytes.data(), bytes.size());
+    return std::vector<double>(floats.begin(), floats.end());
+  }
   for (size_t i = 0; i < values.size(); ++i) {
     uint64_t bits = 0;
     std::memcpy(&bits, bytes.data() + i * size, size);

@@ -22,9 +22,9 @@ inline std::ostream& operator<<(std::ostream& stream, const KernelCase& test_cas
   return stream << test_case.runner.name << "_" << describe(test_case.spec);
 }
 
-// Every runner with buckets of all dtypes and of odd shapes: one row, one column, no multiple of any
-// vector, more rank than rows, more rank than a micro-kernel packs, several blocks and partial sums,
-// raw segments between matrices, nothing at all, every array off its alignment.
+// Every runner with buckets of all dtypes and of odd shapes: one row, one column, no multiple of
+// any vector, more rank than rows, more rank than a micro-kernel packs, several blocks and partial
+// sums, raw segments between matrices, nothing at all, every array off its alignment.
 std::vector<KernelCase> kernel_cases();
 
 std::string case_name(const ::testing::TestParamInfo<KernelCase>& info);

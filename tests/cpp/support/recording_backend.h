@@ -3,10 +3,11 @@
 
 #include <cstdint>
 #include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "backend/torch_compat.h"
 
@@ -192,6 +193,49 @@ class RecordingBackend : public c10d::Backend {
   }
   void addEphemeralTimeout(const Milliseconds& timeout) override {
     note("addEphemeralTimeout", timeout);
+  }
+  bool isInitialized() override { return initialized; }
+  bool initialized = true;
+#endif
+
+#ifdef POWERSGD_BACKEND_HAS_TIME_ESTIMATE
+  bool supportsTimeEstimation() const override { return true; }
+  void startTimeEstimate() override { note("startTimeEstimate"); }
+  float endTimeEstimate() override {
+    note("endTimeEstimate");
+    return 2.5F;
+  }
+#endif
+
+#ifdef C10D_BACKEND_HAS_HOOKS
+  bool supportsAbortHooks() const override { return true; }
+  void registerAbortHook(int64_t id, c10d::AbortHook /*hook*/) override {
+    note("registerAbortHook", id);
+  }
+  void unregisterAbortHook(int64_t id) override { note("unregisterAbortHook", id); }
+  bool supportsCompletionHooks() const override { return true; }
+  void registerCompletionHook(int64_t id, c10d::CompletionHook /*hook*/) override {
+    note("registerCompletionHook", id);
+  }
+  void unregisterCompletionHook(int64_t id) override { note("unregisterCompletionHook", id); }
+#endif
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  bool supportsReconfigure() const override { return true; }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override { return "handle of " + name_; }
+  WorkPtr reconfigure(const c10d::ReconfigureOptions& o) override {
+    note("reconfigure", o);
+    rank_ = 3;
+    size_ = 5;
+    return WorkPtr();
+  }
+#endif
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+  bool supportsWindow() const override { return true; }
+  c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& t) override {
+    note("new_window", t);
+    return c10::make_intrusive<c10d::Window>();
   }
 #endif
 

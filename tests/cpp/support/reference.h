@@ -6,8 +6,8 @@
 #include "support/test_bucket.h"
 
 // The stages of one matrix as the definition has them: plain loops, in (long) double. Matrices are
-// row-major, q is [rank, cols]. Where a result is compared, `magnitude` is the same sum with absolute
-// values: the rounding errors of any order of summation are a multiple of it.
+// row-major, q is [rank, cols]. Where a result is compared, `magnitude` is the same sum with
+// absolute values: the rounding errors of any order of summation are a multiple of it.
 namespace powersgd::test {
 
 struct Checked {
@@ -19,8 +19,8 @@ struct Checked {
 Checked reference_m(const Part& part, const Values& gradient, const Values& memory,
                     const Values& p_hat, const Values& q_local, double scale);
 
-Checked reference_p(const Part& part, const Values& m, const Values& q_warm);     // [rows, rank]
-Checked reference_q(const Part& part, const Values& m, const Values& p_hat);      // [rank, cols]
+Checked reference_p(const Part& part, const Values& m, const Values& q_warm);       // [rows, rank]
+Checked reference_q(const Part& part, const Values& m, const Values& p_hat);        // [rank, cols]
 Checked reference_product(const Part& part, const Values& p_hat, const Values& q);  // [rows, cols]
 
 // max |p^T p - I|

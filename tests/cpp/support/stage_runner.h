@@ -14,8 +14,9 @@ namespace powersgd::test {
 
 enum class Stage { kRandomStart, kProject, kOrthogonalize, kBackProject, kReconstruct };
 
-// Where the stages run. The tests of tests/cpp/kernels are written against this interface, so that one
-// text tests every implementation: a test program links the one file that defines stage_runners().
+// Where the stages run. The tests of tests/cpp/kernels are written against this interface, so that
+// one text tests every implementation: a test program links the one file that defines
+// stage_runners().
 class StageRunner {
  public:
   virtual ~StageRunner() = default;
@@ -45,7 +46,8 @@ inline std::ostream& operator<<(std::ostream& stream, const RunnerFactory& facto
 // What the tests are run on.
 std::vector<RunnerFactory> stage_runners();
 
-// Groups of runners that must agree bit for bit: on every stage, and on orthogonalize and reconstruct.
+// Groups of runners that must agree bit for bit: on every stage, and on orthogonalize and
+// reconstruct.
 std::vector<std::vector<RunnerFactory>> runners_equal_in_all_stages();
 std::vector<RunnerFactory> runners_equal_in_shared_stages();
 

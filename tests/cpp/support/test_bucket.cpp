@@ -68,18 +68,16 @@ void TestBucket::build_tables() {
   std::vector<kernels::Matrix> matrix_table;
   for (const DeviceMatrix& matrix : matrices) {
     const Part& part = matrix.part;
-    matrix_table.push_back({part.rows, part.cols, part.rank, matrix.gradient_offset,
-                            matrix.p_offset, matrix.q_offset,
-                            matrix.memory ? matrix.memory->data() : nullptr, matrix.p_hat->data(),
-                            matrix.q_local->data(), matrix.q_warm->data(),
-                            100 + matrix_table.size()});
+    matrix_table.push_back(
+        {part.rows, part.cols, part.rank, matrix.gradient_offset, matrix.p_offset, matrix.q_offset,
+         matrix.memory ? matrix.memory->data() : nullptr, matrix.p_hat->data(),
+         matrix.q_local->data(), matrix.q_warm->data(), 100 + matrix_table.size()});
   }
   std::vector<kernels::RawSegment> raw_table;
   for (const DeviceRaw& raw : raws) {
     raw_table.push_back({raw.gradient_offset, raw.numel, raw.p_offset});
   }
-  const kernels::TileTable tiles =
-      runner_.make_tiles(matrix_table, raw_table, spec.factor_dtype());
+  const kernels::TileTable tiles = runner_.make_tiles(matrix_table, raw_table, spec.factor_dtype());
 
   bucket.matrices = upload(matrix_table);
   bucket.raw_segments = upload(raw_table);
@@ -141,8 +139,8 @@ std::vector<uint8_t> TestBucket::state_bytes() const {
   };
   for (const DeviceArray* array : {gradient.get(), p_payload.get(), q_payload.get()}) append(array);
   for (const DeviceMatrix& matrix : matrices) {
-    for (const DeviceArray* array : {matrix.memory.get(), matrix.p_hat.get(), matrix.q_local.get(),
-                                     matrix.q_warm.get()}) {
+    for (const DeviceArray* array :
+         {matrix.memory.get(), matrix.p_hat.get(), matrix.q_local.get(), matrix.q_warm.get()}) {
       append(array);
     }
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include <ATen/ATen.h>
-
 #include <algorithm>
+
+#include <ATen/ATen.h>
 
 #include "support/thread_group.h"
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "support/thread_group.h"
 
-#include <gtest/gtest.h>
-
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <thread>
+
+#include <gtest/gtest.h>
 
 namespace powersgd::test {
 

@@ -10,9 +10,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <tuple>
 #include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 namespace powersgd::test {
 
