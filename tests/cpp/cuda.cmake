@@ -6,7 +6,7 @@
 option(POWERSGD_CUDA "Build and run the kernel tests on a GPU" OFF)
 
 file(GLOB cuda_kernels CONFIGURE_DEPENDS "${ROOT}/csrc/kernels/cuda/*.cu")
-set(cuda_host "${ROOT}/csrc/kernels/cuda/tiles.cpp")
+set(cuda_host "${ROOT}/csrc/kernels/cuda/tiles.cpp" "${ROOT}/csrc/plan/options.cpp")
 
 find_library(POWERSGD_boost_context boost_context)
 if(POWERSGD_boost_context)
@@ -23,7 +23,7 @@ if(POWERSGD_boost_context)
   target_link_libraries(powersgd_simt PUBLIC powersgd_options "${POWERSGD_boost_context}")
   powersgd_test(kernels_simt SOURCES ${kernel_tests} support/simt/test_simt.cpp
                 support/simt_runners.cpp
-                LIBRARIES powersgd_kernel_test powersgd_simt powersgd_core)
+                LIBRARIES powersgd_kernel_test powersgd_simt)
 else()
   message(WARNING "libboost-context-dev is not installed: the CUDA kernels are not tested")
 endif()
@@ -39,8 +39,7 @@ if(POWERSGD_CUDA)
   target_include_directories(powersgd_cuda PUBLIC "${ROOT}/include")
   target_link_libraries(powersgd_cuda PUBLIC CUDA::cudart)
   add_executable(kernels_cuda ${kernel_tests} support/cuda_runners.cpp)
-  target_link_libraries(kernels_cuda PRIVATE powersgd_kernel_test powersgd_core powersgd_cuda
-                        GTest::gtest)
+  target_link_libraries(kernels_cuda PRIVATE powersgd_kernel_test powersgd_cuda GTest::gtest)
   add_test(NAME kernels_cuda COMMAND kernels_cuda)
   set_tests_properties(kernels_cuda PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
 endif()
