@@ -25,9 +25,7 @@ constexpr int kPlainRanks = 4;  // columns of P at a time in the kernel for any 
 
 // Registers are traded for blocks in flight.
 template <int R, bool kAnyRank>
-constexpr int kBlocksPerProcessor = kAnyRank || R > 8 ? 1
-                                    : R == 1          ? 3
-                                                      : 2;
+constexpr int kBlocksPerProcessor = kAnyRank || R > 8 ? 1 : 2;
 
 // What a block works on, at the start of shared memory: registers are scarce.
 struct alignas(16) Work {
@@ -49,7 +47,8 @@ struct Rows {
   const F* p_hat;  // the first row's
   const F* q_local;
   const F* q_warm;
-  int64_t cols, rank;
+  int64_t cols;
+  int rank;
   int begin, end, step;  // columns of the tile, for this lane
   int count;             // rows that exist, of kRows
   DType gradient_dtype, memory_dtype;
@@ -74,7 +73,7 @@ __device__ __forceinline__ bool replace_non_finite(F (&value)[W]) {
 // m -= scale p_hat q_local at a lane's columns. p is scale p_hat as [R][kRows], of which `rank`
 // rows count.
 template <int R, bool kExact, int W, typename F, typename G, typename M>
-__device__ __forceinline__ void subtract_last_step(const Rows<F, G, M>& rows, int64_t k0, int col,
+__device__ __forceinline__ void subtract_last_step(const Rows<F, G, M>& rows, int k0, int col,
                                                    const F* p, F (&m)[kRows][W]) {
   // More would be loaded at once, for want of registers elsewhere.
   POWERSGD_UNROLL_4
@@ -94,11 +93,11 @@ __device__ __forceinline__ void subtract_last_step(const Rows<F, G, M>& rows, in
 // The same for ranks above R, which do not fit into shared memory.
 template <int W, typename F, typename G, typename M>
 __device__ void subtract_high_rank(const Rows<F, G, M>& rows, int col, F (&m)[kRows][W]) {
-  for (int64_t k = 0; k < rows.rank; ++k) {
+  for (int k = 0; k < rows.rank; ++k) {
     F p[kRows];
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i)
-      p[i] = rows.scale * rows.p_hat[(i < rows.count ? i : 0) * rows.rank + k];
+      p[i] = rows.scale * rows.p_hat[(i < rows.count ? i : 0) * int64_t{rows.rank} + k];
     Rows<F, G, M> one = rows;
     one.rank = k + 1;
     subtract_last_step<1, true, W>(one, k, col, p, m);
@@ -164,7 +163,7 @@ __device__ void reload_m(const Rows<F, G, M>& rows, int col, F (&m)[kRows][W]) {
 
 // Phases 1 to 3 for columns [k0, k0 + R) of P.
 template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
-__device__ __forceinline__ bool project_rows(Rows<F, G, M> rows, int64_t k0, const F* p,
+__device__ __forceinline__ bool project_rows(Rows<F, G, M> rows, int k0, const F* p,
                                              F (&sums)[kRows * R]) {
   bool bad = false;
   int start = 0;
@@ -233,7 +232,7 @@ __device__ __forceinline__ void project_tile(const Bucket& bucket, Work* work) {
     rows.q_local = global(static_cast<const F*>(matrix.q_local)) + tile.col_begin;
     rows.q_warm = global(static_cast<const F*>(matrix.q_warm)) + tile.col_begin;
     rows.cols = matrix.cols;
-    rows.rank = matrix.rank;
+    rows.rank = static_cast<int>(matrix.rank);
     rows.begin = (member * kWarpSize + lane) * W;
     rows.end = rows.count > 0 ? static_cast<int>(tile.col_end - tile.col_begin) : 0;
     rows.step = group_warps * kWarpSize * W;
@@ -249,7 +248,7 @@ __device__ __forceinline__ void project_tile(const Bucket& bucket, Work* work) {
       }
       __syncwarp();
     }
-    for (int64_t k0 = 0; k0 < (kAnyRank ? matrix.rank : 1); k0 += R) {
+    for (int k0 = 0; k0 < (kAnyRank ? matrix.rank : 1); k0 += R) {
       F sums[kRows * R];
       if (project_rows<R, kAnyRank, kExact, W>(rows, k0, p, sums)) work->non_finite = 1;
       reduce_lanes(sums);
