@@ -15,12 +15,12 @@
 // elements. P is computed from M as memory holds it, rounded: error feedback then makes up for the
 // rounding too.
 #include "elements.cuh"
+#include "project_rows.cuh"
 #include "reduce.cuh"
 
 namespace powersgd::kernels::cuda {
 namespace {
 
-constexpr int kRows = kRowsPerWarp;
 constexpr int kPlainRanks = 4;  // columns of P at a time in the kernel for any rank
 
 // Registers are traded for blocks in flight.
@@ -38,161 +38,6 @@ struct alignas(16) Work {
 template <int R, typename F>
 constexpr size_t kSharedBytes = sizeof(Work) + 2 * kWarps * kRows * R * sizeof(F);
 
-// What a warp works on: pointers to its first row and to the tile's first column. F is the factor
-// type, G and M how the gradient and the memory are stored.
-template <typename F, typename G, typename M>
-struct Rows {
-  const G* gradient;
-  M* memory;       // null: M is the gradient
-  const F* p_hat;  // the first row's
-  const F* q_local;
-  const F* q_warm;
-  int64_t cols;
-  int rank;
-  int begin, end, step;  // columns of the tile, for this lane
-  int count;             // rows that exist, of kRows
-  DType gradient_dtype, memory_dtype;
-  F scale;
-
-  // A row beyond the last repeats the first, and is not stored.
-  __device__ int64_t offset(int row) const { return row < count ? row * cols : 0; }
-};
-
-template <int W, typename F>
-__device__ __forceinline__ bool replace_non_finite(F (&value)[W]) {
-  bool bad = false;
-  POWERSGD_UNROLL
-  for (int j = 0; j < W; ++j) {
-    const bool finite = is_finite(value[j]);
-    bad = bad || !finite;
-    value[j] = finite ? value[j] : F{0};
-  }
-  return bad;
-}
-
-// m -= scale p_hat q_local at a lane's columns. p is scale p_hat as [R][kRows], of which `rank`
-// rows count.
-template <int R, bool kExact, int W, typename F, typename G, typename M>
-__device__ __forceinline__ void subtract_last_step(const Rows<F, G, M>& rows, int k0, int col,
-                                                   const F* p, F (&m)[kRows][W]) {
-  // More would be loaded at once, for want of registers elsewhere.
-  POWERSGD_UNROLL_4
-  for (int k = 0; k < R; ++k) {
-    if (!kExact && k0 + k >= rows.rank) continue;
-    F q[W];
-    load_columns<Access::kReuse>(rows.q_local + (k0 + k) * rows.cols + col, DType::kFloat32, q);
-    POWERSGD_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      const F factor = p[k * kRows + i];
-      POWERSGD_UNROLL
-      for (int j = 0; j < W; ++j) m[i][j] -= factor * q[j];
-    }
-  }
-}
-
-// The same for ranks above R, which do not fit into shared memory.
-template <int W, typename F, typename G, typename M>
-__device__ void subtract_high_rank(const Rows<F, G, M>& rows, int col, F (&m)[kRows][W]) {
-  for (int k = 0; k < rows.rank; ++k) {
-    F p[kRows];
-    POWERSGD_UNROLL
-    for (int i = 0; i < kRows; ++i)
-      p[i] = rows.scale * rows.p_hat[(i < rows.count ? i : 0) * int64_t{rows.rank} + k];
-    Rows<F, G, M> one = rows;
-    one.rank = k + 1;
-    subtract_last_step<1, true, W>(one, k, col, p, m);
-  }
-}
-
-// Phases 1 and 2: M of kRows x 4 elements. True if the gradient held a non-finite one.
-template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
-__device__ __forceinline__ bool form_m(const Rows<F, G, M>& rows, int col, const F* p,
-                                       F (&m)[kRows][W]) {
-  F g[kRows][W];
-  POWERSGD_UNROLL
-  for (int i = 0; i < kRows; ++i)
-    load_columns<Access::kStream>(rows.gradient + rows.offset(i) + col, rows.gradient_dtype, g[i]);
-  bool bad = false;
-  if (rows.memory == nullptr) {
-    POWERSGD_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      bad = replace_non_finite(g[i]) || bad;
-      POWERSGD_UNROLL
-      for (int j = 0; j < W; ++j) m[i][j] = g[i][j];
-    }
-    return bad;
-  }
-  POWERSGD_UNROLL
-  for (int i = 0; i < kRows; ++i)
-    load_columns<Access::kStream>(rows.memory + rows.offset(i) + col, rows.memory_dtype, m[i]);
-  // With the gradient added first, its registers are free for the factors.
-  POWERSGD_UNROLL
-  for (int i = 0; i < kRows; ++i) {
-    bad = replace_non_finite(g[i]) || bad;
-    POWERSGD_UNROLL
-    for (int j = 0; j < W; ++j) m[i][j] = rows.scale * m[i][j] + g[i][j];
-  }
-  if constexpr (kAnyRank)
-    subtract_high_rank<W>(rows, col, m);
-  else
-    subtract_last_step<R, kExact, W>(rows, 0, col, p, m);
-  const F limit = largest<M>(rows.memory_dtype);
-  POWERSGD_UNROLL
-  for (int i = 0; i < kRows; ++i) {
-    POWERSGD_UNROLL
-    for (int j = 0; j < W; ++j)
-      m[i][j] = widen(narrow<M>(clamp_to(m[i][j], limit), rows.memory_dtype), rows.memory_dtype);
-    if (i < rows.count)
-      store_columns<Access::kReuse>(rows.memory + rows.offset(i) + col, rows.memory_dtype, m[i]);
-  }
-  return bad;
-}
-
-// M again, for the second and further R columns of P of a high rank: a lane reads what it wrote.
-template <int W, typename F, typename G, typename M>
-__device__ void reload_m(const Rows<F, G, M>& rows, int col, F (&m)[kRows][W]) {
-  for (int i = 0; i < kRows; ++i) {
-    if (rows.memory != nullptr) {
-      load_columns<Access::kReuse>(rows.memory + rows.offset(i) + col, rows.memory_dtype, m[i]);
-    } else {
-      load_columns<Access::kReuse>(rows.gradient + rows.offset(i) + col, rows.gradient_dtype, m[i]);
-      replace_non_finite(m[i]);
-    }
-  }
-}
-
-// Phases 1 to 3 for columns [k0, k0 + R) of P.
-template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
-__device__ __forceinline__ bool project_rows(Rows<F, G, M> rows, int k0, const F* p,
-                                             F (&sums)[kRows * R]) {
-  bool bad = false;
-  int start = 0;
-  POWERSGD_UNROLL
-  for (int i = 0; i < kRows * R; ++i) sums[i] = 0;
-  POWERSGD_NO_UNROLL
-  for (int col = rows.begin; col < rows.end; col += rows.step) {
-    F m[kRows][W];
-    forget(rows.cols);
-    forget(start);
-    if (!kAnyRank || k0 == 0)
-      bad = form_m<R, kAnyRank, kExact, W>(rows, col, p + start, m) || bad;
-    else
-      reload_m<W>(rows, col, m);
-    POWERSGD_UNROLL
-    for (int k = 0; k < R; ++k) {
-      if (!kExact && k0 + k >= rows.rank) continue;
-      F q[W];
-      load_columns<Access::kReuse>(rows.q_warm + (k0 + k) * rows.cols + col, DType::kFloat32, q);
-      POWERSGD_UNROLL
-      for (int i = 0; i < kRows; ++i) {
-        POWERSGD_UNROLL
-        for (int j = 0; j < W; ++j) sums[i * R + k] += m[i][j] * q[j];
-      }
-    }
-  }
-  return bad;
-}
-
 // Where a tile's part of P goes.
 template <typename F>
 __device__ __forceinline__ F* output(const Bucket& bucket, const Work& work) {
@@ -204,65 +49,97 @@ __device__ __forceinline__ F* output(const Bucket& bucket, const Work& work) {
       slot_pointer<F>(bucket, work.tile.slot + work.tile.col_begin / kSplitColumns * stride));
 }
 
+// How the warps of a block share the rows and columns of a tile.
+struct Share {
+  int group_warps;  // share four rows and split their columns
+  int group, member;
+
+  __device__ explicit Share(const Tile& tile)
+      : group_warps(warps_per_group(tile.col_end - tile.col_begin)),
+        group(threadIdx.x / kWarpSize / group_warps),
+        member(threadIdx.x / kWarpSize % group_warps) {}
+};
+
+// The warp's four rows of a pass, or none if they are beyond the tile's end.
+template <int W, typename F, typename G, typename M>
+__device__ __forceinline__ Rows<F, G, M> rows_of(const Bucket& bucket, const Work& work, int pass) {
+  const Tile& tile = work.tile;
+  const Matrix& matrix = work.matrix;
+  const Share share(tile);
+  const int first = pass + share.group * kRows;
+  const int left = static_cast<int>(tile.row_end - tile.row_begin) - first;
+  const int64_t row = tile.row_begin + (left > 0 ? first : 0);
+  const int64_t offset = row * matrix.cols + tile.col_begin;
+  Rows<F, G, M> rows;
+  rows.count = left < 0 ? 0 : left < kRows ? left : kRows;
+  rows.gradient = static_cast<const G*>(bucket.gradient) + matrix.gradient_offset + offset;
+  rows.memory =
+      global(matrix.memory == nullptr ? nullptr : static_cast<M*>(matrix.memory) + offset);
+  rows.p_hat = global(static_cast<const F*>(matrix.p_hat)) + row * matrix.rank;
+  rows.q_local = global(static_cast<const F*>(matrix.q_local)) + tile.col_begin;
+  rows.q_warm = global(static_cast<const F*>(matrix.q_warm)) + tile.col_begin;
+  rows.cols = matrix.cols;
+  rows.rank = static_cast<int>(matrix.rank);
+  rows.begin = (share.member * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize) * W;
+  rows.end = rows.count > 0 ? static_cast<int>(tile.col_end - tile.col_begin) : 0;
+  rows.step = share.group_warps * kWarpSize * W;
+  rows.gradient_dtype = bucket.gradient_dtype;
+  rows.memory_dtype = bucket.residual_dtype;
+  rows.scale = static_cast<F>(bucket.residual_scale);
+  return rows;
+}
+
+// The warp's rows of scale p_hat as [R][kRows], padded with zeros.
+template <int R, typename F, typename G, typename M>
+__device__ __forceinline__ void stage_p(const Rows<F, G, M>& rows, F* p) {
+  if (rows.memory == nullptr) return;
+  for (int i = threadIdx.x % kWarpSize; i < kRows * R; i += kWarpSize) {
+    const int row = i % kRows, k = i / kRows;
+    p[i] = row < rows.count && k < rows.rank ? rows.scale * rows.p_hat[row * rows.rank + k] : F{0};
+  }
+  __syncwarp();
+}
+
+// Phase 4: columns [k0, k0 + R) of P from the lanes' sums. Called by all threads of the block.
+template <int R, typename F>
+__device__ __forceinline__ void write_sums(const Bucket& bucket, const Work& work, int pass, int k0,
+                                           F (&sums)[kRows * R], F* partial) {
+  const Matrix& matrix = work.matrix;
+  const Share share(work.tile);  // again: not kept in registers since then
+  const int warp = threadIdx.x / kWarpSize;
+  reduce_lanes(sums);
+  store_lane_sums(sums, partial + warp * kRows * R);
+  __syncthreads();
+  F* const out = output<F>(bucket, work);
+  const int lane = threadIdx.x % kWarpSize;
+  for (int i = share.member * kWarpSize + lane; i < kRows * R; i += share.group_warps * kWarpSize) {
+    F sum = 0;
+    for (int w = 0; w < share.group_warps; ++w)
+      sum += partial[(share.group * share.group_warps + w) * kRows * R + i];
+    const int64_t row = work.tile.row_begin + pass + share.group * kRows + i / R;
+    const int k = k0 + i % R;
+    if (row < work.tile.row_end && k < matrix.rank) out[row * matrix.rank + k] = sum;
+  }
+  __syncthreads();
+}
+
 // One tile: passes over its rows, each warp group with four of them.
 template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
 __device__ __forceinline__ void project_tile(const Bucket& bucket, Work* work) {
-  const Tile& tile = work->tile;
-  const Matrix& matrix = work->matrix;
-  const int lane = threadIdx.x % kWarpSize;
-  const int warp = threadIdx.x / kWarpSize;
-  const int group_warps = warps_per_group(tile.col_end - tile.col_begin);
-  const int group = warp / group_warps;
-  const int member = warp % group_warps;
+  const int group_rows =
+      kWarps / warps_per_group(work->tile.col_end - work->tile.col_begin) * kRows;
   F* const factors = reinterpret_cast<F*>(work + 1);  // [kWarps][R][kRows]
   F* const partial = factors + kWarps * kRows * R;    // [kWarps][kRows][R]
-  F* const p = factors + warp * kRows * R;
-  const int tile_rows = static_cast<int>(tile.row_end - tile.row_begin);
+  F* const p = factors + threadIdx.x / kWarpSize * kRows * R;
+  const int tile_rows = static_cast<int>(work->tile.row_end - work->tile.row_begin);
   POWERSGD_NO_UNROLL
-  for (int pass = 0; pass < tile_rows; pass += kWarps / group_warps * kRows) {
-    const int first = pass + group * kRows;
-    const int64_t row = tile.row_begin + first;
-    const int64_t offset = (first < tile_rows ? row : 0) * matrix.cols + tile.col_begin;
-    Rows<F, G, M> rows;
-    rows.count = first >= tile_rows ? 0 : tile_rows - first < kRows ? tile_rows - first : kRows;
-    rows.gradient = static_cast<const G*>(bucket.gradient) + matrix.gradient_offset + offset;
-    rows.memory =
-        global(matrix.memory == nullptr ? nullptr : static_cast<M*>(matrix.memory) + offset);
-    rows.p_hat = global(static_cast<const F*>(matrix.p_hat)) + row * matrix.rank;
-    rows.q_local = global(static_cast<const F*>(matrix.q_local)) + tile.col_begin;
-    rows.q_warm = global(static_cast<const F*>(matrix.q_warm)) + tile.col_begin;
-    rows.cols = matrix.cols;
-    rows.rank = static_cast<int>(matrix.rank);
-    rows.begin = (member * kWarpSize + lane) * W;
-    rows.end = rows.count > 0 ? static_cast<int>(tile.col_end - tile.col_begin) : 0;
-    rows.step = group_warps * kWarpSize * W;
-    rows.gradient_dtype = bucket.gradient_dtype;
-    rows.memory_dtype = bucket.residual_dtype;
-    rows.scale = static_cast<F>(bucket.residual_scale);
-    if (!kAnyRank && matrix.memory != nullptr) {
-      for (int i = lane; i < kRows * R; i += kWarpSize) {
-        const int k = i / kRows;
-        p[i] = i % kRows < rows.count && k < matrix.rank
-                   ? rows.scale * rows.p_hat[i % kRows * matrix.rank + k]
-                   : F{0};
-      }
-      __syncwarp();
-    }
-    for (int k0 = 0; k0 < (kAnyRank ? matrix.rank : 1); k0 += R) {
+  for (int pass = 0; pass < tile_rows; pass += group_rows) {
+    const Rows<F, G, M> rows = rows_of<W, F, G, M>(bucket, *work, pass);
+    if constexpr (!kAnyRank) stage_p<R>(rows, p);
+    for (int k0 = 0; k0 < (kAnyRank ? rows.rank : 1); k0 += R) {
       F sums[kRows * R];
       if (project_rows<R, kAnyRank, kExact, W>(rows, k0, p, sums)) work->non_finite = 1;
-      reduce_lanes(sums);
-      store_lane_sums(sums, partial + warp * kRows * R);
-      __syncthreads();
-      F* const out = output<F>(bucket, *work);
-      for (int i = member * kWarpSize + lane; i < kRows * R; i += group_warps * kWarpSize) {
-        F sum = 0;
-        for (int w = 0; w < group_warps; ++w)
-          sum += partial[(group * group_warps + w) * kRows * R + i];
-        if (i / R < rows.count && k0 + i % R < matrix.rank)
-          out[(row + i / R) * matrix.rank + k0 + i % R] = sum;
-      }
-      __syncthreads();
+      write_sums<R>(bucket, *work, pass, k0, sums, partial);
     }
   }
 }
