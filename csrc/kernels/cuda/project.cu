@@ -25,7 +25,9 @@ constexpr int kPlainRanks = 4;  // columns of P at a time in the kernel for any 
 
 // Registers are traded for blocks in flight.
 template <int R, bool kAnyRank>
-constexpr int kBlocksPerProcessor = kAnyRank || R > 8 ? 1 : 2;
+constexpr int kBlocksPerProcessor = kAnyRank || R > 8 ? 1
+                                    : R > 4           ? 2
+                                                      : 3;
 
 // What a block works on, at the start of shared memory: registers are scarce.
 struct alignas(16) Work {

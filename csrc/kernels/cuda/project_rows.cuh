@@ -47,7 +47,7 @@ template <int R, bool kExact, int W, typename F, typename G, typename M>
 __device__ __forceinline__ void subtract_last_step(const Rows<F, G, M>& rows, int k0, int col,
                                                    const F* p, F (&m)[kRows][W]) {
   // More would be loaded at once, for want of registers elsewhere.
-  POWERSGD_UNROLL_4
+  POWERSGD_UNROLL_2
   for (int k = 0; k < R; ++k) {
     if (!kExact && k0 + k >= rows.rank) continue;
     F q[W];

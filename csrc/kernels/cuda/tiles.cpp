@@ -8,11 +8,12 @@ namespace powersgd::kernels::cuda {
 namespace {
 
 // Elements per tile. Small buckets need many blocks to fill the device evenly, large ones blocks
-// that are worth their start: some thousands of blocks, within limits.
-int64_t target_elements(const std::vector<Matrix>& matrices, int64_t smallest, int64_t largest) {
+// that are worth their start: about so many blocks, within limits.
+int64_t target_elements(const std::vector<Matrix>& matrices, int64_t blocks, int64_t smallest,
+                        int64_t largest) {
   int64_t total = 0;
   for (const Matrix& matrix : matrices) total += matrix.rows * matrix.cols;
-  return std::clamp(total / 4096, smallest, largest);
+  return std::clamp(total / blocks, smallest, largest);
 }
 
 int64_t round_up(int64_t value, int64_t multiple) { return ceil_div(value, multiple) * multiple; }
@@ -70,7 +71,7 @@ class Builder {
     const Matrix& matrix = matrices_[static_cast<size_t>(item)];
     const int64_t width = std::min(matrix.cols, kSplitColumns);
     const int64_t pass = kWarps / warps_per_group(width) * kRowsPerWarp;
-    const int64_t elements = target_elements(matrices_, 4096, 32768);
+    const int64_t elements = target_elements(matrices_, 4096, 4096, 32768);
     const int64_t rows =
         round_up(std::max<int64_t>(1, elements / std::max<int64_t>(width, 1)), pass);
     for (int64_t row = 0; row < matrix.rows; row += rows) {
@@ -121,8 +122,11 @@ class Builder {
   // The partial q of strip s and row segment g is at slot(s) + g * slots(rank * kStrip).
   void add_back_project(int32_t item) {
     const Matrix& matrix = matrices_[static_cast<size_t>(item)];
-    const int64_t target = target_elements(matrices_, 16384, 65536) / kStrip;
-    const int64_t rows = round_up(std::max(target, 32 * std::min<int64_t>(matrix.rank, 32)), 32);
+    // Long segments, for their sums to be a small part of what is read, but several hundred tiles.
+    const int64_t longest = round_up(target_elements(matrices_, 512, 16384, 1 << 20) / kStrip, 32);
+    const int64_t target = target_elements(matrices_, 2048, 16384, 65536) / kStrip;
+    const int64_t wanted = std::max(target, 32 * std::min(matrix.rank, kMaxFastRank));
+    const int64_t rows = round_up(std::min(wanted, longest), 32);
     const int64_t segments = ceil_div(matrix.rows, rows);
     const int64_t strips = ceil_div(matrix.cols, kStrip);
     const int64_t partial = slots(matrix.rank * kStrip * factor_bytes_);
@@ -149,7 +153,7 @@ class Builder {
         add(kReconstructTiles, static_cast<int32_t>(i), 1, k, k + 1, 0, matrices_[i].cols);
     }
     add_raw(kReconstructTiles);
-    const int64_t rows = round_up(target_elements(matrices_, 8192, 32768) / kStrip, 32);
+    const int64_t rows = round_up(target_elements(matrices_, 4096, 8192, 32768) / kStrip, 32);
     for (size_t i = 0; i < matrices_.size(); ++i) {
       for (int64_t row = 0; row < matrices_[i].rows; row += rows) {
         for (int64_t col = 0; col < matrices_[i].cols; col += kStrip)

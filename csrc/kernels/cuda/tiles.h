@@ -52,9 +52,10 @@ POWERSGD_HOST_DEVICE inline int64_t ceil_div(int64_t a, int64_t b) { return (a +
 // Workspace taken by `bytes`, in slots.
 POWERSGD_HOST_DEVICE inline int64_t slots(int64_t bytes) { return ceil_div(bytes, kSlotBytes); }
 
-// Project: how many warps share a row group, so that each has at least two strips of its own.
+// Project: how many warps share a row group: fewer rows at a time make finer tiles, as long as each
+// warp has a strip to itself.
 POWERSGD_HOST_DEVICE inline int warps_per_group(int64_t cols) {
-  return cols >= 2048 ? 8 : cols >= 1024 ? 4 : cols >= 512 ? 2 : 1;
+  return cols >= 8 * kStrip ? 8 : cols >= 4 * kStrip ? 4 : cols >= 2 * kStrip ? 2 : 1;
 }
 
 // Orthogonalize: the rows of a tile. A matrix of high rank is one tile, since it takes the plain
