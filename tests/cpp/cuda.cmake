@@ -18,7 +18,8 @@ if(POWERSGD_boost_context)
     file(GENERATE OUTPUT "${source}" CONTENT "#include \"${kernel}\"\n")
     list(APPEND simt_sources "${source}")
   endforeach()
-  add_library(powersgd_simt STATIC ${simt_sources} "${cuda_host}" support/simt/simt.cpp)
+  add_library(powersgd_simt STATIC ${simt_sources} "${cuda_host}" support/simt/grid.cpp
+              support/simt/simt.cpp)
   target_compile_definitions(powersgd_simt PUBLIC POWERSGD_SIMT)
   target_link_libraries(powersgd_simt PUBLIC powersgd_options "${POWERSGD_boost_context}")
   powersgd_test(kernels_simt SOURCES ${kernel_tests} support/simt/test_simt.cpp

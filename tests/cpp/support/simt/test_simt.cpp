@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "support/kernel_test.h"
 #include "support/simt/simt.h"
 
 namespace powersgd::test {
@@ -116,6 +117,16 @@ TEST(Simt, ErrorsInDeviceCodeReachTheCaller) {
   EXPECT_EQ(error_of({3, 32, 0}, [] { throw std::runtime_error("from a thread"); }),
             "from a thread");
   simt::launch({1, 32, 0}, [] { __syncthreads(); });  // and the next launch works
+}
+
+TEST(Simt, AStepTakesAtMostEightLaunches) {
+  const auto runner = stage_runners().front().make();
+  TestBucket bucket(*runner, {{{700, 300, 4}, Part::raw(9), {40, 17000, 2}, {2000, 40, 40}}});
+  const int64_t before = simt::launch_count();
+  for (const Stage stage :
+       {Stage::kProject, Stage::kOrthogonalize, Stage::kBackProject, Stage::kReconstruct})
+    bucket.run(stage);
+  EXPECT_LE(simt::launch_count() - before, 8);
 }
 
 #if defined(__SANITIZE_ADDRESS__)
