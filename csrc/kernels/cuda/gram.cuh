@@ -23,75 +23,91 @@ __device__ inline double dead_share(const Bucket& bucket) {
 constexpr int64_t kGramBlock = 4;
 constexpr size_t kGramSharedBytes = sizeof(double) * kThreads * kGramBlock * kGramBlock;
 
+// The i-th element of a lower triangle: its row and column.
+__device__ inline void locate_in_triangle(int64_t i, int64_t* row, int64_t* column) {
+  *row = static_cast<int64_t>((sqrt(8.0 * static_cast<double>(i) + 1) - 1) / 2);
+  while (triangle(*row + 1) <= i) ++*row;
+  while (triangle(*row) > i) --*row;
+  *column = i - triangle(*row);
+}
+
+// Adds the sums of `groups` groups of threads, `distance` threads apart, pairwise and always in the
+// same order, in kGramSharedBytes. The first group has the result.
+template <int B>
+__device__ __forceinline__ void add_groups(double (&sum)[B][B], bool active, int groups,
+                                           int distance) {
+  double* const cell = reinterpret_cast<double*>(shared_memory()) + threadIdx.x * B * B;
+  const int group = threadIdx.x / distance;
+  for (int count = groups; count > 1;) {
+    const int half = (count + 1) / 2;
+    __syncthreads();
+    if (active && group >= half && group < count) {
+      POWERSGD_UNROLL
+      for (int i = 0; i < B * B; ++i) cell[i] = sum[i / B][i % B];
+    }
+    __syncthreads();
+    if (active && group + half < count) {
+      POWERSGD_UNROLL
+      for (int i = 0; i < B * B; ++i) sum[i / B][i % B] += cell[half * distance * B * B + i];
+    }
+    count = half;
+  }
+}
+
+// A block of B x B elements of X^T X: the products of columns left and right over every step-th row.
+template <int B, typename F>
+__device__ __forceinline__ void accumulate_block(const F* x, int64_t begin, int64_t end,
+                                                 int64_t step, int64_t rank,
+                                                 const int64_t (&left)[B],
+                                                 const int64_t (&right)[B], double (&sum)[B][B]) {
+  POWERSGD_UNROLL_4
+  for (int64_t row = begin; row < end; row += step) {
+    const F* const values = x + row * rank;
+    double a[B], b[B];
+    POWERSGD_UNROLL
+    for (int i = 0; i < B; ++i) a[i] = values[left[i]], b[i] = values[right[i]];
+    POWERSGD_UNROLL
+    for (int i = 0; i < B; ++i) {
+      POWERSGD_UNROLL
+      for (int j = 0; j < B; ++j) sum[i][j] += a[i] * b[j];
+    }
+  }
+}
+
 // The lower triangle of X^T X over rows [begin, end) of X, which is [rows, rank]: element (i, j) to
 // out(i, j). Column c of the product is column map[c] of X, or c itself without a map.
 //
-// A thread sums a block of B x B elements over every groups-th row. The groups' sums meet pairwise
-// in shared memory (kGramSharedBytes), always in the same order.
+// The triangle is cut into blocks of B x B, one per thread; threads that are left over form further
+// groups, which share the rows with the first.
 template <int B, typename F, typename Out>
 __device__ __forceinline__ void gram_blocks(const F* x, int64_t begin, int64_t end, int64_t rank,
                                             const int32_t* map, const Out& out) {
-  double* const shared = reinterpret_cast<double*>(shared_memory());
   const int64_t blocks = triangle(ceil_div(rank, B));
   const int at_once = blocks < kThreads ? static_cast<int>(blocks) : kThreads;
   const int groups = kThreads / at_once;
   const int group = threadIdx.x / at_once;
   for (int64_t first = 0; first < blocks; first += at_once) {
     const int64_t block = first + threadIdx.x % at_once;
-    // Row and column of the block in the triangle.
-    int64_t bi = static_cast<int64_t>((sqrt(8.0 * static_cast<double>(block) + 1) - 1) / 2);
-    while (triangle(bi + 1) <= block) ++bi;
-    while (triangle(bi) > block) --bi;
-    const int64_t bj = block - triangle(bi);
     const bool active = group < groups && block < blocks;
-    double sum[B][B] = {};
+    int64_t block_row, block_column;
+    locate_in_triangle(block, &block_row, &block_column);
     int64_t left[B], right[B];
     POWERSGD_UNROLL
     for (int i = 0; i < B; ++i) {
       // Columns beyond the rank repeat the last one and are not written.
-      const int64_t l = bi * B + i < rank ? bi * B + i : rank - 1;
-      const int64_t r = bj * B + i < rank ? bj * B + i : rank - 1;
-      left[i] = map != nullptr && active ? map[l] : l;
-      right[i] = map != nullptr && active ? map[r] : r;
+      const int64_t l = block_row * B + i < rank ? block_row * B + i : rank - 1;
+      const int64_t r = block_column * B + i < rank ? block_column * B + i : rank - 1;
+      left[i] = map != nullptr ? map[l] : l;
+      right[i] = map != nullptr ? map[r] : r;
     }
-    if (active) {
-      POWERSGD_UNROLL_4
-      for (int64_t row = begin + group; row < end; row += groups) {
-        const F* const values = x + row * rank;
-        double a[B], b[B];
-        POWERSGD_UNROLL
-        for (int i = 0; i < B; ++i) a[i] = values[left[i]], b[i] = values[right[i]];
-        POWERSGD_UNROLL
-        for (int i = 0; i < B; ++i) {
-          POWERSGD_UNROLL
-          for (int j = 0; j < B; ++j) sum[i][j] += a[i] * b[j];
-        }
-      }
-    }
-    for (int count = groups; count > 1;) {
-      const int half = (count + 1) / 2;
-      double* const cell = shared + threadIdx.x * B * B;
-      __syncthreads();
-      if (active && group >= half && group < count) {
-        POWERSGD_UNROLL
-        for (int i = 0; i < B * B; ++i) cell[i] = sum[i / B][i % B];
-      }
-      __syncthreads();
-      if (active && group + half < count) {
-        POWERSGD_UNROLL
-        for (int i = 0; i < B * B; ++i) sum[i / B][i % B] += cell[half * at_once * B * B + i];
-      }
-      count = half;
-    }
-    if (active && group == 0) {
-      POWERSGD_UNROLL
-      for (int i = 0; i < B; ++i) {
-        POWERSGD_UNROLL
-        for (int j = 0; j < B; ++j) {
-          const int64_t row = bi * B + i, column = bj * B + j;
-          if (row < rank && column <= row) out(row, column, sum[i][j]);
-        }
-      }
+    double sum[B][B] = {};
+    if (active) accumulate_block(x, begin + group, end, groups, rank, left, right, sum);
+    add_groups(sum, active, groups, at_once);
+    if (!active || group > 0) continue;
+    POWERSGD_UNROLL
+    for (int i = 0; i < B * B; ++i) {
+      const int64_t row = block_row * B + i / B, column = block_column * B + i % B;
+      if (row < rank && column <= row) out(row, column, sum[i / B][i % B]);
     }
   }
   __syncthreads();

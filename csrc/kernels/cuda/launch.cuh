@@ -72,17 +72,17 @@ __device__ __forceinline__ void begin_kernel() {
 __device__ __forceinline__ void forget(int64_t& value) { asm volatile("" : "+l"(value)); }
 __device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
 
-inline Status supports_dependent_launch(bool* supported) {
-  *supported = false;
+// Only code that was compiled for Hopper waits in begin_kernel(). What counts is what it was compiled
+// for, not the device: code for an older one runs on a newer one.
+inline Status waits_for_predecessor(const void* kernel, bool* waits) {
+  *waits = false;
 #if POWERSGD_DEPENDENT_LAUNCH
-  int device = 0;
-  int major = 0;
-  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
-  if (const cudaError_t status =
-          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-      status != cudaSuccess)
+  cudaFuncAttributes attributes{};
+  if (const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel); status != cudaSuccess)
     return status;
-  *supported = major >= 9;
+  *waits = attributes.ptxVersion >= 90;
+#else
+  static_cast<void>(kernel);
 #endif
   return cudaSuccess;
 }
@@ -94,7 +94,9 @@ Status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t sha
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   bool dependent = false;
-  if (const Status status = supports_dependent_launch(&dependent); status != cudaSuccess)
+  if (const Status status =
+          waits_for_predecessor(reinterpret_cast<const void*>(kernel), &dependent);
+      status != cudaSuccess)
     return status;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -61,56 +61,85 @@ __device__ __forceinline__ bool skips(const Bucket& bucket, int64_t tiles) {
   return __syncthreads_or(bad) != 0;
 }
 
-// Phase 2. gram is [rank, rank] in shared memory. Returns the trace.
+// Phase 2. gram is [rank, rank] in shared memory, behind the first kThreads doubles. Returns the
+// trace. Threads that are left over by the elements share the tiles, as in gram_blocks.
 __device__ inline double sum_gram(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
                                   double* gram) {
+  const int rank = static_cast<int>(matrix.rank);
   const int64_t rows = orthogonalize_rows(matrix.rows, matrix.rank);
   const int64_t tiles = ceil_div(matrix.rows, rows);
   const int64_t stride = gram_slots(matrix.rank) * (kSlotBytes / int64_t{sizeof(double)});
   const double* const partial =
       slot_pointer<double>(bucket, tile.slot) - tile.row_begin / rows * stride;
-  const int rank = static_cast<int>(matrix.rank);
-  for (int e = threadIdx.x; e < rank * rank; e += kThreads) {
-    const int i = e / rank, j = e % rank;
-    if (j > i) continue;
-    double sum = 0;
-    POWERSGD_UNROLL_4
-    for (int64_t t = 0; t < tiles; ++t) sum += partial[t * stride + triangle(i) + j];
-    gram[e] = sum;
+  const int elements = static_cast<int>(triangle(rank));
+  const int at_once = elements < kThreads ? elements : kThreads;
+  const int groups = kThreads / at_once;
+  const int group = threadIdx.x / at_once;
+  for (int first = 0; first < elements; first += at_once) {
+    const int element = first + threadIdx.x % at_once;
+    const bool active = group < groups && element < elements;
+    double sum[1][1] = {};
+    if (active) {
+      POWERSGD_UNROLL_4
+      for (int64_t t = group; t < tiles; t += groups) sum[0][0] += partial[t * stride + element];
+    }
+    add_groups(sum, active, groups, at_once);
+    if (!active || group > 0) continue;
+    int64_t row, column;
+    locate_in_triangle(element, &row, &column);
+    gram[row * rank + column] = sum[0][0];
   }
   __syncthreads();
   double trace = 0;
-  for (int64_t i = 0; i < matrix.rank; ++i) trace += gram[i * (matrix.rank + 1)];
+  for (int i = 0; i < rank; ++i) trace += gram[i * (rank + 1)];
   return trace;
 }
 
-// Phase 3 for one tile.
+// Phase 3 for one row: x L^T = p in place.
+template <int R>
+__device__ __forceinline__ void solve_row(const double* factor, const double* reciprocal, int rank,
+                                          double (&x)[R]) {
+  POWERSGD_UNROLL
+  for (int j = 0; j < R; ++j) {
+    if (j >= rank) continue;
+    POWERSGD_UNROLL
+    for (int i = 0; i < j; ++i) x[j] -= factor[j * rank + i] * x[i];
+    x[j] *= reciprocal[j];
+  }
+}
+
 template <int R, typename F>
 __device__ void solve_rows(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
                            const double* factor, const double* reciprocal) {
+  constexpr int kRowsAtOnce = R <= 8 ? 4 : 1;  // loaded before any is solved
+  const int rank = static_cast<int>(matrix.rank);
   const F* const p = static_cast<const F*>(bucket.p_payload) + matrix.p_offset;
   F* const p_hat = static_cast<F*>(matrix.p_hat);
-  const int rank = static_cast<int>(matrix.rank);
-  for (int64_t row = tile.row_begin + threadIdx.x; row < tile.row_end; row += kThreads) {
-    double x[R];
+  for (int64_t first = tile.row_begin + threadIdx.x; first < tile.row_end;
+       first += kRowsAtOnce * kThreads) {
+    double x[kRowsAtOnce][R];
     POWERSGD_UNROLL
-    for (int j = 0; j < R; ++j) x[j] = j < rank ? static_cast<double>(p[row * rank + j]) : 0;
-    POWERSGD_UNROLL
-    for (int j = 0; j < R; ++j) {
-      if (j >= rank) continue;
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      const int64_t row = first + i * kThreads;
       POWERSGD_UNROLL
-      for (int i = 0; i < j; ++i) x[j] -= factor[j * rank + i] * x[i];
-      x[j] *= reciprocal[j];
+      for (int j = 0; j < R; ++j)
+        x[i][j] = row < tile.row_end && j < rank ? static_cast<double>(p[row * rank + j]) : 0;
     }
     POWERSGD_UNROLL
-    for (int j = 0; j < R; ++j) {
-      if (j < rank) p_hat[row * rank + j] = static_cast<F>(x[j]);
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      const int64_t row = first + i * kThreads;
+      if (row >= tile.row_end) continue;
+      solve_row<R>(factor, reciprocal, rank, x[i]);
+      POWERSGD_UNROLL
+      for (int j = 0; j < R; ++j) {
+        if (j < rank) p_hat[row * rank + j] = static_cast<F>(x[i][j]);
+      }
     }
   }
 }
 
 template <int R, typename F>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     solve_kernel(Bucket bucket, int64_t first_tile, int64_t tiles) {
   begin_kernel();
   const bool skip = skips<F>(bucket, tiles);
@@ -119,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
   if (matrix.rank <= kMaxFastRank) {
-    double* const factor = reinterpret_cast<double*>(shared_memory());  // [rank, rank]
+    double* const factor = reinterpret_cast<double*>(shared_memory()) + kThreads;
     double* const reciprocal = factor + matrix.rank * matrix.rank;
     const double trace = sum_gram(bucket, matrix, tile, factor);
     const Pivots pivots = cholesky(factor, reciprocal, reciprocal + matrix.rank, matrix.rank,
@@ -146,7 +175,7 @@ Status launch_orthogonalize(const Bucket& bucket, Stream stream) {
   return launch(solve_kernel<R, F>, std::max<int64_t>(tiles, 1), kThreads, kGramSharedBytes, stream,
                 bucket, first, tiles);
 }
-static_assert(sizeof(double) * (kMaxFastRank * kMaxFastRank + 2 * kMaxFastRank) <= kGramSharedBytes,
+static_assert(sizeof(double) * (kThreads + kMaxFastRank * (kMaxFastRank + 2)) <= kGramSharedBytes,
               "shared memory holds the factor");
 
 }  // namespace
