@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Compiles the CUDA kernels for sm_80, sm_90 and sm_100 and prints what each kernel takes. Fails if a
-# kernel of rank <= 8 spills more than a few values, which is to say, in its loops. Needs nvcc, no
+# Compiles the CUDA kernels for sm_80, sm_90 and sm_100 and prints what each kernel takes. Fails if
+# a kernel of rank <= 8 spills more than a few values, which is to say, in its loops. Needs nvcc, no
 # GPU.
 #
 #   .ci/nvcc_report.sh [architecture ...]        e.g. .ci/nvcc_report.sh 90

@@ -5,8 +5,8 @@
 //   nvcc -std=c++17 -O3 -arch=sm_90 -Iinclude benchmarks/bench_kernels.cu csrc/kernels/cuda/*.cu
 //        csrc/kernels/cuda/tiles.cpp -o bench_kernels && ./bench_kernels
 //
-// No torch and no network: buckets of random gradients, the reductions left out. Buckets are used in
-// turn, so many that none is in the cache from the last time. Times are medians, by events around
+// No torch and no network: buckets of random gradients, the reductions left out. Buckets are used
+// in turn, so many that none is in the cache from the last time. Times are medians, by events around
 // one stage of all buckets, divided by their number.
 #include <cuda_runtime.h>
 

@@ -54,7 +54,7 @@ __device__ __forceinline__ void add_groups(double (&sum)[B][B], bool active, int
   }
 }
 
-// A block of B x B elements of X^T X: the products of columns left and right over every step-th row.
+// A block of B x B elements of X^T X: products of columns left and right over every step-th row.
 template <int B, typename F>
 __device__ __forceinline__ void accumulate_block(const F* x, int64_t begin, int64_t end,
                                                  int64_t step, int64_t rank,

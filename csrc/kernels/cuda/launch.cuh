@@ -72,7 +72,7 @@ __device__ __forceinline__ void begin_kernel() {
 __device__ __forceinline__ void forget(int64_t& value) { asm volatile("" : "+l"(value)); }
 __device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
 
-// Only code that was compiled for Hopper waits in begin_kernel(). What counts is what it was compiled
+// Only code compiled for Hopper waits in begin_kernel(). What counts is what it was compiled
 // for, not the device: code for an older one runs on a newer one.
 inline Status waits_for_predecessor(const void* kernel, bool* waits) {
   *waits = false;
