@@ -12,7 +12,6 @@
 #if defined(POWERSGD_SIMT)
 #include "support/simt/simt.h"
 #define POWERSGD_UNROLL
-#define POWERSGD_UNROLL_2
 #define POWERSGD_UNROLL_4
 #define POWERSGD_NO_UNROLL
 #define POWERSGD_NOINLINE __attribute__((noinline))
@@ -21,7 +20,6 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #define POWERSGD_UNROLL _Pragma("unroll")
-#define POWERSGD_UNROLL_2 _Pragma("unroll 2")
 #define POWERSGD_UNROLL_4 _Pragma("unroll 4")
 #define POWERSGD_NO_UNROLL _Pragma("unroll 1")
 #define POWERSGD_NOINLINE __noinline__

@@ -46,17 +46,23 @@ __device__ __forceinline__ bool replace_non_finite(F (&value)[W]) {
 template <int R, bool kExact, int W, typename F, typename G, typename M>
 __device__ __forceinline__ void subtract_last_step(const Rows<F, G, M>& rows, int k0, int col,
                                                    const F* p, F (&m)[kRows][W]) {
-  // More would be loaded at once, for want of registers elsewhere.
-  POWERSGD_UNROLL_2
-  for (int k = 0; k < R; ++k) {
-    if (!kExact && k0 + k >= rows.rank) continue;
-    F q[W];
-    load_columns<Access::kReuse>(rows.q_local + (k0 + k) * rows.cols + col, DType::kFloat32, q);
+  // Rolled up, for the compiler would load all of q_local at once, for want of registers elsewhere.
+  constexpr int kAtOnce = R < 2 ? 1 : R <= 8 ? 2 : 4;
+  const F* q_row = rows.q_local + k0 * rows.cols + col;
+  POWERSGD_NO_UNROLL
+  for (int k = 0; k < R; k += kAtOnce) {
     POWERSGD_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      const F factor = p[k * kRows + i];
+    for (int n = 0; n < kAtOnce; ++n) {
+      if (!kExact && k0 + k + n >= rows.rank) continue;
+      F q[W];
+      load_columns<Access::kReuse>(q_row, DType::kFloat32, q);
+      q_row += rows.cols;
       POWERSGD_UNROLL
-      for (int j = 0; j < W; ++j) m[i][j] -= factor * q[j];
+      for (int i = 0; i < kRows; ++i) {
+        const F factor = p[(k + n) * kRows + i];
+        POWERSGD_UNROLL
+        for (int j = 0; j < W; ++j) m[i][j] -= factor * q[j];
+      }
     }
   }
 }
@@ -149,11 +155,13 @@ __device__ __forceinline__ bool project_rows(Rows<F, G, M> rows, int k0, const F
       bad = form_m<R, kAnyRank, kExact, W>(rows, col, p + start, m) || bad;
     else
       reload_m<W>(rows, col, m);
+    const F* q_row = rows.q_warm + k0 * rows.cols + col;
     POWERSGD_UNROLL
     for (int k = 0; k < R; ++k) {
       if (!kExact && k0 + k >= rows.rank) continue;
       F q[W];
-      load_columns<Access::kReuse>(rows.q_warm + (k0 + k) * rows.cols + col, DType::kFloat32, q);
+      load_columns<Access::kReuse>(q_row, DType::kFloat32, q);
+      q_row += rows.cols;
       POWERSGD_UNROLL
       for (int i = 0; i < kRows; ++i) {
         POWERSGD_UNROLL

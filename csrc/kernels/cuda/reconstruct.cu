@@ -176,12 +176,13 @@ __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const
       if (col >= tile.col_end || first >= rows) continue;
       const int64_t left_ranks = matrix.rank - k0;
       const int ranks = left_ranks < kRanks ? static_cast<int>(left_ranks) : kRanks;
+      const F* q_row = q + k0 * matrix.cols + col;
       POWERSGD_UNROLL_4
       for (int k = 0; k < (ranks + 3) / 4 * 4; ++k) {
         // Beyond the rank p is 0: any row of Q does, and no branch keeps the loads apart.
         F factor[W];
-        load_columns<Access::kReuse>(q + (k0 + (k < ranks ? k : 0)) * matrix.cols + col,
-                                     bucket.factor_dtype, factor);
+        load_columns<Access::kReuse>(q_row, bucket.factor_dtype, factor);
+        q_row += k + 1 < ranks ? matrix.cols : 0;
         POWERSGD_UNROLL
         for (int i = 0; i < kRowsAnyRank; ++i) {
           const F p = staged[k * kStagedStride + first + i];
