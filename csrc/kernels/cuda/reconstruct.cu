@@ -114,6 +114,18 @@ __device__ __forceinline__ void stage_p(const Bucket& bucket, const Matrix& matr
   }
 }
 
+// W columns of Q. Its rows may be off their alignment, by an odd width of the matrix before, where
+// the gradient's are not.
+template <int W, typename F>
+__device__ __forceinline__ void load_q(const F* address, bool aligned, F (&out)[W]) {
+  if (aligned) {
+    load_columns<Access::kReuse>(address, DType::kFloat32, out);
+  } else {
+    POWERSGD_UNROLL
+    for (int j = 0; j < W; ++j) out[j] = address[j];
+  }
+}
+
 // A tile at rank <= R: Q in registers.
 template <int R, int W, typename G>
 __device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const Matrix& matrix,
@@ -122,6 +134,7 @@ __device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const
   using F = Factor<G>;
   F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][R]
   const F* const q = global(factor_pointer<F>(bucket.q_payload, matrix.q_offset));
+  const bool q_aligned = is_aligned(q, matrix.cols);
   const int64_t col = begin_col + threadIdx.x % kWarpSize * W;
   const bool active = col < tile.col_end;
   F factor[R][W];
@@ -129,8 +142,7 @@ __device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const
   for (int k = 0; k < R; ++k) {
     POWERSGD_UNROLL
     for (int j = 0; j < W; ++j) factor[k][j] = 0;
-    if (active && k < matrix.rank)
-      load_columns<Access::kReuse>(q + k * matrix.cols + col, bucket.factor_dtype, factor[k]);
+    if (active && k < matrix.rank) load_q(q + k * matrix.cols + col, q_aligned, factor[k]);
   }
   for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows<R>) {
     const int64_t left = tile.row_end - begin;
@@ -163,6 +175,7 @@ __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const
   constexpr int kRanks = kStagedRanks<kAnyRank>;
   F* const staged = reinterpret_cast<F*>(shared_memory());  // [kRows][kRanks]
   const F* const q = global(factor_pointer<F>(bucket.q_payload, matrix.q_offset));
+  const bool q_aligned = is_aligned(q, matrix.cols);
   const int first = threadIdx.x / kWarpSize * kRowsAnyRank;
   const int64_t col = begin_col + threadIdx.x % kWarpSize * W;
   for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kRows) {
@@ -181,7 +194,7 @@ __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const
       for (int k = 0; k < (ranks + 3) / 4 * 4; ++k) {
         // Beyond the rank p is 0: any row of Q does, and no branch keeps the loads apart.
         F factor[W];
-        load_columns<Access::kReuse>(q_row, bucket.factor_dtype, factor);
+        load_q(q_row, q_aligned, factor);
         q_row += k + 1 < ranks ? matrix.cols : 0;
         POWERSGD_UNROLL
         for (int i = 0; i < kRowsAnyRank; ++i) {
@@ -234,8 +247,7 @@ __global__ void __launch_bounds__(kThreads, R == kAnyRank ? 2 : 4)
     return;
   }
   G* const gradient = static_cast<G*>(bucket.gradient) + matrix.gradient_offset;
-  const F* const q = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
-  if (is_aligned(gradient, matrix.cols) && is_aligned(q, matrix.cols)) {
+  if (is_aligned(gradient, matrix.cols)) {
     reconstruct_columns<R, 4>(bucket, matrix, tile, tile.col_begin, gradient);
     return;
   }
