@@ -192,27 +192,37 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
     back_project_tile<R, uint16_t>(bucket, matrix, tile, base, offset, dtype, is_gradient);
 }
 
-// One strip: the sum of its row segments.
+// The sum of a strip's row segments, for every ranks-th row of q: two groups of threads take every
+// other segment.
 template <typename F>
-__global__ void __launch_bounds__(kThreads) sum_kernel(Bucket bucket, int64_t first_tile) {
+__global__ void __launch_bounds__(kThreads)
+    sum_kernel(Bucket bucket, int64_t first_tile, int ranks) {
   begin_kernel();
   if (bucket.verdict->skipped != 0) return;
-  const Tile tile = bucket.tiles[first_tile + blockIdx.x];
+  const Tile tile = bucket.tiles[first_tile + blockIdx.x / ranks];
   const Matrix matrix = bucket.matrices[tile.item];
-  const F* const partial = slot_pointer<F>(bucket, tile.slot);
+  const int column = threadIdx.x % kStrip;
+  const int group = threadIdx.x / kStrip;
   const int64_t stride = slots(matrix.rank * kStrip * sizeof(F)) * (kSlotBytes / sizeof(F));
-  F* const q_local = static_cast<F*>(matrix.q_local);
-  F* const payload = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
-  for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
-    const int64_t col = tile.col_begin + i % kStrip;
-    if (col >= tile.col_end) continue;
+  F* const shared = reinterpret_cast<F*>(shared_memory());  // [kStrip]
+  for (int64_t k = blockIdx.x % ranks; k < matrix.rank; k += ranks) {
+    const F* const partial = global(slot_pointer<F>(bucket, tile.slot)) + k * kStrip + column;
     F sum = 0;
-    for (int64_t segment = 0; segment < tile.row_end; ++segment)
-      sum += partial[segment * stride + i];
-    payload[i / kStrip * matrix.cols + col] = sum;
-    q_local[i / kStrip * matrix.cols + col] = sum;
+    POWERSGD_UNROLL_8
+    for (int64_t segment = group; segment < tile.row_end; segment += kThreads / kStrip)
+      sum += partial[segment * stride];
+    if (group == 1) shared[column] = sum;
+    __syncthreads();
+    const int64_t col = tile.col_begin + column;
+    if (group == 0 && col < tile.col_end) {
+      sum += shared[column];
+      factor_pointer<F>(bucket.q_payload, matrix.q_offset)[k * matrix.cols + col] = sum;
+      static_cast<F*>(matrix.q_local)[k * matrix.cols + col] = sum;
+    }
+    __syncthreads();
   }
 }
+static_assert(kThreads == 2 * kStrip, "there are two groups");
 
 template <int R, typename F>
 Status launch_back_project(const Bucket& bucket, Stream stream) {
@@ -222,8 +232,9 @@ Status launch_back_project(const Bucket& bucket, Stream stream) {
                  kThreads, kSharedBytes<R, F>, stream, bucket, begin[kBackProjectTiles]);
       status != 0)
     return status;
-  return launch(sum_kernel<F>, begin[kBackProjectSums + 1] - begin[kBackProjectSums], kThreads, 0,
-                stream, bucket, begin[kBackProjectSums]);
+  const int64_t strips = begin[kBackProjectSums + 1] - begin[kBackProjectSums];
+  return launch(sum_kernel<F>, strips * R, kThreads, kStrip * sizeof(F), stream, bucket,
+                begin[kBackProjectSums], R);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "support/simt/simt.h"
 #define POWERSGD_UNROLL
 #define POWERSGD_UNROLL_4
+#define POWERSGD_UNROLL_8
 #define POWERSGD_NO_UNROLL
 #define POWERSGD_NOINLINE __attribute__((noinline))
 #else
@@ -21,6 +22,7 @@
 #include <cuda_runtime.h>
 #define POWERSGD_UNROLL _Pragma("unroll")
 #define POWERSGD_UNROLL_4 _Pragma("unroll 4")
+#define POWERSGD_UNROLL_8 _Pragma("unroll 8")
 #define POWERSGD_NO_UNROLL _Pragma("unroll 1")
 #define POWERSGD_NOINLINE __noinline__
 #endif

@@ -126,7 +126,9 @@ class Builder {
     const int64_t longest = round_up(target_elements(matrices_, 512, 16384, 1 << 20) / kStrip, 32);
     const int64_t target = target_elements(matrices_, 2048, 16384, 65536) / kStrip;
     const int64_t wanted = std::max(target, 32 * std::min(matrix.rank, kMaxFastRank));
-    const int64_t rows = round_up(std::min(wanted, longest), 32);
+    // One thread adds a column's segments: not too many.
+    const int64_t rows =
+        round_up(std::max(std::min(wanted, longest), ceil_div(matrix.rows, 128)), 32);
     const int64_t segments = ceil_div(matrix.rows, rows);
     const int64_t strips = ceil_div(matrix.cols, kStrip);
     const int64_t partial = slots(matrix.rank * kStrip * factor_bytes_);
