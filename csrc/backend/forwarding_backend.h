@@ -24,12 +24,12 @@ namespace powersgd {
 // and the inner's own Work.
 //
 // Which inner gets a call. One with tensors goes to the inner of their device. One without goes
-// where its options say, else to the primary inner: that of the bound device; else the accelerator's
-// once a collective of this group has used it, since ProcessGroup drops the device of a barrier on
-// the way here; else the first of the list. What only makes sense on an accelerator (memory,
-// windows, device ids) goes to the accelerator's. What concerns the group as a whole (names,
-// time-outs, shutdown, coalescing) goes to every inner. Asking for a device that has no inner is an
-// error that names the device and those there are.
+// where its options say, else to the primary inner: that of the bound device; else that of the
+// accelerator once a collective of this group has used it, since ProcessGroup drops the device of a
+// barrier on the way here; else the first of the list. What only makes sense on an accelerator
+// (memory, windows, device ids) goes to the accelerator's inner. What concerns the group as a whole
+// (names, time-outs, shutdown, coalescing) goes to every inner. Asking for a device that has no
+// inner is an error that names the device and those there are.
 //
 // Of the names that torch 2.15 deprecates (`_allgather_base`, ...) the old one is overridden and
 // the old one is called: then both names work, on every release and with every inner. Mixing old

@@ -178,6 +178,20 @@ def _tensor_is_kept_alive(rank: int) -> None:
         _check_sum(future.wait()[0], i)
 
 
+def _unusual_tensors(rank: int) -> None:
+    with torch.inference_mode():
+        dist.all_reduce(of_inference := _rank_one(rank, 0))
+    _check_sum(of_inference, 0)
+    dist.all_reduce(leaf := _rank_one(rank, 1).requires_grad_())
+    _check_sum(leaf.detach(), 1)
+    stacked = torch.stack([_rank_one(rank, k) for k in range(3)])
+    dist.all_reduce(stacked[1])
+    _check_sum(stacked[1], 1)
+    for k in (0, 2):
+        assert stacked[k].equal(_rank_one(rank, k)), "what is beside a view"
+    _check_all_compressed(3)
+
+
 def _beside_exact_collectives(rank: int) -> None:
     """The main thread talks to the peer while the worker does: on one Gloo context data mixes."""
     peer = 1 - rank
@@ -248,6 +262,7 @@ def _profiler(rank: int) -> None:
         _raise_in_callback,
         _out_of_order,
         _tensor_is_kept_alive,
+        _unusual_tensors,
         _beside_exact_collectives,
         _several_in_flight_beside_exact_collectives,
         _two_groups,

@@ -176,8 +176,8 @@ def _overflow(rank, columns, value):
 
 @pytest.mark.parametrize(("columns", "value"), [(45, 3e38), (1, 6e37)], ids=["P", "Q"])
 def test_factors_that_overflow_cost_one_step(columns, value):
-    # Rows full of 3e38 make P overflow. One column of 6e37 does not: P is at most 2 * 6e37, and q is
-    # sqrt(20) * 6e37 on each rank, but the sum over the two ranks is too large. The step is then
+    # Rows full of 3e38 make P overflow. One column of 6e37 does not: P is at most 2 * 6e37, q is
+    # sqrt(20) * 6e37 on each rank, but its sum over the two ranks is too large. The step is then
     # known to be bad only after its last reduction.
     results = ranks.run(2, _overflow, columns, value)
     for all_nan, finite, before, after, skipped in results:

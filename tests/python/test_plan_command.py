@@ -109,6 +109,15 @@ def test_the_factorys_own_error_is_not_hidden(folder, monkeypatch, capsys):
     assert "the factory's own error" in told
 
 
+def test_rich_is_asked_for_where_it_is_not(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(SystemExit) as ended:
+        _run(monkeypatch, "plan", "models_of_test:model")
+    assert ended.value.code == 2
+    assert "rich" in capsys.readouterr().err
+
+
 def test_as_a_program(folder):
     command = [sys.executable, "-m", "torch_powersgd", "plan", "models_of_test:nothing"]
     ended = subprocess.run(command, capture_output=True, text=True)

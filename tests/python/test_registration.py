@@ -63,12 +63,35 @@ def _describe(rank: int) -> None:
     assert (backend.rank(), backend.size()) == (rank, 2)
     assert "powersgd" in dist.get_backend_config()
     assert dist.is_backend_available("powersgd")
+    assert backend.options._timeout == timedelta(seconds=41)
     assert tp.stats()["steps"] == 0
     dist.barrier()
 
 
 def test_what_the_backend_says_of_itself():
-    ranks.run(2, _describe)
+    ranks.run(2, _describe, op_timeout=41)
+
+
+def _over_tcp(rank: int) -> None:
+    side = ranks.side_store()
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        side.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(side.get("port")), 2)
+    dist.init_process_group("cpu:powersgd", store=store, rank=rank, world_size=2, pg_options=ALWAYS)
+    assert _compresses(rank)
+    # Rank 0 serves the store: it has to leave last.
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        side.wait(["rank 1 has left"])
+    else:
+        side.set("rank 1 has left", "1")
+
+
+def test_over_a_tcp_store():
+    ranks.run(2, _over_tcp, backend=None)
 
 
 def _new_groups(rank: int) -> None:

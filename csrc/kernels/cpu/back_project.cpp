@@ -2,16 +2,47 @@
 //
 // back_project: q_local = p_hat^T M, also written to the Q payload.
 //
-// A tile owns a range of rows and a strip of columns, narrow enough for its partial q to stay in the
-// L1 cache while the rows stream by. A second pass adds the partial q of a strip in the order of the
-// rows, so that the sum does not depend on who computed what.
+// A tile owns a range of rows and a strip of columns and adds up their partial q. A second pass adds
+// the partial q of a strip in the order of the rows, so that the sum does not depend on who computed
+// what.
+#include "bands.h"
 #include "blocks.h"
 #include "convert.h"
 
 namespace powersgd::kernels::cpu {
 namespace {
 
-// S: what M is stored as. Without memory M is the gradient, with 0 where it is not finite.
+// kRows rows of M, as accumulate reads them. Where there are fewer, the last one stands in for the
+// rest, multiplied by 0. Without memory M is the gradient, with 0 where it is not finite.
+template <class Arch, class S, bool kFiniteOnly>
+struct LoadRows {
+  using F = ComputeOf<S>;
+
+  const S* m;
+  int64_t row_stride;
+  int64_t rows;
+  int64_t cols;
+  const S* matrix;
+  int64_t ahead[kRows];  // what to ask for (bands.h)
+
+  template <class>
+  POWERSGD_INLINE Vector<Arch, F> get(int64_t i, int64_t j) const {
+    const S* source = m + std::min(i, rows - 1) * row_stride + j;
+    if (j + kLanes<Arch, F> <= cols) {
+      prefetch(matrix, ahead[i] + j);
+      return finite(load_as<Arch>(source));
+    }
+    const Padded<Arch, S> last(source, cols - j);
+    return finite(load_as<Arch>(last.data));
+  }
+
+  static POWERSGD_INLINE Vector<Arch, F> finite(const Vector<Arch, F>& value) {
+    const Vector<Arch, F> zero = {};
+    if constexpr (kFiniteOnly) return value - value == zero ? value : zero;
+    return value;
+  }
+};
+
 template <class S, bool kFiniteOnly>
 struct BackProjectTile {
   using F = ComputeOf<S>;
@@ -23,61 +54,35 @@ struct BackProjectTile {
 
   template <class Arch>
   POWERSGD_INLINE void run() const {
-    const int64_t cols = tile.col_end - tile.col_begin;
-    const int64_t stride = round_up(cols, kPad);
-    const F* p_hat = static_cast<const F*>(matrix.p_hat);
+    const int64_t stride = partial_q_stride(matrix);
     const int64_t part = tile.row_begin / back_project_rows(matrix);
-    F* partial = slot_pointer<F>(bucket, tile.slot) + part * matrix.rank * matrix.cols;
-    alignas(64) F sums[kPackedElements];
+    F* partial = slot_pointer<F>(bucket, tile.slot) + part * matrix.rank * stride;
+    const int64_t padded_end = round_up(tile.col_end, kPad);
+    for (int64_t k = 0; k < matrix.rank; ++k) {
+      std::fill(partial + k * stride + tile.col_begin, partial + k * stride + padded_end, F{0});
+    }
+    for_each_block(matrix, tile.row_begin, tile.row_end, tile.col_begin, tile.col_end,
+                   [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
+                     for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
+                       add_rows<Arch>(block, row, partial + block.col, stride);
+                     }
+                   });
+  }
+
+  template <class Arch>
+  POWERSGD_INLINE void add_rows(const BandBlock& block, int64_t row, F* sums,
+                                int64_t stride) const {
+    const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
+    LoadRows<Arch, S, kFiniteOnly> source{
+        m + row * matrix.cols + block.col, matrix.cols, rows, block.cols, m, {}};
+    for (int64_t i = 0; i < kRows; ++i) source.ahead[i] = block.ahead(row + i, matrix.cols);
+    const F* p_hat = static_cast<const F*>(matrix.p_hat) + row * matrix.rank;
     alignas(64) F left[kRows * kPackedRank];
-    alignas(64) F copy[kRows * kMaxBlockCols];
     for (int64_t k = 0; k < matrix.rank; k += kPackedRank) {
-      const int64_t count = std::min<int64_t>(kPackedRank, matrix.rank - k);
-      std::fill_n(sums, count * stride, F{0});
-      for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
-        const int64_t rows = std::min<int64_t>(kRows, tile.row_end - row);
-        pack_rows(p_hat + row * matrix.rank + k, matrix.rank, rows, count, left);
-        const S* source = m + row * matrix.cols + tile.col_begin;
-        if constexpr (std::is_same_v<S, F> && !kFiniteOnly) {
-          if (rows == kRows && stride == cols) {
-            accumulate<Arch, F>(left, source, matrix.cols, count, cols, sums, stride);
-            continue;
-          }
-        }
-        copy_rows<Arch>(source, rows, cols, stride, copy);
-        accumulate<Arch, F>(left, copy, stride, count, stride, sums, stride);
-      }
-      for (int64_t n = 0; n < count; ++n) {
-        std::copy_n(sums + n * stride, cols, partial + (k + n) * matrix.cols + tile.col_begin);
-      }
+      const int64_t count = std::min(kPackedRank, matrix.rank - k);
+      pack_rows(p_hat + k, matrix.rank, rows, count, left);
+      accumulate<Arch, F>(left, source, count, block.cols, sums + k * stride, stride);
     }
-  }
-
-  template <class Arch>
-  POWERSGD_INLINE void copy_rows(const S* source, int64_t rows, int64_t cols, int64_t stride,
-                                 F* copy) const {
-    constexpr int64_t kLane = kLanes<Arch, F>;
-    for (int64_t i = 0; i < rows; ++i) {
-      const S* from = source + i * matrix.cols;
-      F* to = copy + i * stride;
-      int64_t j = 0;
-      for (; j + kLane <= cols; j += kLane) store<Arch>(to + j, load_m<Arch>(from + j));
-      if (j < cols) {
-        const Padded<Arch, S> last(from + j, cols - j);
-        store<Arch>(to + j, load_m<Arch>(last.data));
-        j += kLane;
-      }
-      std::fill(to + j, to + stride, F{0});
-    }
-    std::fill(copy + rows * stride, copy + kRows * stride, F{0});
-  }
-
-  template <class Arch>
-  POWERSGD_INLINE Vector<Arch, F> load_m(const S* source) const {
-    const Vector<Arch, F> value = load_as<Arch>(source);
-    const Vector<Arch, F> zero = {};
-    if constexpr (kFiniteOnly) return value - value == zero ? value : zero;
-    return value;
   }
 };
 
@@ -98,26 +103,50 @@ void back_project_tile(Isa isa, const Bucket& bucket, const Tile& tile) {
   }
 }
 
-// q of a strip: the sum of its partial q, or 0 if the step is skipped. Plain loops: the strip is a
-// small part of what its matrix costs.
+// q of a strip: the sum of its partial q, or 0 if the step is skipped.
 template <class F>
-void sum_strip(const Bucket& bucket, const Tile& tile) {
-  const Matrix& matrix = bucket.matrices[tile.item];
-  const bool skipped = bucket.verdict->skipped != 0;
-  const int64_t parts = skipped ? 0 : count_parts(matrix.rows, back_project_rows(matrix));
-  const F* partial = slot_pointer<F>(bucket, tile.slot);
-  F* payload = elements<F>(bucket.q_payload, matrix.q_offset);
-  for (int64_t k = 0; k < matrix.rank; ++k) {
-    for (int64_t j = k * matrix.cols + tile.col_begin; j < k * matrix.cols + tile.col_end; ++j) {
-      F sum = 0;
-      for (int64_t part = 0; part < parts; ++part) {
-        sum += partial[part * matrix.rank * matrix.cols + j];
+struct SumStrip {
+  const Bucket& bucket;
+  const Matrix& matrix;
+  const Tile& tile;
+
+  template <class Arch>
+  POWERSGD_INLINE void run() const {
+    const bool skipped = bucket.verdict->skipped != 0;
+    const int64_t parts = skipped ? 0 : count_parts(matrix.rows, back_project_rows(matrix));
+    const int64_t stride = partial_q_stride(matrix);
+    const F* partial = slot_pointer<F>(bucket, tile.slot);
+    F* payload = elements<F>(bucket.q_payload, matrix.q_offset);
+    for (int64_t k = 0; k < matrix.rank; ++k) {
+      for (int64_t j = tile.col_begin; j < tile.col_end; j += kPad) {
+        const int64_t count = std::min(kPad, tile.col_end - j);
+        F sums[kPad];
+        add_parts<Arch>(partial + k * stride + j, parts, matrix.rank * stride, sums);
+        const int64_t target = k * matrix.cols + j;
+        std::copy_n(sums, count, payload + target);
+        if (matrix.q_local != nullptr) {
+          std::copy_n(sums, count, static_cast<F*>(matrix.q_local) + target);
+        }
       }
-      payload[j] = sum;
-      if (matrix.q_local != nullptr) static_cast<F*>(matrix.q_local)[j] = sum;
     }
   }
-}
+
+  // kPad elements.
+  template <class Arch>
+  POWERSGD_INLINE void add_parts(const F* partial, int64_t parts, int64_t part_stride,
+                                 F* sums) const {
+    constexpr int64_t kLane = kLanes<Arch, F>;
+    Vector<Arch, F> sum[kPad / kLane] = {};
+    for (int64_t part = 0; part < parts; ++part) {
+      POWERSGD_UNROLL
+      for (int64_t i = 0; i < kPad / kLane; ++i) {
+        sum[i] += load<Arch, F>(partial + part * part_stride + i * kLane);
+      }
+    }
+    POWERSGD_UNROLL
+    for (int64_t i = 0; i < kPad / kLane; ++i) store<Arch, F>(sums + i * kLane, sum[i]);
+  }
+};
 
 }  // namespace
 
@@ -127,10 +156,11 @@ void back_project(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for
                   [&](const Tile& tile) { back_project_tile(isa, bucket, tile); });
   }
   for_each_tile(bucket, kStripTiles, parallel_for, [&](const Tile& tile) {
+    const Matrix& matrix = bucket.matrices[tile.item];
     if (bucket.factor_dtype == DType::kFloat64) {
-      sum_strip<double>(bucket, tile);
+      run_on(isa, SumStrip<double>{bucket, matrix, tile});
     } else {
-      sum_strip<float>(bucket, tile);
+      run_on(isa, SumStrip<float>{bucket, matrix, tile});
     }
   });
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "lane_sums.h"
 #include "simd.h"
 #include "tiles.h"
 
@@ -12,8 +13,8 @@
 namespace powersgd::kernels::cpu {
 
 // Part of a [rank, cols] factor without gaps between its rows: rows a power of two apart would fall
-// into the same cache sets.
-template <class F>
+// into the same cache sets. Rows that are never packed are 0.
+template <class F, int64_t kMaxRank = kPackedRank>
 class PackedFactor {
  public:
   PackedFactor(const void* factor, int64_t factor_stride)
@@ -36,7 +37,7 @@ class PackedFactor {
   int64_t stride() const { return stride_; }
 
  private:
-  alignas(64) F data_[kPackedElements];
+  alignas(64) F data_[kMaxRank * kBlockCols] = {};
   const F* factor_;
   int64_t factor_stride_;
   int64_t stride_ = 0;
@@ -55,24 +56,24 @@ POWERSGD_INLINE void pack_rows(const Source* source, int64_t source_stride, int6
   }
 }
 
-template <class Arch, class F, int kWidth>
+template <class Arch, class F, int kWidth, class Sink>
 POWERSGD_INLINE void multiply_columns(const F* left, const F* right, int64_t right_stride,
-                                      int64_t rank, bool accumulate, F* out, int64_t out_stride) {
+                                      int64_t rank, const F* initial, int64_t j, const Sink& sink) {
   constexpr int64_t kLane = kLanes<Arch, F>;
   Vector<Arch, F> sum[kRows][kWidth] = {};
-  if (accumulate) {
+  if (initial != nullptr) {
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i) {
       POWERSGD_UNROLL
       for (int w = 0; w < kWidth; ++w) {
-        sum[i][w] = load<Arch, F>(out + i * out_stride + w * kLane);
+        sum[i][w] = load<Arch, F>(initial + i * right_stride + j + w * kLane);
       }
     }
   }
   for (int64_t k = 0; k < rank; ++k) {
     Vector<Arch, F> b[kWidth];
     POWERSGD_UNROLL
-    for (int w = 0; w < kWidth; ++w) b[w] = load<Arch, F>(right + k * right_stride + w * kLane);
+    for (int w = 0; w < kWidth; ++w) b[w] = load<Arch, F>(right + k * right_stride + j + w * kLane);
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i) {
       POWERSGD_UNROLL
@@ -82,78 +83,87 @@ POWERSGD_INLINE void multiply_columns(const F* left, const F* right, int64_t rig
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i) {
     POWERSGD_UNROLL
-    for (int w = 0; w < kWidth; ++w) {
-      store<Arch, F>(out + i * out_stride + w * kLane, sum[i][w]);
-    }
+    for (int w = 0; w < kWidth; ++w) sink.template put<Arch>(i, j + w * kLane, sum[i][w]);
   }
 }
 
-// out[i, j] (+)= sum over k of left[k, i] * right[k, j], added in the order of k.
-template <class Arch, class F>
+// Hands sum over k of left[k, i] * right[k, j], added in the order of k, to the sink: kRows rows of one
+// vector after the other, by sink.put<Arch>(row, column, vector). Starts from `initial`, if there is
+// one, of the stride of `right`.
+template <class Arch, class F, class Sink>
 POWERSGD_INLINE void multiply(const F* left, const F* right, int64_t right_stride, int64_t rank,
-                              int64_t cols, bool accumulate, F* out, int64_t out_stride) {
+                              int64_t cols, const F* initial, const Sink& sink) {
   constexpr int64_t kLane = kLanes<Arch, F>;
   constexpr int kWidth = Arch::kRegisters == 32 ? 4 : 2;
   int64_t j = 0;
   for (; j + kWidth * kLane <= cols; j += kWidth * kLane) {
-    multiply_columns<Arch, F, kWidth>(left, right + j, right_stride, rank, accumulate, out + j,
-                                      out_stride);
+    multiply_columns<Arch, F, kWidth>(left, right, right_stride, rank, initial, j, sink);
   }
   for (; j < cols; j += kLane) {
-    multiply_columns<Arch, F, 1>(left, right + j, right_stride, rank, accumulate, out + j,
-                                 out_stride);
+    multiply_columns<Arch, F, 1>(left, right, right_stride, rank, initial, j, sink);
   }
 }
+
+// The sink that keeps the product.
+template <class F>
+struct StoreBlock {
+  F* block;
+  int64_t stride;
+
+  template <class Arch>
+  POWERSGD_INLINE void put(int64_t i, int64_t j, const Vector<Arch, F>& value) const {
+    store<Arch, F>(block + i * stride + j, value);
+  }
+};
 
 template <class Arch, class F, int kCount>
-POWERSGD_INLINE void dot_columns(const F* block, int64_t block_stride, const F* right,
-                                 int64_t right_stride, int64_t cols, F* sums) {
+POWERSGD_INLINE void dot_columns(const F* block, const F* right, int64_t stride, F* sums) {
   constexpr int64_t kLane = kLanes<Arch, F>;
-  Vector<Arch, F> sum[kRows][kCount] = {};
-  for (int64_t j = 0; j < cols; j += kLane) {
+  Vector<Arch, F> sum[kCount * kRows] = {};
+  for (int64_t j = 0; j < stride; j += kLane) {
     Vector<Arch, F> b[kCount];
     POWERSGD_UNROLL
-    for (int k = 0; k < kCount; ++k) b[k] = load<Arch, F>(right + k * right_stride + j);
+    for (int k = 0; k < kCount; ++k) b[k] = load<Arch, F>(right + k * stride + j);
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const Vector<Arch, F> a = load<Arch, F>(block + i * block_stride + j);
+      const Vector<Arch, F> a = load<Arch, F>(block + i * stride + j);
       POWERSGD_UNROLL
-      for (int k = 0; k < kCount; ++k) sum[i][k] += a * b[k];
+      for (int k = 0; k < kCount; ++k) sum[k * kRows + i] += a * b[k];
     }
   }
-  POWERSGD_UNROLL
-  for (int k = 0; k < kCount; ++k) {
-    POWERSGD_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      sums[k * kRows + i] = sum_of_lanes<F, Arch::kVectorBytes>(sum[i][k]);
-    }
-  }
+  sums_of_lanes<Arch, F, kCount * kRows>(sum, sums);
 }
 
-// sums[k, i] = sum over j of block[i, j] * right[k, j].
+// sums[k, i] = sum over j of block[i, j] * right[k, j], for whole rows of `stride` elements.
 template <class Arch, class F>
-POWERSGD_INLINE void dot(const F* block, int64_t block_stride, const F* right, int64_t right_stride,
-                         int64_t rank, int64_t cols, F* sums) {
+POWERSGD_INLINE void dot(const F* block, const F* right, int64_t stride, int64_t rank, F* sums) {
   constexpr int kMost = Arch::kRegisters == 32 ? 4 : 2;
   int64_t k = 0;
   for (; k + kMost <= rank; k += kMost) {
-    dot_columns<Arch, F, kMost>(block, block_stride, right + k * right_stride, right_stride, cols,
-                                sums + k * kRows);
+    dot_columns<Arch, F, kMost>(block, right + k * stride, stride, sums + k * kRows);
   }
   if (kMost > 2 && k + 2 <= rank) {
-    dot_columns<Arch, F, 2>(block, block_stride, right + k * right_stride, right_stride, cols,
-                            sums + k * kRows);
+    dot_columns<Arch, F, 2>(block, right + k * stride, stride, sums + k * kRows);
     k += 2;
   }
-  if (k < rank) {
-    dot_columns<Arch, F, 1>(block, block_stride, right + k * right_stride, right_stride, cols,
-                            sums + k * kRows);
-  }
+  if (k < rank) dot_columns<Arch, F, 1>(block, right + k * stride, stride, sums + k * kRows);
 }
 
-template <class Arch, class F, int kCount>
-POWERSGD_INLINE void accumulate_rows(const F* left, const F* block, int64_t block_stride,
-                                     int64_t cols, F* sums, int64_t sums_stride) {
+// The source that reads rows of a padded block.
+template <class F>
+struct LoadBlock {
+  const F* block;
+  int64_t stride;
+
+  template <class Arch>
+  POWERSGD_INLINE Vector<Arch, F> get(int64_t i, int64_t j) const {
+    return load<Arch, F>(block + i * stride + j);
+  }
+};
+
+template <class Arch, class F, int kCount, class Source>
+POWERSGD_INLINE void accumulate_rows(const F* left, const Source& source, int64_t cols, F* sums,
+                                     int64_t sums_stride) {
   constexpr int64_t kLane = kLanes<Arch, F>;
   Vector<Arch, F> a[kCount][kRows];
   POWERSGD_UNROLL
@@ -167,7 +177,7 @@ POWERSGD_INLINE void accumulate_rows(const F* left, const F* block, int64_t bloc
     for (int k = 0; k < kCount; ++k) sum[k] = load<Arch, F>(sums + k * sums_stride + j);
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const Vector<Arch, F> b = load<Arch, F>(block + i * block_stride + j);
+      const Vector<Arch, F> b = source.template get<Arch>(i, j);
       POWERSGD_UNROLL
       for (int k = 0; k < kCount; ++k) sum[k] += a[k][i] * b;
     }
@@ -176,24 +186,25 @@ POWERSGD_INLINE void accumulate_rows(const F* left, const F* block, int64_t bloc
   }
 }
 
-// sums[k, j] += sum over i of left[k, i] * block[i, j], added in the order of i.
-template <class Arch, class F>
-POWERSGD_INLINE void accumulate(const F* left, const F* block, int64_t block_stride, int64_t rank,
-                                int64_t cols, F* sums, int64_t sums_stride) {
+// sums[k, j] += sum over i of left[k, i] * source[i, j], added in the order of i, for whole vectors up
+// to `cols`. source.get<Arch>(i, j) is a vector of row i.
+template <class Arch, class F, class Source>
+POWERSGD_INLINE void accumulate(const F* left, const Source& source, int64_t rank, int64_t cols,
+                                F* sums, int64_t sums_stride) {
   constexpr int kMost = Arch::kRegisters == 32 ? 4 : 2;
   int64_t k = 0;
   for (; k + kMost <= rank; k += kMost) {
-    accumulate_rows<Arch, F, kMost>(left + k * kRows, block, block_stride, cols,
-                                    sums + k * sums_stride, sums_stride);
+    accumulate_rows<Arch, F, kMost>(left + k * kRows, source, cols, sums + k * sums_stride,
+                                    sums_stride);
   }
   if (kMost > 2 && k + 2 <= rank) {
-    accumulate_rows<Arch, F, 2>(left + k * kRows, block, block_stride, cols,
-                                sums + k * sums_stride, sums_stride);
+    accumulate_rows<Arch, F, 2>(left + k * kRows, source, cols, sums + k * sums_stride,
+                                sums_stride);
     k += 2;
   }
   if (k < rank) {
-    accumulate_rows<Arch, F, 1>(left + k * kRows, block, block_stride, cols,
-                                sums + k * sums_stride, sums_stride);
+    accumulate_rows<Arch, F, 1>(left + k * kRows, source, cols, sums + k * sums_stride,
+                                sums_stride);
   }
 }
 

@@ -42,99 +42,153 @@ constexpr float kLargest<BFloat16> = 3.38953139e+38f;
 template <>
 constexpr float kLargest<Half> = 65504.0f;
 
+// 32-bit words, and the 16-bit elements that they hold in their lower halves.
 template <class Arch>
 using Words = Vector<Arch, uint32_t>;
 template <class Arch>
-using HalfWords = typename VectorOf<uint16_t, Arch::kVectorBytes / 2>::Unaligned;
+using HalfWords = typename VectorOf<uint16_t, Arch::kVectorBytes / 2>::Type;
+template <class Arch>
+using Floats = Vector<Arch, float>;
 
 template <class Arch>
-POWERSGD_INLINE Words<Arch> load_words(const void* source) {
-  return __builtin_convertvector(*static_cast<const HalfWords<Arch>*>(source), Words<Arch>);
+POWERSGD_INLINE HalfWords<Arch> load_half_words(const void* source) {
+  return *static_cast<const typename VectorOf<uint16_t, Arch::kVectorBytes / 2>::Unaligned*>(source);
 }
 
 template <class Arch>
-POWERSGD_INLINE void store_words(void* target, const Words<Arch>& words) {
-  *static_cast<HalfWords<Arch>*>(target) = __builtin_convertvector(words, HalfWords<Arch>);
+POWERSGD_INLINE void store_half_words(void* target, const HalfWords<Arch>& value) {
+  *static_cast<typename VectorOf<uint16_t, Arch::kVectorBytes / 2>::Unaligned*>(target) = value;
+}
+
+// GCC 12 widens and narrows in two parts, hence the instructions by name.
+template <class Arch>
+POWERSGD_INLINE Words<Arch> widened(const HalfWords<Arch>& half_words) {
+  if constexpr (Arch::kHasF16c) {
+    Words<Arch> words;
+    asm("vpmovzxwd %1, %0" : "=v"(words) : "vm"(half_words));
+    return words;
+  } else {
+    return __builtin_convertvector(half_words, Words<Arch>);
+  }
 }
 
 template <class Arch>
-POWERSGD_INLINE Vector<Arch, float> from_bfloat16(const Words<Arch>& words) {
-  return bits_as<Vector<Arch, float>>(words << 16);
+POWERSGD_INLINE HalfWords<Arch> narrowed(const Words<Arch>& words) {
+  if constexpr (Arch::kVectorBytes == 64) {
+    HalfWords<Arch> half_words;
+    asm("vpmovdw %1, %0" : "=v"(half_words) : "v"(words));
+    return half_words;
+  } else {
+    return __builtin_convertvector(words, HalfWords<Arch>);
+  }
 }
 
+// The words of floats rounded to bfloat16, which are the upper halves. For all but NaN.
 template <class Arch>
-POWERSGD_INLINE Words<Arch> to_bfloat16(const Vector<Arch, float>& value) {
+POWERSGD_INLINE Words<Arch> rounded_to_bfloat16(const Floats<Arch>& value) {
   const auto bits = bits_as<Words<Arch>>(value);
-  const Words<Arch> rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  return (bits & 0x7FFFFFFFu) > 0x7F800000u ? (bits >> 16) | 0x40u : rounded;  // NaN stays NaN
+  return (bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u;
 }
 
 // Fabian Giesen, "Half to float done quick" and "Float->half variants" (2012).
 template <class Arch>
-POWERSGD_INLINE Vector<Arch, float> from_half(const Words<Arch>& words) {
-  constexpr uint32_t kRebias = 112u << 23;
-  const Words<Arch> magnitude = (words & 0x7FFFu) << 13;
-  const Words<Arch> exponent = words & 0x7C00u;
-  const Words<Arch> normal = magnitude + kRebias;
-  // A subnormal half is a sum of a power of two and the mantissa, less that power of two.
-  const Words<Arch> offset = Words<Arch>{} + (113u << 23);
-  const auto subnormal = bits_as<Words<Arch>>(bits_as<Vector<Arch, float>>(magnitude + offset) -
-                                              bits_as<Vector<Arch, float>>(offset));
-  const Words<Arch> finite = exponent == 0u ? subnormal : normal;
-  const Words<Arch> result = exponent == 0x7C00u ? normal + kRebias : finite;
-  return bits_as<Vector<Arch, float>>(result | (words & 0x8000u) << 16);
+POWERSGD_INLINE Floats<Arch> from_half(const HalfWords<Arch>& half_words) {
+  if constexpr (Arch::kHasF16c) {
+    Floats<Arch> value;
+    asm("vcvtph2ps %1, %0" : "=v"(value) : "vm"(half_words));
+    return value;
+  } else {
+    constexpr uint32_t kRebias = 112u << 23;
+    const Words<Arch> words = widened<Arch>(half_words);
+    const Words<Arch> magnitude = (words & 0x7FFFu) << 13;
+    const Words<Arch> exponent = words & 0x7C00u;
+    const Words<Arch> normal = magnitude + kRebias;
+    // A subnormal is the mantissa added to a power of two, less that power of two.
+    const Words<Arch> offset = Words<Arch>{} + (113u << 23);
+    const auto subnormal = bits_as<Words<Arch>>(bits_as<Floats<Arch>>(magnitude + offset) -
+                                                bits_as<Floats<Arch>>(offset));
+    const Words<Arch> finite = exponent == 0u ? subnormal : normal;
+    const Words<Arch> result = exponent == 0x7C00u ? normal + kRebias : finite;
+    return bits_as<Floats<Arch>>(result | (words & 0x8000u) << 16);
+  }
 }
 
 template <class Arch>
-POWERSGD_INLINE Words<Arch> to_half(const Vector<Arch, float>& value) {
-  const auto bits = bits_as<Words<Arch>>(value);
-  const Words<Arch> magnitude = bits & 0x7FFFFFFFu;
-  const Words<Arch> special = magnitude > 0x7F800000u ? Words<Arch>{} + 0x7E00u  // NaN
-                                                      : Words<Arch>{} + 0x7C00u;
-  // Adding 0.5 aligns the mantissa of what becomes subnormal, and the adder rounds it.
-  const Words<Arch> half = Words<Arch>{} + (126u << 23);
-  const Words<Arch> subnormal =
-      bits_as<Words<Arch>>(bits_as<Vector<Arch, float>>(magnitude) +
-                           bits_as<Vector<Arch, float>>(half)) - half;
-  const Words<Arch> normal =
-      (magnitude + (0xFFFu - (112u << 23)) + ((magnitude >> 13) & 1u)) >> 13;
-  const Words<Arch> finite = magnitude < (113u << 23) ? subnormal : normal;
-  const Words<Arch> result = magnitude >= (143u << 23) ? special : finite;
-  return result | ((bits >> 16) & 0x8000u);
+POWERSGD_INLINE HalfWords<Arch> to_half(const Floats<Arch>& value) {
+  if constexpr (Arch::kHasF16c) {
+    HalfWords<Arch> half_words;
+    asm("vcvtps2ph $0, %1, %0" : "=v"(half_words) : "v"(value));
+    return half_words;
+  } else {
+    const auto bits = bits_as<Words<Arch>>(value);
+    const Words<Arch> magnitude = bits & 0x7FFFFFFFu;
+    const Words<Arch> special = magnitude > 0x7F800000u ? Words<Arch>{} + 0x7E00u  // NaN
+                                                        : Words<Arch>{} + 0x7C00u;
+    // Adding 0.5 aligns the mantissa of what becomes subnormal, and the adder rounds it.
+    const Words<Arch> half = Words<Arch>{} + (126u << 23);
+    const Words<Arch> subnormal =
+        bits_as<Words<Arch>>(bits_as<Floats<Arch>>(magnitude) + bits_as<Floats<Arch>>(half)) - half;
+    const Words<Arch> normal =
+        (magnitude + (0xFFFu - (112u << 23)) + ((magnitude >> 13) & 1u)) >> 13;
+    const Words<Arch> finite = magnitude < (113u << 23) ? subnormal : normal;
+    const Words<Arch> result = magnitude >= (143u << 23) ? special : finite;
+    return narrowed<Arch>(result | ((bits >> 16) & 0x8000u));
+  }
 }
 
-// One vector of the compute type from as many stored elements, and back.
+// One vector of the compute type from as many stored elements.
 template <class Arch, class Storage>
 POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> load_as(const Storage* source) {
   if constexpr (std::is_same_v<Storage, BFloat16>) {
-    return from_bfloat16<Arch>(load_words<Arch>(source));
+    const Words<Arch> words = widened<Arch>(load_half_words<Arch>(source));
+    return bits_as<Floats<Arch>>(words << 16);
   } else if constexpr (std::is_same_v<Storage, Half>) {
-    return from_half<Arch>(load_words<Arch>(source));
+    return from_half<Arch>(load_half_words<Arch>(source));
   } else {
     return load<Arch, Storage>(source);
   }
 }
 
+// Stores any value, rounded.
 template <class Arch, class Storage>
 POWERSGD_INLINE void store_as(Storage* target, const Vector<Arch, ComputeOf<Storage>>& value) {
   if constexpr (std::is_same_v<Storage, BFloat16>) {
-    store_words<Arch>(target, to_bfloat16<Arch>(value));
+    const auto bits = bits_as<Words<Arch>>(value);
+    const Words<Arch> quiet = bits | 0x400000u;
+    const Words<Arch> rounded = rounded_to_bfloat16<Arch>(value);
+    const Words<Arch> result = (bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet : rounded;
+    store_half_words<Arch>(target, narrowed<Arch>(result >> 16));
   } else if constexpr (std::is_same_v<Storage, Half>) {
-    store_words<Arch>(target, to_half<Arch>(value));
+    store_half_words<Arch>(target, to_half<Arch>(value));
   } else {
     store<Arch, Storage>(target, value);
   }
 }
 
-// The value that store_as leaves behind, for a finite one within kLargest.
+// store_as past the caches, to an address aligned to what is stored.
 template <class Arch, class Storage>
-POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> rounded_to(
-    const Vector<Arch, ComputeOf<Storage>>& value) {
-  if constexpr (std::is_same_v<Storage, BFloat16>) {
-    return from_bfloat16<Arch>(to_bfloat16<Arch>(value));
-  } else if constexpr (std::is_same_v<Storage, Half>) {
-    return from_half<Arch>(to_half<Arch>(value));
+POWERSGD_INLINE void stream_as(Storage* target, const Vector<Arch, ComputeOf<Storage>>& value) {
+  if constexpr (std::is_same_v<Storage, ComputeOf<Storage>>) {
+    stream<Arch>(target, value);
   } else {
+    store_as<Arch>(target, value);
+  }
+}
+
+// Stores values that are not NaN, and returns what was stored.
+template <class Arch, class Storage>
+POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> store_rounded(
+    Storage* target, const Vector<Arch, ComputeOf<Storage>>& value) {
+  if constexpr (std::is_same_v<Storage, BFloat16>) {
+    const Words<Arch> rounded = rounded_to_bfloat16<Arch>(value);
+    store_half_words<Arch>(target, narrowed<Arch>(rounded >> 16));
+    return bits_as<Floats<Arch>>(rounded);
+  } else if constexpr (std::is_same_v<Storage, Half>) {
+    const HalfWords<Arch> half_words = to_half<Arch>(value);
+    store_half_words<Arch>(target, half_words);
+    return from_half<Arch>(half_words);
+  } else {
+    store<Arch, Storage>(target, value);
     return value;
   }
 }
@@ -162,7 +216,7 @@ struct Padded {
   }
 };
 
-// Values of at most kLargest<Storage> in magnitude; NaN becomes that.
+// Values of at most kLargest<Storage> in magnitude. Not for NaN.
 template <class Storage, class Value>
 POWERSGD_INLINE Value clamped_to(const Value& value) {
   const Value largest = Value{} + kLargest<Storage>;

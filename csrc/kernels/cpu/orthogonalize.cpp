@@ -56,7 +56,8 @@ struct GramTile {
     for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
       group.load_rows(source + row * rank, std::min<int64_t>(kRows, tile.row_end - row), rank,
                       stride);
-      accumulate<Arch, double>(group.columns, group.rows, stride, rank, stride, partial, stride);
+      accumulate<Arch, double>(group.columns, LoadBlock<double>{group.rows, stride}, rank, stride,
+                               partial, stride);
     }
   }
 };
@@ -79,8 +80,8 @@ struct TransformTile {
     for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
       const int64_t rows = std::min<int64_t>(kRows, tile.row_end - row);
       group.load_rows(source + row * rank, rows, rank, stride);
-      multiply<Arch, double>(group.columns, space.transform, stride, rank, stride, false,
-                             group.rows, stride);
+      multiply<Arch, double>(group.columns, space.transform, stride, rank, stride, nullptr,
+                             StoreBlock<double>{group.rows, stride});
       for (int64_t i = 0; i < rows; ++i) {
         for (int64_t k = 0; k < rank; ++k) {
           p_hat[(row + i) * rank + k] = static_cast<F>(group.rows[i * stride + k]);

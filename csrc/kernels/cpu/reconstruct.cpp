@@ -14,6 +14,7 @@
 #include <cmath>
 #include <limits>
 
+#include "bands.h"
 #include "blocks.h"
 #include "convert.h"
 
@@ -118,7 +119,37 @@ POWERSGD_INLINE void write_scaled(const F* source, F scale, int64_t count, G* gr
   }
 }
 
-template <class G>
+// Writes what multiply hands over to G.
+template <class Arch, class G, bool kStream>
+struct WriteRows {
+  using F = ComputeOf<G>;
+
+  G* gradient;
+  int64_t row_stride;
+  int64_t rows;
+  int64_t cols;
+  F scale;
+
+  template <class>
+  POWERSGD_INLINE void put(int64_t i, int64_t j, const Vector<Arch, F>& product) const {
+    if (i >= rows || j >= cols) return;
+    const Vector<Arch, F> value = product * scale;
+    G* target = gradient + i * row_stride + j;
+    if (j + kLanes<Arch, F> <= cols) {
+      if constexpr (kStream) {
+        stream_as<Arch>(target, value);
+      } else {
+        store_as<Arch>(target, value);
+      }
+    } else {
+      G converted[kLanes<Arch, F>];
+      store_as<Arch>(converted, value);
+      std::copy_n(converted, cols - j, target);
+    }
+  }
+};
+
+template <class G, bool kStream>
 struct ReconstructTile {
   using F = ComputeOf<G>;
 
@@ -129,34 +160,49 @@ struct ReconstructTile {
   template <class Arch>
   POWERSGD_INLINE void run() const {
     PackedFactor<F> q(elements<F>(bucket.q_payload, matrix.q_offset), matrix.cols);
-    const int64_t width = block_cols(matrix.rank);
-    for (int64_t col = 0; col < matrix.cols; col += width) {
-      const int64_t cols = std::min(width, matrix.cols - col);
-      for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
-        write_rows<Arch>(row, std::min<int64_t>(kRows, tile.row_end - row), col, cols, q);
-      }
-    }
+    for_each_block(matrix, tile.row_begin, tile.row_end, 0, matrix.cols,
+                   [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
+                     for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
+                       write_rows<Arch>(block, row, q);
+                     }
+                   });
+    if (kStream) stream_fence();
   }
 
   template <class Arch>
-  POWERSGD_INLINE void write_rows(int64_t row, int64_t rows, int64_t col, int64_t cols,
-                                  PackedFactor<F>& q) const {
+  POWERSGD_INLINE void write_rows(const BandBlock& block, int64_t row, PackedFactor<F>& q) const {
+    const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
+    const int64_t stride = round_up(block.cols, kPad);
     const F* p_hat = static_cast<const F*>(matrix.p_hat) + row * matrix.rank;
-    alignas(64) F block[kRows * kMaxBlockCols];
+    const WriteRows<Arch, G, kStream> write{
+        elements<G>(bucket.gradient, matrix.gradient_offset) + row * matrix.cols + block.col,
+        matrix.cols, rows, block.cols, static_cast<F>(bucket.output_scale)};
+    alignas(64) F sums[kRows * kBlockCols];
     alignas(64) F left[kRows * kPackedRank];
     for (int64_t k = 0; k == 0 || k < matrix.rank; k += kPackedRank) {
-      const int64_t count = std::min<int64_t>(kPackedRank, matrix.rank - k);
-      q.pack(k, count, col, cols);
+      const int64_t count = std::min(kPackedRank, matrix.rank - k);
+      const F* initial = k > 0 ? sums : nullptr;
+      q.pack(k, count, block.col, block.cols);
       pack_rows(p_hat + k, matrix.rank, rows, count, left);
-      multiply<Arch, F>(left, q.data(), q.stride(), count, q.stride(), k > 0, block, q.stride());
-    }
-    G* gradient = elements<G>(bucket.gradient, matrix.gradient_offset) + row * matrix.cols + col;
-    for (int64_t i = 0; i < rows; ++i) {
-      write_scaled<Arch>(block + i * q.stride(), static_cast<F>(bucket.output_scale), cols,
-                         gradient + i * matrix.cols);
+      if (k + count < matrix.rank) {
+        multiply<Arch, F>(left, q.data(), stride, count, stride, initial,
+                          StoreBlock<F>{sums, stride});
+      } else {
+        multiply<Arch, F>(left, q.data(), stride, count, stride, initial, write);
+      }
     }
   }
 };
+
+// Whether to store past the caches, into which a large gradient would not fit anyway. Rows must be
+// aligned to whole cache lines.
+template <class G>
+bool streams(const Bucket& bucket, const Matrix& matrix) {
+  constexpr int64_t kLarge = int64_t{1} << 20;
+  const auto address = reinterpret_cast<uintptr_t>(elements<G>(bucket.gradient, matrix.gradient_offset));
+  const int64_t row_bytes = matrix.cols * static_cast<int64_t>(sizeof(G));
+  return address % 64 == 0 && row_bytes % 64 == 0 && matrix.rows * row_bytes >= kLarge;
+}
 
 template <class G>
 struct WriteRawTile {
@@ -224,7 +270,12 @@ void apply_step(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) 
   const Tile* raw_begin = bucket.tiles + bucket.tile_list_begin[kRawTiles];
   for_each_tile(bucket, kMatrixTiles, kRawTiles, parallel_for, [&](const Tile& tile) {
     if (&tile < raw_begin) {
-      run_on(isa, ReconstructTile<G>{bucket, bucket.matrices[tile.item], tile});
+      const Matrix& matrix = bucket.matrices[tile.item];
+      if (streams<G>(bucket, matrix)) {
+        run_on(isa, ReconstructTile<G, true>{bucket, matrix, tile});
+      } else {
+        run_on(isa, ReconstructTile<G, false>{bucket, matrix, tile});
+      }
     } else {
       run_on(isa, WriteRawTile<G>{bucket, bucket.raw_segments[tile.item], tile});
     }

@@ -22,12 +22,16 @@ namespace powersgd::kernels::cpu {
 
 #define POWERSGD_INLINE __attribute__((always_inline)) inline
 
+// After the parameters of a lambda.
+#define POWERSGD_INLINE_LAMBDA __attribute__((always_inline))
+
 // Unrolls the loop that follows; `count` must be at least its (constant) number of iterations.
 #define POWERSGD_UNROLL _Pragma("GCC unroll 16")
 
 struct Baseline {
   static constexpr size_t kVectorBytes = 16;
   static constexpr int kRegisters = 16;
+  static constexpr bool kHasF16c = false;
   template <class Kernel>
   static void enter(const Kernel& kernel) {
     kernel.template run<Baseline>();
@@ -38,6 +42,7 @@ struct Baseline {
 struct Avx2 {
   static constexpr size_t kVectorBytes = 32;
   static constexpr int kRegisters = 16;
+  static constexpr bool kHasF16c = true;
   template <class Kernel>
   __attribute__((target("avx2,fma,f16c"), noinline)) static void enter(const Kernel& kernel) {
     kernel.template run<Avx2>();
@@ -47,6 +52,7 @@ struct Avx2 {
 struct Avx512 {
   static constexpr size_t kVectorBytes = 64;
   static constexpr int kRegisters = 32;
+  static constexpr bool kHasF16c = true;
   template <class Kernel>
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"), noinline)) static void
   enter(const Kernel& kernel) {
@@ -95,22 +101,25 @@ POWERSGD_INLINE To bits_as(const From& from) {
   return reinterpret_cast<To>(from);
 }
 
-// The sum of the lanes, by halves.
-template <class T, size_t kBytes>
-POWERSGD_INLINE T sum_of_lanes(const typename VectorOf<T, kBytes>::Type& value) {
-  if constexpr (kBytes == sizeof(T)) {
-    return value[0];
-  } else if constexpr (kBytes <= 16) {
-    T sum = value[0];
-    POWERSGD_UNROLL
-    for (size_t i = 1; i < kBytes / sizeof(T); ++i) sum += value[i];
-    return sum;
+// Stores past the caches, to an address aligned to the vector. stream_fence() before others may read.
+template <class Arch, class T>
+POWERSGD_INLINE void stream(T* target, const Vector<Arch, T>& value) {
+  auto& memory = *reinterpret_cast<Vector<Arch, T>*>(target);
+#if defined(__x86_64__)
+  if constexpr (Arch::kVectorBytes > 16) {
+    asm("vmovntps %1, %0" : "=m"(memory) : "v"(value));
   } else {
-    typename VectorOf<T, kBytes / 2>::Type half[2];
-    std::memcpy(half, &value, kBytes);
-    const typename VectorOf<T, kBytes / 2>::Type sum = half[0] + half[1];
-    return sum_of_lanes<T, kBytes / 2>(sum);
+    asm("movntps %1, %0" : "=m"(memory) : "x"(value));
   }
+#else
+  memory = value;
+#endif
+}
+
+inline void stream_fence() {
+#if defined(__x86_64__)
+  asm volatile("sfence" ::: "memory");
+#endif
 }
 
 }  // namespace powersgd::kernels::cpu

@@ -101,10 +101,10 @@ class TileBuilder {
     add(item, slot, 0, matrix.rows, 0, matrix.rank);
   }
 
-  // The slot holds the partial q of all the matrix's row ranges: [parts, rank, cols].
+  // The slot holds the partial q of all the matrix's row ranges: [parts, rank, stride].
   void add_back_project_tiles(int32_t item, const Matrix& matrix) {
     const int64_t rows = back_project_rows(matrix);
-    const int64_t strip = block_cols(matrix.rank);
+    const int64_t strip = strip_cols(matrix);
     const int32_t slot = take_partial_q(matrix);
     for (int64_t row = 0; row < matrix.rows; row += rows) {
       for (int64_t col = 0; col < matrix.cols; col += strip) {
@@ -115,7 +115,7 @@ class TileBuilder {
   }
 
   void add_strip_tiles(int32_t item, const Matrix& matrix) {
-    const int64_t strip = block_cols(matrix.rank);
+    const int64_t strip = strip_cols(matrix);
     const int32_t slot = take_partial_q(matrix);
     for (int64_t col = 0; col < matrix.cols; col += strip) {
       add(item, slot, 0, matrix.rows, col, std::min(col + strip, matrix.cols));
@@ -124,7 +124,7 @@ class TileBuilder {
 
   int32_t take_partial_q(const Matrix& matrix) {
     const int64_t parts = count_parts(matrix.rows, back_project_rows(matrix));
-    return take_slots(parts * matrix.rank * matrix.cols * factor_bytes_);
+    return take_slots(parts * matrix.rank * partial_q_stride(matrix) * factor_bytes_);
   }
 
   // The slot holds the squared norm of the row.

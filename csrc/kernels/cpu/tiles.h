@@ -24,12 +24,15 @@ enum TileList : size_t {
 // The micro-kernels of blocks.h handle this many rows at a time.
 constexpr int kRows = 4;
 // Blocks are padded with zeros to this many columns: a multiple of the lanes of every vector.
-constexpr ptrdiff_t kPad = 16;
+constexpr int64_t kPad = 16;
+// Columns handled at a time (bands.h).
+constexpr int64_t kBlockCols = 256;
 // At most so many rows of a factor are packed at a time; a higher rank is handled in parts.
-constexpr int kPackedRank = 32;
-constexpr ptrdiff_t kPackedElements = 2048;
-constexpr ptrdiff_t kMaxBlockCols = 1024;
+constexpr int64_t kPackedRank = 32;
 
+constexpr int64_t kStripCols = 8192;
+constexpr int64_t kBandElements = int64_t{1} << 14;
+constexpr int64_t kMaxBandRows = 64;
 constexpr int64_t kGramRows = 512;
 constexpr int64_t kSlotBytes = 64;
 
@@ -39,17 +42,27 @@ inline int64_t round_up(int64_t value, int64_t multiple) {
 
 inline int64_t count_parts(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
-// Columns handled at a time: the packed rows of a factor stay in the L1 cache.
-inline int64_t block_cols(int64_t rank) {
-  const int64_t packed = std::clamp<int64_t>(rank, 1, kPackedRank);
-  return std::min<int64_t>(kMaxBlockCols, kPackedElements / packed / kPad * kPad);
+// Columns of a strip: all of them, or equal shares of a very wide matrix.
+inline int64_t strip_cols(const Matrix& matrix) {
+  const int64_t strips = std::max<int64_t>(count_parts(matrix.cols, kStripCols), 1);
+  return std::max(round_up(count_parts(matrix.cols, strips), kBlockCols), kBlockCols);
+}
+
+// Rows of a band: this one and the next fit into the L2 cache, and there are enough of them for
+// packing the factors not to count.
+inline int64_t band_rows(const Matrix& matrix, int64_t strip) {
+  const int64_t rows = std::max(kBandElements / std::max<int64_t>(strip, 1), 2 * matrix.rank);
+  return round_up(std::clamp<int64_t>(rows, 1, kMaxBandRows), kRows);
 }
 
 // Rows of a partial q. The partial sums of a matrix are at most 1/32 of its size.
 inline int64_t back_project_rows(const Matrix& matrix) {
-  const int64_t rows = std::max({int64_t{256}, 32 * matrix.rank, count_parts(matrix.rows, 64)});
+  const int64_t rows = std::max({int64_t{64}, 32 * matrix.rank, count_parts(matrix.rows, 64)});
   return round_up(rows, kRows);
 }
+
+// Elements between the rows of a partial q.
+inline int64_t partial_q_stride(const Matrix& matrix) { return round_up(matrix.cols, kPad); }
 
 // Rows of a partial Gram matrix.
 inline int64_t gram_rows(const Matrix& matrix) {

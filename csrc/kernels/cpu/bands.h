@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "simd.h"
+#include "tiles.h"
+
+// The order in which a stage walks over its part of a matrix: strips of columns, bands of rows in a
+// strip, blocks of kBlockCols columns in a band. A block's share of the factors stays in the L1 cache
+// for all rows of the band. Memory delivers best when it is read front to back, so while a band is at
+// work, the next one is asked for in that order, part by part.
+namespace powersgd::kernels::cpu {
+
+struct BandBlock {
+  int64_t row_begin, row_end;
+  int64_t col;
+  int64_t cols;
+
+  // The next band, and the parts of kBlockCols columns that it consists of.
+  int64_t index;  // of this block in its band
+  int64_t col_begin;
+  int64_t blocks;
+
+  // The element (row, column) to ask for while the first element of `row` in this block is at work,
+  // as an offset from the first element of the matrix.
+  POWERSGD_INLINE int64_t ahead(int64_t row, int64_t matrix_cols) const {
+    const int64_t part = index * (row_end - row_begin) + row - row_begin;
+    return (row_end + part / blocks) * matrix_cols + col_begin + part % blocks * kBlockCols;
+  }
+};
+
+// Nothing happens where there is no such memory.
+template <class T>
+POWERSGD_INLINE void prefetch(const T* base, int64_t offset) {
+  __builtin_prefetch(reinterpret_cast<const void*>(
+      reinterpret_cast<uintptr_t>(base) + static_cast<uintptr_t>(offset) * sizeof(T)));
+}
+
+// visit(block) for each block of rows [row_begin, row_end) x columns [col_begin, col_end).
+template <class Visit>
+POWERSGD_INLINE void for_each_block(const Matrix& matrix, int64_t row_begin, int64_t row_end,
+                                    int64_t col_begin, int64_t col_end, const Visit& visit) {
+  const int64_t strip = strip_cols(matrix);
+  for (int64_t left = col_begin; left < col_end; left += strip) {
+    const int64_t right = std::min(left + strip, col_end);
+    const int64_t blocks = count_parts(right - left, kBlockCols);
+    const int64_t height = band_rows(matrix, right - left);
+    for (int64_t row = row_begin; row < row_end; row += height) {
+      for (int64_t i = 0; i < blocks; ++i) {
+        const int64_t col = left + i * kBlockCols;
+        visit(BandBlock{row, std::min(row + height, row_end), col,
+                        std::min(kBlockCols, right - col), i, left, blocks});
+      }
+    }
+  }
+}
+
+}  // namespace powersgd::kernels::cpu
