@@ -8,7 +8,7 @@
 //   1. p_hat's rows are brought to shared memory;
 //   2. rank x 4 sums per lane, 4 or 8 independent vector loads of M at a time;
 //   3. the warps' sums are added in shared memory, in the order of the warps.
-// A skipped step sends zeros.
+// A skipped step sends zeros, and so does a matrix that no rank uses.
 // Where a strip has several segments, 3. writes to the workspace, and a second kernel adds the
 // segments in their order.
 #include "elements.cuh"
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
   begin_kernel();
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
-  if (bucket.verdict->skipped != 0) {
+  if (bucket.verdict->skipped != 0 || out_of_use<F>(bucket, matrix)) {
     if (tile.row_begin == 0) send_zeros<F>(bucket, matrix, tile);
     return;
   }
@@ -201,6 +201,7 @@ __global__ void __launch_bounds__(kThreads)
   if (bucket.verdict->skipped != 0) return;
   const Tile tile = bucket.tiles[first_tile + blockIdx.x / ranks];
   const Matrix matrix = bucket.matrices[tile.item];
+  if (out_of_use<F>(bucket, matrix)) return;
   const int column = threadIdx.x % kStrip;
   const int group = threadIdx.x / kStrip;
   const int64_t stride = slots(matrix.rank * kStrip * sizeof(F)) * (kSlotBytes / sizeof(F));

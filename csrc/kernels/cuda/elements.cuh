@@ -64,6 +64,7 @@ inline uint16_t float_to_bfloat16(float value) {
 
 #else
 
+__device__ __forceinline__ uint32_t float_bits(float value) { return __float_as_uint(value); }
 __device__ __forceinline__ float half_to_float(uint16_t bits) {
   return __half2float(__ushort_as_half(bits));
 }
@@ -95,6 +96,12 @@ __device__ __forceinline__ Storage narrow(Factor<Storage> value, DType dtype) {
 
 __device__ __forceinline__ bool is_finite(float value) { return fabsf(value) <= FLT_MAX; }
 __device__ __forceinline__ bool is_finite(double value) { return fabs(value) <= DBL_MAX; }
+
+// Whether values are zero, for any number of them in one test: 0, but for the sign, if they all are.
+// NaN is not zero.
+__device__ __forceinline__ uint32_t zero_bits(float value) { return float_bits(value); }
+__device__ __forceinline__ uint32_t zero_bits(double value) { return value == 0 ? 0 : 1; }
+__device__ __forceinline__ bool all_zero(uint32_t bits) { return (bits & 0x7FFFFFFFu) == 0; }
 
 // The largest finite value of a storage type: memory is kept below it, for an infinity would stay.
 template <typename Storage>
@@ -221,6 +228,13 @@ __device__ __forceinline__ bool is_aligned(const Storage* base, int64_t cols) {
 template <typename T>
 __device__ __forceinline__ T* factor_pointer(void* base, int64_t offset) {
   return static_cast<T*>(base) + offset;
+}
+
+// Whether every rank's gradient of the matrix is zero. Its q is then 0: what it is owed stays owed.
+template <typename F>
+__device__ __forceinline__ bool out_of_use(const Bucket& bucket, const Matrix& matrix) {
+  return matrix.active_offset >= 0 &&
+         *factor_pointer<F>(bucket.p_payload, matrix.active_offset) == 0;
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -11,8 +11,8 @@
 //   3. multiply with q_warm into 4 x rank sums in registers.
 // When the columns are done:
 //   4. the sums are reduced over the lanes, then over the warps of the group through shared memory.
-// A second kernel adds the column ranges' partial sums, and the tiles' flags of non-finite
-// elements. P is computed from M as memory holds it, rounded: error feedback then makes up for the
+// A second kernel adds the column ranges' partial sums, and the tiles' flags: whether they met a
+// non-finite element, and a non-zero one. P is computed from M as memory holds it, rounded: error feedback then makes up for the
 // rounding too.
 #include "elements.cuh"
 #include "project_rows.cuh"
@@ -22,6 +22,9 @@ namespace powersgd::kernels::cuda {
 namespace {
 
 constexpr int kPlainRanks = 4;  // columns of P at a time in the kernel for any rank
+
+// A project tile's flags, in the workspace.
+constexpr int kNonFinite = 1, kNonZero = 2;
 
 // Registers are traded for blocks in flight.
 template <int R, bool kAnyRank>
@@ -33,7 +36,7 @@ constexpr int kBlocksPerProcessor = kAnyRank || R > 8 ? 1
 struct alignas(16) Work {
   Tile tile;
   Matrix matrix;
-  int non_finite;  // set by whoever meets such an element: they all write the same
+  Met met;
 };
 
 // p_hat's rows and the sums, for each warp, follow.
@@ -140,7 +143,7 @@ __device__ __forceinline__ void project_tile(const Bucket& bucket, Work* work) {
     if constexpr (!kAnyRank) stage_p<R>(rows, p);
     for (int k0 = 0; k0 < (kAnyRank ? rows.rank : 1); k0 += R) {
       F sums[kRows * R];
-      if (project_rows<R, kAnyRank, kExact, W>(rows, k0, p, sums)) work->non_finite = 1;
+      project_rows<R, kAnyRank, kExact, W>(rows, k0, p, &work->met, sums);
       write_sums<R>(bucket, *work, pass, k0, sums, partial);
     }
   }
@@ -157,7 +160,7 @@ __device__ void pack_raw(const Bucket& bucket, Work* work) {
     const F value = widen(from[i], bucket.gradient_dtype);
     const bool finite = is_finite(value);
     to[i] = finite ? value : F{0};
-    if (!finite) work->non_finite = 1;
+    if (!finite) work->met.non_finite = 1;
   }
 }
 
@@ -169,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
   if (threadIdx.x == 0) {
     work->tile = bucket.tiles[first_tile + blockIdx.x];
     if (work->tile.item >= 0) work->matrix = bucket.matrices[work->tile.item];
-    work->non_finite = 0;
+    work->met = {0, 0};
   }
   __syncthreads();
   if (work->tile.item < 0) {
@@ -189,26 +192,37 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
       project_tile<R, kAnyRank, !kAnyRank, 4, F, G, M>(bucket, work);
   }
   __syncthreads();
-  if (threadIdx.x == 0) slot_pointer<int32_t>(bucket, 0)[blockIdx.x] = work->non_finite;
+  if (threadIdx.x == 0)
+    slot_pointer<int32_t>(bucket, 0)[blockIdx.x] =
+        (work->met.non_finite ? kNonFinite : 0) | (work->met.non_zero ? kNonZero : 0);
 }
 
-// Block 0: the count of the payload, 1 if any tile met a non-finite element. The others: one row
-// range each of a matrix that was projected in column ranges.
+// Whether a flag is up in any of the tiles [begin, end), as the payload tells it.
+template <typename F>
+__device__ void tell(const Bucket& bucket, int flag, int64_t begin, int64_t end, int64_t offset) {
+  const int32_t* flags = slot_pointer<int32_t>(bucket, 0);
+  int seen = 0;
+  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) seen |= flags[i];
+  seen = __syncthreads_or(seen & flag);
+  if (threadIdx.x == 0) static_cast<F*>(bucket.p_payload)[offset] = seen != 0 ? F{1} : F{0};
+}
+
+// Block 0: the count of the payload, 1 if any tile met a non-finite element. The others: whether a
+// matrix is active, or one row range of a matrix that was projected in column ranges.
 template <typename F>
 __global__ void __launch_bounds__(kThreads)
-    finish_kernel(Bucket bucket, int64_t flags, int64_t first_tile) {
+    finish_kernel(Bucket bucket, int64_t tiles, int64_t first_tile) {
   begin_kernel();
   if (blockIdx.x == 0) {
-    const int32_t* flag = slot_pointer<int32_t>(bucket, 0);
-    int bad = 0;
-    for (int64_t i = threadIdx.x; i < flags; i += kThreads) bad |= flag[i];
-    bad = __syncthreads_or(bad);
-    if (threadIdx.x == 0)
-      static_cast<F*>(bucket.p_payload)[bucket.p_numel - 1] = bad != 0 ? F{1} : F{0};
+    tell<F>(bucket, kNonFinite, 0, tiles, bucket.p_numel - 1);
     return;
   }
   const Tile tile = bucket.tiles[first_tile + blockIdx.x - 1];
   const Matrix matrix = bucket.matrices[tile.item];
+  if (tile.col_end == 0) {
+    tell<F>(bucket, kNonZero, tile.row_begin, tile.row_end, matrix.active_offset);
+    return;
+  }
   const int64_t stride = slots(matrix.rows * matrix.rank * sizeof(F)) * (kSlotBytes / sizeof(F));
   const F* partial = slot_pointer<F>(bucket, tile.slot);
   F* p = factor_pointer<F>(bucket.p_payload, matrix.p_offset);

@@ -29,6 +29,12 @@ struct Rows {
   __device__ int64_t offset(int row) const { return row < count ? row * cols : 0; }
 };
 
+// What a block has met among its elements of the gradient, in shared memory: registers are scarce.
+// Set by whoever meets such an element, all to the same.
+struct Met {
+  int non_finite, non_zero;
+};
+
 template <int W, typename F>
 __device__ __forceinline__ bool replace_non_finite(F (&value)[W]) {
   bool bad = false;
@@ -81,31 +87,44 @@ __device__ void subtract_high_rank(const Rows<F, G, M>& rows, int col, F (&m)[kR
   }
 }
 
-// Phases 1 and 2: M of kRows x 4 elements. True if the gradient held a non-finite one.
+template <int W, typename F>
+__device__ __forceinline__ void look_at(F (&gradient)[kRows][W], Met* met) {
+  uint32_t bits = 0;
+  bool bad = false;
+  POWERSGD_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    POWERSGD_UNROLL
+    for (int j = 0; j < W; ++j) bits |= zero_bits(gradient[i][j]);
+    bad = replace_non_finite(gradient[i]) || bad;
+  }
+  if (!all_zero(bits)) met->non_zero = 1;
+  if (bad) met->non_finite = 1;
+}
+
+// Phases 1 and 2: M of kRows x W elements.
 template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
-__device__ __forceinline__ bool form_m(const Rows<F, G, M>& rows, int col, const F* p,
-                                       F (&m)[kRows][W]) {
+__device__ __forceinline__ void form_m(const Rows<F, G, M>& rows, int col, const F* p,
+                                       F (&m)[kRows][W], Met* met) {
   F g[kRows][W];
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i)
     load_columns<Access::kStream>(rows.gradient + rows.offset(i) + col, rows.gradient_dtype, g[i]);
-  bool bad = false;
   if (rows.memory == nullptr) {
+    look_at(g, met);
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      bad = replace_non_finite(g[i]) || bad;
       POWERSGD_UNROLL
       for (int j = 0; j < W; ++j) m[i][j] = g[i][j];
     }
-    return bad;
+    return;
   }
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i)
     load_columns<Access::kStream>(rows.memory + rows.offset(i) + col, rows.memory_dtype, m[i]);
+  look_at(g, met);
   // With the gradient added first, its registers are free for the factors.
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i) {
-    bad = replace_non_finite(g[i]) || bad;
     POWERSGD_UNROLL
     for (int j = 0; j < W; ++j) m[i][j] = rows.scale * m[i][j] + g[i][j];
   }
@@ -122,7 +141,6 @@ __device__ __forceinline__ bool form_m(const Rows<F, G, M>& rows, int col, const
     if (i < rows.count)
       store_columns<Access::kReuse>(rows.memory + rows.offset(i) + col, rows.memory_dtype, m[i]);
   }
-  return bad;
 }
 
 // M again, for the second and further R columns of P of a high rank: a lane reads what it wrote.
@@ -140,9 +158,8 @@ __device__ void reload_m(const Rows<F, G, M>& rows, int col, F (&m)[kRows][W]) {
 
 // Phases 1 to 3 for columns [k0, k0 + R) of P.
 template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
-__device__ __forceinline__ bool project_rows(Rows<F, G, M> rows, int k0, const F* p,
+__device__ __forceinline__ void project_rows(Rows<F, G, M> rows, int k0, const F* p, Met* met,
                                              F (&sums)[kRows * R]) {
-  bool bad = false;
   int start = 0;
   POWERSGD_UNROLL
   for (int i = 0; i < kRows * R; ++i) sums[i] = 0;
@@ -152,7 +169,7 @@ __device__ __forceinline__ bool project_rows(Rows<F, G, M> rows, int k0, const F
     forget(rows.cols);
     forget(start);
     if (!kAnyRank || k0 == 0)
-      bad = form_m<R, kAnyRank, kExact, W>(rows, col, p + start, m) || bad;
+      form_m<R, kAnyRank, kExact, W>(rows, col, p + start, m, met);
     else
       reload_m<W>(rows, col, m);
     const F* q_row = rows.q_warm + k0 * rows.cols + col;
@@ -169,7 +186,6 @@ __device__ __forceinline__ bool project_rows(Rows<F, G, M> rows, int k0, const F
       }
     }
   }
-  return bad;
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -47,6 +47,10 @@ class Builder {
         {item, static_cast<int32_t>(slot), row_begin, row_end, col_begin, col_end});
   }
 
+  int64_t count(int list) const {
+    return static_cast<int64_t>(lists_[static_cast<size_t>(list)].size());
+  }
+
   // The stages use the workspace one after the other.
   void end_stage() {
     workspace_slots_ = std::max(workspace_slots_, next_slot_);
@@ -72,6 +76,7 @@ class Builder {
     const int64_t width = std::min(matrix.cols, kSplitColumns);
     const int64_t pass = kWarps / warps_per_group(width) * kRowsPerWarp;
     const int64_t elements = target_elements(matrices_, 4096, 4096, 32768);
+    const int64_t first_tile = count(kProjectTiles);
     const int64_t rows =
         round_up(std::max<int64_t>(1, elements / std::max<int64_t>(width, 1)), pass);
     for (int64_t row = 0; row < matrix.rows; row += rows) {
@@ -80,12 +85,14 @@ class Builder {
         add(kProjectTiles, item, 0, row, row_end, col, std::min(col + kSplitColumns, matrix.cols));
       if (matrix.cols > kSplitColumns) add(kProjectSums, item, 0, row, row_end, 0, matrix.cols);
     }
+    if (matrix.active_offset >= 0)
+      add(kProjectSums, item, 0, first_tile, count(kProjectTiles), 0, 0);
   }
 
   // A split matrix's partial P of column range c is at slot + c * slots(rows * rank). Before them
-  // lies one flag per project tile: whether it met a non-finite element.
+  // lies one word per project tile: what it met among the gradient's elements.
   void place_project_partials() {
-    take(slots(static_cast<int64_t>(lists_[kProjectTiles].size()) * int64_t{sizeof(int32_t)}));
+    take(slots(count(kProjectTiles) * int64_t{sizeof(int32_t)}));
     std::vector<int64_t> base(matrices_.size(), 0);
     for (size_t i = 0; i < matrices_.size(); ++i) {
       const Matrix& matrix = matrices_[i];

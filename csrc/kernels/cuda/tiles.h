@@ -24,8 +24,10 @@ constexpr int64_t kSlotBytes = 64;        // the unit of Tile::slot, an offset i
 
 // The lists of a TileTable.
 enum TileList : int {
-  kProjectTiles = 0,    // row and column ranges of matrices; raw segments (item < 0)
-  kProjectSums,         // row ranges of the matrices that are projected in column ranges
+  kProjectTiles = 0,  // row and column ranges of matrices; raw segments (item < 0)
+  // Row ranges of the matrices that are projected in column ranges; and, with no columns, each
+  // matrix that tells whether it is active, with the range of its project tiles as the rows.
+  kProjectSums,
   kOrthogonalizeTiles,  // row ranges
   kBackProjectTiles,    // strips of kStrip columns by row segments
   kBackProjectSums,     // strips of the matrices that have more than one row segment
