@@ -6,8 +6,8 @@
 //        csrc/kernels/cuda/tiles.cpp -o bench_kernels && ./bench_kernels
 //
 // No torch and no network: buckets of random gradients, the reductions left out. Buckets are used
-// in turn, so many that none is in the cache from the last time. Times are medians, by events around
-// one stage of all buckets, divided by their number.
+// in turn, so many that none is in the cache from the last time. Times are medians, by events
+// around one stage of all buckets, divided by their number.
 #include <cuda_runtime.h>
 
 #include <algorithm>
