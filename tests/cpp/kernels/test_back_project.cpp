@@ -70,6 +70,36 @@ TEST_P(BackProject, SkippedStepSendsZeros) {
   }
 }
 
+// What a matrix owes stays in its memory while no rank has a gradient of it. The gradient of this
+// rank alone decides nothing.
+TEST_P(BackProject, MatrixOutOfUseSendsZeros) {
+  BucketSpec spec = GetParam().spec;
+  spec.tells_activity = true;
+  TestBucket bucket(*runner_, spec);
+  const size_t count = bucket.matrices.size();
+  for (size_t idle = 0; idle <= count; ++idle) {
+    randomize(bucket, 6);
+    bucket.gradient->set(Values(bucket.gradient->get().size()));
+    Values reduced(count, 1);
+    for (size_t i = 0; i < count; i += 2) reduced[i] = 3;  // ranks
+    if (idle < count) reduced[idle] = 0;
+    bucket.set_activities(reduced);
+    bucket.q_payload->set(random_values(bucket.bucket.q_numel, 7));
+    bucket.run(Stage::kBackProject);
+    for (size_t i = 0; i < count; ++i) {
+      const DeviceMatrix& matrix = bucket.matrices[i];
+      EXPECT_EQ(bucket.q_of(matrix), matrix.q_local->get());
+      if (i == idle) {
+        EXPECT_EQ(bucket.q_of(matrix), Values(bucket.q_of(matrix).size())) << "matrix " << i;
+      } else {
+        expect_close(bucket.q_of(matrix),
+                     reference_q(matrix.part, matrix.memory->get(), matrix.p_hat->get()),
+                     kSumTolerance * roundoff());
+      }
+    }
+  }
+}
+
 TEST_P(BackProject, LeavesTheRestAlone) {
   randomize(bucket_, 5);
   std::vector<Values> before;

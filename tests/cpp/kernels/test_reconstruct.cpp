@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <limits>
+#include <tuple>
 
 #include "support/dtypes.h"
 #include "support/kernel_test.h"
@@ -168,6 +169,41 @@ TEST_P(Reconstruct, CountsTheSkippedSteps) {
   set_verdict({1, 4});
   bucket_.run(Stage::kReconstruct);
   EXPECT_EQ(bucket_.verdict().skipped_total, 5);
+}
+
+// A step of which several buckets are skipped counts once, whichever bucket is first to tell.
+TEST_P(Reconstruct, BucketsShareTheCountOfSkippedSteps) {
+  struct Skip {
+    uint64_t step;
+    bool first, second;
+    uint64_t expected;
+  };
+  TestBucket second(*runner_, GetParam().spec);
+  randomize_step(9);
+  randomize(second, 9);
+  auto* const shared =
+      static_cast<kernels::SkippedSteps*>(runner_->allocate(sizeof(kernels::SkippedSteps)));
+  const kernels::SkippedSteps none{0, 0};
+  runner_->copy_in(shared, &none, sizeof(none));
+  int32_t first_total = 0, second_total = 0;
+  for (const Skip& skip :
+       {Skip{0, true, true, 1}, Skip{1, false, true, 2}, Skip{2, false, false, 2},
+        Skip{3, true, false, 3}, Skip{7, true, true, 4}}) {
+    for (auto& [bucket, skipped, total] :
+         {std::tuple<TestBucket&, bool, int32_t&>{bucket_, skip.first, first_total},
+          {second, skip.second, second_total}}) {
+      bucket.bucket.skipped_steps = shared;
+      bucket.bucket.step = skip.step;
+      const kernels::Verdict verdict{skipped ? 1 : 0, total};
+      runner_->copy_in(bucket.bucket.verdict, &verdict, sizeof(verdict));
+      bucket.run(Stage::kReconstruct);
+      total += skipped ? 1 : 0;
+      EXPECT_EQ(bucket.verdict().skipped_total, total);
+    }
+    kernels::SkippedSteps steps;
+    runner_->copy_out(&steps, shared, sizeof(steps));
+    EXPECT_EQ(steps.count, skip.expected) << "after step " << skip.step;
+  }
 }
 
 TEST_P(Reconstruct, SkipsWithoutErrorFeedback) {

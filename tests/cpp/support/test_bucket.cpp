@@ -44,7 +44,7 @@ void TestBucket::lay_out() {
     if (part.is_raw()) {
       raws.push_back({gradient_numel, part.numel(), 0});
     } else {
-      matrices.push_back({part, gradient_numel, bucket.p_numel, bucket.q_numel,
+      matrices.push_back({part, gradient_numel, bucket.p_numel, bucket.q_numel, -1,
                           spec.error_feedback ? array(spec.residual_dtype, part.numel()) : nullptr,
                           array(factor, part.rows * part.rank),
                           array(factor, part.cols * part.rank),
@@ -58,6 +58,9 @@ void TestBucket::lay_out() {
     raw.p_offset = bucket.p_numel;
     bucket.p_numel += raw.numel;
   }
+  for (DeviceMatrix& matrix : matrices) {
+    if (spec.tells_activity) matrix.active_offset = bucket.p_numel++;
+  }
   bucket.p_numel += 1;
   gradient = array(spec.gradient_dtype, gradient_numel);
   p_payload = array(factor, bucket.p_numel);
@@ -68,10 +71,11 @@ void TestBucket::build_tables() {
   std::vector<kernels::Matrix> matrix_table;
   for (const DeviceMatrix& matrix : matrices) {
     const Part& part = matrix.part;
-    matrix_table.push_back(
-        {part.rows, part.cols, part.rank, matrix.gradient_offset, matrix.p_offset, matrix.q_offset,
-         matrix.memory ? matrix.memory->data() : nullptr, matrix.p_hat->data(),
-         matrix.q_local->data(), matrix.q_warm->data(), 100 + matrix_table.size()});
+    matrix_table.push_back({part.rows, part.cols, part.rank, matrix.gradient_offset,
+                            matrix.p_offset, matrix.q_offset,
+                            matrix.memory ? matrix.memory->data() : nullptr, matrix.p_hat->data(),
+                            matrix.q_local->data(), matrix.q_warm->data(),
+                            100 + matrix_table.size(), matrix.active_offset});
   }
   std::vector<kernels::RawSegment> raw_table;
   for (const DeviceRaw& raw : raws) {
@@ -122,6 +126,23 @@ Values TestBucket::p_of(const DeviceMatrix& matrix) const {
 
 Values TestBucket::q_of(const DeviceMatrix& matrix) const {
   return slice(q_payload->get(), matrix.q_offset, matrix.part.cols * matrix.part.rank);
+}
+
+Values TestBucket::activities() const {
+  const Values payload = p_payload->get();
+  Values result;
+  for (const DeviceMatrix& matrix : matrices) {
+    result.push_back(payload[static_cast<size_t>(matrix.active_offset)]);
+  }
+  return result;
+}
+
+void TestBucket::set_activities(const Values& values) {
+  Values payload = p_payload->get();
+  for (size_t i = 0; i < matrices.size(); ++i) {
+    payload[static_cast<size_t>(matrices[i].active_offset)] = values[i];
+  }
+  p_payload->set(payload);
 }
 
 kernels::Verdict TestBucket::verdict() const {

@@ -29,7 +29,8 @@ struct BucketSpec {
   DType gradient_dtype = DType::kFloat32;
   DType residual_dtype = DType::kFloat32;
   bool error_feedback = true;
-  int64_t misalignment = 0;  // elements by which every array starts past an aligned address
+  int64_t misalignment = 0;     // elements by which every array starts past an aligned address
+  bool tells_activity = false;  // the P payload holds an element for each matrix that says so
 
   DType factor_dtype() const {
     return gradient_dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
@@ -58,6 +59,7 @@ struct DeviceMatrix {
   int64_t gradient_offset;
   int64_t p_offset;
   int64_t q_offset;
+  int64_t active_offset;
   std::unique_ptr<DeviceArray> memory;  // null without error feedback
   std::unique_ptr<DeviceArray> p_hat, q_local, q_warm;
 };
@@ -81,6 +83,10 @@ class TestBucket {
   Values gradient_of(const DeviceMatrix& matrix) const;
   Values p_of(const DeviceMatrix& matrix) const;
   Values q_of(const DeviceMatrix& matrix) const;
+
+  // The elements of the P payload that say whether a matrix is active, by matrix.
+  Values activities() const;
+  void set_activities(const Values& values);
 
   kernels::Verdict verdict() const;
   double count() const { return p_payload->get().back(); }
