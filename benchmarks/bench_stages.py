@@ -2,10 +2,14 @@
 """How long do the four stages take, against torch's hook and against the copy speed?
 
     python benchmarks/bench_stages.py --models resnet18 demo --ranks 4
+    python benchmarks/bench_stages.py --device cuda --models resnet50 gpt2 llama --ranks 1 4 32
 
 One process, no network. In the same run and on the same buckets: the stages of this project, one by
-one; torch's powerSGD_hook, whole, in a group of one rank (its all-reduces send nothing); and the
-floor, five passes over the gradient at the speed at which this machine copies it.
+one and together; torch's powerSGD_hook, whole, in a group of one rank (its all-reduces send
+nothing); and the floor, five passes over the gradient at the speed at which the device copies it.
+
+On a GPU "all" and "hook" are what a step takes from an idle device on, launches included; the
+stages and "queued" what the device takes when the host is ahead of it, as in a backward pass.
 """
 
 from __future__ import annotations
@@ -17,8 +21,6 @@ import platform
 import statistics
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,7 @@ from typing import Any
 import shapes
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+from clock import Clock, PeakMemory, profile
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import torch_powersgd
@@ -38,43 +39,45 @@ STAGES = ("project", "orthogonalize", "back_project", "reconstruct")
 FLOOR_PASSES = 5
 
 
-def median_ms(run: Callable[[], None], repeats: int, before: Callable[[], None]) -> float:
-    """The median time of run(), each after an untimed before()."""
-    times = []
-    for _ in range(repeats):
-        before()
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
-
-
 class Ours:
-    """This project's stages, timed one by one."""
+    """This project's stages."""
 
-    def __init__(self, layout: list[list[shapes.Shape]], rank: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layout: list[list[shapes.Shape]],
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         options = torch_powersgd.Options(matrix_approximation_rank=rank)._core()
-        self.buckets = [_C.BucketCompressor(bucket, options, dtype) for bucket in layout]
-        self.seconds: dict[str, list[float]] = {stage: [] for stage in STAGES}
+        self.buckets = [
+            _C.BucketCompressor(bucket, options, dtype, str(device)) for bucket in layout
+        ]
         self.step = 0
 
-    def run(self, gradients: list[torch.Tensor]) -> None:
-        spent = dict.fromkeys(STAGES, 0.0)
+    def run(self, gradients: list[torch.Tensor], clock: Clock | None = None) -> dict[str, Any]:
+        """One step. With a clock: the marks before and after every stage."""
+        marks: dict[str, Any] = {stage: [] for stage in STAGES}
         for compressor, gradient in zip(self.buckets, gradients, strict=True):
             for stage in STAGES:
+                start = clock.mark() if clock else None
                 method = getattr(compressor, stage)
-                start = time.perf_counter()
                 method(gradient, self.step) if stage == "project" else method()
-                spent[stage] += time.perf_counter() - start
+                if clock:
+                    marks[stage].append((start, clock.mark()))
         self.step += 1
-        for stage in STAGES:
-            self.seconds[stage].append(spent[stage])
+        return marks
 
-    def stage_ms(self, repeats: int) -> dict[str, float]:
-        return {
-            stage: statistics.median(seconds[-repeats:]) * 1e3
-            for stage, seconds in self.seconds.items()
-        }
+    def stage_ms(
+        self, clock: Clock, gradients: list[torch.Tensor], repeats: int, refill: Any
+    ) -> dict[str, float]:
+        times: dict[str, list[float]] = {stage: [] for stage in STAGES}
+        for _ in range(repeats):
+            refill()
+            clock.get_ahead()
+            for stage, pairs in self.run(gradients, clock).items():
+                times[stage].append(sum(clock.milliseconds(*pair) for pair in pairs))
+        return {stage: statistics.median(ms) for stage, ms in times.items()}
 
 
 class Bucket:
@@ -116,29 +119,40 @@ class Hook:
             powerSGD_hook.powerSGD_hook(self.state, bucket).wait()
 
 
-def bench(model: str, rank: int, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
+def bench(
+    model: str, rank: int, dtype: torch.dtype, device: torch.device, repeats: int
+) -> dict[str, Any]:
     layout = shapes.buckets(shapes.MODELS[model](), dtype)
     sizes = [sum(math.prod(shape) for shape in bucket) for bucket in layout]
     torch.manual_seed(0)
-    sources = [torch.randn(size).to(dtype) for size in sizes]
+    sources = [torch.randn(size, device=device).to(dtype) for size in sizes]
     gradients = [source.clone() for source in sources]
+    clock = Clock(device)
 
     def refill() -> None:  # the stages overwrite the gradient
         for gradient, source in zip(gradients, sources, strict=True):
             gradient.copy_(source)
 
-    def copy() -> None:  # reads and writes: two passes
-        refill()
+    def measure(contestant: Ours | Hook, repeats: int) -> dict[str, float]:
+        memory = PeakMemory(device)
+        for _ in range(3):  # the hook's first two steps only set up; allocations and start-up
+            refill()
+            contestant.run(gradients)
+        result = {"ms": clock.median(lambda: contestant.run(gradients), repeats, refill)}
+        result["memory_bytes"] = memory.bytes()
+        if device.type == "cuda":
+            refill()
+            result.update(profile(lambda: contestant.run(gradients)))
+        return result
 
-    ours, hook = Ours(layout, rank, dtype), Hook(layout, rank)
-    for _ in range(3):  # the hook's first two steps only set up; allocations and start-up
-        refill()
-        ours.run(gradients)
-        refill()
-        hook.run(gradients)
-    ours_ms = median_ms(lambda: ours.run(gradients), repeats, refill)
-    hook_ms = median_ms(lambda: hook.run(gradients), max(3, repeats // 3), refill)
-    copy_ms = median_ms(copy, repeats, lambda: None)
+    ours = Ours(layout, rank, dtype, device)
+    ours_result = measure(ours, repeats)
+    ours_result["queued_ms"] = clock.median(
+        lambda: ours.run(gradients), repeats, refill, ahead=True
+    )
+    stage_ms = ours.stage_ms(clock, gradients, repeats, refill)
+    hook_result = measure(Hook(layout, rank), max(3, repeats // 3))
+    copy_ms = clock.median(refill, repeats, ahead=True)  # reads and writes: two passes
     floor_ms = copy_ms * FLOOR_PASSES / 2
     gradient_bytes = sum(compressor.gradient_bytes for compressor in ours.buckets)
     return {
@@ -147,49 +161,61 @@ def bench(model: str, rank: int, dtype: torch.dtype, repeats: int) -> dict[str, 
         "dtype": str(dtype).removeprefix("torch."),
         "elements": sum(sizes),
         "buckets": len(layout),
-        "stage_ms": ours.stage_ms(repeats),
-        "ours_ms": ours_ms,
-        "hook_ms": hook_ms,
+        "gradient_bytes": gradient_bytes,
+        "stage_ms": stage_ms,
+        "ours": ours_result,
+        "hook": hook_result,
         "floor_ms": floor_ms,
-        "ours_over_floor": ours_ms / floor_ms,
-        "hook_over_ours": hook_ms / ours_ms,
+        "copy_gbyte_per_s": 2 * gradient_bytes / (copy_ms * 1e-3) / 1e9,
+        "ours_over_floor": ours_result["queued_ms"] / floor_ms,
+        "hook_over_ours": hook_result["ms"] / ours_result["ms"],
         # The bus bandwidth below which compression pays: an all-reduce moves 2 bytes(G).
-        "break_even_gbyte_per_s": 2 * gradient_bytes / (ours_ms * 1e-3) / 1e9,
+        "break_even_gbyte_per_s": 2 * gradient_bytes / (ours_result["queued_ms"] * 1e-3) / 1e9,
     }
 
 
-def show(results: list[dict[str, Any]], threads: int) -> None:
-    table = Table(title=f"ms per step, {threads} thread(s)")
-    table.add_column("model")
-    headings = ("rank", "dtype", *STAGES, "all", "hook", "floor", "/ floor", "hook / ours", "GB/s")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for r in results:
-        table.add_row(
-            f"{r['model']} ({r['elements'] / 1e6:.1f} M)",
-            str(r["rank"]),
-            r["dtype"],
-            *(f"{r['stage_ms'][stage]:.2f}" for stage in STAGES),
-            *(f"{r[key]:.2f}" for key in ("ours_ms", "hook_ms", "floor_ms", "ours_over_floor")),
-            f"{r['hook_over_ours']:.1f}",
-            f"{r['break_even_gbyte_per_s']:.1f}",
-        )
-    Console(width=130).print(table)
+def row(r: dict[str, Any]) -> list[str]:
+    ours, hook = r["ours"], r["hook"]
+    cells = [f"{r['model']} ({r['elements'] / 1e6:.1f} M)", str(r["rank"]), r["dtype"]]
+    cells += [f"{r['stage_ms'][stage]:.3f}" for stage in STAGES]
+    cells += [f"{ms:.3f}" for ms in (ours["ms"], ours["queued_ms"], hook["ms"], r["floor_ms"])]
+    cells += [f"{r['ours_over_floor']:.2f}", f"{r['hook_over_ours']:.1f}"]
+    cells += [f"{r['break_even_gbyte_per_s']:.0f}"]
+    for who in (ours, hook):
+        cells.append(f"{who['launches'] / r['buckets']:.1f}" if "launches" in who else "-")
+        cells.append(f"{who['memory_bytes'] / r['gradient_bytes']:.2f}")
+    return cells
 
 
-def provenance() -> dict[str, str]:
+def show(results: list[dict[str, Any]], where: str) -> None:
+    """ms per step; launches per bucket and peak memory over the gradient, ours and the hook's."""
+    print(f"ms per step, {where}; launches per bucket; peak memory / gradient")
+    headings = ["model", "rank", "dtype", "project", "orth.", "back", "recon.", "all", "queued"]
+    headings += ["hook", "floor", "/ floor", "hook / all", "GB/s"]
+    headings += ["launches", "memory", "hook's l.", "hook's m."]
+    table = [headings, *(row(result) for result in results)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(headings))]
+    for line in table:
+        first = line[0].ljust(widths[0])
+        others = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
+        print("  ".join([first, *others]))
+
+
+def provenance(device: torch.device) -> dict[str, str]:
     """Where and of what the figures were measured."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    cpu = platform.processor() or platform.machine()
+    name = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
-            cpu = line.split(":", 1)[1].strip()
+            name = line.split(":", 1)[1].strip()
             break
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     return {
         "date": date.today().isoformat(),
-        "device": cpu,
+        "device": name,
         "commit": commit.stdout.strip(),
         "torch": torch.__version__,
     }
@@ -197,6 +223,7 @@ def provenance() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--models", nargs="+", default=["resnet18", "demo"], choices=shapes.MODELS)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4])
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
@@ -205,20 +232,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results here")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    record = {**provenance(device), "threads": arguments.threads, "results": []}
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        results = [
-            bench(model, rank, getattr(torch, dtype), arguments.repeats)
-            for model in arguments.models
-            for dtype in arguments.dtypes
-            for rank in arguments.ranks
-        ]
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        for model in arguments.models:
+            for dtype in arguments.dtypes:
+                for rank in arguments.ranks:
+                    size = (model, rank, getattr(torch, dtype), device, arguments.repeats)
+                    record["results"].append(bench(*size))
+                    if arguments.json:  # at once: what is measured is not lost to a time limit
+                        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
         dist.destroy_process_group()
-    show(results, arguments.threads)
-    if arguments.json:
-        record = {**provenance(), "threads": arguments.threads, "results": results}
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    threads = f", {arguments.threads} thread(s)" if device.type == "cpu" else ""
+    show(record["results"], record["device"] + threads)
 
 
 if __name__ == "__main__":

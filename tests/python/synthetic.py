@@ -52,10 +52,15 @@ class Synthetic(torch.nn.Module):
 
 
 def make_ddp(
-    shapes: Shapes, dtype: torch.dtype = torch.float32, **ddp_arguments: Any
+    shapes: Shapes,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    **ddp_arguments: Any,
 ) -> DistributedDataParallel:
     """A DDP module of zeros."""
-    parameters = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    parameters = {
+        name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()
+    }
     return DistributedDataParallel(Synthetic(parameters), **ddp_arguments)
 
 
