@@ -70,7 +70,7 @@ def extension() -> Any:
     # -g0: Python's own -g would make the module ten times larger.
     flags = {"cxx": ["-O3", "-Wall", "-g0"]}
     if cuda:
-        files += sources("csrc/kernels/cuda", ".cu")
+        files += sources("csrc/kernels/cuda", ".cu") + sources("csrc/kernels/cuda", ".cpp")
         macros.append(("POWERSGD_WITH_CUDA", None))
         flags["nvcc"] = ["-O3"]
         if not torch.cuda.is_available():

@@ -13,10 +13,27 @@ std::vector<BucketSpec> bucket_specs() {
       {{70, 90, 40}},
       {Part::raw(7), {33, 20, 4}, Part::raw(129), {12, 50, 1}, {20, 36, 2}, Part::raw(3)}};
   const std::vector<std::vector<Part>> other_shapes = {
-      {{1, 37, 1}},       {{41, 1, 1}},    {{3, 5, 2}},
-      {{129, 257, 8}},    {{64, 27, 3}},   {{700, 40, 5}},
-      {{5, 9, 7}},        {{1, 1, 1}},     {{0, 5, 0}, {6, 0, 0}, Part::raw(0), {8, 8, 1}},
-      {Part::raw(66000)}, {{300, 130, 16}}};
+      {{1, 37, 1}},
+      {{41, 1, 1}},
+      {{3, 5, 2}},
+      {{129, 257, 8}},
+      {{64, 27, 3}},
+      {{700, 40, 5}},
+      {{5, 9, 7}},
+      {{1, 1, 1}},
+      {{0, 5, 0}, {6, 0, 0}, Part::raw(0), {8, 8, 1}},
+      {Part::raw(66000)},
+      {{300, 130, 16}},
+      {{9, 16500, 2}, {3, 17001, 1}},
+      {{4100, 12, 4}, {2100, 9, 3}}};
+  // Whole vectors, on aligned addresses, at the ranks that kernels are made for.
+  const std::vector<std::vector<Part>> aligned_shapes = {{{70, 516, 1}},
+                                                         {{65, 1032, 2}},
+                                                         {{300, 256, 4}},
+                                                         {{300, 256, 8}},
+                                                         {{600, 136, 16}},
+                                                         {{1030, 36, 32}},
+                                                         {{90, 264, 12}, {70, 64, 3}}};
   const std::vector<std::pair<DType, DType>> dtypes = {
       {DType::kFloat32, DType::kFloat32},  {DType::kFloat64, DType::kFloat64},
       {DType::kBFloat16, DType::kFloat32}, {DType::kBFloat16, DType::kBFloat16},
@@ -33,6 +50,7 @@ std::vector<BucketSpec> bucket_specs() {
     specs.push_back({parts});
     specs.back().misalignment = specs.size() % 3;
   }
+  for (const auto& parts : aligned_shapes) specs.push_back({parts});
   return specs;
 }
 

@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// back_project: q = p_hat^T M, into q_local and the Q payload.
+//
+// A tile is a strip of 128 columns by a segment of rows. A lane takes four columns (or one, and
+// the strip is taken in four parts, where addresses do not allow vector accesses), and the warps
+// take the rows in turn, several at a time:
+//   1. p_hat's rows are brought to shared memory;
+//   2. rank x 4 sums per lane, 4 or 8 independent vector loads of M at a time;
+//   3. the warps' sums are added in shared memory, in the order of the warps.
+// A skipped step sends zeros.
+// Where a strip has several segments, 3. writes to the workspace, and a second kernel adds the
+// segments in their order.
+#include "elements.cuh"
+
+namespace powersgd::kernels::cuda {
+namespace {
+
+constexpr int kStagedRows = 256;  // of p_hat, in shared memory at a time
+
+// Registers are traded for blocks in flight, and those for rows of M that a warp loads at a time:
+// 64 KB per multiprocessor or 32 are on their way.
+template <int R, typename F>
+constexpr int kBlocksPerProcessor = sizeof(F) == 8 ? 2
+                                    : R <= 4       ? 4
+                                    : R <= 16      ? 2
+                                                   : 1;
+template <int R, int W>
+constexpr int kBatch = W == 1              ? 16
+                       : R == 8 || R == 32 ? 8
+                                           : 4;
+
+template <int R>
+constexpr int kRanksAtOnce = R < 8 ? R : 8;  // of phase 3
+
+template <int R, typename F>
+constexpr size_t kSharedBytes = sizeof(F) * (kStagedRows * R > kWarps * kRanksAtOnce<R> * kStrip
+                                                 ? kStagedRows * R
+                                                 : kWarps * kRanksAtOnce<R> * kStrip);
+
+template <int W, typename F>
+__device__ __forceinline__ void keep_finite(F (&m)[W], bool is_gradient) {
+  if (!is_gradient) return;
+  POWERSGD_UNROLL
+  for (int j = 0; j < W; ++j) m[j] = is_finite(m[j]) ? m[j] : F{0};
+}
+
+// Phases 1 and 2 for columns [k0, k0 + R) of p_hat. S is how M is stored.
+template <int R, int W, typename S>
+__device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& tile, const S* m_base,
+                                           DType dtype, bool is_gradient, int64_t k0, int64_t col,
+                                           Factor<S> (&sums)[R][W]) {
+  using F = Factor<S>;
+  F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][R]
+  const F* const p_hat = static_cast<const F*>(matrix.p_hat);
+  const int warp = threadIdx.x / kWarpSize;
+  POWERSGD_UNROLL
+  for (int k = 0; k < R; ++k) {
+    POWERSGD_UNROLL
+    for (int j = 0; j < W; ++j) sums[k][j] = 0;
+  }
+  for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows) {
+    const int64_t left = tile.row_end - begin;
+    const int rows = left < kStagedRows ? static_cast<int>(left) : kStagedRows;
+    __syncthreads();
+    for (int i = threadIdx.x; i < kStagedRows * R; i += kThreads) {
+      const int64_t k = k0 + i % R;
+      staged[i] = i / R < rows && k < matrix.rank ? p_hat[(begin + i / R) * matrix.rank + k] : F{0};
+    }
+    __syncthreads();
+    if (col >= tile.col_end) continue;
+    POWERSGD_NO_UNROLL
+    for (int row = warp * kBatch<R, W>; row < rows; row += kWarps * kBatch<R, W>) {
+      F m[kBatch<R, W>][W];
+      POWERSGD_UNROLL
+      for (int i = 0; i < kBatch<R, W>; ++i) {
+        // A row beyond the last repeats it; its factors in shared memory are 0.
+        const int64_t offset = (begin + (row + i < rows ? row + i : rows - 1)) * matrix.cols;
+        load_columns<Access::kStream>(m_base + offset + col, dtype, m[i]);
+      }
+      POWERSGD_UNROLL
+      for (int i = 0; i < kBatch<R, W>; ++i) {
+        keep_finite(m[i], is_gradient);
+        POWERSGD_UNROLL
+        for (int k = 0; k < R; ++k) {
+          const F p = staged[(row + i) * R + k];
+          POWERSGD_UNROLL
+          for (int j = 0; j < W; ++j) sums[k][j] += p * m[i][j];
+        }
+      }
+    }
+  }
+}
+
+// Phase 3: calls write(k, column of the strip, sum) once for each.
+template <int R, int W, typename F, typename Write>
+__device__ __forceinline__ void reduce_warps(const F (&sums)[R][W], const Write& write) {
+  constexpr int kRanks = kRanksAtOnce<R>;
+  constexpr int kWidth = kWarpSize * W;
+  F* const shared = reinterpret_cast<F*>(shared_memory());  // [kWarps][kRanks][kWidth]
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  POWERSGD_UNROLL
+  for (int first = 0; first < R; first += kRanks) {
+    __syncthreads();
+    POWERSGD_UNROLL
+    for (int k = 0; k < kRanks; ++k)
+      store_columns<Access::kReuse>(shared + (warp * kRanks + k) * kWidth + lane * W,
+                                    DType::kFloat32, sums[first + k]);
+    __syncthreads();
+    for (int i = threadIdx.x; i < kRanks * kWidth; i += kThreads) {
+      F sum = 0;
+      POWERSGD_UNROLL
+      for (int w = 0; w < kWarps; ++w) sum += shared[w * kRanks * kWidth + i];
+      write(first + i / kWidth, i % kWidth, sum);
+    }
+  }
+}
+
+// Columns [begin, begin + 32 W) of a tile.
+template <int R, int W, typename S>
+__device__ __forceinline__ void back_project_columns(const Bucket& bucket, const Matrix& matrix,
+                                                     const Tile& tile, int64_t begin,
+                                                     const S* m_base, DType dtype,
+                                                     bool is_gradient) {
+  using F = Factor<S>;
+  const bool whole = tile.row_end - tile.row_begin == matrix.rows;
+  F* const q_local = static_cast<F*>(matrix.q_local);
+  F* const payload = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
+  F* const partial = slot_pointer<F>(bucket, tile.slot) + (begin - tile.col_begin);
+  for (int64_t k0 = 0; k0 < matrix.rank; k0 += R) {
+    F sums[R][W];
+    accumulate<R>(matrix, tile, m_base, dtype, is_gradient, k0, begin + threadIdx.x % kWarpSize * W,
+                  sums);
+    reduce_warps<R>(sums, [&](int k, int column, F sum) {
+      const int64_t col = begin + column;
+      if (k0 + k >= matrix.rank || col >= tile.col_end) return;
+      if (!whole) {
+        partial[(k0 + k) * kStrip + column] = sum;
+        return;
+      }
+      payload[(k0 + k) * matrix.cols + col] = sum;
+      q_local[(k0 + k) * matrix.cols + col] = sum;
+    });
+  }
+}
+
+template <int R, typename S>
+__device__ __forceinline__ void back_project_tile(const Bucket& bucket, const Matrix& matrix,
+                                                  const Tile& tile, const void* base,
+                                                  int64_t offset, DType dtype, bool is_gradient) {
+  const S* const m_base = global(static_cast<const S*>(base)) + offset;
+  if (is_aligned(m_base, matrix.cols)) {
+    back_project_columns<R, 4>(bucket, matrix, tile, tile.col_begin, m_base, dtype, is_gradient);
+    return;
+  }
+  for (int64_t begin = tile.col_begin; begin < tile.col_end; begin += kWarpSize)
+    back_project_columns<R, 1>(bucket, matrix, tile, begin, m_base, dtype, is_gradient);
+}
+
+template <typename F>
+__device__ void send_zeros(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
+  F* const q_local = static_cast<F*>(matrix.q_local);
+  F* const payload = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
+  for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
+    const int64_t col = tile.col_begin + i % kStrip;
+    if (col >= tile.col_end) continue;
+    payload[i / kStrip * matrix.cols + col] = 0;
+    q_local[i / kStrip * matrix.cols + col] = 0;
+  }
+}
+
+template <int R, typename F>
+__global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
+    back_project_kernel(Bucket bucket, int64_t first_tile) {
+  begin_kernel();
+  const Tile tile = bucket.tiles[first_tile + blockIdx.x];
+  const Matrix matrix = bucket.matrices[tile.item];
+  if (bucket.verdict->skipped != 0) {
+    if (tile.row_begin == 0) send_zeros<F>(bucket, matrix, tile);
+    return;
+  }
+  const bool is_gradient = matrix.memory == nullptr;
+  const void* base = is_gradient ? bucket.gradient : matrix.memory;
+  const int64_t offset = is_gradient ? matrix.gradient_offset : 0;
+  const DType dtype = is_gradient ? bucket.gradient_dtype : bucket.residual_dtype;
+  if constexpr (sizeof(F) == 8)
+    back_project_tile<R, double>(bucket, matrix, tile, base, offset, dtype, is_gradient);
+  else if (dtype == DType::kFloat32)
+    back_project_tile<R, float>(bucket, matrix, tile, base, offset, dtype, is_gradient);
+  else
+    back_project_tile<R, uint16_t>(bucket, matrix, tile, base, offset, dtype, is_gradient);
+}
+
+// The sum of a strip's row segments, for every ranks-th row of q: two groups of threads take every
+// other segment.
+template <typename F>
+__global__ void __launch_bounds__(kThreads)
+    sum_kernel(Bucket bucket, int64_t first_tile, int ranks) {
+  begin_kernel();
+  if (bucket.verdict->skipped != 0) return;
+  const Tile tile = bucket.tiles[first_tile + blockIdx.x / ranks];
+  const Matrix matrix = bucket.matrices[tile.item];
+  const int column = threadIdx.x % kStrip;
+  const int group = threadIdx.x / kStrip;
+  const int64_t stride = slots(matrix.rank * kStrip * sizeof(F)) * (kSlotBytes / sizeof(F));
+  F* const shared = reinterpret_cast<F*>(shared_memory());  // [kStrip]
+  for (int64_t k = blockIdx.x % ranks; k < matrix.rank; k += ranks) {
+    const F* const partial = global(slot_pointer<F>(bucket, tile.slot)) + k * kStrip + column;
+    F sum = 0;
+    POWERSGD_UNROLL_8
+    for (int64_t segment = group; segment < tile.row_end; segment += kThreads / kStrip)
+      sum += partial[segment * stride];
+    if (group == 1) shared[column] = sum;
+    __syncthreads();
+    const int64_t col = tile.col_begin + column;
+    if (group == 0 && col < tile.col_end) {
+      sum += shared[column];
+      factor_pointer<F>(bucket.q_payload, matrix.q_offset)[k * matrix.cols + col] = sum;
+      static_cast<F*>(matrix.q_local)[k * matrix.cols + col] = sum;
+    }
+    __syncthreads();
+  }
+}
+static_assert(kThreads == 2 * kStrip, "there are two groups");
+
+template <int R, typename F>
+Status launch_back_project(const Bucket& bucket, Stream stream) {
+  const int64_t* begin = bucket.tile_list_begin.data();
+  if (const Status status =
+          launch(back_project_kernel<R, F>, begin[kBackProjectTiles + 1] - begin[kBackProjectTiles],
+                 kThreads, kSharedBytes<R, F>, stream, bucket, begin[kBackProjectTiles]);
+      status != 0)
+    return status;
+  const int64_t strips = begin[kBackProjectSums + 1] - begin[kBackProjectSums];
+  return launch(sum_kernel<F>, strips * R, kThreads, kStrip * sizeof(F), stream, bucket,
+                begin[kBackProjectSums], R);
+}
+
+}  // namespace
+
+Status back_project(const Bucket& bucket, Stream stream) {
+  if (bucket.factor_dtype == DType::kFloat64) return launch_back_project<4, double>(bucket, stream);
+  switch (bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass]) {
+    case 0:
+      return launch_back_project<1, float>(bucket, stream);
+    case 1:
+      return launch_back_project<2, float>(bucket, stream);
+    case 2:
+      return launch_back_project<4, float>(bucket, stream);
+    case 3:
+      return launch_back_project<8, float>(bucket, stream);
+    case 5:
+      return launch_back_project<32, float>(bucket, stream);
+    default:
+      return launch_back_project<16, float>(bucket, stream);
+  }
+}
+
+}  // namespace powersgd::kernels::cuda

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+#include "launch.cuh"
+#include "tiles.h"
+
+// Elements as memory holds them, and as the kernels compute with them.
+//
+// Storage is float, double, or uint16_t for both 16-bit types: which of the two is told at run time
+// by a DType, the same for a whole launch. That halves the number of kernels for two instructions
+// per element.
+
+namespace powersgd::kernels::cuda {
+
+template <typename Storage>
+struct FactorOf {
+  using type = float;
+};
+template <>
+struct FactorOf<double> {
+  using type = double;
+};
+template <typename Storage>
+using Factor = typename FactorOf<Storage>::type;
+
+#if defined(POWERSGD_SIMT)
+
+inline uint32_t float_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+inline float bits_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline float half_to_float(uint16_t half) {
+  const uint32_t exponent = half >> 10 & 31, fraction = half & 1023;
+  const float sign = half >> 15 ? -1.0f : 1.0f;
+  if (exponent == 31) return fraction ? NAN : sign * INFINITY;
+  if (exponent == 0) return sign * std::ldexp(static_cast<float>(fraction), -24);
+  return sign * std::ldexp(static_cast<float>(fraction | 1024), static_cast<int>(exponent) - 25);
+}
+inline uint16_t float_to_half(float value) {
+  const uint16_t sign = static_cast<uint16_t>(float_bits(value) >> 16 & 0x8000);
+  const float magnitude = std::fabs(value);
+  if (!(magnitude < 65520.0f)) return sign | (std::isnan(value) ? 0x7FFF : 0x7C00);
+  if (magnitude < 6.103515625e-05f)  // subnormal: a multiple of 2^-24
+    return sign | static_cast<uint16_t>(std::nearbyint(std::ldexp(magnitude, 24)));
+  const uint32_t bits = float_bits(magnitude);
+  const uint32_t rounded = bits + 0xFFF + (bits >> 13 & 1);
+  return sign | static_cast<uint16_t>((rounded >> 13) - (112u << 10));
+}
+inline float bfloat16_to_float(uint16_t bits) { return bits_float(uint32_t{bits} << 16); }
+inline uint16_t float_to_bfloat16(float value) {
+  const uint32_t bits = float_bits(value);
+  if (std::isnan(value)) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+#else
+
+__device__ __forceinline__ float half_to_float(uint16_t bits) {
+  return __half2float(__ushort_as_half(bits));
+}
+__device__ __forceinline__ uint16_t float_to_half(float value) {
+  return __half_as_ushort(__float2half_rn(value));
+}
+__device__ __forceinline__ float bfloat16_to_float(uint16_t bits) {
+  return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
+__device__ __forceinline__ uint16_t float_to_bfloat16(float value) {
+  return __bfloat16_as_ushort(__float2bfloat16_rn(value));
+}
+
+#endif
+
+__device__ __forceinline__ float widen(float value, DType) { return value; }
+__device__ __forceinline__ double widen(double value, DType) { return value; }
+__device__ __forceinline__ float widen(uint16_t value, DType dtype) {
+  return dtype == DType::kBFloat16 ? bfloat16_to_float(value) : half_to_float(value);
+}
+
+template <typename Storage>
+__device__ __forceinline__ Storage narrow(Factor<Storage> value, DType dtype) {
+  if constexpr (sizeof(Storage) == 2)
+    return dtype == DType::kBFloat16 ? float_to_bfloat16(value) : float_to_half(value);
+  else
+    return value;
+}
+
+__device__ __forceinline__ bool is_finite(float value) { return fabsf(value) <= FLT_MAX; }
+__device__ __forceinline__ bool is_finite(double value) { return fabs(value) <= DBL_MAX; }
+
+// The largest finite value of a storage type: memory is kept below it, for an infinity would stay.
+template <typename Storage>
+__device__ __forceinline__ Factor<Storage> largest(DType dtype) {
+  if constexpr (sizeof(Storage) == 8) return DBL_MAX;
+  if constexpr (sizeof(Storage) == 4) return FLT_MAX;
+  return dtype == DType::kBFloat16 ? 3.38953139e38f : 65504.0f;
+}
+__device__ __forceinline__ float clamp_to(float value, float limit) {
+  return fminf(fmaxf(value, -limit), limit);
+}
+__device__ __forceinline__ double clamp_to(double value, double limit) {
+  return fmin(fmax(value, -limit), limit);
+}
+
+// Single elements of any type, for the paths that are rare.
+__device__ inline double load_any(const void* base, int64_t index, DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return static_cast<const double*>(base)[index];
+    case DType::kFloat32:
+      return static_cast<const float*>(base)[index];
+    default:
+      return widen(static_cast<const uint16_t*>(base)[index], dtype);
+  }
+}
+__device__ inline void store_any(void* base, int64_t index, double value, DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      static_cast<double*>(base)[index] = value;
+      break;
+    case DType::kFloat32:
+      static_cast<float*>(base)[index] = static_cast<float>(value);
+      break;
+    default:
+      static_cast<uint16_t*>(base)[index] = narrow<uint16_t>(static_cast<float>(value), dtype);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T* slot_pointer(const Bucket& bucket, int64_t slot) {
+  return reinterpret_cast<T*>(static_cast<unsigned char*>(bucket.workspace) + slot * kSlotBytes);
+}
+
+// Pointers come out of tables, where the compiler cannot know that they point to global memory.
+template <typename T>
+__device__ __forceinline__ T* global(T* pointer) {
+#if !defined(POWERSGD_SIMT)
+  __builtin_assume(__isGlobal(pointer));
+#endif
+  return pointer;
+}
+
+// Whether what is accessed will be needed again soon, by this kernel or the next.
+enum class Access { kReuse, kStream };
+
+template <Access kAccess, typename Vector>
+__device__ __forceinline__ Vector load_vector(const void* address) {
+  const Vector* vector = static_cast<const Vector*>(address);
+  if constexpr (kAccess == Access::kStream) return __ldcs(vector);
+  return *vector;
+}
+template <Access kAccess, typename Vector>
+__device__ __forceinline__ void store_vector(void* address, Vector value) {
+  Vector* vector = static_cast<Vector*>(address);
+  if constexpr (kAccess == Access::kReuse) *vector = value;
+  if constexpr (kAccess == Access::kStream) __stcs(vector, value);
+}
+
+// A lane's columns: four neighbours, or one where vector accesses are not possible.
+template <Access kAccess>
+__device__ __forceinline__ void load_columns(const float* address, DType, float (&out)[4]) {
+  const float4 v = load_vector<kAccess, float4>(address);
+  out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
+}
+template <Access kAccess>
+__device__ __forceinline__ void load_columns(const double* address, DType, double (&out)[4]) {
+  const double2 a = load_vector<kAccess, double2>(address);
+  const double2 b = load_vector<kAccess, double2>(address + 2);
+  out[0] = a.x, out[1] = a.y, out[2] = b.x, out[3] = b.y;
+}
+template <Access kAccess>
+__device__ __forceinline__ void load_columns(const uint16_t* address, DType dtype,
+                                             float (&out)[4]) {
+  const ushort4 v = load_vector<kAccess, ushort4>(address);
+  out[0] = widen(v.x, dtype), out[1] = widen(v.y, dtype);
+  out[2] = widen(v.z, dtype), out[3] = widen(v.w, dtype);
+}
+template <Access kAccess, typename Storage>
+__device__ __forceinline__ void load_columns(const Storage* address, DType dtype,
+                                             Factor<Storage> (&out)[1]) {
+  out[0] = widen(load_vector<kAccess, Storage>(address), dtype);
+}
+
+template <Access kAccess>
+__device__ __forceinline__ void store_columns(float* address, DType, const float (&in)[4]) {
+  store_vector<kAccess>(address, make_float4(in[0], in[1], in[2], in[3]));
+}
+template <Access kAccess>
+__device__ __forceinline__ void store_columns(double* address, DType, const double (&in)[4]) {
+  store_vector<kAccess>(address, make_double2(in[0], in[1]));
+  store_vector<kAccess>(address + 2, make_double2(in[2], in[3]));
+}
+template <Access kAccess>
+__device__ __forceinline__ void store_columns(uint16_t* address, DType dtype,
+                                              const float (&in)[4]) {
+  store_vector<kAccess>(
+      address, make_ushort4(narrow<uint16_t>(in[0], dtype), narrow<uint16_t>(in[1], dtype),
+                            narrow<uint16_t>(in[2], dtype), narrow<uint16_t>(in[3], dtype)));
+}
+template <Access kAccess, typename Storage>
+__device__ __forceinline__ void store_columns(Storage* address, DType dtype,
+                                              const Factor<Storage> (&in)[1]) {
+  store_vector<kAccess>(address, narrow<Storage>(in[0], dtype));
+}
+
+// Whether the rows of a matrix at this address can be accessed four elements at a time.
+template <typename Storage>
+__device__ __forceinline__ bool is_aligned(const Storage* base, int64_t cols) {
+  constexpr uintptr_t kBytes = sizeof(Storage) == 8 ? 16 : 4 * sizeof(Storage);
+  return cols % 4 == 0 && reinterpret_cast<uintptr_t>(base) % kBytes == 0;
+}
+
+template <typename T>
+__device__ __forceinline__ T* factor_pointer(void* base, int64_t offset) {
+  return static_cast<T*>(base) + offset;
+}
+
+}  // namespace powersgd::kernels::cuda

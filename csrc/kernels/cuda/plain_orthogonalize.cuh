@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include "../philox.h"
+#include "gram.cuh"
+
+// The plain way to orthogonalise: one block does all of a matrix, in up to three passes. For ranks
+// above kMaxFastRank, and for matrices whose columns are dependent or nearly so.
+
+namespace powersgd::kernels::cuda {
+
+constexpr int kMaxPasses = 3;
+
+// The arrays of plain_slots(rank).
+struct PlainArrays {
+  double* gram;     // [rank, rank]; the Cholesky factor afterwards
+  double* inverse;  // [rank, rank]: the transposed inverse of that, upper triangular
+  double* reciprocal;
+  double* square;
+  int32_t* map;   // position in the order of orthogonalisation -> column
+  int32_t* next;  // the map of the next pass
+
+  __device__ PlainArrays(double* base, int64_t rank)
+      : gram(base),
+        inverse(base + rank * rank),
+        reciprocal(inverse + rank * rank),
+        square(reciprocal + rank),
+        map(reinterpret_cast<int32_t*>(square + rank)),
+        next(map + rank) {}
+};
+
+// inverse = L^-T for the Cholesky factor L; the rows of dead columns are 0. One thread per column.
+__device__ inline void invert(const PlainArrays& arrays, int64_t rank) {
+  for (int64_t c = threadIdx.x; c < rank; c += kThreads) {
+    for (int64_t r = 0; r < c; ++r) arrays.inverse[c * rank + r] = 0;
+    arrays.inverse[c * rank + c] = arrays.reciprocal[c];
+    for (int64_t r = c + 1; r < rank; ++r) {
+      double sum = 0;
+      for (int64_t k = c; k < r; ++k)
+        sum += arrays.gram[r * rank + k] * arrays.inverse[c * rank + k];
+      arrays.inverse[c * rank + r] = -sum * arrays.reciprocal[r];
+    }
+  }
+  __syncthreads();
+}
+
+// The random column that replaces a dead one, of about unit norm and another in each pass. What is
+// still dead in the last pass has no direction left to take (more columns than rows) and becomes 0.
+template <typename F>
+__device__ F replacement(const Bucket& bucket, const Matrix& matrix, int pass, int64_t column,
+                         int64_t row) {
+  if (pass + 1 == kMaxPasses) return 0;
+  const auto number = static_cast<uint32_t>(column + int64_t{pass} * 1024);
+  const double scale = sqrt(3.0 / static_cast<double>(matrix.rows));
+  return static_cast<F>(scale * random_element(bucket.seed, matrix.stream, bucket.step,
+                                               RandomUse::kDeadColumn, number,
+                                               static_cast<uint64_t>(row)));
+}
+
+// p_hat = x times the inverse, columns in the order of the map; x may be p_hat, since the last
+// column in that order is the first to be written and needs all others.
+template <typename F>
+__device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const F* x,
+                              const PlainArrays& arrays, int pass) {
+  F* const p_hat = static_cast<F*>(matrix.p_hat);
+  const int64_t rank = matrix.rank;
+  for (int64_t row = threadIdx.x; row < matrix.rows; row += kThreads) {
+    const F* const from = x + row * rank;
+    F* const to = p_hat + row * rank;
+    for (int64_t position = rank - 1; position >= 0; --position) {
+      const int64_t column = arrays.map[position];
+      if (arrays.reciprocal[position] == 0) {
+        // Nothing live depends on a dead column.
+        to[column] = replacement<F>(bucket, matrix, pass, column, row);
+        continue;
+      }
+      double sum = 0;
+      for (int64_t k = 0; k <= position; ++k)
+        sum += from[arrays.map[k]] * arrays.inverse[k * rank + position];
+      to[column] = static_cast<F>(sum);
+    }
+  }
+  __syncthreads();
+}
+
+// Live columns first, in their order, then the dead ones.
+__device__ inline void reorder(PlainArrays* arrays, int64_t rank) {
+  if (threadIdx.x == 0) {
+    int64_t count = 0;
+    for (const bool live : {true, false}) {
+      for (int64_t i = 0; i < rank; ++i) {
+        if ((arrays->reciprocal[i] != 0) == live) arrays->next[count++] = arrays->map[i];
+      }
+    }
+  }
+  int32_t* const map = arrays->map;
+  arrays->map = arrays->next;
+  arrays->next = map;
+  __syncthreads();
+}
+
+// 1. Gram matrix and its Cholesky factor. A pivot at or below a share of the trace means that the
+//    column depends on those before it: it is dead, and left out.
+// 2. The columns times the inverse factor; dead columns become random.
+// 3. Again while a column was dead or a pivot weak, dead columns last, so that they are made
+//    orthogonal to the live ones and not the reverse. "Twice is enough" (Parlett, citing Kahan);
+//    the third is for random columns that happen to be nearly dependent themselves.
+template <typename F>
+__device__ POWERSGD_NOINLINE void orthogonalize_plainly(const Bucket& bucket, const Matrix& matrix,
+                                                        double* workspace) {
+  const int64_t rank = matrix.rank;
+  PlainArrays arrays(workspace, rank);
+  for (int64_t i = threadIdx.x; i < rank; i += kThreads) arrays.map[i] = static_cast<int32_t>(i);
+  __syncthreads();
+  const F* x = factor_pointer<F>(bucket.p_payload, matrix.p_offset);
+  for (int pass = 0; pass < kMaxPasses; ++pass) {
+    gram(x, 0, matrix.rows, rank, arrays.map,
+         [&](int64_t i, int64_t j, double value) { arrays.gram[i * rank + j] = value; });
+    double trace = 0;
+    for (int64_t i = 0; i < rank; ++i) trace += arrays.gram[i * rank + i];
+    __syncthreads();
+    const Pivots pivots = pass == 0 ? cholesky(arrays.gram, arrays.reciprocal, arrays.square, rank,
+                                               dead_share(bucket) * trace, 0, kWeakPivot<F>)
+                                    : cholesky(arrays.gram, arrays.reciprocal, arrays.square, rank,
+                                               0, kDeadPivot, kWeakPivot<F>);
+    invert(arrays, rank);
+    apply_inverse(bucket, matrix, x, arrays, pass);
+    if (!pivots.dead && !pivots.weak) break;
+    reorder(&arrays, rank);
+    x = static_cast<const F*>(matrix.p_hat);
+  }
+}
+
+}  // namespace powersgd::kernels::cuda

@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// project: M = residual_scale * (memory - p_hat q_local) + G, memory = M, P = M q_warm^T.
+//
+// The one pass that reads both the gradient and the memory. A tile is a range of rows, and of
+// columns where the matrix is very wide. A group of 1 to 8 warps takes four rows at a time and
+// splits their columns; a lane takes W columns at a time, four neighbours, or one where the
+// addresses do not allow vector accesses:
+//   1. load the gradient and the memory, 8 independent vector loads per lane;
+//   2. add the gradient, subtract p_hat q_local, store M;
+//   3. multiply with q_warm into 4 x rank sums in registers.
+// When the columns are done:
+//   4. the sums are reduced over the lanes, then over the warps of the group through shared memory.
+// A second kernel adds the column ranges' partial sums, and the tiles' flags of non-finite
+// elements. P is computed from M as memory holds it, rounded: error feedback then makes up for the
+// rounding too.
+#include "elements.cuh"
+#include "project_rows.cuh"
+#include "reduce.cuh"
+
+namespace powersgd::kernels::cuda {
+namespace {
+
+constexpr int kPlainRanks = 4;  // columns of P at a time in the kernel for any rank
+
+// Registers are traded for blocks in flight.
+template <int R, bool kAnyRank>
+constexpr int kBlocksPerProcessor = kAnyRank || R > 8 ? 1
+                                    : R > 4           ? 2
+                                                      : 3;
+
+// What a block works on, at the start of shared memory: registers are scarce.
+struct alignas(16) Work {
+  Tile tile;
+  Matrix matrix;
+  int non_finite;  // set by whoever meets such an element: they all write the same
+};
+
+// p_hat's rows and the sums, for each warp, follow.
+template <int R, typename F>
+constexpr size_t kSharedBytes = sizeof(Work) + 2 * kWarps * kRows * R * sizeof(F);
+
+// Where a tile's part of P goes.
+template <typename F>
+__device__ __forceinline__ F* output(const Bucket& bucket, const Work& work) {
+  const Matrix& matrix = work.matrix;
+  if (matrix.cols <= kSplitColumns)
+    return global(factor_pointer<F>(bucket.p_payload, matrix.p_offset));
+  const int64_t stride = slots(matrix.rows * matrix.rank * int64_t{sizeof(F)});
+  return global(
+      slot_pointer<F>(bucket, work.tile.slot + work.tile.col_begin / kSplitColumns * stride));
+}
+
+// How the warps of a block share the rows and columns of a tile.
+struct Share {
+  int group_warps;  // share four rows and split their columns
+  int group, member;
+
+  __device__ explicit Share(const Tile& tile)
+      : group_warps(warps_per_group(tile.col_end - tile.col_begin)),
+        group(threadIdx.x / kWarpSize / group_warps),
+        member(threadIdx.x / kWarpSize % group_warps) {}
+};
+
+// The warp's four rows of a pass, or none if they are beyond the tile's end.
+template <int W, typename F, typename G, typename M>
+__device__ __forceinline__ Rows<F, G, M> rows_of(const Bucket& bucket, const Work& work, int pass) {
+  const Tile& tile = work.tile;
+  const Matrix& matrix = work.matrix;
+  const Share share(tile);
+  const int first = pass + share.group * kRows;
+  const int left = static_cast<int>(tile.row_end - tile.row_begin) - first;
+  const int64_t row = tile.row_begin + (left > 0 ? first : 0);
+  const int64_t offset = row * matrix.cols + tile.col_begin;
+  Rows<F, G, M> rows;
+  rows.count = left < 0 ? 0 : left < kRows ? left : kRows;
+  rows.gradient = static_cast<const G*>(bucket.gradient) + matrix.gradient_offset + offset;
+  rows.memory =
+      global(matrix.memory == nullptr ? nullptr : static_cast<M*>(matrix.memory) + offset);
+  rows.p_hat = global(static_cast<const F*>(matrix.p_hat)) + row * matrix.rank;
+  rows.q_local = global(static_cast<const F*>(matrix.q_local)) + tile.col_begin;
+  rows.q_warm = global(static_cast<const F*>(matrix.q_warm)) + tile.col_begin;
+  rows.cols = matrix.cols;
+  rows.rank = static_cast<int>(matrix.rank);
+  rows.begin = (share.member * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize) * W;
+  rows.end = rows.count > 0 ? static_cast<int>(tile.col_end - tile.col_begin) : 0;
+  rows.step = share.group_warps * kWarpSize * W;
+  rows.gradient_dtype = bucket.gradient_dtype;
+  rows.memory_dtype = bucket.residual_dtype;
+  rows.scale = static_cast<F>(bucket.residual_scale);
+  return rows;
+}
+
+// The warp's rows of scale p_hat as [R][kRows], padded with zeros.
+template <int R, typename F, typename G, typename M>
+__device__ __forceinline__ void stage_p(const Rows<F, G, M>& rows, F* p) {
+  if (rows.memory == nullptr) return;
+  for (int i = threadIdx.x % kWarpSize; i < kRows * R; i += kWarpSize) {
+    const int row = i % kRows, k = i / kRows;
+    p[i] = row < rows.count && k < rows.rank ? rows.scale * rows.p_hat[row * rows.rank + k] : F{0};
+  }
+  __syncwarp();
+}
+
+// Phase 4: columns [k0, k0 + R) of P from the lanes' sums. Called by all threads of the block.
+template <int R, typename F>
+__device__ __forceinline__ void write_sums(const Bucket& bucket, const Work& work, int pass, int k0,
+                                           F (&sums)[kRows * R], F* partial) {
+  const Matrix& matrix = work.matrix;
+  const Share share(work.tile);  // again: not kept in registers since then
+  const int warp = threadIdx.x / kWarpSize;
+  reduce_lanes(sums);
+  store_lane_sums(sums, partial + warp * kRows * R);
+  __syncthreads();
+  F* const out = output<F>(bucket, work);
+  const int lane = threadIdx.x % kWarpSize;
+  for (int i = share.member * kWarpSize + lane; i < kRows * R; i += share.group_warps * kWarpSize) {
+    F sum = 0;
+    for (int w = 0; w < share.group_warps; ++w)
+      sum += partial[(share.group * share.group_warps + w) * kRows * R + i];
+    const int64_t row = work.tile.row_begin + pass + share.group * kRows + i / R;
+    const int k = k0 + i % R;
+    if (row < work.tile.row_end && k < matrix.rank) out[row * matrix.rank + k] = sum;
+  }
+  __syncthreads();
+}
+
+// One tile: passes over its rows, each warp group with four of them.
+template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
+__device__ __forceinline__ void project_tile(const Bucket& bucket, Work* work) {
+  const int group_rows =
+      kWarps / warps_per_group(work->tile.col_end - work->tile.col_begin) * kRows;
+  F* const factors = reinterpret_cast<F*>(work + 1);  // [kWarps][R][kRows]
+  F* const partial = factors + kWarps * kRows * R;    // [kWarps][kRows][R]
+  F* const p = factors + threadIdx.x / kWarpSize * kRows * R;
+  const int tile_rows = static_cast<int>(work->tile.row_end - work->tile.row_begin);
+  POWERSGD_NO_UNROLL
+  for (int pass = 0; pass < tile_rows; pass += group_rows) {
+    const Rows<F, G, M> rows = rows_of<W, F, G, M>(bucket, *work, pass);
+    if constexpr (!kAnyRank) stage_p<R>(rows, p);
+    for (int k0 = 0; k0 < (kAnyRank ? rows.rank : 1); k0 += R) {
+      F sums[kRows * R];
+      if (project_rows<R, kAnyRank, kExact, W>(rows, k0, p, sums)) work->non_finite = 1;
+      write_sums<R>(bucket, *work, pass, k0, sums, partial);
+    }
+  }
+}
+
+// Packs a part of a raw segment into the P payload.
+template <typename F, typename G>
+__device__ void pack_raw(const Bucket& bucket, Work* work) {
+  const Tile& tile = work->tile;
+  const RawSegment segment = bucket.raw_segments[segment_of(tile.item)];
+  const G* from = static_cast<const G*>(bucket.gradient) + segment.gradient_offset;
+  F* to = factor_pointer<F>(bucket.p_payload, segment.p_offset);
+  for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads) {
+    const F value = widen(from[i], bucket.gradient_dtype);
+    const bool finite = is_finite(value);
+    to[i] = finite ? value : F{0};
+    if (!finite) work->non_finite = 1;
+  }
+}
+
+template <int R, bool kAnyRank, typename F, typename G, typename M>
+__global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
+    project_kernel(Bucket bucket, int64_t first_tile) {
+  begin_kernel();
+  Work* const work = reinterpret_cast<Work*>(shared_memory());
+  if (threadIdx.x == 0) {
+    work->tile = bucket.tiles[first_tile + blockIdx.x];
+    if (work->tile.item >= 0) work->matrix = bucket.matrices[work->tile.item];
+    work->non_finite = 0;
+  }
+  __syncthreads();
+  if (work->tile.item < 0) {
+    pack_raw<F, G>(bucket, work);
+  } else {
+    const Matrix& matrix = work->matrix;
+    const bool aligned =
+        is_aligned(static_cast<const G*>(bucket.gradient) + matrix.gradient_offset, matrix.cols) &&
+        is_aligned(static_cast<const M*>(matrix.memory), matrix.cols) &&
+        is_aligned(static_cast<const F*>(matrix.q_local), matrix.cols) &&
+        is_aligned(static_cast<const F*>(matrix.q_warm), matrix.cols);
+    if (!aligned)
+      project_tile<R, kAnyRank, false, 1, F, G, M>(bucket, work);
+    else if (kAnyRank || (R > 1 && matrix.rank < R))
+      project_tile<R, kAnyRank, false, 4, F, G, M>(bucket, work);
+    else
+      project_tile<R, kAnyRank, !kAnyRank, 4, F, G, M>(bucket, work);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) slot_pointer<int32_t>(bucket, 0)[blockIdx.x] = work->non_finite;
+}
+
+// Block 0: the count of the payload, 1 if any tile met a non-finite element. The others: one row
+// range each of a matrix that was projected in column ranges.
+template <typename F>
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(Bucket bucket, int64_t flags, int64_t first_tile) {
+  begin_kernel();
+  if (blockIdx.x == 0) {
+    const int32_t* flag = slot_pointer<int32_t>(bucket, 0);
+    int bad = 0;
+    for (int64_t i = threadIdx.x; i < flags; i += kThreads) bad |= flag[i];
+    bad = __syncthreads_or(bad);
+    if (threadIdx.x == 0)
+      static_cast<F*>(bucket.p_payload)[bucket.p_numel - 1] = bad != 0 ? F{1} : F{0};
+    return;
+  }
+  const Tile tile = bucket.tiles[first_tile + blockIdx.x - 1];
+  const Matrix matrix = bucket.matrices[tile.item];
+  const int64_t stride = slots(matrix.rows * matrix.rank * sizeof(F)) * (kSlotBytes / sizeof(F));
+  const F* partial = slot_pointer<F>(bucket, tile.slot);
+  F* p = factor_pointer<F>(bucket.p_payload, matrix.p_offset);
+  for (int64_t i = tile.row_begin * matrix.rank + threadIdx.x; i < tile.row_end * matrix.rank;
+       i += kThreads) {
+    F sum = 0;
+    for (int64_t range = 0; range < ceil_div(matrix.cols, kSplitColumns); ++range)
+      sum += partial[range * stride + i];
+    p[i] = sum;
+  }
+}
+
+template <int R, bool kAnyRank, typename F, typename G, typename M>
+Status launch_project(const Bucket& bucket, Stream stream) {
+  const int64_t* begin = bucket.tile_list_begin.data();
+  const int64_t tiles = begin[kProjectTiles + 1] - begin[kProjectTiles];
+  const int64_t sums = begin[kProjectSums + 1] - begin[kProjectSums];
+  if (const Status status = launch(project_kernel<R, kAnyRank, F, G, M>, tiles, kThreads,
+                                   kSharedBytes<R, F>, stream, bucket, begin[kProjectTiles]);
+      status != 0)
+    return status;
+  return launch(finish_kernel<F>, 1 + sums, kThreads, 0, stream, bucket, tiles,
+                begin[kProjectSums]);
+}
+
+template <typename G, typename M>
+Status dispatch_rank(const Bucket& bucket, Stream stream) {
+  switch (bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass]) {
+    case 0:
+      return launch_project<1, false, float, G, M>(bucket, stream);
+    case 1:
+      return launch_project<2, false, float, G, M>(bucket, stream);
+    case 2:
+      return launch_project<4, false, float, G, M>(bucket, stream);
+    case 3:
+      return launch_project<8, false, float, G, M>(bucket, stream);
+    case 4:
+      return launch_project<16, false, float, G, M>(bucket, stream);
+    case 5:
+      return launch_project<32, false, float, G, M>(bucket, stream);
+    default:
+      return launch_project<kPlainRanks, true, float, G, M>(bucket, stream);
+  }
+}
+
+}  // namespace
+
+Status project(const Bucket& bucket, Stream stream) {
+  if (bucket.factor_dtype == DType::kFloat64)
+    return launch_project<kPlainRanks, true, double, double, double>(bucket, stream);
+  const bool wide_gradient = bucket.gradient_dtype == DType::kFloat32;
+  const bool wide_memory = bucket.residual_dtype == DType::kFloat32;
+  if (wide_gradient)
+    return wide_memory ? dispatch_rank<float, float>(bucket, stream)
+                       : dispatch_rank<float, uint16_t>(bucket, stream);
+  return wide_memory ? dispatch_rank<uint16_t, float>(bucket, stream)
+                     : dispatch_rank<uint16_t, uint16_t>(bucket, stream);
+}
+
+}  // namespace powersgd::kernels::cuda

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "tiles.h"
+
+#include <algorithm>
+#include <array>
+
+namespace powersgd::kernels::cuda {
+namespace {
+
+// Elements per tile. Small buckets need many blocks to fill the device evenly, large ones blocks
+// that are worth their start: about so many blocks, within limits.
+int64_t target_elements(const std::vector<Matrix>& matrices, int64_t blocks, int64_t smallest,
+                        int64_t largest) {
+  int64_t total = 0;
+  for (const Matrix& matrix : matrices) total += matrix.rows * matrix.cols;
+  return std::clamp(total / blocks, smallest, largest);
+}
+
+int64_t round_up(int64_t value, int64_t multiple) { return ceil_div(value, multiple) * multiple; }
+
+constexpr int64_t kRawElements = 4096;  // per tile
+
+class Builder {
+ public:
+  Builder(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
+          int64_t factor_bytes)
+      : matrices_(matrices), raw_(raw), factor_bytes_(factor_bytes) {}
+
+  TileTable build() {
+    lists_ = {};
+    add_raw(kProjectTiles);
+    for (size_t i = 0; i < matrices_.size(); ++i) add_project(static_cast<int32_t>(i));
+    place_project_partials();
+    add_orthogonalize();
+    end_stage();
+    for (size_t i = 0; i < matrices_.size(); ++i) add_back_project(static_cast<int32_t>(i));
+    end_stage();
+    add_reconstruct();
+    add_rank_class();
+    return finish();
+  }
+
+ private:
+  void add(int list, int32_t item, int64_t slot, int64_t row_begin, int64_t row_end,
+           int64_t col_begin, int64_t col_end) {
+    lists_[static_cast<size_t>(list)].push_back(
+        {item, static_cast<int32_t>(slot), row_begin, row_end, col_begin, col_end});
+  }
+
+  // The stages use the workspace one after the other.
+  void end_stage() {
+    workspace_slots_ = std::max(workspace_slots_, next_slot_);
+    next_slot_ = 0;
+  }
+
+  int64_t take(int64_t count) {
+    const int64_t slot = next_slot_;
+    next_slot_ += count;
+    return slot;
+  }
+
+  void add_raw(int list) {
+    for (size_t i = 0; i < raw_.size(); ++i) {
+      for (int64_t begin = 0; begin < raw_[i].numel; begin += kRawElements)
+        add(list, raw_item(static_cast<int64_t>(i)), 0, 0, 1, begin,
+            std::min(begin + kRawElements, raw_[i].numel));
+    }
+  }
+
+  void add_project(int32_t item) {
+    const Matrix& matrix = matrices_[static_cast<size_t>(item)];
+    const int64_t width = std::min(matrix.cols, kSplitColumns);
+    const int64_t pass = kWarps / warps_per_group(width) * kRowsPerWarp;
+    const int64_t elements = target_elements(matrices_, 4096, 4096, 32768);
+    const int64_t rows =
+        round_up(std::max<int64_t>(1, elements / std::max<int64_t>(width, 1)), pass);
+    for (int64_t row = 0; row < matrix.rows; row += rows) {
+      const int64_t row_end = std::min(row + rows, matrix.rows);
+      for (int64_t col = 0; col < matrix.cols; col += kSplitColumns)
+        add(kProjectTiles, item, 0, row, row_end, col, std::min(col + kSplitColumns, matrix.cols));
+      if (matrix.cols > kSplitColumns) add(kProjectSums, item, 0, row, row_end, 0, matrix.cols);
+    }
+  }
+
+  // A split matrix's partial P of column range c is at slot + c * slots(rows * rank). Before them
+  // lies one flag per project tile: whether it met a non-finite element.
+  void place_project_partials() {
+    take(slots(static_cast<int64_t>(lists_[kProjectTiles].size()) * int64_t{sizeof(int32_t)}));
+    std::vector<int64_t> base(matrices_.size(), 0);
+    for (size_t i = 0; i < matrices_.size(); ++i) {
+      const Matrix& matrix = matrices_[i];
+      if (matrix.cols <= kSplitColumns) continue;
+      const int64_t ranges = ceil_div(matrix.cols, kSplitColumns);
+      base[i] = take(ranges * slots(matrix.rows * matrix.rank * factor_bytes_));
+    }
+    for (const int list : {kProjectTiles, kProjectSums}) {
+      for (Tile& tile : lists_[static_cast<size_t>(list)]) {
+        if (tile.item >= 0) tile.slot = static_cast<int32_t>(base[static_cast<size_t>(tile.item)]);
+      }
+    }
+    end_stage();
+  }
+
+  // First a flag per tile, then for each matrix the arrays of the plain way and its tiles' Gram
+  // matrices.
+  void add_orthogonalize() {
+    int64_t tiles = 0;
+    for (const Matrix& matrix : matrices_)
+      tiles += ceil_div(matrix.rows, orthogonalize_rows(matrix.rows, matrix.rank));
+    take(slots(tiles * int64_t{sizeof(int32_t)}));
+    for (size_t i = 0; i < matrices_.size(); ++i) {
+      const Matrix& matrix = matrices_[i];
+      const int64_t rows = orthogonalize_rows(matrix.rows, matrix.rank);
+      const int64_t partial = matrix.rank > kMaxFastRank ? 0 : gram_slots(matrix.rank);
+      take(plain_slots(matrix.rank));
+      for (int64_t row = 0; row < matrix.rows; row += rows)
+        add(kOrthogonalizeTiles, static_cast<int32_t>(i), take(partial), row,
+            std::min(row + rows, matrix.rows), 0, matrix.rank);
+    }
+  }
+
+  // The partial q of strip s and row segment g is at slot(s) + g * slots(rank * kStrip).
+  void add_back_project(int32_t item) {
+    const Matrix& matrix = matrices_[static_cast<size_t>(item)];
+    // Long segments, for their sums to be a small part of what is read, but several hundred tiles.
+    const int64_t longest = round_up(target_elements(matrices_, 512, 16384, 1 << 20) / kStrip, 32);
+    const int64_t target = target_elements(matrices_, 2048, 16384, 65536) / kStrip;
+    const int64_t wanted = std::max(target, 32 * std::min(matrix.rank, kMaxFastRank));
+    // One thread adds a column's segments: not too many.
+    const int64_t rows =
+        round_up(std::max(std::min(wanted, longest), ceil_div(matrix.rows, 128)), 32);
+    const int64_t segments = ceil_div(matrix.rows, rows);
+    const int64_t strips = ceil_div(matrix.cols, kStrip);
+    const int64_t partial = slots(matrix.rank * kStrip * factor_bytes_);
+    const int64_t base = segments > 1 ? take(segments * strips * partial) : 0;
+    for (int64_t segment = 0; segment < segments; ++segment) {
+      for (int64_t strip = 0; strip < strips; ++strip)
+        add(kBackProjectTiles, item, base + (strip * segments + segment) * partial, segment * rows,
+            std::min(segment * rows + rows, matrix.rows), strip * kStrip,
+            std::min(strip * kStrip + kStrip, matrix.cols));
+    }
+    for (int64_t strip = 0; strip < strips; ++strip) {
+      const int64_t col = strip * kStrip;
+      const int64_t col_end = std::min(col + kStrip, matrix.cols);
+      add(kStrips, item, 0, 0, matrix.rank, col, col_end);
+      if (segments > 1)  // the rows count the segments here
+        add(kBackProjectSums, item, base + strip * segments * partial, 0, segments, col, col_end);
+    }
+  }
+
+  void add_reconstruct() {
+    // The rows of Q first: they take longest to start and move the least.
+    for (size_t i = 0; i < matrices_.size(); ++i) {
+      for (int64_t k = 0; k < matrices_[i].rank; ++k)
+        add(kReconstructTiles, static_cast<int32_t>(i), 1, k, k + 1, 0, matrices_[i].cols);
+    }
+    add_raw(kReconstructTiles);
+    const int64_t rows = round_up(target_elements(matrices_, 4096, 8192, 32768) / kStrip, 32);
+    for (size_t i = 0; i < matrices_.size(); ++i) {
+      for (int64_t row = 0; row < matrices_[i].rows; row += rows) {
+        for (int64_t col = 0; col < matrices_[i].cols; col += kStrip)
+          add(kReconstructTiles, static_cast<int32_t>(i), 0, row,
+              std::min(row + rows, matrices_[i].rows), col,
+              std::min(col + kStrip, matrices_[i].cols));
+      }
+    }
+  }
+
+  void add_rank_class() {
+    int64_t rank = 1;
+    for (const Matrix& matrix : matrices_) rank = std::max(rank, matrix.rank);
+    for (int i = 0; i < rank_class(rank); ++i) add(kRankClass, 0, 0, 0, 0, 0, 0);
+  }
+
+  TileTable finish() {
+    TileTable table;
+    for (size_t list = 0; list < lists_.size(); ++list) {
+      table.tiles.insert(table.tiles.end(), lists_[list].begin(), lists_[list].end());
+      table.list_begin[list + 1] = static_cast<int64_t>(table.tiles.size());
+    }
+    table.workspace_bytes = static_cast<size_t>(workspace_slots_ * kSlotBytes);
+    return table;
+  }
+
+  const std::vector<Matrix>& matrices_;
+  const std::vector<RawSegment>& raw_;
+  const int64_t factor_bytes_;
+  std::array<std::vector<Tile>, kTileLists> lists_;
+  int64_t next_slot_ = 0;
+  int64_t workspace_slots_ = 0;
+};
+
+}  // namespace
+
+TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
+                     DType factor_dtype) {
+  return Builder(matrices, raw, factor_dtype == DType::kFloat64 ? 8 : 4).build();
+}
+
+}  // namespace powersgd::kernels::cuda

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# The kernel tests over the CUDA kernels: on the SIMT runtime always (it needs Boost.Context), and on
+# a GPU with -DPOWERSGD_CUDA=ON (it needs nvcc; without a GPU the tests are skipped).
+
+option(POWERSGD_CUDA "Build and run the kernel tests on a GPU" OFF)
+
+file(GLOB cuda_kernels CONFIGURE_DEPENDS "${ROOT}/csrc/kernels/cuda/*.cu")
+set(cuda_host "${ROOT}/csrc/kernels/cuda/tiles.cpp" "${ROOT}/csrc/plan/options.cpp")
+
+find_library(POWERSGD_boost_context boost_context)
+if(POWERSGD_boost_context)
+  # One C++ file per .cu file: the same files may be CUDA sources besides.
+  set(simt_sources "")
+  foreach(kernel ${cuda_kernels})
+    get_filename_component(name "${kernel}" NAME_WE)
+    set(source "${CMAKE_CURRENT_BINARY_DIR}/simt/${name}.cpp")
+    file(GENERATE OUTPUT "${source}" CONTENT "#include \"${kernel}\"\n")
+    list(APPEND simt_sources "${source}")
+  endforeach()
+  add_library(powersgd_simt STATIC ${simt_sources} "${cuda_host}" support/simt/grid.cpp
+              support/simt/simt.cpp)
+  target_compile_definitions(powersgd_simt PUBLIC POWERSGD_SIMT)
+  target_link_libraries(powersgd_simt PUBLIC powersgd_options "${POWERSGD_boost_context}")
+  powersgd_test(kernels_simt SOURCES ${kernel_tests} support/simt/test_simt.cpp
+                support/simt_runners.cpp
+                LIBRARIES powersgd_kernel_test powersgd_simt)
+else()
+  message(WARNING "libboost-context-dev is not installed: the CUDA kernels are not tested")
+endif()
+
+if(POWERSGD_CUDA)
+  if(NOT CMAKE_CUDA_ARCHITECTURES)
+    set(CMAKE_CUDA_ARCHITECTURES 80 90 100)
+  endif()
+  enable_language(CUDA)
+  set(CMAKE_CUDA_STANDARD 17)
+  find_package(CUDAToolkit REQUIRED)
+  add_library(powersgd_cuda STATIC ${cuda_kernels} "${cuda_host}")
+  target_include_directories(powersgd_cuda PUBLIC "${ROOT}/include")
+  target_link_libraries(powersgd_cuda PUBLIC CUDA::cudart)
+  add_executable(kernels_cuda ${kernel_tests} support/cuda_runners.cpp)
+  target_link_libraries(kernels_cuda PRIVATE powersgd_kernel_test powersgd_cuda GTest::gtest)
+  add_test(NAME kernels_cuda COMMAND kernels_cuda)
+  set_tests_properties(kernels_cuda PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
+endif()

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+
+#include "support/stage_runner.h"
+
+namespace powersgd::test {
+namespace {
+
+void check(cudaError_t status) {
+  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
+}
+
+// The CUDA kernels on the current device, on a stream of their own.
+class CudaRunner : public StageRunner {
+ public:
+  CudaRunner() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~CudaRunner() override {
+    for (void* block : blocks_) cudaFree(block);
+    cudaStreamDestroy(stream_);
+  }
+  CudaRunner(const CudaRunner&) = delete;
+  CudaRunner& operator=(const CudaRunner&) = delete;
+
+  void* allocate(size_t bytes) override {
+    void* block = nullptr;
+    check(cudaMalloc(&block, bytes > 0 ? bytes : 1));
+    blocks_.push_back(block);
+    check(cudaMemset(block, 0xA5, bytes));
+    return block;
+  }
+
+  void copy_in(void* device, const void* host, size_t bytes) override {
+    check(cudaMemcpy(device, host, bytes, cudaMemcpyHostToDevice));
+  }
+  void copy_out(void* host, const void* device, size_t bytes) override {
+    check(cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost));
+  }
+
+  kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
+                                const std::vector<kernels::RawSegment>& raw,
+                                DType factor_dtype) override {
+    return kernels::cuda::make_tiles(matrices, raw, factor_dtype);
+  }
+
+  void run(Stage stage, const kernels::Bucket& bucket) override {
+    check(cudaDeviceSynchronize());  // copy_in runs on the default stream
+    check(static_cast<cudaError_t>(run_stage(stage, bucket)));
+    check(cudaStreamSynchronize(stream_));
+  }
+
+ private:
+  kernels::cuda::Status run_stage(Stage stage, const kernels::Bucket& bucket) const {
+    switch (stage) {
+      case Stage::kRandomStart:
+        return kernels::cuda::random_start(bucket, stream_);
+      case Stage::kProject:
+        return kernels::cuda::project(bucket, stream_);
+      case Stage::kOrthogonalize:
+        return kernels::cuda::orthogonalize(bucket, stream_);
+      case Stage::kBackProject:
+        return kernels::cuda::back_project(bucket, stream_);
+      case Stage::kReconstruct:
+        return kernels::cuda::reconstruct(bucket, stream_);
+    }
+    return cudaErrorInvalidValue;
+  }
+
+  cudaStream_t stream_ = nullptr;
+  std::vector<void*> blocks_;
+};
+
+RunnerFactory cuda_runner(const std::string& name) {
+  return {name, [] { return std::make_unique<CudaRunner>(); }};
+}
+
+}  // namespace
+
+std::vector<RunnerFactory> stage_runners() { return {cuda_runner("cuda")}; }
+
+// One after the other: the results must not depend on timing.
+std::vector<std::vector<RunnerFactory>> runners_equal_in_all_stages() {
+  return {{cuda_runner("cuda_1"), cuda_runner("cuda_2"), cuda_runner("cuda_3")}};
+}
+
+std::vector<RunnerFactory> runners_equal_in_shared_stages() {
+  return {cuda_runner("cuda_1"), cuda_runner("cuda_2")};
+}
+
+}  // namespace powersgd::test
+
+int main(int argc, char** argv) {
+  constexpr int kSkipped = 77;  // as ctest is told
+  ::testing::InitGoogleTest(&argc, argv);
+  int devices = 0;
+  const cudaError_t status = cudaGetDeviceCount(&devices);
+  if (status != cudaSuccess || devices == 0) {
+    std::printf("skipped: no CUDA device (%s)\n", cudaGetErrorString(status));
+    return kSkipped;
+  }
+  return RUN_ALL_TESTS();
+}

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <stdexcept>
+
+#include "support/simt/simt.h"
+#include "support/stage_runner.h"
+
+namespace powersgd::test {
+namespace {
+
+// The CUDA kernels on the SIMT runtime. `seed` is for the order of blocks and threads.
+class SimtRunner : public StageRunner {
+ public:
+  explicit SimtRunner(uint64_t seed) : seed_(seed) {}
+
+  // A block of its own and not a byte more, so that AddressSanitizer sees every step beyond it.
+  void* allocate(size_t bytes) override {
+    void* block = nullptr;
+    if (posix_memalign(&block, 64, bytes) != 0) throw std::bad_alloc();
+    blocks_.emplace_back(block, &std::free);
+    std::memset(block, 0xA5, bytes);
+    return block;
+  }
+
+  void copy_in(void* device, const void* host, size_t bytes) override {
+    if (bytes > 0) std::memcpy(device, host, bytes);
+  }
+  void copy_out(void* host, const void* device, size_t bytes) override {
+    if (bytes > 0) std::memcpy(host, device, bytes);
+  }
+
+  kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
+                                const std::vector<kernels::RawSegment>& raw,
+                                DType factor_dtype) override {
+    return kernels::cuda::make_tiles(matrices, raw, factor_dtype);
+  }
+
+  void run(Stage stage, const kernels::Bucket& bucket) override {
+    simt::set_seed(seed_);
+    if (run_stage(stage, bucket) != 0) throw std::runtime_error("a launch failed");
+  }
+
+ private:
+  static kernels::cuda::Status run_stage(Stage stage, const kernels::Bucket& bucket) {
+    switch (stage) {
+      case Stage::kRandomStart:
+        return kernels::cuda::random_start(bucket, nullptr);
+      case Stage::kProject:
+        return kernels::cuda::project(bucket, nullptr);
+      case Stage::kOrthogonalize:
+        return kernels::cuda::orthogonalize(bucket, nullptr);
+      case Stage::kBackProject:
+        return kernels::cuda::back_project(bucket, nullptr);
+      case Stage::kReconstruct:
+        return kernels::cuda::reconstruct(bucket, nullptr);
+    }
+    return 1;
+  }
+
+  const uint64_t seed_;
+  std::vector<std::unique_ptr<void, decltype(&std::free)>> blocks_;
+};
+
+RunnerFactory simt_runner(uint64_t seed) {
+  return {"simt_seed_" + std::to_string(seed), [=] { return std::make_unique<SimtRunner>(seed); }};
+}
+
+}  // namespace
+
+std::vector<RunnerFactory> stage_runners() { return {simt_runner(1)}; }
+
+// Whatever the order of blocks and threads.
+std::vector<std::vector<RunnerFactory>> runners_equal_in_all_stages() {
+  return {{simt_runner(1), simt_runner(2), simt_runner(3)}};
+}
+
+std::vector<RunnerFactory> runners_equal_in_shared_stages() {
+  return {simt_runner(1), simt_runner(4)};
+}
+
+}  // namespace powersgd::test
