@@ -163,6 +163,15 @@ def find_backend(
     return backend if isinstance(backend, _C.BackendPowerSGD) else None
 
 
+def set_default_backend(group: dist.ProcessGroup) -> None:
+    """Gives a group made from a "device:backend" string the default backend that torch left unset.
+
+    Up to torch 2.13 such a group without NCCL has none, and warns about it when it is destroyed.
+    """
+    if group.name() == "undefined":
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+
+
 def find_backends(group: dist.ProcessGroup | None) -> list[_C.BackendPowerSGD]:
     """All powersgd backends of a group.
 

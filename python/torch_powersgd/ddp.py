@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_powersgd._backend import compare_options, find_backend
+from torch_powersgd._backend import compare_options, find_backend, set_default_backend
 from torch_powersgd._core import _C
 from torch_powersgd.options import Options
 
@@ -46,6 +46,7 @@ def attach(ddp: DistributedDataParallel, options: Options | None = None) -> None
             f"module's has {ddp.process_group._get_backend(device).name()!r}. Use "
             f'init_process_group("{device.type}:powersgd")'
         )
+    set_default_backend(ddp.process_group)
     core = options._core() if options is not None else backend.options.compression
     shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
     _check_agreement(ddp.process_group, core, shapes)
