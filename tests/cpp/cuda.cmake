@@ -15,7 +15,8 @@ if(POWERSGD_boost_context)
   foreach(kernel ${cuda_kernels})
     get_filename_component(name "${kernel}" NAME_WE)
     set(source "${CMAKE_CURRENT_BINARY_DIR}/simt/${name}.cpp")
-    file(GENERATE OUTPUT "${source}" CONTENT "#include \"${kernel}\"\n")
+    file(GENERATE OUTPUT "${source}"
+         CONTENT "#include \"support/simt/simt.h\"\n#include \"${kernel}\"\n")
     list(APPEND simt_sources "${source}")
   endforeach()
   add_library(powersgd_simt STATIC ${simt_sources} "${cuda_host}" support/simt/grid.cpp

@@ -7,10 +7,10 @@
 #include "powersgd/kernels.h"
 
 // How kernels are launched, and the few names that depend on the compiler. The same .cu files are
-// built by nvcc, and by a host compiler with -DPOWERSGD_SIMT against the tests' SIMT runtime.
+// built by nvcc, and by a host compiler with -DPOWERSGD_SIMT after the header of the tests' SIMT
+// runtime (tests/cpp/cuda.cmake).
 
 #if defined(POWERSGD_SIMT)
-#include "support/simt/simt.h"
 #define POWERSGD_UNROLL
 #define POWERSGD_UNROLL_4
 #define POWERSGD_UNROLL_8
