@@ -170,7 +170,8 @@ TEST(Compressor, AParameterOutOfUseKeepsWhatItIsOwed) {
     const at::Tensor out = rank.step(gradient, {1, 1, step});
     EXPECT_TRUE(at::equal(out.narrow(0, 0, 17 * 33), at::zeros({17 * 33})));
     EXPECT_NE(out.narrow(0, 17 * 33 + 5, 40 * 24).norm().item<double>(), 0);
-    EXPECT_TRUE(at::equal(residual(*rank.states[0]), before));
+    // The subtraction that was pending is carried out once, and rounded in another order here.
+    EXPECT_LT(relative(residual(*rank.states[0]), before), 1e-6);
     EXPECT_TRUE(at::equal(rank.states[0]->q_warm, warm));
   }
 }
