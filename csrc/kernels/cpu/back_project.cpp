@@ -12,34 +12,27 @@
 namespace powersgd::kernels::cpu {
 namespace {
 
-// kRows rows of M, as accumulate reads them. Where there are fewer, the last one stands in for the
-// rest, multiplied by 0. Without memory M is the gradient, with 0 where it is not finite.
+// Elements of a band: more than where two arrays are read, and every band passes over all of q.
+constexpr int64_t kBackProjectElements = int64_t{1} << 15;
+
+// One vector of M. Without memory M is the gradient, with 0 where it is not finite.
+template <class Arch, class S, bool kFiniteOnly>
+POWERSGD_INLINE Vector<Arch, ComputeOf<S>> load_m(const S* source) {
+  const Vector<Arch, ComputeOf<S>> value = load_as<Arch>(source);
+  const Vector<Arch, ComputeOf<S>> zero = {};
+  if constexpr (kFiniteOnly) return value - value == zero ? value : zero;
+  return value;
+}
+
+// kRows rows of M, as accumulate reads them.
 template <class Arch, class S, bool kFiniteOnly>
 struct LoadRows {
-  using F = ComputeOf<S>;
-
   const S* m;
-  int64_t row_stride;
-  int64_t rows;
-  int64_t cols;
-  const S* matrix;
-  int64_t ahead[kRows];  // what to ask for (bands.h)
+  int64_t stride;
 
   template <class>
-  POWERSGD_INLINE Vector<Arch, F> get(int64_t i, int64_t j) const {
-    const S* source = m + std::min(i, rows - 1) * row_stride + j;
-    if (j + kLanes<Arch, F> <= cols) {
-      prefetch(matrix, ahead[i] + j);
-      return finite(load_as<Arch>(source));
-    }
-    const Padded<Arch, S> last(source, cols - j);
-    return finite(load_as<Arch>(last.data));
-  }
-
-  static POWERSGD_INLINE Vector<Arch, F> finite(const Vector<Arch, F>& value) {
-    const Vector<Arch, F> zero = {};
-    if constexpr (kFiniteOnly) return value - value == zero ? value : zero;
-    return value;
+  POWERSGD_INLINE Vector<Arch, ComputeOf<S>> get(int64_t i, int64_t j) const {
+    return load_m<Arch, S, kFiniteOnly>(m + i * stride + j);
   }
 };
 
@@ -54,34 +47,66 @@ struct BackProjectTile {
 
   template <class Arch>
   POWERSGD_INLINE void run() const {
-    const int64_t stride = partial_q_stride(matrix);
     const int64_t part = tile.row_begin / back_project_rows(matrix);
-    F* partial = slot_pointer<F>(bucket, tile.slot) + part * matrix.rank * stride;
-    const int64_t padded_end = round_up(tile.col_end, kPad);
-    for (int64_t k = 0; k < matrix.rank; ++k) {
-      std::fill(partial + k * stride + tile.col_begin, partial + k * stride + padded_end, F{0});
-    }
-    for_each_block(matrix, tile.row_begin, tile.row_end, tile.col_begin, tile.col_end,
-                   [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
-                     for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
-                       add_rows<Arch>(block, row, partial + block.col, stride);
-                     }
-                   });
+    F* partial = slot_pointer<F>(bucket, tile.slot) + part * partial_q_numel(matrix);
+    std::fill(partial + matrix.rank * tile.col_begin,
+              partial + matrix.rank * round_up(tile.col_end, kBlockCols), F{0});
+    const Walk walk{tile.row_begin, tile.row_end, tile.col_begin, tile.col_end,
+                    kBackProjectElements};
+    for_each_block(matrix, walk, [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
+      for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
+        add_rows<Arch>(block, row, partial + matrix.rank * block.col);
+      }
+    });
   }
 
   template <class Arch>
-  POWERSGD_INLINE void add_rows(const BandBlock& block, int64_t row, F* sums,
-                                int64_t stride) const {
+  POWERSGD_INLINE void add_rows(const BandBlock& block, int64_t row, F* sums) const {
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
-    LoadRows<Arch, S, kFiniteOnly> source{
-        m + row * matrix.cols + block.col, matrix.cols, rows, block.cols, m, {}};
-    for (int64_t i = 0; i < kRows; ++i) source.ahead[i] = block.ahead(row + i, matrix.cols);
+    const S* source = m + row * matrix.cols + block.col;
+    for (int64_t i = 0; i < rows; ++i) ask_for(block.ahead(row + i, matrix.cols), block.cols);
+    if (rows == kRows && block.cols % kLanes<Arch, F> == 0) {
+      add<Arch>(LoadRows<Arch, S, kFiniteOnly>{source, matrix.cols}, row, rows, block.cols, sums);
+    } else {
+      alignas(64) F copy[kRows * kBlockCols];
+      copy_rows<Arch>(source, rows, block.cols, copy);
+      add<Arch>(LoadBlock<F>{copy, kBlockCols}, row, rows, block.cols, sums);
+    }
+  }
+
+  POWERSGD_INLINE void ask_for(int64_t offset, int64_t cols) const {
+    constexpr auto kLine = static_cast<int64_t>(64 / sizeof(S));
+    for (int64_t j = 0; j < cols; j += kLine) prefetch(m, offset + j);
+  }
+
+  template <class Arch, class Source>
+  POWERSGD_INLINE void add(const Source& source, int64_t row, int64_t rows, int64_t cols,
+                           F* sums) const {
     const F* p_hat = static_cast<const F*>(matrix.p_hat) + row * matrix.rank;
     alignas(64) F left[kRows * kPackedRank];
     for (int64_t k = 0; k < matrix.rank; k += kPackedRank) {
       const int64_t count = std::min(kPackedRank, matrix.rank - k);
       pack_rows(p_hat + k, matrix.rank, rows, count, left);
-      accumulate<Arch, F>(left, source, count, block.cols, sums + k * stride, stride);
+      accumulate<Arch, F>(left, source, count, cols, sums + k * kBlockCols, kBlockCols);
+    }
+  }
+
+  // What is not whole vectors, padded with zeros.
+  template <class Arch>
+  POWERSGD_INLINE void copy_rows(const S* source, int64_t rows, int64_t cols, F* copy) const {
+    constexpr int64_t kLane = kLanes<Arch, F>;
+    std::fill_n(copy, kRows * kBlockCols, F{0});
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < cols; j += kLane) {
+        const S* from = source + i * matrix.cols + j;
+        F* to = copy + i * kBlockCols + j;
+        if (j + kLane <= cols) {
+          store<Arch>(to, load_m<Arch, S, kFiniteOnly>(from));
+        } else {
+          const Padded<Arch, S> last(from, cols - j);
+          store<Arch>(to, load_m<Arch, S, kFiniteOnly>(last.data));
+        }
+      }
     }
   }
 };
@@ -120,14 +145,15 @@ struct SumStrip {
   POWERSGD_INLINE void run() const {
     const bool skipped = bucket.verdict->skipped != 0 || out_of_use<F>(bucket, matrix);
     const int64_t parts = skipped ? 0 : count_parts(matrix.rows, back_project_rows(matrix));
-    const int64_t stride = partial_q_stride(matrix);
     const F* partial = slot_pointer<F>(bucket, tile.slot);
     F* payload = elements<F>(bucket.q_payload, matrix.q_offset);
     for (int64_t k = 0; k < matrix.rank; ++k) {
       for (int64_t j = tile.col_begin; j < tile.col_end; j += kPad) {
         const int64_t count = std::min(kPad, tile.col_end - j);
+        const int64_t block = j / kBlockCols * kBlockCols;
         F sums[kPad];
-        add_parts<Arch>(partial + k * stride + j, parts, matrix.rank * stride, sums);
+        add_parts<Arch>(partial + matrix.rank * block + k * kBlockCols + j - block, parts,
+                        partial_q_numel(matrix), sums);
         const int64_t target = k * matrix.cols + j;
         std::copy_n(sums, count, payload + target);
         if (matrix.q_local != nullptr) {

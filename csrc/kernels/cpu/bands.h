@@ -38,20 +38,29 @@ POWERSGD_INLINE void prefetch(const T* base, int64_t offset) {
                                                    static_cast<uintptr_t>(offset) * sizeof(T)));
 }
 
-// visit(block) for each block of rows [row_begin, row_end) x columns [col_begin, col_end).
+// Rows [row_begin, row_end) x columns [col_begin, col_end) of a matrix, and how to walk over them.
+struct Walk {
+  int64_t row_begin, row_end;
+  int64_t col_begin, col_end;
+  int64_t band_elements = kBandElements;
+  int64_t lead = 0;  // columns of a first, narrower block of each band
+};
+
+// visit(block) for each block.
 template <class Visit>
-POWERSGD_INLINE void for_each_block(const Matrix& matrix, int64_t row_begin, int64_t row_end,
-                                    int64_t col_begin, int64_t col_end, const Visit& visit) {
+POWERSGD_INLINE void for_each_block(const Matrix& matrix, const Walk& walk, const Visit& visit) {
   const int64_t strip = strip_cols(matrix);
-  for (int64_t left = col_begin; left < col_end; left += strip) {
-    const int64_t right = std::min(left + strip, col_end);
-    const int64_t blocks = count_parts(right - left, kBlockCols);
-    const int64_t height = band_rows(matrix, right - left);
-    for (int64_t row = row_begin; row < row_end; row += height) {
+  for (int64_t left = walk.col_begin; left < walk.col_end; left += strip) {
+    const int64_t right = std::min(left + strip, walk.col_end);
+    const int64_t first = left + std::min(walk.lead > 0 ? walk.lead : kBlockCols, right - left);
+    const int64_t blocks = 1 + count_parts(right - first, kBlockCols);
+    const int64_t height = band_rows(matrix, walk.band_elements / (right - left));
+    for (int64_t row = walk.row_begin; row < walk.row_end; row += height) {
+      const int64_t row_end = std::min(row + height, walk.row_end);
       for (int64_t i = 0; i < blocks; ++i) {
-        const int64_t col = left + i * kBlockCols;
-        visit(BandBlock{row, std::min(row + height, row_end), col,
-                        std::min(kBlockCols, right - col), i, left, blocks});
+        const int64_t col = i == 0 ? left : first + (i - 1) * kBlockCols;
+        const int64_t col_end = std::min(first + i * kBlockCols, right);
+        visit(BandBlock{row, row_end, col, col_end - col, i, left, blocks});
       }
     }
   }

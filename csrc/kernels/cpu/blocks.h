@@ -117,9 +117,10 @@ struct StoreBlock {
 };
 
 template <class Arch, class F, int kCount>
-POWERSGD_INLINE void dot_columns(const F* block, const F* right, int64_t stride, F* sums) {
+POWERSGD_INLINE void dot_columns(const F* block, const F* right, int64_t stride, int64_t rows,
+                                 F* sums, int64_t sums_stride) {
   constexpr int64_t kLane = kLanes<Arch, F>;
-  Vector<Arch, F> sum[kCount * kRows] = {};
+  Vector<Arch, F> sum[kRows * kCount] = {};
   for (int64_t j = 0; j < stride; j += kLane) {
     Vector<Arch, F> b[kCount];
     POWERSGD_UNROLL
@@ -128,25 +129,34 @@ POWERSGD_INLINE void dot_columns(const F* block, const F* right, int64_t stride,
     for (int i = 0; i < kRows; ++i) {
       const Vector<Arch, F> a = load<Arch, F>(block + i * stride + j);
       POWERSGD_UNROLL
-      for (int k = 0; k < kCount; ++k) sum[k * kRows + i] += a * b[k];
+      for (int k = 0; k < kCount; ++k) sum[i * kCount + k] += a * b[k];
     }
   }
-  sums_of_lanes<Arch, F, kCount * kRows>(sum, sums);
+  F lane_sums[kRows * kCount];
+  sums_of_lanes<Arch, F, kRows * kCount>(sum, lane_sums);
+  for (int64_t i = 0; i < rows; ++i) {
+    POWERSGD_UNROLL
+    for (int k = 0; k < kCount; ++k) sums[i * sums_stride + k] += lane_sums[i * kCount + k];
+  }
 }
 
-// sums[k, i] = sum over j of block[i, j] * right[k, j], for whole rows of `stride` elements.
+// sums[i, k] += sum over j of block[i, j] * right[k, j], over whole rows of `stride` elements, for
+// the first `rows` of kRows rows.
 template <class Arch, class F>
-POWERSGD_INLINE void dot(const F* block, const F* right, int64_t stride, int64_t rank, F* sums) {
+POWERSGD_INLINE void dot(const F* block, const F* right, int64_t stride, int64_t rank, int64_t rows,
+                         F* sums, int64_t sums_stride) {
   constexpr int kMost = Arch::kRegisters == 32 ? 4 : 2;
   int64_t k = 0;
   for (; k + kMost <= rank; k += kMost) {
-    dot_columns<Arch, F, kMost>(block, right + k * stride, stride, sums + k * kRows);
+    dot_columns<Arch, F, kMost>(block, right + k * stride, stride, rows, sums + k, sums_stride);
   }
   if (kMost > 2 && k + 2 <= rank) {
-    dot_columns<Arch, F, 2>(block, right + k * stride, stride, sums + k * kRows);
+    dot_columns<Arch, F, 2>(block, right + k * stride, stride, rows, sums + k, sums_stride);
     k += 2;
   }
-  if (k < rank) dot_columns<Arch, F, 1>(block, right + k * stride, stride, sums + k * kRows);
+  if (k < rank) {
+    dot_columns<Arch, F, 1>(block, right + k * stride, stride, rows, sums + k, sums_stride);
+  }
 }
 
 // The source that reads rows of a padded block.

@@ -95,8 +95,9 @@ struct FactorMatrix {
     const OrthogonalizeLayout& layout = space.layout;
     for (int64_t j = 0; j < layout.square; j += kLane) {
       Vector<Arch, double> sum = {};
-      for (int64_t part = 0; part < layout.parts; ++part)
+      for (int64_t part = 0; part < layout.parts; ++part) {
         sum += load<Arch>(space.partial(part) + j);
+      }
       store<Arch>(space.transform + j, sum);
     }
     if (pass > 0) return;

@@ -7,9 +7,8 @@
 
 #include "simd.h"
 
-// Storage types and their conversion to the type that kernels compute in. bfloat16 and float16 are
-// rounded to nearest even with integer arithmetic, so that every instruction set gives the same
-// bits.
+// Storage types and their conversion to the type that kernels compute in. Rounding is to nearest
+// even, so that every instruction set gives the same bits, NaN aside.
 namespace powersgd::kernels::cpu {
 
 struct BFloat16 {
@@ -53,8 +52,8 @@ using Floats = Vector<Arch, float>;
 
 template <class Arch>
 POWERSGD_INLINE HalfWords<Arch> load_half_words(const void* source) {
-  return *static_cast<const typename VectorOf<uint16_t, Arch::kVectorBytes / 2>::Unaligned*>(
-      source);
+  using Unaligned = typename VectorOf<uint16_t, Arch::kVectorBytes / 2>::Unaligned;
+  return *static_cast<const Unaligned*>(source);
 }
 
 template <class Arch>
@@ -65,7 +64,7 @@ POWERSGD_INLINE void store_half_words(void* target, const HalfWords<Arch>& value
 // GCC 12 widens and narrows in two parts, hence the instructions by name.
 template <class Arch>
 POWERSGD_INLINE Words<Arch> widened(const HalfWords<Arch>& half_words) {
-  if constexpr (Arch::kHasF16c) {
+  if constexpr (Arch::kHasAvx) {
     Words<Arch> words;
     asm("vpmovzxwd %1, %0" : "=v"(words) : "vm"(half_words));
     return words;
@@ -85,17 +84,18 @@ POWERSGD_INLINE HalfWords<Arch> narrowed(const Words<Arch>& words) {
   }
 }
 
-// The words of floats rounded to bfloat16, which are the upper halves. For all but NaN.
+// The words of floats whose upper halves are those floats rounded to bfloat16. A NaN stays one if
+// it comes from arithmetic, as all NaN here do: the lower half of such a NaN is 0.
 template <class Arch>
 POWERSGD_INLINE Words<Arch> rounded_to_bfloat16(const Floats<Arch>& value) {
   const auto bits = bits_as<Words<Arch>>(value);
-  return (bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u;
+  return bits + 0x7FFFu + ((bits >> 16) & 1u);
 }
 
 // Fabian Giesen, "Half to float done quick" and "Float->half variants" (2012).
 template <class Arch>
 POWERSGD_INLINE Floats<Arch> from_half(const HalfWords<Arch>& half_words) {
-  if constexpr (Arch::kHasF16c) {
+  if constexpr (Arch::kHasAvx) {
     Floats<Arch> value;
     asm("vcvtph2ps %1, %0" : "=v"(value) : "vm"(half_words));
     return value;
@@ -117,7 +117,7 @@ POWERSGD_INLINE Floats<Arch> from_half(const HalfWords<Arch>& half_words) {
 
 template <class Arch>
 POWERSGD_INLINE HalfWords<Arch> to_half(const Floats<Arch>& value) {
-  if constexpr (Arch::kHasF16c) {
+  if constexpr (Arch::kHasAvx) {
     HalfWords<Arch> half_words;
     asm("vcvtps2ph $0, %1, %0" : "=v"(half_words) : "v"(value));
     return half_words;
@@ -138,7 +138,7 @@ POWERSGD_INLINE HalfWords<Arch> to_half(const Floats<Arch>& value) {
   }
 }
 
-// One vector of the compute type from as many stored elements.
+// One vector of the compute type from as many stored elements, and back.
 template <class Arch, class Storage>
 POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> load_as(const Storage* source) {
   if constexpr (std::is_same_v<Storage, BFloat16>) {
@@ -151,15 +151,10 @@ POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> load_as(const Storage* source) 
   }
 }
 
-// Stores any value, rounded.
 template <class Arch, class Storage>
 POWERSGD_INLINE void store_as(Storage* target, const Vector<Arch, ComputeOf<Storage>>& value) {
   if constexpr (std::is_same_v<Storage, BFloat16>) {
-    const auto bits = bits_as<Words<Arch>>(value);
-    const Words<Arch> quiet = bits | 0x400000u;
-    const Words<Arch> rounded = rounded_to_bfloat16<Arch>(value);
-    const Words<Arch> result = (bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet : rounded;
-    store_half_words<Arch>(target, narrowed<Arch>(result >> 16));
+    store_half_words<Arch>(target, narrowed<Arch>(rounded_to_bfloat16<Arch>(value) >> 16));
   } else if constexpr (std::is_same_v<Storage, Half>) {
     store_half_words<Arch>(target, to_half<Arch>(value));
   } else {
@@ -173,18 +168,20 @@ POWERSGD_INLINE void stream_as(Storage* target, const Vector<Arch, ComputeOf<Sto
   if constexpr (std::is_same_v<Storage, ComputeOf<Storage>>) {
     stream<Arch>(target, value);
   } else {
-    store_as<Arch>(target, value);
+    HalfWords<Arch> converted;
+    store_as<Arch>(reinterpret_cast<Storage*>(&converted), value);
+    stream<Arch>(target, converted);
   }
 }
 
-// Stores values that are not NaN, and returns what was stored.
+// store_as, and what it stored.
 template <class Arch, class Storage>
 POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> store_rounded(
     Storage* target, const Vector<Arch, ComputeOf<Storage>>& value) {
   if constexpr (std::is_same_v<Storage, BFloat16>) {
     const Words<Arch> rounded = rounded_to_bfloat16<Arch>(value);
     store_half_words<Arch>(target, narrowed<Arch>(rounded >> 16));
-    return bits_as<Floats<Arch>>(rounded);
+    return bits_as<Floats<Arch>>(rounded & 0xFFFF0000u);
   } else if constexpr (std::is_same_v<Storage, Half>) {
     const HalfWords<Arch> half_words = to_half<Arch>(value);
     store_half_words<Arch>(target, half_words);

@@ -51,8 +51,10 @@ void project_matrix_tile(Isa isa, const Bucket& bucket, const Tile& tile) {
   const Matrix& matrix = bucket.matrices[tile.item];
   if (matrix.memory == nullptr) {
     run_on(isa, ProjectAnyRank<G, G, false>{{bucket, matrix, tile}});
-  } else if (matrix.rank > 4 || matrix.rank == 0) {
+  } else if (matrix.rank > 8 || matrix.rank == 0) {
     run_on(isa, ProjectAnyRank<G, R, true>{{bucket, matrix, tile}});
+  } else if (matrix.rank > 4) {
+    run_on(isa, ProjectLowRank<G, R, 8>{{bucket, matrix, tile}});
   } else if (matrix.rank > 2) {
     run_on(isa, ProjectLowRank<G, R, 4>{{bucket, matrix, tile}});
   } else if (matrix.rank == 2) {
@@ -108,10 +110,9 @@ void project_tiles(Isa isa, const Bucket& bucket, const ParallelFor& parallel_fo
 }  // namespace
 
 void project(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
-  with_storage_pair(
-      bucket.gradient_dtype, bucket.residual_dtype, [&](auto gradient, auto residual) {
-        project_tiles<decltype(gradient), decltype(residual)>(isa, bucket, parallel_for);
-      });
+  with_storage_pair(bucket.gradient_dtype, bucket.residual_dtype, [&](auto g, auto r) {
+    project_tiles<decltype(g), decltype(r)>(isa, bucket, parallel_for);
+  });
 }
 
 void project(const Bucket& bucket, const ParallelFor& parallel_for) {

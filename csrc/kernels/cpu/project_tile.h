@@ -5,7 +5,7 @@
 #include "blocks.h"
 #include "convert.h"
 
-// The two kernels of project.cpp: by single rows for low ranks, in kRows rows for any rank.
+// The two kernels of project.cpp: one row at a time for low ranks, kRows rows for any rank.
 namespace powersgd::kernels::cpu {
 
 // Adds NaN to `poison` where an element is not finite, and takes that element as 0.
@@ -19,9 +19,9 @@ POWERSGD_INLINE Vector<Arch, ComputeOf<G>> load_finite(const G* gradient,
   return zero_or_nan == zero ? g : zero;
 }
 
-// Rows of gradient and memory in one block of columns.
+// Gradient and memory of a matrix, in one block of columns.
 template <class Arch, class G, class R, bool kFeedback>
-struct Rows {
+struct Source {
   using F = ComputeOf<G>;
   using V = Vector<Arch, F>;
 
@@ -53,10 +53,9 @@ struct Rows {
     return store_rounded<Arch>(m, clamped_to<R>(error + load_finite<Arch>(g, poison)));
   }
 
-  POWERSGD_INLINE void ask_for(const G* first_gradient, const R* first_memory,
-                               int64_t ahead) const {
-    prefetch(first_gradient, ahead);
-    if constexpr (kFeedback) prefetch(first_memory, ahead);
+  POWERSGD_INLINE void ask_for(int64_t offset) const {
+    prefetch(gradient, offset);
+    if constexpr (kFeedback) prefetch(memory, offset);
   }
 };
 
@@ -69,13 +68,14 @@ struct ProjectArguments {
   const Matrix& matrix;
   const Tile& tile;
 
+  Walk walk() const { return {tile.row_begin, tile.row_end, 0, matrix.cols}; }
   const G* gradient() const { return elements<G>(bucket.gradient, matrix.gradient_offset); }
   R* memory() const { return static_cast<R*>(matrix.memory); }
   const F* p_hat() const { return static_cast<const F*>(matrix.p_hat); }
   F* p() const { return elements<F>(bucket.p_payload, matrix.p_offset); }
 
   template <class Arch>
-  POWERSGD_INLINE Rows<Arch, G, R, kFeedback> rows(int64_t cols) const {
+  POWERSGD_INLINE Source<Arch, G, R, kFeedback> source(int64_t cols) const {
     return {gradient(), memory(), static_cast<F>(bucket.residual_scale), cols};
   }
 
@@ -84,10 +84,9 @@ struct ProjectArguments {
     *slot_pointer<int32_t>(bucket, tile.slot) = !(sum_of_lanes<Arch, F>(poison) == 0);
   }
 
-  // The payload holds arbitrary numbers before the first block of a row.
-  POWERSGD_INLINE void add_to_p(int64_t row, int64_t k, int64_t col, F value) const {
-    F& target = p()[row * matrix.rank + k];
-    target = col == 0 ? value : target + value;
+  // Blocks add to P what they have to add.
+  POWERSGD_INLINE void clear_p() const {
+    std::fill(p() + tile.row_begin * matrix.rank, p() + tile.row_end * matrix.rank, F{0});
   }
 };
 
@@ -104,15 +103,14 @@ struct ProjectLowRank {
     PackedFactor<F, kRank> local(matrix.q_local, matrix.cols);
     PackedFactor<F, kRank> warm(matrix.q_warm, matrix.cols);
     Vector<Arch, F> poison = {};
-    for_each_block(matrix, arguments.tile.row_begin, arguments.tile.row_end, 0, matrix.cols,
-                   [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
-                     local.pack(0, matrix.rank, block.col, block.cols);
-                     warm.pack(0, matrix.rank, block.col, block.cols);
-                     for (int64_t row = block.row_begin; row < block.row_end; ++row) {
-                       project_row<Arch>(block, row, local.data(), warm.data(), local.stride(),
-                                         poison);
-                     }
-                   });
+    arguments.clear_p();
+    for_each_block(matrix, arguments.walk(), [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
+      local.pack(0, matrix.rank, block.col, block.cols);
+      warm.pack(0, matrix.rank, block.col, block.cols);
+      for (int64_t row = block.row_begin; row < block.row_end; ++row) {
+        project_row<Arch>(block, row, local.data(), warm.data(), local.stride(), poison);
+      }
+    });
     arguments.template finish<Arch>(poison);
   }
 
@@ -120,7 +118,7 @@ struct ProjectLowRank {
   POWERSGD_INLINE void project_row(const BandBlock& block, int64_t row, const F* local,
                                    const F* warm, int64_t stride, Vector<Arch, F>& poison) const {
     const Matrix& matrix = arguments.matrix;
-    const auto rows = arguments.template rows<Arch>(block.cols);
+    const auto source = arguments.template source<Arch>(block.cols);
     const int64_t offset = row * matrix.cols + block.col;
     const int64_t ahead = block.ahead(row, matrix.cols);
     Vector<Arch, F> p_hat[kRank];
@@ -131,43 +129,23 @@ struct ProjectLowRank {
       p_hat[k] = Vector<Arch, F>{} + value;
     }
     for (int64_t j = 0; j < stride; j += kLanes<Arch, F>) {
-      rows.ask_for(rows.gradient, rows.memory, ahead + j);
+      source.ask_for(ahead + j);
       Vector<Arch, F> product = p_hat[0] * load<Arch>(local + j);
       POWERSGD_UNROLL
       for (int k = 1; k < kRank; ++k) product += p_hat[k] * load<Arch>(local + k * stride + j);
-      const Vector<Arch, F> m = rows.combine(offset + j, j, product, poison);
+      const Vector<Arch, F> m = source.combine(offset + j, j, product, poison);
       POWERSGD_UNROLL
       for (int k = 0; k < kRank; ++k) sum[k] += m * load<Arch>(warm + k * stride + j);
     }
     F sums[kRank];
     sums_of_lanes<Arch, F, kRank>(sum, sums);
-    for (int64_t k = 0; k < matrix.rank; ++k) arguments.add_to_p(row, k, block.col, sums[k]);
+    F* p = arguments.p() + row * matrix.rank;
+    for (int64_t k = 0; k < matrix.rank; ++k) p[k] += sums[k];
   }
 };
 
-// Turns what multiply hands over, p_hat q_local, into M, in memory and in `block`.
-template <class Arch, class G, class R, bool kFeedback>
-struct CombineRows {
-  using F = ComputeOf<G>;
-
-  Rows<Arch, G, R, kFeedback> source;
-  int64_t offset;
-  int64_t row_stride;
-  int64_t rows;
-  int64_t ahead[kRows];
-  F* block;
-  int64_t block_stride;
-  Vector<Arch, F>* poison;
-
-  template <class>
-  POWERSGD_INLINE void put(int64_t i, int64_t j, const Vector<Arch, F>& product) const {
-    F* target = block + i * block_stride + j;
-    if (i >= rows) return store<Arch>(target, Vector<Arch, F>{});
-    source.ask_for(source.gradient, source.memory, ahead[i] + j);
-    store<Arch>(target, source.combine(offset + i * row_stride + j, j, product, *poison));
-  }
-};
-
+// In kRows rows, by way of a buffer in the L1 cache, for which the factors are loaded a quarter as
+// often.
 template <class G, class R, bool kFeedback>
 struct ProjectAnyRank {
   using F = ComputeOf<G>;
@@ -180,48 +158,55 @@ struct ProjectAnyRank {
     PackedFactor<F> local(matrix.q_local, matrix.cols);
     PackedFactor<F> warm(matrix.q_warm, matrix.cols);
     Vector<Arch, F> poison = {};
-    for_each_block(matrix, arguments.tile.row_begin, arguments.tile.row_end, 0, matrix.cols,
-                   [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
-                     for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
-                       alignas(64) F m[kRows * kBlockCols];
-                       combine_rows<Arch>(block, row, local, m, poison);
-                       multiply_warm<Arch>(block, row, m, warm);
-                     }
-                   });
+    arguments.clear_p();
+    for_each_block(matrix, arguments.walk(), [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
+      for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
+        alignas(64) F m[kRows * kBlockCols];
+        if (kFeedback) multiply_local<Arch>(block, row, local, m);
+        combine_rows<Arch>(block, row, m, poison);
+        multiply_warm<Arch>(block, row, m, warm);
+      }
+    });
     arguments.template finish<Arch>(poison);
   }
 
-  // m = M, and so does memory
+  // product = p_hat q_local
   template <class Arch>
-  POWERSGD_INLINE void combine_rows(const BandBlock& block, int64_t row, PackedFactor<F>& local,
-                                    F* m, Vector<Arch, F>& poison) const {
-    const Matrix& matrix = arguments.matrix;
-    const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
+  POWERSGD_INLINE void multiply_local(const BandBlock& block, int64_t row, PackedFactor<F>& local,
+                                      F* product) const {
+    const int64_t rank = arguments.matrix.rank;
     const int64_t stride = round_up(block.cols, kPad);
-    CombineRows<Arch, G, R, kFeedback> combine{arguments.template rows<Arch>(block.cols),
-                                               row * matrix.cols + block.col,
-                                               matrix.cols,
-                                               rows,
-                                               {},
-                                               m,
-                                               stride,
-                                               &poison};
-    for (int64_t i = 0; i < kRows; ++i) combine.ahead[i] = block.ahead(row + i, matrix.cols);
-    // Without feedback there is nothing to subtract.
-    const int64_t rank = kFeedback ? matrix.rank : 0;
+    const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
+    const F* p_hat = arguments.p_hat() + row * rank;
     alignas(64) F left[kRows * kPackedRank];
     for (int64_t k = 0; k == 0 || k < rank; k += kPackedRank) {
       const int64_t count = std::min(kPackedRank, rank - k);
-      const F* initial = k > 0 ? m : nullptr;
       local.pack(k, count, block.col, block.cols);
-      pack_rows(arguments.p_hat() + row * rank + k, rank, rows, count, left);
-      if (k + count < rank) {
-        multiply<Arch, F>(left, local.data(), stride, count, stride, initial,
-                          StoreBlock<F>{m, stride});
-      } else {
-        multiply<Arch, F>(left, local.data(), stride, count, stride, initial, combine);
+      pack_rows(p_hat + k, rank, rows, count, left);
+      multiply<Arch, F>(left, local.data(), stride, count, stride, k > 0 ? product : nullptr,
+                        StoreBlock<F>{product, stride});
+    }
+  }
+
+  // m, p_hat q_local so far, becomes M.
+  template <class Arch>
+  POWERSGD_INLINE void combine_rows(const BandBlock& block, int64_t row, F* m,
+                                    Vector<Arch, F>& poison) const {
+    const int64_t stride = round_up(block.cols, kPad);
+    const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
+    const int64_t cols = arguments.matrix.cols;
+    const auto source = arguments.template source<Arch>(block.cols);
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t offset = (row + i) * cols + block.col;
+      const int64_t ahead = block.ahead(row + i, cols);
+      F* target = m + i * stride;
+      for (int64_t j = 0; j < stride; j += kLanes<Arch, F>) {
+        source.ask_for(ahead + j);
+        const Vector<Arch, F> product = load<Arch>(target + j);
+        store<Arch>(target + j, source.combine(offset + j, j, product, poison));
       }
     }
+    std::fill(m + rows * stride, m + kRows * stride, F{0});
   }
 
   // P += m q_warm^T
@@ -230,16 +215,11 @@ struct ProjectAnyRank {
                                      PackedFactor<F>& warm) const {
     const int64_t rank = arguments.matrix.rank;
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
-    alignas(64) F sums[kRows * kPackedRank];
+    F* p = arguments.p() + row * rank;
     for (int64_t k = 0; k < rank; k += kPackedRank) {
       const int64_t count = std::min(kPackedRank, rank - k);
       warm.pack(k, count, block.col, block.cols);
-      dot<Arch, F>(m, warm.data(), warm.stride(), count, sums);
-      for (int64_t i = 0; i < rows; ++i) {
-        for (int64_t n = 0; n < count; ++n) {
-          arguments.add_to_p(row + i, k + n, block.col, sums[n * kRows + i]);
-        }
-      }
+      dot<Arch, F>(m, warm.data(), warm.stride(), count, rows, p + k, rank);
     }
   }
 };

@@ -4,12 +4,12 @@
 //
 //   1. the norm of each row of Q, in double. A norm that is not finite skips the step.
 //   2. G, block by block as in project, and the raw segments, which the reduction has already
-//     summed.
+//      summed.
 //   3. q_warm.
 // A skipped step ends as if it had not been, but for the NaN in G that tell the caller.
 //
 // All ranks must get the same bits: each element of G is a sum in the order of k, and the norms are
-// summed over kNormLanes lanes, whatever the vectors are.
+// summed as factor_rows.h has it.
 #include "exact.h"
 
 #include <cmath>
@@ -18,64 +18,10 @@
 #include "bands.h"
 #include "blocks.h"
 #include "convert.h"
+#include "factor_rows.h"
 
 namespace powersgd::kernels::cpu {
 namespace {
-
-constexpr int64_t kNormLanes = 16;
-
-// The squared norm of a row of Q.
-template <class F>
-struct SquareRow {
-  const F* row;
-  int64_t cols;
-  double* result;
-
-  template <class Arch>
-  POWERSGD_INLINE void run() const {
-    constexpr int64_t kLane = kLanes<Arch, double>;
-    Vector<Arch, double> sums[kNormLanes / kLane] = {};
-    int64_t j = 0;
-    for (; j + kNormLanes <= cols; j += kNormLanes) add<Arch>(row + j, sums);
-    if (j < cols) {
-      F last[kNormLanes] = {};
-      std::copy_n(row + j, cols - j, last);
-      add<Arch>(last, sums);
-    }
-    double lanes[kNormLanes];
-    for (int64_t i = 0; i < kNormLanes / kLane; ++i) store<Arch>(lanes + i * kLane, sums[i]);
-    *result = 0;
-    for (const double lane : lanes) *result += lane;
-  }
-
-  template <class Arch>
-  POWERSGD_INLINE void add(const F* values, Vector<Arch, double>* sums) const {
-    constexpr int64_t kLane = kLanes<Arch, double>;
-    POWERSGD_UNROLL
-    for (int64_t i = 0; i < kNormLanes / kLane; ++i) {
-      const Vector<Arch, double> value = load_double<Arch>(values + i * kLane);
-      sums[i] += value * value;
-    }
-  }
-};
-
-template <class F>
-struct ScaleRow {
-  const F* row;
-  int64_t cols;
-  double scale;
-  F* q_warm;
-
-  template <class Arch>
-  POWERSGD_INLINE void run() const {
-    constexpr int64_t kLane = kLanes<Arch, double>;
-    int64_t j = 0;
-    for (; j + kLane <= cols; j += kLane) {
-      store_double<Arch>(q_warm + j, Vector<Arch, double>(load_double<Arch>(row + j) * scale));
-    }
-    for (; j < cols; ++j) q_warm[j] = static_cast<F>(row[j] * scale);
-  }
-};
 
 template <class F>
 bool norms_are_finite(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
@@ -130,6 +76,7 @@ struct WriteRows {
   int64_t rows;
   int64_t cols;
   F scale;
+  bool aligned;  // to cache lines
 
   template <class>
   POWERSGD_INLINE void put(int64_t i, int64_t j, const Vector<Arch, F>& product) const {
@@ -137,7 +84,7 @@ struct WriteRows {
     const Vector<Arch, F> value = product * scale;
     G* target = gradient + i * row_stride + j;
     if (j + kLanes<Arch, F> <= cols) {
-      if constexpr (kStream) {
+      if (kStream && aligned) {
         stream_as<Arch>(target, value);
       } else {
         store_as<Arch>(target, value);
@@ -157,17 +104,19 @@ struct ReconstructTile {
   const Bucket& bucket;
   const Matrix& matrix;
   const Tile& tile;
+  int64_t lead;  // columns in front of the first that is aligned to a cache line
 
   template <class Arch>
   POWERSGD_INLINE void run() const {
     PackedFactor<F> q(elements<F>(bucket.q_payload, matrix.q_offset), matrix.cols);
-    for_each_block(matrix, tile.row_begin, tile.row_end, 0, matrix.cols,
-                   [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
-                     for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
-                       write_rows<Arch>(block, row, q);
-                     }
-                   });
-    if (kStream) stream_fence();
+    Walk walk{tile.row_begin, tile.row_end, 0, matrix.cols};
+    walk.lead = lead;
+    for_each_block(matrix, walk, [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
+      for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
+        write_rows<Arch>(block, row, q);
+      }
+    });
+    if (kStream) stream_fence<Arch>();
   }
 
   template <class Arch>
@@ -175,9 +124,13 @@ struct ReconstructTile {
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
     const int64_t stride = round_up(block.cols, kPad);
     const F* p_hat = static_cast<const F*>(matrix.p_hat) + row * matrix.rank;
-    const WriteRows<Arch, G, kStream> write{
-        elements<G>(bucket.gradient, matrix.gradient_offset) + row * matrix.cols + block.col,
-        matrix.cols, rows, block.cols, static_cast<F>(bucket.output_scale)};
+    const int64_t offset = matrix.gradient_offset + row * matrix.cols + block.col;
+    const WriteRows<Arch, G, kStream> write{elements<G>(bucket.gradient, offset),
+                                            matrix.cols,
+                                            rows,
+                                            block.cols,
+                                            static_cast<F>(bucket.output_scale),
+                                            block.index > 0 || lead == 0};
     alignas(64) F sums[kRows * kBlockCols];
     alignas(64) F left[kRows * kPackedRank];
     for (int64_t k = 0; k == 0 || k < matrix.rank; k += kPackedRank) {
@@ -194,17 +147,6 @@ struct ReconstructTile {
     }
   }
 };
-
-// Whether to store past the caches, into which a large gradient would not fit anyway. Rows must be
-// aligned to whole cache lines.
-template <class G>
-bool streams(const Bucket& bucket, const Matrix& matrix) {
-  constexpr int64_t kLarge = int64_t{1} << 20;
-  const auto address =
-      reinterpret_cast<uintptr_t>(elements<G>(bucket.gradient, matrix.gradient_offset));
-  const int64_t row_bytes = matrix.cols * static_cast<int64_t>(sizeof(G));
-  return address % 64 == 0 && row_bytes % 64 == 0 && matrix.rows * row_bytes >= kLarge;
-}
 
 template <class G>
 struct WriteRawTile {
@@ -267,17 +209,41 @@ void skip_step(const Bucket& bucket, const ParallelFor& parallel_for) {
   });
 }
 
+// A gradient that the caches would not keep is better stored past them: a store through them first
+// reads what it overwrites.
+bool exceeds_caches(const Bucket& bucket) {
+  constexpr int64_t kLarge = int64_t{4} << 20;
+  int64_t numel = 0;
+  for (int32_t i = 0; i < bucket.num_matrices; ++i) {
+    numel += bucket.matrices[i].rows * bucket.matrices[i].cols;
+  }
+  return numel * size_of(bucket.gradient_dtype) >= kLarge;
+}
+
+template <class G>
+void reconstruct_tile(Isa isa, const Bucket& bucket, const Tile& tile, bool stream) {
+  constexpr auto kLine = uintptr_t{64};
+  const Matrix& matrix = bucket.matrices[tile.item];
+  const auto address =
+      reinterpret_cast<uintptr_t>(elements<G>(bucket.gradient, matrix.gradient_offset));
+  const uintptr_t missing = (kLine - address % kLine) % kLine;
+  const uintptr_t row_bytes = static_cast<uintptr_t>(matrix.cols) * sizeof(G);
+  // All rows are to have the same lead.
+  if (stream && missing % sizeof(G) == 0 && row_bytes % kLine == 0) {
+    const auto lead = static_cast<int64_t>(missing / sizeof(G));
+    run_on(isa, ReconstructTile<G, true>{bucket, matrix, tile, lead});
+  } else {
+    run_on(isa, ReconstructTile<G, false>{bucket, matrix, tile, 0});
+  }
+}
+
 template <class G>
 void apply_step(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
+  const bool stream = exceeds_caches(bucket);
   const Tile* raw_begin = bucket.tiles + bucket.tile_list_begin[kRawTiles];
   for_each_tile(bucket, kMatrixTiles, kRawTiles, parallel_for, [&](const Tile& tile) {
     if (&tile < raw_begin) {
-      const Matrix& matrix = bucket.matrices[tile.item];
-      if (streams<G>(bucket, matrix)) {
-        run_on(isa, ReconstructTile<G, true>{bucket, matrix, tile});
-      } else {
-        run_on(isa, ReconstructTile<G, false>{bucket, matrix, tile});
-      }
+      reconstruct_tile<G>(isa, bucket, tile, stream);
     } else {
       run_on(isa, WriteRawTile<G>{bucket, bucket.raw_segments[tile.item], tile});
     }
@@ -310,10 +276,9 @@ void reconstruct_or_skip(Isa isa, const Bucket& bucket, const ParallelFor& paral
 }  // namespace
 
 void reconstruct(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
-  with_storage_pair(
-      bucket.gradient_dtype, bucket.residual_dtype, [&](auto gradient, auto residual) {
-        reconstruct_or_skip<decltype(gradient), decltype(residual)>(isa, bucket, parallel_for);
-      });
+  with_storage_pair(bucket.gradient_dtype, bucket.residual_dtype, [&](auto g, auto r) {
+    reconstruct_or_skip<decltype(g), decltype(r)>(isa, bucket, parallel_for);
+  });
 }
 
 void reconstruct(const Bucket& bucket, const ParallelFor& parallel_for) {

@@ -8,8 +8,8 @@
 #include "isa.h"
 
 // One source for every instruction set: kernels are templates over an Arch, written with GCC's
-// vector extensions and always inlined into Arch::enter, which carries the target attribute. No
-// intrinsics, and on a machine that is not x86-64 only the baseline is built.
+// vector extensions and always inlined into Arch::enter, which carries the target attribute. On a
+// machine that is not x86-64 only the baseline is built.
 //
 // The result of a kernel may depend on Arch through the number of lanes it sums over and through
 // FMA. orthogonalize.cpp and reconstruct.cpp forbid both: see there.
@@ -31,7 +31,7 @@ namespace powersgd::kernels::cpu {
 struct Baseline {
   static constexpr size_t kVectorBytes = 16;
   static constexpr int kRegisters = 16;
-  static constexpr bool kHasF16c = false;
+  static constexpr bool kHasAvx = false;  // AVX2, FMA and F16C
   template <class Kernel>
   static void enter(const Kernel& kernel) {
     kernel.template run<Baseline>();
@@ -42,7 +42,7 @@ struct Baseline {
 struct Avx2 {
   static constexpr size_t kVectorBytes = 32;
   static constexpr int kRegisters = 16;
-  static constexpr bool kHasF16c = true;
+  static constexpr bool kHasAvx = true;
   template <class Kernel>
   __attribute__((target("avx2,fma,f16c"), noinline)) static void enter(const Kernel& kernel) {
     kernel.template run<Avx2>();
@@ -52,7 +52,7 @@ struct Avx2 {
 struct Avx512 {
   static constexpr size_t kVectorBytes = 64;
   static constexpr int kRegisters = 32;
-  static constexpr bool kHasF16c = true;
+  static constexpr bool kHasAvx = true;
   template <class Kernel>
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"), noinline)) static void
   enter(const Kernel& kernel) {
@@ -104,24 +104,19 @@ POWERSGD_INLINE To bits_as(const From& from) {
 
 // Stores past the caches, to an address aligned to the vector. stream_fence() before others may
 // read.
-template <class Arch, class T>
-POWERSGD_INLINE void stream(T* target, const Vector<Arch, T>& value) {
-  auto& memory = *reinterpret_cast<Vector<Arch, T>*>(target);
-#if defined(__x86_64__)
-  if constexpr (Arch::kVectorBytes > 16) {
+template <class Arch, class V>
+POWERSGD_INLINE void stream(void* target, const V& value) {
+  V& memory = *static_cast<V*>(target);
+  if constexpr (Arch::kHasAvx) {
     asm("vmovntps %1, %0" : "=m"(memory) : "v"(value));
   } else {
-    asm("movntps %1, %0" : "=m"(memory) : "x"(value));
+    memory = value;
   }
-#else
-  memory = value;
-#endif
 }
 
-inline void stream_fence() {
-#if defined(__x86_64__)
-  asm volatile("sfence" ::: "memory");
-#endif
+template <class Arch>
+POWERSGD_INLINE void stream_fence() {
+  if constexpr (Arch::kHasAvx) asm volatile("sfence" ::: "memory");
 }
 
 }  // namespace powersgd::kernels::cpu

@@ -62,8 +62,9 @@ class TileBuilder {
   }
 
   void for_each_matrix(void (TileBuilder::*add)(int32_t, const Matrix&)) {
-    for (size_t i = 0; i < matrices_.size(); ++i)
+    for (size_t i = 0; i < matrices_.size(); ++i) {
       (this->*add)(static_cast<int32_t>(i), matrices_[i]);
+    }
   }
 
   void add(int32_t item, int32_t slot, int64_t row_begin, int64_t row_end, int64_t col_begin,
@@ -101,7 +102,7 @@ class TileBuilder {
     add(item, slot, 0, matrix.rows, 0, matrix.rank);
   }
 
-  // The slot holds the partial q of all the matrix's row ranges: [parts, rank, stride].
+  // The slot holds the partial q of all the matrix's row ranges: partial_q_numel elements each.
   void add_back_project_tiles(int32_t item, const Matrix& matrix) {
     const int64_t rows = back_project_rows(matrix);
     const int64_t strip = strip_cols(matrix);
@@ -124,7 +125,7 @@ class TileBuilder {
 
   int32_t take_partial_q(const Matrix& matrix) {
     const int64_t parts = count_parts(matrix.rows, back_project_rows(matrix));
-    return take_slots(parts * matrix.rank * partial_q_stride(matrix) * factor_bytes_);
+    return take_slots(parts * partial_q_numel(matrix) * factor_bytes_);
   }
 
   // The slot holds the squared norm of the row.

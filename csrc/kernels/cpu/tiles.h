@@ -31,7 +31,8 @@ constexpr int64_t kBlockCols = 256;
 constexpr int64_t kPackedRank = 32;
 
 constexpr int64_t kStripCols = 8192;
-constexpr int64_t kBandElements = int64_t{1} << 14;
+// Elements of a band: with those of the next, on their way, they fit into the L2 cache.
+constexpr int64_t kBandElements = int64_t{1} << 13;
 constexpr int64_t kMaxBandRows = 64;
 constexpr int64_t kGramRows = 512;
 constexpr int64_t kSlotBytes = 64;
@@ -48,11 +49,10 @@ inline int64_t strip_cols(const Matrix& matrix) {
   return std::max(round_up(count_parts(matrix.cols, strips), kBlockCols), kBlockCols);
 }
 
-// Rows of a band: this one and the next fit into the L2 cache, and there are enough of them for
-// packing the factors not to count.
-inline int64_t band_rows(const Matrix& matrix, int64_t strip) {
-  const int64_t rows = std::max(kBandElements / std::max<int64_t>(strip, 1), 2 * matrix.rank);
-  return round_up(std::clamp<int64_t>(rows, 1, kMaxBandRows), kRows);
+// Rows of a band: about as many as asked for, more at a high rank, so that packing the factors does
+// not count.
+inline int64_t band_rows(const Matrix& matrix, int64_t rows) {
+  return round_up(std::clamp<int64_t>(std::max(rows, 2 * matrix.rank), 1, kMaxBandRows), kRows);
 }
 
 // Rows of a partial q. The partial sums of a matrix are at most 1/32 of its size.
@@ -61,8 +61,11 @@ inline int64_t back_project_rows(const Matrix& matrix) {
   return round_up(rows, kRows);
 }
 
-// Elements between the rows of a partial q.
-inline int64_t partial_q_stride(const Matrix& matrix) { return round_up(matrix.cols, kPad); }
+// Elements of a partial q: blocks of kBlockCols columns, [rank, kBlockCols] each. Rows of the whole
+// width would fall into the same cache sets where it is a power of two.
+inline int64_t partial_q_numel(const Matrix& matrix) {
+  return matrix.rank * round_up(matrix.cols, kBlockCols);
+}
 
 // Rows of a partial Gram matrix.
 inline int64_t gram_rows(const Matrix& matrix) {
