@@ -18,7 +18,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env build demo test test-cpp test-python gpu lint format clean \
+.PHONY: help env build demo test test-cpp test-python test-sanitized gpu lint format clean \
         check-build-tools check-cpp-tools FORCE
 
 help:  ## this list
@@ -42,6 +42,13 @@ test-cpp: env | check-cpp-tools  ## GoogleTest
 
 test-python: build  ## pytest
 	$(PYTHON) -m pytest tests/python
+
+# AddressSanitizer and UndefinedBehaviorSanitizer, over the plan, the CPU kernels and the CUDA kernels
+# on the SIMT runtime: the layers without torch, which is not sanitized itself.
+test-sanitized: | check-cpp-tools  ## the kernels' tests under sanitizers
+	cmake -S tests/cpp -B build/sanitized -G Ninja -DPOWERSGD_SANITIZE=ON
+	cmake --build build/sanitized --parallel $(JOBS)
+	ctest --test-dir build/sanitized --parallel $(JOBS) --output-on-failure
 
 # With the python at hand (PYTHON=...), and no environment of its own: nothing is downloaded.
 gpu:  ## build, test and measure on a machine with an NVIDIA GPU, in 9 minutes

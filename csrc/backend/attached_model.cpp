@@ -29,6 +29,7 @@ AttachedModel::AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend,
       parameters_(std::move(parameters)),
       options_(std::move(options)),
       skips_(backend_->make_skip_counter()) {
+  validate(options_);
   TORCH_CHECK(names_.size() == parameters_.size(), "powersgd: ", names_.size(), " names for ",
               parameters_.size(), " parameters");
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -84,14 +85,15 @@ AttachedModel::Bucket AttachedModel::make_bucket(c10d::GradBucket& bucket,
               buffer.numel(), " elements, its parameters ", numel,
               "; this version of torch lays its buckets out in a way that is not known here");
   Bucket made;
-  made.plan = plan_bucket(shapes, options_);
-  if (made.plan.compresses()) {
+  BucketPlan plan = plan_bucket(shapes, options_);
+  if (plan.compresses()) {
     std::vector<ParameterStatePtr> states;
-    for (const PlannedMatrix& matrix : made.plan.matrices) {
+    for (const PlannedMatrix& matrix : plan.matrices) {
       states.push_back(states_[indices[static_cast<size_t>(matrix.parameter)]]);
     }
-    made.compressor = std::make_shared<BucketCompressor>(
-        made.plan, std::move(states), options_, buffer.scalar_type(), buffer.device(), skips_);
+    made.compressor =
+        std::make_shared<BucketCompressor>(std::move(plan), std::move(states), options_,
+                                           buffer.scalar_type(), buffer.device(), skips_);
   }
   made.parameters = std::move(indices);
   return made;

@@ -54,7 +54,6 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
  private:
   struct Bucket {
     std::vector<size_t> parameters;  // indices into parameters_
-    BucketPlan plan;
     std::shared_ptr<BucketCompressor> compressor;  // null if nothing in it is compressed
   };
 

@@ -99,8 +99,6 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor
 c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_compressed(
     const std::shared_ptr<BucketCompressor>& compressor, const at::Tensor& gradient,
     const StepInfo& step, std::chrono::milliseconds timeout) {
-  Engine* engine = find_engine(gradient.device().type());
-  TORCH_CHECK(engine != nullptr, "powersgd: no lane for ", gradient.device(), " tensors");
   stats_->add_compressed(compressor->gradient_bytes(), compressor->payload_bytes());
   std::shared_ptr<const StageProbe> probe;
   {
@@ -123,7 +121,8 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_compressed(
       throw;
     }
   };
-  return engine->submit({gradient}, std::move(job), gradient.device(), timeout);
+  return engine_of(gradient.device())
+      .submit({gradient}, std::move(job), gradient.device(), timeout);
 }
 
 c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_average_exact(at::Tensor gradient) {
@@ -150,21 +149,18 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_coalesced(
 
 void BackendPowerSGD::average_over_lane(std::vector<at::Tensor>& tensors) {
   if (tensors.empty() || getSize() == 1) return;
-  Engine* engine = find_engine(tensors.front().device().type());
-  TORCH_CHECK(engine != nullptr, "powersgd: no lane for ", tensors.front().device(), " tensors");
+  const at::Device device = tensors.front().device();
   auto job = [&tensors, size = getSize()](Lane& lane) {
     for (at::Tensor& tensor : tensors) {
       lane.allreduce(tensor);
       tensor.mul_(1.0 / size);
     }
   };
-  engine->submit(tensors, job, tensors.front().device(), c10d::kUnsetTimeout)->wait();
+  engine_of(device).submit(tensors, job, device, c10d::kUnsetTimeout)->wait();
 }
 
 void BackendPowerSGD::run_after_steps(c10::Device device, const std::function<void()>& job) {
-  Engine* engine = find_engine(device.type());
-  TORCH_CHECK(engine != nullptr, "powersgd: no lane for ", device, " tensors");
-  engine->submit({}, [&job](Lane&) { job(); }, device, c10d::kUnsetTimeout)->wait();
+  engine_of(device).submit({}, [&job](Lane&) { job(); }, device, c10d::kUnsetTimeout)->wait();
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> BackendPowerSGD::getBackendOptions() {
@@ -284,9 +280,11 @@ void BackendPowerSGD::set_stage_probe(StageProbe probe) {
   probe_ = std::make_shared<const StageProbe>(std::move(probe));
 }
 
-Engine* BackendPowerSGD::find_engine(c10::DeviceType device) const {
-  const auto found = engines_.find(device);
-  return found == engines_.end() ? nullptr : found->second.get();
+Engine& BackendPowerSGD::engine_of(c10::Device device) const {
+  const auto found = engines_.find(device.type());
+  TORCH_CHECK(found != engines_.end(), "powersgd: this group has no inner backend for ", device,
+              " tensors");
+  return *found->second;
 }
 
 }  // namespace powersgd

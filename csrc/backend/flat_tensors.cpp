@@ -126,9 +126,4 @@ std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Te
   return admitted;
 }
 
-int64_t FlatTensors::size() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return static_cast<int64_t>(entries_.size());
-}
-
 }  // namespace powersgd

@@ -42,8 +42,6 @@ class FlatTensors {
   std::optional<Admitted> admit(const std::vector<at::Tensor>& tensors,
                                 const c10d::AllreduceOptions& opts);
 
-  int64_t size() const;
-
  private:
   enum class Mode { kNone, kBackward, kBlock, kStateless };
   // Mode and identity of the pass that the calling thread is in.

@@ -109,16 +109,12 @@ std::vector<at::Tensor> CombinedWork::result() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> CombinedWork::getFuture() {
-  auto future =
-      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  run_callback([works = works_, future] {
+  auto future = make_future({});
+  const auto self = c10::intrusive_ptr<CombinedWork>::unsafe_reclaim_from_nonowning(this);
+  run_callback([self, future] {
     try {
-      std::vector<at::Tensor> tensors;
-      for (const auto& work : works) {
-        work->wait();
-        for (at::Tensor& tensor : work->result()) tensors.push_back(std::move(tensor));
-      }
-      future->markCompleted(c10::IValue(std::move(tensors)));
+      self->wait();
+      future->markCompleted(c10::IValue(self->result()));
     } catch (...) {
       future->setError(std::current_exception());
     }

@@ -94,6 +94,8 @@ void bind_plan(py::module_& module) {
 
 // The stages without a backend, for benchmarks and tests.
 void bind_compressor(py::module_& module) {
+  module.def("has_kernels",
+             [](const std::string& device) { return has_kernels(at::Device(device).type()); });
   py::class_<BucketCompressor>(module, "BucketCompressor")
       .def(py::init([](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
                        const py::object& dtype, const std::string& device) {
@@ -138,7 +140,6 @@ py::dict to_dict(const StatsSnapshot& stats) {
   result["exact_calls"] = stats.exact_calls;
   result["bytes_before"] = stats.bytes_before;
   result["bytes_after"] = stats.bytes_after;
-  result["ratio"] = stats.ratio();
   result["seconds"] = seconds;
   return result;
 }
@@ -216,7 +217,6 @@ void bind_model(py::module_& module) {
       [](c10d::Reducer& reducer, c10::intrusive_ptr<BackendPowerSGD> backend,
          std::vector<std::string> names, std::vector<at::Tensor> parameters,
          const Options& options) {
-        validate(options);
         auto model = std::make_shared<AttachedModel>(std::move(backend), std::move(names),
                                                      std::move(parameters), options);
         register_ddp_hook(reducer, model);

@@ -128,7 +128,7 @@ class BackendPowerSGD : public ForwardingBackend {
   void set_stage_probe(StageProbe probe);
 
  private:
-  Engine* find_engine(c10::DeviceType device) const;
+  Engine& engine_of(c10::Device device) const;
 
   const powersgd::Options options_;
   const std::vector<InnerPair> pairs_;

@@ -117,17 +117,17 @@ def _create_inner(name: str, store: Store, dist_options: _DistributedBackendOpti
     """
     rank, size = dist_options.group_rank, dist_options.group_size
     timeout: timedelta = dist_options.timeout
-    names = {
+    group = {
         "global_ranks_in_group": dist_options.global_ranks_in_group or list(range(size)),
         "group_name": dist_options.group_id,
     }
     if name == "gloo" and dist.is_gloo_available():
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        _set(gloo.options, names)
+        _set(gloo.options, group)
         return cast("Backend", gloo)
     if name == "nccl" and dist.is_nccl_available():
         nccl_options = dist.ProcessGroupNCCL.Options()
-        _set(nccl_options, {**names, "_timeout": timeout})
+        _set(nccl_options, {**group, "_timeout": timeout})
         return cast("Backend", dist.ProcessGroupNCCL(store, rank, size, nccl_options))
     plugin = dist.Backend._plugins.get(name.upper())
     if plugin is not None and plugin.extended_api:

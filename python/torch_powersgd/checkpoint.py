@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd._core import _C
-from torch_powersgd.ddp import _fields, attached_model
+from torch_powersgd.ddp import attached_model, option_fields
 
 VERSION = 1
 
@@ -29,7 +29,7 @@ def state_dict(ddp: DistributedDataParallel) -> dict[str, Any]:
     model = attached_model(ddp)
     return {
         "version": VERSION,
-        "options": _fields(model.options),
+        "options": option_fields(model.options),
         "step": model.step,
         "grad_scale": model.grad_scale,
         "parameters": {

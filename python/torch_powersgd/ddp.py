@@ -46,13 +46,19 @@ def attach(ddp: DistributedDataParallel, options: Options | None = None) -> None
             f"module's has {ddp.process_group._get_backend(device).name()!r}. Use "
             f'init_process_group("{device.type}:powersgd")'
         )
+    if not _C.has_kernels(device.type):
+        raise ValueError(
+            f"this build of torch_powersgd has no kernels for {device.type}: build it again with "
+            "the CUDA toolkit at hand (CUDA_HOME) and POWERSGD_BUILD_CUDA=1, which says what is "
+            "missing"
+        )
     set_default_backend(ddp.process_group)
     core = options._core() if options is not None else backend.options.compression
     shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
     _check_agreement(ddp.process_group, core, shapes)
     model = _attached.get(ddp)
     if model is not None:
-        if _fields(model.options) != _fields(core):
+        if option_fields(model.options) != option_fields(core):
             raise ValueError("options of a module that was attached before cannot be changed")
         model.active = True
         return
@@ -103,14 +109,15 @@ def _check_module(ddp: object) -> None:
         )
 
 
-def _fields(core: _C.Options) -> dict[str, Any]:
+def option_fields(core: _C.Options) -> dict[str, Any]:
+    """The core's options as {field: value}."""
     return {name: getattr(core, name) for name in Options.__dataclass_fields__}
 
 
 def _check_agreement(
     group: dist.ProcessGroup, core: _C.Options, shapes: dict[str, list[int]]
 ) -> None:
-    mine = {**_fields(core), "parameters": shapes}
+    mine = {**option_fields(core), "parameters": shapes}
     everyone: list[dict[str, Any]] = [{} for _ in range(group.size())]
     dist.all_gather_object(everyone, mine, group=group)
     verdict = compare_options(everyone)

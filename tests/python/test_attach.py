@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import torch_powersgd as tp
+from torch_powersgd import _C
 
 OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
 OTHER = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=1, random_seed=3)
@@ -66,6 +67,8 @@ def _refused(rank, kind):
         ddp.register_comm_hook(None, allreduce_hook)
     if kind == "built-in hook":
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    if kind == "no kernels":
+        _C.has_kernels = lambda device: device != "cpu"  # as in a build without CUDA, for cuda
     if kind == "options" and rank == 1:
         options = OTHER
     message = _message(tp.attach, ddp, options)
@@ -80,6 +83,7 @@ def _refused(rank, kind):
         ("mixed precision", ["mixed_precision"]),
         ("python hook", ["hook already"]),
         ("built-in hook", ["hook"]),
+        ("no kernels", ["no kernels for cpu", "POWERSGD_BUILD_CUDA"]),
         ("options", ["matrix_approximation_rank", "2 on rank 0", "1 on rank 1"]),
         ("models", ["parameters", "weights.tall", "weights.renamed", "rank 0", "rank 1"]),
     ],

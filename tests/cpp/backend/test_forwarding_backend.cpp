@@ -6,11 +6,14 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "support/errors.h"
 #include "support/recording_backend.h"
 
 namespace powersgd {
 namespace {
 
+using test::contains;
+using test::error_of;
 using test::RecordingBackend;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Recorder = c10::intrusive_ptr<RecordingBackend>;
@@ -24,20 +27,6 @@ Methods methods(const Recorder& recorder) {
   Methods names;
   for (const auto& call : recorder->calls) names.push_back(call.method);
   return names;
-}
-
-template <typename F>
-std::string error_of(F&& f) {
-  try {
-    f();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 class ForwardingBackendTest : public ::testing::Test {

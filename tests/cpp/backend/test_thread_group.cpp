@@ -7,26 +7,14 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "support/errors.h"
+
 namespace powersgd::test {
 namespace {
 
 using Backend = c10::intrusive_ptr<ThreadBackend>;
 using Tensors = std::vector<at::Tensor>;
 using std::chrono::milliseconds;
-
-template <typename F>
-std::string error_of(F&& f) {
-  try {
-    f();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 at::Tensor sample(int rank, int64_t numel) {
   return at::sin(at::arange(numel, at::kFloat) * (rank + 1));

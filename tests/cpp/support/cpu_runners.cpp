@@ -1,7 +1,4 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include <cstdlib>
-#include <cstring>
-#include <new>
 #include <thread>
 
 #include "kernels/cpu/isa.h"
@@ -14,25 +11,9 @@ using kernels::Bucket;
 using kernels::cpu::Isa;
 
 // Every instruction set of this machine, and a number of threads.
-class CpuRunner : public StageRunner {
+class CpuRunner : public HostMemoryRunner {
  public:
   CpuRunner(Isa isa, int threads) : isa_(isa), threads_(threads) {}
-
-  // A block of its own and not a byte more, so that AddressSanitizer sees every step beyond it.
-  void* allocate(size_t bytes) override {
-    void* block = nullptr;
-    if (posix_memalign(&block, 64, bytes) != 0) throw std::bad_alloc();
-    blocks_.emplace_back(block, &std::free);
-    std::memset(block, 0xA5, bytes);
-    return block;
-  }
-
-  void copy_in(void* device, const void* host, size_t bytes) override {
-    if (bytes > 0) std::memcpy(device, host, bytes);
-  }
-  void copy_out(void* host, const void* device, size_t bytes) override {
-    if (bytes > 0) std::memcpy(host, device, bytes);
-  }
 
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
                                 const std::vector<kernels::RawSegment>& raw,
@@ -70,7 +51,6 @@ class CpuRunner : public StageRunner {
 
   const Isa isa_;
   const int threads_;
-  std::vector<std::unique_ptr<void, decltype(&std::free)>> blocks_;
 };
 
 RunnerFactory cpu_runner(const std::string& name, Isa isa, int threads) {

@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include <cstdlib>
-#include <cstring>
 #include <memory>
-#include <new>
 #include <stdexcept>
 
 #include "support/simt/simt.h"
@@ -12,25 +9,9 @@ namespace powersgd::test {
 namespace {
 
 // The CUDA kernels on the SIMT runtime. `seed` is for the order of blocks and threads.
-class SimtRunner : public StageRunner {
+class SimtRunner : public HostMemoryRunner {
  public:
   explicit SimtRunner(uint64_t seed) : seed_(seed) {}
-
-  // A block of its own and not a byte more, so that AddressSanitizer sees every step beyond it.
-  void* allocate(size_t bytes) override {
-    void* block = nullptr;
-    if (posix_memalign(&block, 64, bytes) != 0) throw std::bad_alloc();
-    blocks_.emplace_back(block, &std::free);
-    std::memset(block, 0xA5, bytes);
-    return block;
-  }
-
-  void copy_in(void* device, const void* host, size_t bytes) override {
-    if (bytes > 0) std::memcpy(device, host, bytes);
-  }
-  void copy_out(void* host, const void* device, size_t bytes) override {
-    if (bytes > 0) std::memcpy(host, device, bytes);
-  }
 
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
                                 const std::vector<kernels::RawSegment>& raw,
@@ -61,7 +42,6 @@ class SimtRunner : public StageRunner {
   }
 
   const uint64_t seed_;
-  std::vector<std::unique_ptr<void, decltype(&std::free)>> blocks_;
 };
 
 RunnerFactory simt_runner(uint64_t seed) {

@@ -2,8 +2,11 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <memory>
+#include <new>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -32,6 +35,28 @@ class StageRunner {
 
   // Returns when the stage has ended. All pointers in `bucket` are device memory.
   virtual void run(Stage stage, const kernels::Bucket& bucket) = 0;
+};
+
+// A runner whose device memory is the host's.
+class HostMemoryRunner : public StageRunner {
+ public:
+  // A block of its own and not a byte more, so that AddressSanitizer sees every step beyond it.
+  void* allocate(size_t bytes) override {
+    void* block = nullptr;
+    if (posix_memalign(&block, 64, bytes) != 0) throw std::bad_alloc();
+    blocks_.emplace_back(block, &std::free);
+    std::memset(block, 0xA5, bytes);
+    return block;
+  }
+  void copy_in(void* device, const void* host, size_t bytes) override {
+    if (bytes > 0) std::memcpy(device, host, bytes);
+  }
+  void copy_out(void* host, const void* device, size_t bytes) override {
+    if (bytes > 0) std::memcpy(host, device, bytes);
+  }
+
+ private:
+  std::vector<std::unique_ptr<void, decltype(&std::free)>> blocks_;
 };
 
 struct RunnerFactory {

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# Builds, links and imports the extension against a torch with CUDA, without a GPU. torch, with the
+# libraries that it brings 5 GB, goes into an environment that is kept between runs. Where it cannot
+# be had (no network, no room) this says so and is not a failure. Needs nvcc.
+#
+#   .ci/cuda_build.sh        CUDA_TORCH=torch==2.11.0   CUDA_ENV=~/.cache/torch-powersgd/<CUDA_TORCH>
+set -euo pipefail
+cd "$(dirname "$0")/.."
+exec </dev/null
+
+torch=${CUDA_TORCH:-torch==2.11.0}
+env=${CUDA_ENV:-${XDG_CACHE_HOME:-$HOME/.cache}/torch-powersgd/${torch//[^a-z0-9.]/-}}
+python=$env/bin/python
+log=$(mktemp)
+tree=$(mktemp -d)
+trap 'rm -rf "$log" "$tree"' EXIT
+
+if ! "$python" -c 'import torch' 2>/dev/null; then
+  rm -rf "$env"
+  if ! { python3 -m venv "$env" &&
+    "$env/bin/pip" --disable-pip-version-check --no-cache-dir install --quiet \
+      "$torch" numpy ninja 'setuptools>=77,<82'; } >"$log" 2>&1; then
+    tail -n 3 "$log"
+    rm -rf "$env"
+    echo "NOT CHECKED: the build against a torch with CUDA: $torch could not be installed"
+    exit 0
+  fi
+fi
+"$python" -c 'import torch; assert torch.version.cuda, f"{torch.__version__} has no CUDA"'
+
+# A copy: the objects of the other torch stay as they are. One architecture: nvcc_report.sh compiles
+# the kernels for all of them.
+cp -r setup.py pyproject.toml README.md csrc include python "$tree"
+rm -f "$tree"/python/torch_powersgd/_C*.so
+cd "$tree"
+# nvcc may be a script that calls the toolkit's: ask it where it lives.
+CUDA_HOME=${CUDA_HOME:-$(nvcc --dryrun -x cu -c /dev/null -o /dev/null 2>&1 |
+  sed -n 's/^#\$ _HERE_=//p')/..}
+export CUDA_HOME POWERSGD_BUILD_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0
+command -v ccache >/dev/null && export PATH=/usr/lib/ccache:$PATH
+if ! PATH=$env/bin:$PATH "$python" setup.py build_ext --inplace >"$log" 2>&1; then
+  tail -n 60 "$log"
+  exit 1
+fi
+PYTHONPATH=$tree/python "$python" - <<'CHECK'
+import torch, torch_powersgd
+from torch_powersgd import _C
+
+assert _C.has_kernels("cuda") and _C.has_kernels("cpu")
+print("built, linked and imported against torch", torch.__version__, "without a GPU")
+CHECK
