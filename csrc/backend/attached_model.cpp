@@ -2,25 +2,14 @@
 #include "backend/attached_model.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
 #include "backend/parameter_layout.h"
+#include "backend/replicas.h"
 #include "backend/stats.h"
 
 namespace powersgd {
-namespace {
-
-// The engine's stream made it, the caller's will read it: keep its memory until both are done.
-void use_on_current_stream(const at::Tensor& tensor) {
-  if (tensor.is_cpu()) return;
-  const c10::impl::VirtualGuardImpl impl(tensor.device().type());
-  impl.recordDataPtrOnStream(tensor.storage().data_ptr(), impl.getStream(tensor.device()));
-}
-
-}  // namespace
-
 AttachedModel::AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend,
                              std::vector<std::string> names, std::vector<at::Tensor> parameters,
                              Options options)
@@ -39,7 +28,12 @@ AttachedModel::AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend,
   }
 }
 
-double AttachedModel::grad_scale() const { return backend_->grad_scale(); }
+double AttachedModel::grad_scale() const { return grad_scale_.value_or(backend_->grad_scale()); }
+
+void AttachedModel::set_grad_scale(double scale) {
+  check_grad_scale(scale);
+  grad_scale_ = scale;
+}
 
 c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(c10d::GradBucket& bucket) {
   at::Tensor& gradient = bucket.getBufferRef();
@@ -53,9 +47,11 @@ c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(c10d::GradBucket& bucket) {
   step.output_scale = 1.0 / backend_->getSize();
   step.grad_scale = grad_scale();
   step.step = step_;
+  if (!owed_.empty() && !gradient.is_sparse()) add_owed(bucket);
+  auto work = compressor ? backend_->allreduce_compressed(compressor, gradient, step)
+                         : backend_->allreduce_average_exact(gradient);
   if (bucket.isLast()) end_step();
-  if (!compressor) return backend_->allreduce_average_exact(gradient);
-  return backend_->allreduce_compressed(compressor, gradient, step);
+  return work;
 }
 
 AttachedModel::Bucket& AttachedModel::find_bucket(c10d::GradBucket& bucket) {
@@ -99,6 +95,22 @@ AttachedModel::Bucket AttachedModel::make_bucket(c10d::GradBucket& bucket,
   return made;
 }
 
+// Every rank adds the mean residual: the average then holds it once.
+void AttachedModel::add_owed(c10d::GradBucket& bucket) {
+  int64_t offset = 0;
+  for (const at::Tensor& parameter : bucket.getParameters()) {
+    const auto index = index_of_.find(parameter.unsafeGetTensorImpl());
+    const auto owed = index == index_of_.end() ? owed_.end() : owed_.find(index->second);
+    if (owed != owed_.end()) {
+      bucket.getBufferRef()
+          .narrow(0, offset, parameter.numel())
+          .add_(owed->second.to(parameter.device()).flatten(), grad_scale());
+      owed_.erase(owed);
+    }
+    offset += parameter.numel();
+  }
+}
+
 void AttachedModel::announce() const {
   std::vector<ParameterShape> shapes;
   for (const at::Tensor& parameter : parameters_) {
@@ -118,95 +130,11 @@ void AttachedModel::announce() const {
 void AttachedModel::end_step() {
   ++step_;
   backend_->end_step(options_);
-}
-
-std::vector<ParameterExport> AttachedModel::export_state() {
-  std::vector<ParameterExport> exported(parameters_.size());
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    exported[i].name = names_[i];
-    if (!states_[i]->allocated()) continue;
-    const at::Tensor& parameter = parameters_[i];
-    std::vector<at::Tensor> mean(1);
-    backend_->run_after_steps(parameter.device(), [&] {
-      mean[0] = residual(*states_[i]).mul_(grad_scale() / states_[i]->grad_scale);
-      exported[i].q = q_to_parameter_order(states_[i]->q_warm.clone(), parameter);
-    });
-    backend_->average_over_lane(mean);
-    use_on_current_stream(mean[0]);
-    use_on_current_stream(exported[i].q);
-    exported[i].residual = to_parameter_order(mean[0], parameter);
-  }
-  return exported;
-}
-
-void AttachedModel::load_state(const std::vector<ParameterExport>& parameters, int64_t step,
-                               double grad_scale) {
-  std::map<std::string, size_t> index_of_name;
-  for (size_t i = 0; i < names_.size(); ++i) index_of_name[names_[i]] = i;
-  std::vector<std::pair<size_t, const ParameterExport*>> accepted;
-  for (const ParameterExport& parameter : parameters) {
-    const auto found = index_of_name.find(parameter.name);
-    if (found == index_of_name.end()) {
-      backend_->log(LogLevel::kWarning, c10::str("the checkpoint's parameter '", parameter.name,
-                                                 "' is not in the model: its residual is dropped"));
-      continue;
-    }
-    if (may_load(found->second, parameter)) accepted.emplace_back(found->second, &parameter);
-  }
-  // All of it is known to fit before any of it is loaded.
-  for (const auto& [index, parameter] : accepted) load_parameter(index, *parameter, grad_scale);
-  step_ = static_cast<uint64_t>(step);
-}
-
-// Throws if it does not fit; false if there is nothing to load it into.
-bool AttachedModel::may_load(size_t index, const ParameterExport& saved) const {
-  if (!saved.residual.defined()) return false;
-  const at::Tensor& parameter = parameters_[index];
-  const MatrixShape shape = matrix_shape(memory_layout(parameter));
-  TORCH_CHECK_VALUE(saved.residual.sizes() == parameter.sizes(), "residual of '", saved.name,
-                    "' must have the parameter's shape ", parameter.sizes(), ", got ",
-                    saved.residual.sizes());
-  TORCH_CHECK_VALUE(saved.q.dim() == 2 && saved.q.size(1) == shape.cols, "q of '", saved.name,
-                    "' must have the shape [rank, ", shape.cols, "], got ", saved.q.sizes());
-  if (should_compress(shape, options_)) return true;
-  backend_->log(LogLevel::kWarning,
-                c10::str("'", saved.name,
-                         "' is not compressed with these options: the checkpoint's "
-                         "residual of it is dropped"));
-  return false;
-}
-
-void AttachedModel::load_parameter(size_t index, const ParameterExport& saved, double grad_scale) {
-  const at::Tensor& parameter = parameters_[index];
-  const MatrixShape shape = matrix_shape(memory_layout(parameter));
-  ParameterState& state = *states_[index];
-  const int64_t rank = effective_rank(shape, options_);
-  const at::Tensor q = q_to_memory_order(saved.q, parameter);
-  backend_->run_after_steps(parameter.device(), [&] {
-    if (!state.allocated()) {
-      allocate(state, shape, rank, options_, parameter.scalar_type(), parameter.device());
-    }
-    set_residual(state, to_memory_order(saved.residual, parameter));
-    state.grad_scale = grad_scale;
-    const int64_t kept = std::min(rank, q.size(0));
-    state.q_warm.narrow(0, 0, kept).copy_(q.narrow(0, 0, kept));
-  });
-  if (q.size(0) != rank) {
-    backend_->log(LogLevel::kInfo, c10::str("'", saved.name, "': the checkpoint's rank ", q.size(0),
-                                            " factor was taken over at rank ", rank));
-  }
-}
-
-std::map<std::string, double> AttachedModel::residual_norms() {
-  std::map<std::string, double> norms;
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    double& norm = norms[names_[i]];
-    if (!states_[i]->allocated()) continue;
-    backend_->run_after_steps(parameters_[i].device(), [&] {
-      norm = residual(*states_[i]).norm().item<double>() * grad_scale() / states_[i]->grad_scale;
-    });
-  }
-  return norms;
+  if (options_.check_every == 0 || step_ % static_cast<uint64_t>(options_.check_every) != 0) return;
+  std::vector<Replica> replicas;
+  for (size_t i = 0; i < states_.size(); ++i)
+    replicas.push_back({"'" + names_[i] + "'", states_[i]});
+  backend_->check_replicas(std::move(replicas), parameters_.front().device());
 }
 
 }  // namespace powersgd

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -18,6 +19,13 @@ struct ParameterExport {
   std::string name;
   at::Tensor residual;  // mean over ranks, of the parameter's shape; undefined if never compressed
   at::Tensor q;         // [rank, cols], the columns in the order of a contiguous parameter
+};
+
+// What one rank's own checkpoint holds of one parameter: a copy of its state.
+struct LocalExport {
+  std::string name;
+  at::Tensor memory, p_hat, q_local, q_warm;  // memory: undefined without error feedback
+  double grad_scale = 1;
 };
 
 // One DistributedDataParallel module whose buckets are compressed layer by layer: the state of each
@@ -40,28 +48,45 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   // Collective: the same on all ranks when it returns.
   std::vector<ParameterExport> export_state();
   // Parameters that are not named keep what they have. Throws, before it changes anything, if a
-  // residual or q is missing or of another shape.
-  void load_state(const std::vector<ParameterExport>& parameters, int64_t step, double grad_scale);
+  // residual or q is of another shape; check_state does nothing else.
+  void check_state(const std::vector<ParameterExport>& saved) const;
+  void load_state(const std::vector<ParameterExport>& saved, int64_t step, double grad_scale);
+
+  // This rank's own state, to be taken up bit for bit. Not collective. Throws likewise.
+  std::vector<LocalExport> export_local();
+  void check_local(const std::vector<LocalExport>& saved) const;
+  void load_local(const std::vector<LocalExport>& saved, int64_t step);
+
+  // The optimizer did not apply what the last step delivered: the residuals keep it. `dropped`:
+  // see keep_delivered.
+  void step_skipped(const at::Tensor& dropped);
 
   // The Frobenius norm of each parameter's residual on this rank; 0 where there is none.
   std::map<std::string, double> residual_norms();
 
   int64_t step() const { return static_cast<int64_t>(step_); }
+  // The loss scale of the gradients to come: the model's own if it was set, else the backend's.
   double grad_scale() const;
+  void set_grad_scale(double scale);
   const Options& options() const { return options_; }
   const c10::intrusive_ptr<BackendPowerSGD>& backend() const { return backend_; }
 
  private:
   struct Bucket {
-    std::vector<size_t> parameters;  // indices into parameters_
+    std::vector<size_t> parameters;                // indices into parameters_
     std::shared_ptr<BucketCompressor> compressor;  // null if nothing in it is compressed
   };
 
   Bucket& find_bucket(c10d::GradBucket& bucket);
   Bucket make_bucket(c10d::GradBucket& bucket, std::vector<size_t> indices) const;
   void announce() const;
+  void add_owed(c10d::GradBucket& bucket);
   void end_step();
-  bool may_load(size_t index, const ParameterExport& saved) const;
+  std::optional<size_t> find_name(const std::string& name) const;
+  void check_parameter(const ParameterExport& saved) const;
+  bool is_compressed(const at::Tensor& parameter) const;
+  ParameterState started(size_t index) const;
+  void allocate_for(ParameterState& state, const at::Tensor& parameter) const;
   void load_parameter(size_t index, const ParameterExport& parameter, double grad_scale);
 
   const c10::intrusive_ptr<BackendPowerSGD> backend_;
@@ -72,7 +97,10 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   std::vector<ParameterStatePtr> states_;
   std::unordered_map<const c10::TensorImpl*, size_t> index_of_;
   std::map<size_t, Bucket> buckets_;  // by DDP's bucket index
+  // Residuals of parameters that are not compressed, which a checkpoint had: [rows, cols], unscaled.
+  std::map<size_t, at::Tensor> owed_;
   uint64_t step_ = 0;
+  std::optional<double> grad_scale_;
   bool active_ = true;
   bool announced_ = false;
 };

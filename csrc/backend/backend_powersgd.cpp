@@ -9,6 +9,7 @@
 #include "backend/attached_model.h"
 #include "backend/compression_override.h"
 #include "backend/flat_tensors.h"
+#include "backend/replicas.h"
 #include "backend/stats.h"
 #include "backend/stream_engine.h"
 #include "backend/thread_engine.h"
@@ -45,6 +46,11 @@ class Step {
 
 }  // namespace
 
+void check_grad_scale(double scale) {
+  TORCH_CHECK_VALUE(scale > 0 && std::isfinite(scale),
+                    "grad_scale must be a finite number > 0, got ", scale);
+}
+
 BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerPair> inners,
                                  powersgd::Options options, LogSink log)
     : ForwardingBackend(rank, size, pass_through(inners)),
@@ -52,6 +58,7 @@ BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerPair> inne
       pairs_(std::move(inners)),
       log_(std::move(log)),
       stats_(std::make_shared<Stats>()),
+      warnings_(std::make_shared<Messages>()),
       flat_tensors_(std::make_unique<FlatTensors>(options_, make_skip_counter())) {
   validate(options_);
   for (const InnerPair& pair : pairs_) {
@@ -68,11 +75,14 @@ BackendPowerSGD::~BackendPowerSGD() = default;
 c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor>& tensors,
                                                           const c10d::AllreduceOptions& opts) {
   if (getSize() == 1) return ForwardingBackend::allreduce(tensors, opts);
-  const auto admitted = flat_tensors_->admit(tensors, opts);
+  auto admitted = flat_tensors_->admit(tensors, opts);
   if (!admitted) return ForwardingBackend::allreduce(tensors, opts);
 
   const at::Tensor& gradient = tensors.front();
   if (admitted->new_pass) end_step(options_);
+  if (!admitted->to_check.empty()) {
+    check_replicas(std::move(admitted->to_check), gradient.device());
+  }
   if (admitted->dropped > 0) {
     log(LogLevel::kInfo, c10::str("dropped the state of ", admitted->dropped,
                                   " flat tensors that had not been reduced for a while"));
@@ -214,8 +224,7 @@ void BackendPowerSGD::abort() {
 }
 
 void BackendPowerSGD::set_grad_scale(double scale) {
-  TORCH_CHECK_VALUE(scale > 0 && std::isfinite(scale),
-                    "grad_scale must be a finite number > 0, got ", scale);
+  check_grad_scale(scale);
   const std::lock_guard<std::mutex> lock(mutex_);
   grad_scale_ = scale;
 }
@@ -246,9 +255,24 @@ std::vector<std::shared_ptr<AttachedModel>> BackendPowerSGD::models() const {
 }
 
 void BackendPowerSGD::end_step(const powersgd::Options& options) {
+  log_warnings();
   if (stats_->add_step() % options.compression_stats_logging_frequency == 0) {
     log(LogLevel::kInfo, summary(snapshot()));
   }
+}
+
+void BackendPowerSGD::check_replicas(std::vector<Replica> replicas, c10::Device device) {
+  auto job = [replicas = std::move(replicas), rank = getRank(), size = getSize(), stats = stats_,
+              warnings = warnings_](Lane& lane) {
+    std::vector<std::string> found = restore_agreement(lane, rank, size, replicas);
+    stats->add_differences(static_cast<int64_t>(found.size()));
+    warnings->add(std::move(found));
+  };
+  engine_of(device).submit({}, std::move(job), device, c10d::kUnsetTimeout);
+}
+
+void BackendPowerSGD::log_warnings() {
+  for (const std::string& line : warnings_->take()) log(LogLevel::kWarning, line);
 }
 
 std::shared_ptr<SkipCounter> BackendPowerSGD::make_skip_counter() {
@@ -258,16 +282,19 @@ std::shared_ptr<SkipCounter> BackendPowerSGD::make_skip_counter() {
 }
 
 StatsSnapshot BackendPowerSGD::snapshot() {
-  StatsSnapshot snapshot = stats_->snapshot();
   std::vector<std::shared_ptr<SkipCounter>> counters;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     counters = skip_counters_;
   }
+  int64_t skipped = 0;
   for (const auto& counter : counters) {
     for (const at::Device device : counter->devices()) run_after_steps(device, [] {});
-    snapshot.skipped_steps += counter->steps();
+    skipped += counter->steps();
   }
+  log_warnings();
+  StatsSnapshot snapshot = stats_->snapshot();
+  snapshot.skipped_steps = skipped;
   return snapshot;
 }
 

@@ -74,6 +74,18 @@ std::shared_ptr<BucketCompressor> FlatTensors::make_compressor(const BucketPlan&
                                             tensor.device(), skips_);
 }
 
+std::vector<Replica> FlatTensors::replicas(const at::Device& device) const {
+  std::vector<Replica> found;
+  for (const auto& [key, entry] : entries_) {
+    if (!entry.compressor || std::get<3>(key) != device) continue;
+    const std::string name = c10::str("flat tensor ", std::get<0>(key), " of a pass, ",
+                                      c10::IntArrayRef(std::get<1>(key)));
+    for (const ParameterStatePtr& state : entry.compressor->states())
+      found.push_back({name, state});
+  }
+  return found;
+}
+
 // Returns how many states were dropped.
 int64_t FlatTensors::begin_pass(const Pass& pass) {
   pass_ = pass;
@@ -110,6 +122,8 @@ std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Te
   if (pass != pass_) {
     admitted.dropped = begin_pass(pass);
     admitted.new_pass = true;
+    const auto every = static_cast<uint64_t>(options_.check_every);
+    if (every > 0 && (passes_ - 1) % every == 0) admitted.to_check = replicas(tensor.device());
   }
   admitted.step = passes_ - 1;
   const int64_t order = order_++;

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "backend/replicas.h"
 #include "powersgd/compressor.h"
 
 namespace powersgd {
@@ -34,8 +35,9 @@ class FlatTensors {
     std::shared_ptr<BucketCompressor> compressor;  // null: not yet, average exactly
     uint64_t step = 0;
     bool new_pass = false;
-    bool first_flat = false;  // the first compressed in backward: time to advise attach
-    int64_t dropped = 0;      // states dropped because long unused
+    bool first_flat = false;        // the first compressed in backward: time to advise attach
+    int64_t dropped = 0;            // states dropped because long unused
+    std::vector<Replica> to_check;  // before this call; on its device
   };
 
   // Empty: forward this allreduce as it is.
@@ -65,6 +67,7 @@ class FlatTensors {
                                                     const at::Tensor& tensor, int64_t order,
                                                     bool remembers) const;
   int64_t begin_pass(const Pass& pass);
+  std::vector<Replica> replicas(const at::Device& device) const;
 
   const Options options_;
   const std::shared_ptr<SkipCounter> skips_;

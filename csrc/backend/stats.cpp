@@ -30,6 +30,11 @@ void Stats::add_exact(int64_t bytes) {
   now_.bytes_after += bytes;
 }
 
+void Stats::add_differences(int64_t count) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  now_.differences += count;
+}
+
 void Stats::add_seconds(Stage stage, double seconds) {
   const std::lock_guard<std::mutex> lock(mutex_);
   now_.seconds[static_cast<size_t>(stage)] += seconds;

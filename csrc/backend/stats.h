@@ -22,6 +22,7 @@ struct StatsSnapshot {
   int64_t exact_calls = 0;   // eligible gradients sent whole: warm-up, or nothing worth compressing
   int64_t bytes_before = 0;  // of the gradients, had they been sent whole
   int64_t bytes_after = 0;   // of what this rank handed to the inner backend in their place
+  int64_t differences = 0;   // replicas that check_every found to differ between the ranks
   std::array<double, kStages> seconds{};  // on the engine's thread
 
   double ratio() const { return bytes_after > 0 ? double(bytes_before) / double(bytes_after) : 1; }
@@ -34,6 +35,7 @@ class Stats {
   int64_t add_step();
   void add_compressed(int64_t bytes_before, int64_t bytes_after);
   void add_exact(int64_t bytes);
+  void add_differences(int64_t count);
   void add_seconds(Stage stage, double seconds);
   StatsSnapshot snapshot() const;
 

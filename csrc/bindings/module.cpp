@@ -65,6 +65,7 @@ void bind_options(py::module_& module) {
       .def_readwrite("min_numel", &Options::min_numel)
       .def_readwrite("inner", &Options::inner)
       .def_readwrite("alternating", &Options::alternating)
+      .def_readwrite("check_every", &Options::check_every)
       .def_property(
           "scope", [](const Options& self) { return to_string(self.scope); },
           [](Options& self, const std::string& name) { self.scope = parse_scope(name); })
@@ -138,6 +139,7 @@ py::dict to_dict(const StatsSnapshot& stats) {
   result["skipped_steps"] = stats.skipped_steps;
   result["compressed_calls"] = stats.compressed_calls;
   result["exact_calls"] = stats.exact_calls;
+  result["differences"] = stats.differences;
   result["bytes_before"] = stats.bytes_before;
   result["bytes_after"] = stats.bytes_after;
   result["seconds"] = seconds;
@@ -203,14 +205,32 @@ void bind_model(py::module_& module) {
       .def_readwrite("name", &ParameterExport::name)
       .def_readwrite("residual", &ParameterExport::residual)
       .def_readwrite("q", &ParameterExport::q);
+  py::class_<LocalExport>(module, "LocalExport")
+      .def(py::init<>())
+      .def_readwrite("name", &LocalExport::name)
+      .def_readwrite("memory", &LocalExport::memory)
+      .def_readwrite("p_hat", &LocalExport::p_hat)
+      .def_readwrite("q_local", &LocalExport::q_local)
+      .def_readwrite("q_warm", &LocalExport::q_warm)
+      .def_readwrite("grad_scale", &LocalExport::grad_scale);
   py::class_<AttachedModel, std::shared_ptr<AttachedModel>>(module, "AttachedModel")
       .def_property("active", &AttachedModel::active, &AttachedModel::set_active)
       .def_property_readonly("step", &AttachedModel::step)
-      .def_property_readonly("grad_scale", &AttachedModel::grad_scale)
+      .def_property("grad_scale", &AttachedModel::grad_scale, &AttachedModel::set_grad_scale)
       .def_property_readonly("options", &AttachedModel::options)
       .def("export_state", &AttachedModel::export_state, NoGil())
-      .def("load_state", &AttachedModel::load_state, py::arg("parameters"), py::arg("step"),
+      .def("check_state", &AttachedModel::check_state, py::arg("saved"), NoGil())
+      .def("load_state", &AttachedModel::load_state, py::arg("saved"), py::arg("step"),
            py::arg("grad_scale"), NoGil())
+      .def("export_local", &AttachedModel::export_local, NoGil())
+      .def("check_local", &AttachedModel::check_local, py::arg("saved"), NoGil())
+      .def("load_local", &AttachedModel::load_local, py::arg("saved"), py::arg("step"), NoGil())
+      .def(
+          "step_skipped",
+          [](AttachedModel& self, const std::optional<at::Tensor>& dropped) {
+            self.step_skipped(dropped.value_or(at::Tensor()));
+          },
+          py::arg("dropped") = std::nullopt, NoGil())
       .def("residual_norms", &AttachedModel::residual_norms, NoGil());
   module.def(
       "attach",

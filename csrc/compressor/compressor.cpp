@@ -50,6 +50,7 @@ at::Tensor& BucketCompressor::project(const at::Tensor& gradient, const StepInfo
   TORCH_INTERNAL_ASSERT(gradient.is_contiguous() && gradient.numel() == plan_.gradient_numel &&
                         gradient.scalar_type() == gradient_type_);
   bucket_.step = step.step;
+  for (const ParameterStatePtr& state : states_) state->last_step = static_cast<int64_t>(step.step);
   if (!p_payload_.defined()) prepare();
   if (!options_.warm_start) stages_.random_start(bucket_);
   bucket_.residual_scale = residual_scale(step.grad_scale);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <ATen/ATen.h>
 
+#include <map>
+
 #include "compressor/stages.h"
 #include "compressor/tables.h"
 #include "powersgd/compressor.h"
@@ -115,6 +117,21 @@ void set_residual(ParameterState& state, const at::Tensor& value) {
   if (!state.memory.defined()) return;
   state.memory.copy_(value);
   state.q_local.zero_();
+}
+
+void keep_delivered(const std::vector<ParameterStatePtr>& states, const at::Tensor& dropped) {
+  if (dropped.defined() && dropped.is_cpu() && dropped.item<double>() == 0) return;
+  std::map<at::ScalarType, std::vector<at::Tensor>> delivered;
+  for (const ParameterStatePtr& state : states) {
+    if (state->allocated()) delivered[state->q_local.scalar_type()].push_back(state->q_local);
+  }
+  for (auto& [type, tensors] : delivered) {
+    if (dropped.defined()) {
+      at::_foreach_mul_(tensors, dropped.reshape({}).eq(0).to(type));
+    } else {
+      at::_foreach_zero_(tensors);
+    }
+  }
 }
 
 }  // namespace powersgd

@@ -81,6 +81,7 @@ void validate(const Options& options) {
         "residual_dtype",
         "float32, bfloat16 or float16 (float64 gradients keep a float64 residual)",
         to_string(residual));
+  check(options.check_every >= 0, "check_every", "an integer >= 0", options.check_every);
   check(!options.alternating, "alternating", "False in this version", "True");
 }
 

@@ -20,6 +20,8 @@ namespace powersgd {
 class AttachedModel;
 class Engine;
 class FlatTensors;
+class Messages;
+struct Replica;
 
 enum class LogLevel { kInfo, kWarning };
 
@@ -52,6 +54,9 @@ struct BackendOptions : c10d::Backend::Options {
 
   powersgd::Options compression;
 };
+
+// Throws if it is not finite and > 0.
+void check_grad_scale(double scale);
 
 // A process-group backend that compresses gradients with PowerSGD (Vogels, Karimireddy, Jaggi,
 // NeurIPS 2019; docs/algorithm.md) on its way to the backend that it wraps.
@@ -120,6 +125,9 @@ class BackendPowerSGD : public ForwardingBackend {
   Stats& stats() { return *stats_; }
   // Counts a step, and logs the statistics when it is time to.
   void end_step(const powersgd::Options& options);
+  // Compares state that must agree on all ranks, after all steps submitted so far, and restores it
+  // where it does not; what was found is logged by the next step or snapshot(). Collective.
+  void check_replicas(std::vector<Replica> replicas, c10::Device device);
   // What it did, once all steps submitted so far have ended. Blocks.
   StatsSnapshot snapshot();
   // For one owner of buckets; counted in snapshot() for as long as this backend lives.
@@ -128,12 +136,14 @@ class BackendPowerSGD : public ForwardingBackend {
   void set_stage_probe(StageProbe probe);
 
  private:
+  void log_warnings();
   Engine& engine_of(c10::Device device) const;
 
   const powersgd::Options options_;
   const std::vector<InnerPair> pairs_;
   const LogSink log_;
   const std::shared_ptr<Stats> stats_;
+  const std::shared_ptr<Messages> warnings_;
   std::map<c10::DeviceType, std::unique_ptr<Engine>> engines_;
 
   mutable std::mutex mutex_;  // guards what follows up to flat_tensors_

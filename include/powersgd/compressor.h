@@ -30,8 +30,9 @@ bool has_kernels(c10::DeviceType device);
 //
 // The residual is E = memory - p_hat q_local; the subtraction is left to the next project.
 struct ParameterState {
-  uint64_t stream = 0;    // names the parameter to the random generator, the same on all ranks
-  double grad_scale = 1;  // the loss scale in whose units memory is
+  uint64_t stream = 0;     // names the parameter to the random generator, the same on all ranks
+  double grad_scale = 1;   // the loss scale in whose units memory is
+  int64_t last_step = -1;  // the step that was last projected
   MatrixShape shape;
   int64_t rank = 0;
   at::Tensor memory;   // [rows, cols] residual dtype; undefined without error feedback
@@ -52,6 +53,10 @@ at::Tensor residual(const ParameterState& state);
 
 // Makes `value` ([rows, cols]) the residual. Keeps q_warm.
 void set_residual(ParameterState& state, const at::Tensor& value);
+
+// E = memory from here on: what the last step delivered was dropped. `dropped`: one element on the
+// states' device, nothing happens if it is 0; undefined: it was. Does not wait for the device.
+void keep_delivered(const std::vector<ParameterStatePtr>& states, const at::Tensor& dropped);
 
 // Counts the skipped steps of one owner (a model) over all of its buckets, on the devices
 // themselves: whether a step is skipped is known there first.
@@ -103,6 +108,7 @@ class BucketCompressor {
   void rollback();
 
   const BucketPlan& plan() const { return plan_; }
+  const std::vector<ParameterStatePtr>& states() const { return states_; }
   int64_t payload_bytes() const;   // of one step, both payloads
   int64_t gradient_bytes() const;  // of the same, uncompressed
 

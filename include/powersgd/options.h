@@ -35,6 +35,7 @@ struct Options {
   std::optional<DType> wire_dtype;
   DType residual_dtype = DType::kFloat32;
   bool alternating = false;
+  int64_t check_every = 0;  // steps between comparisons of the replicas' state; 0: never
 };
 
 // Throws std::invalid_argument that names the first bad field, its value and what is allowed.

@@ -12,8 +12,9 @@ Importing the package registers the backend ``"powersgd"`` for CPU and CUDA.
 from torch_powersgd._backend import register
 from torch_powersgd._version import __version__
 from torch_powersgd.checkpoint import load_state_dict, state_dict
-from torch_powersgd.control import compression, set_grad_scale
-from torch_powersgd.ddp import attach, detach
+from torch_powersgd.control import compression
+from torch_powersgd.ddp import attach, detach, step_skipped
+from torch_powersgd.loss_scale import set_grad_scale
 from torch_powersgd.options import Options, configure
 from torch_powersgd.stats import stats
 
@@ -28,6 +29,7 @@ __all__ = [
     "set_grad_scale",
     "state_dict",
     "stats",
+    "step_skipped",
 ]
 
 register()

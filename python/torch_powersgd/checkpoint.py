@@ -5,63 +5,162 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd._core import _C
 from torch_powersgd.ddp import attached_model, option_fields
 
 VERSION = 1
+_LOCAL_TENSORS = ("memory", "p_hat", "q_local", "q_warm")
 
 
-def state_dict(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """The state of an attached module. Collective; the result is the same on all ranks.
+def state_dict(ddp: DistributedDataParallel, per_rank: bool = False) -> dict[str, Any]:
+    """The state of an attached module.
+
+    Args:
+        ddp: an attached module.
+        per_rank: False: the mean over the ranks, for any number of ranks; collective, and the
+            same on all ranks. True: this rank's own state, for each rank to save and to load
+            again; the job then goes on bit for bit as if it had not been interrupted.
 
     Returns:
         ``version``, ``options`` (field: value), ``step``, ``grad_scale`` and ``parameters``:
-        {name: {"residual", "q"}} of the parameters compressed so far. ``residual`` has the
+        {name: {"residual", "q"}} of every parameter that is compressed. ``residual`` has the
         parameter's shape and the units of the averaged gradient at ``grad_scale``; it is the mean
         over ranks, which is what the sum of all future outputs still owes. ``q`` is [r, m], the
         parameter seen as n x m.
+
+        With ``per_rank``, ``rank`` and ``world_size`` as well; ``parameters`` then holds this
+        rank's [n, m] ``memory``, [n, r] ``p_hat``, [r, m] ``q_local`` and ``q_warm``, and
+        ``grad_scale``, of the same parameters.
 
     Raises:
         ValueError: if the module is not attached.
     """
     model = attached_model(ddp)
-    return {
+    state: dict[str, Any] = {
         "version": VERSION,
         "options": option_fields(model.options),
         "step": model.step,
         "grad_scale": model.grad_scale,
-        "parameters": {
+    }
+    if per_rank:
+        group = ddp.process_group
+        state |= {"rank": group.rank(), "world_size": group.size()}
+        state["parameters"] = {local.name: _of_local(local) for local in model.export_local()}
+    else:
+        state["parameters"] = {
             parameter.name: {"residual": parameter.residual, "q": parameter.q}
             for parameter in model.export_state()
             if parameter.residual is not None
-        },
-    }
+        }
+    return state
 
 
 def load_state_dict(ddp: DistributedDataParallel, state: dict[str, Any]) -> None:
-    """Restores what ``state_dict`` returned, on this or another number of ranks.
+    """Restores what ``state_dict`` returned. Collective; to be called after ``attach``.
 
-    Every rank takes the mean residual: the mean over ranks is then what it was. To be called on
-    all ranks with the same state, after ``attach``.
+    Without ``per_rank``, on this or another number of ranks and with the same state on all: every
+    rank takes the mean residual, and the mean over ranks is then what it was. A ``q`` of another
+    rank r is cut, or extended by the random start.
 
     Raises:
-        ValueError: if the module is not attached, ``state`` is not of this version's form, or a
-            shape is not its parameter's. Nothing has been changed then.
+        ValueError: on every rank alike, if the module is not attached, ``state`` is not of this
+            version's form, a shape is not its parameter's, the ranks' states are not of the same
+            step, or a state saved with ``per_rank`` is of another rank or number of ranks.
+            Nothing has been changed then.
     """
     model = attached_model(ddp)
+    group = ddp.process_group
+    per_rank = isinstance(state, dict) and "rank" in state
+    local: list[_C.LocalExport] = []
+    mean: list[_C.ParameterExport] = []
+    error = ""
+    try:
+        _check_form(state)
+        if per_rank:
+            _check_place(state, group)
+            local = [_to_local(name, tensors) for name, tensors in state["parameters"].items()]
+            model.check_local(local)
+        else:
+            mean = [_to_mean(name, tensors) for name, tensors in state["parameters"].items()]
+            model.check_state(mean)
+    except ValueError as bad:
+        error = str(bad)
+    _agree(group, error, (per_rank, state["step"]) if not error else None)
+    if per_rank:
+        model.load_local(local, state["step"])
+    else:
+        model.load_state(mean, state["step"], state["grad_scale"])
+
+
+def _check_form(state: Any) -> None:
+    if not isinstance(state, dict):
+        raise ValueError(f"the checkpoint must be a dict, got {type(state).__name__}")
     version = state.get("version")
     if version != VERSION:
         raise ValueError(f"version of the checkpoint must be {VERSION}, got {version!r}")
     missing = {"step", "grad_scale", "parameters"} - state.keys()
     if missing:
         raise ValueError(f"the checkpoint has no {', '.join(sorted(missing))}")
-    parameters = []
-    for name, tensors in state["parameters"].items():
-        if not {"residual", "q"} <= tensors.keys():
-            raise ValueError(f"the checkpoint's {name!r} must have a residual and a q")
-        parameter = _C.ParameterExport()
-        parameter.name, parameter.residual, parameter.q = name, tensors["residual"], tensors["q"]
-        parameters.append(parameter)
-    model.load_state(parameters, state["step"], state["grad_scale"])
+
+
+def _check_place(state: dict[str, Any], group: dist.ProcessGroup) -> None:
+    here = {"rank": group.rank(), "world_size": group.size()}
+    for field, value in here.items():
+        if state.get(field) != value:
+            raise ValueError(
+                f"{field} of a checkpoint made with per_rank must be this rank's own, {value}, got "
+                f"{state.get(field)!r}; without per_rank it can be loaded on any number of ranks"
+            )
+
+
+def _agree(group: dist.ProcessGroup, error: str, key: tuple[bool, int] | None) -> None:
+    """Raises on every rank if any has an error, or they are about to load different states."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, (error, key), group=group)
+    for rank, (other, _) in enumerate(everyone):
+        if other:
+            raise ValueError(other if other == error else f"rank {rank}: {other}")
+    for rank, (_, other_key) in enumerate(everyone):
+        if other_key != everyone[0][1]:
+            (one, a), (two, b) = everyone[0][1], other_key
+            raise ValueError(
+                f"the checkpoints must be of one step and kind, got step {a} on rank 0 and {b} on "
+                f"rank {rank}, per_rank {one} and {two}"
+            )
+
+
+def _of_local(local: _C.LocalExport) -> dict[str, Any]:
+    tensors = {field: getattr(local, field) for field in _LOCAL_TENSORS}
+    return {**tensors, "grad_scale": local.grad_scale}
+
+
+def _to_local(name: str, saved: dict[str, Any]) -> _C.LocalExport:
+    _check_fields(name, saved, {*_LOCAL_TENSORS, "grad_scale"})
+    local = _C.LocalExport()
+    local.name = name
+    for field in (*_LOCAL_TENSORS, "grad_scale"):
+        if saved[field] is not None:  # memory, without error feedback
+            setattr(local, field, saved[field])
+    return local
+
+
+def _to_mean(name: str, saved: dict[str, Any]) -> _C.ParameterExport:
+    _check_fields(name, saved, {"residual", "q"})
+    parameter = _C.ParameterExport()
+    parameter.name, parameter.residual, parameter.q = name, saved["residual"], saved["q"]
+    return parameter
+
+
+def _check_fields(name: str, saved: dict[str, Any], fields: set[str]) -> None:
+    if not fields <= saved.keys():
+        raise ValueError(f"the checkpoint's {name!r} must have {', '.join(sorted(fields))}")
+    for field in fields - {"grad_scale"}:
+        value = saved[field]
+        if not isinstance(value, torch.Tensor) and (field, value) != ("memory", None):
+            raise ValueError(
+                f"{field} of the checkpoint's {name!r} must be a tensor, got {type(value).__name__}"
+            )

@@ -6,9 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
-
-from torch_powersgd._backend import find_backends
 from torch_powersgd._core import _C
 
 
@@ -26,17 +23,3 @@ def compression(enabled: bool) -> Iterator[None]:
         yield
     finally:
         _C.pop_override()
-
-
-def set_grad_scale(scale: float, group: dist.ProcessGroup | None = None) -> None:
-    """Tells the group the loss scale of the gradients to come, so that residuals follow it.
-
-    Args:
-        scale: finite and > 0, such as ``GradScaler.get_scale()``; equal on all ranks.
-        group: None: the default group.
-
-    Raises:
-        ValueError: if the scale is not finite and > 0, or the group has no powersgd backend.
-    """
-    for backend in find_backends(group):
-        backend.grad_scale = scale

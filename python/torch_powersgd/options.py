@@ -47,6 +47,9 @@ class Options:
         residual_dtype: the dtype of the error feedback's memory: float32, bfloat16 or float16.
             float64 gradients keep a float64 memory.
         alternating: reserved for a later version; False.
+        check_every: steps between two comparisons of the ranks' factors, which must be equal bit
+            for bit: where they are not, a warning says which parameter and ranks, rank 0's are
+            taken and ``stats()["differences"]`` counts it. 0: never.
 
     Raises:
         ValueError: names the field, the value and what is allowed.
@@ -66,6 +69,7 @@ class Options:
     wire_dtype: torch.dtype | None = None
     residual_dtype: torch.dtype = torch.float32
     alternating: bool = False
+    check_every: int = 0
 
     # torch's DeviceMesh reads the time-out of a group from its options; None: the default.
     @property

@@ -148,15 +148,18 @@ class _Records(logging.Handler):
         self.seen.append((record.levelname, record.getMessage()))
 
 
-def _load_with_log(rank, data, options=OPTIONS, shapes=SHAPES):
+def _load(ddp, data):
     """The residuals after loading, and what was logged meanwhile."""
-    ddp = make_attached(shapes, options)
     records = _Records()
     logger = logging.getLogger("torch_powersgd")
     logger.addHandler(records)
     logger.setLevel(logging.DEBUG)
     tp.load_state_dict(ddp, from_bytes(data))
     return to_numpy(residuals_of(ddp)), records.seen
+
+
+def _load_with_log(rank, data, options=OPTIONS, shapes=SHAPES):
+    return _load(make_attached(shapes, options), data)
 
 
 def test_a_parameter_that_is_not_in_the_model_is_dropped_with_a_warning(first_job):
@@ -166,12 +169,36 @@ def test_a_parameter_that_is_not_in_the_model_is_dropped_with_a_warning(first_jo
         assert any(level == "WARNING" and "weights.tall" in text for level, text in log), log
 
 
-def test_a_parameter_that_is_no_longer_compressed_is_dropped_with_a_warning(first_job):
+def _no_longer_compressed(rank, data, scale):
+    """The outputs of two steps after loading, less the mean gradients: what was owed."""
     # At rank 12 none of the matrices pays.
-    options = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=12)
-    for residuals, log in ranks.run(2, _load_with_log, first_job[0][1], options):
-        assert "tall" not in residuals
-        assert any(level == "WARNING" and "weights.tall" in text for level, text in log), log
+    options = dataclasses.replace(OPTIONS, matrix_approximation_rank=12)
+    ddp = make_attached(SHAPES, options)
+    residuals, log = _load(ddp, data)
+    tp.set_grad_scale(scale)
+    extra = []
+    for i in range(2):
+        mine = {name: tensor * scale for name, tensor in gradients(SHAPES, rank, i).items()}
+        outputs, means = step(ddp, mine), mean_gradients(SHAPES, 2, i)
+        extra.append({name: outputs[name].double() / scale - means[name] for name in SHAPES})
+    return residuals, log, [to_numpy(tensors) for tensors in extra]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_what_a_parameter_that_is_no_longer_compressed_is_owed_comes_with_its_next_gradient(
+    first_job, scale
+):
+    owed = _residuals(first_job[0][1])
+    for residuals, log, (first, second) in ranks.run(
+        2, _no_longer_compressed, first_job[0][1], scale
+    ):
+        assert residuals == {}
+        assert any(level == "INFO" and "weights.tall" in text for level, text in log), log
+        for name in SHAPES:
+            expected = owed.get(f"weights.{name}", 0)
+            # One rounding of the sum, of elements below 10, in float32.
+            assert abs(first[name] - expected).max() < 10 * 2**-23, name
+            assert abs(second[name]).max() < 10 * 2**-23, name
 
 
 def _keep_what_is_not_named(rank, data):
@@ -235,11 +262,15 @@ def test_a_state_of_another_form_is_refused(first_job, spoil, kind, part):
         assert part in message
 
 
-def _untouched(rank):
-    """A state is a copy, before the first compressed step too."""
+def _untouched(rank, load_fresh):
+    """A state is a copy; before the first compressed step it is what that step will start from."""
     ddp = make_attached(SHAPES, OPTIONS)
-    empty = tp.state_dict(ddp)
-    tp.load_state_dict(ddp, empty)
+    fresh = tp.state_dict(ddp)["parameters"]
+    assert fresh.keys() == WEIGHTS
+    assert not any(saved["residual"].any() for saved in fresh.values())
+    assert all(saved["q"].any() for saved in fresh.values())
+    if load_fresh:
+        tp.load_state_dict(ddp, tp.state_dict(ddp))
     for i in range(4):
         step(ddp, gradients(SHAPES, rank, i))
     state = tp.state_dict(ddp)
@@ -247,11 +278,14 @@ def _untouched(rank):
     tp.load_state_dict(ddp, state)
     for i in range(4, 7):
         step(ddp, gradients(SHAPES, rank, i))
-    return empty["parameters"], before == to_bytes(state)
+    return before == to_bytes(state), before
 
 
 def test_a_saved_state_does_not_change_any_more():
-    assert ranks.run(2, _untouched) == [({}, True)] * 2
+    (kept, one), _ = loaded = ranks.run(2, _untouched, True)
+    assert kept
+    assert loaded[1][0]
+    assert ranks.run(2, _untouched, False)[0][1] == one
 
 
 def _next_output(rank, data, last, new_options):

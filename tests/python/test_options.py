@@ -42,6 +42,7 @@ VALUES = {
     ),
     "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int8", None, 3]),
     "alternating": (False, "false", [True, "no", None]),
+    "check_every": (50, "50", [-1, 1.5, "often", None]),
 }
 BAD = [(name, value) for name, (_, _, bad) in VALUES.items() for value in bad]
 
@@ -79,6 +80,7 @@ def test_defaults_of_the_fields_that_the_hook_has_not():
     assert (ours.scope, ours.min_numel, ours.inner) == ("backward", 131_072, "auto")
     assert (ours.wire_dtype, ours.residual_dtype) == (None, torch.float32)
     assert ours.alternating is False
+    assert ours.check_every == 0
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -182,6 +184,7 @@ def test_environment_variable(name, monkeypatch):
         ("wire_dtype", "int8"),
         ("residual_dtype", "none"),
         ("alternating", "true"),
+        ("check_every", "-1"),
     ],
 )
 def test_bad_environment_variable(name, text, monkeypatch):

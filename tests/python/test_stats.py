@@ -31,6 +31,7 @@ STAGES = {"project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "r
 KEYS = {
     "steps",
     "skipped_steps",
+    "differences",
     "compressed_calls",
     "exact_calls",
     "bytes_before",

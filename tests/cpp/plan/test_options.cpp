@@ -100,6 +100,8 @@ TEST(Options, DTypes) {
 }
 
 TEST(Options, AlternatingIsNotYetThere) {
+  EXPECT_EQ(error_with([](Options& o) { o.check_every = -1; }),
+            "check_every must be an integer >= 0, got -1");
   EXPECT_EQ(error_with([](Options& o) { o.alternating = true; }),
             "alternating must be False in this version, got True");
 }
