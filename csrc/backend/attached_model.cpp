@@ -40,7 +40,7 @@ AttachedModel::AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend,
 
 double AttachedModel::grad_scale() const { return backend_->grad_scale(); }
 
-c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(c10d::GradBucket& bucket) {
+c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(c10d::GradBucket& bucket, int divisor) {
   at::Tensor& gradient = bucket.getBufferRef();
   std::shared_ptr<BucketCompressor> compressor;
   const bool warm = step_ >= static_cast<uint64_t>(options_.start_powerSGD_iter);
@@ -49,11 +49,11 @@ c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(c10d::GradBucket& bucket) {
     compressor = find_bucket(bucket).compressor;
   }
   StepInfo step;
-  step.output_scale = 1.0 / backend_->getSize();
+  step.output_scale = 1.0 / divisor;
   step.grad_scale = grad_scale();
   step.step = step_;
   if (bucket.isLast()) end_step();
-  if (!compressor) return backend_->allreduce_average_exact(gradient);
+  if (!compressor) return backend_->allreduce_average_exact(gradient, divisor);
   return backend_->allreduce_compressed(compressor, gradient, step);
 }
 

@@ -30,8 +30,9 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend, std::vector<std::string> names,
                 std::vector<at::Tensor> parameters, Options options);
 
-  // The average of the bucket over ranks, in the bucket. Called for every bucket in DDP's order.
-  c10::intrusive_ptr<c10d::Work> reduce(c10d::GradBucket& bucket);
+  // The sum of the bucket over ranks, divided by `divisor` (the number of ranks, but for DDP's join),
+  // in the bucket. Called for every bucket in DDP's order.
+  c10::intrusive_ptr<c10d::Work> reduce(c10d::GradBucket& bucket, int divisor);
 
   // While inactive (detached), buckets are averaged exactly.
   void set_active(bool active) { active_ = active; }

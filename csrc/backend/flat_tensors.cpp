@@ -126,6 +126,20 @@ std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Te
   return admitted;
 }
 
+bool FlatTensors::looks_joined(const std::vector<at::Tensor>& tensors,
+                               const c10d::AllreduceOptions& opts) {
+  if (options_.scope != Scope::kBackward || !opts.asyncOp || !eligible(tensors, opts)) return false;
+  const at::Tensor& tensor = tensors.front();
+  if (tensor.dim() != 1 || tensor.numel() < options_.min_numel) return false;
+  if (current_override() || torch::autograd::get_current_graph_task_id() >= 0) return false;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool known = std::any_of(entries_.begin(), entries_.end(), [&](const auto& entry) {
+    return entry.second.compressor && std::get<1>(entry.first) == tensor.sizes() &&
+           std::get<2>(entry.first) == tensor.scalar_type();
+  });
+  return known && !std::exchange(looked_joined_, true);
+}
+
 int64_t FlatTensors::size() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return static_cast<int64_t>(entries_.size());

@@ -42,6 +42,11 @@ class FlatTensors {
   std::optional<Admitted> admit(const std::vector<at::Tensor>& tensors,
                                 const c10d::AllreduceOptions& opts);
 
+  // Whether a tensor that was not admitted is, by its looks, the bucket of a DDP module whose rank
+  // has run out of inputs in join(): zeros that are to match a gradient that other ranks compress.
+  // True once at the most.
+  bool looks_joined(const std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts);
+
   int64_t size() const;
 
  private:
@@ -77,6 +82,7 @@ class FlatTensors {
   int64_t order_ = 0;
   uint64_t stateless_calls_ = 0;
   bool advised_ = false;
+  bool looked_joined_ = false;
 };
 
 }  // namespace powersgd
