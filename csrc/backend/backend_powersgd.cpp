@@ -73,9 +73,9 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor
     if (flat_tensors_->looks_joined(tensors, opts)) {
       log(LogLevel::kWarning,
           c10::str("a tensor of ", tensors.front().numel(),
-                   " elements, as many as a flat gradient that was compressed in backward, is "
-                   "summed outside of it, exactly. If this rank has run out of inputs in DDP's "
-                   "join(), the others wait for it in vain: call torch_powersgd.attach(ddp), or "
+                   " elements, as many as a flat gradient that is reduced in backward, is summed "
+                   "outside of it, exactly. If this rank has run out of inputs in DDP's join(), "
+                   "ranks that compress wait for it in vain: call torch_powersgd.attach(ddp), or "
                    "train inside torch_powersgd.compression(False)"));
     }
     return ForwardingBackend::allreduce(tensors, opts);

@@ -134,7 +134,7 @@ bool FlatTensors::looks_joined(const std::vector<at::Tensor>& tensors,
   if (current_override() || torch::autograd::get_current_graph_task_id() >= 0) return false;
   const std::lock_guard<std::mutex> lock(mutex_);
   const bool known = std::any_of(entries_.begin(), entries_.end(), [&](const auto& entry) {
-    return entry.second.compressor && std::get<1>(entry.first) == tensor.sizes() &&
+    return std::get<1>(entry.first) == tensor.sizes() &&
            std::get<2>(entry.first) == tensor.scalar_type();
   });
   return known && !std::exchange(looked_joined_, true);

@@ -43,7 +43,7 @@ class FlatTensors {
                                 const c10d::AllreduceOptions& opts);
 
   // Whether a tensor that was not admitted is, by its looks, the bucket of a DDP module whose rank
-  // has run out of inputs in join(): zeros that are to match a gradient that other ranks compress.
+  // has run out of inputs in join(): zeros that match a gradient of other ranks, which they may compress.
   // True once at the most.
   bool looks_joined(const std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts);
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import ranks
 import torch
 import torch.distributed as dist
@@ -93,6 +95,23 @@ def test_a_mesh_with_compression_in_one_dimension():
         assert max(errors.values()) < TOLERANCE, errors
         assert exact
         assert calls == 6
+
+
+def _split(rank):
+    """In halves of the default group, as ProcessGroup.split_group makes them."""
+    dist.barrier()
+    members = [0, 1] if rank < 2 else [2, 3]
+    group = dist.group.WORLD.split_group(members, timedelta(seconds=60), group_name=f"{members}")
+    ddp, ledger = make_attached(SHAPES, process_group=group), Ledger()
+    for i in range(5):
+        ledger.add(step(ddp, gradients(SHAPES, rank, i)), _mean(members, i))
+    return ledger.errors(residuals_of(ddp)), tp.stats()["steps"], tp.stats(group)["steps"]
+
+
+def test_training_in_a_split_group():
+    for errors, steps, steps_in_split in ranks.run(4, _split, options=_options(2)):
+        assert max(errors.values()) < TOLERANCE, errors
+        assert (steps, steps_in_split) == (0, 5)
 
 
 def _interrupted(rank, interruptions):

@@ -30,7 +30,8 @@ from twins import digest, same
 
 import torch_powersgd as tp
 
-OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+# Compression starts while a rank has joined.
+OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 # One rank has a single input, so that it has joined before DDP rebuilds its buckets.
 INPUTS = (6, 1, 4)
@@ -95,8 +96,8 @@ def test_nothing_is_lost_when_ranks_run_out_of_inputs(static, ddp_arguments):
 
 
 def _delivered(rank, still):
-    """Each rank's one gradient, then QUIET ones that only rank 0 still has inputs for."""
-    ddp = make_attached(SHAPES, OPTIONS)
+    """Each rank's one gradient, then all but zeros that only rank 0 still has inputs for."""
+    ddp = make_attached(SHAPES, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2))
     ledger = Ledger()
     with ddp.join():
         for i in range(still if rank == 0 else 1):
@@ -169,6 +170,26 @@ def test_two_models_and_accumulation():
     for errors in results[0][0]:
         assert max(errors.values()) < TOLERANCE, errors
     assert [steps for _, steps in results] == [2 * 3] * WORLD_SIZE
+
+
+def _thrown(rank):
+    ddp = make_attached(SHAPES, OPTIONS)
+    ledger = Ledger()
+
+    def train(steps):
+        for i in steps:
+            ledger.add(step(ddp, gradients(SHAPES, rank, i)), mean_gradients(SHAPES, 2, i))
+
+    with pytest.raises(RuntimeError, match="exhausted"), ddp.join(throw_on_early_termination=True):
+        train(range(3 + rank))
+    train(range(10, 14))
+    return ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
+
+
+def test_training_goes_on_after_an_early_termination():
+    for errors, steps in ranks.run(2, _thrown):
+        assert steps == 3 + 4
+        assert max(errors.values()) < TOLERANCE, errors
 
 
 def _flat(rank):

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 
-WARM_UP = 3  # so many steps are exact
+STEPS = 9
+WARM_UP = 3  # so many of them are exact
 OPTIONS = tp.Options(start_powerSGD_iter=WARM_UP, matrix_approximation_rank=2)
 
 # Makes the module, given the process group that it trains in.
@@ -81,7 +82,9 @@ class Twins:
         self.facts, self.ledger, self.steps = Facts(), Ledger(), 0
 
     def equalise(self) -> None:
-        """The plain module takes over what the attached one has."""
+        """The plain module takes over what the attached one has; in warm-up it has it already."""
+        if self.steps < WARM_UP:
+            return
         with torch.no_grad():
             pairs = zip(_state(self.plain), _state(self.attached), strict=True)
             for mine, other in pairs:
@@ -98,6 +101,11 @@ class Twins:
         self.facts.replica.append(digest([*found.values(), *self.attached.parameters()]))
         self.steps += 1
 
+    def residuals(self) -> Tensors:
+        """The mean residual of each parameter that is compressed. Collective."""
+        saved = tp.state_dict(self.attached)["parameters"]
+        return {name: state["residual"].double() for name, state in saved.items()}
+
     def gradients(self, ddp: DistributedDataParallel) -> Tensors:
         return {
             name: _dense(parameter.grad.detach()).clone()
@@ -106,19 +114,17 @@ class Twins:
         }
 
     def finish(self) -> Facts:
-        saved = tp.state_dict(self.attached)["parameters"]
-        residuals = {name: state["residual"].double() for name, state in saved.items()}
+        residuals = self.residuals()
         assert residuals, "nothing was compressed"
         self.facts.errors = self.ledger.errors(residuals)
         return self.facts
 
 
-def train(twins: Twins, loss_of: Loss, rank: int, steps: int = 9, clip: float = 0) -> Facts:
+def train(twins: Twins, loss_of: Loss, rank: int, steps: int = STEPS, clip: float = 0) -> Facts:
     """Steps of SGD by both; the plain module's own during warm-up."""
     norms = []
     for i in range(steps):
-        if i >= WARM_UP:
-            twins.equalise()
+        twins.equalise()
         seen = []
         for ddp, forward in zip(twins.modules, twins.callables, strict=True):
             ddp.zero_grad()
