@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "backend/buffer_slots.h"
 #include "powersgd/compressor.h"
 
 namespace powersgd {
@@ -23,6 +24,10 @@ namespace powersgd {
 // construction, which an address is not. A pass is one backward pass of autograd, or one
 // `compression(True)` block outside of any. A tensor that arrives outside of both cannot be told
 // from others of its shape: it is compressed without memory of earlier steps.
+//
+// Models that look alike and run backward one after the other share that identity, and so Q, which
+// all ranks must agree upon. Their residuals, which are this rank's own affair, are kept apart by
+// their buffers.
 //
 // Safe from any thread.
 class FlatTensors {
@@ -57,7 +62,9 @@ class FlatTensors {
   using Key = std::tuple<int64_t, std::vector<int64_t>, at::ScalarType, c10::Device>;
 
   struct Entry {
-    std::shared_ptr<BucketCompressor> compressor;
+    BufferSlots slots;
+    std::vector<std::shared_ptr<BucketCompressor>> compressors;  // by slot
+    std::vector<ParameterStatePtr> states;  // of the first compressor: the others share their Q
     uint64_t last_pass = 0;
     uint64_t uses = 0;
   };
@@ -68,9 +75,12 @@ class FlatTensors {
 
   Pass current_pass(const at::Tensor& tensor) const;
   BucketPlan make_plan(const at::Tensor& tensor) const;
+  static std::vector<ParameterStatePtr> make_states(const BucketPlan& plan, int64_t order);
   std::shared_ptr<BucketCompressor> make_compressor(const BucketPlan& plan,
-                                                    const at::Tensor& tensor, int64_t order,
+                                                    const at::Tensor& tensor,
+                                                    std::vector<ParameterStatePtr> states,
                                                     bool remembers) const;
+  static std::shared_ptr<BucketCompressor>& find_compressor(Entry& entry, const at::Tensor& tensor);
   int64_t begin_pass(const Pass& pass);
 
   const Options options_;
