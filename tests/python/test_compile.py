@@ -52,8 +52,9 @@ def _compiled(rank, backend, optimize_ddp):
 
 
 @pytest.mark.parametrize("optimize_ddp", [True, False])
-def test_a_compiled_module(optimize_ddp):
-    results = ranks.run(2, _compiled, "aot_eager", optimize_ddp, options=OPTIONS, timeout=240)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_compiled_module(backend, optimize_ddp):
+    results = ranks.run(2, _compiled, backend, optimize_ddp, options=OPTIONS, timeout=400)
     for facts in results:
         assert facts.warm_up == [True] * WARM_UP
         assert all(facts.exact)
