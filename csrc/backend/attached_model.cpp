@@ -35,7 +35,7 @@ void AttachedModel::set_grad_scale(double scale) {
   grad_scale_ = scale;
 }
 
-c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(c10d::GradBucket& bucket) {
+c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(c10d::GradBucket& bucket, int divisor) {
   at::Tensor& gradient = bucket.getBufferRef();
   std::shared_ptr<BucketCompressor> compressor;
   const bool warm = step_ >= static_cast<uint64_t>(options_.start_powerSGD_iter);
@@ -44,12 +44,12 @@ c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(c10d::GradBucket& bucket) {
     compressor = find_bucket(bucket).compressor;
   }
   StepInfo step;
-  step.output_scale = 1.0 / backend_->getSize();
+  step.output_scale = 1.0 / divisor;
   step.grad_scale = grad_scale();
   step.step = step_;
   if (!owed_.empty() && !gradient.is_sparse()) add_owed(bucket);
   auto work = compressor ? backend_->allreduce_compressed(compressor, gradient, step)
-                         : backend_->allreduce_average_exact(gradient);
+                         : backend_->allreduce_average_exact(gradient, divisor);
   if (bucket.isLast()) end_step();
   return work;
 }

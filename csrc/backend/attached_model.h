@@ -38,8 +38,9 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend, std::vector<std::string> names,
                 std::vector<at::Tensor> parameters, Options options);
 
-  // The average of the bucket over ranks, in the bucket. Called for every bucket in DDP's order.
-  c10::intrusive_ptr<c10d::Work> reduce(c10d::GradBucket& bucket);
+  // The sum of the bucket over ranks, divided by `divisor` (the number of ranks, but for DDP's
+  // join), in the bucket. Called for every bucket in DDP's order.
+  c10::intrusive_ptr<c10d::Work> reduce(c10d::GradBucket& bucket, int divisor);
 
   // While inactive (detached), buckets are averaged exactly.
   void set_active(bool active) { active_ = active; }
@@ -97,7 +98,8 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   std::vector<ParameterStatePtr> states_;
   std::unordered_map<const c10::TensorImpl*, size_t> index_of_;
   std::map<size_t, Bucket> buckets_;  // by DDP's bucket index
-  // Residuals of parameters that are not compressed, which a checkpoint had: [rows, cols], unscaled.
+  // Residuals of parameters that are not compressed, which a checkpoint had: [rows, cols],
+  // unscaled.
   std::map<size_t, at::Tensor> owed_;
   uint64_t step_ = 0;
   std::optional<double> grad_scale_;

@@ -76,7 +76,17 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor
                                                           const c10d::AllreduceOptions& opts) {
   if (getSize() == 1) return ForwardingBackend::allreduce(tensors, opts);
   auto admitted = flat_tensors_->admit(tensors, opts);
-  if (!admitted) return ForwardingBackend::allreduce(tensors, opts);
+  if (!admitted) {
+    if (flat_tensors_->looks_joined(tensors, opts)) {
+      log(LogLevel::kWarning,
+          c10::str("a tensor of ", tensors.front().numel(),
+                   " elements, as many as a flat gradient that is reduced in backward, is summed "
+                   "outside of it, exactly. If this rank has run out of inputs in DDP's join(), "
+                   "ranks that compress wait for it in vain: call torch_powersgd.attach(ddp), or "
+                   "train inside torch_powersgd.compression(False)"));
+    }
+    return ForwardingBackend::allreduce(tensors, opts);
+  }
 
   const at::Tensor& gradient = tensors.front();
   if (admitted->new_pass) end_step(options_);
@@ -135,9 +145,10 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_compressed(
       .submit({gradient}, std::move(job), gradient.device(), timeout);
 }
 
-c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_average_exact(at::Tensor gradient) {
+c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_average_exact(at::Tensor gradient,
+                                                                        int divisor) {
   // Divided first and by multiplication, as DDP does without a hook: the bits are the same.
-  gradient.mul_(1.0 / getSize());
+  gradient.mul_(1.0 / divisor);
   const int64_t numel = gradient.is_sparse() ? gradient._values().numel() : gradient.numel();
   stats_->add_exact(numel * static_cast<int64_t>(gradient.element_size()));
   std::vector<at::Tensor> tensors = {std::move(gradient)};

@@ -6,10 +6,28 @@
 #include <utility>
 
 namespace powersgd {
+namespace {
+
+// What DDP divides by: the number of ranks, or, in join(divide_by_initial_world_size=False), of the
+// ranks that still have inputs. DDP finds it out before a step's first bucket and tells no hook: it
+// is a protected member, and read as one.
+class Divisor : public c10d::Reducer {
+ public:
+  static int of(const c10d::Reducer& reducer) { return reducer.*(&Divisor::div_factor_); }
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10::ivalue::Future> DdpHook::runHook(c10d::GradBucket& bucket) {
+  const int divisor = Divisor::of(reducer_);
+  // Unset on a rank that has joined: it takes part in the sum and throws the result away.
+  const int ranks = state_->backend()->getSize();
+  return state_->reduce(bucket, divisor > 0 ? divisor : ranks)->getFuture();
+}
 
 void register_ddp_hook(c10d::Reducer& reducer, std::shared_ptr<AttachedModel> model) {
   model->backend()->add_model(model);
-  reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(model)));
+  reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(model), reducer));
 }
 
 }  // namespace powersgd

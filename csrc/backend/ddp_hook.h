@@ -14,12 +14,16 @@ class Reducer;
 namespace powersgd {
 
 // Gives DDP's buckets, with their parameters, to an attached model. No Python runs in backward.
+//
+// Owned by `reducer`, which calls it with its own lock held.
 class DdpHook final : public c10d::CppCommHookInterface<std::shared_ptr<AttachedModel>> {
  public:
-  using CppCommHookInterface::CppCommHookInterface;
-  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    return state_->reduce(bucket)->getFuture();
-  }
+  DdpHook(std::shared_ptr<AttachedModel> model, const c10d::Reducer& reducer)
+      : CppCommHookInterface(std::move(model)), reducer_(reducer) {}
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override;
+
+ private:
+  const c10d::Reducer& reducer_;
 };
 
 // Registers the hook; throws if `reducer` has one already. It cannot be taken away again, only made

@@ -59,17 +59,20 @@ BucketPlan FlatTensors::make_plan(const at::Tensor& tensor) const {
   return plan_bucket({{tensor.sizes().vec(), tensor.strides().vec()}}, options_);
 }
 
-std::shared_ptr<BucketCompressor> FlatTensors::make_compressor(const BucketPlan& plan,
-                                                               const at::Tensor& tensor,
-                                                               int64_t order,
-                                                               bool remembers) const {
-  Options options = options_;
-  options.use_error_feedback = options_.use_error_feedback && remembers;
+std::vector<ParameterStatePtr> FlatTensors::make_states(const BucketPlan& plan, int64_t order) {
   std::vector<ParameterStatePtr> states;
   for (size_t i = 0; i < plan.matrices.size(); ++i) {
     states.push_back(std::make_shared<ParameterState>());
     states.back()->stream = static_cast<uint64_t>(order);
   }
+  return states;
+}
+
+std::shared_ptr<BucketCompressor> FlatTensors::make_compressor(
+    const BucketPlan& plan, const at::Tensor& tensor, std::vector<ParameterStatePtr> states,
+    bool remembers) const {
+  Options options = options_;
+  options.use_error_feedback = options_.use_error_feedback && remembers;
   return std::make_shared<BucketCompressor>(plan, std::move(states), options, tensor.scalar_type(),
                                             tensor.device(), skips_);
 }
@@ -77,13 +80,20 @@ std::shared_ptr<BucketCompressor> FlatTensors::make_compressor(const BucketPlan&
 std::vector<Replica> FlatTensors::replicas(const at::Device& device) const {
   std::vector<Replica> found;
   for (const auto& [key, entry] : entries_) {
-    if (!entry.compressor || std::get<3>(key) != device) continue;
+    if (std::get<3>(key) != device) continue;
     const std::string name = c10::str("flat tensor ", std::get<0>(key), " of a pass, ",
                                       c10::IntArrayRef(std::get<1>(key)));
-    for (const ParameterStatePtr& state : entry.compressor->states())
-      found.push_back({name, state});
+    for (const ParameterStatePtr& state : entry.states) found.push_back({name, state, false});
   }
   return found;
+}
+
+// Null until it is made. To be called in the passes before, too: it learns which buffers there are.
+std::shared_ptr<BucketCompressor>& FlatTensors::find_compressor(Entry& entry,
+                                                                const at::Tensor& tensor) {
+  const size_t slot = entry.slots.find(tensor);
+  entry.compressors.resize(entry.slots.size());
+  return entry.compressors[slot];
 }
 
 // Returns how many states were dropped.
@@ -94,7 +104,7 @@ int64_t FlatTensors::begin_pass(const Pass& pass) {
   int64_t dropped = 0;
   for (auto entry = entries_.begin(); entry != entries_.end();) {
     const bool stale = entry->second.last_pass + kKeepPasses < passes_;
-    if (stale && entry->second.compressor) ++dropped;
+    if (stale && !entry->second.states.empty()) ++dropped;
     entry = stale ? entries_.erase(entry) : std::next(entry);
   }
   return dropped;
@@ -116,7 +126,8 @@ std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Te
     admitted.step = stateless_calls_++;
     admitted.new_pass = true;
     if (admitted.step < warm_up) return admitted;
-    admitted.compressor = make_compressor(plan, tensor, /*order=*/0, /*remembers=*/false);
+    admitted.compressor =
+        make_compressor(plan, tensor, make_states(plan, /*order=*/0), /*remembers=*/false);
     return admitted;
   }
   if (pass != pass_) {
@@ -132,12 +143,34 @@ std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Te
   const bool may_move = pass.first == Mode::kBackward && tensor.dim() == 1;
   const bool settled = !may_move || entry.uses >= kSettlePasses;
   ++entry.uses;
+  std::shared_ptr<BucketCompressor>& compressor = find_compressor(entry, tensor);
   if (admitted.step < warm_up || !settled) return admitted;
-  if (!entry.compressor)
-    entry.compressor = make_compressor(plan, tensor, order, /*remembers=*/true);
-  admitted.compressor = entry.compressor;
+  if (!compressor) {
+    std::vector<ParameterStatePtr> states = make_states(plan, order);
+    if (entry.states.empty()) {
+      entry.states = states;
+    } else {
+      for (size_t i = 0; i < states.size(); ++i) states[i]->shares_q_of = entry.states[i];
+    }
+    compressor = make_compressor(plan, tensor, std::move(states), /*remembers=*/true);
+  }
+  admitted.compressor = compressor;
   admitted.first_flat = pass.first == Mode::kBackward && !std::exchange(advised_, true);
   return admitted;
+}
+
+bool FlatTensors::looks_joined(const std::vector<at::Tensor>& tensors,
+                               const c10d::AllreduceOptions& opts) {
+  if (options_.scope != Scope::kBackward || !opts.asyncOp || !eligible(tensors, opts)) return false;
+  const at::Tensor& tensor = tensors.front();
+  if (tensor.dim() != 1 || tensor.numel() < options_.min_numel) return false;
+  if (current_override() || torch::autograd::get_current_graph_task_id() >= 0) return false;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool known = std::any_of(entries_.begin(), entries_.end(), [&](const auto& entry) {
+    return std::get<1>(entry.first) == tensor.sizes() &&
+           std::get<2>(entry.first) == tensor.scalar_type();
+  });
+  return known && !std::exchange(looked_joined_, true);
 }
 
 }  // namespace powersgd

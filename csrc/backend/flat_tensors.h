@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "backend/buffer_slots.h"
 #include "backend/replicas.h"
 #include "powersgd/compressor.h"
 
@@ -24,6 +25,10 @@ namespace powersgd {
 // construction, which an address is not. A pass is one backward pass of autograd, or one
 // `compression(True)` block outside of any. A tensor that arrives outside of both cannot be told
 // from others of its shape: it is compressed without memory of earlier steps.
+//
+// Models that look alike and run backward one after the other share that identity, and so Q, which
+// all ranks must agree upon. Their residuals, which are this rank's own affair, are kept apart by
+// their buffers.
 //
 // Safe from any thread.
 class FlatTensors {
@@ -44,6 +49,11 @@ class FlatTensors {
   std::optional<Admitted> admit(const std::vector<at::Tensor>& tensors,
                                 const c10d::AllreduceOptions& opts);
 
+  // Whether a tensor that was not admitted is, by its looks, the bucket of a DDP module whose rank
+  // has run out of inputs in join(): zeros that match a gradient of other ranks, which they may
+  // compress. True once at the most.
+  bool looks_joined(const std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts);
+
  private:
   enum class Mode { kNone, kBackward, kBlock, kStateless };
   // Mode and identity of the pass that the calling thread is in.
@@ -52,7 +62,9 @@ class FlatTensors {
   using Key = std::tuple<int64_t, std::vector<int64_t>, at::ScalarType, c10::Device>;
 
   struct Entry {
-    std::shared_ptr<BucketCompressor> compressor;
+    BufferSlots slots;
+    std::vector<std::shared_ptr<BucketCompressor>> compressors;  // by slot
+    std::vector<ParameterStatePtr> states;  // of the first compressor: the others share their Q
     uint64_t last_pass = 0;
     uint64_t uses = 0;
   };
@@ -63,9 +75,12 @@ class FlatTensors {
 
   Pass current_pass(const at::Tensor& tensor) const;
   BucketPlan make_plan(const at::Tensor& tensor) const;
+  static std::vector<ParameterStatePtr> make_states(const BucketPlan& plan, int64_t order);
   std::shared_ptr<BucketCompressor> make_compressor(const BucketPlan& plan,
-                                                    const at::Tensor& tensor, int64_t order,
+                                                    const at::Tensor& tensor,
+                                                    std::vector<ParameterStatePtr> states,
                                                     bool remembers) const;
+  static std::shared_ptr<BucketCompressor>& find_compressor(Entry& entry, const at::Tensor& tensor);
   int64_t begin_pass(const Pass& pass);
   std::vector<Replica> replicas(const at::Device& device) const;
 
@@ -78,6 +93,7 @@ class FlatTensors {
   int64_t order_ = 0;
   uint64_t stateless_calls_ = 0;
   bool advised_ = false;
+  bool looked_joined_ = false;
 };
 
 }  // namespace powersgd

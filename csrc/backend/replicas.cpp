@@ -8,7 +8,8 @@
 namespace powersgd {
 namespace {
 
-// The sum of word * weight modulo 2^64, where the weights are odd: a change of one word always shows.
+// The sum of word * weight modulo 2^64, where the weights are odd: a change of one word always
+// shows.
 at::Tensor hash_bits(const at::Tensor& tensor) {
   const at::ScalarType word = tensor.element_size() == 8 ? at::kLong : at::kInt;
   const at::Tensor words = tensor.contiguous().view(word).to(at::kLong).flatten();
@@ -23,9 +24,9 @@ at::Tensor hashes_of_all(Lane& lane, int rank, int size, const std::vector<Repli
   const auto count = static_cast<int64_t>(replicas.size());
   at::Tensor hashes = at::zeros({size, count, 2}, at::device(device).dtype(at::kLong));
   for (int64_t i = 0; i < count; ++i) {
-    const ParameterState& state = *replicas[static_cast<size_t>(i)].state;
-    hashes[rank][i][0].copy_(hash_bits(state.q_warm));
-    hashes[rank][i][1].copy_(hash_bits(state.p_hat));
+    const auto& [name, state, has_p] = replicas[static_cast<size_t>(i)];
+    hashes[rank][i][0].copy_(hash_bits(state->q_warm));
+    if (has_p) hashes[rank][i][1].copy_(hash_bits(state->p_hat));
   }
   lane.allreduce(hashes);  // the other ranks' rows are 0
   return hashes.cpu();
@@ -67,9 +68,11 @@ std::vector<std::string> restore_agreement(Lane& lane, int rank, int size,
     const at::Tensor here = differs.select(1, static_cast<int64_t>(i));
     if (!here.any().item<bool>()) continue;
     ParameterState& state = *started[i].state;
-    set_residual(state, residual(state));  // which is made of this rank's P^
     take_first(lane, rank, state.q_warm);
-    take_first(lane, rank, state.p_hat);
+    if (started[i].has_p) {
+      set_residual(state, residual(state));  // which is made of this rank's P^
+      take_first(lane, rank, state.p_hat);
+    }
     lines.push_back(describe(started[i], here));
   }
   return lines;

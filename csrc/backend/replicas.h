@@ -15,11 +15,12 @@ namespace powersgd {
 struct Replica {
   std::string name;  // for messages
   ParameterStatePtr state;
+  bool has_p = true;  // false: P^ is of another step on each rank
 };
 
-// Compares replicas over the ranks by a hash of each and gives every rank those of rank 0 where they
-// differ; no residual is lost by it. A job of an engine: collective, and it waits for the device.
-// Returns a line for each replica that differed, the same on all ranks.
+// Compares replicas over the ranks by a hash of each and gives every rank those of rank 0 where
+// they differ; no residual is lost by it. A job of an engine: collective, and it waits for the
+// device. Returns a line for each replica that differed, the same on all ranks.
 std::vector<std::string> restore_agreement(Lane& lane, int rank, int size,
                                            const std::vector<Replica>& replicas);
 

@@ -79,6 +79,12 @@ void allocate(ParameterState& state, const MatrixShape& shape, int64_t rank, con
   }
   state.p_hat = at::zeros({shape.rows, rank}, factor);
   state.q_local = at::zeros({rank, shape.cols}, factor);
+  if (state.shares_q_of) {
+    ParameterState& owner = *state.shares_q_of;
+    if (!owner.allocated()) allocate(owner, shape, rank, options, gradient_type, device);
+    state.q_warm = owner.q_warm;
+    return;
+  }
   state.q_warm = at::zeros({rank, shape.cols}, factor);
   start(state, options, device);
 }

@@ -89,8 +89,8 @@ class BackendPowerSGD : public ForwardingBackend {
       const std::shared_ptr<BucketCompressor>& compressor, const at::Tensor& gradient,
       const StepInfo& step, std::chrono::milliseconds timeout = c10d::kUnsetTimeout);
 
-  // The average over ranks by the inner backend, uncompressed.
-  c10::intrusive_ptr<c10d::Work> allreduce_average_exact(at::Tensor gradient);
+  // The sum over ranks divided by `divisor`, by the inner backend, uncompressed.
+  c10::intrusive_ptr<c10d::Work> allreduce_average_exact(at::Tensor gradient, int divisor);
 
   // The mean over ranks of each tensor, by the lane, after all steps submitted so far. Blocks.
   void average_over_lane(std::vector<at::Tensor>& tensors);

@@ -39,12 +39,13 @@ struct ParameterState {
   at::Tensor p_hat;    // [rows, rank] factor dtype
   at::Tensor q_local;  // [rank, cols] factor dtype
   at::Tensor q_warm;   // [rank, cols] factor dtype
+  std::shared_ptr<ParameterState> shares_q_of;  // whose q_warm this one uses; null: its own
 
   bool allocated() const { return q_warm.defined(); }
 };
 using ParameterStatePtr = std::shared_ptr<ParameterState>;
 
-// Allocates with zeros, but q_warm with its random start.
+// Allocates with zeros, but q_warm with its random start; first the state that it shares q_warm of.
 void allocate(ParameterState& state, const MatrixShape& shape, int64_t rank, const Options& options,
               at::ScalarType gradient_type, at::Device device);
 

@@ -144,6 +144,11 @@ def _check_module(ddp: object) -> None:
             "attach does not work with DDP's own mixed_precision, which takes the one hook that "
             "DDP has; use torch.autocast instead"
         )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise ValueError(
+            "attach does not work with torch._dynamo.config.optimize_ddp = 'python_reducer', with "
+            "which DDP reduces without its reducer and calls no C++ hook; use True, the default"
+        )
 
 
 def option_fields(core: _C.Options) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Model {
       offset += lengths.back();
     }
     c10d::GradBucket bucket(index, count, buffer, offsets, lengths, sizes, members, std::nullopt);
-    model->reduce(bucket)->wait();
+    model->reduce(bucket, kRanks)->wait();
   }
 
   const int rank_;
