@@ -63,6 +63,7 @@ void AttachedModel::load_state(const std::vector<ParameterExport>& saved, int64_
                                double grad_scale) {
   check_state(saved);  // all of it, before any of it is loaded
   for (const ParameterExport& parameter : saved) {
+    if (!parameter.residual.defined()) continue;
     const auto index = find_name(parameter.name);
     if (!index) {
       backend_->log(LogLevel::kWarning,
@@ -89,7 +90,7 @@ std::optional<size_t> AttachedModel::find_name(const std::string& name) const {
 
 void AttachedModel::check_parameter(const ParameterExport& saved) const {
   const auto index = find_name(saved.name);
-  if (!index) return;
+  if (!index || !saved.residual.defined()) return;
   const at::Tensor& parameter = parameters_[*index];
   const MatrixShape shape = matrix_shape(memory_layout(parameter));
   TORCH_CHECK_VALUE(saved.residual.sizes() == parameter.sizes(), "residual of '", saved.name,
