@@ -18,7 +18,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env build demo test test-cpp test-python test-sanitized gpu lint format clean \
+.PHONY: help env build demo test test-cpp test-python test-long test-sanitized gpu lint format clean \
         check-build-tools check-cpp-tools FORCE
 
 help:  ## this list
@@ -42,6 +42,9 @@ test-cpp: env | check-cpp-tools  ## GoogleTest
 
 test-python: build  ## pytest
 	$(PYTHON) -m pytest tests/python
+
+test-long: build  ## the tests that take more than ten seconds each
+	$(PYTHON) -m pytest tests/python -m long
 
 # AddressSanitizer and UndefinedBehaviorSanitizer, over the plan, the CPU kernels and the CUDA kernels
 # on the SIMT runtime: the layers without torch, which is not sanitized itself.
