@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The table and the picture of a record, as bench_cluster.py writes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich.console import Console
+from rich.table import Table
+
+matplotlib.use("Agg")  # a file is written: no display is needed
+from matplotlib import pyplot
+
+Cell = Callable[[dict[str, Any]], str]
+
+
+def _number(name: str, form: str, scale: float = 1) -> Cell:
+    def cell(figures: dict[str, Any]) -> str:
+        value = figures.get(name)
+        return form.format(value * scale) if value is not None else "-"
+
+    return cell
+
+
+def _spread(figures: dict[str, Any]) -> str:
+    quartiles = figures.get("quartiles_ms")
+    return f"{quartiles[0]:.0f} - {quartiles[1]:.0f}" if quartiles else "-"
+
+
+COLUMNS: dict[str, Cell] = {
+    "step, ms": _number("step_ms", "{:.0f}"),
+    "quartiles": _spread,
+    "above no sync., ms": _number("above_none_ms", "{:+.0f}"),
+    "sent per step, MB": _number("tx_bytes_per_step", "{:.3f}", 1e-6),
+    "times fewer": _number("times_fewer_bytes", "{:.1f}"),
+    "loss": _number("final_loss", "{:.3f}"),
+    "s to loss": _number("seconds_to_loss", "{:.1f}"),
+    "peak, MB": _number("peak_memory_bytes", "{:.0f}", 1e-6),
+    "beyond plain, gradients": _number("memory_beyond_plain_in_gradients", "{:+.2f}"),
+    "failed attempts": lambda figures: str(len(figures["failures"]) or ""),
+}
+
+
+def show(record: dict[str, Any], console: Console) -> None:
+    for setting in record["settings"]:
+        title = f"{setting['model']}, {setting['ranks']} ranks, {setting['rate']}"
+        if record["cores"] < setting["ranks"] and record["on"] == "cpu":
+            title += f" (on {record['cores']} cores: the ranks take turns)"
+        table = Table(title=title, title_justify="left")
+        table.add_column("")
+        cells = {
+            name: cell
+            for name, cell in COLUMNS.items()
+            if any(cell(figures) not in ("-", "") for figures in setting["methods"].values())
+        }
+        for name in cells:
+            table.add_column(name, justify="right")
+        for method, figures in setting["methods"].items():
+            table.add_row(record["titles"][method], *(cell(figures) for cell in cells.values()))
+        console.print(table)
+        if setting["loss"] is not None:
+            console.print(
+                f"loss: after {setting['learning_steps']} steps; s to loss: the steps to a loss of"
+                f" {setting['loss']:.3f} times the median step."
+            )
+    for title, why in record["left_out"].items():
+        console.print(f"left out: {title}: {why}")
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """What a step takes above one without synchronisation, with the quartiles over the blocks."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for setting in record["settings"]:
+        groups.setdefault((setting["model"], setting["ranks"]), []).append(setting)
+    figure, panels = pyplot.subplots(
+        1, len(groups), figsize=(1.5 + 4.5 * len(groups), 4.2), sharey=True, squeeze=False
+    )
+    methods = [method for method in record["titles"] if method != "none"]
+    colours = pyplot.get_cmap("tab10").colors
+    for axes, ((model, ranks), settings) in zip(panels[0], groups.items(), strict=True):
+        for i, method in enumerate(methods):
+            place = [x + 0.85 * ((i + 0.5) / len(methods) - 0.5) for x in range(len(settings))]
+            figures = [setting["methods"].get(method, {}) for setting in settings]
+            # Nothing is drawn where it is not above, which a logarithm could not show.
+            heights = [max(f.get("above_none_ms", 0), 0) or math.nan for f in figures]
+            blocks = [f.get("above_none_by_block_ms", [math.nan]) for f in figures]
+            low = [max(0, h - max(min(b), 0.1)) for h, b in zip(heights, blocks, strict=True)]
+            high = [max(0, max(b) - h) for h, b in zip(heights, blocks, strict=True)]
+            axes.bar(
+                place,
+                heights,
+                width=0.8 / len(methods),
+                yerr=[low, high],
+                error_kw={"linewidth": 0.8},
+                color=colours[i % len(colours)],
+                label=record["titles"][method],
+            )
+        axes.set_xticks(range(len(settings)), [setting["rate"] for setting in settings])
+        axes.set(title=f"{model}, {ranks} ranks", yscale="log")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.2)
+    panels[0][0].set_ylabel("ms per step above no synchronisation")
+    panels[0][-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
