@@ -2,7 +2,8 @@
 """What does a training step take on a slow network, by the way its gradients are averaged?
 
     python benchmarks/bench_cluster.py --ranks 2 --rates 1gbit
-    python benchmarks/bench_cluster.py --device cuda --picture cluster.png
+    python benchmarks/bench_cluster.py --device cuda --json cluster_cuda.json
+    python benchmarks/bench_cluster.py --show cluster_cuda.json --picture cluster_cuda.png
 
 The hosts are network namespaces on a switch, each on a link that is shaped in both directions, so
 it needs root, ip and tc (iproute2). On a GPU the ranks share it through an MPS daemon of their own
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -30,10 +32,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cluster import figures, hosts, launch, models, mps, report
+from cluster import figures, hosts, launch, models, mps
 from cluster.methods import EXACT_STEPS, METHODS
 from provenance import processor, provenance
-from rich.console import Console
 
 # Steps at the start that are not measured: the exact ones, and those that rebuild buckets and
 # allocate.
@@ -44,12 +45,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "ranks": [2, 4],
         "rates": ["100mbit", "1gbit", "10gbit"],
         "learning_steps": 120,
+        "blocks": 3,
     },
     "cuda": {
         "models": ["gpt2", "resnet50"],
         "ranks": [4],
         "rates": ["10gbit"],
         "learning_steps": 0,
+        "blocks": 2,
     },
 }
 
@@ -82,7 +85,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--ranks", nargs="+", type=_at_least(2), metavar="N", help="hosts, a rank on each")
     add("--rates", nargs="+", type=_rate, metavar="RATE", help="of the links: 100mbit, 1gbit")
     add("--rank", type=_at_least(1), default=4, help="of the approximation (4)")
-    add("--blocks", type=_at_least(1), default=3, help="turns of every method (3)")
+    add("--blocks", type=_at_least(1), help="turns of every method (3, and 2 on a GPU)")
     add("--steps", type=_at_least(2), default=20, help="measured per turn (20)")
     add(
         "--learning-steps",
@@ -90,9 +93,10 @@ def parse_arguments() -> argparse.Namespace:
         help="steps of the runs that give the loss; 0: none (120, and 0 on a GPU)",
     )
     add("--loss", type=float, help="to time; else what plain has after 3/4 of its steps")
-    add("--quick", action="store_true", help="one short turn, 2 ranks, the last rate, no loss")
+    add("--quick", action="store_true", help="one short turn, 2 ranks, 1gbit, no loss")
     add("--json", type=Path, help="write the results here, after every run")
     add("--picture", type=Path, help="draw them here")
+    add("--show", type=Path, metavar="JSON", help="measure nothing: show these results")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.blocks, arguments.steps = 1, 5
@@ -109,6 +113,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def missing(device: str) -> list[str]:
+    """What this machine lacks to measure, each in a few words."""
     lacks = hosts.missing()
     if device == "cuda":
         if not torch.cuda.is_available():
@@ -126,13 +131,13 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, variables: Mapping[str, str]) -> None:
         self.arguments = arguments
         self.variables = variables  # of the ranks' environment
-        self.console = Console()
         lacks = {name: METHODS[name].lacks() for name in arguments.methods}
         self.methods = [name for name, why in lacks.items() if not why]
         self.record: dict[str, Any] = {
             **provenance(processor()),
             "on": arguments.device,
             "cores": len(os.sched_getaffinity(0)),
+            "load_average_before": os.getloadavg()[0],
             "approximation": arguments.rank,
             "steps": arguments.steps,
             "warmup_steps": WARMUP_STEPS,
@@ -218,7 +223,8 @@ class Bench:
         )
         where = f"{model}, {len(cluster)} ranks, {rate}: {METHODS[method].title}"
         times = [f"{run.median:.0f} ms"] if run.succeeded else []
-        self.console.print(where, *times, *(f"failed: {why}" for why in run.failures), sep="; ")
+        failures = (f"failed: {why}" for why in run.failures)
+        print(where, *times, *failures, sep="; ", flush=True)
         return run
 
     def _write(self) -> None:
@@ -229,15 +235,29 @@ class Bench:
 
 def main() -> None:
     arguments = parse_arguments()
-    if lacks := missing(arguments.device):
+    packages = ["rich", "matplotlib"] if arguments.picture else ["rich"]
+    lacks = [f"the package {name}" for name in packages if not importlib.util.find_spec(name)]
+    lacks += [] if arguments.show else missing(arguments.device)
+    if lacks:
         sys.exit(f"bench_cluster cannot run here; missing: {', '.join(lacks)}")
+    record = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
+    from cluster import report
+
+    report.show(record)
+    if arguments.picture:
+        report.draw(record, arguments.picture)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The record of what is measured."""
     hosts.unwind_on_signals()
-    mps.sweep()
-    if left := hosts.sweep():
-        print(f"removed what an earlier run left: {', '.join(left)}")
     try:
-        with mps.service() if arguments.device == "cuda" else contextlib.nullcontext({}) as shared:
-            bench = Bench(arguments, shared)
+        mps.sweep()
+        if left := hosts.sweep():
+            print(f"removed what an earlier run left: {', '.join(left)}")
+        with contextlib.ExitStack() as stack:
+            on_gpu = arguments.device == "cuda"
+            bench = Bench(arguments, stack.enter_context(mps.service()) if on_gpu else {})
             for model in arguments.models:
                 for ranks in arguments.ranks:
                     bench.measure(model, ranks)
@@ -245,9 +265,7 @@ def main() -> None:
         sys.exit(f"bench_cluster: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    report.show(bench.record, bench.console)
-    if arguments.picture:
-        report.draw(bench.record, arguments.picture)
+    return bench.record
 
 
 if __name__ == "__main__":

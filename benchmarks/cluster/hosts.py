@@ -2,9 +2,8 @@
 """Hosts on one machine: network namespaces around a switch, each on a link of a given rate.
 
 All that a run makes carries its owner's name, psgd-<pid>-<start time>: the namespaces in their
-names, the processes in their environment. Nothing is made outside the namespaces, so the machine's
-own interfaces and firewall have no part in it. What a killed owner left is found by these names,
-and removed, by sweep().
+names, the processes in their environment. By these sweep() finds and removes what a killed owner
+left. No interface is made outside the namespaces: the machine's own and its firewall have no part.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -61,12 +61,14 @@ def owner() -> str:
 
 def sweep() -> list[str]:
     """Removes what runs that are no longer alive have left; returns the namespaces' names."""
-    left = [name for name in namespaces() if not _is_alive(name)]
-    marked = {name for _, name in _marked() if not _is_alive(name)}
-    for name in marked:
+    left = [name for name in namespaces() if is_left(name)]
+    for name in {name for _, name in marked() if is_left(name)}:
         kill_marked(name)
     for name in left:
         _run("ip", "netns", "del", name)
+    for folder in Path(tempfile.gettempdir()).glob("psgd-*"):
+        if is_left(folder.name):
+            shutil.rmtree(folder)
     return left
 
 
@@ -76,15 +78,29 @@ def namespaces() -> list[str]:
     return [line.split()[0] for line in lines if _OWNED.match(line)]
 
 
+def marked() -> Iterator[tuple[int, str]]:
+    """The pid and the owner's name of every process that a run has started."""
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        pid = int(environment.parent.name)
+        if _start_time(pid) is None:
+            continue
+        with suppress(OSError):
+            for entry in environment.read_bytes().split(b"\0"):
+                variable, _, value = entry.partition(b"=")
+                if variable == MARK.encode():
+                    yield pid, value.decode()
+
+
 def is_left(name: str) -> bool:
-    """Whether the name is of something that a run has made which is no longer alive."""
-    return bool(_OWNED.match(name)) and not _is_alive(name)
+    """Whether the name is of something that a run made which is no longer alive."""
+    match = _OWNED.match(name)
+    return match is not None and _start_time(int(match[1])) != int(match[2])
 
 
 def kill_marked(name: str, patience: float = 10) -> None:
     """Kills the processes of an owner, and waits until they are gone."""
     deadline = time.monotonic() + patience
-    while alive := [pid for pid, mark in _marked() if mark == name and pid != os.getpid()]:
+    while alive := [pid for pid, mark in marked() if mark == name and pid != os.getpid()]:
         for pid in alive:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -233,22 +249,3 @@ def _start_time(pid: int) -> int | None:
         return None
     fields = stat.rpartition(")")[2].split()  # the name before may hold anything
     return int(fields[19]) if fields[0] not in "ZX" else None
-
-
-def _is_alive(name: str) -> bool:
-    """Whether the owner in the name is."""
-    match = _OWNED.match(name)
-    return match is not None and _start_time(int(match[1])) == int(match[2])
-
-
-def _marked() -> Iterator[tuple[int, str]]:
-    """The pid and the owner's name of every process that a run has started."""
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        pid = int(environment.parent.name)
-        if _start_time(pid) is None:
-            continue
-        with suppress(OSError):
-            for entry in environment.read_bytes().split(b"\0"):
-                variable, _, value = entry.partition(b"=")
-                if variable == MARK.encode():
-                    yield pid, value.decode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +78,11 @@ class Method:
     make: Callable[[nn.Module, int], Trainee]  # model, rank of the approximation
     options: Callable[[int], tp.Options] | None = None  # the process group's, by the rank
     lacks: Callable[[], str] = lambda: ""  # why it cannot run here
-    devices: tuple[str, ...] = ("cpu", "cuda")  # where it runs when no methods are named
+    devices: Sequence[str] = ("cpu", "cuda")  # where it runs when no methods are named
+
+
+def _parallel(model: nn.Module, rank: int) -> Trainee:
+    return Parallel(model)
 
 
 def _hooked(hook: Callable[..., Any]) -> Callable[[nn.Module, int], Trainee]:
@@ -131,12 +135,12 @@ def _author_lacks() -> str:
 
 METHODS = {
     "none": Method("no synchronisation", PLAIN, lambda model, rank: Trainee(model)),
-    "plain": Method("plain", PLAIN, lambda model, rank: Parallel(model)),
+    "plain": Method("plain all-reduce", PLAIN, _parallel),
     "fp16": Method(
-        "torch's fp16 hook", PLAIN, _hooked(default_hooks.fp16_compress_hook), devices=("cpu",)
+        "torch's fp16 hook", PLAIN, _hooked(default_hooks.fp16_compress_hook), devices=["cpu"]
     ),
     "bf16": Method(
-        "torch's bf16 hook", PLAIN, _hooked(default_hooks.bf16_compress_hook), devices=("cuda",)
+        "torch's bf16 hook", PLAIN, _hooked(default_hooks.bf16_compress_hook), devices=["cuda"]
     ),
     "hook": Method("torch's PowerSGD hook", PLAIN, _power_sgd_hooked()),
     # On Gloo the hook issues the collectives of several buckets in an order that ranks need not
@@ -145,11 +149,11 @@ METHODS = {
         "torch's PowerSGD hook, one bucket",
         PLAIN,
         _power_sgd_hooked(bucket_cap_mb=1 << 20),
-        devices=("cpu",),
+        devices=["cpu"],
     ),
-    "author": Method("the author's powersgd", PLAIN, Author, lacks=_author_lacks),
+    "author": Method("the author's powersgd", PLAIN, Author, lacks=_author_lacks, devices=["cpu"]),
     "attached": _attached("ours, attached"),
-    "flat": Method("ours, flat", POWERSGD, lambda model, rank: Parallel(model), _options),
+    "flat": Method("ours, flat", POWERSGD, _parallel, _options, devices=["cpu"]),
     "alternating": _attached("ours, alternating", alternating=True),
     "bf16-wire": _attached("ours, bf16 wire", wire_dtype=torch.bfloat16),
 }

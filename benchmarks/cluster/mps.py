@@ -23,7 +23,9 @@ def service() -> Iterator[dict[str, str]]:
     try:
         folder.mkdir()
         command = [CONTROL, "-d"]
-        result = subprocess.run(command, env=_environment(folder), timeout=60)
+        result = subprocess.run(
+            command, env=_environment(folder), timeout=60, start_new_session=True
+        )
         if result.returncode:
             raise hosts.ClusterError(f"{' '.join(command)} ended with {result.returncode}")
         yield _variables(folder)
@@ -51,6 +53,7 @@ def _stop(folder: Path) -> None:
             env=_environment(folder),
             capture_output=True,
             timeout=30,
+            start_new_session=True,
         )
     hosts.kill_marked(folder.name.removesuffix("-mps"))  # if it did not heed that
     shutil.rmtree(folder)

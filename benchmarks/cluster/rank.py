@@ -99,7 +99,7 @@ def main() -> None:
     method = methods.METHODS[job.method]
     dist.init_process_group(
         method.backend[job.device],
-        store=dist.FileStore(job.store, job.world),
+        store=dist.FileStore(job.store, job.world),  # type: ignore[attr-defined]
         rank=job.rank,
         world_size=job.world,
         timeout=timedelta(seconds=job.timeout),

@@ -8,12 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from rich.console import Console
 from rich.table import Table
-
-matplotlib.use("Agg")  # a file is written: no display is needed
-from matplotlib import pyplot
 
 Cell = Callable[[dict[str, Any]], str]
 
@@ -34,8 +30,8 @@ def _spread(figures: dict[str, Any]) -> str:
 COLUMNS: dict[str, Cell] = {
     "step, ms": _number("step_ms", "{:.0f}"),
     "quartiles": _spread,
-    "above no sync., ms": _number("above_none_ms", "{:+.0f}"),
-    "sent per step, MB": _number("tx_bytes_per_step", "{:.3f}", 1e-6),
+    "above none, ms": _number("above_none_ms", "{:+.0f}"),
+    "sent, MB": _number("tx_bytes_per_step", "{:.3f}", 1e-6),
     "times fewer": _number("times_fewer_bytes", "{:.1f}"),
     "loss": _number("final_loss", "{:.3f}"),
     "s to loss": _number("seconds_to_loss", "{:.1f}"),
@@ -45,13 +41,19 @@ COLUMNS: dict[str, Cell] = {
 }
 
 
-def show(record: dict[str, Any], console: Console) -> None:
+def show(record: dict[str, Any]) -> None:
+    """Prints a table for every setting. Above none: less the step without synchronisation."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140  # rather than the 80 that rich takes
+    about = (f"{name} {record[name]}" for name in ("date", "device", "commit", "torch"))
+    console.print(*about, f"rank {record['approximation']}", sep=", ", highlight=False)
     for setting in record["settings"]:
         title = f"{setting['model']}, {setting['ranks']} ranks, {setting['rate']}"
         if record["cores"] < setting["ranks"] and record["on"] == "cpu":
             title += f" (on {record['cores']} cores: the ranks take turns)"
         table = Table(title=title, title_justify="left")
-        table.add_column("")
+        table.add_column("", no_wrap=True)
         cells = {
             name: cell
             for name, cell in COLUMNS.items()
@@ -72,7 +74,12 @@ def show(record: dict[str, Any], console: Console) -> None:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """What a step takes above one without synchronisation, with the quartiles over the blocks."""
+    """What a step takes above one without synchronisation, and its range over the blocks."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file is written: no display is needed
+    from matplotlib import pyplot
+
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for setting in record["settings"]:
         groups.setdefault((setting["model"], setting["ranks"]), []).append(setting)
@@ -80,7 +87,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         1, len(groups), figsize=(1.5 + 4.5 * len(groups), 4.2), sharey=True, squeeze=False
     )
     methods = [method for method in record["titles"] if method != "none"]
-    colours = pyplot.get_cmap("tab10").colors
+    colours = [f"C{i}" for i in range(10)]  # matplotlib's own cycle
     for axes, ((model, ranks), settings) in zip(panels[0], groups.items(), strict=True):
         for i, method in enumerate(methods):
             place = [x + 0.85 * ((i + 0.5) / len(methods) - 0.5) for x in range(len(settings))]
