@@ -7,9 +7,10 @@
 
 The hosts are network namespaces on a switch, each on a link that is shaped in both directions, so
 it needs root, ip and tc (iproute2). On a GPU the ranks share it through an MPS daemon of their own
-and talk over NCCL's sockets. The methods take turns in blocks, in an order that rotates, in freshly
-started ranks; what is compared is from the same block. All is removed at the end, however it
-comes; what a killed run left, when the next one starts.
+and talk over NCCL's sockets. Every method has ranks of its own, freshly started for each setting.
+They take turns of a few steps, in an order that rotates, and sleep meanwhile; what is compared is
+from the same round of turns. All is removed at the end, however it comes; what a killed run left,
+when the next one starts.
 
 The loss is from longer runs on unshaped links, on the same text for every method. The bytes are the
 interface's count, which knows large segments before they are cut: a few per cent of headers less
@@ -45,14 +46,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "ranks": [2, 4],
         "rates": ["100mbit", "1gbit", "10gbit"],
         "learning_steps": 120,
-        "blocks": 3,
+        "rounds": 10,
     },
     "cuda": {
         "models": ["gpt2", "resnet50"],
         "ranks": [4],
         "rates": ["10gbit"],
         "learning_steps": 0,
-        "blocks": 2,
+        "rounds": 8,
     },
 }
 
@@ -85,21 +86,23 @@ def parse_arguments() -> argparse.Namespace:
     add("--ranks", nargs="+", type=_at_least(2), metavar="N", help="hosts, a rank on each")
     add("--rates", nargs="+", type=_rate, metavar="RATE", help="of the links: 100mbit, 1gbit")
     add("--rank", type=_at_least(1), default=4, help="of the approximation (4)")
-    add("--blocks", type=_at_least(1), help="turns of every method (3, and 2 on a GPU)")
-    add("--steps", type=_at_least(2), default=20, help="measured per turn (20)")
+    add("--rounds", type=_at_least(1), help="of turns (10, and 8 on a GPU)")
+    add(
+        "--steps", type=_at_least(2), default=4, help="measured per turn, after one that is not (4)"
+    )
     add(
         "--learning-steps",
         type=_at_least(0),
         help="steps of the runs that give the loss; 0: none (120, and 0 on a GPU)",
     )
     add("--loss", type=float, help="to time; else what plain has after 3/4 of its steps")
-    add("--quick", action="store_true", help="one short turn, 2 ranks, 1gbit, no loss")
+    add("--quick", action="store_true", help="two rounds, 2 ranks, 1gbit, no loss")
     add("--json", type=Path, help="write the results here, after every run")
     add("--picture", type=Path, help="draw them here")
     add("--show", type=Path, metavar="JSON", help="measure nothing: show these results")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.blocks, arguments.steps = 1, 5
+        arguments.rounds = arguments.rounds or 2
         arguments.learning_steps = arguments.learning_steps or 0
         arguments.ranks = arguments.ranks or [2]
         arguments.rates = arguments.rates or ["1gbit"]
@@ -137,9 +140,9 @@ class Bench:
             **provenance(processor()),
             "on": arguments.device,
             "cores": len(os.sched_getaffinity(0)),
-            "load_average_before": os.getloadavg()[0],
             "approximation": arguments.rank,
-            "steps": arguments.steps,
+            "rounds": arguments.rounds,
+            "steps_per_round": arguments.steps,
             "warmup_steps": WARMUP_STEPS,
             "titles": {name: METHODS[name].title for name in self.methods},
             "left_out": {METHODS[name].title: why for name, why in lacks.items() if why},
@@ -156,81 +159,91 @@ class Bench:
             with hosts.Hosts(ranks, None) as cluster:
                 for method in self.methods:
                     if method != "none":
-                        steps = self.arguments.learning_steps - WARMUP_STEPS
-                        learned[method] = self._run(cluster, "unshaped", 20, model, method, steps)
+                        learned[method] = self._learn(cluster, model, method)
         for rate in self.arguments.rates:
             # Six times what the bytes of a ring all-reduce need on the link.
             limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
-            with hosts.Hosts(ranks, rate) as cluster:
-                self._measure_rate(cluster, rate, limit, model, learned)
+            with hosts.Hosts(ranks, rate) as cluster, contextlib.ExitStack() as stack:
+                players = {
+                    method: stack.enter_context(self._ranks(cluster, limit, model, method))
+                    for method in self.methods
+                }
+                setting = self._setting(model, ranks, rate, learned)
+                self._play(players, setting, learned)
 
-    def _measure_rate(
-        self,
-        cluster: hosts.Hosts,
-        rate: str,
-        limit: float,
-        model: str,
-        learned: Mapping[str, launch.Run],
-    ) -> None:
+    def _ranks(self, cluster: hosts.Hosts, limit: float, model: str, method: str) -> launch.Ranks:
+        return launch.Ranks(
+            cluster,
+            self.variables,
+            limit,
+            WARMUP_STEPS,
+            method=method,
+            model=model,
+            device=self.arguments.device,
+            approximation=self.arguments.rank,
+        )
+
+    def _learn(self, cluster: hosts.Hosts, model: str, method: str) -> launch.Run:
+        with self._ranks(cluster, 20, model, method) as ranks:
+            run = ranks.turn(self.arguments.learning_steps - WARMUP_STEPS - 1)
+        _tell(f"{model}, {len(cluster)} ranks, for the loss", method, run)
+        return run
+
+    def _setting(
+        self, model: str, ranks: int, rate: str, learned: Mapping[str, launch.Run]
+    ) -> dict[str, Any]:
         loss = self.arguments.loss
         setting: dict[str, Any] = {
             "model": model,
-            "ranks": len(cluster),
+            "ranks": ranks,
             "rate": rate,
+            "load_average_before": os.getloadavg()[0],
             "loss": loss if loss is not None else figures.target_loss(learned),
             "learning_steps": self.arguments.learning_steps,
             "learning_failures": {name: run.failures for name, run in learned.items()},
             "losses": {
                 name: [round(loss, 4) for loss in run.losses] for name, run in learned.items()
             },
+            "methods": {},
         }
         self.record["settings"].append(setting)
-        blocks: list[dict[str, launch.Run]] = []
-        for turn in range(self.arguments.blocks):
-            blocks.append({})
-            shift = turn % len(self.methods)
+        return setting
+
+    def _play(
+        self,
+        players: Mapping[str, launch.Ranks],
+        setting: dict[str, Any],
+        learned: Mapping[str, launch.Run],
+    ) -> None:
+        """The rounds of a setting."""
+        where = f"{setting['model']}, {setting['ranks']} ranks, {setting['rate']}"
+        rounds: list[dict[str, launch.Run]] = []
+        for number in range(self.arguments.rounds):
+            rounds.append({})
+            shift = number % len(self.methods)
             for method in self.methods[shift:] + self.methods[:shift]:
-                if turn and not blocks[0][method].succeeded:
-                    continue  # all its attempts have failed, and would again
-                run = self._run(cluster, rate, limit, model, method, self.arguments.steps)
-                blocks[-1][method] = run
+                if players[method].exhausted:
+                    continue
+                run = players[method].turn(self.arguments.steps)
+                rounds[-1][method] = run
                 if run.device:
                     self.record["device"] = run.device
-                compared = figures.compare(blocks, learned, setting["loss"])
-                setting["methods"] = {m: compared[m] for m in self.methods if m in compared}
-                self._write()
-
-    def _run(
-        self,
-        cluster: hosts.Hosts,
-        rate: str,
-        limit: float,
-        model: str,
-        method: str,
-        steps: int,
-    ) -> launch.Run:
-        run = launch.run(
-            cluster,
-            self.variables,
-            limit,
-            method=method,
-            model=model,
-            device=self.arguments.device,
-            world=len(cluster),
-            approximation=self.arguments.rank,
-            warmup=WARMUP_STEPS,
-            steps=steps,
-        )
-        where = f"{model}, {len(cluster)} ranks, {rate}: {METHODS[method].title}"
-        times = [f"{run.median:.0f} ms"] if run.succeeded else []
-        failures = (f"failed: {why}" for why in run.failures)
-        print(where, *times, *failures, sep="; ", flush=True)
-        return run
+                if number == 0 or run.failures:
+                    _tell(where, method, run)
+            compared = figures.compare(rounds, learned, setting["loss"])
+            setting["methods"] = {m: compared[m] for m in self.methods if m in compared}
+            self._write()
 
     def _write(self) -> None:
         if self.arguments.json:  # at once: what is measured is not lost to a time limit
             self.arguments.json.parent.mkdir(parents=True, exist_ok=True)
             self.arguments.json.write_text(json.dumps(self.record, indent=1) + "\n")
+
+
+def _tell(where: str, method: str, run: launch.Run) -> None:
+    times = [f"{run.median:.0f} ms"] if run.succeeded else []
+    failures = (f"failed: {why}" for why in run.failures)
+    print(f"{where}: {METHODS[method].title}", *times, *failures, sep="; ", flush=True)
 
 
 def main() -> None:

@@ -36,17 +36,17 @@ def target_loss(learned: Mapping[str, Run]) -> float | None:
 
 
 def compare(
-    blocks: Sequence[Mapping[str, Run]], learned: Mapping[str, Run], loss: float | None
+    rounds: Sequence[Mapping[str, Run]], learned: Mapping[str, Run], loss: float | None
 ) -> dict[str, Figures]:
     """The figures of each method.
 
     Args:
-        blocks: the runs of each block, by method; one without milliseconds has failed.
+        rounds: the runs of each round, by method; one without milliseconds has failed.
         learned: longer runs, for the loss.
         loss: to which the time is given.
     """
-    methods = dict.fromkeys(method for block in blocks for method in block)
-    result = {method: _times(method, blocks) for method in methods}
+    methods = dict.fromkeys(method for round in rounds for method in round)
+    result = {method: _times(method, rounds) for method in methods}
     plain = result.get("plain", {})
     for method, figures in result.items():
         if figures.get("tx_bytes_per_step") and plain.get("tx_bytes_per_step"):
@@ -65,8 +65,8 @@ def compare(
     return result
 
 
-def _times(method: str, blocks: Sequence[Mapping[str, Run]]) -> Figures:
-    runs = [block[method] for block in blocks if method in block]
+def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:
+    runs = [round[method] for round in rounds if method in round]
     done = [run for run in runs if run.succeeded]
     figures: Figures = {"failures": [failure for run in runs for failure in run.failures]}
     if not done:
@@ -80,14 +80,14 @@ def _times(method: str, blocks: Sequence[Mapping[str, Run]]) -> Figures:
     figures["gradient_bytes"] = done[0].gradient_bytes
     if done[0].peak_memory_bytes:
         figures["peak_memory_bytes"] = max(run.peak_memory_bytes or 0 for run in done)
-    # By block: what slows the machine down for minutes slows both down.
+    # By round: what slows the machine down meanwhile slows both down.
     above = [
-        statistics.median(block[method].milliseconds) - statistics.median(none.milliseconds)
-        for block in blocks
-        if method in block and block[method].succeeded
-        if (none := block.get("none")) and none.succeeded
+        statistics.median(round[method].milliseconds) - statistics.median(none.milliseconds)
+        for round in rounds
+        if method in round and round[method].succeeded
+        if (none := round.get("none")) and none.succeeded
     ]
     if above and method != "none":
         figures["above_none_ms"] = statistics.median(above)
-        figures["above_none_by_block_ms"] = above
+        figures["above_none_by_round_ms"] = above
     return figures

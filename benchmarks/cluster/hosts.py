@@ -193,14 +193,14 @@ class Hosts:
             self._processes.append(process)
         return process
 
-    def kill(self) -> None:
-        """Kills all that runs on the hosts."""
+    def kill(self, processes: Sequence[subprocess.Popen[Any]]) -> None:
+        """Kills some of what runs on the hosts."""
         with uninterrupted():
-            for process in self._processes:
+            for process in processes:
                 process.kill()
-            for process in self._processes:
+            for process in processes:
                 process.wait()
-            self._processes.clear()
+            self._processes = [p for p in self._processes if p not in processes]
 
     def _make(self) -> None:
         _run("ip", "netns", "add", self._switch)
@@ -220,7 +220,7 @@ class Hosts:
                 _run("tc", "-n", self._switch, "qdisc", "add", "dev", port, "root", *self._shape)
 
     def _remove(self) -> None:
-        self.kill()
+        self.kill(self._processes)
         with uninterrupted():
             there = namespaces()
             for name in [*self._names, self._switch]:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs a method on all hosts, each rank in a fresh process, and gathers what the ranks wrote."""
+"""The ranks of a method, a fresh process on each host, and what they measure in their turns."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,11 @@ _GRACE_SECONDS = 5  # for the other ranks once one has failed
 
 @dataclass
 class Run:
-    """What the ranks measured; lists are by step, means over the ranks."""
+    """What the ranks measured in a turn; lists are by step, means over the ranks."""
 
     failures: list[str] = field(default_factory=list)  # why each failed attempt did
-    milliseconds: list[float] = field(default_factory=list)  # without the warm-up
-    losses: list[float] = field(default_factory=list)  # with it
+    milliseconds: list[float] = field(default_factory=list)  # without the turn's first step
+    losses: list[float] = field(default_factory=list)  # since the ranks were started
     tx_bytes_per_step: float = 0
     gradient_bytes: int = 0
     peak_memory_bytes: int | None = None  # the largest of any rank
@@ -57,104 +59,162 @@ def environment(rank: int, variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def run(cluster: hosts.Hosts, variables: Mapping[str, str], step_limit: float, **job: Any) -> Run:
-    """Trains on every host; again after a failure, which torch's own hook has now and then.
+class Failed(Exception):
+    """Says why ranks did not get through a turn."""
+
+
+class Ranks:
+    """The ranks of one method. They are started when they first have a turn, sleep between turns,
+    and are started again after a failure, which torch's own hook has now and then.
 
     Args:
-        cluster: as many hosts as the job's world.
+        cluster: as many hosts as there are ranks.
         variables: added to the ranks' environment.
-        step_limit: seconds without a step on any rank after which an attempt has failed.
+        step_limit: seconds without a step on any rank after which a turn has failed.
+        warmup: steps after a start that are not measured.
         job: the fields of a Job that are the same on all ranks.
     """
-    result = Run()
-    for _ in range(ATTEMPTS):
-        with tempfile.TemporaryDirectory(prefix=f"{hosts.owner()}-") as folder:
+
+    def __init__(
+        self,
+        cluster: hosts.Hosts,
+        variables: Mapping[str, str],
+        step_limit: float,
+        warmup: int,
+        **job: Any,
+    ) -> None:
+        self._cluster = cluster
+        self._variables = variables
+        self._step_limit = step_limit
+        self._warmup = warmup
+        self._job = job
+        self._attempts_left = ATTEMPTS
+        self._processes: list[subprocess.Popen[str]] = []
+        self._folder = Path()
+        self._lines: list[list[dict[str, Any]]] = []  # of every rank since the start
+        self._losses: list[float] = []
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end()
+
+    @property
+    def exhausted(self) -> bool:
+        return not self._attempts_left
+
+    def turn(self, steps: int) -> Run:
+        """Trains for so many measured steps, and one before; again after a failure."""
+        result = Run()
+        while self._attempts_left:
             try:
-                _attempt(cluster, variables, step_limit, job, Path(folder))
-            except _Failed as failure:
+                if not self._processes:
+                    self._start()
+                    self._train(self._warmup)
+                self._gather(result, *self._train(1 + steps))
+                return result
+            except Failed as failure:
                 result.failures.append(str(failure))
-                continue
-            _gather(result, job, Path(folder))
-            return result
-    return result
+                self._attempts_left -= 1
+                self._end()
+        return result
 
-
-class _Failed(Exception):
-    pass
-
-
-def _attempt(
-    cluster: hosts.Hosts,
-    variables: Mapping[str, str],
-    step_limit: float,
-    job: Mapping[str, Any],
-    folder: Path,
-) -> None:
-    processes: list[subprocess.Popen[Any]] = []
-    try:
-        for rank in range(job["world"]):
-            mine = Job(rank=rank, store=str(folder / "store"), timeout=START_SECONDS, **job)
-            with (folder / f"log{rank}").open("w") as log:
-                command = mine.command(folder / f"results{rank}")
-                env = environment(rank, variables)
-                processes.append(
-                    cluster.start(
-                        rank, command, env, stdout=log, stderr=subprocess.STDOUT, cwd=_BENCHMARKS
-                    )
+    def _start(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{hosts.owner()}-"))
+        world = len(self._cluster)
+        self._lines = [[] for _ in range(world)]
+        self._losses = []
+        for rank in range(world):
+            store = str(self._folder / "store")
+            job = Job(rank=rank, world=world, store=store, timeout=START_SECONDS, **self._job)
+            with (self._folder / f"log{rank}").open("w") as log:
+                process = self._cluster.start(
+                    rank,
+                    job.command(self._folder / f"results{rank}"),
+                    environment(rank, self._variables),
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    cwd=_BENCHMARKS,
+                    text=True,
                 )
-        _wait(processes, step_limit, folder)
-    finally:
-        cluster.kill()
+            self._processes.append(process)
 
+    def _end(self) -> None:
+        self._cluster.kill(self._processes)
+        for process in self._processes:
+            if process.stdin:
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
+        self._processes = []
+        if self._folder.name:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
-def _wait(processes: list[subprocess.Popen[Any]], step_limit: float, folder: Path) -> None:
-    """Until all have ended.
+    def _train(self, steps: int) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
+        """Returns the records of the steps and the last line, of each rank."""
+        limit = self._step_limit if self._lines[0] else START_SECONDS
+        with suppress(BrokenPipeError):  # whoever has ended is seen to have
+            for process in self._processes:
+                assert process.stdin
+                process.stdin.write(f"{steps}\n")
+                process.stdin.flush()
+        expected = len(self._lines[0]) + steps + 1
+        self._wait(expected, limit)
+        new = [lines[expected - steps - 1 :] for lines in self._lines]
+        of_steps = [records[:-1] for records in new]
+        by_step = zip(*of_steps, strict=True)
+        self._losses += [statistics.mean(r["loss"] for r in records) for records in by_step]
+        return of_steps, [records[-1] for records in new]
 
-    Raises:
-        _Failed: if one fails, or none gets any further for too long.
-    """
-    written = 0
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        codes = [process.poll() for process in processes]
-        if all(code == 0 for code in codes):
-            return
-        if any(codes):
-            # Whose failure it was is known by what all of them say.
-            time.sleep(_GRACE_SECONDS)
-            raise _Failed(_complaints(folder, codes))
-        size = sum(file.stat().st_size for file in folder.glob("results*"))
-        if size > written:
-            written = size
-            deadline = time.monotonic() + step_limit
-        if time.monotonic() > deadline:
-            lines = [len(file.read_text().splitlines()) for file in folder.glob("results*")]
-            raise _Failed(f"no rank got any further after steps {lines}")
-        time.sleep(0.05)
+    def _wait(self, expected: int, limit: float) -> None:
+        """Until every rank has written so many lines.
 
+        Raises:
+            Failed: if a rank ends, or none gets any further for too long.
+        """
+        deadline = time.monotonic() + limit
+        while True:
+            before = [len(lines) for lines in self._lines]
+            self._read()
+            now = [len(lines) for lines in self._lines]
+            if min(now) >= expected:
+                return
+            if any(process.poll() is not None for process in self._processes):
+                time.sleep(_GRACE_SECONDS)  # whose fault it was is known by what all of them say
+                raise Failed(self._complaints())
+            if now != before:
+                deadline = time.monotonic() + self._step_limit
+            if time.monotonic() > deadline:
+                raise Failed(f"no rank got any further after steps {now}")
+            time.sleep(0.02)
 
-def _complaints(folder: Path, codes: list[int | None]) -> str:
-    """The last line of each failed rank's output, once each."""
-    said = {}
-    for rank, code in enumerate(codes):
-        if code:
-            lines = (folder / f"log{rank}").read_text(errors="replace").strip().splitlines()
-            said[lines[-1] if lines else f"a rank ended with {code} and said nothing"] = rank
-    return "; ".join(said)
+    def _read(self) -> None:
+        for rank, lines in enumerate(self._lines):
+            file = self._folder / f"results{rank}"
+            if file.exists():
+                complete = file.read_text().rpartition("\n")[0].splitlines()
+                lines += [json.loads(line) for line in complete[len(lines) :]]
 
+    def _complaints(self) -> str:
+        """The last line of each failed rank's output, once each."""
+        said = {}
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None:
+                lines = (self._folder / f"log{rank}").read_text(errors="replace").splitlines()
+                code = process.returncode
+                said[lines[-1].strip() if lines else f"a rank ended with {code}, silently"] = rank
+        return "; ".join(said)
 
-def _gather(result: Run, job: Mapping[str, Any], folder: Path) -> None:
-    ranks = []
-    for rank in range(job["world"]):
-        lines = (folder / f"results{rank}").read_text().splitlines()
-        ranks.append([json.loads(line) for line in lines])
-    steps = list(zip(*(records[:-1] for records in ranks), strict=True))
-    counted = [records[-1] for records in ranks]
-    milliseconds = [statistics.mean(record["ms"] for record in step) for step in steps]
-    result.milliseconds = milliseconds[job["warmup"] :]
-    result.losses = [statistics.mean(record["loss"] for record in step) for step in steps]
-    result.tx_bytes_per_step = statistics.mean(c["tx_bytes"] for c in counted) / job["steps"]
-    result.gradient_bytes = counted[0]["gradient_bytes"]
-    result.device = counted[0]["device"]
-    if result.device:
-        result.peak_memory_bytes = max(c["peak_memory_bytes"] for c in counted)
+    def _gather(
+        self, result: Run, steps: list[list[dict[str, Any]]], counted: list[dict[str, Any]]
+    ) -> None:
+        by_step = list(zip(*steps, strict=True))
+        milliseconds = [statistics.mean(r["ms"] for r in records) for records in by_step]
+        result.milliseconds = milliseconds[1:]
+        result.losses = list(self._losses)
+        result.tx_bytes_per_step = statistics.mean(c["tx_bytes"] for c in counted) / len(by_step)
+        result.gradient_bytes = counted[0]["gradient_bytes"]
+        result.device = counted[0]["device"]
+        if result.device:
+            result.peak_memory_bytes = max(c["peak_memory_bytes"] for c in counted)

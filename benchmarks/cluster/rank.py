@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One rank: `python -m cluster.rank JOB RESULTS`, started on a host by cluster/launch.py.
 
-Writes a line of JSON per step, and a last one with what was counted over the measured steps.
+Reads numbers of steps from its standard input, and trains for so many, until there are no more.
+Writes a line of JSON for every step, and one after each number, with what was counted meanwhile.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ class Job:
     world: int
     rank: int  # this process's
     approximation: int
-    warmup: int  # steps at the start that are not counted
-    steps: int
     store: str  # a file that the ranks meet in
     timeout: float  # seconds, of a collective operation
 
@@ -35,7 +34,7 @@ class Job:
         return [sys.executable, "-m", "cluster.rank", job, str(results)]
 
 
-def _train(job: Job, results: TextIO) -> dict[str, Any]:
+def _train(job: Job, commands: TextIO, results: TextIO) -> None:
     import torch
     import torch.distributed as dist
 
@@ -68,25 +67,31 @@ def _train(job: Job, results: TextIO) -> dict[str, Any]:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    bytes_before = 0
-    for i in range(job.warmup + job.steps):
-        if i == job.warmup:
-            meet()
-            bytes_before = int(hosts.TX_BYTES.read_text())
-        batch = [tensor.to(device) for tensor in batches(i)]
-        began = time.perf_counter()
-        loss = step(*batch)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        ms = (time.perf_counter() - began) * 1e3
-        print(json.dumps({"ms": ms, "loss": loss}), file=results, flush=True)
-    meet()
-    return {
-        "tx_bytes": int(hosts.TX_BYTES.read_text()) - bytes_before,
-        "gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else None,
-    }
+    def turn(first: int, last: int) -> dict[str, Any]:
+        meet()
+        bytes_before = int(hosts.TX_BYTES.read_text())
+        for i in range(first, last):
+            batch = [tensor.to(device) for tensor in batches(i)]
+            began = time.perf_counter()
+            loss = step(*batch)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            ms = (time.perf_counter() - began) * 1e3
+            print(json.dumps({"ms": ms, "loss": loss}), file=results, flush=True)
+        meet()
+        on_gpu = device.type == "cuda"
+        return {
+            "tx_bytes": int(hosts.TX_BYTES.read_text()) - bytes_before,
+            "gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+            "device": torch.cuda.get_device_name() if on_gpu else None,
+        }
+
+    done = 0
+    for command in commands:
+        counted = turn(done, done + int(command))
+        done += int(command)
+        print(json.dumps(counted), file=results, flush=True)
 
 
 def main() -> None:
@@ -106,8 +111,7 @@ def main() -> None:
         pg_options=method.options(job.approximation) if method.options else None,
     )
     with open(sys.argv[2], "w") as results:
-        counted = _train(job, results)
-        print(json.dumps(counted), file=results, flush=True)
+        _train(job, sys.stdin, results)
     dist.destroy_process_group()
 
 

@@ -74,7 +74,7 @@ def show(record: dict[str, Any]) -> None:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """What a step takes above one without synchronisation, and its range over the blocks."""
+    """What a step takes above one without synchronisation, and its quartiles over the rounds."""
     import matplotlib
 
     matplotlib.use("Agg")  # a file is written: no display is needed
@@ -94,9 +94,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
             figures = [setting["methods"].get(method, {}) for setting in settings]
             # Nothing is drawn where it is not above, which a logarithm could not show.
             heights = [max(f.get("above_none_ms", 0), 0) or math.nan for f in figures]
-            blocks = [f.get("above_none_by_block_ms", [math.nan]) for f in figures]
-            low = [max(0, h - max(min(b), 0.1)) for h, b in zip(heights, blocks, strict=True)]
-            high = [max(0, max(b) - h) for h, b in zip(heights, blocks, strict=True)]
+            rounds = [f.get("above_none_by_round_ms", [math.nan]) for f in figures]
+            low = [max(0, h - max(min(b), 0.1)) for h, b in zip(heights, rounds, strict=True)]
+            high = [max(0, max(b) - h) for h, b in zip(heights, rounds, strict=True)]
             axes.bar(
                 place,
                 heights,

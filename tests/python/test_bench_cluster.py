@@ -100,13 +100,13 @@ def test_figures() -> None:
     def run(*milliseconds: float, sent: float = 0, losses: list[float] | None = None) -> launch.Run:
         return launch.Run([], list(milliseconds), losses or [], sent, gradient_bytes=100)
 
-    # The second block is slower as a whole, which the difference by block does not see.
-    blocks = [
+    # The second round is slower as a whole, which the difference by round does not see.
+    rounds = [
         {"none": run(10, 12, 11), "plain": run(31, 30, 32, sent=200), "hook": launch.Run(["hung"])},
         {"none": run(20, 22, 21), "plain": run(41, 40, 42, sent=200)},
     ]
     learned = {"plain": run(1, losses=[float(100 - step) for step in range(100)])}
-    compared = figures.compare(blocks, learned, loss=70.0)
+    compared = figures.compare(rounds, learned, loss=70.0)
     assert compared["plain"]["above_none_ms"] == 20
     assert compared["plain"]["step_ms"] == 36
     # The mean of the steps i-9 to i, counted from 0, is 100 - i + 4.5: at i = 35 it is 69.5.
@@ -195,7 +195,7 @@ def test_leaves_nothing_behind(number: int) -> None:
     command = [sys.executable, str(BENCHMARKS / "bench_cluster.py"), "--quick"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        assert _until(lambda: process.poll() is not None or len(_of(process.pid)[1]) == 2)
+        assert _until(lambda: process.poll() is not None or len(_of(process.pid)[1]) >= 2)
         assert len(_of(process.pid)[0]) == 3  # two hosts and the switch
         process.send_signal(number)
         assert process.wait(60) == (-9 if number == signal.SIGKILL else 128 + number)
