@@ -45,7 +45,7 @@ def compare(
         learned: longer runs, for the loss.
         loss: to which the time is given.
     """
-    methods = dict.fromkeys(method for round in rounds for method in round)
+    methods = dict.fromkeys(method for turns in rounds for method in turns)
     result = {method: _times(method, rounds) for method in methods}
     plain = result.get("plain", {})
     for method, figures in result.items():
@@ -66,7 +66,7 @@ def compare(
 
 
 def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:
-    runs = [round[method] for round in rounds if method in round]
+    runs = [turns[method] for turns in rounds if method in turns]
     done = [run for run in runs if run.succeeded]
     figures: Figures = {"failures": [failure for run in runs for failure in run.failures]}
     if not done:
@@ -74,18 +74,16 @@ def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:
     milliseconds = [ms for run in done for ms in run.milliseconds]
     figures["milliseconds"] = [[round(ms, 2) for ms in run.milliseconds] for run in done]
     figures["step_ms"] = statistics.median(milliseconds)
-    quartiles = statistics.quantiles(milliseconds, n=4) if len(milliseconds) > 1 else []
-    figures["quartiles_ms"] = [quartiles[0], quartiles[2]] if quartiles else None
     figures["tx_bytes_per_step"] = statistics.mean(run.tx_bytes_per_step for run in done)
     figures["gradient_bytes"] = done[0].gradient_bytes
     if done[0].peak_memory_bytes:
         figures["peak_memory_bytes"] = max(run.peak_memory_bytes or 0 for run in done)
-    # By round: what slows the machine down meanwhile slows both down.
+    # By round: what slows the machine down for a while slows both down.
     above = [
-        statistics.median(round[method].milliseconds) - statistics.median(none.milliseconds)
-        for round in rounds
-        if method in round and round[method].succeeded
-        if (none := round.get("none")) and none.succeeded
+        statistics.median(turns[method].milliseconds) - statistics.median(none.milliseconds)
+        for turns in rounds
+        if method in turns and turns[method].succeeded
+        if (none := turns.get("none")) and none.succeeded
     ]
     if above and method != "none":
         figures["above_none_ms"] = statistics.median(above)

@@ -23,6 +23,7 @@ ATTEMPTS = 3
 START_SECONDS = 120  # until the first step: importing torch takes its time on a busy machine
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
+_EXIT_SECONDS = 20
 _GRACE_SECONDS = 5  # for the other ranks once one has failed
 
 
@@ -97,7 +98,13 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if kind is None:
+            # A client of MPS that is killed can take the others with it.
+            self._close_inputs()
+            with suppress(subprocess.TimeoutExpired):
+                for process in self._processes:
+                    process.wait(_EXIT_SECONDS)
         self._end()
 
     @property
@@ -143,13 +150,17 @@ class Ranks:
 
     def _end(self) -> None:
         self._cluster.kill(self._processes)
-        for process in self._processes:
-            if process.stdin:
-                with suppress(BrokenPipeError):
-                    process.stdin.close()
+        self._close_inputs()
         self._processes = []
         if self._folder.name:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _close_inputs(self) -> None:
+        """Which lets the ranks end by themselves."""
+        for process in self._processes:
+            with suppress(BrokenPipeError):
+                if process.stdin:
+                    process.stdin.close()
 
     def _train(self, steps: int) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
         """Returns the records of the steps and the last line, of each rank."""
@@ -201,9 +212,10 @@ class Ranks:
         said = {}
         for rank, process in enumerate(self._processes):
             if process.poll() is not None:
-                lines = (self._folder / f"log{rank}").read_text(errors="replace").splitlines()
+                log = (self._folder / f"log{rank}").read_text(errors="replace")
+                lines = [line.strip() for line in log.splitlines() if line.strip()]
                 code = process.returncode
-                said[lines[-1].strip() if lines else f"a rank ended with {code}, silently"] = rank
+                said[lines[-1] if lines else f"a rank ended with {code}, silently"] = rank
         return "; ".join(said)
 
     def _gather(

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,36 @@ def _number(name: str, form: str, scale: float = 1) -> Cell:
     return cell
 
 
-def _spread(figures: dict[str, Any]) -> str:
-    quartiles = figures.get("quartiles_ms")
-    return f"{quartiles[0]:.0f} - {quartiles[1]:.0f}" if quartiles else "-"
+def _spread(name: str, form: str) -> Cell:
+    def cell(figures: dict[str, Any]) -> str:
+        values = figures.get(name, [])
+        if values and isinstance(values[0], list):  # by turn
+            values = [value for turn in values for value in turn]
+        return "..".join(map(form.format, quartiles(values))) if len(values) > 1 else "-"
+
+    return cell
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third; not a number where there are no two values."""
+    if len(values) < 2:
+        return math.nan, math.nan
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
 
 
 COLUMNS: dict[str, Cell] = {
     "step, ms": _number("step_ms", "{:.0f}"),
-    "quartiles": _spread,
+    "quartiles": _spread("milliseconds", "{:.0f}"),
     "above none, ms": _number("above_none_ms", "{:+.0f}"),
+    "quartiles ": _spread("above_none_by_round_ms", "{:+.0f}"),
     "sent, MB": _number("tx_bytes_per_step", "{:.3f}", 1e-6),
     "times fewer": _number("times_fewer_bytes", "{:.1f}"),
     "loss": _number("final_loss", "{:.3f}"),
     "s to loss": _number("seconds_to_loss", "{:.1f}"),
     "peak, MB": _number("peak_memory_bytes", "{:.0f}", 1e-6),
-    "beyond plain, gradients": _number("memory_beyond_plain_in_gradients", "{:+.2f}"),
-    "failed attempts": lambda figures: str(len(figures["failures"]) or ""),
+    "beyond plain / gradient": _number("memory_beyond_plain_in_gradients", "{:+.2f}"),
+    "failed": lambda figures: str(len(figures["failures"]) or ""),
 }
 
 
@@ -45,7 +60,7 @@ def show(record: dict[str, Any]) -> None:
     """Prints a table for every setting. Above none: less the step without synchronisation."""
     console = Console()
     if not console.is_terminal:
-        console.width = 140  # rather than the 80 that rich takes
+        console.width = 160  # rather than the 80 that rich takes
     about = (f"{name} {record[name]}" for name in ("date", "device", "commit", "torch"))
     console.print(*about, f"rank {record['approximation']}", sep=", ", highlight=False)
     for setting in record["settings"]:
@@ -60,17 +75,18 @@ def show(record: dict[str, Any]) -> None:
             if any(cell(figures) not in ("-", "") for figures in setting["methods"].values())
         }
         for name in cells:
-            table.add_column(name, justify="right")
+            table.add_column(name.strip(), justify="right", no_wrap=True)
         for method, figures in setting["methods"].items():
             table.add_row(record["titles"][method], *(cell(figures) for cell in cells.values()))
         console.print(table)
         if setting["loss"] is not None:
             console.print(
                 f"loss: after {setting['learning_steps']} steps; s to loss: the steps to a loss of"
-                f" {setting['loss']:.3f} times the median step."
+                f" {setting['loss']:.3f} times the median step; failed: attempts.",
+                highlight=False,
             )
     for title, why in record["left_out"].items():
-        console.print(f"left out: {title}: {why}")
+        console.print(f"left out: {title}: {why}", highlight=False)
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -94,9 +110,12 @@ def draw(record: dict[str, Any], path: Path) -> None:
             figures = [setting["methods"].get(method, {}) for setting in settings]
             # Nothing is drawn where it is not above, which a logarithm could not show.
             heights = [max(f.get("above_none_ms", 0), 0) or math.nan for f in figures]
-            rounds = [f.get("above_none_by_round_ms", [math.nan]) for f in figures]
-            low = [max(0, h - max(min(b), 0.1)) for h, b in zip(heights, rounds, strict=True)]
-            high = [max(0, max(b) - h) for h, b in zip(heights, rounds, strict=True)]
+            ranges = [quartiles(f.get("above_none_by_round_ms", [])) for f in figures]
+            # No lower than what a logarithm can show.
+            low = [
+                max(0, h - max(first, 0.1)) for h, (first, _) in zip(heights, ranges, strict=True)
+            ]
+            high = [max(0, third - h) for h, (_, third) in zip(heights, ranges, strict=True)]
             axes.bar(
                 place,
                 heights,
