@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -24,6 +25,8 @@ START_SECONDS = 120  # until the first step: importing torch takes its time on a
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
 _EXIT_SECONDS = 20
+# Of Python and of C++; what is printed after it is stacks.
+_ERROR = re.compile(r"(Error|Exception): |what\(\):")
 _GRACE_SECONDS = 5  # for the other ranks once one has failed
 
 
@@ -208,12 +211,13 @@ class Ranks:
                 lines += [json.loads(line) for line in complete[len(lines) :]]
 
     def _complaints(self) -> str:
-        """The last line of each failed rank's output, once each."""
+        """What each failed rank said last, once each."""
         said = {}
         for rank, process in enumerate(self._processes):
             if process.poll() is not None:
                 log = (self._folder / f"log{rank}").read_text(errors="replace")
                 lines = [line.strip() for line in log.splitlines() if line.strip()]
+                lines = [line for line in lines if _ERROR.search(line)] or lines
                 code = process.returncode
                 said[lines[-1] if lines else f"a rank ended with {code}, silently"] = rank
         return "; ".join(said)
