@@ -17,11 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
-import subprocess
 import tempfile
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ import shapes
 import torch
 import torch.distributed as dist
 from clock import Clock, PeakMemory, profile
+from provenance import processor, provenance
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import torch_powersgd
@@ -201,26 +199,6 @@ def show(results: list[dict[str, Any]], where: str) -> None:
         print("  ".join([first, *others]))
 
 
-def provenance(device: torch.device) -> dict[str, str]:
-    """Where and of what the figures were measured."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    name = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            name = line.split(":", 1)[1].strip()
-            break
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    return {
-        "date": date.today().isoformat(),
-        "device": name,
-        "commit": commit.stdout.strip(),
-        "torch": torch.__version__,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -233,7 +211,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
-    record = {**provenance(device), "threads": arguments.threads, "results": []}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    record = {**provenance(name), "threads": arguments.threads, "results": []}
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         backend = "nccl" if device.type == "cuda" else "gloo"

@@ -20,6 +20,7 @@ class Shape:
     width: int = 448
     heads: int = 7
     context: int = 128
+    vocabulary: int = VOCABULARY
 
 
 class Block(nn.Module):
@@ -49,7 +50,7 @@ class CharGPT(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.token = nn.Embedding(VOCABULARY, shape.width)
+        self.token = nn.Embedding(shape.vocabulary, shape.width)
         self.position = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width, bias=False)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What does a training step take on a slow network, by the way its gradients are averaged?
+
+    python benchmarks/bench_cluster.py --ranks 2 --rates 1gbit
+    python benchmarks/bench_cluster.py --device cuda --json cluster_cuda.json
+    python benchmarks/bench_cluster.py --show cluster_cuda.json --picture cluster_cuda.png
+
+The hosts are network namespaces on a switch, each on a link that is shaped in both directions, so
+it needs root, ip and tc (iproute2). On a GPU the ranks share it through an MPS daemon of their own
+and talk over NCCL's sockets. Every method has ranks of its own, freshly started for each setting.
+They take turns of a few steps, in an order that rotates, and sleep meanwhile; what is compared is
+from the same round of turns. All is removed at the end, however it comes; what a killed run left,
+when the next one starts.
+
+The loss is from longer runs on unshaped links, on the same text for every method. The bytes are the
+interface's count, which knows large segments before they are cut: a few per cent of headers less
+than on a cable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cluster import figures, hosts, launch, models, mps
+from cluster.methods import EXACT_STEPS, METHODS
+from provenance import processor, provenance
+
+# Steps at the start that are not measured: the exact ones, and those that rebuild buckets and
+# allocate.
+WARMUP_STEPS = EXACT_STEPS + 3
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "models": ["demo"],
+        "ranks": [2, 4],
+        "rates": ["100mbit", "1gbit", "10gbit"],
+        "learning_steps": 120,
+        "rounds": 10,
+    },
+    "cuda": {
+        "models": ["gpt2", "resnet50"],
+        "ranks": [4],
+        "rates": ["10gbit"],
+        "learning_steps": 0,
+        "rounds": 8,
+    },
+}
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"an integer of at least {least}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def _rate(text: str) -> str:
+    try:
+        hosts.bits_per_second(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", default="cpu", choices=DEFAULTS)
+    add("--models", nargs="+", choices=models.TASKS)
+    add("--methods", nargs="+", choices=METHODS, help="default: all that the device has")
+    add("--ranks", nargs="+", type=_at_least(2), metavar="N", help="hosts, a rank on each")
+    add("--rates", nargs="+", type=_rate, metavar="RATE", help="of the links: 100mbit, 1gbit")
+    add("--rank", type=_at_least(1), default=4, help="of the approximation (4)")
+    add("--rounds", type=_at_least(1), help="of turns (10, and 8 on a GPU)")
+    add(
+        "--steps", type=_at_least(2), default=4, help="measured per turn, after one that is not (4)"
+    )
+    add(
+        "--learning-steps",
+        type=_at_least(0),
+        help="steps of the runs that give the loss; 0: none (120, and 0 on a GPU)",
+    )
+    add("--loss", type=float, help="to time; else what plain has after 3/4 of its steps")
+    add("--quick", action="store_true", help="two rounds, 2 ranks, 1gbit, no loss")
+    add("--json", type=Path, help="write the results here, after every run")
+    add("--picture", type=Path, help="draw them here")
+    add("--show", type=Path, metavar="JSON", help="measure nothing: show these results")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds = arguments.rounds or 2
+        arguments.learning_steps = arguments.learning_steps or 0
+        arguments.ranks = arguments.ranks or [2]
+        arguments.rates = arguments.rates or ["1gbit"]
+    for name, value in DEFAULTS[arguments.device].items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    arguments.methods = arguments.methods or [
+        name for name, method in METHODS.items() if arguments.device in method.devices
+    ]
+    return arguments
+
+
+def missing(device: str) -> list[str]:
+    """What this machine lacks to measure, each in a few words."""
+    lacks = hosts.missing()
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            lacks.append("a GPU that this torch can use")
+        if not dist.is_nccl_available():
+            lacks.append("NCCL in this torch")
+        if not shutil.which(mps.CONTROL):
+            lacks.append(f"the program {mps.CONTROL}")
+    return lacks
+
+
+class Bench:
+    """One run of the benchmark, and the record of what it has measured so far."""
+
+    def __init__(self, arguments: argparse.Namespace, variables: Mapping[str, str]) -> None:
+        self.arguments = arguments
+        self.variables = variables  # of the ranks' environment
+        lacks = {name: METHODS[name].lacks() for name in arguments.methods}
+        self.methods = [name for name, why in lacks.items() if not why]
+        self.record: dict[str, Any] = {
+            **provenance(processor()),
+            "on": arguments.device,
+            "cores": len(os.sched_getaffinity(0)),
+            "approximation": arguments.rank,
+            "rounds": arguments.rounds,
+            "steps_per_round": arguments.steps,
+            "warmup_steps": WARMUP_STEPS,
+            "titles": {name: METHODS[name].title for name in self.methods},
+            "left_out": {METHODS[name].title: why for name, why in lacks.items() if why},
+            "settings": [],
+        }
+
+    def measure(self, model: str, ranks: int) -> None:
+        """At every rate."""
+        with torch.device("meta"):
+            parameters = models.TASKS[model].make().parameters()
+            gradient_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        learned: dict[str, launch.Run] = {}
+        if self.arguments.learning_steps:
+            with hosts.Hosts(ranks, None) as cluster:
+                for method in self.methods:
+                    if method != "none":
+                        learned[method] = self._learn(cluster, model, method)
+        for rate in self.arguments.rates:
+            # Six times what the bytes of a ring all-reduce need on the link.
+            limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
+            with hosts.Hosts(ranks, rate) as cluster, contextlib.ExitStack() as stack:
+                players = {
+                    method: stack.enter_context(self._ranks(cluster, limit, model, method))
+                    for method in self.methods
+                }
+                setting = self._setting(model, ranks, rate, learned)
+                self._play(players, setting, learned)
+
+    def _ranks(self, cluster: hosts.Hosts, limit: float, model: str, method: str) -> launch.Ranks:
+        return launch.Ranks(
+            cluster,
+            self.variables,
+            limit,
+            WARMUP_STEPS,
+            method=method,
+            model=model,
+            device=self.arguments.device,
+            approximation=self.arguments.rank,
+        )
+
+    def _learn(self, cluster: hosts.Hosts, model: str, method: str) -> launch.Run:
+        with self._ranks(cluster, 20, model, method) as ranks:
+            run = ranks.turn(self.arguments.learning_steps - WARMUP_STEPS - 1)
+        _tell(f"{model}, {len(cluster)} ranks, for the loss", method, run)
+        return run
+
+    def _setting(
+        self, model: str, ranks: int, rate: str, learned: Mapping[str, launch.Run]
+    ) -> dict[str, Any]:
+        loss = self.arguments.loss
+        setting: dict[str, Any] = {
+            "model": model,
+            "ranks": ranks,
+            "rate": rate,
+            "load_average_before": os.getloadavg()[0],
+            "loss": loss if loss is not None else figures.target_loss(learned),
+            "learning_steps": self.arguments.learning_steps,
+            "learning_failures": {name: run.failures for name, run in learned.items()},
+            "losses": {
+                name: [round(loss, 4) for loss in run.losses] for name, run in learned.items()
+            },
+            "methods": {},
+        }
+        self.record["settings"].append(setting)
+        return setting
+
+    def _play(
+        self,
+        players: Mapping[str, launch.Ranks],
+        setting: dict[str, Any],
+        learned: Mapping[str, launch.Run],
+    ) -> None:
+        """The rounds of a setting."""
+        where = f"{setting['model']}, {setting['ranks']} ranks, {setting['rate']}"
+        rounds: list[dict[str, launch.Run]] = []
+        for number in range(self.arguments.rounds):
+            rounds.append({})
+            shift = number % len(self.methods)
+            for method in self.methods[shift:] + self.methods[:shift]:
+                if players[method].exhausted:
+                    continue
+                run = players[method].turn(self.arguments.steps)
+                rounds[-1][method] = run
+                if run.device:
+                    self.record["device"] = run.device
+                if number == 0 or run.failures:
+                    _tell(where, method, run)
+            compared = figures.compare(rounds, learned, setting["loss"])
+            setting["methods"] = {m: compared[m] for m in self.methods if m in compared}
+            self._write()
+
+    def _write(self) -> None:
+        if self.arguments.json:  # at once: what is measured is not lost to a time limit
+            self.arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            self.arguments.json.write_text(json.dumps(self.record, indent=1) + "\n")
+
+
+def _tell(where: str, method: str, run: launch.Run) -> None:
+    times = [f"{run.median:.0f} ms"] if run.succeeded else []
+    failures = (f"failed: {why}" for why in run.failures)
+    print(f"{where}: {METHODS[method].title}", *times, *failures, sep="; ", flush=True)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    packages = ["rich", "matplotlib"] if arguments.picture else ["rich"]
+    lacks = [f"the package {name}" for name in packages if not importlib.util.find_spec(name)]
+    lacks += [] if arguments.show else missing(arguments.device)
+    if lacks:
+        sys.exit(f"bench_cluster cannot run here; missing: {', '.join(lacks)}")
+    record = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
+    from cluster import report
+
+    report.show(record)
+    if arguments.picture:
+        report.draw(record, arguments.picture)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The record of what is measured."""
+    hosts.unwind_on_signals()
+    try:
+        mps.sweep()
+        if left := hosts.sweep():
+            print(f"removed what an earlier run left: {', '.join(left)}")
+        with contextlib.ExitStack() as stack:
+            on_gpu = arguments.device == "cuda"
+            bench = Bench(arguments, stack.enter_context(mps.service()) if on_gpu else {})
+            for model in arguments.models:
+                for ranks in arguments.ranks:
+                    bench.measure(model, ranks)
+    except hosts.ClusterError as error:
+        sys.exit(f"bench_cluster: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    return bench.record
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What benchmarks/bench_cluster.py is made of."""
+
+import sys
+from pathlib import Path
+
+# The demo's model and text.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))

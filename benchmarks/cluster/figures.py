@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the runs of one setting come to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cluster.launch import Run
+
+SMOOTHED_STEPS = 10  # a loss is the mean of so many steps: a single batch says little
+Figures = dict[str, Any]
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """At each step the mean of the last ones."""
+    windows = (losses[max(0, i + 1 - SMOOTHED_STEPS) : i + 1] for i in range(len(losses)))
+    return [statistics.mean(window) for window in windows]
+
+
+def steps_to(loss: float, losses: Sequence[float]) -> int | None:
+    """The first step at which the smoothed loss is as low as that; None: it never is."""
+    for i, value in enumerate(smoothed(losses)):
+        if i + 1 >= SMOOTHED_STEPS and value <= loss:
+            return i + 1
+    return None
+
+
+def target_loss(learned: Mapping[str, Run]) -> float | None:
+    """What plain averaging reaches after three quarters of its steps."""
+    plain = learned.get("plain")
+    if not plain or len(plain.losses) < 4 * SMOOTHED_STEPS:
+        return None
+    return smoothed(plain.losses)[len(plain.losses) * 3 // 4 - 1]
+
+
+def compare(
+    rounds: Sequence[Mapping[str, Run]], learned: Mapping[str, Run], loss: float | None
+) -> dict[str, Figures]:
+    """The figures of each method.
+
+    Args:
+        rounds: the runs of each round, by method; one without milliseconds has failed.
+        learned: longer runs, for the loss.
+        loss: to which the time is given.
+    """
+    methods = dict.fromkeys(method for turns in rounds for method in turns)
+    result = {method: _times(method, rounds) for method in methods}
+    plain = result.get("plain", {})
+    for method, figures in result.items():
+        if figures.get("tx_bytes_per_step") and plain.get("tx_bytes_per_step"):
+            ratio = plain["tx_bytes_per_step"] / figures["tx_bytes_per_step"]
+            figures["times_fewer_bytes"] = ratio if method != "none" else None
+        if figures.get("peak_memory_bytes") and plain.get("peak_memory_bytes"):
+            beyond = figures["peak_memory_bytes"] - plain["peak_memory_bytes"]
+            figures["memory_beyond_plain_in_gradients"] = beyond / figures["gradient_bytes"]
+        run = learned.get(method)
+        if run and run.succeeded:
+            figures["final_loss"] = smoothed(run.losses)[-1]
+            steps = steps_to(loss, run.losses) if loss is not None else None
+            figures["steps_to_loss"] = steps
+            if steps and "step_ms" in figures:
+                figures["seconds_to_loss"] = steps * figures["step_ms"] / 1e3
+    return result
+
+
+def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:
+    runs = [turns[method] for turns in rounds if method in turns]
+    done = [run for run in runs if run.succeeded]
+    figures: Figures = {"failures": [failure for run in runs for failure in run.failures]}
+    if not done:
+        return figures
+    milliseconds = [ms for run in done for ms in run.milliseconds]
+    figures["milliseconds"] = [[round(ms, 2) for ms in run.milliseconds] for run in done]
+    figures["step_ms"] = statistics.median(milliseconds)
+    figures["tx_bytes_per_step"] = statistics.mean(run.tx_bytes_per_step for run in done)
+    figures["gradient_bytes"] = done[0].gradient_bytes
+    if done[0].peak_memory_bytes:
+        figures["peak_memory_bytes"] = max(run.peak_memory_bytes or 0 for run in done)
+    # By round: what slows the machine down for a while slows both down.
+    above = [
+        statistics.median(turns[method].milliseconds) - statistics.median(none.milliseconds)
+        for turns in rounds
+        if method in turns and turns[method].succeeded
+        if (none := turns.get("none")) and none.succeeded
+    ]
+    if above and method != "none":
+        figures["above_none_ms"] = statistics.median(above)
+        figures["above_none_by_round_ms"] = above
+    return figures

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Hosts on one machine: network namespaces around a switch, each on a link of a given rate.
+
+All that a run makes carries its owner's name, psgd-<pid>-<start time>: the namespaces in their
+names, the processes in their environment. By these sweep() finds and removes what a killed owner
+left. No interface is made outside the namespaces: the machine's own and its firewall have no part.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+MARK = "POWERSGD_CLUSTER"  # the variable that holds the owner's name in its processes
+INTERFACE = "eth0"
+TX_BYTES = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+
+_OWNED = re.compile(r"psgd-(\d+)-(\d+)\b")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
+_serial = itertools.count()
+
+
+class ClusterError(Exception):
+    """Says what cannot be made or run, and why."""
+
+
+def missing() -> list[str]:
+    """What this machine lacks for hosts, each in a few words."""
+    lacks = [] if os.geteuid() == 0 else ["root (network namespaces are made)"]
+    return lacks + [f"the program {name}" for name in ("ip", "tc") if not shutil.which(name)]
+
+
+def bits_per_second(rate: str) -> float:
+    """The value of a rate as tc writes it.
+
+    Raises:
+        ValueError: names the rate and what is allowed.
+    """
+    match = _RATE.fullmatch(rate)
+    if not match or float(match[1]) == 0:
+        raise ValueError(f"a rate is a number and kbit, mbit or gbit (1gbit), got {rate!r}")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+def owner() -> str:
+    """The name of all that this process makes."""
+    return f"psgd-{os.getpid()}-{_start_time(os.getpid())}"
+
+
+def sweep() -> list[str]:
+    """Removes what runs that are no longer alive have left; returns the namespaces' names."""
+    left = [name for name in namespaces() if is_left(name)]
+    for name in {name for _, name in marked() if is_left(name)}:
+        kill_marked(name)
+    for name in left:
+        _run("ip", "netns", "del", name)
+    for folder in Path(tempfile.gettempdir()).glob("psgd-*"):
+        if is_left(folder.name):
+            shutil.rmtree(folder)
+    return left
+
+
+def namespaces() -> list[str]:
+    """The names of the namespaces that any run has made."""
+    lines = _run("ip", "netns", "list").splitlines()
+    return [line.split()[0] for line in lines if _OWNED.match(line)]
+
+
+def marked() -> Iterator[tuple[int, str]]:
+    """The pid and the owner's name of every process that a run has started."""
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        pid = int(environment.parent.name)
+        if _start_time(pid) is None:
+            continue
+        with suppress(OSError):
+            for entry in environment.read_bytes().split(b"\0"):
+                variable, _, value = entry.partition(b"=")
+                if variable == MARK.encode():
+                    yield pid, value.decode()
+
+
+def is_left(name: str) -> bool:
+    """Whether the name is of something that a run made which is no longer alive."""
+    match = _OWNED.match(name)
+    return match is not None and _start_time(int(match[1])) != int(match[2])
+
+
+def kill_marked(name: str, patience: float = 10) -> None:
+    """Kills the processes of an owner, and waits until they are gone."""
+    deadline = time.monotonic() + patience
+    while alive := [pid for pid, mark in marked() if mark == name and pid != os.getpid()]:
+        for pid in alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise ClusterError(f"processes {alive} do not end")
+        time.sleep(0.05)
+
+
+def die_with_parent() -> None:
+    """For a process that Hosts.start made: it ends when its parent does, however that ends."""
+    death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
+    match = _OWNED.match(os.environ[MARK])
+    if not match or os.getppid() != int(match[1]):  # it ended before
+        os._exit(1)
+
+
+def unwind_on_signals() -> None:
+    """Makes SIGTERM and SIGHUP end the process as an exception does, through its finally clauses.
+
+    SIGINT does already.
+    """
+
+    def leave(number: int, frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Puts off the signals that ask the process to end until what is inside is done."""
+    # Not by a mask: it would hold for this thread alone, and libraries start others.
+    came: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        came.append(number)
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, note) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
+
+
+class Hosts:
+    """`count` hosts, 10.77.0.1 onwards, on a switch; use it in a with statement.
+
+    Every link sends at most `rate` in either direction; None: as fast as the machine can.
+    """
+
+    def __init__(self, count: int, rate: str | None) -> None:
+        self._prefix = f"{owner()}-{next(_serial)}"
+        self._switch = f"{self._prefix}-switch"
+        self._names = [f"{self._prefix}-{i}" for i in range(count)]
+        self._shape = _tbf(rate) if rate else []
+        self._processes: list[subprocess.Popen[Any]] = []
+
+    def __enter__(self) -> Hosts:
+        try:
+            with uninterrupted():
+                self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._remove()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def start(
+        self, host: int, command: Sequence[str], env: Mapping[str, str], **popen: Any
+    ) -> subprocess.Popen[Any]:
+        """Starts a command on a host. It is killed at the latest when the hosts are removed."""
+        with uninterrupted():
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", self._names[host], *command],
+                env={**env, MARK: owner()},
+                start_new_session=True,  # a Ctrl-C is for the parent alone
+                **popen,
+            )
+            self._processes.append(process)
+        return process
+
+    def kill(self, processes: Sequence[subprocess.Popen[Any]]) -> None:
+        """Kills some of what runs on the hosts."""
+        with uninterrupted():
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+            self._processes = [p for p in self._processes if p not in processes]
+
+    def _make(self) -> None:
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "br0", "up")
+        for i, name in enumerate(self._names):
+            port = f"port{i}"
+            _run("ip", "netns", "add", name)
+            ends = f"{INTERFACE} netns {name} type veth peer {port} netns {self._switch}"
+            _run("ip", "link", "add", *ends.split())
+            _run("ip", "-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", INTERFACE)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+            _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
+            if self._shape:  # what the host sends, and what it receives
+                _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *self._shape)
+                _run("tc", "-n", self._switch, "qdisc", "add", "dev", port, "root", *self._shape)
+
+    def _remove(self) -> None:
+        self.kill(self._processes)
+        with uninterrupted():
+            there = namespaces()
+            for name in [*self._names, self._switch]:
+                if name in there:
+                    _run("ip", "netns", "del", name)
+
+
+def _tbf(rate: str) -> list[str]:
+    """A token bucket that lets through 2 ms at once: less than a step, more than a timer's tick."""
+    burst = max(128 << 10, int(bits_per_second(rate) / 8 * 2e-3))
+    return ["tbf", "rate", rate, "burst", f"{burst}b", "latency", "100ms"]
+
+
+def _run(*command: str) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    if result.returncode:
+        raise ClusterError(f"{' '.join(command)}: {result.stderr.strip()}")
+    return result.stdout
+
+
+def _start_time(pid: int) -> int | None:
+    """In ticks since boot; with the pid, it is a process's name for ever. None: it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat.rpartition(")")[2].split()  # the name before may hold anything
+    return int(fields[19]) if fields[0] not in "ZX" else None

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The ways to average gradients that are compared. A new one is an entry of METHODS."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd as tp
+
+# Steps at the start that every compressing method averages exactly.
+EXACT_STEPS = 3
+PLAIN = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+POWERSGD = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
+
+
+class Trainee:
+    """A model that is trained alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.module = model  # what is called
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within it, after backward, the gradients are the averages; after it, as before."""
+        return contextlib.nullcontext()
+
+    def clear(self) -> None:
+        self.model.zero_grad()
+
+
+class Parallel(Trainee):
+    """In DistributedDataParallel."""
+
+    def __init__(self, model: nn.Module, **ddp: Any) -> None:
+        super().__init__(model)
+        self.module = self.ddp = DistributedDataParallel(model, **ddp)
+
+
+class Author(Trainee):
+    """github.com/epfml/powersgd: it averages after backward, and keeps its residual in .grad."""
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        import powersgd
+
+        super().__init__(model)
+        self.parameters = list(model.parameters())
+        config = powersgd.Config(rank=rank, start_compressing_after_num_steps=EXACT_STEPS)
+        self.aggregator = powersgd.PowerSGD(self.parameters, config)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        residuals = [parameter.grad for parameter in self.parameters]
+        averages = self.aggregator.aggregate(residuals)
+        for parameter, average in zip(self.parameters, averages, strict=True):
+            parameter.grad = average
+        yield
+        for parameter, residual in zip(self.parameters, residuals, strict=True):
+            parameter.grad = residual
+
+    def clear(self) -> None:
+        """Backward adds the next gradient to the residual."""
+
+
+@dataclass(frozen=True)
+class Method:
+    title: str
+    backend: dict[str, str]
+    make: Callable[[nn.Module, int], Trainee]  # model, rank of the approximation
+    options: Callable[[int], tp.Options] | None = None  # the process group's, by the rank
+    lacks: Callable[[], str] = lambda: ""  # why it cannot run here
+    devices: Sequence[str] = ("cpu", "cuda")  # where it runs when no methods are named
+
+
+def _parallel(model: nn.Module, rank: int) -> Trainee:
+    return Parallel(model)
+
+
+def _hooked(hook: Callable[..., Any]) -> Callable[[nn.Module, int], Trainee]:
+    def make(model: nn.Module, rank: int) -> Trainee:
+        trainee = Parallel(model)
+        trainee.ddp.register_comm_hook(None, hook)
+        return trainee
+
+    return make
+
+
+def _power_sgd_hooked(**ddp: Any) -> Callable[[nn.Module, int], Trainee]:
+    def make(model: nn.Module, rank: int) -> Trainee:
+        trainee = Parallel(model, **ddp)
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=EXACT_STEPS
+        )
+        trainee.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return trainee
+
+    return make
+
+
+def _options(rank: int, **fields: Any) -> tp.Options:
+    return tp.Options(matrix_approximation_rank=rank, start_powerSGD_iter=EXACT_STEPS, **fields)
+
+
+def _attached(title: str, **fields: Any) -> Method:
+    """This project's, with these options, where they are allowed."""
+
+    def make(model: nn.Module, rank: int) -> Trainee:
+        trainee = Parallel(model)
+        tp.attach(trainee.ddp, _options(rank, **fields))
+        return trainee
+
+    def lacks() -> str:
+        try:
+            _options(1, **fields)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return Method(title, POWERSGD, make, lambda rank: _options(rank, **fields), lacks)
+
+
+def _author_lacks() -> str:
+    # Versions 0.0.1 and 0.0.2 in the registry are empty, and ask for torch 1.10.
+    return "" if importlib.util.find_spec("powersgd") else "the module powersgd is not installed"
+
+
+METHODS = {
+    "none": Method("no synchronisation", PLAIN, lambda model, rank: Trainee(model)),
+    "plain": Method("plain all-reduce", PLAIN, _parallel),
+    "fp16": Method(
+        "torch's fp16 hook", PLAIN, _hooked(default_hooks.fp16_compress_hook), devices=["cpu"]
+    ),
+    "bf16": Method(
+        "torch's bf16 hook", PLAIN, _hooked(default_hooks.bf16_compress_hook), devices=["cuda"]
+    ),
+    "hook": Method("torch's PowerSGD hook", PLAIN, _power_sgd_hooked()),
+    # On Gloo the hook issues the collectives of several buckets in an order that ranks need not
+    # share: most runs hang or abort. With one bucket there is one order.
+    "hook-1-bucket": Method(
+        "torch's PowerSGD hook, one bucket",
+        PLAIN,
+        _power_sgd_hooked(bucket_cap_mb=1 << 20),
+        devices=["cpu"],
+    ),
+    "author": Method("the author's powersgd", PLAIN, Author, lacks=_author_lacks, devices=["cpu"]),
+    "attached": _attached("ours, attached"),
+    "flat": Method("ours, flat", POWERSGD, _parallel, _options, devices=["cpu"]),
+    "alternating": _attached("ours, alternating", alternating=True),
+    "bf16-wire": _attached("ours, bf16 wire", wire_dtype=torch.bfloat16),
+}
