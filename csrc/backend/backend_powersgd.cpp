@@ -20,28 +20,28 @@ namespace powersgd {
 namespace {
 
 std::vector<std::pair<c10::DeviceType, c10::intrusive_ptr<c10d::Backend>>> pass_through(
-    const std::vector<InnerPair>& inners) {
+    const std::vector<InnerAndLanes>& inners) {
   std::vector<std::pair<c10::DeviceType, c10::intrusive_ptr<c10d::Backend>>> result;
-  for (const InnerPair& pair : inners) result.emplace_back(pair.device, pair.inner);
+  for (const InnerAndLanes& of : inners) result.emplace_back(of.device, of.inner);
   return result;
 }
 
 // Times a stage and lets the probe see it.
 class Step {
  public:
-  Step(Stats& stats, std::shared_ptr<const StageProbe> probe)
-      : stats_(stats), probe_(std::move(probe)) {}
+  Step(std::shared_ptr<Stats> stats, std::shared_ptr<const StageProbe> probe)
+      : stats_(std::move(stats)), probe_(std::move(probe)) {}
 
   template <typename Body>
   decltype(auto) operator()(Stage stage, Body&& body) const {
     if (probe_ && *probe_) (*probe_)(to_string(stage));
-    const StageTimer timer(stats_, stage);
+    const StageTimer timer(*stats_, stage);
     return std::forward<Body>(body)();
   }
 
  private:
-  Stats& stats_;
-  const std::shared_ptr<const StageProbe> probe_;
+  std::shared_ptr<Stats> stats_;
+  std::shared_ptr<const StageProbe> probe_;
 };
 
 }  // namespace
@@ -51,21 +51,24 @@ void check_grad_scale(double scale) {
                     "grad_scale must be a finite number > 0, got ", scale);
 }
 
-BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerPair> inners,
+BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerAndLanes> inners,
                                  powersgd::Options options, LogSink log)
     : ForwardingBackend(rank, size, pass_through(inners)),
       options_(std::move(options)),
-      pairs_(std::move(inners)),
+      inners_(std::move(inners)),
       log_(std::move(log)),
       stats_(std::make_shared<Stats>()),
       warnings_(std::make_shared<Messages>()),
       flat_tensors_(std::make_unique<FlatTensors>(options_, make_skip_counter())) {
   validate(options_);
-  for (const InnerPair& pair : pairs_) {
-    if (pair.lane) {
-      engines_[pair.device] = std::make_unique<ThreadEngine>(rank, pair.lane);
+  for (const InnerAndLanes& of : inners_) {
+    TORCH_CHECK(of.lanes.empty() || of.lanes.size() == 2, "powersgd: two lanes or none, got ",
+                of.lanes.size());
+    if (of.lanes.empty()) {
+      engines_[of.device] = std::make_unique<StreamEngine>(rank, of.inner);
     } else {
-      engines_[pair.device] = std::make_unique<StreamEngine>(rank, pair.inner);
+      engines_[of.device] =
+          std::make_unique<ThreadEngine>(rank, std::array{of.lanes[0], of.lanes[1]});
     }
   }
 }
@@ -125,22 +128,32 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_compressed(
     const std::lock_guard<std::mutex> lock(mutex_);
     probe = probe_;
   }
-  auto job = [compressor, gradient, step, stats = stats_, probe = std::move(probe)](Lane& lane) {
-    const Step run(*stats, probe);
-    try {
-      at::Tensor& p = run(Stage::kProject,
-                          [&]() -> at::Tensor& { return compressor->project(gradient, step); });
-      run(Stage::kReduceP, [&] { lane.allreduce(p); });
-      run(Stage::kOrthogonalize, [&] { compressor->orthogonalize(); });
-      at::Tensor& q =
-          run(Stage::kBackProject, [&]() -> at::Tensor& { return compressor->back_project(); });
-      run(Stage::kReduceQ, [&] { lane.allreduce(q); });
-      run(Stage::kReconstruct, [&] { compressor->reconstruct(); });
-    } catch (...) {
-      compressor->rollback();  // the gradient was not delivered: the residual must not claim it
-      throw;
-    }
+  // If a part fails the gradient was not delivered: the residual must not claim it.
+  const auto or_rollback = [compressor](auto part) {
+    return [compressor, part = std::move(part)](Lane& lane) {
+      try {
+        part(lane);
+      } catch (...) {
+        compressor->rollback();
+        throw;
+      }
+    };
   };
+  const Step run(stats_, std::move(probe));
+  Job job;
+  job.first = or_rollback([compressor, gradient, step, run](Lane& lane) {
+    at::Tensor& p =
+        run(Stage::kProject, [&]() -> at::Tensor& { return compressor->project(gradient, step); });
+    run(Stage::kReduceP, [&] { lane.allreduce(p); });
+  });
+  job.second = or_rollback([compressor, run](Lane& lane) {
+    run(Stage::kOrthogonalize, [&] { compressor->orthogonalize(); });
+    at::Tensor& q =
+        run(Stage::kBackProject, [&]() -> at::Tensor& { return compressor->back_project(); });
+    run(Stage::kReduceQ, [&] { lane.allreduce(q); });
+    run(Stage::kReconstruct, [&] { compressor->reconstruct(); });
+  });
+  job.states = compressor->states_in_use();
   return engine_of(gradient.device())
       .submit({gradient}, std::move(job), gradient.device(), timeout);
 }
@@ -177,11 +190,13 @@ void BackendPowerSGD::average_over_lane(std::vector<at::Tensor>& tensors) {
       tensor.mul_(1.0 / size);
     }
   };
-  engine_of(device).submit(tensors, job, device, c10d::kUnsetTimeout)->wait();
+  engine_of(device).submit(tensors, job_alone(std::move(job)), device, c10d::kUnsetTimeout)->wait();
 }
 
 void BackendPowerSGD::run_after_steps(c10::Device device, const std::function<void()>& job) {
-  engine_of(device).submit({}, [&job](Lane&) { job(); }, device, c10d::kUnsetTimeout)->wait();
+  engine_of(device)
+      .submit({}, job_alone([&job](Lane&) { job(); }), device, c10d::kUnsetTimeout)
+      ->wait();
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> BackendPowerSGD::getBackendOptions() {
@@ -192,15 +207,17 @@ c10::intrusive_ptr<c10d::Backend::Options> BackendPowerSGD::getBackendOptions() 
 c10::intrusive_ptr<c10d::Backend> BackendPowerSGD::split(
     const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
-  std::vector<InnerPair> children;
+  std::vector<InnerAndLanes> children;
   for (auto& [device, inner] : split_inners(store, ranks, opts)) {
-    children.push_back({device, inner, nullptr});
+    children.push_back({device, inner, {}});
   }
   const auto lane_store = child_store(store);
-  for (size_t i = 0; i < pairs_.size(); ++i) {
-    if (!pairs_[i].lane) continue;
-    const auto own = c10::make_intrusive<c10d::PrefixStore>(c10::str("lane/", i), lane_store);
-    children[i].lane = split_inner(pairs_[i].lane, own, ranks, opts);
+  for (size_t i = 0; i < inners_.size(); ++i) {
+    for (size_t k = 0; k < inners_[i].lanes.size(); ++k) {
+      const auto own =
+          c10::make_intrusive<c10d::PrefixStore>(c10::str("lane/", i, "/", k), lane_store);
+      children[i].lanes.push_back(split_inner(inners_[i].lanes[k], own, ranks, opts));
+    }
   }
   const BackendPtr& first = children.front().inner;
   if (!first) return nullptr;
@@ -210,26 +227,26 @@ c10::intrusive_ptr<c10d::Backend> BackendPowerSGD::split(
                                               given ? given->compression : options_, log_);
 }
 
+void BackendPowerSGD::for_each_lane(const std::function<void(c10d::Backend&)>& action) const {
+  for (const InnerAndLanes& of : inners_) {
+    for (const auto& lane : of.lanes) action(*lane);
+  }
+}
+
 void BackendPowerSGD::setTimeout(std::chrono::milliseconds timeout) {
   ForwardingBackend::setTimeout(timeout);
-  for (const InnerPair& pair : pairs_) {
-    if (pair.lane) pair.lane->setTimeout(timeout);
-  }
+  for_each_lane([&](c10d::Backend& lane) { lane.setTimeout(timeout); });
 }
 
 void BackendPowerSGD::shutdown() {
   for (const auto& [device, engine] : engines_) engine->shutdown();
-  for (const InnerPair& pair : pairs_) {
-    if (pair.lane) pair.lane->shutdown();
-  }
+  for_each_lane([](c10d::Backend& lane) { lane.shutdown(); });
   ForwardingBackend::shutdown();
 }
 
 void BackendPowerSGD::abort() {
   // The lanes first: it ends what is in flight, where the inner backend can.
-  for (const InnerPair& pair : pairs_) {
-    if (pair.lane) pair.lane->abort();
-  }
+  for_each_lane([](c10d::Backend& lane) { lane.abort(); });
   for (const auto& [device, engine] : engines_) engine->abort();
   ForwardingBackend::abort();
 }
@@ -279,7 +296,7 @@ void BackendPowerSGD::check_replicas(std::vector<Replica> replicas, c10::Device 
     stats->add_differences(static_cast<int64_t>(found.size()));
     warnings->add(std::move(found));
   };
-  engine_of(device).submit({}, std::move(job), device, c10d::kUnsetTimeout);
+  engine_of(device).submit({}, job_alone(std::move(job)), device, c10d::kUnsetTimeout);
 }
 
 void BackendPowerSGD::log_warnings() {

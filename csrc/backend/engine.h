@@ -6,7 +6,10 @@
 
 #include <chrono>
 #include <functional>
+#include <utility>
 #include <vector>
+
+#include "powersgd/compressor.h"
 
 namespace powersgd {
 
@@ -18,12 +21,24 @@ class Lane {
   virtual void allreduce(at::Tensor& payload) = 0;
 };
 
-// Runs jobs one after the other, in the order of submission, which is the same on all ranks. What a
-// job throws becomes the exception of its Work.
+// A job has two parts, each with one lane: that of a step's P payload, then that of its Q payload. An
+// engine may run the first part of a job beside the second part of the one before.
+struct Job {
+  std::function<void(Lane&)> first;  // may be null
+  std::function<void(Lane&)> second;
+  std::vector<ParameterStatePtr>
+      states;          // what the job changes: jobs that share one do not overlap
+  bool alone = false;  // overlaps with no other job
+};
+
+// One that runs after all jobs before it, and before all after it.
+inline Job job_alone(std::function<void(Lane&)> body) { return {{}, std::move(body), {}, true}; }
+
+// Runs jobs in the order of submission, which is the same on all ranks: on each lane, the
+// collectives come in that order, whatever the timing. What a part throws becomes the exception of
+// the job's Work; the second part is not run if the first has thrown.
 class Engine {
  public:
-  using Job = std::function<void(Lane&)>;
-
   virtual ~Engine() = default;
 
   // Returns at once. `tensors` are what the job reads and writes, and the Work's result; they lie

@@ -62,7 +62,8 @@ c10::intrusive_ptr<c10d::Work> StreamEngine::submit(std::vector<at::Tensor> tens
   std::exception_ptr error;
   try {
     StreamLane lane(*lane_, timeout);
-    job(lane);
+    if (job.first) job.first(lane);
+    job.second(lane);
   } catch (...) {
     error = std::current_exception();
   }

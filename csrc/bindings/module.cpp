@@ -147,8 +147,8 @@ py::dict to_dict(const StatsSnapshot& stats) {
 }
 
 void bind_backend(py::module_& module) {
-  using Inner =
-      std::tuple<std::string, c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::Backend>>;
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+  using Inner = std::tuple<std::string, BackendPtr, std::vector<BackendPtr>>;
   py::class_<BackendOptions, c10::intrusive_ptr<BackendOptions>, c10d::Backend::Options>(
       module, "BackendOptions")
       .def_readwrite("compression", &BackendOptions::compression)
@@ -160,12 +160,12 @@ void bind_backend(py::module_& module) {
   BackendClass(module, "BackendPowerSGD")
       .def(py::init([](int rank, int size, const std::vector<Inner>& inners, const Options& options,
                        py::function log) {
-             std::vector<InnerPair> pairs;
-             for (const auto& [device, inner, lane] : inners) {
-               pairs.push_back({at::Device(device).type(), inner, lane});
+             std::vector<InnerAndLanes> all;
+             for (const auto& [device, inner, lanes] : inners) {
+               all.push_back({at::Device(device).type(), inner, lanes});
              }
              return NoGilPtr<BackendPowerSGD>(c10::make_intrusive<BackendPowerSGD>(
-                 rank, size, std::move(pairs), options, make_log_sink(std::move(log))));
+                 rank, size, std::move(all), options, make_log_sink(std::move(log))));
            }),
            py::arg("rank"), py::arg("size"), py::arg("inners"), py::arg("options"), py::arg("log"))
       .def_property_readonly("options", &BackendPowerSGD::getBackendOptions)

@@ -87,6 +87,14 @@ void BucketCompressor::rollback() {
   gradient_ = at::Tensor();
 }
 
+std::vector<ParameterStatePtr> BucketCompressor::states_in_use() const {
+  std::vector<ParameterStatePtr> all = states_;
+  for (const ParameterStatePtr& state : states_) {
+    if (state->shares_q_of) all.push_back(state->shares_q_of);
+  }
+  return all;
+}
+
 int64_t BucketCompressor::payload_bytes() const {
   return (plan_.p_numel + plan_.q_numel) * size_of(bucket_.factor_dtype);
 }

@@ -28,17 +28,17 @@ enum class LogLevel { kInfo, kWarning };
 // Called on the thread that calls a collective, never on a worker.
 using LogSink = std::function<void(LogLevel, const std::string&)>;
 
-// Called on the engine's thread before each stage with its name; what it throws fails the step.
+// Called on an engine's thread before each stage with its name; what it throws fails the step.
 using StageProbe = std::function<void(const char* stage)>;
 
-// The backends that serve one device type. If `inner` blocks the host, `lane` is a second instance
-// of the same backend: the compressed collectives run on it from the engine's thread while `inner`
-// serves the caller's, because two threads that issue on one Gloo context corrupt each other's
-// data. If `inner` is ordered by streams, `lane` is null: it serves both.
-struct InnerPair {
+// The backends that serve one device type. If `inner` blocks the host, the `lanes` are two more
+// instances of the same backend: the P and the Q payloads are summed on them from the engine's
+// threads while `inner` serves the caller's, because two threads that issue on one Gloo context
+// corrupt each other's data. If `inner` is ordered by streams there are none: it serves all.
+struct InnerAndLanes {
   c10::DeviceType device;
   c10::intrusive_ptr<c10d::Backend> inner;
-  c10::intrusive_ptr<c10d::Backend> lane;
+  std::vector<c10::intrusive_ptr<c10d::Backend>> lanes;
 };
 
 // What torch asks a backend for when it makes a group from it (split_group).
@@ -70,7 +70,7 @@ void check_grad_scale(double scale);
 // stats(), set_grad_scale() and the Work objects are safe from any thread.
 class BackendPowerSGD : public ForwardingBackend {
  public:
-  BackendPowerSGD(int rank, int size, std::vector<InnerPair> inners, powersgd::Options options,
+  BackendPowerSGD(int rank, int size, std::vector<InnerAndLanes> inners, powersgd::Options options,
                   LogSink log = {});
   ~BackendPowerSGD() override;
 
@@ -137,10 +137,11 @@ class BackendPowerSGD : public ForwardingBackend {
 
  private:
   void log_warnings();
+  void for_each_lane(const std::function<void(c10d::Backend&)>& action) const;
   Engine& engine_of(c10::Device device) const;
 
   const powersgd::Options options_;
-  const std::vector<InnerPair> pairs_;
+  const std::vector<InnerAndLanes> inners_;
   const LogSink log_;
   const std::shared_ptr<Stats> stats_;
   const std::shared_ptr<Messages> warnings_;

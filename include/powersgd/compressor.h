@@ -33,6 +33,7 @@ struct ParameterState {
   uint64_t stream = 0;     // names the parameter to the random generator, the same on all ranks
   double grad_scale = 1;   // the loss scale in whose units memory is
   int64_t last_step = -1;  // the step that was last projected
+  uint64_t last_job = 0;   // the last job of its engine that was submitted with it
   MatrixShape shape;
   int64_t rank = 0;
   at::Tensor memory;   // [rows, cols] residual dtype; undefined without error feedback
@@ -109,7 +110,8 @@ class BucketCompressor {
   void rollback();
 
   const BucketPlan& plan() const { return plan_; }
-  const std::vector<ParameterStatePtr>& states() const { return states_; }
+  // All that a step changes.
+  std::vector<ParameterStatePtr> states_in_use() const;
   int64_t payload_bytes() const;   // of one step, both payloads
   int64_t gradient_bytes() const;  // of the same, uncompressed
 

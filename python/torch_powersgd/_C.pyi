@@ -64,7 +64,7 @@ class BackendPowerSGD(Backend):
         self,
         rank: int,
         size: int,
-        inners: Sequence[tuple[str, Backend, Backend | None]],
+        inners: Sequence[tuple[str, Backend, Sequence[Backend]]],
         options: Options,
         log: Callable[[bool, str], None],
     ) -> None: ...

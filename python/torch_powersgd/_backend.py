@@ -47,13 +47,13 @@ def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.
     inners = []
     for device in _devices():
         name = _inner_name(options, device)
-        # A backend that blocks the host needs a second instance for the engine's thread.
-        roles = ["inner"] if name in STREAM_ORDERED else ["inner", "lane"]
-        made = [
+        # A backend that blocks the host needs an instance for each of the engine's threads.
+        lanes = [] if name in STREAM_ORDERED else ["p_lane", "q_lane"]
+        inner, *made = (
             _create_inner(name, PrefixStore(f"{device}/{role}", store), dist_options)
-            for role in roles
-        ]
-        inners.append((device, made[0], made[1] if len(made) > 1 else None))
+            for role in ["inner", *lanes]
+        )
+        inners.append((device, inner, made))
     return _C.BackendPowerSGD(rank, size, inners, options._core(), _log)
 
 

@@ -77,17 +77,16 @@ class Model {
 
 void run(const Options& options,
          const std::function<void(Model&, const c10::intrusive_ptr<BackendPowerSGD>&)>& fn) {
-  const auto lanes = test::make_thread_backends(kRanks);
+  const test::Lanes lanes(kRanks);
   test::run_ranks(kRanks, [&](int rank, const auto& inner) {
-    const auto lane = lanes[static_cast<size_t>(rank)];
-    std::vector<InnerPair> inners = {{c10::DeviceType::CPU, inner, lane}};
+    std::vector<InnerAndLanes> inners = {{c10::DeviceType::CPU, inner, lanes.of(rank)}};
     const auto backend =
         c10::make_intrusive<BackendPowerSGD>(rank, kRanks, std::move(inners), options);
     Model model(rank, backend, options);
     try {
       fn(model, backend);
     } catch (...) {
-      lane->kill("a rank threw");
+      lanes.kill(rank);
       throw;
     }
   });

@@ -30,18 +30,17 @@ Options always(int64_t rank = 2) {
   return options;
 }
 
-// Runs fn(rank, backend, lane) on `size` ranks, each with its BackendPowerSGD.
+// Runs fn(rank, backend, lanes) on `size` ranks, each with its BackendPowerSGD.
 void run(int size, const Options& options,
-         const std::function<void(int, BackendRef, c10::intrusive_ptr<ThreadBackend>)>& fn) {
-  const ThreadBackends lanes = test::make_thread_backends(size);
+         const std::function<void(int, BackendRef, const test::Lanes&)>& fn) {
+  const test::Lanes lanes(size);
   test::run_ranks(size, [&](int rank, const c10::intrusive_ptr<ThreadBackend>& inner) {
-    const auto lane = lanes[static_cast<size_t>(rank)];
-    std::vector<InnerPair> inners = {{c10::DeviceType::CPU, inner, lane}};
+    std::vector<InnerAndLanes> inners = {{c10::DeviceType::CPU, inner, lanes.of(rank)}};
     auto backend = c10::make_intrusive<BackendPowerSGD>(rank, size, std::move(inners), options);
     try {
-      fn(rank, backend, lane);
+      fn(rank, backend, lanes);
     } catch (...) {
-      lane->kill("a rank threw");
+      lanes.kill(rank);
       throw;
     }
   });
@@ -69,13 +68,14 @@ TEST(BackendPowerSGD, ExactRankComesBackExactly) {
   });
 }
 
-TEST(BackendPowerSGD, TwoCollectivesOnTheLaneAndNoneOnTheInner) {
-  run(2, always(), [](int rank, const BackendRef& backend, const auto& lane) {
+TEST(BackendPowerSGD, OneCollectiveOnEachLaneAndNoneOnTheInner) {
+  run(2, always(), [](int rank, const BackendRef& backend, const test::Lanes& lanes) {
     allreduce(backend, gradient_of(rank));
-    const auto calls = lane->calls();
-    ASSERT_EQ(calls.size(), 2u);
-    EXPECT_EQ(calls[0].numel, 2 * 32 + 2);  // P, its activity and the non-finite count
-    EXPECT_EQ(calls[1].numel, 2 * 48);      // Q
+    const auto p = lanes.p(rank).calls(), q = lanes.q(rank).calls();
+    ASSERT_EQ(p.size(), 1u);
+    ASSERT_EQ(q.size(), 1u);
+    EXPECT_EQ(p[0].numel, 2 * 32 + 2);  // P, its activity and the non-finite count
+    EXPECT_EQ(q[0].numel, 2 * 48);      // Q
   });
 }
 
@@ -175,8 +175,8 @@ TEST(BackendPowerSGD, AnErrorInAnyStageReachesTheWorkAndItsFuture) {
 
 TEST(BackendPowerSGD, AFailedPeerIsAnErrorAndNotAHang) {
   std::atomic<int> failed{0};
-  run(2, always(), [&](int rank, const BackendRef& backend, const auto& lane) {
-    if (rank == 0) lane->inject_failure(1);  // the Q payload
+  run(2, always(), [&](int rank, const BackendRef& backend, const test::Lanes& lanes) {
+    if (rank == 0) lanes.q(rank).inject_failure(0);
     try {
       allreduce(backend, gradient_of(rank));
     } catch (const std::exception&) {

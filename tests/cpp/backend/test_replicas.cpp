@@ -32,11 +32,10 @@ ParameterStatePtr make_state(int rank) {
 }
 
 void run(const std::function<void(int, BackendPowerSGD&, const Log&)>& fn) {
-  const auto lanes = test::make_thread_backends(kRanks);
+  const test::Lanes lanes(kRanks);
   test::run_ranks(kRanks, [&](int rank, const auto& inner) {
-    const auto lane = lanes[static_cast<size_t>(rank)];
     const auto log = std::make_shared<Log>();
-    std::vector<InnerPair> inners = {{c10::DeviceType::CPU, inner, lane}};
+    std::vector<InnerAndLanes> inners = {{c10::DeviceType::CPU, inner, lanes.of(rank)}};
     const auto backend =
         c10::make_intrusive<BackendPowerSGD>(rank, kRanks, std::move(inners), Options(),
                                              [log](LogLevel level, const std::string& message) {
@@ -46,7 +45,7 @@ void run(const std::function<void(int, BackendPowerSGD&, const Log&)>& fn) {
     try {
       fn(rank, *backend, *log);
     } catch (...) {
-      lane->kill("a rank threw");
+      lanes.kill(rank);
       throw;
     }
   });

@@ -153,8 +153,28 @@ class ThreadBackend : public c10d::Backend {
 
 using ThreadBackends = std::vector<c10::intrusive_ptr<ThreadBackend>>;
 
-// The backends of a new group, by rank. For a test whose ranks need a second group (a lane).
+// The backends of a new group, by rank.
 ThreadBackends make_thread_backends(int size);
+
+// Two more groups of the same ranks, for the payloads of a BackendPowerSGD.
+class Lanes {
+ public:
+  explicit Lanes(int size) : p_(make_thread_backends(size)), q_(make_thread_backends(size)) {}
+
+  std::vector<c10::intrusive_ptr<c10d::Backend>> of(int rank) const {
+    return {p_[static_cast<size_t>(rank)], q_[static_cast<size_t>(rank)]};
+  }
+  ThreadBackend& p(int rank) const { return *p_[static_cast<size_t>(rank)]; }
+  ThreadBackend& q(int rank) const { return *q_[static_cast<size_t>(rank)]; }
+  // Peers of a rank that threw shall not wait for it.
+  void kill(int rank) const {
+    p(rank).kill("a rank threw");
+    q(rank).kill("a rank threw");
+  }
+
+ private:
+  const ThreadBackends p_, q_;
+};
 
 // Runs fn(rank, backend) on a thread per rank, waits for all, and rethrows the exception that came
 // first. A rank that throws, or stops at a failed ASSERT, is killed, so that its peers do not wait
