@@ -20,6 +20,9 @@ constexpr uint64_t kKeepPasses = 100;
 // that no residual is left behind in an order that is gone.
 constexpr uint64_t kSettlePasses = 2;
 
+// Compressors without memory that are kept for the next tensor of their shape.
+constexpr size_t kKeepStateless = 64;
+
 bool eligible(const std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) {
   if (tensors.size() != 1) return false;
   const at::Tensor& tensor = tensors.front();
@@ -73,6 +76,7 @@ std::shared_ptr<BucketCompressor> FlatTensors::make_compressor(
     bool remembers) const {
   Options options = options_;
   options.use_error_feedback = options_.use_error_feedback && remembers;
+  options.warm_start = options_.warm_start && remembers;
   return std::make_shared<BucketCompressor>(plan, std::move(states), options, tensor.scalar_type(),
                                             tensor.device(), skips_);
 }
@@ -94,6 +98,17 @@ std::shared_ptr<BucketCompressor>& FlatTensors::find_compressor(Entry& entry,
   const size_t slot = entry.slots.find(tensor);
   entry.compressors.resize(entry.slots.size());
   return entry.compressors[slot];
+}
+
+// It remembers nothing, but its tables and payloads are there already.
+std::shared_ptr<BucketCompressor> FlatTensors::find_stateless(const BucketPlan& plan,
+                                                              const at::Tensor& tensor) {
+  const Key key{0, tensor.sizes().vec(), tensor.scalar_type(), tensor.device()};
+  const auto known = stateless_.find(key);
+  if (known != stateless_.end()) return known->second;
+  if (stateless_.size() >= kKeepStateless) stateless_.clear();
+  return stateless_[key] =
+             make_compressor(plan, tensor, make_states(plan, /*order=*/0), /*remembers=*/false);
 }
 
 // Returns how many states were dropped.
@@ -125,9 +140,7 @@ std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Te
   if (pass.first == Mode::kStateless) {
     admitted.step = stateless_calls_++;
     admitted.new_pass = true;
-    if (admitted.step < warm_up) return admitted;
-    admitted.compressor =
-        make_compressor(plan, tensor, make_states(plan, /*order=*/0), /*remembers=*/false);
+    if (admitted.step >= warm_up) admitted.compressor = find_stateless(plan, tensor);
     return admitted;
   }
   if (pass != pass_) {

@@ -80,6 +80,8 @@ class FlatTensors {
                                                     const at::Tensor& tensor,
                                                     std::vector<ParameterStatePtr> states,
                                                     bool remembers) const;
+  std::shared_ptr<BucketCompressor> find_stateless(const BucketPlan& plan,
+                                                   const at::Tensor& tensor);
   static std::shared_ptr<BucketCompressor>& find_compressor(Entry& entry, const at::Tensor& tensor);
   int64_t begin_pass(const Pass& pass);
   std::vector<Replica> replicas(const at::Device& device) const;
@@ -91,6 +93,7 @@ class FlatTensors {
   Pass pass_{Mode::kNone, 0};
   uint64_t passes_ = 0;
   int64_t order_ = 0;
+  std::map<Key, std::shared_ptr<BucketCompressor>, Less> stateless_;
   uint64_t stateless_calls_ = 0;
   bool advised_ = false;
   bool looked_joined_ = false;

@@ -236,10 +236,10 @@ def _inner(rank: int, inner: str, extended: bool) -> int:
 
 @pytest.mark.parametrize(
     ("inner", "extended", "expected"),
-    [("auto", False, 0), ("gloo", False, 0), ("plugin", False, 2), ("plugin", True, 2)],
+    [("auto", False, 0), ("gloo", False, 0), ("plugin", False, 3), ("plugin", True, 3)],
 )
 def test_inner(inner, extended, expected):
-    """A plugin makes two: one for what passes through, one for the worker."""
+    """A plugin makes three: one for what passes through, and one for each of the workers."""
     assert ranks.run(2, _inner, inner, extended, backend=None) == [expected] * 2
 
 
