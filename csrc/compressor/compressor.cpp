@@ -7,6 +7,7 @@
 
 #include "compressor/stages.h"
 #include "compressor/tables.h"
+#include "compressor/wire_payload.h"
 
 namespace powersgd {
 namespace {
@@ -58,17 +59,29 @@ at::Tensor& BucketCompressor::project(const at::Tensor& gradient, const StepInfo
   bucket_.gradient = gradient.data_ptr();
   stages_.project(bucket_);
   gradient_ = gradient;
-  return p_payload_;
+  if (!p_wire_->rounds()) return p_payload_;
+  const at::Tensor exact = raw_.add_(raw_residual_).clone();
+  at::Tensor& packed = p_wire_->pack();
+  keep_rounding_of_raw(exact);
+  return packed;
 }
 
-void BucketCompressor::orthogonalize() { stages_.orthogonalize(bucket_); }
+void BucketCompressor::orthogonalize() {
+  p_wire_->unpack();
+  stages_.orthogonalize(bucket_);
+}
 
 at::Tensor& BucketCompressor::back_project() {
   stages_.back_project(bucket_);
-  return q_payload_;
+  if (!q_wire_->rounds()) return q_payload_;
+  at::Tensor& packed = q_wire_->pack();
+  // What was rounded off was not sent: it stays in the residual, which is made of q_local.
+  at::_foreach_copy_(q_local_, q_sent_);
+  return packed;
 }
 
 void BucketCompressor::reconstruct() {
+  q_wire_->unpack();
   stages_.reconstruct(bucket_);
   gradient_ = at::Tensor();
 }
@@ -95,8 +108,14 @@ std::vector<ParameterStatePtr> BucketCompressor::states_in_use() const {
   return all;
 }
 
+// An element that has overflowed is dropped with the step.
+void BucketCompressor::keep_rounding_of_raw(const at::Tensor& exact) {
+  at::nan_to_num_out(raw_residual_, exact.sub(raw_), 0, 0, 0);
+}
+
 int64_t BucketCompressor::payload_bytes() const {
-  return (plan_.p_numel + plan_.q_numel) * size_of(bucket_.factor_dtype);
+  const DType wire = options_.wire_dtype.value_or(bucket_.factor_dtype);
+  return (plan_.p_numel + plan_.q_numel) * size_of(wire);
 }
 
 int64_t BucketCompressor::gradient_bytes() const {
@@ -116,6 +135,23 @@ void BucketCompressor::prepare() {
   static_assert(sizeof(kernels::Verdict) == 2 * sizeof(int32_t));
   at::Tensor p_payload = at::zeros({plan_.p_numel}, factor);
   q_payload_ = at::zeros({plan_.q_numel}, factor);
+  const at::ScalarType wire =
+      options_.wire_dtype ? to_scalar_type(*options_.wire_dtype) : p_payload.scalar_type();
+  const auto matrices = static_cast<int64_t>(plan_.matrices.size());
+  const int64_t counts_begin = plan_.p_numel - 1 - matrices;
+  p_wire_ = std::make_unique<WirePayload>(p_payload, wire, counts_begin);
+  q_wire_ = std::make_unique<WirePayload>(q_payload_, wire, plan_.q_numel);
+  if (p_wire_->rounds()) {
+    const int64_t raw_begin = plan_.raw.empty() ? counts_begin : plan_.raw.front().p_offset;
+    raw_ = p_payload.narrow(0, raw_begin, counts_begin - raw_begin);
+    raw_residual_ = at::zeros_like(raw_);
+    for (size_t i = 0; i < states_.size(); ++i) {
+      const at::Tensor& q = states_[i]->q_local;
+      q_local_.push_back(q);
+      q_sent_.push_back(
+          q_payload_.narrow(0, plan_.matrices[i].q_offset, q.numel()).view(q.sizes()));
+    }
+  }
   tables_ = set_tables(bucket_, stages_, matrix_table(), raw_table(plan_), device_);
   bucket_.p_payload = p_payload.data_ptr();
   bucket_.q_payload = q_payload_.data_ptr();

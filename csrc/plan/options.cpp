@@ -74,8 +74,9 @@ void validate(const Options& options) {
   parse_scope(to_string(options.scope));
   check(options.min_numel >= 1, "min_numel", "an integer >= 1", options.min_numel);
   check(!options.inner.empty(), "inner", "'auto' or the name of a backend", "''");
-  check(!options.wire_dtype || *options.wire_dtype == DType::kFloat32, "wire_dtype",
-        "None or float32 in this version", to_string(options.wire_dtype.value_or(DType::kFloat32)));
+  check(options.wire_dtype != DType::kFloat64, "wire_dtype",
+        "None, float32, bfloat16 or float16 (None sends float64 gradients in float64)",
+        to_string(DType::kFloat64));
   const DType residual = options.residual_dtype;
   check(residual == DType::kFloat32 || residual == DType::kBFloat16 || residual == DType::kFloat16,
         "residual_dtype",

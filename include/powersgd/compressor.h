@@ -15,6 +15,7 @@
 namespace powersgd {
 
 class Stages;
+class WirePayload;
 
 // Throws if `type` is not one of the four floating dtypes that are compressed.
 DType to_dtype(at::ScalarType type);
@@ -99,7 +100,8 @@ class BucketCompressor {
   ~BucketCompressor();
 
   // `gradient`: contiguous, plan.gradient_numel elements; kept until reconstruct or rollback.
-  // Returns the P payload: [ P of each matrix | raw segments | activities | non-finite count ].
+  // Returns the P payload: [ P of each matrix | raw segments | activities | non-finite count ], in
+  // the wire's dtype.
   at::Tensor& project(const at::Tensor& gradient, const StepInfo& step);
   void orthogonalize();
   // Returns the Q payload.
@@ -117,6 +119,7 @@ class BucketCompressor {
 
  private:
   void prepare();
+  void keep_rounding_of_raw(const at::Tensor& exact);
   double residual_scale(double grad_scale);
   std::vector<kernels::Matrix> matrix_table() const;
 
@@ -131,7 +134,12 @@ class BucketCompressor {
   kernels::Bucket bucket_{};
   std::vector<at::Tensor> tables_;  // keeps what bucket_ points at
   at::Tensor p_payload_, q_payload_, verdict_;
-  at::Tensor gradient_;  // of the step in progress
+  std::unique_ptr<WirePayload> p_wire_, q_wire_;
+  at::Tensor raw_;  // the raw segments in p_payload_
+  at::Tensor
+      raw_residual_;  // what the wire has rounded off of them; undefined if it does not round
+  std::vector<at::Tensor> q_sent_, q_local_;  // parts of q_payload_, and the states' q_local
+  at::Tensor gradient_;                       // of the step in progress
 };
 
 }  // namespace powersgd

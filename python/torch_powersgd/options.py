@@ -43,7 +43,9 @@ class Options:
             reduced during backward), ``"attached"``, ``"always"`` or ``"never"``.
         min_numel: the least number of elements of a flat tensor that ``"backward"`` compresses.
         inner: the backend to wrap: ``"auto"`` (gloo on CPU, nccl on CUDA) or a backend's name.
-        wire_dtype: the dtype of what is sent. None: float32, or float64 for float64 gradients.
+        wire_dtype: the dtype of what is sent: float32, bfloat16 or float16. What a rank rounds off
+            stays in its residual; the rounding of the sum does not. None: float32, or float64 for
+            float64 gradients.
         residual_dtype: the dtype of the error feedback's memory: float32, bfloat16 or float16.
             float64 gradients keep a float64 memory.
         alternating: reserved for a later version; False.

@@ -36,9 +36,9 @@ VALUES = {
     "min_numel": (9, "9", [0, -9, 2**70, 9.5, "9", None]),
     "inner": ("gloo", "gloo", ["", None, 3, b"gloo"]),
     "wire_dtype": (
-        torch.float32,
-        "float32",
-        [torch.float16, torch.int32, torch.complex64, "int8", 3],
+        torch.bfloat16,
+        "bfloat16",
+        [torch.float64, torch.int32, torch.complex64, "int8", 3],
     ),
     "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int8", None, 3]),
     "alternating": (False, "false", [True, "no", None]),

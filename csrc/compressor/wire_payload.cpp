@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "compressor/wire_payload.h"
+
+#include <ATen/ATen.h>
+
+namespace powersgd {
+namespace {
+
+constexpr double kTarget = 2048;              // of the largest element; float16 ends at 65504
+constexpr double kAfterOverflow = 1.0 / 256;  // what becomes of the scale
+
+}  // namespace
+
+WirePayload::WirePayload(const at::Tensor& payload, at::ScalarType wire, int64_t counts_begin)
+    : payload_(payload),
+      values_(payload.narrow(0, 0, counts_begin)),
+      scaled_(wire == at::kHalf && payload.scalar_type() != wire) {
+  if (wire != payload.scalar_type())
+    packed_ = at::empty_like(payload, payload.options().dtype(wire));
+}
+
+at::Tensor& WirePayload::pack() {
+  if (!rounds() || (scaled_ && !scale_.defined())) return payload_;
+  if (scaled_) values_.mul_(scale_);
+  packed_.copy_(payload_);
+  payload_.copy_(packed_);
+  if (scaled_) values_.div_(scale_);
+  return packed_;
+}
+
+void WirePayload::unpack() {
+  if (!rounds()) return;
+  if (!scaled_ || scale_.defined()) payload_.copy_(packed_);
+  if (scale_.defined()) values_.div_(scale_);
+  if (values_.numel() < payload_.numel()) {
+    payload_.narrow(0, payload_.numel() - 1, 1).add_(values_.isfinite().all().logical_not());
+  }
+  if (scaled_) choose_scale();
+}
+
+void WirePayload::choose_scale() {
+  const at::Tensor largest = values_.abs().max();
+  if (!scale_.defined()) scale_ = at::ones_like(largest);
+  // A power of two, so that scaling rounds nothing; within what float32 holds of both ends.
+  const at::Tensor fitting =
+      largest.reciprocal().mul_(kTarget).log2_().floor_().clamp_(-100, 100).exp2_();
+  const at::Tensor smaller = scale_.mul(kAfterOverflow).clamp_min_(1e-30);
+  const at::Tensor next =
+      at::where(largest.isfinite(), at::where(largest.gt(0), fitting, scale_), smaller);
+  scale_.copy_(next);
+}
+
+int64_t WirePayload::bytes() const {
+  return payload_.numel() * (rounds() ? packed_ : payload_).element_size();
+}
+
+}  // namespace powersgd
