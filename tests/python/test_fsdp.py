@@ -33,6 +33,7 @@ def results():
 def test_case(results, name):
     for facts in (result[name] for result in results):
         assert facts.warm_up == [True] * WARM_UP
+        assert all(facts.exact)
         assert not any(facts.compressed)
         for parameter, error in facts.errors.items():
             assert error < TOLERANCE, (parameter, error)
@@ -48,6 +49,11 @@ def test_stats_count_steps_and_units(results):
         assert steps == STEPS
         assert calls == 3 * (STEPS - WARM_UP)
         assert names == sorted(name for name, _ in Net().named_parameters())
+
+
+def test_the_loss_scale_grew_and_fell(results):
+    # By 2 after three steps and after three more, of which the bad one made it half.
+    assert {result["loss_scale"].extra for result in results} == {8.0 * 2 * 0.5 * 2}
 
 
 def _backward(module, rank, i, **arguments):
