@@ -25,9 +25,9 @@ OVERLAPPED = [(False, False), (True, False), (False, True)]
 def _make(static_graph: bool = False) -> DistributedDataParallel:
     torch.manual_seed(0)
     layers = torch.nn.Linear(24, 33), torch.nn.Tanh(), torch.nn.Linear(33, 20)
-    # 4 kB: several buckets, whose optimizers' parts differ.
+    # 1 kB: several buckets, whose parts of the optimizer differ.
     return DistributedDataParallel(
-        torch.nn.Sequential(*layers), bucket_cap_mb=4e-3, static_graph=static_graph
+        torch.nn.Sequential(*layers), bucket_cap_mb=1e-3, static_graph=static_graph
     )
 
 
