@@ -4,7 +4,7 @@
 FSDP2 reduce-scatters the gradients of each of its units inside a replica and then calls the unit's
 all-reduce hook with this rank's shards of them: one flat tensor, in which each parameter's shard is
 a matrix of some of its rows, padded to as many on every rank. What is private to torch here is so
-in all releases that are supported, but for the attribute that ``_groups_of`` reads.
+in torch 2.11 and 2.13 alike, but for the attribute that ``_groups_of`` reads.
 """
 
 from __future__ import annotations
@@ -97,6 +97,9 @@ class _Hook:
         if self.partial is not None:
             gradients += self.partial
             self.partial = None
+        if not gradients.is_cpu:
+            # FSDP2 keeps the tensor until this stream is done with it only for its own all-reduce.
+            gradients.record_stream(torch.accelerator.current_stream(gradients.device))
         self.passes.enter()
         self.model.reduce(self.bucket, gradients, self._numbers(gradients), self.replicas).wait()
 
@@ -139,7 +142,7 @@ def _units(module: FSDPModule) -> list[Any]:
 
 def _groups_of(unit: FSDPModule) -> list[Any]:
     state = unit._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):  # torch 2.12
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13 and later
         return list(state._fsdp_param_groups)
     group = state._fsdp_param_group
     return [] if group is None else [group]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fsdp_cases import CASES, REPLICAS, SHARDS, Net, gradients, mesh_of, sharded
 from synthetic import from_bytes, gradient, relative_error, to_bytes
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from twins import OPTIONS, STEPS, WARM_UP, same
 
 import torch_powersgd as tp
@@ -120,6 +121,9 @@ def _unknown_subset(rank):
     return exact, warnings
 
 
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch is too old"
+)
 def test_a_module_with_unused_parameters_is_exact_unless_all_are_reduced():
     for exact, warnings in ranks.run(WORLD_SIZE, _unknown_subset, backend="gloo"):
         assert exact == {False: ["out.weight"], True: []}

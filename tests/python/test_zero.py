@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import ranks
 import torch
 import torch.distributed as dist
@@ -70,14 +71,6 @@ def _beside(rank):
     return equal, digest(parts.parameters()), tp.stats()["compressed_calls"]
 
 
-def test_in_parts_is_as_whole():
-    results = ranks.run(2, _beside)
-    for equal, _, compressed in results:
-        assert all(equal), equal
-        assert compressed > 0
-    assert results[0][1] == results[1][1]
-
-
 def _overlapped(rank, shard_buckets, static_graph):
     """Against the same without overlap, which leaves out the steps that torch leaves out."""
     plain, overlapped = _make(static_graph), _make(static_graph)
@@ -99,34 +92,15 @@ def _overlapped(rank, shard_buckets, static_graph):
     return equal, digest(overlapped.parameters()), digest(_make().parameters())
 
 
-def _all_overlapped(rank):
-    return [_overlapped(rank, *case) for case in OVERLAPPED]
-
-
-def test_overlapped_is_as_after_backward():
-    for mine, other in zip(*ranks.run(2, _all_overlapped), strict=True):
-        for equal, _, _ in (mine, other):
-            assert all(equal), equal
-        assert mine[1] == other[1] != mine[2]
-
-
 def _refused(rank):
     messages = []
     ddp = _make()
     tp.attach(ddp, OPTIONS)
-    for module in (ddp, torch.nn.Linear(2, 2), _make()):
-        try:
+    for module in (ddp, torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the messages are compared below
             tp.comm_hook(module, OPTIONS)
-        except ValueError as error:
-            messages.append(str(error))
+        messages.append(str(caught.value))
     return messages
-
-
-def test_comm_hook_refuses_what_attach_refuses():
-    for messages in ranks.run(2, _refused):
-        assert len(messages) == 2
-        assert "attached already" in messages[0]
-        assert "Linear" in messages[1]
 
 
 def _plain_hook(rank):
@@ -143,8 +117,40 @@ def _plain_hook(rank):
     return equal, same(_state(attached), _state(hooked)), tp.state_dict(hooked)["step"]
 
 
-def test_comm_hook_is_what_attach_registers():
-    for equal, state, steps in ranks.run(2, _plain_hook):
+def _all(rank):
+    overlapped = [_overlapped(rank, *case) for case in OVERLAPPED]
+    return _beside(rank), overlapped, _refused(rank), _plain_hook(rank)
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What each rank found out, all by one launch."""
+    return list(zip(*ranks.run(2, _all), strict=True))
+
+
+def test_in_parts_is_as_whole(results):
+    first, second = results[0]
+    for equal, _, compressed in (first, second):
+        assert all(equal), equal
+        assert compressed > 0
+    assert first[1] == second[1]
+
+
+def test_overlapped_is_as_after_backward(results):
+    for mine, other in zip(*results[1], strict=True):
+        for equal, _, _ in (mine, other):
+            assert all(equal), equal
+        assert mine[1] == other[1] != mine[2]
+
+
+def test_comm_hook_refuses_what_attach_refuses(results):
+    for attached_already, no_ddp in results[2]:
+        assert "attached already" in attached_already
+        assert "Linear" in no_ddp
+
+
+def test_comm_hook_is_what_attach_registers(results):
+    for equal, state, steps in results[3]:
         assert all(equal)
         assert state
         assert steps == STEPS
