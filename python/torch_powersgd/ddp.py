@@ -152,6 +152,11 @@ def _model_of(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ValueError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
     parameters = _parameters_of(module)
+    if not parameters:
+        raise ValueError(
+            "this module shows no trainable parameters; a tensor-parallel one in DDP has none from "
+            "its first forward pass on: attach it before"
+        )
     backend = _backend_of(group, next(iter(parameters.values())).device)
     core = options._core() if options is not None else backend.options.compression
     shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}

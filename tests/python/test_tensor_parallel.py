@@ -82,6 +82,17 @@ def _train(rank, tensor_backend):
     return ledger.errors(residuals), exact, equal, digests, others.get("compressed_calls", 0)
 
 
+def _attached_late(rank):
+    trained = _Trained(_mesh(("cpu:powersgd", OPTIONS), "gloo"))
+    trained.backward(0, 0)
+    with pytest.raises(ValueError, match="first forward pass"):
+        tp.attach(trained.ddp)
+
+
+def test_attach_after_the_first_forward_pass_says_why_not():
+    ranks.run(4, _attached_late, backend="gloo")
+
+
 @pytest.mark.parametrize(
     "tensor_backend", ["gloo", ("cpu:powersgd", SMALL)], ids=["gloo", "powersgd"]
 )
