@@ -35,79 +35,77 @@ void AttachedModel::set_grad_scale(double scale) {
   grad_scale_ = scale;
 }
 
-c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(c10d::GradBucket& bucket, int divisor) {
-  at::Tensor& gradient = bucket.getBufferRef();
-  std::shared_ptr<BucketCompressor> compressor;
-  const bool warm = step_ >= static_cast<uint64_t>(options_.start_powerSGD_iter);
-  if (active_ && warm && backend_->admits_attached(options_) && !gradient.is_sparse()) {
-    if (!std::exchange(announced_, true)) announce();
-    compressor = find_bucket(bucket).compressor;
-  }
-  StepInfo step;
-  step.output_scale = 1.0 / divisor;
-  step.grad_scale = grad_scale();
-  step.step = step_;
-  if (!owed_.empty() && !gradient.is_sparse()) add_owed(bucket);
-  auto work = compressor ? backend_->allreduce_compressed(compressor, gradient, step)
-                         : backend_->allreduce_average_exact(gradient, divisor);
-  if (bucket.isLast()) end_step();
-  return work;
-}
-
-AttachedModel::Bucket& AttachedModel::find_bucket(c10d::GradBucket& bucket) {
+std::vector<size_t> AttachedModel::find(const std::vector<at::Tensor>& parameters) const {
   std::vector<size_t> indices;
-  for (const at::Tensor& parameter : bucket.getParameters()) {
+  for (const at::Tensor& parameter : parameters) {
     const auto found = index_of_.find(parameter.unsafeGetTensorImpl());
     TORCH_CHECK(found != index_of_.end(),
                 "powersgd: DDP reduces a parameter that the attached model did not have; "
                 "attach again after changing the model");
     indices.push_back(found->second);
   }
-  Bucket& known = buckets_[bucket.getIndex()];
-  if (known.parameters != indices) known = make_bucket(bucket, std::move(indices));
-  return known;
+  return indices;
 }
 
-AttachedModel::Bucket AttachedModel::make_bucket(c10d::GradBucket& bucket,
-                                                 std::vector<size_t> indices) const {
-  const at::Tensor& buffer = bucket.getBufferRef();
+c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(size_t bucket, at::Tensor& buffer,
+                                                     const std::vector<size_t>& parameters,
+                                                     int divisor) {
+  std::shared_ptr<BucketCompressor> compressor;
+  const bool warm = step_ >= static_cast<uint64_t>(options_.start_powerSGD_iter);
+  const bool known = !parameters.empty() && !buffer.is_sparse();
+  if (active_ && warm && known && backend_->admits_attached(options_)) {
+    if (!std::exchange(announced_, true)) announce();
+    Bucket& made = buckets_[bucket];
+    if (made.parameters != parameters) made = make_bucket(buffer, parameters);
+    compressor = made.compressor;
+  }
+  StepInfo step;
+  step.output_scale = 1.0 / divisor;
+  step.grad_scale = grad_scale();
+  step.step = step_;
+  if (!owed_.empty() && known) add_owed(buffer, parameters);
+  return compressor ? backend_->allreduce_compressed(compressor, buffer, step)
+                    : backend_->allreduce_average_exact(buffer, divisor);
+}
+
+AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
+                                                 const std::vector<size_t>& parameters) const {
   std::vector<ParameterShape> shapes;
   int64_t numel = 0;
-  for (const size_t index : indices) {
+  for (const size_t index : parameters) {
     shapes.push_back(memory_layout(parameters_[index]));
     numel += shapes.back().numel();
   }
-  TORCH_CHECK(numel == buffer.numel(), "powersgd: DDP's bucket ", bucket.getIndex(), " holds ",
-              buffer.numel(), " elements, its parameters ", numel,
+  TORCH_CHECK(numel == buffer.numel(), "powersgd: a bucket holds ", buffer.numel(),
+              " elements, its parameters ", numel,
               "; this version of torch lays its buckets out in a way that is not known here");
   Bucket made;
   BucketPlan plan = plan_bucket(shapes, options_);
   if (plan.compresses()) {
     std::vector<ParameterStatePtr> states;
     for (const PlannedMatrix& matrix : plan.matrices) {
-      states.push_back(states_[indices[static_cast<size_t>(matrix.parameter)]]);
+      states.push_back(states_[parameters[static_cast<size_t>(matrix.parameter)]]);
     }
     made.compressor =
         std::make_shared<BucketCompressor>(std::move(plan), std::move(states), options_,
                                            buffer.scalar_type(), buffer.device(), skips_);
   }
-  made.parameters = std::move(indices);
+  made.parameters = parameters;
   return made;
 }
 
 // Every rank adds the mean residual: the average then holds it once.
-void AttachedModel::add_owed(c10d::GradBucket& bucket) {
+void AttachedModel::add_owed(at::Tensor& buffer, const std::vector<size_t>& parameters) {
   int64_t offset = 0;
-  for (const at::Tensor& parameter : bucket.getParameters()) {
-    const auto index = index_of_.find(parameter.unsafeGetTensorImpl());
-    const auto owed = index == index_of_.end() ? owed_.end() : owed_.find(index->second);
+  for (const size_t index : parameters) {
+    const int64_t numel = parameters_[index].numel();
+    const auto owed = owed_.find(index);
     if (owed != owed_.end()) {
-      bucket.getBufferRef()
-          .narrow(0, offset, parameter.numel())
-          .add_(owed->second.to(parameter.device()).flatten(), grad_scale());
+      buffer.narrow(0, offset, numel)
+          .add_(owed->second.to(buffer.device()).flatten(), grad_scale());
       owed_.erase(owed);
     }
-    offset += parameter.numel();
+    offset += numel;
   }
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <map>
 #include <memory>
@@ -28,19 +28,27 @@ struct LocalExport {
   double grad_scale = 1;
 };
 
-// One DistributedDataParallel module whose buckets are compressed layer by layer: the state of each
-// of its parameters, and the compressor of each bucket layout that DDP has used.
+// One module whose buckets of gradients are compressed layer by layer: the state of each of its
+// parameters, and the compressor of each bucket layout that has been used. The buckets are DDP's,
+// or those that FSDP2 has reduce-scattered: the parameters are then this rank's shards.
 //
-// Owns its backend; owned by the comm hook that DDP's Reducer owns. reduce() is called by one
-// thread at a time (DDP's backward); the rest by the user's thread outside of backward.
+// Owns its backend; owned by the hook that is called with its buckets. reduce() and end_step() are
+// called by one thread at a time (the backward pass); the rest by the user's thread outside of it.
 class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
  public:
   AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend, std::vector<std::string> names,
                 std::vector<at::Tensor> parameters, Options options);
 
-  // The sum of the bucket over ranks, divided by `divisor` (the number of ranks, but for DDP's
-  // join), in the bucket. Called for every bucket in DDP's order.
-  c10::intrusive_ptr<c10d::Work> reduce(c10d::GradBucket& bucket, int divisor);
+  // Of each parameter its place in the constructor's list.
+  std::vector<size_t> find(const std::vector<at::Tensor>& parameters) const;
+
+  // The sum of the buffer over ranks, divided by `divisor` (the number of ranks, but for DDP's
+  // join), in the buffer, which holds the gradients of the parameters one after the other: all of
+  // it is exact if none are named. `bucket` is its number. Called in the same order on all ranks.
+  c10::intrusive_ptr<c10d::Work> reduce(size_t bucket, at::Tensor& buffer,
+                                        const std::vector<size_t>& parameters, int divisor);
+  // To be called after the last bucket of a backward pass.
+  void end_step();
 
   // While inactive (detached), buckets are averaged exactly.
   void set_active(bool active) { active_ = active; }
@@ -78,11 +86,9 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
     std::shared_ptr<BucketCompressor> compressor;  // null if nothing in it is compressed
   };
 
-  Bucket& find_bucket(c10d::GradBucket& bucket);
-  Bucket make_bucket(c10d::GradBucket& bucket, std::vector<size_t> indices) const;
+  Bucket make_bucket(const at::Tensor& buffer, const std::vector<size_t>& parameters) const;
   void announce() const;
-  void add_owed(c10d::GradBucket& bucket);
-  void end_step();
+  void add_owed(at::Tensor& buffer, const std::vector<size_t>& parameters);
   std::optional<size_t> find_name(const std::string& name) const;
   void check_parameter(const ParameterExport& saved) const;
   bool is_compressed(const at::Tensor& parameter) const;
@@ -97,7 +103,7 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   const std::shared_ptr<SkipCounter> skips_;
   std::vector<ParameterStatePtr> states_;
   std::unordered_map<const c10::TensorImpl*, size_t> index_of_;
-  std::map<size_t, Bucket> buckets_;  // by DDP's bucket index
+  std::map<size_t, Bucket> buckets_;  // by number
   // Residuals of parameters that are not compressed, which a checkpoint had: [rows, cols],
   // unscaled.
   std::map<size_t, at::Tensor> owed_;

@@ -18,15 +18,22 @@ class Divisor : public c10d::Reducer {
 
 }  // namespace
 
-c10::intrusive_ptr<c10::ivalue::Future> DdpHook::runHook(c10d::GradBucket& bucket) {
-  const int divisor = Divisor::of(reducer_);
+c10::intrusive_ptr<c10d::Work> reduce_bucket(AttachedModel& model, const c10d::Reducer& reducer,
+                                             c10d::GradBucket& bucket) {
+  const int divisor = Divisor::of(reducer);
   // Unset on a rank that has joined: it takes part in the sum and throws the result away.
-  const int ranks = state_->backend()->getSize();
-  return state_->reduce(bucket, divisor > 0 ? divisor : ranks)->getFuture();
+  const int ranks = model.backend()->getSize();
+  auto work = model.reduce(bucket.getIndex(), bucket.getBufferRef(),
+                           model.find(bucket.getParameters()), divisor > 0 ? divisor : ranks);
+  if (bucket.isLast()) model.end_step();
+  return work;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DdpHook::runHook(c10d::GradBucket& bucket) {
+  return reduce_bucket(*state_, reducer_, bucket)->getFuture();
 }
 
 void register_ddp_hook(c10d::Reducer& reducer, std::shared_ptr<AttachedModel> model) {
-  model->backend()->add_model(model);
   reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(model), reducer));
 }
 

@@ -13,6 +13,10 @@ class Reducer;
 
 namespace powersgd {
 
+// The average of a bucket of DDP's, by an attached model. To be called for every bucket in order.
+c10::intrusive_ptr<c10d::Work> reduce_bucket(AttachedModel& model, const c10d::Reducer& reducer,
+                                             c10d::GradBucket& bucket);
+
 // Gives DDP's buckets, with their parameters, to an attached model. No Python runs in backward.
 //
 // Owned by `reducer`, which calls it with its own lock held.

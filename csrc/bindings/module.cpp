@@ -214,6 +214,18 @@ void bind_model(py::module_& module) {
       .def_readwrite("q_warm", &LocalExport::q_warm)
       .def_readwrite("grad_scale", &LocalExport::grad_scale);
   py::class_<AttachedModel, std::shared_ptr<AttachedModel>>(module, "AttachedModel")
+      .def(py::init([](c10::intrusive_ptr<BackendPowerSGD> backend, std::vector<std::string> names,
+                       std::vector<at::Tensor> parameters, const Options& options) {
+             auto model = std::make_shared<AttachedModel>(std::move(backend), std::move(names),
+                                                          std::move(parameters), options);
+             model->backend()->add_model(model);
+             return model;
+           }),
+           py::arg("backend"), py::arg("names"), py::arg("parameters"), py::arg("options"))
+      .def("reduce", &AttachedModel::reduce, py::arg("bucket"), py::arg("buffer"),
+           py::arg("parameters"), py::arg("divisor"), NoGil())
+      .def("reduce_bucket", &reduce_bucket, py::arg("reducer"), py::arg("bucket"), NoGil())
+      .def("end_step", &AttachedModel::end_step, NoGil())
       .def_property("active", &AttachedModel::active, &AttachedModel::set_active)
       .def_property_readonly("step", &AttachedModel::step)
       .def_property("grad_scale", &AttachedModel::grad_scale, &AttachedModel::set_grad_scale)
@@ -232,18 +244,7 @@ void bind_model(py::module_& module) {
           },
           py::arg("dropped") = std::nullopt, NoGil())
       .def("residual_norms", &AttachedModel::residual_norms, NoGil());
-  module.def(
-      "attach",
-      [](c10d::Reducer& reducer, c10::intrusive_ptr<BackendPowerSGD> backend,
-         std::vector<std::string> names, std::vector<at::Tensor> parameters,
-         const Options& options) {
-        auto model = std::make_shared<AttachedModel>(std::move(backend), std::move(names),
-                                                     std::move(parameters), options);
-        register_ddp_hook(reducer, model);
-        return model;
-      },
-      py::arg("reducer"), py::arg("backend"), py::arg("names"), py::arg("parameters"),
-      py::arg("options"));
+  module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("model"));
 }
 
 }  // namespace

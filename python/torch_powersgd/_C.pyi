@@ -3,7 +3,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, GradBucket, Work
 
 torch_version: str
 
@@ -91,6 +91,18 @@ class LocalExport:
     def __init__(self) -> None: ...
 
 class AttachedModel:
+    def __init__(
+        self,
+        backend: BackendPowerSGD,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        options: Options,
+    ) -> None: ...
+    def reduce(
+        self, bucket: int, buffer: torch.Tensor, parameters: Sequence[int], divisor: int
+    ) -> Work: ...
+    def reduce_bucket(self, reducer: Any, bucket: GradBucket) -> Work: ...
+    def end_step(self) -> None: ...
     active: bool
     grad_scale: float
     @property
@@ -108,13 +120,7 @@ class AttachedModel:
     def step_skipped(self, dropped: torch.Tensor | None = None) -> None: ...
     def residual_norms(self) -> dict[str, float]: ...
 
-def attach(
-    reducer: Any,
-    backend: BackendPowerSGD,
-    names: Sequence[str],
-    parameters: Sequence[torch.Tensor],
-    options: Options,
-) -> AttachedModel: ...
+def register_ddp_hook(reducer: Any, model: AttachedModel) -> None: ...
 def push_override(enabled: bool) -> None: ...
 def pop_override() -> None: ...
 def shutdown_at_exit() -> None: ...

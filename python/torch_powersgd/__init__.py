@@ -13,7 +13,7 @@ from torch_powersgd._backend import register
 from torch_powersgd._version import __version__
 from torch_powersgd.checkpoint import load_state_dict, state_dict
 from torch_powersgd.control import compression
-from torch_powersgd.ddp import attach, detach, step_skipped
+from torch_powersgd.ddp import attach, comm_hook, detach, step_skipped
 from torch_powersgd.loss_scale import set_grad_scale
 from torch_powersgd.options import Options, configure
 from torch_powersgd.stats import stats
@@ -22,6 +22,7 @@ __all__ = [
     "Options",
     "__version__",
     "attach",
+    "comm_hook",
     "compression",
     "configure",
     "detach",

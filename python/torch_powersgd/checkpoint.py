@@ -7,20 +7,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
+from torch_powersgd import fsdp
 from torch_powersgd._core import _C
-from torch_powersgd.ddp import attached_model, option_fields
+from torch_powersgd.ddp import Module, attached_model, group_of, option_fields
 
 VERSION = 1
 _LOCAL_TENSORS = ("memory", "p_hat", "q_local", "q_warm")
 
 
-def state_dict(ddp: DistributedDataParallel, per_rank: bool = False) -> dict[str, Any]:
+def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
     """The state of an attached module.
 
     Args:
-        ddp: an attached module.
+        module: an attached module.
         per_rank: False: the mean over the ranks, for any number of ranks; collective, and the
             same on all ranks. True: this rank's own state, for each rank to save and to load
             again; the job then goes on bit for bit as if it had not been interrupted.
@@ -36,19 +37,21 @@ def state_dict(ddp: DistributedDataParallel, per_rank: bool = False) -> dict[str
         rank's [n, m] ``memory``, [n, r] ``p_hat``, [r, m] ``q_local`` and ``q_warm``, and
         ``grad_scale``, of the same parameters.
 
+        Of an FSDP2 module the parameters are this rank's shards, padded as FSDP2 pads them, the
+        ranks those that have the same ``shard``, [which, of how many], which is named as well.
+
     Raises:
         ValueError: if the module is not attached.
     """
-    model = attached_model(ddp)
+    model = attached_model(module)
     state: dict[str, Any] = {
         "version": VERSION,
         "options": option_fields(model.options),
         "step": model.step,
         "grad_scale": model.grad_scale,
     }
+    state |= _place(module, per_rank)
     if per_rank:
-        group = ddp.process_group
-        state |= {"rank": group.rank(), "world_size": group.size()}
         state["parameters"] = {local.name: _of_local(local) for local in model.export_local()}
     else:
         state["parameters"] = {
@@ -59,7 +62,7 @@ def state_dict(ddp: DistributedDataParallel, per_rank: bool = False) -> dict[str
     return state
 
 
-def load_state_dict(ddp: DistributedDataParallel, state: dict[str, Any]) -> None:
+def load_state_dict(module: Module, state: dict[str, Any]) -> None:
     """Restores what ``state_dict`` returned. Collective; to be called after ``attach``.
 
     Without ``per_rank``, on this or another number of ranks and with the same state on all: every
@@ -72,16 +75,16 @@ def load_state_dict(ddp: DistributedDataParallel, state: dict[str, Any]) -> None
             step, or a state saved with ``per_rank`` is of another rank or number of ranks.
             Nothing has been changed then.
     """
-    model = attached_model(ddp)
-    group = ddp.process_group
+    model = attached_model(module)
+    group = group_of(module)
     per_rank = isinstance(state, dict) and "rank" in state
     local: list[_C.LocalExport] = []
     mean: list[_C.ParameterExport] = []
     error = ""
     try:
         _check_form(state)
+        _check_place(state, _place(module, per_rank))
         if per_rank:
-            _check_place(state, group)
             local = [_to_local(name, tensors) for name, tensors in state["parameters"].items()]
             model.check_local(local)
         else:
@@ -107,14 +110,30 @@ def _check_form(state: Any) -> None:
         raise ValueError(f"the checkpoint has no {', '.join(sorted(missing))}")
 
 
-def _check_place(state: dict[str, Any], group: dist.ProcessGroup) -> None:
-    here = {"rank": group.rank(), "world_size": group.size()}
+def _place(module: Module, per_rank: bool) -> dict[str, Any]:
+    """Of which shard of an FSDP2 module and, with ``per_rank``, of which rank a state is."""
+    place: dict[str, Any] = {}
+    if isinstance(module, FSDPModule):
+        place["shard"] = fsdp.shard_place(module)
+    if per_rank:
+        group = group_of(module)
+        place |= {"rank": group.rank(), "world_size": group.size()}
+    return place
+
+
+def _check_place(state: dict[str, Any], here: dict[str, Any]) -> None:
     for field, value in here.items():
-        if state.get(field) != value:
+        if state.get(field) == value:
+            continue
+        if field == "shard":
             raise ValueError(
-                f"{field} of a checkpoint made with per_rank must be this rank's own, {value}, got "
-                f"{state.get(field)!r}; without per_rank it can be loaded on any number of ranks"
+                f"shard of the checkpoint, [which, of how many], must be this rank's own, {value}, "
+                f"got {state.get(field)!r}"
             )
+        raise ValueError(
+            f"{field} of a checkpoint made with per_rank must be this rank's own, {value}, got "
+            f"{state.get(field)!r}; without per_rank it can be loaded on any number of ranks"
+        )
 
 
 def _agree(group: dist.ProcessGroup, error: str, key: tuple[bool, int] | None) -> None:

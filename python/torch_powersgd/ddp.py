@@ -1,60 +1,200 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layer-by-layer compression of a DistributedDataParallel module."""
+"""Layer-by-layer compression of the gradients of a module that DDP or FSDP2 wraps."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_powersgd import fsdp
 from torch_powersgd._backend import compare_options, find_backend, set_default_backend
 from torch_powersgd._core import _C
 from torch_powersgd.loss_scale import follow
 from torch_powersgd.options import Options
 
-_attached: WeakKeyDictionary[DistributedDataParallel, _C.AttachedModel] = WeakKeyDictionary()
-_scalers: WeakKeyDictionary[DistributedDataParallel, torch.amp.GradScaler] = WeakKeyDictionary()
+Module = DistributedDataParallel | FSDPModule
+# What torch calls for each bucket of a DDP module: hook(state, bucket).
+Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
+
+_attached: WeakKeyDictionary[Module, _C.AttachedModel] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Module, dist.ProcessGroup] = WeakKeyDictionary()
+_scalers: WeakKeyDictionary[Module, torch.amp.GradScaler] = WeakKeyDictionary()
 
 
 def attach(
-    ddp: DistributedDataParallel,
+    module: Module,
     options: Options | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Compresses the gradients of a DDP module layer by layer. Collective.
+    """Compresses the gradients of a module layer by layer. Collective.
 
-    Registers a C++ communication hook on the module, so that no Python runs in backward. Each
-    weight is compressed by its own shape (shape[0] x the rest), and its state belongs to the
+    Each weight is compressed by its own shape (shape[0] x the rest), and its state belongs to the
     parameter: it survives DDP's rebuilding of buckets and can be saved with ``state_dict``.
     Attaching again after ``detach`` goes on with the state that was kept.
 
+    On a DDP module it registers a C++ communication hook, so that no Python runs in backward. On a
+    module that ``fully_shard`` (FSDP2) has sharded it sets the all-reduce hooks: after FSDP2's own
+    reduce-scatter, this rank's shards are averaged over its replicas.
+
     Args:
-        ddp: a module whose process group has a powersgd backend for its parameters' device.
+        module: a DDP module, or the root of one that was sharded on a mesh of one dimension.
         options: None: those of the process group.
         scaler: the GradScaler that the model is trained with, if any. The residuals then follow
             its scale, and keep what was sent in a step that it skips.
+        group: of an FSDP2 module, the group of the ranks that have the same shards. A DDP module
+            has its own. It needs a powersgd backend for the parameters' device.
 
     Raises:
         ValueError: on every rank alike, if the module cannot be attached or the ranks' models or
             options differ.
     """
-    _check_module(ddp)
+    again = isinstance(module, Module) and module in _attached
+    model = _model_of(module, options, scaler, group)
+    if again:
+        model.active = True
+    elif isinstance(module, FSDPModule):
+        fsdp.set_hooks(module, model, _groups[module].size())
+    else:
+        _register_hook(module, model)
+    _follow(module, model, scaler)
+
+
+def comm_hook(
+    ddp: DistributedDataParallel,
+    options: Options | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Hook:
+    """What ``attach`` registers, as a hook in Python that the caller registers. Collective.
+
+    For torch's hooks that wrap another, of which DDP takes only one:
+
+        hook = hook_with_zero_step(torch_powersgd.comm_hook(ddp), ddp, zero)
+        ddp.register_comm_hook(None, hook)
+
+    The arguments and what is raised are those of ``attach``. The module then counts as attached.
+    """
+    if ddp in _attached:
+        raise ValueError("this module is attached already; DDP takes only one hook")
+    if not isinstance(ddp, DistributedDataParallel):
+        raise ValueError(f"comm_hook takes a DDP module, got {type(ddp).__name__}")
+    model = _model_of(ddp, options, scaler, None)
+    _follow(ddp, model, scaler)
+    reference = weakref.ref(ddp)  # which owns the hook
+
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        module = reference()
+        assert module is not None
+        future = model.reduce_bucket(module.reducer, bucket).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    hook.__annotations__.clear()  # DDP compares them with types; these are strings
+    return hook
+
+
+def detach(module: Module) -> None:
+    """Averages the module's gradients exactly from now on. Its state is kept for ``attach``.
+
+    To be called on all ranks between the same two steps.
+
+    Raises:
+        ValueError: if it is not attached.
+    """
+    attached_model(module).active = False
+
+
+def step_skipped(module: Module) -> None:
+    """Says that the optimizer did not apply the gradients of the last synchronised backward pass.
+
+    What they delivered stays in the residuals and is delivered again. To be called on all ranks,
+    after the backward pass and before the next; ``attach(module, scaler=...)`` does it by itself.
+
+    Raises:
+        ValueError: if the module is not attached.
+    """
+    attached_model(module).step_skipped()
+
+
+def attached_model(module: Module) -> _C.AttachedModel:
+    """The core's side of an attached module.
+
+    Raises:
+        ValueError: if it is not attached.
+    """
+    model = _attached.get(module)
+    if model is None:
+        raise ValueError("this module is not attached; call torch_powersgd.attach(module) first")
+    return model
+
+
+def group_of(module: Module) -> dist.ProcessGroup:
+    """The group over which an attached module's gradients are averaged."""
+    return _groups[module]
+
+
+def _model_of(
+    module: Module,
+    options: Options | None,
+    scaler: torch.amp.GradScaler | None,
+    group: dist.ProcessGroup | None,
+) -> _C.AttachedModel:
+    """The core's side of a module, made if it is new. Collective."""
+    again = isinstance(module, Module) and module in _attached
+    group = _groups[module] if again else _check_module(module, group)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ValueError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-    parameters = {
+    parameters = _parameters_of(module)
+    if not parameters:
+        raise ValueError(
+            "this module shows no trainable parameters; a tensor-parallel one in DDP has none from "
+            "its first forward pass on: attach it before"
+        )
+    backend = _backend_of(group, next(iter(parameters.values())).device)
+    core = options._core() if options is not None else backend.options.compression
+    shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
+    _check_agreement(group, core, shapes)
+    if not again:
+        _groups[module] = group
+        _attached[module] = _C.AttachedModel(
+            backend, list(parameters), list(parameters.values()), core
+        )
+    model = _attached[module]
+    if option_fields(model.options) != option_fields(core):
+        raise ValueError("options of a module that was attached before cannot be changed")
+    return model
+
+
+def _follow(module: Module, model: _C.AttachedModel, scaler: torch.amp.GradScaler | None) -> None:
+    if scaler is not None and _scalers.get(module) is not scaler:
+        assert isinstance(module, torch.nn.Module)
+        _scalers[module] = scaler
+        follow(scaler, model, list(module.parameters()))
+
+
+def _parameters_of(module: Module) -> dict[str, torch.Tensor]:
+    if isinstance(module, FSDPModule):
+        return fsdp.shards_of(module)
+    return {
         name: parameter
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+        for name, parameter in module.module.named_parameters()
+        if parameter.requires_grad and name not in module.parameters_to_ignore
     }
-    device = next(iter(parameters.values())).device
-    backend = find_backend(ddp.process_group, device)
+
+
+def _backend_of(group: dist.ProcessGroup, device: torch.device) -> _C.BackendPowerSGD:
+    backend = find_backend(group, device)
     if backend is None:
         raise ValueError(
             f"attach needs a process group with the powersgd backend for {device.type}; this "
-            f"module's has {ddp.process_group._get_backend(device).name()!r}. Use "
+            f"module's has {group._get_backend(device).name()!r}. Use "
             f'init_process_group("{device.type}:powersgd")'
         )
     if not _C.has_kernels(device.type):
@@ -63,69 +203,15 @@ def attach(
             "the CUDA toolkit at hand (CUDA_HOME) and POWERSGD_BUILD_CUDA=1, which says what is "
             "missing"
         )
-    set_default_backend(ddp.process_group)
-    core = options._core() if options is not None else backend.options.compression
-    shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-    _check_agreement(ddp.process_group, core, shapes)
-    if ddp in _attached:
-        _attach_again(_attached[ddp], core)
-    else:
-        _attached[ddp] = _register_hook(ddp, backend, parameters, core)
-    if scaler is not None and _scalers.get(ddp) is not scaler:
-        _scalers[ddp] = scaler
-        follow(scaler, _attached[ddp], list(parameters.values()))
+    set_default_backend(group)
+    return backend
 
 
-def detach(ddp: DistributedDataParallel) -> None:
-    """Averages the module's gradients exactly from now on. Its state is kept for ``attach``.
-
-    To be called on all ranks between the same two steps.
-
-    Raises:
-        ValueError: if it is not attached.
-    """
-    attached_model(ddp).active = False
-
-
-def step_skipped(ddp: DistributedDataParallel) -> None:
-    """Says that the optimizer did not apply the gradients of the last synchronised backward pass.
-
-    What they delivered stays in the residuals and is delivered again. To be called on all ranks,
-    after the backward pass and before the next; ``attach(ddp, scaler=...)`` does it by itself.
-
-    Raises:
-        ValueError: if the module is not attached.
-    """
-    attached_model(ddp).step_skipped()
-
-
-def attached_model(ddp: DistributedDataParallel) -> _C.AttachedModel:
-    """The core's side of an attached module.
-
-    Raises:
-        ValueError: if it is not attached.
-    """
-    model = _attached.get(ddp)
-    if model is None:
-        raise ValueError("this module is not attached; call torch_powersgd.attach(ddp) first")
-    return model
-
-
-def _attach_again(model: _C.AttachedModel, core: _C.Options) -> None:
-    if option_fields(model.options) != option_fields(core):
-        raise ValueError("options of a module that was attached before cannot be changed")
-    model.active = True
-
-
-def _register_hook(
-    ddp: DistributedDataParallel,
-    backend: _C.BackendPowerSGD,
-    parameters: dict[str, torch.nn.Parameter],
-    core: _C.Options,
-) -> _C.AttachedModel:
+def _register_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
     try:
-        model = _C.attach(ddp.reducer, backend, list(parameters), list(parameters.values()), core)
+        _C.register_ddp_hook(ddp.reducer, model)
     except RuntimeError as error:
+        del _attached[ddp], _groups[ddp]
         if "register_comm_hook" not in str(error):
             raise
         raise ValueError(
@@ -133,22 +219,31 @@ def _register_hook(
         ) from error
     if ddp.logger is not None:
         ddp.logger._set_comm_hook_name("torch_powersgd")
-    return model
 
 
-def _check_module(ddp: object) -> None:
-    if not isinstance(ddp, DistributedDataParallel):
-        raise ValueError(f"attach takes a DistributedDataParallel module, got {type(ddp).__name__}")
-    if ddp.mixed_precision is not None:
+def _check_module(module: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group of replicas; raises a ValueError if the module cannot be attached."""
+    if isinstance(module, FSDPModule):
+        return fsdp.check_module(module, group)
+    if not isinstance(module, DistributedDataParallel):
+        raise ValueError(
+            "attach takes a DistributedDataParallel module or one that fully_shard has sharded, "
+            f"got {type(module).__name__}"
+        )
+    if group is not None and group is not module.process_group:
+        raise ValueError("attach takes a group only for FSDP2: a DDP module has one")
+    if module.mixed_precision is not None:
         raise ValueError(
             "attach does not work with DDP's own mixed_precision, which takes the one hook that "
             "DDP has; use torch.autocast instead"
         )
-    if getattr(ddp, "_use_python_reducer", False):
+    if getattr(module, "_use_python_reducer", False):
         raise ValueError(
             "attach does not work with torch._dynamo.config.optimize_ddp = 'python_reducer', with "
             "which DDP reduces without its reducer and calls no C++ hook; use True, the default"
         )
+    process_group: dist.ProcessGroup = module.process_group
+    return process_group
 
 
 def option_fields(core: _C.Options) -> dict[str, Any]:

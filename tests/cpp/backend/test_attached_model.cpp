@@ -55,21 +55,11 @@ class Model {
   std::shared_ptr<AttachedModel> model;
 
  private:
-  void reduce(size_t index, size_t count, const at::Tensor& buffer,
-              const std::vector<size_t>& which) {
-    std::vector<size_t> offsets, lengths;
-    std::vector<c10::IntArrayRef> sizes;
+  void reduce(size_t index, size_t count, at::Tensor buffer, const std::vector<size_t>& which) {
     std::vector<at::Tensor> members;
-    size_t offset = 0;
-    for (const size_t i : which) {
-      offsets.push_back(offset);
-      lengths.push_back(static_cast<size_t>(parameters[i].numel()));
-      sizes.push_back(parameters[i].sizes());
-      members.push_back(parameters[i]);
-      offset += lengths.back();
-    }
-    c10d::GradBucket bucket(index, count, buffer, offsets, lengths, sizes, members, std::nullopt);
-    model->reduce(bucket, kRanks)->wait();
+    for (const size_t i : which) members.push_back(parameters[i]);
+    model->reduce(index, buffer, model->find(members), kRanks)->wait();
+    if (index + 1 == count) model->end_step();
   }
 
   const int rank_;

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The all-reduce between replicas of a module that FSDP2 has sharded (hybrid sharding, HSDP).
+
+FSDP2 reduce-scatters the gradients of each of its units inside a replica and then calls the unit's
+all-reduce hook with this rank's shards of them: one flat tensor, in which each parameter's shard is
+a matrix of some of its rows, padded to as many on every rank. What is private to torch here is so
+in torch 2.11 and 2.13 alike, but for the attribute that ``_groups_of`` reads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from torch_powersgd._core import _C
+
+logger = logging.getLogger("torch_powersgd")
+
+
+def check_module(module: FSDPModule, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group; raises a ValueError if there is none or the units' hooks cannot be ours."""
+    if group is None:
+        raise ValueError(
+            "attach needs the group of the replicas of a module that FSDP2 has sharded: "
+            'attach(module, group=mesh.get_group("replicate"))'
+        )
+    for unit in _units(module):
+        groups = _groups_of(unit)
+        if len(groups) > 1:
+            raise ValueError("attach does not work with parameters of one module on several meshes")
+        if hasattr(groups[0].mesh_info, "replicate_process_group"):
+            raise ValueError(
+                "this module's mesh has a dimension of replicas, between which FSDP2 all-reduces "
+                'by itself: shard it by fully_shard(..., mesh=mesh["shard"])'
+            )
+        if groups[0]._all_reduce_hook is not None:
+            raise ValueError("an all-reduce hook of this FSDP2 module is set already")
+    return group
+
+
+def shards_of(module: FSDPModule) -> dict[str, torch.Tensor]:
+    """Of each trainable parameter's shard a tensor of its size, dtype and device, without data.
+
+    The size is the padded one, and the dtype that of the gradients in the all-reduce.
+    """
+    return {
+        name: torch.empty((), dtype=_reduced_dtype(group, shard), device=group.device)
+        .expand(shard.padded_sharded_param_size)
+        .requires_grad_()
+        for group, name, shard in _trainable(module)
+    }
+
+
+def shard_place(module: FSDPModule) -> list[int]:
+    """Which of how many shards this rank has."""
+    info = _groups_of(_units(module)[0])[0].mesh_info
+    return [info.shard_mesh_rank, info.shard_mesh_size]
+
+
+def set_hooks(module: FSDPModule, model: _C.AttachedModel, replicas: int) -> None:
+    """Lets ``model``, whose parameters are ``shards_of(module)``, do the units' all-reduces."""
+    number_of = {id(shard): i for i, (_, _, shard) in enumerate(_trainable(module))}
+    passes = _Passes(model.end_step)
+    for bucket, unit in enumerate(_units(module)):
+        unit.set_all_reduce_hook(
+            _Hook(model, bucket, _groups_of(unit)[0], number_of, replicas, passes)
+        )
+
+
+class _Hook:
+    """The all-reduce hook of one unit."""
+
+    def __init__(
+        self,
+        model: _C.AttachedModel,
+        bucket: int,
+        group: Any,
+        number_of: dict[int, int],
+        replicas: int,
+        passes: _Passes,
+    ) -> None:
+        self.model, self.bucket, self.group, self.number_of = model, bucket, group, number_of
+        self.replicas, self.passes = replicas, passes
+        self.partial: torch.Tensor | None = None
+        self.warned = False
+
+    def __call__(self, gradients: torch.Tensor) -> None:
+        if not self.group.all_reduce_grads:  # set_requires_all_reduce(False): keep it for later
+            self.partial = gradients.clone() if self.partial is None else self.partial + gradients
+            gradients.zero_()
+            return
+        if self.partial is not None:
+            gradients += self.partial
+            self.partial = None
+        if not gradients.is_cpu:
+            # FSDP2 keeps the tensor until this stream is done with it only for its own all-reduce.
+            gradients.record_stream(torch.accelerator.current_stream(gradients.device))
+        self.passes.enter()
+        self.model.reduce(self.bucket, gradients, self._numbers(gradients), self.replicas).wait()
+
+    def _numbers(self, gradients: torch.Tensor) -> list[int]:
+        """The parameters that the tensor holds; none if they cannot be told."""
+        shards = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
+        numel = sum(shard.padded_sharded_param_size.numel() for shard in shards)
+        known = numel == gradients.numel() and all(id(shard) in self.number_of for shard in shards)
+        if known:
+            return [self.number_of[id(shard)] for shard in shards]
+        if not self.warned:
+            logger.warning(
+                "FSDP2 reduces some of a module's parameters only, which of them is not known: "
+                "they are averaged exactly. With set_reduce_scatter_unused_params(True) it "
+                "reduces all, and they are compressed"
+            )
+            self.warned = True
+        return []
+
+
+class _Passes:
+    """Calls ``end`` when a backward pass ends in which ``enter`` was called."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.end = end
+        self.entered: int | None = None
+
+    def enter(self) -> None:
+        # The id and not a flag: of a pass that failed the end is never called.
+        current = torch._C._current_graph_task_id()
+        if current != self.entered:
+            self.entered = current
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+
+
+def _units(module: FSDPModule) -> list[Any]:
+    assert isinstance(module, torch.nn.Module)
+    return [m for m in module.modules() if isinstance(m, FSDPModule) and _groups_of(m)]
+
+
+def _groups_of(unit: FSDPModule) -> list[Any]:
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13 and later
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
+
+
+def _trainable(module: FSDPModule) -> list[tuple[Any, str, Any]]:
+    """Group, name and shard of each trainable parameter."""
+    assert isinstance(module, torch.nn.Module)
+    prefix = {id(m): f"{name}." if name else "" for name, m in module.named_modules()}
+    found = []
+    for unit in _units(module):
+        for group in _groups_of(unit):
+            for shard in group.fsdp_params:
+                info = shard._module_info
+                if shard.sharded_param.requires_grad:
+                    found.append((group, prefix[id(info.module)] + info.param_name, shard))
+    return found
+
+
+def _reduced_dtype(group: Any, shard: Any) -> torch.dtype:
+    policy = group.mp_policy
+    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or shard.sharded_param.dtype
+    return dtype
