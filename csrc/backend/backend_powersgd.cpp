@@ -3,10 +3,10 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <cmath>
-#include <exception>
 #include <utility>
 
 #include "backend/attached_model.h"
+#include "backend/compressed_step.h"
 #include "backend/compression_override.h"
 #include "backend/flat_tensors.h"
 #include "backend/replicas.h"
@@ -25,24 +25,6 @@ std::vector<std::pair<c10::DeviceType, c10::intrusive_ptr<c10d::Backend>>> pass_
   for (const InnerAndLanes& of : inners) result.emplace_back(of.device, of.inner);
   return result;
 }
-
-// Times a stage and lets the probe see it.
-class Step {
- public:
-  Step(std::shared_ptr<Stats> stats, std::shared_ptr<const StageProbe> probe)
-      : stats_(std::move(stats)), probe_(std::move(probe)) {}
-
-  template <typename Body>
-  decltype(auto) operator()(Stage stage, Body&& body) const {
-    if (probe_ && *probe_) (*probe_)(to_string(stage));
-    const StageTimer timer(*stats_, stage);
-    return std::forward<Body>(body)();
-  }
-
- private:
-  std::shared_ptr<Stats> stats_;
-  std::shared_ptr<const StageProbe> probe_;
-};
 
 }  // namespace
 
@@ -128,34 +110,9 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_compressed(
     const std::lock_guard<std::mutex> lock(mutex_);
     probe = probe_;
   }
-  // If a part fails the gradient was not delivered: the residual must not claim it.
-  const auto or_rollback = [compressor](auto part) {
-    return [compressor, part = std::move(part)](Lane& lane) {
-      try {
-        part(lane);
-      } catch (...) {
-        compressor->rollback();
-        throw;
-      }
-    };
-  };
-  const Step run(stats_, std::move(probe));
-  Job job;
-  job.first = or_rollback([compressor, gradient, step, run](Lane& lane) {
-    at::Tensor& p =
-        run(Stage::kProject, [&]() -> at::Tensor& { return compressor->project(gradient, step); });
-    run(Stage::kReduceP, [&] { lane.allreduce(p); });
-  });
-  job.second = or_rollback([compressor, run](Lane& lane) {
-    run(Stage::kOrthogonalize, [&] { compressor->orthogonalize(); });
-    at::Tensor& q =
-        run(Stage::kBackProject, [&]() -> at::Tensor& { return compressor->back_project(); });
-    run(Stage::kReduceQ, [&] { lane.allreduce(q); });
-    run(Stage::kReconstruct, [&] { compressor->reconstruct(); });
-  });
-  job.states = compressor->states_in_use();
   return engine_of(gradient.device())
-      .submit({gradient}, std::move(job), gradient.device(), timeout);
+      .submit({gradient}, compressed_step(compressor, gradient, step, stats_, std::move(probe)),
+              gradient.device(), timeout);
 }
 
 c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_average_exact(at::Tensor gradient,

@@ -24,7 +24,7 @@ namespace powersgd {
 // the eligible tensors of the same pass, its shape and its dtype: the same on every rank by
 // construction, which an address is not. A pass is one backward pass of autograd, or one
 // `compression(True)` block outside of any. A tensor that arrives outside of both cannot be told
-// from others of its shape: it is compressed without memory of earlier steps.
+// from others of its shape: it is compressed without memory of earlier steps, from a random start.
 //
 // Models that look alike and run backward one after the other share that identity, and so Q, which
 // all ranks must agree upon. Their residuals, which are this rank's own affair, are kept apart by
