@@ -31,6 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import torch_powersgd
 from torch_powersgd._core import _C
+from torch_powersgd.advise import Layout, buckets_of
 
 STAGES = ("project", "orthogonalize", "back_project", "reconstruct")
 # project reads G and memory and writes memory; back_project reads memory; reconstruct writes G.
@@ -42,7 +43,7 @@ class Ours:
 
     def __init__(
         self,
-        layout: list[list[shapes.Shape]],
+        layout: Layout,
         rank: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -81,7 +82,7 @@ class Ours:
 class Bucket:
     """What powerSGD_hook asks of a dist.GradBucket, which Python cannot construct."""
 
-    def __init__(self, index: int, count: int, layout: list[shapes.Shape]) -> None:
+    def __init__(self, index: int, count: int, layout: list[list[int]]) -> None:
         self._index, self._count, self._layout = index, count, layout
         self._buffer = torch.empty(0)
 
@@ -105,7 +106,7 @@ class Bucket:
 class Hook:
     """torch's powerSGD_hook on the same buckets."""
 
-    def __init__(self, layout: list[list[shapes.Shape]], rank: int) -> None:
+    def __init__(self, layout: Layout, rank: int) -> None:
         self.state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=rank, start_powerSGD_iter=2
         )
@@ -120,7 +121,7 @@ class Hook:
 def bench(
     model: str, rank: int, dtype: torch.dtype, device: torch.device, repeats: int
 ) -> dict[str, Any]:
-    layout = shapes.buckets(shapes.MODELS[model](), dtype)
+    layout = buckets_of([list(shape) for shape in shapes.MODELS[model]()], dtype)
     sizes = [sum(math.prod(shape) for shape in bucket) for bucket in layout]
     torch.manual_seed(0)
     sources = [torch.randn(size, device=device).to(dtype) for size in sizes]

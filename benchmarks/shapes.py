@@ -3,13 +3,7 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
-
 Shape = tuple[int, ...]
-
-# DDP's defaults: the first bucket, and all others.
-BUCKET_BYTES = [1 << 20, 25 << 20]
 
 
 def _norm(channels: int) -> list[Shape]:
@@ -81,11 +75,3 @@ MODELS = {
     "demo": demo_gpt,
     "llama": llama_layers,
 }
-
-
-def buckets(shapes: list[Shape], dtype: torch.dtype) -> list[list[Shape]]:
-    """DDP's own assignment, after it has rebuilt its buckets in the order of backward."""
-    backward = shapes[::-1]
-    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape in backward]
-    assignment, _ = dist._compute_bucket_assignment_by_size(tensors, BUCKET_BYTES)
-    return [[backward[i] for i in indices] for indices in assignment]

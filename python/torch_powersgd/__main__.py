@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m torch_powersgd plan MODULE:FACTORY --rank 4"""
+"""python -m torch_powersgd plan MODULE:FACTORY --rank 4
+torchrun ... -m torch_powersgd advise MODULE:FACTORY
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ import sys
 
 import torch
 
-from torch_powersgd._core import _C
+from torch_powersgd.advise import print_advice
 from torch_powersgd.options import Options
+from torch_powersgd.plan import print_plan
 
 
 def _make_model(path: str) -> torch.nn.Module:
@@ -29,44 +32,42 @@ def _make_model(path: str) -> torch.nn.Module:
     return model
 
 
-def _plan(model: torch.nn.Module, options: Options) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    core = options._core()
-    table = Table(title=f"rank {options.matrix_approximation_rank}")
-    for heading in ("parameter", "shape", "sent as", "elements", "sent", "ratio"):
-        table.add_column(heading, justify="left" if heading == "parameter" else "right")
-    total = total_sent = 0
-    for name, parameter in model.named_parameters():
-        rows, cols = _C.matrix_shape(list(parameter.shape), [])
-        compressed = _C.should_compress(rows, cols, core)
-        rank = _C.effective_rank(rows, cols, core)
-        sent = (rows + cols) * rank if compressed else parameter.numel()
-        total, total_sent = total + parameter.numel(), total_sent + sent
-        form = f"{rows} x {cols} at rank {rank}" if compressed else "raw"
-        shape = " x ".join(map(str, parameter.shape))
-        ratio = f"{parameter.numel() / max(sent, 1):.1f}"
-        table.add_row(name, shape, form, f"{parameter.numel():,}", f"{sent:,}", ratio)
-    table.add_section()
-    table.add_row("all", "", "", f"{total:,}", f"{total_sent:,}", f"{total / total_sent:.1f}")
-    Console().print(table)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m torch_powersgd")
+    commands = parser.add_subparsers(required=True, dest="command")
+    plan = commands.add_parser("plan", help="what would be compressed, and how far")
+    plan.add_argument("--rank", type=int, default=1)
+    advise = commands.add_parser(
+        "advise", help="under torchrun: whether compression pays here, and at which rank"
+    )
+    advise.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    advise.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    for command in (plan, advise):
+        command.add_argument(
+            "model", metavar="MODULE:FACTORY", help="a callable that returns the model"
+        )
+        command.add_argument("--min-compression-rate", type=float, default=2)
+    return parser
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m torch_powersgd")
-    commands = parser.add_subparsers(required=True)
-    plan = commands.add_parser("plan", help="what would be compressed, and how far")
-    plan.add_argument("model", metavar="MODULE:FACTORY", help="a callable that returns the model")
-    plan.add_argument("--rank", type=int, default=1)
-    plan.add_argument("--min-compression-rate", type=float, default=2)
+    parser = _parser()
     arguments = parser.parse_args()
+    ranks = [arguments.rank] if arguments.command == "plan" else arguments.ranks
     try:
-        options = Options(
-            matrix_approximation_rank=arguments.rank,
-            min_compression_rate=arguments.min_compression_rate,
-        )
-        _plan(_make_model(arguments.model), options)
+        options = [
+            Options(
+                matrix_approximation_rank=rank,
+                min_compression_rate=arguments.min_compression_rate,
+                start_powerSGD_iter=0,
+            )
+            for rank in ranks
+        ]
+        model = _make_model(arguments.model)
+        if arguments.command == "plan":
+            print_plan(model, options[0])
+        else:
+            print_advice(model, options, arguments.device)
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
     return 0

@@ -57,15 +57,24 @@ def _rows(table: str) -> dict[str, list[str]]:
 def test_prints_the_plan(folder, monkeypatch, capsys):
     pytest.importorskip("rich", reason="the table is printed by rich")
     assert _run(monkeypatch, "plan", "models_of_test:model", "--rank", "4") == 0
-    rows = _rows(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert "The largest that stay raw: 0.bias (32)" in printed
+    rows = _rows(printed)
     assert rows["2.weight"] == [
-        "1000 x 128", "1000 x 128 at rank 4", "128,000", "4,512", f"{128_000 / 4512:.1f}"
+        "1000 x 128", "1000 x 128 at rank 4", "128,000", "4,512", f"{128_000 / 4512:.1f}", "18,048"
     ]  # fmt: skip
     assert rows["0.weight"] == [
-        "32 x 16 x 3 x 3", "32 x 144 at rank 4", "4,608", "704", f"{4608 / 704:.1f}"
+        "32 x 16 x 3 x 3", "32 x 144 at rank 4", "4,608", "704", f"{4608 / 704:.1f}", "2,816"
     ]  # fmt: skip
-    assert rows["0.bias"] == ["32", "raw", "32", "32", "1.0"]
-    assert rows["all"] == ["", "", f"{TOTAL:,}", f"{SENT:,}", f"{TOTAL / SENT:.1f}"]
+    assert rows["0.bias"] == ["32", "raw", "32", "32", "1.0", "128"]
+    assert rows["all"] == [
+        "",
+        "",
+        f"{TOTAL:,}",
+        f"{SENT:,}",
+        f"{TOTAL / SENT:.1f}",
+        f"{4 * SENT:,}",
+    ]
     assert len(rows) == 5, "with the headings"
 
 

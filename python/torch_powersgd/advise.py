@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whether compression pays on this group: ``torchrun ... -m torch_powersgd advise``.
+
+The model of a step: DDP's buckets one after the other, none of it hidden behind backward. A whole
+bucket takes latency + bytes / bandwidth; a compressed one its stages and two all-reduces, of the
+P and of the Q payload. All of these are measured, on the group and on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
+
+from torch_powersgd._core import _C
+from torch_powersgd.options import Options
+
+# DDP's defaults: the first bucket, and all others.
+BUCKET_BYTES = [1 << 20, 25 << 20]
+REPEATS = 5
+ENOUGH_SECONDS = 0.2  # a transfer that takes so long shows the bandwidth
+LARGEST_TRANSFER = 1 << 23  # elements
+WORTH_IT = 0.9  # of the plain step's time: less than that is said not to pay
+
+Layout = list[list[list[int]]]  # the shapes of each bucket
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an all-reduce takes: seconds, and seconds per byte."""
+
+    latency: float
+    per_byte: float
+
+    def seconds(self, size: float) -> float:
+        return self.latency + size * self.per_byte
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step's synchronisation."""
+
+    name: str
+    sent_bytes: int
+    wire_seconds: float
+    stage_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.wire_seconds + self.stage_seconds
+
+
+def buckets_of(shapes: list[list[int]], dtype: torch.dtype = torch.float32) -> Layout:
+    """DDP's own assignment, after it has rebuilt its buckets in the order of backward."""
+    backward = shapes[::-1]
+    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape in backward]
+    assignment, _ = _compute_bucket_assignment_by_size(tensors, BUCKET_BYTES)
+    return [[backward[i] for i in indices] for indices in assignment]
+
+
+def measure_link(device: torch.device) -> Link:
+    """Of the default group. Collective; a few seconds at most."""
+    latency = _all_reduce_seconds(1, device)
+    numel, seconds = 1 << 16, 0.0
+    while seconds < ENOUGH_SECONDS and numel < LARGEST_TRANSFER:
+        numel *= 2
+        seconds = _all_reduce_seconds(numel, device)
+    return Link(latency, max(seconds - latency, 1e-9) / (4 * numel))
+
+
+def predict(layout: Layout, link: Link, options: Options, device: torch.device) -> Prediction:
+    """Of a model with these buckets of float32; measures the stages."""
+    core = options._core()
+    wire = stages = 0.0
+    sent = 0
+    for shapes in layout:
+        if not any(_C.should_compress(*_C.matrix_shape(shape, []), core) for shape in shapes):
+            size = _bytes_of(shapes)
+            wire += link.seconds(size)
+            sent += size
+            continue
+        compressor = _C.BucketCompressor(shapes, core, torch.float32, str(device))
+        wire += 2 * link.latency + compressor.payload_bytes * link.per_byte
+        sent += compressor.payload_bytes
+        stages += _stage_seconds(compressor, device)
+    name = f"rank {options.matrix_approximation_rank}"
+    return Prediction(name, sent, wire, _slowest(stages, device))
+
+
+def predict_plain(layout: Layout, link: Link) -> Prediction:
+    sizes = [_bytes_of(shapes) for shapes in layout]
+    return Prediction("plain", sum(sizes), sum(map(link.seconds, sizes)), 0.0)
+
+
+def print_advice(model: torch.nn.Module, options: list[Options], device_type: str) -> None:
+    """Measures, and on rank 0 prints a table and what to set. Collective.
+
+    Raises:
+        ValueError: if it was not started by torchrun.
+    """
+    if "RANK" not in os.environ:
+        raise ValueError("advise measures the group: start it with torchrun, on all machines")
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl")
+    try:
+        shapes = [list(p.shape) for p in model.parameters() if p.requires_grad]
+        layout = buckets_of(shapes)
+        link = measure_link(device)
+        plain = predict_plain(layout, link)
+        compressed = [predict(layout, link, each, device) for each in options]
+        if dist.get_rank() == 0:
+            _print(link, plain, compressed)
+    finally:
+        dist.destroy_process_group()
+
+
+def verdict(plain: Prediction, compressed: list[Prediction]) -> str:
+    """What to do."""
+    paying = [each for each in compressed if each.seconds < WORTH_IT * plain.seconds]
+    if not paying:
+        return (
+            "Compression will not pay here: the plain backend is as fast as, or faster than, the "
+            "stages and the factors."
+        )
+    best = min(paying, key=lambda each: each.seconds)
+    # The highest rank that costs little more than the fastest: it approximates best.
+    chosen = [each for each in paying if each.seconds < best.seconds + 0.1 * plain.seconds][-1]
+    gain = plain.seconds / chosen.seconds
+    return (
+        f"Compression pays: Options(matrix_approximation_rank={chosen.name.split()[-1]}) takes "
+        f"{chosen.seconds * 1e3:.1f} ms for what takes {plain.seconds * 1e3:.1f} ms, {gain:.1f} "
+        "times less, less still behind backward. Compare the losses before relying on it."
+    )
+
+
+def _print(link: Link, plain: Prediction, compressed: list[Prediction]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    bandwidth = 8e-9 / link.per_byte
+    title = (
+        f"one step's synchronisation over {dist.get_world_size()} ranks: latency "
+        f"{link.latency * 1e3:.2f} ms, {bandwidth:.2f} Gbit/s of gradient"
+    )
+    table = Table(title=title)
+    for heading in ("", "sent, MB", "wire, ms", "stages, ms", "all, ms", "plain / this"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for each in (plain, *compressed):
+        table.add_row(
+            each.name,
+            f"{each.sent_bytes / 1e6:.3f}",
+            f"{each.wire_seconds * 1e3:.1f}",
+            f"{each.stage_seconds * 1e3:.1f}",
+            f"{each.seconds * 1e3:.1f}",
+            f"{plain.seconds / each.seconds:.1f}",
+        )
+    console = Console()
+    console.print(table)
+    console.print(verdict(plain, compressed), soft_wrap=True)
+
+
+def _bytes_of(shapes: list[list[int]]) -> int:
+    return 4 * sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def _all_reduce_seconds(numel: int, device: torch.device) -> float:
+    """Median over repeats of the slowest rank's."""
+    tensor = torch.zeros(numel, device=device)
+    times = []
+    for _ in range(REPEATS + 1):  # the first sets connections up
+        _synchronize(device)
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return _slowest(statistics.median(times[1:]), device)
+
+
+def _stage_seconds(compressor: _C.BucketCompressor, device: torch.device) -> float:
+    gradient = torch.randn(compressor.gradient_bytes // 4, device=device)
+    times = []
+    for step in range(REPEATS + 2):  # the first two allocate
+        source = gradient.clone()
+        _synchronize(device)
+        start = time.perf_counter()
+        compressor.project(source, step)
+        compressor.orthogonalize()
+        compressor.back_project()
+        compressor.reconstruct()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torchrun -m torch_powersgd advise: measures the group and says whether compression pays."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import ranks
+import torch
+
+import torch_powersgd as tp
+from torch_powersgd.advise import (
+    Link,
+    Prediction,
+    buckets_of,
+    measure_link,
+    predict,
+    predict_plain,
+    verdict,
+)
+
+SHAPES = [[300, 200], [300], [200, 300], [7]]
+CPU = torch.device("cpu")
+
+
+def test_buckets_are_ddps():
+    # In the order of backward; the first bucket ends where 1 MB is reached, as DDP's does.
+    layout = buckets_of([[4], [1 << 18], [1 << 18], [8], [1 << 18]])
+    assert layout == [[[1 << 18]], [[8], [1 << 18], [1 << 18], [4]]]
+
+
+def test_the_plain_step_is_latency_and_bytes():
+    plain = predict_plain([[[1000]], [[500, 2]]], Link(latency=0.5, per_byte=1e-3))
+    assert plain.sent_bytes == 8000
+    assert plain.seconds == pytest.approx(2 * 0.5 + 8.0)
+
+
+def _predictions(rank):
+    options = [tp.Options(matrix_approximation_rank=r, start_powerSGD_iter=0) for r in (1, 4, 100)]
+    link = Link(latency=0.25, per_byte=1e-6)
+    compressed = [predict(buckets_of(SHAPES), link, each, CPU) for each in options]
+    return [(p.name, p.sent_bytes, p.wire_seconds, p.stage_seconds) for p in compressed]
+
+
+def test_a_compressed_step_is_two_latencies_its_payloads_and_its_stages():
+    results = ranks.run(2, _predictions, backend="gloo")
+    for (name_1, one, wire_1, stages_1), (_, four, wire_4, _), raw in results:
+        assert name_1 == "rank 1"
+        raw_and_counts = 307 + 2 + 1
+        assert one == 4 * (2 * 500 + raw_and_counts)
+        assert four == 4 * (4 * 2 * 500 + raw_and_counts)
+        assert wire_1 == pytest.approx(2 * 0.25 + 1e-6 * one)
+        assert wire_4 == pytest.approx(2 * 0.25 + 1e-6 * four)
+        assert stages_1 > 0
+        # At rank 100 nothing pays: the bucket goes whole.
+        assert raw == ("rank 100", 4 * 120_307, pytest.approx(0.25 + 4e-6 * 120_307), 0)
+    assert results[0] == results[1], "the slowest rank's seconds"
+
+
+def _link(rank):
+    link = measure_link(CPU)
+    return link.latency, link.per_byte
+
+
+def test_the_link_is_measured_alike_on_all_ranks():
+    first, second = ranks.run(2, _link, backend="gloo")
+    assert first == second
+    assert min(first) > 0
+
+
+def test_the_verdict():
+    plain = Prediction("plain", 100, 1.0, 0.0)
+    slow = [Prediction("rank 1", 10, 0.5, 0.45), Prediction("rank 4", 40, 0.6, 1.0)]
+    assert "will not pay" in verdict(plain, slow)
+    fast = [
+        Prediction("rank 1", 1, 0.01, 0.05),
+        Prediction("rank 4", 4, 0.04, 0.06),  # little slower than the fastest: better
+        Prediction("rank 8", 8, 0.4, 0.3),
+    ]
+    assert "matrix_approximation_rank=4)" in verdict(plain, fast)
+    assert "10.0 times less" in verdict(plain, fast)
+
+
+MODULE = """
+import torch
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 300))
+"""
+
+
+def _run(folder, *command):
+    (folder / "models_of_advise.py").write_text(MODULE)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def test_under_torchrun(tmp_path):
+    pytest.importorskip("rich", reason="the table is printed by rich")
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    advise = ["-m", "torch_powersgd", "advise", "models_of_advise:model", "--ranks", "1", "4"]
+    ended = _run(tmp_path, *torchrun, *advise)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "over 2 ranks" in ended.stdout
+    rows = dict(re.findall(r"│ (plain|rank \d+) +│ +([\d.]+) │", ended.stdout))
+    assert rows["plain"] == f"{4 * (2 * 60_000 + 500) / 1e6:.3f}"
+    assert rows["rank 4"] == f"{4 * (4 * 2 * 500 + 500 + 3) / 1e6:.3f}"
+    assert len(re.findall("Compression (pays|will not pay)", ended.stdout)) == 1, "on one rank"
+
+
+def test_without_torchrun_it_says_how(tmp_path):
+    ended = _run(tmp_path, "torch_powersgd", "advise", "models_of_advise:model")
+    assert ended.returncode == 2
+    assert "torchrun" in ended.stderr
