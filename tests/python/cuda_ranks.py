@@ -40,11 +40,15 @@ def _main(rank: int, function: Any, backend: str, options: Any, args: tuple) -> 
 
 
 def run(
-    function: Any, *args: Any, options: tp.Options | None = None, backend: str = BACKEND
+    function: Any,
+    *args: Any,
+    options: tp.Options | None = None,
+    backend: str = BACKEND,
+    world_size: int = WORLD_SIZE,
 ) -> list[Any]:
     """Calls function(rank, *args) on each rank; returns the results by rank."""
     options = options or options_of()
-    return ranks.run(WORLD_SIZE, _main, function, backend, options, args, backend=None, timeout=60)
+    return ranks.run(world_size, _main, function, backend, options, args, backend=None, timeout=60)
 
 
 def compress(tensor: torch.Tensor, **arguments: Any) -> Any:

@@ -43,7 +43,7 @@ def _corrupt(ddp, name, field):
     attached_model(ddp).load_local(locals_, state["step"])
 
 
-def _unused(rank, world_size, damage):
+def unused(rank, world_size, damage, device="cpu"):
     """Nine steps; "second" is not used in those after the damage, so that its Q stays as it is.
 
     A parameter that is used mends itself: P is summed over the ranks, whatever they made it with.
@@ -55,20 +55,21 @@ def _unused(rank, world_size, damage):
         the warnings; the count after each step; Q and P, in bytes; the identity's errors.
     """
     log, ledger, seen = _Lines(), Ledger(), []
-    ddp = make_attached(SHAPES, OPTIONS, find_unused_parameters=True)
+    ddp = make_attached(SHAPES, OPTIONS, find_unused_parameters=True, device=device)
     for i in range(9):
         mine, means = gradients(SHAPES, rank, i), mean_gradients(SHAPES, world_size, i)
         if i >= 4:
             del mine["second"], means["second"]
-        ledger.add(step(ddp, mine), means)
+        outputs = step(ddp, {name: tensor.to(device) for name, tensor in mine.items()})
+        ledger.add({name: tensor.cpu() for name, tensor in outputs.items()}, means)
         if i == 3 and rank == damage:
             _corrupt(ddp, "second", "q_warm")
         seen.append(tp.stats()["differences"])
     saved = tp.state_dict(ddp)["parameters"]
-    residuals = {n.removeprefix("weights."): s["residual"].double() for n, s in saved.items()}
+    residuals = {n.removeprefix("weights."): s["residual"].cpu().double() for n, s in saved.items()}
     state = tp.state_dict(ddp, per_rank=True)["parameters"]
     replicas = {
-        (name, field): tensors[field].numpy().tobytes()
+        (name, field): tensors[field].cpu().numpy().tobytes()
         for name, tensors in state.items()
         for field in ("q_warm", "p_hat")
     }
@@ -79,7 +80,7 @@ def _unused(rank, world_size, damage):
     ("world_size", "damage", "named"), [(2, 1, "1"), (3, 2, "2"), (3, 0, "1, 2")]
 )
 def test_a_difference_is_found_mended_and_counted(world_size, damage, named):
-    results = ranks.run(world_size, _unused, world_size, damage, options=OPTIONS)
+    results = ranks.run(world_size, unused, world_size, damage, options=OPTIONS)
     for lines, seen, replicas, errors in results:
         assert seen == [0] * 5 + [1] * 4, "found by the check after the sixth step"
         (line,) = lines
@@ -89,7 +90,7 @@ def test_a_difference_is_found_mended_and_counted(world_size, damage, named):
 
 
 def test_nothing_to_find():
-    for lines, seen, _, errors in ranks.run(2, _unused, 2, None, options=OPTIONS):
+    for lines, seen, _, errors in ranks.run(2, unused, 2, None, options=OPTIONS):
         assert (lines, seen) == ([], [0] * 9)
         assert max(errors.values()) < 1e-5, errors
 

@@ -46,25 +46,30 @@ def _residuals(ddp):
     return {n.removeprefix("weights."): s["residual"].double().cpu() for n, s in saved.items()}
 
 
-def _attached(rank, options, dtype):
+def _attached(rank, options, dtype, world_size):
     ddp = _make_attached(SHAPES, options, dtype)
     ledger, digests = Ledger(), []
     for i in range(STEPS):
         outputs = _step(ddp, gradients(SHAPES, rank, i, dtype))
-        ledger.add(outputs, mean_gradients(SHAPES, WORLD_SIZE, i, dtype))
+        ledger.add(outputs, mean_gradients(SHAPES, world_size, i, dtype))
         digests.append([bits(outputs[name]) for name in SHAPES])
     return ledger.errors(_residuals(ddp)), ledger.errors(), digests, tp.stats()
 
 
 @pytest.mark.parametrize(
-    ("inner", "rank", "dtype"),
-    [("auto", 1, torch.float32), ("auto", 3, torch.bfloat16), ("gloo", 2, torch.float32)],
+    ("inner", "rank", "dtype", "world_size"),
+    [
+        ("auto", 1, torch.float32, 2),
+        ("auto", 3, torch.bfloat16, 2),
+        ("auto", 2, torch.float32, 4),
+        ("gloo", 2, torch.float32, 2),
+    ],
     ids=str,
 )
-def test_attached_adds_up_and_replicas_are_equal(inner, rank, dtype):
+def test_attached_adds_up_and_replicas_are_equal(inner, rank, dtype, world_size):
     options = options_of(inner, matrix_approximation_rank=rank)
-    results = run(_attached, options, dtype, options=options)
-    assert results[0][2] == results[1][2]  # every bit, in all steps
+    results = run(_attached, options, dtype, world_size, options=options, world_size=world_size)
+    assert all(result[2] == results[0][2] for result in results)  # every bit, in all steps
     # As on the CPU: float32 rounds each step, half types lose the rounding of the outputs.
     bound = 1e-5 if dtype == torch.float32 else STEPS / 4 * torch.finfo(dtype).eps / 2
     for errors, without, _, stats in results:

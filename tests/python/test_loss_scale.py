@@ -33,7 +33,7 @@ INF = float("inf")
 def _residuals(ddp):
     state = tp.state_dict(ddp)
     return {
-        name.removeprefix("weights."): saved["residual"].double() / state["grad_scale"]
+        name.removeprefix("weights."): saved["residual"].cpu().double() / state["grad_scale"]
         for name, saved in state["parameters"].items()
     }
 
@@ -43,11 +43,11 @@ def _errors(ledger, ddp):
     return {name: found[name] for name in MATRICES}
 
 
-def _with_scaler(rank, bad, attached_with_scaler):
+def with_scaler(rank, bad, attached_with_scaler, device="cpu"):
     """Eight steps, of which `bad`: {step: (name, rank)} are not finite there."""
-    ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4)
+    ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4, device=device)
     tp.detach(ddp)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**8, growth_interval=2)
     tp.attach(ddp, OPTIONS, scaler=scaler if attached_with_scaler else None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     ledger, scales = Ledger(), []
@@ -60,9 +60,9 @@ def _with_scaler(rank, bad, attached_with_scaler):
             if where == rank:
                 mine[name].view(-1)[3] = INF
         optimizer.zero_grad()
-        scaler.scale(ddp(mine)).backward()
+        scaler.scale(ddp({n: tensor.to(device) for n, tensor in mine.items()})).backward()
         scaler.unscale_(optimizer)
-        applied = {n: p.grad.clone() for n, p in ddp.module.weights.items()}
+        applied = {n: p.grad.cpu().clone() for n, p in ddp.module.weights.items()}
         scaler.step(optimizer)
         finite = all(torch.isfinite(grad).all() for grad in applied.values())
         ledger.add(applied if finite else {}, means)
@@ -82,14 +82,14 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(case):
-    for errors, scales, _ in ranks.run(2, _with_scaler, BAD[case], True):
+    for errors, scales, _ in ranks.run(2, with_scaler, BAD[case], True):
         assert len(set(scales)) >= 3, "the scale has changed"
         assert max(errors.values()) < TOLERANCE, errors
 
 
 def test_without_the_scaler_the_residual_is_in_other_units():
     """The test above can fail: the scale grows, and nobody says so."""
-    for errors, _, _ in ranks.run(2, _with_scaler, {}, False):
+    for errors, _, _ in ranks.run(2, with_scaler, {}, False):
         assert max(errors.values()) > 100 * TOLERANCE, errors
 
 

@@ -32,17 +32,19 @@ def _options(wire):
     return dataclasses.replace(OPTIONS, wire_dtype=wire)
 
 
-def _identity(rank, wire, world_size, same, scale):
+def identity(rank, wire, world_size, same, scale, device="cpu"):
     """The identity's errors, and the bytes sent. `same`: all ranks feed what rank 0 does."""
-    ddp = make_attached(SHAPES, _options(wire))
+    ddp = make_attached(SHAPES, _options(wire), device=device)
     ledger, outputs = Ledger(), []
     for i in range(STEPS):
         mine = gradients(SHAPES, 0 if same else rank, i)
         mean = mean_gradients(SHAPES, 1 if same else world_size, i)
-        outputs.append(step(ddp, {name: tensor * scale for name, tensor in mine.items()}))
+        fed = {name: (tensor * scale).to(device) for name, tensor in mine.items()}
+        outputs.append({name: tensor.cpu() for name, tensor in step(ddp, fed).items()})
         ledger.add(outputs[-1], {name: tensor * scale for name, tensor in mean.items()})
     stats = tp.stats()
-    errors = ledger.errors(residuals_of(ddp))
+    residuals = {name: residual.cpu() for name, residual in residuals_of(ddp).items()}
+    errors = ledger.errors(residuals)
     return errors, stats, [to_numpy(output) for output in outputs]
 
 
@@ -52,7 +54,7 @@ def test_what_a_rank_rounds_off_is_part_of_its_residual(wire, scale):
     # The sum of two equal numbers is exact: all that is rounded, a rank has rounded itself, and the
     # identity holds as closely as in float32. But for what is sent raw, whose last rounding is kept
     # by the ranks and not shown: of one gradient among twelve.
-    for errors, stats, _ in ranks.run(2, _identity, wire, 2, True, scale):
+    for errors, stats, _ in ranks.run(2, identity, wire, 2, True, scale):
         assert stats["skipped_steps"] == 0
         for name in ("conv", "wide", "tall"):
             assert errors[name] < 1e-5, (name, errors)
@@ -63,8 +65,8 @@ def test_what_a_rank_rounds_off_is_part_of_its_residual(wire, scale):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 def test_identity_within_the_rounding_of_the_sum(wire, world_size):
-    whole = ranks.run(world_size, _identity, None, world_size, False, 1.0)
-    results = ranks.run(world_size, _identity, wire, world_size, False, 1.0)
+    whole = ranks.run(world_size, identity, None, world_size, False, 1.0)
+    results = ranks.run(world_size, identity, wire, world_size, False, 1.0)
     for (errors, stats, outputs), (_, in_full, _) in zip(results, whole, strict=True):
         # Each sum is rounded at most world_size - 1 times; the errors of the steps are independent.
         assert max(errors.values()) < 2 * (world_size - 1) * WIRES[wire], errors
