@@ -98,6 +98,7 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor
   step.output_scale = average ? 1.0 / getSize() : 1.0;
   step.grad_scale = grad_scale();
   step.step = admitted->step;
+  step.same_start = admitted->stateless;
   return allreduce_compressed(admitted->compressor, gradient, step, opts.timeout);
 }
 

@@ -139,6 +139,7 @@ std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Te
   const auto warm_up = static_cast<uint64_t>(options_.start_powerSGD_iter);
   if (pass.first == Mode::kStateless) {
     admitted.step = stateless_calls_++;
+    admitted.stateless = true;
     admitted.new_pass = true;
     if (admitted.step >= warm_up) admitted.compressor = find_stateless(plan, tensor);
     return admitted;

@@ -24,7 +24,7 @@ namespace powersgd {
 // the eligible tensors of the same pass, its shape and its dtype: the same on every rank by
 // construction, which an address is not. A pass is one backward pass of autograd, or one
 // `compression(True)` block outside of any. A tensor that arrives outside of both cannot be told
-// from others of its shape: it is compressed without memory of earlier steps, from a random start.
+// from others of its shape: it is compressed without memory of earlier steps.
 //
 // Models that look alike and run backward one after the other share that identity, and so Q, which
 // all ranks must agree upon. Their residuals, which are this rank's own affair, are kept apart by
@@ -39,6 +39,7 @@ class FlatTensors {
   struct Admitted {
     std::shared_ptr<BucketCompressor> compressor;  // null: not yet, average exactly
     uint64_t step = 0;
+    bool stateless = false;
     bool new_pass = false;
     bool first_flat = false;        // the first compressed in backward: time to advise attach
     int64_t dropped = 0;            // states dropped because long unused

@@ -53,7 +53,11 @@ at::Tensor& BucketCompressor::project(const at::Tensor& gradient, const StepInfo
   bucket_.step = step.step;
   for (const ParameterStatePtr& state : states_) state->last_step = static_cast<int64_t>(step.step);
   if (!p_payload_.defined()) prepare();
-  if (!options_.warm_start) stages_.random_start(bucket_);
+  if (!options_.warm_start) {
+    kernels::Bucket start = bucket_;
+    if (step.same_start) start.step = 0;
+    stages_.random_start(start);
+  }
   bucket_.residual_scale = residual_scale(step.grad_scale);
   bucket_.output_scale = step.output_scale;
   bucket_.gradient = gradient.data_ptr();

@@ -81,6 +81,7 @@ struct StepInfo {
   double output_scale = 1;  // 1 for SUM, 1 / world size for AVG
   double grad_scale = 1;    // the loss scale of this step's gradient
   uint64_t step = 0;
+  bool same_start = false;  // a cold start is the one of step 0: equal tensors have equal outputs
 };
 
 // Runs the stages of one bucket of a fixed layout; never communicates. A step is the calls
