@@ -193,7 +193,13 @@ def _of(pid: int) -> tuple[list[str], list[int]]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_leaves_nothing_behind(number: int) -> None:
     command = [sys.executable, str(BENCHMARKS / "bench_cluster.py"), "--quick"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        # A shell's background jobs ignore it, and so do their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         assert _until(lambda: process.poll() is not None or len(_of(process.pid)[1]) >= 2)
         assert len(_of(process.pid)[0]) == 3  # two hosts and the switch
