@@ -196,7 +196,7 @@ def main(args: argparse.Namespace, make: Callable[[argparse.Namespace], Trainer]
     )
     with Progress(*columns, disable=not first) as progress:
         last = train(trainer, progress, metrics)
-        if last:
+        if last and first:
             validated = (f"{k.replace('_', ' ')} {v:.3f}" for k, v in last.items() if "valid" in k)
             megabytes = last["bytes_sent"] / last["step"] / 1e6
             sent = f"{megabytes:.3f} MB of gradients sent per step and rank"

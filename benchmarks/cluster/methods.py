@@ -44,6 +44,7 @@ class Parallel(Trainee):
     def __init__(self, model: nn.Module, **ddp: Any) -> None:
         super().__init__(model)
         self.module = self.ddp = DistributedDataParallel(model, **ddp)
+        self.hook_state: Any = None  # torch's PowerSGD hook's
 
 
 class Author(Trainee):
@@ -101,6 +102,7 @@ def _power_sgd_hooked(**ddp: Any) -> Callable[[nn.Module, int], Trainee]:
             None, matrix_approximation_rank=rank, start_powerSGD_iter=EXACT_STEPS
         )
         trainee.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        trainee.hook_state = state
         return trainee
 
     return make
