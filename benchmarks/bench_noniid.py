@@ -82,8 +82,8 @@ def descend(make: ranks.Make, dtype: str, steps: int) -> dict[str, list[float | 
             residual = residual_norm(trainee)
             ratio = None if residual is None else residual / float(gradient.float().norm())
             samples["step"].append(step)
-            samples["ratio"].append(ratio)
-            samples["distance"].append(float((x - optimum).norm()))
+            samples["ratio"].append(None if ratio is None else round(ratio, 4))
+            samples["distance"].append(round(float((x - optimum).norm()), 4))
     return samples
 
 
