@@ -20,9 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cluster.methods import EXACT_STEPS, METHODS, Trainee
-from convergence import ranks
+from convergence import ranks, report
 from provenance import processor, provenance
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
@@ -104,11 +103,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(record: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = 140  # rather than the 80 that rich takes
-    about = (f"{name} {record[name]}" for name in ("date", "commit", "torch"))
-    console.print(*about, f"{record['steps']} steps at rank {record['rank']}", sep=", ")
+    console = report.heading(record, f"{record['steps']} steps", f"rank {record['rank']}")
     table = Table(title="unlike data on two ranks", title_justify="left")
     for name in ("", "gradients", "|e| / |g|, largest", "at the end", "distance at the end"):
         table.add_column(name, justify="right" if "end" in name or "/" in name else "left")
@@ -121,12 +116,7 @@ def show(record: dict[str, Any]) -> None:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file is written: no display is needed
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    figure, panels = report.pyplot.subplots(1, 2, figsize=(11, 4.2))
     for run in record["runs"]:
         style = {
             "color": COLOURS[run["method"]],
@@ -141,13 +131,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
     panels[1].set(ylabel="|x - optimum|")
     panels[1].legend(frameon=False, fontsize=8)
     for axes in panels:
-        axes.set(xlabel="step", yscale="log")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.2)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+        axes.set_xlabel("step")
+        report.log_scale(axes)
+    report.finish(figure, path)
 
 
 def main() -> None:
@@ -157,13 +143,13 @@ def main() -> None:
     add = parser.add_argument
     add("--steps", type=int, default=2000)
     add("--rank", type=int, default=2, help="of the approximation (2)")
-    add("--quick", action="store_true", help="200 steps")
+    add("--quick", action="store_true", help="100 steps")
     add("--json", type=Path, help="write the results here")
     add("--picture", type=Path, help="draw them here")
     add("--show", type=Path, metavar="JSON", help="measure nothing: show these results")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.steps = 200
+        arguments.steps = 100
     record = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps(record) + "\n")

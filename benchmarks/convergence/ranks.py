@@ -26,7 +26,14 @@ Make = Callable[[nn.Module], Trainee]
 
 # The server that forks the ranks has imported what takes seconds.
 multiprocessing.set_forkserver_preload(
-    ["torch._dynamo", "torch.nn.parallel", "torch_powersgd", "sklearn.datasets", "rich.progress"]
+    [
+        "torch._dynamo",
+        "torch.nn.parallel",
+        "torch_powersgd",
+        "sklearn.datasets",
+        "rich.progress",
+        "matplotlib.pyplot",
+    ]
 )
 
 
