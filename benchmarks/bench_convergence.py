@@ -7,7 +7,8 @@
 Trains the examples' language model, smaller than the demo's, and their image classifier, on two
 local ranks: with a plain all-reduce, with torch's fp16 and PowerSGD hooks and with this project.
 What has the same seed has the same initial weights and batches; every method has the same learning
-rates, which were not tuned to it, and every PowerSGD the same few exact steps at the start.
+rates, and every PowerSGD the same few exact steps at the start. The seed is also that of a
+PowerSGD's random start, which alone makes a difference to a short run.
 
 What is sent is counted in what a rank writes to its sockets, from the first compressed step on.
 """
@@ -25,6 +26,8 @@ from cluster.methods import EXACT_STEPS, METHODS  # finds the examples
 from convergence import ranks
 from provenance import processor, provenance
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 UNRANKED = ("plain", "fp16", "bf16")  # the methods that have no approximation
 NOT_DDP = ("none", "author")
@@ -80,9 +83,15 @@ def bytes_written() -> int:
 
 def train(make: ranks.Make, task: Task, seed: int) -> dict[str, Any]:
     """One run, on every rank: what was validated, and what this rank has sent."""
+
+    def wrap(model: nn.Module) -> DistributedDataParallel:
+        module = make(model).module
+        assert isinstance(module, DistributedDataParallel)
+        return module
+
     parser, trainer_of = task.example()
     args = parser.parse_args([*task.arguments.split(), "--seed", str(seed)])
-    trainer = trainer_of(args, lambda model: make(model).module)
+    trainer = trainer_of(args, wrap)
     validated = [{"step": 0, **trainer.validate()}]
     sent = 0
     for step in range(args.steps):
@@ -162,7 +171,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         bar = progress.add_task("", total=len(todo))
         for name, seed, method, rank in todo:
             progress.update(bar, description=f"{name}, seed {seed}, {title(method, rank)}")
-            run = ranks.run(train, method, rank or 0, tasks[name], seed)
+            run = ranks.run(train, method, rank or 0, seed, tasks[name], seed)
             about = {"task": name, "method": title(method, rank), "rank": rank, "seed": seed}
             record["runs"].append({**about, **run})
             progress.advance(bar)

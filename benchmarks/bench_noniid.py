@@ -56,7 +56,7 @@ def residual_norm(trainee: Trainee) -> float | None:
     state = getattr(trainee, "hook_state", None)
     if state is not None:
         return max((float(e.float().norm()) for e in state.error_dict.values()), default=None)
-    if "powersgd" not in dist.get_backend_config():  # type: ignore[attr-defined]
+    if "powersgd" not in dist.get_backend_config():
         return None
     return max(tp.stats()["residual_norms"].values(), default=None)
 
@@ -68,14 +68,15 @@ def descend(make: ranks.Make, dtype: str, steps: int) -> dict[str, list[float | 
     optimum = torch.randn(SHAPE, generator=common)
     centre = optimum + APART * torch.randn(SHAPE, generator=common) * (1 if rank == 0 else -1)
     own = torch.Generator().manual_seed(1 + rank)
-    trainee = make(Linear(getattr(torch, dtype)))
-    weight = trainee.model.weight
+    model = Linear(getattr(torch, dtype))
+    trainee, weight = make(model), model.weight
     x = torch.zeros(SHAPE)
     samples: dict[str, list[float | None]] = {"step": [], "ratio": [], "distance": []}
     for step in range(1, steps + 1):
         gradient = (x - centre + NOISE * torch.randn(SHAPE, generator=own)).to(weight.dtype)
         weight.grad = None
         trainee.module(gradient).backward()
+        assert weight.grad is not None
         x -= LEARNING_RATE * weight.grad.float()
         if step % SAMPLE_EVERY == 0:
             residual = residual_norm(trainee)
@@ -90,7 +91,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     runs = []
     todo = [(method, dtype) for dtype in DTYPES for method in CONTENDERS]
     for method, dtype in track(todo, "descending"):
-        samples = ranks.run(descend, method, arguments.rank, dtype, arguments.steps)
+        samples = ranks.run(descend, method, arguments.rank, 0, dtype, arguments.steps)
         runs.append({"method": method, "dtype": dtype, **samples})
     return {
         **provenance(processor()),

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-Wrap = Callable[[nn.Module], nn.Module]
+Wrap = Callable[[nn.Module], DistributedDataParallel]
 
 
 def common_options(doc: str) -> argparse.ArgumentParser:

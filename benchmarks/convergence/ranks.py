@@ -37,13 +37,15 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-def run(function: Callable[..., Any], method: str, approximation: int, *args: Any) -> Any:
+def run(
+    function: Callable[..., Any], method: str, approximation: int, seed: int, *args: Any
+) -> Any:
     """Calls function(make, *args) on every rank, `make` being the method's at this rank of the
-    approximation; returns what it returned on the first."""
+    approximation and seed of its random start; returns what it returned on the first."""
     with tempfile.TemporaryDirectory() as folder:
-        context = start_processes(
+        context = start_processes(  # type: ignore[no-untyped-call]
             _rank,
-            (Path(folder), function, method, approximation, args),
+            (Path(folder), function, method, approximation, seed, args),
             WORLD,
             join=False,
             start_method="forkserver",
@@ -63,6 +65,7 @@ def _rank(
     function: Callable[..., Any],
     method: str,
     approximation: int,
+    seed: int,
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
@@ -73,9 +76,9 @@ def _rank(
         rank=rank,
         world_size=WORLD,
         timeout=timedelta(seconds=_COLLECTIVE_SECONDS),
-        pg_options=chosen.options(approximation) if chosen.options else None,
+        pg_options=chosen.options(approximation, seed) if chosen.options else None,
     )
-    result = function(lambda model: chosen.make(model, approximation), *args)
+    result = function(lambda model: chosen.make(model, approximation, seed), *args)
     if rank == 0:
         (folder / "result").write_text(json.dumps(result))
     dist.destroy_process_group()
