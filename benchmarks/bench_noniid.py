@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from cluster.methods import EXACT_STEPS, METHODS, Trainee
 from convergence import ranks, report
+from matplotlib import pyplot
 from provenance import processor, provenance
 from rich.progress import track
 from rich.table import Table
@@ -117,7 +118,7 @@ def show(record: dict[str, Any]) -> None:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    figure, panels = report.pyplot.subplots(1, 2, figsize=(11, 4.2))
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.2))
     for run in record["runs"]:
         style = {
             "color": COLOURS[run["method"]],
