@@ -87,7 +87,7 @@ $(VENV)/.ready: $(VENV)/.torch
 
 $(VENV)/.built: $(VENV)/.ready setup.py pyproject.toml $(SOURCES)
 	@echo "building the extension (the first time takes about two minutes)"
-	@$(PIP) --no-build-isolation --editable '.[demo,test,lint]'
+	@$(PIP) --no-build-isolation --editable '.[bench,demo,test,lint]'
 	@touch $@
 
 # Says what is missing in one line, rather than in the middle of a compiler's output.

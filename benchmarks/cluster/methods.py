@@ -44,6 +44,7 @@ class Parallel(Trainee):
     def __init__(self, model: nn.Module, **ddp: Any) -> None:
         super().__init__(model)
         self.module = self.ddp = DistributedDataParallel(model, **ddp)
+        self.hook_state: Any = None  # torch's PowerSGD hook's
 
 
 class Author(Trainee):
@@ -71,22 +72,26 @@ class Author(Trainee):
         """Backward adds the next gradient to the residual."""
 
 
+# Of the model, the rank of the approximation, and the seed of its random start.
+Make = Callable[[nn.Module, int, int], Trainee]
+
+
 @dataclass(frozen=True)
 class Method:
     title: str
     backend: dict[str, str]
-    make: Callable[[nn.Module, int], Trainee]  # model, rank of the approximation
-    options: Callable[[int], tp.Options] | None = None  # the process group's, by the rank
+    make: Make
+    options: Callable[[int, int], tp.Options] | None = None  # the process group's; rank, seed
     lacks: Callable[[], str] = lambda: ""  # why it cannot run here
     devices: Sequence[str] = ("cpu", "cuda")  # where it runs when no methods are named
 
 
-def _parallel(model: nn.Module, rank: int) -> Trainee:
+def _parallel(model: nn.Module, rank: int, seed: int) -> Trainee:
     return Parallel(model)
 
 
-def _hooked(hook: Callable[..., Any]) -> Callable[[nn.Module, int], Trainee]:
-    def make(model: nn.Module, rank: int) -> Trainee:
+def _hooked(hook: Callable[..., Any]) -> Make:
+    def make(model: nn.Module, rank: int, seed: int) -> Trainee:
         trainee = Parallel(model)
         trainee.ddp.register_comm_hook(None, hook)
         return trainee
@@ -94,38 +99,47 @@ def _hooked(hook: Callable[..., Any]) -> Callable[[nn.Module, int], Trainee]:
     return make
 
 
-def _power_sgd_hooked(**ddp: Any) -> Callable[[nn.Module, int], Trainee]:
-    def make(model: nn.Module, rank: int) -> Trainee:
+def _power_sgd_hooked(**ddp: Any) -> Make:
+    def make(model: nn.Module, rank: int, seed: int) -> Trainee:
         trainee = Parallel(model, **ddp)
         state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=rank, start_powerSGD_iter=EXACT_STEPS
+            None,
+            matrix_approximation_rank=rank,
+            start_powerSGD_iter=EXACT_STEPS,
+            random_seed=seed,
         )
         trainee.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        trainee.hook_state = state
         return trainee
 
     return make
 
 
-def _options(rank: int, **fields: Any) -> tp.Options:
-    return tp.Options(matrix_approximation_rank=rank, start_powerSGD_iter=EXACT_STEPS, **fields)
+def _options(rank: int, seed: int, **fields: Any) -> tp.Options:
+    return tp.Options(
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=EXACT_STEPS,
+        random_seed=seed,
+        **fields,
+    )
 
 
 def _attached(title: str, **fields: Any) -> Method:
     """This project's, with these options, where they are allowed."""
 
-    def make(model: nn.Module, rank: int) -> Trainee:
+    def make(model: nn.Module, rank: int, seed: int) -> Trainee:
         trainee = Parallel(model)
-        tp.attach(trainee.ddp, _options(rank, **fields))
+        tp.attach(trainee.ddp, _options(rank, seed, **fields))
         return trainee
 
     def lacks() -> str:
         try:
-            _options(1, **fields)
+            _options(1, 0, **fields)
         except ValueError as error:
             return str(error)
         return ""
 
-    return Method(title, POWERSGD, make, lambda rank: _options(rank, **fields), lacks)
+    return Method(title, POWERSGD, make, lambda rank, seed: _options(rank, seed, **fields), lacks)
 
 
 def _author_lacks() -> str:
@@ -134,7 +148,7 @@ def _author_lacks() -> str:
 
 
 METHODS = {
-    "none": Method("no synchronisation", PLAIN, lambda model, rank: Trainee(model)),
+    "none": Method("no synchronisation", PLAIN, lambda model, rank, seed: Trainee(model)),
     "plain": Method("plain all-reduce", PLAIN, _parallel),
     "fp16": Method(
         "torch's fp16 hook", PLAIN, _hooked(default_hooks.fp16_compress_hook), devices=["cpu"]
@@ -151,7 +165,13 @@ METHODS = {
         _power_sgd_hooked(bucket_cap_mb=1 << 20),
         devices=["cpu"],
     ),
-    "author": Method("the author's powersgd", PLAIN, Author, lacks=_author_lacks, devices=["cpu"]),
+    "author": Method(
+        "the author's powersgd",
+        PLAIN,
+        lambda model, rank, seed: Author(model, rank),
+        lacks=_author_lacks,
+        devices=["cpu"],
+    ),
     "attached": _attached("ours, attached"),
     "flat": Method("ours, flat", POWERSGD, _parallel, _options, devices=["cpu"]),
     "alternating": _attached("ours, alternating", alternating=True),

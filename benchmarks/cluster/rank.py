@@ -45,7 +45,7 @@ def _train(job: Job, commands: TextIO, results: TextIO) -> None:
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
     task = models.TASKS[job.model]
     model = task.make().to(device)
-    trainee = methods.METHODS[job.method].make(model, job.approximation)
+    trainee = methods.METHODS[job.method].make(model, job.approximation, 0)
     batches = task.data(job.rank, job.world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95), fused=True)
     rising = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
@@ -108,7 +108,7 @@ def main() -> None:
         rank=job.rank,
         world_size=job.world,
         timeout=timedelta(seconds=job.timeout),
-        pg_options=method.options(job.approximation) if method.options else None,
+        pg_options=method.options(job.approximation, 0) if method.options else None,
     )
     with open(sys.argv[2], "w") as results:
         _train(job, sys.stdin, results)

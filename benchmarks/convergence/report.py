@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The tables and the picture of a record, as bench_convergence.py writes it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from cluster.methods import METHODS
+from rich.console import Console
+from rich.table import Table
+
+matplotlib.use("Agg")  # a file is written: no display is needed
+from matplotlib import pyplot, ticker
+
+Run = dict[str, Any]
+# Okabe and Ito's colours, which the colour-blind tell apart, by the rank of the approximation.
+COLOURS = {None: "#000000", 1: "#d55e00", 2: "#009e73", 4: "#0072b2"}
+OTHER_COLOUR = "#cc79a7"
+
+
+def by_method(record: dict[str, Any], task: str) -> dict[str, list[Run]]:
+    """The runs of a task, one for each seed."""
+    result: dict[str, list[Run]] = {}
+    for run in record["runs"]:
+        if run["task"] == task:
+            result.setdefault(run["method"], []).append(run)
+    return result
+
+
+def _plain(methods: dict[str, list[Run]]) -> list[Run]:
+    return methods.get(METHODS["plain"].title, [])
+
+
+def beyond_plain(runs: list[Run], plain: list[Run]) -> list[float]:
+    """How much more the last validation loss is than plain's, by the seeds that both have."""
+    reference = {run["seed"]: run["validation_loss"][-1] for run in plain}
+    return [
+        run["validation_loss"][-1] - reference[run["seed"]]
+        for run in runs
+        if run["seed"] in reference
+    ]
+
+
+def _mean(values: list[float], form: str) -> str:
+    """And the smallest and largest, if there are several."""
+    if not values:
+        return "-"
+    low, high = form.format(min(values)), form.format(max(values))
+    spread = f" ({low}..{high})" if len(values) > 1 else ""
+    return form.format(statistics.mean(values)) + spread
+
+
+def heading(record: dict[str, Any], *more: str) -> Console:
+    """Prints of what the record is; the console for the rest."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140  # rather than the 80 that rich takes
+    about = (f"{name} {record[name]}" for name in ("date", "device", "commit", "torch"))
+    console.print(*about, *more, sep=", ", highlight=False)
+    return console
+
+
+def show(record: dict[str, Any]) -> None:
+    """Prints a table for every task."""
+    console = heading(record)
+    for name, task in record["tasks"].items():
+        methods = by_method(record, name)
+        if methods:
+            console.print(_table(record, task, methods))
+
+
+def _table(record: dict[str, Any], task: dict[str, Any], methods: dict[str, list[Run]]) -> Table:
+    first = next(iter(methods.values()))[0]
+    plain = _plain(methods)
+    title = (
+        f"{task['title']}: {first['parameters'] / 1e6:.2f} M parameters, {first['step'][-1]} steps,"
+        f" {record['world']} ranks, seeds: {len(next(iter(methods.values())))}\n{task['arguments']}"
+    )
+    cells: dict[str, Callable[[list[Run]], str]] = {
+        "validation loss": lambda runs: _mean([r["validation_loss"][-1] for r in runs], "{:.3f}"),
+        "less plain's": lambda runs: _mean(beyond_plain(runs, plain), "{:+.3f}"),
+    }
+    if "validation_accuracy" in first:
+        cells["accuracy, %"] = lambda runs: _mean(
+            [100 * r["validation_accuracy"][-1] for r in runs], "{:.1f}"
+        )
+    cells["sent, % of the gradient"] = lambda runs: (
+        f"{100 * runs[0]['bytes_sent_per_step'] / runs[0]['gradient_bytes']:.2f}"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for name in cells:
+        table.add_column(name, justify="right", no_wrap=True)
+    for method, runs in methods.items():
+        table.add_row(method, *(cell(runs) for cell in cells.values()))
+    return table
+
+
+def _style(runs: list[Run], title: str) -> dict[str, Any]:
+    """The colour says the rank, the line whose."""
+    rank = runs[0]["rank"]
+    line = "-" if "hook" not in title else "--" if rank else ":"
+    return {"color": COLOURS.get(rank, OTHER_COLOUR), "linestyle": line}
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Above, the mean validation loss over the seeds against the steps; below, how much more than
+    plain's it is at the end, a point for each seed."""
+    tasks = [name for name in record["tasks"] if by_method(record, name)]
+    figure, panels = pyplot.subplots(
+        2,
+        len(tasks),
+        figsize=(2.5 + 5 * len(tasks), 8),
+        squeeze=False,
+        gridspec_kw={"height_ratios": [1.4, 1]},
+    )
+    for column, name in enumerate(tasks):
+        methods = by_method(record, name)
+        _draw_curves(panels[0][column], methods)
+        panels[0][column].set_title(record["tasks"][name]["title"], fontsize=10)
+        _draw_ends(panels[1][column], methods, label=column == 0)
+    panels[0][0].set_ylabel("validation loss, mean over the seeds")
+    panels[0][0].legend(frameon=False, fontsize=9, loc="upper right")
+    finish(figure, path)
+
+
+def log_scale(axes: Any) -> None:
+    """With numbers on the vertical axis that can be read."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+
+
+def finish(figure: Any, path: Path) -> None:
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.2)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _draw_curves(axes: Any, methods: dict[str, list[Run]]) -> None:
+    for title, runs in methods.items():
+        by_step = zip(*(run["validation_loss"] for run in runs), strict=True)
+        means = [statistics.mean(losses) for losses in by_step]
+        axes.plot(runs[0]["step"], means, label=title, linewidth=1.6, **_style(runs, title))
+    axes.set_xlabel("step")
+    log_scale(axes)
+
+
+def _draw_ends(axes: Any, methods: dict[str, list[Run]], label: bool) -> None:
+    plain = _plain(methods)
+    rows = {title: runs for title, runs in methods.items() if runs is not plain}
+    for row, (title, runs) in enumerate(rows.items()):
+        beyond = beyond_plain(runs, plain)
+        colour = _style(runs, title)["color"]
+        marker = {"markerfacecolor": "none"} if "hook" in title else {}
+        axes.plot(beyond, [row] * len(beyond), "o", color=colour, **marker)
+        if beyond:
+            axes.plot(statistics.mean(beyond), row, "|", color=colour, markersize=18)
+    axes.axvline(0, color=COLOURS[None], linewidth=1)
+    axes.set_yticks(range(len(rows)), list(rows) if label else [])
+    axes.invert_yaxis()
+    axes.set_xlabel("last validation loss, less plain's of the same seed")
