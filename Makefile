@@ -18,8 +18,8 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env build demo test test-cpp test-python test-long test-sanitized gpu lint format clean \
-        check-build-tools check-cpp-tools FORCE
+.PHONY: help env build demo test test-cpp test-python test-long test-sanitized bench gpu lint \
+        format clean check-build-tools check-cpp-tools FORCE
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -52,6 +52,19 @@ test-sanitized: | check-cpp-tools  ## the kernels' tests under sanitizers
 	cmake -S tests/cpp -B build/sanitized -G Ninja -DPOWERSGD_SANITIZE=ON
 	cmake --build build/sanitized --parallel $(JOBS)
 	ctest --test-dir build/sanitized --parallel $(JOBS) --output-on-failure
+
+# Root is for the network namespaces of bench_cluster.
+RESULTS := benchmarks/results
+bench: build  ## every figure that the docs quote, on a quiet machine, as root (about an hour)
+	$(PYTHON) benchmarks/bench_stages.py --models resnet18 demo gpt2 --ranks 1 4 8 \
+	  --json $(RESULTS)/stages_cpu.json
+	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rates 1gbit --learning-steps 80 \
+	  --methods none plain fp16 hook-1-bucket attached bf16-wire \
+	  --json $(RESULTS)/cluster_cpu.json --picture docs/images/cluster_cpu.png
+	$(PYTHON) benchmarks/bench_convergence.py \
+	  --json $(RESULTS)/convergence.json --picture docs/images/convergence.png
+	$(PYTHON) benchmarks/bench_noniid.py \
+	  --json $(RESULTS)/noniid.json --picture docs/images/noniid.png
 
 # With the python at hand (PYTHON=...), and no environment of its own: nothing is downloaded.
 gpu:  ## build, test and measure on a machine with an NVIDIA GPU, in 9 minutes

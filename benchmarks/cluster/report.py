@@ -127,6 +127,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
             )
         axes.set_xticks(range(len(settings)), [setting["rate"] for setting in settings])
         axes.set(title=f"{model}, {ranks} ranks", yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.2)
     panels[0][0].set_ylabel("ms per step above no synchronisation")
