@@ -19,12 +19,15 @@ struct ParameterExport {
   std::string name;
   at::Tensor residual;  // mean over ranks, of the parameter's shape; undefined if never compressed
   at::Tensor q;         // [rank, cols], the columns in the order of a contiguous parameter
+  at::Tensor p;         // [rows, rank]; undefined but in the alternating mode where Q is sent next
 };
 
 // What one rank's own checkpoint holds of one parameter: a copy of its state.
 struct LocalExport {
   std::string name;
   at::Tensor memory, p_hat, q_local, q_warm;  // memory: undefined without error feedback
+  at::Tensor p_local;                         // undefined but in the alternating mode
+  bool sent_p = false;
   double grad_scale = 1;
 };
 

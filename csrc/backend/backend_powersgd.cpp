@@ -105,7 +105,6 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor
 c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_compressed(
     const std::shared_ptr<BucketCompressor>& compressor, const at::Tensor& gradient,
     const StepInfo& step, std::chrono::milliseconds timeout) {
-  stats_->add_compressed(compressor->gradient_bytes(), compressor->payload_bytes());
   std::shared_ptr<const StageProbe> probe;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -77,8 +77,10 @@ std::shared_ptr<BucketCompressor> FlatTensors::make_compressor(
   Options options = options_;
   options.use_error_feedback = options_.use_error_feedback && remembers;
   options.warm_start = options_.warm_start && remembers;
-  return std::make_shared<BucketCompressor>(plan, std::move(states), options, tensor.scalar_type(),
-                                            tensor.device(), skips_);
+  // Tensors that look alike share Q, which here would be part of their residuals.
+  options.alternating = false;
+  return powersgd::make_compressor(plan, std::move(states), options, tensor.scalar_type(),
+                                   tensor.device(), skips_);
 }
 
 std::vector<Replica> FlatTensors::replicas(const at::Device& device) const {

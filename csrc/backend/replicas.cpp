@@ -68,11 +68,10 @@ std::vector<std::string> restore_agreement(Lane& lane, int rank, int size,
     const at::Tensor here = differs.select(1, static_cast<int64_t>(i));
     if (!here.any().item<bool>()) continue;
     ParameterState& state = *started[i].state;
+    // The residual is made of this rank's own.
+    if (started[i].has_p) set_residual(state, residual(state));
     take_first(lane, rank, state.q_warm);
-    if (started[i].has_p) {
-      set_residual(state, residual(state));  // which is made of this rank's P^
-      take_first(lane, rank, state.p_hat);
-    }
+    if (started[i].has_p) take_first(lane, rank, state.p_hat);
     lines.push_back(describe(started[i], here));
   }
   return lines;

@@ -108,9 +108,9 @@ void bind_compressor(py::module_& module) {
                states.push_back(std::make_shared<ParameterState>());
                states.back()->stream = i;
              }
-             return std::make_unique<BucketCompressor>(
-                 std::move(plan), std::move(states), options,
-                 torch::python::detail::py_object_to_dtype(dtype), at::Device(device));
+             return make_compressor(std::move(plan), std::move(states), options,
+                                    torch::python::detail::py_object_to_dtype(dtype),
+                                    at::Device(device));
            }),
            py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("device") = "cpu")
       .def(
@@ -125,6 +125,10 @@ void bind_compressor(py::module_& module) {
       .def("back_project", &BucketCompressor::back_project, NoGil())
       .def("reconstruct", &BucketCompressor::reconstruct, NoGil())
       .def("rollback", &BucketCompressor::rollback, NoGil())
+      .def_property_readonly("sends", [](const BucketCompressor& self) {
+        constexpr std::array<const char*, 3> kNames = {"PQ", "P", "Q"};
+        return kNames[static_cast<size_t>(self.sends())];
+      })
       .def_property_readonly("payload_bytes", &BucketCompressor::payload_bytes)
       .def_property_readonly("gradient_bytes", &BucketCompressor::gradient_bytes);
 }
@@ -204,7 +208,8 @@ void bind_model(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("name", &ParameterExport::name)
       .def_readwrite("residual", &ParameterExport::residual)
-      .def_readwrite("q", &ParameterExport::q);
+      .def_readwrite("q", &ParameterExport::q)
+      .def_readwrite("p", &ParameterExport::p);
   py::class_<LocalExport>(module, "LocalExport")
       .def(py::init<>())
       .def_readwrite("name", &LocalExport::name)
@@ -212,6 +217,8 @@ void bind_model(py::module_& module) {
       .def_readwrite("p_hat", &LocalExport::p_hat)
       .def_readwrite("q_local", &LocalExport::q_local)
       .def_readwrite("q_warm", &LocalExport::q_warm)
+      .def_readwrite("p_local", &LocalExport::p_local)
+      .def_readwrite("sent_p", &LocalExport::sent_p)
       .def_readwrite("grad_scale", &LocalExport::grad_scale);
   py::class_<AttachedModel, std::shared_ptr<AttachedModel>>(module, "AttachedModel")
       .def(py::init([](c10::intrusive_ptr<BackendPowerSGD> backend, std::vector<std::string> names,

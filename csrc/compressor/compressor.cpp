@@ -5,24 +5,27 @@
 
 #include <utility>
 
+#include "compressor/alternating_compressor.h"
+#include "compressor/plain_compressor.h"
 #include "compressor/stages.h"
-#include "compressor/tables.h"
 #include "compressor/wire_payload.h"
 
 namespace powersgd {
-namespace {
-
-std::vector<kernels::RawSegment> raw_table(const BucketPlan& plan) {
-  std::vector<kernels::RawSegment> table;
-  for (const PlannedRaw& raw : plan.raw) {
-    table.push_back({raw.gradient_offset, raw.numel, raw.p_offset});
-  }
-  return table;
-}
-
-}  // namespace
 
 bool has_kernels(c10::DeviceType device) { return find_stages(device) != nullptr; }
+
+std::unique_ptr<BucketCompressor> make_compressor(BucketPlan plan,
+                                                  std::vector<ParameterStatePtr> states,
+                                                  const Options& options,
+                                                  at::ScalarType gradient_type, at::Device device,
+                                                  std::shared_ptr<SkipCounter> skips) {
+  if (options.alternating) {
+    return std::make_unique<AlternatingCompressor>(std::move(plan), std::move(states), options,
+                                                   gradient_type, device, std::move(skips));
+  }
+  return std::make_unique<PlainCompressor>(std::move(plan), std::move(states), options,
+                                           gradient_type, device, std::move(skips));
+}
 
 BucketCompressor::BucketCompressor(BucketPlan plan, std::vector<ParameterStatePtr> states,
                                    const Options& options, at::ScalarType gradient_type,
@@ -35,10 +38,9 @@ BucketCompressor::BucketCompressor(BucketPlan plan, std::vector<ParameterStatePt
       stages_(require_stages(device.type())),
       skips_(std::move(skips)) {
   TORCH_INTERNAL_ASSERT(states_.size() == plan_.matrices.size());
-  const bool is_double = gradient_type == at::kDouble;
   bucket_.gradient_dtype = to_dtype(gradient_type);
-  bucket_.factor_dtype = is_double ? DType::kFloat64 : DType::kFloat32;
-  bucket_.residual_dtype = is_double ? DType::kFloat64 : options.residual_dtype;
+  bucket_.factor_dtype = to_dtype(factor_type(gradient_type));
+  bucket_.residual_dtype = to_dtype(residual_type(gradient_type, options));
   bucket_.epsilon = options.orthogonalization_epsilon;
   bucket_.seed = static_cast<uint64_t>(options.random_seed);
   bucket_.p_numel = plan_.p_numel;
@@ -52,41 +54,20 @@ at::Tensor& BucketCompressor::project(const at::Tensor& gradient, const StepInfo
                         gradient.scalar_type() == gradient_type_);
   bucket_.step = step.step;
   for (const ParameterStatePtr& state : states_) state->last_step = static_cast<int64_t>(step.step);
-  if (!p_payload_.defined()) prepare();
-  if (!options_.warm_start) {
-    kernels::Bucket start = bucket_;
-    if (step.same_start) start.step = 0;
-    stages_.random_start(start);
-  }
+  if (!std::exchange(prepared_, true)) begin();
   bucket_.residual_scale = residual_scale(step.grad_scale);
   bucket_.output_scale = step.output_scale;
   bucket_.gradient = gradient.data_ptr();
-  stages_.project(bucket_);
+  return project_gradient(gradient, step);
+}
+
+void BucketCompressor::project_memory(const kernels::Bucket& bucket, const at::Tensor& gradient) {
+  stages_.project(bucket);
   gradient_ = gradient;
-  if (!p_wire_->rounds()) return p_payload_;
-  const at::Tensor exact = raw_.add_(raw_residual_).clone();
-  at::Tensor& packed = p_wire_->pack();
-  keep_rounding_of_raw(exact);
-  return packed;
-}
-
-void BucketCompressor::orthogonalize() {
-  p_wire_->unpack();
-  stages_.orthogonalize(bucket_);
-}
-
-at::Tensor& BucketCompressor::back_project() {
-  stages_.back_project(bucket_);
-  if (!q_wire_->rounds()) return q_payload_;
-  at::Tensor& packed = q_wire_->pack();
-  // What was rounded off was not sent: it stays in the residual, which is made of q_local.
-  at::_foreach_copy_(q_local_, q_sent_);
-  return packed;
 }
 
 void BucketCompressor::reconstruct() {
-  q_wire_->unpack();
-  stages_.reconstruct(bucket_);
+  reconstruct_gradient();
   gradient_ = at::Tensor();
 }
 
@@ -95,7 +76,7 @@ void BucketCompressor::rollback() {
   const at::Tensor flat = gradient_.view({-1});
   for (size_t i = 0; i < states_.size(); ++i) {
     ParameterState& state = *states_[i];
-    state.q_local.zero_();
+    delivered_factor(state).zero_();
     if (!state.memory.defined()) continue;
     const at::Tensor g = flat.narrow(0, plan_.matrices[i].gradient_offset, state.memory.numel());
     const at::Tensor finite = at::where(at::isfinite(g), g, at::zeros({}, g.options()));
@@ -112,56 +93,44 @@ std::vector<ParameterStatePtr> BucketCompressor::states_in_use() const {
   return all;
 }
 
-// An element that has overflowed is dropped with the step.
-void BucketCompressor::keep_rounding_of_raw(const at::Tensor& exact) {
-  at::nan_to_num_out(raw_residual_, exact.sub(raw_), 0, 0, 0);
-}
-
-int64_t BucketCompressor::payload_bytes() const {
-  const DType wire = options_.wire_dtype.value_or(bucket_.factor_dtype);
-  return (plan_.p_numel + plan_.q_numel) * size_of(wire);
-}
-
 int64_t BucketCompressor::gradient_bytes() const {
   return plan_.gradient_numel * size_of(bucket_.gradient_dtype);
 }
 
-// Allocates the states that no earlier bucket has, the payloads and the tables.
-void BucketCompressor::prepare() {
+// Allocates the states that no earlier bucket has, and what every compressor has.
+void BucketCompressor::begin() {
   for (size_t i = 0; i < states_.size(); ++i) {
     const PlannedMatrix& matrix = plan_.matrices[i];
     if (states_[i]->allocated()) continue;
     allocate(*states_[i], matrix.shape, matrix.rank, options_, gradient_type_, device_);
   }
-  const auto bytes = at::device(device_);
-  const auto factor = bytes.dtype(to_scalar_type(bucket_.factor_dtype));
-  verdict_ = at::zeros({2}, bytes.dtype(at::kInt));
   static_assert(sizeof(kernels::Verdict) == 2 * sizeof(int32_t));
-  at::Tensor p_payload = at::zeros({plan_.p_numel}, factor);
-  q_payload_ = at::zeros({plan_.q_numel}, factor);
-  const at::ScalarType wire =
-      options_.wire_dtype ? to_scalar_type(*options_.wire_dtype) : p_payload.scalar_type();
-  const auto matrices = static_cast<int64_t>(plan_.matrices.size());
-  const int64_t counts_begin = plan_.p_numel - 1 - matrices;
-  p_wire_ = std::make_unique<WirePayload>(p_payload, wire, counts_begin);
-  q_wire_ = std::make_unique<WirePayload>(q_payload_, wire, plan_.q_numel);
-  if (p_wire_->rounds()) {
-    const int64_t raw_begin = plan_.raw.empty() ? counts_begin : plan_.raw.front().p_offset;
-    raw_ = p_payload.narrow(0, raw_begin, counts_begin - raw_begin);
-    raw_residual_ = at::zeros_like(raw_);
-    for (size_t i = 0; i < states_.size(); ++i) {
-      const at::Tensor& q = states_[i]->q_local;
-      q_local_.push_back(q);
-      q_sent_.push_back(
-          q_payload_.narrow(0, plan_.matrices[i].q_offset, q.numel()).view(q.sizes()));
-    }
-  }
-  tables_ = set_tables(bucket_, stages_, matrix_table(), raw_table(plan_), device_);
-  bucket_.p_payload = p_payload.data_ptr();
-  bucket_.q_payload = q_payload_.data_ptr();
+  verdict_ = at::zeros({2}, at::device(device_).dtype(at::kInt));
   bucket_.verdict = static_cast<kernels::Verdict*>(verdict_.data_ptr());
   bucket_.skipped_steps = skips_ ? skips_->on(device_) : nullptr;
-  p_payload_ = std::move(p_payload);  // last: it says that all the rest is there
+  prepare();
+}
+
+at::TensorOptions BucketCompressor::factor_options() const {
+  return at::device(device_).dtype(factor_type(gradient_type_));
+}
+
+at::ScalarType BucketCompressor::wire_type() const {
+  return options_.wire_dtype ? to_scalar_type(*options_.wire_dtype) : factor_type(gradient_type_);
+}
+
+void BucketCompressor::keep_rounding_of(const at::Tensor& raw) {
+  raw_ = raw;
+  raw_residual_ = at::zeros_like(raw);
+}
+
+at::Tensor& BucketCompressor::pack(WirePayload& payload) {
+  if (!payload.rounds()) return payload.pack();
+  const at::Tensor exact = raw_.add_(raw_residual_).clone();
+  at::Tensor& packed = payload.pack();
+  // An element that has overflowed is dropped with the step.
+  at::nan_to_num_out(raw_residual_, exact.sub(raw_), 0, 0, 0);
+  return packed;
 }
 
 // The factor that takes the old residuals to the units of this step's gradient. All parameters of a
@@ -172,7 +141,7 @@ double BucketCompressor::residual_scale(double grad_scale) {
   for (const ParameterStatePtr& state : states_) {
     if (state->grad_scale != common && state->memory.defined()) {
       state->memory.mul_(common / state->grad_scale);
-      state->q_local.mul_(common / state->grad_scale);
+      delivered_factor(*state).mul_(common / state->grad_scale);
     }
     state->grad_scale = grad_scale;
   }
@@ -198,6 +167,14 @@ std::vector<kernels::Matrix> BucketCompressor::matrix_table() const {
     matrix.stream = state.stream;
     matrix.active_offset = planned.active_offset;
     table.push_back(matrix);
+  }
+  return table;
+}
+
+std::vector<kernels::RawSegment> BucketCompressor::raw_table() const {
+  std::vector<kernels::RawSegment> table;
+  for (const PlannedRaw& raw : plan_.raw) {
+    table.push_back({raw.gradient_offset, raw.numel, raw.p_offset});
   }
   return table;
 }

@@ -10,28 +10,44 @@
 namespace powersgd {
 namespace {
 
-at::ScalarType factor_type(at::ScalarType gradient_type) {
-  return gradient_type == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-at::ScalarType memory_type(at::ScalarType gradient_type, const Options& options) {
-  return gradient_type == at::kDouble ? at::kDouble : to_scalar_type(options.residual_dtype);
-}
-
-// Fills q_warm by the kernel, so that a start does not depend on when a parameter joined a bucket.
-void start(ParameterState& state, const Options& options, at::Device device) {
+// Fills a factor ([rank, n]) by the kernel, so that a start does not depend on when a parameter joined
+// a bucket.
+void start(const at::Tensor& factor, uint64_t stream, const Options& options) {
   kernels::Matrix matrix{};
-  matrix.rows = state.shape.rows;
-  matrix.cols = state.shape.cols;
-  matrix.rank = state.rank;
-  matrix.q_warm = state.q_warm.data_ptr();
-  matrix.stream = state.stream;
+  matrix.rows = matrix.rank = factor.size(0);
+  matrix.cols = factor.size(1);
+  matrix.q_warm = factor.data_ptr();
+  matrix.stream = stream;
   kernels::Bucket bucket{};
-  bucket.factor_dtype = to_dtype(state.q_warm.scalar_type());
+  bucket.factor_dtype = to_dtype(factor.scalar_type());
   bucket.seed = static_cast<uint64_t>(options.random_seed);
-  const Stages& stages = require_stages(device.type());
-  const std::vector<at::Tensor> owned = set_tables(bucket, stages, {matrix}, {}, device);
+  const Stages& stages = require_stages(factor.device().type());
+  const std::vector<at::Tensor> owned = set_tables(bucket, stages, {matrix}, {}, factor.device());
   stages.random_start(bucket);
+}
+
+// Makes the columns of a factor ([n, rank], in any layout) orthonormal, by the stage.
+void orthonormalize(const at::Tensor& factor, uint64_t stream, const Options& options) {
+  at::Tensor payload = at::zeros({factor.numel() + 1}, factor.options());
+  payload.narrow(0, 0, factor.numel()).view(factor.sizes()).copy_(factor);
+  at::Tensor p_hat = at::zeros(factor.sizes(), factor.options());
+  at::Tensor verdict = at::zeros({2}, factor.options().dtype(at::kInt));
+  kernels::Matrix matrix{};
+  matrix.rows = factor.size(0);
+  matrix.cols = matrix.rank = factor.size(1);
+  matrix.p_hat = p_hat.data_ptr();
+  matrix.stream = stream;
+  kernels::Bucket bucket{};
+  bucket.factor_dtype = to_dtype(factor.scalar_type());
+  bucket.epsilon = options.orthogonalization_epsilon;
+  bucket.seed = static_cast<uint64_t>(options.random_seed);
+  bucket.p_payload = payload.data_ptr();
+  bucket.p_numel = payload.numel();
+  bucket.verdict = static_cast<kernels::Verdict*>(verdict.data_ptr());
+  const Stages& stages = require_stages(factor.device().type());
+  const std::vector<at::Tensor> owned = set_tables(bucket, stages, {matrix}, {}, factor.device());
+  stages.orthogonalize(bucket);
+  factor.copy_(p_hat);
 }
 
 }  // namespace
@@ -64,6 +80,14 @@ at::ScalarType to_scalar_type(DType type) {
   }
 }
 
+at::ScalarType factor_type(at::ScalarType gradient_type) {
+  return gradient_type == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+at::ScalarType residual_type(at::ScalarType gradient_type, const Options& options) {
+  return gradient_type == at::kDouble ? at::kDouble : to_scalar_type(options.residual_dtype);
+}
+
 bool is_compressible(at::ScalarType type) {
   return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
 }
@@ -74,7 +98,7 @@ void allocate(ParameterState& state, const MatrixShape& shape, int64_t rank, con
   state.shape = shape;
   state.rank = rank;
   if (options.use_error_feedback) {
-    const auto memory = at::TensorOptions(device).dtype(memory_type(gradient_type, options));
+    const auto memory = at::TensorOptions(device).dtype(residual_type(gradient_type, options));
     state.memory = at::zeros({shape.rows, shape.cols}, memory);
   }
   state.p_hat = at::zeros({shape.rows, rank}, factor);
@@ -86,7 +110,24 @@ void allocate(ParameterState& state, const MatrixShape& shape, int64_t rank, con
     return;
   }
   state.q_warm = at::zeros({rank, shape.cols}, factor);
-  start(state, options, device);
+  start(state.q_warm, state.stream, options);
+  if (!options.alternating) return;
+  state.p_local = at::zeros_like(state.p_hat);
+  orthonormalize_q(state, options);
+  // Other numbers than those of Q.
+  const uint64_t stream = ~state.stream;
+  at::Tensor rows = at::zeros({rank, shape.rows}, factor);
+  start(rows, stream, options);
+  state.p_hat.copy_(rows.t());
+  orthonormalize(state.p_hat, stream, options);
+}
+
+void orthonormalize_q(ParameterState& state, const Options& options) {
+  orthonormalize(state.q_warm.t(), state.stream, options);
+}
+
+at::Tensor& delivered_factor(ParameterState& state) {
+  return state.sent_p ? state.p_local : state.q_local;
 }
 
 kernels::SkippedSteps* SkipCounter::on(at::Device device) {
@@ -114,7 +155,8 @@ std::vector<at::Device> SkipCounter::devices() {
 }
 
 at::Tensor residual(const ParameterState& state) {
-  const at::Tensor pending = at::matmul(state.p_hat, state.q_local);
+  const at::Tensor pending = state.sent_p ? at::matmul(state.p_local, state.q_warm)
+                                          : at::matmul(state.p_hat, state.q_local);
   if (!state.memory.defined()) return at::zeros_like(pending);
   return state.memory.to(pending.scalar_type()).sub(pending);
 }
@@ -122,14 +164,16 @@ at::Tensor residual(const ParameterState& state) {
 void set_residual(ParameterState& state, const at::Tensor& value) {
   if (!state.memory.defined()) return;
   state.memory.copy_(value);
-  state.q_local.zero_();
+  delivered_factor(state).zero_();
 }
 
 void keep_delivered(const std::vector<ParameterStatePtr>& states, const at::Tensor& dropped) {
   if (dropped.defined() && dropped.is_cpu() && dropped.item<double>() == 0) return;
   std::map<at::ScalarType, std::vector<at::Tensor>> delivered;
   for (const ParameterStatePtr& state : states) {
-    if (state->allocated()) delivered[state->q_local.scalar_type()].push_back(state->q_local);
+    if (!state->allocated()) continue;
+    const at::Tensor& factor = delivered_factor(*state);
+    delivered[factor.scalar_type()].push_back(factor);
   }
   for (auto& [type, tensors] : delivered) {
     if (dropped.defined()) {

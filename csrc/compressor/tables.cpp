@@ -22,6 +22,10 @@ const T* table_ptr(const at::Tensor& tensor) {
 
 }  // namespace
 
+at::Tensor upload_matrices(const std::vector<kernels::Matrix>& matrices, at::Device device) {
+  return upload(matrices, device);
+}
+
 std::vector<at::Tensor> set_tables(kernels::Bucket& bucket, const Stages& stages,
                                    const std::vector<kernels::Matrix>& matrices,
                                    const std::vector<kernels::RawSegment>& raw, at::Device device) {

@@ -10,6 +10,8 @@
 
 namespace powersgd {
 
+at::Tensor upload_matrices(const std::vector<kernels::Matrix>& matrices, at::Device device);
+
 // Points `bucket` at copies of the tables on `device`, and at a workspace. Returns the tensors that
 // own them: the caller keeps them for as long as it uses the bucket.
 std::vector<at::Tensor> set_tables(kernels::Bucket& bucket, const Stages& stages,

@@ -83,7 +83,8 @@ void validate(const Options& options) {
         "float32, bfloat16 or float16 (float64 gradients keep a float64 residual)",
         to_string(residual));
   check(options.check_every >= 0, "check_every", "an integer >= 0", options.check_every);
-  check(!options.alternating, "alternating", "False in this version", "True");
+  check(!options.alternating || options.warm_start, "alternating", "False without warm_start",
+        "True");
 }
 
 Scope parse_scope(const std::string& name) {

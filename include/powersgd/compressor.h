@@ -22,6 +22,10 @@ DType to_dtype(at::ScalarType type);
 at::ScalarType to_scalar_type(DType type);
 bool is_compressible(at::ScalarType type);
 
+// Of what a gradient is multiplied with and summed up in, and of what remains of it.
+at::ScalarType factor_type(at::ScalarType gradient_type);
+at::ScalarType residual_type(at::ScalarType gradient_type, const Options& options);
+
 // Whether this build has the kernels for a device type.
 bool has_kernels(c10::DeviceType device);
 
@@ -29,7 +33,8 @@ bool has_kernels(c10::DeviceType device);
 // a rebuilt bucket keeps its residuals. The tensors are allocated at the first compressed step and
 // never replaced afterwards: kernels hold their addresses.
 //
-// The residual is E = memory - p_hat q_local; the subtraction is left to the next project.
+// The residual is E = memory - p_hat q_local; the subtraction is left to the next project. In the
+// alternating mode it is memory - p_local q_warm where P was the last factor sent.
 struct ParameterState {
   uint64_t stream = 0;     // names the parameter to the random generator, the same on all ranks
   double grad_scale = 1;   // the loss scale in whose units memory is
@@ -40,22 +45,31 @@ struct ParameterState {
   at::Tensor memory;   // [rows, cols] residual dtype; undefined without error feedback
   at::Tensor p_hat;    // [rows, rank] factor dtype
   at::Tensor q_local;  // [rank, cols] factor dtype
-  at::Tensor q_warm;   // [rank, cols] factor dtype
+  at::Tensor q_warm;   // [rank, cols] factor dtype; alternating: rows are orthonormal
+  at::Tensor p_local;  // [rows, rank] factor dtype: this rank's P; undefined if not alternating
+  bool sent_p = false;  // alternating: the last factor sent is P, the next is Q
   std::shared_ptr<ParameterState> shares_q_of;  // whose q_warm this one uses; null: its own
 
   bool allocated() const { return q_warm.defined(); }
 };
 using ParameterStatePtr = std::shared_ptr<ParameterState>;
 
-// Allocates with zeros, but q_warm with its random start; first the state that it shares q_warm of.
+// Allocates with zeros, but q_warm, and p_hat in the alternating mode, with a random start; first the
+// state that it shares q_warm of.
 void allocate(ParameterState& state, const MatrixShape& shape, int64_t rank, const Options& options,
               at::ScalarType gradient_type, at::Device device);
+
+// This rank's factor of what was sent last: 0 there is nothing delivered.
+at::Tensor& delivered_factor(ParameterState& state);
 
 // E, [rows, cols] in the factor dtype: a new tensor. Zeros without error feedback.
 at::Tensor residual(const ParameterState& state);
 
 // Makes `value` ([rows, cols]) the residual. Keeps q_warm.
 void set_residual(ParameterState& state, const at::Tensor& value);
+
+// Makes the rows of q_warm orthonormal, as the alternating mode needs them.
+void orthonormalize_q(ParameterState& state, const Options& options);
 
 // E = memory from here on: what the last step delivered was dropped. `dropped`: one element on the
 // states' device, nothing happens if it is 0; undefined: it was. Does not wait for the device.
@@ -84,45 +98,71 @@ struct StepInfo {
   bool same_start = false;  // a cold start is the one of step 0: equal tensors have equal outputs
 };
 
+// The factors that a step sends.
+enum class Factors { kPAndQ, kP, kQ };
+
 // Runs the stages of one bucket of a fixed layout; never communicates. A step is the calls
 //
 //   project -> (sum the payload over ranks) -> orthogonalize -> back_project -> (sum) ->
 //   reconstruct
 //
-// in this order, all on one thread or stream at a time. Every rank must hold an equal plan and
-// equal options. After an exception between project and reconstruct, `rollback` takes the states
-// back to what they were before the step.
+// in this order, all on one thread or stream at a time. In the alternating mode a step sends one of
+// the factors; that of P does without back_project, and that of Q is
+//
+//   project -> back_project -> (sum the payload) -> orthogonalize -> reconstruct
+//
+// Every rank must hold an equal plan and equal options. After an exception between project and
+// reconstruct, `rollback` takes the states back to what they were before the step.
 class BucketCompressor {
  public:
-  // `states[i]` belongs to `plan.matrices[i]`. Buckets may share states, one after the other.
+  // See make_compressor.
   BucketCompressor(BucketPlan plan, std::vector<ParameterStatePtr> states, const Options& options,
                    at::ScalarType gradient_type, at::Device device,
-                   std::shared_ptr<SkipCounter> skips = nullptr);
-  ~BucketCompressor();
+                   std::shared_ptr<SkipCounter> skips);
+  virtual ~BucketCompressor();
+  BucketCompressor(const BucketCompressor&) = delete;
+  BucketCompressor& operator=(const BucketCompressor&) = delete;
 
   // `gradient`: contiguous, plan.gradient_numel elements; kept until reconstruct or rollback.
   // Returns the P payload: [ P of each matrix | raw segments | activities | non-finite count ], in
   // the wire's dtype.
   at::Tensor& project(const at::Tensor& gradient, const StepInfo& step);
-  void orthogonalize();
-  // Returns the Q payload.
-  at::Tensor& back_project();
+  virtual void orthogonalize() = 0;
+  // Returns the Q payload; in the alternating mode with the raw segments and all that follows them.
+  virtual at::Tensor& back_project() = 0;
   void reconstruct();
 
   // Undoes project: memory = M - G, to within one rounding of M. The gradient is left as it is.
   void rollback();
 
+  // Of the step in progress, or the last one.
+  virtual Factors sends() const { return Factors::kPAndQ; }
+  // Of all payloads of that step.
+  virtual int64_t payload_bytes() const = 0;
+  int64_t gradient_bytes() const;
+
   const BucketPlan& plan() const { return plan_; }
   // All that a step changes.
   std::vector<ParameterStatePtr> states_in_use() const;
-  int64_t payload_bytes() const;   // of one step, both payloads
-  int64_t gradient_bytes() const;  // of the same, uncompressed
 
- private:
-  void prepare();
-  void keep_rounding_of_raw(const at::Tensor& exact);
-  double residual_scale(double grad_scale);
+ protected:
+  // Makes the payloads and tables, once the states are allocated.
+  virtual void prepare() = 0;
+  // project, by project_memory, and reconstruct.
+  virtual at::Tensor& project_gradient(const at::Tensor& gradient, const StepInfo& step) = 0;
+  virtual void reconstruct_gradient() = 0;
+
+  // The stage; from here on there is something to roll back.
+  void project_memory(const kernels::Bucket& bucket, const at::Tensor& gradient);
+  at::ScalarType wire_type() const;
+  at::TensorOptions factor_options() const;
+  // `raw`: the raw segments, in all payloads that they travel in. To be called if the wire rounds.
+  void keep_rounding_of(const at::Tensor& raw);
+  // What is to be summed: what was rounded off of the raw segments before is added.
+  at::Tensor& pack(WirePayload& payload);
+  // As a step of both factors sees them; offsets are those of the plan.
   std::vector<kernels::Matrix> matrix_table() const;
+  std::vector<kernels::RawSegment> raw_table() const;
 
   const BucketPlan plan_;
   const std::vector<ParameterStatePtr> states_;
@@ -130,17 +170,24 @@ class BucketCompressor {
   const at::ScalarType gradient_type_;
   const at::Device device_;
   const Stages& stages_;
-  const std::shared_ptr<SkipCounter> skips_;
-
   kernels::Bucket bucket_{};
-  std::vector<at::Tensor> tables_;  // keeps what bucket_ points at
-  at::Tensor p_payload_, q_payload_, verdict_;
-  std::unique_ptr<WirePayload> p_wire_, q_wire_;
-  at::Tensor raw_;  // the raw segments in p_payload_
-  at::Tensor
-      raw_residual_;  // what the wire has rounded off of them; undefined if it does not round
-  std::vector<at::Tensor> q_sent_, q_local_;  // parts of q_payload_, and the states' q_local
-  at::Tensor gradient_;                       // of the step in progress
+  at::Tensor verdict_;
+
+ private:
+  void begin();
+  double residual_scale(double grad_scale);
+
+  const std::shared_ptr<SkipCounter> skips_;
+  bool prepared_ = false;
+  at::Tensor gradient_;  // of the step in progress
+  at::Tensor raw_, raw_residual_;  // what the wire has rounded off of raw_; undefined: nothing
 };
+
+// `states[i]` belongs to `plan.matrices[i]`. Buckets may share states, one after the other.
+std::unique_ptr<BucketCompressor> make_compressor(BucketPlan plan,
+                                                  std::vector<ParameterStatePtr> states,
+                                                  const Options& options,
+                                                  at::ScalarType gradient_type, at::Device device,
+                                                  std::shared_ptr<SkipCounter> skips = nullptr);
 
 }  // namespace powersgd

@@ -45,6 +45,7 @@ struct Matrix {
   void* p_hat;      // [rows, rank]: orthonormal columns. 0 before the first step
   void* q_local;    // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
   void* q_warm;     // [rank, cols]: what the next project multiplies by (Q transposed)
+                    // reconstruct leaves either as it is where it is null
   uint64_t stream;  // names the matrix to the random generator, the same on all ranks
   int64_t active_offset = -1;  // in Bucket::p_payload: 1 if G has a non-zero element; -1: not told
 };

@@ -64,6 +64,10 @@ struct BucketPlan {
   int64_t p_numel = 0;
   int64_t q_numel = 0;
 
+  // Where in the P payload the raw segments begin, and what is counted.
+  int64_t raw_offset() const { return raw.empty() ? counts_offset() : raw.front().p_offset; }
+  int64_t counts_offset() const { return p_numel - 1 - static_cast<int64_t>(matrices.size()); }
+
   // A bucket without a matrix is forwarded whole, exactly, in one collective.
   bool compresses() const { return !matrices.empty(); }
 };

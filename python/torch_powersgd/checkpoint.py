@@ -14,7 +14,10 @@ from torch_powersgd._core import _C
 from torch_powersgd.ddp import Module, attached_model, group_of, option_fields
 
 VERSION = 1
-_LOCAL_TENSORS = ("memory", "p_hat", "q_local", "q_warm")
+_LOCAL_TENSORS = ("memory", "p_hat", "q_local", "q_warm", "p_local")
+_LOCAL_VALUES = ("sent_p", "grad_scale")
+# None where the options do without.
+_OPTIONAL = {"memory", "p_local", "p"}
 
 
 def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
@@ -31,11 +34,11 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
         {name: {"residual", "q"}} of every parameter that is compressed. ``residual`` has the
         parameter's shape and the units of the averaged gradient at ``grad_scale``; it is the mean
         over ranks, which is what the sum of all future outputs still owes. ``q`` is [r, m], the
-        parameter seen as n x m.
+        parameter seen as n x m. In the alternating mode, where Q is sent next, ``p`` is [n, r].
 
         With ``per_rank``, ``rank`` and ``world_size`` as well; ``parameters`` then holds this
-        rank's [n, m] ``memory``, [n, r] ``p_hat``, [r, m] ``q_local`` and ``q_warm``, and
-        ``grad_scale``, of the same parameters.
+        rank's [n, m] ``memory``, [n, r] ``p_hat``, [r, m] ``q_local`` and ``q_warm``, [n, r]
+        ``p_local`` (alternating), ``sent_p`` and ``grad_scale``, of the same parameters.
 
         Of an FSDP2 module the parameters are this rank's shards, padded as FSDP2 pads them, the
         ranks those that have the same ``shard``, [which, of how many], which is named as well.
@@ -55,7 +58,7 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
         state["parameters"] = {local.name: _of_local(local) for local in model.export_local()}
     else:
         state["parameters"] = {
-            parameter.name: {"residual": parameter.residual, "q": parameter.q}
+            parameter.name: _of_mean(parameter)
             for parameter in model.export_state()
             if parameter.residual is not None
         }
@@ -152,34 +155,42 @@ def _agree(group: dist.ProcessGroup, error: str, key: tuple[bool, int] | None) -
             )
 
 
+def _of_mean(parameter: _C.ParameterExport) -> dict[str, Any]:
+    saved = {"residual": parameter.residual, "q": parameter.q}
+    return saved if parameter.p is None else {**saved, "p": parameter.p}
+
+
 def _of_local(local: _C.LocalExport) -> dict[str, Any]:
-    tensors = {field: getattr(local, field) for field in _LOCAL_TENSORS}
-    return {**tensors, "grad_scale": local.grad_scale}
+    return {field: getattr(local, field) for field in (*_LOCAL_TENSORS, *_LOCAL_VALUES)}
 
 
 def _to_local(name: str, saved: dict[str, Any]) -> _C.LocalExport:
-    _check_fields(name, saved, {*_LOCAL_TENSORS, "grad_scale"})
+    _check_fields(name, saved, {*_LOCAL_TENSORS, *_LOCAL_VALUES})
     local = _C.LocalExport()
     local.name = name
-    for field in (*_LOCAL_TENSORS, "grad_scale"):
-        if saved[field] is not None:  # memory, without error feedback
+    for field in (*_LOCAL_TENSORS, *_LOCAL_VALUES):
+        if saved[field] is not None:
             setattr(local, field, saved[field])
     return local
 
 
 def _to_mean(name: str, saved: dict[str, Any]) -> _C.ParameterExport:
-    _check_fields(name, saved, {"residual", "q"})
+    _check_fields(name, saved, {"residual", "q", *(saved.keys() & {"p"})})
     parameter = _C.ParameterExport()
     parameter.name, parameter.residual, parameter.q = name, saved["residual"], saved["q"]
+    if saved.get("p") is not None:
+        parameter.p = saved["p"]
     return parameter
 
 
 def _check_fields(name: str, saved: dict[str, Any], fields: set[str]) -> None:
     if not fields <= saved.keys():
         raise ValueError(f"the checkpoint's {name!r} must have {', '.join(sorted(fields))}")
-    for field in fields - {"grad_scale"}:
+    for field in fields.difference(_LOCAL_VALUES):
         value = saved[field]
-        if not isinstance(value, torch.Tensor) and (field, value) != ("memory", None):
+        if value is None and field in _OPTIONAL:
+            continue
+        if not isinstance(value, torch.Tensor):
             raise ValueError(
                 f"{field} of the checkpoint's {name!r} must be a tensor, got {type(value).__name__}"
             )

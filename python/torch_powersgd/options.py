@@ -48,7 +48,9 @@ class Options:
             float64 gradients.
         residual_dtype: the dtype of the error feedback's memory: float32, bfloat16 or float16.
             float64 gradients keep a float64 memory.
-        alternating: reserved for a later version; False.
+        alternating: send P and Q in turns, one per step: half the bytes, one collective instead of
+            two, and a slower approximation. Needs warm_start. Attached models only: what has no
+            name is compressed in the plain mode.
         check_every: steps between two comparisons of the ranks' factors, which must be equal bit
             for bit: where they are not, a warning says which parameter and ranks, rank 0's are
             taken and ``stats()["differences"]`` counts it. 0: never.

@@ -74,6 +74,36 @@ class PowerSGD:
         return sum(self.residuals()) / self._world_size
 
 
+class AlternatingPowerSGD:
+    """The same for the mode that sends P and Q in turns, P first.
+
+    Args:
+        start: [m, r], whose columns span what the first step projects onto.
+    """
+
+    def __init__(self, world_size: int, start: np.ndarray) -> None:
+        self._q = np.linalg.qr(np.asarray(start, dtype=np.float64))[0]
+        self._p: np.ndarray | None = None  # None: P is sent next
+        self._residuals: list[np.ndarray | float] = [0.0] * world_size
+
+    def step(self, gradients: Sequence[np.ndarray]) -> np.ndarray:
+        """The average that every rank gets for these gradients, one per rank, each [n, m]."""
+        m = [np.float64(g) + e for g, e in zip(gradients, self._residuals, strict=True)]
+        if self._p is None:
+            sent = [m_of_rank @ self._q for m_of_rank in m]
+            outputs = [p @ self._q.T for p in sent]
+            self._p = np.linalg.qr(sum(sent))[0]
+        else:
+            sent = [m_of_rank.T @ self._p for m_of_rank in m]
+            outputs = [self._p @ q.T for q in sent]
+            self._q, self._p = np.linalg.qr(sum(sent))[0], None
+        self._residuals = [a - b for a, b in zip(m, outputs, strict=True)]
+        return sum(outputs) / len(outputs)
+
+    def mean_residual(self) -> np.ndarray:
+        return sum(self._residuals) / len(self._residuals)
+
+
 def as_matrix(tensor: np.ndarray) -> np.ndarray:
-    """A contiguous weight as compression sees it: shape[0] x the rest."""
-    return tensor.reshape(tensor.shape[0], -1)
+    """A contiguous weight as compression sees it: shape[0] x the rest, a vector as one row."""
+    return tensor.reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)

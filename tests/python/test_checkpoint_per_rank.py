@@ -30,6 +30,7 @@ VARIANTS = {
     "no-feedback": {"use_error_feedback": False},
     "half-residual": {"residual_dtype": torch.bfloat16},
     "cold": {"warm_start": False},
+    "alternating": {"alternating": True},
 }
 SAVED, ENDED = 4, 8  # steps
 

@@ -43,12 +43,12 @@ def _errors(ledger, ddp):
     return {name: found[name] for name in MATRICES}
 
 
-def with_scaler(rank, bad, attached_with_scaler, device="cpu"):
+def with_scaler(rank, bad, attached_with_scaler, device="cpu", options=OPTIONS):
     """Eight steps, of which `bad`: {step: (name, rank)} are not finite there."""
-    ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4, device=device)
+    ddp = make_attached(SHAPES, options, bucket_cap_mb=1e-4, device=device)
     tp.detach(ddp)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**8, growth_interval=2)
-    tp.attach(ddp, OPTIONS, scaler=scaler if attached_with_scaler else None)
+    tp.attach(ddp, options, scaler=scaler if attached_with_scaler else None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     ledger, scales = Ledger(), []
     for i in range(8):

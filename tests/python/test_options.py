@@ -41,7 +41,7 @@ VALUES = {
         [torch.float64, torch.int32, torch.complex64, "int8", 3],
     ),
     "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int8", None, 3]),
-    "alternating": (False, "false", [True, "no", None]),
+    "alternating": (True, "true", ["no", None]),
     "check_every": (50, "50", [-1, 1.5, "often", None]),
 }
 BAD = [(name, value) for name, (_, _, bad) in VALUES.items() for value in bad]
@@ -183,7 +183,7 @@ def test_environment_variable(name, monkeypatch):
         ("inner", ""),
         ("wire_dtype", "int8"),
         ("residual_dtype", "none"),
-        ("alternating", "true"),
+        ("alternating", "maybe"),
         ("check_every", "-1"),
     ],
 )

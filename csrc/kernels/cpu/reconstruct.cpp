@@ -44,7 +44,7 @@ void update_warm_start(Isa isa, const Bucket& bucket, const ParallelFor& paralle
     const Matrix& matrix = bucket.matrices[tile.item];
     const int64_t offset = tile.row_begin * matrix.cols;
     const double norm = std::sqrt(*slot_pointer<double>(bucket, tile.slot));
-    if (norm == 0) return;
+    if (norm == 0 || matrix.q_warm == nullptr) return;
     run_on(isa, ScaleRow<F>{elements<F>(bucket.q_payload, matrix.q_offset) + offset, matrix.cols,
                             1 / norm, static_cast<F*>(matrix.q_warm) + offset});
   });

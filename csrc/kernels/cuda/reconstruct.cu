@@ -50,12 +50,14 @@ template <typename F>
 __device__ void update_factor_row(const Bucket& bucket, const Matrix& matrix, int64_t k,
                                   bool skip) {
   const F* q = factor_pointer<F>(bucket.q_payload, matrix.q_offset) + k * matrix.cols;
-  F* q_warm = static_cast<F*>(matrix.q_warm) + k * matrix.cols;
   if (skip) {
+    if (matrix.q_local == nullptr) return;
     F* q_local = static_cast<F*>(matrix.q_local) + k * matrix.cols;
     for (int64_t col = threadIdx.x; col < matrix.cols; col += kThreads) q_local[col] = 0;
     return;
   }
+  if (matrix.q_warm == nullptr) return;
+  F* q_warm = static_cast<F*>(matrix.q_warm) + k * matrix.cols;
   double squares = 0;
   for (int64_t col = threadIdx.x; col < matrix.cols; col += kThreads) {
     const double value = q[col];

@@ -25,7 +25,7 @@ class OneRank {
       states.push_back(std::make_shared<ParameterState>());
       states.back()->stream = i;
     }
-    compressor = std::make_unique<BucketCompressor>(plan, states, options, type, at::kCPU);
+    compressor = make_compressor(plan, states, options, type, at::kCPU);
   }
 
   // Returns the output.
@@ -115,12 +115,12 @@ TEST(Compressor, ABucketThatIsRebuiltKeepsItsResiduals) {
   const at::Tensor before = residual(*rank.states[1]).clone();
   // The second matrix alone, as another layout would have it.
   const BucketPlan plan = plan_bucket({{{40, 24}, {}}}, options);
-  BucketCompressor rebuilt(plan, {rank.states[1]}, options, at::kFloat, at::kCPU);
+  const auto rebuilt = make_compressor(plan, {rank.states[1]}, options, at::kFloat, at::kCPU);
   at::Tensor out = at::full({40 * 24}, 1e-20);  // not zero: a parameter out of use is not sent
-  rebuilt.project(out, {1, 1, 1});
-  rebuilt.orthogonalize();
-  rebuilt.back_project();
-  rebuilt.reconstruct();
+  rebuilt->project(out, {1, 1, 1});
+  rebuilt->orthogonalize();
+  rebuilt->back_project();
+  rebuilt->reconstruct();
   const at::Tensor left = out.view({40, 24}).to(at::kDouble) + residual(*rank.states[1]);
   EXPECT_LT(relative(left, before), 1e-5);
 }

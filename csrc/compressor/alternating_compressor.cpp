@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "compressor/alternating_compressor.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "compressor/stages.h"
+#include "compressor/tables.h"
+
+namespace powersgd {
+namespace {
+
+// The places of `like` in a payload, in its sizes.
+std::vector<at::Tensor> parts_of(const at::Tensor& payload, const std::vector<int64_t>& offsets,
+                                 const std::vector<at::Tensor>& like) {
+  std::vector<at::Tensor> parts;
+  for (size_t i = 0; i < like.size(); ++i) {
+    parts.push_back(payload.narrow(0, offsets[i], like[i].numel()).view(like[i].sizes()));
+  }
+  return parts;
+}
+
+// 0 where the tensor's element of `mask` says so.
+void clear(const std::vector<at::Tensor>& tensors, const at::Tensor& mask) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    tensors[i].masked_fill_(mask[static_cast<int64_t>(i)], 0);
+  }
+}
+
+void replace(const std::vector<at::Tensor>& tensors, const at::Tensor& mask,
+             const std::vector<at::Tensor>& by) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    tensors[i].copy_(at::where(mask[static_cast<int64_t>(i)], by[i], tensors[i]));
+  }
+}
+
+}  // namespace
+
+void AlternatingCompressor::prepare() {
+  for (const ParameterStatePtr& state : states_) {
+    p_hat_.push_back(state->p_hat);
+    q_warm_.push_back(state->q_warm);
+    p_local_.push_back(state->p_local);
+    q_local_.push_back(state->q_local);
+  }
+  make_payloads();
+  bucket_.p_payload = p_payload_.data_ptr();
+  bucket_.q_payload = q_payload_.data_ptr();
+  owned_ = set_tables(bucket_, stages_, matrix_table(), raw_table(), device_);
+  for (size_t view = 0; view < kViews; ++view) {
+    tables_[view] = upload_matrices(table_of(static_cast<View>(view)), device_);
+  }
+  make_transposed();
+}
+
+void AlternatingCompressor::make_payloads() {
+  const int64_t room = std::max(plan_.raw_offset(), plan_.q_numel);
+  const int64_t tail = plan_.p_numel - plan_.raw_offset();
+  const int64_t raw = plan_.counts_offset() - plan_.raw_offset();
+  payload_ = at::zeros({room + tail}, factor_options());
+  p_payload_ = payload_.narrow(0, room - plan_.raw_offset(), plan_.p_numel);
+  q_payload_ = payload_.narrow(0, room - plan_.q_numel, plan_.q_numel + tail);
+  p_wire_ = WirePayload(p_payload_, wire_type(), plan_.counts_offset());
+  q_wire_ = WirePayload(q_payload_, wire_type(), plan_.q_numel + raw);
+  if (p_wire_.rounds()) keep_rounding_of(payload_.narrow(0, room, raw));
+  fixed_q_ = at::zeros({plan_.q_numel}, factor_options());
+  std::vector<int64_t> p_offsets, q_offsets;
+  for (const PlannedMatrix& matrix : plan_.matrices) {
+    p_offsets.push_back(matrix.p_offset);
+    q_offsets.push_back(matrix.q_offset);
+  }
+  p_sent_ = parts_of(p_payload_, p_offsets, p_hat_);
+  q_sent_ = parts_of(q_payload_, q_offsets, q_warm_);
+  fixed_q_parts_ = parts_of(fixed_q_, q_offsets, q_warm_);
+}
+
+// orthogonalize takes [rows, rank]: the columns of Q are the rows of a bucket of its own.
+void AlternatingCompressor::make_transposed() {
+  transposed_payload_ = at::zeros({plan_.q_numel + 1}, factor_options());
+  transposed_hat_ = at::zeros({plan_.q_numel}, factor_options());
+  transposed_ = bucket_;
+  transposed_.p_payload = transposed_payload_.data_ptr();
+  transposed_.p_numel = transposed_payload_.numel();
+  std::vector<kernels::Matrix> table = matrix_table();
+  for (size_t i = 0; i < table.size(); ++i) {
+    kernels::Matrix& matrix = table[i];
+    const int64_t offset = matrix.q_offset;
+    const int64_t numel = matrix.rank * matrix.cols;
+    const auto columns = [&](const at::Tensor& flat) {
+      return flat.narrow(0, offset, numel).view({matrix.cols, matrix.rank}).t();
+    };
+    q_columns_.push_back(columns(transposed_payload_));
+    q_hat_columns_.push_back(columns(transposed_hat_));
+    matrix.rows = matrix.cols;
+    matrix.p_offset = offset;
+    matrix.p_hat = q_hat_columns_.back().data_ptr();
+    matrix.active_offset = -1;
+  }
+  transposed_owned_ = set_tables(transposed_, stages_, table, {}, device_);
+}
+
+std::vector<kernels::Matrix> AlternatingCompressor::table_of(View view) const {
+  std::vector<kernels::Matrix> table = matrix_table();
+  for (size_t i = 0; i < table.size(); ++i) {
+    kernels::Matrix& matrix = table[i];
+    switch (view) {
+      case kAfterP:
+        matrix.p_hat = p_local_[i].data_ptr();
+        matrix.q_local = q_warm_[i].data_ptr();
+        break;
+      case kBackProject:
+        // This rank does not know yet whether others use the matrix.
+        matrix.active_offset = -1;
+        break;
+      case kReconstructP:
+        matrix.p_hat = p_sent_[i].data_ptr();
+        matrix.q_local = nullptr;
+        matrix.q_warm = nullptr;
+        break;
+      case kReconstructQ:
+        matrix.q_warm = nullptr;
+        break;
+      default:
+        break;
+    }
+  }
+  return table;
+}
+
+kernels::Bucket AlternatingCompressor::seen(View view) const {
+  kernels::Bucket bucket = bucket_;
+  bucket.matrices = static_cast<const kernels::Matrix*>(tables_[view].data_ptr());
+  if (view == kReconstructP) bucket.q_payload = fixed_q_.data_ptr();
+  return bucket;
+}
+
+at::Tensor& AlternatingCompressor::project_gradient(const at::Tensor& gradient, const StepInfo&) {
+  settle_if_mixed();
+  if (sends_q_) {
+    project_memory(seen(kAfterP), gradient);
+    return payload_;  // back_project has what is sent
+  }
+  project_memory(seen(kAfterQ), gradient);
+  at::Tensor& packed = pack(p_wire_);
+  at::_foreach_copy_(p_local_, p_sent_);
+  for (const ParameterStatePtr& state : states_) state->sent_p = true;
+  return packed;
+}
+
+// A parameter that has come from another bucket, or was loaded, may be due for the other factor. All
+// then send P, which needs nothing but Q.
+void AlternatingCompressor::settle_if_mixed() {
+  const auto sent_p = [](const ParameterStatePtr& state) { return state->sent_p; };
+  sends_q_ = std::all_of(states_.begin(), states_.end(), sent_p);
+  if (sends_q_) return;
+  for (const ParameterStatePtr& state : states_) {
+    if (!state->sent_p) continue;
+    set_residual(*state, residual(*state));
+    state->sent_p = false;
+    state->q_local.zero_();
+  }
+}
+
+at::Tensor& AlternatingCompressor::back_project() {
+  verdict_.narrow(0, 0, 1).zero_();  // it is the last step's
+  stages_.back_project(seen(kBackProject));
+  at::Tensor& packed = pack(q_wire_);
+  if (q_wire_.rounds()) at::_foreach_copy_(q_local_, q_sent_);
+  for (const ParameterStatePtr& state : states_) state->sent_p = false;
+  return packed;
+}
+
+void AlternatingCompressor::orthogonalize() {
+  if (sends_q_) {
+    q_wire_.unpack();
+    orthogonalize_q();
+  } else {
+    p_wire_.unpack();
+    orthogonalize_p();
+  }
+}
+
+// A matrix that is out of use keeps its factors: an orthonormal one is made orthonormal again, by
+// which it stays what it is but for a rounding.
+void AlternatingCompressor::orthogonalize_p() {
+  const at::Tensor unused = out_of_use();
+  if (unused.defined()) replace(p_sent_, unused, p_hat_);
+  stages_.orthogonalize(seen(kAfterQ));
+  const at::Tensor skipped = verdict_[0].ne(0);
+  if (unused.defined()) {
+    clear(p_sent_, unused);
+    clear(p_local_, unused.logical_or(skipped));
+  } else if (!skipped.is_cpu() || skipped.item<bool>()) {
+    clear(p_local_, skipped.expand({static_cast<int64_t>(p_local_.size())}));
+  }
+}
+
+void AlternatingCompressor::orthogonalize_q() {
+  const at::Tensor unused = out_of_use();
+  if (unused.defined()) replace(q_sent_, unused, q_warm_);
+  at::_foreach_copy_(q_columns_, q_sent_);
+  at::_foreach_copy_(q_hat_columns_, q_warm_);  // which it stays if the step is skipped
+  transposed_payload_.narrow(0, plan_.q_numel, 1)
+      .copy_(p_payload_.narrow(0, plan_.p_numel - 1, 1));
+  transposed_.step = bucket_.step;
+  stages_.orthogonalize(transposed_);
+  at::_foreach_copy_(q_warm_, q_hat_columns_);
+  if (!unused.defined()) return;
+  clear(q_sent_, unused);
+  clear(q_local_, unused);
+}
+
+// Undefined where the host can tell at once that there is none.
+at::Tensor AlternatingCompressor::out_of_use() const {
+  const auto matrices = static_cast<int64_t>(states_.size());
+  const at::Tensor unused = p_payload_.narrow(0, plan_.counts_offset(), matrices).eq(0);
+  if (unused.is_cpu() && !unused.any().item<bool>()) return {};
+  return unused;
+}
+
+void AlternatingCompressor::reconstruct_gradient() {
+  if (sends_q_) {
+    stages_.reconstruct(seen(kReconstructQ));
+  } else {
+    at::_foreach_copy_(fixed_q_parts_, q_warm_);
+    stages_.reconstruct(seen(kReconstructP));
+  }
+}
+
+int64_t AlternatingCompressor::payload_bytes() const {
+  const int64_t q_numel = plan_.q_numel + plan_.p_numel - plan_.raw_offset();
+  return (sends_q_ ? q_numel : plan_.p_numel) *
+         static_cast<int64_t>(c10::elementSize(wire_type()));
+}
+
+}  // namespace powersgd

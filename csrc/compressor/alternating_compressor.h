@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "compressor/wire_payload.h"
+#include "powersgd/compressor.h"
+
+namespace powersgd {
+
+// A step sends one factor, P and Q in turns, each found against the other as it was after the last
+// step, orthonormalized (ACP-SGD: Zhang, Li, Shi, Chu, Zhang, Li, "Evaluation and Optimization of
+// Gradient Compression for Distributed Deep Learning", ICDCS 2023):
+//
+//   sends P: P = M Q^T, output P Q, E = M - p Q with this rank's own p, then p_hat = orth(P)
+//   sends Q: Q = p_hat^T M, output p_hat Q, E = M - p_hat q, then q_warm = orth(Q)
+//
+// It runs the stages of the plain mode over tables that give them other factors. A stage that would
+// need a kernel of its own (a factor of rows rather than columns, a matrix that is out of use) is
+// given copies of the factors: they are small.
+class AlternatingCompressor final : public BucketCompressor {
+ public:
+  using BucketCompressor::BucketCompressor;
+
+  void orthogonalize() override;
+  at::Tensor& back_project() override;
+  Factors sends() const override { return sends_q_ ? Factors::kQ : Factors::kP; }
+  int64_t payload_bytes() const override;
+
+ private:
+  // What the stages see of a matrix, by what they do.
+  enum View : size_t {
+    kAfterQ,        // project where the last factor sent was Q; orthogonalize P
+    kAfterP,        // project where it was P
+    kBackProject,   // writes Q
+    kReconstructP,  // from the reduced P
+    kReconstructQ,  // from the reduced Q
+    kViews
+  };
+
+  void prepare() override;
+  at::Tensor& project_gradient(const at::Tensor& gradient, const StepInfo& step) override;
+  void reconstruct_gradient() override;
+
+  void make_payloads();
+  void make_transposed();
+  std::vector<kernels::Matrix> table_of(View view) const;
+  kernels::Bucket seen(View view) const;
+  void settle_if_mixed();
+  void orthogonalize_p();
+  void orthogonalize_q();
+  // Of each matrix a bool element: no rank has a non-zero gradient of it.
+  at::Tensor out_of_use() const;
+
+  bool sends_q_ = false;
+  // [ room | the factor | raw segments | activities | non-finite count ]: the P payload and the Q
+  // payload are parts of it that end alike.
+  at::Tensor payload_, p_payload_, q_payload_;
+  at::Tensor fixed_q_;  // [ q_warm of each matrix ], as reconstruct wants it
+  WirePayload p_wire_, q_wire_;
+  std::array<at::Tensor, kViews> tables_;
+  std::vector<at::Tensor> owned_;  // tiles and workspace
+  // By matrix: parts of the payloads and of fixed_q_, and the states' factors.
+  std::vector<at::Tensor> p_sent_, q_sent_, fixed_q_parts_, p_hat_, q_warm_, p_local_, q_local_;
+
+  // orthogonalize of Q, as of a bucket of its transposed matrices.
+  kernels::Bucket transposed_{};
+  std::vector<at::Tensor> transposed_owned_;
+  at::Tensor transposed_payload_, transposed_hat_;
+  std::vector<at::Tensor> q_columns_, q_hat_columns_;  // by matrix, as [rank, cols] views
+};
+
+}  // namespace powersgd
