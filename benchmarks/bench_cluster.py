@@ -10,7 +10,7 @@ it needs root, ip and tc (iproute2). On a GPU the ranks share it through an MPS 
 and talk over NCCL's sockets. Every method has ranks of its own, freshly started for each setting.
 They take turns of a few steps, in an order that rotates, and sleep meanwhile; what is compared is
 from the same round of turns. All is removed at the end, however it comes; what a killed run left,
-when the next one starts.
+when the next one starts. Before the turns, torch_powersgd advise predicts what they will show.
 
 The loss is from longer runs on unshaped links, on the same text for every method. The bytes are the
 interface's count, which knows large segments before they are cut: a few per cent of headers less
@@ -169,6 +169,14 @@ class Bench:
                     for method in self.methods
                 }
                 setting = self._setting(model, ranks, rate, learned)
+                setting["predicted_ms"] = launch.predict(
+                    cluster,
+                    self.variables,
+                    limit,
+                    model=model,
+                    device=self.arguments.device,
+                    approximation=self.arguments.rank,
+                )
                 self._play(players, setting, learned)
 
     def _ranks(self, cluster: hosts.Hosts, limit: float, model: str, method: str) -> launch.Ranks:
@@ -231,6 +239,9 @@ class Bench:
                 if number == 0 or run.failures:
                     _tell(where, method, run)
             compared = figures.compare(rounds, learned, setting["loss"])
+            for method, milliseconds in setting["predicted_ms"].items():
+                if method in compared:
+                    compared[method]["predicted_ms"] = milliseconds
             setting["methods"] = {m: compared[m] for m in self.methods if m in compared}
             self._write()
 

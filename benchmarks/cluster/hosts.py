@@ -179,6 +179,11 @@ class Hosts:
     def __len__(self) -> int:
         return len(self._names)
 
+    @property
+    def names(self) -> list[str]:
+        """Of the network namespaces."""
+        return list(self._names)
+
     def start(
         self, host: int, command: Sequence[str], env: Mapping[str, str], **popen: Any
     ) -> subprocess.Popen[Any]:

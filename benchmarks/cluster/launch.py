@@ -63,6 +63,29 @@ def environment(rank: int, variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def predict(
+    cluster: hosts.Hosts, variables: Mapping[str, str], limit: float, **job: Any
+) -> dict[str, float]:
+    """What torch_powersgd advise predicts on these hosts: milliseconds, by method; {} if it fails."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{hosts.owner()}-"))
+    processes = []
+    try:
+        for rank in range(len(cluster)):
+            fields = {"rank": rank, "world": len(cluster), "store": str(folder / "store")}
+            this = Job(**fields, timeout=START_SECONDS, method="advise", **job)
+            command = this.command(folder / f"results{rank}", "cluster.predict")
+            env = environment(rank, variables)
+            processes.append(cluster.start(rank, command, env, cwd=_BENCHMARKS))
+        for process in processes:
+            process.wait(START_SECONDS + limit)
+        return dict(json.loads((folder / "results0").read_text()))
+    except (subprocess.TimeoutExpired, FileNotFoundError):
+        return {}
+    finally:
+        cluster.kill(processes)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 class Failed(Exception):
     """Says why ranks did not get through a turn."""
 

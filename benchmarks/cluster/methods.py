@@ -84,6 +84,7 @@ class Method:
     options: Callable[[int, int], tp.Options] | None = None  # the process group's; rank, seed
     lacks: Callable[[], str] = lambda: ""  # why it cannot run here
     devices: Sequence[str] = ("cpu", "cuda")  # where it runs when no methods are named
+    attached: bool = False  # this project's, layer by layer
 
 
 def _parallel(model: nn.Module, rank: int, seed: int) -> Trainee:
@@ -139,7 +140,14 @@ def _attached(title: str, **fields: Any) -> Method:
             return str(error)
         return ""
 
-    return Method(title, POWERSGD, make, lambda rank, seed: _options(rank, seed, **fields), lacks)
+    return Method(
+        title,
+        POWERSGD,
+        make,
+        lambda rank, seed: _options(rank, seed, **fields),
+        lacks,
+        attached=True,
+    )
 
 
 def _author_lacks() -> str:

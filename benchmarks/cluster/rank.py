@@ -29,9 +29,8 @@ class Job:
     store: str  # a file that the ranks meet in
     timeout: float  # seconds, of a collective operation
 
-    def command(self, results: Path) -> list[str]:
-        job = json.dumps(asdict(self))
-        return [sys.executable, "-m", "cluster.rank", job, str(results)]
+    def command(self, results: Path, module: str = "cluster.rank") -> list[str]:
+        return [sys.executable, "-m", module, json.dumps(asdict(self)), str(results)]
 
 
 def _train(job: Job, commands: TextIO, results: TextIO) -> None:

@@ -86,9 +86,8 @@ AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
     for (const PlannedMatrix& matrix : plan.matrices) {
       states.push_back(states_[parameters[static_cast<size_t>(matrix.parameter)]]);
     }
-    made.compressor =
-        make_compressor(std::move(plan), std::move(states), options_, buffer.scalar_type(),
-                        buffer.device(), skips_);
+    made.compressor = make_compressor(std::move(plan), std::move(states), options_,
+                                      buffer.scalar_type(), buffer.device(), skips_);
   }
   made.parameters = parameters;
   return made;
@@ -118,14 +117,14 @@ void AttachedModel::announce() const {
   const int64_t factors = whole.raw_offset() + whole.q_numel;
   const int64_t sent =
       (options_.alternating ? factors / 2 : factors) + whole.p_numel - whole.raw_offset();
-  backend_->log(LogLevel::kInfo,
-                c10::str("compression starts at step ", step_, ": rank ",
-                         options_.matrix_approximation_rank, ", ", whole.matrices.size(), " of ",
-                         shapes.size(), " parameters as low-rank factors, ", whole.gradient_numel,
-                         " elements a step sent as ", sent,
-                         options_.alternating ? ", P and Q in turns" : "", ", error feedback ",
-                         options_.use_error_feedback ? "on" : "off", ", warm start ",
-                         options_.warm_start ? "on" : "off"));
+  backend_->log(
+      LogLevel::kInfo,
+      c10::str("compression starts at step ", step_, ": rank ", options_.matrix_approximation_rank,
+               ", ", whole.matrices.size(), " of ", shapes.size(),
+               " parameters as low-rank factors, ", whole.gradient_numel,
+               " elements a step sent as ", sent, options_.alternating ? ", P and Q in turns" : "",
+               ", error feedback ", options_.use_error_feedback ? "on" : "off", ", warm start ",
+               options_.warm_start ? "on" : "off"));
 }
 
 void AttachedModel::end_step() {

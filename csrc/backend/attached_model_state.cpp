@@ -103,8 +103,8 @@ void AttachedModel::check_parameter(const ParameterExport& saved) const {
                     "' must have the shape [rank, ", shape.cols, "], got ", saved.q.sizes());
   TORCH_CHECK_VALUE(!saved.p.defined() || (saved.p.dim() == 2 && saved.p.size(0) == shape.rows &&
                                            saved.p.size(1) == saved.q.size(0)),
-                    "p of '", saved.name, "' must have the shape [", shape.rows,
-                    ", rank], got ", saved.p.sizes());
+                    "p of '", saved.name, "' must have the shape [", shape.rows, ", rank], got ",
+                    saved.p.sizes());
 }
 
 bool AttachedModel::is_compressed(const at::Tensor& parameter) const {

@@ -46,17 +46,17 @@ Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const a
         run(Stage::kBackProject, [&]() -> at::Tensor& { return compressor->back_project(); });
     run(Stage::kReduceQ, [&] { lane.allreduce(q); });
   };
-  job.first = or_rollback([compressor, gradient, step, run, stats,
-                           back_project_and_reduce](Lane& lane) {
-    at::Tensor& p =
-        run(Stage::kProject, [&]() -> at::Tensor& { return compressor->project(gradient, step); });
-    stats->add_compressed(compressor->gradient_bytes(), compressor->payload_bytes());
-    if (compressor->sends() == Factors::kQ) {
-      back_project_and_reduce(lane);
-    } else {
-      run(Stage::kReduceP, [&] { lane.allreduce(p); });
-    }
-  });
+  job.first =
+      or_rollback([compressor, gradient, step, run, stats, back_project_and_reduce](Lane& lane) {
+        at::Tensor& p = run(Stage::kProject,
+                            [&]() -> at::Tensor& { return compressor->project(gradient, step); });
+        stats->add_compressed(compressor->gradient_bytes(), compressor->payload_bytes());
+        if (compressor->sends() == Factors::kQ) {
+          back_project_and_reduce(lane);
+        } else {
+          run(Stage::kReduceP, [&] { lane.allreduce(p); });
+        }
+      });
   job.second = or_rollback([compressor, run, back_project_and_reduce](Lane& lane) {
     run(Stage::kOrthogonalize, [&] { compressor->orthogonalize(); });
     if (compressor->sends() == Factors::kPAndQ) back_project_and_reduce(lane);

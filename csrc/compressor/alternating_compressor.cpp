@@ -201,8 +201,7 @@ void AlternatingCompressor::orthogonalize_q() {
   if (unused.defined()) replace(q_sent_, unused, q_warm_);
   at::_foreach_copy_(q_columns_, q_sent_);
   at::_foreach_copy_(q_hat_columns_, q_warm_);  // which it stays if the step is skipped
-  transposed_payload_.narrow(0, plan_.q_numel, 1)
-      .copy_(p_payload_.narrow(0, plan_.p_numel - 1, 1));
+  transposed_payload_.narrow(0, plan_.q_numel, 1).copy_(p_payload_.narrow(0, plan_.p_numel - 1, 1));
   transposed_.step = bucket_.step;
   stages_.orthogonalize(transposed_);
   at::_foreach_copy_(q_warm_, q_hat_columns_);
@@ -230,8 +229,7 @@ void AlternatingCompressor::reconstruct_gradient() {
 
 int64_t AlternatingCompressor::payload_bytes() const {
   const int64_t q_numel = plan_.q_numel + plan_.p_numel - plan_.raw_offset();
-  return (sends_q_ ? q_numel : plan_.p_numel) *
-         static_cast<int64_t>(c10::elementSize(wire_type()));
+  return (sends_q_ ? q_numel : plan_.p_numel) * static_cast<int64_t>(c10::elementSize(wire_type()));
 }
 
 }  // namespace powersgd

@@ -17,7 +17,8 @@ void PlainCompressor::prepare() {
   p_wire_ = WirePayload(p_payload, wire_type(), plan_.counts_offset());
   q_wire_ = WirePayload(q_payload, wire_type(), plan_.q_numel);
   if (!p_wire_.rounds()) return;
-  keep_rounding_of(p_payload.narrow(0, plan_.raw_offset(), plan_.counts_offset() - plan_.raw_offset()));
+  keep_rounding_of(
+      p_payload.narrow(0, plan_.raw_offset(), plan_.counts_offset() - plan_.raw_offset()));
   for (size_t i = 0; i < states_.size(); ++i) {
     const at::Tensor& q = states_[i]->q_local;
     q_local_.push_back(q);

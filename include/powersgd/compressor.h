@@ -42,11 +42,11 @@ struct ParameterState {
   uint64_t last_job = 0;   // the last job of its engine that was submitted with it
   MatrixShape shape;
   int64_t rank = 0;
-  at::Tensor memory;   // [rows, cols] residual dtype; undefined without error feedback
-  at::Tensor p_hat;    // [rows, rank] factor dtype
-  at::Tensor q_local;  // [rank, cols] factor dtype
-  at::Tensor q_warm;   // [rank, cols] factor dtype; alternating: rows are orthonormal
-  at::Tensor p_local;  // [rows, rank] factor dtype: this rank's P; undefined if not alternating
+  at::Tensor memory;    // [rows, cols] residual dtype; undefined without error feedback
+  at::Tensor p_hat;     // [rows, rank] factor dtype
+  at::Tensor q_local;   // [rank, cols] factor dtype
+  at::Tensor q_warm;    // [rank, cols] factor dtype; alternating: rows are orthonormal
+  at::Tensor p_local;   // [rows, rank] factor dtype: this rank's P; undefined if not alternating
   bool sent_p = false;  // alternating: the last factor sent is P, the next is Q
   std::shared_ptr<ParameterState> shares_q_of;  // whose q_warm this one uses; null: its own
 
@@ -179,7 +179,7 @@ class BucketCompressor {
 
   const std::shared_ptr<SkipCounter> skips_;
   bool prepared_ = false;
-  at::Tensor gradient_;  // of the step in progress
+  at::Tensor gradient_;            // of the step in progress
   at::Tensor raw_, raw_residual_;  // what the wire has rounded off of raw_; undefined: nothing
 };
 

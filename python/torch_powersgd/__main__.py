@@ -32,6 +32,13 @@ def _make_model(path: str) -> torch.nn.Module:
     return model
 
 
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise argparse.ArgumentTypeError(f"the name of a dtype of torch, got {name!r}")
+    return dtype
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m torch_powersgd")
     commands = parser.add_subparsers(required=True, dest="command")
@@ -47,24 +54,29 @@ def _parser() -> argparse.ArgumentParser:
             "model", metavar="MODULE:FACTORY", help="a callable that returns the model"
         )
         command.add_argument("--min-compression-rate", type=float, default=2)
+    advise.add_argument("--wire-dtype", type=_dtype, help="float32, bfloat16 or float16")
+    advise.add_argument("--alternating", action="store_true", help="P and Q in turns")
     return parser
 
 
 def main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
-    ranks = [arguments.rank] if arguments.command == "plan" else arguments.ranks
+    is_plan = arguments.command == "plan"
+    ranks = [arguments.rank] if is_plan else arguments.ranks
     try:
         options = [
             Options(
                 matrix_approximation_rank=rank,
                 min_compression_rate=arguments.min_compression_rate,
                 start_powerSGD_iter=0,
+                wire_dtype=None if is_plan else arguments.wire_dtype,
+                alternating=not is_plan and arguments.alternating,
             )
             for rank in ranks
         ]
         model = _make_model(arguments.model)
-        if arguments.command == "plan":
+        if is_plan:
             print_plan(model, options[0])
         else:
             print_advice(model, options, arguments.device)

@@ -3,7 +3,8 @@
 
 The model of a step: DDP's buckets one after the other, none of it hidden behind backward. A whole
 bucket takes latency + bytes / bandwidth; a compressed one its stages and two all-reduces, of the
-P and of the Q payload. All of these are measured, on the group and on this machine.
+P and of the Q payload, or in the alternating mode one. All of these are measured, on the group and
+on this machine.
 """
 
 from __future__ import annotations
@@ -85,9 +86,11 @@ def predict(layout: Layout, link: Link, options: Options, device: torch.device) 
             sent += size
             continue
         compressor = _C.BucketCompressor(shapes, core, torch.float32, str(device))
-        wire += 2 * link.latency + compressor.payload_bytes * link.per_byte
-        sent += compressor.payload_bytes
-        stages += _stage_seconds(compressor, device)
+        seconds, payload_bytes = _measure_stages(compressor, device)
+        all_reduces = 1 if options.alternating else 2
+        wire += all_reduces * link.latency + payload_bytes * link.per_byte
+        sent += payload_bytes
+        stages += seconds
     name = f"rank {options.matrix_approximation_rank}"
     return Prediction(name, sent, wire, _slowest(stages, device))
 
@@ -184,20 +187,32 @@ def _all_reduce_seconds(numel: int, device: torch.device) -> float:
     return _slowest(statistics.median(times[1:]), device)
 
 
-def _stage_seconds(compressor: _C.BucketCompressor, device: torch.device) -> float:
+def run_stages(compressor: _C.BucketCompressor, gradient: torch.Tensor, step: int) -> None:
+    """A step of one rank, in place."""
+    compressor.project(gradient, step)
+    if compressor.sends == "Q":
+        compressor.back_project()
+    compressor.orthogonalize()
+    if compressor.sends == "PQ":
+        compressor.back_project()
+    compressor.reconstruct()
+
+
+def _measure_stages(compressor: _C.BucketCompressor, device: torch.device) -> tuple[float, int]:
+    """Seconds and bytes of a step."""
     gradient = torch.randn(compressor.gradient_bytes // 4, device=device)
-    times = []
-    for step in range(REPEATS + 2):  # the first two allocate
+    times, sizes = [], []
+    for step in range(2 + 2 * REPEATS):  # the first two allocate
         source = gradient.clone()
         _synchronize(device)
         start = time.perf_counter()
-        compressor.project(source, step)
-        compressor.orthogonalize()
-        compressor.back_project()
-        compressor.reconstruct()
+        run_stages(compressor, source, step)
         _synchronize(device)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+        sizes.append(compressor.payload_bytes)
+    # Steps of either parity count alike: they differ in the alternating mode.
+    seconds = (statistics.median(times[2::2]) + statistics.median(times[3::2])) / 2
+    return seconds, (sizes[-1] + sizes[-2]) // 2
 
 
 def _slowest(seconds: float, device: torch.device) -> float:

@@ -164,7 +164,7 @@ def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(case):
 
 
 def _in_and_out_of_use(rank):
-    """"wide" is used by no rank, by one and by both."""
+    """ "wide" is used by no rank, by one and by both."""
     ddp = make_attached(SHAPES, OPTIONS, find_unused_parameters=True)
     ledger = Ledger()
     for i in range(STEPS):

@@ -94,9 +94,10 @@ TEST(Options, DTypes) {
             "residual_dtype must be float32, bfloat16 or float16 (float64 gradients keep a float64 "
             "residual), got float64");
   EXPECT_EQ(error_with([](Options& o) { o.residual_dtype = DType::kBFloat16; }), "no error");
-  EXPECT_EQ(error_with([](Options& o) { o.wire_dtype = DType::kFloat64; }),
-            "wire_dtype must be None, float32, bfloat16 or float16 (None sends float64 gradients in "
-            "float64), got float64");
+  EXPECT_EQ(
+      error_with([](Options& o) { o.wire_dtype = DType::kFloat64; }),
+      "wire_dtype must be None, float32, bfloat16 or float16 (None sends float64 gradients in "
+      "float64), got float64");
   for (const DType wire : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     EXPECT_EQ(error_with([wire](Options& o) { o.wire_dtype = wire; }), "no error");
   }

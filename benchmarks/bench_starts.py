@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Does every job get through its first steps on a slow network, and do all of them do the same?
+
+    python benchmarks/bench_starts.py --starts 200 --ranks 2 4
+
+Starts the same training over and over, between hosts that are network namespaces on shaped links
+(root, ip and tc are needed), with many small buckets, so that several are on their way at once. A
+start counts if all ranks end in time with equal parameters. In a program whose collectives come in a
+fixed order, all starts end with the same bits; where timing decides, ranks hang or abort.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cluster import hosts
+from provenance import processor, provenance
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd as tp
+
+LAYERS, WIDTH = 8, 512
+EXACT_STEPS = 2
+FIELDS: dict[str, Any] = {
+    "matrix_approximation_rank": 4,
+    "start_powerSGD_iter": EXACT_STEPS,
+}
+TIME_LIMIT = 20  # seconds of one start
+
+
+def _attached(ddp: DistributedDataParallel, **fields: Any) -> None:
+    tp.attach(ddp, tp.Options(**FIELDS, **fields))
+
+
+def _hooked(ddp: DistributedDataParallel) -> None:
+    state = powerSGD_hook.PowerSGDState(None, **FIELDS)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+METHODS: dict[str, tuple[str, str, Callable[[DistributedDataParallel], None]]] = {
+    "attached": ("ours, attached", "cpu:powersgd", _attached),
+    "alternating": (
+        "ours, alternating",
+        "cpu:powersgd",
+        lambda ddp: _attached(ddp, alternating=True),
+    ),
+    "hook": ("torch's PowerSGD hook", "gloo", _hooked),
+}
+
+
+def _enter(namespace: str) -> None:
+    """Moves this process, which has one thread yet, to the network namespace."""
+    new_network = 0x40000000  # CLONE_NEWNET
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{namespace}") as handle:
+        if libc.setns(handle.fileno(), new_network):
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
+
+
+def _rank(namespace: str, method: str, rank: int, world: int, steps: int, folder: str) -> None:
+    """One rank of one start; it writes a hash of the parameters that it ends with."""
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    with open(os.path.join(folder, f"log{rank}"), "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    _enter(namespace)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    _, backend, average = METHODS[method]
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(os.path.join(folder, "store"), world),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=TIME_LIMIT),
+    )
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+    average(ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
+        optimizer.step()
+    digest = hashlib.sha256()
+    for parameter in ddp.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    dist.barrier()
+    Path(folder, f"hash{rank}").write_text(digest.hexdigest())
+    dist.destroy_process_group()
+
+
+def _start(cluster: hosts.Hosts, method: str, steps: int) -> tuple[str, str]:
+    """How a start ended, and the hash that all its ranks ended with."""
+    folder = tempfile.mkdtemp(prefix=f"{hosts.owner()}-")
+    context = multiprocessing.get_context("forkserver")
+    world = len(cluster)
+    ranks = [
+        context.Process(target=_rank, args=(name, method, rank, world, steps, folder))
+        for rank, name in enumerate(cluster.names)
+    ]
+    try:
+        for rank in ranks:
+            rank.start()
+        deadline = time.monotonic() + TIME_LIMIT
+        # Once one has failed, the others wait for it in vain.
+        while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
+            if any(rank.exitcode for rank in ranks):
+                break
+            time.sleep(0.01)
+        codes = [rank.exitcode for rank in ranks]
+        if any(codes):
+            return "a rank failed", ""
+        if None in codes:
+            return "hung", ""
+        hashes = {Path(folder, f"hash{rank}").read_text() for rank in range(world)}
+        return ("finished", hashes.pop()) if len(hashes) == 1 else ("ranks differ", "")
+    finally:
+        for rank in ranks:
+            if rank.pid is not None:
+                rank.kill()
+                rank.join()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    from rich.progress import track
+
+    os.environ.update(
+        {hosts.MARK: hosts.owner(), "GLOO_SOCKET_IFNAME": hosts.INTERFACE, "OMP_NUM_THREADS": "1"}
+    )
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch_powersgd", "bench_starts"])
+    record: dict[str, Any] = {
+        **provenance(processor()),
+        "rate": arguments.rate,
+        "steps": arguments.steps,
+        "starts": arguments.starts,
+        "results": [],
+    }
+    for world in arguments.ranks:
+        for method in arguments.methods:
+            endings: Counter[str] = Counter()
+            hashes = set()
+            with hosts.Hosts(world, arguments.rate) as cluster:
+                for _ in track(range(arguments.starts), f"{METHODS[method][0]}, {world} ranks"):
+                    ending, digest = _start(cluster, method, arguments.steps)
+                    endings[ending] += 1
+                    hashes |= {digest} - {""}
+            record["results"].append(
+                {
+                    "method": METHODS[method][0],
+                    "ranks": world,
+                    "endings": dict(endings),
+                    "results": len(hashes),
+                }
+            )
+            if arguments.json:
+                arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def show(record: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    steps, rate = record["steps"], record["rate"]
+    table = Table(title=f"{record['starts']} starts of {steps} steps at {rate}")
+    for heading in ("", "ranks", "finished", "failed", "hung", "ranks differ", "different results"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for result in record["results"]:
+        ends = ("finished", "a rank failed", "hung", "ranks differ")
+        counts = (str(result["endings"].get(end, 0)) for end in ends)
+        table.add_row(result["method"], str(result["ranks"]), *counts, str(result["results"]))
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120  # rather than the 80 that rich takes
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--starts", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if lacks := hosts.missing():
+        sys.exit(f"bench_starts cannot run here; missing: {', '.join(lacks)}")
+    hosts.unwind_on_signals()
+    try:
+        hosts.sweep()
+        show(measure(arguments))
+    except hosts.ClusterError as error:
+        sys.exit(f"bench_starts: {error}")
+
+
+if __name__ == "__main__":
+    main()
