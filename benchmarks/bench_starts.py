@@ -5,8 +5,8 @@
 
 Starts the same training over and over, between hosts that are network namespaces on shaped links
 (root, ip and tc are needed), with many small buckets, so that several are on their way at once. A
-start counts if all ranks end in time with equal parameters. In a program whose collectives come in a
-fixed order, all starts end with the same bits; where timing decides, ranks hang or abort.
+start has finished if all ranks end in time with equal parameters. In a program whose collectives
+come in a fixed order, all starts end with the same bits; where timing decides, ranks hang or abort.
 """
 
 from __future__ import annotations

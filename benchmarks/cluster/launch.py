@@ -66,7 +66,7 @@ def environment(rank: int, variables: Mapping[str, str]) -> dict[str, str]:
 def predict(
     cluster: hosts.Hosts, variables: Mapping[str, str], limit: float, **job: Any
 ) -> dict[str, float]:
-    """What torch_powersgd advise predicts on these hosts: milliseconds, by method; {} if it fails."""
+    """What advise predicts on these hosts: milliseconds, by method. Empty if it fails."""
     folder = Path(tempfile.mkdtemp(prefix=f"{hosts.owner()}-"))
     processes = []
     try:

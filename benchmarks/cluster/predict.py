@@ -16,9 +16,9 @@ from cluster.rank import Job
 
 def _predictions(job: Job) -> dict[str, float]:
     import torch
-    from torch_powersgd import advise
 
     from cluster import methods, models
+    from torch_powersgd import advise
 
     torch.set_num_threads(1)
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")

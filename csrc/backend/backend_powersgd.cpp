@@ -2,6 +2,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -135,7 +136,7 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_coalesced(
     std::vector<at::Tensor> one = {tensor};
     works.push_back(allreduce(one, opts));
   }
-  return c10::make_intrusive<CombinedWork>(std::move(works));
+  return c10::make_intrusive<CombinedWork>(std::move(works), tensors);
 }
 
 void BackendPowerSGD::average_over_lane(std::vector<at::Tensor>& tensors) {
@@ -227,6 +228,9 @@ bool BackendPowerSGD::admits_attached(const powersgd::Options& options) const {
 
 void BackendPowerSGD::add_model(const std::shared_ptr<AttachedModel>& model) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  models_.erase(std::remove_if(models_.begin(), models_.end(),
+                               [](const auto& weak) { return weak.expired(); }),
+                models_.end());
   models_.push_back(model);
 }
 

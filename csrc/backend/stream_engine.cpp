@@ -9,31 +9,10 @@
 #include <exception>
 #include <utility>
 
+#include "backend/backend_lane.h"
 #include "backend/work.h"
 
 namespace powersgd {
-namespace {
-
-class StreamLane final : public Lane {
- public:
-  StreamLane(c10d::Backend& backend, std::chrono::milliseconds timeout)
-      : backend_(backend), timeout_(timeout) {}
-
-  void allreduce(at::Tensor& payload) override {
-    std::vector<at::Tensor> tensors = {payload};
-    c10d::AllreduceOptions options;
-    options.timeout = timeout_;
-    // Makes the current stream, the side stream, wait. It does not block the host.
-    if (const auto work = backend_.allreduce(tensors, options)) work->wait();
-  }
-
- private:
-  c10d::Backend& backend_;
-  const std::chrono::milliseconds timeout_;
-};
-
-}  // namespace
-
 c10::Stream StreamEngine::side_stream(c10::Device device) {
   if (!side_ || side_->device() != device) {
     side_ = c10::impl::VirtualGuardImpl(device.type())
@@ -61,7 +40,7 @@ c10::intrusive_ptr<c10d::Work> StreamEngine::submit(std::vector<at::Tensor> tens
   const c10::StreamGuard guard(side);
   std::exception_ptr error;
   try {
-    StreamLane lane(*lane_, timeout);
+    BackendLane lane(*lane_, timeout);
     if (job.first) job.first(lane);
     job.second(lane);
   } catch (...) {

@@ -17,6 +17,7 @@
 #include <set>
 #include <utility>
 
+#include "backend/backend_lane.h"
 #include "backend/work.h"
 
 namespace powersgd {
@@ -26,23 +27,6 @@ namespace {
 // answer.
 constexpr std::chrono::seconds kShutdownGrace(10);
 constexpr std::chrono::seconds kAbortGrace(1);
-
-class BlockingLane final : public Lane {
- public:
-  BlockingLane(c10d::Backend& backend, std::chrono::milliseconds timeout)
-      : backend_(backend), timeout_(timeout) {}
-
-  void allreduce(at::Tensor& payload) override {
-    std::vector<at::Tensor> tensors = {payload};
-    c10d::AllreduceOptions options;
-    options.timeout = timeout_;
-    backend_.allreduce(tensors, options)->wait();
-  }
-
- private:
-  c10d::Backend& backend_;
-  const std::chrono::milliseconds timeout_;
-};
 
 struct QueuedJob {
   c10::intrusive_ptr<WorkPowerSGD> work;
@@ -166,7 +150,7 @@ struct ThreadEngine::Shared {
     std::function<void(Lane&)>& body = part == 0 ? next.job.first : next.job.second;
     if (body && !next.error) {
       try {
-        BlockingLane lane(*lanes[part], next.timeout);
+        BackendLane lane(*lanes[part], next.timeout);
         if (next.ready) {
           run_on_side_stream(next.device, *next.ready, [&] { body(lane); });
         } else {

@@ -75,8 +75,11 @@ void StreamWork::synchronize() {
   done_.block(impl.getStream(impl.getDevice()));
 }
 
-CombinedWork::CombinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works)
-    : Work(/*rank=*/-1, c10d::OpType::COALESCED), works_(std::move(works)) {}
+CombinedWork::CombinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works,
+                           std::vector<at::Tensor> tensors)
+    : Work(/*rank=*/-1, c10d::OpType::COALESCED),
+      works_(std::move(works)),
+      tensors_(std::move(tensors)) {}
 
 bool CombinedWork::isCompleted() {
   return std::all_of(works_.begin(), works_.end(),
@@ -108,13 +111,17 @@ std::vector<at::Tensor> CombinedWork::result() {
   return tensors;
 }
 
+void CombinedWork::synchronize() {
+  for (const auto& work : works_) work->synchronize();
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> CombinedWork::getFuture() {
-  auto future = make_future({});
+  auto future = make_future(tensors_);
   const auto self = c10::intrusive_ptr<CombinedWork>::unsafe_reclaim_from_nonowning(this);
   run_callback([self, future] {
     try {
       self->wait();
-      future->markCompleted(c10::IValue(self->result()));
+      future->markCompleted(c10::IValue(self->result()));  // records the streams that waited
     } catch (...) {
       future->setError(std::current_exception());
     }

@@ -54,17 +54,22 @@ class StreamWork : public c10d::Work {
 // Several works as one: it ends with the last of them and fails with the first that failed.
 class CombinedWork : public c10d::Work {
  public:
-  explicit CombinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works);
+  // `tensors`: the works' results, where they are known; the future then carries their devices'
+  // events.
+  explicit CombinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works,
+                        std::vector<at::Tensor> tensors = {});
 
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override;
   std::vector<at::Tensor> result() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
   const std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  const std::vector<at::Tensor> tensors_;
 };
 
 }  // namespace powersgd

@@ -87,7 +87,8 @@ def _unattached_ddp(rank: int) -> None:
         after = step(ddp, gradients(SHAPES, rank, 0))
         assert after.keys() == before.keys()
         assert all(torch.isfinite(tensor).all() for tensor in after.values())
-    assert tp.stats()["compressed_calls"] == 1 + 2 * len(STAGES)
+    # But for the one that failed in project, before there was anything to send.
+    assert tp.stats()["compressed_calls"] == 1 + 2 * len(STAGES) - 1
 
 
 def test_unattached_ddp_goes_on_after_a_failure_in_each_stage():

@@ -90,14 +90,11 @@ void write_activities(const Bucket& bucket) {
 template <class G, class R>
 void project_tiles(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
   using F = ComputeOf<G>;
-  const Tile* raw_begin = bucket.tiles + bucket.tile_list_begin[kRawTiles];
-  for_each_tile(bucket, kMatrixTiles, kRawTiles, parallel_for, [&](const Tile& tile) {
-    if (&tile < raw_begin) {
-      project_matrix_tile<G, R>(isa, bucket, tile);
-    } else {
-      run_on(isa, CopyRawTile<G>{bucket, bucket.raw_segments[tile.item], tile});
-    }
-  });
+  for_each_matrix_and_raw_tile(
+      bucket, parallel_for, [&](const Tile& tile) { project_matrix_tile<G, R>(isa, bucket, tile); },
+      [&](const Tile& tile) {
+        run_on(isa, CopyRawTile<G>{bucket, bucket.raw_segments[tile.item], tile});
+      });
   bool poisoned = false;
   for (const Tile* tile = bucket.tiles + bucket.tile_list_begin[kMatrixTiles];
        tile < bucket.tiles + bucket.tile_list_begin[kRawTiles + 1]; ++tile) {

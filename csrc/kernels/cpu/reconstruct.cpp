@@ -188,20 +188,19 @@ void skip_elements(G* gradient, R* memory, int64_t count) {
 template <class G, class R>
 void skip_step(const Bucket& bucket, const ParallelFor& parallel_for) {
   using F = ComputeOf<G>;
-  const Tile* raw_begin = bucket.tiles + bucket.tile_list_begin[kRawTiles];
-  for_each_tile(bucket, kMatrixTiles, kRawTiles, parallel_for, [&](const Tile& tile) {
-    if (&tile < raw_begin) {
-      const Matrix& matrix = bucket.matrices[tile.item];
-      const int64_t offset = tile.row_begin * matrix.cols;
-      R* memory = matrix.memory == nullptr ? nullptr : static_cast<R*>(matrix.memory) + offset;
-      skip_elements(elements<G>(bucket.gradient, matrix.gradient_offset) + offset, memory,
-                    (tile.row_end - tile.row_begin) * matrix.cols);
-    } else {
-      const int64_t offset = bucket.raw_segments[tile.item].gradient_offset + tile.col_begin;
-      skip_elements<G, R>(elements<G>(bucket.gradient, offset), nullptr,
-                          tile.col_end - tile.col_begin);
-    }
-  });
+  const auto skip_matrix_tile = [&](const Tile& tile) {
+    const Matrix& matrix = bucket.matrices[tile.item];
+    const int64_t offset = tile.row_begin * matrix.cols;
+    R* memory = matrix.memory == nullptr ? nullptr : static_cast<R*>(matrix.memory) + offset;
+    skip_elements(elements<G>(bucket.gradient, matrix.gradient_offset) + offset, memory,
+                  (tile.row_end - tile.row_begin) * matrix.cols);
+  };
+  const auto skip_raw_tile = [&](const Tile& tile) {
+    const int64_t offset = bucket.raw_segments[tile.item].gradient_offset + tile.col_begin;
+    skip_elements<G, R>(elements<G>(bucket.gradient, offset), nullptr,
+                        tile.col_end - tile.col_begin);
+  };
+  for_each_matrix_and_raw_tile(bucket, parallel_for, skip_matrix_tile, skip_raw_tile);
   for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {
     const Matrix& matrix = bucket.matrices[tile.item];
     if (matrix.q_local == nullptr) return;
@@ -240,14 +239,12 @@ void reconstruct_tile(Isa isa, const Bucket& bucket, const Tile& tile, bool stre
 template <class G>
 void apply_step(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
   const bool stream = exceeds_caches(bucket);
-  const Tile* raw_begin = bucket.tiles + bucket.tile_list_begin[kRawTiles];
-  for_each_tile(bucket, kMatrixTiles, kRawTiles, parallel_for, [&](const Tile& tile) {
-    if (&tile < raw_begin) {
-      reconstruct_tile<G>(isa, bucket, tile, stream);
-    } else {
-      run_on(isa, WriteRawTile<G>{bucket, bucket.raw_segments[tile.item], tile});
-    }
-  });
+  for_each_matrix_and_raw_tile(
+      bucket, parallel_for,
+      [&](const Tile& tile) { reconstruct_tile<G>(isa, bucket, tile, stream); },
+      [&](const Tile& tile) {
+        run_on(isa, WriteRawTile<G>{bucket, bucket.raw_segments[tile.item], tile});
+      });
   update_warm_start<ComputeOf<G>>(isa, bucket, parallel_for);
 }
 

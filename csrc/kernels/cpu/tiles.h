@@ -121,4 +121,18 @@ void for_each_tile(const Bucket& bucket, size_t list, const ParallelFor& paralle
   for_each_tile(bucket, list, list, parallel_for, body);
 }
 
+// on_matrix(tile) for each range of rows, on_raw(tile) for each range of a raw segment, as one list.
+template <class OnMatrix, class OnRaw>
+void for_each_matrix_and_raw_tile(const Bucket& bucket, const ParallelFor& parallel_for,
+                                  const OnMatrix& on_matrix, const OnRaw& on_raw) {
+  const Tile* raw_begin = bucket.tiles + bucket.tile_list_begin[kRawTiles];
+  for_each_tile(bucket, kMatrixTiles, kRawTiles, parallel_for, [&](const Tile& tile) {
+    if (&tile < raw_begin) {
+      on_matrix(tile);
+    } else {
+      on_raw(tile);
+    }
+  });
+}
+
 }  // namespace powersgd::kernels::cpu

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""How many instructions do the CPU stages take per element? A noisy machine does not change it.
+
+    python benchmarks/bench_instructions.py --models resnet18 --ranks 1 2 4 8
+
+Compiles the stages without torch, and counts a step of them under callgrind (valgrind), on the
+widest vectors that valgrind knows: AVX2, where a machine may have AVX-512. A copy of five passes,
+the floor of bench_stages.py, is five loads and five stores of 8 elements: 1.25 per element.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import shapes
+import torch
+from provenance import processor, provenance
+
+from torch_powersgd.advise import buckets_of
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = ("project", "orthogonalize", "back_project", "reconstruct")
+DTYPES = ("float32", "bfloat16")
+
+
+def build(folder: Path) -> Path:
+    """The program that callgrind runs, with the flags of setup.py."""
+    program = folder / "stages_once"
+    sources = [*ROOT.glob("csrc/plan/*.cpp"), *ROOT.glob("csrc/kernels/cpu/*.cpp")]
+    sources.append(ROOT / "benchmarks/stages_once.cpp")
+    includes = [f"-I{ROOT / name}" for name in ("include", "csrc")]
+    command = ["c++", "-std=c++17", "-O3", *includes, *map(str, sources), "-o", str(program)]
+    subprocess.run(command, check=True)
+    return program
+
+
+def count(program: Path, model: str, rank: int, dtype: str) -> dict[str, float]:
+    """Instructions per element of the gradient, by stage."""
+    layout = buckets_of([list(s) for s in shapes.MODELS[model]()], getattr(torch, dtype))
+    text = "\n\n".join("\n".join(" ".join(map(str, s)) for s in bucket) for bucket in layout)
+    elements = sum(math.prod(shape) for bucket in layout for shape in bucket)
+    totals: collections.Counter[str] = collections.Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        valgrind = ["valgrind", "--tool=callgrind", "--collect-atstart=no", "-q"]
+        subprocess.run(
+            [*valgrind, f"--callgrind-out-file={folder}/out", program, dtype, str(rank)],
+            input=text,
+            text=True,
+            check=True,
+        )
+        for dump in Path(folder).iterdir():
+            said = dump.read_text()
+            stage = re.search(r"^desc: Trigger: Client Request: (\w+)$", said, re.MULTILINE)
+            summary = re.search(r"^(?:summary|totals): (\d+)$", said, re.MULTILINE)
+            if stage and summary:
+                totals[stage[1]] += int(summary[1])
+    return {stage: totals[stage] / elements for stage in STAGES}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["resnet18"], choices=shapes.MODELS)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=DTYPES)
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    arguments = parser.parse_args()
+    lacks = [name for name in ("valgrind", "c++") if not shutil.which(name)]
+    if lacks:
+        sys.exit(f"bench_instructions cannot run here; missing: {', '.join(lacks)}")
+    record: dict[str, Any] = {**provenance(processor()), "results": []}
+    print("instructions per element, under callgrind")
+    headings = ("model", "dtype", "rank", *STAGES, "all")
+    print("".join(heading.rjust(15) for heading in headings))
+    with tempfile.TemporaryDirectory() as folder:
+        program = build(Path(folder))
+        for model in arguments.models:
+            for dtype in arguments.dtypes:
+                for rank in arguments.ranks:
+                    counted = count(program, model, rank, dtype)
+                    result = {"model": model, "dtype": dtype, "rank": rank}
+                    record["results"].append({**result, "per_element": counted})
+                    numbers = (*counted.values(), sum(counted.values()))
+                    cells = (*map(str, result.values()), *(f"{number:.2f}" for number in numbers))
+                    print("".join(cell.rjust(15) for cell in cells), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
