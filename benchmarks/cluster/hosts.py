@@ -235,7 +235,7 @@ class Hosts:
 
 def _tbf(rate: str) -> list[str]:
     """A token bucket that lets through 2 ms at once: less than a step, more than a timer's tick."""
-    burst = max(128 << 10, int(bits_per_second(rate) / 8 * 2e-3))
+    burst = max(16 << 10, int(bits_per_second(rate) / 8 * 2e-3))
     return ["tbf", "rate", rate, "burst", f"{burst}b", "latency", "100ms"]
 
 

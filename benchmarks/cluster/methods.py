@@ -39,11 +39,11 @@ class Trainee:
 
 
 class Parallel(Trainee):
-    """In DistributedDataParallel."""
+    """In DistributedDataParallel, which spares itself a copy of the gradients."""
 
     def __init__(self, model: nn.Module, **ddp: Any) -> None:
         super().__init__(model)
-        self.module = self.ddp = DistributedDataParallel(model, **ddp)
+        self.module = self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **ddp)
         self.hook_state: Any = None  # torch's PowerSGD hook's
 
 

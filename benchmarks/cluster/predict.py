@@ -39,8 +39,10 @@ def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
     import torch.distributed as dist
 
+    from cluster import methods
+
     dist.init_process_group(
-        "gloo" if job.device == "cpu" else "cpu:gloo,cuda:nccl",
+        methods.POWERSGD[job.device],
         store=dist.FileStore(job.store, job.world),  # type: ignore[attr-defined]
         rank=job.rank,
         world_size=job.world,

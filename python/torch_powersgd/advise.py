@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whether compression pays on this group: ``torchrun ... -m torch_powersgd advise``.
 
-The model of a step: DDP's buckets one after the other, none of it hidden behind backward. A whole
-bucket takes latency + bytes / bandwidth; a compressed one its stages and two all-reduces, of the
-P and of the Q payload, or in the alternating mode one. All of these are measured, on the group and
-on this machine.
+What is predicted is the synchronisation of a step with none of it hidden behind backward, and
+without DDP's own copies between gradients and buckets. For plain it is modelled: DDP's buckets one
+after the other, latency + bytes / bandwidth each, as measured on the group. For compression it is
+rehearsed: the backend averages buckets of noise. Its parts, the stages alone and what the wire
+alone would take, tell where the time goes; their sum leaves out what waits for what.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
+from torch_powersgd._backend import find_backend
 from torch_powersgd._core import _C
 from torch_powersgd.options import Options
 
@@ -26,6 +29,7 @@ BUCKET_BYTES = [1 << 20, 25 << 20]
 REPEATS = 5
 ENOUGH_SECONDS = 0.2  # a transfer that takes so long shows the bandwidth
 LARGEST_TRANSFER = 1 << 23  # elements
+BACKENDS = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
 WORTH_IT = 0.9  # of the plain step's time: less than that is said not to pay
 
 Layout = list[list[list[int]]]  # the shapes of each bucket
@@ -50,10 +54,7 @@ class Prediction:
     sent_bytes: int
     wire_seconds: float
     stage_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        return self.wire_seconds + self.stage_seconds
+    seconds: float  # in all
 
 
 def buckets_of(shapes: list[list[int]], dtype: torch.dtype = torch.float32) -> Layout:
@@ -75,7 +76,7 @@ def measure_link(device: torch.device) -> Link:
 
 
 def predict(layout: Layout, link: Link, options: Options, device: torch.device) -> Prediction:
-    """Of a model with these buckets of float32; measures the stages."""
+    """Of a model with these buckets of float32. The default group's backend is powersgd."""
     core = options._core()
     wire = stages = 0.0
     sent = 0
@@ -92,12 +93,14 @@ def predict(layout: Layout, link: Link, options: Options, device: torch.device) 
         sent += payload_bytes
         stages += seconds
     name = f"rank {options.matrix_approximation_rank}"
-    return Prediction(name, sent, wire, _slowest(stages, device))
+    stages = _slowest(stages, device)
+    return Prediction(name, sent, wire, stages, _rehearse(layout, options, device))
 
 
 def predict_plain(layout: Layout, link: Link) -> Prediction:
     sizes = [_bytes_of(shapes) for shapes in layout]
-    return Prediction("plain", sum(sizes), sum(map(link.seconds, sizes)), 0.0)
+    seconds = sum(map(link.seconds, sizes))
+    return Prediction("plain", sum(sizes), seconds, 0.0, seconds)
 
 
 def print_advice(model: torch.nn.Module, options: list[Options], device_type: str) -> None:
@@ -111,7 +114,7 @@ def print_advice(model: torch.nn.Module, options: list[Options], device_type: st
     device = torch.device(device_type)
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl")
+    dist.init_process_group(BACKENDS[device_type])
     try:
         shapes = [list(p.shape) for p in model.parameters() if p.requires_grad]
         layout = buckets_of(shapes)
@@ -213,6 +216,36 @@ def _measure_stages(compressor: _C.BucketCompressor, device: torch.device) -> tu
     # Steps of either parity count alike: they differ in the alternating mode.
     seconds = (statistics.median(times[2::2]) + statistics.median(times[3::2])) / 2
     return seconds, (sizes[-1] + sizes[-2]) // 2
+
+
+def _rehearse(layout: Layout, options: Options, device: torch.device) -> float:
+    """Seconds in which the backend averages all buckets, as at the end of a backward pass."""
+    backend = find_backend(None, device)
+    assert backend is not None, "the default group's backend is powersgd"
+    shapes = [shape for bucket in layout for shape in bucket]
+    names = [str(i) for i in range(len(shapes))]
+    parameters = [torch.empty(shape, device=device) for shape in shapes]
+    model = _C.AttachedModel(backend, names, parameters, options._core())
+    ends = list(itertools.accumulate(map(len, layout)))
+    members = [list(range(end - len(b), end)) for end, b in zip(ends, layout, strict=True)]
+    buffers = [torch.empty(_bytes_of(bucket) // 4, device=device) for bucket in layout]
+    times = []
+    for _ in range(2 + 2 * REPEATS):
+        for buffer in buffers:
+            buffer.normal_()
+        _synchronize(device)
+        dist.barrier()
+        start = time.perf_counter()
+        works = [
+            model.reduce(i, buffer, members[i], dist.get_world_size())
+            for i, buffer in enumerate(buffers)
+        ]
+        for work in works:
+            work.wait()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+        model.end_step()
+    return _slowest(statistics.median(times[2:]), device)
 
 
 def _slowest(seconds: float, device: torch.device) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""benchmarks/bench_cluster.py: its links are as slow as it says, and it leaves nothing behind."""
+"""The benchmarks on shaped links: as slow as they say, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -274,4 +274,19 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
     assert size < plain["tx_bytes_per_step"] < 1.1 * size  # headers, acknowledgements
     assert attached["tx_bytes_per_step"] < size / 20
     assert plain["above_none_ms"] > 0
+    assert 0 < attached["predicted_ms"] < plain["predicted_ms"]
     assert (tmp_path / "picture.png").stat().st_size > 0
+
+
+@needs_hosts
+def test_many_starts_end_alike(tmp_path: Path) -> None:
+    output = tmp_path / "record.json"
+    script = [sys.executable, str(BENCHMARKS / "bench_starts.py"), "--json", str(output)]
+    options = ["--starts", "2", "--steps", "4", "--ranks", "2"]
+    methods = ["--methods", "attached", "alternating"]
+    subprocess.run([*script, *options, *methods], check=True, timeout=300, cwd=tmp_path)
+    results = json.loads(output.read_text())["results"]
+    assert [result["method"] for result in results] == ["ours, attached", "ours, alternating"]
+    for result in results:
+        assert result["endings"] == {"finished": 2}
+        assert result["results"] == 1  # the same parameters in both starts
