@@ -95,7 +95,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")  # a file is written: no display is needed
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for setting in record["settings"]:
@@ -128,8 +128,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
             )
         axes.set_xticks(range(len(settings)), [setting["rate"] for setting in settings])
         axes.set(title=f"{model}, {ranks} ranks", yscale="log")
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.2)
     panels[0][0].set_ylabel("ms per step above no synchronisation")

@@ -38,14 +38,19 @@ IDENTITY_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
 STEPS = 12
 
 
-def _identity(rank, world_size, options, dtype, same=False):
+def identity(rank, world_size, options, dtype, same=False, device="cpu"):
     """`same`: all ranks feed what rank 0 does."""
-    ddp = make_attached(SHAPES, options, dtype)
+    ddp = make_attached(SHAPES, options, dtype, device=device)
     ledger = Ledger()
     for i in range(STEPS):
-        outputs = step(ddp, gradients(SHAPES, 0 if same else rank, i, dtype))
-        ledger.add(outputs, mean_gradients(SHAPES, 1 if same else world_size, i, dtype))
-    return ledger.errors(residuals_of(ddp)), ledger.errors(), tp.stats()
+        mine = gradients(SHAPES, 0 if same else rank, i, dtype)
+        outputs = step(ddp, {name: tensor.to(device) for name, tensor in mine.items()})
+        ledger.add(
+            {name: tensor.cpu() for name, tensor in outputs.items()},
+            mean_gradients(SHAPES, 1 if same else world_size, i, dtype),
+        )
+    residuals = {name: residual.cpu() for name, residual in residuals_of(ddp).items()}
+    return ledger.errors(residuals), ledger.errors(), tp.stats()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -56,7 +61,7 @@ def test_outputs_and_residual_add_up_at_half_the_bytes(world_size, rank, dtype):
     # raw, three activities and the count.
     factors = rank * (16 + 75 + 12 + 41 + 50 + 9)
     sent = STEPS * (factors / 2 + 16 + 12 + 3 + 1) * dtype.itemsize
-    for errors, without, stats in ranks.run(world_size, _identity, world_size, options, dtype):
+    for errors, without, stats in ranks.run(world_size, identity, world_size, options, dtype):
         assert max(errors.values()) < IDENTITY_TOLERANCE[dtype], errors
         assert min(without[name] for name in COMPRESSED) > 0.1, without
         assert stats["bytes_after"] == sent
@@ -66,7 +71,7 @@ def test_outputs_and_residual_add_up_at_half_the_bytes(world_size, rank, dtype):
 def test_what_the_wire_rounds_off_is_part_of_the_residual(wire):
     # As in test_wire: the sum of two equal numbers is exact.
     options = dataclasses.replace(OPTIONS, wire_dtype=wire)
-    for errors, _, stats in ranks.run(2, _identity, 2, options, torch.float32, True):
+    for errors, _, stats in ranks.run(2, identity, 2, options, torch.float32, True):
         assert stats["skipped_steps"] == 0
         for name in COMPRESSED:
             assert errors[name] < 1e-5, (name, errors)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import test_alternating
 import test_check_every
 import test_loss_scale
 import test_wire
@@ -72,3 +73,12 @@ def test_what_a_rank_rounds_off_is_part_of_its_residual(inner, wire):
         assert stats["skipped_steps"] == 0
         for name in COMPRESSED:
             assert errors[name] < TOLERANCE, errors
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_p_and_q_in_turns_add_up(inner):
+    options = options_of(inner, alternating=True)
+    arguments = (2, options, torch.float32, False, "cuda")
+    for errors, without, _ in run(test_alternating.identity, *arguments, options=options):
+        assert max(errors.values()) < TOLERANCE, errors
+        assert min(without[name] for name in COMPRESSED) > 0.1
