@@ -10,8 +10,8 @@
 
 namespace powersgd {
 
-// One step of one bucket (docs/algorithm.md) as an engine's job. If it fails, the residual is what it
-// was before: the gradient was not delivered. Adds the bytes and each stage's seconds to
+// One step of one bucket (docs/algorithm.md) as an engine's job. If it fails, the residual is what
+// it was before: the gradient was not delivered. Adds the bytes and each stage's seconds to
 // `stats`.
 Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const at::Tensor& gradient,
                     const StepInfo& step, const std::shared_ptr<Stats>& stats,

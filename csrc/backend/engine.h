@@ -21,8 +21,8 @@ class Lane {
   virtual void allreduce(at::Tensor& payload) = 0;
 };
 
-// A job has two parts, each with one lane: that of a step's P payload, then that of its Q payload. An
-// engine may run the first part of a job beside the second part of the one before.
+// A job has two parts, each with one lane: that of a step's P payload, then that of its Q payload.
+// An engine may run the first part of a job beside the second part of the one before.
 struct Job {
   std::function<void(Lane&)> first;  // may be null
   std::function<void(Lane&)> second;

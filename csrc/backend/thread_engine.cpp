@@ -46,8 +46,8 @@ std::shared_ptr<c10::Event> record_current_stream(c10::Device device) {
   return event;
 }
 
-// An accelerator's part runs on a stream of its own, after `ready`, and has ended on the device when
-// this returns: who comes next, and who waits for the Work, needs no stream then.
+// An accelerator's part runs on a stream of its own, after `ready`, and has ended on the device
+// when this returns: who comes next, and who waits for the Work, needs no stream then.
 void run_on_side_stream(c10::Device device, c10::Event& ready, const std::function<void()>& part) {
   const c10::impl::VirtualGuardImpl impl(device.type());
   const c10::Stream side = impl.getStreamFromGlobalPool(device, /*isHighPriority=*/true);

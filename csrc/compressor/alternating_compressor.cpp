@@ -148,8 +148,8 @@ at::Tensor& AlternatingCompressor::project_gradient(const at::Tensor& gradient, 
   return packed;
 }
 
-// A parameter that has come from another bucket, or was loaded, may be due for the other factor. All
-// then send P, which needs nothing but Q.
+// A parameter that has come from another bucket, or was loaded, may be due for the other factor.
+// All then send P, which needs nothing but Q.
 void AlternatingCompressor::settle_if_mixed() {
   const auto sent_p = [](const ParameterStatePtr& state) { return state->sent_p; };
   sends_q_ = std::all_of(states_.begin(), states_.end(), sent_p);

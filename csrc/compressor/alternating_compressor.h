@@ -10,8 +10,8 @@
 namespace powersgd {
 
 // A step sends one factor, P and Q in turns, each found against the other as it was after the last
-// step, orthonormalized (ACP-SGD: Zhang et al., "Evaluation and Optimization of Gradient Compression
-// for Distributed Deep Learning", ICDCS 2023):
+// step, orthonormalized (ACP-SGD: Zhang et al., "Evaluation and Optimization of Gradient
+// Compression for Distributed Deep Learning", ICDCS 2023):
 //
 //   sends P: P = M Q^T, output P Q, E = M - p Q with this rank's own p, then p_hat = orth(P)
 //   sends Q: Q = p_hat^T M, output p_hat Q, E = M - p_hat q, then q_warm = orth(Q)

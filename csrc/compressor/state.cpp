@@ -10,8 +10,8 @@
 namespace powersgd {
 namespace {
 
-// Fills a factor ([rank, n]) by the kernel, so that a start does not depend on when a parameter joined
-// a bucket.
+// Fills a factor ([rank, n]) by the kernel, so that a start does not depend on when a parameter
+// joined a bucket.
 void start(const at::Tensor& factor, uint64_t stream, const Options& options) {
   kernels::Matrix matrix{};
   matrix.rows = matrix.rank = factor.size(0);

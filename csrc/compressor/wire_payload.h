@@ -9,15 +9,17 @@ namespace powersgd {
 
 // A payload as it travels: as it is, or rounded to a narrower dtype.
 //
-// float16 is multiplied by a power of two, so that the largest element comes to 2^11 if it is as large
-// as in the step before: a payload may then grow 32-fold in a step. One that overflows nonetheless
-// sums to Inf, which skips the step; the scale is then 2^8 times smaller. The scale is computed on the
-// device from what was summed, and so is the same on all ranks; the first payload travels as it is.
+// float16 is multiplied by a power of two, so that the largest element comes to 2^11 if it is as
+// large as in the step before: a payload may then grow 32-fold in a step. One that overflows
+// nonetheless sums to Inf, which skips the step; the scale is then 2^8 times smaller. The scale is
+// computed on the device from what was summed, and so is the same on all ranks; the first payload
+// travels as it is.
 class WirePayload {
  public:
   WirePayload() = default;
-  // The elements from `counts_begin` on are counts, which are not scaled. The last of them, if there
-  // are any, counts the ranks that met what is not finite: an overflow on the wire is added to it.
+  // The elements from `counts_begin` on are counts, which are not scaled. The last of them, if
+  // there are any, counts the ranks that met what is not finite: an overflow on the wire is added
+  // to it.
   WirePayload(const at::Tensor& payload, at::ScalarType wire, int64_t counts_begin);
 
   // What is to be summed. The payload is then what this rank sends, rounded.

@@ -54,8 +54,8 @@ struct ParameterState {
 };
 using ParameterStatePtr = std::shared_ptr<ParameterState>;
 
-// Allocates with zeros, but q_warm, and p_hat in the alternating mode, with a random start; first the
-// state that it shares q_warm of.
+// Allocates with zeros, but q_warm, and p_hat in the alternating mode, with a random start; first
+// the state that it shares q_warm of.
 void allocate(ParameterState& state, const MatrixShape& shape, int64_t rank, const Options& options,
               at::ScalarType gradient_type, at::Device device);
 

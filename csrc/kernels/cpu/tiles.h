@@ -121,7 +121,8 @@ void for_each_tile(const Bucket& bucket, size_t list, const ParallelFor& paralle
   for_each_tile(bucket, list, list, parallel_for, body);
 }
 
-// on_matrix(tile) for each range of rows, on_raw(tile) for each range of a raw segment, as one list.
+// on_matrix(tile) for each range of rows, on_raw(tile) for each range of a raw segment, as one
+// list.
 template <class OnMatrix, class OnRaw>
 void for_each_matrix_and_raw_tile(const Bucket& bucket, const ParallelFor& parallel_for,
                                   const OnMatrix& on_matrix, const OnRaw& on_raw) {
