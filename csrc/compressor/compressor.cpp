@@ -54,7 +54,7 @@ at::Tensor& BucketCompressor::project(const at::Tensor& gradient, const StepInfo
                         gradient.scalar_type() == gradient_type_);
   bucket_.step = step.step;
   for (const ParameterStatePtr& state : states_) state->last_step = static_cast<int64_t>(step.step);
-  if (!std::exchange(prepared_, true)) begin();
+  if (!prepared_) begin();
   bucket_.residual_scale = residual_scale(step.grad_scale);
   bucket_.output_scale = step.output_scale;
   bucket_.gradient = gradient.data_ptr();
@@ -109,6 +109,7 @@ void BucketCompressor::begin() {
   bucket_.verdict = static_cast<kernels::Verdict*>(verdict_.data_ptr());
   bucket_.skipped_steps = skips_ ? skips_->on(device_) : nullptr;
   prepare();
+  prepared_ = true;
 }
 
 at::TensorOptions BucketCompressor::factor_options() const {
