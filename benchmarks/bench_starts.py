@@ -43,7 +43,6 @@ FIELDS: dict[str, Any] = {
     "matrix_approximation_rank": 4,
     "start_powerSGD_iter": EXACT_STEPS,
 }
-TIME_LIMIT = 20  # seconds of one start
 
 
 def _attached(ddp: DistributedDataParallel, **fields: Any) -> None:
@@ -75,7 +74,9 @@ def _enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"setns {namespace}")
 
 
-def _rank(namespace: str, method: str, rank: int, world: int, steps: int, folder: str) -> None:
+def _rank(
+    namespace: str, method: str, rank: int, world: int, steps: int, limit: float, folder: str
+) -> None:
     """One rank of one start; it writes a hash of the parameters that it ends with."""
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     with open(os.path.join(folder, f"log{rank}"), "w") as log:
@@ -90,7 +91,7 @@ def _rank(namespace: str, method: str, rank: int, world: int, steps: int, folder
         store=dist.FileStore(os.path.join(folder, "store"), world),  # type: ignore[attr-defined]
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=TIME_LIMIT),
+        timeout=timedelta(seconds=limit),
     )
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=1)
@@ -109,19 +110,19 @@ def _rank(namespace: str, method: str, rank: int, world: int, steps: int, folder
     dist.destroy_process_group()
 
 
-def _start(cluster: hosts.Hosts, method: str, steps: int) -> tuple[str, str]:
-    """How a start ended, and the hash that all its ranks ended with."""
+def _start(cluster: hosts.Hosts, method: str, steps: int, limit: float) -> tuple[str, str]:
+    """How a start ended, within so many seconds, and the hash that all its ranks ended with."""
     folder = tempfile.mkdtemp(prefix=f"{hosts.owner()}-")
     context = multiprocessing.get_context("forkserver")
     world = len(cluster)
     ranks = [
-        context.Process(target=_rank, args=(name, method, rank, world, steps, folder))
+        context.Process(target=_rank, args=(name, method, rank, world, steps, limit, folder))
         for rank, name in enumerate(cluster.names)
     ]
     try:
         for rank in ranks:
             rank.start()
-        deadline = time.monotonic() + TIME_LIMIT
+        deadline = time.monotonic() + limit
         # Once one has failed, the others wait for it in vain.
         while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
             if any(rank.exitcode for rank in ranks):
@@ -163,7 +164,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             hashes = set()
             with hosts.Hosts(world, arguments.rate) as cluster:
                 for _ in track(range(arguments.starts), f"{METHODS[method][0]}, {world} ranks"):
-                    ending, digest = _start(cluster, method, arguments.steps)
+                    ending, digest = _start(cluster, method, arguments.steps, arguments.limit)
                     endings[ending] += 1
                     hashes |= {digest} - {""}
             record["results"].append(
@@ -206,6 +207,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--limit", type=float, default=60, help="seconds after which one hangs")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if lacks := hosts.missing():
