@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import timedelta
 
-from cluster import hosts
-from cluster.rank import Job
+from cluster.rank import Job, join_group, this_job
 
 
 def _predictions(job: Job) -> dict[str, float]:
@@ -35,19 +33,12 @@ def _predictions(job: Job) -> dict[str, float]:
 
 
 def main() -> None:
-    hosts.die_with_parent()
-    job = Job(**json.loads(sys.argv[1]))
+    job = this_job()
     import torch.distributed as dist
 
     from cluster import methods
 
-    dist.init_process_group(
-        methods.POWERSGD[job.device],
-        store=dist.FileStore(job.store, job.world),  # type: ignore[attr-defined]
-        rank=job.rank,
-        world_size=job.world,
-        timeout=timedelta(seconds=job.timeout),
-    )
+    join_group(job, methods.POWERSGD[job.device])
     predictions = _predictions(job)
     with open(sys.argv[2], "w") as results:
         print(json.dumps(predictions), file=results)

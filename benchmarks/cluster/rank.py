@@ -93,22 +93,34 @@ def _train(job: Job, commands: TextIO, results: TextIO) -> None:
         print(json.dumps(counted), file=results, flush=True)
 
 
-def main() -> None:
+def this_job() -> Job:
+    """Of a process that was started by Job.command; it ends with its parent from here on."""
     hosts.die_with_parent()
-    job = Job(**json.loads(sys.argv[1]))
+    return Job(**json.loads(sys.argv[1]))
+
+
+def join_group(job: Job, backend: str, options: Any = None) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(job.store, job.world),  # type: ignore[attr-defined]
+        rank=job.rank,
+        world_size=job.world,
+        timeout=timedelta(seconds=job.timeout),
+        pg_options=options,
+    )
+
+
+def main() -> None:
+    job = this_job()
     import torch.distributed as dist
 
     from cluster import methods
 
     method = methods.METHODS[job.method]
-    dist.init_process_group(
-        method.backend[job.device],
-        store=dist.FileStore(job.store, job.world),  # type: ignore[attr-defined]
-        rank=job.rank,
-        world_size=job.world,
-        timeout=timedelta(seconds=job.timeout),
-        pg_options=method.options(job.approximation, 0) if method.options else None,
-    )
+    options = method.options(job.approximation, 0) if method.options else None
+    join_group(job, method.backend[job.device], options)
     with open(sys.argv[2], "w") as results:
         _train(job, sys.stdin, results)
     dist.destroy_process_group()

@@ -163,10 +163,7 @@ std::vector<LocalExport> AttachedModel::export_local() {
         if (from->defined()) *to = from->clone();
       }
     });
-    for (const at::Tensor* tensor :
-         {&local.memory, &local.p_hat, &local.q_local, &local.q_warm, &local.p_local}) {
-      use_on_current_stream(*tensor);
-    }
+    for (const auto& [from, to] : members(*states_[i], local)) use_on_current_stream(*to);
   }
   return exported;
 }
