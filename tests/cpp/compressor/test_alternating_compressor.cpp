@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "powersgd/compressor.h"
+#include "support/one_rank.h"
 
 namespace powersgd {
 namespace {
@@ -16,27 +17,13 @@ Options make_options(int64_t rank = 3) {
   return options;
 }
 
-// A bucket of one rank: the sums over ranks are no-ops.
-class Bucket {
- public:
-  explicit Bucket(const Options& options, at::ScalarType type = at::kFloat)
-      : plan(plan_bucket({{{17, 33}, {}}, {{5}, {}}, {{40, 24}, {}}}, options)) {
-    for (size_t i = 0; i < plan.matrices.size(); ++i) {
-      states.push_back(std::make_shared<ParameterState>());
-      states.back()->stream = i;
-    }
-    compressor = make_compressor(plan, states, options, type, at::kCPU);
-  }
+using test::relative;
 
-  // Returns the output.
-  at::Tensor step(const at::Tensor& gradient) {
-    at::Tensor out = gradient.clone();
-    compressor->project(out, {1, 1, steps++});
-    if (compressor->sends() == Factors::kQ) compressor->back_project();
-    compressor->orthogonalize();
-    compressor->reconstruct();
-    return out;
-  }
+class Bucket : public test::OneRank {
+ public:
+  using test::OneRank::OneRank;
+
+  at::Tensor step(const at::Tensor& gradient) { return OneRank::step(gradient, {1, 1, steps++}); }
 
   at::Tensor random_gradient() const {
     return at::randn({plan.gradient_numel}, c10::dtype(at::kDouble));
@@ -49,15 +36,8 @@ class Bucket {
     return bucket.narrow(0, matrix.gradient_offset, rows * cols).view({rows, cols});
   }
 
-  BucketPlan plan;
-  std::vector<ParameterStatePtr> states;
-  std::unique_ptr<BucketCompressor> compressor;
   uint64_t steps = 0;
 };
-
-double relative(const at::Tensor& a, const at::Tensor& b) {
-  return ((a.to(at::kDouble) - b.to(at::kDouble)).norm() / b.to(at::kDouble).norm()).item<double>();
-}
 
 double distance_from_identity(const at::Tensor& columns) {
   const at::Tensor x = columns.to(at::kDouble);

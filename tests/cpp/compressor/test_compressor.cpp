@@ -2,10 +2,10 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <memory>
 #include <vector>
 
 #include "powersgd/compressor.h"
+#include "support/one_rank.h"
 
 namespace powersgd {
 namespace {
@@ -16,47 +16,8 @@ Options make_options(int64_t rank = 2) {
   return options;
 }
 
-// A bucket with a matrix, a bias and another matrix, of one rank: the sums over ranks are no-ops.
-class OneRank {
- public:
-  explicit OneRank(const Options& options, at::ScalarType type = at::kFloat)
-      : plan(plan_bucket({{{17, 33}, {}}, {{5}, {}}, {{40, 24}, {}}}, options)) {
-    for (size_t i = 0; i < plan.matrices.size(); ++i) {
-      states.push_back(std::make_shared<ParameterState>());
-      states.back()->stream = i;
-    }
-    compressor = make_compressor(plan, states, options, type, at::kCPU);
-  }
-
-  // Returns the output.
-  at::Tensor step(const at::Tensor& gradient, const StepInfo& info = {}) {
-    at::Tensor out = gradient.clone();
-    compressor->project(out, info);
-    compressor->orthogonalize();
-    compressor->back_project();
-    compressor->reconstruct();
-    return out;
-  }
-
-  // The residuals of all parameters, 0 for raw ones, laid out as the bucket.
-  at::Tensor residuals() const {
-    at::Tensor all = at::zeros({plan.gradient_numel}, at::kDouble);
-    for (size_t i = 0; i < states.size(); ++i) {
-      const at::Tensor e = residual(*states[i]).to(at::kDouble).flatten();
-      all.narrow(0, plan.matrices[i].gradient_offset, e.numel()).copy_(e);
-    }
-    return all;
-  }
-
-  BucketPlan plan;
-  std::vector<ParameterStatePtr> states;
-  std::unique_ptr<BucketCompressor> compressor;
-};
-
-double relative(const at::Tensor& a, const at::Tensor& b) {
-  const at::Tensor difference = a.to(at::kDouble) - b.to(at::kDouble);
-  return (difference.norm() / b.to(at::kDouble).norm()).item<double>();
-}
+using test::OneRank;
+using test::relative;
 
 TEST(Compressor, OutputsAndResidualsAddUpToTheGradients) {
   OneRank rank(make_options());

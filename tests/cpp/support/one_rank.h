@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <vector>
+
+#include "powersgd/compressor.h"
+
+namespace powersgd::test {
+
+// A bucket with a matrix, a bias and another matrix, of one rank: the sums over ranks are no-ops.
+class OneRank {
+ public:
+  explicit OneRank(const Options& options, at::ScalarType type = at::kFloat)
+      : plan(plan_bucket({{{17, 33}, {}}, {{5}, {}}, {{40, 24}, {}}}, options)) {
+    for (size_t i = 0; i < plan.matrices.size(); ++i) {
+      states.push_back(std::make_shared<ParameterState>());
+      states.back()->stream = i;
+    }
+    compressor = make_compressor(plan, states, options, type, at::kCPU);
+  }
+
+  // Returns the output.
+  at::Tensor step(const at::Tensor& gradient, const StepInfo& info = {}) {
+    at::Tensor out = gradient.clone();
+    compressor->project(out, info);
+    if (compressor->sends() == Factors::kQ) compressor->back_project();
+    compressor->orthogonalize();
+    if (compressor->sends() == Factors::kPAndQ) compressor->back_project();
+    compressor->reconstruct();
+    return out;
+  }
+
+  // The residuals of all parameters, 0 for raw ones, laid out as the bucket.
+  at::Tensor residuals() const {
+    at::Tensor all = at::zeros({plan.gradient_numel}, at::kDouble);
+    for (size_t i = 0; i < states.size(); ++i) {
+      const at::Tensor e = residual(*states[i]).to(at::kDouble).flatten();
+      all.narrow(0, plan.matrices[i].gradient_offset, e.numel()).copy_(e);
+    }
+    return all;
+  }
+
+  BucketPlan plan;
+  std::vector<ParameterStatePtr> states;
+  std::unique_ptr<BucketCompressor> compressor;
+};
+
+// The distance from b, in the Frobenius norm and in units of b's.
+inline double relative(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor difference = a.to(at::kDouble) - b.to(at::kDouble);
+  return (difference.norm() / b.to(at::kDouble).norm()).item<double>();
+}
+
+}  // namespace powersgd::test
