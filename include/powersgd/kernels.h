@@ -18,12 +18,20 @@
 //   (the caller sums the Q payload over the ranks)
 //   reconstruct    G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm
 //
+// Where Q is sent in turn with P (the alternating mode), one stage stands for project and
+// back_project, and reads M but once:
+//
+//   project_transposed   M = residual_scale * (memory - p_local q_warm) + G ; memory = M ;
+//                        q_local = p_hat^T M, also written to the Q payload
+//
 // Contract, the same for every implementation:
 //   - No allocation, no synchronisation, no state: pointers, sizes, and where to run.
 //   - Every reduction order is fixed by the shapes alone. orthogonalize and reconstruct, whose
 //     results must agree on all ranks, give the same bits on any instruction set of one device
 //     type.
 //   - Products are accumulated in the factor dtype (float; double for double gradients).
+//   - project and project_transposed pack the raw segments, tell which matrices are active and
+//     count what is not finite, all in the P payload.
 //   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the
 //     last element of the P payload to 1. If the reduced count is not 0, or a reduced factor is not
 //     finite, reconstruct skips the step: G becomes NaN, memory is taken back to M - G, q_local
@@ -48,6 +56,7 @@ struct Matrix {
                     // reconstruct leaves either as it is where it is null
   uint64_t stream;  // names the matrix to the random generator, the same on all ranks
   int64_t active_offset = -1;  // in Bucket::p_payload: 1 if G has a non-zero element; -1: not told
+  const void* p_local = nullptr;  // [rows, rank]: of project_transposed alone
 };
 
 // Elements that travel uncompressed, beside P.
@@ -130,6 +139,7 @@ void random_start(const Bucket& bucket, const ParallelFor& parallel_for);
 void project(const Bucket& bucket, const ParallelFor& parallel_for);
 void orthogonalize(const Bucket& bucket, const ParallelFor& parallel_for);
 void back_project(const Bucket& bucket, const ParallelFor& parallel_for);
+void project_transposed(const Bucket& bucket, const ParallelFor& parallel_for);
 void reconstruct(const Bucket& bucket, const ParallelFor& parallel_for);
 
 }  // namespace cpu
@@ -147,6 +157,7 @@ Status random_start(const Bucket& bucket, Stream stream);
 Status project(const Bucket& bucket, Stream stream);
 Status orthogonalize(const Bucket& bucket, Stream stream);
 Status back_project(const Bucket& bucket, Stream stream);
+Status project_transposed(const Bucket& bucket, Stream stream);
 Status reconstruct(const Bucket& bucket, Stream stream);
 
 }  // namespace cuda

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
+//
+// project, and project_transposed, which differ in the product alone.
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>
+#include <string>
+#include <vector>
 
 #include "support/dtypes.h"
 #include "support/kernel_test.h"
@@ -13,6 +17,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr Stage kStages[] = {Stage::kProject, Stage::kProjectTransposed};
 
 // What a matrix held before the stage.
 struct Before {
@@ -21,29 +26,45 @@ struct Before {
                              : Values(static_cast<size_t>(matrix.part.numel()))),
         p_hat(matrix.p_hat->get()),
         q_local(matrix.q_local->get()),
-        q_warm(matrix.q_warm->get()) {}
+        q_warm(matrix.q_warm->get()),
+        p_local(matrix.p_local->get()) {}
 
-  Values memory, p_hat, q_local, q_warm;
+  void restore(const DeviceMatrix& matrix) const {
+    if (matrix.memory) matrix.memory->set(memory);
+    matrix.q_local->set(q_local);
+  }
+
+  Values memory, p_hat, q_local, q_warm, p_local;
 };
 
 class Project : public KernelTest {
  protected:
   double roundoff() const { return unit_roundoff(bucket_.spec.factor_dtype()); }
 
-  // Runs the stage and compares all that it writes.
-  void run_and_check() {
-    std::vector<Before> before(bucket_.matrices.begin(), bucket_.matrices.end());
-    bucket_.run(Stage::kProject);
-    for (size_t i = 0; i < before.size(); ++i) check_matrix(bucket_.matrices[i], before[i]);
+  // Runs both stages from the same start and compares all that they write.
+  void run_and_check(double expected_count = 0) {
+    const std::vector<Before> before(bucket_.matrices.begin(), bucket_.matrices.end());
     const Values gradient = bucket_.gradient->get();
-    for (const DeviceRaw& raw : bucket_.raws) check_raw(raw, gradient);
+    for (const Stage stage : kStages) {
+      for (size_t i = 0; i < before.size(); ++i) before[i].restore(bucket_.matrices[i]);
+      bucket_.p_payload->set(Values(static_cast<size_t>(bucket_.bucket.p_numel), 7));
+      bucket_.run(stage);
+      for (size_t i = 0; i < before.size(); ++i) {
+        check_matrix(stage, bucket_.matrices[i], before[i]);
+      }
+      for (const DeviceRaw& raw : bucket_.raws) check_raw(raw, gradient);
+      EXPECT_EQ(bucket_.gradient->bytes(), encode(bucket_.spec.gradient_dtype, gradient));
+      EXPECT_EQ(bucket_.count(), expected_count);
+    }
   }
 
-  void check_matrix(const DeviceMatrix& matrix, const Before& before) {
+  void check_matrix(Stage stage, const DeviceMatrix& matrix, const Before& before) {
     const Part& part = matrix.part;
     const Values gradient = bucket_.gradient_of(matrix);
-    Checked m = reference_m(part, gradient, before.memory, before.p_hat, before.q_local,
-                            bucket_.bucket.residual_scale);
+    const bool transposed = stage == Stage::kProjectTransposed;
+    Checked m =
+        reference_m(part, gradient, before.memory, transposed ? before.p_local : before.p_hat,
+                    transposed ? before.q_warm : before.q_local, bucket_.bucket.residual_scale);
     if (matrix.memory) {
       // The product is a chain of `rank` additions, and four operations follow. Then M is rounded
       // to the residual dtype: a relative error, or half the smallest subnormal of float16.
@@ -57,11 +78,19 @@ class Project : public KernelTest {
         m.value[i] = std::isfinite(gradient[i]) ? gradient[i] : 0;
       }
     }
-    // P is that of M as it was stored.
-    expect_close(bucket_.p_of(matrix), reference_p(part, m.value, before.q_warm),
-                 kSumTolerance * roundoff());
+    // P and q are those of M as it was stored.
+    if (transposed) {
+      expect_close(bucket_.q_of(matrix), reference_q(part, m.value, before.p_hat),
+                   kSumTolerance * roundoff());
+      EXPECT_EQ(bucket_.q_of(matrix), matrix.q_local->get());
+    } else {
+      expect_close(bucket_.p_of(matrix), reference_p(part, m.value, before.q_warm),
+                   kSumTolerance * roundoff());
+      EXPECT_EQ(matrix.q_local->get(), before.q_local);
+    }
     EXPECT_EQ(matrix.p_hat->get(), before.p_hat);
     EXPECT_EQ(matrix.q_warm->get(), before.q_warm);
+    EXPECT_EQ(matrix.p_local->get(), before.p_local);
   }
 
   // Raw segments travel exactly: the factor dtype holds every value of the gradient dtype.
@@ -84,7 +113,6 @@ class Project : public KernelTest {
 TEST_P(Project, MatchesTheReference) {
   randomize(bucket_, 1);
   run_and_check();
-  EXPECT_EQ(bucket_.count(), 0);
 }
 
 TEST_P(Project, ScalesTheResidual) {
@@ -99,6 +127,7 @@ TEST_P(Project, FirstStepStoresTheGradient) {
   for (DeviceMatrix& matrix : bucket_.matrices) {
     matrix.memory->set(Values(static_cast<size_t>(matrix.part.numel())));
     matrix.q_local->set(Values(static_cast<size_t>(matrix.part.cols * matrix.part.rank)));
+    matrix.p_local->set(Values(static_cast<size_t>(matrix.part.rows * matrix.part.rank)));
   }
   run_and_check();
 }
@@ -112,8 +141,8 @@ TEST_P(Project, NonFiniteElementCountsAsZero) {
           std::pair{kNaN, numel - 1}}) {
       randomize(bucket_, 4);
       put_in_gradient(matrix.gradient_offset + index, value);
-      run_and_check();
-      EXPECT_EQ(bucket_.count(), 1) << value << " at " << index;
+      SCOPED_TRACE(std::to_string(value) + " at " + std::to_string(index));
+      run_and_check(1);
     }
   }
 }
@@ -125,26 +154,29 @@ TEST_P(Project, NonFiniteRawElementIsCounted) {
          {std::pair{kInfinity, int64_t{0}}, std::pair{kNaN, raw.numel - 1}}) {
       randomize(bucket_, 5);
       put_in_gradient(raw.gradient_offset + index, value);
-      run_and_check();
-      EXPECT_EQ(bucket_.count(), 1) << value << " at " << index;
+      SCOPED_TRACE(std::to_string(value) + " at " + std::to_string(index));
+      run_and_check(1);
     }
   }
 }
 
 // A sum beyond the largest value of the residual dtype must not leave an infinity behind for good.
 TEST_P(Project, MemoryStaysFinite) {
-  randomize(bucket_, 6);
-  for (DeviceMatrix& matrix : bucket_.matrices) {
-    const auto numel = static_cast<size_t>(matrix.part.numel());
-    matrix.memory->set(Values(numel, largest(bucket_.bucket.residual_dtype)));
-    matrix.q_local->set(Values(static_cast<size_t>(matrix.part.cols * matrix.part.rank)));
-  }
-  Values gradient = bucket_.gradient->get();
-  for (double& g : gradient) g = largest(bucket_.spec.gradient_dtype);
-  bucket_.gradient->set(gradient);
-  bucket_.run(Stage::kProject);
-  for (const DeviceMatrix& matrix : bucket_.matrices) {
-    for (const double m : matrix.memory->get()) ASSERT_TRUE(std::isfinite(m));
+  for (const Stage stage : kStages) {
+    randomize(bucket_, 6);
+    for (DeviceMatrix& matrix : bucket_.matrices) {
+      const auto numel = static_cast<size_t>(matrix.part.numel());
+      matrix.memory->set(Values(numel, largest(bucket_.bucket.residual_dtype)));
+      matrix.q_local->set(Values(static_cast<size_t>(matrix.part.cols * matrix.part.rank)));
+      matrix.p_local->set(Values(static_cast<size_t>(matrix.part.rows * matrix.part.rank)));
+    }
+    Values gradient = bucket_.gradient->get();
+    for (double& g : gradient) g = largest(bucket_.spec.gradient_dtype);
+    bucket_.gradient->set(gradient);
+    bucket_.run(stage);
+    for (const DeviceMatrix& matrix : bucket_.matrices) {
+      for (const double m : matrix.memory->get()) ASSERT_TRUE(std::isfinite(m));
+    }
   }
 }
 
@@ -159,15 +191,38 @@ TEST_P(Project, WithoutErrorFeedback) {
     const DeviceMatrix& last = bucket.matrices.back();
     gradient[static_cast<size_t>(last.gradient_offset + last.part.numel() - 1)] = value;
     bucket.gradient->set(gradient);
-    bucket.run(Stage::kProject);
-    EXPECT_EQ(bucket.count(), std::isfinite(value) ? 0 : 1);
-    for (double& g : gradient) g = std::isfinite(g) ? g : 0;
-    for (const DeviceMatrix& matrix : bucket.matrices) {
-      const Values m = TestBucket::slice(gradient, matrix.gradient_offset, matrix.part.numel());
-      const Values rounded = decode(spec.gradient_dtype, encode(spec.gradient_dtype, m));
-      expect_close(bucket.p_of(matrix), reference_p(matrix.part, rounded, matrix.q_warm->get()),
-                   kSumTolerance * roundoff());
+    for (const Stage stage : kStages) {
+      bucket.run(stage);
+      EXPECT_EQ(bucket.count(), std::isfinite(value) ? 0 : 1);
+      for (const DeviceMatrix& matrix : bucket.matrices) {
+        Values m = bucket.gradient_of(matrix);
+        for (double& g : m) g = std::isfinite(g) ? g : 0;
+        if (stage == Stage::kProject) {
+          expect_close(bucket.p_of(matrix), reference_p(matrix.part, m, matrix.q_warm->get()),
+                       kSumTolerance * roundoff());
+        } else {
+          expect_close(bucket.q_of(matrix), reference_q(matrix.part, m, matrix.p_hat->get()),
+                       kSumTolerance * roundoff());
+        }
+      }
     }
+  }
+}
+
+// It has the reduced activities and verdict of no step yet: what the last one left does not count.
+TEST_P(Project, TransposedDoesNotLookAtTheLastStep) {
+  BucketSpec spec = GetParam().spec;
+  spec.tells_activity = true;
+  TestBucket bucket(*runner_, spec);
+  randomize(bucket, 12);
+  bucket.set_activities(Values(bucket.matrices.size()));
+  const kernels::Verdict skipped{1, 0};
+  runner_->copy_in(bucket.bucket.verdict, &skipped, sizeof(skipped));
+  bucket.run(Stage::kProjectTransposed);
+  for (const DeviceMatrix& matrix : bucket.matrices) {
+    expect_close(bucket.q_of(matrix),
+                 reference_q(matrix.part, matrix.memory->get(), matrix.p_hat->get()),
+                 kSumTolerance * roundoff());
   }
 }
 
@@ -180,14 +235,18 @@ class ProjectActivity : public KernelTest {
     return spec;
   }
 
-  // What project says of a gradient that is zero but for one element.
+  // What both stages say of a gradient that is zero but for one element.
   Values activities_with(int64_t index, double value) {
     Values gradient(telling_.gradient->get().size());
     for (size_t i = 0; i < gradient.size(); i += 2) gradient[i] = -0.0;
     if (index >= 0) gradient[static_cast<size_t>(index)] = value;
     telling_.gradient->set(gradient);
     telling_.run(Stage::kProject);
-    return telling_.activities();
+    const Values activities = telling_.activities();
+    telling_.set_activities(Values(activities.size(), 7));
+    telling_.run(Stage::kProjectTransposed);
+    EXPECT_EQ(telling_.activities(), activities);
+    return activities;
   }
 
   TestBucket telling_;
@@ -233,12 +292,15 @@ TEST_P(ProjectActivity, WithoutErrorFeedback) {
   spec.error_feedback = false;
   TestBucket bucket(*runner_, spec);
   randomize(bucket, 11);
-  bucket.run(Stage::kProject);
   Values expected;
   for (const DeviceMatrix& matrix : bucket.matrices) {
     expected.push_back(matrix.part.numel() > 0 ? 1 : 0);
   }
-  EXPECT_EQ(bucket.activities(), expected);
+  for (const Stage stage : kStages) {
+    bucket.set_activities(Values(expected.size(), 7));
+    bucket.run(stage);
+    EXPECT_EQ(bucket.activities(), expected);
+  }
 }
 
 POWERSGD_INSTANTIATE_KERNEL_TEST(ProjectActivity);

@@ -15,7 +15,14 @@
 
 namespace powersgd::test {
 
-enum class Stage { kRandomStart, kProject, kOrthogonalize, kBackProject, kReconstruct };
+enum class Stage {
+  kRandomStart,
+  kProject,
+  kOrthogonalize,
+  kBackProject,
+  kReconstruct,
+  kProjectTransposed
+};
 
 // Where the stages run. The tests of tests/cpp/kernels are written against this interface, so that
 // one text tests every implementation: a test program links the one file that defines
