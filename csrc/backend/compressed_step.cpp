@@ -41,25 +41,20 @@ Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const a
   };
   const Timed run(stats, std::move(probe));
   Job job;
-  const auto back_project_and_reduce = [compressor, run](Lane& lane) {
-    at::Tensor& q =
-        run(Stage::kBackProject, [&]() -> at::Tensor& { return compressor->back_project(); });
-    run(Stage::kReduceQ, [&] { lane.allreduce(q); });
-  };
-  job.first =
-      or_rollback([compressor, gradient, step, run, stats, back_project_and_reduce](Lane& lane) {
-        at::Tensor& p = run(Stage::kProject,
-                            [&]() -> at::Tensor& { return compressor->project(gradient, step); });
-        stats->add_compressed(compressor->gradient_bytes(), compressor->payload_bytes());
-        if (compressor->sends() == Factors::kQ) {
-          back_project_and_reduce(lane);
-        } else {
-          run(Stage::kReduceP, [&] { lane.allreduce(p); });
-        }
-      });
-  job.second = or_rollback([compressor, run, back_project_and_reduce](Lane& lane) {
+  job.first = or_rollback([compressor, gradient, step, run, stats](Lane& lane) {
+    at::Tensor& factor =
+        run(Stage::kProject, [&]() -> at::Tensor& { return compressor->project(gradient, step); });
+    stats->add_compressed(compressor->gradient_bytes(), compressor->payload_bytes());
+    const Stage reduce = compressor->sends() == Factors::kQ ? Stage::kReduceQ : Stage::kReduceP;
+    run(reduce, [&] { lane.allreduce(factor); });
+  });
+  job.second = or_rollback([compressor, run](Lane& lane) {
     run(Stage::kOrthogonalize, [&] { compressor->orthogonalize(); });
-    if (compressor->sends() == Factors::kPAndQ) back_project_and_reduce(lane);
+    if (compressor->sends() == Factors::kPAndQ) {
+      at::Tensor& q =
+          run(Stage::kBackProject, [&]() -> at::Tensor& { return compressor->back_project(); });
+      run(Stage::kReduceQ, [&] { lane.allreduce(q); });
+    }
     run(Stage::kReconstruct, [&] { compressor->reconstruct(); });
   });
   job.states = compressor->states_in_use();

@@ -104,25 +104,10 @@ std::vector<kernels::Matrix> AlternatingCompressor::table_of(View view) const {
   std::vector<kernels::Matrix> table = matrix_table();
   for (size_t i = 0; i < table.size(); ++i) {
     kernels::Matrix& matrix = table[i];
-    switch (view) {
-      case kAfterP:
-        matrix.p_hat = p_local_[i].data_ptr();
-        matrix.q_local = q_warm_[i].data_ptr();
-        break;
-      case kBackProject:
-        // This rank does not know yet whether others use the matrix.
-        matrix.active_offset = -1;
-        break;
-      case kReconstructP:
-        matrix.p_hat = p_sent_[i].data_ptr();
-        matrix.q_local = nullptr;
-        matrix.q_warm = nullptr;
-        break;
-      case kReconstructQ:
-        matrix.q_warm = nullptr;
-        break;
-      default:
-        break;
+    matrix.q_warm = nullptr;
+    if (view == kReconstructP) {
+      matrix.p_hat = p_sent_[i].data_ptr();
+      matrix.q_local = nullptr;
     }
   }
   return table;
@@ -137,14 +122,24 @@ kernels::Bucket AlternatingCompressor::seen(View view) const {
 
 at::Tensor& AlternatingCompressor::project_gradient(const at::Tensor& gradient, const StepInfo&) {
   settle_if_mixed();
-  if (sends_q_) {
-    project_memory(seen(kAfterP), gradient);
-    return payload_;  // back_project has what is sent
-  }
-  project_memory(seen(kAfterQ), gradient);
+  return sends_q_ ? project_q(gradient) : project_p(gradient);
+}
+
+at::Tensor& AlternatingCompressor::project_p(const at::Tensor& gradient) {
+  stages_.project(bucket_);
+  begin_step(gradient);
   at::Tensor& packed = pack(p_wire_);
   at::_foreach_copy_(p_local_, p_sent_);
   for (const ParameterStatePtr& state : states_) state->sent_p = true;
+  return packed;
+}
+
+at::Tensor& AlternatingCompressor::project_q(const at::Tensor& gradient) {
+  stages_.project_transposed(bucket_);
+  begin_step(gradient);
+  for (const ParameterStatePtr& state : states_) state->sent_p = false;
+  at::Tensor& packed = pack(q_wire_);
+  if (q_wire_.rounds()) at::_foreach_copy_(q_local_, q_sent_);
   return packed;
 }
 
@@ -162,15 +157,6 @@ void AlternatingCompressor::settle_if_mixed() {
   }
 }
 
-at::Tensor& AlternatingCompressor::back_project() {
-  verdict_.narrow(0, 0, 1).zero_();  // it is the last step's
-  stages_.back_project(seen(kBackProject));
-  at::Tensor& packed = pack(q_wire_);
-  if (q_wire_.rounds()) at::_foreach_copy_(q_local_, q_sent_);
-  for (const ParameterStatePtr& state : states_) state->sent_p = false;
-  return packed;
-}
-
 void AlternatingCompressor::orthogonalize() {
   if (sends_q_) {
     q_wire_.unpack();
@@ -186,7 +172,7 @@ void AlternatingCompressor::orthogonalize() {
 void AlternatingCompressor::orthogonalize_p() {
   const at::Tensor unused = out_of_use();
   if (unused.defined()) replace(p_sent_, unused, p_hat_);
-  stages_.orthogonalize(seen(kAfterQ));
+  stages_.orthogonalize(bucket_);
   const at::Tensor skipped = verdict_[0].ne(0);
   if (unused.defined()) {
     clear(p_sent_, unused);

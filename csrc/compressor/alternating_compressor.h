@@ -24,20 +24,12 @@ class AlternatingCompressor final : public BucketCompressor {
   using BucketCompressor::BucketCompressor;
 
   void orthogonalize() override;
-  at::Tensor& back_project() override;
   Factors sends() const override { return sends_q_ ? Factors::kQ : Factors::kP; }
   int64_t payload_bytes() const override;
 
  private:
-  // What the stages see of a matrix, by what they do.
-  enum View : size_t {
-    kAfterQ,        // project where the last factor sent was Q; orthogonalize P
-    kAfterP,        // project where it was P
-    kBackProject,   // writes Q
-    kReconstructP,  // from the reduced P
-    kReconstructQ,  // from the reduced Q
-    kViews
-  };
+  // What reconstruct sees of a matrix, by what it starts from: the reduced P or the reduced Q.
+  enum View : size_t { kReconstructP, kReconstructQ, kViews };
 
   void prepare() override;
   at::Tensor& project_gradient(const at::Tensor& gradient, const StepInfo& step) override;
@@ -48,6 +40,8 @@ class AlternatingCompressor final : public BucketCompressor {
   std::vector<kernels::Matrix> table_of(View view) const;
   kernels::Bucket seen(View view) const;
   void settle_if_mixed();
+  at::Tensor& project_p(const at::Tensor& gradient);
+  at::Tensor& project_q(const at::Tensor& gradient);
   void orthogonalize_p();
   void orthogonalize_q();
   // Of each matrix a bool element: no rank has a non-zero gradient of it.

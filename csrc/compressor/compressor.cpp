@@ -61,9 +61,10 @@ at::Tensor& BucketCompressor::project(const at::Tensor& gradient, const StepInfo
   return project_gradient(gradient, step);
 }
 
-void BucketCompressor::project_memory(const kernels::Bucket& bucket, const at::Tensor& gradient) {
-  stages_.project(bucket);
-  gradient_ = gradient;
+void BucketCompressor::begin_step(const at::Tensor& gradient) { gradient_ = gradient; }
+
+at::Tensor& BucketCompressor::back_project() {
+  TORCH_INTERNAL_ASSERT(false, "this step sends one factor");
 }
 
 void BucketCompressor::reconstruct() {
@@ -167,6 +168,7 @@ std::vector<kernels::Matrix> BucketCompressor::matrix_table() const {
     matrix.q_warm = state.q_warm.data_ptr();
     matrix.stream = state.stream;
     matrix.active_offset = planned.active_offset;
+    matrix.p_local = state.p_local.defined() ? state.p_local.data_ptr() : nullptr;
     table.push_back(matrix);
   }
   return table;

@@ -32,7 +32,8 @@ at::Tensor& PlainCompressor::project_gradient(const at::Tensor& gradient, const 
     if (step.same_start) start.step = 0;
     stages_.random_start(start);
   }
-  project_memory(bucket_, gradient);
+  stages_.project(bucket_);
+  begin_step(gradient);
   return pack(p_wire_);
 }
 

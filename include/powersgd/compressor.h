@@ -106,10 +106,8 @@ enum class Factors { kPAndQ, kP, kQ };
 //   project -> (sum the payload over ranks) -> orthogonalize -> back_project -> (sum) ->
 //   reconstruct
 //
-// in this order, all on one thread or stream at a time. In the alternating mode a step sends one of
-// the factors; that of P does without back_project, and that of Q is
-//
-//   project -> back_project -> (sum the payload) -> orthogonalize -> reconstruct
+// in this order, all on one thread or stream at a time. A step that sends one of the factors, in
+// the alternating mode, does without back_project.
 //
 // Every rank must hold an equal plan and equal options. After an exception between project and
 // reconstruct, `rollback` takes the states back to what they were before the step.
@@ -125,11 +123,11 @@ class BucketCompressor {
 
   // `gradient`: contiguous, plan.gradient_numel elements; kept until reconstruct or rollback.
   // Returns the P payload: [ P of each matrix | raw segments | activities | non-finite count ], in
-  // the wire's dtype.
+  // the wire's dtype. In a step that sends Q alone, q in place of P.
   at::Tensor& project(const at::Tensor& gradient, const StepInfo& step);
   virtual void orthogonalize() = 0;
-  // Returns the Q payload; in the alternating mode with the raw segments and all that follows them.
-  virtual at::Tensor& back_project() = 0;
+  // Returns the Q payload, of a step that sends both.
+  virtual at::Tensor& back_project();
   void reconstruct();
 
   // Undoes project: memory = M - G, to within one rounding of M. The gradient is left as it is.
@@ -148,12 +146,12 @@ class BucketCompressor {
  protected:
   // Makes the payloads and tables, once the states are allocated.
   virtual void prepare() = 0;
-  // project, by project_memory, and reconstruct.
+  // project and reconstruct.
   virtual at::Tensor& project_gradient(const at::Tensor& gradient, const StepInfo& step) = 0;
   virtual void reconstruct_gradient() = 0;
 
-  // The stage; from here on there is something to roll back.
-  void project_memory(const kernels::Bucket& bucket, const at::Tensor& gradient);
+  // To be called once memory is M: from here on there is something to roll back.
+  void begin_step(const at::Tensor& gradient);
   at::ScalarType wire_type() const;
   at::TensorOptions factor_options() const;
   // `raw`: the raw segments, in all payloads that they travel in. To be called if the wire rounds.

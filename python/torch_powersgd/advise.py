@@ -193,8 +193,6 @@ def _all_reduce_seconds(numel: int, device: torch.device) -> float:
 def run_stages(compressor: _C.BucketCompressor, gradient: torch.Tensor, step: int) -> None:
     """A step of one rank, in place."""
     compressor.project(gradient, step)
-    if compressor.sends == "Q":
-        compressor.back_project()
     compressor.orthogonalize()
     if compressor.sends == "PQ":
         compressor.back_project()

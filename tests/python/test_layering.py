@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_SUFFIXES = {".h", ".cpp", ".cu", ".cuh", ".py", ".pyi"}
-STAGES = ["project", "orthogonalize", "back_project", "reconstruct"]
+STAGES = ["project", "orthogonalize", "back_project", "reconstruct", "project_transposed"]
 
 # The first pattern that a file's path matches names its layer.
 LAYERS = {

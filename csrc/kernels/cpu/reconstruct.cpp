@@ -200,7 +200,7 @@ void skip_step(const Bucket& bucket, const ParallelFor& parallel_for) {
     skip_elements<G, R>(elements<G>(bucket.gradient, offset), nullptr,
                         tile.col_end - tile.col_begin);
   };
-  for_each_matrix_and_raw_tile(bucket, parallel_for, skip_matrix_tile, skip_raw_tile);
+  for_each_matrix_and_raw_tile(bucket, kMatrixTiles, parallel_for, skip_matrix_tile, skip_raw_tile);
   for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {
     const Matrix& matrix = bucket.matrices[tile.item];
     if (matrix.q_local == nullptr) return;
@@ -240,7 +240,7 @@ template <class G>
 void apply_step(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
   const bool stream = exceeds_caches(bucket);
   for_each_matrix_and_raw_tile(
-      bucket, parallel_for,
+      bucket, kMatrixTiles, parallel_for,
       [&](const Tile& tile) { reconstruct_tile<G>(isa, bucket, tile, stream); },
       [&](const Tile& tile) {
         run_on(isa, WriteRawTile<G>{bucket, bucket.raw_segments[tile.item], tile});

@@ -23,18 +23,17 @@ class TileBuilder {
     for_each_matrix(&TileBuilder::add_matrix_tiles);
     begin_list(kRawTiles);
     for (size_t i = 0; i < raw_.size(); ++i) add_raw_tiles(static_cast<int32_t>(i));
+    begin_list(kBackProjectTiles);
+    for_each_matrix(&TileBuilder::add_back_project_tiles);
+    place_partial_q();
+    begin_list(kStripTiles);
+    for_each_matrix(&TileBuilder::add_strip_tiles);
     end_stage();
     begin_list(kGramTiles);
     for_each_matrix(&TileBuilder::add_gram_tiles);
     end_stage();
     begin_list(kFactorTiles);
     for_each_matrix(&TileBuilder::add_factor_tiles);
-    end_stage();
-    begin_list(kBackProjectTiles);
-    for_each_matrix(&TileBuilder::add_back_project_tiles);
-    end_stage();
-    begin_list(kStripTiles);
-    for_each_matrix(&TileBuilder::add_strip_tiles);
     end_stage();
     begin_list(kFactorRowTiles);
     for_each_matrix(&TileBuilder::add_factor_row_tiles);
@@ -72,20 +71,51 @@ class TileBuilder {
     table_.tiles.push_back({item, slot, row_begin, row_end, col_begin, col_end});
   }
 
-  // The slot holds whether the tile saw an element that is not finite.
   void add_matrix_tiles(int32_t item, const Matrix& matrix) {
     if (matrix.cols == 0) return;
     const int64_t rows = round_up(std::max(kMinTileRows, kTileElements / matrix.cols), kRows);
     for (int64_t row = 0; row < matrix.rows; row += rows) {
-      add(item, take_slots(sizeof(int32_t)), row, std::min(row + rows, matrix.rows), 0,
-          matrix.cols);
+      add(item, 0, row, std::min(row + rows, matrix.rows), 0, matrix.cols);
     }
   }
 
   void add_raw_tiles(int32_t item) {
     const int64_t numel = raw_[static_cast<size_t>(item)].numel;
     for (int64_t i = 0; i < numel; i += kRawTileElements) {
-      add(item, take_slots(sizeof(int32_t)), 0, 1, i, std::min(i + kRawTileElements, numel));
+      add(item, 0, 0, 1, i, std::min(i + kRawTileElements, numel));
+    }
+  }
+
+  void add_back_project_tiles(int32_t item, const Matrix& matrix) {
+    const int64_t rows = back_project_rows(matrix);
+    const int64_t strip = strip_cols(matrix);
+    for (int64_t row = 0; row < matrix.rows; row += rows) {
+      for (int64_t col = 0; col < matrix.cols; col += strip) {
+        add(item, 0, row, std::min(row + rows, matrix.rows), col,
+            std::min(col + strip, matrix.cols));
+      }
+    }
+  }
+
+  // The slot of a matrix's back-project and strip tiles holds the partial q of all of its row
+  // ranges, partial_q_numel elements each, behind the flags of the tiles so far.
+  void place_partial_q() {
+    take_slots(static_cast<int64_t>(table_.tiles.size() * sizeof(int32_t)));
+    for (const Matrix& matrix : matrices_) {
+      const int64_t parts = count_parts(matrix.rows, back_project_rows(matrix));
+      partial_q_slots_.push_back(take_slots(parts * partial_q_numel(matrix) * factor_bytes_));
+    }
+    for (size_t i = static_cast<size_t>(table_.list_begin[kBackProjectTiles]);
+         i < table_.tiles.size(); ++i) {
+      table_.tiles[i].slot = partial_q_slots_[static_cast<size_t>(table_.tiles[i].item)];
+    }
+  }
+
+  void add_strip_tiles(int32_t item, const Matrix& matrix) {
+    const int64_t strip = strip_cols(matrix);
+    for (int64_t col = 0; col < matrix.cols; col += strip) {
+      add(item, partial_q_slots_[static_cast<size_t>(item)], 0, matrix.rows, col,
+          std::min(col + strip, matrix.cols));
     }
   }
 
@@ -102,32 +132,6 @@ class TileBuilder {
     add(item, slot, 0, matrix.rows, 0, matrix.rank);
   }
 
-  // The slot holds the partial q of all the matrix's row ranges: partial_q_numel elements each.
-  void add_back_project_tiles(int32_t item, const Matrix& matrix) {
-    const int64_t rows = back_project_rows(matrix);
-    const int64_t strip = strip_cols(matrix);
-    const int32_t slot = take_partial_q(matrix);
-    for (int64_t row = 0; row < matrix.rows; row += rows) {
-      for (int64_t col = 0; col < matrix.cols; col += strip) {
-        add(item, slot, row, std::min(row + rows, matrix.rows), col,
-            std::min(col + strip, matrix.cols));
-      }
-    }
-  }
-
-  void add_strip_tiles(int32_t item, const Matrix& matrix) {
-    const int64_t strip = strip_cols(matrix);
-    const int32_t slot = take_partial_q(matrix);
-    for (int64_t col = 0; col < matrix.cols; col += strip) {
-      add(item, slot, 0, matrix.rows, col, std::min(col + strip, matrix.cols));
-    }
-  }
-
-  int32_t take_partial_q(const Matrix& matrix) {
-    const int64_t parts = count_parts(matrix.rows, back_project_rows(matrix));
-    return take_slots(parts * partial_q_numel(matrix) * factor_bytes_);
-  }
-
   // The slot holds the squared norm of the row.
   void add_factor_row_tiles(int32_t item, const Matrix& matrix) {
     for (int64_t row = 0; row < matrix.rank; ++row) {
@@ -139,6 +143,7 @@ class TileBuilder {
   const std::vector<RawSegment>& raw_;
   const int64_t factor_bytes_;
   int64_t slots_ = 0;
+  std::vector<int32_t> partial_q_slots_;  // by matrix
   TileTable table_;
 };
 

@@ -13,11 +13,11 @@ namespace powersgd::kernels::cpu {
 
 enum TileList : size_t {
   kMatrixTiles,       // row range x all columns: project and reconstruct
-  kRawTiles,          // element range of a raw segment; follows kMatrixTiles
-  kGramTiles,         // row range of P: orthogonalize
-  kFactorTiles,       // one per matrix: orthogonalize
+  kRawTiles,          // element range of a raw segment; between the two that it is handled with
   kBackProjectTiles,  // row range x column strip: a partial q
   kStripTiles,        // column strip: the sum of its partial q
+  kGramTiles,         // row range of P: orthogonalize
+  kFactorTiles,       // one per matrix: orthogonalize
   kFactorRowTiles,    // one row of q
 };
 
@@ -97,6 +97,12 @@ T* slot_pointer(const Bucket& bucket, int32_t slot) {
   return reinterpret_cast<T*>(static_cast<char*>(bucket.workspace) + slot * kSlotBytes);
 }
 
+// Whether a tile of project or project_transposed met an element that is not finite: at the start
+// of the workspace, one for each tile of the lists up to kBackProjectTiles.
+inline int32_t& non_finite_flag(const Bucket& bucket, const Tile& tile) {
+  return static_cast<int32_t*>(bucket.workspace)[&tile - bucket.tiles];
+}
+
 template <class T>
 T* elements(void* base, int64_t offset) {
   return static_cast<T*>(base) + offset;
@@ -121,19 +127,22 @@ void for_each_tile(const Bucket& bucket, size_t list, const ParallelFor& paralle
   for_each_tile(bucket, list, list, parallel_for, body);
 }
 
-// on_matrix(tile) for each range of rows, on_raw(tile) for each range of a raw segment, as one
-// list.
+// on_matrix(tile) for each tile of a list next to kRawTiles, on_raw(tile) for each range of a raw
+// segment, as one list.
 template <class OnMatrix, class OnRaw>
-void for_each_matrix_and_raw_tile(const Bucket& bucket, const ParallelFor& parallel_for,
-                                  const OnMatrix& on_matrix, const OnRaw& on_raw) {
+void for_each_matrix_and_raw_tile(const Bucket& bucket, size_t matrix_list,
+                                  const ParallelFor& parallel_for, const OnMatrix& on_matrix,
+                                  const OnRaw& on_raw) {
   const Tile* raw_begin = bucket.tiles + bucket.tile_list_begin[kRawTiles];
-  for_each_tile(bucket, kMatrixTiles, kRawTiles, parallel_for, [&](const Tile& tile) {
-    if (&tile < raw_begin) {
-      on_matrix(tile);
-    } else {
-      on_raw(tile);
-    }
-  });
+  const Tile* raw_end = bucket.tiles + bucket.tile_list_begin[kRawTiles + 1];
+  for_each_tile(bucket, std::min<size_t>(matrix_list, kRawTiles),
+                std::max<size_t>(matrix_list, kRawTiles), parallel_for, [&](const Tile& tile) {
+                  if (&tile >= raw_begin && &tile < raw_end) {
+                    on_raw(tile);
+                  } else {
+                    on_matrix(tile);
+                  }
+                });
 }
 
 }  // namespace powersgd::kernels::cpu

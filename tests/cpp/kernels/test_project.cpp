@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// project, and project_transposed, which differ in the product alone.
+// project, and what project_transposed has in common with it.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -206,23 +206,6 @@ TEST_P(Project, WithoutErrorFeedback) {
         }
       }
     }
-  }
-}
-
-// It has the reduced activities and verdict of no step yet: what the last one left does not count.
-TEST_P(Project, TransposedDoesNotLookAtTheLastStep) {
-  BucketSpec spec = GetParam().spec;
-  spec.tells_activity = true;
-  TestBucket bucket(*runner_, spec);
-  randomize(bucket, 12);
-  bucket.set_activities(Values(bucket.matrices.size()));
-  const kernels::Verdict skipped{1, 0};
-  runner_->copy_in(bucket.bucket.verdict, &skipped, sizeof(skipped));
-  bucket.run(Stage::kProjectTransposed);
-  for (const DeviceMatrix& matrix : bucket.matrices) {
-    expect_close(bucket.q_of(matrix),
-                 reference_q(matrix.part, matrix.memory->get(), matrix.p_hat->get()),
-                 kSumTolerance * roundoff());
   }
 }
 

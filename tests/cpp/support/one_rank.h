@@ -26,7 +26,6 @@ class OneRank {
   at::Tensor step(const at::Tensor& gradient, const StepInfo& info = {}) {
     at::Tensor out = gradient.clone();
     compressor->project(out, info);
-    if (compressor->sends() == Factors::kQ) compressor->back_project();
     compressor->orthogonalize();
     if (compressor->sends() == Factors::kPAndQ) compressor->back_project();
     compressor->reconstruct();

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "convert.h"
+#include "lane_sums.h"
+#include "tiles.h"
+
+// What project and project_transposed put into the P payload beside their factors: raw segments,
+// activities and the non-finite count.
+namespace powersgd::kernels::cpu {
+
+// A raw segment travels as it is.
+template <class G>
+struct CopyRawTile {
+  using F = ComputeOf<G>;
+
+  const Bucket& bucket;
+  const RawSegment& raw;
+  const Tile& tile;
+
+  template <class Arch>
+  POWERSGD_INLINE void run() const {
+    constexpr int64_t kLane = kLanes<Arch, F>;
+    const G* gradient = elements<G>(bucket.gradient, raw.gradient_offset);
+    F* payload = elements<F>(bucket.p_payload, raw.p_offset);
+    Vector<Arch, F> poison = {};
+    int64_t j = tile.col_begin;
+    for (; j + kLane <= tile.col_end; j += kLane) {
+      const Vector<Arch, F> g = load_as<Arch>(gradient + j);
+      poison += g - g;
+      store<Arch>(payload + j, g);
+    }
+    if (j < tile.col_end) {
+      const Padded<Arch, G> last(gradient + j, tile.col_end - j);
+      const Vector<Arch, F> g = load_as<Arch>(last.data);
+      poison += g - g;
+      F converted[kLane];
+      store<Arch>(converted, g);
+      std::copy_n(converted, tile.col_end - j, payload + j);
+    }
+    non_finite_flag(bucket, tile) = !(sum_of_lanes<Arch, F>(poison) == 0);
+  }
+};
+
+template <class G>
+bool is_zero(G element) {
+  if constexpr (std::is_floating_point_v<G>) {
+    return element == 0;
+  } else {
+    return (element.bits & 0x7FFF) == 0;  // of either sign
+  }
+}
+
+// The search for a non-zero element ends at the first, so that only a gradient that is zero is
+// read.
+template <class G>
+void write_activities(const Bucket& bucket) {
+  for (int32_t i = 0; i < bucket.num_matrices; ++i) {
+    const Matrix& matrix = bucket.matrices[i];
+    if (matrix.active_offset < 0) continue;
+    const G* gradient = elements<G>(bucket.gradient, matrix.gradient_offset);
+    const G* end = gradient + matrix.rows * matrix.cols;
+    const bool active = std::any_of(gradient, end, [](G element) { return !is_zero(element); });
+    elements<ComputeOf<G>>(bucket.p_payload, matrix.active_offset)[0] = active ? 1 : 0;
+  }
+}
+
+// on_matrix(tile) for each tile of `matrix_list`, which sets the tile's non_finite_flag; and all
+// that is packed.
+template <class G, class OnMatrix>
+void project_and_pack(Isa isa, const Bucket& bucket, size_t matrix_list,
+                      const ParallelFor& parallel_for, const OnMatrix& on_matrix) {
+  bool non_finite = false;
+  for_each_matrix_and_raw_tile(bucket, matrix_list, parallel_for, on_matrix, [&](const Tile& tile) {
+    run_on(isa, CopyRawTile<G>{bucket, bucket.raw_segments[tile.item], tile});
+  });
+  for (const size_t list : {matrix_list, size_t{kRawTiles}}) {
+    for (const Tile* tile = bucket.tiles + bucket.tile_list_begin[list];
+         tile < bucket.tiles + bucket.tile_list_begin[list + 1]; ++tile) {
+      non_finite |= non_finite_flag(bucket, *tile) != 0;
+    }
+  }
+  elements<ComputeOf<G>>(bucket.p_payload, bucket.p_numel - 1)[0] = non_finite ? 1 : 0;
+  write_activities<G>(bucket);
+}
+
+}  // namespace powersgd::kernels::cpu

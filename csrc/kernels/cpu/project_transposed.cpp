@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// project_transposed: M = G + residual_scale * (memory - p_local q_warm), memory = M,
+// q_local = p_hat^T M, also written to the Q payload.
+//
+// What project and back_project do of a step that sends Q alone, but M is read once: a few rows of
+// a block of columns (bands.h) are formed in the L1 cache and added to the partial q (partial_q.h)
+// from there.
+#include "form_m.h"
+#include "pack.h"
+#include "partial_q.h"
+
+namespace powersgd::kernels::cpu {
+namespace {
+
+template <class G, class R, bool kFeedback>
+struct ProjectTransposedTile {
+  using F = ComputeOf<G>;
+
+  const Bucket& bucket;
+  const Matrix& matrix;
+  const Tile& tile;
+
+  template <class Arch>
+  POWERSGD_INLINE void run() const {
+    F* partial = start_partial_q<F>(bucket, matrix, tile);
+    PackedFactor<F> warm(matrix.q_warm, matrix.cols);
+    const FormRows<G, R, kFeedback> rows{bucket, matrix, static_cast<const F*>(matrix.p_local),
+                                         warm};
+    Vector<Arch, F> poison = {};
+    const Walk walk{tile.row_begin, tile.row_end, tile.col_begin, tile.col_end};
+    for_each_block(matrix, walk, [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
+      const int64_t stride = round_up(block.cols, kPad);
+      for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
+        alignas(64) F m[kRows * kBlockCols];
+        rows.template form<Arch>(block, row, m, poison);
+        add_to_partial_q<Arch>(matrix, LoadBlock<F>{m, stride}, row,
+                               std::min<int64_t>(kRows, block.row_end - row), block.cols,
+                               partial + matrix.rank * block.col);
+      }
+    });
+    non_finite_flag(bucket, tile) = !(sum_of_lanes<Arch, F>(poison) == 0);
+  }
+};
+
+template <class G, class R>
+void project_transposed_tile(Isa isa, const Bucket& bucket, const Tile& tile) {
+  const Matrix& matrix = bucket.matrices[tile.item];
+  if (matrix.memory == nullptr) {
+    run_on(isa, ProjectTransposedTile<G, G, false>{bucket, matrix, tile});
+  } else {
+    run_on(isa, ProjectTransposedTile<G, R, true>{bucket, matrix, tile});
+  }
+}
+
+}  // namespace
+
+void project_transposed(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
+  with_storage_pair(bucket.gradient_dtype, bucket.residual_dtype, [&](auto g, auto r) {
+    using G = decltype(g);
+    using R = decltype(r);
+    project_and_pack<G>(isa, bucket, kBackProjectTiles, parallel_for, [&](const Tile& tile) {
+      project_transposed_tile<G, R>(isa, bucket, tile);
+    });
+    sum_strips<ComputeOf<G>>(isa, bucket, parallel_for, [](const Matrix&) { return false; });
+  });
+}
+
+void project_transposed(const Bucket& bucket, const ParallelFor& parallel_for) {
+  project_transposed(best_isa(), bucket, parallel_for);
+}
+
+}  // namespace powersgd::kernels::cpu
