@@ -58,8 +58,7 @@ TEST_P(ProjectTransposed, IsProjectAndBackProject) {
   const double rounding = unit_roundoff(bucket_.bucket.residual_dtype);
   for (size_t i = 0; i < q.size(); ++i) {
     const DeviceMatrix& matrix = bucket_.matrices[i];
-    Checked expected =
-        reference_q(matrix.part, matrix.memory->get(), matrix.p_hat->get());
+    Checked expected = reference_q(matrix.part, matrix.memory->get(), matrix.p_hat->get());
     expected.value = q[i];
     expect_close(bucket_.q_of(matrix), expected, 2 * kSumTolerance * roundoff() + 8 * rounding);
   }
