@@ -58,7 +58,8 @@ struct BackProjectTile {
   POWERSGD_INLINE void add_rows(const BandBlock& block, int64_t row, F* sums) const {
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
     const S* source = m + row * matrix.cols + block.col;
-    for (int64_t i = 0; i < rows; ++i) ask_for(block.ahead(row + i, matrix.cols), block.cols);
+    for (int64_t i = 0; i < kRows; ++i)
+      ask_for((row + kRows + i) * matrix.cols + block.col, block.cols);
     if (rows == kRows && block.cols % kLanes<Arch, F> == 0) {
       add_to_partial_q<Arch>(matrix, LoadRows<Arch, S, kFiniteOnly>{source, matrix.cols}, row, rows,
                              block.cols, sums);
@@ -69,6 +70,8 @@ struct BackProjectTile {
     }
   }
 
+  // The rows that come next: with one array to read, asking for the next band (bands.h) would push
+  // this one out of the L1 cache.
   POWERSGD_INLINE void ask_for(int64_t offset, int64_t cols) const {
     constexpr auto kLine = static_cast<int64_t>(64 / sizeof(S));
     for (int64_t j = 0; j < cols; j += kLine) prefetch(m, offset + j);
