@@ -23,7 +23,7 @@ def _predictions(job: Job) -> dict[str, float]:
     model = models.TASKS[job.model].make()
     layout = advise.buckets_of([list(p.shape) for p in model.parameters()])
     link = advise.measure_link(device)
-    predicted = {"plain": advise.predict_plain(layout, link)}
+    predicted = {"plain": advise.predict_plain(layout, link, device)}
     for name, method in methods.METHODS.items():
         if method.attached and not method.lacks():
             assert method.options

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whether compression pays on this group: ``torchrun ... -m torch_powersgd advise``.
 
-What is predicted is the synchronisation of a step with none of it hidden behind backward, and
-without DDP's own copies between gradients and buckets. For plain it is modelled: DDP's buckets one
-after the other, latency + bytes / bandwidth each, as measured on the group. For compression it is
-rehearsed: the backend averages buckets of noise. Its parts, the stages alone and what the wire
-alone would take, tell where the time goes; their sum leaves out what waits for what.
+What averaging the gradients adds to a step is rehearsed, plain and compressed: buckets of noise are
+averaged while something else computes (rehearsal.py). DDP's own copies between gradients and
+buckets are not in it. Its parts, the stages alone and what the wire alone would take (latency +
+bytes / bandwidth, as measured on the group), tell where the time goes; they overlap each other and
+the backward pass.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 from torch_powersgd._backend import find_backend
 from torch_powersgd._core import _C
 from torch_powersgd.options import Options
+from torch_powersgd.rehearsal import Rehearsal, StartAverage, slowest, synchronize
 
 # DDP's defaults: the first bucket, and all others.
 BUCKET_BYTES = [1 << 20, 25 << 20]
@@ -48,13 +49,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step's synchronisation."""
+    """Of what averaging the gradients takes."""
 
     name: str
     sent_bytes: int
-    wire_seconds: float
-    stage_seconds: float
-    seconds: float  # in all
+    wire_seconds: float  # alone
+    stage_seconds: float  # alone
+    seconds: float  # that it adds to a step
 
 
 def buckets_of(shapes: list[list[int]], dtype: torch.dtype = torch.float32) -> Layout:
@@ -93,14 +94,17 @@ def predict(layout: Layout, link: Link, options: Options, device: torch.device) 
         sent += payload_bytes
         stages += seconds
     name = f"rank {options.matrix_approximation_rank}"
-    stages = _slowest(stages, device)
-    return Prediction(name, sent, wire, stages, _rehearse(layout, options, device))
+    stages = slowest(stages, device)
+    rehearsal = Rehearsal([_bytes_of(shapes) // 4 for shapes in layout], device)
+    start = _start_compressed(layout, options, device)
+    return Prediction(name, sent, wire, stages, rehearsal.added(start, rehearsal.alone(start)))
 
 
-def predict_plain(layout: Layout, link: Link) -> Prediction:
+def predict_plain(layout: Layout, link: Link, device: torch.device) -> Prediction:
     sizes = [_bytes_of(shapes) for shapes in layout]
-    seconds = sum(map(link.seconds, sizes))
-    return Prediction("plain", sum(sizes), seconds, 0.0, seconds)
+    wire = sum(map(link.seconds, sizes))
+    rehearsal = Rehearsal([size // 4 for size in sizes], device)
+    return Prediction("plain", sum(sizes), wire, 0.0, rehearsal.added(_start_plain, wire))
 
 
 def print_advice(model: torch.nn.Module, options: list[Options], device_type: str) -> None:
@@ -119,7 +123,7 @@ def print_advice(model: torch.nn.Module, options: list[Options], device_type: st
         shapes = [list(p.shape) for p in model.parameters() if p.requires_grad]
         layout = buckets_of(shapes)
         link = measure_link(device)
-        plain = predict_plain(layout, link)
+        plain = predict_plain(layout, link, device)
         compressed = [predict(layout, link, each, device) for each in options]
         if dist.get_rank() == 0:
             _print(link, plain, compressed)
@@ -142,7 +146,7 @@ def verdict(plain: Prediction, compressed: list[Prediction]) -> str:
     return (
         f"Compression pays: Options(matrix_approximation_rank={chosen.name.split()[-1]}) takes "
         f"{chosen.seconds * 1e3:.1f} ms for what takes {plain.seconds * 1e3:.1f} ms, {gain:.1f} "
-        "times less, less still behind backward. Compare the losses before relying on it."
+        "times less. Compare the losses before relying on it."
     )
 
 
@@ -152,11 +156,11 @@ def _print(link: Link, plain: Prediction, compressed: list[Prediction]) -> None:
 
     bandwidth = 8e-9 / link.per_byte
     title = (
-        f"one step's synchronisation over {dist.get_world_size()} ranks: latency "
+        f"averaging a step's gradients over {dist.get_world_size()} ranks: latency "
         f"{link.latency * 1e3:.2f} ms, {bandwidth:.2f} Gbit/s of gradient"
     )
     table = Table(title=title)
-    for heading in ("", "sent, MB", "wire, ms", "stages, ms", "all, ms", "plain / this"):
+    for heading in ("", "sent, MB", "wire, ms", "stages, ms", "added, ms", "plain / this"):
         table.add_column(heading, justify="right" if heading else "left")
     for each in (plain, *compressed):
         table.add_row(
@@ -181,13 +185,13 @@ def _all_reduce_seconds(numel: int, device: torch.device) -> float:
     tensor = torch.zeros(numel, device=device)
     times = []
     for _ in range(REPEATS + 1):  # the first sets connections up
-        _synchronize(device)
+        synchronize(device)
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(tensor)
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
-    return _slowest(statistics.median(times[1:]), device)
+    return slowest(statistics.median(times[1:]), device)
 
 
 def run_stages(compressor: _C.BucketCompressor, gradient: torch.Tensor, step: int) -> None:
@@ -205,10 +209,10 @@ def _measure_stages(compressor: _C.BucketCompressor, device: torch.device) -> tu
     times, sizes = [], []
     for step in range(2 + 2 * REPEATS):  # the first two allocate
         source = gradient.clone()
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         run_stages(compressor, source, step)
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
         sizes.append(compressor.payload_bytes)
     # Steps of either parity count alike: they differ in the alternating mode.
@@ -216,8 +220,14 @@ def _measure_stages(compressor: _C.BucketCompressor, device: torch.device) -> tu
     return seconds, (sizes[-1] + sizes[-2]) // 2
 
 
-def _rehearse(layout: Layout, options: Options, device: torch.device) -> float:
-    """Seconds in which the backend averages all buckets, as at the end of a backward pass."""
+def _start_plain(_bucket: int, buffer: torch.Tensor) -> dist.Work:
+    # Outside of a backward pass the backend hands everything on.
+    work = dist.all_reduce(buffer, async_op=True)
+    assert work is not None
+    return work
+
+
+def _start_compressed(layout: Layout, options: Options, device: torch.device) -> StartAverage:
     backend = find_backend(None, device)
     assert backend is not None, "the default group's backend is powersgd"
     shapes = [shape for bucket in layout for shape in bucket]
@@ -226,32 +236,11 @@ def _rehearse(layout: Layout, options: Options, device: torch.device) -> float:
     model = _C.AttachedModel(backend, names, parameters, options._core())
     ends = list(itertools.accumulate(map(len, layout)))
     members = [list(range(end - len(b), end)) for end, b in zip(ends, layout, strict=True)]
-    buffers = [torch.empty(_bytes_of(bucket) // 4, device=device) for bucket in layout]
-    times = []
-    for _ in range(2 + 2 * REPEATS):
-        for buffer in buffers:
-            buffer.normal_()
-        _synchronize(device)
-        dist.barrier()
-        start = time.perf_counter()
-        works = [
-            model.reduce(i, buffer, members[i], dist.get_world_size())
-            for i, buffer in enumerate(buffers)
-        ]
-        for work in works:
-            work.wait()
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
-        model.end_step()
-    return _slowest(statistics.median(times[2:]), device)
 
+    def start(bucket: int, buffer: torch.Tensor) -> dist.Work:
+        if bucket == 0:
+            model.end_step()  # the last one
+        work: dist.Work = model.reduce(bucket, buffer, members[bucket], dist.get_world_size())
+        return work
 
-def _slowest(seconds: float, device: torch.device) -> float:
-    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    return start
