@@ -75,7 +75,7 @@ struct Tile {
   int64_t col_begin, col_end;
 };
 
-constexpr int kTileLists = 8;
+constexpr int kTileLists = 10;
 
 // Built once per layout, on the host; the caller copies `tiles` to where the stages run.
 struct TileTable {

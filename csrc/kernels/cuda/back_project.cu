@@ -12,6 +12,7 @@
 // Where a strip has several segments, 3. writes to the workspace, and a second kernel adds the
 // segments in their order.
 #include "elements.cuh"
+#include "strips.cuh"
 
 namespace powersgd::kernels::cuda {
 namespace {
@@ -30,13 +31,8 @@ constexpr int kBatch = W == 1              ? 16
                        : R == 8 || R == 32 ? 8
                                            : 4;
 
-template <int R>
-constexpr int kRanksAtOnce = R < 8 ? R : 8;  // of phase 3
-
 template <int R, typename F>
-constexpr size_t kSharedBytes = sizeof(F) * (kStagedRows * R > kWarps * kRanksAtOnce<R> * kStrip
-                                                 ? kStagedRows * R
-                                                 : kWarps * kRanksAtOnce<R> * kStrip);
+constexpr size_t kSharedBytes = sizeof(F) * std::max(kStagedRows * R, kReduceElements<R>);
 
 template <int W, typename F>
 __device__ __forceinline__ void keep_finite(F (&m)[W], bool is_gradient) {
@@ -92,31 +88,6 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
   }
 }
 
-// Phase 3: calls write(k, column of the strip, sum) once for each.
-template <int R, int W, typename F, typename Write>
-__device__ __forceinline__ void reduce_warps(const F (&sums)[R][W], const Write& write) {
-  constexpr int kRanks = kRanksAtOnce<R>;
-  constexpr int kWidth = kWarpSize * W;
-  F* const shared = reinterpret_cast<F*>(shared_memory());  // [kWarps][kRanks][kWidth]
-  const int warp = threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-  POWERSGD_UNROLL
-  for (int first = 0; first < R; first += kRanks) {
-    __syncthreads();
-    POWERSGD_UNROLL
-    for (int k = 0; k < kRanks; ++k)
-      store_columns<Access::kReuse>(shared + (warp * kRanks + k) * kWidth + lane * W,
-                                    DType::kFloat32, sums[first + k]);
-    __syncthreads();
-    for (int i = threadIdx.x; i < kRanks * kWidth; i += kThreads) {
-      F sum = 0;
-      POWERSGD_UNROLL
-      for (int w = 0; w < kWarps; ++w) sum += shared[w * kRanks * kWidth + i];
-      write(first + i / kWidth, i % kWidth, sum);
-    }
-  }
-}
-
 // Columns [begin, begin + 32 W) of a tile.
 template <int R, int W, typename S>
 __device__ __forceinline__ void back_project_columns(const Bucket& bucket, const Matrix& matrix,
@@ -124,24 +95,11 @@ __device__ __forceinline__ void back_project_columns(const Bucket& bucket, const
                                                      const S* m_base, DType dtype,
                                                      bool is_gradient) {
   using F = Factor<S>;
-  const bool whole = tile.row_end - tile.row_begin == matrix.rows;
-  F* const q_local = static_cast<F*>(matrix.q_local);
-  F* const payload = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
-  F* const partial = slot_pointer<F>(bucket, tile.slot) + (begin - tile.col_begin);
   for (int64_t k0 = 0; k0 < matrix.rank; k0 += R) {
     F sums[R][W];
     accumulate<R>(matrix, tile, m_base, dtype, is_gradient, k0, begin + threadIdx.x % kWarpSize * W,
                   sums);
-    reduce_warps<R>(sums, [&](int k, int column, F sum) {
-      const int64_t col = begin + column;
-      if (k0 + k >= matrix.rank || col >= tile.col_end) return;
-      if (!whole) {
-        partial[(k0 + k) * kStrip + column] = sum;
-        return;
-      }
-      payload[(k0 + k) * matrix.cols + col] = sum;
-      q_local[(k0 + k) * matrix.cols + col] = sum;
-    });
+    write_q<R>(bucket, matrix, tile, begin, k0, sums, reinterpret_cast<F*>(shared_memory()));
   }
 }
 
@@ -192,8 +150,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
     back_project_tile<R, uint16_t>(bucket, matrix, tile, base, offset, dtype, is_gradient);
 }
 
-// The sum of a strip's row segments, for every ranks-th row of q: two groups of threads take every
-// other segment.
+// The sum of a strip's row segments, for every ranks-th row of q.
 template <typename F>
 __global__ void __launch_bounds__(kThreads)
     sum_kernel(Bucket bucket, int64_t first_tile, int ranks) {
@@ -202,28 +159,8 @@ __global__ void __launch_bounds__(kThreads)
   const Tile tile = bucket.tiles[first_tile + blockIdx.x / ranks];
   const Matrix matrix = bucket.matrices[tile.item];
   if (out_of_use<F>(bucket, matrix)) return;
-  const int column = threadIdx.x % kStrip;
-  const int group = threadIdx.x / kStrip;
-  const int64_t stride = slots(matrix.rank * kStrip * sizeof(F)) * (kSlotBytes / sizeof(F));
-  F* const shared = reinterpret_cast<F*>(shared_memory());  // [kStrip]
-  for (int64_t k = blockIdx.x % ranks; k < matrix.rank; k += ranks) {
-    const F* const partial = global(slot_pointer<F>(bucket, tile.slot)) + k * kStrip + column;
-    F sum = 0;
-    POWERSGD_UNROLL_8
-    for (int64_t segment = group; segment < tile.row_end; segment += kThreads / kStrip)
-      sum += partial[segment * stride];
-    if (group == 1) shared[column] = sum;
-    __syncthreads();
-    const int64_t col = tile.col_begin + column;
-    if (group == 0 && col < tile.col_end) {
-      sum += shared[column];
-      factor_pointer<F>(bucket.q_payload, matrix.q_offset)[k * matrix.cols + col] = sum;
-      static_cast<F*>(matrix.q_local)[k * matrix.cols + col] = sum;
-    }
-    __syncthreads();
-  }
+  sum_segments<F>(bucket, matrix, tile, static_cast<int>(blockIdx.x % ranks), ranks);
 }
-static_assert(kThreads == 2 * kStrip, "there are two groups");
 
 template <int R, typename F>
 Status launch_back_project(const Bucket& bucket, Stream stream) {

@@ -173,27 +173,39 @@ __device__ __forceinline__ void store_vector(void* address, Vector value) {
 
 // A lane's columns: four neighbours, or one where vector accesses are not possible.
 template <Access kAccess>
-__device__ __forceinline__ void load_columns(const float* address, DType, float (&out)[4]) {
+__device__ __forceinline__ void load_stored(const float* address, float (&out)[4]) {
   const float4 v = load_vector<kAccess, float4>(address);
   out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
 }
 template <Access kAccess>
-__device__ __forceinline__ void load_columns(const double* address, DType, double (&out)[4]) {
+__device__ __forceinline__ void load_stored(const double* address, double (&out)[4]) {
   const double2 a = load_vector<kAccess, double2>(address);
   const double2 b = load_vector<kAccess, double2>(address + 2);
   out[0] = a.x, out[1] = a.y, out[2] = b.x, out[3] = b.y;
 }
 template <Access kAccess>
-__device__ __forceinline__ void load_columns(const uint16_t* address, DType dtype,
-                                             float (&out)[4]) {
+__device__ __forceinline__ void load_stored(const uint16_t* address, uint16_t (&out)[4]) {
   const ushort4 v = load_vector<kAccess, ushort4>(address);
-  out[0] = widen(v.x, dtype), out[1] = widen(v.y, dtype);
-  out[2] = widen(v.z, dtype), out[3] = widen(v.w, dtype);
+  out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
 }
 template <Access kAccess, typename Storage>
+__device__ __forceinline__ void load_stored(const Storage* address, Storage (&out)[1]) {
+  out[0] = load_vector<kAccess, Storage>(address);
+}
+
+template <typename Storage, int W>
+__device__ __forceinline__ void widen_columns(const Storage (&in)[W], DType dtype,
+                                              Factor<Storage> (&out)[W]) {
+  POWERSGD_UNROLL
+  for (int j = 0; j < W; ++j) out[j] = widen(in[j], dtype);
+}
+
+template <Access kAccess, typename Storage, int W>
 __device__ __forceinline__ void load_columns(const Storage* address, DType dtype,
-                                             Factor<Storage> (&out)[1]) {
-  out[0] = widen(load_vector<kAccess, Storage>(address), dtype);
+                                             Factor<Storage> (&out)[W]) {
+  Storage stored[W];
+  load_stored<kAccess>(address, stored);
+  widen_columns(stored, dtype, out);
 }
 
 template <Access kAccess>

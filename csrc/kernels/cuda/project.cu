@@ -14,17 +14,12 @@
 // A second kernel adds the column ranges' partial sums, and the tiles' flags: whether they met a
 // non-finite element, and a non-zero one. P is computed from M as memory holds it, rounded: error
 // feedback then makes up for the rounding too.
-#include "elements.cuh"
-#include "project_rows.cuh"
+#include "dispatch.cuh"
+#include "form_m.cuh"
 #include "reduce.cuh"
 
 namespace powersgd::kernels::cuda {
 namespace {
-
-constexpr int kPlainRanks = 4;  // columns of P at a time in the kernel for any rank
-
-// A project tile's flags, in the workspace.
-constexpr int kNonFinite = 1, kNonZero = 2;
 
 // Registers are traded for blocks in flight.
 template <int R, bool kAnyRank>
@@ -32,14 +27,7 @@ constexpr int kBlocksPerProcessor = kAnyRank || R > 8 ? 1
                                     : R > 4           ? 2
                                                       : 3;
 
-// What a block works on, at the start of shared memory: registers are scarce.
-struct alignas(16) Work {
-  Tile tile;
-  Matrix matrix;
-  Met met;
-};
-
-// p_hat's rows and the sums, for each warp, follow.
+// The work, then p_hat's rows and the sums, for each warp.
 template <int R, typename F>
 constexpr size_t kSharedBytes = sizeof(Work) + 2 * kWarps * kRows * R * sizeof(F);
 
@@ -65,8 +53,15 @@ struct Share {
         member(threadIdx.x / kWarpSize % group_warps) {}
 };
 
+// What a lane multiplies M with, from the tile's first column on.
+template <typename F>
+struct Columns {
+  const F* q_warm;
+  int begin, end, step;  // columns of the tile, for this lane
+};
+
 // The warp's four rows of a pass, or none if they are beyond the tile's end.
-template <int W, typename F, typename G, typename M>
+template <typename F, typename G, typename M>
 __device__ __forceinline__ Rows<F, G, M> rows_of(const Bucket& bucket, const Work& work, int pass) {
   const Tile& tile = work.tile;
   const Matrix& matrix = work.matrix;
@@ -80,18 +75,24 @@ __device__ __forceinline__ Rows<F, G, M> rows_of(const Bucket& bucket, const Wor
   rows.gradient = static_cast<const G*>(bucket.gradient) + matrix.gradient_offset + offset;
   rows.memory =
       global(matrix.memory == nullptr ? nullptr : static_cast<M*>(matrix.memory) + offset);
-  rows.p_hat = global(static_cast<const F*>(matrix.p_hat)) + row * matrix.rank;
-  rows.q_local = global(static_cast<const F*>(matrix.q_local)) + tile.col_begin;
-  rows.q_warm = global(static_cast<const F*>(matrix.q_warm)) + tile.col_begin;
+  rows.sent_p = global(static_cast<const F*>(matrix.p_hat)) + row * matrix.rank;
+  rows.sent_q = global(static_cast<const F*>(matrix.q_local)) + tile.col_begin;
   rows.cols = matrix.cols;
   rows.rank = static_cast<int>(matrix.rank);
-  rows.begin = (share.member * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize) * W;
-  rows.end = rows.count > 0 ? static_cast<int>(tile.col_end - tile.col_begin) : 0;
-  rows.step = share.group_warps * kWarpSize * W;
   rows.gradient_dtype = bucket.gradient_dtype;
   rows.memory_dtype = bucket.residual_dtype;
   rows.scale = static_cast<F>(bucket.residual_scale);
   return rows;
+}
+
+template <int W, typename F>
+__device__ __forceinline__ Columns<F> columns_of(const Work& work, bool any_rows) {
+  const Tile& tile = work.tile;
+  const Share share(tile);
+  return {global(static_cast<const F*>(work.matrix.q_warm)) + tile.col_begin,
+          (share.member * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize) * W,
+          any_rows ? static_cast<int>(tile.col_end - tile.col_begin) : 0,
+          share.group_warps * kWarpSize * W};
 }
 
 // The warp's rows of scale p_hat as [R][kRows], padded with zeros.
@@ -100,9 +101,41 @@ __device__ __forceinline__ void stage_p(const Rows<F, G, M>& rows, F* p) {
   if (rows.memory == nullptr) return;
   for (int i = threadIdx.x % kWarpSize; i < kRows * R; i += kWarpSize) {
     const int row = i % kRows, k = i / kRows;
-    p[i] = row < rows.count && k < rows.rank ? rows.scale * rows.p_hat[row * rows.rank + k] : F{0};
+    p[i] = row < rows.count && k < rows.rank ? rows.scale * rows.sent_p[row * rows.rank + k] : F{0};
   }
   __syncwarp();
+}
+
+// Phases 1 to 3 for columns [k0, k0 + R) of P.
+template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
+__device__ __forceinline__ void project_rows(Rows<F, G, M> rows, const Columns<F>& columns, int k0,
+                                             const F* p, Met* met, F (&sums)[kRows * R]) {
+  int start = 0;
+  POWERSGD_UNROLL
+  for (int i = 0; i < kRows * R; ++i) sums[i] = 0;
+  POWERSGD_NO_UNROLL
+  for (int col = columns.begin; col < columns.end; col += columns.step) {
+    F m[kRows][W];
+    forget(rows.cols);
+    forget(start);
+    if (!kAnyRank || k0 == 0)
+      form_m<R, kAnyRank, kExact, W, Access::kReuse>(rows, col, p + start, m, met);
+    else
+      reload_m<W>(rows, col, m);
+    const F* q_row = columns.q_warm + k0 * rows.cols + col;
+    POWERSGD_UNROLL
+    for (int k = 0; k < R; ++k) {
+      if (!kExact && k0 + k >= rows.rank) continue;
+      F q[W];
+      load_columns<Access::kReuse>(q_row, DType::kFloat32, q);
+      q_row += rows.cols;
+      POWERSGD_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        POWERSGD_UNROLL
+        for (int j = 0; j < W; ++j) sums[i * R + k] += m[i][j] * q[j];
+      }
+    }
+  }
 }
 
 // Phase 4: columns [k0, k0 + R) of P from the lanes' sums. Called by all threads of the block.
@@ -139,28 +172,14 @@ __device__ __forceinline__ void project_tile(const Bucket& bucket, Work* work) {
   const int tile_rows = static_cast<int>(work->tile.row_end - work->tile.row_begin);
   POWERSGD_NO_UNROLL
   for (int pass = 0; pass < tile_rows; pass += group_rows) {
-    const Rows<F, G, M> rows = rows_of<W, F, G, M>(bucket, *work, pass);
+    const Rows<F, G, M> rows = rows_of<F, G, M>(bucket, *work, pass);
+    const Columns<F> columns = columns_of<W, F>(*work, rows.count > 0);
     if constexpr (!kAnyRank) stage_p<R>(rows, p);
     for (int k0 = 0; k0 < (kAnyRank ? rows.rank : 1); k0 += R) {
       F sums[kRows * R];
-      project_rows<R, kAnyRank, kExact, W>(rows, k0, p, &work->met, sums);
+      project_rows<R, kAnyRank, kExact, W>(rows, columns, k0, p, &work->met, sums);
       write_sums<R>(bucket, *work, pass, k0, sums, partial);
     }
-  }
-}
-
-// Packs a part of a raw segment into the P payload.
-template <typename F, typename G>
-__device__ void pack_raw(const Bucket& bucket, Work* work) {
-  const Tile& tile = work->tile;
-  const RawSegment segment = bucket.raw_segments[segment_of(tile.item)];
-  const G* from = static_cast<const G*>(bucket.gradient) + segment.gradient_offset;
-  F* to = factor_pointer<F>(bucket.p_payload, segment.p_offset);
-  for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads) {
-    const F value = widen(from[i], bucket.gradient_dtype);
-    const bool finite = is_finite(value);
-    to[i] = finite ? value : F{0};
-    if (!finite) work->met.non_finite = 1;
   }
 }
 
@@ -168,13 +187,7 @@ template <int R, bool kAnyRank, typename F, typename G, typename M>
 __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
     project_kernel(Bucket bucket, int64_t first_tile) {
   begin_kernel();
-  Work* const work = reinterpret_cast<Work*>(shared_memory());
-  if (threadIdx.x == 0) {
-    work->tile = bucket.tiles[first_tile + blockIdx.x];
-    if (work->tile.item >= 0) work->matrix = bucket.matrices[work->tile.item];
-    work->met = {0, 0};
-  }
-  __syncthreads();
+  Work* const work = begin_work(bucket, first_tile);
   if (work->tile.item < 0) {
     pack_raw<F, G>(bucket, work);
   } else {
@@ -191,20 +204,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
     else
       project_tile<R, kAnyRank, !kAnyRank, 4, F, G, M>(bucket, work);
   }
-  __syncthreads();
-  if (threadIdx.x == 0)
-    slot_pointer<int32_t>(bucket, 0)[blockIdx.x] =
-        (work->met.non_finite ? kNonFinite : 0) | (work->met.non_zero ? kNonZero : 0);
-}
-
-// Whether a flag is up in any of the tiles [begin, end), as the payload tells it.
-template <typename F>
-__device__ void tell(const Bucket& bucket, int flag, int64_t begin, int64_t end, int64_t offset) {
-  const int32_t* flags = slot_pointer<int32_t>(bucket, 0);
-  int seen = 0;
-  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) seen |= flags[i];
-  seen = __syncthreads_or(seen & flag);
-  if (threadIdx.x == 0) static_cast<F*>(bucket.p_payload)[offset] = seen != 0 ? F{1} : F{0};
+  end_work(bucket, work);
 }
 
 // Block 0: the count of the payload, 1 if any tile met a non-finite element. The others: whether a
@@ -235,51 +235,25 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <int R, bool kAnyRank, typename F, typename G, typename M>
-Status launch_project(const Bucket& bucket, Stream stream) {
-  const int64_t* begin = bucket.tile_list_begin.data();
-  const int64_t tiles = begin[kProjectTiles + 1] - begin[kProjectTiles];
-  const int64_t sums = begin[kProjectSums + 1] - begin[kProjectSums];
-  if (const Status status = launch(project_kernel<R, kAnyRank, F, G, M>, tiles, kThreads,
-                                   kSharedBytes<R, F>, stream, bucket, begin[kProjectTiles]);
-      status != 0)
-    return status;
-  return launch(finish_kernel<F>, 1 + sums, kThreads, 0, stream, bucket, tiles,
-                begin[kProjectSums]);
-}
-
-template <typename G, typename M>
-Status dispatch_rank(const Bucket& bucket, Stream stream) {
-  switch (bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass]) {
-    case 0:
-      return launch_project<1, false, float, G, M>(bucket, stream);
-    case 1:
-      return launch_project<2, false, float, G, M>(bucket, stream);
-    case 2:
-      return launch_project<4, false, float, G, M>(bucket, stream);
-    case 3:
-      return launch_project<8, false, float, G, M>(bucket, stream);
-    case 4:
-      return launch_project<16, false, float, G, M>(bucket, stream);
-    case 5:
-      return launch_project<32, false, float, G, M>(bucket, stream);
-    default:
-      return launch_project<kPlainRanks, true, float, G, M>(bucket, stream);
+struct LaunchProject {
+  template <int R, bool kAnyRank, typename F, typename G, typename M>
+  static Status run(const Bucket& bucket, Stream stream) {
+    const int64_t* begin = bucket.tile_list_begin.data();
+    const int64_t tiles = begin[kProjectTiles + 1] - begin[kProjectTiles];
+    const int64_t sums = begin[kProjectSums + 1] - begin[kProjectSums];
+    if (const Status status = launch(project_kernel<R, kAnyRank, F, G, M>, tiles, kThreads,
+                                     kSharedBytes<R, F>, stream, bucket, begin[kProjectTiles]);
+        status != 0)
+      return status;
+    return launch(finish_kernel<F>, 1 + sums, kThreads, 0, stream, bucket, tiles,
+                  begin[kProjectSums]);
   }
-}
+};
 
 }  // namespace
 
 Status project(const Bucket& bucket, Stream stream) {
-  if (bucket.factor_dtype == DType::kFloat64)
-    return launch_project<kPlainRanks, true, double, double, double>(bucket, stream);
-  const bool wide_gradient = bucket.gradient_dtype == DType::kFloat32;
-  const bool wide_memory = bucket.residual_dtype == DType::kFloat32;
-  if (wide_gradient)
-    return wide_memory ? dispatch_rank<float, float>(bucket, stream)
-                       : dispatch_rank<float, uint16_t>(bucket, stream);
-  return wide_memory ? dispatch_rank<uint16_t, float>(bucket, stream)
-                     : dispatch_rank<uint16_t, uint16_t>(bucket, stream);
+  return dispatch<LaunchProject>(bucket, stream);
 }
 
 }  // namespace powersgd::kernels::cuda

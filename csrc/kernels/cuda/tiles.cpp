@@ -35,6 +35,9 @@ class Builder {
     end_stage();
     for (size_t i = 0; i < matrices_.size(); ++i) add_back_project(static_cast<int32_t>(i));
     end_stage();
+    add_raw(kProjectTransposedTiles);
+    for (size_t i = 0; i < matrices_.size(); ++i) add_project_transposed(static_cast<int32_t>(i));
+    place_project_transposed_partials();
     add_reconstruct();
     add_rank_class();
     return finish();
@@ -126,33 +129,59 @@ class Builder {
     }
   }
 
-  // The partial q of strip s and row segment g is at slot(s) + g * slots(rank * kStrip).
   void add_back_project(int32_t item) {
+    const Matrix& matrix = matrices_[static_cast<size_t>(item)];
+    const int64_t target = target_elements(matrices_, 2048, 16384, 65536) / kStrip;
+    const int64_t wanted = std::max(target, 32 * std::min(matrix.rank, kMaxFastRank));
+    add_strips(kBackProjectTiles, kBackProjectSums, item, wanted);
+    for (int64_t col = 0; col < matrix.cols; col += kStrip)
+      add(kStrips, item, 0, 0, matrix.rank, col, std::min(col + kStrip, matrix.cols));
+  }
+
+  // Three times as much is read and written as in back_project: shorter segments do.
+  void add_project_transposed(int32_t item) {
+    const Matrix& matrix = matrices_[static_cast<size_t>(item)];
+    const int64_t target = target_elements(matrices_, 4096, 8192, 32768) / kStrip;
+    const int64_t wanted = std::max(target, 16 * std::min(matrix.rank, kMaxFastRank));
+    const int64_t first_tile = count(kProjectTransposedTiles);
+    add_strips(kProjectTransposedTiles, kProjectTransposedSums, item, wanted);
+    if (matrix.active_offset >= 0)
+      add(kProjectTransposedSums, item, 0, first_tile, count(kProjectTransposedTiles), 0, 0);
+  }
+
+  // Strips by row segments of about `wanted` rows. The partial q of strip s and row segment g is at
+  // slot(s) + g * slots(rank * kStrip).
+  void add_strips(int tiles, int sums, int32_t item, int64_t wanted) {
     const Matrix& matrix = matrices_[static_cast<size_t>(item)];
     // Long segments, for their sums to be a small part of what is read, but several hundred tiles.
     const int64_t longest = round_up(target_elements(matrices_, 512, 16384, 1 << 20) / kStrip, 32);
-    const int64_t target = target_elements(matrices_, 2048, 16384, 65536) / kStrip;
-    const int64_t wanted = std::max(target, 32 * std::min(matrix.rank, kMaxFastRank));
     // One thread adds a column's segments: not too many.
     const int64_t rows =
         round_up(std::max(std::min(wanted, longest), ceil_div(matrix.rows, 128)), 32);
-    const int64_t segments = ceil_div(matrix.rows, rows);
+    // A matrix without rows has one segment, to write its q: zeros.
+    const int64_t segments = std::max<int64_t>(1, ceil_div(matrix.rows, rows));
     const int64_t strips = ceil_div(matrix.cols, kStrip);
     const int64_t partial = slots(matrix.rank * kStrip * factor_bytes_);
     const int64_t base = segments > 1 ? take(segments * strips * partial) : 0;
     for (int64_t segment = 0; segment < segments; ++segment) {
       for (int64_t strip = 0; strip < strips; ++strip)
-        add(kBackProjectTiles, item, base + (strip * segments + segment) * partial, segment * rows,
+        add(tiles, item, base + (strip * segments + segment) * partial, segment * rows,
             std::min(segment * rows + rows, matrix.rows), strip * kStrip,
             std::min(strip * kStrip + kStrip, matrix.cols));
     }
-    for (int64_t strip = 0; strip < strips; ++strip) {
-      const int64_t col = strip * kStrip;
-      const int64_t col_end = std::min(col + kStrip, matrix.cols);
-      add(kStrips, item, 0, 0, matrix.rank, col, col_end);
-      if (segments > 1)  // the rows count the segments here
-        add(kBackProjectSums, item, base + strip * segments * partial, 0, segments, col, col_end);
+    for (int64_t strip = 0; segments > 1 && strip < strips; ++strip)  // the rows count the segments
+      add(sums, item, base + strip * segments * partial, 0, segments, strip * kStrip,
+          std::min(strip * kStrip + kStrip, matrix.cols));
+  }
+
+  // Before the partial q lies, as in project, one word per tile.
+  void place_project_transposed_partials() {
+    const int64_t flags = slots(count(kProjectTransposedTiles) * int64_t{sizeof(int32_t)});
+    take(flags);
+    for (const int list : {kProjectTransposedTiles, kProjectTransposedSums}) {
+      for (Tile& tile : lists_[static_cast<size_t>(list)]) tile.slot += static_cast<int32_t>(flags);
     }
+    end_stage();
   }
 
   void add_reconstruct() {

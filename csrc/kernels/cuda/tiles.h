@@ -17,7 +17,7 @@ constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;
 
 constexpr int kStrip = 128;               // columns that a warp takes at a time, 4 per lane
-constexpr int kRowsPerWarp = 4;           // rows that a warp takes at a time in project
+constexpr int kRowsPerWarp = 4;           // rows of M that a warp forms at a time
 constexpr int64_t kSplitColumns = 16384;  // wider matrices are projected in column ranges of this
 constexpr int64_t kMaxFastRank = 32;      // above, plain loops
 constexpr int64_t kSlotBytes = 64;        // the unit of Tile::slot, an offset into the workspace
@@ -33,6 +33,10 @@ enum TileList : int {
   kBackProjectSums,     // strips of the matrices that have more than one row segment
   kStrips,              // strips of all matrices
   kReconstructTiles,  // rows of Q (slot 1); strips by row ranges (slot 0); raw segments (item < 0)
+  kProjectTransposedTiles,  // raw segments (item < 0); strips by row segments
+  // Strips of the matrices that have more than one row segment; and, with no columns, each matrix
+  // that tells whether it is active, with the range of its tiles above as the rows.
+  kProjectTransposedSums,
   // The launchers cannot read the matrices, which are in device memory: this list's length tells
   // them rank_class() of the largest rank. Its tiles are empty.
   kRankClass,

@@ -2,37 +2,31 @@
 #pragma once
 
 #include "elements.cuh"
+#include "work.cuh"
 
-// Phases 1 to 3 of project.cu: what one warp does with four rows.
+// M, the residual and the gradient, at four rows of a lane's columns: the one place that reads the
+// gradient and the memory, for project and project_transposed.
 
 namespace powersgd::kernels::cuda {
 
 constexpr int kRows = kRowsPerWarp;
 
-// What a warp works on: pointers to its first row and to the tile's first column. F is the factor
+// Four rows of a matrix: pointers to the first row, and to the tile's first column. F is the factor
 // type, G and M how the gradient and the memory are stored.
 template <typename F, typename G, typename M>
 struct Rows {
   const G* gradient;
-  M* memory;       // null: M is the gradient
-  const F* p_hat;  // the first row's
-  const F* q_local;
-  const F* q_warm;
+  M* memory;        // null: M is the gradient
+  const F* sent_p;  // what the last step sent is their product: the first row's
+  const F* sent_q;
   int64_t cols;
   int rank;
-  int begin, end, step;  // columns of the tile, for this lane
-  int count;             // rows that exist, of kRows
+  int count;  // rows that exist, of kRows
   DType gradient_dtype, memory_dtype;
   F scale;
 
   // A row beyond the last repeats the first, and is not stored.
   __device__ int64_t offset(int row) const { return row < count ? row * cols : 0; }
-};
-
-// What a block has met among its elements of the gradient, in shared memory: registers are scarce.
-// Set by whoever meets such an element, all to the same.
-struct Met {
-  int non_finite, non_zero;
 };
 
 template <int W, typename F>
@@ -47,14 +41,14 @@ __device__ __forceinline__ bool replace_non_finite(F (&value)[W]) {
   return bad;
 }
 
-// m -= scale p_hat q_local at a lane's columns. p is scale p_hat as [R][kRows], of which `rank`
+// m -= scale sent_p sent_q at a lane's columns. p is scale sent_p as [R][kRows], of which `rank`
 // rows count.
 template <int R, bool kExact, int W, typename F, typename G, typename M>
 __device__ __forceinline__ void subtract_last_step(const Rows<F, G, M>& rows, int k0, int col,
                                                    const F* p, F (&m)[kRows][W]) {
-  // Rolled up, for the compiler would load all of q_local at once, for want of registers elsewhere.
+  // Rolled up, for the compiler would load all of sent_q at once, for want of registers elsewhere.
   constexpr int kAtOnce = R < 2 ? 1 : R <= 8 ? 2 : 4;
-  const F* q_row = rows.q_local + k0 * rows.cols + col;
+  const F* q_row = rows.sent_q + k0 * rows.cols + col;
   POWERSGD_NO_UNROLL
   for (int k = 0; k < R; k += kAtOnce) {
     POWERSGD_UNROLL
@@ -80,7 +74,7 @@ __device__ void subtract_high_rank(const Rows<F, G, M>& rows, int col, F (&m)[kR
     F p[kRows];
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i)
-      p[i] = rows.scale * rows.p_hat[(i < rows.count ? i : 0) * int64_t{rows.rank} + k];
+      p[i] = rows.scale * rows.sent_p[(i < rows.count ? i : 0) * int64_t{rows.rank} + k];
     Rows<F, G, M> one = rows;
     one.rank = k + 1;
     subtract_last_step<1, true, W>(one, k, col, p, m);
@@ -101,26 +95,28 @@ __device__ __forceinline__ void look_at(F (&gradient)[kRows][W], Met* met) {
   if (bad) met->non_finite = 1;
 }
 
-// Phases 1 and 2: M of kRows x W elements.
-template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
+// Phases 1 and 2: M of kRows x W elements. kStore: whether M will be needed again soon.
+template <int R, bool kAnyRank, bool kExact, int W, Access kStore, typename F, typename G,
+          typename M>
 __device__ __forceinline__ void form_m(const Rows<F, G, M>& rows, int col, const F* p,
                                        F (&m)[kRows][W], Met* met) {
-  F g[kRows][W];
+  // Widened once the memory's loads are under way too, for to widen is to wait.
+  G stored[kRows][W];
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i)
-    load_columns<Access::kStream>(rows.gradient + rows.offset(i) + col, rows.gradient_dtype, g[i]);
+    load_stored<Access::kStream>(rows.gradient + rows.offset(i) + col, stored[i]);
   if (rows.memory == nullptr) {
-    look_at(g, met);
     POWERSGD_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      POWERSGD_UNROLL
-      for (int j = 0; j < W; ++j) m[i][j] = g[i][j];
-    }
+    for (int i = 0; i < kRows; ++i) widen_columns(stored[i], rows.gradient_dtype, m[i]);
+    look_at(m, met);
     return;
   }
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i)
     load_columns<Access::kStream>(rows.memory + rows.offset(i) + col, rows.memory_dtype, m[i]);
+  F g[kRows][W];
+  POWERSGD_UNROLL
+  for (int i = 0; i < kRows; ++i) widen_columns(stored[i], rows.gradient_dtype, g[i]);
   look_at(g, met);
   // With the gradient added first, its registers are free for the factors.
   POWERSGD_UNROLL
@@ -139,11 +135,11 @@ __device__ __forceinline__ void form_m(const Rows<F, G, M>& rows, int col, const
     for (int j = 0; j < W; ++j)
       m[i][j] = widen(narrow<M>(clamp_to(m[i][j], limit), rows.memory_dtype), rows.memory_dtype);
     if (i < rows.count)
-      store_columns<Access::kReuse>(rows.memory + rows.offset(i) + col, rows.memory_dtype, m[i]);
+      store_columns<kStore>(rows.memory + rows.offset(i) + col, rows.memory_dtype, m[i]);
   }
 }
 
-// M again, for the second and further R columns of P of a high rank: a lane reads what it wrote.
+// M again, for the second and further R ranks of a high one: a lane reads what it wrote.
 template <int W, typename F, typename G, typename M>
 __device__ void reload_m(const Rows<F, G, M>& rows, int col, F (&m)[kRows][W]) {
   for (int i = 0; i < kRows; ++i) {
@@ -152,38 +148,6 @@ __device__ void reload_m(const Rows<F, G, M>& rows, int col, F (&m)[kRows][W]) {
     } else {
       load_columns<Access::kReuse>(rows.gradient + rows.offset(i) + col, rows.gradient_dtype, m[i]);
       replace_non_finite(m[i]);
-    }
-  }
-}
-
-// Phases 1 to 3 for columns [k0, k0 + R) of P.
-template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
-__device__ __forceinline__ void project_rows(Rows<F, G, M> rows, int k0, const F* p, Met* met,
-                                             F (&sums)[kRows * R]) {
-  int start = 0;
-  POWERSGD_UNROLL
-  for (int i = 0; i < kRows * R; ++i) sums[i] = 0;
-  POWERSGD_NO_UNROLL
-  for (int col = rows.begin; col < rows.end; col += rows.step) {
-    F m[kRows][W];
-    forget(rows.cols);
-    forget(start);
-    if (!kAnyRank || k0 == 0)
-      form_m<R, kAnyRank, kExact, W>(rows, col, p + start, m, met);
-    else
-      reload_m<W>(rows, col, m);
-    const F* q_row = rows.q_warm + k0 * rows.cols + col;
-    POWERSGD_UNROLL
-    for (int k = 0; k < R; ++k) {
-      if (!kExact && k0 + k >= rows.rank) continue;
-      F q[W];
-      load_columns<Access::kReuse>(q_row, DType::kFloat32, q);
-      q_row += rows.cols;
-      POWERSGD_UNROLL
-      for (int i = 0; i < kRows; ++i) {
-        POWERSGD_UNROLL
-        for (int j = 0; j < W; ++j) sums[i * R + k] += m[i][j] * q[j];
-      }
     }
   }
 }

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include "elements.cuh"
+
+// What back_project and project_transposed do alike once a strip's rows are multiplied: the sums of
+// the lanes become rows of q, in q_local and the Q payload, or a row segment's partial of them.
+
+namespace powersgd::kernels::cuda {
+
+template <int R>
+constexpr int kRanksAtOnce = R < 8 ? R : 8;  // of reduce_warps
+
+// Elements of shared memory that reduce_warps takes.
+template <int R>
+constexpr int kReduceElements = kWarps * kRanksAtOnce<R> * kStrip;
+
+// The warps' sums are added in shared memory, in the order of the warps. Calls write(k, column of
+// the strip, sum) once for each.
+template <int R, int W, typename F, typename Write>
+__device__ __forceinline__ void reduce_warps(const F (&sums)[R][W], F* shared, const Write& write) {
+  constexpr int kRanks = kRanksAtOnce<R>;
+  constexpr int kWidth = kWarpSize * W;  // shared is [kWarps][kRanks][kWidth]
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  POWERSGD_UNROLL
+  for (int first = 0; first < R; first += kRanks) {
+    __syncthreads();
+    POWERSGD_UNROLL
+    for (int k = 0; k < kRanks; ++k)
+      store_columns<Access::kReuse>(shared + (warp * kRanks + k) * kWidth + lane * W,
+                                    DType::kFloat32, sums[first + k]);
+    __syncthreads();
+    for (int i = threadIdx.x; i < kRanks * kWidth; i += kThreads) {
+      F sum = 0;
+      POWERSGD_UNROLL
+      for (int w = 0; w < kWarps; ++w) sum += shared[w * kRanks * kWidth + i];
+      write(first + i / kWidth, i % kWidth, sum);
+    }
+  }
+}
+
+// Rows [k0, k0 + R) of q at columns [begin, begin + 32 W) of a tile. Called by all threads of the
+// block.
+template <int R, int W, typename F>
+__device__ __forceinline__ void write_q(const Bucket& bucket, const Matrix& matrix,
+                                        const Tile& tile, int64_t begin, int64_t k0,
+                                        const F (&sums)[R][W], F* shared) {
+  const bool whole = tile.row_end - tile.row_begin == matrix.rows;
+  F* const q_local = global(static_cast<F*>(matrix.q_local));
+  F* const payload = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
+  F* const partial = slot_pointer<F>(bucket, tile.slot) + (begin - tile.col_begin);
+  reduce_warps<R>(sums, shared, [&](int k, int column, F sum) {
+    const int64_t col = begin + column;
+    if (k0 + k >= matrix.rank || col >= tile.col_end) return;
+    if (!whole) {
+      partial[(k0 + k) * kStrip + column] = sum;
+      return;
+    }
+    payload[(k0 + k) * matrix.cols + col] = sum;
+    q_local[(k0 + k) * matrix.cols + col] = sum;
+  });
+}
+
+// The sum of a strip's row segments, of which the tile's rows are the number: every ranks-th row of
+// q from `first`. Two groups of threads take every other segment. Shared memory: [kStrip].
+template <typename F>
+__device__ __forceinline__ void sum_segments(const Bucket& bucket, const Matrix& matrix,
+                                             const Tile& tile, int first, int ranks) {
+  static_assert(kThreads == 2 * kStrip, "there are two groups");
+  const int column = threadIdx.x % kStrip;
+  const int group = threadIdx.x / kStrip;
+  const int64_t stride = slots(matrix.rank * kStrip * sizeof(F)) * (kSlotBytes / sizeof(F));
+  F* const shared = reinterpret_cast<F*>(shared_memory());
+  for (int64_t k = first; k < matrix.rank; k += ranks) {
+    const F* const partial = global(slot_pointer<F>(bucket, tile.slot)) + k * kStrip + column;
+    F sum = 0;
+    POWERSGD_UNROLL_8
+    for (int64_t segment = group; segment < tile.row_end; segment += kThreads / kStrip)
+      sum += partial[segment * stride];
+    if (group == 1) shared[column] = sum;
+    __syncthreads();
+    const int64_t col = tile.col_begin + column;
+    if (group == 0 && col < tile.col_end) {
+      sum += shared[column];
+      factor_pointer<F>(bucket.q_payload, matrix.q_offset)[k * matrix.cols + col] = sum;
+      static_cast<F*>(matrix.q_local)[k * matrix.cols + col] = sum;
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace powersgd::kernels::cuda

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include "elements.cuh"
+
+// What the blocks of project and project_transposed do alike: take up a tile, pack raw segments,
+// note what they meet among the gradient's elements, and tell it in the P payload.
+
+namespace powersgd::kernels::cuda {
+
+// A tile's flags: one word for each block of the launch, at the start of the workspace.
+constexpr int kNonFinite = 1, kNonZero = 2;
+
+// What a block has met among its elements of the gradient, in shared memory: registers are scarce.
+// Set by whoever meets such an element, all to the same.
+struct Met {
+  int non_finite, non_zero;
+};
+
+// What a block works on, at the start of shared memory.
+struct alignas(16) Work {
+  Tile tile;
+  Matrix matrix;  // of the tile, unless that is of a raw segment
+  Met met;
+};
+
+// Called by all threads of the block, and so is end_work().
+__device__ __forceinline__ Work* begin_work(const Bucket& bucket, int64_t first_tile) {
+  Work* const work = reinterpret_cast<Work*>(shared_memory());
+  if (threadIdx.x == 0) {
+    work->tile = bucket.tiles[first_tile + blockIdx.x];
+    if (work->tile.item >= 0) work->matrix = bucket.matrices[work->tile.item];
+    work->met = {0, 0};
+  }
+  __syncthreads();
+  return work;
+}
+
+__device__ __forceinline__ void end_work(const Bucket& bucket, const Work* work) {
+  __syncthreads();
+  if (threadIdx.x == 0)
+    slot_pointer<int32_t>(bucket, 0)[blockIdx.x] =
+        (work->met.non_finite ? kNonFinite : 0) | (work->met.non_zero ? kNonZero : 0);
+}
+
+// Packs a part of a raw segment into the P payload.
+template <typename F, typename G>
+__device__ void pack_raw(const Bucket& bucket, Work* work) {
+  const Tile& tile = work->tile;
+  const RawSegment segment = bucket.raw_segments[segment_of(tile.item)];
+  const G* from = static_cast<const G*>(bucket.gradient) + segment.gradient_offset;
+  F* to = factor_pointer<F>(bucket.p_payload, segment.p_offset);
+  for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads) {
+    const F value = widen(from[i], bucket.gradient_dtype);
+    const bool finite = is_finite(value);
+    to[i] = finite ? value : F{0};
+    if (!finite) work->met.non_finite = 1;
+  }
+}
+
+// Whether a flag is up in any of the tiles [begin, end), as the payload tells it.
+template <typename F>
+__device__ void tell(const Bucket& bucket, int flag, int64_t begin, int64_t end, int64_t offset) {
+  const int32_t* flags = slot_pointer<int32_t>(bucket, 0);
+  int seen = 0;
+  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) seen |= flags[i];
+  seen = __syncthreads_or(seen & flag);
+  if (threadIdx.x == 0) static_cast<F*>(bucket.p_payload)[offset] = seen != 0 ? F{1} : F{0};
+}
+
+}  // namespace powersgd::kernels::cuda
