@@ -222,8 +222,7 @@ def _measure_stages(compressor: _C.BucketCompressor, device: torch.device) -> tu
 
 def _start_plain(_bucket: int, buffer: torch.Tensor) -> dist.Work:
     # Outside of a backward pass the backend hands everything on.
-    work = dist.all_reduce(buffer, async_op=True)
-    assert work is not None
+    work: dist.Work = dist.all_reduce(buffer, async_op=True)
     return work
 
 
