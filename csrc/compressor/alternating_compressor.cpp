@@ -21,25 +21,10 @@ std::vector<at::Tensor> parts_of(const at::Tensor& payload, const std::vector<in
   return parts;
 }
 
-// 0 where the tensor's element of `mask` says so.
-void clear(const std::vector<at::Tensor>& tensors, const at::Tensor& mask) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    tensors[i].masked_fill_(mask[static_cast<int64_t>(i)], 0);
-  }
-}
-
-void replace(const std::vector<at::Tensor>& tensors, const at::Tensor& mask,
-             const std::vector<at::Tensor>& by) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    tensors[i].copy_(at::where(mask[static_cast<int64_t>(i)], by[i], tensors[i]));
-  }
-}
-
 }  // namespace
 
 void AlternatingCompressor::prepare() {
   for (const ParameterStatePtr& state : states_) {
-    p_hat_.push_back(state->p_hat);
     q_warm_.push_back(state->q_warm);
     p_local_.push_back(state->p_local);
     q_local_.push_back(state->q_local);
@@ -70,32 +55,23 @@ void AlternatingCompressor::make_payloads() {
     p_offsets.push_back(matrix.p_offset);
     q_offsets.push_back(matrix.q_offset);
   }
-  p_sent_ = parts_of(p_payload_, p_offsets, p_hat_);
+  p_sent_ = parts_of(p_payload_, p_offsets, p_local_);
   q_sent_ = parts_of(q_payload_, q_offsets, q_warm_);
   fixed_q_parts_ = parts_of(fixed_q_, q_offsets, q_warm_);
 }
 
-// orthogonalize takes [rows, rank]: the columns of Q are the rows of a bucket of its own.
+// orthogonalize of Q: of a bucket whose matrices are transposed, and whose P payload is Q's.
 void AlternatingCompressor::make_transposed() {
-  transposed_payload_ = at::zeros({plan_.q_numel + 1}, factor_options());
-  transposed_hat_ = at::zeros({plan_.q_numel}, factor_options());
   transposed_ = bucket_;
-  transposed_.p_payload = transposed_payload_.data_ptr();
-  transposed_.p_numel = transposed_payload_.numel();
+  transposed_.transposed = true;
+  transposed_.p_payload = q_payload_.data_ptr();
+  transposed_.p_numel = q_payload_.numel();
   std::vector<kernels::Matrix> table = matrix_table();
-  for (size_t i = 0; i < table.size(); ++i) {
-    kernels::Matrix& matrix = table[i];
-    const int64_t offset = matrix.q_offset;
-    const int64_t numel = matrix.rank * matrix.cols;
-    const auto columns = [&](const at::Tensor& flat) {
-      return flat.narrow(0, offset, numel).view({matrix.cols, matrix.rank}).t();
-    };
-    q_columns_.push_back(columns(transposed_payload_));
-    q_hat_columns_.push_back(columns(transposed_hat_));
+  for (kernels::Matrix& matrix : table) {
     matrix.rows = matrix.cols;
-    matrix.p_offset = offset;
-    matrix.p_hat = q_hat_columns_.back().data_ptr();
-    matrix.active_offset = -1;
+    matrix.p_offset = matrix.q_offset;
+    matrix.p_hat = matrix.q_warm;
+    matrix.active_offset += plan_.q_numel - plan_.raw_offset();
   }
   transposed_owned_ = set_tables(transposed_, stages_, table, {}, device_);
 }
@@ -105,10 +81,7 @@ std::vector<kernels::Matrix> AlternatingCompressor::table_of(View view) const {
   for (size_t i = 0; i < table.size(); ++i) {
     kernels::Matrix& matrix = table[i];
     matrix.q_warm = nullptr;
-    if (view == kReconstructP) {
-      matrix.p_hat = p_sent_[i].data_ptr();
-      matrix.q_local = nullptr;
-    }
+    if (view == kReconstructP) matrix.p_hat = p_sent_[i].data_ptr();
   }
   return table;
 }
@@ -129,7 +102,7 @@ at::Tensor& AlternatingCompressor::project_p(const at::Tensor& gradient) {
   stages_.project(bucket_);
   begin_step(gradient);
   at::Tensor& packed = pack(p_wire_);
-  at::_foreach_copy_(p_local_, p_sent_);
+  if (p_wire_.rounds()) at::_foreach_copy_(p_local_, p_sent_);
   for (const ParameterStatePtr& state : states_) state->sent_p = true;
   return packed;
 }
@@ -160,48 +133,12 @@ void AlternatingCompressor::settle_if_mixed() {
 void AlternatingCompressor::orthogonalize() {
   if (sends_q_) {
     q_wire_.unpack();
-    orthogonalize_q();
+    transposed_.step = bucket_.step;
+    stages_.orthogonalize(transposed_);
   } else {
     p_wire_.unpack();
-    orthogonalize_p();
+    stages_.orthogonalize(bucket_);
   }
-}
-
-// A matrix that is out of use keeps its factors: an orthonormal one is made orthonormal again, by
-// which it stays what it is but for a rounding.
-void AlternatingCompressor::orthogonalize_p() {
-  const at::Tensor unused = out_of_use();
-  if (unused.defined()) replace(p_sent_, unused, p_hat_);
-  stages_.orthogonalize(bucket_);
-  const at::Tensor skipped = verdict_[0].ne(0);
-  if (unused.defined()) {
-    clear(p_sent_, unused);
-    clear(p_local_, unused.logical_or(skipped));
-  } else if (!skipped.is_cpu() || skipped.item<bool>()) {
-    clear(p_local_, skipped.expand({static_cast<int64_t>(p_local_.size())}));
-  }
-}
-
-void AlternatingCompressor::orthogonalize_q() {
-  const at::Tensor unused = out_of_use();
-  if (unused.defined()) replace(q_sent_, unused, q_warm_);
-  at::_foreach_copy_(q_columns_, q_sent_);
-  at::_foreach_copy_(q_hat_columns_, q_warm_);  // which it stays if the step is skipped
-  transposed_payload_.narrow(0, plan_.q_numel, 1).copy_(p_payload_.narrow(0, plan_.p_numel - 1, 1));
-  transposed_.step = bucket_.step;
-  stages_.orthogonalize(transposed_);
-  at::_foreach_copy_(q_warm_, q_hat_columns_);
-  if (!unused.defined()) return;
-  clear(q_sent_, unused);
-  clear(q_local_, unused);
-}
-
-// Undefined where the host can tell at once that there is none.
-at::Tensor AlternatingCompressor::out_of_use() const {
-  const auto matrices = static_cast<int64_t>(states_.size());
-  const at::Tensor unused = p_payload_.narrow(0, plan_.counts_offset(), matrices).eq(0);
-  if (unused.is_cpu() && !unused.any().item<bool>()) return {};
-  return unused;
 }
 
 void AlternatingCompressor::reconstruct_gradient() {

@@ -16,9 +16,7 @@ namespace powersgd {
 //   sends P: P = M Q^T, output P Q, E = M - p Q with this rank's own p, then p_hat = orth(P)
 //   sends Q: Q = p_hat^T M, output p_hat Q, E = M - p_hat q, then q_warm = orth(Q)
 //
-// It runs the stages of the plain mode over tables that give them other factors. A stage that would
-// need a kernel of its own (a factor of rows rather than columns, a matrix that is out of use) is
-// given copies of the factors: they are small.
+// It runs the stages over tables that give them other factors.
 class AlternatingCompressor final : public BucketCompressor {
  public:
   using BucketCompressor::BucketCompressor;
@@ -42,10 +40,6 @@ class AlternatingCompressor final : public BucketCompressor {
   void settle_if_mixed();
   at::Tensor& project_p(const at::Tensor& gradient);
   at::Tensor& project_q(const at::Tensor& gradient);
-  void orthogonalize_p();
-  void orthogonalize_q();
-  // Of each matrix a bool element: no rank has a non-zero gradient of it.
-  at::Tensor out_of_use() const;
 
   bool sends_q_ = false;
   // [ room | the factor | raw segments | activities | non-finite count ]: the P payload and the Q
@@ -56,13 +50,10 @@ class AlternatingCompressor final : public BucketCompressor {
   std::array<at::Tensor, kViews> tables_;
   std::vector<at::Tensor> owned_;  // tiles and workspace
   // By matrix: parts of the payloads and of fixed_q_, and the states' factors.
-  std::vector<at::Tensor> p_sent_, q_sent_, fixed_q_parts_, p_hat_, q_warm_, p_local_, q_local_;
+  std::vector<at::Tensor> p_sent_, q_sent_, fixed_q_parts_, q_warm_, p_local_, q_local_;
 
-  // orthogonalize of Q, as of a bucket of its transposed matrices.
-  kernels::Bucket transposed_{};
+  kernels::Bucket transposed_{};  // what orthogonalize sees of Q
   std::vector<at::Tensor> transposed_owned_;
-  at::Tensor transposed_payload_, transposed_hat_;
-  std::vector<at::Tensor> q_columns_, q_hat_columns_;  // by matrix, as [rank, cols] views
 };
 
 }  // namespace powersgd

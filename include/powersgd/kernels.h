@@ -11,7 +11,8 @@
 
 // The four stages of one bucket (docs/algorithm.md), on the CPU and on CUDA, over the same tables.
 //
-//   project        M = residual_scale * (memory - p_hat q_local) + G ; memory = M ; P = M q_warm^T
+//   project        M = residual_scale * (memory - p_hat q_local) + G ; memory = M ; P = M q_warm^T,
+//                  also written to p_local
 //   (the caller sums the P payload over the ranks)
 //   orthogonalize  p_hat = orth(P)
 //   back_project   q_local = p_hat^T M, also written to the Q payload
@@ -34,11 +35,12 @@
 //     count what is not finite, all in the P payload.
 //   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the
 //     last element of the P payload to 1. If the reduced count is not 0, or a reduced factor is not
-//     finite, reconstruct skips the step: G becomes NaN, memory is taken back to M - G, q_local
-//     becomes 0 (so that memory alone is the residual), q_warm stays.
-//   - A matrix whose gradient is zero on all ranks (the reduced element at active_offset is 0)
-//     gives q = 0, hence G = 0: what it is owed stays in memory, q_warm stays. DDP drops the output
-//     of a parameter that no rank used.
+//     finite, reconstruct skips the step: G becomes NaN, memory is taken back to M - G, q_local and
+//     p_local become 0 (so that memory alone is the residual), q_warm stays.
+//   - A matrix whose gradient is zero on all ranks (the reduced element at active_offset is 0) is
+//     out of use: p_hat and q_warm stay, G, q_local and p_local become 0, so that what it is owed
+//     stays in memory. DDP drops the output of a parameter that no rank used.
+//   - A factor of a matrix that is null is not written.
 namespace powersgd::kernels {
 
 // One matrix of a bucket. Offsets count elements. Factors are of the factor dtype.
@@ -53,10 +55,9 @@ struct Matrix {
   void* p_hat;      // [rows, rank]: orthonormal columns. 0 before the first step
   void* q_local;    // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
   void* q_warm;     // [rank, cols]: what the next project multiplies by (Q transposed)
-                    // reconstruct leaves either as it is where it is null
   uint64_t stream;  // names the matrix to the random generator, the same on all ranks
   int64_t active_offset = -1;  // in Bucket::p_payload: 1 if G has a non-zero element; -1: not told
-  const void* p_local = nullptr;  // [rows, rank]: of project_transposed alone
+  void* p_local = nullptr;  // [rows, rank]: this rank's P of the last step, of project_transposed
 };
 
 // Elements that travel uncompressed, beside P.
@@ -110,6 +111,7 @@ struct Bucket {
   void* q_payload;  // factor dtype, q_numel elements
   int64_t p_numel;
   int64_t q_numel;
+  bool transposed;  // of orthogonalize: P and p_hat are [rank, rows]
   void* workspace;
   Verdict* verdict;
   SkippedSteps* skipped_steps;  // may be null

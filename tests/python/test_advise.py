@@ -42,7 +42,7 @@ def _plain(rank):
 
 def test_the_plain_step_is_latency_and_bytes():
     first, second = ranks.run(2, _plain)
-    assert first == second, "the slowest rank's seconds"
+    assert first == second, "alike on all ranks"
     sent, wire, added = first
     assert sent == 8000
     assert wire == pytest.approx(2 * 0.5 + 8.0)
@@ -71,7 +71,7 @@ def test_a_rehearsal_averages_bucket_after_bucket():
         assert added == len(added) // 2 * step
         assert 1 <= len(added) // 2 <= 10
         assert min(seconds_alone, seconds_added) > 0
-    assert results[0] == results[1], "the slowest rank's seconds"
+    assert results[0] == results[1], "alike on all ranks"
 
 
 def _predictions(rank):
@@ -93,7 +93,7 @@ def test_the_parts_of_a_compressed_step():
         assert min(stages_1, all_1) > 0
         # At rank 100 nothing pays: the bucket goes whole.
         assert raw[:4] == ("rank 100", 4 * 120_307, pytest.approx(0.25 + 4e-6 * 120_307), 0)
-    assert results[0] == results[1], "the slowest rank's seconds"
+    assert results[0] == results[1], "alike on all ranks"
 
 
 def _link(rank):

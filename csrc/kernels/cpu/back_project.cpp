@@ -114,14 +114,11 @@ void back_project_tile(Isa isa, const Bucket& bucket, const Tile& tile) {
   }
 }
 
-// q is 0 if the step is skipped, and where every rank's gradient of the matrix is zero: what it is
-// owed stays owed.
+// q is 0 if the step is skipped, and of a matrix that is out of use: what it is owed stays owed.
 template <class F>
 void sum_what_is_sent(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
   sum_strips<F>(isa, bucket, parallel_for, [&](const Matrix& matrix) {
-    return bucket.verdict->skipped != 0 ||
-           (matrix.active_offset >= 0 &&
-            elements<F>(bucket.p_payload, matrix.active_offset)[0] == 0);
+    return bucket.verdict->skipped != 0 || out_of_use<F>(bucket, matrix);
   });
 }
 

@@ -24,16 +24,34 @@ namespace {
 
 constexpr int kMaxRank = 1024;
 
+// P or p_hat of a matrix: [rows, rank], or [rank, rows] if the bucket says so.
+template <class F>
+struct TallFactor {
+  F* data;
+  int64_t row_stride;
+  int64_t column_stride;
+
+  TallFactor(const Bucket& bucket, const Matrix& matrix, F* first)
+      : data(first),
+        row_stride(bucket.transposed ? 1 : matrix.rank),
+        column_stride(bucket.transposed ? matrix.rows : 1) {}
+
+  POWERSGD_INLINE F& at(int64_t row, int64_t column) const {
+    return data[row * row_stride + column * column_stride];
+  }
+};
+
 // kRows rows of a matrix in double, each padded with zeros.
 struct RowGroup {
   alignas(64) double rows[kRows * kMaxRank];
   alignas(64) double columns[kRows * kMaxRank];  // the same as [rank, kRows]
 
   template <class F>
-  POWERSGD_INLINE void load_rows(const F* source, int64_t count, int64_t rank, int64_t stride) {
+  POWERSGD_INLINE void load_rows(const TallFactor<F>& source, int64_t row, int64_t count,
+                                 int64_t rank, int64_t stride) {
     for (int64_t i = 0; i < kRows; ++i) {
       for (int64_t k = 0; k < rank; ++k) {
-        rows[i * stride + k] = i < count ? static_cast<double>(source[i * rank + k]) : 0;
+        rows[i * stride + k] = i < count ? static_cast<double>(source.at(row + i, k)) : 0;
         columns[k * kRows + i] = rows[i * stride + k];
       }
       std::fill(rows + i * stride + rank, rows + (i + 1) * stride, 0.0);
@@ -45,7 +63,7 @@ template <class F>
 struct GramTile {
   const Matrix& matrix;
   const Tile& tile;
-  const F* source;
+  TallFactor<F> source;
   double* partial;
 
   template <class Arch>
@@ -55,8 +73,7 @@ struct GramTile {
     RowGroup group;
     std::fill_n(partial, rank * stride, 0.0);
     for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
-      group.load_rows(source + row * rank, std::min<int64_t>(kRows, tile.row_end - row), rank,
-                      stride);
+      group.load_rows(source, row, std::min<int64_t>(kRows, tile.row_end - row), rank, stride);
       accumulate<Arch, double>(group.columns, LoadBlock<double>{group.rows, stride}, rank, stride,
                                partial, stride);
     }
@@ -68,7 +85,7 @@ struct TransformTile {
   const Bucket& bucket;
   const Matrix& matrix;
   const Tile& tile;
-  const F* source;
+  TallFactor<F> source;
   const FactorSpace& space;
   int pass;
 
@@ -76,27 +93,26 @@ struct TransformTile {
   POWERSGD_INLINE void run() const {
     const int64_t rank = matrix.rank;
     const int64_t stride = space.layout.stride;
-    F* p_hat = static_cast<F*>(matrix.p_hat);
+    const TallFactor<F> p_hat(bucket, matrix, static_cast<F*>(matrix.p_hat));
     RowGroup group;
     for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
       const int64_t rows = std::min<int64_t>(kRows, tile.row_end - row);
-      group.load_rows(source + row * rank, rows, rank, stride);
+      group.load_rows(source, row, rows, rank, stride);
       multiply<Arch, double>(group.columns, space.transform, stride, rank, stride, nullptr,
                              StoreBlock<double>{group.rows, stride});
       for (int64_t i = 0; i < rows; ++i) {
         for (int64_t k = 0; k < rank; ++k) {
-          p_hat[(row + i) * rank + k] = static_cast<F>(group.rows[i * stride + k]);
+          p_hat.at(row + i, k) = static_cast<F>(group.rows[i * stride + k]);
         }
       }
     }
-    if (pass + 1 < kMaxPasses) replace_dead();
+    if (pass + 1 < kMaxPasses) replace_dead(p_hat);
   }
 
   // Random directions of about unit norm, others in each pass. What is still dead in the last pass
   // has no direction left to take (more columns than rows) and stays 0.
-  POWERSGD_INLINE void replace_dead() const {
+  POWERSGD_INLINE void replace_dead(const TallFactor<F>& p_hat) const {
     const double scale = std::sqrt(3.0 / static_cast<double>(matrix.rows));
-    F* p_hat = static_cast<F*>(matrix.p_hat);
     for (int64_t k = 0; k < matrix.rank; ++k) {
       if (space.dead[k] == 0) continue;
       const auto column = static_cast<uint32_t>(k + pass * kMaxRank);
@@ -104,7 +120,7 @@ struct TransformTile {
         const float element =
             random_element(bucket.seed, matrix.stream, bucket.step, RandomUse::kDeadColumn, column,
                            static_cast<uint64_t>(row));
-        p_hat[row * matrix.rank + k] = static_cast<F>(element * scale);
+        p_hat.at(row, k) = static_cast<F>(element * scale);
       }
     }
   }
@@ -131,9 +147,9 @@ class Orthogonalizer {
   }
 
  private:
-  const F* source(const Matrix& matrix, int pass) const {
-    if (pass > 0) return static_cast<const F*>(matrix.p_hat);
-    return elements<F>(bucket_.p_payload, matrix.p_offset);
+  TallFactor<F> source(const Matrix& matrix, int pass) const {
+    F* const p = elements<F>(bucket_.p_payload, matrix.p_offset);
+    return {bucket_, matrix, pass > 0 ? static_cast<F*>(matrix.p_hat) : p};
   }
 
   FactorSpace space(const Tile& tile) const {
@@ -167,6 +183,7 @@ class Orthogonalizer {
       const FactorSpace factor = space(tile);
       if (!takes_part(factor, pass)) return;
       const Matrix& matrix = bucket_.matrices[tile.item];
+      if (out_of_use<F>(bucket_, matrix)) return;
       run_on(isa_, TransformTile<F>{bucket_, matrix, tile, source(matrix, pass), factor, pass});
     });
   }

@@ -21,6 +21,11 @@ struct ProjectArguments {
 
   template <class Arch>
   POWERSGD_INLINE void finish(const Vector<Arch, F>& poison) const {
+    if (matrix.p_local != nullptr) {
+      const int64_t begin = tile.row_begin * matrix.rank;
+      std::copy(p() + begin, p() + tile.row_end * matrix.rank,
+                static_cast<F*>(matrix.p_local) + begin);
+    }
     non_finite_flag(bucket, tile) = !(sum_of_lanes<Arch, F>(poison) == 0);
   }
 

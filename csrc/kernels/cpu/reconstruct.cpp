@@ -44,7 +44,7 @@ void update_warm_start(Isa isa, const Bucket& bucket, const ParallelFor& paralle
     const Matrix& matrix = bucket.matrices[tile.item];
     const int64_t offset = tile.row_begin * matrix.cols;
     const double norm = std::sqrt(*slot_pointer<double>(bucket, tile.slot));
-    if (norm == 0 || matrix.q_warm == nullptr) return;
+    if (norm == 0 || matrix.q_warm == nullptr || out_of_use<F>(bucket, matrix)) return;
     run_on(isa, ScaleRow<F>{elements<F>(bucket.q_payload, matrix.q_offset) + offset, matrix.cols,
                             1 / norm, static_cast<F*>(matrix.q_warm) + offset});
   });
@@ -105,6 +105,7 @@ struct ReconstructTile {
   const Matrix& matrix;
   const Tile& tile;
   int64_t lead;  // columns in front of the first that is aligned to a cache line
+  F scale = out_of_use<F>(bucket, matrix) ? F{0} : static_cast<F>(bucket.output_scale);
 
   template <class Arch>
   POWERSGD_INLINE void run() const {
@@ -125,12 +126,9 @@ struct ReconstructTile {
     const int64_t stride = round_up(block.cols, kPad);
     const F* p_hat = static_cast<const F*>(matrix.p_hat) + row * matrix.rank;
     const int64_t offset = matrix.gradient_offset + row * matrix.cols + block.col;
-    const WriteRows<Arch, G, kStream> write{elements<G>(bucket.gradient, offset),
-                                            matrix.cols,
-                                            rows,
-                                            block.cols,
-                                            static_cast<F>(bucket.output_scale),
-                                            block.index > 0 || lead == 0};
+    const WriteRows<Arch, G, kStream> write{
+        elements<G>(bucket.gradient, offset), matrix.cols, rows, block.cols, scale,
+        block.index > 0 || lead == 0};
     alignas(64) F sums[kRows * kBlockCols];
     alignas(64) F left[kRows * kPackedRank];
     for (int64_t k = 0; k == 0 || k < matrix.rank; k += kPackedRank) {
@@ -187,7 +185,6 @@ void skip_elements(G* gradient, R* memory, int64_t count) {
 
 template <class G, class R>
 void skip_step(const Bucket& bucket, const ParallelFor& parallel_for) {
-  using F = ComputeOf<G>;
   const auto skip_matrix_tile = [&](const Tile& tile) {
     const Matrix& matrix = bucket.matrices[tile.item];
     const int64_t offset = tile.row_begin * matrix.cols;
@@ -201,11 +198,21 @@ void skip_step(const Bucket& bucket, const ParallelFor& parallel_for) {
                         tile.col_end - tile.col_begin);
   };
   for_each_matrix_and_raw_tile(bucket, kMatrixTiles, parallel_for, skip_matrix_tile, skip_raw_tile);
-  for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {
-    const Matrix& matrix = bucket.matrices[tile.item];
-    if (matrix.q_local == nullptr) return;
-    std::fill_n(static_cast<F*>(matrix.q_local) + tile.row_begin * matrix.cols, matrix.cols, F{0});
-  });
+}
+
+// What was sent of the matrices that are out of use, or of all, counts for nothing: memory alone is
+// the residual.
+template <class F>
+void clear_sent(const Bucket& bucket, bool all) {
+  for (int32_t i = 0; i < bucket.num_matrices; ++i) {
+    const Matrix& matrix = bucket.matrices[i];
+    if (!all && !out_of_use<F>(bucket, matrix)) continue;
+    const auto clear = [](void* factor, int64_t numel) {
+      if (factor != nullptr) std::fill_n(static_cast<F*>(factor), numel, F{0});
+    };
+    clear(matrix.q_local, matrix.rank * matrix.cols);
+    clear(matrix.p_local, matrix.rows * matrix.rank);
+  }
 }
 
 // A gradient that the caches would not keep is better stored past them: a store through them first
@@ -261,6 +268,7 @@ void reconstruct_or_skip(Isa isa, const Bucket& bucket, const ParallelFor& paral
   if (verdict.skipped == 0 && !norms_are_finite<ComputeOf<G>>(isa, bucket, parallel_for)) {
     verdict.skipped = 1;
   }
+  clear_sent<ComputeOf<G>>(bucket, verdict.skipped != 0);
   if (verdict.skipped == 0) {
     apply_step<G>(isa, bucket, parallel_for);
   } else {

@@ -108,6 +108,12 @@ T* elements(void* base, int64_t offset) {
   return static_cast<T*>(base) + offset;
 }
 
+// Whether every rank's gradient of the matrix is zero, once the P payload is reduced.
+template <class F>
+bool out_of_use(const Bucket& bucket, const Matrix& matrix) {
+  return matrix.active_offset >= 0 && elements<F>(bucket.p_payload, matrix.active_offset)[0] == 0;
+}
+
 // body(tile) for each tile of the lists [first, last].
 template <class Body>
 void for_each_tile(const Bucket& bucket, size_t first, size_t last, const ParallelFor& parallel_for,

@@ -19,6 +19,32 @@ __device__ inline double dead_share(const Bucket& bucket) {
   return bucket.epsilon > kDeadPivot ? bucket.epsilon : kDeadPivot;
 }
 
+// P or p_hat of a matrix: [rows, rank], or [rank, rows] if the bucket says so.
+template <typename F>
+struct TallFactor {
+  F* data;
+  int64_t row_stride;
+  int64_t column_stride;
+
+  __device__ TallFactor(const Bucket& bucket, const Matrix& matrix, F* first)
+      : data(first),
+        row_stride(bucket.transposed ? 1 : matrix.rank),
+        column_stride(bucket.transposed ? matrix.rows : 1) {}
+
+  __device__ F& at(int64_t row, int64_t column) const {
+    return data[row * row_stride + column * column_stride];
+  }
+};
+
+template <typename F>
+__device__ TallFactor<F> p_of(const Bucket& bucket, const Matrix& matrix) {
+  return {bucket, matrix, factor_pointer<F>(bucket.p_payload, matrix.p_offset)};
+}
+template <typename F>
+__device__ TallFactor<F> p_hat_of(const Bucket& bucket, const Matrix& matrix) {
+  return {bucket, matrix, static_cast<F*>(matrix.p_hat)};
+}
+
 // Threads hold square blocks of the Gram matrix, kGramBlock<rank> wide.
 constexpr int64_t kGramBlock = 4;
 constexpr size_t kGramSharedBytes = sizeof(double) * kThreads * kGramBlock * kGramBlock;
@@ -54,15 +80,15 @@ __device__ __forceinline__ void add_groups(double (&sum)[B][B], bool active, int
   }
 }
 
-// A block of B x B elements of X^T X: products of columns left and right over every step-th row.
+// A block of B x B elements of X^T X: products of the columns at left and right, as offsets from
+// their row, over every step-th row.
 template <int B, typename F>
-__device__ __forceinline__ void accumulate_block(const F* x, int64_t begin, int64_t end,
-                                                 int64_t step, int64_t rank,
-                                                 const int64_t (&left)[B],
+__device__ __forceinline__ void accumulate_block(const TallFactor<F>& x, int64_t begin, int64_t end,
+                                                 int64_t step, const int64_t (&left)[B],
                                                  const int64_t (&right)[B], double (&sum)[B][B]) {
   POWERSGD_UNROLL_4
   for (int64_t row = begin; row < end; row += step) {
-    const F* const values = x + row * rank;
+    const F* const values = x.data + row * x.row_stride;
     double a[B], b[B];
     POWERSGD_UNROLL
     for (int i = 0; i < B; ++i) a[i] = values[left[i]], b[i] = values[right[i]];
@@ -74,14 +100,14 @@ __device__ __forceinline__ void accumulate_block(const F* x, int64_t begin, int6
   }
 }
 
-// The lower triangle of X^T X over rows [begin, end) of X, which is [rows, rank]: element (i, j) to
+// The lower triangle of X^T X over rows [begin, end) of X: element (i, j) to
 // out(i, j). Column c of the product is column map[c] of X, or c itself without a map.
 //
 // The triangle is cut into blocks of B x B, one per thread; threads that are left over form further
 // groups, which share the rows with the first.
 template <int B, typename F, typename Out>
-__device__ __forceinline__ void gram_blocks(const F* x, int64_t begin, int64_t end, int64_t rank,
-                                            const int32_t* map, const Out& out) {
+__device__ __forceinline__ void gram_blocks(const TallFactor<F>& x, int64_t begin, int64_t end,
+                                            int64_t rank, const int32_t* map, const Out& out) {
   const int64_t blocks = triangle(ceil_div(rank, B));
   const int at_once = blocks < kThreads ? static_cast<int>(blocks) : kThreads;
   const int groups = kThreads / at_once;
@@ -97,11 +123,11 @@ __device__ __forceinline__ void gram_blocks(const F* x, int64_t begin, int64_t e
       // Columns beyond the rank repeat the last one and are not written.
       const int64_t l = block_row * B + i < rank ? block_row * B + i : rank - 1;
       const int64_t r = block_column * B + i < rank ? block_column * B + i : rank - 1;
-      left[i] = map != nullptr ? map[l] : l;
-      right[i] = map != nullptr ? map[r] : r;
+      left[i] = (map != nullptr ? map[l] : l) * x.column_stride;
+      right[i] = (map != nullptr ? map[r] : r) * x.column_stride;
     }
     double sum[B][B] = {};
-    if (active) accumulate_block(x, begin + group, end, groups, rank, left, right, sum);
+    if (active) accumulate_block(x, begin + group, end, groups, left, right, sum);
     add_groups(sum, active, groups, at_once);
     if (!active || group > 0) continue;
     POWERSGD_UNROLL
@@ -114,8 +140,8 @@ __device__ __forceinline__ void gram_blocks(const F* x, int64_t begin, int64_t e
 }
 
 template <typename F, typename Out>
-__device__ void gram(const F* x, int64_t begin, int64_t end, int64_t rank, const int32_t* map,
-                     const Out& out) {
+__device__ void gram(const TallFactor<F>& x, int64_t begin, int64_t end, int64_t rank,
+                     const int32_t* map, const Out& out) {
   if (rank == 1)
     gram_blocks<1>(x, begin, end, rank, map, out);
   else if (rank == 2)

@@ -25,11 +25,11 @@ namespace {
 // Phase 1 for one tile. Returns whether it met anything that is not finite, to all threads.
 template <typename F>
 __device__ bool gram_of_tile(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
-  const F* const p = static_cast<const F*>(bucket.p_payload) + matrix.p_offset;
+  const TallFactor<F> p = p_of<F>(bucket, matrix);
   bool bad = false;
   if (matrix.rank > kMaxFastRank) {
     for (int64_t i = threadIdx.x; i < matrix.rows * matrix.rank; i += kThreads)
-      bad = bad || !is_finite(p[i]);
+      bad = bad || !is_finite(p.data[i]);
   } else {
     // A column that is not finite has a square that is not.
     double* const partial = slot_pointer<double>(bucket, tile.slot);
@@ -113,8 +113,8 @@ __device__ void solve_rows(const Bucket& bucket, const Matrix& matrix, const Til
                            const double* factor, const double* reciprocal) {
   constexpr int kRowsAtOnce = R <= 8 ? 4 : 1;  // loaded before any is solved
   const int rank = static_cast<int>(matrix.rank);
-  const F* const p = static_cast<const F*>(bucket.p_payload) + matrix.p_offset;
-  F* const p_hat = static_cast<F*>(matrix.p_hat);
+  const TallFactor<F> p = p_of<F>(bucket, matrix);
+  const TallFactor<F> p_hat = p_hat_of<F>(bucket, matrix);
   for (int64_t first = tile.row_begin + threadIdx.x; first < tile.row_end;
        first += kRowsAtOnce * kThreads) {
     double x[kRowsAtOnce][R];
@@ -123,7 +123,7 @@ __device__ void solve_rows(const Bucket& bucket, const Matrix& matrix, const Til
       const int64_t row = first + i * kThreads;
       POWERSGD_UNROLL
       for (int j = 0; j < R; ++j)
-        x[i][j] = row < tile.row_end && j < rank ? static_cast<double>(p[row * rank + j]) : 0;
+        x[i][j] = row < tile.row_end && j < rank ? static_cast<double>(p.at(row, j)) : 0;
     }
     POWERSGD_UNROLL
     for (int i = 0; i < kRowsAtOnce; ++i) {
@@ -132,7 +132,7 @@ __device__ void solve_rows(const Bucket& bucket, const Matrix& matrix, const Til
       solve_row<R>(factor, reciprocal, rank, x[i]);
       POWERSGD_UNROLL
       for (int j = 0; j < R; ++j) {
-        if (j < rank) p_hat[row * rank + j] = static_cast<F>(x[i][j]);
+        if (j < rank) p_hat.at(row, j) = static_cast<F>(x[i][j]);
       }
     }
   }
@@ -147,6 +147,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (skip || blockIdx.x >= tiles) return;  // one block runs even in a bucket without matrices
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
+  if (out_of_use<F>(bucket, matrix)) return;
   if (matrix.rank <= kMaxFastRank) {
     double* const factor = reinterpret_cast<double*>(shared_memory()) + kThreads;
     double* const reciprocal = factor + matrix.rank * matrix.rank;

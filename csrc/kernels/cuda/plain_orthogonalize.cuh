@@ -60,24 +60,22 @@ __device__ F replacement(const Bucket& bucket, const Matrix& matrix, int pass, i
 // p_hat = x times the inverse, columns in the order of the map; x may be p_hat, since the last
 // column in that order is the first to be written and needs all others.
 template <typename F>
-__device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const F* x,
+__device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const TallFactor<F>& x,
                               const PlainArrays& arrays, int pass) {
-  F* const p_hat = static_cast<F*>(matrix.p_hat);
+  const TallFactor<F> p_hat = p_hat_of<F>(bucket, matrix);
   const int64_t rank = matrix.rank;
   for (int64_t row = threadIdx.x; row < matrix.rows; row += kThreads) {
-    const F* const from = x + row * rank;
-    F* const to = p_hat + row * rank;
     for (int64_t position = rank - 1; position >= 0; --position) {
       const int64_t column = arrays.map[position];
       if (arrays.reciprocal[position] == 0) {
         // Nothing live depends on a dead column.
-        to[column] = replacement<F>(bucket, matrix, pass, column, row);
+        p_hat.at(row, column) = replacement<F>(bucket, matrix, pass, column, row);
         continue;
       }
       double sum = 0;
       for (int64_t k = 0; k <= position; ++k)
-        sum += from[arrays.map[k]] * arrays.inverse[k * rank + position];
-      to[column] = static_cast<F>(sum);
+        sum += x.at(row, arrays.map[k]) * arrays.inverse[k * rank + position];
+      p_hat.at(row, column) = static_cast<F>(sum);
     }
   }
   __syncthreads();
@@ -112,7 +110,7 @@ __device__ POWERSGD_NOINLINE void orthogonalize_plainly(const Bucket& bucket, co
   PlainArrays arrays(workspace, rank);
   for (int64_t i = threadIdx.x; i < rank; i += kThreads) arrays.map[i] = static_cast<int32_t>(i);
   __syncthreads();
-  const F* x = factor_pointer<F>(bucket.p_payload, matrix.p_offset);
+  TallFactor<F> x = p_of<F>(bucket, matrix);
   for (int pass = 0; pass < kMaxPasses; ++pass) {
     gram(x, 0, matrix.rows, rank, arrays.map,
          [&](int64_t i, int64_t j, double value) { arrays.gram[i * rank + j] = value; });
@@ -127,7 +125,7 @@ __device__ POWERSGD_NOINLINE void orthogonalize_plainly(const Bucket& bucket, co
     apply_inverse(bucket, matrix, x, arrays, pass);
     if (!pivots.dead && !pivots.weak) break;
     reorder(&arrays, rank);
-    x = static_cast<const F*>(matrix.p_hat);
+    x = p_hat_of<F>(bucket, matrix);
   }
 }
 

@@ -156,7 +156,10 @@ __device__ __forceinline__ void write_sums(const Bucket& bucket, const Work& wor
       sum += partial[(share.group * share.group_warps + w) * kRows * R + i];
     const int64_t row = work.tile.row_begin + pass + share.group * kRows + i / R;
     const int k = k0 + i % R;
-    if (row < work.tile.row_end && k < matrix.rank) out[row * matrix.rank + k] = sum;
+    if (row >= work.tile.row_end || k >= matrix.rank) continue;
+    out[row * matrix.rank + k] = sum;
+    if (matrix.p_local != nullptr && matrix.cols <= kSplitColumns)
+      static_cast<F*>(matrix.p_local)[row * matrix.rank + k] = sum;
   }
   __syncthreads();
 }
@@ -232,6 +235,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t range = 0; range < ceil_div(matrix.cols, kSplitColumns); ++range)
       sum += partial[range * stride + i];
     p[i] = sum;
+    if (matrix.p_local != nullptr) static_cast<F*>(matrix.p_local)[i] = sum;
   }
 }
 

@@ -45,15 +45,24 @@ __global__ void __launch_bounds__(kThreads) check_kernel(Bucket bucket, int64_t 
   if (__syncthreads_or(bad) && threadIdx.x == 0) atomicOr(&bucket.verdict->skipped, 1);
 }
 
+// What was sent counts for nothing: memory alone is the residual. By the block of one row of Q.
+template <typename F>
+__device__ void clear_sent(const Matrix& matrix, int64_t k) {
+  const auto clear = [](void* factor, int64_t begin, int64_t end) {
+    if (factor == nullptr) return;
+    for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) static_cast<F*>(factor)[i] = 0;
+  };
+  clear(matrix.q_local, k * matrix.cols, (k + 1) * matrix.cols);
+  clear(matrix.p_local, k * matrix.rows, (k + 1) * matrix.rows);
+}
+
 // One row of Q. A zero row, and a row of a skipped step, keeps what q_warm holds.
 template <typename F>
 __device__ void update_factor_row(const Bucket& bucket, const Matrix& matrix, int64_t k,
                                   bool skip) {
   const F* q = factor_pointer<F>(bucket.q_payload, matrix.q_offset) + k * matrix.cols;
-  if (skip) {
-    if (matrix.q_local == nullptr) return;
-    F* q_local = static_cast<F*>(matrix.q_local) + k * matrix.cols;
-    for (int64_t col = threadIdx.x; col < matrix.cols; col += kThreads) q_local[col] = 0;
+  if (skip || out_of_use<F>(bucket, matrix)) {
+    clear_sent<F>(matrix, k);
     return;
   }
   if (matrix.q_warm == nullptr) return;
@@ -108,7 +117,7 @@ __device__ __forceinline__ void stage_p(const Bucket& bucket, const Matrix& matr
                                         int rows, int64_t k0, F* staged) {
   constexpr int kWidth = kStagedRanks<R>;
   const F* p_hat = global(static_cast<const F*>(matrix.p_hat)) + begin * matrix.rank + k0;
-  const F scale = static_cast<F>(bucket.output_scale);
+  const F scale = out_of_use<F>(bucket, matrix) ? F{0} : static_cast<F>(bucket.output_scale);
   for (int i = threadIdx.x; i < rows * kWidth; i += kThreads) {
     const int row = i / kWidth, k = i % kWidth;
     const F p = k0 + k < matrix.rank ? scale * p_hat[row * matrix.rank + k] : F{0};

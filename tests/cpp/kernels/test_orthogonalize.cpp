@@ -316,6 +316,55 @@ TEST_P(Orthogonalize, VerdictOfTheLastStepIsForgotten) {
   EXPECT_EQ(bucket_.verdict().skipped_total, 6);
 }
 
+Values transposed(const Values& values, int64_t rows, int64_t cols) {
+  Values result;
+  for (int64_t j = 0; j < cols; ++j) {
+    for (int64_t i = 0; i < rows; ++i) {
+      result.push_back(values[static_cast<size_t>(i * cols + j)]);
+    }
+  }
+  return result;
+}
+
+// Another layout, the same numbers: bit for bit, with dead columns and without.
+TEST_P(Orthogonalize, TransposedIsTheSame) {
+  for (const bool dead : {false, true}) {
+    Values p = random_p(20);
+    for (int64_t i = 0; dead && i < rows_; ++i) at(p, i, rank_ / 2) = 0;
+    bucket_.bucket.transposed = false;
+    run(p);
+    std::vector<Values> expected;
+    Values payload = bucket_.p_payload->get();
+    for (const DeviceMatrix& each : bucket_.matrices) {
+      const auto [rows, cols, rank] = each.part;
+      expected.push_back(transposed(each.p_hat->get(), rows, rank));
+      const Values columns = transposed(bucket_.p_of(each), rows, rank);
+      std::copy(columns.begin(), columns.end(), payload.begin() + each.p_offset);
+    }
+    bucket_.p_payload->set(payload);
+    bucket_.bucket.transposed = true;
+    bucket_.run(Stage::kOrthogonalize);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_EQ(bucket_.matrices[i].p_hat->get(), expected[i]) << "matrix " << i;
+    }
+  }
+}
+
+TEST_P(Orthogonalize, MatrixOutOfUseKeepsItsColumns) {
+  BucketSpec telling = spec();
+  telling.tells_activity = true;
+  TestBucket bucket(*runner_, telling);
+  randomize(bucket, 21);
+  const Values before = bucket.matrices[1].p_hat->get();
+  Values payload = random_values(bucket.bucket.p_numel, 22);
+  payload.back() = 0;
+  bucket.p_payload->set(payload);
+  bucket.set_activities({2, 0, 1});
+  bucket.run(Stage::kOrthogonalize);
+  EXPECT_EQ(bucket.matrices[1].p_hat->get(), before);
+  EXPECT_LE(orthogonality_error(bucket.matrices[0].p_hat->get(), 6, 2), allowed_);
+}
+
 INSTANTIATE_TEST_SUITE_P(All, Orthogonalize, ::testing::ValuesIn(orthogonalize_cases()),
                          [](const ::testing::TestParamInfo<OrthogonalizeCase>& info) {
                            std::ostringstream name;

@@ -32,6 +32,7 @@ struct Before {
   void restore(const DeviceMatrix& matrix) const {
     if (matrix.memory) matrix.memory->set(memory);
     matrix.q_local->set(q_local);
+    matrix.p_local->set(p_local);
   }
 
   Values memory, p_hat, q_local, q_warm, p_local;
@@ -90,7 +91,7 @@ class Project : public KernelTest {
     }
     EXPECT_EQ(matrix.p_hat->get(), before.p_hat);
     EXPECT_EQ(matrix.q_warm->get(), before.q_warm);
-    EXPECT_EQ(matrix.p_local->get(), before.p_local);
+    EXPECT_EQ(matrix.p_local->get(), transposed ? before.p_local : bucket_.p_of(matrix));
   }
 
   // Raw segments travel exactly: the factor dtype holds every value of the gradient dtype.

@@ -42,15 +42,16 @@ TEST_P(ProjectTransposed, IsProjectAndBackProject) {
   randomize(bucket_, 2);
   std::vector<Values> memory, q;
   for (const DeviceMatrix& matrix : bucket_.matrices) {
-    matrix.p_local->set(matrix.p_hat->get());
     matrix.q_local->set(matrix.q_warm->get());
     memory.push_back(matrix.memory->get());
   }
   bucket_.run(Stage::kProject);
   bucket_.run(Stage::kBackProject);
   for (size_t i = 0; i < memory.size(); ++i) {
-    q.push_back(bucket_.q_of(bucket_.matrices[i]));
-    bucket_.matrices[i].memory->set(memory[i]);
+    const DeviceMatrix& matrix = bucket_.matrices[i];
+    q.push_back(bucket_.q_of(matrix));
+    matrix.memory->set(memory[i]);
+    matrix.p_local->set(matrix.p_hat->get());
   }
   bucket_.run(Stage::kProjectTransposed);
   expect_q_of_memory(bucket_);
