@@ -69,6 +69,8 @@ bench: build  ## every figure that the docs quote, on a quiet machine, as root (
 	$(PYTHON) benchmarks/bench_starts.py --methods attached --json $(RESULTS)/starts.json
 	$(PYTHON) benchmarks/bench_convergence.py \
 	  --json $(RESULTS)/convergence.json --picture docs/images/convergence.png
+	$(PYTHON) benchmarks/bench_convergence.py --methods plain attached alternating bf16-wire \
+	  --ranks 4 --json $(RESULTS)/convergence_modes.json
 	$(PYTHON) benchmarks/bench_noniid.py \
 	  --json $(RESULTS)/noniid.json --picture docs/images/noniid.png
 
