@@ -108,6 +108,21 @@ __device__ __forceinline__ void solve_row(const double* factor, const double* re
   }
 }
 
+// The first `count` elements of a row, in turn. Their offsets are not kept in registers: there are
+// too many, and they are cheap to add up.
+template <int R, typename F, typename Visit>
+__device__ __forceinline__ void visit_row(const TallFactor<F>& factor, int64_t row, int count,
+                                          const Visit& visit) {
+  int64_t stride = factor.column_stride;
+  forget(stride);
+  F* element = &factor.at(row, 0);
+  POWERSGD_UNROLL
+  for (int j = 0; j < R; ++j) {
+    if (j < count) visit(j, *element);
+    element += stride;
+  }
+}
+
 template <int R, typename F>
 __device__ void solve_rows(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
                            const double* factor, const double* reciprocal) {
@@ -117,23 +132,19 @@ __device__ void solve_rows(const Bucket& bucket, const Matrix& matrix, const Til
   const TallFactor<F> p_hat = p_hat_of<F>(bucket, matrix);
   for (int64_t first = tile.row_begin + threadIdx.x; first < tile.row_end;
        first += kRowsAtOnce * kThreads) {
-    double x[kRowsAtOnce][R];
+    double x[kRowsAtOnce][R] = {};
     POWERSGD_UNROLL
     for (int i = 0; i < kRowsAtOnce; ++i) {
       const int64_t row = first + i * kThreads;
-      POWERSGD_UNROLL
-      for (int j = 0; j < R; ++j)
-        x[i][j] = row < tile.row_end && j < rank ? static_cast<double>(p.at(row, j)) : 0;
+      visit_row<R>(p, row, row < tile.row_end ? rank : 0,
+                   [&](int j, const F& element) { x[i][j] = static_cast<double>(element); });
     }
     POWERSGD_UNROLL
     for (int i = 0; i < kRowsAtOnce; ++i) {
       const int64_t row = first + i * kThreads;
       if (row >= tile.row_end) continue;
       solve_row<R>(factor, reciprocal, rank, x[i]);
-      POWERSGD_UNROLL
-      for (int j = 0; j < R; ++j) {
-        if (j < rank) p_hat.at(row, j) = static_cast<F>(x[i][j]);
-      }
+      visit_row<R>(p_hat, row, rank, [&](int j, F& element) { element = static_cast<F>(x[i][j]); });
     }
   }
 }
