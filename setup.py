@@ -67,8 +67,8 @@ def extension() -> Any:
     torch_version = torch.__version__.split("+")[0]
     # The package compares this with the torch that loads it: another would load and corrupt memory.
     macros: list[tuple[str, str | None]] = [("POWERSGD_TORCH_VERSION", f'"{torch_version}"')]
-    # -g0: Python's own -g would make the module ten times larger. -fopenmp: without it at::parallel_for
-    # compiles to a serial loop. The runtime is the one that torch has loaded.
+    # -g0: Python's own -g would make the module ten times larger. -fopenmp: without it
+    # at::parallel_for compiles to a serial loop. The runtime is the one that torch has loaded.
     flags = {"cxx": ["-O3", "-Wall", "-g0", "-fopenmp"]}
     if cuda:
         files += sources("csrc/kernels/cuda", ".cu") + sources("csrc/kernels/cuda", ".cpp")
