@@ -58,6 +58,8 @@ RESULTS := benchmarks/results
 bench: build  ## every figure that the docs quote, on a quiet machine, as root (about two hours)
 	$(PYTHON) benchmarks/bench_stages.py --models resnet18 demo gpt2 --ranks 1 2 4 8 \
 	  --dtypes float32 bfloat16 --json $(RESULTS)/stages_cpu.json
+	$(PYTHON) benchmarks/bench_stages.py --models resnet18 gpt2 --ranks 4 --threads 2 \
+	  --json $(RESULTS)/stages_cpu_2_threads.json
 	$(PYTHON) benchmarks/bench_instructions.py --dtypes float32 bfloat16 \
 	  --json $(RESULTS)/instructions.json
 	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rounds 5 --learning-steps 80 \
