@@ -40,7 +40,7 @@
 //   - A matrix whose gradient is zero on all ranks (the reduced element at active_offset is 0) is
 //     out of use: p_hat and q_warm stay, G, q_local and p_local become 0, so that what it is owed
 //     stays in memory. DDP drops the output of a parameter that no rank used.
-//   - A factor of a matrix that is null is not written.
+//   - p_local may be null, and q_warm to reconstruct: they are then not written.
 namespace powersgd::kernels {
 
 // One matrix of a bucket. Offsets count elements. Factors are of the factor dtype.

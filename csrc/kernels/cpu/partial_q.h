@@ -55,9 +55,7 @@ struct SumStrip {
         add_parts<Arch>(partial + matrix.rank * block + k * kBlockCols + j - block, sums);
         const int64_t target = k * matrix.cols + j;
         std::copy_n(sums, count, payload + target);
-        if (matrix.q_local != nullptr) {
-          std::copy_n(sums, count, static_cast<F*>(matrix.q_local) + target);
-        }
+        std::copy_n(sums, count, static_cast<F*>(matrix.q_local) + target);
       }
     }
   }

@@ -207,11 +207,9 @@ void clear_sent(const Bucket& bucket, bool all) {
   for (int32_t i = 0; i < bucket.num_matrices; ++i) {
     const Matrix& matrix = bucket.matrices[i];
     if (!all && !out_of_use<F>(bucket, matrix)) continue;
-    const auto clear = [](void* factor, int64_t numel) {
-      if (factor != nullptr) std::fill_n(static_cast<F*>(factor), numel, F{0});
-    };
-    clear(matrix.q_local, matrix.rank * matrix.cols);
-    clear(matrix.p_local, matrix.rows * matrix.rank);
+    std::fill_n(static_cast<F*>(matrix.q_local), matrix.rank * matrix.cols, F{0});
+    if (matrix.p_local == nullptr) continue;
+    std::fill_n(static_cast<F*>(matrix.p_local), matrix.rows * matrix.rank, F{0});
   }
 }
 

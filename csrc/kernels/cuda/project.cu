@@ -165,49 +165,34 @@ __device__ __forceinline__ void write_sums(const Bucket& bucket, const Work& wor
 }
 
 // One tile: passes over its rows, each warp group with four of them.
-template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
-__device__ __forceinline__ void project_tile(const Bucket& bucket, Work* work) {
-  const int group_rows =
-      kWarps / warps_per_group(work->tile.col_end - work->tile.col_begin) * kRows;
-  F* const factors = reinterpret_cast<F*>(work + 1);  // [kWarps][R][kRows]
-  F* const partial = factors + kWarps * kRows * R;    // [kWarps][kRows][R]
-  F* const p = factors + threadIdx.x / kWarpSize * kRows * R;
-  const int tile_rows = static_cast<int>(work->tile.row_end - work->tile.row_begin);
-  POWERSGD_NO_UNROLL
-  for (int pass = 0; pass < tile_rows; pass += group_rows) {
-    const Rows<F, G, M> rows = rows_of<F, G, M>(bucket, *work, pass);
-    const Columns<F> columns = columns_of<W, F>(*work, rows.count > 0);
-    if constexpr (!kAnyRank) stage_p<R>(rows, p);
-    for (int k0 = 0; k0 < (kAnyRank ? rows.rank : 1); k0 += R) {
-      F sums[kRows * R];
-      project_rows<R, kAnyRank, kExact, W>(rows, columns, k0, p, &work->met, sums);
-      write_sums<R>(bucket, *work, pass, k0, sums, partial);
+struct ProjectTile {
+  template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
+  __device__ __forceinline__ static void run(const Bucket& bucket, Work* work) {
+    const int group_rows =
+        kWarps / warps_per_group(work->tile.col_end - work->tile.col_begin) * kRows;
+    F* const factors = reinterpret_cast<F*>(work + 1);  // [kWarps][R][kRows]
+    F* const partial = factors + kWarps * kRows * R;    // [kWarps][kRows][R]
+    F* const p = factors + threadIdx.x / kWarpSize * kRows * R;
+    const int tile_rows = static_cast<int>(work->tile.row_end - work->tile.row_begin);
+    POWERSGD_NO_UNROLL
+    for (int pass = 0; pass < tile_rows; pass += group_rows) {
+      const Rows<F, G, M> rows = rows_of<F, G, M>(bucket, *work, pass);
+      const Columns<F> columns = columns_of<W, F>(*work, rows.count > 0);
+      if constexpr (!kAnyRank) stage_p<R>(rows, p);
+      for (int k0 = 0; k0 < (kAnyRank ? rows.rank : 1); k0 += R) {
+        F sums[kRows * R];
+        project_rows<R, kAnyRank, kExact, W>(rows, columns, k0, p, &work->met, sums);
+        write_sums<R>(bucket, *work, pass, k0, sums, partial);
+      }
     }
   }
-}
+};
 
 template <int R, bool kAnyRank, typename F, typename G, typename M>
 __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
     project_kernel(Bucket bucket, int64_t first_tile) {
   begin_kernel();
-  Work* const work = begin_work(bucket, first_tile);
-  if (work->tile.item < 0) {
-    pack_raw<F, G>(bucket, work);
-  } else {
-    const Matrix& matrix = work->matrix;
-    const bool aligned =
-        is_aligned(static_cast<const G*>(bucket.gradient) + matrix.gradient_offset, matrix.cols) &&
-        is_aligned(static_cast<const M*>(matrix.memory), matrix.cols) &&
-        is_aligned(static_cast<const F*>(matrix.q_local), matrix.cols) &&
-        is_aligned(static_cast<const F*>(matrix.q_warm), matrix.cols);
-    if (!aligned)
-      project_tile<R, kAnyRank, false, 1, F, G, M>(bucket, work);
-    else if (kAnyRank || (R > 1 && matrix.rank < R))
-      project_tile<R, kAnyRank, false, 4, F, G, M>(bucket, work);
-    else
-      project_tile<R, kAnyRank, !kAnyRank, 4, F, G, M>(bucket, work);
-  }
-  end_work(bucket, work);
+  run_tile<R, kAnyRank, F, G, M, ProjectTile>(bucket, first_tile);
 }
 
 // Block 0: the count of the payload, 1 if any tile met a non-finite element. The others: whether a

@@ -130,43 +130,29 @@ __device__ __forceinline__ void accumulate(const Bucket& bucket, Work* work, int
 }
 
 // One tile, W columns per lane.
-template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
-__device__ __forceinline__ void project_transposed_tile(const Bucket& bucket, Work* work) {
-  F* const shared = reinterpret_cast<F*>(work + 1);
-  POWERSGD_NO_UNROLL
-  for (int first_col = 0; first_col < static_cast<int>(work->tile.col_end - work->tile.col_begin);
-       first_col += kWarpSize * W) {
+struct ProjectTransposedTile {
+  template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
+  __device__ __forceinline__ static void run(const Bucket& bucket, Work* work) {
+    F* const shared = reinterpret_cast<F*>(work + 1);
     POWERSGD_NO_UNROLL
-    for (int k0 = 0; k0 < (kAnyRank ? static_cast<int>(work->matrix.rank) : 1); k0 += R) {
-      F sums[R][W];
-      accumulate<R, kAnyRank, kExact, W, G, M>(bucket, work, first_col, k0, sums);
-      write_q<R>(bucket, work->matrix, work->tile, work->tile.col_begin + first_col, k0, sums,
-                 shared);
+    for (int first_col = 0; first_col < static_cast<int>(work->tile.col_end - work->tile.col_begin);
+         first_col += kWarpSize * W) {
+      POWERSGD_NO_UNROLL
+      for (int k0 = 0; k0 < (kAnyRank ? static_cast<int>(work->matrix.rank) : 1); k0 += R) {
+        F sums[R][W];
+        accumulate<R, kAnyRank, kExact, W, G, M>(bucket, work, first_col, k0, sums);
+        write_q<R>(bucket, work->matrix, work->tile, work->tile.col_begin + first_col, k0, sums,
+                   shared);
+      }
     }
   }
-}
+};
 
 template <int R, bool kAnyRank, typename F, typename G, typename M>
 __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
     project_transposed_kernel(Bucket bucket, int64_t first_tile) {
   begin_kernel();
-  Work* const work = begin_work(bucket, first_tile);
-  if (work->tile.item < 0) {
-    pack_raw<F, G>(bucket, work);
-  } else {
-    const Matrix& matrix = work->matrix;
-    const bool aligned =
-        is_aligned(static_cast<const G*>(bucket.gradient) + matrix.gradient_offset, matrix.cols) &&
-        is_aligned(static_cast<const M*>(matrix.memory), matrix.cols) &&
-        is_aligned(static_cast<const F*>(matrix.q_warm), matrix.cols);
-    if (!aligned)
-      project_transposed_tile<R, kAnyRank, false, 1, F, G, M>(bucket, work);
-    else if (kAnyRank || (R > 1 && matrix.rank < R))
-      project_transposed_tile<R, kAnyRank, false, 4, F, G, M>(bucket, work);
-    else
-      project_transposed_tile<R, kAnyRank, !kAnyRank, 4, F, G, M>(bucket, work);
-  }
-  end_work(bucket, work);
+  run_tile<R, kAnyRank, F, G, M, ProjectTransposedTile>(bucket, first_tile);
 }
 
 // Block 0: the count of the payload, 1 if any tile met a non-finite element. The others: every

@@ -48,12 +48,12 @@ __global__ void __launch_bounds__(kThreads) check_kernel(Bucket bucket, int64_t 
 // What was sent counts for nothing: memory alone is the residual. By the block of one row of Q.
 template <typename F>
 __device__ void clear_sent(const Matrix& matrix, int64_t k) {
-  const auto clear = [](void* factor, int64_t begin, int64_t end) {
-    if (factor == nullptr) return;
-    for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) static_cast<F*>(factor)[i] = 0;
+  const auto clear = [k](void* factor, int64_t count) {
+    for (int64_t i = threadIdx.x; i < count; i += kThreads)
+      static_cast<F*>(factor)[k * count + i] = 0;
   };
-  clear(matrix.q_local, k * matrix.cols, (k + 1) * matrix.cols);
-  clear(matrix.p_local, k * matrix.rows, (k + 1) * matrix.rows);
+  clear(matrix.q_local, matrix.cols);
+  if (matrix.p_local != nullptr) clear(matrix.p_local, matrix.rows);
 }
 
 // One row of Q. A zero row, and a row of a skipped step, keeps what q_warm holds.

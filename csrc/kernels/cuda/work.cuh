@@ -58,6 +58,30 @@ __device__ void pack_raw(const Bucket& bucket, Work* work) {
   }
 }
 
+// A block's share of a launch over raw segments and matrices: OnMatrix::run for the latter, for any
+// rank up to R or just R, by vector accesses where the addresses allow them.
+template <int R, bool kAnyRank, typename F, typename G, typename M, typename OnMatrix>
+__device__ __forceinline__ void run_tile(const Bucket& bucket, int64_t first_tile) {
+  Work* const work = begin_work(bucket, first_tile);
+  if (work->tile.item < 0) {
+    pack_raw<F, G>(bucket, work);
+  } else {
+    const Matrix& matrix = work->matrix;
+    const bool aligned =
+        is_aligned(static_cast<const G*>(bucket.gradient) + matrix.gradient_offset, matrix.cols) &&
+        is_aligned(static_cast<const M*>(matrix.memory), matrix.cols) &&
+        is_aligned(static_cast<const F*>(matrix.q_local), matrix.cols) &&
+        is_aligned(static_cast<const F*>(matrix.q_warm), matrix.cols);
+    if (!aligned)
+      OnMatrix::template run<R, kAnyRank, false, 1, F, G, M>(bucket, work);
+    else if (kAnyRank || (R > 1 && matrix.rank < R))
+      OnMatrix::template run<R, kAnyRank, false, 4, F, G, M>(bucket, work);
+    else
+      OnMatrix::template run<R, kAnyRank, !kAnyRank, 4, F, G, M>(bucket, work);
+  }
+  end_work(bucket, work);
+}
+
 // Whether a flag is up in any of the tiles [begin, end), as the payload tells it.
 template <typename F>
 __device__ void tell(const Bucket& bucket, int flag, int64_t begin, int64_t end, int64_t offset) {
