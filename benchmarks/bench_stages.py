@@ -44,13 +44,12 @@ class Ours:
     def __init__(
         self,
         layout: Layout,
-        rank: int,
+        options: torch_powersgd.Options,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        options = torch_powersgd.Options(matrix_approximation_rank=rank)._core()
         self.buckets = [
-            _C.BucketCompressor(bucket, options, dtype, str(device)) for bucket in layout
+            _C.BucketCompressor(bucket, options._core(), dtype, str(device)) for bucket in layout
         ]
         self.step = 0
 
@@ -119,8 +118,13 @@ class Hook:
 
 
 def bench(
-    model: str, rank: int, dtype: torch.dtype, device: torch.device, repeats: int
+    model: str,
+    options: torch_powersgd.Options,
+    dtype: torch.dtype,
+    device: torch.device,
+    repeats: int,
 ) -> dict[str, Any]:
+    rank = options.matrix_approximation_rank
     layout = buckets_of([list(shape) for shape in shapes.MODELS[model]()], dtype)
     sizes = [sum(math.prod(shape) for shape in bucket) for bucket in layout]
     torch.manual_seed(0)
@@ -144,7 +148,7 @@ def bench(
             result.update(profile(lambda: contestant.run(gradients)))
         return result
 
-    ours = Ours(layout, rank, dtype, device)
+    ours = Ours(layout, options, dtype, device)
     ours_result = measure(ours, repeats)
     ours_result["queued_ms"] = clock.median(
         lambda: ours.run(gradients), repeats, refill, ahead=True
@@ -157,7 +161,8 @@ def bench(
     return {
         "model": model,
         "rank": rank,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": _name(dtype),
+        "residual_dtype": _name(options.residual_dtype),
         "elements": sum(sizes),
         "buckets": len(layout),
         "gradient_bytes": gradient_bytes,
@@ -173,9 +178,14 @@ def bench(
     }
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def row(r: dict[str, Any]) -> list[str]:
     ours, hook = r["ours"], r["hook"]
-    cells = [f"{r['model']} ({r['elements'] / 1e6:.1f} M)", str(r["rank"]), r["dtype"]]
+    cells = [f"{r['model']} ({r['elements'] / 1e6:.1f} M)", str(r["rank"])]
+    cells += [r["dtype"], r["residual_dtype"]]
     cells += [f"{r['stage_ms'][stage]:.3f}" for stage in STAGES]
     cells += [f"{ms:.3f}" for ms in (ours["ms"], ours["queued_ms"], hook["ms"], r["floor_ms"])]
     cells += [f"{r['ours_over_floor']:.2f}", f"{r['hook_over_ours']:.1f}"]
@@ -189,7 +199,18 @@ def row(r: dict[str, Any]) -> list[str]:
 def show(results: list[dict[str, Any]], where: str) -> None:
     """ms per step; launches per bucket and peak memory over the gradient, ours and the hook's."""
     print(f"ms per step, {where}; launches per bucket; peak memory / gradient")
-    headings = ["model", "rank", "dtype", "project", "orth.", "back", "recon.", "all", "queued"]
+    headings = [
+        "model",
+        "rank",
+        "gradient",
+        "residual",
+        "project",
+        "orth.",
+        "back",
+        "recon.",
+        "all",
+        "queued",
+    ]
     headings += ["hook", "floor", "/ floor", "hook / all", "GB/s"]
     headings += ["launches", "memory", "hook's l.", "hook's m."]
     table = [headings, *(row(result) for result in results)]
@@ -205,7 +226,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--models", nargs="+", default=["resnet18", "demo"], choices=shapes.MODELS)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4])
-    parser.add_argument("--dtypes", nargs="+", default=["float32"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="of the gradient")
+    parser.add_argument("--residual-dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path, help="also write the results here")
@@ -221,8 +243,12 @@ def main() -> None:
         for model in arguments.models:
             for dtype in arguments.dtypes:
                 for rank in arguments.ranks:
-                    size = (model, rank, getattr(torch, dtype), device, arguments.repeats)
-                    record["results"].append(bench(*size))
+                    options = torch_powersgd.Options(
+                        matrix_approximation_rank=rank,
+                        residual_dtype=getattr(torch, arguments.residual_dtype),
+                    )
+                    of = (model, options, getattr(torch, dtype), device, arguments.repeats)
+                    record["results"].append(bench(*of))
                     if arguments.json:  # at once: what is measured is not lost to a time limit
                         arguments.json.parent.mkdir(parents=True, exist_ok=True)
                         arguments.json.write_text(json.dumps(record, indent=2) + "\n")

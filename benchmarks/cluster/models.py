@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,14 @@ class ResNet50(nn.Module):
 
 def _gpt(**shape: Any) -> Callable[[], nn.Module]:
     return lambda: CharGPT(Shape(**shape))
+
+
+def loss_of(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """On a GPU with 16-bit products, as such models train."""
+    device_type = batch[0].device.type
+    with torch.autocast(device_type, torch.bfloat16, enabled=device_type == "cuda"):
+        loss: Tensor = module(*batch)
+    return loss
 
 
 TASKS = {

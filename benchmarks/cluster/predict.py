@@ -7,9 +7,34 @@ Each rank writes the predicted milliseconds of a step's synchronisation, by meth
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+import time
+from typing import Any
 
 from cluster.rank import Job, join_group, this_job
+
+BACKWARD_STEPS = 8
+
+
+def _backward_seconds(job: Job, device: Any) -> float:
+    """Without averaging; what a user knows of a job, and tells advise."""
+    from cluster import models
+    from torch_powersgd.rehearsal import slowest, synchronize
+
+    task = models.TASKS[job.model]
+    model = task.make().to(device)
+    batches = task.data(job.rank, job.world)
+    times = []
+    for i in range(BACKWARD_STEPS):
+        model.zero_grad()
+        loss = models.loss_of(model, [tensor.to(device) for tensor in batches(i)])
+        synchronize(device)
+        start = time.perf_counter()
+        loss.backward()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return slowest(statistics.median(times[2:]), device)
 
 
 def _predictions(job: Job) -> dict[str, float]:
@@ -22,13 +47,13 @@ def _predictions(job: Job) -> dict[str, float]:
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
     model = models.TASKS[job.model].make()
     layout = advise.buckets_of([list(p.shape) for p in model.parameters()])
-    link = advise.measure_link(device)
-    predicted = {"plain": advise.predict_plain(layout, link, device)}
+    setting = advise.measure(layout, device, _backward_seconds(job, device))
+    predicted = {"plain": advise.predict_plain(setting)}
     for name, method in methods.METHODS.items():
         if method.attached and not method.lacks():
             assert method.options
             options = method.options(job.approximation, 0)
-            predicted[name] = advise.predict(layout, link, options, device)
+            predicted[name] = advise.predict(setting, options)
     return {name: 1e3 * prediction.seconds for name, prediction in predicted.items()}
 
 

@@ -49,9 +49,8 @@ def _train(job: Job, commands: TextIO, results: TextIO) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95), fused=True)
     rising = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
 
-    def step(inputs: Any, targets: Any) -> float:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = trainee.module(inputs, targets)
+    def step(batch: list[torch.Tensor]) -> float:
+        loss = models.loss_of(trainee.module, batch)
         loss.backward()
         with trainee.averaged():
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -72,7 +71,7 @@ def _train(job: Job, commands: TextIO, results: TextIO) -> None:
         for i in range(first, last):
             batch = [tensor.to(device) for tensor in batches(i)]
             began = time.perf_counter()
-            loss = step(*batch)
+            loss = step(batch)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             ms = (time.perf_counter() - began) * 1e3

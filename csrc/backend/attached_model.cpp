@@ -17,7 +17,7 @@ AttachedModel::AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend,
       names_(std::move(names)),
       parameters_(std::move(parameters)),
       options_(std::move(options)),
-      skips_(backend_->make_skip_counter()) {
+      step_counter_(backend_->make_step_counter()) {
   validate(options_);
   TORCH_CHECK(names_.size() == parameters_.size(), "powersgd: ", names_.size(), " names for ",
               parameters_.size(), " parameters");
@@ -87,7 +87,7 @@ AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
       states.push_back(states_[parameters[static_cast<size_t>(matrix.parameter)]]);
     }
     made.compressor = make_compressor(std::move(plan), std::move(states), options_,
-                                      buffer.scalar_type(), buffer.device(), skips_);
+                                      buffer.scalar_type(), buffer.device(), step_counter_);
   }
   made.parameters = parameters;
   return made;

@@ -103,7 +103,7 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   const std::vector<std::string> names_;
   const std::vector<at::Tensor> parameters_;
   const Options options_;
-  const std::shared_ptr<SkipCounter> skips_;
+  const std::shared_ptr<StepCounter> step_counter_;
   std::vector<ParameterStatePtr> states_;
   std::unordered_map<const c10::TensorImpl*, size_t> index_of_;
   std::map<size_t, Bucket> buckets_;  // by number

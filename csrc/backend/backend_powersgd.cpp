@@ -42,7 +42,7 @@ BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerAndLanes> 
       log_(std::move(log)),
       stats_(std::make_shared<Stats>()),
       warnings_(std::make_shared<Messages>()),
-      flat_tensors_(std::make_unique<FlatTensors>(options_, make_skip_counter())) {
+      flat_tensors_(std::make_unique<FlatTensors>(options_, make_step_counter())) {
   validate(options_);
   for (const InnerAndLanes& of : inners_) {
     TORCH_CHECK(of.lanes.empty() || of.lanes.size() == 2, "powersgd: two lanes or none, got ",
@@ -264,26 +264,29 @@ void BackendPowerSGD::log_warnings() {
   for (const std::string& line : warnings_->take()) log(LogLevel::kWarning, line);
 }
 
-std::shared_ptr<SkipCounter> BackendPowerSGD::make_skip_counter() {
+std::shared_ptr<StepCounter> BackendPowerSGD::make_step_counter() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  skip_counters_.push_back(std::make_shared<SkipCounter>());
-  return skip_counters_.back();
+  step_counters_.push_back(std::make_shared<StepCounter>());
+  return step_counters_.back();
 }
 
 StatsSnapshot BackendPowerSGD::snapshot() {
-  std::vector<std::shared_ptr<SkipCounter>> counters;
+  std::vector<std::shared_ptr<StepCounter>> counters;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    counters = skip_counters_;
+    counters = step_counters_;
   }
-  int64_t skipped = 0;
+  int64_t skipped = 0, saturated = 0;
   for (const auto& counter : counters) {
     for (const at::Device device : counter->devices()) run_after_steps(device, [] {});
-    skipped += counter->steps();
+    const StepCounter::Totals totals = counter->totals();
+    skipped += totals.skipped;
+    saturated += totals.saturated;
   }
   log_warnings();
   StatsSnapshot snapshot = stats_->snapshot();
   snapshot.skipped_steps = skipped;
+  snapshot.saturated_steps = saturated;
   return snapshot;
 }
 

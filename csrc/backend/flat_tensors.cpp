@@ -80,7 +80,7 @@ std::shared_ptr<BucketCompressor> FlatTensors::make_compressor(
   // Tensors that look alike share Q, which here would be part of their residuals.
   options.alternating = false;
   return powersgd::make_compressor(plan, std::move(states), options, tensor.scalar_type(),
-                                   tensor.device(), skips_);
+                                   tensor.device(), step_counter_);
 }
 
 std::vector<Replica> FlatTensors::replicas(const at::Device& device) const {

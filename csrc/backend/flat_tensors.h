@@ -33,8 +33,8 @@ namespace powersgd {
 // Safe from any thread.
 class FlatTensors {
  public:
-  FlatTensors(const Options& options, std::shared_ptr<SkipCounter> skips)
-      : options_(options), skips_(std::move(skips)) {}
+  FlatTensors(const Options& options, std::shared_ptr<StepCounter> step_counter)
+      : options_(options), step_counter_(std::move(step_counter)) {}
 
   struct Admitted {
     std::shared_ptr<BucketCompressor> compressor;  // null: not yet, average exactly
@@ -88,7 +88,7 @@ class FlatTensors {
   std::vector<Replica> replicas(const at::Device& device) const;
 
   const Options options_;
-  const std::shared_ptr<SkipCounter> skips_;
+  const std::shared_ptr<StepCounter> step_counter_;
   mutable std::mutex mutex_;
   std::map<Key, Entry, Less> entries_;
   Pass pass_{Mode::kNone, 0};

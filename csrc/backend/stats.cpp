@@ -46,12 +46,17 @@ StatsSnapshot Stats::snapshot() const {
 }
 
 std::string summary(const StatsSnapshot& stats) {
+  char saturated[64] = "";
+  if (stats.saturated_steps > 0) {
+    std::snprintf(saturated, sizeof(saturated), ", %lld with a saturated residual",
+                  static_cast<long long>(stats.saturated_steps));
+  }
   char line[256];
   std::snprintf(line, sizeof(line),
-                "%lld steps (%lld skipped): %.1f MB of gradients sent as %.1f MB, ratio %.1f; "
+                "%lld steps (%lld skipped%s): %.1f MB of gradients sent as %.1f MB, ratio %.1f; "
                 "%lld calls compressed, %lld exact",
                 static_cast<long long>(stats.steps), static_cast<long long>(stats.skipped_steps),
-                stats.bytes_before / 1e6, stats.bytes_after / 1e6, stats.ratio(),
+                saturated, stats.bytes_before / 1e6, stats.bytes_after / 1e6, stats.ratio(),
                 static_cast<long long>(stats.compressed_calls),
                 static_cast<long long>(stats.exact_calls));
   return line;

@@ -142,6 +142,7 @@ py::dict to_dict(const StatsSnapshot& stats) {
   py::dict result;
   result["steps"] = stats.steps;
   result["skipped_steps"] = stats.skipped_steps;
+  result["saturated_steps"] = stats.saturated_steps;
   result["compressed_calls"] = stats.compressed_calls;
   result["exact_calls"] = stats.exact_calls;
   result["differences"] = stats.differences;

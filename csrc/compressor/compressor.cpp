@@ -18,25 +18,25 @@ std::unique_ptr<BucketCompressor> make_compressor(BucketPlan plan,
                                                   std::vector<ParameterStatePtr> states,
                                                   const Options& options,
                                                   at::ScalarType gradient_type, at::Device device,
-                                                  std::shared_ptr<SkipCounter> skips) {
+                                                  std::shared_ptr<StepCounter> step_counter) {
   if (options.alternating) {
     return std::make_unique<AlternatingCompressor>(std::move(plan), std::move(states), options,
-                                                   gradient_type, device, std::move(skips));
+                                                   gradient_type, device, std::move(step_counter));
   }
   return std::make_unique<PlainCompressor>(std::move(plan), std::move(states), options,
-                                           gradient_type, device, std::move(skips));
+                                           gradient_type, device, std::move(step_counter));
 }
 
 BucketCompressor::BucketCompressor(BucketPlan plan, std::vector<ParameterStatePtr> states,
                                    const Options& options, at::ScalarType gradient_type,
-                                   at::Device device, std::shared_ptr<SkipCounter> skips)
+                                   at::Device device, std::shared_ptr<StepCounter> step_counter)
     : plan_(std::move(plan)),
       states_(std::move(states)),
       options_(options),
       gradient_type_(gradient_type),
       device_(device),
       stages_(require_stages(device.type())),
-      skips_(std::move(skips)) {
+      step_counter_(std::move(step_counter)) {
   TORCH_INTERNAL_ASSERT(states_.size() == plan_.matrices.size());
   bucket_.gradient_dtype = to_dtype(gradient_type);
   bucket_.factor_dtype = to_dtype(factor_type(gradient_type));
@@ -108,7 +108,7 @@ void BucketCompressor::begin() {
   static_assert(sizeof(kernels::Verdict) == 2 * sizeof(int32_t));
   verdict_ = at::zeros({2}, at::device(device_).dtype(at::kInt));
   bucket_.verdict = static_cast<kernels::Verdict*>(verdict_.data_ptr());
-  bucket_.skipped_steps = skips_ ? skips_->on(device_) : nullptr;
+  bucket_.step_counts = step_counter_ ? step_counter_->on(device_) : nullptr;
   prepare();
   prepared_ = true;
 }

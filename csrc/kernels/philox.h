@@ -3,17 +3,13 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 // Counter-based random numbers, the same bits on the CPU and on CUDA, on every rank, in any order
 // of evaluation, and apart from torch's generators.
 //
 // Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC
 // 2011).
-
-#if defined(__CUDACC__)
-#define POWERSGD_HOST_DEVICE __host__ __device__
-#else
-#define POWERSGD_HOST_DEVICE
-#endif
 
 namespace powersgd::kernels {
 

@@ -131,7 +131,7 @@ class BackendPowerSGD : public ForwardingBackend {
   // What it did, once all steps submitted so far have ended. Blocks.
   StatsSnapshot snapshot();
   // For one owner of buckets; counted in snapshot() for as long as this backend lives.
-  std::shared_ptr<SkipCounter> make_skip_counter();
+  std::shared_ptr<StepCounter> make_step_counter();
   void log(LogLevel level, const std::string& message) const;
   void set_stage_probe(StageProbe probe);
 
@@ -148,7 +148,7 @@ class BackendPowerSGD : public ForwardingBackend {
   std::map<c10::DeviceType, std::unique_ptr<Engine>> engines_;
 
   mutable std::mutex mutex_;  // guards what follows up to flat_tensors_
-  std::vector<std::shared_ptr<SkipCounter>> skip_counters_;
+  std::vector<std::shared_ptr<StepCounter>> step_counters_;
   double grad_scale_ = 1;
   std::vector<std::weak_ptr<AttachedModel>> models_;
   std::shared_ptr<const StageProbe> probe_;

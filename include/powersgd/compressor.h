@@ -75,14 +75,17 @@ void orthonormalize_q(ParameterState& state, const Options& options);
 // states' device, nothing happens if it is 0; undefined: it was. Does not wait for the device.
 void keep_delivered(const std::vector<ParameterStatePtr>& states, const at::Tensor& dropped);
 
-// Counts the skipped steps of one owner (a model) over all of its buckets, on the devices
-// themselves: whether a step is skipped is known there first.
-class SkipCounter {
+// Counts certain steps of one owner (a model) over all of its buckets, on the devices themselves:
+// whether a step is skipped is known there first.
+class StepCounter {
  public:
   // Where the kernels of a device count.
-  kernels::SkippedSteps* on(at::Device device);
-  // Synchronises with the device. To be called when no step is in flight.
-  int64_t steps();
+  kernels::StepCounts* on(at::Device device);
+  struct Totals {
+    int64_t skipped = 0, saturated = 0;
+  };
+  // Synchronises with the devices. To be called when no step is in flight.
+  Totals totals();
   std::vector<at::Device> devices();
 
  private:
@@ -116,7 +119,7 @@ class BucketCompressor {
   // See make_compressor.
   BucketCompressor(BucketPlan plan, std::vector<ParameterStatePtr> states, const Options& options,
                    at::ScalarType gradient_type, at::Device device,
-                   std::shared_ptr<SkipCounter> skips);
+                   std::shared_ptr<StepCounter> step_counter);
   virtual ~BucketCompressor();
   BucketCompressor(const BucketCompressor&) = delete;
   BucketCompressor& operator=(const BucketCompressor&) = delete;
@@ -175,17 +178,16 @@ class BucketCompressor {
   void begin();
   double residual_scale(double grad_scale);
 
-  const std::shared_ptr<SkipCounter> skips_;
+  const std::shared_ptr<StepCounter> step_counter_;
   bool prepared_ = false;
   at::Tensor gradient_;            // of the step in progress
   at::Tensor raw_, raw_residual_;  // what the wire has rounded off of raw_; undefined: nothing
 };
 
 // `states[i]` belongs to `plan.matrices[i]`. Buckets may share states, one after the other.
-std::unique_ptr<BucketCompressor> make_compressor(BucketPlan plan,
-                                                  std::vector<ParameterStatePtr> states,
-                                                  const Options& options,
-                                                  at::ScalarType gradient_type, at::Device device,
-                                                  std::shared_ptr<SkipCounter> skips = nullptr);
+std::unique_ptr<BucketCompressor> make_compressor(
+    BucketPlan plan, std::vector<ParameterStatePtr> states, const Options& options,
+    at::ScalarType gradient_type, at::Device device,
+    std::shared_ptr<StepCounter> step_counter = nullptr);
 
 }  // namespace powersgd

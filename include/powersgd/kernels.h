@@ -33,6 +33,8 @@
 //   - Products are accumulated in the factor dtype (float; double for double gradients).
 //   - project and project_transposed pack the raw segments, tell which matrices are active and
 //     count what is not finite, all in the P payload.
+//   - An element of M beyond the largest value of memory's dtype is stored as that value. With a
+//     16-bit memory the step is then counted as saturated: what is cut off is lost.
 //   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the
 //     last element of the P payload to 1. If the reduced count is not 0, or a reduced factor is not
 //     finite, reconstruct skips the step: G becomes NaN, memory is taken back to M - G, q_local and
@@ -90,11 +92,16 @@ struct Verdict {
   int32_t skipped_total;  // steps skipped since the caller zeroed it
 };
 
-// Counts the steps of one owner, whose buckets share it: a step of which several buckets are
-// skipped counts once.
-struct SkippedSteps {
+// A step counts once, whichever of an owner's buckets is the first to tell. Buckets that share a
+// count run one after the other.
+struct StepCount {
   uint64_t last;  // the last one, plus 1
   uint64_t count;
+};
+
+struct StepCounts {
+  StepCount skipped;
+  StepCount saturated;  // an element of M was beyond the largest value of a 16-bit memory
 };
 
 // Everything a stage reads. The tables and all pointers are in memory of the device that runs it.
@@ -114,7 +121,7 @@ struct Bucket {
   bool transposed;  // of orthogonalize: P and p_hat are [rank, rows]
   void* workspace;
   Verdict* verdict;
-  SkippedSteps* skipped_steps;  // may be null
+  StepCounts* step_counts;  // may be null
 
   DType gradient_dtype;
   DType residual_dtype;  // float64 for float64 gradients

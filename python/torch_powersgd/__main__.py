@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import sys
 
@@ -39,6 +40,13 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def _milliseconds(value: str) -> float:
+    milliseconds = float(value)
+    if not 0 <= milliseconds < math.inf:
+        raise argparse.ArgumentTypeError(f"at least 0, got {value}")
+    return milliseconds
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m torch_powersgd")
     commands = parser.add_subparsers(required=True, dest="command")
@@ -56,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--min-compression-rate", type=float, default=2)
     advise.add_argument("--wire-dtype", type=_dtype, help="float32, bfloat16 or float16")
     advise.add_argument("--alternating", action="store_true", help="P and Q in turns")
+    advise.add_argument(
+        "--backward-ms",
+        type=_milliseconds,
+        help="of a step without averaging, behind which averaging hides; default: 200 to 400",
+    )
     return parser
 
 
@@ -79,7 +92,9 @@ def main() -> int:
         if is_plan:
             print_plan(model, options[0])
         else:
-            print_advice(model, options, arguments.device)
+            backward = arguments.backward_ms
+            seconds = None if backward is None else backward / 1e3
+            print_advice(model, options, arguments.device, seconds)
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
     return 0

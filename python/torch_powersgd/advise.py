@@ -48,6 +48,16 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What predictions are made from."""
+
+    layout: Layout
+    device: torch.device
+    link: Link
+    rehearsal: Rehearsal
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Of what averaging the gradients takes."""
 
@@ -76,12 +86,26 @@ def measure_link(device: torch.device) -> Link:
     return Link(latency, max(seconds - latency, 1e-9) / (4 * numel))
 
 
-def predict(layout: Layout, link: Link, options: Options, device: torch.device) -> Prediction:
-    """Of a model with these buckets of float32. The default group's backend is powersgd."""
-    core = options._core()
+def measure(layout: Layout, device: torch.device, backward: float | None = None) -> Setting:
+    """The default group, whose backend is powersgd, for a model with these buckets of float32.
+
+    Collective, as are predictions.
+
+    Args:
+        layout: of the model, as DDP makes it.
+        device: where its gradients are.
+        backward: seconds of its backward pass; None: as the rehearsal thinks fit.
+    """
+    numels = [_bytes_of(shapes) // 4 for shapes in layout]
+    return Setting(layout, device, measure_link(device), Rehearsal(numels, device, backward))
+
+
+def predict(setting: Setting, options: Options) -> Prediction:
+    """Of training with these options."""
+    core, link, device = options._core(), setting.link, setting.device
     wire = stages = 0.0
     sent = 0
-    for shapes in layout:
+    for shapes in setting.layout:
         if not any(_C.should_compress(*_C.matrix_shape(shape, []), core) for shape in shapes):
             size = _bytes_of(shapes)
             wire += link.seconds(size)
@@ -95,20 +119,30 @@ def predict(layout: Layout, link: Link, options: Options, device: torch.device) 
         stages += seconds
     name = f"rank {options.matrix_approximation_rank}"
     stages = slowest(stages, device)
-    rehearsal = Rehearsal([_bytes_of(shapes) // 4 for shapes in layout], device)
-    start = _start_compressed(layout, options, device)
-    return Prediction(name, sent, wire, stages, rehearsal.added(start, rehearsal.alone(start)))
+    start = _start_compressed(setting.layout, options, device)
+    added = setting.rehearsal.added(start, setting.rehearsal.alone(start))
+    return Prediction(name, sent, wire, stages, added)
 
 
-def predict_plain(layout: Layout, link: Link, device: torch.device) -> Prediction:
-    sizes = [_bytes_of(shapes) for shapes in layout]
-    wire = sum(map(link.seconds, sizes))
-    rehearsal = Rehearsal([size // 4 for size in sizes], device)
-    return Prediction("plain", sum(sizes), wire, 0.0, rehearsal.added(_start_plain, wire))
+def predict_plain(setting: Setting) -> Prediction:
+    sizes = [_bytes_of(shapes) for shapes in setting.layout]
+    wire = sum(map(setting.link.seconds, sizes))
+    return Prediction("plain", sum(sizes), wire, 0.0, setting.rehearsal.added(_start_plain, wire))
 
 
-def print_advice(model: torch.nn.Module, options: list[Options], device_type: str) -> None:
+def print_advice(
+    model: torch.nn.Module,
+    options: list[Options],
+    device_type: str,
+    backward: float | None = None,
+) -> None:
     """Measures, and on rank 0 prints a table and what to set. Collective.
+
+    Args:
+        model: whose gradients are averaged.
+        options: to compare.
+        device_type: where the model trains: "cpu" or "cuda".
+        backward: seconds of its backward pass, behind which averaging hides.
 
     Raises:
         ValueError: if it was not started by torchrun.
@@ -121,12 +155,11 @@ def print_advice(model: torch.nn.Module, options: list[Options], device_type: st
     dist.init_process_group(BACKENDS[device_type])
     try:
         shapes = [list(p.shape) for p in model.parameters() if p.requires_grad]
-        layout = buckets_of(shapes)
-        link = measure_link(device)
-        plain = predict_plain(layout, link, device)
-        compressed = [predict(layout, link, each, device) for each in options]
+        setting = measure(buckets_of(shapes), device, backward)
+        plain = predict_plain(setting)
+        compressed = [predict(setting, each) for each in options]
         if dist.get_rank() == 0:
-            _print(link, plain, compressed)
+            _print(setting.link, plain, compressed)
     finally:
         dist.destroy_process_group()
 

@@ -47,7 +47,8 @@ class Options:
             stays in its residual; the rounding of the sum does not. None: float32, or float64 for
             float64 gradients.
         residual_dtype: the dtype of the error feedback's memory: float32, bfloat16 or float16. What
-            is beyond its largest value (65504 in float16) is cut off there.
+            is beyond its largest value (65504 in float16) is cut off there, which
+            ``stats()["saturated_steps"]`` counts.
             float64 gradients keep a float64 memory.
         alternating: send P and Q in turns, one per step: half the bytes, one collective instead of
             two, and a slower approximation. Needs warm_start. Attached models only: what has no

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 PRODUCT_SIZE = 192  # of square matrices: a fraction of a millisecond each
 CALIBRATION_PRODUCTS = 50
-# The backward pass takes twice as long as averaging alone does, within these seconds: behind a
-# shorter one less is hidden than in most trainings.
+# Where nobody says how long the backward pass takes: twice as long as averaging alone, within
+# these seconds.
 BACKWARD_SECONDS = (0.2, 0.4)
 BUDGET_SECONDS = 4.0
 REPEATS = (1, 10)
@@ -27,10 +27,19 @@ StartAverage = Callable[[int, torch.Tensor], dist.Work]  # of one bucket, in pla
 
 
 class Rehearsal:
-    """Steps of a model whose buckets have ``numels`` elements of float32. All is collective."""
+    """Steps of a model whose buckets have ``numels`` elements of float32. All is collective.
 
-    def __init__(self, numels: list[int], device: torch.device) -> None:
+    Args:
+        numels: elements of each bucket.
+        device: where they are.
+        backward: seconds of a backward pass. None: chosen by what is to be hidden behind it.
+    """
+
+    def __init__(
+        self, numels: list[int], device: torch.device, backward: float | None = None
+    ) -> None:
         self._device = device
+        self._backward = backward
         self._buffers = [torch.empty(numel, device=device) for numel in numels]
         self._shares = [numel / sum(numels) for numel in numels]
         self._factor = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=device)
@@ -54,7 +63,9 @@ class Rehearsal:
             start: starts to average a bucket.
             alone: what :meth:`alone` gave, or about that; the same on all ranks.
         """
-        backward = min(max(2 * alone, BACKWARD_SECONDS[0]), BACKWARD_SECONDS[1])
+        backward = self._backward
+        if backward is None:
+            backward = min(max(2 * alone, BACKWARD_SECONDS[0]), BACKWARD_SECONDS[1])
         repeats = int(BUDGET_SECONDS / (2 * backward + alone))
         with_average, without = [], []
         for _ in range(min(max(repeats, REPEATS[0]), REPEATS[1])):

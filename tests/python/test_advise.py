@@ -17,7 +17,9 @@ import torch_powersgd as tp
 from torch_powersgd.advise import (
     Link,
     Prediction,
+    Setting,
     buckets_of,
+    measure,
     measure_link,
     predict,
     predict_plain,
@@ -35,8 +37,12 @@ def test_buckets_are_ddps():
     assert layout == [[[1 << 18]], [[8], [1 << 18], [1 << 18], [4]]]
 
 
+def _setting(layout, link):
+    return Setting(layout, CPU, link, measure(layout, CPU, backward=0.01).rehearsal)
+
+
 def _plain(rank):
-    plain = predict_plain([[[1000]], [[500, 2]]], Link(latency=0.5, per_byte=1e-3), CPU)
+    plain = predict_plain(_setting([[[1000]], [[500, 2]]], Link(latency=0.5, per_byte=1e-3)))
     return plain.sent_bytes, plain.wire_seconds, plain.seconds
 
 
@@ -76,8 +82,8 @@ def test_a_rehearsal_averages_bucket_after_bucket():
 
 def _predictions(rank):
     options = [tp.Options(matrix_approximation_rank=r, start_powerSGD_iter=0) for r in (1, 4, 100)]
-    link = Link(latency=0.25, per_byte=1e-6)
-    compressed = [predict(buckets_of(SHAPES), link, each, CPU) for each in options]
+    setting = _setting(buckets_of(SHAPES), Link(latency=0.25, per_byte=1e-6))
+    compressed = [predict(setting, each) for each in options]
     return [(p.name, p.sent_bytes, p.wire_seconds, p.stage_seconds, p.seconds) for p in compressed]
 
 
@@ -152,6 +158,15 @@ def test_under_torchrun(tmp_path):
     assert rows["plain"] == f"{4 * (2 * 60_000 + 500) / 1e6:.3f}"
     assert rows["rank 4"] == f"{4 * (4 * 2 * 500 + 500 + 3) / 1e6:.3f}"
     assert len(re.findall("Compression (pays|will not pay)", ended.stdout)) == 1, "on one rank"
+
+
+@pytest.mark.parametrize("milliseconds", ["-1", "nan", "inf", "soon"])
+def test_a_backward_pass_that_cannot_be(tmp_path, milliseconds):
+    command = ["torch_powersgd", "advise", "models_of_advise:model"]
+    ended = _run(tmp_path, *command, "--backward-ms", milliseconds)
+    assert ended.returncode == 2
+    assert "--backward-ms" in ended.stderr
+    assert milliseconds in ended.stderr
 
 
 def test_without_torchrun_it_says_how(tmp_path):

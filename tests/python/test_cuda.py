@@ -23,6 +23,8 @@ from synthetic import step as cpu_step
 
 import torch_powersgd as tp
 from torch_powersgd._backend import find_backend
+from torch_powersgd._core import _C
+from torch_powersgd.advise import run_stages
 
 pytestmark = needs_cuda
 
@@ -104,6 +106,32 @@ def test_flat_delivers_everything(inner):
     for errors, before_drain in run(_flat, options=options):
         assert min(before_drain.values()) > 0.1
         assert max(errors.values()) < 1e-5, errors
+
+
+def _launches(layers, options):
+    """On average over two steps, after the first ones, without waiting for the device."""
+    shapes = [[64, 48], [48]] * layers
+    compressor = _C.BucketCompressor(shapes, options._core(), torch.float32, "cuda")
+    given = torch.randn(compressor.gradient_bytes // 4, device="cuda")
+    for i in range(4):
+        run_stages(compressor, given.clone(), i)
+    gradients_of_steps = [given.clone() for _ in range(2)]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        torch.cuda.set_sync_debug_mode("error")
+        for i, tensor in enumerate(gradients_of_steps):
+            run_stages(compressor, tensor, 4 + i)
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    on_device = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return len(on_device) / len(gradients_of_steps)
+
+
+@pytest.mark.parametrize("alternating", [False, True], ids=["plain", "alternating"])
+def test_a_bucket_of_many_layers_takes_as_few_launches_as_one_of_two(alternating):
+    options = options_of(alternating=alternating)
+    two, many = (_launches(layers, options) for layers in (2, 40))
+    assert 0 < two == many <= 8
 
 
 def _low_rank(rank, options):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -31,6 +32,7 @@ STAGES = {"project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "r
 KEYS = {
     "steps",
     "skipped_steps",
+    "saturated_steps",
     "differences",
     "compressed_calls",
     "exact_calls",
@@ -96,6 +98,21 @@ def _flat(rank: int) -> None:
 
 def test_bytes_of_flat_tensors():
     ranks.run(2, _flat, options=tp.Options(start_powerSGD_iter=1, min_numel=1))
+
+
+def _large(rank: int, residual_dtype: torch.dtype) -> int:
+    """Rank 0's gradients are beyond 65504 in the last step."""
+    options = dataclasses.replace(OPTIONS, residual_dtype=residual_dtype)
+    ddp = make_attached(SHAPES, options)
+    for i in range(6):
+        large = 1e5 if rank == 0 and i == 5 else 1e-3
+        step(ddp, {name: large * g for name, g in gradients(SHAPES, rank, i).items()})
+    return int(tp.stats()["saturated_steps"])
+
+
+def test_saturated_residuals_are_counted_on_the_rank_that_has_them():
+    assert ranks.run(2, _large, torch.float16) == [1, 0]
+    assert ranks.run(2, _large, torch.bfloat16) == [0, 0]
 
 
 def _several_buckets(rank: int) -> None:

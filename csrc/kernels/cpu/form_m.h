@@ -6,20 +6,19 @@
 #include "bands.h"
 #include "blocks.h"
 #include "convert.h"
+#include "met.h"
 
 // M = G + residual_scale * (memory - what the last step sent), of which memory keeps M: the first
 // half of project and of project_transposed.
 namespace powersgd::kernels::cpu {
 
-// Adds NaN to `poison` where an element is not finite, and takes that element as 0.
+// An element that is not finite counts as 0.
 template <class Arch, class G>
 POWERSGD_INLINE Vector<Arch, ComputeOf<G>> load_finite(const G* gradient,
-                                                       Vector<Arch, ComputeOf<G>>& poison) {
+                                                       Met<Arch, ComputeOf<G>>& met) {
   const Vector<Arch, ComputeOf<G>> zero = {};
   const Vector<Arch, ComputeOf<G>> g = load_as<Arch, G>(gradient);
-  const Vector<Arch, ComputeOf<G>> zero_or_nan = g - g;
-  poison += zero_or_nan;
-  return zero_or_nan == zero ? g : zero;
+  return met.look_at(g) == zero ? g : zero;
 }
 
 // Gradient and memory of a matrix, in one block of columns.
@@ -42,24 +41,26 @@ struct Source {
   // The vector of M at `offset`, column j of the block, given that of p_hat q_local: stored, and as
   // it was stored. The clamp keeps memory finite where the sum is out of its range: an infinity
   // would never leave it.
-  POWERSGD_INLINE V combine(int64_t offset, int64_t j, const V& product, V& poison) const {
+  POWERSGD_INLINE V combine(int64_t offset, int64_t j, const V& product, Met<Arch, F>& met) const {
     const G* g = gradient + offset;
     if (j + kLanes<Arch, F> <= cols) {
-      if constexpr (!kFeedback) return load_finite<Arch>(g, poison);
-      return update(g, memory + offset, product, poison);
+      if constexpr (!kFeedback) return load_finite<Arch>(g, met);
+      return update(g, memory + offset, product, met);
     }
     const int64_t count = std::max<int64_t>(cols - j, 0);
     const Padded<Arch, G> last_gradient(g, count);
-    if constexpr (!kFeedback) return load_finite<Arch>(last_gradient.data, poison);
+    if constexpr (!kFeedback) return load_finite<Arch>(last_gradient.data, met);
     Padded<Arch, R> last_memory(memory + offset, count);
-    const V m = update(last_gradient.data, last_memory.data, product, poison);
+    const V m = update(last_gradient.data, last_memory.data, product, met);
     std::copy_n(last_memory.data, count, memory + offset);
     return m;
   }
 
-  POWERSGD_INLINE V update(const G* g, R* m, const V& product, V& poison) const {
+  POWERSGD_INLINE V update(const G* g, R* m, const V& product, Met<Arch, F>& met) const {
     const V error = residual_scale * (load_as<Arch, R>(m) - product);
-    return store_rounded<Arch>(m, clamped_to<R>(error + load_finite<Arch>(g, poison)));
+    const V sum = error + load_finite<Arch>(g, met);
+    met.template look_at_m<R>(sum);
+    return store_rounded<Arch>(m, clamped_to<R>(sum));
   }
 
   POWERSGD_INLINE void ask_for(int64_t offset) const {
@@ -81,10 +82,9 @@ struct FormRows {
 
   // m is [kRows, the columns of the block, padded with zeros to a multiple of kPad].
   template <class Arch>
-  POWERSGD_INLINE void form(const BandBlock& block, int64_t row, F* m,
-                            Vector<Arch, F>& poison) const {
+  POWERSGD_INLINE void form(const BandBlock& block, int64_t row, F* m, Met<Arch, F>& met) const {
     if (kFeedback) multiply_last_step<Arch>(block, row, m);
-    combine<Arch>(block, row, m, poison);
+    combine<Arch>(block, row, m, met);
   }
 
   template <class Arch>
@@ -104,8 +104,7 @@ struct FormRows {
 
   // m, the product, becomes M.
   template <class Arch>
-  POWERSGD_INLINE void combine(const BandBlock& block, int64_t row, F* m,
-                               Vector<Arch, F>& poison) const {
+  POWERSGD_INLINE void combine(const BandBlock& block, int64_t row, F* m, Met<Arch, F>& met) const {
     const int64_t stride = round_up(block.cols, kPad);
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
     const Source<Arch, G, R, kFeedback> source(bucket, matrix, block.cols);
@@ -116,7 +115,7 @@ struct FormRows {
       for (int64_t j = 0; j < stride; j += kLanes<Arch, F>) {
         source.ask_for(ahead + j);
         const Vector<Arch, F> product = load<Arch>(target + j);
-        store<Arch>(target + j, source.combine(offset + j, j, product, poison));
+        store<Arch>(target + j, source.combine(offset + j, j, product, met));
       }
     }
     std::fill(m + rows * stride, m + kRows * stride, F{0});

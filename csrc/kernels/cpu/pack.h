@@ -4,8 +4,9 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../step_count.h"
 #include "convert.h"
-#include "lane_sums.h"
+#include "met.h"
 #include "tiles.h"
 
 // What project and project_transposed put into the P payload beside their factors: raw segments,
@@ -26,22 +27,22 @@ struct CopyRawTile {
     constexpr int64_t kLane = kLanes<Arch, F>;
     const G* gradient = elements<G>(bucket.gradient, raw.gradient_offset);
     F* payload = elements<F>(bucket.p_payload, raw.p_offset);
-    Vector<Arch, F> poison = {};
+    Met<Arch, F> met;
     int64_t j = tile.col_begin;
     for (; j + kLane <= tile.col_end; j += kLane) {
       const Vector<Arch, F> g = load_as<Arch>(gradient + j);
-      poison += g - g;
+      met.look_at(g);
       store<Arch>(payload + j, g);
     }
     if (j < tile.col_end) {
       const Padded<Arch, G> last(gradient + j, tile.col_end - j);
       const Vector<Arch, F> g = load_as<Arch>(last.data);
-      poison += g - g;
+      met.look_at(g);
       F converted[kLane];
       store<Arch>(converted, g);
       std::copy_n(converted, tile.col_end - j, payload + j);
     }
-    non_finite_flag(bucket, tile) = !(sum_of_lanes<Arch, F>(poison) == 0);
+    flags_of(bucket, tile) = met.flags();
   }
 };
 
@@ -68,22 +69,24 @@ void write_activities(const Bucket& bucket) {
   }
 }
 
-// on_matrix(tile) for each tile of `matrix_list`, which sets the tile's non_finite_flag; and all
-// that is packed.
+// on_matrix(tile) for each tile of `matrix_list`, which sets the tile's flags; and all that is
+// packed.
 template <class G, class OnMatrix>
 void project_and_pack(Isa isa, const Bucket& bucket, size_t matrix_list,
                       const ParallelFor& parallel_for, const OnMatrix& on_matrix) {
-  bool non_finite = false;
+  int32_t flags = 0;
   for_each_matrix_and_raw_tile(bucket, matrix_list, parallel_for, on_matrix, [&](const Tile& tile) {
     run_on(isa, CopyRawTile<G>{bucket, bucket.raw_segments[tile.item], tile});
   });
   for (const size_t list : {matrix_list, size_t{kRawTiles}}) {
     for (const Tile* tile = bucket.tiles + bucket.tile_list_begin[list];
          tile < bucket.tiles + bucket.tile_list_begin[list + 1]; ++tile) {
-      non_finite |= non_finite_flag(bucket, *tile) != 0;
+      flags |= flags_of(bucket, *tile);
     }
   }
-  elements<ComputeOf<G>>(bucket.p_payload, bucket.p_numel - 1)[0] = non_finite ? 1 : 0;
+  elements<ComputeOf<G>>(bucket.p_payload, bucket.p_numel - 1)[0] =
+      (flags & kNonFinite) != 0 ? 1 : 0;
+  if ((flags & kSaturated) != 0) count_step(bucket, &StepCounts::saturated);
   write_activities<G>(bucket);
 }
 

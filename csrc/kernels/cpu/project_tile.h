@@ -20,13 +20,13 @@ struct ProjectArguments {
   F* p() const { return elements<F>(bucket.p_payload, matrix.p_offset); }
 
   template <class Arch>
-  POWERSGD_INLINE void finish(const Vector<Arch, F>& poison) const {
+  POWERSGD_INLINE void finish(const Met<Arch, F>& met) const {
     if (matrix.p_local != nullptr) {
       const int64_t begin = tile.row_begin * matrix.rank;
       std::copy(p() + begin, p() + tile.row_end * matrix.rank,
                 static_cast<F*>(matrix.p_local) + begin);
     }
-    non_finite_flag(bucket, tile) = !(sum_of_lanes<Arch, F>(poison) == 0);
+    flags_of(bucket, tile) = met.flags();
   }
 
   // Blocks add to P what they have to add.
@@ -47,21 +47,21 @@ struct ProjectLowRank {
     const Matrix& matrix = arguments.matrix;
     PackedFactor<F, kRank> local(matrix.q_local, matrix.cols);
     PackedFactor<F, kRank> warm(matrix.q_warm, matrix.cols);
-    Vector<Arch, F> poison = {};
+    Met<Arch, F> met;
     arguments.clear_p();
     for_each_block(matrix, arguments.walk(), [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
       local.pack(0, matrix.rank, block.col, block.cols);
       warm.pack(0, matrix.rank, block.col, block.cols);
       for (int64_t row = block.row_begin; row < block.row_end; ++row) {
-        project_row<Arch>(block, row, local.data(), warm.data(), local.stride(), poison);
+        project_row<Arch>(block, row, local.data(), warm.data(), local.stride(), met);
       }
     });
-    arguments.template finish<Arch>(poison);
+    arguments.template finish<Arch>(met);
   }
 
   template <class Arch>
   POWERSGD_INLINE void project_row(const BandBlock& block, int64_t row, const F* local,
-                                   const F* warm, int64_t stride, Vector<Arch, F>& poison) const {
+                                   const F* warm, int64_t stride, Met<Arch, F>& met) const {
     const Matrix& matrix = arguments.matrix;
     const Source<Arch, G, R, true> source(arguments.bucket, matrix, block.cols);
     const int64_t offset = row * matrix.cols + block.col;
@@ -78,7 +78,7 @@ struct ProjectLowRank {
       Vector<Arch, F> product = p_hat[0] * load<Arch>(local + j);
       POWERSGD_UNROLL
       for (int k = 1; k < kRank; ++k) product += p_hat[k] * load<Arch>(local + k * stride + j);
-      const Vector<Arch, F> m = source.combine(offset + j, j, product, poison);
+      const Vector<Arch, F> m = source.combine(offset + j, j, product, met);
       POWERSGD_UNROLL
       for (int k = 0; k < kRank; ++k) sum[k] += m * load<Arch>(warm + k * stride + j);
     }
@@ -102,16 +102,16 @@ struct ProjectAnyRank {
     PackedFactor<F> local(matrix.q_local, matrix.cols);
     PackedFactor<F> warm(matrix.q_warm, matrix.cols);
     const FormRows<G, R, kFeedback> rows{arguments.bucket, matrix, arguments.p_hat(), local};
-    Vector<Arch, F> poison = {};
+    Met<Arch, F> met;
     arguments.clear_p();
     for_each_block(matrix, arguments.walk(), [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
       for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
         alignas(64) F m[kRows * kBlockCols];
-        rows.template form<Arch>(block, row, m, poison);
+        rows.template form<Arch>(block, row, m, met);
         multiply_warm<Arch>(block, row, m, warm);
       }
     });
-    arguments.template finish<Arch>(poison);
+    arguments.template finish<Arch>(met);
   }
 
   // P += m q_warm^T

@@ -27,19 +27,19 @@ struct ProjectTransposedTile {
     PackedFactor<F> warm(matrix.q_warm, matrix.cols);
     const FormRows<G, R, kFeedback> rows{bucket, matrix, static_cast<const F*>(matrix.p_local),
                                          warm};
-    Vector<Arch, F> poison = {};
+    Met<Arch, F> met;
     const Walk walk{tile.row_begin, tile.row_end, tile.col_begin, tile.col_end};
     for_each_block(matrix, walk, [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
       const int64_t stride = round_up(block.cols, kPad);
       for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
         alignas(64) F m[kRows * kBlockCols];
-        rows.template form<Arch>(block, row, m, poison);
+        rows.template form<Arch>(block, row, m, met);
         add_to_partial_q<Arch>(matrix, LoadBlock<F>{m, stride}, row,
                                std::min<int64_t>(kRows, block.row_end - row), block.cols,
                                partial + matrix.rank * block.col);
       }
     });
-    non_finite_flag(bucket, tile) = !(sum_of_lanes<Arch, F>(poison) == 0);
+    flags_of(bucket, tile) = met.flags();
   }
 };
 

@@ -15,6 +15,7 @@
 #include <cmath>
 #include <limits>
 
+#include "../step_count.h"
 #include "bands.h"
 #include "blocks.h"
 #include "convert.h"
@@ -253,13 +254,6 @@ void apply_step(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) 
   update_warm_start<ComputeOf<G>>(isa, bucket, parallel_for);
 }
 
-void count_skipped_step(const Bucket& bucket) {
-  SkippedSteps* const steps = bucket.skipped_steps;
-  if (steps == nullptr || steps->last == bucket.step + 1) return;
-  steps->last = bucket.step + 1;
-  ++steps->count;
-}
-
 template <class G, class R>
 void reconstruct_or_skip(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
   Verdict& verdict = *bucket.verdict;
@@ -272,7 +266,7 @@ void reconstruct_or_skip(Isa isa, const Bucket& bucket, const ParallelFor& paral
   } else {
     skip_step<G, R>(bucket, parallel_for);
     ++verdict.skipped_total;
-    count_skipped_step(bucket);
+    count_step(bucket, &StepCounts::skipped);
   }
 }
 

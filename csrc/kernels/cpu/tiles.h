@@ -97,9 +97,11 @@ T* slot_pointer(const Bucket& bucket, int32_t slot) {
   return reinterpret_cast<T*>(static_cast<char*>(bucket.workspace) + slot * kSlotBytes);
 }
 
-// Whether a tile of project or project_transposed met an element that is not finite: at the start
-// of the workspace, one for each tile of the lists up to kBackProjectTiles.
-inline int32_t& non_finite_flag(const Bucket& bucket, const Tile& tile) {
+// What a tile of project or project_transposed met: at the start of the workspace, one word for
+// each tile of the lists up to kBackProjectTiles.
+constexpr int32_t kNonFinite = 1, kSaturated = 2;
+
+inline int32_t& flags_of(const Bucket& bucket, const Tile& tile) {
   return static_cast<int32_t*>(bucket.workspace)[&tile - bucket.tiles];
 }
 

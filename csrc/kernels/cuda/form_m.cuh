@@ -95,6 +95,17 @@ __device__ __forceinline__ void look_at(F (&gradient)[kRows][W], Met* met) {
   if (bad) met->non_finite = 1;
 }
 
+template <int W, typename F>
+__device__ __forceinline__ void look_at_m(const F (&m)[kRows][W], F limit, Met* met) {
+  bool saturated = false;
+  POWERSGD_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    POWERSGD_UNROLL
+    for (int j = 0; j < W; ++j) saturated = saturated || fabsf(m[i][j]) > limit;
+  }
+  if (saturated) met->saturated = 1;
+}
+
 // Phases 1 and 2: M of kRows x W elements. kStore: whether M will be needed again soon.
 template <int R, bool kAnyRank, bool kExact, int W, Access kStore, typename F, typename G,
           typename M>
@@ -129,6 +140,7 @@ __device__ __forceinline__ void form_m(const Rows<F, G, M>& rows, int col, const
   else
     subtract_last_step<R, kExact, W>(rows, 0, col, p, m);
   const F limit = largest<M>(rows.memory_dtype);
+  if constexpr (sizeof(M) == 2) look_at_m(m, limit, met);
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i) {
     POWERSGD_UNROLL

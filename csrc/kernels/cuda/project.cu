@@ -12,7 +12,7 @@
 // When the columns are done:
 //   4. the sums are reduced over the lanes, then over the warps of the group through shared memory.
 // A second kernel adds the column ranges' partial sums, and the tiles' flags: whether they met a
-// non-finite element, and a non-zero one. P is computed from M as memory holds it, rounded: error
+// non-finite element, a non-zero one, and one of M that memory cannot hold. P is computed from M as memory holds it, rounded: error
 // feedback then makes up for the rounding too.
 #include "dispatch.cuh"
 #include "form_m.cuh"
@@ -195,14 +195,14 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
   run_tile<R, kAnyRank, F, G, M, ProjectTile>(bucket, first_tile);
 }
 
-// Block 0: the count of the payload, 1 if any tile met a non-finite element. The others: whether a
+// Block 0: what concerns all tiles. The others: whether a
 // matrix is active, or one row range of a matrix that was projected in column ranges.
 template <typename F>
 __global__ void __launch_bounds__(kThreads)
     finish_kernel(Bucket bucket, int64_t tiles, int64_t first_tile) {
   begin_kernel();
   if (blockIdx.x == 0) {
-    tell<F>(bucket, kNonFinite, 0, tiles, bucket.p_numel - 1);
+    tell_all<F>(bucket, tiles);
     return;
   }
   const Tile tile = bucket.tiles[first_tile + blockIdx.x - 1];

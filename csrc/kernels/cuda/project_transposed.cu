@@ -155,14 +155,14 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
   run_tile<R, kAnyRank, F, G, M, ProjectTransposedTile>(bucket, first_tile);
 }
 
-// Block 0: the count of the payload, 1 if any tile met a non-finite element. The others: every
+// Block 0: what concerns all tiles. The others: every
 // ranks-th row of q in a strip that has several row segments, or whether a matrix is active.
 template <typename F>
 __global__ void __launch_bounds__(kThreads)
     finish_transposed_kernel(Bucket bucket, int64_t tiles, int64_t first_tile, int ranks) {
   begin_kernel();
   if (blockIdx.x == 0) {
-    tell<F>(bucket, kNonFinite, 0, tiles, bucket.p_numel - 1);
+    tell_all<F>(bucket, tiles);
     return;
   }
   const Tile tile = bucket.tiles[first_tile + (blockIdx.x - 1) / ranks];

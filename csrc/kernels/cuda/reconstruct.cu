@@ -11,6 +11,7 @@
 //      for every eight rows;
 //    - a part of a raw segment.
 //    If the step is skipped, the gradients become NaN, and memory and the factors are taken back.
+#include "../step_count.h"
 #include "elements.cuh"
 #include "reduce.cuh"
 
@@ -236,22 +237,16 @@ __device__ __forceinline__ void reconstruct_columns(const Bucket& bucket, const 
     reconstruct_low_rank<R, W>(bucket, matrix, tile, begin_col, gradient);
 }
 
-// By one thread of the bucket. Buckets that share a count run one after the other.
-__device__ inline void count_skipped_step(const Bucket& bucket) {
-  ++bucket.verdict->skipped_total;
-  SkippedSteps* const steps = bucket.skipped_steps;
-  if (steps == nullptr || steps->last == bucket.step + 1) return;
-  steps->last = bucket.step + 1;
-  ++steps->count;
-}
-
 template <int R, typename G>
 __global__ void __launch_bounds__(kThreads, R == kAnyRank ? 2 : 4)
     reconstruct_kernel(Bucket bucket, int64_t first_tile, int64_t tiles) {
   using F = Factor<G>;
   begin_kernel();
   const bool skip = bucket.verdict->skipped != 0;
-  if (skip && blockIdx.x == 0 && threadIdx.x == 0) count_skipped_step(bucket);
+  if (skip && blockIdx.x == 0 && threadIdx.x == 0) {
+    ++bucket.verdict->skipped_total;
+    count_step(bucket, &StepCounts::skipped);
+  }
   if (blockIdx.x >= tiles) return;  // an empty bucket
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   if (tile.item < 0) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include "../step_count.h"
 #include "elements.cuh"
 
 // What the blocks of project and project_transposed do alike: take up a tile, pack raw segments,
@@ -9,12 +10,12 @@
 namespace powersgd::kernels::cuda {
 
 // A tile's flags: one word for each block of the launch, at the start of the workspace.
-constexpr int kNonFinite = 1, kNonZero = 2;
+constexpr int kNonFinite = 1, kNonZero = 2, kSaturated = 4;
 
-// What a block has met among its elements of the gradient, in shared memory: registers are scarce.
-// Set by whoever meets such an element, all to the same.
+// What a block has met among its elements of the gradient and of M, in shared memory: registers are
+// scarce. Set by whoever meets such an element, all to the same.
 struct Met {
-  int non_finite, non_zero;
+  int non_finite, non_zero, saturated;
 };
 
 // What a block works on, at the start of shared memory.
@@ -30,7 +31,7 @@ __device__ __forceinline__ Work* begin_work(const Bucket& bucket, int64_t first_
   if (threadIdx.x == 0) {
     work->tile = bucket.tiles[first_tile + blockIdx.x];
     if (work->tile.item >= 0) work->matrix = bucket.matrices[work->tile.item];
-    work->met = {0, 0};
+    work->met = {0, 0, 0};
   }
   __syncthreads();
   return work;
@@ -39,8 +40,9 @@ __device__ __forceinline__ Work* begin_work(const Bucket& bucket, int64_t first_
 __device__ __forceinline__ void end_work(const Bucket& bucket, const Work* work) {
   __syncthreads();
   if (threadIdx.x == 0)
-    slot_pointer<int32_t>(bucket, 0)[blockIdx.x] =
-        (work->met.non_finite ? kNonFinite : 0) | (work->met.non_zero ? kNonZero : 0);
+    slot_pointer<int32_t>(bucket, 0)[blockIdx.x] = (work->met.non_finite ? kNonFinite : 0) |
+                                                   (work->met.non_zero ? kNonZero : 0) |
+                                                   (work->met.saturated ? kSaturated : 0);
 }
 
 // Packs a part of a raw segment into the P payload.
@@ -82,14 +84,27 @@ __device__ __forceinline__ void run_tile(const Bucket& bucket, int64_t first_til
   end_work(bucket, work);
 }
 
-// Whether a flag is up in any of the tiles [begin, end), as the payload tells it.
-template <typename F>
-__device__ void tell(const Bucket& bucket, int flag, int64_t begin, int64_t end, int64_t offset) {
+// Whether a flag is up in any of the tiles [begin, end). Called by all threads of the block.
+__device__ inline bool any_has(const Bucket& bucket, int flag, int64_t begin, int64_t end) {
   const int32_t* flags = slot_pointer<int32_t>(bucket, 0);
   int seen = 0;
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) seen |= flags[i];
-  seen = __syncthreads_or(seen & flag);
-  if (threadIdx.x == 0) static_cast<F*>(bucket.p_payload)[offset] = seen != 0 ? F{1} : F{0};
+  return __syncthreads_or(seen & flag) != 0;
+}
+
+// The same, as the payload tells it.
+template <typename F>
+__device__ void tell(const Bucket& bucket, int flag, int64_t begin, int64_t end, int64_t offset) {
+  const bool seen = any_has(bucket, flag, begin, end);
+  if (threadIdx.x == 0) static_cast<F*>(bucket.p_payload)[offset] = seen ? F{1} : F{0};
+}
+
+// What concerns all tiles of the launch: the payload's count, and the saturated steps.
+template <typename F>
+__device__ void tell_all(const Bucket& bucket, int64_t tiles) {
+  tell<F>(bucket, kNonFinite, 0, tiles, bucket.p_numel - 1);
+  if (is_16_bit(bucket.residual_dtype) && any_has(bucket, kSaturated, 0, tiles) && threadIdx.x == 0)
+    count_step(bucket, &StepCounts::saturated);
 }
 
 }  // namespace powersgd::kernels::cuda

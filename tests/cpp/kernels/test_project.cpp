@@ -104,10 +104,22 @@ class Project : public KernelTest {
     }
   }
 
-  void put_in_gradient(int64_t index, double value) {
-    Values gradient = bucket_.gradient->get();
-    gradient[static_cast<size_t>(index)] = value;
-    bucket_.gradient->set(gradient);
+  static void put(DeviceArray& array, int64_t index, double value) {
+    Values values = array.get();
+    values[static_cast<size_t>(index)] = value;
+    array.set(values);
+  }
+
+  void put_in_gradient(int64_t index, double value) { put(*bucket_.gradient, index, value); }
+
+  // Gradient, memory and what was sent last are 0.
+  void clear() {
+    bucket_.gradient->set(Values(bucket_.gradient->get().size()));
+    for (DeviceMatrix& matrix : bucket_.matrices) {
+      if (matrix.memory) matrix.memory->set(Values(matrix.memory->get().size()));
+      matrix.q_local->set(Values(matrix.q_local->get().size()));
+      matrix.p_local->set(Values(matrix.p_local->get().size()));
+    }
   }
 };
 
@@ -179,6 +191,39 @@ TEST_P(Project, MemoryStaysFinite) {
       for (const double m : matrix.memory->get()) ASSERT_TRUE(std::isfinite(m));
     }
   }
+}
+
+// What memory cannot hold is lost, and said so, but not of a value that it just holds.
+TEST_P(Project, CountsSaturatedSteps) {
+  const DType residual = bucket_.bucket.residual_dtype;
+  const bool counted = residual == DType::kBFloat16 || residual == DType::kFloat16;
+  const double limit = largest(residual);
+  SharedStepCounts counts(*runner_);
+  bucket_.bucket.step_counts = counts.data();
+  uint64_t expected = 0;
+  for (const Stage stage : kStages) {
+    for (const DeviceMatrix& matrix : bucket_.matrices) {
+      const int64_t numel = matrix.part.numel();
+      for (const int64_t index : {int64_t{0}, numel / 2, numel - 1}) {
+        if (numel == 0) continue;
+        for (const auto& [memory, gradient] :
+             {std::pair{limit, 0.0}, std::pair{-limit, -limit}, std::pair{limit, limit}}) {
+          if (std::abs(gradient) > largest(bucket_.spec.gradient_dtype)) continue;
+          clear();
+          put(*matrix.memory, index, memory);
+          put(*bucket_.gradient, matrix.gradient_offset + index, gradient);
+          ++bucket_.bucket.step;
+          bucket_.run(stage);
+          expected += counted && gradient != 0 ? 1 : 0;
+          EXPECT_EQ(counts.get().saturated.count, expected) << memory << " + " << gradient;
+          EXPECT_EQ(matrix.memory->get()[static_cast<size_t>(index)], memory);
+          bucket_.run(stage);  // as another bucket of this step would
+          EXPECT_EQ(counts.get().saturated.count, expected);
+        }
+      }
+    }
+  }
+  EXPECT_EQ(counts.get().skipped.count, 0);
 }
 
 TEST_P(Project, WithoutErrorFeedback) {

@@ -215,10 +215,7 @@ TEST_P(Reconstruct, BucketsShareTheCountOfSkippedSteps) {
   TestBucket second(*runner_, GetParam().spec);
   randomize_step(9);
   randomize(second, 9);
-  auto* const shared =
-      static_cast<kernels::SkippedSteps*>(runner_->allocate(sizeof(kernels::SkippedSteps)));
-  const kernels::SkippedSteps none{0, 0};
-  runner_->copy_in(shared, &none, sizeof(none));
+  SharedStepCounts shared(*runner_);
   int32_t first_total = 0, second_total = 0;
   for (const Skip& skip :
        {Skip{0, true, true, 1}, Skip{1, false, true, 2}, Skip{2, false, false, 2},
@@ -226,7 +223,7 @@ TEST_P(Reconstruct, BucketsShareTheCountOfSkippedSteps) {
     for (auto& [bucket, skipped, total] :
          {std::tuple<TestBucket&, bool, int32_t&>{bucket_, skip.first, first_total},
           {second, skip.second, second_total}}) {
-      bucket.bucket.skipped_steps = shared;
+      bucket.bucket.step_counts = shared.data();
       bucket.bucket.step = skip.step;
       const kernels::Verdict verdict{skipped ? 1 : 0, total};
       runner_->copy_in(bucket.bucket.verdict, &verdict, sizeof(verdict));
@@ -234,9 +231,8 @@ TEST_P(Reconstruct, BucketsShareTheCountOfSkippedSteps) {
       total += skipped ? 1 : 0;
       EXPECT_EQ(bucket.verdict().skipped_total, total);
     }
-    kernels::SkippedSteps steps;
-    runner_->copy_out(&steps, shared, sizeof(steps));
-    EXPECT_EQ(steps.count, skip.expected) << "after step " << skip.step;
+    EXPECT_EQ(shared.get().skipped.count, skip.expected) << "after step " << skip.step;
+    EXPECT_EQ(shared.get().saturated.count, 0);
   }
 }
 

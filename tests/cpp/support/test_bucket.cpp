@@ -28,6 +28,19 @@ std::vector<uint8_t> DeviceArray::bytes() const {
 
 Values DeviceArray::get() const { return decode(dtype_, bytes()); }
 
+SharedStepCounts::SharedStepCounts(StageRunner& runner)
+    : runner_(runner),
+      data_(static_cast<kernels::StepCounts*>(runner.allocate(sizeof(kernels::StepCounts)))) {
+  const kernels::StepCounts none{};
+  runner_.copy_in(data_, &none, sizeof(none));
+}
+
+kernels::StepCounts SharedStepCounts::get() const {
+  kernels::StepCounts counts;
+  runner_.copy_out(&counts, data_, sizeof(counts));
+  return counts;
+}
+
 TestBucket::TestBucket(StageRunner& runner, const BucketSpec& bucket_spec)
     : spec(bucket_spec), runner_(runner) {
   lay_out();

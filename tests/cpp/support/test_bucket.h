@@ -54,6 +54,19 @@ class DeviceArray {
   void* data_;
 };
 
+// The counts that buckets share, zero at first.
+class SharedStepCounts {
+ public:
+  explicit SharedStepCounts(StageRunner& runner);
+
+  kernels::StepCounts* data() const { return data_; }
+  kernels::StepCounts get() const;
+
+ private:
+  StageRunner& runner_;
+  kernels::StepCounts* data_;
+};
+
 struct DeviceMatrix {
   Part part;
   int64_t gradient_offset;
