@@ -199,19 +199,8 @@ def row(r: dict[str, Any]) -> list[str]:
 def show(results: list[dict[str, Any]], where: str) -> None:
     """ms per step; launches per bucket and peak memory over the gradient, ours and the hook's."""
     print(f"ms per step, {where}; launches per bucket; peak memory / gradient")
-    headings = [
-        "model",
-        "rank",
-        "gradient",
-        "residual",
-        "project",
-        "orth.",
-        "back",
-        "recon.",
-        "all",
-        "queued",
-    ]
-    headings += ["hook", "floor", "/ floor", "hook / all", "GB/s"]
+    headings = ["model", "rank", "gradient", "residual", "project", "orth.", "back", "recon."]
+    headings += ["all", "queued", "hook", "floor", "/ floor", "hook / all", "GB/s"]
     headings += ["launches", "memory", "hook's l.", "hook's m."]
     table = [headings, *(row(result) for result in results)]
     widths = [max(len(line[i]) for line in table) for i in range(len(headings))]

@@ -18,7 +18,7 @@ struct StatsSnapshot {
   int64_t steps = 0;  // synchronisations of attached models and backward passes of flat tensors
   // Of these, counted on the devices: Stats itself leaves them 0.
   int64_t skipped_steps = 0;    // because a gradient was not finite on some rank
-  int64_t saturated_steps = 0;  // a 16-bit residual was cut off at its dtype's largest value
+  int64_t saturated_steps = 0;  // a float16 residual was cut off at 65504
   int64_t compressed_calls = 0;
   int64_t exact_calls = 0;   // eligible gradients sent whole: warm-up, or nothing worth compressing
   int64_t bytes_before = 0;  // of the gradients, had they been sent whole

@@ -33,8 +33,8 @@
 //   - Products are accumulated in the factor dtype (float; double for double gradients).
 //   - project and project_transposed pack the raw segments, tell which matrices are active and
 //     count what is not finite, all in the P payload.
-//   - An element of M beyond the largest value of memory's dtype is stored as that value. With a
-//     16-bit memory the step is then counted as saturated: what is cut off is lost.
+//   - An element of M beyond the largest value of memory's dtype is stored as that value. Of a
+//     float16 memory the step is then counted as saturated: what is cut off is lost.
 //   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the
 //     last element of the P payload to 1. If the reduced count is not 0, or a reduced factor is not
 //     finite, reconstruct skips the step: G becomes NaN, memory is taken back to M - G, q_local and
@@ -101,7 +101,7 @@ struct StepCount {
 
 struct StepCounts {
   StepCount skipped;
-  StepCount saturated;  // an element of M was beyond the largest value of a 16-bit memory
+  StepCount saturated;  // an element of M was beyond the largest value of a float16 memory
 };
 
 // Everything a stage reads. The tables and all pointers are in memory of the device that runs it.

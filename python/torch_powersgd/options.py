@@ -47,8 +47,8 @@ class Options:
             stays in its residual; the rounding of the sum does not. None: float32, or float64 for
             float64 gradients.
         residual_dtype: the dtype of the error feedback's memory: float32, bfloat16 or float16. What
-            is beyond its largest value (65504 in float16) is cut off there, which
-            ``stats()["saturated_steps"]`` counts.
+            is beyond its largest value is cut off there; in float16, whose largest is 65504,
+            ``stats()["saturated_steps"]`` counts that.
             float64 gradients keep a float64 memory.
         alternating: send P and Q in turns, one per step: half the bytes, one collective instead of
             two, and a slower approximation. Needs warm_start. Attached models only: what has no

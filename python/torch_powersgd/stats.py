@@ -19,8 +19,8 @@ def stats(group: dist.ProcessGroup | None = None, residual_norms: bool = True) -
 
     Returns:
         ``steps``; ``skipped_steps`` (a gradient was not finite on some rank); ``saturated_steps``
-        (a residual was beyond the largest value of a 16-bit ``residual_dtype``, 65504 in float16,
-        and was cut off there: the rest of it is lost); ``differences``
+        (a residual was beyond 65504, the largest value of ``residual_dtype=torch.float16``, and
+        was cut off there: the rest of it is lost); ``differences``
         (factors that ``check_every`` found to differ between ranks, and mended);
         ``compressed_calls``, ``exact_calls`` (gradients sent whole); ``bytes_before`` of the
         gradients and ``bytes_after`` of what was handed to the inner backend in their place;

@@ -12,10 +12,11 @@ namespace {
 // Elements of a band: more than where two arrays are read, and every band passes over all of q.
 constexpr int64_t kBackProjectElements = int64_t{1} << 15;
 
-// One vector of M. Without memory M is the gradient, with 0 where it is not finite.
+// The first `count` elements of a vector of M. Without memory M is the gradient, with 0 where it is
+// not finite.
 template <class Arch, class S, bool kFiniteOnly>
-POWERSGD_INLINE Vector<Arch, ComputeOf<S>> load_m(const S* source) {
-  const Vector<Arch, ComputeOf<S>> value = load_as<Arch>(source);
+POWERSGD_INLINE Vector<Arch, ComputeOf<S>> load_m(const S* source, int64_t count) {
+  const Vector<Arch, ComputeOf<S>> value = load_first<Arch>(source, count);
   const Vector<Arch, ComputeOf<S>> zero = {};
   if constexpr (kFiniteOnly) return value - value == zero ? value : zero;
   return value;
@@ -29,7 +30,7 @@ struct LoadRows {
 
   template <class>
   POWERSGD_INLINE Vector<Arch, ComputeOf<S>> get(int64_t i, int64_t j) const {
-    return load_m<Arch, S, kFiniteOnly>(m + i * stride + j);
+    return load_m<Arch, S, kFiniteOnly>(m + i * stride + j, kLanes<Arch, ComputeOf<S>>);
   }
 };
 
@@ -64,9 +65,9 @@ struct BackProjectTile {
       add_to_partial_q<Arch>(matrix, LoadRows<Arch, S, kFiniteOnly>{source, matrix.cols}, row, rows,
                              block.cols, sums);
     } else {
-      alignas(64) F copy[kRows * kBlockCols];
+      alignas(64) F copy[kRows * kBlockStride];
       copy_rows<Arch>(source, rows, block.cols, copy);
-      add_to_partial_q<Arch>(matrix, LoadBlock<F>{copy, kBlockCols}, row, rows, block.cols, sums);
+      add_to_partial_q<Arch>(matrix, LoadBlock<F>{copy}, row, rows, block.cols, sums);
     }
   }
 
@@ -80,19 +81,13 @@ struct BackProjectTile {
   // What is not whole vectors, padded with zeros.
   template <class Arch>
   POWERSGD_INLINE void copy_rows(const S* source, int64_t rows, int64_t cols, F* copy) const {
-    constexpr int64_t kLane = kLanes<Arch, F>;
-    std::fill_n(copy, kRows * kBlockCols, F{0});
+    std::fill_n(copy, kRows * kBlockStride, F{0});
     for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < cols; j += kLane) {
-        const S* from = source + i * matrix.cols + j;
-        F* to = copy + i * kBlockCols + j;
-        if (j + kLane <= cols) {
-          store<Arch>(to, load_m<Arch, S, kFiniteOnly>(from));
-        } else {
-          const Padded<Arch, S> last(from, cols - j);
-          store<Arch>(to, load_m<Arch, S, kFiniteOnly>(last.data));
-        }
-      }
+      const S* from = source + i * matrix.cols;
+      F* to = copy + i * kBlockStride;
+      for_each_vector<Arch, F>(cols, [&](int64_t j, int64_t count) POWERSGD_INLINE_LAMBDA {
+        store<Arch>(to + j, load_m<Arch, S, kFiniteOnly>(from + j, count));
+      });
     }
   }
 };

@@ -31,11 +31,14 @@ struct BandBlock {
   }
 };
 
-// Nothing happens where there is no such memory.
+// To the L2 cache: what the L1 cache can have on its way at a time is soon used up. Nothing happens
+// where there is no such memory.
 template <class T>
 POWERSGD_INLINE void prefetch(const T* base, int64_t offset) {
-  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(base) +
-                                                   static_cast<uintptr_t>(offset) * sizeof(T)));
+  constexpr int kRead = 0, kSecondLevel = 2;
+  const auto bytes = static_cast<uintptr_t>(offset) * sizeof(T);
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(base) + bytes),
+                     kRead, kSecondLevel);
 }
 
 // Rows [row_begin, row_end) x columns [col_begin, col_end) of a matrix, and how to walk over them.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "convert.h"
 #include "lane_sums.h"
 #include "simd.h"
 #include "tiles.h"
@@ -12,8 +13,7 @@
 // well, which keeps a row's result apart from the number of rows it is handled with.
 namespace powersgd::kernels::cpu {
 
-// Part of a [rank, cols] factor without gaps between its rows: rows a power of two apart would fall
-// into the same cache sets. Rows that are never packed are 0.
+// Part of a [rank, cols] factor, its rows kBlockStride apart. Rows that are never packed are 0.
 template <class F, int64_t kMaxRank = kPackedRank>
 class PackedFactor {
  public:
@@ -25,33 +25,31 @@ class PackedFactor {
     if (k == k_ && col == col_) return;
     k_ = k;
     col_ = col;
-    stride_ = round_up(cols, kPad);
     for (int64_t i = 0; i < count; ++i) {
-      F* row = data_ + i * stride_;
+      F* row = data_ + i * kBlockStride;
       std::copy_n(factor_ + (k + i) * factor_stride_ + col, cols, row);
-      std::fill(row + cols, row + stride_, F{0});
+      std::fill(row + cols, row + round_up(cols, kPad), F{0});
     }
   }
 
   const F* data() const { return data_; }
-  int64_t stride() const { return stride_; }
 
  private:
-  alignas(64) F data_[kMaxRank * kBlockCols] = {};
+  alignas(64) F data_[kMaxRank * kBlockStride] = {};
   const F* factor_;
   int64_t factor_stride_;
-  int64_t stride_ = 0;
   int64_t k_ = -1;
   int64_t col_ = -1;
 };
 
-// The first `count` columns of up to kRows rows of a row-major matrix, as [count, kRows].
-template <class F, class Source>
-POWERSGD_INLINE void pack_rows(const Source* source, int64_t source_stride, int64_t rows,
-                               int64_t count, F* packed) {
+// The first `count` columns of up to kRows rows of a row-major matrix, as [count, kRows], times
+// `scale`.
+template <class F>
+POWERSGD_INLINE void pack_rows(const F* source, int64_t source_stride, int64_t rows, int64_t count,
+                               F scale, F* packed) {
   for (int64_t i = 0; i < kRows; ++i) {
     for (int64_t k = 0; k < count; ++k) {
-      packed[k * kRows + i] = i < rows ? static_cast<F>(source[i * source_stride + k]) : F{0};
+      packed[k * kRows + i] = i < rows ? scale * source[i * source_stride + k] : F{0};
     }
   }
 }
@@ -81,15 +79,12 @@ POWERSGD_INLINE void multiply_columns(const F* left, const F* right, int64_t rig
     }
   }
   POWERSGD_UNROLL
-  for (int i = 0; i < kRows; ++i) {
-    POWERSGD_UNROLL
-    for (int w = 0; w < kWidth; ++w) sink.template put<Arch>(i, j + w * kLane, sum[i][w]);
-  }
+  for (int i = 0; i < kRows; ++i) sink.template put<Arch>(i, j, sum[i]);
 }
 
-// Hands sum over k of left[k, i] * right[k, j], added in the order of k, to the sink: kRows rows of
-// one vector after the other, by sink.put<Arch>(row, column, vector). Starts from `initial`, if
-// there is one, of the stride of `right`.
+// Hands sum over k of left[k, i] * right[k, j], added in the order of k, to the sink: one or more
+// vectors of each of kRows rows at a time, by sink.put<Arch>(row, column, vectors). Starts from
+// `initial`, if there is one, of the stride of `right`.
 template <class Arch, class F, class Sink>
 POWERSGD_INLINE void multiply(const F* left, const F* right, int64_t right_stride, int64_t rank,
                               int64_t cols, const F* initial, const Sink& sink) {
@@ -108,26 +103,26 @@ POWERSGD_INLINE void multiply(const F* left, const F* right, int64_t right_strid
 template <class F>
 struct StoreBlock {
   F* block;
-  int64_t stride;
+  int64_t stride = kBlockStride;
 
-  template <class Arch>
-  POWERSGD_INLINE void put(int64_t i, int64_t j, const Vector<Arch, F>& value) const {
-    store<Arch, F>(block + i * stride + j, value);
+  template <class Arch, int kWidth>
+  POWERSGD_INLINE void put(int64_t i, int64_t j, const Vector<Arch, F> (&values)[kWidth]) const {
+    store_all_as<Arch, false>(block + i * stride + j, values);
   }
 };
 
 template <class Arch, class F, int kCount>
-POWERSGD_INLINE void dot_columns(const F* block, const F* right, int64_t stride, int64_t rows,
+POWERSGD_INLINE void dot_columns(const F* block, const F* right, int64_t cols, int64_t rows,
                                  F* sums, int64_t sums_stride) {
   constexpr int64_t kLane = kLanes<Arch, F>;
   Vector<Arch, F> sum[kRows * kCount] = {};
-  for (int64_t j = 0; j < stride; j += kLane) {
+  for (int64_t j = 0; j < cols; j += kLane) {
     Vector<Arch, F> b[kCount];
     POWERSGD_UNROLL
-    for (int k = 0; k < kCount; ++k) b[k] = load<Arch, F>(right + k * stride + j);
+    for (int k = 0; k < kCount; ++k) b[k] = load<Arch, F>(right + k * kBlockStride + j);
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const Vector<Arch, F> a = load<Arch, F>(block + i * stride + j);
+      const Vector<Arch, F> a = load<Arch, F>(block + i * kBlockStride + j);
       POWERSGD_UNROLL
       for (int k = 0; k < kCount; ++k) sum[i * kCount + k] += a * b[k];
     }
@@ -140,22 +135,22 @@ POWERSGD_INLINE void dot_columns(const F* block, const F* right, int64_t stride,
   }
 }
 
-// sums[i, k] += sum over j of block[i, j] * right[k, j], over whole rows of `stride` elements, for
+// sums[i, k] += sum over j of block[i, j] * right[k, j], over `cols` columns, padding included, for
 // the first `rows` of kRows rows.
 template <class Arch, class F>
-POWERSGD_INLINE void dot(const F* block, const F* right, int64_t stride, int64_t rank, int64_t rows,
+POWERSGD_INLINE void dot(const F* block, const F* right, int64_t cols, int64_t rank, int64_t rows,
                          F* sums, int64_t sums_stride) {
   constexpr int kMost = Arch::kRegisters == 32 ? 4 : 2;
   int64_t k = 0;
   for (; k + kMost <= rank; k += kMost) {
-    dot_columns<Arch, F, kMost>(block, right + k * stride, stride, rows, sums + k, sums_stride);
+    dot_columns<Arch, F, kMost>(block, right + k * kBlockStride, cols, rows, sums + k, sums_stride);
   }
   if (kMost > 2 && k + 2 <= rank) {
-    dot_columns<Arch, F, 2>(block, right + k * stride, stride, rows, sums + k, sums_stride);
+    dot_columns<Arch, F, 2>(block, right + k * kBlockStride, cols, rows, sums + k, sums_stride);
     k += 2;
   }
   if (k < rank) {
-    dot_columns<Arch, F, 1>(block, right + k * stride, stride, rows, sums + k, sums_stride);
+    dot_columns<Arch, F, 1>(block, right + k * kBlockStride, cols, rows, sums + k, sums_stride);
   }
 }
 
@@ -163,7 +158,7 @@ POWERSGD_INLINE void dot(const F* block, const F* right, int64_t stride, int64_t
 template <class F>
 struct LoadBlock {
   const F* block;
-  int64_t stride;
+  int64_t stride = kBlockStride;
 
   template <class Arch>
   POWERSGD_INLINE Vector<Arch, F> get(int64_t i, int64_t j) const {

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "simd.h"
 
@@ -162,15 +164,45 @@ POWERSGD_INLINE void store_as(Storage* target, const Vector<Arch, ComputeOf<Stor
   }
 }
 
-// store_as past the caches, to an address aligned to what is stored.
-template <class Arch, class Storage>
-POWERSGD_INLINE void stream_as(Storage* target, const Vector<Arch, ComputeOf<Storage>>& value) {
-  if constexpr (std::is_same_v<Storage, ComputeOf<Storage>>) {
-    stream<Arch>(target, value);
+template <class Arch, size_t... kLane>
+POWERSGD_INLINE Vector<Arch, uint16_t> upper_halves(const Words<Arch>& a, const Words<Arch>& b,
+                                                    std::index_sequence<kLane...>) {
+  using V = Vector<Arch, uint16_t>;
+  return POWERSGD_SHUFFLE(V, bits_as<V>(a), bits_as<V>(b), (2 * kLane + 1)...);
+}
+
+// store_as of several vectors, past the caches if kStream, to an address that is then aligned to
+// a vector. Two vectors of bfloat16 are narrowed for half the price of one and one.
+template <class Arch, bool kStream, class Storage, int kCount>
+POWERSGD_INLINE void store_all_as(Storage* target,
+                                  const Vector<Arch, ComputeOf<Storage>> (&values)[kCount]) {
+  constexpr int64_t kLane = kLanes<Arch, ComputeOf<Storage>>;
+  const auto put = [](void* to, const auto& converted) POWERSGD_INLINE_LAMBDA {
+    if constexpr (kStream) {
+      stream<Arch>(to, converted);
+    } else {
+      std::memcpy(to, &converted, sizeof(converted));
+    }
+  };
+  if constexpr (std::is_same_v<Storage, BFloat16> && kCount % 2 == 0) {
+    POWERSGD_UNROLL
+    for (int i = 0; i < kCount; i += 2) {
+      put(target + i * kLane,
+          upper_halves<Arch>(rounded_to_bfloat16<Arch>(values[i]),
+                             rounded_to_bfloat16<Arch>(values[i + 1]),
+                             std::make_index_sequence<2 * static_cast<size_t>(kLane)>()));
+    }
   } else {
-    HalfWords<Arch> converted;
-    store_as<Arch>(reinterpret_cast<Storage*>(&converted), value);
-    stream<Arch>(target, converted);
+    POWERSGD_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      if constexpr (std::is_same_v<Storage, ComputeOf<Storage>>) {
+        put(target + i * kLane, values[i]);
+      } else {
+        HalfWords<Arch> converted;
+        store_as<Arch>(reinterpret_cast<Storage*>(&converted), values[i]);
+        put(target + i * kLane, converted);
+      }
+    }
   }
 }
 
@@ -192,6 +224,38 @@ POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> store_rounded(
   }
 }
 
+// body(j, count) for each vector of [0, size): count elements from j on. But for the last, which may
+// be incomplete, count is a constant once all is inlined, and what would be slow is not there.
+template <class Arch, class F, class Body>
+POWERSGD_INLINE void for_each_vector(int64_t size, const Body& body) {
+  constexpr int64_t kLane = kLanes<Arch, F>;
+  int64_t j = 0;
+  for (; j + kLane <= size; j += kLane) body(j, kLane);
+  if (j < size) body(j, size - j);
+}
+
+// load_as of the first `count` elements, followed by zeros.
+template <class Arch, class Storage>
+POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> load_first(const Storage* source, int64_t count) {
+  constexpr int64_t kLane = kLanes<Arch, ComputeOf<Storage>>;
+  if (count == kLane) return load_as<Arch>(source);
+  Storage padded[kLane] = {};
+  std::copy_n(source, count, padded);
+  return load_as<Arch>(padded);
+}
+
+// store_rounded of the first `count` elements.
+template <class Arch, class Storage>
+POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> store_first(
+    Storage* target, int64_t count, const Vector<Arch, ComputeOf<Storage>>& value) {
+  constexpr int64_t kLane = kLanes<Arch, ComputeOf<Storage>>;
+  if (count == kLane) return store_rounded<Arch>(target, value);
+  Storage converted[kLane];
+  const auto stored = store_rounded<Arch>(converted, value);
+  std::copy_n(converted, count, target);
+  return stored;
+}
+
 // One vector of doubles from as many elements of a factor, and back.
 template <class Arch, class F>
 POWERSGD_INLINE Vector<Arch, double> load_double(const F* source) {
@@ -205,20 +269,12 @@ POWERSGD_INLINE void store_double(F* target, const Vector<Arch, double>& value) 
   *reinterpret_cast<Narrow*>(target) = __builtin_convertvector(value, Narrow);
 }
 
-// The elements of an incomplete vector, followed by zeros.
-template <class Arch, class Storage>
-struct Padded {
-  Storage data[kLanes<Arch, ComputeOf<Storage>>] = {};
-
-  POWERSGD_INLINE Padded(const Storage* source, int64_t count) { std::copy_n(source, count, data); }
-};
-
 // Values of at most kLargest<Storage> in magnitude. Not for NaN.
-template <class Storage, class Value>
-POWERSGD_INLINE Value clamped_to(const Value& value) {
-  const Value largest = Value{} + kLargest<Storage>;
-  const Value above = value > -largest ? value : -largest;
-  return above < largest ? above : largest;
+template <class Arch, class Storage>
+POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> clamped_to(
+    const Vector<Arch, ComputeOf<Storage>>& value) {
+  const auto largest = Vector<Arch, ComputeOf<Storage>>{} + kLargest<Storage>;
+  return lesser<Arch>(greater<Arch>(value, -largest), largest);
 }
 
 // Calls function(Storage{}) with the storage type of a dtype.

@@ -12,16 +12,7 @@
 // half of project and of project_transposed.
 namespace powersgd::kernels::cpu {
 
-// An element that is not finite counts as 0.
-template <class Arch, class G>
-POWERSGD_INLINE Vector<Arch, ComputeOf<G>> load_finite(const G* gradient,
-                                                       Met<Arch, ComputeOf<G>>& met) {
-  const Vector<Arch, ComputeOf<G>> zero = {};
-  const Vector<Arch, ComputeOf<G>> g = load_as<Arch, G>(gradient);
-  return met.look_at(g) == zero ? g : zero;
-}
-
-// Gradient and memory of a matrix, in one block of columns.
+// Gradient and memory of a matrix. `offset` and `count`: of the elements of a vector (load_first).
 template <class Arch, class G, class R, bool kFeedback>
 struct Source {
   using F = ComputeOf<G>;
@@ -30,37 +21,27 @@ struct Source {
   const G* gradient;
   R* memory;
   F residual_scale;
-  int64_t cols;
 
-  POWERSGD_INLINE Source(const Bucket& bucket, const Matrix& matrix, int64_t block_cols)
+  POWERSGD_INLINE Source(const Bucket& bucket, const Matrix& matrix)
       : gradient(elements<G>(bucket.gradient, matrix.gradient_offset)),
         memory(static_cast<R*>(matrix.memory)),
-        residual_scale(static_cast<F>(bucket.residual_scale)),
-        cols(block_cols) {}
+        residual_scale(static_cast<F>(bucket.residual_scale)) {}
 
-  // The vector of M at `offset`, column j of the block, given that of p_hat q_local: stored, and as
-  // it was stored. The clamp keeps memory finite where the sum is out of its range: an infinity
-  // would never leave it.
-  POWERSGD_INLINE V combine(int64_t offset, int64_t j, const V& product, Met<Arch, F>& met) const {
-    const G* g = gradient + offset;
-    if (j + kLanes<Arch, F> <= cols) {
-      if constexpr (!kFeedback) return load_finite<Arch>(g, met);
-      return update(g, memory + offset, product, met);
-    }
-    const int64_t count = std::max<int64_t>(cols - j, 0);
-    const Padded<Arch, G> last_gradient(g, count);
-    if constexpr (!kFeedback) return load_finite<Arch>(last_gradient.data, met);
-    Padded<Arch, R> last_memory(memory + offset, count);
-    const V m = update(last_gradient.data, last_memory.data, product, met);
-    std::copy_n(last_memory.data, count, memory + offset);
-    return m;
+  // G + residual_scale * memory. An element of G that is not finite counts as 0.
+  POWERSGD_INLINE V load_sum(int64_t offset, int64_t count, Met<Arch, F>& met) const {
+    const V zero = {};
+    const V g = load_first<Arch>(gradient + offset, count);
+    const V finite = met.look_at(g) == zero ? g : zero;
+    if constexpr (!kFeedback) return finite;
+    return residual_scale * load_first<Arch>(memory + offset, count) + finite;
   }
 
-  POWERSGD_INLINE V update(const G* g, R* m, const V& product, Met<Arch, F>& met) const {
-    const V error = residual_scale * (load_as<Arch, R>(m) - product);
-    const V sum = error + load_finite<Arch>(g, met);
-    met.template look_at_m<R>(sum);
-    return store_rounded<Arch>(m, clamped_to<R>(sum));
+  // Makes m what memory holds. Returns it as it was stored. The clamp keeps memory finite where m
+  // is out of its range: an infinity would never leave it.
+  POWERSGD_INLINE V keep(int64_t offset, int64_t count, const V& m, Met<Arch, F>& met) const {
+    if constexpr (!kFeedback) return m;
+    met.template look_at_m<R>(m);
+    return store_first<Arch>(memory + offset, count, clamped_to<Arch, R>(m));
   }
 
   POWERSGD_INLINE void ask_for(int64_t offset) const {
@@ -80,45 +61,47 @@ struct FormRows {
   const F* left;           // [rows, rank]
   PackedFactor<F>& right;  // [rank, cols]
 
-  // m is [kRows, the columns of the block, padded with zeros to a multiple of kPad].
+  // m is [kRows, kBlockStride], the columns of the block padded with zeros to a multiple of kPad.
   template <class Arch>
   POWERSGD_INLINE void form(const BandBlock& block, int64_t row, F* m, Met<Arch, F>& met) const {
-    if (kFeedback) multiply_last_step<Arch>(block, row, m);
+    if constexpr (kFeedback) multiply_last_step<Arch>(block, row, m);
     combine<Arch>(block, row, m, met);
   }
 
   template <class Arch>
   POWERSGD_INLINE void multiply_last_step(const BandBlock& block, int64_t row, F* product) const {
     const int64_t rank = matrix.rank;
-    const int64_t stride = round_up(block.cols, kPad);
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
     alignas(64) F packed[kRows * kPackedRank];
     for (int64_t k = 0; k == 0 || k < rank; k += kPackedRank) {
       const int64_t count = std::min(kPackedRank, rank - k);
       right.pack(k, count, block.col, block.cols);
-      pack_rows(left + row * rank + k, rank, rows, count, packed);
-      multiply<Arch, F>(packed, right.data(), stride, count, stride, k > 0 ? product : nullptr,
-                        StoreBlock<F>{product, stride});
+      pack_rows(left + row * rank + k, rank, rows, count, static_cast<F>(bucket.residual_scale),
+                packed);
+      multiply<Arch, F>(packed, right.data(), kBlockStride, count, round_up(block.cols, kPad),
+                        k > 0 ? product : nullptr, StoreBlock<F>{product});
     }
   }
 
-  // m, the product, becomes M.
+  // m, the product if there is one, becomes M.
   template <class Arch>
   POWERSGD_INLINE void combine(const BandBlock& block, int64_t row, F* m, Met<Arch, F>& met) const {
-    const int64_t stride = round_up(block.cols, kPad);
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
-    const Source<Arch, G, R, kFeedback> source(bucket, matrix, block.cols);
+    const Source<Arch, G, R, kFeedback> source(bucket, matrix);
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t offset = (row + i) * matrix.cols + block.col;
       const int64_t ahead = block.ahead(row + i, matrix.cols);
-      F* target = m + i * stride;
-      for (int64_t j = 0; j < stride; j += kLanes<Arch, F>) {
+      F* target = m + i * kBlockStride;
+      for_each_vector<Arch, F>(block.cols, [&](int64_t j, int64_t count) POWERSGD_INLINE_LAMBDA {
         source.ask_for(ahead + j);
-        const Vector<Arch, F> product = load<Arch>(target + j);
-        store<Arch>(target + j, source.combine(offset + j, j, product, met));
-      }
+        Vector<Arch, F> sum = source.load_sum(offset + j, count, met);
+        if constexpr (kFeedback) sum -= load<Arch>(target + j);
+        store<Arch>(target + j, source.keep(offset + j, count, sum, met));
+      });
+      const int64_t padded = round_up(block.cols, kLanes<Arch, F>);
+      std::fill(target + padded, target + round_up(block.cols, kPad), F{0});
     }
-    std::fill(m + rows * stride, m + kRows * stride, F{0});
+    std::fill(m + rows * kBlockStride, m + kRows * kBlockStride, F{0});
   }
 };
 

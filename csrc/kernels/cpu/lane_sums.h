@@ -21,12 +21,6 @@ constexpr int merged_lane(int lane, int lanes, int parts) {
   return (item < items ? item * parts : lanes + (item - items) * parts) + lane % half;
 }
 
-#if defined(__clang__)
-#define POWERSGD_SHUFFLE(Mask, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define POWERSGD_SHUFFLE(Mask, a, b, ...) __builtin_shuffle(a, b, Mask{__VA_ARGS__})
-#endif
-
 template <class V, class Mask, int kParts, size_t... kLane>
 POWERSGD_INLINE V merge(const V& a, const V& b, std::index_sequence<kLane...>) {
   constexpr int kCount = sizeof...(kLane);

@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <type_traits>
+
 #include "convert.h"
 #include "lane_sums.h"
 #include "tiles.h"
 
 namespace powersgd::kernels::cpu {
+
+// Whether elements that the factor type holds with ease may be beyond what memory holds.
+template <class R>
+constexpr bool kSaturates = std::is_same_v<R, Half>;
 
 // What a tile of project or project_transposed has met, lane by lane.
 template <class Arch, class F>
@@ -23,19 +29,27 @@ class Met {
   // Elements of M, before they are cut to what memory holds as R.
   template <class R>
   POWERSGD_INLINE void look_at_m(const V& m) {
-    if constexpr (sizeof(R) == 2) {
-      saturated_ = m < -kLargest<R> || m > kLargest<R> ? V{} + 1 : saturated_;
+    if constexpr (kSaturates<R>) {
+      highest_ = greater<Arch>(m, highest_);
+      lowest_ = lesser<Arch>(m, lowest_);
     }
   }
 
+  // R: as before.
+  template <class R>
   POWERSGD_INLINE int32_t flags() const {
-    return (sum_of_lanes<Arch, F>(poison_) == 0 ? 0 : kNonFinite) |
-           (sum_of_lanes<Arch, F>(saturated_) == 0 ? 0 : kSaturated);
+    int32_t flags = sum_of_lanes<Arch, F>(poison_) == 0 ? 0 : kNonFinite;
+    if constexpr (kSaturates<R>) {
+      const V beyond =
+          (highest_ - clamped_to<Arch, R>(highest_)) + (clamped_to<Arch, R>(lowest_) - lowest_);
+      if (!(sum_of_lanes<Arch, F>(beyond) == 0)) flags |= kSaturated;
+    }
+    return flags;
   }
 
  private:
-  V poison_ = {};     // NaN where the gradient was not finite
-  V saturated_ = {};  // 1 where M was out of range
+  V poison_ = {};                 // NaN where the gradient was not finite
+  V highest_ = {}, lowest_ = {};  // of M
 };
 
 }  // namespace powersgd::kernels::cpu

@@ -24,25 +24,16 @@ struct CopyRawTile {
 
   template <class Arch>
   POWERSGD_INLINE void run() const {
-    constexpr int64_t kLane = kLanes<Arch, F>;
-    const G* gradient = elements<G>(bucket.gradient, raw.gradient_offset);
-    F* payload = elements<F>(bucket.p_payload, raw.p_offset);
+    const G* gradient = elements<G>(bucket.gradient, raw.gradient_offset) + tile.col_begin;
+    F* payload = elements<F>(bucket.p_payload, raw.p_offset) + tile.col_begin;
     Met<Arch, F> met;
-    int64_t j = tile.col_begin;
-    for (; j + kLane <= tile.col_end; j += kLane) {
-      const Vector<Arch, F> g = load_as<Arch>(gradient + j);
-      met.look_at(g);
-      store<Arch>(payload + j, g);
-    }
-    if (j < tile.col_end) {
-      const Padded<Arch, G> last(gradient + j, tile.col_end - j);
-      const Vector<Arch, F> g = load_as<Arch>(last.data);
-      met.look_at(g);
-      F converted[kLane];
-      store<Arch>(converted, g);
-      std::copy_n(converted, tile.col_end - j, payload + j);
-    }
-    flags_of(bucket, tile) = met.flags();
+    for_each_vector<Arch, F>(tile.col_end - tile.col_begin,
+                             [&](int64_t j, int64_t count) POWERSGD_INLINE_LAMBDA {
+                               const Vector<Arch, F> g = load_first<Arch>(gradient + j, count);
+                               met.look_at(g);
+                               store_first<Arch>(payload + j, count, g);
+                             });
+    flags_of(bucket, tile) = met.template flags<F>();
   }
 };
 

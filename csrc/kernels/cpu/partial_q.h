@@ -30,7 +30,7 @@ POWERSGD_INLINE void add_to_partial_q(const Matrix& matrix, const Source& source
   alignas(64) F left[kRows * kPackedRank];
   for (int64_t k = 0; k < matrix.rank; k += kPackedRank) {
     const int64_t count = std::min(kPackedRank, matrix.rank - k);
-    pack_rows(p_hat + k, matrix.rank, rows, count, left);
+    pack_rows(p_hat + k, matrix.rank, rows, count, F{1}, left);
     accumulate<Arch, F>(left, source, count, cols, block + k * kBlockCols, kBlockCols);
   }
 }

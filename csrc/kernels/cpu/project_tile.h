@@ -26,7 +26,7 @@ struct ProjectArguments {
       std::copy(p() + begin, p() + tile.row_end * matrix.rank,
                 static_cast<F*>(matrix.p_local) + begin);
     }
-    flags_of(bucket, tile) = met.flags();
+    flags_of(bucket, tile) = met.template flags<R>();
   }
 
   // Blocks add to P what they have to add.
@@ -53,7 +53,7 @@ struct ProjectLowRank {
       local.pack(0, matrix.rank, block.col, block.cols);
       warm.pack(0, matrix.rank, block.col, block.cols);
       for (int64_t row = block.row_begin; row < block.row_end; ++row) {
-        project_row<Arch>(block, row, local.data(), warm.data(), local.stride(), met);
+        project_row<Arch>(block, row, local.data(), warm.data(), met);
       }
     });
     arguments.template finish<Arch>(met);
@@ -61,27 +61,27 @@ struct ProjectLowRank {
 
   template <class Arch>
   POWERSGD_INLINE void project_row(const BandBlock& block, int64_t row, const F* local,
-                                   const F* warm, int64_t stride, Met<Arch, F>& met) const {
+                                   const F* warm, Met<Arch, F>& met) const {
     const Matrix& matrix = arguments.matrix;
-    const Source<Arch, G, R, true> source(arguments.bucket, matrix, block.cols);
+    const Source<Arch, G, R, true> source(arguments.bucket, matrix);
     const int64_t offset = row * matrix.cols + block.col;
     const int64_t ahead = block.ahead(row, matrix.cols);
-    Vector<Arch, F> p_hat[kRank];
+    Vector<Arch, F> p_hat[kRank];  // times residual_scale
     Vector<Arch, F> sum[kRank] = {};
     POWERSGD_UNROLL
     for (int k = 0; k < kRank; ++k) {
       const F value = k < matrix.rank ? arguments.p_hat()[row * matrix.rank + k] : F{0};
-      p_hat[k] = Vector<Arch, F>{} + value;
+      p_hat[k] = Vector<Arch, F>{} + source.residual_scale * value;
     }
-    for (int64_t j = 0; j < stride; j += kLanes<Arch, F>) {
+    for_each_vector<Arch, F>(block.cols, [&](int64_t j, int64_t count) POWERSGD_INLINE_LAMBDA {
       source.ask_for(ahead + j);
-      Vector<Arch, F> product = p_hat[0] * load<Arch>(local + j);
+      Vector<Arch, F> m = source.load_sum(offset + j, count, met);
       POWERSGD_UNROLL
-      for (int k = 1; k < kRank; ++k) product += p_hat[k] * load<Arch>(local + k * stride + j);
-      const Vector<Arch, F> m = source.combine(offset + j, j, product, met);
+      for (int k = 0; k < kRank; ++k) m -= p_hat[k] * load<Arch>(local + k * kBlockStride + j);
+      m = source.keep(offset + j, count, m, met);
       POWERSGD_UNROLL
-      for (int k = 0; k < kRank; ++k) sum[k] += m * load<Arch>(warm + k * stride + j);
-    }
+      for (int k = 0; k < kRank; ++k) sum[k] += m * load<Arch>(warm + k * kBlockStride + j);
+    });
     F sums[kRank];
     sums_of_lanes<Arch, F, kRank>(sum, sums);
     F* p = arguments.p() + row * matrix.rank;
@@ -106,7 +106,7 @@ struct ProjectAnyRank {
     arguments.clear_p();
     for_each_block(matrix, arguments.walk(), [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
       for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
-        alignas(64) F m[kRows * kBlockCols];
+        alignas(64) F m[kRows * kBlockStride];
         rows.template form<Arch>(block, row, m, met);
         multiply_warm<Arch>(block, row, m, warm);
       }
@@ -124,7 +124,7 @@ struct ProjectAnyRank {
     for (int64_t k = 0; k < rank; k += kPackedRank) {
       const int64_t count = std::min(kPackedRank, rank - k);
       warm.pack(k, count, block.col, block.cols);
-      dot<Arch, F>(m, warm.data(), warm.stride(), count, rows, p + k, rank);
+      dot<Arch, F>(m, warm.data(), round_up(block.cols, kPad), count, rows, p + k, rank);
     }
   }
 };

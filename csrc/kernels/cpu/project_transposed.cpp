@@ -30,16 +30,15 @@ struct ProjectTransposedTile {
     Met<Arch, F> met;
     const Walk walk{tile.row_begin, tile.row_end, tile.col_begin, tile.col_end};
     for_each_block(matrix, walk, [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
-      const int64_t stride = round_up(block.cols, kPad);
       for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
-        alignas(64) F m[kRows * kBlockCols];
+        alignas(64) F m[kRows * kBlockStride];
         rows.template form<Arch>(block, row, m, met);
-        add_to_partial_q<Arch>(matrix, LoadBlock<F>{m, stride}, row,
+        add_to_partial_q<Arch>(matrix, LoadBlock<F>{m}, row,
                                std::min<int64_t>(kRows, block.row_end - row), block.cols,
                                partial + matrix.rank * block.col);
       }
     });
-    flags_of(bucket, tile) = met.flags();
+    flags_of(bucket, tile) = met.template flags<R>();
   }
 };
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// reconstruct: G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm.
+// reconstruct: G = (output_scale * p_hat) Q ; q_warm = the rows of Q at unit norm.
 //
 //   1. the norm of each row of Q, in double. A norm that is not finite skips the step.
 //   2. G, block by block as in project, and the raw segments, which the reduction has already
@@ -51,24 +51,8 @@ void update_warm_start(Isa isa, const Bucket& bucket, const ParallelFor& paralle
   });
 }
 
-// count elements of G from as many of `source`.
-template <class Arch, class G, class F>
-POWERSGD_INLINE void write_scaled(const F* source, F scale, int64_t count, G* gradient) {
-  constexpr int64_t kLane = kLanes<Arch, F>;
-  int64_t j = 0;
-  for (; j + kLane <= count; j += kLane) {
-    store_as<Arch>(gradient + j, Vector<Arch, F>(load<Arch>(source + j) * scale));
-  }
-  if (j < count) {
-    const Padded<Arch, F> last(source + j, count - j);
-    G converted[kLane];
-    store_as<Arch>(converted, Vector<Arch, F>(load<Arch>(last.data) * scale));
-    std::copy_n(converted, count - j, gradient + j);
-  }
-}
-
 // Writes what multiply hands over to G.
-template <class Arch, class G, bool kStream>
+template <class G, bool kStream>
 struct WriteRows {
   using F = ComputeOf<G>;
 
@@ -76,24 +60,21 @@ struct WriteRows {
   int64_t row_stride;
   int64_t rows;
   int64_t cols;
-  F scale;
   bool aligned;  // to cache lines
 
-  template <class>
-  POWERSGD_INLINE void put(int64_t i, int64_t j, const Vector<Arch, F>& product) const {
+  template <class Arch, int kWidth>
+  POWERSGD_INLINE void put(int64_t i, int64_t j, const Vector<Arch, F> (&product)[kWidth]) const {
+    constexpr int64_t kLane = kLanes<Arch, F>;
     if (i >= rows || j >= cols) return;
-    const Vector<Arch, F> value = product * scale;
     G* target = gradient + i * row_stride + j;
-    if (j + kLanes<Arch, F> <= cols) {
-      if (kStream && aligned) {
-        stream_as<Arch>(target, value);
-      } else {
-        store_as<Arch>(target, value);
-      }
-    } else {
-      G converted[kLanes<Arch, F>];
-      store_as<Arch>(converted, value);
+    if (j + kWidth * kLane > cols) {
+      G converted[kWidth * kLane];
+      store_all_as<Arch, false>(converted, product);
       std::copy_n(converted, cols - j, target);
+    } else if (kStream && aligned) {
+      store_all_as<Arch, true>(target, product);
+    } else {
+      store_all_as<Arch, false>(target, product);
     }
   }
 };
@@ -124,24 +105,22 @@ struct ReconstructTile {
   template <class Arch>
   POWERSGD_INLINE void write_rows(const BandBlock& block, int64_t row, PackedFactor<F>& q) const {
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
-    const int64_t stride = round_up(block.cols, kPad);
+    const int64_t cols = round_up(block.cols, kPad);
     const F* p_hat = static_cast<const F*>(matrix.p_hat) + row * matrix.rank;
     const int64_t offset = matrix.gradient_offset + row * matrix.cols + block.col;
-    const WriteRows<Arch, G, kStream> write{
-        elements<G>(bucket.gradient, offset), matrix.cols, rows, block.cols, scale,
-        block.index > 0 || lead == 0};
-    alignas(64) F sums[kRows * kBlockCols];
+    const WriteRows<G, kStream> write{elements<G>(bucket.gradient, offset), matrix.cols, rows,
+                                      block.cols, block.index > 0 || lead == 0};
+    alignas(64) F sums[kRows * kBlockStride];
     alignas(64) F left[kRows * kPackedRank];
     for (int64_t k = 0; k == 0 || k < matrix.rank; k += kPackedRank) {
       const int64_t count = std::min(kPackedRank, matrix.rank - k);
       const F* initial = k > 0 ? sums : nullptr;
       q.pack(k, count, block.col, block.cols);
-      pack_rows(p_hat + k, matrix.rank, rows, count, left);
+      pack_rows(p_hat + k, matrix.rank, rows, count, scale, left);
       if (k + count < matrix.rank) {
-        multiply<Arch, F>(left, q.data(), stride, count, stride, initial,
-                          StoreBlock<F>{sums, stride});
+        multiply<Arch, F>(left, q.data(), kBlockStride, count, cols, initial, StoreBlock<F>{sums});
       } else {
-        multiply<Arch, F>(left, q.data(), stride, count, stride, initial, write);
+        multiply<Arch, F>(left, q.data(), kBlockStride, count, cols, initial, write);
       }
     }
   }
@@ -157,31 +136,32 @@ struct WriteRawTile {
 
   template <class Arch>
   POWERSGD_INLINE void run() const {
-    write_scaled<Arch>(elements<F>(bucket.p_payload, raw.p_offset) + tile.col_begin,
-                       static_cast<F>(bucket.output_scale), tile.col_end - tile.col_begin,
-                       elements<G>(bucket.gradient, raw.gradient_offset) + tile.col_begin);
+    const F* payload = elements<F>(bucket.p_payload, raw.p_offset) + tile.col_begin;
+    G* gradient = elements<G>(bucket.gradient, raw.gradient_offset) + tile.col_begin;
+    const F scale = static_cast<F>(bucket.output_scale);
+    for_each_vector<Arch, F>(tile.col_end - tile.col_begin,
+                             [&](int64_t j, int64_t count) POWERSGD_INLINE_LAMBDA {
+                               const Vector<Arch, F> sum = load_first<Arch>(payload + j, count);
+                               store_first<Arch>(gradient + j, count, Vector<Arch, F>(sum * scale));
+                             });
   }
 };
 
 // G = NaN, after memory, if there is one, has given back what project added to it.
 template <class G, class R>
 void skip_elements(G* gradient, R* memory, int64_t count) {
-  using V = Vector<Baseline, ComputeOf<G>>;
-  constexpr int64_t kLane = kLanes<Baseline, ComputeOf<G>>;
+  using F = ComputeOf<G>;
+  using V = Vector<Baseline, F>;
   const V zero = {};
-  for (int64_t j = 0; j < count; j += kLane) {
-    const int64_t size = std::min(kLane, count - j);
-    Padded<Baseline, G> lost(gradient + j, size);
+  for_each_vector<Baseline, F>(count, [&](int64_t j, int64_t size) {
     if (memory != nullptr) {
-      Padded<Baseline, R> kept(memory + j, size);
-      const V g = load_as<Baseline>(lost.data);
+      const V g = load_first<Baseline>(gradient + j, size);
       const V finite = g - g == zero ? g : zero;
-      store_as<Baseline>(kept.data, clamped_to<R>(V(load_as<Baseline>(kept.data) - finite)));
-      std::copy_n(kept.data, size, memory + j);
+      const V kept = load_first<Baseline>(memory + j, size) - finite;
+      store_first<Baseline>(memory + j, size, clamped_to<Baseline, R>(kept));
     }
-    store_as<Baseline>(lost.data, V(zero + std::numeric_limits<ComputeOf<G>>::quiet_NaN()));
-    std::copy_n(lost.data, size, gradient + j);
-  }
+    store_first<Baseline>(gradient + j, size, V(zero + std::numeric_limits<F>::quiet_NaN()));
+  });
 }
 
 template <class G, class R>

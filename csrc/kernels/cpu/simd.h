@@ -95,11 +95,45 @@ POWERSGD_INLINE void store(T* target, const Vector<Arch, T>& value) {
   *reinterpret_cast<typename VectorOf<T, Arch::kVectorBytes>::Unaligned*>(target) = value;
 }
 
+// A vector of elements of a and b, by constant positions: those of b follow those of a. Mask is the
+// vector of integers of the same size.
+#if defined(__clang__)
+#define POWERSGD_SHUFFLE(Mask, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define POWERSGD_SHUFFLE(Mask, a, b, ...) __builtin_shuffle(a, b, Mask{__VA_ARGS__})
+#endif
+
 // Bits of one vector type read as another of the same size.
 template <class To, class From>
 POWERSGD_INLINE To bits_as(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "a reinterpretation keeps the size");
   return reinterpret_cast<To>(from);
+}
+
+// Of each pair of elements. Not for NaN. GCC 12 has no single instruction for a comparison and a
+// choice in 512 bits, hence the instructions by name.
+template <class Arch, class V>
+POWERSGD_INLINE V greater(const V& a, const V& b) {
+  if constexpr (!Arch::kHasAvx) return a > b ? a : b;
+  V result;
+  if constexpr (sizeof(a[0]) == sizeof(double)) {
+    asm("vmaxpd %2, %1, %0" : "=v"(result) : "v"(a), "vm"(b));
+  } else {
+    asm("vmaxps %2, %1, %0" : "=v"(result) : "v"(a), "vm"(b));
+  }
+  return result;
+}
+
+template <class Arch, class V>
+POWERSGD_INLINE V lesser(const V& a, const V& b) {
+  if constexpr (!Arch::kHasAvx) return a < b ? a : b;
+  V result;
+  if constexpr (sizeof(a[0]) == sizeof(double)) {
+    asm("vminpd %2, %1, %0" : "=v"(result) : "v"(a), "vm"(b));
+  } else {
+    asm("vminps %2, %1, %0" : "=v"(result) : "v"(a), "vm"(b));
+  }
+  return result;
 }
 
 // Stores past the caches, to an address aligned to the vector. stream_fence() before others may

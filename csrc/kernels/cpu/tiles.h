@@ -27,6 +27,9 @@ constexpr int kRows = 4;
 constexpr int64_t kPad = 16;
 // Columns handled at a time (bands.h).
 constexpr int64_t kBlockCols = 256;
+// Between the rows of a block in the L1 cache: a constant, for the compiler's sake, and not a power
+// of two, for rows so far apart would fall into the same cache sets.
+constexpr int64_t kBlockStride = kBlockCols + kPad;
 // At most so many rows of a factor are packed at a time; a higher rank is handled in parts.
 constexpr int64_t kPackedRank = 32;
 

@@ -103,10 +103,6 @@ __device__ __forceinline__ uint32_t zero_bits(float value) { return float_bits(v
 __device__ __forceinline__ uint32_t zero_bits(double value) { return value == 0 ? 0 : 1; }
 __device__ __forceinline__ bool all_zero(uint32_t bits) { return (bits & 0x7FFFFFFFu) == 0; }
 
-__device__ __forceinline__ bool is_16_bit(DType dtype) {
-  return dtype == DType::kBFloat16 || dtype == DType::kFloat16;
-}
-
 // The largest finite value of a storage type: memory is kept below it, for an infinity would stay.
 template <typename Storage>
 __device__ __forceinline__ Factor<Storage> largest(DType dtype) {

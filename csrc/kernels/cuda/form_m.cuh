@@ -140,7 +140,7 @@ __device__ __forceinline__ void form_m(const Rows<F, G, M>& rows, int col, const
   else
     subtract_last_step<R, kExact, W>(rows, 0, col, p, m);
   const F limit = largest<M>(rows.memory_dtype);
-  if constexpr (sizeof(M) == 2) look_at_m(m, limit, met);
+  if (sizeof(M) == 2 && rows.memory_dtype == DType::kFloat16) look_at_m(m, limit, met);
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i) {
     POWERSGD_UNROLL

@@ -12,8 +12,8 @@
 // When the columns are done:
 //   4. the sums are reduced over the lanes, then over the warps of the group through shared memory.
 // A second kernel adds the column ranges' partial sums, and the tiles' flags: whether they met a
-// non-finite element, a non-zero one, and one of M that memory cannot hold. P is computed from M as memory holds it, rounded: error
-// feedback then makes up for the rounding too.
+// non-finite element, a non-zero one, and one of M that memory cannot hold. P is computed from M as
+// memory holds it, rounded: error feedback then makes up for the rounding too.
 #include "dispatch.cuh"
 #include "form_m.cuh"
 #include "reduce.cuh"

@@ -103,7 +103,8 @@ __device__ void tell(const Bucket& bucket, int flag, int64_t begin, int64_t end,
 template <typename F>
 __device__ void tell_all(const Bucket& bucket, int64_t tiles) {
   tell<F>(bucket, kNonFinite, 0, tiles, bucket.p_numel - 1);
-  if (is_16_bit(bucket.residual_dtype) && any_has(bucket, kSaturated, 0, tiles) && threadIdx.x == 0)
+  if (bucket.residual_dtype == DType::kFloat16 && any_has(bucket, kSaturated, 0, tiles) &&
+      threadIdx.x == 0)
     count_step(bucket, &StepCounts::saturated);
 }
 

@@ -196,7 +196,7 @@ TEST_P(Project, MemoryStaysFinite) {
 // What memory cannot hold is lost, and said so, but not of a value that it just holds.
 TEST_P(Project, CountsSaturatedSteps) {
   const DType residual = bucket_.bucket.residual_dtype;
-  const bool counted = residual == DType::kBFloat16 || residual == DType::kFloat16;
+  const bool counted = residual == DType::kFloat16;
   const double limit = largest(residual);
   SharedStepCounts counts(*runner_);
   bucket_.bucket.step_counts = counts.data();
