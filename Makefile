@@ -57,7 +57,7 @@ test-sanitized: | check-cpp-tools  ## the kernels' tests under sanitizers
 RESULTS := benchmarks/results
 bench: build  ## every figure that the docs quote, on a quiet machine, as root (about two hours)
 	$(PYTHON) benchmarks/bench_stages.py --models resnet18 demo gpt2 --ranks 1 2 4 8 \
-	  --dtypes float32 bfloat16 --json $(RESULTS)/stages_cpu.json
+	  --dtypes float32 bfloat16 bfloat16/bfloat16 --json $(RESULTS)/stages_cpu.json
 	$(PYTHON) benchmarks/bench_stages.py --models resnet18 gpt2 --ranks 4 --threads 2 \
 	  --json $(RESULTS)/stages_cpu_2_threads.json
 	$(PYTHON) benchmarks/bench_instructions.py --dtypes float32 bfloat16 \

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from cluster.methods import EXACT_STEPS, METHODS, Trainee
 from convergence import ranks, report
 from matplotlib import pyplot
-from provenance import processor, provenance
+from provenance import heading, processor, provenance
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(record: dict[str, Any]) -> None:
-    console = report.heading(record, f"{record['steps']} steps", f"rank {record['rank']}")
+    console = heading(record, f"{record['steps']} steps", f"rank {record['rank']}")
     table = Table(title="unlike data on two ranks", title_justify="left")
     for name in ("", "gradients", "|e| / |g|, largest", "at the end", "distance at the end"):
         table.add_column(name, justify="right" if "end" in name or "/" in name else "left")

@@ -215,8 +215,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--models", nargs="+", default=["resnet18", "demo"], choices=shapes.MODELS)
     parser.add_argument("--ranks", nargs="+", type=int, default=[4])
-    parser.add_argument("--dtypes", nargs="+", default=["float32"], help="of the gradient")
-    parser.add_argument("--residual-dtype", default="float32")
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        default=["float32"],
+        help="of the gradient, or GRADIENT/RESIDUAL; the residual is float32 otherwise",
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path, help="also write the results here")
@@ -232,11 +236,12 @@ def main() -> None:
         for model in arguments.models:
             for dtype in arguments.dtypes:
                 for rank in arguments.ranks:
+                    gradient, _, residual = dtype.partition("/")
                     options = torch_powersgd.Options(
                         matrix_approximation_rank=rank,
-                        residual_dtype=getattr(torch, arguments.residual_dtype),
+                        residual_dtype=getattr(torch, residual or "float32"),
                     )
-                    of = (model, options, getattr(torch, dtype), device, arguments.repeats)
+                    of = (model, options, getattr(torch, gradient), device, arguments.repeats)
                     record["results"].append(bench(*of))
                     if arguments.json:  # at once: what is measured is not lost to a time limit
                         arguments.json.parent.mkdir(parents=True, exist_ok=True)

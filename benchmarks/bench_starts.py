@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cluster import hosts
-from provenance import processor, provenance
+from provenance import heading, processor, provenance
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -181,21 +181,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(record: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     steps, rate = record["steps"], record["rate"]
     table = Table(title=f"{record['starts']} starts of {steps} steps at {rate}")
-    for heading in ("", "ranks", "finished", "failed", "hung", "ranks differ", "different results"):
-        table.add_column(heading, justify="right" if heading else "left")
+    for column in ("", "ranks", "finished", "failed", "hung", "ranks differ", "different results"):
+        table.add_column(column, justify="right" if column else "left")
     for result in record["results"]:
         ends = ("finished", "a rank failed", "hung", "ranks differ")
         counts = (str(result["endings"].get(end, 0)) for end in ends)
         table.add_row(result["method"], str(result["ranks"]), *counts, str(result["results"]))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120  # rather than the 80 that rich takes
-    console.print(table)
+    heading(record).print(table)
 
 
 def main() -> None:

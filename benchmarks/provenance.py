@@ -7,8 +7,12 @@ import platform
 import subprocess
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def processor() -> str:
@@ -28,3 +32,15 @@ def provenance(device: str) -> dict[str, str]:
         "commit": commit.stdout.strip(),
         "torch": torch.__version__,
     }
+
+
+def heading(record: dict[str, Any], *more: str) -> Console:
+    """Prints the provenance that a record begins with; the console for the rest."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # rather than the 80 that rich takes
+    about = (f"{name} {record[name]}" for name in ("date", "device", "commit", "torch"))
+    console.print(*about, *more, sep=", ", highlight=False)
+    return console

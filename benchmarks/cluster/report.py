@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from provenance import heading
 from rich.table import Table
 
 Cell = Callable[[dict[str, Any]], str]
@@ -59,11 +59,7 @@ COLUMNS: dict[str, Cell] = {
 
 def show(record: dict[str, Any]) -> None:
     """Prints a table for every setting. Above none: less the step without synchronisation."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # rather than the 80 that rich takes
-    about = (f"{name} {record[name]}" for name in ("date", "device", "commit", "torch"))
-    console.print(*about, f"rank {record['approximation']}", sep=", ", highlight=False)
+    console = heading(record, f"rank {record['approximation']}")
     for setting in record["settings"]:
         title = f"{setting['model']}, {setting['ranks']} ranks, {setting['rate']}"
         if record["cores"] < setting["ranks"] and record["on"] == "cpu":

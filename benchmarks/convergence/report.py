@@ -10,7 +10,7 @@ from typing import Any
 
 import matplotlib
 from cluster.methods import METHODS
-from rich.console import Console
+from provenance import heading
 from rich.table import Table
 
 matplotlib.use("Agg")  # a file is written: no display is needed
@@ -52,16 +52,6 @@ def _mean(values: list[float], form: str) -> str:
     low, high = form.format(min(values)), form.format(max(values))
     spread = f" ({low}..{high})" if len(values) > 1 else ""
     return form.format(statistics.mean(values)) + spread
-
-
-def heading(record: dict[str, Any], *more: str) -> Console:
-    """Prints of what the record is; the console for the rest."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = 140  # rather than the 80 that rich takes
-    about = (f"{name} {record[name]}" for name in ("date", "device", "commit", "torch"))
-    console.print(*about, *more, sep=", ", highlight=False)
-    return console
 
 
 def show(record: dict[str, Any]) -> None:

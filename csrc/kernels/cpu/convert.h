@@ -164,6 +164,7 @@ POWERSGD_INLINE void store_as(Storage* target, const Vector<Arch, ComputeOf<Stor
   }
 }
 
+// Of the words of a, then of those of b.
 template <class Arch, size_t... kLane>
 POWERSGD_INLINE Vector<Arch, uint16_t> upper_halves(const Words<Arch>& a, const Words<Arch>& b,
                                                     std::index_sequence<kLane...>) {

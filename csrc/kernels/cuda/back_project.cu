@@ -11,6 +11,7 @@
 // A skipped step sends zeros, and so does a matrix that no rank uses.
 // Where a strip has several segments, 3. writes to the workspace, and a second kernel adds the
 // segments in their order.
+#include "dispatch.cuh"
 #include "elements.cuh"
 #include "strips.cuh"
 
@@ -179,20 +180,10 @@ Status launch_back_project(const Bucket& bucket, Stream stream) {
 
 Status back_project(const Bucket& bucket, Stream stream) {
   if (bucket.factor_dtype == DType::kFloat64) return launch_back_project<4, double>(bucket, stream);
-  switch (bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass]) {
-    case 0:
-      return launch_back_project<1, float>(bucket, stream);
-    case 1:
-      return launch_back_project<2, float>(bucket, stream);
-    case 2:
-      return launch_back_project<4, float>(bucket, stream);
-    case 3:
-      return launch_back_project<8, float>(bucket, stream);
-    case 5:
-      return launch_back_project<32, float>(bucket, stream);
-    default:
-      return launch_back_project<16, float>(bucket, stream);
-  }
+  return with_rank<1, 2, 4, 8, 16, 32>(bucket, [&](auto rank) {
+    constexpr int kRank = decltype(rank)::value;
+    return launch_back_project < kRank == 0 ? 16 : kRank, float > (bucket, stream);
+  });
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -1,37 +1,43 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <type_traits>
+
 #include "launch.cuh"
 #include "tiles.h"
 
-// Which of its kernels a stage that reads the gradient and the memory runs.
+// Which of its kernels a stage runs.
 
 namespace powersgd::kernels::cuda {
 
 constexpr int kPlainRanks = 4;  // ranks at a time in a kernel for any rank
 
-template <typename Launch, typename G, typename M>
-Status dispatch_rank(const Bucket& bucket, Stream stream) {
-  switch (bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass]) {
-    case 0:
-      return Launch::template run<1, false, float, G, M>(bucket, stream);
-    case 1:
-      return Launch::template run<2, false, float, G, M>(bucket, stream);
-    case 2:
-      return Launch::template run<4, false, float, G, M>(bucket, stream);
-    case 3:
-      return Launch::template run<8, false, float, G, M>(bucket, stream);
-    case 4:
-      return Launch::template run<16, false, float, G, M>(bucket, stream);
-    case 5:
-      return Launch::template run<32, false, float, G, M>(bucket, stream);
-    default:
-      return Launch::template run<kPlainRanks, true, float, G, M>(bucket, stream);
-  }
+// on_rank(R), R a std::integral_constant: the first of kRanks, in rising order, that no rank of the
+// bucket is above, or 0.
+template <int... kRanks, typename OnRank>
+Status with_rank(const Bucket& bucket, const OnRank& on_rank) {
+  const auto rank_class =
+      bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass];
+  Status status = 0;
+  const bool found = (((int64_t{1} << rank_class) <= kRanks &&
+                       (status = on_rank(std::integral_constant<int, kRanks>()), true)) ||
+                      ...);
+  return found ? status : on_rank(std::integral_constant<int, 0>());
 }
 
-// Launch::run<R, kAnyRank, F, G, M>: for ranks up to R or any rank, and how the factors, the
-// gradient and the memory are stored.
+template <typename Launch, typename G, typename M>
+Status dispatch_rank(const Bucket& bucket, Stream stream) {
+  return with_rank<1, 2, 4, 8, 16, 32>(bucket, [&](auto rank) {
+    constexpr int kRank = decltype(rank)::value;
+    if constexpr (kRank == 0)
+      return Launch::template run<kPlainRanks, true, float, G, M>(bucket, stream);
+    else
+      return Launch::template run<kRank, false, float, G, M>(bucket, stream);
+  });
+}
+
+// Of a stage that reads the gradient and the memory: Launch::run<R, kAnyRank, F, G, M>, for ranks up
+// to R or any rank, and how the factors, the gradient and the memory are stored.
 template <typename Launch>
 Status dispatch(const Bucket& bucket, Stream stream) {
   if (bucket.factor_dtype == DType::kFloat64)

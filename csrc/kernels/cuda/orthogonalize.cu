@@ -16,6 +16,7 @@
 // algorithm" (ScalA 2014). A double Gram matrix of float columns leaves an error of 1e-16 times the
 // squared condition number: one pass does for condition numbers to 1e4, two beyond. Double
 // columns take two.
+#include "dispatch.cuh"
 #include "gram.cuh"
 #include "plain_orthogonalize.cuh"
 
@@ -195,20 +196,10 @@ static_assert(sizeof(double) * (kThreads + kMaxFastRank * (kMaxFastRank + 2)) <=
 Status orthogonalize(const Bucket& bucket, Stream stream) {
   if (bucket.factor_dtype == DType::kFloat64)
     return launch_orthogonalize<kMaxFastRank, double>(bucket, stream);
-  switch (bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass]) {
-    case 0:
-      return launch_orthogonalize<1, float>(bucket, stream);
-    case 1:
-      return launch_orthogonalize<2, float>(bucket, stream);
-    case 2:
-      return launch_orthogonalize<4, float>(bucket, stream);
-    case 3:
-      return launch_orthogonalize<8, float>(bucket, stream);
-    case 4:
-      return launch_orthogonalize<16, float>(bucket, stream);
-    default:
-      return launch_orthogonalize<32, float>(bucket, stream);
-  }
+  return with_rank<1, 2, 4, 8, 16, kMaxFastRank>(bucket, [&](auto rank) {
+    constexpr int kRank = decltype(rank)::value;
+    return launch_orthogonalize < kRank == 0 ? kMaxFastRank : kRank, float > (bucket, stream);
+  });
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -12,13 +12,14 @@
 //    - a part of a raw segment.
 //    If the step is skipped, the gradients become NaN, and memory and the factors are taken back.
 #include "../step_count.h"
+#include "dispatch.cuh"
 #include "elements.cuh"
 #include "reduce.cuh"
 
 namespace powersgd::kernels::cuda {
 namespace {
 
-constexpr int kAnyRank = 0;      // in place of R: ranks above 8
+constexpr int kAnyRank = 0;      // in place of R: ranks above 8, as with_rank has it
 constexpr int kRowsAnyRank = 8;  // that a warp takes at a time there
 
 // Rows and columns of p_hat in shared memory at a time. At any rank they are transposed, so that a
@@ -286,19 +287,10 @@ Status launch_reconstruct(const Bucket& bucket, Stream stream) {
 }
 
 template <typename G>
-Status dispatch_rank(const Bucket& bucket, Stream stream) {
-  switch (bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass]) {
-    case 0:
-      return launch_reconstruct<1, G>(bucket, stream);
-    case 1:
-      return launch_reconstruct<2, G>(bucket, stream);
-    case 2:
-      return launch_reconstruct<4, G>(bucket, stream);
-    case 3:
-      return launch_reconstruct<8, G>(bucket, stream);
-    default:
-      return launch_reconstruct<kAnyRank, G>(bucket, stream);
-  }
+Status launch_by_rank(const Bucket& bucket, Stream stream) {
+  return with_rank<1, 2, 4, 8>(bucket, [&](auto rank) {
+    return launch_reconstruct<decltype(rank)::value, G>(bucket, stream);
+  });
 }
 
 }  // namespace
@@ -306,8 +298,8 @@ Status dispatch_rank(const Bucket& bucket, Stream stream) {
 Status reconstruct(const Bucket& bucket, Stream stream) {
   if (bucket.factor_dtype == DType::kFloat64)
     return launch_reconstruct<kAnyRank, double>(bucket, stream);
-  return bucket.gradient_dtype == DType::kFloat32 ? dispatch_rank<float>(bucket, stream)
-                                                  : dispatch_rank<uint16_t>(bucket, stream);
+  return bucket.gradient_dtype == DType::kFloat32 ? launch_by_rank<float>(bucket, stream)
+                                                  : launch_by_rank<uint16_t>(bucket, stream);
 }
 
 }  // namespace powersgd::kernels::cuda
