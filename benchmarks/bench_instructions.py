@@ -4,8 +4,8 @@
     python benchmarks/bench_instructions.py --models resnet18 --ranks 1 2 4 8
 
 Compiles the stages without torch, and counts a step of them under callgrind (valgrind), on the
-widest vectors that valgrind knows: AVX2, where a machine may have AVX-512. A copy of five passes,
-the floor of bench_stages.py, is five loads and five stores of 8 elements: 1.25 per element.
+widest vectors that valgrind knows: AVX2, where a machine may have AVX-512. The floor of
+bench_stages.py, five passes, is five loads or stores of 8 elements: 0.63 per element.
 """
 
 from __future__ import annotations

@@ -196,6 +196,31 @@ void BackendPowerSGD::setTimeout(std::chrono::milliseconds timeout) {
   for_each_lane([&](c10d::Backend& lane) { lane.setTimeout(timeout); });
 }
 
+#ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
+void BackendPowerSGD::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+  ForwardingBackend::addEphemeralTimeout(timeout);
+  for_each_lane([&](c10d::Backend& lane) { lane.addEphemeralTimeout(timeout); });
+}
+#endif
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+namespace {
+
+constexpr const char* kCannotReconfigure =
+    "powersgd: the group cannot be reconfigured, for new ranks would not have the factors that all "
+    "ranks must agree on. Save torch_powersgd.state_dict, create a new group and load it there";
+
+}  // namespace
+
+c10d::ReconfigureHandle BackendPowerSGD::get_reconfigure_handle() const {
+  TORCH_CHECK(false, kCannotReconfigure);
+}
+
+c10::intrusive_ptr<c10d::Work> BackendPowerSGD::reconfigure(const c10d::ReconfigureOptions&) {
+  TORCH_CHECK(false, kCannotReconfigure);
+}
+#endif
+
 void BackendPowerSGD::shutdown() {
   for (const auto& [device, engine] : engines_) engine->shutdown();
   for_each_lane([](c10d::Backend& lane) { lane.shutdown(); });

@@ -104,6 +104,15 @@ class BackendPowerSGD : public ForwardingBackend {
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
   void setTimeout(std::chrono::milliseconds timeout) override;
+#ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
+  void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override;
+#endif
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  // Never: new ranks would not have the factors that all ranks must agree on.
+  bool supportsReconfigure() const override { return false; }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  c10::intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& opts) override;
+#endif
 
   // Lets submitted steps end, within a bound; afterwards a compressed call is an error.
   void shutdown() override;

@@ -49,7 +49,7 @@ def shards_of(module: FSDPModule) -> dict[str, torch.Tensor]:
     The size is the padded one, and the dtype that of the gradients in the all-reduce.
     """
     return {
-        name: torch.empty((), dtype=_reduced_dtype(group, shard), device=group.device)
+        name: torch.empty((), dtype=_reduced_dtype(shard), device=group.device)
         .expand(shard.padded_sharded_param_size)
         .requires_grad_()
         for group, name, shard in _trainable(module)
@@ -105,7 +105,7 @@ class _Hook:
 
     def _numbers(self, gradients: torch.Tensor) -> list[int]:
         """The parameters that the tensor holds; none if they cannot be told."""
-        shards = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
+        shards = [p for p in _packed(self.group) if p.sharded_param.requires_grad]
         numel = sum(shard.padded_sharded_param_size.numel() for shard in shards)
         known = numel == gradients.numel() and all(id(shard) in self.number_of for shard in shards)
         if known:
@@ -148,6 +148,14 @@ def _groups_of(unit: FSDPModule) -> list[Any]:
     return [] if group is None else [group]
 
 
+def _packed(group: Any) -> list[Any]:
+    """The group's shards, in the order of their gradients in the all-reduce."""
+    shards = list(group.fsdp_params)
+    # torch 2.15 and later, once the module has run: by the dtype of the sharded gradients.
+    order = getattr(group, "_reduce_scatter_param_indices", range(len(shards)))
+    return [shards[i] for i in order]
+
+
 def _trainable(module: FSDPModule) -> list[tuple[Any, str, Any]]:
     """Group, name and shard of each trainable parameter."""
     assert isinstance(module, torch.nn.Module)
@@ -162,7 +170,7 @@ def _trainable(module: FSDPModule) -> list[tuple[Any, str, Any]]:
     return found
 
 
-def _reduced_dtype(group: Any, shard: Any) -> torch.dtype:
-    policy = group.mp_policy
+def _reduced_dtype(shard: Any) -> torch.dtype:
+    policy = shard.mp_policy
     dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or shard.sharded_param.dtype
     return dtype

@@ -13,6 +13,7 @@
 #include "backend/stats.h"
 #include "powersgd/backend.h"
 
+#include "support/recording_backend.h"
 #include "support/thread_group.h"
 
 namespace powersgd {
@@ -78,6 +79,50 @@ TEST(BackendPowerSGD, OneCollectiveOnEachLaneAndNoneOnTheInner) {
     EXPECT_EQ(q[0].numel, 2 * 48);      // Q
   });
 }
+
+// A backend whose inner and lanes write down what is called; the three of them.
+struct Recorded {
+  std::vector<c10::intrusive_ptr<test::RecordingBackend>> recorders;
+  BackendRef backend;
+
+  Recorded() {
+    for (int i = 0; i < 3; ++i) recorders.push_back(c10::make_intrusive<test::RecordingBackend>());
+    std::vector<InnerAndLanes> inners = {
+        {c10::DeviceType::CPU, recorders[0], {recorders[1], recorders[2]}}};
+    backend = c10::make_intrusive<BackendPowerSGD>(0, 2, std::move(inners), always());
+  }
+
+  void expect_one_call_each(const std::string& method) const {
+    for (const auto& recorder : recorders) {
+      ASSERT_EQ(recorder->calls.size(), 1u);
+      EXPECT_EQ(recorder->calls[0].method, method);
+    }
+  }
+};
+
+TEST(BackendPowerSGD, TimeoutReachesTheLanes) {
+  const Recorded recorded;
+  recorded.backend->setTimeout(std::chrono::milliseconds(1234));
+  recorded.expect_one_call_each("setTimeout");
+}
+
+#ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
+TEST(BackendPowerSGD, EphemeralTimeoutReachesTheLanes) {
+  const Recorded recorded;
+  recorded.backend->addEphemeralTimeout(std::chrono::milliseconds(5));
+  recorded.expect_one_call_each("addEphemeralTimeout");
+}
+#endif
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+TEST(BackendPowerSGD, CannotBeReconfigured) {
+  const Recorded recorded;
+  EXPECT_FALSE(recorded.backend->supportsReconfigure());
+  EXPECT_THROW(recorded.backend->get_reconfigure_handle(), c10::Error);
+  EXPECT_THROW(recorded.backend->reconfigure({}), c10::Error);
+  for (const auto& recorder : recorded.recorders) EXPECT_TRUE(recorder->calls.empty());
+}
+#endif
 
 TEST(BackendPowerSGD, OutputsAreBitIdenticalOverRanks) {
   std::mutex mutex;
