@@ -83,8 +83,8 @@ Bucket make_bucket(const Layout& layout, int64_t rank, DType dtype, uint32_t see
     const int64_t r = std::min({rank, shape.rows, shape.cols});
     matrices.push_back({shape.rows, shape.cols, r, numel, bucket.p_numel, bucket.q_numel,
                         allocate(shape.rows * shape.cols * 4), allocate(shape.rows * r * 4),
-                        allocate(shape.cols * r * 4), allocate(shape.cols * r * 4),
-                        matrices.size(), -1, allocate(shape.rows * r * 4)});
+                        allocate(shape.cols * r * 4), allocate(shape.cols * r * 4), matrices.size(),
+                        -1, allocate(shape.rows * r * 4)});
     numel += shape.rows * shape.cols;
     bucket.p_numel += shape.rows * r;
     bucket.q_numel += shape.cols * r;

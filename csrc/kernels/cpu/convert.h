@@ -225,8 +225,8 @@ POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> store_rounded(
   }
 }
 
-// body(j, count) for each vector of [0, size): count elements from j on. But for the last, which may
-// be incomplete, count is a constant once all is inlined, and what would be slow is not there.
+// body(j, count) for each vector of [0, size): count elements from j on. Except for the last, which
+// may be incomplete, count is a constant once all is inlined, and what would be slow is not there.
 template <class Arch, class F, class Body>
 POWERSGD_INLINE void for_each_vector(int64_t size, const Body& body) {
   constexpr int64_t kLane = kLanes<Arch, F>;

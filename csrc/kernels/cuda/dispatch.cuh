@@ -36,8 +36,8 @@ Status dispatch_rank(const Bucket& bucket, Stream stream) {
   });
 }
 
-// Of a stage that reads the gradient and the memory: Launch::run<R, kAnyRank, F, G, M>, for ranks up
-// to R or any rank, and how the factors, the gradient and the memory are stored.
+// Of a stage that reads the gradient and the memory: Launch::run<R, kAnyRank, F, G, M>, for ranks
+// up to R or any rank, and how the factors, the gradient and the memory are stored.
 template <typename Launch>
 Status dispatch(const Bucket& bucket, Stream stream) {
   if (bucket.factor_dtype == DType::kFloat64)
