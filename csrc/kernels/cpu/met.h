@@ -35,7 +35,7 @@ class Met {
     }
   }
 
-  // R: as before.
+  // R: of look_at_m.
   template <class R>
   POWERSGD_INLINE int32_t flags() const {
     int32_t flags = sum_of_lanes<Arch, F>(poison_) == 0 ? 0 : kNonFinite;

@@ -181,8 +181,8 @@ Status launch_back_project(const Bucket& bucket, Stream stream) {
 Status back_project(const Bucket& bucket, Stream stream) {
   if (bucket.factor_dtype == DType::kFloat64) return launch_back_project<4, double>(bucket, stream);
   return with_rank<1, 2, 4, 8, 16, 32>(bucket, [&](auto rank) {
-    constexpr int kRank = decltype(rank)::value;
-    return launch_back_project < kRank == 0 ? 16 : kRank, float > (bucket, stream);
+    constexpr int kRanks = rank == 0 ? 16 : rank;
+    return launch_back_project<kRanks, float>(bucket, stream);
   });
 }
 

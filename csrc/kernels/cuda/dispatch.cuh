@@ -28,11 +28,10 @@ Status with_rank(const Bucket& bucket, const OnRank& on_rank) {
 template <typename Launch, typename G, typename M>
 Status dispatch_rank(const Bucket& bucket, Stream stream) {
   return with_rank<1, 2, 4, 8, 16, 32>(bucket, [&](auto rank) {
-    constexpr int kRank = decltype(rank)::value;
-    if constexpr (kRank == 0)
+    if constexpr (rank == 0)
       return Launch::template run<kPlainRanks, true, float, G, M>(bucket, stream);
     else
-      return Launch::template run<kRank, false, float, G, M>(bucket, stream);
+      return Launch::template run<rank, false, float, G, M>(bucket, stream);
   });
 }
 

@@ -197,8 +197,8 @@ Status orthogonalize(const Bucket& bucket, Stream stream) {
   if (bucket.factor_dtype == DType::kFloat64)
     return launch_orthogonalize<kMaxFastRank, double>(bucket, stream);
   return with_rank<1, 2, 4, 8, 16, kMaxFastRank>(bucket, [&](auto rank) {
-    constexpr int kRank = decltype(rank)::value;
-    return launch_orthogonalize < kRank == 0 ? kMaxFastRank : kRank, float > (bucket, stream);
+    constexpr int kRanks = rank == 0 ? kMaxFastRank : rank;
+    return launch_orthogonalize<kRanks, float>(bucket, stream);
   });
 }
 

@@ -195,8 +195,8 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
   run_tile<R, kAnyRank, F, G, M, ProjectTile>(bucket, first_tile);
 }
 
-// Block 0: what concerns all tiles. The others: whether a
-// matrix is active, or one row range of a matrix that was projected in column ranges.
+// Block 0: what concerns all tiles. The others: whether a matrix is active, or one row range of a
+// matrix that was projected in column ranges.
 template <typename F>
 __global__ void __launch_bounds__(kThreads)
     finish_kernel(Bucket bucket, int64_t tiles, int64_t first_tile) {

@@ -155,8 +155,8 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
   run_tile<R, kAnyRank, F, G, M, ProjectTransposedTile>(bucket, first_tile);
 }
 
-// Block 0: what concerns all tiles. The others: every
-// ranks-th row of q in a strip that has several row segments, or whether a matrix is active.
+// Block 0: what concerns all tiles. The others: every ranks-th row of q in a strip that has several
+// row segments, or whether a matrix is active.
 template <typename F>
 __global__ void __launch_bounds__(kThreads)
     finish_transposed_kernel(Bucket bucket, int64_t tiles, int64_t first_tile, int ranks) {

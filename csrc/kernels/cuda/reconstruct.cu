@@ -288,9 +288,8 @@ Status launch_reconstruct(const Bucket& bucket, Stream stream) {
 
 template <typename G>
 Status launch_by_rank(const Bucket& bucket, Stream stream) {
-  return with_rank<1, 2, 4, 8>(bucket, [&](auto rank) {
-    return launch_reconstruct<decltype(rank)::value, G>(bucket, stream);
-  });
+  return with_rank<1, 2, 4, 8>(
+      bucket, [&](auto rank) { return launch_reconstruct<rank, G>(bucket, stream); });
 }
 
 }  // namespace
