@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import ranks
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from twins import OPTIONS, STEPS, WARM_UP, same
 
 import torch_powersgd as tp
+from torch_powersgd.fsdp import _packed
 
 WORLD_SIZE = REPLICAS * SHARDS
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
@@ -211,3 +213,10 @@ def test_refusals_say_why():
     for messages in ranks.run(WORLD_SIZE, _refused, backend="gloo"):
         for message, part in zip(messages, parts, strict=True):
             assert part in message
+
+
+def test_gradients_may_be_packed_in_another_order_than_the_shards():
+    shards = ["first", "second", "third"]
+    assert _packed(SimpleNamespace(fsdp_params=shards)) == shards  # before torch 2.15
+    reordered = SimpleNamespace(fsdp_params=shards, _reduce_scatter_param_indices=[0, 2, 1])
+    assert _packed(reordered) == ["first", "third", "second"]
