@@ -17,14 +17,12 @@ from cluster.rank import Job, join_group, this_job
 BACKWARD_STEPS = 8
 
 
-def _backward_seconds(job: Job, device: Any) -> float:
+def _backward_seconds(job: Job, model: Any, device: Any) -> float:
     """Without averaging; what a user knows of a job, and tells advise."""
     from cluster import models
     from torch_powersgd.rehearsal import slowest, synchronize
 
-    task = models.TASKS[job.model]
-    model = task.make().to(device)
-    batches = task.data(job.rank, job.world)
+    batches = models.TASKS[job.model].data(job.rank, job.world)
     times = []
     for i in range(BACKWARD_STEPS):
         model.zero_grad()
@@ -45,9 +43,9 @@ def _predictions(job: Job) -> dict[str, float]:
 
     torch.set_num_threads(1)
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
-    model = models.TASKS[job.model].make()
+    model = models.TASKS[job.model].make().to(device)
     layout = advise.buckets_of([list(p.shape) for p in model.parameters()])
-    setting = advise.measure(layout, device, _backward_seconds(job, device))
+    setting = advise.measure(layout, device, _backward_seconds(job, model, device))
     predicted = {"plain": advise.predict_plain(setting)}
     for name, method in methods.METHODS.items():
         if method.attached and not method.lacks():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -17,7 +18,6 @@ import torch_powersgd as tp
 from torch_powersgd.advise import (
     Link,
     Prediction,
-    Setting,
     buckets_of,
     measure,
     measure_link,
@@ -38,7 +38,7 @@ def test_buckets_are_ddps():
 
 
 def _setting(layout, link):
-    return Setting(layout, CPU, link, measure(layout, CPU, backward=0.01).rehearsal)
+    return dataclasses.replace(measure(layout, CPU, backward=0.01), link=link)
 
 
 def _plain(rank):

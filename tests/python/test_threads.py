@@ -11,6 +11,7 @@ import os
 import torch
 import torch_powersgd as tp
 from torch_powersgd._core import _C
+from torch_powersgd.advise import run_stages
 
 torch.set_num_threads(1)
 options = tp.Options(matrix_approximation_rank=2)._core()
@@ -19,10 +20,7 @@ gradient = torch.ones(2000 * 1000)
 counts = []
 for step in range(3):  # the first one allocates
     counts.append(len(os.listdir("/proc/self/task")))
-    compressor.project(gradient, step)
-    compressor.orthogonalize()
-    compressor.back_project()
-    compressor.reconstruct()
+    run_stages(compressor, gradient, step)
     if step == 1:
         torch.set_num_threads(4)
 counts.append(len(os.listdir("/proc/self/task")))

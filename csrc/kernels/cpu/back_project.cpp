@@ -17,8 +17,7 @@ constexpr int64_t kBackProjectElements = int64_t{1} << 15;
 template <class Arch, class S, bool kFiniteOnly>
 POWERSGD_INLINE Vector<Arch, ComputeOf<S>> load_m(const S* source, int64_t count) {
   const Vector<Arch, ComputeOf<S>> value = load_first<Arch>(source, count);
-  const Vector<Arch, ComputeOf<S>> zero = {};
-  if constexpr (kFiniteOnly) return value - value == zero ? value : zero;
+  if constexpr (kFiniteOnly) return finite_or_zero(value);
   return value;
 }
 

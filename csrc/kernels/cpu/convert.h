@@ -140,7 +140,7 @@ POWERSGD_INLINE HalfWords<Arch> to_half(const Floats<Arch>& value) {
   }
 }
 
-// One vector of the compute type from as many stored elements, and back.
+// One vector of the compute type from as many stored elements.
 template <class Arch, class Storage>
 POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> load_as(const Storage* source) {
   if constexpr (std::is_same_v<Storage, BFloat16>) {
@@ -153,14 +153,21 @@ POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> load_as(const Storage* source) 
   }
 }
 
+// Stores a vector of the compute type, and returns it as it was stored.
 template <class Arch, class Storage>
-POWERSGD_INLINE void store_as(Storage* target, const Vector<Arch, ComputeOf<Storage>>& value) {
+POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> store_rounded(
+    Storage* target, const Vector<Arch, ComputeOf<Storage>>& value) {
   if constexpr (std::is_same_v<Storage, BFloat16>) {
-    store_half_words<Arch>(target, narrowed<Arch>(rounded_to_bfloat16<Arch>(value) >> 16));
+    const Words<Arch> rounded = rounded_to_bfloat16<Arch>(value);
+    store_half_words<Arch>(target, narrowed<Arch>(rounded >> 16));
+    return bits_as<Floats<Arch>>(rounded & 0xFFFF0000u);
   } else if constexpr (std::is_same_v<Storage, Half>) {
-    store_half_words<Arch>(target, to_half<Arch>(value));
+    const HalfWords<Arch> half_words = to_half<Arch>(value);
+    store_half_words<Arch>(target, half_words);
+    return from_half<Arch>(half_words);
   } else {
     store<Arch, Storage>(target, value);
+    return value;
   }
 }
 
@@ -172,8 +179,8 @@ POWERSGD_INLINE Vector<Arch, uint16_t> upper_halves(const Words<Arch>& a, const 
   return POWERSGD_SHUFFLE(V, bits_as<V>(a), bits_as<V>(b), (2 * kLane + 1)...);
 }
 
-// store_as of several vectors, past the caches if kStream, to an address that is then aligned to
-// a vector. Two vectors of bfloat16 are narrowed for half the price of one and one.
+// store_rounded of several vectors, past the caches if kStream, to an address that is then aligned
+// to a vector. Two vectors of bfloat16 are narrowed for half the price of one and one.
 template <class Arch, bool kStream, class Storage, int kCount>
 POWERSGD_INLINE void store_all_as(Storage* target,
                                   const Vector<Arch, ComputeOf<Storage>> (&values)[kCount]) {
@@ -200,28 +207,10 @@ POWERSGD_INLINE void store_all_as(Storage* target,
         put(target + i * kLane, values[i]);
       } else {
         HalfWords<Arch> converted;
-        store_as<Arch>(reinterpret_cast<Storage*>(&converted), values[i]);
+        store_rounded<Arch>(reinterpret_cast<Storage*>(&converted), values[i]);
         put(target + i * kLane, converted);
       }
     }
-  }
-}
-
-// store_as, and what it stored.
-template <class Arch, class Storage>
-POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> store_rounded(
-    Storage* target, const Vector<Arch, ComputeOf<Storage>>& value) {
-  if constexpr (std::is_same_v<Storage, BFloat16>) {
-    const Words<Arch> rounded = rounded_to_bfloat16<Arch>(value);
-    store_half_words<Arch>(target, narrowed<Arch>(rounded >> 16));
-    return bits_as<Floats<Arch>>(rounded & 0xFFFF0000u);
-  } else if constexpr (std::is_same_v<Storage, Half>) {
-    const HalfWords<Arch> half_words = to_half<Arch>(value);
-    store_half_words<Arch>(target, half_words);
-    return from_half<Arch>(half_words);
-  } else {
-    store<Arch, Storage>(target, value);
-    return value;
   }
 }
 
@@ -268,6 +257,13 @@ template <class Arch, class F>
 POWERSGD_INLINE void store_double(F* target, const Vector<Arch, double>& value) {
   using Narrow = typename VectorOf<F, Arch::kVectorBytes / sizeof(double) * sizeof(F)>::Unaligned;
   *reinterpret_cast<Narrow*>(target) = __builtin_convertvector(value, Narrow);
+}
+
+// Values, 0 in place of those that are not finite.
+template <class V>
+POWERSGD_INLINE V finite_or_zero(const V& value) {
+  const V zero = {};
+  return value - value == zero ? value : zero;
 }
 
 // Values of at most kLargest<Storage> in magnitude. Not for NaN.

@@ -29,9 +29,9 @@ struct Source {
 
   // G + residual_scale * memory. An element of G that is not finite counts as 0.
   POWERSGD_INLINE V load_sum(int64_t offset, int64_t count, Met<Arch, F>& met) const {
-    const V zero = {};
     const V g = load_first<Arch>(gradient + offset, count);
-    const V finite = met.look_at(g) == zero ? g : zero;
+    met.look_at(g);
+    const V finite = finite_or_zero(g);
     if constexpr (!kFeedback) return finite;
     return residual_scale * load_first<Arch>(memory + offset, count) + finite;
   }

@@ -19,12 +19,8 @@ class Met {
  public:
   using V = Vector<Arch, F>;
 
-  // Elements of the gradient. Returns 0 for each that is finite, NaN for the others.
-  POWERSGD_INLINE V look_at(const V& gradient) {
-    const V zero_or_nan = gradient - gradient;
-    poison_ += zero_or_nan;
-    return zero_or_nan;
-  }
+  // Elements of the gradient.
+  POWERSGD_INLINE void look_at(const V& gradient) { poison_ += gradient - gradient; }
 
   // Elements of M, before they are cut to what memory holds as R.
   template <class R>

@@ -152,15 +152,13 @@ template <class G, class R>
 void skip_elements(G* gradient, R* memory, int64_t count) {
   using F = ComputeOf<G>;
   using V = Vector<Baseline, F>;
-  const V zero = {};
   for_each_vector<Baseline, F>(count, [&](int64_t j, int64_t size) {
     if (memory != nullptr) {
-      const V g = load_first<Baseline>(gradient + j, size);
-      const V finite = g - g == zero ? g : zero;
+      const V finite = finite_or_zero(load_first<Baseline>(gradient + j, size));
       const V kept = load_first<Baseline>(memory + j, size) - finite;
       store_first<Baseline>(memory + j, size, clamped_to<Baseline, R>(kept));
     }
-    store_first<Baseline>(gradient + j, size, V(zero + std::numeric_limits<F>::quiet_NaN()));
+    store_first<Baseline>(gradient + j, size, V(V{} + std::numeric_limits<F>::quiet_NaN()));
   });
 }
 

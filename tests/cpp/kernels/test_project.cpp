@@ -112,11 +112,10 @@ class Project : public KernelTest {
 
   void put_in_gradient(int64_t index, double value) { put(*bucket_.gradient, index, value); }
 
-  // Gradient, memory and what was sent last are 0.
-  void clear() {
-    bucket_.gradient->set(Values(bucket_.gradient->get().size()));
+  // Memory is `value` everywhere, and there is no last step.
+  void start_with_memory(double value) {
     for (DeviceMatrix& matrix : bucket_.matrices) {
-      if (matrix.memory) matrix.memory->set(Values(matrix.memory->get().size()));
+      matrix.memory->set(Values(matrix.memory->get().size(), value));
       matrix.q_local->set(Values(matrix.q_local->get().size()));
       matrix.p_local->set(Values(matrix.p_local->get().size()));
     }
@@ -137,11 +136,7 @@ TEST_P(Project, ScalesTheResidual) {
 // The memory starts as zero, and there is no last step.
 TEST_P(Project, FirstStepStoresTheGradient) {
   randomize(bucket_, 3);
-  for (DeviceMatrix& matrix : bucket_.matrices) {
-    matrix.memory->set(Values(static_cast<size_t>(matrix.part.numel())));
-    matrix.q_local->set(Values(static_cast<size_t>(matrix.part.cols * matrix.part.rank)));
-    matrix.p_local->set(Values(static_cast<size_t>(matrix.part.rows * matrix.part.rank)));
-  }
+  start_with_memory(0);
   run_and_check();
 }
 
@@ -177,12 +172,7 @@ TEST_P(Project, NonFiniteRawElementIsCounted) {
 TEST_P(Project, MemoryStaysFinite) {
   for (const Stage stage : kStages) {
     randomize(bucket_, 6);
-    for (DeviceMatrix& matrix : bucket_.matrices) {
-      const auto numel = static_cast<size_t>(matrix.part.numel());
-      matrix.memory->set(Values(numel, largest(bucket_.bucket.residual_dtype)));
-      matrix.q_local->set(Values(static_cast<size_t>(matrix.part.cols * matrix.part.rank)));
-      matrix.p_local->set(Values(static_cast<size_t>(matrix.part.rows * matrix.part.rank)));
-    }
+    start_with_memory(largest(bucket_.bucket.residual_dtype));
     Values gradient = bucket_.gradient->get();
     for (double& g : gradient) g = largest(bucket_.spec.gradient_dtype);
     bucket_.gradient->set(gradient);
@@ -209,7 +199,8 @@ TEST_P(Project, CountsSaturatedSteps) {
         for (const auto& [memory, gradient] :
              {std::pair{limit, 0.0}, std::pair{-limit, -limit}, std::pair{limit, limit}}) {
           if (std::abs(gradient) > largest(bucket_.spec.gradient_dtype)) continue;
-          clear();
+          start_with_memory(0);
+          bucket_.gradient->set(Values(bucket_.gradient->get().size()));
           put(*matrix.memory, index, memory);
           put(*bucket_.gradient, matrix.gradient_offset + index, gradient);
           ++bucket_.bucket.step;
