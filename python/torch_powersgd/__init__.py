@@ -11,7 +11,7 @@ Importing the package registers the backend ``"powersgd"`` for CPU and CUDA.
 
 from torch_powersgd._backend import register
 from torch_powersgd._version import __version__
-from torch_powersgd.checkpoint import load_state_dict, state_dict
+from torch_powersgd.checkpoint import CompressionState, load_state_dict, state_dict
 from torch_powersgd.control import compression
 from torch_powersgd.ddp import attach, comm_hook, detach, step_skipped
 from torch_powersgd.loss_scale import set_grad_scale
@@ -19,6 +19,7 @@ from torch_powersgd.options import Options, configure
 from torch_powersgd.stats import stats
 
 __all__ = [
+    "CompressionState",
     "Options",
     "__version__",
     "attach",

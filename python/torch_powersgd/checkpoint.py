@@ -102,6 +102,29 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
         model.load_state(mean, state["step"], state["grad_scale"])
 
 
+class CompressionState:
+    """``state_dict`` and ``load_state_dict`` of an attached module as an object.
+
+    What libraries ask for that save objects: torch's ``Stateful`` protocol, as in
+    ``dcp.save({"powersgd": CompressionState(ddp)})``, and Accelerate's
+    ``register_for_checkpointing``. Both methods are collective.
+
+    Args:
+        module: an attached module.
+        per_rank: as in ``state_dict``; for libraries that save an object of each rank.
+    """
+
+    def __init__(self, module: Module, per_rank: bool = False) -> None:
+        self.module = module
+        self.per_rank = per_rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return state_dict(self.module, self.per_rank)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_state_dict(self.module, state_dict)
+
+
 def _check_form(state: Any) -> None:
     if not isinstance(state, dict):
         raise ValueError(f"the checkpoint must be a dict, got {type(state).__name__}")

@@ -177,19 +177,18 @@ def test_another_number_of_ranks_or_rank_of_the_factors_is_refused(states):
 def _saves(rank, folder, per_rank):
     ddp = make_attached(SHAPES, OPTIONS)
     _outputs(ddp, rank, range(SAVED))
-    state = tp.state_dict(ddp, per_rank=per_rank)
+    state = tp.CompressionState(ddp, per_rank)
     key = f"powersgd.{rank}" if per_rank else "powersgd"
     dcp.save({key: state}, checkpoint_id=folder)
-    return to_bytes(state), _outputs(ddp, rank, range(SAVED, ENDED))
+    return to_bytes(state.state_dict()), _outputs(ddp, rank, range(SAVED, ENDED))
 
 
 def _loads(rank, folder, per_rank):
     ddp = make_attached(SHAPES, OPTIONS)
     key = f"powersgd.{rank}" if per_rank else "powersgd"
-    states = {key: tp.state_dict(ddp, per_rank=per_rank)}
-    dcp.load(states, checkpoint_id=folder)
-    tp.load_state_dict(ddp, states[key])
-    loaded = to_bytes(tp.state_dict(ddp, per_rank=per_rank))
+    state = tp.CompressionState(ddp, per_rank)
+    dcp.load({key: state}, checkpoint_id=folder)
+    loaded = to_bytes(state.state_dict())
     dist.barrier()
     return loaded, _outputs(ddp, rank, range(SAVED, ENDED))
 

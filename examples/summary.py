@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the examples with other libraries' training loops say in the end."""
+
+import torch_powersgd
+
+
+def summary(loss: float) -> str:
+    stats = torch_powersgd.stats(residual_norms=False)
+    return (
+        f"loss {loss:.3f}; {stats['exact_calls']} buckets sent exactly, "
+        f"{stats['compressed_calls']} compressed, {stats['ratio']:.1f} times fewer bytes in all"
+    )

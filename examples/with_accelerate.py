@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Trains an image classifier with Hugging Face Accelerate; started again, it goes on.
+
+    pip install accelerate scikit-learn rich
+    torchrun --nproc-per-node 2 examples/with_accelerate.py
+
+Accelerate takes the process group that there is; of those it creates itself it admits no backend
+that it does not know. On GPUs: "cpu:gloo,cuda:powersgd", and no cpu=True.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from summary import summary
+from torch.utils.data import DataLoader, TensorDataset
+from train_digits import DigitNet, read_digits
+
+import torch_powersgd
+
+
+def main(args: argparse.Namespace) -> None:
+    dist.init_process_group("cpu:powersgd")  # before the Accelerator
+    accelerator = Accelerator(cpu=True)
+
+    torch.manual_seed(0)
+    model = DigitNet(channels=32, width=256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    training, _ = read_digits()
+    batches = DataLoader(TensorDataset(*training), batch_size=32, shuffle=True)
+    ddp, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+
+    options = torch_powersgd.Options(matrix_approximation_rank=4, start_powerSGD_iter=10)
+    torch_powersgd.attach(ddp, options, scaler=accelerator.scaler)
+    accelerator.register_for_checkpointing(torch_powersgd.CompressionState(ddp))
+    if args.folder.exists():
+        accelerator.load_state(str(args.folder))
+
+    for _ in range(args.epochs):
+        for pictures, labels in batches:
+            loss = ddp(pictures, labels)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(ddp.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.save_state(str(args.folder))
+    mean = accelerator.gather(loss.detach()).mean()
+    accelerator.print(summary(float(mean)))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=3, help="of this start")
+    parser.add_argument("--folder", type=Path, default=Path("runs/with_accelerate"))
+    main(parser.parse_args())

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The examples with other libraries' training loops, each started twice."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+WARM_UP = 10  # start_powerSGD_iter of the examples
+
+
+def _start(library, arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = subprocess.run(
+        [*command, str(EXAMPLES / f"with_{library}.py"), *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    said = re.search(
+        r"loss (\S+); (\d+) buckets sent exactly, (\d+) compressed, (\S+) times", ended.stdout
+    )
+    assert said, ended.stdout
+    return float(said[1]), int(said[2]), int(said[3]), float(said[4])
+
+
+@pytest.mark.parametrize(
+    ("library", "first", "second"),
+    [
+        ("accelerate", ("--epochs", 1), ("--epochs", 1)),
+        ("lightning", ("--epochs", 1), ("--epochs", 2)),
+        ("transformers", ("--steps", 20), ("--steps", 40)),
+    ],
+)
+def test_an_example_compresses_and_goes_on_from_its_checkpoint(library, first, second, tmp_path):
+    folder = ("--folder", tmp_path / "checkpoint")
+    loss, exact, compressed, _ = _start(library, (*first, *folder))
+    assert exact >= WARM_UP
+    assert exact % WARM_UP == 0  # as many buckets in each step
+    assert compressed > 0
+
+    later_loss, exact, compressed, ratio = _start(library, (*second, *folder))
+    assert exact == 0  # the step count was loaded, or the warm-up would have begun anew
+    assert compressed > 0
+    assert ratio > 5
+    assert later_loss < loss
