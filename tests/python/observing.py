@@ -28,6 +28,14 @@ def flat(rank: int, numel: int = 3 * MIN_NUMEL) -> torch.Tensor:
     return gradient([numel], "flat", rank)
 
 
+def exception_of(work: dist.Work, otherwise: object) -> object:
+    """work.exception(), or ``otherwise`` where torch (2.11) cannot convert it for Python."""
+    try:
+        return work.exception()
+    except TypeError:
+        return otherwise
+
+
 class _CallInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, leaf, function):

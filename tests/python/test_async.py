@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from observing import exception_of
 from synthetic import gradient
 
 import torch_powersgd as tp
@@ -62,7 +63,7 @@ def _work(rank: int) -> None:
     assert work.wait() is True
     assert work.is_completed()
     assert work.is_success()
-    assert work.exception() is None
+    assert exception_of(work, None) is None
     (result,) = work.result()
     assert result.data_ptr() == tensor.data_ptr()
     _check_sum(tensor, 0)

@@ -33,6 +33,10 @@ from torch_powersgd import _C
 OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
 OTHER = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=1, random_seed=3)
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
+MAKES_A_CUDA_STREAM = pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="a torch with CUDA needs a driver for DDP's mixed precision",
+)
 
 
 def _message(function, *arguments, error=ValueError):
@@ -80,7 +84,7 @@ def _refused(rank, kind):
     [
         ("not DDP", ["DistributedDataParallel", "Linear"]),
         ("plain gloo", ["powersgd", "gloo"]),
-        ("mixed precision", ["mixed_precision"]),
+        pytest.param("mixed precision", ["mixed_precision"], marks=MAKES_A_CUDA_STREAM),
         ("python hook", ["hook already"]),
         ("built-in hook", ["hook"]),
         ("no kernels", ["no kernels for cpu", "POWERSGD_BUILD_CUDA"]),

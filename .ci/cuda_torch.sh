@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Builds, links and imports the extension against a torch with CUDA, without a GPU. torch, with the
-# libraries that it brings 5 GB, goes into an environment that is kept between runs. Where it cannot
-# be had (no network, no room) this says so and is not a failure. Needs nvcc.
+# Against a torch with CUDA, the oldest release that is supported: builds, links and imports the
+# extension, without a GPU, and runs the Python tests that depend on torch. torch, with the libraries
+# that it brings 5 GB, goes into an environment that is kept between runs. Where it cannot be had (no
+# network, no room) this says so and is not a failure. Needs nvcc.
 #
-#   .ci/cuda_build.sh        CUDA_TORCH=torch==2.11.0   CUDA_ENV=~/.cache/torch-powersgd/<CUDA_TORCH>
+#   .ci/cuda_torch.sh        CUDA_TORCH=torch==2.11.0   CUDA_ENV=~/.cache/torch-powersgd/<CUDA_TORCH>
 set -euo pipefail
 cd "$(dirname "$0")/.."
 exec </dev/null
@@ -17,14 +18,14 @@ log=$(mktemp)
 tree=$(mktemp -d)
 trap 'rm -rf "$log" "$tree"' EXIT
 
-if ! "$python" -c 'import torch' 2>/dev/null; then
+if ! "$python" -c 'import torch, pytest, hypothesis' 2>/dev/null; then
   rm -rf "$env"
   if ! { python3 -m venv "$env" &&
     "$env/bin/pip" --disable-pip-version-check --no-cache-dir install --quiet \
-      "$torch" numpy ninja 'setuptools>=77,<82'; } >"$log" 2>&1; then
+      "$torch" numpy ninja 'setuptools>=77,<82' pytest hypothesis; } >"$log" 2>&1; then
     tail -n 3 "$log"
     rm -rf "$env"
-    echo "NOT CHECKED: the build against a torch with CUDA: $torch could not be installed"
+    echo "NOT CHECKED: the build and the tests against a torch with CUDA: $torch could not be installed"
     exit 0
   fi
 fi
@@ -32,7 +33,7 @@ fi
 
 # A copy: the objects of the other torch stay as they are. One architecture: nvcc_report.sh compiles
 # the kernels for all of them.
-cp -r setup.py pyproject.toml README.md csrc include python "$tree"
+cp -r setup.py pyproject.toml README.md csrc include python tests "$tree"
 rm -f "$tree"/python/torch_powersgd/_C*.so
 cd "$tree"
 # nvcc may be a script that calls the toolkit's: ask it where it lives.
@@ -44,10 +45,18 @@ if ! PATH=$env/bin:$PATH "$python" setup.py build_ext --inplace >"$log" 2>&1; th
   tail -n 60 "$log"
   exit 1
 fi
-PYTHONPATH=$tree/python "$python" - <<'CHECK'
+export PYTHONPATH=$tree/python
+"$python" - <<'CHECK'
 import torch, torch_powersgd
 from torch_powersgd import _C
 
 assert _C.has_kernels("cuda") and _C.has_kernels("cpu")
 print("built, linked and imported against torch", torch.__version__, "without a GPU")
 CHECK
+
+# Not those of examples and benchmarks, nor what takes long and is not about torch.
+ignored=()
+for name in 'bench_*' trainers advise threads replicas elastic; do
+  ignored+=("--ignore-glob=*/test_$name.py")
+done
+"$python" -m pytest -q tests/python "${ignored[@]}"
