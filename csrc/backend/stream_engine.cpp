@@ -13,12 +13,14 @@
 #include "backend/work.h"
 
 namespace powersgd {
+
 c10::Stream StreamEngine::side_stream(c10::Device device) {
-  if (!side_ || side_->device() != device) {
-    side_ = c10::impl::VirtualGuardImpl(device.type())
-                .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
-  }
-  return *side_;
+  const auto found = side_streams_.find(device.index());
+  if (found != side_streams_.end()) return found->second;
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type())
+                                 .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  side_streams_.emplace(device.index(), stream);
+  return stream;
 }
 
 c10::intrusive_ptr<c10d::Work> StreamEngine::submit(std::vector<at::Tensor> tensors, Job job,

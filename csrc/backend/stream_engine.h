@@ -4,16 +4,16 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <atomic>
+#include <map>
 #include <mutex>
-#include <optional>
 
 #include "backend/engine.h"
 
 namespace powersgd {
 
 // The engine over a backend that is ordered by streams (NCCL): no thread and no host
-// synchronisation. submit() enqueues the whole job on a side stream that waits for the caller's,
-// and returns; waiting for the Work makes the waiter's stream wait for the side stream.
+// synchronisation. submit() enqueues the whole job on the device's side stream, which waits for the
+// caller's, and returns; waiting for the Work makes the waiter's stream wait for the side stream.
 //
 // The lane is the pass-through inner itself. Its asynchronous collectives all run on one stream of
 // its own, in the order in which they are issued, so that the job's and the caller's never overlap
@@ -35,7 +35,7 @@ class StreamEngine final : public Engine {
   const c10::intrusive_ptr<c10d::Backend> lane_;
   std::atomic<bool> closed_{false};
   std::mutex mutex_;  // one job is enqueued at a time: the order of collectives is that of submit
-  std::optional<c10::Stream> side_;
+  std::map<c10::DeviceIndex, c10::Stream> side_streams_;
 };
 
 }  // namespace powersgd

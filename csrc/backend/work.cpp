@@ -71,8 +71,8 @@ bool StreamWork::wait(std::chrono::milliseconds /*timeout*/) {
 }
 
 void StreamWork::synchronize() {
-  const c10::impl::VirtualGuardImpl impl(done_.device_type());
-  done_.block(impl.getStream(impl.getDevice()));
+  const c10::Device device = done_.device();  // the current one may be another
+  done_.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
 CombinedWork::CombinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works,

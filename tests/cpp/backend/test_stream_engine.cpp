@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The stream engine on a device (support/fake_device.h) that runs what is enqueued in any order
+// which streams and events admit: an order that is missing shows as a wrong sum.
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "backend/stream_engine.h"
+#include "backend/work.h"
+#include "support/fake_device.h"
+
+namespace powersgd {
+namespace {
+
+namespace fake = test::fake_device;
+constexpr auto kNoJobTimeout = c10d::kUnsetTimeout;
+constexpr unsigned kOrders = 200;
+
+// As NCCL: a collective runs on a stream of the backend's own, after what is on the caller's
+// stream. Two ranks with equal tensors: a sum is twice the tensor.
+class StreamBackend : public c10d::Backend {
+ public:
+  StreamBackend() : Backend(0, 2) {}
+
+  std::vector<std::string> ran;  // in the order in which the device ran them
+  bool fails = false;
+
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions&) override {
+    TORCH_CHECK(!fails, "the communicator was aborted");
+    const at::Tensor tensor = tensors[0];
+    const c10::Device device = tensor.device();
+    const c10::impl::VirtualGuardImpl impl(device.type());
+    const c10::Stream callers = impl.getStream(device);
+    const auto index = static_cast<size_t>(device.index());
+    if (streams_.size() <= index) streams_.resize(index + 1);
+    if (!streams_[index]) streams_[index] = impl.getStreamFromGlobalPool(device);
+    c10::Event ready(device.type()), done(device.type());
+    ready.record(callers);
+    ready.block(*streams_[index]);
+    const c10::StreamGuard guard(*streams_[index]);
+    fake::enqueue(device, [this, tensor] {
+      float* data = tensor.mutable_data_ptr<float>();
+      for (int64_t i = 0; i < tensor.numel(); ++i) data[i] *= 2;
+      ran.push_back(std::to_string(tensor.numel()));
+    });
+    done.record(*streams_[index]);
+    return c10::make_intrusive<StreamWork>(0, tensors, std::move(done), nullptr);
+  }
+
+ private:
+  std::vector<std::optional<c10::Stream>> streams_;  // of each device
+};
+
+class StreamEngineTest : public testing::Test {
+ protected:
+  StreamEngineTest() { fake::reset(); }
+
+  c10::intrusive_ptr<StreamBackend> backend_ = c10::make_intrusive<StreamBackend>();
+  StreamEngine engine_{0, backend_};
+};
+
+// A tensor, and a job in two parts that makes 4 x + 2 of x: through P, which is all of x + 0.5 and
+// summed, and Q, which is P and summed.
+class Step {
+ public:
+  explicit Step(c10::Device device, int64_t numel = 2)
+      : device_(device),
+        x_(static_cast<size_t>(numel), -1.0F),
+        p_(static_cast<size_t>(numel), -1.0F),
+        tensor_(fake::tensor(device, x_)),
+        payload_(fake::tensor(device, p_)) {}
+
+  void fill(float value) {
+    fake::enqueue(device_, [this, value] { std::fill(x_.begin(), x_.end(), value); });
+  }
+
+  c10::intrusive_ptr<c10d::Work> submit(Engine& engine) {
+    Job job;
+    job.first = [this](Lane& lane) {
+      fake::enqueue(device_, [this] {
+        for (size_t i = 0; i < x_.size(); ++i) p_[i] = x_[i] + 0.5F;
+      });
+      lane.allreduce(payload_);
+    };
+    job.second = [this](Lane& lane) {
+      lane.allreduce(payload_);
+      fake::enqueue(device_, [this] { x_ = p_; });
+    };
+    return engine.submit({tensor_}, std::move(job), device_, kNoJobTimeout);
+  }
+
+  // What x is when the device comes to this point of the current stream.
+  std::shared_ptr<float> read() {
+    auto seen = std::make_shared<float>(-1.0F);
+    fake::enqueue(device_, [this, seen] { *seen = x_.back(); });
+    return seen;
+  }
+
+  const at::Tensor& tensor() const { return tensor_; }
+
+ private:
+  const c10::Device device_;
+  std::vector<float> x_, p_;
+  at::Tensor tensor_, payload_;
+};
+
+TEST_F(StreamEngineTest, AWaitOrdersTheStreamAndDoesNotBlockTheHost) {
+  for (unsigned seed = 0; seed < kOrders; ++seed) {
+    fake::reset();
+    StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
+    Step step(fake::device(0));
+    fake::use_new_stream(fake::device(0));
+    step.fill(1);
+    const auto work = step.submit(engine);
+    EXPECT_TRUE(work->wait());
+    const auto seen = step.read();
+    EXPECT_EQ(*seen, -1) << "something ran before the device was let go";
+    EXPECT_FALSE(work->isCompleted());
+    std::mt19937 order(seed);
+    fake::run(order);
+    EXPECT_EQ(*seen, 6);
+    EXPECT_TRUE(work->isCompleted());
+    EXPECT_TRUE(work->isSuccess());
+  }
+}
+
+// The oracle can fail.
+TEST_F(StreamEngineTest, WithoutAWaitSomeOrdersShow) {
+  unsigned too_early = 0;
+  for (unsigned seed = 0; seed < kOrders; ++seed) {
+    fake::reset();
+    StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
+    Step step(fake::device(0));
+    step.fill(1);
+    const auto work = step.submit(engine);
+    const auto seen = step.read();
+    std::mt19937 order(seed);
+    fake::run(order);
+    too_early += *seen != 6;
+  }
+  EXPECT_GT(too_early, 0U);
+}
+
+TEST_F(StreamEngineTest, TheFutureOrdersTheStreamsOfItsUsers) {
+  for (unsigned seed = 0; seed < kOrders; ++seed) {
+    fake::reset();
+    StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
+    Step step(fake::device(0));
+    step.fill(1);
+    const auto future = step.submit(engine)->getFuture();
+    std::shared_ptr<float> in_callback;
+    future->addCallback([&](c10::ivalue::Future&) { in_callback = step.read(); });
+    fake::use_new_stream(fake::device(0));
+    future->wait();
+    const auto seen = step.read();
+    std::mt19937 order(seed);
+    fake::run(order);
+    EXPECT_EQ(*seen, 6);
+    EXPECT_EQ(*in_callback, 6);
+    EXPECT_TRUE(future->value().toTensorVector().front().is_same(step.tensor()));
+  }
+}
+
+TEST_F(StreamEngineTest, AWaitOrdersTheStreamOfTheTensorsDeviceWhicheverIsCurrent) {
+  for (unsigned seed = 0; seed < kOrders; ++seed) {
+    fake::reset();
+    StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
+    Step step(fake::device(1));
+    fake::use_new_stream(fake::device(1));
+    fake::set_current_device(fake::device(0));
+    step.fill(1);
+    step.submit(engine)->wait();
+    const auto seen = step.read();
+    std::mt19937 order(seed);
+    fake::run(order);
+    EXPECT_EQ(*seen, 6);
+  }
+}
+
+TEST_F(StreamEngineTest, JobsOfADeviceFollowEachOtherWhateverIsBetweenThem) {
+  for (unsigned seed = 0; seed < kOrders; ++seed) {
+    fake::reset();
+    StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
+    Step here(fake::device(0)), there(fake::device(1));
+    here.fill(1);
+    there.fill(3);
+    here.submit(engine);
+    there.submit(engine);
+    here.submit(engine)->wait();  // on what the first made of it; nobody has waited for that
+    const auto seen = here.read();
+    std::mt19937 order(seed);
+    fake::run(order);
+    EXPECT_EQ(*seen, 4 * 6 + 2);
+  }
+}
+
+TEST_F(StreamEngineTest, CollectivesRunInTheOrderInWhichTheyAreIssued) {
+  Step one(fake::device(0), 1), two(fake::device(0), 2), three(fake::device(0), 3);
+  std::mt19937 order(0);
+  one.submit(engine_);
+  std::vector<at::Tensor> callers = {two.tensor()};
+  backend_->allreduce(callers, {});  // passes by the engine
+  three.submit(engine_);
+  fake::run(order);
+  EXPECT_EQ(backend_->ran, (std::vector<std::string>{"1", "1", "2", "3", "3"}));
+}
+
+TEST_F(StreamEngineTest, TheAllocatorIsToldWhichStreamUsesTheMemory) {
+  Step step(fake::device(1));
+  step.submit(engine_);
+  step.submit(engine_);
+  const auto& uses = fake::recorded_uses();
+  ASSERT_EQ(uses.size(), 2U);
+  for (const auto& [memory, stream] : uses) {
+    EXPECT_EQ(memory, step.tensor().data_ptr());
+    EXPECT_EQ(stream, uses[0].second);
+    EXPECT_NE(stream.id(), 0);
+    EXPECT_EQ(stream.device(), fake::device(1));
+  }
+}
+
+TEST_F(StreamEngineTest, DeviceAndStreamAreTheCallersAgain) {
+  const c10::impl::VirtualGuardImpl impl(fake::device(0).type());
+  const c10::Stream callers = fake::use_new_stream(fake::device(1));
+  Step step(fake::device(1));
+  step.submit(engine_)->wait();
+  EXPECT_EQ(impl.getDevice(), fake::device(0));
+  EXPECT_EQ(impl.getStream(fake::device(1)), callers);
+}
+
+TEST_F(StreamEngineTest, WhatAJobThrowsIsItsWorksAndTheNextJobRuns) {
+  Step step(fake::device(0));
+  std::mt19937 order(0);
+  step.fill(1);
+  backend_->fails = true;
+  const auto bad = step.submit(engine_);
+  backend_->fails = false;
+  EXPECT_THROW(bad->wait(), c10::Error);
+  EXPECT_TRUE(bad->isCompleted());
+  EXPECT_FALSE(bad->isSuccess());
+  EXPECT_TRUE(bad->exception());
+  EXPECT_TRUE(bad->getFuture()->hasError());
+  step.submit(engine_)->wait();
+  const auto seen = step.read();
+  fake::run(order);
+  EXPECT_EQ(*seen, 6);
+}
+
+TEST_F(StreamEngineTest, TakesNoJobOnceItIsClosed) {
+  Step step(fake::device(0));
+  engine_.shutdown();
+  EXPECT_THROW(step.submit(engine_), c10::Error);
+  StreamEngine aborted(0, backend_);
+  aborted.abort();
+  EXPECT_THROW(step.submit(aborted), c10::Error);
+}
+
+}  // namespace
+}  // namespace powersgd

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <functional>
+#include <random>
+#include <utility>
+#include <vector>
+
+// An accelerator as torch sees it, two devices of type PrivateUse1 with streams and events. Nothing
+// happens on it until the test says so: then what is enqueued runs in any order that streams and
+// events admit.
+namespace powersgd::test::fake_device {
+
+c10::Device device(c10::DeviceIndex index);
+
+// Forgets streams, events and what was recorded; device 0 and the default streams are current.
+void reset();
+
+// Enqueues on the current stream of `device`.
+void enqueue(c10::Device device, std::function<void()> operation);
+
+void set_current_device(c10::Device device);
+// A stream that nothing uses yet, made current on its device.
+c10::Stream use_new_stream(c10::Device device);
+
+// Runs all that is enqueued. Throws if what is left waits for itself.
+void run(std::mt19937& order);
+
+// Storage that an allocator was told of, and the stream.
+using Use = std::pair<const void*, c10::Stream>;
+const std::vector<Use>& recorded_uses();
+
+// A tensor on the device whose memory the host can reach.
+at::Tensor tensor(c10::Device device, std::vector<float>& memory);
+
+}  // namespace powersgd::test::fake_device
