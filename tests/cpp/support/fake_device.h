@@ -5,19 +5,22 @@
 #include <c10/core/Stream.h>
 
 #include <functional>
-#include <random>
 #include <utility>
 #include <vector>
 
 // An accelerator as torch sees it, two devices of type PrivateUse1 with streams and events. Nothing
-// happens on it until the test says so: then what is enqueued runs in any order that streams and
-// events admit.
+// happens on it until the test says so, or the host waits: then what is enqueued runs in any order
+// that streams and events admit. Operations run on the thread that lets them; all else is called
+// on any thread.
 namespace powersgd::test::fake_device {
 
 c10::Device device(c10::DeviceIndex index);
 
-// Forgets streams, events and what was recorded; device 0 and the default streams are current.
-void reset();
+enum class Host { kMayWait, kMayNotWait };
+
+// Forgets streams, events and what was recorded. On this thread, device 0 and the default streams
+// are current. `seed`: of the order in which operations run.
+void reset(unsigned seed, Host host);
 
 // Enqueues on the current stream of `device`.
 void enqueue(c10::Device device, std::function<void()> operation);
@@ -27,11 +30,11 @@ void set_current_device(c10::Device device);
 c10::Stream use_new_stream(c10::Device device);
 
 // Runs all that is enqueued. Throws if what is left waits for itself.
-void run(std::mt19937& order);
+void run();
 
 // Storage that an allocator was told of, and the stream.
 using Use = std::pair<const void*, c10::Stream>;
-const std::vector<Use>& recorded_uses();
+std::vector<Use> recorded_uses();
 
 // A tensor on the device whose memory the host can reach.
 at::Tensor tensor(c10::Device device, std::vector<float>& memory);

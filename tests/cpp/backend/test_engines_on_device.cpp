@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The stream engine on a device (support/fake_device.h) that runs what is enqueued in any order
-// which streams and events admit: an order that is missing shows as a wrong sum.
+// The engines on a device (support/fake_device.h) that runs what is enqueued in any order which
+// streams and events admit: an order that is missing shows as a wrong sum.
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "backend/stream_engine.h"
+#include "backend/thread_engine.h"
 #include "backend/work.h"
 #include "support/fake_device.h"
 
@@ -23,8 +24,13 @@ namespace fake = test::fake_device;
 constexpr auto kNoJobTimeout = c10d::kUnsetTimeout;
 constexpr unsigned kOrders = 200;
 
-// As NCCL: a collective runs on a stream of the backend's own, after what is on the caller's
-// stream. Two ranks with equal tensors: a sum is twice the tensor.
+// Two ranks with equal tensors.
+void sum_over_ranks(const at::Tensor& tensor) {
+  float* data = tensor.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < tensor.numel(); ++i) data[i] *= 2;
+}
+
+// As NCCL: a collective runs on a stream of the backend's own, after what is on the caller's.
 class StreamBackend : public c10d::Backend {
  public:
   StreamBackend() : Backend(0, 2) {}
@@ -47,8 +53,7 @@ class StreamBackend : public c10d::Backend {
     ready.block(*streams_[index]);
     const c10::StreamGuard guard(*streams_[index]);
     fake::enqueue(device, [this, tensor] {
-      float* data = tensor.mutable_data_ptr<float>();
-      for (int64_t i = 0; i < tensor.numel(); ++i) data[i] *= 2;
+      sum_over_ranks(tensor);
       ran.push_back(std::to_string(tensor.numel()));
     });
     done.record(*streams_[index]);
@@ -59,9 +64,25 @@ class StreamBackend : public c10d::Backend {
   std::vector<std::optional<c10::Stream>> streams_;  // of each device
 };
 
+// As Gloo: the host waits for the caller's stream, and the sum is there when it returns.
+class HostBackend : public c10d::Backend {
+ public:
+  HostBackend() : Backend(0, 2) {}
+
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions&) override {
+    const c10::Device device = tensors[0].device();
+    c10::Event ready(device.type());
+    ready.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    ready.synchronize();
+    sum_over_ranks(tensors[0]);
+    return nullptr;
+  }
+};
+
 class StreamEngineTest : public testing::Test {
  protected:
-  StreamEngineTest() { fake::reset(); }
+  StreamEngineTest() { fake::reset(0, fake::Host::kMayNotWait); }
 
   c10::intrusive_ptr<StreamBackend> backend_ = c10::make_intrusive<StreamBackend>();
   StreamEngine engine_{0, backend_};
@@ -114,7 +135,7 @@ class Step {
 
 TEST_F(StreamEngineTest, AWaitOrdersTheStreamAndDoesNotBlockTheHost) {
   for (unsigned seed = 0; seed < kOrders; ++seed) {
-    fake::reset();
+    fake::reset(seed, fake::Host::kMayNotWait);
     StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
     Step step(fake::device(0));
     fake::use_new_stream(fake::device(0));
@@ -124,8 +145,7 @@ TEST_F(StreamEngineTest, AWaitOrdersTheStreamAndDoesNotBlockTheHost) {
     const auto seen = step.read();
     EXPECT_EQ(*seen, -1) << "something ran before the device was let go";
     EXPECT_FALSE(work->isCompleted());
-    std::mt19937 order(seed);
-    fake::run(order);
+    fake::run();
     EXPECT_EQ(*seen, 6);
     EXPECT_TRUE(work->isCompleted());
     EXPECT_TRUE(work->isSuccess());
@@ -136,14 +156,13 @@ TEST_F(StreamEngineTest, AWaitOrdersTheStreamAndDoesNotBlockTheHost) {
 TEST_F(StreamEngineTest, WithoutAWaitSomeOrdersShow) {
   unsigned too_early = 0;
   for (unsigned seed = 0; seed < kOrders; ++seed) {
-    fake::reset();
+    fake::reset(seed, fake::Host::kMayNotWait);
     StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
     Step step(fake::device(0));
     step.fill(1);
     const auto work = step.submit(engine);
     const auto seen = step.read();
-    std::mt19937 order(seed);
-    fake::run(order);
+    fake::run();
     too_early += *seen != 6;
   }
   EXPECT_GT(too_early, 0U);
@@ -151,7 +170,7 @@ TEST_F(StreamEngineTest, WithoutAWaitSomeOrdersShow) {
 
 TEST_F(StreamEngineTest, TheFutureOrdersTheStreamsOfItsUsers) {
   for (unsigned seed = 0; seed < kOrders; ++seed) {
-    fake::reset();
+    fake::reset(seed, fake::Host::kMayNotWait);
     StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
     Step step(fake::device(0));
     step.fill(1);
@@ -161,8 +180,7 @@ TEST_F(StreamEngineTest, TheFutureOrdersTheStreamsOfItsUsers) {
     fake::use_new_stream(fake::device(0));
     future->wait();
     const auto seen = step.read();
-    std::mt19937 order(seed);
-    fake::run(order);
+    fake::run();
     EXPECT_EQ(*seen, 6);
     EXPECT_EQ(*in_callback, 6);
     EXPECT_TRUE(future->value().toTensorVector().front().is_same(step.tensor()));
@@ -171,7 +189,7 @@ TEST_F(StreamEngineTest, TheFutureOrdersTheStreamsOfItsUsers) {
 
 TEST_F(StreamEngineTest, AWaitOrdersTheStreamOfTheTensorsDeviceWhicheverIsCurrent) {
   for (unsigned seed = 0; seed < kOrders; ++seed) {
-    fake::reset();
+    fake::reset(seed, fake::Host::kMayNotWait);
     StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
     Step step(fake::device(1));
     fake::use_new_stream(fake::device(1));
@@ -179,15 +197,14 @@ TEST_F(StreamEngineTest, AWaitOrdersTheStreamOfTheTensorsDeviceWhicheverIsCurren
     step.fill(1);
     step.submit(engine)->wait();
     const auto seen = step.read();
-    std::mt19937 order(seed);
-    fake::run(order);
+    fake::run();
     EXPECT_EQ(*seen, 6);
   }
 }
 
 TEST_F(StreamEngineTest, JobsOfADeviceFollowEachOtherWhateverIsBetweenThem) {
   for (unsigned seed = 0; seed < kOrders; ++seed) {
-    fake::reset();
+    fake::reset(seed, fake::Host::kMayNotWait);
     StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
     Step here(fake::device(0)), there(fake::device(1));
     here.fill(1);
@@ -196,20 +213,18 @@ TEST_F(StreamEngineTest, JobsOfADeviceFollowEachOtherWhateverIsBetweenThem) {
     there.submit(engine);
     here.submit(engine)->wait();  // on what the first made of it; nobody has waited for that
     const auto seen = here.read();
-    std::mt19937 order(seed);
-    fake::run(order);
+    fake::run();
     EXPECT_EQ(*seen, 4 * 6 + 2);
   }
 }
 
 TEST_F(StreamEngineTest, CollectivesRunInTheOrderInWhichTheyAreIssued) {
   Step one(fake::device(0), 1), two(fake::device(0), 2), three(fake::device(0), 3);
-  std::mt19937 order(0);
   one.submit(engine_);
   std::vector<at::Tensor> callers = {two.tensor()};
   backend_->allreduce(callers, {});  // passes by the engine
   three.submit(engine_);
-  fake::run(order);
+  fake::run();
   EXPECT_EQ(backend_->ran, (std::vector<std::string>{"1", "1", "2", "3", "3"}));
 }
 
@@ -217,7 +232,7 @@ TEST_F(StreamEngineTest, TheAllocatorIsToldWhichStreamUsesTheMemory) {
   Step step(fake::device(1));
   step.submit(engine_);
   step.submit(engine_);
-  const auto& uses = fake::recorded_uses();
+  const auto uses = fake::recorded_uses();
   ASSERT_EQ(uses.size(), 2U);
   for (const auto& [memory, stream] : uses) {
     EXPECT_EQ(memory, step.tensor().data_ptr());
@@ -238,7 +253,6 @@ TEST_F(StreamEngineTest, DeviceAndStreamAreTheCallersAgain) {
 
 TEST_F(StreamEngineTest, WhatAJobThrowsIsItsWorksAndTheNextJobRuns) {
   Step step(fake::device(0));
-  std::mt19937 order(0);
   step.fill(1);
   backend_->fails = true;
   const auto bad = step.submit(engine_);
@@ -250,7 +264,7 @@ TEST_F(StreamEngineTest, WhatAJobThrowsIsItsWorksAndTheNextJobRuns) {
   EXPECT_TRUE(bad->getFuture()->hasError());
   step.submit(engine_)->wait();
   const auto seen = step.read();
-  fake::run(order);
+  fake::run();
   EXPECT_EQ(*seen, 6);
 }
 
@@ -261,6 +275,27 @@ TEST_F(StreamEngineTest, TakesNoJobOnceItIsClosed) {
   StreamEngine aborted(0, backend_);
   aborted.abort();
   EXPECT_THROW(step.submit(aborted), c10::Error);
+}
+
+TEST(ThreadEngineOnDevice, AJobFollowsTheCallersStreamAndIsDoneWhenWaitReturns) {
+  ThreadEngine engine(0, {c10::make_intrusive<HostBackend>(), c10::make_intrusive<HostBackend>()});
+  for (unsigned seed = 0; seed < kOrders; ++seed) {
+    fake::reset(seed, fake::Host::kMayWait);
+    Step here(fake::device(0)), there(fake::device(1));
+    fake::use_new_stream(fake::device(0));
+    fake::use_new_stream(fake::device(1));
+    here.fill(1);
+    there.fill(3);
+    const auto first = here.submit(engine);
+    const auto second = there.submit(engine);
+    EXPECT_TRUE(second->wait());
+    EXPECT_TRUE(first->wait());
+    const auto at_one = here.read(), at_three = there.read();
+    for (const auto& work : {first, second}) work->getFuture()->waitAndThrow();
+    fake::run();
+    EXPECT_EQ(*at_one, 6);
+    EXPECT_EQ(*at_three, 14);
+  }
 }
 
 }  // namespace
