@@ -5,6 +5,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <array>
+#include <atomic>
+
 namespace powersgd {
 namespace {
 
@@ -80,7 +83,14 @@ class CudaStages final : public Stages {
 };
 #endif
 
+constexpr auto kDeviceTypes = static_cast<size_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES);
+std::array<std::atomic<const Stages*>, kDeviceTypes> added;
+
 }  // namespace
+
+void add_stages(c10::DeviceType device, const Stages& stages) {
+  added.at(static_cast<size_t>(device)) = &stages;
+}
 
 const Stages* find_stages(c10::DeviceType device) {
   static const CpuStages cpu;
@@ -89,7 +99,7 @@ const Stages* find_stages(c10::DeviceType device) {
   static const CudaStages cuda;
   if (device == c10::DeviceType::CUDA) return &cuda;
 #endif
-  return nullptr;
+  return added.at(static_cast<size_t>(device));
 }
 
 const Stages& require_stages(c10::DeviceType device) {

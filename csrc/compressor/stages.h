@@ -25,6 +25,9 @@ class Stages {
   virtual void reconstruct(const kernels::Bucket& bucket) const = 0;
 };
 
+// Makes `stages`, which must outlive its use, those of a device type that this build has none for.
+void add_stages(c10::DeviceType device, const Stages& stages);
+
 // Null where this build has no kernels for the device type.
 const Stages* find_stages(c10::DeviceType device);
 

@@ -33,6 +33,7 @@ struct State {
   std::map<StreamKey, std::deque<Operation>> queues;
   std::vector<std::shared_ptr<Event>> events;  // kept until reset: operations refer to them
   std::vector<Use> uses;
+  std::vector<std::unique_ptr<char[]>> memory;
   c10::StreamId streams = 1;  // so far; 0 is the default stream of each device
   std::mt19937 order;
   Host host = Host::kMayNotWait;
@@ -150,6 +151,8 @@ void reset(unsigned seed, Host host) {
   current = Current();
 }
 
+c10::Device current_device() { return device(current.device); }
+
 void set_current_device(c10::Device device) { current.device = device.index(); }
 
 c10::Stream use_new_stream(c10::Device device) {
@@ -182,6 +185,16 @@ at::Tensor tensor(c10::Device device, std::vector<float>& memory) {
       .options(at::TensorOptions(at::kFloat).device(device))
       .target_device(device)
       .make_tensor();
+}
+
+void* allocate(size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  constexpr size_t kAlignment = 64;
+  state.memory.push_back(std::make_unique<char[]>(bytes + kAlignment));
+  auto* memory = state.memory.back().get();
+  std::fill_n(memory, bytes + kAlignment, static_cast<char>(0xFF));  // NaN
+  const auto misaligned = reinterpret_cast<uintptr_t>(memory) % kAlignment;
+  return memory + kAlignment - misaligned;
 }
 
 }  // namespace powersgd::test::fake_device

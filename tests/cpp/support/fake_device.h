@@ -25,6 +25,7 @@ void reset(unsigned seed, Host host);
 // Enqueues on the current stream of `device`.
 void enqueue(c10::Device device, std::function<void()> operation);
 
+c10::Device current_device();
 void set_current_device(c10::Device device);
 // A stream that nothing uses yet, made current on its device.
 c10::Stream use_new_stream(c10::Device device);
@@ -38,5 +39,12 @@ std::vector<Use> recorded_uses();
 
 // A tensor on the device whose memory the host can reach.
 at::Tensor tensor(c10::Device device, std::vector<float>& memory);
+
+// Memory that is kept until reset, not 0.
+void* allocate(size_t bytes);
+
+// Lets the CPU's stages and the few operators that a compressor calls run on the device
+// (fake_device_operators.cpp).
+void add_operators();
 
 }  // namespace powersgd::test::fake_device

@@ -13,13 +13,14 @@ namespace powersgd::test {
 // A bucket with a matrix, a bias and another matrix, of one rank: the sums over ranks are no-ops.
 class OneRank {
  public:
-  explicit OneRank(const Options& options, at::ScalarType type = at::kFloat)
+  explicit OneRank(const Options& options, at::ScalarType type = at::kFloat,
+                   at::Device device = at::kCPU)
       : plan(plan_bucket({{{17, 33}, {}}, {{5}, {}}, {{40, 24}, {}}}, options)) {
     for (size_t i = 0; i < plan.matrices.size(); ++i) {
       states.push_back(std::make_shared<ParameterState>());
       states.back()->stream = i;
     }
-    compressor = make_compressor(plan, states, options, type, at::kCPU);
+    compressor = make_compressor(plan, states, options, type, device);
   }
 
   // Returns the output.
