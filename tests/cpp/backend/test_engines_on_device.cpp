@@ -28,8 +28,7 @@ constexpr unsigned kOrders = 200;
 
 // Two ranks with equal tensors.
 void sum_over_ranks(const at::Tensor& tensor) {
-  float* data = tensor.mutable_data_ptr<float>();
-  for (int64_t i = 0; i < tensor.numel(); ++i) data[i] *= 2;
+  at::from_blob(tensor.data_ptr(), {tensor.numel()}, tensor.scalar_type()).mul_(2);
 }
 
 // As NCCL: a collective runs on a stream of the backend's own, after what is on the caller's.
@@ -351,13 +350,14 @@ void submit_steps(Engine& engine, const Options& options, c10::Device device,
   }
 }
 
-class CompressionOnDevice : public testing::TestWithParam<bool> {};
+using Mode = std::tuple<bool, std::optional<DType>>;  // alternating, wire_dtype
+class CompressionOnDevice : public testing::TestWithParam<Mode> {};
 
 TEST_P(CompressionOnDevice, HasTheBitsOfTheHostInAnyOrderOfStreams) {
   fake::add_operators();
   Options options;
   options.matrix_approximation_rank = 2;
-  options.alternating = GetParam();
+  std::tie(options.alternating, options.wire_dtype) = GetParam();
   const std::vector<at::Tensor> expected = outputs_on_host(options);
   for (unsigned seed = 0; seed < 50; ++seed) {
     fake::reset(seed, fake::Host::kMayNotWait);
@@ -375,8 +375,17 @@ TEST_P(CompressionOnDevice, HasTheBitsOfTheHostInAnyOrderOfStreams) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Modes, CompressionOnDevice, testing::Bool(),
-                         [](const auto& mode) { return mode.param ? "Alternating" : "Plain"; });
+std::string name_of(const testing::TestParamInfo<Mode>& mode) {
+  const auto [alternating, wire] = mode.param;
+  const std::string name = alternating ? "Alternating" : "Plain";
+  return wire ? name + "On" + to_string(*wire) : name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, CompressionOnDevice,
+                         testing::Combine(testing::Bool(),
+                                          testing::Values(std::optional<DType>(), DType::kBFloat16,
+                                                          DType::kFloat16)),
+                         name_of);
 
 }  // namespace
 }  // namespace powersgd

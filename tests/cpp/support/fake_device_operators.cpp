@@ -64,13 +64,6 @@ at::Tensor view(const at::Tensor& self, Sizes sizes) {
   return alias(self, self.device(), viewed.sizes(), viewed.strides());
 }
 
-at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
-  enqueue(self.device(), [host = on_host(self), value]() mutable { host.fill_(value); });
-  return self;
-}
-
-at::Tensor& zero(at::Tensor& self) { return fill(self, 0); }
-
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool /*non_blocking*/) {
   TORCH_CHECK(!target.is_cpu(), "the host waits for the device");
   const at::Tensor source = self.is_cpu() ? self : on_host(self);
@@ -83,9 +76,93 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty_strided", empty_strided);
   library.impl("as_strided", as_strided);
   library.impl("view", view);
-  library.impl("fill_.Scalar", fill);
-  library.impl("zero_", zero);
   library.impl("_copy_from", copy_from);
+}
+
+// Every other operator. What it returns follows from its arguments' shapes; the rest is enqueued.
+using Stack = torch::jit::Stack;
+
+// `value` with each tensor of this device, alone or in a list, replaced.
+template <class Replace>
+c10::IValue replaced(const c10::IValue& value, const Replace& replace) {
+  if (value.isTensor() && value.toTensor().defined()) {
+    return value.toTensor().is_cpu() ? value : c10::IValue(replace(value.toTensor()));
+  }
+  if (!value.isTensorList()) return value;
+  std::vector<at::Tensor> tensors;
+  for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(replace(tensor));
+  return tensors;
+}
+
+template <class Replace>
+Stack all_replaced(const Stack& values, const Replace& replace) {
+  Stack result;
+  for (const c10::IValue& value : values) result.push_back(replaced(value, replace));
+  return result;
+}
+
+std::optional<at::Device> device_of(const Stack& values) {
+  std::optional<at::Device> device;
+  (void)all_replaced(values, [&](const at::Tensor& tensor) {
+    device = tensor.device();
+    return tensor;
+  });
+  return device;
+}
+
+at::Tensor stand_in(const at::Tensor& tensor) {
+  const auto options = tensor.options().device(at::kCPU);
+  return at::empty_strided(tensor.sizes(), tensor.strides(), options).zero_();
+}
+
+// The argument that is what an operator returns, if it writes in place.
+std::optional<size_t> written_argument(const c10::FunctionSchema& schema, size_t result) {
+  const c10::AliasInfo* returned = schema.returns()[result].alias_info();
+  if (returned == nullptr) return std::nullopt;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const c10::AliasInfo* argument = schema.arguments()[i].alias_info();
+    if (argument != nullptr && *argument == *returned) return i;
+  }
+  return std::nullopt;
+}
+
+void enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
+  const Stack arguments = torch::jit::pop(*stack, op.schema().arguments().size());
+  const at::Device device = *device_of(arguments);
+  Stack shapes = all_replaced(arguments, stand_in);
+  op.callBoxed(shapes);
+  Stack results, new_on_host;
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const at::Tensor shape = shapes[i].toTensor();
+    const auto written = written_argument(op.schema(), i);
+    if (written) {
+      results.push_back(arguments[*written]);
+      new_on_host.emplace_back();
+      if (results.back().toTensor().sizes() == shape.sizes()) continue;
+    }
+    const at::Tensor fresh =
+        empty_strided(shape.sizes(), shape.strides(), shape.scalar_type(), {}, device, {});
+    if (written) {  // out=..., resized
+      at::TensorImpl* out = results.back().toTensor().unsafeGetTensorImpl();
+      out->set_storage_keep_dtype(fresh.storage());
+      out->set_sizes_and_strides(shape.sizes(), shape.strides());
+    } else {
+      results.push_back(fresh);
+      new_on_host.push_back(on_host(fresh));
+    }
+  }
+  enqueue(device, [op, host = all_replaced(arguments, on_host), new_on_host] {
+    Stack computed = host;
+    op.callBoxed(computed);
+    for (size_t i = 0; i < computed.size(); ++i) {
+      if (new_on_host[i].isTensor()) new_on_host[i].toTensor().copy_(computed[i].toTensor());
+    }
+  });
+  stack->insert(stack->end(), results.begin(), results.end());
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&enqueue_operator>());
 }
 
 class EnqueuedStages final : public Stages {
