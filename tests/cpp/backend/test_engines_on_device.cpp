@@ -3,7 +3,6 @@
 // The engines on a device (support/fake_device.h) that runs what is enqueued in any order which
 // streams and events admit: an order that is missing shows as a wrong sum.
 #include <ATen/ATen.h>
-#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
@@ -18,68 +17,17 @@
 #include "backend/work.h"
 #include "support/fake_device.h"
 #include "support/one_rank.h"
+#include "support/two_equal_ranks.h"
 
 namespace powersgd {
 namespace {
 
 namespace fake = test::fake_device;
+using test::HostBackend;
+using test::StreamBackend;
+using test::sum_over_ranks;
 constexpr auto kNoJobTimeout = c10d::kUnsetTimeout;
 constexpr unsigned kOrders = 200;
-
-// Two ranks with equal tensors.
-void sum_over_ranks(const at::Tensor& tensor) {
-  at::from_blob(tensor.data_ptr(), {tensor.numel()}, tensor.scalar_type()).mul_(2);
-}
-
-// As NCCL: a collective runs on a stream of the backend's own, after what is on the caller's.
-class StreamBackend : public c10d::Backend {
- public:
-  StreamBackend() : Backend(0, 2) {}
-
-  std::vector<std::string> ran;  // in the order in which the device ran them
-  bool fails = false;
-
-  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
-                                           const c10d::AllreduceOptions&) override {
-    TORCH_CHECK(!fails, "the communicator was aborted");
-    const at::Tensor tensor = tensors[0];
-    const c10::Device device = tensor.device();
-    const c10::impl::VirtualGuardImpl impl(device.type());
-    const c10::Stream callers = impl.getStream(device);
-    const auto index = static_cast<size_t>(device.index());
-    if (streams_.size() <= index) streams_.resize(index + 1);
-    if (!streams_[index]) streams_[index] = impl.getStreamFromGlobalPool(device);
-    c10::Event ready(device.type()), done(device.type());
-    ready.record(callers);
-    ready.block(*streams_[index]);
-    const c10::StreamGuard guard(*streams_[index]);
-    fake::enqueue(device, [this, tensor] {
-      sum_over_ranks(tensor);
-      ran.push_back(std::to_string(tensor.numel()));
-    });
-    done.record(*streams_[index]);
-    return c10::make_intrusive<StreamWork>(0, tensors, std::move(done), nullptr);
-  }
-
- private:
-  std::vector<std::optional<c10::Stream>> streams_;  // of each device
-};
-
-// As Gloo: the host waits for the caller's stream, and the sum is there when it returns.
-class HostBackend : public c10d::Backend {
- public:
-  HostBackend() : Backend(0, 2) {}
-
-  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
-                                           const c10d::AllreduceOptions&) override {
-    const c10::Device device = tensors[0].device();
-    c10::Event ready(device.type());
-    ready.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    ready.synchronize();
-    sum_over_ranks(tensors[0]);
-    return nullptr;
-  }
-};
 
 class StreamEngineTest : public testing::Test {
  protected:

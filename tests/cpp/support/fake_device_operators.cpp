@@ -3,6 +3,8 @@
 // What a compressor needs of torch on the fake device: each operator and stage is enqueued on the
 // current stream, and computes as the CPU does when its turn comes.
 #include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include "compressor/stages.h"
@@ -64,8 +66,23 @@ at::Tensor view(const at::Tensor& self, Sizes sizes) {
   return alias(self, self.device(), viewed.sizes(), viewed.strides());
 }
 
+void wait_for_current_stream(at::Device device) {
+  c10::Event reached(device.type());
+  reached.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  reached.synchronize();
+}
+
+at::Scalar item(const at::Tensor& self) {
+  wait_for_current_stream(self.device());
+  return on_host(self).item();
+}
+
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool /*non_blocking*/) {
-  TORCH_CHECK(!target.is_cpu(), "the host waits for the device");
+  if (target.is_cpu()) {
+    wait_for_current_stream(self.device());
+    target.copy_(on_host(self));
+    return target;
+  }
   const at::Tensor source = self.is_cpu() ? self : on_host(self);
   enqueue(target.device(), [source, host = on_host(target)] { host.copy_(source); });
   return target;
@@ -77,6 +94,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("as_strided", as_strided);
   library.impl("view", view);
   library.impl("_copy_from", copy_from);
+  library.impl("_local_scalar_dense", item);
 }
 
 // Every other operator. What it returns follows from its arguments' shapes; the rest is enqueued.
