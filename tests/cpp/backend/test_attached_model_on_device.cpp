@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// An attached model in a group that is ordered by streams, on a device that runs what is enqueued in
-// any order which streams and events admit: it must have the bits of a model on the CPU.
+// An attached model in a group that is ordered by streams, on a device that runs what is enqueued
+// in any order which streams and events admit: it must have the bits of a model on the CPU.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
@@ -67,18 +67,20 @@ Outcome train(at::Device device, const Options& options) {
   step(*model, bad);
   step(*model, gradient(4));
 
-  const auto of_all = model->export_state();
-  const auto own = model->export_local();
-  for (const auto& saved : of_all) {
-    for (const at::Tensor& tensor : {saved.residual, saved.q, saved.p}) {
-      if (tensor.defined()) outcome.tensors.push_back(tensor);
-    }
-  }
+  // What is exported is read by the caller's stream and then released.
   const auto resumed = std::make_shared<AttachedModel>(backend, kNames, parameters, options);
-  resumed->load_state(of_all, model->step(), 1);
+  {
+    const auto of_all = model->export_state();
+    for (const auto& saved : of_all) {
+      for (const at::Tensor& tensor : {saved.residual, saved.q, saved.p}) {
+        if (tensor.defined()) outcome.tensors.push_back(tensor.clone());
+      }
+    }
+    resumed->load_state(of_all, model->step(), 1);
+  }
   step(*resumed, gradient(5));
   const auto continued = std::make_shared<AttachedModel>(backend, kNames, parameters, options);
-  continued->load_local(own, model->step());
+  continued->load_local(model->export_local(), model->step());
   step(*continued, gradient(5));
   step(*model, gradient(5));
 

@@ -19,6 +19,7 @@ namespace {
 
 constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex kDevices = 2;
+constexpr auto kPoison = static_cast<char>(0xFF);  // NaN, in any floating dtype
 
 // Each time it is recorded it gets a version, which its stream reaches later.
 struct Event {
@@ -29,12 +30,19 @@ struct Event {
 using Operation = std::function<bool()>;  // false: not yet
 using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
 
+struct Block {
+  std::unique_ptr<char[]> memory;
+  size_t bytes;
+  c10::Stream owner;
+  std::vector<c10::Stream> users;  // other streams
+};
+
 struct State {
   std::map<StreamKey, std::deque<Operation>> queues;
   std::vector<std::shared_ptr<Event>> events;  // kept until reset: operations refer to them
   std::vector<Use> uses;
-  std::vector<std::unique_ptr<char[]>> memory;
-  c10::StreamId streams = 1;  // so far; 0 is the default stream of each device
+  std::map<const char*, Block> blocks;  // by their beginning; kept until reset
+  c10::StreamId streams = 1;            // so far; 0 is the default stream of each device
   std::mt19937 order;
   Host host = Host::kMayNotWait;
 };
@@ -44,8 +52,8 @@ struct Current {
   std::array<c10::StreamId, kDevices> streams{};
 };
 
-std::mutex mutex;
-State state;  // under the mutex
+std::recursive_mutex mutex;  // an operation may release memory
+State state;                 // under the mutex
 thread_local Current current;
 
 c10::Stream stream(c10::DeviceIndex index, c10::StreamId id) {
@@ -53,7 +61,7 @@ c10::Stream stream(c10::DeviceIndex index, c10::StreamId id) {
 }
 
 void push(const c10::Stream& stream, Operation operation) {
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
   state.queues[{stream.device_index(), stream.id()}].push_back(std::move(operation));
 }
 
@@ -90,7 +98,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getDefaultStream(c10::Device of) const override { return stream(of.index(), 0); }
   c10::Stream getStreamFromGlobalPool(c10::Device of, bool /*priority*/) const override {
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<std::recursive_mutex> lock(mutex);
     return stream(of.index(), state.streams++);
   }
   c10::Stream exchangeStream(c10::Stream to) const override {
@@ -101,7 +109,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex /*index*/,
               c10::EventFlag /*flag*/) const override {
     if (*event == nullptr) {
-      const std::lock_guard<std::mutex> lock(mutex);
+      const std::lock_guard<std::recursive_mutex> lock(mutex);
       state.events.push_back(std::make_shared<Event>());
       *event = state.events.back().get();
     }
@@ -123,7 +131,7 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* /*event*/, c10::DeviceIndex /*index*/) const noexcept override {}
 
   void synchronizeEvent(void* event) const override {
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<std::recursive_mutex> lock(mutex);
     TORCH_CHECK(state.host == Host::kMayWait, "the host waits for the device");
     while (!queryEvent(event)) run_one();
   }
@@ -132,8 +140,13 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
   static void refuse() { TORCH_CHECK(false, "the host waits for more than an event"); }
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<std::recursive_mutex> lock(mutex);
     state.uses.emplace_back(data.get(), stream);
+    const auto* address = static_cast<const char*>(data.get());
+    auto block = state.blocks.upper_bound(address);
+    if (block == state.blocks.begin()) return;
+    --block;
+    if (address < block->first + block->second.bytes) block->second.users.push_back(stream);
   }
 };
 
@@ -144,7 +157,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, GuardImpl)
 c10::Device device(c10::DeviceIndex index) { return {kType, index}; }
 
 void reset(unsigned seed, Host host) {
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
   state = State();
   state.order.seed(seed);
   state.host = host;
@@ -170,13 +183,13 @@ void enqueue(c10::Device device, std::function<void()> operation) {
 }
 
 void run() {
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
   while (run_one()) {
   }
 }
 
 std::vector<Use> recorded_uses() {
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
   return state.uses;
 }
 
@@ -187,14 +200,36 @@ at::Tensor tensor(c10::Device device, std::vector<float>& memory) {
       .make_tensor();
 }
 
-void* allocate(size_t bytes) {
-  const std::lock_guard<std::mutex> lock(mutex);
+void* allocate(c10::Device device, size_t bytes) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
   constexpr size_t kAlignment = 64;
-  state.memory.push_back(std::make_unique<char[]>(bytes + kAlignment));
-  auto* memory = state.memory.back().get();
-  std::fill_n(memory, bytes + kAlignment, static_cast<char>(0xFF));  // NaN
-  const auto misaligned = reinterpret_cast<uintptr_t>(memory) % kAlignment;
-  return memory + kAlignment - misaligned;
+  const size_t size = bytes + kAlignment;
+  auto memory = std::make_unique<char[]>(size);
+  std::fill_n(memory.get(), size, kPoison);
+  char* begin = memory.get() + kAlignment - reinterpret_cast<uintptr_t>(memory.get()) % kAlignment;
+  state.blocks.insert_or_assign(begin,
+                                Block{std::move(memory), bytes, GuardImpl().getStream(device), {}});
+  return begin;
+}
+
+void release(void* memory) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  const auto found = state.blocks.find(static_cast<const char*>(memory));
+  if (found == state.blocks.end()) return;  // it was reset
+  const Block& block = found->second;
+  const GuardImpl impl;
+  const c10::Stream allocator = impl.getStreamFromGlobalPool(block.owner.device(), false);
+  std::vector<c10::Stream> streams = block.users;
+  streams.push_back(block.owner);
+  for (const c10::Stream& stream : streams) {
+    void* done = nullptr;
+    impl.record(&done, stream, stream.device_index(), c10::EventFlag::BACKEND_DEFAULT);
+    impl.block(done, allocator);
+  }
+  push(allocator, [memory, bytes = block.bytes] {
+    std::fill_n(static_cast<char*>(memory), bytes, kPoison);
+    return true;
+  });
 }
 
 }  // namespace powersgd::test::fake_device

@@ -40,8 +40,11 @@ std::vector<Use> recorded_uses();
 // A tensor on the device whose memory the host can reach.
 at::Tensor tensor(c10::Device device, std::vector<float>& memory);
 
-// Memory that is kept until reset, not 0.
-void* allocate(size_t bytes);
+// Memory for the current stream, as CUDA's caching allocator has it: once it is released it may
+// be overwritten, in the order of that stream, and after what the other streams that were recorded
+// as its users had to do by then. What is released is overwritten here, with NaN.
+void* allocate(c10::Device device, size_t bytes);
+void release(void* memory);
 
 // Lets the CPU's stages and the few operators that a compressor calls run on the device
 // (fake_device_operators.cpp).

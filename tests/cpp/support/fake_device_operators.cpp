@@ -15,19 +15,25 @@ namespace {
 
 using Sizes = at::IntArrayRef;
 
-// Another tensor of the same memory.
-at::Tensor alias(const at::Tensor& tensor, at::Device device, Sizes sizes, Sizes strides,
-                 int64_t offset = 0) {
+char* data_of(const at::Tensor& tensor, int64_t offset = 0) {
   char* memory = static_cast<char*>(tensor.storage().mutable_data());
-  return at::for_blob(memory + (tensor.storage_offset() + offset) * tensor.element_size(), sizes)
+  return memory + (tensor.storage_offset() + offset) * tensor.element_size();
+}
+
+// Another tensor on the device that keeps the memory.
+at::Tensor alias(const at::Tensor& tensor, Sizes sizes, Sizes strides, int64_t offset = 0) {
+  return at::for_blob(data_of(tensor, offset), sizes)
       .strides(strides)
-      .options(tensor.options().device(device))
-      .target_device(device)
+      .deleter([kept = tensor.storage()](void*) {})
+      .options(tensor.options())
+      .target_device(tensor.device())
       .make_tensor();
 }
 
+// What an operation that is enqueued sees. It does not keep the memory, as a kernel does not.
 at::Tensor on_host(const at::Tensor& tensor) {
-  return alias(tensor, at::kCPU, tensor.sizes(), tensor.strides());
+  const auto options = tensor.options().device(at::kCPU);
+  return at::from_blob(data_of(tensor), tensor.sizes(), tensor.strides(), options);
 }
 
 at::Tensor empty_strided(Sizes sizes, Sizes strides, std::optional<at::ScalarType> dtype,
@@ -40,8 +46,9 @@ at::Tensor empty_strided(Sizes sizes, Sizes strides, std::optional<at::ScalarTyp
     if (numel == 0) break;
   }
   const auto bytes = static_cast<size_t>(numel) * options.dtype().itemsize();
-  return at::for_blob(allocate(bytes), sizes)
+  return at::for_blob(allocate(*device, bytes), sizes)
       .strides(strides)
+      .deleter(release)
       .options(options)
       .target_device(*device)
       .make_tensor();
@@ -58,12 +65,12 @@ at::Tensor empty(Sizes sizes, std::optional<at::ScalarType> dtype, std::optional
 at::Tensor as_strided(const at::Tensor& self, Sizes sizes, Sizes strides,
                       std::optional<int64_t> offset) {
   const int64_t own = self.storage_offset();
-  return alias(self, self.device(), sizes, strides, offset.value_or(own) - own);
+  return alias(self, sizes, strides, offset.value_or(own) - own);
 }
 
 at::Tensor view(const at::Tensor& self, Sizes sizes) {
   const at::Tensor viewed = on_host(self).view(sizes);
-  return alias(self, self.device(), viewed.sizes(), viewed.strides());
+  return alias(self, viewed.sizes(), viewed.strides());
 }
 
 void wait_for_current_stream(at::Device device) {

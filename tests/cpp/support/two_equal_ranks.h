@@ -18,9 +18,11 @@
 // Rank 0 of a group of two whose tensors are always equal: a sum over ranks is twice the tensor.
 namespace powersgd::test {
 
-inline void sum_over_ranks(const at::Tensor& tensor) {
-  at::from_blob(tensor.data_ptr(), {tensor.numel()}, tensor.scalar_type()).mul_(2);
+// What the CPU sees of a contiguous tensor.
+inline at::Tensor on_host(const at::Tensor& tensor) {
+  return at::from_blob(tensor.data_ptr(), {tensor.numel()}, tensor.scalar_type());
 }
+inline void sum_over_ranks(const at::Tensor& tensor) { on_host(tensor).mul_(2); }
 
 // As NCCL: a collective runs on a stream of the backend's own, after what is on the caller's.
 class StreamBackend : public c10d::Backend {
@@ -44,10 +46,11 @@ class StreamBackend : public c10d::Backend {
     c10::Event ready(device.type()), done(device.type());
     ready.record(callers);
     ready.block(*streams_[index]);
+    impl.recordDataPtrOnStream(tensor.storage().data_ptr(), *streams_[index]);
     const c10::StreamGuard guard(*streams_[index]);
-    fake_device::enqueue(device, [this, tensor] {
-      sum_over_ranks(tensor);
-      ran.push_back(std::to_string(tensor.numel()));
+    fake_device::enqueue(device, [this, seen = on_host(tensor)] {
+      sum_over_ranks(seen);
+      ran.push_back(std::to_string(seen.numel()));
     });
     done.record(*streams_[index]);
     return c10::make_intrusive<StreamWork>(0, tensors, std::move(done), nullptr);
