@@ -127,14 +127,28 @@ void AttachedModel::announce() const {
                options_.warm_start ? "on" : "off"));
 }
 
+std::vector<c10::Device> AttachedModel::devices() const {
+  std::vector<c10::Device> devices;
+  for (const at::Tensor& parameter : parameters_) {
+    if (std::find(devices.begin(), devices.end(), parameter.device()) == devices.end()) {
+      devices.push_back(parameter.device());
+    }
+  }
+  return devices;
+}
+
 void AttachedModel::end_step() {
   ++step_;
   backend_->end_step(options_);
   if (options_.check_every == 0 || step_ % static_cast<uint64_t>(options_.check_every) != 0) return;
-  std::vector<Replica> replicas;
-  for (size_t i = 0; i < states_.size(); ++i)
-    replicas.push_back({"'" + names_[i] + "'", states_[i]});
-  backend_->check_replicas(std::move(replicas), parameters_.front().device());
+  for (const c10::Device device : devices()) {
+    std::vector<Replica> replicas;
+    for (size_t i = 0; i < states_.size(); ++i) {
+      if (parameters_[i].device() != device) continue;
+      replicas.push_back({"'" + names_[i] + "'", states_[i]});
+    }
+    backend_->check_replicas(std::move(replicas), device);
+  }
 }
 
 }  // namespace powersgd

@@ -91,6 +91,8 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
 
   Bucket make_bucket(const at::Tensor& buffer, const std::vector<size_t>& parameters) const;
   void announce() const;
+  // Of the parameters: one, but for a module that is spread over several.
+  std::vector<c10::Device> devices() const;
   void add_owed(at::Tensor& buffer, const std::vector<size_t>& parameters);
   std::optional<size_t> find_name(const std::string& name) const;
   void check_parameter(const ParameterExport& saved) const;

@@ -207,13 +207,17 @@ void AttachedModel::load_local(const std::vector<LocalExport>& saved, int64_t st
 }
 
 void AttachedModel::step_skipped(const at::Tensor& dropped) {
-  backend_->run_after_steps(parameters_.front().device(), [&] {
-    std::vector<ParameterStatePtr> delivered;
-    for (const ParameterStatePtr& state : states_) {
-      if (state->last_step + 1 == static_cast<int64_t>(step_)) delivered.push_back(state);
-    }
-    keep_delivered(delivered, dropped);
-  });
+  for (const c10::Device device : devices()) {
+    backend_->run_after_steps(device, [&] {
+      std::vector<ParameterStatePtr> delivered;
+      for (size_t i = 0; i < states_.size(); ++i) {
+        const bool in_last_step = states_[i]->last_step + 1 == static_cast<int64_t>(step_);
+        if (in_last_step && parameters_[i].device() == device) delivered.push_back(states_[i]);
+      }
+      const bool elsewhere = dropped.defined() && !dropped.is_cpu() && dropped.device() != device;
+      keep_delivered(delivered, elsewhere ? dropped.to(device) : dropped);
+    });
+  }
 }
 
 std::map<std::string, double> AttachedModel::residual_norms() {

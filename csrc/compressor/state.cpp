@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <map>
 
@@ -13,6 +14,7 @@ namespace {
 // Fills a factor ([rank, n]) by the kernel, so that a start does not depend on when a parameter
 // joined a bucket.
 void start(const at::Tensor& factor, uint64_t stream, const Options& options) {
+  const c10::DeviceGuard guard(factor.device());  // the stages run on the current device
   kernels::Matrix matrix{};
   matrix.rows = matrix.rank = factor.size(0);
   matrix.cols = factor.size(1);
@@ -28,6 +30,7 @@ void start(const at::Tensor& factor, uint64_t stream, const Options& options) {
 
 // Makes the columns of a factor ([n, rank], in any layout) orthonormal, by the stage.
 void orthonormalize(const at::Tensor& factor, uint64_t stream, const Options& options) {
+  const c10::DeviceGuard guard(factor.device());
   at::Tensor payload = at::zeros({factor.numel() + 1}, factor.options());
   payload.narrow(0, 0, factor.numel()).view(factor.sizes()).copy_(factor);
   at::Tensor p_hat = at::zeros(factor.sizes(), factor.options());

@@ -8,6 +8,7 @@
 
 #include <limits>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "backend/attached_model.h"
@@ -20,7 +21,11 @@ namespace {
 
 namespace fake = test::fake_device;
 
-constexpr int64_t kNumel = 24 * 32 + 24 + 32 * 54;  // of the model below
+// Where the model's first layer is, and its second.
+struct Place {
+  at::Device first, second;
+};
+constexpr int64_t kFirst = 24 * 32 + 24, kSecond = 32 * 54;  // elements
 const std::vector<std::string> kNames = {"weight", "bias", "conv"};
 
 c10::intrusive_ptr<BackendPowerSGD> make_backend(at::Device device, const Options& options) {
@@ -32,12 +37,13 @@ c10::intrusive_ptr<BackendPowerSGD> make_backend(at::Device device, const Option
   return c10::make_intrusive<BackendPowerSGD>(0, 2, std::vector{inner}, options);
 }
 
-std::vector<at::Tensor> make_parameters(at::Device device) {
-  return {at::zeros({24, 32}, device), at::zeros({24}, device), at::zeros({32, 54}, device)};
+std::vector<at::Tensor> make_parameters(const Place& place) {
+  return {at::zeros({24, 32}, place.first), at::zeros({24}, place.first),
+          at::zeros({32, 54}, place.second)};
 }
 
 at::Tensor gradient(uint64_t step) {
-  return at::randn({kNumel}, at::detail::createCPUGenerator(step));
+  return at::randn({kFirst + kSecond}, at::detail::createCPUGenerator(step));
 }
 
 struct Outcome {
@@ -46,22 +52,26 @@ struct Outcome {
 };
 
 // Steps of all kinds, a checkpoint of each kind, and steps of the models that were loaded.
-Outcome train(at::Device device, const Options& options) {
-  const auto backend = make_backend(device, options);
-  const auto parameters = make_parameters(device);
+Outcome train(const Place& place, const Options& options) {
+  const auto backend = make_backend(place.first, options);
+  const auto parameters = make_parameters(place);
   Outcome outcome;
   const auto step = [&](AttachedModel& model, const at::Tensor& gradient) {
-    at::Tensor buffer = gradient.to(device, /*non_blocking=*/false, /*copy=*/true);
-    model.reduce(0, buffer, model.find(parameters), 2)->wait();
+    at::Tensor first = gradient.narrow(0, 0, kFirst).to(place.first, false, /*copy=*/true);
+    at::Tensor second = gradient.narrow(0, kFirst, kSecond).to(place.second, false, /*copy=*/true);
+    const auto one = model.reduce(0, first, model.find({parameters[0], parameters[1]}), 2);
+    const auto two = model.reduce(1, second, model.find({parameters[2]}), 2);
     model.end_step();
-    outcome.tensors.push_back(buffer.clone());
+    one->wait();
+    two->wait();
+    for (const at::Tensor& output : {first, second}) outcome.tensors.push_back(output.clone());
   };
   const auto model = std::make_shared<AttachedModel>(backend, kNames, parameters, options);
   step(*model, gradient(0));
   step(*model, gradient(1));
-  model->step_skipped(at::ones({}, device));
+  model->step_skipped(at::ones({}, place.first));
   step(*model, gradient(2));
-  model->step_skipped(at::zeros({}, device));  // it was not
+  model->step_skipped(at::zeros({}, place.first));  // it was not
   at::Tensor bad = gradient(3);
   bad[5] = std::numeric_limits<float>::infinity();
   step(*model, bad);
@@ -71,12 +81,12 @@ Outcome train(at::Device device, const Options& options) {
   const auto resumed = std::make_shared<AttachedModel>(backend, kNames, parameters, options);
   {
     const auto of_all = model->export_state();
+    resumed->load_state(of_all, model->step(), 1);
     for (const auto& saved : of_all) {
       for (const at::Tensor& tensor : {saved.residual, saved.q, saved.p}) {
         if (tensor.defined()) outcome.tensors.push_back(tensor.clone());
       }
     }
-    resumed->load_state(of_all, model->step(), 1);
   }
   step(*resumed, gradient(5));
   const auto continued = std::make_shared<AttachedModel>(backend, kNames, parameters, options);
@@ -89,20 +99,23 @@ Outcome train(at::Device device, const Options& options) {
   return outcome;
 }
 
-class AttachedModelOnDevice : public testing::TestWithParam<bool> {};
+using Mode = std::tuple<bool, bool>;  // alternating, spread over two devices
+class AttachedModelOnDevice : public testing::TestWithParam<Mode> {};
 
 TEST_P(AttachedModelOnDevice, HasTheBitsOfTheHostInAnyOrderOfStreams) {
   fake::add_operators();
+  const auto [alternating, spread] = GetParam();
   Options options;
   options.matrix_approximation_rank = 2;
   options.start_powerSGD_iter = 0;
-  options.alternating = GetParam();
-  const Outcome expected = train(at::kCPU, options);
+  options.alternating = alternating;
+  const Outcome expected = train({at::kCPU, at::kCPU}, options);
   EXPECT_EQ(expected.skipped, 1);
   for (unsigned seed = 0; seed < 20; ++seed) {
     fake::reset(seed, fake::Host::kMayWait);  // checkpoints do
     fake::use_new_stream(fake::device(0));
-    const Outcome outcome = train(fake::device(0), options);
+    fake::use_new_stream(fake::device(1));
+    const Outcome outcome = train({fake::device(0), fake::device(spread ? 1 : 0)}, options);
     EXPECT_EQ(outcome.skipped, expected.skipped);
     ASSERT_EQ(outcome.tensors.size(), expected.tensors.size());
     for (size_t i = 0; i < outcome.tensors.size(); ++i) {
@@ -112,8 +125,13 @@ TEST_P(AttachedModelOnDevice, HasTheBitsOfTheHostInAnyOrderOfStreams) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Modes, AttachedModelOnDevice, testing::Bool(),
-                         [](const auto& mode) { return mode.param ? "Alternating" : "Plain"; });
+std::string name_of(const testing::TestParamInfo<Mode>& mode) {
+  const auto [alternating, spread] = mode.param;
+  return std::string(alternating ? "Alternating" : "Plain") + (spread ? "Spread" : "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, AttachedModelOnDevice,
+                         testing::Combine(testing::Bool(), testing::Bool()), name_of);
 
 }  // namespace
 }  // namespace powersgd

@@ -73,10 +73,17 @@ at::Tensor view(const at::Tensor& self, Sizes sizes) {
   return alias(self, viewed.sizes(), viewed.strides());
 }
 
-void wait_for_current_stream(at::Device device) {
+c10::Event record_current_stream(at::Device device) {
   c10::Event reached(device.type());
   reached.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  reached.synchronize();
+  return reached;
+}
+
+void wait_for_current_stream(at::Device device) { record_current_stream(device).synchronize(); }
+
+// Makes the current stream of one device wait for that of another.
+void let_follow(at::Device first, at::Device second) {
+  record_current_stream(first).block(c10::impl::VirtualGuardImpl(second.type()).getStream(second));
 }
 
 at::Scalar item(const at::Tensor& self) {
@@ -90,8 +97,12 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool /*no
     target.copy_(on_host(self));
     return target;
   }
+  // From another device: as CUDA does, in the order of both current streams.
+  const bool elsewhere = !self.is_cpu() && self.device() != target.device();
+  if (elsewhere) let_follow(self.device(), target.device());
   const at::Tensor source = self.is_cpu() ? self : on_host(self);
   enqueue(target.device(), [source, host = on_host(target)] { host.copy_(source); });
+  if (elsewhere) let_follow(target.device(), self.device());
   return target;
 }
 
