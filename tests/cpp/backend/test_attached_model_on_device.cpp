@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -28,15 +29,6 @@ struct Place {
 constexpr int64_t kFirst = 24 * 32 + 24, kSecond = 32 * 54;  // elements
 const std::vector<std::string> kNames = {"weight", "bias", "conv"};
 
-c10::intrusive_ptr<BackendPowerSGD> make_backend(at::Device device, const Options& options) {
-  InnerAndLanes inner{device.type(), c10::make_intrusive<test::StreamBackend>(), {}};
-  if (device.is_cpu()) {
-    inner.inner = c10::make_intrusive<test::HostBackend>();
-    inner.lanes = {inner.inner, inner.inner};
-  }
-  return c10::make_intrusive<BackendPowerSGD>(0, 2, std::vector{inner}, options);
-}
-
 std::vector<at::Tensor> make_parameters(const Place& place) {
   return {at::zeros({24, 32}, place.first), at::zeros({24}, place.first),
           at::zeros({32, 54}, place.second)};
@@ -48,12 +40,12 @@ at::Tensor gradient(uint64_t step) {
 
 struct Outcome {
   std::vector<at::Tensor> tensors;  // outputs of all steps, then states
-  int64_t skipped;
+  int64_t failed = 0, skipped = 0, differences = 0;
 };
 
 // Steps of all kinds, a checkpoint of each kind, and steps of the models that were loaded.
 Outcome train(const Place& place, const Options& options) {
-  const auto backend = make_backend(place.first, options);
+  const auto backend = test::make_backend_of_equal_ranks(place.first, options);
   const auto parameters = make_parameters(place);
   Outcome outcome;
   const auto step = [&](AttachedModel& model, const at::Tensor& gradient) {
@@ -62,8 +54,13 @@ Outcome train(const Place& place, const Options& options) {
     const auto one = model.reduce(0, first, model.find({parameters[0], parameters[1]}), 2);
     const auto two = model.reduce(1, second, model.find({parameters[2]}), 2);
     model.end_step();
-    one->wait();
-    two->wait();
+    for (const auto& work : {one, two}) {
+      try {
+        work->wait();
+      } catch (const std::runtime_error&) {
+        ++outcome.failed;
+      }
+    }
     for (const at::Tensor& output : {first, second}) outcome.tensors.push_back(output.clone());
   };
   const auto model = std::make_shared<AttachedModel>(backend, kNames, parameters, options);
@@ -75,6 +72,14 @@ Outcome train(const Place& place, const Options& options) {
   at::Tensor bad = gradient(3);
   bad[5] = std::numeric_limits<float>::infinity();
   step(*model, bad);
+  for (const std::string stage : {"project", "reduce_p", "orthogonalize", "reconstruct"}) {
+    backend->set_stage_probe([&stage](const std::string& entered) {
+      if (entered == stage) throw std::runtime_error("injected failure");
+    });
+    step(*model, gradient(4));
+    backend->set_stage_probe(nullptr);
+    step(*model, gradient(5));
+  }
   step(*model, gradient(4));
 
   // What is exported is read by the caller's stream and then released.
@@ -94,7 +99,9 @@ Outcome train(const Place& place, const Options& options) {
   step(*continued, gradient(5));
   step(*model, gradient(5));
 
-  outcome.skipped = backend->snapshot().skipped_steps;
+  const StatsSnapshot stats = backend->snapshot();
+  outcome.skipped = stats.skipped_steps;
+  outcome.differences = stats.differences;
   for (at::Tensor& tensor : outcome.tensors) tensor = tensor.cpu();
   return outcome;
 }
@@ -109,14 +116,19 @@ TEST_P(AttachedModelOnDevice, HasTheBitsOfTheHostInAnyOrderOfStreams) {
   options.matrix_approximation_rank = 2;
   options.start_powerSGD_iter = 0;
   options.alternating = alternating;
+  options.check_every = 3;
   const Outcome expected = train({at::kCPU, at::kCPU}, options);
   EXPECT_EQ(expected.skipped, 1);
+  EXPECT_EQ(expected.differences, 0);
+  EXPECT_EQ(expected.failed, alternating ? 6 : 8);  // it sends no P in one of the four steps
   for (unsigned seed = 0; seed < 20; ++seed) {
     fake::reset(seed, fake::Host::kMayWait);  // checkpoints do
     fake::use_new_stream(fake::device(0));
     fake::use_new_stream(fake::device(1));
     const Outcome outcome = train({fake::device(0), fake::device(spread ? 1 : 0)}, options);
     EXPECT_EQ(outcome.skipped, expected.skipped);
+    EXPECT_EQ(outcome.differences, expected.differences);
+    EXPECT_EQ(outcome.failed, expected.failed);
     ASSERT_EQ(outcome.tensors.size(), expected.tensors.size());
     for (size_t i = 0; i < outcome.tensors.size(); ++i) {
       EXPECT_TRUE(at::allclose(outcome.tensors[i], expected.tensors[i], 0, 0, /*equal_nan=*/true))

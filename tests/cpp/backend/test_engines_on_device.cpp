@@ -11,12 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "backend/compressed_step.h"
 #include "backend/stream_engine.h"
 #include "backend/thread_engine.h"
 #include "backend/work.h"
 #include "support/fake_device.h"
-#include "support/one_rank.h"
 #include "support/two_equal_ranks.h"
 
 namespace powersgd {
@@ -267,94 +265,6 @@ TEST(ThreadEngineOnDevice, AJobFollowsTheCallersStreamAndIsDoneWhenWaitReturns) 
     EXPECT_EQ(*at_three, 14);
   }
 }
-
-// Whole steps of compression.
-
-constexpr uint64_t kSteps = 4;
-
-at::Tensor gradient_of(uint64_t step, int64_t numel) {
-  at::manual_seed(step + 1);
-  return at::randn({numel});
-}
-
-// The outputs of `kSteps` steps, on the CPU.
-std::vector<at::Tensor> outputs_on_host(const Options& options) {
-  struct HostLane : Lane {
-    void allreduce(at::Tensor& payload) override { sum_over_ranks(payload); }
-  } lane;
-  test::OneRank rank(options);
-  const std::shared_ptr<BucketCompressor> compressor = std::move(rank.compressor);
-  std::vector<at::Tensor> outputs;
-  for (uint64_t step = 0; step < kSteps; ++step) {
-    outputs.push_back(gradient_of(step, rank.plan.gradient_numel));
-    const Job job = compressed_step(compressor, outputs.back(), {0.5, 1, step},
-                                    std::make_shared<Stats>(), nullptr);
-    job.first(lane);
-    job.second(lane);
-  }
-  return outputs;
-}
-
-// The same on the device, each on a stream of the caller's.
-void submit_steps(Engine& engine, const Options& options, c10::Device device,
-                  std::vector<std::vector<float>>& gradients, std::vector<at::Tensor>& outputs) {
-  test::OneRank rank(options, at::kFloat, device);
-  const std::shared_ptr<BucketCompressor> compressor = std::move(rank.compressor);
-  const auto numel = rank.plan.gradient_numel;
-  gradients.resize(kSteps);
-  outputs.resize(kSteps);
-  for (uint64_t step = 0; step < kSteps; ++step) {
-    std::vector<float>& memory = gradients[step];
-    memory.assign(static_cast<size_t>(numel), -1.0F);
-    const at::Tensor tensor = fake::tensor(device, memory);
-    fake::enqueue(device, [&memory, gradient = gradient_of(step, numel)] {
-      std::copy_n(gradient.const_data_ptr<float>(), memory.size(), memory.data());
-    });
-    const auto work = engine.submit(
-        {tensor},
-        compressed_step(compressor, tensor, {0.5, 1, step}, std::make_shared<Stats>(), nullptr),
-        device, kNoJobTimeout);
-    work->wait();
-    fake::enqueue(device, [&memory, &output = outputs[step]] { output = at::tensor(memory); });
-  }
-}
-
-using Mode = std::tuple<bool, std::optional<DType>>;  // alternating, wire_dtype
-class CompressionOnDevice : public testing::TestWithParam<Mode> {};
-
-TEST_P(CompressionOnDevice, HasTheBitsOfTheHostInAnyOrderOfStreams) {
-  fake::add_operators();
-  Options options;
-  options.matrix_approximation_rank = 2;
-  std::tie(options.alternating, options.wire_dtype) = GetParam();
-  const std::vector<at::Tensor> expected = outputs_on_host(options);
-  for (unsigned seed = 0; seed < 50; ++seed) {
-    fake::reset(seed, fake::Host::kMayNotWait);
-    StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
-    std::vector<std::vector<float>> here, there;
-    std::vector<at::Tensor> outputs_here, outputs_there;
-    submit_steps(engine, options, fake::device(0), here, outputs_here);
-    fake::use_new_stream(fake::device(0));
-    submit_steps(engine, options, fake::device(1), there, outputs_there);
-    fake::run();
-    for (uint64_t step = 0; step < kSteps; ++step) {
-      EXPECT_TRUE(at::equal(outputs_here[step], expected[step])) << "step " << step;
-      EXPECT_TRUE(at::equal(outputs_there[step], expected[step])) << "step " << step;
-    }
-  }
-}
-
-std::string name_of(const testing::TestParamInfo<Mode>& mode) {
-  const auto [alternating, wire] = mode.param;
-  const std::string name = alternating ? "Alternating" : "Plain";
-  return wire ? name + "On" + to_string(*wire) : name;
-}
-
-INSTANTIATE_TEST_SUITE_P(Modes, CompressionOnDevice,
-                         testing::Combine(testing::Bool(),
-                                          testing::Values(std::optional<DType>(), DType::kBFloat16,
-                                                          DType::kFloat16)),
-                         name_of);
 
 }  // namespace
 }  // namespace powersgd

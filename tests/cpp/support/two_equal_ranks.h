@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "backend/work.h"
+#include "powersgd/backend.h"
 #include "support/fake_device.h"
 
 // Rank 0 of a group of two whose tensors are always equal: a sum over ranks is twice the tensor.
@@ -22,7 +23,17 @@ namespace powersgd::test {
 inline at::Tensor on_host(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), {tensor.numel()}, tensor.scalar_type());
 }
-inline void sum_over_ranks(const at::Tensor& tensor) { on_host(tensor).mul_(2); }
+
+// Of integers the group sends tables with a row for each rank, the others' rows 0.
+inline void sum_over_ranks(const at::Tensor& tensor) {
+  const at::Tensor seen = on_host(tensor);
+  if (seen.scalar_type() == at::kLong) {
+    const auto rows = seen.chunk(2);
+    rows[1].copy_(rows[0]);
+  } else {
+    seen.mul_(2);
+  }
+}
 
 // As NCCL: a collective runs on a stream of the backend's own, after what is on the caller's.
 class StreamBackend : public c10d::Backend {
@@ -78,5 +89,16 @@ class HostBackend : public c10d::Backend {
     return nullptr;
   }
 };
+
+// Ordered by streams on the device, with a thread engine on the CPU.
+inline c10::intrusive_ptr<BackendPowerSGD> make_backend_of_equal_ranks(at::Device device,
+                                                                       const Options& options) {
+  InnerAndLanes inner{device.type(), c10::make_intrusive<StreamBackend>(), {}};
+  if (device.is_cpu()) {
+    inner.inner = c10::make_intrusive<HostBackend>();
+    inner.lanes = {inner.inner, inner.inner};
+  }
+  return c10::make_intrusive<BackendPowerSGD>(0, 2, std::vector{inner}, options);
+}
 
 }  // namespace powersgd::test
