@@ -164,6 +164,11 @@ void reset(unsigned seed, Host host) {
   current = Current();
 }
 
+void let_host_wait() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  state.host = Host::kMayWait;
+}
+
 c10::Device current_device() { return device(current.device); }
 
 void set_current_device(c10::Device device) { current.device = device.index(); }

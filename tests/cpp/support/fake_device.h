@@ -21,6 +21,7 @@ enum class Host { kMayWait, kMayNotWait };
 // Forgets streams, events and what was recorded. On this thread, device 0 and the default streams
 // are current. `seed`: of the order in which operations run.
 void reset(unsigned seed, Host host);
+void let_host_wait();
 
 // Enqueues on the current stream of `device`.
 void enqueue(c10::Device device, std::function<void()> operation);
@@ -46,8 +47,7 @@ at::Tensor tensor(c10::Device device, std::vector<float>& memory);
 void* allocate(c10::Device device, size_t bytes);
 void release(void* memory);
 
-// Lets the CPU's stages and the few operators that a compressor calls run on the device
-// (fake_device_operators.cpp).
+// Lets the CPU's stages and operators run on the device (fake_device_operators.cpp).
 void add_operators();
 
 }  // namespace powersgd::test::fake_device
