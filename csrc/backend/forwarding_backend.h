@@ -142,8 +142,11 @@ class ForwardingBackend : public c10d::Backend {
   float endTimeEstimate() override;
 #endif
 
-#ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
+#ifdef POWERSGD_BACKEND_HAS_IS_INITIALIZED
   bool isInitialized() override;
+#endif
+
+#ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
   void addEphemeralTimeout(const Milliseconds& timeout) override;
   WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input,
                              const c10d::GatherOptions& opts) override;
@@ -155,9 +158,12 @@ class ForwardingBackend : public c10d::Backend {
 #endif
 
 #ifdef C10D_BACKEND_HAS_HOOKS
-  bool supportsAbortHooks() const override;
   void registerAbortHook(int64_t id, c10d::AbortHook hook) override;
   void unregisterAbortHook(int64_t id) override;
+#endif
+
+#ifdef POWERSGD_BACKEND_HAS_COMPLETION_HOOKS
+  bool supportsAbortHooks() const override;
   bool supportsCompletionHooks() const override;
   void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override;
   void unregisterCompletionHook(int64_t id) override;

@@ -26,11 +26,13 @@ void ForwardingBackend::startTimeEstimate() { accelerator().startTimeEstimate();
 float ForwardingBackend::endTimeEstimate() { return accelerator().endTimeEstimate(); }
 #endif
 
-#ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
+#ifdef POWERSGD_BACKEND_HAS_IS_INITIALIZED
 bool ForwardingBackend::isInitialized() {
   return inners_.all([](Backend& inner) { return inner.isInitialized(); });
 }
+#endif
 
+#ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
 void ForwardingBackend::addEphemeralTimeout(const Milliseconds& timeout) {
   each_inner([&](Backend& inner) { inner.addEphemeralTimeout(timeout); });
 }
@@ -54,15 +56,17 @@ void ForwardingBackend::setBoundDeviceId(std::optional<at::Device> device) {
 #endif
 
 #ifdef C10D_BACKEND_HAS_HOOKS
-bool ForwardingBackend::supportsAbortHooks() const {
-  return inners_.at(primary_device())->supportsAbortHooks();
-}
-
 void ForwardingBackend::registerAbortHook(int64_t id, c10d::AbortHook hook) {
   primary().registerAbortHook(id, std::move(hook));
 }
 
 void ForwardingBackend::unregisterAbortHook(int64_t id) { primary().unregisterAbortHook(id); }
+#endif
+
+#ifdef POWERSGD_BACKEND_HAS_COMPLETION_HOOKS
+bool ForwardingBackend::supportsAbortHooks() const {
+  return inners_.at(primary_device())->supportsAbortHooks();
+}
 
 bool ForwardingBackend::supportsCompletionHooks() const {
   return inners_.at(primary_device())->supportsCompletionHooks();

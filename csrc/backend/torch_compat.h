@@ -19,16 +19,24 @@
 #define POWERSGD_BACKEND_HAS_MEMORY_OFFLOAD 1
 #endif
 
-#if POWERSGD_TORCH_AT_LEAST(2, 15)
-// Backend: startTimeEstimate, endTimeEstimate. Before them Python asks NCCL's class alone for an
-// estimate, so that no other backend may then claim supportsTimeEstimation.
-#define POWERSGD_BACKEND_HAS_TIME_ESTIMATE 1
-// Backend: isInitialized, addEphemeralTimeout, gather_into_tensor, and a rank that may change.
+#if POWERSGD_TORCH_AT_LEAST(2, 14)
+// Backend: addEphemeralTimeout, gather_into_tensor, and a rank that may change.
 #define POWERSGD_BACKEND_HAS_LIFECYCLE 1
 // Backend: get and setBoundDeviceId are virtual.
 #define POWERSGD_BACKEND_HAS_VIRTUAL_BOUND_DEVICE 1
 // Backend::Options::clone.
 #define POWERSGD_OPTIONS_HAVE_CLONE 1
+#endif
+
+#if POWERSGD_TORCH_AT_LEAST(2, 15)
+// Backend: startTimeEstimate, endTimeEstimate. Before them Python asks NCCL's class alone for an
+// estimate, so that no other backend may then claim supportsTimeEstimation.
+#define POWERSGD_BACKEND_HAS_TIME_ESTIMATE 1
+// Backend: isInitialized.
+#define POWERSGD_BACKEND_HAS_IS_INITIALIZED 1
+// Backend: hooks on completion, and whether there are hooks at all (C10D_BACKEND_HAS_HOOKS is of
+// 2.14 and its abort hooks).
+#define POWERSGD_BACKEND_HAS_COMPLETION_HOOKS 1
 #endif
 
 namespace powersgd {

@@ -194,6 +194,9 @@ class RecordingBackend : public c10d::Backend {
   void addEphemeralTimeout(const Milliseconds& timeout) override {
     note("addEphemeralTimeout", timeout);
   }
+#endif
+
+#ifdef POWERSGD_BACKEND_HAS_IS_INITIALIZED
   bool isInitialized() override { return initialized; }
   bool initialized = true;
 #endif
@@ -208,11 +211,14 @@ class RecordingBackend : public c10d::Backend {
 #endif
 
 #ifdef C10D_BACKEND_HAS_HOOKS
-  bool supportsAbortHooks() const override { return true; }
   void registerAbortHook(int64_t id, c10d::AbortHook /*hook*/) override {
     note("registerAbortHook", id);
   }
   void unregisterAbortHook(int64_t id) override { note("unregisterAbortHook", id); }
+#endif
+
+#ifdef POWERSGD_BACKEND_HAS_COMPLETION_HOOKS
+  bool supportsAbortHooks() const override { return true; }
   bool supportsCompletionHooks() const override { return true; }
   void registerCompletionHook(int64_t id, c10d::CompletionHook /*hook*/) override {
     note("registerCompletionHook", id);
