@@ -15,7 +15,7 @@
    (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
 // Backend: suspend, resume, getMemoryStats.
-#if POWERSGD_TORCH_AT_LEAST(2, 13)
+#if POWERSGD_TORCH_AT_LEAST(2, 12)
 #define POWERSGD_BACKEND_HAS_MEMORY_OFFLOAD 1
 #endif
 
