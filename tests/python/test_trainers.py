@@ -7,12 +7,21 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WARM_UP = 10  # start_powerSGD_iter of the examples
+
+
+# What each example imports and is not of this package.
+PACKAGES = {
+    "accelerate": ("accelerate", "rich", "sklearn"),
+    "lightning": ("lightning", "rich", "sklearn"),
+    "transformers": ("accelerate", "transformers"),
+}
 
 
 def _start(library, arguments):
@@ -42,6 +51,9 @@ def _start(library, arguments):
     ],
 )
 def test_an_example_compresses_and_goes_on_from_its_checkpoint(library, first, second, tmp_path):
+    for package in PACKAGES[library]:
+        if find_spec(package) is None:  # importing them takes seconds
+            pytest.skip(f"needs {package}")
     folder = ("--folder", tmp_path / "checkpoint")
     loss, exact, compressed, _ = _start(library, (*first, *folder))
     assert exact >= WARM_UP
