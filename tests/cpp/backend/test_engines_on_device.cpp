@@ -13,7 +13,6 @@
 
 #include "backend/stream_engine.h"
 #include "backend/thread_engine.h"
-#include "backend/work.h"
 #include "support/fake_device.h"
 #include "support/two_equal_ranks.h"
 
@@ -23,7 +22,6 @@ namespace {
 namespace fake = test::fake_device;
 using test::HostBackend;
 using test::StreamBackend;
-using test::sum_over_ranks;
 constexpr auto kNoJobTimeout = c10d::kUnsetTimeout;
 constexpr unsigned kOrders = 200;
 
@@ -80,10 +78,18 @@ class Step {
   at::Tensor tensor_, payload_;
 };
 
-TEST_F(StreamEngineTest, AWaitOrdersTheStreamAndDoesNotBlockTheHost) {
+// body(engine), for an engine and an order of the device of its own each time.
+template <class Body>
+void in_many_orders(const Body& body) {
   for (unsigned seed = 0; seed < kOrders; ++seed) {
     fake::reset(seed, fake::Host::kMayNotWait);
     StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
+    body(engine);
+  }
+}
+
+TEST_F(StreamEngineTest, AWaitOrdersTheStreamAndDoesNotBlockTheHost) {
+  in_many_orders([&](StreamEngine& engine) {
     Step step(fake::device(0));
     fake::use_new_stream(fake::device(0));
     step.fill(1);
@@ -96,29 +102,25 @@ TEST_F(StreamEngineTest, AWaitOrdersTheStreamAndDoesNotBlockTheHost) {
     EXPECT_EQ(*seen, 6);
     EXPECT_TRUE(work->isCompleted());
     EXPECT_TRUE(work->isSuccess());
-  }
+  });
 }
 
 // The oracle can fail.
 TEST_F(StreamEngineTest, WithoutAWaitSomeOrdersShow) {
   unsigned too_early = 0;
-  for (unsigned seed = 0; seed < kOrders; ++seed) {
-    fake::reset(seed, fake::Host::kMayNotWait);
-    StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
+  in_many_orders([&](StreamEngine& engine) {
     Step step(fake::device(0));
     step.fill(1);
     const auto work = step.submit(engine);
     const auto seen = step.read();
     fake::run();
     too_early += *seen != 6;
-  }
+  });
   EXPECT_GT(too_early, 0U);
 }
 
 TEST_F(StreamEngineTest, TheFutureOrdersTheStreamsOfItsUsers) {
-  for (unsigned seed = 0; seed < kOrders; ++seed) {
-    fake::reset(seed, fake::Host::kMayNotWait);
-    StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
+  in_many_orders([&](StreamEngine& engine) {
     Step step(fake::device(0));
     step.fill(1);
     const auto future = step.submit(engine)->getFuture();
@@ -131,13 +133,11 @@ TEST_F(StreamEngineTest, TheFutureOrdersTheStreamsOfItsUsers) {
     EXPECT_EQ(*seen, 6);
     EXPECT_EQ(*in_callback, 6);
     EXPECT_TRUE(future->value().toTensorVector().front().is_same(step.tensor()));
-  }
+  });
 }
 
 TEST_F(StreamEngineTest, AWaitOrdersTheStreamOfTheTensorsDeviceWhicheverIsCurrent) {
-  for (unsigned seed = 0; seed < kOrders; ++seed) {
-    fake::reset(seed, fake::Host::kMayNotWait);
-    StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
+  in_many_orders([&](StreamEngine& engine) {
     Step step(fake::device(1));
     fake::use_new_stream(fake::device(1));
     fake::set_current_device(fake::device(0));
@@ -146,13 +146,11 @@ TEST_F(StreamEngineTest, AWaitOrdersTheStreamOfTheTensorsDeviceWhicheverIsCurren
     const auto seen = step.read();
     fake::run();
     EXPECT_EQ(*seen, 6);
-  }
+  });
 }
 
 TEST_F(StreamEngineTest, JobsOfADeviceFollowEachOtherWhateverIsBetweenThem) {
-  for (unsigned seed = 0; seed < kOrders; ++seed) {
-    fake::reset(seed, fake::Host::kMayNotWait);
-    StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
+  in_many_orders([&](StreamEngine& engine) {
     Step here(fake::device(0)), there(fake::device(1));
     here.fill(1);
     there.fill(3);
@@ -162,7 +160,7 @@ TEST_F(StreamEngineTest, JobsOfADeviceFollowEachOtherWhateverIsBetweenThem) {
     const auto seen = here.read();
     fake::run();
     EXPECT_EQ(*seen, 4 * 6 + 2);
-  }
+  });
 }
 
 TEST_F(StreamEngineTest, CollectivesRunInTheOrderInWhichTheyAreIssued) {
@@ -194,9 +192,7 @@ TEST_F(StreamEngineTest, TheAllocatorIsToldWhichStreamUsesTheMemory) {
 TEST_F(StreamEngineTest, MemoryThatIsReleasedAtOnceStaysUntilTheJobHasReadIt) {
   fake::add_operators();
   const c10::Device device = fake::device(0);
-  for (unsigned seed = 0; seed < kOrders; ++seed) {
-    fake::reset(seed, fake::Host::kMayNotWait);
-    StreamEngine engine(0, c10::make_intrusive<StreamBackend>());
+  in_many_orders([&](StreamEngine& engine) {
     std::vector<float> copied(1000, -1.0F);
     const at::Tensor copy = fake::tensor(device, copied);
     {
@@ -207,7 +203,7 @@ TEST_F(StreamEngineTest, MemoryThatIsReleasedAtOnceStaysUntilTheJobHasReadIt) {
     }
     fake::run();
     EXPECT_EQ(copied, std::vector<float>(1000, 1.0F));
-  }
+  });
 }
 
 TEST_F(StreamEngineTest, DeviceAndStreamAreTheCallersAgain) {
