@@ -53,7 +53,8 @@ test-sanitized: | check-cpp-tools  ## the kernels' tests under sanitizers
 	cmake --build build/sanitized --parallel $(JOBS)
 	ctest --test-dir build/sanitized --parallel $(JOBS) --output-on-failure
 
-# Root is for the network namespaces of bench_cluster.
+# Root is for the network namespaces of bench_cluster. What pip installs as the author's powersgd is
+# empty: it is compared where a clone of https://github.com/epfml/powersgd is on PYTHONPATH.
 RESULTS := benchmarks/results
 bench: build  ## every figure that the docs quote, on a quiet machine, as root (about two hours)
 	$(PYTHON) benchmarks/bench_stages.py --models resnet18 demo gpt2 --ranks 1 2 4 8 \
@@ -63,10 +64,10 @@ bench: build  ## every figure that the docs quote, on a quiet machine, as root (
 	$(PYTHON) benchmarks/bench_instructions.py --dtypes float32 bfloat16 \
 	  --json $(RESULTS)/instructions.json
 	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rounds 5 --learning-steps 80 \
-	  --methods none plain fp16 hook-1-bucket attached flat alternating bf16-wire \
+	  --methods none ddp-alone plain fp16 hook-1-bucket author attached flat alternating bf16-wire \
 	  --json $(RESULTS)/cluster_cpu.json --picture docs/images/cluster_cpu.png
 	$(PYTHON) benchmarks/bench_cluster.py --ranks 4 --rounds 3 --learning-steps 0 \
-	  --methods none plain hook-1-bucket attached alternating bf16-wire \
+	  --methods none ddp-alone plain hook-1-bucket author attached alternating bf16-wire \
 	  --json $(RESULTS)/cluster_cpu_4.json
 	$(PYTHON) benchmarks/bench_starts.py --methods attached --json $(RESULTS)/starts.json
 	$(PYTHON) benchmarks/bench_convergence.py \

@@ -158,7 +158,7 @@ class Bench:
         if self.arguments.learning_steps:
             with hosts.Hosts(ranks, None) as cluster:
                 for method in self.methods:
-                    if method != "none":
+                    if METHODS[method].averages:
                         learned[method] = self._learn(cluster, model, method)
         for rate in self.arguments.rates:
             # Six times what the bytes of a ring all-reduce need on the link.

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 UNRANKED = ("plain", "fp16", "bf16")  # the methods that have no approximation
-NOT_DDP = ("none", "author")
+NOT_DDP = ("author",)
 DEFAULT_METHODS = ["plain", "fp16", "hook-1-bucket", "attached"]
 
 
@@ -115,7 +115,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    methods = [name for name in METHODS if name not in NOT_DDP]
+    methods = [name for name in METHODS if METHODS[name].averages and name not in NOT_DDP]
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     add("--methods", nargs="+", choices=methods, default=DEFAULT_METHODS)
     add("--ranks", nargs="+", type=int, default=[1, 2, 4], help="of the approximation (1 2 4)")

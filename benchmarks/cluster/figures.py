@@ -9,6 +9,8 @@ from typing import Any
 
 from cluster.launch import Run
 
+# Methods that average nothing, and how much longer a step is than theirs.
+REFERENCES = {"none": "above_none", "ddp-alone": "above_ddp_alone"}
 SMOOTHED_STEPS = 10  # a loss is the mean of so many steps: a single batch says little
 Figures = dict[str, Any]
 
@@ -51,7 +53,7 @@ def compare(
     for method, figures in result.items():
         if figures.get("tx_bytes_per_step") and plain.get("tx_bytes_per_step"):
             ratio = plain["tx_bytes_per_step"] / figures["tx_bytes_per_step"]
-            figures["times_fewer_bytes"] = ratio if method != "none" else None
+            figures["times_fewer_bytes"] = ratio if method not in REFERENCES else None
         if figures.get("peak_memory_bytes") and plain.get("peak_memory_bytes"):
             beyond = figures["peak_memory_bytes"] - plain["peak_memory_bytes"]
             figures["memory_beyond_plain_in_gradients"] = beyond / figures["gradient_bytes"]
@@ -78,14 +80,15 @@ def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:
     figures["gradient_bytes"] = done[0].gradient_bytes
     if done[0].peak_memory_bytes:
         figures["peak_memory_bytes"] = max(run.peak_memory_bytes or 0 for run in done)
-    # By round: what slows the machine down for a while slows both down.
-    above = [
-        statistics.median(turns[method].milliseconds) - statistics.median(none.milliseconds)
-        for turns in rounds
-        if method in turns and turns[method].succeeded
-        if (none := turns.get("none")) and none.succeeded
-    ]
-    if above and method != "none":
-        figures["above_none_ms"] = statistics.median(above)
-        figures["above_none_by_round_ms"] = above
+    for reference, name in REFERENCES.items():
+        # By round: what slows the machine down for a while slows both down.
+        above = [
+            statistics.median(turns[method].milliseconds) - statistics.median(base.milliseconds)
+            for turns in rounds
+            if method in turns and turns[method].succeeded
+            if (base := turns.get(reference)) and base.succeeded
+        ]
+        if above and method != reference:
+            figures[f"{name}_ms"] = statistics.median(above)
+            figures[f"{name}_by_round_ms"] = above
     return figures

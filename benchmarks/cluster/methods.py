@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -85,10 +86,20 @@ class Method:
     lacks: Callable[[], str] = lambda: ""  # why it cannot run here
     devices: Sequence[str] = ("cpu", "cuda")  # where it runs when no methods are named
     attached: bool = False  # this project's, layer by layer
+    averages: bool = True
 
 
 def _parallel(model: nn.Module, rank: int, seed: int) -> Trainee:
     return Parallel(model)
+
+
+def _average_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+_average_nothing.__annotations__.clear()  # DDP compares them with types; these are strings
 
 
 def _hooked(hook: Callable[..., Any]) -> Make:
@@ -151,12 +162,21 @@ def _attached(title: str, **fields: Any) -> Method:
 
 
 def _author_lacks() -> str:
-    # Versions 0.0.1 and 0.0.2 in the registry are empty, and ask for torch 1.10.
-    return "" if importlib.util.find_spec("powersgd") else "the module powersgd is not installed"
+    if importlib.util.find_spec("powersgd"):
+        return ""
+    # Its setup.cfg looks for packages in a folder that is not there.
+    return (
+        "no module powersgd; what pip installs under that name is empty: clone "
+        "https://github.com/epfml/powersgd and put the clone on PYTHONPATH"
+    )
 
 
 METHODS = {
-    "none": Method("no synchronisation", PLAIN, lambda model, rank, seed: Trainee(model)),
+    "none": Method(
+        "no synchronisation", PLAIN, lambda model, rank, seed: Trainee(model), averages=False
+    ),
+    # DDP keeps the gradients' memory from step to step, for which a model alone asks each time.
+    "ddp-alone": Method("DDP, averaging nothing", PLAIN, _hooked(_average_nothing), averages=False),
     "plain": Method("plain all-reduce", PLAIN, _parallel),
     "fp16": Method(
         "torch's fp16 hook", PLAIN, _hooked(default_hooks.fp16_compress_hook), devices=["cpu"]

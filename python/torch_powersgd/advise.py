@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whether compression pays on this group: ``torchrun ... -m torch_powersgd advise``.
 
-What averaging the gradients adds to a step is rehearsed, plain and compressed: buckets of noise are
-averaged while something else computes (rehearsal.py). DDP's own copies between gradients and
-buckets are not in it. Its parts, the stages alone and what the wire alone would take (latency +
+What averaging the gradients adds to a step of DDP is rehearsed, plain and compressed: buckets of
+noise are averaged while something else computes (rehearsal.py). DDP's own copies between gradients
+and buckets are not in it. Its parts, the stages alone and what the wire alone would take (latency +
 bytes / bandwidth, as measured on the group), tell where the time goes; they overlap each other and
 the backward pass.
 """

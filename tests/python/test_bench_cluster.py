@@ -102,12 +102,24 @@ def test_figures() -> None:
 
     # The second round is slower as a whole, which the difference by round does not see.
     rounds = [
-        {"none": run(10, 12, 11), "plain": run(31, 30, 32, sent=200), "hook": launch.Run(["hung"])},
-        {"none": run(20, 22, 21), "plain": run(41, 40, 42, sent=200)},
+        {
+            "none": run(10, 12, 11),
+            "ddp-alone": run(9, 9, 9),
+            "plain": run(31, 30, 32, sent=200),
+            "hook": launch.Run(["hung"]),
+        },
+        {
+            "none": run(20, 22, 21),
+            "ddp-alone": run(19, 19, 19, sent=1),
+            "plain": run(41, 40, 42, sent=200),
+        },
     ]
     learned = {"plain": run(1, losses=[float(100 - step) for step in range(100)])}
     compared = figures.compare(rounds, learned, loss=70.0)
     assert compared["plain"]["above_none_ms"] == 20
+    assert compared["plain"]["above_ddp_alone_ms"] == 22
+    assert compared["ddp-alone"]["above_none_ms"] == -2
+    assert compared["ddp-alone"]["times_fewer_bytes"] is None
     assert compared["plain"]["step_ms"] == 36
     # The mean of the steps i-9 to i, counted from 0, is 100 - i + 4.5: at i = 35 it is 69.5.
     assert compared["plain"]["steps_to_loss"] == 36
@@ -264,13 +276,14 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
     """Two ranks, so a ring all-reduce sends every gradient once."""
     output = tmp_path / "record.json"
     script = [sys.executable, str(BENCHMARKS / "bench_cluster.py"), "--quick"]
-    options = ["--methods", "none", "plain", "attached", "--steps", "2"]
+    options = ["--methods", "none", "ddp-alone", "plain", "attached", "--steps", "2"]
     files = ["--json", str(output), "--picture", str(tmp_path / "picture.png")]
     subprocess.run([*script, *options, *files], check=True, timeout=500)
     (setting,) = json.loads(output.read_text())["settings"]
-    none, plain, attached = (setting["methods"][name] for name in ("none", "plain", "attached"))
+    none, alone, plain, attached = setting["methods"].values()
     size = plain["gradient_bytes"]
     assert none["tx_bytes_per_step"] < 10_000
+    assert alone["tx_bytes_per_step"] < 10_000
     assert size < plain["tx_bytes_per_step"] < 1.1 * size  # headers, acknowledgements
     assert attached["tx_bytes_per_step"] < size / 20
     assert plain["above_none_ms"] > 0
