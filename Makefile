@@ -63,10 +63,10 @@ bench: build  ## every figure that the docs quote, on a quiet machine, as root (
 	  --json $(RESULTS)/stages_cpu_2_threads.json
 	$(PYTHON) benchmarks/bench_instructions.py --dtypes float32 bfloat16 \
 	  --json $(RESULTS)/instructions.json
-	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rounds 5 --learning-steps 80 \
+	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rounds 7 --learning-steps 80 \
 	  --methods none ddp-alone plain fp16 hook-1-bucket author attached flat alternating bf16-wire \
 	  --json $(RESULTS)/cluster_cpu.json --picture docs/images/cluster_cpu.png
-	$(PYTHON) benchmarks/bench_cluster.py --ranks 4 --rounds 3 --learning-steps 0 \
+	$(PYTHON) benchmarks/bench_cluster.py --ranks 4 --rounds 5 --learning-steps 0 \
 	  --methods none ddp-alone plain hook-1-bucket author attached alternating bf16-wire \
 	  --json $(RESULTS)/cluster_cpu_4.json
 	$(PYTHON) benchmarks/bench_starts.py --methods attached --json $(RESULTS)/starts.json

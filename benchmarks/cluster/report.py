@@ -44,12 +44,12 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 COLUMNS: dict[str, Cell] = {
-    "step, ms": _number("step_ms", "{:.0f}"),
+    "step": _number("step_ms", "{:.0f}"),
     "quartiles": _spread("milliseconds", "{:.0f}"),
-    "above none, ms": _number("above_none_ms", "{:+.0f}"),
+    "above none": _number("above_none_ms", "{:+.0f}"),
     "quartiles ": _spread("above_none_by_round_ms", "{:+.0f}"),
-    "above DDP, ms": _number("above_ddp_alone_ms", "{:+.0f}"),
-    "predicted, ms": _number("predicted_ms", "{:+.0f}"),
+    "above DDP": _number("above_ddp_alone_ms", "{:+.0f}"),
+    "predicted": _number("predicted_ms", "{:+.0f}"),
     "sent, MB": _number("tx_bytes_per_step", "{:.3f}", 1e-6),
     "times fewer": _number("times_fewer_bytes", "{:.1f}"),
     "loss": _number("final_loss", "{:.3f}"),
@@ -68,7 +68,7 @@ def show(record: dict[str, Any]) -> None:
     """
     console = heading(record, f"rank {record['approximation']}")
     for setting in record["settings"]:
-        title = f"{setting['model']}, {setting['ranks']} ranks, {setting['rate']}"
+        title = f"{setting['model']}, {setting['ranks']} ranks, {setting['rate']}; times in ms"
         if record["cores"] < setting["ranks"] and record["on"] == "cpu":
             title += f" (on {record['cores']} cores: the ranks take turns)"
         table = Table(title=title, title_justify="left")

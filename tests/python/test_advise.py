@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torchrun import torchrun
 
 import torch_powersgd as tp
 from torch_powersgd.advise import (
@@ -126,6 +126,7 @@ def test_the_verdict():
     assert "10.0 times less" in verdict(plain, fast)
 
 
+COMMAND = ["torch_powersgd", "advise", "models_of_advise:model"]
 MODULE = """
 import torch
 
@@ -134,25 +135,25 @@ def model():
 """
 
 
-def _run(folder, *command):
-    (folder / "models_of_advise.py").write_text(MODULE)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "models_of_advise.py").write_text(MODULE)
+    return tmp_path
+
+
+def _alone(folder, *arguments):
     return subprocess.run(
-        [sys.executable, "-m", *command],
+        [sys.executable, "-m", *COMMAND, *arguments],
         cwd=folder,
-        env=environment,
         capture_output=True,
         text=True,
         timeout=150,
     )
 
 
-def test_under_torchrun(tmp_path):
+def test_under_torchrun(folder):
     pytest.importorskip("rich", reason="the table is printed by rich")
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    advise = ["-m", "torch_powersgd", "advise", "models_of_advise:model", "--ranks", "1", "4"]
-    ended = _run(tmp_path, *torchrun, *advise)
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    ended = torchrun("-m", *COMMAND, "--ranks", 1, 4, cwd=folder, COLUMNS="120")
     assert "over 2 ranks" in ended.stdout
     rows = dict(re.findall(r"│ (plain|rank \d+) +│ +([\d.]+) │", ended.stdout))
     assert rows["plain"] == f"{4 * (2 * 60_000 + 500) / 1e6:.3f}"
@@ -161,15 +162,14 @@ def test_under_torchrun(tmp_path):
 
 
 @pytest.mark.parametrize("milliseconds", ["-1", "nan", "inf", "soon"])
-def test_a_backward_pass_that_cannot_be(tmp_path, milliseconds):
-    command = ["torch_powersgd", "advise", "models_of_advise:model"]
-    ended = _run(tmp_path, *command, "--backward-ms", milliseconds)
+def test_a_backward_pass_that_cannot_be(folder, milliseconds):
+    ended = _alone(folder, "--backward-ms", milliseconds)
     assert ended.returncode == 2
     assert "--backward-ms" in ended.stderr
     assert milliseconds in ended.stderr
 
 
-def test_without_torchrun_it_says_how(tmp_path):
-    ended = _run(tmp_path, "torch_powersgd", "advise", "models_of_advise:model")
+def test_without_torchrun_it_says_how(folder):
+    ended = _alone(folder)
     assert ended.returncode == 2
     assert "torchrun" in ended.stderr

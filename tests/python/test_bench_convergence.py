@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torchrun import torchrun
 
 for package in ("matplotlib", "rich", "sklearn"):
     pytest.importorskip(package)
@@ -62,17 +63,10 @@ def test_unlike_data_keep_our_residual_bounded(tmp_path: Path) -> None:
 
 def test_the_digits_example_saves_and_resumes(tmp_path: Path) -> None:
     metrics, checkpoint = tmp_path / "metrics.jsonl", tmp_path / "checkpoint.pt"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = [str(ROOT / "examples" / "train_digits.py"), "--channels", "8", "--width", "32"]
-    files = ["--metrics", str(metrics), "--checkpoint", str(checkpoint)]
-    for steps in ("5", "8"):
-        result = subprocess.run(
-            [sys.executable, *launcher, *script, *files, "--steps", steps],
-            check=True,
-            timeout=200,
-            capture_output=True,
-            text=True,
-        )
+    script = [ROOT / "examples" / "train_digits.py", "--channels", 8, "--width", 32]
+    files = ["--metrics", metrics, "--checkpoint", checkpoint]
+    for steps in (5, 8):
+        result = torchrun(*script, *files, "--steps", steps)
         assert "validation accuracy" in result.stdout
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 9))

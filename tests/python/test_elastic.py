@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from elastic_program import SAVE_EVERY
+from torchrun import torchrun
 
 PROGRAM = Path(__file__).with_name("elastic_program.py")
 KILL_AT = 7
@@ -20,17 +18,8 @@ NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 def _run(folder, kill_at):
     folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["--max-restarts=1", "--monitor-interval=0.1", str(PROGRAM), str(folder)]
-    ended = subprocess.run(
-        [*command, str(kill_at)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **NEW_STORE},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    restarts = ["--max-restarts=1", "--monitor-interval=0.1"]
+    ended = torchrun(*restarts, PROGRAM, folder, kill_at, **NEW_STORE)
     return [torch.load(folder / f"result.{rank}") for rank in range(2)], ended.stderr
 
 

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from torchrun import torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WARM_UP = 10  # start_powerSGD_iter of the examples
@@ -25,16 +23,7 @@ PACKAGES = {
 
 
 def _start(library, arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = subprocess.run(
-        [*command, str(EXAMPLES / f"with_{library}.py"), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    ended = torchrun(EXAMPLES / f"with_{library}.py", *arguments)
     said = re.search(
         r"loss (\S+); (\d+) buckets sent exactly, (\d+) compressed, (\S+) times", ended.stdout
     )
