@@ -21,7 +21,7 @@ if(POWERSGD_boost_context)
   endforeach()
   add_library(powersgd_simt STATIC ${simt_sources} "${cuda_host}" support/simt/grid.cpp
               support/simt/simt.cpp)
-  target_compile_definitions(powersgd_simt PUBLIC POWERSGD_SIMT)
+  target_compile_definitions(powersgd_simt PRIVATE POWERSGD_SIMT)
   target_link_libraries(powersgd_simt PUBLIC powersgd_options "${POWERSGD_boost_context}")
   powersgd_test(kernels_simt SOURCES ${kernel_tests} support/simt/test_simt.cpp
                 support/simt_runners.cpp

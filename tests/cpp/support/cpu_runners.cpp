@@ -77,6 +77,8 @@ std::vector<RunnerFactory> stage_runners() {
   return runners;
 }
 
+bool run_cpu_kernels() { return true; }
+
 std::vector<std::vector<RunnerFactory>> runners_equal_in_all_stages() {
   std::vector<std::vector<RunnerFactory>> groups;
   for (const auto& [name, isa] : supported_isas()) {

@@ -47,7 +47,8 @@ at::Tensor tensor(c10::Device device, std::vector<float>& memory);
 void* allocate(c10::Device device, size_t bytes);
 void release(void* memory);
 
-// Lets the CPU's stages and operators run on the device (fake_device_operators.cpp).
+// Lets torch's operators and the program's stage_runners() run on the device
+// (fake_device_operators.cpp).
 void add_operators();
 
 }  // namespace powersgd::test::fake_device

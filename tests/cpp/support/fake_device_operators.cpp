@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // What a compressor needs of torch on the fake device: each operator and stage is enqueued on the
-// current stream, and computes as the CPU does when its turn comes.
+// current stream. When its turn comes, an operator computes as on the CPU, a stage as the program's
+// stage_runners() do.
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
+#include <memory>
+
 #include "compressor/stages.h"
 #include "support/fake_device.h"
+#include "support/stage_runner.h"
 
 namespace powersgd::test::fake_device {
 namespace {
@@ -206,36 +210,34 @@ class EnqueuedStages final : public Stages {
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
                                 const std::vector<kernels::RawSegment>& raw,
                                 DType factor_dtype) const override {
-    return kernels::cpu::make_tiles(matrices, raw, factor_dtype);
+    return runner_->make_tiles(matrices, raw, factor_dtype);
   }
   void random_start(const kernels::Bucket& bucket) const override {
-    enqueue_stage(bucket, kernels::cpu::random_start);
+    enqueue_stage(Stage::kRandomStart, bucket);
   }
   void project(const kernels::Bucket& bucket) const override {
-    enqueue_stage(bucket, kernels::cpu::project);
+    enqueue_stage(Stage::kProject, bucket);
   }
   void orthogonalize(const kernels::Bucket& bucket) const override {
-    enqueue_stage(bucket, kernels::cpu::orthogonalize);
+    enqueue_stage(Stage::kOrthogonalize, bucket);
   }
   void back_project(const kernels::Bucket& bucket) const override {
-    enqueue_stage(bucket, kernels::cpu::back_project);
+    enqueue_stage(Stage::kBackProject, bucket);
   }
   void project_transposed(const kernels::Bucket& bucket) const override {
-    enqueue_stage(bucket, kernels::cpu::project_transposed);
+    enqueue_stage(Stage::kProjectTransposed, bucket);
   }
   void reconstruct(const kernels::Bucket& bucket) const override {
-    enqueue_stage(bucket, kernels::cpu::reconstruct);
+    enqueue_stage(Stage::kReconstruct, bucket);
   }
 
  private:
-  using Stage = void (*)(const kernels::Bucket&, const kernels::cpu::ParallelFor&);
-
   // As a kernel launch: what the bucket says is copied, what it points to is not.
-  static void enqueue_stage(const kernels::Bucket& bucket, Stage stage) {
-    enqueue(current_device(), [bucket, stage] {
-      stage(bucket, [](int64_t count, const auto& body) { body(0, count); });
-    });
+  void enqueue_stage(Stage stage, const kernels::Bucket& bucket) const {
+    enqueue(current_device(), [this, stage, bucket] { runner_->run(stage, bucket); });
   }
+
+  const std::unique_ptr<StageRunner> runner_ = stage_runners().back().make();
 };
 
 }  // namespace

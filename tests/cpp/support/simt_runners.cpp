@@ -54,6 +54,8 @@ RunnerFactory simt_runner(uint64_t seed) {
 
 std::vector<RunnerFactory> stage_runners() { return {simt_runner(1)}; }
 
+bool run_cpu_kernels() { return false; }
+
 // Whatever the order of blocks and threads.
 std::vector<std::vector<RunnerFactory>> runners_equal_in_all_stages() {
   return {{simt_runner(1), simt_runner(2), simt_runner(3)}};

@@ -75,8 +75,9 @@ inline std::ostream& operator<<(std::ostream& stream, const RunnerFactory& facto
   return stream << factory.name;
 }
 
-// What the tests are run on.
+// What the tests are run on; on a CPU the one that it uses comes last.
 std::vector<RunnerFactory> stage_runners();
+bool run_cpu_kernels();  // whether they do
 
 // Groups of runners that must agree bit for bit: on every stage, and on orthogonalize and
 // reconstruct.
