@@ -18,7 +18,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env build demo test test-cpp test-python test-long test-sanitized bench gpu lint \
+.PHONY: help env build tools demo test test-cpp test-python test-long test-sanitized bench gpu lint \
         format clean check-build-tools check-cpp-tools FORCE
 
 help:  ## this list
@@ -28,6 +28,8 @@ help:  ## this list
 env: $(VENV)/.ready  ## a virtual environment with torch and the build tools
 
 build: $(VENV)/.built  ## compile the extension and install the package into the environment, editable
+
+tools: $(VENV)/.tools  ## build, and what the tests and lint need besides
 
 demo: build  ## train a small GPT twice, plain and compressed, and compare (about 6 minutes in all)
 	$(PYTHON) examples/demo.py
@@ -40,10 +42,10 @@ test-cpp: env | check-cpp-tools  ## GoogleTest
 	cmake --build build/cpp --parallel $(JOBS)
 	ctest --test-dir build/cpp --parallel $(JOBS) --output-on-failure
 
-test-python: build  ## pytest
+test-python: tools  ## pytest
 	$(PYTHON) -m pytest tests/python
 
-test-long: build  ## the tests that take more than ten seconds each
+test-long: tools  ## the tests that take more than ten seconds each
 	$(PYTHON) -m pytest tests/python -m long
 
 # AddressSanitizer and UndefinedBehaviorSanitizer, over the plan, the CPU kernels and the CUDA kernels
@@ -81,15 +83,15 @@ bench: build  ## every figure that the docs quote, on a quiet machine, as root (
 gpu:  ## build, test and measure on a machine with an NVIDIA GPU, in 9 minutes
 	PYTHON='$(if $(filter command line environment,$(origin PYTHON)),$(PYTHON),python3)' .ci/gpu
 
-# An old build has all that lint needs: a changed source is not compiled for it.
-lint: $(if $(wildcard $(VENV)/.built),,build)  ## clang-format, ruff, mypy
+# Old tools have all that lint needs: a changed source is not compiled for it.
+lint: $(if $(wildcard $(VENV)/.tools),,tools)  ## clang-format, ruff, mypy
 	@! grep -nE '.{101}' $(CPP_FILES) || { echo "lines over 100 columns" >&2; exit 1; }
 	@echo clang-format; clang-format --dry-run --Werror $(CPP_FILES)
 	ruff check $(PYTHON_FILES)
 	ruff format --check $(PYTHON_FILES)
 	mypy
 
-format: $(if $(wildcard $(VENV)/.built),,build)  ## rewrite the sources as lint wants them
+format: $(if $(wildcard $(VENV)/.tools),,tools)  ## rewrite the sources as lint wants them
 	@echo clang-format; clang-format -i $(CPP_FILES)
 	ruff check --fix $(PYTHON_FILES)
 	ruff format $(PYTHON_FILES)
@@ -111,7 +113,13 @@ $(VENV)/.ready: $(VENV)/.torch
 
 $(VENV)/.built: $(VENV)/.ready setup.py pyproject.toml $(SOURCES)
 	@echo "building the extension (the first time takes about two minutes)"
-	@$(PIP) --no-build-isolation --editable '.[bench,demo,test,lint]'
+	@$(PIP) --no-build-isolation --editable '.[bench,demo]'
+	@touch $@
+
+# The package is there: what is installed is what its extras name.
+$(VENV)/.tools: $(VENV)/.built
+	@echo "installing what the tests and lint need"
+	@$(PIP) 'torch-powersgd[test,lint]'
 	@touch $@
 
 # Says what is missing in one line, rather than in the middle of a compiler's output.

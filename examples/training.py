@@ -203,4 +203,7 @@ def main(args: argparse.Namespace, make: Callable[[argparse.Namespace], Trainer]
             progress.console.print(", ".join([*validated, sent]), soft_wrap=True)
     if metrics:
         metrics.close()
+    # DDP before its group: if its reducer ends the group, Gloo's threads may wait for Python's GIL,
+    # which the reducer holds, for ever.
+    del trainer
     dist.destroy_process_group()

@@ -9,6 +9,7 @@
 #include "backend/attached_model.h"
 #include "backend/compressed_step.h"
 #include "backend/compression_override.h"
+#include "backend/embedding_lock.h"
 #include "backend/flat_tensors.h"
 #include "backend/replicas.h"
 #include "backend/stats.h"
@@ -56,7 +57,13 @@ BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerAndLanes> 
   }
 }
 
-BackendPowerSGD::~BackendPowerSGD() = default;
+BackendPowerSGD::~BackendPowerSGD() {
+  run_unlocked([this] {
+    engines_.clear();
+    inners_.clear();
+    drop_inners();
+  });
+}
 
 c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor>& tensors,
                                                           const c10d::AllreduceOptions& opts) {

@@ -181,6 +181,9 @@ class ForwardingBackend : public c10d::Backend {
 #endif
 
  protected:
+  // For a destructor: no call may follow.
+  void drop_inners() { inners_.clear(); }
+
   // The children of the inners, each on keys of `store` of its own; null where this rank is no
   // member, as the inner returns. Every member must call it equally often with one store.
   Inners split_inners(const StorePtr& store, const std::vector<int>& ranks,
@@ -239,7 +242,7 @@ class ForwardingBackend : public c10d::Backend {
   std::vector<BackendPtr> coalescers() const;
   void set_global_ranks(c10d::Backend& inner);
 
-  const InnerBackends inners_;
+  InnerBackends inners_;
   std::atomic<bool> accelerator_used_{false};
 
   std::mutex mutex_;  // guards what follows, and adopt()

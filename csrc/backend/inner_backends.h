@@ -15,7 +15,8 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 // One inner backend per device type, in order of preference.
 using Inners = std::vector<std::pair<c10::DeviceType, BackendPtr>>;
 
-// The inner backends of one group, and which of them a call concerns. Immutable.
+// The inner backends of one group, and which of them a call concerns. Immutable until it
+// is cleared.
 class InnerBackends {
  public:
   // Each must be of this rank and size. Two device types may share a backend.
@@ -23,6 +24,12 @@ class InnerBackends {
 
   const Inners& list() const { return inners_; }
   const std::vector<BackendPtr>& distinct() const { return distinct_; }  // no backend twice
+
+  // Lets go of them all, for a destructor.
+  void clear() {
+    inners_.clear();
+    distinct_.clear();
+  }
 
   bool has(c10::DeviceType device) const;
   // An error that names the device and those there are, if there is none.
@@ -68,8 +75,8 @@ class InnerBackends {
   }
 
  private:
-  const Inners inners_;
-  const std::vector<BackendPtr> distinct_;
+  Inners inners_;
+  std::vector<BackendPtr> distinct_;
 };
 
 }  // namespace powersgd

@@ -14,9 +14,10 @@
 #include "backend/callback_threads.h"
 #include "backend/compression_override.h"
 #include "backend/ddp_hook.h"
+#include "backend/embedding_lock.h"
 #include "backend/stats.h"
 #include "backend/thread_engine.h"
-#include "bindings/holder.h"
+#include "bindings/gil.h"
 #include "powersgd/backend.h"
 #include "powersgd/compressor.h"
 #include "powersgd/options.h"
@@ -27,7 +28,7 @@ namespace py = pybind11;
 namespace powersgd {
 namespace {
 
-using BackendClass = py::class_<BackendPowerSGD, NoGilPtr<BackendPowerSGD>, c10d::Backend>;
+using BackendClass = py::class_<BackendPowerSGD, c10::intrusive_ptr<BackendPowerSGD>, c10d::Backend>;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
 // A Python callable that C++ may copy and drop on any thread.
@@ -170,8 +171,8 @@ void bind_backend(py::module_& module) {
              for (const auto& [device, inner, lanes] : inners) {
                all.push_back({at::Device(device).type(), inner, lanes});
              }
-             return NoGilPtr<BackendPowerSGD>(c10::make_intrusive<BackendPowerSGD>(
-                 rank, size, std::move(all), options, make_log_sink(std::move(log))));
+             return c10::make_intrusive<BackendPowerSGD>(rank, size, std::move(all), options,
+                                                         make_log_sink(std::move(log)));
            }),
            py::arg("rank"), py::arg("size"), py::arg("inners"), py::arg("options"), py::arg("log"))
       .def_property_readonly("options", &BackendPowerSGD::getBackendOptions)
@@ -261,6 +262,7 @@ void bind_model(py::module_& module) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace powersgd;
+  set_run_unlocked(&without_gil);
   module.attr("torch_version") = POWERSGD_TORCH_VERSION;
   bind_options(module);
   bind_plan(module);

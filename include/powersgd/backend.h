@@ -150,7 +150,7 @@ class BackendPowerSGD : public ForwardingBackend {
   Engine& engine_of(c10::Device device) const;
 
   const powersgd::Options options_;
-  const std::vector<InnerAndLanes> inners_;
+  std::vector<InnerAndLanes> inners_;
   const LogSink log_;
   const std::shared_ptr<Stats> stats_;
   const std::shared_ptr<Messages> warnings_;

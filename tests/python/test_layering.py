@@ -144,12 +144,12 @@ def test_imports_follow_the_layers() -> None:
         ("csrc/backend/work.cpp", "<pybind11/pybind11.h>"),
         ("csrc/backend/work.cpp", "<torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>"),
         ("csrc/backend/work.cpp", '"powersgd/kernels.h"'),
-        ("csrc/backend/work.cpp", '"bindings/holder.h"'),
+        ("csrc/backend/work.cpp", '"bindings/gil.h"'),
     ],
 )
 def test_a_wrong_include_is_found(tmp_path: Path, path: str, include: str) -> None:
     headers = ["powersgd/plan.h", "powersgd/kernels.h"]
-    local = ["csrc/kernels/cpu/simd.h", "csrc/kernels/cuda/launch.cuh", "csrc/bindings/holder.h"]
+    local = ["csrc/kernels/cpu/simd.h", "csrc/kernels/cuda/launch.cuh", "csrc/bindings/gil.h"]
     for header in [*(f"include/{h}" for h in headers), *local]:
         (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / header).touch()

@@ -193,6 +193,21 @@ def test_a_group_that_is_gone_leaves_nothing(make_and_lose):
     ranks.run(2, _leaves_nothing, make_and_lose, options=ALWAYS)
 
 
+def _drop_a_model_last(rank: int) -> None:
+    ddp = make_attached(SHAPES)
+    if rank == 1:
+        time.sleep(1)
+    # Exact, so the inner backend's: its thread is in it until the other rank comes, and needs the
+    # GIL to drop the tensor, which nobody else keeps.
+    dist.all_reduce(gradient([4], rank), async_op=rank == 0)
+    dist.destroy_process_group()
+    del ddp  # torch's reducer, which holds the GIL meanwhile, has the last reference to the group
+
+
+def test_a_model_that_outlives_its_group():
+    ranks.run(2, _drop_a_model_last, timeout=30)
+
+
 def _destroy_while_a_callback_runs(rank: int) -> None:
     future = _start(rank).get_future().then(lambda done: time.sleep(0.5))
     dist.destroy_process_group()
