@@ -28,7 +28,8 @@ namespace py = pybind11;
 namespace powersgd {
 namespace {
 
-using BackendClass = py::class_<BackendPowerSGD, c10::intrusive_ptr<BackendPowerSGD>, c10d::Backend>;
+using BackendClass =
+    py::class_<BackendPowerSGD, c10::intrusive_ptr<BackendPowerSGD>, c10d::Backend>;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
 // A Python callable that C++ may copy and drop on any thread.
