@@ -158,7 +158,7 @@ class Bench:
         if self.arguments.learning_steps:
             with hosts.Hosts(ranks, None) as cluster:
                 for method in self.methods:
-                    if METHODS[method].averages:
+                    if method not in figures.REFERENCES:
                         learned[method] = self._learn(cluster, model, method)
         for rate in self.arguments.rates:
             # Six times what the bytes of a ring all-reduce need on the link.

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cluster.figures import REFERENCES
 from cluster.methods import EXACT_STEPS, METHODS  # finds the examples
 from convergence import ranks
 from provenance import processor, provenance
@@ -30,7 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 UNRANKED = ("plain", "fp16", "bf16")  # the methods that have no approximation
-NOT_DDP = ("author",)
+NOT_COMPARED = (*REFERENCES, "author")  # the author's is not in DDP
 DEFAULT_METHODS = ["plain", "fp16", "hook-1-bucket", "attached"]
 
 
@@ -115,7 +116,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    methods = [name for name in METHODS if METHODS[name].averages and name not in NOT_DDP]
+    methods = [name for name in METHODS if name not in NOT_COMPARED]
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     add("--methods", nargs="+", choices=methods, default=DEFAULT_METHODS)
     add("--ranks", nargs="+", type=int, default=[1, 2, 4], help="of the approximation (1 2 4)")

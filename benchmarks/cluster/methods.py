@@ -86,7 +86,6 @@ class Method:
     lacks: Callable[[], str] = lambda: ""  # why it cannot run here
     devices: Sequence[str] = ("cpu", "cuda")  # where it runs when no methods are named
     attached: bool = False  # this project's, layer by layer
-    averages: bool = True
 
 
 def _parallel(model: nn.Module, rank: int, seed: int) -> Trainee:
@@ -172,11 +171,9 @@ def _author_lacks() -> str:
 
 
 METHODS = {
-    "none": Method(
-        "no synchronisation", PLAIN, lambda model, rank, seed: Trainee(model), averages=False
-    ),
+    "none": Method("no synchronisation", PLAIN, lambda model, rank, seed: Trainee(model)),
     # DDP keeps the gradients' memory from step to step, for which a model alone asks each time.
-    "ddp-alone": Method("DDP, averaging nothing", PLAIN, _hooked(_average_nothing), averages=False),
+    "ddp-alone": Method("DDP, averaging nothing", PLAIN, _hooked(_average_nothing)),
     "plain": Method("plain all-reduce", PLAIN, _parallel),
     "fp16": Method(
         "torch's fp16 hook", PLAIN, _hooked(default_hooks.fp16_compress_hook), devices=["cpu"]
