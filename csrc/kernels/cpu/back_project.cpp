@@ -10,7 +10,11 @@ namespace powersgd::kernels::cpu {
 namespace {
 
 // Elements of a band: more than where two arrays are read, and every band passes over all of q.
-constexpr int64_t kBackProjectElements = int64_t{1} << 15;
+constexpr int64_t kBackProjectElements = int64_t{1} << 16;
+
+// A row is asked for while the one so far ahead of it in the same columns is at work: with one
+// array to read, asking for the next band (bands.h) would push this one out of the L1 cache.
+constexpr int64_t kRowsAhead = 2 * kRows;
 
 // The first `count` elements of a vector of M. Without memory M is the gradient, with 0 where it is
 // not finite.
@@ -29,6 +33,7 @@ struct LoadRows {
 
   template <class>
   POWERSGD_INLINE Vector<Arch, ComputeOf<S>> get(int64_t i, int64_t j) const {
+    prefetch(m, (i + kRowsAhead) * stride + j);
     return load_m<Arch, S, kFiniteOnly>(m + i * stride + j, kLanes<Arch, ComputeOf<S>>);
   }
 };
@@ -58,8 +63,6 @@ struct BackProjectTile {
   POWERSGD_INLINE void add_rows(const BandBlock& block, int64_t row, F* sums) const {
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
     const S* source = m + row * matrix.cols + block.col;
-    for (int64_t i = 0; i < kRows; ++i)
-      ask_for((row + kRows + i) * matrix.cols + block.col, block.cols);
     if (rows == kRows && block.cols % kLanes<Arch, F> == 0) {
       add_to_partial_q<Arch>(matrix, LoadRows<Arch, S, kFiniteOnly>{source, matrix.cols}, row, rows,
                              block.cols, sums);
@@ -68,13 +71,6 @@ struct BackProjectTile {
       copy_rows<Arch>(source, rows, block.cols, copy);
       add_to_partial_q<Arch>(matrix, LoadBlock<F>{copy}, row, rows, block.cols, sums);
     }
-  }
-
-  // The rows that come next: with one array to read, asking for the next band (bands.h) would push
-  // this one out of the L1 cache.
-  POWERSGD_INLINE void ask_for(int64_t offset, int64_t cols) const {
-    constexpr auto kLine = static_cast<int64_t>(64 / sizeof(S));
-    for (int64_t j = 0; j < cols; j += kLine) prefetch(m, offset + j);
   }
 
   // What is not whole vectors, padded with zeros.

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "convert.h"
+#include "fused.h"
 #include "lane_sums.h"
 #include "simd.h"
 #include "tiles.h"
@@ -21,14 +22,18 @@ class PackedFactor {
       : factor_(static_cast<const F*>(factor)), factor_stride_(factor_stride) {}
 
   // Holds rows [k, k + count) x columns [col, col + cols) from now on.
+  template <class Arch>
   POWERSGD_INLINE void pack(int64_t k, int64_t count, int64_t col, int64_t cols) {
     if (k == k_ && col == col_) return;
     k_ = k;
     col_ = col;
     for (int64_t i = 0; i < count; ++i) {
       F* row = data_ + i * kBlockStride;
-      std::copy_n(factor_ + (k + i) * factor_stride_ + col, cols, row);
-      std::fill(row + cols, row + round_up(cols, kPad), F{0});
+      const F* source = factor_ + (k + i) * factor_stride_ + col;
+      for_each_vector<Arch, F>(cols, [&](int64_t j, int64_t size) POWERSGD_INLINE_LAMBDA {
+        store<Arch>(row + j, load_first<Arch>(source + j, size));
+      });
+      std::fill(row + round_up(cols, kLanes<Arch, F>), row + round_up(cols, kPad), F{0});
     }
   }
 
@@ -74,17 +79,18 @@ POWERSGD_INLINE void multiply_columns(const F* left, const F* right, int64_t rig
     for (int w = 0; w < kWidth; ++w) b[w] = load<Arch, F>(right + k * right_stride + j + w * kLane);
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i) {
+      const Vector<Arch, F> a = broadcast<Arch>(left[k * kRows + i]);
       POWERSGD_UNROLL
-      for (int w = 0; w < kWidth; ++w) sum[i][w] += left[k * kRows + i] * b[w];
+      for (int w = 0; w < kWidth; ++w) sum[i][w] = multiply_add<Arch>(a, b[w], sum[i][w]);
     }
   }
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i) sink.template put<Arch>(i, j, sum[i]);
 }
 
-// Hands sum over k of left[k, i] * right[k, j], added in the order of k, to the sink: one or more
-// vectors of each of kRows rows at a time, by sink.put<Arch>(row, column, vectors). Starts from
-// `initial`, if there is one, of the stride of `right`.
+// Hands sum over k of left[k, i] * right[k, j], added in the order of k by multiply_add, to the
+// sink: one or more vectors of each of kRows rows at a time, by sink.put<Arch>(row, column,
+// vectors). Starts from `initial`, if there is one, of the stride of `right`.
 template <class Arch, class F, class Sink>
 POWERSGD_INLINE void multiply(const F* left, const F* right, int64_t right_stride, int64_t rank,
                               int64_t cols, const F* initial, const Sink& sink) {
@@ -174,7 +180,7 @@ POWERSGD_INLINE void accumulate_rows(const F* left, const Source& source, int64_
   POWERSGD_UNROLL
   for (int k = 0; k < kCount; ++k) {
     POWERSGD_UNROLL
-    for (int i = 0; i < kRows; ++i) a[k][i] = Vector<Arch, F>{} + left[k * kRows + i];
+    for (int i = 0; i < kRows; ++i) a[k][i] = broadcast<Arch>(left[k * kRows + i]);
   }
   for (int64_t j = 0; j < cols; j += kLane) {
     Vector<Arch, F> sum[kCount];

@@ -108,7 +108,7 @@ POWERSGD_INLINE Floats<Arch> from_half(const HalfWords<Arch>& half_words) {
     const Words<Arch> exponent = words & 0x7C00u;
     const Words<Arch> normal = magnitude + kRebias;
     // A subnormal is the mantissa added to a power of two, less that power of two.
-    const Words<Arch> offset = Words<Arch>{} + (113u << 23);
+    const Words<Arch> offset = broadcast<Arch>(113u << 23);
     const auto subnormal = bits_as<Words<Arch>>(bits_as<Floats<Arch>>(magnitude + offset) -
                                                 bits_as<Floats<Arch>>(offset));
     const Words<Arch> finite = exponent == 0u ? subnormal : normal;
@@ -126,10 +126,10 @@ POWERSGD_INLINE HalfWords<Arch> to_half(const Floats<Arch>& value) {
   } else {
     const auto bits = bits_as<Words<Arch>>(value);
     const Words<Arch> magnitude = bits & 0x7FFFFFFFu;
-    const Words<Arch> special = magnitude > 0x7F800000u ? Words<Arch>{} + 0x7E00u  // NaN
-                                                        : Words<Arch>{} + 0x7C00u;
+    const Words<Arch> special = magnitude > 0x7F800000u ? broadcast<Arch>(0x7E00u)  // NaN
+                                                        : broadcast<Arch>(0x7C00u);
     // Adding 0.5 aligns the mantissa of what becomes subnormal, and the adder rounds it.
-    const Words<Arch> half = Words<Arch>{} + (126u << 23);
+    const Words<Arch> half = broadcast<Arch>(126u << 23);
     const Words<Arch> subnormal =
         bits_as<Words<Arch>>(bits_as<Floats<Arch>>(magnitude) + bits_as<Floats<Arch>>(half)) - half;
     const Words<Arch> normal =
@@ -270,8 +270,7 @@ POWERSGD_INLINE V finite_or_zero(const V& value) {
 template <class Arch, class Storage>
 POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> clamped_to(
     const Vector<Arch, ComputeOf<Storage>>& value) {
-  const auto largest = Vector<Arch, ComputeOf<Storage>>{} + kLargest<Storage>;
-  return lesser<Arch>(greater<Arch>(value, -largest), largest);
+  return within<Arch>(value, broadcast<Arch>(kLargest<Storage>));
 }
 
 // Calls function(Storage{}) with the storage type of a dtype.

@@ -2,8 +2,9 @@
 #pragma once
 
 // Included first by the stages whose results must agree bit for bit between ranks of different
-// CPUs: no product is contracted into an FMA there. What is left to do in such a file is to add in
-// an order that does not depend on the number of lanes.
+// CPUs: there is no FMA but that of fused.h, which is one everywhere, and no other product is
+// contracted into one. What is left to do in such a file is to add in an order that does not depend
+// on the number of lanes.
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)

@@ -75,7 +75,7 @@ struct FormRows {
     alignas(64) F packed[kRows * kPackedRank];
     for (int64_t k = 0; k == 0 || k < rank; k += kPackedRank) {
       const int64_t count = std::min(kPackedRank, rank - k);
-      right.pack(k, count, block.col, block.cols);
+      right.template pack<Arch>(k, count, block.col, block.cols);
       pack_rows(left + row * rank + k, rank, rows, count, static_cast<F>(bucket.residual_scale),
                 packed);
       multiply<Arch, F>(packed, right.data(), kBlockStride, count, round_up(block.cols, kPad),

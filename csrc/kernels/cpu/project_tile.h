@@ -50,8 +50,8 @@ struct ProjectLowRank {
     Met<Arch, F> met;
     arguments.clear_p();
     for_each_block(matrix, arguments.walk(), [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
-      local.pack(0, matrix.rank, block.col, block.cols);
-      warm.pack(0, matrix.rank, block.col, block.cols);
+      local.template pack<Arch>(0, matrix.rank, block.col, block.cols);
+      warm.template pack<Arch>(0, matrix.rank, block.col, block.cols);
       for (int64_t row = block.row_begin; row < block.row_end; ++row) {
         project_row<Arch>(block, row, local.data(), warm.data(), met);
       }
@@ -71,7 +71,7 @@ struct ProjectLowRank {
     POWERSGD_UNROLL
     for (int k = 0; k < kRank; ++k) {
       const F value = k < matrix.rank ? arguments.p_hat()[row * matrix.rank + k] : F{0};
-      p_hat[k] = Vector<Arch, F>{} + source.residual_scale * value;
+      p_hat[k] = broadcast<Arch>(source.residual_scale * value);
     }
     for_each_vector<Arch, F>(block.cols, [&](int64_t j, int64_t count) POWERSGD_INLINE_LAMBDA {
       source.ask_for(ahead + j);
@@ -123,7 +123,7 @@ struct ProjectAnyRank {
     F* p = arguments.p() + row * rank;
     for (int64_t k = 0; k < rank; k += kPackedRank) {
       const int64_t count = std::min(kPackedRank, rank - k);
-      warm.pack(k, count, block.col, block.cols);
+      warm.template pack<Arch>(k, count, block.col, block.cols);
       dot<Arch, F>(m, warm.data(), round_up(block.cols, kPad), count, rows, p + k, rank);
     }
   }

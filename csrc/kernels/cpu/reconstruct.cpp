@@ -79,6 +79,10 @@ struct WriteRows {
   }
 };
 
+// Elements of a band: nothing is asked for ahead, and the more rows a band has, the less packing
+// counts.
+constexpr int64_t kReconstructElements = int64_t{1} << 18;
+
 template <class G, bool kStream>
 struct ReconstructTile {
   using F = ComputeOf<G>;
@@ -92,8 +96,7 @@ struct ReconstructTile {
   template <class Arch>
   POWERSGD_INLINE void run() const {
     PackedFactor<F> q(elements<F>(bucket.q_payload, matrix.q_offset), matrix.cols);
-    Walk walk{tile.row_begin, tile.row_end, 0, matrix.cols};
-    walk.lead = lead;
+    const Walk walk{tile.row_begin, tile.row_end, 0, matrix.cols, kReconstructElements, lead};
     for_each_block(matrix, walk, [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
       for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
         write_rows<Arch>(block, row, q);
@@ -115,7 +118,7 @@ struct ReconstructTile {
     for (int64_t k = 0; k == 0 || k < matrix.rank; k += kPackedRank) {
       const int64_t count = std::min(kPackedRank, matrix.rank - k);
       const F* initial = k > 0 ? sums : nullptr;
-      q.pack(k, count, block.col, block.cols);
+      q.template pack<Arch>(k, count, block.col, block.cols);
       pack_rows(p_hat + k, matrix.rank, rows, count, scale, left);
       if (k + count < matrix.rank) {
         multiply<Arch, F>(left, q.data(), kBlockStride, count, cols, initial, StoreBlock<F>{sums});
@@ -158,7 +161,8 @@ void skip_elements(G* gradient, R* memory, int64_t count) {
       const V kept = load_first<Baseline>(memory + j, size) - finite;
       store_first<Baseline>(memory + j, size, clamped_to<Baseline, R>(kept));
     }
-    store_first<Baseline>(gradient + j, size, V(V{} + std::numeric_limits<F>::quiet_NaN()));
+    store_first<Baseline>(gradient + j, size,
+                          broadcast<Baseline>(std::numeric_limits<F>::quiet_NaN()));
   });
 }
 

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "isa.h"
 
@@ -12,7 +13,7 @@
 // machine that is not x86-64 only the baseline is built.
 //
 // The result of a kernel may depend on Arch through the number of lanes it sums over and through
-// FMA. orthogonalize.cpp and reconstruct.cpp forbid both: see there.
+// FMA. orthogonalize.cpp and reconstruct.cpp do not let it: see exact.h.
 namespace powersgd::kernels::cpu {
 
 // The ABI of a wide vector depends on the target. Nothing here is ever called: it is all inlined.
@@ -95,6 +96,20 @@ POWERSGD_INLINE void store(T* target, const Vector<Arch, T>& value) {
   *reinterpret_cast<typename VectorOf<T, Arch::kVectorBytes>::Unaligned*>(target) = value;
 }
 
+// x in all lanes. GCC 12 goes through memory, hence the instructions by name.
+template <class Arch, class T>
+POWERSGD_INLINE Vector<Arch, T> broadcast(T x) {
+  Vector<Arch, T> result;
+  if constexpr (Arch::kHasAvx && std::is_same_v<T, float>) {
+    asm("vbroadcastss %1, %0" : "=v"(result) : "vm"(x));
+  } else if constexpr (Arch::kHasAvx && std::is_same_v<T, double>) {
+    asm("vbroadcastsd %1, %0" : "=v"(result) : "vm"(x));
+  } else {
+    result = x - Vector<Arch, T>{};  // not +, for the sake of -0
+  }
+  return result;
+}
+
 // A vector of elements of a and b, by constant positions: those of b follow those of a. Mask is the
 // vector of integers of the same size.
 #if defined(__clang__)
@@ -132,6 +147,22 @@ POWERSGD_INLINE V lesser(const V& a, const V& b) {
     asm("vminpd %2, %1, %0" : "=v"(result) : "v"(a), "vm"(b));
   } else {
     asm("vminps %2, %1, %0" : "=v"(result) : "v"(a), "vm"(b));
+  }
+  return result;
+}
+
+// Values of at most `largest` in magnitude. Not for NaN.
+template <class Arch, class V>
+POWERSGD_INLINE V within(const V& value, const V& largest) {
+  if constexpr (Arch::kVectorBytes != 64) {
+    return lesser<Arch>(greater<Arch>(value, -largest), largest);
+  }
+  // The lesser of both in magnitude, with the sign of the first.
+  V result;
+  if constexpr (sizeof(value[0]) == sizeof(double)) {
+    asm("vrangepd $2, %2, %1, %0" : "=v"(result) : "v"(value), "v"(largest));
+  } else {
+    asm("vrangeps $2, %2, %1, %0" : "=v"(result) : "v"(value), "v"(largest));
   }
   return result;
 }
