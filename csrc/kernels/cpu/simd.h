@@ -125,46 +125,48 @@ POWERSGD_INLINE To bits_as(const From& from) {
   return reinterpret_cast<To>(from);
 }
 
-// Of each pair of elements. Not for NaN. GCC 12 has no single instruction for a comparison and a
-// choice in 512 bits, hence the instructions by name.
+// result = an instruction on two vectors, its name without "ps" or "pd". GCC 12 has none for a
+// comparison and a choice in 512 bits, hence the instructions by name.
+#define POWERSGD_INSTRUCTION(result, name, immediate, a, b)                  \
+  if constexpr (sizeof(result[0]) == sizeof(double)) {                       \
+    asm(name "pd " immediate "%2, %1, %0" : "=v"(result) : "v"(a), "vm"(b)); \
+  } else {                                                                   \
+    asm(name "ps " immediate "%2, %1, %0" : "=v"(result) : "v"(a), "vm"(b)); \
+  }
+
+// Of each pair of elements. Not for NaN.
 template <class Arch, class V>
 POWERSGD_INLINE V greater(const V& a, const V& b) {
-  if constexpr (!Arch::kHasAvx) return a > b ? a : b;
-  V result;
-  if constexpr (sizeof(a[0]) == sizeof(double)) {
-    asm("vmaxpd %2, %1, %0" : "=v"(result) : "v"(a), "vm"(b));
+  if constexpr (Arch::kHasAvx) {
+    V result;
+    POWERSGD_INSTRUCTION(result, "vmax", "", a, b);
+    return result;
   } else {
-    asm("vmaxps %2, %1, %0" : "=v"(result) : "v"(a), "vm"(b));
+    return a > b ? a : b;
   }
-  return result;
 }
 
 template <class Arch, class V>
 POWERSGD_INLINE V lesser(const V& a, const V& b) {
-  if constexpr (!Arch::kHasAvx) return a < b ? a : b;
-  V result;
-  if constexpr (sizeof(a[0]) == sizeof(double)) {
-    asm("vminpd %2, %1, %0" : "=v"(result) : "v"(a), "vm"(b));
+  if constexpr (Arch::kHasAvx) {
+    V result;
+    POWERSGD_INSTRUCTION(result, "vmin", "", a, b);
+    return result;
   } else {
-    asm("vminps %2, %1, %0" : "=v"(result) : "v"(a), "vm"(b));
+    return a < b ? a : b;
   }
-  return result;
 }
 
 // Values of at most `largest` in magnitude. Not for NaN.
 template <class Arch, class V>
 POWERSGD_INLINE V within(const V& value, const V& largest) {
-  if constexpr (Arch::kVectorBytes != 64) {
+  if constexpr (Arch::kVectorBytes == 64) {
+    V result;  // the lesser of both in magnitude, with the sign of the first
+    POWERSGD_INSTRUCTION(result, "vrange", "$2, ", value, largest);
+    return result;
+  } else {
     return lesser<Arch>(greater<Arch>(value, -largest), largest);
   }
-  // The lesser of both in magnitude, with the sign of the first.
-  V result;
-  if constexpr (sizeof(value[0]) == sizeof(double)) {
-    asm("vrangepd $2, %2, %1, %0" : "=v"(result) : "v"(value), "v"(largest));
-  } else {
-    asm("vrangeps $2, %2, %1, %0" : "=v"(result) : "v"(value), "v"(largest));
-  }
-  return result;
 }
 
 // Stores past the caches, to an address aligned to the vector. stream_fence() before others may
