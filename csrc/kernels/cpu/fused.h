@@ -23,10 +23,10 @@ POWERSGD_INLINE Vector<Arch, double> sum_rounded_to_odd(const Vector<Arch, doubl
   return bits_as<Vector<Arch, double>>((bits_as<Bits>(sum) + away_from_zero) | (inexact & 1));
 }
 
-// A double holds the product of two floats exactly. Were its sum with c rounded to nearest, it could
-// end up in the middle between two floats, and the rounding to float go the wrong way. Sylvie Boldo
-// and Guillaume Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
-// rounding to odd", IEEE Transactions on Computers 57(4), 2008.
+// A double holds the product of two floats exactly. Were its sum with c rounded to nearest, it
+// could end up in the middle between two floats, and the rounding to float go the wrong way. Sylvie
+// Boldo and Guillaume Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms
+// using rounding to odd", IEEE Transactions on Computers 57(4), 2008.
 template <class Arch>
 POWERSGD_INLINE Vector<Arch, float> emulated_fma(const Vector<Arch, float>& a,
                                                  const Vector<Arch, float>& b,
