@@ -59,7 +59,7 @@ POWERSGD_INLINE void pack_rows(const F* source, int64_t source_stride, int64_t r
   }
 }
 
-template <class Arch, class F, int kWidth, class Sink>
+template <class Arch, class F, bool kFused, int kWidth, class Sink>
 POWERSGD_INLINE void multiply_columns(const F* left, const F* right, int64_t right_stride,
                                       int64_t rank, const F* initial, int64_t j, const Sink& sink) {
   constexpr int64_t kLane = kLanes<Arch, F>;
@@ -81,27 +81,30 @@ POWERSGD_INLINE void multiply_columns(const F* left, const F* right, int64_t rig
     for (int i = 0; i < kRows; ++i) {
       const Vector<Arch, F> a = broadcast<Arch>(left[k * kRows + i]);
       POWERSGD_UNROLL
-      for (int w = 0; w < kWidth; ++w) sum[i][w] = multiply_add<Arch>(a, b[w], sum[i][w]);
+      for (int w = 0; w < kWidth; ++w) {
+        sum[i][w] = kFused ? multiply_add<Arch>(a, b[w], sum[i][w]) : a * b[w] + sum[i][w];
+      }
     }
   }
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i) sink.template put<Arch>(i, j, sum[i]);
 }
 
-// Hands sum over k of left[k, i] * right[k, j], added in the order of k by multiply_add, to the
-// sink: one or more vectors of each of kRows rows at a time, by sink.put<Arch>(row, column,
-// vectors). Starts from `initial`, if there is one, of the stride of `right`.
-template <class Arch, class F, class Sink>
+// Hands sum over k of left[k, i] * right[k, j], added in the order of k, to the sink: one or more
+// vectors of each of kRows rows at a time, by sink.put<Arch>(row, column, vectors). Starts from
+// `initial`, if there is one, of the stride of `right`. kFused: by multiply_add, for what ranks
+// must agree on; a CPU without FMA is slow at it.
+template <class Arch, class F, bool kFused, class Sink>
 POWERSGD_INLINE void multiply(const F* left, const F* right, int64_t right_stride, int64_t rank,
                               int64_t cols, const F* initial, const Sink& sink) {
   constexpr int64_t kLane = kLanes<Arch, F>;
   constexpr int kWidth = Arch::kRegisters == 32 ? 4 : 2;
   int64_t j = 0;
   for (; j + kWidth * kLane <= cols; j += kWidth * kLane) {
-    multiply_columns<Arch, F, kWidth>(left, right, right_stride, rank, initial, j, sink);
+    multiply_columns<Arch, F, kFused, kWidth>(left, right, right_stride, rank, initial, j, sink);
   }
   for (; j < cols; j += kLane) {
-    multiply_columns<Arch, F, 1>(left, right, right_stride, rank, initial, j, sink);
+    multiply_columns<Arch, F, kFused, 1>(left, right, right_stride, rank, initial, j, sink);
   }
 }
 

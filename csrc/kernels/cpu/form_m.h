@@ -78,8 +78,9 @@ struct FormRows {
       right.template pack<Arch>(k, count, block.col, block.cols);
       pack_rows(left + row * rank + k, rank, rows, count, static_cast<F>(bucket.residual_scale),
                 packed);
-      multiply<Arch, F>(packed, right.data(), kBlockStride, count, round_up(block.cols, kPad),
-                        k > 0 ? product : nullptr, StoreBlock<F>{product});
+      multiply<Arch, F, false>(packed, right.data(), kBlockStride, count,
+                               round_up(block.cols, kPad), k > 0 ? product : nullptr,
+                               StoreBlock<F>{product});
     }
   }
 

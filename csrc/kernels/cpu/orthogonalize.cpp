@@ -98,8 +98,8 @@ struct TransformTile {
     for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
       const int64_t rows = std::min<int64_t>(kRows, tile.row_end - row);
       group.load_rows(source, row, rows, rank, stride);
-      multiply<Arch, double>(group.columns, space.transform, stride, rank, stride, nullptr,
-                             StoreBlock<double>{group.rows, stride});
+      multiply<Arch, double, true>(group.columns, space.transform, stride, rank, stride, nullptr,
+                                   StoreBlock<double>{group.rows, stride});
       for (int64_t i = 0; i < rows; ++i) {
         for (int64_t k = 0; k < rank; ++k) {
           p_hat.at(row + i, k) = static_cast<F>(group.rows[i * stride + k]);

@@ -121,9 +121,10 @@ struct ReconstructTile {
       q.template pack<Arch>(k, count, block.col, block.cols);
       pack_rows(p_hat + k, matrix.rank, rows, count, scale, left);
       if (k + count < matrix.rank) {
-        multiply<Arch, F>(left, q.data(), kBlockStride, count, cols, initial, StoreBlock<F>{sums});
+        multiply<Arch, F, true>(left, q.data(), kBlockStride, count, cols, initial,
+                                StoreBlock<F>{sums});
       } else {
-        multiply<Arch, F>(left, q.data(), kBlockStride, count, cols, initial, write);
+        multiply<Arch, F, true>(left, q.data(), kBlockStride, count, cols, initial, write);
       }
     }
   }
