@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Saving and restoring what an attached model remembers."""
+"""Checkpoints of the state of an attached model: its residuals and factors."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ _OPTIONAL = {"memory", "p_local", "p"}
 
 
 def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
-    """The state of an attached module.
+    """Returns the state of an attached module: residuals and factors. Collective.
+
+    The mean residual over the ranks is what the sum of all future outputs still owes. It has the
+    parameter's shape, in units of the averaged gradient at ``grad_scale``.
 
     Args:
-        module: an attached module.
-        per_rank: False: the mean over the ranks, for any number of ranks; collective, and the
-            same on all ranks. True: this rank's own state, for each rank to save and to load
-            again; the job then goes on bit for bit as if it had not been interrupted.
+        module: Attached module.
+        per_rank: False: the state is the same on all ranks and can be loaded on any number of
+            ranks. True: the state is this rank's own. Each rank saves it and loads it again, and
+            the job goes on bit for bit as if it had not been interrupted.
 
     Returns:
-        ``version``, ``options`` (field: value), ``step``, ``grad_scale`` and ``parameters``:
-        {name: {"residual", "q"}} of every parameter that is compressed. ``residual`` has the
-        parameter's shape and the units of the averaged gradient at ``grad_scale``; it is the mean
-        over ranks, which is what the sum of all future outputs still owes. ``q`` is [r, m], the
-        parameter seen as n x m. In the alternating mode, where Q is sent next, ``p`` is [n, r].
+        A dictionary of ``version``, ``options`` (field: value), ``step``, ``grad_scale`` and
+        ``parameters``, which has an entry for every compressed parameter: its ``residual`` and
+        ``q``, which is [r, m] for a parameter seen as n x m. In the alternating mode, where Q is
+        sent next, an entry has ``p`` as well, [n, r].
 
-        With ``per_rank``, ``rank`` and ``world_size`` as well; ``parameters`` then holds this
-        rank's [n, m] ``memory``, [n, r] ``p_hat``, [r, m] ``q_local`` and ``q_warm``, [n, r]
-        ``p_local`` (alternating), ``sent_p`` and ``grad_scale``, of the same parameters.
+        With ``per_rank`` the dictionary also has ``rank`` and ``world_size``. An entry is then this
+        rank's ``memory`` [n, m], ``p_hat`` [n, r], ``q_local`` and ``q_warm`` [r, m], ``p_local``
+        [n, r] (alternating), ``sent_p`` and ``grad_scale``.
 
-        Of an FSDP2 module the parameters are this rank's shards, padded as FSDP2 pads them, the
-        ranks those that have the same ``shard``, [which, of how many], which is named as well.
+        The parameters of an FSDP2 module are this rank's shards, padded as FSDP2 pads them. The
+        mean is over the ranks that have the same shard. ``shard`` names it: [which, of how many].
 
     Raises:
-        ValueError: if the module is not attached.
+        ValueError: If the module is not attached.
     """
     model = attached_model(module)
     state: dict[str, Any] = {
@@ -66,17 +68,20 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
 
 
 def load_state_dict(module: Module, state: dict[str, Any]) -> None:
-    """Restores what ``state_dict`` returned. Collective; to be called after ``attach``.
+    """Restores what ``state_dict`` returned. Collective, after ``attach``.
 
-    Without ``per_rank``, on this or another number of ranks and with the same state on all: every
-    rank takes the mean residual, and the mean over ranks is then what it was. A ``q`` of another
-    rank r is cut, or extended by the random start.
+    A state without ``per_rank`` is the same on all ranks, of this or another number. Every rank
+    takes the mean residual, so that the mean over the ranks is what it was. A ``q`` of another rank
+    r is cut, or extended by the random start.
+
+    Args:
+        module: Attached module.
+        state: Dictionary that ``state_dict`` returned.
 
     Raises:
-        ValueError: on every rank alike, if the module is not attached, ``state`` is not of this
-            version's form, a shape is not its parameter's, the ranks' states are not of the same
-            step, or a state saved with ``per_rank`` is of another rank or number of ranks.
-            Nothing has been changed then.
+        ValueError: On every rank alike, if the state does not fit and before anything changes: the
+            module is not attached, the form or a shape is another, the ranks' states are of
+            different steps, or a state of ``per_rank`` is of another rank or number of ranks.
     """
     model = attached_model(module)
     group = group_of(module)
@@ -105,13 +110,13 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
 class CompressionState:
     """``state_dict`` and ``load_state_dict`` of an attached module as an object.
 
-    What libraries ask for that save objects: torch's ``Stateful`` protocol, as in
+    Libraries that save objects take it: torch's ``Stateful`` protocol, as in
     ``dcp.save({"powersgd": CompressionState(ddp)})``, and Accelerate's
     ``register_for_checkpointing``. Both methods are collective.
 
     Args:
-        module: an attached module.
-        per_rank: as in ``state_dict``; for libraries that save an object of each rank.
+        module: Attached module.
+        per_rank: Meaning as in ``state_dict``, for libraries that save an object of each rank.
     """
 
     def __init__(self, module: Module, per_rank: bool = False) -> None:
@@ -119,9 +124,11 @@ class CompressionState:
         self.per_rank = per_rank
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the module's state, as the function ``state_dict`` does."""
         return state_dict(self.module, self.per_rank)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores the module's state, as the function ``load_state_dict`` does."""
         load_state_dict(self.module, state_dict)
 
 

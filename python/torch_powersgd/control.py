@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a training script says to the backend while it runs."""
+"""The switch between exact and compressed all-reduces inside of a training script."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from torch_powersgd._core import _C
 
 @contextmanager
 def compression(enabled: bool) -> Iterator[None]:
-    """Overrides the scope for the all-reduces called inside, in this thread and in its backwards.
+    """Overrides the scope of the all-reduces that are called inside of a ``with`` block.
 
-    ``compression(False)`` makes all of them exact. ``compression(True)`` compresses every
-    eligible one (dense, floating, SUM or AVG, large enough to pay); outside of backward, tensors
-    are told apart by their order in the block, so enter it once per step. All ranks must do the
-    same.
+    The override holds for this thread and for the backward passes that it starts. All ranks must
+    enter the same blocks. Outside of a backward pass, tensors are told apart by their order in the
+    block: enter it once per step.
+
+    Args:
+        enabled: True: every eligible all-reduce is compressed, which is dense, floating, a SUM or
+            AVG, and large enough to gain. False: every all-reduce is exact.
     """
     _C.push_override(bool(enabled))
     try:

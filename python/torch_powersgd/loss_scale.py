@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mixed precision: residuals that follow the loss scale, and steps that the optimizer skips."""
+"""Mixed precision: residuals follow the loss scale, and know the steps that are skipped."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from torch_powersgd._core import _C
 
 
 def set_grad_scale(scale: float, group: dist.ProcessGroup | None = None) -> None:
-    """Tells the group the loss scale of the gradients to come, so that residuals follow it.
+    """Tells a group the loss scale of the gradients to come, which its residuals then follow.
 
-    A model that was attached with a scaler has the scaler's and does not need this.
+    A model that is attached with a scaler follows the scaler and does not need this function.
 
     Args:
-        scale: finite and > 0, such as ``GradScaler.get_scale()``; equal on all ranks.
-        group: None: the default group.
+        scale: Loss scale, finite and > 0, such as ``GradScaler.get_scale()``. It is equal on all
+            ranks.
+        group: Process group. None: the default group.
 
     Raises:
-        ValueError: if the scale is not finite and > 0, or the group has no powersgd backend.
+        ValueError: If the scale is not finite and > 0, or the group has no powersgd backend.
     """
     for backend in find_backends(group):
         backend.grad_scale = scale

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a user can configure, and where the configuration comes from."""
+"""The options of a process group or a model, and the places that they come from."""
 
 from __future__ import annotations
 
@@ -28,37 +28,41 @@ class Options:
     ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState``.
 
     Args:
-        matrix_approximation_rank: the rank r of the factors sent for each weight, 1 to 1024.
-        start_powerSGD_iter: steps that are averaged exactly before compression starts.
-        min_compression_rate: an n x m weight is compressed only if
-            (n + m) * r * min_compression_rate < n * m.
-        use_error_feedback: add what a step did not send to the next step's gradient.
-        warm_start: start each step from the last step's Q, else from a random one.
-        orthogonalization_epsilon: a column whose squared norm, outside of the columns before it,
-            is at most this part of the sum of all squared norms counts as zero; never less
-            than 2**-46.
-        random_seed: of the random start; torch's generators are not touched.
-        compression_stats_logging_frequency: steps between two log lines.
-        scope: what may be compressed: ``"backward"`` (attached models, and large flat tensors
-            reduced during backward), ``"attached"``, ``"always"`` or ``"never"``.
-        min_numel: the least number of elements of a flat tensor that ``"backward"`` compresses.
-        inner: the backend to wrap: ``"auto"`` (gloo on CPU, nccl on CUDA) or a backend's name.
-        wire_dtype: the dtype of what is sent: float32, bfloat16 or float16. What a rank rounds off
-            stays in its residual; the rounding of the sum does not. None: float32, or float64 for
-            float64 gradients.
-        residual_dtype: the dtype of the error feedback's memory: float32, bfloat16 or float16. What
-            is beyond its largest value is cut off there; in float16, whose largest is 65504,
-            ``stats()["saturated_steps"]`` counts that.
-            float64 gradients keep a float64 memory.
-        alternating: send P and Q in turns, one per step: half the bytes, one collective instead of
-            two, and a slower approximation. Needs warm_start. Attached models only: what has no
-            name is compressed in the plain mode.
-        check_every: steps between two comparisons of the ranks' factors, which must be equal bit
-            for bit: where they are not, a warning says which parameter and ranks, rank 0's are
-            taken and ``stats()["differences"]`` counts it. 0: never.
+        matrix_approximation_rank: Rank r of the factors that are sent for each weight, 1 to 1024. A
+            higher rank sends more and approximates better.
+        start_powerSGD_iter: Number of steps that are averaged exactly before compression starts.
+        min_compression_rate: Least gain for which a weight is compressed. An n x m weight is
+            compressed only if (n + m) * r * min_compression_rate < n * m.
+        use_error_feedback: Whether the part of a gradient that a step does not send is added to the
+            next step's gradient.
+        warm_start: Whether a step starts from the last step's Q. Otherwise it starts from a random
+            Q.
+        orthogonalization_epsilon: Relative size at which a column counts as zero: its squared norm
+            outside of the columns before it, over the sum of all squared norms. The least value in
+            effect is 2**-46.
+        random_seed: Seed of the random start. torch's own generators are not touched.
+        compression_stats_logging_frequency: Number of steps between two summaries in the log.
+        scope: Tensors that may be compressed. ``"backward"``: attached models, and large flat
+            tensors that are reduced during a backward pass. ``"attached"``: attached models alone.
+            ``"always"``: every eligible tensor. ``"never"``: nothing.
+        min_numel: Least number of elements of a flat tensor that ``"backward"`` compresses.
+        inner: Name of the backend to wrap. ``"auto"``: gloo on a CPU, nccl on CUDA.
+        wire_dtype: Data type of the payloads: float32, bfloat16 or float16. The residual keeps the
+            part that a rank rounds off, but not the rounding of the sum. None: float32, or float64
+            for float64 gradients.
+        residual_dtype: Data type of the residual: float32, bfloat16 or float16. Residuals of
+            float64 gradients are always float64. A value beyond the type's largest is cut off.
+            ``stats()["saturated_steps"]`` counts the steps in which that happens in float16.
+        alternating: Whether P and Q are sent in turns, one in each step. A step then sends half of
+            the bytes in one collective, and the approximation is slower. It needs ``warm_start``.
+            Tensors without a name are compressed in the plain mode.
+        check_every: Number of steps between two comparisons of the factors, which are equal on all
+            ranks. Where they differ, a warning names the parameter and the ranks, all ranks take
+            rank 0's, and ``stats()["differences"]`` counts it. 0: no comparison.
 
     Raises:
-        ValueError: names the field, the value and what is allowed.
+        ValueError: If a value is not allowed. The message names the field, the value and what is
+            allowed.
     """
 
     matrix_approximation_rank: int = 1
@@ -109,11 +113,11 @@ class Options:
 
     @classmethod
     def from_hook_state(cls, state: PowerSGDState, **fields: Any) -> Options:
-        """The options that match the state of torch's powerSGD_hook.
+        """Returns the options that match the state of torch's powerSGD_hook.
 
         Args:
-            state: a ``PowerSGDState``. Its random seed cannot be read back from it.
-            fields: fields to set on top.
+            state: State of the hook. Its random seed cannot be read back from it.
+            fields: Values of fields that replace those of the state.
         """
         shared = {
             name: getattr(state, name)
@@ -134,7 +138,17 @@ _configured: Options | None = None
 
 
 def configure(options: Options | None) -> None:
-    """Sets the options of process groups that are created without ``pg_options``; None: unset."""
+    """Sets the options of the process groups that this process creates from now on.
+
+    The options take the place of the ``POWERSGD_*`` environment variables. The ``pg_options`` of a
+    group come before them.
+
+    Args:
+        options: Options of all later groups. None: those of the environment, as at first.
+
+    Raises:
+        ValueError: If ``options`` is neither ``Options`` nor None.
+    """
     global _configured
     if options is not None and not isinstance(options, Options):
         raise ValueError(f"configure takes torch_powersgd.Options or None, got {options!r}")

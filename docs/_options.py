@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Prints docs/options.md, made from Options: its docstring and defaults. --write writes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import torch_powersgd
+
+PAGE = Path(__file__).with_name("options.md")
+
+HEAD = """\
+# Options
+
+<!-- made by docs/_options.py from the docstring of Options: edit that, then run it with --write -->
+
+This page lists every field of `torch_powersgd.Options`. [Choose your settings](choose.md) says
+which of them to set.
+
+## Where options come from
+
+Each field is looked up in this order, and the first place that has it decides:
+
+1. the mapping that is given to `attach`
+2. `pg_options` of the process group: a mapping, or `Options`
+3. `torch_powersgd.configure(options)`
+4. the environment variables `POWERSGD_*`
+5. the defaults below
+
+A mapping sets some fields and leaves the others to the places below it. A complete `Options` sets
+all fields, so that it hides every place below it: `attach(ddp, Options(...))` ignores the group's
+options. Its fields that were not named have their defaults.
+
+The environment variable of a field is `POWERSGD_` with the field's name in capitals, such as
+`POWERSGD_MATRIX_APPROXIMATION_RANK=16`. A truth value is `1`, `true`, `0` or `false`, a data type
+its name, such as `bfloat16`. A variable with another name that begins with `POWERSGD_` is warned
+about.
+
+All ranks must have equal options. If they differ, every rank raises an error that names the field
+and the ranks.
+
+## Fields
+
+"""
+
+
+def main() -> None:
+    page = HEAD + _table()
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(page)
+    else:
+        sys.stdout.write(page)
+
+
+def _table() -> str:
+    meanings = _meanings(inspect.getdoc(torch_powersgd.Options) or "")
+    lines = ["| field | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(torch_powersgd.Options):
+        default = field.default if isinstance(field.default, str) else repr(field.default)
+        shown = f'"{default}"' if isinstance(field.default, str) else default
+        meaning = meanings.pop(field.name).replace("|", "\\|")
+        lines.append(f"| `{field.name}` | `{shown}` | {meaning} |")
+    if meanings:
+        raise ValueError(f"the docstring describes {', '.join(meanings)}, which are no fields")
+    return "\n".join(lines) + "\n"
+
+
+def _meanings(docstring: str) -> dict[str, str]:
+    """The text about each field in the section Args."""
+    section = docstring.split("Args:\n")[1].split("\n\n")[0]
+    entries = re.split(r"^ {4}(\w+): ", section, flags=re.MULTILINE)[1:]
+    texts = (" ".join(text.split()) for text in entries[1::2])
+    # Literals in a docstring have two backticks, in Markdown one. A bare product of fields has
+    # asterisks, which Markdown would take for emphasis.
+    marked = (re.sub(r"`+", "`", text).replace(" * ", " x ") for text in texts)
+    return dict(zip(entries[::2], marked, strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a fragment of code in the docs takes for granted: ``<!-- run with: NAME -->``.
+
+Each function in ``PREAMBLES`` returns the names that the fragment can use. All of them make the
+default process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd
+
+Names = dict[str, Any]
+
+WIDTH = 64
+# The ranks of small layers: compressed at rank 4 from the second step on.
+OPTIONS = {
+    "matrix_approximation_rank": 4,
+    "wire_dtype": torch.bfloat16,
+    "start_powerSGD_iter": 2,
+}
+
+
+def names_of(preamble: str) -> Names:
+    """The names that a preamble defines.
+
+    Raises:
+        KeyError: if there is no preamble of this name.
+    """
+    return PREAMBLES[preamble]()
+
+
+def _common() -> Names:
+    return {
+        "contextlib": contextlib,
+        "logging": logging,
+        "torch": torch,
+        "dist": dist,
+        "nn": nn,
+        "DistributedDataParallel": DistributedDataParallel,
+        "DDP": DistributedDataParallel,
+        "torch_powersgd": torch_powersgd,
+        "device": torch.device("cpu"),
+        "options": torch_powersgd.Options(**OPTIONS),
+        "path": "checkpoint.pt",
+        "folder": Path("checkpoint"),
+    }
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+def _batches() -> list[torch.Tensor]:
+    torch.manual_seed(1 + dist.get_rank())
+    return [torch.randn(8, WIDTH) for _ in range(6)]
+
+
+def _loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def group() -> Names:
+    """A process group and a model in it that nothing has wrapped."""
+    dist.init_process_group("cpu:powersgd")
+    batches = _batches()
+    return _common() | {
+        "model": _model(),
+        "batches": batches,
+        "batch": batches[0],
+        "loss_of": _loss_of,
+    }
+
+
+def ddp() -> Names:
+    """A DDP module that is not attached yet, its optimizer and its data."""
+    names = group()
+    module = DistributedDataParallel(names["model"])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loss = _loss_of(module, names["batch"])
+    return names | {"ddp": module, "optimizer": optimizer, "loss": loss, "K": 2}
+
+
+def attached() -> Names:
+    """The same, attached, after some compressed steps."""
+    names = ddp()
+    torch_powersgd.attach(names["ddp"], names["options"])
+    for batch in names["batches"]:
+        _loss_of(names["ddp"], batch).backward()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+    return names | {"loss": _loss_of(names["ddp"], names["batch"])}
+
+
+def gan() -> Names:
+    """Two attached modules, one of which trains through the other."""
+    names = group()
+    modules = {name: DistributedDataParallel(_model()) for name in ("generator", "discriminator")}
+    for module in modules.values():
+        torch_powersgd.attach(module, names["options"])
+    criterion = nn.MSELoss()
+    return names | modules | {"criterion": criterion, "noise": names["batch"], "real": 1.0}
+
+
+def zero() -> Names:
+    """What an optimizer that overlaps with DDP needs."""
+    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    names = ddp() | {"ZeroRedundancyOptimizer": ZeroRedundancyOptimizer}
+    return names | {"hook_with_zero_step": hook_with_zero_step}
+
+
+def mesh() -> Names:
+    """A model in layers, and what shards it. For four ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    names = group() | {"init_device_mesh": init_device_mesh, "fully_shard": fully_shard}
+    model = names["model"]
+    model.layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    return names
+
+
+def tensor_parallel() -> Names:
+    """A mesh of replicas and tensor parallelism. For four ranks."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    names = mesh()
+    override = {"replicate": ("cpu:powersgd", names["options"]), "tensor": "gloo"}
+    dims = ("replicate", "tensor")
+    made = names["init_device_mesh"]("cpu", (2, 2), mesh_dim_names=dims, backend_override=override)
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return names | {"parallelize_module": parallelize_module, "mesh": made, "plan": plan}
+
+
+def pipeline() -> Names:
+    """A mesh of replicas and pipeline stages. For four ranks."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    names = mesh()
+    override = {"replicate": ("cpu:powersgd", names["options"]), "stage": "gloo"}
+    made = names["init_device_mesh"](
+        "cpu", (2, 2), mesh_dim_names=("replicate", "stage"), backend_override=override
+    )
+    micro = torch.randn(4, WIDTH)
+    stage_names = {"stage_module": nn.Linear(WIDTH, WIDTH), "n_microbatches": 2}
+    data = {"micro_input": micro, "micro_output": micro, "batch": torch.randn(8, WIDTH)}
+    library = {"PipelineStage": PipelineStage, "ScheduleGPipe": ScheduleGPipe}
+    loss = {"loss_fn": nn.MSELoss(), "target": torch.randn(8, WIDTH)}
+    return names | library | stage_names | data | loss | {"mesh": made}
+
+
+def by_hand() -> Names:
+    """A model with gradients that nothing averages, and an earlier copy of its parameters."""
+    names = group()
+    model = names["model"]
+    _loss_of(model, names["batch"]).backward()
+    anchor = [parameter.detach().clone() for parameter in model.parameters()]
+    return names | {"anchor": anchor}
+
+
+PREAMBLES: dict[str, Callable[[], Names]] = {
+    made.__name__: made
+    for made in (group, ddp, attached, gan, zero, mesh, tensor_parallel, pipeline, by_hand)
+}
