@@ -211,10 +211,12 @@ def test_a_dead_link_is_found(tmp_path):
     assert _dead_links(text, tmp_path) == ["gone.md", "there.md#no", "#x"]
 
 
-def test_the_page_of_options_is_that_of_the_docstrings():
-    program = [sys.executable, ROOT / "docs" / "_options.py"]
-    made = subprocess.run(program, capture_output=True, text=True, timeout=100, check=True).stdout
-    assert (ROOT / "docs" / "options.md").read_text() == made, "python docs/_options.py --write"
+@pytest.mark.parametrize(("page", "program"), [("options", "_options"), ("performance", "_tables")])
+def test_a_page_is_what_its_program_makes(page, program):
+    command = [sys.executable, ROOT / "docs" / f"{program}.py"]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    remedy = f"python docs/{program}.py --write"
+    assert (ROOT / "docs" / f"{page}.md").read_text() == made, remedy
 
 
 def test_troubleshooting_quotes_messages_that_exist():

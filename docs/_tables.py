@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Prints docs/performance.md with its tables made anew from benchmarks/results; --write writes it.
+
+A table stands between two comments: <!-- table: NAME of FILE --> and <!-- end of table -->.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).with_name("performance.md")
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+Record = dict[str, Any]
+_TABLE = re.compile(
+    r"(<!-- table: (\w+) of (\S+) -->\n).*?(<!-- end of table -->)", flags=re.DOTALL
+)
+_RATES = {"mbit": "Mbit/s", "gbit": "Gbit/s"}
+_MODELS = {"resnet18": "ResNet-18", "demo": "the demo's GPT", "gpt2": "GPT-2"}
+_STAGES = ("project", "orthogonalize", "back_project", "reconstruct")
+
+
+def main() -> None:
+    page = _TABLE.sub(_made, PAGE.read_text())
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(page)
+    else:
+        sys.stdout.write(page)
+
+
+def _made(found: re.Match[str]) -> str:
+    record = json.loads((RESULTS / found[3]).read_text())
+    return f"{found[1]}\n{TABLES[found[2]](record)}\n{found[4]}"
+
+
+def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
+
+
+def links(record: Record) -> str:
+    """Milliseconds of a step on each link, with quartiles, and megabytes sent."""
+    settings = record["settings"]
+    headings = ["method", "sent per step, MB", *(f"{_link(each)}, ms" for each in settings)]
+    rows = [
+        [record["titles"][method], _sent(settings, method)]
+        + [_step(each["methods"].get(method)) for each in settings]
+        for method in _methods(record)
+    ]
+    return _markdown(headings, rows)
+
+
+def learning(record: Record) -> str:
+    """The loss after as many steps, and the seconds to the loss that all are compared at."""
+    settings = record["settings"]
+    steps, loss = settings[0]["learning_steps"], settings[0]["loss"]
+    headings = ["method", f"loss after {steps} steps"]
+    headings += [f"seconds to a loss of {loss:.2f}, {_link(each)}" for each in settings]
+    rows = []
+    for method in _methods(record):
+        figures = [each["methods"].get(method, {}) for each in settings]
+        if "final_loss" in figures[0]:
+            seconds = [each.get("seconds_to_loss") for each in figures]
+            shown = [f"{each:.1f}" if each else f"not within {steps} steps" for each in seconds]
+            rows.append([record["titles"][method], f"{figures[0]['final_loss']:.3f}", *shown])
+    return _markdown(headings, rows)
+
+
+def stages(record: Record) -> str:
+    """Milliseconds of the stages at rank 4, beside torch's hook and the floor."""
+    headings = ["gradients", "dtype", *_STAGES, "all, ms", "torch's hook, ms", "floor, ms"]
+    headings += ["ours / floor", "hook / ours", "break-even, GB/s"]
+    rows = []
+    for each in record["results"]:
+        if each["rank"] != 4 or each["residual_dtype"] != "float32":
+            continue
+        name = f"{_MODELS[each['model']]}, {each['elements'] / 1e6:.1f} M"
+        times = [f"{each['stage_ms'][stage]:.1f}" for stage in _STAGES]
+        wholes = [each["ours"]["ms"], each["hook"]["ms"], each["floor_ms"]]
+        ratios = [f"{each['ours_over_floor']:.2f}", f"{each['hook_over_ours']:.1f}"]
+        pays = f"{each['break_even_gbyte_per_s']:.0f}"
+        rows.append([name, each["dtype"], *times, *(f"{ms:.1f}" for ms in wholes), *ratios, pays])
+    return _markdown(headings, rows)
+
+
+TABLES: dict[str, Callable[[Record], str]] = {
+    made.__name__: made for made in (links, learning, stages)
+}
+
+
+def _methods(record: Record) -> list[str]:
+    return [method for method in record["titles"] if method not in record["left_out"]]
+
+
+def _link(setting: Record) -> str:
+    number, unit = re.fullmatch(r"(\d+)(\w+)", setting["rate"]).groups()  # type: ignore[union-attr]
+    return f"{number} {_RATES[unit]}"
+
+
+def _sent(settings: Sequence[Record], method: str) -> str:
+    """The least of the links: what a slow one sends again is no part of it."""
+    sent = [each["methods"][method]["tx_bytes_per_step"] for each in settings]
+    return "" if min(sent) < 1000 else f"{min(sent) / 1e6:.2f}"
+
+
+def _step(figures: Record | None) -> str:
+    if not figures or figures.get("step_ms") is None:
+        return ""
+    times = [each for turn in figures["milliseconds"] for each in turn]
+    first, _, third = statistics.quantiles(times, n=4, method="inclusive")
+    return f"{figures['step_ms']:.0f} ({first:.0f} to {third:.0f})"
+
+
+if __name__ == "__main__":
+    main()
