@@ -50,8 +50,8 @@ def attach(
         options: None: those of the process group.
         scaler: the GradScaler that the model is trained with, if any. The residuals then follow
             its scale, and keep what was sent in a step that it skips.
-        group: of an FSDP2 module, the group of the ranks that have the same shards. A DDP module
-            has its own. It needs a powersgd backend for the parameters' device.
+        group: of an FSDP2 module, its replicas: the group of the ranks that hold the same shards.
+            A DDP module has its own. It needs a powersgd backend for the parameters' device.
 
     Raises:
         ValueError: on every rank alike, if the module cannot be attached or the ranks' models or
@@ -160,7 +160,8 @@ def _model_of(
     backend = _backend_of(group, next(iter(parameters.values())).device)
     core = options._core() if options is not None else backend.options.compression
     shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-    _check_agreement(group, core, shapes)
+    place = fsdp.place_of(module) if isinstance(module, FSDPModule) else {}
+    _check_agreement(group, core, shapes, place)
     if not again:
         _groups[module] = group
         _attached[module] = _C.AttachedModel(
@@ -252,11 +253,16 @@ def option_fields(core: _C.Options) -> dict[str, Any]:
 
 
 def _check_agreement(
-    group: dist.ProcessGroup, core: _C.Options, shapes: dict[str, list[int]]
+    group: dist.ProcessGroup,
+    core: _C.Options,
+    shapes: dict[str, list[int]],
+    place: dict[str, Any],
 ) -> None:
-    mine = {**option_fields(core), "parameters": shapes}
-    everyone: list[dict[str, Any]] = [{} for _ in range(group.size())]
+    mine = ({**option_fields(core), "parameters": shapes}, place)
+    everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
-    verdict = compare_options(everyone)
+    verdict = fsdp.compare_places([place for _, place in everyone]) or compare_options(
+        [fields for fields, _ in everyone]
+    )
     if verdict:
         raise ValueError(verdict)
