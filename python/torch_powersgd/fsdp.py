@@ -23,8 +23,19 @@ from torch_powersgd._core import _C
 logger = logging.getLogger("torch_powersgd")
 
 
-def check_module(module: FSDPModule, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group; raises a ValueError if there is none or the units' hooks cannot be ours."""
+def group_of(module: FSDPModule, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group of the replicas that was given; raises a ValueError if there is none."""
+    if group is not None:
+        return group
+    check_module(module)
+    raise ValueError(
+        "attach needs the group of the replicas of a module that FSDP2 has sharded: "
+        'attach(module, group=mesh.get_group("replicate"))'
+    )
+
+
+def check_module(module: FSDPModule) -> None:
+    """Raises a ValueError if the units' hooks cannot be ours, or there are no replicas."""
     for unit in _units(module):
         groups = _groups_of(unit)
         if len(groups) > 1:
@@ -41,12 +52,6 @@ def check_module(module: FSDPModule, group: dist.ProcessGroup | None) -> dist.Pr
             "this module is sharded over all ranks and has no replicas: FSDP2 does not all-reduce "
             "its gradients, so there is nothing to compress"
         )
-    if group is None:
-        raise ValueError(
-            "attach needs the group of the replicas of a module that FSDP2 has sharded: "
-            'attach(module, group=mesh.get_group("replicate"))'
-        )
-    return group
 
 
 def shards_of(module: FSDPModule) -> dict[str, torch.Tensor]:
