@@ -334,8 +334,9 @@ std::string BackendPowerSGD::not_started() {
   if (!start || stats.steps == 0 || stats.steps >= *start || stats.compressed_calls > 0) return "";
   const std::lock_guard<std::mutex> lock(mutex_);
   if (std::exchange(said_not_started_, true)) return "";
-  return c10::str("nothing has been compressed in ", stats.steps, " steps: compression starts at ",
-                  "step ", *start, ". Set start_powerSGD_iter to start earlier");
+  return c10::str("nothing has been compressed in ", stats.steps,
+                  stats.steps == 1 ? " step" : " steps", ": compression starts at step ", *start,
+                  ". Set start_powerSGD_iter to start earlier");
 }
 
 StatsSnapshot BackendPowerSGD::snapshot() {

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,15 +11,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from torch_powersgd import watch
+from torch_powersgd import log, watch
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import Meeting, name_ranks
 from torch_powersgd.options import Options, resolve
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
-
-logger = logging.getLogger("torch_powersgd")
 
 NAME = "powersgd"
 STREAM_ORDERED = {"nccl"}  # backends whose collectives do not block the host
@@ -45,13 +42,13 @@ def _at_exit() -> None:
             backend = find_backend(group, torch.device(device))
             message = backend.not_started() if backend is not None and group.rank() == 0 else ""
             if message:
-                logger.warning(message)
+                log.warning(message)
     # No worker may be inside a collective while the interpreter goes down around it.
     _C.shutdown_at_exit()
 
 
 def _log(warning: bool, message: str) -> None:
-    logger.log(logging.WARNING if warning else logging.INFO, message)
+    (log.warning if warning else log.info)(message)
 
 
 def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.BackendPowerSGD:

@@ -8,17 +8,16 @@ that never comes can be named, and an error on one rank reaches all of them.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torch_powersgd import log
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-logger = logging.getLogger("torch_powersgd")
 
 # A rank that is so late is named in a warning. Then its key is looked for at this interval.
 PATIENCE = timedelta(seconds=8)
@@ -86,7 +85,7 @@ class Meeting:
         except RuntimeError:  # its time-out has no type of its own in every kind of store
             late = self.absent()
         if late:
-            logger.warning("%s %s; rank %d waits", name_ranks(late), self.absence, self.rank)
+            log.warning(f"{name_ranks(late)} {self.absence}; rank {self.rank} waits")
         while not self.store.check(keys) and not self.store.check([_VERDICT]):
             late = self.absent()
             reason = self.explain(late) if late else ""

@@ -1,54 +1,46 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The few lines that a user must see whether or not the program configures logging."""
+"""The line that ``attach`` says."""
 
 from __future__ import annotations
 
-import logging
-import sys
+import torch.distributed as dist
 
+from torch_powersgd import log
 from torch_powersgd._core import _C
-from torch_powersgd.options import Options
-
-logger = logging.getLogger("torch_powersgd")
 
 
-def say(message: str) -> None:
-    """Logs at level INFO; without any logging handler, writes to stderr.
+def announce(model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
+    """Says how much of a model is compressed, what a step sends, and from which step on.
 
-    Python shows only warnings by default, and this is none.
+    The first rank of the group speaks.
     """
-    if logger.hasHandlers():
-        logger.info(message)
-    else:
-        print(f"torch_powersgd: {message}", file=sys.stderr, flush=True)
-
-
-def announce(model: _C.AttachedModel, options: Options, size: int) -> None:
-    """Says how much of a model is compressed, what a step sends, and from which step on."""
-    if size == 1:
-        say("attached; the group has one rank, so nothing is sent")
+    if group.rank() != 0:
         return
-    outline = model.outline()
+    if group.size() == 1:
+        log.notice("attached; the group has one rank, so nothing is sent")
+        return
+    outline, options = model.outline(), model.options
     rank, start = options.matrix_approximation_rank, options.start_powerSGD_iter
+    rate = options.min_compression_rate
     if options.scope == "never":
-        say("attached; scope='never' compresses nothing")
+        log.notice("attached; scope='never' compresses nothing")
         return
     if outline.compressed_parameters == 0:
-        logger.warning(
-            "no parameter is compressed at matrix_approximation_rank=%d: the factors of none are "
-            "smaller than the gradient by min_compression_rate=%g. Use a lower rank",
-            rank,
-            options.min_compression_rate,
+        log.warning(
+            f"no parameter is compressed at matrix_approximation_rank={rank}: the factors of none "
+            f"are smaller than the gradient by min_compression_rate={rate:g}. Use a lower rank"
         )
         return
     share = 100 * outline.compressed_numel / outline.numel
-    say(
+    log.notice(
         f"{outline.compressed_parameters} of {outline.parameters} parameters ({share:.1f} % of the "
-        f"elements) are compressed at rank {rank}; a step sends {_megabytes(outline.bytes_after)} "
-        f"in place of {_megabytes(outline.bytes_before)}, from step {start} on"
+        f"elements) are compressed at rank {rank}; a step sends {_bytes(outline.bytes_after)} "
+        f"in place of {_bytes(outline.bytes_before)}, from step {start} on"
     )
 
 
-def _megabytes(size: int) -> str:
-    megabytes = size / 1e6
-    return f"{megabytes:,.0f} MB" if megabytes >= 1000 else f"{megabytes:.3g} MB"
+def _bytes(size: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} B"

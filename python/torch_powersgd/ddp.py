@@ -68,6 +68,8 @@ def attach(
         fsdp.set_hooks(module, model, _groups[module].size())
     else:
         _register_hook(module, model)
+    if not again:
+        announce(model, _groups[module])
     _follow(module, model, scaler)
 
 
@@ -90,6 +92,7 @@ def comm_hook(
     if not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"comm_hook takes a DDP module, got {type(ddp).__name__}")
     model = _model_of(ddp, options, scaler, None)
+    announce(model, _groups[ddp])
     _follow(ddp, model, scaler)
     reference = weakref.ref(ddp)  # which owns the hook
 
@@ -171,8 +174,6 @@ def _model_of(
         proposal.options._core(),
     )
     _groups[module], _attached[module] = group, model
-    if group.rank() == 0:
-        announce(model, proposal.options, group.size())
     return model
 
 

@@ -9,7 +9,6 @@ in torch 2.11 and 2.13 alike, but for the attribute that ``_groups_of`` reads.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +17,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from torch_powersgd import log
 from torch_powersgd._core import _C
-
-logger = logging.getLogger("torch_powersgd")
 
 
 def group_of(module: FSDPModule, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -149,7 +147,7 @@ class _Hook:
         if known:
             return [self.number_of[id(shard)] for shard in shards]
         if not self.warned:
-            logger.warning(
+            log.warning(
                 "FSDP2 reduces some of a module's parameters only, which of them is not known: "
                 "they are averaged exactly. With set_reduce_scatter_unused_params(True) it "
                 "reduces all, and they are compressed"

@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import functools
 import importlib.metadata
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from torch_powersgd import log
 from torch_powersgd._core import _C
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-logger = logging.getLogger("torch_powersgd")
 
 _PREFIX = "POWERSGD_"
 _OTHER_VARIABLES = ("POWERSGD_BUILD_CUDA",)  # that setup.py reads
@@ -238,7 +237,7 @@ def _warn_of_unknown_variables() -> None:
     for variable in sorted(os.environ):
         if variable.startswith(_PREFIX) and variable not in known:
             hint = _similar(variable, sorted(known))
-            logger.warning("%s is not an option and has no effect%s", variable, hint)
+            log.warning(f"{variable} is not an option and has no effect{hint}")
 
 
 def _similar(name: str, known: Sequence[str]) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torch_powersgd import log
 from torch_powersgd._backend import find_backends
 from torch_powersgd._core import _C
-from torch_powersgd.announcement import say
 
 
 def stats(
@@ -85,7 +85,7 @@ def _say_if_not_started(backends: list[_C.BackendPowerSGD]) -> None:
     for backend in backends:
         message = backend.not_started()
         if message:
-            say(message)
+            log.notice(message)
 
 
 def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -21,12 +20,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
+from torch_powersgd import log
 from torch_powersgd.agreement import Meeting, fail
 
 if TYPE_CHECKING:
     from torch_powersgd._core import _C
-
-logger = logging.getLogger("torch_powersgd")
 
 PERIOD = 2.0  # seconds between two looks at the store
 # A group that nobody attaches to is left alone after so many seconds.
@@ -121,7 +119,7 @@ def _look(group: dist.ProcessGroup, backend: _C.BackendPowerSGD) -> None:
     elif group in _named:
         return
     _named.add(group)
-    logger.warning(message)
+    log.warning(message)
 
 
 def _store_of(group: dist.ProcessGroup, call: int) -> PrefixStore:

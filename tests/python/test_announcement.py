@@ -48,10 +48,10 @@ def test_attach_says_once_what_it_will_do():
     share = 100 * (128 * 64 + 32 * 144) / NUMEL
     expected = (
         f"2 of 4 parameters ({share:.1f} % of the elements) are compressed at rank 2; a step sends "
-        f"{4 * SENT / 1e6:.3g} MB in place of {4 * NUMEL / 1e6:.3g} MB, from step 4 on"
+        f"{4 * SENT / 1e3:.3g} kB in place of {4 * NUMEL / 1e3:.3g} kB, from step 4 on"
     )
     assert quiet == f"torch_powersgd: {expected}\n"
-    assert f"sends {2 * SENT / 1e6:.3g} MB in place" in half
+    assert f"sends {2 * SENT / 1e3:.3g} kB in place" in half
     assert "no parameter is compressed at matrix_approximation_rank=600" in nothing
     assert "scope='never' compresses nothing" in never
     assert logged == f"{expected}\n"  # where logging is configured, it is a message like others
