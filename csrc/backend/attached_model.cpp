@@ -51,9 +51,8 @@ c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(size_t bucket, at::Tensor& 
                                                      const std::vector<size_t>& parameters,
                                                      int divisor) {
   std::shared_ptr<BucketCompressor> compressor;
-  const bool warm = step_ >= static_cast<uint64_t>(options_.start_powerSGD_iter);
   const bool known = !parameters.empty() && !buffer.is_sparse();
-  if (active_ && warm && known && backend_->admits_attached(options_)) {
+  if (warm() && known && backend_->admits_attached(options_)) {
     if (!std::exchange(announced_, true)) announce();
     Bucket& made = buckets_[bucket];
     if (made.parameters != parameters) made = make_bucket(buffer, parameters);
@@ -108,21 +107,45 @@ void AttachedModel::add_owed(at::Tensor& buffer, const std::vector<size_t>& para
   }
 }
 
-void AttachedModel::announce() const {
-  std::vector<ParameterShape> shapes;
+Outline AttachedModel::outline() const {
+  Outline outline;
   for (const at::Tensor& parameter : parameters_) {
-    if (parameter.requires_grad()) shapes.push_back(memory_layout(parameter));
+    if (!parameter.requires_grad()) continue;
+    const MatrixShape shape = matrix_shape(memory_layout(parameter));
+    const int64_t numel = parameter.numel();
+    ++outline.parameters;
+    outline.numel += numel;
+    int64_t sent = numel;
+    if (should_compress(shape, options_)) {
+      ++outline.compressed_parameters;
+      outline.compressed_numel += numel;
+      sent = (shape.rows + shape.cols) * effective_rank(shape, options_);
+      if (options_.alternating) sent /= 2;
+      ++sent;  // whether the gradient has a non-zero element
+    }
+    const DType default_wire =
+        parameter.scalar_type() == at::kDouble ? DType::kFloat64 : DType::kFloat32;
+    const int64_t width = size_of(options_.wire_dtype.value_or(default_wire));
+    outline.sent_numel += sent;
+    outline.bytes_before += numel * static_cast<int64_t>(parameter.element_size());
+    outline.bytes_after += sent * width;
   }
-  const BucketPlan whole = plan_bucket(shapes, options_);
-  const int64_t factors = whole.raw_offset() + whole.q_numel;
-  const int64_t sent =
-      (options_.alternating ? factors / 2 : factors) + whole.p_numel - whole.raw_offset();
+  outline.sent_numel += outline.compressed_parameters > 0;  // the bucket's non-finite count
+  return outline;
+}
+
+bool AttachedModel::compresses() const {
+  return options_.scope != Scope::kNever && outline().compressed_parameters > 0;
+}
+
+void AttachedModel::announce() const {
+  const Outline all = outline();
   backend_->log(
       LogLevel::kInfo,
       c10::str("compression starts at step ", step_, ": rank ", options_.matrix_approximation_rank,
-               ", ", whole.matrices.size(), " of ", shapes.size(),
-               " parameters as low-rank factors, ", whole.gradient_numel,
-               " elements a step sent as ", sent, options_.alternating ? ", P and Q in turns" : "",
+               ", ", all.compressed_parameters, " of ", all.parameters,
+               " parameters as low-rank factors, ", all.numel, " elements a step sent as ",
+               all.sent_numel, options_.alternating ? ", P and Q in turns" : "",
                ", error feedback ", options_.use_error_feedback ? "on" : "off", ", warm start ",
                options_.warm_start ? "on" : "off"));
 }

@@ -31,6 +31,17 @@ struct LocalExport {
   double grad_scale = 1;
 };
 
+// What a model sends in a step once it is compressed, if all of its parameters have gradients.
+struct Outline {
+  int64_t parameters = 0;             // that have gradients
+  int64_t compressed_parameters = 0;  // of these, as low-rank factors
+  int64_t numel = 0;                  // elements of the gradients
+  int64_t compressed_numel = 0;       // of these, as low-rank factors
+  int64_t sent_numel = 0;             // elements sent in their place, if they are in one bucket
+  int64_t bytes_before = 0;
+  int64_t bytes_after = 0;
+};
+
 // One module whose buckets of gradients are compressed layer by layer: the state of each of its
 // parameters, and the compressor of each bucket layout that has been used. The buckets are DDP's,
 // or those that FSDP2 has reduce-scattered: the parameters are then this rank's shards.
@@ -75,6 +86,14 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
 
   // The Frobenius norm of each parameter's residual on this rank; 0 where there is none.
   std::map<std::string, double> residual_norms();
+
+  Outline outline() const;
+  // Whether any parameter is worth compressing, and the options allow it.
+  bool compresses() const;
+  // Whether the next step is compressed as far as this model knows.
+  bool warm() const {
+    return active_ && step_ >= static_cast<uint64_t>(options_.start_powerSGD_iter);
+  }
 
   int64_t step() const { return static_cast<int64_t>(step_); }
   // The loss scale of the gradients to come: the model's own if it was set, else the backend's.

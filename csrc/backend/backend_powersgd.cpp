@@ -229,6 +229,11 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::reconfigure(const c10d::Reconfig
 #endif
 
 void BackendPowerSGD::shutdown() {
+  if (getRank() == 0) {
+    if (const std::string message = not_started(); !message.empty()) {
+      log(LogLevel::kWarning, message);
+    }
+  }
   for (const auto& [device, engine] : engines_) engine->shutdown();
   for_each_lane([](c10d::Backend& lane) { lane.shutdown(); });
   ForwardingBackend::shutdown();
@@ -264,6 +269,11 @@ void BackendPowerSGD::add_model(const std::shared_ptr<AttachedModel>& model) {
                                [](const auto& weak) { return weak.expired(); }),
                 models_.end());
   models_.push_back(model);
+  had_model_ = true;
+  if (model->compresses()) {
+    const int64_t start = model->options().start_powerSGD_iter;
+    first_start_ = std::min(first_start_.value_or(start), start);
+  }
 }
 
 std::vector<std::shared_ptr<AttachedModel>> BackendPowerSGD::models() const {
@@ -302,7 +312,46 @@ std::shared_ptr<StepCounter> BackendPowerSGD::make_step_counter() {
   return step_counters_.back();
 }
 
+std::optional<int64_t> BackendPowerSGD::starts_at() const {
+  if (getSize() == 1) return std::nullopt;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (had_model_) return first_start_;
+  const bool flat = options_.scope == Scope::kBackward || options_.scope == Scope::kAlways;
+  return flat ? std::optional(options_.start_powerSGD_iter) : std::nullopt;
+}
+
+bool BackendPowerSGD::compressing() const {
+  const auto alive = models();
+  if (alive.empty()) return stats_->snapshot().compressed_calls > 0;
+  return std::any_of(alive.begin(), alive.end(), [this](const auto& model) {
+    return model->warm() && model->compresses() && admits_attached(model->options());
+  });
+}
+
+std::string BackendPowerSGD::not_started() {
+  const std::optional<int64_t> start = starts_at();
+  const StatsSnapshot stats = stats_->snapshot();
+  if (!start || stats.steps == 0 || stats.steps >= *start || stats.compressed_calls > 0) return "";
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (std::exchange(said_not_started_, true)) return "";
+  return c10::str("nothing has been compressed in ", stats.steps,
+                  stats.steps == 1 ? " step" : " steps", ": compression starts at step ", *start,
+                  ". Set start_powerSGD_iter to start earlier");
+}
+
 StatsSnapshot BackendPowerSGD::snapshot() {
+  const StatsSnapshot now = total();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return now - stats_base_;
+}
+
+void BackendPowerSGD::reset_stats() {
+  const StatsSnapshot now = total();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  stats_base_ = now;
+}
+
+StatsSnapshot BackendPowerSGD::total() {
   std::vector<std::shared_ptr<StepCounter>> counters;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

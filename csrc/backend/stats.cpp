@@ -11,6 +11,20 @@ const char* to_string(Stage stage) {
   return kNames[static_cast<int>(stage)];
 }
 
+StatsSnapshot operator-(StatsSnapshot now, const StatsSnapshot& base) {
+  for (const auto count :
+       {&StatsSnapshot::steps, &StatsSnapshot::skipped_steps, &StatsSnapshot::saturated_steps,
+        &StatsSnapshot::compressed_calls, &StatsSnapshot::exact_calls, &StatsSnapshot::bytes_before,
+        &StatsSnapshot::bytes_after, &StatsSnapshot::compressed_bytes_before,
+        &StatsSnapshot::compressed_bytes_after, &StatsSnapshot::differences}) {
+    now.*count -= base.*count;
+  }
+  for (size_t stage = 0; stage < now.seconds.size(); ++stage) {
+    now.seconds[stage] -= base.seconds[stage];
+  }
+  return now;
+}
+
 int64_t Stats::add_step() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return ++now_.steps;
@@ -21,6 +35,8 @@ void Stats::add_compressed(int64_t bytes_before, int64_t bytes_after) {
   ++now_.compressed_calls;
   now_.bytes_before += bytes_before;
   now_.bytes_after += bytes_after;
+  now_.compressed_bytes_before += bytes_before;
+  now_.compressed_bytes_after += bytes_after;
 }
 
 void Stats::add_exact(int64_t bytes) {

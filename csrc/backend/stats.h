@@ -23,11 +23,17 @@ struct StatsSnapshot {
   int64_t exact_calls = 0;   // eligible gradients sent whole: warm-up, or nothing worth compressing
   int64_t bytes_before = 0;  // of the gradients, had they been sent whole
   int64_t bytes_after = 0;   // of what this rank handed to the inner backend in their place
-  int64_t differences = 0;   // replicas that check_every found to differ between the ranks
+  // The part of both that belongs to the compressed calls.
+  int64_t compressed_bytes_before = 0;
+  int64_t compressed_bytes_after = 0;
+  int64_t differences = 0;  // replicas that check_every found to differ between the ranks
   std::array<double, kStages> seconds{};  // on the engine's thread
 
   double ratio() const { return bytes_after > 0 ? double(bytes_before) / double(bytes_after) : 1; }
 };
+
+// Each count of `now` without what `base` counted before.
+StatsSnapshot operator-(StatsSnapshot now, const StatsSnapshot& base);
 
 // What one backend did. Safe from any thread.
 class Stats {

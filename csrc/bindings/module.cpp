@@ -150,6 +150,8 @@ py::dict to_dict(const StatsSnapshot& stats) {
   result["differences"] = stats.differences;
   result["bytes_before"] = stats.bytes_before;
   result["bytes_after"] = stats.bytes_after;
+  result["compressed_bytes_before"] = stats.compressed_bytes_before;
+  result["compressed_bytes_after"] = stats.compressed_bytes_after;
   result["seconds"] = seconds;
   return result;
 }
@@ -187,6 +189,10 @@ void bind_backend(py::module_& module) {
              }
              return to_dict(stats);
            })
+      .def("reset_stats", &BackendPowerSGD::reset_stats, NoGil())
+      .def("compressing", &BackendPowerSGD::compressing)
+      .def("starts_at", &BackendPowerSGD::starts_at)
+      .def("not_started", &BackendPowerSGD::not_started)
       .def("models", &BackendPowerSGD::models, NoGil())
       // torch calls it on the parent for ranks that are not in a new group; only NCCL needs it.
       .def("perform_nocolor_split", [](BackendPowerSGD&, const at::Device&) {})
@@ -224,6 +230,14 @@ void bind_model(py::module_& module) {
       .def_readwrite("p_local", &LocalExport::p_local)
       .def_readwrite("sent_p", &LocalExport::sent_p)
       .def_readwrite("grad_scale", &LocalExport::grad_scale);
+  py::class_<Outline>(module, "Outline")
+      .def_readonly("parameters", &Outline::parameters)
+      .def_readonly("compressed_parameters", &Outline::compressed_parameters)
+      .def_readonly("numel", &Outline::numel)
+      .def_readonly("compressed_numel", &Outline::compressed_numel)
+      .def_readonly("sent_numel", &Outline::sent_numel)
+      .def_readonly("bytes_before", &Outline::bytes_before)
+      .def_readonly("bytes_after", &Outline::bytes_after);
   py::class_<AttachedModel, std::shared_ptr<AttachedModel>>(module, "AttachedModel")
       .def(py::init([](c10::intrusive_ptr<BackendPowerSGD> backend, std::vector<std::string> names,
                        std::vector<at::Tensor> parameters, const Options& options) {
@@ -237,6 +251,7 @@ void bind_model(py::module_& module) {
            py::arg("parameters"), py::arg("divisor"), NoGil())
       .def("reduce_bucket", &reduce_bucket, py::arg("reducer"), py::arg("bucket"), NoGil())
       .def("end_step", &AttachedModel::end_step, NoGil())
+      .def("outline", &AttachedModel::outline)
       .def_property("active", &AttachedModel::active, &AttachedModel::set_active)
       .def_property_readonly("step", &AttachedModel::step)
       .def_property("grad_scale", &AttachedModel::grad_scale, &AttachedModel::set_grad_scale)

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -137,14 +138,25 @@ class BackendPowerSGD : public ForwardingBackend {
   // Compares state that must agree on all ranks, after all steps submitted so far, and restores it
   // where it does not; what was found is logged by the next step or snapshot(). Collective.
   void check_replicas(std::vector<Replica> replicas, c10::Device device);
-  // What it did, once all steps submitted so far have ended. Blocks.
+  // What it did since it was made or since reset_stats(). Both wait for the steps submitted so far.
   StatsSnapshot snapshot();
+  void reset_stats();
+
+  // The step from which gradients are compressed: the first of the attached models' that compress
+  // any, or where no model was ever attached, the group's. Empty: nothing will be compressed.
+  std::optional<int64_t> starts_at() const;
+  // Whether the next step of an attached model, or the last flat gradient, is compressed.
+  bool compressing() const;
+  // Says that steps were trained before the one from which gradients are compressed. Empty if that
+  // is not so, or was said before.
+  std::string not_started();
   // For one owner of buckets; counted in snapshot() for as long as this backend lives.
   std::shared_ptr<StepCounter> make_step_counter();
   void log(LogLevel level, const std::string& message) const;
   void set_stage_probe(StageProbe probe);
 
  private:
+  StatsSnapshot total();
   void log_warnings();
   void for_each_lane(const std::function<void(c10d::Backend&)>& action) const;
   Engine& engine_of(c10::Device device) const;
@@ -160,6 +172,10 @@ class BackendPowerSGD : public ForwardingBackend {
   std::vector<std::shared_ptr<StepCounter>> step_counters_;
   double grad_scale_ = 1;
   std::vector<std::weak_ptr<AttachedModel>> models_;
+  bool had_model_ = false;
+  std::optional<int64_t> first_start_;  // of all attached models that compress any parameter
+  bool said_not_started_ = false;
+  StatsSnapshot stats_base_;  // what reset_stats() found
   std::shared_ptr<const StageProbe> probe_;
 
   std::unique_ptr<FlatTensors> flat_tensors_;

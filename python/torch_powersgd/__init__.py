@@ -16,7 +16,7 @@ from torch_powersgd.control import compression
 from torch_powersgd.ddp import attach, comm_hook, detach, step_skipped
 from torch_powersgd.loss_scale import set_grad_scale
 from torch_powersgd.options import Options, configure
-from torch_powersgd.stats import stats
+from torch_powersgd.stats import reset_stats, stats
 
 __all__ = [
     "CompressionState",
@@ -28,6 +28,7 @@ __all__ = [
     "configure",
     "detach",
     "load_state_dict",
+    "reset_stats",
     "set_grad_scale",
     "state_dict",
     "stats",

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import atexit
-import json
-import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from torch_powersgd import log, watch
 from torch_powersgd._core import _C
+from torch_powersgd.agreement import Meeting, name_ranks
 from torch_powersgd.options import Options, resolve
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
-
-logger = logging.getLogger("torch_powersgd")
 
 NAME = "powersgd"
 STREAM_ORDERED = {"nccl"}  # backends whose collectives do not block the host
@@ -30,20 +28,36 @@ def register() -> None:
     if NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-    # A job that ends without destroy_process_group must not leave a worker inside a collective
-    # while the interpreter goes down around it.
-    atexit.register(_C.shutdown_at_exit)
+    # torch looks for the first plugin's key among a group's backends to set its default backend.
+    # The key is in upper case and never found, so a group made from a "device:backend" string has
+    # no default backend and warns when it is destroyed. A key in lower case in front is found.
+    dist.Backend._plugins = {NAME: dist.Backend._plugins[NAME.upper()], **dist.Backend._plugins}
+    atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    """Ends a job that does not call destroy_process_group."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        for device in _devices():
+            backend = find_backend(group, torch.device(device))
+            message = backend.not_started() if backend is not None and group.rank() == 0 else ""
+            if message:
+                log.warning(message)
+    # No worker may be inside a collective while the interpreter goes down around it.
+    _C.shutdown_at_exit()
 
 
 def _log(warning: bool, message: str) -> None:
-    logger.log(logging.WARNING if warning else logging.INFO, message)
+    (log.warning if warning else log.info)(message)
 
 
 def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.BackendPowerSGD:
     """torch's extended creator: makes this rank's backend of one process group."""
     store, rank, size = dist_options.store, dist_options.group_rank, dist_options.group_size
     # torch gives the creator no device: a backend serves every device that this process has.
-    options = _agree(store, rank, size, pg_options)
+    options = _agree(dist_options, pg_options)
+    if size > 1:
+        watch.start()
     inners = []
     for device in _devices():
         name = _inner_name(options, device)
@@ -61,34 +75,45 @@ def _devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def _agree(store: Store, rank: int, size: int, pg_options: object) -> Options:
+def _agree(dist_options: _DistributedBackendOptions, pg_options: object) -> Options:
     """This rank's options, once they are known to be valid and equal on all ranks.
 
     Raises:
-        ValueError: on every rank alike, if any rank's are invalid or two ranks' differ.
+        ValueError: on every rank alike, if any rank's are invalid or two ranks' differ, or if a
+            rank starts a group of another backend.
     """
-    options = None
+    options = Options()
     try:
         options = resolve(pg_options)
-        mine = json.dumps(options._plain())
+        mine = options._plain()
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
-        mine = json.dumps({"error": str(error)})
-    store.set(f"options/{rank}", mine)
-    if rank == 0:
-        # One rank compares, so that a group of n ranks makes n requests and not n * n.
-        everyone = [json.loads(store.get(f"options/{other}")) for other in range(size)]
-        store.set("options/verdict", compare_options(everyone))
-    verdict = store.get("options/verdict").decode()
-    if verdict or options is None:
-        raise ValueError(verdict)
+        mine = {"error": str(error)}
+    store, size = dist_options.store, dist_options.group_size
+
+    def other_backend(absent: list[int]) -> str:
+        # Gloo's address of a rank, as it stands where this group's inner backends put theirs.
+        gloo = [rank for rank in absent if store.check([f"0/{rank}"])]
+        return (
+            f"{name_ranks(gloo)} started a gloo group where rank {dist_options.group_rank} starts "
+            "a powersgd group: all ranks must name the same backends"
+            if gloo
+            else ""
+        )
+
+    meeting = Meeting(
+        PrefixStore("options", store),
+        dist_options.group_rank,
+        size,
+        "has not started a powersgd group",
+        dist_options.timeout,
+        other_backend,
+    )
+    meeting.agree(mine, compare_options)
     return options
 
 
 def compare_options(everyone: list[dict[str, Any]]) -> str:
-    """Empty if all ranks' options are valid and equal, else the message to raise on every rank."""
-    for rank, fields in enumerate(everyone):
-        if "error" in fields:
-            return f"rank {rank}: {fields['error']}"
+    """Empty if all ranks' options are equal, else the message to raise on every rank."""
     for rank, fields in enumerate(everyone):
         for name, value in fields.items():
             first = everyone[0].get(name)
@@ -161,15 +186,6 @@ def find_backend(
     # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend in one that checks the calls.
     backend = getattr(backend, "wrapped_pg", backend)
     return backend if isinstance(backend, _C.BackendPowerSGD) else None
-
-
-def set_default_backend(group: dist.ProcessGroup) -> None:
-    """Gives a group made from a "device:backend" string the default backend that torch left unset.
-
-    Up to torch 2.13 such a group without NCCL has none, and warns about it when it is destroyed.
-    """
-    if group.name() == "undefined":
-        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
 
 
 def find_backends(group: dist.ProcessGroup | None) -> list[_C.BackendPowerSGD]:

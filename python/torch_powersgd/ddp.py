@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,11 +15,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_powersgd import fsdp
-from torch_powersgd._backend import compare_options, find_backend, set_default_backend
+from torch_powersgd import fsdp, watch
+from torch_powersgd._backend import compare_options, find_backend
 from torch_powersgd._core import _C
+from torch_powersgd.announcement import announce
 from torch_powersgd.loss_scale import follow
-from torch_powersgd.options import Options
+from torch_powersgd.options import Options, lay_over
 
 Module = DistributedDataParallel | FSDPModule
 # What torch calls for each bucket of a DDP module: hook(state, bucket).
@@ -31,7 +33,7 @@ _scalers: WeakKeyDictionary[Module, torch.amp.GradScaler] = WeakKeyDictionary()
 
 def attach(
     module: Module,
-    options: Options | None = None,
+    options: Options | Mapping[str, Any] | None = None,
     scaler: torch.amp.GradScaler | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -47,15 +49,16 @@ def attach(
 
     Args:
         module: a DDP module, or the root of one that was sharded on a mesh of one dimension.
-        options: None: those of the process group.
+        options: None: those of the process group. A mapping of some fields of ``Options`` is laid
+            over them; a complete ``Options`` replaces them.
         scaler: the GradScaler that the model is trained with, if any. The residuals then follow
             its scale, and keep what was sent in a step that it skips.
-        group: of an FSDP2 module, the group of the ranks that have the same shards. A DDP module
-            has its own. It needs a powersgd backend for the parameters' device.
+        group: of an FSDP2 module, its replicas: the group of the ranks that hold the same shards.
+            A DDP module has its own. It needs a powersgd backend for the parameters' device.
 
     Raises:
-        ValueError: on every rank alike, if the module cannot be attached or the ranks' models or
-            options differ.
+        ValueError: on every rank alike, if the module cannot be attached, the ranks' models or
+            options differ, or a rank does not call ``attach``, which is then named.
     """
     again = isinstance(module, Module) and module in _attached
     model = _model_of(module, options, scaler, group)
@@ -65,12 +68,14 @@ def attach(
         fsdp.set_hooks(module, model, _groups[module].size())
     else:
         _register_hook(module, model)
+    if not again:
+        announce(model, _groups[module])
     _follow(module, model, scaler)
 
 
 def comm_hook(
     ddp: DistributedDataParallel,
-    options: Options | None = None,
+    options: Options | Mapping[str, Any] | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Hook:
     """What ``attach`` registers, as a hook in Python that the caller registers. Collective.
@@ -87,6 +92,7 @@ def comm_hook(
     if not isinstance(ddp, DistributedDataParallel):
         raise ValueError(f"comm_hook takes a DDP module, got {type(ddp).__name__}")
     model = _model_of(ddp, options, scaler, None)
+    announce(model, _groups[ddp])
     _follow(ddp, model, scaler)
     reference = weakref.ref(ddp)  # which owns the hook
 
@@ -142,13 +148,59 @@ def group_of(module: Module) -> dist.ProcessGroup:
 
 def _model_of(
     module: Module,
-    options: Options | None,
+    options: Options | Mapping[str, Any] | None,
     scaler: torch.amp.GradScaler | None,
     group: dist.ProcessGroup | None,
 ) -> _C.AttachedModel:
     """The core's side of a module, made if it is new. Collective."""
-    again = isinstance(module, Module) and module in _attached
-    group = _groups[module] if again else _check_module(module, group)
+    known = _attached.get(module) if isinstance(module, Module) else None
+    group = _groups[module] if known is not None else _group_of(module, group)
+    proposal, error = None, ""
+    try:
+        proposal = _propose(module, options, scaler, group, known)
+    except ValueError as invalid:
+        error = str(invalid)
+    meeting = watch.meet(group, proposal.backend if proposal is not None else None)
+    if proposal is None:
+        meeting.agree({"error": error}, _compare)
+        raise ValueError(error)
+    meeting.agree(proposal.plain(), _compare)
+    if known is not None:
+        return known
+    model = _C.AttachedModel(
+        proposal.backend,
+        list(proposal.parameters),
+        list(proposal.parameters.values()),
+        proposal.options._core(),
+    )
+    _groups[module], _attached[module] = group, model
+    return model
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """What one rank brings to ``attach``."""
+
+    backend: _C.BackendPowerSGD
+    options: Options
+    parameters: dict[str, torch.Tensor]
+    place: dict[str, Any]  # of its shards, if FSDP2 has sharded the module
+
+    def plain(self) -> dict[str, Any]:
+        """What the ranks must agree on, in JSON types."""
+        shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
+        return {"options": {**self.options._plain(), "parameters": shapes}, "place": self.place}
+
+
+def _propose(
+    module: Module,
+    given: Options | Mapping[str, Any] | None,
+    scaler: torch.amp.GradScaler | None,
+    group: dist.ProcessGroup,
+    known: _C.AttachedModel | None,
+) -> _Proposal:
+    if known is None:
+        _check_module(module)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ValueError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
     parameters = _parameters_of(module)
@@ -158,18 +210,23 @@ def _model_of(
             "its first forward pass on: attach it before"
         )
     backend = _backend_of(group, next(iter(parameters.values())).device)
-    core = options._core() if options is not None else backend.options.compression
-    shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
-    _check_agreement(group, core, shapes)
-    if not again:
-        _groups[module] = group
-        _attached[module] = _C.AttachedModel(
-            backend, list(parameters), list(parameters.values()), core
+    base = Options._from_core(known.options if known else backend.options.compression)
+    options = lay_over(base, given, "options of attach")
+    if known is not None and options != base:
+        old, new = base._plain(), options._plain()
+        name = next(name for name in old if old[name] != new[name])
+        raise ValueError(
+            f"options of a module that was attached before cannot be changed: {name} is "
+            f"{old[name]!r}, got {new[name]!r}"
         )
-    model = _attached[module]
-    if option_fields(model.options) != option_fields(core):
-        raise ValueError("options of a module that was attached before cannot be changed")
-    return model
+    place = fsdp.place_of(module) if isinstance(module, FSDPModule) else {}
+    return _Proposal(backend, options, parameters, place)
+
+
+def _compare(everyone: list[dict[str, Any]]) -> str:
+    return fsdp.compare_places([given["place"] for given in everyone]) or compare_options(
+        [given["options"] for given in everyone]
+    )
 
 
 def _follow(module: Module, model: _C.AttachedModel, scaler: torch.amp.GradScaler | None) -> None:
@@ -203,7 +260,6 @@ def _backend_of(group: dist.ProcessGroup, device: torch.device) -> _C.BackendPow
             "the CUDA toolkit at hand (CUDA_HOME) and POWERSGD_BUILD_CUDA=1, which says what is "
             "missing"
         )
-    set_default_backend(group)
     return backend
 
 
@@ -221,10 +277,10 @@ def _register_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> Non
         ddp.logger._set_comm_hook_name("torch_powersgd")
 
 
-def _check_module(module: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group of replicas; raises a ValueError if the module cannot be attached."""
+def _group_of(module: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group of replicas; raises a ValueError if the module has none that is known."""
     if isinstance(module, FSDPModule):
-        return fsdp.check_module(module, group)
+        return fsdp.group_of(module, group)
     if not isinstance(module, DistributedDataParallel):
         raise ValueError(
             "attach takes a DistributedDataParallel module or one that fully_shard has sharded, "
@@ -232,6 +288,14 @@ def _check_module(module: object, group: dist.ProcessGroup | None) -> dist.Proce
         )
     if group is not None and group is not module.process_group:
         raise ValueError("attach takes a group only for FSDP2: a DDP module has one")
+    process_group: dist.ProcessGroup = module.process_group
+    return process_group
+
+
+def _check_module(module: Module) -> None:
+    """Raises a ValueError if the module's gradients cannot be reduced by a hook."""
+    if isinstance(module, FSDPModule):
+        return fsdp.check_module(module)
     if module.mixed_precision is not None:
         raise ValueError(
             "attach does not work with DDP's own mixed_precision, which takes the one hook that "
@@ -242,21 +306,8 @@ def _check_module(module: object, group: dist.ProcessGroup | None) -> dist.Proce
             "attach does not work with torch._dynamo.config.optimize_ddp = 'python_reducer', with "
             "which DDP reduces without its reducer and calls no C++ hook; use True, the default"
         )
-    process_group: dist.ProcessGroup = module.process_group
-    return process_group
 
 
 def option_fields(core: _C.Options) -> dict[str, Any]:
     """The core's options as {field: value}."""
     return {name: getattr(core, name) for name in Options.__dataclass_fields__}
-
-
-def _check_agreement(
-    group: dist.ProcessGroup, core: _C.Options, shapes: dict[str, list[int]]
-) -> None:
-    mine = {**option_fields(core), "parameters": shapes}
-    everyone: list[dict[str, Any]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(everyone, mine, group=group)
-    verdict = compare_options(everyone)
-    if verdict:
-        raise ValueError(verdict)

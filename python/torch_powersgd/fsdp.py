@@ -9,26 +9,31 @@ in torch 2.11 and 2.13 alike, but for the attribute that ``_groups_of`` reads.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from torch_powersgd import log
 from torch_powersgd._core import _C
 
-logger = logging.getLogger("torch_powersgd")
+
+def group_of(module: FSDPModule, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group of the replicas that was given; raises a ValueError if there is none."""
+    if group is not None:
+        return group
+    check_module(module)
+    raise ValueError(
+        "attach needs the group of the replicas of a module that FSDP2 has sharded: "
+        'attach(module, group=mesh.get_group("replicate"))'
+    )
 
 
-def check_module(module: FSDPModule, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group; raises a ValueError if there is none or the units' hooks cannot be ours."""
-    if group is None:
-        raise ValueError(
-            "attach needs the group of the replicas of a module that FSDP2 has sharded: "
-            'attach(module, group=mesh.get_group("replicate"))'
-        )
+def check_module(module: FSDPModule) -> None:
+    """Raises a ValueError if the units' hooks cannot be ours, or there are no replicas."""
     for unit in _units(module):
         groups = _groups_of(unit)
         if len(groups) > 1:
@@ -40,7 +45,11 @@ def check_module(module: FSDPModule, group: dist.ProcessGroup | None) -> dist.Pr
             )
         if groups[0]._all_reduce_hook is not None:
             raise ValueError("an all-reduce hook of this FSDP2 module is set already")
-    return group
+    if place_of(module)["of"] == dist.get_world_size():
+        raise ValueError(
+            "this module is sharded over all ranks and has no replicas: FSDP2 does not all-reduce "
+            "its gradients, so there is nothing to compress"
+        )
 
 
 def shards_of(module: FSDPModule) -> dict[str, torch.Tensor]:
@@ -60,6 +69,33 @@ def shard_place(module: FSDPModule) -> list[int]:
     """Which of how many shards this rank has."""
     info = _groups_of(_units(module)[0])[0].mesh_info
     return [info.shard_mesh_rank, info.shard_mesh_size]
+
+
+def place_of(module: FSDPModule) -> dict[str, Any]:
+    """The part of the module that this rank holds: its coordinate in the parameters' mesh.
+
+    Ranks hold the same shards if and only if their coordinates are equal. Tensor parallelism adds a
+    dimension to the mesh of the parameters that it splits. ``of`` is the number of coordinates.
+    """
+    assert isinstance(module, torch.nn.Module)
+    meshes = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
+    if not meshes:
+        return {"coordinate": [], "of": 0}
+    mesh = max(meshes, key=lambda mesh: mesh.ndim)
+    return {"coordinate": list(mesh.get_coordinate() or []), "of": mesh.size()}
+
+
+def compare_places(everyone: list[dict[str, Any]]) -> str:
+    """Empty if all ranks of a group hold the same shards, else the message to raise."""
+    for rank, place in enumerate(everyone):
+        if place != everyone[0]:
+            return (
+                "group must be the replicas of this module: ranks that hold the same shard. Rank 0 "
+                f"of the given group holds shard {everyone[0]['coordinate']} and rank {rank} holds "
+                f"shard {place['coordinate']}. Pass the group of the other dimension of the mesh, "
+                'such as mesh.get_group("replicate")'
+            )
+    return ""
 
 
 def set_hooks(module: FSDPModule, model: _C.AttachedModel, replicas: int) -> None:
@@ -111,7 +147,7 @@ class _Hook:
         if known:
             return [self.number_of[id(shard)] for shard in shards]
         if not self.warned:
-            logger.warning(
+            log.warning(
                 "FSDP2 reduces some of a module's parameters only, which of them is not known: "
                 "they are averaged exactly. With set_reduce_scatter_unused_params(True) it "
                 "reduces all, and they are compressed"

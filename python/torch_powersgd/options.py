@@ -5,18 +5,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
+import functools
+import importlib.metadata
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from torch_powersgd import log
 from torch_powersgd._core import _C
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
+
+_PREFIX = "POWERSGD_"
+_OTHER_VARIABLES = ("POWERSGD_BUILD_CUDA",)  # that setup.py reads
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
 
@@ -46,7 +54,8 @@ class Options:
             tensors that are reduced during a backward pass. ``"attached"``: attached models alone.
             ``"always"``: every eligible tensor. ``"never"``: nothing.
         min_numel: Least number of elements of a flat tensor that ``"backward"`` compresses.
-        inner: Name of the backend to wrap. ``"auto"``: gloo on a CPU, nccl on CUDA.
+        inner: Name of the backend to wrap: ``"gloo"``, ``"nccl"``, or one that was registered with
+            torch before. ``"auto"``: gloo on a CPU, nccl on CUDA.
         wire_dtype: Data type of the payloads: float32, bfloat16 or float16. The residual keeps the
             part that a rank rounds off, but not the rounding of the sum. None: float32, or float64
             for float64 gradients.
@@ -91,6 +100,7 @@ class Options:
             value = _typed(field.name, str(field.type), getattr(self, field.name))
             object.__setattr__(self, field.name, value)
         self._core().validate()
+        _check_inner(self.inner)
 
     def _core(self) -> _C.Options:
         """The same as the C++ core's value."""
@@ -101,8 +111,17 @@ class Options:
             except TypeError:  # out of the C++ type's range
                 raise ValueError(f"{name} must be an integer of 64 bits, got {value!r}") from None
             except ValueError as error:  # not the name of a scope or dtype
-                raise ValueError(f"{name}: {error}") from None
+                text = str(error)
+                raise ValueError(text if text.startswith(name) else f"{name}: {text}") from None
         return core
+
+    @classmethod
+    def _from_core(cls, core: _C.Options) -> Options:
+        """The options that a core's value stands for."""
+        fields = {field.name: getattr(core, field.name) for field in dataclasses.fields(cls)}
+        for name in ("wire_dtype", "residual_dtype"):
+            fields[name] = _DTYPES.get(fields[name])
+        return cls(**fields)
 
     def _plain(self) -> dict[str, Any]:
         """The fields as JSON types, for messages and checkpoints."""
@@ -134,6 +153,8 @@ class Options:
         return cls(**{**shared, **fields})
 
 
+_NAMES = [field.name for field in dataclasses.fields(Options)]
+
 _configured: Options | None = None
 
 
@@ -156,40 +177,100 @@ def configure(options: Options | None) -> None:
 
 
 def resolve(pg_options: object) -> Options:
-    """``pg_options``, then ``configure``, then POWERSGD_* variables, then the defaults.
+    """The options of a process group.
+
+    The sources are, the first one first: ``pg_options``, ``configure``, the POWERSGD_* variables,
+    the defaults. A complete ``Options`` hides what comes after it, a mapping is laid over it.
 
     Args:
         pg_options: Options, a mapping of some of its fields, or None.
     """
+    _warn_of_unknown_variables()
     if isinstance(pg_options, Options):
         return pg_options
     base = _configured if _configured is not None else _from_environment()
-    if pg_options is None:
+    return lay_over(base, pg_options, "pg_options")
+
+
+def lay_over(base: Options, given: object, source: str) -> Options:
+    """``base`` with the fields of a mapping set, or the complete Options that are given instead.
+
+    Args:
+        given: Options, a mapping of some of its fields, or None.
+        source: names what ``given`` came from, in errors.
+
+    Raises:
+        ValueError: names the source, the field, the value and what is allowed.
+    """
+    if given is None:
         return base
-    if isinstance(pg_options, Mapping):
-        _check_names(pg_options)
-        return dataclasses.replace(base, **pg_options)
-    raise ValueError(
-        "pg_options of the powersgd backend must be torch_powersgd.Options or a mapping of its "
-        f"fields, got {type(pg_options).__name__}"
-    )
-
-
-def _check_names(fields: Mapping[str, Any]) -> None:
-    names = [field.name for field in dataclasses.fields(Options)]
-    for name in fields:
-        if name not in names:
-            raise ValueError(f"{name!r} is not an option; allowed: {', '.join(names)}")
+    if isinstance(given, Options):
+        return given
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"{source} must be torch_powersgd.Options or a mapping of some of its fields, got "
+            f"{type(given).__name__}"
+        )
+    for name in given:
+        if name not in _NAMES:
+            raise ValueError(
+                f"{source}: {name!r} is not an option{_similar(name, _NAMES)}; allowed: "
+                f"{', '.join(_NAMES)}"
+            )
+    try:
+        return dataclasses.replace(base, **given)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def _from_environment() -> Options:
-    fields = {}
+    options = Options()
     for field in dataclasses.fields(Options):
-        variable = f"POWERSGD_{field.name.upper()}"
+        variable = _variable(field.name)
         text = os.environ.get(variable)
-        if text is not None:
-            fields[field.name] = _parse(variable, str(field.type), text)
-    return Options(**fields)
+        if text is None:
+            continue
+        value = _parse(variable, str(field.type), text)
+        try:
+            options = dataclasses.replace(options, **{field.name: value})
+        except ValueError as error:
+            raise ValueError(f"environment variable {variable}: {error}") from None
+    return options
+
+
+def _variable(name: str) -> str:
+    return f"{_PREFIX}{name.upper()}"
+
+
+@functools.cache  # once in a process
+def _warn_of_unknown_variables() -> None:
+    """Warns of variables that look like options and have no effect, on one rank of a machine."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    known = {*map(_variable, _NAMES), *_OTHER_VARIABLES}
+    for variable in sorted(os.environ):
+        if variable.startswith(_PREFIX) and variable not in known:
+            hint = _similar(variable, sorted(known))
+            log.warning(f"{variable} is not an option and has no effect{hint}")
+
+
+def _similar(name: str, known: Sequence[str]) -> str:
+    """ "; did you mean ...?", or nothing."""
+    # The names that hold what was written come before those that are merely spelled like it.
+    words = name.removeprefix(_PREFIX)
+    similar = [k for k in known if words in k] or difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {similar[0]}?" if similar else ""
+
+
+def _check_inner(inner: str) -> None:
+    """Raises a ValueError unless this package can make the backend, or torch knows a plugin."""
+    allowed = {"auto", "gloo", "nccl", *(name.lower() for name in dist.Backend._plugins)}
+    if inner not in allowed - {"powersgd"}:
+        plugins = importlib.metadata.entry_points(group="torch.distributed.backends")
+        allowed |= set(plugins.names)
+    if inner not in allowed - {"powersgd"}:
+        names = ", ".join(map(repr, sorted(allowed - {"powersgd"})))
+        raise ValueError(f"inner must be one of {names}, got {inner!r}")
 
 
 def _parse(variable: str, type_name: str, text: str) -> Any:

@@ -3,44 +3,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
+from torch_powersgd import log
 from torch_powersgd._backend import find_backends
+from torch_powersgd._core import _C
 
 
-def stats(group: dist.ProcessGroup | None = None, residual_norms: bool = True) -> dict[str, Any]:
-    """What this rank did since the group was created. Not collective.
+def stats(
+    group: dist.ProcessGroup | None = None, residual_norms: bool = True, flat: bool = False
+) -> dict[str, Any]:
+    """What this rank did since the group was created or ``reset_stats`` was called. Not collective.
+
+    If steps were trained and compression has not started yet, it says so once.
 
     Args:
         group: None: the default group.
         residual_norms: also compute the residuals' norms, one pass over the model.
+        flat: return numbers only, for ``SummaryWriter`` and the like: names of nested entries are
+            joined by "/" (``seconds/project``), and ``starts_at`` is left out where it is None.
 
     Returns:
+        ``compressing``: whether the next step of an attached model is compressed, or where none is
+        attached, whether a gradient has been; ``starts_at``: the step from which gradients are
+        compressed, None if none will be.
+
         ``steps``; ``skipped_steps`` (a gradient was not finite on some rank); ``saturated_steps``
         (a residual was beyond 65504, the largest value of ``residual_dtype=torch.float16``, and
         was cut off there: the rest of it is lost); ``differences``
-        (factors that ``check_every`` found to differ between ranks, and mended);
+        (factors that ``check_every`` found to differ between ranks, and mended).
+
         ``compressed_calls``, ``exact_calls`` (gradients sent whole); ``bytes_before`` of the
         gradients and ``bytes_after`` of what was handed to the inner backend in their place;
-        ``ratio`` of the two; ``seconds`` per stage; ``residual_norms``: {parameter: Frobenius
-        norm}, where a group of several attached models has "i:parameter".
+        ``ratio`` of the two; ``compressed_ratio``: the ratio of the compressed calls alone.
+
+        ``seconds`` per stage; ``residual_norms``: {parameter: Frobenius norm}, where a group of
+        several attached models has "i:parameter".
 
     Raises:
         ValueError: if the group has no powersgd backend.
     """
     backends = find_backends(group)
-    total = backends[0].stats()
-    for backend in backends[1:]:
-        for key, value in backend.stats().items():
-            if key == "seconds":
-                for stage, seconds in value.items():
-                    total[key][stage] += seconds
-            else:
-                total[key] += value
-    sent = total["bytes_after"]
-    total["ratio"] = total["bytes_before"] / sent if sent else 1.0
+    _say_if_not_started(backends)
+    starts = [start for start in (backend.starts_at() for backend in backends) if start is not None]
+    total: dict[str, Any] = {
+        "compressing": any(backend.compressing() for backend in backends),
+        "starts_at": min(starts, default=None),
+    }
+    total |= _sum([backend.stats() for backend in backends])
+    total["ratio"] = _ratio(total["bytes_before"], total["bytes_after"])
+    total["compressed_ratio"] = _ratio(
+        total.pop("compressed_bytes_before"), total.pop("compressed_bytes_after")
+    )
     if residual_norms:
         models = [model for backend in backends for model in backend.models()]
         total["residual_norms"] = {
@@ -48,4 +65,47 @@ def stats(group: dist.ProcessGroup | None = None, residual_norms: bool = True) -
             for i, model in enumerate(models)
             for name, norm in model.residual_norms().items()
         }
-    return total
+    return dict(_scalars(total)) if flat else total
+
+
+def reset_stats(group: dist.ProcessGroup | None = None) -> None:
+    """Lets ``stats`` count from now on. Not collective.
+
+    Args:
+        group: None: the default group.
+
+    Raises:
+        ValueError: if the group has no powersgd backend.
+    """
+    for backend in find_backends(group):
+        backend.reset_stats()
+
+
+def _say_if_not_started(backends: list[_C.BackendPowerSGD]) -> None:
+    for backend in backends:
+        message = backend.not_started()
+        if message:
+            log.notice(message)
+
+
+def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sums by name, of nested dicts as well."""
+    first = parts[0]
+    return {
+        name: _sum([part[name] for part in parts])
+        if isinstance(value, dict)
+        else sum(part[name] for part in parts)
+        for name, value in first.items()
+    }
+
+
+def _ratio(before: int, after: int) -> float:
+    return before / after if after else 1.0
+
+
+def _scalars(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{name}/")
+        elif value is not None:
+            yield f"{prefix}{name}", float(value)

@@ -209,10 +209,48 @@ def _refused(rank):
 
 
 def test_refusals_say_why():
-    parts = ["group=mesh.get_group", "'gloo'", 'mesh=mesh["shard"]', "set already", "'gloo'"]
+    parts = ["group=mesh.get_group", "'gloo'", 'mesh=mesh["shard"]', "set already", "no replicas"]
     for messages in ranks.run(WORLD_SIZE, _refused, backend="gloo"):
         for message, part in zip(messages, parts, strict=True):
             assert part in message
+
+
+def _wrong_group(rank):
+    """Groups in which ranks hold different shards, whose backend could compress them."""
+    backends = dict.fromkeys(("replicate", "shard"), ("cpu:powersgd", OPTIONS))
+    mesh = init_device_mesh(
+        "cpu",
+        (REPLICAS, SHARDS),
+        mesh_dim_names=("replicate", "shard"),
+        backend_override=backends,
+    )
+    everyone = dist.new_group(backend="cpu:powersgd", pg_options=OPTIONS)
+    shard_group = mesh.get_group("shard")
+    shared = mesh_of("gloo", ("shard", 1), ("tensor", 2))
+    tensor_group = dist.new_subgroups(2, backend="cpu:powersgd", pg_options=OPTIONS)[0]
+    messages = []
+    for module, group in (
+        (sharded(mesh["shard"]), shard_group),
+        (sharded(mesh["shard"]), everyone),
+        (sharded(shared["shard"], shared["tensor"]), tensor_group),
+    ):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the messages are compared below
+            tp.attach(module, group=group)
+        messages.append(str(caught.value))
+    right = sharded(mesh["shard"])
+    tp.attach(right, group=mesh.get_group("replicate"))
+    return messages
+
+
+def test_a_group_that_mixes_shards_is_refused_on_every_rank():
+    for messages in ranks.run(WORLD_SIZE, _wrong_group, backend="gloo"):
+        for message in messages:
+            assert "hold the same shard" in message
+            assert 'get_group("replicate")' in message
+        shard, everyone, tensor = messages
+        assert "Rank 0 of the given group holds shard [0] and rank 1 holds shard [1]" in shard
+        assert "rank 1 holds shard [1]" in everyone
+        assert "holds shard [0, 0] and rank 1 holds shard [0, 1]" in tensor
 
 
 def test_gradients_may_be_packed_in_another_order_than_the_shards():

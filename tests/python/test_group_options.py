@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from synthetic import SHAPES, make_ddp
 
 import torch_powersgd as tp
 from torch_powersgd._backend import find_backends
@@ -54,6 +55,71 @@ RANK_2 = {"POWERSGD_MATRIX_APPROXIMATION_RANK": "2"}
 def test_a_group_has_the_options_that_apply(environment, configured, given, expected):
     arguments = (environment, configured, given)
     assert ranks.run(2, _options_of_group, *arguments, backend=None) == [expected] * 2
+
+
+# Every source, the highest first, gives one field more than the one above it. What is not given
+# anywhere has its default.
+SOURCES = {
+    "attach": {"matrix_approximation_rank": 2},
+    "pg_options": {"matrix_approximation_rank": 3, "min_compression_rate": 1.3},
+    "configure": {"matrix_approximation_rank": 4, "min_compression_rate": 1.4, "random_seed": 4},
+    "environment": {
+        "matrix_approximation_rank": 5,
+        "min_compression_rate": 1.5,
+        "random_seed": 5,
+        "start_powerSGD_iter": 5,
+    },
+}
+
+
+def _options_of_model(rank: int, given: dict, complete: str) -> tp.Options:
+    """The options of an attached model. The source `complete` gives Options, others a mapping."""
+    for name, value in given.get("environment", {}).items():
+        os.environ[f"POWERSGD_{name.upper()}"] = str(value)
+    if "configure" in given:
+        tp.configure(tp.Options(**given["configure"]))
+    options = {
+        source: tp.Options(**given[source]) if source == complete else given.get(source)
+        for source in ("pg_options", "attach")
+    }
+    ranks.init_group("cpu:powersgd", options["pg_options"])
+    ddp = make_ddp(SHAPES)
+    tp.attach(ddp, options["attach"])
+    return tp.Options._from_core(tp.ddp.attached_model(ddp).options)
+
+
+@pytest.mark.parametrize(
+    ("sources", "complete", "expected"),
+    [
+        (["environment"], "", SOURCES["environment"]),
+        (["configure", "environment"], "", SOURCES["configure"]),
+        (
+            ["pg_options", "environment"],
+            "",
+            {**SOURCES["environment"], **SOURCES["pg_options"]},
+        ),
+        (
+            ["attach", "pg_options", "environment"],
+            "",
+            {**SOURCES["environment"], **SOURCES["pg_options"], **SOURCES["attach"]},
+        ),
+        (
+            ["attach", "pg_options", "configure", "environment"],
+            "",
+            {**SOURCES["configure"], **SOURCES["pg_options"], **SOURCES["attach"]},
+        ),
+        (["attach", "pg_options", "environment"], "attach", SOURCES["attach"]),
+        (
+            ["attach", "pg_options", "environment"],
+            "pg_options",
+            {**SOURCES["pg_options"], **SOURCES["attach"]},
+        ),
+    ],
+)
+def test_the_order_of_the_sources(sources, complete, expected):
+    given = {source: SOURCES[source] for source in sources}
+    wanted = tp.Options(**expected)
+    assert ranks.run(2, _options_of_model, given, complete, backend=None) == [wanted] * 2
 
 
 @pytest.mark.parametrize(

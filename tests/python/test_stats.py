@@ -30,6 +30,8 @@ SENT = 2 * (128 + 64) + 2 * (32 + 144) + 128 + 64 + 2 + 1
 
 STAGES = {"project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "reconstruct"}
 KEYS = {
+    "compressing",
+    "starts_at",
     "steps",
     "skipped_steps",
     "saturated_steps",
@@ -39,6 +41,7 @@ KEYS = {
     "bytes_before",
     "bytes_after",
     "ratio",
+    "compressed_ratio",
     "seconds",
     "residual_norms",
 }
@@ -52,9 +55,12 @@ def _attached(rank: int, dtype: torch.dtype, width: int, factor_width: int) -> N
     assert fresh.keys() == KEYS
     assert fresh["residual_norms"] == {f"weights.{name}": 0 for name in SHAPES}
     assert fresh["seconds"] == dict.fromkeys(STAGES, 0)
-    counters = {key: fresh[key] for key in KEYS - {"residual_norms", "seconds", "ratio"}}
-    assert set(counters.values()) == {0}
-    assert fresh["ratio"] == 1
+    assert fresh["ratio"] == fresh["compressed_ratio"] == 1
+    assert fresh["compressing"] is False
+    assert fresh["starts_at"] == 2
+    counters = KEYS - {"residual_norms", "seconds"}
+    counters -= {"ratio", "compressed_ratio", "compressing", "starts_at"}
+    assert {fresh[key] for key in counters} == {0}
     exact = 0
     for i in range(7):
         step(ddp, gradients(SHAPES, rank, i, dtype))
@@ -70,6 +76,8 @@ def _attached(rank: int, dtype: torch.dtype, width: int, factor_width: int) -> N
     before, after = 7 * NUMEL * width, 2 * NUMEL * width + 5 * SENT * factor_width
     assert (now["bytes_before"], now["bytes_after"]) == (before, after)
     assert now["ratio"] == pytest.approx(before / after, rel=1e-12)
+    factors = NUMEL * width / (SENT * factor_width)
+    assert now["compressed_ratio"] == pytest.approx(factors, rel=1e-12)
     assert now["seconds"].keys() == STAGES
     assert all(seconds > 0 for seconds in now["seconds"].values())
 
@@ -81,6 +89,45 @@ def _attached(rank: int, dtype: torch.dtype, width: int, factor_width: int) -> N
 )
 def test_bytes_of_an_attached_model(dtype, width, factor_width):
     ranks.run(2, _attached, dtype, width, factor_width, options=OPTIONS)
+
+
+def _reset(rank: int) -> None:
+    ddp = make_attached(SHAPES)
+    for i in range(5):
+        step(ddp, gradients(SHAPES, rank, i))
+    assert tp.stats()["steps"] == 5
+    tp.reset_stats()
+    now = tp.stats()
+    assert now["starts_at"] == 2
+    assert now["compressing"] is True
+    assert now["seconds"] == dict.fromkeys(STAGES, 0)
+    for key in ("steps", "compressed_calls", "exact_calls", "bytes_before", "bytes_after"):
+        assert now[key] == 0
+    step(ddp, gradients(SHAPES, rank, 5))
+    now = tp.stats()
+    assert (now["steps"], now["compressed_calls"], now["exact_calls"]) == (1, 1, 0)
+    assert (now["bytes_before"], now["bytes_after"]) == (4 * NUMEL, 4 * SENT)
+    assert now["ratio"] == now["compressed_ratio"] == pytest.approx(NUMEL / SENT, rel=1e-12)
+
+
+def test_counts_start_anew_after_a_reset():
+    ranks.run(2, _reset, options=OPTIONS)
+
+
+def _scalars(rank: int) -> None:
+    ddp = make_attached(SHAPES)
+    step(ddp, gradients(SHAPES, rank, 0))
+    nested, flat = tp.stats(), tp.stats(flat=True)
+    assert all(isinstance(value, float) for value in flat.values())
+    assert flat["steps"] == 1
+    assert flat["seconds/project"] == nested["seconds"]["project"]
+    assert flat["residual_norms/weights.weight"] == nested["residual_norms"]["weights.weight"]
+    leaves = sum(len(value) if isinstance(value, dict) else 1 for value in nested.values())
+    assert len(flat) == leaves
+
+
+def test_flat_stats_are_scalars():
+    ranks.run(2, _scalars, options=OPTIONS)
 
 
 def _flat(rank: int) -> None:

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Calls that every rank of a group must make: agreement on their arguments, over the store.
+
+The ranks exchange what they were given through the group's store and not by a collective. So a rank
+that never comes can be named, and an error on one rank reaches all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch_powersgd import log
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+# A rank that is so late is named in a warning. Then its key is looked for at this interval.
+PATIENCE = timedelta(seconds=8)
+INTERVAL = timedelta(seconds=0.5)
+
+_VERDICT = "verdict"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One call that every rank of a group must make.
+
+    Args:
+        store: holds the keys of this meeting alone.
+        rank: this rank.
+        size: the number of ranks.
+        absence: continues "rank 1 ..." where that rank does not come: "has not called attach".
+        timeout: the time after which waiting is an error.
+        explain: is called with the absent ranks once ``PATIENCE`` is over, and again at each
+            ``INTERVAL``. It returns why they will not come, or nothing.
+    """
+
+    store: Store
+    rank: int
+    size: int
+    absence: str
+    timeout: timedelta
+    explain: Callable[[list[int]], str] = lambda absent: ""
+
+    def agree(self, mine: dict[str, Any], compare: Callable[[list[dict[str, Any]]], str]) -> None:
+        """Returns once all ranks have come and ``compare`` has found nothing to object to.
+
+        Args:
+            mine: what this rank was given, in JSON types; {"error": text} if that is invalid.
+            compare: gets what all ranks were given, on rank 0, and returns the message of the
+                error to raise, or nothing.
+
+        Raises:
+            ValueError: on every rank alike, what ``compare`` returned, or that a rank did not come.
+        """
+        self.store.set(str(self.rank), json.dumps(mine))
+        if self.rank == 0:
+            # One rank compares, so that n ranks make n requests and not n * n.
+            everyone = [str(rank) for rank in range(self.size)]
+            self._wait(everyone)
+            if not self.store.check([_VERDICT]):
+                given = [json.loads(self.store.get(key)) for key in everyone]
+                self.store.set(_VERDICT, error_of(given) or compare(given))
+        else:
+            self._wait([_VERDICT])
+        verdict = self.store.get(_VERDICT).decode()
+        if verdict:
+            raise ValueError(verdict)
+
+    def absent(self) -> list[int]:
+        """The ranks that have not come yet."""
+        return [rank for rank in range(self.size) if not self.store.check([str(rank)])]
+
+    def _wait(self, keys: list[str]) -> None:
+        """Waits for the keys, or for a verdict without them. Names who is late."""
+        start = time.monotonic()
+        try:
+            self.store.wait(keys, min(PATIENCE, self.timeout))
+            return
+        except RuntimeError:  # its time-out has no type of its own in every kind of store
+            late = self.absent()
+        if late:
+            log.warning(f"{name_ranks(late)} {self.absence}; rank {self.rank} waits")
+        while not self.store.check(keys) and not self.store.check([_VERDICT]):
+            late = self.absent()
+            reason = self.explain(late) if late else ""
+            seconds = self.timeout.total_seconds()
+            if not reason and time.monotonic() - start > seconds:
+                reason = f"{name_ranks(late or [0])} {self.absence} within {seconds:g} seconds"
+            if reason:
+                raise ValueError(reason)
+            time.sleep(INTERVAL.total_seconds())
+
+
+def fail(store: Store, message: str) -> None:
+    """Makes the ranks that wait in the meeting of this store raise a ValueError."""
+    store.set(_VERDICT, message)
+
+
+def error_of(everyone: list[dict[str, Any]]) -> str:
+    """The message of the first rank that was given something invalid, or nothing."""
+    errors = [given.get("error", "") for given in everyone]
+    if errors[0] and len(set(errors)) == 1:
+        return str(errors[0])
+    return next((f"rank {rank}: {error}" for rank, error in enumerate(errors) if error), "")
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """ "rank 1" or "ranks 1, 2", with a few named at most."""
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

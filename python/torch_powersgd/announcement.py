@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The line that ``attach`` says."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from torch_powersgd import log
+from torch_powersgd._core import _C
+
+
+def announce(model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
+    """Says how much of a model is compressed, what a step sends, and from which step on.
+
+    The first rank of the group speaks.
+    """
+    if group.rank() != 0:
+        return
+    if group.size() == 1:
+        log.notice("attached; the group has one rank, so nothing is sent")
+        return
+    outline, options = model.outline(), model.options
+    rank, start = options.matrix_approximation_rank, options.start_powerSGD_iter
+    rate = options.min_compression_rate
+    if options.scope == "never":
+        log.notice("attached; scope='never' compresses nothing")
+        return
+    if outline.compressed_parameters == 0:
+        log.warning(
+            f"no parameter is compressed at matrix_approximation_rank={rank}: the factors of none "
+            f"are smaller than the gradient by min_compression_rate={rate:g}. Use a lower rank"
+        )
+        return
+    share = 100 * outline.compressed_numel / outline.numel
+    log.notice(
+        f"{outline.compressed_parameters} of {outline.parameters} parameters ({share:.1f} % of the "
+        f"elements) are compressed at rank {rank}; a step sends {_bytes(outline.bytes_after)} "
+        f"in place of {_bytes(outline.bytes_before)}, from step {start} on"
+    )
+
+
+def _bytes(size: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} B"

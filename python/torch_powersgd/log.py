@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The package's logger, ``"torch_powersgd"``.
+
+Python shows warnings without their origin, and nothing below them, unless the program configures
+logging. Then these functions write to stderr themselves, with the package's name in front.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+_logger = logging.getLogger("torch_powersgd")
+
+
+def info(message: str) -> None:
+    """Logs what only a program that configures logging wants to see."""
+    _logger.info(message)
+
+
+def notice(message: str) -> None:
+    """Logs at level INFO what every user must see."""
+    _show(logging.INFO, message)
+
+
+def warning(message: str) -> None:
+    """Logs what a user should act upon."""
+    _show(logging.WARNING, message)
+
+
+def _show(level: int, message: str) -> None:
+    if _logger.hasHandlers():
+        _logger.log(level, message)
+    elif _logger.isEnabledFor(max(level, logging.WARNING)):
+        print(f"torch_powersgd: {message}", file=sys.stderr, flush=True)
