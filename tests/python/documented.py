@@ -10,6 +10,7 @@ import gc
 import os
 import re
 import socket
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = {"python", "diff"}
 SHELL = {"bash", "sh"}
 # Blocks of these languages are output, pictures or files: nothing in them can be run.
-PLAIN = {"text", "mermaid", "yaml", "toml", "json"}
+PLAIN = {"text", "mermaid", "bibtex", "yaml", "toml", "json"}
+LANGUAGES = PROGRAMS | SHELL | PLAIN
 
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,}) *([\w+-]*)")
 _MARK = re.compile(r"^ *<!-- *((?:not )?run\b.*?) *-->$")
@@ -57,7 +59,8 @@ class Block:
         if self.language != "diff":
             return self.code
         lines = [line for line in self.code.splitlines() if not line.startswith(("---", "+++"))]
-        return "".join(f"{line[1:]}\n" for line in lines if not line.startswith(("-", "@@")))
+        kept = [line[1:] for line in lines if not line.startswith(("-", "@@"))]
+        return textwrap.dedent("\n".join([*kept, ""]))
 
 
 def blocks_of_page(page: Path) -> list[Block]:
@@ -103,8 +106,8 @@ def blocks_of(text: str, page: str) -> list[Block]:
 
 def _block(page: str, line: int, language: str, code: str, mark: str) -> Block:
     place = f"{page}:{line}"
-    if language not in PROGRAMS | SHELL | PLAIN:
-        known = ", ".join(sorted(PROGRAMS | SHELL | PLAIN))
+    if language not in LANGUAGES:
+        known = ", ".join(sorted(LANGUAGES))
         raise BadBlock(f"{place}: the language must be one of {known}, got {language!r}")
     if not mark:
         return Block(page, line, language, code)
@@ -128,15 +131,17 @@ def _check_indent(lines: list[str], number: int, page: str) -> None:
         raise BadBlock(f"{page}:{number + 1}: a block of code is indented and not fenced")
 
 
-def prose_of(text: str) -> Iterator[tuple[int, str]]:
-    """Number and text of each line outside of fenced blocks."""
-    fence = ""
+def lines_of(text: str, without: set[str]) -> Iterator[tuple[int, str]]:
+    """Number and text of each line that is not in a block of one of these languages."""
+    fence = language = ""
     for number, line in enumerate(text.splitlines(), 1):
         opening = _FENCE.match(line)
         if fence:
+            if language not in without:
+                yield number, line
             fence = "" if line.strip() == fence else fence
         elif opening:
-            fence = opening[2]
+            fence, language = opening[2], opening[3]
         else:
             yield number, line
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import documented
 import pytest
 import user_messages
-from documented import PAGES, PROGRAMS, ROOT, SHELL, BadBlock, Block
+from documented import LANGUAGES, PAGES, PROGRAMS, ROOT, SHELL, BadBlock, Block
 
 import torch_powersgd
 
@@ -29,6 +29,10 @@ import torch
 
 def make_model():
     return torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 64))
+
+
+def train_step(model):
+    model(torch.randn(8, 256)).square().mean().backward()
 """
 
 
@@ -155,10 +159,10 @@ def test_a_block_that_fails_is_found(tmp_path):
 
 
 def _too_long(text: str) -> list[int]:
-    """Lines over the limit; tables, pictures and what a link makes long may be."""
+    """Lines over the limit; tables, output, pictures and what a link makes long may be."""
     return [
         number
-        for number, line in enumerate(text.splitlines(), 1)
+        for number, line in documented.lines_of(text, without={"text"})
         if len(re.sub(r"\]\([^)]*\)|https?://\S+", "", line)) > COLUMNS
         and not line.lstrip().startswith(("|", "<img", "[!["))
     ]
@@ -172,13 +176,14 @@ def test_lines_are_short(page):
 def test_a_long_line_is_found():
     link = f"[text](https://example.org/{'x' * 90}) and more"
     table = "| " + "x" * 120 + " |"
-    assert _too_long("\n".join(["short", "x" * 101, link, table])) == [2]
+    blocks = ["```text", "x" * 101, "```", "```python", "x" * 101, "```"]
+    assert _too_long("\n".join(["short", "x" * 101, link, table, *blocks])) == [2, 9]
 
 
 def _anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as repository hosts and the site both make them."""
     anchors = set()
-    for _, line in documented.prose_of(text):
+    for _, line in documented.lines_of(text, without=LANGUAGES):
         heading = re.match(r"#+ (.*)", line)
         if heading:
             words = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", heading[1]).lower()
@@ -188,7 +193,7 @@ def _anchors(text: str) -> set[str]:
 
 def _dead_links(text: str, folder: Path) -> list[str]:
     dead = []
-    for _, line in documented.prose_of(text):
+    for _, line in documented.lines_of(text, without=LANGUAGES):
         for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", line)):
             if re.match(r"\w+:", target):
                 continue
@@ -243,28 +248,51 @@ def test_troubleshooting_has_every_message():
     assert missing == []
 
 
-# The core's checks of options have one form, which has one row; advise and plan print advice; the
-# rest is put into other messages.
+# The core's checks of options have one form, which has one row. Commands say by themselves what is
+# wrong. The rest is put into other messages, or asserts what no user can break.
+COMMANDS = ("__main__", "advise", "footprint", "plan", "rehearsal", "report", "verdict")
 NOT_SHOWN = (
     "csrc/plan/options.cpp",
     "csrc/backend/flat_tensors.cpp",
     "csrc/backend/work.cpp",
-    "python/torch_powersgd/advise.py",
-    "python/torch_powersgd/plan.py",
+    "csrc/compressor/compressor.cpp",
+    *(f"python/torch_powersgd/{name}.py" for name in COMMANDS),
 )
 
 
+SAID = re.compile(r"^(?:torch_powersgd: |[A-Z]+:torch_powersgd:)(.*)", flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_shown_log_lines_exist(page):
+    messages = user_messages.all_messages()
+    lines = SAID.findall(page.read_text())
+    unknown = [line for line in lines if not any(_is_instance(line, m) for m in messages)]
+    assert unknown == []
+
+
+def _is_instance(line: str, message: user_messages.Message) -> bool:
+    """Whether a line has the longest fixed part of a message. Others may be optional."""
+    return max(message.parts, key=len) in line
+
+
+def test_a_shown_line_that_does_not_exist_is_found():
+    message = user_messages.Message("a.py:1", "rank … waits for long … seconds")
+    assert _is_instance("rank 1 waits for long 2 seconds", message)
+    assert not _is_instance("rank 1 waits long 2 seconds", message)
+
+
 def test_messages_are_read_from_sources():
-    python = 'raise ValueError(f"no {x} here, " "sorry")\nlogger.info("all %s is well", y)\n'
+    python = 'raise ValueError(f"no {x} here, " "sorry")\nmessage = f"all {y} is well"\n'
     assert [m.text for m in user_messages.python_messages(python, "a.py")] == [
         "no … here, sorry",
         "all … is well",
     ]
-    cpp = 'TORCH_CHECK(a > f("b"), "no ", x, " here; (so)"\n " sorry");\nx = "four words are it";'
+    cpp = 'TORCH_CHECK(a > f("b"), "no ", x, " here; (so)"\n " sorry");\nx = "three words here";'
     messages = user_messages.cpp_messages(cpp, "a.cpp")
     assert [message.parts for message in messages] == [
         ["here; (so) sorry"],
-        ["four words are it"],
+        ["three words here"],
     ]
     assert user_messages.is_from("… here; (so) sorry", messages[0])
     assert not user_messages.is_from("… there; (so) sorry", messages[0])

@@ -11,11 +11,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 GAP = "…"
-_LOGGING = {"debug", "info", "warning", "error", "warn", "log"}
+_LOGGING = {"debug", "info", "notice", "warning", "error", "warn", "log"}
 # A text of fewer characters between two gaps says too little to be looked for.
 _SHORTEST = 4
-# A literal in C++ with so many spaces is a sentence, wherever it stands.
-_FEWEST_SPACES = 3
+# A text with so many spaces is a sentence, wherever it stands.
+_FEWEST_SPACES = 2
 
 _CPP_CALL = re.compile(
     r"\b(?:TORCH_CHECK(?:_VALUE|_NOT_IMPLEMENTED)?|TORCH_WARN(?:_ONCE)?|c10::str|check|reject)\s*\("
@@ -56,20 +56,20 @@ def all_messages() -> list[Message]:
 
 
 def python_messages(source: str, place: str) -> list[Message]:
-    """The texts of all raised errors, log lines and warnings, and those returned as a verdict."""
+    """The texts of all raised errors and log lines, and the sentences that are kept or returned."""
     found = []
     for node in ast.walk(ast.parse(source)):
+        fewest = 1
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            arguments = node.exc.args
+            texts = node.exc.args
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _LOGGING:
-            arguments = node.args
-        elif isinstance(node, ast.Return) and isinstance(node.value, ast.JoinedStr):
-            arguments = [node.value]
+            texts = node.args
+        elif isinstance(node, (ast.Assign, ast.AugAssign, ast.Return)) and node.value is not None:
+            texts, fewest = [node.value], _FEWEST_SPACES
         else:
             continue
-        for argument in arguments:
-            text = _text_of(argument)
-            if " " in text.strip():
+        for text in map(_text_of, texts):
+            if text.strip(f" {GAP}").count(" ") >= fewest:
                 found.append(Message(f"{place}:{node.lineno}", text))
     return found
 
@@ -79,6 +79,8 @@ def _text_of(node: ast.expr) -> str:
         return node.value if isinstance(node.value, str) else GAP
     if isinstance(node, ast.JoinedStr):
         return "".join(_text_of(value) for value in node.values)
+    if isinstance(node, ast.IfExp):
+        return _text_of(node.body)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _text_of(node.left) + _text_of(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
@@ -141,11 +143,11 @@ def _arguments(source: str, start: int) -> str:
 
 
 def _literals(arguments: str) -> str:
-    """All literals in turn; what stands between two of them is a gap, unless it is a space."""
+    """All literals in turn; a value between two of them is a gap."""
     pieces, end = [], 0
     for literal in _CPP_LITERAL.finditer(arguments):
         between = arguments[end : literal.start()]
-        pieces += [GAP if between.strip() else "", literal[1].replace('\\"', '"')]
+        pieces += [GAP if between.strip(" ,\n") else "", literal[1].replace('\\"', '"')]
         end = literal.end()
     pieces.append(GAP if arguments[end:].strip() else "")
     return _CPP_FORMAT.sub(GAP, "".join(pieces))
