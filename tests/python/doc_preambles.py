@@ -158,9 +158,13 @@ def pipeline() -> Names:
     made = names["init_device_mesh"](
         "cpu", (2, 2), mesh_dim_names=("replicate", "stage"), backend_override=override
     )
-    micro = torch.randn(4, WIDTH)
     stage_names = {"stage_module": nn.Linear(WIDTH, WIDTH), "n_microbatches": 2}
-    data = {"micro_input": micro, "micro_output": micro, "batch": torch.randn(8, WIDTH)}
+    first = made.get_local_rank("stage") == 0
+    micro = {
+        "micro_input": torch.empty(4, WIDTH, requires_grad=not first),
+        "micro_output": torch.empty(4, WIDTH, requires_grad=True),
+    }
+    data = micro | {"batch": torch.randn(8, WIDTH)}
     library = {"PipelineStage": PipelineStage, "ScheduleGPipe": ScheduleGPipe}
     loss = {"loss_fn": nn.MSELoss(), "target": torch.randn(8, WIDTH)}
     return names | library | stage_names | data | loss | {"mesh": made}
