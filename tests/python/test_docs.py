@@ -19,6 +19,7 @@ import torch_powersgd
 
 COLUMNS = 100
 MARKDOWN = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+API = ROOT / "docs" / "api.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 EXAMPLE = ROOT / "examples" / "minimal.py"
 
@@ -222,6 +223,13 @@ def test_a_page_is_what_its_program_makes(page, program):
     made = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
     remedy = f"python docs/{program}.py --write"
     assert (ROOT / "docs" / f"{page}.md").read_text() == made, remedy
+
+
+def test_the_api_page_has_every_public_name():
+    shown = re.findall(
+        r"^::: torch_powersgd\.(?:\w+\.)?(\w+)$", API.read_text(), flags=re.MULTILINE
+    )
+    assert sorted(shown) == sorted({*torch_powersgd.__all__} - {"__version__"})
 
 
 def test_troubleshooting_quotes_messages_that_exist():
