@@ -65,7 +65,7 @@ def learning(record: Record) -> str:
     rows = []
     for method in _methods(record):
         figures = [each["methods"].get(method, {}) for each in settings]
-        if "final_loss" in figures[0]:
+        if figures[0].get("final_loss") is not None:
             seconds = [each.get("seconds_to_loss") for each in figures]
             shown = [f"{each:.1f}" if each else f"not within {steps} steps" for each in seconds]
             rows.append([record["titles"][method], f"{figures[0]['final_loss']:.3f}", *shown])
@@ -95,7 +95,9 @@ TABLES: dict[str, Callable[[Record], str]] = {
 
 
 def _methods(record: Record) -> list[str]:
-    return [method for method in record["titles"] if method not in record["left_out"]]
+    """The methods that ran on any link."""
+    settings = record["settings"]
+    return [name for name in record["titles"] if any(name in each["methods"] for each in settings)]
 
 
 def _link(setting: Record) -> str:
@@ -105,8 +107,9 @@ def _link(setting: Record) -> str:
 
 def _sent(settings: Sequence[Record], method: str) -> str:
     """The least of the links: what a slow one sends again is no part of it."""
-    sent = [each["methods"][method]["tx_bytes_per_step"] for each in settings]
-    return "" if min(sent) < 1000 else f"{min(sent) / 1e6:.2f}"
+    found = [each["methods"].get(method, {}).get("tx_bytes_per_step") for each in settings]
+    least = min((sent for sent in found if sent is not None), default=0)
+    return "" if least < 1000 else f"{least / 1e6:.2f}"
 
 
 def _step(figures: Record | None) -> str:
