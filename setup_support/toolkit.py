@@ -79,7 +79,7 @@ def _wrong_release(nvcc: Path, torch_cuda: str) -> list[str]:
 
 
 def is_wanted(choice: str, missing: list[str]) -> bool:
-    """Whether CUDA is built: `choice` is POWERSGD_BUILD_CUDA, by default where nothing is missing."""
+    """Whether CUDA is built: as POWERSGD_BUILD_CUDA, `choice`, says, or if nothing is missing."""
     if choice not in ("", "0", "1"):
         raise SystemExit(f"POWERSGD_BUILD_CUDA is {choice!r}; allowed are 0, 1 and unset")
     if choice == "1" and missing:
@@ -93,8 +93,9 @@ def is_wanted(choice: str, missing: list[str]) -> bool:
 def describe(choice: str, missing: list[str], nvcc_flags: list[str]) -> str:
     """One line that says what is built. `nvcc_flags` has -gencode=arch=..,code=.. if CUDA is."""
     if is_wanted(choice, missing):
-        codes = dict.fromkeys(re.findall(r"code=(\w+)", " ".join(nvcc_flags)))
-        names = [code.replace("compute_", "PTX of compute_") for code in codes]
+        codes = dict.fromkeys(re.findall(r",code=(\w+)", " ".join(nvcc_flags)))
+        ordered = sorted(codes, key=lambda code: code.startswith("compute_"))
+        names = [code.replace("compute_", "PTX of compute_") for code in ordered]
         return f"CUDA for {', '.join(names)}"
     reason = "POWERSGD_BUILD_CUDA=0" if choice == "0" else "; ".join(missing)
     return f"CPU only ({reason})"
