@@ -115,7 +115,7 @@ $(VENV)/.torch: FORCE | system-packages
 $(VENV)/.ready: $(VENV)/.torch
 	@$(PYTHON) -m pip uninstall --quiet --yes torch-powersgd 2>/dev/null
 	@echo "installing $(TORCH) into $(VENV)"
-	@$(PIP) '$(TORCH)' ninja 'setuptools>=77'
+	@$(PIP) '$(TORCH)' ninja numpy 'setuptools>=77'
 	@touch $@
 
 # setup.py shows its progress, where pip shows nothing; pip finds all compiled and links again.

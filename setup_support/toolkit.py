@@ -93,9 +93,9 @@ def is_wanted(choice: str, missing: list[str]) -> bool:
 def describe(choice: str, missing: list[str], nvcc_flags: list[str]) -> str:
     """One line that says what is built. `nvcc_flags` has -gencode=arch=..,code=.. if CUDA is."""
     if is_wanted(choice, missing):
-        codes = dict.fromkeys(re.findall(r",code=(\w+)", " ".join(nvcc_flags)))
-        ordered = sorted(codes, key=lambda code: code.startswith("compute_"))
-        names = [code.replace("compute_", "PTX of compute_") for code in ordered]
+        codes = set(re.findall(r",code=((?:sm|compute)_(\d+)\w*)", " ".join(nvcc_flags)))
+        ordered = sorted(codes, key=lambda code: (code[0].startswith("compute_"), int(code[1])))
+        names = [code.replace("compute_", "PTX of compute_") for code, _ in ordered]
         return f"CUDA for {', '.join(names)}"
     reason = "POWERSGD_BUILD_CUDA=0" if choice == "0" else "; ".join(missing)
     return f"CPU only ({reason})"

@@ -118,11 +118,12 @@ def test_an_nvcc_that_does_not_run_is_named(tmp_path: Path) -> None:
             "",
             [],
             [
+                "-gencode=arch=compute_100,code=sm_100",
                 "-gencode=arch=compute_80,code=sm_80",
                 "-gencode=arch=compute_90,code=compute_90",
                 "-gencode=arch=compute_90,code=sm_90",
             ],
-            "CUDA for sm_80, sm_90, PTX of compute_90",
+            "CUDA for sm_80, sm_90, sm_100, PTX of compute_90",
         ),
     ],
 )
