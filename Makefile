@@ -94,7 +94,7 @@ lint: $(if $(wildcard $(VENV)/.tools),,tools)  ## clang-format, ruff, mypy
 	mypy
 
 docs: $(VENV)/.docs  ## the documentation as a site, in build/site; a warning is an error
-	$(PYTHON) -m mkdocs build --quiet --strict --site-dir build/site
+	$(PYTHON) -m mkdocs build --strict --site-dir build/site
 
 format: $(if $(wildcard $(VENV)/.tools),,tools)  ## rewrite the sources as lint wants them
 	@echo clang-format; clang-format -i $(CPP_FILES)
