@@ -11,7 +11,9 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 find_cpp = $(shell find $(1) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := $(call find_cpp,csrc include)
 CPP_FILES := $(SOURCES) $(call find_cpp,tests/cpp benchmarks)
-PYTHON_FILES = setup.py python tests/python examples benchmarks
+PYTHON_FILES = setup.py setup_support python tests/python examples benchmarks
+# One call of .ci/system_packages names all that the goals need.
+PACKAGES_FOR := $(if $(filter test test-cpp test-sanitized,$(MAKECMDGOALS)),tests,build)
 
 export MAX_JOBS := $(JOBS)
 export PATH := $(abspath $(VENV))/bin:$(PATH)
@@ -19,10 +21,10 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env build tools demo test test-cpp test-python test-long test-sanitized bench gpu lint \
-        format clean check-build-tools check-cpp-tools FORCE
+        docs format clean system-packages FORCE
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 	@echo "Variables: TORCH ($(TORCH)), JOBS ($(JOBS)), VENV ($(VENV)), SYSTEM_PYTHON ($(SYSTEM_PYTHON))"
 
 env: $(VENV)/.ready  ## a virtual environment with torch and the build tools
@@ -36,7 +38,7 @@ demo: build  ## train a small GPT twice, plain and compressed, and compare (abou
 
 test: test-cpp test-python  ## all tests
 
-test-cpp: env | check-cpp-tools  ## GoogleTest
+test-cpp: env | system-packages  ## GoogleTest
 	cmake -S tests/cpp -B build/cpp -G Ninja \
 	  -DPOWERSGD_TORCH_DIR=$$($(PYTHON) -c 'import torch; print(torch.__path__[0])')
 	cmake --build build/cpp --parallel $(JOBS)
@@ -50,7 +52,7 @@ test-long: tools  ## the tests that take more than ten seconds each
 
 # AddressSanitizer and UndefinedBehaviorSanitizer, over the plan, the CPU kernels and the CUDA kernels
 # on the SIMT runtime: the layers without torch, which is not sanitized itself.
-test-sanitized: | check-cpp-tools  ## the kernels' tests under sanitizers
+test-sanitized: env | system-packages  ## the kernels' tests under sanitizers
 	cmake -S tests/cpp -B build/sanitized -G Ninja -DPOWERSGD_SANITIZE=ON
 	cmake --build build/sanitized --parallel $(JOBS)
 	ctest --test-dir build/sanitized --parallel $(JOBS) --output-on-failure
@@ -91,6 +93,9 @@ lint: $(if $(wildcard $(VENV)/.tools),,tools)  ## clang-format, ruff, mypy
 	ruff format --check $(PYTHON_FILES)
 	mypy
 
+docs: $(VENV)/.docs  ## the documentation as a site, in build/site; a warning is an error
+	$(PYTHON) -m mkdocs build --strict --site-dir build/site
+
 format: $(if $(wildcard $(VENV)/.tools),,tools)  ## rewrite the sources as lint wants them
 	@echo clang-format; clang-format -i $(CPP_FILES)
 	ruff check --fix $(PYTHON_FILES)
@@ -102,17 +107,21 @@ clean:  ## remove what was built, and the environment
 	find python tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # Rewritten only when TORCH is another than last time, which then renews all that depends on it.
-$(VENV)/.torch: FORCE | check-build-tools
+$(VENV)/.torch: FORCE | system-packages
 	@test -x $(PYTHON) || $(SYSTEM_PYTHON) -m venv $(VENV)
 	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
 
+# What was built against another torch goes first: it requires that one.
 $(VENV)/.ready: $(VENV)/.torch
+	@$(PYTHON) -m pip uninstall --quiet --yes torch-powersgd 2>/dev/null
 	@echo "installing $(TORCH) into $(VENV)"
-	@$(PIP) '$(TORCH)' ninja 'setuptools>=77'
+	@$(PIP) '$(TORCH)' ninja numpy 'setuptools>=77'
 	@touch $@
 
-$(VENV)/.built: $(VENV)/.ready setup.py pyproject.toml $(SOURCES)
-	@echo "building the extension (the first time takes about two minutes)"
+# setup.py shows its progress, where pip shows nothing; pip finds all compiled and links again.
+$(VENV)/.built: $(VENV)/.ready setup.py setup_support/*.py pyproject.toml $(SOURCES)
+	@echo "compiling the extension: the first time takes 5 to 8 minutes on two cores"
+	@$(PYTHON) setup.py --quiet build_ext --inplace
 	@$(PIP) --no-build-isolation --editable '.[bench,demo]'
 	@touch $@
 
@@ -122,16 +131,10 @@ $(VENV)/.tools: $(VENV)/.built
 	@$(PIP) 'torch-powersgd[test,lint]'
 	@touch $@
 
-# Says what is missing in one line, rather than in the middle of a compiler's output.
-missing = echo "missing: $(1). On Debian or Ubuntu: sudo apt-get install $(1)" >&2; exit 1
+$(VENV)/.docs: $(VENV)/.built
+	@echo "installing what the documentation needs"
+	@$(PIP) 'torch-powersgd[docs]'
+	@touch $@
 
-check-build-tools:
-	@command -v $(SYSTEM_PYTHON) >/dev/null || { $(call missing,python3); }
-	@$(SYSTEM_PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { $(call missing,python3-venv); }
-	@$(SYSTEM_PYTHON) -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' \
-	  2>/dev/null || { $(call missing,python3-dev); }
-	@command -v g++ >/dev/null || { $(call missing,g++); }
-
-check-cpp-tools: check-build-tools
-	@command -v cmake >/dev/null || { $(call missing,cmake); }
-	@echo '#include <gtest/gtest.h>' | g++ -E -x c++ - >/dev/null 2>&1 || { $(call missing,libgtest-dev); }
+system-packages:
+	@SYSTEM_PYTHON='$(SYSTEM_PYTHON)' .ci/system_packages $(PACKAGES_FOR)

@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Builds torch_powersgd._C; everything else is in pyproject.toml.
+"""Builds torch_powersgd._C and states what depends on the build; the rest is in pyproject.toml.
 
     pip install --no-build-isolation -e .     or     python setup.py develop
 
-Environment: MAX_JOBS (default 2), POWERSGD_BUILD_CUDA=0|1 (default: when torch has CUDA and the
-toolkit is found), TORCH_CUDA_ARCH_LIST, CXX.
+Environment: MAX_JOBS (default 2), POWERSGD_BUILD_CUDA=0|1 (default: 1 where torch has CUDA and the
+whole toolkit is found), CUDA_HOME, TORCH_CUDA_ARCH_LIST, CXX.
 """
+
+from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 from setuptools import setup
 from setuptools.command.develop import develop
+from setuptools.command.sdist import sdist
 
 try:
     import torch
-    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+    from torch.utils import cpp_extension
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"{error}. torch-powersgd is compiled against the torch that will load it: install torch, "
@@ -26,7 +30,14 @@ except ModuleNotFoundError as error:
     ) from error
 
 ROOT = Path(__file__).parent.resolve()
+sys.path.append(str(ROOT))  # a build front end does not add it
+
+from setup_support import metadata, toolkit  # noqa: E402
+from setup_support.progress import short_commands  # noqa: E402
+
 HOST_SOURCES = ["plan", "kernels/cpu", "compressor", "backend", "bindings"]
+CUDA_CHOICE = os.environ.get("POWERSGD_BUILD_CUDA", "")
+CUDA_HOME = cpp_extension.CUDA_HOME
 
 
 def sources(folder: str, suffix: str) -> list[str]:
@@ -36,23 +47,8 @@ def sources(folder: str, suffix: str) -> list[str]:
 def headers() -> list[str]:
     """Listed as dependencies, so that build_ext notices when only a header has changed."""
     suffixes = {".h", ".cuh"}
-    folders = [ROOT / "include", ROOT / "csrc"]
-    return sorted(str(f) for folder in folders for f in folder.rglob("*") if f.suffix in suffixes)
-
-
-def build_cuda() -> bool:
-    choice = os.environ.get("POWERSGD_BUILD_CUDA", "")
-    if choice not in ("", "0", "1"):
-        raise SystemExit(f"POWERSGD_BUILD_CUDA is {choice!r}; allowed are 0, 1 and unset")
-    possible = {
-        "a torch with CUDA": torch.version.cuda is not None,
-        "the CUDA toolkit (CUDA_HOME)": CUDA_HOME is not None,
-        "csrc/kernels/cuda/*.cu": bool(sources("csrc/kernels/cuda", ".cu")),
-    }
-    missing = [what for what, there in possible.items() if not there]
-    if choice == "1" and missing:
-        raise SystemExit("POWERSGD_BUILD_CUDA=1, but this is missing: " + ", ".join(missing))
-    return choice != "0" and not missing
+    files = [f for folder in ("include", "csrc") for f in (ROOT / folder).rglob("*")]
+    return sorted(str(f.relative_to(ROOT)) for f in files if f.suffix in suffixes)
 
 
 def default_cuda_architectures() -> str:
@@ -61,27 +57,33 @@ def default_cuda_architectures() -> str:
     return "8.0;9.0;10.0+PTX" if version >= (12, 8) else "8.0;9.0+PTX"
 
 
-def extension() -> Any:
-    cuda = build_cuda()
+def extension(cuda: toolkit.Toolkit) -> Any:
+    with_cuda = toolkit.is_wanted(CUDA_CHOICE, cuda.missing)
     files = [file for folder in HOST_SOURCES for file in sources(f"csrc/{folder}", ".cpp")]
+    include_dirs = [str(ROOT / "include"), str(ROOT / "csrc")]
+    library_dirs: list[str] = []
     torch_version = torch.__version__.split("+")[0]
     # The package compares this with the torch that loads it: another would load and corrupt memory.
     macros: list[tuple[str, str | None]] = [("POWERSGD_TORCH_VERSION", f'"{torch_version}"')]
     # -g0: Python's own -g would make the module ten times larger. -fopenmp: without it
     # at::parallel_for compiles to a serial loop. The runtime is the one that torch has loaded.
     flags = {"cxx": ["-O3", "-Wall", "-g0", "-fopenmp"]}
-    if cuda:
+    if with_cuda:
         files += sources("csrc/kernels/cuda", ".cu") + sources("csrc/kernels/cuda", ".cpp")
         macros.append(("POWERSGD_WITH_CUDA", None))
         flags["nvcc"] = ["-O3"]
+        # torch itself adds CUDA_HOME's include, and lib64 or lib.
+        include_dirs += [str(cuda.include)] if "targets" in (cuda.include or Path()).parts else []
+        library_dirs.append(str(cuda.library))
         if not torch.cuda.is_available():
             os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_cuda_architectures())
 
-    kind = CUDAExtension if cuda else CppExtension
+    kind = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
     return kind(
         "torch_powersgd._C",
         files,
-        include_dirs=[str(ROOT / "include"), str(ROOT / "csrc")],
+        include_dirs=include_dirs,
+        library_dirs=library_dirs,
         depends=headers(),
         define_macros=macros,
         extra_compile_args=flags,
@@ -89,13 +91,24 @@ def extension() -> Any:
     )
 
 
-class Build(BuildExtension):  # type: ignore[misc]
+class Build(cpp_extension.BuildExtension):  # type: ignore[misc]
     def run(self) -> None:
         # setuptools compiles an editable install in a new temporary folder, every file each time.
-        # In a folder that stays, ninja compiles what has changed.
+        # In the folder of `build_ext --inplace`, which stays, ninja compiles what has changed.
         if self.editable_mode:
-            self.build_temp = str(ROOT / "build" / f"editable-{sys.implementation.cache_tag}")
-        super().run()
+            folder = f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+            self.build_temp = str(ROOT / "build" / folder)
+        with_cuda = toolkit.is_wanted(CUDA_CHOICE, CUDA.missing)
+        nvcc_flags = cpp_extension._get_cuda_arch_flags() if with_cuda else []
+        what = toolkit.describe(CUDA_CHOICE, CUDA.missing, nvcc_flags)
+        print(f"building torch_powersgd for torch {torch.__version__}: {what}", flush=True)
+        try:
+            with short_commands(ROOT):
+                super().run()
+        except Exception as error:
+            if not with_cuda:
+                raise
+            raise SystemExit(f"{error}\n{toolkit.failure_hint(CUDA_HOME)}") from error
 
 
 class Develop(develop):
@@ -103,11 +116,37 @@ class Develop(develop):
         pass  # the inherited one warns that the command is deprecated
 
     def run(self) -> None:
+        # pip shows nothing of what it builds. So this builds first, and pip has only to link.
+        self.reinitialize_command("build_ext", inplace=True)
+        self.run_command("build_ext")
         # The inherited command isolates the build, where there is no torch to compile against.
         pip = [sys.executable, "-m", "pip", "install"]
         flags = ["--no-build-isolation", "--no-deps", "--use-pep517"]
         subprocess.check_call([*pip, *flags, "-e", str(ROOT)])
 
 
-os.environ.setdefault("MAX_JOBS", "2")  # a file that includes torch takes 1.5 GB to compile
-setup(ext_modules=[extension()], cmdclass={"build_ext": Build, "develop": Develop})
+class Sdist(sdist):
+    def run(self) -> None:
+        # The sources fit many releases of torch. setuptools keeps the requirements in two places.
+        for owner in (self.distribution, self.distribution.metadata):
+            owner.install_requires = metadata.requirements()
+        super().run()
+
+
+def main() -> None:
+    os.environ.setdefault("MAX_JOBS", "2")  # a file that includes torch takes 1.5 GB to compile
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    setup(
+        long_description=metadata.absolute_links(
+            readme, metadata.repository(ROOT / "pyproject.toml")
+        ),
+        long_description_content_type="text/markdown",
+        install_requires=metadata.requirements(torch.__version__),
+        ext_modules=[extension(CUDA)],
+        cmdclass={"build_ext": Build, "develop": Develop, "sdist": Sdist},
+    )
+
+
+CUDA = toolkit.examine(CUDA_HOME, torch.version.cuda)
+if __name__ == "__main__":
+    main()

@@ -186,7 +186,7 @@ def test_a_stage_has_one_basename_everywhere(stage: str) -> None:
 
 
 def test_every_source_file_names_its_licence() -> None:
-    folders = ["csrc", "include", "python", "tests", "examples", "benchmarks"]
+    folders = ["csrc", "include", "python", "setup_support", "tests", "examples", "benchmarks"]
     missing = []
     for file in [ROOT / "setup.py", *files_under(ROOT, *folders)]:
         first_lines = file.read_text().splitlines()[:2]  # the second, after a #! line

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The metadata that pyproject.toml cannot state, since it depends on the build."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+OLDEST_TORCH = "2.11"
+
+# Code, which stays as it is, or the target of a Markdown link or of an HTML image or link.
+_CODE_OR_TARGET = re.compile(
+    r"""(?P<code>^(?P<fence>```+|~~~+).*?^(?P=fence)|`+[^`\n]+`+)
+      | (?P<image>!\[[^\]]*\]\(|\bsrc(?:set)?=["'])(?P<source>[^)"'\s]+)
+      | (?P<link>\]\(|^\[[^\]]+\]:[ ]|\bhref=["'])(?P<target>[^)"'\s]+)""",
+    re.VERBOSE | re.MULTILINE | re.DOTALL,
+)
+
+
+def requirements(torch_version: str | None = None) -> list[str]:
+    """What the package needs. A binary takes the torch release that it is built against alone.
+
+    python/torch_powersgd/_core.py compares the same part of the version, without "+cpu".
+    """
+    if torch_version is None:
+        return ["rich", f"torch>={OLDEST_TORCH}"]
+    return ["rich", f"torch=={torch_version.split('+')[0]}"]
+
+
+def repository(pyproject: Path) -> str:
+    """The URL of the repository, from [project.urls]. (Python 3.10 has no parser of TOML.)"""
+    match = re.search(r'^Repository = "([^"]+)"$', pyproject.read_text(), re.MULTILINE)
+    if match is None:
+        raise SystemExit(f"{pyproject} has no Repository in [project.urls]")
+    return match[1]
+
+
+def absolute_links(markdown: str, repository: str) -> str:
+    """Points relative links to the repository: a package index has the text alone."""
+
+    def absolute(match: re.Match[str]) -> str:
+        if match["code"]:
+            return match[0]
+        target = match["source"] or match["target"]
+        if re.match(r"[a-z][a-z0-9+.-]*:|//", target, re.IGNORECASE):
+            return match[0]
+        if target.startswith("#"):
+            return f"{match['link']}{repository}{target}"
+        kind = "raw" if match["source"] else "blob"
+        path = target.removeprefix("./").lstrip("/")
+        return f"{match['image'] or match['link']}{repository}/{kind}/HEAD/{path}"
+
+    return _CODE_OR_TARGET.sub(absolute, markdown)

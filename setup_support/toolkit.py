@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The check of the CUDA toolkit, before anything is compiled."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+INCLUDE_FOLDERS = ("include", "targets/*/include")
+LIBRARY_FOLDERS = ("lib64", "lib", "lib/*-linux-gnu", "targets/*/lib")
+
+
+@dataclass
+class Toolkit:
+    """The parts of a CUDA toolkit that a build needs, and a phrase for each that is missing."""
+
+    include: Path | None = None
+    library: Path | None = None
+    missing: list[str] = field(default_factory=list)
+
+
+def examine(home: str | None, torch_cuda: str | None) -> Toolkit:
+    """Examines the toolkit in the folder `home` for a torch that has the CUDA release `torch_cuda`.
+
+    The linker needs libcudart.so, the name without a version: wheels of the CUDA runtime lack it.
+    """
+    toolkit = Toolkit()
+    if torch_cuda is None:
+        toolkit.missing.append("the installed torch has no CUDA")
+    elif home is None:
+        toolkit.missing.append(
+            "no CUDA toolkit: CUDA_HOME is unset, nvcc is not on PATH, no folder /usr/local/cuda"
+        )
+    else:
+        _examine_folder(toolkit, Path(home), torch_cuda)
+    return toolkit
+
+
+def _examine_folder(toolkit: Toolkit, home: Path, torch_cuda: str) -> None:
+    nvcc = _find(home, "nvcc", ("bin",))
+    toolkit.include = _find(home, "cuda_runtime.h", INCLUDE_FOLDERS)
+    toolkit.library = _find(home, "libcudart.so", LIBRARY_FOLDERS)
+    parts = {
+        "nvcc": (nvcc, ("bin",)),
+        "cuda_runtime.h": (toolkit.include, INCLUDE_FOLDERS),
+        "libcudart.so": (toolkit.library, LIBRARY_FOLDERS),
+    }
+    absent = [
+        f"no {name} in {', '.join(folders)}"
+        for name, (folder, folders) in parts.items()
+        if folder is None
+    ]
+    if absent:
+        toolkit.missing.append(f"no CUDA toolkit: CUDA_HOME={home} has {'; '.join(absent)}")
+    elif nvcc is not None:
+        toolkit.missing += _wrong_release(nvcc / "nvcc", torch_cuda)
+
+
+def _find(home: Path, name: str, folders: tuple[str, ...]) -> Path | None:
+    """The first of these folders of `home` that has a file of this name."""
+    found = (path.parent for pattern in folders for path in sorted(home.glob(f"{pattern}/{name}")))
+    return next(found, None)
+
+
+def _wrong_release(nvcc: Path, torch_cuda: str) -> list[str]:
+    """torch refuses to build with another major release of CUDA than its own."""
+    try:
+        output = subprocess.run(
+            [nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return [f"{nvcc} does not run: {error}"]
+    release = re.search(r"release (\d+)\.(\d+)", output)
+    if release is None or release[1] == torch_cuda.split(".")[0]:
+        return []
+    return [f"{nvcc} is of CUDA {release[1]}.{release[2]}, the installed torch of {torch_cuda}"]
+
+
+def is_wanted(choice: str, missing: list[str]) -> bool:
+    """Whether CUDA is built: as POWERSGD_BUILD_CUDA, `choice`, says, or if nothing is missing."""
+    if choice not in ("", "0", "1"):
+        raise SystemExit(f"POWERSGD_BUILD_CUDA is {choice!r}; allowed are 0, 1 and unset")
+    if choice == "1" and missing:
+        raise SystemExit(
+            f"POWERSGD_BUILD_CUDA=1, but {'; '.join(missing)}. "
+            "CUDA_HOME names the folder of a CUDA toolkit; POWERSGD_BUILD_CUDA=0 builds without."
+        )
+    return choice != "0" and not missing
+
+
+def describe(choice: str, missing: list[str], nvcc_flags: list[str]) -> str:
+    """One line that says what is built. `nvcc_flags` has -gencode=arch=..,code=.. if CUDA is."""
+    if is_wanted(choice, missing):
+        codes = set(re.findall(r",code=((?:sm|compute)_(\d+)\w*)", " ".join(nvcc_flags)))
+        ordered = sorted(codes, key=lambda code: (code[0].startswith("compute_"), int(code[1])))
+        names = [code.replace("compute_", "PTX of compute_") for code, _ in ordered]
+        return f"CUDA for {', '.join(names)}"
+    reason = "POWERSGD_BUILD_CUDA=0" if choice == "0" else "; ".join(missing)
+    return f"CPU only ({reason})"
+
+
+def failure_hint(home: str | None) -> str:
+    return (
+        f"The build with the CUDA toolkit in {home} failed; the cause is above. "
+        "POWERSGD_BUILD_CUDA=0 builds for CPUs only; CUDA_HOME=<folder> names another toolkit."
+    )
