@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd import fsdp
 from torch_powersgd._core import _C
-from torch_powersgd.ddp import Module, attached_model, group_of, option_fields
+from torch_powersgd.ddp import attached_model, group_of, option_fields
+from torch_powersgd.proposal import Module
 
 VERSION = 1
 _LOCAL_TENSORS = ("memory", "p_hat", "q_local", "q_warm", "p_local")

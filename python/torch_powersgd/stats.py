@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the backend did."""
+"""Statistics: bytes, steps and seconds of a group."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from torch_powersgd._core import _C
 def stats(
     group: dist.ProcessGroup | None = None, residual_norms: bool = True, flat: bool = False
 ) -> dict[str, Any]:
-    """What this rank did since the group was created or ``reset_stats`` was called. Not collective.
+    """Counts of this rank since the group was created or ``reset_stats`` was called.
 
-    If steps were trained and compression has not started yet, it says so once.
+    It is not collective. If steps were trained and compression has not started yet, it says so
+    once.
 
     Args:
-        group: None: the default group.
-        residual_norms: also compute the residuals' norms, one pass over the model.
-        flat: return numbers only, for ``SummaryWriter`` and the like: names of nested entries are
-            joined by "/" (``seconds/project``), and ``starts_at`` is left out where it is None.
+        group: The process group. None is the default group.
+        residual_norms: Whether to compute the residuals' norms, which takes a pass over the model.
+            Without them, ``stats`` is cheap enough to be called in every step.
+        flat: Whether to return numbers alone, as ``SummaryWriter`` and the like want them. Names of
+            nested entries are joined by "/" (``seconds/project``), and ``starts_at`` is left out
+            where it is None.
 
     Returns:
-        ``compressing``: whether the next step of an attached model is compressed, or where none is
-        attached, whether a gradient has been; ``starts_at``: the step from which gradients are
-        compressed, None if none will be.
+        A dictionary. ``compressing``: whether the next step of an attached model is compressed, or
+        where none is attached, whether a gradient has been; ``starts_at``: the step from which
+        gradients are compressed, None if none will be.
 
         ``steps``; ``skipped_steps`` (a gradient was not finite on some rank); ``saturated_steps``
         (a residual was beyond 65504, the largest value of ``residual_dtype=torch.float16``, and
@@ -44,7 +47,7 @@ def stats(
         several attached models has "i:parameter".
 
     Raises:
-        ValueError: if the group has no powersgd backend.
+        ValueError: If the group has no powersgd backend.
     """
     backends = find_backends(group)
     _say_if_not_started(backends)
@@ -69,13 +72,13 @@ def stats(
 
 
 def reset_stats(group: dist.ProcessGroup | None = None) -> None:
-    """Lets ``stats`` count from now on. Not collective.
+    """Lets ``stats`` count from now on. It is not collective.
 
     Args:
-        group: None: the default group.
+        group: The process group. None is the default group.
 
     Raises:
-        ValueError: if the group has no powersgd backend.
+        ValueError: If the group has no powersgd backend.
     """
     for backend in find_backends(group):
         backend.reset_stats()

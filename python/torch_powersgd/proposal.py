@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The part of ``attach`` before anything is changed: checks, and what the ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_powersgd import fsdp, watch
+from torch_powersgd._backend import compare_options, find_backend
+from torch_powersgd._core import _C
+from torch_powersgd.options import Options, lay_over
+
+Module = DistributedDataParallel | FSDPModule
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one rank brings to ``attach``."""
+
+    backend: _C.BackendPowerSGD
+    options: Options
+    parameters: dict[str, torch.Tensor]
+    place: dict[str, Any]  # of its shards, if FSDP2 has sharded the module
+
+    def plain(self) -> dict[str, Any]:
+        """What the ranks must agree on, in JSON types."""
+        shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
+        return {"options": {**self.options._plain(), "parameters": shapes}, "place": self.place}
+
+
+def agree(
+    module: Module,
+    given: Options | Mapping[str, Any] | None,
+    scaler: torch.amp.GradScaler | None,
+    group: dist.ProcessGroup,
+    known: _C.AttachedModel | None,
+) -> Proposal:
+    """This rank's proposal, once all ranks of the group have made the same. Collective.
+
+    Args:
+        given: The options of ``attach``.
+        known: The core's side of the module if it was attached before.
+
+    Raises:
+        ValueError: On every rank, if a rank's proposal is invalid or differs from rank 0's, or a
+            rank makes none.
+    """
+    proposal, error = None, ""
+    try:
+        proposal = _propose(module, given, scaler, group, known)
+    except ValueError as invalid:
+        error = str(invalid)
+    meeting = watch.meet(group, proposal.backend if proposal is not None else None)
+    meeting.agree({"error": error} if proposal is None else proposal.plain(), _compare)
+    assert proposal is not None  # else the ranks did not agree
+    return proposal
+
+
+def _propose(
+    module: Module,
+    given: Options | Mapping[str, Any] | None,
+    scaler: torch.amp.GradScaler | None,
+    group: dist.ProcessGroup,
+    known: _C.AttachedModel | None,
+) -> Proposal:
+    if known is None:
+        _check_module(module)
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ValueError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    parameters = _parameters_of(module)
+    if not parameters:
+        raise ValueError(
+            "this module shows no trainable parameters; a tensor-parallel one in DDP has none from "
+            "its first forward pass on: attach it before"
+        )
+    backend = _backend_of(group, next(iter(parameters.values())).device)
+    base = Options._from_core(known.options if known else backend.options.compression)
+    options = lay_over(base, given, "options of attach")
+    if known is not None and options != base:
+        old, new = base._plain(), options._plain()
+        name = next(name for name in old if old[name] != new[name])
+        raise ValueError(
+            f"options of a module that was attached before cannot be changed: {name} is "
+            f"{old[name]!r}, got {new[name]!r}"
+        )
+    place = fsdp.place_of(module) if isinstance(module, FSDPModule) else {}
+    return Proposal(backend, options, parameters, place)
+
+
+def _compare(everyone: list[dict[str, Any]]) -> str:
+    return fsdp.compare_places([given["place"] for given in everyone]) or compare_options(
+        [given["options"] for given in everyone]
+    )
+
+
+def group_of_replicas(module: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group of replicas; raises a ValueError if the module has none that is known."""
+    if isinstance(module, FSDPModule):
+        return fsdp.group_of(module, group)
+    if not isinstance(module, DistributedDataParallel):
+        raise ValueError(
+            "attach takes a DistributedDataParallel module or one that fully_shard has sharded, "
+            f"got {type(module).__name__}"
+        )
+    if group is not None and group is not module.process_group:
+        raise ValueError("attach takes a group only for FSDP2: a DDP module has one")
+    process_group: dist.ProcessGroup = module.process_group
+    return process_group
+
+
+def _check_module(module: Module) -> None:
+    """Raises a ValueError if the module's gradients cannot be reduced by a hook."""
+    if isinstance(module, FSDPModule):
+        return fsdp.check_module(module)
+    if module.mixed_precision is not None:
+        raise ValueError(
+            "attach does not work with DDP's own mixed_precision, which takes the one hook that "
+            "DDP has; use torch.autocast instead"
+        )
+    if getattr(module, "_use_python_reducer", False):
+        raise ValueError(
+            "attach does not work with torch._dynamo.config.optimize_ddp = 'python_reducer', with "
+            "which DDP reduces without its reducer and calls no C++ hook; use True, the default"
+        )
+
+
+def _parameters_of(module: Module) -> dict[str, torch.Tensor]:
+    if isinstance(module, FSDPModule):
+        return fsdp.shards_of(module)
+    return {
+        name: parameter
+        for name, parameter in module.module.named_parameters()
+        if parameter.requires_grad and name not in module.parameters_to_ignore
+    }
+
+
+def _backend_of(group: dist.ProcessGroup, device: torch.device) -> _C.BackendPowerSGD:
+    backend = find_backend(group, device)
+    if backend is None:
+        raise ValueError(
+            f"attach needs a process group with the powersgd backend for {device.type}; this "
+            f"module's has {group._get_backend(device).name()!r}. Use "
+            f'init_process_group("{device.type}:powersgd")'
+        )
+    if not _C.has_kernels(device.type):
+        raise ValueError(
+            f"this build of torch_powersgd has no kernels for {device.type}: build it again with "
+            "the CUDA toolkit at hand (CUDA_HOME) and POWERSGD_BUILD_CUDA=1, which says what is "
+            "missing"
+        )
+    return backend
