@@ -11,7 +11,7 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 find_cpp = $(shell find $(1) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := $(call find_cpp,csrc include)
 CPP_FILES := $(SOURCES) $(call find_cpp,tests/cpp benchmarks)
-PYTHON_FILES = setup.py setup_support python tests/python examples benchmarks
+PYTHON_FILES = setup.py setup_support python tests/python examples benchmarks docs
 # One call of .ci/system_packages names all that the goals need.
 PACKAGES_FOR := $(if $(filter test test-cpp test-sanitized,$(MAKECMDGOALS)),tests,build)
 
@@ -94,7 +94,7 @@ lint: $(if $(wildcard $(VENV)/.tools),,tools)  ## clang-format, ruff, mypy
 	mypy
 
 docs: $(VENV)/.docs  ## the documentation as a site, in build/site; a warning is an error
-	$(PYTHON) -m mkdocs build --strict --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --site-dir build/site
 
 format: $(if $(wildcard $(VENV)/.tools),,tools)  ## rewrite the sources as lint wants them
 	@echo clang-format; clang-format -i $(CPP_FILES)
