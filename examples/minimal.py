@@ -19,7 +19,6 @@ options = {
 }
 torch_powersgd.attach(ddp, options)
 optimizer = torch.optim.AdamW(ddp.parameters())
-
 for _ in range(20):
     inputs = torch.randn(32, 512)
     loss = nn.functional.mse_loss(ddp(inputs), inputs.roll(1, dims=1))
