@@ -27,7 +27,6 @@ for _ in range(20):
     optimizer.step()
 
 if dist.get_rank() == 0:
-    stats = torch_powersgd.stats()
-    before, after = stats["step_bytes_before"], stats["step_bytes_after"]
-    print(f"The last step sent {after:,} bytes in place of {before:,}.")
+    ratio = torch_powersgd.stats()["compressed_ratio"]
+    print(f"A compressed step sent {ratio:.1f} times fewer bytes.")
 dist.destroy_process_group()

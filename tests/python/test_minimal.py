@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[2]
 MINIMAL = ROOT / "examples" / "minimal.py"
 EXACT_STEPS = 10
 STEPS = 20
-PARAMETERS = 512 * 2048 + 2048 + 2048 * 512 + 512
 
 
 def _readme_diff() -> list[str]:
@@ -41,15 +40,14 @@ def test_the_example_compresses_within_its_steps_and_says_so():
     assert f"range({STEPS})" in source
 
     ended = torchrun(MINIMAL)
-    lines = (ended.stderr + ended.stdout).splitlines()
-    assert " ".join(x for x in lines if "in place of" in x) == _readme_output()
-    assert f"from step {EXACT_STEPS}" in ended.stderr
-    assert ended.stderr.count("torch_powersgd:") == 1  # on one rank only
-    said = re.search(r"sent ([\d,]+) bytes in place of ([\d,]+)", ended.stdout)
-    assert said, ended.stdout
-    after, before = (int(count.replace(",", "")) for count in said.groups())
-    assert before == 4 * PARAMETERS
-    assert 40 * after < before
+    said = [line for line in ended.stderr.splitlines() if line.startswith("torch_powersgd:")]
+    assert len(said) == 1  # by one rank
+    assert said[0].endswith(f"from step {EXACT_STEPS} on")
+    ratio = re.search(r"sent (\S+) times fewer bytes", ended.stdout)
+    assert ratio, ended.stdout
+    assert float(ratio[1]) > 40
+
+    assert " ".join([*said, ended.stdout.strip()]) == _readme_output()
 
 
 def test_the_readme_shows_the_head_of_the_example():
