@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The smallest whole program: torchrun --nproc-per-node 2 examples/minimal.py."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd
+
+dist.init_process_group("cpu:powersgd")  # on GPUs: "cpu:gloo,cuda:powersgd"
+torch.manual_seed(dist.get_rank())  # each rank draws its own data
+model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
+ddp = DistributedDataParallel(model)
+options = {
+    "matrix_approximation_rank": 16,  # a higher rank sends more and learns better
+    "wire_dtype": torch.bfloat16,  # the factors travel in two bytes per number
+    "start_powerSGD_iter": 10,  # exact steps before compression starts (default: 1000)
+}
+torch_powersgd.attach(ddp, options)
+optimizer = torch.optim.AdamW(ddp.parameters())
+for _ in range(20):
+    inputs = torch.randn(32, 512)
+    loss = nn.functional.mse_loss(ddp(inputs), inputs.roll(1, dims=1))
+    optimizer.zero_grad()
+    loss.backward()  # the ranks' gradients are averaged in here
+    optimizer.step()
+
+if dist.get_rank() == 0:
+    ratio = torch_powersgd.stats()["compressed_ratio"]
+    print(f"A compressed step sent {ratio:.1f} times fewer bytes.")
+dist.destroy_process_group()
