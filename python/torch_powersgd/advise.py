@@ -132,8 +132,7 @@ def on_every_rank(make: Callable[[], T]) -> T:
     except Exception as error:  # the other ranks must not wait for this one
         traceback.print_exc()
         failure = f"{type(error).__name__}: {error}"
-    failures: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
+    failures = _texts_of_all(failure)
     for rank, message in enumerate(failures):
         if message:
             raise RanksError(message if all(failures) else f"rank {rank}: {message}")
@@ -159,8 +158,7 @@ def job_of(model: torch.nn.Module, step: UserStep, options: Sequence[Options]) -
         RanksError: if the ranks' models, options or steps differ.
     """
     job = on_every_rank(lambda: _job_of(model, step, options))
-    everyone: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(everyone, repr(job))
+    everyone = _texts_of_all(repr(job))
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise RanksError(f"the model and the arguments of rank {rank} differ from rank 0's")
@@ -205,6 +203,22 @@ def measure_link(device: torch.device) -> Link:
 def quiet() -> None:
     """Keeps the log lines of the rehearsed models, which nobody trains, to warnings."""
     logging.getLogger("torch_powersgd").setLevel(logging.WARNING)
+
+
+def _texts_of_all(text: str) -> list[str]:
+    """The text of each rank. Collective. Unlike all_gather_object it does not need NumPy."""
+    mine = text.encode()
+    size = torch.tensor([len(mine)])
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    padded = torch.zeros(int(max(sizes)) + 1, dtype=torch.uint8)
+    padded[: len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
+    texts = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded)
+    return [
+        bytes(each[: int(length)].tolist()).decode()
+        for each, length in zip(texts, sizes, strict=True)
+    ]
 
 
 def _job_of(model: torch.nn.Module, step: UserStep, options: Sequence[Options]) -> Job:

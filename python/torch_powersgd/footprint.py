@@ -49,6 +49,8 @@ class Footprint:
 
 def assign_buckets(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """DDP's own assignment, after it has rebuilt its buckets in the order of backward."""
+    if not tensors:
+        return []
     last = len(tensors) - 1
     backward = [torch.empty_like(tensor, device="meta") for tensor in tensors][::-1]
     assignment, _ = _compute_bucket_assignment_by_size(backward, BUCKET_BYTES)

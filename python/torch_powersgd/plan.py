@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,7 +85,7 @@ def grouped(rows: Iterable[Row]) -> list[Row]:
         groups.setdefault((_pattern(row.name), row.shape, row.rank), []).append(row)
     return [
         Row(
-            _pattern(members[0].name) if len(members) > 1 else members[0].name,
+            _name_of_all([row.name for row in members]),
             len(members),
             members[0].shape,
             members[0].rank,
@@ -105,12 +106,23 @@ def footprint_of_model(model: torch.nn.Module, options: Options) -> Footprint:
     return total
 
 
-def elided(name: str, width: int) -> str:
-    """The name in at most so many columns: its middle is left out."""
-    if len(name) <= width:
-        return name
-    tail = (width - 1) // 2
-    return f"{name[: width - 1 - tail]}…{name[len(name) - tail :]}"
+def common_prefix(names: Sequence[str]) -> str:
+    """The parts of the names, each with its dot, with which all names begin."""
+    parts = [name.split(".")[:-1] for name in names]
+    alike = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
+    return "".join(f"{level[0]}." for level in alike)
+
+
+def wrapped(name: str, width: int) -> str:
+    """The name in lines of at most so many columns, which begin at its dots where they can."""
+    lines = [""]
+    for part in re.findall(r"^[^.]*|\.[^.]*", name):
+        if len(lines[-1] + part) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += part
+        while len(lines[-1]) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return "\n".join(lines)
 
 
 def print_plan(model: torch.nn.Module, options: Options, top: int | None) -> None:
@@ -142,7 +154,10 @@ def print_plan(model: torch.nn.Module, options: Options, top: int | None) -> Non
     if top is not None:
         by_size = sorted(grouped(rows), key=lambda row: row.gradient_bytes, reverse=True)
         shown, others = by_size[:top], by_size[top:]
-    console.print(_table(shown, others, footprint, console.width))
+    prefix = common_prefix([row.name for row in rows]) if len(rows) > 1 else ""
+    if prefix:
+        say(f"All names begin with {prefix}, which the table leaves out.")
+    console.print(_table(shown, others, footprint, len(prefix), console.width))
 
 
 def summary(
@@ -174,14 +189,17 @@ def summary(
         f"Each step sends {_size(footprint.sent_bytes)} per rank in place of "
         f"{_size(footprint.gradient_bytes)}: {footprint.gradient_bytes / footprint.sent_bytes:.1f} "
         "times less.",
-        f"Compression takes {_size(memory)} of memory per rank: {_size(footprint.residual_bytes)} "
-        f"for the residual, {_size(footprint.factor_bytes)} for factors and their buffers.",
+        f"Each rank needs {_size(memory)} more memory than without compression: "
+        f"{_size(footprint.residual_bytes)} for the residual, {_size(footprint.factor_bytes)} for "
+        "factors and their buffers.",
         *ignored,
     ]
 
 
-def _table(shown: list[Row], others: list[Row], footprint: Footprint, width: int) -> Table:
-    rows = [_cells(row) for row in shown]
+def _table(
+    shown: list[Row], others: list[Row], footprint: Footprint, prefix: int, width: int
+) -> Table:
+    rows = [_cells(row, prefix) for row in shown]
     if others:
         count = sum(row.count for row in others)
         raw = sum(row.count for row in others if not row.rank)
@@ -198,12 +216,12 @@ def _table(shown: list[Row], others: list[Row], footprint: Footprint, width: int
     for i, (heading, footer) in enumerate(zip(headings, last, strict=True)):
         table.add_column(heading, footer, justify="right" if i else "left", no_wrap=True)
     for name, *rest in rows:
-        table.add_row(elided(name, for_name), *rest)
+        table.add_row(wrapped(name, for_name), *rest)
     return table
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    name = row.name if row.count == 1 else f"{row.name} ({row.count})"
+def _cells(row: Row, prefix: int) -> tuple[str, ...]:
+    name = row.name[prefix:] + (f" ({row.count})" if row.count > 1 else "")
     shape = " x ".join(map(str, row.shape)) or "scalar"
     return (name, shape, f"rank {row.rank}" if row.rank else "raw", *_numbers([row]))
 
@@ -216,7 +234,13 @@ def _numbers(rows: list[Row]) -> tuple[str, str, str]:
 
 def _pattern(name: str) -> str:
     """The name with a star for each part that is a number."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _name_of_all(names: list[str]) -> str:
+    """A name for names of one pattern, with a star for each number that differs."""
+    parts = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(level[0] if len(set(level)) == 1 else "*" for level in parts)
 
 
 def _size(size: float) -> str:

@@ -22,6 +22,7 @@ from torch_powersgd.options import Options
 NOTCH = 1.57
 LEAST_NOISE = 0.01  # a part of the step: smaller differences are not taken for real
 LEAST_GAIN = 0.05  # a part of the plain step: a smaller gain is not worth a change
+CAUTION = 1.5  # times the noise: the best of several settings may owe its gain to luck
 UNDECIDED_GAIN = 0.1  # a part of the plain step: a larger gain may not hide in the noise
 NEGLIGIBLE = 0.05  # a part of the fastest step: a higher rank is worth that much time
 RECOMMENDED_RANK = 16
@@ -170,7 +171,8 @@ def judge(
 
 def _pays(plain: Figure, figure: Figure) -> bool:
     gain = plain.median - figure.median
-    return gain > noise_between(plain, figure) and gain > LEAST_GAIN * plain.median
+    certain = gain > CAUTION * noise_between(plain, figure)
+    return certain and gain > LEAST_GAIN * plain.median
 
 
 def _rank(timing: Timing) -> int:
