@@ -112,7 +112,9 @@ def _add_plan(commands: Any) -> None:
         help="dtype in which factors travel: bfloat16, float16 or float32 (bfloat16)",
     )  # fmt: skip
     plan.add_argument(
-        "--alternating", action="store_true", help="option of the same name: P and Q by turns"
+        "--alternating",
+        action="store_true",
+        help="factors sent by turns, P in one step and Q in the next",
     )
     shown = plan.add_mutually_exclusive_group()
     shown.add_argument(
@@ -141,7 +143,7 @@ def _add_advise(commands: Any) -> None:
     )  # fmt: skip
     command.add_argument(
         "--alternating", action="store_true",
-        help="comparison of each setting with the same setting under alternating=True as well",
+        help="settings that send P and Q by turns, beside those that send both in each step",
     )  # fmt: skip
     step = command.add_mutually_exclusive_group()
     step.add_argument(

@@ -27,6 +27,9 @@ from torch_powersgd.footprint import Layout, buckets_of, elements_of, footprint_
 from torch_powersgd.options import Options
 from torch_powersgd.rehearsal import (
     BUDGET_SECONDS,
+    TIMED_SECONDS,
+    TIMED_STEPS,
+    WARM_UP_STEPS,
     Rehearsal,
     Rehearsed,
     Report,
@@ -143,10 +146,16 @@ def time_on_all_ranks(
     model: torch.nn.Module, step: Callable[[torch.nn.Module], object], device: torch.device
 ) -> UserStep:
     """The step of the slowest rank. Collective; all ranks compute at the same time."""
-    on_every_rank(lambda: model.to(device))  # which takes the ranks unlike times
-    mine = on_every_rank(lambda: time_step(lambda: step(model), model.zero_grad, device))
-    backward, rest = slowest([mine.backward, mine.rest], device)
-    return UserStep(backward, rest)
+    on_every_rank(lambda: model.to(device))  # the ranks may take unlike times
+
+    def timed(steps: int) -> UserStep:
+        mine = on_every_rank(lambda: time_step(lambda: step(model), model.zero_grad, device, steps))
+        return UserStep(*slowest([mine.backward, mine.rest], device))
+
+    first = timed(WARM_UP_STEPS)
+    # All ranks take as many steps: the model may hold collective layers.
+    steps = int(TIMED_SECONDS / max(first.backward + first.rest, 1e-6))
+    return timed(min(max(steps, TIMED_STEPS[0]), TIMED_STEPS[1]))
 
 
 def job_of(model: torch.nn.Module, step: UserStep, options: Sequence[Options]) -> Job:

@@ -175,21 +175,21 @@ class Rehearsal:
 
 
 def time_step(
-    step: Callable[[], object], clear: Callable[[], None], device: torch.device
+    step: Callable[[], object], clear: Callable[[], None], device: torch.device, steps: int
 ) -> UserStep:
-    """Times a user's step on this rank, apart from its backward pass. Not collective.
+    """Times a user's step on this rank: the medians of its backward pass and of all the rest.
 
     Args:
         step: runs one forward and one backward pass.
         clear: runs before each step, untimed.
         device: the device on which the step computes.
+        steps: the number of steps.
 
     Raises:
         ValueError: if the step runs no backward pass.
     """
     backward, rest = [], []
-    begun = time.perf_counter()
-    for i in range(WARM_UP_STEPS + TIMED_STEPS[1]):
+    for _ in range(steps):
         clear()
         spent: list[float] = []
         synchronize(device)
@@ -200,12 +200,8 @@ def time_step(
         whole = time.perf_counter() - start
         if not spent:
             raise ValueError("the step must call backward() on its loss, and it did not")
-        if i >= WARM_UP_STEPS:
-            backward.append(sum(spent))
-            rest.append(whole - sum(spent))
-        late = time.perf_counter() - begun > TIMED_SECONDS
-        if late and len(backward) >= TIMED_STEPS[0]:
-            break
+        backward.append(sum(spent))
+        rest.append(whole - sum(spent))
     return UserStep(statistics.median(backward), statistics.median(rest))
 
 

@@ -44,12 +44,13 @@ def progress(shown: bool) -> Iterator[Report]:
         TimeRemainingColumn(),
         console=console,
         transient=True,
+        auto_refresh=False,  # a thread would compute beside the rehearsal
         disable=not (shown and console.is_terminal),
     ) as bar:
         task = bar.add_task("rehearsing steps", total=None)
 
         def report(done: int, blocks: int) -> None:
-            bar.update(task, completed=done, total=blocks)
+            bar.update(task, completed=done, total=blocks, refresh=True)
 
         yield report
 
@@ -76,8 +77,8 @@ def print_advice(
         console.print(text, highlight=False, markup=False)
 
     say(
-        f"{world} ranks, {_mb(measured.plain.sent_bytes)} MB of gradients; an all-reduce takes "
-        f"{_ms(measured.link.latency)} ms and runs at {bandwidth:.3g} Gbit/s. {step_note}"
+        f"{world} ranks, {_mb(measured.plain.sent_bytes)} MB of gradients; a latency of "
+        f"{_ms(measured.link.latency)} ms and {bandwidth:.3g} Gbit/s in an all-reduce. {step_note}"
     )
     console.print(_table(measured, alone, plain, figures, verdict))
     if any(figure.alike for figure in figures):

@@ -156,17 +156,37 @@ def test_a_users_step_is_timed_apart_from_its_backward_pass():
         weight.grad = None
 
     original = torch.autograd.backward
-    timed = time_step(step, clear, CPU)
+    timed = time_step(step, clear, CPU, 5)
     assert torch.autograd.backward is original
     assert timed.backward >= 0.02
     assert timed.rest >= 0.01
-    assert len(calls) >= 5
+    assert len(calls) == 5
     assert set(calls) == {None}, "gradients do not accumulate"
+
+
+def _timed_on_both(rank):
+    calls = []
+
+    def step(model):
+        calls.append(1)
+        time.sleep(0.05 * rank)
+        model(torch.ones(1, 2)).sum().backward()
+
+    timed = advise.time_on_all_ranks(torch.nn.Linear(2, 2), step, CPU)
+    return timed, len(calls)
+
+
+def test_the_slowest_ranks_step_counts_and_all_take_as_many_steps():
+    (one, calls), (other, others_calls) = ranks.run(2, _timed_on_both)
+    assert one == other
+    assert one.rest >= 0.05
+    assert one.backward > 0
+    assert calls == others_calls
 
 
 def test_a_step_without_a_backward_pass_is_an_error():
     with pytest.raises(ValueError, match="must call backward"):
-        time_step(lambda: None, lambda: None, CPU)
+        time_step(lambda: None, lambda: None, CPU, 1)
 
 
 def _fails_on_one_rank(rank, failing):
