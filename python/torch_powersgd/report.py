@@ -103,10 +103,11 @@ def sentences(
     """The verdict in words."""
     fastest = f"{timings[verdict.fastest].name}, takes {_ms(figures[verdict.fastest].median)} ms"
     if verdict.kind == "too noisy":
-        spread = max((f.upper - f.lower) / f.median for f in (plain, alone, *figures))
+        own = [figure_of(timing.passes) for timing in timings]
+        spread = max((f.upper - f.lower) / f.median for f in (plain, alone, *own))
         return [
-            f"Too noisy: run again. Steps of one setting differ by up to {100 * spread:.0f} % "
-            "between repeats (quartiles), so no verdict holds. Stop other programs on these "
+            "Too noisy: run again. The quartiles of one setting's steps lie up to "
+            f"{100 * spread:.0f} % apart, so no verdict holds. Stop other programs on these "
             "machines first."
         ]
     if verdict.kind == "does not pay":
