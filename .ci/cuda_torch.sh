@@ -18,11 +18,11 @@ log=$(mktemp)
 tree=$(mktemp -d)
 trap 'rm -rf "$log" "$tree"' EXIT
 
-if ! "$python" -c 'import torch, pytest, hypothesis' 2>/dev/null; then
+if ! "$python" -c 'import torch, rich, pytest, hypothesis' 2>/dev/null; then
   rm -rf "$env"
   if ! { python3 -m venv "$env" &&
     "$env/bin/pip" --disable-pip-version-check --no-cache-dir install --quiet \
-      "$torch" numpy ninja 'setuptools>=77,<82' pytest hypothesis; } >"$log" 2>&1; then
+      "$torch" numpy ninja 'setuptools>=77,<82' rich pytest hypothesis; } >"$log" 2>&1; then
     tail -n 3 "$log"
     rm -rf "$env"
     echo "NOT CHECKED: the build and the tests against a torch with CUDA: $torch could not be installed"
@@ -54,9 +54,11 @@ assert _C.has_kernels("cuda") and _C.has_kernels("cpu")
 print("built, linked and imported against torch", torch.__version__, "without a GPU")
 CHECK
 
-# Not those of examples and benchmarks, nor what takes long and is not about torch.
+# Not those of examples, benchmarks, documents and the build, nor what takes long and is not about
+# torch.
 ignored=()
-for name in 'bench_*' trainers advise threads replicas elastic; do
+for name in 'bench_*' trainers advise threads replicas elastic minimal docs 'cli_*' 'plan_*' \
+  build package_metadata system_packages; do
   ignored+=("--ignore-glob=*/test_$name.py")
 done
 "$python" -m pytest -q tests/python "${ignored[@]}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `torch_powersgd advise` predicts on the hosts: `python -m cluster.predict JOB RESULTS`.
+"""The prediction of `torch_powersgd advise` on the hosts: `python -m cluster.predict JOB RESULTS`.
 
 Each rank writes the predicted milliseconds of a step's synchronisation, by method; all the same.
 """
@@ -7,32 +7,25 @@ Each rank writes the predicted milliseconds of a step's synchronisation, by meth
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-import time
 from typing import Any
 
 from cluster.rank import Job, join_group, this_job
 
-BACKWARD_STEPS = 8
+SHORTEST_MS = 0.001  # a prediction: what is less is lost in noise
 
 
-def _backward_seconds(job: Job, model: Any, device: Any) -> float:
-    """Without averaging; what a user knows of a job, and tells advise."""
+def _backward(job: Job, model: Any, device: Any) -> Any:
+    """The backward pass, as advise times it with --step."""
     from cluster import models
-    from torch_powersgd.rehearsal import slowest, synchronize
+    from torch_powersgd import advise
+    from torch_powersgd.rehearsal import UserStep
 
-    batches = models.TASKS[job.model].data(job.rank, job.world)
-    times = []
-    for i in range(BACKWARD_STEPS):
-        model.zero_grad()
-        loss = models.loss_of(model, [tensor.to(device) for tensor in batches(i)])
-        synchronize(device)
-        start = time.perf_counter()
-        loss.backward()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return slowest(statistics.median(times[2:]), device)
+    batch = [tensor.to(device) for tensor in models.TASKS[job.model].data(job.rank, job.world)(0)]
+    step = advise.time_on_all_ranks(
+        model, lambda module: models.loss_of(module, batch).backward(), device
+    )
+    return UserStep(step.backward)
 
 
 def _predictions(job: Job) -> dict[str, float]:
@@ -40,19 +33,24 @@ def _predictions(job: Job) -> dict[str, float]:
 
     from cluster import methods, models
     from torch_powersgd import advise
+    from torch_powersgd.verdict import figure_of
 
     torch.set_num_threads(1)
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
     model = models.TASKS[job.model].make().to(device)
-    layout = advise.buckets_of([list(p.shape) for p in model.parameters()])
-    setting = advise.measure(layout, device, _backward_seconds(job, model, device))
-    predicted = {"plain": advise.predict_plain(setting)}
-    for name, method in methods.METHODS.items():
-        if method.attached and not method.lacks():
-            assert method.options
-            options = method.options(job.approximation, 0)
-            predicted[name] = advise.predict(setting, options)
-    return {name: 1e3 * prediction.seconds for name, prediction in predicted.items()}
+    options = {
+        name: method.options(job.approximation, 0)
+        for name, method in methods.METHODS.items()
+        if method.options and method.attached and not method.lacks()
+    }
+    question = advise.job_of(model, _backward(job, model, device), list(options.values()))
+    measured = advise.measure(question, device)
+    alone = figure_of(measured.alone).median
+    timings = dict(zip(["plain", *options], [measured.plain, *measured.timings], strict=True))
+    return {
+        name: max(1e3 * (figure_of(timing.passes).median - alone), SHORTEST_MS)
+        for name, timing in timings.items()
+    }
 
 
 def main() -> None:

@@ -1,100 +1,261 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m torch_powersgd plan MODULE:FACTORY --rank 4
-torchrun ... -m torch_powersgd advise MODULE:FACTORY
+"""The command line.
+
+python -m torch_powersgd --version
+python -m torch_powersgd plan MODULE:FACTORY --rank 16 --wire-dtype bfloat16
+torchrun ... -m torch_powersgd advise MODULE:FACTORY --step MODULE:FUNCTION
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import math
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from torch_powersgd.advise import print_advice
+from torch_powersgd import advise, report
+from torch_powersgd._core import _C
+from torch_powersgd._version import __version__
 from torch_powersgd.options import Options
 from torch_powersgd.plan import print_plan
+from torch_powersgd.rehearsal import UserStep
+from torch_powersgd.verdict import RECOMMENDED_RANK
+
+RANKS = [4, 8, 16, 32]
+WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DEFAULT_WIRES = [torch.bfloat16, torch.float32]
+
+PLAN = """\
+Shows which parameters of a model PowerSGD compresses, and how many bytes a step then sends.
+It needs no process group and no GPU.
+"""
+ADVISE = """\
+Says whether compression pays on this group of machines, and which setting to take.
+Start it with torchrun, on the machines and with the number of ranks that will train.
+It rehearses steps of DDP for about a minute: without averaging, with the plain all-reduce
+and with each setting. A stand-in computes in place of your backward pass; give --step or
+--backward-ms, so that it takes as long as yours.
+"""
+ADVISE_EXAMPLE = """\
+example of a step, in mymodels.py:
+  def make_model(): return MyModel()
+  def train_step(model): model(BATCH).mean().backward()
+
+  torchrun --nproc_per_node 2 -m torch_powersgd advise mymodels:make_model \\
+      --step mymodels:train_step
+"""
+
+
+def _callable(path: str, placeholder: str) -> Callable[..., Any]:
+    """The callable that MODULE:NAME names. The working directory is searched first."""
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise ValueError(f"{placeholder} must name a module and a callable in it, got {path!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    found = getattr(importlib.import_module(module_name), name)
+    if not callable(found):
+        raise ValueError(f"{path} must be a callable, got {type(found).__name__}")
+    result: Callable[..., Any] = found
+    return result
 
 
 def _make_model(path: str) -> torch.nn.Module:
     """Calls FACTORY of MODULE, which takes no arguments and returns a module."""
-    module_name, _, factory = path.partition(":")
-    if not module_name or not factory:
-        raise ValueError(f"MODULE:FACTORY must name a module and a callable in it, got {path!r}")
-    sys.path.insert(0, os.getcwd())
-    make = getattr(importlib.import_module(module_name), factory)
-    if not callable(make):
-        raise ValueError(f"{path} must be a callable, got {type(make).__name__}")
-    model = make()
+    model = _callable(path, "MODULE:FACTORY")()
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"{path} must return a torch.nn.Module, got {type(model).__name__}")
     return model
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise argparse.ArgumentTypeError(f"the name of a dtype of torch, got {name!r}")
-    return dtype
-
-
 def _milliseconds(value: str) -> float:
     milliseconds = float(value)
     if not 0 <= milliseconds < math.inf:
-        raise argparse.ArgumentTypeError(f"at least 0, got {value}")
+        raise argparse.ArgumentTypeError(f"milliseconds must be at least 0, got {value}")
     return milliseconds
+
+
+def _wire_dtype(name: str) -> torch.dtype:
+    if name not in WIRE_DTYPES:
+        raise argparse.ArgumentTypeError(f"one of {', '.join(WIRE_DTYPES)}, got {name!r}")
+    return WIRE_DTYPES[name]
+
+
+def _count(value: str) -> int:
+    count = int(value)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"a count must be at least 1, got {value}")
+    return count
+
+
+def _version() -> str:
+    cuda = "yes" if _C.has_kernels("cuda") else "no"
+    built = f"built against torch {_C.torch_version}; CUDA kernels: {cuda}"
+    return f"torch_powersgd {__version__}, {built}"
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan", help="parameters that are compressed, and bytes of a step", description=PLAN
+    )
+    plan.add_argument(
+        "--rank", type=int, default=RECOMMENDED_RANK, help="rank of the factors (%(default)s)"
+    )
+    plan.add_argument(
+        "--wire-dtype", type=_wire_dtype, default=torch.bfloat16, metavar="DTYPE",
+        help="dtype in which factors travel: bfloat16, float16 or float32 (bfloat16)",
+    )  # fmt: skip
+    plan.add_argument(
+        "--alternating",
+        action="store_true",
+        help="factors sent by turns, P in one step and Q in the next",
+    )
+    shown = plan.add_mutually_exclusive_group()
+    shown.add_argument(
+        "--top", type=_count, default=10, metavar="N", help="rows of the table (%(default)s)"
+    )
+    shown.add_argument("--all", action="store_true", help="one row for each parameter")
+    _add_common(plan)
+
+
+def _add_advise(commands: Any) -> None:
+    command = commands.add_parser(
+        "advise",
+        help="measurement, under torchrun, of whether compression pays and with which setting",
+        description=ADVISE,
+        epilog=ADVISE_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "--ranks", type=int, nargs="+", metavar="RANK",
+        help="ranks to compare (4 8 16 32, of which at most 16 is recommended)",
+    )  # fmt: skip
+    command.add_argument(
+        "--wire-dtype", type=_wire_dtype, nargs="+", default=DEFAULT_WIRES, metavar="DTYPE",
+        help="dtypes to compare, in which factors travel: bfloat16, float16, float32 (bfloat16 "
+        "and float32)",
+    )  # fmt: skip
+    command.add_argument(
+        "--alternating", action="store_true",
+        help="settings that send P and Q by turns, beside those that send both in each step",
+    )  # fmt: skip
+    step = command.add_mutually_exclusive_group()
+    step.add_argument(
+        "--step", metavar="MODULE:FUNCTION",
+        help="function that takes the model, runs its forward pass and calls backward() on the "
+        "loss, once; each rank times it",
+    )  # fmt: skip
+    step.add_argument(
+        "--backward-ms", type=_milliseconds, metavar="MS",
+        help="milliseconds that the backward pass of your model takes on one rank, without "
+        "averaging (200)",
+    )  # fmt: skip
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device that trains (%(default)s)"
+    )
+    _add_common(command)
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "model",
+        metavar="MODULE:FACTORY",
+        help="function without arguments that returns the model",
+    )
+    command.add_argument(
+        "--min-compression-rate", type=float, default=2, metavar="RATE",
+        help="least ratio of a weight's elements to its factors' that is compressed (%(default)s)",
+    )  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m torch_powersgd")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, dest="command")
-    plan = commands.add_parser("plan", help="what would be compressed, and how far")
-    plan.add_argument("--rank", type=int, default=1)
-    advise = commands.add_parser(
-        "advise", help="under torchrun: whether compression pays here, and at which rank"
-    )
-    advise.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    advise.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    for command in (plan, advise):
-        command.add_argument(
-            "model", metavar="MODULE:FACTORY", help="a callable that returns the model"
-        )
-        command.add_argument("--min-compression-rate", type=float, default=2)
-    advise.add_argument("--wire-dtype", type=_dtype, help="float32, bfloat16 or float16")
-    advise.add_argument("--alternating", action="store_true", help="P and Q in turns")
-    advise.add_argument(
-        "--backward-ms",
-        type=_milliseconds,
-        help="of a step without averaging, behind which averaging hides; default: 200 to 400",
-    )
+    _add_plan(commands)
+    _add_advise(commands)
     return parser
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    options = Options(
+        matrix_approximation_rank=arguments.rank,
+        min_compression_rate=arguments.min_compression_rate,
+        wire_dtype=arguments.wire_dtype,
+        alternating=arguments.alternating,
+    )
+    print_plan(_make_model(arguments.model), options, None if arguments.all else arguments.top)
+
+
+def _options_of(arguments: argparse.Namespace) -> list[Options]:
+    """The settings that advise compares."""
+    turns = (False, True) if arguments.alternating else (False,)
+    ranks = sorted(set(arguments.ranks or RANKS))
+    wires = dict.fromkeys(arguments.wire_dtype)
+    return [
+        Options(
+            matrix_approximation_rank=rank,
+            min_compression_rate=arguments.min_compression_rate,
+            start_powerSGD_iter=0,
+            wire_dtype=wire,
+            alternating=alternating,
+        )
+        for alternating, wire, rank in itertools.product(turns, wires, ranks)
+    ]
+
+
+def _step_of(
+    arguments: argparse.Namespace, model: torch.nn.Module, device: torch.device
+) -> tuple[UserStep, str]:
+    """The step to rehearse, and a sentence on it. Collective."""
+    if arguments.step is not None:
+        function = advise.on_every_rank(lambda: _callable(arguments.step, "MODULE:FUNCTION"))
+        step = advise.time_on_all_ranks(model, function, device)
+        return step, (
+            f"The step is that of {arguments.step}: {1e3 * step.backward:.1f} ms of backward and "
+            f"{1e3 * step.rest:.1f} ms before it, on the slowest rank."
+        )
+    if arguments.backward_ms is not None:
+        step = UserStep(arguments.backward_ms / 1e3)
+        return step, f"The step is a backward pass of {arguments.backward_ms:g} ms."
+    step = advise.STAND_IN
+    return step, (
+        f"The step is a backward pass of {1e3 * step.backward:.0f} ms, which is a guess: --step "
+        "measures yours."
+    )
+
+
+def _advise(arguments: argparse.Namespace) -> None:
+    with advise.joined(arguments.device) as device:
+        options = advise.on_every_rank(lambda: _options_of(arguments))
+        model = advise.on_every_rank(lambda: _make_model(arguments.model))
+        step, note = _step_of(arguments, model, device)
+        job = advise.job_of(model, step, options)
+        world, first = torch.distributed.get_world_size(), torch.distributed.get_rank() == 0
+        advise.quiet()
+        with report.progress(first) as progress:
+            measured = advise.measure(job, device, report=progress)
+    if first:  # the group is gone, so that no rank waits for this one
+        inner = advise.PLAIN_BACKENDS[arguments.device]
+        largest = RECOMMENDED_RANK if arguments.ranks is None else None
+        report.print_advice(measured, note, world, inner, largest)
 
 
 def main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
-    is_plan = arguments.command == "plan"
-    ranks = [arguments.rank] if is_plan else arguments.ranks
     try:
-        options = [
-            Options(
-                matrix_approximation_rank=rank,
-                min_compression_rate=arguments.min_compression_rate,
-                start_powerSGD_iter=0,
-                wire_dtype=None if is_plan else arguments.wire_dtype,
-                alternating=not is_plan and arguments.alternating,
-            )
-            for rank in ranks
-        ]
-        model = _make_model(arguments.model)
-        if is_plan:
-            print_plan(model, options[0])
-        else:
-            backward = arguments.backward_ms
-            seconds = None if backward is None else backward / 1e3
-            print_advice(model, options, arguments.device, seconds)
+        (_plan if arguments.command == "plan" else _advise)(arguments)
+    except advise.RanksError as error:
+        if os.environ["RANK"] == "0":
+            parser.error(str(error))
+        return 2  # rank 0 has said it
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
     return 0

@@ -1,48 +1,251 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What would be compressed of a model, and how far: ``python -m torch_powersgd plan``."""
+"""Which parameters of a model are compressed, and how far: ``python -m torch_powersgd plan``."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from torch_powersgd._core import _C
+from torch_powersgd.footprint import Footprint, assign_buckets, footprint_of, wire_width
 from torch_powersgd.options import Options
 
-LARGEST_RAW = 3  # that are named below the table
+SHORTEST_NAME = 12  # columns of the terminal
+LARGEST_RANK = 1024  # that the options allow
 
 
-def print_plan(model: torch.nn.Module, options: Options) -> None:
-    """A table of the model's parameters: the form in which each is sent, elements, totals."""
-    from rich.console import Console
-    from rich.table import Table
+@dataclass(frozen=True)
+class Row:
+    """A parameter, or several whose names differ in numbers alone.
 
+    Attributes:
+        name: the name, in which a star stands for each number that differs.
+        count: the number of parameters.
+        shape: the shape of each.
+        rank: the rank of the factors. 0: it is sent whole.
+        gradient_bytes: the bytes of the gradients.
+        sent_bytes: the bytes that are sent for them. It is a mean of two steps if P and Q are
+            sent in turns.
+    """
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    rank: int
+    gradient_bytes: int
+    sent_bytes: int
+
+
+def rows_of(model: torch.nn.Module, options: Options) -> list[Row]:
+    """A row for each parameter that requires a gradient, in the order of the model."""
     core = options._core()
-    table = Table(title=f"rank {options.matrix_approximation_rank}")
-    for heading in ("parameter", "shape", "sent as", "elements", "sent", "ratio", "bytes"):
-        table.add_column(heading, justify="left" if heading == "parameter" else "right")
-    total = total_sent = total_bytes = 0
-    raw: list[tuple[int, str]] = []
-    for name, parameter in model.named_parameters():
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [_C.matrix_shape(list(p.shape), []) for _, p in named]
+    ranks = [
+        _C.effective_rank(*matrix, core) if _C.should_compress(*matrix, core) else 0
+        for matrix in matrices
+    ]
+    rows: dict[int, Row] = {}
+    for bucket in assign_buckets([p for _, p in named]):
+        compressed = any(ranks[i] for i in bucket)
+        for i in bucket:
+            name, p = named[i]
+            elements = sum(matrices[i]) * ranks[i] if ranks[i] else p.numel()
+            if ranks[i] and options.alternating:
+                elements //= 2
+            # A bucket without a compressed matrix travels whole, in its own dtype.
+            width = wire_width(options, p.dtype) if compressed else p.dtype.itemsize
+            size = p.numel() * p.dtype.itemsize
+            rows[i] = Row(name, 1, tuple(p.shape), ranks[i], size, elements * width)
+    return [rows[i] for i in range(len(named))]
+
+
+def highest_rank(model: torch.nn.Module, options: Options) -> int:
+    """The highest rank at which any weight is compressed. 0: there is none."""
+    highest = 0
+    for parameter in model.parameters():
         rows, cols = _C.matrix_shape(list(parameter.shape), [])
-        compressed = _C.should_compress(rows, cols, core)
-        rank = _C.effective_rank(rows, cols, core)
-        sent = (rows + cols) * rank if compressed else parameter.numel()
-        width = 8 if parameter.dtype == torch.float64 else 4  # of factors and raw elements alike
-        total, total_sent = total + parameter.numel(), total_sent + sent
-        total_bytes += sent * width
-        if not compressed:
-            raw.append((parameter.numel(), name))
-        form = f"{rows} x {cols} at rank {rank}" if compressed else "raw"
-        shape = " x ".join(map(str, parameter.shape))
-        ratio = f"{parameter.numel() / max(sent, 1):.1f}"
-        numbers = (f"{parameter.numel():,}", f"{sent:,}", ratio, f"{sent * width:,}")
-        table.add_row(name, shape, form, *numbers)
-    table.add_section()
-    totals = (f"{total:,}", f"{total_sent:,}", f"{total / max(total_sent, 1):.1f}")
-    table.add_row("all", "", "", *totals, f"{total_bytes:,}")
+        bound = rows * cols / (max(rows + cols, 1) * options.min_compression_rate)
+        highest = max(highest, min(math.ceil(bound) - 1, LARGEST_RANK))
+    return highest
+
+
+def grouped(rows: Iterable[Row]) -> list[Row]:
+    """One row for the parameters whose shapes are the same and whose names differ in numbers."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((_pattern(row.name), row.shape, row.rank), []).append(row)
+    return [
+        Row(
+            _name_of_all([row.name for row in members]),
+            len(members),
+            members[0].shape,
+            members[0].rank,
+            sum(row.gradient_bytes for row in members),
+            sum(row.sent_bytes for row in members),
+        )
+        for members in groups.values()
+    ]
+
+
+def footprint_of_model(model: torch.nn.Module, options: Options) -> Footprint:
+    """The costs of a step, with the buckets that DDP makes of the model."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    total = Footprint()
+    for bucket in assign_buckets(parameters):
+        shapes = [list(parameters[i].shape) for i in bucket]
+        total += footprint_of([shapes], options, parameters[bucket[0]].dtype)
+    return total
+
+
+def common_prefix(names: Sequence[str]) -> str:
+    """The parts of the names, each with its dot, with which all names begin."""
+    parts = [name.split(".")[:-1] for name in names]
+    alike = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
+    return "".join(f"{level[0]}." for level in alike)
+
+
+def wrapped(name: str, width: int) -> str:
+    """The name in lines of at most so many columns, which begin at its dots where they can."""
+    lines = [""]
+    for part in re.findall(r"^[^.]*|\.[^.]*", name):
+        if len(lines[-1] + part) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += part
+        while len(lines[-1]) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return "\n".join(lines)
+
+
+def print_plan(model: torch.nn.Module, options: Options, top: int | None) -> None:
+    """Prints the largest parameters, the form in which each is sent, and the totals.
+
+    Args:
+        model: the model.
+        options: the options under which it trains.
+        top: the number of rows, of which one may stand for several layers. None: a row for each
+            parameter.
+
+    Raises:
+        ValueError: if no parameter of the model requires a gradient.
+    """
+    rows = rows_of(model, options)
+    if not rows:
+        raise ValueError("the model has no parameter that requires a gradient")
+    footprint = footprint_of_model(model, options)
     console = Console()
-    console.print(table)
-    largest = sorted(raw, reverse=True)[:LARGEST_RAW]
-    if largest:
-        named = ", ".join(f"{name} ({numel:,})" for numel, name in largest)
-        console.print(f"The largest that stay raw: {named}", soft_wrap=True)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    for sentence in summary(model, len(rows), footprint, options):
+        say(sentence)
+    if not footprint.compressed:
+        return
+    shown, others = rows, []
+    if top is not None:
+        by_size = sorted(grouped(rows), key=lambda row: row.gradient_bytes, reverse=True)
+        shown, others = by_size[:top], by_size[top:]
+    prefix = common_prefix([row.name for row in rows]) if len(rows) > 1 else ""
+    if prefix:
+        say(f"All names begin with {prefix}, which the table leaves out.")
+    console.print(_table(shown, others, footprint, len(prefix), console.width))
+
+
+def summary(
+    model: torch.nn.Module, parameters: int, footprint: Footprint, options: Options
+) -> list[str]:
+    """The totals, in sentences."""
+    wire = str(options.wire_dtype or torch.float32).removeprefix("torch.")
+    turns = ", P and Q by turns" if options.alternating else ""
+    setting = f"rank {options.matrix_approximation_rank}, {wire} on the wire{turns}"
+    frozen = sum(1 for p in model.parameters() if not p.requires_grad)
+    ignored = [f"{frozen} parameters require no gradient and are left out."] if frozen else []
+    if not footprint.compressed:
+        highest = highest_rank(model, options)
+        return [
+            f"Nothing is compressed at {setting}: each step sends "
+            f"{_size(footprint.gradient_bytes)} per rank, as without compression. A weight of "
+            "n x m is compressed only if (n + m) * rank * min_compression_rate < n * m.",
+            f"The highest rank that compresses a weight of this model is {highest}."
+            if highest
+            else "This model has no weight that any rank compresses.",
+            *ignored,
+        ]
+    elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    share = 100 * footprint.compressed_elements / elements
+    memory = footprint.residual_bytes + footprint.factor_bytes
+    return [
+        f"{footprint.compressed} of {parameters} parameters ({share:.1f} % of {elements:,} "
+        f"elements) are compressed at {setting}.",
+        f"Each step sends {_size(footprint.sent_bytes)} per rank in place of "
+        f"{_size(footprint.gradient_bytes)}: {footprint.gradient_bytes / footprint.sent_bytes:.1f} "
+        "times less.",
+        f"Each rank needs {_size(memory)} more memory than without compression: "
+        f"{_size(footprint.residual_bytes)} for the residual, {_size(footprint.factor_bytes)} for "
+        "factors and their buffers.",
+        *ignored,
+    ]
+
+
+def _table(
+    shown: list[Row], others: list[Row], footprint: Footprint, prefix: int, width: int
+) -> Table:
+    rows = [_cells(row, prefix) for row in shown]
+    if others:
+        count = sum(row.count for row in others)
+        raw = sum(row.count for row in others if not row.rank)
+        sent_as = "raw" if raw == count else f"{raw} raw"
+        rows.append((f"{count} others", "", sent_as, *_numbers(others)))
+    totals = (footprint.gradient_bytes, footprint.sent_bytes)
+    last = ("all", "", "", *(_size(total) for total in totals), f"{totals[0] / totals[1]:.1f}")
+    headings = ("parameter", "shape", "sent as", "gradient", "sent", "ratio")
+    columns = list(zip(headings, *rows, last, strict=True))
+    # The box takes three columns of the terminal between two of the table.
+    taken = sum(max(map(len, column)) + 3 for column in columns[1:])
+    for_name = max(width - taken - 4, SHORTEST_NAME)
+    table = Table(box=box.SIMPLE, show_footer=True)
+    for i, (heading, footer) in enumerate(zip(headings, last, strict=True)):
+        table.add_column(heading, footer, justify="right" if i else "left", no_wrap=True)
+    for name, *rest in rows:
+        table.add_row(wrapped(name, for_name), *rest)
+    return table
+
+
+def _cells(row: Row, prefix: int) -> tuple[str, ...]:
+    name = row.name[prefix:] + (f" ({row.count})" if row.count > 1 else "")
+    shape = " x ".join(map(str, row.shape)) or "scalar"
+    return (name, shape, f"rank {row.rank}" if row.rank else "raw", *_numbers([row]))
+
+
+def _numbers(rows: list[Row]) -> tuple[str, str, str]:
+    gradient = sum(row.gradient_bytes for row in rows)
+    sent = sum(row.sent_bytes for row in rows)
+    return _size(gradient), _size(sent), f"{gradient / max(sent, 1):.1f}"
+
+
+def _pattern(name: str) -> str:
+    """The name with a star for each part that is a number."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _name_of_all(names: list[str]) -> str:
+    """A name for names of one pattern, with a star for each number that differs."""
+    parts = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(level[0] if len(set(level)) == 1 else "*" for level in parts)
+
+
+def _size(size: float) -> str:
+    for unit, bytes_of_unit in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= bytes_of_unit:
+            value = size / bytes_of_unit
+            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+    return f"{size} B"

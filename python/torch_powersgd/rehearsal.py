@@ -1,90 +1,153 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What averaging its gradients adds to a step, rehearsed on the group, for ``advise``.
+"""Steps of DDP, rehearsed on the group for ``advise``.
 
-As in training, one bucket after the other is averaged while a backward pass computes. In its place
-stand products of matrices: they hide what the wire takes, and compete with the stages for cores.
+As in training, one bucket after the other is averaged while a backward pass computes. Products of
+matrices stand in for that pass: they hide the time on the wire, and compete with the stages for
+cores. DDP's own copies between gradients and buckets are not in it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 PRODUCT_SIZE = 192  # of square matrices: a fraction of a millisecond each
-CALIBRATION_PRODUCTS = 50
-# Where nobody says how long the backward pass takes: twice as long as averaging alone, within
-# these seconds.
-BACKWARD_SECONDS = (0.2, 0.4)
-BUDGET_SECONDS = 4.0
-REPEATS = (1, 10)
-SHORTEST = 1e-6  # what is less is hidden, or lost in noise
+CALIBRATION_PRODUCTS = 20
+CALIBRATIONS = 7
+BUDGET_SECONDS = 40.0  # for all passes
+PASSES = (4, 8)
+BLOCK_SECONDS = 0.75  # of one setting in one pass
+BLOCK_STEPS = (1, 4)
+WARM_UP_STEPS = 2  # the first steps allocate
+TIMED_STEPS = (3, 20)
+TIMED_SECONDS = 5.0
 
 StartAverage = Callable[[int, torch.Tensor], dist.Work]  # of one bucket, in place
+Report = Callable[[int, int], None]  # takes the number of blocks that are done, and of all blocks
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """One way to average.
+
+    Attributes:
+        prepare: makes the function that starts to average a bucket, or None to average nothing.
+        allocates: the first steps of what was prepared are not typical.
+    """
+
+    prepare: Callable[[], StartAverage | None]
+    allocates: bool
+
+
+@dataclass(frozen=True)
+class UserStep:
+    """Seconds of a user's own step: of its backward pass, and of all the rest."""
+
+    backward: float
+    rest: float = 0.0
 
 
 class Rehearsal:
-    """Steps of a model whose buckets have ``numels`` elements of float32. All is collective.
+    """Steps of a model whose buckets have ``numels`` elements. All methods are collective.
 
     Args:
-        numels: elements of each bucket.
-        device: where they are.
-        backward: seconds of a backward pass. None: chosen by what is to be hidden behind it.
+        numels: the elements of each bucket.
+        device: the device of the gradients.
+        backward: the seconds of a backward pass.
+        dtype: the dtype of the gradients.
     """
 
     def __init__(
-        self, numels: list[int], device: torch.device, backward: float | None = None
+        self,
+        numels: list[int],
+        device: torch.device,
+        backward: float,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._device = device
         self._backward = backward
-        self._buffers = [torch.empty(numel, device=device) for numel in numels]
+        self._gradients = [torch.randn(numel, device=device, dtype=dtype) for numel in numels]
+        self._buffers = [torch.empty_like(gradient) for gradient in self._gradients]
         self._shares = [numel / sum(numels) for numel in numels]
         self._factor = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=device)
         self._product = torch.empty_like(self._factor)
         self._multiply(CALIBRATION_PRODUCTS)  # starts threads, loads libraries
-        calibration = self._timed(lambda: self._multiply(CALIBRATION_PRODUCTS))
-        # The same for all, so that all have as long a backward pass.
-        self._product_seconds = self._mean(calibration) / CALIBRATION_PRODUCTS
+        times = [
+            self._timed(lambda: self._multiply(CALIBRATION_PRODUCTS)) for _ in range(CALIBRATIONS)
+        ]
+        # The ranks agree on it, so that all of them compute as many products.
+        product = self._mean([statistics.median(times)])[0] / CALIBRATION_PRODUCTS
+        self._products = [round(share * backward / product) for share in self._shares]
 
-    def alone(self, start: StartAverage) -> float:
-        """Seconds with nothing to hide behind; the mean of the ranks."""
-        times = [self._step(start, 0.0) for _ in range(4)]  # the first two allocate
-        return self._mean(statistics.mean(times[2:]))
+    def measure(
+        self,
+        settings: Sequence[Rehearsed],
+        budget: float = BUDGET_SECONDS,
+        report: Report = lambda done, blocks: None,
+    ) -> list[list[list[float]]]:
+        """Seconds of each step, by setting and pass; the mean of the ranks.
 
-    def added(self, start: StartAverage, alone: float) -> float:
-        """Seconds by which a step is longer than its backward pass; the mean of the ranks.
-
-        Ranks that average go in step: what they measure differs by noise.
+        Every pass visits all settings, one after the other, so that all of them share the noise
+        of the machines. Only one setting at a time holds memory.
 
         Args:
-            start: starts to average a bucket.
-            alone: what :meth:`alone` gave, or about that; the same on all ranks.
+            settings: the ways to average.
+            budget: the seconds for all passes. The least number of passes may take longer.
+            report: is called after each block of steps.
         """
-        backward = self._backward
-        if backward is None:
-            backward = min(max(2 * alone, BACKWARD_SECONDS[0]), BACKWARD_SECONDS[1])
-        repeats = int(BUDGET_SECONDS / (2 * backward + alone))
-        with_average, without = [], []
-        for _ in range(min(max(repeats, REPEATS[0]), REPEATS[1])):
-            # In turns, so that both meet the same noise.
-            with_average.append(self._step(start, backward))
-            without.append(self._step(None, backward))
-        seconds = statistics.median(with_average) - statistics.median(without)
-        return max(self._mean(seconds), SHORTEST)
+        samples: list[list[list[float]]] = [[] for _ in settings]
+        steps: list[int] = [0 for _ in settings]
+        order = list(range(len(settings)))
+        passes, done = PASSES[0], 0
+        start = time.perf_counter()
+        for i in range(PASSES[1]):
+            # Back and forth, so that a steady drift of the machines favors no setting.
+            for index in order if i % 2 == 0 else order[::-1]:
+                average = settings[index].prepare()
+                if i == 0 or settings[index].allocates:
+                    alone = self._warm_up(average)
+                    steps[index] = steps[index] or self._steps_of(alone)
+                samples[index].append([self._step(average) for _ in range(steps[index])])
+                done += 1
+                report(done, passes * len(settings))
+            if i == 0:
+                (seconds,) = self._mean([time.perf_counter() - start])
+                passes = min(max(int(budget / seconds), PASSES[0]), PASSES[1])
+            if i + 1 == passes:
+                break
+        return [[self._mean(block) for block in blocks] for blocks in samples]
 
-    def _step(self, start: StartAverage | None, backward: float) -> float:
-        for buffer in self._buffers:
-            buffer.normal_()
+    def _warm_up(self, average: StartAverage | None) -> float:
+        """Seconds of a step that computes nothing; the mean of the ranks."""
+        if average is None:
+            return 0.0
+        seconds = [self._step(average, computes=False) for _ in range(WARM_UP_STEPS)]
+        return self._mean(seconds)[-1]
+
+    def _steps_of(self, alone: float) -> int:
+        """The number of steps of a block."""
+        steps = round(BLOCK_SECONDS / max(alone, self._backward, 1e-3))
+        return min(max(steps, BLOCK_STEPS[0]), BLOCK_STEPS[1])
+
+    def _step(self, average: StartAverage | None, computes: bool = True) -> float:
+        if average is not None:
+            for buffer, gradient in zip(self._buffers, self._gradients, strict=True):
+                buffer.copy_(gradient)
 
         def run() -> None:
             works = []
             for bucket, buffer in enumerate(self._buffers):
-                self._multiply(round(self._shares[bucket] * backward / self._product_seconds))
-                if start is not None:
-                    works.append(start(bucket, buffer))
+                if computes:
+                    self._multiply(self._products[bucket])
+                if average is not None:
+                    works.append(average(bucket, buffer))
             for work in works:
                 work.wait()
 
@@ -94,13 +157,14 @@ class Rehearsal:
         for _ in range(times):
             torch.mm(self._factor, self._factor, out=self._product)
 
-    def _mean(self, seconds: float) -> float:
-        total = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+    def _mean(self, seconds: list[float]) -> list[float]:
+        total = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
-        return total.item() / dist.get_world_size()
+        means: list[float] = (total / dist.get_world_size()).tolist()
+        return means
 
     def _timed(self, body: Callable[[], None]) -> float:
-        """Seconds until all ranks have ended: to wait for the slowest is not the averaging's."""
+        """Seconds until all ranks have ended. A step of DDP waits for the slowest rank as well."""
         synchronize(self._device)
         dist.barrier()
         start = time.perf_counter()
@@ -110,11 +174,62 @@ class Rehearsal:
         return time.perf_counter() - start
 
 
-def slowest(seconds: float, device: torch.device) -> float:
-    """Of all ranks. Collective."""
-    each = torch.tensor([seconds], dtype=torch.float64, device=device)
+def time_step(
+    step: Callable[[], object], clear: Callable[[], None], device: torch.device, steps: int
+) -> UserStep:
+    """Times a user's step on this rank: the medians of its backward pass and of all the rest.
+
+    Args:
+        step: runs one forward and one backward pass.
+        clear: runs before each step, untimed.
+        device: the device on which the step computes.
+        steps: the number of steps.
+
+    Raises:
+        ValueError: if the step runs no backward pass.
+    """
+    backward, rest = [], []
+    for _ in range(steps):
+        clear()
+        spent: list[float] = []
+        synchronize(device)
+        start = time.perf_counter()
+        with _timed_backward(spent, device):
+            step()
+        synchronize(device)
+        whole = time.perf_counter() - start
+        if not spent:
+            raise ValueError("the step must call backward() on its loss, and it did not")
+        backward.append(sum(spent))
+        rest.append(whole - sum(spent))
+    return UserStep(statistics.median(backward), statistics.median(rest))
+
+
+@contextlib.contextmanager
+def _timed_backward(spent: list[float], device: torch.device) -> Iterator[None]:
+    """Appends the seconds of each backward pass. Tensor.backward calls torch.autograd.backward."""
+    original = torch.autograd.backward
+
+    def timed(*arguments: Any, **keywords: Any) -> None:
+        synchronize(device)
+        start = time.perf_counter()
+        original(*arguments, **keywords)
+        synchronize(device)
+        spent.append(time.perf_counter() - start)
+
+    torch.autograd.backward = timed
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original
+
+
+def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
+    """The largest of all ranks', element by element. Collective."""
+    each = torch.tensor(list(seconds), dtype=torch.float64, device=device)
     dist.all_reduce(each, dist.ReduceOp.MAX)
-    return each.item()
+    values: list[float] = each.tolist()
+    return values
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,31 +1,27 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchrun -m torch_powersgd advise: measures the group and says whether compression pays."""
+"""torchrun -m torch_powersgd advise: rehearses steps on the group, and says what to set."""
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import re
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from stages import run_stages
 from torchrun import torchrun
 
 import torch_powersgd as tp
-from torch_powersgd.advise import (
-    Link,
-    Prediction,
-    buckets_of,
-    measure,
-    measure_link,
-    predict,
-    predict_plain,
-    verdict,
-)
-from torch_powersgd.rehearsal import Rehearsal
+from torch_powersgd import advise
+from torch_powersgd._core import _C
+from torch_powersgd.footprint import buckets_of, footprint_of
+from torch_powersgd.rehearsal import PASSES, Rehearsal, Rehearsed, UserStep, time_step
 
 SHAPES = [[300, 200], [300], [200, 300], [7]]
 CPU = torch.device("cpu")
@@ -37,22 +33,29 @@ def test_buckets_are_ddps():
     assert layout == [[[1 << 18]], [[8], [1 << 18], [1 << 18], [4]]]
 
 
-def _setting(layout, link):
-    return dataclasses.replace(measure(layout, CPU, backward=0.01), link=link)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("alternating", [False, True], ids=["both", "in turns"])
+def test_the_bytes_are_those_that_a_compressor_sends(dtype, wire, alternating):
+    options = tp.Options(matrix_approximation_rank=4, wire_dtype=wire, alternating=alternating)
+    compressor = _C.BucketCompressor(SHAPES, options._core(), dtype, "cpu")
+    sizes = []
+    for step in range(4):
+        run_stages(compressor, torch.randn(120_307, dtype=dtype), step)
+        sizes.append(compressor.payload_bytes)
+    footprint = footprint_of([SHAPES], options, dtype)
+    assert footprint.sent_bytes == (sizes[2] + sizes[3]) // 2
+    assert footprint.gradient_bytes == compressor.gradient_bytes
+    assert footprint.compressed == 2
+    assert footprint.compressed_elements == 120_000
 
 
-def _plain(rank):
-    plain = predict_plain(_setting([[[1000]], [[500, 2]]], Link(latency=0.5, per_byte=1e-3)))
-    return plain.sent_bytes, plain.wire_seconds, plain.seconds
-
-
-def test_the_plain_step_is_latency_and_bytes():
-    first, second = ranks.run(2, _plain)
-    assert first == second, "alike on all ranks"
-    sent, wire, added = first
-    assert sent == 8000
-    assert wire == pytest.approx(2 * 0.5 + 8.0)
-    assert added > 0
+def test_a_bucket_without_a_matrix_goes_whole():
+    options = tp.Options(matrix_approximation_rank=100, wire_dtype=torch.bfloat16)
+    footprint = footprint_of([SHAPES], options)
+    assert footprint.sent_bytes == footprint.gradient_bytes == 4 * 120_307
+    assert footprint.residual_bytes == footprint.factor_bytes == footprint.compressed == 0
+    assert footprint_of([SHAPES], None) == footprint
 
 
 def _rehearsed(rank):
@@ -62,48 +65,65 @@ def _rehearsed(rank):
         calls.append((bucket, buffer.numel()))
         return dist.all_reduce(buffer, async_op=True)
 
-    rehearsal = Rehearsal([5, 300], CPU)
-    alone = rehearsal.alone(start)
-    calls_alone = len(calls)
-    added = rehearsal.added(start, alone)
-    return calls[:calls_alone], calls[calls_alone:], alone, added
+    prepared = []
+
+    def prepare():
+        prepared.append(len(calls))
+        return start
+
+    reports = []
+    rehearsal = Rehearsal([5, 300], CPU, backward=0.002)
+    settings = [Rehearsed(lambda: None, False), Rehearsed(prepare, True)]
+    samples = rehearsal.measure(settings, 0.0, lambda done, blocks: reports.append((done, blocks)))
+    return samples, calls, prepared, reports
 
 
 def test_a_rehearsal_averages_bucket_after_bucket():
     results = ranks.run(2, _rehearsed, backend="gloo")
-    for alone, added, seconds_alone, seconds_added in results:
+    for samples, calls, prepared, reports in results:
+        assert [len(passes) for passes in samples] == [PASSES[0]] * 2
+        steps = [len(block) for passes in samples for block in passes]
+        assert len(set(steps)) == 1
+        assert min(s for passes in samples for block in passes for s in block) > 0
         step = [(0, 5), (1, 300)]
-        assert alone == 4 * step
-        assert added == len(added) // 2 * step
-        assert 1 <= len(added) // 2 <= 10
-        assert min(seconds_alone, seconds_added) > 0
-    assert results[0] == results[1], "alike on all ranks"
+        with_warm_up = (2 + steps[0]) * PASSES[0]
+        assert calls == with_warm_up * step
+        assert len(prepared) == PASSES[0], "one at a time holds memory"
+        assert reports[-1] == (2 * PASSES[0], 2 * PASSES[0])
+    assert results[0][0] == results[1][0], "alike on all ranks"
 
 
-def _predictions(rank):
-    options = [tp.Options(matrix_approximation_rank=r, start_powerSGD_iter=0) for r in (1, 4, 100)]
-    setting = _setting(buckets_of(SHAPES), Link(latency=0.25, per_byte=1e-6))
-    compressed = [predict(setting, each) for each in options]
-    return [(p.name, p.sent_bytes, p.wire_seconds, p.stage_seconds, p.seconds) for p in compressed]
+def _measured(rank):
+    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 300))
+    options = [
+        tp.Options(matrix_approximation_rank=r, wire_dtype=torch.bfloat16, start_powerSGD_iter=0)
+        for r in (1, 4)
+    ]
+    job = advise.job_of(model, UserStep(0.001, rest=0.5), options)
+    before = dist.group.WORLD._get_backend(CPU).stats()["compressed_calls"]
+    measured = advise.measure(job, CPU, budget=0.1)
+    stats = dist.group.WORLD._get_backend(CPU).stats()
+    return measured, before, stats["compressed_calls"], stats["skipped_steps"]
 
 
-def test_the_parts_of_a_compressed_step():
-    results = ranks.run(2, _predictions)
-    for (name_1, one, wire_1, stages_1, all_1), (_, four, wire_4, _, _), raw in results:
-        assert name_1 == "rank 1"
-        raw_and_counts = 307 + 2 + 1
-        assert one == 4 * (2 * 500 + raw_and_counts)
-        assert four == 4 * (4 * 2 * 500 + raw_and_counts)
-        assert wire_1 == pytest.approx(2 * 0.25 + 1e-6 * one)
-        assert wire_4 == pytest.approx(2 * 0.25 + 1e-6 * four)
-        assert min(stages_1, all_1) > 0
-        # At rank 100 nothing pays: the bucket goes whole.
-        assert raw[:4] == ("rank 100", 4 * 120_307, pytest.approx(0.25 + 4e-6 * 120_307), 0)
-    assert results[0] == results[1], "alike on all ranks"
+def test_all_settings_are_measured_beside_plain():
+    results = ranks.run(2, _measured)
+    for measured, before, compressed, skipped in results:
+        assert [t.name for t in measured.timings] == ["rank 1, bfloat16", "rank 4, bfloat16"]
+        assert measured.plain.name == "plain all-reduce"
+        assert measured.plain.sent_bytes == 4 * 120_500
+        raw_and_counts = 500 + 2 + 1
+        assert measured.timings[1].sent_bytes == 2 * (4 * 2 * 500 + raw_and_counts)
+        for passes in (measured.alone, measured.plain.passes, measured.timings[0].passes):
+            assert min(s for block in passes for s in block) > 0.5, "the rest of the step counts"
+        assert before == 0
+        assert compressed > 0
+        assert skipped == 0
+    assert results[0][0] == results[1][0], "alike on all ranks"
 
 
 def _link(rank):
-    link = measure_link(CPU)
+    link = advise.measure_link(CPU)
     return link.latency, link.per_byte
 
 
@@ -113,26 +133,121 @@ def test_the_link_is_measured_alike_on_all_ranks():
     assert min(first) > 0
 
 
-def test_the_verdict():
-    plain = Prediction("plain", 100, 1.0, 0.0, 1.0)
-    slow = [Prediction("rank 1", 10, 0.5, 0.45, 0.95), Prediction("rank 4", 40, 0.6, 1.0, 1.6)]
-    assert "will not pay" in verdict(plain, slow)
-    fast = [
-        Prediction("rank 1", 1, 0.01, 0.05, 0.06),
-        Prediction("rank 4", 4, 0.04, 0.06, 0.1),  # little slower than the fastest: better
-        Prediction("rank 8", 8, 0.4, 0.3, 0.7),
-    ]
-    assert "matrix_approximation_rank=4)" in verdict(plain, fast)
-    assert "10.0 times less" in verdict(plain, fast)
+def test_a_users_step_is_timed_apart_from_its_backward_pass():
+    weight = torch.ones(3, requires_grad=True)
+    calls = []
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            time.sleep(0.02)
+            return gradient
+
+    def step():
+        calls.append(weight.grad)
+        time.sleep(0.01)
+        Slow.apply(weight).sum().backward()
+
+    def clear():
+        weight.grad = None
+
+    original = torch.autograd.backward
+    timed = time_step(step, clear, CPU, 5)
+    assert torch.autograd.backward is original
+    assert timed.backward >= 0.02
+    assert timed.rest >= 0.01
+    assert len(calls) == 5
+    assert set(calls) == {None}, "gradients do not accumulate"
 
 
-COMMAND = ["torch_powersgd", "advise", "models_of_advise:model"]
+def _timed_on_both(rank):
+    calls = []
+
+    def step(model):
+        calls.append(1)
+        time.sleep(0.05 * rank)
+        model(torch.ones(1, 2)).sum().backward()
+
+    timed = advise.time_on_all_ranks(torch.nn.Linear(2, 2), step, CPU)
+    return timed, len(calls)
+
+
+def test_the_slowest_ranks_step_counts_and_all_take_as_many_steps():
+    (one, calls), (other, others_calls) = ranks.run(2, _timed_on_both)
+    assert one == other
+    assert one.rest >= 0.05
+    assert one.backward > 0
+    assert calls == others_calls
+
+
+def test_a_step_without_a_backward_pass_is_an_error():
+    with pytest.raises(ValueError, match="must call backward"):
+        time_step(lambda: None, lambda: None, CPU, 1)
+
+
+def _fails_on_one_rank(rank, failing):
+    def make():
+        if rank in failing:
+            raise failing[rank]
+        return rank
+
+    try:
+        return advise.on_every_rank(make)
+    except advise.RanksError as error:
+        return str(error)
+
+
+def test_an_error_of_one_rank_ends_all():
+    results = ranks.run(2, _fails_on_one_rank, {1: ValueError("no such file")})
+    assert results == ["rank 1: no such file"] * 2
+    results = ranks.run(2, _fails_on_one_rank, {0: MemoryError("full")})
+    assert results == ["rank 0: MemoryError: full"] * 2
+    same = ImportError("No module named 'x'")
+    assert ranks.run(2, _fails_on_one_rank, {0: same, 1: same}) == [str(same)] * 2
+    assert ranks.run(2, _fails_on_one_rank, {}) == [0, 1]
+
+
+def _unlike_models(rank):
+    with pytest.raises(advise.RanksError, match="rank 1 differ"):
+        advise.job_of(torch.nn.Linear(2, 2 + rank), UserStep(0.1), [])
+    with pytest.raises(advise.RanksError, match="no parameter"):
+        advise.job_of(torch.nn.ReLU(), UserStep(0.1), [])
+
+
+def test_ranks_with_unlike_models_are_named():
+    ranks.run(2, _unlike_models)
+
+
 MODULE = """
+import os
 import torch
 
 def model():
     return torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 300))
+
+def forward(model):
+    model(torch.ones(2, 300))
+
+def missing_on_rank_0():
+    if os.environ["RANK"] == "0":
+        raise FileNotFoundError("the weights")
+    return model()
+
+def breaks_rank_0():
+    original, calls = torch.mm, []
+    def mm(*arguments, **keywords):
+        calls.append(1)
+        if len(calls) > 300 and os.environ["RANK"] == "0":
+            raise MemoryError("in the middle of a rehearsal")
+        return original(*arguments, **keywords)
+    torch.mm = mm
+    return model()
 """
+COMMAND = ["torch_powersgd", "advise"]
 
 
 @pytest.fixture
@@ -143,7 +258,7 @@ def folder(tmp_path):
 
 def _alone(folder, *arguments):
     return subprocess.run(
-        [sys.executable, "-m", *COMMAND, *arguments],
+        [sys.executable, "-m", *COMMAND, "models_of_advise:model", *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -151,14 +266,80 @@ def _alone(folder, *arguments):
     )
 
 
+def _two(folder, *arguments):
+    """Two ranks that nobody watches: each has to end by itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", *COMMAND, *arguments],
+            cwd=folder,
+            env={**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        ended = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, out, err) for p, (out, err) in zip(processes, ended, strict=True)]
+
+
 def test_under_torchrun(folder):
-    pytest.importorskip("rich", reason="the table is printed by rich")
-    ended = torchrun("-m", *COMMAND, "--ranks", 1, 4, cwd=folder, COLUMNS="120")
-    assert "over 2 ranks" in ended.stdout
-    rows = dict(re.findall(r"│ (plain|rank \d+) +│ +([\d.]+) │", ended.stdout))
-    assert rows["plain"] == f"{4 * (2 * 60_000 + 500) / 1e6:.3f}"
-    assert rows["rank 4"] == f"{4 * (4 * 2 * 500 + 500 + 3) / 1e6:.3f}"
-    assert len(re.findall("Compression (pays|will not pay)", ended.stdout)) == 1, "on one rank"
+    arguments = ["models_of_advise:model", "--backward-ms", 2, "--ranks", 1, 4, "--alternating"]
+    ended = torchrun("-m", *COMMAND, *arguments, "--wire-dtype", "float32", cwd=folder)
+    assert "2 ranks, 0.48 MB of gradients" in ended.stdout
+    assert "The step is a backward pass of 2 ms." in ended.stdout
+    rows = dict(re.findall(r"^ ([a-z].*?)  +([\d.]+) ", ended.stdout, re.MULTILINE))
+    assert rows.pop("no averaging") == "0"
+    assert rows["plain all-reduce"] == f"{4 * (2 * 60_000 + 500) / 1e6:.2f}"
+    raw_and_counts = 500 + 2 + 1
+    assert rows["rank 4, float32"] == f"{4 * (4 * 1000 + raw_and_counts) / 1e6:.2f}"
+    assert rows["rank 1, float32, alternating"] == f"{4 * (500 + raw_and_counts) / 1e6:.2f}"
+    assert len(rows) == 5
+    verdicts = "Compression pays here|Compression does not pay here|Too noisy: run again"
+    assert len(re.findall(verdicts, ended.stdout)) == 1, "on one rank"
+    pays = "Compression pays" in ended.stdout
+    assert ("\ntorch_powersgd.attach(ddp, {" in ended.stdout) == pays
+    assert "No backend of type" not in ended.stderr
+
+
+def test_an_error_before_the_rehearsal_is_said_once(folder):
+    (code_0, _, said), (code_1, _, silent) = _two(folder, "models_of_advise:missing_on_rank_0")
+    assert (code_0, code_1) == (2, 2)
+    assert "error: rank 0: FileNotFoundError: the weights" in said
+    assert "error" not in silent
+
+
+def test_a_rank_that_fails_in_the_rehearsal_leaves_no_rank_waiting(folder):
+    (code_0, _, said), (code_1, _, _) = _two(
+        folder, "models_of_advise:breaks_rank_0", "--ranks", "4", "--backward-ms", "5"
+    )
+    assert code_0 != 0
+    assert code_1 != 0
+    assert "in the middle of a rehearsal" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "models_of_advise:forward"], "must call backward"),
+        (["--step", "models_of_advise:nothing"], "nothing"),
+        (["--step", "models_of_advise"], "MODULE:FUNCTION"),
+        (["--ranks", "0"], "matrix_approximation_rank"),
+    ],
+)
+def test_a_wrong_argument_ends_all_ranks(folder, arguments, message):
+    first, second = _two(folder, "models_of_advise:model", *arguments)
+    assert (first[0], second[0]) == (2, 2)
+    assert message in first[2]
+    assert "Traceback" not in first[2] + second[2]
 
 
 @pytest.mark.parametrize("milliseconds", ["-1", "nan", "inf", "soon"])
@@ -167,6 +348,12 @@ def test_a_backward_pass_that_cannot_be(folder, milliseconds):
     assert ended.returncode == 2
     assert "--backward-ms" in ended.stderr
     assert milliseconds in ended.stderr
+
+
+def test_the_step_is_measured_or_given(folder):
+    ended = _alone(folder, "--backward-ms", "10", "--step", "models_of_advise:forward")
+    assert ended.returncode == 2
+    assert "not allowed with" in ended.stderr
 
 
 def test_without_torchrun_it_says_how(folder):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cuda_ranks import INNERS, WORLD_SIZE, bits, compress, needs_cuda, options_of, run
+from stages import run_stages
 from synthetic import (
     COMPRESSED,
     SHAPES,
@@ -24,7 +25,6 @@ from synthetic import step as cpu_step
 import torch_powersgd as tp
 from torch_powersgd._backend import find_backend
 from torch_powersgd._core import _C
-from torch_powersgd.advise import run_stages
 
 pytestmark = needs_cuda
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m torch_powersgd plan: what would be compressed, and how far."""
+"""python -m torch_powersgd plan: which parameters are compressed, and how far."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import torch_powersgd.__main__
+from torch_powersgd.plan import wrapped
 
 MODULE = """
 import torch
@@ -18,6 +19,20 @@ def model():
     return torch.nn.Sequential(
         torch.nn.Conv2d(16, 32, 3), torch.nn.Flatten(), torch.nn.Linear(128, 1000, bias=False)
     )
+
+def layers():
+    blocks = [torch.nn.Linear(64 + 8 * (i % 2), 64) for i in range(12)]
+    model = torch.nn.Module()
+    model.trunk = torch.nn.ModuleList(blocks)
+    model.trunk.register_parameter("scale", torch.nn.Parameter(torch.ones(7)))
+    model.trunk[11].weight.requires_grad_(False)
+    return model
+
+def biases():
+    return torch.nn.LayerNorm(8)
+
+def frozen():
+    return model().requires_grad_(False)
 
 def nothing():
     return None
@@ -28,9 +43,10 @@ def broken():
 constant = 3
 """
 
-# At rank 4: 1000 x 128 and 32 x 144 as factors, the bias raw.
+# At rank 4: 1000 x 128 and 32 x 144 as factors, the bias raw; then two activities and a count.
 TOTAL = 128_000 + 4608 + 32
-SENT = 4 * 1128 + 4 * 176 + 32
+P_NUMEL, Q_NUMEL, TAIL = 4 * (1000 + 32), 4 * (128 + 144), 32 + 2 + 1
+FLOAT32 = ("--rank", "4", "--wire-dtype", "float32")
 
 
 @pytest.fixture
@@ -50,41 +66,105 @@ def _run(monkeypatch, *arguments: str) -> int:
 
 def _rows(table: str) -> dict[str, list[str]]:
     """The cells of each row by its first."""
-    rows = [[cell.strip() for cell in re.split("[│┃|]", line)[1:-1]] for line in table.splitlines()]
-    return {row[0]: row[1:] for row in rows if row}
+    rows = [re.split("  +", line.strip()) for line in table.splitlines()]
+    return {row[0]: row[1:] for row in rows if len(row) > 3}
 
 
 def test_prints_the_plan(folder, monkeypatch, capsys):
-    pytest.importorskip("rich", reason="the table is printed by rich")
-    assert _run(monkeypatch, "plan", "models_of_test:model", "--rank", "4") == 0
+    assert _run(monkeypatch, "plan", "models_of_test:model", *FLOAT32) == 0
     printed = capsys.readouterr().out
-    assert "The largest that stay raw: 0.bias (32)" in printed
+    sent = 4 * (P_NUMEL + Q_NUMEL + TAIL)
     rows = _rows(printed)
-    assert rows["2.weight"] == [
-        "1000 x 128", "1000 x 128 at rank 4", "128,000", "4,512", f"{128_000 / 4512:.1f}", "18,048"
-    ]  # fmt: skip
-    assert rows["0.weight"] == [
-        "32 x 16 x 3 x 3", "32 x 144 at rank 4", "4,608", "704", f"{4608 / 704:.1f}", "2,816"
-    ]  # fmt: skip
-    assert rows["0.bias"] == ["32", "raw", "32", "32", "1.0", "128"]
-    assert rows["all"] == [
-        "",
-        "",
-        f"{TOTAL:,}",
-        f"{SENT:,}",
-        f"{TOTAL / SENT:.1f}",
-        f"{4 * SENT:,}",
-    ]
+    assert rows["2.weight"] == ["1000 x 128", "rank 4", "512 kB", "18.0 kB", "28.4"]
+    assert rows["0.weight"] == ["32 x 16 x 3 x 3", "rank 4", "18.4 kB", "2.82 kB", "6.5"]
+    assert rows["0.bias"] == ["32", "raw", "128 B", "128 B", "1.0"]
+    ratio = f"{4 * TOTAL / sent:.1f}"
+    assert rows["all"] == [f"{4 * TOTAL / 1e3:.0f} kB", f"{sent / 1e3:.1f} kB", ratio]
     assert len(rows) == 5, "with the headings"
+    text = " ".join(printed.split())
+    share = 100 * (TOTAL - 32) / TOTAL
+    assert f"2 of 3 parameters ({share:.1f} % of {TOTAL:,} elements) are compressed" in text
+    assert "at rank 4, float32 on the wire." in text
+    assert f"sends {sent / 1e3:.1f} kB per rank in place of 531 kB: {ratio} times less" in text
+    residual, factors = 4 * (TOTAL - 32), 4 * (P_NUMEL + 2 * Q_NUMEL + P_NUMEL + Q_NUMEL + TAIL)
+    assert f"{residual / 1e3:.0f} kB for the residual, {factors / 1e3:.1f} kB for factors" in text
+
+
+def test_the_wire_and_the_turns(folder, monkeypatch, capsys):
+    arguments = ("--rank", "4", "--wire-dtype", "bfloat16", "--alternating")
+    assert _run(monkeypatch, "plan", "models_of_test:model", *arguments) == 0
+    printed = capsys.readouterr().out
+    assert "P and Q by turns" in printed
+    rows = _rows(printed)
+    assert rows["2.weight"][3] == f"{2 * 4 * 1128 / 2 / 1e3:.2f} kB"
+    assert rows["0.bias"][3] == "64 B"
+    sent = 2 * (P_NUMEL + Q_NUMEL + 2 * TAIL) // 2
+    assert rows["all"][1] == f"{sent / 1e3:.2f} kB"
+
+
+def test_layers_of_one_kind_share_a_row(folder, monkeypatch, capsys):
+    assert _run(monkeypatch, "plan", "models_of_test:layers", "--rank", "4") == 0
+    printed = capsys.readouterr().out
+    assert "All names begin with trunk." in printed
+    assert "1 parameters require no gradient" in printed
+    rows = _rows(printed)
+    assert rows["*.weight (6)"][0] == "64 x 64"
+    assert rows["*.bias (12)"][:3] == ["64", "raw", "3.07 kB"]
+    assert rows["scale"][0] == "7"
+    assert sum("64 x 72" in line for line in printed.splitlines()) == 1
+    assert not [name for name in rows if "others" in name]
+
+
+def test_the_largest_and_all_others(folder, monkeypatch, capsys):
+    assert _run(monkeypatch, "plan", "models_of_test:layers", "--rank", "4", "--top", "1") == 0
+    rows = _rows(capsys.readouterr().out)
+    assert rows["18 others"][0] == "13 raw"
+    gradient = 4 * (6 * 64 * 64 + 5 * 64 * 72 + 12 * 64 + 7)
+    assert rows["all"][0] == f"{gradient / 1e3:.0f} kB"
+
+
+def test_every_parameter(folder, monkeypatch, capsys):
+    assert _run(monkeypatch, "plan", "models_of_test:layers", "--rank", "4", "--all") == 0
+    rows = _rows(capsys.readouterr().out)
+    for i in range(11):
+        assert rows[f"{i}.weight"][1] == "rank 4"
+    assert "11.weight" not in rows
+    assert rows["11.bias"][1] == "raw"
+    assert "scale" in rows
+
+
+def test_a_rank_that_compresses_nothing(folder, monkeypatch, capsys):
+    assert _run(monkeypatch, "plan", "models_of_test:model", "--rank", "600") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Nothing is compressed at rank 600" in printed
+    assert "each step sends 531 kB per rank" in printed
+    highest = int(re.findall(r"highest rank that compresses .* is (\d+)", printed)[0])
+    for rank, nothing in ((highest, False), (highest + 1, True)):
+        _run(monkeypatch, "plan", "models_of_test:model", "--rank", str(rank))
+        assert ("Nothing is compressed" in capsys.readouterr().out) == nothing
+
+
+def test_a_model_without_weights(folder, monkeypatch, capsys):
+    assert _run(monkeypatch, "plan", "models_of_test:biases") == 0
+    assert "no weight that any rank compresses" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_least_compression_rate(folder, monkeypatch, capsys):
-    pytest.importorskip("rich", reason="the table is printed by rich")
     arguments = ("--rank", "4", "--min-compression-rate", "10")
     assert _run(monkeypatch, "plan", "models_of_test:model", *arguments) == 0
     rows = _rows(capsys.readouterr().out)
     assert rows["0.weight"][1] == "raw"
-    assert rows["2.weight"][1] == "1000 x 128 at rank 4"
+    assert rows["2.weight"][1] == "rank 4"
+
+
+@pytest.mark.parametrize("width", [5, 9, 14, 60])
+def test_a_long_name_goes_on_below(width):
+    name = "transformer.h.0.attn.weight (12)"
+    lines = wrapped(name, width).split("\n")
+    assert "".join(lines) == name
+    assert max(map(len, lines)) <= width
+    if width == 14:
+        assert lines == ["transformer.h", ".0.attn", ".weight (12)"]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +177,10 @@ def test_the_least_compression_rate(folder, monkeypatch, capsys):
         (["models_of_test:no_such_factory"], "no_such_factory"),
         (["models_of_test:nothing"], "torch.nn.Module, got NoneType"),
         (["models_of_test:constant"], "constant.*int"),
+        (["models_of_test:frozen"], "no parameter that requires a gradient"),
+        (["models_of_test:model", "--wire-dtype", "int8"], "wire-dtype.*bfloat16.*'int8'"),
+        (["models_of_test:model", "--top", "0"], "--top.*at least 1"),
+        (["models_of_test:model", "--top", "3", "--all"], "not allowed with"),
         (["models_of_test:model", "--rank", "0"], "matrix_approximation_rank.*got 0"),
         (["models_of_test:model", "--rank", "four"], "four"),
         (["models_of_test:model", "--min-compression-rate", "nan"], "min_compression_rate"),
@@ -116,15 +200,6 @@ def test_the_factorys_own_error_is_not_hidden(folder, monkeypatch, capsys):
     except (SystemExit, ValueError) as error:
         told = str(error) + capsys.readouterr().err
     assert "the factory's own error" in told
-
-
-def test_rich_is_asked_for_where_it_is_not(folder, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(SystemExit) as ended:
-        _run(monkeypatch, "plan", "models_of_test:model")
-    assert ended.value.code == 2
-    assert "rich" in capsys.readouterr().err
 
 
 def test_as_a_program(folder):

@@ -10,8 +10,8 @@ PROGRAM = """
 import os
 import torch
 import torch_powersgd as tp
+from stages import run_stages
 from torch_powersgd._core import _C
-from torch_powersgd.advise import run_stages
 
 torch.set_num_threads(1)
 options = tp.Options(matrix_approximation_rank=2)._core()

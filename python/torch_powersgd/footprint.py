@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The bytes that a step sends and the memory that compression takes, from the shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
+
+from torch_powersgd._core import _C
+from torch_powersgd.options import Options
+
+# DDP's defaults: the first bucket, and all others.
+BUCKET_BYTES = [1 << 20, 25 << 20]
+
+Shape = list[int]
+Layout = list[list[Shape]]  # the shapes of each bucket
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The costs of one step on one rank.
+
+    Attributes:
+        gradient_bytes: the bytes of the gradients.
+        sent_bytes: the bytes handed to the inner backend. It is a mean of two steps if P and Q
+            are sent in turns.
+        residual_bytes: the memory of the residuals.
+        factor_bytes: the memory of the factors and of the buffers that carry them.
+        multiplications: the multiply-adds of one pass over the compressed matrices.
+        compressed: the number of compressed parameters.
+        compressed_elements: the elements of those.
+    """
+
+    gradient_bytes: int = 0
+    sent_bytes: int = 0
+    residual_bytes: int = 0
+    factor_bytes: int = 0
+    multiplications: int = 0
+    compressed: int = 0
+    compressed_elements: int = 0
+
+    def __add__(self, other: Footprint) -> Footprint:
+        mine, others = vars(self), vars(other)
+        return Footprint(**{name: mine[name] + others[name] for name in mine})
+
+
+def assign_buckets(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """DDP's own assignment, after it has rebuilt its buckets in the order of backward."""
+    if not tensors:
+        return []
+    last = len(tensors) - 1
+    backward = [torch.empty_like(tensor, device="meta") for tensor in tensors][::-1]
+    assignment, _ = _compute_bucket_assignment_by_size(backward, BUCKET_BYTES)
+    return [[last - i for i in indices] for indices in assignment]
+
+
+def buckets_of(shapes: list[Shape], dtype: torch.dtype = torch.float32) -> Layout:
+    """The shapes of DDP's buckets, for parameters of one dtype."""
+    tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+    return [[shapes[i] for i in indices] for indices in assign_buckets(tensors)]
+
+
+def elements_of(shapes: list[Shape]) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def footprint_of(
+    layout: Layout, options: Options | None, dtype: torch.dtype = torch.float32
+) -> Footprint:
+    """The costs of a model's buckets. Options of None stand for the plain all-reduce."""
+    total = Footprint()
+    for shapes in layout:
+        total += _bucket_footprint(shapes, options, dtype)
+    return total
+
+
+def wire_width(options: Options, dtype: torch.dtype) -> int:
+    """The bytes of an element of what a compressed bucket sends, by the gradients' dtype."""
+    if options.wire_dtype is not None:
+        return options.wire_dtype.itemsize
+    return 8 if dtype == torch.float64 else 4
+
+
+def _bucket_footprint(
+    shapes: list[Shape], options: Options | None, dtype: torch.dtype
+) -> Footprint:
+    elements = elements_of(shapes)
+    gradient_bytes = elements * dtype.itemsize
+    matrices: list[tuple[int, int, int]] = []
+    if options is not None:
+        core = options._core()
+        found = [_C.matrix_shape(shape, []) for shape in shapes]
+        matrices = [
+            (*m, _C.effective_rank(*m, core)) for m in found if _C.should_compress(*m, core)
+        ]
+    if options is None or not matrices:
+        # A bucket without a compressed matrix travels whole, in its own dtype.
+        return Footprint(gradient_bytes, gradient_bytes)
+    compressed = sum(n * m for n, m, _ in matrices)
+    p = sum(n * r for n, _, r in matrices)
+    q = sum(m * r for _, m, r in matrices)
+    raw = elements - compressed
+    tail = raw + len(matrices) + 1  # behind P: raw segments, activities, the non-finite count
+    width = 8 if dtype == torch.float64 else 4  # of the factors' elements
+    wire = wire_width(options, dtype)
+    if options.alternating:
+        sent = (p + q + 2 * tail) * wire // 2
+        buffers = max(p, q) + tail + q
+        packed = p + q + 2 * tail
+        state = 2 * (p + q)
+    else:
+        sent = (p + q + tail) * wire
+        buffers = packed = p + q + tail
+        state = p + 2 * q
+    rounding = packed * wire + raw * width if wire != width else 0
+    residual = width if width == 8 else options.residual_dtype.itemsize
+    return Footprint(
+        gradient_bytes,
+        sent,
+        compressed * residual if options.use_error_feedback else 0,
+        (state + buffers) * width + rounding,
+        sum(n * m * r for n, m, r in matrices),
+        len(matrices),
+        compressed,
+    )

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The terminal output of ``advise``: a table of the measured steps, the verdict, a line to copy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from torch_powersgd.advise import Measured
+from torch_powersgd.options import Options
+from torch_powersgd.rehearsal import Report
+from torch_powersgd.verdict import (
+    RECOMMENDED_RANK,
+    Figure,
+    Timing,
+    Verdict,
+    differ,
+    figure_of,
+    figures_of,
+    judge,
+    noise_between,
+)
+
+START_STEP = 10
+ACCURACY = (
+    'Loss: "Choose your settings" in the documentation says how each rank trains. Compare the '
+    "losses of your own model before you rely on a setting."
+)
+
+
+@contextlib.contextmanager
+def progress(shown: bool) -> Iterator[Report]:
+    """A progress bar on stderr. It shows only on a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        auto_refresh=False,  # a thread would compute beside the rehearsal
+        disable=not (shown and console.is_terminal),
+    ) as bar:
+        task = bar.add_task("rehearsing steps", total=None)
+
+        def report(done: int, blocks: int) -> None:
+            bar.update(task, completed=done, total=blocks, refresh=True)
+
+        yield report
+
+
+def print_advice(
+    measured: Measured, step_note: str, world: int, inner: str, largest_rank: int | None
+) -> None:
+    """Prints the table and what to do.
+
+    Args:
+        measured: the measurements.
+        step_note: a sentence that says which step was rehearsed.
+        world: the number of ranks.
+        inner: the plain backend's name.
+        largest_rank: the largest rank to recommend. None: no limit.
+    """
+    console = Console()
+    alone, plain = figure_of(measured.alone), figure_of(measured.plain.passes)
+    figures = figures_of(measured.timings)
+    verdict = judge(plain, measured.timings, figures, largest_rank)
+    bandwidth = 8e-9 / measured.link.per_byte
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    say(
+        f"{world} ranks, {_mb(measured.plain.sent_bytes)} MB of gradients; a latency of "
+        f"{_ms(measured.link.latency)} ms and {bandwidth:.3g} Gbit/s in an all-reduce. {step_note}"
+    )
+    console.print(_table(measured, alone, plain, figures, verdict))
+    if any(figure.alike for figure in figures):
+        say("* The measurement cannot order these ranks; they share one figure.")
+    for sentence in sentences(verdict, plain, alone, measured.timings, figures, inner):
+        say(sentence)
+    if verdict.chosen is not None:
+        options = measured.timings[verdict.chosen].options
+        assert options is not None
+        print(f"\n{line_to_copy(options)}\n")
+        say(ACCURACY)
+
+
+def sentences(
+    verdict: Verdict,
+    plain: Figure,
+    alone: Figure,
+    timings: Sequence[Timing],
+    figures: Sequence[Figure],
+    inner: str,
+) -> list[str]:
+    """The verdict in words."""
+    fastest = f"{timings[verdict.fastest].name}, takes {_ms(figures[verdict.fastest].median)} ms"
+    if verdict.kind == "too noisy":
+        own = [figure_of(timing.passes) for timing in timings]
+        spread = max((f.upper - f.lower) / f.median for f in (plain, alone, *own))
+        return [
+            "Too noisy: run again. The quartiles of one setting's steps lie up to "
+            f"{100 * spread:.0f} % apart, so no verdict holds. Stop other programs on these "
+            "machines first."
+        ]
+    if verdict.kind == "does not pay":
+        added = plain.median - alone.median
+        noise = noise_between(plain, alone)
+        hidden = [
+            f"Plain averaging adds less than can be measured ({_ms(noise)} ms) to a step, so "
+            "there is nothing to gain."
+        ]
+        return [
+            f"Compression does not pay here: keep {inner}. A step takes {_ms(plain.median)} ms "
+            f"with it; the fastest setting, {fastest}.",
+            *(hidden if added < noise else []),
+        ]
+    assert verdict.chosen is not None
+    figure = figures[verdict.chosen]
+    said = [
+        f"Compression pays here: with {timings[verdict.chosen].name} a step takes "
+        f"{_ms(figure.median)} ms in place of {_ms(plain.median)} ms, "
+        f"{plain.median / figure.median:.1f} times as fast as {inner}."
+    ]
+    if verdict.better is not None:
+        slower = f"{timings[verdict.better].name} takes {_ms(figures[verdict.better].median)} ms"
+        said.append(
+            f"A step with {slower}. Rank {RECOMMENDED_RANK} trains more like plain averaging: "
+            "prefer it where the loss matters more than the time of a step."
+        )
+    return said
+
+
+def line_to_copy(options: Options) -> str:
+    """The call of attach that sets these options."""
+    fields = [f'"matrix_approximation_rank": {options.matrix_approximation_rank}']
+    if options.wire_dtype not in (None, torch.float32):
+        fields.append(f'"wire_dtype": {options.wire_dtype}')
+    if options.alternating:
+        fields.append('"alternating": True')
+    if options.min_compression_rate != Options().min_compression_rate:
+        fields.append(f'"min_compression_rate": {options.min_compression_rate:g}')
+    fields.append(f'"start_powerSGD_iter": {START_STEP}')
+    return f"torch_powersgd.attach(ddp, {{{', '.join(fields)}}})"
+
+
+def _table(
+    measured: Measured, alone: Figure, plain: Figure, figures: Sequence[Figure], verdict: Verdict
+) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    for heading in (
+        "sent\nMB",
+        "step\nms",
+        "quartiles\nms",
+        "averaging\nadds, ms",
+        "speed\nx plain",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_row("no averaging", "0", *_spread(alone), "", "")
+    table.add_row(
+        "plain all-reduce",
+        _mb(measured.plain.sent_bytes),
+        *_spread(plain),
+        _added(plain, alone),
+        "",
+    )
+    for index, (timing, figure) in enumerate(zip(measured.timings, figures, strict=True)):
+        speed = f"{plain.median / figure.median:.2f}" if differ(plain, figure) else "same"
+        table.add_row(
+            timing.name,
+            _mb(timing.sent_bytes),
+            *_spread(figure),
+            _added(figure, alone),
+            speed,
+            style="bold" if index == verdict.chosen else None,
+        )
+    return table
+
+
+def _spread(figure: Figure) -> tuple[str, str]:
+    mark = "*" if figure.alike else " "
+    return f"{_ms(figure.median)}{mark}", f"{_ms(figure.lower)} to {_ms(figure.upper)}"
+
+
+def _added(figure: Figure, alone: Figure) -> str:
+    """What can be measured of the time that averaging adds, else the noise that hides it."""
+    if differ(figure, alone) and figure.median > alone.median:
+        return _ms(figure.median - alone.median)
+    return f"< {_ms(noise_between(figure, alone))}"
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    digits = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2
+    return f"{milliseconds:.{digits}f}"
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.2f}" if size < 1e8 else f"{size / 1e6:.0f}"

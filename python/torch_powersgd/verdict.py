@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The statistics of measured steps, and the verdict of ``advise`` on them.
+
+All functions are pure. The samples of a setting come in passes, which lie apart in time: noise
+that lasts shows as a difference between passes, so the number of passes counts as the sample size.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from torch_powersgd.options import Options
+
+# The notch of a box plot, which holds the median in 95 of 100 samples: McGill, Tukey and Larsen,
+# "Variations of Box Plots", The American Statistician 32 (1978).
+NOTCH = 1.57
+LEAST_NOISE = 0.01  # a part of the step: smaller differences are not taken for real
+LEAST_GAIN = 0.05  # a part of the plain step: a smaller gain is not worth a change
+CAUTION = 1.5  # times the noise: the best of several settings may owe its gain to luck
+UNDECIDED_GAIN = 0.1  # a part of the plain step: a larger gain may not hide in the noise
+NEGLIGIBLE = 0.05  # a part of the fastest step: a higher rank is worth that much time
+RECOMMENDED_RANK = 16
+
+Passes = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The samples of one setting.
+
+    Attributes:
+        options: the options of the setting. None stands for the plain all-reduce.
+        sent_bytes: the bytes that a step sends.
+        multiplications: the multiply-adds of one pass over the gradients.
+        passes: seconds of each step, by pass.
+    """
+
+    options: Options | None
+    sent_bytes: int
+    multiplications: int
+    passes: Passes
+
+    @property
+    def name(self) -> str:
+        return name_of(self.options)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Seconds of a step: the median, the quartiles, and the noise of the median.
+
+    Attributes:
+        alike: the figure is that of several ranks, which the measurement cannot order.
+    """
+
+    median: float
+    lower: float
+    upper: float
+    noise: float
+    alike: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a comparison.
+
+    Attributes:
+        kind: whether a setting pays, none does, or the noise hides the answer.
+        fastest: the index of the fastest setting.
+        chosen: the index of the recommended setting. None unless ``kind`` is "pays".
+        better: the index of a slower setting of rank 16 that pays as well, if the chosen rank is
+            lower.
+    """
+
+    kind: Literal["pays", "does not pay", "too noisy"]
+    fastest: int
+    chosen: int | None = None
+    better: int | None = None
+
+
+def name_of(options: Options | None) -> str:
+    if options is None:
+        return "plain all-reduce"
+    wire = str(options.wire_dtype or torch.float32).removeprefix("torch.")
+    turns = ", alternating" if options.alternating else ""
+    return f"rank {options.matrix_approximation_rank}, {wire}{turns}"
+
+
+def figure_of(passes: Passes, alike: bool = False) -> Figure:
+    """The median of all samples, with its quartiles and its noise."""
+    samples = [seconds for block in passes for seconds in block]
+    if len(samples) < 2:
+        raise ValueError(f"a spread needs two samples at least, got {len(samples)}")
+    lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
+    noise = NOTCH * (upper - lower) / math.sqrt(len(passes))
+    return Figure(median, lower, upper, max(noise, LEAST_NOISE * median), alike)
+
+
+def noise_between(one: Figure, other: Figure) -> float:
+    """Seconds below which the difference of two figures is noise."""
+    return math.hypot(one.noise, other.noise)
+
+
+def differ(one: Figure, other: Figure) -> bool:
+    return abs(one.median - other.median) > noise_between(one, other)
+
+
+def figures_of(timings: Sequence[Timing]) -> list[Figure]:
+    """The figure of each setting, in the order of physics.
+
+    A higher rank sends more bytes and takes more arithmetic, so its step is not shorter. Where the
+    medians say otherwise, they cannot tell the ranks apart: those ranks share one figure, of all of
+    their samples (isotonic regression of medians, by pooling adjacent violators).
+    """
+    figures: dict[int, Figure] = {}
+    for chain in _chains(timings):
+        blocks: list[list[int]] = []
+        for index in chain:
+            blocks.append([index])
+            while len(blocks) > 1 and _median(timings, blocks[-2]) > _median(timings, blocks[-1]):
+                blocks[-2:] = [blocks[-2] + blocks[-1]]
+        for block in blocks:
+            pooled = figure_of(_pooled(timings, block), alike=len(block) > 1)
+            figures.update(dict.fromkeys(block, pooled))
+    return [figures[index] for index in range(len(timings))]
+
+
+def judge(
+    plain: Figure,
+    timings: Sequence[Timing],
+    figures: Sequence[Figure],
+    largest_rank: int | None = RECOMMENDED_RANK,
+) -> Verdict:
+    """What to do.
+
+    Args:
+        plain: the plain all-reduce's figure.
+        timings: the settings.
+        figures: their figures, as ``figures_of`` gives them.
+        largest_rank: the largest rank to recommend. None: no limit.
+    """
+    indices = range(len(figures))
+    fastest = min(indices, key=lambda i: figures[i].median)
+    paying = [i for i in indices if _pays(plain, figures[i])]
+    if not paying:
+        possible = max(plain.median - each.median + noise_between(plain, each) for each in figures)
+        hidden = possible > UNDECIDED_GAIN * plain.median
+        return Verdict("too noisy" if hidden else "does not pay", fastest)
+    best = figures[min(paying, key=lambda i: figures[i].median)]
+    close = [
+        i
+        for i in paying
+        if figures[i].median - best.median
+        <= max(noise_between(figures[i], best), NEGLIGIBLE * best.median)
+    ]
+    ranks = [_rank(timings[i]) for i in close]
+    limit = max(largest_rank, min(ranks)) if largest_rank is not None else max(ranks)
+    chosen = max((i for i in close if _rank(timings[i]) <= limit), key=lambda i: _worth(timings[i]))
+    better = None
+    if _rank(timings[chosen]) < RECOMMENDED_RANK:
+        of_that_rank = [i for i in paying if _rank(timings[i]) == RECOMMENDED_RANK]
+        better = min(of_that_rank, key=lambda i: figures[i].median, default=None)
+    return Verdict("pays", fastest, chosen, better)
+
+
+def _pays(plain: Figure, figure: Figure) -> bool:
+    gain = plain.median - figure.median
+    certain = gain > CAUTION * noise_between(plain, figure)
+    return certain and gain > LEAST_GAIN * plain.median
+
+
+def _rank(timing: Timing) -> int:
+    assert timing.options is not None
+    return timing.options.matrix_approximation_rank
+
+
+def _worth(timing: Timing) -> tuple[int, bool, int]:
+    """The order of settings that are about as fast: by what they are worth in training."""
+    assert timing.options is not None
+    return _rank(timing), not timing.options.alternating, -timing.sent_bytes
+
+
+def _chains(timings: Sequence[Timing]) -> list[list[int]]:
+    """The indices of settings that differ by rank alone, each costlier than the one before."""
+    kinds: dict[tuple[object, bool], list[int]] = {}
+    for index, timing in enumerate(timings):
+        assert timing.options is not None
+        kind = (timing.options.wire_dtype or torch.float32, timing.options.alternating)
+        kinds.setdefault(kind, []).append(index)
+    chains: list[list[int]] = []
+    for members in kinds.values():
+        members.sort(key=lambda i: _rank(timings[i]))
+        chains.append(members[:1])
+        for before, index in zip(members, members[1:], strict=False):
+            # A rank so high that it compresses fewer layers may send more and compute less.
+            costlier = (
+                timings[index].sent_bytes >= timings[before].sent_bytes
+                and timings[index].multiplications >= timings[before].multiplications
+            )
+            if costlier:
+                chains[-1].append(index)
+            else:
+                chains.append([index])
+    return chains
+
+
+def _pooled(timings: Sequence[Timing], block: list[int]) -> Passes:
+    """The samples of several settings; those of one pass stay together."""
+    by_pass = zip(*(timings[i].passes for i in block), strict=True)
+    return [[seconds for samples in together for seconds in samples] for together in by_pass]
+
+
+def _median(timings: Sequence[Timing], block: list[int]) -> float:
+    return statistics.median(s for samples in _pooled(timings, block) for s in samples)
