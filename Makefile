@@ -120,7 +120,7 @@ $(VENV)/.ready: $(VENV)/.torch
 
 # setup.py shows its progress, where pip shows nothing; pip finds all compiled and links again.
 $(VENV)/.built: $(VENV)/.ready setup.py setup_support/*.py pyproject.toml $(SOURCES)
-	@echo "compiling the extension: the first time takes 5 to 8 minutes on two cores"
+	@echo "compiling the extension: the first time takes 4 minutes of processor time"
 	@$(PYTHON) setup.py --quiet build_ext --inplace
 	@$(PIP) --no-build-isolation --editable '.[bench,demo]'
 	@touch $@
