@@ -86,6 +86,7 @@ class Method:
     lacks: Callable[[], str] = lambda: ""  # why it cannot run here
     devices: Sequence[str] = ("cpu", "cuda")  # where it runs when no methods are named
     attached: bool = False  # this project's, layer by layer
+    approximates: bool = True  # by factors, which have a rank
 
 
 def _parallel(model: nn.Module, rank: int, seed: int) -> Trainee:
@@ -171,15 +172,27 @@ def _author_lacks() -> str:
 
 
 METHODS = {
-    "none": Method("no synchronisation", PLAIN, lambda model, rank, seed: Trainee(model)),
+    "none": Method(
+        "no synchronisation", PLAIN, lambda model, rank, seed: Trainee(model), approximates=False
+    ),
     # DDP keeps the gradients' memory from step to step, for which a model alone asks each time.
-    "ddp-alone": Method("DDP, averaging nothing", PLAIN, _hooked(_average_nothing)),
-    "plain": Method("plain all-reduce", PLAIN, _parallel),
+    "ddp-alone": Method(
+        "DDP, averaging nothing", PLAIN, _hooked(_average_nothing), approximates=False
+    ),
+    "plain": Method("plain all-reduce", PLAIN, _parallel, approximates=False),
     "fp16": Method(
-        "torch's fp16 hook", PLAIN, _hooked(default_hooks.fp16_compress_hook), devices=["cpu"]
+        "torch's fp16 hook",
+        PLAIN,
+        _hooked(default_hooks.fp16_compress_hook),
+        devices=["cpu"],
+        approximates=False,
     ),
     "bf16": Method(
-        "torch's bf16 hook", PLAIN, _hooked(default_hooks.bf16_compress_hook), devices=["cuda"]
+        "torch's bf16 hook",
+        PLAIN,
+        _hooked(default_hooks.bf16_compress_hook),
+        devices=["cuda"],
+        approximates=False,
     ),
     "hook": Method("torch's PowerSGD hook", PLAIN, _power_sgd_hooked()),
     # On Gloo the hook issues the collectives of several buckets in an order that ranks need not
