@@ -147,6 +147,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--resume", action="store_true", help="keep the runs that the file of --json has")
     add("--picture", type=Path, help="file for the picture")
     add("--show", type=Path, metavar="JSON", help="results to show; nothing is trained")
+    add("--markdown", action="store_true", help="tables in Markdown")
     arguments = parser.parse_args()
     methods = DEFAULT_METHODS
     if arguments.quick:
@@ -224,7 +225,10 @@ def main() -> None:
     record = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
     from convergence import report
 
-    report.show(record)
+    if arguments.markdown:
+        print(report.markdown(record), end="")
+    else:
+        report.show(record)
     if arguments.picture:
         report.draw(record, arguments.picture)
 
