@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from cluster.figures import REFERENCES
 from cluster.methods import METHODS, Method
 
 
@@ -32,6 +33,11 @@ class Contender(NamedTuple):
     @property
     def how(self) -> Method:
         return METHODS[self.method]
+
+    @property
+    def learns(self) -> bool:
+        """Whether it averages, so that its loss says something."""
+        return self.method not in REFERENCES
 
 
 class Wanted(NamedTuple):

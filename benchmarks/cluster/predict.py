@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What `torch_powersgd advise` predicts on the hosts: `python -m cluster.predict JOB RESULTS`.
 
-Each rank writes the predicted milliseconds of a step's synchronisation, by method; all the same.
+Each rank writes the predicted milliseconds of a step's synchronization, by contender; all the same.
+The job's method names the contenders: "attached:4 bf16-wire:16".
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _backward_seconds(job: Job, model: Any, device: Any) -> float:
 def _predictions(job: Job) -> dict[str, float]:
     import torch
 
-    from cluster import methods, models
+    from cluster import contenders, models
     from torch_powersgd import advise
 
     torch.set_num_threads(1)
@@ -47,11 +48,11 @@ def _predictions(job: Job) -> dict[str, float]:
     layout = advise.buckets_of([list(p.shape) for p in model.parameters()])
     setting = advise.measure(layout, device, _backward_seconds(job, model, device))
     predicted = {"plain": advise.predict_plain(setting)}
-    for name, method in methods.METHODS.items():
-        if method.attached and not method.lacks():
-            assert method.options
-            options = method.options(job.approximation, 0)
-            predicted[name] = advise.predict(setting, options)
+    for contender in contenders.expand(map(contenders.parse, job.method.split()), ()):
+        assert contender.how.options
+        assert contender.rank
+        options = contender.how.options(contender.rank, 0)
+        predicted[contender.name] = advise.predict(setting, options)
     return {name: 1e3 * prediction.seconds for name, prediction in predicted.items()}
 
 

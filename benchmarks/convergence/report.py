@@ -18,8 +18,8 @@ from matplotlib import pyplot, ticker
 
 Run = dict[str, Any]
 Cell = Callable[[list[Run]], str]
-# Okabe and Ito's colours, which the colour-blind tell apart, by the rank of the approximation.
-COLOURS = {
+# Okabe and Ito's colors, which the color-blind tell apart, by the rank of the approximation.
+COLORS = {
     None: "#000000",
     1: "#d55e00",
     2: "#009e73",
@@ -28,7 +28,7 @@ COLOURS = {
     16: "#cc79a7",
     32: "#56b4e9",
 }
-OTHER_COLOUR = "#999999"
+OTHER_COLOR = "#999999"
 
 
 def by_method(record: dict[str, Any], task: str) -> dict[str, list[Run]]:
@@ -137,7 +137,7 @@ def _style(runs: list[Run], title: str) -> dict[str, Any]:
     """The color says the rank; the line says the method."""
     rank = runs[0]["rank"]
     line = ":" if rank is None else "--" if "hook" in title else "-." if "bf16" in title else "-"
-    return {"color": COLOURS.get(rank, OTHER_COLOUR), "linestyle": line}
+    return {"color": COLORS.get(rank, OTHER_COLOR), "linestyle": line}
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -193,12 +193,12 @@ def _draw_ends(axes: Any, methods: dict[str, list[Run]], label: bool) -> None:
     rows = {title: runs for title, runs in methods.items() if runs is not plain}
     for row, (title, runs) in enumerate(rows.items()):
         beyond = beyond_plain(runs, plain)
-        colour = _style(runs, title)["color"]
+        color = _style(runs, title)["color"]
         marker = {"markerfacecolor": "none"} if "hook" in title else {}
-        axes.plot(beyond, [row] * len(beyond), "o", color=colour, **marker)
+        axes.plot(beyond, [row] * len(beyond), "o", color=color, **marker)
         if beyond:
-            axes.plot(statistics.mean(beyond), row, "|", color=colour, markersize=18)
-    axes.axvline(0, color=COLOURS[None], linewidth=1)
+            axes.plot(statistics.mean(beyond), row, "|", color=color, markersize=18)
+    axes.axvline(0, color=COLORS[None], linewidth=1)
     axes.set_yticks(range(len(rows)), list(rows) if label else [])
     axes.invert_yaxis()
     axes.set_xlabel("last validation loss, less plain's of the same seed")
