@@ -37,7 +37,7 @@ from cluster import arguments as command_line
 from cluster import figures, hosts, launch, models, mps
 from cluster.contenders import Contender
 from cluster.methods import EXACT_STEPS
-from provenance import processor, provenance
+from provenance import PROVENANCE, processor, provenance
 
 # Steps at the start that are not measured: the exact ones, and those that rebuild buckets and
 # allocate.
@@ -67,6 +67,8 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, variables: Mapping[str, str]) -> None:
         self.arguments = arguments
         self.variables = variables  # of the ranks' environment
+        losses = arguments.losses
+        self.earlier: dict[str, Any] = json.loads(losses.read_text()) if losses else {}
         lacks = {contender: contender.how.lacks() for contender in arguments.contenders}
         self.contenders = [contender for contender, why in lacks.items() if not why]
         self.record: dict[str, Any] = {
@@ -80,18 +82,15 @@ class Bench:
             "left_out": {contender.title: why for contender, why in lacks.items() if why},
             "settings": [],
         }
+        if self.earlier:
+            self.record["losses_of"] = {key: self.earlier[key] for key in PROVENANCE}
 
     def measure(self, model: str, ranks: int) -> None:
         """At every rate."""
         with torch.device("meta"):
             parameters = models.TASKS[model].make().parameters()
             gradient_bytes = sum(p.numel() * p.element_size() for p in parameters)
-        learned: dict[str, launch.Run] = {}
-        if self.arguments.learning_steps:
-            with hosts.Hosts(ranks, None) as cluster:
-                for contender in self.contenders:
-                    if contender in self.arguments.learning and contender.learns:
-                        learned[contender.name] = self._learn(cluster, model, contender)
+        learned = self._learned(model, ranks)
         for rate in self.arguments.rates:
             # Six times what the bytes of a ring all-reduce need on the link.
             limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
@@ -125,6 +124,19 @@ class Bench:
             approximation=contender.rank or 0,
         )
 
+    def _learned(self, model: str, ranks: int) -> dict[str, launch.Run]:
+        """The runs that give the loss: new ones, or those of the record of --losses."""
+        if self.earlier:
+            of_earlier = figures.learned(self.earlier, model, ranks)
+            return {c.name: of_earlier[c.name] for c in self.contenders if c.name in of_earlier}
+        learned: dict[str, launch.Run] = {}
+        if self.arguments.learning_steps:
+            with hosts.Hosts(ranks, None) as cluster:
+                for contender in self.contenders:
+                    if contender in self.arguments.learning and contender.learns:
+                        learned[contender.name] = self._learn(cluster, model, contender)
+        return learned
+
     def _learn(self, cluster: hosts.Hosts, model: str, contender: Contender) -> launch.Run:
         with self._ranks(cluster, 20, model, contender) as ranks:
             run = ranks.turn(self.arguments.learning_steps - WARMUP_STEPS - 1)
@@ -141,7 +153,7 @@ class Bench:
             "rate": rate,
             "load_average_before": os.getloadavg()[0],
             "loss": loss if loss is not None else figures.target_loss(learned),
-            "learning_steps": self.arguments.learning_steps,
+            "learning_steps": max((len(run.losses) for run in learned.values()), default=0),
             "learning_failures": {name: run.failures for name, run in learned.items()},
             "losses": {
                 name: [round(loss, 4) for loss in run.losses] for name, run in learned.items()

@@ -88,6 +88,7 @@ def _parser(doc: str) -> argparse.ArgumentParser:
     learning = f"steps of the runs that give the loss; 0: no such runs {of('learning_steps')}"
     add("--learning-steps", learning, type=_at_least(0))
     add_methods("--learning-methods", "methods that have such runs (all)")
+    add("--losses", "results whose losses are taken, in place of such runs", type=Path)
     add("--loss", "loss to time (what plain has after 3/4 of its steps)", type=float)
     add("--quick", "two rounds, 2 ranks, 1gbit, no loss", action="store_true")
     add("--json", "file for the results, written after every round", type=Path)

@@ -37,6 +37,16 @@ def target_loss(learned: Mapping[str, Run]) -> float | None:
     return smoothed(plain.losses)[len(plain.losses) * 3 // 4 - 1]
 
 
+def learned(record: Mapping[str, Any], model: str, ranks: int) -> dict[str, Run]:
+    """The runs for the loss that a record has of a model on so many ranks."""
+    runs: dict[str, Run] = {}
+    for setting in record["settings"]:
+        if (setting["model"], setting["ranks"]) == (model, ranks):
+            for name, losses in setting["losses"].items():
+                runs[name] = Run(setting["learning_failures"].get(name, []), losses=losses)
+    return runs
+
+
 def compare(
     rounds: Sequence[Mapping[str, Run]], learned: Mapping[str, Run], loss: float | None
 ) -> dict[str, Figures]:
@@ -58,7 +68,7 @@ def compare(
             beyond = figures["peak_memory_bytes"] - plain["peak_memory_bytes"]
             figures["memory_beyond_plain_in_gradients"] = beyond / figures["gradient_bytes"]
         run = learned.get(method)
-        if run and run.succeeded:
+        if run and run.losses:
             figures["final_loss"] = smoothed(run.losses)[-1]
             steps = steps_to(loss, run.losses) if loss is not None else None
             figures["steps_to_loss"] = steps

@@ -153,6 +153,13 @@ def test_figures() -> None:
     assert compared["plain"]["final_loss"] == 5.5
     assert compared["hook"] == {"failures": ["hung"]}
 
+    setting = {"model": "demo", "ranks": 2, "learning_failures": {"hook": ["hung"]}}
+    losses = {"plain": learned["plain"].losses}
+    record = {"settings": [{**setting, "losses": losses}]}
+    assert figures.learned(record, "demo", 4) == {}
+    again = figures.compare(rounds, figures.learned(record, "demo", 2), loss=70.0)
+    assert again == compared
+
 
 # A host sends so many bytes to every other, in threads; whoever receives says when the first and
 # the last came. Arguments: this host's number, who sends, who receives, bytes.
