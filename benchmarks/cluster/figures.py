@@ -11,20 +11,26 @@ from cluster.launch import Run
 
 # Methods that average nothing, and how much longer a step is than theirs.
 REFERENCES = {"none": "above_none", "ddp-alone": "above_ddp_alone"}
-SMOOTHED_STEPS = 10  # a loss is the mean of so many steps: a single batch says little
+LEAST_WINDOW = 10
 Figures = dict[str, Any]
+
+
+def window(losses: Sequence[float]) -> int:
+    """The number of steps that a loss is the mean of: a single batch says little."""
+    return max(LEAST_WINDOW, len(losses) // 10)
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
     """At each step the mean of the last ones."""
-    windows = (losses[max(0, i + 1 - SMOOTHED_STEPS) : i + 1] for i in range(len(losses)))
-    return [statistics.mean(window) for window in windows]
+    size = window(losses)
+    windows = (losses[max(0, i + 1 - size) : i + 1] for i in range(len(losses)))
+    return [statistics.mean(values) for values in windows]
 
 
 def steps_to(loss: float, losses: Sequence[float]) -> int | None:
     """The first step at which the smoothed loss is as low as that; None: it never is."""
     for i, value in enumerate(smoothed(losses)):
-        if i + 1 >= SMOOTHED_STEPS and value <= loss:
+        if i + 1 >= window(losses) and value <= loss:
             return i + 1
     return None
 
@@ -32,7 +38,7 @@ def steps_to(loss: float, losses: Sequence[float]) -> int | None:
 def target_loss(learned: Mapping[str, Run]) -> float | None:
     """What plain averaging reaches after three quarters of its steps."""
     plain = learned.get("plain")
-    if not plain or len(plain.losses) < 4 * SMOOTHED_STEPS:
+    if not plain or len(plain.losses) < 4 * LEAST_WINDOW:
         return None
     return smoothed(plain.losses)[len(plain.losses) * 3 // 4 - 1]
 
