@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -100,6 +101,16 @@ def test_unlike_data_keep_our_residual_bounded(tmp_path: Path) -> None:
         # in test_identity.py.
         assert 0 < max(ratio for ratio in run["ratio"] if ratio is not None) < 2 * 16 / 2
         assert run["distance"][-1] < run["distance"][0] / 2
+
+
+@pytest.mark.parametrize("example", ["train_lm", "train_digits"])
+def test_an_example_has_the_recommended_setting(
+    example: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    arguments = importlib.import_module(example).options().parse_args([])
+    assert (arguments.rank, arguments.wire_dtype) == (16, "bfloat16")
+    assert arguments.exact_steps < arguments.steps / 20
 
 
 def test_the_digits_example_saves_and_resumes(tmp_path: Path) -> None:
