@@ -42,7 +42,7 @@ def heading(record: dict[str, Any], *more: str) -> Console:
 
     console = Console()
     if not console.is_terminal:
-        console.width = 160  # rather than the 80 that rich takes
+        console.width = 180  # rather than the 80 that rich takes
     about = (f"{name} {record[name]}" for name in PROVENANCE)
     console.print(*about, *more, sep=", ", highlight=False)
     return console

@@ -13,7 +13,7 @@ from cluster import contenders, hosts, models
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {
         "models": ["demo"],
-        "methods": "none ddp-alone plain fp16 hook-1-bucket:4 author:4 attached:4 flat:4"
+        "methods": "none ddp-alone plain fp16 hook-1-bucket:4,16 author:4 attached:4 flat:4"
         " alternating:4 bf16-wire:16",
         "ranks": [2, 4],
         "rates": ["100mbit", "1gbit", "10gbit"],
@@ -30,7 +30,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 QUICK = {"rounds": 2, "learning_steps": 0, "ranks": [2], "rates": ["1gbit"]}
-PICTURED = "plain hook-1-bucket:4 bf16-wire:16"  # the last one is colored
+PICTURED = "plain hook-1-bucket:16 bf16-wire:16"  # the last one is colored
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -56,6 +56,7 @@ def draw_links(record: dict[str, Any], names: Sequence[str], path: Path) -> None
     for axes, setting in zip(panels[0], settings, strict=True):
         _draw_link(axes, setting, names)
     panels[0][0].set_yticks(range(len(names)), [_label(name) for name in names], fontsize=9)
+    panels[0][0].tick_params(length=0)
     panels[0][0].get_yticklabels()[-1].set_color(OURS)
     figure.supxlabel("milliseconds per training step (dotted: no synchronization)", fontsize=9)
     _save(figure, path)
