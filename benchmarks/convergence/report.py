@@ -91,6 +91,8 @@ def _cells(methods: dict[str, list[Run]]) -> dict[str, Cell]:
         cells["accuracy, %"] = lambda runs: _mean(
             [100 * r["validation_accuracy"][-1] for r in runs], "{:.1f}"
         )
+    if len({len(runs) for runs in methods.values()}) > 1:
+        cells["seeds"] = lambda runs: str(len(runs))
     cells["sent, %"] = lambda runs: (
         f"{100 * runs[0]['bytes_sent_per_step'] / runs[0]['gradient_bytes']:.1f}"
     )
@@ -201,4 +203,4 @@ def _draw_ends(axes: Any, methods: dict[str, list[Run]], label: bool) -> None:
     axes.axvline(0, color=COLORS[None], linewidth=1)
     axes.set_yticks(range(len(rows)), list(rows) if label else [])
     axes.invert_yaxis()
-    axes.set_xlabel("last validation loss, less plain's of the same seed")
+    axes.set_xlabel("last validation loss, above plain's of the same seed")
