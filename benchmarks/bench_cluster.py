@@ -2,6 +2,7 @@
 """What does a training step take on a slow network, by the way its gradients are averaged?
 
     python benchmarks/bench_cluster.py --ranks 2 --rates 1gbit
+    python benchmarks/bench_cluster.py --methods none plain hook-1-bucket:4 bf16-wire:8,16,32
     python benchmarks/bench_cluster.py --device cuda --json cluster_cuda.json
     python benchmarks/bench_cluster.py --show cluster_cuda.json --picture cluster_cuda.png
 
@@ -27,92 +28,24 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from cluster import arguments as command_line
 from cluster import figures, hosts, launch, models, mps
-from cluster.methods import EXACT_STEPS, METHODS
-from provenance import processor, provenance
+from cluster.contenders import Contender
+from cluster.methods import EXACT_STEPS
+from provenance import PROVENANCE, processor, provenance
 
 # Steps at the start that are not measured: the exact ones, and those that rebuild buckets and
 # allocate.
 WARMUP_STEPS = EXACT_STEPS + 3
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {
-        "models": ["demo"],
-        "ranks": [2, 4],
-        "rates": ["100mbit", "1gbit", "10gbit"],
-        "learning_steps": 120,
-        "rounds": 10,
-    },
-    "cuda": {
-        "models": ["gpt2", "resnet50"],
-        "ranks": [4],
-        "rates": ["10gbit"],
-        "learning_steps": 0,
-        "rounds": 8,
-    },
-}
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"an integer of at least {least}, got {text!r}")
-        return int(text)
-
-    return parse
-
-
-def _rate(text: str) -> str:
-    try:
-        hosts.bits_per_second(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--device", default="cpu", choices=DEFAULTS)
-    add("--models", nargs="+", choices=models.TASKS)
-    add("--methods", nargs="+", choices=METHODS, help="default: all that the device has")
-    add("--ranks", nargs="+", type=_at_least(2), metavar="N", help="hosts, a rank on each")
-    add("--rates", nargs="+", type=_rate, metavar="RATE", help="of the links: 100mbit, 1gbit")
-    add("--rank", type=_at_least(1), default=4, help="of the approximation (4)")
-    add("--rounds", type=_at_least(1), help="of turns (10, and 8 on a GPU)")
-    add(
-        "--steps", type=_at_least(2), default=4, help="measured per turn, after one that is not (4)"
-    )
-    add(
-        "--learning-steps",
-        type=_at_least(0),
-        help="steps of the runs that give the loss; 0: none (120, and 0 on a GPU)",
-    )
-    add("--loss", type=float, help="to time; else what plain has after 3/4 of its steps")
-    add("--quick", action="store_true", help="two rounds, 2 ranks, 1gbit, no loss")
-    add("--json", type=Path, help="write the results here, after every run")
-    add("--picture", type=Path, help="draw them here")
-    add("--show", type=Path, metavar="JSON", help="measure nothing: show these results")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.rounds = arguments.rounds or 2
-        arguments.learning_steps = arguments.learning_steps or 0
-        arguments.ranks = arguments.ranks or [2]
-        arguments.rates = arguments.rates or ["1gbit"]
-    for name, value in DEFAULTS[arguments.device].items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-    arguments.methods = arguments.methods or [
-        name for name, method in METHODS.items() if arguments.device in method.devices
-    ]
-    return arguments
+    return command_line.parse(__doc__ or "")
 
 
 def missing(device: str) -> list[str]:
@@ -134,67 +67,80 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, variables: Mapping[str, str]) -> None:
         self.arguments = arguments
         self.variables = variables  # of the ranks' environment
-        lacks = {name: METHODS[name].lacks() for name in arguments.methods}
-        self.methods = [name for name, why in lacks.items() if not why]
+        losses = arguments.losses
+        self.earlier: dict[str, Any] = json.loads(losses.read_text()) if losses else {}
+        lacks = {contender: contender.how.lacks() for contender in arguments.contenders}
+        self.contenders = [contender for contender, why in lacks.items() if not why]
         self.record: dict[str, Any] = {
             **provenance(processor()),
             "on": arguments.device,
             "cores": len(os.sched_getaffinity(0)),
-            "approximation": arguments.rank,
             "rounds": arguments.rounds,
             "steps_per_round": arguments.steps,
             "warmup_steps": WARMUP_STEPS,
-            "titles": {name: METHODS[name].title for name in self.methods},
-            "left_out": {METHODS[name].title: why for name, why in lacks.items() if why},
+            "titles": {contender.name: contender.title for contender in self.contenders},
+            "left_out": {contender.title: why for contender, why in lacks.items() if why},
             "settings": [],
         }
+        if self.earlier:
+            self.record["losses_of"] = {key: self.earlier[key] for key in PROVENANCE}
 
     def measure(self, model: str, ranks: int) -> None:
         """At every rate."""
         with torch.device("meta"):
             parameters = models.TASKS[model].make().parameters()
             gradient_bytes = sum(p.numel() * p.element_size() for p in parameters)
-        learned: dict[str, launch.Run] = {}
-        if self.arguments.learning_steps:
-            with hosts.Hosts(ranks, None) as cluster:
-                for method in self.methods:
-                    if method not in figures.REFERENCES:
-                        learned[method] = self._learn(cluster, model, method)
+        learned = self._learned(model, ranks)
         for rate in self.arguments.rates:
             # Six times what the bytes of a ring all-reduce need on the link.
             limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
             with hosts.Hosts(ranks, rate) as cluster, contextlib.ExitStack() as stack:
                 players = {
-                    method: stack.enter_context(self._ranks(cluster, limit, model, method))
-                    for method in self.methods
+                    contender: stack.enter_context(self._ranks(cluster, limit, model, contender))
+                    for contender in self.contenders
                 }
                 setting = self._setting(model, ranks, rate, learned)
                 setting["predicted_ms"] = launch.predict(
                     cluster,
                     self.variables,
                     limit,
+                    [contender.name for contender in self.contenders if contender.how.attached],
                     model=model,
                     device=self.arguments.device,
-                    approximation=self.arguments.rank,
                 )
                 self._play(players, setting, learned)
 
-    def _ranks(self, cluster: hosts.Hosts, limit: float, model: str, method: str) -> launch.Ranks:
+    def _ranks(
+        self, cluster: hosts.Hosts, limit: float, model: str, contender: Contender
+    ) -> launch.Ranks:
         return launch.Ranks(
             cluster,
             self.variables,
             limit,
             WARMUP_STEPS,
-            method=method,
+            method=contender.method,
             model=model,
             device=self.arguments.device,
-            approximation=self.arguments.rank,
+            approximation=contender.rank or 0,
         )
 
-    def _learn(self, cluster: hosts.Hosts, model: str, method: str) -> launch.Run:
-        with self._ranks(cluster, 20, model, method) as ranks:
+    def _learned(self, model: str, ranks: int) -> dict[str, launch.Run]:
+        """The runs that give the loss: new ones, or those of the record of --losses."""
+        if self.earlier:
+            of_earlier = figures.learned(self.earlier, model, ranks)
+            return {c.name: of_earlier[c.name] for c in self.contenders if c.name in of_earlier}
+        learned: dict[str, launch.Run] = {}
+        if self.arguments.learning_steps:
+            with hosts.Hosts(ranks, None) as cluster:
+                for contender in self.contenders:
+                    if contender in self.arguments.learning and contender.learns:
+                        learned[contender.name] = self._learn(cluster, model, contender)
+        return learned
+
+    def _learn(self, cluster: hosts.Hosts, model: str, contender: Contender) -> launch.Run:
+        with self._ranks(cluster, 20, model, contender) as ranks:
             run = ranks.turn(self.arguments.learning_steps - WARMUP_STEPS - 1)
-        _tell(f"{model}, {len(cluster)} ranks, for the loss", method, run)
+        _tell(f"{model}, {len(cluster)} ranks, loss", contender, run)
         return run
 
     def _setting(
@@ -207,7 +153,7 @@ class Bench:
             "rate": rate,
             "load_average_before": os.getloadavg()[0],
             "loss": loss if loss is not None else figures.target_loss(learned),
-            "learning_steps": self.arguments.learning_steps,
+            "learning_steps": max((len(run.losses) for run in learned.values()), default=0),
             "learning_failures": {name: run.failures for name, run in learned.items()},
             "losses": {
                 name: [round(loss, 4) for loss in run.losses] for name, run in learned.items()
@@ -219,7 +165,7 @@ class Bench:
 
     def _play(
         self,
-        players: Mapping[str, launch.Ranks],
+        players: Mapping[Contender, launch.Ranks],
         setting: dict[str, Any],
         learned: Mapping[str, launch.Run],
     ) -> None:
@@ -228,21 +174,25 @@ class Bench:
         rounds: list[dict[str, launch.Run]] = []
         for number in range(self.arguments.rounds):
             rounds.append({})
-            shift = number % len(self.methods)
-            for method in self.methods[shift:] + self.methods[:shift]:
-                if players[method].exhausted:
+            shift = number % len(self.contenders)
+            for contender in self.contenders[shift:] + self.contenders[:shift]:
+                if players[contender].exhausted:
                     continue
-                run = players[method].turn(self.arguments.steps)
-                rounds[-1][method] = run
+                run = players[contender].turn(self.arguments.steps)
+                rounds[-1][contender.name] = run
                 if run.device:
                     self.record["device"] = run.device
                 if number == 0 or run.failures:
-                    _tell(where, method, run)
+                    _tell(where, contender, run)
             compared = figures.compare(rounds, learned, setting["loss"])
             for method, milliseconds in setting["predicted_ms"].items():
                 if method in compared:
                     compared[method]["predicted_ms"] = milliseconds
-            setting["methods"] = {m: compared[m] for m in self.methods if m in compared}
+            setting["methods"] = {
+                contender.name: compared[contender.name]
+                for contender in self.contenders
+                if contender.name in compared
+            }
             self._write()
 
     def _write(self) -> None:
@@ -251,25 +201,29 @@ class Bench:
             self.arguments.json.write_text(json.dumps(self.record, indent=1) + "\n")
 
 
-def _tell(where: str, method: str, run: launch.Run) -> None:
+def _tell(where: str, contender: Contender, run: launch.Run) -> None:
     times = [f"{run.median:.0f} ms"] if run.succeeded else []
     failures = (f"failed: {why}" for why in run.failures)
-    print(f"{where}: {METHODS[method].title}", *times, *failures, sep="; ", flush=True)
+    print(f"{where}: {contender.title}", *times, *failures, sep="; ", flush=True)
 
 
 def main() -> None:
     arguments = parse_arguments()
-    packages = ["rich", "matplotlib"] if arguments.picture else ["rich"]
+    draws = arguments.picture or arguments.picture_of_all
+    packages = ["rich", "matplotlib"] if draws else ["rich"]
     lacks = [f"the package {name}" for name in packages if not importlib.util.find_spec(name)]
     lacks += [] if arguments.show else missing(arguments.device)
     if lacks:
         sys.exit(f"bench_cluster cannot run here; missing: {', '.join(lacks)}")
     record = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
-    from cluster import report
+    from cluster import pictures, report
 
     report.show(record)
     if arguments.picture:
-        report.draw(record, arguments.picture)
+        names = [contender.name for contender in arguments.pictured]
+        pictures.draw_links(record, names, arguments.picture)
+    if arguments.picture_of_all:
+        pictures.draw_all(record, arguments.picture_of_all)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
     python benchmarks/bench_convergence.py --json convergence.json --picture convergence.png
     python benchmarks/bench_convergence.py --show convergence.json --picture convergence.png
+    python benchmarks/bench_convergence.py --methods plain attached:4 bf16-wire:8,16,32
 
 Trains the examples' language model, smaller than the demo's, and their image classifier, on two
 local ranks: with a plain all-reduce, with torch's fp16 and PowerSGD hooks and with this project.
@@ -17,22 +18,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cluster import contenders
+from cluster.contenders import Contender, Wanted
 from cluster.figures import REFERENCES
-from cluster.methods import EXACT_STEPS, METHODS  # finds the examples
+from cluster.methods import EXACT_STEPS  # finds the examples
 from convergence import ranks
 from provenance import processor, provenance
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-UNRANKED = ("plain", "fp16", "bf16")  # the methods that have no approximation
 NOT_COMPARED = (*REFERENCES, "author")  # the author's is not in DDP
-DEFAULT_METHODS = ["plain", "fp16", "hook-1-bucket", "attached"]
+DEFAULT_METHODS = "plain fp16 hook-1-bucket:4 attached:4,8,16 bf16-wire:8,16,32"
+QUICK_METHODS = "plain fp16 hook-1-bucket:1 attached:1 bf16-wire:16"
 
 
 def _language() -> tuple[argparse.ArgumentParser, Callable[..., Any]]:
@@ -111,35 +114,67 @@ def train(make: ranks.Make, task: Task, seed: int) -> dict[str, Any]:
     }
 
 
+def _compared(text: str) -> Wanted:
+    wanted = contenders.parse(text)
+    if wanted.method in NOT_COMPARED:
+        raise argparse.ArgumentTypeError(f"{wanted.method} does not train a DDP module")
+    return wanted
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    methods = [name for name in METHODS if name not in NOT_COMPARED]
-    add("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    add("--methods", nargs="+", choices=methods, default=DEFAULT_METHODS)
-    add("--ranks", nargs="+", type=int, default=[1, 2, 4], help="of the approximation (1 2 4)")
-    add("--seeds", type=int, default=3, metavar="N", help="0 to N - 1 (3)")
-    add("--quick", action="store_true", help="one seed, rank 1, tiny models, twelve steps")
-    add("--json", type=Path, help="write the results here, after every run")
-    add("--picture", type=Path, help="draw them here")
-    add("--show", type=Path, metavar="JSON", help="train nothing: show these results")
+    add("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks to train (all)")
+    add(
+        "--methods",
+        nargs="+",
+        type=_compared,
+        metavar="METHOD[:RANK,...]",
+        help=f"methods, each at its own ranks or at those of --ranks ({DEFAULT_METHODS})",
+    )
+    add(
+        "--ranks",
+        nargs="+",
+        type=int,
+        default=[16],
+        help="ranks of the approximation for methods that name none (16)",
+    )
+    add("--seeds", type=int, default=5, metavar="N", help="number of seeds, 0 to N - 1 (5)")
+    add("--quick", action="store_true", help="one seed, tiny models, twelve steps")
+    add("--json", type=Path, help="file for the results, written after every run")
+    add("--resume", action="store_true", help="keep the runs that the file of --json has")
+    add("--picture", type=Path, help="file for the picture")
+    add("--show", type=Path, metavar="JSON", help="results to show; nothing is trained")
+    add("--markdown", action="store_true", help="tables in Markdown")
     arguments = parser.parse_args()
+    methods = DEFAULT_METHODS
     if arguments.quick:
-        arguments.seeds, arguments.ranks = 1, [1]
+        arguments.seeds, methods = 1, QUICK_METHODS
+    wanted = arguments.methods or [_compared(word) for word in methods.split()]
+    arguments.contenders = contenders.expand(wanted, arguments.ranks)
     return arguments
 
 
-def contenders(arguments: argparse.Namespace) -> Iterator[tuple[str, int | None]]:
-    """The methods, each at every rank if it has one."""
-    for method in arguments.methods:
-        for rank in [None] if method in UNRANKED else arguments.ranks:
-            yield method, rank
-
-
-def title(method: str, rank: int | None) -> str:
-    return METHODS[method].title + (f", rank {rank}" if rank else "")
+def _record(arguments: argparse.Namespace, tasks: dict[str, Task]) -> dict[str, Any]:
+    """The record to add runs to: an empty one, or the one to resume."""
+    settings = {"world": ranks.WORLD, "exact_steps": EXACT_STEPS}
+    about = {
+        name: {"title": task.title, "arguments": task.arguments} for name, task in tasks.items()
+    }
+    here = provenance(processor())
+    if not (arguments.resume and arguments.json and arguments.json.exists()):
+        return {**here, **settings, "tasks": about, "runs": []}
+    record: dict[str, Any] = json.loads(arguments.json.read_text())
+    before = {**{name: record[name] for name in settings}, **record["tasks"]}
+    for name, value in {**settings, **about}.items():
+        if before.setdefault(name, value) != value:
+            raise SystemExit(f"{arguments.json} has other settings: {name} is {before[name]}")
+    record["tasks"].update(about)
+    if here not in (was := record.setdefault("resumed", [])):
+        was.append(here)
+    return record
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -147,21 +182,26 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     tasks = {name: TASKS[name] for name in arguments.tasks}
     if arguments.quick:
         tasks = {name: task.quickened() for name, task in tasks.items()}
-    record: dict[str, Any] = {
-        **provenance(processor()),
-        "world": ranks.WORLD,
-        "exact_steps": EXACT_STEPS,
-        "tasks": {
-            name: {"title": task.title, "arguments": task.arguments} for name, task in tasks.items()
-        },
-        "runs": [],
-    }
+    record = _record(arguments, tasks)
+    done = {(run["task"], run["seed"], run["method"]) for run in record["runs"]}
     todo = [
-        (name, seed, *contender)
+        (name, seed, contender)
         for seed in range(arguments.seeds)
         for name in tasks
-        for contender in contenders(arguments)
+        for contender in arguments.contenders
+        if (name, seed, contender.title) not in done
     ]
+    _run_all(todo, tasks, record, arguments.json)
+    return record
+
+
+def _run_all(
+    todo: Sequence[tuple[str, int, Contender]],
+    tasks: dict[str, Task],
+    record: dict[str, Any],
+    file: Path | None,
+) -> None:
+    """Adds the runs to the record, and writes it after each: a time limit loses nothing."""
     columns = (
         TextColumn("{task.description:<48}"),
         BarColumn(),
@@ -170,15 +210,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     with Progress(*columns) as progress:
         bar = progress.add_task("", total=len(todo))
-        for name, seed, method, rank in todo:
-            progress.update(bar, description=f"{name}, seed {seed}, {title(method, rank)}")
-            run = ranks.run(train, method, rank or 0, seed, tasks[name], seed)
-            about = {"task": name, "method": title(method, rank), "rank": rank, "seed": seed}
+        for name, seed, contender in todo:
+            progress.update(bar, description=f"{name}, seed {seed}, {contender.title}")
+            run = ranks.run(train, contender.method, contender.rank or 0, seed, tasks[name], seed)
+            about = {"task": name, "method": contender.title, "rank": contender.rank, "seed": seed}
             record["runs"].append({**about, **run})
             progress.advance(bar)
-            if arguments.json:  # at once: what is measured is not lost to a time limit
-                arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-    return record
+            if file:
+                file.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> None:
@@ -186,7 +225,10 @@ def main() -> None:
     record = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
     from convergence import report
 
-    report.show(record)
+    if arguments.markdown:
+        print(report.markdown(record), end="")
+    else:
+        report.show(record)
     if arguments.picture:
         report.draw(record, arguments.picture)
 

@@ -37,8 +37,8 @@ APART = 5.0  # standard deviation, beside 1 of the optimum's elements
 NOISE = 0.5
 SAMPLE_EVERY = 10
 LAST = 10  # samples that the end is the mean of
-# Okabe and Ito's colours, which the colour-blind tell apart.
-COLOURS = {"plain": "#000000", "hook-1-bucket": "#0072b2", "attached": "#d55e00"}
+# Okabe and Ito's colors, which the color-blind tell apart.
+COLORS = {"plain": "#000000", "hook-1-bucket": "#0072b2", "attached": "#d55e00"}
 
 
 class Linear(nn.Module):
@@ -121,7 +121,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.2))
     for run in record["runs"]:
         style = {
-            "color": COLOURS[run["method"]],
+            "color": COLORS[run["method"]],
             "linestyle": "-" if run["dtype"] == "float32" else "--",
             "label": f"{METHODS[run['method']].title}, {run['dtype']}",
         }

@@ -14,6 +14,8 @@ import torch
 if TYPE_CHECKING:
     from rich.console import Console
 
+PROVENANCE = ("date", "device", "commit", "torch")  # what a record begins with
+
 
 def processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -40,7 +42,7 @@ def heading(record: dict[str, Any], *more: str) -> Console:
 
     console = Console()
     if not console.is_terminal:
-        console.width = 160  # rather than the 80 that rich takes
-    about = (f"{name} {record[name]}" for name in ("date", "device", "commit", "torch"))
+        console.width = 180  # rather than the 80 that rich takes
+    about = (f"{name} {record[name]}" for name in PROVENANCE)
     console.print(*about, *more, sep=", ", highlight=False)
     return console

@@ -2,7 +2,7 @@
 """Trains a small image classifier with DistributedDataParallel, with or without compression.
 
     torchrun --nproc-per-node 2 examples/train_digits.py --backend gloo
-    torchrun --nproc-per-node 2 examples/train_digits.py --backend powersgd --rank 4
+    torchrun --nproc-per-node 2 examples/train_digits.py --backend powersgd
 
 The pictures are scikit-learn's digits (pip install scikit-learn): 1797 of 8 x 8, which it ships.
 The loop, and what compression adds to it, is in training.py.

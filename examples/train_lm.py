@@ -2,9 +2,10 @@
 """Trains a small language model with DistributedDataParallel, with or without compression.
 
     torchrun --nproc-per-node 2 examples/train_lm.py --backend gloo
-    torchrun --nproc-per-node 2 examples/train_lm.py --backend powersgd --rank 4
+    torchrun --nproc-per-node 2 examples/train_lm.py --backend powersgd
 
-The loop, and what compression adds to it, is in training.py.
+Compression is at rank 16 with the factors sent in bfloat16, unless --rank and --wire-dtype say
+otherwise. The loop, and what compression adds to it, is in training.py.
 """
 
 import argparse

@@ -25,24 +25,26 @@ import torch_powersgd as tp
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Wrap = Callable[[nn.Module], DistributedDataParallel]
+WIRE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def common_options(doc: str) -> argparse.ArgumentParser:
     """The options of every example; each sets its own --steps, --batch, --lr and others."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     add = parser.add_argument
-    add("--backend", choices=["gloo", "powersgd"], default="powersgd")
-    add("--rank", type=int, default=4, help="rank of the approximation")
-    add("--exact-steps", type=int, default=3, help="steps before compression begins")
-    add("--steps", type=int)
+    add("--backend", choices=["gloo", "powersgd"], default="powersgd", help="gradients' backend")
+    add("--rank", type=int, default=16, help="rank of the approximation")
+    add("--wire-dtype", choices=WIRE_DTYPES, default="bfloat16", help="dtype of what is sent")
+    add("--exact-steps", type=int, default=10, help="number of steps before compression begins")
+    add("--steps", type=int, help="number of steps")
     add("--batch", type=int, help="samples per rank and step")
-    add("--lr", type=float)
-    add("--warmup", type=int, default=20, help="steps until --lr is reached")
-    add("--seed", type=int, default=0)
-    add("--validate-every", type=int, default=50)
-    add("--metrics", type=Path, help="write one JSON object per step here")
-    add("--checkpoint", type=Path, help="resume from here, and save here")
-    add("--checkpoint-every", type=int, default=500)
+    add("--lr", type=float, help="learning rate")
+    add("--warmup", type=int, default=20, help="number of steps until --lr is reached")
+    add("--seed", type=int, default=0, help="seed of the weights and the batches")
+    add("--validate-every", type=int, default=50, metavar="N", help="steps between validations")
+    add("--metrics", type=Path, help="file for one JSON object per step")
+    add("--checkpoint", type=Path, help="file to resume from and to save to")
+    add("--checkpoint-every", type=int, default=500, metavar="N", help="steps between saves")
     return parser
 
 
@@ -58,7 +60,9 @@ def parallel(args: argparse.Namespace, model: nn.Module) -> DistributedDataParal
     ddp = DistributedDataParallel(model)
     if args.backend == "powersgd":  # [compression]
         options = tp.Options(
-            matrix_approximation_rank=args.rank, start_powerSGD_iter=args.exact_steps
+            matrix_approximation_rank=args.rank,
+            wire_dtype=getattr(torch, args.wire_dtype),
+            start_powerSGD_iter=args.exact_steps,
         )
         tp.attach(ddp, options)
     return ddp

@@ -11,20 +11,26 @@ from cluster.launch import Run
 
 # Methods that average nothing, and how much longer a step is than theirs.
 REFERENCES = {"none": "above_none", "ddp-alone": "above_ddp_alone"}
-SMOOTHED_STEPS = 10  # a loss is the mean of so many steps: a single batch says little
+LEAST_WINDOW = 10
 Figures = dict[str, Any]
+
+
+def window(losses: Sequence[float]) -> int:
+    """The number of steps that a loss is the mean of: a single batch says little."""
+    return max(LEAST_WINDOW, len(losses) // 10)
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
     """At each step the mean of the last ones."""
-    windows = (losses[max(0, i + 1 - SMOOTHED_STEPS) : i + 1] for i in range(len(losses)))
-    return [statistics.mean(window) for window in windows]
+    size = window(losses)
+    windows = (losses[max(0, i + 1 - size) : i + 1] for i in range(len(losses)))
+    return [statistics.mean(values) for values in windows]
 
 
 def steps_to(loss: float, losses: Sequence[float]) -> int | None:
     """The first step at which the smoothed loss is as low as that; None: it never is."""
     for i, value in enumerate(smoothed(losses)):
-        if i + 1 >= SMOOTHED_STEPS and value <= loss:
+        if i + 1 >= window(losses) and value <= loss:
             return i + 1
     return None
 
@@ -32,9 +38,19 @@ def steps_to(loss: float, losses: Sequence[float]) -> int | None:
 def target_loss(learned: Mapping[str, Run]) -> float | None:
     """What plain averaging reaches after three quarters of its steps."""
     plain = learned.get("plain")
-    if not plain or len(plain.losses) < 4 * SMOOTHED_STEPS:
+    if not plain or len(plain.losses) < 4 * LEAST_WINDOW:
         return None
     return smoothed(plain.losses)[len(plain.losses) * 3 // 4 - 1]
+
+
+def learned(record: Mapping[str, Any], model: str, ranks: int) -> dict[str, Run]:
+    """The runs for the loss that a record has of a model on so many ranks."""
+    runs: dict[str, Run] = {}
+    for setting in record["settings"]:
+        if (setting["model"], setting["ranks"]) == (model, ranks):
+            for name, losses in setting["losses"].items():
+                runs[name] = Run(setting["learning_failures"].get(name, []), losses=losses)
+    return runs
 
 
 def compare(
@@ -58,7 +74,7 @@ def compare(
             beyond = figures["peak_memory_bytes"] - plain["peak_memory_bytes"]
             figures["memory_beyond_plain_in_gradients"] = beyond / figures["gradient_bytes"]
         run = learned.get(method)
-        if run and run.succeeded:
+        if run and run.losses:
             figures["final_loss"] = smoothed(run.losses)[-1]
             steps = steps_to(loss, run.losses) if loss is not None else None
             figures["steps_to_loss"] = steps

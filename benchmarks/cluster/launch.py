@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,15 +64,21 @@ def environment(rank: int, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def predict(
-    cluster: hosts.Hosts, variables: Mapping[str, str], limit: float, **job: Any
+    cluster: hosts.Hosts,
+    variables: Mapping[str, str],
+    limit: float,
+    contenders: Sequence[str],
+    **job: Any,
 ) -> dict[str, float]:
-    """What advise predicts on these hosts: milliseconds, by method. Empty if it fails."""
+    """What advise predicts on these hosts for plain and for these contenders, by name, in
+    milliseconds; empty if it fails."""
     folder = Path(tempfile.mkdtemp(prefix=f"{hosts.owner()}-"))
     processes = []
     try:
         for rank in range(len(cluster)):
             fields = {"rank": rank, "world": len(cluster), "store": str(folder / "store")}
-            this = Job(**fields, timeout=START_SECONDS, method="advise", **job)
+            method = " ".join(contenders)
+            this = Job(**fields, timeout=START_SECONDS, method=method, approximation=0, **job)
             command = this.command(folder / f"results{rank}", "cluster.predict")
             env = environment(rank, variables)
             processes.append(cluster.start(rank, command, env, cwd=_BENCHMARKS))

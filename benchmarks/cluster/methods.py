@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -84,8 +84,8 @@ class Method:
     make: Make
     options: Callable[[int, int], tp.Options] | None = None  # the process group's; rank, seed
     lacks: Callable[[], str] = lambda: ""  # why it cannot run here
-    devices: Sequence[str] = ("cpu", "cuda")  # where it runs when no methods are named
     attached: bool = False  # this project's, layer by layer
+    approximates: bool = True  # by factors, which have a rank
 
 
 def _parallel(model: nn.Module, rank: int, seed: int) -> Trainee:
@@ -171,15 +171,25 @@ def _author_lacks() -> str:
 
 
 METHODS = {
-    "none": Method("no synchronisation", PLAIN, lambda model, rank, seed: Trainee(model)),
+    "none": Method(
+        "no synchronization", PLAIN, lambda model, rank, seed: Trainee(model), approximates=False
+    ),
     # DDP keeps the gradients' memory from step to step, for which a model alone asks each time.
-    "ddp-alone": Method("DDP, averaging nothing", PLAIN, _hooked(_average_nothing)),
-    "plain": Method("plain all-reduce", PLAIN, _parallel),
+    "ddp-alone": Method(
+        "DDP, averaging nothing", PLAIN, _hooked(_average_nothing), approximates=False
+    ),
+    "plain": Method("plain all-reduce", PLAIN, _parallel, approximates=False),
     "fp16": Method(
-        "torch's fp16 hook", PLAIN, _hooked(default_hooks.fp16_compress_hook), devices=["cpu"]
+        "torch's fp16 hook",
+        PLAIN,
+        _hooked(default_hooks.fp16_compress_hook),
+        approximates=False,
     ),
     "bf16": Method(
-        "torch's bf16 hook", PLAIN, _hooked(default_hooks.bf16_compress_hook), devices=["cuda"]
+        "torch's bf16 hook",
+        PLAIN,
+        _hooked(default_hooks.bf16_compress_hook),
+        approximates=False,
     ),
     "hook": Method("torch's PowerSGD hook", PLAIN, _power_sgd_hooked()),
     # On Gloo the hook issues the collectives of several buckets in an order that ranks need not
@@ -188,17 +198,15 @@ METHODS = {
         "torch's PowerSGD hook, one bucket",
         PLAIN,
         _power_sgd_hooked(bucket_cap_mb=1 << 20),
-        devices=["cpu"],
     ),
     "author": Method(
         "the author's powersgd",
         PLAIN,
         lambda model, rank, seed: Author(model, rank),
         lacks=_author_lacks,
-        devices=["cpu"],
     ),
     "attached": _attached("ours, attached"),
-    "flat": Method("ours, flat", POWERSGD, _parallel, _options, devices=["cpu"]),
+    "flat": Method("ours, flat", POWERSGD, _parallel, _options),
     "alternating": _attached("ours, alternating", alternating=True),
     "bf16-wire": _attached("ours, bf16 wire", wire_dtype=torch.bfloat16),
 }

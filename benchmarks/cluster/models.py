@@ -50,7 +50,7 @@ def _pictures(batch: int) -> Callable[[int, int], Callable[[int], Batch]]:
 
 
 class Convolution(nn.Module):
-    """A convolution without bias, and batch normalisation."""
+    """A convolution without bias, and batch normalization."""
 
     def __init__(self, inputs: int, outputs: int, size: int, stride: int = 1) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The prediction of `torch_powersgd advise` on the hosts: `python -m cluster.predict JOB RESULTS`.
 
-Each rank writes the predicted milliseconds of a step's synchronisation, by method; all the same.
+Each rank writes the predicted milliseconds of a step's synchronization, by contender; all the same.
+The job's method names the contenders: "attached:4 bf16-wire:16".
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ def _backward(job: Job, model: Any, device: Any) -> Any:
 def _predictions(job: Job) -> dict[str, float]:
     import torch
 
-    from cluster import methods, models
+    from cluster import contenders, models
     from torch_powersgd import advise
     from torch_powersgd.verdict import figure_of
 
     torch.set_num_threads(1)
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
     model = models.TASKS[job.model].make().to(device)
-    options = {
-        name: method.options(job.approximation, 0)
-        for name, method in methods.METHODS.items()
-        if method.options and method.attached and not method.lacks()
-    }
+    options = {}
+    for contender in contenders.expand(map(contenders.parse, job.method.split()), ()):
+        assert contender.how.options
+        assert contender.rank
+        options[contender.name] = contender.how.options(contender.rank, 0)
     question = advise.job_of(model, _backward(job, model, device), list(options.values()))
     measured = advise.measure(question, device)
     alone = figure_of(measured.alone).median

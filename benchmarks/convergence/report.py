@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tables and the picture of a record, as bench_convergence.py writes it."""
+"""The tables and the picture of a record that bench_convergence.py has written."""
 
 from __future__ import annotations
 
@@ -17,18 +17,33 @@ matplotlib.use("Agg")  # a file is written: no display is needed
 from matplotlib import pyplot, ticker
 
 Run = dict[str, Any]
-# Okabe and Ito's colours, which the colour-blind tell apart, by the rank of the approximation.
-COLOURS = {None: "#000000", 1: "#d55e00", 2: "#009e73", 4: "#0072b2"}
-OTHER_COLOUR = "#cc79a7"
+Cell = Callable[[list[Run]], str]
+# Okabe and Ito's colors, which the color-blind tell apart, by the rank of the approximation.
+COLORS = {
+    None: "#000000",
+    1: "#d55e00",
+    2: "#009e73",
+    4: "#0072b2",
+    8: "#e69f00",
+    16: "#cc79a7",
+    32: "#56b4e9",
+}
+OTHER_COLOR = "#999999"
 
 
 def by_method(record: dict[str, Any], task: str) -> dict[str, list[Run]]:
-    """The runs of a task, one for each seed."""
+    """The runs of a task, one for each seed: methods in METHODS' order, then by rank."""
     result: dict[str, list[Run]] = {}
     for run in record["runs"]:
         if run["task"] == task:
             result.setdefault(run["method"], []).append(run)
-    return result
+    order = [method.title for method in METHODS.values()]
+    return dict(
+        sorted(
+            result.items(),
+            key=lambda item: (order.index(item[0].split(", rank ")[0]), item[1][0]["rank"] or 0),
+        )
+    )
 
 
 def _plain(methods: dict[str, list[Run]]) -> list[Run]:
@@ -63,24 +78,38 @@ def show(record: dict[str, Any]) -> None:
             console.print(_table(record, task, methods))
 
 
-def _table(record: dict[str, Any], task: dict[str, Any], methods: dict[str, list[Run]]) -> Table:
-    first = next(iter(methods.values()))[0]
+def _cells(methods: dict[str, list[Run]]) -> dict[str, Cell]:
+    """The columns of a task's table."""
     plain = _plain(methods)
-    title = (
-        f"{task['title']}: {first['parameters'] / 1e6:.2f} M parameters, {first['step'][-1]} steps,"
-        f" {record['world']} ranks, seeds: {len(next(iter(methods.values())))}\n{task['arguments']}"
-    )
-    cells: dict[str, Callable[[list[Run]], str]] = {
+    cells: dict[str, Cell] = {
         "validation loss": lambda runs: _mean([r["validation_loss"][-1] for r in runs], "{:.3f}"),
-        "less plain's": lambda runs: _mean(beyond_plain(runs, plain), "{:+.3f}"),
+        "above plain": lambda runs: (
+            _mean(beyond_plain(runs, plain), "{:+.3f}") if runs is not plain else ""
+        ),
     }
-    if "validation_accuracy" in first:
+    if "validation_accuracy" in next(iter(methods.values()))[0]:
         cells["accuracy, %"] = lambda runs: _mean(
             [100 * r["validation_accuracy"][-1] for r in runs], "{:.1f}"
         )
-    cells["sent, % of the gradient"] = lambda runs: (
-        f"{100 * runs[0]['bytes_sent_per_step'] / runs[0]['gradient_bytes']:.2f}"
+    if len({len(runs) for runs in methods.values()}) > 1:
+        cells["seeds"] = lambda runs: str(len(runs))
+    cells["sent, %"] = lambda runs: (
+        f"{100 * runs[0]['bytes_sent_per_step'] / runs[0]['gradient_bytes']:.1f}"
     )
+    return cells
+
+
+def _title(record: dict[str, Any], task: dict[str, Any], methods: dict[str, list[Run]]) -> str:
+    first = next(iter(methods.values()))
+    return (
+        f"{task['title']}: {first[0]['parameters'] / 1e6:.2f} M parameters, "
+        f"{first[0]['step'][-1]} steps, {record['world']} ranks, seeds: {len(first)}"
+    )
+
+
+def _table(record: dict[str, Any], task: dict[str, Any], methods: dict[str, list[Run]]) -> Table:
+    cells = _cells(methods)
+    title = f"{_title(record, task, methods)}\n{task['arguments']}"
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
     for name in cells:
@@ -90,11 +119,27 @@ def _table(record: dict[str, Any], task: dict[str, Any], methods: dict[str, list
     return table
 
 
+def markdown(record: dict[str, Any]) -> str:
+    """The tables as docs/convergence.md has them."""
+    parts = []
+    for name, task in record["tasks"].items():
+        if not (methods := by_method(record, name)):
+            continue
+        cells = _cells(methods)
+        rows = [["", *cells], ["---"] * (1 + len(cells))]
+        rows += [
+            [title, *(cell(runs) for cell in cells.values())] for title, runs in methods.items()
+        ]
+        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        parts.append(f"{_title(record, task, methods)}:\n\n{table}\n")
+    return "\n".join(parts)
+
+
 def _style(runs: list[Run], title: str) -> dict[str, Any]:
-    """The colour says the rank, the line whose."""
+    """The color says the rank; the line says the method."""
     rank = runs[0]["rank"]
-    line = "-" if "hook" not in title else "--" if rank else ":"
-    return {"color": COLOURS.get(rank, OTHER_COLOUR), "linestyle": line}
+    line = ":" if rank is None else "--" if "hook" in title else "-." if "bf16" in title else "-"
+    return {"color": COLORS.get(rank, OTHER_COLOR), "linestyle": line}
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -150,12 +195,12 @@ def _draw_ends(axes: Any, methods: dict[str, list[Run]], label: bool) -> None:
     rows = {title: runs for title, runs in methods.items() if runs is not plain}
     for row, (title, runs) in enumerate(rows.items()):
         beyond = beyond_plain(runs, plain)
-        colour = _style(runs, title)["color"]
+        color = _style(runs, title)["color"]
         marker = {"markerfacecolor": "none"} if "hook" in title else {}
-        axes.plot(beyond, [row] * len(beyond), "o", color=colour, **marker)
+        axes.plot(beyond, [row] * len(beyond), "o", color=color, **marker)
         if beyond:
-            axes.plot(statistics.mean(beyond), row, "|", color=colour, markersize=18)
-    axes.axvline(0, color=COLOURS[None], linewidth=1)
+            axes.plot(statistics.mean(beyond), row, "|", color=color, markersize=18)
+    axes.axvline(0, color=COLORS[None], linewidth=1)
     axes.set_yticks(range(len(rows)), list(rows) if label else [])
     axes.invert_yaxis()
-    axes.set_xlabel("last validation loss, less plain's of the same seed")
+    axes.set_xlabel("last validation loss, above plain's of the same seed")

@@ -58,6 +58,9 @@ def test_a_rate_is_read_as_tc_does(rate: str, value: float) -> None:
         (["--ranks", "1"], "--ranks: an integer of at least 2, got '1'"),
         (["--steps", "many"], "--steps: an integer of at least 2, got 'many'"),
         (["--methods", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
+        (["--methods", "plain:4"], "plain has no rank, got 'plain:4'"),
+        (["--methods", "bf16-wire:8,0"], "integers of at least 1, got 'bf16-wire:8,0'"),
+        (["--methods", "bf16-wire:"], "integers of at least 1, got 'bf16-wire:'"),
     ],
 )
 def test_a_bad_argument_is_named(
@@ -70,6 +73,30 @@ def test_a_bad_argument_is_named(
     with pytest.raises(SystemExit):
         bench_cluster.parse_arguments()
     assert message in capsys.readouterr().err
+
+
+def test_each_method_has_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = ["plain", "hook-1-bucket:4", "bf16-wire:8,16", "attached", "bf16-wire:16"]
+    monkeypatch.setattr(sys, "argv", ["bench", "--methods", *methods, "--rank", "2", "4"])
+    names = [contender.name for contender in bench_cluster.parse_arguments().contenders]
+    own = ["plain", "hook-1-bucket:4", "bf16-wire:8", "bf16-wire:16"]
+    assert names == [*own, "attached:2", "attached:4"]
+    titles = {
+        contender.name: contender.title for contender in bench_cluster.parse_arguments().contenders
+    }
+    assert titles["bf16-wire:16"] == "ours, bf16 wire, rank 16"
+    assert titles["plain"] == "plain all-reduce"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_recommended_setting_is_compared_by_default(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--device", device])
+    arguments = bench_cluster.parse_arguments()
+    names = [contender.name for contender in arguments.contenders]
+    assert "bf16-wire:16" in names
+    assert arguments.pictured[-1].name == "bf16-wire:16"
 
 
 def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +152,13 @@ def test_figures() -> None:
     assert compared["plain"]["steps_to_loss"] == 36
     assert compared["plain"]["final_loss"] == 5.5
     assert compared["hook"] == {"failures": ["hung"]}
+
+    setting = {"model": "demo", "ranks": 2, "learning_failures": {"hook": ["hung"]}}
+    losses = {"plain": learned["plain"].losses}
+    record = {"settings": [{**setting, "losses": losses}]}
+    assert figures.learned(record, "demo", 4) == {}
+    again = figures.compare(rounds, figures.learned(record, "demo", 2), loss=70.0)
+    assert again == compared
 
 
 # A host sends so many bytes to every other, in threads; whoever receives says when the first and
@@ -276,19 +310,27 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
     """Two ranks, so a ring all-reduce sends every gradient once."""
     output = tmp_path / "record.json"
     script = [sys.executable, str(BENCHMARKS / "bench_cluster.py"), "--quick"]
-    options = ["--methods", "none", "ddp-alone", "plain", "attached", "--steps", "2"]
-    files = ["--json", str(output), "--picture", str(tmp_path / "picture.png")]
-    subprocess.run([*script, *options, *files], check=True, timeout=500)
+    methods = ["none", "ddp-alone", "plain", "attached:4", "bf16-wire:4,16"]
+    pictures = {"--picture": tmp_path / "links.png", "--picture-of-all": tmp_path / "all.png"}
+    files = [str(word) for item in pictures.items() for word in item]
+    options = ["--methods", *methods, "--steps", "2", "--json", str(output), *files]
+    subprocess.run([*script, *options], check=True, timeout=500)
     (setting,) = json.loads(output.read_text())["settings"]
-    none, alone, plain, attached = setting["methods"].values()
+    none, alone, plain, attached, bf16, recommended = setting["methods"].values()
     size = plain["gradient_bytes"]
     assert none["tx_bytes_per_step"] < 10_000
     assert alone["tx_bytes_per_step"] < 10_000
     assert size < plain["tx_bytes_per_step"] < 1.1 * size  # headers, acknowledgements
     assert attached["tx_bytes_per_step"] < size / 20
+    # A payload is half as long in bfloat16, and four times as long at four times the rank; the
+    # headers and the parameters that are not compressed are a part of it at any rank.
+    assert bf16["tx_bytes_per_step"] < 0.6 * attached["tx_bytes_per_step"]
+    assert 3 * bf16["tx_bytes_per_step"] < recommended["tx_bytes_per_step"] < size / 20
     assert plain["above_none_ms"] > 0
-    assert 0 < attached["predicted_ms"] < plain["predicted_ms"]
-    assert (tmp_path / "picture.png").stat().st_size > 0
+    for compressed in (attached, bf16, recommended):
+        assert 0 < compressed["predicted_ms"] < plain["predicted_ms"]
+    for picture in pictures.values():
+        assert picture.stat().st_size > 0
 
 
 @needs_hosts

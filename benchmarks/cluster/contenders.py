@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The methods that a benchmark compares, each at the ranks of the approximation that are asked for.
+
+On the command line: `plain hook-1-bucket:4 bf16-wire:8,16`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from cluster.figures import REFERENCES
+from cluster.methods import METHODS, Method
+
+
+class Contender(NamedTuple):
+    """A method at a rank of the approximation; the rank is None where nothing is approximated."""
+
+    method: str
+    rank: int | None
+
+    @property
+    def name(self) -> str:
+        """The contender as it is named on the command line and in a record."""
+        return self.method if self.rank is None else f"{self.method}:{self.rank}"
+
+    @property
+    def title(self) -> str:
+        title = METHODS[self.method].title
+        return title if self.rank is None else f"{title}, rank {self.rank}"
+
+    @property
+    def how(self) -> Method:
+        return METHODS[self.method]
+
+    @property
+    def learns(self) -> bool:
+        """Whether it averages, so that its loss says something."""
+        return self.method not in REFERENCES
+
+
+class Wanted(NamedTuple):
+    """An argument of --methods; no ranks: those of all methods."""
+
+    method: str
+    ranks: Sequence[int]
+
+
+def parse(text: str) -> Wanted:
+    """Reads METHOD or METHOD:RANK,RANK."""
+    method, colon, ranks = text.partition(":")
+    if method not in METHODS:
+        raise argparse.ArgumentTypeError(
+            f"invalid choice: {method!r} (choose from {', '.join(METHODS)})"
+        )
+    if not colon:
+        return Wanted(method, ())
+    if not METHODS[method].approximates:
+        raise argparse.ArgumentTypeError(f"{method} has no rank, got {text!r}")
+    words = ranks.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(f"ranks are integers of at least 1, got {text!r}")
+    return Wanted(method, tuple(map(int, words)))
+
+
+def expand(wanted: Iterable[Wanted], ranks: Sequence[int]) -> list[Contender]:
+    """Each method at its own ranks, or at `ranks` where it names none; none of them twice."""
+    result: dict[Contender, None] = {}
+    for method, own in wanted:
+        of_method = (own or ranks) if METHODS[method].approximates else [None]
+        result.update(dict.fromkeys(Contender(method, rank) for rank in of_method))
+    return list(result)
