@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchrun -m torch_powersgd advise, as a program: its output, its errors, and how its ranks end."""
+"""torchrun -m torch_powersgd advise as a program: its output, its errors, how its ranks end."""
 
 from __future__ import annotations
 
