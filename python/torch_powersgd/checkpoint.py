@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from torch_powersgd import fsdp
+from torch_powersgd import fsdp, watch
+from torch_powersgd._backend import find_backends
 from torch_powersgd._core import _C
 from torch_powersgd.ddp import attached_model, group_of, option_fields
 from torch_powersgd.proposal import Module
@@ -89,7 +89,7 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
     per_rank = isinstance(state, dict) and "rank" in state
     local: list[_C.LocalExport] = []
     mean: list[_C.ParameterExport] = []
-    error = ""
+    plain: dict[str, Any] = {}
     try:
         _check_form(state)
         _check_place(state, _place(module, per_rank))
@@ -99,9 +99,10 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
         else:
             mean = [_to_mean(name, tensors) for name, tensors in state["parameters"].items()]
             model.check_state(mean)
-    except ValueError as bad:
-        error = str(bad)
-    _agree(group, error, (per_rank, state["step"]) if not error else None)
+        plain = {"per_rank": per_rank, "step": state["step"]}
+    except ValueError as invalid:
+        plain = {"error": str(invalid)}
+    watch.meet(group, find_backends(group)[0], "load_state_dict").agree(plain, _compare)
     if per_rank:
         model.load_local(local, state["step"])
     else:
@@ -170,20 +171,17 @@ def _check_place(state: dict[str, Any], here: dict[str, Any]) -> None:
         )
 
 
-def _agree(group: dist.ProcessGroup, error: str, key: tuple[bool, int] | None) -> None:
-    """Raises on every rank if any has an error, or they are about to load different states."""
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, (error, key), group=group)
-    for rank, (other, _) in enumerate(everyone):
-        if other:
-            raise ValueError(other if other == error else f"rank {rank}: {other}")
-    for rank, (_, other_key) in enumerate(everyone):
-        if other_key != everyone[0][1]:
-            (one, a), (two, b) = everyone[0][1], other_key
-            raise ValueError(
-                f"the checkpoints must be of one step and kind, got step {a} on rank 0 and {b} on "
-                f"rank {rank}, per_rank {one} and {two}"
+def _compare(everyone: list[dict[str, Any]]) -> str:
+    """Empty if the ranks are about to load the same step and kind, else the error's message."""
+    first = everyone[0]
+    for rank, mine in enumerate(everyone):
+        if mine != first:
+            return (
+                f"the checkpoints must be of one step and kind, got step {first['step']} on rank 0 "
+                f"and {mine['step']} on rank {rank}, per_rank {first['per_rank']} and "
+                f"{mine['per_rank']}"
             )
+    return ""
 
 
 def _of_mean(parameter: _C.ParameterExport) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import atexit
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
@@ -31,9 +32,10 @@ PERIOD = 2.0  # seconds between two looks at the store
 LONGEST_WATCH = 600.0
 
 _LATE = "late"
+_ATTACH = "attach"
 
-# How often this rank has called attach with a group.
-_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+# How often this rank has made each call with a group.
+_calls: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 # Until when a group is watched, and the groups of which this rank was named.
 _until: WeakKeyDictionary[dist.ProcessGroup, float] = WeakKeyDictionary()
 _named: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -41,15 +43,17 @@ _stop = threading.Event()
 _thread: threading.Thread | None = None
 
 
-def meet(group: dist.ProcessGroup, backend: _C.BackendPowerSGD | None) -> Meeting:
-    """The meeting of the group's ranks in this rank's next call of ``attach``.
+def meet(group: dist.ProcessGroup, backend: _C.BackendPowerSGD | None, call: str) -> Meeting:
+    """The meeting of the group's ranks in this rank's next call of a function.
 
     Args:
-        group: the group of the module.
-        backend: its powersgd backend, if it has one.
+        group: The group of the module.
+        backend: Its powersgd backend, if it has one.
+        call: The name of the function. Absent ranks of ``attach`` are looked for by the thread.
     """
-    call = _calls[group] = _calls.get(group, 0) + 1
-    store = _store_of(group, call)
+    counts = _calls.setdefault(group, Counter())
+    counts[call] += 1
+    store = _store_of(group, call, counts[call])
 
     def leave_note(absent: list[int]) -> str:
         if not store.check([_LATE]):
@@ -58,7 +62,7 @@ def meet(group: dist.ProcessGroup, backend: _C.BackendPowerSGD | None) -> Meetin
         return ""
 
     timeout = default_pg_timeout if backend is None else backend.options._timeout
-    return Meeting(store, group.rank(), group.size(), "has not called attach", timeout, leave_note)
+    return Meeting(store, group.rank(), group.size(), f"has not called {call}", timeout, leave_note)
 
 
 def start() -> None:
@@ -95,7 +99,7 @@ def _unattached() -> Iterator[tuple[dist.ProcessGroup, _C.BackendPowerSGD]]:
     from torch_powersgd._backend import find_backends
 
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group in _calls:
+        if group in _calls and _calls[group][_ATTACH]:
             continue
         now = time.monotonic()
         if now > _until.setdefault(group, now + LONGEST_WATCH):
@@ -107,7 +111,7 @@ def _unattached() -> Iterator[tuple[dist.ProcessGroup, _C.BackendPowerSGD]]:
 
 
 def _look(group: dist.ProcessGroup, backend: _C.BackendPowerSGD) -> None:
-    store = _store_of(group, call=1)
+    store = _store_of(group, _ATTACH, 1)
     if not store.check([_LATE]):
         return
     note = json.loads(store.get(_LATE))
@@ -122,8 +126,8 @@ def _look(group: dist.ProcessGroup, backend: _C.BackendPowerSGD) -> None:
     log.warning(message)
 
 
-def _store_of(group: dist.ProcessGroup, call: int) -> PrefixStore:
-    return PrefixStore(f"powersgd/attach/{call}", group.get_group_store())
+def _store_of(group: dist.ProcessGroup, call: str, count: int) -> PrefixStore:
+    return PrefixStore(f"powersgd/{call}/{count}", group.get_group_store())
 
 
 def _sequence_of(backend: _C.BackendPowerSGD | None) -> int:
