@@ -159,7 +159,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         panels[0][column].set_title(record["tasks"][name]["title"], fontsize=10)
         _draw_ends(panels[1][column], methods, label=column == 0)
     panels[0][0].set_ylabel("validation loss, mean over the seeds")
-    panels[0][0].legend(frameon=False, fontsize=9, loc="upper right")
+    panels[0][0].legend(frameon=False, fontsize=8, loc="upper right")
     finish(figure, path)
 
 
