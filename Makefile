@@ -67,17 +67,22 @@ bench: build  ## every figure that the docs quote, on a quiet machine, as root (
 	  --json $(RESULTS)/stages_cpu_2_threads.json
 	$(PYTHON) benchmarks/bench_instructions.py --dtypes float32 bfloat16 \
 	  --json $(RESULTS)/instructions.json
-	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rounds 7 --learning-steps 80 \
+	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rounds 5 --learning-steps 300 \
+	  --methods none ddp-alone plain fp16 hook-1-bucket:4,16 attached:4 bf16-wire:8,16,32 \
+	  --learning-methods plain fp16 hook-1-bucket:4 attached:4 bf16-wire:16 \
+	  --json $(RESULTS)/cluster_links.json --picture docs/images/cluster_links.png
+	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rounds 7 --learning-steps 80 --rank 4 \
 	  --methods none ddp-alone plain fp16 hook-1-bucket author attached flat alternating bf16-wire \
-	  --json $(RESULTS)/cluster_cpu.json --picture docs/images/cluster_cpu.png
-	$(PYTHON) benchmarks/bench_cluster.py --ranks 4 --rounds 5 --learning-steps 0 \
+	  --json $(RESULTS)/cluster_cpu.json
+	$(PYTHON) benchmarks/bench_cluster.py --ranks 4 --rounds 5 --learning-steps 0 --rank 4 \
 	  --methods none ddp-alone plain hook-1-bucket author attached alternating bf16-wire \
 	  --json $(RESULTS)/cluster_cpu_4.json
 	$(PYTHON) benchmarks/bench_starts.py --methods attached --json $(RESULTS)/starts.json
-	$(PYTHON) benchmarks/bench_convergence.py \
+	$(PYTHON) benchmarks/bench_convergence.py --methods plain fp16 hook-1-bucket:4,16 \
+	  attached:1,2,4,8,16 bf16-wire:4,8,16,32 \
 	  --json $(RESULTS)/convergence.json --picture docs/images/convergence.png
 	$(PYTHON) benchmarks/bench_convergence.py --methods plain attached alternating bf16-wire \
-	  --ranks 4 --json $(RESULTS)/convergence_modes.json
+	  --ranks 4 --seeds 3 --json $(RESULTS)/convergence_modes.json
 	$(PYTHON) benchmarks/bench_noniid.py \
 	  --json $(RESULTS)/noniid.json --picture docs/images/noniid.png
 
