@@ -78,8 +78,7 @@ bench: build  ## every figure that the docs quote, on a quiet machine, as root (
 	  --methods none ddp-alone plain hook-1-bucket author attached alternating bf16-wire \
 	  --json $(RESULTS)/cluster_cpu_4.json
 	$(PYTHON) benchmarks/bench_starts.py --methods attached --json $(RESULTS)/starts.json
-	$(PYTHON) benchmarks/bench_convergence.py --methods plain fp16 hook-1-bucket:4,16 \
-	  attached:1,2,4,8,16 bf16-wire:4,8,16,32 \
+	$(PYTHON) benchmarks/bench_convergence.py \
 	  --json $(RESULTS)/convergence.json --picture docs/images/convergence.png
 	$(PYTHON) benchmarks/bench_convergence.py --methods plain attached alternating bf16-wire \
 	  --ranks 4 --seeds 3 --json $(RESULTS)/convergence_modes.json

@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 NOT_COMPARED = (*REFERENCES, "author")  # the author's is not in DDP
-DEFAULT_METHODS = "plain fp16 hook-1-bucket:4 attached:4,8,16 bf16-wire:8,16,32"
+DEFAULT_METHODS = "plain fp16 hook-1-bucket:4,16 attached:1,2,4,8,16 bf16-wire:4,8,16,32"
 QUICK_METHODS = "plain fp16 hook-1-bucket:1 attached:1 bf16-wire:16"
 
 

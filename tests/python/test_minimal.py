@@ -50,6 +50,12 @@ def test_the_example_compresses_within_its_steps_and_says_so():
     assert " ".join([*said, ended.stdout.strip()]) == _readme_output()
 
 
+def test_the_readme_has_all_of_its_figures():
+    readme = (ROOT / "README.md").read_text()
+    assert "@@" not in readme
+    assert len(readme.splitlines()) <= 150
+
+
 def test_the_readme_shows_the_head_of_the_example():
     shown = _side("+").strip("\n")
     assert "torch_powersgd.attach(ddp, options)" in shown
