@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-MARK = "POWERSGD_CLUSTER"  # the variable that holds the owner's name in its processes
+MARK = "CLUSTER_HOSTS"  # the variable that holds the owner's name in its processes
 INTERFACE = "eth0"
 TX_BYTES = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
 

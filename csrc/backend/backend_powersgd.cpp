@@ -328,10 +328,11 @@ bool BackendPowerSGD::compressing() const {
   });
 }
 
-std::string BackendPowerSGD::not_started() {
+std::string BackendPowerSGD::not_started(int64_t soon) {
   const std::optional<int64_t> start = starts_at();
   const StatsSnapshot stats = stats_->snapshot();
-  if (!start || stats.steps == 0 || stats.steps >= *start || stats.compressed_calls > 0) return "";
+  if (!start || stats.steps == 0 || stats.compressed_calls > 0) return "";
+  if (stats.steps >= *start - soon) return "";
   const std::lock_guard<std::mutex> lock(mutex_);
   if (std::exchange(said_not_started_, true)) return "";
   return c10::str("nothing has been compressed in ", stats.steps,

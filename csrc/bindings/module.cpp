@@ -192,7 +192,7 @@ void bind_backend(py::module_& module) {
       .def("reset_stats", &BackendPowerSGD::reset_stats, NoGil())
       .def("compressing", &BackendPowerSGD::compressing)
       .def("starts_at", &BackendPowerSGD::starts_at)
-      .def("not_started", &BackendPowerSGD::not_started)
+      .def("not_started", &BackendPowerSGD::not_started, py::arg("soon") = 0)
       .def("models", &BackendPowerSGD::models, NoGil())
       // torch calls it on the parent for ranks that are not in a new group; only NCCL needs it.
       .def("perform_nocolor_split", [](BackendPowerSGD&, const at::Device&) {})

@@ -148,8 +148,8 @@ class BackendPowerSGD : public ForwardingBackend {
   // Whether the next step of an attached model, or the last flat gradient, is compressed.
   bool compressing() const;
   // Says that steps were trained before the one from which gradients are compressed. Empty if that
-  // is not so, or was said before.
-  std::string not_started();
+  // is not so, was said before, or compression starts within `soon` steps.
+  std::string not_started(int64_t soon = 0);
   // For one owner of buckets; counted in snapshot() for as long as this backend lives.
   std::shared_ptr<StepCounter> make_step_counter();
   void log(LogLevel level, const std::string& message) const;

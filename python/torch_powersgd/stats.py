@@ -12,14 +12,16 @@ from torch_powersgd import log
 from torch_powersgd._backend import find_backends
 from torch_powersgd._core import _C
 
+SOON = 20  # steps: if compression starts within as many, nobody needs to be told
+
 
 def stats(
     group: dist.ProcessGroup | None = None, residual_norms: bool = True, flat: bool = False
 ) -> dict[str, Any]:
     """Counts of this rank since the group was created or ``reset_stats`` was called.
 
-    It is not collective. If steps were trained and compression has not started yet, it says so
-    once.
+    It is not collective. If steps were trained and compression does not start soon, the group's
+    first rank says so once.
 
     Args:
         group: The process group. None is the default group.
@@ -86,7 +88,7 @@ def reset_stats(group: dist.ProcessGroup | None = None) -> None:
 
 def _say_if_not_started(backends: list[_C.BackendPowerSGD]) -> None:
     for backend in backends:
-        message = backend.not_started()
+        message = backend.not_started(SOON) if backend.rank() == 0 else ""
         if message:
             log.notice(message)
 

@@ -24,7 +24,9 @@ LEAST_NOISE = 0.01  # a part of the step: smaller differences are not taken for 
 LEAST_GAIN = 0.05  # a part of the plain step: a smaller gain is not worth a change
 CAUTION = 1.5  # times the noise: the best of several settings may owe its gain to luck
 UNDECIDED_GAIN = 0.1  # a part of the plain step: a larger gain may not hide in the noise
-NEGLIGIBLE = 0.05  # a part of the fastest step: a higher rank is worth that much time
+# A part of the fastest step: a higher rank is worth that much time. With the demo's GPT, rank 4
+# needs half as many steps again as rank 16 to the same loss (docs/performance.md).
+WORTH_OF_RANK = 0.2
 RECOMMENDED_RANK = 16
 
 Passes = Sequence[Sequence[float]]
@@ -157,7 +159,7 @@ def judge(
         i
         for i in paying
         if figures[i].median - best.median
-        <= max(noise_between(figures[i], best), NEGLIGIBLE * best.median)
+        <= max(noise_between(figures[i], best), WORTH_OF_RANK * best.median)
     ]
     ranks = [_rank(timings[i]) for i in close]
     limit = max(largest_rank, min(ranks)) if largest_rank is not None else max(ranks)

@@ -7,6 +7,7 @@ import contextlib
 import io
 import logging
 
+import pytest
 import ranks
 import torch
 import torch.distributed as dist
@@ -64,32 +65,38 @@ def test_attach_in_a_group_of_one_says_that_nothing_is_sent():
     assert "one rank" in quiet
 
 
-def _short_job(rank, attached, steps):
+def _short_job(rank, attached, steps, read):
     """Trains; what is said by stats, by stats again, and by the end of the group."""
     ddp = make_ddp(SHAPES)
     if attached:
         _heard(tp.attach, ddp)
     for i in range(steps):
         step(ddp, gradients(SHAPES, rank, i))
-    read = rank == 1
     stats = [_heard(tp.stats) if read else "" for _ in range(2)]
     return *stats, _heard(dist.destroy_process_group)
 
 
-def test_a_job_that_ends_before_compression_starts_says_so_once():
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_job_that_ends_before_compression_starts_says_so_once(attached):
+    options = tp.Options(matrix_approximation_rank=2, start_powerSGD_iter=40, min_numel=64)
+    said = NOT_STARTED.format(3, 40)
+    for read in (True, False):
+        first, second = ranks.run(2, _short_job, attached, 3, read, options=options)
+        assert [text.count(said) for text in first] == ([1, 0, 0] if read else [0, 0, 1])
+        assert second == ("", "", "")  # one rank speaks
+
+
+def test_stats_say_nothing_if_compression_starts_soon():
     options = tp.Options(**OPTIONS, min_numel=64)
-    for attached in (True, False):
-        first, second = ranks.run(2, _short_job, attached, 3, options=options)
-        assert first[2].count(NOT_STARTED.format(3, 4)) == 1
-        read, again, end = second
-        assert read.count(NOT_STARTED.format(3, 4)) == 1
-        assert again == end == ""
+    first, _ = ranks.run(2, _short_job, True, 3, True, options=options)
+    assert first[:2] == ("", "")
+    assert first[2].count(NOT_STARTED.format(3, 4)) == 1
 
 
 def test_a_job_that_compresses_says_nothing_at_its_end():
     for attached in (True, False):
         options = tp.Options(**OPTIONS, min_numel=64)
-        for _, _, end in ranks.run(2, _short_job, attached, 6, options=options):
+        for _, _, end in ranks.run(2, _short_job, attached, 6, True, options=options):
             assert NOT_STARTED[:20] not in end
 
 
