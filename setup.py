@@ -74,7 +74,7 @@ def extension(cuda: toolkit.Toolkit) -> Any:
         flags["nvcc"] = ["-O3"]
         # torch itself adds CUDA_HOME's include, and lib64 or lib.
         include_dirs += [str(cuda.include)] if "targets" in (cuda.include or Path()).parts else []
-        library_dirs.append(str(cuda.library))
+        library_dirs.append(str(cuda.lib))
         if not torch.cuda.is_available():
             os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_cuda_architectures())
 

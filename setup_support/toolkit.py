@@ -17,7 +17,7 @@ class Toolkit:
     """The parts of a CUDA toolkit that a build needs, and a phrase for each that is missing."""
 
     include: Path | None = None
-    library: Path | None = None
+    lib: Path | None = None
     missing: list[str] = field(default_factory=list)
 
 
@@ -41,11 +41,11 @@ def examine(home: str | None, torch_cuda: str | None) -> Toolkit:
 def _examine_folder(toolkit: Toolkit, home: Path, torch_cuda: str) -> None:
     nvcc = _find(home, "nvcc", ("bin",))
     toolkit.include = _find(home, "cuda_runtime.h", INCLUDE_FOLDERS)
-    toolkit.library = _find(home, "libcudart.so", LIBRARY_FOLDERS)
+    toolkit.lib = _find(home, "libcudart.so", LIBRARY_FOLDERS)
     parts = {
         "nvcc": (nvcc, ("bin",)),
         "cuda_runtime.h": (toolkit.include, INCLUDE_FOLDERS),
-        "libcudart.so": (toolkit.library, LIBRARY_FOLDERS),
+        "libcudart.so": (toolkit.lib, LIBRARY_FOLDERS),
     }
     absent = [
         f"no {name} in {', '.join(folders)}"

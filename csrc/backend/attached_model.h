@@ -31,7 +31,7 @@ struct LocalExport {
   double grad_scale = 1;
 };
 
-// What a model sends in a step once it is compressed, if all of its parameters have gradients.
+// The sizes of a compressed step of a model in which all parameters have gradients.
 struct Outline {
   int64_t parameters = 0;             // that have gradients
   int64_t compressed_parameters = 0;  // of these, as low-rank factors
@@ -88,9 +88,9 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   std::map<std::string, double> residual_norms();
 
   Outline outline() const;
-  // Whether any parameter is worth compressing, and the options allow it.
+  // True if the options allow compression and any parameter is worth it.
   bool compresses() const;
-  // Whether the next step is compressed as far as this model knows.
+  // True if the exact steps are over and the model is not detached.
   bool warm() const {
     return active_ && step_ >= static_cast<uint64_t>(options_.start_powerSGD_iter);
   }

@@ -138,14 +138,15 @@ class BackendPowerSGD : public ForwardingBackend {
   // Compares state that must agree on all ranks, after all steps submitted so far, and restores it
   // where it does not; what was found is logged by the next step or snapshot(). Collective.
   void check_replicas(std::vector<Replica> replicas, c10::Device device);
-  // What it did since it was made or since reset_stats(). Both wait for the steps submitted so far.
+  // Counts since it was made or since reset_stats(). Both wait for the steps submitted so far.
   StatsSnapshot snapshot();
   void reset_stats();
 
   // The step from which gradients are compressed: the first of the attached models' that compress
   // any, or where no model was ever attached, the group's. Empty: nothing will be compressed.
   std::optional<int64_t> starts_at() const;
-  // Whether the next step of an attached model, or the last flat gradient, is compressed.
+  // True if the next step of an attached model is compressed, or if none is attached and a flat
+  // gradient has been.
   bool compressing() const;
   // Says that steps were trained before the one from which gradients are compressed. Empty if that
   // is not so, was said before, or compression starts within `soon` steps.
