@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from torch_powersgd import log, watch
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import Meeting, name_ranks
+from torch_powersgd.agreement import Meeting, count_call, name_ranks, store_of_call
 from torch_powersgd.options import Options, resolve
 
 if TYPE_CHECKING:
@@ -53,9 +53,11 @@ def _log(warning: bool, message: str) -> None:
 
 def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.BackendPowerSGD:
     """torch's extended creator: makes this rank's backend of one process group."""
-    store, rank, size = dist_options.store, dist_options.group_rank, dist_options.group_size
+    rank, size = dist_options.group_rank, dist_options.group_size
+    groups = PrefixStore("powersgd", dist_options.store)
+    store = store_of_call(groups, count_call(groups, rank))
     # torch gives the creator no device: a backend serves every device that this process has.
-    options = _agree(dist_options, pg_options)
+    options = _agree(dist_options, store, pg_options)
     if size > 1:
         watch.start()
     inners = []
@@ -75,7 +77,7 @@ def _devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def _agree(dist_options: _DistributedBackendOptions, pg_options: object) -> Options:
+def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: object) -> Options:
     """This rank's options, once they are known to be valid and equal on all ranks.
 
     Raises:
@@ -88,11 +90,10 @@ def _agree(dist_options: _DistributedBackendOptions, pg_options: object) -> Opti
         mine = options._plain()
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
         mine = {"error": str(error)}
-    store, size = dist_options.store, dist_options.group_size
 
     def other_backend(absent: list[int]) -> str:
-        # Gloo's address of a rank, as it stands where this group's inner backends put theirs.
-        gloo = [rank for rank in absent if store.check([f"0/{rank}"])]
+        # Gloo's address of a rank, as it stands where a gloo group in place of this one puts it.
+        gloo = [rank for rank in absent if dist_options.store.check([f"0/{rank}"])]
         return (
             f"{name_ranks(gloo)} started a gloo group where rank {dist_options.group_rank} starts "
             "a powersgd group: all ranks must name the same backends"
@@ -103,7 +104,7 @@ def _agree(dist_options: _DistributedBackendOptions, pg_options: object) -> Opti
     meeting = Meeting(
         PrefixStore("options", store),
         dist_options.group_rank,
-        size,
+        dist_options.group_size,
         "has not started a powersgd group",
         dist_options.timeout,
         other_backend,

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torch._C._distributed_c10d import PrefixStore
+
 from torch_powersgd import log
 
 if TYPE_CHECKING:
@@ -95,6 +97,24 @@ class Meeting:
             if reason:
                 raise ValueError(reason)
             time.sleep(INTERVAL.total_seconds())
+
+
+def count_call(store: Store, rank: int) -> int:
+    """Counts a call of this rank: 1 for the first."""
+    return store.add(f"calls/{rank}", 1)
+
+
+def calls_of(store: Store, rank: int) -> int:
+    """The number of calls that were counted."""
+    return store.add(f"calls/{rank}", 0)
+
+
+def store_of_call(store: Store, number: int) -> PrefixStore:
+    """The part of the store that belongs to one call.
+
+    A store may outlive a group. One that is made again must not find the keys of the first.
+    """
+    return PrefixStore(str(number), store)
 
 
 def fail(store: Store, message: str) -> None:

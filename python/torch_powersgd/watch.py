@@ -12,7 +12,6 @@ import atexit
 import json
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
@@ -22,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
 from torch_powersgd import log
-from torch_powersgd.agreement import Meeting, fail
+from torch_powersgd.agreement import Meeting, calls_of, count_call, fail, store_of_call
 
 if TYPE_CHECKING:
     from torch_powersgd._core import _C
@@ -34,8 +33,8 @@ LONGEST_WATCH = 600.0
 _LATE = "late"
 _ATTACH = "attach"
 
-# How often this rank has made each call with a group.
-_calls: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
+# The groups for which this rank has called attach.
+_attached: WeakSet[dist.ProcessGroup] = WeakSet()
 # Until when a group is watched, and the groups of which this rank was named.
 _until: WeakKeyDictionary[dist.ProcessGroup, float] = WeakKeyDictionary()
 _named: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -51,18 +50,19 @@ def meet(group: dist.ProcessGroup, backend: _C.BackendPowerSGD | None, call: str
         backend: Its powersgd backend, if it has one.
         call: The name of the function. Absent ranks of ``attach`` are looked for by the thread.
     """
-    counts = _calls.setdefault(group, Counter())
-    counts[call] += 1
-    store = _store_of(group, call, counts[call])
+    if call == _ATTACH:
+        _attached.add(group)
+    calls = _calls_store(group, call)
+    number = count_call(calls, group.rank())
 
     def leave_note(absent: list[int]) -> str:
-        if not store.check([_LATE]):
-            note = {"rank": group.rank(), "sequence": _sequence_of(backend)}
-            store.set(_LATE, json.dumps(note))
+        note = {"rank": group.rank(), "call": number, "sequence": _sequence_of(backend)}
+        calls.set(_LATE, json.dumps(note))
         return ""
 
     timeout = default_pg_timeout if backend is None else backend.options._timeout
-    return Meeting(store, group.rank(), group.size(), f"has not called {call}", timeout, leave_note)
+    store, absence = store_of_call(calls, number), f"has not called {call}"
+    return Meeting(store, group.rank(), group.size(), absence, timeout, leave_note)
 
 
 def start() -> None:
@@ -99,7 +99,7 @@ def _unattached() -> Iterator[tuple[dist.ProcessGroup, _C.BackendPowerSGD]]:
     from torch_powersgd._backend import find_backends
 
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group in _calls and _calls[group][_ATTACH]:
+        if group in _attached:
             continue
         now = time.monotonic()
         if now > _until.setdefault(group, now + LONGEST_WATCH):
@@ -111,14 +111,16 @@ def _unattached() -> Iterator[tuple[dist.ProcessGroup, _C.BackendPowerSGD]]:
 
 
 def _look(group: dist.ProcessGroup, backend: _C.BackendPowerSGD) -> None:
-    store = _store_of(group, _ATTACH, 1)
-    if not store.check([_LATE]):
+    calls = _calls_store(group, _ATTACH)
+    if not calls.check([_LATE]):
         return
-    note = json.loads(store.get(_LATE))
+    note = json.loads(calls.get(_LATE))
+    if note["call"] <= calls_of(calls, group.rank()):
+        return
     message = f"rank {group.rank()} has not called attach, in which rank {note['rank']} waits"
     if _sequence_of(backend) > note["sequence"]:
         message += ", and has gone on to other collectives: every rank must call attach"
-        fail(store, message)
+        fail(store_of_call(calls, note["call"]), message)
         _until[group] = 0.0
     elif group in _named:
         return
@@ -126,8 +128,8 @@ def _look(group: dist.ProcessGroup, backend: _C.BackendPowerSGD) -> None:
     log.warning(message)
 
 
-def _store_of(group: dist.ProcessGroup, call: str, count: int) -> PrefixStore:
-    return PrefixStore(f"powersgd/{call}/{count}", group.get_group_store())
+def _calls_store(group: dist.ProcessGroup, call: str) -> PrefixStore:
+    return PrefixStore(f"powersgd/{call}", group.get_group_store())
 
 
 def _sequence_of(backend: _C.BackendPowerSGD | None) -> int:

@@ -147,3 +147,32 @@ def test_a_bad_argument_on_one_rank_is_an_error_on_every_rank(kind, parts):
         for part in ["rank 1: ", *parts]:
             assert part in message
         assert calls == 1
+
+
+def _second_life(rank):
+    """A group is made again over the store of the first, in which attach and options differed."""
+    store = ranks.side_store()
+    errors = []
+    for rank_of_approximation in (1 + rank, 2):
+        for group_options in ({"random_seed": rank}, {}):
+            try:
+                dist.init_process_group(
+                    "cpu:powersgd", store=store, rank=rank, world_size=2, pg_options=group_options
+                )
+            except ValueError as error:
+                errors.append(str(error))
+                continue
+            try:
+                tp.attach(make_ddp(SHAPES), {"matrix_approximation_rank": rank_of_approximation})
+            except ValueError as error:
+                errors.append(str(error))
+            dist.barrier()
+            dist.destroy_process_group()
+    return errors
+
+
+def test_a_group_that_is_made_again_knows_nothing_of_the_first():
+    for errors in ranks.run(2, _second_life, backend=None):
+        fields = ["random_seed", "matrix_approximation_rank", "random_seed"]
+        assert len(errors) == len(fields)
+        assert all(field in error for field, error in zip(fields, errors, strict=True))
