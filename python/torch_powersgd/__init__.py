@@ -4,7 +4,8 @@
     import torch_powersgd
     dist.init_process_group("cpu:powersgd")
     ddp = DistributedDataParallel(model)
-    torch_powersgd.attach(ddp, torch_powersgd.Options(matrix_approximation_rank=4))
+    options = {"matrix_approximation_rank": 16, "wire_dtype": torch.bfloat16}
+    torch_powersgd.attach(ddp, options)
 
 Importing the package registers the backend ``"powersgd"`` for CPU and CUDA.
 """
