@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -33,21 +33,21 @@ class Meeting:
     """One call that every rank of a group must make.
 
     Args:
-        store: holds the keys of this meeting alone.
-        rank: this rank.
-        size: the number of ranks.
-        absence: continues "rank 1 ..." where that rank does not come: "has not called attach".
-        timeout: the time after which waiting is an error.
-        explain: is called with the absent ranks once ``PATIENCE`` is over, and again at each
-            ``INTERVAL``. It returns why they will not come, or nothing.
+        store: It holds the keys of this meeting alone.
+        rank: This rank in the group.
+        global_ranks: The ranks of the group as the whole job counts them.
+        absence: The words after "rank 1" where that rank does not come: "has not called attach".
+        timeout: The time after which waiting is an error.
+        explain: A function of this meeting and the absent ranks. It is called once ``PATIENCE`` is
+            over, and again at each ``INTERVAL``. It returns why they will not come, or nothing.
     """
 
     store: Store
     rank: int
-    size: int
+    global_ranks: Sequence[int]
     absence: str
     timeout: timedelta
-    explain: Callable[[list[int]], str] = lambda absent: ""
+    explain: Callable[[Meeting, list[int]], str] = lambda meeting, absent: ""
 
     def agree(self, mine: dict[str, Any], compare: Callable[[list[dict[str, Any]]], str]) -> None:
         """Returns once all ranks have come and ``compare`` has found nothing to object to.
@@ -63,7 +63,7 @@ class Meeting:
         self.store.set(str(self.rank), json.dumps(mine))
         if self.rank == 0:
             # One rank compares, so that n ranks make n requests and not n * n.
-            everyone = [str(rank) for rank in range(self.size)]
+            everyone = [str(rank) for rank in range(len(self.global_ranks))]
             self._wait(everyone)
             if not self.store.check([_VERDICT]):
                 given = [json.loads(self.store.get(key)) for key in everyone]
@@ -76,7 +76,14 @@ class Meeting:
 
     def absent(self) -> list[int]:
         """The ranks that have not come yet."""
-        return [rank for rank in range(self.size) if not self.store.check([str(rank)])]
+        everyone = range(len(self.global_ranks))
+        return [rank for rank in everyone if not self.store.check([str(rank)])]
+
+    def names_of(self, ranks: list[int]) -> str:
+        """ "rank 1" or "ranks 1, 2", as the whole job counts them; a few are named at most."""
+        shown = ", ".join(str(self.global_ranks[rank]) for rank in ranks[:8])
+        more = ", ..." if len(ranks) > 8 else ""
+        return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
 
     def _wait(self, keys: list[str]) -> None:
         """Waits for the keys, or for a verdict without them. Names who is late."""
@@ -87,13 +94,13 @@ class Meeting:
         except RuntimeError:  # its time-out has no type of its own in every kind of store
             late = self.absent()
         if late:
-            log.warning(f"{name_ranks(late)} {self.absence}; rank {self.rank} waits")
+            log.warning(f"{self.names_of(late)} {self.absence}; {self.names_of([self.rank])} waits")
         while not self.store.check(keys) and not self.store.check([_VERDICT]):
             late = self.absent()
-            reason = self.explain(late) if late else ""
+            reason = self.explain(self, late) if late else ""
             seconds = self.timeout.total_seconds()
             if not reason and time.monotonic() - start > seconds:
-                reason = f"{name_ranks(late or [0])} {self.absence} within {seconds:g} seconds"
+                reason = f"{self.names_of(late or [0])} {self.absence} within {seconds:g} seconds"
             if reason:
                 raise ValueError(reason)
             time.sleep(INTERVAL.total_seconds())
@@ -128,9 +135,3 @@ def error_of(everyone: list[dict[str, Any]]) -> str:
     if errors[0] and len(set(errors)) == 1:
         return str(errors[0])
     return next((f"rank {rank}: {error}" for rank, error in enumerate(errors) if error), "")
-
-
-def name_ranks(ranks: list[int]) -> str:
-    """ "rank 1" or "ranks 1, 2", with a few named at most."""
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -55,14 +55,15 @@ def meet(group: dist.ProcessGroup, backend: _C.BackendPowerSGD | None, call: str
     calls = _calls_store(group, call)
     number = count_call(calls, group.rank())
 
-    def leave_note(absent: list[int]) -> str:
-        note = {"rank": group.rank(), "call": number, "sequence": _sequence_of(backend)}
+    def leave_note(meeting: Meeting, absent: list[int]) -> str:
+        note = {"rank": dist.get_rank(), "call": number, "sequence": _sequence_of(backend)}
         calls.set(_LATE, json.dumps(note))
         return ""
 
     timeout = default_pg_timeout if backend is None else backend.options._timeout
     store, absence = store_of_call(calls, number), f"has not called {call}"
-    return Meeting(store, group.rank(), group.size(), absence, timeout, leave_note)
+    everyone = dist.get_process_group_ranks(group)
+    return Meeting(store, group.rank(), everyone, absence, timeout, leave_note)
 
 
 def start() -> None:
@@ -117,7 +118,7 @@ def _look(group: dist.ProcessGroup, backend: _C.BackendPowerSGD) -> None:
     note = json.loads(calls.get(_LATE))
     if note["call"] <= calls_of(calls, group.rank()):
         return
-    message = f"rank {group.rank()} has not called attach, in which rank {note['rank']} waits"
+    message = f"rank {dist.get_rank()} has not called attach, in which rank {note['rank']} waits"
     if _sequence_of(backend) > note["sequence"]:
         message += ", and has gone on to other collectives: every rank must call attach"
         fail(store_of_call(calls, note["call"]), message)
