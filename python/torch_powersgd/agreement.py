@@ -26,6 +26,7 @@ PATIENCE = timedelta(seconds=8)
 INTERVAL = timedelta(seconds=0.5)
 
 _VERDICT = "verdict"
+_ABSENT = "absent"  # the ranks that rank 0 misses
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,17 @@ class Meeting:
         """Returns once all ranks have come and ``compare`` has found nothing to object to.
 
         Args:
-            mine: what this rank was given, in JSON types; {"error": text} if that is invalid.
-            compare: gets what all ranks were given, on rank 0, and returns the message of the
-                error to raise, or nothing.
+            mine: The arguments of this rank in JSON types, or {"error": text} if they are invalid.
+            compare: A function of the arguments of all ranks, which rank 0 calls. It returns the
+                message of the error to raise, or nothing.
 
         Raises:
-            ValueError: on every rank alike, what ``compare`` returned, or that a rank did not come.
+            ValueError: If a rank has an error, ``compare`` returns one, or a rank does not come. It
+                is raised on every rank.
         """
         self.store.set(str(self.rank), json.dumps(mine))
         if self.rank == 0:
-            # One rank compares, so that n ranks make n requests and not n * n.
+            # One rank compares and looks for absent ranks, so that n ranks make some n requests.
             everyone = [str(rank) for rank in range(len(self.global_ranks))]
             self._wait(everyone)
             if not self.store.check([_VERDICT]):
@@ -75,9 +77,16 @@ class Meeting:
             raise ValueError(verdict)
 
     def absent(self) -> list[int]:
-        """The ranks that have not come yet."""
-        everyone = range(len(self.global_ranks))
-        return [rank for rank in everyone if not self.store.check([str(rank)])]
+        """The ranks that have not come yet, as far as rank 0 has found out."""
+        if self.rank == 0:
+            everyone = range(len(self.global_ranks))
+            found = [rank for rank in everyone if not self.store.check([str(rank)])]
+            self.store.set(_ABSENT, json.dumps(found))
+        elif not self.store.check(["0"]):
+            found = [0]
+        else:
+            found = json.loads(self.store.get(_ABSENT)) if self.store.check([_ABSENT]) else []
+        return found
 
     def names_of(self, ranks: list[int]) -> str:
         """ "rank 1" or "ranks 1, 2", as the whole job counts them; a few are named at most."""
@@ -92,11 +101,13 @@ class Meeting:
             self.store.wait(keys, min(PATIENCE, self.timeout))
             return
         except RuntimeError:  # its time-out has no type of its own in every kind of store
-            late = self.absent()
-        if late:
-            log.warning(f"{self.names_of(late)} {self.absence}; {self.names_of([self.rank])} waits")
+            named = False
         while not self.store.check(keys) and not self.store.check([_VERDICT]):
             late = self.absent()
+            if late and not named:
+                named = True
+                me = self.names_of([self.rank])
+                log.warning(f"{self.names_of(late)} {self.absence}; {me} waits")
             reason = self.explain(self, late) if late else ""
             seconds = self.timeout.total_seconds()
             if not reason and time.monotonic() - start > seconds:
