@@ -12,7 +12,7 @@ import atexit
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -62,8 +62,7 @@ def meet(group: dist.ProcessGroup, backend: _C.BackendPowerSGD | None, call: str
 
     timeout = default_pg_timeout if backend is None else backend.options._timeout
     store, absence = store_of_call(calls, number), f"has not called {call}"
-    everyone = dist.get_process_group_ranks(group)
-    return Meeting(store, group.rank(), everyone, absence, timeout, leave_note)
+    return Meeting(store, group.rank(), _global_ranks(group), absence, timeout, leave_note)
 
 
 def start() -> None:
@@ -127,6 +126,13 @@ def _look(group: dist.ProcessGroup, backend: _C.BackendPowerSGD) -> None:
         return
     _named.add(group)
     log.warning(message)
+
+
+def _global_ranks(group: dist.ProcessGroup) -> Sequence[int]:
+    """The group's ranks as the whole job counts them, or from 0 on if torch does not know them."""
+    # A group that ProcessGroup.split_group made is not registered.
+    known = group in dist.distributed_c10d._world.pg_group_ranks
+    return dist.get_process_group_ranks(group) if known else range(group.size())
 
 
 def _calls_store(group: dist.ProcessGroup, call: str) -> PrefixStore:
