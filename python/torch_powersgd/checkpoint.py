@@ -22,7 +22,9 @@ _OPTIONAL = {"memory", "p_local", "p"}
 
 
 def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
-    """Returns the state of an attached module: residuals and factors. Collective.
+    """Returns the state of an attached module: residuals and factors.
+
+    It is collective without ``per_rank``.
 
     The mean residual over the ranks is what the sum of all future outputs still owes. It has the
     parameter's shape, in units of the averaged gradient at ``grad_scale``.
