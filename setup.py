@@ -35,13 +35,22 @@ sys.path.append(str(ROOT))  # a build front end does not add it
 from setup_support import metadata, toolkit  # noqa: E402
 from setup_support.progress import short_commands  # noqa: E402
 
-HOST_SOURCES = ["plan", "kernels/cpu", "compressor", "backend", "bindings"]
+HOST_SOURCES = [
+    "plan",
+    "kernels/cpu",
+    "compressor",
+    "engine",
+    "forwarding",
+    "gradients",
+    "backend",
+    "bindings",
+]
 CUDA_CHOICE = os.environ.get("POWERSGD_BUILD_CUDA", "")
 CUDA_HOME = cpp_extension.CUDA_HOME
 
 
 def sources(folder: str, suffix: str) -> list[str]:
-    return sorted(str(f.relative_to(ROOT)) for f in (ROOT / folder).glob(f"*{suffix}"))
+    return sorted(str(f.relative_to(ROOT)) for f in (ROOT / folder).rglob(f"*{suffix}"))
 
 
 def headers() -> list[str]:

@@ -17,7 +17,7 @@ for source in csrc/kernels/cuda/*.cu; do
     flags="$flags -gencode=arch=compute_$architecture,code=sm_$architecture"
   done
   # shellcheck disable=SC2086
-  nvcc -std=c++17 -Iinclude -Xcompiler -Wall -Xptxas -v $flags -c "$source" -o "$out/object.o" \
+  nvcc -std=c++17 -Iinclude -Icsrc -Xcompiler -Wall -Xptxas -v $flags -c "$source" -o "$out/object.o" \
     2>>"$out/log" || { cat "$out/log" >&2; exit 1; }
 done
 grep -i warning "$out/log" >&2 || true

@@ -36,7 +36,7 @@ DTYPES = ("float32", "bfloat16")
 def build(folder: Path) -> Path:
     """The program that callgrind runs, with the flags of setup.py."""
     program = folder / "stages_once"
-    sources = [*ROOT.glob("csrc/plan/*.cpp"), *ROOT.glob("csrc/kernels/cpu/*.cpp")]
+    sources = [*ROOT.glob("csrc/plan/*.cpp"), *ROOT.glob("csrc/kernels/cpu/**/*.cpp")]
     sources.append(ROOT / "benchmarks/stages_once.cpp")
     includes = [f"-I{ROOT / name}" for name in ("include", "csrc")]
     command = ["c++", "-std=c++17", "-O3", *includes, *map(str, sources), "-o", str(program)]

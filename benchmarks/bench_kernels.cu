@@ -2,7 +2,7 @@
 //
 // How close do the CUDA stages come to the floor, five passes over the gradient at copy speed?
 //
-//   nvcc -std=c++17 -O3 -arch=sm_90 -Iinclude benchmarks/bench_kernels.cu csrc/kernels/cuda/*.cu
+//   nvcc -std=c++17 -O3 -arch=sm_90 -Iinclude -Icsrc benchmarks/bench_kernels.cu csrc/kernels/cuda/*.cu
 //        csrc/kernels/cuda/tiles.cpp -o bench_kernels && ./bench_kernels
 //
 // No torch and no network: buckets of random gradients, the reductions left out. Buckets are used

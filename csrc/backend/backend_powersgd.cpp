@@ -6,17 +6,17 @@
 #include <cmath>
 #include <utility>
 
-#include "backend/attached_model.h"
-#include "backend/compressed_step.h"
-#include "backend/compression_override.h"
-#include "backend/embedding_lock.h"
-#include "backend/flat_tensors.h"
-#include "backend/replicas.h"
-#include "backend/stats.h"
-#include "backend/stream_engine.h"
-#include "backend/thread_engine.h"
-#include "backend/work.h"
+#include "engine/stream_engine.h"
+#include "engine/thread_engine.h"
+#include "engine/work.h"
+#include "gradients/compressed_step.h"
+#include "gradients/flat_tensors.h"
+#include "gradients/replicas.h"
+#include "powersgd/attached_model.h"
 #include "powersgd/backend.h"
+#include "powersgd/interpreter.h"
+#include "powersgd/scope_override.h"
+#include "powersgd/stats.h"
 
 namespace powersgd {
 namespace {

@@ -10,18 +10,18 @@
 #include <tuple>
 #include <utility>
 
-#include "backend/attached_model.h"
-#include "backend/callback_threads.h"
-#include "backend/compression_override.h"
-#include "backend/ddp_hook.h"
-#include "backend/embedding_lock.h"
-#include "backend/stats.h"
-#include "backend/thread_engine.h"
 #include "bindings/gil.h"
+#include "engine/callback_threads.h"
+#include "engine/thread_engine.h"
+#include "powersgd/attached_model.h"
 #include "powersgd/backend.h"
 #include "powersgd/compressor.h"
+#include "powersgd/ddp_hook.h"
+#include "powersgd/interpreter.h"
 #include "powersgd/options.h"
 #include "powersgd/plan.h"
+#include "powersgd/scope_override.h"
+#include "powersgd/stats.h"
 
 namespace py = pybind11;
 

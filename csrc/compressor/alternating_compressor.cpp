@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
+#include "compressor/bucket_tables.h"
 #include "compressor/stages.h"
-#include "compressor/tables.h"
 
 namespace powersgd {
 namespace {

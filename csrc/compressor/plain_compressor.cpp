@@ -3,8 +3,8 @@
 
 #include <ATen/ATen.h>
 
+#include "compressor/bucket_tables.h"
 #include "compressor/stages.h"
-#include "compressor/tables.h"
 
 namespace powersgd {
 

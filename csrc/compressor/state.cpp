@@ -4,8 +4,8 @@
 
 #include <map>
 
+#include "compressor/bucket_tables.h"
 #include "compressor/stages.h"
-#include "compressor/tables.h"
 #include "powersgd/compressor.h"
 
 namespace powersgd {

@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "backend/forwarding_backend.h"
-#include "backend/stats.h"
 #include "powersgd/compressor.h"
+#include "powersgd/forwarding_backend.h"
 #include "powersgd/options.h"
+#include "powersgd/stats.h"
 
 namespace powersgd {
 

@@ -261,8 +261,8 @@ def test_troubleshooting_has_every_message():
 COMMANDS = ("__main__", "advise", "footprint", "plan", "rehearsal", "report", "verdict")
 NOT_SHOWN = (
     "csrc/plan/options.cpp",
-    "csrc/backend/flat_tensors.cpp",
-    "csrc/backend/work.cpp",
+    "csrc/gradients/flat_tensors.cpp",
+    "csrc/engine/work.cpp",
     "csrc/compressor/compressor.cpp",
     *(f"python/torch_powersgd/{name}.py" for name in COMMANDS),
 )

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // back_project: q_local = p_hat^T M, also written to the Q payload.
-#include "bands.h"
-#include "blocks.h"
-#include "convert.h"
-#include "partial_q.h"
+#include "kernels/cpu/blocking/bands.h"
+#include "kernels/cpu/blocking/products.h"
+#include "kernels/cpu/partial_q.h"
+#include "kernels/cpu/simd/convert.h"
 
 namespace powersgd::kernels::cpu {
 namespace {

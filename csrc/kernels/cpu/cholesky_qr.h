@@ -4,8 +4,8 @@
 #include <cmath>
 #include <cstdint>
 
-#include "simd.h"
-#include "tiles.h"
+#include "kernels/cpu/blocking/tiles.h"
+#include "kernels/cpu/simd/vector.h"
 
 // What is done once per matrix in a pass of Cholesky-QR: from the rank x rank Gram matrix of its
 // columns to the transform T that makes them orthonormal, P T = P_hat.

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "convert.h"
+#include "kernels/cpu/simd/convert.h"
 
 // Norm and scaling of the rows of Q, in double. Sums are taken over kNormLanes lanes, whatever the
 // vectors are, so that all instruction sets give the same bits.

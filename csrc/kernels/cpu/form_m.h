@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
-#include "bands.h"
-#include "blocks.h"
-#include "convert.h"
-#include "met.h"
+#include "kernels/cpu/blocking/bands.h"
+#include "kernels/cpu/blocking/element_flags.h"
+#include "kernels/cpu/blocking/products.h"
+#include "kernels/cpu/simd/convert.h"
 
 // M = G + residual_scale * (memory - what the last step sent), of which memory keeps M: the first
 // half of project and of project_transposed.

@@ -11,13 +11,13 @@
 //
 // All ranks must get the same bits: sums are taken in the order of the rows, which are never spread
 // over the lanes of a vector.
-#include "exact.h"
+#include "kernels/cpu/simd/exact.h"
 
 #include <cmath>
 
-#include "../philox.h"
-#include "blocks.h"
-#include "cholesky_qr.h"
+#include "kernels/cpu/blocking/products.h"
+#include "kernels/cpu/cholesky_qr.h"
+#include "kernels/shared/philox.h"
 
 namespace powersgd::kernels::cpu {
 namespace {

@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "../step_count.h"
-#include "convert.h"
-#include "met.h"
-#include "tiles.h"
+#include "kernels/cpu/blocking/element_flags.h"
+#include "kernels/cpu/blocking/tiles.h"
+#include "kernels/cpu/simd/convert.h"
+#include "kernels/shared/step_count.h"
 
 // What project and project_transposed put into the P payload beside their factors: raw segments,
 // activities and the non-finite count.

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "blocks.h"
-#include "tiles.h"
+#include "kernels/cpu/blocking/products.h"
+#include "kernels/cpu/blocking/tiles.h"
 
 // q is added up in two passes, by back_project and project_transposed alike: a tile owns a range of
 // rows and a strip of columns and has a partial q; the partial q of a strip are then added in the

@@ -8,8 +8,8 @@
 //   2. it becomes M, the only step that loads and stores the types of gradient and memory,
 //   3. M is multiplied with q_warm.
 // P is computed from M as memory holds it, rounded: error feedback then makes up for the rounding.
-#include "pack.h"
-#include "project_tile.h"
+#include "kernels/cpu/pack.h"
+#include "kernels/cpu/project_tile.h"
 
 namespace powersgd::kernels::cpu {
 namespace {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "form_m.h"
+#include "kernels/cpu/form_m.h"
 
 // The two kernels of project.cpp: one row at a time for low ranks, kRows rows for any rank.
 namespace powersgd::kernels::cpu {

@@ -6,9 +6,9 @@
 // What project and back_project do of a step that sends Q alone, but M is read once: a few rows of
 // a block of columns (bands.h) are formed in the L1 cache and added to the partial q (partial_q.h)
 // from there.
-#include "form_m.h"
-#include "pack.h"
-#include "partial_q.h"
+#include "kernels/cpu/form_m.h"
+#include "kernels/cpu/pack.h"
+#include "kernels/cpu/partial_q.h"
 
 namespace powersgd::kernels::cpu {
 namespace {

@@ -2,8 +2,8 @@
 //
 // random_start: q_warm = random numbers, the same on all ranks. Their scale does not matter: only
 // the span of M q_warm^T does.
-#include "../philox.h"
-#include "tiles.h"
+#include "kernels/cpu/blocking/tiles.h"
+#include "kernels/shared/philox.h"
 
 namespace powersgd::kernels::cpu {
 namespace {

@@ -10,16 +10,16 @@
 //
 // All ranks must get the same bits: each element of G is a sum in the order of k, and the norms are
 // summed as factor_rows.h has it.
-#include "exact.h"
+#include "kernels/cpu/simd/exact.h"
 
 #include <cmath>
 #include <limits>
 
-#include "../step_count.h"
-#include "bands.h"
-#include "blocks.h"
-#include "convert.h"
-#include "factor_rows.h"
+#include "kernels/cpu/blocking/bands.h"
+#include "kernels/cpu/blocking/products.h"
+#include "kernels/cpu/factor_rows.h"
+#include "kernels/cpu/simd/convert.h"
+#include "kernels/shared/step_count.h"
 
 namespace powersgd::kernels::cpu {
 namespace {

@@ -11,9 +11,9 @@
 // A skipped step sends zeros, and so does a matrix that no rank uses.
 // Where a strip has several segments, 3. writes to the workspace, and a second kernel adds the
 // segments in their order.
-#include "dispatch.cuh"
-#include "elements.cuh"
-#include "strips.cuh"
+#include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/elements.cuh"
+#include "kernels/cuda/strips.cuh"
 
 namespace powersgd::kernels::cuda {
 namespace {

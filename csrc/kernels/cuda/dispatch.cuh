@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
-#include "launch.cuh"
-#include "tiles.h"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/tiles.h"
 
 // Which of its kernels a stage runs.
 

@@ -4,8 +4,8 @@
 #include <cfloat>
 #include <cstdint>
 
-#include "launch.cuh"
-#include "tiles.h"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/tiles.h"
 
 // Elements as memory holds them, and as the kernels compute with them.
 //

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "elements.cuh"
-#include "work.cuh"
+#include "kernels/cuda/elements.cuh"
+#include "kernels/cuda/work.cuh"
 
 // M, the residual and the gradient, at four rows of a lane's columns: the one place that reads the
 // gradient and the memory, for project and project_transposed.

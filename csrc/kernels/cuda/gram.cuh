@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "elements.cuh"
+#include "kernels/cuda/elements.cuh"
 
 // What both ways of orthogonalize.cu are made of: Gram matrices and their Cholesky factors, by one
 // block, in double. Every function is called by all threads of the block.

@@ -16,9 +16,9 @@
 // algorithm" (ScalA 2014). A double Gram matrix of float columns leaves an error of 1e-16 times the
 // squared condition number: one pass does for condition numbers to 1e4, two beyond. Double
 // columns take two.
-#include "dispatch.cuh"
-#include "gram.cuh"
-#include "plain_orthogonalize.cuh"
+#include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/gram.cuh"
+#include "kernels/cuda/plain_orthogonalize.cuh"
 
 namespace powersgd::kernels::cuda {
 namespace {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "../philox.h"
-#include "gram.cuh"
+#include "kernels/cuda/gram.cuh"
+#include "kernels/shared/philox.h"
 
 // The plain way to orthogonalise: one block does all of a matrix, in up to three passes. For ranks
 // above kMaxFastRank, and for matrices whose columns are dependent or nearly so.

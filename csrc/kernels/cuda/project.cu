@@ -14,9 +14,9 @@
 // A second kernel adds the column ranges' partial sums, and the tiles' flags: whether they met a
 // non-finite element, a non-zero one, and one of M that memory cannot hold. P is computed from M as
 // memory holds it, rounded: error feedback then makes up for the rounding too.
-#include "dispatch.cuh"
-#include "form_m.cuh"
-#include "reduce.cuh"
+#include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/form_m.cuh"
+#include "kernels/cuda/reduce.cuh"
 
 namespace powersgd::kernels::cuda {
 namespace {

@@ -16,9 +16,9 @@
 // Where a strip has several segments, 4. writes to the workspace. A second kernel adds the segments
 // in their order, and the tiles' flags: whether they met a non-finite element, and a non-zero one.
 // q is computed from M as memory holds it, rounded, as P is in project.
-#include "dispatch.cuh"
-#include "form_m.cuh"
-#include "strips.cuh"
+#include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/form_m.cuh"
+#include "kernels/cuda/strips.cuh"
 
 namespace powersgd::kernels::cuda {
 namespace {

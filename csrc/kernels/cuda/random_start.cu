@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // random_start: q_warm[k, column] = random_element(seed, stream, step, start, k, column).
-#include "../philox.h"
-#include "elements.cuh"
+#include "kernels/cuda/elements.cuh"
+#include "kernels/shared/philox.h"
 
 namespace powersgd::kernels::cuda {
 namespace {

@@ -11,10 +11,10 @@
 //      for every eight rows;
 //    - a part of a raw segment.
 //    If the step is skipped, the gradients become NaN, and memory and the factors are taken back.
-#include "../step_count.h"
-#include "dispatch.cuh"
-#include "elements.cuh"
-#include "reduce.cuh"
+#include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/elements.cuh"
+#include "kernels/cuda/reduce.cuh"
+#include "kernels/shared/step_count.h"
 
 namespace powersgd::kernels::cuda {
 namespace {

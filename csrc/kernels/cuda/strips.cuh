@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "elements.cuh"
+#include "kernels/cuda/elements.cuh"
 
 // What back_project and project_transposed do alike once a strip's rows are multiplied: the sums of
 // the lanes become rows of q, in q_local and the Q payload, or a row segment's partial of them.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "tiles.h"
+#include "kernels/cuda/tiles.h"
 
 #include <algorithm>
 #include <array>

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../host_device.h"
+#include "kernels/shared/host_device.h"
 #include "powersgd/kernels.h"
 
 // How a bucket is cut into tiles, one per thread block: what make_tiles and the kernels must agree

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "../step_count.h"
-#include "elements.cuh"
+#include "kernels/cuda/elements.cuh"
+#include "kernels/shared/step_count.h"
 
 // What the blocks of project and project_transposed do alike: take up a tile, pack raw segments,
 // note what they meet among the gradient's elements, and tell it in the P payload.

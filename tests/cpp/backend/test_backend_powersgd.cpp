@@ -9,9 +9,9 @@
 #include <stdexcept>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include "backend/compression_override.h"
-#include "backend/stats.h"
 #include "powersgd/backend.h"
+#include "powersgd/scope_override.h"
+#include "powersgd/stats.h"
 
 #include "support/recording_backend.h"
 #include "support/thread_group.h"

@@ -9,7 +9,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "backend/torch_compat.h"
+#include "powersgd/torch_compat.h"
 
 namespace powersgd::test {
 

@@ -12,7 +12,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "backend/work.h"
+#include "engine/work.h"
 #include "powersgd/backend.h"
 #include "support/fake_device.h"
 

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <chrono>
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace powersgd {
+
+// An inner backend as a lane. Waiting blocks the host, or makes the current stream wait, as the
+// backend has it.
+class BackendLane final : public Lane {
+ public:
+  BackendLane(c10d::Backend& backend, std::chrono::milliseconds timeout)
+      : backend_(backend), timeout_(timeout) {}
+
+  void allreduce(at::Tensor& payload) override {
+    std::vector<at::Tensor> tensors = {payload};
+    c10d::AllreduceOptions options;
+    options.timeout = timeout_;
+    // NCCL returns none for what has run on the current stream.
+    if (const auto work = backend_.allreduce(tensors, options)) work->wait();
+  }
+
+ private:
+  c10d::Backend& backend_;
+  const std::chrono::milliseconds timeout_;
+};
+
+}  // namespace powersgd

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "engine/thread_engine.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/thread_name.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "engine/backend_channel.h"
+#include "engine/work.h"
+
+namespace powersgd {
+namespace {
+
+// For jobs in flight when the engine is shut down, and when it is aborted: then peers no longer
+// answer.
+constexpr std::chrono::seconds kShutdownGrace(10);
+constexpr std::chrono::seconds kAbortGrace(1);
+
+struct QueuedJob {
+  c10::intrusive_ptr<WorkPowerSGD> work;
+  Job job;
+  c10::Device device;
+  std::shared_ptr<c10::Event> ready;  // null on the CPU: the caller's stream has got here
+  std::chrono::milliseconds timeout;
+  uint64_t number;  // 1, 2, ... in the order of submission
+  uint64_t after;   // the job that must have ended before this one begins
+  std::exception_ptr error;
+};
+
+std::shared_ptr<c10::Event> record_current_stream(c10::Device device) {
+  if (device.is_cpu()) return nullptr;
+  auto event = std::make_shared<c10::Event>(device.type());
+  event->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  return event;
+}
+
+// An accelerator's part runs on a stream of its own, after `ready`, and has ended on the device
+// when this returns: who comes next, and who waits for the Work, needs no stream then.
+void run_on_side_stream(c10::Device device, c10::Event& ready, const std::function<void()>& part) {
+  const c10::impl::VirtualGuardImpl impl(device.type());
+  const c10::Stream side = impl.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  const c10::StreamGuard guard(side);
+  ready.block(side);
+  const auto synchronize = [&] {
+    c10::Event done(device.type());
+    done.record(side);
+    done.synchronize();
+  };
+  try {
+    part();
+  } catch (...) {
+    synchronize();
+    throw;
+  }
+  synchronize();
+}
+
+std::exception_ptr closed_error() {
+  return std::make_exception_ptr(
+      C10_BUILD_ERROR(DistBackendError,
+                      "powersgd: this process group was shut down or aborted before the allreduce "
+                      "ran"));
+}
+
+// Engines alive in this process.
+std::mutex engines_mutex;
+std::set<ThreadEngine*>& engines() {
+  static auto* const all = new std::set<ThreadEngine*>;
+  return *all;
+}
+
+}  // namespace
+
+struct ThreadEngine::Shared {
+  std::array<c10::intrusive_ptr<c10d::Backend>, 2> lanes;
+  std::mutex mutex;
+  std::condition_variable changed;              // anything below
+  std::array<std::deque<QueuedJob>, 2> queues;  // whose first part is to be run, and whose second
+  uint64_t submitted = 0;
+  uint64_t ended = 0;    // jobs end in the order of submission
+  bool closed = false;   // no more jobs
+  bool aborted = false;  // and none of those that have not begun
+  std::array<bool, 2> worker_ended{};
+  int num_threads = 0;
+
+  // One worker: part 0 or part 1 of every job.
+  void serve(size_t part) {
+    c10::setThreadName(part == 0 ? "powersgd_p" : "powersgd_q");
+    // Grad mode is thread-local; the kernels and payloads must never be recorded.
+    const at::NoGradGuard no_grad;
+    std::unique_lock<std::mutex> lock(mutex);
+    int threads_set = 0;
+    while (std::optional<QueuedJob> next = take(part, lock)) {
+      const int threads_wanted = num_threads;
+      lock.unlock();
+      // The thread count of OpenMP is per thread too: take over the submitter's.
+      if (threads_wanted != threads_set) at::set_num_threads(threads_set = threads_wanted);
+      run(part, *next);
+      if (part == 1) next->work->complete(next->error);
+      lock.lock();
+      pass_on(part, std::move(*next), lock);
+    }
+    worker_ended[part] = true;
+    changed.notify_all();
+  }
+
+  // The next job, once it may begin; nothing when there will be no more.
+  std::optional<QueuedJob> take(size_t part, std::unique_lock<std::mutex>& lock) {
+    std::deque<QueuedJob>& queue = queues[part];
+    changed.wait(lock, [&] {
+      if (aborted) return true;
+      if (!queue.empty()) return part == 1 || ended >= queue.front().after;
+      return part == 0 ? closed : worker_ended[0];
+    });
+    if (queue.empty() || aborted) return std::nullopt;
+    QueuedJob next = std::move(queue.front());
+    queue.pop_front();
+    return next;
+  }
+
+  void pass_on(size_t part, QueuedJob job, std::unique_lock<std::mutex>& lock) {
+    const uint64_t number = job.number;
+    const bool alone = job.job.alone;
+    if (part == 1) {
+      ended = number;
+    } else if (aborted) {
+      lock.unlock();
+      job.work->complete(closed_error());
+      lock.lock();
+    } else {
+      queues[1].push_back(std::move(job));
+    }
+    changed.notify_all();
+    if (part == 0 && alone) changed.wait(lock, [&] { return aborted || ended >= number; });
+  }
+
+  void run(size_t part, QueuedJob& next) {
+    std::function<void(Lane&)>& body = part == 0 ? next.job.first : next.job.second;
+    if (body && !next.error) {
+      try {
+        BackendLane lane(*lanes[part], next.timeout);
+        if (next.ready) {
+          run_on_side_stream(next.device, *next.ready, [&] { body(lane); });
+        } else {
+          body(lane);
+        }
+      } catch (...) {
+        next.error = std::current_exception();
+      }
+    }
+    body = nullptr;  // what it holds is not needed any more
+  }
+};
+
+ThreadEngine::ThreadEngine(int rank, std::array<c10::intrusive_ptr<c10d::Backend>, 2> lanes)
+    : rank_(rank), shared_(std::make_shared<Shared>()) {
+  shared_->lanes = std::move(lanes);
+  for (size_t part = 0; part < workers_.size(); ++part) {
+    workers_[part] = std::thread([shared = shared_, part] { shared->serve(part); });
+  }
+  const std::lock_guard<std::mutex> lock(engines_mutex);
+  engines().insert(this);
+}
+
+ThreadEngine::~ThreadEngine() {
+  {
+    const std::lock_guard<std::mutex> lock(engines_mutex);
+    engines().erase(this);
+  }
+  stop(/*run_queued=*/true);
+}
+
+c10::intrusive_ptr<c10d::Work> ThreadEngine::submit(std::vector<at::Tensor> tensors, Job job,
+                                                    c10::Device device,
+                                                    std::chrono::milliseconds timeout) {
+  auto work = c10::make_intrusive<WorkPowerSGD>(rank_, std::move(tensors));
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  if (shared_->closed) throw_closed();
+  shared_->num_threads = at::get_num_threads();
+  const uint64_t number = ++shared_->submitted;
+  uint64_t after = job.alone ? number - 1 : 0;
+  for (const ParameterStatePtr& state : job.states) {
+    after = std::max(after, std::exchange(state->last_job, number));
+  }
+  shared_->queues[0].push_back({work, std::move(job), device, record_current_stream(device),
+                                timeout, number, after, nullptr});
+  shared_->changed.notify_all();
+  return work;
+}
+
+void ThreadEngine::shutdown() { stop(/*run_queued=*/true); }
+
+void ThreadEngine::abort() { stop(/*run_queued=*/false); }
+
+void ThreadEngine::stop(bool run_queued) {
+  if (!workers_[0].joinable()) return;  // stopped before
+  std::deque<QueuedJob> failed;
+  bool ended = false;
+  {
+    std::unique_lock<std::mutex> lock(shared_->mutex);
+    const auto give_up = [&] {
+      shared_->aborted = true;
+      for (std::deque<QueuedJob>& queue : shared_->queues) {
+        for (; !queue.empty(); queue.pop_front()) failed.push_back(std::move(queue.front()));
+      }
+      shared_->changed.notify_all();
+    };
+    shared_->closed = true;
+    if (!run_queued) give_up();
+    shared_->changed.notify_all();
+    ended = shared_->changed.wait_for(lock, run_queued ? kShutdownGrace : kAbortGrace, [this] {
+      return shared_->worker_ended[0] && shared_->worker_ended[1];
+    });
+    if (!ended && run_queued) give_up();
+  }
+  for (QueuedJob& job : failed) job.work->complete(closed_error());
+  for (std::thread& worker : workers_) {
+    if (ended) {
+      worker.join();
+    } else {
+      worker.detach();
+    }
+  }
+}
+
+void throw_closed() { std::rethrow_exception(closed_error()); }
+
+void shutdown_all_engines() {
+  const std::lock_guard<std::mutex> lock(engines_mutex);
+  for (ThreadEngine* engine : engines()) engine->shutdown();
+}
+
+}  // namespace powersgd

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "engine/work.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/callback_threads.h"
+
+namespace powersgd {
+
+namespace {
+
+// A future of these tensors. For an accelerator's it orders its users' streams as well.
+c10::intrusive_ptr<c10::ivalue::Future> make_future(const std::vector<at::Tensor>& tensors) {
+  std::vector<c10::Device> devices;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_cpu()) devices.push_back(tensor.device());
+  }
+  return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                  std::move(devices));
+}
+
+}  // namespace
+
+WorkPowerSGD::WorkPowerSGD(int rank, std::vector<at::Tensor> tensors)
+    : Work(rank, c10d::OpType::ALLREDUCE, "powersgd:all_reduce", tensors),
+      tensors_(std::move(tensors)),
+      future_(make_future(tensors_)) {}
+
+void WorkPowerSGD::complete(std::exception_ptr error) {
+  finish(error);
+  run_callback([future = future_, tensors = tensors_, error = std::move(error)] {
+    if (error) {
+      future->setError(error);
+    } else {
+      future->markCompleted(c10::IValue(tensors));
+    }
+  });
+}
+
+std::vector<at::Tensor> WorkPowerSGD::result() {
+  TORCH_CHECK(isCompleted(), "Work needs to be completed before calling result().");
+  if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
+  return tensors_;
+}
+
+StreamWork::StreamWork(int rank, std::vector<at::Tensor> tensors, c10::Event done,
+                       std::exception_ptr error)
+    : Work(rank, c10d::OpType::ALLREDUCE, "powersgd:all_reduce", tensors),
+      tensors_(std::move(tensors)),
+      done_(std::move(done)),
+      error_(std::move(error)),
+      future_(make_future(tensors_)) {
+  if (error_) {
+    future_->setError(error_);
+  } else {
+    future_->markCompleted(c10::IValue(tensors_));  // records the current stream
+  }
+  if (recordFunctionEndCallback_) recordFunctionEndCallback_();
+}
+
+bool StreamWork::isCompleted() { return error_ || done_.query(); }
+
+bool StreamWork::wait(std::chrono::milliseconds /*timeout*/) {
+  if (error_) std::rethrow_exception(error_);
+  synchronize();
+  return true;
+}
+
+void StreamWork::synchronize() {
+  const c10::Device device = done_.device();  // the current one may be another
+  done_.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+CombinedWork::CombinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works,
+                           std::vector<at::Tensor> tensors)
+    : Work(/*rank=*/-1, c10d::OpType::COALESCED),
+      works_(std::move(works)),
+      tensors_(std::move(tensors)) {}
+
+bool CombinedWork::isCompleted() {
+  return std::all_of(works_.begin(), works_.end(),
+                     [](const auto& work) { return work->isCompleted(); });
+}
+
+bool CombinedWork::isSuccess() const {
+  return std::all_of(works_.begin(), works_.end(),
+                     [](const auto& work) { return work->isSuccess(); });
+}
+
+std::exception_ptr CombinedWork::exception() const {
+  for (const auto& work : works_) {
+    if (std::exception_ptr error = work->exception()) return error;
+  }
+  return nullptr;
+}
+
+bool CombinedWork::wait(std::chrono::milliseconds timeout) {
+  for (const auto& work : works_) work->wait(timeout);
+  return true;
+}
+
+std::vector<at::Tensor> CombinedWork::result() {
+  std::vector<at::Tensor> tensors;
+  for (const auto& work : works_) {
+    for (at::Tensor& tensor : work->result()) tensors.push_back(std::move(tensor));
+  }
+  return tensors;
+}
+
+void CombinedWork::synchronize() {
+  for (const auto& work : works_) work->synchronize();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> CombinedWork::getFuture() {
+  auto future = make_future(tensors_);
+  const auto self = c10::intrusive_ptr<CombinedWork>::unsafe_reclaim_from_nonowning(this);
+  run_callback([self, future] {
+    try {
+      self->wait();
+      future->markCompleted(c10::IValue(self->result()));  // records the streams that waited
+    } catch (...) {
+      future->setError(std::current_exception());
+    }
+  });
+  return future;
+}
+
+}  // namespace powersgd

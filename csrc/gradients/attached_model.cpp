@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "powersgd/attached_model.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+#include "gradients/parameter_layout.h"
+#include "gradients/replicas.h"
+#include "powersgd/stats.h"
+
+namespace powersgd {
+AttachedModel::AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend,
+                             std::vector<std::string> names, std::vector<at::Tensor> parameters,
+                             Options options)
+    : backend_(std::move(backend)),
+      names_(std::move(names)),
+      parameters_(std::move(parameters)),
+      options_(std::move(options)),
+      step_counter_(backend_->make_step_counter()) {
+  validate(options_);
+  TORCH_CHECK(names_.size() == parameters_.size(), "powersgd: ", names_.size(), " names for ",
+              parameters_.size(), " parameters");
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    states_.push_back(std::make_shared<ParameterState>());
+    states_.back()->stream = i;
+    index_of_[parameters_[i].unsafeGetTensorImpl()] = i;
+  }
+}
+
+double AttachedModel::grad_scale() const { return grad_scale_.value_or(backend_->grad_scale()); }
+
+void AttachedModel::set_grad_scale(double scale) {
+  check_grad_scale(scale);
+  grad_scale_ = scale;
+}
+
+std::vector<size_t> AttachedModel::find(const std::vector<at::Tensor>& parameters) const {
+  std::vector<size_t> indices;
+  for (const at::Tensor& parameter : parameters) {
+    const auto found = index_of_.find(parameter.unsafeGetTensorImpl());
+    TORCH_CHECK(found != index_of_.end(),
+                "powersgd: DDP reduces a parameter that the attached model did not have; "
+                "attach again after changing the model");
+    indices.push_back(found->second);
+  }
+  return indices;
+}
+
+c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(size_t bucket, at::Tensor& buffer,
+                                                     const std::vector<size_t>& parameters,
+                                                     int divisor) {
+  std::shared_ptr<BucketCompressor> compressor;
+  const bool known = !parameters.empty() && !buffer.is_sparse();
+  if (warm() && known && backend_->admits_attached(options_)) {
+    if (!std::exchange(announced_, true)) announce();
+    Bucket& made = buckets_[bucket];
+    if (made.parameters != parameters) made = make_bucket(buffer, parameters);
+    compressor = made.compressor;
+  }
+  StepInfo step;
+  step.output_scale = 1.0 / divisor;
+  step.grad_scale = grad_scale();
+  step.step = step_;
+  if (!owed_.empty() && known) add_owed(buffer, parameters);
+  return compressor ? backend_->allreduce_compressed(compressor, buffer, step)
+                    : backend_->allreduce_average_exact(buffer, divisor);
+}
+
+AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
+                                                 const std::vector<size_t>& parameters) const {
+  std::vector<ParameterShape> shapes;
+  int64_t numel = 0;
+  for (const size_t index : parameters) {
+    shapes.push_back(memory_layout(parameters_[index]));
+    numel += shapes.back().numel();
+  }
+  TORCH_CHECK(numel == buffer.numel(), "powersgd: a bucket holds ", buffer.numel(),
+              " elements, its parameters ", numel,
+              "; this version of torch lays its buckets out in a way that is not known here");
+  Bucket made;
+  BucketPlan plan = plan_bucket(shapes, options_);
+  if (plan.compresses()) {
+    std::vector<ParameterStatePtr> states;
+    for (const PlannedMatrix& matrix : plan.matrices) {
+      states.push_back(states_[parameters[static_cast<size_t>(matrix.parameter)]]);
+    }
+    made.compressor = make_compressor(std::move(plan), std::move(states), options_,
+                                      buffer.scalar_type(), buffer.device(), step_counter_);
+  }
+  made.parameters = parameters;
+  return made;
+}
+
+// Every rank adds the mean residual: the average then holds it once.
+void AttachedModel::add_owed(at::Tensor& buffer, const std::vector<size_t>& parameters) {
+  int64_t offset = 0;
+  for (const size_t index : parameters) {
+    const int64_t numel = parameters_[index].numel();
+    const auto owed = owed_.find(index);
+    if (owed != owed_.end()) {
+      buffer.narrow(0, offset, numel)
+          .add_(owed->second.to(buffer.device()).flatten(), grad_scale());
+      owed_.erase(owed);
+    }
+    offset += numel;
+  }
+}
+
+Outline AttachedModel::outline() const {
+  Outline outline;
+  for (const at::Tensor& parameter : parameters_) {
+    if (!parameter.requires_grad()) continue;
+    const MatrixShape shape = matrix_shape(memory_layout(parameter));
+    const int64_t numel = parameter.numel();
+    ++outline.parameters;
+    outline.numel += numel;
+    int64_t sent = numel;
+    if (should_compress(shape, options_)) {
+      ++outline.compressed_parameters;
+      outline.compressed_numel += numel;
+      sent = (shape.rows + shape.cols) * effective_rank(shape, options_);
+      if (options_.alternating) sent /= 2;
+      ++sent;  // whether the gradient has a non-zero element
+    }
+    const DType default_wire =
+        parameter.scalar_type() == at::kDouble ? DType::kFloat64 : DType::kFloat32;
+    const int64_t width = size_of(options_.wire_dtype.value_or(default_wire));
+    outline.sent_numel += sent;
+    outline.bytes_before += numel * static_cast<int64_t>(parameter.element_size());
+    outline.bytes_after += sent * width;
+  }
+  outline.sent_numel += outline.compressed_parameters > 0;  // the bucket's non-finite count
+  return outline;
+}
+
+bool AttachedModel::compresses() const {
+  return options_.scope != Scope::kNever && outline().compressed_parameters > 0;
+}
+
+void AttachedModel::announce() const {
+  const Outline all = outline();
+  backend_->log(
+      LogLevel::kInfo,
+      c10::str("compression starts at step ", step_, ": rank ", options_.matrix_approximation_rank,
+               ", ", all.compressed_parameters, " of ", all.parameters,
+               " parameters as low-rank factors, ", all.numel, " elements a step sent as ",
+               all.sent_numel, options_.alternating ? ", P and Q in turns" : "",
+               ", error feedback ", options_.use_error_feedback ? "on" : "off", ", warm start ",
+               options_.warm_start ? "on" : "off"));
+}
+
+std::vector<c10::Device> AttachedModel::devices() const {
+  std::vector<c10::Device> devices;
+  for (const at::Tensor& parameter : parameters_) {
+    if (std::find(devices.begin(), devices.end(), parameter.device()) == devices.end()) {
+      devices.push_back(parameter.device());
+    }
+  }
+  return devices;
+}
+
+void AttachedModel::end_step() {
+  ++step_;
+  backend_->end_step(options_);
+  if (options_.check_every == 0 || step_ % static_cast<uint64_t>(options_.check_every) != 0) return;
+  for (const c10::Device device : devices()) {
+    std::vector<Replica> replicas;
+    for (size_t i = 0; i < states_.size(); ++i) {
+      if (parameters_[i].device() != device) continue;
+      replicas.push_back({"'" + names_[i] + "'", states_[i]});
+    }
+    backend_->check_replicas(std::move(replicas), device);
+  }
+}
+
+}  // namespace powersgd

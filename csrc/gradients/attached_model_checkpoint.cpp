@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// What an attached model remembers: saved, restored, measured.
+#include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "gradients/parameter_layout.h"
+#include "powersgd/attached_model.h"
+
+namespace powersgd {
+namespace {
+
+// The engine's stream made it, the caller's will read it: keep its memory until both are done.
+void use_on_current_stream(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl impl(tensor.device().type());
+  impl.recordDataPtrOnStream(tensor.storage().data_ptr(), impl.getStream(tensor.device()));
+}
+
+// The tensors of a state beside those of its copy.
+template <typename State, typename Local>
+auto members(State& state, Local& local) {
+  return std::array{std::pair{&state.memory, &local.memory}, std::pair{&state.p_hat, &local.p_hat},
+                    std::pair{&state.q_local, &local.q_local},
+                    std::pair{&state.q_warm, &local.q_warm},
+                    std::pair{&state.p_local, &local.p_local}};
+}
+
+std::string describe(const at::Tensor& tensor) {
+  return tensor.defined() ? c10::str(tensor.scalar_type(), " ", tensor.sizes()) : "nothing";
+}
+
+}  // namespace
+
+std::vector<ParameterExport> AttachedModel::export_state() {
+  std::vector<ParameterExport> exported(parameters_.size());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    exported[i].name = names_[i];
+    const at::Tensor& parameter = parameters_[i];
+    if (!is_compressed(parameter)) continue;
+    std::vector<at::Tensor> mean(1);
+    backend_->run_after_steps(parameter.device(), [&] {
+      const ParameterState state = started(i);
+      mean[0] = residual(state).mul_(grad_scale() / state.grad_scale);
+      exported[i].q = q_to_parameter_order(state.q_warm.clone(), parameter);
+      if (state.sent_p) exported[i].p = state.p_hat.clone();
+    });
+    backend_->average_over_lane(mean);
+    use_on_current_stream(mean[0]);
+    use_on_current_stream(exported[i].q);
+    use_on_current_stream(exported[i].p);
+    exported[i].residual = to_parameter_order(mean[0], parameter);
+  }
+  return exported;
+}
+
+void AttachedModel::check_state(const std::vector<ParameterExport>& saved) const {
+  for (const ParameterExport& parameter : saved) check_parameter(parameter);
+}
+
+void AttachedModel::load_state(const std::vector<ParameterExport>& saved, int64_t step,
+                               double grad_scale) {
+  check_state(saved);  // all of it, before any of it is loaded
+  for (const ParameterExport& parameter : saved) {
+    if (!parameter.residual.defined()) continue;
+    const auto index = find_name(parameter.name);
+    if (!index) {
+      backend_->log(LogLevel::kWarning,
+                    c10::str("the checkpoint's residual of '", parameter.name,
+                             "' is dropped: the model has no such parameter, or it is frozen"));
+    } else if (!is_compressed(parameters_[*index])) {
+      owed_[*index] = to_memory_order(parameter.residual, parameters_[*index]) / grad_scale;
+      backend_->log(LogLevel::kInfo,
+                    c10::str("'", parameter.name,
+                             "' is not compressed with these options: the "
+                             "checkpoint's residual of it is added to its next gradient"));
+    } else {
+      load_parameter(*index, parameter, grad_scale);
+    }
+  }
+  step_ = static_cast<uint64_t>(step);
+}
+
+std::optional<size_t> AttachedModel::find_name(const std::string& name) const {
+  const auto found = std::find(names_.begin(), names_.end(), name);
+  if (found == names_.end()) return std::nullopt;
+  return static_cast<size_t>(found - names_.begin());
+}
+
+void AttachedModel::check_parameter(const ParameterExport& saved) const {
+  const auto index = find_name(saved.name);
+  if (!index || !saved.residual.defined()) return;
+  const at::Tensor& parameter = parameters_[*index];
+  const MatrixShape shape = matrix_shape(memory_layout(parameter));
+  TORCH_CHECK_VALUE(saved.residual.sizes() == parameter.sizes(), "residual of '", saved.name,
+                    "' must have the parameter's shape ", parameter.sizes(), ", got ",
+                    saved.residual.sizes());
+  TORCH_CHECK_VALUE(saved.q.dim() == 2 && saved.q.size(1) == shape.cols, "q of '", saved.name,
+                    "' must have the shape [rank, ", shape.cols, "], got ", saved.q.sizes());
+  TORCH_CHECK_VALUE(!saved.p.defined() || (saved.p.dim() == 2 && saved.p.size(0) == shape.rows &&
+                                           saved.p.size(1) == saved.q.size(0)),
+                    "p of '", saved.name, "' must have the shape [", shape.rows, ", rank], got ",
+                    saved.p.sizes());
+}
+
+bool AttachedModel::is_compressed(const at::Tensor& parameter) const {
+  return should_compress(matrix_shape(memory_layout(parameter)), options_);
+}
+
+// Of one that was never compressed: what it would start from.
+ParameterState AttachedModel::started(size_t index) const {
+  ParameterState state = *states_[index];
+  if (!state.allocated()) allocate_for(state, parameters_[index]);
+  return state;
+}
+
+void AttachedModel::allocate_for(ParameterState& state, const at::Tensor& parameter) const {
+  const MatrixShape shape = matrix_shape(memory_layout(parameter));
+  allocate(state, shape, effective_rank(shape, options_), options_, parameter.scalar_type(),
+           parameter.device());
+}
+
+void AttachedModel::load_parameter(size_t index, const ParameterExport& saved, double grad_scale) {
+  const at::Tensor& parameter = parameters_[index];
+  ParameterState& state = *states_[index];
+  const int64_t rank = effective_rank(matrix_shape(memory_layout(parameter)), options_);
+  const at::Tensor q = q_to_memory_order(saved.q, parameter);
+  backend_->run_after_steps(parameter.device(), [&] {
+    if (!state.allocated()) allocate_for(state, parameter);
+    state.sent_p = false;
+    set_residual(state, to_memory_order(saved.residual, parameter));
+    state.grad_scale = grad_scale;
+    const int64_t kept = std::min(rank, q.size(0));
+    state.q_warm.narrow(0, 0, kept).copy_(q.narrow(0, 0, kept));
+    if (options_.alternating) orthonormalize_q(state, options_);
+    // Q is next only where there is a P to find it against; a P of another rank is not.
+    state.sent_p = options_.alternating && saved.p.defined() && saved.p.size(1) == rank;
+    if (!state.sent_p) return;
+    state.p_hat.copy_(saved.p);
+    state.p_local.zero_();
+  });
+  if (q.size(0) != rank) {
+    backend_->log(LogLevel::kInfo, c10::str("'", saved.name, "': the checkpoint's rank ", q.size(0),
+                                            " factor was taken over at rank ", rank));
+  }
+}
+
+std::vector<LocalExport> AttachedModel::export_local() {
+  std::vector<LocalExport> exported;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (!is_compressed(parameters_[i])) continue;
+    LocalExport& local = exported.emplace_back();
+    local.name = names_[i];
+    backend_->run_after_steps(parameters_[i].device(), [&] {
+      const ParameterState state = started(i);
+      local.grad_scale = state.grad_scale;
+      local.sent_p = state.sent_p;
+      for (const auto& [from, to] : members(state, local)) {
+        if (from->defined()) *to = from->clone();
+      }
+    });
+    for (const auto& [from, to] : members(*states_[i], local)) use_on_current_stream(*to);
+  }
+  return exported;
+}
+
+void AttachedModel::check_local(const std::vector<LocalExport>& saved) const {
+  for (const LocalExport& local : saved) {
+    const auto index = find_name(local.name);
+    TORCH_CHECK_VALUE(index, "the checkpoint's parameter '", local.name, "' is not in the model");
+    TORCH_CHECK_VALUE(is_compressed(parameters_[*index]), "the checkpoint's parameter '",
+                      local.name, "' is not compressed with these options");
+    ParameterState wanted;
+    allocate_for(wanted, parameters_[*index]);
+    for (const auto& [own, given] : members(wanted, local)) {
+      TORCH_CHECK_VALUE(given->defined() == own->defined() &&
+                            (!own->defined() || (given->sizes() == own->sizes() &&
+                                                 given->scalar_type() == own->scalar_type())),
+                        "the per-rank state of '", local.name,
+                        "' was saved with other options: ", describe(*given),
+                        " where these options want ", describe(*own),
+                        ". state_dict without per_rank can be "
+                        "loaded with any options");
+    }
+  }
+}
+
+void AttachedModel::load_local(const std::vector<LocalExport>& saved, int64_t step) {
+  check_local(saved);
+  for (const LocalExport& local : saved) {
+    const size_t index = *find_name(local.name);
+    ParameterState& state = *states_[index];
+    backend_->run_after_steps(parameters_[index].device(), [&] {
+      if (!state.allocated()) allocate_for(state, parameters_[index]);
+      for (const auto& [own, given] : members(state, local)) {
+        if (own->defined()) own->copy_(*given);
+      }
+      state.grad_scale = local.grad_scale;
+      state.sent_p = local.sent_p;
+    });
+  }
+  step_ = static_cast<uint64_t>(step);
+}
+
+void AttachedModel::step_skipped(const at::Tensor& dropped) {
+  for (const c10::Device device : devices()) {
+    backend_->run_after_steps(device, [&] {
+      std::vector<ParameterStatePtr> delivered;
+      for (size_t i = 0; i < states_.size(); ++i) {
+        const bool in_last_step = states_[i]->last_step + 1 == static_cast<int64_t>(step_);
+        if (in_last_step && parameters_[i].device() == device) delivered.push_back(states_[i]);
+      }
+      const bool elsewhere = dropped.defined() && !dropped.is_cpu() && dropped.device() != device;
+      keep_delivered(delivered, elsewhere ? dropped.to(device) : dropped);
+    });
+  }
+}
+
+std::map<std::string, double> AttachedModel::residual_norms() {
+  std::map<std::string, double> norms;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    double& norm = norms[names_[i]];
+    if (!states_[i]->allocated()) continue;
+    backend_->run_after_steps(parameters_[i].device(), [&] {
+      norm = residual(*states_[i]).norm().item<double>() * grad_scale() / states_[i]->grad_scale;
+    });
+  }
+  return norms;
+}
+
+}  // namespace powersgd

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "gradients/compressed_step.h"
+
+#include <utility>
+
+namespace powersgd {
+namespace {
+
+// Times a stage, and lets the probe see it.
+class Timed {
+ public:
+  Timed(std::shared_ptr<Stats> stats, std::shared_ptr<const StageProbe> probe)
+      : stats_(std::move(stats)), probe_(std::move(probe)) {}
+
+  template <typename Body>
+  decltype(auto) operator()(Stage stage, Body&& body) const {
+    if (probe_ && *probe_) (*probe_)(to_string(stage));
+    const StageTimer timer(*stats_, stage);
+    return std::forward<Body>(body)();
+  }
+
+ private:
+  std::shared_ptr<Stats> stats_;
+  std::shared_ptr<const StageProbe> probe_;
+};
+
+}  // namespace
+
+Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const at::Tensor& gradient,
+                    const StepInfo& step, const std::shared_ptr<Stats>& stats,
+                    std::shared_ptr<const StageProbe> probe) {
+  const auto or_rollback = [compressor](auto part) {
+    return [compressor, part = std::move(part)](Lane& lane) {
+      try {
+        part(lane);
+      } catch (...) {
+        compressor->rollback();
+        throw;
+      }
+    };
+  };
+  const Timed run(stats, std::move(probe));
+  Job job;
+  job.first = or_rollback([compressor, gradient, step, run, stats](Lane& lane) {
+    at::Tensor& factor =
+        run(Stage::kProject, [&]() -> at::Tensor& { return compressor->project(gradient, step); });
+    stats->add_compressed(compressor->gradient_bytes(), compressor->payload_bytes());
+    const Stage reduce = compressor->sends() == Factors::kQ ? Stage::kReduceQ : Stage::kReduceP;
+    run(reduce, [&] { lane.allreduce(factor); });
+  });
+  job.second = or_rollback([compressor, run](Lane& lane) {
+    run(Stage::kOrthogonalize, [&] { compressor->orthogonalize(); });
+    if (compressor->sends() == Factors::kPAndQ) {
+      at::Tensor& q =
+          run(Stage::kBackProject, [&]() -> at::Tensor& { return compressor->back_project(); });
+      run(Stage::kReduceQ, [&] { lane.allreduce(q); });
+    }
+    run(Stage::kReconstruct, [&] { compressor->reconstruct(); });
+  });
+  job.states = compressor->states_in_use();
+  return job;
+}
+
+}  // namespace powersgd

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "gradients/replicas.h"
+
+#include <ATen/ATen.h>
+
+#include <sstream>
+
+namespace powersgd {
+namespace {
+
+// The sum of word * weight modulo 2^64, where the weights are odd: a change of one word always
+// shows.
+at::Tensor hash_bits(const at::Tensor& tensor) {
+  const at::ScalarType word = tensor.element_size() == 8 ? at::kLong : at::kInt;
+  const at::Tensor words = tensor.contiguous().view(word).to(at::kLong).flatten();
+  const at::Tensor places = at::arange(1, words.numel() + 1, words.options());
+  constexpr int64_t kSpread = 0x1E3779B97F4A7C15;  // 2^61 over the golden ratio, about
+  return words.mul(places.mul_(kSpread).bitwise_or_(1)).sum();
+}
+
+// [size, replicas, 2]: what each rank has of q_warm and of p_hat. 0 where there is nothing yet.
+at::Tensor hashes_of_all(Lane& lane, int rank, int size, const std::vector<Replica>& replicas) {
+  const auto device = replicas.front().state->q_warm.device();
+  const auto count = static_cast<int64_t>(replicas.size());
+  at::Tensor hashes = at::zeros({size, count, 2}, at::device(device).dtype(at::kLong));
+  for (int64_t i = 0; i < count; ++i) {
+    const auto& [name, state, has_p] = replicas[static_cast<size_t>(i)];
+    hashes[rank][i][0].copy_(hash_bits(state->q_warm));
+    if (has_p) hashes[rank][i][1].copy_(hash_bits(state->p_hat));
+  }
+  lane.allreduce(hashes);  // the other ranks' rows are 0
+  return hashes.cpu();
+}
+
+void take_first(Lane& lane, int rank, at::Tensor& tensor) {
+  if (rank != 0) tensor.zero_();
+  lane.allreduce(tensor);
+}
+
+std::string describe(const Replica& replica, const at::Tensor& differs) {
+  std::ostringstream ranks;
+  for (int64_t r = 0, named = 0; r < differs.size(0); ++r) {
+    if (differs[r].any().item<bool>()) ranks << (named++ == 0 ? "" : ", ") << r;
+  }
+  const bool q = differs.select(1, 0).any().item<bool>();
+  const bool p = differs.select(1, 1).any().item<bool>();
+  return "the " +
+         std::string(q && p ? "Q and P"
+                     : q    ? "Q"
+                            : "P") +
+         " of " + replica.name + " differed from rank 0's on rank " + ranks.str() +
+         "; all ranks have taken rank 0's. The model's own parameters may differ as well";
+}
+
+}  // namespace
+
+std::vector<std::string> restore_agreement(Lane& lane, int rank, int size,
+                                           const std::vector<Replica>& replicas) {
+  std::vector<Replica> started;
+  for (const Replica& replica : replicas) {
+    if (replica.state->allocated()) started.push_back(replica);
+  }
+  if (started.empty()) return {};
+  const at::Tensor hashes = hashes_of_all(lane, rank, size, started);
+  const at::Tensor differs = hashes.ne(hashes[0]);
+  std::vector<std::string> lines;
+  for (size_t i = 0; i < started.size(); ++i) {
+    const at::Tensor here = differs.select(1, static_cast<int64_t>(i));
+    if (!here.any().item<bool>()) continue;
+    ParameterState& state = *started[i].state;
+    // The residual is made of this rank's own.
+    if (started[i].has_p) set_residual(state, residual(state));
+    take_first(lane, rank, state.q_warm);
+    if (started[i].has_p) take_first(lane, rank, state.p_hat);
+    lines.push_back(describe(started[i], here));
+  }
+  return lines;
+}
+
+}  // namespace powersgd

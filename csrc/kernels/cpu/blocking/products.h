@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/cpu/blocking/tiles.h"
+#include "kernels/cpu/simd/convert.h"
+#include "kernels/cpu/simd/fused.h"
+#include "kernels/cpu/simd/lane_sums.h"
+#include "kernels/cpu/simd/vector.h"
+
+// The micro-kernels of the stages: products of kRows rows with a block of columns that is padded
+// with zeros to a multiple of kPad, so that there are no remainders here. Missing rows are zero as
+// well, which keeps a row's result apart from the number of rows it is handled with.
+namespace powersgd::kernels::cpu {
+
+// Part of a [rank, cols] factor, its rows kBlockStride apart. Rows that are never packed are 0.
+template <class F, int64_t kMaxRank = kPackedRank>
+class PackedFactor {
+ public:
+  PackedFactor(const void* factor, int64_t factor_stride)
+      : factor_(static_cast<const F*>(factor)), factor_stride_(factor_stride) {}
+
+  // Holds rows [k, k + count) x columns [col, col + cols) from now on.
+  template <class Arch>
+  POWERSGD_INLINE void pack(int64_t k, int64_t count, int64_t col, int64_t cols) {
+    if (k == k_ && col == col_) return;
+    k_ = k;
+    col_ = col;
+    for (int64_t i = 0; i < count; ++i) {
+      F* row = data_ + i * kBlockStride;
+      const F* source = factor_ + (k + i) * factor_stride_ + col;
+      for_each_vector<Arch, F>(cols, [&](int64_t j, int64_t size) POWERSGD_INLINE_LAMBDA {
+        store<Arch>(row + j, load_first<Arch>(source + j, size));
+      });
+      std::fill(row + round_up(cols, kLanes<Arch, F>), row + round_up(cols, kPad), F{0});
+    }
+  }
+
+  const F* data() const { return data_; }
+
+ private:
+  alignas(64) F data_[kMaxRank * kBlockStride] = {};
+  const F* factor_;
+  int64_t factor_stride_;
+  int64_t k_ = -1;
+  int64_t col_ = -1;
+};
+
+// The first `count` columns of up to kRows rows of a row-major matrix, as [count, kRows], times
+// `scale`.
+template <class F>
+POWERSGD_INLINE void pack_rows(const F* source, int64_t source_stride, int64_t rows, int64_t count,
+                               F scale, F* packed) {
+  for (int64_t i = 0; i < kRows; ++i) {
+    for (int64_t k = 0; k < count; ++k) {
+      packed[k * kRows + i] = i < rows ? scale * source[i * source_stride + k] : F{0};
+    }
+  }
+}
+
+template <class Arch, class F, bool kFused, int kWidth, class Sink>
+POWERSGD_INLINE void multiply_columns(const F* left, const F* right, int64_t right_stride,
+                                      int64_t rank, const F* initial, int64_t j, const Sink& sink) {
+  constexpr int64_t kLane = kLanes<Arch, F>;
+  Vector<Arch, F> sum[kRows][kWidth] = {};
+  if (initial != nullptr) {
+    POWERSGD_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      POWERSGD_UNROLL
+      for (int w = 0; w < kWidth; ++w) {
+        sum[i][w] = load<Arch, F>(initial + i * right_stride + j + w * kLane);
+      }
+    }
+  }
+  for (int64_t k = 0; k < rank; ++k) {
+    Vector<Arch, F> b[kWidth];
+    POWERSGD_UNROLL
+    for (int w = 0; w < kWidth; ++w) b[w] = load<Arch, F>(right + k * right_stride + j + w * kLane);
+    POWERSGD_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const Vector<Arch, F> a = broadcast<Arch>(left[k * kRows + i]);
+      POWERSGD_UNROLL
+      for (int w = 0; w < kWidth; ++w) {
+        sum[i][w] = kFused ? multiply_add<Arch>(a, b[w], sum[i][w]) : a * b[w] + sum[i][w];
+      }
+    }
+  }
+  POWERSGD_UNROLL
+  for (int i = 0; i < kRows; ++i) sink.template put<Arch>(i, j, sum[i]);
+}
+
+// Hands sum over k of left[k, i] * right[k, j], added in the order of k, to the sink: one or more
+// vectors of each of kRows rows at a time, by sink.put<Arch>(row, column, vectors). Starts from
+// `initial`, if there is one, of the stride of `right`. kFused: by multiply_add, for what ranks
+// must agree on; a CPU without FMA is slow at it.
+template <class Arch, class F, bool kFused, class Sink>
+POWERSGD_INLINE void multiply(const F* left, const F* right, int64_t right_stride, int64_t rank,
+                              int64_t cols, const F* initial, const Sink& sink) {
+  constexpr int64_t kLane = kLanes<Arch, F>;
+  constexpr int kWidth = Arch::kRegisters == 32 ? 4 : 2;
+  int64_t j = 0;
+  for (; j + kWidth * kLane <= cols; j += kWidth * kLane) {
+    multiply_columns<Arch, F, kFused, kWidth>(left, right, right_stride, rank, initial, j, sink);
+  }
+  for (; j < cols; j += kLane) {
+    multiply_columns<Arch, F, kFused, 1>(left, right, right_stride, rank, initial, j, sink);
+  }
+}
+
+// The sink that keeps the product.
+template <class F>
+struct StoreBlock {
+  F* block;
+  int64_t stride = kBlockStride;
+
+  template <class Arch, int kWidth>
+  POWERSGD_INLINE void put(int64_t i, int64_t j, const Vector<Arch, F> (&values)[kWidth]) const {
+    store_all_as<Arch, false>(block + i * stride + j, values);
+  }
+};
+
+template <class Arch, class F, int kCount>
+POWERSGD_INLINE void dot_columns(const F* block, const F* right, int64_t cols, int64_t rows,
+                                 F* sums, int64_t sums_stride) {
+  constexpr int64_t kLane = kLanes<Arch, F>;
+  Vector<Arch, F> sum[kRows * kCount] = {};
+  for (int64_t j = 0; j < cols; j += kLane) {
+    Vector<Arch, F> b[kCount];
+    POWERSGD_UNROLL
+    for (int k = 0; k < kCount; ++k) b[k] = load<Arch, F>(right + k * kBlockStride + j);
+    POWERSGD_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const Vector<Arch, F> a = load<Arch, F>(block + i * kBlockStride + j);
+      POWERSGD_UNROLL
+      for (int k = 0; k < kCount; ++k) sum[i * kCount + k] += a * b[k];
+    }
+  }
+  F lane_sums[kRows * kCount];
+  sums_of_lanes<Arch, F, kRows * kCount>(sum, lane_sums);
+  for (int64_t i = 0; i < rows; ++i) {
+    POWERSGD_UNROLL
+    for (int k = 0; k < kCount; ++k) sums[i * sums_stride + k] += lane_sums[i * kCount + k];
+  }
+}
+
+// sums[i, k] += sum over j of block[i, j] * right[k, j], over `cols` columns, padding included, for
+// the first `rows` of kRows rows.
+template <class Arch, class F>
+POWERSGD_INLINE void dot(const F* block, const F* right, int64_t cols, int64_t rank, int64_t rows,
+                         F* sums, int64_t sums_stride) {
+  constexpr int kMost = Arch::kRegisters == 32 ? 4 : 2;
+  int64_t k = 0;
+  for (; k + kMost <= rank; k += kMost) {
+    dot_columns<Arch, F, kMost>(block, right + k * kBlockStride, cols, rows, sums + k, sums_stride);
+  }
+  if (kMost > 2 && k + 2 <= rank) {
+    dot_columns<Arch, F, 2>(block, right + k * kBlockStride, cols, rows, sums + k, sums_stride);
+    k += 2;
+  }
+  if (k < rank) {
+    dot_columns<Arch, F, 1>(block, right + k * kBlockStride, cols, rows, sums + k, sums_stride);
+  }
+}
+
+// The source that reads rows of a padded block.
+template <class F>
+struct LoadBlock {
+  const F* block;
+  int64_t stride = kBlockStride;
+
+  template <class Arch>
+  POWERSGD_INLINE Vector<Arch, F> get(int64_t i, int64_t j) const {
+    return load<Arch, F>(block + i * stride + j);
+  }
+};
+
+template <class Arch, class F, int kCount, class Source>
+POWERSGD_INLINE void accumulate_rows(const F* left, const Source& source, int64_t cols, F* sums,
+                                     int64_t sums_stride) {
+  constexpr int64_t kLane = kLanes<Arch, F>;
+  Vector<Arch, F> a[kCount][kRows];
+  POWERSGD_UNROLL
+  for (int k = 0; k < kCount; ++k) {
+    POWERSGD_UNROLL
+    for (int i = 0; i < kRows; ++i) a[k][i] = broadcast<Arch>(left[k * kRows + i]);
+  }
+  for (int64_t j = 0; j < cols; j += kLane) {
+    Vector<Arch, F> sum[kCount];
+    POWERSGD_UNROLL
+    for (int k = 0; k < kCount; ++k) sum[k] = load<Arch, F>(sums + k * sums_stride + j);
+    POWERSGD_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const Vector<Arch, F> b = source.template get<Arch>(i, j);
+      POWERSGD_UNROLL
+      for (int k = 0; k < kCount; ++k) sum[k] += a[k][i] * b;
+    }
+    POWERSGD_UNROLL
+    for (int k = 0; k < kCount; ++k) store<Arch, F>(sums + k * sums_stride + j, sum[k]);
+  }
+}
+
+// sums[k, j] += sum over i of left[k, i] * source[i, j], added in the order of i, for whole vectors
+// up to `cols`. source.get<Arch>(i, j) is a vector of row i.
+template <class Arch, class F, class Source>
+POWERSGD_INLINE void accumulate(const F* left, const Source& source, int64_t rank, int64_t cols,
+                                F* sums, int64_t sums_stride) {
+  constexpr int kMost = Arch::kRegisters == 32 ? 4 : 2;
+  int64_t k = 0;
+  for (; k + kMost <= rank; k += kMost) {
+    accumulate_rows<Arch, F, kMost>(left + k * kRows, source, cols, sums + k * sums_stride,
+                                    sums_stride);
+  }
+  if (kMost > 2 && k + 2 <= rank) {
+    accumulate_rows<Arch, F, 2>(left + k * kRows, source, cols, sums + k * sums_stride,
+                                sums_stride);
+    k += 2;
+  }
+  if (k < rank) {
+    accumulate_rows<Arch, F, 1>(left + k * kRows, source, cols, sums + k * sums_stride,
+                                sums_stride);
+  }
+}
+
+}  // namespace powersgd::kernels::cpu

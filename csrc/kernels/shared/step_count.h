@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include "kernels/shared/host_device.h"
+#include "powersgd/kernels.h"
+
+namespace powersgd::kernels {
+
+// Counts the bucket's step, unless another bucket did. By one thread of the bucket.
+POWERSGD_HOST_DEVICE inline void count_step(const Bucket& bucket, StepCount StepCounts::* which) {
+  if (bucket.step_counts == nullptr) return;
+  StepCount& steps = bucket.step_counts->*which;
+  if (steps.last == bucket.step + 1) return;
+  steps.last = bucket.step + 1;
+  ++steps.count;
+}
+
+}  // namespace powersgd::kernels

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Splitting, merging and shrinking a group.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "powersgd/forwarding_backend.h"
+#include "support/recording_backend.h"
+#include "support/thread_group.h"
+
+namespace powersgd {
+namespace {
+
+using c10d::Backend;
+using test::RecordingBackend;
+using test::ThreadBackend;
+using OptionsPtr = c10::intrusive_ptr<Backend::Options>;
+using Recorder = c10::intrusive_ptr<RecordingBackend>;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+constexpr c10::DeviceType kAccelerator = c10::DeviceType::Meta;
+constexpr c10::DeviceType kCpu = c10::DeviceType::CPU;
+
+struct OtherOptions : Backend::Options {
+  OtherOptions() : Backend::Options("other") {}
+};
+
+const ForwardingBackend& as_forwarding(const BackendPtr& backend) {
+  return dynamic_cast<const ForwardingBackend&>(*backend);
+}
+
+std::vector<std::string> keys_after_setting(const std::vector<StorePtr>& stores) {
+  std::vector<std::string> values;
+  for (size_t i = 0; i < stores.size(); ++i) stores[i]->set("key", std::to_string(i));
+  for (const auto& store : stores) values.push_back(store->get_to_str("key"));
+  return values;
+}
+
+class ChildrenTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    cpu_->child = c10::make_intrusive<RecordingBackend>(1, 2, "slow child");
+    accel_->child = c10::make_intrusive<RecordingBackend>(1, 2, "fast child");
+  }
+  c10::intrusive_ptr<ForwardingBackend> make() {
+    return c10::make_intrusive<ForwardingBackend>(2, 4,
+                                                  Inners{{kCpu, cpu_}, {kAccelerator, accel_}});
+  }
+  Recorder cpu_ = c10::make_intrusive<RecordingBackend>(2, 4, "slow");
+  Recorder accel_ = c10::make_intrusive<RecordingBackend>(2, 4, "fast");
+  StorePtr store_ = c10::make_intrusive<c10d::HashStore>();
+  const std::vector<int> ranks_{0, 2};
+};
+
+TEST_F(ChildrenTest, SplitHoldsTheChildrenOfTheInners) {
+  const auto child = make()->split(store_, ranks_, cpu_->options);
+  EXPECT_EQ(child->getRank(), 1);
+  EXPECT_EQ(child->getSize(), 2);
+  const auto& inners = as_forwarding(child).inners();
+  EXPECT_EQ(inners.at(kCpu).get(), cpu_->child.get());
+  EXPECT_EQ(inners.at(kAccelerator).get(), accel_->child.get());
+}
+
+TEST_F(ChildrenTest, NoChildOnARankThatIsNoMember) {
+  cpu_->child = nullptr;
+  accel_->child = nullptr;
+  EXPECT_EQ(make()->split(store_, {0, 1}, cpu_->options).get(), nullptr);
+  EXPECT_EQ(accel_->stores.size(), 1u);  // asked all the same: NCCL's split needs every rank
+}
+
+TEST_F(ChildrenTest, EveryChildHasItsOwnKeys) {
+  const auto backend = make();
+  backend->split(store_, ranks_, cpu_->options);
+  backend->split(store_, ranks_, cpu_->options);  // splitGroup, for its second device type
+  backend->merge(store_, cpu_->options, 0, 8);
+  std::vector<StorePtr> all = cpu_->stores;
+  all.insert(all.end(), accel_->stores.begin(), accel_->stores.end());
+  ASSERT_EQ(all.size(), 6u);
+  EXPECT_EQ(keys_after_setting(all), (std::vector<std::string>{"0", "1", "2", "3", "4", "5"}));
+}
+
+// Rank 2 was in a split before that rank 3 was not in: the keys of their common group must agree.
+TEST_F(ChildrenTest, KeysDoNotDependOnEarlierSplits) {
+  const auto here = make();
+  here->split(c10::make_intrusive<c10d::HashStore>(), {1, 2}, cpu_->options);
+  here->split(store_, {2, 3}, cpu_->options);
+  const auto peer = c10::make_intrusive<RecordingBackend>(3, 4);
+  peer->child = c10::make_intrusive<RecordingBackend>(1, 2);
+  const auto there = c10::make_intrusive<ForwardingBackend>(3, 4, Inners{{kCpu, peer}});
+  there->split(store_, {2, 3}, peer->options);
+  cpu_->stores.back()->set("address", "of rank 2");
+  EXPECT_EQ(peer->stores.back()->get_to_str("address"), "of rank 2");
+}
+
+TEST_F(ChildrenTest, OptionsOfTheInnersOwnTypeArePassedOn) {
+  const auto given = c10::make_intrusive<Backend::Options>("recording");
+  make()->split(store_, ranks_, given);
+  EXPECT_EQ(cpu_->child_options.back().get(), given.get());
+}
+
+TEST_F(ChildrenTest, OtherOptionsBecomeTheInnersWithTheCallersNameAndTimeout) {
+  const auto given = c10::make_intrusive<OtherOptions>();
+  given->timeout = std::chrono::milliseconds(77);
+  given->group_name = "child";
+  given->group_desc = "a child";
+  make()->split(store_, ranks_, given);
+  const OptionsPtr& passed = accel_->child_options.back();
+  EXPECT_EQ(passed->backend, "recording");
+  EXPECT_EQ(passed->timeout, std::chrono::milliseconds(77));
+  EXPECT_EQ(passed->group_name, "child");
+  EXPECT_EQ(passed->group_desc, "a child");
+  make()->split(store_, ranks_, nullptr);
+  EXPECT_EQ(accel_->child_options.back()->backend, "recording");
+}
+
+TEST_F(ChildrenTest, GlobalRanksAreThereForGlooToRead) {
+  make()->split(store_, ranks_, cpu_->options);
+  EXPECT_EQ(cpu_->options->global_ranks_in_group, (std::vector<uint64_t>{0, 1, 2, 3}));
+
+  accel_->options->global_ranks_in_group = {8, 9, 10, 11};  // what it was built with stays
+  const auto backend = c10::make_intrusive<ForwardingBackend>(2, 4, Inners{{kAccelerator, accel_}});
+  backend->split(store_, ranks_, accel_->options);
+  accel_->options->global_ranks_in_group = {8, 10};  // as Gloo's split leaves them
+  backend->split(store_, ranks_, accel_->options);
+  EXPECT_EQ(accel_->options->global_ranks_in_group, (std::vector<uint64_t>{8, 9, 10, 11}));
+}
+
+TEST_F(ChildrenTest, MergeAndShrinkAskEveryInner) {
+  const auto backend = make();
+  const auto merged = backend->merge(store_, cpu_->options, 1, 2);
+  EXPECT_EQ(as_forwarding(merged).inners().at(kCpu).get(), cpu_->child.get());
+  EXPECT_EQ(accel_->calls.back().method, "merge");
+
+  const std::vector<int64_t> excluded{3};
+  const auto shrunk = backend->shrink(excluded, 4, nullptr);
+  EXPECT_EQ(as_forwarding(shrunk).inners().at(kAccelerator).get(), accel_->child.get());
+  RecordingBackend direct;
+  direct.shrink(excluded, 4, nullptr);
+  EXPECT_EQ(accel_->calls.back(), direct.calls.back());
+  EXPECT_EQ(accel_->child_options.back().get(), nullptr);
+}
+
+// With the stand-in for Gloo, whose split reads the global ranks of its own options: twice from the
+// same parent, then from a child, and the groups work.
+TEST(SplitThreads, GroupsOfGroups) {
+  test::run_ranks(4, [](int rank, const c10::intrusive_ptr<ThreadBackend>& inner) {
+    const auto world = c10::make_intrusive<ForwardingBackend>(rank, 4, Inners{{kCpu, inner}});
+    const auto sum_over = [&](const BackendPtr& group) {
+      std::vector<at::Tensor> tensors{at::full({3}, rank + 1.0)};
+      group->allreduce(tensors)->wait();
+      return tensors[0][0].item<double>();
+    };
+    const StorePtr store = c10::make_intrusive<c10d::HashStore>();
+    const std::vector<int> pair = rank < 2 ? std::vector<int>{0, 1} : std::vector<int>{2, 3};
+    const auto half = world->split(store, pair, world->getBackendOptions());
+    ASSERT_TRUE(half);
+    EXPECT_EQ(half->getRank(), rank % 2);
+    EXPECT_EQ(sum_over(half), rank < 2 ? 3 : 7);
+
+    const std::vector<int> all{0, 1, 2, 3};
+    const auto whole =
+        world->split(c10::make_intrusive<c10d::HashStore>(), all, world->getBackendOptions());
+    EXPECT_EQ(sum_over(whole), 10);
+    const auto single = half->split(store, {0}, half->getBackendOptions());
+    EXPECT_EQ(static_cast<bool>(single), rank % 2 == 0);
+    EXPECT_EQ(sum_over(world), 10);
+  });
+}
+
+}  // namespace
+}  // namespace powersgd

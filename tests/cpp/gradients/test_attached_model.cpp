@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+
+#include "powersgd/attached_model.h"
+#include "powersgd/stats.h"
+#include "support/thread_group.h"
+
+namespace powersgd {
+namespace {
+
+constexpr int kRanks = 2;
+
+Options make_options(int64_t start = 0) {
+  Options options;
+  options.matrix_approximation_rank = 2;
+  options.start_powerSGD_iter = start;
+  return options;
+}
+
+at::Tensor noise(int seed, int64_t numel) {
+  return at::randn({numel}, at::detail::createCPUGenerator(static_cast<uint64_t>(seed)));
+}
+
+// A weight, a bias and a channels_last weight, reduced as DDP does: in one bucket or in two.
+class Model {
+ public:
+  Model(int rank, const c10::intrusive_ptr<BackendPowerSGD>& backend, const Options& options)
+      : rank_(rank) {
+    parameters = {at::zeros({24, 32}), at::zeros({24}),
+                  at::zeros({32, 6, 3, 3}).contiguous(at::MemoryFormat::ChannelsLast)};
+    model = std::make_shared<AttachedModel>(
+        backend, std::vector<std::string>{"weight", "bias", "conv"}, parameters, options);
+  }
+
+  // Returns the averaged gradients of one step, in the order of the parameters.
+  at::Tensor step(int number, bool two_buckets) {
+    const at::Tensor all = noise(number * kRanks + rank_, 24 * 32 + 24 + 32 * 54);
+    if (!two_buckets) {
+      reduce(0, 1, all, {0, 1, 2});
+    } else {
+      reduce(0, 2, all.narrow(0, 0, 24 * 32 + 24), {0, 1});
+      reduce(1, 2, all.narrow(0, 24 * 32 + 24, 32 * 54), {2});
+    }
+    return all;
+  }
+
+  static at::Tensor mean_gradient(int number) {
+    const int64_t numel = 24 * 32 + 24 + 32 * 54;
+    return (noise(number * kRanks, numel) + noise(number * kRanks + 1, numel)) / kRanks;
+  }
+
+  std::vector<at::Tensor> parameters;
+  std::shared_ptr<AttachedModel> model;
+
+ private:
+  void reduce(size_t index, size_t count, at::Tensor buffer, const std::vector<size_t>& which) {
+    std::vector<at::Tensor> members;
+    for (const size_t i : which) members.push_back(parameters[i]);
+    model->reduce(index, buffer, model->find(members), kRanks)->wait();
+    if (index + 1 == count) model->end_step();
+  }
+
+  const int rank_;
+};
+
+void run(const Options& options,
+         const std::function<void(Model&, const c10::intrusive_ptr<BackendPowerSGD>&)>& fn) {
+  const test::Lanes lanes(kRanks);
+  test::run_ranks(kRanks, [&](int rank, const auto& inner) {
+    std::vector<InnerAndLanes> inners = {{c10::DeviceType::CPU, inner, lanes.of(rank)}};
+    const auto backend =
+        c10::make_intrusive<BackendPowerSGD>(rank, kRanks, std::move(inners), options);
+    Model model(rank, backend, options);
+    try {
+      fn(model, backend);
+    } catch (...) {
+      lanes.kill(rank);
+      throw;
+    }
+  });
+}
+
+// In the order of a bucket's memory.
+at::Tensor flat(const Model& model, const std::vector<ParameterExport>& state) {
+  std::vector<at::Tensor> parts;
+  for (size_t i = 0; i < state.size(); ++i) {
+    const at::Tensor& residual = state[i].residual;
+    if (!residual.defined()) {
+      parts.push_back(at::zeros({model.parameters[i].numel()}));
+    } else if (residual.dim() == 4) {
+      parts.push_back(residual.permute({0, 2, 3, 1}).flatten());
+    } else {
+      parts.push_back(residual.flatten());
+    }
+  }
+  return at::cat(parts);
+}
+
+double relative(const at::Tensor& a, const at::Tensor& b) {
+  return ((a - b).norm() / b.norm()).item<double>();
+}
+
+TEST(AttachedModel, NothingIsLostWhenBucketsAreRebuilt) {
+  run(make_options(), [](Model& model, const auto&) {
+    at::Tensor sent = at::zeros({24 * 32 + 24 + 32 * 54}), asked = at::zeros_like(sent);
+    for (int step = 0; step < 8; ++step) {
+      sent += model.step(step, /*two_buckets=*/step >= 3);
+      asked += Model::mean_gradient(step);
+    }
+    const at::Tensor left = flat(model, model.model->export_state());
+    EXPECT_GT(left.norm().item<double>(), 1);
+    EXPECT_LT(relative(sent + left, asked), 1e-5);
+    EXPECT_EQ(model.model->step(), 8);
+  });
+}
+
+TEST(AttachedModel, WarmUpIsExact) {
+  run(make_options(/*start=*/2), [](Model& model, const auto& backend) {
+    EXPECT_TRUE(at::equal(model.step(0, false), Model::mean_gradient(0)));
+    EXPECT_TRUE(at::equal(model.step(1, false), Model::mean_gradient(1)));
+    EXPECT_FALSE(at::equal(model.step(2, false), Model::mean_gradient(2)));
+    EXPECT_EQ(backend->snapshot().exact_calls, 2);
+    EXPECT_EQ(backend->snapshot().compressed_calls, 1);
+  });
+}
+
+TEST(AttachedModel, DetachedIsExact) {
+  run(make_options(), [](Model& model, const auto&) {
+    model.model->set_active(false);
+    EXPECT_TRUE(at::equal(model.step(0, false), Model::mean_gradient(0)));
+  });
+}
+
+TEST(AttachedModel, AStateThatIsLoadedIsTheOneThatWasSaved) {
+  run(make_options(), [](Model& model, const auto& backend) {
+    for (int step = 0; step < 3; ++step) model.step(step, false);
+    const auto saved = model.model->export_state();
+    Model other(0, backend, make_options());
+    other.model->load_state(saved, 3, 1.0);
+    EXPECT_EQ(other.model->step(), 3);
+    const auto loaded = other.model->export_state();
+    for (size_t i = 0; i < saved.size(); ++i) {
+      ASSERT_EQ(loaded[i].residual.defined(), saved[i].residual.defined()) << saved[i].name;
+      if (!saved[i].residual.defined()) continue;
+      EXPECT_EQ(loaded[i].residual.sizes(), model.parameters[i].sizes());
+      EXPECT_LT(relative(loaded[i].residual, saved[i].residual), 1e-6) << saved[i].name;
+      EXPECT_TRUE(at::equal(loaded[i].q, saved[i].q)) << saved[i].name;
+    }
+  });
+}
+
+TEST(AttachedModel, AParameterThatWasNotAttachedIsAnError) {
+  run(make_options(), [](Model& model, const auto&) {
+    model.parameters[1] = at::zeros({24});
+    EXPECT_THROW(model.step(0, false), c10::Error);
+  });
+}
+
+}  // namespace
+}  // namespace powersgd

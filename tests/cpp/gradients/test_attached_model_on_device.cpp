@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// An attached model in a group that is ordered by streams, on a device that runs what is enqueued
+// in any order which streams and events admit.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "powersgd/attached_model.h"
+#include "powersgd/stats.h"
+#include "support/device_outcomes.h"
+#include "support/fake_device.h"
+#include "support/two_equal_ranks.h"
+
+namespace powersgd {
+namespace {
+
+namespace fake = test::fake_device;
+
+// Where the model's first layer is, and its second.
+struct Place {
+  at::Device first, second;
+};
+// The embedding is tall enough for a CUDA kernel to share its rows between blocks.
+constexpr int64_t kRows = 1030, kFirst = 24 * 32 + 24, kSecond = kRows * 33;  // elements
+const std::vector<std::string> kNames = {"weight", "bias", "embedding"};
+
+std::vector<at::Tensor> make_parameters(const Place& place) {
+  return {at::zeros({24, 32}, place.first), at::zeros({24}, place.first),
+          at::zeros({kRows, 33}, place.second)};
+}
+
+at::Tensor gradient(uint64_t step) {
+  return at::randn({kFirst + kSecond}, at::detail::createCPUGenerator(step));
+}
+
+struct Outcome {
+  std::vector<at::Tensor> tensors;  // outputs of all steps, then states
+  int64_t failed = 0, skipped = 0, differences = 0;
+};
+
+// Steps of all kinds, a checkpoint of each kind, and steps of the models that were loaded.
+Outcome train(const Place& place, const Options& options) {
+  const auto backend = test::make_backend_of_equal_ranks(place.first, options);
+  const auto parameters = make_parameters(place);
+  Outcome outcome;
+  const auto step = [&](AttachedModel& model, const at::Tensor& gradient) {
+    at::Tensor first = gradient.narrow(0, 0, kFirst).to(place.first, false, /*copy=*/true);
+    at::Tensor second = gradient.narrow(0, kFirst, kSecond).to(place.second, false, /*copy=*/true);
+    const auto one = model.reduce(0, first, model.find({parameters[0], parameters[1]}), 2);
+    const auto two = model.reduce(1, second, model.find({parameters[2]}), 2);
+    model.end_step();
+    for (const auto& work : {one, two}) {
+      try {
+        work->wait();
+      } catch (const std::runtime_error&) {
+        ++outcome.failed;
+      }
+    }
+    for (const at::Tensor& output : {first, second}) outcome.tensors.push_back(output.clone());
+  };
+  const auto model = std::make_shared<AttachedModel>(backend, kNames, parameters, options);
+  step(*model, gradient(0));
+  step(*model, gradient(1));
+  model->step_skipped(at::ones({}, place.first));
+  step(*model, gradient(2));
+  model->step_skipped(at::zeros({}, place.first));  // it was not
+  at::Tensor bad = gradient(3);
+  bad[5] = std::numeric_limits<float>::infinity();
+  step(*model, bad);
+  for (const std::string stage : {"project", "reduce_p", "orthogonalize", "reconstruct"}) {
+    backend->set_stage_probe([&stage](const std::string& entered) {
+      if (entered == stage) throw std::runtime_error("injected failure");
+    });
+    step(*model, gradient(4));
+    backend->set_stage_probe(nullptr);
+    step(*model, gradient(5));
+  }
+  step(*model, gradient(4));
+
+  fake::let_host_wait();  // checkpoints do
+  // What is exported is read by the caller's stream and then released.
+  const auto resumed = std::make_shared<AttachedModel>(backend, kNames, parameters, options);
+  {
+    const auto of_all = model->export_state();
+    resumed->load_state(of_all, model->step(), 1);
+    for (const auto& saved : of_all) {
+      for (const at::Tensor& tensor : {saved.residual, saved.q, saved.p}) {
+        if (tensor.defined()) outcome.tensors.push_back(tensor.clone());
+      }
+    }
+  }
+  step(*resumed, gradient(5));
+  const auto continued = std::make_shared<AttachedModel>(backend, kNames, parameters, options);
+  continued->load_local(model->export_local(), model->step());
+  step(*continued, gradient(5));
+  step(*model, gradient(5));
+
+  const StatsSnapshot stats = backend->snapshot();
+  outcome.skipped = stats.skipped_steps;
+  outcome.differences = stats.differences;
+  for (at::Tensor& tensor : outcome.tensors) tensor = tensor.cpu();
+  return outcome;
+}
+
+// alternating; spread over two devices, with checks, for which alone a step waits for the device
+using Mode = std::tuple<bool, bool>;
+class AttachedModelOnDevice : public testing::TestWithParam<Mode> {};
+
+TEST_P(AttachedModelOnDevice, IsTheSameInAnyOrderOfStreams) {
+  fake::add_operators();
+  const auto [alternating, spread] = GetParam();
+  Options options;
+  options.matrix_approximation_rank = 2;
+  options.start_powerSGD_iter = 0;
+  options.alternating = alternating;
+  options.check_every = spread ? 3 : 0;
+  const Outcome expected = train({at::kCPU, at::kCPU}, options);
+  EXPECT_EQ(expected.skipped, 1);
+  EXPECT_EQ(expected.differences, 0);
+  EXPECT_EQ(expected.failed, alternating ? 6 : 8);  // it sends no P in one of the four steps
+  test::DeviceOutcomes outcomes(expected.tensors, 1e-4);
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    SCOPED_TRACE("order " + std::to_string(seed));
+    fake::reset(seed, spread ? fake::Host::kMayWait : fake::Host::kMayNotWait);
+    fake::use_new_stream(fake::device(0));
+    fake::use_new_stream(fake::device(1));
+    const Outcome outcome = train({fake::device(0), fake::device(spread ? 1 : 0)}, options);
+    EXPECT_EQ(outcome.skipped, expected.skipped);
+    EXPECT_EQ(outcome.differences, expected.differences);
+    EXPECT_EQ(outcome.failed, expected.failed);
+    outcomes.expect_same(outcome.tensors);
+  }
+}
+
+std::string name_of(const testing::TestParamInfo<Mode>& mode) {
+  const auto [alternating, spread] = mode.param;
+  return std::string(alternating ? "Alternating" : "Plain") + (spread ? "SpreadAndChecked" : "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, AttachedModelOnDevice,
+                         testing::Combine(testing::Bool(), testing::Bool()), name_of);
+
+}  // namespace
+}  // namespace powersgd

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Compression in a group that is ordered by streams, on a device that runs what is enqueued in any
+// order which streams and events admit.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "engine/stream_engine.h"
+#include "gradients/compressed_step.h"
+#include "powersgd/stats.h"
+#include "support/device_outcomes.h"
+#include "support/fake_device.h"
+#include "support/one_rank.h"
+#include "support/two_equal_ranks.h"
+
+namespace powersgd {
+namespace {
+
+namespace fake = test::fake_device;
+
+constexpr uint64_t kSteps = 4;
+
+at::Tensor gradient_of(uint64_t step, int64_t numel) {
+  at::manual_seed(step + 1);
+  return at::randn({numel});
+}
+
+// The outputs of `kSteps` steps, on the CPU.
+std::vector<at::Tensor> outputs_on_host(const Options& options) {
+  struct HostLane : Lane {
+    void allreduce(at::Tensor& payload) override { test::sum_over_ranks(payload); }
+  } lane;
+  test::OneRank rank(options);
+  const std::shared_ptr<BucketCompressor> compressor = std::move(rank.compressor);
+  std::vector<at::Tensor> outputs;
+  for (uint64_t step = 0; step < kSteps; ++step) {
+    outputs.push_back(gradient_of(step, rank.plan.gradient_numel));
+    const Job job = compressed_step(compressor, outputs.back(), {0.5, 1, step},
+                                    std::make_shared<Stats>(), nullptr);
+    job.first(lane);
+    job.second(lane);
+  }
+  return outputs;
+}
+
+// The same on the device, each on a stream of the caller's.
+void submit_steps(Engine& engine, const Options& options, c10::Device device,
+                  std::vector<std::vector<float>>& gradients, std::vector<at::Tensor>& outputs) {
+  test::OneRank rank(options, at::kFloat, device);
+  const std::shared_ptr<BucketCompressor> compressor = std::move(rank.compressor);
+  const auto numel = rank.plan.gradient_numel;
+  gradients.resize(kSteps);
+  outputs.resize(kSteps);
+  for (uint64_t step = 0; step < kSteps; ++step) {
+    std::vector<float>& memory = gradients[step];
+    memory.assign(static_cast<size_t>(numel), -1.0F);
+    const at::Tensor tensor = fake::tensor(device, memory);
+    fake::enqueue(device, [&memory, gradient = gradient_of(step, numel)] {
+      std::copy_n(gradient.const_data_ptr<float>(), memory.size(), memory.data());
+    });
+    const auto work = engine.submit(
+        {tensor},
+        compressed_step(compressor, tensor, {0.5, 1, step}, std::make_shared<Stats>(), nullptr),
+        device, c10d::kUnsetTimeout);
+    work->wait();
+    fake::enqueue(device, [&memory, &output = outputs[step]] { output = at::tensor(memory); });
+  }
+}
+
+using Mode = std::tuple<bool, std::optional<DType>>;  // alternating, wire_dtype
+class CompressionOnDevice : public testing::TestWithParam<Mode> {};
+
+TEST_P(CompressionOnDevice, IsTheSameInAnyOrderOfStreams) {
+  fake::add_operators();
+  Options options;
+  options.matrix_approximation_rank = 2;
+  std::tie(options.alternating, options.wire_dtype) = GetParam();
+  // A factor may be rounded to the other of two values.
+  const double tolerance = options.wire_dtype ? 1e-2 : 1e-4;
+  test::DeviceOutcomes outcomes(outputs_on_host(options), tolerance);
+  for (unsigned seed = 0; seed < 50; ++seed) {
+    SCOPED_TRACE("order " + std::to_string(seed));
+    fake::reset(seed, fake::Host::kMayNotWait);
+    StreamEngine engine(0, c10::make_intrusive<test::StreamBackend>());
+    std::vector<std::vector<float>> here, there;
+    std::vector<at::Tensor> outputs_here, outputs_there;
+    submit_steps(engine, options, fake::device(0), here, outputs_here);
+    fake::use_new_stream(fake::device(0));
+    submit_steps(engine, options, fake::device(1), there, outputs_there);
+    fake::run();
+    outcomes.expect_same(outputs_here);
+    outcomes.expect_same(outputs_there);
+  }
+}
+
+std::string name_of(const testing::TestParamInfo<Mode>& mode) {
+  const auto [alternating, wire] = mode.param;
+  const std::string name = alternating ? "Alternating" : "Plain";
+  return wire ? name + "On" + to_string(*wire) : name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, CompressionOnDevice,
+                         testing::Combine(testing::Bool(),
+                                          testing::Values(std::optional<DType>(), DType::kBFloat16,
+                                                          DType::kFloat16)),
+                         name_of);
+
+// Without an attached model: by the order of the tensors.
+std::vector<at::Tensor> reduce_flat(at::Device device) {
+  Options options;
+  options.scope = Scope::kAlways;
+  options.start_powerSGD_iter = 0;
+  options.min_numel = 1000;
+  const auto backend = test::make_backend_of_equal_ranks(device, options);
+  std::vector<at::Tensor> outputs;
+  for (uint64_t step = 0; step < kSteps; ++step) {
+    for (const int64_t numel : {2500, 3000, 2500}) {
+      std::vector<at::Tensor> tensors = {gradient_of(step, numel).to(device)};
+      backend->allreduce(tensors, {})->wait();
+      outputs.push_back(tensors[0].clone());
+    }
+  }
+  fake::let_host_wait();
+  EXPECT_EQ(backend->snapshot().compressed_calls, 3 * static_cast<int64_t>(kSteps));
+  for (at::Tensor& output : outputs) output = output.cpu();
+  return outputs;
+}
+
+TEST(FlatTensorsOnDevice, AreTheSameInAnyOrderOfStreams) {
+  fake::add_operators();
+  test::DeviceOutcomes outcomes(reduce_flat(at::kCPU), 1e-4);
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    SCOPED_TRACE("order " + std::to_string(seed));
+    fake::reset(seed, fake::Host::kMayNotWait);
+    fake::use_new_stream(fake::device(1));
+    outcomes.expect_same(reduce_flat(fake::device(1)));
+  }
+}
+
+}  // namespace
+}  // namespace powersgd

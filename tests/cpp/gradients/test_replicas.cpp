@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "gradients/replicas.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "powersgd/backend.h"
+#include "powersgd/stats.h"
+#include "support/errors.h"
+#include "support/thread_group.h"
+
+namespace powersgd {
+namespace {
+
+using test::contains;
+
+constexpr int kRanks = 3;
+
+// What was logged on one rank.
+struct Log {
+  std::vector<std::string> lines;
+};
+
+// A state whose Q and P are the same on all ranks, and whose memory is not.
+ParameterStatePtr make_state(int rank) {
+  auto state = std::make_shared<ParameterState>();
+  allocate(*state, {20, 30}, 2, Options(), at::kFloat, at::kCPU);
+  state->p_hat.copy_(at::sin(at::arange(40, at::kFloat)).view({20, 2}));
+  state->q_local.copy_(at::cos(at::arange(60, at::kFloat) * (rank + 1)).view({2, 30}));
+  state->memory.copy_(at::sin(at::arange(600, at::kFloat) * (rank + 2)).view({20, 30}));
+  return state;
+}
+
+void run(const std::function<void(int, BackendPowerSGD&, const Log&)>& fn) {
+  const test::Lanes lanes(kRanks);
+  test::run_ranks(kRanks, [&](int rank, const auto& inner) {
+    const auto log = std::make_shared<Log>();
+    std::vector<InnerAndLanes> inners = {{c10::DeviceType::CPU, inner, lanes.of(rank)}};
+    const auto backend =
+        c10::make_intrusive<BackendPowerSGD>(rank, kRanks, std::move(inners), Options(),
+                                             [log](LogLevel level, const std::string& message) {
+                                               EXPECT_EQ(level, LogLevel::kWarning);
+                                               log->lines.push_back(message);
+                                             });
+    try {
+      fn(rank, *backend, *log);
+    } catch (...) {
+      lanes.kill(rank);
+      throw;
+    }
+  });
+}
+
+struct Damage {
+  const char* name;
+  bool q, p;
+};
+
+class ReplicasDiffer : public ::testing::TestWithParam<Damage> {};
+
+// One unit in the last place of one number, on rank 2.
+TEST_P(ReplicasDiffer, AreFoundAndMadeTheFirstRanks) {
+  run([&](int rank, BackendPowerSGD& backend, const Log& log) {
+    const auto good = make_state(rank), bad = make_state(rank);
+    const at::Tensor q = bad->q_warm.clone(), p = bad->p_hat.clone();
+    if (rank == 2 && GetParam().q) bad->q_warm.view(at::kInt)[1][29].bitwise_xor_(1);
+    if (rank == 2 && GetParam().p) bad->p_hat.view(at::kInt)[0][0].bitwise_xor_(1);
+    const at::Tensor owed = residual(*bad), memory = good->memory.clone();
+    backend.check_replicas({{"good", good}, {"'bad'", bad}}, at::kCPU);
+    backend.run_after_steps(at::kCPU, [] {});
+    EXPECT_EQ(backend.snapshot().differences, 1);
+    ASSERT_EQ(log.lines.size(), 1u);
+    const std::string what = GetParam().name;
+    EXPECT_TRUE(
+        contains(log.lines[0], "the " + what + " of 'bad' differed from rank 0's on rank 2"))
+        << log.lines[0];
+    EXPECT_TRUE(at::equal(bad->q_warm, q));
+    EXPECT_TRUE(at::equal(bad->p_hat, p));
+    EXPECT_TRUE(at::equal(residual(*bad), owed)) << "to the bit: it is folded into the memory";
+    EXPECT_TRUE(at::equal(good->memory, memory)) << "one that agrees is left alone";
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ReplicasDiffer,
+                         ::testing::Values(Damage{"Q", true, false}, Damage{"P", false, true},
+                                           Damage{"Q and P", true, true}),
+                         [](const auto& info) {
+                           return std::string(info.param.q ? "Q" : "") + (info.param.p ? "P" : "");
+                         });
+
+TEST(Replicas, ThoseNotYetStartedAreLeftOut) {
+  run([](int, BackendPowerSGD& backend, const Log& log) {
+    backend.check_replicas({{"empty", std::make_shared<ParameterState>()}}, at::kCPU);
+    backend.run_after_steps(at::kCPU, [] {});
+    EXPECT_EQ(backend.snapshot().differences, 0);
+    EXPECT_TRUE(log.lines.empty());
+  });
+}
+
+}  // namespace
+}  // namespace powersgd
