@@ -22,9 +22,9 @@ namespace powersgd {
 namespace {
 
 std::vector<std::pair<c10::DeviceType, c10::intrusive_ptr<c10d::Backend>>> pass_through(
-    const std::vector<InnerAndLanes>& inners) {
+    const std::vector<InnerAndChannels>& inners) {
   std::vector<std::pair<c10::DeviceType, c10::intrusive_ptr<c10d::Backend>>> result;
-  for (const InnerAndLanes& of : inners) result.emplace_back(of.device, of.inner);
+  for (const InnerAndChannels& of : inners) result.emplace_back(of.device, of.inner);
   return result;
 }
 
@@ -35,7 +35,7 @@ void check_grad_scale(double scale) {
                     "grad_scale must be a finite number > 0, got ", scale);
 }
 
-BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerAndLanes> inners,
+BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerAndChannels> inners,
                                  powersgd::Options options, LogSink log)
     : ForwardingBackend(rank, size, pass_through(inners)),
       options_(std::move(options)),
@@ -45,14 +45,14 @@ BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerAndLanes> 
       warnings_(std::make_shared<Messages>()),
       flat_tensors_(std::make_unique<FlatTensors>(options_, make_step_counter())) {
   validate(options_);
-  for (const InnerAndLanes& of : inners_) {
-    TORCH_CHECK(of.lanes.empty() || of.lanes.size() == 2, "powersgd: two lanes or none, got ",
-                of.lanes.size());
-    if (of.lanes.empty()) {
+  for (const InnerAndChannels& of : inners_) {
+    TORCH_CHECK(of.channels.empty() || of.channels.size() == 2,
+                "powersgd: two channels or none, got ", of.channels.size());
+    if (of.channels.empty()) {
       engines_[of.device] = std::make_unique<StreamEngine>(rank, of.inner);
     } else {
       engines_[of.device] =
-          std::make_unique<ThreadEngine>(rank, std::array{of.lanes[0], of.lanes[1]});
+          std::make_unique<ThreadEngine>(rank, std::array{of.channels[0], of.channels[1]});
     }
   }
 }
@@ -146,12 +146,12 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_coalesced(
   return c10::make_intrusive<CombinedWork>(std::move(works), tensors);
 }
 
-void BackendPowerSGD::average_over_lane(std::vector<at::Tensor>& tensors) {
+void BackendPowerSGD::average_over_channel(std::vector<at::Tensor>& tensors) {
   if (tensors.empty() || getSize() == 1) return;
   const at::Device device = tensors.front().device();
-  auto job = [&tensors, size = getSize()](Lane& lane) {
+  auto job = [&tensors, size = getSize()](Channel& channel) {
     for (at::Tensor& tensor : tensors) {
-      lane.allreduce(tensor);
+      channel.allreduce(tensor);
       tensor.mul_(1.0 / size);
     }
   };
@@ -160,7 +160,7 @@ void BackendPowerSGD::average_over_lane(std::vector<at::Tensor>& tensors) {
 
 void BackendPowerSGD::run_after_steps(c10::Device device, const std::function<void()>& job) {
   engine_of(device)
-      .submit({}, job_alone([&job](Lane&) { job(); }), device, c10d::kUnsetTimeout)
+      .submit({}, job_alone([&job](Channel&) { job(); }), device, c10d::kUnsetTimeout)
       ->wait();
 }
 
@@ -172,16 +172,16 @@ c10::intrusive_ptr<c10d::Backend::Options> BackendPowerSGD::getBackendOptions() 
 c10::intrusive_ptr<c10d::Backend> BackendPowerSGD::split(
     const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
-  std::vector<InnerAndLanes> children;
+  std::vector<InnerAndChannels> children;
   for (auto& [device, inner] : split_inners(store, ranks, opts)) {
     children.push_back({device, inner, {}});
   }
-  const auto lane_store = child_store(store);
+  const auto channel_store = child_store(store);
   for (size_t i = 0; i < inners_.size(); ++i) {
-    for (size_t k = 0; k < inners_[i].lanes.size(); ++k) {
+    for (size_t k = 0; k < inners_[i].channels.size(); ++k) {
       const auto own =
-          c10::make_intrusive<c10d::PrefixStore>(c10::str("lane/", i, "/", k), lane_store);
-      children[i].lanes.push_back(split_inner(inners_[i].lanes[k], own, ranks, opts));
+          c10::make_intrusive<c10d::PrefixStore>(c10::str("channel/", i, "/", k), channel_store);
+      children[i].channels.push_back(split_inner(inners_[i].channels[k], own, ranks, opts));
     }
   }
   const BackendPtr& first = children.front().inner;
@@ -192,21 +192,21 @@ c10::intrusive_ptr<c10d::Backend> BackendPowerSGD::split(
                                               given ? given->compression : options_, log_);
 }
 
-void BackendPowerSGD::for_each_lane(const std::function<void(c10d::Backend&)>& action) const {
-  for (const InnerAndLanes& of : inners_) {
-    for (const auto& lane : of.lanes) action(*lane);
+void BackendPowerSGD::for_each_channel(const std::function<void(c10d::Backend&)>& action) const {
+  for (const InnerAndChannels& of : inners_) {
+    for (const auto& channel : of.channels) action(*channel);
   }
 }
 
 void BackendPowerSGD::setTimeout(std::chrono::milliseconds timeout) {
   ForwardingBackend::setTimeout(timeout);
-  for_each_lane([&](c10d::Backend& lane) { lane.setTimeout(timeout); });
+  for_each_channel([&](c10d::Backend& channel) { channel.setTimeout(timeout); });
 }
 
 #ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
 void BackendPowerSGD::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
   ForwardingBackend::addEphemeralTimeout(timeout);
-  for_each_lane([&](c10d::Backend& lane) { lane.addEphemeralTimeout(timeout); });
+  for_each_channel([&](c10d::Backend& channel) { channel.addEphemeralTimeout(timeout); });
 }
 #endif
 
@@ -235,13 +235,13 @@ void BackendPowerSGD::shutdown() {
     }
   }
   for (const auto& [device, engine] : engines_) engine->shutdown();
-  for_each_lane([](c10d::Backend& lane) { lane.shutdown(); });
+  for_each_channel([](c10d::Backend& channel) { channel.shutdown(); });
   ForwardingBackend::shutdown();
 }
 
 void BackendPowerSGD::abort() {
-  // The lanes first: it ends what is in flight, where the inner backend can.
-  for_each_lane([](c10d::Backend& lane) { lane.abort(); });
+  // The channels first: it ends what is in flight, where the inner backend can.
+  for_each_channel([](c10d::Backend& channel) { channel.abort(); });
   for (const auto& [device, engine] : engines_) engine->abort();
   ForwardingBackend::abort();
 }
@@ -294,8 +294,8 @@ void BackendPowerSGD::end_step(const powersgd::Options& options) {
 
 void BackendPowerSGD::check_replicas(std::vector<Replica> replicas, c10::Device device) {
   auto job = [replicas = std::move(replicas), rank = getRank(), size = getSize(), stats = stats_,
-              warnings = warnings_](Lane& lane) {
-    std::vector<std::string> found = restore_agreement(lane, rank, size, replicas);
+              warnings = warnings_](Channel& channel) {
+    std::vector<std::string> found = restore_agreement(channel, rank, size, replicas);
     stats->add_differences(static_cast<int64_t>(found.size()));
     warnings->add(std::move(found));
   };

@@ -170,9 +170,9 @@ void bind_backend(py::module_& module) {
   BackendClass(module, "BackendPowerSGD")
       .def(py::init([](int rank, int size, const std::vector<Inner>& inners, const Options& options,
                        py::function log) {
-             std::vector<InnerAndLanes> all;
-             for (const auto& [device, inner, lanes] : inners) {
-               all.push_back({at::Device(device).type(), inner, lanes});
+             std::vector<InnerAndChannels> all;
+             for (const auto& [device, inner, channels] : inners) {
+               all.push_back({at::Device(device).type(), inner, channels});
              }
              return c10::make_intrusive<BackendPowerSGD>(rank, size, std::move(all), options,
                                                          make_log_sink(std::move(log)));

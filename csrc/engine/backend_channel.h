@@ -10,11 +10,11 @@
 
 namespace powersgd {
 
-// An inner backend as a lane. Waiting blocks the host, or makes the current stream wait, as the
+// An inner backend as a channel. Waiting blocks the host, or makes the current stream wait, as the
 // backend has it.
-class BackendLane final : public Lane {
+class BackendChannel final : public Channel {
  public:
-  BackendLane(c10d::Backend& backend, std::chrono::milliseconds timeout)
+  BackendChannel(c10d::Backend& backend, std::chrono::milliseconds timeout)
       : backend_(backend), timeout_(timeout) {}
 
   void allreduce(at::Tensor& payload) override {

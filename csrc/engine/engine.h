@@ -14,27 +14,27 @@
 namespace powersgd {
 
 // The inner backend as a job sees it.
-class Lane {
+class Channel {
  public:
-  virtual ~Lane() = default;
+  virtual ~Channel() = default;
   // Sums `payload` over the ranks in place, in order with what the job does before and after.
   virtual void allreduce(at::Tensor& payload) = 0;
 };
 
-// A job has two parts, each with one lane: that of a step's P payload, then that of its Q payload.
+// A job has two parts, each with one channel: that of a step's P payload, then that of its Q payload.
 // An engine may run the first part of a job beside the second part of the one before.
 struct Job {
-  std::function<void(Lane&)> first;  // may be null
-  std::function<void(Lane&)> second;
+  std::function<void(Channel&)> first;  // may be null
+  std::function<void(Channel&)> second;
   std::vector<ParameterStatePtr>
       states;          // what the job changes: jobs that share one do not overlap
   bool alone = false;  // overlaps with no other job
 };
 
 // One that runs after all jobs before it, and before all after it.
-inline Job job_alone(std::function<void(Lane&)> body) { return {{}, std::move(body), {}, true}; }
+inline Job job_alone(std::function<void(Channel&)> body) { return {{}, std::move(body), {}, true}; }
 
-// Runs jobs in the order of submission, which is the same on all ranks: on each lane, the
+// Runs jobs in the order of submission, which is the same on all ranks: on each channel, the
 // collectives come in that order, whatever the timing. What a part throws becomes the exception of
 // the job's Work; the second part is not run if the first has thrown.
 class Engine {

@@ -42,9 +42,9 @@ c10::intrusive_ptr<c10d::Work> StreamEngine::submit(std::vector<at::Tensor> tens
   const c10::StreamGuard guard(side);
   std::exception_ptr error;
   try {
-    BackendLane lane(*lane_, timeout);
-    if (job.first) job.first(lane);
-    job.second(lane);
+    BackendChannel channel(*channel_, timeout);
+    if (job.first) job.first(channel);
+    job.second(channel);
   } catch (...) {
     error = std::current_exception();
   }

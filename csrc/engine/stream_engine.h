@@ -15,12 +15,13 @@ namespace powersgd {
 // synchronisation. submit() enqueues the whole job on the device's side stream, which waits for the
 // caller's, and returns; waiting for the Work makes the waiter's stream wait for the side stream.
 //
-// The lane is the pass-through inner itself. Its asynchronous collectives all run on one stream of
+// The channel is the pass-through inner itself. Its asynchronous collectives all run on one stream of
 // its own, in the order in which they are issued, so that the job's and the caller's never overlap
 // on the communicator, and no second communicator takes device memory.
 class StreamEngine final : public Engine {
  public:
-  StreamEngine(int rank, c10::intrusive_ptr<c10d::Backend> lane) : rank_(rank), lane_(lane) {}
+  StreamEngine(int rank, c10::intrusive_ptr<c10d::Backend> channel)
+      : rank_(rank), channel_(channel) {}
 
   c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,
                                         c10::Device device,
@@ -32,7 +33,7 @@ class StreamEngine final : public Engine {
   c10::Stream side_stream(c10::Device device);
 
   const int rank_;
-  const c10::intrusive_ptr<c10d::Backend> lane_;
+  const c10::intrusive_ptr<c10d::Backend> channel_;
   std::atomic<bool> closed_{false};
   std::mutex mutex_;  // one job is enqueued at a time: the order of collectives is that of submit
   std::map<c10::DeviceIndex, c10::Stream> side_streams_;

@@ -84,7 +84,7 @@ std::set<ThreadEngine*>& engines() {
 }  // namespace
 
 struct ThreadEngine::Shared {
-  std::array<c10::intrusive_ptr<c10d::Backend>, 2> lanes;
+  std::array<c10::intrusive_ptr<c10d::Backend>, 2> channels;
   std::mutex mutex;
   std::condition_variable changed;              // anything below
   std::array<std::deque<QueuedJob>, 2> queues;  // whose first part is to be run, and whose second
@@ -147,14 +147,14 @@ struct ThreadEngine::Shared {
   }
 
   void run(size_t part, QueuedJob& next) {
-    std::function<void(Lane&)>& body = part == 0 ? next.job.first : next.job.second;
+    std::function<void(Channel&)>& body = part == 0 ? next.job.first : next.job.second;
     if (body && !next.error) {
       try {
-        BackendLane lane(*lanes[part], next.timeout);
+        BackendChannel channel(*channels[part], next.timeout);
         if (next.ready) {
-          run_on_side_stream(next.device, *next.ready, [&] { body(lane); });
+          run_on_side_stream(next.device, *next.ready, [&] { body(channel); });
         } else {
-          body(lane);
+          body(channel);
         }
       } catch (...) {
         next.error = std::current_exception();
@@ -164,9 +164,9 @@ struct ThreadEngine::Shared {
   }
 };
 
-ThreadEngine::ThreadEngine(int rank, std::array<c10::intrusive_ptr<c10d::Backend>, 2> lanes)
+ThreadEngine::ThreadEngine(int rank, std::array<c10::intrusive_ptr<c10d::Backend>, 2> channels)
     : rank_(rank), shared_(std::make_shared<Shared>()) {
-  shared_->lanes = std::move(lanes);
+  shared_->channels = std::move(channels);
   for (size_t part = 0; part < workers_.size(); ++part) {
     workers_[part] = std::thread([shared = shared_, part] { shared->serve(part); });
   }

@@ -13,16 +13,16 @@ namespace powersgd {
 
 // The engine over a backend whose collectives block the host (Gloo, MPI): a pipeline of two worker
 // threads, one for the jobs' first parts and one for their second, each first in, first out, and
-// each with a lane of its own. While the Q payload of a bucket is on the wire, the next bucket is
-// projected and its P sent. The order on each lane is that of submission and never that of events.
+// each with a channel of its own. While the Q payload of a bucket is on the wire, the next bucket is
+// projected and its P sent. The order on each channel is that of submission and never that of events.
 //
 // Nothing here can hang a process. A collective in flight cannot be interrupted, so workers that
 // do not end within the grace period are left behind with all that they use; they end by
 // themselves at the inner backend's timeout.
 class ThreadEngine final : public Engine {
  public:
-  // `lanes`: for the first and the second parts.
-  ThreadEngine(int rank, std::array<c10::intrusive_ptr<c10d::Backend>, 2> lanes);
+  // `channels`: for the first and the second parts.
+  ThreadEngine(int rank, std::array<c10::intrusive_ptr<c10d::Backend>, 2> channels);
   ~ThreadEngine() override;
 
   c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,

@@ -49,7 +49,7 @@ std::vector<ParameterExport> AttachedModel::export_state() {
       exported[i].q = q_to_parameter_order(state.q_warm.clone(), parameter);
       if (state.sent_p) exported[i].p = state.p_hat.clone();
     });
-    backend_->average_over_lane(mean);
+    backend_->average_over_channel(mean);
     use_on_current_stream(mean[0]);
     use_on_current_stream(exported[i].q);
     use_on_current_stream(exported[i].p);

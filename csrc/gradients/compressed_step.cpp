@@ -30,9 +30,9 @@ Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const a
                     const StepInfo& step, const std::shared_ptr<Stats>& stats,
                     std::shared_ptr<const StageProbe> probe) {
   const auto or_rollback = [compressor](auto part) {
-    return [compressor, part = std::move(part)](Lane& lane) {
+    return [compressor, part = std::move(part)](Channel& channel) {
       try {
-        part(lane);
+        part(channel);
       } catch (...) {
         compressor->rollback();
         throw;
@@ -41,19 +41,19 @@ Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const a
   };
   const Timed run(stats, std::move(probe));
   Job job;
-  job.first = or_rollback([compressor, gradient, step, run, stats](Lane& lane) {
+  job.first = or_rollback([compressor, gradient, step, run, stats](Channel& channel) {
     at::Tensor& factor =
         run(Stage::kProject, [&]() -> at::Tensor& { return compressor->project(gradient, step); });
     stats->add_compressed(compressor->gradient_bytes(), compressor->payload_bytes());
     const Stage reduce = compressor->sends() == Factors::kQ ? Stage::kReduceQ : Stage::kReduceP;
-    run(reduce, [&] { lane.allreduce(factor); });
+    run(reduce, [&] { channel.allreduce(factor); });
   });
-  job.second = or_rollback([compressor, run](Lane& lane) {
+  job.second = or_rollback([compressor, run](Channel& channel) {
     run(Stage::kOrthogonalize, [&] { compressor->orthogonalize(); });
     if (compressor->sends() == Factors::kPAndQ) {
       at::Tensor& q =
           run(Stage::kBackProject, [&]() -> at::Tensor& { return compressor->back_project(); });
-      run(Stage::kReduceQ, [&] { lane.allreduce(q); });
+      run(Stage::kReduceQ, [&] { channel.allreduce(q); });
     }
     run(Stage::kReconstruct, [&] { compressor->reconstruct(); });
   });

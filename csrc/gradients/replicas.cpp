@@ -19,7 +19,8 @@ at::Tensor hash_bits(const at::Tensor& tensor) {
 }
 
 // [size, replicas, 2]: what each rank has of q_warm and of p_hat. 0 where there is nothing yet.
-at::Tensor hashes_of_all(Lane& lane, int rank, int size, const std::vector<Replica>& replicas) {
+at::Tensor hashes_of_all(Channel& channel, int rank, int size,
+                         const std::vector<Replica>& replicas) {
   const auto device = replicas.front().state->q_warm.device();
   const auto count = static_cast<int64_t>(replicas.size());
   at::Tensor hashes = at::zeros({size, count, 2}, at::device(device).dtype(at::kLong));
@@ -28,13 +29,13 @@ at::Tensor hashes_of_all(Lane& lane, int rank, int size, const std::vector<Repli
     hashes[rank][i][0].copy_(hash_bits(state->q_warm));
     if (has_p) hashes[rank][i][1].copy_(hash_bits(state->p_hat));
   }
-  lane.allreduce(hashes);  // the other ranks' rows are 0
+  channel.allreduce(hashes);  // the other ranks' rows are 0
   return hashes.cpu();
 }
 
-void take_first(Lane& lane, int rank, at::Tensor& tensor) {
+void take_first(Channel& channel, int rank, at::Tensor& tensor) {
   if (rank != 0) tensor.zero_();
-  lane.allreduce(tensor);
+  channel.allreduce(tensor);
 }
 
 std::string describe(const Replica& replica, const at::Tensor& differs) {
@@ -54,14 +55,14 @@ std::string describe(const Replica& replica, const at::Tensor& differs) {
 
 }  // namespace
 
-std::vector<std::string> restore_agreement(Lane& lane, int rank, int size,
+std::vector<std::string> restore_agreement(Channel& channel, int rank, int size,
                                            const std::vector<Replica>& replicas) {
   std::vector<Replica> started;
   for (const Replica& replica : replicas) {
     if (replica.state->allocated()) started.push_back(replica);
   }
   if (started.empty()) return {};
-  const at::Tensor hashes = hashes_of_all(lane, rank, size, started);
+  const at::Tensor hashes = hashes_of_all(channel, rank, size, started);
   const at::Tensor differs = hashes.ne(hashes[0]);
   std::vector<std::string> lines;
   for (size_t i = 0; i < started.size(); ++i) {
@@ -70,8 +71,8 @@ std::vector<std::string> restore_agreement(Lane& lane, int rank, int size,
     ParameterState& state = *started[i].state;
     // The residual is made of this rank's own.
     if (started[i].has_p) set_residual(state, residual(state));
-    take_first(lane, rank, state.q_warm);
-    if (started[i].has_p) take_first(lane, rank, state.p_hat);
+    take_first(channel, rank, state.q_warm);
+    if (started[i].has_p) take_first(channel, rank, state.p_hat);
     lines.push_back(describe(started[i], here));
   }
   return lines;

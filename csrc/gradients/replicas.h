@@ -21,7 +21,7 @@ struct Replica {
 // Compares replicas over the ranks by a hash of each and gives every rank those of rank 0 where
 // they differ; no residual is lost by it. A job of an engine: collective, and it waits for the
 // device. Returns a line for each replica that differed, the same on all ranks.
-std::vector<std::string> restore_agreement(Lane& lane, int rank, int size,
+std::vector<std::string> restore_agreement(Channel& channel, int rank, int size,
                                            const std::vector<Replica>& replicas);
 
 // What an engine's thread has to say, until a caller's thread says it. Safe from any thread.

@@ -32,14 +32,14 @@ using LogSink = std::function<void(LogLevel, const std::string&)>;
 // Called on an engine's thread before each stage with its name; what it throws fails the step.
 using StageProbe = std::function<void(const char* stage)>;
 
-// The backends that serve one device type. If `inner` blocks the host, the `lanes` are two more
+// The backends that serve one device type. If `inner` blocks the host, the `channels` are two more
 // instances of the same backend: the P and the Q payloads are summed on them from the engine's
 // threads while `inner` serves the caller's, because two threads that issue on one Gloo context
 // corrupt each other's data. If `inner` is ordered by streams there are none: it serves all.
-struct InnerAndLanes {
+struct InnerAndChannels {
   c10::DeviceType device;
   c10::intrusive_ptr<c10d::Backend> inner;
-  std::vector<c10::intrusive_ptr<c10d::Backend>> lanes;
+  std::vector<c10::intrusive_ptr<c10d::Backend>> channels;
 };
 
 // What torch asks a backend for when it makes a group from it (split_group).
@@ -71,8 +71,8 @@ void check_grad_scale(double scale);
 // stats(), set_grad_scale() and the Work objects are safe from any thread.
 class BackendPowerSGD : public ForwardingBackend {
  public:
-  BackendPowerSGD(int rank, int size, std::vector<InnerAndLanes> inners, powersgd::Options options,
-                  LogSink log = {});
+  BackendPowerSGD(int rank, int size, std::vector<InnerAndChannels> inners,
+                  powersgd::Options options, LogSink log = {});
   ~BackendPowerSGD() override;
 
   const std::string getBackendName() const override { return "powersgd"; }
@@ -93,8 +93,8 @@ class BackendPowerSGD : public ForwardingBackend {
   // The sum over ranks divided by `divisor`, by the inner backend, uncompressed.
   c10::intrusive_ptr<c10d::Work> allreduce_average_exact(at::Tensor gradient, int divisor);
 
-  // The mean over ranks of each tensor, by the lane, after all steps submitted so far. Blocks.
-  void average_over_lane(std::vector<at::Tensor>& tensors);
+  // The mean over ranks of each tensor, by the channel, after all steps submitted so far. Blocks.
+  void average_over_channel(std::vector<at::Tensor>& tensors);
 
   // Runs `job` on the engine of `device` after all steps submitted so far. Blocks.
   void run_after_steps(c10::Device device, const std::function<void()>& job);
@@ -159,11 +159,11 @@ class BackendPowerSGD : public ForwardingBackend {
  private:
   StatsSnapshot total();
   void log_warnings();
-  void for_each_lane(const std::function<void(c10d::Backend&)>& action) const;
+  void for_each_channel(const std::function<void(c10d::Backend&)>& action) const;
   Engine& engine_of(c10::Device device) const;
 
   const powersgd::Options options_;
-  std::vector<InnerAndLanes> inners_;
+  std::vector<InnerAndChannels> inners_;
   const LogSink log_;
   const std::shared_ptr<Stats> stats_;
   const std::shared_ptr<Messages> warnings_;

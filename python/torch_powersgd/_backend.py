@@ -64,10 +64,10 @@ def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.
     for device in _devices():
         name = _inner_name(options, device)
         # A backend that blocks the host needs an instance for each of the engine's threads.
-        lanes = [] if name in STREAM_ORDERED else ["p_lane", "q_lane"]
+        channels = [] if name in STREAM_ORDERED else ["p_channel", "q_channel"]
         inner, *made = (
             _create_inner(name, PrefixStore(f"{device}/{role}", store), dist_options)
-            for role in ["inner", *lanes]
+            for role in ["inner", *channels]
         )
         inners.append((device, inner, made))
     return _C.BackendPowerSGD(rank, size, inners, options._core(), _log)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Each layer sees only those before it: plan, kernels, compressor, backend, bindings, python."""
+"""Each layer includes and imports only what it may; docs/architecture.md draws the arrows."""
 
 import ast
 import re
@@ -15,10 +15,17 @@ STAGES = ["project", "orthogonalize", "back_project", "reconstruct", "project_tr
 LAYERS = {
     "options": r"include/powersgd/options\.h",
     "plan": r"include/powersgd/plan\.h|csrc/plan/",
-    "kernels": r"include/powersgd/kernels\.h|csrc/kernels/[^/]+$",
+    "kernels": r"include/powersgd/kernels\.h",
+    "shared kernels": r"csrc/kernels/shared/",
+    "cpu simd": r"csrc/kernels/cpu/simd/",
+    "cpu blocking": r"csrc/kernels/cpu/blocking/",
     "cpu kernels": r"csrc/kernels/cpu/",
     "cuda kernels": r"csrc/kernels/cuda/",
-    "compressor": r"include/powersgd/compressor\.h|csrc/compressor/",
+    "compressor": r"include/powersgd/(compressor|parameter_state)\.h|csrc/compressor/",
+    "engine": r"include/powersgd/(interpreter|inner_backends)\.h|csrc/engine/",
+    "forwarding": r"include/powersgd/(forwarding_backend|torch_compat)\.h|csrc/forwarding/",
+    "gradients": r"include/powersgd/(session|stats|attached_model|ddp_hook|scope_override)\.h"
+    r"|csrc/gradients/",
     "backend": r"include/powersgd/backend\.h|csrc/backend/",
     "bindings": r"csrc/bindings/",
 }
@@ -28,11 +35,17 @@ MAY_INCLUDE = {
     "options": [],
     "plan": ["options"],
     "kernels": ["options"],
-    "cpu kernels": ["options", "kernels"],
-    "cuda kernels": ["options", "kernels"],
+    "shared kernels": [],
+    "cpu simd": [],
+    "cpu blocking": ["options", "kernels", "shared kernels", "cpu simd"],
+    "cpu kernels": ["options", "kernels", "shared kernels", "cpu simd", "cpu blocking"],
+    "cuda kernels": ["options", "kernels", "shared kernels"],
     "compressor": ["options", "plan", "kernels"],
-    "backend": ["options", "plan", "compressor"],
-    "bindings": ["options", "plan", "compressor", "backend"],
+    "engine": [],
+    "forwarding": ["engine"],
+    "gradients": ["options", "plan", "compressor", "engine"],
+    "backend": ["options", "engine", "forwarding", "gradients"],
+    "bindings": ["options", "plan", "compressor", "engine", "forwarding", "gradients", "backend"],
 }
 
 # What else a layer may include. A header of the C++ library has neither a slash nor a suffix.
@@ -41,16 +54,27 @@ INTRINSICS = r"(immintrin|arm_neon)\.h"
 CUDA_RUNTIME = r"(cuda_runtime|cuda_runtime_api|cuda_bf16|cuda_fp16)\.h|cooperative_groups.*|mma\.h"
 ATEN = r"(ATen|c10)/(?!cuda/).*"  # the same host source builds against a torch without CUDA
 TORCH = r"torch/csrc/(autograd|distributed/c10d)/(?!.*(NCCL|Gloo|UCC|MPI|pybind|python)).*"
+C10D = rf"{STANDARD}|{ATEN}|{TORCH}|torch/version\.h"
 MAY_INCLUDE_ELSE = {
     "options": STANDARD,
     "plan": STANDARD,
     "kernels": STANDARD,
+    "shared kernels": STANDARD,
+    "cpu simd": f"{STANDARD}|{INTRINSICS}",
+    "cpu blocking": f"{STANDARD}|{INTRINSICS}",
     "cpu kernels": f"{STANDARD}|{INTRINSICS}",
     "cuda kernels": f"{STANDARD}|{CUDA_RUNTIME}",
     "compressor": f"{STANDARD}|{ATEN}",
-    "backend": rf"{STANDARD}|{ATEN}|{TORCH}|torch/version\.h",
+    "engine": C10D,
+    "forwarding": C10D,
+    "gradients": C10D,
+    "backend": C10D,
     "bindings": r".*",
 }
+
+# Folders whose files include, of this project, only the public headers and each other's.
+PUBLIC = "include/powersgd/"
+ONLY_PUBLIC = [PUBLIC, "csrc/bindings/"]
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 
@@ -90,6 +114,9 @@ def wrong_includes(root: Path) -> list[str]:
                 allowed = re.fullmatch(MAY_INCLUDE_ELSE[layer], include) is not None
             else:
                 allowed = layer_of(target) in [layer, *MAY_INCLUDE[layer]]
+                for folder in ONLY_PUBLIC:
+                    if name.startswith(folder):
+                        allowed = allowed and target.startswith((PUBLIC, folder))
             if not allowed:
                 wrong.append(f"{name} ({layer}) must not include {include}")
     return wrong
@@ -135,22 +162,36 @@ def test_imports_follow_the_layers() -> None:
     [
         ("csrc/plan/plan.cpp", "<ATen/ATen.h>"),
         ("csrc/plan/plan.cpp", '"powersgd/kernels.h"'),
-        ("csrc/kernels/shared.h", '"cpu/simd.h"'),
+        ("csrc/kernels/shared/layout.h", '"kernels/cpu/simd/vector.h"'),
+        ("csrc/kernels/cpu/simd/convert.h", '"powersgd/kernels.h"'),
+        ("csrc/kernels/cpu/blocking/tiles.h", '"kernels/cpu/form_m.h"'),
         ("csrc/kernels/cpu/project.cpp", '"powersgd/plan.h"'),
-        ("csrc/kernels/cpu/project.cpp", '"../cuda/launch.cuh"'),
+        ("csrc/kernels/cpu/project.cpp", '"kernels/cuda/launch.cuh"'),
         ("csrc/kernels/cuda/project.cu", "<c10/cuda/CUDAStream.h>"),
-        ("csrc/compressor/state.cpp", "<torch/csrc/distributed/c10d/Work.hpp>"),
-        ("csrc/compressor/state.cpp", "<c10/cuda/CUDAGuard.h>"),
-        ("csrc/backend/work.cpp", "<pybind11/pybind11.h>"),
-        ("csrc/backend/work.cpp", "<torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>"),
-        ("csrc/backend/work.cpp", '"powersgd/kernels.h"'),
-        ("csrc/backend/work.cpp", '"bindings/gil.h"'),
+        ("csrc/compressor/stages.cpp", "<torch/csrc/distributed/c10d/Work.hpp>"),
+        ("csrc/compressor/stages.cpp", "<c10/cuda/CUDAGuard.h>"),
+        ("csrc/engine/work.cpp", "<pybind11/pybind11.h>"),
+        ("csrc/engine/work.cpp", "<torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>"),
+        ("csrc/engine/engine.h", '"powersgd/compressor.h"'),
+        ("csrc/forwarding/forwarding_backend.cpp", '"powersgd/compressor.h"'),
+        ("csrc/gradients/session.cpp", '"powersgd/backend.h"'),
+        ("csrc/gradients/session.cpp", '"powersgd/kernels.h"'),
+        ("csrc/backend/backend_powersgd.cpp", '"bindings/gil.h"'),
+        ("csrc/bindings/module.cpp", '"engine/engine.h"'),
+        ("include/powersgd/session.h", '"engine/engine.h"'),
     ],
 )
 def test_a_wrong_include_is_found(tmp_path: Path, path: str, include: str) -> None:
-    headers = ["powersgd/plan.h", "powersgd/kernels.h"]
-    local = ["csrc/kernels/cpu/simd.h", "csrc/kernels/cuda/launch.cuh", "csrc/bindings/gil.h"]
-    for header in [*(f"include/{h}" for h in headers), *local]:
+    public = ["plan", "kernels", "compressor", "backend"]
+    local = [
+        "kernels/cpu/simd/vector.h",
+        "kernels/cpu/form_m.h",
+        "kernels/cuda/launch.cuh",
+        "engine/engine.h",
+        "bindings/gil.h",
+    ]
+    headers = [*(f"include/powersgd/{name}.h" for name in public), *(f"csrc/{h}" for h in local)]
+    for header in headers:
         (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / header).touch()
     source = tmp_path / path

@@ -31,17 +31,17 @@ Options always(int64_t rank = 2) {
   return options;
 }
 
-// Runs fn(rank, backend, lanes) on `size` ranks, each with its BackendPowerSGD.
+// Runs fn(rank, backend, channels) on `size` ranks, each with its BackendPowerSGD.
 void run(int size, const Options& options,
-         const std::function<void(int, BackendRef, const test::Lanes&)>& fn) {
-  const test::Lanes lanes(size);
+         const std::function<void(int, BackendRef, const test::Channels&)>& fn) {
+  const test::Channels channels(size);
   test::run_ranks(size, [&](int rank, const c10::intrusive_ptr<ThreadBackend>& inner) {
-    std::vector<InnerAndLanes> inners = {{c10::DeviceType::CPU, inner, lanes.of(rank)}};
+    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank)}};
     auto backend = c10::make_intrusive<BackendPowerSGD>(rank, size, std::move(inners), options);
     try {
-      fn(rank, backend, lanes);
+      fn(rank, backend, channels);
     } catch (...) {
-      lanes.kill(rank);
+      channels.kill(rank);
       throw;
     }
   });
@@ -69,10 +69,10 @@ TEST(BackendPowerSGD, ExactRankComesBackExactly) {
   });
 }
 
-TEST(BackendPowerSGD, OneCollectiveOnEachLaneAndNoneOnTheInner) {
-  run(2, always(), [](int rank, const BackendRef& backend, const test::Lanes& lanes) {
+TEST(BackendPowerSGD, OneCollectiveOnEachChannelAndNoneOnTheInner) {
+  run(2, always(), [](int rank, const BackendRef& backend, const test::Channels& channels) {
     allreduce(backend, gradient_of(rank));
-    const auto p = lanes.p(rank).calls(), q = lanes.q(rank).calls();
+    const auto p = channels.p(rank).calls(), q = channels.q(rank).calls();
     ASSERT_EQ(p.size(), 1u);
     ASSERT_EQ(q.size(), 1u);
     EXPECT_EQ(p[0].numel, 2 * 32 + 2);  // P, its activity and the non-finite count
@@ -80,14 +80,14 @@ TEST(BackendPowerSGD, OneCollectiveOnEachLaneAndNoneOnTheInner) {
   });
 }
 
-// A backend whose inner and lanes write down what is called; the three of them.
+// A backend whose inner and channels write down what is called; the three of them.
 struct Recorded {
   std::vector<c10::intrusive_ptr<test::RecordingBackend>> recorders;
   BackendRef backend;
 
   Recorded() {
     for (int i = 0; i < 3; ++i) recorders.push_back(c10::make_intrusive<test::RecordingBackend>());
-    std::vector<InnerAndLanes> inners = {
+    std::vector<InnerAndChannels> inners = {
         {c10::DeviceType::CPU, recorders[0], {recorders[1], recorders[2]}}};
     backend = c10::make_intrusive<BackendPowerSGD>(0, 2, std::move(inners), always());
   }
@@ -100,14 +100,14 @@ struct Recorded {
   }
 };
 
-TEST(BackendPowerSGD, TimeoutReachesTheLanes) {
+TEST(BackendPowerSGD, TimeoutReachesTheChannels) {
   const Recorded recorded;
   recorded.backend->setTimeout(std::chrono::milliseconds(1234));
   recorded.expect_one_call_each("setTimeout");
 }
 
 #ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
-TEST(BackendPowerSGD, EphemeralTimeoutReachesTheLanes) {
+TEST(BackendPowerSGD, EphemeralTimeoutReachesTheChannels) {
   const Recorded recorded;
   recorded.backend->addEphemeralTimeout(std::chrono::milliseconds(5));
   recorded.expect_one_call_each("addEphemeralTimeout");
@@ -220,8 +220,8 @@ TEST(BackendPowerSGD, AnErrorInAnyStageReachesTheWorkAndItsFuture) {
 
 TEST(BackendPowerSGD, AFailedPeerIsAnErrorAndNotAHang) {
   std::atomic<int> failed{0};
-  run(2, always(), [&](int rank, const BackendRef& backend, const test::Lanes& lanes) {
-    if (rank == 0) lanes.q(rank).inject_failure(0);
+  run(2, always(), [&](int rank, const BackendRef& backend, const test::Channels& channels) {
+    if (rank == 0) channels.q(rank).inject_failure(0);
     try {
       allreduce(backend, gradient_of(rank));
     } catch (const std::exception&) {

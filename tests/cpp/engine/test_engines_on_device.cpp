@@ -50,14 +50,14 @@ class Step {
 
   c10::intrusive_ptr<c10d::Work> submit(Engine& engine) {
     Job job;
-    job.first = [this](Lane& lane) {
+    job.first = [this](Channel& channel) {
       fake::enqueue(device_, [this] {
         for (size_t i = 0; i < x_.size(); ++i) p_[i] = x_[i] + 0.5F;
       });
-      lane.allreduce(payload_);
+      channel.allreduce(payload_);
     };
-    job.second = [this](Lane& lane) {
-      lane.allreduce(payload_);
+    job.second = [this](Channel& channel) {
+      channel.allreduce(payload_);
       fake::enqueue(device_, [this] { x_ = p_; });
     };
     return engine.submit({tensor_}, std::move(job), device_, kNoJobTimeout);
@@ -198,7 +198,7 @@ TEST_F(StreamEngineTest, MemoryThatIsReleasedAtOnceStaysUntilTheJobHasReadIt) {
     {
       const at::Tensor tensor = at::ones({1000}, device);
       Job job;
-      job.second = [&tensor, &copy](Lane&) { copy.copy_(tensor); };
+      job.second = [&tensor, &copy](Channel&) { copy.copy_(tensor); };
       engine.submit({tensor}, std::move(job), device, kNoJobTimeout);
     }
     fake::run();

@@ -19,17 +19,17 @@ using std::chrono::steady_clock;
 constexpr auto kNoJobTimeout = c10d::kUnsetTimeout;
 
 std::unique_ptr<ThreadEngine> make_engine() {
-  const auto lanes = test::Lanes(1).of(0);
-  return std::make_unique<ThreadEngine>(0, std::array{lanes[0], lanes[1]});
+  const auto channels = test::Channels(1).of(0);
+  return std::make_unique<ThreadEngine>(0, std::array{channels[0], channels[1]});
 }
 
-Job second_part(std::function<void(Lane&)> body) { return {{}, std::move(body), {}, false}; }
+Job second_part(std::function<void(Channel&)> body) { return {{}, std::move(body), {}, false}; }
 
 // Keeps a worker busy until it is let go.
 class Gate {
  public:
-  std::function<void(Lane&)> part() {
-    return [this](Lane&) {
+  std::function<void(Channel&)> part() {
+    return [this](Channel&) {
       reached_.set_value();
       open_.get_future().wait();
     };
@@ -48,7 +48,7 @@ TEST(ThreadEngine, RunsJobsInOrderOffTheCallersThread) {
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   const auto caller = std::this_thread::get_id();
   for (int i = 0; i < 100; ++i) {
-    works.push_back(engine->submit({}, second_part([&order, i, caller](Lane&) {
+    works.push_back(engine->submit({}, second_part([&order, i, caller](Channel&) {
                                      EXPECT_NE(std::this_thread::get_id(), caller);
                                      order.push_back(i);
                                    }),
@@ -61,9 +61,9 @@ TEST(ThreadEngine, RunsJobsInOrderOffTheCallersThread) {
 
 TEST(ThreadEngine, WhatAJobThrowsIsItsWorksAndTheNextJobRuns) {
   const auto engine = make_engine();
-  const auto bad = engine->submit({}, second_part([](Lane&) { throw std::runtime_error("bad"); }),
-                                  at::kCPU, kNoJobTimeout);
-  const auto good = engine->submit({}, second_part([](Lane&) {}), at::kCPU, kNoJobTimeout);
+  const auto bad = engine->submit(
+      {}, second_part([](Channel&) { throw std::runtime_error("bad"); }), at::kCPU, kNoJobTimeout);
+  const auto good = engine->submit({}, second_part([](Channel&) {}), at::kCPU, kNoJobTimeout);
   EXPECT_THROW(bad->wait(), std::runtime_error);
   EXPECT_TRUE(bad->exception());
   EXPECT_TRUE(good->wait());
@@ -73,7 +73,7 @@ TEST(ThreadEngine, WhatAJobThrowsIsItsWorksAndTheNextJobRuns) {
 TEST(ThreadEngine, ResultIsTheTensorsThatWereSubmitted) {
   const auto engine = make_engine();
   const at::Tensor tensor = at::zeros({3});
-  const auto work = engine->submit({tensor}, second_part([tensor](Lane&) { tensor.fill_(2); }),
+  const auto work = engine->submit({tensor}, second_part([tensor](Channel&) { tensor.fill_(2); }),
                                    at::kCPU, kNoJobTimeout);
   work->wait();
   EXPECT_TRUE(work->result().front().is_same(tensor));
@@ -95,20 +95,22 @@ TEST(ThreadEngine, ShutdownRunsWhatIsQueued) {
   const auto engine = make_engine();
   int ran = 0;
   for (int i = 0; i < 10; ++i)
-    engine->submit({}, second_part([&ran](Lane&) { ++ran; }), at::kCPU, kNoJobTimeout);
+    engine->submit({}, second_part([&ran](Channel&) { ++ran; }), at::kCPU, kNoJobTimeout);
   engine->shutdown();
   EXPECT_EQ(ran, 10);
-  EXPECT_THROW(engine->submit({}, second_part([](Lane&) {}), at::kCPU, kNoJobTimeout), c10::Error);
+  EXPECT_THROW(engine->submit({}, second_part([](Channel&) {}), at::kCPU, kNoJobTimeout),
+               c10::Error);
   engine->shutdown();  // again: nothing
 }
 
 TEST(ThreadEngine, AbortFailsWhatIsQueuedAndDoesNotWaitForAStuckJob) {
   auto engine = make_engine();
   const auto gate = std::make_shared<Gate>();
-  const auto stuck = engine->submit({}, second_part([gate](Lane& lane) { gate->part()(lane); }),
-                                    at::kCPU, kNoJobTimeout);
+  const auto stuck =
+      engine->submit({}, second_part([gate](Channel& channel) { gate->part()(channel); }), at::kCPU,
+                     kNoJobTimeout);
   gate->wait_until_reached();
-  const auto queued = engine->submit({}, second_part([](Lane&) { FAIL() << "ran after abort"; }),
+  const auto queued = engine->submit({}, second_part([](Channel&) { FAIL() << "ran after abort"; }),
                                      at::kCPU, kNoJobTimeout);
   const auto start = steady_clock::now();
   engine->abort();
@@ -129,8 +131,8 @@ bool begins_beside(Job one, Job other) {
   std::promise<void> begun;
   auto seen = begun.get_future();
   one.second = gate.part();
-  other.first = [&](Lane&) { begun.set_value(); };
-  other.second = [](Lane&) {};
+  other.first = [&](Channel&) { begun.set_value(); };
+  other.second = [](Channel&) {};
   const auto first = engine->submit({}, std::move(one), at::kCPU, kNoJobTimeout);
   const auto second = engine->submit({}, std::move(other), at::kCPU, kNoJobTimeout);
   gate.wait_until_reached();
@@ -165,28 +167,28 @@ TEST(ThreadEngine, AJobAloneDoesNotOverlap) {
   EXPECT_FALSE(begins_beside({}, alone));
 }
 
-TEST(ThreadEngine, EachPartHasItsLane) {
-  const test::Lanes lanes(1);
-  const auto of = lanes.of(0);
+TEST(ThreadEngine, EachPartHasItsChannel) {
+  const test::Channels channels(1);
+  const auto of = channels.of(0);
   ThreadEngine engine(0, {of[0], of[1]});
   at::Tensor p = at::ones({3}), q = at::ones({5});
   Job job;
-  job.first = [&](Lane& lane) { lane.allreduce(p); };
-  job.second = [&](Lane& lane) { lane.allreduce(q); };
+  job.first = [&](Channel& channel) { channel.allreduce(p); };
+  job.second = [&](Channel& channel) { channel.allreduce(q); };
   engine.submit({}, std::move(job), at::kCPU, kNoJobTimeout)->wait();
-  ASSERT_EQ(lanes.p(0).calls().size(), 1u);
-  ASSERT_EQ(lanes.q(0).calls().size(), 1u);
-  EXPECT_EQ(lanes.p(0).calls()[0].numel, 3);
-  EXPECT_EQ(lanes.q(0).calls()[0].numel, 5);
+  ASSERT_EQ(channels.p(0).calls().size(), 1u);
+  ASSERT_EQ(channels.q(0).calls().size(), 1u);
+  EXPECT_EQ(channels.p(0).calls()[0].numel, 3);
+  EXPECT_EQ(channels.q(0).calls()[0].numel, 5);
 }
 
 TEST(ThreadEngine, AfterAFailureInTheFirstPartTheSecondIsNotRun) {
   const auto engine = make_engine();
   Job job;
-  job.first = [](Lane&) { throw std::runtime_error("bad"); };
-  job.second = [](Lane&) { FAIL() << "ran after a failure"; };
+  job.first = [](Channel&) { throw std::runtime_error("bad"); };
+  job.second = [](Channel&) { FAIL() << "ran after a failure"; };
   const auto bad = engine->submit({}, std::move(job), at::kCPU, kNoJobTimeout);
-  const auto good = engine->submit({}, second_part([](Lane&) {}), at::kCPU, kNoJobTimeout);
+  const auto good = engine->submit({}, second_part([](Channel&) {}), at::kCPU, kNoJobTimeout);
   EXPECT_THROW(bad->wait(), std::runtime_error);
   EXPECT_TRUE(good->wait());
 }
@@ -196,7 +198,7 @@ TEST(ThreadEngine, AbortEndsAJobBetweenItsParts) {
   Gate gate;
   Job job;
   job.first = gate.part();
-  job.second = [](Lane&) { FAIL() << "ran after abort"; };
+  job.second = [](Channel&) { FAIL() << "ran after abort"; };
   const auto work = engine->submit({}, std::move(job), at::kCPU, kNoJobTimeout);
   gate.wait_until_reached();
   engine->abort();  // leaves the worker behind

@@ -67,16 +67,16 @@ class Model {
 
 void run(const Options& options,
          const std::function<void(Model&, const c10::intrusive_ptr<BackendPowerSGD>&)>& fn) {
-  const test::Lanes lanes(kRanks);
+  const test::Channels channels(kRanks);
   test::run_ranks(kRanks, [&](int rank, const auto& inner) {
-    std::vector<InnerAndLanes> inners = {{c10::DeviceType::CPU, inner, lanes.of(rank)}};
+    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank)}};
     const auto backend =
         c10::make_intrusive<BackendPowerSGD>(rank, kRanks, std::move(inners), options);
     Model model(rank, backend, options);
     try {
       fn(model, backend);
     } catch (...) {
-      lanes.kill(rank);
+      channels.kill(rank);
       throw;
     }
   });

@@ -33,9 +33,9 @@ at::Tensor gradient_of(uint64_t step, int64_t numel) {
 
 // The outputs of `kSteps` steps, on the CPU.
 std::vector<at::Tensor> outputs_on_host(const Options& options) {
-  struct HostLane : Lane {
+  struct HostChannel : Channel {
     void allreduce(at::Tensor& payload) override { test::sum_over_ranks(payload); }
-  } lane;
+  } channel;
   test::OneRank rank(options);
   const std::shared_ptr<BucketCompressor> compressor = std::move(rank.compressor);
   std::vector<at::Tensor> outputs;
@@ -43,8 +43,8 @@ std::vector<at::Tensor> outputs_on_host(const Options& options) {
     outputs.push_back(gradient_of(step, rank.plan.gradient_numel));
     const Job job = compressed_step(compressor, outputs.back(), {0.5, 1, step},
                                     std::make_shared<Stats>(), nullptr);
-    job.first(lane);
-    job.second(lane);
+    job.first(channel);
+    job.second(channel);
   }
   return outputs;
 }

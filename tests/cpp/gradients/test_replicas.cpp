@@ -32,10 +32,10 @@ ParameterStatePtr make_state(int rank) {
 }
 
 void run(const std::function<void(int, BackendPowerSGD&, const Log&)>& fn) {
-  const test::Lanes lanes(kRanks);
+  const test::Channels channels(kRanks);
   test::run_ranks(kRanks, [&](int rank, const auto& inner) {
     const auto log = std::make_shared<Log>();
-    std::vector<InnerAndLanes> inners = {{c10::DeviceType::CPU, inner, lanes.of(rank)}};
+    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank)}};
     const auto backend =
         c10::make_intrusive<BackendPowerSGD>(rank, kRanks, std::move(inners), Options(),
                                              [log](LogLevel level, const std::string& message) {
@@ -45,7 +45,7 @@ void run(const std::function<void(int, BackendPowerSGD&, const Log&)>& fn) {
     try {
       fn(rank, *backend, *log);
     } catch (...) {
-      lanes.kill(rank);
+      channels.kill(rank);
       throw;
     }
   });

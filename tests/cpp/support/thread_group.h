@@ -157,9 +157,9 @@ using ThreadBackends = std::vector<c10::intrusive_ptr<ThreadBackend>>;
 ThreadBackends make_thread_backends(int size);
 
 // Two more groups of the same ranks, for the payloads of a BackendPowerSGD.
-class Lanes {
+class Channels {
  public:
-  explicit Lanes(int size) : p_(make_thread_backends(size)), q_(make_thread_backends(size)) {}
+  explicit Channels(int size) : p_(make_thread_backends(size)), q_(make_thread_backends(size)) {}
 
   std::vector<c10::intrusive_ptr<c10d::Backend>> of(int rank) const {
     return {p_[static_cast<size_t>(rank)], q_[static_cast<size_t>(rank)]};

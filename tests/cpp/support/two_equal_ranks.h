@@ -93,10 +93,10 @@ class HostBackend : public c10d::Backend {
 // Ordered by streams on the device, with a thread engine on the CPU.
 inline c10::intrusive_ptr<BackendPowerSGD> make_backend_of_equal_ranks(at::Device device,
                                                                        const Options& options) {
-  InnerAndLanes inner{device.type(), c10::make_intrusive<StreamBackend>(), {}};
+  InnerAndChannels inner{device.type(), c10::make_intrusive<StreamBackend>(), {}};
   if (device.is_cpu()) {
     inner.inner = c10::make_intrusive<HostBackend>();
-    inner.lanes = {inner.inner, inner.inner};
+    inner.channels = {inner.inner, inner.inner};
   }
   return c10::make_intrusive<BackendPowerSGD>(0, 2, std::vector{inner}, options);
 }
