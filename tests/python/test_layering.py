@@ -35,7 +35,7 @@ MAY_INCLUDE = {
     "options": [],
     "plan": ["options"],
     "kernels": ["options"],
-    "shared kernels": [],
+    "shared kernels": ["options", "kernels"],
     "cpu simd": [],
     "cpu blocking": ["options", "kernels", "shared kernels", "cpu simd"],
     "cpu kernels": ["options", "kernels", "shared kernels", "cpu simd", "cpu blocking"],
