@@ -11,8 +11,6 @@
 #include <utility>
 
 #include "bindings/gil.h"
-#include "engine/callback_threads.h"
-#include "engine/thread_engine.h"
 #include "powersgd/attached_model.h"
 #include "powersgd/backend.h"
 #include "powersgd/compressor.h"
@@ -179,38 +177,39 @@ void bind_backend(py::module_& module) {
            }),
            py::arg("rank"), py::arg("size"), py::arg("inners"), py::arg("options"), py::arg("log"))
       .def_property_readonly("options", &BackendPowerSGD::getBackendOptions)
-      .def_property("grad_scale", &BackendPowerSGD::grad_scale, &BackendPowerSGD::set_grad_scale)
+      .def_property(
+          "grad_scale", [](const BackendPowerSGD& self) { return self.session()->grad_scale(); },
+          [](BackendPowerSGD& self, double scale) { self.session()->set_grad_scale(scale); })
       .def("stats",
            [](BackendPowerSGD& self) {
              StatsSnapshot stats;
              {
                const py::gil_scoped_release no_gil;
-               stats = self.snapshot();
+               stats = self.session()->snapshot();
              }
              return to_dict(stats);
            })
-      .def("reset_stats", &BackendPowerSGD::reset_stats, NoGil())
-      .def("compressing", &BackendPowerSGD::compressing)
-      .def("starts_at", &BackendPowerSGD::starts_at)
-      .def("not_started", &BackendPowerSGD::not_started, py::arg("soon") = 0)
-      .def("models", &BackendPowerSGD::models, NoGil())
+      .def(
+          "reset_stats", [](BackendPowerSGD& self) { self.session()->reset_stats(); }, NoGil())
+      .def("compressing", [](const BackendPowerSGD& self) { return self.session()->compressing(); })
+      .def("starts_at", [](const BackendPowerSGD& self) { return self.session()->starts_at(); })
+      .def(
+          "not_started",
+          [](BackendPowerSGD& self, int64_t soon) { return self.session()->not_started(soon); },
+          py::arg("soon") = 0)
+      .def(
+          "models", [](const BackendPowerSGD& self) { return self.session()->models(); }, NoGil())
       // torch calls it on the parent for ranks that are not in a new group; only NCCL needs it.
       .def("perform_nocolor_split", [](BackendPowerSGD&, const at::Device&) {})
       .def(
           "_fail_at",
           [](BackendPowerSGD& self, const std::string& stage) {
-            self.set_stage_probe([stage](const char* reached) {
+            self.session()->set_stage_probe([stage](const char* reached) {
               if (stage == reached) throw std::runtime_error("injected failure in " + stage);
             });
           },
           "Makes every step fail before `stage`; '' ends it. For tests.");
-  module.def(
-      "shutdown_at_exit",
-      [] {
-        shutdown_all_engines();
-        end_callbacks();
-      },
-      NoGil());
+  module.def("shutdown_at_exit", &shutdown_at_exit, NoGil());
 }
 
 void bind_model(py::module_& module) {
@@ -239,12 +238,10 @@ void bind_model(py::module_& module) {
       .def_readonly("bytes_before", &Outline::bytes_before)
       .def_readonly("bytes_after", &Outline::bytes_after);
   py::class_<AttachedModel, std::shared_ptr<AttachedModel>>(module, "AttachedModel")
-      .def(py::init([](c10::intrusive_ptr<BackendPowerSGD> backend, std::vector<std::string> names,
+      .def(py::init([](const BackendPowerSGD& backend, std::vector<std::string> names,
                        std::vector<at::Tensor> parameters, const Options& options) {
-             auto model = std::make_shared<AttachedModel>(std::move(backend), std::move(names),
-                                                          std::move(parameters), options);
-             model->backend()->add_model(model);
-             return model;
+             return AttachedModel::attach(backend.session(), std::move(names),
+                                          std::move(parameters), options);
            }),
            py::arg("backend"), py::arg("names"), py::arg("parameters"), py::arg("options"))
       .def("reduce", &AttachedModel::reduce, py::arg("bucket"), py::arg("buffer"),

@@ -55,7 +55,8 @@ at::Tensor& BucketCompressor::project(const at::Tensor& gradient, const StepInfo
   bucket_.step = step.step;
   for (const ParameterStatePtr& state : states_) state->last_step = static_cast<int64_t>(step.step);
   if (!prepared_) begin();
-  bucket_.residual_scale = residual_scale(step.grad_scale);
+  const double scale = residual_scale(step.grad_scale);
+  bucket_.residual_scale = step.drop_residual ? 0 : scale;
   bucket_.output_scale = step.output_scale;
   bucket_.gradient = gradient.data_ptr();
   return project_gradient(gradient, step);
@@ -84,14 +85,6 @@ void BucketCompressor::rollback() {
     state.memory.sub_(finite.view_as(state.memory));
   }
   gradient_ = at::Tensor();
-}
-
-std::vector<ParameterStatePtr> BucketCompressor::states_in_use() const {
-  std::vector<ParameterStatePtr> all = states_;
-  for (const ParameterStatePtr& state : states_) {
-    if (state->shares_q_of) all.push_back(state->shares_q_of);
-  }
-  return all;
 }
 
 int64_t BucketCompressor::gradient_bytes() const {

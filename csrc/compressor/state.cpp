@@ -107,12 +107,6 @@ void allocate(ParameterState& state, const MatrixShape& shape, int64_t rank, con
   state.p_hat = at::zeros({shape.rows, rank}, factor);
   state.q_local = at::zeros({rank, shape.cols}, factor);
   if (options.alternating) state.p_local = at::zeros_like(state.p_hat);
-  if (state.shares_q_of) {
-    ParameterState& owner = *state.shares_q_of;
-    if (!owner.allocated()) allocate(owner, shape, rank, options, gradient_type, device);
-    state.q_warm = owner.q_warm;
-    return;
-  }
   state.q_warm = at::zeros({rank, shape.cols}, factor);
   start(state.q_warm, state.stream, options);
   if (!options.alternating) return;

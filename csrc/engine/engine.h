@@ -9,8 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include "powersgd/compressor.h"
-
 namespace powersgd {
 
 // The inner backend as a job sees it.
@@ -26,8 +24,8 @@ class Channel {
 struct Job {
   std::function<void(Channel&)> first;  // may be null
   std::function<void(Channel&)> second;
-  std::vector<ParameterStatePtr>
-      states;          // what the job changes: jobs that share one do not overlap
+  // Identifies what the job changes. Jobs that share an object do not overlap.
+  std::vector<const void*> changes;
   bool alone = false;  // overlaps with no other job
 };
 

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <unordered_map>
 #include <utility>
 
 #include "engine/backend_channel.h"
@@ -27,6 +28,9 @@ namespace {
 // answer.
 constexpr std::chrono::seconds kShutdownGrace(10);
 constexpr std::chrono::seconds kAbortGrace(1);
+
+// Objects that an engine remembers before it drops those that no job waits for.
+constexpr size_t kManyObjects = 4096;
 
 struct QueuedJob {
   c10::intrusive_ptr<WorkPowerSGD> work;
@@ -94,6 +98,15 @@ struct ThreadEngine::Shared {
   bool aborted = false;  // and none of those that have not begun
   std::array<bool, 2> worker_ended{};
   int num_threads = 0;
+  std::unordered_map<const void*, uint64_t> last_job;  // the last job that changes an object
+
+  // Bounds last_job: an object whose last job has ended is one that no job waits for.
+  void drop_ended_jobs() {
+    if (last_job.size() < kManyObjects) return;
+    for (auto it = last_job.begin(); it != last_job.end();) {
+      it = it->second <= ended ? last_job.erase(it) : std::next(it);
+    }
+  }
 
   // One worker: part 0 or part 1 of every job.
   void serve(size_t part) {
@@ -191,9 +204,10 @@ c10::intrusive_ptr<c10d::Work> ThreadEngine::submit(std::vector<at::Tensor> tens
   shared_->num_threads = at::get_num_threads();
   const uint64_t number = ++shared_->submitted;
   uint64_t after = job.alone ? number - 1 : 0;
-  for (const ParameterStatePtr& state : job.states) {
-    after = std::max(after, std::exchange(state->last_job, number));
+  for (const void* object : job.changes) {
+    after = std::max(after, std::exchange(shared_->last_job[object], number));
   }
+  shared_->drop_ended_jobs();
   shared_->queues[0].push_back({work, std::move(job), device, record_current_stream(device),
                                 timeout, number, after, nullptr});
   shared_->changed.notify_all();

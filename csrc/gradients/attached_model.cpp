@@ -10,14 +10,24 @@
 #include "powersgd/stats.h"
 
 namespace powersgd {
-AttachedModel::AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend,
-                             std::vector<std::string> names, std::vector<at::Tensor> parameters,
-                             Options options)
-    : backend_(std::move(backend)),
+
+std::shared_ptr<AttachedModel> AttachedModel::attach(const std::shared_ptr<Session>& session,
+                                                     std::vector<std::string> names,
+                                                     std::vector<at::Tensor> parameters,
+                                                     Options options) {
+  auto model = std::make_shared<AttachedModel>(session, std::move(names), std::move(parameters),
+                                               std::move(options));
+  session->add_model(model);
+  return model;
+}
+
+AttachedModel::AttachedModel(std::shared_ptr<Session> session, std::vector<std::string> names,
+                             std::vector<at::Tensor> parameters, Options options)
+    : session_(std::move(session)),
       names_(std::move(names)),
       parameters_(std::move(parameters)),
       options_(std::move(options)),
-      step_counter_(backend_->make_step_counter()) {
+      step_counter_(session_->make_step_counter()) {
   validate(options_);
   TORCH_CHECK(names_.size() == parameters_.size(), "powersgd: ", names_.size(), " names for ",
               parameters_.size(), " parameters");
@@ -28,7 +38,7 @@ AttachedModel::AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend,
   }
 }
 
-double AttachedModel::grad_scale() const { return grad_scale_.value_or(backend_->grad_scale()); }
+double AttachedModel::grad_scale() const { return grad_scale_.value_or(session_->grad_scale()); }
 
 void AttachedModel::set_grad_scale(double scale) {
   check_grad_scale(scale);
@@ -52,7 +62,7 @@ c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(size_t bucket, at::Tensor& 
                                                      int divisor) {
   std::shared_ptr<BucketCompressor> compressor;
   const bool known = !parameters.empty() && !buffer.is_sparse();
-  if (warm() && known && backend_->admits_attached(options_)) {
+  if (warm() && known && session_->admits_attached(options_)) {
     if (!std::exchange(announced_, true)) announce();
     Bucket& made = buckets_[bucket];
     if (made.parameters != parameters) made = make_bucket(buffer, parameters);
@@ -62,9 +72,9 @@ c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(size_t bucket, at::Tensor& 
   step.output_scale = 1.0 / divisor;
   step.grad_scale = grad_scale();
   step.step = step_;
-  if (!owed_.empty() && known) add_owed(buffer, parameters);
-  return compressor ? backend_->allreduce_compressed(compressor, buffer, step)
-                    : backend_->allreduce_average_exact(buffer, divisor);
+  if (!unsent_residuals_.empty() && known) add_unsent_residuals(buffer, parameters);
+  return compressor ? session_->allreduce_compressed(compressor, buffer, step)
+                    : session_->average_exact(buffer, divisor);
 }
 
 AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
@@ -93,15 +103,16 @@ AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
 }
 
 // Every rank adds the mean residual: the average then holds it once.
-void AttachedModel::add_owed(at::Tensor& buffer, const std::vector<size_t>& parameters) {
+void AttachedModel::add_unsent_residuals(at::Tensor& buffer,
+                                         const std::vector<size_t>& parameters) {
   int64_t offset = 0;
   for (const size_t index : parameters) {
     const int64_t numel = parameters_[index].numel();
-    const auto owed = owed_.find(index);
-    if (owed != owed_.end()) {
+    const auto residual = unsent_residuals_.find(index);
+    if (residual != unsent_residuals_.end()) {
       buffer.narrow(0, offset, numel)
-          .add_(owed->second.to(buffer.device()).flatten(), grad_scale());
-      owed_.erase(owed);
+          .add_(residual->second.to(buffer.device()).flatten(), grad_scale());
+      unsent_residuals_.erase(residual);
     }
     offset += numel;
   }
@@ -140,7 +151,7 @@ bool AttachedModel::compresses() const {
 
 void AttachedModel::announce() const {
   const Outline all = outline();
-  backend_->log(
+  session_->log(
       LogLevel::kInfo,
       c10::str("compression starts at step ", step_, ": rank ", options_.matrix_approximation_rank,
                ", ", all.compressed_parameters, " of ", all.parameters,
@@ -162,7 +173,7 @@ std::vector<c10::Device> AttachedModel::devices() const {
 
 void AttachedModel::end_step() {
   ++step_;
-  backend_->end_step(options_);
+  session_->end_step(options_);
   if (options_.check_every == 0 || step_ % static_cast<uint64_t>(options_.check_every) != 0) return;
   for (const c10::Device device : devices()) {
     std::vector<Replica> replicas;
@@ -170,7 +181,7 @@ void AttachedModel::end_step() {
       if (parameters_[i].device() != device) continue;
       replicas.push_back({"'" + names_[i] + "'", states_[i]});
     }
-    backend_->check_replicas(std::move(replicas), device);
+    session_->check_replicas(std::move(replicas), device);
   }
 }
 

@@ -43,13 +43,13 @@ std::vector<ParameterExport> AttachedModel::export_state() {
     const at::Tensor& parameter = parameters_[i];
     if (!is_compressed(parameter)) continue;
     std::vector<at::Tensor> mean(1);
-    backend_->run_after_steps(parameter.device(), [&] {
+    session_->run_after_steps(parameter.device(), [&] {
       const ParameterState state = started(i);
       mean[0] = residual(state).mul_(grad_scale() / state.grad_scale);
       exported[i].q = q_to_parameter_order(state.q_warm.clone(), parameter);
       if (state.sent_p) exported[i].p = state.p_hat.clone();
     });
-    backend_->average_over_channel(mean);
+    session_->average_over_channel(mean);
     use_on_current_stream(mean[0]);
     use_on_current_stream(exported[i].q);
     use_on_current_stream(exported[i].p);
@@ -69,12 +69,13 @@ void AttachedModel::load_state(const std::vector<ParameterExport>& saved, int64_
     if (!parameter.residual.defined()) continue;
     const auto index = find_name(parameter.name);
     if (!index) {
-      backend_->log(LogLevel::kWarning,
+      session_->log(LogLevel::kWarning,
                     c10::str("the checkpoint's residual of '", parameter.name,
                              "' is dropped: the model has no such parameter, or it is frozen"));
     } else if (!is_compressed(parameters_[*index])) {
-      owed_[*index] = to_memory_order(parameter.residual, parameters_[*index]) / grad_scale;
-      backend_->log(LogLevel::kInfo,
+      unsent_residuals_[*index] =
+          to_memory_order(parameter.residual, parameters_[*index]) / grad_scale;
+      session_->log(LogLevel::kInfo,
                     c10::str("'", parameter.name,
                              "' is not compressed with these options: the "
                              "checkpoint's residual of it is added to its next gradient"));
@@ -129,7 +130,7 @@ void AttachedModel::load_parameter(size_t index, const ParameterExport& saved, d
   ParameterState& state = *states_[index];
   const int64_t rank = effective_rank(matrix_shape(memory_layout(parameter)), options_);
   const at::Tensor q = q_to_memory_order(saved.q, parameter);
-  backend_->run_after_steps(parameter.device(), [&] {
+  session_->run_after_steps(parameter.device(), [&] {
     if (!state.allocated()) allocate_for(state, parameter);
     state.sent_p = false;
     set_residual(state, to_memory_order(saved.residual, parameter));
@@ -144,7 +145,7 @@ void AttachedModel::load_parameter(size_t index, const ParameterExport& saved, d
     state.p_local.zero_();
   });
   if (q.size(0) != rank) {
-    backend_->log(LogLevel::kInfo, c10::str("'", saved.name, "': the checkpoint's rank ", q.size(0),
+    session_->log(LogLevel::kInfo, c10::str("'", saved.name, "': the checkpoint's rank ", q.size(0),
                                             " factor was taken over at rank ", rank));
   }
 }
@@ -155,7 +156,7 @@ std::vector<LocalExport> AttachedModel::export_local() {
     if (!is_compressed(parameters_[i])) continue;
     LocalExport& local = exported.emplace_back();
     local.name = names_[i];
-    backend_->run_after_steps(parameters_[i].device(), [&] {
+    session_->run_after_steps(parameters_[i].device(), [&] {
       const ParameterState state = started(i);
       local.grad_scale = state.grad_scale;
       local.sent_p = state.sent_p;
@@ -194,7 +195,7 @@ void AttachedModel::load_local(const std::vector<LocalExport>& saved, int64_t st
   for (const LocalExport& local : saved) {
     const size_t index = *find_name(local.name);
     ParameterState& state = *states_[index];
-    backend_->run_after_steps(parameters_[index].device(), [&] {
+    session_->run_after_steps(parameters_[index].device(), [&] {
       if (!state.allocated()) allocate_for(state, parameters_[index]);
       for (const auto& [own, given] : members(state, local)) {
         if (own->defined()) own->copy_(*given);
@@ -208,7 +209,7 @@ void AttachedModel::load_local(const std::vector<LocalExport>& saved, int64_t st
 
 void AttachedModel::step_skipped(const at::Tensor& dropped) {
   for (const c10::Device device : devices()) {
-    backend_->run_after_steps(device, [&] {
+    session_->run_after_steps(device, [&] {
       std::vector<ParameterStatePtr> delivered;
       for (size_t i = 0; i < states_.size(); ++i) {
         const bool in_last_step = states_[i]->last_step + 1 == static_cast<int64_t>(step_);
@@ -225,7 +226,7 @@ std::map<std::string, double> AttachedModel::residual_norms() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     double& norm = norms[names_[i]];
     if (!states_[i]->allocated()) continue;
-    backend_->run_after_steps(parameters_[i].device(), [&] {
+    session_->run_after_steps(parameters_[i].device(), [&] {
       norm = residual(*states_[i]).norm().item<double>() * grad_scale() / states_[i]->grad_scale;
     });
   }

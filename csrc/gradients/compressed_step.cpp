@@ -57,7 +57,7 @@ Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const a
     }
     run(Stage::kReconstruct, [&] { compressor->reconstruct(); });
   });
-  job.states = compressor->states_in_use();
+  for (const ParameterStatePtr& state : compressor->states()) job.changes.push_back(state.get());
   return job;
 }
 

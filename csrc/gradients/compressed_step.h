@@ -4,8 +4,8 @@
 #include <memory>
 
 #include "engine/engine.h"
-#include "powersgd/backend.h"
 #include "powersgd/compressor.h"
+#include "powersgd/session.h"
 #include "powersgd/stats.h"
 
 namespace powersgd {

@@ -22,7 +22,7 @@ c10::intrusive_ptr<c10d::Work> reduce_bucket(AttachedModel& model, const c10d::R
                                              c10d::GradBucket& bucket) {
   const int divisor = Divisor::of(reducer);
   // Unset on a rank that has joined: it takes part in the sum and throws the result away.
-  const int ranks = model.backend()->getSize();
+  const int ranks = model.session().size();
   auto work = model.reduce(bucket.getIndex(), bucket.getBufferRef(),
                            model.find(bucket.getParameters()), divisor > 0 ? divisor : ranks);
   if (bucket.isLast()) model.end_step();

@@ -11,8 +11,8 @@
 namespace powersgd {
 namespace {
 
-// A state that so many passes have not used belongs to a layout that is gone (DDP rebuilds its
-// buckets after the first steps).
+// DDP rebuilds its buckets after the first steps. A state that this many passes have not used
+// belongs to a layout that is gone.
 constexpr uint64_t kKeepPasses = 100;
 
 // DDP rebuilds its buckets once, after the first step or with static_graph the second: the same
@@ -20,8 +20,11 @@ constexpr uint64_t kKeepPasses = 100;
 // that no residual is left behind in an order that is gone.
 constexpr uint64_t kSettlePasses = 2;
 
-// Compressors without memory that are kept for the next tensor of their shape.
+// Compressors without state that are kept for the next tensor of their shape.
 constexpr size_t kKeepStateless = 64;
+
+// Buffers of one entry that are remembered: so many models that look alike are told apart.
+constexpr size_t kKeepBuffers = 16;
 
 bool eligible(const std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) {
   if (tensors.size() != 1) return false;
@@ -32,20 +35,66 @@ bool eligible(const std::vector<at::Tensor>& tensors, const c10d::AllreduceOptio
          (op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG);
 }
 
+// Notes where the entry's tensor lies. True if it lay there before, and elsewhere in between.
+template <typename Buffers>
+bool comes_back(Buffers& buffers, const at::Tensor& tensor) {
+  auto storage = tensor.storage().getWeakStorageImpl();
+  const auto known = std::find_if(buffers.begin(), buffers.end(), [&](const auto& buffer) {
+    return buffer.storage._unsafe_get_target() == storage._unsafe_get_target() &&
+           buffer.offset == tensor.storage_offset();
+  });
+  if (known != buffers.end()) return known != buffers.end() - 1;
+  buffers.push_back({std::move(storage), tensor.storage_offset()});
+  if (buffers.size() > kKeepBuffers) buffers.erase(buffers.begin());
+  return false;
+}
+
 }  // namespace
 
-bool FlatTensors::Less::operator()(const Key& a, const Key& b) const {
-  const auto rank = [](const Key& key) {
-    const c10::Device device = std::get<3>(key);
-    return std::make_tuple(std::get<0>(key), std::cref(std::get<1>(key)),
-                           static_cast<int>(std::get<2>(key)), static_cast<int>(device.type()),
-                           static_cast<int>(device.index()));
-  };
-  return rank(a) < rank(b);
+FlatTensors::FlatTensors(std::shared_ptr<Session> session)
+    : session_(std::move(session)),
+      options_(session_->options()),
+      step_counter_(session_->make_step_counter()) {}
+
+c10::intrusive_ptr<c10d::Work> FlatTensors::reduce(const std::vector<at::Tensor>& tensors,
+                                                   const c10d::AllreduceOptions& opts) {
+  if (session_->size() == 1) return nullptr;
+  std::optional<Admitted> admitted = admit(tensors, opts);
+  if (!admitted) {
+    warn_if_joined(tensors, opts);
+    return nullptr;
+  }
+  const at::Tensor& tensor = tensors.front();
+  if (admitted->new_pass) session_->end_step(options_);
+  if (!admitted->to_check.empty()) {
+    session_->check_replicas(std::move(admitted->to_check), tensor.device());
+  }
+  report(*admitted, tensor);
+  if (!admitted->compressor) {
+    session_->stats().add_exact(static_cast<int64_t>(tensor.nbytes()));
+    return nullptr;
+  }
+  const bool average = opts.reduceOp == c10d::ReduceOp::AVG;
+  admitted->step.output_scale = average ? 1.0 / session_->size() : 1.0;
+  admitted->step.grad_scale = session_->grad_scale();
+  return session_->allreduce_compressed(admitted->compressor, tensor, admitted->step, opts.timeout);
+}
+
+std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Tensor>& tensors,
+                                                        const c10d::AllreduceOptions& opts) {
+  if (!eligible(tensors, opts)) return std::nullopt;
+  const at::Tensor& tensor = tensors.front();
+  const Pass pass = current_pass(tensor);
+  if (pass.first == Mode::kNone) return std::nullopt;
+  const BucketPlan plan = make_plan(tensor);
+  if (!plan.compresses()) return std::nullopt;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return pass.first == Mode::kStateless ? admit_stateless(tensor, plan)
+                                        : admit_in_pass(tensor, plan, pass);
 }
 
 FlatTensors::Pass FlatTensors::current_pass(const at::Tensor& tensor) const {
-  const std::optional<CompressionOverride> override = current_override();
+  const std::optional<ScopeOverride> override = current_override();
   if (override && !override->enabled) return {Mode::kNone, 0};
   const int graph_task = torch::autograd::get_current_graph_task_id();
   const bool everything = override || options_.scope == Scope::kAlways;
@@ -55,6 +104,69 @@ FlatTensors::Pass FlatTensors::current_pass(const at::Tensor& tensor) const {
   if (graph_task >= 0) return {Mode::kBackward, graph_task};
   if (override) return {Mode::kBlock, override->block};
   return {Mode::kStateless, 0};
+}
+
+// Its compressor keeps no state, but its tables and payloads are there for the next tensor.
+FlatTensors::Admitted FlatTensors::admit_stateless(const at::Tensor& tensor,
+                                                   const BucketPlan& plan) {
+  Admitted admitted;
+  admitted.step.step = stateless_calls_++;
+  admitted.step.same_start = true;
+  admitted.new_pass = true;
+  if (admitted.step.step < static_cast<uint64_t>(options_.start_powerSGD_iter)) return admitted;
+  const Key key{0, tensor.sizes().vec(), tensor.scalar_type(), tensor.device()};
+  if (stateless_.count(key) == 0 && stateless_.size() >= kKeepStateless) stateless_.clear();
+  std::shared_ptr<BucketCompressor>& compressor = stateless_[key];
+  if (!compressor) {
+    compressor =
+        make_compressor(plan, tensor, make_states(plan, /*order=*/0), /*keeps_state=*/false);
+  }
+  admitted.compressor = compressor;
+  return admitted;
+}
+
+FlatTensors::Admitted FlatTensors::admit_in_pass(const at::Tensor& tensor, const BucketPlan& plan,
+                                                 const Pass& pass) {
+  Admitted admitted;
+  if (pass != pass_) {
+    admitted.dropped = begin_pass(pass);
+    admitted.new_pass = true;
+    const auto every = static_cast<uint64_t>(options_.check_every);
+    if (every > 0 && (passes_ - 1) % every == 0) admitted.to_check = replicas(tensor.device());
+  }
+  admitted.step.step = passes_ - 1;
+  const int64_t order = order_++;
+  Entry& entry = entries_[{order, tensor.sizes().vec(), tensor.scalar_type(), tensor.device()}];
+  entry.last_pass = passes_;
+  entry.takes_turns = comes_back(entry.buffers, tensor) || entry.takes_turns;
+  const bool may_move = pass.first == Mode::kBackward && tensor.dim() == 1;
+  const bool settled = !may_move || entry.uses >= kSettlePasses;
+  ++entry.uses;
+  const auto warm_up = static_cast<uint64_t>(options_.start_powerSGD_iter);
+  if (admitted.step.step < warm_up || !settled) return admitted;
+  if (!entry.compressor) {
+    entry.states = make_states(plan, order);
+    entry.compressor = make_compressor(plan, tensor, entry.states, /*keeps_state=*/true);
+  }
+  admitted.compressor = entry.compressor;
+  admitted.step.drop_residual = entry.takes_turns;
+  admitted.first_turn = entry.takes_turns && !std::exchange(warned_of_turns_, true);
+  admitted.first_flat = pass.first == Mode::kBackward && !std::exchange(advised_, true);
+  return admitted;
+}
+
+// Returns how many states were dropped.
+int64_t FlatTensors::begin_pass(const Pass& pass) {
+  pass_ = pass;
+  ++passes_;
+  order_ = 0;
+  int64_t dropped = 0;
+  for (auto entry = entries_.begin(); entry != entries_.end();) {
+    const bool stale = entry->second.last_pass + kKeepPasses < passes_;
+    if (stale && !entry->second.states.empty()) ++dropped;
+    entry = stale ? entries_.erase(entry) : std::next(entry);
+  }
+  return dropped;
 }
 
 BucketPlan FlatTensors::make_plan(const at::Tensor& tensor) const {
@@ -73,11 +185,11 @@ std::vector<ParameterStatePtr> FlatTensors::make_states(const BucketPlan& plan, 
 
 std::shared_ptr<BucketCompressor> FlatTensors::make_compressor(
     const BucketPlan& plan, const at::Tensor& tensor, std::vector<ParameterStatePtr> states,
-    bool remembers) const {
+    bool keeps_state) const {
   Options options = options_;
-  options.use_error_feedback = options_.use_error_feedback && remembers;
-  options.warm_start = options_.warm_start && remembers;
-  // Tensors that look alike share Q, which here would be part of their residuals.
+  options.use_error_feedback = options_.use_error_feedback && keeps_state;
+  options.warm_start = options_.warm_start && keeps_state;
+  // Models that look alike share Q, which would here be part of their residuals.
   options.alternating = false;
   return powersgd::make_compressor(plan, std::move(states), options, tensor.scalar_type(),
                                    tensor.device(), step_counter_);
@@ -94,99 +206,59 @@ std::vector<Replica> FlatTensors::replicas(const at::Device& device) const {
   return found;
 }
 
-// Null until it is made. To be called in the passes before, too: it learns which buffers there are.
-std::shared_ptr<BucketCompressor>& FlatTensors::find_compressor(Entry& entry,
-                                                                const at::Tensor& tensor) {
-  const size_t slot = entry.slots.find(tensor);
-  entry.compressors.resize(entry.slots.size());
-  return entry.compressors[slot];
-}
-
-// It remembers nothing, but its tables and payloads are there already.
-std::shared_ptr<BucketCompressor> FlatTensors::find_stateless(const BucketPlan& plan,
-                                                              const at::Tensor& tensor) {
-  const Key key{0, tensor.sizes().vec(), tensor.scalar_type(), tensor.device()};
-  const auto known = stateless_.find(key);
-  if (known != stateless_.end()) return known->second;
-  if (stateless_.size() >= kKeepStateless) stateless_.clear();
-  return stateless_[key] =
-             make_compressor(plan, tensor, make_states(plan, /*order=*/0), /*remembers=*/false);
-}
-
-// Returns how many states were dropped.
-int64_t FlatTensors::begin_pass(const Pass& pass) {
-  pass_ = pass;
-  ++passes_;
-  order_ = 0;
-  int64_t dropped = 0;
-  for (auto entry = entries_.begin(); entry != entries_.end();) {
-    const bool stale = entry->second.last_pass + kKeepPasses < passes_;
-    if (stale && !entry->second.states.empty()) ++dropped;
-    entry = stale ? entries_.erase(entry) : std::next(entry);
+void FlatTensors::report(const Admitted& admitted, const at::Tensor& tensor) const {
+  if (admitted.dropped > 0) {
+    session_->log(LogLevel::kInfo, c10::str("dropped the state of ", admitted.dropped,
+                                            " flat tensors that had not been reduced for a while"));
   }
-  return dropped;
+  if (admitted.first_flat) {
+    session_->log(
+        LogLevel::kWarning,
+        c10::str("compression starts at step ", admitted.step.step, ", rank ",
+                 options_.matrix_approximation_rank, ": a flat gradient of ", tensor.numel(),
+                 " elements is compressed as one matrix because its layers are not known; "
+                 "torch_powersgd.attach(ddp) compresses layer by layer, which is more accurate"));
+  }
+  if (admitted.first_turn) {
+    session_->log(
+        LogLevel::kWarning,
+        c10::str("several models have flat gradients of ", tensor.numel(),
+                 " elements and take turns. They are compressed without error feedback, so that "
+                 "no model gets another's residual: call torch_powersgd.attach(ddp) for each"));
+  }
 }
 
-std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Tensor>& tensors,
-                                                        const c10d::AllreduceOptions& opts) {
-  if (!eligible(tensors, opts)) return std::nullopt;
+void FlatTensors::warn_if_joined(const std::vector<at::Tensor>& tensors,
+                                 const c10d::AllreduceOptions& opts) {
+  if (options_.scope != Scope::kBackward || !opts.asyncOp || !eligible(tensors, opts)) return;
   const at::Tensor& tensor = tensors.front();
-  const Pass pass = current_pass(tensor);
-  if (pass.first == Mode::kNone) return std::nullopt;
-  const BucketPlan plan = make_plan(tensor);
-  if (!plan.compresses()) return std::nullopt;
-
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Admitted admitted;
-  const auto warm_up = static_cast<uint64_t>(options_.start_powerSGD_iter);
-  if (pass.first == Mode::kStateless) {
-    admitted.step = stateless_calls_++;
-    admitted.stateless = true;
-    admitted.new_pass = true;
-    if (admitted.step >= warm_up) admitted.compressor = find_stateless(plan, tensor);
-    return admitted;
+  if (tensor.dim() != 1 || tensor.numel() < options_.min_numel) return;
+  if (current_override() || torch::autograd::get_current_graph_task_id() >= 0) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const bool known = std::any_of(entries_.begin(), entries_.end(), [&](const auto& entry) {
+      return std::get<1>(entry.first) == tensor.sizes() &&
+             std::get<2>(entry.first) == tensor.scalar_type();
+    });
+    if (!known || std::exchange(warned_of_join_, true)) return;
   }
-  if (pass != pass_) {
-    admitted.dropped = begin_pass(pass);
-    admitted.new_pass = true;
-    const auto every = static_cast<uint64_t>(options_.check_every);
-    if (every > 0 && (passes_ - 1) % every == 0) admitted.to_check = replicas(tensor.device());
-  }
-  admitted.step = passes_ - 1;
-  const int64_t order = order_++;
-  Entry& entry = entries_[{order, tensor.sizes().vec(), tensor.scalar_type(), tensor.device()}];
-  entry.last_pass = passes_;
-  const bool may_move = pass.first == Mode::kBackward && tensor.dim() == 1;
-  const bool settled = !may_move || entry.uses >= kSettlePasses;
-  ++entry.uses;
-  std::shared_ptr<BucketCompressor>& compressor = find_compressor(entry, tensor);
-  if (admitted.step < warm_up || !settled) return admitted;
-  if (!compressor) {
-    std::vector<ParameterStatePtr> states = make_states(plan, order);
-    if (entry.states.empty()) {
-      entry.states = states;
-    } else {
-      for (size_t i = 0; i < states.size(); ++i) states[i]->shares_q_of = entry.states[i];
-    }
-    compressor = make_compressor(plan, tensor, std::move(states), /*remembers=*/true);
-  }
-  admitted.compressor = compressor;
-  admitted.first_flat = pass.first == Mode::kBackward && !std::exchange(advised_, true);
-  return admitted;
+  session_->log(
+      LogLevel::kWarning,
+      c10::str("a tensor of ", tensor.numel(),
+               " elements, as many as a flat gradient that is reduced in backward, is summed "
+               "outside of it, exactly. If this rank has run out of inputs in DDP's join(), ranks "
+               "that compress wait for it in vain: call torch_powersgd.attach(ddp), or train "
+               "inside torch_powersgd.compression(False)"));
 }
 
-bool FlatTensors::looks_joined(const std::vector<at::Tensor>& tensors,
-                               const c10d::AllreduceOptions& opts) {
-  if (options_.scope != Scope::kBackward || !opts.asyncOp || !eligible(tensors, opts)) return false;
-  const at::Tensor& tensor = tensors.front();
-  if (tensor.dim() != 1 || tensor.numel() < options_.min_numel) return false;
-  if (current_override() || torch::autograd::get_current_graph_task_id() >= 0) return false;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const bool known = std::any_of(entries_.begin(), entries_.end(), [&](const auto& entry) {
-    return std::get<1>(entry.first) == tensor.sizes() &&
-           std::get<2>(entry.first) == tensor.scalar_type();
-  });
-  return known && !std::exchange(looked_joined_, true);
+bool FlatTensors::Less::operator()(const Key& a, const Key& b) const {
+  const auto rank = [](const Key& key) {
+    const c10::Device device = std::get<3>(key);
+    return std::make_tuple(std::get<0>(key), std::cref(std::get<1>(key)),
+                           static_cast<int>(std::get<2>(key)), static_cast<int>(device.type()),
+                           static_cast<int>(device.index()));
+  };
+  return rank(a) < rank(b);
 }
 
 }  // namespace powersgd

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <map>
 #include <memory>
@@ -12,48 +13,33 @@
 #include <utility>
 #include <vector>
 
-#include "gradients/buffer_slots.h"
 #include "gradients/replicas.h"
-#include "powersgd/compressor.h"
+#include "powersgd/session.h"
 
 namespace powersgd {
 
-// Decides which plain allreduces of one backend are compressed, and keeps their state.
+// Purpose: decides which plain allreduces of one group are compressed, and keeps their state.
 //
-// A tensor that arrives without an attached model has no name. It is identified by its order among
-// the eligible tensors of the same pass, its shape and its dtype: the same on every rank by
-// construction, which an address is not. A pass is one backward pass of autograd, or one
-// `compression(True)` block outside of any. A tensor that arrives outside of both cannot be told
-// from others of its shape: it is compressed without memory of earlier steps.
+// Contract: a tensor that arrives without an attached model has no name. Its order among the
+// eligible tensors of the same pass, its shape and its dtype identify it: they are the same on
+// every rank by construction, which an address is not. A pass is one backward pass of autograd, or
+// one `compression(True)` block outside of any. A tensor outside of both cannot be told from others
+// of its shape, so it is compressed without state from earlier steps.
 //
-// Models that look alike and run backward one after the other share that identity, and so Q, which
-// all ranks must agree upon. Their residuals, which are this rank's own affair, are kept apart by
-// their buffers.
+// Models that look alike and run backward one after the other share that identity. They share Q,
+// which all ranks must agree on, but never a residual: once a rank sees that buffers take turns, it
+// drops the residual of each step and warns.
 //
-// Safe from any thread.
+// Ownership: owned by the group's BackendPowerSGD, shares its session.
+//
+// Threads: safe from any thread.
 class FlatTensors {
  public:
-  FlatTensors(const Options& options, std::shared_ptr<StepCounter> step_counter)
-      : options_(options), step_counter_(std::move(step_counter)) {}
+  explicit FlatTensors(std::shared_ptr<Session> session);
 
-  struct Admitted {
-    std::shared_ptr<BucketCompressor> compressor;  // null: not yet, average exactly
-    uint64_t step = 0;
-    bool stateless = false;
-    bool new_pass = false;
-    bool first_flat = false;        // the first compressed in backward: time to advise attach
-    int64_t dropped = 0;            // states dropped because long unused
-    std::vector<Replica> to_check;  // before this call; on its device
-  };
-
-  // Empty: forward this allreduce as it is.
-  std::optional<Admitted> admit(const std::vector<at::Tensor>& tensors,
-                                const c10d::AllreduceOptions& opts);
-
-  // Whether a tensor that was not admitted is, by its looks, the bucket of a DDP module whose rank
-  // has run out of inputs in join(): zeros that match a gradient of other ranks, which they may
-  // compress. True once at the most.
-  bool looks_joined(const std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts);
+  // Reduces the tensors compressed. Null if they are to be forwarded as they are.
+  c10::intrusive_ptr<c10d::Work> reduce(const std::vector<at::Tensor>& tensors,
+                                        const c10d::AllreduceOptions& opts);
 
  private:
   enum class Mode { kNone, kBackward, kBlock, kStateless };
@@ -62,34 +48,57 @@ class FlatTensors {
   // Order in the pass, sizes, dtype, device.
   using Key = std::tuple<int64_t, std::vector<int64_t>, at::ScalarType, c10::Device>;
 
+  // Where a tensor lies. The weak reference keeps its address from being used again.
+  struct Buffer {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    int64_t offset;
+  };
+
   struct Entry {
-    BufferSlots slots;
-    std::vector<std::shared_ptr<BucketCompressor>> compressors;  // by slot
-    std::vector<ParameterStatePtr> states;  // of the first compressor: the others share their Q
+    std::shared_ptr<BucketCompressor> compressor;  // null until the first compressed step
+    std::vector<ParameterStatePtr> states;         // the compressor's
+    std::vector<Buffer> buffers;                   // the tensors seen, the last one last
+    bool takes_turns = false;                      // a buffer came back after another one
     uint64_t last_pass = 0;
     uint64_t uses = 0;
+  };
+
+  // What becomes of a tensor that scope and override admit.
+  struct Admitted {
+    std::shared_ptr<BucketCompressor> compressor;  // null: not yet, average exactly
+    StepInfo step;
+    bool new_pass = false;
+    bool first_flat = false;        // the first compressed in backward: time to advise attach
+    bool first_turn = false;        // buffers were first seen to take turns: time to warn
+    int64_t dropped = 0;            // states dropped because long unused
+    std::vector<Replica> to_check;  // before this call; on its device
   };
 
   struct Less {
     bool operator()(const Key& a, const Key& b) const;
   };
 
+  std::optional<Admitted> admit(const std::vector<at::Tensor>& tensors,
+                                const c10d::AllreduceOptions& opts);
+  Admitted admit_stateless(const at::Tensor& tensor, const BucketPlan& plan);
+  Admitted admit_in_pass(const at::Tensor& tensor, const BucketPlan& plan, const Pass& pass);
   Pass current_pass(const at::Tensor& tensor) const;
   BucketPlan make_plan(const at::Tensor& tensor) const;
   static std::vector<ParameterStatePtr> make_states(const BucketPlan& plan, int64_t order);
   std::shared_ptr<BucketCompressor> make_compressor(const BucketPlan& plan,
                                                     const at::Tensor& tensor,
                                                     std::vector<ParameterStatePtr> states,
-                                                    bool remembers) const;
-  std::shared_ptr<BucketCompressor> find_stateless(const BucketPlan& plan,
-                                                   const at::Tensor& tensor);
-  static std::shared_ptr<BucketCompressor>& find_compressor(Entry& entry, const at::Tensor& tensor);
+                                                    bool keeps_state) const;
   int64_t begin_pass(const Pass& pass);
   std::vector<Replica> replicas(const at::Device& device) const;
+  void report(const Admitted& admitted, const at::Tensor& tensor) const;
+  void warn_if_joined(const std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts);
 
-  const Options options_;
+  const std::shared_ptr<Session> session_;
+  const Options& options_;  // the session's
   const std::shared_ptr<StepCounter> step_counter_;
-  mutable std::mutex mutex_;
+
+  std::mutex mutex_;  // guards the members below
   std::map<Key, Entry, Less> entries_;
   Pass pass_{Mode::kNone, 0};
   uint64_t passes_ = 0;
@@ -97,7 +106,8 @@ class FlatTensors {
   std::map<Key, std::shared_ptr<BucketCompressor>, Less> stateless_;
   uint64_t stateless_calls_ = 0;
   bool advised_ = false;
-  bool looked_joined_ = false;
+  bool warned_of_turns_ = false;
+  bool warned_of_join_ = false;
 };
 
 }  // namespace powersgd

@@ -14,13 +14,13 @@ namespace {
 const c10::DebugInfoKind kKind = c10::DebugInfoKind::INFERENCE_CONTEXT;
 
 struct OverrideInfo : c10::DebugInfoBase {
-  explicit OverrideInfo(CompressionOverride value) : value(value) {}
-  const CompressionOverride value;
+  explicit OverrideInfo(ScopeOverride value) : value(value) {}
+  const ScopeOverride value;
 };
 
 }  // namespace
 
-std::optional<CompressionOverride> current_override() {
+std::optional<ScopeOverride> current_override() {
   const auto* info = dynamic_cast<const OverrideInfo*>(c10::ThreadLocalDebugInfo::get(kKind));
   if (info == nullptr) return std::nullopt;
   return info->value;
@@ -29,7 +29,7 @@ std::optional<CompressionOverride> current_override() {
 void push_override(bool enabled) {
   static std::atomic<int64_t> blocks{0};
   c10::ThreadLocalDebugInfo::_push(
-      kKind, std::make_shared<OverrideInfo>(CompressionOverride{enabled, ++blocks}));
+      kKind, std::make_shared<OverrideInfo>(ScopeOverride{enabled, ++blocks}));
 }
 
 void pop_override() { c10::ThreadLocalDebugInfo::_pop(kKind); }

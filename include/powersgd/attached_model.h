@@ -10,7 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "powersgd/backend.h"
+#include "powersgd/session.h"
 
 namespace powersgd {
 
@@ -50,7 +50,11 @@ struct Outline {
 // called by one thread at a time (the backward pass); the rest by the user's thread outside of it.
 class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
  public:
-  AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend, std::vector<std::string> names,
+  // Makes a model that `session` knows.
+  static std::shared_ptr<AttachedModel> attach(const std::shared_ptr<Session>& session,
+                                               std::vector<std::string> names,
+                                               std::vector<at::Tensor> parameters, Options options);
+  AttachedModel(std::shared_ptr<Session> session, std::vector<std::string> names,
                 std::vector<at::Tensor> parameters, Options options);
 
   // Of each parameter its place in the constructor's list.
@@ -100,7 +104,7 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   double grad_scale() const;
   void set_grad_scale(double scale);
   const Options& options() const { return options_; }
-  const c10::intrusive_ptr<BackendPowerSGD>& backend() const { return backend_; }
+  const Session& session() const { return *session_; }
 
  private:
   struct Bucket {
@@ -112,7 +116,7 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   void announce() const;
   // Of the parameters: one, but for a module that is spread over several.
   std::vector<c10::Device> devices() const;
-  void add_owed(at::Tensor& buffer, const std::vector<size_t>& parameters);
+  void add_unsent_residuals(at::Tensor& buffer, const std::vector<size_t>& parameters);
   std::optional<size_t> find_name(const std::string& name) const;
   void check_parameter(const ParameterExport& saved) const;
   bool is_compressed(const at::Tensor& parameter) const;
@@ -120,7 +124,7 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   void allocate_for(ParameterState& state, const at::Tensor& parameter) const;
   void load_parameter(size_t index, const ParameterExport& parameter, double grad_scale);
 
-  const c10::intrusive_ptr<BackendPowerSGD> backend_;
+  const std::shared_ptr<Session> session_;
   const std::vector<std::string> names_;
   const std::vector<at::Tensor> parameters_;
   const Options options_;
@@ -128,9 +132,9 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   std::vector<ParameterStatePtr> states_;
   std::unordered_map<const c10::TensorImpl*, size_t> index_of_;
   std::map<size_t, Bucket> buckets_;  // by number
-  // Residuals of parameters that are not compressed, which a checkpoint had: [rows, cols],
-  // unscaled.
-  std::map<size_t, at::Tensor> owed_;
+  // Residuals that a checkpoint had of parameters that are not compressed, by index: [rows, cols],
+  // unscaled. They are added to the next gradient.
+  std::map<size_t, at::Tensor> unsent_residuals_;
   uint64_t step_ = 0;
   std::optional<double> grad_scale_;
   bool active_ = true;

@@ -39,7 +39,6 @@ struct ParameterState {
   uint64_t stream = 0;     // names the parameter to the random generator, the same on all ranks
   double grad_scale = 1;   // the loss scale in whose units memory is
   int64_t last_step = -1;  // the step that was last projected
-  uint64_t last_job = 0;   // the last job of its engine that was submitted with it
   MatrixShape shape;
   int64_t rank = 0;
   at::Tensor memory;    // [rows, cols] residual dtype; undefined without error feedback
@@ -48,7 +47,6 @@ struct ParameterState {
   at::Tensor q_warm;    // [rank, cols] factor dtype; alternating: rows are orthonormal
   at::Tensor p_local;   // [rows, rank] factor dtype: this rank's P; undefined if not alternating
   bool sent_p = false;  // alternating: the last factor sent is P, the next is Q
-  std::shared_ptr<ParameterState> shares_q_of;  // whose q_warm this one uses; null: its own
 
   bool allocated() const { return q_warm.defined(); }
 };
@@ -98,6 +96,7 @@ struct StepInfo {
   double output_scale = 1;  // 1 for SUM, 1 / world size for AVG
   double grad_scale = 1;    // the loss scale of this step's gradient
   uint64_t step = 0;
+  bool drop_residual = false;  // the residual is another tensor's: leave it out and drop it
   bool same_start = false;  // a cold start is the one of step 0: equal tensors have equal outputs
 };
 
@@ -144,7 +143,7 @@ class BucketCompressor {
 
   const BucketPlan& plan() const { return plan_; }
   // All that a step changes.
-  std::vector<ParameterStatePtr> states_in_use() const;
+  const std::vector<ParameterStatePtr>& states() const { return states_; }
 
  protected:
   // Makes the payloads and tables, once the states are allocated.

@@ -9,12 +9,12 @@ namespace powersgd {
 // What `with torch_powersgd.compression(enabled)` says for the calls inside. It is carried by
 // c10::ThreadLocalDebugInfo, which autograd hands on to its own threads, so that it holds for the
 // allreduces of a backward pass that was started inside the block.
-struct CompressionOverride {
+struct ScopeOverride {
   bool enabled;
   int64_t block;  // differs for every block entered in this process
 };
 
-std::optional<CompressionOverride> current_override();
+std::optional<ScopeOverride> current_override();
 
 // On the same thread, in pairs.
 void push_override(bool enabled);

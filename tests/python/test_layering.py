@@ -22,8 +22,9 @@ LAYERS = {
     "cpu kernels": r"csrc/kernels/cpu/",
     "cuda kernels": r"csrc/kernels/cuda/",
     "compressor": r"include/powersgd/(compressor|parameter_state)\.h|csrc/compressor/",
-    "engine": r"include/powersgd/(interpreter|inner_backends)\.h|csrc/engine/",
-    "forwarding": r"include/powersgd/(forwarding_backend|torch_compat)\.h|csrc/forwarding/",
+    "torch compat": r"include/powersgd/torch_compat\.h",
+    "engine": r"include/powersgd/interpreter\.h|csrc/engine/",
+    "forwarding": r"include/powersgd/(forwarding_backend|inner_backends)\.h|csrc/forwarding/",
     "gradients": r"include/powersgd/(session|stats|attached_model|ddp_hook|scope_override)\.h"
     r"|csrc/gradients/",
     "backend": r"include/powersgd/backend\.h|csrc/backend/",
@@ -42,9 +43,10 @@ MAY_INCLUDE = {
     "cuda kernels": ["options", "kernels", "shared kernels"],
     "compressor": ["options", "plan", "kernels"],
     "engine": [],
-    "forwarding": ["engine"],
+    "torch compat": [],
+    "forwarding": ["torch compat", "engine"],
     "gradients": ["options", "plan", "compressor", "engine"],
-    "backend": ["options", "engine", "forwarding", "gradients"],
+    "backend": ["options", "torch compat", "engine", "forwarding", "gradients"],
     "bindings": ["options", "plan", "compressor", "engine", "forwarding", "gradients", "backend"],
 }
 
@@ -65,6 +67,7 @@ MAY_INCLUDE_ELSE = {
     "cpu kernels": f"{STANDARD}|{INTRINSICS}",
     "cuda kernels": f"{STANDARD}|{CUDA_RUNTIME}",
     "compressor": f"{STANDARD}|{ATEN}",
+    "torch compat": C10D,
     "engine": C10D,
     "forwarding": C10D,
     "gradients": C10D,

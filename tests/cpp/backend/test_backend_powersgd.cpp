@@ -65,7 +65,7 @@ TEST(BackendPowerSGD, ExactRankComesBackExactly) {
     at::Tensor out = left.matmul(right) * (rank + 1);
     allreduce(backend, out);
     EXPECT_TRUE(at::allclose(out, expected, 1e-5, 1e-4));
-    EXPECT_EQ(backend->snapshot().compressed_calls, 1);
+    EXPECT_EQ(backend->session()->snapshot().compressed_calls, 1);
   });
 }
 
@@ -163,7 +163,7 @@ TEST(BackendPowerSGD, WhatIsNotAdmittedIsForwardedExactly) {
     allreduce(backend, out);
     pop_override();
     EXPECT_FALSE(at::equal(out, gradient_of(0) + gradient_of(1)));
-    EXPECT_EQ(backend->snapshot().compressed_calls, 1);
+    EXPECT_EQ(backend->session()->snapshot().compressed_calls, 1);
   });
 }
 
@@ -189,7 +189,7 @@ TEST(BackendPowerSGD, ANonFiniteGradientSkipsTheStepEverywhere) {
     if (rank == 1) out[3][5] = std::numeric_limits<float>::infinity();
     allreduce(backend, out);
     EXPECT_TRUE(at::isnan(out).all().item<bool>());
-    EXPECT_EQ(backend->snapshot().skipped_steps, 1);
+    EXPECT_EQ(backend->session()->snapshot().skipped_steps, 1);
     out = gradient_of(rank);
     allreduce(backend, out);
     EXPECT_TRUE(at::isfinite(out).all().item<bool>());
@@ -200,7 +200,7 @@ TEST(BackendPowerSGD, AnErrorInAnyStageReachesTheWorkAndItsFuture) {
   for (const Stage stage : {Stage::kProject, Stage::kReduceP, Stage::kOrthogonalize,
                             Stage::kBackProject, Stage::kReduceQ, Stage::kReconstruct}) {
     run(2, always(), [stage](int rank, const BackendRef& backend, auto&&) {
-      backend->set_stage_probe([stage](const char* reached) {
+      backend->session()->set_stage_probe([stage](const char* reached) {
         if (std::string(reached) == to_string(stage)) throw std::runtime_error("injected");
       });
       const at::Tensor gradient = gradient_of(rank);
@@ -212,7 +212,7 @@ TEST(BackendPowerSGD, AnErrorInAnyStageReachesTheWorkAndItsFuture) {
       EXPECT_TRUE(work->isCompleted());
       EXPECT_FALSE(work->isSuccess());
       EXPECT_TRUE(at::equal(tensors[0], gradient));
-      backend->set_stage_probe({});
+      backend->session()->set_stage_probe({});
       EXPECT_NO_THROW(allreduce(backend, gradient_of(rank)));
     });
   }
@@ -264,7 +264,7 @@ TEST(BackendPowerSGD, CoalescedTensorsAreCompressedOnlyInScopeAlways) {
       work->wait();
       EXPECT_TRUE(work->isCompleted() && work->isSuccess());
       EXPECT_TRUE(at::equal(tensors[1], at::full({3}, 2)));
-      EXPECT_EQ(backend->snapshot().compressed_calls, scope == Scope::kAlways ? 1 : 0);
+      EXPECT_EQ(backend->session()->snapshot().compressed_calls, scope == Scope::kAlways ? 1 : 0);
     });
   }
 }
@@ -273,9 +273,9 @@ TEST(BackendPowerSGD, GradScaleMustBePositiveAndFinite) {
   run(1, always(), [](int, const BackendRef& backend, auto&&) {
     for (const double bad : {0.0, -1.0, std::numeric_limits<double>::infinity(),
                              std::numeric_limits<double>::quiet_NaN()}) {
-      EXPECT_THROW(backend->set_grad_scale(bad), c10::ValueError);
+      EXPECT_THROW(backend->session()->set_grad_scale(bad), c10::ValueError);
     }
-    EXPECT_EQ(backend->grad_scale(), 1);
+    EXPECT_EQ(backend->session()->grad_scale(), 1);
   });
 }
 

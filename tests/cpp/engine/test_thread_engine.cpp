@@ -153,10 +153,10 @@ TEST(ThreadEngine, TheNextJobBeginsWhileOneIsInItsSecondPart) {
 }
 
 TEST(ThreadEngine, JobsThatShareAStateDoNotOverlap) {
-  const auto shared = std::make_shared<ParameterState>(), own = std::make_shared<ParameterState>();
+  const int shared = 0, own = 0;
   Job one, other;
-  one.states = {shared};
-  other.states = {own, shared};
+  one.changes = {&shared};
+  other.changes = {&own, &shared};
   EXPECT_FALSE(begins_beside(one, other));
 }
 

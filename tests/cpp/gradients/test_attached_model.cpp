@@ -26,12 +26,11 @@ at::Tensor noise(int seed, int64_t numel) {
 // A weight, a bias and a channels_last weight, reduced as DDP does: in one bucket or in two.
 class Model {
  public:
-  Model(int rank, const c10::intrusive_ptr<BackendPowerSGD>& backend, const Options& options)
-      : rank_(rank) {
+  Model(int rank, const std::shared_ptr<Session>& session, const Options& options) : rank_(rank) {
     parameters = {at::zeros({24, 32}), at::zeros({24}),
                   at::zeros({32, 6, 3, 3}).contiguous(at::MemoryFormat::ChannelsLast)};
-    model = std::make_shared<AttachedModel>(
-        backend, std::vector<std::string>{"weight", "bias", "conv"}, parameters, options);
+    model = AttachedModel::attach(session, std::vector<std::string>{"weight", "bias", "conv"},
+                                  parameters, options);
   }
 
   // Returns the averaged gradients of one step, in the order of the parameters.
@@ -66,15 +65,15 @@ class Model {
 };
 
 void run(const Options& options,
-         const std::function<void(Model&, const c10::intrusive_ptr<BackendPowerSGD>&)>& fn) {
+         const std::function<void(Model&, const std::shared_ptr<Session>&)>& fn) {
   const test::Channels channels(kRanks);
   test::run_ranks(kRanks, [&](int rank, const auto& inner) {
     std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank)}};
-    const auto backend =
-        c10::make_intrusive<BackendPowerSGD>(rank, kRanks, std::move(inners), options);
-    Model model(rank, backend, options);
+    const auto session =
+        std::make_shared<Session>(rank, kRanks, std::move(inners), options, LogSink());
+    Model model(rank, session, options);
     try {
-      fn(model, backend);
+      fn(model, session);
     } catch (...) {
       channels.kill(rank);
       throw;
@@ -117,12 +116,12 @@ TEST(AttachedModel, NothingIsLostWhenBucketsAreRebuilt) {
 }
 
 TEST(AttachedModel, WarmUpIsExact) {
-  run(make_options(/*start=*/2), [](Model& model, const auto& backend) {
+  run(make_options(/*start=*/2), [](Model& model, const auto& session) {
     EXPECT_TRUE(at::equal(model.step(0, false), Model::mean_gradient(0)));
     EXPECT_TRUE(at::equal(model.step(1, false), Model::mean_gradient(1)));
     EXPECT_FALSE(at::equal(model.step(2, false), Model::mean_gradient(2)));
-    EXPECT_EQ(backend->snapshot().exact_calls, 2);
-    EXPECT_EQ(backend->snapshot().compressed_calls, 1);
+    EXPECT_EQ(session->snapshot().exact_calls, 2);
+    EXPECT_EQ(session->snapshot().compressed_calls, 1);
   });
 }
 
@@ -134,10 +133,10 @@ TEST(AttachedModel, DetachedIsExact) {
 }
 
 TEST(AttachedModel, AStateThatIsLoadedIsTheOneThatWasSaved) {
-  run(make_options(), [](Model& model, const auto& backend) {
+  run(make_options(), [](Model& model, const auto& session) {
     for (int step = 0; step < 3; ++step) model.step(step, false);
     const auto saved = model.model->export_state();
-    Model other(0, backend, make_options());
+    Model other(0, session, make_options());
     other.model->load_state(saved, 3, 1.0);
     EXPECT_EQ(other.model->step(), 3);
     const auto loaded = other.model->export_state();

@@ -47,7 +47,7 @@ struct Outcome {
 
 // Steps of all kinds, a checkpoint of each kind, and steps of the models that were loaded.
 Outcome train(const Place& place, const Options& options) {
-  const auto backend = test::make_backend_of_equal_ranks(place.first, options);
+  const auto session = test::make_session_of_equal_ranks(place.first, options);
   const auto parameters = make_parameters(place);
   Outcome outcome;
   const auto step = [&](AttachedModel& model, const at::Tensor& gradient) {
@@ -65,7 +65,7 @@ Outcome train(const Place& place, const Options& options) {
     }
     for (const at::Tensor& output : {first, second}) outcome.tensors.push_back(output.clone());
   };
-  const auto model = std::make_shared<AttachedModel>(backend, kNames, parameters, options);
+  const auto model = AttachedModel::attach(session, kNames, parameters, options);
   step(*model, gradient(0));
   step(*model, gradient(1));
   model->step_skipped(at::ones({}, place.first));
@@ -75,18 +75,18 @@ Outcome train(const Place& place, const Options& options) {
   bad[5] = std::numeric_limits<float>::infinity();
   step(*model, bad);
   for (const std::string stage : {"project", "reduce_p", "orthogonalize", "reconstruct"}) {
-    backend->set_stage_probe([&stage](const std::string& entered) {
+    session->set_stage_probe([&stage](const std::string& entered) {
       if (entered == stage) throw std::runtime_error("injected failure");
     });
     step(*model, gradient(4));
-    backend->set_stage_probe(nullptr);
+    session->set_stage_probe(nullptr);
     step(*model, gradient(5));
   }
   step(*model, gradient(4));
 
   fake::let_host_wait();  // checkpoints do
   // What is exported is read by the caller's stream and then released.
-  const auto resumed = std::make_shared<AttachedModel>(backend, kNames, parameters, options);
+  const auto resumed = AttachedModel::attach(session, kNames, parameters, options);
   {
     const auto of_all = model->export_state();
     resumed->load_state(of_all, model->step(), 1);
@@ -97,12 +97,12 @@ Outcome train(const Place& place, const Options& options) {
     }
   }
   step(*resumed, gradient(5));
-  const auto continued = std::make_shared<AttachedModel>(backend, kNames, parameters, options);
+  const auto continued = AttachedModel::attach(session, kNames, parameters, options);
   continued->load_local(model->export_local(), model->step());
   step(*continued, gradient(5));
   step(*model, gradient(5));
 
-  const StatsSnapshot stats = backend->snapshot();
+  const StatsSnapshot stats = session->snapshot();
   outcome.skipped = stats.skipped_steps;
   outcome.differences = stats.differences;
   for (at::Tensor& tensor : outcome.tensors) tensor = tensor.cpu();

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/stream_engine.h"
+#include "gradients/flat_tensors.h"
 #include "gradients/compressed_step.h"
 #include "powersgd/stats.h"
 #include "support/device_outcomes.h"
@@ -117,17 +118,20 @@ std::vector<at::Tensor> reduce_flat(at::Device device) {
   options.scope = Scope::kAlways;
   options.start_powerSGD_iter = 0;
   options.min_numel = 1000;
-  const auto backend = test::make_backend_of_equal_ranks(device, options);
+  const auto session = test::make_session_of_equal_ranks(device, options);
+  FlatTensors flat_tensors(session);
   std::vector<at::Tensor> outputs;
   for (uint64_t step = 0; step < kSteps; ++step) {
     for (const int64_t numel : {2500, 3000, 2500}) {
       std::vector<at::Tensor> tensors = {gradient_of(step, numel).to(device)};
-      backend->allreduce(tensors, {})->wait();
+      const auto work = flat_tensors.reduce(tensors, {});
+      EXPECT_TRUE(work);
+      work->wait();
       outputs.push_back(tensors[0].clone());
     }
   }
   fake::let_host_wait();
-  EXPECT_EQ(backend->snapshot().compressed_calls, 3 * static_cast<int64_t>(kSteps));
+  EXPECT_EQ(session->snapshot().compressed_calls, 3 * static_cast<int64_t>(kSteps));
   for (at::Tensor& output : outputs) output = output.cpu();
   return outputs;
 }

@@ -4,7 +4,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "powersgd/backend.h"
+#include "powersgd/session.h"
 #include "powersgd/stats.h"
 #include "support/errors.h"
 #include "support/thread_group.h"
@@ -31,19 +31,18 @@ ParameterStatePtr make_state(int rank) {
   return state;
 }
 
-void run(const std::function<void(int, BackendPowerSGD&, const Log&)>& fn) {
+void run(const std::function<void(int, Session&, const Log&)>& fn) {
   const test::Channels channels(kRanks);
   test::run_ranks(kRanks, [&](int rank, const auto& inner) {
     const auto log = std::make_shared<Log>();
     std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank)}};
-    const auto backend =
-        c10::make_intrusive<BackendPowerSGD>(rank, kRanks, std::move(inners), Options(),
-                                             [log](LogLevel level, const std::string& message) {
-                                               EXPECT_EQ(level, LogLevel::kWarning);
-                                               log->lines.push_back(message);
-                                             });
+    Session session(rank, kRanks, std::move(inners), Options(),
+                    [log](LogLevel level, const std::string& message) {
+                      EXPECT_EQ(level, LogLevel::kWarning);
+                      log->lines.push_back(message);
+                    });
     try {
-      fn(rank, *backend, *log);
+      fn(rank, session, *log);
     } catch (...) {
       channels.kill(rank);
       throw;
@@ -60,15 +59,15 @@ class ReplicasDiffer : public ::testing::TestWithParam<Damage> {};
 
 // One unit in the last place of one number, on rank 2.
 TEST_P(ReplicasDiffer, AreFoundAndMadeTheFirstRanks) {
-  run([&](int rank, BackendPowerSGD& backend, const Log& log) {
+  run([&](int rank, Session& session, const Log& log) {
     const auto good = make_state(rank), bad = make_state(rank);
     const at::Tensor q = bad->q_warm.clone(), p = bad->p_hat.clone();
     if (rank == 2 && GetParam().q) bad->q_warm.view(at::kInt)[1][29].bitwise_xor_(1);
     if (rank == 2 && GetParam().p) bad->p_hat.view(at::kInt)[0][0].bitwise_xor_(1);
-    const at::Tensor owed = residual(*bad), memory = good->memory.clone();
-    backend.check_replicas({{"good", good}, {"'bad'", bad}}, at::kCPU);
-    backend.run_after_steps(at::kCPU, [] {});
-    EXPECT_EQ(backend.snapshot().differences, 1);
+    const at::Tensor kept = residual(*bad), memory = good->memory.clone();
+    session.check_replicas({{"good", good}, {"'bad'", bad}}, at::kCPU);
+    session.run_after_steps(at::kCPU, [] {});
+    EXPECT_EQ(session.snapshot().differences, 1);
     ASSERT_EQ(log.lines.size(), 1u);
     const std::string what = GetParam().name;
     EXPECT_TRUE(
@@ -76,7 +75,7 @@ TEST_P(ReplicasDiffer, AreFoundAndMadeTheFirstRanks) {
         << log.lines[0];
     EXPECT_TRUE(at::equal(bad->q_warm, q));
     EXPECT_TRUE(at::equal(bad->p_hat, p));
-    EXPECT_TRUE(at::equal(residual(*bad), owed)) << "to the bit: it is folded into the memory";
+    EXPECT_TRUE(at::equal(residual(*bad), kept)) << "to the bit: it is folded into the memory";
     EXPECT_TRUE(at::equal(good->memory, memory)) << "one that agrees is left alone";
   });
 }
@@ -89,10 +88,10 @@ INSTANTIATE_TEST_SUITE_P(All, ReplicasDiffer,
                          });
 
 TEST(Replicas, ThoseNotYetStartedAreLeftOut) {
-  run([](int, BackendPowerSGD& backend, const Log& log) {
-    backend.check_replicas({{"empty", std::make_shared<ParameterState>()}}, at::kCPU);
-    backend.run_after_steps(at::kCPU, [] {});
-    EXPECT_EQ(backend.snapshot().differences, 0);
+  run([](int, Session& session, const Log& log) {
+    session.check_replicas({{"empty", std::make_shared<ParameterState>()}}, at::kCPU);
+    session.run_after_steps(at::kCPU, [] {});
+    EXPECT_EQ(session.snapshot().differences, 0);
     EXPECT_TRUE(log.lines.empty());
   });
 }

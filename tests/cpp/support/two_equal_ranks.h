@@ -13,7 +13,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "engine/work.h"
-#include "powersgd/backend.h"
+#include "powersgd/session.h"
 #include "support/fake_device.h"
 
 // Rank 0 of a group of two whose tensors are always equal: a sum over ranks is twice the tensor.
@@ -91,14 +91,14 @@ class HostBackend : public c10d::Backend {
 };
 
 // Ordered by streams on the device, with a thread engine on the CPU.
-inline c10::intrusive_ptr<BackendPowerSGD> make_backend_of_equal_ranks(at::Device device,
-                                                                       const Options& options) {
+inline std::shared_ptr<Session> make_session_of_equal_ranks(at::Device device,
+                                                            const Options& options) {
   InnerAndChannels inner{device.type(), c10::make_intrusive<StreamBackend>(), {}};
   if (device.is_cpu()) {
     inner.inner = c10::make_intrusive<HostBackend>();
     inner.channels = {inner.inner, inner.inner};
   }
-  return c10::make_intrusive<BackendPowerSGD>(0, 2, std::vector{inner}, options);
+  return std::make_shared<Session>(0, 2, std::vector{inner}, options, LogSink());
 }
 
 }  // namespace powersgd::test

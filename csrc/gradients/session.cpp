@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The reductions of a session, and its ends.
+#include "powersgd/session.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <utility>
+
+#include "engine/stream_engine.h"
+#include "engine/thread_engine.h"
+#include "gradients/compressed_step.h"
+#include "gradients/replicas.h"
+#include "powersgd/interpreter.h"
+#include "powersgd/scope_override.h"
+
+namespace powersgd {
+
+void check_grad_scale(double scale) {
+  TORCH_CHECK_VALUE(scale > 0 && std::isfinite(scale),
+                    "grad_scale must be a finite number > 0, got ", scale);
+}
+
+Session::Session(int rank, int size, std::vector<InnerAndChannels> inners,
+                 powersgd::Options options, LogSink log)
+    : rank_(rank),
+      size_(size),
+      options_(std::move(options)),
+      log_(std::move(log)),
+      stats_(std::make_shared<Stats>()),
+      warnings_(std::make_shared<Messages>()),
+      inners_(std::move(inners)) {
+  validate(options_);
+  for (const auto& [device, inner, channels] : inners_) {
+    TORCH_CHECK(channels.empty() || channels.size() == 2, "powersgd: two channels or none, got ",
+                channels.size());
+    if (channels.empty()) {
+      engines_[device] = std::make_unique<StreamEngine>(rank, inner);
+    } else {
+      engines_[device] = std::make_unique<ThreadEngine>(rank, std::array{channels[0], channels[1]});
+    }
+  }
+}
+
+Session::~Session() {
+  run_unlocked([this] {
+    engines_.clear();
+    inners_.clear();
+  });
+}
+
+Engine& Session::engine_of(c10::Device device) const {
+  const auto found = engines_.find(device.type());
+  TORCH_CHECK(found != engines_.end(), "powersgd: this group has no inner backend for ", device,
+              " tensors");
+  return *found->second;
+}
+
+Session::WorkPtr Session::allreduce_compressed(const std::shared_ptr<BucketCompressor>& compressor,
+                                               const at::Tensor& gradient, const StepInfo& step,
+                                               std::chrono::milliseconds timeout) {
+  std::shared_ptr<const StageProbe> probe;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    probe = probe_;
+  }
+  return engine_of(gradient.device())
+      .submit({gradient}, compressed_step(compressor, gradient, step, stats_, std::move(probe)),
+              gradient.device(), timeout);
+}
+
+Session::WorkPtr Session::average_exact(at::Tensor gradient, int divisor) {
+  const c10::DeviceType device = gradient.device().type();
+  const auto found = std::find_if(inners_.begin(), inners_.end(),
+                                  [&](const auto& inner) { return inner.device == device; });
+  TORCH_CHECK(found != inners_.end(), "powersgd: this group has no inner backend for ", device,
+              " tensors");
+  // Divided first and by multiplication, as DDP does without a hook: the bits are the same.
+  gradient.mul_(1.0 / divisor);
+  const int64_t numel = gradient.is_sparse() ? gradient._values().numel() : gradient.numel();
+  stats_->add_exact(numel * static_cast<int64_t>(gradient.element_size()));
+  std::vector<at::Tensor> tensors = {std::move(gradient)};
+  return found->inner->allreduce(tensors);
+}
+
+void Session::average_over_channel(std::vector<at::Tensor>& tensors) {
+  if (tensors.empty() || size_ == 1) return;
+  const at::Device device = tensors.front().device();
+  auto job = [&tensors, size = size_](Channel& channel) {
+    for (at::Tensor& tensor : tensors) {
+      channel.allreduce(tensor);
+      tensor.mul_(1.0 / size);
+    }
+  };
+  engine_of(device).submit(tensors, job_alone(std::move(job)), device, c10d::kUnsetTimeout)->wait();
+}
+
+void Session::run_after_steps(c10::Device device, const std::function<void()>& job) {
+  engine_of(device)
+      .submit({}, job_alone([&job](Channel&) { job(); }), device, c10d::kUnsetTimeout)
+      ->wait();
+}
+
+void Session::check_replicas(std::vector<Replica> replicas, c10::Device device) {
+  auto job = [replicas = std::move(replicas), rank = rank_, size = size_, stats = stats_,
+              warnings = warnings_](Channel& channel) {
+    std::vector<std::string> found = restore_agreement(channel, rank, size, replicas);
+    stats->add_differences(static_cast<int64_t>(found.size()));
+    warnings->add(std::move(found));
+  };
+  engine_of(device).submit({}, job_alone(std::move(job)), device, c10d::kUnsetTimeout);
+}
+
+void Session::set_grad_scale(double scale) {
+  check_grad_scale(scale);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  grad_scale_ = scale;
+}
+
+double Session::grad_scale() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return grad_scale_;
+}
+
+bool Session::admits_attached(const powersgd::Options& options) const {
+  if (size_ == 1) return false;
+  if (const auto override = current_override()) return override->enabled;
+  return options.scope != Scope::kNever;
+}
+
+void Session::set_stage_probe(StageProbe probe) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  probe_ = std::make_shared<const StageProbe>(std::move(probe));
+}
+
+void Session::for_each_channel(const std::function<void(c10d::Backend&)>& action) const {
+  for (const InnerAndChannels& of : inners_) {
+    for (const auto& channel : of.channels) action(*channel);
+  }
+}
+
+void Session::shutdown() {
+  if (rank_ == 0) {
+    if (const std::string message = not_started(); !message.empty()) {
+      log(LogLevel::kWarning, message);
+    }
+  }
+  for (const auto& [device, engine] : engines_) engine->shutdown();
+  for_each_channel([](c10d::Backend& channel) { channel.shutdown(); });
+}
+
+void Session::abort() {
+  // The channels first: that ends what is in flight, where the inner backend can.
+  for_each_channel([](c10d::Backend& channel) { channel.abort(); });
+  for (const auto& [device, engine] : engines_) engine->abort();
+}
+
+}  // namespace powersgd

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "powersgd/compressor.h"
+#include "powersgd/options.h"
+#include "powersgd/stats.h"
+
+namespace powersgd {
+
+class AttachedModel;
+class Engine;
+class Messages;
+struct Replica;
+
+enum class LogLevel { kInfo, kWarning };
+
+// Called on the thread that calls a collective, never on a worker.
+using LogSink = std::function<void(LogLevel, const std::string&)>;
+
+// Called on an engine's thread before each stage with its name. An exception fails the step.
+using StageProbe = std::function<void(const char* stage)>;
+
+// The backends that serve one device type. If `inner` blocks the host, the `channels` are two more
+// instances of the same backend: the engine's threads sum the P and the Q payloads on them while
+// `inner` serves the caller, because two threads that issue on one Gloo context corrupt each
+// other's data. If `inner` is ordered by streams, it serves all and there are no channels.
+struct InnerAndChannels {
+  c10::DeviceType device;
+  c10::intrusive_ptr<c10d::Backend> inner;
+  std::vector<c10::intrusive_ptr<c10d::Backend>> channels;
+};
+
+// Throws if `scale` is not finite and > 0.
+void check_grad_scale(double scale);
+
+// Purpose: reduces the gradients of one process group, and knows what its steps have in common: an
+// engine for each device type, the counts, the log, the loss scale and the attached models.
+//
+// Contract: every rank makes its session with equal options and calls the reductions in the same
+// order.
+//
+// Ownership: shared by the group's BackendPowerSGD and by each AttachedModel, so that either may
+// end first. Owns the engines and the channels, shares the inner backends, knows the models weakly.
+//
+// Threads: reductions may be called from any one thread at a time, as on Gloo. Everything else is
+// safe from any thread.
+class Session {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  Session(int rank, int size, std::vector<InnerAndChannels> inners, powersgd::Options options,
+          LogSink log);
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const powersgd::Options& options() const { return options_; }
+  const LogSink& log_sink() const { return log_; }
+  const std::vector<InnerAndChannels>& inners() const { return inners_; }
+
+  // Reductions. Each of the first two returns at once.
+
+  // Takes one step of docs/algorithm.md for one bucket.
+  WorkPtr allreduce_compressed(const std::shared_ptr<BucketCompressor>& compressor,
+                               const at::Tensor& gradient, const StepInfo& step,
+                               std::chrono::milliseconds timeout = c10d::kUnsetTimeout);
+  // Makes `gradient` the sum over ranks divided by `divisor`, by the inner backend.
+  WorkPtr average_exact(at::Tensor gradient, int divisor);
+  // Makes each tensor its mean over ranks, on a channel, after all submitted steps. Blocks.
+  void average_over_channel(std::vector<at::Tensor>& tensors);
+  // Runs `job` on the engine of `device` after all submitted steps. Blocks.
+  void run_after_steps(c10::Device device, const std::function<void()>& job);
+  // Compares state that must agree on all ranks, after all submitted steps, and gives every rank
+  // that of rank 0 where it differs. The next step or snapshot() logs the differences. Collective.
+  void check_replicas(std::vector<Replica> replicas, c10::Device device);
+
+  // The loss scale of the gradients to come, > 0. The next step that reads a residual rescales it.
+  // Flat tensors use it, and attached models that have no scale of their own.
+  void set_grad_scale(double scale);
+  double grad_scale() const;
+
+  // True if `compression(...)` of the calling thread, or else `scope`, admits an attached model's
+  // bucket.
+  bool admits_attached(const powersgd::Options& options) const;
+
+  // Steps and counts.
+
+  // Counts a step, and logs the statistics every compression_stats_logging_frequency steps.
+  void end_step(const powersgd::Options& options);
+  Stats& stats() { return *stats_; }
+  // Makes the counter of one owner of buckets. snapshot() includes it as long as the session lives.
+  std::shared_ptr<StepCounter> make_step_counter();
+  // Counts since the session was made or since reset_stats(). Both wait for submitted steps.
+  StatsSnapshot snapshot();
+  void reset_stats();
+  void log(LogLevel level, const std::string& message) const;
+  void set_stage_probe(StageProbe probe);
+
+  // Attached models, and when compression starts.
+
+  void add_model(const std::shared_ptr<AttachedModel>& model);
+  std::vector<std::shared_ptr<AttachedModel>> models() const;
+  // The step from which gradients are compressed: the first of the attached models' that compress
+  // any, or the group's if no model was ever attached. Empty if nothing will be compressed.
+  std::optional<int64_t> starts_at() const;
+  // True if the next step of an attached model is compressed. Without attached models: true if a
+  // flat gradient has been compressed.
+  bool compressing() const;
+  // Says that steps were trained before the one from which gradients are compressed. Empty if that
+  // is not so, was said before, or compression starts within `soon` steps.
+  std::string not_started(int64_t soon = 0);
+
+  // Channels, and ends.
+
+  void for_each_channel(const std::function<void(c10d::Backend&)>& action) const;
+  // Lets submitted steps end, within a bound. Afterwards a compressed call is an error.
+  void shutdown();
+  // Fails queued steps at once. One in flight ends as the inner backend lets it.
+  void abort();
+
+ private:
+  StatsSnapshot total();
+  void log_warnings();
+  Engine& engine_of(c10::Device device) const;
+
+  const int rank_;
+  const int size_;
+  const powersgd::Options options_;
+  const LogSink log_;
+  const std::shared_ptr<Stats> stats_;
+  const std::shared_ptr<Messages> warnings_;
+  std::vector<InnerAndChannels> inners_;
+  std::map<c10::DeviceType, std::unique_ptr<Engine>> engines_;
+
+  mutable std::mutex mutex_;  // guards the members below
+  std::vector<std::shared_ptr<StepCounter>> step_counters_;
+  double grad_scale_ = 1;
+  std::vector<std::weak_ptr<AttachedModel>> models_;
+  bool had_model_ = false;
+  std::optional<int64_t> first_start_;  // of all attached models that compress any parameter
+  bool said_not_started_ = false;
+  StatsSnapshot stats_base_;  // the counts that reset_stats() found
+  std::shared_ptr<const StageProbe> probe_;
+};
+
+}  // namespace powersgd
