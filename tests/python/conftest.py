@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Makes the helpers beside the tests importable, in the ranks' processes too."""
+"""Makes ``support`` importable, in the processes that tests start too, and ``setup_support``."""
 
 import os
 import sys
+from pathlib import Path
 
-_here = os.path.dirname(__file__)
-sys.path.insert(0, _here)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_here, os.environ.get("PYTHONPATH")]))
+_FOLDER = Path(__file__).resolve().parent
+
+sys.path[:0] = [str(_FOLDER), str(_FOLDER.parents[1])]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(_FOLDER), os.environ.get("PYTHONPATH")])
+)

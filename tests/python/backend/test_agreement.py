@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Calls that every rank must make: who does not come is named, and errors reach every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import SHAPES, gradients, make_ddp, mean_gradients, relative_error, step
+from torch_powersgd import agreement, watch
+
+OPTIONS = tp.Options(start_powerSGD_iter=0)
+OP_TIMEOUT = 40  # a hang until the group's time-out would show in the messages
+
+
+def _hurry() -> None:
+    """Lets the waits end sooner than a user's."""
+    agreement.PATIENCE, agreement.INTERVAL = timedelta(seconds=1), timedelta(seconds=0.1)
+    watch.PERIOD = 0.2
+
+
+def _forgets_attach(rank):
+    """What each rank says and raises if rank 1 trains without attach."""
+    _hurry()
+    dist.destroy_process_group()
+    ranks.init_group("cpu:powersgd", OPTIONS, op_timeout=OP_TIMEOUT)
+    ddp, raised = make_ddp(SHAPES), ""
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        try:
+            if rank == 0:
+                tp.attach(ddp)
+            else:
+                step(ddp, gradients(SHAPES, rank, 0))
+        except (ValueError, RuntimeError) as error:
+            raised = str(error)
+    # Rank 1 is inside Gloo until rank 0 has gone, as in a job.
+    return raised, heard.getvalue()
+
+
+def test_a_rank_that_forgets_attach_is_named_on_every_rank():
+    first, second = ranks.outcomes(2, _forgets_attach, op_timeout=OP_TIMEOUT)
+    raised, heard = first.value
+    assert "rank 1 has not called attach" in raised
+    assert "has gone on to other collectives" in raised
+    assert "rank 1 has not called attach; rank 0 waits" in heard
+    _, heard = second.value
+    assert "rank 1 has not called attach, in which rank 0 waits" in heard
+
+
+def _comes_late(rank):
+    """Rank 1 is busy for longer than the others' patience, with another group's collectives too."""
+    _hurry()
+    dist.destroy_process_group()
+    ranks.init_group("cpu:powersgd", OPTIONS)
+    gloo = dist.new_group([1], backend="gloo")
+    ddp = make_ddp(SHAPES)
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        if rank == 1:
+            time.sleep(3)
+            dist.all_reduce(torch.ones(3), group=gloo)
+        tp.attach(ddp)
+    outputs, means = step(ddp, gradients(SHAPES, rank, 0)), mean_gradients(SHAPES, 2, 0)
+    return heard.getvalue(), relative_error(outputs["bias"], means["bias"])
+
+
+def test_a_rank_that_comes_late_is_waited_for():
+    (first, error), (second, _) = ranks.run(2, _comes_late)
+    assert "rank 1 has not called attach; rank 0 waits" in first
+    assert "rank 1 has not called attach, in which rank 0 waits" in second
+    assert error < 1e-6  # the bias is sent raw
+
+
+def _never_comes(rank):
+    """Rank 2 of the job, which is rank 1 of a group, neither calls attach nor anything else."""
+    _hurry()
+    store, raised = ranks.side_store(), ""
+    group = dist.new_group([0, 2], backend="cpu:powersgd", timeout=timedelta(seconds=3))
+    ddp = make_ddp(SHAPES, process_group=group) if rank != 1 else None
+    if rank == 0:
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
+            tp.attach(ddp)
+        raised = str(caught.value)
+        store.set("done", "1")
+    else:
+        store.wait(["done"])
+    return raised
+
+
+def test_waiting_ends_with_the_groups_time_out():
+    assert "rank 2 has not called attach within 3 seconds" in ranks.run(3, _never_comes)[0]
+
+
+def _other_backend(rank, backends):
+    _hurry()
+    store = ranks.side_store()
+    try:
+        ranks.init_group(backends[rank], op_timeout=OP_TIMEOUT)
+    except (ValueError, RuntimeError) as error:
+        store.set(str(rank), "1")
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_starts_another_backend_is_named():
+    backends = ["cpu:powersgd", "cpu:powersgd", "cpu:gloo"]
+    outcomes = ranks.outcomes(3, _other_backend, backends, backend=None, timeout=30)
+    for rank in (0, 1):
+        message = outcomes[rank].value
+        assert f"rank 2 started a gloo group where rank {rank} starts a powersgd group" in message
+
+
+def _bad_argument(rank, kind):
+    ddp = make_ddp(SHAPES)
+    arguments = {
+        "scaler": {"scaler": 3},
+        "field": {"options": {"matrix_approximation_rank": 0}},
+        "name": {"options": {"rank": 4}},
+        "type": {"options": 4},
+    }[kind]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
+        tp.attach(ddp, **(arguments if rank == 1 else {}))
+    # Nothing has happened: the right call still works.
+    tp.attach(ddp, OPTIONS)
+    step(ddp, gradients(SHAPES, rank, 0))
+    return str(caught.value), tp.stats()["compressed_calls"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("scaler", ["scaler must be", "int"]),
+        ("field", ["options of attach: matrix_approximation_rank", ">= 1", "got 0"]),
+        ("name", ["options of attach: 'rank' is not an option", "matrix_approximation_rank?"]),
+        ("type", ["options of attach must be", "got int"]),
+    ],
+)
+def test_a_bad_argument_on_one_rank_is_an_error_on_every_rank(kind, parts):
+    for message, calls in ranks.run(2, _bad_argument, kind):
+        for part in ["rank 1: ", *parts]:
+            assert part in message
+        assert calls == 1
+
+
+def _second_life(rank):
+    """A group is made again over the store of the first, in which attach and options differed."""
+    store = ranks.side_store()
+    errors = []
+    for rank_of_approximation in (1 + rank, 2):
+        for group_options in ({"random_seed": rank}, {}):
+            try:
+                dist.init_process_group(
+                    "cpu:powersgd", store=store, rank=rank, world_size=2, pg_options=group_options
+                )
+            except ValueError as error:
+                errors.append(str(error))
+                continue
+            try:
+                tp.attach(make_ddp(SHAPES), {"matrix_approximation_rank": rank_of_approximation})
+            except ValueError as error:
+                errors.append(str(error))
+            dist.barrier()
+            dist.destroy_process_group()
+    return errors
+
+
+def test_a_group_that_is_made_again_knows_nothing_of_the_first():
+    for errors in ranks.run(2, _second_life, backend=None):
+        fields = ["random_seed", "matrix_approximation_rank", "random_seed"]
+        assert len(errors) == len(fields)
+        assert all(field in error for field, error in zip(fields, errors, strict=True))

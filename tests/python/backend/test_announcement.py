@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a user sees without configuring logging: at attach, at the end, and in stats."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import gradients, make_ddp, step
+from support.torchrun import torchrun
+
+# At rank 2 two weights of 128 x 64 and 32 x 144 are compressed, a bias and a small weight are not.
+SHAPES = {"weight": (128, 64), "bias": (128,), "conv": (32, 16, 3, 3), "small": (8, 8)}
+NUMEL = 128 * 64 + 128 + 32 * 144 + 64
+SENT = 2 * (128 + 64) + 2 * (32 + 144) + 128 + 64 + 2
+OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
+NOT_STARTED = "nothing has been compressed in {} steps: compression starts at step {}"
+
+
+def _heard(function, *arguments, **keywords):
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        function(*arguments, **keywords)
+    return heard.getvalue()
+
+
+def _attach_line(rank):
+    quiet = _heard(tp.attach, make_ddp(SHAPES), OPTIONS)
+    half = _heard(tp.attach, make_ddp(SHAPES), {**OPTIONS, "wire_dtype": torch.bfloat16})
+    nothing = _heard(tp.attach, make_ddp(SHAPES), {"matrix_approximation_rank": 600})
+    never = _heard(tp.attach, make_ddp(SHAPES), {"scope": "never"})
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        handler = logging.StreamHandler(logs := io.StringIO())
+        logging.getLogger("torch_powersgd").addHandler(handler)
+        logging.getLogger("torch_powersgd").setLevel(logging.INFO)
+        tp.attach(make_ddp(SHAPES), OPTIONS)
+    return quiet, half, nothing, never, logs.getvalue(), stderr.getvalue()
+
+
+def test_attach_says_once_what_it_will_do():
+    first, second = ranks.run(2, _attach_line)
+    quiet, half, nothing, never, logged, stderr = first
+    share = 100 * (128 * 64 + 32 * 144) / NUMEL
+    expected = (
+        f"2 of 4 parameters ({share:.1f} % of the elements) are compressed at rank 2; a step sends "
+        f"{4 * SENT / 1e3:.3g} kB in place of {4 * NUMEL / 1e3:.3g} kB, from step 4 on"
+    )
+    assert quiet == f"torch_powersgd: {expected}\n"
+    assert f"sends {2 * SENT / 1e3:.3g} kB in place" in half
+    assert "no parameter is compressed at matrix_approximation_rank=600" in nothing
+    assert "scope='never' compresses nothing" in never
+    assert logged == f"{expected}\n"  # where logging is configured, it is a message like others
+    assert stderr == ""
+    assert second == ("",) * 6  # one rank speaks
+
+
+def test_attach_in_a_group_of_one_says_that_nothing_is_sent():
+    ((quiet, *_),) = ranks.run(1, _attach_line)
+    assert "one rank" in quiet
+
+
+def _short_job(rank, attached, steps, read):
+    """Trains; what is said by stats, by stats again, and by the end of the group."""
+    ddp = make_ddp(SHAPES)
+    if attached:
+        _heard(tp.attach, ddp)
+    for i in range(steps):
+        step(ddp, gradients(SHAPES, rank, i))
+    stats = [_heard(tp.stats) if read else "" for _ in range(2)]
+    return *stats, _heard(dist.destroy_process_group)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_job_that_ends_before_compression_starts_says_so_once(attached):
+    options = tp.Options(matrix_approximation_rank=2, start_powerSGD_iter=40, min_numel=64)
+    said = NOT_STARTED.format(3, 40)
+    for read in (True, False):
+        first, second = ranks.run(2, _short_job, attached, 3, read, options=options)
+        assert [text.count(said) for text in first] == ([1, 0, 0] if read else [0, 0, 1])
+        assert second == ("", "", "")  # one rank speaks
+
+
+def test_stats_say_nothing_if_compression_starts_soon():
+    options = tp.Options(**OPTIONS, min_numel=64)
+    first, _ = ranks.run(2, _short_job, True, 3, True, options=options)
+    assert first[:2] == ("", "")
+    assert first[2].count(NOT_STARTED.format(3, 4)) == 1
+
+
+def test_a_job_that_compresses_says_nothing_at_its_end():
+    for attached in (True, False):
+        options = tp.Options(**OPTIONS, min_numel=64)
+        for _, _, end in ranks.run(2, _short_job, attached, 6, True, options=options):
+            assert NOT_STARTED[:20] not in end
+
+
+PROGRAM = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import torch_powersgd
+dist.init_process_group("cpu:powersgd")
+model = DistributedDataParallel(torch.nn.Linear(64, 64))
+torch_powersgd.attach(model)
+for _ in range(3):
+    model(torch.ones(1, 64)).sum().backward()
+"""
+
+
+def test_a_job_that_does_not_destroy_its_group_says_it_too(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    stderr = torchrun(program).stderr
+    assert stderr.count(NOT_STARTED.format(3, 1000)) == 1
+    assert "No backend of type" not in stderr
+
+
+def _destroy(rank):
+    dist.all_reduce(torch.ones(3))
+
+
+def test_a_group_without_attach_ends_without_a_warning(capfd):
+    ranks.run(2, _destroy)
+    assert "No backend of type" not in capfd.readouterr().err
+
+
+def _flags(rank):
+    ddp = make_ddp(SHAPES)
+    seen = [(tp.stats()["compressing"], tp.stats()["starts_at"])]
+    tp.attach(ddp, OPTIONS)
+    for i in range(5):
+        seen.append((tp.stats()["compressing"], tp.stats()["starts_at"]))
+        step(ddp, gradients(SHAPES, rank, i))
+    tp.detach(ddp)
+    seen.append((tp.stats()["compressing"], tp.stats()["starts_at"]))
+    none = dist.new_group(backend="cpu:powersgd")
+    tp.attach(make_ddp(SHAPES, process_group=none), {"matrix_approximation_rank": 600})
+    seen.append((tp.stats(none)["compressing"], tp.stats(none)["starts_at"]))
+    return seen
+
+
+def test_stats_say_whether_and_when_compression_starts():
+    expected = [(False, 1000)] + [(False, 4)] * 4 + [(True, 4)] + [(False, 4), (False, None)]
+    assert ranks.run(2, _flags) == [expected] * 2

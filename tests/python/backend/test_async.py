@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The Work of a compressed all-reduce, its future, and what may run beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_powersgd as tp
+from support import ranks
+from support.call_observer import exception_of
+from support.synthetic import gradient
+
+# Every matrix is compressed, without memory of earlier calls.
+ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0)
+
+
+def _rank_one(rank: int, key: object, rows: int = 48, cols: int = 40) -> torch.Tensor:
+    """A matrix of rank 1, whose sum over ranks is of rank 1 too: it survives compression."""
+    left, right = gradient([rows, 1], key, "left"), gradient([1, cols], key, "right")
+    return (rank + 1) * left * right
+
+
+def _sum_over_two(key: object, rows: int = 48, cols: int = 40) -> torch.Tensor:
+    return 3 * _rank_one(0, key, rows, cols)
+
+
+def _check_sum(tensor: torch.Tensor, key: object) -> None:
+    expected = _sum_over_two(key, *tensor.shape)
+    torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def _start(rank: int, key: object, **shape: int) -> tuple[torch.Tensor, dist.Work]:
+    tensor = _rank_one(rank, key, **shape)
+    return tensor, dist.all_reduce(tensor, async_op=True)
+
+
+def _check_all_compressed(calls: int) -> None:
+    assert tp.stats()["compressed_calls"] == calls
+
+
+@contextmanager
+def _early(rank: int, key: object, late: int) -> Iterator[None]:
+    """What the other rank does inside of it is done before rank `late` enters: what it has started
+    cannot be complete yet, and a callback that it attaches cannot run at once."""
+    store = ranks.side_store()
+    if rank == late:
+        store.wait([f"{key}"])
+    yield
+    if rank != late:
+        store.set(f"{key}", "1")
+
+
+def _work(rank: int) -> None:
+    tensor, work = _start(rank, 0)
+    assert work.wait() is True
+    assert work.is_completed()
+    assert work.is_success()
+    assert exception_of(work, None) is None
+    (result,) = work.result()
+    assert result.data_ptr() == tensor.data_ptr()
+    _check_sum(tensor, 0)
+    assert work.wait() is True, "waiting again is harmless"
+    _check_all_compressed(1)
+
+
+def _future(rank: int) -> None:
+    tensor, work = _start(rank, 0)
+    future = work.get_future()
+    (value,) = future.wait()
+    assert future.done()
+    assert value.data_ptr() == tensor.data_ptr()
+    _check_sum(value, 0)
+    chained = future.then(lambda done: done.value()[0] * 2).then(lambda done: done.value() + 1)
+    _check_sum((chained.wait() - 1) / 2, 0)
+    for late in range(2):
+        with _early(rank, late, late):
+            _, work = _start(rank, late)
+            chain = work.get_future().then(lambda done: done.value()[0] * 2)
+            chain = chain.then(lambda done: done.value() / 2)
+        _check_sum(chain.wait(), late)
+        assert work.is_completed()
+
+
+def _not_before_the_peer(rank: int) -> None:
+    with _early(rank, 0, late=1):
+        tensor, work = _start(rank, 0)
+        if rank == 0:
+            assert not work.is_completed()
+            assert not work.get_future().done()
+            started = time.monotonic()
+            with pytest.raises(RuntimeError, match="(?i)time"):
+                work.wait(timedelta(milliseconds=100))
+            assert 0.05 < time.monotonic() - started < 5
+    work.wait()
+    _check_sum(tensor, 0)
+
+
+def _raise_in_callback(rank: int) -> None:
+    _, work = _start(rank, 0)
+
+    def fail(done: torch.futures.Future) -> None:
+        raise ZeroDivisionError("in a callback")
+
+    with pytest.raises(RuntimeError, match="in a callback"):
+        work.get_future().then(fail).wait()
+    tensor, work = _start(rank, 1)
+    work.wait()
+    _check_sum(tensor, 1)
+
+
+def _callback_waits_for_another(rank: int) -> None:
+    for i in range(20):
+
+        def reduce_again(done: torch.futures.Future, i: int = i) -> torch.Tensor:
+            _check_sum(done.value()[0], i)
+            tensor, work = _start(rank, ("inner", i))
+            work.wait()
+            return tensor
+
+        with _early(rank, i, late=i % 2):
+            future = _start(rank, i)[1].get_future().then(reduce_again)
+        _check_sum(future.wait(), ("inner", i))
+    _check_all_compressed(40)
+
+
+def _callbacks_to_a_depth(rank: int) -> None:
+    def descend(depth: int) -> torch.Tensor:
+        with _early(rank, depth, late=0):
+            tensor, work = _start(rank, depth)
+            if depth < 8:
+                deeper = work.get_future().then(lambda _: descend(depth + 1))
+        if depth < 8:
+            return deeper.wait()
+        work.wait()
+        return tensor
+
+    _check_sum(descend(0), 8)
+    _check_all_compressed(9)
+
+
+def _callbacks_that_wait_for_later_works(rank: int) -> None:
+    """Each callback waits for the next work: all of them wait at the same time for the last."""
+    for late in range(2):
+        futures = []
+        with _early(rank, late, late):
+            works = [_start(rank, (late, i))[1] for i in range(12)]
+            for work, later in zip(works[:-1], works[1:], strict=True):
+                waits = partial(lambda later, _: later.wait()[0], later.get_future())
+                futures.append(work.get_future().then(waits))
+        for i, future in enumerate(futures):
+            _check_sum(future.wait(), (late, i + 1))
+
+
+def _with_one_interop_thread(rank: int, function: Callable[[int], None]) -> None:
+    torch.set_num_interop_threads(1)
+    function(rank)
+
+
+def _out_of_order(rank: int) -> None:
+    started = [_start(rank, i, rows=20 + 7 * i) for i in range(40)]
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(rank)).tolist()
+    for i in order:
+        started[i][1].wait()
+        _check_sum(started[i][0], i)
+    _check_all_compressed(40)
+
+
+def _tensor_is_kept_alive(rank: int) -> None:
+    futures = [_start(rank, i, rows=256, cols=256)[1].get_future() for i in range(8)]
+    for i, future in enumerate(futures):
+        _check_sum(future.wait()[0], i)
+
+
+def _unusual_tensors(rank: int) -> None:
+    with torch.inference_mode():
+        dist.all_reduce(of_inference := _rank_one(rank, 0))
+    _check_sum(of_inference, 0)
+    dist.all_reduce(leaf := _rank_one(rank, 1).requires_grad_())
+    _check_sum(leaf.detach(), 1)
+    stacked = torch.stack([_rank_one(rank, k) for k in range(3)])
+    dist.all_reduce(stacked[1])
+    _check_sum(stacked[1], 1)
+    for k in (0, 2):
+        assert stacked[k].equal(_rank_one(rank, k)), "what is beside a view"
+    _check_all_compressed(3)
+
+
+def _beside_exact_collectives(rank: int) -> None:
+    """The main thread talks to the peer while the worker does: on one Gloo context data mixes."""
+    peer = 1 - rank
+    for i in range(300):
+        tensor, work = _start(rank, i)
+        counts = torch.full([33], rank + i)
+        dist.all_reduce(counts)
+        gathered = [torch.empty(5), torch.empty(5)]
+        dist.all_gather(gathered, torch.full([5], 10.0 * i + rank))
+        received = torch.empty(7)
+        sending = dist.isend(torch.full([7], float(rank)), peer)
+        dist.recv(received, peer)
+        sending.wait()
+        dist.broadcast(root := torch.tensor([i if rank == 0 else -1]), 0)
+        work.wait()
+        assert counts.tolist() == [2 * i + 1] * 33
+        assert [part.tolist() for part in gathered] == [[10.0 * i] * 5, [10.0 * i + 1] * 5]
+        assert received.tolist() == [float(peer)] * 7
+        assert root.item() == i
+        _check_sum(tensor, i)
+    _check_all_compressed(300)
+
+
+def _several_in_flight_beside_exact_collectives(rank: int) -> None:
+    for i in range(60):
+        started = [_start(rank, (i, k), rows=16 + 8 * k) for k in range(5)]
+        for k in range(5):
+            total = torch.arange(100) * (rank + k)
+            dist.all_reduce(total)
+            assert total.equal(torch.arange(100) * (2 * k + 1))
+        for k, (tensor, work) in enumerate(started):
+            work.wait()
+            _check_sum(tensor, (i, k))
+
+
+def _two_groups(rank: int) -> None:
+    """Works of two groups in flight at once, waited for in opposite orders on the two ranks."""
+    other = dist.new_group(backend="cpu:powersgd", pg_options=ALWAYS)
+    for i in range(30):
+        tensors = [_rank_one(rank, (i, k)) for k in range(2)]
+        works = [
+            dist.all_reduce(tensors[0], async_op=True),
+            dist.all_reduce(tensors[1], group=other, async_op=True),
+        ]
+        for k in (0, 1) if rank == 0 else (1, 0):
+            works[k].wait()
+            _check_sum(tensors[k], (i, k))
+
+
+def _profiler(rank: int) -> None:
+    with torch.profiler.profile(record_shapes=True) as profile:
+        tensor, work = _start(rank, 0)
+        dist.all_reduce(torch.ones(3))
+        work.wait()
+        blocking = _rank_one(rank, 1)
+        dist.all_reduce(blocking)
+    _check_sum(tensor, 0)
+    _check_sum(blocking, 1)
+    assert any("all_reduce" in event.key for event in profile.key_averages())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _work,
+        _future,
+        _not_before_the_peer,
+        _raise_in_callback,
+        _out_of_order,
+        _tensor_is_kept_alive,
+        _unusual_tensors,
+        _beside_exact_collectives,
+        _several_in_flight_beside_exact_collectives,
+        _two_groups,
+        _profiler,
+    ],
+    ids=lambda function: function.__name__.removeprefix("_"),
+)
+def test_works(function):
+    ranks.run(2, function, options=ALWAYS)
+
+
+CALLBACKS = [
+    _callback_waits_for_another,
+    _callbacks_to_a_depth,
+    _callbacks_that_wait_for_later_works,
+]
+
+
+@pytest.mark.parametrize("function", CALLBACKS, ids=lambda f: f.__name__.removeprefix("_"))
+def test_callbacks(function):
+    ranks.run(2, function, options=ALWAYS, timeout=40)
+
+
+@pytest.mark.parametrize("function", CALLBACKS, ids=lambda f: f.__name__.removeprefix("_"))
+def test_callbacks_with_one_interop_thread(function):
+    ranks.run(2, _with_one_interop_thread, function, options=ALWAYS, timeout=40)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whatever a program leaves behind, its ranks end: no hang, no core dump, its own exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from support.repository import ROOT
+
+ROUNDS = 50
+
+# The exit codes of both ranks.
+EXPECTED = {
+    "trains_and_destroys": [0, 0],
+    "trains_and_does_not_destroy": [0, 0],
+    "keeps_everything": [0, 0],
+    "destroys_and_keeps_everything": [0, 0],
+    "leaves_answered_works": [0, 0],
+    "destroys_with_answered_works": [0, 0],
+    "leaves_a_work_that_nobody_answers": [0, 0],
+    "leaves_a_work_while_the_peer_lives": [0, 0],
+    "aborts_while_the_peer_lives": [0, 0],
+    "raises_with_a_work_in_flight": [1, 1],
+    "exits_with_a_work_in_flight": [3, 3],
+    "exits_while_a_callback_runs": [0, 0],
+    "exits_with_an_exact_work_in_flight": [0, 0],
+}
+
+
+def _run(folder: object, *programs: str) -> tuple[dict[str, list[list[float]]], str]:
+    """What ``exit_programs.py`` prints, and the ranks' standard error."""
+    script = str(ROOT / "tests/python/support/exit_programs.py")
+    ended = subprocess.run(
+        [sys.executable, script, str(folder), *programs],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout), ended.stderr
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    return _run(tmp_path_factory.mktemp("stores"), *EXPECTED)
+
+
+@pytest.mark.parametrize("program", EXPECTED)
+def test_exit_codes(ended, program):
+    results, stderr = ended
+    ((*codes, _),) = results[program]
+    assert codes == EXPECTED[program], stderr
+
+
+def test_fifty_starts_and_exits_in_a_row(tmp_path):
+    results, stderr = _run(tmp_path, f"reduces_and_destroys*{ROUNDS}")
+    codes = [codes for *codes, _ in results["reduces_and_destroys"]]
+    assert codes == [[0, 0]] * ROUNDS, stderr

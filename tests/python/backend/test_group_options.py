@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Options at the making of a process group: which apply, and what happens if ranks disagree."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import SHAPES, make_ddp
+from torch_powersgd._backend import find_backends
+
+
+def _text_of(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _error_of_init(rank: int, options: list) -> str:
+    try:
+        ranks.init_group("cpu:powersgd", options[rank], op_timeout=20)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _options_of_group(rank: int, environment: dict, configured: object, given: object) -> tuple:
+    os.environ.update(environment)
+    tp.configure(configured)
+    ranks.init_group("cpu:powersgd", given)
+    core = find_backends(None)[0].options.compression
+    dist.all_reduce(torch.ones(3))
+    return core.matrix_approximation_rank, core.scope, core.residual_dtype
+
+
+RANK_2 = {"POWERSGD_MATRIX_APPROXIMATION_RANK": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "configured", "given", "expected"),
+    [
+        ({}, None, None, (1, "backward", "float32")),
+        (RANK_2, None, None, (2, "backward", "float32")),
+        (RANK_2, tp.Options(scope="never"), None, (1, "never", "float32")),
+        (RANK_2, tp.Options(scope="never"), {"scope": "always"}, (1, "always", "float32")),
+        (RANK_2, None, {"residual_dtype": torch.bfloat16}, (2, "backward", "bfloat16")),
+        (RANK_2, None, tp.Options(scope="attached"), (1, "attached", "float32")),
+        ({}, None, {"matrix_approximation_rank": np.int64(3)}, (3, "backward", "float32")),
+    ],
+)
+def test_a_group_has_the_options_that_apply(environment, configured, given, expected):
+    arguments = (environment, configured, given)
+    assert ranks.run(2, _options_of_group, *arguments, backend=None) == [expected] * 2
+
+
+# Every source, the highest first, gives one field more than the one above it. What is not given
+# anywhere has its default.
+SOURCES = {
+    "attach": {"matrix_approximation_rank": 2},
+    "pg_options": {"matrix_approximation_rank": 3, "min_compression_rate": 1.3},
+    "configure": {"matrix_approximation_rank": 4, "min_compression_rate": 1.4, "random_seed": 4},
+    "environment": {
+        "matrix_approximation_rank": 5,
+        "min_compression_rate": 1.5,
+        "random_seed": 5,
+        "start_powerSGD_iter": 5,
+    },
+}
+
+
+def _options_of_model(rank: int, given: dict, complete: str) -> tp.Options:
+    """The options of an attached model. The source `complete` gives Options, others a mapping."""
+    for name, value in given.get("environment", {}).items():
+        os.environ[f"POWERSGD_{name.upper()}"] = str(value)
+    if "configure" in given:
+        tp.configure(tp.Options(**given["configure"]))
+    options = {
+        source: tp.Options(**given[source]) if source == complete else given.get(source)
+        for source in ("pg_options", "attach")
+    }
+    ranks.init_group("cpu:powersgd", options["pg_options"])
+    ddp = make_ddp(SHAPES)
+    tp.attach(ddp, options["attach"])
+    return tp.Options._from_core(tp.ddp.attached_model(ddp).options)
+
+
+@pytest.mark.parametrize(
+    ("sources", "complete", "expected"),
+    [
+        (["environment"], "", SOURCES["environment"]),
+        (["configure", "environment"], "", SOURCES["configure"]),
+        (
+            ["pg_options", "environment"],
+            "",
+            {**SOURCES["environment"], **SOURCES["pg_options"]},
+        ),
+        (
+            ["attach", "pg_options", "environment"],
+            "",
+            {**SOURCES["environment"], **SOURCES["pg_options"], **SOURCES["attach"]},
+        ),
+        (
+            ["attach", "pg_options", "configure", "environment"],
+            "",
+            {**SOURCES["configure"], **SOURCES["pg_options"], **SOURCES["attach"]},
+        ),
+        (["attach", "pg_options", "environment"], "attach", SOURCES["attach"]),
+        (
+            ["attach", "pg_options", "environment"],
+            "pg_options",
+            {**SOURCES["pg_options"], **SOURCES["attach"]},
+        ),
+    ],
+)
+def test_the_order_of_the_sources(sources, complete, expected):
+    given = {source: SOURCES[source] for source in sources}
+    wanted = tp.Options(**expected)
+    assert ranks.run(2, _options_of_model, given, complete, backend=None) == [wanted] * 2
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("matrix_approximation_rank", (2, 2, 3)),
+        ("scope", ("always", "never", "always")),
+        ("residual_dtype", (torch.float32, torch.bfloat16, torch.float32)),
+        ("random_seed", (0, 1, 1)),
+        ("inner", ("auto", "auto", "gloo")),
+    ],
+)
+def test_ranks_that_disagree_all_get_the_same_error(field, values):
+    options = [tp.Options(**{field: value}) for value in values]
+    messages = ranks.run(3, _error_of_init, options, backend=None, timeout=30)
+    assert len(set(messages)) == 1
+    other = next(rank for rank in range(3) if values[rank] != values[0])
+    for part in (field, f"rank {other}", "rank 0", *map(_text_of, (values[0], values[other]))):
+        assert part in messages[0]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"scope": "some"}, {"rank": 4}, {"matrix_approximation_rank": object()}, 3], ids=str
+)
+def test_invalid_options_on_one_rank_are_an_error_on_every_rank(bad):
+    messages = ranks.run(3, _error_of_init, [None, bad, None], backend=None, timeout=30)
+    assert len(set(messages)) == 1
+    assert "rank 1" in messages[0]

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Models that train in several process groups at once, and in one that is made again."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import (
+    SHAPES,
+    Ledger,
+    gradients,
+    make_attached,
+    outputs_of,
+    residuals_of,
+    step,
+    to_numpy,
+)
+
+TOLERANCE = 1e-5  # the identity in float32, as in test_identity
+
+
+def _options(rank: int, **fields: object) -> tp.Options:
+    return tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=rank, **fields)
+
+
+def _mean(members, i):
+    by_rank = [gradients(SHAPES, member, i) for member in members]
+    return {name: torch.stack([g[name].double() for g in by_rank]).mean(0) for name in SHAPES}
+
+
+def _several(rank):
+    """One model in the default group, one in a group of a pair, one in another group of all."""
+    pairs = [
+        dist.new_group(pair, backend="cpu:powersgd", pg_options=_options(1, warm_start=False))
+        for pair in ([0, 1], [2, 3])
+    ]
+    exact = dist.new_group(backend="cpu:powersgd", pg_options=tp.Options(scope="never"))
+    groups = [dist.group.WORLD, pairs[rank // 2], exact]
+    models = [make_attached(SHAPES, process_group=group) for group in groups]
+    ledgers = [Ledger() for _ in models]
+    for i in range(6):
+        mine = gradients(SHAPES, rank, i)
+        for ddp in models:
+            ddp.zero_grad()
+        # One backward pass for all: their collectives are in flight together.
+        sum(ddp(mine) for ddp in models).backward()
+        for ddp, ledger, group in zip(models, ledgers, groups, strict=True):
+            ledger.add(outputs_of(ddp), _mean(dist.get_process_group_ranks(group), i))
+    errors = [o.errors(residuals_of(d)) for o, d in zip(ledgers, models, strict=True)]
+    stats = [tp.stats(group) for group in groups]
+    q_ranks = [
+        {saved["q"].shape[0] for saved in tp.state_dict(ddp)["parameters"].values()}
+        for ddp in models
+    ]
+    return errors, [s["compressed_calls"] for s in stats], q_ranks
+
+
+def test_several_groups_with_options_of_their_own():
+    for errors, calls, q_ranks in ranks.run(4, _several, options=_options(3)):
+        assert max(max(model.values()) for model in errors) < TOLERANCE, errors
+        assert calls == [6, 6, 0]
+        assert q_ranks == [{3}, {1}, {1}]
+
+
+def _mesh(rank):
+    """Data parallel in one dimension; in the other the ranks share the work on one sample."""
+    mesh = dist.init_device_mesh(
+        "cpu",
+        (2, 2),
+        mesh_dim_names=("replicate", "shard"),
+        backend_override={"replicate": ("cpu:powersgd", _options(2)), "shard": "gloo"},
+    )
+    replicate, shard = mesh.get_group("replicate"), mesh.get_group("shard")
+    ddp = make_attached(SHAPES, process_group=replicate)
+    ledger, exact = Ledger(), []
+    for i in range(6):
+        mine = gradients(SHAPES, rank, i)
+        for gradient in mine.values():
+            dist.all_reduce(gradient, group=shard)
+        members = dist.get_process_group_ranks(shard)
+        by_rank = [gradients(SHAPES, member, i) for member in members]
+        exact.append(all(mine[n].equal(by_rank[0][n] + by_rank[1][n]) for n in SHAPES))
+        # The mean over the dimension of what is a sum over the other.
+        ledger.add(step(ddp, mine), {name: 2 * g for name, g in _mean(range(4), i).items()})
+    return ledger.errors(residuals_of(ddp)), all(exact), tp.stats(replicate)["compressed_calls"]
+
+
+def test_a_mesh_with_compression_in_one_dimension():
+    for errors, exact, calls in ranks.run(4, _mesh, backend="gloo"):
+        assert max(errors.values()) < TOLERANCE, errors
+        assert exact
+        assert calls == 6
+
+
+def _split(rank):
+    """In halves of the default group, as ProcessGroup.split_group makes them."""
+    dist.barrier()
+    members = [0, 1] if rank < 2 else [2, 3]
+    group = dist.group.WORLD.split_group(members, timedelta(seconds=60), group_name=f"{members}")
+    ddp, ledger = make_attached(SHAPES, process_group=group), Ledger()
+    for i in range(5):
+        ledger.add(step(ddp, gradients(SHAPES, rank, i)), _mean(members, i))
+    return ledger.errors(residuals_of(ddp)), tp.stats()["steps"], tp.stats(group)["steps"]
+
+
+def test_training_in_a_split_group():
+    for errors, steps, steps_in_split in ranks.run(4, _split, options=_options(2)):
+        assert max(errors.values()) < TOLERANCE, errors
+        assert (steps, steps_in_split) == (0, 5)
+
+
+def _interrupted(rank, interruptions):
+    """A job that destroys its group and makes it again, with the state carried over."""
+    ranks.init_group("cpu:powersgd", _options(2))
+    ddp, outputs = make_attached(SHAPES), []
+    for i in range(9):
+        if i in interruptions:
+            state = tp.state_dict(ddp)
+            dist.destroy_process_group()
+            ranks.init_group("cpu:powersgd", _options(2))
+            ddp = make_attached(SHAPES)
+            tp.load_state_dict(ddp, state)
+        mine = gradients(SHAPES, 0, i)  # equal on all ranks, whose residuals then are too
+        outputs.append(to_numpy(step(ddp, mine)))
+    return outputs
+
+
+def test_a_group_that_is_made_again_goes_on():
+    # A rank's own residual comes back as their mean. They are equal here, to the rounding that the
+    # mean of two has and the saved residual, memory - P^ q, itself.
+    whole = ranks.run(2, _interrupted, (), backend=None)[0]
+    for outputs in ranks.run(2, _interrupted, (3, 6), backend=None):
+        for i, (mine, wanted) in enumerate(zip(outputs, whole, strict=True)):
+            for name in SHAPES:
+                error = abs(mine[name] - wanted[name]).max()
+                assert error <= 1e-4 * abs(wanted[name]).max(), (i, name, error)
+                assert i >= 3 or error == 0

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The end of a process group while its process goes on: by shutdown, abort, garbage collection."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import _DistributedBackendOptions
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import SHAPES, gradient, gradients, make_attached, step
+from torch_powersgd._backend import _create
+
+ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0)
+
+# What stop() grants: 10 s to a shutdown, 1 s to an abort; and some for a busy machine.
+SHUTDOWN_BOUND, ABORT_BOUND = 16, 8
+
+
+def _threads_and_files() -> tuple[int, int]:
+    """Those of this process, less the threads that are kept for the next callback."""
+    gc.collect()
+    gc.freeze()  # of what there is now, which is large, the next collection need not take care
+    names = [Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")]
+    threads = [name for name in names if name.read_text().strip() != "powersgd-then"]
+    return len(threads), len(os.listdir("/proc/self/fd"))
+
+
+def _start(rank: int) -> dist.Work:
+    return dist.all_reduce(gradient([64, 64], rank), async_op=True)
+
+
+def _abort() -> None:
+    dist.distributed_c10d._abort_process_group()
+
+
+def _shut_down() -> None:
+    dist.group.WORLD.shutdown()
+
+
+END = pytest.mark.parametrize("end", [dist.destroy_process_group, _shut_down, _abort])
+
+
+def _idle(rank: int, end: Callable[[], None]) -> None:
+    group = dist.group.WORLD
+    _start(rank).wait()
+    dist.barrier()
+    started = time.monotonic()
+    end()
+    assert time.monotonic() - started < 5
+    with pytest.raises(RuntimeError, match="shut down or aborted"):
+        group.allreduce([gradient([64, 64], rank)]).wait()
+    end_again = group.abort if end is _abort else group.shutdown
+    end_again()
+
+
+@END
+def test_an_idle_group(end):
+    ranks.run(2, _idle, end, options=ALWAYS)
+
+
+def _destroy_with_works_in_flight(rank: int) -> None:
+    tensors = [gradient([64, 64], "same") for _ in range(30)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    callbacks = [work.get_future().then(lambda done: done.value()[0]) for work in works]
+    dist.destroy_process_group()
+    for tensor, work, callback in zip(tensors, works, callbacks, strict=True):
+        assert work.wait()
+        assert callback.wait().equal(tensor)
+        assert not tensor.equal(gradient([64, 64], "same"))
+        assert tensor.equal(tensors[0])
+
+
+def test_a_destruction_lets_works_end_that_the_peer_answers():
+    ranks.run(2, _destroy_with_works_in_flight, options=ALWAYS)
+
+
+def _end_without_the_peer(rank: int, end: Callable[[], None], bound: float) -> None:
+    store = ranks.side_store()
+    _start(rank).wait()
+    if rank == 1:
+        store.wait(["rank 0 has ended its group"])
+        return
+    works = [_start(rank) for _ in range(4)]
+    started = time.monotonic()
+    end()
+    elapsed = time.monotonic() - started
+    # The first is on the wire, where only Gloo's time-out ends it; the others never began.
+    for work in works[1:]:
+        assert work.is_completed()
+        with pytest.raises(RuntimeError, match="shut down or aborted"):
+            work.wait()
+        with pytest.raises(RuntimeError, match="shut down or aborted"):
+            work.get_future().wait()
+    store.set("rank 0 has ended its group", "1")
+    assert elapsed < bound
+
+
+@pytest.mark.parametrize(
+    ("end", "bound"), [(_abort, ABORT_BOUND), (dist.destroy_process_group, SHUTDOWN_BOUND)]
+)
+def test_works_that_the_peer_never_answers(end, bound):
+    ranks.run(2, _end_without_the_peer, end, bound, options=ALWAYS, op_timeout=60)
+
+
+def _start_over(rank: int, end: Callable[[], None]) -> None:
+    counts = []
+    for _ in range(6):
+        ranks.init_group("cpu:powersgd", ALWAYS)
+        dist.all_reduce(gradient([64, 64], rank))
+        assert tp.stats()["compressed_calls"] == 1
+        dist.barrier()
+        end()
+        counts.append(_threads_and_files())
+    # The first makes what is kept for others. Gloo may still be closing its last connection.
+    assert max(counts[2:]) <= max(counts[:2]), counts
+
+
+@pytest.mark.parametrize("end", [dist.destroy_process_group, _abort])
+def test_a_new_group_after_the_end(end):
+    ranks.run(2, _start_over, end, backend=None)
+
+
+def _module_outlives_its_group(rank: int) -> None:
+    ddp = make_attached(SHAPES)
+    step(ddp, gradients(SHAPES, rank, 0))
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="shut down or aborted"):
+        step(ddp, gradients(SHAPES, rank, 1))
+    del ddp
+    gc.collect()
+    gc.freeze()  # of what there is now, which is large, the next collection need not take care
+
+
+def test_a_module_outlives_its_group():
+    ranks.run(2, _module_outlives_its_group, options=ALWAYS)
+
+
+def _destroyed_group(rank: int, number: int) -> None:
+    group = dist.new_group(backend="cpu:powersgd", pg_options=ALWAYS)
+    work = dist.all_reduce(gradient([64, 64], rank), group=group, async_op=True)
+    work.get_future().then(lambda done: done.value()).wait()
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+
+
+def _make_backend(rank: int, number: int) -> dist.Backend:
+    """A backend without a group: torch's tables keep a group that is not destroyed alive."""
+    store = dist.distributed_c10d._get_default_store()
+    options = _DistributedBackendOptions()
+    options.store = dist.PrefixStore(f"backend {number}", store)
+    options.group_rank, options.group_size = rank, 2
+    options.timeout = timedelta(seconds=60)
+    return _create(options, ALWAYS)
+
+
+def _idle_backend(rank: int, number: int) -> None:
+    backend = _make_backend(rank, number)
+    work = backend.allreduce([gradient([64, 64], rank)])
+    work.get_future().then(lambda done: done.value()).wait()
+    dist.barrier()
+
+
+def _working_backend(rank: int, number: int) -> None:
+    backend = _make_backend(rank, number)
+    works = [backend.allreduce([gradient([64, 64], rank)]) for _ in range(10)]
+    del backend
+    for work in works:
+        work.wait()
+
+
+def _leaves_nothing(rank: int, make_and_lose: Callable[[int, int], None]) -> None:
+    counts = []
+    for number in range(6):
+        make_and_lose(rank, number)
+        dist.barrier()
+        counts.append(_threads_and_files())
+    assert max(counts[2:]) <= max(counts[:2]), counts
+    _start(rank).wait()
+
+
+@pytest.mark.parametrize("make_and_lose", [_destroyed_group, _idle_backend, _working_backend])
+def test_a_group_that_is_gone_leaves_nothing(make_and_lose):
+    ranks.run(2, _leaves_nothing, make_and_lose, options=ALWAYS)
+
+
+def _drop_a_model_last(rank: int) -> None:
+    ddp = make_attached(SHAPES)
+    if rank == 1:
+        time.sleep(1)
+    # Exact, so the inner backend's: its thread is in it until the other rank comes, and needs the
+    # GIL to drop the tensor, which nobody else keeps.
+    dist.all_reduce(gradient([4], rank), async_op=rank == 0)
+    dist.destroy_process_group()
+    del ddp  # torch's reducer, which holds the GIL meanwhile, has the last reference to the group
+
+
+def test_a_model_that_outlives_its_group():
+    ranks.run(2, _drop_a_model_last, timeout=30)
+
+
+def _destroy_while_a_callback_runs(rank: int) -> None:
+    future = _start(rank).get_future().then(lambda done: time.sleep(0.5))
+    dist.destroy_process_group()
+    future.wait()
+
+
+def test_a_destruction_while_a_callback_runs():
+    ranks.run(2, _destroy_while_a_callback_runs, options=ALWAYS)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Everything that is not compressed gives, bit for bit, what the inner backend gives."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_powersgd as tp
+from support import ranks
+from support.collectives import CASES, run_case
+
+WORLD_SIZE = 3
+SCOPES = ("backward", "never")
+
+GLOO_LACKS_ALL_TO_ALL = torch.__version__ < "2.12"
+
+# What Gloo may refuse, depending on its release. Of a case that is not among these an error through
+# Gloo would mean that the case itself is wrong and compares nothing.
+MAY_RAISE = re.compile(
+    "AVG|BAND|BOR|BXOR|int16|complex|premultiplied|unequal|stacked|wrong|different"
+)
+
+
+def _run_all(rank: int) -> dict[str, dict[str, object]]:
+    groups = {"gloo": dist.new_group(backend="gloo")}
+    for scope in SCOPES:
+        options = tp.Options(scope=scope, start_powerSGD_iter=0)
+        groups[scope] = dist.new_group(backend="cpu:powersgd", pg_options=options)
+    results = {
+        name: {key: run_case(name, group) for key, group in groups.items()} for name in CASES
+    }
+    for scope in SCOPES:
+        assert tp.stats(groups[scope])["compressed_calls"] == 0
+    return results
+
+
+@pytest.fixture(scope="module")
+def results():
+    """{case: {"gloo" or scope: what the case gave}} of each rank."""
+    return ranks.run(WORLD_SIZE, _run_all)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_gives_what_gloo_gives(results, name, scope):
+    if name == "differentiable_collectives" and GLOO_LACKS_ALL_TO_ALL:
+        pytest.skip("torch emulates what Gloo lacks in groups whose backend is named gloo")
+    for rank, mine in enumerate(results):
+        assert mine[name][scope] == mine[name]["gloo"], f"on rank {rank}"
+
+
+def test_the_cases_run(results):
+    raising = [name for name in CASES if results[0][name]["gloo"][0] == "raises"]
+    if GLOO_LACKS_ALL_TO_ALL:
+        raising.remove("all_to_all")
+    assert [name for name in raising if not MAY_RAISE.search(name)] == []
+    # The other half of the oracle: what Gloo lacks was asked for too.
+    assert "all_reduce BAND float32" in raising

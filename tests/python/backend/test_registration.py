@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The ways to name the backend, what they make, and the backends that it wraps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import gradient
+from torch_powersgd._backend import find_backend
+from torch_powersgd._core import _C
+
+ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0)
+CPU = torch.device("cpu")
+
+
+def _compresses(rank: int, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether a matrix is compressed in the group. That and an exact tensor are summed anyway."""
+    size = dist.get_world_size(group)
+    members = dist.get_process_group_ranks(group or dist.group.WORLD)
+    matrix = gradient([64, 64], rank)
+    dist.all_reduce(matrix, group=group)
+    exact = sum(gradient([64, 64], member) for member in members)
+    dist.all_reduce(count := torch.ones(1, dtype=torch.int64), group=group)
+    assert count.item() == size
+    assert torch.isfinite(matrix).all()
+    different = (matrix - exact).norm() / exact.norm()
+    assert different < 1e-6 or different > 0.1
+    return bool(different > 0.1)
+
+
+def _backend_type(rank: int) -> tuple[str, bool]:
+    backend = dist.group.WORLD._get_backend(CPU)
+    compresses = _compresses(rank)
+    return type(backend).__name__, compresses
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cpu:powersgd", ("BackendPowerSGD", True)),
+        ("powersgd", ("BackendPowerSGD", True)),
+        ("cpu:powersgd,cuda:powersgd", ("BackendPowerSGD", True)),
+        ("cpu:gloo,cuda:powersgd", ("ProcessGroupGloo", False)),
+    ],
+)
+def test_init_process_group(name, expected):
+    assert ranks.run(2, _backend_type, backend=name, options=ALWAYS) == [expected] * 2
+
+
+def _describe(rank: int) -> None:
+    backend = dist.group.WORLD._get_backend(CPU)
+    assert isinstance(backend, Backend)
+    assert backend.name() == "powersgd"
+    assert (backend.rank(), backend.size()) == (rank, 2)
+    assert "powersgd" in dist.get_backend_config()
+    assert dist.is_backend_available("powersgd")
+    assert backend.options._timeout == timedelta(seconds=41)
+    assert tp.stats()["steps"] == 0
+    dist.barrier()
+
+
+def test_what_the_backend_says_of_itself():
+    ranks.run(2, _describe, op_timeout=41)
+
+
+def _over_tcp(rank: int) -> None:
+    side = ranks.side_store()
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        side.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(side.get("port")), 2)
+    dist.init_process_group("cpu:powersgd", store=store, rank=rank, world_size=2, pg_options=ALWAYS)
+    assert _compresses(rank)
+    # Rank 0 serves the store: it has to leave last.
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        side.wait(["rank 1 has left"])
+    else:
+        side.set("rank 1 has left", "1")
+
+
+def test_over_a_tcp_store():
+    ranks.run(2, _over_tcp, backend=None)
+
+
+def _new_groups(rank: int) -> None:
+    assert not _compresses(rank), "the default group has the default options"
+    for name in ("cpu:powersgd", "powersgd"):
+        group = dist.new_group(backend=name, pg_options=ALWAYS)
+        assert isinstance(group._get_backend(CPU), _C.BackendPowerSGD)
+        assert _compresses(rank, group)
+        assert tp.stats(group)["compressed_calls"] == 1
+    without = dist.new_group(backend="cpu:powersgd")
+    assert not _compresses(rank, without), "pg_options are not inherited"
+    assert not _compresses(rank, dist.new_group(backend="gloo"))
+    assert tp.stats()["compressed_calls"] == 0
+
+
+def test_new_group():
+    ranks.run(2, _new_groups)
+
+
+def _new_group_of_some(rank: int) -> None:
+    some = dist.new_group([0, 2], backend="cpu:powersgd", pg_options=ALWAYS)
+    pairs = [dist.new_group(pair, backend="cpu:powersgd") for pair in ([0, 1], [1, 2])]
+    if rank == 1:
+        assert some == dist.GroupMember.NON_GROUP_MEMBER
+    else:
+        assert _compresses(rank, some)
+        assert some._get_backend(CPU).rank() == rank // 2
+    for pair in pairs:
+        if rank in dist.get_process_group_ranks(pair):
+            assert not _compresses(rank, pair)
+    dist.barrier()
+
+
+def test_new_group_of_some_ranks():
+    ranks.run(3, _new_group_of_some)
+
+
+def _mesh(rank: int, replicate: object) -> None:
+    tp.configure(ALWAYS)
+    mesh = dist.init_device_mesh(
+        "cpu",
+        (2, 2),
+        mesh_dim_names=("replicate", "shard"),
+        backend_override={"replicate": replicate, "shard": "gloo"},
+    )
+    assert _compresses(rank, mesh.get_group("replicate"))
+    assert not _compresses(rank, mesh.get_group("shard"))
+    assert find_backend(mesh.get_group("shard"), CPU) is None
+
+
+@pytest.mark.parametrize(
+    "replicate", ["cpu:powersgd", ("cpu:powersgd", ALWAYS)], ids=["name", "options"]
+)
+def test_device_mesh(replicate):
+    ranks.run(4, _mesh, replicate, backend="gloo")
+
+
+def _split(rank: int) -> None:
+    dist.barrier()
+    world = dist.group.WORLD
+    mine = [0, 1] if rank < 2 else [2, 3]
+    for i in range(2):
+        # dist.split_group refuses groups without an accelerator; it too passes a name of its own
+        # for each set of ranks.
+        child = world.split_group(mine, timedelta(seconds=30), group_name=f"{mine} {i}")
+        backend = child._get_backend(CPU)
+        assert isinstance(backend, _C.BackendPowerSGD)
+        assert (backend.rank(), backend.size()) == (rank % 2, 2)
+        matrix = gradient([64, 64], rank)
+        child.allreduce([matrix]).wait()
+        assert backend.stats()["compressed_calls"] == 1, "the options are inherited"
+        total = torch.tensor([rank])
+        child.allreduce([total]).wait()
+        assert total.item() == (1 if rank < 2 else 5)
+        # The parent goes on.
+        dist.all_reduce(total)
+        assert total.item() == 12
+    none = world.split_group([0, 1, 2], timedelta(seconds=30), group_name="three")
+    assert (none is None) == (rank == 3)
+    dist.barrier()
+
+
+def test_split_group():
+    ranks.run(4, _split, options=ALWAYS)
+
+
+def _again(rank: int) -> None:
+    for options, compresses in ((ALWAYS, True), (None, False), (ALWAYS, True)):
+        ranks.init_group("cpu:powersgd", options)
+        assert _compresses(rank) is compresses
+        assert tp.stats()["compressed_calls"] == int(compresses)
+        dist.barrier()
+        dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def test_init_destroy_and_init_again():
+    ranks.run(2, _again, backend=None)
+
+
+def _detail(rank: int) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    ranks.init_group("cpu:powersgd", ALWAYS)
+    wrapper = dist.group.WORLD._get_backend(CPU)
+    assert not isinstance(wrapper, _C.BackendPowerSGD)
+    assert isinstance(find_backend(None, CPU), _C.BackendPowerSGD)
+    assert _compresses(rank)
+    assert tp.stats()["compressed_calls"] == 1
+    # The wrapper still finds ranks that do not do the same.
+    with pytest.raises(RuntimeError, match="(?i)mismatch"):
+        dist.all_reduce(torch.ones(3 + rank))
+
+
+def test_debug_level_detail():
+    ranks.run(2, _detail, backend=None)
+
+
+# Inner backends.
+
+made: list[Backend] = []
+
+
+def _create_gloo(
+    store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> dist.ProcessGroupGloo:
+    made.append(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
+    return made[-1]
+
+
+def _create_gloo_extended(options: object, pg_options: object) -> dist.ProcessGroupGloo:
+    assert pg_options is None
+    return _create_gloo(options.store, options.group_rank, options.group_size, options.timeout)
+
+
+def _inner(rank: int, inner: str, extended: bool) -> int:
+    creator = _create_gloo_extended if extended else _create_gloo
+    dist.Backend.register_backend("plugin", creator, extended_api=extended, devices=["cpu"])
+    ranks.init_group("cpu:powersgd", {"inner": inner, "scope": "always", "start_powerSGD_iter": 0})
+    assert _compresses(rank)
+    return len(made)
+
+
+@pytest.mark.parametrize(
+    ("inner", "extended", "expected"),
+    [("auto", False, 0), ("gloo", False, 0), ("plugin", False, 3), ("plugin", True, 3)],
+)
+def test_inner(inner, extended, expected):
+    """A plugin makes three: one for what passes through, and one for each of the workers."""
+    assert ranks.run(2, _inner, inner, extended, backend=None) == [expected] * 2
+
+
+def _error_of_init(rank: int, inner: str) -> str:
+    with pytest.raises(ValueError, match="inner") as raised:
+        ranks.init_group("cpu:powersgd", tp.Options(inner=inner))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("inner", ["glue", "powersgd", "nccl", "Gloo"])
+def test_an_inner_that_there_is_not_is_an_error_on_every_rank(inner):
+    if inner == "nccl" and dist.is_nccl_available():
+        pytest.skip("this torch has nccl")
+    messages = ranks.run(3, _error_of_init, inner, backend=None)
+    assert len(set(messages)) == 1
+    assert repr(inner) in messages[0]
+    assert inner == "powersgd" or "gloo" in messages[0].replace(repr(inner), ""), "what is allowed"
+
+
+# Import.
+
+
+def _import(before: str) -> subprocess.CompletedProcess:
+    program = f"import torch\n{before}\nimport torch_powersgd"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+def test_another_release_of_torch_is_refused_at_import():
+    built = _C.torch_version
+    ended = _import("torch.__version__ = '2.0.1+cpu'")
+    assert ended.returncode == 1
+    assert "ImportError" in ended.stderr
+    for part in (built, "2.0.1+cpu", "Rebuild"):
+        assert part in ended.stderr.splitlines()[-1]
+
+
+def test_another_build_of_the_same_release_is_accepted():
+    release = _C.torch_version.split("+")[0]
+    assert _import(f"torch.__version__ = '{release}+local'").returncode == 0

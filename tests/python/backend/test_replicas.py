@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""All ranks hold the same outputs, bit for bit, whatever their thread counts, and run for run."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+import torch_powersgd as tp
+from support import ranks
+from support.call_observer import SETTLE_PASSES
+from support.synthetic import gradients, make_attached, make_ddp, reduce_in_backward, step
+
+# "wide" and "tall" are cut into several tiles, so that two threads do share the work.
+SHAPES = {"wide": (40, 700), "tall": (900, 30), "conv": (16, 3, 5, 5), "bias": (37,)}
+STEPS = 1000
+# One rank runs on one thread and one on two, then the other way round.
+THREADS = [(1, 2), (2, 1)]
+
+
+def _digest(tensors):
+    return hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def _cycle(rank, shapes, period):
+    """Ready-made gradients: to make new ones takes longer than the steps."""
+    return [gradients(shapes, rank, i) for i in range(period)]
+
+
+def _attached(rank, threads, options):
+    torch.set_num_threads(threads[rank])
+    ddp = make_attached(SHAPES, options)
+    inputs = _cycle(rank, SHAPES, 7)
+    digests = [_digest(step(ddp, inputs[i % 7]).values()) for i in range(STEPS)]
+    state = tp.state_dict(ddp)["parameters"].values()
+    assert torch.get_num_threads() == threads[rank]
+    return digests, _digest([saved[key] for saved in state for key in ("residual", "q")])
+
+
+def _first_difference(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+
+
+def test_attached_replicas_stay_equal_for_1000_steps():
+    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=4)
+    runs = [result for threads in THREADS for result in ranks.run(2, _attached, threads, options)]
+    digests, state = runs[0]
+    assert len(set(digests)) == STEPS  # the outputs do change
+    for other_digests, other_state in runs[1:]:
+        assert _first_difference(digests, other_digests) is None
+        assert state == other_state
+
+
+def _short(rank, kind, options, steps):
+    """The other settings; a training loop, so that a difference would grow."""
+    torch.set_num_threads(1 + rank % 2)
+    shapes = {"flat": (5000,)} if kind == "flat" else SHAPES
+    ddp = make_ddp(shapes) if kind == "unattached" else None
+    if kind == "attached":
+        ddp = make_attached(shapes, options)
+    inputs = _cycle(rank, shapes, 5)
+    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for i in range(steps):
+        mine = {name: inputs[i % 5][name] + 0.1 * weights[name] for name in shapes}
+        if ddp is None:
+            outputs = dict(zip(mine, reduce_in_backward(mine.values()), strict=True))
+        else:
+            outputs = step(ddp, mine)
+        for name in shapes:
+            weights[name] -= 0.01 * outputs[name]
+    assert tp.stats()["compressed_calls"] >= steps - SETTLE_PASSES
+    return _digest(weights.values())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "fields"),
+    [
+        (4, "attached", {}),
+        (2, "attached", {"warm_start": False}),
+        (2, "attached", {"use_error_feedback": False}),
+        (2, "attached", {"residual_dtype": torch.bfloat16}),
+        (2, "flat", {}),
+        (2, "unattached", {}),
+    ],
+    ids=["four-ranks", "cold-start", "no-feedback", "bfloat16-residual", "flat", "unattached"],
+)
+def test_replicas_stay_equal_in_training(world_size, kind, fields):
+    options = tp.Options(
+        start_powerSGD_iter=0, matrix_approximation_rank=3, min_numel=1000, **fields
+    )
+    steps = 200 if world_size == 2 else 50  # more ranks than cores are slow
+    digests = ranks.run(world_size, _short, kind, options, steps, options=options)
+    assert len(set(digests)) == 1
+    assert digests == ranks.run(world_size, _short, kind, options, steps, options=options)
+
+
+def _dead_columns(rank):
+    """Rank one in rank four: the other columns are random, and zero steps come between."""
+    torch.set_num_threads(1 + rank)
+    ddp = make_attached(
+        {"w": (60, 80)}, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=4)
+    )
+    digests = []
+    for i in range(50):
+        columns = gradients({"w": (60, 1)}, 0, i)["w"]
+        rows = gradients({"w": (1, 80)}, rank, i)["w"]
+        digests.append(_digest(step(ddp, {"w": (i % 3 > 0) * columns @ rows}).values()))
+    return digests
+
+
+def test_replicas_stay_equal_with_dead_columns():
+    one, two = ranks.run(2, _dead_columns)
+    assert _first_difference(one, two) is None

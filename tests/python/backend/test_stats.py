@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the backend says that it did: bytes, calls, steps, seconds, residuals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import (
+    gradient,
+    gradients,
+    make_attached,
+    outputs_of,
+    reduce_in_backward,
+    residuals_of,
+    step,
+)
+
+# At rank 2: a 128 x 64 weight, its bias, a 32 x 144 convolution, and a weight too small to pay.
+SHAPES = {"weight": (128, 64), "bias": (128,), "conv": (32, 16, 3, 3), "small": (8, 8)}
+NUMEL = 128 * 64 + 128 + 32 * 144 + 64
+# Factors, raw elements, the activity of each matrix, and the count of ranks that are not finite.
+SENT = 2 * (128 + 64) + 2 * (32 + 144) + 128 + 64 + 2 + 1
+
+STAGES = {"project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "reconstruct"}
+KEYS = {
+    "compressing",
+    "starts_at",
+    "steps",
+    "skipped_steps",
+    "saturated_steps",
+    "differences",
+    "compressed_calls",
+    "exact_calls",
+    "bytes_before",
+    "bytes_after",
+    "ratio",
+    "compressed_ratio",
+    "seconds",
+    "residual_norms",
+}
+
+OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
+
+
+def _attached(rank: int, dtype: torch.dtype, width: int, factor_width: int) -> None:
+    ddp = make_attached(SHAPES, dtype=dtype)
+    fresh = tp.stats()
+    assert fresh.keys() == KEYS
+    assert fresh["residual_norms"] == {f"weights.{name}": 0 for name in SHAPES}
+    assert fresh["seconds"] == dict.fromkeys(STAGES, 0)
+    assert fresh["ratio"] == fresh["compressed_ratio"] == 1
+    assert fresh["compressing"] is False
+    assert fresh["starts_at"] == 2
+    counters = KEYS - {"residual_norms", "seconds"}
+    counters -= {"ratio", "compressed_ratio", "compressing", "starts_at"}
+    assert {fresh[key] for key in counters} == {0}
+    exact = 0
+    for i in range(7):
+        step(ddp, gradients(SHAPES, rank, i, dtype))
+        now = tp.stats()
+        if i < 2:  # warm-up: whole
+            exact = now["exact_calls"]
+            assert exact > 0
+            assert now["bytes_after"] == now["bytes_before"] == (i + 1) * NUMEL * width
+    assert now["steps"] == 7
+    assert now["skipped_steps"] == 0
+    assert now["compressed_calls"] == 5
+    assert now["exact_calls"] == exact
+    before, after = 7 * NUMEL * width, 2 * NUMEL * width + 5 * SENT * factor_width
+    assert (now["bytes_before"], now["bytes_after"]) == (before, after)
+    assert now["ratio"] == pytest.approx(before / after, rel=1e-12)
+    factors = NUMEL * width / (SENT * factor_width)
+    assert now["compressed_ratio"] == pytest.approx(factors, rel=1e-12)
+    assert now["seconds"].keys() == STAGES
+    assert all(seconds > 0 for seconds in now["seconds"].values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "factor_width"),
+    [(torch.float32, 4, 4), (torch.float64, 8, 8), (torch.float16, 2, 4), (torch.bfloat16, 2, 4)],
+    ids=str,
+)
+def test_bytes_of_an_attached_model(dtype, width, factor_width):
+    ranks.run(2, _attached, dtype, width, factor_width, options=OPTIONS)
+
+
+def _reset(rank: int) -> None:
+    ddp = make_attached(SHAPES)
+    for i in range(5):
+        step(ddp, gradients(SHAPES, rank, i))
+    assert tp.stats()["steps"] == 5
+    tp.reset_stats()
+    now = tp.stats()
+    assert now["starts_at"] == 2
+    assert now["compressing"] is True
+    assert now["seconds"] == dict.fromkeys(STAGES, 0)
+    for key in ("steps", "compressed_calls", "exact_calls", "bytes_before", "bytes_after"):
+        assert now[key] == 0
+    step(ddp, gradients(SHAPES, rank, 5))
+    now = tp.stats()
+    assert (now["steps"], now["compressed_calls"], now["exact_calls"]) == (1, 1, 0)
+    assert (now["bytes_before"], now["bytes_after"]) == (4 * NUMEL, 4 * SENT)
+    assert now["ratio"] == now["compressed_ratio"] == pytest.approx(NUMEL / SENT, rel=1e-12)
+
+
+def test_counts_start_anew_after_a_reset():
+    ranks.run(2, _reset, options=OPTIONS)
+
+
+def _scalars(rank: int) -> None:
+    ddp = make_attached(SHAPES)
+    step(ddp, gradients(SHAPES, rank, 0))
+    nested, flat = tp.stats(), tp.stats(flat=True)
+    assert all(isinstance(value, float) for value in flat.values())
+    assert flat["steps"] == 1
+    assert flat["seconds/project"] == nested["seconds"]["project"]
+    assert flat["residual_norms/weights.weight"] == nested["residual_norms"]["weights.weight"]
+    leaves = sum(len(value) if isinstance(value, dict) else 1 for value in nested.values())
+    assert len(flat) == leaves
+
+
+def test_flat_stats_are_scalars():
+    ranks.run(2, _scalars, options=OPTIONS)
+
+
+def _flat(rank: int) -> None:
+    # 250 x 250; and 4 x 4 less one: 5 x 3, which does not pay and so is not a gradient at all.
+    for i in range(4):  # of which two are exact until the buckets have settled
+        reduce_in_backward([gradient([62_500], rank, i), gradient([15], rank, i)])
+    now = tp.stats()
+    assert (now["steps"], now["compressed_calls"], now["exact_calls"]) == (4, 2, 2)
+    assert now["bytes_before"] == 4 * 4 * 62_500
+    assert now["bytes_after"] == 2 * 4 * 62_500 + 2 * 4 * (250 + 250 + 2)
+    assert now["residual_norms"] == {}
+    dist.all_reduce(torch.ones(100_000))
+    assert tp.stats()["bytes_before"] == now["bytes_before"], "not a gradient"
+
+
+def test_bytes_of_flat_tensors():
+    ranks.run(2, _flat, options=tp.Options(start_powerSGD_iter=1, min_numel=1))
+
+
+def _large(rank: int, residual_dtype: torch.dtype) -> int:
+    """Rank 0's gradients are beyond 65504 in the last step."""
+    options = dataclasses.replace(OPTIONS, residual_dtype=residual_dtype)
+    ddp = make_attached(SHAPES, options)
+    for i in range(6):
+        large = 1e5 if rank == 0 and i == 5 else 1e-3
+        step(ddp, {name: large * g for name, g in gradients(SHAPES, rank, i).items()})
+    return int(tp.stats()["saturated_steps"])
+
+
+def test_saturated_residuals_are_counted_on_the_rank_that_has_them():
+    assert ranks.run(2, _large, torch.float16) == [1, 0]
+    assert ranks.run(2, _large, torch.bfloat16) == [0, 0]
+
+
+def _several_buckets(rank: int) -> None:
+    ddp = make_attached(SHAPES, bucket_cap_mb=1e-6)  # one for each parameter
+    for i in range(4):
+        step(ddp, gradients(SHAPES, rank, i))
+    before = tp.stats()
+    step(ddp, gradients(SHAPES, rank, 4))
+    now = tp.stats()
+    assert now["steps"] - before["steps"] == 1
+    assert now["compressed_calls"] - before["compressed_calls"] == 2
+    assert now["exact_calls"] - before["exact_calls"] == 2
+    assert now["bytes_before"] - before["bytes_before"] == 4 * NUMEL
+    # A count in each of the two that are compressed.
+    assert now["bytes_after"] - before["bytes_after"] == 4 * (SENT + 1)
+
+
+def test_bytes_of_several_buckets():
+    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+    ranks.run(2, _several_buckets, options=options)
+
+
+def _norms(rank: int) -> None:
+    ddp = make_attached(SHAPES)
+    same = {name: gradient(shape, name) for name, shape in SHAPES.items()}
+    outputs = step(ddp, same)
+    # Ranks that feed the same owe the same: what the output is short of.
+    norms = tp.stats()["residual_norms"]
+    assert norms.keys() == {f"weights.{name}" for name in SHAPES}
+    for name in ("weight", "conv"):
+        expected = (same[name] - outputs[name]).norm().item()
+        assert norms[f"weights.{name}"] == pytest.approx(expected, rel=1e-4)
+        assert expected > 1
+    assert norms["weights.bias"] == norms["weights.small"] == 0
+    assert "residual_norms" not in tp.stats(residual_norms=False)
+    # In the units of the loss scale.
+    tp.set_grad_scale(8.0)
+    for name, norm in tp.stats()["residual_norms"].items():
+        assert norm == pytest.approx(8 * norms[name], rel=1e-6)
+    tp.set_grad_scale(1.0)
+    for name, residual in residuals_of(ddp).items():
+        assert norms[f"weights.{name}"] == pytest.approx(residual.norm().item(), rel=1e-4)
+
+
+def test_residual_norms():
+    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+    ranks.run(2, _norms, options=options)
+
+
+def _two_models(rank: int) -> None:
+    first, second = make_attached(SHAPES), make_attached({"weight": (40, 50)})
+    step(first, gradients(SHAPES, rank, 0))
+    norms = tp.stats()["residual_norms"]
+    assert norms.keys() == {*(f"0:weights.{name}" for name in SHAPES), "1:weights.weight"}
+    assert norms["0:weights.weight"] > 0
+    assert norms["1:weights.weight"] == 0
+    assert tp.stats()["steps"] == 1
+    step(second, gradients({"weight": (40, 50)}, rank, 0))
+    assert tp.stats()["steps"] == 2
+    assert tp.stats()["residual_norms"]["1:weights.weight"] > 0
+    assert outputs_of(first).keys() == SHAPES.keys()
+
+
+def test_two_models():
+    ranks.run(2, _two_models, options=tp.Options(start_powerSGD_iter=0))
+
+
+def _of_a_group(rank: int) -> None:
+    options = tp.Options(scope="always", start_powerSGD_iter=0)
+    group = dist.new_group(backend="cpu:powersgd", pg_options=options)
+    dist.all_reduce(gradient([64, 64], rank), group=group)
+    assert tp.stats(group)["compressed_calls"] == 1
+    assert tp.stats()["compressed_calls"] == 0
+    gloo = dist.new_group(backend="gloo")
+    for function in (tp.stats, lambda group: tp.set_grad_scale(1.0, group)):
+        with pytest.raises(ValueError, match="no powersgd backend"):
+            function(gloo)
+    for scale in (0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="grad_scale must be .* got"):
+            tp.set_grad_scale(scale)
+
+
+def test_stats_of_a_group():
+    ranks.run(2, _of_a_group)
+
+
+def test_without_a_process_group():
+    for function in (tp.stats, lambda: tp.set_grad_scale(1.0)):
+        with pytest.raises(ValueError, match="init_process_group"):
+            function()
+
+
+def _with_gloo_alone(rank: int) -> None:
+    for function in (tp.stats, lambda: tp.set_grad_scale(1.0)):
+        with pytest.raises(ValueError, match="no powersgd backend"):
+            function()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo"])
+def test_without_a_powersgd_group(backend):
+    ranks.run(2, _with_gloo_alone, backend=backend)

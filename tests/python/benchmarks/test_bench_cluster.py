@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The benchmarks on shaped links: as slow as they say, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.repository import ROOT
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import bench_cluster  # noqa: E402
+import shapes  # noqa: E402
+import torch  # noqa: E402
+from cluster import figures, hosts, launch, models, mps  # noqa: E402
+
+
+def _lacks() -> list[str]:
+    """What is missing for hosts, also where root may not make them (in a container, say)."""
+    lacks = hosts.missing()
+    if not lacks:
+        try:
+            with hosts.Hosts(2, "1gbit"):
+                pass
+        except hosts.ClusterError as error:
+            lacks = [str(error)]
+    return lacks
+
+
+_LACKS = _lacks()
+needs_hosts = pytest.mark.skipif(bool(_LACKS), reason=f"missing: {', '.join(_LACKS)}")
+
+
+@pytest.mark.parametrize(
+    ("rate", "value"), [("100mbit", 1e8), ("2.5gbit", 2.5e9), ("500kbit", 5e5)]
+)
+def test_a_rate_is_read_as_tc_does(rate: str, value: float) -> None:
+    assert hosts.bits_per_second(rate) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rates", "fast"], "a rate is a number and kbit, mbit or gbit (1gbit), got 'fast'"),
+        (["--rates", "0mbit"], "got '0mbit'"),
+        (["--ranks", "1"], "--ranks: an integer of at least 2, got '1'"),
+        (["--steps", "many"], "--steps: an integer of at least 2, got 'many'"),
+        (["--methods", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
+        (["--methods", "plain:4"], "plain has no rank, got 'plain:4'"),
+        (["--methods", "bf16-wire:8,0"], "integers of at least 1, got 'bf16-wire:8,0'"),
+        (["--methods", "bf16-wire:"], "integers of at least 1, got 'bf16-wire:'"),
+    ],
+)
+def test_a_bad_argument_is_named(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_cluster.py", *arguments])
+    with pytest.raises(SystemExit):
+        bench_cluster.parse_arguments()
+    assert message in capsys.readouterr().err
+
+
+def test_each_method_has_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    methods = ["plain", "hook-1-bucket:4", "bf16-wire:8,16", "attached", "bf16-wire:16"]
+    monkeypatch.setattr(sys, "argv", ["bench", "--methods", *methods, "--rank", "2", "4"])
+    names = [contender.name for contender in bench_cluster.parse_arguments().contenders]
+    own = ["plain", "hook-1-bucket:4", "bf16-wire:8", "bf16-wire:16"]
+    assert names == [*own, "attached:2", "attached:4"]
+    titles = {
+        contender.name: contender.title for contender in bench_cluster.parse_arguments().contenders
+    }
+    assert titles["bf16-wire:16"] == "ours, bf16 wire, rank 16"
+    assert titles["plain"] == "plain all-reduce"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_recommended_setting_is_compared_by_default(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--device", device])
+    arguments = bench_cluster.parse_arguments()
+    names = [contender.name for contender in arguments.contenders]
+    assert "bf16-wire:16" in names
+    assert arguments.pictured[-1].name == "bf16-wire:16"
+
+
+def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "argv", ["bench_cluster.py", "--device", "cuda"])
+    with pytest.raises(SystemExit) as ended:
+        bench_cluster.main()
+    for thing in ("root", "the program ip", "the program tc", "the program nvidia-cuda-mps"):
+        assert thing in str(ended.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("demo", shapes.demo_gpt()),
+        ("gpt2", shapes.gpt(12, 768, 50257, 1024, bias=False)),
+        ("resnet50", shapes.resnet50()),
+    ],
+)
+def test_models_are_of_the_published_shapes(model: str, expected: list[shapes.Shape]) -> None:
+    with torch.device("meta"):
+        made = models.TASKS[model].make()
+    assert [tuple(parameter.shape) for parameter in made.parameters()] == expected
+
+
+def test_figures() -> None:
+    def run(*milliseconds: float, sent: float = 0, losses: list[float] | None = None) -> launch.Run:
+        return launch.Run([], list(milliseconds), losses or [], sent, gradient_bytes=100)
+
+    # The second round is slower as a whole, which the difference by round does not see.
+    rounds = [
+        {
+            "none": run(10, 12, 11),
+            "ddp-alone": run(9, 9, 9),
+            "plain": run(31, 30, 32, sent=200),
+            "hook": launch.Run(["hung"]),
+        },
+        {
+            "none": run(20, 22, 21),
+            "ddp-alone": run(19, 19, 19, sent=1),
+            "plain": run(41, 40, 42, sent=200),
+        },
+    ]
+    learned = {"plain": run(1, losses=[float(100 - step) for step in range(100)])}
+    compared = figures.compare(rounds, learned, loss=70.0)
+    assert compared["plain"]["above_none_ms"] == 20
+    assert compared["plain"]["above_ddp_alone_ms"] == 22
+    assert compared["ddp-alone"]["above_none_ms"] == -2
+    assert compared["ddp-alone"]["times_fewer_bytes"] is None
+    assert compared["plain"]["step_ms"] == 36
+    # The mean of the steps i-9 to i, counted from 0, is 100 - i + 4.5: at i = 35 it is 69.5.
+    assert compared["plain"]["steps_to_loss"] == 36
+    assert compared["plain"]["final_loss"] == 5.5
+    assert compared["hook"] == {"failures": ["hung"]}
+
+    setting = {"model": "demo", "ranks": 2, "learning_failures": {"hook": ["hung"]}}
+    losses = {"plain": learned["plain"].losses}
+    record = {"settings": [{**setting, "losses": losses}]}
+    assert figures.learned(record, "demo", 4) == {}
+    again = figures.compare(rounds, figures.learned(record, "demo", 2), loss=70.0)
+    assert again == compared
+
+
+# A host sends so many bytes to every other, in threads; whoever receives says when the first and
+# the last came. Arguments: this host's number, who sends, who receives, bytes.
+TRAFFIC = """
+import socket, sys, threading, time
+me, senders, receivers, size = (eval(argument) for argument in sys.argv[1:])
+listener = socket.create_server(("", 7000))
+print("listening", flush=True)
+sys.stdin.readline()
+def send(to):
+    with socket.create_connection((f"10.77.0.{to + 1}", 7000)) as connection:
+        connection.sendall(bytes(size))
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(1)  # returns once all has arrived
+def receive():
+    with listener.accept()[0] as connection:
+        while part := connection.recv(1 << 16):
+            times.append((time.monotonic(), len(part)))
+times, threads = [], []
+if me in senders: threads += [threading.Thread(target=send, args=(to,)) for to in receivers]
+if me in receivers: threads += [threading.Thread(target=receive) for _ in senders]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+sent = open("/sys/class/net/eth0/statistics/tx_bytes").read()
+print(min(times)[0] if times else 0, max(times)[0] if times else 0, int(sent))
+"""
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    ("senders", "receivers"), [([0], [1, 2]), ([1, 2], [0])], ids=["sends", "receives"]
+)
+def test_a_link_is_as_slow_as_it_says(senders: list[int], receivers: list[int]) -> None:
+    """In both directions, and the interface counts what it sends."""
+    size = 8_000_000
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with hosts.Hosts(3, "100mbit") as cluster:
+        processes = []
+        for host in range(3):
+            arguments = [str(host), str(senders), str(receivers), str(size)]
+            command = [sys.executable, "-c", TRAFFIC, *arguments]
+            processes.append(cluster.start(host, command, os.environ, **pipes))
+        for process in processes:
+            assert process.stdout.readline() == "listening\n"
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
+    said = [[float(word) for word in output.split()] for output in outputs]
+    first = min(said[host][0] for host in receivers)
+    last = max(said[host][1] for host in receivers)
+    rate = 2 * size * 8 / (last - first)
+    # What the token bucket and the sockets' buffers let through at once is 2 % of it.
+    assert rate < 110e6
+    for host in senders:
+        payload = size * len(receivers)
+        assert payload < said[host][2] < 1.1 * payload
+
+
+def _until(condition: Callable[[], bool], seconds: float = 120) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _of(pid: int) -> tuple[list[str], list[int]]:
+    """The namespaces and the processes of a run."""
+    prefix = f"psgd-{pid}-"
+    names = [name for name in hosts.namespaces() if name.startswith(prefix)]
+    return names, [process for process, name in hosts.marked() if name.startswith(prefix)]
+
+
+@needs_hosts
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_leaves_nothing_behind(number: int) -> None:
+    command = [sys.executable, str(BENCHMARKS / "bench_cluster.py"), "--quick"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        # A shell's background jobs ignore it, and so do their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        assert _until(lambda: process.poll() is not None or len(_of(process.pid)[1]) >= 2)
+        assert len(_of(process.pid)[0]) == 3  # two hosts and the switch
+        process.send_signal(number)
+        assert process.wait(60) == (-9 if number == signal.SIGKILL else 128 + number)
+    finally:
+        process.kill()
+        process.wait()
+    if number == signal.SIGKILL:
+        assert _until(lambda: not _of(process.pid)[1], 30)  # the ranks ended by themselves
+        assert len(_of(process.pid)[0]) == 3
+        with hosts.Hosts(2, "1gbit"):
+            mine = _of(os.getpid())[0]
+            swept = hosts.sweep()
+            assert _of(os.getpid())[0] == mine  # who is alive keeps what it has
+        assert len([name for name in swept if name.startswith(f"psgd-{process.pid}-")]) == 3
+    assert _of(process.pid) == ([], [])
+
+
+# Stands in for NVIDIA's: -d leaves a daemon behind; otherwise it reads commands, and heeds them
+# unless it has been told not to.
+FAKE_CONTROL = """#!/bin/sh
+if [ "$1" = -d ]; then
+  sleep 1000 </dev/null >/dev/null 2>&1 &
+  echo $! >"$CUDA_MPS_PIPE_DIRECTORY/daemon"
+elif [ -z "$DEAF" ]; then
+  read command && [ "$command" = quit ] && kill "$(cat "$CUDA_MPS_PIPE_DIRECTORY/daemon")"
+fi
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+@pytest.mark.parametrize("deaf", ["", "1"], ids=["quits", "is killed"])
+def test_the_mps_daemon_ends(deaf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = tmp_path / mps.CONTROL
+    control.write_text(FAKE_CONTROL)
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("DEAF", deaf)
+
+    def daemons() -> list[int]:
+        return [pid for pid, name in hosts.marked() if name == hosts.owner()]
+
+    folders = []
+
+    def serve_until_interrupted() -> None:
+        with mps.service() as variables:
+            folders.append(Path(variables["CUDA_MPS_PIPE_DIRECTORY"]))
+            daemon = int((folders[0] / "daemon").read_text())
+            # While it begins, a process has no environment to be known by.
+            assert _until(lambda: daemons() == [daemon], 30)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        serve_until_interrupted()
+    assert daemons() == []
+    assert not folders[0].exists()
+
+
+@needs_hosts
+def test_measures_what_is_sent(tmp_path: Path) -> None:
+    """Two ranks, so a ring all-reduce sends every gradient once."""
+    output = tmp_path / "record.json"
+    script = [sys.executable, str(BENCHMARKS / "bench_cluster.py"), "--quick"]
+    methods = ["none", "ddp-alone", "plain", "attached:4", "bf16-wire:4,16"]
+    pictures = {"--picture": tmp_path / "links.png", "--picture-of-all": tmp_path / "all.png"}
+    files = [str(word) for item in pictures.items() for word in item]
+    options = ["--methods", *methods, "--steps", "2", "--json", str(output), *files]
+    subprocess.run([*script, *options], check=True, timeout=500)
+    (setting,) = json.loads(output.read_text())["settings"]
+    none, alone, plain, attached, bf16, recommended = setting["methods"].values()
+    size = plain["gradient_bytes"]
+    assert none["tx_bytes_per_step"] < 10_000
+    assert alone["tx_bytes_per_step"] < 10_000
+    assert size < plain["tx_bytes_per_step"] < 1.1 * size  # headers, acknowledgements
+    assert attached["tx_bytes_per_step"] < size / 20
+    # A payload is half as long in bfloat16, and four times as long at four times the rank; the
+    # headers and the parameters that are not compressed are a part of it at any rank.
+    assert bf16["tx_bytes_per_step"] < 0.6 * attached["tx_bytes_per_step"]
+    assert 3 * bf16["tx_bytes_per_step"] < recommended["tx_bytes_per_step"] < size / 20
+    assert plain["above_none_ms"] > 0
+    for compressed in (attached, bf16, recommended):
+        assert 0 < compressed["predicted_ms"] < plain["predicted_ms"]
+    for picture in pictures.values():
+        assert picture.stat().st_size > 0
+
+
+@needs_hosts
+def test_many_starts_end_alike(tmp_path: Path) -> None:
+    output = tmp_path / "record.json"
+    script = [sys.executable, str(BENCHMARKS / "bench_starts.py"), "--json", str(output)]
+    options = ["--starts", "2", "--steps", "4", "--ranks", "2"]
+    methods = ["--methods", "attached", "alternating"]
+    subprocess.run([*script, *options, *methods], check=True, timeout=300, cwd=tmp_path)
+    results = json.loads(output.read_text())["results"]
+    assert [result["method"] for result in results] == ["ours, attached", "ours, alternating"]
+    for result in results:
+        assert result["endings"] == {"finished": 2}
+        assert result["results"] == 1  # the same parameters in both starts

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The examples with other libraries' training loops, each started twice."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+
+import pytest
+
+from support.repository import ROOT
+from support.torchrun import torchrun
+
+EXAMPLES = ROOT / "examples"
+WARM_UP = 10  # start_powerSGD_iter of the examples
+
+
+# What each example imports and is not of this package.
+PACKAGES = {
+    "accelerate": ("accelerate", "rich", "sklearn"),
+    "lightning": ("lightning", "rich", "sklearn"),
+    "transformers": ("accelerate", "transformers"),
+}
+
+
+def _start(library, arguments):
+    ended = torchrun(EXAMPLES / f"with_{library}.py", *arguments)
+    said = re.search(
+        r"loss (\S+); (\d+) buckets sent exactly, (\d+) compressed, (\S+) times", ended.stdout
+    )
+    assert said, ended.stdout
+    return float(said[1]), int(said[2]), int(said[3]), float(said[4])
+
+
+@pytest.mark.parametrize(
+    ("library", "first", "second"),
+    [
+        ("accelerate", ("--epochs", 1), ("--epochs", 1)),
+        ("lightning", ("--epochs", 1), ("--epochs", 2)),
+        ("transformers", ("--steps", 20), ("--steps", 40)),
+    ],
+)
+def test_an_example_compresses_and_goes_on_from_its_checkpoint(library, first, second, tmp_path):
+    for package in PACKAGES[library]:
+        if find_spec(package) is None:  # importing them takes seconds
+            pytest.skip(f"needs {package}")
+    folder = ("--folder", tmp_path / "checkpoint")
+    loss, exact, compressed, _ = _start(library, (*first, *folder))
+    assert exact >= WARM_UP
+    assert exact % WARM_UP == 0  # as many buckets in each step
+    assert compressed > 0
+
+    later_loss, exact, compressed, ratio = _start(library, (*second, *folder))
+    assert exact == 0  # the step count was loaded, or the warm-up would have begun anew
+    assert compressed > 0
+    assert ratio > 5
+    assert later_loss < loss

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""setup.py: it examines the CUDA toolkit before it compiles, and says what it builds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from setuptools import Distribution
+
+from setup_support import progress, toolkit
+from support.repository import ROOT
+
+NVCC = "bin/nvcc"
+HEADER = "include/cuda_runtime.h"
+LIBRARY = "lib64/libcudart.so"
+WHOLE = [NVCC, HEADER, LIBRARY]
+
+
+def make_toolkit(home: Path, files: list[str], release: str = "13.0") -> str:
+    for name in files:
+        file = home / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if name == NVCC:
+            file.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V1'\n")
+            file.chmod(0o755)
+        else:
+            file.touch()
+    return str(home)
+
+
+@pytest.mark.parametrize(
+    ("files", "include", "library"),
+    [
+        (WHOLE, "include", "lib64"),
+        ([NVCC, HEADER, "lib/libcudart.so"], "include", "lib"),
+        ([NVCC, HEADER, "lib/x86_64-linux-gnu/libcudart.so"], "include", "lib/x86_64-linux-gnu"),
+        (
+            [
+                NVCC,
+                "targets/x86_64-linux/include/cuda_runtime.h",
+                "targets/x86_64-linux/lib/libcudart.so",
+            ],
+            "targets/x86_64-linux/include",
+            "targets/x86_64-linux/lib",
+        ),
+    ],
+)
+def test_a_whole_toolkit_is_found(
+    tmp_path: Path, files: list[str], include: str, library: str
+) -> None:
+    found = toolkit.examine(make_toolkit(tmp_path, files), "13.2")
+    assert found == toolkit.Toolkit(tmp_path / include, tmp_path / library, [])
+    assert toolkit.is_wanted("", found.missing)
+    assert toolkit.is_wanted("1", found.missing)
+    assert not toolkit.is_wanted("0", found.missing)
+
+
+@pytest.mark.parametrize(
+    ("absent", "said"),
+    [
+        (NVCC, "no nvcc in bin"),
+        (HEADER, "no cuda_runtime.h in include, targets/*/include"),
+        (LIBRARY, "no libcudart.so in lib64, lib, lib/*-linux-gnu, targets/*/lib"),
+    ],
+)
+def test_what_is_missing_is_named_with_the_places(tmp_path: Path, absent: str, said: str) -> None:
+    home = make_toolkit(tmp_path, [file for file in WHOLE if file != absent])
+    missing = toolkit.examine(home, "13.0").missing
+    assert missing == [f"no CUDA toolkit: CUDA_HOME={home} has {said}"]
+
+
+def test_a_library_without_the_linkers_name_is_missing(tmp_path: Path) -> None:
+    home = make_toolkit(tmp_path, [NVCC, HEADER, "lib/libcudart.so.13"])
+    assert "no libcudart.so in" in toolkit.examine(home, "13.0").missing[0]
+
+
+def test_a_wrapper_of_nvcc_alone_is_no_toolkit(tmp_path: Path) -> None:
+    home = make_toolkit(tmp_path, [NVCC])
+    said = toolkit.describe("", toolkit.examine(home, "13.0").missing, [])
+    assert said.startswith(f"CPU only (no CUDA toolkit: CUDA_HOME={home} has no cuda_runtime.h in ")
+    assert "; no libcudart.so in " in said
+    assert "\n" not in said
+
+
+def test_without_cuda_in_torch_or_without_a_toolkit() -> None:
+    assert toolkit.examine("/usr", None).missing == ["the installed torch has no CUDA"]
+    assert "CUDA_HOME is unset" in toolkit.examine(None, "13.0").missing[0]
+
+
+def test_a_toolkit_of_another_major_release_does_not_fit(tmp_path: Path) -> None:
+    home = make_toolkit(tmp_path, WHOLE, "12.4")
+    missing = toolkit.examine(home, "13.0").missing
+    assert missing == [f"{home}/bin/nvcc is of CUDA 12.4, the installed torch of 13.0"]
+    assert toolkit.examine(home, "12.8").missing == []
+
+
+def test_an_nvcc_that_does_not_run_is_named(tmp_path: Path) -> None:
+    home = make_toolkit(tmp_path, WHOLE)
+    (tmp_path / NVCC).write_text("#!/bin/sh\nexit 3\n")
+    assert toolkit.examine(home, "13.0").missing[0].startswith(f"{home}/bin/nvcc does not run: ")
+
+
+@pytest.mark.parametrize(
+    ("choice", "missing", "flags", "said"),
+    [
+        ("0", [], [], "CPU only (POWERSGD_BUILD_CUDA=0)"),
+        ("", ["no CUDA toolkit: why"], [], "CPU only (no CUDA toolkit: why)"),
+        (
+            "",
+            [],
+            [
+                "-gencode=arch=compute_100,code=sm_100",
+                "-gencode=arch=compute_80,code=sm_80",
+                "-gencode=arch=compute_90,code=compute_90",
+                "-gencode=arch=compute_90,code=sm_90",
+            ],
+            "CUDA for sm_80, sm_90, sm_100, PTX of compute_90",
+        ),
+    ],
+)
+def test_one_line_says_what_is_built(
+    choice: str, missing: list[str], flags: list[str], said: str
+) -> None:
+    assert toolkit.describe(choice, missing, flags) == said
+
+
+def test_a_choice_that_is_none_is_refused() -> None:
+    with pytest.raises(SystemExit, match="POWERSGD_BUILD_CUDA is 'yes'; allowed are 0, 1 and"):
+        toolkit.is_wanted("yes", [])
+
+
+def test_cuda_on_demand_fails_at_once_and_says_what_is_missing(tmp_path: Path) -> None:
+    environment = {**os.environ, "POWERSGD_BUILD_CUDA": "1", "CUDA_HOME": str(tmp_path)}
+    command = [sys.executable, "setup.py", "build_ext", f"--build-temp={tmp_path}/objects"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("POWERSGD_BUILD_CUDA=1, but ")
+    assert "CUDA_HOME names the folder" in last
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def setup_py(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """setup.py as a module, with a toolkit that lacks nothing."""
+    specification = importlib.util.spec_from_file_location("powersgd_setup", ROOT / "setup.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    monkeypatch.setattr(module, "CUDA", toolkit.Toolkit(Path("/x/include"), Path("/x/lib")))
+    monkeypatch.setattr(module, "CUDA_HOME", "/x")
+    monkeypatch.setattr(module, "CUDA_CHOICE", "")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+    return module
+
+
+def _fails(self: object) -> None:
+    raise RuntimeError("command 'g++' failed")
+
+
+def test_a_failure_with_cuda_ends_with_a_hint(
+    setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup_py.cpp_extension.BuildExtension, "run", _fails)
+    with pytest.raises(SystemExit) as failure:
+        setup_py.Build(Distribution()).run()
+    first, hint = str(failure.value).splitlines()
+    assert first == "command 'g++' failed"
+    assert "CUDA toolkit in /x" in hint
+    assert "POWERSGD_BUILD_CUDA=0" in hint
+    assert "CUDA_HOME=<folder>" in hint
+    said = "CUDA for sm_80, sm_90, PTX of compute_90"
+    assert f"torch {torch.__version__}: {said}\n" in capsys.readouterr().out
+
+
+def test_a_failure_without_cuda_has_no_hint(
+    setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_py.cpp_extension.BuildExtension, "run", _fails)
+    monkeypatch.setattr(setup_py, "CUDA_CHOICE", "0")
+    with pytest.raises(RuntimeError, match="^command 'g\\+\\+' failed$"):
+        setup_py.Build(Distribution()).run()
+
+
+def test_an_editable_build_keeps_its_objects(
+    setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie where `build_ext --inplace` has them, so that pip compiles nothing again."""
+    monkeypatch.setattr(setup_py, "CUDA_CHOICE", "0")
+    monkeypatch.setattr(setup_py.cpp_extension.BuildExtension, "run", lambda self: None)
+    inplace = setup_py.Build(Distribution())
+    inplace.initialize_options()
+    inplace.inplace = True
+    inplace.finalize_options()
+    editable = setup_py.Build(Distribution())
+    editable.editable_mode = True
+    editable.build_temp = "/tmp/of-pip"
+    editable.run()
+    assert editable.build_temp == str(ROOT / inplace.build_temp)
+
+
+def test_dependencies_are_relative_paths(setup_py: ModuleType) -> None:
+    """setuptools warns of each absolute one, and leaves it out of the sdist."""
+    headers = setup_py.headers()
+    assert "csrc/plan/plan.h" in headers or "include/powersgd/plan.h" in headers
+    assert [header for header in headers if not (ROOT / header).is_file()] == []
+    assert not any(Path(header).is_absolute() for header in headers)
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("[3/45] g++ -MMD -c -c /r/csrc/plan/a.cpp -o /t/a.o -O3\n", "[3/45] csrc/plan/a.cpp\n"),
+        ("[4/45] /c/nvcc -I/r -c /r/csrc/k/b.cu -o /t/b.o -O3\n", "[4/45] csrc/k/b.cu\n"),
+        ("/r/csrc/plan/a.cpp:3:1: warning: unused\n", "/r/csrc/plan/a.cpp:3:1: warning: unused\n"),
+        ("FAILED: /t/a.o\n", "FAILED: /t/a.o\n"),
+        ("g++ -c /r/csrc/plan/a.cpp -o /t/a.o\n", "g++ -c /r/csrc/plan/a.cpp -o /t/a.o\n"),
+    ],
+)
+def test_progress_is_a_short_line(line: str, shown: str) -> None:
+    assert progress.shortened(line, Path("/r")) == shown
+
+
+def test_progress_is_that_of_child_processes(capfd: pytest.CaptureFixture[str]) -> None:
+    with progress.short_commands(Path("/r")):
+        print("before", flush=True)
+        subprocess.run("echo '[1/2] c++ -c /r/a.cpp -o a.o -O3'; echo a warning", shell=True)
+    print("after", flush=True)
+    assert capfd.readouterr().out == "before\n[1/2] a.cpp\na warning\nafter\n"

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Each layer includes and imports only what it may; docs/architecture.md draws the arrows."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from support.repository import ROOT
+
+SOURCE_SUFFIXES = {".h", ".cpp", ".cu", ".cuh", ".py", ".pyi"}
+STAGES = ["project", "orthogonalize", "back_project", "reconstruct", "project_transposed"]
+
+# The first pattern that a file's path matches names its layer.
+LAYERS = {
+    "options": r"include/powersgd/options\.h",
+    "plan": r"include/powersgd/plan\.h|csrc/plan/",
+    "kernels": r"include/powersgd/kernels\.h",
+    "shared kernels": r"csrc/kernels/shared/",
+    "cpu simd": r"csrc/kernels/cpu/simd/",
+    "cpu blocking": r"csrc/kernels/cpu/blocking/",
+    "cpu kernels": r"csrc/kernels/cpu/",
+    "cuda kernels": r"csrc/kernels/cuda/",
+    "compressor": r"include/powersgd/(compressor|parameter_state)\.h|csrc/compressor/",
+    "torch compat": r"include/powersgd/torch_compat\.h",
+    "engine": r"include/powersgd/interpreter\.h|csrc/engine/",
+    "forwarding": r"include/powersgd/(forwarding_backend|inner_backends)\.h|csrc/forwarding/",
+    "gradients": r"include/powersgd/(session|stats|attached_model|ddp_hook|scope_override)\.h"
+    r"|csrc/gradients/",
+    "backend": r"include/powersgd/backend\.h|csrc/backend/",
+    "bindings": r"csrc/bindings/",
+}
+
+# The layers of this project that a layer may include, itself apart.
+MAY_INCLUDE = {
+    "options": [],
+    "plan": ["options"],
+    "kernels": ["options"],
+    "shared kernels": ["options", "kernels"],
+    "cpu simd": [],
+    "cpu blocking": ["options", "kernels", "shared kernels", "cpu simd"],
+    "cpu kernels": ["options", "kernels", "shared kernels", "cpu simd", "cpu blocking"],
+    "cuda kernels": ["options", "kernels", "shared kernels"],
+    "compressor": ["options", "plan", "kernels"],
+    "engine": [],
+    "torch compat": [],
+    "forwarding": ["torch compat", "engine"],
+    "gradients": ["options", "plan", "compressor", "engine"],
+    "backend": ["options", "torch compat", "engine", "forwarding", "gradients"],
+    "bindings": ["options", "plan", "compressor", "engine", "forwarding", "gradients", "backend"],
+}
+
+# What else a layer may include. A header of the C++ library has neither a slash nor a suffix.
+STANDARD = r"[a-z_0-9]+"
+INTRINSICS = r"(immintrin|arm_neon)\.h"
+CUDA_RUNTIME = r"(cuda_runtime|cuda_runtime_api|cuda_bf16|cuda_fp16)\.h|cooperative_groups.*|mma\.h"
+ATEN = r"(ATen|c10)/(?!cuda/).*"  # the same host source builds against a torch without CUDA
+TORCH = r"torch/csrc/(autograd|distributed/c10d)/(?!.*(NCCL|Gloo|UCC|MPI|pybind|python)).*"
+C10D = rf"{STANDARD}|{ATEN}|{TORCH}|torch/version\.h"
+MAY_INCLUDE_ELSE = {
+    "options": STANDARD,
+    "plan": STANDARD,
+    "kernels": STANDARD,
+    "shared kernels": STANDARD,
+    "cpu simd": f"{STANDARD}|{INTRINSICS}",
+    "cpu blocking": f"{STANDARD}|{INTRINSICS}",
+    "cpu kernels": f"{STANDARD}|{INTRINSICS}",
+    "cuda kernels": f"{STANDARD}|{CUDA_RUNTIME}",
+    "compressor": f"{STANDARD}|{ATEN}",
+    "torch compat": C10D,
+    "engine": C10D,
+    "forwarding": C10D,
+    "gradients": C10D,
+    "backend": C10D,
+    "bindings": r".*",
+}
+
+# Folders whose files include, of this project, only the public headers and each other's.
+PUBLIC = "include/powersgd/"
+ONLY_PUBLIC = [PUBLIC, "csrc/bindings/"]
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
+
+# Python hands tensors on; what computes with them is C++.
+MATHS = re.compile(r"(numpy|scipy|torch\.(linalg|fft|special|nn\.functional))(\.|$)")
+
+
+def files_under(root: Path, *folders: str) -> list[Path]:
+    found = [f for folder in folders for f in (root / folder).rglob("*")]
+    return sorted(f for f in found if f.suffix in SOURCE_SUFFIXES)
+
+
+def layer_of(path: str) -> str:
+    for layer, pattern in LAYERS.items():
+        if re.match(pattern, path):
+            return layer
+    raise AssertionError(f"{path} belongs to no layer: add it to LAYERS")
+
+
+def resolve(include: str, file: Path, root: Path) -> str | None:
+    """The file of this project that an include names, relative to its root; None if not ours."""
+    for folder in (file.parent, root / "csrc", root / "include"):
+        path = (folder / include).resolve()
+        if path.is_file() and path.is_relative_to(root):
+            return path.relative_to(root).as_posix()
+    return None
+
+
+def wrong_includes(root: Path) -> list[str]:
+    wrong = []
+    for file in files_under(root, "csrc", "include"):
+        name = file.relative_to(root).as_posix()
+        layer = layer_of(name)
+        for include in INCLUDE.findall(file.read_text()):
+            target = resolve(include, file, root)
+            if target is None:
+                allowed = re.fullmatch(MAY_INCLUDE_ELSE[layer], include) is not None
+            else:
+                allowed = layer_of(target) in [layer, *MAY_INCLUDE[layer]]
+                for folder in ONLY_PUBLIC:
+                    if name.startswith(folder):
+                        allowed = allowed and target.startswith((PUBLIC, folder))
+            if not allowed:
+                wrong.append(f"{name} ({layer}) must not include {include}")
+    return wrong
+
+
+def imports(source: str) -> list[str]:
+    """Every module that Python code imports, and every name that it takes from one."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return names
+
+
+def wrong_imports(root: Path) -> list[str]:
+    wrong = []
+    for file in files_under(root, "python"):
+        name = file.relative_to(root).as_posix()
+        for imported in imports(file.read_text()):
+            compiled = re.fullmatch(r"(torch_powersgd)?\.+_C(\..*)?", imported)
+            if compiled and file.name != "_core.py":
+                wrong.append(
+                    f"{name}: only _core.py imports _C, once it has checked torch's version"
+                )
+            if MATHS.match(imported):
+                wrong.append(f"{name} must not import {imported}")
+    return wrong
+
+
+def test_includes_follow_the_layers() -> None:
+    assert wrong_includes(ROOT) == []
+
+
+def test_imports_follow_the_layers() -> None:
+    assert wrong_imports(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "include"),
+    [
+        ("csrc/plan/plan.cpp", "<ATen/ATen.h>"),
+        ("csrc/plan/plan.cpp", '"powersgd/kernels.h"'),
+        ("csrc/kernels/shared/layout.h", '"kernels/cpu/simd/vector.h"'),
+        ("csrc/kernels/cpu/simd/convert.h", '"powersgd/kernels.h"'),
+        ("csrc/kernels/cpu/blocking/tiles.h", '"kernels/cpu/form_m.h"'),
+        ("csrc/kernels/cpu/project.cpp", '"powersgd/plan.h"'),
+        ("csrc/kernels/cpu/project.cpp", '"kernels/cuda/launch.cuh"'),
+        ("csrc/kernels/cuda/project.cu", "<c10/cuda/CUDAStream.h>"),
+        ("csrc/compressor/stages.cpp", "<torch/csrc/distributed/c10d/Work.hpp>"),
+        ("csrc/compressor/stages.cpp", "<c10/cuda/CUDAGuard.h>"),
+        ("csrc/engine/work.cpp", "<pybind11/pybind11.h>"),
+        ("csrc/engine/work.cpp", "<torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>"),
+        ("csrc/engine/engine.h", '"powersgd/compressor.h"'),
+        ("csrc/forwarding/forwarding_backend.cpp", '"powersgd/compressor.h"'),
+        ("csrc/gradients/session.cpp", '"powersgd/backend.h"'),
+        ("csrc/gradients/session.cpp", '"powersgd/kernels.h"'),
+        ("csrc/backend/backend_powersgd.cpp", '"bindings/gil.h"'),
+        ("csrc/bindings/module.cpp", '"engine/engine.h"'),
+        ("include/powersgd/session.h", '"engine/engine.h"'),
+    ],
+)
+def test_a_wrong_include_is_found(tmp_path: Path, path: str, include: str) -> None:
+    public = ["plan", "kernels", "compressor", "backend"]
+    local = [
+        "kernels/cpu/simd/vector.h",
+        "kernels/cpu/form_m.h",
+        "kernels/cuda/launch.cuh",
+        "engine/engine.h",
+        "bindings/gil.h",
+    ]
+    headers = [*(f"include/powersgd/{name}.h" for name in public), *(f"csrc/{h}" for h in local)]
+    for header in headers:
+        (tmp_path / header).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / header).touch()
+    source = tmp_path / path
+    source.parent.mkdir(parents=True, exist_ok=True)
+    source.write_text(f"#include <vector>\n#include {include}\n")
+    assert len(wrong_includes(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import numpy as np",
+        "from torch.nn import functional",
+        "from torch_powersgd import _C",
+        "from torch_powersgd._C import Options",
+        "from . import _C",
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path: Path, source: str) -> None:
+    file = tmp_path / "python" / "torch_powersgd" / "stats.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"import torch\n{source}\n")
+    assert wrong_imports(tmp_path) != []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_has_one_basename_everywhere(stage: str) -> None:
+    assert (ROOT / "csrc/kernels/cpu" / f"{stage}.cpp").is_file()
+    assert (ROOT / "tests/cpp/kernels" / f"test_{stage}.cpp").is_file()
+    cuda = ROOT / "csrc/kernels/cuda"
+    if any(cuda.glob("*.cu")):
+        assert (cuda / f"{stage}.cu").is_file()
+
+
+def test_every_source_file_names_its_licence() -> None:
+    folders = ["csrc", "include", "python", "setup_support", "tests", "examples", "benchmarks"]
+    missing = []
+    for file in [ROOT / "setup.py", *files_under(ROOT, *folders)]:
+        first_lines = file.read_text().splitlines()[:2]  # the second, after a #! line
+        if not any(line.endswith("SPDX-License-Identifier: BSD-3-Clause") for line in first_lines):
+            missing.append(file.relative_to(ROOT).as_posix())
+    assert missing == []

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a package index and pip read: metadata, the long description, the files of the sdist."""
+
+from __future__ import annotations
+
+import email
+import email.message
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from setup_support import metadata
+from support.repository import ROOT
+
+REPOSITORY = metadata.repository(ROOT / "pyproject.toml")
+TORCH = torch.__version__.split("+")[0]
+
+
+@pytest.fixture(scope="module")
+def tracked() -> list[str]:
+    """The files of this checkout, with those that are new."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this is not a checkout of git")
+    return [name for name in result.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def copy(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, so that nothing is written into this tree, with what a build leaves behind."""
+    folder = tmp_path_factory.mktemp("copy")
+    left_behind = ["python/torch_powersgd/_C.x.so", "tests/python/__pycache__/x.pyc", "build/x.cpp"]
+    for name in [*tracked, *left_behind]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((ROOT / name).read_bytes() if name in tracked else b"")
+    return folder
+
+
+def run_setup(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "setup.py", "--quiet", *arguments]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def sdist(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("dist")
+    said = run_setup(copy, "sdist", f"--dist-dir={folder}")
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(folder)
+    (unpacked,) = (entry for entry in folder.iterdir() if entry.is_dir())
+    return unpacked, said
+
+
+def read_metadata(file: Path) -> email.message.Message:
+    return email.message_from_string(file.read_text(encoding="utf-8"))
+
+
+def own_requirements(message: email.message.Message) -> list[str]:
+    """Those without an extra."""
+    return sorted(value for value in message.get_all("Requires-Dist", []) if ";" not in value)
+
+
+def test_the_sdist_is_complete(sdist: tuple[Path, str], tracked: list[str]) -> None:
+    unpacked, _ = sdist
+    present = {str(file.relative_to(unpacked)) for file in unpacked.rglob("*") if file.is_file()}
+    assert sorted(set(tracked) - present) == []
+    made = {name for name in present - set(tracked) if ".egg-info/" not in name}
+    assert made <= {"PKG-INFO", "setup.cfg"}
+
+
+def test_the_sdist_is_quiet(sdist: tuple[Path, str]) -> None:
+    _, said = sdist
+    lines = [line for line in said.splitlines() if "CUDA runtime is found" not in line]
+    assert lines == []
+
+
+def test_the_sdist_takes_any_supported_torch(sdist: tuple[Path, str]) -> None:
+    unpacked, _ = sdist
+    message = read_metadata(unpacked / "PKG-INFO")
+    assert own_requirements(message) == ["rich", f"torch>={metadata.OLDEST_TORCH}"]
+    assert "requires-dist" in message.get_all("Dynamic", [])
+
+
+def test_a_wheel_takes_the_torch_that_it_was_built_with(
+    sdist: tuple[Path, str], tmp_path: Path
+) -> None:
+    """This is also a build of metadata from the sdist."""
+    unpacked, _ = sdist
+    run_setup(unpacked, "dist_info", f"--output-dir={tmp_path}")
+    (file,) = tmp_path.glob("*.dist-info/METADATA")
+    message = read_metadata(file)
+    assert own_requirements(message) == ["rich", f"torch=={TORCH}"]
+    assert f"Repository, {REPOSITORY}" in message.get_all("Project-URL", [])
+    assert message["Description-Content-Type"] == "text/markdown"
+    for minor in range(10, 15):
+        assert f"Programming Language :: Python :: 3.{minor}" in message.get_all("Classifier", [])
+    assert set(message.get_all("Provides-Extra", [])) == {"bench", "demo", "docs", "lint", "test"}
+    assert relative_targets(str(message.get_payload())) == []
+
+
+def test_a_requirement_has_no_local_version() -> None:
+    assert metadata.requirements("2.13.0+cpu") == ["rich", "torch==2.13.0"]
+    assert metadata.requirements("2.15.0.dev1+cu130") == ["rich", "torch==2.15.0.dev1"]
+
+
+def test_the_core_compares_what_the_wheel_requires() -> None:
+    """If the import compared another part of the version, the requirement would be false."""
+    from torch_powersgd import _C
+
+    assert _C.torch_version == TORCH
+
+
+def relative_targets(markdown: str) -> list[str]:
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"""\]\(([^)\s]+)|(?:src|href|srcset)=["']([^"']+)""", text)
+    return [url for pair in targets for url in pair if url and not re.match(r"[a-z]+:", url)]
+
+
+def test_links_of_the_readme_lead_to_files_of_the_repository() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert relative_targets(readme) != []
+    text = metadata.absolute_links(readme, REPOSITORY)
+    assert relative_targets(text) == []
+    paths = re.findall(rf"{re.escape(REPOSITORY)}/(?:blob|raw)/HEAD/([^)\"'\s#]+)", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("markdown", "absolute"),
+    [
+        ("[a](docs/a.md#b)", "[a](U/blob/HEAD/docs/a.md#b)"),
+        ("[a](./LICENSE) [b](#c)", "[a](U/blob/HEAD/LICENSE) [b](U#c)"),
+        ("![a](docs/a.png)", "![a](U/raw/HEAD/docs/a.png)"),
+        (
+            "[![a](docs/a.png)](docs/a.md)",
+            "[![a](U/raw/HEAD/docs/a.png)](U/blob/HEAD/docs/a.md)",
+        ),
+        ('<img alt="x" src="docs/a.svg">', '<img alt="x" src="U/raw/HEAD/docs/a.svg">'),
+        ('<a href="docs/a.md">', '<a href="U/blob/HEAD/docs/a.md">'),
+        ("x\n[a]: docs/a.md", "x\n[a]: U/blob/HEAD/docs/a.md"),
+        ("[a](https://b.c/d) <m@n.o>", "[a](https://b.c/d) <m@n.o>"),
+        ("[a](mailto:b@c.d)", "[a](mailto:b@c.d)"),
+        ("`f[i](x)` [a](b)", "`f[i](x)` [a](U/blob/HEAD/b)"),
+        ("```python\nf[i](x)\n```\n[a](b)", "```python\nf[i](x)\n```\n[a](U/blob/HEAD/b)"),
+    ],
+)
+def test_relative_links_are_made_absolute(markdown: str, absolute: str) -> None:
+    assert metadata.absolute_links(markdown, "U") == absolute
+
+
+def test_a_repository_that_is_not_stated_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    with pytest.raises(SystemExit, match="has no Repository in"):
+        metadata.repository(tmp_path / "pyproject.toml")

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ranks that share one GPU. NCCL takes them for hosts of their own and connects them by sockets."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_powersgd as tp
+from support import ranks
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+WORLD_SIZE = 2
+BACKEND = "cpu:gloo,cuda:powersgd"
+INNERS = ("auto", "gloo")  # auto: NCCL, ordered by streams; Gloo runs on the engine's thread
+
+
+def options_of(inner: str = "auto", **fields: Any) -> tp.Options:
+    fields = {"start_powerSGD_iter": 0, "matrix_approximation_rank": 2, **fields}
+    return tp.Options(inner=inner, **fields)
+
+
+def _main(rank: int, function: Any, backend: str, options: Any, args: tuple) -> Any:
+    os.environ.update(
+        NCCL_HOSTID=str(rank),
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_IB_DISABLE="1",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.cuda.set_device(0)
+    ranks.init_group(backend, options)
+    result = function(rank, *args)
+    torch.cuda.synchronize()
+    return result
+
+
+def run(
+    function: Any,
+    *args: Any,
+    options: tp.Options | None = None,
+    backend: str = BACKEND,
+    world_size: int = WORLD_SIZE,
+) -> list[Any]:
+    """Calls function(rank, *args) on each rank; returns the results by rank."""
+    options = options or options_of()
+    return ranks.run(world_size, _main, function, backend, options, args, backend=None, timeout=60)
+
+
+def compress(tensor: torch.Tensor, **arguments: Any) -> Any:
+    """An all-reduce whose state is kept from call to call."""
+    with tp.compression(True):
+        return dist.all_reduce(tensor, **arguments)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

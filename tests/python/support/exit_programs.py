@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Programs of two ranks that end in many ways, each rank through a whole interpreter's exit.
+
+    python exit_programs.py FOLDER PROGRAM...
+
+A multiprocessing child leaves by os._exit, which skips all that can go wrong at an exit: the atexit
+functions, the end of the interpreter, static destructors. So this program imports torch once and
+then forks its ranks, each of which runs off the end of the script as a user's program does. The
+programs named run once each, all at the same time; a name followed by * and a number runs so many
+times, one after the other. It prints as JSON
+{program: [[exit code of rank 0, of rank 1, seconds], ...]}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torch_powersgd as tp
+from support.synthetic import gradient, gradients, make_attached, step
+
+HANG = 40  # seconds
+
+SHAPES = {"weight": (32, 48), "bias": (48,)}
+
+# What a program leaves behind for the interpreter to destroy.
+kept: list[Any] = []
+
+
+class SlowToDestroy:
+    """Stretches the end of the interpreter, as a large program does, and lets other threads run in
+    it: one that then asks for the GIL is ended where it is."""
+
+    def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        sleep(1)
+
+
+def init(rank: int, store: str) -> None:
+    dist.init_process_group(
+        "cpu:powersgd",
+        store=dist.FileStore(store, 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=HANG),
+        pg_options=tp.Options(scope="always", start_powerSGD_iter=0),
+    )
+    dist.barrier()
+
+
+def train(rank: int) -> torch.nn.Module:
+    ddp = make_attached(SHAPES)
+    for i in range(3):
+        step(ddp, gradients(SHAPES, rank, i))
+    return ddp
+
+
+def start_work(rank: int) -> dist.Work:
+    return dist.all_reduce(gradient([64, 64], rank), async_op=True)
+
+
+def reduces_and_destroys(rank: int) -> None:
+    for _ in range(3):
+        start_work(rank).wait()
+    dist.destroy_process_group()
+
+
+def trains_and_destroys(rank: int) -> None:
+    train(rank)
+    dist.destroy_process_group()
+
+
+def trains_and_does_not_destroy(rank: int) -> None:
+    train(rank)
+
+
+def keeps_everything(rank: int) -> None:
+    """The module, the group, works and futures are globals at the exit."""
+    work = start_work(rank)
+    future = work.get_future().then(lambda done: done.value()[0])
+    kept.extend([train(rank), dist.group.WORLD, work, future])
+
+
+def destroys_and_keeps_everything(rank: int) -> None:
+    keeps_everything(rank)
+    dist.destroy_process_group()
+
+
+def leaves_answered_works(rank: int) -> None:
+    kept.extend(start_work(rank) for _ in range(20))
+
+
+def destroys_with_answered_works(rank: int) -> None:
+    works = [start_work(rank) for _ in range(20)]
+    dist.destroy_process_group()
+    for work in works:
+        work.wait()
+
+
+def linger(done: torch.futures.Future) -> None:
+    """A callback that asks for the GIL again and again, for half a second."""
+    for _ in range(500):
+        time.sleep(0.001)
+
+
+def leaves_a_work_that_nobody_answers(rank: int) -> None:
+    """The peer exits too, which ends what is in flight: the callback begins during the exit."""
+    if rank == 0:
+        kept.extend([SlowToDestroy(), start_work(rank)])
+        kept.append(kept[1].get_future().then(linger))
+
+
+def outlive_rank_0(rank: int) -> None:
+    """Keeps the connection open: nothing then ends what rank 0 has in flight."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.set("pid", str(os.getpid()))
+    else:
+        status = Path(f"/proc/{int(store.get('pid'))}/status")
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            while "zombie" not in status.read_text():
+                time.sleep(0.1)
+
+
+def leaves_a_work_while_the_peer_lives(rank: int) -> None:
+    if rank == 0:
+        kept.append(start_work(rank))
+    outlive_rank_0(rank)
+
+
+def aborts_while_the_peer_lives(rank: int) -> None:
+    outlive_rank_0(rank)
+    if rank == 0:
+        kept.extend(start_work(rank) for _ in range(3))
+        dist.distributed_c10d._abort_process_group()
+
+
+def raises_with_a_work_in_flight(rank: int) -> None:
+    start_work(rank)
+    raise RuntimeError("an uncaught exception, as it should be")
+
+
+def exits_with_a_work_in_flight(rank: int) -> None:
+    start_work(rank)
+    sys.exit(3)
+
+
+def exits_while_a_callback_runs(rank: int) -> None:
+    kept.append(SlowToDestroy())
+    started = threading.Event()
+    work = start_work(rank)
+    work.get_future().then(lambda done: started.set() or linger(done))
+    started.wait()
+
+
+def exits_with_an_exact_work_in_flight(rank: int) -> None:
+    kept.append(dist.all_reduce(torch.ones(3, dtype=torch.int64), async_op=True))
+
+
+class InRank(Exception):
+    """Leaves the loop of the starter in a fork: what it carries is run at the end of the script."""
+
+
+def start(name: str, store: str) -> tuple[list[int], float]:
+    pids = []
+    for rank in range(2):
+        pid = os.fork()
+        if pid == 0:
+            raise InRank(name, rank, store)
+        pids.append(pid)
+    return pids, time.monotonic()
+
+
+def wait(pids: list[int], started: float) -> list[float]:
+    """The exit codes, negative for a signal; a rank that hangs is killed and has -SIGKILL."""
+    codes: dict[int, int] = {}
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+                elif time.monotonic() - started > HANG:
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+    return [*(codes[pid] for pid in pids), round(time.monotonic() - started, 2)]
+
+
+def run_all(folder: str, programs: list[str]) -> dict[str, list[list[float]]]:
+    once = [name for name in programs if "*" not in name]
+    running = {name: start(name, f"{folder}/{name}") for name in once}
+    results = {name: [wait(*started)] for name, started in running.items()}
+    for repeated in set(programs) - set(once):
+        name, times = repeated.split("*")
+        results[name] = [wait(*start(name, f"{folder}/{name}{i}")) for i in range(int(times))]
+    return results
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, *programs = sys.argv[1:]
+    if any("train" in name or "everything" in name for name in programs):
+        importlib.import_module("torch._dynamo")  # else DDP imports it in each fork
+    # What the forks share need not be walked, and copied, by the collections of their last moments.
+    gc.collect()
+    gc.freeze()
+    rank_to_be = None
+    try:
+        print(json.dumps(run_all(folder, programs)))
+    except InRank as fork:
+        rank_to_be = fork.args
+    if rank_to_be is not None:
+        name, rank, store = rank_to_be
+        faulthandler.dump_traceback_later(HANG - 5)
+        init(rank, store)
+        globals()[name](rank)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Modules that FSDP2 has sharded, each trained twice: attached, and by FSDP2's own HSDP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import torch_powersgd as tp
+from support.paired_training import OPTIONS, STEPS, WARM_UP, digest, same
+from support.synthetic import Ledger, Tensors, gradient
+
+REPLICAS, SHARDS = 2, 2
+
+
+class Net(nn.Module):
+    """Its shards are uneven, and of ``gain`` only the first rank has any."""
+
+    def __init__(self, width: int = 25) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.gain = nn.Parameter(torch.ones(1))
+        self.out = nn.Linear(width, 33)
+
+    def forward(self, x, skip=None, gained=True):
+        for i, block in enumerate(self.blocks):
+            x = x if i == skip else torch.tanh(block(x))
+        return self.out(self.gain * x if gained else x)
+
+
+def mesh_of(replicate: object, *others: tuple[str, int]) -> DeviceMesh:
+    """Of replicas and others over Gloo: without any, of shards."""
+    names, sizes = zip(("replicate", REPLICAS), *(others or [("shard", SHARDS)]), strict=True)
+    backends = {**dict.fromkeys(names, "gloo"), "replicate": replicate}
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names, backend_override=backends)
+
+
+def sharded(
+    mesh: DeviceMesh, tensor_mesh: DeviceMesh | None = None, **arguments: object
+) -> nn.Module:
+    torch.manual_seed(0)
+    net = Net()
+    if tensor_mesh is not None:
+        net = Net(24)  # which two ranks can share evenly, as FSDP2 asks for
+        parallelize_module(
+            net, tensor_mesh, {"blocks.0": ColwiseParallel(), "blocks.1": RowwiseParallel()}
+        )
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh, **arguments)
+    return fully_shard(net, mesh=mesh, **arguments)
+
+
+def locals_of(module: nn.Module) -> Tensors:
+    """This rank's shards of the parameters."""
+    return {name: p.detach().to_local() for name, p in module.named_parameters()}
+
+
+def gradients(module: nn.Module) -> Tensors:
+    """This rank's shards of the gradients."""
+    return {
+        name: p.grad.to_local().clone()
+        for name, p in module.named_parameters()
+        if p.grad is not None
+    }
+
+
+@dataclass
+class Facts:
+    warm_up: list[bool] = field(default_factory=list)  # gradients as native HSDP has them
+    exact: list[bool] = field(default_factory=list)  # loss and input's gradient: likewise
+    compressed: list[bool] = field(default_factory=list)  # gradients that differ, after warm-up
+    errors: dict[str, float] = field(default_factory=dict)  # of the identity, by parameter
+    replica: list[str] = field(default_factory=list)  # digest of gradients and shards, by step
+    extra: object = None
+
+
+class TrainingPair:
+    """The same training, attached, and by FSDP2's own HSDP over Gloo."""
+
+    def __init__(self, attached: nn.Module, plain: nn.Module, group: dist.ProcessGroup) -> None:
+        self.attached, self.plain, self.group = attached, plain, group
+        tp.attach(self.attached, group=self.group)
+        self.facts, self.ledger = Facts(), Ledger()
+
+    def equalize(self) -> None:
+        """The plain module takes over the parameters of the attached one."""
+        pairs = zip(locals_of(self.plain).values(), locals_of(self.attached).values(), strict=True)
+        for mine, other in pairs:
+            mine.copy_(other)
+
+    def train(self, rank: int, micro_batches: int = 1, prepare=None, skip=None) -> Facts:
+        for i in range(STEPS):
+            self.equalize()
+            seen = []
+            for module in (self.attached, self.plain):
+                module.zero_grad()
+                for k in range(micro_batches):
+                    if prepare is not None:
+                        prepare(module, last=k == micro_batches - 1)
+                    width = module.out.weight.shape[1]
+                    x = gradient((6, width), "input", rank, micro_batches * i + k)
+                    loss = module(x.requires_grad_(), skip(i) if skip else None).square().mean()
+                    loss.backward()
+                seen.append([loss, x.grad])
+            self.facts.exact.append(same(*seen))
+            self.record(i)
+        return self.finish()
+
+    def record(self, i: int) -> None:
+        found, wanted = gradients(self.attached), gradients(self.plain)
+        assert found.keys() == wanted.keys()
+        self.ledger.add(found, {name: g.double() for name, g in wanted.items()})
+        equal = same(found.values(), wanted.values())
+        (self.facts.warm_up if i < WARM_UP else self.facts.compressed).append(equal)
+        with torch.no_grad():
+            for name, p in self.attached.named_parameters():
+                if name in found:
+                    p.to_local().sub_(found[name], alpha=0.05)
+        self.facts.replica.append(digest([*found.values(), *locals_of(self.attached).values()]))
+
+    def residuals(self) -> Tensors:
+        """Mean over the replicas, without the padding and the loss scale."""
+        shards, state = locals_of(self.attached), tp.state_dict(self.attached)
+        return {
+            name: saved["residual"][: len(shards[name])].double() / state["grad_scale"]
+            for name, saved in state["parameters"].items()
+        }
+
+    def finish(self) -> Facts:
+        residuals = self.residuals()
+        assert residuals, "nothing was compressed"
+        self.facts.errors = {
+            name: error
+            for name, error in self.ledger.errors(residuals).items()
+            if len(locals_of(self.attached)[name])  # 0 / 0 of a shard without elements
+        }
+        return self.facts
+
+
+def make_pair(**arguments: object) -> TrainingPair:
+    mesh = mesh_of(("cpu:powersgd", OPTIONS))
+    attached = sharded(mesh["shard"], **arguments)
+    return TrainingPair(
+        attached, sharded(mesh_of("gloo"), **arguments), mesh.get_group("replicate")
+    )
+
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+@case
+def plain(rank):
+    pair = make_pair()
+    facts = pair.train(rank)
+    stats = tp.stats(pair.group)
+    facts.extra = stats["steps"], stats["compressed_calls"], sorted(stats["residual_norms"])
+    return facts
+
+
+@case
+def accumulation(rank):
+    """Micro-batches without any communication but the last's."""
+    return make_pair().train(rank, 3, lambda module, last: module.set_requires_gradient_sync(last))
+
+
+@case
+def accumulation_of_shards(rank):
+    """Micro-batches that are reduce-scattered, and only the last all-reduced."""
+    return make_pair().train(rank, 3, lambda module, last: module.set_requires_all_reduce(last))
+
+
+@case
+def tensor_parallel(rank):
+    """Replicas of two ranks that share the tensors of two layers, and shards of one rank."""
+    mesh, other = (
+        mesh_of(backend, ("shard", 1), ("tensor", 2))
+        for backend in (("cpu:powersgd", OPTIONS), "gloo")
+    )
+    pair = TrainingPair(
+        sharded(mesh["shard"], mesh["tensor"]),
+        sharded(other["replicate", "shard"], other["tensor"]),
+        mesh.get_group("replicate"),
+    )
+    return pair.train(mesh.get_local_rank("replicate"))
+
+
+@case
+def mixed_precision(rank):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return make_pair(mp_policy=policy).train(rank)
+
+
+@case
+def reshard_after_forward(rank):
+    return make_pair(reshard_after_forward=False).train(rank)
+
+
+@case
+def unused_parameters(rank):
+    """A unit that is not used now and then; then it is not reduced either."""
+    return make_pair().train(rank, skip=lambda i: 0 if i % 3 == 1 else None)
+
+
+@case
+def frozen(rank):
+    pair = make_pair()
+    for module in (pair.attached, pair.plain):
+        module.out.weight.requires_grad_(False)
+    return pair.train(rank)
+
+
+@case
+def loss_scale(rank):
+    """A scale that grows, and one step that is skipped: an input was not finite on one rank.
+
+    It reaches the first block's gradients. Of the others what is compressed is owed again.
+    """
+    pair = make_pair()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    tp.attach(pair.attached, scaler=scaler)
+    still = torch.optim.SGD(pair.attached.parameters(), lr=0.0)  # record() applies the gradients
+    for i in range(STEPS + 1):
+        pair.equalize()
+        x = gradient((6, 25), "input", rank, i)
+        bad = i == WARM_UP + 2
+        if bad and rank == 1:
+            x[0, 0] = float("inf")
+        for module, scale in ((pair.attached, scaler.scale), (pair.plain, lambda loss: loss)):
+            module.zero_grad()
+            scale(module(x).square().mean()).backward()
+        scaler.unscale_(still)
+        if bad:
+            wanted = gradients(pair.plain)
+            owed = {name: wanted[name].double() for name in ("blocks.1.weight", "out.weight")}
+            pair.ledger.add({name: torch.zeros_like(g) for name, g in owed.items()}, owed)
+        else:
+            pair.record(i)
+        scaler.step(still)
+        scaler.update()
+    pair.facts.extra = scaler.get_scale()
+    return pair.finish()

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The same training twice in one job: by an attached module, and by plain DDP over Gloo.
+
+Before each compressed step the plain module takes over the parameters and buffers of the attached
+one. Its gradients are then what the attached module's would be without compression: the mean
+gradients, to the bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd as tp
+from support.call_observer import gloo
+from support.synthetic import Ledger, Tensors
+
+STEPS = 9
+WARM_UP = 3  # so many of them are exact
+OPTIONS = tp.Options(start_powerSGD_iter=WARM_UP, matrix_approximation_rank=2)
+
+# Makes the module, given the process group that it trains in.
+Make = Callable[[dist.ProcessGroup], torch.nn.Module]
+# Of a module, this rank and a step: the loss, and what the forward pass was given.
+Loss = Callable[[Any, int, int], tuple[torch.Tensor, list[torch.Tensor]]]
+
+
+def same(a: Iterable[torch.Tensor | None], b: Iterable[torch.Tensor | None]) -> bool:
+    """Whether both hold the same tensors, bit for bit; NaN equals NaN."""
+    return all(
+        x is y or (x is not None and y is not None and _bytes(x) == _bytes(y))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(map(_bytes, tensors))).hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    tensor = tensor.detach()
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@dataclass
+class Facts:
+    """What a rank found out."""
+
+    warm_up: list[bool] = field(default_factory=list)  # gradients as plain DDP has them, by step
+    exact: list[bool] = field(default_factory=list)  # loss, buffers, inputs' gradients: likewise
+    compressed: list[bool] = field(default_factory=list)  # gradients that differ, after warm-up
+    errors: dict[str, float] = field(default_factory=dict)  # of the identity, by parameter
+    replica: list[str] = field(default_factory=list)  # digest of gradients and parameters, by step
+    extra: Any = None
+
+
+class TrainingPair:
+    """The two modules, which begin alike."""
+
+    def __init__(
+        self,
+        make: Make,
+        wrap: Callable[[DistributedDataParallel], Any] = lambda ddp: ddp,
+        **ddp_arguments: Any,
+    ) -> None:
+        self.modules, self.callables = [], []
+        for group in (dist.group.WORLD, gloo()):
+            torch.manual_seed(0)
+            ddp = DistributedDataParallel(make(group), process_group=group, **ddp_arguments)
+            if group is dist.group.WORLD:
+                tp.attach(ddp, OPTIONS)
+            self.modules.append(ddp)
+            self.callables.append(wrap(ddp))
+        self.attached, self.plain = self.modules
+        self.facts, self.ledger, self.steps = Facts(), Ledger(), 0
+
+    def equalize(self) -> None:
+        """The plain module takes over what the attached one has; in warm-up it has it already."""
+        if self.steps < WARM_UP:
+            return
+        with torch.no_grad():
+            pairs = zip(_state(self.plain), _state(self.attached), strict=True)
+            for mine, other in pairs:
+                mine.copy_(other)
+
+    def record(self, exact: bool) -> None:
+        """Compares what a backward pass of both has left; begins the next step."""
+        found, wanted = (self.gradients(ddp) for ddp in self.modules)
+        assert found.keys() == wanted.keys()
+        self.ledger.add(found, {name: gradient.double() for name, gradient in wanted.items()})
+        equal = same(found.values(), wanted.values())
+        (self.facts.warm_up if self.steps < WARM_UP else self.facts.compressed).append(equal)
+        self.facts.exact.append(exact)
+        self.facts.replica.append(digest([*found.values(), *self.attached.parameters()]))
+        self.steps += 1
+
+    def residuals(self) -> Tensors:
+        """The mean residual of each parameter that is compressed. Collective."""
+        saved = tp.state_dict(self.attached)["parameters"]
+        return {name: state["residual"].double() for name, state in saved.items()}
+
+    def gradients(self, ddp: DistributedDataParallel) -> Tensors:
+        return {
+            name: _dense(parameter.grad.detach()).clone()
+            for name, parameter in ddp.module.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def finish(self) -> Facts:
+        residuals = self.residuals()
+        assert residuals, "nothing was compressed"
+        self.facts.errors = self.ledger.errors(residuals)
+        return self.facts
+
+
+def train(
+    pair: TrainingPair, loss_of: Loss, rank: int, steps: int = STEPS, clip: float = 0
+) -> Facts:
+    """Steps of SGD by both; the plain module's own during warm-up."""
+    norms = []
+    for i in range(steps):
+        pair.equalize()
+        seen = []
+        for ddp, forward in zip(pair.modules, pair.callables, strict=True):
+            ddp.zero_grad()
+            torch.manual_seed(100 * i + rank)
+            loss, inputs = loss_of(forward, rank, i)
+            loss.backward()
+            seen.append([loss, *ddp.buffers(), *(x.grad for x in inputs)])
+        pair.record(same(*seen))
+        for ddp in pair.modules:
+            if clip:
+                norms.append(torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip).item())
+            descend(ddp)
+    pair.facts.extra = norms
+    return pair.finish()
+
+
+def descend(ddp: torch.nn.Module, rate: float = 0.05) -> None:
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(_dense(parameter.grad), alpha=rate)
+
+
+def _state(ddp: torch.nn.Module) -> list[torch.Tensor]:
+    return [*ddp.parameters(), *ddp.buffers()]
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Runs a function on several ranks, each a process of its own, with a time-out that kills them."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+# A server process that has imported what ranks import forks them: a start takes milliseconds, and
+# each test still gets processes that nothing has run in.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    # DDP imports torch._dynamo when it is first used, which takes seconds.
+    ["torch._dynamo", "torch.nn.parallel", "torch_powersgd", "numpy", "pytest", "support.ranks"]
+)
+
+# Once a rank has failed the others may wait for it for as long as their time-outs let them.
+_GRACE_AFTER_FAILURE = 10
+
+
+class RankFailed(Exception):
+    """A rank raised; the message holds its traceback."""
+
+
+@dataclass
+class Outcome:
+    """What became of one rank."""
+
+    value: Any = None  # what the function returned
+    error: str = ""  # why there is no value
+    exitcode: int | None = None  # None: it did not end by itself
+
+
+def run(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    backend: str | None = "cpu:powersgd",
+    options: Any = None,
+    timeout: float = 90,
+    op_timeout: float = 60,
+) -> list[Any]:
+    """Calls function(rank, *args) on each rank inside a process group; returns the results by rank.
+
+    Args:
+        function: at module level, so that it can be pickled; what it returns must be picklable too.
+        backend: None: no process group is made; the function may make one with ``init_group``.
+        options: the group's pg_options; a list: one for each rank.
+        timeout: seconds after which all ranks are killed and the test fails.
+        op_timeout: seconds, the process group's time-out.
+
+    Raises:
+        RankFailed: if any rank raised, died or did not end.
+    """
+    setup = (backend, options, timeout, op_timeout)
+    ended = _run(world_size, function, args, setup, _GRACE_AFTER_FAILURE)
+    failures = [outcome.error for outcome in ended if outcome.error]
+    failures += [
+        f"rank {rank} returned and then ended with exit code {outcome.exitcode} (None: not at all)"
+        for rank, outcome in enumerate(ended)
+        if not outcome.error and outcome.exitcode != 0
+    ]
+    if failures:
+        raise RankFailed("\n".join(failures))
+    return [outcome.value for outcome in ended]
+
+
+def outcomes(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    backend: str | None = "cpu:powersgd",
+    options: Any = None,
+    timeout: float = 90,
+    op_timeout: float = 60,
+) -> list[Outcome]:
+    """As ``run``, for ranks that are meant to fail: does not raise, and lets every rank end."""
+    return _run(world_size, function, args, (backend, options, timeout, op_timeout), timeout)
+
+
+def _run(
+    world_size: int, function: Callable[..., Any], args: tuple, setup: tuple, grace: float
+) -> list[Outcome]:
+    backend, options, timeout, op_timeout = setup
+    with tempfile.TemporaryDirectory() as folder:
+        processes, receivers = [], []
+        for rank in range(world_size):
+            receiver, sender = _context.Pipe(duplex=False)
+            mine = options[rank] if isinstance(options, list) else options
+            place = (rank, world_size, f"{folder}/store")
+            rank_setup = (backend, mine, timeout, op_timeout)
+            process = _context.Process(
+                target=_main, args=(sender, place, rank_setup, function, args)
+            )
+            process.start()
+            sender.close()
+            processes.append(process)
+            receivers.append(receiver)
+        try:
+            return _collect(processes, receivers, timeout, grace)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _collect(processes: list, receivers: list, timeout: float, grace: float) -> list[Outcome]:
+    deadline = time.monotonic() + timeout
+    ended = [
+        Outcome(
+            error=f"rank {rank} did not end within {timeout} s, or {grace} s after another failed"
+        )
+        for rank in range(len(processes))
+    ]
+    waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
+    while waiting:
+        left = max(0.0, deadline - time.monotonic())
+        ready = multiprocessing.connection.wait(list(waiting), left)
+        if not ready:
+            return ended
+        for receiver in ready:
+            rank = waiting.pop(receiver)
+            try:
+                ended[rank].value, ended[rank].error = receiver.recv()
+            except EOFError:
+                processes[rank].join(5)
+                ended[rank].error = f"rank {rank} died with exit code {processes[rank].exitcode}"
+            if ended[rank].error:
+                deadline = min(deadline, time.monotonic() + grace)
+    for process, outcome in zip(processes, ended, strict=True):
+        process.join(max(0.1, deadline - time.monotonic()))
+        outcome.exitcode = process.exitcode
+    return ended
+
+
+_place: tuple[int, int, str]  # rank, world size and the path of the store, in a rank's process
+_groups_made = 0
+
+
+def init_group(backend: str | None, options: Any = None, op_timeout: float = 60) -> None:
+    """Makes the default process group of a rank; again after destroy_process_group."""
+    import torch.distributed as dist
+
+    import torch_powersgd  # noqa: F401 - registers the backend
+
+    global _groups_made
+    _groups_made += 1
+    rank, world_size, path = _place
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(f"{path}.{_groups_made}", world_size),
+        rank=rank,
+        world_size=world_size,
+        pg_options=options,
+        timeout=timedelta(seconds=op_timeout),
+    )
+
+
+def side_store() -> Any:
+    """A store that no process group uses: for signals between ranks whose group is broken."""
+    import torch.distributed as dist
+
+    # Without a world size: with one, the file goes when so many of its stores have gone.
+    return dist.FileStore(f"{_place[2]}.side")
+
+
+def _main(
+    sender: Any, place: tuple, setup: tuple, function: Callable[..., Any], args: tuple
+) -> None:
+    global _place
+    _place = place
+    backend, options, timeout, op_timeout = setup
+    # A hang shows where it is before the parent kills it.
+    faulthandler.dump_traceback_later(timeout * 0.9, exit=False)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        if backend is not None:
+            init_group(backend, options, op_timeout)
+        result = function(place[0], *args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sender.send((result, ""))
+    except BaseException:  # the parent raises it
+        sender.send((None, f"rank {place[0]}:\n{traceback.format_exc()}"))
+        os._exit(1)

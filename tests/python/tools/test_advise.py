@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The measurements of advise: what is rehearsed on the group, and that all ranks agree."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_powersgd as tp
+from support import ranks
+from support.stages import run_stages
+from torch_powersgd import advise
+from torch_powersgd._core import _C
+from torch_powersgd.footprint import buckets_of, footprint_of
+from torch_powersgd.rehearsal import PASSES, Rehearsal, Rehearsed, UserStep, time_step
+
+SHAPES = [[300, 200], [300], [200, 300], [7]]
+CPU = torch.device("cpu")
+
+
+def test_buckets_are_ddps():
+    # In the order of backward; the first bucket ends where 1 MB is reached, as DDP's does.
+    layout = buckets_of([[4], [1 << 18], [1 << 18], [8], [1 << 18]])
+    assert layout == [[[1 << 18]], [[8], [1 << 18], [1 << 18], [4]]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("alternating", [False, True], ids=["both", "in turns"])
+def test_the_bytes_are_those_that_a_compressor_sends(dtype, wire, alternating):
+    options = tp.Options(matrix_approximation_rank=4, wire_dtype=wire, alternating=alternating)
+    compressor = _C.BucketCompressor(SHAPES, options._core(), dtype, "cpu")
+    sizes = []
+    for step in range(4):
+        run_stages(compressor, torch.randn(120_307, dtype=dtype), step)
+        sizes.append(compressor.payload_bytes)
+    footprint = footprint_of([SHAPES], options, dtype)
+    assert footprint.sent_bytes == (sizes[2] + sizes[3]) // 2
+    assert footprint.gradient_bytes == compressor.gradient_bytes
+    assert footprint.compressed == 2
+    assert footprint.compressed_elements == 120_000
+
+
+def test_a_bucket_without_a_matrix_goes_whole():
+    options = tp.Options(matrix_approximation_rank=100, wire_dtype=torch.bfloat16)
+    footprint = footprint_of([SHAPES], options)
+    assert footprint.sent_bytes == footprint.gradient_bytes == 4 * 120_307
+    assert footprint.residual_bytes == footprint.factor_bytes == footprint.compressed == 0
+    assert footprint_of([SHAPES], None) == footprint
+
+
+def _rehearsed(rank):
+    calls = []
+
+    def start(bucket, buffer):
+        calls.append((bucket, buffer.numel()))
+        return dist.all_reduce(buffer, async_op=True)
+
+    prepared = []
+
+    def prepare():
+        prepared.append(len(calls))
+        return start
+
+    reports = []
+    rehearsal = Rehearsal([5, 300], CPU, backward=0.002)
+    settings = [Rehearsed(lambda: None, False), Rehearsed(prepare, True)]
+    samples = rehearsal.measure(settings, 0.0, lambda done, blocks: reports.append((done, blocks)))
+    return samples, calls, prepared, reports
+
+
+def test_a_rehearsal_averages_bucket_after_bucket():
+    results = ranks.run(2, _rehearsed, backend="gloo")
+    for samples, calls, prepared, reports in results:
+        assert [len(passes) for passes in samples] == [PASSES[0]] * 2
+        steps = [len(block) for passes in samples for block in passes]
+        assert len(set(steps)) == 1
+        assert min(s for passes in samples for block in passes for s in block) > 0
+        step = [(0, 5), (1, 300)]
+        with_warm_up = (2 + steps[0]) * PASSES[0]
+        assert calls == with_warm_up * step
+        assert len(prepared) == PASSES[0], "one at a time holds memory"
+        assert reports[-1] == (2 * PASSES[0], 2 * PASSES[0])
+    assert results[0][0] == results[1][0], "alike on all ranks"
+
+
+def _measured(rank):
+    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 300))
+    options = [
+        tp.Options(matrix_approximation_rank=r, wire_dtype=torch.bfloat16, start_powerSGD_iter=0)
+        for r in (1, 4)
+    ]
+    job = advise.job_of(model, UserStep(0.001, rest=0.5), options)
+    before = dist.group.WORLD._get_backend(CPU).stats()["compressed_calls"]
+    measured = advise.measure(job, CPU, budget=0.1)
+    stats = dist.group.WORLD._get_backend(CPU).stats()
+    return measured, before, stats["compressed_calls"], stats["skipped_steps"]
+
+
+def test_all_settings_are_measured_beside_plain():
+    results = ranks.run(2, _measured)
+    for measured, before, compressed, skipped in results:
+        assert [t.name for t in measured.timings] == ["rank 1, bfloat16", "rank 4, bfloat16"]
+        assert measured.plain.name == "plain all-reduce"
+        assert measured.plain.sent_bytes == 4 * 120_500
+        raw_and_counts = 500 + 2 + 1
+        assert measured.timings[1].sent_bytes == 2 * (4 * 2 * 500 + raw_and_counts)
+        for passes in (measured.alone, measured.plain.passes, measured.timings[0].passes):
+            assert min(s for block in passes for s in block) > 0.5, "the rest of the step counts"
+        assert before == 0
+        assert compressed > 0
+        assert skipped == 0
+    assert results[0][0] == results[1][0], "alike on all ranks"
+
+
+def _link(rank):
+    link = advise.measure_link(CPU)
+    return link.latency, link.per_byte
+
+
+def test_the_link_is_measured_alike_on_all_ranks():
+    first, second = ranks.run(2, _link, backend="gloo")
+    assert first == second
+    assert min(first) > 0
+
+
+def test_a_users_step_is_timed_apart_from_its_backward_pass():
+    weight = torch.ones(3, requires_grad=True)
+    calls = []
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            time.sleep(0.02)
+            return gradient
+
+    def step():
+        calls.append(weight.grad)
+        time.sleep(0.01)
+        Slow.apply(weight).sum().backward()
+
+    def clear():
+        weight.grad = None
+
+    original = torch.autograd.backward
+    timed = time_step(step, clear, CPU, 5)
+    assert torch.autograd.backward is original
+    assert timed.backward >= 0.02
+    assert timed.rest >= 0.01
+    assert len(calls) == 5
+    assert set(calls) == {None}, "gradients do not accumulate"
+
+
+def _timed_on_both(rank):
+    calls = []
+
+    def step(model):
+        calls.append(1)
+        time.sleep(0.05 * rank)
+        model(torch.ones(1, 2)).sum().backward()
+
+    timed = advise.time_on_all_ranks(torch.nn.Linear(2, 2), step, CPU)
+    return timed, len(calls)
+
+
+def test_the_slowest_ranks_step_counts_and_all_take_as_many_steps():
+    (one, calls), (other, others_calls) = ranks.run(2, _timed_on_both)
+    assert one == other
+    assert one.rest >= 0.05
+    assert one.backward > 0
+    assert calls == others_calls
+
+
+def test_a_step_without_a_backward_pass_is_an_error():
+    with pytest.raises(ValueError, match="must call backward"):
+        time_step(lambda: None, lambda: None, CPU, 1)
+
+
+def _fails_on_one_rank(rank, failing):
+    def make():
+        if rank in failing:
+            raise failing[rank]
+        return rank
+
+    try:
+        return advise.on_every_rank(make)
+    except advise.RanksError as error:
+        return str(error)
+
+
+def test_an_error_of_one_rank_ends_all():
+    results = ranks.run(2, _fails_on_one_rank, {1: ValueError("no such file")})
+    assert results == ["rank 1: no such file"] * 2
+    results = ranks.run(2, _fails_on_one_rank, {0: MemoryError("full")})
+    assert results == ["rank 0: MemoryError: full"] * 2
+    same = ImportError("No module named 'x'")
+    assert ranks.run(2, _fails_on_one_rank, {0: same, 1: same}) == [str(same)] * 2
+    assert ranks.run(2, _fails_on_one_rank, {}) == [0, 1]
+
+
+def _unlike_models(rank):
+    with pytest.raises(advise.RanksError, match="rank 1 differ"):
+        advise.job_of(torch.nn.Linear(2, 2 + rank), UserStep(0.1), [])
+    with pytest.raises(advise.RanksError, match="no parameter"):
+        advise.job_of(torch.nn.ReLU(), UserStep(0.1), [])
+
+
+def test_ranks_with_unlike_models_are_named():
+    ranks.run(2, _unlike_models)

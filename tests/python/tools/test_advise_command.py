@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torchrun -m torch_powersgd advise as a program: its output, its errors, how its ranks end."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from support.torchrun import torchrun
+
+MODULE = """
+import os
+import torch
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 300))
+
+def forward(model):
+    model(torch.ones(2, 300))
+
+def missing_on_rank_0():
+    if os.environ["RANK"] == "0":
+        raise FileNotFoundError("the weights")
+    return model()
+
+def breaks_rank_0():
+    original, calls = torch.mm, []
+    def mm(*arguments, **keywords):
+        calls.append(1)
+        if len(calls) > 300 and os.environ["RANK"] == "0":
+            raise MemoryError("in the middle of a rehearsal")
+        return original(*arguments, **keywords)
+    torch.mm = mm
+    return model()
+"""
+COMMAND = ["torch_powersgd", "advise"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "models_of_advise.py").write_text(MODULE)
+    return tmp_path
+
+
+def _alone(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", *COMMAND, "models_of_advise:model", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def _two(folder, *arguments):
+    """Two ranks that nobody watches: each has to end by itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", *COMMAND, *arguments],
+            cwd=folder,
+            env={**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        ended = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, out, err) for p, (out, err) in zip(processes, ended, strict=True)]
+
+
+def test_under_torchrun(folder):
+    arguments = ["models_of_advise:model", "--backward-ms", 2, "--ranks", 1, 4, "--alternating"]
+    ended = torchrun("-m", *COMMAND, *arguments, "--wire-dtype", "float32", cwd=folder)
+    assert "2 ranks, 0.48 MB of gradients" in ended.stdout
+    assert "The step is a backward pass of 2 ms." in ended.stdout
+    rows = dict(re.findall(r"^ ([a-z].*?)  +([\d.]+) ", ended.stdout, re.MULTILINE))
+    assert rows.pop("no averaging") == "0"
+    assert rows["plain all-reduce"] == f"{4 * (2 * 60_000 + 500) / 1e6:.2f}"
+    raw_and_counts = 500 + 2 + 1
+    assert rows["rank 4, float32"] == f"{4 * (4 * 1000 + raw_and_counts) / 1e6:.2f}"
+    assert rows["rank 1, float32, alternating"] == f"{4 * (500 + raw_and_counts) / 1e6:.2f}"
+    assert len(rows) == 5
+    verdicts = "Compression pays here|Compression does not pay here|Too noisy: run again"
+    assert len(re.findall(verdicts, ended.stdout)) == 1, "on one rank"
+    pays = "Compression pays" in ended.stdout
+    assert ("\ntorch_powersgd.attach(ddp, {" in ended.stdout) == pays
+    assert "No backend of type" not in ended.stderr
+
+
+def test_an_error_before_the_rehearsal_is_said_once(folder):
+    (code_0, _, said), (code_1, _, silent) = _two(folder, "models_of_advise:missing_on_rank_0")
+    assert (code_0, code_1) == (2, 2)
+    assert "error: rank 0: FileNotFoundError: the weights" in said
+    assert "error" not in silent
+
+
+def test_a_rank_that_fails_in_the_rehearsal_leaves_no_rank_waiting(folder):
+    (code_0, _, said), (code_1, _, _) = _two(
+        folder, "models_of_advise:breaks_rank_0", "--ranks", "4", "--backward-ms", "5"
+    )
+    assert code_0 != 0
+    assert code_1 != 0
+    assert "in the middle of a rehearsal" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "models_of_advise:forward"], "must call backward"),
+        (["--step", "models_of_advise:nothing"], "nothing"),
+        (["--step", "models_of_advise"], "MODULE:FUNCTION"),
+        (["--ranks", "0"], "matrix_approximation_rank"),
+    ],
+)
+def test_a_wrong_argument_ends_all_ranks(folder, arguments, message):
+    first, second = _two(folder, "models_of_advise:model", *arguments)
+    assert (first[0], second[0]) == (2, 2)
+    assert message in first[2]
+    assert "Traceback" not in first[2] + second[2]
+
+
+@pytest.mark.parametrize("milliseconds", ["-1", "nan", "inf", "soon"])
+def test_a_backward_pass_that_cannot_be(folder, milliseconds):
+    ended = _alone(folder, "--backward-ms", milliseconds)
+    assert ended.returncode == 2
+    assert "--backward-ms" in ended.stderr
+    assert milliseconds in ended.stderr
+
+
+def test_the_step_is_measured_or_given(folder):
+    ended = _alone(folder, "--backward-ms", "10", "--step", "models_of_advise:forward")
+    assert ended.returncode == 2
+    assert "not allowed with" in ended.stderr
+
+
+def test_without_torchrun_it_says_how(folder):
+    ended = _alone(folder)
+    assert ended.returncode == 2
+    assert "torchrun" in ended.stderr

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""FSDP2's hybrid sharding: shards inside a replica, compression between the replicas."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+import torch_powersgd as tp
+from support import ranks
+from support.fsdp_cases import CASES, REPLICAS, SHARDS, Net, gradients, mesh_of, sharded
+from support.paired_training import OPTIONS, STEPS, WARM_UP, same
+from support.synthetic import Ledger, from_bytes, gradient, relative_error, to_bytes
+from torch_powersgd.fsdp import _packed
+
+WORLD_SIZE = REPLICAS * SHARDS
+TOLERANCE = 1e-5  # the identity in float32, as in test_identity
+
+
+def _run_all(rank):
+    return {name: run(rank) for name, run in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def results():
+    """{case: what it found out} of each rank, all by one launch."""
+    return ranks.run(WORLD_SIZE, _run_all, backend="gloo", timeout=240)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(results, name):
+    for facts in (result[name] for result in results):
+        assert facts.warm_up == [True] * WARM_UP
+        assert all(facts.exact)
+        assert not any(facts.compressed)
+        for parameter, error in facts.errors.items():
+            assert error < TOLERANCE, (parameter, error)
+    for first, second in ((0, 2), (1, 3)):  # which have the same shards
+        mine, other = (results[rank][name].replica for rank in (first, second))
+        assert mine == other
+        assert len(set(mine)) == len(mine)  # the parameters do change
+
+
+def test_stats_count_steps_and_units(results):
+    for result in results:
+        steps, calls, names = result["plain"].extra
+        assert steps == STEPS
+        assert calls == 3 * (STEPS - WARM_UP)
+        assert names == sorted(name for name, _ in Net().named_parameters())
+
+
+def test_the_loss_scale_grew_and_fell(results):
+    # By 2 after three steps and after three more, of which the bad one made it half.
+    assert {result["loss_scale"].extra for result in results} == {8.0 * 2 * 0.5 * 2}
+
+
+def _backward(module, rank, i, **arguments):
+    module.zero_grad()
+    module(gradient((6, 25), "input", rank, i), **arguments).square().mean().backward()
+    return list(gradients(module).values())
+
+
+def _pair():
+    """An attached module and FSDP2's own HSDP, which begin alike."""
+    mesh = mesh_of(("cpu:powersgd", OPTIONS))
+    attached = sharded(mesh["shard"])
+    tp.attach(attached, group=mesh.get_group("replicate"))
+    return attached, sharded(mesh_of("gloo"))
+
+
+def _resumed(rank, per_rank):
+    """Another module goes on from what the first one saved; shards are not exchanged."""
+    first, second = _pair()[0], _pair()[0]
+    # A rank's own residual is the mean where the replicas have the same inputs.
+    fed = rank if per_rank else rank % SHARDS
+    for i in range(STEPS):
+        _backward(first, fed, i)
+    saved = from_bytes(to_bytes(tp.state_dict(first, per_rank=per_rank)))
+    tp.load_state_dict(second, saved)
+    pairs = [(_backward(first, fed, i), _backward(second, fed, i)) for i in range(3)]
+    other = {**saved, "shard": [1 - saved["shard"][0], SHARDS]}
+    with pytest.raises(ValueError, match="shard of the checkpoint"):
+        tp.load_state_dict(second, other)
+    errors = [
+        relative_error(mine, wanted)
+        for wanted_all, mine_all in pairs
+        for wanted, mine in zip(wanted_all, mine_all, strict=True)
+        if wanted.numel()  # a shard may have none
+    ]
+    return max(errors), tp.state_dict(second)["step"]
+
+
+@pytest.mark.parametrize(("per_rank", "tolerance"), [(True, 0), (False, 1e-4)])
+def test_a_checkpoint_of_the_shards_goes_on(per_rank, tolerance):
+    # Of each rank's own state to the bit. The mean state differs by the rounding of the residual,
+    # memory - P^ q, as in test_groups.
+    for error, steps in ranks.run(WORLD_SIZE, _resumed, per_rank, backend="gloo"):
+        assert error <= tolerance
+        assert steps == STEPS + 3
+
+
+def _unknown_subset(rank):
+    """One of the root's own parameters is not used: which, FSDP2 does not tell its hook."""
+    attached, plain = _pair()
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch_powersgd").addHandler(handler)
+    exact = {}
+    for told in (False, True):
+        for module in (attached, plain):
+            module.set_reduce_scatter_unused_params(told)
+        for i in range(STEPS):
+            for module in (attached, plain):
+                _backward(module, rank, i, gained=False)
+        found, wanted = gradients(attached), gradients(plain)
+        exact[told] = [n for n, g in found.items() if "weight" in n and same([g], [wanted[n]])]
+    return exact, warnings
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch is too old"
+)
+def test_a_module_with_unused_parameters_is_exact_unless_all_are_reduced():
+    for exact, warnings in ranks.run(WORLD_SIZE, _unknown_subset, backend="gloo"):
+        assert exact == {False: ["out.weight"], True: []}
+        assert sum("set_reduce_scatter_unused_params" in warning for warning in warnings) == 1
+
+
+def _detached(rank):
+    attached, plain = _pair()
+    exact = []
+    for i in range(12):
+        if i == 6:
+            tp.detach(attached)
+        if i == 9:
+            tp.attach(attached)  # the group is known
+        exact.append(same(*(_backward(m, rank, i) for m in (attached, plain))))
+    return exact
+
+
+def test_detach_is_exact():
+    for exact in ranks.run(WORLD_SIZE, _detached, backend="gloo"):
+        assert exact == [True] * WARM_UP + [False] * 3 + [True] * 3 + [False] * 3
+
+
+# Flat gradients of at least so many elements: those of every unit.
+# As in test_identity: of some 20 dimensions of each unit's matrix two are delivered by each step
+# that has no gradient to speak of.
+DRAIN_STEPS, QUIET = 24, 1e-20
+FLAT = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=64)
+
+
+def _native(rank):
+    """FSDP2's own HSDP, its all-reduces in backward compressed as flat tensors."""
+    mesh = mesh_of(("cpu:powersgd", FLAT))
+    flat, plain = sharded(mesh), sharded(mesh_of("gloo"))
+    exact, ledger = [], Ledger()
+    for i in range(STEPS + DRAIN_STEPS):
+        for module in (flat, plain):
+            module.zero_grad()
+            loss = module(gradient((6, 25), "input", rank, i)).square().mean()
+            (loss if i < STEPS else QUIET * loss).backward()
+        found, wanted = gradients(flat), gradients(plain)
+        exact.append(same(found.values(), wanted.values()))
+        # As they lie in the all-reduce of a unit: the whole of it is what adds up.
+        ledger.add(
+            *({"all": torch.cat([g.flatten() for g in x.values()])} for x in (found, wanted))
+        )
+        if i == STEPS - 1:
+            before_drain = ledger.errors()["all"]
+    calls = tp.stats(mesh.get_group("replicate"))["compressed_calls"]
+    return exact[:STEPS], before_drain, ledger.errors()["all"], calls
+
+
+def test_native_hsdp_is_compressed_flat():
+    for exact, before, error, calls in ranks.run(WORLD_SIZE, _native, backend="gloo"):
+        # A flat gradient is exact in its first passes.
+        assert exact == [True] * 2 + [False] * (STEPS - 2)
+        assert before > 0.01
+        assert error < TOLERANCE
+        assert calls == 3 * (STEPS + DRAIN_STEPS - 2)
+
+
+def _refused(rank):
+    mesh = mesh_of(("cpu:powersgd", OPTIONS))
+    replicate, shard = mesh.get_group("replicate"), mesh.get_group("shard")
+    hooked = sharded(mesh["shard"])
+    hooked.set_all_reduce_hook(lambda gradients: None)
+    one = init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("shard",))
+    messages = []
+    for module, group in (
+        (sharded(mesh["shard"]), None),
+        (sharded(mesh["shard"]), shard),
+        (sharded(mesh), replicate),
+        (hooked, replicate),
+        (sharded(one["shard"]), dist.group.WORLD),
+    ):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the messages are compared below
+            tp.attach(module, OPTIONS, group=group)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_refusals_say_why():
+    parts = ["group=mesh.get_group", "'gloo'", 'mesh=mesh["shard"]', "set already", "no replicas"]
+    for messages in ranks.run(WORLD_SIZE, _refused, backend="gloo"):
+        for message, part in zip(messages, parts, strict=True):
+            assert part in message
+
+
+def _wrong_group(rank):
+    """Groups in which ranks hold different shards, whose backend could compress them."""
+    backends = dict.fromkeys(("replicate", "shard"), ("cpu:powersgd", OPTIONS))
+    mesh = init_device_mesh(
+        "cpu",
+        (REPLICAS, SHARDS),
+        mesh_dim_names=("replicate", "shard"),
+        backend_override=backends,
+    )
+    everyone = dist.new_group(backend="cpu:powersgd", pg_options=OPTIONS)
+    shard_group = mesh.get_group("shard")
+    shared = mesh_of("gloo", ("shard", 1), ("tensor", 2))
+    tensor_group = dist.new_subgroups(2, backend="cpu:powersgd", pg_options=OPTIONS)[0]
+    messages = []
+    for module, group in (
+        (sharded(mesh["shard"]), shard_group),
+        (sharded(mesh["shard"]), everyone),
+        (sharded(shared["shard"], shared["tensor"]), tensor_group),
+    ):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the messages are compared below
+            tp.attach(module, group=group)
+        messages.append(str(caught.value))
+    right = sharded(mesh["shard"])
+    tp.attach(right, group=mesh.get_group("replicate"))
+    return messages
+
+
+def test_a_group_that_mixes_shards_is_refused_on_every_rank():
+    for messages in ranks.run(WORLD_SIZE, _wrong_group, backend="gloo"):
+        for message in messages:
+            assert "hold the same shard" in message
+            assert 'get_group("replicate")' in message
+        shard, everyone, tensor = messages
+        assert "Rank 0 of the given group holds shard [0] and rank 1 holds shard [1]" in shard
+        assert "rank 1 holds shard [1]" in everyone
+        assert "holds shard [0, 0] and rank 1 holds shard [0, 1]" in tensor
+
+
+def test_gradients_may_be_packed_in_another_order_than_the_shards():
+    shards = ["first", "second", "third"]
+    assert _packed(SimpleNamespace(fsdp_params=shards)) == shards  # before torch 2.15
+    reordered = SimpleNamespace(fsdp_params=shards, _reduce_scatter_param_indices=[0, 2, 1])
+    assert _packed(reordered) == ["first", "third", "second"]

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A pipeline of two stages, each with two replicas whose gradients are compressed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd as tp
+from support import ranks
+from support.paired_training import OPTIONS, STEPS, WARM_UP, digest, same
+from support.synthetic import Ledger, gradient
+
+TOLERANCE = 1e-5  # the identity in float32, as in test_identity
+MICRO_BATCHES, MICRO_SIZE = 4, 3
+SIZES = (24, 36, 30)  # of the input, of what the stages exchange, of the output
+
+
+def _mesh(replicate: object, stage: object) -> DeviceMesh:
+    return init_device_mesh(
+        "cpu",
+        (2, 2),
+        mesh_dim_names=("replicate", "stage"),
+        backend_override={"replicate": replicate, "stage": stage},
+    )
+
+
+class _Stage:
+    """This rank's stage, and the schedule of the whole pipeline."""
+
+    def __init__(self, mesh: DeviceMesh, schedule: type) -> None:
+        self.number = mesh.get_local_rank("stage")
+        self.replica = mesh.get_local_rank("replicate")
+        torch.manual_seed(self.number)
+        net = nn.Sequential(nn.Linear(*SIZES[self.number : self.number + 2]), nn.Tanh())
+        self.ddp = DistributedDataParallel(net, process_group=mesh.get_group("replicate"))
+        # With the shapes given, no backward pass is run to find them out.
+        shapes = [
+            torch.empty(MICRO_SIZE, size, requires_grad=n > 0) for n, size in enumerate(SIZES)
+        ]
+        stage = PipelineStage(
+            self.ddp,
+            self.number,
+            2,
+            torch.device("cpu"),
+            input_args=(shapes[self.number],),
+            output_args=(shapes[self.number + 1],),
+            group=mesh.get_group("stage"),
+        )
+        self.schedule = schedule(stage, MICRO_BATCHES, loss_fn=self.loss)
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).square().mean()
+
+    def step(self, i: int) -> list[torch.Tensor]:
+        """Returns the micro-batches' losses, on the last stage."""
+        self.ddp.zero_grad()
+        losses: list[torch.Tensor] = []
+        size = MICRO_BATCHES * MICRO_SIZE
+        if self.number == 0:
+            self.schedule.step(gradient((size, SIZES[0]), "input", self.replica, i))
+        else:
+            target = gradient((size, SIZES[2]), "target", self.replica, i)
+            self.schedule.step(target=target, losses=losses)
+        return losses
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: p.grad.clone() for name, p in self.ddp.module.named_parameters()}
+
+
+def _train(rank, schedule, stage_backend):
+    mesh = _mesh(("cpu:powersgd", OPTIONS), stage_backend)
+    attached, plain = _Stage(mesh, schedule), _Stage(_mesh("gloo", "gloo"), schedule)
+    tp.attach(attached.ddp)
+    ledger, exact, equal, digests = Ledger(), [], [], []
+    for i in range(STEPS):
+        with torch.no_grad():
+            for mine, other in zip(plain.ddp.parameters(), attached.ddp.parameters(), strict=True):
+                mine.copy_(other)
+        exact.append(same(attached.step(i), plain.step(i)))
+        found, wanted = attached.gradients(), plain.gradients()
+        equal.append(same(found.values(), wanted.values()))
+        # The schedule has divided the averaged gradients by the number of micro-batches.
+        ledger.add(found, {name: g.double() for name, g in wanted.items()})
+        with torch.no_grad():
+            for name, parameter in attached.ddp.module.named_parameters():
+                parameter.sub_(found[name], alpha=0.05)
+        digests.append(digest([*found.values(), *attached.ddp.parameters()]))
+    saved = tp.state_dict(attached.ddp)["parameters"]
+    residuals = {n: state["residual"].double() / MICRO_BATCHES for n, state in saved.items()}
+    assert set(residuals) == {"0.weight"}
+    steps = tp.stats(mesh.get_group("replicate"))["steps"]
+    return ledger.errors(residuals), exact, equal, digests, steps
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage_backend"),
+    [(ScheduleGPipe, "gloo"), (Schedule1F1B, ("cpu:powersgd", OPTIONS))],
+    ids=["gpipe-gloo", "1f1b-powersgd"],
+)
+def test_stages_of_a_pipeline(schedule, stage_backend):
+    results = ranks.run(4, _train, schedule, stage_backend, backend="gloo")
+    for errors, exact, equal, _, steps in results:
+        assert all(exact)
+        assert equal == [True] * WARM_UP + [False] * (STEPS - WARM_UP)
+        assert max(errors.values()) < TOLERANCE, errors
+        assert steps == STEPS  # one synchronisation for all micro-batches
+    for first, second in ((0, 2), (1, 3)):  # which have the same stage
+        assert results[first][3] == results[second][3]

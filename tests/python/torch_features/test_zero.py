@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""ZeroRedundancyOptimizer beside compressed gradients: on its own, and overlapped with DDP."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd as tp
+from support import ranks
+from support.paired_training import digest, same
+from support.synthetic import gradient
+
+OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
+STEPS = 8
+# torch: an overlapped optimizer waits until DDP has rebuilt its buckets and it has seen them once.
+STEPS_BEFORE_OVERLAP = 2
+# Whether a bucket's parameters are spread over the ranks, and whether the graph is static.
+OVERLAPPED = [(False, False), (True, False), (False, True)]
+
+
+def _make(static_graph: bool = False) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(24, 33), torch.nn.Tanh(), torch.nn.Linear(33, 20)
+    # 1 kB: several buckets, whose parts of the optimizer differ.
+    return DistributedDataParallel(
+        torch.nn.Sequential(*layers), bucket_cap_mb=1e-3, static_graph=static_graph
+    )
+
+
+def _backward(ddp: DistributedDataParallel, rank: int, i: int) -> list[torch.Tensor]:
+    ddp.zero_grad()
+    ddp(gradient((6, 24), "input", rank, i)).square().mean().backward()
+    return [parameter.grad.clone() for parameter in ddp.parameters()]
+
+
+def _state(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+    saved = tp.state_dict(ddp)["parameters"].values()
+    return [tensor for parameter in saved for tensor in (parameter["residual"], parameter["q"])]
+
+
+def _beside(rank):
+    """The same training with the optimizer whole on each rank, and in parts, also resumed."""
+    whole, parts = _make(), _make()
+    arguments = {"lr": 1e-2, "weight_decay": 1e-3}
+    adam = torch.optim.AdamW(whole.parameters(), **arguments)
+
+    def make_zero():
+        return ZeroRedundancyOptimizer(parts.parameters(), torch.optim.AdamW, **arguments)
+
+    zero, equal = make_zero(), []
+    for ddp in (whole, parts):
+        tp.attach(ddp, OPTIONS)
+    for i in range(STEPS):
+        if i == STEPS // 2:
+            zero.consolidate_state_dict(to=0)
+            saved = [zero.state_dict() if rank == 0 else None]
+            dist.broadcast_object_list(saved, src=0)
+            moments = [saved[0]["state"][k]["exp_avg"] for k in sorted(saved[0]["state"])]
+            equal.append(same(moments, [s["exp_avg"] for s in adam.state_dict()["state"].values()]))
+            zero = make_zero()
+            zero.load_state_dict(saved[0])
+        equal.append(same(_backward(whole, rank, i), _backward(parts, rank, i)))
+        adam.step()
+        zero.step()
+        equal.append(same(whole.parameters(), parts.parameters()))
+    return equal, digest(parts.parameters()), tp.stats()["compressed_calls"]
+
+
+def _overlapped(rank, shard_buckets, static_graph):
+    """Against the same without overlap, which leaves out the steps that torch leaves out."""
+    plain, overlapped = _make(static_graph), _make(static_graph)
+    arguments = {"lr": 0.1, "momentum": 0.9}
+    sgd = torch.optim.SGD(plain.parameters(), **arguments)
+    zero = ZeroRedundancyOptimizer(
+        overlapped.parameters(), torch.optim.SGD, overlap_with_ddp=True, **arguments
+    )
+    tp.attach(plain, OPTIONS)
+    hook = hook_with_zero_step(tp.comm_hook(overlapped, OPTIONS), overlapped, zero, shard_buckets)
+    overlapped.register_comm_hook(None, hook)
+    equal = []
+    for i in range(STEPS):
+        equal.append(same(_backward(plain, rank, i), _backward(overlapped, rank, i)))
+        if i >= STEPS_BEFORE_OVERLAP + static_graph:
+            sgd.step()
+        equal.append(same(plain.parameters(), overlapped.parameters()))
+    equal.append(same(_state(plain), _state(overlapped)))
+    return equal, digest(overlapped.parameters()), digest(_make().parameters())
+
+
+def _refused(rank):
+    messages = []
+    ddp = _make()
+    tp.attach(ddp, OPTIONS)
+    for module in (ddp, torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the messages are compared below
+            tp.comm_hook(module, OPTIONS)
+        messages.append(str(caught.value))
+    return messages
+
+
+def _plain_hook(rank):
+    """The hook in Python, registered as it is, is what attach registers."""
+    attached, hooked = _make(), _make()
+    tp.attach(attached, OPTIONS)
+    hooked.register_comm_hook(None, tp.comm_hook(hooked, OPTIONS))
+    equal = []
+    for i in range(STEPS):
+        if i == 5:
+            tp.detach(attached)
+            tp.detach(hooked)
+        equal.append(same(_backward(attached, rank, i), _backward(hooked, rank, i)))
+    return equal, same(_state(attached), _state(hooked)), tp.state_dict(hooked)["step"]
+
+
+def _all(rank):
+    overlapped = [_overlapped(rank, *case) for case in OVERLAPPED]
+    return _beside(rank), overlapped, _refused(rank), _plain_hook(rank)
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What each rank found out, all by one launch."""
+    return list(zip(*ranks.run(2, _all), strict=True))
+
+
+def test_in_parts_is_as_whole(results):
+    first, second = results[0]
+    for equal, _, compressed in (first, second):
+        assert all(equal), equal
+        assert compressed > 0
+    assert first[1] == second[1]
+
+
+def test_overlapped_is_as_after_backward(results):
+    for mine, other in zip(*results[1], strict=True):
+        for equal, _, _ in (mine, other):
+            assert all(equal), equal
+        assert mine[1] == other[1] != mine[2]
+
+
+def test_comm_hook_refuses_what_attach_refuses(results):
+    for attached_already, no_ddp in results[2]:
+        assert "attached already" in attached_already
+        assert "Linear" in no_ddp
+
+
+def test_comm_hook_is_what_attach_registers(results):
+    for equal, state, steps in results[3]:
+        assert all(equal)
+        assert state
+        assert steps == STEPS

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Gradient accumulation: micro-batches give what the whole batch gives."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import (
+    SHAPES,
+    Ledger,
+    gradients,
+    make_attached,
+    mean_gradients,
+    outputs_of,
+    residuals_of,
+    to_numpy,
+)
+
+OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
+MICRO_BATCHES = 4
+STEPS = 6
+TOLERANCE = 1e-5  # the identity in float32, as in test_identity
+
+
+def _integers(rank, i):
+    """Gradients whose sums have no rounding, in whatever order they are added."""
+    return {name: (16 * g).round() for name, g in gradients(SHAPES, rank, i).items()}
+
+
+def _job(rank, micro_batches, ddp_arguments):
+    ddp = make_attached(SHAPES, OPTIONS, **ddp_arguments)
+    outputs = []
+    for i in range(0, STEPS * MICRO_BATCHES, MICRO_BATCHES):
+        parts = [_integers(rank, i + k) for k in range(MICRO_BATCHES)]
+        if not micro_batches:
+            parts = [{name: sum(part[name] for part in parts) for name in SHAPES}]
+        ddp.zero_grad(set_to_none=not ddp_arguments)
+        for part in parts:
+            with ddp.no_sync() if part is not parts[-1] else nullcontext():
+                ddp(part).backward()
+        outputs.append(to_numpy(outputs_of(ddp)))
+    return outputs, to_numpy(residuals_of(ddp)), tp.stats()["steps"]
+
+
+@pytest.mark.parametrize("ddp_arguments", [{}, {"gradient_as_bucket_view": True}], ids=str)
+def test_micro_batches_are_the_whole_batch(ddp_arguments):
+    # To the bit: so the residual was applied once a synchronisation, and to the sum.
+    micro = ranks.run(2, _job, True, ddp_arguments)
+    whole = ranks.run(2, _job, False, ddp_arguments)
+    for mine, expected in zip(micro, whole, strict=True):
+        assert mine[2] == expected[2] == STEPS
+        for i, (output, wanted) in enumerate(zip(mine[0], expected[0], strict=True)):
+            for name in SHAPES:
+                assert (output[name] == wanted[name]).all(), (i, name)
+        for name, residual in mine[1].items():
+            assert (residual == expected[1][name]).all()
+            assert abs(residual).max() > 0
+
+
+def _always_synchronised(rank):
+    """Without no_sync: each pass reduces what .grad then holds."""
+    ddp = make_attached(SHAPES, OPTIONS)
+    ledger = Ledger()
+    for i in range(0, 12, 3):
+        ddp.zero_grad()
+        for k in range(3):
+            ddp(gradients(SHAPES, rank, i + k)).backward()
+        means = [mean_gradients(SHAPES, 2, i + k) for k in range(3)]
+        ledger.add(outputs_of(ddp), {name: sum(mean[name] for mean in means) for name in SHAPES})
+    return ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
+
+
+def test_accumulation_that_is_always_synchronised_loses_nothing():
+    for errors, steps in ranks.run(2, _always_synchronised):
+        assert steps == 12
+        assert max(errors.values()) < TOLERANCE, errors

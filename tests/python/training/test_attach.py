@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""attach and detach: what they refuse, several models in a process, state that outlives detach."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import (
+    SHAPES,
+    Ledger,
+    Synthetic,
+    gradients,
+    make_attached,
+    make_ddp,
+    mean_gradients,
+    outputs_of,
+    relative_error,
+    residuals_of,
+    step,
+    to_numpy,
+)
+from torch_powersgd import _C
+
+OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+OTHER = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=1, random_seed=3)
+TOLERANCE = 1e-5  # the identity in float32, as in test_identity
+MAKES_A_CUDA_STREAM = pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="a torch with CUDA needs a driver for DDP's mixed precision",
+)
+
+
+def _message(function, *arguments, error=ValueError):
+    with pytest.raises(error) as caught:
+        function(*arguments)
+    return str(caught.value)
+
+
+def _is_exact(ddp, rank, i=0):
+    outputs, means = step(ddp, gradients(SHAPES, rank, i)), mean_gradients(SHAPES, 2, i)
+    return max(relative_error(outputs[name], means[name]) for name in SHAPES) < 1e-6
+
+
+def _refused(rank, kind):
+    """The message of attach, and whether the module still averages exactly afterwards."""
+    options = OPTIONS
+    if kind == "not DDP":
+        return _message(tp.attach, torch.nn.Linear(4, 4)), True
+    if kind == "plain gloo":
+        ddp = make_ddp(SHAPES, process_group=dist.new_group(backend="gloo"))
+    elif kind == "mixed precision":
+        half = torch.bfloat16
+        ddp = make_ddp(SHAPES, mixed_precision=_MixedPrecision(half, half, half))
+        return _message(tp.attach, ddp, options), True
+    else:
+        shapes = dict(SHAPES)
+        if kind == "models" and rank == 1:
+            shapes["renamed"] = shapes.pop("tall")  # of the same shape, which DDP cannot see
+            shapes["bias"], shapes["small"] = shapes.pop("bias"), shapes.pop("small")
+        ddp = make_ddp(shapes)
+    if kind == "python hook":
+        ddp.register_comm_hook(None, allreduce_hook)
+    if kind == "built-in hook":
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    if kind == "no kernels":
+        _C.has_kernels = lambda device: device != "cpu"  # as in a build without CUDA, for cuda
+    if kind == "options" and rank == 1:
+        options = OTHER
+    message = _message(tp.attach, ddp, options)
+    return message, kind == "models" or _is_exact(ddp, rank)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("not DDP", ["DistributedDataParallel", "Linear"]),
+        ("plain gloo", ["powersgd", "gloo"]),
+        pytest.param("mixed precision", ["mixed_precision"], marks=MAKES_A_CUDA_STREAM),
+        ("python hook", ["hook already"]),
+        ("built-in hook", ["hook"]),
+        ("no kernels", ["no kernels for cpu", "POWERSGD_BUILD_CUDA"]),
+        ("options", ["matrix_approximation_rank", "2 on rank 0", "1 on rank 1"]),
+        ("models", ["parameters", "weights.tall", "weights.renamed", "rank 0", "rank 1"]),
+    ],
+)
+def test_refusals_say_why_on_every_rank_and_change_nothing(kind, parts):
+    for message, unharmed in ranks.run(2, _refused, kind):
+        for part in parts:
+            assert part in message, message
+        assert unharmed
+
+
+def _not_attached(rank):
+    ddp = make_ddp(SHAPES)
+    return [
+        _message(tp.detach, ddp),
+        _message(tp.state_dict, ddp),
+        _message(tp.load_state_dict, ddp, {}),
+    ]
+
+
+def test_what_needs_an_attached_module_says_so():
+    for messages in ranks.run(1, _not_attached):
+        assert all("attach" in message for message in messages)
+
+
+def _attach_again(rank):
+    ddp = make_attached(SHAPES, OPTIONS)
+    step(ddp, gradients(SHAPES, rank, 0))
+    tp.attach(ddp, OPTIONS)  # nothing to do
+    changed = _message(tp.attach, ddp, OTHER)
+    hook = _message(ddp.register_comm_hook, None, allreduce_hook, error=RuntimeError)
+    return changed, hook, tp.state_dict(ddp)["step"]
+
+
+def test_attach_again_goes_on_and_options_stay():
+    for changed, hook, steps in ranks.run(2, _attach_again):
+        assert "cannot be changed: matrix_approximation_rank is 2, got 1" in changed
+        assert "hook" in hook
+        assert steps == 1
+
+
+def _detach(rank):
+    ddp = make_attached(SHAPES, OPTIONS)
+    ledger = Ledger()
+    exact, residuals = [], []
+    for i in range(9):
+        if i == 3:
+            tp.detach(ddp)
+        if i == 6:
+            tp.attach(ddp, OPTIONS)
+        outputs, means = step(ddp, gradients(SHAPES, rank, i)), mean_gradients(SHAPES, 2, i)
+        ledger.add(outputs, means)
+        exact.append(max(relative_error(outputs[name], means[name]) for name in SHAPES) < 1e-6)
+        residuals.append(to_numpy(residuals_of(ddp)))
+    return exact, residuals, ledger.errors(residuals_of(ddp))
+
+
+def test_detach_is_exact_and_keeps_the_state_for_attach():
+    for exact, residuals, errors in ranks.run(2, _detach):
+        assert exact == [False] * 3 + [True] * 3 + [False] * 3
+        for name, kept in residuals[2].items():
+            assert (kept == residuals[5][name]).all()
+            assert (kept != residuals[6][name]).any()
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def _two_models(rank, how):
+    """The outputs of two models, one after the other or together."""
+    first, second = make_attached(SHAPES, OPTIONS), make_attached(SHAPES, OTHER)
+    pairs = [(gradients(SHAPES, rank, i), gradients(SHAPES, rank, -1 - i)) for i in range(5)]
+    if how == "apart":
+        ones = [step(first, one) for one, _ in pairs]
+        twos = [step(second, two) for _, two in pairs]
+        outputs = list(zip(ones, twos, strict=True))
+    else:
+        outputs = []
+        for one, two in pairs:
+            for parameter in (*first.parameters(), *second.parameters()):
+                parameter.grad = None
+            losses = first(one), second(two)
+            if how == "one backward":
+                sum(losses).backward()
+            else:
+                for loss in losses:
+                    loss.backward()
+            outputs.append((outputs_of(first), outputs_of(second)))
+    norms = tp.stats()["residual_norms"]
+    ranks_used = [
+        tp.state_dict(ddp)["parameters"]["weights.tall"]["q"].shape[0] for ddp in (first, second)
+    ]
+    return [(to_numpy(a), to_numpy(b)) for a, b in outputs], sorted(norms), ranks_used
+
+
+@pytest.mark.parametrize("how", ["interleaved", "one backward"])
+def test_two_models_do_not_disturb_each_other(how):
+    apart = ranks.run(2, _two_models, "apart")
+    together = ranks.run(2, _two_models, how)
+    for (expected, _, _), (outputs, norms, ranks_used) in zip(apart, together, strict=True):
+        assert ranks_used == [2, 1]  # options per model
+        assert {"0:weights.tall", "1:weights.tall"} < set(norms)
+        for i, (wanted, mine) in enumerate(zip(expected, outputs, strict=True)):
+            for k in (0, 1):
+                for name in SHAPES:
+                    assert (wanted[k][name] == mine[k][name]).all(), (i, k, name)
+        assert (outputs[0][0]["tall"] != outputs[0][1]["tall"]).any()
+
+
+def _options_of(rank):
+    """Of the model, of the group, and of a model that was deleted."""
+    inherited = make_attached(SHAPES)
+    own = make_attached(SHAPES, OTHER)
+    fields = [
+        tp.state_dict(ddp)["options"]["matrix_approximation_rank"] for ddp in (inherited, own)
+    ]
+    del own
+    gc.collect()
+    return fields, sorted(tp.stats()["residual_norms"])
+
+
+def test_a_model_takes_the_groups_options_unless_it_has_its_own():
+    for fields, norms in ranks.run(2, _options_of, options=OPTIONS):
+        assert fields == [2, 1]
+        assert norms == sorted(f"weights.{name}" for name in SHAPES)  # one model is left
+
+
+def _frozen(rank):
+    shapes = {"w": (20, 30), "frozen": (30, 30), "ignored": (25, 30), "last": (40, 22)}
+    module = Synthetic({name: torch.zeros(shape) for name, shape in shapes.items()})
+    module.weights["frozen"].requires_grad_(False)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["weights.ignored"])
+    ddp = DistributedDataParallel(module)
+    tp.attach(ddp, OPTIONS)
+    for name in ("frozen", "ignored"):
+        del shapes[name]
+    ledger = Ledger()
+    for i in range(4):
+        ledger.add(step(ddp, gradients(shapes, rank, i)), mean_gradients(shapes, 2, i))
+    residuals = residuals_of(ddp)
+    return ledger.errors(residuals), set(residuals)
+
+
+def test_frozen_and_ignored_parameters_are_left_out():
+    for errors, names in ranks.run(2, _frozen):
+        assert names == {"w", "last"}
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def _subgroup(rank, detail):
+    """Ranks 1 and 2 of 3 train; torch checks every call of the group if `detail`."""
+    if detail:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group([1, 2], backend="cpu:powersgd", pg_options=OPTIONS)
+    if rank == 0:
+        return {}
+    ddp = make_attached(SHAPES, process_group=group)
+    ledger = Ledger()
+    for i in range(5):
+        ledger.add(step(ddp, gradients(SHAPES, rank - 1, i)), mean_gradients(SHAPES, 2, i))
+    assert tp.stats(group)["compressed_calls"] == 5
+    return ledger.errors(residuals_of(ddp))
+
+
+@pytest.mark.parametrize("detail", [False, True])
+def test_a_group_of_some_ranks(detail):
+    for errors in ranks.run(3, _subgroup, detail)[1:]:
+        assert max(errors.values()) < TOLERANCE, errors

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The guard over what must be equal on all ranks: it finds what differs, says so and mends it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+import torch_powersgd as tp
+from support import ranks
+from support.call_observer import SETTLE_PASSES
+from support.synthetic import (
+    Ledger,
+    gradients,
+    make_attached,
+    mean_gradients,
+    reduce_in_backward,
+    step,
+)
+from torch_powersgd.checkpoint import _to_local
+from torch_powersgd.ddp import attached_model
+
+SHAPES = {"first": (30, 40), "second": (35, 25), "bias": (30,)}
+OPTIONS = tp.Options(
+    start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=500, check_every=3
+)
+
+
+class _Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+        logging.getLogger("torch_powersgd").addHandler(self)
+
+    def emit(self, record):
+        self.lines.append((record.levelname, record.getMessage()))
+
+    def differences(self):
+        return [line for level, line in self.lines if level == "WARNING" and "differed" in line]
+
+
+def _corrupt(ddp, name, field):
+    """One bit of this rank's state, the lowest of one number."""
+    state = tp.state_dict(ddp, per_rank=True)
+    state["parameters"][f"weights.{name}"][field].view(-1).view(torch.int32)[5] ^= 1
+    locals_ = [_to_local(name, tensors) for name, tensors in state["parameters"].items()]
+    attached_model(ddp).load_local(locals_, state["step"])
+
+
+def unused(rank, world_size, damage, device="cpu"):
+    """Nine steps; "second" is not used in those after the damage, so that its Q stays as it is.
+
+    A parameter that is used mends itself: P is summed over the ranks, whatever they made it with.
+
+    Args:
+        damage: the rank whose Q of "second" is changed between steps 3 and 4.
+
+    Returns:
+        the warnings; the count after each step; Q and P, in bytes; the identity's errors.
+    """
+    log, ledger, seen = _Lines(), Ledger(), []
+    ddp = make_attached(SHAPES, OPTIONS, find_unused_parameters=True, device=device)
+    for i in range(9):
+        mine, means = gradients(SHAPES, rank, i), mean_gradients(SHAPES, world_size, i)
+        if i >= 4:
+            del mine["second"], means["second"]
+        outputs = step(ddp, {name: tensor.to(device) for name, tensor in mine.items()})
+        ledger.add({name: tensor.cpu() for name, tensor in outputs.items()}, means)
+        if i == 3 and rank == damage:
+            _corrupt(ddp, "second", "q_warm")
+        seen.append(tp.stats()["differences"])
+    saved = tp.state_dict(ddp)["parameters"]
+    residuals = {n.removeprefix("weights."): s["residual"].cpu().double() for n, s in saved.items()}
+    state = tp.state_dict(ddp, per_rank=True)["parameters"]
+    replicas = {
+        (name, field): tensors[field].cpu().numpy().tobytes()
+        for name, tensors in state.items()
+        for field in ("q_warm", "p_hat")
+    }
+    return log.differences(), seen, replicas, ledger.errors(residuals)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "damage", "named"), [(2, 1, "1"), (3, 2, "2"), (3, 0, "1, 2")]
+)
+def test_a_difference_is_found_mended_and_counted(world_size, damage, named):
+    results = ranks.run(world_size, unused, world_size, damage, options=OPTIONS)
+    for lines, seen, replicas, errors in results:
+        assert seen == [0] * 5 + [1] * 4, "found by the check after the sixth step"
+        (line,) = lines
+        assert f"the Q of 'weights.second' differed from rank 0's on rank {named};" in line
+        assert replicas == results[0][2]
+        assert max(errors.values()) < 1e-5, errors
+
+
+def test_nothing_to_find():
+    for lines, seen, _, errors in ranks.run(2, unused, 2, None, options=OPTIONS):
+        assert (lines, seen) == ([], [0] * 9)
+        assert max(errors.values()) < 1e-5, errors
+
+
+def _same_training(rank, options):
+    """All outputs of a training with a part that is attached and one that is flat."""
+    ddp = make_attached(SHAPES, options)
+    outputs = []
+    for i in range(7):
+        outputs += step(ddp, gradients(SHAPES, rank, i)).values()
+        outputs += reduce_in_backward([gradients({"flat": (1000,)}, rank, i)["flat"]])
+    return [output.numpy().tobytes() for output in outputs], tp.stats()["compressed_calls"]
+
+
+def test_the_check_changes_nothing():
+    never = dataclasses.replace(OPTIONS, check_every=0)
+    always = dataclasses.replace(OPTIONS, check_every=1)
+    expected = ranks.run(2, _same_training, never, options=never)
+    assert ranks.run(2, _same_training, always, options=always) == expected
+    assert expected[0][1] == 7 + 7 - SETTLE_PASSES

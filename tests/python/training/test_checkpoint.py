@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Saving and resuming: nothing that is owed is lost, on the same or another number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import (
+    COMPRESSED,
+    SHAPES,
+    Ledger,
+    Synthetic,
+    from_bytes,
+    gradients,
+    make_attached,
+    mean_gradients,
+    relative_error,
+    residuals_of,
+    step,
+    to_bytes,
+    to_numpy,
+)
+
+# Two exact steps first: a job that resumes must not begin its warm-up again.
+OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
+WEIGHTS = {f"weights.{name}" for name in COMPRESSED}
+
+
+def _job(rank, world_size, steps, state, options=OPTIONS):
+    """Steps of a job, from a saved state or from nothing.
+
+    Returns:
+        the state after loading and at the end, in bytes; the outputs of each step; their sums.
+    """
+    ddp = make_attached(SHAPES, options)
+    if state is not None:
+        tp.load_state_dict(ddp, from_bytes(state))
+    loaded = to_bytes(tp.state_dict(ddp))
+    ledger, outputs = Ledger(), []
+    for i in steps:
+        outputs.append(step(ddp, gradients(SHAPES, rank, i)))
+        ledger.add(outputs[-1], mean_gradients(SHAPES, world_size, i))
+    ended = to_bytes(tp.state_dict(ddp))
+    sums = to_numpy(ledger.delivered), to_numpy(ledger.owed)
+    return loaded, ended, [to_numpy(output) for output in outputs], sums
+
+
+def _residuals(state):
+    return {n: saved["residual"].numpy() for n, saved in from_bytes(state)["parameters"].items()}
+
+
+def _identity_errors(jobs, state):
+    """Of jobs that followed each other, the last of which ended in `state`."""
+    errors = {}
+    residuals = _residuals(state)
+    for name in SHAPES:
+        delivered = sum(sums[0][name] for _, _, _, sums in jobs)
+        owed = sum(sums[1][name] for _, _, _, sums in jobs)
+        delivered = delivered + residuals.get(f"weights.{name}", 0)
+        errors[name] = np.linalg.norm(delivered - owed) / np.linalg.norm(owed)
+    return errors
+
+
+@pytest.fixture(scope="module")
+def first_job():
+    """What each of two ranks has after six steps."""
+    return ranks.run(2, _job, 2, range(6), None)
+
+
+def test_the_state_is_equal_on_all_ranks_and_complete(first_job):
+    states = [from_bytes(ended) for _, ended, _, _ in first_job]
+    for state in states:
+        assert state["version"] == 1
+        assert state["step"] == 6
+        assert state["grad_scale"] == 1
+        assert state["options"]["matrix_approximation_rank"] == 2
+        assert set(state["options"]) == {field.name for field in dataclasses.fields(tp.Options)}
+        assert set(state["parameters"]) == WEIGHTS
+        for name, saved in state["parameters"].items():
+            shape = SHAPES[name.removeprefix("weights.")]
+            assert saved["residual"].shape == shape
+            assert saved["q"].shape == (2, saved["residual"][0].numel())
+            assert saved["residual"].norm() > 1
+            for key in ("residual", "q"):
+                assert torch.equal(saved[key], states[0]["parameters"][name][key])
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2), (2, 1)])
+def test_resume_keeps_what_is_owed(before, after):
+    first = ranks.run(before, _job, before, range(6), None)[0]
+    for second in ranks.run(after, _job, after, range(6, 11), first[1]):
+        loaded, ended, _, _ = second
+        saved = _residuals(first[1])
+        for name, residual in _residuals(loaded).items():
+            error = np.linalg.norm(residual - saved[name]) / np.linalg.norm(saved[name])
+            assert error < 1e-6, (name, error)  # the mean of equal values is rounded once
+        assert set(_residuals(loaded)) == WEIGHTS
+        # As in test_identity, over 11 steps.
+        errors = _identity_errors([first, second], ended)
+        assert max(errors.values()) < 1e-5, errors
+        assert from_bytes(ended)["step"] == 11
+
+
+def test_resume_goes_on_as_if_there_had_been_no_end(first_job):
+    # The outputs depend on the mean residual, on Q and on the step alone. The tolerance is that of
+    # the reference: residuals that are rounded differently.
+    for whole, resumed in zip(
+        ranks.run(2, _job, 2, range(11), None),
+        ranks.run(2, _job, 2, range(6, 11), first_job[0][1]),
+        strict=True,
+    ):
+        for i in range(5):
+            for name, output in resumed[2][i].items():
+                expected = whole[2][6 + i][name]
+                assert np.linalg.norm(output - expected) < 2e-5 * np.linalg.norm(expected), name
+
+
+@pytest.mark.parametrize("new_rank", [1, 3])
+def test_another_rank_takes_over_residual_and_q(first_job, new_rank):
+    options = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=new_rank)
+    saved = from_bytes(first_job[0][1])["parameters"]
+    for second in ranks.run(2, _job, 2, range(6, 10), first_job[0][1], options):
+        loaded = from_bytes(second[0])["parameters"]
+        for name, parameter in loaded.items():
+            kept = min(2, new_rank)
+            assert parameter["q"].shape[0] == new_rank
+            assert torch.equal(parameter["q"][:kept], saved[name]["q"][:kept])
+            assert (parameter["q"].norm(dim=1) > 0.1).all()  # new rows are there to be used
+            assert relative_error(parameter["residual"], saved[name]["residual"]) < 1e-6
+        errors = _identity_errors([first_job[0], second], second[1])
+        assert max(errors.values()) < 1e-5, errors
+
+
+class _Records(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.DEBUG)
+        self.seen = []
+
+    def emit(self, record):
+        self.seen.append((record.levelname, record.getMessage()))
+
+
+def _load(ddp, data):
+    """The residuals after loading, and what was logged meanwhile."""
+    records = _Records()
+    logger = logging.getLogger("torch_powersgd")
+    logger.addHandler(records)
+    logger.setLevel(logging.DEBUG)
+    tp.load_state_dict(ddp, from_bytes(data))
+    return to_numpy(residuals_of(ddp)), records.seen
+
+
+def _load_with_log(rank, data, options=OPTIONS, shapes=SHAPES):
+    return _load(make_attached(shapes, options), data)
+
+
+def test_a_parameter_that_is_not_in_the_model_is_dropped_with_a_warning(first_job):
+    shapes = {name: SHAPES[name] for name in SHAPES if name != "tall"}
+    for residuals, log in ranks.run(2, _load_with_log, first_job[0][1], OPTIONS, shapes):
+        assert set(residuals) == set(COMPRESSED) - {"tall"}
+        assert any(level == "WARNING" and "weights.tall" in text for level, text in log), log
+
+
+def _no_longer_compressed(rank, data, scale):
+    """The outputs of two steps after loading, less the mean gradients: what was owed."""
+    # At rank 12 none of the matrices pays.
+    options = dataclasses.replace(OPTIONS, matrix_approximation_rank=12)
+    ddp = make_attached(SHAPES, options)
+    residuals, log = _load(ddp, data)
+    tp.set_grad_scale(scale)
+    extra = []
+    for i in range(2):
+        mine = {name: tensor * scale for name, tensor in gradients(SHAPES, rank, i).items()}
+        outputs, means = step(ddp, mine), mean_gradients(SHAPES, 2, i)
+        extra.append({name: outputs[name].double() / scale - means[name] for name in SHAPES})
+    return residuals, log, [to_numpy(tensors) for tensors in extra]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_what_a_parameter_that_is_no_longer_compressed_is_owed_comes_with_its_next_gradient(
+    first_job, scale
+):
+    owed = _residuals(first_job[0][1])
+    for residuals, log, (first, second) in ranks.run(
+        2, _no_longer_compressed, first_job[0][1], scale
+    ):
+        assert residuals == {}
+        assert any(level == "INFO" and "weights.tall" in text for level, text in log), log
+        for name in SHAPES:
+            expected = owed.get(f"weights.{name}", 0)
+            # One rounding of the sum, of elements below 10, in float32.
+            assert abs(first[name] - expected).max() < 10 * 2**-23, name
+            assert abs(second[name]).max() < 10 * 2**-23, name
+
+
+def _keep_what_is_not_named(rank, data):
+    ddp = make_attached(SHAPES, OPTIONS)
+    for i in range(4):
+        step(ddp, gradients(SHAPES, rank, i))
+    before = residuals_of(ddp)
+    state = from_bytes(data)
+    state["parameters"] = {"weights.tall": state["parameters"]["weights.tall"]}
+    tp.load_state_dict(ddp, state)
+    after = residuals_of(ddp)
+    saved = state["parameters"]["weights.tall"]["residual"]
+    kept = all(torch.equal(before[name], after[name]) for name in ("conv", "wide"))
+    return kept, relative_error(after["tall"], saved), tp.state_dict(ddp)["step"]
+
+
+def test_parameters_that_are_not_named_keep_what_they_have(first_job):
+    for kept, error, step_count in ranks.run(2, _keep_what_is_not_named, first_job[0][1]):
+        assert kept
+        assert error < 1e-6
+        assert step_count == 6
+
+
+def _refused(rank, data, spoil):
+    ddp = make_attached(SHAPES, OPTIONS)
+    state = from_bytes(data)
+    tall = state["parameters"]["weights.tall"]
+    if spoil == "version":
+        state["version"] = 99
+    elif spoil in ("step", "parameters", "grad_scale"):
+        del state[spoil]
+    elif spoil in ("residual", "q"):
+        del tall[spoil]
+    elif spoil == "residual shape":
+        tall["residual"] = tall["residual"][:, :4]
+    elif spoil == "q shape":
+        tall["q"] = tall["q"][:, :4]
+    try:
+        tp.load_state_dict(ddp, state)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "part"),
+    [
+        ("version", "ValueError", "99"),
+        ("step", "ValueError", "step"),
+        ("parameters", "ValueError", "parameters"),
+        ("grad_scale", "ValueError", "grad_scale"),
+        ("residual", "ValueError", "weights.tall"),
+        ("q", "ValueError", "weights.tall"),
+        ("residual shape", "ValueError", "weights.tall"),
+        ("q shape", "ValueError", "weights.tall"),
+    ],
+)
+def test_a_state_of_another_form_is_refused(first_job, spoil, kind, part):
+    for raised, message in ranks.run(2, _refused, first_job[0][1], spoil):
+        assert raised == kind, message
+        assert part in message
+
+
+def _untouched(rank, load_fresh):
+    """A state is a copy; before the first compressed step it is what that step will start from."""
+    ddp = make_attached(SHAPES, OPTIONS)
+    fresh = tp.state_dict(ddp)["parameters"]
+    assert fresh.keys() == WEIGHTS
+    assert not any(saved["residual"].any() for saved in fresh.values())
+    assert all(saved["q"].any() for saved in fresh.values())
+    if load_fresh:
+        tp.load_state_dict(ddp, tp.state_dict(ddp))
+    for i in range(4):
+        step(ddp, gradients(SHAPES, rank, i))
+    state = tp.state_dict(ddp)
+    before = to_bytes(state)
+    tp.load_state_dict(ddp, state)
+    for i in range(4, 7):
+        step(ddp, gradients(SHAPES, rank, i))
+    return before == to_bytes(state), before
+
+
+def test_a_saved_state_does_not_change_any_more():
+    (kept, one), _ = loaded = ranks.run(2, _untouched, True)
+    assert kept
+    assert loaded[1][0]
+    assert ranks.run(2, _untouched, False)[0][1] == one
+
+
+def _next_output(rank, data, last, new_options):
+    """The output after resuming with a weight that is laid out in this way."""
+    conv = torch.zeros(16, 5, 3, 3)
+    if last:
+        conv = conv.to(memory_format=torch.channels_last)
+    ddp = DistributedDataParallel(Synthetic({"conv": conv}))
+    tp.attach(ddp, new_options)
+    shapes = {"conv": conv.shape}
+    if data is None:
+        for i in range(4):
+            step(ddp, gradients(shapes, rank, i))
+        data = to_bytes(tp.state_dict(ddp))
+    else:
+        tp.load_state_dict(ddp, from_bytes(data))
+    return data, to_numpy(step(ddp, gradients(shapes, rank, 9)))["conv"]
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["from-contiguous", "from-channels-last"])
+def test_the_state_does_not_depend_on_the_memory_format(last):
+    # The columns of a channels_last weight are permuted: residual and Q are saved in the order of
+    # the contiguous one, else the next output would be another. The tolerance is the reference's.
+    (data, expected), _ = ranks.run(2, _next_output, None, last, OPTIONS)
+    _, output = ranks.run(2, _next_output, data, not last, OPTIONS)[0]
+    assert np.linalg.norm(output - expected) < 2e-5 * np.linalg.norm(expected)

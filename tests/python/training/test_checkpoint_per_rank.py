@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Each rank's own state, which resumes bit for bit, and torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import (
+    COMPRESSED,
+    SHAPES,
+    from_bytes,
+    gradients,
+    make_attached,
+    step,
+    to_bytes,
+    to_numpy,
+)
+
+OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
+VARIANTS = {
+    "plain": {},
+    "no-feedback": {"use_error_feedback": False},
+    "half-residual": {"residual_dtype": torch.bfloat16},
+    "cold": {"warm_start": False},
+    "alternating": {"alternating": True},
+}
+SAVED, ENDED = 4, 8  # steps
+
+
+def _outputs(ddp, rank, steps, scale=1.0):
+    result = []
+    for i in steps:
+        tp.set_grad_scale(scale * 2 ** (i % 3))  # so that the residual is in other units
+        result.append(to_numpy(step(ddp, gradients(SHAPES, rank, i))))
+    return result
+
+
+def _uninterrupted(rank, options, ddp_arguments):
+    """This rank's state at SAVED, and the outputs after it."""
+    ddp = make_attached(SHAPES, options, **ddp_arguments)
+    _outputs(ddp, rank, range(SAVED))
+    state = to_bytes(tp.state_dict(ddp, per_rank=True))
+    return state, _outputs(ddp, rank, range(SAVED, ENDED))
+
+
+def _resumed(rank, states, options, ddp_arguments):
+    ddp = make_attached(SHAPES, options, **ddp_arguments)
+    tp.load_state_dict(ddp, from_bytes(states[rank]))
+    return _outputs(ddp, rank, range(SAVED, ENDED))
+
+
+@pytest.mark.parametrize(
+    ("variant", "world_size"), [*((variant, 2) for variant in VARIANTS), ("plain", 3)]
+)
+def test_resumes_bit_for_bit(variant, world_size):
+    options = dataclasses.replace(OPTIONS, **VARIANTS[variant])
+    # DDP rebuilds its buckets after the first step, in another order, and the sum of three ranks
+    # depends on where in a buffer its elements are, compressed or not; that of two does not.
+    fixed_buckets = {"find_unused_parameters": world_size > 2}
+    jobs = ranks.run(world_size, _uninterrupted, options, fixed_buckets)
+    states = [state for state, _ in jobs]
+    if variant == "plain":
+        assert states[0] != states[1], "each rank's own"
+    resumed = ranks.run(world_size, _resumed, states, options, fixed_buckets)
+    for (_, expected), outputs in zip(jobs, resumed, strict=True):
+        for one, other in zip(expected, outputs, strict=True):
+            assert one.keys() == other.keys() == SHAPES.keys()
+            for name in one:
+                np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+def test_resumes_bit_for_bit_with_other_buckets():
+    """State belongs to parameters: what is in a bucket with what does not matter."""
+    jobs = ranks.run(2, _uninterrupted, OPTIONS, {})
+    states = [state for state, _ in jobs]
+    resumed = ranks.run(2, _resumed, states, OPTIONS, {"bucket_cap_mb": 1e-4})
+    for (_, expected), outputs in zip(jobs, resumed, strict=True):
+        for one, other in zip(expected, outputs, strict=True):
+            for name in one:
+                np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def states():
+    return [state for state, _ in ranks.run(2, _uninterrupted, OPTIONS, {})]
+
+
+def _refused(rank, states, spoil, options=OPTIONS):
+    """The message of load_state_dict, and whether anything has changed."""
+    ddp = make_attached(SHAPES, options)
+    _outputs(ddp, rank, range(2))
+    before = to_bytes(tp.state_dict(ddp, per_rank=True))
+    state = spoil(rank, [from_bytes(state) for state in states])
+    with pytest.raises(ValueError, match="checkpoint|per-rank") as raised:
+        tp.load_state_dict(ddp, state)
+    return str(raised.value), before == to_bytes(tp.state_dict(ddp, per_rank=True))
+
+
+def _own(rank, states):
+    return states[rank]
+
+
+def _swapped(rank, states):
+    return states[(rank + 1) % 2]
+
+
+def _one_swapped(rank, states):
+    return states[0]
+
+
+def _one_older(rank, states):
+    states[rank]["step"] -= rank
+    return states[rank]
+
+
+def _one_shape(rank, states):
+    if rank == 1:
+        first = next(iter(states[1]["parameters"].values()))
+        first["p_hat"] = first["p_hat"][:-1]
+    return states[rank]
+
+
+def _one_missing(rank, states):
+    if rank == 0:
+        del next(iter(states[0]["parameters"].values()))["memory"]
+    return states[rank]
+
+
+def _renamed(rank, states):
+    parameters = states[rank]["parameters"]
+    parameters["weights.other"] = parameters.pop("weights.conv")
+    return states[rank]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "parts"),
+    [
+        (_swapped, ["rank", "this rank's own"]),
+        (_one_swapped, ["this rank's own, 1, got 0"]),
+        (_one_older, ["step 4", "3 on rank 1"]),
+        (_one_shape, ["weights.", "saved with other options"]),
+        (_one_missing, ["must have", "memory"]),
+        (_renamed, ["'weights.other' is not in the model"]),
+    ],
+    ids=["swapped", "one-swapped", "one-older", "one-shape", "one-missing", "renamed"],
+)
+def test_a_state_that_is_not_this_ranks_is_refused_everywhere(states, spoil, parts):
+    for message, unchanged in ranks.run(2, _refused, states, spoil):
+        assert unchanged
+        for part in parts:
+            assert part in message, message
+
+
+def test_another_number_of_ranks_or_rank_of_the_factors_is_refused(states):
+    three = [*states, states[0]]
+    for message, unchanged in ranks.run(3, _refused, three, _own):
+        assert unchanged
+        assert "world_size" in message
+        assert "any number of ranks" in message
+    higher = dataclasses.replace(OPTIONS, matrix_approximation_rank=3)
+    for message, unchanged in ranks.run(2, _refused, states, _own, higher):
+        assert unchanged
+        assert "saved with other options" in message
+
+
+# torch.distributed.checkpoint.
+
+
+def _saves(rank, folder, per_rank):
+    ddp = make_attached(SHAPES, OPTIONS)
+    _outputs(ddp, rank, range(SAVED))
+    state = tp.CompressionState(ddp, per_rank)
+    key = f"powersgd.{rank}" if per_rank else "powersgd"
+    dcp.save({key: state}, checkpoint_id=folder)
+    return to_bytes(state.state_dict()), _outputs(ddp, rank, range(SAVED, ENDED))
+
+
+def _loads(rank, folder, per_rank):
+    ddp = make_attached(SHAPES, OPTIONS)
+    key = f"powersgd.{rank}" if per_rank else "powersgd"
+    state = tp.CompressionState(ddp, per_rank)
+    dcp.load({key: state}, checkpoint_id=folder)
+    loaded = to_bytes(state.state_dict())
+    dist.barrier()
+    return loaded, _outputs(ddp, rank, range(SAVED, ENDED))
+
+
+def _assert_same_state(one, other):
+    one, other = from_bytes(one), from_bytes(other)
+    assert one["step"] == other["step"] == SAVED
+    assert len(one["parameters"]) == len(COMPRESSED)
+    for name, tensors in one["parameters"].items():
+        for field, value in tensors.items():
+            if torch.is_tensor(value):
+                torch.testing.assert_close(other["parameters"][name][field], value)
+
+
+def test_distributed_checkpoint_of_the_mean(tmp_path):
+    saved = ranks.run(2, _saves, str(tmp_path), False)
+    for world_size in (2, 3):
+        for loaded, _ in ranks.run(world_size, _loads, str(tmp_path), False):
+            _assert_same_state(saved[0][0], loaded)
+
+
+def test_distributed_checkpoint_of_each_rank(tmp_path):
+    saved = ranks.run(2, _saves, str(tmp_path), True)
+    for (state, expected), (loaded, outputs) in zip(
+        saved, ranks.run(2, _loads, str(tmp_path), True), strict=True
+    ):
+        _assert_same_state(state, loaded)
+        for one, other in zip(expected, outputs, strict=True):
+            for name in one:
+                np.testing.assert_array_equal(one[name], other[name], err_msg=name)

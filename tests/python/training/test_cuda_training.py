@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a training job does besides, on a GPU: the bodies of the tests on the CPU, run there."""
+
+from __future__ import annotations
+
+import pytest
+import test_alternating
+import test_check_every
+import test_loss_scale
+import test_wire
+import torch
+
+import torch_powersgd as tp
+from support.cuda_ranks import INNERS, needs_cuda, options_of, run
+from support.synthetic import COMPRESSED, SHAPES, gradients, make_attached, step
+from torch_powersgd.ddp import attached_model
+
+pytestmark = needs_cuda
+
+TOLERANCE = 1e-5  # float32, as on the CPU
+
+
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("case", ["none", "one", "twice"])
+def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(inner, case):
+    bad = test_loss_scale.BAD[case]
+    for errors, scales, _ in run(
+        test_loss_scale.with_scaler, bad, True, "cuda", options=options_of(inner)
+    ):
+        assert len(set(scales)) >= 3
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def _no_synchronisation(rank):
+    """A skipped step is taken back on the device, by a found_inf that the host has not read."""
+    ddp = make_attached(SHAPES, options_of(), device="cuda")
+    model = attached_model(ddp)
+    for i in range(2):
+        mine = {name: g.cuda() for name, g in gradients(SHAPES, rank, i).items()}
+        step(ddp, mine)
+        model.step_skipped(torch.zeros((), device="cuda"))
+    before = {n: s["q_local"] for n, s in tp.state_dict(ddp, per_rank=True)["parameters"].items()}
+    torch.cuda.synchronize()
+    found_inf = torch.ones((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    model.step_skipped(found_inf)
+    torch.cuda.set_sync_debug_mode("default")
+    after = {n: s["q_local"] for n, s in tp.state_dict(ddp, per_rank=True)["parameters"].items()}
+    return all(q.any() for q in before.values()), any(q.any() for q in after.values())
+
+
+def test_a_skipped_step_is_taken_back_without_the_host():
+    assert run(_no_synchronisation) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_a_difference_is_found_mended_and_counted(inner):
+    options = options_of(inner, check_every=3, min_numel=500)
+    results = run(test_check_every.unused, 2, 1, "cuda", options=options)
+    for lines, seen, replicas, errors in results:
+        assert seen[-1] == 1
+        assert len(lines) == 1
+        assert replicas == results[0][2]
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("wire", test_wire.WIRES, ids=str)
+def test_what_a_rank_rounds_off_is_part_of_its_residual(inner, wire):
+    for errors, stats, _ in run(
+        test_wire.identity, wire, 2, True, 1.0, "cuda", options=options_of(inner)
+    ):
+        assert stats["skipped_steps"] == 0
+        for name in COMPRESSED:
+            assert errors[name] < TOLERANCE, errors
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_p_and_q_in_turns_add_up(inner):
+    options = options_of(inner, alternating=True)
+    arguments = (2, options, torch.float32, False, "cuda")
+    for errors, without, _ in run(test_alternating.identity, *arguments, options=options):
+        assert max(errors.values()) < TOLERANCE, errors
+        assert min(without[name] for name in COMPRESSED) > 0.1

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The loss scale: residuals follow it, so that it can change at any time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import (
+    SHAPES,
+    from_bytes,
+    gradients,
+    make_attached,
+    reduce_in_backward,
+    relative_error,
+    residuals_of,
+    step,
+    to_bytes,
+    to_numpy,
+)
+
+OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=500)
+FLAT = {"flat": (1000,)}
+# Scaling by powers of two is exact in floating point, but for the others each gradient, memory and
+# output is rounded once more: as in test_reference.
+TOLERANCE = 2e-5
+
+SCALES = {
+    "constant": [1024.0] * 6,
+    "powers": [2.0**16, 2.0**16, 2.0**15, 2.0**17, 1.0, 1.0],
+    "others": [1000.0, 3.0, 3.0, 0.07, 5e4, 11.0],
+}
+
+
+def _outputs(rank, kind, scales, told):
+    """The outputs in the units of the unscaled gradient."""
+    shapes = FLAT if kind == "flat" else SHAPES
+    ddp = None if kind == "flat" else make_attached(SHAPES, OPTIONS)
+    outputs = []
+    for i, scale in enumerate(scales):
+        if told:
+            tp.set_grad_scale(scale)
+        mine = {name: scale * g for name, g in gradients(shapes, rank, i).items()}
+        if ddp is None:
+            scaled = dict(zip(mine, reduce_in_backward(mine.values()), strict=True))
+        else:
+            scaled = step(ddp, mine)
+        outputs.append(to_numpy({name: output / scale for name, output in scaled.items()}))
+    return outputs, tp.stats()["residual_norms"]
+
+
+def _worst(outputs, expected):
+    return max(
+        relative_error(torch.from_numpy(mine[name]), torch.from_numpy(wanted[name]))
+        for mine, wanted in zip(outputs, expected, strict=True)
+        for name in wanted
+    )
+
+
+@pytest.mark.parametrize("name", SCALES)
+@pytest.mark.parametrize("kind", ["attached", "flat"])
+def test_a_scaled_run_is_the_unscaled_one(kind, name):
+    expected, norms = ranks.run(2, _outputs, kind, [1.0] * 6, True, options=OPTIONS)[0]
+    scales = SCALES[name]
+    outputs, scaled_norms = ranks.run(2, _outputs, kind, scales, True, options=OPTIONS)[0]
+    assert _worst(outputs, expected) < TOLERANCE
+    for parameter, norm in norms.items():
+        assert scaled_norms[parameter] == pytest.approx(norm * scales[-1], rel=TOLERANCE)
+
+
+def test_the_backend_must_be_told():
+    # Otherwise the test above would say nothing.
+    expected, _ = ranks.run(2, _outputs, "attached", [1.0] * 6, True, options=OPTIONS)[0]
+    outputs, _ = ranks.run(2, _outputs, "attached", SCALES["powers"], False, options=OPTIONS)[0]
+    assert _worst(outputs, expected) > 0.1
+
+
+def _overflow(rank, bad):
+    """As a GradScaler does it: a step overflows, the scale is halved."""
+    ddp = make_attached(SHAPES, OPTIONS)
+    scale, outputs = 4096.0, []
+    for i in range(6):
+        if i == 3:
+            if bad:
+                tp.set_grad_scale(scale)
+                mine = gradients(SHAPES, rank, "bad")
+                mine["wide"][0, 0] = float("inf") if rank == 1 else 0
+                assert step(ddp, mine)["wide"].isnan().all()
+            scale /= 2
+        tp.set_grad_scale(scale)
+        mine = {name: scale * g for name, g in gradients(SHAPES, rank, i).items()}
+        outputs.append(to_numpy(step(ddp, mine)))
+    return outputs
+
+
+def test_a_skipped_step_and_a_new_scale_together():
+    expected = ranks.run(2, _overflow, False)[0]
+    assert _worst(ranks.run(2, _overflow, True)[0], expected) < TOLERANCE
+
+
+def _checkpoint(rank, state, scale):
+    """Two steps at a scale and the state, or what is owed after loading it at this scale."""
+    tp.set_grad_scale(scale)
+    ddp = make_attached(SHAPES, OPTIONS)
+    if state is None:
+        for i in range(3):
+            step(ddp, {name: scale * g for name, g in gradients(SHAPES, rank, i).items()})
+        saved = tp.state_dict(ddp)
+        return saved["grad_scale"], to_bytes(saved), to_numpy(residuals_of(ddp))
+    tp.load_state_dict(ddp, from_bytes(state))
+    owed = to_numpy(residuals_of(ddp))
+    mine = {name: scale * g for name, g in gradients(SHAPES, rank, 3).items()}
+    return tp.state_dict(ddp)["grad_scale"], owed, to_numpy(step(ddp, mine))
+
+
+def test_a_checkpoint_keeps_its_scale():
+    saved_scale, state, saved = ranks.run(2, _checkpoint, None, 1024.0)[0]
+    assert saved_scale == 1024
+    runs = {s: ranks.run(2, _checkpoint, state, s)[0] for s in (1024.0, 1.0, 48.0)}
+    for scale, (current, owed, _) in runs.items():
+        assert current == scale
+        for name, residual in owed.items():
+            value = torch.from_numpy(residual * 1024 / scale)
+            assert relative_error(value, torch.from_numpy(saved[name])) < 1e-6
+    for scale, (_, _, output) in runs.items():
+        unscaled = {name: value * 1024 / scale for name, value in output.items()}
+        assert _worst([unscaled], [runs[1024.0][2]]) < TOLERANCE
+
+
+def _bad_scale(rank, scale):
+    with pytest.raises(ValueError, match="scale"):
+        tp.set_grad_scale(scale)
+    ddp = make_attached(SHAPES, OPTIONS)
+    return tp.state_dict(ddp)["grad_scale"]
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.0, float("inf"), float("nan")])
+def test_a_bad_scale_is_refused(scale):
+    assert ranks.run(1, _bad_scale, scale) == [1.0]

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""DDP's join(): ranks that run out of inputs send zeros and what they still owe."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+
+import torch_powersgd as tp
+from support import ranks
+from support.call_observer import SETTLE_PASSES, in_backward
+from support.call_observer import gloo as gloo_group
+from support.paired_training import digest, same
+from support.synthetic import (
+    COMPRESSED,
+    SHAPES,
+    Ledger,
+    gradients,
+    make_attached,
+    make_ddp,
+    mean_gradients,
+    outputs_of,
+    residuals_of,
+    step,
+    to_numpy,
+)
+
+# Compression starts while a rank has joined.
+OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
+TOLERANCE = 1e-5  # the identity in float32, as in test_identity
+# One rank has a single input, so that it has joined before DDP rebuilds its buckets.
+INPUTS = (6, 1, 4)
+WORLD_SIZE = len(INPUTS)
+USED_IN_ORDER = {name: SHAPES[name] for name in ("bias", "wide", "small", "conv", "tall")}
+
+
+def _active(i):
+    return sum(count > i for count in INPUTS)
+
+
+def _joined_means(i, divisor, inputs=INPUTS):
+    """What the ranks that are not out of inputs give, summed and divided."""
+    total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for rank, count in enumerate(inputs):
+        if i < count:
+            for name, mine in gradients(SHAPES, rank, i).items():
+                total[name] += mine.double() / divisor
+    return total
+
+
+def _uneven(rank, static, ddp_arguments):
+    ddp = make_attached(SHAPES, OPTIONS, **ddp_arguments)
+    ledger = Ledger()
+    with ddp.join(divide_by_initial_world_size=static):
+        for i in range(INPUTS[rank]):
+            outputs = step(ddp, gradients(USED_IN_ORDER, rank, i))
+            # In units of the sum, since the divisor changes from step to step.
+            scale = WORLD_SIZE if static else _active(i)
+            ledger.add({name: scale * g for name, g in outputs.items()}, _joined_means(i, 1))
+    residuals = residuals_of(ddp)
+    joined = ledger.errors({name: WORLD_SIZE * r for name, r in residuals.items()})
+    without = ledger.errors()
+    # The ranks' states have stayed in step: they train on, all together.
+    later = Ledger()
+    replica = []
+    for i in range(10, 14):
+        outputs = step(ddp, gradients(SHAPES, rank, i))
+        later.add(outputs, mean_gradients(SHAPES, WORLD_SIZE, i))
+        replica.append(digest(outputs.values()))
+    left = residuals_of(ddp)
+    errors = later.errors({name: left[name] - residuals[name] for name in left})
+    return joined, without, errors, replica, tp.stats()["steps"]
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["world-size", "remaining-ranks"])
+@pytest.mark.parametrize(
+    "ddp_arguments",
+    [{}, {"find_unused_parameters": True, "bucket_cap_mb": 1e-3}, {"static_graph": True}],
+    ids=["default", "unused", "static"],
+)
+def test_nothing_is_lost_when_ranks_run_out_of_inputs(static, ddp_arguments):
+    results = ranks.run(WORLD_SIZE, _uneven, static, ddp_arguments)
+    # The rank with the most inputs has seen every output.
+    joined, without, *_ = results[0]
+    assert max(joined.values()) < TOLERANCE, joined
+    assert min(without[name] for name in COMPRESSED) > 0.1, without
+    for _, _, errors, replica, steps in results:
+        assert max(errors.values()) < TOLERANCE, errors
+        assert replica == results[0][3]
+        assert steps == max(INPUTS) + 4  # a rank that has joined steps with the others
+
+
+def _delivered(rank, still):
+    """Each rank's one gradient, then all but zeros that only rank 0 still has inputs for."""
+    ddp = make_attached(SHAPES, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2))
+    ledger = Ledger()
+    with ddp.join():
+        for i in range(still if rank == 0 else 1):
+            quiet = 1e-20 if i else 1
+            mine = {name: quiet * g for name, g in gradients(SHAPES, rank, i).items()}
+            means = mean_gradients(SHAPES, 2, 0) if i == 0 else {}
+            ledger.add(step(ddp, mine), means)
+    return ledger.errors()
+
+
+def test_what_a_joined_rank_owes_is_delivered():
+    # Rank 2 takes 2 of 16 rows' dimensions out of the mean residual at each step.
+    delivered, _ = ranks.run(2, _delivered, 40)
+    assert max(delivered.values()) < TOLERANCE, delivered
+
+
+def _against_gloo(rank, static, ddp_arguments):
+    options = tp.Options(start_powerSGD_iter=100)
+    plain = make_ddp(SHAPES, process_group=gloo_group(), **ddp_arguments)
+    attached = make_attached(SHAPES, options, **ddp_arguments)
+    found = []
+    for ddp in (plain, attached):
+        outputs = []
+        with ddp.join(divide_by_initial_world_size=static):
+            for i in range(INPUTS[rank]):
+                outputs.append(step(ddp, gradients(USED_IN_ORDER, rank, i)))
+        found.append(outputs)
+    equal = [
+        same([a[name] for name in SHAPES], [b[name] for name in SHAPES])
+        for a, b in zip(*found, strict=True)
+    ]
+    return equal, to_numpy(found[1][-1])
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["world-size", "remaining-ranks"])
+def test_warm_up_is_exact(static):
+    results = ranks.run(WORLD_SIZE, _against_gloo, static, {})
+    for rank, (equal, _) in enumerate(results):
+        assert equal == [True] * INPUTS[rank]
+    # The check would see the other divisor.
+    last, divisor = results[0][1], WORLD_SIZE if static else 1
+    for name, value in _joined_means(INPUTS[0] - 1, divisor).items():
+        assert abs(last[name] - value.numpy()).max() < 1e-6
+
+
+EVEN_INPUTS = (6, 2, 4)
+
+
+def _two_models(rank):
+    """Both in one join context; every other micro-batch is not synchronised."""
+    models = make_attached(SHAPES, OPTIONS), make_attached(SHAPES, OPTIONS)
+    ledgers = Ledger(), Ledger()
+    with Join(list(models)):
+        for i in range(EVEN_INPUTS[rank]):
+            for ddp, ledger in zip(models, ledgers, strict=True):
+                if i % 2 == 0:
+                    ddp.zero_grad()
+                with ddp.no_sync() if i % 2 == 0 else nullcontext():
+                    ddp(gradients(SHAPES, rank, i)).backward()
+                if i % 2:
+                    means = [_joined_means(k, WORLD_SIZE, EVEN_INPUTS) for k in (i - 1, i)]
+                    total = {name: means[0][name] + means[1][name] for name in SHAPES}
+                    ledger.add(outputs_of(ddp), total)
+    errors = [o.errors(residuals_of(d)) for o, d in zip(ledgers, models, strict=True)]
+    return errors, tp.stats()["steps"]
+
+
+def test_two_models_and_accumulation():
+    results = ranks.run(WORLD_SIZE, _two_models)
+    for errors in results[0][0]:
+        assert max(errors.values()) < TOLERANCE, errors
+    assert [steps for _, steps in results] == [2 * 3] * WORLD_SIZE
+
+
+def _thrown(rank):
+    ddp = make_attached(SHAPES, OPTIONS)
+    ledger = Ledger()
+
+    def train(steps):
+        for i in steps:
+            ledger.add(step(ddp, gradients(SHAPES, rank, i)), mean_gradients(SHAPES, 2, i))
+
+    with pytest.raises(RuntimeError, match="exhausted"), ddp.join(throw_on_early_termination=True):
+        train(range(3 + rank))
+    train(range(10, 14))
+    return ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
+
+
+def test_training_goes_on_after_an_early_termination():
+    for errors, steps in ranks.run(2, _thrown):
+        assert steps == 3 + 4
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def _flat(rank):
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append((record.levelname, record.getMessage()))
+    logging.getLogger("torch_powersgd").addHandler(handler)
+    tensor = torch.ones(5000)
+    for _ in range(SETTLE_PASSES + 1):
+        in_backward(lambda: dist.all_reduce(tensor.clone()))
+    warnings.clear()
+    for numel, asynchronous in ((5000, False), (6000, True)):  # neither is what DDP would send
+        work = dist.all_reduce(torch.ones(numel), async_op=asynchronous)
+        if work:
+            work.wait()
+    assert not warnings
+    for _ in range(2):
+        zeros = torch.full_like(tensor, rank)
+        dist.all_reduce(zeros, async_op=True).wait()
+        assert (zeros == 1).all()
+    return warnings
+
+
+def test_a_rank_that_leaves_an_unattached_module_alone_says_so():
+    # Without a hook DDP sends a joined rank's zeros outside of backward, where nothing is
+    # compressed, while the others wait for its factors: all that can be done is to say so.
+    for warnings in ranks.run(2, _flat, options=tp.Options(start_powerSGD_iter=0, min_numel=4000)):
+        assert [level for level, _ in warnings] == ["WARNING"]
+        for part in ("5000", "join()", "attach", "compression(False)"):
+            assert part in warnings[0][1]
+
+
+def _unattached_uncompressed(rank):
+    ddp = make_ddp(SHAPES)
+    errors = []
+    with tp.compression(False), ddp.join():
+        for i in range(INPUTS[rank]):
+            ledger = Ledger()
+            ledger.add(step(ddp, gradients(SHAPES, rank, i)), _joined_means(i, WORLD_SIZE))
+            errors.append(max(ledger.errors().values()))
+    return errors, tp.stats()["compressed_calls"]
+
+
+def test_an_unattached_module_without_compression_joins():
+    options = tp.Options(start_powerSGD_iter=0, min_numel=500)
+    for errors, calls in ranks.run(WORLD_SIZE, _unattached_uncompressed, options=options):
+        assert max(errors) < 1e-6  # a sum of three in float32
+        assert calls == 0

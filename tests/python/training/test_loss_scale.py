@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Mixed precision: the residual follows the loss scale, and a skipped step loses nothing.
+
+Both are the identity of test_identity in the units of the unscaled gradient: what was applied + the
+mean residual = the mean gradients, but for those of a bucket that was not finite.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import (
+    Ledger,
+    gradient,
+    gradients,
+    make_attached,
+    mean_gradients,
+    relative_error,
+    step,
+)
+
+# Each in a bucket of its own; "bias" is sent raw, and is not owed anything.
+SHAPES = {"first": (30, 40), "second": (35, 25), "bias": (30,)}
+MATRICES = ("first", "second")
+OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+TOLERANCE = 1e-5  # float32, as in test_identity; scales are powers of 2 and round nothing
+INF = float("inf")
+
+
+def _residuals(ddp):
+    state = tp.state_dict(ddp)
+    return {
+        name.removeprefix("weights."): saved["residual"].cpu().double() / state["grad_scale"]
+        for name, saved in state["parameters"].items()
+    }
+
+
+def _errors(ledger, ddp):
+    found = ledger.errors(_residuals(ddp))
+    return {name: found[name] for name in MATRICES}
+
+
+def with_scaler(rank, bad, attached_with_scaler, device="cpu", options=OPTIONS):
+    """Eight steps, of which `bad`: {step: (name, rank)} are not finite there."""
+    ddp = make_attached(SHAPES, options, bucket_cap_mb=1e-4, device=device)
+    tp.detach(ddp)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**8, growth_interval=2)
+    tp.attach(ddp, options, scaler=scaler if attached_with_scaler else None)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    ledger, scales = Ledger(), []
+    for i in range(8):
+        mine, means = gradients(SHAPES, rank, i), mean_gradients(SHAPES, 2, i)
+        name, where = bad.get(i, (None, None))
+        if name:
+            lost = SHAPES if i == 0 else [name]  # DDP's first step has a single bucket
+            means = {n: mean for n, mean in means.items() if n not in lost}
+            if where == rank:
+                mine[name].view(-1)[3] = INF
+        optimizer.zero_grad()
+        scaler.scale(ddp({n: tensor.to(device) for n, tensor in mine.items()})).backward()
+        scaler.unscale_(optimizer)
+        applied = {n: p.grad.cpu().clone() for n, p in ddp.module.weights.items()}
+        scaler.step(optimizer)
+        finite = all(torch.isfinite(grad).all() for grad in applied.values())
+        ledger.add(applied if finite else {}, means)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return _errors(ledger, ddp), scales, tp.stats()["skipped_steps"]
+
+
+BAD = {
+    "none": {},
+    "one": {3: ("first", 1)},
+    "first-step": {0: ("second", 0)},
+    "twice": {4: ("second", 1), 5: ("first", 0)},
+    "raw": {2: ("bias", 1)},
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(case):
+    for errors, scales, _ in ranks.run(2, with_scaler, BAD[case], True):
+        assert len(set(scales)) >= 3, "the scale has changed"
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def test_without_the_scaler_the_residual_is_in_other_units():
+    """The test above can fail: the scale grows, and nobody says so."""
+    for errors, _, _ in ranks.run(2, with_scaler, {}, False):
+        assert max(errors.values()) > 100 * TOLERANCE, errors
+
+
+def _dropped(rank, tell):
+    """The optimizer drops the outputs of steps 0, 3 and 4 for a reason of its own."""
+    ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4)
+    ledger = Ledger()
+    for i in range(7):
+        outputs = step(ddp, gradients(SHAPES, rank, i))
+        if i in (0, 3, 4):
+            outputs = {}
+            if tell:
+                tp.step_skipped(ddp)
+                tp.step_skipped(ddp)  # once more changes nothing
+        ledger.add(outputs, mean_gradients(SHAPES, 2, i))
+    return _errors(ledger, ddp)
+
+
+@pytest.mark.parametrize("tell", [True, False])
+def test_step_skipped(tell):
+    for errors in ranks.run(2, _dropped, tell):
+        assert (max(errors.values()) < TOLERANCE) is tell, errors
+
+
+def _exact_between(rank):
+    """A parameter that was not compressed in the dropped step keeps nothing of an earlier one."""
+    ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4)
+    ledger = Ledger()
+    for i in range(4):
+        with tp.compression(i != 2):
+            outputs = step(ddp, gradients(SHAPES, rank, i))
+        means = mean_gradients(SHAPES, 2, i)
+        if i == 2:  # sent exactly and dropped: gone, as it is without compression
+            tp.step_skipped(ddp)
+        else:
+            ledger.add(outputs, means)
+    return _errors(ledger, ddp)
+
+
+def test_step_skipped_after_an_exact_step():
+    for errors in ranks.run(2, _exact_between):
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def _half(rank):
+    """Half-precision gradients whose average, with what is owed, is beyond 65504.
+
+    Two orthogonal patterns of about equal size at rank 1: each step delivers the one that is owed
+    more. The gradient is at most 1.99 * 32866 = 65403, what the third step delivers 2 * 32866.
+    """
+    shapes = {"first": (32, 32)}
+    rows = torch.tensor([1.0, -1.0]).repeat(16)
+    columns = torch.tensor([1.0, 1.0, -1.0, -1.0]).repeat(8)
+    both = torch.outer(torch.ones(32), columns) + torch.outer(rows, torch.ones(32)) * 0.99
+    ddp = make_attached(
+        shapes, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=1), torch.float16
+    )
+    scale, ledger, dropped = 2.0**15, Ledger(), []
+    for i in range(8):
+        tp.set_grad_scale(scale)
+        mine = (both * 1.003).half()
+        outputs = {n: out.double() / scale for n, out in step(ddp, {"first": mine * scale}).items()}
+        ledger.owed["first"] = ledger.owed.get("first", 0) + mine.double()
+        if torch.isfinite(outputs["first"]).all():
+            ledger.delivered["first"] = ledger.delivered.get("first", 0) + outputs["first"]
+        else:
+            dropped.append(i)
+            tp.step_skipped(ddp)
+            scale /= 2
+    return ledger.errors(_residuals(ddp))["first"], dropped, scale
+
+
+def test_half_precision_outputs_that_overflow_are_not_lost():
+    # Outputs are rounded to half precision, 2^-11 of each, which is not part of the residual.
+    for error, dropped, scale in ranks.run(2, _half):
+        assert dropped, "nothing has overflowed"
+        assert scale >= 2.0**12
+        assert error < 2**-11
+
+
+def _two_optimizers(rank):
+    """One scaler, two models: the step of the second is skipped, the first's is not."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    shapes = {"first": (30, 40), "second": (35, 25)}
+    models = [make_attached(shapes, OPTIONS, bucket_cap_mb=1e-4) for _ in range(2)]
+    optimizers = []
+    for ddp in models:
+        tp.detach(ddp)
+        tp.attach(ddp, OPTIONS, scaler=scaler)
+        optimizers.append(torch.optim.SGD(ddp.parameters(), lr=0.0))
+    ledgers = [Ledger(), Ledger()]
+    for i in range(5):
+        for k, (ddp, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            mine = {n: gradient(s, n, rank, i, k) for n, s in shapes.items()}
+            both = [{n: gradient(s, n, r, i, k) for n, s in shapes.items()} for r in range(2)]
+            means = {n: (both[0][n].double() + both[1][n].double()) / 2 for n in shapes}
+            bad = (i, k) == (2, 1)
+            if bad:
+                del means["first"]
+                mine["first"][0, 0] = INF if rank == 0 else 1.0
+            optimizer.zero_grad()
+            scaler.scale(ddp(mine)).backward()
+            scaler.unscale_(optimizer)
+            applied = {n: p.grad.clone() for n, p in ddp.module.weights.items()}
+            scaler.step(optimizer)
+            ledgers[k].add({} if bad else applied, means)
+        scaler.update()
+    errors = [_errors(ledger, ddp) for ledger, ddp in zip(ledgers, models, strict=True)]
+    return errors, scaler.get_scale()
+
+
+def test_one_scaler_for_two_models():
+    for errors, scale in ranks.run(2, _two_optimizers):
+        assert scale == 2.0
+        for of_model in errors:
+            assert max(of_model.values()) < TOLERANCE, errors
+
+
+def _autocast(rank, backend_attached):
+    """A small network under autocast, with a scaler; the loss at its end."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 10))
+    ddp = torch.nn.parallel.DistributedDataParallel(net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=7)
+    if backend_attached:
+        tp.attach(ddp, OPTIONS, scaler=scaler)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    target = torch.nn.Linear(64, 10).requires_grad_(False)
+    for i in range(60):
+        inputs = gradient((32, 64), "inputs", rank, i)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(ddp(inputs), target(inputs).argmax(1))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    inputs = gradient((512, 64), "validation")
+    with torch.no_grad():
+        final = torch.nn.functional.cross_entropy(net(inputs), target(inputs).argmax(1)).item()
+    weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    return final, weights.numpy().tobytes()
+
+
+def test_autocast_trains_as_without_compression():
+    plain = ranks.run(2, _autocast, False)[0][0]
+    (one, first), (two, second) = ranks.run(2, _autocast, True)
+    assert one == two
+    assert first == second, "replicas"
+    # From ln 10 = 2.3 at the start; a broken residual or scale does not come near.
+    assert plain < 1.0
+    assert one < plain + 0.2
+
+
+def _refused(rank):
+    ddp = make_attached(SHAPES, OPTIONS)
+    for scaler in ("auto", 1024.0):
+        with pytest.raises(ValueError, match=r"scaler must be a torch\.amp\.GradScaler, got"):
+            tp.attach(ddp, OPTIONS, scaler=scaler)
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    tp.attach(ddp, OPTIONS, scaler=disabled)
+    loss = disabled.scale(ddp(gradients(SHAPES, rank, 0)))
+    loss.backward()
+    disabled.step(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    other = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="not attached"):
+        tp.step_skipped(other)
+    return relative_error(ddp.module.weights["bias"], -0.1 * mean_gradients(SHAPES, 2, 0)["bias"])
+
+
+def test_what_a_scaler_may_be():
+    assert max(ranks.run(2, _refused)) < 1e-6

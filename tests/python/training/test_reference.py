@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The outputs of attached DDP, step by step, against the float64 reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import torch_powersgd as tp
+from support import ranks
+from support.reference import AlternatingPowerSGD, PowerSGD, as_matrix
+from support.synthetic import gradients, make_attached, mean_gradients, step, to_numpy
+from torch_powersgd._core import _C
+
+WORLD_SIZE = 2
+STEPS = 6
+# Odd sizes, both orientations, a convolution, and shapes whose rank the shape caps.
+SHAPES = {
+    "wide": (11, 67),
+    "tall": (83, 13),
+    "square": (40, 40),
+    "conv": (24, 5, 3, 3),
+    "vector": (57,),
+    "row": (1, 29),
+    "column": (31, 1),
+    "two_rows": (2, 35),
+}
+# So small that every matrix is compressed, the degenerate ones too: r = min(rank, n, m).
+ALWAYS = 1e-3
+
+
+def _outputs(rank, options, dtype):
+    ddp = make_attached(SHAPES, options, dtype)
+    outputs = [to_numpy(step(ddp, gradients(SHAPES, rank, i, dtype))) for i in range(STEPS)]
+    return outputs, to_numpy(
+        {name: saved["residual"] for name, saved in tp.state_dict(ddp)["parameters"].items()}
+    )
+
+
+def _core_start(cols, index, options, dtype, i):
+    """[cols, r]: the core's random Q of the parameter of this index at step i.
+
+    Projecting the identity gives Q itself. The matrices before it give it its index.
+    """
+    shapes = [(2, 2)] * index + [(cols, cols)]
+    cold = tp.Options(
+        matrix_approximation_rank=options.matrix_approximation_rank,
+        min_compression_rate=ALWAYS,
+        warm_start=False,
+        random_seed=options.random_seed,
+    )
+    core = _C.BucketCompressor(shapes, cold._core(), dtype)
+    bucket = torch.cat([torch.zeros(4 * index, dtype=dtype), torch.eye(cols, dtype=dtype).view(-1)])
+    payload = core.project(bucket, i).double().numpy()
+    r = min(options.matrix_approximation_rank, cols)
+    before = 2 * index * min(options.matrix_approximation_rank, 2)
+    return payload[before : before + cols * r].reshape(cols, r)
+
+
+def _reference_outputs(name, options, dtype, **variant):
+    index = list(SHAPES).index(name)
+    by_step = [
+        [
+            as_matrix(gradients(SHAPES, rank, i, dtype)[name].double().numpy())
+            for rank in range(WORLD_SIZE)
+        ]
+        for i in range(STEPS)
+    ]
+    rows, cols = by_step[0][0].shape
+    r = min(options.matrix_approximation_rank, rows, cols)
+    starts = [_core_start(cols, index, options, dtype, i)[:, :r] for i in range(STEPS)]
+    if options.alternating:
+        turns = AlternatingPowerSGD(WORLD_SIZE, starts[0])
+        return [turns.step(by_step[i]).reshape(SHAPES[name]) for i in range(STEPS)], turns
+    model = PowerSGD(
+        WORLD_SIZE,
+        starts[0],
+        error_feedback=options.use_error_feedback,
+        warm_start=options.warm_start,
+        **variant,
+    )
+    outputs = [model.step(by_step[i], starts[i]) for i in range(STEPS)]
+    return [output.reshape(SHAPES[name]) for output in outputs], model
+
+
+def _relative(value, expected):
+    return np.linalg.norm(value - expected) / np.linalg.norm(expected)
+
+
+# The span of P = M Q is known to the rounding of P times its condition number, some tens for these
+# matrices at rank 4; warm start and residual carry that from step to step: 6 steps of it should
+# stay below 200 units of rounding. Float64's Gram matrix has no wider type to be in, which costs
+# the condition number once more. Seen: 5e-6 and 4e-13.
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11}
+# Gradients of two bytes are exact in float32, so that the core's own arithmetic is as above; the
+# output is rounded once, by at most half a unit in the last place of each element.
+for _half in (torch.bfloat16, torch.float16):
+    TOLERANCE[_half] = torch.finfo(_half).eps / 2 + TOLERANCE[torch.float32]
+
+# The residual is never rounded to the gradient's dtype.
+RESIDUAL_TOLERANCE = {
+    dtype: TOLERANCE[torch.float64 if dtype == torch.float64 else torch.float32]
+    for dtype in TOLERANCE
+}
+
+CASES = [
+    (torch.float32, {"matrix_approximation_rank": 1}),
+    (torch.float32, {"matrix_approximation_rank": 4}),
+    (torch.float32, {"matrix_approximation_rank": 3, "warm_start": False}),
+    (torch.float32, {"matrix_approximation_rank": 2, "use_error_feedback": False}),
+    (
+        torch.float32,
+        {"matrix_approximation_rank": 2, "use_error_feedback": False, "warm_start": False},
+    ),
+    (torch.float64, {"matrix_approximation_rank": 4}),
+    (torch.float64, {"matrix_approximation_rank": 2, "warm_start": False, "random_seed": 7}),
+    (torch.bfloat16, {"matrix_approximation_rank": 3}),
+    (torch.float32, {"matrix_approximation_rank": 4, "alternating": True}),
+    (torch.float64, {"matrix_approximation_rank": 3, "alternating": True}),
+    (torch.float16, {"matrix_approximation_rank": 2, "alternating": True}),
+    (torch.float16, {"matrix_approximation_rank": 2, "warm_start": False}),
+]
+
+
+def _id(value):
+    if isinstance(value, dict):
+        return "-".join(str(setting) for setting in value.values())
+    return str(value).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(("dtype", "fields"), CASES, ids=_id)
+def test_outputs_follow_the_reference(dtype, fields):
+    options = tp.Options(start_powerSGD_iter=0, min_compression_rate=ALWAYS, **fields)
+    (outputs, residuals), (other_outputs, _) = ranks.run(WORLD_SIZE, _outputs, options, dtype)
+    assert "weights.square" in residuals
+    for name in SHAPES:
+        expected, model = _reference_outputs(name, options, dtype)
+        if options.use_error_feedback:
+            # In units of the outputs, which is what it owes: it is 0 where the rank is full.
+            owed = residuals[f"weights.{name}"] - model.mean_residual().reshape(SHAPES[name])
+            scale = np.linalg.norm(expected[-1])
+            assert np.linalg.norm(owed) < RESIDUAL_TOLERANCE[dtype] * scale, name
+        else:
+            assert not residuals[f"weights.{name}"].any()
+        for i in range(STEPS):
+            error = _relative(outputs[i][name], expected[i])
+            assert error < TOLERANCE[dtype], (name, i, error)
+            assert np.array_equal(outputs[i][name], other_outputs[i][name]), (name, i)
+
+
+def test_full_rank_is_exact():
+    # r = min(n, m): nothing is left out, the output is the mean.
+    options = tp.Options(
+        start_powerSGD_iter=0, min_compression_rate=ALWAYS, matrix_approximation_rank=2
+    )
+    outputs, _ = ranks.run(WORLD_SIZE, _outputs, options, torch.float32)[0]
+    for i in range(STEPS):
+        for name in ("row", "column", "two_rows"):
+            mean = mean_gradients(SHAPES, WORLD_SIZE, i)[name].numpy()
+            assert _relative(outputs[i][name], mean) < 2e-6, (name, i)
+
+
+def test_lazy_and_eager_references_agree():
+    options = tp.Options(matrix_approximation_rank=3)
+    for name in ("wide", "tall", "square"):
+        eager, eager_model = _reference_outputs(name, options, torch.float64)
+        lazy, lazy_model = _reference_outputs(name, options, torch.float64, lazy=True)
+        for a, b in zip(eager, lazy, strict=True):
+            assert _relative(a, b) < 1e-12
+        assert _relative(eager_model.mean_residual(), lazy_model.mean_residual()) < 1e-12
+
+
+def test_the_reference_would_see_another_algorithm():
+    # Its outputs must depend on what the core could get wrong: the residual, the warm start, the
+    # random start. Otherwise agreement would say nothing.
+    plain = tp.Options(matrix_approximation_rank=3)
+    expected, _ = _reference_outputs("square", plain, torch.float64)
+    for fields in ({"use_error_feedback": False}, {"warm_start": False}, {"random_seed": 1}):
+        changed = tp.Options(matrix_approximation_rank=3, **fields)
+        outputs, _ = _reference_outputs("square", changed, torch.float64)
+        assert _relative(outputs[-1], expected[-1]) > 0.1, fields

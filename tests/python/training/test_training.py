@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What real training jobs do with DDP, by small models: nothing of it is harmed by compression."""
+
+from __future__ import annotations
+
+import pytest
+
+from support import ranks, training_cases
+from support.paired_training import OPTIONS, STEPS, WARM_UP
+
+WORLD_SIZE = 2
+# The identity, as in test_identity: in float32, in float64, and of outputs that are each rounded to
+# bfloat16 once.
+TOLERANCE = 1e-5
+OTHER_DTYPES = {"fp64.weight": 1e-13, "bf16.weight": STEPS / 4 * 2**-9}
+
+
+def _run_all(rank):
+    return {name: run(rank) for name, run in training_cases.CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def results():
+    """{case: what it found out} of each rank, all by one launch."""
+    return ranks.run(WORLD_SIZE, _run_all, options=OPTIONS, timeout=240)
+
+
+@pytest.mark.parametrize("name", training_cases.CASES)
+def test_case(results, name):
+    for facts in (result[name] for result in results):
+        # What is to be exact: all of the training during warm-up, and at all times the forward
+        # pass, the buffers and the gradients of the inputs.
+        assert facts.warm_up == [True] * WARM_UP
+        assert all(facts.exact)
+        # What is compressed: it differs, and nothing of it is lost.
+        assert not any(facts.compressed)
+        for parameter, error in facts.errors.items():
+            assert error < OTHER_DTYPES.get(parameter, TOLERANCE), (parameter, error)
+    first, second = (result[name].replica for result in results)
+    assert first == second
+    assert len(set(first)) == len(first)  # the parameters do change
+
+
+def test_clipped_by_the_same_norm_on_all_ranks(results):
+    first, second = (result["clipping"].extra for result in results)
+    assert first == second
+    assert min(first) > 0.01  # there was something to clip
