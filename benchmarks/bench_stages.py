@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import torch_powersgd
 from torch_powersgd._core import _C
-from torch_powersgd.advise import Layout, buckets_of
+from torch_powersgd.tools.advise import Layout, buckets_of
 
 STAGES = ("project", "orthogonalize", "back_project", "reconstruct")
 # project reads G and memory and writes memory; back_project reads memory; reconstruct writes G.

@@ -19,8 +19,8 @@ SHORTEST_MS = 0.001  # a prediction: what is less is lost in noise
 def _backward(job: Job, model: Any, device: Any) -> Any:
     """The backward pass, as advise times it with --step."""
     from cluster import models
-    from torch_powersgd import advise
-    from torch_powersgd.rehearsal import UserStep
+    from torch_powersgd.tools import advise
+    from torch_powersgd.tools.rehearsal import UserStep
 
     batch = [tensor.to(device) for tensor in models.TASKS[job.model].data(job.rank, job.world)(0)]
     step = advise.time_on_all_ranks(
@@ -33,8 +33,8 @@ def _predictions(job: Job) -> dict[str, float]:
     import torch
 
     from cluster import contenders, models
-    from torch_powersgd import advise
-    from torch_powersgd.verdict import figure_of
+    from torch_powersgd.tools import advise
+    from torch_powersgd.tools.verdict import figure_of
 
     torch.set_num_threads(1)
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from torch_powersgd import advise, report
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
 from torch_powersgd.options import Options
-from torch_powersgd.plan import print_plan
-from torch_powersgd.rehearsal import UserStep
-from torch_powersgd.verdict import RECOMMENDED_RANK
+from torch_powersgd.tools import advise, report
+from torch_powersgd.tools.plan import print_plan
+from torch_powersgd.tools.rehearsal import UserStep
+from torch_powersgd.tools.verdict import RECOMMENDED_RANK
 
 RANKS = [4, 8, 16, 32]
 WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -85,6 +85,9 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 # Python hands tensors on; what computes with them is C++.
 MATHS = re.compile(r"(numpy|scipy|torch\.(linalg|fft|special|nn\.functional))(\.|$)")
 
+# The commands stand on the library. Training imports none of them, nor what they need alone.
+TOOLS = re.compile(r"torch_powersgd\.tools(\.|$)|rich(\.|$)")
+
 
 def files_under(root: Path, *folders: str) -> list[Path]:
     found = [f for folder in folders for f in (root / folder).rglob("*")]
@@ -148,6 +151,8 @@ def wrong_imports(root: Path) -> list[str]:
                 wrong.append(
                     f"{name}: only _core.py imports _C, once it has checked torch's version"
                 )
+            if TOOLS.match(imported) and file.name != "__main__.py" and file.parent.name != "tools":
+                wrong.append(f"{name}: only the command line and its tools import {imported}")
             if MATHS.match(imported):
                 wrong.append(f"{name} must not import {imported}")
     return wrong
@@ -212,6 +217,9 @@ def test_a_wrong_include_is_found(tmp_path: Path, path: str, include: str) -> No
         "from torch_powersgd import _C",
         "from torch_powersgd._C import Options",
         "from . import _C",
+        "from torch_powersgd import tools",
+        "from torch_powersgd.tools.footprint import footprint_of",
+        "import rich.table",
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, source: str) -> None:

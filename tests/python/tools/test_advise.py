@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch_powersgd as tp
 from support import ranks
 from support.stages import run_stages
-from torch_powersgd import advise
 from torch_powersgd._core import _C
-from torch_powersgd.footprint import buckets_of, footprint_of
-from torch_powersgd.rehearsal import PASSES, Rehearsal, Rehearsed, UserStep, time_step
+from torch_powersgd.tools import advise
+from torch_powersgd.tools.footprint import buckets_of, footprint_of
+from torch_powersgd.tools.rehearsal import PASSES, Rehearsal, Rehearsed, UserStep, time_step
 
 SHAPES = [[300, 200], [300], [200, 300], [7]]
 CPU = torch.device("cpu")

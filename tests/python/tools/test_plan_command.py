@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import torch_powersgd.__main__
-from torch_powersgd.plan import wrapped
+from torch_powersgd.tools.plan import wrapped
 
 MODULE = """
 import torch

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from torch_powersgd.advise import Measured
 from torch_powersgd.options import Options
-from torch_powersgd.rehearsal import Report
-from torch_powersgd.verdict import (
+from torch_powersgd.tools.advise import Measured
+from torch_powersgd.tools.rehearsal import Report
+from torch_powersgd.tools.verdict import (
     RECOMMENDED_RANK,
     Figure,
     Timing,

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from torch_powersgd._backend import find_backend
 from torch_powersgd._core import _C
-from torch_powersgd.footprint import Layout, buckets_of, elements_of, footprint_of
 from torch_powersgd.options import Options
-from torch_powersgd.rehearsal import (
+from torch_powersgd.tools.footprint import Layout, buckets_of, elements_of, footprint_of
+from torch_powersgd.tools.rehearsal import (
     BUDGET_SECONDS,
     TIMED_SECONDS,
     TIMED_STEPS,
@@ -39,7 +39,7 @@ from torch_powersgd.rehearsal import (
     synchronize,
     time_step,
 )
-from torch_powersgd.verdict import Passes, Timing
+from torch_powersgd.tools.verdict import Passes, Timing
 
 REPEATS = 5
 ENOUGH_SECONDS = 0.2  # a transfer that takes so long shows the bandwidth

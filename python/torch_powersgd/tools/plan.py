@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_powersgd._core import _C
-from torch_powersgd.footprint import Footprint, assign_buckets, footprint_of, wire_width
 from torch_powersgd.options import Options
+from torch_powersgd.tools.footprint import Footprint, assign_buckets, footprint_of, wire_width
 
 SHORTEST_NAME = 12  # columns of the terminal
 LARGEST_RANK = 1024  # that the options allow
