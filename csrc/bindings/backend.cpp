@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/register.h"
+#include "powersgd/attached_model.h"
+#include "powersgd/backend.h"
+#include "powersgd/options.h"
+#include "powersgd/scope_override.h"
+#include "powersgd/stats.h"
+
+namespace py = pybind11;
+
+namespace powersgd {
+namespace {
+
+using BackendClass =
+    py::class_<BackendPowerSGD, c10::intrusive_ptr<BackendPowerSGD>, c10d::Backend>;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// A Python callable that C++ may copy and drop on any thread.
+std::shared_ptr<py::function> shared_function(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* pointer) {
+            const py::gil_scoped_acquire gil;
+            delete pointer;
+          }};
+}
+
+LogSink make_log_sink(py::function log) {
+  return [log = shared_function(std::move(log))](LogLevel level, const std::string& message) {
+    const py::gil_scoped_acquire gil;
+    (*log)(level == LogLevel::kWarning, message);
+  };
+}
+
+py::dict to_dict(const StatsSnapshot& stats) {
+  py::dict seconds;
+  for (int i = 0; i < kStages; ++i) {
+    seconds[to_string(static_cast<Stage>(i))] = stats.seconds[static_cast<size_t>(i)];
+  }
+  py::dict result;
+  result["steps"] = stats.steps;
+  result["skipped_steps"] = stats.skipped_steps;
+  result["saturated_steps"] = stats.saturated_steps;
+  result["compressed_calls"] = stats.compressed_calls;
+  result["exact_calls"] = stats.exact_calls;
+  result["differences"] = stats.differences;
+  result["bytes_before"] = stats.bytes_before;
+  result["bytes_after"] = stats.bytes_after;
+  result["compressed_bytes_before"] = stats.compressed_bytes_before;
+  result["compressed_bytes_after"] = stats.compressed_bytes_after;
+  result["seconds"] = seconds;
+  return result;
+}
+
+}  // namespace
+
+void register_backend(py::module_& module) {
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+  using Inner = std::tuple<std::string, BackendPtr, std::vector<BackendPtr>>;
+  py::class_<BackendOptions, c10::intrusive_ptr<BackendOptions>, c10d::Backend::Options>(
+      module, "BackendOptions")
+      .def_readwrite("compression", &BackendOptions::compression)
+      .def("__copy__",
+           [](const BackendOptions& self) { return c10::make_intrusive<BackendOptions>(self); })
+      .def("__deepcopy__", [](const BackendOptions& self, const py::dict&) {
+        return c10::make_intrusive<BackendOptions>(self);
+      });
+  BackendClass(module, "BackendPowerSGD")
+      .def(py::init([](int rank, int size, const std::vector<Inner>& inners, const Options& options,
+                       py::function log) {
+             std::vector<InnerAndChannels> all;
+             for (const auto& [device, inner, channels] : inners) {
+               all.push_back({at::Device(device).type(), inner, channels});
+             }
+             return c10::make_intrusive<BackendPowerSGD>(rank, size, std::move(all), options,
+                                                         make_log_sink(std::move(log)));
+           }),
+           py::arg("rank"), py::arg("size"), py::arg("inners"), py::arg("options"), py::arg("log"))
+      .def_property_readonly("options", &BackendPowerSGD::getBackendOptions)
+      .def_property(
+          "grad_scale", [](const BackendPowerSGD& self) { return self.session()->grad_scale(); },
+          [](BackendPowerSGD& self, double scale) { self.session()->set_grad_scale(scale); })
+      .def("stats",
+           [](BackendPowerSGD& self) {
+             StatsSnapshot stats;
+             {
+               const py::gil_scoped_release no_gil;
+               stats = self.session()->snapshot();
+             }
+             return to_dict(stats);
+           })
+      .def(
+          "reset_stats", [](BackendPowerSGD& self) { self.session()->reset_stats(); }, NoGil())
+      .def("compressing", [](const BackendPowerSGD& self) { return self.session()->compressing(); })
+      .def("starts_at", [](const BackendPowerSGD& self) { return self.session()->starts_at(); })
+      .def(
+          "not_started",
+          [](BackendPowerSGD& self, int64_t soon) { return self.session()->not_started(soon); },
+          py::arg("soon") = 0)
+      .def(
+          "models", [](const BackendPowerSGD& self) { return self.session()->models(); }, NoGil())
+      // torch calls it on the parent for ranks that are not in a new group; only NCCL needs it.
+      .def("perform_nocolor_split", [](BackendPowerSGD&, const at::Device&) {})
+      .def(
+          "_fail_at",
+          [](BackendPowerSGD& self, const std::string& stage) {
+            self.session()->set_stage_probe([stage](const char* reached) {
+              if (stage == reached) throw std::runtime_error("injected failure in " + stage);
+            });
+          },
+          "Makes every step fail before `stage`; '' ends it. For tests.");
+  module.def("shutdown_at_exit", &shutdown_at_exit, NoGil());
+  module.def("push_override", &push_override);
+  module.def("pop_override", &pop_override);
+}
+
+}  // namespace powersgd

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/register.h"
+#include "powersgd/attached_model.h"
+#include "powersgd/backend.h"
+#include "powersgd/ddp_hook.h"
+#include "powersgd/options.h"
+
+namespace py = pybind11;
+
+namespace powersgd {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+}  // namespace
+
+void register_model(py::module_& module) {
+  py::class_<ParameterExport>(module, "ParameterExport")
+      .def(py::init<>())
+      .def_readwrite("name", &ParameterExport::name)
+      .def_readwrite("residual", &ParameterExport::residual)
+      .def_readwrite("q", &ParameterExport::q)
+      .def_readwrite("p", &ParameterExport::p);
+  py::class_<LocalExport>(module, "LocalExport")
+      .def(py::init<>())
+      .def_readwrite("name", &LocalExport::name)
+      .def_readwrite("memory", &LocalExport::memory)
+      .def_readwrite("p_hat", &LocalExport::p_hat)
+      .def_readwrite("q_local", &LocalExport::q_local)
+      .def_readwrite("q_warm", &LocalExport::q_warm)
+      .def_readwrite("p_local", &LocalExport::p_local)
+      .def_readwrite("sent_p", &LocalExport::sent_p)
+      .def_readwrite("grad_scale", &LocalExport::grad_scale);
+  py::class_<Outline>(module, "Outline")
+      .def_readonly("parameters", &Outline::parameters)
+      .def_readonly("compressed_parameters", &Outline::compressed_parameters)
+      .def_readonly("numel", &Outline::numel)
+      .def_readonly("compressed_numel", &Outline::compressed_numel)
+      .def_readonly("sent_numel", &Outline::sent_numel)
+      .def_readonly("bytes_before", &Outline::bytes_before)
+      .def_readonly("bytes_after", &Outline::bytes_after);
+  py::class_<AttachedModel, std::shared_ptr<AttachedModel>>(module, "AttachedModel")
+      .def(py::init([](const BackendPowerSGD& backend, std::vector<std::string> names,
+                       std::vector<at::Tensor> parameters, const Options& options) {
+             return AttachedModel::attach(backend.session(), std::move(names),
+                                          std::move(parameters), options);
+           }),
+           py::arg("backend"), py::arg("names"), py::arg("parameters"), py::arg("options"))
+      .def("reduce", &AttachedModel::reduce, py::arg("bucket"), py::arg("buffer"),
+           py::arg("parameters"), py::arg("divisor"), NoGil())
+      .def("reduce_bucket", &reduce_bucket, py::arg("reducer"), py::arg("bucket"), NoGil())
+      .def("end_step", &AttachedModel::end_step, NoGil())
+      .def("outline", &AttachedModel::outline)
+      .def_property("active", &AttachedModel::active, &AttachedModel::set_active)
+      .def_property_readonly("step", &AttachedModel::step)
+      .def_property("grad_scale", &AttachedModel::grad_scale, &AttachedModel::set_grad_scale)
+      .def_property_readonly("options", &AttachedModel::options)
+      .def("export_state", &AttachedModel::export_state, NoGil())
+      .def("check_state", &AttachedModel::check_state, py::arg("saved"), NoGil())
+      .def("load_state", &AttachedModel::load_state, py::arg("saved"), py::arg("step"),
+           py::arg("grad_scale"), NoGil())
+      .def("export_local", &AttachedModel::export_local, NoGil())
+      .def("check_local", &AttachedModel::check_local, py::arg("saved"), NoGil())
+      .def("load_local", &AttachedModel::load_local, py::arg("saved"), py::arg("step"), NoGil())
+      .def(
+          "step_skipped",
+          [](AttachedModel& self, const std::optional<at::Tensor>& dropped) {
+            self.step_skipped(dropped.value_or(at::Tensor()));
+          },
+          py::arg("dropped") = std::nullopt, NoGil())
+      .def("residual_norms", &AttachedModel::residual_norms, NoGil());
+  module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("model"));
+}
+
+}  // namespace powersgd

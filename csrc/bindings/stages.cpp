@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/register.h"
+#include "powersgd/compressor.h"
+#include "powersgd/options.h"
+#include "powersgd/plan.h"
+
+namespace py = pybind11;
+
+namespace powersgd {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+}  // namespace
+
+void register_plan(py::module_& module) {
+  module.def("matrix_shape", [](std::vector<int64_t> sizes, std::vector<int64_t> strides) {
+    const MatrixShape shape = matrix_shape({std::move(sizes), std::move(strides)});
+    return std::make_pair(shape.rows, shape.cols);
+  });
+  module.def("effective_rank", [](int64_t rows, int64_t cols, const Options& options) {
+    return effective_rank({rows, cols}, options);
+  });
+  module.def("should_compress", [](int64_t rows, int64_t cols, const Options& options) {
+    return should_compress({rows, cols}, options);
+  });
+}
+
+void register_stages(py::module_& module) {
+  module.def("has_kernels",
+             [](const std::string& device) { return has_kernels(at::Device(device).type()); });
+  py::class_<BucketCompressor>(module, "BucketCompressor")
+      .def(py::init([](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
+                       at::ScalarType dtype, const std::string& device) {
+             std::vector<ParameterShape> bucket;
+             for (const auto& sizes : shapes) bucket.push_back({sizes, {}});
+             BucketPlan plan = plan_bucket(bucket, options);
+             std::vector<ParameterStatePtr> states;
+             for (size_t i = 0; i < plan.matrices.size(); ++i) {
+               states.push_back(std::make_shared<ParameterState>());
+               states.back()->stream = i;
+             }
+             return make_compressor(std::move(plan), std::move(states), options, dtype,
+                                    at::Device(device));
+           }),
+           py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("device") = "cpu")
+      .def(
+          "project",
+          [](BucketCompressor& self, const at::Tensor& gradient, uint64_t step, double output_scale,
+             double grad_scale) {
+            return self.project(gradient, {output_scale, grad_scale, step});
+          },
+          py::arg("gradient"), py::arg("step"), py::arg("output_scale") = 1.0,
+          py::arg("grad_scale") = 1.0, NoGil())
+      .def("orthogonalize", &BucketCompressor::orthogonalize, NoGil())
+      .def("back_project", &BucketCompressor::back_project, NoGil())
+      .def("reconstruct", &BucketCompressor::reconstruct, NoGil())
+      .def("rollback", &BucketCompressor::rollback, NoGil())
+      .def_property_readonly("sends",
+                             [](const BucketCompressor& self) {
+                               constexpr std::array<const char*, 3> kNames = {"PQ", "P", "Q"};
+                               return kNames[static_cast<size_t>(self.sends())];
+                             })
+      .def_property_readonly("payload_bytes", &BucketCompressor::payload_bytes)
+      .def_property_readonly("gradient_bytes", &BucketCompressor::gradient_bytes);
+}
+
+}  // namespace powersgd
