@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -10,7 +11,10 @@
 #include <vector>
 
 #include "engine/thread_engine.h"
+#include "support/affine_job.h"
+#include "support/fake_device.h"
 #include "support/thread_group.h"
+#include "support/two_equal_ranks.h"
 
 namespace powersgd {
 namespace {
@@ -205,6 +209,58 @@ TEST(ThreadEngine, AbortEndsAJobBetweenItsParts) {
   EXPECT_FALSE(work->isCompleted());
   gate.open();
   EXPECT_THROW(work->wait(), c10::Error);
+}
+
+// The worker threads.
+
+TEST(ThreadEngine, AutogradDoesNotRecordAJob) {
+  const auto engine = make_engine();
+  std::vector<bool> recorded;
+  Job job;
+  job.first = [&](Channel&) { recorded.push_back(at::GradMode::is_enabled()); };
+  job.second = job.first;
+  engine->submit({}, std::move(job), at::kCPU, kNoJobTimeout)->wait();
+  EXPECT_EQ(recorded, (std::vector<bool>{false, false}));
+}
+
+TEST(ThreadEngine, AJobHasTheThreadCountOfItsSubmitter) {
+  const auto engine = make_engine();
+  const int before = at::get_num_threads();
+  for (const int wanted : {3, 2}) {
+    at::set_num_threads(wanted);
+    std::vector<int> counts;
+    Job job;
+    job.first = [&](Channel&) { counts.push_back(at::get_num_threads()); };
+    job.second = job.first;
+    engine->submit({}, std::move(job), at::kCPU, kNoJobTimeout)->wait();
+    EXPECT_EQ(counts, (std::vector<int>{wanted, wanted}));
+  }
+  at::set_num_threads(before);
+}
+
+// A device whose inner backend blocks the host.
+
+TEST(ThreadEngine, AJobFollowsTheCallersStreamAndIsDoneWhenWaitReturns) {
+  namespace fake = test::fake_device;
+  using test::HostBackend;
+  ThreadEngine engine(0, {c10::make_intrusive<HostBackend>(), c10::make_intrusive<HostBackend>()});
+  for (unsigned seed = 0; seed < 200; ++seed) {
+    fake::reset(seed, fake::Host::kMayWait);
+    test::AffineJob here(fake::device(0)), there(fake::device(1));
+    fake::use_new_stream(fake::device(0));
+    fake::use_new_stream(fake::device(1));
+    here.fill(1);
+    there.fill(3);
+    const auto first = here.submit(engine);
+    const auto second = there.submit(engine);
+    EXPECT_TRUE(second->wait());
+    EXPECT_TRUE(first->wait());
+    const auto at_one = here.read(), at_three = there.read();
+    for (const auto& work : {first, second}) work->getFuture()->waitAndThrow();
+    fake::run();
+    EXPECT_EQ(*at_one, 6);
+    EXPECT_EQ(*at_three, 14);
+  }
 }
 
 }  // namespace

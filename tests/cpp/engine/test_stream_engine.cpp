@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The engines on a device (support/fake_device.h) that runs what is enqueued in any order which
-// streams and events admit: an order that is missing shows as a wrong sum.
+// The engine on a device (support/fake_device.h) that runs what is enqueued in any order that streams
+// and events admit. An order that the engine does not ask for shows as a wrong sum.
+#include "engine/stream_engine.h"
+
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
-#include <memory>
+#include <chrono>
+#include <future>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
-#include "engine/stream_engine.h"
-#include "engine/thread_engine.h"
+#include "support/affine_job.h"
 #include "support/fake_device.h"
 #include "support/two_equal_ranks.h"
 
@@ -20,7 +23,7 @@ namespace powersgd {
 namespace {
 
 namespace fake = test::fake_device;
-using test::HostBackend;
+using test::AffineJob;
 using test::StreamBackend;
 constexpr auto kNoJobTimeout = c10d::kUnsetTimeout;
 constexpr unsigned kOrders = 200;
@@ -31,51 +34,6 @@ class StreamEngineTest : public testing::Test {
 
   c10::intrusive_ptr<StreamBackend> backend_ = c10::make_intrusive<StreamBackend>();
   StreamEngine engine_{0, backend_};
-};
-
-// A tensor, and a job in two parts that makes 4 x + 2 of x: through P, which is all of x + 0.5 and
-// summed, and Q, which is P and summed.
-class Step {
- public:
-  explicit Step(c10::Device device, int64_t numel = 2)
-      : device_(device),
-        x_(static_cast<size_t>(numel), -1.0F),
-        p_(static_cast<size_t>(numel), -1.0F),
-        tensor_(fake::tensor(device, x_)),
-        payload_(fake::tensor(device, p_)) {}
-
-  void fill(float value) {
-    fake::enqueue(device_, [this, value] { std::fill(x_.begin(), x_.end(), value); });
-  }
-
-  c10::intrusive_ptr<c10d::Work> submit(Engine& engine) {
-    Job job;
-    job.first = [this](Channel& channel) {
-      fake::enqueue(device_, [this] {
-        for (size_t i = 0; i < x_.size(); ++i) p_[i] = x_[i] + 0.5F;
-      });
-      channel.allreduce(payload_);
-    };
-    job.second = [this](Channel& channel) {
-      channel.allreduce(payload_);
-      fake::enqueue(device_, [this] { x_ = p_; });
-    };
-    return engine.submit({tensor_}, std::move(job), device_, kNoJobTimeout);
-  }
-
-  // What x is when the device comes to this point of the current stream.
-  std::shared_ptr<float> read() {
-    auto seen = std::make_shared<float>(-1.0F);
-    fake::enqueue(device_, [this, seen] { *seen = x_.back(); });
-    return seen;
-  }
-
-  const at::Tensor& tensor() const { return tensor_; }
-
- private:
-  const c10::Device device_;
-  std::vector<float> x_, p_;
-  at::Tensor tensor_, payload_;
 };
 
 // body(engine), for an engine and an order of the device of its own each time.
@@ -90,12 +48,12 @@ void in_many_orders(const Body& body) {
 
 TEST_F(StreamEngineTest, AWaitOrdersTheStreamAndDoesNotBlockTheHost) {
   in_many_orders([&](StreamEngine& engine) {
-    Step step(fake::device(0));
+    AffineJob job(fake::device(0));
     fake::use_new_stream(fake::device(0));
-    step.fill(1);
-    const auto work = step.submit(engine);
+    job.fill(1);
+    const auto work = job.submit(engine);
     EXPECT_TRUE(work->wait());
-    const auto seen = step.read();
+    const auto seen = job.read();
     EXPECT_EQ(*seen, -1) << "something ran before the device was let go";
     EXPECT_FALSE(work->isCompleted());
     fake::run();
@@ -109,10 +67,10 @@ TEST_F(StreamEngineTest, AWaitOrdersTheStreamAndDoesNotBlockTheHost) {
 TEST_F(StreamEngineTest, WithoutAWaitSomeOrdersShow) {
   unsigned too_early = 0;
   in_many_orders([&](StreamEngine& engine) {
-    Step step(fake::device(0));
-    step.fill(1);
-    const auto work = step.submit(engine);
-    const auto seen = step.read();
+    AffineJob job(fake::device(0));
+    job.fill(1);
+    const auto work = job.submit(engine);
+    const auto seen = job.read();
     fake::run();
     too_early += *seen != 6;
   });
@@ -121,29 +79,29 @@ TEST_F(StreamEngineTest, WithoutAWaitSomeOrdersShow) {
 
 TEST_F(StreamEngineTest, TheFutureOrdersTheStreamsOfItsUsers) {
   in_many_orders([&](StreamEngine& engine) {
-    Step step(fake::device(0));
-    step.fill(1);
-    const auto future = step.submit(engine)->getFuture();
+    AffineJob job(fake::device(0));
+    job.fill(1);
+    const auto future = job.submit(engine)->getFuture();
     std::shared_ptr<float> in_callback;
-    future->addCallback([&](c10::ivalue::Future&) { in_callback = step.read(); });
+    future->addCallback([&](c10::ivalue::Future&) { in_callback = job.read(); });
     fake::use_new_stream(fake::device(0));
     future->wait();
-    const auto seen = step.read();
+    const auto seen = job.read();
     fake::run();
     EXPECT_EQ(*seen, 6);
     EXPECT_EQ(*in_callback, 6);
-    EXPECT_TRUE(future->value().toTensorVector().front().is_same(step.tensor()));
+    EXPECT_TRUE(future->value().toTensorVector().front().is_same(job.tensor()));
   });
 }
 
 TEST_F(StreamEngineTest, AWaitOrdersTheStreamOfTheTensorsDeviceWhicheverIsCurrent) {
   in_many_orders([&](StreamEngine& engine) {
-    Step step(fake::device(1));
+    AffineJob job(fake::device(1));
     fake::use_new_stream(fake::device(1));
     fake::set_current_device(fake::device(0));
-    step.fill(1);
-    step.submit(engine)->wait();
-    const auto seen = step.read();
+    job.fill(1);
+    job.submit(engine)->wait();
+    const auto seen = job.read();
     fake::run();
     EXPECT_EQ(*seen, 6);
   });
@@ -151,7 +109,7 @@ TEST_F(StreamEngineTest, AWaitOrdersTheStreamOfTheTensorsDeviceWhicheverIsCurren
 
 TEST_F(StreamEngineTest, JobsOfADeviceFollowEachOtherWhateverIsBetweenThem) {
   in_many_orders([&](StreamEngine& engine) {
-    Step here(fake::device(0)), there(fake::device(1));
+    AffineJob here(fake::device(0)), there(fake::device(1));
     here.fill(1);
     there.fill(3);
     here.submit(engine);
@@ -164,7 +122,7 @@ TEST_F(StreamEngineTest, JobsOfADeviceFollowEachOtherWhateverIsBetweenThem) {
 }
 
 TEST_F(StreamEngineTest, CollectivesRunInTheOrderInWhichTheyAreIssued) {
-  Step one(fake::device(0), 1), two(fake::device(0), 2), three(fake::device(0), 3);
+  AffineJob one(fake::device(0), 1), two(fake::device(0), 2), three(fake::device(0), 3);
   one.submit(engine_);
   std::vector<at::Tensor> callers = {two.tensor()};
   backend_->allreduce(callers, {});  // passes by the engine
@@ -173,13 +131,13 @@ TEST_F(StreamEngineTest, CollectivesRunInTheOrderInWhichTheyAreIssued) {
   EXPECT_EQ(backend_->ran, (std::vector<std::string>{"1", "1", "2", "3", "3"}));
 }
 
-TEST_F(StreamEngineTest, TheAllocatorIsToldWhichStreamUsesTheMemory) {
-  Step step(fake::device(1));
-  step.submit(engine_);
-  step.submit(engine_);
+TEST_F(StreamEngineTest, TheAllocatorKnowsTheStreamThatUsesTheMemory) {
+  AffineJob job(fake::device(1));
+  job.submit(engine_);
+  job.submit(engine_);
   std::vector<c10::Stream> streams;
   for (const auto& [memory, stream] : fake::recorded_uses()) {
-    if (memory == step.tensor().data_ptr()) streams.push_back(stream);
+    if (memory == job.tensor().data_ptr()) streams.push_back(stream);
   }
   ASSERT_EQ(streams.size(), 2U);
   for (const c10::Stream& stream : streams) {
@@ -209,56 +167,101 @@ TEST_F(StreamEngineTest, MemoryThatIsReleasedAtOnceStaysUntilTheJobHasReadIt) {
 TEST_F(StreamEngineTest, DeviceAndStreamAreTheCallersAgain) {
   const c10::impl::VirtualGuardImpl impl(fake::device(0).type());
   const c10::Stream callers = fake::use_new_stream(fake::device(1));
-  Step step(fake::device(1));
-  step.submit(engine_)->wait();
+  AffineJob job(fake::device(1));
+  job.submit(engine_)->wait();
   EXPECT_EQ(impl.getDevice(), fake::device(0));
   EXPECT_EQ(impl.getStream(fake::device(1)), callers);
 }
 
 TEST_F(StreamEngineTest, WhatAJobThrowsIsItsWorksAndTheNextJobRuns) {
-  Step step(fake::device(0));
-  step.fill(1);
+  AffineJob job(fake::device(0));
+  job.fill(1);
   backend_->fails = true;
-  const auto bad = step.submit(engine_);
+  const auto bad = job.submit(engine_);
   backend_->fails = false;
   EXPECT_THROW(bad->wait(), c10::Error);
   EXPECT_TRUE(bad->isCompleted());
   EXPECT_FALSE(bad->isSuccess());
   EXPECT_TRUE(bad->exception());
   EXPECT_TRUE(bad->getFuture()->hasError());
-  step.submit(engine_)->wait();
-  const auto seen = step.read();
+  job.submit(engine_)->wait();
+  const auto seen = job.read();
   fake::run();
   EXPECT_EQ(*seen, 6);
 }
 
 TEST_F(StreamEngineTest, TakesNoJobOnceItIsClosed) {
-  Step step(fake::device(0));
+  AffineJob job(fake::device(0));
   engine_.shutdown();
-  EXPECT_THROW(step.submit(engine_), c10::Error);
+  EXPECT_THROW(job.submit(engine_), c10::Error);
   StreamEngine aborted(0, backend_);
   aborted.abort();
-  EXPECT_THROW(step.submit(aborted), c10::Error);
+  EXPECT_THROW(job.submit(aborted), c10::Error);
 }
 
-TEST(ThreadEngineOnDevice, AJobFollowsTheCallersStreamAndIsDoneWhenWaitReturns) {
-  ThreadEngine engine(0, {c10::make_intrusive<HostBackend>(), c10::make_intrusive<HostBackend>()});
-  for (unsigned seed = 0; seed < kOrders; ++seed) {
-    fake::reset(seed, fake::Host::kMayWait);
-    Step here(fake::device(0)), there(fake::device(1));
-    fake::use_new_stream(fake::device(0));
-    fake::use_new_stream(fake::device(1));
-    here.fill(1);
-    there.fill(3);
-    const auto first = here.submit(engine);
-    const auto second = there.submit(engine);
-    EXPECT_TRUE(second->wait());
-    EXPECT_TRUE(first->wait());
-    const auto at_one = here.read(), at_three = there.read();
-    for (const auto& work : {first, second}) work->getFuture()->waitAndThrow();
-    fake::run();
-    EXPECT_EQ(*at_one, 6);
-    EXPECT_EQ(*at_three, 14);
+TEST_F(StreamEngineTest, AfterAFailureInTheFirstPartTheSecondIsNotRun) {
+  Job job;
+  job.first = [](Channel&) { throw std::runtime_error("bad"); };
+  job.second = [](Channel&) { FAIL() << "ran after a failure"; };
+  const auto work = engine_.submit({}, std::move(job), fake::device(0), kNoJobTimeout);
+  EXPECT_THROW(work->wait(), std::runtime_error);
+}
+
+TEST_F(StreamEngineTest, AutogradDoesNotRecordAJob) {
+  std::vector<bool> recorded;
+  Job job;
+  job.first = [&](Channel&) { recorded.push_back(at::GradMode::is_enabled()); };
+  job.second = job.first;
+  ASSERT_TRUE(at::GradMode::is_enabled());
+  engine_.submit({}, std::move(job), fake::device(0), kNoJobTimeout);
+  EXPECT_EQ(recorded, (std::vector<bool>{false, false}));
+  EXPECT_TRUE(at::GradMode::is_enabled());
+}
+
+// Collectives of two jobs on one communicator must come in the same order on all ranks.
+TEST_F(StreamEngineTest, JobsOfTwoThreadsAreEnqueuedOneAfterTheOther) {
+  std::promise<void> first_begun, second_begun;
+  const auto of_second = second_begun.get_future();
+  std::future_status beside = std::future_status::ready;
+  Job one, other;
+  one.second = [&](Channel&) {
+    first_begun.set_value();
+    beside = of_second.wait_for(std::chrono::milliseconds(50));  // time for what must not begin
+  };
+  other.second = [&](Channel&) { second_begun.set_value(); };
+  std::thread submitter(
+      [&] { engine_.submit({}, std::move(one), fake::device(0), kNoJobTimeout); });
+  first_begun.get_future().wait();
+  engine_.submit({}, std::move(other), fake::device(0), kNoJobTimeout);
+  submitter.join();
+  EXPECT_EQ(beside, std::future_status::timeout);
+}
+
+// Completes nothing and keeps the time-out of the last collective.
+class TimeoutBackend : public c10d::Backend {
+ public:
+  TimeoutBackend() : Backend(0, 2) {}
+
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& /*tensors*/,
+                                           const c10d::AllreduceOptions& options) override {
+    timeout = options.timeout;
+    return nullptr;
+  }
+
+  std::chrono::milliseconds timeout{};
+};
+
+TEST_F(StreamEngineTest, AJobsCollectivesHaveItsTimeout) {
+  const auto backend = c10::make_intrusive<TimeoutBackend>();
+  StreamEngine engine(0, backend);
+  for (const std::chrono::milliseconds timeout : {std::chrono::milliseconds(77), kNoJobTimeout}) {
+    Job job;
+    job.second = [](Channel& channel) {
+      at::Tensor payload = at::zeros({1});
+      channel.allreduce(payload);
+    };
+    engine.submit({}, std::move(job), fake::device(0), timeout);
+    EXPECT_EQ(backend->timeout, timeout);
   }
 }
 
