@@ -41,12 +41,12 @@ int64_t integer_sqrt(int64_t value) {
 // Lays out the payloads in the order in which parameters arrive.
 class Planner {
  public:
-  void add_matrix(int64_t parameter, const MatrixShape& shape, int64_t rank) {
+  void add_matrix(int64_t parameter, const MatrixShape& shape, const SentNumel& sent) {
     plan_.matrices.push_back(
-        {parameter, shape, rank, plan_.gradient_numel, plan_.p_numel, plan_.q_numel, 0});
+        {parameter, shape, sent.rank, plan_.gradient_numel, plan_.p_numel, plan_.q_numel, 0});
     plan_.gradient_numel += shape.rows * shape.cols;
-    plan_.p_numel += shape.rows * rank;
-    plan_.q_numel += shape.cols * rank;
+    plan_.p_numel += sent.p;
+    plan_.q_numel += sent.q;
   }
 
   void add_raw(int64_t numel) {
@@ -114,14 +114,29 @@ bool should_compress(const MatrixShape& shape, const Options& options) {
   return factors * options.min_compression_rate < static_cast<double>(shape.rows * shape.cols);
 }
 
+SentNumel sent_numel(const MatrixShape& shape, const Options& options) {
+  SentNumel sent;
+  if (!should_compress(shape, options)) {
+    sent.total = shape.rows * shape.cols;
+    return sent;
+  }
+  sent.rank = effective_rank(shape, options);
+  sent.p = shape.rows * sent.rank;
+  sent.q = shape.cols * sent.rank;
+  const int64_t factors = options.alternating ? (sent.p + sent.q) / 2 : sent.p + sent.q;
+  sent.total = factors + 1;  // the activity
+  return sent;
+}
+
 BucketPlan plan_bucket(const std::vector<ParameterShape>& bucket, const Options& options) {
   Planner planner;
   for (size_t i = 0; i < bucket.size(); ++i) {
     const MatrixShape shape = matrix_shape(bucket[i]);
-    if (should_compress(shape, options)) {
-      planner.add_matrix(static_cast<int64_t>(i), shape, effective_rank(shape, options));
+    const SentNumel sent = sent_numel(shape, options);
+    if (sent.rank > 0) {
+      planner.add_matrix(static_cast<int64_t>(i), shape, sent);
     } else {
-      planner.add_raw(bucket[i].numel());
+      planner.add_raw(sent.total);
     }
   }
   return planner.finish();
@@ -130,9 +145,9 @@ BucketPlan plan_bucket(const std::vector<ParameterShape>& bucket, const Options&
 BucketPlan plan_flat(int64_t numel, const Options& options) {
   Planner planner;
   const MatrixShape shape = near_square_shape(numel);
-  const bool compress = should_compress(shape, options);
-  if (compress) planner.add_matrix(0, shape, effective_rank(shape, options));
-  planner.add_raw(compress ? numel - shape.rows * shape.cols : numel);
+  const SentNumel sent = sent_numel(shape, options);
+  if (sent.rank > 0) planner.add_matrix(0, shape, sent);
+  planner.add_raw(sent.rank > 0 ? numel - shape.rows * shape.cols : numel);
   return planner.finish();
 }
 

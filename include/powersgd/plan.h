@@ -37,6 +37,17 @@ int64_t effective_rank(const MatrixShape& shape, const Options& options);
 // Whether compression pays: (rows + cols) * r * min_compression_rate < rows * cols.
 bool should_compress(const MatrixShape& shape, const Options& options);
 
+// What a matrix sends in one step, in elements.
+struct SentNumel {
+  int64_t rank = 0;   // 0: the matrix is not compressed, and all of its elements travel raw
+  int64_t p = 0;      // rows * rank
+  int64_t q = 0;      // rank * cols
+  int64_t total = 0;  // all that travels; a mean of two steps where P and Q are sent in turns
+};
+
+// `total` leaves out the non-finite count, which a bucket sends once.
+SentNumel sent_numel(const MatrixShape& shape, const Options& options);
+
 struct PlannedMatrix {
   int64_t parameter;  // index into the bucket's parameters
   MatrixShape shape;

@@ -94,6 +94,41 @@ TEST(ShouldCompress, OnlyWhatPays) {
   EXPECT_FALSE(should_compress({0, 0}, with_rank(1)));
 }
 
+TEST(SentNumel, IsThatOfTheFactorsAndTheActivity) {
+  const SentNumel sent = sent_numel({64, 33}, with_rank(2));
+  EXPECT_EQ(sent.rank, 2);
+  EXPECT_EQ(sent.p, 64 * 2);
+  EXPECT_EQ(sent.q, 33 * 2);
+  EXPECT_EQ(sent.total, (64 + 33) * 2 + 1);
+}
+
+TEST(SentNumel, IsTheMeanOfTwoStepsThatSendOneFactorEach) {
+  Options options = with_rank(1);
+  options.alternating = true;
+  EXPECT_EQ(sent_numel({64, 33}, options).total, (64 + 33) / 2 + 1);
+}
+
+TEST(SentNumel, IsAllOfAMatrixThatIsNotCompressed) {
+  const SentNumel sent = sent_numel({4, 4}, with_rank(1));
+  EXPECT_EQ(sent.rank, 0);
+  EXPECT_EQ(sent.p, 0);
+  EXPECT_EQ(sent.q, 0);
+  EXPECT_EQ(sent.total, 16);
+}
+
+TEST(SentNumel, OfAllMatricesIsThatOfTheirBucket) {
+  const std::vector<ParameterShape> bucket = {{{64, 32}, {}}, {{64}, {}},   {{16, 8, 3, 3}, {}},
+                                              {{2, 2}, {}},   {{0, 5}, {}}, {{}, {}}};
+  const Options options = with_rank(3);
+  int64_t total = 1;  // the bucket's non-finite count
+  for (const ParameterShape& parameter : bucket) {
+    total += sent_numel(matrix_shape(parameter), options).total;
+  }
+  const BucketPlan plan = plan_bucket(bucket, options);
+  ASSERT_EQ(plan.matrices.size(), 2u);
+  EXPECT_EQ(plan.p_numel + plan.q_numel, total);
+}
+
 TEST(PlanBucket, LaysOutPayloads) {
   const BucketPlan plan =
       plan_bucket({{{64, 32}, {}}, {{64}, {}}, {{16, 8, 3, 3}, {}}, {{16}, {}}}, with_rank(2));
