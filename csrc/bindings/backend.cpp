@@ -13,6 +13,7 @@
 #include "bindings/register.h"
 #include "powersgd/attached_model.h"
 #include "powersgd/backend.h"
+#include "powersgd/interpreter.h"
 #include "powersgd/options.h"
 #include "powersgd/scope_override.h"
 #include "powersgd/stats.h"

@@ -126,20 +126,17 @@ Outline AttachedModel::outline() const {
     const int64_t numel = parameter.numel();
     ++outline.parameters;
     outline.numel += numel;
-    int64_t sent = numel;
-    if (should_compress(shape, options_)) {
+    const SentNumel sent = sent_numel(shape, options_);
+    if (sent.rank > 0) {
       ++outline.compressed_parameters;
       outline.compressed_numel += numel;
-      sent = (shape.rows + shape.cols) * effective_rank(shape, options_);
-      if (options_.alternating) sent /= 2;
-      ++sent;  // whether the gradient has a non-zero element
     }
     const DType default_wire =
         parameter.scalar_type() == at::kDouble ? DType::kFloat64 : DType::kFloat32;
     const int64_t width = size_of(options_.wire_dtype.value_or(default_wire));
-    outline.sent_numel += sent;
+    outline.sent_numel += sent.total;
     outline.bytes_before += numel * static_cast<int64_t>(parameter.element_size());
-    outline.bytes_after += sent * width;
+    outline.bytes_after += sent.total * width;
   }
   outline.sent_numel += outline.compressed_parameters > 0;  // the bucket's non-finite count
   return outline;
