@@ -22,8 +22,7 @@ AttachedModel::AttachedModel(c10::intrusive_ptr<BackendPowerSGD> backend,
   TORCH_CHECK(names_.size() == parameters_.size(), "powersgd: ", names_.size(), " names for ",
               parameters_.size(), " parameters");
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    states_.push_back(std::make_shared<ParameterState>());
-    states_.back()->stream = i;
+    states_.push_back(std::make_shared<ParameterState>(i));
     index_of_[parameters_[i].unsafeGetTensorImpl()] = i;
   }
 }

@@ -57,7 +57,7 @@ Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const a
     }
     run(Stage::kReconstruct, [&] { compressor->reconstruct(); });
   });
-  job.states = compressor->states_in_use();
+  job.states = compressor->states();
   return job;
 }
 

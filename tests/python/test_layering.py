@@ -21,7 +21,8 @@ LAYERS = {
     "cpu blocking": r"csrc/kernels/cpu/blocking/",
     "cpu kernels": r"csrc/kernels/cpu/",
     "cuda kernels": r"csrc/kernels/cuda/",
-    "compressor": r"include/powersgd/(compressor|parameter_state)\.h|csrc/compressor/",
+    "compressor": r"include/powersgd/(compressor|dtypes|parameter_state|step_counter)\.h"
+    r"|csrc/compressor/",
     "engine": r"include/powersgd/(interpreter|inner_backends)\.h|csrc/engine/",
     "forwarding": r"include/powersgd/(forwarding_backend|torch_compat)\.h|csrc/forwarding/",
     "gradients": r"include/powersgd/(session|stats|attached_model|ddp_hook|scope_override)\.h"
