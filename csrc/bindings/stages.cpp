@@ -47,8 +47,7 @@ void register_stages(py::module_& module) {
              BucketPlan plan = plan_bucket(bucket, options);
              std::vector<ParameterStatePtr> states;
              for (size_t i = 0; i < plan.matrices.size(); ++i) {
-               states.push_back(std::make_shared<ParameterState>());
-               states.back()->stream = i;
+               states.push_back(std::make_shared<ParameterState>(i));
              }
              return make_compressor(std::move(plan), std::move(states), options, dtype,
                                     at::Device(device));

@@ -4,9 +4,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-
-#include "compressor/bucket_tables.h"
-#include "compressor/stages.h"
+#include <utility>
 
 namespace powersgd {
 namespace {
@@ -23,35 +21,129 @@ std::vector<at::Tensor> parts_of(const at::Tensor& payload, const std::vector<in
 
 }  // namespace
 
+AlternatingCompressor::AlternatingCompressor(BucketSpec spec, std::vector<ParameterStatePtr> states,
+                                             std::shared_ptr<StepCounter> step_counter)
+    : spec_(std::move(spec)),
+      step_counter_(std::move(step_counter)),
+      stages_(require_stages(spec_.device.type())),
+      states_(std::move(states)) {}
+
+at::Tensor& AlternatingCompressor::project(const at::Tensor& gradient, const StepInfo& step) {
+  spec_.check(gradient);
+  if (!prepared_) prepare();
+  const double residual_scale = states_.begin_step(step);
+  tables_.begin_step(gradient, step, residual_scale);
+  settle_if_mixed();
+  return sends_q_ ? project_q(gradient) : project_p(gradient);
+}
+
+at::Tensor& AlternatingCompressor::project_p(const at::Tensor& gradient) {
+  stages_.project(tables_.bucket());
+  states_.projected(gradient);
+  at::Tensor& packed = p_wire_.pack();
+  if (p_wire_.rounds()) at::_foreach_copy_(p_local_, p_sent_);
+  for (const ParameterStatePtr& state : states_.of_matrices()) state->sent_p = true;
+  return packed;
+}
+
+at::Tensor& AlternatingCompressor::project_q(const at::Tensor& gradient) {
+  stages_.project_transposed(tables_.bucket());
+  states_.projected(gradient);
+  for (const ParameterStatePtr& state : states_.of_matrices()) state->sent_p = false;
+  at::Tensor& packed = q_wire_.pack();
+  if (q_wire_.rounds()) at::_foreach_copy_(q_local_, q_sent_);
+  return packed;
+}
+
+// A parameter that has come from another bucket, or was loaded, may be due for the other factor.
+// All then send P, which needs nothing but Q.
+void AlternatingCompressor::settle_if_mixed() {
+  const auto sent_p = [](const ParameterStatePtr& state) { return state->sent_p; };
+  const std::vector<ParameterStatePtr>& states = states_.of_matrices();
+  sends_q_ = std::all_of(states.begin(), states.end(), sent_p);
+  if (sends_q_) return;
+  for (const ParameterStatePtr& state : states) {
+    if (!state->sent_p) continue;
+    state->set_residual(state->residual());
+    state->sent_p = false;
+    state->q_local.zero_();
+  }
+}
+
+void AlternatingCompressor::orthogonalize() {
+  if (sends_q_) {
+    q_wire_.unpack();
+    kernels::Bucket transposed = transposed_.bucket();
+    transposed.step = tables_.bucket().step;
+    stages_.orthogonalize(transposed);
+  } else {
+    p_wire_.unpack();
+    stages_.orthogonalize(tables_.bucket());
+  }
+}
+
+at::Tensor& AlternatingCompressor::back_project() {
+  TORCH_INTERNAL_ASSERT(false, "this step sends one factor");
+}
+
+void AlternatingCompressor::reconstruct() {
+  if (sends_q_) {
+    stages_.reconstruct(seen(kReconstructQ));
+  } else {
+    at::_foreach_copy_(fixed_q_parts_, q_warm_);
+    stages_.reconstruct(seen(kReconstructP));
+  }
+  states_.end_step();
+}
+
+kernels::Bucket AlternatingCompressor::seen(View view) const {
+  kernels::Bucket bucket = tables_.bucket();
+  bucket.matrices = static_cast<const kernels::Matrix*>(view_tables_[view].data_ptr());
+  if (view == kReconstructP) bucket.q_payload = fixed_q_.data_ptr();
+  return bucket;
+}
+
+int64_t AlternatingCompressor::payload_bytes() const {
+  const BucketPlan& plan = spec_.plan;
+  const int64_t q_numel = plan.q_numel + plan.p_numel - plan.raw_offset();
+  return spec_.wire_bytes(sends_q_ ? q_numel : plan.p_numel);
+}
+
 void AlternatingCompressor::prepare() {
-  for (const ParameterStatePtr& state : states_) {
+  states_.allocate(spec_);
+  make_payloads();
+  tables_ = BucketTables(spec_, states_.of_matrices(), step_counter_.get(), p_payload_, q_payload_);
+  for (size_t view = 0; view < kViews; ++view) {
+    view_tables_[view] = upload_matrices(table_of(static_cast<View>(view)), spec_.device);
+  }
+  make_transposed();
+  prepared_ = true;
+}
+
+void AlternatingCompressor::make_payloads() {
+  for (auto* parts : {&q_warm_, &p_local_, &q_local_}) parts->clear();
+  for (const ParameterStatePtr& state : states_.of_matrices()) {
     q_warm_.push_back(state->q_warm);
     p_local_.push_back(state->p_local);
     q_local_.push_back(state->q_local);
   }
-  make_payloads();
-  bucket_.p_payload = p_payload_.data_ptr();
-  bucket_.q_payload = q_payload_.data_ptr();
-  owned_ = set_tables(bucket_, stages_, matrix_table(), raw_table(), device_);
-  for (size_t view = 0; view < kViews; ++view) {
-    tables_[view] = upload_matrices(table_of(static_cast<View>(view)), device_);
+  const BucketPlan& plan = spec_.plan;
+  const int64_t room = std::max(plan.raw_offset(), plan.q_numel);
+  const int64_t tail = plan.p_numel - plan.raw_offset();
+  payload_ = at::zeros({room + tail}, spec_.factor_options());
+  p_payload_ = payload_.narrow(0, room - plan.raw_offset(), plan.p_numel);
+  q_payload_ = payload_.narrow(0, room - plan.q_numel, plan.q_numel + tail);
+  p_wire_ = WirePayload(p_payload_, spec_.wire_type(), plan.counts_offset());
+  q_wire_ = WirePayload(q_payload_, spec_.wire_type(), plan.q_numel + spec_.raw_numel());
+  if (p_wire_.rounds()) {
+    const at::Tensor raw = payload_.narrow(0, room, spec_.raw_numel());
+    const at::Tensor raw_residual = at::zeros_like(raw);
+    p_wire_.carry_rounding(raw, raw_residual);
+    q_wire_.carry_rounding(raw, raw_residual);
   }
-  make_transposed();
-}
-
-void AlternatingCompressor::make_payloads() {
-  const int64_t room = std::max(plan_.raw_offset(), plan_.q_numel);
-  const int64_t tail = plan_.p_numel - plan_.raw_offset();
-  const int64_t raw = plan_.counts_offset() - plan_.raw_offset();
-  payload_ = at::zeros({room + tail}, factor_options());
-  p_payload_ = payload_.narrow(0, room - plan_.raw_offset(), plan_.p_numel);
-  q_payload_ = payload_.narrow(0, room - plan_.q_numel, plan_.q_numel + tail);
-  p_wire_ = WirePayload(p_payload_, wire_type(), plan_.counts_offset());
-  q_wire_ = WirePayload(q_payload_, wire_type(), plan_.q_numel + raw);
-  if (p_wire_.rounds()) keep_rounding_of(payload_.narrow(0, room, raw));
-  fixed_q_ = at::zeros({plan_.q_numel}, factor_options());
+  fixed_q_ = at::zeros({plan.q_numel}, spec_.factor_options());
   std::vector<int64_t> p_offsets, q_offsets;
-  for (const PlannedMatrix& matrix : plan_.matrices) {
+  for (const PlannedMatrix& matrix : plan.matrices) {
     p_offsets.push_back(matrix.p_offset);
     q_offsets.push_back(matrix.q_offset);
   }
@@ -62,97 +154,28 @@ void AlternatingCompressor::make_payloads() {
 
 // orthogonalize of Q: of a bucket whose matrices are transposed, and whose P payload is Q's.
 void AlternatingCompressor::make_transposed() {
-  transposed_ = bucket_;
-  transposed_.transposed = true;
-  transposed_.p_payload = q_payload_.data_ptr();
-  transposed_.p_numel = q_payload_.numel();
-  std::vector<kernels::Matrix> table = matrix_table();
+  kernels::Bucket transposed = tables_.bucket();
+  transposed.transposed = true;
+  transposed.p_payload = q_payload_.data_ptr();
+  transposed.p_numel = q_payload_.numel();
+  std::vector<kernels::Matrix> table = matrix_table(spec_.plan, states_.of_matrices());
   for (kernels::Matrix& matrix : table) {
     matrix.rows = matrix.cols;
     matrix.p_offset = matrix.q_offset;
     matrix.p_hat = matrix.q_warm;
-    matrix.active_offset += plan_.q_numel - plan_.raw_offset();
+    matrix.active_offset += spec_.plan.q_numel - spec_.plan.raw_offset();
   }
-  transposed_owned_ = set_tables(transposed_, stages_, table, {}, device_);
+  transposed_ = BucketTables(transposed, table, {}, spec_.device);
 }
 
 std::vector<kernels::Matrix> AlternatingCompressor::table_of(View view) const {
-  std::vector<kernels::Matrix> table = matrix_table();
+  std::vector<kernels::Matrix> table = matrix_table(spec_.plan, states_.of_matrices());
   for (size_t i = 0; i < table.size(); ++i) {
     kernels::Matrix& matrix = table[i];
     matrix.q_warm = nullptr;
     if (view == kReconstructP) matrix.p_hat = p_sent_[i].data_ptr();
   }
   return table;
-}
-
-kernels::Bucket AlternatingCompressor::seen(View view) const {
-  kernels::Bucket bucket = bucket_;
-  bucket.matrices = static_cast<const kernels::Matrix*>(tables_[view].data_ptr());
-  if (view == kReconstructP) bucket.q_payload = fixed_q_.data_ptr();
-  return bucket;
-}
-
-at::Tensor& AlternatingCompressor::project_gradient(const at::Tensor& gradient, const StepInfo&) {
-  settle_if_mixed();
-  return sends_q_ ? project_q(gradient) : project_p(gradient);
-}
-
-at::Tensor& AlternatingCompressor::project_p(const at::Tensor& gradient) {
-  stages_.project(bucket_);
-  begin_step(gradient);
-  at::Tensor& packed = pack(p_wire_);
-  if (p_wire_.rounds()) at::_foreach_copy_(p_local_, p_sent_);
-  for (const ParameterStatePtr& state : states_) state->sent_p = true;
-  return packed;
-}
-
-at::Tensor& AlternatingCompressor::project_q(const at::Tensor& gradient) {
-  stages_.project_transposed(bucket_);
-  begin_step(gradient);
-  for (const ParameterStatePtr& state : states_) state->sent_p = false;
-  at::Tensor& packed = pack(q_wire_);
-  if (q_wire_.rounds()) at::_foreach_copy_(q_local_, q_sent_);
-  return packed;
-}
-
-// A parameter that has come from another bucket, or was loaded, may be due for the other factor.
-// All then send P, which needs nothing but Q.
-void AlternatingCompressor::settle_if_mixed() {
-  const auto sent_p = [](const ParameterStatePtr& state) { return state->sent_p; };
-  sends_q_ = std::all_of(states_.begin(), states_.end(), sent_p);
-  if (sends_q_) return;
-  for (const ParameterStatePtr& state : states_) {
-    if (!state->sent_p) continue;
-    set_residual(*state, residual(*state));
-    state->sent_p = false;
-    state->q_local.zero_();
-  }
-}
-
-void AlternatingCompressor::orthogonalize() {
-  if (sends_q_) {
-    q_wire_.unpack();
-    transposed_.step = bucket_.step;
-    stages_.orthogonalize(transposed_);
-  } else {
-    p_wire_.unpack();
-    stages_.orthogonalize(bucket_);
-  }
-}
-
-void AlternatingCompressor::reconstruct_gradient() {
-  if (sends_q_) {
-    stages_.reconstruct(seen(kReconstructQ));
-  } else {
-    at::_foreach_copy_(fixed_q_parts_, q_warm_);
-    stages_.reconstruct(seen(kReconstructP));
-  }
-}
-
-int64_t AlternatingCompressor::payload_bytes() const {
-  const int64_t q_numel = plan_.q_numel + plan_.p_numel - plan_.raw_offset();
-  return (sends_q_ ? q_numel : plan_.p_numel) * static_cast<int64_t>(c10::elementSize(wire_type()));
 }
 
 }  // namespace powersgd

@@ -2,8 +2,13 @@
 #pragma once
 
 #include <array>
+#include <memory>
 #include <vector>
 
+#include "compressor/bucket_spec.h"
+#include "compressor/bucket_states.h"
+#include "compressor/bucket_tables.h"
+#include "compressor/stages.h"
 #include "compressor/wire_payload.h"
 #include "powersgd/compressor.h"
 
@@ -19,41 +24,50 @@ namespace powersgd {
 // It runs the stages over tables that give them other factors.
 class AlternatingCompressor final : public BucketCompressor {
  public:
-  using BucketCompressor::BucketCompressor;
+  AlternatingCompressor(BucketSpec spec, std::vector<ParameterStatePtr> states,
+                        std::shared_ptr<StepCounter> step_counter);
 
+  at::Tensor& project(const at::Tensor& gradient, const StepInfo& step) override;
   void orthogonalize() override;
+  at::Tensor& back_project() override;
+  void reconstruct() override;
+  void rollback() override { states_.rollback(spec_.plan); }
+
   Factors sends() const override { return sends_q_ ? Factors::kQ : Factors::kP; }
   int64_t payload_bytes() const override;
+  int64_t gradient_bytes() const override { return spec_.gradient_bytes(); }
+  std::vector<ParameterStatePtr> states() const override { return states_.of_matrices(); }
 
  private:
   // What reconstruct sees of a matrix, by what it starts from: the reduced P or the reduced Q.
   enum View : size_t { kReconstructP, kReconstructQ, kViews };
 
-  void prepare() override;
-  at::Tensor& project_gradient(const at::Tensor& gradient, const StepInfo& step) override;
-  void reconstruct_gradient() override;
+  at::Tensor& project_p(const at::Tensor& gradient);
+  at::Tensor& project_q(const at::Tensor& gradient);
+  void settle_if_mixed();
+  kernels::Bucket seen(View view) const;
 
+  void prepare();
   void make_payloads();
   void make_transposed();
   std::vector<kernels::Matrix> table_of(View view) const;
-  kernels::Bucket seen(View view) const;
-  void settle_if_mixed();
-  at::Tensor& project_p(const at::Tensor& gradient);
-  at::Tensor& project_q(const at::Tensor& gradient);
 
+  const BucketSpec spec_;
+  const std::shared_ptr<StepCounter> step_counter_;
+  const Stages& stages_;
+  BucketStates states_;
   bool sends_q_ = false;
+  bool prepared_ = false;  // what follows is made in the first step
   // [ room | the factor | raw segments | activities | non-finite count ]: the P payload and the Q
   // payload are parts of it that end alike.
   at::Tensor payload_, p_payload_, q_payload_;
   at::Tensor fixed_q_;  // [ q_warm of each matrix ], as reconstruct wants it
   WirePayload p_wire_, q_wire_;
-  std::array<at::Tensor, kViews> tables_;
-  std::vector<at::Tensor> owned_;  // tiles and workspace
+  BucketTables tables_;
+  BucketTables transposed_;  // what orthogonalize sees of Q
+  std::array<at::Tensor, kViews> view_tables_;
   // By matrix: parts of the payloads and of fixed_q_, and the states' factors.
   std::vector<at::Tensor> p_sent_, q_sent_, fixed_q_parts_, q_warm_, p_local_, q_local_;
-
-  kernels::Bucket transposed_{};  // what orthogonalize sees of Q
-  std::vector<at::Tensor> transposed_owned_;
 };
 
 }  // namespace powersgd

@@ -5,6 +5,8 @@
 
 #include <cstring>
 
+#include "compressor/stages.h"
+
 namespace powersgd {
 namespace {
 
@@ -15,33 +17,101 @@ at::Tensor upload(const std::vector<T>& table, at::Device device) {
   return host.to(device);
 }
 
-template <typename T>
-const T* table_ptr(const at::Tensor& tensor) {
-  return static_cast<const T*>(tensor.data_ptr());
+void* pointer_or_null(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.data_ptr() : nullptr;
+}
+
+std::vector<kernels::RawSegment> raw_table(const BucketPlan& plan) {
+  std::vector<kernels::RawSegment> table;
+  for (const PlannedRaw& raw : plan.raw) {
+    table.push_back({raw.gradient_offset, raw.numel, raw.p_offset});
+  }
+  return table;
+}
+
+kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_counter,
+                                      const at::Tensor& p_payload, const at::Tensor& q_payload) {
+  kernels::Bucket bucket{};
+  bucket.p_payload = p_payload.data_ptr();
+  bucket.q_payload = q_payload.data_ptr();
+  bucket.p_numel = spec.plan.p_numel;
+  bucket.q_numel = spec.plan.q_numel;
+  bucket.step_counts = step_counter ? step_counter->on(spec.device) : nullptr;
+  bucket.gradient_dtype = to_dtype(spec.gradient_type);
+  bucket.residual_dtype = to_dtype(residual_type(spec.gradient_type, spec.options));
+  bucket.factor_dtype = to_dtype(factor_type(spec.gradient_type));
+  bucket.epsilon = spec.options.orthogonalization_epsilon;
+  bucket.seed = static_cast<uint64_t>(spec.options.random_seed);
+  return bucket;
 }
 
 }  // namespace
+
+std::vector<kernels::Matrix> matrix_table(const BucketPlan& plan,
+                                          const std::vector<ParameterStatePtr>& states) {
+  std::vector<kernels::Matrix> table;
+  for (size_t i = 0; i < states.size(); ++i) {
+    const PlannedMatrix& planned = plan.matrices[i];
+    const ParameterState& state = *states[i];
+    kernels::Matrix matrix{};
+    matrix.rows = planned.shape.rows;
+    matrix.cols = planned.shape.cols;
+    matrix.rank = planned.rank;
+    matrix.gradient_offset = planned.gradient_offset;
+    matrix.p_offset = planned.p_offset;
+    matrix.q_offset = planned.q_offset;
+    matrix.memory = pointer_or_null(state.memory);
+    matrix.p_hat = state.p_hat.data_ptr();
+    matrix.q_local = state.q_local.data_ptr();
+    matrix.q_warm = state.q_warm.data_ptr();
+    matrix.stream = state.random_id;
+    matrix.active_offset = planned.active_offset;
+    matrix.p_local = pointer_or_null(state.p_local);
+    table.push_back(matrix);
+  }
+  return table;
+}
 
 at::Tensor upload_matrices(const std::vector<kernels::Matrix>& matrices, at::Device device) {
   return upload(matrices, device);
 }
 
-std::vector<at::Tensor> set_tables(kernels::Bucket& bucket, const Stages& stages,
-                                   const std::vector<kernels::Matrix>& matrices,
-                                   const std::vector<kernels::RawSegment>& raw, at::Device device) {
+BucketTables::BucketTables(const kernels::Bucket& bucket,
+                           const std::vector<kernels::Matrix>& matrices,
+                           const std::vector<kernels::RawSegment>& raw, at::Device device)
+    : bucket_(bucket) {
+  const Stages& stages = require_stages(device.type());
   const kernels::TileTable tiles = stages.make_tiles(matrices, raw, bucket.factor_dtype);
-  const auto workspace = at::device(device).dtype(at::kByte);
-  std::vector<at::Tensor> owned = {
-      upload(matrices, device), upload(raw, device), upload(tiles.tiles, device),
-      at::empty({static_cast<int64_t>(tiles.workspace_bytes)}, workspace)};
-  bucket.matrices = table_ptr<kernels::Matrix>(owned[0]);
-  bucket.raw_segments = table_ptr<kernels::RawSegment>(owned[1]);
-  bucket.tiles = table_ptr<kernels::Tile>(owned[2]);
-  bucket.workspace = owned[3].data_ptr();
-  bucket.num_matrices = static_cast<int32_t>(matrices.size());
-  bucket.num_raw_segments = static_cast<int32_t>(raw.size());
-  bucket.tile_list_begin = tiles.list_begin;
-  return owned;
+  matrices_ = upload(matrices, device);
+  raw_segments_ = upload(raw, device);
+  tiles_ = upload(tiles.tiles, device);
+  workspace_ = at::empty({static_cast<int64_t>(tiles.workspace_bytes)},
+                         at::TensorOptions(device).dtype(at::kByte));
+  bucket_.matrices = static_cast<const kernels::Matrix*>(matrices_.data_ptr());
+  bucket_.raw_segments = static_cast<const kernels::RawSegment*>(raw_segments_.data_ptr());
+  bucket_.tiles = static_cast<const kernels::Tile*>(tiles_.data_ptr());
+  bucket_.num_matrices = static_cast<int32_t>(matrices.size());
+  bucket_.num_raw_segments = static_cast<int32_t>(raw.size());
+  bucket_.tile_list_begin = tiles.list_begin;
+  bucket_.workspace = workspace_.data_ptr();
+  if (bucket_.verdict != nullptr) return;
+  constexpr auto kVerdictNumel = static_cast<int64_t>(sizeof(kernels::Verdict) / sizeof(int32_t));
+  verdict_ = at::zeros({kVerdictNumel}, at::TensorOptions(device).dtype(at::kInt));
+  bucket_.verdict = static_cast<kernels::Verdict*>(verdict_.data_ptr());
+}
+
+BucketTables::BucketTables(const BucketSpec& spec, const std::vector<ParameterStatePtr>& states,
+                           StepCounter* step_counter, const at::Tensor& p_payload,
+                           const at::Tensor& q_payload)
+    : BucketTables(bucket_without_tables(spec, step_counter, p_payload, q_payload),
+                   matrix_table(spec.plan, states), raw_table(spec.plan), spec.device) {}
+
+void BucketTables::begin_step(const at::Tensor& gradient, const StepInfo& step,
+                              double residual_scale) {
+  bucket_.gradient = gradient.data_ptr();
+  bucket_.residual_scale = residual_scale;
+  bucket_.output_scale = step.output_scale;
+  bucket_.step = step.step;
 }
 
 }  // namespace powersgd

@@ -3,60 +3,75 @@
 
 #include <ATen/ATen.h>
 
-#include "compressor/bucket_tables.h"
-#include "compressor/stages.h"
+#include <utility>
 
 namespace powersgd {
 
-void PlainCompressor::prepare() {
-  at::Tensor p_payload = at::zeros({plan_.p_numel}, factor_options());
-  at::Tensor q_payload = at::zeros({plan_.q_numel}, factor_options());
-  bucket_.p_payload = p_payload.data_ptr();
-  bucket_.q_payload = q_payload.data_ptr();
-  tables_ = set_tables(bucket_, stages_, matrix_table(), raw_table(), device_);
-  p_wire_ = WirePayload(p_payload, wire_type(), plan_.counts_offset());
-  q_wire_ = WirePayload(q_payload, wire_type(), plan_.q_numel);
-  if (!p_wire_.rounds()) return;
-  keep_rounding_of(
-      p_payload.narrow(0, plan_.raw_offset(), plan_.counts_offset() - plan_.raw_offset()));
-  for (size_t i = 0; i < states_.size(); ++i) {
-    const at::Tensor& q = states_[i]->q_local;
-    q_local_.push_back(q);
-    q_sent_.push_back(q_payload.narrow(0, plan_.matrices[i].q_offset, q.numel()).view(q.sizes()));
-  }
-}
+PlainCompressor::PlainCompressor(BucketSpec spec, std::vector<ParameterStatePtr> states,
+                                 std::shared_ptr<StepCounter> step_counter)
+    : spec_(std::move(spec)),
+      step_counter_(std::move(step_counter)),
+      stages_(require_stages(spec_.device.type())),
+      states_(std::move(states)) {}
 
-at::Tensor& PlainCompressor::project_gradient(const at::Tensor& gradient, const StepInfo& step) {
-  if (!options_.warm_start) {
-    kernels::Bucket start = bucket_;
+at::Tensor& PlainCompressor::project(const at::Tensor& gradient, const StepInfo& step) {
+  spec_.check(gradient);
+  if (!prepared_) prepare();
+  const double residual_scale = states_.begin_step(step);
+  tables_.begin_step(gradient, step, residual_scale);
+  if (!spec_.options.warm_start) {
+    kernels::Bucket start = tables_.bucket();
     if (step.same_start) start.step = 0;
     stages_.random_start(start);
   }
-  stages_.project(bucket_);
-  begin_step(gradient);
-  return pack(p_wire_);
+  stages_.project(tables_.bucket());
+  states_.projected(gradient);
+  return p_wire_.pack();
 }
 
 void PlainCompressor::orthogonalize() {
   p_wire_.unpack();
-  stages_.orthogonalize(bucket_);
+  stages_.orthogonalize(tables_.bucket());
 }
 
 at::Tensor& PlainCompressor::back_project() {
-  stages_.back_project(bucket_);
+  stages_.back_project(tables_.bucket());
   at::Tensor& packed = q_wire_.pack();
-  // What was rounded off was not sent: it stays in the residual, which is made of q_local.
+  // The rounding was not sent: the residual keeps it, because it is made of q_local.
   if (q_wire_.rounds()) at::_foreach_copy_(q_local_, q_sent_);
   return packed;
 }
 
-void PlainCompressor::reconstruct_gradient() {
+void PlainCompressor::reconstruct() {
   q_wire_.unpack();
-  stages_.reconstruct(bucket_);
+  stages_.reconstruct(tables_.bucket());
+  states_.end_step();
 }
 
 int64_t PlainCompressor::payload_bytes() const {
-  return (plan_.p_numel + plan_.q_numel) * static_cast<int64_t>(c10::elementSize(wire_type()));
+  return spec_.wire_bytes(spec_.plan.p_numel + spec_.plan.q_numel);
+}
+
+void PlainCompressor::prepare() {
+  const BucketPlan& plan = spec_.plan;
+  states_.allocate(spec_);
+  at::Tensor p_payload = at::zeros({plan.p_numel}, spec_.factor_options());
+  at::Tensor q_payload = at::zeros({plan.q_numel}, spec_.factor_options());
+  tables_ = BucketTables(spec_, states_.of_matrices(), step_counter_.get(), p_payload, q_payload);
+  p_wire_ = WirePayload(p_payload, spec_.wire_type(), plan.counts_offset());
+  q_wire_ = WirePayload(q_payload, spec_.wire_type(), plan.q_numel);
+  if (p_wire_.rounds()) {
+    const at::Tensor raw = p_payload.narrow(0, plan.raw_offset(), spec_.raw_numel());
+    p_wire_.carry_rounding(raw, at::zeros_like(raw));
+    q_local_.clear();
+    q_sent_.clear();
+    for (size_t i = 0; i < plan.matrices.size(); ++i) {
+      const at::Tensor& q = states_.of_matrices()[i]->q_local;
+      q_local_.push_back(q);
+      q_sent_.push_back(q_payload.narrow(0, plan.matrices[i].q_offset, q.numel()).view(q.sizes()));
+    }
+  }
+  prepared_ = true;
 }
 
 }  // namespace powersgd

@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <memory>
 #include <vector>
 
+#include "compressor/bucket_spec.h"
+#include "compressor/bucket_states.h"
+#include "compressor/bucket_tables.h"
+#include "compressor/stages.h"
 #include "compressor/wire_payload.h"
 #include "powersgd/compressor.h"
 
@@ -11,20 +16,31 @@ namespace powersgd {
 // A step sends P and then Q.
 class PlainCompressor final : public BucketCompressor {
  public:
-  using BucketCompressor::BucketCompressor;
+  PlainCompressor(BucketSpec spec, std::vector<ParameterStatePtr> states,
+                  std::shared_ptr<StepCounter> step_counter);
 
+  at::Tensor& project(const at::Tensor& gradient, const StepInfo& step) override;
   void orthogonalize() override;
   at::Tensor& back_project() override;
+  void reconstruct() override;
+  void rollback() override { states_.rollback(spec_.plan); }
+
+  Factors sends() const override { return Factors::kPAndQ; }
   int64_t payload_bytes() const override;
+  int64_t gradient_bytes() const override { return spec_.gradient_bytes(); }
+  std::vector<ParameterStatePtr> states() const override { return states_.of_matrices(); }
 
  private:
-  void prepare() override;
-  at::Tensor& project_gradient(const at::Tensor& gradient, const StepInfo& step) override;
-  void reconstruct_gradient() override;
+  void prepare();
 
-  std::vector<at::Tensor> tables_;  // keeps what bucket_ points at
+  const BucketSpec spec_;
+  const std::shared_ptr<StepCounter> step_counter_;
+  const Stages& stages_;
+  BucketStates states_;
+  bool prepared_ = false;  // what follows is made in the first step
   WirePayload p_wire_, q_wire_;
-  std::vector<at::Tensor> q_sent_, q_local_;  // parts of the Q payload, and the states' q_local
+  BucketTables tables_;
+  std::vector<at::Tensor> q_sent_, q_local_;  // by matrix: parts of the Q payload; the states' own
 };
 
 }  // namespace powersgd

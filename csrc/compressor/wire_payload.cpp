@@ -19,7 +19,21 @@ WirePayload::WirePayload(const at::Tensor& payload, at::ScalarType wire, int64_t
     packed_ = at::empty_like(payload, payload.options().dtype(wire));
 }
 
+void WirePayload::carry_rounding(const at::Tensor& raw, const at::Tensor& raw_residual) {
+  raw_ = raw;
+  raw_residual_ = raw_residual;
+}
+
 at::Tensor& WirePayload::pack() {
+  if (!rounds() || !raw_.defined()) return round();
+  const at::Tensor exact = raw_.add_(raw_residual_).clone();
+  at::Tensor& packed = round();
+  // An element that has overflowed is dropped with the step.
+  at::nan_to_num_out(raw_residual_, exact.sub(raw_), 0, 0, 0);
+  return packed;
+}
+
+at::Tensor& WirePayload::round() {
   if (!rounds() || (scaled_ && !scale_.defined())) return payload_;
   if (scaled_) values_.mul_(scale_);
   packed_.copy_(payload_);
@@ -48,10 +62,6 @@ void WirePayload::choose_scale() {
   const at::Tensor next =
       at::where(largest.isfinite(), at::where(largest.gt(0), fitting, scale_), smaller);
   scale_.copy_(next);
-}
-
-int64_t WirePayload::bytes() const {
-  return payload_.numel() * (rounds() ? packed_ : payload_).element_size();
 }
 
 }  // namespace powersgd

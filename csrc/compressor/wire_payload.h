@@ -22,15 +22,19 @@ class WirePayload {
   // to it.
   WirePayload(const at::Tensor& payload, at::ScalarType wire, int64_t counts_begin);
 
+  // From now on pack() adds `raw_residual` to `raw`, a part of the payload, and then keeps in it what
+  // the wire rounds off of `raw`. Payloads that take turns may share both.
+  void carry_rounding(const at::Tensor& raw, const at::Tensor& raw_residual);
+
   // What is to be summed. The payload is then what this rank sends, rounded.
   at::Tensor& pack();
   // The payload is then the sum.
   void unpack();
 
   bool rounds() const { return packed_.defined(); }
-  int64_t bytes() const;
 
  private:
+  at::Tensor& round();
   void choose_scale();
 
   at::Tensor payload_;
@@ -38,6 +42,7 @@ class WirePayload {
   at::Tensor packed_;  // in the wire's dtype; undefined: nothing is rounded
   at::Tensor scale_;   // one element; undefined: not float16, or not known yet
   bool scaled_ = false;
+  at::Tensor raw_, raw_residual_;  // undefined: nothing is carried over
 };
 
 }  // namespace powersgd

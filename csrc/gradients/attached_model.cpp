@@ -32,8 +32,7 @@ AttachedModel::AttachedModel(std::shared_ptr<Session> session, std::vector<std::
   TORCH_CHECK(names_.size() == parameters_.size(), "powersgd: ", names_.size(), " names for ",
               parameters_.size(), " parameters");
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    states_.push_back(std::make_shared<ParameterState>());
-    states_.back()->stream = i;
+    states_.push_back(std::make_shared<ParameterState>(i));
     index_of_[parameters_[i].unsafeGetTensorImpl()] = i;
   }
 }

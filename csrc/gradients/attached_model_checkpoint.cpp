@@ -45,7 +45,7 @@ std::vector<ParameterExport> AttachedModel::export_state() {
     std::vector<at::Tensor> mean(1);
     session_->run_after_steps(parameter.device(), [&] {
       const ParameterState state = started(i);
-      mean[0] = residual(state).mul_(grad_scale() / state.grad_scale);
+      mean[0] = state.residual().mul_(grad_scale() / state.grad_scale);
       exported[i].q = q_to_parameter_order(state.q_warm.clone(), parameter);
       if (state.sent_p) exported[i].p = state.p_hat.clone();
     });
@@ -121,8 +121,8 @@ ParameterState AttachedModel::started(size_t index) const {
 
 void AttachedModel::allocate_for(ParameterState& state, const at::Tensor& parameter) const {
   const MatrixShape shape = matrix_shape(memory_layout(parameter));
-  allocate(state, shape, effective_rank(shape, options_), options_, parameter.scalar_type(),
-           parameter.device());
+  state.allocate(shape, effective_rank(shape, options_), options_, parameter.scalar_type(),
+                 parameter.device());
 }
 
 void AttachedModel::load_parameter(size_t index, const ParameterExport& saved, double grad_scale) {
@@ -133,11 +133,11 @@ void AttachedModel::load_parameter(size_t index, const ParameterExport& saved, d
   session_->run_after_steps(parameter.device(), [&] {
     if (!state.allocated()) allocate_for(state, parameter);
     state.sent_p = false;
-    set_residual(state, to_memory_order(saved.residual, parameter));
+    state.set_residual(to_memory_order(saved.residual, parameter));
     state.grad_scale = grad_scale;
     const int64_t kept = std::min(rank, q.size(0));
     state.q_warm.narrow(0, 0, kept).copy_(q.narrow(0, 0, kept));
-    if (options_.alternating) orthonormalize_q(state, options_);
+    if (options_.alternating) state.orthonormalize_q(options_);
     // Q is next only where there is a P to find it against; a P of another rank is not.
     state.sent_p = options_.alternating && saved.p.defined() && saved.p.size(1) == rank;
     if (!state.sent_p) return;
@@ -216,7 +216,7 @@ void AttachedModel::step_skipped(const at::Tensor& dropped) {
         if (in_last_step && parameters_[i].device() == device) delivered.push_back(states_[i]);
       }
       const bool elsewhere = dropped.defined() && !dropped.is_cpu() && dropped.device() != device;
-      keep_delivered(delivered, elsewhere ? dropped.to(device) : dropped);
+      ParameterState::mark_undelivered(delivered, elsewhere ? dropped.to(device) : dropped);
     });
   }
 }
@@ -227,7 +227,7 @@ std::map<std::string, double> AttachedModel::residual_norms() {
     double& norm = norms[names_[i]];
     if (!states_[i]->allocated()) continue;
     session_->run_after_steps(parameters_[i].device(), [&] {
-      norm = residual(*states_[i]).norm().item<double>() * grad_scale() / states_[i]->grad_scale;
+      norm = states_[i]->residual().norm().item<double>() * grad_scale() / states_[i]->grad_scale;
     });
   }
   return norms;

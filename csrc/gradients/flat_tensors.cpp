@@ -177,8 +177,7 @@ BucketPlan FlatTensors::make_plan(const at::Tensor& tensor) const {
 std::vector<ParameterStatePtr> FlatTensors::make_states(const BucketPlan& plan, int64_t order) {
   std::vector<ParameterStatePtr> states;
   for (size_t i = 0; i < plan.matrices.size(); ++i) {
-    states.push_back(std::make_shared<ParameterState>());
-    states.back()->stream = static_cast<uint64_t>(order);
+    states.push_back(std::make_shared<ParameterState>(static_cast<uint64_t>(order)));
   }
   return states;
 }

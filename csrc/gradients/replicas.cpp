@@ -70,7 +70,7 @@ std::vector<std::string> restore_agreement(Channel& channel, int rank, int size,
     if (!here.any().item<bool>()) continue;
     ParameterState& state = *started[i].state;
     // The residual is made of this rank's own.
-    if (started[i].has_p) set_residual(state, residual(state));
+    if (started[i].has_p) state.set_residual(state.residual());
     take_first(channel, rank, state.q_warm);
     if (started[i].has_p) take_first(channel, rank, state.p_hat);
     lines.push_back(describe(started[i], here));

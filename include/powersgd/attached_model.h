@@ -85,7 +85,7 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   void load_local(const std::vector<LocalExport>& saved, int64_t step);
 
   // The optimizer did not apply what the last step delivered: the residuals keep it. `dropped`:
-  // see keep_delivered.
+  // see ParameterState::mark_undelivered.
   void step_skipped(const at::Tensor& dropped);
 
   // The Frobenius norm of each parameter's residual on this rank; 0 where there is none.

@@ -73,7 +73,7 @@ TEST(AlternatingCompressor, EachStepProjectsOnTheBasisOfTheOneBefore) {
         const at::Tensor expected = q_step ? p_basis[k].matmul(p_basis[k].t()).matmul(m)
                                            : m.matmul(q_basis[k]).matmul(q_basis[k].t());
         EXPECT_LT(relative(bucket.part(out, k), expected), 1e-12) << "step " << i;
-        EXPECT_LT(relative(residual(state), m - expected), 1e-12) << "step " << i;
+        EXPECT_LT(relative(state.residual(), m - expected), 1e-12) << "step " << i;
         // Spans are compared, by their projections.
         const at::Tensor factor = q_step ? p_basis[k].t().matmul(m).t() : m.matmul(q_basis[k]);
         const at::Tensor basis = std::get<0>(at::linalg_qr(factor));
@@ -81,7 +81,7 @@ TEST(AlternatingCompressor, EachStepProjectsOnTheBasisOfTheOneBefore) {
         EXPECT_LT(distance_from_identity(left), 1e-14);
         EXPECT_LT(relative(left.matmul(left.t()), basis.matmul(basis.t())), 1e-10);
       }
-      residual_before[k] = residual(state);
+      residual_before[k] = state.residual();
       q_basis[k] = state.q_warm.t().clone();
       p_basis[k] = state.p_hat.clone();
     }
@@ -98,7 +98,7 @@ TEST(AlternatingCompressor, ASkippedStepLeavesTheResidualAndTheFactors) {
       bucket.compressor->rollback();
       for (auto& state : bucket.states) state->sent_p = false;
     }
-    const at::Tensor e = residual(*bucket.states[1]), p = bucket.states[1]->p_hat.clone(),
+    const at::Tensor e = bucket.states[1]->residual(), p = bucket.states[1]->p_hat.clone(),
                      q = bucket.states[1]->q_warm.clone();
     at::Tensor gradient = bucket.random_gradient().to(at::kFloat);
     gradient[3] = std::numeric_limits<float>::infinity();
@@ -106,7 +106,7 @@ TEST(AlternatingCompressor, ASkippedStepLeavesTheResidualAndTheFactors) {
     EXPECT_TRUE(at::equal(bucket.states[1]->p_hat, p)) << bad;
     EXPECT_TRUE(at::equal(bucket.states[1]->q_warm, q)) << bad;
     // One rounding of M, whose elements are below 20.
-    const at::Tensor difference = residual(*bucket.states[1]) - e;
+    const at::Tensor difference = bucket.states[1]->residual() - e;
     EXPECT_LT(difference.abs().max().item<double>(), 20 * 0x1p-24 * 2) << bad;
   }
 }
@@ -116,13 +116,13 @@ TEST(AlternatingCompressor, AMatrixThatIsOutOfUseKeepsWhatItIsOwedAndItsFactors)
     Bucket bucket(make_options());
     for (int i = 0; i < unused; ++i) bucket.step(bucket.random_gradient().to(at::kFloat));
     ParameterState& state = *bucket.states[1];
-    const at::Tensor e = residual(state), p = state.p_hat.clone(), q = state.q_warm.clone();
+    const at::Tensor e = state.residual(), p = state.p_hat.clone(), q = state.q_warm.clone();
     at::Tensor gradient = bucket.random_gradient().to(at::kFloat);
     bucket.part(gradient, 1).zero_();
     const at::Tensor out = bucket.step(gradient);
     EXPECT_EQ(bucket.part(out, 1).abs().max().item<float>(), 0);
     EXPECT_GT(bucket.part(out, 0).abs().max().item<float>(), 0);
-    EXPECT_LT(relative(residual(state), e), 1e-6);
+    EXPECT_LT(relative(state.residual(), e), 1e-6);
     EXPECT_LT(relative(state.p_hat, p), 1e-6);
     EXPECT_LT(relative(state.q_warm, q), 1e-6);
   }
@@ -140,13 +140,13 @@ TEST(AlternatingCompressor, ParametersThatAreDueForUnlikeFactorsSendP) {
   ASSERT_EQ(other->sends(), Factors::kQ);
   other->orthogonalize();
   other->reconstruct();
-  std::vector<at::Tensor> before = {residual(*bucket.states[0]), residual(*bucket.states[1])};
+  std::vector<at::Tensor> before = {bucket.states[0]->residual(), bucket.states[1]->residual()};
   const at::Tensor gradient = bucket.random_gradient().to(at::kFloat);
   const at::Tensor output = bucket.step(gradient);
   EXPECT_EQ(bucket.compressor->sends(), Factors::kP);
   for (size_t k = 0; k < 2; ++k) {
     const at::Tensor m = bucket.part(gradient, k) + before[k];
-    EXPECT_LT(relative(bucket.part(output, k) + residual(*bucket.states[k]), m), 1e-6);
+    EXPECT_LT(relative(bucket.part(output, k) + bucket.states[k]->residual(), m), 1e-6);
   }
 }
 
@@ -154,11 +154,11 @@ TEST(AlternatingCompressor, AFailedStepIsTakenBack) {
   for (const int failed : {1, 2}) {
     Bucket bucket(make_options());
     for (int i = 0; i < failed; ++i) bucket.step(bucket.random_gradient().to(at::kFloat));
-    const at::Tensor e = residual(*bucket.states[0]);
+    const at::Tensor e = bucket.states[0]->residual();
     at::Tensor gradient = bucket.random_gradient().to(at::kFloat);
     bucket.compressor->project(gradient, {1, 1, 9});
     bucket.compressor->rollback();
-    EXPECT_LT((residual(*bucket.states[0]) - e).abs().max().item<double>(), 20 * 0x1p-24 * 2);
+    EXPECT_LT((bucket.states[0]->residual() - e).abs().max().item<double>(), 20 * 0x1p-24 * 2);
   }
 }
 

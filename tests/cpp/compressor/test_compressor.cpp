@@ -73,7 +73,7 @@ TEST(Compressor, ABucketThatIsRebuiltKeepsItsResiduals) {
   const Options options = make_options();
   OneRank rank(options);
   rank.step(at::randn({rank.plan.gradient_numel}), {1, 1, 0});
-  const at::Tensor before = residual(*rank.states[1]).clone();
+  const at::Tensor before = rank.states[1]->residual().clone();
   // The second matrix alone, as another layout would have it.
   const BucketPlan plan = plan_bucket({{{40, 24}, {}}}, options);
   const auto rebuilt = make_compressor(plan, {rank.states[1]}, options, at::kFloat, at::kCPU);
@@ -82,7 +82,7 @@ TEST(Compressor, ABucketThatIsRebuiltKeepsItsResiduals) {
   rebuilt->orthogonalize();
   rebuilt->back_project();
   rebuilt->reconstruct();
-  const at::Tensor left = out.view({40, 24}).to(at::kDouble) + residual(*rank.states[1]);
+  const at::Tensor left = out.view({40, 24}).to(at::kDouble) + rank.states[1]->residual();
   EXPECT_LT(relative(left, before), 1e-5);
 }
 
@@ -123,7 +123,7 @@ TEST(Compressor, DoubleGradientsStayDouble) {
 TEST(Compressor, AParameterOutOfUseKeepsWhatItIsOwed) {
   OneRank rank(make_options());
   rank.step(at::randn({rank.plan.gradient_numel}), {1, 1, 0});
-  const at::Tensor before = residual(*rank.states[0]);
+  const at::Tensor before = rank.states[0]->residual();
   const at::Tensor warm = rank.states[0]->q_warm.clone();
   at::Tensor gradient = at::randn({rank.plan.gradient_numel});
   gradient.narrow(0, 0, 17 * 33).zero_();
@@ -132,7 +132,7 @@ TEST(Compressor, AParameterOutOfUseKeepsWhatItIsOwed) {
     EXPECT_TRUE(at::equal(out.narrow(0, 0, 17 * 33), at::zeros({17 * 33})));
     EXPECT_NE(out.narrow(0, 17 * 33 + 5, 40 * 24).norm().item<double>(), 0);
     // The subtraction that was pending is carried out once, and rounded in another order here.
-    EXPECT_LT(relative(residual(*rank.states[0]), before), 1e-6);
+    EXPECT_LT(relative(rank.states[0]->residual(), before), 1e-6);
     EXPECT_TRUE(at::equal(rank.states[0]->q_warm, warm));
   }
 }
@@ -141,8 +141,8 @@ TEST(Compressor, SetResidualIsReadBack) {
   OneRank rank(make_options());
   rank.step(at::randn({rank.plan.gradient_numel}));
   const at::Tensor value = at::randn({17, 33});
-  set_residual(*rank.states[0], value);
-  EXPECT_TRUE(at::equal(residual(*rank.states[0]), value));
+  rank.states[0]->set_residual(value);
+  EXPECT_TRUE(at::equal(rank.states[0]->residual(), value));
 }
 
 TEST(Compressor, CountsWhatItSends) {

@@ -24,7 +24,7 @@ struct Log {
 // A state whose Q and P are the same on all ranks, and whose memory is not.
 ParameterStatePtr make_state(int rank) {
   auto state = std::make_shared<ParameterState>();
-  allocate(*state, {20, 30}, 2, Options(), at::kFloat, at::kCPU);
+  state->allocate({20, 30}, 2, Options(), at::kFloat, at::kCPU);
   state->p_hat.copy_(at::sin(at::arange(40, at::kFloat)).view({20, 2}));
   state->q_local.copy_(at::cos(at::arange(60, at::kFloat) * (rank + 1)).view({2, 30}));
   state->memory.copy_(at::sin(at::arange(600, at::kFloat) * (rank + 2)).view({20, 30}));
@@ -64,7 +64,7 @@ TEST_P(ReplicasDiffer, AreFoundAndMadeTheFirstRanks) {
     const at::Tensor q = bad->q_warm.clone(), p = bad->p_hat.clone();
     if (rank == 2 && GetParam().q) bad->q_warm.view(at::kInt)[1][29].bitwise_xor_(1);
     if (rank == 2 && GetParam().p) bad->p_hat.view(at::kInt)[0][0].bitwise_xor_(1);
-    const at::Tensor kept = residual(*bad), memory = good->memory.clone();
+    const at::Tensor kept = bad->residual(), memory = good->memory.clone();
     session.check_replicas({{"good", good}, {"'bad'", bad}}, at::kCPU);
     session.run_after_steps(at::kCPU, [] {});
     EXPECT_EQ(session.snapshot().differences, 1);
@@ -75,7 +75,7 @@ TEST_P(ReplicasDiffer, AreFoundAndMadeTheFirstRanks) {
         << log.lines[0];
     EXPECT_TRUE(at::equal(bad->q_warm, q));
     EXPECT_TRUE(at::equal(bad->p_hat, p));
-    EXPECT_TRUE(at::equal(residual(*bad), kept)) << "to the bit: it is folded into the memory";
+    EXPECT_TRUE(at::equal(bad->residual(), kept)) << "to the bit: it is folded into the memory";
     EXPECT_TRUE(at::equal(good->memory, memory)) << "one that agrees is left alone";
   });
 }

@@ -17,8 +17,7 @@ class OneRank {
                    at::Device device = at::kCPU)
       : plan(plan_bucket({{{17, 33}, {}}, {{5}, {}}, {{40, 24}, {}}}, options)) {
     for (size_t i = 0; i < plan.matrices.size(); ++i) {
-      states.push_back(std::make_shared<ParameterState>());
-      states.back()->stream = i;
+      states.push_back(std::make_shared<ParameterState>(i));
     }
     compressor = make_compressor(plan, states, options, type, device);
   }
@@ -37,7 +36,7 @@ class OneRank {
   at::Tensor residuals() const {
     at::Tensor all = at::zeros({plan.gradient_numel}, at::kDouble);
     for (size_t i = 0; i < states.size(); ++i) {
-      const at::Tensor e = residual(*states[i]).to(at::kDouble).flatten();
+      const at::Tensor e = states[i]->residual().to(at::kDouble).flatten();
       all.narrow(0, plan.matrices[i].gradient_offset, e.numel()).copy_(e);
     }
     return all;

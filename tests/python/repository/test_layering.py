@@ -22,7 +22,8 @@ LAYERS = {
     "cpu blocking": r"csrc/kernels/cpu/blocking/",
     "cpu kernels": r"csrc/kernels/cpu/",
     "cuda kernels": r"csrc/kernels/cuda/",
-    "compressor": r"include/powersgd/(compressor|parameter_state)\.h|csrc/compressor/",
+    "compressor": r"include/powersgd/(compressor|dtypes|parameter_state|step_counter)\.h"
+    r"|csrc/compressor/",
     "torch compat": r"include/powersgd/torch_compat\.h",
     "engine": r"include/powersgd/interpreter\.h|csrc/engine/",
     "forwarding": r"include/powersgd/(forwarding_backend|inner_backends)\.h|csrc/forwarding/",

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "powersgd/parameter_state.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <map>
+
+#include "compressor/bucket_tables.h"
+#include "compressor/stages.h"
+#include "powersgd/dtypes.h"
+
+namespace powersgd {
+namespace {
+
+// A bucket of one factor, without payloads.
+kernels::Bucket bucket_for(const at::Tensor& factor, const Options& options) {
+  kernels::Bucket bucket{};
+  bucket.factor_dtype = to_dtype(factor.scalar_type());
+  bucket.epsilon = options.orthogonalization_epsilon;
+  bucket.seed = static_cast<uint64_t>(options.random_seed);
+  return bucket;
+}
+
+// Fills a factor ([rank, n]) by the kernel, so that a start does not depend on when a parameter
+// joined a bucket.
+void random_start(const at::Tensor& factor, uint64_t random_id, const Options& options) {
+  const c10::DeviceGuard guard(factor.device());  // the stages run on the current device
+  kernels::Matrix matrix{};
+  matrix.rows = matrix.rank = factor.size(0);
+  matrix.cols = factor.size(1);
+  matrix.q_warm = factor.data_ptr();
+  matrix.stream = random_id;
+  const BucketTables tables(bucket_for(factor, options), {matrix}, {}, factor.device());
+  require_stages(factor.device().type()).random_start(tables.bucket());
+}
+
+// Makes the columns of a factor ([n, rank], in any layout) orthonormal, by the stage.
+void orthonormalize(const at::Tensor& factor, uint64_t random_id, const Options& options) {
+  const c10::DeviceGuard guard(factor.device());
+  at::Tensor payload = at::zeros({factor.numel() + 1}, factor.options());
+  payload.narrow(0, 0, factor.numel()).view(factor.sizes()).copy_(factor);
+  at::Tensor p_hat = at::zeros(factor.sizes(), factor.options());
+  kernels::Matrix matrix{};
+  matrix.rows = factor.size(0);
+  matrix.cols = matrix.rank = factor.size(1);
+  matrix.p_hat = p_hat.data_ptr();
+  matrix.stream = random_id;
+  kernels::Bucket bucket = bucket_for(factor, options);
+  bucket.p_payload = payload.data_ptr();
+  bucket.p_numel = payload.numel();
+  const BucketTables tables(bucket, {matrix}, {}, factor.device());
+  require_stages(factor.device().type()).orthogonalize(tables.bucket());
+  factor.copy_(p_hat);
+}
+
+}  // namespace
+
+void ParameterState::allocate(const MatrixShape& shape, int64_t rank, const Options& options,
+                              at::ScalarType gradient_type, at::Device device) {
+  const auto factor = at::TensorOptions(device).dtype(factor_type(gradient_type));
+  if (options.use_error_feedback) {
+    memory =
+        at::zeros({shape.rows, shape.cols}, factor.dtype(residual_type(gradient_type, options)));
+  }
+  p_hat = at::zeros({shape.rows, rank}, factor);
+  q_local = at::zeros({rank, shape.cols}, factor);
+  if (options.alternating) p_local = at::zeros_like(p_hat);
+  q_warm = at::zeros({rank, shape.cols}, factor);
+  random_start(q_warm, random_id, options);
+  if (options.alternating) start_alternating(options);
+}
+
+at::Tensor ParameterState::residual() const {
+  const at::Tensor delivered = sent_p ? at::matmul(p_local, q_warm) : at::matmul(p_hat, q_local);
+  if (!memory.defined()) return at::zeros_like(delivered);
+  return memory.to(delivered.scalar_type()).sub(delivered);
+}
+
+void ParameterState::set_residual(const at::Tensor& value) {
+  if (!memory.defined()) return;
+  memory.copy_(value);
+  mark_undelivered();
+}
+
+void ParameterState::mark_undelivered() { local_factor().zero_(); }
+
+void ParameterState::mark_undelivered(const std::vector<ParameterStatePtr>& states,
+                                      const at::Tensor& dropped) {
+  if (dropped.defined() && dropped.is_cpu() && dropped.item<double>() == 0) return;
+  std::map<at::ScalarType, std::vector<at::Tensor>> factors;
+  for (const ParameterStatePtr& state : states) {
+    if (!state->allocated()) continue;
+    const at::Tensor& factor = state->local_factor();
+    factors[factor.scalar_type()].push_back(factor);
+  }
+  for (auto& [type, tensors] : factors) {
+    if (dropped.defined()) {
+      at::_foreach_mul_(tensors, dropped.reshape({}).eq(0).to(type));
+    } else {
+      at::_foreach_zero_(tensors);
+    }
+  }
+}
+
+void ParameterState::take_back(const at::Tensor& gradient) {
+  mark_undelivered();
+  if (!memory.defined()) return;
+  const at::Tensor zero = at::zeros({}, gradient.options());
+  memory.sub_(at::where(at::isfinite(gradient), gradient, zero).view_as(memory));
+}
+
+void ParameterState::rescale(double new_grad_scale) {
+  if (grad_scale != new_grad_scale && memory.defined()) {
+    memory.mul_(new_grad_scale / grad_scale);
+    local_factor().mul_(new_grad_scale / grad_scale);
+  }
+  grad_scale = new_grad_scale;
+}
+
+void ParameterState::orthonormalize_q(const Options& options) {
+  orthonormalize(q_warm.t(), random_id, options);
+}
+
+void ParameterState::start_alternating(const Options& options) {
+  orthonormalize_q(options);
+  const uint64_t other_numbers = ~random_id;  // than those of Q
+  at::Tensor rows = at::zeros({p_hat.size(1), p_hat.size(0)}, p_hat.options());
+  random_start(rows, other_numbers, options);
+  p_hat.copy_(rows.t());
+  orthonormalize(p_hat, other_numbers, options);
+}
+
+}  // namespace powersgd

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include "powersgd/options.h"
+
+namespace powersgd {
+
+// Throws if `type` is not one of the four floating dtypes that are compressed.
+DType to_dtype(at::ScalarType type);
+at::ScalarType to_scalar_type(DType type);
+bool is_compressible(at::ScalarType type);
+
+// The dtype that a gradient is multiplied and summed up in: that of its factors.
+at::ScalarType factor_type(at::ScalarType gradient_type);
+
+// The dtype that its residual is kept in.
+at::ScalarType residual_type(at::ScalarType gradient_type, const Options& options);
+
+}  // namespace powersgd

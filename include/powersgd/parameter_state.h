@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "powersgd/options.h"
+#include "powersgd/plan.h"
+
+namespace powersgd {
+
+// What one parameter keeps from step to step.
+//
+// Purpose: the memory M of the last step and that step's factors. Together they are the residual,
+// E = M - p_hat q_local; the next project carries the subtraction out. After a step that sent P
+// alone (the alternating mode) it is E = M - p_local q_warm.
+//
+// Contract: the tensors are allocated once, at the first compressed step, and never replaced:
+// kernels hold their addresses. All ranks hold the same random_id, p_hat and q_warm. The memory,
+// q_local and p_local are each rank's own.
+//
+// Ownership: a state belongs to its parameter and not to a bucket, so that a rebuilt bucket keeps
+// its residuals.
+//
+// Threads: one step or one caller at a time. The engine keeps apart the jobs that share a state.
+struct ParameterState {
+  explicit ParameterState(uint64_t random_id = 0) : random_id(random_id) {}
+
+  bool allocated() const { return q_warm.defined(); }
+
+  // Allocates all tensors: q_warm with a random start, in the alternating mode p_hat as well, and
+  // the others with zeros.
+  void allocate(const MatrixShape& shape, int64_t rank, const Options& options,
+                at::ScalarType gradient_type, at::Device device);
+
+  // A new tensor, [rows, cols] in the factor dtype; zeros without error feedback.
+  at::Tensor residual() const;
+
+  // Makes `value` ([rows, cols]) the residual. Keeps q_warm.
+  void set_residual(const at::Tensor& value);
+
+  // Makes M the residual: the last step delivered nothing.
+  void mark_undelivered();
+
+  // The same for each of `states`, if `dropped` is not 0: a tensor of one element on their device.
+  // An undefined tensor stands for 1. Does not wait for the device.
+  static void mark_undelivered(const std::vector<std::shared_ptr<ParameterState>>& states,
+                               const at::Tensor& dropped);
+
+  // Makes M - gradient the residual: the gradient that the last project added was not delivered.
+  // An element that is not finite counts as 0, as in project.
+  void take_back(const at::Tensor& gradient);
+
+  // Takes the residual to the units of another loss scale.
+  void rescale(double new_grad_scale);
+
+  // Makes the rows of q_warm orthonormal, as the alternating mode needs them.
+  void orthonormalize_q(const Options& options);
+
+  uint64_t random_id = 0;  // names the parameter to the random generator
+  double grad_scale = 1;   // the loss scale in whose units the residual is
+  int64_t last_step = -1;  // the step that was projected last
+  at::Tensor memory;       // [rows, cols] in the residual dtype; undefined without error feedback
+  at::Tensor p_hat;        // [rows, rank] in the factor dtype
+  at::Tensor q_local;      // [rank, cols] in the factor dtype
+  at::Tensor q_warm;       // [rank, cols] in the factor dtype; alternating: rows are orthonormal
+  at::Tensor p_local;      // [rows, rank] in the factor dtype; undefined if not alternating
+  bool sent_p = false;     // alternating: the last factor sent is P, and the next one is Q
+
+ private:
+  at::Tensor& local_factor() { return sent_p ? p_local : q_local; }
+  void start_alternating(const Options& options);
+};
+using ParameterStatePtr = std::shared_ptr<ParameterState>;
+
+}  // namespace powersgd

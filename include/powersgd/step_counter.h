@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace powersgd {
+
+namespace kernels {
+struct StepCounts;
+}  // namespace kernels
+
+// Counts the skipped and the saturated steps of one owner (a model) over all of its buckets. The
+// devices count themselves: whether a step is skipped is known there first. Safe from any thread.
+class StepCounter {
+ public:
+  struct Totals {
+    int64_t skipped = 0;
+    int64_t saturated = 0;
+  };
+
+  // Where the kernels of a device count.
+  kernels::StepCounts* on(at::Device device);
+
+  // Synchronizes with the devices. No step may be in flight.
+  Totals totals();
+
+  // The devices that count.
+  std::vector<at::Device> devices();
+
+ private:
+  std::mutex mutex_;
+  std::vector<at::Tensor> counts_;  // one per device
+};
+
+}  // namespace powersgd
