@@ -28,7 +28,7 @@ def _alike(rank, count, ddp_arguments):
             ledger.add(outputs, {name: scale * g for name, g in means.items()})
         if i == STEPS - 1:
             delayed = min(ledgers[0].errors().values())
-    quiet = max(total.norm().item() for total in ledgers[-1].delivered.values())
+    quiet = max(total.norm().item() for total in ledgers[-1].outputs.values())
     errors = [max(ledger.errors().values()) for ledger in ledgers[:-1]]
     return errors, delayed, quiet, tp.stats()["compressed_calls"]
 

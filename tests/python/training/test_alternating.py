@@ -201,7 +201,7 @@ def _job(rank, world_size, steps, state, options):
         outputs.append(step(ddp, gradients(SHAPES, rank, i)))
         ledger.add(outputs[-1], mean_gradients(SHAPES, world_size, i))
     residuals = to_numpy(residuals_of(ddp))
-    sums = to_numpy(ledger.delivered), to_numpy(ledger.owed)
+    sums = to_numpy(ledger.outputs), to_numpy(ledger.means)
     return to_bytes(tp.state_dict(ddp)), [to_numpy(o) for o in outputs], sums, residuals
 
 

@@ -49,7 +49,7 @@ def _job(rank, world_size, steps, state, options=OPTIONS):
         outputs.append(step(ddp, gradients(SHAPES, rank, i)))
         ledger.add(outputs[-1], mean_gradients(SHAPES, world_size, i))
     ended = to_bytes(tp.state_dict(ddp))
-    sums = to_numpy(ledger.delivered), to_numpy(ledger.owed)
+    sums = to_numpy(ledger.outputs), to_numpy(ledger.means)
     return loaded, ended, [to_numpy(output) for output in outputs], sums
 
 

@@ -152,9 +152,9 @@ def _half(rank):
         tp.set_grad_scale(scale)
         mine = (both * 1.003).half()
         outputs = {n: out.double() / scale for n, out in step(ddp, {"first": mine * scale}).items()}
-        ledger.owed["first"] = ledger.owed.get("first", 0) + mine.double()
+        ledger.means["first"] = ledger.means.get("first", 0) + mine.double()
         if torch.isfinite(outputs["first"]).all():
-            ledger.delivered["first"] = ledger.delivered.get("first", 0) + outputs["first"]
+            ledger.outputs["first"] = ledger.outputs.get("first", 0) + outputs["first"]
         else:
             dropped.append(i)
             tp.step_skipped(ddp)
