@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -271,7 +272,7 @@ def _profiler(rank: int) -> None:
     ],
     ids=lambda function: function.__name__.removeprefix("_"),
 )
-def test_works(function):
+def test_works(function: Callable[..., Any]) -> None:
     ranks.run(2, function, options=ALWAYS)
 
 
@@ -283,10 +284,10 @@ CALLBACKS = [
 
 
 @pytest.mark.parametrize("function", CALLBACKS, ids=lambda f: f.__name__.removeprefix("_"))
-def test_callbacks(function):
+def test_callbacks(function: Callable[..., Any]) -> None:
     ranks.run(2, function, options=ALWAYS, timeout=40)
 
 
 @pytest.mark.parametrize("function", CALLBACKS, ids=lambda f: f.__name__.removeprefix("_"))
-def test_callbacks_with_one_interop_thread(function):
+def test_callbacks_with_one_interop_thread(function: Callable[..., Any]) -> None:
     ranks.run(2, _with_one_interop_thread, function, options=ALWAYS, timeout=40)

@@ -72,7 +72,7 @@ def _attached_ddp(rank: int) -> None:
     assert max(ledger.errors(residuals_of(ddp)).values()) < 1e-5
 
 
-def test_ddp_goes_on_after_a_failure_in_each_stage():
+def test_ddp_goes_on_after_a_failure_in_each_stage() -> None:
     ranks.run(2, _attached_ddp, options=OPTIONS)
 
 
@@ -92,7 +92,7 @@ def _unattached_ddp(rank: int) -> None:
     assert tp.stats()["compressed_calls"] == 1 + 2 * len(STAGES) - 1
 
 
-def test_unattached_ddp_goes_on_after_a_failure_in_each_stage():
+def test_unattached_ddp_goes_on_after_a_failure_in_each_stage() -> None:
     ranks.run(2, _unattached_ddp, options=dataclasses.replace(OPTIONS, min_numel=1024))
 
 
@@ -117,7 +117,7 @@ def _flat(rank: int) -> None:
             assert relative_error(got, wanted) < 1e-5, stage
 
 
-def test_a_flat_tensor_goes_on_as_if_the_failed_step_had_not_been():
+def test_a_flat_tensor_goes_on_as_if_the_failed_step_had_not_been() -> None:
     ranks.run(2, _flat, options=OPTIONS)
 
 
@@ -149,7 +149,7 @@ def _reaches(rank: int) -> None:
         dist.all_reduce(gradient([64, 64], rank))
 
 
-def test_wait_future_result_and_callback_get_the_failure():
+def test_wait_future_result_and_callback_get_the_failure() -> None:
     ranks.run(2, _reaches, options=ALWAYS)
 
 
@@ -186,7 +186,7 @@ def _train_until_an_error(rank: int, ending: str) -> float:
 
 
 @pytest.mark.parametrize("ending", ["os._exit", "SIGKILL", "while others wait"])
-def test_a_peer_that_dies_is_an_error_on_the_others(ending):
+def test_a_peer_that_dies_is_an_error_on_the_others(ending: str) -> None:
     first, dead, last = ranks.outcomes(
         3, _train_until_an_error, ending, options=OPTIONS, timeout=40
     )
@@ -218,7 +218,7 @@ def _never_called_by_rank_1(rank: int, asynchronous: bool) -> float:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_rank_that_never_calls_is_a_timeout(asynchronous):
+def test_a_rank_that_never_calls_is_a_timeout(asynchronous: bool) -> None:
     elapsed, _ = ranks.run(2, _never_called_by_rank_1, asynchronous, options=ALWAYS, timeout=40)
     assert 0.5 * OP_TIMEOUT < elapsed < OP_TIMEOUT + SLACK
 
@@ -238,7 +238,7 @@ def _timeout_of_one_call(rank: int) -> float:
     return elapsed
 
 
-def test_the_timeout_of_one_call():
+def test_the_timeout_of_one_call() -> None:
     elapsed, _ = ranks.run(2, _timeout_of_one_call, options=ALWAYS, op_timeout=60, timeout=40)
     assert 0.5 * OP_TIMEOUT < elapsed < OP_TIMEOUT + SLACK
 
@@ -258,5 +258,5 @@ def _fails_on_rank_0_alone(rank: int, stage: str) -> None:
 
 
 @pytest.mark.parametrize("stage", ["project", "back_project"])
-def test_a_failure_on_one_rank_is_an_error_on_the_others(stage):
+def test_a_failure_on_one_rank_is_an_error_on_the_others(stage: str) -> None:
     ranks.run(2, _fails_on_rank_0_alone, stage, options=ALWAYS, timeout=40)

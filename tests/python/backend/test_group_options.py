@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +53,12 @@ RANK_2 = {"POWERSGD_MATRIX_APPROXIMATION_RANK": "2"}
         ({}, None, {"matrix_approximation_rank": np.int64(3)}, (3, "backward", "float32")),
     ],
 )
-def test_a_group_has_the_options_that_apply(environment, configured, given, expected):
+def test_a_group_has_the_options_that_apply(
+    environment: dict[str, str],
+    configured: tp.Options | None,
+    given: dict[str, Any] | tp.Options | None,
+    expected: tuple[int, str, str],
+) -> None:
     arguments = (environment, configured, given)
     assert ranks.run(2, _options_of_group, *arguments, backend=None) == [expected] * 2
 
@@ -116,7 +122,9 @@ def _options_of_model(rank: int, given: dict, complete: str) -> tp.Options:
         ),
     ],
 )
-def test_the_order_of_the_sources(sources, complete, expected):
+def test_the_order_of_the_sources(
+    sources: list[str], complete: str, expected: dict[str, float]
+) -> None:
     given = {source: SOURCES[source] for source in sources}
     wanted = tp.Options(**expected)
     assert ranks.run(2, _options_of_model, given, complete, backend=None) == [wanted] * 2
@@ -132,7 +140,9 @@ def test_the_order_of_the_sources(sources, complete, expected):
         ("inner", ("auto", "auto", "gloo")),
     ],
 )
-def test_ranks_that_disagree_all_get_the_same_error(field, values):
+def test_ranks_that_disagree_all_get_the_same_error(
+    field: str, values: tuple[Any, Any, Any]
+) -> None:
     options = [tp.Options(**{field: value}) for value in values]
     messages = ranks.run(3, _error_of_init, options, backend=None, timeout=30)
     assert len(set(messages)) == 1
@@ -144,7 +154,7 @@ def test_ranks_that_disagree_all_get_the_same_error(field, values):
 @pytest.mark.parametrize(
     "bad", [{"scope": "some"}, {"rank": 4}, {"matrix_approximation_rank": object()}, 3], ids=str
 )
-def test_invalid_options_on_one_rank_are_an_error_on_every_rank(bad):
+def test_invalid_options_on_one_rank_are_an_error_on_every_rank(bad: int | dict[str, Any]) -> None:
     messages = ranks.run(3, _error_of_init, [None, bad, None], backend=None, timeout=30)
     assert len(set(messages)) == 1
     assert "rank 1" in messages[0]

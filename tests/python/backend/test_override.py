@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def _override(rank: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_override(scope):
+def test_override(scope: str) -> None:
     default, in_a_backward = int(scope == "always"), int(scope in ("always", "backward"))
     expected = {
         "before": default,
@@ -104,7 +105,9 @@ def test_override(scope):
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("make", [attached, unattached])
 @pytest.mark.parametrize("scope", ["backward", "never"])
-def test_override_around_backward_of_ddp(scope, make, enabled):
+def test_override_around_backward_of_ddp(
+    scope: str, make: Callable[..., Any], enabled: bool
+) -> None:
     expected = (int(enabled), not enabled)
     arguments = (observe_ddp, make, enabled)
     assert ranks.run(2, *arguments, options=options_of(scope)) == [expected] * 2

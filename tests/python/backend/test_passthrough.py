@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -39,21 +40,23 @@ def _run_all(rank: int) -> dict[str, dict[str, object]]:
 
 
 @pytest.fixture(scope="module")
-def results():
+def results() -> Any:
     """{case: {"gloo" or scope: what the case gave}} of each rank."""
     return ranks.run(WORLD_SIZE, _run_all)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("scope", SCOPES)
-def test_gives_what_gloo_gives(results, name, scope):
+def test_gives_what_gloo_gives(
+    results: list[dict[str, dict[str, tuple[str, str | Any]]]], name: str, scope: str
+) -> None:
     if name == "differentiable_collectives" and GLOO_LACKS_ALL_TO_ALL:
         pytest.skip("torch emulates what Gloo lacks in groups whose backend is named gloo")
     for rank, mine in enumerate(results):
         assert mine[name][scope] == mine[name]["gloo"], f"on rank {rank}"
 
 
-def test_the_cases_run(results):
+def test_the_cases_run(results: list[dict[str, dict[str, tuple[str, str | Any]]]]) -> None:
     raising = [name for name in CASES if results[0][name]["gloo"][0] == "raises"]
     if GLOO_LACKS_ALL_TO_ALL:
         raising.remove("all_to_all")

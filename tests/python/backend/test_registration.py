@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def _backend_type(rank: int) -> tuple[str, bool]:
         ("cpu:gloo,cuda:powersgd", ("ProcessGroupGloo", False)),
     ],
 )
-def test_init_process_group(name, expected):
+def test_init_process_group(name: str, expected: tuple[str, bool]) -> None:
     assert ranks.run(2, _backend_type, backend=name, options=ALWAYS) == [expected] * 2
 
 
@@ -68,7 +69,7 @@ def _describe(rank: int) -> None:
     dist.barrier()
 
 
-def test_what_the_backend_says_of_itself():
+def test_what_the_backend_says_of_itself() -> None:
     ranks.run(2, _describe, op_timeout=41)
 
 
@@ -90,7 +91,7 @@ def _over_tcp(rank: int) -> None:
         side.set("rank 1 has left", "1")
 
 
-def test_over_a_tcp_store():
+def test_over_a_tcp_store() -> None:
     ranks.run(2, _over_tcp, backend=None)
 
 
@@ -107,7 +108,7 @@ def _new_groups(rank: int) -> None:
     assert tp.stats()["compressed_calls"] == 0
 
 
-def test_new_group():
+def test_new_group() -> None:
     ranks.run(2, _new_groups)
 
 
@@ -125,7 +126,7 @@ def _new_group_of_some(rank: int) -> None:
     dist.barrier()
 
 
-def test_new_group_of_some_ranks():
+def test_new_group_of_some_ranks() -> None:
     ranks.run(3, _new_group_of_some)
 
 
@@ -145,7 +146,7 @@ def _mesh(rank: int, replicate: object) -> None:
 @pytest.mark.parametrize(
     "replicate", ["cpu:powersgd", ("cpu:powersgd", ALWAYS)], ids=["name", "options"]
 )
-def test_device_mesh(replicate):
+def test_device_mesh(replicate: str | tuple[str, tp.Options]) -> None:
     ranks.run(4, _mesh, replicate, backend="gloo")
 
 
@@ -174,7 +175,7 @@ def _split(rank: int) -> None:
     dist.barrier()
 
 
-def test_split_group():
+def test_split_group() -> None:
     ranks.run(4, _split, options=ALWAYS)
 
 
@@ -188,7 +189,7 @@ def _again(rank: int) -> None:
     assert not dist.is_initialized()
 
 
-def test_init_destroy_and_init_again():
+def test_init_destroy_and_init_again() -> None:
     ranks.run(2, _again, backend=None)
 
 
@@ -205,7 +206,7 @@ def _detail(rank: int) -> None:
         dist.all_reduce(torch.ones(3 + rank))
 
 
-def test_debug_level_detail():
+def test_debug_level_detail() -> None:
     ranks.run(2, _detail, backend=None)
 
 
@@ -238,7 +239,7 @@ def _inner(rank: int, inner: str, extended: bool) -> int:
     ("inner", "extended", "expected"),
     [("auto", False, 0), ("gloo", False, 0), ("plugin", False, 3), ("plugin", True, 3)],
 )
-def test_inner(inner, extended, expected):
+def test_inner(inner: str, extended: Any, expected: Any) -> None:
     """A plugin makes three: one for what passes through, and one for each of the workers."""
     assert ranks.run(2, _inner, inner, extended, backend=None) == [expected] * 2
 
@@ -250,7 +251,7 @@ def _error_of_init(rank: int, inner: str) -> str:
 
 
 @pytest.mark.parametrize("inner", ["glue", "powersgd", "nccl", "Gloo"])
-def test_an_inner_that_there_is_not_is_an_error_on_every_rank(inner):
+def test_an_inner_that_there_is_not_is_an_error_on_every_rank(inner: str) -> None:
     if inner == "nccl" and dist.is_nccl_available():
         pytest.skip("this torch has nccl")
     messages = ranks.run(3, _error_of_init, inner, backend=None)
@@ -267,7 +268,7 @@ def _import(before: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
 
-def test_another_release_of_torch_is_refused_at_import():
+def test_another_release_of_torch_is_refused_at_import() -> None:
     built = _C.torch_version
     ended = _import("torch.__version__ = '2.0.1+cpu'")
     assert ended.returncode == 1
@@ -276,6 +277,6 @@ def test_another_release_of_torch_is_refused_at_import():
         assert part in ended.stderr.splitlines()[-1]
 
 
-def test_another_build_of_the_same_release_is_accepted():
+def test_another_build_of_the_same_release_is_accepted() -> None:
     release = _C.torch_version.split("+")[0]
     assert _import(f"torch.__version__ = '{release}+local'").returncode == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.repository import ROOT
 
@@ -25,7 +26,6 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import bench_cluster  # noqa: E402
 import shapes  # noqa: E402
-import torch  # noqa: E402
 from cluster import figures, hosts, launch, models, mps  # noqa: E402
 
 

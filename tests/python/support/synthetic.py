@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 
 Tensors = dict[str, torch.Tensor]
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
 Shapes = Mapping[str, Sequence[int]]
 
 # A convolution, a wide and a tall matrix; then raw segments: a bias, a matrix too small to pay.
@@ -83,7 +85,9 @@ def gradient(
     return torch.randn(tuple(shape), generator=generator).to(dtype)
 
 
-def gradients(shapes: Shapes, rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensors:
+def gradients(
+    shapes: Shapes, rank: int, step: object, dtype: torch.dtype = torch.float32
+) -> Tensors:
     """The gradients of `rank` at `step`."""
     return {name: gradient(shape, name, rank, step, dtype=dtype) for name, shape in shapes.items()}
 
@@ -156,6 +160,10 @@ def add_to(totals: Tensors, tensors: Mapping[str, torch.Tensor]) -> None:
         totals[name] = totals[name] + total if name in totals else total
 
 
+def sum_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(tensors)).sum(0)
+
+
 def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
     """The relative error in the Frobenius norm; NaN if either tensor has a NaN."""
     expected = expected.double()
@@ -191,7 +199,7 @@ def reduce_in_backward(
     return results
 
 
-def to_numpy(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+def to_numpy(tensors: Mapping[str, torch.Tensor]) -> Arrays:
     """The tensors in float64, which holds every value of the narrower dtypes exactly."""
     return {name: tensor.double().numpy() for name, tensor in tensors.items()}
 
