@@ -7,6 +7,7 @@ import contextlib
 import io
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -83,13 +84,14 @@ def _never_comes(rank: int) -> str:
     _hurry()
     store, raised = ranks.side_store(), ""
     group = dist.new_group([0, 2], backend="cpu:powersgd", timeout=timedelta(seconds=3))
-    ddp = make_ddp(SHAPES, process_group=group) if rank != 1 else None
     if rank == 0:
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
-            tp.attach(ddp)
+            tp.attach(make_ddp(SHAPES, process_group=group))
         raised = str(caught.value)
         store.set("done", "1")
     else:
+        if rank == 2:
+            make_ddp(SHAPES, process_group=group)
         store.wait(["done"])
     return raised
 
@@ -119,14 +121,14 @@ def test_a_rank_that_starts_another_backend_is_named() -> None:
 
 def _bad_argument(rank: int, kind: str) -> tuple[str, int]:
     ddp = make_ddp(SHAPES)
-    arguments = {
+    by_kind: dict[str, dict[str, Any]] = {
         "scaler": {"scaler": 3},
         "field": {"options": {"matrix_approximation_rank": 0}},
         "name": {"options": {"rank": 4}},
         "type": {"options": 4},
-    }[kind]
+    }
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
-        tp.attach(ddp, **(arguments if rank == 1 else {}))
+        tp.attach(ddp, **(by_kind[kind] if rank == 1 else {}))
     # Nothing has happened: the right call still works.
     tp.attach(ddp, OPTIONS)
     step(ddp, gradients(SHAPES, rank, 0))

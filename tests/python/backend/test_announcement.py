@@ -23,7 +23,7 @@ from support.torchrun import torchrun
 SHAPES = {"weight": (128, 64), "bias": (128,), "conv": (32, 16, 3, 3), "small": (8, 8)}
 NUMEL = 128 * 64 + 128 + 32 * 144 + 64
 SENT = 2 * (128 + 64) + 2 * (32 + 144) + 128 + 64 + 2
-OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
+OPTIONS: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
 NOT_STARTED = "nothing has been compressed in {} steps: compression starts at step {}"
 
 
@@ -76,7 +76,7 @@ def _short_job(rank: int, attached: bool, steps: int, read: bool) -> tuple[str, 
     for i in range(steps):
         step(ddp, gradients(SHAPES, rank, i))
     stats = [_heard(tp.stats) if read else "" for _ in range(2)]
-    return *stats, _heard(dist.destroy_process_group)
+    return stats[0], stats[1], _heard(dist.destroy_process_group)
 
 
 @pytest.mark.parametrize("attached", [True, False])

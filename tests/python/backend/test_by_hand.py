@@ -105,11 +105,12 @@ def _post_local_sgd(rank: int) -> tuple[list[int], list[bool], list[str]]:
     alone = [dist.new_group([member], backend="gloo") for member in range(dist.get_world_size())]
     state = PostLocalSGDState(None, alone[rank], LOCAL_FROM, post_local_gradient_allreduce=False)
     ddp.register_comm_hook(state, post_localSGD_hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     averager = PeriodicModelAverager(period=3, warmup_steps=LOCAL_FROM)
-    optimizer = PostLocalSGDOptimizer(optimizer, averager)
-    calls, averaged, replica = [], [], []
-    optimizer.averager = _Compared(averager, averaged)
+    optimizer = PostLocalSGDOptimizer(sgd, averager)
+    averaged: list[bool] = []
+    optimizer.averager = _Compared(averager, averaged)  # type: ignore[assignment]
+    calls, replica = [], []
     for i in range(14):
         ddp.zero_grad()
         ddp(gradient((6, 24), "input", rank, i)).square().mean().backward()

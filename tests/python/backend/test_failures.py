@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch_powersgd as tp
 from support import ranks
 from support.call_observer import exception_of
+from support.groups import world
 from support.synthetic import (
     SHAPES,
     Ledger,
@@ -44,7 +46,8 @@ def _fail_at(stage: str) -> None:
 
 
 def _norms() -> dict[str, float]:
-    return tp.stats()["residual_norms"]
+    norms: dict[str, float] = tp.stats()["residual_norms"]
+    return norms
 
 
 def _attached_ddp(rank: int) -> None:
@@ -135,7 +138,7 @@ def _reaches(rank: int) -> None:
             work.get_future().wait()
         with pytest.raises(RuntimeError, match=f"injected failure in {stage}"):
             work.result()
-        called = []
+        called: list[Any] = []
         chained = work.get_future().then(lambda done, called=called: called.append(done.value()))
         with pytest.raises(RuntimeError, match=f"injected failure in {stage}"):
             chained.wait()
@@ -160,7 +163,7 @@ SLACK = 8  # seconds, for a machine that is busy
 
 
 def _set_timeout(seconds: float) -> None:
-    dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
+    world().set_timeout(timedelta(seconds=seconds))
 
 
 def _train_until_an_error(rank: int, ending: str) -> float:
@@ -232,7 +235,7 @@ def _timeout_of_one_call(rank: int) -> float:
     call.timeout = timedelta(seconds=OP_TIMEOUT)
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="(?i)timed? ?out"):
-        dist.group.WORLD.allreduce([gradient([64, 64], rank)], call).wait()
+        world().allreduce([gradient([64, 64], rank)], call).wait()
     elapsed = time.monotonic() - started
     store.set("rank 0 has its error", "1")
     return elapsed

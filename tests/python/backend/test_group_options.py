@@ -21,7 +21,7 @@ def _text_of(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _error_of_init(rank: int, options: list) -> str:
+def _error_of_init(rank: int, options: list[Any]) -> str:
     try:
         ranks.init_group("cpu:powersgd", options[rank], op_timeout=20)
     except ValueError as error:
@@ -29,7 +29,9 @@ def _error_of_init(rank: int, options: list) -> str:
     return ""
 
 
-def _options_of_group(rank: int, environment: dict, configured: object, given: object) -> tuple:
+def _options_of_group(
+    rank: int, environment: dict[str, str], configured: tp.Options | None, given: Any
+) -> tuple[int, str, str]:
     os.environ.update(environment)
     tp.configure(configured)
     ranks.init_group("cpu:powersgd", given)
@@ -65,7 +67,7 @@ def test_a_group_has_the_options_that_apply(
 
 # Every source, the highest first, gives one field more than the one above it. What is not given
 # anywhere has its default.
-SOURCES = {
+SOURCES: dict[str, dict[str, Any]] = {
     "attach": {"matrix_approximation_rank": 2},
     "pg_options": {"matrix_approximation_rank": 3, "min_compression_rate": 1.3},
     "configure": {"matrix_approximation_rank": 4, "min_compression_rate": 1.4, "random_seed": 4},
@@ -78,13 +80,13 @@ SOURCES = {
 }
 
 
-def _options_of_model(rank: int, given: dict, complete: str) -> tp.Options:
+def _options_of_model(rank: int, given: dict[str, dict[str, Any]], complete: str) -> tp.Options:
     """The options of an attached model. The source `complete` gives Options, others a mapping."""
     for name, value in given.get("environment", {}).items():
         os.environ[f"POWERSGD_{name.upper()}"] = str(value)
     if "configure" in given:
         tp.configure(tp.Options(**given["configure"]))
-    options = {
+    options: dict[str, Any] = {
         source: tp.Options(**given[source]) if source == complete else given.get(source)
         for source in ("pg_options", "attach")
     }
@@ -123,7 +125,7 @@ def _options_of_model(rank: int, given: dict, complete: str) -> tp.Options:
     ],
 )
 def test_the_order_of_the_sources(
-    sources: list[str], complete: str, expected: dict[str, float]
+    sources: list[str], complete: str, expected: dict[str, Any]
 ) -> None:
     given = {source: SOURCES[source] for source in sources}
     wanted = tp.Options(**expected)
@@ -152,7 +154,9 @@ def test_ranks_that_disagree_all_get_the_same_error(
 
 
 @pytest.mark.parametrize(
-    "bad", [{"scope": "some"}, {"rank": 4}, {"matrix_approximation_rank": object()}, 3], ids=str
+    "bad",
+    [{"scope": "some"}, {"rank": 4}, {"matrix_approximation_rank": object()}, 3],
+    ids=["value", "name", "type", "mapping"],
 )
 def test_invalid_options_on_one_rank_are_an_error_on_every_rank(bad: int | dict[str, Any]) -> None:
     messages = ranks.run(3, _error_of_init, [None, bad, None], backend=None, timeout=30)

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
+from support.groups import world
 from support.synthetic import (
     SHAPES,
     Arrays,
@@ -26,7 +28,7 @@ from support.synthetic import (
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 
 
-def _options(rank: int, **fields: object) -> tp.Options:
+def _options(rank: int, **fields: Any) -> tp.Options:
     return tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=rank, **fields)
 
 
@@ -71,11 +73,13 @@ def test_several_groups_with_options_of_their_own() -> None:
 
 def _mesh(rank: int) -> tuple[dict[str, float], bool, int]:
     """Data parallel in one dimension; in the other the ranks share the work on one sample."""
+    override: dict[int | str, Any]
+    override = {"replicate": ("cpu:powersgd", _options(2)), "shard": "gloo"}
     mesh = dist.init_device_mesh(
         "cpu",
         (2, 2),
         mesh_dim_names=("replicate", "shard"),
-        backend_override={"replicate": ("cpu:powersgd", _options(2)), "shard": "gloo"},
+        backend_override=override,
     )
     replicate, shard = mesh.get_group("replicate"), mesh.get_group("shard")
     ddp = make_attached(SHAPES, process_group=replicate)
@@ -103,7 +107,7 @@ def _split(rank: int) -> tuple[dict[str, float], int, int]:
     """In halves of the default group, as ProcessGroup.split_group makes them."""
     dist.barrier()
     members = [0, 1] if rank < 2 else [2, 3]
-    group = dist.group.WORLD.split_group(members, timedelta(seconds=60), group_name=f"{members}")
+    group = world().split_group(members, timedelta(seconds=60), group_name=f"{members}")
     ddp, ledger = make_attached(SHAPES, process_group=group), Ledger()
     for i in range(5):
         ledger.add(step(ddp, gradients(SHAPES, rank, i)), _mean(members, i))

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 
 import torch_powersgd as tp
 from support import ranks
+from support.groups import world
 from support.synthetic import SHAPES, gradient, gradients, make_attached, step
 from torch_powersgd._backend import _create
 
@@ -36,7 +37,8 @@ def _threads_and_files() -> tuple[int, int]:
 
 
 def _start(rank: int) -> dist.Work:
-    return dist.all_reduce(gradient([64, 64], rank), async_op=True)
+    work: dist.Work = dist.all_reduce(gradient([64, 64], rank), async_op=True)
+    return work
 
 
 def _abort() -> None:
@@ -44,14 +46,14 @@ def _abort() -> None:
 
 
 def _shut_down() -> None:
-    dist.group.WORLD.shutdown()
+    world().shutdown()
 
 
 END = pytest.mark.parametrize("end", [dist.destroy_process_group, _shut_down, _abort])
 
 
 def _idle(rank: int, end: Callable[[], None]) -> None:
-    group = dist.group.WORLD
+    group = world()
     _start(rank).wait()
     dist.barrier()
     started = time.monotonic()
@@ -64,7 +66,7 @@ def _idle(rank: int, end: Callable[[], None]) -> None:
 
 
 @END
-def test_an_idle_group(end: Callable[..., Any]) -> None:
+def test_an_idle_group(end: Callable[[], None]) -> None:
     ranks.run(2, _idle, end, options=ALWAYS)
 
 
@@ -108,7 +110,7 @@ def _end_without_the_peer(rank: int, end: Callable[[], None], bound: float) -> N
 @pytest.mark.parametrize(
     ("end", "bound"), [(_abort, ABORT_BOUND), (dist.destroy_process_group, SHUTDOWN_BOUND)]
 )
-def test_works_that_the_peer_never_answers(end: Callable[..., Any], bound: int) -> None:
+def test_works_that_the_peer_never_answers(end: Callable[[], None], bound: int) -> None:
     ranks.run(2, _end_without_the_peer, end, bound, options=ALWAYS, op_timeout=60)
 
 
@@ -126,7 +128,7 @@ def _start_over(rank: int, end: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("end", [dist.destroy_process_group, _abort])
-def test_a_new_group_after_the_end(end: Callable[..., Any]) -> None:
+def test_a_new_group_after_the_end(end: Callable[[], None]) -> None:
     ranks.run(2, _start_over, end, backend=None)
 
 
@@ -154,7 +156,7 @@ def _destroyed_group(rank: int, number: int) -> None:
     dist.destroy_process_group(group)
 
 
-def _make_backend(rank: int, number: int) -> dist.Backend:
+def _make_backend(rank: int, number: int) -> Any:
     """A backend without a group: torch's tables keep a group that is not destroyed alive."""
     store = dist.distributed_c10d._get_default_store()
     options = _DistributedBackendOptions()

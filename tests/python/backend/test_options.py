@@ -26,7 +26,7 @@ DTYPE_NAMES = ("float32", "float64", "bfloat16", "float16")
 # Of each field: a valid value that is not the default, its text in the environment, and the bad
 # values. Another type is bad even where C++ would convert it: the options are compared between
 # ranks, and printed, as they were given.
-VALUES = {
+VALUES: dict[str, tuple[Any, str, list[Any]]] = {
     "matrix_approximation_rank": (4, "4", [0, -1, 1025, 2**40, 2**70, 1.5, "4", None, math.nan]),
     "start_powerSGD_iter": (7, "7", [-1, 2**70, 1.5, "7", None]),
     "min_compression_rate": (1.5, "1.5", [0, -2.5, math.inf, math.nan, "2", None, 1j]),
@@ -141,12 +141,12 @@ def test_scope_is_one_of_four(scope: str) -> None:
 
 def test_options_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        tp.Options().scope = "never"
+        tp.Options().scope = "never"  # type: ignore[misc]
 
 
 def test_an_unknown_field_is_an_error() -> None:
     with pytest.raises(TypeError, match="rank"):
-        tp.Options(rank=4)
+        tp.Options(rank=4)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"'rank'.*matrix_approximation_rank"):
         resolve({"rank": 4})
 
@@ -155,7 +155,7 @@ def test_an_unknown_field_is_an_error() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_configured() -> Iterator[Any]:
+def _nothing_configured() -> Iterator[None]:
     yield
     tp.configure(None)
 
@@ -198,7 +198,7 @@ def test_bad_environment_variable(name: str, text: str, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def _first_look() -> Iterator[Any]:
+def _first_look() -> Iterator[None]:
     options._warn_of_unknown_variables.cache_clear()
     yield
     options._warn_of_unknown_variables.cache_clear()
@@ -271,7 +271,7 @@ def test_what_pg_options_may_be(given: Any) -> None:
 
 def test_configure_takes_options_only() -> None:
     with pytest.raises(ValueError, match="configure"):
-        tp.configure({"scope": "always"})
+        tp.configure({"scope": "always"})  # type: ignore[arg-type]
 
 
 def test_from_hook_state() -> None:

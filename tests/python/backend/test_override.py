@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from support.call_observer import (
     MIN_NUMEL,
     SCOPES,
     SETTLE_PASSES,
+    Run,
     attached,
     flat,
     in_backward,
@@ -27,12 +27,14 @@ from support.call_observer import (
     unattached,
 )
 
+Make = Callable[..., torch.Tensor]
+
 
 def _override(rank: int) -> dict[str, int]:
     """Compressed calls of one flat tensor, under overrides of several kinds."""
     found: dict[str, int] = {}
 
-    def count(name: str, where: Callable = outside, make: Callable = flat, *args: int) -> None:
+    def count(name: str, where: Run = outside, make: Make = flat, *args: int) -> None:
         calls, exact = observe(where, partial(make, *(args or [rank])))
         assert exact == (calls == 0), name
         found[name] = calls
@@ -106,7 +108,7 @@ def test_override(scope: str) -> None:
 @pytest.mark.parametrize("make", [attached, unattached])
 @pytest.mark.parametrize("scope", ["backward", "never"])
 def test_override_around_backward_of_ddp(
-    scope: str, make: Callable[..., Any], enabled: bool
+    scope: str, make: Callable[[], torch.nn.Module], enabled: bool
 ) -> None:
     expected = (int(enabled), not enabled)
     arguments = (observe_ddp, make, enabled)

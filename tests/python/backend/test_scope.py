@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -34,7 +35,8 @@ from support.call_observer import (
 NOTHING: frozenset[str] = frozenset()
 
 # Of each kind: where it is reduced, its tensor on a rank, the op, and the scopes that compress it.
-KINDS: dict[str, tuple] = {
+Kind = tuple[Any, Any, Any, AbstractSet[str]]
+KINDS: dict[str, Kind] = {
     "flat in backward": (in_backward, flat, ReduceOp.SUM, {"backward", "always"}),
     "flat average in backward": (in_backward, flat, ReduceOp.AVG, {"backward", "always"}),
     "flat of min_numel in backward": (

@@ -31,7 +31,7 @@ from cluster import figures, hosts, launch, models, mps  # noqa: E402
 
 def _lacks() -> list[str]:
     """What is missing for hosts, also where root may not make them (in a container, say)."""
-    lacks = hosts.missing()
+    lacks: list[str] = hosts.missing()
     if not lacks:
         try:
             with hosts.Hosts(2, "1gbit"):

@@ -15,7 +15,8 @@ import pytest
 
 import torch_powersgd
 from support import markdown_blocks, user_messages
-from support.markdown_blocks import LANGUAGES, PAGES, PROGRAMS, ROOT, SHELL, BadBlock, Block
+from support.markdown_blocks import LANGUAGES, PAGES, PROGRAMS, SHELL, BadBlock, Block
+from support.repository import ROOT
 
 COLUMNS = 100
 MARKDOWN = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -219,7 +220,7 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("page", "program"), [("options", "_options"), ("performance", "_tables")])
 def test_a_page_is_what_its_program_makes(page: Path, program: Any) -> None:
-    command = [sys.executable, ROOT / "docs" / f"{program}.py"]
+    command = [sys.executable, str(ROOT / "docs" / f"{program}.py")]
     made = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
     remedy = f"python docs/{program}.py --write"
     assert (ROOT / "docs" / f"{page}.md").read_text() == made, remedy

@@ -36,8 +36,8 @@ from support.synthetic import (
 OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
 WEIGHTS = {f"weights.{name}" for name in COMPRESSED}
 
-# The state after loading and at the end, in bytes; the outputs of each step; the sums of all outputs
-# and of all mean gradients.
+# The state after loading and at the end; the outputs of each step; the sums of all outputs and of
+# all mean gradients.
 Job = tuple[bytes, bytes, list[Arrays], tuple[Arrays, Arrays]]
 
 

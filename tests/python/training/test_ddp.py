@@ -26,6 +26,7 @@ from support.synthetic import (
     outputs_of,
     residuals_of,
     step,
+    sum_of,
     to_numpy,
 )
 from torch_powersgd._core import _C
@@ -148,7 +149,7 @@ def _accumulate(rank: int) -> tuple[dict[str, float], int]:
             ddp(gradients(SHAPES, rank, i + 1)).backward()
         ddp(gradients(SHAPES, rank, i + 2)).backward()
         means = [mean_gradients(SHAPES, 2, i + k) for k in range(3)]
-        ledger.add(outputs_of(ddp), {name: sum(mean[name] for mean in means) for name in SHAPES})
+        ledger.add(outputs_of(ddp), {name: sum_of(mean[name] for mean in means) for name in SHAPES})
     return ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
 
 
