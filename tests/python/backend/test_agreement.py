@@ -7,6 +7,7 @@ import contextlib
 import io
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def _hurry() -> None:
     watch.PERIOD = 0.2
 
 
-def _forgets_attach(rank):
+def _forgets_attach(rank: int) -> tuple[str, str]:
     """What each rank says and raises if rank 1 trains without attach."""
     _hurry()
     dist.destroy_process_group()
@@ -45,7 +46,7 @@ def _forgets_attach(rank):
     return raised, heard.getvalue()
 
 
-def test_a_rank_that_forgets_attach_is_named_on_every_rank():
+def test_a_rank_that_forgets_attach_is_named_on_every_rank() -> None:
     first, second = ranks.outcomes(2, _forgets_attach, op_timeout=OP_TIMEOUT)
     raised, heard = first.value
     assert "rank 1 has not called attach" in raised
@@ -55,7 +56,7 @@ def test_a_rank_that_forgets_attach_is_named_on_every_rank():
     assert "rank 1 has not called attach, in which rank 0 waits" in heard
 
 
-def _comes_late(rank):
+def _comes_late(rank: int) -> tuple[str, float]:
     """Rank 1 is busy for longer than the others' patience, with another group's collectives too."""
     _hurry()
     dist.destroy_process_group()
@@ -71,34 +72,35 @@ def _comes_late(rank):
     return heard.getvalue(), relative_error(outputs["bias"], means["bias"])
 
 
-def test_a_rank_that_comes_late_is_waited_for():
+def test_a_rank_that_comes_late_is_waited_for() -> None:
     (first, error), (second, _) = ranks.run(2, _comes_late)
     assert "rank 1 has not called attach; rank 0 waits" in first
     assert "rank 1 has not called attach, in which rank 0 waits" in second
     assert error < 1e-6  # the bias is sent raw
 
 
-def _never_comes(rank):
+def _never_comes(rank: int) -> str:
     """Rank 2 of the job, which is rank 1 of a group, neither calls attach nor anything else."""
     _hurry()
     store, raised = ranks.side_store(), ""
     group = dist.new_group([0, 2], backend="cpu:powersgd", timeout=timedelta(seconds=3))
-    ddp = make_ddp(SHAPES, process_group=group) if rank != 1 else None
     if rank == 0:
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
-            tp.attach(ddp)
+            tp.attach(make_ddp(SHAPES, process_group=group))
         raised = str(caught.value)
         store.set("done", "1")
     else:
+        if rank == 2:
+            make_ddp(SHAPES, process_group=group)
         store.wait(["done"])
     return raised
 
 
-def test_waiting_ends_with_the_groups_time_out():
+def test_waiting_ends_with_the_groups_time_out() -> None:
     assert "rank 2 has not called attach within 3 seconds" in ranks.run(3, _never_comes)[0]
 
 
-def _other_backend(rank, backends):
+def _other_backend(rank: int, backends: list[str]) -> str:
     _hurry()
     store = ranks.side_store()
     try:
@@ -109,7 +111,7 @@ def _other_backend(rank, backends):
     return ""
 
 
-def test_a_rank_that_starts_another_backend_is_named():
+def test_a_rank_that_starts_another_backend_is_named() -> None:
     backends = ["cpu:powersgd", "cpu:powersgd", "cpu:gloo"]
     outcomes = ranks.outcomes(3, _other_backend, backends, backend=None, timeout=30)
     for rank in (0, 1):
@@ -117,16 +119,16 @@ def test_a_rank_that_starts_another_backend_is_named():
         assert f"rank 2 started a gloo group where rank {rank} starts a powersgd group" in message
 
 
-def _bad_argument(rank, kind):
+def _bad_argument(rank: int, kind: str) -> tuple[str, int]:
     ddp = make_ddp(SHAPES)
-    arguments = {
+    by_kind: dict[str, dict[str, Any]] = {
         "scaler": {"scaler": 3},
         "field": {"options": {"matrix_approximation_rank": 0}},
         "name": {"options": {"rank": 4}},
         "type": {"options": 4},
-    }[kind]
+    }
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
-        tp.attach(ddp, **(arguments if rank == 1 else {}))
+        tp.attach(ddp, **(by_kind[kind] if rank == 1 else {}))
     # Nothing has happened: the right call still works.
     tp.attach(ddp, OPTIONS)
     step(ddp, gradients(SHAPES, rank, 0))
@@ -142,14 +144,14 @@ def _bad_argument(rank, kind):
         ("type", ["options of attach must be", "got int"]),
     ],
 )
-def test_a_bad_argument_on_one_rank_is_an_error_on_every_rank(kind, parts):
+def test_a_bad_argument_on_one_rank_is_an_error_on_every_rank(kind: str, parts: list[str]) -> None:
     for message, calls in ranks.run(2, _bad_argument, kind):
         for part in ["rank 1: ", *parts]:
             assert part in message
         assert calls == 1
 
 
-def _second_life(rank):
+def _second_life(rank: int) -> list[str]:
     """A group is made again over the store of the first, in which attach and options differed."""
     store = ranks.side_store()
     errors = []
@@ -171,7 +173,7 @@ def _second_life(rank):
     return errors
 
 
-def test_a_group_that_is_made_again_knows_nothing_of_the_first():
+def test_a_group_that_is_made_again_knows_nothing_of_the_first() -> None:
     for errors in ranks.run(2, _second_life, backend=None):
         fields = ["random_seed", "matrix_approximation_rank", "random_seed"]
         assert len(errors) == len(fields)

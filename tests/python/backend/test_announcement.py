@@ -6,6 +6,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,17 +23,17 @@ from support.torchrun import torchrun
 SHAPES = {"weight": (128, 64), "bias": (128,), "conv": (32, 16, 3, 3), "small": (8, 8)}
 NUMEL = 128 * 64 + 128 + 32 * 144 + 64
 SENT = 2 * (128 + 64) + 2 * (32 + 144) + 128 + 64 + 2
-OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
+OPTIONS: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
 NOT_STARTED = "nothing has been compressed in {} steps: compression starts at step {}"
 
 
-def _heard(function, *arguments, **keywords):
+def _heard(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
     with contextlib.redirect_stderr(io.StringIO()) as heard:
         function(*arguments, **keywords)
     return heard.getvalue()
 
 
-def _attach_line(rank):
+def _attach_line(rank: int) -> tuple[str, ...]:
     quiet = _heard(tp.attach, make_ddp(SHAPES), OPTIONS)
     half = _heard(tp.attach, make_ddp(SHAPES), {**OPTIONS, "wire_dtype": torch.bfloat16})
     nothing = _heard(tp.attach, make_ddp(SHAPES), {"matrix_approximation_rank": 600})
@@ -43,7 +46,7 @@ def _attach_line(rank):
     return quiet, half, nothing, never, logs.getvalue(), stderr.getvalue()
 
 
-def test_attach_says_once_what_it_will_do():
+def test_attach_says_once_what_it_will_do() -> None:
     first, second = ranks.run(2, _attach_line)
     quiet, half, nothing, never, logged, stderr = first
     share = 100 * (128 * 64 + 32 * 144) / NUMEL
@@ -60,12 +63,12 @@ def test_attach_says_once_what_it_will_do():
     assert second == ("",) * 6  # one rank speaks
 
 
-def test_attach_in_a_group_of_one_says_that_nothing_is_sent():
+def test_attach_in_a_group_of_one_says_that_nothing_is_sent() -> None:
     ((quiet, *_),) = ranks.run(1, _attach_line)
     assert "one rank" in quiet
 
 
-def _short_job(rank, attached, steps, read):
+def _short_job(rank: int, attached: bool, steps: int, read: bool) -> tuple[str, str, str]:
     """Trains; what is said by stats, by stats again, and by the end of the group."""
     ddp = make_ddp(SHAPES)
     if attached:
@@ -73,11 +76,11 @@ def _short_job(rank, attached, steps, read):
     for i in range(steps):
         step(ddp, gradients(SHAPES, rank, i))
     stats = [_heard(tp.stats) if read else "" for _ in range(2)]
-    return *stats, _heard(dist.destroy_process_group)
+    return stats[0], stats[1], _heard(dist.destroy_process_group)
 
 
 @pytest.mark.parametrize("attached", [True, False])
-def test_a_job_that_ends_before_compression_starts_says_so_once(attached):
+def test_a_job_that_ends_before_compression_starts_says_so_once(attached: bool) -> None:
     options = tp.Options(matrix_approximation_rank=2, start_powerSGD_iter=40, min_numel=64)
     said = NOT_STARTED.format(3, 40)
     for read in (True, False):
@@ -86,14 +89,14 @@ def test_a_job_that_ends_before_compression_starts_says_so_once(attached):
         assert second == ("", "", "")  # one rank speaks
 
 
-def test_stats_say_nothing_if_compression_starts_soon():
+def test_stats_say_nothing_if_compression_starts_soon() -> None:
     options = tp.Options(**OPTIONS, min_numel=64)
     first, _ = ranks.run(2, _short_job, True, 3, True, options=options)
     assert first[:2] == ("", "")
     assert first[2].count(NOT_STARTED.format(3, 4)) == 1
 
 
-def test_a_job_that_compresses_says_nothing_at_its_end():
+def test_a_job_that_compresses_says_nothing_at_its_end() -> None:
     for attached in (True, False):
         options = tp.Options(**OPTIONS, min_numel=64)
         for _, _, end in ranks.run(2, _short_job, attached, 6, True, options=options):
@@ -112,7 +115,7 @@ for _ in range(3):
 """
 
 
-def test_a_job_that_does_not_destroy_its_group_says_it_too(tmp_path):
+def test_a_job_that_does_not_destroy_its_group_says_it_too(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     stderr = torchrun(program).stderr
@@ -120,16 +123,16 @@ def test_a_job_that_does_not_destroy_its_group_says_it_too(tmp_path):
     assert "No backend of type" not in stderr
 
 
-def _destroy(rank):
+def _destroy(rank: int) -> None:
     dist.all_reduce(torch.ones(3))
 
 
-def test_a_group_without_attach_ends_without_a_warning(capfd):
+def test_a_group_without_attach_ends_without_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
     ranks.run(2, _destroy)
     assert "No backend of type" not in capfd.readouterr().err
 
 
-def _flags(rank):
+def _flags(rank: int) -> list[tuple[bool, int | None]]:
     ddp = make_ddp(SHAPES)
     seen = [(tp.stats()["compressing"], tp.stats()["starts_at"])]
     tp.attach(ddp, OPTIONS)
@@ -144,6 +147,6 @@ def _flags(rank):
     return seen
 
 
-def test_stats_say_whether_and_when_compression_starts():
+def test_stats_say_whether_and_when_compression_starts() -> None:
     expected = [(False, 1000)] + [(False, 4)] * 4 + [(True, 4)] + [(False, 4), (False, None)]
     assert ranks.run(2, _flags) == [expected] * 2

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def _not_before_the_peer(rank: int) -> None:
 def _raise_in_callback(rank: int) -> None:
     _, work = _start(rank, 0)
 
-    def fail(done: torch.futures.Future) -> None:
+    def fail(done: torch.futures.Future[Any]) -> None:
         raise ZeroDivisionError("in a callback")
 
     with pytest.raises(RuntimeError, match="in a callback"):
@@ -119,7 +120,7 @@ def _raise_in_callback(rank: int) -> None:
 def _callback_waits_for_another(rank: int) -> None:
     for i in range(20):
 
-        def reduce_again(done: torch.futures.Future, i: int = i) -> torch.Tensor:
+        def reduce_again(done: torch.futures.Future[Any], i: int = i) -> torch.Tensor:
             _check_sum(done.value()[0], i)
             tensor, work = _start(rank, ("inner", i))
             work.wait()
@@ -203,7 +204,7 @@ def _beside_exact_collectives(rank: int) -> None:
         gathered = [torch.empty(5), torch.empty(5)]
         dist.all_gather(gathered, torch.full([5], 10.0 * i + rank))
         received = torch.empty(7)
-        sending = dist.isend(torch.full([7], float(rank)), peer)
+        sending: Any = dist.isend(torch.full([7], float(rank)), peer)
         dist.recv(received, peer)
         sending.wait()
         dist.broadcast(root := torch.tensor([i if rank == 0 else -1]), 0)
@@ -271,7 +272,7 @@ def _profiler(rank: int) -> None:
     ],
     ids=lambda function: function.__name__.removeprefix("_"),
 )
-def test_works(function):
+def test_works(function: Callable[..., Any]) -> None:
     ranks.run(2, function, options=ALWAYS)
 
 
@@ -283,10 +284,10 @@ CALLBACKS = [
 
 
 @pytest.mark.parametrize("function", CALLBACKS, ids=lambda f: f.__name__.removeprefix("_"))
-def test_callbacks(function):
+def test_callbacks(function: Callable[..., Any]) -> None:
     ranks.run(2, function, options=ALWAYS, timeout=40)
 
 
 @pytest.mark.parametrize("function", CALLBACKS, ids=lambda f: f.__name__.removeprefix("_"))
-def test_callbacks_with_one_interop_thread(function):
+def test_callbacks_with_one_interop_thread(function: Callable[..., Any]) -> None:
     ranks.run(2, _with_one_interop_thread, function, options=ALWAYS, timeout=40)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,7 +47,9 @@ def _average(tensors: Tensors, asynchronous: bool = False) -> None:
         tensor /= dist.get_world_size()
 
 
-def _gradient_loop(rank, asynchronous):
+def _gradient_loop(
+    rank: int, asynchronous: bool
+) -> tuple[dict[str, float], dict[str, float], list[str], int]:
     model = Synthetic({name: torch.zeros(shape) for name, shape in SHAPES.items()})
     ledger, replica = Ledger(), []
     for i in range(STEPS + DRAIN_STEPS):
@@ -64,7 +68,7 @@ def _gradient_loop(rank, asynchronous):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_loop_over_gradients_delivers_everything_in_the_end(asynchronous):
+def test_a_loop_over_gradients_delivers_everything_in_the_end(asynchronous: bool) -> None:
     results = ranks.run(3, _gradient_loop, asynchronous, options=OPTIONS)
     for before_drain, errors, replica, compressed in results:
         for name in ("conv", "wide", "tall"):
@@ -74,7 +78,7 @@ def test_a_loop_over_gradients_delivers_everything_in_the_end(asynchronous):
         assert compressed == 3 * (STEPS + DRAIN_STEPS - OPTIONS.start_powerSGD_iter)
 
 
-def _outside_of_a_block(rank):
+def _outside_of_a_block(rank: int) -> tuple[bool, int]:
     """The same loop as plain code has it: under the default scope it is not compressed."""
     mine = gradients(SHAPES, rank, 0)
     wanted = {name: tensor.clone() for name, tensor in mine.items()}
@@ -85,7 +89,7 @@ def _outside_of_a_block(rank):
     return same(mine.values(), wanted.values()), compressed_calls()
 
 
-def test_a_loop_outside_of_a_block_is_exact():
+def test_a_loop_outside_of_a_block_is_exact() -> None:
     options = tp.Options(start_powerSGD_iter=0, min_numel=64)
     assert ranks.run(2, _outside_of_a_block, options=options) == [(True, 0)] * 2
 
@@ -93,7 +97,7 @@ def test_a_loop_outside_of_a_block_is_exact():
 LOCAL_FROM = 5  # the step from which the gradients of the ranks are not averaged any more
 
 
-def _post_local_sgd(rank):
+def _post_local_sgd(rank: int) -> tuple[list[int], list[bool], list[str]]:
     """torch's recipe: averaged gradients at first, then local steps, and averaged parameters."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
@@ -101,11 +105,12 @@ def _post_local_sgd(rank):
     alone = [dist.new_group([member], backend="gloo") for member in range(dist.get_world_size())]
     state = PostLocalSGDState(None, alone[rank], LOCAL_FROM, post_local_gradient_allreduce=False)
     ddp.register_comm_hook(state, post_localSGD_hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     averager = PeriodicModelAverager(period=3, warmup_steps=LOCAL_FROM)
-    optimizer = PostLocalSGDOptimizer(optimizer, averager)
-    calls, averaged, replica = [], [], []
-    optimizer.averager = _Compared(averager, averaged)
+    optimizer = PostLocalSGDOptimizer(sgd, averager)
+    averaged: list[bool] = []
+    optimizer.averager = _Compared(averager, averaged)  # type: ignore[assignment]
+    calls, replica = [], []
     for i in range(14):
         ddp.zero_grad()
         ddp(gradient((6, 24), "input", rank, i)).square().mean().backward()
@@ -121,7 +126,7 @@ class _Compared:
     def __init__(self, averager: PeriodicModelAverager, equal: list[bool]) -> None:
         self.averager, self.equal = averager, equal
 
-    def average_parameters(self, params):
+    def average_parameters(self, params: list[dict[str, Any]]) -> None:
         parameters = [p for group in params for p in group["params"]]
         copies = [nn.Parameter(p.detach().clone()) for p in parameters]
         before = digest(copies)
@@ -131,7 +136,7 @@ class _Compared:
             self.equal.append(same(parameters, copies))
 
 
-def test_post_local_sgd_averages_parameters_exactly():
+def test_post_local_sgd_averages_parameters_exactly() -> None:
     first, second = ranks.run(2, _post_local_sgd, options=OPTIONS)
     for calls, averaged, _ in (first, second):
         assert calls[LOCAL_FROM - 1] > 0  # flat gradients
@@ -145,7 +150,7 @@ def test_post_local_sgd_averages_parameters_exactly():
 OUTER_STEPS = 8
 
 
-def _diloco(rank, compress):
+def _diloco(rank: int, compress: bool) -> tuple[list[bool], dict[str, float], list[str], int]:
     """Some local steps, then an outer step on the mean of what the ranks have changed."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 12))
@@ -185,14 +190,14 @@ def _diloco(rank, compress):
     return equal, ledger.errors(), replica, compressed_calls()
 
 
-def test_outer_gradients_are_exact_by_default():
+def test_outer_gradients_are_exact_by_default() -> None:
     first, second = ranks.run(2, _diloco, False, options=OPTIONS)
     assert all(first[0])
     assert first[2] == second[2]
     assert first[3] == 0
 
 
-def test_outer_gradients_that_are_compressed_are_delivered_in_the_end():
+def test_outer_gradients_that_are_compressed_are_delivered_in_the_end() -> None:
     first, second = ranks.run(2, _diloco, True, options=OPTIONS)
     for equal, errors, _, compressed in (first, second):
         warm_up = OPTIONS.start_powerSGD_iter

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,18 +47,18 @@ def _run(folder: object, *programs: str) -> tuple[dict[str, list[list[float]]], 
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return _run(tmp_path_factory.mktemp("stores"), *EXPECTED)
 
 
 @pytest.mark.parametrize("program", EXPECTED)
-def test_exit_codes(ended, program):
+def test_exit_codes(ended: tuple[dict[str, list[list[float]]], str], program: str) -> None:
     results, stderr = ended
     ((*codes, _),) = results[program]
     assert codes == EXPECTED[program], stderr
 
 
-def test_fifty_starts_and_exits_in_a_row(tmp_path):
+def test_fifty_starts_and_exits_in_a_row(tmp_path: Path) -> None:
     results, stderr = _run(tmp_path, f"reduces_and_destroys*{ROUNDS}")
     codes = [codes for *codes, _ in results["reduces_and_destroys"]]
     assert codes == [[0, 0]] * ROUNDS, stderr

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch_powersgd as tp
 from support import ranks
 from support.call_observer import exception_of
+from support.groups import world
 from support.synthetic import (
     SHAPES,
     Ledger,
@@ -44,7 +46,8 @@ def _fail_at(stage: str) -> None:
 
 
 def _norms() -> dict[str, float]:
-    return tp.stats()["residual_norms"]
+    norms: dict[str, float] = tp.stats()["residual_norms"]
+    return norms
 
 
 def _attached_ddp(rank: int) -> None:
@@ -72,7 +75,7 @@ def _attached_ddp(rank: int) -> None:
     assert max(ledger.errors(residuals_of(ddp)).values()) < 1e-5
 
 
-def test_ddp_goes_on_after_a_failure_in_each_stage():
+def test_ddp_goes_on_after_a_failure_in_each_stage() -> None:
     ranks.run(2, _attached_ddp, options=OPTIONS)
 
 
@@ -92,7 +95,7 @@ def _unattached_ddp(rank: int) -> None:
     assert tp.stats()["compressed_calls"] == 1 + 2 * len(STAGES) - 1
 
 
-def test_unattached_ddp_goes_on_after_a_failure_in_each_stage():
+def test_unattached_ddp_goes_on_after_a_failure_in_each_stage() -> None:
     ranks.run(2, _unattached_ddp, options=dataclasses.replace(OPTIONS, min_numel=1024))
 
 
@@ -117,7 +120,7 @@ def _flat(rank: int) -> None:
             assert relative_error(got, wanted) < 1e-5, stage
 
 
-def test_a_flat_tensor_goes_on_as_if_the_failed_step_had_not_been():
+def test_a_flat_tensor_goes_on_as_if_the_failed_step_had_not_been() -> None:
     ranks.run(2, _flat, options=OPTIONS)
 
 
@@ -135,7 +138,7 @@ def _reaches(rank: int) -> None:
             work.get_future().wait()
         with pytest.raises(RuntimeError, match=f"injected failure in {stage}"):
             work.result()
-        called = []
+        called: list[Any] = []
         chained = work.get_future().then(lambda done, called=called: called.append(done.value()))
         with pytest.raises(RuntimeError, match=f"injected failure in {stage}"):
             chained.wait()
@@ -149,7 +152,7 @@ def _reaches(rank: int) -> None:
         dist.all_reduce(gradient([64, 64], rank))
 
 
-def test_wait_future_result_and_callback_get_the_failure():
+def test_wait_future_result_and_callback_get_the_failure() -> None:
     ranks.run(2, _reaches, options=ALWAYS)
 
 
@@ -160,7 +163,7 @@ SLACK = 8  # seconds, for a machine that is busy
 
 
 def _set_timeout(seconds: float) -> None:
-    dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
+    world().set_timeout(timedelta(seconds=seconds))
 
 
 def _train_until_an_error(rank: int, ending: str) -> float:
@@ -186,7 +189,7 @@ def _train_until_an_error(rank: int, ending: str) -> float:
 
 
 @pytest.mark.parametrize("ending", ["os._exit", "SIGKILL", "while others wait"])
-def test_a_peer_that_dies_is_an_error_on_the_others(ending):
+def test_a_peer_that_dies_is_an_error_on_the_others(ending: str) -> None:
     first, dead, last = ranks.outcomes(
         3, _train_until_an_error, ending, options=OPTIONS, timeout=40
     )
@@ -218,7 +221,7 @@ def _never_called_by_rank_1(rank: int, asynchronous: bool) -> float:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_rank_that_never_calls_is_a_timeout(asynchronous):
+def test_a_rank_that_never_calls_is_a_timeout(asynchronous: bool) -> None:
     elapsed, _ = ranks.run(2, _never_called_by_rank_1, asynchronous, options=ALWAYS, timeout=40)
     assert 0.5 * OP_TIMEOUT < elapsed < OP_TIMEOUT + SLACK
 
@@ -232,13 +235,13 @@ def _timeout_of_one_call(rank: int) -> float:
     call.timeout = timedelta(seconds=OP_TIMEOUT)
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="(?i)timed? ?out"):
-        dist.group.WORLD.allreduce([gradient([64, 64], rank)], call).wait()
+        world().allreduce([gradient([64, 64], rank)], call).wait()
     elapsed = time.monotonic() - started
     store.set("rank 0 has its error", "1")
     return elapsed
 
 
-def test_the_timeout_of_one_call():
+def test_the_timeout_of_one_call() -> None:
     elapsed, _ = ranks.run(2, _timeout_of_one_call, options=ALWAYS, op_timeout=60, timeout=40)
     assert 0.5 * OP_TIMEOUT < elapsed < OP_TIMEOUT + SLACK
 
@@ -258,5 +261,5 @@ def _fails_on_rank_0_alone(rank: int, stage: str) -> None:
 
 
 @pytest.mark.parametrize("stage", ["project", "back_project"])
-def test_a_failure_on_one_rank_is_an_error_on_the_others(stage):
+def test_a_failure_on_one_rank_is_an_error_on_the_others(stage: str) -> None:
     ranks.run(2, _fails_on_rank_0_alone, stage, options=ALWAYS, timeout=40)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def _text_of(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _error_of_init(rank: int, options: list) -> str:
+def _error_of_init(rank: int, options: list[Any]) -> str:
     try:
         ranks.init_group("cpu:powersgd", options[rank], op_timeout=20)
     except ValueError as error:
@@ -28,7 +29,9 @@ def _error_of_init(rank: int, options: list) -> str:
     return ""
 
 
-def _options_of_group(rank: int, environment: dict, configured: object, given: object) -> tuple:
+def _options_of_group(
+    rank: int, environment: dict[str, str], configured: tp.Options | None, given: Any
+) -> tuple[int, str, str]:
     os.environ.update(environment)
     tp.configure(configured)
     ranks.init_group("cpu:powersgd", given)
@@ -52,14 +55,19 @@ RANK_2 = {"POWERSGD_MATRIX_APPROXIMATION_RANK": "2"}
         ({}, None, {"matrix_approximation_rank": np.int64(3)}, (3, "backward", "float32")),
     ],
 )
-def test_a_group_has_the_options_that_apply(environment, configured, given, expected):
+def test_a_group_has_the_options_that_apply(
+    environment: dict[str, str],
+    configured: tp.Options | None,
+    given: dict[str, Any] | tp.Options | None,
+    expected: tuple[int, str, str],
+) -> None:
     arguments = (environment, configured, given)
     assert ranks.run(2, _options_of_group, *arguments, backend=None) == [expected] * 2
 
 
 # Every source, the highest first, gives one field more than the one above it. What is not given
 # anywhere has its default.
-SOURCES = {
+SOURCES: dict[str, dict[str, Any]] = {
     "attach": {"matrix_approximation_rank": 2},
     "pg_options": {"matrix_approximation_rank": 3, "min_compression_rate": 1.3},
     "configure": {"matrix_approximation_rank": 4, "min_compression_rate": 1.4, "random_seed": 4},
@@ -72,13 +80,13 @@ SOURCES = {
 }
 
 
-def _options_of_model(rank: int, given: dict, complete: str) -> tp.Options:
+def _options_of_model(rank: int, given: dict[str, dict[str, Any]], complete: str) -> tp.Options:
     """The options of an attached model. The source `complete` gives Options, others a mapping."""
     for name, value in given.get("environment", {}).items():
         os.environ[f"POWERSGD_{name.upper()}"] = str(value)
     if "configure" in given:
         tp.configure(tp.Options(**given["configure"]))
-    options = {
+    options: dict[str, Any] = {
         source: tp.Options(**given[source]) if source == complete else given.get(source)
         for source in ("pg_options", "attach")
     }
@@ -116,7 +124,9 @@ def _options_of_model(rank: int, given: dict, complete: str) -> tp.Options:
         ),
     ],
 )
-def test_the_order_of_the_sources(sources, complete, expected):
+def test_the_order_of_the_sources(
+    sources: list[str], complete: str, expected: dict[str, Any]
+) -> None:
     given = {source: SOURCES[source] for source in sources}
     wanted = tp.Options(**expected)
     assert ranks.run(2, _options_of_model, given, complete, backend=None) == [wanted] * 2
@@ -132,7 +142,9 @@ def test_the_order_of_the_sources(sources, complete, expected):
         ("inner", ("auto", "auto", "gloo")),
     ],
 )
-def test_ranks_that_disagree_all_get_the_same_error(field, values):
+def test_ranks_that_disagree_all_get_the_same_error(
+    field: str, values: tuple[Any, Any, Any]
+) -> None:
     options = [tp.Options(**{field: value}) for value in values]
     messages = ranks.run(3, _error_of_init, options, backend=None, timeout=30)
     assert len(set(messages)) == 1
@@ -142,9 +154,11 @@ def test_ranks_that_disagree_all_get_the_same_error(field, values):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"scope": "some"}, {"rank": 4}, {"matrix_approximation_rank": object()}, 3], ids=str
+    "bad",
+    [{"scope": "some"}, {"rank": 4}, {"matrix_approximation_rank": object()}, 3],
+    ids=["value", "name", "type", "mapping"],
 )
-def test_invalid_options_on_one_rank_are_an_error_on_every_rank(bad):
+def test_invalid_options_on_one_rank_are_an_error_on_every_rank(bad: int | dict[str, Any]) -> None:
     messages = ranks.run(3, _error_of_init, [None, bad, None], backend=None, timeout=30)
     assert len(set(messages)) == 1
     assert "rank 1" in messages[0]

@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
+from support.groups import world
 from support.synthetic import (
     SHAPES,
+    Arrays,
     Ledger,
+    Tensors,
     gradients,
     make_attached,
     outputs_of,
@@ -24,16 +28,16 @@ from support.synthetic import (
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 
 
-def _options(rank: int, **fields: object) -> tp.Options:
+def _options(rank: int, **fields: Any) -> tp.Options:
     return tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=rank, **fields)
 
 
-def _mean(members, i):
+def _mean(members: list[int] | range, i: int) -> Tensors:
     by_rank = [gradients(SHAPES, member, i) for member in members]
     return {name: torch.stack([g[name].double() for g in by_rank]).mean(0) for name in SHAPES}
 
 
-def _several(rank):
+def _several(rank: int) -> tuple[list[dict[str, float]], list[int], list[set[int]]]:
     """One model in the default group, one in a group of a pair, one in another group of all."""
     pairs = [
         dist.new_group(pair, backend="cpu:powersgd", pg_options=_options(1, warm_start=False))
@@ -60,20 +64,22 @@ def _several(rank):
     return errors, [s["compressed_calls"] for s in stats], q_ranks
 
 
-def test_several_groups_with_options_of_their_own():
+def test_several_groups_with_options_of_their_own() -> None:
     for errors, calls, q_ranks in ranks.run(4, _several, options=_options(3)):
         assert max(max(model.values()) for model in errors) < TOLERANCE, errors
         assert calls == [6, 6, 0]
         assert q_ranks == [{3}, {1}, {1}]
 
 
-def _mesh(rank):
+def _mesh(rank: int) -> tuple[dict[str, float], bool, int]:
     """Data parallel in one dimension; in the other the ranks share the work on one sample."""
+    override: dict[int | str, Any]
+    override = {"replicate": ("cpu:powersgd", _options(2)), "shard": "gloo"}
     mesh = dist.init_device_mesh(
         "cpu",
         (2, 2),
         mesh_dim_names=("replicate", "shard"),
-        backend_override={"replicate": ("cpu:powersgd", _options(2)), "shard": "gloo"},
+        backend_override=override,
     )
     replicate, shard = mesh.get_group("replicate"), mesh.get_group("shard")
     ddp = make_attached(SHAPES, process_group=replicate)
@@ -90,31 +96,31 @@ def _mesh(rank):
     return ledger.errors(residuals_of(ddp)), all(exact), tp.stats(replicate)["compressed_calls"]
 
 
-def test_a_mesh_with_compression_in_one_dimension():
+def test_a_mesh_with_compression_in_one_dimension() -> None:
     for errors, exact, calls in ranks.run(4, _mesh, backend="gloo"):
         assert max(errors.values()) < TOLERANCE, errors
         assert exact
         assert calls == 6
 
 
-def _split(rank):
+def _split(rank: int) -> tuple[dict[str, float], int, int]:
     """In halves of the default group, as ProcessGroup.split_group makes them."""
     dist.barrier()
     members = [0, 1] if rank < 2 else [2, 3]
-    group = dist.group.WORLD.split_group(members, timedelta(seconds=60), group_name=f"{members}")
+    group = world().split_group(members, timedelta(seconds=60), group_name=f"{members}")
     ddp, ledger = make_attached(SHAPES, process_group=group), Ledger()
     for i in range(5):
         ledger.add(step(ddp, gradients(SHAPES, rank, i)), _mean(members, i))
     return ledger.errors(residuals_of(ddp)), tp.stats()["steps"], tp.stats(group)["steps"]
 
 
-def test_training_in_a_split_group():
+def test_training_in_a_split_group() -> None:
     for errors, steps, steps_in_split in ranks.run(4, _split, options=_options(2)):
         assert max(errors.values()) < TOLERANCE, errors
         assert (steps, steps_in_split) == (0, 5)
 
 
-def _interrupted(rank, interruptions):
+def _interrupted(rank: int, interruptions: tuple[int, ...]) -> list[Arrays]:
     """A job that destroys its group and makes it again, with the state carried over."""
     ranks.init_group("cpu:powersgd", _options(2))
     ddp, outputs = make_attached(SHAPES), []
@@ -130,7 +136,7 @@ def _interrupted(rank, interruptions):
     return outputs
 
 
-def test_a_group_that_is_made_again_goes_on():
+def test_a_group_that_is_made_again_goes_on() -> None:
     # A rank's own residual comes back as their mean. They are equal here, to the rounding that the
     # mean of two has and the saved residual, memory - P^ q, itself.
     whole = ranks.run(2, _interrupted, (), backend=None)[0]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 
 import torch_powersgd as tp
 from support import ranks
+from support.groups import world
 from support.synthetic import SHAPES, gradient, gradients, make_attached, step
 from torch_powersgd._backend import _create
 
@@ -35,7 +37,8 @@ def _threads_and_files() -> tuple[int, int]:
 
 
 def _start(rank: int) -> dist.Work:
-    return dist.all_reduce(gradient([64, 64], rank), async_op=True)
+    work: dist.Work = dist.all_reduce(gradient([64, 64], rank), async_op=True)
+    return work
 
 
 def _abort() -> None:
@@ -43,14 +46,14 @@ def _abort() -> None:
 
 
 def _shut_down() -> None:
-    dist.group.WORLD.shutdown()
+    world().shutdown()
 
 
 END = pytest.mark.parametrize("end", [dist.destroy_process_group, _shut_down, _abort])
 
 
 def _idle(rank: int, end: Callable[[], None]) -> None:
-    group = dist.group.WORLD
+    group = world()
     _start(rank).wait()
     dist.barrier()
     started = time.monotonic()
@@ -63,7 +66,7 @@ def _idle(rank: int, end: Callable[[], None]) -> None:
 
 
 @END
-def test_an_idle_group(end):
+def test_an_idle_group(end: Callable[[], None]) -> None:
     ranks.run(2, _idle, end, options=ALWAYS)
 
 
@@ -79,7 +82,7 @@ def _destroy_with_works_in_flight(rank: int) -> None:
         assert tensor.equal(tensors[0])
 
 
-def test_a_destruction_lets_works_end_that_the_peer_answers():
+def test_a_destruction_lets_works_end_that_the_peer_answers() -> None:
     ranks.run(2, _destroy_with_works_in_flight, options=ALWAYS)
 
 
@@ -107,7 +110,7 @@ def _end_without_the_peer(rank: int, end: Callable[[], None], bound: float) -> N
 @pytest.mark.parametrize(
     ("end", "bound"), [(_abort, ABORT_BOUND), (dist.destroy_process_group, SHUTDOWN_BOUND)]
 )
-def test_works_that_the_peer_never_answers(end, bound):
+def test_works_that_the_peer_never_answers(end: Callable[[], None], bound: int) -> None:
     ranks.run(2, _end_without_the_peer, end, bound, options=ALWAYS, op_timeout=60)
 
 
@@ -125,7 +128,7 @@ def _start_over(rank: int, end: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("end", [dist.destroy_process_group, _abort])
-def test_a_new_group_after_the_end(end):
+def test_a_new_group_after_the_end(end: Callable[[], None]) -> None:
     ranks.run(2, _start_over, end, backend=None)
 
 
@@ -141,7 +144,7 @@ def _module_outlives_its_group(rank: int) -> None:
     gc.freeze()  # of what there is now, which is large, the next collection need not take care
 
 
-def test_a_module_outlives_its_group():
+def test_a_module_outlives_its_group() -> None:
     ranks.run(2, _module_outlives_its_group, options=ALWAYS)
 
 
@@ -153,7 +156,7 @@ def _destroyed_group(rank: int, number: int) -> None:
     dist.destroy_process_group(group)
 
 
-def _make_backend(rank: int, number: int) -> dist.Backend:
+def _make_backend(rank: int, number: int) -> Any:
     """A backend without a group: torch's tables keep a group that is not destroyed alive."""
     store = dist.distributed_c10d._get_default_store()
     options = _DistributedBackendOptions()
@@ -189,7 +192,7 @@ def _leaves_nothing(rank: int, make_and_lose: Callable[[int, int], None]) -> Non
 
 
 @pytest.mark.parametrize("make_and_lose", [_destroyed_group, _idle_backend, _working_backend])
-def test_a_group_that_is_gone_leaves_nothing(make_and_lose):
+def test_a_group_that_is_gone_leaves_nothing(make_and_lose: Callable[..., Any]) -> None:
     ranks.run(2, _leaves_nothing, make_and_lose, options=ALWAYS)
 
 
@@ -204,7 +207,7 @@ def _drop_a_model_last(rank: int) -> None:
     del ddp  # torch's reducer, which holds the GIL meanwhile, has the last reference to the group
 
 
-def test_a_model_that_outlives_its_group():
+def test_a_model_that_outlives_its_group() -> None:
     ranks.run(2, _drop_a_model_last, timeout=30)
 
 
@@ -214,5 +217,5 @@ def _destroy_while_a_callback_runs(rank: int) -> None:
     future.wait()
 
 
-def test_a_destruction_while_a_callback_runs():
+def test_a_destruction_while_a_callback_runs() -> None:
     ranks.run(2, _destroy_while_a_callback_runs, options=ALWAYS)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
+from support.log_records import LogRecords
 from support.synthetic import (
     SHAPES,
     gradient,
@@ -27,26 +27,8 @@ STATISTICS = r"(\d+) steps \((\d+) skipped\).*ratio ([\d.]+)"
 DROPPED = r"dropped the state of (\d+)"
 
 
-class _Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, str]] = []
-        self.threads: set[int | None] = set()
-        logger = logging.getLogger("torch_powersgd")
-        logger.setLevel(logging.DEBUG)
-        logger.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.seen.append((record.levelname, record.getMessage()))
-        self.threads.add(record.thread)
-
-    def matching(self, pattern: str) -> list[tuple[str, re.Match[str]]]:
-        found = [(level, re.search(pattern, message)) for level, message in self.seen]
-        return [(level, match) for level, match in found if match]
-
-
 def _attached(rank: int) -> None:
-    records = _Records()
+    records = LogRecords()
     ddp = make_attached(SHAPES)
     records.seen.clear()  # what attach says
     for i in range(3):
@@ -64,13 +46,13 @@ def _attached(rank: int) -> None:
     assert records.threads == {threading.get_ident()}
 
 
-def test_the_configuration_once_when_compression_starts():
+def test_the_configuration_once_when_compression_starts() -> None:
     options = tp.Options(start_powerSGD_iter=3, matrix_approximation_rank=2)
     ranks.run(2, _attached, options=options)
 
 
 def _statistics(rank: int, attached: bool) -> None:
-    records = _Records()
+    records = LogRecords()
     ddp = make_attached(SHAPES) if attached else make_ddp(SHAPES)
     for i in range(11):
         step(ddp, gradients(SHAPES, rank, i))
@@ -83,13 +65,13 @@ def _statistics(rank: int, attached: bool) -> None:
 
 
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "flat"])
-def test_statistics_every_n_steps(attached):
+def test_statistics_every_n_steps(attached: bool) -> None:
     options = tp.Options(start_powerSGD_iter=0, min_numel=64, compression_stats_logging_frequency=4)
     ranks.run(2, _statistics, attached, options=options)
 
 
 def _flat(rank: int) -> None:
-    records = _Records()
+    records = LogRecords()
     for i in range(4):
         reduce_in_backward([gradient([5000], rank, i, k) for k in range(2)])
     assert records.seen == []
@@ -97,19 +79,19 @@ def _flat(rank: int) -> None:
         reduce_in_backward([gradient([5000], rank, i, k) for k in range(2)])
     ((level, match),) = records.matching(r"torch_powersgd\.attach\(ddp\)")
     assert level == "WARNING"
-    assert re.search(STARTS, match.string)[1] == "4"
+    assert re.findall(STARTS, match.string) == ["4"]
     assert "5000" in match.string
     assert len(records.seen) == 1
     assert records.threads == {threading.get_ident()}
 
 
-def test_the_advice_to_attach_once():
+def test_the_advice_to_attach_once() -> None:
     ranks.run(2, _flat, options=tp.Options(start_powerSGD_iter=4, min_numel=4096))
 
 
 def _no_advice(rank: int) -> None:
     ddp = make_attached(SHAPES)
-    records = _Records()
+    records = LogRecords()
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
     with tp.compression(True):  # asked for: not what an unattached module looks like
@@ -117,12 +99,12 @@ def _no_advice(rank: int) -> None:
     assert records.matching("attach") == []
 
 
-def test_no_advice_where_there_is_nothing_to_attach():
+def test_no_advice_where_there_is_nothing_to_attach() -> None:
     ranks.run(2, _no_advice, options=tp.Options(start_powerSGD_iter=0))
 
 
 def _layout_change(rank: int) -> None:
-    records = _Records()
+    records = LogRecords()
     old = [gradient([5000], rank), gradient([6000], rank), gradient([5000], rank, 2)]
     for _ in range(3):
         reduce_in_backward(old)
@@ -141,17 +123,17 @@ def _layout_change(rank: int) -> None:
     reduce_in_backward(old)
 
 
-def test_dropped_state():
+def test_dropped_state() -> None:
     ranks.run(2, _layout_change, options=tp.Options(start_powerSGD_iter=0, min_numel=4096))
 
 
 def _nothing(rank: int) -> None:
-    records = _Records()
+    records = LogRecords()
     ddp = make_ddp(SHAPES)
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
     assert records.seen == []
 
 
-def test_silence_when_nothing_is_compressed():
+def test_silence_when_nothing_is_compressed() -> None:
     ranks.run(2, _nothing, options=tp.Options(scope="never", start_powerSGD_iter=0))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import torch_powersgd as tp
@@ -16,7 +18,9 @@ STEPS, DRAIN_STEPS, QUIET = 8, 24, 1e-20
 TOLERANCE = 1e-5
 
 
-def _alike(rank, count, ddp_arguments):
+def _alike(
+    rank: int, count: int, ddp_arguments: dict[str, Any]
+) -> tuple[list[float], float, float, int]:
     """Models that train one after the other, the first with a gradient and the last without."""
     models = [make_ddp(SHAPES, **ddp_arguments) for _ in range(count)]
     ledgers = [Ledger() for _ in models]
@@ -28,7 +32,7 @@ def _alike(rank, count, ddp_arguments):
             ledger.add(outputs, {name: scale * g for name, g in means.items()})
         if i == STEPS - 1:
             delayed = min(ledgers[0].errors().values())
-    quiet = max(total.norm().item() for total in ledgers[-1].delivered.values())
+    quiet = max(total.norm().item() for total in ledgers[-1].outputs.values())
     errors = [max(ledger.errors().values()) for ledger in ledgers[:-1]]
     return errors, delayed, quiet, tp.stats()["compressed_calls"]
 
@@ -44,7 +48,7 @@ def _alike(rank, count, ddp_arguments):
     ],
     ids=["two", "two-later", "three", "views", "static"],
 )
-def test_each_gets_its_own_back(count, start, ddp_arguments):
+def test_each_gets_its_own_back(count: int, start: int, ddp_arguments: dict[str, Any]) -> None:
     # start counts the passes of all: two of each model, with a static graph three, since DDP
     # rebuilds its buckets in the one before.
     options = tp.Options(start_powerSGD_iter=start, matrix_approximation_rank=4, min_numel=500)

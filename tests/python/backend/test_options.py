@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ DTYPE_NAMES = ("float32", "float64", "bfloat16", "float16")
 # Of each field: a valid value that is not the default, its text in the environment, and the bad
 # values. Another type is bad even where C++ would convert it: the options are compared between
 # ranks, and printed, as they were given.
-VALUES = {
+VALUES: dict[str, tuple[Any, str, list[Any]]] = {
     "matrix_approximation_rank": (4, "4", [0, -1, 1025, 2**40, 2**70, 1.5, "4", None, math.nan]),
     "start_powerSGD_iter": (7, "7", [-1, 2**70, 1.5, "7", None]),
     "min_compression_rate": (1.5, "1.5", [0, -2.5, math.inf, math.nan, "2", None, 1j]),
@@ -52,11 +54,11 @@ def _text_of(value: object) -> str:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)
 
 
-def test_every_field_is_covered():
+def test_every_field_is_covered() -> None:
     assert VALUES.keys() == FIELDS.keys()
 
 
-def test_defaults_are_the_hooks():
+def test_defaults_are_the_hooks() -> None:
     hook = PowerSGDState(process_group=None)
     ours = tp.Options()
     shared = [
@@ -76,7 +78,7 @@ def test_defaults_are_the_hooks():
     assert hook.rng.randint(1_000_000_000) == expected
 
 
-def test_defaults_of_the_fields_that_the_hook_has_not():
+def test_defaults_of_the_fields_that_the_hook_has_not() -> None:
     ours = tp.Options()
     assert (ours.scope, ours.min_numel, ours.inner) == ("backward", 131_072, "auto")
     assert (ours.wire_dtype, ours.residual_dtype) == (None, torch.float32)
@@ -85,13 +87,13 @@ def test_defaults_of_the_fields_that_the_hook_has_not():
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_accepts_a_good_value(name):
+def test_accepts_a_good_value(name: str) -> None:
     value = VALUES[name][0]
     assert getattr(tp.Options(**{name: value}), name) == value
 
 
 @pytest.mark.parametrize(("name", "value"), BAD)
-def test_refuses_a_bad_value(name, value):
+def test_refuses_a_bad_value(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"\b{name}\b") as raised:
         tp.Options(**{name: value})
     message = str(raised.value)
@@ -104,14 +106,14 @@ WRONG_TYPES = st.one_of(st.none(), st.binary(max_size=3), st.tuples(), st.comple
 
 @settings(deadline=None)
 @given(name=st.sampled_from(sorted(set(FIELDS) - {"wire_dtype"})), value=WRONG_TYPES)
-def test_refuses_any_other_type(name, value):
+def test_refuses_any_other_type(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         tp.Options(**{name: value})
 
 
 @settings(deadline=None)
 @given(rank=st.integers())
-def test_rank_is_1_to_1024(rank):
+def test_rank_is_1_to_1024(rank: int) -> None:
     if 1 <= rank <= 1024:
         assert tp.Options(matrix_approximation_rank=rank).matrix_approximation_rank == rank
     else:
@@ -121,7 +123,7 @@ def test_rank_is_1_to_1024(rank):
 
 @settings(deadline=None)
 @given(rate=st.floats())
-def test_compression_rate_is_finite_and_positive(rate):
+def test_compression_rate_is_finite_and_positive(rate: float) -> None:
     if math.isfinite(rate) and rate > 0:
         assert tp.Options(min_compression_rate=rate).min_compression_rate == rate
     else:
@@ -131,20 +133,20 @@ def test_compression_rate_is_finite_and_positive(rate):
 
 @settings(deadline=None)
 @given(scope=st.text(max_size=12))
-def test_scope_is_one_of_four(scope):
+def test_scope_is_one_of_four(scope: str) -> None:
     if scope not in ("backward", "attached", "always", "never"):
         with pytest.raises(ValueError, match="scope"):
             tp.Options(scope=scope)
 
 
-def test_options_do_not_change():
+def test_options_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        tp.Options().scope = "never"
+        tp.Options().scope = "never"  # type: ignore[misc]
 
 
-def test_an_unknown_field_is_an_error():
+def test_an_unknown_field_is_an_error() -> None:
     with pytest.raises(TypeError, match="rank"):
-        tp.Options(rank=4)
+        tp.Options(rank=4)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"'rank'.*matrix_approximation_rank"):
         resolve({"rank": 4})
 
@@ -153,13 +155,13 @@ def test_an_unknown_field_is_an_error():
 
 
 @pytest.fixture(autouse=True)
-def _nothing_configured():
+def _nothing_configured() -> Iterator[None]:
     yield
     tp.configure(None)
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_environment_variable(name, monkeypatch):
+def test_environment_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     value, text, _ = VALUES[name]
     monkeypatch.setenv(f"POWERSGD_{name.upper()}", text)
     assert resolve(None) == tp.Options(**{name: value})
@@ -188,7 +190,7 @@ def test_environment_variable(name, monkeypatch):
         ("check_every", "-1"),
     ],
 )
-def test_bad_environment_variable(name, text, monkeypatch):
+def test_bad_environment_variable(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"POWERSGD_{name.upper()}", text)
     with pytest.raises(ValueError, match=f"POWERSGD_{name.upper()}") as raised:
         resolve(None)
@@ -196,14 +198,16 @@ def test_bad_environment_variable(name, text, monkeypatch):
 
 
 @pytest.fixture
-def _first_look():
+def _first_look() -> Iterator[None]:
     options._warn_of_unknown_variables.cache_clear()
     yield
     options._warn_of_unknown_variables.cache_clear()
 
 
 @pytest.mark.usefixtures("_first_look")
-def test_an_unknown_variable_is_warned_of_once(monkeypatch, caplog):
+def test_an_unknown_variable_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("POWERSGD_RANK", "4")
     monkeypatch.setenv("POWERSGD_BUILD_CUDA", "0")
     monkeypatch.setenv("POWERSGD_MIN_NUMEL", "22")
@@ -216,7 +220,9 @@ def test_an_unknown_variable_is_warned_of_once(monkeypatch, caplog):
 
 
 @pytest.mark.usefixtures("_first_look")
-def test_one_rank_of_a_machine_warns(monkeypatch, caplog):
+def test_one_rank_of_a_machine_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("POWERSGD_RANK", "4")
     monkeypatch.setenv("LOCAL_RANK", "1")
     resolve(None)
@@ -224,12 +230,12 @@ def test_one_rank_of_a_machine_warns(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("0", False)])
-def test_truth_in_the_environment(text, value, monkeypatch):
+def test_truth_in_the_environment(text: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POWERSGD_WARM_START", text)
     assert resolve(None).warm_start is value
 
 
-def test_precedence(monkeypatch):
+def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve(None) == tp.Options()
     monkeypatch.setenv("POWERSGD_MATRIX_APPROXIMATION_RANK", "2")
     monkeypatch.setenv("POWERSGD_MIN_NUMEL", "22")
@@ -242,7 +248,7 @@ def test_precedence(monkeypatch):
     assert resolve(None) == tp.Options(matrix_approximation_rank=2, min_numel=22)
 
 
-def test_a_mapping_sets_fields_on_top(monkeypatch):
+def test_a_mapping_sets_fields_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POWERSGD_MIN_NUMEL", "22")
     assert resolve({"scope": "always"}) == tp.Options(scope="always", min_numel=22)
     tp.configure(tp.Options(matrix_approximation_rank=3))
@@ -250,7 +256,7 @@ def test_a_mapping_sets_fields_on_top(monkeypatch):
     assert resolve({}) == tp.Options(matrix_approximation_rank=3)
 
 
-def test_a_mapping_is_validated():
+def test_a_mapping_is_validated() -> None:
     with pytest.raises(ValueError, match="^pg_options: scope must be"):
         resolve({"scope": "some"})
     with pytest.raises(ValueError, match="scope"):
@@ -258,17 +264,17 @@ def test_a_mapping_is_validated():
 
 
 @pytest.mark.parametrize("given", [3, "always", [("scope", "always")], object()])
-def test_what_pg_options_may_be(given):
+def test_what_pg_options_may_be(given: Any) -> None:
     with pytest.raises(ValueError, match="pg_options"):
         resolve(given)
 
 
-def test_configure_takes_options_only():
+def test_configure_takes_options_only() -> None:
     with pytest.raises(ValueError, match="configure"):
-        tp.configure({"scope": "always"})
+        tp.configure({"scope": "always"})  # type: ignore[arg-type]
 
 
-def test_from_hook_state():
+def test_from_hook_state() -> None:
     state = PowerSGDState(
         process_group=None,
         matrix_approximation_rank=3,

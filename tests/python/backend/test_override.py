@@ -16,6 +16,7 @@ from support.call_observer import (
     MIN_NUMEL,
     SCOPES,
     SETTLE_PASSES,
+    Run,
     attached,
     flat,
     in_backward,
@@ -26,12 +27,14 @@ from support.call_observer import (
     unattached,
 )
 
+Make = Callable[..., torch.Tensor]
+
 
 def _override(rank: int) -> dict[str, int]:
     """Compressed calls of one flat tensor, under overrides of several kinds."""
     found: dict[str, int] = {}
 
-    def count(name: str, where: Callable = outside, make: Callable = flat, *args: int) -> None:
+    def count(name: str, where: Run = outside, make: Make = flat, *args: int) -> None:
         calls, exact = observe(where, partial(make, *(args or [rank])))
         assert exact == (calls == 0), name
         found[name] = calls
@@ -76,7 +79,7 @@ def _override(rank: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_override(scope):
+def test_override(scope: str) -> None:
     default, in_a_backward = int(scope == "always"), int(scope in ("always", "backward"))
     expected = {
         "before": default,
@@ -104,7 +107,9 @@ def test_override(scope):
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("make", [attached, unattached])
 @pytest.mark.parametrize("scope", ["backward", "never"])
-def test_override_around_backward_of_ddp(scope, make, enabled):
+def test_override_around_backward_of_ddp(
+    scope: str, make: Callable[[], torch.nn.Module], enabled: bool
+) -> None:
     expected = (int(enabled), not enabled)
     arguments = (observe_ddp, make, enabled)
     assert ranks.run(2, *arguments, options=options_of(scope)) == [expected] * 2

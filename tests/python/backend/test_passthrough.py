@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,11 @@ MAY_RAISE = re.compile(
 )
 
 
-def _run_all(rank: int) -> dict[str, dict[str, object]]:
+# What each case gave in the group of Gloo and in that of each scope.
+Results = dict[str, dict[str, tuple[str, Any]]]
+
+
+def _run_all(rank: int) -> Results:
     groups = {"gloo": dist.new_group(backend="gloo")}
     for scope in SCOPES:
         options = tp.Options(scope=scope, start_powerSGD_iter=0)
@@ -39,21 +44,21 @@ def _run_all(rank: int) -> dict[str, dict[str, object]]:
 
 
 @pytest.fixture(scope="module")
-def results():
-    """{case: {"gloo" or scope: what the case gave}} of each rank."""
+def results() -> list[Results]:
+    """The results by rank."""
     return ranks.run(WORLD_SIZE, _run_all)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("scope", SCOPES)
-def test_gives_what_gloo_gives(results, name, scope):
+def test_gives_what_gloo_gives(results: list[Results], name: str, scope: str) -> None:
     if name == "differentiable_collectives" and GLOO_LACKS_ALL_TO_ALL:
         pytest.skip("torch emulates what Gloo lacks in groups whose backend is named gloo")
     for rank, mine in enumerate(results):
         assert mine[name][scope] == mine[name]["gloo"], f"on rank {rank}"
 
 
-def test_the_cases_run(results):
+def test_the_cases_run(results: list[Results]) -> None:
     raising = [name for name in CASES if results[0][name]["gloo"][0] == "raises"]
     if GLOO_LACKS_ALL_TO_ALL:
         raising.remove("all_to_all")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch._C._distributed_c10d import Backend
 
 import torch_powersgd as tp
 from support import ranks
-from support.synthetic import gradient
+from support.groups import backend_of_world, world
+from support.synthetic import gradient, sum_of
 from torch_powersgd._backend import find_backend
 from torch_powersgd._core import _C
 
@@ -25,10 +27,10 @@ CPU = torch.device("cpu")
 def _compresses(rank: int, group: dist.ProcessGroup | None = None) -> bool:
     """Whether a matrix is compressed in the group. That and an exact tensor are summed anyway."""
     size = dist.get_world_size(group)
-    members = dist.get_process_group_ranks(group or dist.group.WORLD)
+    members = dist.get_process_group_ranks(group or world())
     matrix = gradient([64, 64], rank)
     dist.all_reduce(matrix, group=group)
-    exact = sum(gradient([64, 64], member) for member in members)
+    exact = sum_of(gradient([64, 64], member) for member in members)
     dist.all_reduce(count := torch.ones(1, dtype=torch.int64), group=group)
     assert count.item() == size
     assert torch.isfinite(matrix).all()
@@ -38,7 +40,7 @@ def _compresses(rank: int, group: dist.ProcessGroup | None = None) -> bool:
 
 
 def _backend_type(rank: int) -> tuple[str, bool]:
-    backend = dist.group.WORLD._get_backend(CPU)
+    backend = backend_of_world()
     compresses = _compresses(rank)
     return type(backend).__name__, compresses
 
@@ -52,12 +54,12 @@ def _backend_type(rank: int) -> tuple[str, bool]:
         ("cpu:gloo,cuda:powersgd", ("ProcessGroupGloo", False)),
     ],
 )
-def test_init_process_group(name, expected):
+def test_init_process_group(name: str, expected: tuple[str, bool]) -> None:
     assert ranks.run(2, _backend_type, backend=name, options=ALWAYS) == [expected] * 2
 
 
 def _describe(rank: int) -> None:
-    backend = dist.group.WORLD._get_backend(CPU)
+    backend = backend_of_world()
     assert isinstance(backend, Backend)
     assert backend.name() == "powersgd"
     assert (backend.rank(), backend.size()) == (rank, 2)
@@ -68,7 +70,7 @@ def _describe(rank: int) -> None:
     dist.barrier()
 
 
-def test_what_the_backend_says_of_itself():
+def test_what_the_backend_says_of_itself() -> None:
     ranks.run(2, _describe, op_timeout=41)
 
 
@@ -90,7 +92,7 @@ def _over_tcp(rank: int) -> None:
         side.set("rank 1 has left", "1")
 
 
-def test_over_a_tcp_store():
+def test_over_a_tcp_store() -> None:
     ranks.run(2, _over_tcp, backend=None)
 
 
@@ -107,7 +109,7 @@ def _new_groups(rank: int) -> None:
     assert tp.stats()["compressed_calls"] == 0
 
 
-def test_new_group():
+def test_new_group() -> None:
     ranks.run(2, _new_groups)
 
 
@@ -125,11 +127,11 @@ def _new_group_of_some(rank: int) -> None:
     dist.barrier()
 
 
-def test_new_group_of_some_ranks():
+def test_new_group_of_some_ranks() -> None:
     ranks.run(3, _new_group_of_some)
 
 
-def _mesh(rank: int, replicate: object) -> None:
+def _mesh(rank: int, replicate: Any) -> None:
     tp.configure(ALWAYS)
     mesh = dist.init_device_mesh(
         "cpu",
@@ -145,18 +147,17 @@ def _mesh(rank: int, replicate: object) -> None:
 @pytest.mark.parametrize(
     "replicate", ["cpu:powersgd", ("cpu:powersgd", ALWAYS)], ids=["name", "options"]
 )
-def test_device_mesh(replicate):
+def test_device_mesh(replicate: str | tuple[str, tp.Options]) -> None:
     ranks.run(4, _mesh, replicate, backend="gloo")
 
 
 def _split(rank: int) -> None:
     dist.barrier()
-    world = dist.group.WORLD
     mine = [0, 1] if rank < 2 else [2, 3]
     for i in range(2):
         # dist.split_group refuses groups without an accelerator; it too passes a name of its own
         # for each set of ranks.
-        child = world.split_group(mine, timedelta(seconds=30), group_name=f"{mine} {i}")
+        child = world().split_group(mine, timedelta(seconds=30), group_name=f"{mine} {i}")
         backend = child._get_backend(CPU)
         assert isinstance(backend, _C.BackendPowerSGD)
         assert (backend.rank(), backend.size()) == (rank % 2, 2)
@@ -169,12 +170,12 @@ def _split(rank: int) -> None:
         # The parent goes on.
         dist.all_reduce(total)
         assert total.item() == 12
-    none = world.split_group([0, 1, 2], timedelta(seconds=30), group_name="three")
+    none = world().split_group([0, 1, 2], timedelta(seconds=30), group_name="three")
     assert (none is None) == (rank == 3)
     dist.barrier()
 
 
-def test_split_group():
+def test_split_group() -> None:
     ranks.run(4, _split, options=ALWAYS)
 
 
@@ -188,14 +189,14 @@ def _again(rank: int) -> None:
     assert not dist.is_initialized()
 
 
-def test_init_destroy_and_init_again():
+def test_init_destroy_and_init_again() -> None:
     ranks.run(2, _again, backend=None)
 
 
 def _detail(rank: int) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     ranks.init_group("cpu:powersgd", ALWAYS)
-    wrapper = dist.group.WORLD._get_backend(CPU)
+    wrapper = backend_of_world()
     assert not isinstance(wrapper, _C.BackendPowerSGD)
     assert isinstance(find_backend(None, CPU), _C.BackendPowerSGD)
     assert _compresses(rank)
@@ -205,7 +206,7 @@ def _detail(rank: int) -> None:
         dist.all_reduce(torch.ones(3 + rank))
 
 
-def test_debug_level_detail():
+def test_debug_level_detail() -> None:
     ranks.run(2, _detail, backend=None)
 
 
@@ -217,11 +218,12 @@ made: list[Backend] = []
 def _create_gloo(
     store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> dist.ProcessGroupGloo:
-    made.append(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
-    return made[-1]
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    made.append(backend)
+    return backend
 
 
-def _create_gloo_extended(options: object, pg_options: object) -> dist.ProcessGroupGloo:
+def _create_gloo_extended(options: Any, pg_options: object) -> dist.ProcessGroupGloo:
     assert pg_options is None
     return _create_gloo(options.store, options.group_rank, options.group_size, options.timeout)
 
@@ -238,7 +240,7 @@ def _inner(rank: int, inner: str, extended: bool) -> int:
     ("inner", "extended", "expected"),
     [("auto", False, 0), ("gloo", False, 0), ("plugin", False, 3), ("plugin", True, 3)],
 )
-def test_inner(inner, extended, expected):
+def test_inner(inner: str, extended: bool, expected: int) -> None:
     """A plugin makes three: one for what passes through, and one for each of the workers."""
     assert ranks.run(2, _inner, inner, extended, backend=None) == [expected] * 2
 
@@ -250,7 +252,7 @@ def _error_of_init(rank: int, inner: str) -> str:
 
 
 @pytest.mark.parametrize("inner", ["glue", "powersgd", "nccl", "Gloo"])
-def test_an_inner_that_there_is_not_is_an_error_on_every_rank(inner):
+def test_an_inner_that_there_is_not_is_an_error_on_every_rank(inner: str) -> None:
     if inner == "nccl" and dist.is_nccl_available():
         pytest.skip("this torch has nccl")
     messages = ranks.run(3, _error_of_init, inner, backend=None)
@@ -262,12 +264,12 @@ def test_an_inner_that_there_is_not_is_an_error_on_every_rank(inner):
 # Import.
 
 
-def _import(before: str) -> subprocess.CompletedProcess:
+def _import(before: str) -> subprocess.CompletedProcess[str]:
     program = f"import torch\n{before}\nimport torch_powersgd"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
 
-def test_another_release_of_torch_is_refused_at_import():
+def test_another_release_of_torch_is_refused_at_import() -> None:
     built = _C.torch_version
     ended = _import("torch.__version__ = '2.0.1+cpu'")
     assert ended.returncode == 1
@@ -276,6 +278,6 @@ def test_another_release_of_torch_is_refused_at_import():
         assert part in ended.stderr.splitlines()[-1]
 
 
-def test_another_build_of_the_same_release_is_accepted():
+def test_another_build_of_the_same_release_is_accepted() -> None:
     release = _C.torch_version.split("+")[0]
     assert _import(f"torch.__version__ = '{release}+local'").returncode == 0

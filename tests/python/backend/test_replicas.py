@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import pytest
 import torch
@@ -20,16 +21,16 @@ STEPS = 1000
 THREADS = [(1, 2), (2, 1)]
 
 
-def _digest(tensors):
+def _digest(tensors: Any) -> Any:
     return hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors)).hexdigest()
 
 
-def _cycle(rank, shapes, period):
+def _cycle(rank: int, shapes: Any, period: Any) -> Any:
     """Ready-made gradients: to make new ones takes longer than the steps."""
     return [gradients(shapes, rank, i) for i in range(period)]
 
 
-def _attached(rank, threads, options):
+def _attached(rank: int, threads: Any, options: tp.Options) -> Any:
     torch.set_num_threads(threads[rank])
     ddp = make_attached(SHAPES, options)
     inputs = _cycle(rank, SHAPES, 7)
@@ -39,11 +40,11 @@ def _attached(rank, threads, options):
     return digests, _digest([saved[key] for saved in state for key in ("residual", "q")])
 
 
-def _first_difference(a, b):
+def _first_difference(a: Any, b: Any) -> Any:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
 
 
-def test_attached_replicas_stay_equal_for_1000_steps():
+def test_attached_replicas_stay_equal_for_1000_steps() -> None:
     options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=4)
     runs = [result for threads in THREADS for result in ranks.run(2, _attached, threads, options)]
     digests, state = runs[0]
@@ -53,7 +54,7 @@ def test_attached_replicas_stay_equal_for_1000_steps():
         assert state == other_state
 
 
-def _short(rank, kind, options, steps):
+def _short(rank: int, kind: str, options: tp.Options, steps: int) -> Any:
     """The other settings; a training loop, so that a difference would grow."""
     torch.set_num_threads(1 + rank % 2)
     shapes = {"flat": (5000,)} if kind == "flat" else SHAPES
@@ -86,7 +87,9 @@ def _short(rank, kind, options, steps):
     ],
     ids=["four-ranks", "cold-start", "no-feedback", "bfloat16-residual", "flat", "unattached"],
 )
-def test_replicas_stay_equal_in_training(world_size, kind, fields):
+def test_replicas_stay_equal_in_training(
+    world_size: int, kind: str, fields: dict[str, Any]
+) -> None:
     options = tp.Options(
         start_powerSGD_iter=0, matrix_approximation_rank=3, min_numel=1000, **fields
     )
@@ -96,7 +99,7 @@ def test_replicas_stay_equal_in_training(world_size, kind, fields):
     assert digests == ranks.run(world_size, _short, kind, options, steps, options=options)
 
 
-def _dead_columns(rank):
+def _dead_columns(rank: int) -> Any:
     """Rank one in rank four: the other columns are random, and zero steps come between."""
     torch.set_num_threads(1 + rank)
     ddp = make_attached(
@@ -110,6 +113,6 @@ def _dead_columns(rank):
     return digests
 
 
-def test_replicas_stay_equal_with_dead_columns():
+def test_replicas_stay_equal_with_dead_columns() -> None:
     one, two = ranks.run(2, _dead_columns)
     assert _first_difference(one, two) is None

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +35,8 @@ from support.call_observer import (
 NOTHING: frozenset[str] = frozenset()
 
 # Of each kind: where it is reduced, its tensor on a rank, the op, and the scopes that compress it.
-KINDS: dict[str, tuple] = {
+Kind = tuple[Any, Any, Any, AbstractSet[str]]
+KINDS: dict[str, Kind] = {
     "flat in backward": (in_backward, flat, ReduceOp.SUM, {"backward", "always"}),
     "flat average in backward": (in_backward, flat, ReduceOp.AVG, {"backward", "always"}),
     "flat of min_numel in backward": (
@@ -134,20 +137,20 @@ def _observe_kinds(rank: int) -> dict[str, tuple[int, bool]]:
 
 
 @pytest.fixture(scope="module")
-def observed():
+def observed() -> Any:
     """{scope: [{kind: (compressed calls, exact)} of each rank]}"""
     return {scope: ranks.run(2, _observe_kinds, options=options_of(scope)) for scope in SCOPES}
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_table(observed, scope, kind):
+def test_table(observed: Any, scope: str, kind: str) -> None:
     compressed = scope in KINDS[kind][3]
     for mine in observed[scope]:
         assert mine[kind] == (int(compressed), not compressed)
 
 
-def test_nothing_is_compressed_alone():
+def test_nothing_is_compressed_alone() -> None:
     (alone,) = ranks.run(1, _observe_kinds, options=options_of("always"))
     assert {name: alone[name] for name in KINDS} == dict.fromkeys(KINDS, (0, True))
 
@@ -166,7 +169,7 @@ def test_nothing_is_compressed_alone():
         (unattached, "never", False),
     ],
 )
-def test_buckets_of_ddp(make, scope, compressed):
+def test_buckets_of_ddp(make: Any, scope: str, compressed: Any) -> None:
     expected = (int(compressed), not compressed)
     assert ranks.run(2, observe_ddp, make, options=options_of(scope)) == [expected] * 2
 
@@ -186,7 +189,7 @@ def _observe_coalesced(rank: int, override: bool | None) -> tuple[int, bool]:
 
 @pytest.mark.parametrize("override", [None, True, False])
 @pytest.mark.parametrize("scope", SCOPES)
-def test_coalesced_is_exact_unless_always(scope, override):
+def test_coalesced_is_exact_unless_always(scope: str, override: Any) -> None:
     compressed = scope == "always" and override is not False
     expected = (2, False) if compressed else (0, True)
     arguments = (_observe_coalesced, override)

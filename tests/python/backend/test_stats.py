@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def _attached(rank: int, dtype: torch.dtype, width: int, factor_width: int) -> N
     [(torch.float32, 4, 4), (torch.float64, 8, 8), (torch.float16, 2, 4), (torch.bfloat16, 2, 4)],
     ids=str,
 )
-def test_bytes_of_an_attached_model(dtype, width, factor_width):
+def test_bytes_of_an_attached_model(dtype: torch.dtype, width: Any, factor_width: Any) -> None:
     ranks.run(2, _attached, dtype, width, factor_width, options=OPTIONS)
 
 
@@ -110,7 +111,7 @@ def _reset(rank: int) -> None:
     assert now["ratio"] == now["compressed_ratio"] == pytest.approx(NUMEL / SENT, rel=1e-12)
 
 
-def test_counts_start_anew_after_a_reset():
+def test_counts_start_anew_after_a_reset() -> None:
     ranks.run(2, _reset, options=OPTIONS)
 
 
@@ -126,7 +127,7 @@ def _scalars(rank: int) -> None:
     assert len(flat) == leaves
 
 
-def test_flat_stats_are_scalars():
+def test_flat_stats_are_scalars() -> None:
     ranks.run(2, _scalars, options=OPTIONS)
 
 
@@ -143,7 +144,7 @@ def _flat(rank: int) -> None:
     assert tp.stats()["bytes_before"] == now["bytes_before"], "not a gradient"
 
 
-def test_bytes_of_flat_tensors():
+def test_bytes_of_flat_tensors() -> None:
     ranks.run(2, _flat, options=tp.Options(start_powerSGD_iter=1, min_numel=1))
 
 
@@ -157,7 +158,7 @@ def _large(rank: int, residual_dtype: torch.dtype) -> int:
     return int(tp.stats()["saturated_steps"])
 
 
-def test_saturated_residuals_are_counted_on_the_rank_that_has_them():
+def test_saturated_residuals_are_counted_on_the_rank_that_has_them() -> None:
     assert ranks.run(2, _large, torch.float16) == [1, 0]
     assert ranks.run(2, _large, torch.bfloat16) == [0, 0]
 
@@ -177,7 +178,7 @@ def _several_buckets(rank: int) -> None:
     assert now["bytes_after"] - before["bytes_after"] == 4 * (SENT + 1)
 
 
-def test_bytes_of_several_buckets():
+def test_bytes_of_several_buckets() -> None:
     options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
     ranks.run(2, _several_buckets, options=options)
 
@@ -204,7 +205,7 @@ def _norms(rank: int) -> None:
         assert norms[f"weights.{name}"] == pytest.approx(residual.norm().item(), rel=1e-4)
 
 
-def test_residual_norms():
+def test_residual_norms() -> None:
     options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
     ranks.run(2, _norms, options=options)
 
@@ -223,7 +224,7 @@ def _two_models(rank: int) -> None:
     assert outputs_of(first).keys() == SHAPES.keys()
 
 
-def test_two_models():
+def test_two_models() -> None:
     ranks.run(2, _two_models, options=tp.Options(start_powerSGD_iter=0))
 
 
@@ -242,11 +243,11 @@ def _of_a_group(rank: int) -> None:
             tp.set_grad_scale(scale)
 
 
-def test_stats_of_a_group():
+def test_stats_of_a_group() -> None:
     ranks.run(2, _of_a_group)
 
 
-def test_without_a_process_group():
+def test_without_a_process_group() -> None:
     for function in (tp.stats, lambda: tp.set_grad_scale(1.0)):
         with pytest.raises(ValueError, match="init_process_group"):
             function()
@@ -260,5 +261,5 @@ def _with_gloo_alone(rank: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo"])
-def test_without_a_powersgd_group(backend):
+def test_without_a_powersgd_group(backend: Any) -> None:
     ranks.run(2, _with_gloo_alone, backend=backend)

@@ -28,7 +28,7 @@ print(*counts)
 """
 
 
-def test_the_stages_run_on_as_many_threads_as_torch_has():
+def test_the_stages_run_on_as_many_threads_as_torch_has() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100, check=True
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.repository import ROOT
 
@@ -25,13 +26,12 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import bench_cluster  # noqa: E402
 import shapes  # noqa: E402
-import torch  # noqa: E402
 from cluster import figures, hosts, launch, models, mps  # noqa: E402
 
 
 def _lacks() -> list[str]:
     """What is missing for hosts, also where root may not make them (in a container, say)."""
-    lacks = hosts.missing()
+    lacks: list[str] = hosts.missing()
     if not lacks:
         try:
             with hosts.Hosts(2, "1gbit"):

@@ -124,8 +124,8 @@ def test_the_digits_example_saves_and_resumes(tmp_path: Path) -> None:
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 9))
     sent = [record["bytes_sent"] for record in records]
-    steps = [after - before for before, after in zip([0, *sent], sent, strict=False)]
+    by_step = [after - before for before, after in zip([0, *sent], sent, strict=False)]
     # A resumed run goes on from where it was: the exact steps are the first three of all.
-    assert steps[:3] == [steps[0]] * 3
-    assert steps[3:] == [steps[3]] * 5
-    assert 0 < steps[3] < steps[0] / 8
+    assert by_step[:3] == [by_step[0]] * 3
+    assert by_step[3:] == [by_step[3]] * 5
+    assert 0 < by_step[3] < by_step[0] / 8

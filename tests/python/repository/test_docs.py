@@ -9,12 +9,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import torch_powersgd
 from support import markdown_blocks, user_messages
-from support.markdown_blocks import LANGUAGES, PAGES, PROGRAMS, ROOT, SHELL, BadBlock, Block
+from support.markdown_blocks import LANGUAGES, PAGES, PROGRAMS, SHELL, BadBlock, Block
+from support.repository import ROOT
 
 COLUMNS = 100
 MARKDOWN = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -51,12 +53,12 @@ def _to_run(languages: set[str]) -> list[object]:
 
 
 @pytest.mark.parametrize("block", _to_run(PROGRAMS))
-def test_a_program_of_the_docs_runs(block, tmp_path):
+def test_a_program_of_the_docs_runs(block: Block, tmp_path: Path) -> None:
     markdown_blocks.run_block(block, tmp_path)
 
 
 @pytest.mark.parametrize("block", _to_run(SHELL))
-def test_a_command_of_the_docs_runs(block, tmp_path):
+def test_a_command_of_the_docs_runs(block: Block, tmp_path: Path) -> None:
     for entry in ROOT.iterdir():
         if not entry.name.startswith("."):
             (tmp_path / entry.name).symlink_to(entry)
@@ -80,7 +82,7 @@ def test_a_command_of_the_docs_runs(block, tmp_path):
 
 
 @pytest.mark.parametrize("block", [pytest.param(block, id=block.place) for block in _blocks(SHELL)])
-def test_a_command_of_the_docs_is_well_formed(block):
+def test_a_command_of_the_docs_is_well_formed(block: Block) -> None:
     parsed = subprocess.run(
         ["bash", "-n"], input=block.code, capture_output=True, text=True, check=False
     )
@@ -90,12 +92,12 @@ def test_a_command_of_the_docs_is_well_formed(block):
 @pytest.mark.parametrize(
     "block", [pytest.param(block, id=block.place) for block in _blocks(PROGRAMS)]
 )
-def test_a_program_of_the_docs_compiles(block):
+def test_a_program_of_the_docs_compiles(block: Block) -> None:
     compile(block.program(), block.place, "exec")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_runs_or_says_why_not(page):
+def test_every_block_runs_or_says_why_not(page: Path) -> None:
     markdown_blocks.blocks_of_page(page)  # raises otherwise
 
 
@@ -103,7 +105,7 @@ def _page(*lines: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_the_comments_of_blocks():
+def test_the_comments_of_blocks() -> None:
     text = _page(
         "<!-- not run: it needs two machines -->",
         "```bash",
@@ -142,17 +144,17 @@ def test_the_comments_of_blocks():
         ("Text.", "", "    indented", ""),
     ],
 )
-def test_a_block_without_a_right_comment_is_found(lines):
+def test_a_block_without_a_right_comment_is_found(lines: Any) -> None:
     with pytest.raises(BadBlock, match=r"page.md:\d"):
         markdown_blocks.blocks_of(_page(*lines), "page.md")
 
 
-def test_the_program_of_a_diff_is_what_it_leads_to():
+def test_the_program_of_a_diff_is_what_it_leads_to() -> None:
     code = "--- a\n+++ b\n@@ -1 +1 @@\n import x\n-old()\n+new()\n"
     assert Block("page.md", 1, "diff", code).program() == "import x\nnew()\n"
 
 
-def test_a_block_that_fails_is_found(tmp_path):
+def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
     block = Block("page.md", 41, "python", "import torch\ntorch.no_such_function()\n")
     with pytest.raises(Exception, match=r'page.md", line 43'):
         markdown_blocks.run_block(block, tmp_path)
@@ -169,11 +171,11 @@ def _too_long(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.name)
-def test_lines_are_short(page):
+def test_lines_are_short(page: Path) -> None:
     assert _too_long(page.read_text()) == []
 
 
-def test_a_long_line_is_found():
+def test_a_long_line_is_found() -> None:
     link = f"[text](https://example.org/{'x' * 90}) and more"
     table = "| " + "x" * 120 + " |"
     blocks = ["```text", "x" * 101, "```", "```python", "x" * 101, "```"]
@@ -206,32 +208,32 @@ def _dead_links(text: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_lead_somewhere(page: Path) -> None:
     assert _dead_links(page.read_text(), page.parent) == []
 
 
-def test_a_dead_link_is_found(tmp_path):
+def test_a_dead_link_is_found(tmp_path: Path) -> None:
     (tmp_path / "there.md").write_text("# A `title`, or *two*\n")
     text = "# Here\n[a](there.md#a-title-or-two) [b](#here) [c](gone.md) [d](there.md#no) [e](#x)\n"
     assert _dead_links(text, tmp_path) == ["gone.md", "there.md#no", "#x"]
 
 
 @pytest.mark.parametrize(("page", "program"), [("options", "_options"), ("performance", "_tables")])
-def test_a_page_is_what_its_program_makes(page, program):
-    command = [sys.executable, ROOT / "docs" / f"{program}.py"]
+def test_a_page_is_what_its_program_makes(page: Path, program: Any) -> None:
+    command = [sys.executable, str(ROOT / "docs" / f"{program}.py")]
     made = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
     remedy = f"python docs/{program}.py --write"
     assert (ROOT / "docs" / f"{page}.md").read_text() == made, remedy
 
 
-def test_the_api_page_has_every_public_name():
+def test_the_api_page_has_every_public_name() -> None:
     shown = re.findall(
         r"^::: torch_powersgd\.(?:\w+\.)?(\w+)$", API.read_text(), flags=re.MULTILINE
     )
     assert sorted(shown) == sorted({*torch_powersgd.__all__} - {"__version__"})
 
 
-def test_troubleshooting_quotes_messages_that_exist():
+def test_troubleshooting_quotes_messages_that_exist() -> None:
     messages = user_messages.all_messages()
     quoted = list(user_messages.quoted_on(TROUBLESHOOTING.read_text()))
     assert len(quoted) > 50
@@ -244,7 +246,7 @@ def test_troubleshooting_quotes_messages_that_exist():
 OF_OTHERS = ("Unknown c10d backend type", "Timed out waiting", "No backend of type", "/usr/bin/ld")
 
 
-def test_troubleshooting_has_every_message():
+def test_troubleshooting_has_every_message() -> None:
     quoted = list(user_messages.quoted_on(TROUBLESHOOTING.read_text()))
     missing = [
         f"{message.place}: {message.text}"
@@ -271,7 +273,7 @@ SAID = re.compile(r"^(?:torch_powersgd: |[A-Z]+:torch_powersgd:)(.*)", flags=re.
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_shown_log_lines_exist(page):
+def test_shown_log_lines_exist(page: Path) -> None:
     messages = user_messages.all_messages()
     lines = SAID.findall(page.read_text())
     unknown = [line for line in lines if not any(_is_instance(line, m) for m in messages)]
@@ -283,13 +285,13 @@ def _is_instance(line: str, message: user_messages.Message) -> bool:
     return max(message.parts, key=len) in line
 
 
-def test_a_shown_line_that_does_not_exist_is_found():
+def test_a_shown_line_that_does_not_exist_is_found() -> None:
     message = user_messages.Message("a.py:1", "rank … waits for long … seconds")
     assert _is_instance("rank 1 waits for long 2 seconds", message)
     assert not _is_instance("rank 1 waits long 2 seconds", message)
 
 
-def test_messages_are_read_from_sources():
+def test_messages_are_read_from_sources() -> None:
     python = 'raise ValueError(f"no {x} here, " "sorry")\nmessage = f"all {y} is well"\n'
     assert [m.text for m in user_messages.python_messages(python, "a.py")] == [
         "no … here, sorry",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Each layer includes and imports only what it may; docs/architecture.md draws the arrows."""
 
+from __future__ import annotations
+
 import ast
 import re
 from pathlib import Path

@@ -222,7 +222,7 @@ def configure(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]
 
     def run(**variables: object) -> subprocess.CompletedProcess[str]:
         defines = [f"-D{name}={value}" for name, value in variables.items()]
-        command = [cmake, "-S", tmp_path, "-B", tmp_path / "build", *defines]
+        command = [cmake, "-S", str(tmp_path), "-B", str(tmp_path / "build"), *defines]
         command.append("-DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON")
         return subprocess.run(command, capture_output=True, text=True)
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sees whether an all-reduce was compressed: by the count of calls, and by its value."""
+"""Observes whether an all-reduce was compressed: by the count of calls, and by its value."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,12 @@ import torch_powersgd as tp
 from support.synthetic import gradient, make_attached, make_ddp
 
 MIN_NUMEL = 4096
-SETTLE_PASSES = 2  # in which DDP may still rebuild its buckets
+SETTLE_PASSES = 2  # DDP may still rebuild its buckets in these passes
 SCOPES = ("backward", "attached", "always", "never")
 
 SHAPES = {"weight": (60, 80), "bias": (80,)}  # of a DDP module with one bucket
+
+Run = Callable[[Callable[[], object]], None]  # calls a function somewhere
 
 
 def options_of(scope: str) -> tp.Options:
@@ -24,7 +27,7 @@ def options_of(scope: str) -> tp.Options:
 
 
 def flat(rank: int, numel: int = 3 * MIN_NUMEL) -> torch.Tensor:
-    """Random: no low-rank factors hold it exactly."""
+    """A random flat tensor, which no low-rank factors hold exactly."""
     return gradient([numel], "flat", rank)
 
 
@@ -38,41 +41,43 @@ def exception_of(work: dist.Work, otherwise: object) -> object:
 
 class _CallInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, leaf, function):
+    def forward(ctx: Any, leaf: torch.Tensor, function: Callable[[], object]) -> torch.Tensor:
         ctx.function = function
         return leaf.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.function()
         return grad, None
 
 
-def in_backward(function: Callable[[], None]) -> None:
+def in_backward(function: Callable[[], object]) -> None:
     """Calls the function while autograd runs backward."""
-    _CallInBackward.apply(torch.zeros((), requires_grad=True), function).backward()
+    leaf = torch.zeros((), requires_grad=True)
+    _CallInBackward.apply(leaf, function).backward()  # type: ignore[no-untyped-call]
 
 
-def outside(function: Callable[[], None]) -> None:
+def outside(function: Callable[[], object]) -> None:
     function()
 
 
 def compressed_calls() -> int:
-    return tp.stats(residual_norms=False)["compressed_calls"]
+    calls: int = tp.stats(residual_norms=False)["compressed_calls"]
+    return calls
 
 
 _gloo_groups: list[dist.ProcessGroup] = []
 
 
 def gloo() -> dist.ProcessGroup:
-    """A group of all ranks that is never compressed. To be called first on all ranks alike."""
+    """A group of all ranks that is never compressed. The first call is collective."""
     if not _gloo_groups:
         _gloo_groups.append(dist.new_group(backend="gloo"))
     return _gloo_groups[0]
 
 
 def observe(
-    where: Callable, make: Callable[[], torch.Tensor], op: dist.ReduceOp = dist.ReduceOp.SUM
+    where: Run, make: Callable[[], torch.Tensor], op: Any = dist.ReduceOp.SUM
 ) -> tuple[int, bool]:
     """How many calls the wrapper compressed, and whether it gave the bits that Gloo gives."""
     if where is in_backward:  # a flat gradient is exact in its first passes, in any scope
@@ -103,9 +108,13 @@ def unattached() -> torch.nn.Module:
 def observe_ddp(
     rank: int, make: Callable[[], torch.nn.Module], override: bool | None = None
 ) -> tuple[int, bool]:
-    """The same of the bucket of a DDP module, its backward inside of an override if not None."""
+    """The same facts about the bucket of a DDP module.
+
+    Args:
+        override: the override of the scope around backward; None: there is none.
+    """
     fed = {name: gradient(shape, name, rank) for name, shape in SHAPES.items()}
-    gradients = []
+    gradients: list[list[torch.Tensor]] = []
     for ddp in (make_ddp(SHAPES, process_group=gloo()), make()):
         for _ in range(SETTLE_PASSES + 1):
             ddp.zero_grad()
@@ -113,6 +122,6 @@ def observe_ddp(
             before = compressed_calls()
             with nullcontext() if override is None else tp.compression(override):
                 loss.backward()
-        gradients.append([parameter.grad for parameter in ddp.parameters()])
+        gradients.append([p.grad for p in ddp.parameters() if p.grad is not None])
     same = all(a.equal(b) for a, b in zip(*gradients, strict=True))
     return compressed_calls() - before, same

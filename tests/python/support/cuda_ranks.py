@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ranks that share one GPU. NCCL takes them for hosts of their own and connects them by sockets."""
+"""Ranks that share one GPU. NCCL takes each for a host of its own and connects them by sockets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def options_of(inner: str = "auto", **fields: Any) -> tp.Options:
     return tp.Options(inner=inner, **fields)
 
 
-def _main(rank: int, function: Any, backend: str, options: Any, args: tuple) -> Any:
+def _main(rank: int, function: Any, backend: str, options: Any, args: tuple[Any, ...]) -> Any:
     os.environ.update(
         NCCL_HOSTID=str(rank),
         NCCL_SOCKET_IFNAME="lo",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a fragment of code in the docs takes for granted: ``<!-- run with: NAME -->``.
+"""The names that a fragment of code in the docs relies on: ``<!-- run with: NAME -->``.
 
 Each function in ``PREAMBLES`` returns the names that the fragment can use. All of them make the
 default process group.
@@ -24,7 +24,7 @@ Names = dict[str, Any]
 
 WIDTH = 64
 # The ranks of small layers: compressed at rank 4 from the second step on.
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "matrix_approximation_rank": 4,
     "wire_dtype": torch.bfloat16,
     "start_powerSGD_iter": 2,
@@ -68,7 +68,8 @@ def _batches() -> list[torch.Tensor]:
 
 
 def _loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().mean()
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
 
 
 def group() -> Names:
@@ -114,7 +115,7 @@ def gan() -> Names:
 
 
 def zero() -> Names:
-    """What an optimizer that overlaps with DDP needs."""
+    """The names that an optimizer needs that overlaps with DDP."""
     from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -123,7 +124,7 @@ def zero() -> Names:
 
 
 def mesh() -> Names:
-    """A model in layers, and what shards it. For four ranks."""
+    """A model in layers, and the functions that shard it, on four ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -134,7 +135,7 @@ def mesh() -> Names:
 
 
 def tensor_parallel() -> Names:
-    """A mesh of replicas and tensor parallelism. For four ranks."""
+    """A mesh of replicas and tensor parallelism, on four ranks."""
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -150,7 +151,7 @@ def tensor_parallel() -> Names:
 
 
 def pipeline() -> Names:
-    """A mesh of replicas and pipeline stages. For four ranks."""
+    """A mesh of replicas and pipeline stages, on four ranks."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     names = mesh()

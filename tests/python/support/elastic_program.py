@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A training job for torchrun: it saves as it goes, resumes where it was, and may be killed.
+"""A training job for torchrun that saves now and then, resumes from there, and may be killed.
 
     torchrun ... elastic_program.py FOLDER KILL_AT
 
-Rank 1 of the first life kills itself in the backward pass of step KILL_AT (-1: never), in between
-the gradients of its layers. The parameters at the end are written to FOLDER/result.<rank>.
+Rank 1 of the first start kills itself in the backward pass of step KILL_AT (-1: never), between the
+gradients of its layers. Each rank writes its parameters at the end to FOLDER/result.<rank>.
 """
 
 import os
@@ -34,7 +34,7 @@ def save(
     ddp: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Under another name first: a rank that is killed leaves no half of a file."""
+    """Writes under another name first, so that a killed rank leaves no half of a file."""
     state = {
         "step": step,
         "model": ddp.module.state_dict(),
@@ -46,7 +46,7 @@ def save(
 
 
 def last_saved(folder: Path, world_size: int) -> int:
-    """The last step that all ranks have saved; 0: none."""
+    """The last step that all ranks have saved; 0 if there is none."""
     complete = [
         step
         for step in range(SAVE_EVERY, STEPS, SAVE_EVERY)
@@ -57,12 +57,13 @@ def last_saved(folder: Path, world_size: int) -> int:
 
 def main() -> None:
     folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-    first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     options = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
     dist.init_process_group("cpu:powersgd", pg_options=options)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    first = torch.nn.Linear(32, 64)
+    net = torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Linear(64, 1))
     ddp = DistributedDataParallel(net, bucket_cap_mb=1e-3)
     tp.attach(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
@@ -74,8 +75,8 @@ def main() -> None:
         tp.load_state_dict(ddp, state["powersgd"])
     for step in range(begin, STEPS):
         inputs, target = batch(rank, step)
-        if step == kill_at and first_life and rank == 1:
-            net[0].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        if step == kill_at and first_start and rank == 1:
+            first.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(ddp(inputs), target).backward()
         optimizer.step()

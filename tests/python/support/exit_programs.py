@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Programs of two ranks that end in many ways, each rank through a whole interpreter's exit.
+"""Programs of two ranks that end in many ways. Each rank runs through an interpreter's whole exit.
 
     python exit_programs.py FOLDER PROGRAM...
 
 A multiprocessing child leaves by os._exit, which skips all that can go wrong at an exit: the atexit
 functions, the end of the interpreter, static destructors. So this program imports torch once and
-then forks its ranks, each of which runs off the end of the script as a user's program does. The
-programs named run once each, all at the same time; a name followed by * and a number runs so many
-times, one after the other. It prints as JSON
-{program: [[exit code of rank 0, of rank 1, seconds], ...]}.
+then forks its ranks. Each rank runs off the end of the script, as a user's program does.
+
+The programs named run once each, all at the same time. A name followed by * and a number runs so
+many times, one after the other. The output is JSON:
+{program: [[exit code of rank 0, exit code of rank 1, seconds], ...]}.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ HANG = 40  # seconds
 
 SHAPES = {"weight": (32, 48), "bias": (48,)}
 
-# What a program leaves behind for the interpreter to destroy.
+# Objects that a program leaves for the interpreter to destroy.
 kept: list[Any] = []
 
 
 class SlowToDestroy:
-    """Stretches the end of the interpreter, as a large program does, and lets other threads run in
-    it: one that then asks for the GIL is ended where it is."""
+    """Stretches the end of the interpreter, as a large program does.
+
+    Other threads run meanwhile. One that then asks for the GIL is ended where it is.
+    """
 
     def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         sleep(1)
@@ -70,7 +73,8 @@ def train(rank: int) -> torch.nn.Module:
 
 
 def start_work(rank: int) -> dist.Work:
-    return dist.all_reduce(gradient([64, 64], rank), async_op=True)
+    work: dist.Work = dist.all_reduce(gradient([64, 64], rank), async_op=True)
+    return work
 
 
 def reduces_and_destroys(rank: int) -> None:
@@ -111,21 +115,21 @@ def destroys_with_answered_works(rank: int) -> None:
         work.wait()
 
 
-def linger(done: torch.futures.Future) -> None:
+def linger(done: torch.futures.Future[Any]) -> None:
     """A callback that asks for the GIL again and again, for half a second."""
     for _ in range(500):
         time.sleep(0.001)
 
 
 def leaves_a_work_that_nobody_answers(rank: int) -> None:
-    """The peer exits too, which ends what is in flight: the callback begins during the exit."""
+    """The peer exits too, which ends the work: its callback begins during the exit."""
     if rank == 0:
         kept.extend([SlowToDestroy(), start_work(rank)])
         kept.append(kept[1].get_future().then(linger))
 
 
 def outlive_rank_0(rank: int) -> None:
-    """Keeps the connection open: nothing then ends what rank 0 has in flight."""
+    """Keeps the connection open, so that nothing ends the works of rank 0."""
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         store.set("pid", str(os.getpid()))
@@ -162,8 +166,12 @@ def exits_with_a_work_in_flight(rank: int) -> None:
 def exits_while_a_callback_runs(rank: int) -> None:
     kept.append(SlowToDestroy())
     started = threading.Event()
-    work = start_work(rank)
-    work.get_future().then(lambda done: started.set() or linger(done))
+
+    def callback(done: torch.futures.Future[Any]) -> None:
+        started.set()
+        linger(done)
+
+    start_work(rank).get_future().then(callback)
     started.wait()
 
 
@@ -172,7 +180,7 @@ def exits_with_an_exact_work_in_flight(rank: int) -> None:
 
 
 class InRank(Exception):
-    """Leaves the loop of the starter in a fork: what it carries is run at the end of the script."""
+    """Leaves the starter's loop in a fork. The end of the script runs the program that it names."""
 
 
 def start(name: str, store: str) -> tuple[list[int], float]:
@@ -186,7 +194,7 @@ def start(name: str, store: str) -> tuple[list[int], float]:
 
 
 def wait(pids: list[int], started: float) -> list[float]:
-    """The exit codes, negative for a signal; a rank that hangs is killed and has -SIGKILL."""
+    """The exit codes and the seconds. A rank that hangs is killed, which gives -SIGKILL."""
     codes: dict[int, int] = {}
     while len(codes) < len(pids):
         for pid in pids:
@@ -214,8 +222,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, *programs = sys.argv[1:]
     if any("train" in name or "everything" in name for name in programs):
-        importlib.import_module("torch._dynamo")  # else DDP imports it in each fork
-    # What the forks share need not be walked, and copied, by the collections of their last moments.
+        importlib.import_module("torch._dynamo")  # otherwise DDP imports it in each fork
+    # Frozen objects are neither walked nor copied by the collections at the end of a fork.
     gc.collect()
     gc.freeze()
     rank_to_be = None

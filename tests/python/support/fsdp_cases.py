@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Modules that FSDP2 has sharded, each trained twice: attached, and by FSDP2's own HSDP."""
+"""Modules sharded by FSDP2 (fully_shard), each trained twice: attached, and by FSDP2's own HSDP."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,14 +18,17 @@ from torch.distributed.tensor.parallel import (
 )
 
 import torch_powersgd as tp
-from support.paired_training import OPTIONS, STEPS, WARM_UP, digest, same
+from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts, digest, same
 from support.synthetic import Ledger, Tensors, gradient
 
 REPLICAS, SHARDS = 2, 2
 
+# A Net that is an FSDPModule as well: fully_shard changes the class of its argument.
+Sharded = Any
+
 
 class Net(nn.Module):
-    """Its shards are uneven, and of ``gain`` only the first rank has any."""
+    """A net with uneven shards. Only the first rank has an element of ``gain``."""
 
     def __init__(self, width: int = 25) -> None:
         super().__init__()
@@ -32,26 +36,32 @@ class Net(nn.Module):
         self.gain = nn.Parameter(torch.ones(1))
         self.out = nn.Linear(width, 33)
 
-    def forward(self, x, skip=None, gained=True):
+    def forward(
+        self, x: torch.Tensor, skip: int | None = None, gained: bool = True
+    ) -> torch.Tensor:
         for i, block in enumerate(self.blocks):
             x = x if i == skip else torch.tanh(block(x))
-        return self.out(self.gain * x if gained else x)
+        output: torch.Tensor = self.out(self.gain * x if gained else x)
+        return output
 
 
-def mesh_of(replicate: object, *others: tuple[str, int]) -> DeviceMesh:
-    """Of replicas and others over Gloo: without any, of shards."""
+def mesh_of(replicate: Any, *others: tuple[str, int]) -> DeviceMesh:
+    """A mesh with a dimension of replicas.
+
+    Args:
+        replicate: the backend of the replicas, or a tuple of it and its options.
+        others: name and size of each other dimension, over Gloo; default: one of shards.
+    """
     names, sizes = zip(("replicate", REPLICAS), *(others or [("shard", SHARDS)]), strict=True)
     backends = {**dict.fromkeys(names, "gloo"), "replicate": replicate}
     return init_device_mesh("cpu", sizes, mesh_dim_names=names, backend_override=backends)
 
 
-def sharded(
-    mesh: DeviceMesh, tensor_mesh: DeviceMesh | None = None, **arguments: object
-) -> nn.Module:
+def sharded(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None = None, **arguments: Any) -> Sharded:
     torch.manual_seed(0)
     net = Net()
     if tensor_mesh is not None:
-        net = Net(24)  # which two ranks can share evenly, as FSDP2 asks for
+        net = Net(24)  # FSDP2 wants a width that two ranks share evenly
         parallelize_module(
             net, tensor_mesh, {"blocks.0": ColwiseParallel(), "blocks.1": RowwiseParallel()}
         )
@@ -60,12 +70,12 @@ def sharded(
     return fully_shard(net, mesh=mesh, **arguments)
 
 
-def locals_of(module: nn.Module) -> Tensors:
+def locals_of(module: Sharded) -> Tensors:
     """This rank's shards of the parameters."""
     return {name: p.detach().to_local() for name, p in module.named_parameters()}
 
 
-def gradients(module: nn.Module) -> Tensors:
+def gradients(module: Sharded) -> Tensors:
     """This rank's shards of the gradients."""
     return {
         name: p.grad.to_local().clone()
@@ -74,20 +84,10 @@ def gradients(module: nn.Module) -> Tensors:
     }
 
 
-@dataclass
-class Facts:
-    warm_up: list[bool] = field(default_factory=list)  # gradients as native HSDP has them
-    exact: list[bool] = field(default_factory=list)  # loss and input's gradient: likewise
-    compressed: list[bool] = field(default_factory=list)  # gradients that differ, after warm-up
-    errors: dict[str, float] = field(default_factory=dict)  # of the identity, by parameter
-    replica: list[str] = field(default_factory=list)  # digest of gradients and shards, by step
-    extra: object = None
-
-
 class TrainingPair:
     """The same training, attached, and by FSDP2's own HSDP over Gloo."""
 
-    def __init__(self, attached: nn.Module, plain: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, attached: Sharded, plain: Sharded, group: dist.ProcessGroup) -> None:
         self.attached, self.plain, self.group = attached, plain, group
         tp.attach(self.attached, group=self.group)
         self.facts, self.ledger = Facts(), Ledger()
@@ -98,7 +98,19 @@ class TrainingPair:
         for mine, other in pairs:
             mine.copy_(other)
 
-    def train(self, rank: int, micro_batches: int = 1, prepare=None, skip=None) -> Facts:
+    def train(
+        self,
+        rank: int,
+        micro_batches: int = 1,
+        prepare: Callable[[Sharded, bool], None] | None = None,
+        skip: Callable[[int], int | None] | None = None,
+    ) -> Facts:
+        """Trains both.
+
+        Args:
+            prepare: called before each micro-batch with the module and whether it is the last one.
+            skip: the block that a step leaves out, if any.
+        """
         for i in range(STEPS):
             self.equalize()
             seen = []
@@ -106,7 +118,7 @@ class TrainingPair:
                 module.zero_grad()
                 for k in range(micro_batches):
                     if prepare is not None:
-                        prepare(module, last=k == micro_batches - 1)
+                        prepare(module, k == micro_batches - 1)
                     width = module.out.weight.shape[1]
                     x = gradient((6, width), "input", rank, micro_batches * i + k)
                     loss = module(x.requires_grad_(), skip(i) if skip else None).square().mean()
@@ -129,7 +141,7 @@ class TrainingPair:
         self.facts.replica.append(digest([*found.values(), *locals_of(self.attached).values()]))
 
     def residuals(self) -> Tensors:
-        """Mean over the replicas, without the padding and the loss scale."""
+        """The mean residuals of the replicas, without the padding and the loss scale."""
         shards, state = locals_of(self.attached), tp.state_dict(self.attached)
         return {
             name: saved["residual"][: len(shards[name])].double() / state["grad_scale"]
@@ -147,7 +159,7 @@ class TrainingPair:
         return self.facts
 
 
-def make_pair(**arguments: object) -> TrainingPair:
+def make_pair(**arguments: Any) -> TrainingPair:
     mesh = mesh_of(("cpu:powersgd", OPTIONS))
     attached = sharded(mesh["shard"], **arguments)
     return TrainingPair(
@@ -155,16 +167,16 @@ def make_pair(**arguments: object) -> TrainingPair:
     )
 
 
-CASES = {}
+CASES: dict[str, Callable[[int], Facts]] = {}
 
 
-def case(function):
+def case(function: Callable[[int], Facts]) -> Callable[[int], Facts]:
     CASES[function.__name__] = function
     return function
 
 
 @case
-def plain(rank):
+def plain(rank: int) -> Facts:
     pair = make_pair()
     facts = pair.train(rank)
     stats = tp.stats(pair.group)
@@ -173,19 +185,19 @@ def plain(rank):
 
 
 @case
-def accumulation(rank):
-    """Micro-batches without any communication but the last's."""
+def accumulation(rank: int) -> Facts:
+    """Micro-batches of which only the last one communicates."""
     return make_pair().train(rank, 3, lambda module, last: module.set_requires_gradient_sync(last))
 
 
 @case
-def accumulation_of_shards(rank):
-    """Micro-batches that are reduce-scattered, and only the last all-reduced."""
+def accumulation_of_shards(rank: int) -> Facts:
+    """Micro-batches that are all reduce-scattered, of which only the last one is all-reduced."""
     return make_pair().train(rank, 3, lambda module, last: module.set_requires_all_reduce(last))
 
 
 @case
-def tensor_parallel(rank):
+def tensor_parallel(rank: int) -> Facts:
     """Replicas of two ranks that share the tensors of two layers, and shards of one rank."""
     mesh, other = (
         mesh_of(backend, ("shard", 1), ("tensor", 2))
@@ -200,24 +212,24 @@ def tensor_parallel(rank):
 
 
 @case
-def mixed_precision(rank):
+def mixed_precision(rank: int) -> Facts:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return make_pair(mp_policy=policy).train(rank)
 
 
 @case
-def reshard_after_forward(rank):
+def reshard_after_forward(rank: int) -> Facts:
     return make_pair(reshard_after_forward=False).train(rank)
 
 
 @case
-def unused_parameters(rank):
-    """A unit that is not used now and then; then it is not reduced either."""
+def unused_parameters(rank: int) -> Facts:
+    """A unit that some steps do not use, and therefore do not reduce."""
     return make_pair().train(rank, skip=lambda i: 0 if i % 3 == 1 else None)
 
 
 @case
-def frozen(rank):
+def frozen(rank: int) -> Facts:
     pair = make_pair()
     for module in (pair.attached, pair.plain):
         module.out.weight.requires_grad_(False)
@@ -225,10 +237,10 @@ def frozen(rank):
 
 
 @case
-def loss_scale(rank):
-    """A scale that grows, and one step that is skipped: an input was not finite on one rank.
+def loss_scale(rank: int) -> Facts:
+    """A scale that grows, and a step that is skipped because an input was not finite on one rank.
 
-    It reaches the first block's gradients. Of the others what is compressed is owed again.
+    It reaches the first block's gradients. The compressed gradients of the others stay residual.
     """
     pair = make_pair()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
@@ -246,8 +258,8 @@ def loss_scale(rank):
         scaler.unscale_(still)
         if bad:
             wanted = gradients(pair.plain)
-            owed = {name: wanted[name].double() for name in ("blocks.1.weight", "out.weight")}
-            pair.ledger.add({name: torch.zeros_like(g) for name, g in owed.items()}, owed)
+            kept = {name: wanted[name].double() for name in ("blocks.1.weight", "out.weight")}
+            pair.ledger.add({name: torch.zeros_like(g) for name, g in kept.items()}, kept)
         else:
             pair.record(i)
         scaler.step(still)

@@ -2,8 +2,8 @@
 """The same training twice in one job: by an attached module, and by plain DDP over Gloo.
 
 Before each compressed step the plain module takes over the parameters and buffers of the attached
-one. Its gradients are then what the attached module's would be without compression: the mean
-gradients, to the bit.
+one. Its gradients are then the mean gradients that the attached module would have without
+compression, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from support.call_observer import gloo
 from support.synthetic import Ledger, Tensors
 
 STEPS = 9
-WARM_UP = 3  # so many of them are exact
+WARM_UP = 3  # steps that are exact
 OPTIONS = tp.Options(start_powerSGD_iter=WARM_UP, matrix_approximation_rank=2)
 
 # Makes the module, given the process group that it trains in.
 Make = Callable[[dist.ProcessGroup], torch.nn.Module]
-# Of a module, this rank and a step: the loss, and what the forward pass was given.
+# Takes a module, this rank and a step; returns the loss and the inputs of the forward pass.
 Loss = Callable[[Any, int, int], tuple[torch.Tensor, list[torch.Tensor]]]
 
 
@@ -51,18 +51,20 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 @dataclass
 class Facts:
-    """What a rank found out."""
+    """The facts that a rank has found."""
 
-    warm_up: list[bool] = field(default_factory=list)  # gradients as plain DDP has them, by step
-    exact: list[bool] = field(default_factory=list)  # loss, buffers, inputs' gradients: likewise
-    compressed: list[bool] = field(default_factory=list)  # gradients that differ, after warm-up
+    # By step: whether both modules have the same gradients in warm-up; the same loss, buffers and
+    # gradients of the inputs; the same gradients after warm-up.
+    warm_up: list[bool] = field(default_factory=list)
+    exact: list[bool] = field(default_factory=list)
+    compressed: list[bool] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)  # of the identity, by parameter
     replica: list[str] = field(default_factory=list)  # digest of gradients and parameters, by step
     extra: Any = None
 
 
 class TrainingPair:
-    """The two modules, which begin alike."""
+    """The two modules, which begin with the same parameters."""
 
     def __init__(
         self,
@@ -70,11 +72,14 @@ class TrainingPair:
         wrap: Callable[[DistributedDataParallel], Any] = lambda ddp: ddp,
         **ddp_arguments: Any,
     ) -> None:
-        self.modules, self.callables = [], []
-        for group in (dist.group.WORLD, gloo()):
+        world = dist.group.WORLD
+        assert world is not None
+        self.modules: list[DistributedDataParallel] = []
+        self.callables: list[Any] = []
+        for group in (world, gloo()):
             torch.manual_seed(0)
             ddp = DistributedDataParallel(make(group), process_group=group, **ddp_arguments)
-            if group is dist.group.WORLD:
+            if group is world:
                 tp.attach(ddp, OPTIONS)
             self.modules.append(ddp)
             self.callables.append(wrap(ddp))
@@ -82,7 +87,10 @@ class TrainingPair:
         self.facts, self.ledger, self.steps = Facts(), Ledger(), 0
 
     def equalize(self) -> None:
-        """The plain module takes over what the attached one has; in warm-up it has it already."""
+        """The plain module takes over the attached one's parameters and buffers after warm-up.
+
+        During warm-up both have the same anyway.
+        """
         if self.steps < WARM_UP:
             return
         with torch.no_grad():
@@ -91,7 +99,7 @@ class TrainingPair:
                 mine.copy_(other)
 
     def record(self, exact: bool) -> None:
-        """Compares what a backward pass of both has left; begins the next step."""
+        """Compares the gradients of both after a backward pass and begins the next step."""
         found, wanted = (self.gradients(ddp) for ddp in self.modules)
         assert found.keys() == wanted.keys()
         self.ledger.add(found, {name: gradient.double() for name, gradient in wanted.items()})
@@ -102,7 +110,7 @@ class TrainingPair:
         self.steps += 1
 
     def residuals(self) -> Tensors:
-        """The mean residual of each parameter that is compressed. Collective."""
+        """The mean residual of each compressed parameter. Collective."""
         saved = tp.state_dict(self.attached)["parameters"]
         return {name: state["residual"].double() for name, state in saved.items()}
 
@@ -123,7 +131,11 @@ class TrainingPair:
 def train(
     pair: TrainingPair, loss_of: Loss, rank: int, steps: int = STEPS, clip: float = 0
 ) -> Facts:
-    """Steps of SGD by both; the plain module's own during warm-up."""
+    """Trains both by SGD.
+
+    Args:
+        clip: the largest norm of the gradients; 0 clips nothing.
+    """
     norms = []
     for i in range(steps):
         pair.equalize()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
@@ -13,17 +14,24 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-# A server process that has imported what ranks import forks them: a start takes milliseconds, and
-# each test still gets processes that nothing has run in.
+# A rank sends its value and its error, one of which is empty.
+Message = tuple[Any, str]
+Sender = Connection
+Receiver = Connection
+
+# A server process that has imported the ranks' modules forks them. A start then takes milliseconds,
+# and each test still gets processes that nothing has run in.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     # DDP imports torch._dynamo when it is first used, which takes seconds.
     ["torch._dynamo", "torch.nn.parallel", "torch_powersgd", "numpy", "pytest", "support.ranks"]
 )
 
-# Once a rank has failed the others may wait for it for as long as their time-outs let them.
+# Seconds. Once a rank has failed, the others may wait for it until their own time-outs.
 _GRACE_AFTER_FAILURE = 10
 
 
@@ -33,11 +41,21 @@ class RankFailed(Exception):
 
 @dataclass
 class Outcome:
-    """What became of one rank."""
+    """The end of one rank."""
 
-    value: Any = None  # what the function returned
-    error: str = ""  # why there is no value
-    exitcode: int | None = None  # None: it did not end by itself
+    value: Any = None  # the function's
+    error: str = ""  # the reason why there is no value
+    exitcode: int | None = None  # None: the rank did not end by itself
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """The arguments of ``run`` that concern the group and the time-outs."""
+
+    backend: str | None
+    options: Any
+    timeout: float
+    op_timeout: float
 
 
 def run(
@@ -52,16 +70,16 @@ def run(
     """Calls function(rank, *args) on each rank inside a process group; returns the results by rank.
 
     Args:
-        function: at module level, so that it can be pickled; what it returns must be picklable too.
-        backend: None: no process group is made; the function may make one with ``init_group``.
-        options: the group's pg_options; a list: one for each rank.
+        function: a picklable function, so one of a module, with a picklable result.
+        backend: the group's backend; None: the function may make a group with ``init_group``.
+        options: the group's pg_options; a list has those of each rank.
         timeout: seconds after which all ranks are killed and the test fails.
-        op_timeout: seconds, the process group's time-out.
+        op_timeout: the process group's time-out in seconds.
 
     Raises:
         RankFailed: if any rank raised, died or did not end.
     """
-    setup = (backend, options, timeout, op_timeout)
+    setup = _Setup(backend, options, timeout, op_timeout)
     ended = _run(world_size, function, args, setup, _GRACE_AFTER_FAILURE)
     failures = [outcome.error for outcome in ended if outcome.error]
     failures += [
@@ -83,21 +101,26 @@ def outcomes(
     timeout: float = 90,
     op_timeout: float = 60,
 ) -> list[Outcome]:
-    """As ``run``, for ranks that are meant to fail: does not raise, and lets every rank end."""
-    return _run(world_size, function, args, (backend, options, timeout, op_timeout), timeout)
+    """The same for ranks that are meant to fail: it raises nothing and lets every rank end."""
+    setup = _Setup(backend, options, timeout, op_timeout)
+    return _run(world_size, function, args, setup, timeout)
 
 
 def _run(
-    world_size: int, function: Callable[..., Any], args: tuple, setup: tuple, grace: float
+    world_size: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    setup: _Setup,
+    grace: float,
 ) -> list[Outcome]:
-    backend, options, timeout, op_timeout = setup
+    options = setup.options
     with tempfile.TemporaryDirectory() as folder:
         processes, receivers = [], []
         for rank in range(world_size):
             receiver, sender = _context.Pipe(duplex=False)
             mine = options[rank] if isinstance(options, list) else options
             place = (rank, world_size, f"{folder}/store")
-            rank_setup = (backend, mine, timeout, op_timeout)
+            rank_setup = dataclasses.replace(setup, options=mine)
             process = _context.Process(
                 target=_main, args=(sender, place, rank_setup, function, args)
             )
@@ -106,7 +129,7 @@ def _run(
             processes.append(process)
             receivers.append(receiver)
         try:
-            return _collect(processes, receivers, timeout, grace)
+            return _collect(processes, receivers, setup.timeout, grace)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -114,7 +137,9 @@ def _run(
                 process.join()
 
 
-def _collect(processes: list, receivers: list, timeout: float, grace: float) -> list[Outcome]:
+def _collect(
+    processes: list[ForkServerProcess], receivers: list[Receiver], timeout: float, grace: float
+) -> list[Outcome]:
     deadline = time.monotonic() + timeout
     ended = [
         Outcome(
@@ -122,16 +147,18 @@ def _collect(processes: list, receivers: list, timeout: float, grace: float) -> 
         )
         for rank in range(len(processes))
     ]
-    waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
+    waiting: dict[object, int] = {receiver: rank for rank, receiver in enumerate(receivers)}
     while waiting:
         left = max(0.0, deadline - time.monotonic())
-        ready = multiprocessing.connection.wait(list(waiting), left)
+        ready = multiprocessing.connection.wait(
+            [receivers[rank] for rank in waiting.values()], left
+        )
         if not ready:
             return ended
         for receiver in ready:
             rank = waiting.pop(receiver)
             try:
-                ended[rank].value, ended[rank].error = receiver.recv()
+                ended[rank].value, ended[rank].error = receivers[rank].recv()
             except EOFError:
                 processes[rank].join(5)
                 ended[rank].error = f"rank {rank} died with exit code {processes[rank].exitcode}"
@@ -148,7 +175,7 @@ _groups_made = 0
 
 
 def init_group(backend: str | None, options: Any = None, op_timeout: float = 60) -> None:
-    """Makes the default process group of a rank; again after destroy_process_group."""
+    """Makes the default process group of a rank, once more after destroy_process_group."""
     import torch.distributed as dist
 
     import torch_powersgd  # noqa: F401 - registers the backend
@@ -167,29 +194,32 @@ def init_group(backend: str | None, options: Any = None, op_timeout: float = 60)
 
 
 def side_store() -> Any:
-    """A store that no process group uses: for signals between ranks whose group is broken."""
+    """A store that no process group uses, for signals between ranks whose group is broken."""
     import torch.distributed as dist
 
-    # Without a world size: with one, the file goes when so many of its stores have gone.
+    # It has no world size, or the file would go once so many of its stores have gone.
     return dist.FileStore(f"{_place[2]}.side")
 
 
 def _main(
-    sender: Any, place: tuple, setup: tuple, function: Callable[..., Any], args: tuple
+    sender: Sender,
+    place: tuple[int, int, str],
+    setup: _Setup,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     global _place
     _place = place
-    backend, options, timeout, op_timeout = setup
-    # A hang shows where it is before the parent kills it.
-    faulthandler.dump_traceback_later(timeout * 0.9, exit=False)
+    # A rank that hangs shows where before the parent kills it.
+    faulthandler.dump_traceback_later(setup.timeout * 0.9, exit=False)
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     try:
-        if backend is not None:
-            init_group(backend, options, op_timeout)
+        if setup.backend is not None:
+            init_group(setup.backend, setup.options, setup.op_timeout)
         result = function(place[0], *args)
         if dist.is_initialized():
             dist.destroy_process_group()

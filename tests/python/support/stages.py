@@ -9,7 +9,7 @@ from torch_powersgd._core import _C
 
 
 def run_stages(compressor: _C.BucketCompressor, gradient: torch.Tensor, step: int) -> None:
-    """A step of one rank, in place."""
+    """Runs the stages of one step on a rank that is alone. The gradient becomes the output."""
     compressor.project(gradient, step)
     compressor.orthogonalize()
     if compressor.sends == "PQ":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Training without a task: every gradient is chosen by the test, so that every output is known.
+"""Training without a task: the test chooses every gradient, so that every output is known.
 
-What crosses a process border is numpy or bytes: torch hands tensors over by shared memory, which is
-gone when the rank that made them has ended.
+Only numpy arrays and bytes cross a process border. torch hands tensors over by shared memory, which
+is gone once the rank that made them has ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -20,9 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 
 Tensors = dict[str, torch.Tensor]
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
 Shapes = Mapping[str, Sequence[int]]
 
-# A convolution, a wide, a tall matrix; then what is sent raw: a bias, a matrix too small to pay.
+# A convolution, a wide and a tall matrix; then raw segments: a bias, a matrix too small to pay.
 SHAPES: dict[str, tuple[int, ...]] = {
     "conv": (16, 3, 5, 5),
     "wide": (12, 41),
@@ -37,7 +39,7 @@ class Synthetic(torch.nn.Module):
     """Its loss is the sum of parameter * coefficient: each gradient is the coefficient, exactly.
 
     A parameter that is not among the coefficients is not used. The parameters are used in the order
-    of the coefficients, so that their gradients arrive in the reverse of it.
+    of the coefficients, so their gradients arrive in the reverse order.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -83,8 +85,10 @@ def gradient(
     return torch.randn(tuple(shape), generator=generator).to(dtype)
 
 
-def gradients(shapes: Shapes, rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensors:
-    """What `rank` feeds at `step`."""
+def gradients(
+    shapes: Shapes, rank: int, step: object, dtype: torch.dtype = torch.float32
+) -> Tensors:
+    """The gradients of `rank` at `step`."""
     return {name: gradient(shape, name, rank, step, dtype=dtype) for name, shape in shapes.items()}
 
 
@@ -97,7 +101,7 @@ def mean_gradients(
 
 
 def step(ddp: DistributedDataParallel, coefficients: Mapping[str, torch.Tensor]) -> Tensors:
-    """One synchronised backward pass; the gradients that it leaves, by name.
+    """Runs one synchronized backward pass and returns the gradients that it leaves, by name.
 
     A parameter that DDP left without a gradient is not among them.
     """
@@ -107,10 +111,17 @@ def step(ddp: DistributedDataParallel, coefficients: Mapping[str, torch.Tensor])
     return outputs_of(ddp)
 
 
+def weights_of(ddp: DistributedDataParallel) -> torch.nn.ParameterDict:
+    """The parameters of a DDP module that ``make_ddp`` made, by name."""
+    weights = ddp.module.weights
+    assert isinstance(weights, torch.nn.ParameterDict)
+    return weights
+
+
 def outputs_of(ddp: DistributedDataParallel) -> Tensors:
     return {
         name: parameter.grad.detach().clone()
-        for name, parameter in ddp.module.weights.items()
+        for name, parameter in weights_of(ddp).items()
         if parameter.grad is not None
     }
 
@@ -124,36 +135,46 @@ def residuals_of(ddp: DistributedDataParallel) -> Tensors:
 
 
 class Ledger:
-    """Checks that the sum of outputs + the mean residual = the sum of mean gradients."""
+    """Checks the identity: the sum of outputs + the mean residual = the sum of mean gradients."""
 
     def __init__(self) -> None:
-        self.delivered: Tensors = {}
-        self.owed: Tensors = {}
+        self.outputs: Tensors = {}  # the sums so far, by parameter
+        self.means: Tensors = {}
 
     def add(self, outputs: Mapping[str, torch.Tensor], means: Mapping[str, torch.Tensor]) -> None:
-        for total, tensors in ((self.delivered, outputs), (self.owed, means)):
-            for name, tensor in tensors.items():
-                total[name] = total.get(name, 0) + tensor.double()
+        add_to(self.outputs, outputs)
+        add_to(self.means, means)
 
     def errors(self, residuals: Mapping[str, torch.Tensor] | None = None) -> dict[str, float]:
-        """By parameter, relative to the sum of the mean gradients."""
-        found = {}
-        for name, owed in self.owed.items():
-            delivered = self.delivered[name] + (residuals or {}).get(name, 0)
-            found[name] = relative_error(delivered, owed)
-        return found
+        """The errors of the identity, relative to the sum of the mean gradients, by parameter."""
+        return {
+            name: relative_error(self.outputs[name] + (residuals or {}).get(name, 0), mean)
+            for name, mean in self.means.items()
+        }
+
+
+def add_to(totals: Tensors, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Adds each tensor to the total of its name, in float64."""
+    for name, tensor in tensors.items():
+        total = tensor.double()
+        totals[name] = totals[name] + total if name in totals else total
+
+
+def sum_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(tensors)).sum(0)
 
 
 def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
-    """In the Frobenius norm. NaN if either is."""
+    """The relative error in the Frobenius norm; NaN if either tensor has a NaN."""
     expected = expected.double()
-    return ((value.double() - expected).norm() / expected.norm()).item()
+    error: float = ((value.double() - expected).norm() / expected.norm()).item()
+    return error
 
 
 class _ReduceInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, tensors: list, op: Any, results: list) -> Any:
-        ctx.tensors, ctx.op, ctx.results = tensors, op, results
+    def forward(ctx: Any, leaf: torch.Tensor, *arguments: Any) -> Any:
+        ctx.tensors, ctx.op, ctx.results = arguments
         return leaf.sum()
 
     @staticmethod
@@ -170,15 +191,16 @@ class _ReduceInBackward(torch.autograd.Function):
 def reduce_in_backward(
     tensors: Iterable[torch.Tensor], op: Any = dist.ReduceOp.SUM
 ) -> list[torch.Tensor]:
-    """The all-reduced tensors, all reduced inside one backward pass of autograd, in this order."""
+    """All-reduces the tensors inside one backward pass of autograd, in this order."""
     leaf = torch.zeros(1, requires_grad=True)
     results: list[torch.Tensor] = []
-    _ReduceInBackward.apply(leaf, list(tensors), op, results).backward()
+    total = _ReduceInBackward.apply(leaf, list(tensors), op, results)  # type: ignore[no-untyped-call]
+    total.backward()
     return results
 
 
-def to_numpy(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """In float64, which holds every value of the narrower dtypes exactly."""
+def to_numpy(tensors: Mapping[str, torch.Tensor]) -> Arrays:
+    """The tensors in float64, which holds every value of the narrower dtypes exactly."""
     return {name: tensor.double().numpy() for name, tensor in tensors.items()}
 
 

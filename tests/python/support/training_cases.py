@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Small models that do what real ones do, trained in pairs. Each case returns its rank's facts."""
+"""Small models with the features of real ones, trained in pairs. A case returns a rank's facts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from support.paired_training import Facts, TrainingPair, train
 from support.synthetic import gradient
+
+# The loss of a step and the inputs of its forward pass.
+Step = tuple[torch.Tensor, list[torch.Tensor]]
 
 CASES: dict[str, Callable[[int], Facts]] = {}
 
@@ -26,13 +30,13 @@ def _vectors(rank: int, i: int, *shape: int) -> torch.Tensor:
     return gradient(shape, "input", rank, i).requires_grad_()
 
 
-def _square(forward, rank, i):
+def _square(forward: Any, rank: int, i: int) -> Step:
     x = _vectors(rank, i, 8, 24)
     return forward(x).square().mean(), [x]
 
 
 class Blocks(nn.Module):
-    """Two blocks that may be recomputed in backward; with dropout, which must repeat itself."""
+    """Two blocks that backward may compute again, with dropout, which must then repeat itself."""
 
     def __init__(self, reentrant: bool | None) -> None:
         super().__init__()
@@ -40,7 +44,7 @@ class Blocks(nn.Module):
         self.first = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Dropout(0.2), nn.Linear(48, 24))
         self.second = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in (self.first, self.second, self.first):  # the first one's weights are shared
             recompute = self.reentrant is not None
             x = checkpoint(block, x, use_reentrant=self.reentrant) if recompute else block(x)
@@ -48,29 +52,29 @@ class Blocks(nn.Module):
 
 
 @case
-def static_graph(rank):
+def static_graph(rank: int) -> Facts:
     return train(TrainingPair(lambda _: Blocks(None), static_graph=True), _square, rank)
 
 
 @case
-def static_graph_small_buckets(rank):
+def static_graph_small_buckets(rank: int) -> Facts:
     pair = TrainingPair(lambda _: Blocks(None), static_graph=True, bucket_cap_mb=1e-3)
     return train(pair, _square, rank)
 
 
 @case
-def checkpointing(rank):
+def checkpointing(rank: int) -> Facts:
     return train(TrainingPair(lambda _: Blocks(False), bucket_cap_mb=1e-3), _square, rank)
 
 
 @case
-def checkpointing_reentrant(rank):
+def checkpointing_reentrant(rank: int) -> Facts:
     # torch: a reentrant backward and a parameter used twice need a static graph.
     return train(TrainingPair(lambda _: Blocks(True), static_graph=True), _square, rank)
 
 
 @case
-def clipping(rank):
+def clipping(rank: int) -> Facts:
     return train(TrainingPair(lambda _: Blocks(None)), _square, rank, clip=0.01)
 
 
@@ -79,17 +83,17 @@ class Branches(nn.Module):
         super().__init__()
         self.branches = nn.ModuleList(nn.Linear(24, 20 + k) for k in range(4))
 
-    def forward(self, x, used):
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
         return torch.cat([self.branches[k](x) for k in used], 1)
 
 
 @case
-def unused_set_changes(rank):
-    """Ranks use different branches, some nobody; one is frozen after five steps."""
-    # A rank whose loss reached no parameter at all would make plain DDP wait for it, too.
+def unused_set_changes(rank: int) -> Facts:
+    """Ranks use different branches, and no rank uses some. One is frozen after five steps."""
+    # Plain DDP, too, would wait for a rank whose loss reached no parameter at all.
     used = [((0, 1), (0, 2)), ((0, 1, 3), (1,)), ((2, 0), (2, 3)), ((1,), (1, 0))]
 
-    def loss_of(forward, rank, i):
+    def loss_of(forward: Any, rank: int, i: int) -> Step:
         if i == 5:
             forward.module.branches[2].requires_grad_(False)
         x = _vectors(rank, i, 8, 24)
@@ -106,12 +110,13 @@ class Dtypes(nn.Module):
         self.bf16 = nn.Linear(30, 28, dtype=torch.bfloat16)
         self.fp64 = nn.Linear(28, 26, dtype=torch.float64)
 
-    def forward(self, x):
-        return self.fp64(self.bf16(self.fp32(x).bfloat16()).double())
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.fp64(self.bf16(self.fp32(x).bfloat16()).double())
+        return output
 
 
 @case
-def mixed_dtypes(rank):
+def mixed_dtypes(rank: int) -> Facts:
     return train(TrainingPair(lambda _: Dtypes()), _square, rank)
 
 
@@ -126,29 +131,33 @@ class Tied(nn.Module):
         if not sparse:
             self.output.weight = self.embedding.weight
 
-    def forward(self, tokens):
-        return self.output(torch.tanh(self.hidden(self.embedding(tokens))))
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.output(torch.tanh(self.hidden(self.embedding(tokens))))
+        return logits
 
 
-def _next_token(forward, rank, i):
+def _next_token(forward: Any, rank: int, i: int) -> Step:
     tokens = torch.randint(40, (4, 9))
     logits = forward(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), []
 
 
 @case
-def shared_parameters(rank):
+def shared_parameters(rank: int) -> Facts:
     return train(TrainingPair(lambda _: Tied()), _next_token, rank)
 
 
 @case
-def sparse_gradients(rank):
+def sparse_gradients(rank: int) -> Facts:
     # DDP gives a parameter with sparse gradients a bucket of its own, which is never compressed.
     return train(TrainingPair(lambda _: Tied(sparse=True)), _next_token, rank)
 
 
 class Images(nn.Module):
     """Convolutions with batch norm, a frozen layer and buffers, one of them large."""
+
+    seen: torch.Tensor
+    average: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,13 +169,14 @@ class Images(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("average", torch.zeros(1 << 18))  # more than min_numel
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += len(x)
         self.average.lerp_(x.detach().mean().expand_as(self.average), 0.1)
-        return self.layers(x)
+        logits: torch.Tensor = self.layers(x)
+        return logits
 
 
-def _images(forward, rank, i):
+def _images(forward: Any, rank: int, i: int) -> Step:
     x = gradient((6, 3, 8, 8), "image", rank, i).to(memory_format=torch.channels_last)
     x.requires_grad_()
     labels = torch.randint(10, (6,))
@@ -174,30 +184,34 @@ def _images(forward, rank, i):
 
 
 @case
-def channels_last_and_buffers(rank):
-    return train(
-        TrainingPair(lambda _: Images().to(memory_format=torch.channels_last)), _images, rank
-    )
+def channels_last_and_buffers(rank: int) -> Facts:
+    def make(_: dist.ProcessGroup) -> Images:
+        images: Any = Images()  # the type of Module.to lacks memory_format
+        return cast(Images, images.to(memory_format=torch.channels_last))
+
+    return train(TrainingPair(make), _images, rank)
 
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         dist.all_reduce(total := x.clone(), group=group)
         return total
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         dist.all_reduce(total := gradient.clone(), group=ctx.group)
         return total, None
 
 
 class SyncedNorm(nn.Module):
-    """What torch.nn.SyncBatchNorm, which runs on a GPU only, computes and communicates.
+    """A torch.nn.SyncBatchNorm for the CPU, where torch's own does not run.
 
-    Its statistics are all-reduced in forward, and their gradients inside of backward.
+    It all-reduces the statistics in forward, and their gradients in backward.
     """
+
+    running_mean: torch.Tensor
 
     def __init__(self, features: int, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -208,23 +222,24 @@ class SyncedNorm(nn.Module):
         self.register_buffer("running_mean", torch.zeros(features))
         self.group = group
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         totals = torch.cat([x.sum(0), x.square().sum(0)])
-        totals = _SumOverRanks.apply(totals, self.group)
+        totals = _SumOverRanks.apply(totals, self.group)  # type: ignore[no-untyped-call]
         mean, square = (totals / (len(x) * self.group.size())).chunk(2)
         self.running_mean.lerp_(mean.detach(), 0.1)
-        return (x - mean) * torch.rsqrt(square - mean.square() + 1e-5) * self.weight + self.bias
+        output: torch.Tensor = (x - mean) * torch.rsqrt(square - mean.square() + 1e-5)
+        return output * self.weight + self.bias
 
 
 @case
-def synced_batch_norm(rank):
-    def make(group):
+def synced_batch_norm(rank: int) -> Facts:
+    def make(group: dist.ProcessGroup) -> nn.Module:
         return nn.Sequential(
             nn.Linear(24, 32), SyncedNorm(32, group), nn.Tanh(), nn.Linear(32, 24),
             SyncedNorm(24, group),
         )  # fmt: skip
 
-    def loss_of(forward, rank, i):
+    def loss_of(forward: Any, rank: int, i: int) -> Step:
         x = _vectors(rank, i, 8, 24)
         return (forward(x) * gradient((8, 24), "coefficients", rank)).sum(), [x]
 

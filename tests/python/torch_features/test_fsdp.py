@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 import torch_powersgd as tp
 from support import ranks
 from support.fsdp_cases import CASES, REPLICAS, SHARDS, Net, gradients, mesh_of, sharded
+from support.log_records import LogRecords
 from support.paired_training import OPTIONS, STEPS, WARM_UP, same
 from support.synthetic import Ledger, from_bytes, gradient, relative_error, to_bytes
 from torch_powersgd.fsdp import _packed
@@ -23,18 +25,18 @@ WORLD_SIZE = REPLICAS * SHARDS
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 
 
-def _run_all(rank):
+def _run_all(rank: int) -> Any:
     return {name: run(rank) for name, run in CASES.items()}
 
 
 @pytest.fixture(scope="module")
-def results():
+def results() -> Any:
     """{case: what it found out} of each rank, all by one launch."""
     return ranks.run(WORLD_SIZE, _run_all, backend="gloo", timeout=240)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_case(results, name):
+def test_case(results: Any, name: Any) -> None:
     for facts in (result[name] for result in results):
         assert facts.warm_up == [True] * WARM_UP
         assert all(facts.exact)
@@ -47,7 +49,7 @@ def test_case(results, name):
         assert len(set(mine)) == len(mine)  # the parameters do change
 
 
-def test_stats_count_steps_and_units(results):
+def test_stats_count_steps_and_units(results: Any) -> None:
     for result in results:
         steps, calls, names = result["plain"].extra
         assert steps == STEPS
@@ -55,18 +57,18 @@ def test_stats_count_steps_and_units(results):
         assert names == sorted(name for name, _ in Net().named_parameters())
 
 
-def test_the_loss_scale_grew_and_fell(results):
+def test_the_loss_scale_grew_and_fell(results: Any) -> None:
     # By 2 after three steps and after three more, of which the bad one made it half.
     assert {result["loss_scale"].extra for result in results} == {8.0 * 2 * 0.5 * 2}
 
 
-def _backward(module, rank, i, **arguments):
+def _backward(module: Any, rank: int, i: int, **arguments: Any) -> Any:
     module.zero_grad()
     module(gradient((6, 25), "input", rank, i), **arguments).square().mean().backward()
     return list(gradients(module).values())
 
 
-def _pair():
+def _pair() -> Any:
     """An attached module and FSDP2's own HSDP, which begin alike."""
     mesh = mesh_of(("cpu:powersgd", OPTIONS))
     attached = sharded(mesh["shard"])
@@ -74,7 +76,7 @@ def _pair():
     return attached, sharded(mesh_of("gloo"))
 
 
-def _resumed(rank, per_rank):
+def _resumed(rank: int, per_rank: Any) -> Any:
     """Another module goes on from what the first one saved; shards are not exchanged."""
     first, second = _pair()[0], _pair()[0]
     # A rank's own residual is the mean where the replicas have the same inputs.
@@ -97,7 +99,7 @@ def _resumed(rank, per_rank):
 
 
 @pytest.mark.parametrize(("per_rank", "tolerance"), [(True, 0), (False, 1e-4)])
-def test_a_checkpoint_of_the_shards_goes_on(per_rank, tolerance):
+def test_a_checkpoint_of_the_shards_goes_on(per_rank: Any, tolerance: Any) -> None:
     # Of each rank's own state to the bit. The mean state differs by the rounding of the residual,
     # memory - P^ q, as in test_groups.
     for error, steps in ranks.run(WORLD_SIZE, _resumed, per_rank, backend="gloo"):
@@ -105,13 +107,10 @@ def test_a_checkpoint_of_the_shards_goes_on(per_rank, tolerance):
         assert steps == STEPS + 3
 
 
-def _unknown_subset(rank):
+def _unknown_subset(rank: int) -> Any:
     """One of the root's own parameters is not used: which, FSDP2 does not tell its hook."""
     attached, plain = _pair()
-    warnings: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torch_powersgd").addHandler(handler)
+    warnings = LogRecords(logging.WARNING).seen
     exact = {}
     for told in (False, True):
         for module in (attached, plain):
@@ -127,13 +126,13 @@ def _unknown_subset(rank):
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch is too old"
 )
-def test_a_module_with_unused_parameters_is_exact_unless_all_are_reduced():
+def test_a_module_with_unused_parameters_is_exact_unless_all_are_reduced() -> None:
     for exact, warnings in ranks.run(WORLD_SIZE, _unknown_subset, backend="gloo"):
         assert exact == {False: ["out.weight"], True: []}
-        assert sum("set_reduce_scatter_unused_params" in warning for warning in warnings) == 1
+        assert sum("set_reduce_scatter_unused_params" in message for _, message in warnings) == 1
 
 
-def _detached(rank):
+def _detached(rank: int) -> Any:
     attached, plain = _pair()
     exact = []
     for i in range(12):
@@ -145,7 +144,7 @@ def _detached(rank):
     return exact
 
 
-def test_detach_is_exact():
+def test_detach_is_exact() -> None:
     for exact in ranks.run(WORLD_SIZE, _detached, backend="gloo"):
         assert exact == [True] * WARM_UP + [False] * 3 + [True] * 3 + [False] * 3
 
@@ -157,7 +156,7 @@ DRAIN_STEPS, QUIET = 24, 1e-20
 FLAT = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=64)
 
 
-def _native(rank):
+def _native(rank: int) -> Any:
     """FSDP2's own HSDP, its all-reduces in backward compressed as flat tensors."""
     mesh = mesh_of(("cpu:powersgd", FLAT))
     flat, plain = sharded(mesh), sharded(mesh_of("gloo"))
@@ -179,7 +178,7 @@ def _native(rank):
     return exact[:STEPS], before_drain, ledger.errors()["all"], calls
 
 
-def test_native_hsdp_is_compressed_flat():
+def test_native_hsdp_is_compressed_flat() -> None:
     for exact, before, error, calls in ranks.run(WORLD_SIZE, _native, backend="gloo"):
         # A flat gradient is exact in its first passes.
         assert exact == [True] * 2 + [False] * (STEPS - 2)
@@ -188,7 +187,7 @@ def test_native_hsdp_is_compressed_flat():
         assert calls == 3 * (STEPS + DRAIN_STEPS - 2)
 
 
-def _refused(rank):
+def _refused(rank: int) -> Any:
     mesh = mesh_of(("cpu:powersgd", OPTIONS))
     replicate, shard = mesh.get_group("replicate"), mesh.get_group("shard")
     hooked = sharded(mesh["shard"])
@@ -208,14 +207,14 @@ def _refused(rank):
     return messages
 
 
-def test_refusals_say_why():
+def test_refusals_say_why() -> None:
     parts = ["group=mesh.get_group", "'gloo'", 'mesh=mesh["shard"]', "set already", "no replicas"]
     for messages in ranks.run(WORLD_SIZE, _refused, backend="gloo"):
         for message, part in zip(messages, parts, strict=True):
             assert part in message
 
 
-def _wrong_group(rank):
+def _wrong_group(rank: int) -> Any:
     """Groups in which ranks hold different shards, whose backend could compress them."""
     backends = dict.fromkeys(("replicate", "shard"), ("cpu:powersgd", OPTIONS))
     mesh = init_device_mesh(
@@ -242,7 +241,7 @@ def _wrong_group(rank):
     return messages
 
 
-def test_a_group_that_mixes_shards_is_refused_on_every_rank():
+def test_a_group_that_mixes_shards_is_refused_on_every_rank() -> None:
     for messages in ranks.run(WORLD_SIZE, _wrong_group, backend="gloo"):
         for message in messages:
             assert "hold the same shard" in message
@@ -253,7 +252,7 @@ def test_a_group_that_mixes_shards_is_refused_on_every_rank():
         assert "holds shard [0, 0] and rank 1 holds shard [0, 1]" in tensor
 
 
-def test_gradients_may_be_packed_in_another_order_than_the_shards():
+def test_gradients_may_be_packed_in_another_order_than_the_shards() -> None:
     shards = ["first", "second", "third"]
     assert _packed(SimpleNamespace(fsdp_params=shards)) == shards  # before torch 2.15
     reordered = SimpleNamespace(fsdp_params=shards, _reduce_scatter_param_indices=[0, 2, 1])

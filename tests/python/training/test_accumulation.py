@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,15 @@ import torch_powersgd as tp
 from support import ranks
 from support.synthetic import (
     SHAPES,
+    Arrays,
     Ledger,
+    Tensors,
     gradients,
     make_attached,
     mean_gradients,
     outputs_of,
     residuals_of,
+    sum_of,
     to_numpy,
 )
 
@@ -26,18 +30,20 @@ STEPS = 6
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 
 
-def _integers(rank, i):
+def _integers(rank: int, i: int) -> Tensors:
     """Gradients whose sums have no rounding, in whatever order they are added."""
     return {name: (16 * g).round() for name, g in gradients(SHAPES, rank, i).items()}
 
 
-def _job(rank, micro_batches, ddp_arguments):
+def _job(
+    rank: int, micro_batches: bool, ddp_arguments: dict[str, Any]
+) -> tuple[list[Arrays], Arrays, int]:
     ddp = make_attached(SHAPES, OPTIONS, **ddp_arguments)
     outputs = []
     for i in range(0, STEPS * MICRO_BATCHES, MICRO_BATCHES):
         parts = [_integers(rank, i + k) for k in range(MICRO_BATCHES)]
         if not micro_batches:
-            parts = [{name: sum(part[name] for part in parts) for name in SHAPES}]
+            parts = [{name: sum_of(part[name] for part in parts) for name in SHAPES}]
         ddp.zero_grad(set_to_none=not ddp_arguments)
         for part in parts:
             with ddp.no_sync() if part is not parts[-1] else nullcontext():
@@ -47,7 +53,7 @@ def _job(rank, micro_batches, ddp_arguments):
 
 
 @pytest.mark.parametrize("ddp_arguments", [{}, {"gradient_as_bucket_view": True}], ids=str)
-def test_micro_batches_are_the_whole_batch(ddp_arguments):
+def test_micro_batches_are_the_whole_batch(ddp_arguments: dict[str, Any]) -> None:
     # To the bit: so the residual was applied once a synchronisation, and to the sum.
     micro = ranks.run(2, _job, True, ddp_arguments)
     whole = ranks.run(2, _job, False, ddp_arguments)
@@ -61,7 +67,7 @@ def test_micro_batches_are_the_whole_batch(ddp_arguments):
             assert abs(residual).max() > 0
 
 
-def _always_synchronised(rank):
+def _always_synchronized(rank: int) -> tuple[dict[str, float], int]:
     """Without no_sync: each pass reduces what .grad then holds."""
     ddp = make_attached(SHAPES, OPTIONS)
     ledger = Ledger()
@@ -70,11 +76,11 @@ def _always_synchronised(rank):
         for k in range(3):
             ddp(gradients(SHAPES, rank, i + k)).backward()
         means = [mean_gradients(SHAPES, 2, i + k) for k in range(3)]
-        ledger.add(outputs_of(ddp), {name: sum(mean[name] for mean in means) for name in SHAPES})
+        ledger.add(outputs_of(ddp), {name: sum_of(mean[name] for mean in means) for name in SHAPES})
     return ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
 
 
-def test_accumulation_that_is_always_synchronised_loses_nothing():
-    for errors, steps in ranks.run(2, _always_synchronised):
+def test_accumulation_that_is_always_synchronized_loses_nothing() -> None:
+    for errors, steps in ranks.run(2, _always_synchronized):
         assert steps == 12
         assert max(errors.values()) < TOLERANCE, errors

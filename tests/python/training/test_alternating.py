@@ -8,6 +8,7 @@ test_checkpoint_per_rank.py.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from support import ranks
 from support.synthetic import (
     COMPRESSED,
     SHAPES,
+    Array,
+    Arrays,
     Ledger,
     from_bytes,
     gradients,
@@ -38,7 +41,14 @@ IDENTITY_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
 STEPS = 12
 
 
-def identity(rank, world_size, options, dtype, same=False, device="cpu"):
+def identity(
+    rank: int,
+    world_size: int,
+    options: tp.Options,
+    dtype: torch.dtype,
+    same: bool = False,
+    device: str = "cpu",
+) -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
     """`same`: all ranks feed what rank 0 does."""
     ddp = make_attached(SHAPES, options, dtype, device=device)
     ledger = Ledger()
@@ -55,7 +65,9 @@ def identity(rank, world_size, options, dtype, same=False, device="cpu"):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("world_size", "rank"), [(2, 1), (2, 3), (4, 2)])
-def test_outputs_and_residual_add_up_at_half_the_bytes(world_size, rank, dtype):
+def test_outputs_and_residual_add_up_at_half_the_bytes(
+    world_size: int, rank: int, dtype: torch.dtype
+) -> None:
     options = dataclasses.replace(OPTIONS, matrix_approximation_rank=rank)
     # Of P and Q: 16 x 75, 12 x 41 and 50 x 9. Beside them at each step: 28 elements that are sent
     # raw, three activities and the count.
@@ -68,7 +80,7 @@ def test_outputs_and_residual_add_up_at_half_the_bytes(world_size, rank, dtype):
 
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16], ids=str)
-def test_what_the_wire_rounds_off_is_part_of_the_residual(wire):
+def test_what_the_wire_rounds_off_is_part_of_the_residual(wire: torch.dtype) -> None:
     # As in test_wire: the sum of two equal numbers is exact.
     options = dataclasses.replace(OPTIONS, wire_dtype=wire)
     for errors, _, stats in ranks.run(2, identity, 2, options, torch.float32, True):
@@ -77,19 +89,19 @@ def test_what_the_wire_rounds_off_is_part_of_the_residual(wire):
             assert errors[name] < 1e-5, (name, errors)
 
 
-def _constant_low_rank(rank):
+def _constant_low_rank(rank: int) -> list[float]:
     """What has been delivered after each step, over what was fed."""
     ddp = make_attached({"w": (24, 36)}, dataclasses.replace(OPTIONS, min_compression_rate=1))
     left, right = torch.linspace(-1, 1, 24), torch.linspace(1, 2, 36)
     same = torch.outer(left, right) + torch.outer(left**2, right**3)
-    total, errors = 0, []
+    total, errors = torch.zeros(24, 36, dtype=torch.float64), []
     for i in range(1, 7):
-        total = total + step(ddp, {"w": same})["w"].double()
+        total += step(ddp, {"w": same})["w"].double()
         errors.append(relative_error(total / i, same))
     return errors
 
 
-def test_a_constant_gradient_of_low_rank_is_delivered_with_every_second_step():
+def test_a_constant_gradient_of_low_rank_is_delivered_with_every_second_step() -> None:
     # A step that sends P finds the columns' span, whatever Q is; the next one, which projects on
     # it, delivers all that there is, with what the first one owed.
     for errors in ranks.run(2, _constant_low_rank):
@@ -97,7 +109,7 @@ def test_a_constant_gradient_of_low_rank_is_delivered_with_every_second_step():
         assert errors[0] > 0.1
 
 
-def _many(rank, steps):
+def _many(rank: int, steps: int) -> tuple[Array, int]:
     ddp = make_attached(SHAPES, dataclasses.replace(OPTIONS, check_every=7))
     torch.set_num_threads(1 + rank)
     digest = torch.zeros(sum(torch.Size(shape).numel() for shape in SHAPES.values()))
@@ -107,13 +119,13 @@ def _many(rank, steps):
     return digest.numpy(), tp.stats()["differences"]
 
 
-def test_the_ranks_stay_the_same_bit_for_bit():
+def test_the_ranks_stay_the_same_bit_for_bit() -> None:
     (one, found, *_), (other, *_) = ranks.run(2, _many, 300)
     assert found == 0
     assert np.array_equal(one, other)
 
 
-def _warm_up(rank):
+def _warm_up(rank: int) -> list[dict[str, float]]:
     ddp = make_attached(SHAPES, dataclasses.replace(OPTIONS, start_powerSGD_iter=3))
     errors = []
     for i in range(5):
@@ -122,14 +134,14 @@ def _warm_up(rank):
     return errors
 
 
-def test_warm_up_and_what_is_raw_are_exact():
+def test_warm_up_and_what_is_raw_are_exact() -> None:
     for errors in ranks.run(2, _warm_up):
         for i, by_name in enumerate(errors):
             for name, error in by_name.items():
                 assert (error < 1e-6) is (i < 3 or name not in COMPRESSED), (i, name)
 
 
-def _trajectory(rank, bad):
+def _trajectory(rank: int, bad: dict[int, int]) -> tuple[list[Arrays], list[bool], int]:
     """The outputs of good steps; `bad`: so many that are not finite in front of each."""
     ddp = make_attached(SHAPES, OPTIONS)
     good, all_nan = [], []
@@ -145,7 +157,7 @@ def _trajectory(rank, bad):
 
 
 @pytest.mark.parametrize("bad", [{0: 2}, {3: 2}, {4: 2}, {2: 2, 5: 4}], ids=str)
-def test_steps_that_are_not_finite_leave_no_trace(bad):
+def test_steps_that_are_not_finite_leave_no_trace(bad: dict[int, int]) -> None:
     # In pairs: a skipped step is a turn, so that after one alone the other factor is sent.
     expected = ranks.run(2, _trajectory, {})
     for (good, all_nan, skipped), (left_out, *_) in zip(
@@ -160,7 +172,7 @@ def test_steps_that_are_not_finite_leave_no_trace(bad):
 
 
 @pytest.mark.parametrize("case", ["none", "one", "first-step", "twice"])
-def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(case):
+def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(case: str) -> None:
     options = dataclasses.replace(test_loss_scale.OPTIONS, alternating=True)
     bad = test_loss_scale.BAD[case]
     for errors, scales, _ in ranks.run(2, test_loss_scale.with_scaler, bad, True, "cpu", options):
@@ -168,7 +180,7 @@ def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(case):
         assert max(errors.values()) < test_loss_scale.TOLERANCE, errors
 
 
-def _in_and_out_of_use(rank):
+def _in_and_out_of_use(rank: int) -> dict[str, float]:
     """ "wide" is used by no rank, by one and by both."""
     ddp = make_attached(SHAPES, OPTIONS, find_unused_parameters=True)
     ledger = Ledger()
@@ -179,19 +191,23 @@ def _in_and_out_of_use(rank):
             del mine["wide"]
         outputs = step(ddp, mine)
         means = mean_gradients(SHAPES, 2, i)
-        means["wide"] = sum(gradients(SHAPES, r, i)["wide"].double() for r in users) / 2
+        means["wide"] = torch.zeros(SHAPES["wide"], dtype=torch.float64)
+        for user in users:
+            means["wide"] += gradients(SHAPES, user, i)["wide"].double() / 2
         if not users:
-            outputs["wide"] = means["wide"] = torch.zeros(SHAPES["wide"])
+            outputs["wide"] = torch.zeros(SHAPES["wide"])
         ledger.add(outputs, means)
     return ledger.errors(residuals_of(ddp))
 
 
-def test_a_parameter_that_is_not_used_keeps_what_it_is_owed():
+def test_a_parameter_that_is_not_used_keeps_what_it_is_owed() -> None:
     for errors in ranks.run(2, _in_and_out_of_use):
         assert max(errors.values()) < 1e-5, errors
 
 
-def _job(rank, world_size, steps, state, options):
+def _job(
+    rank: int, world_size: int, steps: range, state: bytes | None, options: tp.Options
+) -> tuple[bytes, list[Arrays], tuple[Arrays, Arrays], Arrays]:
     """From a saved state or nothing: the state at the end, the outputs, and their sums."""
     ddp = make_attached(SHAPES, options)
     if state is not None:
@@ -201,12 +217,12 @@ def _job(rank, world_size, steps, state, options):
         outputs.append(step(ddp, gradients(SHAPES, rank, i)))
         ledger.add(outputs[-1], mean_gradients(SHAPES, world_size, i))
     residuals = to_numpy(residuals_of(ddp))
-    sums = to_numpy(ledger.delivered), to_numpy(ledger.owed)
+    sums = to_numpy(ledger.outputs), to_numpy(ledger.means)
     return to_bytes(tp.state_dict(ddp)), [to_numpy(o) for o in outputs], sums, residuals
 
 
 @pytest.mark.parametrize("saved", [5, 6])
-def test_resume_goes_on_as_if_there_had_been_no_end(saved):
+def test_resume_goes_on_as_if_there_had_been_no_end(saved: int) -> None:
     # After a step that sends P, and after one that sends Q.
     state = ranks.run(2, _job, 2, range(saved), None, OPTIONS)[0][0]
     whole = ranks.run(2, _job, 2, range(saved + 5), None, OPTIONS)[0][1]
@@ -232,7 +248,9 @@ OF_RANK_3 = dataclasses.replace(OPTIONS, matrix_approximation_rank=3)
     ],
     ids=["more-ranks", "rank-2-to-3", "rank-3-to-2", "to-plain", "from-plain"],
 )
-def test_resume_in_another_form_keeps_what_is_owed(before, after, world_sizes):
+def test_resume_in_another_form_keeps_what_is_owed(
+    before: tp.Options, after: tp.Options, world_sizes: tuple[int, int]
+) -> None:
     first = ranks.run(world_sizes[0], _job, world_sizes[0], range(5), None, before)[0]
     second = ranks.run(world_sizes[1], _job, world_sizes[1], range(5, 11), first[0], after)[0]
     for name in SHAPES:
@@ -241,7 +259,7 @@ def test_resume_in_another_form_keeps_what_is_owed(before, after, world_sizes):
         assert np.linalg.norm(delivered - owed) < 1e-5 * np.linalg.norm(owed), name
 
 
-def _flat(rank):
+def _flat(rank: int) -> tuple[float, bool]:
     """A flat tensor: the plain mode, also with these options."""
     ledger = Ledger()
     for i in range(30):
@@ -255,7 +273,7 @@ def _flat(rank):
     return ledger.errors()["flat"], stats["seconds"]["reduce_q"] > 0
 
 
-def test_what_has_no_name_is_compressed_in_the_plain_mode():
+def test_what_has_no_name_is_compressed_in_the_plain_mode() -> None:
     options = dataclasses.replace(OPTIONS, matrix_approximation_rank=4, min_numel=500)
     for error, sends_both in ranks.run(2, _flat, options=options):
         assert sends_both

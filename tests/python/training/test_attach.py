@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch_powersgd as tp
 from support import ranks
 from support.synthetic import (
     SHAPES,
+    Arrays,
     Ledger,
     Synthetic,
     gradients,
@@ -39,18 +42,20 @@ MAKES_A_CUDA_STREAM = pytest.mark.skipif(
 )
 
 
-def _message(function, *arguments, error=ValueError):
+def _message(
+    function: Callable[..., Any], *arguments: Any, error: type[Exception] = ValueError
+) -> str:
     with pytest.raises(error) as caught:
         function(*arguments)
     return str(caught.value)
 
 
-def _is_exact(ddp, rank, i=0):
+def _is_exact(ddp: DistributedDataParallel, rank: int, i: int = 0) -> bool:
     outputs, means = step(ddp, gradients(SHAPES, rank, i)), mean_gradients(SHAPES, 2, i)
     return max(relative_error(outputs[name], means[name]) for name in SHAPES) < 1e-6
 
 
-def _refused(rank, kind):
+def _refused(rank: int, kind: str) -> tuple[str, bool]:
     """The message of attach, and whether the module still averages exactly afterwards."""
     options = OPTIONS
     if kind == "not DDP":
@@ -92,14 +97,14 @@ def _refused(rank, kind):
         ("models", ["parameters", "weights.tall", "weights.renamed", "rank 0", "rank 1"]),
     ],
 )
-def test_refusals_say_why_on_every_rank_and_change_nothing(kind, parts):
+def test_refusals_say_why_on_every_rank_and_change_nothing(kind: str, parts: list[str]) -> None:
     for message, unharmed in ranks.run(2, _refused, kind):
         for part in parts:
             assert part in message, message
         assert unharmed
 
 
-def _not_attached(rank):
+def _not_attached(rank: int) -> list[str]:
     ddp = make_ddp(SHAPES)
     return [
         _message(tp.detach, ddp),
@@ -108,12 +113,12 @@ def _not_attached(rank):
     ]
 
 
-def test_what_needs_an_attached_module_says_so():
+def test_what_needs_an_attached_module_says_so() -> None:
     for messages in ranks.run(1, _not_attached):
         assert all("attach" in message for message in messages)
 
 
-def _attach_again(rank):
+def _attach_again(rank: int) -> tuple[str, str, int]:
     ddp = make_attached(SHAPES, OPTIONS)
     step(ddp, gradients(SHAPES, rank, 0))
     tp.attach(ddp, OPTIONS)  # nothing to do
@@ -122,14 +127,14 @@ def _attach_again(rank):
     return changed, hook, tp.state_dict(ddp)["step"]
 
 
-def test_attach_again_goes_on_and_options_stay():
+def test_attach_again_goes_on_and_options_stay() -> None:
     for changed, hook, steps in ranks.run(2, _attach_again):
         assert "cannot be changed: matrix_approximation_rank is 2, got 1" in changed
         assert "hook" in hook
         assert steps == 1
 
 
-def _detach(rank):
+def _detach(rank: int) -> tuple[list[bool], list[Arrays], dict[str, float]]:
     ddp = make_attached(SHAPES, OPTIONS)
     ledger = Ledger()
     exact, residuals = [], []
@@ -145,7 +150,7 @@ def _detach(rank):
     return exact, residuals, ledger.errors(residuals_of(ddp))
 
 
-def test_detach_is_exact_and_keeps_the_state_for_attach():
+def test_detach_is_exact_and_keeps_the_state_for_attach() -> None:
     for exact, residuals, errors in ranks.run(2, _detach):
         assert exact == [False] * 3 + [True] * 3 + [False] * 3
         for name, kept in residuals[2].items():
@@ -154,7 +159,9 @@ def test_detach_is_exact_and_keeps_the_state_for_attach():
         assert max(errors.values()) < TOLERANCE, errors
 
 
-def _two_models(rank, how):
+def _two_models(
+    rank: int, how: str
+) -> tuple[list[tuple[dict[str, Any], dict[str, Any]]], list[str], list[int]]:
     """The outputs of two models, one after the other or together."""
     first, second = make_attached(SHAPES, OPTIONS), make_attached(SHAPES, OTHER)
     pairs = [(gradients(SHAPES, rank, i), gradients(SHAPES, rank, -1 - i)) for i in range(5)]
@@ -182,7 +189,7 @@ def _two_models(rank, how):
 
 
 @pytest.mark.parametrize("how", ["interleaved", "one backward"])
-def test_two_models_do_not_disturb_each_other(how):
+def test_two_models_do_not_disturb_each_other(how: str) -> None:
     apart = ranks.run(2, _two_models, "apart")
     together = ranks.run(2, _two_models, how)
     for (expected, _, _), (outputs, norms, ranks_used) in zip(apart, together, strict=True):
@@ -195,7 +202,7 @@ def test_two_models_do_not_disturb_each_other(how):
         assert (outputs[0][0]["tall"] != outputs[0][1]["tall"]).any()
 
 
-def _options_of(rank):
+def _options_of(rank: int) -> tuple[list[int], list[str]]:
     """Of the model, of the group, and of a model that was deleted."""
     inherited = make_attached(SHAPES)
     own = make_attached(SHAPES, OTHER)
@@ -207,13 +214,13 @@ def _options_of(rank):
     return fields, sorted(tp.stats()["residual_norms"])
 
 
-def test_a_model_takes_the_groups_options_unless_it_has_its_own():
+def test_a_model_takes_the_groups_options_unless_it_has_its_own() -> None:
     for fields, norms in ranks.run(2, _options_of, options=OPTIONS):
         assert fields == [2, 1]
         assert norms == sorted(f"weights.{name}" for name in SHAPES)  # one model is left
 
 
-def _frozen(rank):
+def _frozen(rank: int) -> tuple[dict[str, float], set[str]]:
     shapes = {"w": (20, 30), "frozen": (30, 30), "ignored": (25, 30), "last": (40, 22)}
     module = Synthetic({name: torch.zeros(shape) for name, shape in shapes.items()})
     module.weights["frozen"].requires_grad_(False)
@@ -229,13 +236,13 @@ def _frozen(rank):
     return ledger.errors(residuals), set(residuals)
 
 
-def test_frozen_and_ignored_parameters_are_left_out():
+def test_frozen_and_ignored_parameters_are_left_out() -> None:
     for errors, names in ranks.run(2, _frozen):
         assert names == {"w", "last"}
         assert max(errors.values()) < TOLERANCE, errors
 
 
-def _subgroup(rank, detail):
+def _subgroup(rank: int, detail: bool) -> dict[str, float]:
     """Ranks 1 and 2 of 3 train; torch checks every call of the group if `detail`."""
     if detail:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
@@ -251,6 +258,6 @@ def _subgroup(rank, detail):
 
 
 @pytest.mark.parametrize("detail", [False, True])
-def test_a_group_of_some_ranks(detail):
+def test_a_group_of_some_ranks(detail: bool) -> None:
     for errors in ranks.run(3, _subgroup, detail)[1:]:
         assert max(errors.values()) < TOLERANCE, errors

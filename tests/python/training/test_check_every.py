@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
 from support.call_observer import SETTLE_PASSES
+from support.log_records import LogRecords
 from support.synthetic import (
     Ledger,
     gradients,
@@ -29,20 +30,11 @@ OPTIONS = tp.Options(
 )
 
 
-class _Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-        logging.getLogger("torch_powersgd").addHandler(self)
-
-    def emit(self, record):
-        self.lines.append((record.levelname, record.getMessage()))
-
-    def differences(self):
-        return [line for level, line in self.lines if level == "WARNING" and "differed" in line]
+def _differences(records: LogRecords) -> list[str]:
+    return [line for level, line in records.seen if level == "WARNING" and "differed" in line]
 
 
-def _corrupt(ddp, name, field):
+def _corrupt(ddp: DistributedDataParallel, name: str, field: str) -> None:
     """One bit of this rank's state, the lowest of one number."""
     state = tp.state_dict(ddp, per_rank=True)
     state["parameters"][f"weights.{name}"][field].view(-1).view(torch.int32)[5] ^= 1
@@ -50,7 +42,9 @@ def _corrupt(ddp, name, field):
     attached_model(ddp).load_local(locals_, state["step"])
 
 
-def unused(rank, world_size, damage, device="cpu"):
+def unused(
+    rank: int, world_size: int, damage: int | None, device: str = "cpu"
+) -> tuple[list[str], list[int], dict[tuple[str, str], bytes], dict[str, float]]:
     """Nine steps; "second" is not used in those after the damage, so that its Q stays as it is.
 
     A parameter that is used mends itself: P is summed over the ranks, whatever they made it with.
@@ -61,7 +55,7 @@ def unused(rank, world_size, damage, device="cpu"):
     Returns:
         the warnings; the count after each step; Q and P, in bytes; the identity's errors.
     """
-    log, ledger, seen = _Lines(), Ledger(), []
+    records, ledger, seen = LogRecords(), Ledger(), []
     ddp = make_attached(SHAPES, OPTIONS, find_unused_parameters=True, device=device)
     for i in range(9):
         mine, means = gradients(SHAPES, rank, i), mean_gradients(SHAPES, world_size, i)
@@ -80,13 +74,13 @@ def unused(rank, world_size, damage, device="cpu"):
         for name, tensors in state.items()
         for field in ("q_warm", "p_hat")
     }
-    return log.differences(), seen, replicas, ledger.errors(residuals)
+    return _differences(records), seen, replicas, ledger.errors(residuals)
 
 
 @pytest.mark.parametrize(
     ("world_size", "damage", "named"), [(2, 1, "1"), (3, 2, "2"), (3, 0, "1, 2")]
 )
-def test_a_difference_is_found_mended_and_counted(world_size, damage, named):
+def test_a_difference_is_found_mended_and_counted(world_size: int, damage: int, named: str) -> None:
     results = ranks.run(world_size, unused, world_size, damage, options=OPTIONS)
     for lines, seen, replicas, errors in results:
         assert seen == [0] * 5 + [1] * 4, "found by the check after the sixth step"
@@ -96,23 +90,23 @@ def test_a_difference_is_found_mended_and_counted(world_size, damage, named):
         assert max(errors.values()) < 1e-5, errors
 
 
-def test_nothing_to_find():
+def test_nothing_to_find() -> None:
     for lines, seen, _, errors in ranks.run(2, unused, 2, None, options=OPTIONS):
         assert (lines, seen) == ([], [0] * 9)
         assert max(errors.values()) < 1e-5, errors
 
 
-def _same_training(rank, options):
+def _same_training(rank: int, options: tp.Options) -> tuple[list[bytes], int]:
     """All outputs of a training with a part that is attached and one that is flat."""
     ddp = make_attached(SHAPES, options)
-    outputs = []
+    outputs: list[torch.Tensor] = []
     for i in range(7):
         outputs += step(ddp, gradients(SHAPES, rank, i)).values()
         outputs += reduce_in_backward([gradients({"flat": (1000,)}, rank, i)["flat"]])
     return [output.numpy().tobytes() for output in outputs], tp.stats()["compressed_calls"]
 
 
-def test_the_check_changes_nothing():
+def test_the_check_changes_nothing() -> None:
     never = dataclasses.replace(OPTIONS, check_every=0)
     always = dataclasses.replace(OPTIONS, check_every=1)
     expected = ranks.run(2, _same_training, never, options=never)

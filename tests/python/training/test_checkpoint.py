@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
+from support.log_records import LogRecords
 from support.synthetic import (
     COMPRESSED,
     SHAPES,
+    Array,
+    Arrays,
     Ledger,
     Synthetic,
     from_bytes,
@@ -33,13 +36,15 @@ from support.synthetic import (
 OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
 WEIGHTS = {f"weights.{name}" for name in COMPRESSED}
 
+# The state after loading and at the end; the outputs of each step; the sums of all outputs and of
+# all mean gradients.
+Job = tuple[bytes, bytes, list[Arrays], tuple[Arrays, Arrays]]
 
-def _job(rank, world_size, steps, state, options=OPTIONS):
-    """Steps of a job, from a saved state or from nothing.
 
-    Returns:
-        the state after loading and at the end, in bytes; the outputs of each step; their sums.
-    """
+def _job(
+    rank: int, world_size: int, steps: range, state: bytes | None, options: tp.Options = OPTIONS
+) -> Job:
+    """Steps of a job, from a saved state or from nothing."""
     ddp = make_attached(SHAPES, options)
     if state is not None:
         tp.load_state_dict(ddp, from_bytes(state))
@@ -49,33 +54,35 @@ def _job(rank, world_size, steps, state, options=OPTIONS):
         outputs.append(step(ddp, gradients(SHAPES, rank, i)))
         ledger.add(outputs[-1], mean_gradients(SHAPES, world_size, i))
     ended = to_bytes(tp.state_dict(ddp))
-    sums = to_numpy(ledger.delivered), to_numpy(ledger.owed)
+    sums = to_numpy(ledger.outputs), to_numpy(ledger.means)
     return loaded, ended, [to_numpy(output) for output in outputs], sums
 
 
-def _residuals(state):
+def _residuals(state: bytes) -> Arrays:
     return {n: saved["residual"].numpy() for n, saved in from_bytes(state)["parameters"].items()}
 
 
-def _identity_errors(jobs, state):
-    """Of jobs that followed each other, the last of which ended in `state`."""
+def _identity_errors(jobs: list[Job], state: bytes) -> dict[str, float]:
+    """The identity's errors over jobs that followed each other and ended in `state`."""
     errors = {}
     residuals = _residuals(state)
     for name in SHAPES:
-        delivered = sum(sums[0][name] for _, _, _, sums in jobs)
-        owed = sum(sums[1][name] for _, _, _, sums in jobs)
-        delivered = delivered + residuals.get(f"weights.{name}", 0)
-        errors[name] = np.linalg.norm(delivered - owed) / np.linalg.norm(owed)
+        outputs = sum(sums[0][name] for _, _, _, sums in jobs)
+        means = sum(sums[1][name] for _, _, _, sums in jobs)
+        lost = means - outputs - residuals.get(f"weights.{name}", 0)
+        errors[name] = float(np.linalg.norm(lost) / np.linalg.norm(means))
     return errors
 
 
 @pytest.fixture(scope="module")
-def first_job():
+def first_job() -> list[Job]:
     """What each of two ranks has after six steps."""
     return ranks.run(2, _job, 2, range(6), None)
 
 
-def test_the_state_is_equal_on_all_ranks_and_complete(first_job):
+def test_the_state_is_equal_on_all_ranks_and_complete(
+    first_job: list[Job],
+) -> None:
     states = [from_bytes(ended) for _, ended, _, _ in first_job]
     for state in states:
         assert state["version"] == 1
@@ -94,7 +101,7 @@ def test_the_state_is_equal_on_all_ranks_and_complete(first_job):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2), (2, 1)])
-def test_resume_keeps_what_is_owed(before, after):
+def test_resume_keeps_what_is_owed(before: int, after: int) -> None:
     first = ranks.run(before, _job, before, range(6), None)[0]
     for second in ranks.run(after, _job, after, range(6, 11), first[1]):
         loaded, ended, _, _ = second
@@ -109,7 +116,9 @@ def test_resume_keeps_what_is_owed(before, after):
         assert from_bytes(ended)["step"] == 11
 
 
-def test_resume_goes_on_as_if_there_had_been_no_end(first_job):
+def test_resume_goes_on_as_if_there_had_been_no_end(
+    first_job: list[Job],
+) -> None:
     # The outputs depend on the mean residual, on Q and on the step alone. The tolerance is that of
     # the reference: residuals that are rounded differently.
     for whole, resumed in zip(
@@ -124,7 +133,10 @@ def test_resume_goes_on_as_if_there_had_been_no_end(first_job):
 
 
 @pytest.mark.parametrize("new_rank", [1, 3])
-def test_another_rank_takes_over_residual_and_q(first_job, new_rank):
+def test_another_rank_takes_over_residual_and_q(
+    first_job: list[Job],
+    new_rank: int,
+) -> None:
     options = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=new_rank)
     saved = from_bytes(first_job[0][1])["parameters"]
     for second in ranks.run(2, _job, 2, range(6, 10), first_job[0][1], options):
@@ -139,37 +151,34 @@ def test_another_rank_takes_over_residual_and_q(first_job, new_rank):
         assert max(errors.values()) < 1e-5, errors
 
 
-class _Records(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.DEBUG)
-        self.seen = []
-
-    def emit(self, record):
-        self.seen.append((record.levelname, record.getMessage()))
-
-
-def _load(ddp, data):
-    """The residuals after loading, and what was logged meanwhile."""
-    records = _Records()
-    logger = logging.getLogger("torch_powersgd")
-    logger.addHandler(records)
-    logger.setLevel(logging.DEBUG)
+def _load(ddp: DistributedDataParallel, data: bytes) -> tuple[Arrays, list[tuple[str, str]]]:
+    """The residuals after loading, and the log records of loading."""
+    records = LogRecords()
     tp.load_state_dict(ddp, from_bytes(data))
     return to_numpy(residuals_of(ddp)), records.seen
 
 
-def _load_with_log(rank, data, options=OPTIONS, shapes=SHAPES):
+def _load_with_log(
+    rank: int,
+    data: bytes,
+    options: tp.Options = OPTIONS,
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
+) -> tuple[Arrays, list[tuple[str, str]]]:
     return _load(make_attached(shapes, options), data)
 
 
-def test_a_parameter_that_is_not_in_the_model_is_dropped_with_a_warning(first_job):
+def test_a_parameter_that_is_not_in_the_model_is_dropped_with_a_warning(
+    first_job: list[Job],
+) -> None:
     shapes = {name: SHAPES[name] for name in SHAPES if name != "tall"}
     for residuals, log in ranks.run(2, _load_with_log, first_job[0][1], OPTIONS, shapes):
         assert set(residuals) == set(COMPRESSED) - {"tall"}
         assert any(level == "WARNING" and "weights.tall" in text for level, text in log), log
 
 
-def _no_longer_compressed(rank, data, scale):
+def _no_longer_compressed(
+    rank: int, data: bytes, scale: float
+) -> tuple[dict[str, Any], list[tuple[str, str]], list[Arrays]]:
     """The outputs of two steps after loading, less the mean gradients: what was owed."""
     # At rank 12 none of the matrices pays.
     options = dataclasses.replace(OPTIONS, matrix_approximation_rank=12)
@@ -186,8 +195,9 @@ def _no_longer_compressed(rank, data, scale):
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_what_a_parameter_that_is_no_longer_compressed_is_owed_comes_with_its_next_gradient(
-    first_job, scale
-):
+    first_job: list[Job],
+    scale: float,
+) -> None:
     owed = _residuals(first_job[0][1])
     for residuals, log, (first, second) in ranks.run(
         2, _no_longer_compressed, first_job[0][1], scale
@@ -201,7 +211,7 @@ def test_what_a_parameter_that_is_no_longer_compressed_is_owed_comes_with_its_ne
             assert abs(second[name]).max() < 10 * 2**-23, name
 
 
-def _keep_what_is_not_named(rank, data):
+def _keep_what_is_not_named(rank: int, data: bytes) -> tuple[bool, float, int]:
     ddp = make_attached(SHAPES, OPTIONS)
     for i in range(4):
         step(ddp, gradients(SHAPES, rank, i))
@@ -215,14 +225,16 @@ def _keep_what_is_not_named(rank, data):
     return kept, relative_error(after["tall"], saved), tp.state_dict(ddp)["step"]
 
 
-def test_parameters_that_are_not_named_keep_what_they_have(first_job):
+def test_parameters_that_are_not_named_keep_what_they_have(
+    first_job: list[Job],
+) -> None:
     for kept, error, step_count in ranks.run(2, _keep_what_is_not_named, first_job[0][1]):
         assert kept
         assert error < 1e-6
         assert step_count == 6
 
 
-def _refused(rank, data, spoil):
+def _refused(rank: int, data: bytes, spoil: str) -> tuple[str, str]:
     ddp = make_attached(SHAPES, OPTIONS)
     state = from_bytes(data)
     tall = state["parameters"]["weights.tall"]
@@ -256,13 +268,18 @@ def _refused(rank, data, spoil):
         ("q shape", "ValueError", "weights.tall"),
     ],
 )
-def test_a_state_of_another_form_is_refused(first_job, spoil, kind, part):
+def test_a_state_of_another_form_is_refused(
+    first_job: list[Job],
+    spoil: str,
+    kind: str,
+    part: str,
+) -> None:
     for raised, message in ranks.run(2, _refused, first_job[0][1], spoil):
         assert raised == kind, message
         assert part in message
 
 
-def _untouched(rank, load_fresh):
+def _untouched(rank: int, load_fresh: bool) -> tuple[bool, bytes]:
     """A state is a copy; before the first compressed step it is what that step will start from."""
     ddp = make_attached(SHAPES, OPTIONS)
     fresh = tp.state_dict(ddp)["parameters"]
@@ -281,14 +298,16 @@ def _untouched(rank, load_fresh):
     return before == to_bytes(state), before
 
 
-def test_a_saved_state_does_not_change_any_more():
+def test_a_saved_state_does_not_change_any_more() -> None:
     (kept, one), _ = loaded = ranks.run(2, _untouched, True)
     assert kept
     assert loaded[1][0]
     assert ranks.run(2, _untouched, False)[0][1] == one
 
 
-def _next_output(rank, data, last, new_options):
+def _next_output(
+    rank: int, data: bytes | None, last: bool, new_options: tp.Options
+) -> tuple[bytes, Array]:
     """The output after resuming with a weight that is laid out in this way."""
     conv = torch.zeros(16, 5, 3, 3)
     if last:
@@ -306,7 +325,7 @@ def _next_output(rank, data, last, new_options):
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["from-contiguous", "from-channels-last"])
-def test_the_state_does_not_depend_on_the_memory_format(last):
+def test_the_state_does_not_depend_on_the_memory_format(last: bool) -> None:
     # The columns of a channels_last weight are permuted: residual and Q are saved in the order of
     # the contiguous one, else the next output would be another. The tolerance is the reference's.
     (data, expected), _ = ranks.run(2, _next_output, None, last, OPTIONS)

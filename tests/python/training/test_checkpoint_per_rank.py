@@ -4,18 +4,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
 from support.synthetic import (
     COMPRESSED,
     SHAPES,
+    Arrays,
     from_bytes,
     gradients,
     make_attached,
@@ -25,7 +30,7 @@ from support.synthetic import (
 )
 
 OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no-feedback": {"use_error_feedback": False},
     "half-residual": {"residual_dtype": torch.bfloat16},
@@ -34,8 +39,13 @@ VARIANTS = {
 }
 SAVED, ENDED = 4, 8  # steps
 
+State = dict[str, Any]  # as torch_powersgd.state_dict returns it
+Spoil = Callable[[int, list[State]], State]
 
-def _outputs(ddp, rank, steps, scale=1.0):
+
+def _outputs(
+    ddp: DistributedDataParallel, rank: int, steps: range, scale: float = 1.0
+) -> list[Arrays]:
     result = []
     for i in steps:
         tp.set_grad_scale(scale * 2 ** (i % 3))  # so that the residual is in other units
@@ -43,7 +53,9 @@ def _outputs(ddp, rank, steps, scale=1.0):
     return result
 
 
-def _uninterrupted(rank, options, ddp_arguments):
+def _uninterrupted(
+    rank: int, options: tp.Options, ddp_arguments: dict[str, Any]
+) -> tuple[bytes, list[Arrays]]:
     """This rank's state at SAVED, and the outputs after it."""
     ddp = make_attached(SHAPES, options, **ddp_arguments)
     _outputs(ddp, rank, range(SAVED))
@@ -51,7 +63,9 @@ def _uninterrupted(rank, options, ddp_arguments):
     return state, _outputs(ddp, rank, range(SAVED, ENDED))
 
 
-def _resumed(rank, states, options, ddp_arguments):
+def _resumed(
+    rank: int, states: list[bytes], options: tp.Options, ddp_arguments: dict[str, Any]
+) -> list[Arrays]:
     ddp = make_attached(SHAPES, options, **ddp_arguments)
     tp.load_state_dict(ddp, from_bytes(states[rank]))
     return _outputs(ddp, rank, range(SAVED, ENDED))
@@ -60,7 +74,7 @@ def _resumed(rank, states, options, ddp_arguments):
 @pytest.mark.parametrize(
     ("variant", "world_size"), [*((variant, 2) for variant in VARIANTS), ("plain", 3)]
 )
-def test_resumes_bit_for_bit(variant, world_size):
+def test_resumes_bit_for_bit(variant: str, world_size: int) -> None:
     options = dataclasses.replace(OPTIONS, **VARIANTS[variant])
     # DDP rebuilds its buckets after the first step, in another order, and the sum of three ranks
     # depends on where in a buffer its elements are, compressed or not; that of two does not.
@@ -77,7 +91,7 @@ def test_resumes_bit_for_bit(variant, world_size):
                 np.testing.assert_array_equal(one[name], other[name], err_msg=name)
 
 
-def test_resumes_bit_for_bit_with_other_buckets():
+def test_resumes_bit_for_bit_with_other_buckets() -> None:
     """State belongs to parameters: what is in a bucket with what does not matter."""
     jobs = ranks.run(2, _uninterrupted, OPTIONS, {})
     states = [state for state, _ in jobs]
@@ -89,11 +103,16 @@ def test_resumes_bit_for_bit_with_other_buckets():
 
 
 @pytest.fixture(scope="module")
-def states():
+def states() -> list[bytes]:
     return [state for state, _ in ranks.run(2, _uninterrupted, OPTIONS, {})]
 
 
-def _refused(rank, states, spoil, options=OPTIONS):
+def _refused(
+    rank: int,
+    states: list[bytes],
+    spoil: Spoil,
+    options: tp.Options = OPTIONS,
+) -> tuple[str, bool]:
     """The message of load_state_dict, and whether anything has changed."""
     ddp = make_attached(SHAPES, options)
     _outputs(ddp, rank, range(2))
@@ -104,37 +123,37 @@ def _refused(rank, states, spoil, options=OPTIONS):
     return str(raised.value), before == to_bytes(tp.state_dict(ddp, per_rank=True))
 
 
-def _own(rank, states):
+def _own(rank: int, states: list[State]) -> State:
     return states[rank]
 
 
-def _swapped(rank, states):
+def _swapped(rank: int, states: list[State]) -> State:
     return states[(rank + 1) % 2]
 
 
-def _one_swapped(rank, states):
+def _one_swapped(rank: int, states: list[State]) -> State:
     return states[0]
 
 
-def _one_older(rank, states):
+def _one_older(rank: int, states: list[State]) -> State:
     states[rank]["step"] -= rank
     return states[rank]
 
 
-def _one_shape(rank, states):
+def _one_shape(rank: int, states: list[State]) -> State:
     if rank == 1:
         first = next(iter(states[1]["parameters"].values()))
         first["p_hat"] = first["p_hat"][:-1]
     return states[rank]
 
 
-def _one_missing(rank, states):
+def _one_missing(rank: int, states: list[State]) -> State:
     if rank == 0:
         del next(iter(states[0]["parameters"].values()))["memory"]
     return states[rank]
 
 
-def _renamed(rank, states):
+def _renamed(rank: int, states: list[State]) -> State:
     parameters = states[rank]["parameters"]
     parameters["weights.other"] = parameters.pop("weights.conv")
     return states[rank]
@@ -152,14 +171,16 @@ def _renamed(rank, states):
     ],
     ids=["swapped", "one-swapped", "one-older", "one-shape", "one-missing", "renamed"],
 )
-def test_a_state_that_is_not_this_ranks_is_refused_everywhere(states, spoil, parts):
+def test_a_state_that_is_not_this_ranks_is_refused_everywhere(
+    states: list[bytes], spoil: Spoil, parts: list[str]
+) -> None:
     for message, unchanged in ranks.run(2, _refused, states, spoil):
         assert unchanged
         for part in parts:
             assert part in message, message
 
 
-def test_another_number_of_ranks_or_rank_of_the_factors_is_refused(states):
+def test_another_number_of_ranks_or_rank_of_the_factors_is_refused(states: list[bytes]) -> None:
     three = [*states, states[0]]
     for message, unchanged in ranks.run(3, _refused, three, _own):
         assert unchanged
@@ -174,7 +195,7 @@ def test_another_number_of_ranks_or_rank_of_the_factors_is_refused(states):
 # torch.distributed.checkpoint.
 
 
-def _saves(rank, folder, per_rank):
+def _saves(rank: int, folder: Path, per_rank: bool) -> tuple[bytes, list[Arrays]]:
     ddp = make_attached(SHAPES, OPTIONS)
     _outputs(ddp, rank, range(SAVED))
     state = tp.CompressionState(ddp, per_rank)
@@ -183,7 +204,7 @@ def _saves(rank, folder, per_rank):
     return to_bytes(state.state_dict()), _outputs(ddp, rank, range(SAVED, ENDED))
 
 
-def _loads(rank, folder, per_rank):
+def _loads(rank: int, folder: Path, per_rank: bool) -> tuple[bytes, list[Arrays]]:
     ddp = make_attached(SHAPES, OPTIONS)
     key = f"powersgd.{rank}" if per_rank else "powersgd"
     state = tp.CompressionState(ddp, per_rank)
@@ -193,24 +214,24 @@ def _loads(rank, folder, per_rank):
     return loaded, _outputs(ddp, rank, range(SAVED, ENDED))
 
 
-def _assert_same_state(one, other):
-    one, other = from_bytes(one), from_bytes(other)
-    assert one["step"] == other["step"] == SAVED
-    assert len(one["parameters"]) == len(COMPRESSED)
-    for name, tensors in one["parameters"].items():
+def _assert_same_state(one: bytes, other: bytes) -> None:
+    state, loaded = from_bytes(one), from_bytes(other)
+    assert state["step"] == loaded["step"] == SAVED
+    assert len(state["parameters"]) == len(COMPRESSED)
+    for name, tensors in state["parameters"].items():
         for field, value in tensors.items():
             if torch.is_tensor(value):
-                torch.testing.assert_close(other["parameters"][name][field], value)
+                torch.testing.assert_close(loaded["parameters"][name][field], value)
 
 
-def test_distributed_checkpoint_of_the_mean(tmp_path):
+def test_distributed_checkpoint_of_the_mean(tmp_path: Path) -> None:
     saved = ranks.run(2, _saves, str(tmp_path), False)
     for world_size in (2, 3):
         for loaded, _ in ranks.run(world_size, _loads, str(tmp_path), False):
             _assert_same_state(saved[0][0], loaded)
 
 
-def test_distributed_checkpoint_of_each_rank(tmp_path):
+def test_distributed_checkpoint_of_each_rank(tmp_path: Path) -> None:
     saved = ranks.run(2, _saves, str(tmp_path), True)
     for (state, expected), (loaded, outputs) in zip(
         saved, ranks.run(2, _loads, str(tmp_path), True), strict=True

@@ -22,7 +22,7 @@ TOLERANCE = 1e-5  # float32, as on the CPU
 
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("case", ["none", "one", "twice"])
-def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(inner, case):
+def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(inner: str, case: str) -> None:
     bad = test_loss_scale.BAD[case]
     for errors, scales, _ in run(
         test_loss_scale.with_scaler, bad, True, "cuda", options=options_of(inner)
@@ -31,7 +31,7 @@ def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(inner, case):
         assert max(errors.values()) < TOLERANCE, errors
 
 
-def _no_synchronisation(rank):
+def _no_synchronization(rank: int) -> tuple[bool, bool]:
     """A skipped step is taken back on the device, by a found_inf that the host has not read."""
     ddp = make_attached(SHAPES, options_of(), device="cuda")
     model = attached_model(ddp)
@@ -49,12 +49,12 @@ def _no_synchronisation(rank):
     return all(q.any() for q in before.values()), any(q.any() for q in after.values())
 
 
-def test_a_skipped_step_is_taken_back_without_the_host():
-    assert run(_no_synchronisation) == [(True, False)] * 2
+def test_a_skipped_step_is_taken_back_without_the_host() -> None:
+    assert run(_no_synchronization) == [(True, False)] * 2
 
 
 @pytest.mark.parametrize("inner", INNERS)
-def test_a_difference_is_found_mended_and_counted(inner):
+def test_a_difference_is_found_mended_and_counted(inner: str) -> None:
     options = options_of(inner, check_every=3, min_numel=500)
     results = run(test_check_every.unused, 2, 1, "cuda", options=options)
     for lines, seen, replicas, errors in results:
@@ -66,7 +66,7 @@ def test_a_difference_is_found_mended_and_counted(inner):
 
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("wire", test_wire.WIRES, ids=str)
-def test_what_a_rank_rounds_off_is_part_of_its_residual(inner, wire):
+def test_what_a_rank_rounds_off_is_part_of_its_residual(inner: str, wire: torch.dtype) -> None:
     for errors, stats, _ in run(
         test_wire.identity, wire, 2, True, 1.0, "cuda", options=options_of(inner)
     ):
@@ -76,7 +76,7 @@ def test_what_a_rank_rounds_off_is_part_of_its_residual(inner, wire):
 
 
 @pytest.mark.parametrize("inner", INNERS)
-def test_p_and_q_in_turns_add_up(inner):
+def test_p_and_q_in_turns_add_up(inner: str) -> None:
     options = options_of(inner, alternating=True)
     arguments = (2, options, torch.float32, False, "cuda")
     for errors, without, _ in run(test_alternating.identity, *arguments, options=options):

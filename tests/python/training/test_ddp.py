@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from support import ranks
 from support.synthetic import (
     COMPRESSED,
     SHAPES,
+    Arrays,
     Ledger,
     Synthetic,
     gradient,
@@ -23,6 +26,7 @@ from support.synthetic import (
     outputs_of,
     residuals_of,
     step,
+    sum_of,
     to_numpy,
 )
 from torch_powersgd._core import _C
@@ -36,7 +40,11 @@ ORDER = ("bias", "wide", "small", "conv", "tall")
 MIXED = {name: SHAPES[name] for name in ORDER}
 
 
-def _variant(rank, ddp_arguments):
+# The identity's errors, the outputs by step, and the calls of all-reduce before each step.
+Facts = tuple[dict[str, float], list[Arrays], list[int]]
+
+
+def _variant(rank: int, ddp_arguments: dict[str, Any]) -> Facts:
     ddp = make_attached(SHAPES, OPTIONS, **ddp_arguments)
     ledger = Ledger()
     outputs, calls = [], []
@@ -49,7 +57,7 @@ def _variant(rank, ddp_arguments):
     return errors, [to_numpy(output) for output in outputs], calls
 
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
     "static_graph": {"static_graph": True},
     "find_unused_parameters": {"find_unused_parameters": True},
@@ -61,17 +69,17 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def plain():
+def plain() -> list[Facts]:
     return ranks.run(2, _variant, {})
 
 
-def test_plain_ddp(plain):
+def test_plain_ddp(plain: list[Facts]) -> None:
     for errors, _, _ in plain:
         assert max(errors.values()) < TOLERANCE[torch.float32], errors
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_ddp_variants_give_the_same_bits(plain, name):
+def test_ddp_variants_give_the_same_bits(plain: list[Facts], name: str) -> None:
     # The state belongs to the parameter and every order of summation to its shape. The sum of two
     # ranks is the same whatever else is in the payload.
     results = ranks.run(2, _variant, VARIANTS[name])
@@ -86,7 +94,7 @@ def test_ddp_variants_give_the_same_bits(plain, name):
             assert calls[1] - calls[0] == 1  # the first layout was another
 
 
-def _unused(rank, ddp_arguments):
+def _unused(rank: int, ddp_arguments: dict[str, Any]) -> tuple[dict[str, float], set[str]]:
     shapes = {"always": (20, 30), "sometimes": (25, 40), "never": (30, 22)}
     ddp = make_attached(shapes, OPTIONS, find_unused_parameters=True, **ddp_arguments)
     ledger = Ledger()
@@ -103,7 +111,7 @@ def _unused(rank, ddp_arguments):
 
 
 @pytest.mark.parametrize("views", [False, True])
-def test_unused_parameters(views):
+def test_unused_parameters(views: bool) -> None:
     # A parameter that this rank does not use contributes 0; one that no rank uses stays without a
     # gradient.
     for errors, left in ranks.run(2, _unused, {"gradient_as_bucket_view": views}):
@@ -112,7 +120,7 @@ def test_unused_parameters(views):
         assert max(errors.values()) < TOLERANCE[torch.float32], errors
 
 
-def _unused_on_all_ranks(rank):
+def _unused_on_all_ranks(rank: int) -> dict[str, float]:
     shapes = {"always": (20, 30), "sometimes": (25, 40)}
     ddp = make_attached(shapes, OPTIONS, find_unused_parameters=True)
     ledger = Ledger()
@@ -124,13 +132,13 @@ def _unused_on_all_ranks(rank):
     return ledger.errors(residuals_of(ddp))
 
 
-def test_a_parameter_that_no_rank_uses_loses_nothing():
+def test_a_parameter_that_no_rank_uses_loses_nothing() -> None:
     # DDP throws away what the bucket then holds for it. What is thrown away is still owed.
     for errors in ranks.run(2, _unused_on_all_ranks):
         assert max(errors.values()) < TOLERANCE[torch.float32], errors
 
 
-def _accumulate(rank):
+def _accumulate(rank: int) -> tuple[dict[str, float], int]:
     ddp = make_attached(SHAPES, OPTIONS)
     ledger = Ledger()
     for i in range(0, 12, 3):
@@ -141,17 +149,17 @@ def _accumulate(rank):
             ddp(gradients(SHAPES, rank, i + 1)).backward()
         ddp(gradients(SHAPES, rank, i + 2)).backward()
         means = [mean_gradients(SHAPES, 2, i + k) for k in range(3)]
-        ledger.add(outputs_of(ddp), {name: sum(mean[name] for mean in means) for name in SHAPES})
+        ledger.add(outputs_of(ddp), {name: sum_of(mean[name] for mean in means) for name in SHAPES})
     return ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
 
 
-def test_no_sync_accumulates_and_compresses_once():
+def test_no_sync_accumulates_and_compresses_once() -> None:
     for errors, steps in ranks.run(2, _accumulate):
         assert steps == 4
         assert max(errors.values()) < TOLERANCE[torch.float32], errors
 
 
-def _layouts(rank):
+def _layouts(rank: int) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
     """Parameters that are dense but not contiguous; gradients with and without their layout."""
     last = torch.channels_last
     ddp = DistributedDataParallel(
@@ -177,7 +185,7 @@ def _layouts(rank):
     return ledger.errors(residuals_of(ddp)), q_shapes
 
 
-def test_weights_that_are_not_contiguous():
+def test_weights_that_are_not_contiguous() -> None:
     for errors, q_shapes in ranks.run(2, _layouts):
         assert max(errors.values()) < TOLERANCE[torch.float32], errors
         assert q_shapes["weights.conv"] == (2, 54)  # the output channels stay the rows
@@ -188,7 +196,7 @@ def test_weights_that_are_not_contiguous():
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
-def _dtypes(rank):
+def _dtypes(rank: int) -> tuple[dict[str, float], dict[str, str]]:
     module = Synthetic({n: torch.zeros(30, 40, dtype=dtype) for n, dtype in DTYPES.items()})
     ddp = DistributedDataParallel(module)
     tp.attach(ddp, OPTIONS)
@@ -205,7 +213,7 @@ def _dtypes(rank):
     return ledger.errors(residuals_of(ddp)), kinds
 
 
-def test_mixed_dtypes_in_one_model():
+def test_mixed_dtypes_in_one_model() -> None:
     for errors, kinds in ranks.run(2, _dtypes):
         for name in ("fp32", "fp64"):
             assert errors[name] < TOLERANCE[DTYPES[name]], errors
@@ -214,7 +222,15 @@ def test_mixed_dtypes_in_one_model():
         assert kinds["fp64"] == "torch.float64"
 
 
-def _against_gloo(rank, world_size, shapes, options, steps, ddp_arguments, zero):
+def _against_gloo(
+    rank: int,
+    world_size: int,
+    shapes: dict[str, tuple[int, ...]],
+    options: tp.Options,
+    steps: int,
+    ddp_arguments: dict[str, Any],
+    zero: bool,
+) -> tuple[list[bool], dict[str, Any]]:
     """For each step, whether the bits are those of plain DDP over Gloo."""
     gloo = dist.new_group(backend="gloo")
     plain = make_ddp(shapes, process_group=gloo, **ddp_arguments)
@@ -238,7 +254,7 @@ def _against_gloo(rank, world_size, shapes, options, steps, ddp_arguments, zero)
     [(2, False, False), (2, False, True), (2, True, False), (2, True, True)]
     + [(3, False, False), (3, False, True), (3, True, False)],
 )
-def test_warm_up_is_exact(world_size, views, zero):
+def test_warm_up_is_exact(world_size: int, views: bool, zero: bool) -> None:
     options = tp.Options(start_powerSGD_iter=4, matrix_approximation_rank=2)
     arguments = {"gradient_as_bucket_view": views}
     for same, stats in ranks.run(
@@ -249,7 +265,7 @@ def test_warm_up_is_exact(world_size, views, zero):
         assert (stats["exact_calls"], stats["compressed_calls"]) == (4, 2)
 
 
-def test_a_model_without_anything_to_compress_is_exact():
+def test_a_model_without_anything_to_compress_is_exact() -> None:
     shapes = {"bias": (300,), "norm": (64,), "small": (3, 4)}
     for same, stats in ranks.run(3, _against_gloo, 3, shapes, OPTIONS, 4, {}, False):
         assert all(same)
@@ -257,7 +273,7 @@ def test_a_model_without_anything_to_compress_is_exact():
         assert stats["ratio"] == 1
 
 
-def _alone(rank):
+def _alone(rank: int) -> tuple[list[bool], bool, int]:
     ddp = make_attached(SHAPES, OPTIONS)
     exact = []
     for i in range(3):
@@ -268,11 +284,11 @@ def _alone(rank):
     return exact, owed, tp.stats()["compressed_calls"]
 
 
-def test_one_rank_has_nothing_to_send():
+def test_one_rank_has_nothing_to_send() -> None:
     assert ranks.run(1, _alone) == [([True] * 3, False, 0)]
 
 
-def test_the_shapes_of_these_tests_are_compressed():
+def test_the_shapes_of_these_tests_are_compressed() -> None:
     core = OPTIONS._core()
     for name, shape in SHAPES.items():
         rows, cols = _C.matrix_shape(list(shape), [])

@@ -4,24 +4,25 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from support import ranks
-from support.paired_training import OPTIONS, STEPS, WARM_UP, TrainingPair, descend, same
+from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts, TrainingPair, descend, same
 from support.synthetic import Ledger, gradient
 
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 
 
-def _layers(*sizes):
+def _layers(*sizes: Any) -> torch.nn.Sequential:
     pairs = zip(sizes[:-1], sizes[1:], strict=True)
     return nn.Sequential(*(layer for a, b in pairs for layer in (nn.Linear(a, b), nn.Tanh())))
 
 
-def _gan(rank, careful):
+def _gan(rank: int, careful: bool) -> tuple[Facts, Facts, dict[str, float], list[bool]]:
     """Not careful: the generator's pass reduces the discriminator's gradients too."""
     discriminator = TrainingPair(lambda _: _layers(24, 32, 20, 4))
     generator = TrainingPair(lambda _: _layers(12, 40, 24))
@@ -63,7 +64,7 @@ def _gan(rank, careful):
 
 
 @pytest.mark.parametrize("careful", [True, False])
-def test_gan(careful):
+def test_gan(careful: bool) -> None:
     results = ranks.run(2, _gan, careful, options=OPTIONS)
     for discriminator, generator, errors, kept in results:
         for facts in (discriminator, generator):

@@ -10,6 +10,7 @@ import torch_powersgd as tp
 from support import ranks
 from support.synthetic import (
     SHAPES,
+    Arrays,
     from_bytes,
     gradients,
     make_attached,
@@ -34,7 +35,9 @@ SCALES = {
 }
 
 
-def _outputs(rank, kind, scales, told):
+def _outputs(
+    rank: int, kind: str, scales: list[float], told: bool
+) -> tuple[list[Arrays], dict[str, float]]:
     """The outputs in the units of the unscaled gradient."""
     shapes = FLAT if kind == "flat" else SHAPES
     ddp = None if kind == "flat" else make_attached(SHAPES, OPTIONS)
@@ -51,7 +54,7 @@ def _outputs(rank, kind, scales, told):
     return outputs, tp.stats()["residual_norms"]
 
 
-def _worst(outputs, expected):
+def _worst(outputs: list[Arrays], expected: list[Arrays]) -> float:
     return max(
         relative_error(torch.from_numpy(mine[name]), torch.from_numpy(wanted[name]))
         for mine, wanted in zip(outputs, expected, strict=True)
@@ -61,7 +64,7 @@ def _worst(outputs, expected):
 
 @pytest.mark.parametrize("name", SCALES)
 @pytest.mark.parametrize("kind", ["attached", "flat"])
-def test_a_scaled_run_is_the_unscaled_one(kind, name):
+def test_a_scaled_run_is_the_unscaled_one(kind: str, name: str) -> None:
     expected, norms = ranks.run(2, _outputs, kind, [1.0] * 6, True, options=OPTIONS)[0]
     scales = SCALES[name]
     outputs, scaled_norms = ranks.run(2, _outputs, kind, scales, True, options=OPTIONS)[0]
@@ -70,14 +73,14 @@ def test_a_scaled_run_is_the_unscaled_one(kind, name):
         assert scaled_norms[parameter] == pytest.approx(norm * scales[-1], rel=TOLERANCE)
 
 
-def test_the_backend_must_be_told():
+def test_the_backend_must_be_told() -> None:
     # Otherwise the test above would say nothing.
     expected, _ = ranks.run(2, _outputs, "attached", [1.0] * 6, True, options=OPTIONS)[0]
     outputs, _ = ranks.run(2, _outputs, "attached", SCALES["powers"], False, options=OPTIONS)[0]
     assert _worst(outputs, expected) > 0.1
 
 
-def _overflow(rank, bad):
+def _overflow(rank: int, bad: bool) -> list[Arrays]:
     """As a GradScaler does it: a step overflows, the scale is halved."""
     ddp = make_attached(SHAPES, OPTIONS)
     scale, outputs = 4096.0, []
@@ -95,12 +98,14 @@ def _overflow(rank, bad):
     return outputs
 
 
-def test_a_skipped_step_and_a_new_scale_together():
+def test_a_skipped_step_and_a_new_scale_together() -> None:
     expected = ranks.run(2, _overflow, False)[0]
     assert _worst(ranks.run(2, _overflow, True)[0], expected) < TOLERANCE
 
 
-def _checkpoint(rank, state, scale):
+def _checkpoint(
+    rank: int, state: bytes | None, scale: float
+) -> tuple[float, bytes | Arrays, Arrays]:
     """Two steps at a scale and the state, or what is owed after loading it at this scale."""
     tp.set_grad_scale(scale)
     ddp = make_attached(SHAPES, OPTIONS)
@@ -115,7 +120,7 @@ def _checkpoint(rank, state, scale):
     return tp.state_dict(ddp)["grad_scale"], owed, to_numpy(step(ddp, mine))
 
 
-def test_a_checkpoint_keeps_its_scale():
+def test_a_checkpoint_keeps_its_scale() -> None:
     saved_scale, state, saved = ranks.run(2, _checkpoint, None, 1024.0)[0]
     assert saved_scale == 1024
     runs = {s: ranks.run(2, _checkpoint, state, s)[0] for s in (1024.0, 1.0, 48.0)}
@@ -129,13 +134,14 @@ def test_a_checkpoint_keeps_its_scale():
         assert _worst([unscaled], [runs[1024.0][2]]) < TOLERANCE
 
 
-def _bad_scale(rank, scale):
+def _bad_scale(rank: int, scale: float) -> float:
     with pytest.raises(ValueError, match="scale"):
         tp.set_grad_scale(scale)
     ddp = make_attached(SHAPES, OPTIONS)
-    return tp.state_dict(ddp)["grad_scale"]
+    kept: float = tp.state_dict(ddp)["grad_scale"]
+    return kept
 
 
 @pytest.mark.parametrize("scale", [0.0, -2.0, float("inf"), float("nan")])
-def test_a_bad_scale_is_refused(scale):
+def test_a_bad_scale_is_refused(scale: float) -> None:
     assert ranks.run(1, _bad_scale, scale) == [1.0]

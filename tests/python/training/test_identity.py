@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from support.synthetic import (
     COMPRESSED,
     SHAPES,
     Ledger,
+    Tensors,
     gradient,
     gradients,
     make_attached,
@@ -33,7 +36,9 @@ IDENTITY_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
 STEPS = 12
 
 
-def _attached(rank, world_size, options, dtype):
+def _attached(
+    rank: int, world_size: int, options: tp.Options, dtype: torch.dtype
+) -> tuple[dict[str, float], dict[str, float], dict[str, float], dict[str, Any]]:
     ddp = make_attached(SHAPES, options, dtype)
     ledger = Ledger()
     for i in range(STEPS):
@@ -46,7 +51,9 @@ def _attached(rank, world_size, options, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("world_size", "rank"), [(2, 1), (2, 3), (4, 2)])
-def test_attached_outputs_and_residual_add_up(world_size, rank, dtype):
+def test_attached_outputs_and_residual_add_up(
+    world_size: int, rank: int, dtype: torch.dtype
+) -> None:
     options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=rank)
     for errors, without, sizes, stats in ranks.run(
         world_size, _attached, world_size, options, dtype
@@ -60,7 +67,7 @@ def test_attached_outputs_and_residual_add_up(world_size, rank, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_attached_identity_of_half_gradients(dtype):
+def test_attached_identity_of_half_gradients(dtype: torch.dtype) -> None:
     # The residual is float32 and is taken before the output is rounded, so that the rounding of the
     # outputs alone is lost: half a unit in the last place of each of 12 outputs, which together are
     # less than 12 times the norm of their sum. Rounding is as often up as down, a quarter of that
@@ -70,7 +77,7 @@ def test_attached_identity_of_half_gradients(dtype):
         assert max(errors.values()) < STEPS / 4 * torch.finfo(dtype).eps / 2, errors
 
 
-def _switched_off_now_and_then(rank):
+def _switched_off_now_and_then(rank: int) -> tuple[dict[str, float], float]:
     ddp = make_attached(SHAPES, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2))
     ledger = Ledger()
     exact = []
@@ -86,7 +93,7 @@ def _switched_off_now_and_then(rank):
     return ledger.errors(residuals_of(ddp)), max(exact)
 
 
-def test_exact_steps_between_compressed_ones_keep_the_residual():
+def test_exact_steps_between_compressed_ones_keep_the_residual() -> None:
     for errors, exact in ranks.run(2, _switched_off_now_and_then):
         assert exact < 1e-6  # two roundings in float32
         assert max(errors.values()) < IDENTITY_TOLERANCE[torch.float32], errors
@@ -102,7 +109,9 @@ DRAIN_STEPS = 24
 QUIET = 1e-20
 
 
-def _flat(rank, world_size, op):
+def _flat(
+    rank: int, world_size: int, op: dist.ReduceOp.RedOpType
+) -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
     ledger = Ledger()
     scale = world_size if op == dist.ReduceOp.SUM else 1
     for i in range(8 + DRAIN_STEPS):
@@ -123,7 +132,9 @@ def _flat(rank, world_size, op):
 @pytest.mark.parametrize(
     ("world_size", "op"), [(2, dist.ReduceOp.SUM), (4, dist.ReduceOp.AVG)], ids=["2-SUM", "4-AVG"]
 )
-def test_flat_outputs_deliver_everything_in_the_end(world_size, op, warm_start):
+def test_flat_outputs_deliver_everything_in_the_end(
+    world_size: int, op: dist.ReduceOp.RedOpType, warm_start: bool
+) -> None:
     options = tp.Options(
         start_powerSGD_iter=0, matrix_approximation_rank=4, min_numel=500, warm_start=warm_start
     )
@@ -139,7 +150,9 @@ def test_flat_outputs_deliver_everything_in_the_end(world_size, op, warm_start):
 UNATTACHED = {"a": (40, 30), "bias": (30,), "b": (25, 36), "c": (17, 19)}
 
 
-def _unattached(rank, forward_order, ddp_arguments):
+def _unattached(
+    rank: int, forward_order: tuple[str, str, str, str], ddp_arguments: dict[str, Any]
+) -> tuple[dict[str, float], dict[str, float]]:
     ddp = make_ddp(UNATTACHED, **ddp_arguments)
     shapes = {name: UNATTACHED[name] for name in forward_order}
     ledger = Ledger()
@@ -164,7 +177,9 @@ def _unattached(rank, forward_order, ddp_arguments):
     ],
     ids=["registered-0", "mixed-0", "static-1", "mixed-4"],
 )
-def test_unattached_ddp_delivers_everything_across_the_rebuild(forward_order, start, ddp_arguments):
+def test_unattached_ddp_delivers_everything_across_the_rebuild(
+    forward_order: tuple[str, str, str, str], start: int, ddp_arguments: dict[str, Any]
+) -> None:
     # DDP reorders its bucket by the order in which gradients arrived, before the second step (with
     # a static graph the third). What is remembered of the first layout must not reach the wrong
     # elements of the next.
@@ -179,7 +194,7 @@ def test_unattached_ddp_delivers_everything_across_the_rebuild(forward_order, st
 LOW_RANK = {"square": (30, 30), "wide": (14, 70), "tall": (90, 12)}
 
 
-def _low_rank_gradient(rank, true_rank, i):
+def _low_rank_gradient(rank: int, true_rank: int, i: int) -> Tensors:
     """A mean of exactly true_rank: all ranks share the column space."""
     return {
         name: gradient((shape[0], true_rank), name, i) @ gradient((true_rank, shape[1]), name, rank)
@@ -187,7 +202,7 @@ def _low_rank_gradient(rank, true_rank, i):
     }
 
 
-def _low_rank(rank, true_rank, options, constant):
+def _low_rank(rank: int, true_rank: int, options: tp.Options, constant: bool) -> list[float]:
     ddp = make_attached(LOW_RANK, options)
     errors = []
     for i in range(5):
@@ -204,7 +219,7 @@ def _low_rank(rank, true_rank, options, constant):
 
 @pytest.mark.parametrize("constant", [True, False])
 @pytest.mark.parametrize("true_rank", [1, 2, 4])
-def test_a_gradient_of_low_rank_comes_back_exactly(true_rank, constant):
+def test_a_gradient_of_low_rank_comes_back_exactly(true_rank: int, constant: bool) -> None:
     # Also of a lower rank than the factors': the columns that then have nothing to hold must not
     # disturb. 1e-5 by the second step is the design's bound.
     options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=4, min_compression_rate=1)
@@ -212,18 +227,18 @@ def test_a_gradient_of_low_rank_comes_back_exactly(true_rank, constant):
         assert max(errors[1:]) < 1e-5, errors
 
 
-def _constant(rank):
+def _constant(rank: int) -> dict[int, float]:
     shapes = {"w": (24, 36)}
     ddp = make_attached(shapes, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2))
     mean = mean_gradients(shapes, 2, 0)["w"]
-    total, errors = 0, {}
+    total, errors = torch.zeros(24, 36, dtype=torch.float64), {}
     for i in range(1, 241):
-        total = total + step(ddp, gradients(shapes, rank, 0))["w"].double()
+        total += step(ddp, gradients(shapes, rank, 0))["w"].double()
         errors[i] = relative_error(total / i, mean)
     return errors
 
 
-def test_a_constant_gradient_converges_to_itself():
+def test_a_constant_gradient_converges_to_itself() -> None:
     # The mean output differs from G by the mean residual / steps. The residual is bounded: each of
     # the 24 dimensions waits for its turn about 24 / 2 steps, twice that leaves room. So the error
     # falls as 1 / steps.
@@ -232,7 +247,7 @@ def test_a_constant_gradient_converges_to_itself():
             assert errors[i] < 2 * 12 / i, (i, errors[i])
 
 
-def _non_iid(rank, steps):
+def _non_iid(rank: int, steps: int) -> list[float]:
     shapes = {"w": (16, 40)}
     ddp = make_attached(shapes, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2))
     # The ranks' gradients differ from the mean by 5 times as much as the mean is large, always in
@@ -247,7 +262,7 @@ def _non_iid(rank, steps):
     return ratios
 
 
-def test_the_residual_stays_bounded_on_unlike_data():
+def test_the_residual_stays_bounded_on_unlike_data() -> None:
     # Each of 16 dimensions waits for its turn about 16 / 2 steps and gathers a gradient meanwhile,
     # whatever the number of steps: twice that is the bound, and the second half of the run must not
     # be above the first by more than chance. A residual of the average, as torch's hook keeps it,
@@ -259,7 +274,7 @@ def test_the_residual_stays_bounded_on_unlike_data():
         assert min(ratios[10:]) > 0.1  # there is a residual to be bounded
 
 
-def _quadratic(rank, dtype, steps):
+def _quadratic(rank: int, dtype: torch.dtype, steps: int) -> tuple[float, float]:
     """SGD with noise on the mean over ranks of |x - c_rank|^2 / 2; |x - mean c| at both ends."""
     shapes = {"w": (16, 40)}
     options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
@@ -275,7 +290,7 @@ def _quadratic(rank, dtype, steps):
     return errors[0], sum(errors[-50:]) / 50
 
 
-def test_bfloat16_gradients_train_as_well_as_float32():
+def test_bfloat16_gradients_train_as_well_as_float32() -> None:
     # The ranks' gradients differ by far more than their mean, which is where a residual in half
     # precision, or one of the average, loses it. Twice the error of float32 is the design's bound.
     first, last = ranks.run(2, _quadratic, torch.float32, 400)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,14 @@ import torch_powersgd as tp
 from support import ranks
 from support.call_observer import SETTLE_PASSES, in_backward
 from support.call_observer import gloo as gloo_group
+from support.log_records import LogRecords
 from support.paired_training import digest, same
 from support.synthetic import (
     COMPRESSED,
     SHAPES,
+    Arrays,
     Ledger,
+    Tensors,
     gradients,
     make_attached,
     make_ddp,
@@ -39,11 +43,11 @@ WORLD_SIZE = len(INPUTS)
 USED_IN_ORDER = {name: SHAPES[name] for name in ("bias", "wide", "small", "conv", "tall")}
 
 
-def _active(i):
+def _active(i: int) -> int:
     return sum(count > i for count in INPUTS)
 
 
-def _joined_means(i, divisor, inputs=INPUTS):
+def _joined_means(i: int, divisor: int, inputs: tuple[int, int, int] = INPUTS) -> Tensors:
     """What the ranks that are not out of inputs give, summed and divided."""
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for rank, count in enumerate(inputs):
@@ -53,7 +57,12 @@ def _joined_means(i, divisor, inputs=INPUTS):
     return total
 
 
-def _uneven(rank, static, ddp_arguments):
+# The identity's errors while ranks run out of inputs, the same without the residual, the errors of
+# later steps, their digests, and the count of steps.
+Uneven = tuple[dict[str, float], dict[str, float], dict[str, float], list[str], int]
+
+
+def _uneven(rank: int, static: bool, ddp_arguments: dict[str, Any]) -> Uneven:
     ddp = make_attached(SHAPES, OPTIONS, **ddp_arguments)
     ledger = Ledger()
     with ddp.join(divide_by_initial_world_size=static):
@@ -83,7 +92,9 @@ def _uneven(rank, static, ddp_arguments):
     [{}, {"find_unused_parameters": True, "bucket_cap_mb": 1e-3}, {"static_graph": True}],
     ids=["default", "unused", "static"],
 )
-def test_nothing_is_lost_when_ranks_run_out_of_inputs(static, ddp_arguments):
+def test_nothing_is_lost_when_ranks_run_out_of_inputs(
+    static: bool, ddp_arguments: dict[str, Any]
+) -> None:
     results = ranks.run(WORLD_SIZE, _uneven, static, ddp_arguments)
     # The rank with the most inputs has seen every output.
     joined, without, *_ = results[0]
@@ -95,7 +106,7 @@ def test_nothing_is_lost_when_ranks_run_out_of_inputs(static, ddp_arguments):
         assert steps == max(INPUTS) + 4  # a rank that has joined steps with the others
 
 
-def _delivered(rank, still):
+def _delivered(rank: int, still: int) -> dict[str, float]:
     """Each rank's one gradient, then all but zeros that only rank 0 still has inputs for."""
     ddp = make_attached(SHAPES, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2))
     ledger = Ledger()
@@ -108,13 +119,15 @@ def _delivered(rank, still):
     return ledger.errors()
 
 
-def test_what_a_joined_rank_owes_is_delivered():
+def test_what_a_joined_rank_owes_is_delivered() -> None:
     # Rank 2 takes 2 of 16 rows' dimensions out of the mean residual at each step.
     delivered, _ = ranks.run(2, _delivered, 40)
     assert max(delivered.values()) < TOLERANCE, delivered
 
 
-def _against_gloo(rank, static, ddp_arguments):
+def _against_gloo(
+    rank: int, static: bool, ddp_arguments: dict[str, Any]
+) -> tuple[list[bool], Arrays]:
     options = tp.Options(start_powerSGD_iter=100)
     plain = make_ddp(SHAPES, process_group=gloo_group(), **ddp_arguments)
     attached = make_attached(SHAPES, options, **ddp_arguments)
@@ -133,7 +146,7 @@ def _against_gloo(rank, static, ddp_arguments):
 
 
 @pytest.mark.parametrize("static", [True, False], ids=["world-size", "remaining-ranks"])
-def test_warm_up_is_exact(static):
+def test_warm_up_is_exact(static: bool) -> None:
     results = ranks.run(WORLD_SIZE, _against_gloo, static, {})
     for rank, (equal, _) in enumerate(results):
         assert equal == [True] * INPUTS[rank]
@@ -146,7 +159,7 @@ def test_warm_up_is_exact(static):
 EVEN_INPUTS = (6, 2, 4)
 
 
-def _two_models(rank):
+def _two_models(rank: int) -> tuple[list[dict[str, float]], int]:
     """Both in one join context; every other micro-batch is not synchronised."""
     models = make_attached(SHAPES, OPTIONS), make_attached(SHAPES, OPTIONS)
     ledgers = Ledger(), Ledger()
@@ -165,18 +178,18 @@ def _two_models(rank):
     return errors, tp.stats()["steps"]
 
 
-def test_two_models_and_accumulation():
+def test_two_models_and_accumulation() -> None:
     results = ranks.run(WORLD_SIZE, _two_models)
     for errors in results[0][0]:
         assert max(errors.values()) < TOLERANCE, errors
     assert [steps for _, steps in results] == [2 * 3] * WORLD_SIZE
 
 
-def _thrown(rank):
+def _thrown(rank: int) -> tuple[dict[str, float], int]:
     ddp = make_attached(SHAPES, OPTIONS)
     ledger = Ledger()
 
-    def train(steps):
+    def train(steps: range) -> None:
         for i in steps:
             ledger.add(step(ddp, gradients(SHAPES, rank, i)), mean_gradients(SHAPES, 2, i))
 
@@ -186,17 +199,14 @@ def _thrown(rank):
     return ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
 
 
-def test_training_goes_on_after_an_early_termination():
+def test_training_goes_on_after_an_early_termination() -> None:
     for errors, steps in ranks.run(2, _thrown):
         assert steps == 3 + 4
         assert max(errors.values()) < TOLERANCE, errors
 
 
-def _flat(rank):
-    warnings = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append((record.levelname, record.getMessage()))
-    logging.getLogger("torch_powersgd").addHandler(handler)
+def _flat(rank: int) -> list[tuple[str, str]]:
+    warnings = LogRecords(logging.WARNING).seen
     tensor = torch.ones(5000)
     for _ in range(SETTLE_PASSES + 1):
         in_backward(lambda: dist.all_reduce(tensor.clone()))
@@ -213,7 +223,7 @@ def _flat(rank):
     return warnings
 
 
-def test_a_rank_that_leaves_an_unattached_module_alone_says_so():
+def test_a_rank_that_leaves_an_unattached_module_alone_says_so() -> None:
     # Without a hook DDP sends a joined rank's zeros outside of backward, where nothing is
     # compressed, while the others wait for its factors: all that can be done is to say so.
     for warnings in ranks.run(2, _flat, options=tp.Options(start_powerSGD_iter=0, min_numel=4000)):
@@ -222,7 +232,7 @@ def test_a_rank_that_leaves_an_unattached_module_alone_says_so():
             assert part in warnings[0][1]
 
 
-def _unattached_uncompressed(rank):
+def _unattached_uncompressed(rank: int) -> tuple[list[float], int]:
     ddp = make_ddp(SHAPES)
     errors = []
     with tp.compression(False), ddp.join():
@@ -233,7 +243,7 @@ def _unattached_uncompressed(rank):
     return errors, tp.stats()["compressed_calls"]
 
 
-def test_an_unattached_module_without_compression_joins():
+def test_an_unattached_module_without_compression_joins() -> None:
     options = tp.Options(start_powerSGD_iter=0, min_numel=500)
     for errors, calls in ranks.run(WORLD_SIZE, _unattached_uncompressed, options=options):
         assert max(errors) < 1e-6  # a sum of three in float32

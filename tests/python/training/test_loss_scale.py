@@ -7,13 +7,17 @@ mean residual = the mean gradients, but for those of a bucket that was not finit
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
 from support.synthetic import (
     Ledger,
+    Tensors,
     gradient,
     gradients,
     make_attached,
@@ -30,7 +34,7 @@ TOLERANCE = 1e-5  # float32, as in test_identity; scales are powers of 2 and rou
 INF = float("inf")
 
 
-def _residuals(ddp):
+def _residuals(ddp: DistributedDataParallel) -> Tensors:
     state = tp.state_dict(ddp)
     return {
         name.removeprefix("weights."): saved["residual"].cpu().double() / state["grad_scale"]
@@ -38,12 +42,18 @@ def _residuals(ddp):
     }
 
 
-def _errors(ledger, ddp):
+def _errors(ledger: Ledger, ddp: DistributedDataParallel) -> dict[str, float]:
     found = ledger.errors(_residuals(ddp))
     return {name: found[name] for name in MATRICES}
 
 
-def with_scaler(rank, bad, attached_with_scaler, device="cpu", options=OPTIONS):
+def with_scaler(
+    rank: int,
+    bad: dict[int, tuple[str, int]],
+    attached_with_scaler: bool,
+    device: str = "cpu",
+    options: tp.Options = OPTIONS,
+) -> tuple[dict[str, float], list[float], int]:
     """Eight steps, of which `bad`: {step: (name, rank)} are not finite there."""
     ddp = make_attached(SHAPES, options, bucket_cap_mb=1e-4, device=device)
     tp.detach(ddp)
@@ -81,19 +91,19 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(case):
+def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(case: str) -> None:
     for errors, scales, _ in ranks.run(2, with_scaler, BAD[case], True):
         assert len(set(scales)) >= 3, "the scale has changed"
         assert max(errors.values()) < TOLERANCE, errors
 
 
-def test_without_the_scaler_the_residual_is_in_other_units():
+def test_without_the_scaler_the_residual_is_in_other_units() -> None:
     """The test above can fail: the scale grows, and nobody says so."""
     for errors, _, _ in ranks.run(2, with_scaler, {}, False):
         assert max(errors.values()) > 100 * TOLERANCE, errors
 
 
-def _dropped(rank, tell):
+def _dropped(rank: int, tell: bool) -> dict[str, float]:
     """The optimizer drops the outputs of steps 0, 3 and 4 for a reason of its own."""
     ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4)
     ledger = Ledger()
@@ -109,12 +119,12 @@ def _dropped(rank, tell):
 
 
 @pytest.mark.parametrize("tell", [True, False])
-def test_step_skipped(tell):
+def test_step_skipped(tell: bool) -> None:
     for errors in ranks.run(2, _dropped, tell):
         assert (max(errors.values()) < TOLERANCE) is tell, errors
 
 
-def _exact_between(rank):
+def _exact_between(rank: int) -> dict[str, float]:
     """A parameter that was not compressed in the dropped step keeps nothing of an earlier one."""
     ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4)
     ledger = Ledger()
@@ -129,12 +139,12 @@ def _exact_between(rank):
     return _errors(ledger, ddp)
 
 
-def test_step_skipped_after_an_exact_step():
+def test_step_skipped_after_an_exact_step() -> None:
     for errors in ranks.run(2, _exact_between):
         assert max(errors.values()) < TOLERANCE, errors
 
 
-def _half(rank):
+def _half(rank: int) -> tuple[float, list[int], float]:
     """Half-precision gradients whose average, with what is owed, is beyond 65504.
 
     Two orthogonal patterns of about equal size at rank 1: each step delivers the one that is owed
@@ -152,9 +162,9 @@ def _half(rank):
         tp.set_grad_scale(scale)
         mine = (both * 1.003).half()
         outputs = {n: out.double() / scale for n, out in step(ddp, {"first": mine * scale}).items()}
-        ledger.owed["first"] = ledger.owed.get("first", 0) + mine.double()
+        ledger.means["first"] = ledger.means.get("first", 0) + mine.double()
         if torch.isfinite(outputs["first"]).all():
-            ledger.delivered["first"] = ledger.delivered.get("first", 0) + outputs["first"]
+            ledger.outputs["first"] = ledger.outputs.get("first", 0) + outputs["first"]
         else:
             dropped.append(i)
             tp.step_skipped(ddp)
@@ -162,7 +172,7 @@ def _half(rank):
     return ledger.errors(_residuals(ddp))["first"], dropped, scale
 
 
-def test_half_precision_outputs_that_overflow_are_not_lost():
+def test_half_precision_outputs_that_overflow_are_not_lost() -> None:
     # Outputs are rounded to half precision, 2^-11 of each, which is not part of the residual.
     for error, dropped, scale in ranks.run(2, _half):
         assert dropped, "nothing has overflowed"
@@ -170,7 +180,7 @@ def test_half_precision_outputs_that_overflow_are_not_lost():
         assert error < 2**-11
 
 
-def _two_optimizers(rank):
+def _two_optimizers(rank: int) -> tuple[list[dict[str, float]], float]:
     """One scaler, two models: the step of the second is skipped, the first's is not."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
     shapes = {"first": (30, 40), "second": (35, 25)}
@@ -201,14 +211,14 @@ def _two_optimizers(rank):
     return errors, scaler.get_scale()
 
 
-def test_one_scaler_for_two_models():
+def test_one_scaler_for_two_models() -> None:
     for errors, scale in ranks.run(2, _two_optimizers):
         assert scale == 2.0
         for of_model in errors:
             assert max(of_model.values()) < TOLERANCE, errors
 
 
-def _autocast(rank, backend_attached):
+def _autocast(rank: int, backend_attached: bool) -> tuple[float, bytes]:
     """A small network under autocast, with a scaler; the loss at its end."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 10))
@@ -233,7 +243,7 @@ def _autocast(rank, backend_attached):
     return final, weights.numpy().tobytes()
 
 
-def test_autocast_trains_as_without_compression():
+def test_autocast_trains_as_without_compression() -> None:
     plain = ranks.run(2, _autocast, False)[0][0]
     (one, first), (two, second) = ranks.run(2, _autocast, True)
     assert one == two
@@ -243,9 +253,10 @@ def test_autocast_trains_as_without_compression():
     assert one < plain + 0.2
 
 
-def _refused(rank):
+def _refused(rank: int) -> float:
     ddp = make_attached(SHAPES, OPTIONS)
-    for scaler in ("auto", 1024.0):
+    wrong: list[Any] = ["auto", 1024.0]
+    for scaler in wrong:
         with pytest.raises(ValueError, match=r"scaler must be a torch\.amp\.GradScaler, got"):
             tp.attach(ddp, OPTIONS, scaler=scaler)
     disabled = torch.amp.GradScaler("cpu", enabled=False)
@@ -259,5 +270,5 @@ def _refused(rank):
     return relative_error(ddp.module.weights["bias"], -0.1 * mean_gradients(SHAPES, 2, 0)["bias"])
 
 
-def test_what_a_scaler_may_be():
+def test_what_a_scaler_may_be() -> None:
     assert max(ranks.run(2, _refused)) < 1e-6

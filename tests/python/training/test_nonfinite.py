@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,10 @@ import torch_powersgd as tp
 from support import ranks
 from support.call_observer import SETTLE_PASSES
 from support.synthetic import (
+    Array,
+    Arrays,
+    Shapes,
+    Tensors,
     gradients,
     make_attached,
     reduce_in_backward,
@@ -32,21 +39,36 @@ OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=3, min_num
 TOLERANCE = 2e-5
 
 
-def _spoil(tensor, where, value):
+@dataclass(frozen=True)
+class Case:
+    """An element of a parameter that is not finite, on one rank."""
+
+    name: str
+    element: int
+    value: float
+    rank: int
+
+
+def _spoil(tensor: torch.Tensor, where: int, value: float) -> torch.Tensor:
     spoilt = tensor.clone()
     spoilt.view(-1)[where] = value
     return spoilt
 
 
-def _bad_gradients(shapes, rank, step_index, case):
+def _bad_gradients(
+    shapes: Shapes,
+    rank: int,
+    step_index: tuple[int, int] | int,
+    case: Case,
+) -> Tensors:
     """This rank's gradients at a bad step: not finite in one element, on one rank."""
     mine = gradients(shapes, rank, f"bad {step_index}")
-    if rank == case["rank"]:
-        mine[case["name"]] = _spoil(mine[case["name"]], case["element"], case["value"])
+    if rank == case.rank:
+        mine[case.name] = _spoil(mine[case.name], case.element, case.value)
     return mine
 
 
-def _runner(kind):
+def _runner(kind: str) -> Callable[..., Any]:
     if kind == "flat":
         return lambda mine: dict(zip(mine, reduce_in_backward(mine.values()), strict=True))
     options = OPTIONS
@@ -56,9 +78,11 @@ def _runner(kind):
     return lambda mine: step(ddp, mine)
 
 
-def _trajectory(rank, kind, case, bad_steps):
+def _trajectory(
+    rank: int, kind: str, case: Case, bad_steps: dict[int, int]
+) -> tuple[list[Arrays], list[Arrays], dict[str, Any]]:
     """The outputs of the good steps, and of the bad ones, which come in front of a good one."""
-    shapes = FLAT if kind == "flat" else SHAPES
+    shapes: Shapes = FLAT if kind == "flat" else SHAPES
     run = _runner(kind)
     good, bad = [], []
     if kind == "flat":
@@ -71,22 +95,18 @@ def _trajectory(rank, kind, case, bad_steps):
     return good, bad, tp.stats()
 
 
-def _case(name, element, value, rank):
-    return {"name": name, "element": element, "value": value, "rank": rank}
-
-
 NAN, INF = float("nan"), float("inf")
 ATTACHED = {
-    "nan-matrix": _case("matrix", 450, NAN, 0),
-    "inf-matrix": _case("matrix", 0, INF, 1),
-    "nan-second": _case("second", -1, NAN, 1),
-    "nan-raw": _case("bias", 3, NAN, 1),
-    "neginf-raw": _case("bias", 19, -INF, 0),
+    "nan-matrix": Case("matrix", 450, NAN, 0),
+    "inf-matrix": Case("matrix", 0, INF, 1),
+    "nan-second": Case("second", -1, NAN, 1),
+    "nan-raw": Case("bias", 3, NAN, 1),
+    "neginf-raw": Case("bias", 19, -INF, 0),
 }
 BAD_STEPS = {"first": {0: 1}, "third": {2: 1}, "twice": {3: 2}, "first-two": {0: 2}}
 
 
-def _check(kind, case, bad_steps):
+def _check(kind: str, case: Case, bad_steps: dict[int, int]) -> None:
     expected = ranks.run(2, _trajectory, kind, case, {}, options=OPTIONS)
     for (good, bad, stats), (left_out, _, _) in zip(
         ranks.run(2, _trajectory, kind, case, bad_steps, options=OPTIONS), expected, strict=True
@@ -107,17 +127,17 @@ def _check(kind, case, bad_steps):
 
 
 @pytest.mark.parametrize("where", ATTACHED)
-def test_attached_goes_on_as_if_the_step_had_not_been(where):
+def test_attached_goes_on_as_if_the_step_had_not_been(where: str) -> None:
     _check("attached", ATTACHED[where], BAD_STEPS["third"])
 
 
 @pytest.mark.parametrize("when", ["first", "twice", "first-two"])
-def test_attached_at_other_steps(when):
+def test_attached_at_other_steps(when: str) -> None:
     _check("attached", ATTACHED["nan-matrix"], BAD_STEPS[when])
 
 
 @pytest.mark.parametrize("where", ["nan-matrix", "neginf-raw"])
-def test_without_error_feedback(where):
+def test_without_error_feedback(where: str) -> None:
     _check("no-feedback", ATTACHED[where], BAD_STEPS["third"])
 
 
@@ -127,11 +147,13 @@ def test_without_error_feedback(where):
     ids=["first", "matrix", "tail-twice"],
 )
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
-def test_flat_goes_on_as_if_the_step_had_not_been(element, rank, when, value):
-    _check("flat", _case("flat", element, value, rank), BAD_STEPS[when])
+def test_flat_goes_on_as_if_the_step_had_not_been(
+    element: int, rank: int, when: str, value: float
+) -> None:
+    _check("flat", Case("flat", element, value, rank), BAD_STEPS[when])
 
 
-def _state(rank, case):
+def _state(rank: int, case: Case) -> list[tuple[dict[str, Any], dict[str, float]]]:
     """What is remembered before and after a bad step, and this rank's own residual norms."""
     ddp = make_attached(SHAPES, OPTIONS)
     for i in range(3):
@@ -150,7 +172,7 @@ def _state(rank, case):
 
 
 @pytest.mark.parametrize("where", ["inf-matrix", "nan-raw"])
-def test_q_and_memory_are_kept(where):
+def test_q_and_memory_are_kept(where: str) -> None:
     for (before, norms_before), (after, norms_after) in ranks.run(2, _state, ATTACHED[where]):
         assert set(before) == {"weights.matrix", "weights.second"}
         for name, kept in before.items():
@@ -162,7 +184,7 @@ def test_q_and_memory_are_kept(where):
             assert norms_before[name] > 1
 
 
-def _overflow(rank, columns, value):
+def _overflow(rank: int, columns: int, value: float) -> tuple[bool, bool, Array, Array, int]:
     """A gradient that is finite, and factors that are not."""
     shapes = {"matrix": (20, 45)}
     ddp = make_attached(shapes, OPTIONS)
@@ -174,12 +196,12 @@ def _overflow(rank, columns, value):
     spoilt = step(ddp, {"matrix": huge})["matrix"]
     after = residuals_of(ddp)["matrix"].numpy()
     output = step(ddp, gradients(shapes, rank, 2))["matrix"]
-    all_nan, finite = spoilt.isnan().all().item(), output.isfinite().all().item()
+    all_nan, finite = bool(spoilt.isnan().all()), bool(output.isfinite().all())
     return all_nan, finite, before, after, tp.stats()["skipped_steps"]
 
 
 @pytest.mark.parametrize(("columns", "value"), [(45, 3e38), (1, 6e37)], ids=["P", "Q"])
-def test_factors_that_overflow_cost_one_step(columns, value):
+def test_factors_that_overflow_cost_one_step(columns: int, value: float) -> None:
     # Rows full of 3e38 make P overflow. One column of 6e37 does not: P is at most 2 * 6e37, q is
     # sqrt(20) * 6e37 on each rank, but its sum over the two ranks is too large. The step is then
     # known to be bad only after its last reduction.
@@ -192,7 +214,7 @@ def test_factors_that_overflow_cost_one_step(columns, value):
         assert abs(before[:, columns:]).sum() > 0 or columns == 45
 
 
-def _other_buckets(rank):
+def _other_buckets(rank: int) -> tuple[list[set[str]], int, int]:
     """Each parameter in a bucket of its own, the first spoilt on rank 1."""
     shapes = {"a": (30, 40), "b": (35, 25)}
     ddp = make_attached(shapes, OPTIONS, bucket_cap_mb=1e-4)
@@ -206,14 +228,14 @@ def _other_buckets(rank):
     return nan_buckets, stats["skipped_steps"], stats["compressed_calls"]
 
 
-def test_only_the_bucket_is_lost():
+def test_only_the_bucket_is_lost() -> None:
     for nan_buckets, skipped, calls in ranks.run(2, _other_buckets):
         assert calls > 4  # several buckets a step
         assert nan_buckets == [set(), set(), {"a"}, set()]
         assert skipped == 1
 
 
-def _grad_scaler(rank):
+def _grad_scaler(rank: int) -> tuple[list[bool], list[float], Array]:
     """torch.amp.GradScaler skips the step on both ranks, though one gradient was fine."""
     shapes = {"w": (24, 32)}
     ddp = make_attached(shapes, OPTIONS)
@@ -236,7 +258,7 @@ def _grad_scaler(rank):
     return moved, scales, weight.detach().double().numpy()
 
 
-def test_grad_scaler_skips_everywhere():
+def test_grad_scaler_skips_everywhere() -> None:
     (moved, scales, one), (_, _, two) = results = ranks.run(2, _grad_scaler)
     for result in results:
         assert result[0] == [True, True, False, True, True]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from support import ranks, training_cases
-from support.paired_training import OPTIONS, STEPS, WARM_UP
+from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts
 
 WORLD_SIZE = 2
 # The identity, as in test_identity: in float32, in float64, and of outputs that are each rounded to
@@ -15,18 +15,18 @@ TOLERANCE = 1e-5
 OTHER_DTYPES = {"fp64.weight": 1e-13, "bf16.weight": STEPS / 4 * 2**-9}
 
 
-def _run_all(rank):
+def _run_all(rank: int) -> dict[str, Facts]:
     return {name: run(rank) for name, run in training_cases.CASES.items()}
 
 
 @pytest.fixture(scope="module")
-def results():
-    """{case: what it found out} of each rank, all by one launch."""
+def results() -> list[dict[str, Facts]]:
+    """The facts of each case, by rank. One launch runs all cases."""
     return ranks.run(WORLD_SIZE, _run_all, options=OPTIONS, timeout=240)
 
 
 @pytest.mark.parametrize("name", training_cases.CASES)
-def test_case(results, name):
+def test_case(results: list[dict[str, Facts]], name: str) -> None:
     for facts in (result[name] for result in results):
         # What is to be exact: all of the training during warm-up, and at all times the forward
         # pass, the buffers and the gradients of the inputs.
@@ -41,7 +41,7 @@ def test_case(results, name):
     assert len(set(first)) == len(first)  # the parameters do change
 
 
-def test_clipped_by_the_same_norm_on_all_ranks(results):
+def test_clipped_by_the_same_norm_on_all_ranks(results: list[dict[str, Facts]]) -> None:
     first, second = (result["clipping"].extra for result in results)
     assert first == second
     assert min(first) > 0.01  # there was something to clip

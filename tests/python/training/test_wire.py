@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ import torch_powersgd as tp
 from support import ranks
 from support.synthetic import (
     SHAPES,
+    Arrays,
     Ledger,
     gradients,
     make_attached,
     mean_gradients,
     outputs_of,
+    relative_error,
     residuals_of,
     step,
     to_numpy,
@@ -28,11 +31,18 @@ WIRES = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 STEPS = 12
 
 
-def _options(wire):
+def _options(wire: torch.dtype | None) -> tp.Options:
     return dataclasses.replace(OPTIONS, wire_dtype=wire)
 
 
-def identity(rank, wire, world_size, same, scale, device="cpu"):
+def identity(
+    rank: int,
+    wire: torch.dtype | None,
+    world_size: int,
+    same: bool,
+    scale: float,
+    device: str = "cpu",
+) -> tuple[dict[str, float], dict[str, Any], list[Arrays]]:
     """The identity's errors, and the bytes sent. `same`: all ranks feed what rank 0 does."""
     ddp = make_attached(SHAPES, _options(wire), device=device)
     ledger, outputs = Ledger(), []
@@ -50,7 +60,7 @@ def identity(rank, wire, world_size, same, scale, device="cpu"):
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-40, 2.0**40])
 @pytest.mark.parametrize("wire", WIRES, ids=str)
-def test_what_a_rank_rounds_off_is_part_of_its_residual(wire, scale):
+def test_what_a_rank_rounds_off_is_part_of_its_residual(wire: torch.dtype, scale: float) -> None:
     # The sum of two equal numbers is exact: all that is rounded, a rank has rounded itself, and the
     # identity holds as closely as in float32. But for what is sent raw, whose last rounding is kept
     # by the ranks and not shown: of one gradient among twelve.
@@ -64,7 +74,7 @@ def test_what_a_rank_rounds_off_is_part_of_its_residual(wire, scale):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("wire", WIRES, ids=str)
-def test_identity_within_the_rounding_of_the_sum(wire, world_size):
+def test_identity_within_the_rounding_of_the_sum(wire: torch.dtype, world_size: int) -> None:
     whole = ranks.run(world_size, identity, None, world_size, False, 1.0)
     results = ranks.run(world_size, identity, wire, world_size, False, 1.0)
     for (errors, stats, outputs), (_, in_full, _) in zip(results, whole, strict=True):
@@ -77,23 +87,23 @@ def test_identity_within_the_rounding_of_the_sum(wire, world_size):
                 assert (one[name] == other[name]).all(), "the same on all ranks"
 
 
-def _exact_rank(rank, wire):
+def _exact_rank(rank: int, wire: torch.dtype) -> float:
     """Output over gradient, of gradients of rank 1 that all ranks share."""
     ddp = make_attached({"w": (40, 50)}, _options(wire))
     rows, columns = torch.linspace(-1, 1, 40), torch.linspace(1, 2, 50)
     same = torch.outer(rows, columns)
     for _ in range(3):
         output = step(ddp, {"w": same})["w"]
-    return ((output - same).norm() / same.norm()).item()
+    return relative_error(output, same)
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
-def test_a_gradient_of_low_rank_comes_back(wire):
+def test_a_gradient_of_low_rank_comes_back(wire: torch.dtype) -> None:
     # P and Q are rounded once each on the way.
     assert max(ranks.run(2, _exact_rank, wire)) < 4 * WIRES[wire]
 
 
-def _spike(rank, name):
+def _spike(rank: int, name: str) -> tuple[list[int], float, int]:
     """A gradient 2^20 times larger than before, in one parameter: float16 overflows, once."""
     ddp = make_attached(SHAPES, _options(torch.float16))
     ledger, skipped = Ledger(), []
@@ -117,7 +127,7 @@ def _spike(rank, name):
 # The scale is 2^8 times smaller after each: 2^20 beyond 2^5 of headroom takes two steps, and for a
 # matrix two more, since its Q cannot be sent before its P can.
 @pytest.mark.parametrize(("name", "lost"), [("wide", 4), ("bias", 2)])
-def test_an_overflow_of_float16_costs_a_few_steps_and_nothing_else(name, lost):
+def test_an_overflow_of_float16_costs_a_few_steps_and_nothing_else(name: str, lost: int) -> None:
     for skipped, error, counted in ranks.run(2, _spike, name):
         assert skipped == list(range(4, 4 + lost))
         assert counted == lost

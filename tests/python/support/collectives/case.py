@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A use of a collective as a function of a process group, with results that can be compared."""
+"""A case: a function that uses a collective in a process group and returns comparable results."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def case(function: Callable[[Peer], Any]) -> Callable[[Peer], Any]:
 
 
 def run_case(name: str, group: dist.ProcessGroup) -> tuple[str, Any]:
-    """The case's results in a form that compares and pickles; an error counts as a result."""
+    """Runs a case. Its results compare and pickle; an error counts as a result."""
     rank = dist.get_rank(group)
     seed = zlib.crc32(name.encode()) + rank
     peer = Peer(group, rank, dist.get_world_size(group), torch.Generator().manual_seed(seed))
     try:
         return ("returns", _digest(CASES[name](peer)))
-    except Exception as error:  # what is raised is part of the behaviour
+    except Exception as error:  # an error is part of the behavior
         return ("raises", type(error).__name__)
 
 
 def _digest(value: Any) -> Any:
-    """Tensors by dtype, shape and a hash of their bits: NaN equals itself, -0 is not 0."""
+    """Replaces tensors by dtype, shape and a hash of their bits: NaN equals itself, -0 is not 0."""
     if isinstance(value, torch.Tensor) and value.is_sparse:
         value = value.coalesce()
         return ("sparse", _digest(value.indices()), _digest(value.values()))

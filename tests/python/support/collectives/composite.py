@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Cases of what torch builds on its collectives, and of errors."""
+"""Cases of errors, and of the functions that torch builds on its collectives."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Cases of the collectives that move data, point to point among them."""
+"""Cases of the collectives that move data and compute nothing, point to point ones among them."""
 
 from __future__ import annotations
 
@@ -117,8 +117,9 @@ def barrier(peer: Peer) -> Any:
 @case
 def monitored_barrier(peer: Peer) -> Any:
     # dist.monitored_barrier refuses every backend that is not called "gloo".
-    peer.group.monitored_barrier(timedelta(seconds=30))
-    peer.group.monitored_barrier(timedelta(seconds=30), wait_all_ranks=True)
+    group: Any = peer.group  # its type lacks the method
+    group.monitored_barrier(timedelta(seconds=30))
+    group.monitored_barrier(timedelta(seconds=30), wait_all_ranks=True)
     return dist.get_world_size(peer.group)
 
 
@@ -137,7 +138,7 @@ def send_and_recv(peer: Peer) -> Any:
 @case
 def isend_and_irecv(peer: Peer) -> Any:
     received = [torch.empty(4), torch.empty(4)]
-    works = []
+    works: list[Any] = []
     for tag, tensor in enumerate(received):
         works.append(
             dist.isend(peer.tensor(4), group_dst=peer.following, group=peer.group, tag=tag)
@@ -181,7 +182,7 @@ def irecv_from_any_source(peer: Peer) -> Any:
         dist.send(peer.tensor(4), group_dst=0, group=peer.group, tag=3)
         return None
     tensors = [torch.empty(4) for _ in range(peer.size - 1)]
-    works = [dist.irecv(tensor, group=peer.group, tag=3) for tensor in tensors]
+    works: list[Any] = [dist.irecv(tensor, group=peer.group, tag=3) for tensor in tensors]
     for work in works:
         work.wait()
     return sorted(tensor.tolist() for tensor in tensors)

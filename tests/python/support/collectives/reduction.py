@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Cases of the collectives that add up: what a gradient compressor is closest to spoiling."""
+"""Cases of the collectives that reduce: a compressor is likeliest to spoil these."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _reduce(peer: Peer, op: str) -> Any:
     tensors = [peer.tensor(4, 3) for _ in range(peer.size)]
     for destination, tensor in enumerate(tensors):
         dist.reduce(tensor, op=getattr(dist.ReduceOp, op), group_dst=destination, group=peer.group)
-    # What reduce leaves in the other ranks' tensors is not defined.
+    # The other ranks' tensors are undefined after reduce.
     return tensors[peer.rank]
 
 

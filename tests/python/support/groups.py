@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The default process group and its backend, for which torch's annotations are too narrow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def world() -> Any:
+    """The default group."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def backend_of_world() -> Any:
+    """The default group's backend for the CPU."""
+    return world()._get_backend(torch.device("cpu"))
