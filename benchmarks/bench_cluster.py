@@ -23,18 +23,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from cluster import arguments as command_line
-from cluster import figures, hosts, launch, models, mps
+from cluster import delayed_links, figures, hosts, launch, models, mps
 from cluster.contenders import Contender
 from cluster.methods import EXACT_STEPS
 from provenance import PROVENANCE, processor, provenance
@@ -48,9 +49,11 @@ def parse_arguments() -> argparse.Namespace:
     return command_line.parse(__doc__ or "")
 
 
-def missing(device: str) -> list[str]:
+def missing(device: str, delayed: bool) -> list[str]:
     """What this machine lacks to measure, each in a few words."""
     lacks = hosts.missing()
+    if delayed and not os.access(delayed_links.CONTROL, os.W_OK):
+        lacks.append(f"{delayed_links.CONTROL} (links with a delay are made of it)")
     if device == "cuda":
         if not torch.cuda.is_available():
             lacks.append("a GPU that this torch can use")
@@ -86,20 +89,21 @@ class Bench:
             self.record["losses_of"] = {key: self.earlier[key] for key in PROVENANCE}
 
     def measure(self, model: str, ranks: int) -> None:
-        """At every rate."""
+        """Measures at every rate and delay."""
         with torch.device("meta"):
             parameters = models.TASKS[model].make().parameters()
             gradient_bytes = sum(p.numel() * p.element_size() for p in parameters)
         learned = self._learned(model, ranks)
-        for rate in self.arguments.rates:
+        for rate, delay_ms in itertools.product(self.arguments.rates, self.arguments.delays):
             # Six times what the bytes of a ring all-reduce need on the link.
             limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
-            with hosts.Hosts(ranks, rate) as cluster, contextlib.ExitStack() as stack:
+            network = hosts.Hosts(ranks, rate, delay_ms, self.arguments.congestion_control)
+            with network as cluster, contextlib.ExitStack() as stack:
                 players = {
                     contender: stack.enter_context(self._ranks(cluster, limit, model, contender))
                     for contender in self.contenders
                 }
-                setting = self._setting(model, ranks, rate, learned)
+                setting = self._setting(model, cluster, learned)
                 setting["predicted_ms"] = launch.predict(
                     cluster,
                     self.variables,
@@ -111,7 +115,7 @@ class Bench:
                 self._play(players, setting, learned)
 
     def _ranks(
-        self, cluster: hosts.Hosts, limit: float, model: str, contender: Contender
+        self, cluster: hosts.Hosts, limit: float, model: str, contender: Contender, seed: int = 0
     ) -> launch.Ranks:
         return launch.Ranks(
             cluster,
@@ -122,41 +126,54 @@ class Bench:
             model=model,
             device=self.arguments.device,
             approximation=contender.rank or 0,
+            seed=seed,
         )
 
-    def _learned(self, model: str, ranks: int) -> dict[str, launch.Run]:
-        """The runs that give the loss: new ones, or those of the record of --losses."""
+    def _learned(self, model: str, ranks: int) -> dict[str, list[launch.Run]]:
+        """Returns the runs that give the loss, one a seed: new ones, or those of --losses."""
         if self.earlier:
             of_earlier = figures.learned(self.earlier, model, ranks)
             return {c.name: of_earlier[c.name] for c in self.contenders if c.name in of_earlier}
-        learned: dict[str, launch.Run] = {}
+        learned: dict[str, list[launch.Run]] = {}
         if self.arguments.learning_steps:
             with hosts.Hosts(ranks, None) as cluster:
                 for contender in self.contenders:
                     if contender in self.arguments.learning and contender.learns:
-                        learned[contender.name] = self._learn(cluster, model, contender)
+                        learned[contender.name] = [
+                            self._learn(cluster, model, contender, seed)
+                            for seed in range(self.arguments.seeds)
+                        ]
         return learned
 
-    def _learn(self, cluster: hosts.Hosts, model: str, contender: Contender) -> launch.Run:
-        with self._ranks(cluster, 20, model, contender) as ranks:
+    def _learn(
+        self, cluster: hosts.Hosts, model: str, contender: Contender, seed: int
+    ) -> launch.Run:
+        with self._ranks(cluster, 20, model, contender, seed) as ranks:
             run = ranks.turn(self.arguments.learning_steps - WARMUP_STEPS - 1)
-        _tell(f"{model}, {len(cluster)} ranks, loss", contender, run)
+        _tell(f"{model}, {len(cluster)} ranks, loss of seed {seed}", contender, run)
         return run
 
     def _setting(
-        self, model: str, ranks: int, rate: str, learned: Mapping[str, launch.Run]
+        self, model: str, cluster: hosts.Hosts, learned: Mapping[str, Sequence[launch.Run]]
     ) -> dict[str, Any]:
         loss = self.arguments.loss
         setting: dict[str, Any] = {
             "model": model,
-            "ranks": ranks,
-            "rate": rate,
+            "ranks": len(cluster),
+            "rate": cluster.rate,
+            "delay_ms": cluster.delay_ms,
+            "congestion_control": cluster.congestion_control,
             "load_average_before": os.getloadavg()[0],
             "loss": loss if loss is not None else figures.target_loss(learned),
-            "learning_steps": max((len(run.losses) for run in learned.values()), default=0),
-            "learning_failures": {name: run.failures for name, run in learned.items()},
+            "learning_steps": max(
+                (len(run.losses) for runs in learned.values() for run in runs), default=0
+            ),
+            "learning_failures": {
+                name: [run.failures for run in runs] for name, runs in learned.items()
+            },
             "losses": {
-                name: [round(loss, 4) for loss in run.losses] for name, run in learned.items()
+                name: [[round(loss, 4) for loss in run.losses] for run in runs]
+                for name, runs in learned.items()
             },
             "methods": {},
         }
@@ -167,10 +184,10 @@ class Bench:
         self,
         players: Mapping[Contender, launch.Ranks],
         setting: dict[str, Any],
-        learned: Mapping[str, launch.Run],
+        learned: Mapping[str, Sequence[launch.Run]],
     ) -> None:
         """The rounds of a setting."""
-        where = f"{setting['model']}, {setting['ranks']} ranks, {setting['rate']}"
+        where = figures.title(setting)
         rounds: list[dict[str, launch.Run]] = []
         for number in range(self.arguments.rounds):
             rounds.append({})
@@ -212,7 +229,7 @@ def main() -> None:
     draws = arguments.picture or arguments.picture_of_all
     packages = ["rich", "matplotlib"] if draws else ["rich"]
     lacks = [f"the package {name}" for name in packages if not importlib.util.find_spec(name)]
-    lacks += [] if arguments.show else missing(arguments.device)
+    lacks += [] if arguments.show else missing(arguments.device, delayed=any(arguments.delays))
     if lacks:
         sys.exit(f"bench_cluster cannot run here; missing: {', '.join(lacks)}")
     record = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 QUICK = {"rounds": 2, "learning_steps": 0, "ranks": [2], "rates": ["1gbit"]}
 PICTURED = "plain hook-1-bucket:16 bf16-wire:16"  # the last one is colored
 
+_DECIMAL = re.compile(r"\d+(\.\d+)?")
+
 
 def _at_least(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
@@ -48,6 +51,12 @@ def _rate(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def _delay(text: str) -> float:
+    if not _DECIMAL.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"milliseconds of at least 0, got {text!r}")
+    return float(text)
 
 
 def _default(name: str) -> str:
@@ -82,12 +91,23 @@ def _parser(doc: str) -> argparse.ArgumentParser:
     hosts_help = f"numbers of hosts, a rank on each {of('ranks')}"
     add("--ranks", hosts_help, nargs="+", type=_at_least(2), metavar="N")
     add("--rates", f"rates of the links {of('rates')}", nargs="+", type=_rate, metavar="RATE")
+    delays = "one-way delays from host to host in milliseconds (0)"
+    add("--delays", delays, nargs="+", type=_delay, default=[0.0], metavar="MS")
+    congestion = "congestion control of the hosts' TCP, as Linux names it (the machine's)"
+    add("--congestion-control", congestion, metavar="NAME")
     add("--rounds", f"number of rounds of turns {of('rounds')}", type=_at_least(1))
     steps = "number of steps measured per turn, after one that is not (4)"
     add("--steps", steps, type=_at_least(2), default=4)
     learning = f"steps of the runs that give the loss; 0: no such runs {of('learning_steps')}"
     add("--learning-steps", learning, type=_at_least(0))
     add_methods("--learning-methods", "methods that have such runs (all)")
+    add(
+        "--seeds",
+        "number of such runs of a method, with seeds 0 to N - 1 (1)",
+        metavar="N",
+        type=_at_least(1),
+        default=1,
+    )
     add("--losses", "results whose losses are taken, in place of such runs", type=Path)
     add("--loss", "loss to time (what plain has after 3/4 of its steps)", type=float)
     add("--quick", "two rounds, 2 ranks, 1gbit, no loss", action="store_true")

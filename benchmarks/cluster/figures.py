@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,16 @@ from cluster.launch import Run
 REFERENCES = {"none": "above_none", "ddp-alone": "above_ddp_alone"}
 LEAST_WINDOW = 10
 Figures = dict[str, Any]
+
+
+def link(setting: Mapping[str, Any]) -> str:
+    """Returns the rate of a setting's links, and the one-way delay where there is one."""
+    delay_ms = setting.get("delay_ms", 0)  # older records have none
+    return f"{setting['rate']}, {delay_ms:g} ms" if delay_ms else str(setting["rate"])
+
+
+def title(setting: Mapping[str, Any]) -> str:
+    return f"{setting['model']}, {setting['ranks']} ranks, {link(setting)}"
 
 
 def window(losses: Sequence[float]) -> int:
@@ -35,32 +46,39 @@ def steps_to(loss: float, losses: Sequence[float]) -> int | None:
     return None
 
 
-def target_loss(learned: Mapping[str, Run]) -> float | None:
-    """What plain averaging reaches after three quarters of its steps."""
-    plain = learned.get("plain")
-    if not plain or len(plain.losses) < 4 * LEAST_WINDOW:
-        return None
-    return smoothed(plain.losses)[len(plain.losses) * 3 // 4 - 1]
+def target_loss(learned: Mapping[str, Sequence[Run]]) -> float | None:
+    """Returns what plain averaging reaches after three quarters of its steps: the seeds' median."""
+    runs = [run for run in learned.get("plain", []) if len(run.losses) >= 4 * LEAST_WINDOW]
+    reached = [smoothed(run.losses)[len(run.losses) * 3 // 4 - 1] for run in runs]
+    return statistics.median(reached) if reached else None
 
 
-def learned(record: Mapping[str, Any], model: str, ranks: int) -> dict[str, Run]:
-    """The runs for the loss that a record has of a model on so many ranks."""
-    runs: dict[str, Run] = {}
+def learned(record: Mapping[str, Any], model: str, ranks: int) -> dict[str, list[Run]]:
+    """Returns the runs, one a seed, that a record has of a model on so many ranks.
+
+    An older record has one run, and not a list of runs.
+    """
+    runs: dict[str, list[Run]] = {}
     for setting in record["settings"]:
         if (setting["model"], setting["ranks"]) == (model, ranks):
             for name, losses in setting["losses"].items():
-                runs[name] = Run(setting["learning_failures"].get(name, []), losses=losses)
+                failures = setting["learning_failures"].get(name, [])
+                if not losses or not isinstance(losses[0], list):
+                    losses, failures = [losses], [failures]
+                runs[name] = [
+                    Run(why, losses=values) for why, values in zip(failures, losses, strict=True)
+                ]
     return runs
 
 
 def compare(
-    rounds: Sequence[Mapping[str, Run]], learned: Mapping[str, Run], loss: float | None
+    rounds: Sequence[Mapping[str, Run]], learned: Mapping[str, Sequence[Run]], loss: float | None
 ) -> dict[str, Figures]:
     """The figures of each method.
 
     Args:
         rounds: the runs of each round, by method; one without milliseconds has failed.
-        learned: longer runs, for the loss.
+        learned: longer runs, one a seed, for the loss.
         loss: to which the time is given.
     """
     methods = dict.fromkeys(method for turns in rounds for method in turns)
@@ -73,14 +91,28 @@ def compare(
         if figures.get("peak_memory_bytes") and plain.get("peak_memory_bytes"):
             beyond = figures["peak_memory_bytes"] - plain["peak_memory_bytes"]
             figures["memory_beyond_plain_in_gradients"] = beyond / figures["gradient_bytes"]
-        run = learned.get(method)
-        if run and run.losses:
-            figures["final_loss"] = smoothed(run.losses)[-1]
-            steps = steps_to(loss, run.losses) if loss is not None else None
-            figures["steps_to_loss"] = steps
-            if steps and "step_ms" in figures:
-                figures["seconds_to_loss"] = steps * figures["step_ms"] / 1e3
+        if losses := [run.losses for run in learned.get(method, []) if run.losses]:
+            figures.update(_learning(losses, loss, figures.get("step_ms")))
     return result
+
+
+def _learning(losses: Sequence[list[float]], loss: float | None, step_ms: float | None) -> Figures:
+    """Returns the figures of a method's runs for the loss: medians over the seeds, and by seed."""
+    steps = [steps_to(loss, run) if loss is not None else None for run in losses]
+    # A run that never reaches the loss counts as longer than any.
+    median = statistics.median(math.inf if number is None else number for number in steps)
+    reached = median < math.inf
+    figures: Figures = {
+        "final_loss": statistics.median(smoothed(run)[-1] for run in losses),
+        "steps_to_loss": median if reached else None,
+        "steps_to_loss_by_seed": steps,
+    }
+    if reached and step_ms is not None:
+        figures["seconds_to_loss"] = median * step_ms / 1e3
+        figures["seconds_to_loss_by_seed"] = [
+            None if number is None else number * step_ms / 1e3 for number in steps
+        ]
+    return figures
 
 
 def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:

@@ -29,6 +29,8 @@ TX_BYTES = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
 
 _OWNED = re.compile(r"psgd-(\d+)-(\d+)\b")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
+_BENCHMARKS = Path(__file__).resolve().parents[1]
+_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _serial = itertools.count()
 
 
@@ -155,13 +157,23 @@ class Hosts:
     """`count` hosts, 10.77.0.1 onwards, on a switch; use it in a with statement.
 
     Every link sends at most `rate` in either direction; None: as fast as the machine can.
+    A frame from a host to another takes `delay_ms` milliseconds more, half of it on either link.
+    The hosts' TCP has this congestion control; None: the machine's own.
     """
 
-    def __init__(self, count: int, rate: str | None) -> None:
+    def __init__(
+        self,
+        count: int,
+        rate: str | None,
+        delay_ms: float = 0,
+        congestion_control: str | None = None,
+    ) -> None:
         self._prefix = f"{owner()}-{next(_serial)}"
         self._switch = f"{self._prefix}-switch"
         self._names = [f"{self._prefix}-{i}" for i in range(count)]
-        self._shape = _tbf(rate) if rate else []
+        self.rate = rate
+        self.delay_ms = delay_ms
+        self.congestion_control = congestion_control or _CONGESTION_CONTROL.read_text().strip()
         self._processes: list[subprocess.Popen[Any]] = []
 
     def __enter__(self) -> Hosts:
@@ -188,9 +200,14 @@ class Hosts:
         self, host: int, command: Sequence[str], env: Mapping[str, str], **popen: Any
     ) -> subprocess.Popen[Any]:
         """Starts a command on a host. It is killed at the latest when the hosts are removed."""
+        return self._start(self._names[host], command, env, **popen)
+
+    def _start(
+        self, namespace: str, command: Sequence[str], env: Mapping[str, str], **popen: Any
+    ) -> subprocess.Popen[Any]:
         with uninterrupted():
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self._names[host], *command],
+                ["ip", "netns", "exec", namespace, *command],
                 env={**env, MARK: owner()},
                 start_new_session=True,  # a Ctrl-C is for the parent alone
                 **popen,
@@ -211,18 +228,52 @@ class Hosts:
         _run("ip", "netns", "add", self._switch)
         _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", self._switch, "link", "set", "br0", "up")
-        for i, name in enumerate(self._names):
-            port = f"port{i}"
+        for name in self._names:
             _run("ip", "netns", "add", name)
-            ends = f"{INTERFACE} netns {name} type veth peer {port} netns {self._switch}"
-            _run("ip", "link", "add", *ends.split())
+        ports = [f"port{i}" for i in range(len(self._names))]
+        if self.delay_ms:
+            self._make_delayed_links(ports)
+        else:
+            self._make_links(ports)
+        for i, (name, port) in enumerate(zip(self._names, ports, strict=True)):
             _run("ip", "-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", INTERFACE)
             _run("ip", "-n", name, "link", "set", "lo", "up")
+            if self.congestion_control != _CONGESTION_CONTROL.read_text().strip():
+                write = f"echo {self.congestion_control} >{_CONGESTION_CONTROL}"
+                _run("ip", "netns", "exec", name, "sh", "-c", write)
             _run("ip", "-n", name, "link", "set", INTERFACE, "up")
             _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
-            if self._shape:  # what the host sends, and what it receives
-                _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *self._shape)
-                _run("tc", "-n", self._switch, "qdisc", "add", "dev", port, "root", *self._shape)
+            if self.rate:
+                self._shape(name, INTERFACE)  # what the host sends
+                self._shape(self._switch, port)  # what the host receives
+
+    def _make_links(self, ports: Sequence[str]) -> None:
+        for name, port in zip(self._names, ports, strict=True):
+            ends = f"{INTERFACE} netns {name} type veth peer {port} netns {self._switch}"
+            _run("ip", "link", "add", *ends.split())
+
+    def _make_delayed_links(self, ports: Sequence[str]) -> None:
+        far_ends = [f"far{i}" for i in range(len(ports))]
+        ends = [end for link in zip(far_ends, ports, strict=True) for end in link]
+        seconds = str(self.delay_ms / 2e3)
+        command = [sys.executable, "-m", "cluster.delayed_links", seconds, *ends]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = self._start(self._switch, command, os.environ, cwd=_BENCHMARKS, **pipes)
+        assert process.stdout
+        if not process.stdout.readline():
+            raise ClusterError(f"links with a delay: {process.communicate()[1].strip()}")
+        for name, end in zip(self._names, far_ends, strict=True):
+            _run("ip", "-n", self._switch, "link", "set", end, "netns", name, "name", INTERFACE)
+
+    def _shape(self, namespace: str, device: str) -> None:
+        assert self.rate
+        burst = _burst(self.rate)
+        if self.delay_ms:
+            # Whole segments must fit into a burst: else they are cut, and each piece is forwarded.
+            size = str(min(burst, 1 << 16) - 1000)
+            _run("ip", "-n", namespace, "link", "set", device, "gso_max_size", size)
+        shape = f"tbf rate {self.rate} burst {burst}b latency 100ms".split()
+        _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
 
     def _remove(self) -> None:
         self.kill(self._processes)
@@ -233,10 +284,9 @@ class Hosts:
                     _run("ip", "netns", "del", name)
 
 
-def _tbf(rate: str) -> list[str]:
-    """A token bucket that lets through 2 ms at once: less than a step, more than a timer's tick."""
-    burst = max(16 << 10, int(bits_per_second(rate) / 8 * 2e-3))
-    return ["tbf", "rate", rate, "burst", f"{burst}b", "latency", "100ms"]
+def _burst(rate: str) -> int:
+    """The bytes of a token bucket, 2 ms of it: less than a step, more than a timer's tick."""
+    return max(16 << 10, int(bits_per_second(rate) / 8 * 2e-3))
 
 
 def _run(*command: str) -> str:

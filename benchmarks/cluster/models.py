@@ -13,23 +13,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Batch = tuple[Tensor, Tensor]
+_SEED_SHIFT = 20  # a seed's batches are numbered below 2**20
 
 
 @dataclass(frozen=True)
 class Task:
     make: Callable[[], nn.Module]  # a module whose forward(*batch) is the loss
-    # (rank, world size) -> step -> batch: the same for every method.
-    data: Callable[[int, int], Callable[[int], Batch]]
+    # (rank, world size, seed) -> step -> batch: the same for every method.
+    data: Callable[[int, int, int], Callable[[int], Batch]]
 
 
-def _text(batch: int, context: int) -> Callable[[int, int], Callable[[int], Batch]]:
+def _text(batch: int, context: int) -> Callable[[int, int, int], Callable[[int], Batch]]:
     """Windows of the demo's text, each rank's from a part of its own."""
 
-    def data(rank: int, world: int) -> Callable[[int], Batch]:
+    def data(rank: int, world: int, seed: int) -> Callable[[int], Batch]:
         shard = read_text(4_000_000).chunk(world)[rank]
 
         def at(step: int) -> Batch:
-            generator = torch.Generator().manual_seed(step * world + rank)
+            generator = torch.Generator().manual_seed((seed << _SEED_SHIFT) + step * world + rank)
             return sample(shard, batch, context, generator)
 
         return at
@@ -37,11 +38,11 @@ def _text(batch: int, context: int) -> Callable[[int, int], Callable[[int], Batc
     return data
 
 
-def _pictures(batch: int) -> Callable[[int, int], Callable[[int], Batch]]:
+def _pictures(batch: int) -> Callable[[int, int, int], Callable[[int], Batch]]:
     """Noise: what it costs is measured, not what is learned from it."""
 
-    def data(rank: int, world: int) -> Callable[[int], Batch]:
-        generator = torch.Generator().manual_seed(rank)
+    def data(rank: int, world: int, seed: int) -> Callable[[int], Batch]:
+        generator = torch.Generator().manual_seed((seed << _SEED_SHIFT) + rank)
         pictures = torch.randn(batch, 3, 224, 224, generator=generator)
         labels = torch.randint(1000, (batch,), generator=generator)
         return lambda step: (pictures, labels)

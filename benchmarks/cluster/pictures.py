@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
-from cluster.figures import REFERENCES
+from cluster.figures import REFERENCES, link
 from cluster.report import quartiles
 
 matplotlib.use("Agg")  # a file is written: no display is needed
@@ -18,6 +19,7 @@ from matplotlib import pyplot, ticker
 
 Setting = dict[str, Any]
 OURS, OTHERS = "#d55e00", "#a6a6a6"
+_UNITS = {"k": "k", "m": "M", "g": "G"}
 _SHORT = {  # a bar's label is short; the text beside the picture says the rest
     "plain": "plain all-reduce",
     "hook": "torch's PowerSGD hook",
@@ -33,12 +35,9 @@ def _label(name: str) -> str:
     return _SHORT.get(method, method) + (f",\nrank {rank}{wire}" if rank else "")
 
 
-def _link(rate: str) -> str:
-    """A rate of tc's, as people write it."""
-    for unit, written in (("kbit", "kbit/s"), ("mbit", "Mbit/s"), ("gbit", "Gbit/s")):
-        if rate.endswith(unit):
-            return f"{rate.removesuffix(unit)} {written}"
-    return rate
+def _link(setting: Setting) -> str:
+    """The link of a setting with its rate, which is one of tc's, as people write it."""
+    return re.sub(r"([kmg])bit", lambda unit: f" {_UNITS[unit[1]]}bit/s", link(setting))
 
 
 def draw_links(record: dict[str, Any], names: Sequence[str], path: Path) -> None:
@@ -70,7 +69,7 @@ def _draw_link(axes: Any, setting: Setting, names: Sequence[str]) -> None:
     axes.bar_label(bars, [f" {v:,.0f}" if v == v else " failed" for v in values], fontsize=9)
     if none := methods.get("none", {}).get("step_ms"):
         axes.axvline(none, color="black", linestyle=":", linewidth=1)
-    axes.set_title(_link(setting["rate"]), fontsize=10)
+    axes.set_title(_link(setting), fontsize=10)
     axes.set_xlim(0, 1.3 * max(v for v in values if v == v))
     axes.set_xticks([])
     axes.set_yticks([])
@@ -119,7 +118,7 @@ def _draw_group(axes: Any, settings: Sequence[Setting], titles: dict[str, str]) 
             color=f"C{i % 10}",  # matplotlib's own cycle
             label=titles[method],
         )
-    axes.set_xticks(range(len(settings)), [setting["rate"] for setting in settings])
+    axes.set_xticks(range(len(settings)), [link(setting) for setting in settings])
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")

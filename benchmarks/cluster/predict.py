@@ -22,7 +22,8 @@ def _backward(job: Job, model: Any, device: Any) -> Any:
     from torch_powersgd.tools import advise
     from torch_powersgd.tools.rehearsal import UserStep
 
-    batch = [tensor.to(device) for tensor in models.TASKS[job.model].data(job.rank, job.world)(0)]
+    first = models.TASKS[job.model].data(job.rank, job.world, job.seed)(0)
+    batch = [tensor.to(device) for tensor in first]
     step = advise.time_on_all_ranks(
         model, lambda module: models.loss_of(module, batch).backward(), device
     )

@@ -28,6 +28,7 @@ class Job:
     approximation: int
     store: str  # a file that the ranks meet in
     timeout: float  # seconds, of a collective operation
+    seed: int = 0  # of the weights, the batches and the random start
 
     def command(self, results: Path, module: str = "cluster.rank") -> list[str]:
         return [sys.executable, "-m", module, json.dumps(asdict(self)), str(results)]
@@ -40,12 +41,12 @@ def _train(job: Job, commands: TextIO, results: TextIO) -> None:
     from cluster import methods, models
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.manual_seed(job.seed)
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
     task = models.TASKS[job.model]
     model = task.make().to(device)
-    trainee = methods.METHODS[job.method].make(model, job.approximation, 0)
-    batches = task.data(job.rank, job.world)
+    trainee = methods.METHODS[job.method].make(model, job.approximation, job.seed)
+    batches = task.data(job.rank, job.world, job.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95), fused=True)
     rising = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
 
@@ -118,7 +119,7 @@ def main() -> None:
     from cluster import methods
 
     method = methods.METHODS[job.method]
-    options = method.options(job.approximation, 0) if method.options else None
+    options = method.options(job.approximation, job.seed) if method.options else None
     join_group(job, method.backend[job.device], options)
     with open(sys.argv[2], "w") as results:
         _train(job, sys.stdin, results)

@@ -11,6 +11,8 @@ from typing import Any
 from provenance import heading
 from rich.table import Table
 
+from cluster import figures as figures_of
+
 Cell = Callable[[dict[str, Any]], str]
 
 
@@ -28,6 +30,16 @@ def _spread(name: str, form: str) -> Cell:
         if values and isinstance(values[0], list):  # by turn
             values = [value for turn in values for value in turn]
         return "..".join(map(form.format, quartiles(values))) if len(values) > 1 else "-"
+
+    return cell
+
+
+def _range(name: str, form: str) -> Cell:
+    """The smallest and the largest of several values. None is a run that never came so far."""
+
+    def cell(figures: dict[str, Any]) -> str:
+        values = [math.inf if value is None else value for value in figures.get(name, [])]
+        return "..".join(map(form.format, (min(values), max(values)))) if len(values) > 1 else "-"
 
     return cell
 
@@ -51,6 +63,7 @@ COLUMNS: dict[str, Cell] = {
     "times fewer": _number("times_fewer_bytes", "{:.1f}"),
     "loss": _number("final_loss", "{:.3f}"),
     "s to loss": _number("seconds_to_loss", "{:.1f}"),
+    "by seed": _range("seconds_to_loss_by_seed", "{:.1f}"),
     "peak, MB": _number("peak_memory_bytes", "{:.0f}", 1e-6),
     "beyond plain / gradient": _number("memory_beyond_plain_in_gradients", "{:+.2f}"),
     "failed": lambda figures: str(len(figures["failures"]) or ""),
@@ -67,7 +80,7 @@ def show(record: dict[str, Any]) -> None:
     rank = record.get("approximation")
     console = heading(record, *([f"rank {rank}"] if rank else []))
     for setting in record["settings"]:
-        title = f"{setting['model']}, {setting['ranks']} ranks, {setting['rate']}; times in ms"
+        title = f"{figures_of.title(setting)}; times in ms"
         if record["cores"] < setting["ranks"] and record["on"] == "cpu":
             title += f" (on {record['cores']} cores: the ranks take turns)"
         table = Table(title=title, title_justify="left")

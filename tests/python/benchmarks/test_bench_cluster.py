@@ -25,8 +25,9 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import bench_cluster  # noqa: E402
+import provenance  # noqa: E402
 import shapes  # noqa: E402
-from cluster import figures, hosts, launch, models, mps  # noqa: E402
+from cluster import delayed_links, figures, hosts, launch, models, mps, report  # noqa: E402
 
 
 def _lacks() -> list[str]:
@@ -45,6 +46,11 @@ _LACKS = _lacks()
 needs_hosts = pytest.mark.skipif(bool(_LACKS), reason=f"missing: {', '.join(_LACKS)}")
 
 
+needs_taps = pytest.mark.skipif(
+    not os.access(delayed_links.CONTROL, os.W_OK), reason=f"needs {delayed_links.CONTROL}"
+)
+
+
 @pytest.mark.parametrize(
     ("rate", "value"), [("100mbit", 1e8), ("2.5gbit", 2.5e9), ("500kbit", 5e5)]
 )
@@ -57,6 +63,7 @@ def test_a_rate_is_read_as_tc_does(rate: str, value: float) -> None:
     [
         (["--rates", "fast"], "a rate is a number and kbit, mbit or gbit (1gbit), got 'fast'"),
         (["--rates", "0mbit"], "got '0mbit'"),
+        (["--delays", "soon"], "--delays: milliseconds of at least 0, got 'soon'"),
         (["--ranks", "1"], "--ranks: an integer of at least 2, got '1'"),
         (["--steps", "many"], "--steps: an integer of at least 2, got 'many'"),
         (["--methods", "carrier-pigeon"], "invalid choice: 'carrier-pigeon'"),
@@ -143,7 +150,7 @@ def test_figures() -> None:
             "plain": run(41, 40, 42, sent=200),
         },
     ]
-    learned = {"plain": run(1, losses=[float(100 - step) for step in range(100)])}
+    learned = {"plain": [run(1, losses=[float(100 - step) for step in range(100)])]}
     compared = figures.compare(rounds, learned, loss=70.0)
     assert compared["plain"]["above_none_ms"] == 20
     assert compared["plain"]["above_ddp_alone_ms"] == 22
@@ -156,11 +163,59 @@ def test_figures() -> None:
     assert compared["hook"] == {"failures": ["hung"]}
 
     setting = {"model": "demo", "ranks": 2, "learning_failures": {"hook": ["hung"]}}
-    losses = {"plain": learned["plain"].losses}
+    # An older record has a list of losses, and not one for each seed.
+    losses = {"plain": learned["plain"][0].losses, "hook": []}
     record = {"settings": [{**setting, "losses": losses}]}
     assert figures.learned(record, "demo", 4) == {}
     again = figures.compare(rounds, figures.learned(record, "demo", 2), loss=70.0)
     assert again == compared
+
+
+def test_figures_over_seeds() -> None:
+    """They are medians, and a run that never reaches the loss is longer than any other."""
+    falling = [[start - step for step in range(100)] for start in (100.0, 110.0, 1000.0)]
+    setting = {
+        "model": "demo",
+        "ranks": 2,
+        "losses": {"plain": falling},
+        "learning_failures": {"plain": [["hung"], [], []]},
+    }
+    learned = figures.learned({"settings": [setting]}, "demo", 2)
+    assert [run.failures for run in learned["plain"]] == [["hung"], [], []]
+    # After 75 steps the last ten have a mean of 4.5 above the last, which is 74 below the first.
+    assert figures.target_loss(learned) == 110 - 74 + 4.5
+    rounds = [{"plain": launch.Run([], [500.0, 500.0])}]
+    plain = figures.compare(rounds, learned, loss=70.0)["plain"]
+    assert plain["steps_to_loss_by_seed"] == [36, 46, None]
+    assert plain["steps_to_loss"] == 46
+    assert plain["seconds_to_loss_by_seed"] == [18, 23, None]
+    assert plain["seconds_to_loss"] == 23
+    assert plain["final_loss"] == 110 - 99 + 4.5
+    none_in_time = figures.compare(rounds, learned, loss=0.0)["plain"]
+    assert none_in_time["steps_to_loss"] is None
+    assert "seconds_to_loss" not in none_in_time
+
+
+def test_the_report_shows_delays_and_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    learned = {"plain": [launch.Run(losses=[float(s - i) for i in range(60)]) for s in (90, 95)]}
+    rounds = [{"plain": launch.Run([], [500.0, 500.0])}]
+    compared = figures.compare(rounds, learned, loss=60.0)
+    setting = {"model": "demo", "ranks": 2, "rate": "1gbit", "loss": 60.0, "learning_steps": 60}
+    record = {
+        **provenance.provenance("a processor"),
+        "on": "cpu",
+        "cores": 2,
+        "titles": {"plain": "plain all-reduce"},
+        "left_out": {},
+        "settings": [
+            {**setting, "methods": compared},
+            {**setting, "methods": compared, "delay_ms": 0.1},
+        ],
+    }
+    report.show(record)
+    without, _, delayed = capsys.readouterr().out.partition("demo, 2 ranks, 1gbit, 0.1 ms")
+    assert "demo, 2 ranks, 1gbit;" in without
+    assert "18.0..20.5" in delayed  # 36 and 41 steps of half a second
 
 
 # A host sends so many bytes to every other, in threads; whoever receives says when the first and
@@ -194,11 +249,14 @@ print(min(times)[0] if times else 0, max(times)[0] if times else 0, int(sent))
 @pytest.mark.parametrize(
     ("senders", "receivers"), [([0], [1, 2]), ([1, 2], [0])], ids=["sends", "receives"]
 )
-def test_a_link_is_as_slow_as_it_says(senders: list[int], receivers: list[int]) -> None:
+@pytest.mark.parametrize("delay_ms", [0, pytest.param(1, marks=needs_taps)])
+def test_a_link_is_as_slow_as_it_says(
+    senders: list[int], receivers: list[int], delay_ms: float
+) -> None:
     """In both directions, and the interface counts what it sends."""
     size = 8_000_000
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with hosts.Hosts(3, "100mbit") as cluster:
+    with hosts.Hosts(3, "100mbit", delay_ms) as cluster:
         processes = []
         for host in range(3):
             arguments = [str(host), str(senders), str(receivers), str(size)]
@@ -219,6 +277,43 @@ def test_a_link_is_as_slow_as_it_says(senders: list[int], receivers: list[int]) 
     for host in senders:
         payload = size * len(receivers)
         assert payload < said[host][2] < 1.1 * payload
+
+
+# Host 1 returns every byte to host 0, which says how long the quickest took.
+ECHO = """
+import socket, sys, time
+if sys.argv[1] == "1":
+    with socket.create_server(("", 7000)) as listener:
+        print("listening", flush=True)
+        connection = listener.accept()[0]
+    while byte := connection.recv(1): connection.sendall(byte)
+else:
+    sys.stdin.readline()
+    connection, times = socket.create_connection(("10.77.0.2", 7000)), []
+    for _ in range(10):
+        began = time.monotonic()
+        connection.sendall(b"x")
+        connection.recv(1)
+        times.append(time.monotonic() - began)
+    print(min(times), connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16))
+"""
+
+
+@needs_hosts
+@needs_taps
+def test_a_delay_is_no_shorter_than_it_says() -> None:
+    """Both ways have it, and the process that makes it ends with the hosts."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with hosts.Hosts(2, None, delay_ms=20, congestion_control="reno") as cluster:
+        processes = [
+            cluster.start(host, [sys.executable, "-c", ECHO, str(host)], os.environ, **pipes)
+            for host in range(2)
+        ]
+        assert processes[1].stdout.readline() == "listening\n"
+        seconds, congestion_control = processes[0].communicate("\n", timeout=60)[0].split()
+    assert float(seconds) >= 2 * 20e-3
+    assert "reno" in congestion_control
+    assert _of(os.getpid()) == ([], [])
 
 
 def _until(condition: Callable[[], bool], seconds: float = 120) -> bool:
@@ -333,6 +428,28 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
         assert 0 < compressed["predicted_ms"] < plain["predicted_ms"]
     for picture in pictures.values():
         assert picture.stat().st_size > 0
+
+
+@needs_hosts
+@needs_taps
+def test_learns_with_every_seed_and_measures_with_a_delay(tmp_path: Path) -> None:
+    output = tmp_path / "record.json"
+    script = [sys.executable, str(BENCHMARKS / "bench_cluster.py"), "--quick"]
+    learning = ["--learning-steps", "20", "--seeds", "2", "--loss", "10"]
+    options = ["--methods", "plain", "alternating-bf16:4", "--delays", "1", "--steps", "2"]
+    subprocess.run([*script, *options, *learning, "--json", str(output)], check=True, timeout=500)
+    (setting,) = json.loads(output.read_text())["settings"]
+    assert setting["delay_ms"] == 1
+    for name, (first, second) in setting["losses"].items():
+        assert len(first) == len(second) == 20
+        assert first[0] != second[0]  # other weights, other batches
+        assert setting["methods"][name]["steps_to_loss_by_seed"] == [10, 10]
+    plain, compressed = setting["losses"].values()
+    assert plain[1][0] == compressed[1][0]  # a seed is the same for all methods
+    plain, compressed = setting["methods"].values()
+    size = plain["gradient_bytes"]
+    assert size < plain["tx_bytes_per_step"] < 1.1 * size
+    assert compressed["tx_bytes_per_step"] < size / 20
 
 
 @needs_hosts
