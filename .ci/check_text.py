@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks the words of all text files, and the lengths of the lines of Markdown.
+
+    python .ci/check_text.py [FILE ...]        default: all files that git tracks
+
+It prints one line for each finding, ``file:line: found: remedy``, and fails if there are any.
+Spelling is codespell's. The vocabulary is explained in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COLUMNS = 100  # of a line of Markdown
+
+CPP = r".*\.(h|cpp|cu|cuh)$"
+CODE = r".*(\.(h|cpp|cu|cuh|py|pyi|toml|cmake|sh|yml)|Makefile|CMakeLists\.txt|\.ci/\w+)$"
+ANY = r".*"
+# These hold text of others, results, and the rules themselves.
+EXCLUDED = (
+    r"LICENSE|docs/images/|benchmarks/results/|\.ci/check_text\.py|.*/test_check_text\.py"
+    r"|.*\.(png|svg|json)$"
+)
+# A lane is one element of a vector register, or one thread of a warp.
+LANES = r"csrc/kernels/|tests/cpp/kernels/|tests/cpp/support/simt|benchmarks/bench_kernels\.cu"
+STEMS = (
+    "character|equal|factor|final|general|initial|local|maxim|memor|minim|normal|optim|organ"
+    "|orthogonal|parallel|prior|quant|random|real|recogn|serial|special|summar|symmetr|synchron"
+    "|util|vector|visual"
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Words that are not used.
+
+    Attributes:
+        pattern: the expression that finds them.
+        remedy: the better words.
+        where: the paths of the files that the rule is for.
+        apart: the paths of files that it is not for.
+    """
+
+    pattern: str
+    remedy: str
+    where: str = CODE
+    apart: str = r"$^"
+
+
+RULES = [
+    # Names that pose a riddle.
+    Rule(r"\b[Mm]et\b", "flags or ElementFlags; in prose: found, or has had"),
+    Rule(r"\btell(_all)?\(", "a name that says who writes what, such as write_flag"),
+    Rule(r"\blook_at\w*", "examine"),
+    Rule(r"\bforget\(", "hide_from_optimizer"),
+    Rule(r"\bask_for\(", "prefetch"),
+    Rule(r"\brun_as_told\b", "run_unlocked_hook"),
+    Rule(r"\blooks_joined\b", "a name that says what is compared"),
+    Rule(r"\blet_follow\b", "order_after"),
+    Rule(r"\btake_first\b", "copy_from_first_rank"),
+    # One word, one meaning.
+    Rule(r"\bowed_?\b|\bowes\b", "residual", where=ANY),
+    Rule(r"\bmemory_(dtype|base)\b", "residual_dtype, residual", where=CPP),
+    Rule(r"\b(Backend)?Lanes?\b|\blanes?_?\b", "channel; a lane is SIMD's alone", where=ANY, apart=LANES),
+    Rule(r"\bkStream\b", "kNonTemporal, store_nontemporal", where=r"csrc/kernels/"),
+    Rule(r"\bskipped_total\b", "nothing: what is dropped has no counter"),
+    # Language.
+    Rule(r"(//|#|\"\"\") ?Of ", "a sentence, subject first"),
+    Rule(r"[.:;] Of [a-z]", "a sentence, subject first", where=ANY),
+    Rule(r"(//|#|\"\"\") ?What ", "a sentence, subject first"),
+    Rule(r"\bbut for\b", "except for", where=ANY),
+    Rule(r", for (to|want of)\b", "because", where=ANY),
+    # Comments cite what a reader can open.
+    Rule(r"\bDESIGN\b|\bthe design's\b|\boracle \d", "what is in the repository", where=ANY),
+    # codespell knows words, not the names that hold them, and few of those in -ise.
+    Rule(
+        r"(?i)licences?(?![a-z])|behaviour|(?<![a-z])colour|favour|neighbour|centre",
+        "American spelling",
+        where=ANY,
+    ),
+    Rule(rf"(?i)({STEMS})is(e[drs]?|ing|ation)(?![a-z])", "American spelling: -ize", where=ANY),
+]
+
+
+@dataclass(frozen=True)
+class Finding:
+    place: str
+    found: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.found.strip()}: {self.remedy}"
+
+
+def words_of(path: str, text: str) -> Iterator[Finding]:
+    """The words that are not used, in a file of this path."""
+    rules = [r for r in RULES if re.match(r.where, path) and not re.match(r.apart, path)]
+    for number, line in enumerate(text.splitlines(), start=1):
+        for rule in rules:
+            if match := re.search(rule.pattern, line):
+                yield Finding(f"{path}:{number}", match[0], rule.remedy)
+
+
+def long_lines_of(path: str, text: str) -> Iterator[Finding]:
+    """The lines that are too long, without code, tables, pictures and the targets of links."""
+    fence = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        mark = re.match(r" *(```+|~~~+)", line)
+        if mark:
+            fence = mark[1] if not fence else "" if mark[1] == fence else fence
+        shown = re.sub(r"\]\([^)]*\)|https?://\S+", "", line)
+        free = fence or line.lstrip().startswith(("|", "<img", "[!["))
+        if len(shown) > COLUMNS and not free:
+            yield Finding(f"{path}:{number}", f"{len(shown)} columns", f"at most {COLUMNS}")
+
+
+def findings_of(path: str, text: str) -> list[Finding]:
+    found = list(words_of(path, text))
+    if path.endswith(".md"):
+        found += long_lines_of(path, text)
+    return found
+
+
+def tracked_files() -> list[str]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return listed.stdout.splitlines()
+
+
+def main(arguments: list[str]) -> int:
+    found = []
+    for name in arguments or tracked_files():
+        path = ROOT / name
+        if path.is_file() and not re.match(EXCLUDED, name):
+            found += findings_of(name, path.read_text(encoding="utf-8"))
+    for finding in found:
+        print(finding)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
