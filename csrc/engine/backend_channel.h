@@ -10,8 +10,8 @@
 
 namespace powersgd {
 
-// An inner backend as a channel. Waiting blocks the host, or makes the current stream wait, as the
-// backend has it.
+// An inner backend as a channel. Whether waiting blocks the host or the current stream is up to the
+// backend.
 class BackendChannel final : public Channel {
  public:
   BackendChannel(c10d::Backend& backend, std::chrono::milliseconds timeout)
@@ -21,7 +21,7 @@ class BackendChannel final : public Channel {
     std::vector<at::Tensor> tensors = {payload};
     c10d::AllreduceOptions options;
     options.timeout = timeout_;
-    // NCCL returns none for what has run on the current stream.
+    // NCCL returns no Work for a collective that has run on the current stream.
     if (const auto work = backend_.allreduce(tensors, options)) work->wait();
   }
 

@@ -23,7 +23,7 @@ class CallbackThreads {
   void run(std::function<void()> callback) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (ended_) {
-      // Not even destroyed: it may own what only the interpreter can destroy.
+      // It is not even destroyed: it may own objects that only the interpreter can destroy.
       new std::function<void()>(std::move(callback));
       return;
     }
@@ -38,7 +38,7 @@ class CallbackThreads {
   void end() {
     std::unique_lock<std::mutex> lock(mutex_);
     ended_ = true;
-    // What is queued has a thread on its way to it: it counts as running.
+    // A queued callback has a thread on its way, so it counts as running.
     quiet_.wait_for(lock, kExitGrace, [this] { return queue_.empty() && running_ == 0; });
   }
 
@@ -57,7 +57,7 @@ class CallbackThreads {
       lock.unlock();
       try {
         callback();
-        callback = nullptr;  // what it owns may take other locks
+        callback = nullptr;  // destroying what it owns may take other locks
       } catch (const std::exception& error) {
         LOG(ERROR) << "powersgd: a future's callback threw: " << error.what();
       }
@@ -76,7 +76,7 @@ class CallbackThreads {
   bool ended_ = false;
 };
 
-// Never destroyed: detached threads use it until the process ends.
+// It is never destroyed: detached threads use it until the process ends.
 CallbackThreads& threads() {
   static auto* const all = new CallbackThreads;
   return *all;

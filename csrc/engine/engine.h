@@ -11,37 +11,45 @@
 
 namespace powersgd {
 
-// The inner backend as a job sees it.
+// The communicator that a job sums its payloads on.
 class Channel {
  public:
   virtual ~Channel() = default;
-  // Sums `payload` over the ranks in place, in order with what the job does before and after.
+  // Sums `payload` over the ranks in place, in order with the job's own operations.
   virtual void allreduce(at::Tensor& payload) = 0;
 };
 
-// A job has two parts, each with one channel: that of a step's P payload, then that of its Q payload.
-// An engine may run the first part of a job beside the second part of the one before.
+// A job has two parts, each with a channel of its own: the first part sums a step's P payload, the
+// second its Q payload. An engine may run the first part of a job beside the second part of the job
+// before it.
 struct Job {
   std::function<void(Channel&)> first;  // may be null
   std::function<void(Channel&)> second;
-  // Identifies what the job changes. Jobs that share an object do not overlap.
+  // The addresses of the objects that the job changes. Jobs that share one do not overlap.
   std::vector<const void*> changes;
   bool alone = false;  // overlaps with no other job
 };
 
-// One that runs after all jobs before it, and before all after it.
+// A job of one part that overlaps with no other job.
 inline Job job_alone(std::function<void(Channel&)> body) { return {{}, std::move(body), {}, true}; }
 
-// Runs jobs in the order of submission, which is the same on all ranks: on each channel, the
-// collectives come in that order, whatever the timing. What a part throws becomes the exception of
-// the job's Work; the second part is not run if the first has thrown.
+// Purpose: runs the jobs of one device type, without blocking the thread that submits them.
+//
+// Contract: jobs run in the order of submission, which is the same on all ranks. So the collectives
+// of a channel come in that order, whatever the timing. An exception of a part becomes that of the
+// job's Work. If the first part throws, the second one does not run.
+//
+// Ownership: an engine keeps a job, its tensors and its channels until the job has ended.
+//
+// Threads: submit() may be called from any thread. Ranks that submit from several threads must
+// agree on the order themselves.
 class Engine {
  public:
   virtual ~Engine() = default;
 
-  // Returns at once. `tensors` are what the job reads and writes, and the Work's result; they lie
-  // on `device`, after what the caller's current stream does. The job's collectives use `timeout`,
-  // or the backend's own where it is unset.
+  // Returns at once. The job reads and writes `tensors`, which are also the Work's result. They lie
+  // on `device` and are ready when the caller's current stream gets there. The job's collectives
+  // use `timeout`, or the backend's own if it is unset.
   virtual c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,
                                                 c10::Device device,
                                                 std::chrono::milliseconds timeout) = 0;
@@ -49,11 +57,11 @@ class Engine {
   // Refuses new jobs and lets those submitted end, within a bound.
   virtual void shutdown() = 0;
 
-  // Refuses new jobs and fails those not yet begun.
+  // Refuses new jobs and fails those that have not begun.
   virtual void abort() = 0;
 };
 
-// What submit throws after shutdown or abort.
+// Throws the error of a submit() after shutdown or abort.
 [[noreturn]] void throw_closed();
 
 }  // namespace powersgd

@@ -33,7 +33,7 @@ c10::intrusive_ptr<c10d::Work> StreamEngine::submit(std::vector<at::Tensor> tens
   c10::Event ready(device.type());
   ready.record(impl.getStream(device));
   ready.block(side);
-  // The allocator must not give the memory to others before the side stream is done with it.
+  // The allocator must not reuse the memory before the side stream is done with it.
   for (const at::Tensor& tensor : tensors) {
     impl.recordDataPtrOnStream(tensor.storage().data_ptr(), side);
   }

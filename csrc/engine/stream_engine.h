@@ -11,13 +11,15 @@
 
 namespace powersgd {
 
-// The engine over a backend that is ordered by streams (NCCL): no thread and no host
-// synchronisation. submit() enqueues the whole job on the device's side stream, which waits for the
-// caller's, and returns; waiting for the Work makes the waiter's stream wait for the side stream.
+// The engine over a backend that is ordered by streams (NCCL). It needs no thread and never
+// synchronizes the host.
 //
-// The channel is the pass-through inner itself. Its asynchronous collectives all run on one stream of
-// its own, in the order in which they are issued, so that the job's and the caller's never overlap
-// on the communicator, and no second communicator takes device memory.
+// submit() enqueues the whole job on the device's side stream, which waits for the caller's stream,
+// and returns. Waiting for the Work makes the waiter's stream wait for the side stream.
+//
+// The channel is the inner backend that also serves the caller. That backend runs its collectives
+// on a stream of its own, in the order of issue. So the job's and the caller's never overlap on the
+// communicator, and no second communicator takes device memory.
 class StreamEngine final : public Engine {
  public:
   StreamEngine(int rank, c10::intrusive_ptr<c10d::Backend> channel)
@@ -35,7 +37,7 @@ class StreamEngine final : public Engine {
   const int rank_;
   const c10::intrusive_ptr<c10d::Backend> channel_;
   std::atomic<bool> closed_{false};
-  std::mutex mutex_;  // one job is enqueued at a time: the order of collectives is that of submit
+  std::mutex mutex_;  // enqueues one job at a time, so that collectives follow the order of submit
   std::map<c10::DeviceIndex, c10::Stream> side_streams_;
 };
 

@@ -24,7 +24,7 @@
 namespace powersgd {
 namespace {
 
-// For jobs in flight when the engine is shut down, and when it is aborted: then peers no longer
+// The time that jobs in flight have to end: at a shutdown, and at an abort, when peers no longer
 // answer.
 constexpr std::chrono::seconds kShutdownGrace(10);
 constexpr std::chrono::seconds kAbortGrace(1);
@@ -36,7 +36,7 @@ struct QueuedJob {
   c10::intrusive_ptr<WorkPowerSGD> work;
   Job job;
   c10::Device device;
-  std::shared_ptr<c10::Event> ready;  // null on the CPU: the caller's stream has got here
+  std::shared_ptr<c10::Event> ready;  // recorded on the caller's stream; null on the CPU
   std::chrono::milliseconds timeout;
   uint64_t number;  // 1, 2, ... in the order of submission
   uint64_t after;   // the job that must have ended before this one begins
@@ -50,8 +50,8 @@ std::shared_ptr<c10::Event> record_current_stream(c10::Device device) {
   return event;
 }
 
-// An accelerator's part runs on a stream of its own, after `ready`, and has ended on the device
-// when this returns: who comes next, and who waits for the Work, needs no stream then.
+// Runs a part on a side stream of the accelerator, after `ready`. The part has ended on the device
+// when this returns, so that later parts and waiters need no stream.
 void run_on_side_stream(c10::Device device, c10::Event& ready, const std::function<void()>& part) {
   const c10::impl::VirtualGuardImpl impl(device.type());
   const c10::Stream side = impl.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
@@ -78,7 +78,7 @@ std::exception_ptr closed_error() {
                       "ran"));
 }
 
-// Engines alive in this process.
+// The engines that are alive in this process.
 std::mutex engines_mutex;
 std::set<ThreadEngine*>& engines() {
   static auto* const all = new std::set<ThreadEngine*>;
@@ -90,17 +90,17 @@ std::set<ThreadEngine*>& engines() {
 struct ThreadEngine::Shared {
   std::array<c10::intrusive_ptr<c10d::Backend>, 2> channels;
   std::mutex mutex;
-  std::condition_variable changed;              // anything below
-  std::array<std::deque<QueuedJob>, 2> queues;  // whose first part is to be run, and whose second
+  std::condition_variable changed;              // notified when a member below changes
+  std::array<std::deque<QueuedJob>, 2> queues;  // by the part that is to run next
   uint64_t submitted = 0;
   uint64_t ended = 0;    // jobs end in the order of submission
   bool closed = false;   // no more jobs
-  bool aborted = false;  // and none of those that have not begun
+  bool aborted = false;  // jobs that have not begun are failed
   std::array<bool, 2> worker_ended{};
   int num_threads = 0;
   std::unordered_map<const void*, uint64_t> last_job;  // the last job that changes an object
 
-  // Bounds last_job: an object whose last job has ended is one that no job waits for.
+  // Bounds last_job. No job waits for an object whose last job has ended.
   void drop_ended_jobs() {
     if (last_job.size() < kManyObjects) return;
     for (auto it = last_job.begin(); it != last_job.end();) {
@@ -108,17 +108,17 @@ struct ThreadEngine::Shared {
     }
   }
 
-  // One worker: part 0 or part 1 of every job.
+  // Runs one worker: it takes part 0 or part 1 of every job.
   void serve(size_t part) {
     c10::setThreadName(part == 0 ? "powersgd_p" : "powersgd_q");
-    // Grad mode is thread-local; the kernels and payloads must never be recorded.
+    // Grad mode is thread-local, and autograd must never record kernels or payloads.
     const at::NoGradGuard no_grad;
     std::unique_lock<std::mutex> lock(mutex);
     int threads_set = 0;
     while (std::optional<QueuedJob> next = take(part, lock)) {
       const int threads_wanted = num_threads;
       lock.unlock();
-      // The thread count of OpenMP is per thread too: take over the submitter's.
+      // OpenMP counts threads per thread as well, so the worker takes over the submitter's count.
       if (threads_wanted != threads_set) at::set_num_threads(threads_set = threads_wanted);
       run(part, *next);
       if (part == 1) next->work->complete(next->error);
@@ -129,7 +129,7 @@ struct ThreadEngine::Shared {
     changed.notify_all();
   }
 
-  // The next job, once it may begin; nothing when there will be no more.
+  // Returns the next job once it may begin, or nothing if there will be no more.
   std::optional<QueuedJob> take(size_t part, std::unique_lock<std::mutex>& lock) {
     std::deque<QueuedJob>& queue = queues[part];
     changed.wait(lock, [&] {
@@ -173,7 +173,7 @@ struct ThreadEngine::Shared {
         next.error = std::current_exception();
       }
     }
-    body = nullptr;  // what it holds is not needed any more
+    body = nullptr;  // frees what it holds
   }
 };
 

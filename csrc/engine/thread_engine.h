@@ -11,17 +11,19 @@
 
 namespace powersgd {
 
-// The engine over a backend whose collectives block the host (Gloo, MPI): a pipeline of two worker
-// threads, one for the jobs' first parts and one for their second, each first in, first out, and
-// each with a channel of its own. While the Q payload of a bucket is on the wire, the next bucket is
-// projected and its P sent. The order on each channel is that of submission and never that of events.
+// The engine over a backend whose collectives block the host (Gloo, MPI).
 //
-// Nothing here can hang a process. A collective in flight cannot be interrupted, so workers that
-// do not end within the grace period are left behind with all that they use; they end by
-// themselves at the inner backend's timeout.
+// It is a pipeline of two worker threads, each first in, first out and each with a channel of its
+// own. One runs the jobs' first parts, the other their second parts. While the Q payload of a bucket
+// is on the wire, the next bucket is projected and its P sent. The order on each channel is that of
+// submission and never depends on timing.
+//
+// Nothing here can hang a process. A collective in flight cannot be interrupted. Workers that do
+// not end within the grace period are left behind with all that they use, and end by themselves at
+// the inner backend's timeout.
 class ThreadEngine final : public Engine {
  public:
-  // `channels`: for the first and the second parts.
+  // The first parts use the first channel, the second parts the second.
   ThreadEngine(int rank, std::array<c10::intrusive_ptr<c10d::Backend>, 2> channels);
   ~ThreadEngine() override;
 
@@ -32,7 +34,7 @@ class ThreadEngine final : public Engine {
   void abort() override;
 
  private:
-  struct Shared;  // what the workers use, and so may outlive the engine
+  struct Shared;  // used by the workers, and may outlive the engine
 
   void stop(bool run_queued);
 
@@ -41,8 +43,7 @@ class ThreadEngine final : public Engine {
   std::array<std::thread, 2> workers_;
 };
 
-// Shuts down every engine of the process: for the exit of an interpreter whose user did not destroy
-// the process groups.
+// Shuts down every engine of the process.
 void shutdown_all_engines();
 
 }  // namespace powersgd

@@ -13,7 +13,7 @@ namespace powersgd {
 
 namespace {
 
-// A future of these tensors. For an accelerator's it orders its users' streams as well.
+// Makes a future of these tensors. On an accelerator it orders its users' streams as well.
 c10::intrusive_ptr<c10::ivalue::Future> make_future(const std::vector<at::Tensor>& tensors) {
   std::vector<c10::Device> devices;
   for (const at::Tensor& tensor : tensors) {
@@ -71,7 +71,7 @@ bool StreamWork::wait(std::chrono::milliseconds /*timeout*/) {
 }
 
 void StreamWork::synchronize() {
-  const c10::Device device = done_.device();  // the current one may be another
+  const c10::Device device = done_.device();  // the current device may be another
   done_.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 

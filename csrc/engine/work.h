@@ -11,14 +11,14 @@
 
 namespace powersgd {
 
-// The Work of a thread engine: wait, isCompleted, exception, getFuture and result behave as
-// ProcessGroupGloo's do. Completed exactly once, by its engine, on any thread.
+// The Work of a thread engine. wait, isCompleted, exception, getFuture and result behave as those of
+// ProcessGroupGloo. Its engine completes it exactly once, on any thread.
 class WorkPowerSGD : public c10d::Work {
  public:
   WorkPowerSGD(int rank, std::vector<at::Tensor> tensors);
 
-  // Wakes those who wait, then completes the future on another thread: a callback may itself wait
-  // for a later allreduce, which this thread has yet to run.
+  // Wakes the waiters, then completes the future on another thread. A callback may itself wait for
+  // a later allreduce, which this thread has yet to run.
   void complete(std::exception_ptr error = nullptr);
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
@@ -29,11 +29,11 @@ class WorkPowerSGD : public c10d::Work {
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// The Work of a stream engine. wait() makes the caller's stream wait and returns at once; the
-// future carries the device's events. Complete once the device is.
+// The Work of a stream engine. wait() makes the caller's stream wait and returns at once. The future
+// carries the device's events. The Work is completed once the device has ended the job.
 class StreamWork : public c10d::Work {
  public:
-  // To be made while the stream that `done` was recorded on is current.
+  // Made while the stream that `done` was recorded on is current.
   StreamWork(int rank, std::vector<at::Tensor> tensors, c10::Event done, std::exception_ptr error);
 
   bool isCompleted() override;
@@ -54,7 +54,7 @@ class StreamWork : public c10d::Work {
 // Several works as one: it ends with the last of them and fails with the first that failed.
 class CombinedWork : public c10d::Work {
  public:
-  // `tensors`: the works' results, where they are known; the future then carries their devices'
+  // If the works' results are known, they are `tensors`, and the future carries their devices'
   // events.
   explicit CombinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works,
                         std::vector<at::Tensor> tensors = {});

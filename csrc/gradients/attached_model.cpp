@@ -101,7 +101,7 @@ AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
   return made;
 }
 
-// Every rank adds the mean residual: the average then holds it once.
+// Every rank adds the mean residual, so that the average holds it once.
 void AttachedModel::add_unsent_residuals(at::Tensor& buffer,
                                          const std::vector<size_t>& parameters) {
   int64_t offset = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What an attached model remembers: saved, restored, measured.
+// The state of an attached model: how it is saved, restored and measured.
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -14,14 +14,14 @@
 namespace powersgd {
 namespace {
 
-// The engine's stream made it, the caller's will read it: keep its memory until both are done.
+// Keeps the memory of a tensor that the engine's stream made until the caller's stream is done too.
 void use_on_current_stream(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_cpu()) return;
   const c10::impl::VirtualGuardImpl impl(tensor.device().type());
   impl.recordDataPtrOnStream(tensor.storage().data_ptr(), impl.getStream(tensor.device()));
 }
 
-// The tensors of a state beside those of its copy.
+// The tensors of a state, each with that of its copy.
 template <typename State, typename Local>
 auto members(State& state, Local& local) {
   return std::array{std::pair{&state.memory, &local.memory}, std::pair{&state.p_hat, &local.p_hat},
@@ -64,7 +64,7 @@ void AttachedModel::check_state(const std::vector<ParameterExport>& saved) const
 
 void AttachedModel::load_state(const std::vector<ParameterExport>& saved, int64_t step,
                                double grad_scale) {
-  check_state(saved);  // all of it, before any of it is loaded
+  check_state(saved);  // checks everything before anything is loaded
   for (const ParameterExport& parameter : saved) {
     if (!parameter.residual.defined()) continue;
     const auto index = find_name(parameter.name);
@@ -112,7 +112,7 @@ bool AttachedModel::is_compressed(const at::Tensor& parameter) const {
   return should_compress(matrix_shape(memory_layout(parameter)), options_);
 }
 
-// Of one that was never compressed: what it would start from.
+// A copy of a parameter's state. If it was never compressed, this is the state that it starts from.
 ParameterState AttachedModel::started(size_t index) const {
   ParameterState state = *states_[index];
   if (!state.allocated()) allocate_for(state, parameters_[index]);

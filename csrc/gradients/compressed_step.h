@@ -10,9 +10,9 @@
 
 namespace powersgd {
 
-// One step of one bucket (docs/algorithm.md) as an engine's job. If it fails, the residual is what
-// it was before: the gradient was not delivered. Adds the bytes and each stage's seconds to
-// `stats`.
+// Makes an engine's job of one step of one bucket (docs/algorithm.md). If the job fails, the
+// gradient was not delivered and the residual is as before. The job adds its bytes and the seconds
+// of each stage to `stats`.
 Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const at::Tensor& gradient,
                     const StepInfo& step, const std::shared_ptr<Stats>& stats,
                     std::shared_ptr<const StageProbe> probe);

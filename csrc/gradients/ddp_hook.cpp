@@ -8,9 +8,9 @@
 namespace powersgd {
 namespace {
 
-// What DDP divides by: the number of ranks, or, in join(divide_by_initial_world_size=False), of the
-// ranks that still have inputs. DDP finds it out before a step's first bucket and tells no hook: it
-// is a protected member, and read as one.
+// DDP divides by the number of ranks, or in join(divide_by_initial_world_size=False) by the number
+// of ranks that still have inputs. It computes the divisor before a step's first bucket and gives it
+// to no hook, so this class reads the protected member.
 class Divisor : public c10d::Reducer {
  public:
   static int of(const c10d::Reducer& reducer) { return reducer.*(&Divisor::div_factor_); }
@@ -21,7 +21,7 @@ class Divisor : public c10d::Reducer {
 c10::intrusive_ptr<c10d::Work> reduce_bucket(AttachedModel& model, const c10d::Reducer& reducer,
                                              c10d::GradBucket& bucket) {
   const int divisor = Divisor::of(reducer);
-  // Unset on a rank that has joined: it takes part in the sum and throws the result away.
+  // It is unset on a rank that has joined, which takes part in the sum and drops the result.
   const int ranks = model.session().size();
   auto work = model.reduce(bucket.getIndex(), bucket.getBufferRef(),
                            model.find(bucket.getParameters()), divisor > 0 ? divisor : ranks);

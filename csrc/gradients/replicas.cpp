@@ -8,7 +8,7 @@
 namespace powersgd {
 namespace {
 
-// The sum of word * weight modulo 2^64, where the weights are odd: a change of one word always
+// The sum of word * weight modulo 2^64. The weights are odd, so that a change of one word always
 // shows.
 at::Tensor hash_bits(const at::Tensor& tensor) {
   const at::ScalarType word = tensor.element_size() == 8 ? at::kLong : at::kInt;
@@ -18,7 +18,7 @@ at::Tensor hash_bits(const at::Tensor& tensor) {
   return words.mul(places.mul_(kSpread).bitwise_or_(1)).sum();
 }
 
-// [size, replicas, 2]: what each rank has of q_warm and of p_hat. 0 where there is nothing yet.
+// [size, replicas, 2]: each rank's hashes of q_warm and of p_hat, 0 where there is nothing yet.
 at::Tensor hashes_of_all(Channel& channel, int rank, int size,
                          const std::vector<Replica>& replicas) {
   const auto device = replicas.front().state->q_warm.device();
@@ -33,7 +33,7 @@ at::Tensor hashes_of_all(Channel& channel, int rank, int size,
   return hashes.cpu();
 }
 
-void take_first(Channel& channel, int rank, at::Tensor& tensor) {
+void copy_from_first_rank(Channel& channel, int rank, at::Tensor& tensor) {
   if (rank != 0) tensor.zero_();
   channel.allreduce(tensor);
 }
@@ -69,10 +69,10 @@ std::vector<std::string> restore_agreement(Channel& channel, int rank, int size,
     const at::Tensor here = differs.select(1, static_cast<int64_t>(i));
     if (!here.any().item<bool>()) continue;
     ParameterState& state = *started[i].state;
-    // The residual is made of this rank's own.
+    // The residual is made of this rank's own factors, so it is taken first.
     if (started[i].has_p) state.set_residual(state.residual());
-    take_first(channel, rank, state.q_warm);
-    if (started[i].has_p) take_first(channel, rank, state.p_hat);
+    copy_from_first_rank(channel, rank, state.q_warm);
+    if (started[i].has_p) copy_from_first_rank(channel, rank, state.p_hat);
     lines.push_back(describe(started[i], here));
   }
   return lines;

@@ -11,20 +11,20 @@
 
 namespace powersgd {
 
-// State of which each rank has a replica: Q and P^ must agree bit for bit.
+// State that every rank has a replica of. Q and P^ must agree bit for bit.
 struct Replica {
   std::string name;  // for messages
   ParameterStatePtr state;
-  bool has_p = true;  // false: P^ is of another step on each rank
+  bool has_p = true;  // false if P^ belongs to another step on each rank
 };
 
-// Compares replicas over the ranks by a hash of each and gives every rank those of rank 0 where
-// they differ; no residual is lost by it. A job of an engine: collective, and it waits for the
-// device. Returns a line for each replica that differed, the same on all ranks.
+// Compares replicas over the ranks by a hash of each, and gives every rank those of rank 0 where they
+// differ. No residual is lost. It runs as an engine's job, is collective, and waits for the device.
+// Returns a line for each replica that differed, the same on all ranks.
 std::vector<std::string> restore_agreement(Channel& channel, int rank, int size,
                                            const std::vector<Replica>& replicas);
 
-// What an engine's thread has to say, until a caller's thread says it. Safe from any thread.
+// Keeps the messages of an engine's thread until a caller's thread logs them. Safe from any thread.
 class Messages {
  public:
   void add(std::vector<std::string> lines) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What a session knows of its steps: their counts, their log, and when compression starts.
+// The steps of a session: their counts, their log, and when compression starts.
 #include <c10/util/Exception.h>
 
 #include <algorithm>

@@ -14,26 +14,26 @@
 
 namespace powersgd {
 
-// What a checkpoint holds of one parameter.
+// One parameter's state in a checkpoint that all ranks share.
 struct ParameterExport {
   std::string name;
-  at::Tensor residual;  // mean over ranks, of the parameter's shape; undefined if never compressed
+  at::Tensor residual;  // mean over ranks, in the parameter's shape; undefined if never compressed
   at::Tensor q;         // [rank, cols], the columns in the order of a contiguous parameter
-  at::Tensor p;         // [rows, rank]; undefined but in the alternating mode where Q is sent next
+  at::Tensor p;         // [rows, rank]; only defined in the alternating mode if Q is sent next
 };
 
-// What one rank's own checkpoint holds of one parameter: a copy of its state.
+// One parameter's state in one rank's own checkpoint.
 struct LocalExport {
   std::string name;
   at::Tensor memory, p_hat, q_local, q_warm;  // memory: undefined without error feedback
-  at::Tensor p_local;                         // undefined but in the alternating mode
+  at::Tensor p_local;                         // only defined in the alternating mode
   bool sent_p = false;
   double grad_scale = 1;
 };
 
 // The sizes of a compressed step of a model in which all parameters have gradients.
 struct Outline {
-  int64_t parameters = 0;             // that have gradients
+  int64_t parameters = 0;             // parameters that have gradients
   int64_t compressed_parameters = 0;  // of these, as low-rank factors
   int64_t numel = 0;                  // elements of the gradients
   int64_t compressed_numel = 0;       // of these, as low-rank factors
@@ -42,53 +42,58 @@ struct Outline {
   int64_t bytes_after = 0;
 };
 
-// One module whose buckets of gradients are compressed layer by layer: the state of each of its
-// parameters, and the compressor of each bucket layout that has been used. The buckets are DDP's,
-// or those that FSDP2 has reduce-scattered: the parameters are then this rank's shards.
+// Purpose: one module whose buckets of gradients are compressed layer by layer. It has the state of
+// each parameter, and the compressor of each bucket layout that has been used. The buckets are
+// DDP's, or the shards that FSDP2 has reduce-scattered.
 //
-// Owns its backend; owned by the hook that is called with its buckets. reduce() and end_step() are
-// called by one thread at a time (the backward pass); the rest by the user's thread outside of it.
+// Contract: every rank attaches the same parameters with equal options, and reduces the same buckets
+// in the same order.
+//
+// Ownership: owned by the hook that is called with the buckets. Shares the session of its group.
+//
+// Threads: one thread at a time calls reduce() and end_step(), in the backward pass. The user's
+// thread calls everything else, outside of it.
 class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
  public:
-  // Makes a model that `session` knows.
+  // Makes a model and adds it to `session`.
   static std::shared_ptr<AttachedModel> attach(const std::shared_ptr<Session>& session,
                                                std::vector<std::string> names,
                                                std::vector<at::Tensor> parameters, Options options);
   AttachedModel(std::shared_ptr<Session> session, std::vector<std::string> names,
                 std::vector<at::Tensor> parameters, Options options);
 
-  // Of each parameter its place in the constructor's list.
+  // Returns each parameter's index in the constructor's list.
   std::vector<size_t> find(const std::vector<at::Tensor>& parameters) const;
 
-  // The sum of the buffer over ranks, divided by `divisor` (the number of ranks, but for DDP's
-  // join), in the buffer, which holds the gradients of the parameters one after the other: all of
-  // it is exact if none are named. `bucket` is its number. Called in the same order on all ranks.
+  // Makes `buffer` its sum over ranks divided by `divisor`: the number of ranks, except in DDP's
+  // join. It holds the gradients of `parameters` one after the other. If none are named, it is
+  // averaged exactly. `bucket` is its number.
   c10::intrusive_ptr<c10d::Work> reduce(size_t bucket, at::Tensor& buffer,
                                         const std::vector<size_t>& parameters, int divisor);
-  // To be called after the last bucket of a backward pass.
+  // Called after the last bucket of a backward pass.
   void end_step();
 
-  // While inactive (detached), buckets are averaged exactly.
+  // An inactive (detached) model averages its buckets exactly.
   void set_active(bool active) { active_ = active; }
   bool active() const { return active_; }
 
-  // Collective: the same on all ranks when it returns.
+  // Collective. The result is the same on all ranks.
   std::vector<ParameterExport> export_state();
-  // Parameters that are not named keep what they have. Throws, before it changes anything, if a
-  // residual or q is of another shape; check_state does nothing else.
+  // Parameters that are not named keep their state. Throws before it changes anything if a residual
+  // or a factor has another shape. check_state() only checks.
   void check_state(const std::vector<ParameterExport>& saved) const;
   void load_state(const std::vector<ParameterExport>& saved, int64_t step, double grad_scale);
 
-  // This rank's own state, to be taken up bit for bit. Not collective. Throws likewise.
+  // The same for this rank's own state, which is restored bit for bit. Not collective.
   std::vector<LocalExport> export_local();
   void check_local(const std::vector<LocalExport>& saved) const;
   void load_local(const std::vector<LocalExport>& saved, int64_t step);
 
-  // The optimizer did not apply what the last step delivered: the residuals keep it. `dropped`:
-  // see ParameterState::mark_undelivered.
+  // Says that the optimizer did not apply what the last step delivered: the residuals keep it. See
+  // ParameterState::mark_undelivered for `dropped`.
   void step_skipped(const at::Tensor& dropped);
 
-  // The Frobenius norm of each parameter's residual on this rank; 0 where there is none.
+  // The Frobenius norm of each parameter's residual on this rank, 0 where there is none.
   std::map<std::string, double> residual_norms();
 
   Outline outline() const;
@@ -100,7 +105,7 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   }
 
   int64_t step() const { return static_cast<int64_t>(step_); }
-  // The loss scale of the gradients to come: the model's own if it was set, else the backend's.
+  // The loss scale of the gradients to come: the model's own if it was set, else the session's.
   double grad_scale() const;
   void set_grad_scale(double scale);
   const Options& options() const { return options_; }
@@ -114,7 +119,7 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
 
   Bucket make_bucket(const at::Tensor& buffer, const std::vector<size_t>& parameters) const;
   void announce() const;
-  // Of the parameters: one, but for a module that is spread over several.
+  // The devices of the parameters: one, unless the module is spread over several.
   std::vector<c10::Device> devices() const;
   void add_unsent_residuals(at::Tensor& buffer, const std::vector<size_t>& parameters);
   std::optional<size_t> find_name(const std::string& name) const;
@@ -131,7 +136,7 @@ class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
   const std::shared_ptr<StepCounter> step_counter_;
   std::vector<ParameterStatePtr> states_;
   std::unordered_map<const c10::TensorImpl*, size_t> index_of_;
-  std::map<size_t, Bucket> buckets_;  // by number
+  std::map<size_t, Bucket> buckets_;  // by the bucket's number
   // Residuals that a checkpoint had of parameters that are not compressed, by index: [rows, cols],
   // unscaled. They are added to the next gradient.
   std::map<size_t, at::Tensor> unsent_residuals_;

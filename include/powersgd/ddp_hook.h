@@ -13,7 +13,7 @@ class Reducer;
 
 namespace powersgd {
 
-// The average of a bucket of DDP's, by an attached model. To be called for every bucket in order.
+// Averages a bucket of DDP's by an attached model. Called for every bucket in order.
 c10::intrusive_ptr<c10d::Work> reduce_bucket(AttachedModel& model, const c10d::Reducer& reducer,
                                              c10d::GradBucket& bucket);
 
@@ -30,8 +30,8 @@ class DdpHook final : public c10d::CppCommHookInterface<std::shared_ptr<Attached
   const c10d::Reducer& reducer_;
 };
 
-// Registers the hook; throws if `reducer` has one already. It cannot be taken away again, only made
-// to average exactly (AttachedModel::set_active).
+// Registers the hook. Throws if `reducer` has one already. DDP cannot remove a hook, but
+// AttachedModel::set_active can make it average exactly.
 void register_ddp_hook(c10d::Reducer& reducer, std::shared_ptr<AttachedModel> model);
 
 }  // namespace powersgd

@@ -6,9 +6,9 @@
 
 namespace powersgd {
 
-// What `with torch_powersgd.compression(enabled)` says for the calls inside. It is carried by
-// c10::ThreadLocalDebugInfo, which autograd hands on to its own threads, so that it holds for the
-// allreduces of a backward pass that was started inside the block.
+// The effect of `with torch_powersgd.compression(enabled)` on the calls inside the block.
+// c10::ThreadLocalDebugInfo carries it, and autograd hands that on to its own threads. So it holds
+// for the allreduces of a backward pass that was started inside the block.
 struct ScopeOverride {
   bool enabled;
   int64_t block;  // differs for every block entered in this process
@@ -16,7 +16,7 @@ struct ScopeOverride {
 
 std::optional<ScopeOverride> current_override();
 
-// On the same thread, in pairs.
+// Called on the same thread, in pairs.
 void push_override(bool enabled);
 void pop_override();
 

@@ -15,15 +15,15 @@ constexpr int kStages = 6;
 const char* to_string(Stage stage);
 
 struct StatsSnapshot {
-  int64_t steps = 0;  // synchronisations of attached models and backward passes of flat tensors
-  // Of these, counted on the devices: Stats itself leaves them 0.
-  int64_t skipped_steps = 0;    // because a gradient was not finite on some rank
-  int64_t saturated_steps = 0;  // a float16 residual was cut off at 65504
+  int64_t steps = 0;  // synchronizations of attached models and backward passes of flat tensors
+  // The devices count the next two, and Stats itself leaves them 0.
+  int64_t skipped_steps = 0;    // steps in which a gradient was not finite on some rank
+  int64_t saturated_steps = 0;  // steps that cut a float16 residual off at 65504
   int64_t compressed_calls = 0;
   int64_t exact_calls = 0;   // eligible gradients sent whole: warm-up, or nothing worth compressing
-  int64_t bytes_before = 0;  // of the gradients, had they been sent whole
-  int64_t bytes_after = 0;   // of what this rank handed to the inner backend in their place
-  // The part of both that belongs to the compressed calls.
+  int64_t bytes_before = 0;  // the gradients, had they been sent whole
+  int64_t bytes_after = 0;   // the payloads that this rank handed to the inner backend instead
+  // The share of the compressed calls in both.
   int64_t compressed_bytes_before = 0;
   int64_t compressed_bytes_after = 0;
   int64_t differences = 0;  // replicas that check_every found to differ between the ranks
@@ -32,10 +32,10 @@ struct StatsSnapshot {
   double ratio() const { return bytes_after > 0 ? double(bytes_before) / double(bytes_after) : 1; }
 };
 
-// Each count of `now` without what `base` counted before.
+// Subtracts the counts of `base` from those of `now`.
 StatsSnapshot operator-(StatsSnapshot now, const StatsSnapshot& base);
 
-// What one backend did. Safe from any thread.
+// The counts of one session. Safe from any thread.
 class Stats {
  public:
   // Returns the number of steps including this one.
@@ -54,7 +54,7 @@ class Stats {
 // One line for the log.
 std::string summary(const StatsSnapshot& stats);
 
-// Adds the life of the object to a stage's seconds.
+// Adds the lifetime of the object to a stage's seconds.
 class StageTimer {
  public:
   StageTimer(Stats& stats, Stage stage)
