@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch_powersgd import fsdp, watch
 from torch_powersgd._backend import find_backends
 from torch_powersgd._core import _C
-from torch_powersgd.ddp import attached_model, group_of, option_fields
+from torch_powersgd.ddp import attached_model, group_of
+from torch_powersgd.options import Options
 from torch_powersgd.proposal import Module
 
 VERSION = 1
@@ -54,7 +55,7 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
     model = attached_model(module)
     state: dict[str, Any] = {
         "version": VERSION,
-        "options": option_fields(model.options),
+        "options": Options._from_core(model.options)._plain(),
         "step": model.step,
         "grad_scale": model.grad_scale,
     }

@@ -186,8 +186,3 @@ def _register_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> Non
         ) from error
     if ddp.logger is not None:
         ddp.logger._set_comm_hook_name("torch_powersgd")
-
-
-def option_fields(core: _C.Options) -> dict[str, Any]:
-    """The core's options as {field: value}."""
-    return {name: getattr(core, name) for name in Options.__dataclass_fields__}
