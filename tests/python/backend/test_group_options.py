@@ -14,6 +14,7 @@ import torch_powersgd as tp
 from support import ranks
 from support.synthetic import SHAPES, make_ddp
 from torch_powersgd._backend import find_backends
+from torch_powersgd.attach import attachment_of
 
 
 def _text_of(value: object) -> str:
@@ -85,7 +86,7 @@ def _options_of_model(rank: int, given: dict, complete: str) -> tp.Options:
     ranks.init_group("cpu:powersgd", options["pg_options"])
     ddp = make_ddp(SHAPES)
     tp.attach(ddp, options["attach"])
-    return tp.Options._from_core(tp.ddp.attached_model(ddp).options)
+    return tp.Options._from_core(attachment_of(ddp).model.options)
 
 
 @pytest.mark.parametrize(
