@@ -8,47 +8,56 @@
 #include <string>
 
 #include "bindings/register.h"
+#include "powersgd/option_table.h"
 
 namespace py = pybind11;
 
 namespace powersgd {
 namespace {
 
-std::optional<std::string> optional_name(const std::optional<DType>& dtype) {
-  if (!dtype) return std::nullopt;
-  return to_string(*dtype);
-}
+// Python sees a scope or a data type by its name.
+struct Properties {
+  py::class_<Options>& options;
+
+  template <typename Value>
+  void operator()(const char* name, Value Options::* member) const {
+    options.def_readwrite(name, member);
+  }
+
+  void operator()(const char* name, Scope Options::* member) const {
+    options.def_property(
+        name, [member](const Options& self) { return to_string(self.*member); },
+        [member](Options& self, const std::string& text) { self.*member = parse_scope(text); });
+  }
+
+  void operator()(const char* name, DType Options::* member) const {
+    options.def_property(
+        name, [member](const Options& self) { return to_string(self.*member); },
+        [member](Options& self, const std::string& text) { self.*member = parse_dtype(text); });
+  }
+
+  void operator()(const char* name, std::optional<DType> Options::* member) const {
+    using Text = std::optional<std::string>;
+    options.def_property(
+        name,
+        [member](const Options& self) {
+          return self.*member ? Text(to_string(*(self.*member))) : std::nullopt;
+        },
+        [member](Options& self, const Text& text) {
+          self.*member = text ? std::optional(parse_dtype(*text)) : std::nullopt;
+        });
+  }
+};
 
 }  // namespace
 
 void register_options(py::module_& module) {
-  py::class_<Options>(module, "Options")
-      .def(py::init<>())
-      .def_readwrite("matrix_approximation_rank", &Options::matrix_approximation_rank)
-      .def_readwrite("start_powerSGD_iter", &Options::start_powerSGD_iter)
-      .def_readwrite("min_compression_rate", &Options::min_compression_rate)
-      .def_readwrite("use_error_feedback", &Options::use_error_feedback)
-      .def_readwrite("warm_start", &Options::warm_start)
-      .def_readwrite("orthogonalization_epsilon", &Options::orthogonalization_epsilon)
-      .def_readwrite("random_seed", &Options::random_seed)
-      .def_readwrite("compression_stats_logging_frequency",
-                     &Options::compression_stats_logging_frequency)
-      .def_readwrite("min_numel", &Options::min_numel)
-      .def_readwrite("inner", &Options::inner)
-      .def_readwrite("alternating", &Options::alternating)
-      .def_readwrite("check_every", &Options::check_every)
-      .def_property(
-          "scope", [](const Options& self) { return to_string(self.scope); },
-          [](Options& self, const std::string& name) { self.scope = parse_scope(name); })
-      .def_property(
-          "residual_dtype", [](const Options& self) { return to_string(self.residual_dtype); },
-          [](Options& self, const std::string& name) { self.residual_dtype = parse_dtype(name); })
-      .def_property(
-          "wire_dtype", [](const Options& self) { return optional_name(self.wire_dtype); },
-          [](Options& self, const std::optional<std::string>& name) {
-            self.wire_dtype = name ? std::optional<DType>(parse_dtype(*name)) : std::nullopt;
-          })
-      .def("validate", [](const Options& self) { validate(self); });
+  py::class_<Options> options(module, "Options");
+  options.def(py::init<>()).def("validate", &validate);
+  for_each_option([property = Properties{options}](const char* name, auto member, auto /*rule*/) {
+    property(name, member);
+  });
+  module.attr("max_rank") = kMaxRank;
 }
 
 }  // namespace powersgd

@@ -2,11 +2,13 @@
 #include "powersgd/options.h"
 
 #include <array>
-#include <cmath>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
+
+#include "powersgd/option_table.h"
 
 namespace powersgd {
 namespace {
@@ -14,14 +16,11 @@ namespace {
 template <typename Value>
 [[noreturn]] void reject(const char* field, const char* allowed, const Value& value) {
   std::ostringstream message;
-  message << std::boolalpha << field << " must be " << allowed << ", got " << value;
+  message << field << " must be " << allowed << ", got " << value;
   throw std::invalid_argument(message.str());
 }
 
-template <typename Value>
-void check(bool valid, const char* field, const char* allowed, const Value& value) {
-  if (!valid) reject(field, allowed, value);
-}
+std::string quoted(const std::string& text) { return "'" + text + "'"; }
 
 template <typename Enum>
 using Name = std::pair<Enum, const char*>;
@@ -42,7 +41,7 @@ Enum parse(const std::array<Name<Enum>, kCount>& names, const std::string& name,
   for (const auto& [value, known] : names) {
     if (name == known) return value;
   }
-  reject(field, allowed, "'" + name + "'");
+  reject(field, allowed, quoted(name));
 }
 
 template <typename Enum, size_t kCount>
@@ -53,41 +52,31 @@ std::string name_of(const std::array<Name<Enum>, kCount>& names, Enum value) {
   return "unknown (" + std::to_string(static_cast<int32_t>(value)) + ")";
 }
 
+// The forms of values in messages.
+template <typename Number>
+Number shown(Number value) {
+  return value;
+}
+std::string shown(Scope value) { return quoted(to_string(value)); }
+std::string shown(DType value) { return to_string(value); }
+std::string shown(std::optional<DType> value) { return value ? to_string(*value) : "None"; }
+std::string shown(const std::string& value) { return quoted(value); }
+
 }  // namespace
 
 void validate(const Options& options) {
-  const int64_t rank = options.matrix_approximation_rank;
-  check(rank >= 1, "matrix_approximation_rank", "an integer >= 1", rank);
-  check(rank <= kMaxRank, "matrix_approximation_rank",
-        ("an integer <= " + std::to_string(kMaxRank)).c_str(), rank);
-  check(options.start_powerSGD_iter >= 0, "start_powerSGD_iter", "an integer >= 0",
-        options.start_powerSGD_iter);
-  const double rate = options.min_compression_rate;
-  check(std::isfinite(rate) && rate > 0, "min_compression_rate", "a finite number > 0", rate);
-  const double epsilon = options.orthogonalization_epsilon;
-  check(epsilon >= 0 && epsilon < 1, "orthogonalization_epsilon", "a number >= 0 and < 1", epsilon);
-  check(options.random_seed >= 0, "random_seed", "an integer >= 0", options.random_seed);
-  check(options.compression_stats_logging_frequency >= 1, "compression_stats_logging_frequency",
-        "an integer >= 1", options.compression_stats_logging_frequency);
-
-  parse_scope(to_string(options.scope));
-  check(options.min_numel >= 1, "min_numel", "an integer >= 1", options.min_numel);
-  check(!options.inner.empty(), "inner", "'auto' or the name of a backend", "''");
-  check(options.wire_dtype != DType::kFloat64, "wire_dtype",
-        "None, float32, bfloat16 or float16 (None sends float64 gradients in float64)",
-        to_string(DType::kFloat64));
-  const DType residual = options.residual_dtype;
-  check(residual == DType::kFloat32 || residual == DType::kBFloat16 || residual == DType::kFloat16,
-        "residual_dtype",
-        "float32, bfloat16 or float16 (float64 gradients keep a float64 residual)",
-        to_string(residual));
-  check(options.check_every >= 0, "check_every", "an integer >= 0", options.check_every);
-  check(!options.alternating || options.warm_start, "alternating", "False without warm_start",
-        "True");
+  for_each_option([&](const char* name, auto member, auto rule) {
+    const auto& value = options.*member;
+    const char* allowed = rule(value);
+    if (allowed != nullptr) reject(name, allowed, shown(value));
+  });
+  if (options.alternating && !options.warm_start) {
+    reject("alternating", "False without warm_start", "True");
+  }
 }
 
 Scope parse_scope(const std::string& name) {
-  return parse(kScopes, name, "scope", "'backward', 'attached', 'always' or 'never'");
+  return parse(kScopes, name, "scope", rules::kScopeWords);
 }
 
 std::string to_string(Scope scope) { return name_of(kScopes, scope); }

@@ -6,24 +6,13 @@ import torch
 from torch._C._distributed_c10d import Backend, GradBucket, Work
 
 torch_version: str
+max_rank: int
 
 class Options:
-    matrix_approximation_rank: int
-    start_powerSGD_iter: int
-    min_compression_rate: float
-    use_error_feedback: bool
-    warm_start: bool
-    orthogonalization_epsilon: float
-    random_seed: int
-    compression_stats_logging_frequency: int
-    scope: str
-    min_numel: int
-    inner: str
-    wire_dtype: str | None
-    residual_dtype: str
-    alternating: bool
-    check_every: int
+    # The fields are those of torch_powersgd.Options, with names in place of data types.
     def __init__(self) -> None: ...
+    def __getattr__(self, field: str) -> Any: ...
+    def __setattr__(self, field: str, value: object) -> None: ...
     def validate(self) -> None: ...
 
 def matrix_shape(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, int]: ...

@@ -12,10 +12,9 @@ Importing the package registers the backend ``"powersgd"`` for CPU and CUDA.
 
 from torch_powersgd._backend import register
 from torch_powersgd._version import __version__
+from torch_powersgd.attach import attach, comm_hook, detach
 from torch_powersgd.checkpoint import CompressionState, load_state_dict, state_dict
-from torch_powersgd.control import compression
-from torch_powersgd.ddp import attach, comm_hook, detach, step_skipped
-from torch_powersgd.loss_scale import set_grad_scale
+from torch_powersgd.control import compression, set_grad_scale, step_skipped
 from torch_powersgd.options import Options, configure
 from torch_powersgd.stats import reset_stats, stats
 

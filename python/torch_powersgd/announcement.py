@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
+from torch_powersgd.options import Options
 
 
 def announce(model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
@@ -19,7 +20,7 @@ def announce(model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
     if group.size() == 1:
         log.notice("attached; the group has one rank, so nothing is sent")
         return
-    outline, options = model.outline(), model.options
+    outline, options = model.outline(), Options._from_core(model.options)
     rank, start = options.matrix_approximation_rank, options.start_powerSGD_iter
     rate = options.min_compression_rate
     if options.scope == "never":

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch_powersgd import fsdp, watch
 from torch_powersgd._backend import find_backends
 from torch_powersgd._core import _C
-from torch_powersgd.ddp import attached_model, group_of, option_fields
+from torch_powersgd.attach import attachment_of
+from torch_powersgd.options import Options
 from torch_powersgd.proposal import Module
 
 VERSION = 1
@@ -51,10 +52,10 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
     Raises:
         ValueError: If the module is not attached.
     """
-    model = attached_model(module)
+    model = attachment_of(module).model
     state: dict[str, Any] = {
         "version": VERSION,
-        "options": option_fields(model.options),
+        "options": Options._from_core(model.options)._plain(),
         "step": model.step,
         "grad_scale": model.grad_scale,
     }
@@ -86,8 +87,8 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
             module is not attached, the form or a shape is another, the ranks' states are of
             different steps, or a state of ``per_rank`` is of another rank or number of ranks.
     """
-    model = attached_model(module)
-    group = group_of(module)
+    attachment = attachment_of(module)
+    model, group = attachment.model, attachment.group
     per_rank = isinstance(state, dict) and "rank" in state
     local: list[_C.LocalExport] = []
     mean: list[_C.ParameterExport] = []
@@ -153,7 +154,7 @@ def _place(module: Module, per_rank: bool) -> dict[str, Any]:
     if isinstance(module, FSDPModule):
         place["shard"] = fsdp.shard_place(module)
     if per_rank:
-        group = group_of(module)
+        group = attachment_of(module).group
         place |= {"rank": group.rank(), "world_size": group.size()}
     return place
 

@@ -96,14 +96,13 @@ class Options:
         return None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = _typed(field.name, str(field.type), getattr(self, field.name))
-            object.__setattr__(self, field.name, value)
+        for name, type_name in _types():
+            object.__setattr__(self, name, _typed(name, type_name, getattr(self, name)))
         self._core().validate()
         _check_inner(self.inner)
 
     def _core(self) -> _C.Options:
-        """The same as the C++ core's value."""
+        """The same options as a value of the C++ core."""
         core = _C.Options()
         for name, value in self._plain().items():
             try:
@@ -117,11 +116,10 @@ class Options:
 
     @classmethod
     def _from_core(cls, core: _C.Options) -> Options:
-        """The options that a core's value stands for."""
-        fields = {field.name: getattr(core, field.name) for field in dataclasses.fields(cls)}
-        for name in ("wire_dtype", "residual_dtype"):
-            fields[name] = _DTYPES.get(fields[name])
-        return cls(**fields)
+        """The options that a value of the C++ core holds."""
+        values = {name: getattr(core, name) for name in _NAMES}
+        dtypes = {name: _DTYPES.get(values[name]) for name, kind in _types() if "dtype" in kind}
+        return cls(**{**values, **dtypes})
 
     def _plain(self) -> dict[str, Any]:
         """The fields as JSON types, for messages and checkpoints."""
@@ -138,22 +136,16 @@ class Options:
             state: State of the hook. Its random seed cannot be read back from it.
             fields: Values of fields that replace those of the state.
         """
-        shared = {
-            name: getattr(state, name)
-            for name in (
-                "matrix_approximation_rank",
-                "start_powerSGD_iter",
-                "min_compression_rate",
-                "use_error_feedback",
-                "warm_start",
-                "orthogonalization_epsilon",
-                "compression_stats_logging_frequency",
-            )
-        }
+        shared = {name: getattr(state, name) for name in _NAMES if hasattr(state, name)}
         return cls(**{**shared, **fields})
 
 
-_NAMES = [field.name for field in dataclasses.fields(Options)]
+def _types() -> list[tuple[str, str]]:
+    """The name and the type of each field, as they are written above."""
+    return [(field.name, str(field.type)) for field in dataclasses.fields(Options)]
+
+
+_NAMES = [name for name, _ in _types()]
 
 _configured: Options | None = None
 
@@ -225,14 +217,14 @@ def lay_over(base: Options, given: object, source: str) -> Options:
 
 def _from_environment() -> Options:
     options = Options()
-    for field in dataclasses.fields(Options):
-        variable = _variable(field.name)
+    for name, type_name in _types():
+        variable = _variable(name)
         text = os.environ.get(variable)
         if text is None:
             continue
-        value = _parse(variable, str(field.type), text)
+        value = _parse(variable, type_name, text)
         try:
-            options = dataclasses.replace(options, **{field.name: value})
+            options = dataclasses.replace(options, **{name: value})
         except ValueError as error:
             raise ValueError(f"environment variable {variable}: {error}") from None
     return options

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_powersgd import fsdp, watch
+from torch_powersgd import ddp, fsdp, watch
 from torch_powersgd._backend import compare_options, find_backend
 from torch_powersgd._core import _C
 from torch_powersgd.options import Options, lay_over
@@ -104,41 +104,26 @@ def group_of_replicas(module: object, group: dist.ProcessGroup | None) -> dist.P
     """The group of replicas; raises a ValueError if the module has none that is known."""
     if isinstance(module, FSDPModule):
         return fsdp.group_of(module, group)
-    if not isinstance(module, DistributedDataParallel):
-        raise ValueError(
-            "attach takes a DistributedDataParallel module or one that fully_shard has sharded, "
-            f"got {type(module).__name__}"
-        )
-    if group is not None and group is not module.process_group:
-        raise ValueError("attach takes a group only for FSDP2: a DDP module has one")
-    process_group: dist.ProcessGroup = module.process_group
-    return process_group
+    if isinstance(module, DistributedDataParallel):
+        return ddp.group_of(module, group)
+    raise ValueError(
+        "attach takes a DistributedDataParallel module or one that fully_shard has sharded, "
+        f"got {type(module).__name__}"
+    )
 
 
 def _check_module(module: Module) -> None:
-    """Raises a ValueError if the module's gradients cannot be reduced by a hook."""
+    """Raises a ValueError if hooks cannot reduce the module's gradients."""
     if isinstance(module, FSDPModule):
-        return fsdp.check_module(module)
-    if module.mixed_precision is not None:
-        raise ValueError(
-            "attach does not work with DDP's own mixed_precision, which takes the one hook that "
-            "DDP has; use torch.autocast instead"
-        )
-    if getattr(module, "_use_python_reducer", False):
-        raise ValueError(
-            "attach does not work with torch._dynamo.config.optimize_ddp = 'python_reducer', with "
-            "which DDP reduces without its reducer and calls no C++ hook; use True, the default"
-        )
+        fsdp.check_module(module)
+    else:
+        ddp.check_module(module)
 
 
 def _parameters_of(module: Module) -> dict[str, torch.Tensor]:
     if isinstance(module, FSDPModule):
         return fsdp.shards_of(module)
-    return {
-        name: parameter
-        for name, parameter in module.module.named_parameters()
-        if parameter.requires_grad and name not in module.parameters_to_ignore
-    }
+    return ddp.parameters_of(module)
 
 
 def _backend_of(group: dist.ProcessGroup, device: torch.device) -> _C.BackendPowerSGD:

@@ -15,6 +15,7 @@ import torch_powersgd as tp
 from support import ranks
 from support.synthetic import SHAPES, make_ddp
 from torch_powersgd._backend import find_backends
+from torch_powersgd.attach import attachment_of
 
 
 def _text_of(value: object) -> str:
@@ -93,7 +94,7 @@ def _options_of_model(rank: int, given: dict[str, dict[str, Any]], complete: str
     ranks.init_group("cpu:powersgd", options["pg_options"])
     ddp = make_ddp(SHAPES)
     tp.attach(ddp, options["attach"])
-    return tp.Options._from_core(tp.ddp.attached_model(ddp).options)
+    return tp.Options._from_core(attachment_of(ddp).model.options)
 
 
 @pytest.mark.parametrize(

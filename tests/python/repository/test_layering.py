@@ -16,7 +16,7 @@ STAGES = ["project", "orthogonalize", "back_project", "reconstruct", "project_tr
 
 # The first pattern that a file's path matches names its layer.
 LAYERS = {
-    "options": r"include/powersgd/options\.h",
+    "options": r"include/powersgd/(options|option_table)\.h",
     "plan": r"include/powersgd/plan\.h|csrc/plan/",
     "kernels": r"include/powersgd/kernels\.h",
     "shared kernels": r"csrc/kernels/shared/",

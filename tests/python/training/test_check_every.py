@@ -21,8 +21,8 @@ from support.synthetic import (
     reduce_in_backward,
     step,
 )
+from torch_powersgd.attach import attachment_of
 from torch_powersgd.checkpoint import _to_local
-from torch_powersgd.ddp import attached_model
 
 SHAPES = {"first": (30, 40), "second": (35, 25), "bias": (30,)}
 OPTIONS = tp.Options(
@@ -39,7 +39,7 @@ def _corrupt(ddp: DistributedDataParallel, name: str, field: str) -> None:
     state = tp.state_dict(ddp, per_rank=True)
     state["parameters"][f"weights.{name}"][field].view(-1).view(torch.int32)[5] ^= 1
     locals_ = [_to_local(name, tensors) for name, tensors in state["parameters"].items()]
-    attached_model(ddp).load_local(locals_, state["step"])
+    attachment_of(ddp).model.load_local(locals_, state["step"])
 
 
 def unused(

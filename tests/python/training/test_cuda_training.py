@@ -13,7 +13,7 @@ import torch
 import torch_powersgd as tp
 from support.cuda_ranks import INNERS, needs_cuda, options_of, run
 from support.synthetic import COMPRESSED, SHAPES, gradients, make_attached, step
-from torch_powersgd.ddp import attached_model
+from torch_powersgd.attach import attachment_of
 
 pytestmark = needs_cuda
 
@@ -34,7 +34,7 @@ def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(inner: str, case
 def _no_synchronization(rank: int) -> tuple[bool, bool]:
     """A skipped step is taken back on the device, by a found_inf that the host has not read."""
     ddp = make_attached(SHAPES, options_of(), device="cuda")
-    model = attached_model(ddp)
+    model = attachment_of(ddp).model
     for i in range(2):
         mine = {name: g.cuda() for name, g in gradients(SHAPES, rank, i).items()}
         step(ddp, mine)

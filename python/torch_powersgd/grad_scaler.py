@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mixed precision: residuals follow the loss scale, and know the steps that are skipped."""
+"""Mixed precision: an attached model follows the scale and the skipped steps of a GradScaler."""
 
 from __future__ import annotations
 
@@ -8,27 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from torch_powersgd._backend import find_backends
 from torch_powersgd._core import _C
-
-
-def set_grad_scale(scale: float, group: dist.ProcessGroup | None = None) -> None:
-    """Tells a group the loss scale of the gradients to come, which its residuals then follow.
-
-    A model that is attached with a scaler follows the scaler and does not need this function.
-
-    Args:
-        scale: Loss scale, finite and > 0, such as ``GradScaler.get_scale()``. It is equal on all
-            ranks.
-        group: Process group. None: the default group.
-
-    Raises:
-        ValueError: If the scale is not finite and > 0, or the group has no powersgd backend.
-    """
-    for backend in find_backends(group):
-        backend.grad_scale = scale
 
 
 def follow(

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Layer-by-layer compression of the gradients of a module that DDP or FSDP2 wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_powersgd import fsdp, grad_scaler
+from torch_powersgd._core import _C
+from torch_powersgd.announcement import announce
+from torch_powersgd.ddp import Hook, python_hook, set_hook
+from torch_powersgd.options import Options
+from torch_powersgd.proposal import Module, agree, group_of_replicas
+
+
+@dataclass
+class Attachment:
+    """What is kept of an attached module.
+
+    Attributes:
+        model: The core's side of the module.
+        group: The group over which its gradients are averaged.
+        scaler: The GradScaler that ``model`` follows, if any.
+    """
+
+    model: _C.AttachedModel
+    group: dist.ProcessGroup
+    scaler: torch.amp.GradScaler | None = None
+
+
+_attachments: WeakKeyDictionary[Module, Attachment] = WeakKeyDictionary()
+
+
+def attach(
+    module: Module,
+    options: Options | Mapping[str, Any] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Compresses the gradients of a module layer by layer. Collective.
+
+    Each weight is compressed by its own shape (shape[0] x the rest), and its state belongs to the
+    parameter: it survives DDP's rebuilding of buckets and can be saved with ``state_dict``.
+    Attaching again after ``detach`` goes on with the state that was kept.
+
+    On a DDP module it registers a C++ communication hook, so that no Python runs in backward. On a
+    module that ``fully_shard`` (FSDP2) has sharded it sets the all-reduce hooks: after FSDP2's own
+    reduce-scatter, this rank's shards are averaged over its replicas.
+
+    Every rank of the group must call it. A rank that does not is named on all ranks.
+
+    Args:
+        module: A DDP module, or the root of a module that was sharded on a mesh of one dimension.
+        options: Some fields of ``Options`` as a mapping, which is laid over the options of the
+            process group, or a complete ``Options``, which replaces them. None takes them as they
+            are.
+        scaler: The GradScaler that the model is trained with, if any. The residuals then follow
+            its scale, and keep what was sent in a step that it skips.
+        group: The replicas of an FSDP2 module: the group of the ranks that hold the same shards. It
+            needs a powersgd backend for the parameters' device. A DDP module has its own group.
+
+    Raises:
+        ValueError: If the module cannot be attached, the ranks' models or options differ, or a rank
+            does not call ``attach``. It is raised on every rank.
+    """
+    known = _attachments.get(module) if isinstance(module, Module) else None
+    if known is not None:
+        agree(module, options, scaler, known.group, known.model)
+        known.model.active = True
+        _follow(module, known, scaler)
+        return
+    attachment = _new(module, options, scaler, group)
+    if isinstance(module, FSDPModule):
+        fsdp.set_hooks(module, attachment.model, attachment.group.size())
+    else:
+        set_hook(module, attachment.model)
+    _keep(module, attachment, scaler)
+
+
+def comm_hook(
+    ddp: DistributedDataParallel,
+    options: Options | Mapping[str, Any] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Hook:
+    """Returns the hook that ``attach`` registers, for the caller to register. Collective.
+
+    Some hooks of torch wrap another one, and DDP takes only one:
+
+        hook = hook_with_zero_step(torch_powersgd.comm_hook(ddp), ddp, zero)
+        ddp.register_comm_hook(None, hook)
+
+    The arguments and errors are those of ``attach``. The module then counts as attached.
+    """
+    if ddp in _attachments:
+        raise ValueError("this module is attached already; DDP takes only one hook")
+    if not isinstance(ddp, DistributedDataParallel):
+        raise ValueError(f"comm_hook takes a DDP module, got {type(ddp).__name__}")
+    attachment = _new(ddp, options, scaler, None)
+    _keep(ddp, attachment, scaler)
+    return python_hook(ddp, attachment.model)
+
+
+def detach(module: Module) -> None:
+    """Averages the module's gradients exactly from now on. Its state is kept for ``attach``.
+
+    All ranks must call it between the same two steps.
+
+    Raises:
+        ValueError: If it is not attached.
+    """
+    attachment_of(module).model.active = False
+
+
+def attachment_of(module: Module) -> Attachment:
+    """The attachment of a module.
+
+    Raises:
+        ValueError: If it is not attached.
+    """
+    attachment = _attachments.get(module)
+    if attachment is None:
+        raise ValueError("this module is not attached; call torch_powersgd.attach(module) first")
+    return attachment
+
+
+def _new(
+    module: Module,
+    options: Options | Mapping[str, Any] | None,
+    scaler: torch.amp.GradScaler | None,
+    group: dist.ProcessGroup | None,
+) -> Attachment:
+    """An attachment of a module that has none. Collective."""
+    group = group_of_replicas(module, group)
+    agreed = agree(module, options, scaler, group, None)
+    names, parameters = list(agreed.parameters), list(agreed.parameters.values())
+    model = _C.AttachedModel(agreed.backend, names, parameters, agreed.options._core())
+    return Attachment(model, group)
+
+
+def _keep(module: Module, attachment: Attachment, scaler: torch.amp.GradScaler | None) -> None:
+    """Ends the making of an attachment once the module's hooks are set."""
+    _attachments[module] = attachment
+    announce(attachment.model, attachment.group)
+    _follow(module, attachment, scaler)
+
+
+def _follow(module: Module, attachment: Attachment, scaler: torch.amp.GradScaler | None) -> None:
+    if scaler is not None and attachment.scaler is not scaler:
+        assert isinstance(module, torch.nn.Module)
+        attachment.scaler = scaler
+        grad_scaler.follow(scaler, attachment.model, list(module.parameters()))

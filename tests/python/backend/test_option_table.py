@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every place that lists the options has the same ones: see include/powersgd/option_table.h."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import torch_powersgd as tp
+from support.repository import ROOT
+from torch_powersgd._core import _C
+
+FIELDS = {field.name: field for field in dataclasses.fields(tp.Options)}
+
+# The flags of the command line that set an option, by command.
+FLAGS = {
+    "matrix_approximation_rank": {"plan": "--rank", "advise": "--ranks"},
+    "min_compression_rate": {"plan": "--min-compression-rate", "advise": "--min-compression-rate"},
+    "wire_dtype": {"plan": "--wire-dtype", "advise": "--wire-dtype"},
+    "alternating": {"plan": "--alternating", "advise": "--alternating"},
+}
+
+
+def _changed(name: str) -> Any:
+    """An allowed value of a field that is not its default."""
+    default = FIELDS[name].default
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, (int, float)):
+        return default + (0.25 if FIELDS[name].type == "float" else 1)
+    return {"scope": "always", "inner": "gloo"}.get(name, torch.bfloat16)
+
+
+def _members_of_struct(source: str) -> list[str]:
+    body = re.search(r"^struct Options \{\n(.*?)^\};", source, flags=re.MULTILINE | re.DOTALL)
+    assert body is not None
+    return re.findall(r"^  [\w:<> ]+ (\w+)(?: = [^;]+)?;", body[1], flags=re.MULTILINE)
+
+
+def test_the_struct_has_the_fields() -> None:
+    header = ROOT / "include" / "powersgd" / "options.h"
+    assert _members_of_struct(header.read_text()) == list(FIELDS)
+
+
+def test_members_of_a_struct_are_found() -> None:
+    source = "struct Options {\n  bool a = true;  // b = 3;\n\n  std::optional<DType> c;\n};\n"
+    assert _members_of_struct(source) == ["a", "c"]
+
+
+def test_the_table_has_the_fields() -> None:
+    # The bindings define a property for each row of the table.
+    assert [n for n, v in vars(_C.Options).items() if isinstance(v, property)] == list(FIELDS)
+
+
+def test_the_defaults_are_the_same() -> None:
+    core, ours = _C.Options(), tp.Options()._plain()
+    assert {name: getattr(core, name) for name in FIELDS} == ours
+    assert {name: type(getattr(core, name)) for name in FIELDS} == {
+        name: type(value) for name, value in ours.items()
+    }
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_value_comes_back_from_the_core(name: str) -> None:
+    options = tp.Options(**{name: _changed(name)})
+    assert options != tp.Options()
+    assert tp.Options._from_core(options._core()) == options
+
+
+def test_the_page_has_the_fields() -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", page, flags=re.MULTILINE)
+    assert [name for name, _ in rows] == list(FIELDS)
+
+
+@pytest.fixture(scope="module")
+def help_texts() -> dict[str, str]:
+    command = [sys.executable, "-m", "torch_powersgd"]
+    return {
+        name: subprocess.run(
+            [*command, name, "--help"], capture_output=True, text=True, timeout=100, check=True
+        ).stdout
+        for name in ("plan", "advise")
+    }
+
+
+def _payload(options: tp.Options) -> tuple[str, int]:
+    """The factors that a step sends, and their bytes."""
+    compressor = _C.BucketCompressor([[96, 64], [16, 12], [7]], options._core(), torch.float32)
+    return compressor.sends, compressor.payload_bytes
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_command_line_has_what_changes_the_payload(
+    name: str, help_texts: dict[str, str]
+) -> None:
+    # At this rate and rank, the 16 x 12 weight is compressed, and with more it is not.
+    base = tp.Options(min_compression_rate=3.25, matrix_approximation_rank=2)
+    value = base.min_compression_rate + 0.25 if name == "min_compression_rate" else _changed(name)
+    value = 3 if name == "matrix_approximation_rank" else value
+    changed = dataclasses.replace(base, **{name: value})
+    assert (_payload(changed) != _payload(base)) == (name in FLAGS)
+    for command, flag in FLAGS.get(name, {}).items():
+        assert re.search(rf"{flag}\b", help_texts[command])
