@@ -12,8 +12,8 @@ from support import ranks
 from support.synthetic import Ledger, gradients, make_ddp, mean_gradients, step
 
 SHAPES = {"a": (25, 30), "bias": (30,), "b": (25, 20)}
-# As in test_identity: rank 4 drains the mean residual of a near-square matrix of 35 rows in 9 steps
-# that add all but nothing.
+# As in test_identity, rank 4 drains the mean residual of a near-square matrix of 35 rows. That
+# takes 9 steps whose gradients are almost zero.
 STEPS, DRAIN_STEPS, QUIET = 8, 24, 1e-20
 TOLERANCE = 1e-5
 
@@ -49,8 +49,8 @@ def _alike(
     ids=["two", "two-later", "three", "views", "static"],
 )
 def test_each_gets_its_own_back(count: int, start: int, ddp_arguments: dict[str, Any]) -> None:
-    # start counts the passes of all: two of each model, with a static graph three, since DDP
-    # rebuilds its buckets in the one before.
+    # The start counts the passes of all models. Each model has two, or three with a static graph,
+    # because DDP rebuilds its buckets in the pass before.
     options = tp.Options(start_powerSGD_iter=start, matrix_approximation_rank=4, min_numel=500)
     for errors, delayed, quiet, calls in ranks.run(
         2, _alike, count, ddp_arguments, options=options
