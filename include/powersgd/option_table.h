@@ -10,8 +10,6 @@
 
 namespace powersgd {
 
-constexpr int64_t kMaxRank = 1024;
-
 // A rule returns nullptr for an allowed value, else the allowed values in words.
 namespace rules {
 
