@@ -54,16 +54,25 @@ def sources(folder: str, suffix: str) -> list[str]:
 
 
 def headers() -> list[str]:
-    """Listed as dependencies, so that build_ext notices when only a header has changed."""
+    """The headers. As dependencies they let build_ext notice a change in a header alone."""
     suffixes = {".h", ".cuh"}
     files = [f for folder in ("include", "csrc") for f in (ROOT / folder).rglob("*")]
     return sorted(str(f.relative_to(ROOT)) for f in files if f.suffix in suffixes)
 
 
 def default_cuda_architectures() -> str:
-    """What to compile for where no GPU is visible to say so."""
+    """The architectures to compile for if no GPU is visible."""
     version = tuple(int(part) for part in (torch.version.cuda or "0.0").split("."))
     return "8.0;9.0;10.0+PTX" if version >= (12, 8) else "8.0;9.0+PTX"
+
+
+def without_their_warnings() -> list[str]:
+    """Flags that make the headers of torch and Python system headers, which are not warned about.
+
+    torch names the same folders with -I, which the compiler then ignores.
+    """
+    folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    return [f"-isystem{folder}" for folder in folders]
 
 
 def extension(cuda: toolkit.Toolkit) -> Any:
@@ -72,11 +81,11 @@ def extension(cuda: toolkit.Toolkit) -> Any:
     include_dirs = [str(ROOT / "include"), str(ROOT / "csrc")]
     library_dirs: list[str] = []
     torch_version = torch.__version__.split("+")[0]
-    # The package compares this with the torch that loads it: another would load and corrupt memory.
+    # The package compares this with the torch that loads it. Another would corrupt memory.
     macros: list[tuple[str, str | None]] = [("POWERSGD_TORCH_VERSION", f'"{torch_version}"')]
-    # -g0: Python's own -g would make the module ten times larger. -fopenmp: without it
-    # at::parallel_for compiles to a serial loop. The runtime is the one that torch has loaded.
-    flags = {"cxx": ["-O3", "-Wall", "-g0", "-fopenmp"]}
+    # Python's own -g would make the module ten times larger. Without -fopenmp at::parallel_for is a
+    # serial loop. The OpenMP runtime is the one that torch has loaded.
+    flags = {"cxx": ["-O3", "-Wall", "-Wextra", "-g0", "-fopenmp", *without_their_warnings()]}
     if with_cuda:
         files += sources("csrc/kernels/cuda", ".cu") + sources("csrc/kernels/cuda", ".cpp")
         macros.append(("POWERSGD_WITH_CUDA", None))
@@ -87,7 +96,7 @@ def extension(cuda: toolkit.Toolkit) -> Any:
         if not torch.cuda.is_available():
             os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_cuda_architectures())
 
-    kind = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
+    kind: Any = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
     return kind(
         "torch_powersgd._C",
         files,
@@ -100,10 +109,10 @@ def extension(cuda: toolkit.Toolkit) -> Any:
     )
 
 
-class Build(cpp_extension.BuildExtension):  # type: ignore[misc]
+class Build(cpp_extension.BuildExtension):
     def run(self) -> None:
-        # setuptools compiles an editable install in a new temporary folder, every file each time.
-        # In the folder of `build_ext --inplace`, which stays, ninja compiles what has changed.
+        # setuptools would compile all files of an editable install in a new temporary folder.
+        # `build_ext --inplace` has a folder that stays, in which ninja compiles what has changed.
         if self.editable_mode:
             folder = f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
             self.build_temp = str(ROOT / "build" / folder)
@@ -120,23 +129,23 @@ class Build(cpp_extension.BuildExtension):  # type: ignore[misc]
             raise SystemExit(f"{error}\n{toolkit.failure_hint(CUDA_HOME)}") from error
 
 
-class Develop(develop):
+class Develop(develop):  # type: ignore[misc]
     def initialize_options(self) -> None:
-        pass  # the inherited one warns that the command is deprecated
+        pass  # the inherited method warns that the command is deprecated
 
     def run(self) -> None:
-        # pip shows nothing of what it builds. So this builds first, and pip has only to link.
+        # pip shows no progress of a build. The build comes first, and pip has only to link.
         self.reinitialize_command("build_ext", inplace=True)
         self.run_command("build_ext")
-        # The inherited command isolates the build, where there is no torch to compile against.
+        # The inherited command isolates the build, which then finds no torch.
         pip = [sys.executable, "-m", "pip", "install"]
         flags = ["--no-build-isolation", "--no-deps", "--use-pep517"]
         subprocess.check_call([*pip, *flags, "-e", str(ROOT)])
 
 
-class Sdist(sdist):
+class Sdist(sdist):  # type: ignore[misc]
     def run(self) -> None:
-        # The sources fit many releases of torch. setuptools keeps the requirements in two places.
+        # The sources fit many releases of torch. setuptools holds the requirements in two places.
         for owner in (self.distribution, self.distribution.metadata):
             owner.install_requires = metadata.requirements()
         super().run()

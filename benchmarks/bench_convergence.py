@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What does compression cost in what is learned, by its rank?
+"""Measures what compression costs in what is learned, by rank.
 
     python benchmarks/bench_convergence.py --json convergence.json --picture convergence.png
     python benchmarks/bench_convergence.py --show convergence.json --picture convergence.png
     python benchmarks/bench_convergence.py --methods plain attached:4 bf16-wire:8,16,32
 
-Trains the examples' language model, smaller than the demo's, and their image classifier, on two
-local ranks: with a plain all-reduce, with torch's fp16 and PowerSGD hooks and with this project.
-What has the same seed has the same initial weights and batches; every method has the same learning
-rates, and every PowerSGD the same few exact steps at the start. The seed is also that of a
-PowerSGD's random start, which alone makes a difference to a short run.
+It trains the language model of the examples, smaller than the demo's, and their image classifier on
+two local ranks. The methods are a plain all-reduce, torch's fp16 and PowerSGD hooks, and this
+project. Runs of one seed have the same initial weights and batches. All methods have the same
+learning rates, and all PowerSGD methods the same few exact steps at the start. The seed also sets
+the random start of PowerSGD, which alone makes a difference to a short run.
 
-What is sent is counted in what a rank writes to its sockets, from the first compressed step on.
+The bytes sent are those that a rank writes to its sockets, from the first compressed step on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-NOT_COMPARED = (*REFERENCES, "author")  # the author's is not in DDP
+NOT_COMPARED = (*REFERENCES, "author")  # the author's code does not use DDP
 DEFAULT_METHODS = "plain fp16 hook-1-bucket:4,16 attached:1,2,4,8,16 bf16-wire:4,8,16,32"
 QUICK_METHODS = "plain fp16 hook-1-bucket:1 attached:1 bf16-wire:16"
 
@@ -55,7 +55,7 @@ class Task:
     title: str
     example: Callable[[], tuple[argparse.ArgumentParser, Callable[..., Any]]]
     arguments: str  # of the example
-    quick: str  # further ones, with --quick
+    quick: str  # further arguments, with --quick
 
     def quickened(self) -> Task:
         return replace(self, arguments=f"{self.arguments} {self.quick}")
@@ -78,7 +78,7 @@ TASKS = {
 
 
 def bytes_written() -> int:
-    """What this process has handed to write and its like, which is how Gloo sends."""
+    """The bytes that this process has handed to write and similar calls, as Gloo does."""
     for line in Path("/proc/self/io").read_text().splitlines():
         if line.startswith("wchar:"):
             return int(line.split()[1])
@@ -86,7 +86,7 @@ def bytes_written() -> int:
 
 
 def train(make: ranks.Make, task: Task, seed: int) -> dict[str, Any]:
-    """One run, on every rank: what was validated, and what this rank has sent."""
+    """Trains on every rank. Returns the validations, and the bytes that this rank has sent."""
 
     def wrap(model: nn.Module) -> DistributedDataParallel:
         module = make(model).module
@@ -103,7 +103,7 @@ def train(make: ranks.Make, task: Task, seed: int) -> dict[str, Any]:
         loss = trainer.train_step()
         if step >= EXACT_STEPS:
             sent += bytes_written() - before
-        trainer.mean(loss)  # the ranks go in step
+        trainer.mean(loss)  # keeps the ranks in step
         if trainer.step % args.validate_every == 0 or trainer.step == args.steps:
             validated.append({"step": trainer.step, **trainer.validate()})
     return {
@@ -142,7 +142,7 @@ def parse_arguments() -> argparse.Namespace:
         help="ranks of the approximation for methods that name none (16)",
     )
     add("--seeds", type=int, default=5, metavar="N", help="number of seeds, 0 to N - 1 (5)")
-    add("--quick", action="store_true", help="one seed, tiny models, twelve steps")
+    add("--quick", action="store_true", help="one seed, tiny models and twelve steps")
     add("--json", type=Path, help="file for the results, written after every run")
     add("--resume", action="store_true", help="keep the runs that the file of --json has")
     add("--picture", type=Path, help="file for the picture")
@@ -158,7 +158,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def _record(arguments: argparse.Namespace, tasks: dict[str, Task]) -> dict[str, Any]:
-    """The record to add runs to: an empty one, or the one to resume."""
+    """The record to add runs to, which is empty or the one to resume."""
     settings = {"world": ranks.WORLD, "exact_steps": EXACT_STEPS}
     about = {
         name: {"title": task.title, "arguments": task.arguments} for name, task in tasks.items()
@@ -201,7 +201,7 @@ def _run_all(
     record: dict[str, Any],
     file: Path | None,
 ) -> None:
-    """Adds the runs to the record, and writes it after each: a time limit loses nothing."""
+    """Adds the runs to the record, and writes it after each, so that a time limit loses nothing."""
     columns = (
         TextColumn("{task.description:<48}"),
         BarColumn(),

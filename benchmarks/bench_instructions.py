@@ -26,7 +26,7 @@ import shapes
 import torch
 from provenance import processor, provenance
 
-from torch_powersgd.tools.advise import buckets_of
+from torch_powersgd.tools.footprint import buckets_of
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("project", "orthogonalize", "back_project", "reconstruct")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What becomes of the residual, and of the result, where the ranks' data differ?
+"""Measures the residual, and the result, where the ranks' data differ.
 
     python benchmarks/bench_noniid.py --json noniid.json --picture noniid.png
     python benchmarks/bench_noniid.py --show noniid.json --picture noniid.png
 
-SGD with noise on the mean over two ranks of |x - c_rank|^2 / 2. The optimum is the mean of the c,
-which are far apart: near it a rank's gradient is almost all disagreement, which no step can remove.
-x itself is kept in float32; the gradients are made, averaged and compressed in float32 or bfloat16.
+The job is SGD with noise on the mean over two ranks of |x - c_rank|^2 / 2. The optimum is the mean
+of the c, which are far apart. Near it a rank's gradient is almost all disagreement, which no step
+can remove. x is float32. The gradients are made, averaged and compressed in float32 or bfloat16.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ CONTENDERS = ("plain", "hook-1-bucket", "attached")
 DTYPES = ("float32", "bfloat16")
 SHAPE = (16, 40)
 LEARNING_RATE = 0.05
-APART = 5.0  # standard deviation, beside 1 of the optimum's elements
+APART = 5.0  # standard deviation of c; that of the optimum is 1
 NOISE = 0.5
 SAMPLE_EVERY = 10
-LAST = 10  # samples that the end is the mean of
-# Okabe and Ito's colors, which the color-blind tell apart.
+LAST = 10  # samples whose mean is the distance at the end
+# Okabe and Ito's colors, which color-blind readers can distinguish.
 COLORS = {"plain": "#000000", "hook-1-bucket": "#0072b2", "attached": "#d55e00"}
 
 
 class Linear(nn.Module):
-    """Its gradient is what it is called with."""
+    """A module whose gradient is the argument of the call."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Linear(nn.Module):
 
 
 def residual_norm(trainee: Trainee) -> float | None:
-    """Of this rank. None: it keeps none, or none yet."""
+    """The norm of this rank's residual. None means that there is no residual yet."""
     state = getattr(trainee, "hook_state", None)
     if state is not None:
         return max((float(e.float().norm()) for e in state.error_dict.values()), default=None)
@@ -63,18 +63,18 @@ def residual_norm(trainee: Trainee) -> float | None:
 
 
 def descend(make: ranks.Make, dtype: str, steps: int) -> dict[str, list[float | None]]:
-    """Samples of the descent, on every rank."""
+    """Descends on every rank and returns samples."""
     rank = dist.get_rank()
     common = torch.Generator().manual_seed(0)
     optimum = torch.randn(SHAPE, generator=common)
-    centre = optimum + APART * torch.randn(SHAPE, generator=common) * (1 if rank == 0 else -1)
+    center = optimum + APART * torch.randn(SHAPE, generator=common) * (1 if rank == 0 else -1)
     own = torch.Generator().manual_seed(1 + rank)
     model = Linear(getattr(torch, dtype))
     trainee, weight = make(model), model.weight
     x = torch.zeros(SHAPE)
     samples: dict[str, list[float | None]] = {"step": [], "ratio": [], "distance": []}
     for step in range(1, steps + 1):
-        gradient = (x - centre + NOISE * torch.randn(SHAPE, generator=own)).to(weight.dtype)
+        gradient = (x - center + NOISE * torch.randn(SHAPE, generator=own)).to(weight.dtype)
         weight.grad = None
         trainee.module(gradient).backward()
         assert weight.grad is not None
@@ -143,12 +143,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=2000)
-    add("--rank", type=int, default=2, help="of the approximation (2)")
-    add("--quick", action="store_true", help="100 steps")
-    add("--json", type=Path, help="write the results here")
-    add("--picture", type=Path, help="draw them here")
-    add("--show", type=Path, metavar="JSON", help="measure nothing: show these results")
+    add("--steps", type=int, default=2000, help="number of steps (2000)")
+    add("--rank", type=int, default=2, help="rank of the approximation (2)")
+    add("--quick", action="store_true", help="100 steps in place of --steps")
+    add("--json", type=Path, help="file for the results")
+    add("--picture", type=Path, help="file for the picture")
+    add("--show", type=Path, metavar="JSON", help="results to show; nothing is measured")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.steps = 100

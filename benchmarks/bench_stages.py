@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How long do the four stages take, against torch's hook and against the copy speed?
+"""Measures the four stages, against torch's hook and against the copy speed.
 
     python benchmarks/bench_stages.py --models resnet18 demo --ranks 4
     python benchmarks/bench_stages.py --device cuda --models resnet50 gpt2 llama --ranks 1 4 32
 
-One process, no network. In the same run and on the same buckets: the stages of this project, one by
-one and together; torch's powerSGD_hook, whole, in a group of one rank (its all-reduces send
-nothing); and the floor, five passes over the gradient at the speed at which the device copies it.
+It is one process without a network. One run measures three things on the same buckets: the stages
+of this project, one by one and together; torch's whole powerSGD_hook in a group of one rank, whose
+all-reduces send nothing; and the floor. The floor is five passes over the gradient at the speed at
+which the device copies it.
 
-On a GPU "all" and "hook" are what a step takes from an idle device on, launches included; the
-stages and "queued" what the device takes when the host is ahead of it, as in a backward pass.
+On a GPU, "all" and "hook" begin on an idle device and include the launches. The stages and "queued"
+are measured while the host is ahead of the device, as it is in a backward pass.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import torch_powersgd
 from torch_powersgd._core import _C
-from torch_powersgd.tools.advise import Layout, buckets_of
+from torch_powersgd.tools.footprint import Layout, buckets_of
 
 STAGES = ("project", "orthogonalize", "back_project", "reconstruct")
-# project reads G and memory and writes memory; back_project reads memory; reconstruct writes G.
+# project reads G and the residual and writes the residual; back_project reads it; reconstruct
+# writes G.
 FLOOR_PASSES = 5
 
 
 class Ours:
-    """This project's stages."""
+    """The stages of this project."""
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class Ours:
         self.step = 0
 
     def run(self, gradients: list[torch.Tensor], clock: Clock | None = None) -> dict[str, Any]:
-        """One step. With a clock: the marks before and after every stage."""
+        """Runs one step. With a clock it returns the marks before and after every stage."""
         marks: dict[str, Any] = {stage: [] for stage in STAGES}
         for compressor, gradient in zip(self.buckets, gradients, strict=True):
             for stage in STAGES:
@@ -79,7 +81,7 @@ class Ours:
 
 
 class Bucket:
-    """What powerSGD_hook asks of a dist.GradBucket, which Python cannot construct."""
+    """The part of dist.GradBucket that powerSGD_hook uses. Python cannot construct a GradBucket."""
 
     def __init__(self, index: int, count: int, layout: list[list[int]]) -> None:
         self._index, self._count, self._layout = index, count, layout
@@ -98,7 +100,7 @@ class Bucket:
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        parts = self._buffer.split([math.prod(shape) for shape in self._layout])
+        parts = torch.split(self._buffer, [math.prod(shape) for shape in self._layout])
         return [part.view(shape) for part, shape in zip(parts, self._layout, strict=True)]
 
 
@@ -132,13 +134,14 @@ def bench(
     gradients = [source.clone() for source in sources]
     clock = Clock(device)
 
-    def refill() -> None:  # the stages overwrite the gradient
+    def refill() -> None:
+        """Restores the gradients, which the stages overwrite."""
         for gradient, source in zip(gradients, sources, strict=True):
             gradient.copy_(source)
 
     def measure(contestant: Ours | Hook, repeats: int) -> dict[str, float]:
         memory = PeakMemory(device)
-        for _ in range(3):  # the hook's first two steps only set up; allocations and start-up
+        for _ in range(3):  # the first steps allocate, and the hook's first two do not compress
             refill()
             contestant.run(gradients)
         result = {"ms": clock.median(lambda: contestant.run(gradients), repeats, refill)}
@@ -197,7 +200,7 @@ def row(r: dict[str, Any]) -> list[str]:
 
 
 def show(results: list[dict[str, Any]], where: str) -> None:
-    """ms per step; launches per bucket and peak memory over the gradient, ours and the hook's."""
+    """Prints milliseconds per step, launches per bucket, and peak memory over the gradient's."""
     print(f"ms per step, {where}; launches per bucket; peak memory / gradient")
     headings = ["model", "rank", "gradient", "residual", "project", "orth.", "back", "recon."]
     headings += ["all", "queued", "hook", "floor", "/ floor", "hook / all", "GB/s"]
@@ -211,26 +214,28 @@ def show(results: list[dict[str, Any]], where: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--models", nargs="+", default=["resnet18", "demo"], choices=shapes.MODELS)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[4])
-    parser.add_argument(
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--device", default="cpu", choices=["cpu", "cuda"], help="device that computes (cpu)")
+    add("--models", nargs="+", default=["resnet18", "demo"], choices=shapes.MODELS)
+    add("--ranks", nargs="+", type=int, default=[4], help="ranks of the approximation (4)")
+    add(
         "--dtypes",
         nargs="+",
         default=["float32"],
-        help="of the gradient, or GRADIENT/RESIDUAL; the residual is float32 otherwise",
+        metavar="GRADIENT[/RESIDUAL]",
+        help="dtypes of the gradients and of the residuals (float32/float32)",
     )
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="also write the results here")
+    add("--threads", type=int, default=1, help="number of threads on a CPU (1)")
+    add("--repeats", type=int, default=15, help="number of timed steps (15)")
+    add("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-    record = {**provenance(name), "threads": arguments.threads, "results": []}
+    record: dict[str, Any] = {**provenance(name), "threads": arguments.threads, "results": []}
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
+        store = dist.FileStore(f"{folder}/store", 1)  # type: ignore[attr-defined]
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         for model in arguments.models:
@@ -241,9 +246,10 @@ def main() -> None:
                         matrix_approximation_rank=rank,
                         residual_dtype=getattr(torch, residual or "float32"),
                     )
-                    of = (model, options, getattr(torch, gradient), device, arguments.repeats)
-                    record["results"].append(bench(*of))
-                    if arguments.json:  # at once: what is measured is not lost to a time limit
+                    kind = getattr(torch, gradient)
+                    result = bench(model, options, kind, device, arguments.repeats)
+                    record["results"].append(result)
+                    if arguments.json:  # after each, so that a time limit loses nothing
                         arguments.json.parent.mkdir(parents=True, exist_ok=True)
                         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
         dist.destroy_process_group()

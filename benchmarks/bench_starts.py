@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Does every job get through its first steps on a slow network, and do all of them do the same?
+"""Counts how many jobs get through their first steps on a slow network, and with which results.
 
     python benchmarks/bench_starts.py --starts 200 --ranks 2 4
 
-Starts the same training over and over, between hosts that are network namespaces on shaped links
-(root, ip and tc are needed), with many small buckets, so that several are on their way at once. A
-start has finished if all ranks end in time with equal parameters. In a program whose collectives
-come in a fixed order, all starts end with the same bits; where timing decides, ranks hang or abort.
+It starts the same training many times. The hosts are network namespaces on shaped links, so that
+it needs root, ip and tc. The buckets are many and small, so that several are on their way at once.
+A start has finished if all ranks end in time with equal parameters. If the collectives of a program
+come in a fixed order, all starts end with the same bits. Where timing decides, ranks hang or abort.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ METHODS: dict[str, tuple[str, str, Callable[[DistributedDataParallel], None]]] =
 
 
 def _enter(namespace: str) -> None:
-    """Moves this process, which has one thread yet, to the network namespace."""
+    """Moves this process to the network namespace. It must have a single thread."""
     new_network = 0x40000000  # CLONE_NEWNET
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{namespace}") as handle:
@@ -77,7 +77,7 @@ def _enter(namespace: str) -> None:
 def _rank(
     namespace: str, method: str, rank: int, world: int, steps: int, limit: float, folder: str
 ) -> None:
-    """One rank of one start; it writes a hash of the parameters that it ends with."""
+    """Runs one rank of a start. It writes a hash of its last parameters."""
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     with open(os.path.join(folder, f"log{rank}"), "w") as log:
         os.dup2(log.fileno(), 1)
@@ -111,7 +111,10 @@ def _rank(
 
 
 def _start(cluster: hosts.Hosts, method: str, steps: int, limit: float) -> tuple[str, str]:
-    """How a start ended, within so many seconds, and the hash that all its ranks ended with."""
+    """Runs one start. Returns how it ended, and the hash of the last parameters of all ranks.
+
+    A start that takes longer than ``limit`` seconds hangs.
+    """
     folder = tempfile.mkdtemp(prefix=f"{hosts.owner()}-")
     context = multiprocessing.get_context("forkserver")
     world = len(cluster)
@@ -123,7 +126,7 @@ def _start(cluster: hosts.Hosts, method: str, steps: int, limit: float) -> tuple
         for rank in ranks:
             rank.start()
         deadline = time.monotonic() + limit
-        # Once one has failed, the others wait for it in vain.
+        # After a failure the other ranks would wait in vain.
         while any(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
             if any(rank.exitcode for rank in ranks):
                 break
@@ -198,13 +201,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--starts", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--limit", type=float, default=60, help="seconds after which one hangs")
-    parser.add_argument("--json", type=Path)
+    add = parser.add_argument
+    add("--starts", type=int, default=200, help="number of starts of each method (200)")
+    add("--steps", type=int, default=12, help="number of steps of a start (12)")
+    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (2 4)")
+    add("--rate", default="1gbit", help="rate of each link, as tc has it (1gbit)")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods (all)")
+    add("--limit", type=float, default=60, help="seconds after which a start hangs (60)")
+    add("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
     if lacks := hosts.missing():
         sys.exit(f"bench_starts cannot run here; missing: {', '.join(lacks)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Time on the CPU, and on a GPU as its own events tell it."""
+"""Clocks: the processor's, and on a GPU the time between two of its events."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 
-# The device sleeps so long that the host has meanwhile launched a whole step: about 10 ms.
+# The device sleeps for about 10 ms, in which the host launches a whole step.
 AHEAD_CYCLES = 20_000_000
 
 
 class Clock:
+    """Measures what runs on one device. Times are in milliseconds."""
+
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
 
     def mark(self) -> Any:
-        """A moment between what was launched before and after."""
+        """The moment after all that was launched before."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -28,9 +31,9 @@ class Clock:
 
     def milliseconds(self, start: Any, end: Any) -> float:
         if not self._cuda:
-            return (end - start) * 1e3
+            return float(end - start) * 1e3
         end.synchronize()
-        return start.elapsed_time(end)
+        return float(start.elapsed_time(end))
 
     def get_ahead(self) -> None:
         """Lets the host go ahead of the device, as it is while autograd runs backward."""
@@ -39,12 +42,12 @@ class Clock:
 
     def median(
         self,
-        run: Callable[[], None],
+        run: Callable[[], object],
         repeats: int,
         before: Callable[[], None] = lambda: None,
         ahead: bool = False,
     ) -> float:
-        """The median time of run() in ms, each after an untimed before()."""
+        """The median milliseconds of run(). An untimed before() precedes each run."""
         times = []
         for _ in range(repeats):
             before()
@@ -58,16 +61,16 @@ class Clock:
         return statistics.median(times)
 
 
-def profile(run: Callable[[], None]) -> dict[str, float]:
-    """How many kernels, copies and fills run() puts on the GPU, and how long it is busy with them.
+def profile(run: Callable[[], object]) -> dict[str, float]:
+    """The number of kernels, copies and fills that run() launches, and their milliseconds.
 
-    Empty where the profiler sees nothing, which is to say, on the CPU.
+    The result is empty where the profiler sees nothing, which is the case on a CPU.
     """
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         run()
         torch.cuda.synchronize()
-    on_device = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
     if not on_device:
         return {}
     return {
@@ -77,7 +80,7 @@ def profile(run: Callable[[], None]) -> dict[str, float]:
 
 
 class PeakMemory:
-    """The device memory taken since, at its peak. 0 on the CPU."""
+    """The peak of the device memory that is allocated from now on, in bytes. It is 0 on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

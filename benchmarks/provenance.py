@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""When, where and of what figures were measured."""
+"""The date, device, commit and torch release of a measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from rich.console import Console
 
-PROVENANCE = ("date", "device", "commit", "torch")  # what a record begins with
+PROVENANCE = ("date", "device", "commit", "torch")  # the first fields of a record
 
 
 def processor() -> str:
@@ -37,12 +37,12 @@ def provenance(device: str) -> dict[str, str]:
 
 
 def heading(record: dict[str, Any], *more: str) -> Console:
-    """Prints the provenance that a record begins with; the console for the rest."""
+    """Prints the provenance of a record. Returns the console for the rest."""
     from rich.console import Console
 
     console = Console()
     if not console.is_terminal:
-        console.width = 180  # rather than the 80 that rich takes
+        console.width = 180  # rich takes 80
     about = (f"{name} {record[name]}" for name in PROVENANCE)
     console.print(*about, *more, sep=", ", highlight=False)
     return console

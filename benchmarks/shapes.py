@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The parameter shapes of well-known models, in the order of their parameters; no download."""
+"""The parameter shapes of well-known models, in the order of their parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _norm(channels: int) -> list[Shape]:
 
 
 def resnet18() -> list[Shape]:
-    """He et al., Deep Residual Learning for Image Recognition, 2015: 11.7 M parameters."""
+    """He et al., Deep Residual Learning for Image Recognition, 2015, with 11.7 M parameters."""
     shapes: list[Shape] = [(64, 3, 7, 7), *_norm(64)]
     width = 64
     for stage, out in enumerate((64, 128, 256, 512)):
@@ -24,7 +24,7 @@ def resnet18() -> list[Shape]:
 
 
 def resnet50() -> list[Shape]:
-    """The same paper's bottleneck variant: 25.6 M parameters."""
+    """The bottleneck variant of the same paper, with 25.6 M parameters."""
     shapes: list[Shape] = [(64, 3, 7, 7), *_norm(64)]
     width = 64
     for stage, blocks in enumerate((3, 4, 6, 3)):
@@ -44,11 +44,11 @@ def gpt(layers: int, width: int, vocabulary: int, context: int, bias: bool = Tru
     shapes: list[Shape] = [(vocabulary, width), (context, width)]
     for _ in range(layers):
         shapes += norm
-        for weight in ((3 * width, width), (width, width)):
-            shapes += [weight, *([(weight[0],)] if bias else [])]
+        for rows, cols in ((3 * width, width), (width, width)):
+            shapes += [(rows, cols), *([(rows,)] if bias else [])]
         shapes += norm
-        for weight in ((4 * width, width), (width, 4 * width)):
-            shapes += [weight, *([(weight[0],)] if bias else [])]
+        for rows, cols in ((4 * width, width), (width, 4 * width)):
+            shapes += [(rows, cols), *([(rows,)] if bias else [])]
     return [*shapes, *norm]
 
 
@@ -64,8 +64,9 @@ def demo_gpt() -> list[Shape]:
 
 def llama_layers(layers: int = 4) -> list[Shape]:
     """Layers of Llama 7B (Touvron et al., 2023): 202.4 M parameters each."""
-    layer: list[Shape] = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)]
-    return (layer + [(4096,)] * 2) * layers
+    square, wide = [(4096, 4096)] * 4, [(11008, 4096)] * 2
+    layer: list[Shape] = [*square, *wide, (4096, 11008), (4096,), (4096,)]
+    return layer * layers
 
 
 MODELS = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A small character-level GPT and the text it learns: the sources of Python's standard library."""
+"""A small character-level GPT, and its text: the sources of Python's standard library."""
 
 import math
 import random
@@ -24,7 +24,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each added to what came in."""
+    """Attention, then a perceptron. The output of each is added to its input."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -41,12 +41,13 @@ class Block(nn.Module):
         qkv = self.attention_in(self.attention_norm(x))
         q, k, v = qkv.view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, time, width))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        attended = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, time, width))
+        result: torch.Tensor = attended + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(attended))))
+        return result
 
 
 class CharGPT(nn.Module):
-    """The GPT-2 architecture without biases; the output layer shares the embedding."""
+    """The GPT-2 architecture without biases. The output layer shares the embedding."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class CharGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width, bias=False)
 
-        # As GPT-2 does: the layers that write into the residual stream start smaller, so that its
+        # The layers that write into the residual stream start smaller, as in GPT-2, so that its
         # variance does not grow with depth.
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -74,8 +75,7 @@ class CharGPT(nn.Module):
 
 
 def read_text(characters: int) -> torch.Tensor:
-    """The first `characters` characters of the standard library, its files shuffled in one fixed
-    order, as bytes."""
+    """The first characters of the standard library, whose files have one fixed random order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
     files = sorted(f.relative_to(root) for f in root.rglob("*.py"))
@@ -94,7 +94,7 @@ def read_text(characters: int) -> torch.Tensor:
 def sample(
     text: torch.Tensor, batch: int, context: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`batch` random windows, and the same windows one character further on."""
+    """Random windows of the text, and the same windows one character further on."""
     starts = torch.randint(len(text) - context, (batch, 1), generator=generator)
     windows = text[starts + torch.arange(context + 1)].long()
     return windows[:, :-1], windows[:, 1:]

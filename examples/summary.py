@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the examples with other libraries' training loops say in the end."""
+"""The last line that the examples with other libraries' training loops print."""
 
 import torch_powersgd
 

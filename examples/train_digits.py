@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/train_digits.py --backend gloo
     torchrun --nproc-per-node 2 examples/train_digits.py --backend powersgd
 
-The pictures are scikit-learn's digits (pip install scikit-learn): 1797 of 8 x 8, which it ships.
-The loop, and what compression adds to it, is in training.py.
+The 1797 pictures of 8 x 8 are those of scikit-learn, which ships them (pip install scikit-learn).
+The loop, and the lines that compression adds to it, are in training.py.
 """
 
 import argparse
@@ -22,13 +22,15 @@ CLASSES = 10
 def options() -> argparse.ArgumentParser:
     parser = training.common_options(__doc__)
     parser.set_defaults(steps=300, batch=32, lr=0.05)
-    parser.add_argument("--channels", type=int, default=64, help="of the first convolution")
-    parser.add_argument("--width", type=int, default=256, help="of the hidden layer")
+    parser.add_argument(
+        "--channels", type=int, default=64, help="channels of the first convolution (64)"
+    )
+    parser.add_argument("--width", type=int, default=256, help="width of the hidden layer (256)")
     return parser
 
 
 class DigitNet(nn.Module):
-    """Three convolutions and two linear layers; its forward is the loss."""
+    """Three convolutions and two linear layers. forward() returns the loss."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class DigitNet(nn.Module):
 
 
 def read_digits() -> tuple[training.Batch, training.Batch]:
-    """Pictures and labels, four fifths to learn from and one to validate with, always the same."""
+    """Pictures and labels: four fifths to learn from, and one fifth to validate with."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     pictures = torch.from_numpy(digits.images).float()[order, None] / 8 - 1  # from -1 to 1
@@ -68,11 +70,11 @@ def read_digits() -> tuple[training.Batch, training.Batch]:
 class DigitTrainer(training.Trainer):
     def __init__(self, args: argparse.Namespace, wrap: training.Wrap | None = None) -> None:
         torch.manual_seed(args.seed)
-        model = DigitNet(args.channels, args.width)
+        self.net = DigitNet(args.channels, args.width)
         optimizer = torch.optim.SGD(
-            model.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4
+            self.net.parameters(), lr=args.lr, momentum=0.9, nesterov=True, weight_decay=1e-4
         )
-        super().__init__(args, model, optimizer, wrap)
+        super().__init__(args, self.net, optimizer, wrap)
 
         (pictures, labels), self.validation = read_digits()
         self.pictures = pictures.chunk(self.world)[self.rank]
@@ -84,9 +86,9 @@ class DigitTrainer(training.Trainer):
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """On every rank alike: there are few pictures."""
+        """The loss and the accuracy. All ranks compute them, as there are few pictures."""
         pictures, labels = self.validation
-        logits = self.model.logits(pictures)
+        logits = self.net.logits(pictures)
         return {
             "validation_loss": float(F.cross_entropy(logits, labels)),
             "validation_accuracy": float((logits.argmax(1) == labels).float().mean()),

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --backend gloo
     torchrun --nproc-per-node 2 examples/train_lm.py --backend powersgd
 
-Compression is at rank 16 with the factors sent in bfloat16, unless --rank and --wire-dtype say
-otherwise. The loop, and what compression adds to it, is in training.py.
+Compression has rank 16, and sends the factors in bfloat16, unless --rank and --wire-dtype say
+otherwise. The loop, and the lines that compression adds to it, are in training.py.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from char_gpt import CharGPT, Shape, read_text, sample
 def options() -> argparse.ArgumentParser:
     parser = training.common_options(__doc__)
     parser.set_defaults(steps=350, batch=2, lr=5e-4)
-    parser.add_argument("--context", type=int, default=128, help="characters per sequence")
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--characters", type=int, default=4_000_000, help="length of the text")
-    parser.add_argument("--validation-batches", type=int, default=16)
+    parser.add_argument("--context", type=int, default=128, help="characters per sequence (128)")
+    parser.add_argument("--layers", type=int, default=3, help="number of layers (3)")
+    parser.add_argument("--width", type=int, default=512, help="width of the model (512)")
+    parser.add_argument("--heads", type=int, default=8, help="attention heads per layer (8)")
+    parser.add_argument("--characters", type=int, default=4_000_000, help="characters of the text")
+    parser.add_argument("--validation-batches", type=int, default=16, help="batches per validation")
     return parser
 
 
@@ -45,7 +45,7 @@ class LanguageTrainer(training.Trainer):
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """The mean loss over windows that are the same at every step."""
+        """The mean loss over windows, which are the same at every step."""
         generator = torch.Generator().manual_seed(self.rank)
         total = torch.zeros(())
         for _ in range(self.args.validation_batches):

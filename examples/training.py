@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the examples share: their options, the training loop and checkpoints.
+"""The options, the training loop and the checkpoints that the examples share.
 
-What compression adds to an ordinary script is marked [compression]: the backend's name, one line
-after DDP is built, and one entry of the checkpoint.
+The lines that compression adds to an ordinary script are marked [compression]: the backend's name,
+one call after DDP is built, and one entry of the checkpoint.
 """
 
 import argparse
@@ -29,12 +29,22 @@ WIRE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def common_options(doc: str) -> argparse.ArgumentParser:
-    """The options of every example; each sets its own --steps, --batch, --lr and others."""
+    """The options of every example. Each sets its own --steps, --batch, --lr and others."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     add = parser.add_argument
-    add("--backend", choices=["gloo", "powersgd"], default="powersgd", help="gradients' backend")
+    add(
+        "--backend",
+        choices=["gloo", "powersgd"],
+        default="powersgd",
+        help="backend of the gradients",
+    )
     add("--rank", type=int, default=16, help="rank of the approximation")
-    add("--wire-dtype", choices=WIRE_DTYPES, default="bfloat16", help="dtype of what is sent")
+    add(
+        "--wire-dtype",
+        choices=WIRE_DTYPES,
+        default="bfloat16",
+        help="dtype in which factors travel",
+    )
     add("--exact-steps", type=int, default=10, help="number of steps before compression begins")
     add("--steps", type=int, help="number of steps")
     add("--batch", type=int, help="samples per rank and step")
@@ -49,7 +59,7 @@ def common_options(doc: str) -> argparse.ArgumentParser:
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
+    """The learning rate: a linear warm-up, then a cosine down to a tenth."""
     if step < args.warmup:
         return float(args.lr * (step + 1) / args.warmup)
     progress = (step - args.warmup) / max(1, args.steps - args.warmup)
@@ -72,8 +82,10 @@ class Trainer(ABC):
     """One rank's model, optimizer and share of the data.
 
     Args:
-        model: its forward(*batch) is the loss.
-        wrap: makes of the model what averages its gradients; None: `parallel`.
+        args: the options of the example.
+        model: the model, whose forward(*batch) returns the loss.
+        optimizer: the optimizer of the model.
+        wrap: wraps the model in a module that averages its gradients. None stands for ``parallel``.
     """
 
     def __init__(
@@ -97,11 +109,11 @@ class Trainer(ABC):
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
-        """ "validation_loss" and what else the task is measured by. Collective."""
+        """The "validation_loss", and the other measures of the task. Collective."""
 
     def train_step(self) -> float:
-        """Returns this rank's loss."""
-        # Seeded by the step, so that a resumed run reads what the first one would have read.
+        """Takes one step. Returns this rank's loss."""
+        # The step is part of the seed, so that a resumed run reads the same batches.
         generator = torch.Generator().manual_seed(
             (self.args.seed * 1_000_003 + self.step) * self.world + self.rank
         )
@@ -112,19 +124,22 @@ class Trainer(ABC):
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        if norm.isfinite():  # the same on every rank: the gradients are
+        if norm.isfinite():  # all ranks agree, since their gradients are equal
             self.optimizer.step()
         self.step += 1
         return float(loss.detach())
 
     def mean(self, value: float) -> float:
+        """The mean over the ranks. Collective."""
         tensor = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(tensor)  # not a gradient: exact on either backend
+        dist.all_reduce(tensor)  # exact on either backend, since this is no gradient
         return float(tensor) / self.world
 
     def sent(self) -> dict[str, int]:
-        """The gradient payloads that this rank handed to the network, and the steps that no rank
-        applied because a gradient was not finite."""
+        """The bytes of gradients that this rank has sent, and the number of skipped steps.
+
+        No rank applies a step in which a gradient is not finite.
+        """
         if self.args.backend == "powersgd":  # [compression]
             stats = tp.stats(residual_norms=False)
             total = self.bytes_before_resume + stats["bytes_after"]
@@ -157,7 +172,7 @@ class Trainer(ABC):
 
 
 def train(trainer: Trainer, progress: Progress, metrics: TextIO | None) -> dict[str, Any]:
-    """Returns what was recorded of the last step."""
+    """Trains to the last step. Returns the record of that step."""
     args = trainer.args
     record: dict[str, Any] = {}
     bar = progress.add_task(args.backend, total=args.steps, completed=trainer.step, loss="")
@@ -207,7 +222,7 @@ def main(args: argparse.Namespace, make: Callable[[argparse.Namespace], Trainer]
             progress.console.print(", ".join([*validated, sent]), soft_wrap=True)
     if metrics:
         metrics.close()
-    # DDP before its group: if its reducer ends the group, Gloo's threads may wait for Python's GIL,
-    # which the reducer holds, for ever.
+    # DDP is destroyed before its group. Its reducer holds Python's interpreter lock. If the reducer
+    # ended the group, Gloo's threads could wait for that lock forever.
     del trainer
     dist.destroy_process_group()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trains an image classifier with Hugging Face Accelerate; started again, it goes on.
+"""Trains an image classifier with Hugging Face Accelerate. A second start resumes.
 
     pip install accelerate scikit-learn rich
     torchrun --nproc-per-node 2 examples/with_accelerate.py
 
-Accelerate takes the process group that there is; of those it creates itself it admits no backend
-that it does not know. On GPUs: "cpu:gloo,cuda:powersgd", and no cpu=True.
+Accelerate uses the process group that exists. It would create none with a backend that it does not
+know. On GPUs the backend is "cpu:gloo,cuda:powersgd", without cpu=True.
 """
 
 import argparse
@@ -54,7 +54,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=3, help="of this start")
-    parser.add_argument("--folder", type=Path, default=Path("runs/with_accelerate"))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=3, help="epochs of this start (3)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/with_accelerate"), help="folder to save to"
+    )
     main(parser.parse_args())

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trains an image classifier with Lightning; started again, it goes on.
+"""Trains an image classifier with Lightning. A second start resumes.
 
     pip install lightning scikit-learn rich
     torchrun --nproc-per-node 2 examples/with_lightning.py
 
-On GPUs: process_group_backend="cpu:gloo,cuda:powersgd".
+On GPUs, process_group_backend is "cpu:gloo,cuda:powersgd".
 """
 
 import argparse
@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from summary import summary
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from train_digits import DigitNet, read_digits
 
@@ -23,7 +24,7 @@ import torch_powersgd
 
 
 class Compression(lightning.Callback):
-    """Attaches the DDP module once the strategy has made it, and is saved in every checkpoint."""
+    """Attaches the DDP module when the strategy has made it. Every checkpoint holds the state."""
 
     def __init__(self, options: torch_powersgd.Options) -> None:
         self.options = options
@@ -32,13 +33,14 @@ class Compression(lightning.Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, _: lightning.LightningModule) -> None:
         ddp = trainer.strategy.model
-        scaler = getattr(trainer.precision_plugin, "scaler", None)  # of "16-mixed"
+        assert isinstance(ddp, DistributedDataParallel)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)  # "16-mixed" has one
         torch_powersgd.attach(ddp, self.options, scaler=scaler)
         self.state = torch_powersgd.CompressionState(ddp)
         if self.loaded:
             self.state.load_state_dict(self.loaded)
 
-    # Lightning saves callbacks on all ranks, and loads them before the module is wrapped.
+    # Lightning saves callbacks on all ranks, and loads them before it wraps the module.
     def state_dict(self) -> dict[str, Any]:
         return self.state.state_dict() if self.state else {}
 
@@ -52,7 +54,7 @@ class Digits(lightning.LightningModule):
         self.net = DigitNet(channels=32, width=256)
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], _: int) -> torch.Tensor:
-        loss = self.net(*batch)
+        loss: torch.Tensor = self.net(*batch)
         self.log("loss", loss, sync_dist=True)
         return loss
 
@@ -83,7 +85,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=3, help="in all, over all starts")
-    parser.add_argument("--folder", type=Path, default=Path("runs/with_lightning"))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=3, help="epochs of all starts together (3)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/with_lightning"), help="folder to save to"
+    )
     main(parser.parse_args())

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trains a small language model with the Trainer of transformers; started again, it goes on.
+"""Trains a small language model with the Trainer of transformers. A second start resumes.
 
     pip install transformers accelerate
     torchrun --nproc-per-node 2 examples/with_transformers.py
 
-The Trainer takes the process group that there is. On GPUs: "cpu:gloo,cuda:powersgd", and no
-use_cpu=True.
+The Trainer uses the process group that exists. On GPUs the backend is "cpu:gloo,cuda:powersgd",
+without use_cpu=True.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from char_gpt import VOCABULARY, read_text
 from summary import summary
+from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -25,23 +26,30 @@ CONTEXT = 64
 
 
 class Compression(TrainerCallback):
-    """Attaches the DDP module once the trainer has made it, and is saved in every checkpoint."""
+    """Attaches the DDP module when the trainer has made it. Every checkpoint holds the state."""
 
     def __init__(self, options: torch_powersgd.Options) -> None:
         self.options = options
-        self.trainer: Trainer | None = None  # to be set once there is one
+        self.trainer: Trainer | None = None  # set by the user
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        ddp = self.trainer.model_wrapped
+        assert self.trainer is not None
+        ddp = self._ddp()
         torch_powersgd.attach(ddp, self.options, scaler=self.trainer.accelerator.scaler)
         path = self.path(args, state)
         if path.exists():
             torch_powersgd.load_state_dict(ddp, torch.load(path))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        saved = torch_powersgd.state_dict(self.trainer.model_wrapped)  # on all ranks
+        saved = torch_powersgd.state_dict(self._ddp())  # on all ranks
         if state.is_world_process_zero:
             torch.save(saved, self.path(args, state))
+
+    def _ddp(self) -> DistributedDataParallel:
+        assert self.trainer is not None
+        ddp = self.trainer.model_wrapped
+        assert isinstance(ddp, DistributedDataParallel)
+        return ddp
 
     def path(self, args: Any, state: Any) -> Path:
         return Path(args.output_dir, f"checkpoint-{state.global_step}", "powersgd.pt")
@@ -89,7 +97,9 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="in all, over all starts")
-    parser.add_argument("--folder", type=Path, default=Path("runs/with_transformers"))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60, help="steps of all starts together (60)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/with_transformers"), help="folder to save to"
+    )
     main(parser.parse_args())

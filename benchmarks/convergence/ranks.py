@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs a function on the ranks of a method, a process for each on this machine."""
+"""Runs a function on the ranks of a method, one local process for each."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 WORLD = 2
-_LIMIT_SECONDS = 1800  # of a run; the collectives' own is what ends one that hangs
+_LIMIT_SECONDS = 1800  # for a run; one that hangs is ended by the limit of its collectives
 _COLLECTIVE_SECONDS = 120
 
 Make = Callable[[nn.Module], Trainee]
 
-# The server that forks the ranks has imported what takes seconds.
+# The server that forks the ranks imports the modules that take seconds.
 multiprocessing.set_forkserver_preload(
     [
         "torch._dynamo",
@@ -40,10 +40,17 @@ multiprocessing.set_forkserver_preload(
 def run(
     function: Callable[..., Any], method: str, approximation: int, seed: int, *args: Any
 ) -> Any:
-    """Calls function(make, *args) on every rank, `make` being the method's at this rank of the
-    approximation and seed of its random start; returns what it returned on the first."""
+    """Calls function(make, *args) on every rank, and returns the result of the first rank.
+
+    Args:
+        function: the function to call. Its first argument is the method's factory.
+        method: the name of the method.
+        approximation: the rank of the approximation.
+        seed: the seed of the method's random start.
+        args: further arguments of the function.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        context = start_processes(  # type: ignore[no-untyped-call]
+        context = start_processes(
             _rank,
             (Path(folder), function, method, approximation, seed, args),
             WORLD,

@@ -18,7 +18,7 @@ from matplotlib import pyplot, ticker
 
 Run = dict[str, Any]
 Cell = Callable[[list[Run]], str]
-# Okabe and Ito's colors, which the color-blind tell apart, by the rank of the approximation.
+# Okabe and Ito's colors, which color-blind readers can distinguish, by rank.
 COLORS = {
     None: "#000000",
     1: "#d55e00",
@@ -51,7 +51,7 @@ def _plain(methods: dict[str, list[Run]]) -> list[Run]:
 
 
 def beyond_plain(runs: list[Run], plain: list[Run]) -> list[float]:
-    """How much more the last validation loss is than plain's, by the seeds that both have."""
+    """The last validation loss above plain's, for the seeds that both have."""
     reference = {run["seed"]: run["validation_loss"][-1] for run in plain}
     return [
         run["validation_loss"][-1] - reference[run["seed"]]
@@ -61,7 +61,7 @@ def beyond_plain(runs: list[Run], plain: list[Run]) -> list[float]:
 
 
 def _mean(values: list[float], form: str) -> str:
-    """And the smallest and largest, if there are several."""
+    """The mean, with the smallest and the largest value if there are several."""
     if not values:
         return "-"
     low, high = form.format(min(values)), form.format(max(values))
@@ -120,7 +120,7 @@ def _table(record: dict[str, Any], task: dict[str, Any], methods: dict[str, list
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The tables as docs/convergence.md has them."""
+    """The tables of docs/convergence.md."""
     parts = []
     for name, task in record["tasks"].items():
         if not (methods := by_method(record, name)):
@@ -136,15 +136,18 @@ def markdown(record: dict[str, Any]) -> str:
 
 
 def _style(runs: list[Run], title: str) -> dict[str, Any]:
-    """The color says the rank; the line says the method."""
+    """The style of a line. Its color shows the rank, its dashes show the method."""
     rank = runs[0]["rank"]
     line = ":" if rank is None else "--" if "hook" in title else "-." if "bf16" in title else "-"
     return {"color": COLORS.get(rank, OTHER_COLOR), "linestyle": line}
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Above, the mean validation loss over the seeds against the steps; below, how much more than
-    plain's it is at the end, a point for each seed."""
+    """Draws two rows of panels.
+
+    The upper panels show the mean validation loss over the seeds against the steps. The lower ones
+    show how far it is above plain's at the end, with a point for each seed.
+    """
     tasks = [name for name in record["tasks"] if by_method(record, name)]
     figure, panels = pyplot.subplots(
         2,
@@ -164,7 +167,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def log_scale(axes: Any) -> None:
-    """With numbers on the vertical axis that can be read."""
+    """Makes the vertical axis logarithmic, with numbers that can be read."""
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")

@@ -12,7 +12,7 @@ import torch
 
 import torch_powersgd as tp
 from torch_powersgd.tools.report import line_to_copy, sentences
-from torch_powersgd.tools.verdict import Figure, Timing, differ, figure_of, figures_of, judge
+from torch_powersgd.tools.verdict import Figure, Timing, Verdict, differ, figure_of, figures_of, judge
 
 RANKS = (4, 8, 16, 32)
 WIRES = (torch.bfloat16, torch.float32)
