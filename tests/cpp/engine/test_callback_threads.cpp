@@ -36,9 +36,7 @@ TEST(CallbackThreads, NoCallbackWaitsForAnotherToEnd) {
 }
 
 TEST(CallbackThreads, AnExceptionEndsItsCallbackAlone) {
-  for (int i = 0; i < 10; ++i) {
-    run_callback([] { throw std::runtime_error("of a user's callback"); });
-  }
+  run_callback([] { throw std::runtime_error("of a user's callback"); });
   std::promise<void> ran;
   run_callback([&] { ran.set_value(); });
   EXPECT_EQ(ran.get_future().wait_for(kNeverReached), std::future_status::ready);

@@ -150,7 +150,7 @@ TEST(WorkPowerSGD, AProfilerSeesItUntilItIsComplete) {
 
 TEST_F(StreamWorkTest, AProfilerSeesItsEnqueueing) {
   count_spans([] {
-    enqueue_on_side_stream([] {});
+    const auto work = enqueue_on_side_stream([] {});
     EXPECT_EQ(spans_begun, 1);
     EXPECT_EQ(spans_ended, 1);
   });

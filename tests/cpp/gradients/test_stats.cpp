@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
+#include <cstdint>
 #include <set>
 #include <string>
 #include <thread>
@@ -43,12 +45,15 @@ TEST(Stats, CallsAreCountedByTheirKind) {
 TEST(Stats, TheRatioOfNothingIsOne) { EXPECT_EQ(StatsSnapshot().ratio(), 1); }
 
 TEST(Stats, EveryStepHasItsNumberOnAnyThread) {
-  constexpr int kThreads = 4, kSteps = 1000;
+  constexpr int kThreads = 4, kSteps = 20'000;
   Stats stats;
   std::array<std::vector<int64_t>, kThreads> numbers;
   std::vector<std::thread> threads;
+  std::atomic<int> started{0};
   for (auto& own : numbers) {
-    threads.emplace_back([&stats, &own] {
+    threads.emplace_back([&] {
+      ++started;
+      while (started < kThreads) std::this_thread::yield();
       for (int i = 0; i < kSteps; ++i) own.push_back(stats.add_step());
     });
   }

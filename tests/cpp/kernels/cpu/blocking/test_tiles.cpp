@@ -64,15 +64,14 @@ class Tiles : public testing::TestWithParam<DType> {
   // What the tiles of different matrices keep in the workspace lies apart and fits.
   template <class Bytes>
   void expect_room(size_t which, const Bytes& bytes, std::vector<Range> taken = {}) const {
-    std::vector<bool> seen(kMatrices.size(), false);
+    std::set<int32_t> seen;
     for (const Tile& tile : list(which)) {
-      const auto item = static_cast<size_t>(tile.item);
-      if (std::exchange(seen[item], true)) continue;
+      if (!seen.insert(tile.item).second) continue;
       const int64_t begin = tile.slot * kSlotBytes;
-      const Range own{begin, begin + bytes(matrix(item))};
+      const Range own{begin, begin + bytes(matrix(static_cast<size_t>(tile.item)))};
       EXPECT_LE(own.second, static_cast<int64_t>(table_.workspace_bytes));
       for (const Range& other : taken) {
-        EXPECT_TRUE(own.second <= other.first || other.second <= own.first) << "item " << item;
+        EXPECT_TRUE(own.second <= other.first || other.second <= own.first) << "item " << tile.item;
       }
       taken.push_back(own);
     }
@@ -120,7 +119,7 @@ TEST_P(Tiles, PartialResultsLieApart) {
 TEST_P(Tiles, AStripHasTheSlotOfItsMatrixsPartialQ) {
   for (const Tile& strip : list(kStripTiles)) {
     for (const Tile& tile : list(kBackProjectTiles)) {
-      if (tile.item == strip.item) EXPECT_EQ(tile.slot, strip.slot);
+      EXPECT_EQ(tile.item == strip.item, tile.slot == strip.slot);
     }
   }
 }
