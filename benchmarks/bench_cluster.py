@@ -3,6 +3,7 @@
 
     python benchmarks/bench_cluster.py --ranks 2 --rates 1gbit
     python benchmarks/bench_cluster.py --methods none plain hook-1-bucket:4 bf16-wire:8,16,32
+    python benchmarks/bench_cluster.py --rates 1gbit --delays 0.1 5 20 50 --seeds 3
     python benchmarks/bench_cluster.py --device cuda --json cluster_cuda.json
     python benchmarks/bench_cluster.py --show cluster_cuda.json --picture cluster_cuda.png
 
@@ -13,9 +14,13 @@ They take turns of a few steps, in an order that rotates, and sleep meanwhile; w
 from the same round of turns. All is removed at the end, however it comes; what a killed run left,
 when the next one starts. Before the turns, torch_powersgd advise predicts what they will show.
 
-The loss is from longer runs on unshaped links, on the same text for every method. The bytes are the
-interface's count, which knows large segments before they are cut: a few per cent of headers less
-than on a cable.
+With --delays, a frame takes that much longer from host to host, one way. The links are then TAP
+devices that one process forwards between, because netem is a module that many kernels lack; see
+cluster/delayed_links.py. TCP's windows and congestion control are the machine's own.
+
+The loss is from longer runs on unshaped links, on the same text for every method; with --seeds, a
+figure by the loss is the median over the seeds. The bytes are the interface's count, which knows
+large segments before they are cut: a few per cent of headers less than on a cable.
 """
 
 from __future__ import annotations
