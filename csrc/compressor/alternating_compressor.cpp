@@ -9,7 +9,7 @@
 namespace powersgd {
 namespace {
 
-// The places of `like` in a payload, in its sizes.
+// Returns the part of a payload at each offset, in the sizes of the tensor in `like`.
 std::vector<at::Tensor> parts_of(const at::Tensor& payload, const std::vector<int64_t>& offsets,
                                  const std::vector<at::Tensor>& like) {
   std::vector<at::Tensor> parts;
@@ -33,7 +33,7 @@ at::Tensor& AlternatingCompressor::project(const at::Tensor& gradient, const Ste
   if (!prepared_) prepare();
   const double residual_scale = states_.begin_step(step);
   tables_.begin_step(gradient, step, residual_scale);
-  settle_if_mixed();
+  choose_factor();
   return sends_q_ ? project_q(gradient) : project_p(gradient);
 }
 
@@ -55,9 +55,9 @@ at::Tensor& AlternatingCompressor::project_q(const at::Tensor& gradient) {
   return packed;
 }
 
-// A parameter that has come from another bucket, or was loaded, may be due for the other factor.
-// All then send P, which needs nothing but Q.
-void AlternatingCompressor::settle_if_mixed() {
+// A parameter that comes from another bucket, or was loaded, may be due for the other factor. All
+// parameters then send P, because that needs Q alone.
+void AlternatingCompressor::choose_factor() {
   const auto sent_p = [](const ParameterStatePtr& state) { return state->sent_p; };
   const std::vector<ParameterStatePtr>& states = states_.of_matrices();
   sends_q_ = std::all_of(states.begin(), states.end(), sent_p);
@@ -88,15 +88,15 @@ at::Tensor& AlternatingCompressor::back_project() {
 
 void AlternatingCompressor::reconstruct() {
   if (sends_q_) {
-    stages_.reconstruct(seen(kReconstructQ));
+    stages_.reconstruct(bucket_of(kReconstructQ));
   } else {
     at::_foreach_copy_(fixed_q_parts_, q_warm_);
-    stages_.reconstruct(seen(kReconstructP));
+    stages_.reconstruct(bucket_of(kReconstructP));
   }
   states_.end_step();
 }
 
-kernels::Bucket AlternatingCompressor::seen(View view) const {
+kernels::Bucket AlternatingCompressor::bucket_of(View view) const {
   kernels::Bucket bucket = tables_.bucket();
   bucket.matrices = static_cast<const kernels::Matrix*>(view_tables_[view].data_ptr());
   if (view == kReconstructP) bucket.q_payload = fixed_q_.data_ptr();
@@ -152,7 +152,8 @@ void AlternatingCompressor::make_payloads() {
   fixed_q_parts_ = parts_of(fixed_q_, q_offsets, q_warm_);
 }
 
-// orthogonalize of Q: of a bucket whose matrices are transposed, and whose P payload is Q's.
+// The bucket by which orthogonalize treats Q: its matrices are transposed, and its P payload is the
+// Q payload.
 void AlternatingCompressor::make_transposed() {
   kernels::Bucket transposed = tables_.bucket();
   transposed.transposed = true;

@@ -14,14 +14,14 @@
 
 namespace powersgd {
 
-// A step sends one factor, P and Q in turns, each found against the other as it was after the last
-// step, orthonormalized (ACP-SGD: Zhang et al., "Evaluation and Optimization of Gradient
-// Compression for Distributed Deep Learning", ICDCS 2023):
+// A step sends one factor, P and Q in turns. Each is M times the other one, which the last step has
+// orthonormalized (ACP-SGD: Zhang et al., "Evaluation and Optimization of Gradient Compression for
+// Distributed Deep Learning", ICDCS 2023):
 //
 //   sends P: P = M Q^T, output P Q, E = M - p Q with this rank's own p, then p_hat = orth(P)
 //   sends Q: Q = p_hat^T M, output p_hat Q, E = M - p_hat q, then q_warm = orth(Q)
 //
-// It runs the stages over tables that give them other factors.
+// It runs the same stages over tables that point at other factors.
 class AlternatingCompressor final : public BucketCompressor {
  public:
   AlternatingCompressor(BucketSpec spec, std::vector<ParameterStatePtr> states,
@@ -39,13 +39,13 @@ class AlternatingCompressor final : public BucketCompressor {
   std::vector<ParameterStatePtr> states() const override { return states_.of_matrices(); }
 
  private:
-  // What reconstruct sees of a matrix, by what it starts from: the reduced P or the reduced Q.
+  // The factor that reconstruct starts from: the reduced P or the reduced Q.
   enum View : size_t { kReconstructP, kReconstructQ, kViews };
 
   at::Tensor& project_p(const at::Tensor& gradient);
   at::Tensor& project_q(const at::Tensor& gradient);
-  void settle_if_mixed();
-  kernels::Bucket seen(View view) const;
+  void choose_factor();
+  kernels::Bucket bucket_of(View view) const;
 
   void prepare();
   void make_payloads();
@@ -57,16 +57,16 @@ class AlternatingCompressor final : public BucketCompressor {
   const Stages& stages_;
   BucketStates states_;
   bool sends_q_ = false;
-  bool prepared_ = false;  // what follows is made in the first step
-  // [ room | the factor | raw segments | activities | non-finite count ]: the P payload and the Q
-  // payload are parts of it that end alike.
+  bool prepared_ = false;  // the first step makes all that follows
+  // The P payload and the Q payload are parts of one tensor, with the same end:
+  //   [ room | the factor | raw segments | activities | non-finite count ]
   at::Tensor payload_, p_payload_, q_payload_;
-  at::Tensor fixed_q_;  // [ q_warm of each matrix ], as reconstruct wants it
+  at::Tensor fixed_q_;  // [ q_warm of each matrix ], laid out as the Q payload
   WirePayload p_wire_, q_wire_;
   BucketTables tables_;
-  BucketTables transposed_;  // what orthogonalize sees of Q
+  BucketTables transposed_;  // the bucket whose P is Q, for orthogonalize
   std::array<at::Tensor, kViews> view_tables_;
-  // By matrix: parts of the payloads and of fixed_q_, and the states' factors.
+  // By matrix: its parts of the payloads and of fixed_q_, and its state's factors.
   std::vector<at::Tensor> p_sent_, q_sent_, fixed_q_parts_, q_warm_, p_local_, q_local_;
 };
 

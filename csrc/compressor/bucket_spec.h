@@ -11,7 +11,7 @@
 
 namespace powersgd {
 
-// The layout of a bucket, how it is compressed, and the tensors that it takes.
+// The layout of a bucket, the options, and the dtype and device of its gradients.
 struct BucketSpec {
   BucketPlan plan;
   Options options;
@@ -25,7 +25,7 @@ struct BucketSpec {
   at::ScalarType wire_type() const {
     return options.wire_dtype ? to_scalar_type(*options.wire_dtype) : factor_type(gradient_type);
   }
-  // The bytes of so many elements of a payload as they travel.
+  // The bytes of that many elements of a payload on the wire.
   int64_t wire_bytes(int64_t numel) const {
     return numel * static_cast<int64_t>(c10::elementSize(wire_type()));
   }

@@ -13,8 +13,8 @@ void BucketStates::allocate(const BucketSpec& spec) {
   }
 }
 
-// All parameters of a bucket have gone through the same steps, so that one factor serves. A state
-// that was loaded, or that joined the bucket, is first brought to the others' units.
+// One factor serves because the parameters of a bucket go through the same steps. A state that was
+// loaded, or that joined the bucket, is first converted to the others' units.
 double BucketStates::begin_step(const StepInfo& step) {
   const double common = states_.front()->grad_scale;
   for (const ParameterStatePtr& state : states_) {

@@ -20,13 +20,13 @@ class BucketStates {
   // Allocates the states that no earlier bucket has.
   void allocate(const BucketSpec& spec);
 
-  // Takes all states to the units of this step's gradient, up to a factor that they have in common
-  // and that project applies to the residual: it is returned, 0 to drop the residual.
+  // Notes the step and its loss scale in all states. Returns the factor that converts their
+  // residuals to the units of this step's gradient, or 0 to drop them. project applies it.
   double begin_step(const StepInfo& step);
-  // Called once project has added `gradient` to the states' memory.
+  // Notes that project has added `gradient`, so that rollback can take it back.
   void projected(const at::Tensor& gradient) { gradient_ = gradient; }
   void end_step() { gradient_ = at::Tensor(); }
-  // Takes the gradient back, if the step has added it.
+  // Takes the gradient back if the step in progress has added it.
   void rollback(const BucketPlan& plan);
 
   const std::vector<ParameterStatePtr>& of_matrices() const { return states_; }

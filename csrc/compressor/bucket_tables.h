@@ -11,26 +11,26 @@
 
 namespace powersgd {
 
-// The matrices of a bucket with the tensors of their states, which are allocated.
+// Describes the matrices of a bucket to the stages. The states are allocated.
 std::vector<kernels::Matrix> matrix_table(const BucketPlan& plan,
                                           const std::vector<ParameterStatePtr>& states);
 
-// A copy of such a table in the memory of a device.
+// Copies such a table to a device.
 at::Tensor upload_matrices(const std::vector<kernels::Matrix>& matrices, at::Device device);
 
-// A bucket as the stages see it. Owns the tables, the tiles, the workspace and the verdict that
-// bucket() points at, on the bucket's device; the caller keeps the states and the payloads.
+// A bucket as the stages see it. It owns the tables, the tiles, the workspace and the verdict that
+// bucket() points at. The caller keeps the states and the payloads.
 class BucketTables {
  public:
   BucketTables() = default;
-  // Adds to `bucket` the tables and all that follows from them. A verdict that it has stays.
+  // Completes `bucket` by the tables, their tiles and a workspace, and by a verdict if it has none.
   BucketTables(const kernels::Bucket& bucket, const std::vector<kernels::Matrix>& matrices,
                const std::vector<kernels::RawSegment>& raw, at::Device device);
-  // A whole bucket, whose payloads have the sizes and offsets of the plan.
+  // Builds all of a bucket. Its payloads have the sizes and the offsets of the plan.
   BucketTables(const BucketSpec& spec, const std::vector<ParameterStatePtr>& states,
                StepCounter* step_counter, const at::Tensor& p_payload, const at::Tensor& q_payload);
 
-  // Points the bucket at the step's gradient.
+  // Sets what differs from step to step.
   void begin_step(const at::Tensor& gradient, const StepInfo& step, double residual_scale);
 
   const kernels::Bucket& bucket() const { return bucket_; }

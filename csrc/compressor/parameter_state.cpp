@@ -13,7 +13,7 @@
 namespace powersgd {
 namespace {
 
-// A bucket of one factor, without payloads.
+// A bucket that holds one factor and has no payloads.
 kernels::Bucket bucket_for(const at::Tensor& factor, const Options& options) {
   kernels::Bucket bucket{};
   bucket.factor_dtype = to_dtype(factor.scalar_type());
@@ -22,8 +22,8 @@ kernels::Bucket bucket_for(const at::Tensor& factor, const Options& options) {
   return bucket;
 }
 
-// Fills a factor ([rank, n]) by the kernel, so that a start does not depend on when a parameter
-// joined a bucket.
+// Fills a factor ([rank, n]) by the kernel. The numbers are those of step 0, whenever a parameter
+// joins a bucket.
 void random_start(const at::Tensor& factor, uint64_t random_id, const Options& options) {
   const c10::DeviceGuard guard(factor.device());  // the stages run on the current device
   kernels::Matrix matrix{};
@@ -35,7 +35,7 @@ void random_start(const at::Tensor& factor, uint64_t random_id, const Options& o
   require_stages(factor.device().type()).random_start(tables.bucket());
 }
 
-// Makes the columns of a factor ([n, rank], in any layout) orthonormal, by the stage.
+// Makes the columns of a factor ([n, rank], in any layout) orthonormal by the stage of that name.
 void orthonormalize(const at::Tensor& factor, uint64_t random_id, const Options& options) {
   const c10::DeviceGuard guard(factor.device());
   at::Tensor payload = at::zeros({factor.numel() + 1}, factor.options());
@@ -124,7 +124,7 @@ void ParameterState::orthonormalize_q(const Options& options) {
 
 void ParameterState::start_alternating(const Options& options) {
   orthonormalize_q(options);
-  const uint64_t other_numbers = ~random_id;  // than those of Q
+  const uint64_t other_numbers = ~random_id;  // Q has those of random_id
   at::Tensor rows = at::zeros({p_hat.size(1), p_hat.size(0)}, p_hat.options());
   random_start(rows, other_numbers, options);
   p_hat.copy_(rows.t());

@@ -37,10 +37,10 @@ class PlainCompressor final : public BucketCompressor {
   const std::shared_ptr<StepCounter> step_counter_;
   const Stages& stages_;
   BucketStates states_;
-  bool prepared_ = false;  // what follows is made in the first step
+  bool prepared_ = false;  // the first step makes all that follows
   WirePayload p_wire_, q_wire_;
   BucketTables tables_;
-  std::vector<at::Tensor> q_sent_, q_local_;  // by matrix: parts of the Q payload; the states' own
+  std::vector<at::Tensor> q_sent_, q_local_;  // by matrix: its part of the Q payload, and q_local
 };
 
 }  // namespace powersgd

@@ -38,7 +38,7 @@ class CpuStages final : public Stages {
   }
 
  private:
-  // torch's own threads: torch.set_num_threads and OMP_NUM_THREADS hold here too.
+  // These are torch's own threads: torch.set_num_threads and OMP_NUM_THREADS apply.
   static void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
     at::parallel_for(0, count, /*grain_size=*/1, body);
   }

@@ -9,8 +9,8 @@
 
 namespace powersgd {
 
-// The kernels of one device type. Stateless. Every call runs on the calling thread's current stream
-// and throws if a launch fails.
+// The kernels of one device type, without state. Every call runs on the calling thread's current
+// stream and throws if a launch fails.
 class Stages {
  public:
   virtual ~Stages() = default;
@@ -25,13 +25,13 @@ class Stages {
   virtual void reconstruct(const kernels::Bucket& bucket) const = 0;
 };
 
-// Makes `stages`, which must outlive its use, those of a device type that this build has none for.
+// Adds the stages of a device type that this build has no kernels for. They must outlive their use.
 void add_stages(c10::DeviceType device, const Stages& stages);
 
-// Null where this build has no kernels for the device type.
+// Returns the stages of a device type, or null if this build has no kernels for it.
 const Stages* find_stages(c10::DeviceType device);
 
-// Throws there.
+// Throws instead of returning null.
 const Stages& require_stages(c10::DeviceType device);
 
 }  // namespace powersgd

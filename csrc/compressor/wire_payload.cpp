@@ -6,8 +6,9 @@
 namespace powersgd {
 namespace {
 
-constexpr double kTarget = 2048;              // of the largest element; float16 ends at 65504
-constexpr double kAfterOverflow = 1.0 / 256;  // what becomes of the scale
+constexpr double kTarget =
+    2048;  // where the scale takes the largest element; float16 ends at 65504
+constexpr double kAfterOverflow = 1.0 / 256;  // the change of the scale after an overflow
 
 }  // namespace
 
@@ -28,7 +29,7 @@ at::Tensor& WirePayload::pack() {
   if (!rounds() || !raw_.defined()) return round();
   const at::Tensor exact = raw_.add_(raw_residual_).clone();
   at::Tensor& packed = round();
-  // An element that has overflowed is dropped with the step.
+  // An element that overflowed is dropped with the step.
   at::nan_to_num_out(raw_residual_, exact.sub(raw_), 0, 0, 0);
   return packed;
 }
@@ -55,7 +56,7 @@ void WirePayload::unpack() {
 void WirePayload::choose_scale() {
   const at::Tensor largest = values_.abs().max();
   if (!scale_.defined()) scale_ = at::ones_like(largest);
-  // A power of two, so that scaling rounds nothing; within what float32 holds of both ends.
+  // A power of two makes scaling exact; the bounds are well within the range of float32.
   const at::Tensor fitting =
       largest.reciprocal().mul_(kTarget).log2_().floor_().clamp_(-100, 100).exp2_();
   const at::Tensor smaller = scale_.mul(kAfterOverflow).clamp_min_(1e-30);

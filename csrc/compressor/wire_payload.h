@@ -7,28 +7,27 @@
 
 namespace powersgd {
 
-// A payload as it travels: as it is, or rounded to a narrower dtype.
+// A payload on the wire: as it is, or rounded to a narrower dtype.
 //
-// float16 is multiplied by a power of two, so that the largest element comes to 2^11 if it is as
-// large as in the step before: a payload may then grow 32-fold in a step. One that overflows
-// nonetheless sums to Inf, which skips the step; the scale is then 2^8 times smaller. The scale is
-// computed on the device from what was summed, and so is the same on all ranks; the first payload
-// travels as it is.
+// A float16 payload is multiplied by a scale, a power of two. It takes the largest element to 2^11 if
+// that is as large as in the step before, so a payload may grow 32-fold in a step. A payload that
+// overflows sums to Inf, which skips the step, and the next scale is 2^8 times smaller. The device
+// computes the scale from the sum, so it is the same on all ranks. The first payload travels as it
+// is.
 class WirePayload {
  public:
   WirePayload() = default;
-  // The elements from `counts_begin` on are counts, which are not scaled. The last of them, if
-  // there are any, counts the ranks that met what is not finite: an overflow on the wire is added
-  // to it.
+  // The elements from `counts_begin` on are counts, which are not scaled. The last one counts the
+  // ranks whose gradient is not finite; unpack() adds 1 to it if the sum is not finite.
   WirePayload(const at::Tensor& payload, at::ScalarType wire, int64_t counts_begin);
 
-  // From now on pack() adds `raw_residual` to `raw`, a part of the payload, and then keeps in it what
-  // the wire rounds off of `raw`. Payloads that take turns may share both.
+  // Makes pack() add `raw_residual` to `raw`, a part of the payload, and then keep the wire's
+  // rounding of `raw` in it. Payloads that take turns may share both.
   void carry_rounding(const at::Tensor& raw, const at::Tensor& raw_residual);
 
-  // What is to be summed. The payload is then what this rank sends, rounded.
+  // Returns the tensor to be summed. The payload then holds the rounded values that it sends.
   at::Tensor& pack();
-  // The payload is then the sum.
+  // Makes the payload the sum.
   void unpack();
 
   bool rounds() const { return packed_.defined(); }
@@ -38,11 +37,11 @@ class WirePayload {
   void choose_scale();
 
   at::Tensor payload_;
-  at::Tensor values_;  // the payload without its counts
-  at::Tensor packed_;  // in the wire's dtype; undefined: nothing is rounded
-  at::Tensor scale_;   // one element; undefined: not float16, or not known yet
-  bool scaled_ = false;
-  at::Tensor raw_, raw_residual_;  // undefined: nothing is carried over
+  at::Tensor values_;    // the payload without its counts
+  at::Tensor packed_;    // in the wire's dtype; undefined if nothing is rounded
+  at::Tensor scale_;     // one element; undefined before the first sum, and if not scaled_
+  bool scaled_ = false;  // true for a float16 wire
+  at::Tensor raw_, raw_residual_;  // undefined if nothing is carried over
 };
 
 }  // namespace powersgd

@@ -8,13 +8,13 @@
 namespace powersgd {
 namespace {
 
-// The columns of a large near-square matrix are a multiple of this, so that every row is aligned
-// for vector loads. A small one would lose its shape to the rounding.
+// The columns of a large near-square matrix are a multiple of this, so that every row is aligned to
+// vector loads. A small matrix would lose its shape to the rounding.
 constexpr int64_t kColumnAlignment = 16;
 constexpr int64_t kAlignedFrom = 256;
 
-// The dimension with the largest stride. A dimension of size 1 has no place in memory (its stride
-// is arbitrary), so it counts only if no other dimension is left to be the columns.
+// Returns the dimension with the largest stride. A dimension of size 1 has an arbitrary stride and
+// so no place in memory: it counts only if no other dimension is left to be the columns.
 size_t outermost_dimension(const ParameterShape& shape) {
   if (shape.strides.empty()) {
     const auto first = std::find_if(shape.sizes.begin(), shape.sizes.end(),

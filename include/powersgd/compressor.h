@@ -15,16 +15,16 @@
 
 namespace powersgd {
 
-// Whether this build has the kernels for a device type.
+// True if this build has the kernels of a device type.
 bool has_kernels(c10::DeviceType device);
 
-// What the stages learn of one step.
+// The facts of one step that the stages need.
 struct StepInfo {
   double output_scale = 1;  // 1 for SUM, 1 / world size for AVG
   double grad_scale = 1;    // the loss scale of this step's gradient
   uint64_t step = 0;
-  bool drop_residual = false;  // the residual is another tensor's: leave it out and drop it
-  bool same_start = false;  // a cold start is the one of step 0: equal tensors have equal outputs
+  bool drop_residual = false;  // the residual is another tensor's, so project leaves it out
+  bool same_start = false;     // without warm_start: every step starts from the numbers of step 0
 };
 
 // The factors that a step sends.
@@ -54,8 +54,9 @@ class BucketCompressor {
   BucketCompressor& operator=(const BucketCompressor&) = delete;
 
   // `gradient` is contiguous and has plan.gradient_numel elements. Returns the P payload in the
-  // wire's dtype, or that of Q in a step that sends Q alone:
+  // wire's dtype:
   //   [ P of each matrix | raw segments | activities | non-finite count ]
+  // A step that sends Q alone has q in the place of P.
   virtual at::Tensor& project(const at::Tensor& gradient, const StepInfo& step) = 0;
   virtual void orthogonalize() = 0;
   // Returns the Q payload of a step that sends both.

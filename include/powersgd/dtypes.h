@@ -9,13 +9,17 @@ namespace powersgd {
 
 // Throws if `type` is not one of the four floating dtypes that are compressed.
 DType to_dtype(at::ScalarType type);
+
+// The reverse.
 at::ScalarType to_scalar_type(DType type);
+
+// True for those four dtypes.
 bool is_compressible(at::ScalarType type);
 
-// The dtype that a gradient is multiplied and summed up in: that of its factors.
+// The dtype of the factors: gradients are multiplied and summed up in it.
 at::ScalarType factor_type(at::ScalarType gradient_type);
 
-// The dtype that its residual is kept in.
+// The dtype that the residual is kept in.
 at::ScalarType residual_type(at::ScalarType gradient_type, const Options& options);
 
 }  // namespace powersgd

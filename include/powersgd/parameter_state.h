@@ -14,16 +14,16 @@ namespace powersgd {
 
 // What one parameter keeps from step to step.
 //
-// Purpose: the memory M of the last step and that step's factors. Together they are the residual,
-// E = M - p_hat q_local; the next project carries the subtraction out. After a step that sent P
-// alone (the alternating mode) it is E = M - p_local q_warm.
+// Purpose: the residual E and the warm start. The residual is E = M - p_hat q_local: `memory` holds
+// M, the gradient plus the residual of the last step, and the next project subtracts the product.
+// After a step that sent P alone (the alternating mode) it is E = M - p_local q_warm.
 //
-// Contract: the tensors are allocated once, at the first compressed step, and never replaced:
-// kernels hold their addresses. All ranks hold the same random_id, p_hat and q_warm. The memory,
-// q_local and p_local are each rank's own.
+// Contract: the tensors are allocated once, at the first compressed step. They are never replaced,
+// because kernels hold their addresses. All ranks hold the same random_id, p_hat and q_warm. The
+// other tensors are each rank's own.
 //
-// Ownership: a state belongs to its parameter and not to a bucket, so that a rebuilt bucket keeps
-// its residuals.
+// Ownership: a state belongs to its parameter and not to a bucket, so a rebuilt bucket keeps its
+// residuals.
 //
 // Threads: one step or one caller at a time. The engine keeps apart the jobs that share a state.
 struct ParameterState {
@@ -31,22 +31,22 @@ struct ParameterState {
 
   bool allocated() const { return q_warm.defined(); }
 
-  // Allocates all tensors: q_warm with a random start, in the alternating mode p_hat as well, and
-  // the others with zeros.
+  // Allocates all tensors: q_warm holds a random start, in the alternating mode p_hat as well, and
+  // the others hold zeros.
   void allocate(const MatrixShape& shape, int64_t rank, const Options& options,
                 at::ScalarType gradient_type, at::Device device);
 
-  // A new tensor, [rows, cols] in the factor dtype; zeros without error feedback.
+  // Returns a new tensor, [rows, cols] in the factor dtype. It holds zeros without error feedback.
   at::Tensor residual() const;
 
-  // Makes `value` ([rows, cols]) the residual. Keeps q_warm.
+  // Makes `value` ([rows, cols]) the residual. q_warm stays.
   void set_residual(const at::Tensor& value);
 
   // Makes M the residual: the last step delivered nothing.
   void mark_undelivered();
 
-  // The same for each of `states`, if `dropped` is not 0: a tensor of one element on their device.
-  // An undefined tensor stands for 1. Does not wait for the device.
+  // Does so in each of `states` if `dropped`, a tensor of one element on their device, is not 0. An
+  // undefined tensor stands for 1. The call does not wait for the device.
   static void mark_undelivered(const std::vector<std::shared_ptr<ParameterState>>& states,
                                const at::Tensor& dropped);
 
@@ -54,7 +54,7 @@ struct ParameterState {
   // An element that is not finite counts as 0, as in project.
   void take_back(const at::Tensor& gradient);
 
-  // Takes the residual to the units of another loss scale.
+  // Converts the residual to the units of another loss scale.
   void rescale(double new_grad_scale);
 
   // Makes the rows of q_warm orthonormal, as the alternating mode needs them.

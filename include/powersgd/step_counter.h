@@ -14,7 +14,8 @@ struct StepCounts;
 }  // namespace kernels
 
 // Counts the skipped and the saturated steps of one owner (a model) over all of its buckets. The
-// devices count themselves: whether a step is skipped is known there first. Safe from any thread.
+// kernels count, because the device is the first to know whether a step is skipped. Safe from any
+// thread.
 class StepCounter {
  public:
   struct Totals {
@@ -22,7 +23,7 @@ class StepCounter {
     int64_t saturated = 0;
   };
 
-  // Where the kernels of a device count.
+  // The counts that the kernels of a device add to.
   kernels::StepCounts* on(at::Device device);
 
   // Synchronizes with the devices. No step may be in flight.

@@ -29,7 +29,7 @@ class Bucket : public test::OneRank {
     return at::randn({plan.gradient_numel}, c10::dtype(at::kDouble));
   }
 
-  // Of the matrix of this index, in a bucket.
+  // The part of a bucket that holds the matrix of this index.
   at::Tensor part(const at::Tensor& bucket, size_t i) const {
     const PlannedMatrix& matrix = plan.matrices[i];
     const auto [rows, cols] = matrix.shape;
@@ -55,8 +55,8 @@ TEST(AlternatingCompressor, SendsPAndQInTurns) {
   }
 }
 
-// The definition, in float64: each step is the projection of M = G + E onto the basis that the step
-// before has left, and the basis of the next is that of what was sent.
+// The definition, in float64: each step projects M = G + E onto the basis that the step before has
+// left. The basis of the next step is that of the factor that was sent.
 TEST(AlternatingCompressor, EachStepProjectsOnTheBasisOfTheOneBefore) {
   Bucket bucket(make_options(), at::kDouble);
   std::vector<at::Tensor> residual_before(2), q_basis(2), p_basis(2);
@@ -74,7 +74,7 @@ TEST(AlternatingCompressor, EachStepProjectsOnTheBasisOfTheOneBefore) {
                                            : m.matmul(q_basis[k]).matmul(q_basis[k].t());
         EXPECT_LT(relative(bucket.part(out, k), expected), 1e-12) << "step " << i;
         EXPECT_LT(relative(state.residual(), m - expected), 1e-12) << "step " << i;
-        // Spans are compared, by their projections.
+        // Two bases have the same span if their projections are equal.
         const at::Tensor factor = q_step ? p_basis[k].t().matmul(m).t() : m.matmul(q_basis[k]);
         const at::Tensor basis = std::get<0>(at::linalg_qr(factor));
         const at::Tensor left = q_step ? state.q_warm.t() : state.p_hat;
@@ -105,13 +105,13 @@ TEST(AlternatingCompressor, ASkippedStepLeavesTheResidualAndTheFactors) {
     EXPECT_TRUE(bucket.step(gradient).isnan().all().item<bool>());
     EXPECT_TRUE(at::equal(bucket.states[1]->p_hat, p)) << bad;
     EXPECT_TRUE(at::equal(bucket.states[1]->q_warm, q)) << bad;
-    // One rounding of M, whose elements are below 20.
+    // The tolerance is one rounding of M, whose elements are below 20.
     const at::Tensor difference = bucket.states[1]->residual() - e;
     EXPECT_LT(difference.abs().max().item<double>(), 20 * 0x1p-24 * 2) << bad;
   }
 }
 
-TEST(AlternatingCompressor, AMatrixThatIsOutOfUseKeepsWhatItIsOwedAndItsFactors) {
+TEST(AlternatingCompressor, AMatrixThatIsOutOfUseKeepsItsResidualAndItsFactors) {
   for (const int unused : {4, 5}) {
     Bucket bucket(make_options());
     for (int i = 0; i < unused; ++i) bucket.step(bucket.random_gradient().to(at::kFloat));

@@ -63,8 +63,8 @@ TEST(NearSquareShape, LeavesATailOfLessThanARow) {
     const int64_t tail = numel - shape.rows * shape.cols;
     EXPECT_GE(tail, 0) << numel;
     EXPECT_LT(tail, shape.cols) << numel;
-    // Rounding 256 or more columns up by at most 15 makes it at most 6 % too wide, and 12 % less
-    // high.
+    // Rounding 256 or more columns up by at most 15 makes the matrix at most 6 % too wide and 12 %
+    // less high.
     EXPECT_LE(
         std::fabs(std::log(static_cast<double>(shape.cols) / static_cast<double>(shape.rows))),
         numel < 16 ? std::log(3.0) + 1e-9 : 0.13)

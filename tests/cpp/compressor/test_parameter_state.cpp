@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "powersgd/parameter_state.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+
+#include "support/one_rank.h"
+
+namespace powersgd {
+namespace {
+
+constexpr MatrixShape kShape{20, 30};
+
+ParameterStatePtr allocated(uint64_t random_id, const Options& options = {}) {
+  auto state = std::make_shared<ParameterState>(random_id);
+  state->allocate(kShape, 2, options, at::kFloat, at::kCPU);
+  return state;
+}
+
+// A state whose last step delivered something.
+ParameterStatePtr after_a_step() {
+  ParameterStatePtr state = allocated(1);
+  state->memory.copy_(at::sin(at::arange(600, at::kFloat)).view({20, 30}));
+  state->p_hat.copy_(at::cos(at::arange(40, at::kFloat)).view({20, 2}));
+  state->q_local.copy_(at::cos(at::arange(60, at::kFloat)).view({2, 30}));
+  return state;
+}
+
+TEST(ParameterState, StartsFromNumbersOfItsRandomId) {
+  EXPECT_TRUE(at::equal(allocated(3)->q_warm, allocated(3)->q_warm));
+  EXPECT_FALSE(at::equal(allocated(3)->q_warm, allocated(4)->q_warm));
+}
+
+TEST(ParameterState, SharesTheQThatItsOwnerAllocates) {
+  ParameterState state(5);
+  state.shares_q_of = std::make_shared<ParameterState>(6);
+  state.allocate(kShape, 2, Options(), at::kFloat, at::kCPU);
+  EXPECT_TRUE(state.q_warm.is_same(state.shares_q_of->q_warm));
+  EXPECT_TRUE(at::equal(state.q_warm, allocated(6)->q_warm));
+  EXPECT_FALSE(state.memory.is_same(state.shares_q_of->memory));
+}
+
+TEST(ParameterState, HasNoResidualBeforeTheFirstStep) {
+  EXPECT_EQ(allocated(1)->residual().abs().max().item<float>(), 0);
+}
+
+TEST(ParameterState, TheResidualIsWhatTheLastStepLeft) {
+  const ParameterStatePtr state = after_a_step();
+  const at::Tensor left = state->memory - state->p_hat.matmul(state->q_local);
+  EXPECT_TRUE(at::equal(state->residual(), left));
+  state->mark_undelivered();
+  EXPECT_TRUE(at::equal(state->residual(), state->memory));
+}
+
+TEST(ParameterState, ADroppedStepIsMarkedUndelivered) {
+  for (const double dropped : {0.0, 1.0}) {
+    const std::vector<ParameterStatePtr> states = {after_a_step(),
+                                                   std::make_shared<ParameterState>()};
+    const at::Tensor residual = states[0]->residual();
+    ParameterState::mark_undelivered(states, at::full({1}, dropped));
+    EXPECT_TRUE(at::equal(states[0]->residual(), dropped == 0 ? residual : states[0]->memory));
+    ParameterState::mark_undelivered(states, at::Tensor());
+    EXPECT_TRUE(at::equal(states[0]->residual(), states[0]->memory));
+    EXPECT_FALSE(states[1]->allocated());
+  }
+}
+
+TEST(ParameterState, AGradientIsTakenBackWhereItIsFinite) {
+  const ParameterStatePtr state = after_a_step();
+  const at::Tensor memory = state->memory.clone();
+  at::Tensor gradient = at::ones({600});
+  gradient[7] = std::numeric_limits<float>::infinity();
+  gradient[8] = std::numeric_limits<float>::quiet_NaN();
+  state->take_back(gradient);
+  at::Tensor finite = at::ones({600});
+  finite.narrow(0, 7, 2).zero_();
+  EXPECT_TRUE(at::equal(state->residual(), memory - finite.view({20, 30})));
+}
+
+TEST(ParameterState, AnotherLossScaleScalesTheResidual) {
+  const ParameterStatePtr state = after_a_step();
+  const at::Tensor residual = state->residual();
+  state->rescale(1024);  // a power of two changes no rounding
+  EXPECT_TRUE(at::equal(state->residual(), residual * 1024));
+  EXPECT_EQ(state->grad_scale, 1024);
+}
+
+TEST(ParameterState, AStateOfOtherUnitsIsConvertedToThoseOfItsBucket) {
+  Options options;
+  options.matrix_approximation_rank = 2;
+  test::OneRank same(options), joined(options);
+  for (uint64_t step = 0; step < 3; ++step) {
+    const at::Tensor gradient = at::randn({same.plan.gradient_numel});
+    if (step == 1) joined.states[1]->rescale(4096);
+    EXPECT_TRUE(at::equal(same.step(gradient, {1, 8, step}), joined.step(gradient, {1, 8, step})));
+  }
+}
+
+}  // namespace
+}  // namespace powersgd
