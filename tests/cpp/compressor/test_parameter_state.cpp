@@ -33,15 +33,6 @@ TEST(ParameterState, StartsFromNumbersOfItsRandomId) {
   EXPECT_FALSE(at::equal(allocated(3)->q_warm, allocated(4)->q_warm));
 }
 
-TEST(ParameterState, SharesTheQThatItsOwnerAllocates) {
-  ParameterState state(5);
-  state.shares_q_of = std::make_shared<ParameterState>(6);
-  state.allocate(kShape, 2, Options(), at::kFloat, at::kCPU);
-  EXPECT_TRUE(state.q_warm.is_same(state.shares_q_of->q_warm));
-  EXPECT_TRUE(at::equal(state.q_warm, allocated(6)->q_warm));
-  EXPECT_FALSE(state.memory.is_same(state.shares_q_of->memory));
-}
-
 TEST(ParameterState, HasNoResidualBeforeTheFirstStep) {
   EXPECT_EQ(allocated(1)->residual().abs().max().item<float>(), 0);
 }
