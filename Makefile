@@ -11,7 +11,9 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
 find_cpp = $(shell find $(1) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := $(call find_cpp,csrc include)
 CPP_FILES := $(SOURCES) $(call find_cpp,tests/cpp benchmarks)
-PYTHON_FILES = setup.py setup_support python tests/python examples benchmarks docs
+PYTHON_FILES = setup.py setup_support python tests/python examples benchmarks docs .ci
+TEXT_FILES = $(shell git ls-files ':!LICENSE' ':!docs/images' ':!benchmarks/results' \
+  ':!.ci/check_text.py' ':!*/test_check_text.py')
 # One call of .ci/system_packages names all that the goals need.
 PACKAGES_FOR := $(if $(filter test test-cpp test-sanitized,$(MAKECMDGOALS)),tests,build)
 
@@ -90,12 +92,15 @@ gpu:  ## build, test and measure on a machine with an NVIDIA GPU, in 9 minutes
 	PYTHON='$(if $(filter command line environment,$(origin PYTHON)),$(PYTHON),python3)' .ci/gpu
 
 # Old tools have all that lint needs: a changed source is not compiled for it.
-lint: $(if $(wildcard $(VENV)/.tools),,tools)  ## clang-format, ruff, mypy
+lint: $(if $(wildcard $(VENV)/.tools),,tools)  ## formats, words, spelling, types, and clang-tidy
 	@! grep -nE '.{101}' $(CPP_FILES) || { echo "lines over 100 columns" >&2; exit 1; }
 	@echo clang-format; clang-format --dry-run --Werror $(CPP_FILES)
 	ruff check $(PYTHON_FILES)
 	ruff format --check $(PYTHON_FILES)
+	$(PYTHON) .ci/check_text.py
+	@echo codespell; codespell --builtin clear,rare,en-GB_to_en-US $(TEXT_FILES)
 	mypy
+	$(PYTHON) .ci/tidy.py $(JOBS)
 
 docs: $(VENV)/.docs  ## the documentation as a site, in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --site-dir build/site

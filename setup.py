@@ -34,17 +34,11 @@ sys.path.append(str(ROOT))  # a build front end does not add it
 
 from setup_support import metadata, toolkit  # noqa: E402
 from setup_support.progress import short_commands  # noqa: E402
+from setup_support.together import compiled_together  # noqa: E402
 
-HOST_SOURCES = [
-    "plan",
-    "kernels/cpu",
-    "compressor",
-    "engine",
-    "forwarding",
-    "gradients",
-    "backend",
-    "bindings",
-]
+WITHOUT_TORCH = ["plan", "kernels/cpu"]
+# The slowest come first, so that none is left over at the end.
+WITH_TORCH = ["bindings", "gradients", "compressor", "forwarding", "engine", "backend"]
 CUDA_CHOICE = os.environ.get("POWERSGD_BUILD_CUDA", "")
 CUDA_HOME = cpp_extension.CUDA_HOME
 
@@ -77,7 +71,11 @@ def without_their_warnings() -> list[str]:
 
 def extension(cuda: toolkit.Toolkit) -> Any:
     with_cuda = toolkit.is_wanted(CUDA_CHOICE, cuda.missing)
-    files = [file for folder in HOST_SOURCES for file in sources(f"csrc/{folder}", ".cpp")]
+    files = [
+        file
+        for folder in [*WITHOUT_TORCH, *WITH_TORCH]
+        for file in sources(f"csrc/{folder}", ".cpp")
+    ]
     include_dirs = [str(ROOT / "include"), str(ROOT / "csrc")]
     library_dirs: list[str] = []
     torch_version = torch.__version__.split("+")[0]
@@ -116,6 +114,9 @@ class Build(cpp_extension.BuildExtension):
         if self.editable_mode:
             folder = f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
             self.build_temp = str(ROOT / "build" / folder)
+        for each in self.extensions or []:
+            each.depends += each.sources
+            each.sources = compiled_together(each.sources, WITH_TORCH, Path("build", "together"))
         with_cuda = toolkit.is_wanted(CUDA_CHOICE, CUDA.missing)
         nvcc_flags = cpp_extension._get_cuda_arch_flags() if with_cuda else []
         what = toolkit.describe(CUDA_CHOICE, CUDA.missing, nvcc_flags)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from setuptools import Distribution
 
-from setup_support import progress, toolkit
+from setup_support import progress, together, toolkit
 from support.repository import ROOT
 
 NVCC = "bin/nvcc"
@@ -236,3 +236,21 @@ def test_progress_is_that_of_child_processes(capfd: pytest.CaptureFixture[str]) 
         subprocess.run("echo '[1/2] c++ -c /r/a.cpp -o a.o -O3'; echo a warning", shell=True)
     print("after", flush=True)
     assert capfd.readouterr().out == "before\n[1/2] a.cpp\na warning\nafter\n"
+
+
+def test_the_sources_of_a_folder_are_compiled_together(tmp_path: Path) -> None:
+    sources = ["csrc/plan/plan.cpp", "csrc/engine/work.cpp", "csrc/engine/engine.cpp"]
+    made = together.compiled_together(sources, ["engine", "backend"], tmp_path)
+    assert made == ["csrc/plan/plan.cpp", str(tmp_path / "engine.cpp")]
+    text = '#include "engine/work.cpp"\n#include "engine/engine.cpp"\n'
+    assert (tmp_path / "engine.cpp").read_text() == text
+
+
+def test_a_file_that_stays_as_it_was_keeps_its_date(tmp_path: Path) -> None:
+    file = tmp_path / "engine.cpp"
+    together.compiled_together(["csrc/engine/work.cpp"], ["engine"], tmp_path)
+    os.utime(file, (1, 1))
+    together.compiled_together(["csrc/engine/work.cpp"], ["engine"], tmp_path)
+    assert file.stat().st_mtime == 1
+    together.compiled_together(["csrc/engine/engine.cpp"], ["engine"], tmp_path)
+    assert file.stat().st_mtime > 1

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Runs clang-tidy over csrc, with the checks of .clang-tidy.
+
+    python .ci/tidy.py [JOBS]        default: 2 processes at a time
+
+Most of the time goes to torch's headers, so that the sources of a folder are checked as one: two of
+them may not give the same name to different things. What has passed is not checked again before a
+source, a header or a check changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import platform
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BUILD = ROOT / "build" / "tidy"
+# The folders that include torch; those with the most to do come first.
+WITH_TORCH = ("bindings", "gradients", "compressor", "backend", "forwarding", "engine")
+WITHOUT_TORCH = ("kernels", "plan")
+# The macros that setup.py, and torch's part of it, define.
+MACROS = {
+    "POWERSGD_TORCH_VERSION": '"0"',
+    "TORCH_EXTENSION_NAME": "_C",
+    "USE_C10D_GLOO": "1",
+    "USE_DISTRIBUTED": "1",
+}
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted((ROOT / "csrc" / folder).rglob("*.cpp"))
+
+
+def flags() -> list[str]:
+    """The flags of the compiler."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("clang-tidy needs the headers of torch, which is not installed")
+    torch = Path(spec.submodule_search_locations[0]) / "include"
+    system = [torch, torch / "torch/csrc/api/include", Path(sysconfig.get_path("include"))]
+    # clang does not know `#pragma GCC target`, so the intrinsics of every target are enabled here.
+    machine = ["-march=x86-64-v4"] if platform.machine() == "x86_64" else []
+    return [
+        "-std=c++20",
+        "-fopenmp",
+        *machine,
+        *(f"-I{ROOT / folder}" for folder in ("include", "csrc")),
+        *(f"-isystem{folder}" for folder in system),
+        *(f"-D{name}={value}" for name, value in MACROS.items()),
+    ]
+
+
+def fingerprint(files: Iterable[Path], arguments: list[str]) -> str:
+    """A digest of all that the result of a check depends on, except for torch itself."""
+    headers = [f for folder in ("include", "csrc") for f in (ROOT / folder).rglob("*.h")]
+    digest = hashlib.sha256(repr(arguments).encode())
+    for file in sorted([*files, *headers, ROOT / ".clang-tidy"]):
+        digest.update(str(file).encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def check(name: str, files: list[Path]) -> str:
+    """Checks sources as one. Returns the findings, which are none if the text is empty."""
+    passed = BUILD / f"{name}.passed"
+    arguments = flags()
+    print_of_inputs = fingerprint(files, arguments)
+    if passed.exists() and passed.read_text() == print_of_inputs:
+        return ""
+    together = BUILD / f"{name}.cpp"
+    together.write_text("".join(f'#include "{file}"\n' for file in files))
+    ended = subprocess.run(
+        ["clang-tidy", "--quiet", str(together), "--", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ended.returncode == 0:
+        passed.write_text(print_of_inputs)
+        return ""
+    return ended.stdout.replace(f"{ROOT}/", "") or ended.stderr
+
+
+def main(jobs: int) -> int:
+    BUILD.mkdir(parents=True, exist_ok=True)
+    groups = {folder: sources(folder) for folder in WITH_TORCH}
+    for file in [file for folder in WITHOUT_TORCH for file in sources(folder)]:
+        groups["-".join(file.relative_to(ROOT / "csrc").with_suffix("").parts)] = [file]
+    with ThreadPoolExecutor(jobs) as pool:
+        findings = [text for text in pool.map(check, groups, groups.values()) if text]
+    print(*findings, sep="\n", end="")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 2))
