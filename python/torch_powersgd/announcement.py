@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch_powersgd import log
 from torch_powersgd._core import _C
 from torch_powersgd.options import Options
+from torch_powersgd.units import size_text
 
 
 def announce(model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
@@ -35,13 +36,6 @@ def announce(model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
     share = 100 * outline.compressed_numel / outline.numel
     log.notice(
         f"{outline.compressed_parameters} of {outline.parameters} parameters ({share:.1f} % of the "
-        f"elements) are compressed at rank {rank}; a step sends {_bytes(outline.bytes_after)} "
-        f"in place of {_bytes(outline.bytes_before)}, from step {start} on"
+        f"elements) are compressed at rank {rank}; a step sends {size_text(outline.bytes_after)} "
+        f"in place of {size_text(outline.bytes_before)}, from step {start} on"
     )
-
-
-def _bytes(size: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size} B"
