@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from torch_powersgd import log, watch
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import Meeting, count_call, store_of_call
+from torch_powersgd.agreement import CollectiveCall, count_call, store_of_call
 from torch_powersgd.options import Options, resolve
 
 if TYPE_CHECKING:
@@ -91,18 +91,18 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
         mine = {"error": str(error)}
 
-    def other_backend(meeting: Meeting, absent: list[int]) -> str:
+    def other_backend(call: CollectiveCall, absent: list[int]) -> str:
         # Gloo's address of a rank, as it stands where a gloo group in place of this one puts it.
         gloo = [rank for rank in absent if dist_options.store.check([f"0/{rank}"])]
         return (
-            f"{meeting.names_of(gloo)} started a gloo group where "
-            f"{meeting.names_of([meeting.rank])} starts a powersgd group: all ranks must name the "
+            f"{call.names_of(gloo)} started a gloo group where "
+            f"{call.names_of([call.rank])} starts a powersgd group: all ranks must name the "
             "same backends"
             if gloo
             else ""
         )
 
-    meeting = Meeting(
+    call = CollectiveCall(
         PrefixStore("options", store),
         dist_options.group_rank,
         dist_options.global_ranks_in_group or range(dist_options.group_size),
@@ -110,7 +110,7 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
         dist_options.timeout,
         other_backend,
     )
-    meeting.agree(mine, compare_options)
+    call.agree(mine, compare_options)
     return options
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from torch_powersgd import fsdp, watch
+from torch_powersgd import fsdp
 from torch_powersgd._backend import find_backends
 from torch_powersgd._core import _C
+from torch_powersgd.agreement import next_call
 from torch_powersgd.attach import attachment_of
 from torch_powersgd.options import Options
 from torch_powersgd.proposal import Module
@@ -105,7 +106,8 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
         plain = {"per_rank": per_rank, "step": state["step"]}
     except ValueError as invalid:
         plain = {"error": str(invalid)}
-    watch.meet(group, find_backends(group)[0], "load_state_dict").agree(plain, _compare)
+    timeout = find_backends(group)[0].options._timeout
+    next_call(group, "load_state_dict", timeout).agree(plain, _compare)
     if per_rank:
         model.load_local(local, state["step"])
     else:

@@ -57,8 +57,8 @@ def agree(
         proposal = _propose(module, given, scaler, group, known)
     except ValueError as invalid:
         error = str(invalid)
-    meeting = watch.meet(group, proposal.backend if proposal is not None else None, "attach")
-    meeting.agree({"error": error} if proposal is None else proposal.plain(), _compare)
+    call = watch.attach_call(group, proposal.backend if proposal is not None else None)
+    call.agree({"error": error} if proposal is None else proposal.plain(), _compare)
     assert proposal is not None  # else the ranks did not agree
     return proposal
 
