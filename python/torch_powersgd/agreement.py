@@ -144,7 +144,7 @@ def _global_ranks(group: dist.ProcessGroup) -> Sequence[int]:
 
 
 def count_call(store: Store, rank: int) -> int:
-    """Counts a call of this rank, and returns 1 for the first."""
+    """Counts a call of this rank, and returns 1 at the first."""
     return store.add(f"calls/{rank}", 1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The line that ``attach`` says."""
+"""The line that ``attach`` logs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch_powersgd.units import size_text
 
 
 def announce(model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
-    """Says how much of a model is compressed, what a step sends, and from which step on.
+    """Logs how much of a model is compressed, what a step sends, and from which step on.
 
-    The first rank of the group speaks.
+    Only the first rank of the group logs it.
     """
     if group.rank() != 0:
         return
