@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Gradient accumulation: micro-batches give what the whole batch gives."""
+"""Gradient accumulation: the outputs of micro-batches are those of the whole batch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _job(
 
 @pytest.mark.parametrize("ddp_arguments", [{}, {"gradient_as_bucket_view": True}], ids=str)
 def test_micro_batches_are_the_whole_batch(ddp_arguments: dict[str, Any]) -> None:
-    # To the bit: so the residual was applied once a synchronisation, and to the sum.
+    # The bits are equal, so each synchronization applies the residual once, and to the sum.
     micro = ranks.run(2, _job, True, ddp_arguments)
     whole = ranks.run(2, _job, False, ddp_arguments)
     for mine, expected in zip(micro, whole, strict=True):
@@ -68,7 +68,7 @@ def test_micro_batches_are_the_whole_batch(ddp_arguments: dict[str, Any]) -> Non
 
 
 def _always_synchronized(rank: int) -> tuple[dict[str, float], int]:
-    """Without no_sync: each pass reduces what .grad then holds."""
+    """Trains without no_sync: each pass reduces the sum that .grad then holds."""
     ddp = make_attached(SHAPES, OPTIONS)
     ledger = Ledger()
     for i in range(0, 12, 3):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""P and Q in turns, one per step: what holds in the plain mode holds here.
+"""P and Q in turns, one per step: the properties of the plain mode hold here as well.
 
-The outputs against the reference are in test_reference.py, a bit-for-bit resume in
-test_checkpoint_per_rank.py.
+test_reference.py compares the outputs with the reference. test_checkpoint_per_rank.py resumes bit
+for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from support.synthetic import (
 )
 
 OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, alternating=True)
-# As in test_identity: one rounding of M, the factor and the output per step.
+# As in test_identity: each step rounds M, the factor and the output once.
 IDENTITY_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
 STEPS = 12
 
@@ -49,7 +49,11 @@ def identity(
     same: bool = False,
     device: str = "cpu",
 ) -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
-    """`same`: all ranks feed what rank 0 does."""
+    """Trains and returns the identity's errors with and without the residual, and the statistics.
+
+    Args:
+        same: all ranks have the gradients of rank 0.
+    """
     ddp = make_attached(SHAPES, options, dtype, device=device)
     ledger = Ledger()
     for i in range(STEPS):
@@ -69,8 +73,8 @@ def test_outputs_and_residual_add_up_at_half_the_bytes(
     world_size: int, rank: int, dtype: torch.dtype
 ) -> None:
     options = dataclasses.replace(OPTIONS, matrix_approximation_rank=rank)
-    # Of P and Q: 16 x 75, 12 x 41 and 50 x 9. Beside them at each step: 28 elements that are sent
-    # raw, three activities and the count.
+    # P and Q belong to matrices of 16 x 75, 12 x 41 and 50 x 9. Each step also sends 28 elements of
+    # raw segments, three activities and the count.
     factors = rank * (16 + 75 + 12 + 41 + 50 + 9)
     sent = STEPS * (factors / 2 + 16 + 12 + 3 + 1) * dtype.itemsize
     for errors, without, stats in ranks.run(world_size, identity, world_size, options, dtype):
@@ -81,7 +85,7 @@ def test_outputs_and_residual_add_up_at_half_the_bytes(
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16], ids=str)
 def test_what_the_wire_rounds_off_is_part_of_the_residual(wire: torch.dtype) -> None:
-    # As in test_wire: the sum of two equal numbers is exact.
+    # As in test_wire, the sum of two equal numbers is exact.
     options = dataclasses.replace(OPTIONS, wire_dtype=wire)
     for errors, _, stats in ranks.run(2, identity, 2, options, torch.float32, True):
         assert stats["skipped_steps"] == 0
@@ -90,7 +94,7 @@ def test_what_the_wire_rounds_off_is_part_of_the_residual(wire: torch.dtype) -> 
 
 
 def _constant_low_rank(rank: int) -> list[float]:
-    """What has been delivered after each step, over what was fed."""
+    """The relative error of the sum of the outputs after each step."""
     ddp = make_attached({"w": (24, 36)}, dataclasses.replace(OPTIONS, min_compression_rate=1))
     left, right = torch.linspace(-1, 1, 24), torch.linspace(1, 2, 36)
     same = torch.outer(left, right) + torch.outer(left**2, right**3)
@@ -102,8 +106,8 @@ def _constant_low_rank(rank: int) -> list[float]:
 
 
 def test_a_constant_gradient_of_low_rank_is_delivered_with_every_second_step() -> None:
-    # A step that sends P finds the columns' span, whatever Q is; the next one, which projects on
-    # it, delivers all that there is, with what the first one owed.
+    # A step that sends P finds the columns' span, whatever Q is. The next step projects onto that
+    # span and sends all of the gradient, with the residual of the first step.
     for errors in ranks.run(2, _constant_low_rank):
         assert max(errors[1::2]) < 1e-5, errors
         assert errors[0] > 0.1
@@ -142,7 +146,11 @@ def test_warm_up_and_what_is_raw_are_exact() -> None:
 
 
 def _trajectory(rank: int, bad: dict[int, int]) -> tuple[list[Arrays], list[bool], int]:
-    """The outputs of good steps; `bad`: so many that are not finite in front of each."""
+    """The outputs of the good steps.
+
+    Args:
+        bad: how many steps that are not finite precede each good step.
+    """
     ddp = make_attached(SHAPES, OPTIONS)
     good, all_nan = [], []
     for i in range(7):
@@ -158,7 +166,7 @@ def _trajectory(rank: int, bad: dict[int, int]) -> tuple[list[Arrays], list[bool
 
 @pytest.mark.parametrize("bad", [{0: 2}, {3: 2}, {4: 2}, {2: 2, 5: 4}], ids=str)
 def test_steps_that_are_not_finite_leave_no_trace(bad: dict[int, int]) -> None:
-    # In pairs: a skipped step is a turn, so that after one alone the other factor is sent.
+    # A skipped step is a turn, so the other factor is sent after it. Two of them restore the turn.
     expected = ranks.run(2, _trajectory, {})
     for (good, all_nan, skipped), (left_out, *_) in zip(
         ranks.run(2, _trajectory, bad), expected, strict=True
@@ -181,7 +189,7 @@ def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(case: str) -> No
 
 
 def _in_and_out_of_use(rank: int) -> dict[str, float]:
-    """ "wide" is used by no rank, by one and by both."""
+    """Trains while no rank, one rank or both ranks use "wide"."""
     ddp = make_attached(SHAPES, OPTIONS, find_unused_parameters=True)
     ledger = Ledger()
     for i in range(STEPS):
@@ -200,7 +208,7 @@ def _in_and_out_of_use(rank: int) -> dict[str, float]:
     return ledger.errors(residuals_of(ddp))
 
 
-def test_a_parameter_that_is_not_used_keeps_what_it_is_owed() -> None:
+def test_a_parameter_that_is_not_used_keeps_its_residual() -> None:
     for errors in ranks.run(2, _in_and_out_of_use):
         assert max(errors.values()) < 1e-5, errors
 
@@ -208,7 +216,9 @@ def test_a_parameter_that_is_not_used_keeps_what_it_is_owed() -> None:
 def _job(
     rank: int, world_size: int, steps: range, state: bytes | None, options: tp.Options
 ) -> tuple[bytes, list[Arrays], tuple[Arrays, Arrays], Arrays]:
-    """From a saved state or nothing: the state at the end, the outputs, and their sums."""
+    """Trains from a saved state or from nothing; returns the state, the outputs, sums and
+    residuals.
+    """
     ddp = make_attached(SHAPES, options)
     if state is not None:
         tp.load_state_dict(ddp, from_bytes(state))
@@ -223,7 +233,7 @@ def _job(
 
 @pytest.mark.parametrize("saved", [5, 6])
 def test_resume_goes_on_as_if_there_had_been_no_end(saved: int) -> None:
-    # After a step that sends P, and after one that sends Q.
+    # One state is saved after a step that sends P, the other after one that sends Q.
     state = ranks.run(2, _job, 2, range(saved), None, OPTIONS)[0][0]
     whole = ranks.run(2, _job, 2, range(saved + 5), None, OPTIONS)[0][1]
     resumed = ranks.run(2, _job, 2, range(saved, saved + 5), state, OPTIONS)[0][1]
@@ -248,19 +258,19 @@ OF_RANK_3 = dataclasses.replace(OPTIONS, matrix_approximation_rank=3)
     ],
     ids=["more-ranks", "rank-2-to-3", "rank-3-to-2", "to-plain", "from-plain"],
 )
-def test_resume_in_another_form_keeps_what_is_owed(
+def test_resume_in_another_form_keeps_the_residuals(
     before: tp.Options, after: tp.Options, world_sizes: tuple[int, int]
 ) -> None:
     first = ranks.run(world_sizes[0], _job, world_sizes[0], range(5), None, before)[0]
     second = ranks.run(world_sizes[1], _job, world_sizes[1], range(5, 11), first[0], after)[0]
     for name in SHAPES:
-        delivered = first[2][0][name] + second[2][0][name] + second[3].get(name, 0)
-        owed = first[2][1][name] + second[2][1][name]
-        assert np.linalg.norm(delivered - owed) < 1e-5 * np.linalg.norm(owed), name
+        outputs = first[2][0][name] + second[2][0][name] + second[3].get(name, 0)
+        means = first[2][1][name] + second[2][1][name]
+        assert np.linalg.norm(outputs - means) < 1e-5 * np.linalg.norm(means), name
 
 
 def _flat(rank: int) -> tuple[float, bool]:
-    """A flat tensor: the plain mode, also with these options."""
+    """A flat tensor is compressed in the plain mode, also with these options."""
     ledger = Ledger()
     for i in range(30):
         quiet = 1e-20 if i >= 8 else 1

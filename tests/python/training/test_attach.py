@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""attach and detach: what they refuse, several models in a process, state that outlives detach."""
+"""attach and detach: their refusals, several models in a process, a state that outlives detach."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def _refused(rank: int, kind: str) -> tuple[str, bool]:
     else:
         shapes = dict(SHAPES)
         if kind == "models" and rank == 1:
-            shapes["renamed"] = shapes.pop("tall")  # of the same shape, which DDP cannot see
+            # Of the same shape, so DDP does not see the difference
+            shapes["renamed"] = shapes.pop("tall")
             shapes["bias"], shapes["small"] = shapes.pop("bias"), shapes.pop("small")
         ddp = make_ddp(shapes)
     if kind == "python hook":
@@ -121,7 +122,7 @@ def test_what_needs_an_attached_module_says_so() -> None:
 def _attach_again(rank: int) -> tuple[str, str, int]:
     ddp = make_attached(SHAPES, OPTIONS)
     step(ddp, gradients(SHAPES, rank, 0))
-    tp.attach(ddp, OPTIONS)  # nothing to do
+    tp.attach(ddp, OPTIONS)  # it does nothing
     changed = _message(tp.attach, ddp, OTHER)
     hook = _message(ddp.register_comm_hook, None, allreduce_hook, error=RuntimeError)
     return changed, hook, tp.state_dict(ddp)["step"]
@@ -203,7 +204,7 @@ def test_two_models_do_not_disturb_each_other(how: str) -> None:
 
 
 def _options_of(rank: int) -> tuple[list[int], list[str]]:
-    """Of the model, of the group, and of a model that was deleted."""
+    """The ranks of a model with its own options, of one with the group's, and of a deleted one."""
     inherited = make_attached(SHAPES)
     own = make_attached(SHAPES, OTHER)
     fields = [
@@ -243,7 +244,11 @@ def test_frozen_and_ignored_parameters_are_left_out() -> None:
 
 
 def _subgroup(rank: int, detail: bool) -> dict[str, float]:
-    """Ranks 1 and 2 of 3 train; torch checks every call of the group if `detail`."""
+    """Ranks 1 and 2 of 3 train.
+
+    Args:
+        detail: torch checks every call of the group.
+    """
     if detail:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
     group = dist.new_group([1, 2], backend="cpu:powersgd", pg_options=OPTIONS)

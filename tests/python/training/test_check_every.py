@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The guard over what must be equal on all ranks: it finds what differs, says so and mends it."""
+"""The check of everything that must be equal on all ranks finds, reports and mends differences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _differences(records: LogRecords) -> list[str]:
 
 
 def _corrupt(ddp: DistributedDataParallel, name: str, field: str) -> None:
-    """One bit of this rank's state, the lowest of one number."""
+    """Flips one bit of this rank's state, the lowest of one number."""
     state = tp.state_dict(ddp, per_rank=True)
     state["parameters"][f"weights.{name}"][field].view(-1).view(torch.int32)[5] ^= 1
     locals_ = [_to_local(name, tensors) for name, tensors in state["parameters"].items()]
@@ -45,9 +45,9 @@ def _corrupt(ddp: DistributedDataParallel, name: str, field: str) -> None:
 def unused(
     rank: int, world_size: int, damage: int | None, device: str = "cpu"
 ) -> tuple[list[str], list[int], dict[tuple[str, str], bytes], dict[str, float]]:
-    """Nine steps; "second" is not used in those after the damage, so that its Q stays as it is.
+    """Runs nine steps; those after the damage do not use "second", so that its Q stays as it is.
 
-    A parameter that is used mends itself: P is summed over the ranks, whatever they made it with.
+    A parameter in use mends itself: the ranks add P, whatever each of them made it with.
 
     Args:
         damage: the rank whose Q of "second" is changed between steps 3 and 4.
@@ -97,7 +97,7 @@ def test_nothing_to_find() -> None:
 
 
 def _same_training(rank: int, options: tp.Options) -> tuple[list[bytes], int]:
-    """All outputs of a training with a part that is attached and one that is flat."""
+    """All outputs of a training with an attached part and a flat one."""
     ddp = make_attached(SHAPES, options)
     outputs: list[torch.Tensor] = []
     for i in range(7):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Saving and resuming: nothing that is owed is lost, on the same or another number of ranks."""
+"""Saving and resuming: no residual is lost, on the same or another number of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from support.synthetic import (
     to_numpy,
 )
 
-# Two exact steps first: a job that resumes must not begin its warm-up again.
+# Two exact steps come first: a job that resumes must not begin its warm-up again.
 OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
 WEIGHTS = {f"weights.{name}" for name in COMPRESSED}
 
@@ -44,7 +44,7 @@ Job = tuple[bytes, bytes, list[Arrays], tuple[Arrays, Arrays]]
 def _job(
     rank: int, world_size: int, steps: range, state: bytes | None, options: tp.Options = OPTIONS
 ) -> Job:
-    """Steps of a job, from a saved state or from nothing."""
+    """Runs steps of a job, from a saved state or from nothing."""
     ddp = make_attached(SHAPES, options)
     if state is not None:
         tp.load_state_dict(ddp, from_bytes(state))
@@ -76,7 +76,7 @@ def _identity_errors(jobs: list[Job], state: bytes) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def first_job() -> list[Job]:
-    """What each of two ranks has after six steps."""
+    """The results of two ranks after six steps."""
     return ranks.run(2, _job, 2, range(6), None)
 
 
@@ -101,7 +101,7 @@ def test_the_state_is_equal_on_all_ranks_and_complete(
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2), (2, 1)])
-def test_resume_keeps_what_is_owed(before: int, after: int) -> None:
+def test_resume_keeps_the_residuals(before: int, after: int) -> None:
     first = ranks.run(before, _job, before, range(6), None)[0]
     for second in ranks.run(after, _job, after, range(6, 11), first[1]):
         loaded, ended, _, _ = second
@@ -119,8 +119,8 @@ def test_resume_keeps_what_is_owed(before: int, after: int) -> None:
 def test_resume_goes_on_as_if_there_had_been_no_end(
     first_job: list[Job],
 ) -> None:
-    # The outputs depend on the mean residual, on Q and on the step alone. The tolerance is that of
-    # the reference: residuals that are rounded differently.
+    # The outputs depend on the mean residual, on Q and on the step alone. The tolerance is the
+    # reference's, because the residuals are rounded differently.
     for whole, resumed in zip(
         ranks.run(2, _job, 2, range(11), None),
         ranks.run(2, _job, 2, range(6, 11), first_job[0][1]),
@@ -145,7 +145,7 @@ def test_another_rank_takes_over_residual_and_q(
             kept = min(2, new_rank)
             assert parameter["q"].shape[0] == new_rank
             assert torch.equal(parameter["q"][:kept], saved[name]["q"][:kept])
-            assert (parameter["q"].norm(dim=1) > 0.1).all()  # new rows are there to be used
+            assert (parameter["q"].norm(dim=1) > 0.1).all()  # new rows can be used
             assert relative_error(parameter["residual"], saved[name]["residual"]) < 1e-6
         errors = _identity_errors([first_job[0], second], second[1])
         assert max(errors.values()) < 1e-5, errors
@@ -179,8 +179,8 @@ def test_a_parameter_that_is_not_in_the_model_is_dropped_with_a_warning(
 def _no_longer_compressed(
     rank: int, data: bytes, scale: float
 ) -> tuple[dict[str, Any], list[tuple[str, str]], list[Arrays]]:
-    """The outputs of two steps after loading, less the mean gradients: what was owed."""
-    # At rank 12 none of the matrices pays.
+    """The outputs of two steps after loading, less the mean gradients: the saved residual."""
+    # No matrix pays at rank 12.
     options = dataclasses.replace(OPTIONS, matrix_approximation_rank=12)
     ddp = make_attached(SHAPES, options)
     residuals, log = _load(ddp, data)
@@ -194,19 +194,19 @@ def _no_longer_compressed(
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_what_a_parameter_that_is_no_longer_compressed_is_owed_comes_with_its_next_gradient(
+def test_a_residual_that_is_no_longer_compressed_is_added_to_the_next_gradient(
     first_job: list[Job],
     scale: float,
 ) -> None:
-    owed = _residuals(first_job[0][1])
+    saved = _residuals(first_job[0][1])
     for residuals, log, (first, second) in ranks.run(
         2, _no_longer_compressed, first_job[0][1], scale
     ):
         assert residuals == {}
         assert any(level == "INFO" and "weights.tall" in text for level, text in log), log
         for name in SHAPES:
-            expected = owed.get(f"weights.{name}", 0)
-            # One rounding of the sum, of elements below 10, in float32.
+            expected = saved.get(f"weights.{name}", 0)
+            # The sum is rounded once, in float32, and its elements are below 10.
             assert abs(first[name] - expected).max() < 10 * 2**-23, name
             assert abs(second[name]).max() < 10 * 2**-23, name
 
@@ -280,7 +280,9 @@ def test_a_state_of_another_form_is_refused(
 
 
 def _untouched(rank: int, load_fresh: bool) -> tuple[bool, bytes]:
-    """A state is a copy; before the first compressed step it is what that step will start from."""
+    """A state is a copy. Before the first compressed step it is the state that this step starts
+    from.
+    """
     ddp = make_attached(SHAPES, OPTIONS)
     fresh = tp.state_dict(ddp)["parameters"]
     assert fresh.keys() == WEIGHTS
@@ -308,7 +310,7 @@ def test_a_saved_state_does_not_change_any_more() -> None:
 def _next_output(
     rank: int, data: bytes | None, last: bool, new_options: tp.Options
 ) -> tuple[bytes, Array]:
-    """The output after resuming with a weight that is laid out in this way."""
+    """Resumes with a weight of this memory format, or begins with it; returns the next output."""
     conv = torch.zeros(16, 5, 3, 3)
     if last:
         conv = conv.to(memory_format=torch.channels_last)
@@ -326,8 +328,8 @@ def _next_output(
 
 @pytest.mark.parametrize("last", [False, True], ids=["from-contiguous", "from-channels-last"])
 def test_the_state_does_not_depend_on_the_memory_format(last: bool) -> None:
-    # The columns of a channels_last weight are permuted: residual and Q are saved in the order of
-    # the contiguous one, else the next output would be another. The tolerance is the reference's.
+    # The columns of a channels_last weight are permuted. Residual and Q are saved in the order of
+    # the contiguous weight, or the next output would differ. The tolerance is the reference's.
     (data, expected), _ = ranks.run(2, _next_output, None, last, OPTIONS)
     _, output = ranks.run(2, _next_output, data, not last, OPTIONS)[0]
     assert np.linalg.norm(output - expected) < 2e-5 * np.linalg.norm(expected)

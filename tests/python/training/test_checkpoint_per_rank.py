@@ -48,7 +48,7 @@ def _outputs(
 ) -> list[Arrays]:
     result = []
     for i in steps:
-        tp.set_grad_scale(scale * 2 ** (i % 3))  # so that the residual is in other units
+        tp.set_grad_scale(scale * 2 ** (i % 3))  # changes the units of the residual
         result.append(to_numpy(step(ddp, gradients(SHAPES, rank, i))))
     return result
 
@@ -76,8 +76,8 @@ def _resumed(
 )
 def test_resumes_bit_for_bit(variant: str, world_size: int) -> None:
     options = dataclasses.replace(OPTIONS, **VARIANTS[variant])
-    # DDP rebuilds its buckets after the first step, in another order, and the sum of three ranks
-    # depends on where in a buffer its elements are, compressed or not; that of two does not.
+    # DDP rebuilds its buckets in another order after the first step. The sum of three ranks depends
+    # on the place of its elements in a buffer, compressed or not. The sum of two ranks does not.
     fixed_buckets = {"find_unused_parameters": world_size > 2}
     jobs = ranks.run(world_size, _uninterrupted, options, fixed_buckets)
     states = [state for state, _ in jobs]
@@ -92,7 +92,7 @@ def test_resumes_bit_for_bit(variant: str, world_size: int) -> None:
 
 
 def test_resumes_bit_for_bit_with_other_buckets() -> None:
-    """State belongs to parameters: what is in a bucket with what does not matter."""
+    """The state belongs to parameters: it does not matter which bucket holds them."""
     jobs = ranks.run(2, _uninterrupted, OPTIONS, {})
     states = [state for state, _ in jobs]
     resumed = ranks.run(2, _resumed, states, OPTIONS, {"bucket_cap_mb": 1e-4})
@@ -113,7 +113,7 @@ def _refused(
     spoil: Spoil,
     options: tp.Options = OPTIONS,
 ) -> tuple[str, bool]:
-    """The message of load_state_dict, and whether anything has changed."""
+    """The message of load_state_dict, and whether it left everything unchanged."""
     ddp = make_attached(SHAPES, options)
     _outputs(ddp, rank, range(2))
     before = to_bytes(tp.state_dict(ddp, per_rank=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a training job does besides, on a GPU: the bodies of the tests on the CPU, run there."""
+"""Training on a GPU: the bodies of the tests on the CPU run there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(inner: str, case
 
 
 def _no_synchronization(rank: int) -> tuple[bool, bool]:
-    """A skipped step is taken back on the device, by a found_inf that the host has not read."""
+    """Takes a skipped step back on the device, by a found_inf that the host has not read."""
     ddp = make_attached(SHAPES, options_of(), device="cuda")
     model = attached_model(ddp)
     for i in range(2):

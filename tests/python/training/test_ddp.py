@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attached DDP in the ways in which DDP is used: what it does with its buckets must not matter."""
+"""Attached DDP in all its modes: the layout of its buckets must not matter."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from torch_powersgd._core import _C
 OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
 # As in test_identity.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
-# Parameters are used in another order than that in which they are registered, so that DDP's rebuilt
-# buckets hold them in another order than the first ones.
+# The parameters are used in another order than they are registered in. DDP's rebuilt buckets then
+# hold them in another order than the first buckets.
 ORDER = ("bias", "wide", "small", "conv", "tall")
 MIXED = {name: SHAPES[name] for name in ORDER}
 
@@ -80,8 +80,8 @@ def test_plain_ddp(plain: list[Facts]) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_ddp_variants_give_the_same_bits(plain: list[Facts], name: str) -> None:
-    # The state belongs to the parameter and every order of summation to its shape. The sum of two
-    # ranks is the same whatever else is in the payload.
+    # The state belongs to the parameter, and every order of summation to its shape. The sum of two
+    # ranks is the same in any payload.
     results = ranks.run(2, _variant, VARIANTS[name])
     for (errors, outputs, calls), (_, expected, _) in zip(results, plain, strict=True):
         assert max(errors.values()) < TOLERANCE[torch.float32], errors
@@ -91,7 +91,7 @@ def test_ddp_variants_give_the_same_bits(plain: list[Facts], name: str) -> None:
         if "bucket_cap_mb" in VARIANTS[name]:
             assert calls[5] - calls[4] > 2  # several buckets a step
         if name.startswith("rebuilt"):
-            assert calls[1] - calls[0] == 1  # the first layout was another
+            assert calls[1] - calls[0] == 1  # the first layout had one bucket
 
 
 def _unused(rank: int, ddp_arguments: dict[str, Any]) -> tuple[dict[str, float], set[str]]:
@@ -112,7 +112,7 @@ def _unused(rank: int, ddp_arguments: dict[str, Any]) -> tuple[dict[str, float],
 
 @pytest.mark.parametrize("views", [False, True])
 def test_unused_parameters(views: bool) -> None:
-    # A parameter that this rank does not use contributes 0; one that no rank uses stays without a
+    # A parameter that this rank does not use contributes 0. One that no rank uses stays without a
     # gradient.
     for errors, left in ranks.run(2, _unused, {"gradient_as_bucket_view": views}):
         assert left == {"never"}
@@ -133,7 +133,7 @@ def _unused_on_all_ranks(rank: int) -> dict[str, float]:
 
 
 def test_a_parameter_that_no_rank_uses_loses_nothing() -> None:
-    # DDP throws away what the bucket then holds for it. What is thrown away is still owed.
+    # DDP throws away the bucket's output for it. The residual keeps what is thrown away.
     for errors in ranks.run(2, _unused_on_all_ranks):
         assert max(errors.values()) < TOLERANCE[torch.float32], errors
 
@@ -160,7 +160,9 @@ def test_no_sync_accumulates_and_compresses_once() -> None:
 
 
 def _layouts(rank: int) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-    """Parameters that are dense but not contiguous; gradients with and without their layout."""
+    """Parameters that are dense but not contiguous; their gradients have the same layout or
+    another.
+    """
     last = torch.channels_last
     ddp = DistributedDataParallel(
         Synthetic(
@@ -217,7 +219,7 @@ def test_mixed_dtypes_in_one_model() -> None:
     for errors, kinds in ranks.run(2, _dtypes):
         for name in ("fp32", "fp64"):
             assert errors[name] < TOLERANCE[DTYPES[name]], errors
-        # As in test_identity: 8 outputs, each rounded once to bfloat16.
+        # As in test_identity: there are 8 outputs, each rounded once to bfloat16.
         assert errors["bf16"] < 8 / 4 * torch.finfo(torch.bfloat16).eps / 2, errors
         assert kinds["fp64"] == "torch.float64"
 
@@ -248,9 +250,10 @@ def _against_gloo(
 
 @pytest.mark.parametrize(
     ("world_size", "views", "zero"),
-    # 3 ranks, since a division by 2 is exact in whatever way it is done. Then DDP multiplies by a
-    # third, as we do, but divides gradients that stay in their bucket between steps (views that are
-    # zeroed): it does not agree with itself there, and no test can ask it of us.
+    # Three ranks show a difference that two do not: a division by 2 is exact in any form. DDP
+    # multiplies by a third, as this project does. But DDP divides gradients that stay in their
+    # bucket between steps (zeroed views). It does not agree with itself there, and no test can
+    # demand agreement.
     [(2, False, False), (2, False, True), (2, True, False), (2, True, True)]
     + [(3, False, False), (3, False, True), (3, True, False)],
 )
@@ -280,8 +283,8 @@ def _alone(rank: int) -> tuple[list[bool], bool, int]:
         mine = gradients(SHAPES, rank, i)
         outputs = step(ddp, mine)
         exact.append(all(torch.equal(outputs[name], mine[name]) for name in SHAPES))
-    owed = any(residual.any().item() for residual in residuals_of(ddp).values())
-    return exact, owed, tp.stats()["compressed_calls"]
+    left = any(residual.any().item() for residual in residuals_of(ddp).values())
+    return exact, left, tp.stats()["compressed_calls"]
 
 
 def test_one_rank_has_nothing_to_send() -> None:

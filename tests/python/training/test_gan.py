@@ -23,10 +23,10 @@ def _layers(*sizes: Any) -> torch.nn.Sequential:
 
 
 def _gan(rank: int, careful: bool) -> tuple[Facts, Facts, dict[str, float], list[bool]]:
-    """Not careful: the generator's pass reduces the discriminator's gradients too."""
+    """Trains both. Without care the generator's pass reduces the discriminator's gradients too."""
     discriminator = TrainingPair(lambda _: _layers(24, 32, 20, 4))
     generator = TrainingPair(lambda _: _layers(12, 40, 24))
-    wanted = Ledger()  # of the discriminator's gradients, those that it is trained with
+    wanted = Ledger()  # of the gradients that train the discriminator
     kept = []
     for i in range(STEPS):
         noise = gradient((8, 12), "noise", rank, i)
@@ -75,7 +75,8 @@ def test_gan(careful: bool) -> None:
             assert all(kept)
             assert errors == discriminator.errors
         else:
-            # All that was delivered adds up, but some of it in the pass that is thrown away.
+            # The sum of all outputs is right, but a part of it lies in the pass that is thrown
+            # away.
             assert not any(kept[WARM_UP:])
             assert max(errors.values()) > 100 * TOLERANCE, errors
     for k in (0, 1):

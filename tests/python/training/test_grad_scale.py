@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The loss scale: residuals follow it, so that it can change at any time."""
+"""The loss scale may change at any time, because the residuals follow it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from support.synthetic import (
 
 OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=500)
 FLAT = {"flat": (1000,)}
-# Scaling by powers of two is exact in floating point, but for the others each gradient, memory and
-# output is rounded once more: as in test_reference.
+# Powers of two scale exactly in floating point. The other scales round each gradient, residual and
+# output once more, as in test_reference.
 TOLERANCE = 2e-5
 
 SCALES = {
@@ -36,14 +36,14 @@ SCALES = {
 
 
 def _outputs(
-    rank: int, kind: str, scales: list[float], told: bool
+    rank: int, kind: str, scales: list[float], announced: bool
 ) -> tuple[list[Arrays], dict[str, float]]:
     """The outputs in the units of the unscaled gradient."""
     shapes = FLAT if kind == "flat" else SHAPES
     ddp = None if kind == "flat" else make_attached(SHAPES, OPTIONS)
     outputs = []
     for i, scale in enumerate(scales):
-        if told:
+        if announced:
             tp.set_grad_scale(scale)
         mine = {name: scale * g for name, g in gradients(shapes, rank, i).items()}
         if ddp is None:
@@ -73,15 +73,15 @@ def test_a_scaled_run_is_the_unscaled_one(kind: str, name: str) -> None:
         assert scaled_norms[parameter] == pytest.approx(norm * scales[-1], rel=TOLERANCE)
 
 
-def test_the_backend_must_be_told() -> None:
-    # Otherwise the test above would say nothing.
+def test_the_backend_must_know_the_scale() -> None:
+    # Otherwise the test above would prove nothing.
     expected, _ = ranks.run(2, _outputs, "attached", [1.0] * 6, True, options=OPTIONS)[0]
     outputs, _ = ranks.run(2, _outputs, "attached", SCALES["powers"], False, options=OPTIONS)[0]
     assert _worst(outputs, expected) > 0.1
 
 
 def _overflow(rank: int, bad: bool) -> list[Arrays]:
-    """As a GradScaler does it: a step overflows, the scale is halved."""
+    """Trains as with a GradScaler: a step overflows and the scale is halved."""
     ddp = make_attached(SHAPES, OPTIONS)
     scale, outputs = 4096.0, []
     for i in range(6):
@@ -106,7 +106,7 @@ def test_a_skipped_step_and_a_new_scale_together() -> None:
 def _checkpoint(
     rank: int, state: bytes | None, scale: float
 ) -> tuple[float, bytes | Arrays, Arrays]:
-    """Two steps at a scale and the state, or what is owed after loading it at this scale."""
+    """Two steps at a scale and the state, or the residuals after loading it at this scale."""
     tp.set_grad_scale(scale)
     ddp = make_attached(SHAPES, OPTIONS)
     if state is None:
@@ -115,18 +115,18 @@ def _checkpoint(
         saved = tp.state_dict(ddp)
         return saved["grad_scale"], to_bytes(saved), to_numpy(residuals_of(ddp))
     tp.load_state_dict(ddp, from_bytes(state))
-    owed = to_numpy(residuals_of(ddp))
+    residuals = to_numpy(residuals_of(ddp))
     mine = {name: scale * g for name, g in gradients(SHAPES, rank, 3).items()}
-    return tp.state_dict(ddp)["grad_scale"], owed, to_numpy(step(ddp, mine))
+    return tp.state_dict(ddp)["grad_scale"], residuals, to_numpy(step(ddp, mine))
 
 
 def test_a_checkpoint_keeps_its_scale() -> None:
     saved_scale, state, saved = ranks.run(2, _checkpoint, None, 1024.0)[0]
     assert saved_scale == 1024
     runs = {s: ranks.run(2, _checkpoint, state, s)[0] for s in (1024.0, 1.0, 48.0)}
-    for scale, (current, owed, _) in runs.items():
+    for scale, (current, residuals, _) in runs.items():
         assert current == scale
-        for name, residual in owed.items():
+        for name, residual in residuals.items():
             value = torch.from_numpy(residual * 1024 / scale)
             assert relative_error(value, torch.from_numpy(saved[name])) < 1e-6
     for scale, (_, _, output) in runs.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Nothing is lost, only delayed; what low rank can hold comes back; residuals stay bounded."""
+"""The identity of outputs and residuals, exact gradients of low rank, and bounded residuals."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from support.synthetic import (
     step,
 )
 
-# The sum of outputs + the mean residual against the sum of mean gradients. Each step rounds M, the
-# factors and the output once: in float32 an error of about 6e-8 * |M| with |M| a few times the
-# gradient's norm, added up at random over some ten steps. 1e-5 is the design's own bound; float64's
-# is in the same proportion to its rounding.
+# These bound the error of "sum of outputs + mean residual = sum of mean gradients". Each step
+# rounds M, the factors and the output once. In float32 that is an error of about 6e-8 * |M|, where
+# |M| is a few times the gradient's norm. Some ten steps add such errors at random. The bound for
+# float64 is in the same proportion to its rounding.
 IDENTITY_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
 STEPS = 12
 
@@ -60,7 +60,7 @@ def test_attached_outputs_and_residual_add_up(
     ):
         assert set(sizes) == set(COMPRESSED)
         assert max(errors.values()) < IDENTITY_TOLERANCE[dtype], errors
-        # The check would see a residual that is missing: a good part is still owed.
+        # Without the residual the identity fails by far, so a missing residual would show.
         assert min(without[name] for name in COMPRESSED) > 0.1, without
         assert stats["steps"] == STEPS
         assert stats["ratio"] > 1.5
@@ -68,10 +68,10 @@ def test_attached_outputs_and_residual_add_up(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_attached_identity_of_half_gradients(dtype: torch.dtype) -> None:
-    # The residual is float32 and is taken before the output is rounded, so that the rounding of the
-    # outputs alone is lost: half a unit in the last place of each of 12 outputs, which together are
-    # less than 12 times the norm of their sum. Rounding is as often up as down, a quarter of that
-    # bound leaves room; a residual in the gradient's dtype would lose as much again at every step.
+    # The residual is float32 and is taken before the output is rounded. So only the rounding of the
+    # outputs is lost: half a unit in the last place of each of 12 outputs. Together they are less
+    # than 12 times the norm of their sum. Rounding is as often up as down, so a quarter of that
+    # bound leaves room. A residual in the gradient's dtype would lose as much again at every step.
     options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
     for errors, *_ in ranks.run(2, _attached, 2, options, dtype):
         assert max(errors.values()) < STEPS / 4 * torch.finfo(dtype).eps / 2, errors
@@ -99,13 +99,13 @@ def test_exact_steps_between_compressed_ones_keep_the_residual() -> None:
         assert max(errors.values()) < IDENTITY_TOLERANCE[torch.float32], errors
 
 
-# 1000 elements are a matrix of 32 x 31 and a tail of 8, 1147 one of 34 x 33 and a tail of 25. Two
-# are told apart by their order alone.
+# A matrix of 32 x 31 and a tail of 8 hold 1000 elements, one of 34 x 33 and a tail of 25 hold 1147.
+# Only the order distinguishes the two tensors of one size.
 FLAT = {"first": (1000,), "second": (1147,), "third": (1000,)}
-# Rank 4 takes 4 of 34 rows' dimensions out of the mean residual at each step without a gradient:
-# after 9 it is nothing but rounding.
+# Rank 4 takes 4 of 34 rows' dimensions out of the mean residual at each step without a gradient.
+# Only rounding is left after 9 steps.
 DRAIN_STEPS = 24
-# Gradients that add nothing, but are not zero: what all ranks have a zero gradient of is not sent.
+# These gradients add nothing but are not zero: a gradient that is zero on all ranks is not sent.
 QUIET = 1e-20
 
 
@@ -180,9 +180,9 @@ def _unattached(
 def test_unattached_ddp_delivers_everything_across_the_rebuild(
     forward_order: tuple[str, str, str, str], start: int, ddp_arguments: dict[str, Any]
 ) -> None:
-    # DDP reorders its bucket by the order in which gradients arrived, before the second step (with
-    # a static graph the third). What is remembered of the first layout must not reach the wrong
-    # elements of the next.
+    # DDP reorders its bucket by the arrival of the gradients, before the second step, or the third
+    # with a static graph. The residual of the first layout must not reach the wrong elements of the
+    # next.
     options = tp.Options(start_powerSGD_iter=start, matrix_approximation_rank=4, min_numel=500)
     for errors, before_drain in ranks.run(
         2, _unattached, forward_order, ddp_arguments, options=options
@@ -195,7 +195,7 @@ LOW_RANK = {"square": (30, 30), "wide": (14, 70), "tall": (90, 12)}
 
 
 def _low_rank_gradient(rank: int, true_rank: int, i: int) -> Tensors:
-    """A mean of exactly true_rank: all ranks share the column space."""
+    """Gradients whose mean has exactly this rank: all ranks share the column space."""
     return {
         name: gradient((shape[0], true_rank), name, i) @ gradient((true_rank, shape[1]), name, rank)
         for name, shape in LOW_RANK.items()
@@ -220,8 +220,7 @@ def _low_rank(rank: int, true_rank: int, options: tp.Options, constant: bool) ->
 @pytest.mark.parametrize("constant", [True, False])
 @pytest.mark.parametrize("true_rank", [1, 2, 4])
 def test_a_gradient_of_low_rank_comes_back_exactly(true_rank: int, constant: bool) -> None:
-    # Also of a lower rank than the factors': the columns that then have nothing to hold must not
-    # disturb. 1e-5 by the second step is the design's bound.
+    # The gradient's rank may be lower than the factors': the idle columns must not disturb.
     options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=4, min_compression_rate=1)
     for errors in ranks.run(2, _low_rank, true_rank, options, constant):
         assert max(errors[1:]) < 1e-5, errors
@@ -240,7 +239,7 @@ def _constant(rank: int) -> dict[int, float]:
 
 def test_a_constant_gradient_converges_to_itself() -> None:
     # The mean output differs from G by the mean residual / steps. The residual is bounded: each of
-    # the 24 dimensions waits for its turn about 24 / 2 steps, twice that leaves room. So the error
+    # the 24 dimensions is sent about every 24 / 2 steps, and twice that leaves room. So the error
     # falls as 1 / steps.
     for errors in ranks.run(2, _constant):
         for i in (60, 120, 240):
@@ -250,8 +249,8 @@ def test_a_constant_gradient_converges_to_itself() -> None:
 def _non_iid(rank: int, steps: int) -> list[float]:
     shapes = {"w": (16, 40)}
     ddp = make_attached(shapes, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2))
-    # The ranks' gradients differ from the mean by 5 times as much as the mean is large, always in
-    # the same direction; a little noise reaches every dimension.
+    # The ranks' gradients differ from the mean by 5 times its size, always in the same direction. A
+    # little noise reaches every dimension.
     mean = gradient((16, 40), "mean")
     apart = 5 * gradient((16, 40), "apart") * (1 if rank == 0 else -1)
     ratios = []
@@ -263,10 +262,10 @@ def _non_iid(rank: int, steps: int) -> list[float]:
 
 
 def test_the_residual_stays_bounded_on_unlike_data() -> None:
-    # Each of 16 dimensions waits for its turn about 16 / 2 steps and gathers a gradient meanwhile,
-    # whatever the number of steps: twice that is the bound, and the second half of the run must not
-    # be above the first by more than chance. A residual of the average, as torch's hook keeps it,
-    # never sheds what the ranks differ in: it grows by one gradient a step, here to some 300.
+    # Each of 16 dimensions is sent about every 16 / 2 steps and gathers a gradient meanwhile,
+    # whatever the number of steps. Twice that is the bound. The second half of the run must not
+    # exceed the first by more than chance. A residual of the average, as in torch's hook, never
+    # loses the difference of the ranks. It grows by one gradient a step, here to some 300.
     for ratios in ranks.run(2, _non_iid, 300):
         first, second = max(ratios[50:175]), max(ratios[175:])
         assert max(ratios) < 2 * 16 / 2, max(ratios)
@@ -275,24 +274,28 @@ def test_the_residual_stays_bounded_on_unlike_data() -> None:
 
 
 def _quadratic(rank: int, dtype: torch.dtype, steps: int) -> tuple[float, float]:
-    """SGD with noise on the mean over ranks of |x - c_rank|^2 / 2; |x - mean c| at both ends."""
+    """Runs noisy SGD on the mean over ranks of |x - c_rank|^2 / 2.
+
+    Returns:
+        |x - mean c| at the beginning and at the end.
+    """
     shapes = {"w": (16, 40)}
     options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
     ddp = make_attached(shapes, options, dtype)
     optimum = gradient((16, 40), "optimum")
-    centre = optimum + 5 * gradient((16, 40), "apart") * (1 if rank == 0 else -1)
+    center = optimum + 5 * gradient((16, 40), "apart") * (1 if rank == 0 else -1)
     x = torch.zeros(16, 40)
     errors = []
     for i in range(steps):
-        noisy = x - centre + 0.5 * gradient((16, 40), "noise", rank, i)
+        noisy = x - center + 0.5 * gradient((16, 40), "noise", rank, i)
         x -= 0.05 * step(ddp, {"w": noisy.to(dtype)})["w"].float()
         errors.append((x - optimum).norm().item())
     return errors[0], sum(errors[-50:]) / 50
 
 
 def test_bfloat16_gradients_train_as_well_as_float32() -> None:
-    # The ranks' gradients differ by far more than their mean, which is where a residual in half
-    # precision, or one of the average, loses it. Twice the error of float32 is the design's bound.
+    # The ranks' gradients differ by far more than their mean. A residual in half precision, or a
+    # residual of the average, loses the mean there. The error may be twice that of float32.
     first, last = ranks.run(2, _quadratic, torch.float32, 400)[0]
     _, last_half = ranks.run(2, _quadratic, torch.bfloat16, 400)[0]
     assert last < first / 10

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""DDP's join(): ranks that run out of inputs send zeros and what they still owe."""
+"""DDP's join(): ranks that run out of inputs send zeros and their residuals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _active(i: int) -> int:
 
 
 def _joined_means(i: int, divisor: int, inputs: tuple[int, int, int] = INPUTS) -> Tensors:
-    """What the ranks that are not out of inputs give, summed and divided."""
+    """The sum of the gradients of the ranks that still have inputs, divided."""
     total = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for rank, count in enumerate(inputs):
         if i < count:
@@ -68,13 +68,13 @@ def _uneven(rank: int, static: bool, ddp_arguments: dict[str, Any]) -> Uneven:
     with ddp.join(divide_by_initial_world_size=static):
         for i in range(INPUTS[rank]):
             outputs = step(ddp, gradients(USED_IN_ORDER, rank, i))
-            # In units of the sum, since the divisor changes from step to step.
+            # The ledger has the units of the sum, because the divisor changes from step to step.
             scale = WORLD_SIZE if static else _active(i)
             ledger.add({name: scale * g for name, g in outputs.items()}, _joined_means(i, 1))
     residuals = residuals_of(ddp)
     joined = ledger.errors({name: WORLD_SIZE * r for name, r in residuals.items()})
     without = ledger.errors()
-    # The ranks' states have stayed in step: they train on, all together.
+    # All ranks train on together: their states are still the same.
     later = Ledger()
     replica = []
     for i in range(10, 14):
@@ -96,18 +96,20 @@ def test_nothing_is_lost_when_ranks_run_out_of_inputs(
     static: bool, ddp_arguments: dict[str, Any]
 ) -> None:
     results = ranks.run(WORLD_SIZE, _uneven, static, ddp_arguments)
-    # The rank with the most inputs has seen every output.
+    # The rank with the most inputs has every output.
     joined, without, *_ = results[0]
     assert max(joined.values()) < TOLERANCE, joined
     assert min(without[name] for name in COMPRESSED) > 0.1, without
     for _, _, errors, replica, steps in results:
         assert max(errors.values()) < TOLERANCE, errors
         assert replica == results[0][3]
-        assert steps == max(INPUTS) + 4  # a rank that has joined steps with the others
+        assert steps == max(INPUTS) + 4  # a joined rank counts steps like the others
 
 
 def _delivered(rank: int, still: int) -> dict[str, float]:
-    """Each rank's one gradient, then all but zeros that only rank 0 still has inputs for."""
+    """Each rank has one gradient. Then rank 0 alone still has inputs, whose gradients are almost
+    zero.
+    """
     ddp = make_attached(SHAPES, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2))
     ledger = Ledger()
     with ddp.join():
@@ -119,7 +121,7 @@ def _delivered(rank: int, still: int) -> dict[str, float]:
     return ledger.errors()
 
 
-def test_what_a_joined_rank_owes_is_delivered() -> None:
+def test_the_residual_of_a_joined_rank_is_sent() -> None:
     # Rank 2 takes 2 of 16 rows' dimensions out of the mean residual at each step.
     delivered, _ = ranks.run(2, _delivered, 40)
     assert max(delivered.values()) < TOLERANCE, delivered
@@ -150,7 +152,7 @@ def test_warm_up_is_exact(static: bool) -> None:
     results = ranks.run(WORLD_SIZE, _against_gloo, static, {})
     for rank, (equal, _) in enumerate(results):
         assert equal == [True] * INPUTS[rank]
-    # The check would see the other divisor.
+    # With the other divisor the values would differ.
     last, divisor = results[0][1], WORLD_SIZE if static else 1
     for name, value in _joined_means(INPUTS[0] - 1, divisor).items():
         assert abs(last[name] - value.numpy()).max() < 1e-6
@@ -160,7 +162,7 @@ EVEN_INPUTS = (6, 2, 4)
 
 
 def _two_models(rank: int) -> tuple[list[dict[str, float]], int]:
-    """Both in one join context; every other micro-batch is not synchronised."""
+    """Trains two models in one join context. Every other micro-batch is not synchronized."""
     models = make_attached(SHAPES, OPTIONS), make_attached(SHAPES, OPTIONS)
     ledgers = Ledger(), Ledger()
     with Join(list(models)):
@@ -211,7 +213,7 @@ def _flat(rank: int) -> list[tuple[str, str]]:
     for _ in range(SETTLE_PASSES + 1):
         in_backward(lambda: dist.all_reduce(tensor.clone()))
     warnings.clear()
-    for numel, asynchronous in ((5000, False), (6000, True)):  # neither is what DDP would send
+    for numel, asynchronous in ((5000, False), (6000, True)):  # DDP would send neither
         work = dist.all_reduce(torch.ones(numel), async_op=asynchronous)
         if work:
             work.wait()
@@ -225,7 +227,7 @@ def _flat(rank: int) -> list[tuple[str, str]]:
 
 def test_a_rank_that_leaves_an_unattached_module_alone_says_so() -> None:
     # Without a hook DDP sends a joined rank's zeros outside of backward, where nothing is
-    # compressed, while the others wait for its factors: all that can be done is to say so.
+    # compressed. The others wait for its factors. A warning is all that can be done.
     for warnings in ranks.run(2, _flat, options=tp.Options(start_powerSGD_iter=0, min_numel=4000)):
         assert [level for level, _ in warnings] == ["WARNING"]
         for part in ("5000", "join()", "attach", "compression(False)"):

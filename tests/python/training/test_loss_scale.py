@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Mixed precision: the residual follows the loss scale, and a skipped step loses nothing.
 
-Both are the identity of test_identity in the units of the unscaled gradient: what was applied + the
-mean residual = the mean gradients, but for those of a bucket that was not finite.
+Both tests use the identity of test_identity in the units of the unscaled gradient. It excludes the
+gradients of a bucket that was not finite.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from support.synthetic import (
     step,
 )
 
-# Each in a bucket of its own; "bias" is sent raw, and is not owed anything.
+# Each has a bucket of its own. "bias" is a raw segment and has no residual.
 SHAPES = {"first": (30, 40), "second": (35, 25), "bias": (30,)}
 MATRICES = ("first", "second")
 OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
@@ -54,7 +54,11 @@ def with_scaler(
     device: str = "cpu",
     options: tp.Options = OPTIONS,
 ) -> tuple[dict[str, float], list[float], int]:
-    """Eight steps, of which `bad`: {step: (name, rank)} are not finite there."""
+    """Runs eight steps.
+
+    Args:
+        bad: the gradient that is not finite at a step, and on which rank: {step: (name, rank)}.
+    """
     ddp = make_attached(SHAPES, options, bucket_cap_mb=1e-4, device=device)
     tp.detach(ddp)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**8, growth_interval=2)
@@ -98,12 +102,12 @@ def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(case: str) -> No
 
 
 def test_without_the_scaler_the_residual_is_in_other_units() -> None:
-    """The test above can fail: the scale grows, and nobody says so."""
+    """Shows that the test above can fail: the scale grows unannounced."""
     for errors, _, _ in ranks.run(2, with_scaler, {}, False):
         assert max(errors.values()) > 100 * TOLERANCE, errors
 
 
-def _dropped(rank: int, tell: bool) -> dict[str, float]:
+def _dropped(rank: int, announced: bool) -> dict[str, float]:
     """The optimizer drops the outputs of steps 0, 3 and 4 for a reason of its own."""
     ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4)
     ledger = Ledger()
@@ -111,17 +115,17 @@ def _dropped(rank: int, tell: bool) -> dict[str, float]:
         outputs = step(ddp, gradients(SHAPES, rank, i))
         if i in (0, 3, 4):
             outputs = {}
-            if tell:
+            if announced:
                 tp.step_skipped(ddp)
-                tp.step_skipped(ddp)  # once more changes nothing
+                tp.step_skipped(ddp)  # a second call changes nothing
         ledger.add(outputs, mean_gradients(SHAPES, 2, i))
     return _errors(ledger, ddp)
 
 
-@pytest.mark.parametrize("tell", [True, False])
-def test_step_skipped(tell: bool) -> None:
-    for errors in ranks.run(2, _dropped, tell):
-        assert (max(errors.values()) < TOLERANCE) is tell, errors
+@pytest.mark.parametrize("announced", [True, False])
+def test_step_skipped(announced: bool) -> None:
+    for errors in ranks.run(2, _dropped, announced):
+        assert (max(errors.values()) < TOLERANCE) is announced, errors
 
 
 def _exact_between(rank: int) -> dict[str, float]:
@@ -145,10 +149,10 @@ def test_step_skipped_after_an_exact_step() -> None:
 
 
 def _half(rank: int) -> tuple[float, list[int], float]:
-    """Half-precision gradients whose average, with what is owed, is beyond 65504.
+    """Half-precision gradients whose average, with the residual, is beyond 65504.
 
-    Two orthogonal patterns of about equal size at rank 1: each step delivers the one that is owed
-    more. The gradient is at most 1.99 * 32866 = 65403, what the third step delivers 2 * 32866.
+    Two orthogonal patterns are about equal in size at rank 1: each step sends the one with more
+    residual. The gradient is at most 1.99 * 32866 = 65403. The third step outputs 2 * 32866.
     """
     shapes = {"first": (32, 32)}
     rows = torch.tensor([1.0, -1.0]).repeat(16)
@@ -173,7 +177,8 @@ def _half(rank: int) -> tuple[float, list[int], float]:
 
 
 def test_half_precision_outputs_that_overflow_are_not_lost() -> None:
-    # Outputs are rounded to half precision, 2^-11 of each, which is not part of the residual.
+    # Outputs are rounded to half precision, 2^-11 of each. The residual does not have that
+    # rounding.
     for error, dropped, scale in ranks.run(2, _half):
         assert dropped, "nothing has overflowed"
         assert scale >= 2.0**12
@@ -181,7 +186,7 @@ def test_half_precision_outputs_that_overflow_are_not_lost() -> None:
 
 
 def _two_optimizers(rank: int) -> tuple[list[dict[str, float]], float]:
-    """One scaler, two models: the step of the second is skipped, the first's is not."""
+    """One scaler and two models: the second skips a step, the first does not."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
     shapes = {"first": (30, 40), "second": (35, 25)}
     models = [make_attached(shapes, OPTIONS, bucket_cap_mb=1e-4) for _ in range(2)]
@@ -219,7 +224,7 @@ def test_one_scaler_for_two_models() -> None:
 
 
 def _autocast(rank: int, backend_attached: bool) -> tuple[float, bytes]:
-    """A small network under autocast, with a scaler; the loss at its end."""
+    """Trains a small network under autocast, with a scaler; returns the last loss and the weights."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 10))
     ddp = torch.nn.parallel.DistributedDataParallel(net)
@@ -248,7 +253,7 @@ def test_autocast_trains_as_without_compression() -> None:
     (one, first), (two, second) = ranks.run(2, _autocast, True)
     assert one == two
     assert first == second, "replicas"
-    # From ln 10 = 2.3 at the start; a broken residual or scale does not come near.
+    # The loss begins at ln 10 = 2.3. A broken residual or scale stays far from these bounds.
     assert plain < 1.0
     assert one < plain + 0.2
 

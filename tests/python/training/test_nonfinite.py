@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""One bad step costs one step: a gradient that is not finite on a rank is as if it had not been."""
+"""A gradient that is not finite on one rank costs one step, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ FLAT = {"flat": (1000,)}  # a matrix of 32 x 31 and a tail of 8
 GOOD_STEPS = 7
 OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=3, min_numel=500)
 
-# A skipped step leaves memory as (E + G) - G, which is E to within one rounding of E + G: 6e-8 of a
-# few times the gradient's norm. The steps after it carry that on; 7 steps of the reference's
-# trajectory are within 5e-6 under errors of this size, which is also the bound there.
+# A skipped step leaves the residual as (E + G) - G. That is E to within one rounding of E + G: 6e-8
+# of a few times the gradient's norm. The steps after it carry that on. Seven steps of the
+# reference's trajectory are within 5e-6 under errors of this size, so the bound is the same.
 TOLERANCE = 2e-5
 
 
@@ -61,7 +61,7 @@ def _bad_gradients(
     step_index: tuple[int, int] | int,
     case: Case,
 ) -> Tensors:
-    """This rank's gradients at a bad step: not finite in one element, on one rank."""
+    """This rank's gradients at a bad step, in which one element is not finite on one rank."""
     mine = gradients(shapes, rank, f"bad {step_index}")
     if rank == case.rank:
         mine[case.name] = _spoil(mine[case.name], case.element, case.value)
@@ -81,7 +81,9 @@ def _runner(kind: str) -> Callable[..., Any]:
 def _trajectory(
     rank: int, kind: str, case: Case, bad_steps: dict[int, int]
 ) -> tuple[list[Arrays], list[Arrays], dict[str, Any]]:
-    """The outputs of the good steps, and of the bad ones, which come in front of a good one."""
+    """The outputs of the good steps and of the bad steps, which precede a good one, and the
+    statistics.
+    """
     shapes: Shapes = FLAT if kind == "flat" else SHAPES
     run = _runner(kind)
     good, bad = [], []
@@ -119,8 +121,8 @@ def _check(kind: str, case: Case, bad_steps: dict[int, int]) -> None:
             for name, output in good[i].items():
                 value, wanted = torch.from_numpy(output), torch.from_numpy(left_out[i][name])
                 if min(bad_steps) == 0 or i < min(bad_steps) or kind == "no-feedback":
-                    # Before it nothing differs; 0 + G - G is 0, without any rounding; and with no
-                    # memory there is nothing to take back.
+                    # Nothing differs before the bad step. 0 + G - G is 0, without any rounding.
+                    # Without a residual there is nothing to take back.
                     assert torch.equal(value, wanted), (name, i)
                 error = relative_error(value, wanted)
                 assert error < TOLERANCE, (name, i, error)
@@ -154,7 +156,7 @@ def test_flat_goes_on_as_if_the_step_had_not_been(
 
 
 def _state(rank: int, case: Case) -> list[tuple[dict[str, Any], dict[str, float]]]:
-    """What is remembered before and after a bad step, and this rank's own residual norms."""
+    """The state before and after a bad step, each with this rank's own residual norms."""
     ddp = make_attached(SHAPES, OPTIONS)
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
@@ -172,12 +174,12 @@ def _state(rank: int, case: Case) -> list[tuple[dict[str, Any], dict[str, float]
 
 
 @pytest.mark.parametrize("where", ["inf-matrix", "nan-raw"])
-def test_q_and_memory_are_kept(where: str) -> None:
+def test_q_and_residual_are_kept(where: str) -> None:
     for (before, norms_before), (after, norms_after) in ranks.run(2, _state, ATTACHED[where]):
         assert set(before) == {"weights.matrix", "weights.second"}
         for name, kept in before.items():
             assert (kept["q"] == after[name]["q"]).all()
-            # One rounding of E + G in float32, where G's elements are below 5 and E's below 10.
+            # E + G is rounded once in float32, where G's elements are below 5 and E's below 10.
             difference = abs(kept["residual"] - after[name]["residual"]).max()
             assert difference <= 15 * 2**-24 * 2, difference
             assert norms_after[name] == pytest.approx(norms_before[name], rel=1e-6)
@@ -185,7 +187,7 @@ def test_q_and_memory_are_kept(where: str) -> None:
 
 
 def _overflow(rank: int, columns: int, value: float) -> tuple[bool, bool, Array, Array, int]:
-    """A gradient that is finite, and factors that are not."""
+    """A finite gradient whose factors are not finite."""
     shapes = {"matrix": (20, 45)}
     ddp = make_attached(shapes, OPTIONS)
     for i in range(2):
@@ -202,20 +204,21 @@ def _overflow(rank: int, columns: int, value: float) -> tuple[bool, bool, Array,
 
 @pytest.mark.parametrize(("columns", "value"), [(45, 3e38), (1, 6e37)], ids=["P", "Q"])
 def test_factors_that_overflow_cost_one_step(columns: int, value: float) -> None:
-    # Rows full of 3e38 make P overflow. One column of 6e37 does not: P is at most 2 * 6e37, q is
-    # sqrt(20) * 6e37 on each rank, but its sum over the two ranks is too large. The step is then
-    # known to be bad only after its last reduction.
+    # Rows full of 3e38 make P overflow. One column of 6e37 does not: P is at most 2 * 6e37, and q
+    # is sqrt(20) * 6e37 on each rank. But the sum of q over the two ranks is too large. So only the
+    # last reduction shows that the step is bad.
     results = ranks.run(2, _overflow, columns, value)
     for all_nan, finite, before, after, skipped in results:
         assert (all_nan, finite, skipped) == (True, True, 1)
-        # One rounding of M: all of E where G is that large, as in test_q_and_memory_are_kept else.
+        # M is rounded once. Where G is that large, E vanishes; elsewhere the bound is that of
+        # test_q_and_residual_are_kept.
         assert not after[:, :columns].any()
         assert abs(before - after)[:, columns:].max(initial=0) <= 15 * 2**-24 * 2
         assert abs(before[:, columns:]).sum() > 0 or columns == 45
 
 
 def _other_buckets(rank: int) -> tuple[list[set[str]], int, int]:
-    """Each parameter in a bucket of its own, the first spoilt on rank 1."""
+    """Each parameter has a bucket of its own, and the first is spoilt on rank 1."""
     shapes = {"a": (30, 40), "b": (35, 25)}
     ddp = make_attached(shapes, OPTIONS, bucket_cap_mb=1e-4)
     nan_buckets = []

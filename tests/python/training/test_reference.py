@@ -26,7 +26,7 @@ from torch_powersgd._core import _C
 
 WORLD_SIZE = 2
 STEPS = 6
-# Odd sizes, both orientations, a convolution, and shapes whose rank the shape caps.
+# The shapes have odd sizes and both orientations, one is a convolution, and some cap the rank.
 SHAPES = {
     "wide": (11, 67),
     "tall": (83, 13),
@@ -37,7 +37,7 @@ SHAPES = {
     "column": (31, 1),
     "two_rows": (2, 35),
 }
-# So small that every matrix is compressed, the degenerate ones too: r = min(rank, n, m).
+# With this rate every matrix is compressed, the degenerate ones too: r = min(rank, n, m).
 ALWAYS = 1e-3
 
 
@@ -50,9 +50,9 @@ def _outputs(rank: int, options: tp.Options, dtype: torch.dtype) -> tuple[list[A
 
 
 def _core_start(cols: int, index: int, options: tp.Options, dtype: torch.dtype, i: int) -> Array:
-    """[cols, r]: the core's random Q of the parameter of this index at step i.
+    """The core's random Q, [cols, r], of the parameter of this index at step i.
 
-    Projecting the identity gives Q itself. The matrices before it give it its index.
+    The projection of the identity matrix is Q itself. The matrices before it give it its index.
     """
     shapes = [(2, 2)] * index + [(cols, cols)]
     cold = tp.Options(
@@ -105,12 +105,12 @@ def _relative(value: Array, expected: Array) -> float:
 
 
 # The span of P = M Q is known to the rounding of P times its condition number, some tens for these
-# matrices at rank 4; warm start and residual carry that from step to step: 6 steps of it should
-# stay below 200 units of rounding. Float64's Gram matrix has no wider type to be in, which costs
-# the condition number once more. Seen: 5e-6 and 4e-13.
+# matrices at rank 4. Warm start and residual carry that from step to step. Six steps of it should
+# stay below 200 units of rounding. There is no wider type for the Gram matrix of float64, which
+# costs the condition number once more. The errors measured were 5e-6 and 4e-13.
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11}
-# Gradients of two bytes are exact in float32, so that the core's own arithmetic is as above; the
-# output is rounded once, by at most half a unit in the last place of each element.
+# Gradients of two bytes are exact in float32, so the core's own arithmetic is as above. The output
+# is rounded once, by at most half a unit in the last place of each element.
 for _half in (torch.bfloat16, torch.float16):
     TOLERANCE[_half] = torch.finfo(_half).eps / 2 + TOLERANCE[torch.float32]
 
@@ -153,10 +153,10 @@ def test_outputs_follow_the_reference(dtype: torch.dtype, fields: dict[str, Any]
     for name in SHAPES:
         expected, model = _reference_outputs(name, options, dtype)
         if options.use_error_feedback:
-            # In units of the outputs, which is what it owes: it is 0 where the rank is full.
-            owed = residuals[f"weights.{name}"] - model.mean_residual().reshape(SHAPES[name])
+            # In units of the outputs, because the residual is 0 where the rank is full.
+            lost = residuals[f"weights.{name}"] - model.mean_residual().reshape(SHAPES[name])
             scale = np.linalg.norm(expected[-1])
-            assert np.linalg.norm(owed) < RESIDUAL_TOLERANCE[dtype] * scale, name
+            assert np.linalg.norm(lost) < RESIDUAL_TOLERANCE[dtype] * scale, name
         else:
             assert not residuals[f"weights.{name}"].any()
         for i in range(STEPS):
@@ -166,7 +166,7 @@ def test_outputs_follow_the_reference(dtype: torch.dtype, fields: dict[str, Any]
 
 
 def test_full_rank_is_exact() -> None:
-    # r = min(n, m): nothing is left out, the output is the mean.
+    # With r = min(n, m) nothing is left out: the output is the mean.
     options = tp.Options(
         start_powerSGD_iter=0, min_compression_rate=ALWAYS, matrix_approximation_rank=2
     )
@@ -178,8 +178,8 @@ def test_full_rank_is_exact() -> None:
 
 
 def test_the_reference_would_see_another_algorithm() -> None:
-    # Its outputs must depend on what the core could get wrong: the residual, the warm start, the
-    # random start. Otherwise agreement would say nothing.
+    # Residual, warm start and random start must change the reference's outputs. Otherwise agreement
+    # with the core would prove nothing.
     plain = tp.Options(matrix_approximation_rank=3)
     expected, _ = _reference_outputs("square", plain, torch.float64)
     for fields in ({"use_error_feedback": False}, {"warm_start": False}, {"random_seed": 1}):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What real training jobs do with DDP, by small models: nothing of it is harmed by compression."""
+"""The features of real training jobs with DDP, in small models: compression harms none of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from support import ranks, training_cases
 from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts
 
 WORLD_SIZE = 2
-# The identity, as in test_identity: in float32, in float64, and of outputs that are each rounded to
-# bfloat16 once.
+# The identity's bounds, as in test_identity: in float32, in float64, and for outputs that are each
+# rounded to bfloat16 once.
 TOLERANCE = 1e-5
 OTHER_DTYPES = {"fp64.weight": 1e-13, "bf16.weight": STEPS / 4 * 2**-9}
 
@@ -28,11 +28,11 @@ def results() -> list[dict[str, Facts]]:
 @pytest.mark.parametrize("name", training_cases.CASES)
 def test_case(results: list[dict[str, Facts]], name: str) -> None:
     for facts in (result[name] for result in results):
-        # What is to be exact: all of the training during warm-up, and at all times the forward
-        # pass, the buffers and the gradients of the inputs.
+        # During warm-up all of the training is exact. At all times the forward pass, the buffers
+        # and the gradients of the inputs are.
         assert facts.warm_up == [True] * WARM_UP
         assert all(facts.exact)
-        # What is compressed: it differs, and nothing of it is lost.
+        # Compressed gradients differ, and nothing of them is lost.
         assert not any(facts.compressed)
         for parameter, error in facts.errors.items():
             assert error < OTHER_DTYPES.get(parameter, TOLERANCE), (parameter, error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Payloads in a narrower dtype: what is rounded off is sent later, and overflows do not last."""
+"""Payloads in a narrower dtype: later steps send what was rounded off, and overflows do not last."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def identity(
     scale: float,
     device: str = "cpu",
 ) -> tuple[dict[str, float], dict[str, Any], list[Arrays]]:
-    """The identity's errors, and the bytes sent. `same`: all ranks feed what rank 0 does."""
+    """Trains and returns the identity's errors, the statistics and the outputs.
+
+    Args:
+        same: all ranks have the gradients of rank 0.
+    """
     ddp = make_attached(SHAPES, _options(wire), device=device)
     ledger, outputs = Ledger(), []
     for i in range(STEPS):
@@ -61,9 +65,9 @@ def identity(
 @pytest.mark.parametrize("scale", [1.0, 2.0**-40, 2.0**40])
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 def test_what_a_rank_rounds_off_is_part_of_its_residual(wire: torch.dtype, scale: float) -> None:
-    # The sum of two equal numbers is exact: all that is rounded, a rank has rounded itself, and the
-    # identity holds as closely as in float32. But for what is sent raw, whose last rounding is kept
-    # by the ranks and not shown: of one gradient among twelve.
+    # The sum of two equal numbers is exact, so a rank has done all the rounding itself. The
+    # identity then holds as closely as in float32. Raw segments are the exception: the ranks keep
+    # their last rounding without showing it, that of one gradient among twelve.
     for errors, stats, _ in ranks.run(2, identity, wire, 2, True, scale):
         assert stats["skipped_steps"] == 0
         for name in ("conv", "wide", "tall"):
@@ -88,7 +92,7 @@ def test_identity_within_the_rounding_of_the_sum(wire: torch.dtype, world_size: 
 
 
 def _exact_rank(rank: int, wire: torch.dtype) -> float:
-    """Output over gradient, of gradients of rank 1 that all ranks share."""
+    """The relative error of the output, for gradients of rank 1 that all ranks share."""
     ddp = make_attached({"w": (40, 50)}, _options(wire))
     rows, columns = torch.linspace(-1, 1, 40), torch.linspace(1, 2, 50)
     same = torch.outer(rows, columns)
@@ -104,7 +108,7 @@ def test_a_gradient_of_low_rank_comes_back(wire: torch.dtype) -> None:
 
 
 def _spike(rank: int, name: str) -> tuple[list[int], float, int]:
-    """A gradient 2^20 times larger than before, in one parameter: float16 overflows, once."""
+    """A parameter's gradient becomes 2^20 times larger, so that float16 overflows for a few steps."""
     ddp = make_attached(SHAPES, _options(torch.float16))
     ledger, skipped = Ledger(), []
     for i in range(12):
@@ -124,8 +128,8 @@ def _spike(rank: int, name: str) -> tuple[list[int], float, int]:
     return skipped, errors[name], tp.stats()["skipped_steps"]
 
 
-# The scale is 2^8 times smaller after each: 2^20 beyond 2^5 of headroom takes two steps, and for a
-# matrix two more, since its Q cannot be sent before its P can.
+# Each overflow divides the scale by 2^8. Growth of 2^20 with 2^5 of headroom takes two steps. A
+# matrix takes two more, because its Q cannot be sent before its P can.
 @pytest.mark.parametrize(("name", "lost"), [("wide", 4), ("bias", 2)])
 def test_an_overflow_of_float16_costs_a_few_steps_and_nothing_else(name: str, lost: int) -> None:
     for skipped, error, counted in ranks.run(2, _spike, name):
