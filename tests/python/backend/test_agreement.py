@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Calls that every rank must make: who does not come is named, and errors reach every rank."""
+"""Calls that every rank must make: an absent rank is named, and errors reach every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.synthetic import SHAPES, gradients, make_ddp, mean_gradients, relat
 from torch_powersgd import agreement, watch
 
 OPTIONS = tp.Options(start_powerSGD_iter=0)
-OP_TIMEOUT = 40  # a hang until the group's time-out would show in the messages
+OP_TIMEOUT = 40  # the messages would show a hang until the group's time-out
 
 
 def _hurry() -> None:
@@ -29,7 +29,7 @@ def _hurry() -> None:
 
 
 def _forgets_attach(rank: int) -> tuple[str, str]:
-    """What each rank says and raises if rank 1 trains without attach."""
+    """The messages and errors of each rank if rank 1 trains without attach."""
     _hurry()
     dist.destroy_process_group()
     ranks.init_group("cpu:powersgd", OPTIONS, op_timeout=OP_TIMEOUT)
@@ -57,7 +57,7 @@ def test_a_rank_that_forgets_attach_is_named_on_every_rank() -> None:
 
 
 def _comes_late(rank: int) -> tuple[str, float]:
-    """Rank 1 is busy for longer than the others' patience, with another group's collectives too."""
+    """Rank 1 is busy for longer than the others wait, with another group's collectives too."""
     _hurry()
     dist.destroy_process_group()
     ranks.init_group("cpu:powersgd", OPTIONS)
@@ -76,7 +76,7 @@ def test_a_rank_that_comes_late_is_waited_for() -> None:
     (first, error), (second, _) = ranks.run(2, _comes_late)
     assert "rank 1 has not called attach; rank 0 waits" in first
     assert "rank 1 has not called attach, in which rank 0 waits" in second
-    assert error < 1e-6  # the bias is sent raw
+    assert error < 1e-6  # the bias is a raw segment
 
 
 def _never_comes(rank: int) -> str:
@@ -152,7 +152,7 @@ def test_a_bad_argument_on_one_rank_is_an_error_on_every_rank(kind: str, parts: 
 
 
 def _second_life(rank: int) -> list[str]:
-    """A group is made again over the store of the first, in which attach and options differed."""
+    """Makes a group again over the store of the first, in which attach and options differed."""
     store = ranks.side_store()
     errors = []
     for rank_of_approximation in (1 + rank, 2):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a user sees without configuring logging: at attach, at the end, and in stats."""
+"""The lines that a user sees without configuring logging: at attach, at the end, and in stats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support import ranks
 from support.synthetic import gradients, make_ddp, step
 from support.torchrun import torchrun
 
-# At rank 2 two weights of 128 x 64 and 32 x 144 are compressed, a bias and a small weight are not.
+# Rank 2 compresses the two weights of 128 x 64 and 32 x 144, but no bias and no small weight.
 SHAPES = {"weight": (128, 64), "bias": (128,), "conv": (32, 16, 3, 3), "small": (8, 8)}
 NUMEL = 128 * 64 + 128 + 32 * 144 + 64
 SENT = 2 * (128 + 64) + 2 * (32 + 144) + 128 + 64 + 2
@@ -69,7 +69,7 @@ def test_attach_in_a_group_of_one_says_that_nothing_is_sent() -> None:
 
 
 def _short_job(rank: int, attached: bool, steps: int, read: bool) -> tuple[str, str, str]:
-    """Trains; what is said by stats, by stats again, and by the end of the group."""
+    """Trains; returns the lines of stats, of stats again, and of the end of the group."""
     ddp = make_ddp(SHAPES)
     if attached:
         _heard(tp.attach, ddp)

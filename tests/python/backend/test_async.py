@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The Work of a compressed all-reduce, its future, and what may run beside it."""
+"""The Work of a compressed all-reduce, its future, and the calls that may run beside it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from support import ranks
 from support.call_observer import exception_of
 from support.synthetic import gradient
 
-# Every matrix is compressed, without memory of earlier calls.
+# Every matrix is compressed, without a residual of earlier calls.
 ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0)
 
 
 def _rank_one(rank: int, key: object, rows: int = 48, cols: int = 40) -> torch.Tensor:
-    """A matrix of rank 1, whose sum over ranks is of rank 1 too: it survives compression."""
+    """A matrix of rank 1, whose sum over ranks is of rank 1 too, so it survives compression."""
     left, right = gradient([rows, 1], key, "left"), gradient([1, cols], key, "right")
     return (rank + 1) * left * right
 
@@ -49,8 +49,10 @@ def _check_all_compressed(calls: int) -> None:
 
 @contextmanager
 def _early(rank: int, key: object, late: int) -> Iterator[None]:
-    """What the other rank does inside of it is done before rank `late` enters: what it has started
-    cannot be complete yet, and a callback that it attaches cannot run at once."""
+    """Runs the body on the other rank before rank `late` enters.
+
+    The other rank's works cannot be complete before that. Their callbacks cannot run at once.
+    """
     store = ranks.side_store()
     if rank == late:
         store.wait([f"{key}"])
@@ -195,7 +197,9 @@ def _unusual_tensors(rank: int) -> None:
 
 
 def _beside_exact_collectives(rank: int) -> None:
-    """The main thread talks to the peer while the worker does: on one Gloo context data mixes."""
+    """The main thread exchanges data with the peer beside the worker: one Gloo context would mix
+    it.
+    """
     peer = 1 - rank
     for i in range(300):
         tensor, work = _start(rank, i)
@@ -230,7 +234,7 @@ def _several_in_flight_beside_exact_collectives(rank: int) -> None:
 
 
 def _two_groups(rank: int) -> None:
-    """Works of two groups in flight at once, waited for in opposite orders on the two ranks."""
+    """Works of two groups in flight at once. The two ranks wait for them in opposite orders."""
     other = dist.new_group(backend="cpu:powersgd", pg_options=ALWAYS)
     for i in range(30):
         tensors = [_rank_one(rank, (i, k)) for k in range(2)]

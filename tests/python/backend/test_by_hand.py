@@ -34,8 +34,8 @@ from support.synthetic import (
 
 OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2, min_numel=64)
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
-# As in test_identity: gradients of nothing, until what is owed has been delivered. Of at most 16
-# dimensions two go with each step.
+# As in test_identity, gradients that are almost zero let the residual drain. Each step takes two of
+# at most 16 dimensions.
 STEPS, DRAIN_STEPS, QUIET = 6, 24, 1e-20
 
 
@@ -79,7 +79,7 @@ def test_a_loop_over_gradients_delivers_everything_in_the_end(asynchronous: bool
 
 
 def _outside_of_a_block(rank: int) -> tuple[bool, int]:
-    """The same loop as plain code has it: under the default scope it is not compressed."""
+    """The same loop in plain code: the default scope does not compress it."""
     mine = gradients(SHAPES, rank, 0)
     wanted = {name: tensor.clone() for name, tensor in mine.items()}
     _average(mine)
@@ -94,7 +94,7 @@ def test_a_loop_outside_of_a_block_is_exact() -> None:
     assert ranks.run(2, _outside_of_a_block, options=options) == [(True, 0)] * 2
 
 
-LOCAL_FROM = 5  # the step from which the gradients of the ranks are not averaged any more
+LOCAL_FROM = 5  # from this step on the ranks' gradients are not averaged
 
 
 def _post_local_sgd(rank: int) -> tuple[list[int], list[bool], list[str]]:
@@ -121,7 +121,7 @@ def _post_local_sgd(rank: int) -> tuple[list[int], list[bool], list[str]]:
 
 
 class _Compared:
-    """Compares what an averager makes of parameters with what Gloo does."""
+    """Compares the parameters that an averager makes with those that Gloo makes."""
 
     def __init__(self, averager: PeriodicModelAverager, equal: list[bool]) -> None:
         self.averager, self.equal = averager, equal
@@ -151,7 +151,7 @@ OUTER_STEPS = 8
 
 
 def _diloco(rank: int, compress: bool) -> tuple[list[bool], dict[str, float], list[str], int]:
-    """Some local steps, then an outer step on the mean of what the ranks have changed."""
+    """Some local steps, then an outer step on the mean of the ranks' changes."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 12))
     anchor = nn.ParameterList(nn.Parameter(p.detach().clone()) for p in net.parameters())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The same promises on a GPU, through NCCL (ordered by streams) and through Gloo (by a thread)."""
+"""The properties of the CPU on a GPU, through NCCL (ordered by streams) and Gloo (by a thread)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_attached_adds_up_and_replicas_are_equal(inner, rank, dtype, world_size)
     options = options_of(inner, matrix_approximation_rank=rank)
     results = run(_attached, options, dtype, world_size, options=options, world_size=world_size)
     assert all(result[2] == results[0][2] for result in results)  # every bit, in all steps
-    # As on the CPU: float32 rounds each step, half types lose the rounding of the outputs.
+    # As on the CPU, float32 rounds each step, and half types lose the rounding of the outputs.
     bound = 1e-5 if dtype == torch.float32 else STEPS / 4 * torch.finfo(dtype).eps / 2
     for errors, without, _, stats in results:
         assert max(errors.values()) < bound, errors
@@ -109,7 +109,9 @@ def test_flat_delivers_everything(inner):
 
 
 def _launches(layers, options):
-    """On average over two steps, after the first ones, without waiting for the device."""
+    """Launches per step, averaged over two steps after the first ones, without waiting for the
+    device.
+    """
     shapes = [[64, 48], [48]] * layers
     compressor = _C.BucketCompressor(shapes, options._core(), torch.float32, "cuda")
     given = torch.randn(compressor.gradient_bytes // 4, device="cuda")
@@ -180,7 +182,7 @@ def test_a_gradient_that_is_not_finite_costs_one_step(inner):
 
 
 def _unused(rank, options):
-    """A parameter that no rank uses for a while: what it is owed waits."""
+    """A parameter that no rank uses for a while keeps its residual."""
     ddp = make_ddp(SHAPES, device="cuda", find_unused_parameters=True)
     tp.attach(ddp, options)
     ledger = Ledger()
@@ -198,7 +200,7 @@ def _unused(rank, options):
     return ledger.errors(_residuals(ddp))
 
 
-def test_what_an_unused_parameter_is_owed_waits():
+def test_the_residual_of_an_unused_parameter_waits():
     options = options_of()
     for errors in run(_unused, options, options=options):
         assert max(errors.values()) < 1e-5, errors

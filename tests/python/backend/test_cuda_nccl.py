@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is particular to NCCL: streams, CUDA graphs, and collectives that pass through."""
+"""Properties of NCCL alone: streams, CUDA graphs, and collectives that pass through."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _asynchronous(rank):
     for tensor in tensors[:3]:
         compress(tensor)
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # cycles: about a second in front of what follows
+    torch.cuda._sleep(2_000_000_000)  # cycles: about a second before the next kernels
     start = time.perf_counter()
     torch.cuda.set_sync_debug_mode("error")
     works = [compress(tensor, async_op=True) for tensor in tensors[3:]]
@@ -48,7 +48,7 @@ def _captured(rank):
         return gradient([300, 400], rank, i).cuda()
 
     static = torch.zeros(300, 400, device="cuda")
-    for i in range(2):  # not captured: what is allocated once, NCCL's connections
+    for i in range(2):  # not captured, because NCCL allocates its connections once
         static.copy_(fed(i))
         compress(static)
         compress(fed(i), group=plain)

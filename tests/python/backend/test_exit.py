@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whatever a program leaves behind, its ranks end: no hang, no core dump, its own exit code."""
+"""Ranks end whatever their program leaves behind: no hang, no core dump, its own exit code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXPECTED = {
 
 
 def _run(folder: object, *programs: str) -> tuple[dict[str, list[list[float]]], str]:
-    """What ``exit_programs.py`` prints, and the ranks' standard error."""
+    """The results that ``exit_programs.py`` prints, and the ranks' standard error."""
     script = str(ROOT / "tests/python/support/exit_programs.py")
     ended = subprocess.run(
         [sys.executable, script, str(folder), *programs],

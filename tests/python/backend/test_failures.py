@@ -37,7 +37,7 @@ STAGES = ("project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "r
 OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=4096)
 ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0)
 
-# Rolling back recomputes the memory as M - G: one rounding of M in float32.
+# A rollback recomputes the residual as M - G: one rounding of M in float32.
 ROLLBACK_TOLERANCE = 1e-6
 
 
@@ -71,7 +71,7 @@ def _attached_ddp(rank: int) -> None:
         deliver(delivered)
         deliver(delivered + 1)
         delivered += 2
-    # Nothing of the steps that worked is lost, and nothing of those that failed is in it.
+    # The ledger has all of the steps that worked, and nothing of those that failed.
     assert max(ledger.errors(residuals_of(ddp)).values()) < 1e-5
 
 
@@ -91,7 +91,7 @@ def _unattached_ddp(rank: int) -> None:
         after = step(ddp, gradients(SHAPES, rank, 0))
         assert after.keys() == before.keys()
         assert all(torch.isfinite(tensor).all() for tensor in after.values())
-    # But for the one that failed in project, before there was anything to send.
+    # Nothing had been sent yet when the stage project failed.
     assert tp.stats()["compressed_calls"] == 1 + 2 * len(STAGES) - 1
 
 
@@ -159,7 +159,7 @@ def test_wait_future_result_and_callback_get_the_failure() -> None:
 # Peers.
 
 OP_TIMEOUT = 1
-SLACK = 8  # seconds, for a machine that is busy
+SLACK = 8  # seconds that a busy machine may take besides
 
 
 def _set_timeout(seconds: float) -> None:
@@ -167,7 +167,7 @@ def _set_timeout(seconds: float) -> None:
 
 
 def _train_until_an_error(rank: int, ending: str) -> float:
-    """Seconds from the death of rank 1 to the error on this rank."""
+    """The seconds from the death of rank 1 to the error on this rank."""
     ddp = make_attached(SHAPES)
     _set_timeout(OP_TIMEOUT)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Options at the making of a process group: which apply, and what happens if ranks disagree."""
+"""The options of a new process group: which source applies, and what a disagreement of ranks does."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_a_group_has_the_options_that_apply(
     assert ranks.run(2, _options_of_group, *arguments, backend=None) == [expected] * 2
 
 
-# Every source, the highest first, gives one field more than the one above it. What is not given
-# anywhere has its default.
+# Every source, the highest first, gives one field more than the one above it. A field that no
+# source gives has its default.
 SOURCES: dict[str, dict[str, Any]] = {
     "attach": {"matrix_approximation_rank": 2},
     "pg_options": {"matrix_approximation_rank": 3, "min_compression_rate": 1.3},

@@ -38,7 +38,7 @@ def _mean(members: list[int] | range, i: int) -> Tensors:
 
 
 def _several(rank: int) -> tuple[list[dict[str, float]], list[int], list[set[int]]]:
-    """One model in the default group, one in a group of a pair, one in another group of all."""
+    """One model in the default group, one in a group of two ranks, one in another group of all."""
     pairs = [
         dist.new_group(pair, backend="cpu:powersgd", pg_options=_options(1, warm_start=False))
         for pair in ([0, 1], [2, 3])
@@ -51,7 +51,7 @@ def _several(rank: int) -> tuple[list[dict[str, float]], list[int], list[set[int
         mine = gradients(SHAPES, rank, i)
         for ddp in models:
             ddp.zero_grad()
-        # One backward pass for all: their collectives are in flight together.
+        # One backward pass serves all models: their collectives are in flight together.
         sum(ddp(mine) for ddp in models).backward()
         for ddp, ledger, group in zip(models, ledgers, groups, strict=True):
             ledger.add(outputs_of(ddp), _mean(dist.get_process_group_ranks(group), i))
@@ -72,7 +72,7 @@ def test_several_groups_with_options_of_their_own() -> None:
 
 
 def _mesh(rank: int) -> tuple[dict[str, float], bool, int]:
-    """Data parallel in one dimension; in the other the ranks share the work on one sample."""
+    """Data parallelism in one dimension; in the other the ranks share the work on one sample."""
     override: dict[int | str, Any]
     override = {"replicate": ("cpu:powersgd", _options(2)), "shard": "gloo"}
     mesh = dist.init_device_mesh(
@@ -91,7 +91,7 @@ def _mesh(rank: int) -> tuple[dict[str, float], bool, int]:
         members = dist.get_process_group_ranks(shard)
         by_rank = [gradients(SHAPES, member, i) for member in members]
         exact.append(all(mine[n].equal(by_rank[0][n] + by_rank[1][n]) for n in SHAPES))
-        # The mean over the dimension of what is a sum over the other.
+        # The mean over one dimension of the sum over the other.
         ledger.add(step(ddp, mine), {name: 2 * g for name, g in _mean(range(4), i).items()})
     return ledger.errors(residuals_of(ddp)), all(exact), tp.stats(replicate)["compressed_calls"]
 
@@ -104,7 +104,7 @@ def test_a_mesh_with_compression_in_one_dimension() -> None:
 
 
 def _split(rank: int) -> tuple[dict[str, float], int, int]:
-    """In halves of the default group, as ProcessGroup.split_group makes them."""
+    """Halves of the default group, as ProcessGroup.split_group makes them."""
     dist.barrier()
     members = [0, 1] if rank < 2 else [2, 3]
     group = world().split_group(members, timedelta(seconds=60), group_name=f"{members}")
@@ -131,14 +131,14 @@ def _interrupted(rank: int, interruptions: tuple[int, ...]) -> list[Arrays]:
             ranks.init_group("cpu:powersgd", _options(2))
             ddp = make_attached(SHAPES)
             tp.load_state_dict(ddp, state)
-        mine = gradients(SHAPES, 0, i)  # equal on all ranks, whose residuals then are too
+        mine = gradients(SHAPES, 0, i)  # equal on all ranks, and so are their residuals
         outputs.append(to_numpy(step(ddp, mine)))
     return outputs
 
 
 def test_a_group_that_is_made_again_goes_on() -> None:
-    # A rank's own residual comes back as their mean. They are equal here, to the rounding that the
-    # mean of two has and the saved residual, memory - P^ q, itself.
+    # A rank's own residual comes back as the mean of all. They are equal here, to the rounding of a
+    # mean of two. The saved residual M - P^ q is rounded too.
     whole = ranks.run(2, _interrupted, (), backend=None)[0]
     for outputs in ranks.run(2, _interrupted, (3, 6), backend=None):
         for i, (mine, wanted) in enumerate(zip(outputs, whole, strict=True)):

@@ -23,14 +23,14 @@ from torch_powersgd._backend import _create
 
 ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0)
 
-# What stop() grants: 10 s to a shutdown, 1 s to an abort; and some for a busy machine.
+# A shutdown waits for 10 s and an abort for 1 s; a busy machine takes some more.
 SHUTDOWN_BOUND, ABORT_BOUND = 16, 8
 
 
 def _threads_and_files() -> tuple[int, int]:
-    """Those of this process, less the threads that are kept for the next callback."""
+    """The counts of this process's threads and files, without the threads kept for callbacks."""
     gc.collect()
-    gc.freeze()  # of what there is now, which is large, the next collection need not take care
+    gc.freeze()  # the next collection need not walk the many objects of now
     names = [Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")]
     threads = [name for name in names if name.read_text().strip() != "powersgd-then"]
     return len(threads), len(os.listdir("/proc/self/fd"))
@@ -123,7 +123,7 @@ def _start_over(rank: int, end: Callable[[], None]) -> None:
         dist.barrier()
         end()
         counts.append(_threads_and_files())
-    # The first makes what is kept for others. Gloo may still be closing its last connection.
+    # The first backend makes threads that later ones use. Gloo may still close its last connection.
     assert max(counts[2:]) <= max(counts[:2]), counts
 
 
@@ -141,7 +141,7 @@ def _module_outlives_its_group(rank: int) -> None:
         step(ddp, gradients(SHAPES, rank, 1))
     del ddp
     gc.collect()
-    gc.freeze()  # of what there is now, which is large, the next collection need not take care
+    gc.freeze()  # the next collection need not walk the many objects of now
 
 
 def test_a_module_outlives_its_group() -> None:
@@ -157,7 +157,7 @@ def _destroyed_group(rank: int, number: int) -> None:
 
 
 def _make_backend(rank: int, number: int) -> Any:
-    """A backend without a group: torch's tables keep a group that is not destroyed alive."""
+    """A backend without a group: torch's tables keep a group alive that is not destroyed."""
     store = dist.distributed_c10d._get_default_store()
     options = _DistributedBackendOptions()
     options.store = dist.PrefixStore(f"backend {number}", store)
@@ -200,8 +200,8 @@ def _drop_a_model_last(rank: int) -> None:
     ddp = make_attached(SHAPES)
     if rank == 1:
         time.sleep(1)
-    # Exact, so the inner backend's: its thread is in it until the other rank comes, and needs the
-    # GIL to drop the tensor, which nobody else keeps.
+    # The inner backend runs this exact call. Its thread stays in it until the other rank comes. It
+    # then needs the GIL to drop the tensor, whose last reference it has.
     dist.all_reduce(gradient([4], rank), async_op=rank == 0)
     dist.destroy_process_group()
     del ddp  # torch's reducer, which holds the GIL meanwhile, has the last reference to the group

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the logger "torch_powersgd" tells, and how often."""
+"""The messages of the logger "torch_powersgd", and how often they come."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DROPPED = r"dropped the state of (\d+)"
 def _attached(rank: int) -> None:
     records = LogRecords()
     ddp = make_attached(SHAPES)
-    records.seen.clear()  # what attach says
+    records.seen.clear()  # the messages of attach
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
     assert records.seen == []
@@ -94,7 +94,7 @@ def _no_advice(rank: int) -> None:
     records = LogRecords()
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
-    with tp.compression(True):  # asked for: not what an unattached module looks like
+    with tp.compression(True):  # the caller asked for compression, so this is no unattached module
         dist.all_reduce(gradient([64, 64], rank))
     assert records.matching("attach") == []
 
@@ -108,7 +108,7 @@ def _layout_change(rank: int) -> None:
     old = [gradient([5000], rank), gradient([6000], rank), gradient([5000], rank, 2)]
     for _ in range(3):
         reduce_in_backward(old)
-    # The same first tensor, then another layout: two states are not used any more.
+    # The first tensor stays and the rest of the layout changes: two states are not used any more.
     new = [gradient([5000], rank), gradient([7000], rank)]
     for _ in range(100):
         reduce_in_backward(new)

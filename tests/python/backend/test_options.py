@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Options: their defaults, what they refuse, and where they come from."""
+"""Options: their defaults, the values that they refuse, and their sources."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from torch_powersgd.options import resolve
 FIELDS = {field.name: field for field in dataclasses.fields(tp.Options)}
 DTYPE_NAMES = ("float32", "float64", "bfloat16", "float16")
 
-# Of each field: a valid value that is not the default, its text in the environment, and the bad
-# values. Another type is bad even where C++ would convert it: the options are compared between
-# ranks, and printed, as they were given.
+# Each field has a valid value that is not the default, its text in the environment, and bad values.
+# Another type is bad even where C++ would convert it. The options are compared between ranks, and
+# printed, as they were given.
 VALUES: dict[str, tuple[Any, str, list[Any]]] = {
     "matrix_approximation_rank": (4, "4", [0, -1, 1025, 2**40, 2**70, 1.5, "4", None, math.nan]),
     "start_powerSGD_iter": (7, "7", [-1, 2**70, 1.5, "7", None]),
@@ -151,7 +151,7 @@ def test_an_unknown_field_is_an_error() -> None:
         resolve({"rank": 4})
 
 
-# Where they come from.
+# The sources.
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ Make = Callable[..., torch.Tensor]
 
 
 def _override(rank: int) -> dict[str, int]:
-    """Compressed calls of one flat tensor, under overrides of several kinds."""
+    """The compressed calls of one flat tensor, under overrides of several kinds."""
     found: dict[str, int] = {}
 
     def count(name: str, where: Run = outside, make: Make = flat, *args: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Everything that is not compressed gives, bit for bit, what the inner backend gives."""
+"""All collectives that are not compressed give the inner backend's results, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SCOPES = ("backward", "never")
 
 GLOO_LACKS_ALL_TO_ALL = torch.__version__ < "2.12"
 
-# What Gloo may refuse, depending on its release. Of a case that is not among these an error through
-# Gloo would mean that the case itself is wrong and compares nothing.
+# Gloo may refuse these, depending on its release. An error of any other case would mean that the
+# case itself is wrong and compares nothing.
 MAY_RAISE = re.compile(
     "AVG|BAND|BOR|BXOR|int16|complex|premultiplied|unequal|stacked|wrong|different"
 )
 
 
-# What each case gave in the group of Gloo and in that of each scope.
+# The results of each case in the group of Gloo and in that of each scope.
 Results = dict[str, dict[str, tuple[str, Any]]]
 
 
@@ -63,5 +63,5 @@ def test_the_cases_run(results: list[Results]) -> None:
     if GLOO_LACKS_ALL_TO_ALL:
         raising.remove("all_to_all")
     assert [name for name in raising if not MAY_RAISE.search(name)] == []
-    # The other half of the oracle: what Gloo lacks was asked for too.
+    # The cases also have calls that Gloo lacks.
     assert "all_reduce BAND float32" in raising

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ways to name the backend, what they make, and the backends that it wraps."""
+"""The names of the backend, the groups that they make, and the backends that it wraps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ CPU = torch.device("cpu")
 
 
 def _compresses(rank: int, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether a matrix is compressed in the group. That and an exact tensor are summed anyway."""
+    """Whether the group compresses a matrix. It must sum the matrix and an exact tensor in any
+    case.
+    """
     size = dist.get_world_size(group)
     members = dist.get_process_group_ranks(group or world())
     matrix = gradient([64, 64], rank)
@@ -83,7 +85,7 @@ def _over_tcp(rank: int) -> None:
         store = dist.TCPStore("127.0.0.1", int(side.get("port")), 2)
     dist.init_process_group("cpu:powersgd", store=store, rank=rank, world_size=2, pg_options=ALWAYS)
     assert _compresses(rank)
-    # Rank 0 serves the store: it has to leave last.
+    # Rank 0 serves the store, so it has to leave last.
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
@@ -155,7 +157,7 @@ def _split(rank: int) -> None:
     dist.barrier()
     mine = [0, 1] if rank < 2 else [2, 3]
     for i in range(2):
-        # dist.split_group refuses groups without an accelerator; it too passes a name of its own
+        # dist.split_group refuses groups without an accelerator. It, too, passes a name of its own
         # for each set of ranks.
         child = world().split_group(mine, timedelta(seconds=30), group_name=f"{mine} {i}")
         backend = child._get_backend(CPU)
@@ -201,7 +203,7 @@ def _detail(rank: int) -> None:
     assert isinstance(find_backend(None, CPU), _C.BackendPowerSGD)
     assert _compresses(rank)
     assert tp.stats()["compressed_calls"] == 1
-    # The wrapper still finds ranks that do not do the same.
+    # The wrapper still finds ranks that do not make the same call.
     with pytest.raises(RuntimeError, match="(?i)mismatch"):
         dist.all_reduce(torch.ones(3 + rank))
 
@@ -241,7 +243,7 @@ def _inner(rank: int, inner: str, extended: bool) -> int:
     [("auto", False, 0), ("gloo", False, 0), ("plugin", False, 3), ("plugin", True, 3)],
 )
 def test_inner(inner: str, extended: bool, expected: int) -> None:
-    """A plugin makes three: one for what passes through, and one for each of the workers."""
+    """A plugin makes three backends: one passes calls through, and each worker has one."""
     assert ranks.run(2, _inner, inner, extended, backend=None) == [expected] * 2
 
 

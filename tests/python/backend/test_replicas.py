@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""All ranks hold the same outputs, bit for bit, whatever their thread counts, and run for run."""
+"""All ranks have the same outputs, bit for bit, with any thread counts, and in every run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _digest(tensors: Any) -> Any:
 
 
 def _cycle(rank: int, shapes: Any, period: Any) -> Any:
-    """Ready-made gradients: to make new ones takes longer than the steps."""
+    """Uses a few gradients again and again: making new ones takes longer than the steps."""
     return [gradients(shapes, rank, i) for i in range(period)]
 
 
@@ -55,7 +55,7 @@ def test_attached_replicas_stay_equal_for_1000_steps() -> None:
 
 
 def _short(rank: int, kind: str, options: tp.Options, steps: int) -> Any:
-    """The other settings; a training loop, so that a difference would grow."""
+    """Runs the other settings in a training loop, in which a difference would grow."""
     torch.set_num_threads(1 + rank % 2)
     shapes = {"flat": (5000,)} if kind == "flat" else SHAPES
     ddp = make_ddp(shapes) if kind == "unattached" else None
@@ -100,7 +100,7 @@ def test_replicas_stay_equal_in_training(
 
 
 def _dead_columns(rank: int) -> Any:
-    """Rank one in rank four: the other columns are random, and zero steps come between."""
+    """Gradients of rank 1 at rank 4: the other columns are random, and zero steps come between."""
     torch.set_num_threads(1 + rank)
     ddp = make_attached(
         {"w": (60, 80)}, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=4)

@@ -34,7 +34,7 @@ from support.call_observer import (
 
 NOTHING: frozenset[str] = frozenset()
 
-# Of each kind: where it is reduced, its tensor on a rank, the op, and the scopes that compress it.
+# The place of the call, its tensor on a rank, the op, and the scopes that compress it.
 Kind = tuple[Any, Any, Any, AbstractSet[str]]
 KINDS: dict[str, Kind] = {
     "flat in backward": (in_backward, flat, ReduceOp.SUM, {"backward", "always"}),
@@ -115,7 +115,7 @@ KINDS: dict[str, Kind] = {
         ReduceOp.SUM,
         NOTHING,
     ),
-    # What SyncBatchNorm reduces in its backward: the sums of two gradients per channel.
+    # SyncBatchNorm reduces this in its backward: the sums of two gradients per channel.
     "batch norm statistics in backward": (
         in_backward,
         lambda rank: flat(rank, 2 * 256),
@@ -138,7 +138,7 @@ def _observe_kinds(rank: int) -> dict[str, tuple[int, bool]]:
 
 @pytest.fixture(scope="module")
 def observed() -> Any:
-    """{scope: [{kind: (compressed calls, exact)} of each rank]}"""
+    """The observations by scope, rank and kind: compressed calls, and whether the result is exact."""
     return {scope: ranks.run(2, _observe_kinds, options=options_of(scope)) for scope in SCOPES}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the backend says that it did: bytes, calls, steps, seconds, residuals."""
+"""The statistics of the backend: bytes, calls, steps, seconds, residuals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from support.synthetic import (
     step,
 )
 
-# At rank 2: a 128 x 64 weight, its bias, a 32 x 144 convolution, and a weight too small to pay.
+# At rank 2 there are a 128 x 64 weight, its bias, a 32 x 144 convolution, and a weight too small to
+# pay.
 SHAPES = {"weight": (128, 64), "bias": (128,), "conv": (32, 16, 3, 3), "small": (8, 8)}
 NUMEL = 128 * 64 + 128 + 32 * 144 + 64
 # Factors, raw elements, the activity of each matrix, and the count of ranks that are not finite.
@@ -66,7 +67,7 @@ def _attached(rank: int, dtype: torch.dtype, width: int, factor_width: int) -> N
     for i in range(7):
         step(ddp, gradients(SHAPES, rank, i, dtype))
         now = tp.stats()
-        if i < 2:  # warm-up: whole
+        if i < 2:  # warm-up sends all of it
             exact = now["exact_calls"]
             assert exact > 0
             assert now["bytes_after"] == now["bytes_before"] == (i + 1) * NUMEL * width
@@ -132,8 +133,9 @@ def test_flat_stats_are_scalars() -> None:
 
 
 def _flat(rank: int) -> None:
-    # 250 x 250; and 4 x 4 less one: 5 x 3, which does not pay and so is not a gradient at all.
-    for i in range(4):  # of which two are exact until the buckets have settled
+    # 250 x 250 elements are a matrix. One less than 4 x 4 is 5 x 3, which does not pay, so it is no
+    # gradient at all.
+    for i in range(4):  # two of them are exact until the buckets have settled
         reduce_in_backward([gradient([62_500], rank, i), gradient([15], rank, i)])
     now = tp.stats()
     assert (now["steps"], now["compressed_calls"], now["exact_calls"]) == (4, 2, 2)
@@ -174,7 +176,7 @@ def _several_buckets(rank: int) -> None:
     assert now["compressed_calls"] - before["compressed_calls"] == 2
     assert now["exact_calls"] - before["exact_calls"] == 2
     assert now["bytes_before"] - before["bytes_before"] == 4 * NUMEL
-    # A count in each of the two that are compressed.
+    # Each of the two compressed tensors has a count.
     assert now["bytes_after"] - before["bytes_after"] == 4 * (SENT + 1)
 
 
@@ -187,7 +189,7 @@ def _norms(rank: int) -> None:
     ddp = make_attached(SHAPES)
     same = {name: gradient(shape, name) for name, shape in SHAPES.items()}
     outputs = step(ddp, same)
-    # Ranks that feed the same owe the same: what the output is short of.
+    # Ranks with the same gradients have the same residuals: the gradients less the outputs.
     norms = tp.stats()["residual_norms"]
     assert norms.keys() == {f"weights.{name}" for name in SHAPES}
     for name in ("weight", "conv"):

@@ -224,7 +224,7 @@ def test_one_scaler_for_two_models() -> None:
 
 
 def _autocast(rank: int, backend_attached: bool) -> tuple[float, bytes]:
-    """Trains a small network under autocast, with a scaler; returns the last loss and the weights."""
+    """Trains a small network under autocast, with a scaler; returns the last loss and weights."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 10))
     ddp = torch.nn.parallel.DistributedDataParallel(net)

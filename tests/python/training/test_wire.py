@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Payloads in a narrower dtype: later steps send what was rounded off, and overflows do not last."""
+"""Payloads in a narrower dtype: later steps send the rounding, and overflows do not last."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_gradient_of_low_rank_comes_back(wire: torch.dtype) -> None:
 
 
 def _spike(rank: int, name: str) -> tuple[list[int], float, int]:
-    """A parameter's gradient becomes 2^20 times larger, so that float16 overflows for a few steps."""
+    """A gradient becomes 2^20 times larger, so that float16 overflows for a few steps."""
     ddp = make_attached(SHAPES, _options(torch.float16))
     ledger, skipped = Ledger(), []
     for i in range(12):
