@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support.cuda_ranks import INNERS, WORLD_SIZE, bits, compress, needs_cuda, options_of, run
@@ -12,7 +15,10 @@ from support.stages import run_stages
 from support.synthetic import (
     COMPRESSED,
     SHAPES,
+    Arrays,
     Ledger,
+    Shapes,
+    Tensors,
     gradient,
     gradients,
     make_ddp,
@@ -20,6 +26,7 @@ from support.synthetic import (
     outputs_of,
     reduce_in_backward,
     relative_error,
+    sum_of,
     to_bytes,
 )
 from support.synthetic import step as cpu_step
@@ -32,23 +39,27 @@ STEPS = 50
 STAGES = ("project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "reconstruct")
 
 
-def _make_attached(shapes, options, dtype=torch.float32):
+def _make_attached(
+    shapes: Shapes, options: tp.Options, dtype: torch.dtype = torch.float32
+) -> DistributedDataParallel:
     ddp = make_ddp(shapes, dtype, device="cuda")
     tp.attach(ddp, options)
     return ddp
 
 
-def _step(ddp, mine):
+def _step(ddp: DistributedDataParallel, mine: Tensors) -> Tensors:
     outputs = cpu_step(ddp, {name: tensor.cuda() for name, tensor in mine.items()})
     return {name: tensor.cpu() for name, tensor in outputs.items()}
 
 
-def _residuals(ddp):
+def _residuals(ddp: DistributedDataParallel) -> Tensors:
     saved = tp.state_dict(ddp)["parameters"]
     return {n.removeprefix("weights."): s["residual"].double().cpu() for n, s in saved.items()}
 
 
-def _attached(rank, options, dtype, world_size):
+def _attached(
+    rank: int, options: tp.Options, dtype: torch.dtype, world_size: int
+) -> tuple[dict[str, float], dict[str, float], list[list[bytes]], dict[str, Any]]:
     ddp = _make_attached(SHAPES, options, dtype)
     ledger, digests = Ledger(), []
     for i in range(STEPS):
@@ -68,7 +79,9 @@ def _attached(rank, options, dtype, world_size):
     ],
     ids=str,
 )
-def test_attached_adds_up_and_replicas_are_equal(inner, rank, dtype, world_size):
+def test_attached_adds_up_and_replicas_are_equal(
+    inner: str, rank: int, dtype: torch.dtype, world_size: int
+) -> None:
     options = options_of(inner, matrix_approximation_rank=rank)
     results = run(_attached, options, dtype, world_size, options=options, world_size=world_size)
     assert all(result[2] == results[0][2] for result in results)  # every bit, in all steps
@@ -84,7 +97,7 @@ def test_attached_adds_up_and_replicas_are_equal(inner, rank, dtype, world_size)
 FLAT = {"first": (1000,), "second": (1147,)}
 
 
-def _flat(rank):
+def _flat(rank: int) -> tuple[dict[str, float], dict[str, float]]:
     ledger = Ledger()
     for i in range(32):
         quiet = 1e-20 if i >= 8 else 1  # adds nothing, and lets the residual drain
@@ -101,17 +114,15 @@ def _flat(rank):
 
 
 @pytest.mark.parametrize("inner", INNERS)
-def test_flat_delivers_everything(inner):
+def test_flat_delivers_everything(inner: str) -> None:
     options = options_of(inner, matrix_approximation_rank=4, min_numel=500)
     for errors, before_drain in run(_flat, options=options):
         assert min(before_drain.values()) > 0.1
         assert max(errors.values()) < 1e-5, errors
 
 
-def _launches(layers, options):
-    """Launches per step, averaged over two steps after the first ones, without waiting for the
-    device.
-    """
+def _launches(layers: int, options: tp.Options) -> float:
+    """The launches of a step, averaged over two later steps that do not wait for the device."""
     shapes = [[64, 48], [48]] * layers
     compressor = _C.BucketCompressor(shapes, options._core(), torch.float32, "cuda")
     given = torch.randn(compressor.gradient_bytes // 4, device="cuda")
@@ -130,31 +141,31 @@ def _launches(layers, options):
 
 
 @pytest.mark.parametrize("alternating", [False, True], ids=["plain", "alternating"])
-def test_a_bucket_of_many_layers_takes_as_few_launches_as_one_of_two(alternating):
+def test_a_bucket_of_many_layers_takes_as_few_launches_as_one_of_two(alternating: bool) -> None:
     options = options_of(alternating=alternating)
     two, many = (_launches(layers, options) for layers in (2, 40))
     assert 0 < two == many <= 8
 
 
-def _low_rank(rank, options):
+def _low_rank(rank: int, options: tp.Options) -> list[float]:
     ddp = _make_attached({"wide": (70, 90)}, options)
     errors = []
     for i in range(4):
         left = gradient((70, 2), "left", i)
         by_rank = [left @ gradient((2, 90), "right", i, other) for other in range(WORLD_SIZE)]
         output = _step(ddp, {"wide": by_rank[rank]})["wide"]
-        errors.append(relative_error(output, sum(by_rank) / WORLD_SIZE))
+        errors.append(relative_error(output, sum_of(by_rank) / WORLD_SIZE))
     return errors
 
 
 @pytest.mark.parametrize("inner", INNERS)
-def test_a_gradient_of_low_rank_comes_back_exactly(inner):
+def test_a_gradient_of_low_rank_comes_back_exactly(inner: str) -> None:
     options = options_of(inner, matrix_approximation_rank=4)
     for errors in run(_low_rank, options, options=options):
         assert max(errors[1:]) < 1e-5, errors
 
 
-def _trajectory(rank, options, bad):
+def _trajectory(rank: int, options: tp.Options, bad: bool) -> tuple[list[Arrays], int]:
     ddp = _make_attached(SHAPES, options)
     good = []
     for i in range(6):
@@ -168,7 +179,7 @@ def _trajectory(rank, options, bad):
 
 
 @pytest.mark.parametrize("inner", INNERS)
-def test_a_gradient_that_is_not_finite_costs_one_step(inner):
+def test_a_gradient_that_is_not_finite_costs_one_step(inner: str) -> None:
     options = options_of(inner)
     expected = run(_trajectory, options, False, options=options)
     for (good, skipped), (left_out, _) in zip(
@@ -181,7 +192,7 @@ def test_a_gradient_that_is_not_finite_costs_one_step(inner):
                 assert error < 2e-5, name  # M - G is rounded once
 
 
-def _unused(rank, options):
+def _unused(rank: int, options: tp.Options) -> dict[str, float]:
     """A parameter that no rank uses for a while keeps its residual."""
     ddp = make_ddp(SHAPES, device="cuda", find_unused_parameters=True)
     tp.attach(ddp, options)
@@ -200,13 +211,13 @@ def _unused(rank, options):
     return ledger.errors(_residuals(ddp))
 
 
-def test_the_residual_of_an_unused_parameter_waits():
+def test_the_residual_of_an_unused_parameter_waits() -> None:
     options = options_of()
     for errors in run(_unused, options, options=options):
         assert max(errors.values()) < 1e-5, errors
 
 
-def _state(rank, options):
+def _state(rank: int, options: tp.Options) -> tuple[bytes, float, list[str]]:
     first = _make_attached(SHAPES, options)
     for i in range(3):
         _step(first, gradients(SHAPES, rank, i))
@@ -222,7 +233,7 @@ def _state(rank, options):
 
 
 @pytest.mark.parametrize("inner", INNERS)
-def test_the_state_is_equal_on_all_ranks_and_loads(inner):
+def test_the_state_is_equal_on_all_ranks_and_loads(inner: str) -> None:
     options = options_of(inner)
     (saved, error, names), (other, other_error, _) = run(_state, options, options=options)
     assert saved == other
@@ -230,10 +241,10 @@ def test_the_state_is_equal_on_all_ranks_and_loads(inner):
     assert names == sorted(f"weights.{name}" for name in COMPRESSED)
 
 
-def _both_devices(rank, compressed):
+def _both_devices(rank: int, compressed: tuple[str, ...]) -> tuple[float, int]:
     tensors = [gradient([90, 120], rank, device) for device in ("same", "same")]
     tensors[1] = tensors[1].cuda()
-    exact = sum(gradient([90, 120], other, "same") for other in range(WORLD_SIZE))
+    exact = sum_of(gradient([90, 120], other, "same") for other in range(WORLD_SIZE))
     works = [compress(tensor, async_op=True) for tensor in tensors]
     for work in works:
         work.wait()
@@ -242,20 +253,21 @@ def _both_devices(rank, compressed):
     return relative_error(tensors[1].cpu(), tensors[0]), tp.stats()["compressed_calls"]
 
 
-def test_one_backend_for_the_gpu_beside_gloo_for_the_cpu():
+def test_one_backend_for_the_gpu_beside_gloo_for_the_cpu() -> None:
     for _, calls in run(_both_devices, ("cuda",)):
         assert calls == 1
 
 
-def test_one_backend_for_both_devices_at_once():
+def test_one_backend_for_both_devices_at_once() -> None:
     options = options_of("auto")
     for error, calls in run(_both_devices, ("cpu", "cuda"), options=options, backend="powersgd"):
         assert error < 1e-4  # the same start, the same sums in another order
         assert calls == 2
 
 
-def _fails(rank):
+def _fails(rank: int) -> None:
     backend = find_backend(None, torch.device("cuda"))
+    assert backend is not None
     for stage in STAGES:
         backend._fail_at(stage)
         work = compress(gradient([64, 64], rank).cuda(), async_op=True)
@@ -270,5 +282,5 @@ def _fails(rank):
 
 
 @pytest.mark.parametrize("inner", INNERS)
-def test_errors_reach_wait(inner):
+def test_errors_reach_wait(inner: str) -> None:
     run(_fails, options=options_of(inner))

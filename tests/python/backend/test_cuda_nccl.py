@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
 from support.cuda_ranks import WORLD_SIZE, bits, compress, needs_cuda, options_of, run
+from support.groups import world
 from support.synthetic import gradient
 
 pytestmark = needs_cuda
 
 
-def _asynchronous(rank):
+def _asynchronous(rank: int) -> tuple[list[bool], list[bool], float, float]:
     tensors = [gradient([300, 400], rank, i).cuda() for i in range(6)]
     for tensor in tensors[:3]:
         compress(tensor)
@@ -33,18 +36,18 @@ def _asynchronous(rank):
     return ended, [work.is_completed() for work in works], host, time.perf_counter() - start
 
 
-def test_the_host_never_waits_for_the_device():
+def test_the_host_never_waits_for_the_device() -> None:
     for ended, in_the_end, host, whole in run(_asynchronous):
         assert ended == [False] * 3
         assert in_the_end == [True] * 3
         assert host < whole / 2
 
 
-def _captured(rank):
+def _captured(rank: int) -> tuple[list[bool], bytes]:
     """Replays against the same steps of another group that runs them one by one."""
     plain = dist.new_group(backend="cuda:powersgd", pg_options=options_of())
 
-    def fed(i):
+    def fed(i: int) -> torch.Tensor:
         return gradient([300, 400], rank, i).cuda()
 
     static = torch.zeros(300, 400, device="cuda")
@@ -68,17 +71,17 @@ def _captured(rank):
     return same, bits(static)
 
 
-def test_a_compressed_all_reduce_in_a_cuda_graph():
+def test_a_compressed_all_reduce_in_a_cuda_graph() -> None:
     (same, last), (other_same, other_last) = run(_captured)
     assert same == other_same == [True] * 3
     assert last == other_last
 
 
-def _moved(group, rank, name):
+def _moved(group: dist.ProcessGroup, rank: int, name: str) -> list[torch.Tensor]:
     """The results of one collective on the GPU."""
     other = 1 - rank
 
-    def fed(*shape, dtype=torch.float32):
+    def fed(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return gradient(shape, name, rank).mul(8).to(dtype).cuda()
 
     if name.startswith("all_reduce"):
@@ -104,11 +107,12 @@ def _moved(group, rank, name):
             dist.P2POp(dist.isend, mine, other, group),
             dist.P2POp(dist.irecv, out, other, group),
         ]
-        for work in dist.batch_isend_irecv(pair):
+        transfers: list[Any] = dist.batch_isend_irecv(pair)
+        for work in transfers:
             work.wait()
         return [out]
     whole = torch.zeros(128, 50, device="cuda")
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "broadcast": lambda: dist.broadcast(mine, 1, group),
         "reduce": lambda: dist.reduce(mine, 0, group=group),
         "all_gather": lambda: dist.all_gather(both, mine, group),
@@ -136,10 +140,10 @@ COLLECTIVES = [
 ]
 
 
-def _pass_through(rank):
+def _pass_through(rank: int) -> tuple[list[str], list[int]]:
     groups = [
         dist.new_group(backend="nccl"),
-        dist.group.WORLD,
+        world(),
         dist.new_group(backend="cuda:powersgd", pg_options=options_of(scope="never")),
     ]
     different = []
@@ -153,7 +157,7 @@ def _pass_through(rank):
     return different, [tp.stats(group)["compressed_calls"] for group in groups[1:]]
 
 
-def test_what_is_not_compressed_is_as_nccl_has_it():
+def test_what_is_not_compressed_is_as_nccl_has_it() -> None:
     for different, calls in run(_pass_through):
         assert different == []
         assert calls == [0, 0]

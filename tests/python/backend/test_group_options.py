@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The options of a new process group: which source applies, and what a disagreement of ranks does."""
+"""The options of a new process group: which source applies, and what ranks that disagree get."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def _train(
             if i >= STEPS or k == count - 1:
                 drained[k] += sum(output.norm().item() for output in outputs.values())
     errors = [max(ledger.errors().values()) for ledger in ledgers[:-1]]
-    return errors, drained, [record for record in warnings if "take turns" in record]
+    return errors, drained, [message for _, message in warnings if "take turns" in message]
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def _observe_kinds(rank: int) -> dict[str, tuple[int, bool]]:
 
 @pytest.fixture(scope="module")
 def observed() -> Any:
-    """The observations by scope, rank and kind: compressed calls, and whether the result is exact."""
+    """By scope, rank and kind: the compressed calls, and whether the result is exact."""
     return {scope: ranks.run(2, _observe_kinds, options=options_of(scope)) for scope in SCOPES}
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from support.repository import ROOT
 from support.torchrun import torchrun
@@ -14,7 +15,9 @@ STEPS = 20
 
 
 def _readme_diff() -> list[str]:
-    blocks = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    blocks: list[str] = re.findall(
+        r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S
+    )
     assert len(blocks) == 1
     return blocks[0].splitlines()
 
@@ -33,7 +36,7 @@ def _readme_output() -> str:
     return " ".join(printed.split())
 
 
-def test_the_example_compresses_within_its_steps_and_says_so():
+def test_the_example_compresses_within_its_steps_and_says_so() -> None:
     source = MINIMAL.read_text()
     assert len(source.splitlines()) <= 40
     assert f"range({STEPS})" in source
@@ -49,13 +52,13 @@ def test_the_example_compresses_within_its_steps_and_says_so():
     assert " ".join([*said, ended.stdout.strip()]) == _readme_output()
 
 
-def test_the_readme_has_all_of_its_figures():
+def test_the_readme_has_all_of_its_figures() -> None:
     readme = (ROOT / "README.md").read_text()
     assert "@@" not in readme
     assert len(readme.splitlines()) <= 150
 
 
-def test_the_readme_shows_the_head_of_the_example():
+def test_the_readme_shows_the_head_of_the_example() -> None:
     shown = _side("+").strip("\n")
     assert "torch_powersgd.attach(ddp, options)" in shown
     before, _, after = MINIMAL.read_text().partition(shown)
@@ -63,7 +66,7 @@ def test_the_readme_shows_the_head_of_the_example():
     assert "import" not in before
 
 
-def test_what_the_readme_begins_with_is_an_ordinary_script(tmp_path):
+def test_what_the_readme_begins_with_is_an_ordinary_script(tmp_path: Path) -> None:
     ordinary = _side("-")
     assert "powersgd" not in ordinary
     program = tmp_path / "ordinary.py"

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +25,7 @@ PACKAGES = {
 }
 
 
-def _start(library, arguments):
+def _start(library: str, arguments: tuple[Any, ...]) -> tuple[float, int, int, float]:
     ended = torchrun(EXAMPLES / f"with_{library}.py", *arguments)
     said = re.search(
         r"loss (\S+); (\d+) buckets sent exactly, (\d+) compressed, (\S+) times", ended.stdout
@@ -40,7 +42,9 @@ def _start(library, arguments):
         ("transformers", ("--steps", 20), ("--steps", 40)),
     ],
 )
-def test_an_example_compresses_and_goes_on_from_its_checkpoint(library, first, second, tmp_path):
+def test_an_example_compresses_and_goes_on_from_its_checkpoint(
+    library: str, first: tuple[Any, ...], second: tuple[Any, ...], tmp_path: Path
+) -> None:
     for package in PACKAGES[library]:
         if find_spec(package) is None:  # importing them takes seconds
             pytest.skip(f"needs {package}")

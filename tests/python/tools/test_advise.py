@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
+from support.groups import backend_of_world
 from support.stages import run_stages
 from torch_powersgd._core import _C
 from torch_powersgd.tools import advise
@@ -18,10 +21,12 @@ from torch_powersgd.tools.footprint import buckets_of, footprint_of
 from torch_powersgd.tools.rehearsal import PASSES, Rehearsal, Rehearsed, UserStep, time_step
 
 SHAPES = [[300, 200], [300], [200, 300], [7]]
+
+Calls = list[tuple[int, int]]  # number of the bucket, and elements
 CPU = torch.device("cpu")
 
 
-def test_buckets_are_ddps():
+def test_buckets_are_ddps() -> None:
     # In the order of backward; the first bucket ends where 1 MB is reached, as DDP's does.
     layout = buckets_of([[4], [1 << 18], [1 << 18], [8], [1 << 18]])
     assert layout == [[[1 << 18]], [[8], [1 << 18], [1 << 18], [4]]]
@@ -30,7 +35,9 @@ def test_buckets_are_ddps():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("alternating", [False, True], ids=["both", "in turns"])
-def test_the_bytes_are_those_that_a_compressor_sends(dtype, wire, alternating):
+def test_the_bytes_are_those_that_a_compressor_sends(
+    dtype: torch.dtype, wire: torch.dtype | None, alternating: bool
+) -> None:
     options = tp.Options(matrix_approximation_rank=4, wire_dtype=wire, alternating=alternating)
     compressor = _C.BucketCompressor(SHAPES, options._core(), dtype, "cpu")
     sizes = []
@@ -44,7 +51,7 @@ def test_the_bytes_are_those_that_a_compressor_sends(dtype, wire, alternating):
     assert footprint.compressed_elements == 120_000
 
 
-def test_a_bucket_without_a_matrix_goes_whole():
+def test_a_bucket_without_a_matrix_goes_whole() -> None:
     options = tp.Options(matrix_approximation_rank=100, wire_dtype=torch.bfloat16)
     footprint = footprint_of([SHAPES], options)
     assert footprint.sent_bytes == footprint.gradient_bytes == 4 * 120_307
@@ -52,27 +59,27 @@ def test_a_bucket_without_a_matrix_goes_whole():
     assert footprint_of([SHAPES], None) == footprint
 
 
-def _rehearsed(rank):
-    calls = []
+def _rehearsed(rank: int) -> tuple[Any, Calls, list[int], list[tuple[int, int]]]:
+    calls: Calls = []
 
-    def start(bucket, buffer):
+    def start(bucket: int, buffer: torch.Tensor) -> Any:
         calls.append((bucket, buffer.numel()))
         return dist.all_reduce(buffer, async_op=True)
 
-    prepared = []
+    prepared: list[int] = []
 
-    def prepare():
+    def prepare() -> Callable[[int, torch.Tensor], Any]:
         prepared.append(len(calls))
         return start
 
-    reports = []
+    reports: list[tuple[int, int]] = []
     rehearsal = Rehearsal([5, 300], CPU, backward=0.002)
     settings = [Rehearsed(lambda: None, False), Rehearsed(prepare, True)]
     samples = rehearsal.measure(settings, 0.0, lambda done, blocks: reports.append((done, blocks)))
     return samples, calls, prepared, reports
 
 
-def test_a_rehearsal_averages_bucket_after_bucket():
+def test_a_rehearsal_averages_bucket_after_bucket() -> None:
     results = ranks.run(2, _rehearsed, backend="gloo")
     for samples, calls, prepared, reports in results:
         assert [len(passes) for passes in samples] == [PASSES[0]] * 2
@@ -87,20 +94,20 @@ def test_a_rehearsal_averages_bucket_after_bucket():
     assert results[0][0] == results[1][0], "alike on all ranks"
 
 
-def _measured(rank):
+def _measured(rank: int) -> tuple[advise.Measured, int, int, int]:
     model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 300))
     options = [
         tp.Options(matrix_approximation_rank=r, wire_dtype=torch.bfloat16, start_powerSGD_iter=0)
         for r in (1, 4)
     ]
     job = advise.job_of(model, UserStep(0.001, rest=0.5), options)
-    before = dist.group.WORLD._get_backend(CPU).stats()["compressed_calls"]
+    before = backend_of_world().stats()["compressed_calls"]
     measured = advise.measure(job, CPU, budget=0.1)
-    stats = dist.group.WORLD._get_backend(CPU).stats()
+    stats = backend_of_world().stats()
     return measured, before, stats["compressed_calls"], stats["skipped_steps"]
 
 
-def test_all_settings_are_measured_beside_plain():
+def test_all_settings_are_measured_beside_plain() -> None:
     results = ranks.run(2, _measured)
     for measured, before, compressed, skipped in results:
         assert [t.name for t in measured.timings] == ["rank 1, bfloat16", "rank 4, bfloat16"]
@@ -116,37 +123,38 @@ def test_all_settings_are_measured_beside_plain():
     assert results[0][0] == results[1][0], "alike on all ranks"
 
 
-def _link(rank):
+def _link(rank: int) -> tuple[float, float]:
     link = advise.measure_link(CPU)
     return link.latency, link.per_byte
 
 
-def test_the_link_is_measured_alike_on_all_ranks():
+def test_the_link_is_measured_alike_on_all_ranks() -> None:
     first, second = ranks.run(2, _link, backend="gloo")
     assert first == second
     assert min(first) > 0
 
 
-def test_a_users_step_is_timed_apart_from_its_backward_pass():
+def test_a_users_step_is_timed_apart_from_its_backward_pass() -> None:
     weight = torch.ones(3, requires_grad=True)
     calls = []
 
     class Slow(torch.autograd.Function):
         @staticmethod
-        def forward(context, x):
+        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
             return x.clone()
 
         @staticmethod
-        def backward(context, gradient):
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
             time.sleep(0.02)
             return gradient
 
-    def step():
+    def step() -> None:
         calls.append(weight.grad)
         time.sleep(0.01)
-        Slow.apply(weight).sum().backward()
+        output = Slow.apply(weight)  # type: ignore[no-untyped-call]
+        output.sum().backward()
 
-    def clear():
+    def clear() -> None:
         weight.grad = None
 
     original = torch.autograd.backward
@@ -158,10 +166,10 @@ def test_a_users_step_is_timed_apart_from_its_backward_pass():
     assert set(calls) == {None}, "gradients do not accumulate"
 
 
-def _timed_on_both(rank):
+def _timed_on_both(rank: int) -> tuple[UserStep, int]:
     calls = []
 
-    def step(model):
+    def step(model: torch.nn.Module) -> None:
         calls.append(1)
         time.sleep(0.05 * rank)
         model(torch.ones(1, 2)).sum().backward()
@@ -170,7 +178,7 @@ def _timed_on_both(rank):
     return timed, len(calls)
 
 
-def test_the_slowest_ranks_step_counts_and_all_take_as_many_steps():
+def test_the_slowest_ranks_step_counts_and_all_take_as_many_steps() -> None:
     (one, calls), (other, others_calls) = ranks.run(2, _timed_on_both)
     assert one == other
     assert one.rest >= 0.05
@@ -178,13 +186,13 @@ def test_the_slowest_ranks_step_counts_and_all_take_as_many_steps():
     assert calls == others_calls
 
 
-def test_a_step_without_a_backward_pass_is_an_error():
+def test_a_step_without_a_backward_pass_is_an_error() -> None:
     with pytest.raises(ValueError, match="must call backward"):
         time_step(lambda: None, lambda: None, CPU, 1)
 
 
-def _fails_on_one_rank(rank, failing):
-    def make():
+def _fails_on_one_rank(rank: int, failing: dict[int, Exception]) -> int | str:
+    def make() -> int:
         if rank in failing:
             raise failing[rank]
         return rank
@@ -195,7 +203,7 @@ def _fails_on_one_rank(rank, failing):
         return str(error)
 
 
-def test_an_error_of_one_rank_ends_all():
+def test_an_error_of_one_rank_ends_all() -> None:
     results = ranks.run(2, _fails_on_one_rank, {1: ValueError("no such file")})
     assert results == ["rank 1: no such file"] * 2
     results = ranks.run(2, _fails_on_one_rank, {0: MemoryError("full")})
@@ -205,12 +213,12 @@ def test_an_error_of_one_rank_ends_all():
     assert ranks.run(2, _fails_on_one_rank, {}) == [0, 1]
 
 
-def _unlike_models(rank):
+def _unlike_models(rank: int) -> None:
     with pytest.raises(advise.RanksError, match="rank 1 differ"):
         advise.job_of(torch.nn.Linear(2, 2 + rank), UserStep(0.1), [])
     with pytest.raises(advise.RanksError, match="no parameter"):
         advise.job_of(torch.nn.ReLU(), UserStep(0.1), [])
 
 
-def test_ranks_with_unlike_models_are_named():
+def test_ranks_with_unlike_models_are_named() -> None:
     ranks.run(2, _unlike_models)

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,12 +43,12 @@ COMMAND = ["torch_powersgd", "advise"]
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "models_of_advise.py").write_text(MODULE)
     return tmp_path
 
 
-def _alone(folder, *arguments):
+def _alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *COMMAND, "models_of_advise:model", *arguments],
         cwd=folder,
@@ -57,7 +58,7 @@ def _alone(folder, *arguments):
     )
 
 
-def _two(folder, *arguments):
+def _two(folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
     """Two ranks that nobody watches: each has to end by itself."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -82,7 +83,7 @@ def _two(folder, *arguments):
     return [(p.returncode, out, err) for p, (out, err) in zip(processes, ended, strict=True)]
 
 
-def test_under_torchrun(folder):
+def test_under_torchrun(folder: Path) -> None:
     arguments = ["models_of_advise:model", "--backward-ms", 2, "--ranks", 1, 4, "--alternating"]
     ended = torchrun("-m", *COMMAND, *arguments, "--wire-dtype", "float32", cwd=folder)
     assert "2 ranks, 0.48 MB of gradients" in ended.stdout
@@ -101,14 +102,14 @@ def test_under_torchrun(folder):
     assert "No backend of type" not in ended.stderr
 
 
-def test_an_error_before_the_rehearsal_is_said_once(folder):
+def test_an_error_before_the_rehearsal_is_said_once(folder: Path) -> None:
     (code_0, _, said), (code_1, _, silent) = _two(folder, "models_of_advise:missing_on_rank_0")
     assert (code_0, code_1) == (2, 2)
     assert "error: rank 0: FileNotFoundError: the weights" in said
     assert "error" not in silent
 
 
-def test_a_rank_that_fails_in_the_rehearsal_leaves_no_rank_waiting(folder):
+def test_a_rank_that_fails_in_the_rehearsal_leaves_no_rank_waiting(folder: Path) -> None:
     (code_0, _, said), (code_1, _, _) = _two(
         folder, "models_of_advise:breaks_rank_0", "--ranks", "4", "--backward-ms", "5"
     )
@@ -126,7 +127,7 @@ def test_a_rank_that_fails_in_the_rehearsal_leaves_no_rank_waiting(folder):
         (["--ranks", "0"], "matrix_approximation_rank"),
     ],
 )
-def test_a_wrong_argument_ends_all_ranks(folder, arguments, message):
+def test_a_wrong_argument_ends_all_ranks(folder: Path, arguments: list[str], message: str) -> None:
     first, second = _two(folder, "models_of_advise:model", *arguments)
     assert (first[0], second[0]) == (2, 2)
     assert message in first[2]
@@ -134,20 +135,20 @@ def test_a_wrong_argument_ends_all_ranks(folder, arguments, message):
 
 
 @pytest.mark.parametrize("milliseconds", ["-1", "nan", "inf", "soon"])
-def test_a_backward_pass_that_cannot_be(folder, milliseconds):
+def test_a_backward_pass_that_cannot_be(folder: Path, milliseconds: str) -> None:
     ended = _alone(folder, "--backward-ms", milliseconds)
     assert ended.returncode == 2
     assert "--backward-ms" in ended.stderr
     assert milliseconds in ended.stderr
 
 
-def test_the_step_is_measured_or_given(folder):
+def test_the_step_is_measured_or_given(folder: Path) -> None:
     ended = _alone(folder, "--backward-ms", "10", "--step", "models_of_advise:forward")
     assert ended.returncode == 2
     assert "not allowed with" in ended.stderr
 
 
-def test_without_torchrun_it_says_how(folder):
+def test_without_torchrun_it_says_how(folder: Path) -> None:
     ended = _alone(folder)
     assert ended.returncode == 2
     assert "torchrun" in ended.stderr

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import torch_powersgd as tp
+from setup_support.metadata import requirements
 from support import bare_environment
 from support.torchrun import torchrun
 
@@ -39,16 +40,16 @@ def imports_numpy():
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "models_of_user.py").write_text(MODULE)
     return tmp_path
 
 
-def _environment(**variables):
+def _environment(**variables: str) -> dict[str, str]:
     return {name: v for name, v in os.environ.items() if name != "COLUMNS"} | variables
 
 
-def _run(folder, *arguments, **variables):
+def _run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, PROGRAM, *arguments],
         cwd=folder,
@@ -59,8 +60,8 @@ def _run(folder, *arguments, **variables):
     )
 
 
-def test_the_environment_has_the_dependencies_alone(folder):
-    names = bare_environment.closure(bare_environment.requirements())
+def test_the_environment_has_the_dependencies_alone(folder: Path) -> None:
+    names = bare_environment.closure(requirements())
     assert {"torch", "rich", "pygments", "sympy"} <= names
     assert not {"numpy", "pytest", "matplotlib"} & names
     ended = _run(folder, "plan", "models_of_user:imports_numpy")
@@ -68,7 +69,7 @@ def test_the_environment_has_the_dependencies_alone(folder):
     assert "No module named 'numpy'" in ended.stderr
 
 
-def test_version(folder):
+def test_version(folder: Path) -> None:
     ended = _run(folder, "--version")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith(f"torch_powersgd {tp.__version__}, built against torch ")
@@ -77,7 +78,7 @@ def test_version(folder):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--all"]], ids=["grouped", "all"])
-def test_plan_in_80_columns(folder, arguments):
+def test_plan_in_80_columns(folder: Path, arguments: list[str]) -> None:
     ended = _run(folder, "plan", "models_of_user:deep", "--rank", "4", *arguments)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
@@ -92,7 +93,7 @@ def test_plan_in_80_columns(folder, arguments):
             assert f"{layer}.{name}{'' if arguments else ' (12)'}" in names
 
 
-def test_plan_on_a_terminal_and_in_a_pipe_says_the_same(folder):
+def test_plan_on_a_terminal_and_in_a_pipe_says_the_same(folder: Path) -> None:
     main, worker = pty.openpty()
     command = [sys.executable, PROGRAM, "plan", "models_of_user:deep"]
     environment = _environment(TERM="dumb", COLUMNS="80")
@@ -113,7 +114,7 @@ def test_plan_on_a_terminal_and_in_a_pipe_says_the_same(folder):
     assert shown.decode().replace("\r\n", "\n") == piped
 
 
-def test_advise_in_80_columns(folder):
+def test_advise_in_80_columns(folder: Path) -> None:
     ended = torchrun(
         PROGRAM, "advise", "models_of_user:model", "--step", "models_of_user:step", "--ranks", 4,
         cwd=folder,

@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -50,7 +52,7 @@ FLOAT32 = ("--rank", "4", "--wire-dtype", "float32")
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "models_of_test.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -59,7 +61,7 @@ def folder(tmp_path, monkeypatch):
     sys.modules.pop("models_of_test", None)
 
 
-def _run(monkeypatch, *arguments: str) -> int:
+def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["torch_powersgd", *arguments])
     return torch_powersgd.__main__.main()
 
@@ -70,7 +72,9 @@ def _rows(table: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows if len(row) > 3}
 
 
-def test_prints_the_plan(folder, monkeypatch, capsys):
+def test_prints_the_plan(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _run(monkeypatch, "plan", "models_of_test:model", *FLOAT32) == 0
     printed = capsys.readouterr().out
     sent = 4 * (P_NUMEL + Q_NUMEL + TAIL)
@@ -90,7 +94,9 @@ def test_prints_the_plan(folder, monkeypatch, capsys):
     assert f"{residual / 1e3:.0f} kB for the residual, {factors / 1e3:.1f} kB for factors" in text
 
 
-def test_the_wire_and_the_turns(folder, monkeypatch, capsys):
+def test_the_wire_and_the_turns(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ("--rank", "4", "--wire-dtype", "bfloat16", "--alternating")
     assert _run(monkeypatch, "plan", "models_of_test:model", *arguments) == 0
     printed = capsys.readouterr().out
@@ -102,7 +108,9 @@ def test_the_wire_and_the_turns(folder, monkeypatch, capsys):
     assert rows["all"][1] == f"{sent / 1e3:.2f} kB"
 
 
-def test_layers_of_one_kind_share_a_row(folder, monkeypatch, capsys):
+def test_layers_of_one_kind_share_a_row(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _run(monkeypatch, "plan", "models_of_test:layers", "--rank", "4") == 0
     printed = capsys.readouterr().out
     assert "All names begin with trunk." in printed
@@ -115,7 +123,9 @@ def test_layers_of_one_kind_share_a_row(folder, monkeypatch, capsys):
     assert not [name for name in rows if "others" in name]
 
 
-def test_the_largest_and_all_others(folder, monkeypatch, capsys):
+def test_the_largest_and_all_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _run(monkeypatch, "plan", "models_of_test:layers", "--rank", "4", "--top", "1") == 0
     rows = _rows(capsys.readouterr().out)
     assert rows["18 others"][0] == "13 raw"
@@ -123,7 +133,9 @@ def test_the_largest_and_all_others(folder, monkeypatch, capsys):
     assert rows["all"][0] == f"{gradient / 1e3:.0f} kB"
 
 
-def test_every_parameter(folder, monkeypatch, capsys):
+def test_every_parameter(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _run(monkeypatch, "plan", "models_of_test:layers", "--rank", "4", "--all") == 0
     rows = _rows(capsys.readouterr().out)
     for i in range(11):
@@ -133,7 +145,9 @@ def test_every_parameter(folder, monkeypatch, capsys):
     assert "scale" in rows
 
 
-def test_a_rank_that_compresses_nothing(folder, monkeypatch, capsys):
+def test_a_rank_that_compresses_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _run(monkeypatch, "plan", "models_of_test:model", "--rank", "600") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "Nothing is compressed at rank 600" in printed
@@ -144,12 +158,16 @@ def test_a_rank_that_compresses_nothing(folder, monkeypatch, capsys):
         assert ("Nothing is compressed" in capsys.readouterr().out) == nothing
 
 
-def test_a_model_without_weights(folder, monkeypatch, capsys):
+def test_a_model_without_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert _run(monkeypatch, "plan", "models_of_test:biases") == 0
     assert "no weight that any rank compresses" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_least_compression_rate(folder, monkeypatch, capsys):
+def test_the_least_compression_rate(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ("--rank", "4", "--min-compression-rate", "10")
     assert _run(monkeypatch, "plan", "models_of_test:model", *arguments) == 0
     rows = _rows(capsys.readouterr().out)
@@ -158,7 +176,7 @@ def test_the_least_compression_rate(folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("width", [5, 9, 14, 60])
-def test_a_long_name_goes_on_below(width):
+def test_a_long_name_goes_on_below(width: int) -> None:
     name = "transformer.h.0.attn.weight (12)"
     lines = wrapped(name, width).split("\n")
     assert "".join(lines) == name
@@ -187,14 +205,22 @@ def test_a_long_name_goes_on_below(width):
         ([], "MODULE:FACTORY"),
     ],
 )
-def test_a_wrong_argument_is_a_usage_error(folder, monkeypatch, capsys, arguments, message):
+def test_a_wrong_argument_is_a_usage_error(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
     with pytest.raises(SystemExit) as ended:
         _run(monkeypatch, "plan", *arguments)
     assert ended.value.code == 2
     assert re.search(message, capsys.readouterr().err, re.DOTALL)
 
 
-def test_the_factorys_own_error_is_not_hidden(folder, monkeypatch, capsys):
+def test_the_factorys_own_error_is_not_hidden(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         _run(monkeypatch, "plan", "models_of_test:broken")
     except (SystemExit, ValueError) as error:
@@ -202,7 +228,7 @@ def test_the_factorys_own_error_is_not_hidden(folder, monkeypatch, capsys):
     assert "the factory's own error" in told
 
 
-def test_as_a_program(folder):
+def test_as_a_program(folder: Path) -> None:
     command = [sys.executable, "-m", "torch_powersgd", "plan", "models_of_test:nothing"]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 2

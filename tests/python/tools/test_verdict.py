@@ -5,32 +5,51 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Any
 
 import pytest
 import torch
 
 import torch_powersgd as tp
 from torch_powersgd.tools.report import line_to_copy, sentences
-from torch_powersgd.tools.verdict import Figure, Timing, differ, figure_of, figures_of, judge
+from torch_powersgd.tools.verdict import (
+    Figure,
+    Timing,
+    Verdict,
+    differ,
+    figure_of,
+    figures_of,
+    judge,
+)
 
 RANKS = (4, 8, 16, 32)
 WIRES = (torch.bfloat16, torch.float32)
 
+Seconds = dict[torch.dtype, tuple[float, ...]]  # by wire, of each rank
 
-def _passes(seconds, spread, generator, passes=5, steps=3):
+
+def _passes(
+    seconds: float, spread: float, generator: random.Random, passes: int = 5, steps: int = 3
+) -> list[list[float]]:
     return [
         [generator.gauss(seconds, spread * seconds) for _ in range(steps)] for _ in range(passes)
     ]
 
 
-def _timing(rank, wire, passes, alternating=False, multiplications=None):
+def _timing(
+    rank: int,
+    wire: torch.dtype | None,
+    passes: list[list[float]],
+    alternating: bool = False,
+    multiplications: int | None = None,
+) -> Timing:
     options = tp.Options(matrix_approximation_rank=rank, wire_dtype=wire, alternating=alternating)
     sent = 1000 * rank * (wire or torch.float32).itemsize
     work = 10_000 * rank if multiplications is None else multiplications
     return Timing(options, sent, work, passes)
 
 
-def _grid(seconds, spread, generator):
+def _grid(seconds: Seconds, spread: float, generator: random.Random) -> list[Timing]:
     """Timings of all ranks and wires; ``seconds`` gives those of each."""
     return [
         _timing(rank, wire, _passes(seconds[wire][i], spread, generator))
@@ -39,18 +58,28 @@ def _grid(seconds, spread, generator):
     ]
 
 
-def _judged(plain, timings, **limit):
+def _chosen(verdict: Verdict, timings: list[Timing]) -> Timing:
+    assert verdict.chosen is not None
+    return timings[verdict.chosen]
+
+
+def _judged(
+    plain: Figure, timings: list[Timing], **limit: int | None
+) -> tuple[Verdict, list[Figure]]:
     figures = figures_of(timings)
     verdict = judge(plain, timings, figures, **limit)
     return verdict, figures
 
 
 # Milliseconds of a step of a GPT of 10.9 M parameters on two ranks, without noise.
-GIGABIT = {torch.bfloat16: (246, 246, 246, 255), torch.float32: (256, 254, 268, 280)}
-HUNDRED_MEGABIT = {torch.bfloat16: (233, 255, 295, 340), torch.float32: (280, 310, 392, 500)}
+GIGABIT: Seconds = {torch.bfloat16: (246, 246, 246, 255), torch.float32: (256, 254, 268, 280)}
+HUNDRED_MEGABIT: Seconds = {
+    torch.bfloat16: (233, 255, 295, 340),
+    torch.float32: (280, 310, 392, 500),
+}
 
 
-def test_a_figure_is_median_quartiles_and_noise():
+def test_a_figure_is_median_quartiles_and_noise() -> None:
     figure = figure_of([[1.0, 2.0], [3.0, 4.0], [5.0]])
     assert (figure.lower, figure.median, figure.upper) == (2.0, 3.0, 4.0)
     assert figure.noise == pytest.approx(1.57 * 2.0 / 3**0.5)
@@ -58,46 +87,49 @@ def test_a_figure_is_median_quartiles_and_noise():
     assert figure_of([[1.0, 1.0]]).noise == pytest.approx(0.01)
 
 
-def test_noise_that_lasts_counts_by_passes():
+def test_noise_that_lasts_counts_by_passes() -> None:
     brief = [[1.0, 1.2], [1.0, 1.2], [1.0, 1.2], [1.0, 1.2]]
     lasting = [[1.0, 1.0, 1.0, 1.0], [1.2, 1.2, 1.2, 1.2]]
     assert figure_of(lasting).noise > figure_of(brief).noise
 
 
-def test_a_spread_needs_samples():
+def test_a_spread_needs_samples() -> None:
     with pytest.raises(ValueError, match="two samples"):
         figure_of([[1.0]])
 
 
-def test_on_a_slow_link_rank_16_with_bfloat16_is_recommended():
+def test_on_a_slow_link_rank_16_with_bfloat16_is_recommended() -> None:
     generator = random.Random(0)
     timings = _grid(GIGABIT, 0.02, generator)
     plain = figure_of(_passes(553, 0.02, generator))
     verdict, _ = _judged(plain, timings)
     assert verdict.kind == "pays"
-    assert timings[verdict.chosen].name == "rank 16, bfloat16"
+    assert _chosen(verdict, timings).name == "rank 16, bfloat16"
     assert verdict.better is None
 
 
-def test_a_higher_rank_is_recommended_only_to_those_who_ask():
+def test_a_higher_rank_is_recommended_only_to_those_who_ask() -> None:
     generator = random.Random(0)
     timings = _grid(GIGABIT, 0.005, generator)
     plain = figure_of(_passes(553, 0.005, generator))
     verdict, _ = _judged(plain, timings, largest_rank=None)
-    assert timings[verdict.chosen].name == "rank 32, bfloat16"
+    assert _chosen(verdict, timings).name == "rank 32, bfloat16"
 
 
-def test_where_low_ranks_are_much_faster_rank_16_is_named_as_well():
+def test_where_low_ranks_are_much_faster_rank_16_is_named_as_well() -> None:
     generator = random.Random(0)
     timings = _grid(HUNDRED_MEGABIT, 0.005, generator)
     verdict, _ = _judged(figure_of(_passes(3900, 0.005, generator)), timings)
-    assert timings[verdict.chosen].name == "rank 8, bfloat16"
+    assert _chosen(verdict, timings).name == "rank 8, bfloat16"
+    assert verdict.better is not None
     assert timings[verdict.better].name == "rank 16, bfloat16"
     said = " ".join(_sentences(verdict, 3900, 200, timings))
     assert "rank 16, bfloat16 takes 29" in said
 
 
-def _sentences(verdict, plain, alone, timings, noise=5.0):
+def _sentences(
+    verdict: Verdict, plain: float, alone: float, timings: list[Timing], noise: float = 5.0
+) -> list[str]:
     figure = Figure(plain, plain - noise, plain + noise, noise)
     without = Figure(alone, alone - noise, alone + noise, noise)
     scaled = [
@@ -109,10 +141,10 @@ def _sentences(verdict, plain, alone, timings, noise=5.0):
 
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("spread", [0.01, 0.05, 0.3])
-def test_nothing_is_recommended_out_of_noise(seed, spread):
+def test_nothing_is_recommended_out_of_noise(seed: int, spread: float) -> None:
     """Ranks of one machine: all settings take as long as plain, in truth."""
     generator = random.Random(seed)
-    same = dict.fromkeys(WIRES, (200, 200, 200, 200))
+    same: Seconds = dict.fromkeys(WIRES, (200, 200, 200, 200))
     timings = _grid(same, spread, generator)
     plain = figure_of(_passes(200, spread, generator))
     verdict, _ = _judged(plain, timings)
@@ -127,7 +159,7 @@ def test_nothing_is_recommended_out_of_noise(seed, spread):
         assert "Too noisy: run again" in said
 
 
-def test_what_plain_averaging_adds_may_be_less_than_can_be_measured():
+def test_what_plain_averaging_adds_may_be_less_than_can_be_measured() -> None:
     generator = random.Random(0)
     timings = _grid(dict.fromkeys(WIRES, (230, 240, 250, 260)), 0.01, generator)
     verdict, _ = _judged(figure_of(_passes(200, 0.01, generator)), timings)
@@ -136,23 +168,25 @@ def test_what_plain_averaging_adds_may_be_less_than_can_be_measured():
     assert "less than can be measured" not in " ".join(_sentences(verdict, 200, 150, timings))
 
 
-def test_noise_does_not_hide_that_all_settings_are_slower():
+def test_noise_does_not_hide_that_all_settings_are_slower() -> None:
     generator = random.Random(1)
     timings = _grid(dict.fromkeys(WIRES, (400, 420, 440, 500)), 0.15, generator)
     verdict, _ = _judged(figure_of(_passes(200, 0.15, generator)), timings)
     assert verdict.kind == "does not pay"
 
 
-def test_a_large_gain_shows_through_noise():
+def test_a_large_gain_shows_through_noise() -> None:
     generator = random.Random(1)
     timings = _grid(GIGABIT, 0.15, generator)
     verdict, _ = _judged(figure_of(_passes(900, 0.15, generator)), timings)
     assert verdict.kind == "pays"
-    assert timings[verdict.chosen].options.matrix_approximation_rank <= 16
+    options = _chosen(verdict, timings).options
+    assert options is not None
+    assert options.matrix_approximation_rank <= 16
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_rank_is_shown_as_faster_than_a_lower_one(seed):
+def test_no_rank_is_shown_as_faster_than_a_lower_one(seed: int) -> None:
     generator = random.Random(seed)
     timings = _grid(GIGABIT, generator.choice([0.02, 0.1, 0.4]), generator)
     figures = figures_of(timings)
@@ -164,7 +198,7 @@ def test_no_rank_is_shown_as_faster_than_a_lower_one(seed):
         assert figure.alike or figure == own, "what is in order is shown as it was measured"
 
 
-def test_ranks_that_cannot_be_ordered_share_one_figure():
+def test_ranks_that_cannot_be_ordered_share_one_figure() -> None:
     timings = [
         _timing(4, torch.float32, [[1.0, 1.0], [1.0, 1.0]]),
         _timing(8, torch.float32, [[3.0, 3.0], [3.0, 3.0]]),
@@ -178,7 +212,7 @@ def test_ranks_that_cannot_be_ordered_share_one_figure():
     assert (eight.lower, eight.median, eight.upper) == (2.0, 2.5, 3.0)
 
 
-def test_a_rank_that_computes_less_may_be_faster():
+def test_a_rank_that_computes_less_may_be_faster() -> None:
     # It compresses fewer layers than the lower rank.
     passes = {4: [[3.0, 3.0]], 512: [[2.0, 2.0]]}
     timings = [
@@ -188,7 +222,7 @@ def test_a_rank_that_computes_less_may_be_faster():
     assert [figure.median for figure in figures_of(timings)] == [3.0, 2.0]
 
 
-def test_wires_and_modes_are_not_ordered_by_rank():
+def test_wires_and_modes_are_not_ordered_by_rank() -> None:
     timings = [
         _timing(4, torch.float32, [[3.0, 3.0]]),
         _timing(8, torch.bfloat16, [[2.0, 2.0]]),
@@ -197,7 +231,7 @@ def test_wires_and_modes_are_not_ordered_by_rank():
     assert [figure.median for figure in figures_of(timings)] == [3.0, 2.0, 1.0]
 
 
-def test_a_tie_goes_to_two_factors_a_step_and_then_to_fewer_bytes():
+def test_a_tie_goes_to_two_factors_a_step_and_then_to_fewer_bytes() -> None:
     fast = [[1.0, 1.0, 1.0]] * 4
     timings = [
         _timing(8, torch.float32, fast),
@@ -208,13 +242,13 @@ def test_a_tie_goes_to_two_factors_a_step_and_then_to_fewer_bytes():
     assert verdict.chosen == 2
 
 
-def test_ranks_above_the_recommended_one_alone():
+def test_ranks_above_the_recommended_one_alone() -> None:
     timings = [_timing(32, torch.bfloat16, [[1.0, 1.0]]), _timing(64, None, [[1.0, 1.0]])]
     verdict, _ = _judged(figure_of([[2.0, 2.0]]), timings)
     assert verdict.chosen == 0
 
 
-def test_figures_differ_by_more_than_their_noise():
+def test_figures_differ_by_more_than_their_noise() -> None:
     one = Figure(1.0, 0.9, 1.1, 0.3)
     assert not differ(one, Figure(1.49, 1.4, 1.6, 0.4))
     assert differ(one, Figure(1.51, 1.4, 1.6, 0.4))
@@ -232,16 +266,16 @@ def test_figures_differ_by_more_than_their_noise():
         ({"matrix_approximation_rank": 2, "alternating": True, "min_compression_rate": 3.5}, None),
     ],
 )
-def test_the_line_to_copy_sets_what_was_measured(fields, text):
+def test_the_line_to_copy_sets_what_was_measured(fields: dict[str, Any], text: str | None) -> None:
     measured = tp.Options(start_powerSGD_iter=0, **fields)
     line = line_to_copy(measured)
     if text:
         assert line == text
-    attached = []
+    attached: list[tuple[str, dict[str, Any]]] = []
 
     class Package:
         @staticmethod
-        def attach(module, options):
+        def attach(module: str, options: dict[str, Any]) -> None:
             attached.append((module, options))
 
     exec(line, {"torch": torch, "torch_powersgd": Package, "ddp": "the module"})
@@ -252,7 +286,7 @@ def test_the_line_to_copy_sets_what_was_measured(fields, text):
     assert tp.Options(start_powerSGD_iter=0, **options) == measured
 
 
-def test_the_gain_is_one_of_whole_steps():
+def test_the_gain_is_one_of_whole_steps() -> None:
     generator = random.Random(0)
     timings = _grid(GIGABIT, 0.01, generator)
     verdict, _ = _judged(figure_of(_passes(553, 0.01, generator)), timings)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,17 +15,17 @@ PROGRAM = Path(elastic_program.__file__)
 KILL_AT = 7
 # Workers otherwise share one store over all restarts, in which Gloo, wrapped or not, finds the
 # addresses of those that are gone.
-NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+NEW_STORE: dict[str, Any] = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def _run(folder, kill_at):
+def _run(folder: Path, kill_at: int) -> tuple[list[dict[str, Any]], str]:
     folder.mkdir()
     restarts = ["--max-restarts=1", "--monitor-interval=0.1"]
     ended = torchrun(*restarts, PROGRAM, folder, kill_at, **NEW_STORE)
     return [torch.load(folder / f"result.{rank}") for rank in range(2)], ended.stderr
 
 
-def test_a_job_that_is_killed_in_mid_step_ends_as_if_it_had_not_been(tmp_path):
+def test_a_job_that_is_killed_in_mid_step_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     whole, _ = _run(tmp_path / "whole", -1)
     last_saved = KILL_AT // elastic_program.SAVE_EVERY * elastic_program.SAVE_EVERY
     killed, log = _run(tmp_path / "killed", KILL_AT)

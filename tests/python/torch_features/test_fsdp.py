@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 
 import torch_powersgd as tp
 from support import ranks
-from support.fsdp_cases import CASES, REPLICAS, SHARDS, Net, gradients, mesh_of, sharded
+from support.fsdp_cases import CASES, REPLICAS, SHARDS, Net, Sharded, gradients, mesh_of, sharded
 from support.log_records import LogRecords
-from support.paired_training import OPTIONS, STEPS, WARM_UP, same
+from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts, same
 from support.synthetic import Ledger, from_bytes, gradient, relative_error, to_bytes
 from torch_powersgd.fsdp import _packed
 
@@ -25,18 +25,18 @@ WORLD_SIZE = REPLICAS * SHARDS
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 
 
-def _run_all(rank: int) -> Any:
+def _run_all(rank: int) -> dict[str, Facts]:
     return {name: run(rank) for name, run in CASES.items()}
 
 
 @pytest.fixture(scope="module")
-def results() -> Any:
+def results() -> list[dict[str, Facts]]:
     """{case: what it found out} of each rank, all by one launch."""
     return ranks.run(WORLD_SIZE, _run_all, backend="gloo", timeout=240)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_case(results: Any, name: Any) -> None:
+def test_case(results: list[dict[str, Facts]], name: str) -> None:
     for facts in (result[name] for result in results):
         assert facts.warm_up == [True] * WARM_UP
         assert all(facts.exact)
@@ -49,7 +49,7 @@ def test_case(results: Any, name: Any) -> None:
         assert len(set(mine)) == len(mine)  # the parameters do change
 
 
-def test_stats_count_steps_and_units(results: Any) -> None:
+def test_stats_count_steps_and_units(results: list[dict[str, Facts]]) -> None:
     for result in results:
         steps, calls, names = result["plain"].extra
         assert steps == STEPS
@@ -57,18 +57,18 @@ def test_stats_count_steps_and_units(results: Any) -> None:
         assert names == sorted(name for name, _ in Net().named_parameters())
 
 
-def test_the_loss_scale_grew_and_fell(results: Any) -> None:
+def test_the_loss_scale_grew_and_fell(results: list[dict[str, Facts]]) -> None:
     # By 2 after three steps and after three more, of which the bad one made it half.
     assert {result["loss_scale"].extra for result in results} == {8.0 * 2 * 0.5 * 2}
 
 
-def _backward(module: Any, rank: int, i: int, **arguments: Any) -> Any:
+def _backward(module: Sharded, rank: int, i: int, **arguments: Any) -> list[torch.Tensor]:
     module.zero_grad()
     module(gradient((6, 25), "input", rank, i), **arguments).square().mean().backward()
     return list(gradients(module).values())
 
 
-def _pair() -> Any:
+def _pair() -> tuple[Sharded, Sharded]:
     """An attached module and FSDP2's own HSDP, which begin alike."""
     mesh = mesh_of(("cpu:powersgd", OPTIONS))
     attached = sharded(mesh["shard"])
@@ -76,7 +76,7 @@ def _pair() -> Any:
     return attached, sharded(mesh_of("gloo"))
 
 
-def _resumed(rank: int, per_rank: Any) -> Any:
+def _resumed(rank: int, per_rank: bool) -> tuple[float, int]:
     """Another module goes on from what the first one saved; shards are not exchanged."""
     first, second = _pair()[0], _pair()[0]
     # A rank's own residual is the mean where the replicas have the same inputs.
@@ -99,7 +99,7 @@ def _resumed(rank: int, per_rank: Any) -> Any:
 
 
 @pytest.mark.parametrize(("per_rank", "tolerance"), [(True, 0), (False, 1e-4)])
-def test_a_checkpoint_of_the_shards_goes_on(per_rank: Any, tolerance: Any) -> None:
+def test_a_checkpoint_of_the_shards_goes_on(per_rank: bool, tolerance: float) -> None:
     # Of each rank's own state to the bit. The mean state differs by the rounding of the residual,
     # memory - P^ q, as in test_groups.
     for error, steps in ranks.run(WORLD_SIZE, _resumed, per_rank, backend="gloo"):
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_the_shards_goes_on(per_rank: Any, tolerance: Any) -> No
         assert steps == STEPS + 3
 
 
-def _unknown_subset(rank: int) -> Any:
+def _unknown_subset(rank: int) -> tuple[dict[bool, list[str]], list[tuple[str, str]]]:
     """One of the root's own parameters is not used: which, FSDP2 does not tell its hook."""
     attached, plain = _pair()
     warnings = LogRecords(logging.WARNING).seen
@@ -132,7 +132,7 @@ def test_a_module_with_unused_parameters_is_exact_unless_all_are_reduced() -> No
         assert sum("set_reduce_scatter_unused_params" in message for _, message in warnings) == 1
 
 
-def _detached(rank: int) -> Any:
+def _detached(rank: int) -> list[bool]:
     attached, plain = _pair()
     exact = []
     for i in range(12):
@@ -156,7 +156,7 @@ DRAIN_STEPS, QUIET = 24, 1e-20
 FLAT = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=64)
 
 
-def _native(rank: int) -> Any:
+def _native(rank: int) -> tuple[list[bool], float, float, int]:
     """FSDP2's own HSDP, its all-reduces in backward compressed as flat tensors."""
     mesh = mesh_of(("cpu:powersgd", FLAT))
     flat, plain = sharded(mesh), sharded(mesh_of("gloo"))
@@ -187,7 +187,7 @@ def test_native_hsdp_is_compressed_flat() -> None:
         assert calls == 3 * (STEPS + DRAIN_STEPS - 2)
 
 
-def _refused(rank: int) -> Any:
+def _refused(rank: int) -> list[str]:
     mesh = mesh_of(("cpu:powersgd", OPTIONS))
     replicate, shard = mesh.get_group("replicate"), mesh.get_group("shard")
     hooked = sharded(mesh["shard"])
@@ -214,9 +214,9 @@ def test_refusals_say_why() -> None:
             assert part in message
 
 
-def _wrong_group(rank: int) -> Any:
+def _wrong_group(rank: int) -> list[str]:
     """Groups in which ranks hold different shards, whose backend could compress them."""
-    backends = dict.fromkeys(("replicate", "shard"), ("cpu:powersgd", OPTIONS))
+    backends: Any = dict.fromkeys(("replicate", "shard"), ("cpu:powersgd", OPTIONS))
     mesh = init_device_mesh(
         "cpu",
         (REPLICAS, SHARDS),

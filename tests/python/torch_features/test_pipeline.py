@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ MICRO_BATCHES, MICRO_SIZE = 4, 3
 SIZES = (24, 36, 30)  # of the input, of what the stages exchange, of the output
 
 
-def _mesh(replicate: object, stage: object) -> DeviceMesh:
+def _mesh(replicate: Any, stage: Any) -> DeviceMesh:
     return init_device_mesh(
         "cpu",
         (2, 2),
@@ -32,11 +34,12 @@ def _mesh(replicate: object, stage: object) -> DeviceMesh:
 class _Stage:
     """This rank's stage, and the schedule of the whole pipeline."""
 
-    def __init__(self, mesh: DeviceMesh, schedule: type) -> None:
+    def __init__(self, mesh: DeviceMesh, schedule: Any) -> None:
         self.number = mesh.get_local_rank("stage")
         self.replica = mesh.get_local_rank("replicate")
         torch.manual_seed(self.number)
-        net = nn.Sequential(nn.Linear(*SIZES[self.number : self.number + 2]), nn.Tanh())
+        inputs, outputs = SIZES[self.number : self.number + 2]
+        net = nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh())
         self.ddp = DistributedDataParallel(net, process_group=mesh.get_group("replicate"))
         # With the shapes given, no backward pass is run to find them out.
         shapes = [
@@ -69,10 +72,19 @@ class _Stage:
         return losses
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: p.grad.clone() for name, p in self.ddp.module.named_parameters()}
+        return {
+            name: p.grad.clone()
+            for name, p in self.ddp.module.named_parameters()
+            if p.grad is not None
+        }
 
 
-def _train(rank, schedule, stage_backend):
+# The identity's errors; by step whether losses and gradients are equal, and the digests; the count
+# of steps.
+Trained = tuple[dict[str, float], list[bool], list[bool], list[str], int]
+
+
+def _train(rank: int, schedule: Any, stage_backend: Any) -> Trained:
     mesh = _mesh(("cpu:powersgd", OPTIONS), stage_backend)
     attached, plain = _Stage(mesh, schedule), _Stage(_mesh("gloo", "gloo"), schedule)
     tp.attach(attached.ddp)
@@ -102,7 +114,7 @@ def _train(rank, schedule, stage_backend):
     [(ScheduleGPipe, "gloo"), (Schedule1F1B, ("cpu:powersgd", OPTIONS))],
     ids=["gpipe-gloo", "1f1b-powersgd"],
 )
-def test_stages_of_a_pipeline(schedule, stage_backend):
+def test_stages_of_a_pipeline(schedule: Any, stage_backend: Any) -> None:
     results = ranks.run(4, _train, schedule, stage_backend, backend="gloo")
     for errors, exact, equal, _, steps in results:
         assert all(exact)

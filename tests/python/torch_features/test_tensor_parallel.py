@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -26,7 +28,7 @@ SMALL = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
-def _mesh(replicate: object, tensor: object) -> DeviceMesh:
+def _mesh(replicate: Any, tensor: Any) -> DeviceMesh:
     return init_device_mesh(
         "cpu",
         (2, 2),
@@ -54,10 +56,14 @@ class _Trained:
         return [loss, x.grad]
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: shard.grad.clone() for name, shard in self.shards.items()}
+        return {
+            name: shard.grad.clone()
+            for name, shard in self.shards.items()
+            if shard.grad is not None
+        }
 
 
-def _train(rank, tensor_backend):
+def _train(rank: int, tensor_backend: str | tuple[str, tp.Options]) -> tuple[Any, ...]:
     mesh = _mesh(("cpu:powersgd", OPTIONS), tensor_backend)
     attached, plain = _Trained(mesh), _Trained(_mesh("gloo", "gloo"))
     tp.attach(attached.ddp)
@@ -82,21 +88,21 @@ def _train(rank, tensor_backend):
     return ledger.errors(residuals), exact, equal, digests, others.get("compressed_calls", 0)
 
 
-def _attached_late(rank):
+def _attached_late(rank: int) -> None:
     trained = _Trained(_mesh(("cpu:powersgd", OPTIONS), "gloo"))
     trained.backward(0, 0)
     with pytest.raises(ValueError, match="first forward pass"):
         tp.attach(trained.ddp)
 
 
-def test_attach_after_the_first_forward_pass_says_why_not():
+def test_attach_after_the_first_forward_pass_says_why_not() -> None:
     ranks.run(4, _attached_late, backend="gloo")
 
 
 @pytest.mark.parametrize(
     "tensor_backend", ["gloo", ("cpu:powersgd", SMALL)], ids=["gloo", "powersgd"]
 )
-def test_beside_ddp(tensor_backend):
+def test_beside_ddp(tensor_backend: str | tuple[str, tp.Options]) -> None:
     results = ranks.run(4, _train, tensor_backend, backend="gloo")
     for errors, exact, equal, _, compressed in results:
         assert all(exact)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +25,12 @@ STEPS_BEFORE_OVERLAP = 2
 OVERLAPPED = [(False, False), (True, False), (False, True)]
 
 
+# Comparisons, a digest of the parameters, and the compressed calls or the parameters at first.
+Facts = tuple[list[bool], str, int]
+Overlapped = tuple[list[bool], str, str]
+Hooked = tuple[list[bool], bool, int]
+
+
 def _make(static_graph: bool = False) -> DistributedDataParallel:
     torch.manual_seed(0)
     layers = torch.nn.Linear(24, 33), torch.nn.Tanh(), torch.nn.Linear(33, 20)
@@ -35,7 +43,7 @@ def _make(static_graph: bool = False) -> DistributedDataParallel:
 def _backward(ddp: DistributedDataParallel, rank: int, i: int) -> list[torch.Tensor]:
     ddp.zero_grad()
     ddp(gradient((6, 24), "input", rank, i)).square().mean().backward()
-    return [parameter.grad.clone() for parameter in ddp.parameters()]
+    return [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
 
 
 def _state(ddp: DistributedDataParallel) -> list[torch.Tensor]:
@@ -43,13 +51,13 @@ def _state(ddp: DistributedDataParallel) -> list[torch.Tensor]:
     return [tensor for parameter in saved for tensor in (parameter["residual"], parameter["q"])]
 
 
-def _beside(rank):
+def _beside(rank: int) -> Facts:
     """The same training with the optimizer whole on each rank, and in parts, also resumed."""
     whole, parts = _make(), _make()
-    arguments = {"lr": 1e-2, "weight_decay": 1e-3}
+    arguments: dict[str, Any] = {"lr": 1e-2, "weight_decay": 1e-3}
     adam = torch.optim.AdamW(whole.parameters(), **arguments)
 
-    def make_zero():
+    def make_zero() -> ZeroRedundancyOptimizer:
         return ZeroRedundancyOptimizer(parts.parameters(), torch.optim.AdamW, **arguments)
 
     zero, equal = make_zero(), []
@@ -58,7 +66,7 @@ def _beside(rank):
     for i in range(STEPS):
         if i == STEPS // 2:
             zero.consolidate_state_dict(to=0)
-            saved = [zero.state_dict() if rank == 0 else None]
+            saved: list[Any] = [zero.state_dict() if rank == 0 else None]
             dist.broadcast_object_list(saved, src=0)
             moments = [saved[0]["state"][k]["exp_avg"] for k in sorted(saved[0]["state"])]
             equal.append(same(moments, [s["exp_avg"] for s in adam.state_dict()["state"].values()]))
@@ -71,10 +79,10 @@ def _beside(rank):
     return equal, digest(parts.parameters()), tp.stats()["compressed_calls"]
 
 
-def _overlapped(rank, shard_buckets, static_graph):
+def _overlapped(rank: int, shard_buckets: bool, static_graph: bool) -> Overlapped:
     """Against the same without overlap, which leaves out the steps that torch leaves out."""
     plain, overlapped = _make(static_graph), _make(static_graph)
-    arguments = {"lr": 0.1, "momentum": 0.9}
+    arguments: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     sgd = torch.optim.SGD(plain.parameters(), **arguments)
     zero = ZeroRedundancyOptimizer(
         overlapped.parameters(), torch.optim.SGD, overlap_with_ddp=True, **arguments
@@ -92,18 +100,19 @@ def _overlapped(rank, shard_buckets, static_graph):
     return equal, digest(overlapped.parameters()), digest(_make().parameters())
 
 
-def _refused(rank):
+def _refused(rank: int) -> list[str]:
     messages = []
     ddp = _make()
     tp.attach(ddp, OPTIONS)
-    for module in (ddp, torch.nn.Linear(2, 2)):
+    modules: list[Any] = [ddp, torch.nn.Linear(2, 2)]
+    for module in modules:
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the messages are compared below
             tp.comm_hook(module, OPTIONS)
         messages.append(str(caught.value))
     return messages
 
 
-def _plain_hook(rank):
+def _plain_hook(rank: int) -> Hooked:
     """The hook in Python, registered as it is, is what attach registers."""
     attached, hooked = _make(), _make()
     tp.attach(attached, OPTIONS)
@@ -117,18 +126,18 @@ def _plain_hook(rank):
     return equal, same(_state(attached), _state(hooked)), tp.state_dict(hooked)["step"]
 
 
-def _all(rank):
+def _all(rank: int) -> tuple[Facts, list[Overlapped], list[str], Hooked]:
     overlapped = [_overlapped(rank, *case) for case in OVERLAPPED]
     return _beside(rank), overlapped, _refused(rank), _plain_hook(rank)
 
 
 @pytest.fixture(scope="module")
-def results():
-    """What each rank found out, all by one launch."""
+def results() -> list[Any]:
+    """The results of each function on both ranks. One launch runs all functions."""
     return list(zip(*ranks.run(2, _all), strict=True))
 
 
-def test_in_parts_is_as_whole(results):
+def test_in_parts_is_as_whole(results: list[Any]) -> None:
     first, second = results[0]
     for equal, _, compressed in (first, second):
         assert all(equal), equal
@@ -136,20 +145,20 @@ def test_in_parts_is_as_whole(results):
     assert first[1] == second[1]
 
 
-def test_overlapped_is_as_after_backward(results):
+def test_overlapped_is_as_after_backward(results: list[Any]) -> None:
     for mine, other in zip(*results[1], strict=True):
         for equal, _, _ in (mine, other):
             assert all(equal), equal
         assert mine[1] == other[1] != mine[2]
 
 
-def test_comm_hook_refuses_what_attach_refuses(results):
+def test_comm_hook_refuses_what_attach_refuses(results: list[Any]) -> None:
     for attached_already, no_ddp in results[2]:
         assert "attached already" in attached_already
         assert "Linear" in no_ddp
 
 
-def test_comm_hook_is_what_attach_registers(results):
+def test_comm_hook_is_what_attach_registers(results: list[Any]) -> None:
     for equal, state, steps in results[3]:
         assert all(equal)
         assert state
