@@ -11,8 +11,6 @@
 namespace powersgd {
 namespace {
 
-constexpr int64_t kMaxRank = 1024;
-
 template <typename Value>
 [[noreturn]] void reject(const char* field, const char* allowed, const Value& value) {
   std::ostringstream message;
@@ -60,7 +58,8 @@ std::string name_of(const std::array<Name<Enum>, kCount>& names, Enum value) {
 void validate(const Options& options) {
   const int64_t rank = options.matrix_approximation_rank;
   check(rank >= 1, "matrix_approximation_rank", "an integer >= 1", rank);
-  check(rank <= kMaxRank, "matrix_approximation_rank", "an integer <= 1024", rank);
+  check(rank <= kMaxRank, "matrix_approximation_rank",
+        ("an integer <= " + std::to_string(kMaxRank)).c_str(), rank);
   check(options.start_powerSGD_iter >= 0, "start_powerSGD_iter", "an integer >= 0",
         options.start_powerSGD_iter);
   const double rate = options.min_compression_rate;

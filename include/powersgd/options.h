@@ -9,6 +9,8 @@ namespace powersgd {
 
 enum class DType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
+constexpr int64_t kMaxRank = 1024;  // of matrix_approximation_rank
+
 // Which allreduces may be compressed. Everything else is forwarded, bit for bit.
 enum class Scope : int32_t {
   kBackward,  // attached buckets, and large flat tensors reduced while autograd runs backward

@@ -6,6 +6,7 @@
 
 #include "kernels/cpu/blocking/tiles.h"
 #include "kernels/cpu/simd/vector.h"
+#include "kernels/shared/numerics.h"
 
 // What is done once per matrix in a pass of Cholesky-QR: from the rank x rank Gram matrix of its
 // columns to the transform T that makes them orthonormal, P T = P_hat.
@@ -15,13 +16,6 @@
 // squared condition number, a second one removes it. The Gram matrix is in double, P in float, so
 // that one pass is most often enough.
 namespace powersgd::kernels::cpu {
-
-constexpr int kMaxPasses = 3;
-// A pivot at or below this share of the trace (of its own diagonal element after the first pass) is
-// rounding noise in float: its column is dead.
-constexpr double kDeadPivot = 1.0 / (int64_t{1} << 46);
-// A pivot below this share of its diagonal element has lost half its digits: one more pass.
-constexpr double kWeakPivot = 1e-8;
 
 struct FactorState {
   int32_t finite;     // whether P is
@@ -75,6 +69,7 @@ struct FactorMatrix {
   FactorSpace space;
   int64_t rank;
   double epsilon;
+  double weak_pivot;
   int pass;
 
   template <class Arch>
@@ -127,14 +122,14 @@ struct FactorMatrix {
     const int64_t stride = space.layout.stride;
     double trace = 0;
     for (int64_t i = 0; i < rank; ++i) trace += space.diagonal[i];
-    const double dead_share = pass == 0 && epsilon > kDeadPivot ? epsilon : kDeadPivot;
+    const double share = pass == 0 ? dead_share(epsilon) : kDeadPivot;
     bool again = false;
     for (int64_t i = 0; i < rank; ++i) {
       double* row = space.gram + i * stride;
       const double pivot = row[i];
-      const bool dead = !(pivot > dead_share * (pass == 0 ? trace : space.diagonal[i]));
+      const bool dead = !(pivot > share * (pass == 0 ? trace : space.diagonal[i]));
       space.dead[space.order[i]] = dead;
-      again |= dead || pivot < kWeakPivot * space.diagonal[i];
+      again |= dead || pivot < weak_pivot * space.diagonal[i];
       if (dead) {
         for (int64_t k = 0; k <= i; ++k) space.gram[k * stride + i] = 0;
         for (int64_t j = i; j < stride; ++j) row[j] = 0;

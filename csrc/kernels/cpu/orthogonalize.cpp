@@ -22,25 +22,6 @@
 namespace powersgd::kernels::cpu {
 namespace {
 
-constexpr int kMaxRank = 1024;
-
-// P or p_hat of a matrix: [rows, rank], or [rank, rows] if the bucket says so.
-template <class F>
-struct TallFactor {
-  F* data;
-  int64_t row_stride;
-  int64_t column_stride;
-
-  TallFactor(const Bucket& bucket, const Matrix& matrix, F* first)
-      : data(first),
-        row_stride(bucket.transposed ? 1 : matrix.rank),
-        column_stride(bucket.transposed ? matrix.rows : 1) {}
-
-  POWERSGD_INLINE F& at(int64_t row, int64_t column) const {
-    return data[row * row_stride + column * column_stride];
-  }
-};
-
 // kRows rows of a matrix in double, each padded with zeros.
 struct RowGroup {
   alignas(64) double rows[kRows * kMaxRank];
@@ -93,7 +74,7 @@ struct TransformTile {
   POWERSGD_INLINE void run() const {
     const int64_t rank = matrix.rank;
     const int64_t stride = space.layout.stride;
-    const TallFactor<F> p_hat(bucket, matrix, static_cast<F*>(matrix.p_hat));
+    const TallFactor<F> p_hat = p_hat_of<F>(bucket, matrix);
     RowGroup group;
     for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
       const int64_t rows = std::min<int64_t>(kRows, tile.row_end - row);
@@ -115,7 +96,7 @@ struct TransformTile {
     const double scale = std::sqrt(3.0 / static_cast<double>(matrix.rows));
     for (int64_t k = 0; k < matrix.rank; ++k) {
       if (space.dead[k] == 0) continue;
-      const auto column = static_cast<uint32_t>(k + pass * kMaxRank);
+      const uint32_t column = replacement_number(k, pass);
       for (int64_t row = tile.row_begin; row < tile.row_end; ++row) {
         const float element =
             random_element(bucket.seed, matrix.stream, bucket.step, RandomUse::kDeadColumn, column,
@@ -148,8 +129,7 @@ class Orthogonalizer {
 
  private:
   TallFactor<F> source(const Matrix& matrix, int pass) const {
-    F* const p = elements<F>(bucket_.p_payload, matrix.p_offset);
-    return {bucket_, matrix, pass > 0 ? static_cast<F*>(matrix.p_hat) : p};
+    return pass > 0 ? p_hat_of<F>(bucket_, matrix) : p_of<F>(bucket_, matrix);
   }
 
   FactorSpace space(const Tile& tile) const {
@@ -174,7 +154,8 @@ class Orthogonalizer {
     for_each_tile(bucket_, kFactorTiles, parallel_for_, [&](const Tile& tile) {
       const FactorSpace factor = space(tile);
       if (!takes_part(factor, pass)) return;
-      run_on(isa_, FactorMatrix{factor, bucket_.matrices[tile.item].rank, bucket_.epsilon, pass});
+      run_on(isa_, FactorMatrix{factor, bucket_.matrices[tile.item].rank, bucket_.epsilon,
+                                kWeakPivot<F>, pass});
     });
   }
 

@@ -82,7 +82,7 @@ void sum_strips(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for,
                 const IsZero& is_zero) {
   for_each_tile(bucket, kStripTiles, parallel_for, [&](const Tile& tile) {
     const Matrix& matrix = bucket.matrices[tile.item];
-    const int64_t parts = is_zero(matrix) ? 0 : count_parts(matrix.rows, back_project_rows(matrix));
+    const int64_t parts = is_zero(matrix) ? 0 : ceil_div(matrix.rows, back_project_rows(matrix));
     run_on(isa, SumStrip<F>{bucket, matrix, tile, parts});
   });
 }

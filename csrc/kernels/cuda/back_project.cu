@@ -120,7 +120,7 @@ __device__ __forceinline__ void back_project_tile(const Bucket& bucket, const Ma
 template <typename F>
 __device__ void send_zeros(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
   F* const q_local = static_cast<F*>(matrix.q_local);
-  F* const payload = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
+  F* const payload = elements<F>(bucket.q_payload, matrix.q_offset);
   for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
     const int64_t col = tile.col_begin + i % kStrip;
     if (col >= tile.col_end) continue;

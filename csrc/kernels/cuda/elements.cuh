@@ -141,11 +141,6 @@ __device__ inline void store_any(void* base, int64_t index, double value, DType 
   }
 }
 
-template <typename T>
-__device__ __forceinline__ T* slot_pointer(const Bucket& bucket, int64_t slot) {
-  return reinterpret_cast<T*>(static_cast<unsigned char*>(bucket.workspace) + slot * kSlotBytes);
-}
-
 // Pointers come out of tables, where the compiler cannot know that they point to global memory.
 template <typename T>
 __device__ __forceinline__ T* global(T* pointer) {
@@ -235,18 +230,6 @@ template <typename Storage>
 __device__ __forceinline__ bool is_aligned(const Storage* base, int64_t cols) {
   constexpr uintptr_t kBytes = sizeof(Storage) == 8 ? 16 : 4 * sizeof(Storage);
   return cols % 4 == 0 && reinterpret_cast<uintptr_t>(base) % kBytes == 0;
-}
-
-template <typename T>
-__device__ __forceinline__ T* factor_pointer(void* base, int64_t offset) {
-  return static_cast<T*>(base) + offset;
-}
-
-// Whether every rank's gradient of the matrix is zero. Its q is then 0: what it is owed stays owed.
-template <typename F>
-__device__ __forceinline__ bool out_of_use(const Bucket& bucket, const Matrix& matrix) {
-  return matrix.active_offset >= 0 &&
-         *factor_pointer<F>(bucket.p_payload, matrix.active_offset) == 0;
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -2,48 +2,12 @@
 #pragma once
 
 #include "kernels/cuda/elements.cuh"
+#include "kernels/shared/numerics.h"
 
 // What both ways of orthogonalize.cu are made of: Gram matrices and their Cholesky factors, by one
 // block, in double. Every function is called by all threads of the block.
 
 namespace powersgd::kernels::cuda {
-
-// A pivot at or below this share of the trace is a dead column's, whatever the caller's epsilon.
-constexpr double kDeadPivot = 1.0 / (int64_t{1} << 46);
-// Below this share of its column's square a pivot has lost half of its digits: a second pass. For
-// double columns, which have no digits to lose, any loss counts.
-template <typename F>
-constexpr double kWeakPivot = sizeof(F) == 8 ? 0.99 : 1e-8;
-
-__device__ inline double dead_share(const Bucket& bucket) {
-  return bucket.epsilon > kDeadPivot ? bucket.epsilon : kDeadPivot;
-}
-
-// P or p_hat of a matrix: [rows, rank], or [rank, rows] if the bucket says so.
-template <typename F>
-struct TallFactor {
-  F* data;
-  int64_t row_stride;
-  int64_t column_stride;
-
-  __device__ TallFactor(const Bucket& bucket, const Matrix& matrix, F* first)
-      : data(first),
-        row_stride(bucket.transposed ? 1 : matrix.rank),
-        column_stride(bucket.transposed ? matrix.rows : 1) {}
-
-  __device__ F& at(int64_t row, int64_t column) const {
-    return data[row * row_stride + column * column_stride];
-  }
-};
-
-template <typename F>
-__device__ TallFactor<F> p_of(const Bucket& bucket, const Matrix& matrix) {
-  return {bucket, matrix, factor_pointer<F>(bucket.p_payload, matrix.p_offset)};
-}
-template <typename F>
-__device__ TallFactor<F> p_hat_of(const Bucket& bucket, const Matrix& matrix) {
-  return {bucket, matrix, static_cast<F*>(matrix.p_hat)};
-}
 
 // Threads hold square blocks of the Gram matrix, kGramBlock<rank> wide.
 constexpr int64_t kGramBlock = 4;

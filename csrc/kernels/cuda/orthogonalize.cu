@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     double* const reciprocal = factor + matrix.rank * matrix.rank;
     const double trace = sum_gram(bucket, matrix, tile, factor);
     const Pivots pivots = cholesky(factor, reciprocal, reciprocal + matrix.rank, matrix.rank,
-                                   dead_share(bucket) * trace, 0, kWeakPivot<F>);
+                                   dead_share(bucket.epsilon) * trace, 0, kWeakPivot<F>);
     if (!pivots.dead && !pivots.weak) {
       solve_rows<R, F>(bucket, matrix, tile, factor, reciprocal);
       return;

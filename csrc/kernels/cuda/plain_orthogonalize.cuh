@@ -9,8 +9,6 @@
 
 namespace powersgd::kernels::cuda {
 
-constexpr int kMaxPasses = 3;
-
 // The arrays of plain_slots(rank).
 struct PlainArrays {
   double* gram;     // [rank, rank]; the Cholesky factor afterwards
@@ -50,11 +48,10 @@ template <typename F>
 __device__ F replacement(const Bucket& bucket, const Matrix& matrix, int pass, int64_t column,
                          int64_t row) {
   if (pass + 1 == kMaxPasses) return 0;
-  const auto number = static_cast<uint32_t>(column + int64_t{pass} * 1024);
   const double scale = sqrt(3.0 / static_cast<double>(matrix.rows));
-  return static_cast<F>(scale * random_element(bucket.seed, matrix.stream, bucket.step,
-                                               RandomUse::kDeadColumn, number,
-                                               static_cast<uint64_t>(row)));
+  return static_cast<F>(
+      scale * random_element(bucket.seed, matrix.stream, bucket.step, RandomUse::kDeadColumn,
+                             replacement_number(column, pass), static_cast<uint64_t>(row)));
 }
 
 // p_hat = x times the inverse, columns in the order of the map; x may be p_hat, since the last
@@ -118,7 +115,7 @@ __device__ POWERSGD_NOINLINE void orthogonalize_plainly(const Bucket& bucket, co
     for (int64_t i = 0; i < rank; ++i) trace += arrays.gram[i * rank + i];
     __syncthreads();
     const Pivots pivots = pass == 0 ? cholesky(arrays.gram, arrays.reciprocal, arrays.square, rank,
-                                               dead_share(bucket) * trace, 0, kWeakPivot<F>)
+                                               dead_share(bucket.epsilon) * trace, 0, kWeakPivot<F>)
                                     : cholesky(arrays.gram, arrays.reciprocal, arrays.square, rank,
                                                0, kDeadPivot, kWeakPivot<F>);
     invert(arrays, rank);

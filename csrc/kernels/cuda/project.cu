@@ -35,8 +35,7 @@ constexpr size_t kSharedBytes = sizeof(Work) + 2 * kWarps * kRows * R * sizeof(F
 template <typename F>
 __device__ __forceinline__ F* output(const Bucket& bucket, const Work& work) {
   const Matrix& matrix = work.matrix;
-  if (matrix.cols <= kSplitColumns)
-    return global(factor_pointer<F>(bucket.p_payload, matrix.p_offset));
+  if (matrix.cols <= kSplitColumns) return global(elements<F>(bucket.p_payload, matrix.p_offset));
   const int64_t stride = slots(matrix.rows * matrix.rank * int64_t{sizeof(F)});
   return global(
       slot_pointer<F>(bucket, work.tile.slot + work.tile.col_begin / kSplitColumns * stride));
@@ -213,7 +212,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const int64_t stride = slots(matrix.rows * matrix.rank * sizeof(F)) * (kSlotBytes / sizeof(F));
   const F* partial = slot_pointer<F>(bucket, tile.slot);
-  F* p = factor_pointer<F>(bucket.p_payload, matrix.p_offset);
+  F* p = elements<F>(bucket.p_payload, matrix.p_offset);
   for (int64_t i = tile.row_begin * matrix.rank + threadIdx.x; i < tile.row_end * matrix.rank;
        i += kThreads) {
     F sum = 0;

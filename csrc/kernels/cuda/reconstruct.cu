@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) check_kernel(Bucket bucket, int64_t 
   begin_kernel();
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
-  const F* q = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
+  const F* q = elements<F>(bucket.q_payload, matrix.q_offset);
   bool bad = false;
   for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
     const int64_t col = tile.col_begin + i % kStrip;
@@ -62,7 +62,7 @@ __device__ void clear_sent(const Matrix& matrix, int64_t k) {
 template <typename F>
 __device__ void update_factor_row(const Bucket& bucket, const Matrix& matrix, int64_t k,
                                   bool skip) {
-  const F* q = factor_pointer<F>(bucket.q_payload, matrix.q_offset) + k * matrix.cols;
+  const F* q = elements<F>(bucket.q_payload, matrix.q_offset) + k * matrix.cols;
   if (skip || out_of_use<F>(bucket, matrix)) {
     clear_sent<F>(matrix, k);
     return;
@@ -146,7 +146,7 @@ __device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const
                                                      G* gradient) {
   using F = Factor<G>;
   F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][R]
-  const F* const q = global(factor_pointer<F>(bucket.q_payload, matrix.q_offset));
+  const F* const q = global(elements<F>(bucket.q_payload, matrix.q_offset));
   const bool q_aligned = is_aligned(q, matrix.cols);
   const int64_t col = begin_col + threadIdx.x % kWarpSize * W;
   const bool active = col < tile.col_end;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const
   constexpr int kRows = kStagedRows<kAnyRank>;
   constexpr int kRanks = kStagedRanks<kAnyRank>;
   F* const staged = reinterpret_cast<F*>(shared_memory());  // [kRows][kRanks]
-  const F* const q = global(factor_pointer<F>(bucket.q_payload, matrix.q_offset));
+  const F* const q = global(elements<F>(bucket.q_payload, matrix.q_offset));
   const bool q_aligned = is_aligned(q, matrix.cols);
   const int first = threadIdx.x / kWarpSize * kRowsAnyRank;
   const int64_t col = begin_col + threadIdx.x % kWarpSize * W;

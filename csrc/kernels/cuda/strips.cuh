@@ -48,7 +48,7 @@ __device__ __forceinline__ void write_q(const Bucket& bucket, const Matrix& matr
                                         const F (&sums)[R][W], F* shared) {
   const bool whole = tile.row_end - tile.row_begin == matrix.rows;
   F* const q_local = global(static_cast<F*>(matrix.q_local));
-  F* const payload = factor_pointer<F>(bucket.q_payload, matrix.q_offset);
+  F* const payload = elements<F>(bucket.q_payload, matrix.q_offset);
   F* const partial = slot_pointer<F>(bucket, tile.slot) + (begin - tile.col_begin);
   reduce_warps<R>(sums, shared, [&](int k, int column, F sum) {
     const int64_t col = begin + column;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void sum_segments(const Bucket& bucket, const Matrix&
     const int64_t col = tile.col_begin + column;
     if (group == 0 && col < tile.col_end) {
       sum += shared[column];
-      factor_pointer<F>(bucket.q_payload, matrix.q_offset)[k * matrix.cols + col] = sum;
+      elements<F>(bucket.q_payload, matrix.q_offset)[k * matrix.cols + col] = sum;
       static_cast<F*>(matrix.q_local)[k * matrix.cols + col] = sum;
     }
     __syncthreads();

@@ -16,8 +16,6 @@ int64_t target_elements(const std::vector<Matrix>& matrices, int64_t blocks, int
   return std::clamp(total / blocks, smallest, largest);
 }
 
-int64_t round_up(int64_t value, int64_t multiple) { return ceil_div(value, multiple) * multiple; }
-
 constexpr int64_t kRawElements = 4096;  // per tile
 
 class Builder {

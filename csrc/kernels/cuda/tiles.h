@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/shared/host_device.h"
+#include "kernels/shared/layout.h"
 #include "powersgd/kernels.h"
 
 // How a bucket is cut into tiles, one per thread block: what make_tiles and the kernels must agree
@@ -20,7 +20,6 @@ constexpr int kStrip = 128;               // columns that a warp takes at a time
 constexpr int kRowsPerWarp = 4;           // rows of M that a warp forms at a time
 constexpr int64_t kSplitColumns = 16384;  // wider matrices are projected in column ranges of this
 constexpr int64_t kMaxFastRank = 32;      // above, plain loops
-constexpr int64_t kSlotBytes = 64;        // the unit of Tile::slot, an offset into the workspace
 
 // The lists of a TileTable.
 enum TileList : int {
@@ -52,11 +51,6 @@ inline int rank_class(int64_t rank) {
   while (log2 < 6 && (int64_t{1} << log2) < rank) ++log2;
   return log2;
 }
-
-POWERSGD_HOST_DEVICE inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Workspace taken by `bytes`, in slots.
-POWERSGD_HOST_DEVICE inline int64_t slots(int64_t bytes) { return ceil_div(bytes, kSlotBytes); }
 
 // Project: how many warps share a row group: fewer rows at a time make finer tiles, as long as each
 // warp has a strip to itself.

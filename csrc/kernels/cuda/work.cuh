@@ -9,9 +9,6 @@
 
 namespace powersgd::kernels::cuda {
 
-// A tile's flags: one word for each block of the launch, at the start of the workspace.
-constexpr int kNonFinite = 1, kNonZero = 2, kSaturated = 4;
-
 // What a block has met among its elements of the gradient and of M, in shared memory: registers are
 // scarce. Set by whoever meets such an element, all to the same.
 struct Met {
@@ -51,7 +48,7 @@ __device__ void pack_raw(const Bucket& bucket, Work* work) {
   const Tile& tile = work->tile;
   const RawSegment segment = bucket.raw_segments[segment_of(tile.item)];
   const G* from = static_cast<const G*>(bucket.gradient) + segment.gradient_offset;
-  F* to = factor_pointer<F>(bucket.p_payload, segment.p_offset);
+  F* to = elements<F>(bucket.p_payload, segment.p_offset);
   for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads) {
     const F value = widen(from[i], bucket.gradient_dtype);
     const bool finite = is_finite(value);

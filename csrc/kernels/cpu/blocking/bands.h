@@ -56,7 +56,7 @@ POWERSGD_INLINE void for_each_block(const Matrix& matrix, const Walk& walk, cons
   for (int64_t left = walk.col_begin; left < walk.col_end; left += strip) {
     const int64_t right = std::min(left + strip, walk.col_end);
     const int64_t first = left + std::min(walk.lead > 0 ? walk.lead : kBlockCols, right - left);
-    const int64_t blocks = 1 + count_parts(right - first, kBlockCols);
+    const int64_t blocks = 1 + ceil_div(right - first, kBlockCols);
     const int64_t height = band_rows(matrix, walk.band_elements / (right - left));
     for (int64_t row = walk.row_begin; row < walk.row_end; row += height) {
       const int64_t row_end = std::min(row + height, walk.row_end);

@@ -15,7 +15,7 @@
 namespace powersgd::kernels::cpu {
 
 // Part of a [rank, cols] factor, its rows kBlockStride apart. Rows that are never packed are 0.
-template <class F, int64_t kMaxRank = kPackedRank>
+template <class F, int64_t kCapacity = kPackedRank>
 class PackedFactor {
  public:
   PackedFactor(const void* factor, int64_t factor_stride)
@@ -40,7 +40,7 @@ class PackedFactor {
   const F* data() const { return data_; }
 
  private:
-  alignas(64) F data_[kMaxRank * kBlockStride] = {};
+  alignas(64) F data_[kCapacity * kBlockStride] = {};
   const F* factor_;
   int64_t factor_stride_;
   int64_t k_ = -1;

@@ -56,7 +56,7 @@ class TileBuilder {
 
   int32_t take_slots(int64_t bytes) {
     const int64_t slot = slots_;
-    slots_ += count_parts(bytes, kSlotBytes);
+    slots_ += slots(bytes);
     return static_cast<int32_t>(slot);
   }
 
@@ -102,7 +102,7 @@ class TileBuilder {
   void place_partial_q() {
     take_slots(static_cast<int64_t>(table_.tiles.size() * sizeof(int32_t)));
     for (const Matrix& matrix : matrices_) {
-      const int64_t parts = count_parts(matrix.rows, back_project_rows(matrix));
+      const int64_t parts = ceil_div(matrix.rows, back_project_rows(matrix));
       partial_q_slots_.push_back(take_slots(parts * partial_q_numel(matrix) * factor_bytes_));
     }
     for (size_t i = static_cast<size_t>(table_.list_begin[kBackProjectTiles]);

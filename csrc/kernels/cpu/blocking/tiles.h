@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/shared/layout.h"
 #include "powersgd/kernels.h"
 
 // How the CPU stages cut a bucket into units of work, and where each keeps its partial results. All
@@ -38,18 +39,11 @@ constexpr int64_t kStripCols = 8192;
 constexpr int64_t kBandElements = int64_t{1} << 13;
 constexpr int64_t kMaxBandRows = 64;
 constexpr int64_t kGramRows = 512;
-constexpr int64_t kSlotBytes = 64;
-
-inline int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-inline int64_t count_parts(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
 // Columns of a strip: all of them, or equal shares of a very wide matrix.
 inline int64_t strip_cols(const Matrix& matrix) {
-  const int64_t strips = std::max<int64_t>(count_parts(matrix.cols, kStripCols), 1);
-  return std::max(round_up(count_parts(matrix.cols, strips), kBlockCols), kBlockCols);
+  const int64_t strips = std::max<int64_t>(ceil_div(matrix.cols, kStripCols), 1);
+  return std::max(round_up(ceil_div(matrix.cols, strips), kBlockCols), kBlockCols);
 }
 
 // Rows of a band: about as many as asked for, more at a high rank, so that packing the factors does
@@ -60,7 +54,7 @@ inline int64_t band_rows(const Matrix& matrix, int64_t rows) {
 
 // Rows of a partial q. The partial sums of a matrix are at most 1/32 of its size.
 inline int64_t back_project_rows(const Matrix& matrix) {
-  const int64_t rows = std::max({int64_t{64}, 32 * matrix.rank, count_parts(matrix.rows, 64)});
+  const int64_t rows = std::max({int64_t{64}, 32 * matrix.rank, ceil_div(matrix.rows, 64)});
   return round_up(rows, kRows);
 }
 
@@ -72,7 +66,7 @@ inline int64_t partial_q_numel(const Matrix& matrix) {
 
 // Rows of a partial Gram matrix.
 inline int64_t gram_rows(const Matrix& matrix) {
-  return round_up(std::max({kGramRows, 2 * matrix.rank, count_parts(matrix.rows, 64)}), kRows);
+  return round_up(std::max({kGramRows, 2 * matrix.rank, ceil_div(matrix.rows, 64)}), kRows);
 }
 
 // The workspace of orthogonalize for one matrix, in doubles unless said otherwise.
@@ -80,7 +74,7 @@ struct OrthogonalizeLayout {
   explicit OrthogonalizeLayout(const Matrix& matrix)
       : stride(round_up(matrix.rank, kPad)),
         square(matrix.rank * stride),
-        parts(count_parts(matrix.rows, gram_rows(matrix))) {}
+        parts(ceil_div(matrix.rows, gram_rows(matrix))) {}
 
   int64_t stride;  // of the rows of a rank x rank matrix
   int64_t square;  // elements of one
@@ -95,28 +89,9 @@ struct OrthogonalizeLayout {
   int64_t bytes() const { return partial(parts) * static_cast<int64_t>(sizeof(double)); }
 };
 
-template <class T>
-T* slot_pointer(const Bucket& bucket, int32_t slot) {
-  return reinterpret_cast<T*>(static_cast<char*>(bucket.workspace) + slot * kSlotBytes);
-}
-
-// What a tile of project or project_transposed met: at the start of the workspace, one word for
-// each tile of the lists up to kBackProjectTiles.
-constexpr int32_t kNonFinite = 1, kSaturated = 2;
-
+// The flags of a tile of the lists up to kBackProjectTiles.
 inline int32_t& flags_of(const Bucket& bucket, const Tile& tile) {
   return static_cast<int32_t*>(bucket.workspace)[&tile - bucket.tiles];
-}
-
-template <class T>
-T* elements(void* base, int64_t offset) {
-  return static_cast<T*>(base) + offset;
-}
-
-// Whether every rank's gradient of the matrix is zero, once the P payload is reduced.
-template <class F>
-bool out_of_use(const Bucket& bucket, const Matrix& matrix) {
-  return matrix.active_offset >= 0 && elements<F>(bucket.p_payload, matrix.active_offset)[0] == 0;
 }
 
 // body(tile) for each tile of the lists [first, last].

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/shared/host_device.h"
+#include "powersgd/kernels.h"
+
+// How both devices find their way in a bucket: workspace slots, payloads and factors.
+
+namespace powersgd::kernels {
+
+constexpr int64_t kSlotBytes = 64;  // the unit of Tile::slot, an offset into the workspace
+
+// The flags of a tile of project or project_transposed, one word per tile at the start of the
+// workspace: what its elements of the gradient and of M are like.
+constexpr int32_t kNonFinite = 1, kNonZero = 2, kSaturated = 4;
+
+POWERSGD_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+POWERSGD_HOST_DEVICE constexpr int64_t round_up(int64_t value, int64_t multiple) {
+  return ceil_div(value, multiple) * multiple;
+}
+
+// The slots that `bytes` of the workspace take.
+POWERSGD_HOST_DEVICE constexpr int64_t slots(int64_t bytes) { return ceil_div(bytes, kSlotBytes); }
+
+template <typename T>
+POWERSGD_HOST_DEVICE inline T* slot_pointer(const Bucket& bucket, int64_t slot) {
+  return reinterpret_cast<T*>(static_cast<unsigned char*>(bucket.workspace) + slot * kSlotBytes);
+}
+
+template <typename T>
+POWERSGD_HOST_DEVICE inline T* elements(void* base, int64_t offset) {
+  return static_cast<T*>(base) + offset;
+}
+
+// Whether every rank's gradient of the matrix is zero. The reduced P payload says so.
+template <typename F>
+POWERSGD_HOST_DEVICE inline bool out_of_use(const Bucket& bucket, const Matrix& matrix) {
+  return matrix.active_offset >= 0 && *elements<F>(bucket.p_payload, matrix.active_offset) == 0;
+}
+
+// P or p_hat of a matrix: [rows, rank], or [rank, rows] if the bucket says so.
+template <typename F>
+struct TallFactor {
+  F* data;
+  int64_t row_stride;
+  int64_t column_stride;
+
+  POWERSGD_HOST_DEVICE TallFactor(const Bucket& bucket, const Matrix& matrix, F* first)
+      : data(first),
+        row_stride(bucket.transposed ? 1 : matrix.rank),
+        column_stride(bucket.transposed ? matrix.rows : 1) {}
+
+  POWERSGD_HOST_DEVICE F& at(int64_t row, int64_t column) const {
+    return data[row * row_stride + column * column_stride];
+  }
+};
+
+template <typename F>
+POWERSGD_HOST_DEVICE inline TallFactor<F> p_of(const Bucket& bucket, const Matrix& matrix) {
+  return {bucket, matrix, elements<F>(bucket.p_payload, matrix.p_offset)};
+}
+
+template <typename F>
+POWERSGD_HOST_DEVICE inline TallFactor<F> p_hat_of(const Bucket& bucket, const Matrix& matrix) {
+  return {bucket, matrix, static_cast<F*>(matrix.p_hat)};
+}
+
+}  // namespace powersgd::kernels

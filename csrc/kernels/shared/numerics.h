@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/shared/host_device.h"
+#include "powersgd/options.h"
+
+// The constants of orthogonalize. Both devices use them, so that both find the same columns dead.
+//
+// A pivot is what remains of a column's square once the columns before it are subtracted.
+
+namespace powersgd::kernels {
+
+// "Twice is enough" (Parlett, citing Kahan). The third pass serves random replacement columns that
+// happen to be nearly dependent themselves.
+constexpr int kMaxPasses = 3;
+
+// A column is dead if its pivot is at or below this share of the trace, which is the rounding noise
+// of float. Later passes compare with the column's own square.
+constexpr double kDeadPivot = 1.0 / (int64_t{1} << 46);
+
+// A pivot below this share of its column's square is weak: another pass follows. One pass leaves
+// columns orthonormal to the roundoff of double, 1e-16, over the weakest share. Columns in float
+// need no more than 1e-8; columns in double have no digits to lose.
+template <typename F>
+constexpr double kWeakPivot = sizeof(F) == 8 ? 0.99 : 1e-8;
+
+// The share of the trace at or below which a pivot is dead in the first pass.
+POWERSGD_HOST_DEVICE inline double dead_share(double epsilon) {
+  return epsilon > kDeadPivot ? epsilon : kDeadPivot;
+}
+
+// The random column that replaces a dead one has this number, another one in each pass.
+POWERSGD_HOST_DEVICE inline uint32_t replacement_number(int64_t column, int pass) {
+  return static_cast<uint32_t>(column + pass * kMaxRank);
+}
+
+}  // namespace powersgd::kernels
