@@ -41,6 +41,7 @@ std::vector<at::Tensor> set_tables(kernels::Bucket& bucket, const Stages& stages
   bucket.num_matrices = static_cast<int32_t>(matrices.size());
   bucket.num_raw_segments = static_cast<int32_t>(raw.size());
   bucket.tile_list_begin = tiles.list_begin;
+  bucket.largest_rank = tiles.largest_rank;
   return owned;
 }
 
