@@ -65,6 +65,7 @@ kernels::Bucket make_bucket(const BucketPlan& plan, DType gradient_type, DType r
   bucket.num_matrices = static_cast<int32_t>(matrices->size());
   bucket.num_raw_segments = static_cast<int32_t>(raw->size());
   bucket.tile_list_begin = tiles->list_begin;
+  bucket.largest_rank = tiles->largest_rank;
   bucket.gradient = allocate(plan.gradient_numel * size_of(gradient_type));
   bucket.p_payload = allocate(plan.p_numel * 4);
   bucket.q_payload = allocate(plan.q_numel * 4);

@@ -93,6 +93,7 @@ BucketTables::BucketTables(const kernels::Bucket& bucket,
   bucket_.num_matrices = static_cast<int32_t>(matrices.size());
   bucket_.num_raw_segments = static_cast<int32_t>(raw.size());
   bucket_.tile_list_begin = tiles.list_begin;
+  bucket_.largest_rank = tiles.largest_rank;
   bucket_.workspace = workspace_.data_ptr();
   if (bucket_.verdict != nullptr) return;
   constexpr auto kVerdictNumel = static_cast<int64_t>(sizeof(kernels::Verdict) / sizeof(int32_t));

@@ -69,22 +69,35 @@ struct RawSegment {
   int64_t p_offset;
 };
 
+enum class TileKind : int32_t {
+  kMatrix,      // rows and columns of a matrix
+  kFactorRow,   // row row_begin of a matrix's Q
+  kSum,         // rows and columns of a matrix whose partial results are to be added
+  kActivity,    // whether a matrix has a non-zero element
+  kRawSegment,  // elements [col_begin, col_end) of a raw segment
+};
+
 // A unit of work of one block or thread: part of a matrix or of a raw segment. How an
 // implementation cuts its tiles is its own affair; the cut depends on the shapes alone.
 struct Tile {
+  TileKind kind;
   int32_t item;  // index of the matrix or raw segment
   int32_t slot;  // where its partial result goes in the workspace
+  // kSum: how many partial results there are, from `slot` on. kActivity: the tiles of the stage's
+  // first list that belong to the matrix.
+  int32_t first_part, parts;
   int64_t row_begin, row_end;
   int64_t col_begin, col_end;
 };
 
-constexpr int kTileLists = 10;
+constexpr int kTileLists = 9;
 
 // Built once per layout, on the host; the caller copies `tiles` to where the stages run.
 struct TileTable {
   std::vector<Tile> tiles;
   std::array<int64_t, kTileLists + 1> list_begin{};  // list i is [list_begin[i], list_begin[i + 1])
   size_t workspace_bytes = 0;                        // 64-byte aligned memory, contents arbitrary
+  int64_t largest_rank = 0;                          // of all matrices
 };
 
 struct Verdict {
@@ -112,6 +125,7 @@ struct Bucket {
   int32_t num_matrices;
   int32_t num_raw_segments;
   std::array<int64_t, kTileLists + 1> tile_list_begin;
+  int64_t largest_rank;  // of all matrices, which a launcher on the host cannot read
 
   void* gradient;   // gradient dtype
   void* p_payload;  // factor dtype, p_numel elements; the last is the non-finite count
