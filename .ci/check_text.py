@@ -67,7 +67,12 @@ RULES = [
     # One word, one meaning.
     Rule(r"\bowed_?\b|\bowes\b", "residual", where=ANY),
     Rule(r"\bmemory_(dtype|base)\b", "residual_dtype, residual", where=CPP),
-    Rule(r"\b(Backend)?Lanes?\b|\blanes?_?\b", "channel; a lane is SIMD's alone", where=ANY, apart=LANES),
+    Rule(
+        r"\b(Backend)?Lanes?\b|\blanes?_?\b",
+        "channel; a lane is SIMD's alone",
+        where=ANY,
+        apart=LANES,
+    ),
     Rule(r"\bkStream\b", "kNonTemporal, store_nontemporal", where=r"csrc/kernels/"),
     Rule(r"\bskipped_total\b", "nothing: what is dropped has no counter"),
     # Language.
