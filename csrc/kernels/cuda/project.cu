@@ -115,8 +115,8 @@ __device__ __forceinline__ void project_rows(Rows<F, G, M> rows, const Columns<F
   POWERSGD_NO_UNROLL
   for (int col = columns.begin; col < columns.end; col += columns.step) {
     F m[kRows][W];
-    forget(rows.cols);
-    forget(start);
+    hide_from_optimizer(rows.cols);
+    hide_from_optimizer(start);
     if (!kAnyRank || k0 == 0)
       form_m<R, kAnyRank, kExact, W, Access::kReuse>(rows, col, p + start, m, met);
     else

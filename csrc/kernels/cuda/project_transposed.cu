@@ -47,7 +47,7 @@ __device__ __forceinline__ void stage(const void* factor, int64_t rank, int64_t 
   const F* const from = global(static_cast<const F*>(factor)) + row * rank + k0;
   const int padded = static_cast<int>(ceil_div(rows, kRows)) * kRows;
   int thread = threadIdx.x;
-  forget(thread);  // where its elements lie is not kept in registers beside the sums
+  hide_from_optimizer(thread);  // where its elements lie is not kept in registers beside the sums
   for (int i = thread; i < padded * R; i += kThreads) {
     const int r = i / R, k = i % R;
     staged[(r / kRows * R + k) * kRows + r % kRows] =
