@@ -10,12 +10,15 @@ from types import ModuleType
 
 import pytest
 
-PROGRAM = Path(__file__).parents[3] / ".ci" / "check_text.py"
+from support.repository import ROOT
+
+PROGRAM = ROOT / ".ci" / "check_text.py"
 
 
 def _load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("check_text", PROGRAM)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclass looks there
     spec.loader.exec_module(module)
