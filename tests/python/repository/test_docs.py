@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""README and docs: blocks run or say why not, messages and links exist, lines are short."""
+"""README and docs: every block runs or says why not; messages and links exist; lines are short."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Helpers of the tests, importable by conftest.py, in the processes that tests start as well."""
+"""The helpers. conftest.py makes them importable, in the processes that tests start too."""

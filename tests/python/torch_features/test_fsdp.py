@@ -77,7 +77,7 @@ def _pair() -> tuple[Sharded, Sharded]:
 
 
 def _resumed(rank: int, per_rank: bool) -> tuple[float, int]:
-    """Loads the state of one module into another. A rank refuses another rank's shard."""
+    """Another module goes on from the state of the first. A rank refuses another rank's shard."""
     first, second = _pair()[0], _pair()[0]
     # A rank's own residual is the mean where the replicas have the same inputs.
     fed = rank if per_rank else rank % SHARDS

@@ -52,7 +52,7 @@ def _state(ddp: DistributedDataParallel) -> list[torch.Tensor]:
 
 
 def _beside(rank: int) -> Facts:
-    """Trains with the whole optimizer on each rank, and with its parts, also resumed."""
+    """Trains with the whole optimizer on each rank, and with its parts, which are resumed."""
     whole, parts = _make(), _make()
     arguments: dict[str, Any] = {"lr": 1e-2, "weight_decay": 1e-3}
     adam = torch.optim.AdamW(whole.parameters(), **arguments)
