@@ -127,8 +127,14 @@ def next_call(
     """This rank's next call of a function that every rank of the group must call."""
     calls = calls_store(group, function)
     store = store_of_call(calls, count_call(calls, group.rank()))
-    absence = f"has not called {function}"
-    return CollectiveCall(store, group.rank(), _global_ranks(group), absence, timeout, explain)
+    return CollectiveCall(
+        store,
+        group.rank(),
+        _global_ranks(group),
+        f"has not called {function}",
+        timeout,
+        explain,
+    )
 
 
 def calls_store(group: dist.ProcessGroup, function: str) -> PrefixStore:
