@@ -101,8 +101,8 @@ struct TileTable {
 };
 
 struct Verdict {
-  int32_t skipped;  // this step: 0 applied, 1 skipped. orthogonalize sets it, reconstruct ends it
-  int32_t skipped_total;  // steps skipped since the caller zeroed it
+  int32_t
+      skipped;  // this step: 0 applied, 1 skipped. orthogonalize sets it, reconstruct may raise it
 };
 
 // A step counts once, whichever of an owner's buckets is the first to tell. Buckets that share a

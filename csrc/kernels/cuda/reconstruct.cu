@@ -244,10 +244,7 @@ __global__ void __launch_bounds__(kThreads, R == kAnyRank ? 2 : 4)
   using F = Factor<G>;
   begin_kernel();
   const bool skip = bucket.verdict->skipped != 0;
-  if (skip && blockIdx.x == 0 && threadIdx.x == 0) {
-    ++bucket.verdict->skipped_total;
-    count_step(bucket, &StepCounts::skipped);
-  }
+  if (skip && blockIdx.x == 0 && threadIdx.x == 0) count_step(bucket, &StepCounts::skipped);
   if (blockIdx.x >= tiles) return;  // an empty bucket
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   if (tile.kind == TileKind::kRawSegment) {

@@ -107,7 +107,7 @@ void TestBucket::build_tables() {
   bucket.p_payload = p_payload->data();
   bucket.q_payload = q_payload->data();
   bucket.workspace = runner_.allocate(tiles.workspace_bytes);
-  bucket.verdict = upload(std::vector<kernels::Verdict>{{0, 0}});
+  bucket.verdict = upload(std::vector<kernels::Verdict>{{0}});
   bucket.gradient_dtype = spec.gradient_dtype;
   bucket.residual_dtype =
       spec.gradient_dtype == DType::kFloat64 ? DType::kFloat64 : spec.residual_dtype;
