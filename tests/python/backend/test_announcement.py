@@ -157,5 +157,5 @@ def test_stats_say_whether_and_when_compression_starts() -> None:
     ("size", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (18_432, "18.4 kB"), (999_700, "1000 kB")],
 )
-def test_a_size_has_three_digits_and_no_exponent(size, text):
+def test_a_size_has_three_digits_and_no_exponent(size: int, text: str) -> None:
     assert size_text(size) == text

@@ -104,7 +104,8 @@ def test_the_command_line_has_what_changes_the_payload(
     base = tp.Options(min_compression_rate=3.25, matrix_approximation_rank=2)
     value = base.min_compression_rate + 0.25 if name == "min_compression_rate" else _changed(name)
     value = 3 if name == "matrix_approximation_rank" else value
-    changed = dataclasses.replace(base, **{name: value})
+    fields: dict[str, Any] = {name: value}
+    changed = dataclasses.replace(base, **fields)
     assert (_payload(changed) != _payload(base)) == (name in FLAGS)
     for command, flag in FLAGS.get(name, {}).items():
         assert re.search(rf"{flag}\b", help_texts[command])

@@ -266,8 +266,10 @@ def test_a_link_is_as_slow_as_it_says(
             command = [sys.executable, "-c", TRAFFIC, *arguments]
             processes.append(cluster.start(host, command, os.environ, **pipes))
         for process in processes:
+            assert process.stdout
             assert process.stdout.readline() == "listening\n"
         for process in processes:
+            assert process.stdin
             process.stdin.write("\n")
             process.stdin.flush()
         outputs = [process.communicate(timeout=60)[0] for process in processes]
@@ -312,6 +314,7 @@ def test_a_delay_is_no_shorter_than_it_says() -> None:
             cluster.start(host, [sys.executable, "-c", ECHO, str(host)], os.environ, **pipes)
             for host in range(2)
         ]
+        assert processes[1].stdout
         assert processes[1].stdout.readline() == "listening\n"
         seconds, congestion_control = processes[0].communicate("\n", timeout=60)[0].split()
     assert float(seconds) >= 2 * 20e-3
