@@ -51,7 +51,7 @@ kernels::Bucket make_bucket(const BucketPlan& plan, DType gradient_type, DType r
     matrix.p_hat = allocate(rows * planned.rank * 4);
     matrix.q_local = allocate(planned.rank * cols * 4);
     matrix.q_warm = allocate(planned.rank * cols * 4);
-    matrix.stream = matrices->size();
+    matrix.random_id = matrices->size();
     matrices->push_back(matrix);
   }
   for (const PlannedRaw& planned : plan.raw) {

@@ -64,7 +64,7 @@ std::vector<kernels::Matrix> matrix_table(const BucketPlan& plan,
     matrix.p_hat = state.p_hat.data_ptr();
     matrix.q_local = state.q_local.data_ptr();
     matrix.q_warm = state.q_warm.data_ptr();
-    matrix.stream = state.random_id;
+    matrix.random_id = state.random_id;
     matrix.active_offset = planned.active_offset;
     matrix.p_local = pointer_or_null(state.p_local);
     table.push_back(matrix);

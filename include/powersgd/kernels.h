@@ -53,11 +53,11 @@ struct Matrix {
   int64_t gradient_offset;  // [rows, cols] in Bucket::gradient
   int64_t p_offset;         // [rows, rank] in Bucket::p_payload
   int64_t q_offset;         // [rank, cols] in Bucket::q_payload
-  void* memory;     // [rows, cols] residual dtype: M. Null: no error feedback, M is G itself
-  void* p_hat;      // [rows, rank]: orthonormal columns. 0 before the first step
-  void* q_local;    // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
-  void* q_warm;     // [rank, cols]: what the next project multiplies by (Q transposed)
-  uint64_t stream;  // names the matrix to the random generator, the same on all ranks
+  void* memory;        // [rows, cols] residual dtype: M. Null: no error feedback, M is G itself
+  void* p_hat;         // [rows, rank]: orthonormal columns. 0 before the first step
+  void* q_local;       // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
+  void* q_warm;        // [rank, cols]: what the next project multiplies by (Q transposed)
+  uint64_t random_id;  // names the matrix to the random generator, the same on all ranks
   int64_t active_offset = -1;  // in Bucket::p_payload: 1 if G has a non-zero element; -1: not told
   void* p_local = nullptr;  // [rows, rank]: this rank's P of the last step, of project_transposed
 };
@@ -157,7 +157,7 @@ using ParallelFor =
 TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
                      DType factor_dtype);
 
-// Fills q_warm with the random start: the numbers depend on (seed, stream, column, step) alone.
+// Fills q_warm with the random start: the numbers depend on (seed, random_id, column, step) alone.
 void random_start(const Bucket& bucket, const ParallelFor& parallel_for);
 void project(const Bucket& bucket, const ParallelFor& parallel_for);
 void orthogonalize(const Bucket& bucket, const ParallelFor& parallel_for);

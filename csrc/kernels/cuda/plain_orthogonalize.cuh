@@ -50,7 +50,7 @@ __device__ F replacement(const Bucket& bucket, const Matrix& matrix, int pass, i
   if (pass + 1 == kMaxPasses) return 0;
   const double scale = sqrt(3.0 / static_cast<double>(matrix.rows));
   return static_cast<F>(
-      scale * random_element(bucket.seed, matrix.stream, bucket.step, RandomUse::kDeadColumn,
+      scale * random_element(bucket.seed, matrix.random_id, bucket.step, RandomUse::kDeadColumn,
                              replacement_number(column, pass), static_cast<uint64_t>(row)));
 }
 
