@@ -96,6 +96,7 @@ Bucket make_bucket(const Layout& layout, int64_t rank, DType dtype, uint32_t see
   bucket.tiles = upload(table.tiles);
   bucket.num_matrices = static_cast<int32_t>(matrices.size());
   bucket.tile_list_begin = table.list_begin;
+  bucket.largest_rank = table.largest_rank;
   bucket.gradient = allocate(numel * (dtype == DType::kFloat32 ? 4 : 2));
   bucket.p_payload = allocate(bucket.p_numel * 4);
   bucket.q_payload = allocate(bucket.q_numel * 4);

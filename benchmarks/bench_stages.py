@@ -21,7 +21,7 @@ import math
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import shapes
 import torch
@@ -116,7 +116,7 @@ class Hook:
     def run(self, gradients: list[torch.Tensor]) -> None:
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
             bucket.set_buffer(gradient)
-            powerSGD_hook.powerSGD_hook(self.state, bucket).wait()
+            powerSGD_hook.powerSGD_hook(self.state, cast(dist.GradBucket, bucket)).wait()
 
 
 def bench(
@@ -235,7 +235,7 @@ def main() -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     record: dict[str, Any] = {**provenance(name), "threads": arguments.threads, "results": []}
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)  # type: ignore[attr-defined]
+        store = dist.FileStore(f"{folder}/store", 1)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         for model in arguments.models:

@@ -88,7 +88,7 @@ def _rank(
     _, backend, average = METHODS[method]
     dist.init_process_group(
         backend,
-        store=dist.FileStore(os.path.join(folder, "store"), world),  # type: ignore[attr-defined]
+        store=dist.FileStore(os.path.join(folder, "store"), world),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=limit),

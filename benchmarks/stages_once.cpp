@@ -51,7 +51,7 @@ kernels::Bucket make_bucket(const BucketPlan& plan, DType gradient_type, DType r
     matrix.p_hat = allocate(rows * planned.rank * 4);
     matrix.q_local = allocate(planned.rank * cols * 4);
     matrix.q_warm = allocate(planned.rank * cols * 4);
-    matrix.stream = matrices->size();
+    matrix.random_id = matrices->size();
     matrices->push_back(matrix);
   }
   for (const PlannedRaw& planned : plan.raw) {
@@ -65,6 +65,7 @@ kernels::Bucket make_bucket(const BucketPlan& plan, DType gradient_type, DType r
   bucket.num_matrices = static_cast<int32_t>(matrices->size());
   bucket.num_raw_segments = static_cast<int32_t>(raw->size());
   bucket.tile_list_begin = tiles->list_begin;
+  bucket.largest_rank = tiles->largest_rank;
   bucket.gradient = allocate(plan.gradient_numel * size_of(gradient_type));
   bucket.p_payload = allocate(plan.p_numel * 4);
   bucket.q_payload = allocate(plan.q_numel * 4);

@@ -76,7 +76,11 @@ def predict(
     processes = []
     try:
         for rank in range(len(cluster)):
-            fields = {"rank": rank, "world": len(cluster), "store": str(folder / "store")}
+            fields: dict[str, Any] = {
+                "rank": rank,
+                "world": len(cluster),
+                "store": str(folder / "store"),
+            }
             method = " ".join(contenders)
             this = Job(**fields, timeout=START_SECONDS, method=method, approximation=0, **job)
             command = this.command(folder / f"results{rank}", "cluster.predict")

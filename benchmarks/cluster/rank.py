@@ -104,7 +104,7 @@ def join_group(job: Job, backend: str, options: Any = None) -> None:
 
     dist.init_process_group(
         backend,
-        store=dist.FileStore(job.store, job.world),  # type: ignore[attr-defined]
+        store=dist.FileStore(job.store, job.world),
         rank=job.rank,
         world_size=job.world,
         timeout=timedelta(seconds=job.timeout),

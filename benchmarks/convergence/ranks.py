@@ -79,7 +79,7 @@ def _rank(
     chosen = METHODS[method]
     dist.init_process_group(
         chosen.backend["cpu"],
-        store=dist.FileStore(str(folder / "store"), WORLD),  # type: ignore[attr-defined]
+        store=dist.FileStore(str(folder / "store"), WORLD),
         rank=rank,
         world_size=WORLD,
         timeout=timedelta(seconds=_COLLECTIVE_SECONDS),

@@ -64,7 +64,7 @@ std::vector<kernels::Matrix> matrix_table(const BucketPlan& plan,
     matrix.p_hat = state.p_hat.data_ptr();
     matrix.q_local = state.q_local.data_ptr();
     matrix.q_warm = state.q_warm.data_ptr();
-    matrix.stream = state.random_id;
+    matrix.random_id = state.random_id;
     matrix.active_offset = planned.active_offset;
     matrix.p_local = pointer_or_null(state.p_local);
     table.push_back(matrix);
@@ -93,6 +93,7 @@ BucketTables::BucketTables(const kernels::Bucket& bucket,
   bucket_.num_matrices = static_cast<int32_t>(matrices.size());
   bucket_.num_raw_segments = static_cast<int32_t>(raw.size());
   bucket_.tile_list_begin = tiles.list_begin;
+  bucket_.largest_rank = tiles.largest_rank;
   bucket_.workspace = workspace_.data_ptr();
   if (bucket_.verdict != nullptr) return;
   constexpr auto kVerdictNumel = static_cast<int64_t>(sizeof(kernels::Verdict) / sizeof(int32_t));

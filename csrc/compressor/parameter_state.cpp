@@ -30,7 +30,7 @@ void random_start(const at::Tensor& factor, uint64_t random_id, const Options& o
   matrix.rows = matrix.rank = factor.size(0);
   matrix.cols = factor.size(1);
   matrix.q_warm = factor.data_ptr();
-  matrix.stream = random_id;
+  matrix.random_id = random_id;
   const BucketTables tables(bucket_for(factor, options), {matrix}, {}, factor.device());
   require_stages(factor.device().type()).random_start(tables.bucket());
 }
@@ -45,7 +45,7 @@ void orthonormalize(const at::Tensor& factor, uint64_t random_id, const Options&
   matrix.rows = factor.size(0);
   matrix.cols = matrix.rank = factor.size(1);
   matrix.p_hat = p_hat.data_ptr();
-  matrix.stream = random_id;
+  matrix.random_id = random_id;
   kernels::Bucket bucket = bucket_for(factor, options);
   bucket.p_payload = payload.data_ptr();
   bucket.p_numel = payload.numel();

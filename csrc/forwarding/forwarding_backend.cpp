@@ -16,7 +16,7 @@ using WorkPtr = ForwardingBackend::WorkPtr;
 ForwardingBackend::ForwardingBackend(int rank, int size, Inners inners)
     : Backend(rank, size), inners_(rank, size, std::move(inners)), child_store_(StorePtr()) {}
 
-// Which inner.
+// The choice of an inner backend.
 
 DeviceType ForwardingBackend::primary_device() const {
   if (bound_device_id_ && inners_.has(bound_device_id_->type())) {
@@ -30,7 +30,7 @@ DeviceType ForwardingBackend::accelerator_device() const {
   return primary == DeviceType::CPU ? inners_.accelerator() : primary;
 }
 
-// Without a tensor there is nothing to go by, and the inner's own error is the best one.
+// An empty list names no device: the primary inner backend's own error is then the best one.
 DeviceType ForwardingBackend::device_of(const Tensors& tensors) const {
   return tensors.empty() ? primary_device() : tensors.front().device().type();
 }
@@ -98,7 +98,7 @@ bool ForwardingBackend::supportsSplitting() const {
   return inners_.all([](Backend& inner) { return inner.supportsSplitting(); });
 }
 
-// One is enough: see startCoalescing.
+// One inner backend is enough: see startCoalescing.
 bool ForwardingBackend::supportsCoalescing() const {
   return !inners_.all([](Backend& inner) { return !inner.supportsCoalescing(); });
 }
@@ -196,7 +196,7 @@ WorkPtr ForwardingBackend::barrier(const c10d::BarrierOptions& opts) {
   return issue(device_of(opts), &Backend::barrier, opts);
 }
 
-// ProcessGroup asks the CPU's backend for it whatever the options say: only Gloo has one.
+// ProcessGroup asks the CPU's backend for it whatever the options say, because only Gloo has one.
 void ForwardingBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   const bool cpu = !opts.device && inners_.has(DeviceType::CPU);
   inner_of(cpu ? DeviceType::CPU : device_of(opts)).monitoredBarrier(opts, wait_all_ranks);
@@ -222,15 +222,15 @@ WorkPtr ForwardingBackend::recvAnysource(Tensors& tensors, int tag) {
   return issue(device_of(tensors), &Backend::recvAnysource, tensors, tag);
 }
 
-// Coalescing. ProcessGroup names a device when it asks for this, but the call does not carry it: so
-// every inner that can coalesce does. What is meanwhile issued on one that cannot (Gloo) runs on
-// its own; its Works are kept, for the caller of batch_isend_irecv waits on the last Work alone.
+// Coalescing. ProcessGroup knows the device, but the call does not carry it. So every inner backend
+// that can coalesce does. Calls on one that cannot (Gloo) run on their own. Their Works are kept,
+// because the caller of batch_isend_irecv waits for the last Work alone.
 
 std::vector<BackendPtr> ForwardingBackend::coalescers() const {
   std::vector<BackendPtr> backends;
   std::copy_if(inners_.distinct().begin(), inners_.distinct().end(), std::back_inserter(backends),
                [](const auto& inner) { return inner->supportsCoalescing(); });
-  if (backends.empty()) {  // then the error is the inner's own
+  if (backends.empty()) {  // the error is then the inner backend's own
     backends.push_back(inners_.at(primary_device()));
   }
   return backends;
@@ -272,7 +272,7 @@ void ForwardingBackend::enableCollectivesTiming() {
 void ForwardingBackend::registerOnCompletionHook(
     std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
   primary().registerOnCompletionHook(std::move(hook));
-  // hasHooks() is not virtual: it looks at whether this object has a hook. Never called.
+  // hasHooks() is not virtual: it is true if this object has a hook. This one is never called.
   onCompletionHook_ = [](const std::shared_ptr<c10d::WorkInfo>&) {};
 }
 

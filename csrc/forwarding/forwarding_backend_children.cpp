@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// ForwardingBackend: groups made of a group.
+//
+// Groups that are made from a group.
 #include <numeric>
 #include <typeinfo>
 
@@ -19,7 +20,7 @@ StorePtr prefixed(int64_t number, const StorePtr& store) {
   return c10::make_intrusive<c10d::PrefixStore>(c10::str("powersgd/", number), store);
 }
 
-// The backend over these children; null if this rank is no member.
+// Returns the backend over these children, or null if this rank is no member.
 BackendPtr wrap(Inners children) {
   for (const auto& child : children) {
     if (!child.second) {
@@ -33,9 +34,9 @@ BackendPtr wrap(Inners children) {
 
 }  // namespace
 
-// splitGroup calls split() once per device type, with one store: a backend that serves two of them
-// would build its second child on the keys of the first. Counting per store, not over the life of
-// the group, keeps the count equal on ranks that were members of different groups before.
+// splitGroup calls split() once per device type, with one store. A backend that serves two device
+// types would build its second child on the keys of the first. The calls are counted per store, so
+// that ranks agree on the count even if they were members of different groups before.
 ForwardingBackend::StorePtr ForwardingBackend::child_store(const StorePtr& store) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const bool again = child_store_._unsafe_get_target() == store.get();
@@ -44,9 +45,9 @@ ForwardingBackend::StorePtr ForwardingBackend::child_store(const StorePtr& store
   return prefixed(child_index_, store);
 }
 
-// Gloo's split reads the global rank of every member from its own options without looking whether
-// they are there, and up to 2.13 then writes the child's into the same object. Where the inner was
-// built without them, the ranks of this group serve: they are only ever displayed.
+// Gloo's split reads the global rank of every member from its own options, even if they have none.
+// Up to torch 2.13 it then writes the child's into the same object. If the inner backend was made
+// without global ranks, it gets the ranks of this group: they are only displayed.
 void ForwardingBackend::set_global_ranks(Backend& inner) {
   const OptionsPtr options = inner.getBackendOptions();
   const std::lock_guard<std::mutex> lock(mutex_);

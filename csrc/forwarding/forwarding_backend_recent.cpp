@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// ForwardingBackend: what torch 2.11 does not have.
+//
+// The overrides that torch 2.11 does not have.
 #include "powersgd/forwarding_backend.h"
 
 namespace powersgd {
@@ -81,8 +82,9 @@ void ForwardingBackend::unregisterCompletionHook(int64_t id) {
 }
 #endif
 
-// A reconfigured group may give this rank another number, which ProcessGroup reads from here: hence
-// the wait. Two inners could disagree on it, so, as in ProcessGroup, there may be only one.
+// A reconfigured group may give this rank another number. ProcessGroup reads it from this object,
+// which therefore waits. Two inner backends could disagree on it, so there may be only one, as in
+// ProcessGroup.
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 bool ForwardingBackend::supportsReconfigure() const {
   return inners_.distinct().size() == 1 && inners_.distinct().front()->supportsReconfigure();

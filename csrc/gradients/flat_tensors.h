@@ -63,7 +63,7 @@ class FlatTensors {
     uint64_t uses = 0;
   };
 
-  // What becomes of a tensor that scope and override admit.
+  // The decision on a tensor that scope and override admit.
   struct Admitted {
     std::shared_ptr<BucketCompressor> compressor;  // null: not yet, average exactly
     StepInfo step;

@@ -20,24 +20,28 @@
 
 namespace powersgd {
 
-// A backend that passes everything to inner backends, exactly: the same tensors, the same options,
-// and the inner's own Work.
+// Purpose: passes every call of a c10d backend to an inner backend, exactly: the same tensors, the
+// same options and the inner backend's own Work.
 //
-// Which inner gets a call. One with tensors goes to the inner of their device. One without goes
-// where its options say, else to the primary inner: that of the bound device; else the
-// accelerator's once a collective of this group has used it, since ProcessGroup drops the device of
-// a barrier on the way here; else the first of the list. What only makes sense on an accelerator
-// (memory, windows, device ids) goes to the accelerator's. What concerns the group as a whole
-// (names, time-outs, shutdown, coalescing) goes to every inner. Asking for a device that has no
-// inner is an error that names the device and those there are.
+// Contract: a call with tensors goes to the inner backend of their device. A call without tensors
+// goes where its options say, else to the primary inner backend, the first of these that exists:
+//   1. that of the bound device;
+//   2. the accelerator's, once a collective of this group has used it, because ProcessGroup drops
+//      the device of a barrier on the way here;
+//   3. the first of the list.
+// A call that makes sense on an accelerator alone (memory, windows, device ids) goes to the
+// accelerator's. A call that concerns the whole group (names, time-outs, shutdown, coalescing) goes
+// to every inner backend. A device without an inner backend is an error that names both the device
+// and those that have one.
 //
-// Of the names that torch 2.15 deprecates (`_allgather_base`, ...) the old one is overridden and
-// the old one is called: then both names work, on every release and with every inner. Mixing old
-// and new would recurse.
+// torch 2.15 deprecates some names (`_allgather_base`, ...). This class overrides the old names and
+// calls the old names, so that both work on every release and over every inner backend. A mixture
+// of old and new names would recurse.
 //
-// Ownership: shares the inner backends with whoever made them; nobody else may issue on them.
-// Thread safety: as the inner's own. Most (Gloo, NCCL) allow one issuing thread at a time; this
-// class adds no state that would break on more.
+// Ownership: shares the inner backends with their maker. Nobody else may issue calls on them.
+//
+// Threads: as the inner backends allow. Most (Gloo, NCCL) allow one issuing thread at a time. The
+// state that this class adds is safe from any thread.
 class ForwardingBackend : public c10d::Backend {
  public:
   using OptionsPtr = c10::intrusive_ptr<c10d::Backend::Options>;
@@ -47,7 +51,7 @@ class ForwardingBackend : public c10d::Backend {
   using TensorLists = std::vector<std::vector<at::Tensor>>;
   using Milliseconds = std::chrono::milliseconds;
 
-  // One inner per device type, each of this rank and size. Two device types may share an inner.
+  // One inner backend per device type, each of this rank and size. Two device types may share one.
   ForwardingBackend(int rank, int size, Inners inners);
 
   const InnerBackends& inners() const { return inners_; }
@@ -121,8 +125,8 @@ class ForwardingBackend : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
 
-  // Child groups: every inner makes its child, and a ForwardingBackend holds them. Null on a rank
-  // that is no member.
+  // Child groups. Every inner backend makes its child, and a ForwardingBackend holds the children.
+  // Null on a rank that is no member.
   BackendPtr split(const StorePtr& store, const std::vector<int>& ranks,
                    const OptionsPtr& options) override;
   BackendPtr merge(const StorePtr& store, const OptionsPtr& options, const int& rank,
@@ -181,29 +185,32 @@ class ForwardingBackend : public c10d::Backend {
 #endif
 
  protected:
-  // For a destructor: no call may follow.
+  // Releases the inner backends in a destructor. No call may follow.
   void drop_inners() { inners_.clear(); }
 
-  // The children of the inners, each on keys of `store` of its own; null where this rank is no
-  // member, as the inner returns. Every member must call it equally often with one store.
+  // Returns the children of the inner backends, which use distinct keys of `store`. A child is null
+  // where this rank is no member. Every member must call this equally often with one store.
   Inners split_inners(const StorePtr& store, const std::vector<int>& ranks,
                       const OptionsPtr& options);
 
-  // A part of `store` that no other call gets: for one child, or several on prefixes of it.
+  // Returns a part of `store` that no other call gets. It serves one child, or several on prefixes
+  // of it.
   StorePtr child_store(const StorePtr& store);
 
-  // One child: for an inner that inners() does not list. `store` must be for it alone.
+  // Returns one child of an inner backend that inners() does not list. No other call may use
+  // `store`.
   BackendPtr split_inner(const BackendPtr& inner, const StorePtr& store,
                          const std::vector<int>& ranks, const OptionsPtr& options);
 
-  // What the child of `inner` gets, given what the caller of split() or merge() passed: that, if it
-  // is of the inner's own type; else the inner's options with the caller's name and time-out. Up
-  // to 2.13 the latter are the inner's live options, since C++ cannot copy them: where the caller's
-  // options carry better ones, override this.
+  // Returns the options of the child of `inner`. They are those that the caller of split() or
+  // merge() passed, if their type is that of the inner backend's options. Else they are the inner
+  // backend's, with the caller's name and time-out. Up to torch 2.13 C++ cannot copy options, so
+  // that these are the inner backend's live ones. A class that finds better ones overrides this.
   virtual OptionsPtr child_options(c10d::Backend& inner, const OptionsPtr& given);
 
-  // Tells a backend of this group's description and bound device: up to 2.13 their setters are not
-  // virtual, so each inner is told at its next use. For inners that inners() does not list.
+  // Gives `inner` this group's description and bound device. Up to torch 2.13 their setters are not
+  // virtual, so that each inner backend gets them at its next use. A derived class calls this for
+  // backends that inners() does not list.
   void adopt(c10d::Backend& inner) const;
 
  private:
@@ -212,15 +219,15 @@ class ForwardingBackend : public c10d::Backend {
   c10::DeviceType device_of(const Tensors& tensors) const;
   c10::DeviceType device_of(const c10d::BarrierOptions& opts) const;
 
-  // The inner of that device, adopted.
+  // Returns the inner backend of that device, adopted.
   c10d::Backend& inner_of(c10::DeviceType device);
   c10d::Backend& primary() { return inner_of(primary_device()); }
   c10d::Backend& accelerator() { return inner_of(accelerator_device()); }
 
-  // Calls `f` on every inner, adopted.
+  // Calls `f` on every inner backend, adopted.
   void each_inner(const std::function<void(c10d::Backend&)>& f);
 
-  // Calls `method` on the inner of `device`, and returns its Work.
+  // Calls `method` on the inner backend of `device`, and returns its Work.
   template <typename... Params, typename... Args>
   WorkPtr issue(c10::DeviceType device, WorkPtr (c10d::Backend::*method)(Params...),
                 Args&&... args) {
@@ -229,7 +236,7 @@ class ForwardingBackend : public c10d::Backend {
     note_issued(inner, work);
     return work;
   }
-  // The same for what all ranks call alike, so that they agree on what has been used.
+  // The same for calls that all ranks make alike, so that they agree on what has been used.
   template <typename... Params, typename... Args>
   WorkPtr collective(c10::DeviceType device, WorkPtr (c10d::Backend::*method)(Params...),
                      Args&&... args) {
@@ -245,11 +252,11 @@ class ForwardingBackend : public c10d::Backend {
   InnerBackends inners_;
   std::atomic<bool> accelerator_used_{false};
 
-  std::mutex mutex_;  // guards what follows, and adopt()
+  std::mutex mutex_;  // guards the members below, and adopt()
   bool coalescing_ = false;
-  std::vector<WorkPtr> uncoalesced_;  // issued meanwhile on inners that cannot coalesce
+  std::vector<WorkPtr> uncoalesced_;  // issued on inner backends that cannot coalesce
   c10::weak_intrusive_ptr<c10d::Store> child_store_;
-  int64_t child_index_ = 0;  // how often child_store_ was used before
+  int64_t child_index_ = 0;  // number of earlier uses of child_store_
   std::vector<uint64_t> global_ranks_;
 };
 

@@ -15,30 +15,36 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 // One inner backend per device type, in order of preference.
 using Inners = std::vector<std::pair<c10::DeviceType, BackendPtr>>;
 
-// The inner backends of one group, and which of them a call concerns. Immutable until it
-// is cleared.
+// Purpose: holds the inner backends of one group, and finds the ones that a call concerns.
+//
+// Contract: there is at least one, each of the group's rank and size, and one per device type. Two
+// device types may share a backend.
+//
+// Ownership: shares the backends, until clear() releases them.
+//
+// Threads: immutable until clear(), after which no other call may follow.
 class InnerBackends {
  public:
-  // Each must be of this rank and size. Two device types may share a backend.
+  // Throws if `inners` breaks the contract.
   InnerBackends(int rank, int size, Inners inners);
 
   const Inners& list() const { return inners_; }
-  const std::vector<BackendPtr>& distinct() const { return distinct_; }  // no backend twice
+  const std::vector<BackendPtr>& distinct() const { return distinct_; }  // each backend once
 
-  // Lets go of them all, for a destructor.
+  // Releases them all, in a destructor.
   void clear() {
     inners_.clear();
     distinct_.clear();
   }
 
   bool has(c10::DeviceType device) const;
-  // An error that names the device and those there are, if there is none.
+  // Throws if there is none. The error names the device, and those that have an inner backend.
   const BackendPtr& at(c10::DeviceType device) const;
 
-  // The first that is not the CPU, else the first.
+  // The first device type that is not the CPU, else the first.
   c10::DeviceType accelerator() const;
 
-  // Calls `f` on every backend even if it throws on one; then rethrows the first exception.
+  // Calls `f` on every backend, even if it throws on one. Then rethrows the first exception.
   template <typename F>
   void each(F&& f) const {
     std::exception_ptr first;
@@ -59,7 +65,7 @@ class InnerBackends {
     return std::all_of(distinct_.begin(), distinct_.end(), [&](auto& inner) { return f(*inner); });
   }
 
-  // The same devices, on what child_of(backend, its number) makes of each backend.
+  // Returns the same devices with child_of(backend, its number in distinct()) for each backend.
   template <typename F>
   Inners children(F&& child_of) const {
     std::vector<BackendPtr> made;

@@ -53,11 +53,11 @@ struct Matrix {
   int64_t gradient_offset;  // [rows, cols] in Bucket::gradient
   int64_t p_offset;         // [rows, rank] in Bucket::p_payload
   int64_t q_offset;         // [rank, cols] in Bucket::q_payload
-  void* memory;     // [rows, cols] residual dtype: M. Null: no error feedback, M is G itself
-  void* p_hat;      // [rows, rank]: orthonormal columns. 0 before the first step
-  void* q_local;    // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
-  void* q_warm;     // [rank, cols]: what the next project multiplies by (Q transposed)
-  uint64_t stream;  // names the matrix to the random generator, the same on all ranks
+  void* memory;        // [rows, cols] residual dtype: M. Null: no error feedback, M is G itself
+  void* p_hat;         // [rows, rank]: orthonormal columns. 0 before the first step
+  void* q_local;       // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
+  void* q_warm;        // [rank, cols]: what the next project multiplies by (Q transposed)
+  uint64_t random_id;  // names the matrix to the random generator, the same on all ranks
   int64_t active_offset = -1;  // in Bucket::p_payload: 1 if G has a non-zero element; -1: not told
   void* p_local = nullptr;  // [rows, rank]: this rank's P of the last step, of project_transposed
 };
@@ -69,27 +69,40 @@ struct RawSegment {
   int64_t p_offset;
 };
 
+enum class TileKind : int32_t {
+  kMatrix,      // rows and columns of a matrix
+  kFactorRow,   // row row_begin of a matrix's Q
+  kSum,         // rows and columns of a matrix whose partial results are to be added
+  kActivity,    // whether a matrix has a non-zero element
+  kRawSegment,  // elements [col_begin, col_end) of a raw segment
+};
+
 // A unit of work of one block or thread: part of a matrix or of a raw segment. How an
 // implementation cuts its tiles is its own affair; the cut depends on the shapes alone.
 struct Tile {
+  TileKind kind;
   int32_t item;  // index of the matrix or raw segment
   int32_t slot;  // where its partial result goes in the workspace
+  // kSum: how many partial results there are, from `slot` on. kActivity: the tiles of the stage's
+  // first list that belong to the matrix.
+  int32_t first_part, parts;
   int64_t row_begin, row_end;
   int64_t col_begin, col_end;
 };
 
-constexpr int kTileLists = 10;
+constexpr int kTileLists = 9;
 
 // Built once per layout, on the host; the caller copies `tiles` to where the stages run.
 struct TileTable {
   std::vector<Tile> tiles;
   std::array<int64_t, kTileLists + 1> list_begin{};  // list i is [list_begin[i], list_begin[i + 1])
   size_t workspace_bytes = 0;                        // 64-byte aligned memory, contents arbitrary
+  int64_t largest_rank = 0;                          // of all matrices
 };
 
 struct Verdict {
-  int32_t skipped;  // this step: 0 applied, 1 skipped. orthogonalize sets it, reconstruct ends it
-  int32_t skipped_total;  // steps skipped since the caller zeroed it
+  int32_t
+      skipped;  // this step: 0 applied, 1 skipped. orthogonalize sets it, reconstruct may raise it
 };
 
 // A step counts once, whichever of an owner's buckets is the first to tell. Buckets that share a
@@ -112,6 +125,7 @@ struct Bucket {
   int32_t num_matrices;
   int32_t num_raw_segments;
   std::array<int64_t, kTileLists + 1> tile_list_begin;
+  int64_t largest_rank;  // of all matrices, which a launcher on the host cannot read
 
   void* gradient;   // gradient dtype
   void* p_payload;  // factor dtype, p_numel elements; the last is the non-finite count
@@ -143,7 +157,7 @@ using ParallelFor =
 TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
                      DType factor_dtype);
 
-// Fills q_warm with the random start: the numbers depend on (seed, stream, column, step) alone.
+// Fills q_warm with the random start: the numbers depend on (seed, random_id, column, step) alone.
 void random_start(const Bucket& bucket, const ParallelFor& parallel_for);
 void project(const Bucket& bucket, const ParallelFor& parallel_for);
 void orthogonalize(const Bucket& bucket, const ParallelFor& parallel_for);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-// All that differs between the torch releases that this project builds against (2.11 to 2.15), and
-// the only file that may ask for a version. The rest asks for a feature: a C10D_BACKEND_HAS_* macro
-// of torch's own where there is one, else a POWERSGD_* macro of this file.
+// The differences between the torch releases that this project builds against (2.11 to 2.15). This
+// is the only file that may ask for a version. Other files ask for a feature: by torch's own macro
+// C10D_BACKEND_HAS_* where there is one, else by a macro POWERSGD_* of this file.
 
 #include <typeinfo>
 
@@ -14,34 +14,34 @@
   (TORCH_VERSION_MAJOR > (major) ||           \
    (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
-// Backend: suspend, resume, getMemoryStats.
+// Backend has suspend, resume and getMemoryStats.
 #if POWERSGD_TORCH_AT_LEAST(2, 12)
 #define POWERSGD_BACKEND_HAS_MEMORY_OFFLOAD 1
 #endif
 
 #if POWERSGD_TORCH_AT_LEAST(2, 14)
-// Backend: addEphemeralTimeout, gather_into_tensor, and a rank that may change.
+// Backend has addEphemeralTimeout and gather_into_tensor, and its rank may change.
 #define POWERSGD_BACKEND_HAS_LIFECYCLE 1
-// Backend: get and setBoundDeviceId are virtual.
+// Backend's getBoundDeviceId and setBoundDeviceId are virtual.
 #define POWERSGD_BACKEND_HAS_VIRTUAL_BOUND_DEVICE 1
-// Backend::Options::clone.
+// Backend::Options has clone.
 #define POWERSGD_OPTIONS_HAVE_CLONE 1
 #endif
 
 #if POWERSGD_TORCH_AT_LEAST(2, 15)
-// Backend: startTimeEstimate, endTimeEstimate. Before them Python asks NCCL's class alone for an
-// estimate, so that no other backend may then claim supportsTimeEstimation.
+// Backend has startTimeEstimate and endTimeEstimate. Without them Python asks NCCL's class alone,
+// so that no other backend may claim supportsTimeEstimation.
 #define POWERSGD_BACKEND_HAS_TIME_ESTIMATE 1
-// Backend: isInitialized.
+// Backend has isInitialized.
 #define POWERSGD_BACKEND_HAS_IS_INITIALIZED 1
-// Backend: hooks on completion, and whether there are hooks at all (C10D_BACKEND_HAS_HOOKS is of
-// 2.14 and its abort hooks).
+// Backend has hooks on completion, and says whether it has hooks. C10D_BACKEND_HAS_HOOKS stands for
+// the abort hooks of 2.14 alone.
 #define POWERSGD_BACKEND_HAS_COMPLETION_HOOKS 1
 #endif
 
 namespace powersgd {
 
-// A copy of the same type where torch can make one; else the object itself, shared, as
+// Returns a copy of the same type where torch can make one, else the object itself, shared, as
 // ProcessGroup::splitGroup then does too.
 inline c10::intrusive_ptr<c10d::Backend::Options> clone_or_share(
     const c10::intrusive_ptr<c10d::Backend::Options>& options) {
@@ -49,7 +49,7 @@ inline c10::intrusive_ptr<c10d::Backend::Options> clone_or_share(
   auto copy = options->clone();
   const auto& original = *options;
   const auto& cloned = *copy;
-  // A subclass that does not override clone() would come back sliced.
+  // The copy of a subclass that does not override clone() is sliced.
   if (typeid(cloned) == typeid(original)) {
     return copy;
   }

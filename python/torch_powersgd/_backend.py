@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Registration with torch.distributed, and the making of a backend with its inner backends."""
+"""Registration with torch.distributed, and the creation of a backend with its inner backends."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch._C._distributed_c10d import PrefixStore
 
 from torch_powersgd import log, watch
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import Meeting, count_call, store_of_call
+from torch_powersgd.agreement import CollectiveCall, count_call, store_of_call
 from torch_powersgd.options import Options, resolve
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
 
 NAME = "powersgd"
-STREAM_ORDERED = {"nccl"}  # backends whose collectives do not block the host
+STREAM_ORDERED = {"nccl"}  # Collectives of these backends do not block the host.
 
 
 def register() -> None:
-    """Registers the backend for CPU and CUDA. Does nothing if it is registered already."""
+    """Registers the backend for CPU and CUDA, unless it is registered already."""
     if NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-    # torch looks for the first plugin's key among a group's backends to set its default backend.
-    # The key is in upper case and never found, so a group made from a "device:backend" string has
-    # no default backend and warns when it is destroyed. A key in lower case in front is found.
+    # torch searches a group's backends for the first plugin's key to set its default backend. The
+    # key is in upper case and never found. So a group made from a "device:backend" string has no
+    # default backend and warns when it is destroyed. torch finds a key in lower case in front.
     dist.Backend._plugins = {NAME: dist.Backend._plugins[NAME.upper()], **dist.Backend._plugins}
     atexit.register(_at_exit)
 
@@ -43,7 +43,7 @@ def _at_exit() -> None:
             message = backend.not_started() if backend is not None and group.rank() == 0 else ""
             if message:
                 log.warning(message)
-    # No worker may be inside a collective while the interpreter goes down around it.
+    # No worker may be inside a collective while the interpreter ends.
     _C.shutdown_at_exit()
 
 
@@ -52,11 +52,11 @@ def _log(warning: bool, message: str) -> None:
 
 
 def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.BackendPowerSGD:
-    """torch's extended creator: makes this rank's backend of one process group."""
+    """Creates this rank's backend of one process group. torch calls it an extended creator."""
     rank, size = dist_options.group_rank, dist_options.group_size
     groups = PrefixStore("powersgd", dist_options.store)
     store = store_of_call(groups, count_call(groups, rank))
-    # torch gives the creator no device: a backend serves every device that this process has.
+    # torch gives the creator no device, so a backend serves every device that this process has.
     options = _agree(dist_options, store, pg_options)
     if size > 1:
         watch.start()
@@ -78,31 +78,31 @@ def _devices() -> list[str]:
 
 
 def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: object) -> Options:
-    """This rank's options, once they are known to be valid and equal on all ranks.
+    """Returns this rank's options once all ranks have valid and equal ones.
 
     Raises:
-        ValueError: on every rank alike, if any rank's are invalid or two ranks' differ, or if a
-            rank starts a group of another backend.
+        ValueError: On every rank alike, if any rank's options are invalid or two ranks' differ, or
+            if a rank starts a group of another backend.
     """
     options = Options()
     try:
         options = resolve(pg_options)
         mine = options._plain()
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+    except Exception as error:  # The other ranks wait for this rank's error, of any type.
         mine = {"error": str(error)}
 
-    def other_backend(meeting: Meeting, absent: list[int]) -> str:
-        # Gloo's address of a rank, as it stands where a gloo group in place of this one puts it.
+    def other_backend(call: CollectiveCall, absent: list[int]) -> str:
+        # A gloo group in place of this one puts its address under this key.
         gloo = [rank for rank in absent if dist_options.store.check([f"0/{rank}"])]
         return (
-            f"{meeting.names_of(gloo)} started a gloo group where "
-            f"{meeting.names_of([meeting.rank])} starts a powersgd group: all ranks must name the "
+            f"{call.names_of(gloo)} started a gloo group where "
+            f"{call.names_of([call.rank])} starts a powersgd group: all ranks must name the "
             "same backends"
             if gloo
             else ""
         )
 
-    meeting = Meeting(
+    call = CollectiveCall(
         PrefixStore("options", store),
         dist_options.group_rank,
         dist_options.global_ranks_in_group or range(dist_options.group_size),
@@ -110,12 +110,12 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
         dist_options.timeout,
         other_backend,
     )
-    meeting.agree(mine, compare_options)
+    call.agree(mine, compare_options)
     return options
 
 
 def compare_options(everyone: list[dict[str, Any]]) -> str:
-    """Empty if all ranks' options are equal, else the message to raise on every rank."""
+    """Returns nothing if all ranks' options are equal, else the message of the error."""
     for rank, fields in enumerate(everyone):
         for name, value in fields.items():
             first = everyone[0].get(name)
@@ -137,10 +137,10 @@ def _inner_name(options: Options, device: str) -> str:
 
 
 def _create_inner(name: str, store: Store, dist_options: _DistributedBackendOptions) -> Backend:
-    """A backend of its own, on a store of its own.
+    """Creates an inner backend on a store of its own.
 
     Raises:
-        ValueError: if there is no backend of this name.
+        ValueError: If there is no backend of this name.
     """
     rank, size = dist_options.group_rank, dist_options.group_size
     timeout: timedelta = dist_options.timeout
@@ -177,13 +177,16 @@ def _set(options: object, values: dict[str, Any]) -> None:
 def find_backend(
     group: dist.ProcessGroup | None, device: torch.device
 ) -> _C.BackendPowerSGD | None:
-    """The powersgd backend, if one serves this device in a group (None: the default group)."""
+    """Returns the powersgd backend that serves a device in a group, if there is one.
+
+    A group of None is the default group.
+    """
     group = group if group is not None else dist.group.WORLD
     if group is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group")
     try:
         backend = group._get_backend(device)
-    except RuntimeError:  # no backend for this device type
+    except RuntimeError:  # No backend serves this type of device.
         return None
     # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend in one that checks the calls.
     backend = getattr(backend, "wrapped_pg", backend)
@@ -191,10 +194,10 @@ def find_backend(
 
 
 def find_backends(group: dist.ProcessGroup | None) -> list[_C.BackendPowerSGD]:
-    """All powersgd backends of a group.
+    """Returns all powersgd backends of a group.
 
     Raises:
-        ValueError: if it has none.
+        ValueError: If the group has none.
     """
     found: list[_C.BackendPowerSGD] = []
     for device in _devices():

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Loads the compiled core, after torch and only if both fit together."""
+"""The compiled core, loaded after torch and only if both fit together."""
 
 import torch
 
 try:
     from torch_powersgd import _C
-except ImportError as error:  # most often: not built, or built against another torch
+except ImportError as error:  # Most often it is not built, or built against another torch.
     raise ImportError(
         "torch_powersgd's compiled core could not be loaded with torch "
         f"{torch.__version__} ({error}). Build it in this environment: "
         "pip install --no-build-isolation -e . (or python setup.py develop)"
     ) from error
 
-# The C++ classes of torch differ between releases, and pybind11 does not notice: a core that was
+# The C++ classes of torch differ between releases, and pybind11 does not notice. A core that was
 # built for another release loads and then corrupts memory.
 if _C.torch_version.split("+")[0] != torch.__version__.split("+")[0]:
     raise ImportError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Calls that every rank of a group must make: agreement on their arguments, over the store.
 
-The ranks exchange what they were given through the group's store and not by a collective. So a rank
-that never comes can be named, and an error on one rank reaches all of them.
+The ranks exchange their arguments through the group's store and not by a collective. The others can
+then name a rank that never calls, and an error on one rank reaches all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from torch_powersgd import log
@@ -21,26 +22,26 @@ from torch_powersgd import log
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-# A rank that is so late is named in a warning. Then its key is looked for at this interval.
+# A warning names a rank that is so late. The wait then looks for its key at this interval.
 PATIENCE = timedelta(seconds=8)
 INTERVAL = timedelta(seconds=0.5)
 
 _VERDICT = "verdict"
-_ABSENT = "absent"  # the ranks that rank 0 misses
+_ABSENT = "absent"  # The ranks whose keys rank 0 does not find.
 
 
 @dataclass(frozen=True)
-class Meeting:
+class CollectiveCall:
     """One call that every rank of a group must make.
 
     Args:
-        store: It holds the keys of this meeting alone.
+        store: Store that holds the keys of this call alone.
         rank: This rank in the group.
-        global_ranks: The ranks of the group as the whole job counts them.
-        absence: The words after "rank 1" where that rank does not come: "has not called attach".
-        timeout: The time after which waiting is an error.
-        explain: A function of this meeting and the absent ranks. It is called once ``PATIENCE`` is
-            over, and again at each ``INTERVAL``. It returns why they will not come, or nothing.
+        global_ranks: Ranks of the group as the whole job counts them.
+        absence: Words after "rank 1" where that rank does not call: "has not called attach".
+        timeout: Time after which waiting is an error.
+        explain: Function of this call and the absent ranks. It is called once ``PATIENCE`` is over,
+            and again at each ``INTERVAL``. It returns why they will not call, or nothing.
     """
 
     store: Store
@@ -48,23 +49,23 @@ class Meeting:
     global_ranks: Sequence[int]
     absence: str
     timeout: timedelta
-    explain: Callable[[Meeting, list[int]], str] = lambda meeting, absent: ""
+    explain: Callable[[CollectiveCall, list[int]], str] = lambda call, absent: ""
 
     def agree(self, mine: dict[str, Any], compare: Callable[[list[dict[str, Any]]], str]) -> None:
-        """Returns once all ranks have come and ``compare`` has found nothing to object to.
+        """Returns once all ranks have called and ``compare`` has no objection.
 
         Args:
-            mine: The arguments of this rank in JSON types, or {"error": text} if they are invalid.
-            compare: A function of the arguments of all ranks, which rank 0 calls. It returns the
+            mine: Arguments of this rank in JSON types, or {"error": text} if they are invalid.
+            compare: Function of the arguments of all ranks, which rank 0 calls. It returns the
                 message of the error to raise, or nothing.
 
         Raises:
-            ValueError: If a rank has an error, ``compare`` returns one, or a rank does not come. It
+            ValueError: If a rank has an error, ``compare`` returns one, or a rank does not call. It
                 is raised on every rank.
         """
         self.store.set(str(self.rank), json.dumps(mine))
         if self.rank == 0:
-            # One rank compares and looks for absent ranks, so that n ranks make some n requests.
+            # Only one rank compares and looks for absent ranks, so that n ranks make n requests.
             everyone = [str(rank) for rank in range(len(self.global_ranks))]
             self._wait(everyone)
             if not self.store.check([_VERDICT]):
@@ -77,7 +78,7 @@ class Meeting:
             raise ValueError(verdict)
 
     def absent(self) -> list[int]:
-        """The ranks that have not come yet, as far as rank 0 has found out."""
+        """The ranks that have not called yet, as far as rank 0 knows."""
         if self.rank == 0:
             everyone = range(len(self.global_ranks))
             found = [rank for rank in everyone if not self.store.check([str(rank)])]
@@ -89,18 +90,18 @@ class Meeting:
         return found
 
     def names_of(self, ranks: list[int]) -> str:
-        """ "rank 1" or "ranks 1, 2", as the whole job counts them; a few are named at most."""
+        """ "rank 1" or "ranks 1, 2", as the whole job counts them. It names eight at most."""
         shown = ", ".join(str(self.global_ranks[rank]) for rank in ranks[:8])
         more = ", ..." if len(ranks) > 8 else ""
         return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
 
     def _wait(self, keys: list[str]) -> None:
-        """Waits for the keys, or for a verdict without them. Names who is late."""
+        """Waits for the keys, or for a verdict without them. A warning names late ranks."""
         start = time.monotonic()
         try:
             self.store.wait(keys, min(PATIENCE, self.timeout))
             return
-        except RuntimeError:  # its time-out has no type of its own in every kind of store
+        except RuntimeError:  # The time-out has no type of its own in every kind of store.
             named = False
         while not self.store.check(keys) and not self.store.check([_VERDICT]):
             late = self.absent()
@@ -117,8 +118,39 @@ class Meeting:
             time.sleep(INTERVAL.total_seconds())
 
 
+def next_call(
+    group: dist.ProcessGroup,
+    function: str,
+    timeout: timedelta,
+    explain: Callable[[CollectiveCall, list[int]], str] = lambda call, absent: "",
+) -> CollectiveCall:
+    """This rank's next call of a function that every rank of the group must call."""
+    calls = calls_store(group, function)
+    store = store_of_call(calls, count_call(calls, group.rank()))
+    return CollectiveCall(
+        store,
+        group.rank(),
+        _global_ranks(group),
+        f"has not called {function}",
+        timeout,
+        explain,
+    )
+
+
+def calls_store(group: dist.ProcessGroup, function: str) -> PrefixStore:
+    """The part of the group's store that belongs to the calls of one function."""
+    return PrefixStore(f"powersgd/{function}", group.get_group_store())
+
+
+def _global_ranks(group: dist.ProcessGroup) -> Sequence[int]:
+    """The group's ranks as the whole job counts them, or from 0 on if torch does not know them."""
+    # A group that ProcessGroup.split_group made is not registered.
+    known = group in dist.distributed_c10d._world.pg_group_ranks
+    return dist.get_process_group_ranks(group) if known else range(group.size())
+
+
 def count_call(store: Store, rank: int) -> int:
-    """Counts a call of this rank: 1 for the first."""
+    """Counts a call of this rank, and returns 1 at the first."""
     return store.add(f"calls/{rank}", 1)
 
 
@@ -130,18 +162,18 @@ def calls_of(store: Store, rank: int) -> int:
 def store_of_call(store: Store, number: int) -> PrefixStore:
     """The part of the store that belongs to one call.
 
-    A store may outlive a group. One that is made again must not find the keys of the first.
+    A store may outlive a group. A later group on it must not find the keys of the first.
     """
     return PrefixStore(str(number), store)
 
 
 def fail(store: Store, message: str) -> None:
-    """Makes the ranks that wait in the meeting of this store raise a ValueError."""
+    """Makes the ranks that wait in the call of this store raise a ValueError."""
     store.set(_VERDICT, message)
 
 
 def error_of(everyone: list[dict[str, Any]]) -> str:
-    """The message of the first rank that was given something invalid, or nothing."""
+    """The message of the first rank whose arguments are invalid, or nothing."""
     errors = [given.get("error", "") for given in everyone]
     if errors[0] and len(set(errors)) == 1:
         return str(errors[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The line that ``attach`` says."""
+"""The line that ``attach`` logs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch_powersgd import log
 from torch_powersgd._core import _C
 from torch_powersgd.options import Options
+from torch_powersgd.units import size_text
 
 
 def announce(model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
-    """Says how much of a model is compressed, what a step sends, and from which step on.
+    """Logs how much of a model is compressed, what a step sends, and from which step on.
 
-    The first rank of the group speaks.
+    Only the first rank of the group logs it.
     """
     if group.rank() != 0:
         return
@@ -35,13 +36,6 @@ def announce(model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
     share = 100 * outline.compressed_numel / outline.numel
     log.notice(
         f"{outline.compressed_parameters} of {outline.parameters} parameters ({share:.1f} % of the "
-        f"elements) are compressed at rank {rank}; a step sends {_bytes(outline.bytes_after)} "
-        f"in place of {_bytes(outline.bytes_before)}, from step {start} on"
+        f"elements) are compressed at rank {rank}; a step sends {size_text(outline.bytes_after)} "
+        f"in place of {size_text(outline.bytes_before)}, from step {start} on"
     )
-
-
-def _bytes(size: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}"
-    return f"{size} B"

@@ -23,12 +23,12 @@ from torch_powersgd.proposal import Module, agree, group_of_replicas
 
 @dataclass
 class Attachment:
-    """What is kept of an attached module.
+    """The record of an attached module.
 
     Attributes:
         model: The core's side of the module.
         group: The group over which its gradients are averaged.
-        scaler: The GradScaler that ``model`` follows, if any.
+        scaler: The GradScaler that ``model`` follows, if there is one.
     """
 
     model: _C.AttachedModel
@@ -48,14 +48,15 @@ def attach(
     """Compresses the gradients of a module layer by layer. Collective.
 
     Each weight is compressed by its own shape (shape[0] x the rest), and its state belongs to the
-    parameter: it survives DDP's rebuilding of buckets and can be saved with ``state_dict``.
-    Attaching again after ``detach`` goes on with the state that was kept.
+    parameter. The state survives DDP's rebuilding of buckets, and ``state_dict`` saves it. A module
+    that is attached again after ``detach`` goes on with the state that was kept.
 
     On a DDP module it registers a C++ communication hook, so that no Python runs in backward. On a
-    module that ``fully_shard`` (FSDP2) has sharded it sets the all-reduce hooks: after FSDP2's own
-    reduce-scatter, this rank's shards are averaged over its replicas.
+    module that ``fully_shard`` (FSDP2) has sharded it sets the all-reduce hooks. After FSDP2's own
+    reduce-scatter, they average this rank's shards over its replicas.
 
-    Every rank of the group must call it. A rank that does not is named on all ranks.
+    Every rank of the group must call it. If a rank does not, all ranks raise an error that names
+    it.
 
     Args:
         module: A DDP module, or the root of a module that was sharded on a mesh of one dimension.
@@ -64,7 +65,7 @@ def attach(
             are.
         scaler: The GradScaler that the model is trained with, if any. The residuals then follow
             its scale, and keep what was sent in a step that it skips.
-        group: The replicas of an FSDP2 module: the group of the ranks that hold the same shards. It
+        group: The group of the ranks that hold the same shards of an FSDP2 module, its replicas. It
             needs a powersgd backend for the parameters' device. A DDP module has its own group.
 
     Raises:
@@ -120,7 +121,7 @@ def detach(module: Module) -> None:
 
 
 def attachment_of(module: Module) -> Attachment:
-    """The attachment of a module.
+    """Returns the record of an attached module.
 
     Raises:
         ValueError: If it is not attached.
@@ -137,7 +138,7 @@ def _new(
     scaler: torch.amp.GradScaler | None,
     group: dist.ProcessGroup | None,
 ) -> Attachment:
-    """An attachment of a module that has none. Collective."""
+    """Creates the record of a module that is not attached. Collective."""
     group = group_of_replicas(module, group)
     agreed = agree(module, options, scaler, group, None)
     names, parameters = list(agreed.parameters), list(agreed.parameters.values())
@@ -146,7 +147,7 @@ def _new(
 
 
 def _keep(module: Module, attachment: Attachment, scaler: torch.amp.GradScaler | None) -> None:
-    """Ends the making of an attachment once the module's hooks are set."""
+    """Keeps the record of a module whose hooks are set, and announces it."""
     _attachments[module] = attachment
     announce(attachment.model, attachment.group)
     _follow(module, attachment, scaler)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from torch_powersgd import fsdp, watch
+from torch_powersgd import fsdp
 from torch_powersgd._backend import find_backends
 from torch_powersgd._core import _C
+from torch_powersgd.agreement import next_call
 from torch_powersgd.attach import attachment_of
 from torch_powersgd.options import Options
 from torch_powersgd.proposal import Module
@@ -18,7 +19,7 @@ from torch_powersgd.proposal import Module
 VERSION = 1
 _LOCAL_TENSORS = ("memory", "p_hat", "q_local", "q_warm", "p_local")
 _LOCAL_VALUES = ("sent_p", "grad_scale")
-# None where the options do without.
+# Some options do without these tensors, which are None then.
 _OPTIONAL = {"memory", "p_local", "p"}
 
 
@@ -27,8 +28,9 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
 
     It is collective without ``per_rank``.
 
-    The mean residual over the ranks is what the sum of all future outputs still owes. It has the
-    parameter's shape, in units of the averaged gradient at ``grad_scale``.
+    The ``residual`` of a parameter is the mean over the ranks: the part of its gradients that no
+    step has sent yet. It has the parameter's shape, in units of the averaged gradient at
+    ``grad_scale``.
 
     Args:
         module: Attached module.
@@ -72,7 +74,7 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
 
 
 def load_state_dict(module: Module, state: dict[str, Any]) -> None:
-    """Restores what ``state_dict`` returned. Collective, after ``attach``.
+    """Restores what ``state_dict`` returned. It is collective, and needs ``attach`` before it.
 
     A state without ``per_rank`` is the same on all ranks, of this or another number. Every rank
     takes the mean residual, so that the mean over the ranks is what it was. A ``q`` of another rank
@@ -105,7 +107,8 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
         plain = {"per_rank": per_rank, "step": state["step"]}
     except ValueError as invalid:
         plain = {"error": str(invalid)}
-    watch.meet(group, find_backends(group)[0], "load_state_dict").agree(plain, _compare)
+    timeout = find_backends(group)[0].options._timeout
+    next_call(group, "load_state_dict", timeout).agree(plain, _compare)
     if per_rank:
         model.load_local(local, state["step"])
     else:
@@ -149,7 +152,7 @@ def _check_form(state: Any) -> None:
 
 
 def _place(module: Module, per_rank: bool) -> dict[str, Any]:
-    """Of which shard of an FSDP2 module and, with ``per_rank``, of which rank a state is."""
+    """Returns the shard of an FSDP2 module and, with ``per_rank``, the rank of a state."""
     place: dict[str, Any] = {}
     if isinstance(module, FSDPModule):
         place["shard"] = fsdp.shard_place(module)
@@ -175,7 +178,7 @@ def _check_place(state: dict[str, Any], here: dict[str, Any]) -> None:
 
 
 def _compare(everyone: list[dict[str, Any]]) -> str:
-    """Empty if the ranks are about to load the same step and kind, else the error's message."""
+    """Returns nothing if the ranks load the same step and kind, else the message of the error."""
     first = everyone[0]
     for rank, mine in enumerate(everyone):
         if mine != first:

@@ -19,12 +19,12 @@ def compression(enabled: bool) -> Iterator[None]:
     """Overrides the scope of the all-reduces that are called inside of a ``with`` block.
 
     The override holds for this thread and for the backward passes that it starts. All ranks must
-    enter the same blocks. Outside of a backward pass, tensors are told apart by their order in the
-    block: enter it once per step.
+    enter the same blocks. Enter a block once per step: outside of a backward pass, the order of
+    tensors in the block identifies them.
 
     Args:
-        enabled: True: every eligible all-reduce is compressed, which is dense, floating, a SUM or
-            AVG, and large enough to gain. False: every all-reduce is exact.
+        enabled: Whether every eligible all-reduce is compressed: one that is dense, floating, a SUM
+            or AVG, and large enough to gain. False makes every all-reduce exact.
     """
     _C.push_override(bool(enabled))
     try:
@@ -34,7 +34,7 @@ def compression(enabled: bool) -> Iterator[None]:
 
 
 def set_grad_scale(scale: float, group: dist.ProcessGroup | None = None) -> None:
-    """Tells a group the loss scale of the gradients to come, which its residuals then follow.
+    """Sets the loss scale of a group's next gradients, which its residuals then follow.
 
     A model that is attached with a scaler follows the scaler and does not need this function.
 
@@ -51,10 +51,11 @@ def set_grad_scale(scale: float, group: dist.ProcessGroup | None = None) -> None
 
 
 def step_skipped(module: Module) -> None:
-    """Says that the optimizer did not apply the gradients of the last synchronised backward pass.
+    """Says that the optimizer did not apply the gradients of the last synchronized backward pass.
 
-    The residuals keep what they delivered, and deliver it again. All ranks must call it after the
-    backward pass and before the next one. ``attach(module, scaler=...)`` does it by itself.
+    The residuals keep what that pass sent, and the next step sends it again. All ranks must call it
+    after the backward pass and before the next one. ``attach(module, scaler=...)`` does it by
+    itself.
 
     Raises:
         ValueError: If the module is not attached.

@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd._core import _C
 
-# What torch calls for each bucket of a DDP module: hook(state, bucket).
+# torch calls hook(state, bucket) for each bucket of a DDP module.
 Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def group_of(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The module's own group; raises a ValueError if another is given."""
+    """Returns the module's own group. It raises a ValueError if another is given."""
     own: dist.ProcessGroup = ddp.process_group
     if group is not None and group is not own:
         raise ValueError("attach takes a group only for FSDP2: a DDP module has one")
@@ -40,7 +40,7 @@ def check_module(ddp: DistributedDataParallel) -> None:
 
 
 def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """The parameters whose gradients DDP reduces."""
+    """Returns the parameters whose gradients DDP reduces."""
     return {
         name: parameter
         for name, parameter in ddp.module.named_parameters()
@@ -63,7 +63,7 @@ def set_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
 
 
 def python_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> Hook:
-    """Makes a Python hook that does the same as the C++ hook."""
+    """Returns a Python hook that does the same as the C++ hook."""
     reference = weakref.ref(ddp)  # The module owns the hook.
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The all-reduce between replicas of a module that FSDP2 has sharded (hybrid sharding, HSDP).
 
-FSDP2 reduce-scatters the gradients of each of its units inside a replica and then calls the unit's
-all-reduce hook with this rank's shards of them: one flat tensor, in which each parameter's shard is
-a matrix of some of its rows, padded to as many on every rank. What is private to torch here is so
-in torch 2.11 and 2.13 alike, but for the attribute that ``_groups_of`` reads.
+FSDP2 reduce-scatters the gradients of each of its units inside a replica. It then calls the unit's
+all-reduce hook with this rank's shards of them in one flat tensor. Each parameter's shard is a
+matrix of some of its rows, padded to the same number on every rank. The private parts of torch that
+this file uses are the same in torch 2.11 and 2.13, except the attribute that ``_groups_of`` reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_powersgd._core import _C
 
 
 def group_of(module: FSDPModule, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group of the replicas that was given; raises a ValueError if there is none."""
+    """Returns the given group of the replicas. It raises a ValueError if there is none."""
     if group is not None:
         return group
     check_module(module)
@@ -33,7 +33,7 @@ def group_of(module: FSDPModule, group: dist.ProcessGroup | None) -> dist.Proces
 
 
 def check_module(module: FSDPModule) -> None:
-    """Raises a ValueError if the units' hooks cannot be ours, or there are no replicas."""
+    """Raises a ValueError if the units cannot take our hooks, or there are no replicas."""
     for unit in _units(module):
         groups = _groups_of(unit)
         if len(groups) > 1:
@@ -53,9 +53,9 @@ def check_module(module: FSDPModule) -> None:
 
 
 def shards_of(module: FSDPModule) -> dict[str, torch.Tensor]:
-    """Of each trainable parameter's shard a tensor of its size, dtype and device, without data.
+    """Returns a tensor without data for the shard of each trainable parameter.
 
-    The size is the padded one, and the dtype that of the gradients in the all-reduce.
+    It has the shard's padded size, its device, and the dtype of the gradients in the all-reduce.
     """
     return {
         name: torch.empty((), dtype=_reduced_dtype(shard), device=group.device)
@@ -66,16 +66,16 @@ def shards_of(module: FSDPModule) -> dict[str, torch.Tensor]:
 
 
 def shard_place(module: FSDPModule) -> list[int]:
-    """Which of how many shards this rank has."""
+    """Returns the index of this rank's shard and the number of shards."""
     info = _groups_of(_units(module)[0])[0].mesh_info
     return [info.shard_mesh_rank, info.shard_mesh_size]
 
 
 def place_of(module: FSDPModule) -> dict[str, Any]:
-    """The part of the module that this rank holds: its coordinate in the parameters' mesh.
+    """Returns this rank's coordinate in the parameters' mesh, and the number of coordinates.
 
     Ranks hold the same shards if and only if their coordinates are equal. Tensor parallelism adds a
-    dimension to the mesh of the parameters that it splits. ``of`` is the number of coordinates.
+    dimension to the mesh of the parameters that it splits.
     """
     assert isinstance(module, torch.nn.Module)
     meshes = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
@@ -86,7 +86,7 @@ def place_of(module: FSDPModule) -> dict[str, Any]:
 
 
 def compare_places(everyone: list[dict[str, Any]]) -> str:
-    """Empty if all ranks of a group hold the same shards, else the message to raise."""
+    """Returns nothing if all ranks of a group hold the same shards, else the error's message."""
     for rank, place in enumerate(everyone):
         if place != everyone[0]:
             return (
@@ -99,7 +99,7 @@ def compare_places(everyone: list[dict[str, Any]]) -> str:
 
 
 def set_hooks(module: FSDPModule, model: _C.AttachedModel, replicas: int) -> None:
-    """Lets ``model``, whose parameters are ``shards_of(module)``, do the units' all-reduces."""
+    """Sets the hooks of the units. The parameters of ``model`` are ``shards_of(module)``."""
     number_of = {id(shard): i for i, (_, _, shard) in enumerate(_trainable(module))}
     passes = _Passes(model.end_step)
     for bucket, unit in enumerate(_units(module)):
@@ -126,7 +126,7 @@ class _Hook:
         self.warned = False
 
     def __call__(self, gradients: torch.Tensor) -> None:
-        if not self.group.all_reduce_grads:  # set_requires_all_reduce(False): keep it for later
+        if not self.group.all_reduce_grads:  # The user called set_requires_all_reduce(False).
             self.partial = gradients.clone() if self.partial is None else self.partial + gradients
             gradients.zero_()
             return
@@ -134,13 +134,13 @@ class _Hook:
             gradients += self.partial
             self.partial = None
         if not gradients.is_cpu:
-            # FSDP2 keeps the tensor until this stream is done with it only for its own all-reduce.
+            # FSDP2 keeps the tensor until this stream is done only for its own all-reduce.
             gradients.record_stream(torch.accelerator.current_stream(gradients.device))
         self.passes.enter()
         self.model.reduce(self.bucket, gradients, self._numbers(gradients), self.replicas).wait()
 
     def _numbers(self, gradients: torch.Tensor) -> list[int]:
-        """The parameters that the tensor holds; none if they cannot be told."""
+        """Returns the parameters that the tensor holds, or none if they are not known."""
         shards = [p for p in _packed(self.group) if p.sharded_param.requires_grad]
         numel = sum(shard.padded_sharded_param_size.numel() for shard in shards)
         known = numel == gradients.numel() and all(id(shard) in self.number_of for shard in shards)
@@ -164,7 +164,7 @@ class _Passes:
         self.entered: int | None = None
 
     def enter(self) -> None:
-        # The id and not a flag: of a pass that failed the end is never called.
+        # An id and not a flag, because the end of a pass that failed is never called.
         current = torch._C._current_graph_task_id()
         if current != self.entered:
             self.entered = current
@@ -178,22 +178,22 @@ def _units(module: FSDPModule) -> list[Any]:
 
 def _groups_of(unit: FSDPModule) -> list[Any]:
     state = unit._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13 and later
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13 and later have it.
         return list(state._fsdp_param_groups)
     group = state._fsdp_param_group
     return [] if group is None else [group]
 
 
 def _packed(group: Any) -> list[Any]:
-    """The group's shards, in the order of their gradients in the all-reduce."""
+    """Returns the group's shards, in the order of their gradients in the all-reduce."""
     shards = list(group.fsdp_params)
-    # torch 2.15 and later, once the module has run: by the dtype of the sharded gradients.
+    # torch 2.15 and later order them by the gradients' dtype, once the module has run.
     order = getattr(group, "_reduce_scatter_param_indices", range(len(shards)))
     return [shards[i] for i in order]
 
 
 def _trainable(module: FSDPModule) -> list[tuple[Any, str, Any]]:
-    """Group, name and shard of each trainable parameter."""
+    """Returns group, name and shard of each trainable parameter."""
     assert isinstance(module, torch.nn.Module)
     prefix = {id(m): f"{name}." if name else "" for name, m in module.named_modules()}
     found = []

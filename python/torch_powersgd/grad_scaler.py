@@ -15,9 +15,9 @@ from torch_powersgd._core import _C
 def follow(
     scaler: torch.amp.GradScaler, model: _C.AttachedModel, parameters: Sequence[torch.Tensor]
 ) -> None:
-    """Lets ``model``, which has these parameters, know the scaler's scale and skipped steps.
+    """Makes ``model``, which has these parameters, follow the scaler's scale and skipped steps.
 
-    A scaler has no hooks: its ``scale`` and ``step`` are wrapped, on this one object.
+    A scaler has no hooks, so this function wraps ``scale`` and ``step`` of this one object.
     """
     if scaler.is_enabled():
         _wrap_scale(scaler, model)
@@ -32,8 +32,8 @@ def _wrap_scale(scaler: torch.amp.GradScaler, model: _C.AttachedModel) -> None:
     def scale(outputs: Any) -> Any:
         nonlocal known
         scaled = inner(outputs)
-        assert scaler._scale is not None  # made by its first scale()
-        # Reading the scale waits for the device, so only when it has been written to.
+        assert scaler._scale is not None  # The scaler makes it in its first scale().
+        # Reading the scale waits for the device, so it is read only after a write.
         written = (id(scaler._scale), scaler._scale._version)
         if written != known:
             model.grad_scale, known = scaler.get_scale(), written

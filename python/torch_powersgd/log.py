@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The package's logger, ``"torch_powersgd"``.
 
-Python shows warnings without their origin, and nothing below them, unless the program configures
-logging. Then these functions write to stderr themselves, with the package's name in front.
+Unless the program configures logging, Python shows warnings without their origin, and no message
+of a lower level. These functions then write to stderr, with the package's name in front.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ _logger = logging.getLogger("torch_powersgd")
 
 
 def info(message: str) -> None:
-    """Logs what only a program that configures logging wants to see."""
+    """Logs a message that only a program with its own logging wants to see."""
     _logger.info(message)
 
 
 def notice(message: str) -> None:
-    """Logs at level INFO what every user must see."""
+    """Logs a message at level INFO that every user must see."""
     _show(logging.INFO, message)
 
 
 def warning(message: str) -> None:
-    """Logs what a user should act upon."""
+    """Logs a message that a user should act upon."""
     _show(logging.WARNING, message)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The options of a process group or a model, and the places that they come from."""
+"""The options of a process group or a model, and the sources that they come from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _PREFIX = "POWERSGD_"
-_OTHER_VARIABLES = ("POWERSGD_BUILD_CUDA",)  # that setup.py reads
+_OTHER_VARIABLES = ("POWERSGD_BUILD_CUDA",)  # setup.py reads it.
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
 
@@ -90,7 +90,7 @@ class Options:
     alternating: bool = False
     check_every: int = 0
 
-    # torch's DeviceMesh reads the time-out of a group from its options; None: the default.
+    # torch's DeviceMesh reads the time-out of a group from its options. None is the default.
     @property
     def _timeout(self) -> None:
         return None
@@ -102,27 +102,27 @@ class Options:
         _check_inner(self.inner)
 
     def _core(self) -> _C.Options:
-        """The same options as a value of the C++ core."""
+        """Returns the same options as a value of the C++ core."""
         core = _C.Options()
         for name, value in self._plain().items():
             try:
                 setattr(core, name, value)
-            except TypeError:  # out of the C++ type's range
+            except TypeError:  # The value is out of the C++ type's range.
                 raise ValueError(f"{name} must be an integer of 64 bits, got {value!r}") from None
-            except ValueError as error:  # not the name of a scope or dtype
+            except ValueError as error:  # The value names no scope or dtype.
                 text = str(error)
                 raise ValueError(text if text.startswith(name) else f"{name}: {text}") from None
         return core
 
     @classmethod
     def _from_core(cls, core: _C.Options) -> Options:
-        """The options that a value of the C++ core holds."""
+        """Returns the options that a value of the C++ core holds."""
         values = {name: getattr(core, name) for name in _NAMES}
         dtypes = {name: _DTYPES.get(values[name]) for name, kind in _types() if "dtype" in kind}
         return cls(**{**values, **dtypes})
 
     def _plain(self) -> dict[str, Any]:
-        """The fields as JSON types, for messages and checkpoints."""
+        """Returns the fields as JSON types, which messages and checkpoints take."""
         return {
             name: str(value).removeprefix("torch.") if _is_dtype(value) else value
             for name, value in dataclasses.asdict(self).items()
@@ -133,7 +133,7 @@ class Options:
         """Returns the options that match the state of torch's powerSGD_hook.
 
         Args:
-            state: State of the hook. Its random seed cannot be read back from it.
+            state: State of the hook. It holds a random generator and not its seed.
             fields: Values of fields that replace those of the state.
         """
         shared = {name: getattr(state, name) for name in _NAMES if hasattr(state, name)}
@@ -141,7 +141,7 @@ class Options:
 
 
 def _types() -> list[tuple[str, str]]:
-    """The name and the type of each field, as they are written above."""
+    """Returns the name and the type of each field, as the class above writes them."""
     return [(field.name, str(field.type)) for field in dataclasses.fields(Options)]
 
 
@@ -153,11 +153,11 @@ _configured: Options | None = None
 def configure(options: Options | None) -> None:
     """Sets the options of the process groups that this process creates from now on.
 
-    The options take the place of the ``POWERSGD_*`` environment variables. The ``pg_options`` of a
-    group come before them.
+    The options replace the ``POWERSGD_*`` environment variables. The ``pg_options`` of a group
+    replace the options.
 
     Args:
-        options: Options of all later groups. None: those of the environment, as at first.
+        options: Options of all later groups. None restores those of the environment.
 
     Raises:
         ValueError: If ``options`` is neither ``Options`` nor None.
@@ -169,10 +169,11 @@ def configure(options: Options | None) -> None:
 
 
 def resolve(pg_options: object) -> Options:
-    """The options of a process group.
+    """Returns the options of a process group.
 
-    The sources are, the first one first: ``pg_options``, ``configure``, the POWERSGD_* variables,
-    the defaults. A complete ``Options`` hides what comes after it, a mapping is laid over it.
+    The sources, in the order of precedence, are ``pg_options``, ``configure``, the POWERSGD_*
+    variables and the defaults. A complete ``Options`` hides all later sources. A mapping replaces
+    single fields of them.
 
     Args:
         pg_options: Options, a mapping of some of its fields, or None.
@@ -185,14 +186,16 @@ def resolve(pg_options: object) -> Options:
 
 
 def lay_over(base: Options, given: object, source: str) -> Options:
-    """``base`` with the fields of a mapping set, or the complete Options that are given instead.
+    """Returns ``base`` with the fields of a mapping set, or the complete Options that are given.
 
     Args:
+        base: Options of the later sources.
         given: Options, a mapping of some of its fields, or None.
-        source: names what ``given`` came from, in errors.
+        source: Name of the origin of ``given`` in errors.
 
     Raises:
-        ValueError: names the source, the field, the value and what is allowed.
+        ValueError: If ``given`` is not valid. The message names the source, the field, the value
+            and what is allowed.
     """
     if given is None:
         return base
@@ -234,9 +237,9 @@ def _variable(name: str) -> str:
     return f"{_PREFIX}{name.upper()}"
 
 
-@functools.cache  # once in a process
+@functools.cache  # It warns once in a process.
 def _warn_of_unknown_variables() -> None:
-    """Warns of variables that look like options and have no effect, on one rank of a machine."""
+    """Warns, on one rank of a machine, of variables that look like options and have no effect."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     known = {*map(_variable, _NAMES), *_OTHER_VARIABLES}
@@ -247,8 +250,8 @@ def _warn_of_unknown_variables() -> None:
 
 
 def _similar(name: str, known: Sequence[str]) -> str:
-    """ "; did you mean ...?", or nothing."""
-    # The names that hold what was written come before those that are merely spelled like it.
+    """Returns "; did you mean ...?", or nothing."""
+    # Names that contain the given words come before names with a similar spelling.
     words = name.removeprefix(_PREFIX)
     similar = [k for k in known if words in k] or difflib.get_close_matches(name, known, 1)
     return f"; did you mean {similar[0]}?" if similar else ""
@@ -266,7 +269,7 @@ def _check_inner(inner: str) -> None:
 
 
 def _parse(variable: str, type_name: str, text: str) -> Any:
-    """A field's value from the text of its environment variable."""
+    """Returns a field's value from the text of its environment variable."""
     if type_name == "str":
         return text
     if "dtype" in type_name:
@@ -284,7 +287,7 @@ def _parse(variable: str, type_name: str, text: str) -> Any:
 
 
 def _typed(name: str, type_name: str, value: Any) -> Any:
-    """The value as exactly the field's type; a numpy scalar is taken for a Python one."""
+    """Returns the value as exactly the field's type. A numpy scalar counts as a Python one."""
     if type_name == "int" and not isinstance(value, bool) and hasattr(value, "__index__"):
         return int(value)
     if type_name == "float" and not isinstance(value, (bool, str, bytes)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The part of ``attach`` before anything is changed: checks, and what the ranks must agree on."""
+"""The first part of ``attach``, which changes nothing: checks, and agreement of the ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,22 @@ Module = DistributedDataParallel | FSDPModule
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one rank brings to ``attach``."""
+    """The arguments that one rank brings to ``attach``.
+
+    Attributes:
+        backend: The backend of the module's group.
+        options: The options of the module.
+        parameters: The parameters to compress, by name.
+        place: The part of the module that the rank holds, if FSDP2 has sharded it.
+    """
 
     backend: _C.BackendPowerSGD
     options: Options
     parameters: dict[str, torch.Tensor]
-    place: dict[str, Any]  # of its shards, if FSDP2 has sharded the module
+    place: dict[str, Any]
 
     def plain(self) -> dict[str, Any]:
-        """What the ranks must agree on, in JSON types."""
+        """Returns the values that must be equal on all ranks, in JSON types."""
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
         return {"options": {**self.options._plain(), "parameters": shapes}, "place": self.place}
 
@@ -42,11 +49,14 @@ def agree(
     group: dist.ProcessGroup,
     known: _C.AttachedModel | None,
 ) -> Proposal:
-    """This rank's proposal, once all ranks of the group have made the same. Collective.
+    """Returns this rank's proposal once all ranks have made the same. Collective.
 
     Args:
-        given: The options of ``attach``.
-        known: The core's side of the module if it was attached before.
+        module: Module to attach.
+        given: Options of ``attach``.
+        scaler: GradScaler of ``attach``.
+        group: Group of the replicas.
+        known: Core's side of the module if it was attached before.
 
     Raises:
         ValueError: On every rank, if a rank's proposal is invalid or differs from rank 0's, or a
@@ -57,8 +67,8 @@ def agree(
         proposal = _propose(module, given, scaler, group, known)
     except ValueError as invalid:
         error = str(invalid)
-    meeting = watch.meet(group, proposal.backend if proposal is not None else None, "attach")
-    meeting.agree({"error": error} if proposal is None else proposal.plain(), _compare)
+    call = watch.attach_call(group, proposal.backend if proposal is not None else None)
+    call.agree({"error": error} if proposal is None else proposal.plain(), _compare)
     assert proposal is not None  # else the ranks did not agree
     return proposal
 
@@ -101,7 +111,7 @@ def _compare(everyone: list[dict[str, Any]]) -> str:
 
 
 def group_of_replicas(module: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group of replicas; raises a ValueError if the module has none that is known."""
+    """Returns the group of replicas. It raises a ValueError if no group is known."""
     if isinstance(module, FSDPModule):
         return fsdp.group_of(module, group)
     if isinstance(module, DistributedDataParallel):

@@ -12,16 +12,16 @@ from torch_powersgd import log
 from torch_powersgd._backend import find_backends
 from torch_powersgd._core import _C
 
-SOON = 20  # steps: if compression starts within as many, nobody needs to be told
+SOON = 20  # A start of compression within so many steps needs no notice.
 
 
 def stats(
     group: dist.ProcessGroup | None = None, residual_norms: bool = True, flat: bool = False
 ) -> dict[str, Any]:
-    """Counts of this rank since the group was created or ``reset_stats`` was called.
+    """Returns counts of this rank since the group was created or ``reset_stats`` was called.
 
     It is not collective. If steps were trained and compression does not start soon, the group's
-    first rank says so once.
+    first rank logs that once.
 
     Args:
         group: The process group. None is the default group.
@@ -37,12 +37,12 @@ def stats(
         gradients are compressed, None if none will be.
 
         ``steps``; ``skipped_steps`` (a gradient was not finite on some rank); ``saturated_steps``
-        (a residual was beyond 65504, the largest value of ``residual_dtype=torch.float16``, and
-        was cut off there: the rest of it is lost); ``differences``
-        (factors that ``check_every`` found to differ between ranks, and mended).
+        (a residual was beyond 65504, the largest value of ``residual_dtype=torch.float16``, and was
+        cut off there, so that the rest of it is lost); ``differences`` (factors that
+        ``check_every`` found to differ between ranks, and mended).
 
         ``compressed_calls``, ``exact_calls`` (gradients sent whole); ``bytes_before`` of the
-        gradients and ``bytes_after`` of what was handed to the inner backend in their place;
+        gradients and ``bytes_after`` of the payloads that the inner backend got in their place;
         ``ratio`` of the two; ``compressed_ratio``: the ratio of the compressed calls alone.
 
         ``seconds`` per stage; ``residual_norms``: {parameter: Frobenius norm}, where a group of
@@ -52,7 +52,7 @@ def stats(
         ValueError: If the group has no powersgd backend.
     """
     backends = find_backends(group)
-    _say_if_not_started(backends)
+    _notify_if_not_started(backends)
     starts = [start for start in (backend.starts_at() for backend in backends) if start is not None]
     total: dict[str, Any] = {
         "compressing": any(backend.compressing() for backend in backends),
@@ -74,7 +74,7 @@ def stats(
 
 
 def reset_stats(group: dist.ProcessGroup | None = None) -> None:
-    """Lets ``stats`` count from now on. It is not collective.
+    """Starts the counts of ``stats`` again from zero. It is not collective.
 
     Args:
         group: The process group. None is the default group.
@@ -86,7 +86,7 @@ def reset_stats(group: dist.ProcessGroup | None = None) -> None:
         backend.reset_stats()
 
 
-def _say_if_not_started(backends: list[_C.BackendPowerSGD]) -> None:
+def _notify_if_not_started(backends: list[_C.BackendPowerSGD]) -> None:
     for backend in backends:
         message = backend.not_started(SOON) if backend.rank() == 0 else ""
         if message:
@@ -94,7 +94,7 @@ def _say_if_not_started(backends: list[_C.BackendPowerSGD]) -> None:
 
 
 def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sums by name, of nested dicts as well."""
+    """Returns the sums by name, in nested dictionaries as well."""
     first = parts[0]
     return {
         name: _sum([part[name] for part in parts])

@@ -15,13 +15,13 @@ if(POWERSGD_boost_context)
   foreach(kernel ${cuda_kernels})
     get_filename_component(name "${kernel}" NAME_WE)
     set(source "${CMAKE_CURRENT_BINARY_DIR}/simt/${name}.cpp")
-    file(GENERATE OUTPUT "${source}"
-         CONTENT "#include \"support/simt/simt.h\"\n#include \"${kernel}\"\n")
+    file(GENERATE OUTPUT "${source}" CONTENT "#include \"${kernel}\"\n")
     list(APPEND simt_sources "${source}")
   endforeach()
   add_library(powersgd_simt STATIC ${simt_sources} "${cuda_host}" support/simt/grid.cpp
               support/simt/simt.cpp)
-  target_compile_definitions(powersgd_simt PRIVATE POWERSGD_SIMT)
+  target_include_directories(powersgd_simt BEFORE PRIVATE support/simt/include)  # CUDA's headers
+  target_compile_options(powersgd_simt PRIVATE -Wno-unknown-pragmas)  # unroll
   target_link_libraries(powersgd_simt PUBLIC powersgd_options "${POWERSGD_boost_context}")
   powersgd_test(kernels_simt SOURCES ${kernel_tests} support/simt/test_simt.cpp
                 support/simt_runners.cpp

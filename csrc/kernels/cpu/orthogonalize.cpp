@@ -99,8 +99,8 @@ struct TransformTile {
       const uint32_t column = replacement_number(k, pass);
       for (int64_t row = tile.row_begin; row < tile.row_end; ++row) {
         const float element =
-            random_element(bucket.seed, matrix.stream, bucket.step, RandomUse::kDeadColumn, column,
-                           static_cast<uint64_t>(row));
+            random_element(bucket.seed, matrix.random_id, bucket.step, RandomUse::kDeadColumn,
+                           column, static_cast<uint64_t>(row));
         p_hat.at(row, k) = static_cast<F>(element * scale);
       }
     }

@@ -13,7 +13,7 @@ void fill_row(const Bucket& bucket, const Tile& tile) {
   const Matrix& matrix = bucket.matrices[tile.item];
   F* row = static_cast<F*>(matrix.q_warm) + tile.row_begin * matrix.cols;
   for (int64_t j = 0; j < matrix.cols; ++j) {
-    row[j] = random_element(bucket.seed, matrix.stream, bucket.step, RandomUse::kStart,
+    row[j] = random_element(bucket.seed, matrix.random_id, bucket.step, RandomUse::kStart,
                             static_cast<uint32_t>(tile.row_begin), static_cast<uint64_t>(j));
   }
 }

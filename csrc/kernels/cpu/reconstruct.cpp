@@ -248,7 +248,6 @@ void reconstruct_or_skip(Isa isa, const Bucket& bucket, const ParallelFor& paral
     apply_step<G>(isa, bucket, parallel_for);
   } else {
     skip_step<G, R>(bucket, parallel_for);
-    ++verdict.skipped_total;
     count_step(bucket, &StepCounts::skipped);
   }
 }

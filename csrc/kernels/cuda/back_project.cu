@@ -2,15 +2,15 @@
 //
 // back_project: q = p_hat^T M, into q_local and the Q payload.
 //
-// A tile is a strip of 128 columns by a segment of rows. A lane takes four columns (or one, and
+// A tile is a strip of 128 columns by a range of rows. A lane takes four columns (or one, and
 // the strip is taken in four parts, where addresses do not allow vector accesses), and the warps
 // take the rows in turn, several at a time:
 //   1. p_hat's rows are brought to shared memory;
 //   2. rank x 4 sums per lane, 4 or 8 independent vector loads of M at a time;
 //   3. the warps' sums are added in shared memory, in the order of the warps.
 // A skipped step sends zeros, and so does a matrix that no rank uses.
-// Where a strip has several segments, 3. writes to the workspace, and a second kernel adds the
-// segments in their order.
+// Where a strip has several row ranges, 3. writes to the workspace, and a second kernel adds the
+// ranges in their order.
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/elements.cuh"
 #include "kernels/cuda/strips.cuh"
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
     back_project_tile<R, uint16_t>(bucket, matrix, tile, base, offset, dtype, is_gradient);
 }
 
-// The sum of a strip's row segments, for every ranks-th row of q.
+// The sum of a strip's row ranges, for every ranks-th row of q.
 template <typename F>
 __global__ void __launch_bounds__(kThreads)
     sum_kernel(Bucket bucket, int64_t first_tile, int ranks) {
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads)
   const Tile tile = bucket.tiles[first_tile + blockIdx.x / ranks];
   const Matrix matrix = bucket.matrices[tile.item];
   if (out_of_use<F>(bucket, matrix)) return;
-  sum_segments<F>(bucket, matrix, tile, static_cast<int>(blockIdx.x % ranks), ranks);
+  sum_row_ranges<F>(bucket, matrix, tile, static_cast<int>(blockIdx.x % ranks), ranks);
 }
 
 template <int R, typename F>

@@ -16,10 +16,8 @@ constexpr int kPlainRanks = 4;  // ranks at a time in a kernel for any rank
 // bucket is above, or 0.
 template <int... kRanks, typename OnRank>
 Status with_rank(const Bucket& bucket, const OnRank& on_rank) {
-  const auto rank_class =
-      bucket.tile_list_begin[kRankClass + 1] - bucket.tile_list_begin[kRankClass];
   Status status = 0;
-  const bool found = (((int64_t{1} << rank_class) <= kRanks &&
+  const bool found = ((bucket.largest_rank <= kRanks &&
                        (status = on_rank(std::integral_constant<int, kRanks>()), true)) ||
                       ...);
   return found ? status : on_rank(std::integral_constant<int, 0>());

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cfloat>
 #include <cstdint>
 
@@ -26,44 +29,6 @@ struct FactorOf<double> {
 template <typename Storage>
 using Factor = typename FactorOf<Storage>::type;
 
-#if defined(POWERSGD_SIMT)
-
-inline uint32_t float_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-inline float bits_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-inline float half_to_float(uint16_t half) {
-  const uint32_t exponent = half >> 10 & 31, fraction = half & 1023;
-  const float sign = half >> 15 ? -1.0f : 1.0f;
-  if (exponent == 31) return fraction ? NAN : sign * INFINITY;
-  if (exponent == 0) return sign * std::ldexp(static_cast<float>(fraction), -24);
-  return sign * std::ldexp(static_cast<float>(fraction | 1024), static_cast<int>(exponent) - 25);
-}
-inline uint16_t float_to_half(float value) {
-  const uint16_t sign = static_cast<uint16_t>(float_bits(value) >> 16 & 0x8000);
-  const float magnitude = std::fabs(value);
-  if (!(magnitude < 65520.0f)) return sign | (std::isnan(value) ? 0x7FFF : 0x7C00);
-  if (magnitude < 6.103515625e-05f)  // subnormal: a multiple of 2^-24
-    return sign | static_cast<uint16_t>(std::nearbyint(std::ldexp(magnitude, 24)));
-  const uint32_t bits = float_bits(magnitude);
-  const uint32_t rounded = bits + 0xFFF + (bits >> 13 & 1);
-  return sign | static_cast<uint16_t>((rounded >> 13) - (112u << 10));
-}
-inline float bfloat16_to_float(uint16_t bits) { return bits_float(uint32_t{bits} << 16); }
-inline uint16_t float_to_bfloat16(float value) {
-  const uint32_t bits = float_bits(value);
-  if (std::isnan(value)) return static_cast<uint16_t>(bits >> 16 | 0x40);
-  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-}
-
-#else
-
 __device__ __forceinline__ uint32_t float_bits(float value) { return __float_as_uint(value); }
 __device__ __forceinline__ float half_to_float(uint16_t bits) {
   return __half2float(__ushort_as_half(bits));
@@ -77,8 +42,6 @@ __device__ __forceinline__ float bfloat16_to_float(uint16_t bits) {
 __device__ __forceinline__ uint16_t float_to_bfloat16(float value) {
   return __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
-
-#endif
 
 __device__ __forceinline__ float widen(float value, DType) { return value; }
 __device__ __forceinline__ double widen(double value, DType) { return value; }
@@ -144,9 +107,7 @@ __device__ inline void store_any(void* base, int64_t index, double value, DType 
 // Pointers come out of tables, where the compiler cannot know that they point to global memory.
 template <typename T>
 __device__ __forceinline__ T* global(T* pointer) {
-#if !defined(POWERSGD_SIMT)
   __builtin_assume(__isGlobal(pointer));
-#endif
   return pointer;
 }
 

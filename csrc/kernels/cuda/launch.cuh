@@ -1,31 +1,20 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/cuda/shared_memory.cuh"
 #include "powersgd/kernels.h"
 
-// How kernels are launched, and the few names that depend on the compiler. The same .cu files are
-// built by nvcc, and by a host compiler with -DPOWERSGD_SIMT after the header of the tests' SIMT
-// runtime (tests/cpp/cuda.cmake).
+// How kernels are launched, and the few things that depend on the compiler.
 
-#if defined(POWERSGD_SIMT)
-#define POWERSGD_UNROLL
-#define POWERSGD_UNROLL_4
-#define POWERSGD_UNROLL_8
-#define POWERSGD_NO_UNROLL
-#define POWERSGD_NOINLINE __attribute__((noinline))
-#else
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
 #define POWERSGD_UNROLL _Pragma("unroll")
 #define POWERSGD_UNROLL_4 _Pragma("unroll 4")
 #define POWERSGD_UNROLL_8 _Pragma("unroll 8")
 #define POWERSGD_NO_UNROLL _Pragma("unroll 1")
-#define POWERSGD_NOINLINE __noinline__
-#endif
 
 // Programmatic dependent launch (Hopper): a kernel's blocks may be placed while its predecessor
 // drains, and wait in begin_kernel() until that one has ended. 0 turns it off.
@@ -34,28 +23,6 @@
 #endif
 
 namespace powersgd::kernels::cuda {
-
-#if defined(POWERSGD_SIMT)
-
-inline unsigned char* shared_memory() { return simt::shared_memory(); }
-inline void begin_kernel() {}
-template <typename T>
-void forget(T& /*value*/) {}
-
-template <typename... Params, typename... Args>
-Status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
-              Stream /*stream*/, const Args&... args) {
-  if (blocks == 0) return 0;
-  simt::launch({blocks, threads, shared_bytes}, [&] { kernel(args...); });
-  return 0;
-}
-
-#else
-
-__device__ __forceinline__ unsigned char* shared_memory() {
-  extern __shared__ __align__(16) unsigned char dynamic_shared_memory[];
-  return dynamic_shared_memory;
-}
 
 // Every kernel calls this before it touches memory.
 __device__ __forceinline__ void begin_kernel() {
@@ -67,10 +34,18 @@ __device__ __forceinline__ void begin_kernel() {
 #endif
 }
 
-// The compiler takes the value for a new one. It keeps a loop from holding in registers what is
-// cheap to compute or load again, such as the address of every row of every array.
-__device__ __forceinline__ void forget(int64_t& value) { asm volatile("" : "+l"(value)); }
-__device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
+// The compiler takes the value for a new one. A loop then computes or loads again what is cheap,
+// such as the address of every row of every array, and does not hold it in registers.
+__device__ __forceinline__ void hide_from_optimizer([[maybe_unused]] int64_t& value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+l"(value));
+#endif
+}
+__device__ __forceinline__ void hide_from_optimizer([[maybe_unused]] int& value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(value));
+#endif
+}
 
 // Only code compiled for Hopper waits in begin_kernel(). What counts is what it was compiled
 // for, not the device: code for an older one runs on a newer one.
@@ -110,7 +85,5 @@ Status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t sha
   config.numAttrs = dependent ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
-
-#endif
 
 }  // namespace powersgd::kernels::cuda

@@ -115,7 +115,7 @@ template <int R, typename F, typename Visit>
 __device__ __forceinline__ void visit_row(const TallFactor<F>& factor, int64_t row, int count,
                                           const Visit& visit) {
   int64_t stride = factor.column_stride;
-  forget(stride);
+  hide_from_optimizer(stride);
   F* element = &factor.at(row, 0);
   POWERSGD_UNROLL
   for (int j = 0; j < R; ++j) {

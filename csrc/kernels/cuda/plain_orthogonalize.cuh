@@ -50,7 +50,7 @@ __device__ F replacement(const Bucket& bucket, const Matrix& matrix, int pass, i
   if (pass + 1 == kMaxPasses) return 0;
   const double scale = sqrt(3.0 / static_cast<double>(matrix.rows));
   return static_cast<F>(
-      scale * random_element(bucket.seed, matrix.stream, bucket.step, RandomUse::kDeadColumn,
+      scale * random_element(bucket.seed, matrix.random_id, bucket.step, RandomUse::kDeadColumn,
                              replacement_number(column, pass), static_cast<uint64_t>(row)));
 }
 
@@ -101,8 +101,9 @@ __device__ inline void reorder(PlainArrays* arrays, int64_t rank) {
 //    orthogonal to the live ones and not the reverse. "Twice is enough" (Parlett, citing Kahan);
 //    the third is for random columns that happen to be nearly dependent themselves.
 template <typename F>
-__device__ POWERSGD_NOINLINE void orthogonalize_plainly(const Bucket& bucket, const Matrix& matrix,
-                                                        double* workspace) {
+__device__ __attribute__((noinline)) void orthogonalize_plainly(const Bucket& bucket,
+                                                                const Matrix& matrix,
+                                                                double* workspace) {
   const int64_t rank = matrix.rank;
   PlainArrays arrays(workspace, rank);
   for (int64_t i = threadIdx.x; i < rank; i += kThreads) arrays.map[i] = static_cast<int32_t>(i);

@@ -115,8 +115,8 @@ __device__ __forceinline__ void project_rows(Rows<F, G, M> rows, const Columns<F
   POWERSGD_NO_UNROLL
   for (int col = columns.begin; col < columns.end; col += columns.step) {
     F m[kRows][W];
-    forget(rows.cols);
-    forget(start);
+    hide_from_optimizer(rows.cols);
+    hide_from_optimizer(start);
     if (!kAnyRank || k0 == 0)
       form_m<R, kAnyRank, kExact, W, Access::kReuse>(rows, col, p + start, m, met);
     else
@@ -206,8 +206,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   const Tile tile = bucket.tiles[first_tile + blockIdx.x - 1];
   const Matrix matrix = bucket.matrices[tile.item];
-  if (tile.col_end == 0) {
-    tell<F>(bucket, kNonZero, tile.row_begin, tile.row_end, matrix.active_offset);
+  if (tile.kind == TileKind::kActivity) {
+    tell<F>(bucket, kNonZero, tile.first_part, tile.first_part + tile.parts, matrix.active_offset);
     return;
   }
   const int64_t stride = slots(matrix.rows * matrix.rank * sizeof(F)) * (kSlotBytes / sizeof(F));
@@ -216,8 +216,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = tile.row_begin * matrix.rank + threadIdx.x; i < tile.row_end * matrix.rank;
        i += kThreads) {
     F sum = 0;
-    for (int64_t range = 0; range < ceil_div(matrix.cols, kSplitColumns); ++range)
-      sum += partial[range * stride + i];
+    for (int part = 0; part < tile.parts; ++part) sum += partial[part * stride + i];
     p[i] = sum;
     if (matrix.p_local != nullptr) static_cast<F*>(matrix.p_local)[i] = sum;
   }

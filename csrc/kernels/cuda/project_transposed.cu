@@ -4,7 +4,7 @@
 // q = p_hat^T M, into q_local and the Q payload.
 //
 // What project and back_project do together, in one pass over the gradient and the memory. A tile
-// is a strip of 128 columns by a segment of rows, and a lane takes four columns (or one, and the
+// is a strip of 128 columns by a range of rows, and a lane takes four columns (or one, and the
 // strip is taken in four parts, where addresses do not allow vector accesses). The tile's rows of
 // p_local and p_hat are brought to shared memory, then the warps take the rows in turn, four at a
 // time:
@@ -13,7 +13,7 @@
 //   3. multiply with p_hat into rank x 4 sums in registers.
 // When the rows are done:
 //   4. the warps' sums are added in shared memory, in the order of the warps.
-// Where a strip has several segments, 4. writes to the workspace. A second kernel adds the segments
+// Where a strip has several row ranges, 4. writes to the workspace. A second kernel adds the ranges
 // in their order, and the tiles' flags: whether they met a non-finite element, and a non-zero one.
 // q is computed from M as memory holds it, rounded, as P is in project.
 #include "kernels/cuda/dispatch.cuh"
@@ -47,7 +47,7 @@ __device__ __forceinline__ void stage(const void* factor, int64_t rank, int64_t 
   const F* const from = global(static_cast<const F*>(factor)) + row * rank + k0;
   const int padded = static_cast<int>(ceil_div(rows, kRows)) * kRows;
   int thread = threadIdx.x;
-  forget(thread);  // where its elements lie is not kept in registers beside the sums
+  hide_from_optimizer(thread);  // where its elements lie is not kept in registers beside the sums
   for (int i = thread; i < padded * R; i += kThreads) {
     const int r = i / R, k = i % R;
     staged[(r / kRows * R + k) * kRows + r % kRows] =
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
 }
 
 // Block 0: what concerns all tiles. The others: every ranks-th row of q in a strip that has several
-// row segments, or whether a matrix is active.
+// row ranges, or whether a matrix is active.
 template <typename F>
 __global__ void __launch_bounds__(kThreads)
     finish_transposed_kernel(Bucket bucket, int64_t tiles, int64_t first_tile, int ranks) {
@@ -168,10 +168,10 @@ __global__ void __launch_bounds__(kThreads)
   const Tile tile = bucket.tiles[first_tile + (blockIdx.x - 1) / ranks];
   const Matrix matrix = bucket.matrices[tile.item];
   const int first = static_cast<int>((blockIdx.x - 1) % ranks);
-  if (tile.col_end > 0)
-    sum_segments<F>(bucket, matrix, tile, first, ranks);
+  if (tile.kind == TileKind::kSum)
+    sum_row_ranges<F>(bucket, matrix, tile, first, ranks);
   else if (first == 0)
-    tell<F>(bucket, kNonZero, tile.row_begin, tile.row_end, matrix.active_offset);
+    tell<F>(bucket, kNonZero, tile.first_part, tile.first_part + tile.parts, matrix.active_offset);
 }
 
 struct LaunchProjectTransposed {

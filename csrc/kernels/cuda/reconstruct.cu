@@ -88,7 +88,7 @@ __device__ void update_factor_row(const Bucket& bucket, const Matrix& matrix, in
 
 template <typename F>
 __device__ void unpack_raw(const Bucket& bucket, const Tile& tile, bool skip) {
-  const RawSegment segment = bucket.raw_segments[segment_of(tile.item)];
+  const RawSegment segment = bucket.raw_segments[tile.item];
   const F* from = static_cast<const F*>(bucket.p_payload) + segment.p_offset;
   const F scale = static_cast<F>(bucket.output_scale);
   for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads)
@@ -244,18 +244,15 @@ __global__ void __launch_bounds__(kThreads, R == kAnyRank ? 2 : 4)
   using F = Factor<G>;
   begin_kernel();
   const bool skip = bucket.verdict->skipped != 0;
-  if (skip && blockIdx.x == 0 && threadIdx.x == 0) {
-    ++bucket.verdict->skipped_total;
-    count_step(bucket, &StepCounts::skipped);
-  }
+  if (skip && blockIdx.x == 0 && threadIdx.x == 0) count_step(bucket, &StepCounts::skipped);
   if (blockIdx.x >= tiles) return;  // an empty bucket
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
-  if (tile.item < 0) {
+  if (tile.kind == TileKind::kRawSegment) {
     unpack_raw<F>(bucket, tile, skip);
     return;
   }
   const Matrix matrix = bucket.matrices[tile.item];
-  if (tile.slot == 1) {
+  if (tile.kind == TileKind::kFactorRow) {
     update_factor_row<F>(bucket, matrix, tile.row_begin, skip);
     return;
   }

@@ -4,7 +4,7 @@
 #include "kernels/cuda/elements.cuh"
 
 // What back_project and project_transposed do alike once a strip's rows are multiplied: the sums of
-// the lanes become rows of q, in q_local and the Q payload, or a row segment's partial of them.
+// the lanes become rows of q, in q_local and the Q payload, or a row range's partial of them.
 
 namespace powersgd::kernels::cuda {
 
@@ -62,11 +62,10 @@ __device__ __forceinline__ void write_q(const Bucket& bucket, const Matrix& matr
   });
 }
 
-// The sum of a strip's row segments, of which the tile's rows are the number: every ranks-th row of
-// q from `first`. Two groups of threads take every other segment. Shared memory: [kStrip].
+// The sum of the partial q of a strip's row ranges: every ranks-th row of q from `first`. Two groups of threads take every other range. Shared memory: [kStrip].
 template <typename F>
-__device__ __forceinline__ void sum_segments(const Bucket& bucket, const Matrix& matrix,
-                                             const Tile& tile, int first, int ranks) {
+__device__ __forceinline__ void sum_row_ranges(const Bucket& bucket, const Matrix& matrix,
+                                               const Tile& tile, int first, int ranks) {
   static_assert(kThreads == 2 * kStrip, "there are two groups");
   const int column = threadIdx.x % kStrip;
   const int group = threadIdx.x / kStrip;
@@ -76,8 +75,8 @@ __device__ __forceinline__ void sum_segments(const Bucket& bucket, const Matrix&
     const F* const partial = global(slot_pointer<F>(bucket, tile.slot)) + k * kStrip + column;
     F sum = 0;
     POWERSGD_UNROLL_8
-    for (int64_t segment = group; segment < tile.row_end; segment += kThreads / kStrip)
-      sum += partial[segment * stride];
+    for (int part = group; part < tile.parts; part += kThreads / kStrip)
+      sum += partial[part * stride];
     if (group == 1) shared[column] = sum;
     __syncthreads();
     const int64_t col = tile.col_begin + column;

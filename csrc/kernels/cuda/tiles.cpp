@@ -16,6 +16,14 @@ int64_t target_elements(const std::vector<Matrix>& matrices, int64_t blocks, int
   return std::clamp(total / blocks, smallest, largest);
 }
 
+struct Range {
+  int64_t begin = 0, end = 0;
+};
+
+Range strip_at(const Matrix& matrix, int64_t col) {
+  return {col, std::min(col + kStrip, matrix.cols)};
+}
+
 constexpr int64_t kRawElements = 4096;  // per tile
 
 class Builder {
@@ -37,15 +45,24 @@ class Builder {
     for (size_t i = 0; i < matrices_.size(); ++i) add_project_transposed(static_cast<int32_t>(i));
     place_project_transposed_partials();
     add_reconstruct();
-    add_rank_class();
     return finish();
   }
 
  private:
-  void add(int list, int32_t item, int64_t slot, int64_t row_begin, int64_t row_end,
-           int64_t col_begin, int64_t col_end) {
-    lists_[static_cast<size_t>(list)].push_back(
-        {item, static_cast<int32_t>(slot), row_begin, row_end, col_begin, col_end});
+  // The parts of the new tile are the caller's to set.
+  Tile& add(int list, TileKind kind, int32_t item, int64_t slot, Range rows, Range cols) {
+    std::vector<Tile>& tiles = lists_[static_cast<size_t>(list)];
+    tiles.push_back(
+        {kind, item, static_cast<int32_t>(slot), 0, 0, rows.begin, rows.end, cols.begin, cols.end});
+    return tiles.back();
+  }
+
+  // Whether the matrix is active: its tiles are those of `tiles` from `first` on.
+  void add_activity(int sums, int tiles, int32_t item, int64_t first) {
+    if (matrices_[static_cast<size_t>(item)].active_offset < 0) return;
+    Tile& tile = add(sums, TileKind::kActivity, item, 0, {}, {});
+    tile.first_part = static_cast<int32_t>(first);
+    tile.parts = static_cast<int32_t>(count(tiles) - first);
   }
 
   int64_t count(int list) const {
@@ -67,8 +84,8 @@ class Builder {
   void add_raw(int list) {
     for (size_t i = 0; i < raw_.size(); ++i) {
       for (int64_t begin = 0; begin < raw_[i].numel; begin += kRawElements)
-        add(list, raw_item(static_cast<int64_t>(i)), 0, 0, 1, begin,
-            std::min(begin + kRawElements, raw_[i].numel));
+        add(list, TileKind::kRawSegment, static_cast<int32_t>(i), 0, {0, 1},
+            {begin, std::min(begin + kRawElements, raw_[i].numel)});
     }
   }
 
@@ -81,13 +98,15 @@ class Builder {
     const int64_t rows =
         round_up(std::max<int64_t>(1, elements / std::max<int64_t>(width, 1)), pass);
     for (int64_t row = 0; row < matrix.rows; row += rows) {
-      const int64_t row_end = std::min(row + rows, matrix.rows);
+      const Range range{row, std::min(row + rows, matrix.rows)};
       for (int64_t col = 0; col < matrix.cols; col += kSplitColumns)
-        add(kProjectTiles, item, 0, row, row_end, col, std::min(col + kSplitColumns, matrix.cols));
-      if (matrix.cols > kSplitColumns) add(kProjectSums, item, 0, row, row_end, 0, matrix.cols);
+        add(kProjectTiles, TileKind::kMatrix, item, 0, range,
+            {col, std::min(col + kSplitColumns, matrix.cols)});
+      if (matrix.cols > kSplitColumns)
+        add(kProjectSums, TileKind::kSum, item, 0, range, {0, matrix.cols}).parts =
+            static_cast<int32_t>(ceil_div(matrix.cols, kSplitColumns));
     }
-    if (matrix.active_offset >= 0)
-      add(kProjectSums, item, 0, first_tile, count(kProjectTiles), 0, 0);
+    add_activity(kProjectSums, kProjectTiles, item, first_tile);
   }
 
   // A split matrix's partial P of column range c is at slot + c * slots(rows * rank). Before them
@@ -103,7 +122,8 @@ class Builder {
     }
     for (const int list : {kProjectTiles, kProjectSums}) {
       for (Tile& tile : lists_[static_cast<size_t>(list)]) {
-        if (tile.item >= 0) tile.slot = static_cast<int32_t>(base[static_cast<size_t>(tile.item)]);
+        if (tile.kind != TileKind::kRawSegment)
+          tile.slot = static_cast<int32_t>(base[static_cast<size_t>(tile.item)]);
       }
     }
     end_stage();
@@ -122,8 +142,8 @@ class Builder {
       const int64_t partial = matrix.rank > kMaxFastRank ? 0 : gram_slots(matrix.rank);
       take(plain_slots(matrix.rank));
       for (int64_t row = 0; row < matrix.rows; row += rows)
-        add(kOrthogonalizeTiles, static_cast<int32_t>(i), take(partial), row,
-            std::min(row + rows, matrix.rows), 0, matrix.rank);
+        add(kOrthogonalizeTiles, TileKind::kMatrix, static_cast<int32_t>(i), take(partial),
+            {row, std::min(row + rows, matrix.rows)}, {0, matrix.rank});
     }
   }
 
@@ -133,43 +153,43 @@ class Builder {
     const int64_t wanted = std::max(target, 32 * std::min(matrix.rank, kMaxFastRank));
     add_strips(kBackProjectTiles, kBackProjectSums, item, wanted);
     for (int64_t col = 0; col < matrix.cols; col += kStrip)
-      add(kStrips, item, 0, 0, matrix.rank, col, std::min(col + kStrip, matrix.cols));
+      add(kStrips, TileKind::kMatrix, item, 0, {0, matrix.rank}, strip_at(matrix, col));
   }
 
-  // Three times as much is read and written as in back_project: shorter segments do.
+  // Three times as much is read and written as in back_project: shorter ranges do.
   void add_project_transposed(int32_t item) {
     const Matrix& matrix = matrices_[static_cast<size_t>(item)];
     const int64_t target = target_elements(matrices_, 4096, 8192, 32768) / kStrip;
     const int64_t wanted = std::max(target, 16 * std::min(matrix.rank, kMaxFastRank));
     const int64_t first_tile = count(kProjectTransposedTiles);
     add_strips(kProjectTransposedTiles, kProjectTransposedSums, item, wanted);
-    if (matrix.active_offset >= 0)
-      add(kProjectTransposedSums, item, 0, first_tile, count(kProjectTransposedTiles), 0, 0);
+    add_activity(kProjectTransposedSums, kProjectTransposedTiles, item, first_tile);
   }
 
-  // Strips by row segments of about `wanted` rows. The partial q of strip s and row segment g is at
+  // Strips by row ranges of about `wanted` rows. The partial q of strip s and row range g is at
   // slot(s) + g * slots(rank * kStrip).
   void add_strips(int tiles, int sums, int32_t item, int64_t wanted) {
     const Matrix& matrix = matrices_[static_cast<size_t>(item)];
-    // Long segments, for their sums to be a small part of what is read, but several hundred tiles.
+    // Long ranges, for their sums to be a small part of what is read, but several hundred tiles.
     const int64_t longest = round_up(target_elements(matrices_, 512, 16384, 1 << 20) / kStrip, 32);
-    // One thread adds a column's segments: not too many.
+    // One thread adds a column's ranges: not too many.
     const int64_t rows =
         round_up(std::max(std::min(wanted, longest), ceil_div(matrix.rows, 128)), 32);
-    // A matrix without rows has one segment, to write its q: zeros.
-    const int64_t segments = std::max<int64_t>(1, ceil_div(matrix.rows, rows));
+    // A matrix without rows has one range, to write its q: zeros.
+    const int64_t ranges = std::max<int64_t>(1, ceil_div(matrix.rows, rows));
     const int64_t strips = ceil_div(matrix.cols, kStrip);
     const int64_t partial = slots(matrix.rank * kStrip * factor_bytes_);
-    const int64_t base = segments > 1 ? take(segments * strips * partial) : 0;
-    for (int64_t segment = 0; segment < segments; ++segment) {
+    const int64_t base = ranges > 1 ? take(ranges * strips * partial) : 0;
+    for (int64_t range = 0; range < ranges; ++range) {
       for (int64_t strip = 0; strip < strips; ++strip)
-        add(tiles, item, base + (strip * segments + segment) * partial, segment * rows,
-            std::min(segment * rows + rows, matrix.rows), strip * kStrip,
-            std::min(strip * kStrip + kStrip, matrix.cols));
+        add(tiles, TileKind::kMatrix, item, base + (strip * ranges + range) * partial,
+            {range * rows, std::min(range * rows + rows, matrix.rows)},
+            strip_at(matrix, strip * kStrip));
     }
-    for (int64_t strip = 0; segments > 1 && strip < strips; ++strip)  // the rows count the segments
-      add(sums, item, base + strip * segments * partial, 0, segments, strip * kStrip,
-          std::min(strip * kStrip + kStrip, matrix.cols));
+    for (int64_t strip = 0; ranges > 1 && strip < strips; ++strip)
+      add(sums, TileKind::kSum, item, base + strip * ranges * partial, {0, matrix.rows},
+          strip_at(matrix, strip * kStrip))
+          .parts = static_cast<int32_t>(ranges);
   }
 
   // Before the partial q lies, as in project, one word per tile.
@@ -186,24 +206,18 @@ class Builder {
     // The rows of Q first: they take longest to start and move the least.
     for (size_t i = 0; i < matrices_.size(); ++i) {
       for (int64_t k = 0; k < matrices_[i].rank; ++k)
-        add(kReconstructTiles, static_cast<int32_t>(i), 1, k, k + 1, 0, matrices_[i].cols);
+        add(kReconstructTiles, TileKind::kFactorRow, static_cast<int32_t>(i), 0, {k, k + 1},
+            {0, matrices_[i].cols});
     }
     add_raw(kReconstructTiles);
     const int64_t rows = round_up(target_elements(matrices_, 4096, 8192, 32768) / kStrip, 32);
     for (size_t i = 0; i < matrices_.size(); ++i) {
       for (int64_t row = 0; row < matrices_[i].rows; row += rows) {
         for (int64_t col = 0; col < matrices_[i].cols; col += kStrip)
-          add(kReconstructTiles, static_cast<int32_t>(i), 0, row,
-              std::min(row + rows, matrices_[i].rows), col,
-              std::min(col + kStrip, matrices_[i].cols));
+          add(kReconstructTiles, TileKind::kMatrix, static_cast<int32_t>(i), 0,
+              {row, std::min(row + rows, matrices_[i].rows)}, strip_at(matrices_[i], col));
       }
     }
-  }
-
-  void add_rank_class() {
-    int64_t rank = 1;
-    for (const Matrix& matrix : matrices_) rank = std::max(rank, matrix.rank);
-    for (int i = 0; i < rank_class(rank); ++i) add(kRankClass, 0, 0, 0, 0, 0, 0);
   }
 
   TileTable finish() {
@@ -212,6 +226,8 @@ class Builder {
       table.tiles.insert(table.tiles.end(), lists_[list].begin(), lists_[list].end());
       table.list_begin[list + 1] = static_cast<int64_t>(table.tiles.size());
     }
+    for (const Matrix& matrix : matrices_)
+      table.largest_rank = std::max(table.largest_rank, matrix.rank);
     table.workspace_bytes = static_cast<size_t>(workspace_slots_ * kSlotBytes);
     return table;
   }

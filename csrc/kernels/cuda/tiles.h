@@ -21,36 +21,19 @@ constexpr int kRowsPerWarp = 4;           // rows of M that a warp forms at a ti
 constexpr int64_t kSplitColumns = 16384;  // wider matrices are projected in column ranges of this
 constexpr int64_t kMaxFastRank = 32;      // above, plain loops
 
-// The lists of a TileTable.
+// The lists of a TileTable. Only those that say so hold another kind than kMatrix.
 enum TileList : int {
-  kProjectTiles = 0,  // row and column ranges of matrices; raw segments (item < 0)
-  // Row ranges of the matrices that are projected in column ranges; and, with no columns, each
-  // matrix that tells whether it is active, with the range of its project tiles as the rows.
-  kProjectSums,
-  kOrthogonalizeTiles,  // row ranges
-  kBackProjectTiles,    // strips of kStrip columns by row segments
-  kBackProjectSums,     // strips of the matrices that have more than one row segment
-  kStrips,              // strips of all matrices
-  kReconstructTiles,  // rows of Q (slot 1); strips by row ranges (slot 0); raw segments (item < 0)
-  kProjectTransposedTiles,  // raw segments (item < 0); strips by row segments
-  // Strips of the matrices that have more than one row segment; and, with no columns, each matrix
-  // that tells whether it is active, with the range of its tiles above as the rows.
-  kProjectTransposedSums,
-  // The launchers cannot read the matrices, which are in device memory: this list's length tells
-  // them rank_class() of the largest rank. Its tiles are empty.
-  kRankClass,
+  kProjectTiles = 0,  // row and column ranges; kRawSegment
+  kProjectSums,  // kSum: row ranges of the matrices that are projected in column ranges; kActivity
+  kOrthogonalizeTiles,      // row ranges
+  kBackProjectTiles,        // strips of kStrip columns by row ranges
+  kBackProjectSums,         // kSum: strips of the matrices that have more than one row range
+  kStrips,                  // strips of all matrices
+  kReconstructTiles,        // kFactorRow; kRawSegment; strips by row ranges
+  kProjectTransposedTiles,  // kRawSegment; strips by row ranges
+  kProjectTransposedSums,   // kSum: strips, as in kBackProjectSums; kActivity
 };
-static_assert(kRankClass < kTileLists, "the interface has room for all lists");
-
-constexpr int32_t raw_item(int64_t segment) { return static_cast<int32_t>(-1 - segment); }
-POWERSGD_HOST_DEVICE inline int64_t segment_of(int32_t item) { return -1 - int64_t{item}; }
-
-// 0..5 for ranks up to 1, 2, 4, 8, 16, 32; 6 for any rank.
-inline int rank_class(int64_t rank) {
-  int log2 = 0;
-  while (log2 < 6 && (int64_t{1} << log2) < rank) ++log2;
-  return log2;
-}
+static_assert(kProjectTransposedSums < kTileLists, "the interface has room for all lists");
 
 // Project: how many warps share a row group: fewer rows at a time make finer tiles, as long as each
 // warp has a strip to itself.

@@ -27,7 +27,7 @@ __device__ __forceinline__ Work* begin_work(const Bucket& bucket, int64_t first_
   Work* const work = reinterpret_cast<Work*>(shared_memory());
   if (threadIdx.x == 0) {
     work->tile = bucket.tiles[first_tile + blockIdx.x];
-    if (work->tile.item >= 0) work->matrix = bucket.matrices[work->tile.item];
+    if (work->tile.kind != TileKind::kRawSegment) work->matrix = bucket.matrices[work->tile.item];
     work->met = {0, 0, 0};
   }
   __syncthreads();
@@ -46,7 +46,7 @@ __device__ __forceinline__ void end_work(const Bucket& bucket, const Work* work)
 template <typename F, typename G>
 __device__ void pack_raw(const Bucket& bucket, Work* work) {
   const Tile& tile = work->tile;
-  const RawSegment segment = bucket.raw_segments[segment_of(tile.item)];
+  const RawSegment segment = bucket.raw_segments[tile.item];
   const G* from = static_cast<const G*>(bucket.gradient) + segment.gradient_offset;
   F* to = elements<F>(bucket.p_payload, segment.p_offset);
   for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads) {
@@ -62,7 +62,7 @@ __device__ void pack_raw(const Bucket& bucket, Work* work) {
 template <int R, bool kAnyRank, typename F, typename G, typename M, typename OnMatrix>
 __device__ __forceinline__ void run_tile(const Bucket& bucket, int64_t first_tile) {
   Work* const work = begin_work(bucket, first_tile);
-  if (work->tile.item < 0) {
+  if (work->tile.kind == TileKind::kRawSegment) {
     pack_raw<F, G>(bucket, work);
   } else {
     const Matrix& matrix = work->matrix;

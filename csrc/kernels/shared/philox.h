@@ -34,16 +34,16 @@ POWERSGD_HOST_DEVICE inline Philox4 philox4x32(Philox4 counter, uint32_t key0, u
   return counter;
 }
 
-// Element `index` of random column `column` of matrix `stream`: near-normal, mean 0, variance 1/3.
+// Element `index` of random column `column` of matrix `random_id`: near-normal, mean 0, variance 1/3.
 // The sum of four 22-bit uniforms (Irwin-Hall) takes integer arithmetic only, so that it is exact
 // everywhere, where Box-Muller would depend on each platform's log and cos. Every value is a
 // multiple of 2^-22 in [-2, 2), exactly representable in float.
-POWERSGD_HOST_DEVICE inline float random_element(uint64_t seed, uint64_t stream, uint64_t step,
+POWERSGD_HOST_DEVICE inline float random_element(uint64_t seed, uint64_t random_id, uint64_t step,
                                                  RandomUse use, uint32_t column, uint64_t index) {
   const uint32_t step32 = static_cast<uint32_t>(step ^ (step >> 32));
   const Philox4 bits = philox4x32(
       {{static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32) << 16 | (column & 0xFFFFu),
-        step32 << 1 | static_cast<uint32_t>(use), static_cast<uint32_t>(stream)}},
+        step32 << 1 | static_cast<uint32_t>(use), static_cast<uint32_t>(random_id)}},
       static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
   int32_t sum = 0;
   for (int i = 0; i < 4; ++i) sum += static_cast<int32_t>(bits.word[i] >> 10);

@@ -20,9 +20,11 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from torch_powersgd._backend import find_backend
 from torch_powersgd._core import _C
+from torch_powersgd.agreement import next_call
 from torch_powersgd.options import Options
 from torch_powersgd.tools.footprint import Layout, buckets_of, elements_of, footprint_of
 from torch_powersgd.tools.rehearsal import (
@@ -125,18 +127,15 @@ def on_every_rank(make: Callable[[], T]) -> T:
     Raises:
         RanksError: on every rank alike. It names the first rank that failed.
     """
-    failure = ""
+    mine = {}
     try:
         result = make()
     except (ValueError, ImportError, AttributeError) as error:
-        failure = str(error)
+        mine = {"error": str(error)}
     except Exception as error:  # the other ranks must not wait for this one
         traceback.print_exc()
-        failure = f"{type(error).__name__}: {error}"
-    failures = _texts_of_all(failure)
-    for rank, message in enumerate(failures):
-        if message:
-            raise RanksError(message if all(failures) else f"rank {rank}: {message}")
+        mine = {"error": f"{type(error).__name__}: {error}"}
+    _agree(mine)
     return result
 
 
@@ -165,10 +164,7 @@ def job_of(model: torch.nn.Module, step: UserStep, options: Sequence[Options]) -
         RanksError: if the ranks' models, options or steps differ.
     """
     job = on_every_rank(lambda: _job_of(model, step, options))
-    everyone = _texts_of_all(repr(job))
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
-            raise RanksError(f"the model and the arguments of rank {rank} differ from rank 0's")
+    _agree({"job": repr(job)})
     return job
 
 
@@ -212,20 +208,25 @@ def quiet() -> None:
     logging.getLogger("torch_powersgd").setLevel(logging.WARNING)
 
 
-def _texts_of_all(text: str) -> list[str]:
-    """The text of each rank. Collective. Unlike all_gather_object it does not need NumPy."""
-    mine = text.encode()
-    size = torch.tensor([len(mine)])
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
-    padded = torch.zeros(int(max(sizes)) + 1, dtype=torch.uint8)
-    padded[: len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
-    texts = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded)
-    return [
-        bytes(each[: int(length)].tolist()).decode()
-        for each, length in zip(texts, sizes, strict=True)
-    ]
+def _agree(mine: dict[str, str]) -> None:
+    """Returns once every rank has called it with the same. Collective.
+
+    Raises:
+        RanksError: on every rank alike, if a rank gives an error or they differ.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        next_call(group, "advise", default_pg_timeout).agree(mine, _compare)
+    except ValueError as error:
+        raise RanksError(str(error)) from None
+
+
+def _compare(everyone: list[dict[str, str]]) -> str:
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            return f"the model and the arguments of rank {rank} differ from rank 0's"
+    return ""
 
 
 def _job_of(model: torch.nn.Module, step: UserStep, options: Sequence[Options]) -> Job:

@@ -17,9 +17,9 @@ from rich.table import Table
 from torch_powersgd._core import _C
 from torch_powersgd.options import Options
 from torch_powersgd.tools.footprint import Footprint, assign_buckets, footprint_of, wire_width
+from torch_powersgd.units import size_text
 
 SHORTEST_NAME = 12  # columns of the terminal
-LARGEST_RANK = 1024  # that the options allow
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def highest_rank(model: torch.nn.Module, options: Options) -> int:
     for parameter in model.parameters():
         rows, cols = _C.matrix_shape(list(parameter.shape), [])
         bound = rows * cols / (max(rows + cols, 1) * options.min_compression_rate)
-        highest = max(highest, min(math.ceil(bound) - 1, LARGEST_RANK))
+        highest = max(highest, min(math.ceil(bound) - 1, _C.max_rank))
     return highest
 
 
@@ -173,8 +173,8 @@ def summary(
         highest = highest_rank(model, options)
         return [
             f"Nothing is compressed at {setting}: each step sends "
-            f"{_size(footprint.gradient_bytes)} per rank, as without compression. A weight of "
-            "n x m is compressed only if (n + m) * rank * min_compression_rate < n * m.",
+            f"{size_text(footprint.gradient_bytes)} per rank, as without compression. A weight "
+            "of n x m is compressed only if (n + m) * rank * min_compression_rate < n * m.",
             f"The highest rank that compresses a weight of this model is {highest}."
             if highest
             else "This model has no weight that any rank compresses.",
@@ -186,12 +186,12 @@ def summary(
     return [
         f"{footprint.compressed} of {parameters} parameters ({share:.1f} % of {elements:,} "
         f"elements) are compressed at {setting}.",
-        f"Each step sends {_size(footprint.sent_bytes)} per rank in place of "
-        f"{_size(footprint.gradient_bytes)}: {footprint.gradient_bytes / footprint.sent_bytes:.1f} "
-        "times less.",
-        f"Each rank needs {_size(memory)} more memory than without compression: "
-        f"{_size(footprint.residual_bytes)} for the residual, {_size(footprint.factor_bytes)} for "
-        "factors and their buffers.",
+        f"Each step sends {size_text(footprint.sent_bytes)} per rank in place of "
+        f"{size_text(footprint.gradient_bytes)}: "
+        f"{footprint.gradient_bytes / footprint.sent_bytes:.1f} times less.",
+        f"Each rank needs {size_text(memory)} more memory than without compression: "
+        f"{size_text(footprint.residual_bytes)} for the residual, "
+        f"{size_text(footprint.factor_bytes)} for factors and their buffers.",
         *ignored,
     ]
 
@@ -206,7 +206,7 @@ def _table(
         sent_as = "raw" if raw == count else f"{raw} raw"
         rows.append((f"{count} others", "", sent_as, *_numbers(others)))
     totals = (footprint.gradient_bytes, footprint.sent_bytes)
-    last = ("all", "", "", *(_size(total) for total in totals), f"{totals[0] / totals[1]:.1f}")
+    last = ("all", "", "", *map(size_text, totals), f"{totals[0] / totals[1]:.1f}")
     headings = ("parameter", "shape", "sent as", "gradient", "sent", "ratio")
     columns = list(zip(headings, *rows, last, strict=True))
     # The box takes three columns of the terminal between two of the table.
@@ -229,7 +229,7 @@ def _cells(row: Row, prefix: int) -> tuple[str, ...]:
 def _numbers(rows: list[Row]) -> tuple[str, str, str]:
     gradient = sum(row.gradient_bytes for row in rows)
     sent = sum(row.sent_bytes for row in rows)
-    return _size(gradient), _size(sent), f"{gradient / max(sent, 1):.1f}"
+    return size_text(gradient), size_text(sent), f"{gradient / max(sent, 1):.1f}"
 
 
 def _pattern(name: str) -> str:
@@ -241,11 +241,3 @@ def _name_of_all(names: list[str]) -> str:
     """A name for names of one pattern, with a star for each number that differs."""
     parts = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(level[0] if len(set(level)) == 1 else "*" for level in parts)
-
-
-def _size(size: float) -> str:
-    for unit, bytes_of_unit in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= bytes_of_unit:
-            value = size / bytes_of_unit
-            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
-    return f"{size} B"

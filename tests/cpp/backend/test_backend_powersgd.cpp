@@ -289,7 +289,7 @@ TEST(BackendPowerSGD, ASplitGroupCompressesToo) {
     EXPECT_EQ(half->getSize(), 2);
     std::vector<at::Tensor> tensors = {gradient_of(rank)};
     half->allreduce(tensors)->wait();
-    EXPECT_EQ(half->stats().snapshot().compressed_calls, 1);
+    EXPECT_EQ(half->session()->snapshot().compressed_calls, 1);
   });
 }
 

@@ -94,6 +94,26 @@ TEST(WirePayload, WithoutCountsNoneIsAdded) {
   EXPECT_TRUE(memory.isinf().all().item<bool>());
 }
 
+TEST(WirePayload, TheRoundingOfRawSegmentsIsSentLater) {
+  at::Tensor memory = at::zeros({3}), asked = at::zeros({2}), sent = at::zeros({2});
+  const at::Tensor raw = memory.narrow(0, 0, 2), residual = at::zeros({2});
+  WirePayload wire(memory, at::kBFloat16, /*counts_begin=*/2);
+  wire.carry_rounding(raw, residual);
+  for (int step = 0; step < 100; ++step) {
+    const at::Tensor values = at::tensor({1 + 0x1p-9, -3 * 0x1p-20});
+    raw.copy_(values);
+    asked += values;
+    wire.pack();
+    wire.unpack();
+    sent += raw;
+  }
+  EXPECT_TRUE(at::equal(sent + residual, asked));  // few bits: float32 rounds none of it
+  EXPECT_LT(residual.abs().max().item<float>(), 0x1p-7);
+  raw.fill_(3.4e38);  // an element that overflows is dropped with the step
+  wire.pack();
+  EXPECT_TRUE(at::equal(residual, at::zeros({2})));
+}
+
 // float16.
 
 TEST(WirePayload, TheFirstOfFloat16TravelsAsItIs) {

@@ -16,7 +16,7 @@ class BackProject : public KernelTest {
   double roundoff() const { return unit_roundoff(bucket_.spec.factor_dtype()); }
 
   void mark_skipped(TestBucket& bucket) {
-    const kernels::Verdict verdict{1, 0};
+    const kernels::Verdict verdict{1};
     runner_->copy_in(bucket.bucket.verdict, &verdict, sizeof(verdict));
   }
 };

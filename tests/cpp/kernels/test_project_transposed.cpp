@@ -30,7 +30,7 @@ TEST_P(ProjectTransposed, DoesNotLookAtTheLastStep) {
   TestBucket bucket(*runner_, spec);
   randomize(bucket, 1);
   bucket.set_activities(Values(bucket.matrices.size()));
-  const kernels::Verdict skipped{1, 0};
+  const kernels::Verdict skipped{1};
   runner_->copy_in(bucket.bucket.verdict, &skipped, sizeof(skipped));
   bucket.run(Stage::kProjectTransposed);
   expect_q_of_memory(bucket);

@@ -102,11 +102,12 @@ void TestBucket::build_tables() {
   bucket.num_matrices = static_cast<int32_t>(matrix_table.size());
   bucket.num_raw_segments = static_cast<int32_t>(raw_table.size());
   bucket.tile_list_begin = tiles.list_begin;
+  bucket.largest_rank = tiles.largest_rank;
   bucket.gradient = gradient->data();
   bucket.p_payload = p_payload->data();
   bucket.q_payload = q_payload->data();
   bucket.workspace = runner_.allocate(tiles.workspace_bytes);
-  bucket.verdict = upload(std::vector<kernels::Verdict>{{0, 0}});
+  bucket.verdict = upload(std::vector<kernels::Verdict>{{0}});
   bucket.gradient_dtype = spec.gradient_dtype;
   bucket.residual_dtype =
       spec.gradient_dtype == DType::kFloat64 ? DType::kFloat64 : spec.residual_dtype;

@@ -92,13 +92,14 @@ class HostBackend : public c10d::Backend {
 
 // Ordered by streams on the device, with a thread engine on the CPU.
 inline std::shared_ptr<Session> make_session_of_equal_ranks(at::Device device,
-                                                            const Options& options) {
+                                                            const Options& options,
+                                                            LogSink log = {}) {
   InnerAndChannels inner{device.type(), c10::make_intrusive<StreamBackend>(), {}};
   if (device.is_cpu()) {
     inner.inner = c10::make_intrusive<HostBackend>();
     inner.channels = {inner.inner, inner.inner};
   }
-  return std::make_shared<Session>(0, 2, std::vector{inner}, options, LogSink());
+  return std::make_shared<Session>(0, 2, std::vector{inner}, options, std::move(log));
 }
 
 }  // namespace powersgd::test

@@ -18,6 +18,7 @@ import torch_powersgd as tp
 from support import ranks
 from support.synthetic import gradients, make_ddp, step
 from support.torchrun import torchrun
+from torch_powersgd.units import size_text
 
 # Rank 2 compresses the two weights of 128 x 64 and 32 x 144, but no bias and no small weight.
 SHAPES = {"weight": (128, 64), "bias": (128,), "conv": (32, 16, 3, 3), "small": (8, 8)}
@@ -52,10 +53,10 @@ def test_attach_says_once_what_it_will_do() -> None:
     share = 100 * (128 * 64 + 32 * 144) / NUMEL
     expected = (
         f"2 of 4 parameters ({share:.1f} % of the elements) are compressed at rank 2; a step sends "
-        f"{4 * SENT / 1e3:.3g} kB in place of {4 * NUMEL / 1e3:.3g} kB, from step 4 on"
+        f"{size_text(4 * SENT)} in place of {size_text(4 * NUMEL)}, from step 4 on"
     )
     assert quiet == f"torch_powersgd: {expected}\n"
-    assert f"sends {2 * SENT / 1e3:.3g} kB in place" in half
+    assert f"sends {size_text(2 * SENT)} in place" in half
     assert "no parameter is compressed at matrix_approximation_rank=600" in nothing
     assert "scope='never' compresses nothing" in never
     assert logged == f"{expected}\n"  # where logging is configured, it is a message like others
@@ -150,3 +151,11 @@ def _flags(rank: int) -> list[tuple[bool, int | None]]:
 def test_stats_say_whether_and_when_compression_starts() -> None:
     expected = [(False, 1000)] + [(False, 4)] * 4 + [(True, 4)] + [(False, 4), (False, None)]
     assert ranks.run(2, _flags) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (18_432, "18.4 kB"), (999_700, "1000 kB")],
+)
+def test_a_size_has_three_digits_and_no_exponent(size: int, text: str) -> None:
+    assert size_text(size) == text

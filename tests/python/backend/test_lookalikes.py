@@ -14,8 +14,8 @@ from support.log_records import LogRecords
 from support.synthetic import Ledger, gradients, make_ddp, mean_gradients, step
 
 SHAPES = {"a": (25, 30), "bias": (30,), "b": (25, 20)}
-# As in test_identity: rank 4 drains the mean residual of a near-square matrix of 35 rows in 9 steps
-# that add all but nothing.
+# As in test_identity, rank 4 drains the mean residual of a near-square matrix of 35 rows. That
+# takes 9 steps whose gradients are almost zero.
 STEPS, DRAIN_STEPS, QUIET = 8, 24, 1e-20
 TOLERANCE = 1e-5
 
@@ -61,14 +61,14 @@ def _train(
 def test_no_model_gets_the_residual_of_another(
     count: int, start: int, ddp_arguments: dict[str, Any]
 ) -> None:
-    # start counts the passes of all: two of each model, with a static graph three, since DDP
-    # rebuilds its buckets in the one before.
+    # The start counts the passes of all models. Each model has two, or three with a static graph,
+    # because DDP rebuilds its buckets in the pass before.
     options = tp.Options(start_powerSGD_iter=start, matrix_approximation_rank=4, min_numel=500)
     for errors, drained, warnings in ranks.run(
         2, _train, count, False, ddp_arguments, options=options
     ):
         assert max(drained) < 1e-15  # no residual at all
-        assert min(errors) > 0.01  # so that what rank 4 left out is lost, and the user is told:
+        assert min(errors) > 0.01  # the part that rank 4 leaves out is lost, with a warning
         assert len(warnings) == 1
 
 

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 import torch_powersgd as tp
 from support.repository import ROOT
+from torch_powersgd.__main__ import main
 from torch_powersgd._core import _C
 
 FIELDS = {field.name: field for field in dataclasses.fields(tp.Options)}
@@ -79,15 +81,11 @@ def test_the_page_has_the_fields() -> None:
     assert [name for name, _ in rows] == list(FIELDS)
 
 
-@pytest.fixture(scope="module")
-def help_texts() -> dict[str, str]:
-    command = [sys.executable, "-m", "torch_powersgd"]
-    return {
-        name: subprocess.run(
-            [*command, name, "--help"], capture_output=True, text=True, timeout=100, check=True
-        ).stdout
-        for name in ("plan", "advise")
-    }
+def _help_of(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "argv", ["torch_powersgd", command, "--help"])
+    with contextlib.redirect_stdout(io.StringIO()) as text, pytest.raises(SystemExit):
+        main()
+    return text.getvalue()
 
 
 def _payload(options: tp.Options) -> tuple[str, int]:
@@ -98,13 +96,14 @@ def _payload(options: tp.Options) -> tuple[str, int]:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_the_command_line_has_what_changes_the_payload(
-    name: str, help_texts: dict[str, str]
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # At this rate and rank, the 16 x 12 weight is compressed, and with more it is not.
+    # The 16 x 12 weight is compressed at this rate and rank, and not at higher ones.
     base = tp.Options(min_compression_rate=3.25, matrix_approximation_rank=2)
     value = base.min_compression_rate + 0.25 if name == "min_compression_rate" else _changed(name)
     value = 3 if name == "matrix_approximation_rank" else value
-    changed = dataclasses.replace(base, **{name: value})
+    fields: dict[str, Any] = {name: value}
+    changed = dataclasses.replace(base, **fields)
     assert (_payload(changed) != _payload(base)) == (name in FLAGS)
     for command, flag in FLAGS.get(name, {}).items():
-        assert re.search(rf"{flag}\b", help_texts[command])
+        assert re.search(rf"{flag}\b", _help_of(command, monkeypatch))

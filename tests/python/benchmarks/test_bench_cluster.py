@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The benchmarks on shaped links: as slow as they say, and nothing is left behind."""
+"""The benchmarks on shaped links: the links are as slow as stated, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ from cluster import delayed_links, figures, hosts, launch, models, mps, report  
 
 
 def _lacks() -> list[str]:
-    """What is missing for hosts, also where root may not make them (in a container, say)."""
+    """The requirements of hosts that are missing, also where root may not make them (in a
+    container).
+    """
     lacks: list[str] = hosts.missing()
     if not lacks:
         try:
@@ -136,7 +138,7 @@ def test_figures() -> None:
     def run(*milliseconds: float, sent: float = 0, losses: list[float] | None = None) -> launch.Run:
         return launch.Run([], list(milliseconds), losses or [], sent, gradient_bytes=100)
 
-    # The second round is slower as a whole, which the difference by round does not see.
+    # The whole second round is slower. The difference by round does not see that.
     rounds = [
         {
             "none": run(10, 12, 11),
@@ -172,7 +174,7 @@ def test_figures() -> None:
 
 
 def test_figures_over_seeds() -> None:
-    """They are medians, and a run that never reaches the loss is longer than any other."""
+    """The times are medians, and a run that never reaches the loss is longer than any other."""
     falling = [[start - step for step in range(100)] for start in (100.0, 110.0, 1000.0)]
     setting = {
         "model": "demo",
@@ -218,8 +220,9 @@ def test_the_report_shows_delays_and_seeds(capsys: pytest.CaptureFixture[str]) -
     assert "18.0..20.5" in delayed  # 36 and 41 steps of half a second
 
 
-# A host sends so many bytes to every other, in threads; whoever receives says when the first and
-# the last came. Arguments: this host's number, who sends, who receives, bytes.
+# A host sends so many bytes to every other host, in threads. A receiver prints when the first and
+# the last byte came. The arguments are this host's number, the senders, the receivers, and the
+# bytes.
 TRAFFIC = """
 import socket, sys, threading, time
 me, senders, receivers, size = (eval(argument) for argument in sys.argv[1:])
@@ -253,7 +256,7 @@ print(min(times)[0] if times else 0, max(times)[0] if times else 0, int(sent))
 def test_a_link_is_as_slow_as_it_says(
     senders: list[int], receivers: list[int], delay_ms: float
 ) -> None:
-    """In both directions, and the interface counts what it sends."""
+    """Both directions have the rate, and the interface counts the bytes that it sends."""
     size = 8_000_000
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with hosts.Hosts(3, "100mbit", delay_ms) as cluster:
@@ -263,8 +266,10 @@ def test_a_link_is_as_slow_as_it_says(
             command = [sys.executable, "-c", TRAFFIC, *arguments]
             processes.append(cluster.start(host, command, os.environ, **pipes))
         for process in processes:
+            assert process.stdout
             assert process.stdout.readline() == "listening\n"
         for process in processes:
+            assert process.stdin
             process.stdin.write("\n")
             process.stdin.flush()
         outputs = [process.communicate(timeout=60)[0] for process in processes]
@@ -272,14 +277,14 @@ def test_a_link_is_as_slow_as_it_says(
     first = min(said[host][0] for host in receivers)
     last = max(said[host][1] for host in receivers)
     rate = 2 * size * 8 / (last - first)
-    # What the token bucket and the sockets' buffers let through at once is 2 % of it.
+    # The token bucket and the sockets' buffers pass 2 % of it at once.
     assert rate < 110e6
     for host in senders:
         payload = size * len(receivers)
         assert payload < said[host][2] < 1.1 * payload
 
 
-# Host 1 returns every byte to host 0, which says how long the quickest took.
+# Host 1 returns every byte to host 0, which prints how long the quickest took.
 ECHO = """
 import socket, sys, time
 if sys.argv[1] == "1":
@@ -302,13 +307,14 @@ else:
 @needs_hosts
 @needs_taps
 def test_a_delay_is_no_shorter_than_it_says() -> None:
-    """Both ways have it, and the process that makes it ends with the hosts."""
+    """Both directions have the delay, and the process that makes it ends with the hosts."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with hosts.Hosts(2, None, delay_ms=20, congestion_control="reno") as cluster:
         processes = [
             cluster.start(host, [sys.executable, "-c", ECHO, str(host)], os.environ, **pipes)
             for host in range(2)
         ]
+        assert processes[1].stdout
         assert processes[1].stdout.readline() == "listening\n"
         seconds, congestion_control = processes[0].communicate("\n", timeout=60)[0].split()
     assert float(seconds) >= 2 * 20e-3
@@ -357,13 +363,13 @@ def test_leaves_nothing_behind(number: int) -> None:
         with hosts.Hosts(2, "1gbit"):
             mine = _of(os.getpid())[0]
             swept = hosts.sweep()
-            assert _of(os.getpid())[0] == mine  # who is alive keeps what it has
+            assert _of(os.getpid())[0] == mine  # a living process keeps its files
         assert len([name for name in swept if name.startswith(f"psgd-{process.pid}-")]) == 3
     assert _of(process.pid) == ([], [])
 
 
-# Stands in for NVIDIA's: -d leaves a daemon behind; otherwise it reads commands, and heeds them
-# unless it has been told not to.
+# Stands in for NVIDIA's program. With -d it leaves a daemon behind. Otherwise it reads commands,
+# and obeys them unless it was told not to.
 FAKE_CONTROL = """#!/bin/sh
 if [ "$1" = -d ]; then
   sleep 1000 </dev/null >/dev/null 2>&1 &
@@ -392,7 +398,7 @@ def test_the_mps_daemon_ends(deaf: str, tmp_path: Path, monkeypatch: pytest.Monk
         with mps.service() as variables:
             folders.append(Path(variables["CUDA_MPS_PIPE_DIRECTORY"]))
             daemon = int((folders[0] / "daemon").read_text())
-            # While it begins, a process has no environment to be known by.
+            # A process that has just begun has no environment yet by which it can be found.
             assert _until(lambda: daemons() == [daemon], 30)
             raise KeyboardInterrupt
 
@@ -404,7 +410,7 @@ def test_the_mps_daemon_ends(deaf: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 @needs_hosts
 def test_measures_what_is_sent(tmp_path: Path) -> None:
-    """Two ranks, so a ring all-reduce sends every gradient once."""
+    """With two ranks, a ring all-reduce sends every gradient once."""
     output = tmp_path / "record.json"
     script = [sys.executable, str(BENCHMARKS / "bench_cluster.py"), "--quick"]
     methods = ["none", "ddp-alone", "plain", "attached:4", "bf16-wire:4,16"]
@@ -419,7 +425,7 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
     assert alone["tx_bytes_per_step"] < 10_000
     assert size < plain["tx_bytes_per_step"] < 1.1 * size  # headers, acknowledgements
     assert attached["tx_bytes_per_step"] < size / 20
-    # A payload is half as long in bfloat16, and four times as long at four times the rank; the
+    # A payload is half as long in bfloat16, and four times as long at four times the rank. The
     # headers and the parameters that are not compressed are a part of it at any rank.
     assert bf16["tx_bytes_per_step"] < 0.6 * attached["tx_bytes_per_step"]
     assert 3 * bf16["tx_bytes_per_step"] < recommended["tx_bytes_per_step"] < size / 20

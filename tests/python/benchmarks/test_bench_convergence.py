@@ -48,8 +48,8 @@ def test_every_method_learns_every_task(tmp_path: Path) -> None:
         assert run["validation_loss"][-1] < run["validation_loss"][0], run
     for task in tasks:
         plain, fp16, _, ours, _ = (by_name[task, method] for method in methods)
-        # With two ranks each sends the whole of what is reduced, and Gloo's headers: 64 bytes for
-        # each of some tens of segments.
+        # Each of two ranks sends the whole payload, and Gloo's headers: 64 bytes for each of some
+        # tens of segments.
         size = plain["gradient_bytes"]
         assert size <= plain["bytes_sent_per_step"] < size + 10_000
         assert size / 2 <= fp16["bytes_sent_per_step"] < size / 2 + 10_000
@@ -57,7 +57,7 @@ def test_every_method_learns_every_task(tmp_path: Path) -> None:
 
 
 def test_a_measurement_resumes_with_other_methods(tmp_path: Path) -> None:
-    """Runs that the file has stay as they are; a file of another task's arguments is refused."""
+    """The file's runs stay as they are, and a file of another task's arguments is refused."""
     options = ("--tasks", "digits", "--resume", "--methods")
     first = _measure("bench_convergence.py", tmp_path, *options, "plain", "bf16-wire:2")
     runs = _measure("bench_convergence.py", tmp_path, *options, "bf16-wire", "--ranks", "2", "4")
@@ -98,8 +98,8 @@ def test_unlike_data_keep_our_residual_bounded(tmp_path: Path) -> None:
     assert set(by_name) == {(method, dtype) for method in methods for dtype in dtypes}
     for dtype in dtypes:
         run = by_name["attached", dtype]
-        # Of 16 dimensions rank 2 serves 2 a step, and twice the 8 steps of a turn is the bound, as
-        # in test_identity.py.
+        # Rank 2 serves 2 of 16 dimensions a step. Twice the 8 steps of a turn is the bound, as in
+        # test_identity.py.
         assert 0 < max(ratio for ratio in run["ratio"] if ratio is not None) < 2 * 16 / 2
         assert run["distance"][-1] < run["distance"][0] / 2
 
@@ -125,7 +125,7 @@ def test_the_digits_example_saves_and_resumes(tmp_path: Path) -> None:
     assert [record["step"] for record in records] == list(range(1, 9))
     sent = [record["bytes_sent"] for record in records]
     by_step = [after - before for before, after in zip([0, *sent], sent, strict=False)]
-    # A resumed run goes on from where it was: the exact steps are the first three of all.
+    # A resumed run goes on from its step: the exact steps are the first three of all.
     assert by_step[:3] == [by_step[0]] * 3
     assert by_step[3:] == [by_step[3]] * 5
     assert 0 < by_step[3] < by_step[0] / 8

@@ -30,7 +30,7 @@ def _side(sign: str) -> str:
 
 
 def _readme_output() -> str:
-    """What the README says that the example prints, as one line."""
+    """The example's output in the README, as one line."""
     command = "$ torchrun --nproc-per-node 2 examples/minimal.py\n"
     printed = (ROOT / "README.md").read_text().partition(command)[2].partition("```")[0]
     return " ".join(printed.split())

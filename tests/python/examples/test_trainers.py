@@ -17,7 +17,7 @@ EXAMPLES = ROOT / "examples"
 WARM_UP = 10  # start_powerSGD_iter of the examples
 
 
-# What each example imports and is not of this package.
+# The imports of each example that are not of this package.
 PACKAGES = {
     "accelerate": ("accelerate", "rich", "sklearn"),
     "lightning": ("lightning", "rich", "sklearn"),
@@ -55,7 +55,7 @@ def test_an_example_compresses_and_goes_on_from_its_checkpoint(
     assert compressed > 0
 
     later_loss, exact, compressed, ratio = _start(library, (*second, *folder))
-    assert exact == 0  # the step count was loaded, or the warm-up would have begun anew
+    assert exact == 0  # the step count was loaded, so the warm-up has not begun anew
     assert compressed > 0
     assert ratio > 5
     assert later_loss < loss

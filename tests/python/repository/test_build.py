@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""setup.py: it examines the CUDA toolkit before it compiles, and says what it builds."""
+"""setup.py examines the CUDA toolkit before it compiles, and reports what it builds."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_a_failure_without_cuda_has_no_hint(
 def test_an_editable_build_keeps_its_objects(
     setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They lie where `build_ext --inplace` has them, so that pip compiles nothing again."""
+    """The objects lie where `build_ext --inplace` puts them, so that pip compiles nothing again."""
     monkeypatch.setattr(setup_py, "CUDA_CHOICE", "0")
     monkeypatch.setattr(setup_py.cpp_extension.BuildExtension, "run", lambda self: None)
     inplace = setup_py.Build(Distribution())
@@ -209,7 +209,7 @@ def test_an_editable_build_keeps_its_objects(
 
 
 def test_dependencies_are_relative_paths(setup_py: ModuleType) -> None:
-    """setuptools warns of each absolute one, and leaves it out of the sdist."""
+    """setuptools warns of each absolute path, and leaves it out of the sdist."""
     headers = setup_py.headers()
     assert "csrc/plan/plan.h" in headers or "include/powersgd/plan.h" in headers
     assert [header for header in headers if not (ROOT / header).is_file()] == []

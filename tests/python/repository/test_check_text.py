@@ -10,7 +10,9 @@ from types import ModuleType
 
 import pytest
 
-PROGRAM = Path(__file__).parents[3] / ".ci" / "check_text.py"
+from support.repository import ROOT
+
+PROGRAM = ROOT / ".ci" / "check_text.py"
 
 
 def _load() -> ModuleType:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""README and docs: every block runs or says why not, messages and links exist, lines are short."""
+"""README and docs: every block runs or says why not; messages and links exist; lines are short."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ API = ROOT / "docs" / "api.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 EXAMPLE = ROOT / "examples" / "minimal.py"
 
-# A model where the docs have one of the reader's.
+# This model stands where the docs have one of the reader's.
 MODELS = """
 import torch
 
@@ -41,7 +41,7 @@ def train_step(model):
 def _blocks(languages: set[str]) -> list[Block]:
     found = []
     for page in PAGES:
-        # test_every_block_runs_or_says_why_not tells of a page with a bad block.
+        # test_every_block_runs_or_says_why_not reports a page with a bad block.
         with contextlib.suppress(BadBlock):
             found += markdown_blocks.blocks_of_page(page)
     return [block for block in found if block.language in languages]
@@ -161,7 +161,7 @@ def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
 
 
 def _too_long(text: str) -> list[int]:
-    """Lines over the limit; tables, output, pictures and what a link makes long may be."""
+    """The lines over the limit. Tables, output, pictures and long links may exceed it."""
     return [
         number
         for number, line in markdown_blocks.lines_of(text, without={"text"})
@@ -212,6 +212,21 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert _dead_links(page.read_text(), page.parent) == []
 
 
+def _unknown_tests(text: str) -> list[str]:
+    """The files of tests that a page names and that do not exist."""
+    known = {path.name for path in (ROOT / "tests").rglob("test_*")}
+    return [name for name in re.findall(r"\btest_\w+\.(?:py|cpp)\b", text) if name not in known]
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.name)
+def test_named_tests_exist(page: Path) -> None:
+    assert _unknown_tests(page.read_text()) == []
+
+
+def test_an_unknown_test_is_found() -> None:
+    assert _unknown_tests("`test_docs.py`, `tests/cpp/test_gone.cpp`") == ["test_gone.cpp"]
+
+
 def test_a_dead_link_is_found(tmp_path: Path) -> None:
     (tmp_path / "there.md").write_text("# A `title`, or *two*\n")
     text = "# Here\n[a](there.md#a-title-or-two) [b](#here) [c](gone.md) [d](there.md#no) [e](#x)\n"
@@ -257,14 +272,14 @@ def test_troubleshooting_has_every_message() -> None:
     assert missing == []
 
 
-# The core's checks of options have one form, which has one row. Commands say by themselves what is
-# wrong. The rest is put into other messages, or asserts what no user can break.
+# All checks of options in the core have one form, which has one row. Commands explain their errors
+# themselves. The rest becomes part of other messages, or asserts what no user can break.
 NOT_SHOWN = (
     "csrc/plan/options.cpp",
     "include/powersgd/option_table.h",
     "csrc/gradients/flat_tensors.cpp",
     "csrc/engine/work.cpp",
-    "csrc/compressor/compressor.cpp",
+    "csrc/compressor/alternating_compressor.cpp",
     "python/torch_powersgd/__main__.py",
     "python/torch_powersgd/tools/",
 )

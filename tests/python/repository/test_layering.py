@@ -54,7 +54,7 @@ MAY_INCLUDE = {
     "bindings": ["options", "plan", "compressor", "engine", "forwarding", "gradients", "backend"],
 }
 
-# What else a layer may include. A header of the C++ library has neither a slash nor a suffix.
+# Other headers that a layer may include. One of the C++ library has neither a slash nor a suffix.
 STANDARD = r"[a-z_0-9]+"
 INTRINSICS = r"(immintrin|arm_neon)\.h"
 CUDA_RUNTIME = r"(cuda_runtime|cuda_runtime_api|cuda_bf16|cuda_fp16)\.h|cooperative_groups.*|mma\.h"
@@ -79,16 +79,16 @@ MAY_INCLUDE_ELSE = {
     "bindings": r".*",
 }
 
-# Folders whose files include, of this project, only the public headers and each other's.
+# The files in these folders include no other header of this project than public ones and their own.
 PUBLIC = "include/powersgd/"
 ONLY_PUBLIC = [PUBLIC, "csrc/bindings/"]
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 
-# Python hands tensors on; what computes with them is C++.
+# Python passes tensors on; C++ computes with them.
 MATHS = re.compile(r"(numpy|scipy|torch\.(linalg|fft|special|nn\.functional))(\.|$)")
 
-# The commands stand on the library. Training imports none of them, nor what they need alone.
+# The commands stand on the library. Training imports none of them, nor their own requirements.
 TOOLS = re.compile(r"torch_powersgd\.tools(\.|$)|rich(\.|$)")
 
 
@@ -241,7 +241,7 @@ def test_a_stage_has_one_basename_everywhere(stage: str) -> None:
         assert (cuda / f"{stage}.cu").is_file()
 
 
-def test_every_source_file_names_its_licence() -> None:
+def test_every_source_file_names_its_license() -> None:
     folders = ["csrc", "include", "python", "setup_support", "tests", "examples", "benchmarks"]
     missing = []
     for file in [ROOT / "setup.py", *files_under(ROOT, *folders)]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a package index and pip read: metadata, the long description, the files of the sdist."""
+"""The package as an index and pip read it: metadata, the long description, the sdist's files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TORCH = torch.__version__.split("+")[0]
 
 @pytest.fixture(scope="module")
 def tracked() -> list[str]:
-    """The files of this checkout, with those that are new."""
+    """The files of this checkout, with the new ones."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     try:
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -34,7 +34,7 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def copy(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy, so that nothing is written into this tree, with what a build leaves behind."""
+    """A copy of the checkout, in which a build may write, with files that an earlier build left."""
     folder = tmp_path_factory.mktemp("copy")
     left_behind = ["python/torch_powersgd/_C.x.so", "tests/python/__pycache__/x.pyc", "build/x.cpp"]
     for name in [*tracked, *left_behind]:
@@ -66,7 +66,7 @@ def read_metadata(file: Path) -> email.message.Message:
 
 
 def own_requirements(message: email.message.Message) -> list[str]:
-    """Those without an extra."""
+    """The requirements without an extra."""
     return sorted(value for value in message.get_all("Requires-Dist", []) if ";" not in value)
 
 
@@ -94,7 +94,7 @@ def test_the_sdist_takes_any_supported_torch(sdist: tuple[Path, str]) -> None:
 def test_a_wheel_takes_the_torch_that_it_was_built_with(
     sdist: tuple[Path, str], tmp_path: Path
 ) -> None:
-    """This is also a build of metadata from the sdist."""
+    """This also builds the metadata from the sdist."""
     unpacked, _ = sdist
     run_setup(unpacked, "dist_info", f"--output-dir={tmp_path}")
     (file,) = tmp_path.glob("*.dist-info/METADATA")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-""".ci/system_packages on machines that lack this and that, and CMake without GoogleTest.
+""".ci/system_packages on machines that lack some packages, and CMake without GoogleTest.
 
 The machine is a folder of stand-ins, the only one on PATH. Each file in its folder `installed` is a
 package that it has.
@@ -210,7 +210,7 @@ def test_make_asks_once_for_all(goal: str, packages: str) -> None:
 
 @pytest.fixture
 def configure(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Configures a project that needs GoogleTest, on a system without."""
+    """Configures a project that needs GoogleTest, on a system without it."""
     cmake = shutil.which("cmake")
     if cmake is None:
         pytest.skip("there is no cmake")

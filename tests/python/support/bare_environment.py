@@ -54,7 +54,7 @@ def _normalized(name: str) -> str:
 
 
 class Refusal(importlib.abc.MetaPathFinder):
-    """Finds nothing, and lets nobody else find what is not allowed."""
+    """A finder that raises for each module that is not allowed, and finds no other."""
 
     def __init__(self, allowed: set[str]) -> None:
         self._allowed = allowed

@@ -79,7 +79,7 @@ def gloo() -> dist.ProcessGroup:
 def observe(
     where: Run, make: Callable[[], torch.Tensor], op: Any = dist.ReduceOp.SUM
 ) -> tuple[int, bool]:
-    """How many calls the wrapper compressed, and whether it gave the bits that Gloo gives."""
+    """How many calls the wrapper compressed, and whether the result has the bits of Gloo's."""
     if where is in_backward:  # a flat gradient is exact in its first passes, in any scope
         for _ in range(SETTLE_PASSES):
             where(lambda: dist.all_reduce(make(), op))

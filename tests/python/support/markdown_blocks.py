@@ -55,7 +55,7 @@ class Block:
         return f"{self.page}:{self.line}"
 
     def program(self) -> str:
-        """The Python source; the program of a diff is what it leads to."""
+        """The Python source. The program of a diff is its new side."""
         if self.language != "diff":
             return self.code
         lines = [line for line in self.code.splitlines() if not line.startswith(("---", "+++"))]

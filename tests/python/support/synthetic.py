@@ -36,7 +36,7 @@ COMPRESSED = ("conv", "wide", "tall")  # at rank <= 3 and the default min_compre
 
 
 class Synthetic(torch.nn.Module):
-    """Its loss is the sum of parameter * coefficient: each gradient is the coefficient, exactly.
+    """A module whose loss is the sum of parameter * coefficient: each gradient is its coefficient.
 
     A parameter that is not among the coefficients is not used. The parameters are used in the order
     of the coefficients, so their gradients arrive in the reverse order.

@@ -12,7 +12,7 @@ from pathlib import Path
 def torchrun(
     *arguments: object, cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Two ranks, of a thread each, to their end, which must be a good one.
+    """Runs two ranks of one thread each. Both must end without an error.
 
     Args:
         arguments: torchrun's own, the program, and the program's.

@@ -69,7 +69,7 @@ def checkpointing(rank: int) -> Facts:
 
 @case
 def checkpointing_reentrant(rank: int) -> Facts:
-    # torch: a reentrant backward and a parameter used twice need a static graph.
+    # In torch a reentrant backward and a parameter used twice need a static graph.
     return train(TrainingPair(lambda _: Blocks(True), static_graph=True), _square, rank)
 
 
@@ -121,7 +121,7 @@ def mixed_dtypes(rank: int) -> Facts:
 
 
 class Tied(nn.Module):
-    """A language model's ends: the embedding's weights are the output layer's."""
+    """The ends of a language model: the embedding's weights are the output layer's."""
 
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ _CPP_FORMAT = re.compile(r"%[-+ 0#]*[\d.*]*(?:ll|l|z)?[a-zA-Z]")
 
 @dataclass(frozen=True)
 class Message:
-    """A text that a user may be shown."""
+    """A text that a user may see."""
 
     place: str
     text: str
@@ -44,7 +44,7 @@ def parts_of(text: str) -> list[str]:
 
 
 def all_messages() -> list[Message]:
-    """Those of the package and of its core. Kernels and bindings have none of their own."""
+    """The messages of the package and of its core. Kernels and bindings have no messages."""
     found = []
     for path in sorted((ROOT / "python").rglob("*.py")):
         found += python_messages(path.read_text(), str(path.relative_to(ROOT)))

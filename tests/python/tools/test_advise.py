@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The measurements of advise: what is rehearsed on the group, and that all ranks agree."""
+"""The measurements of advise: the rehearsals on the group, and the agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def test_buckets_are_ddps() -> None:
-    # In the order of backward; the first bucket ends where 1 MB is reached, as DDP's does.
+    # Gradients come in the order of backward. The first bucket ends at 1 MB, as DDP's does.
     layout = buckets_of([[4], [1 << 18], [1 << 18], [8], [1 << 18]])
     assert layout == [[[1 << 18]], [[8], [1 << 18], [1 << 18], [4]]]
 

@@ -59,7 +59,7 @@ def _alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _two(folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
-    """Two ranks that nobody watches: each has to end by itself."""
+    """Runs two ranks without a supervisor: each has to end by itself."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

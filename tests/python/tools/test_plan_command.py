@@ -45,7 +45,7 @@ def broken():
 constant = 3
 """
 
-# At rank 4: 1000 x 128 and 32 x 144 as factors, the bias raw; then two activities and a count.
+# Rank 4 sends 1000 x 128 and 32 x 144 as factors, the bias raw, two activities and a count.
 TOTAL = 128_000 + 4608 + 32
 P_NUMEL, Q_NUMEL, TAIL = 4 * (1000 + 32), 4 * (128 + 144), 32 + 2 + 1
 FLOAT32 = ("--rank", "4", "--wire-dtype", "float32")
@@ -67,7 +67,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def _rows(table: str) -> dict[str, list[str]]:
-    """The cells of each row by its first."""
+    """The cells of each row by its first cell."""
     rows = [re.split("  +", line.strip()) for line in table.splitlines()]
     return {row[0]: row[1:] for row in rows if len(row) > 3}
 

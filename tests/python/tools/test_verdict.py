@@ -12,7 +12,15 @@ import torch
 
 import torch_powersgd as tp
 from torch_powersgd.tools.report import line_to_copy, sentences
-from torch_powersgd.tools.verdict import Figure, Timing, Verdict, differ, figure_of, figures_of, judge
+from torch_powersgd.tools.verdict import (
+    Figure,
+    Timing,
+    Verdict,
+    differ,
+    figure_of,
+    figures_of,
+    judge,
+)
 
 RANKS = (4, 8, 16, 32)
 WIRES = (torch.bfloat16, torch.float32)
@@ -42,7 +50,7 @@ def _timing(
 
 
 def _grid(seconds: Seconds, spread: float, generator: random.Random) -> list[Timing]:
-    """Timings of all ranks and wires; ``seconds`` gives those of each."""
+    """Timings of all ranks and wires."""
     return [
         _timing(rank, wire, _passes(seconds[wire][i], spread, generator))
         for wire in WIRES
@@ -75,7 +83,7 @@ def test_a_figure_is_median_quartiles_and_noise() -> None:
     figure = figure_of([[1.0, 2.0], [3.0, 4.0], [5.0]])
     assert (figure.lower, figure.median, figure.upper) == (2.0, 3.0, 4.0)
     assert figure.noise == pytest.approx(1.57 * 2.0 / 3**0.5)
-    # A clock is not exact: samples that agree by chance leave a part of the step.
+    # A clock is not exact: if samples agree by chance, a part of the step remains as noise.
     assert figure_of([[1.0, 1.0]]).noise == pytest.approx(0.01)
 
 
@@ -134,7 +142,7 @@ def _sentences(
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("spread", [0.01, 0.05, 0.3])
 def test_nothing_is_recommended_out_of_noise(seed: int, spread: float) -> None:
-    """Ranks of one machine: all settings take as long as plain, in truth."""
+    """Ranks of one machine: in truth all settings take as long as plain averaging."""
     generator = random.Random(seed)
     same: Seconds = dict.fromkeys(WIRES, (200, 200, 200, 200))
     timings = _grid(same, spread, generator)
@@ -205,7 +213,7 @@ def test_ranks_that_cannot_be_ordered_share_one_figure() -> None:
 
 
 def test_a_rank_that_computes_less_may_be_faster() -> None:
-    # It compresses fewer layers than the lower rank.
+    # The high rank compresses fewer layers.
     passes = {4: [[3.0, 3.0]], 512: [[2.0, 2.0]]}
     timings = [
         _timing(4, None, passes[4], multiplications=1000),

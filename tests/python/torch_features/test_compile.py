@@ -21,7 +21,7 @@ TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        # 1 MB each: a bucket, to DDP and to DDPOptimizer.
+        # Each layer has 1 MB: a bucket, to DDP and to DDPOptimizer.
         self.hidden = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
         self.last = nn.Linear(512, 20)
 
@@ -64,7 +64,7 @@ def test_a_compiled_module(backend: str, optimize_ddp: bool) -> None:
         assert not any(facts.compressed)
         assert max(facts.errors.values()) < TOLERANCE, facts.errors
         graphs, calls = facts.extra
-        assert (graphs > 1) == optimize_ddp  # DDPOptimizer splits them
+        assert (graphs > 1) == optimize_ddp  # DDPOptimizer splits the graph
         assert calls > 6  # several buckets a step
     assert results[0].replica == results[1].replica
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A job whose rank is killed in mid-step, and that torchrun's elastic agent starts again."""
+"""A job whose rank is killed in mid-step; torchrun's elastic agent starts it again."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from support.torchrun import torchrun
 
 PROGRAM = Path(elastic_program.__file__)
 KILL_AT = 7
-# Workers otherwise share one store over all restarts, in which Gloo, wrapped or not, finds the
-# addresses of those that are gone.
+# Otherwise workers share one store over all restarts. In it Gloo, wrapped or not, finds the
+# addresses of processes that are gone.
 NEW_STORE: dict[str, Any] = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -33,6 +33,6 @@ def test_a_job_that_is_killed_in_mid_step_ends_as_if_it_had_not_been(tmp_path: P
     for rank in range(2):
         assert whole[rank]["began"] == 0
         assert killed[rank]["began"] == last_saved
-        # To the bit: each rank's own state was restored, and the sum of two has one order.
+        # The bits are equal: each rank's own state was restored, and the sum of two has one order.
         assert torch.equal(killed[rank]["weights"], whole[rank]["weights"])
         assert torch.equal(whole[rank]["weights"], whole[0]["weights"])

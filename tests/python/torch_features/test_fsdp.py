@@ -31,7 +31,7 @@ def _run_all(rank: int) -> dict[str, Facts]:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Facts]]:
-    """{case: what it found out} of each rank, all by one launch."""
+    """The facts of each case, by rank. One launch runs all cases."""
     return ranks.run(WORLD_SIZE, _run_all, backend="gloo", timeout=240)
 
 
@@ -43,7 +43,7 @@ def test_case(results: list[dict[str, Facts]], name: str) -> None:
         assert not any(facts.compressed)
         for parameter, error in facts.errors.items():
             assert error < TOLERANCE, (parameter, error)
-    for first, second in ((0, 2), (1, 3)):  # which have the same shards
+    for first, second in ((0, 2), (1, 3)):  # these have the same shards
         mine, other = (results[rank][name].replica for rank in (first, second))
         assert mine == other
         assert len(set(mine)) == len(mine)  # the parameters do change
@@ -58,7 +58,7 @@ def test_stats_count_steps_and_units(results: list[dict[str, Facts]]) -> None:
 
 
 def test_the_loss_scale_grew_and_fell(results: list[dict[str, Facts]]) -> None:
-    # By 2 after three steps and after three more, of which the bad one made it half.
+    # It doubled after three steps and after three more; the bad step in between halved it.
     assert {result["loss_scale"].extra for result in results} == {8.0 * 2 * 0.5 * 2}
 
 
@@ -69,7 +69,7 @@ def _backward(module: Sharded, rank: int, i: int, **arguments: Any) -> list[torc
 
 
 def _pair() -> tuple[Sharded, Sharded]:
-    """An attached module and FSDP2's own HSDP, which begin alike."""
+    """An attached module and FSDP2's own HSDP, which begin with the same parameters."""
     mesh = mesh_of(("cpu:powersgd", OPTIONS))
     attached = sharded(mesh["shard"])
     tp.attach(attached, group=mesh.get_group("replicate"))
@@ -77,7 +77,7 @@ def _pair() -> tuple[Sharded, Sharded]:
 
 
 def _resumed(rank: int, per_rank: bool) -> tuple[float, int]:
-    """Another module goes on from what the first one saved; shards are not exchanged."""
+    """Another module goes on from the state of the first. A rank refuses another rank's shard."""
     first, second = _pair()[0], _pair()[0]
     # A rank's own residual is the mean where the replicas have the same inputs.
     fed = rank if per_rank else rank % SHARDS
@@ -100,15 +100,15 @@ def _resumed(rank: int, per_rank: bool) -> tuple[float, int]:
 
 @pytest.mark.parametrize(("per_rank", "tolerance"), [(True, 0), (False, 1e-4)])
 def test_a_checkpoint_of_the_shards_goes_on(per_rank: bool, tolerance: float) -> None:
-    # Of each rank's own state to the bit. The mean state differs by the rounding of the residual,
-    # memory - P^ q, as in test_groups.
+    # Each rank's own state is restored bit for bit. The mean state differs by the rounding of the
+    # saved residual M - P^ q, as in test_groups.
     for error, steps in ranks.run(WORLD_SIZE, _resumed, per_rank, backend="gloo"):
         assert error <= tolerance
         assert steps == STEPS + 3
 
 
 def _unknown_subset(rank: int) -> tuple[dict[bool, list[str]], list[tuple[str, str]]]:
-    """One of the root's own parameters is not used: which, FSDP2 does not tell its hook."""
+    """Leaves one of the root's own parameters unused. FSDP2's hook does not learn which one."""
     attached, plain = _pair()
     warnings = LogRecords(logging.WARNING).seen
     exact = {}
@@ -149,15 +149,14 @@ def test_detach_is_exact() -> None:
         assert exact == [True] * WARM_UP + [False] * 3 + [True] * 3 + [False] * 3
 
 
-# Flat gradients of at least so many elements: those of every unit.
-# As in test_identity: of some 20 dimensions of each unit's matrix two are delivered by each step
-# that has no gradient to speak of.
+# All units have flat gradients of more elements than min_numel. As in test_identity, each step
+# whose gradients are almost zero drains two of some 20 dimensions of each unit's matrix.
 DRAIN_STEPS, QUIET = 24, 1e-20
 FLAT = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=64)
 
 
 def _native(rank: int) -> tuple[list[bool], float, float, int]:
-    """FSDP2's own HSDP, its all-reduces in backward compressed as flat tensors."""
+    """FSDP2's own HSDP, with its all-reduces in backward compressed as flat tensors."""
     mesh = mesh_of(("cpu:powersgd", FLAT))
     flat, plain = sharded(mesh), sharded(mesh_of("gloo"))
     exact, ledger = [], Ledger()
@@ -168,7 +167,8 @@ def _native(rank: int) -> tuple[list[bool], float, float, int]:
             (loss if i < STEPS else QUIET * loss).backward()
         found, wanted = gradients(flat), gradients(plain)
         exact.append(same(found.values(), wanted.values()))
-        # As they lie in the all-reduce of a unit: the whole of it is what adds up.
+        # The identity holds for the whole of a unit's all-reduce, in which the gradients lie side
+        # by side.
         ledger.add(
             *({"all": torch.cat([g.flatten() for g in x.values()])} for x in (found, wanted))
         )
@@ -215,7 +215,7 @@ def test_refusals_say_why() -> None:
 
 
 def _wrong_group(rank: int) -> list[str]:
-    """Groups in which ranks hold different shards, whose backend could compress them."""
+    """Groups whose ranks hold different shards, and whose backend could compress them."""
     backends: Any = dict.fromkeys(("replicate", "shard"), ("cpu:powersgd", OPTIONS))
     mesh = init_device_mesh(
         "cpu",

@@ -19,7 +19,7 @@ from support.synthetic import Ledger, gradient
 
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 MICRO_BATCHES, MICRO_SIZE = 4, 3
-SIZES = (24, 36, 30)  # of the input, of what the stages exchange, of the output
+SIZES = (24, 36, 30)  # of the input, of the tensors that the stages exchange, of the output
 
 
 def _mesh(replicate: Any, stage: Any) -> DeviceMesh:
@@ -41,7 +41,7 @@ class _Stage:
         inputs, outputs = SIZES[self.number : self.number + 2]
         net = nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh())
         self.ddp = DistributedDataParallel(net, process_group=mesh.get_group("replicate"))
-        # With the shapes given, no backward pass is run to find them out.
+        # With the shapes given, no backward pass is needed to find them.
         shapes = [
             torch.empty(MICRO_SIZE, size, requires_grad=n > 0) for n, size in enumerate(SIZES)
         ]
@@ -60,7 +60,7 @@ class _Stage:
         return (output - target).square().mean()
 
     def step(self, i: int) -> list[torch.Tensor]:
-        """Returns the micro-batches' losses, on the last stage."""
+        """Runs a step; returns the micro-batches' losses, on the last stage."""
         self.ddp.zero_grad()
         losses: list[torch.Tensor] = []
         size = MICRO_BATCHES * MICRO_SIZE
@@ -120,6 +120,6 @@ def test_stages_of_a_pipeline(schedule: Any, stage_backend: Any) -> None:
         assert all(exact)
         assert equal == [True] * WARM_UP + [False] * (STEPS - WARM_UP)
         assert max(errors.values()) < TOLERANCE, errors
-        assert steps == STEPS  # one synchronisation for all micro-batches
-    for first, second in ((0, 2), (1, 3)):  # which have the same stage
+        assert steps == STEPS  # one synchronization for all micro-batches
+    for first, second in ((0, 2), (1, 3)):  # these have the same stage
         assert results[first][3] == results[second][3]

@@ -22,7 +22,7 @@ from support.paired_training import OPTIONS, STEPS, WARM_UP, digest, same
 from support.synthetic import Ledger, gradient
 
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
-# Every all-reduce of activations has more elements, so that it is its kind that saves it.
+# Every all-reduce of activations has more elements than this: only its kind keeps it exact.
 SMALL = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=16)
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -43,11 +43,13 @@ class _Trained:
         net = nn.Sequential(nn.Linear(24, 36), nn.Tanh(), nn.Linear(36, 30))
         parallelize_module(net, mesh["tensor"], PLAN)
         self.ddp = DistributedDataParallel(net, device_mesh=mesh["replicate"])
-        # This rank's shards. DDP puts DTensors of them in their place, which are no parameters.
+        # These are this rank's shards. DDP replaces them by DTensors, which are not parameters.
         self.shards = dict(self.ddp.module.named_parameters())
 
     def backward(self, replica: int, i: int) -> list[torch.Tensor]:
-        """Everything that tensor parallelism has communicated went into these."""
+        """Returns the loss and the input's gradient, which depend on all that tensor parallelism
+        sends.
+        """
         for shard in self.shards.values():
             shard.grad = None
         x = gradient((6, 24), "input", replica, i).requires_grad_()
@@ -109,5 +111,5 @@ def test_beside_ddp(tensor_backend: str | tuple[str, tp.Options]) -> None:
         assert equal == [True] * WARM_UP + [False] * (STEPS - WARM_UP)
         assert max(errors.values()) < TOLERANCE, errors
         assert compressed == 0
-    for first, second in ((0, 2), (1, 3)):  # which have the same shards
+    for first, second in ((0, 2), (1, 3)):  # these have the same shards
         assert results[first][3] == results[second][3]

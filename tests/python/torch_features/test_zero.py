@@ -19,7 +19,7 @@ from support.synthetic import gradient
 
 OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
 STEPS = 8
-# torch: an overlapped optimizer waits until DDP has rebuilt its buckets and it has seen them once.
+# An overlapped optimizer waits until DDP has rebuilt its buckets and it has seen them once.
 STEPS_BEFORE_OVERLAP = 2
 # Whether a bucket's parameters are spread over the ranks, and whether the graph is static.
 OVERLAPPED = [(False, False), (True, False), (False, True)]
@@ -34,7 +34,7 @@ Hooked = tuple[list[bool], bool, int]
 def _make(static_graph: bool = False) -> DistributedDataParallel:
     torch.manual_seed(0)
     layers = torch.nn.Linear(24, 33), torch.nn.Tanh(), torch.nn.Linear(33, 20)
-    # 1 kB: several buckets, whose parts of the optimizer differ.
+    # Buckets of 1 kB: there are several, with different parts of the optimizer.
     return DistributedDataParallel(
         torch.nn.Sequential(*layers), bucket_cap_mb=1e-3, static_graph=static_graph
     )
@@ -52,7 +52,7 @@ def _state(ddp: DistributedDataParallel) -> list[torch.Tensor]:
 
 
 def _beside(rank: int) -> Facts:
-    """The same training with the optimizer whole on each rank, and in parts, also resumed."""
+    """Trains with the whole optimizer on each rank, and with its parts, which are resumed."""
     whole, parts = _make(), _make()
     arguments: dict[str, Any] = {"lr": 1e-2, "weight_decay": 1e-3}
     adam = torch.optim.AdamW(whole.parameters(), **arguments)
@@ -80,7 +80,7 @@ def _beside(rank: int) -> Facts:
 
 
 def _overlapped(rank: int, shard_buckets: bool, static_graph: bool) -> Overlapped:
-    """Against the same without overlap, which leaves out the steps that torch leaves out."""
+    """Compares with training without overlap, which leaves out the steps that torch leaves out."""
     plain, overlapped = _make(static_graph), _make(static_graph)
     arguments: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     sgd = torch.optim.SGD(plain.parameters(), **arguments)
@@ -113,7 +113,7 @@ def _refused(rank: int) -> list[str]:
 
 
 def _plain_hook(rank: int) -> Hooked:
-    """The hook in Python, registered as it is, is what attach registers."""
+    """Registering the hook in Python has the effect of attach."""
     attached, hooked = _make(), _make()
     tp.attach(attached, OPTIONS)
     hooked.register_comm_hook(None, tp.comm_hook(hooked, OPTIONS))

@@ -69,7 +69,7 @@ def _refused(rank: int, kind: str) -> tuple[str, bool]:
     else:
         shapes = dict(SHAPES)
         if kind == "models" and rank == 1:
-            # Of the same shape, so DDP does not see the difference
+            # The shape is the same, so DDP does not see the difference.
             shapes["renamed"] = shapes.pop("tall")
             shapes["bias"], shapes["small"] = shapes.pop("bias"), shapes.pop("small")
         ddp = make_ddp(shapes)

@@ -39,6 +39,8 @@ class TileBuilder {
     for_each_matrix(&TileBuilder::add_factor_row_tiles);
     end_stage();
     for (size_t list = kFactorRowTiles + 1; list <= kTileLists; ++list) begin_list(list);
+    for (const Matrix& matrix : matrices_)
+      table_.largest_rank = std::max(table_.largest_rank, matrix.rank);
     return std::move(table_);
   }
 
@@ -66,23 +68,23 @@ class TileBuilder {
     }
   }
 
-  void add(int32_t item, int32_t slot, int64_t row_begin, int64_t row_end, int64_t col_begin,
-           int64_t col_end) {
-    table_.tiles.push_back({item, slot, row_begin, row_end, col_begin, col_end});
+  void add(TileKind kind, int32_t item, int32_t slot, int64_t row_begin, int64_t row_end,
+           int64_t col_begin, int64_t col_end) {
+    table_.tiles.push_back({kind, item, slot, 0, 0, row_begin, row_end, col_begin, col_end});
   }
 
   void add_matrix_tiles(int32_t item, const Matrix& matrix) {
     if (matrix.cols == 0) return;
     const int64_t rows = round_up(std::max(kMinTileRows, kTileElements / matrix.cols), kRows);
     for (int64_t row = 0; row < matrix.rows; row += rows) {
-      add(item, 0, row, std::min(row + rows, matrix.rows), 0, matrix.cols);
+      add(TileKind::kMatrix, item, 0, row, std::min(row + rows, matrix.rows), 0, matrix.cols);
     }
   }
 
   void add_raw_tiles(int32_t item) {
     const int64_t numel = raw_[static_cast<size_t>(item)].numel;
     for (int64_t i = 0; i < numel; i += kRawTileElements) {
-      add(item, 0, 0, 1, i, std::min(i + kRawTileElements, numel));
+      add(TileKind::kRawSegment, item, 0, 0, 1, i, std::min(i + kRawTileElements, numel));
     }
   }
 
@@ -91,7 +93,7 @@ class TileBuilder {
     const int64_t strip = strip_cols(matrix);
     for (int64_t row = 0; row < matrix.rows; row += rows) {
       for (int64_t col = 0; col < matrix.cols; col += strip) {
-        add(item, 0, row, std::min(row + rows, matrix.rows), col,
+        add(TileKind::kMatrix, item, 0, row, std::min(row + rows, matrix.rows), col,
             std::min(col + strip, matrix.cols));
       }
     }
@@ -114,7 +116,7 @@ class TileBuilder {
   void add_strip_tiles(int32_t item, const Matrix& matrix) {
     const int64_t strip = strip_cols(matrix);
     for (int64_t col = 0; col < matrix.cols; col += strip) {
-      add(item, partial_q_slots_[static_cast<size_t>(item)], 0, matrix.rows, col,
+      add(TileKind::kMatrix, item, partial_q_slots_[static_cast<size_t>(item)], 0, matrix.rows, col,
           std::min(col + strip, matrix.cols));
     }
   }
@@ -123,19 +125,19 @@ class TileBuilder {
     const int64_t rows = gram_rows(matrix);
     const int32_t slot = take_slots(OrthogonalizeLayout(matrix).bytes());
     for (int64_t row = 0; row < matrix.rows; row += rows) {
-      add(item, slot, row, std::min(row + rows, matrix.rows), 0, matrix.rank);
+      add(TileKind::kMatrix, item, slot, row, std::min(row + rows, matrix.rows), 0, matrix.rank);
     }
   }
 
   void add_factor_tiles(int32_t item, const Matrix& matrix) {
     const int32_t slot = take_slots(OrthogonalizeLayout(matrix).bytes());
-    add(item, slot, 0, matrix.rows, 0, matrix.rank);
+    add(TileKind::kMatrix, item, slot, 0, matrix.rows, 0, matrix.rank);
   }
 
   // The slot holds the squared norm of the row.
   void add_factor_row_tiles(int32_t item, const Matrix& matrix) {
     for (int64_t row = 0; row < matrix.rank; ++row) {
-      add(item, take_slots(sizeof(double)), row, row + 1, 0, matrix.cols);
+      add(TileKind::kFactorRow, item, take_slots(sizeof(double)), row, row + 1, 0, matrix.cols);
     }
   }
 

@@ -119,11 +119,9 @@ template <class OnMatrix, class OnRaw>
 void for_each_matrix_and_raw_tile(const Bucket& bucket, size_t matrix_list,
                                   const ParallelFor& parallel_for, const OnMatrix& on_matrix,
                                   const OnRaw& on_raw) {
-  const Tile* raw_begin = bucket.tiles + bucket.tile_list_begin[kRawTiles];
-  const Tile* raw_end = bucket.tiles + bucket.tile_list_begin[kRawTiles + 1];
   for_each_tile(bucket, std::min<size_t>(matrix_list, kRawTiles),
                 std::max<size_t>(matrix_list, kRawTiles), parallel_for, [&](const Tile& tile) {
-                  if (&tile >= raw_begin && &tile < raw_end) {
+                  if (tile.kind == TileKind::kRawSegment) {
                     on_raw(tile);
                   } else {
                     on_matrix(tile);

@@ -43,11 +43,11 @@ TEST(Philox, MomentsOfRandomElement) {
 }
 
 TEST(Philox, EveryArgumentMatters) {
-  const auto sample = [](uint64_t seed, uint64_t stream, uint64_t step, RandomUse use,
+  const auto sample = [](uint64_t seed, uint64_t random_id, uint64_t step, RandomUse use,
                          uint32_t column, uint64_t index) {
     std::vector<float> values;
     for (uint64_t i = 0; i < 4; ++i) {
-      values.push_back(random_element(seed, stream, step, use, column, index + i));
+      values.push_back(random_element(seed, random_id, step, use, column, index + i));
     }
     return values;
   };

@@ -36,17 +36,7 @@ void enter_fiber(context::transfer_t transfer) {
 uint64_t warp_result(const std::vector<Thread>& threads, int first, int lane, int size) {
   const Thread& self = threads[static_cast<size_t>(first + lane)];
   if (self.op == WarpOp::kSync) return 0;
-  if (self.op == WarpOp::kBallot) {
-    uint64_t bits = 0;
-    for (int i = 0; i < size; ++i) {
-      if (self.mask >> i & 1) bits |= threads[static_cast<size_t>(first + i)].value << i;
-    }
-    return bits;
-  }
-  int source = self.operand;
-  if (self.op == WarpOp::kShuffleXor) source = lane ^ self.operand;
-  if (self.op == WarpOp::kShuffleDown)
-    source = lane + self.operand < kWarp ? lane + self.operand : lane;
+  const int source = lane ^ self.operand;
   if (source < 0 || source >= size || (self.mask >> source & 1) == 0) {
     throw std::runtime_error("simt: a shuffle reads lane " + std::to_string(source) +
                              ", which does not take part");
@@ -59,7 +49,6 @@ uint64_t warp_result(const std::vector<Thread>& threads, int first, int lane, in
 Grid::Grid(const LaunchShape& shape, const std::function<void()>& body, uint64_t seed)
     : shape_(shape), body_(body), random_(seed) {
   block_dim.x = static_cast<unsigned>(shape.threads);
-  grid_dim.x = static_cast<unsigned>(shape.blocks);
   auto& pool = fiber_pool();
   const size_t needed = static_cast<size_t>(shape.threads) *
                         static_cast<size_t>(std::min<int64_t>(shape.blocks, kBlocksAtOnce));

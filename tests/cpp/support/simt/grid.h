@@ -60,7 +60,7 @@ class Grid {
   void switch_to_scheduler(Thread& thread, bool ends);
   void run_body(Thread& thread);
 
-  Dim3 block_dim, grid_dim;
+  Dim3 block_dim;
 
  private:
   Block& start_block(int64_t index);

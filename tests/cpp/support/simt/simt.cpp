@@ -39,7 +39,6 @@ void launch(const LaunchShape& shape, const std::function<void()>& thread_body) 
 const Dim3& thread_index() { return running().index; }
 const Dim3& block_index() { return running().block->index; }
 const Dim3& block_size() { return grid->block_dim; }
-const Dim3& grid_size() { return grid->grid_dim; }
 unsigned char* shared_memory() { return running().block->shared.get(); }
 
 int sync_block(int predicate) {

@@ -103,7 +103,7 @@ TEST_P(Tiles, PartialResultsLieApart) {
   const int64_t flags =
       table_.list_begin[kBackProjectTiles + 1] * static_cast<int64_t>(sizeof(int32_t));
   const auto partial_q = [&](const Matrix& matrix) {
-    const int64_t parts = count_parts(matrix.rows, back_project_rows(matrix));
+    const int64_t parts = ceil_div(matrix.rows, back_project_rows(matrix));
     return parts * partial_q_numel(matrix) * factor_bytes;
   };
   expect_room(kBackProjectTiles, partial_q, {{0, flags}});

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The form of quantities in messages and tables."""
+
+
+def size_text(size: float) -> str:
+    """The number of bytes with three digits and a decimal unit, such as "8.40 MB"."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            value = size / factor
+            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+    return f"{size} B"

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "gradients/compressed_step.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "support/errors.h"
+
+namespace powersgd {
+namespace {
+
+using Events = std::vector<std::string>;
+
+// The events of a step in their order. The event named `fails` throws.
+struct Log {
+  void add(const std::string& event) {
+    events.push_back(event);
+    if (event == fails) throw std::runtime_error("injected into " + event);
+  }
+
+  Events events;
+  std::string fails;
+};
+
+class RecordingCompressor : public BucketCompressor {
+ public:
+  RecordingCompressor(Log& log, Factors factors) : log_(log), factors_(factors) {}
+
+  at::Tensor& project(const at::Tensor& gradient, const StepInfo& step) override {
+    log_.add("project");
+    seen_gradient = gradient;
+    seen_step = step;
+    return first;
+  }
+  void orthogonalize() override { log_.add("orthogonalize"); }
+  at::Tensor& back_project() override {
+    log_.add("back_project");
+    return second;
+  }
+  void reconstruct() override { log_.add("reconstruct"); }
+  void rollback() override { log_.add("rollback"); }
+  Factors sends() const override { return factors_; }
+  int64_t payload_bytes() const override { return 30; }
+  int64_t gradient_bytes() const override { return 700; }
+  std::vector<ParameterStatePtr> states() const override { return all_states; }
+
+  at::Tensor first = at::zeros({1}), second = at::zeros({2});  // payloads
+  at::Tensor seen_gradient;
+  StepInfo seen_step;
+  std::vector<ParameterStatePtr> all_states{std::make_shared<ParameterState>(1),
+                                            std::make_shared<ParameterState>(2)};
+
+ private:
+  Log& log_;
+  const Factors factors_;
+};
+
+class RecordingChannel : public Channel {
+ public:
+  RecordingChannel(Log& log, const RecordingCompressor& compressor)
+      : log_(log), compressor_(compressor) {}
+
+  void allreduce(at::Tensor& payload) override {
+    ASSERT_TRUE(payload.is_same(compressor_.first) || payload.is_same(compressor_.second));
+    log_.add(payload.is_same(compressor_.first) ? "sum first" : "sum second");
+  }
+
+ private:
+  Log& log_;
+  const RecordingCompressor& compressor_;
+};
+
+class CompressedStep : public testing::Test {
+ protected:
+  // Runs the job as an engine does, and returns its events.
+  Events run(Factors factors = Factors::kPAndQ, const StageProbe& probe = {}) {
+    log_.events.clear();
+    compressor_ = std::make_shared<RecordingCompressor>(log_, factors);
+    RecordingChannel channel(log_, *compressor_);
+    const Job job = compressed_step(compressor_, gradient_, {0.5, 8, 3}, stats_,
+                                    std::make_shared<const StageProbe>(probe));
+    error_ = test::error_of([&] {
+      job.first(channel);
+      job.second(channel);
+    });
+    changes_ = job.changes;
+    return log_.events;
+  }
+
+  Log log_;
+  const at::Tensor gradient_ = at::zeros({3});
+  const std::shared_ptr<Stats> stats_ = std::make_shared<Stats>();
+  std::shared_ptr<RecordingCompressor> compressor_;
+  std::vector<const void*> changes_;
+  std::string error_;
+};
+
+const Events kBoth = {"project",      "sum first",  "orthogonalize",
+                      "back_project", "sum second", "reconstruct"};
+const Events kOne = {"project", "sum first", "orthogonalize", "reconstruct"};
+
+TEST_F(CompressedStep, SumsTheFactorsThatItsCompressorSends) {
+  EXPECT_EQ(run(Factors::kPAndQ), kBoth);
+  EXPECT_EQ(run(Factors::kP), kOne);
+  EXPECT_EQ(run(Factors::kQ), kOne);
+  EXPECT_EQ(error_, "no error");
+}
+
+TEST_F(CompressedStep, PassesItsGradientAndInfoOn) {
+  run();
+  EXPECT_TRUE(compressor_->seen_gradient.is_same(gradient_));
+  EXPECT_EQ(compressor_->seen_step.output_scale, 0.5);
+  EXPECT_EQ(compressor_->seen_step.grad_scale, 8);
+  EXPECT_EQ(compressor_->seen_step.step, 3u);
+}
+
+TEST_F(CompressedStep, TheEngineLearnsWhichStatesItChanges) {
+  run();
+  const auto& states = compressor_->all_states;
+  EXPECT_EQ(changes_, (std::vector<const void*>{states[0].get(), states[1].get()}));
+}
+
+TEST_F(CompressedStep, CountsItsBytesAndTimesItsStages) {
+  run();
+  const StatsSnapshot both = stats_->snapshot();
+  EXPECT_EQ(both.compressed_calls, 1);
+  EXPECT_EQ(both.compressed_bytes_before, 700);
+  EXPECT_EQ(both.compressed_bytes_after, 30);
+  for (const double seconds : both.seconds) EXPECT_GT(seconds, 0);
+  run(Factors::kQ);
+  const auto seconds = (stats_->snapshot() - both).seconds;
+  EXPECT_EQ(seconds[static_cast<size_t>(Stage::kReduceP)], 0);
+  EXPECT_GT(seconds[static_cast<size_t>(Stage::kReduceQ)], 0);
+}
+
+TEST_F(CompressedStep, TheProbeSeesEachStageBeforeItRuns) {
+  const StageProbe probe = [this](const char* stage) { log_.add(std::string("> ") + stage); };
+  EXPECT_EQ(run(Factors::kPAndQ, probe),
+            (Events{"> project", "project", "> reduce_p", "sum first", "> orthogonalize",
+                    "orthogonalize", "> back_project", "back_project", "> reduce_q", "sum second",
+                    "> reconstruct", "reconstruct"}));
+  EXPECT_EQ(run(Factors::kQ, probe),
+            (Events{"> project", "project", "> reduce_q", "sum first", "> orthogonalize",
+                    "orthogonalize", "> reconstruct", "reconstruct"}));
+}
+
+TEST_F(CompressedStep, WhateverFailsIsRolledBackOnceAndThrown) {
+  const StageProbe probe = [this](const char* stage) { log_.add(std::string("> ") + stage); };
+  const Events all = run(Factors::kPAndQ, probe);
+  for (size_t i = 0; i < all.size(); ++i) {
+    log_.fails = all[i];
+    Events expected(all.begin(), all.begin() + static_cast<ptrdiff_t>(i) + 1);
+    expected.push_back("rollback");
+    EXPECT_EQ(run(Factors::kPAndQ, probe), expected);
+    EXPECT_EQ(error_, "injected into " + all[i]);
+  }
+}
+
+TEST_F(CompressedStep, WithoutAPayloadNoBytesAreCounted) {
+  log_.fails = "project";
+  run();
+  EXPECT_EQ(stats_->snapshot().compressed_calls, 0);
+  EXPECT_EQ(stats_->snapshot().bytes_before, 0);
+}
+
+}  // namespace
+}  // namespace powersgd

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "support/simt/simt.h"
+
+// The part of CUDA's header of this name that the kernels use, on the SIMT runtime. The build of
+// powersgd_simt finds this folder before any other; the kernels themselves are unchanged.
+
+// NOLINTBEGIN: the names below are CUDA's.
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __builtin_assume(condition) static_cast<void>(condition)
+#define threadIdx (::simt::thread_index())
+#define blockIdx (::simt::block_index())
+
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) double2 {
+  double x, y;
+};
+struct alignas(8) ushort4 {
+  unsigned short x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline double2 make_double2(double x, double y) { return {x, y}; }
+inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z,
+                            unsigned short w) {
+  return {x, y, z, w};
+}
+
+inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline void __syncthreads() { simt::sync_block(0); }
+inline int __syncthreads_or(int predicate) { return simt::sync_block(predicate) != 0; }
+inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) {
+  simt::warp_exchange(simt::WarpOp::kSync, mask, 0, 0);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
+  static_assert(sizeof(T) <= sizeof(uint64_t), "shuffles move at most 8 bytes");
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = simt::warp_exchange(simt::WarpOp::kShuffleXor, mask, bits, lane_mask);
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+inline bool __isGlobal(const void*) { return true; }
+template <typename T>
+T __ldcs(const T* address) {
+  return *address;
+}
+template <typename T>
+void __stcs(T* address, T value) {
+  *address = value;
+}
+
+// One fiber runs at a time and is only left at a barrier or a warp operation.
+inline int atomicOr(int* address, int value) {
+  const int old = *address;
+  *address |= value;
+  return old;
+}
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
+using cudaStream_t = struct CUstream_st*;
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3(unsigned x_size = 1) : x(x_size) {}
+};
+
+// No kernel is compiled for Hopper, so none waits for its predecessor: one launch ends before the
+// next begins.
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  attributes->ptxVersion = 0;
+  return cudaSuccess;
+}
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned numAttrs = 0;
+};
+
+template <typename... Params, typename... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
+                               Args&&... args) {
+  simt::launch({config->gridDim.x, static_cast<int>(config->blockDim.x), config->dynamicSmemBytes},
+               [&] { kernel(args...); });
+  return cudaSuccess;
+}
+// NOLINTEND
