@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What MkDocs does beside its own: the site has the files outside of docs/ that pages link to."""
+"""A hook of MkDocs: the site also has the files outside of docs/ that pages link to."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 // The two kernels of project.cpp: one row at a time for low ranks, kRows rows for any rank.
 namespace powersgd::kernels::cpu {
 
-// What both kernels are given.
+// The arguments of both kernels.
 template <class G, class R, bool kFeedback>
 struct ProjectArguments {
   using F = ComputeOf<G>;
@@ -20,13 +20,13 @@ struct ProjectArguments {
   F* p() const { return elements<F>(bucket.p_payload, matrix.p_offset); }
 
   template <class Arch>
-  POWERSGD_INLINE void finish(const Met<Arch, F>& met) const {
+  POWERSGD_INLINE void finish(const ElementFlags<Arch, F>& seen) const {
     if (matrix.p_local != nullptr) {
       const int64_t begin = tile.row_begin * matrix.rank;
       std::copy(p() + begin, p() + tile.row_end * matrix.rank,
                 static_cast<F*>(matrix.p_local) + begin);
     }
-    flags_of(bucket, tile) = met.template flags<R>();
+    flags_of(bucket, tile) = seen.template flags<R>();
   }
 
   // Blocks add to P what they have to add.
@@ -47,21 +47,21 @@ struct ProjectLowRank {
     const Matrix& matrix = arguments.matrix;
     PackedFactor<F, kRank> local(matrix.q_local, matrix.cols);
     PackedFactor<F, kRank> warm(matrix.q_warm, matrix.cols);
-    Met<Arch, F> met;
+    ElementFlags<Arch, F> seen;
     arguments.clear_p();
     for_each_block(matrix, arguments.walk(), [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
       local.template pack<Arch>(0, matrix.rank, block.col, block.cols);
       warm.template pack<Arch>(0, matrix.rank, block.col, block.cols);
       for (int64_t row = block.row_begin; row < block.row_end; ++row) {
-        project_row<Arch>(block, row, local.data(), warm.data(), met);
+        project_row<Arch>(block, row, local.data(), warm.data(), seen);
       }
     });
-    arguments.template finish<Arch>(met);
+    arguments.template finish<Arch>(seen);
   }
 
   template <class Arch>
   POWERSGD_INLINE void project_row(const BandBlock& block, int64_t row, const F* local,
-                                   const F* warm, Met<Arch, F>& met) const {
+                                   const F* warm, ElementFlags<Arch, F>& seen) const {
     const Matrix& matrix = arguments.matrix;
     const Source<Arch, G, R, true> source(arguments.bucket, matrix);
     const int64_t offset = row * matrix.cols + block.col;
@@ -74,11 +74,11 @@ struct ProjectLowRank {
       p_hat[k] = broadcast<Arch>(source.residual_scale * value);
     }
     for_each_vector<Arch, F>(block.cols, [&](int64_t j, int64_t count) POWERSGD_INLINE_LAMBDA {
-      source.ask_for(ahead + j);
-      Vector<Arch, F> m = source.load_sum(offset + j, count, met);
+      source.prefetch(ahead + j);
+      Vector<Arch, F> m = source.load_sum(offset + j, count, seen);
       POWERSGD_UNROLL
       for (int k = 0; k < kRank; ++k) m -= p_hat[k] * load<Arch>(local + k * kBlockStride + j);
-      m = source.keep(offset + j, count, m, met);
+      m = source.keep(offset + j, count, m, seen);
       POWERSGD_UNROLL
       for (int k = 0; k < kRank; ++k) sum[k] += m * load<Arch>(warm + k * kBlockStride + j);
     });
@@ -102,16 +102,16 @@ struct ProjectAnyRank {
     PackedFactor<F> local(matrix.q_local, matrix.cols);
     PackedFactor<F> warm(matrix.q_warm, matrix.cols);
     const FormRows<G, R, kFeedback> rows{arguments.bucket, matrix, arguments.p_hat(), local};
-    Met<Arch, F> met;
+    ElementFlags<Arch, F> seen;
     arguments.clear_p();
     for_each_block(matrix, arguments.walk(), [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
       for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
         alignas(64) F m[kRows * kBlockStride];
-        rows.template form<Arch>(block, row, m, met);
+        rows.template form<Arch>(block, row, m, seen);
         multiply_warm<Arch>(block, row, m, warm);
       }
     });
-    arguments.template finish<Arch>(met);
+    arguments.template finish<Arch>(seen);
   }
 
   // P += m q_warm^T
