@@ -32,17 +32,18 @@
 //   - A stage never allocates, never synchronizes and keeps no state. It gets pointers, sizes, and
 //     where to run.
 //   - The shapes alone fix every order of summation. orthogonalize and reconstruct give the same
-//     bits on any instruction set of one device type, because all ranks must agree on their results.
+//     bits on any instruction set of one device type, because all ranks must agree on their
+//     results.
 //   - Products are accumulated in the factor dtype (float; double for double gradients).
-//   - project and project_transposed pack the raw segments into the P payload. There they also write
-//     which matrices are active, and whether the gradient has non-finite elements.
+//   - project and project_transposed pack the raw segments into the P payload. There they also
+//     write which matrices are active, and whether the gradient has non-finite elements.
 //   - An element of M beyond the largest value of memory's dtype is stored as that value. With a
 //     float16 memory the step then counts as saturated, because the excess is lost.
 //   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the
 //     last element of the P payload to 1.
 //   - reconstruct skips the step if that element's sum is not 0, or if a reduced factor is not
-//     finite. G becomes NaN, memory becomes M - G again, and q_warm stays. q_local and p_local become
-//     0, so that memory alone is the residual.
+//     finite. G becomes NaN, memory becomes M - G again, and q_warm stays. q_local and p_local
+//     become 0, so that memory alone is the residual.
 //   - A matrix is out of use if its gradient is zero on all ranks: the reduced element at
 //     active_offset is 0. DDP drops the output of a parameter that no rank used. p_hat and q_warm
 //     stay. G, q_local and p_local become 0, so that memory alone is the residual.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
 # The kernel tests of the CUDA kernels. They always run on the SIMT runtime, which needs
-# Boost.Context. With -DPOWERSGD_CUDA=ON they also run on a GPU. That needs nvcc, and without a GPU the
-# tests are skipped.
+# Boost.Context. With -DPOWERSGD_CUDA=ON they also run on a GPU. That needs nvcc, and without a GPU
+# the tests are skipped.
 
 option(POWERSGD_CUDA "Build and run the kernel tests on a GPU" OFF)
 

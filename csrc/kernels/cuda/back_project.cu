@@ -2,9 +2,9 @@
 //
 // back_project: q = p_hat^T M, into q_local and the Q payload.
 //
-// A tile is a strip of 128 columns by a range of rows. A lane takes four columns. Where addresses do
-// not allow vector accesses it takes one, and the strip is taken in four parts. The warps take the
-// rows in turn, several at a time:
+// A tile is a strip of 128 columns by a range of rows. A lane takes four columns. Where addresses
+// do not allow vector accesses it takes one, and the strip is taken in four parts. The warps take
+// the rows in turn, several at a time:
 //   1. The block copies p_hat's rows to shared memory.
 //   2. A lane adds up rank x 4 sums, with 4 or 8 independent vector loads of M at a time.
 //   3. The warps' sums are added in shared memory, in the order of the warps.

@@ -12,8 +12,8 @@ namespace powersgd::kernels::cuda {
 
 constexpr int kPlainRanks = 4;  // rows of a factor that a kernel of any rank takes at a time
 
-// Calls on_rank(R), R a std::integral_constant: the first of kRanks, in rising order, that no rank of
-// the bucket exceeds. R is 0 if there is none.
+// Calls on_rank(R), R a std::integral_constant: the first of kRanks, in rising order, that no rank
+// of the bucket exceeds. R is 0 if there is none.
 template <int... kRanks, typename OnRank>
 Status with_rank(const Bucket& bucket, const OnRank& on_rank) {
   Status status = 0;

@@ -12,9 +12,9 @@
 
 // Elements as memory holds them, and as the kernels compute with them.
 //
-// Storage is float, double, or uint16_t for both 16-bit types. A DType, the same for a whole launch,
-// says at run time which of the two it is. That halves the number of kernels, at the cost of two
-// instructions per element.
+// Storage is float, double, or uint16_t for both 16-bit types. A DType, the same for a whole
+// launch, says at run time which of the two it is. That halves the number of kernels, at the cost
+// of two instructions per element.
 
 namespace powersgd::kernels::cuda {
 

@@ -3,10 +3,10 @@
 // orthogonalize: p_hat = orth(P), by Cholesky-QR with a Gram matrix in double.
 //
 // 1. A first kernel computes the Gram matrix of each tile's rows.
-// 2. In a second kernel, every block reads from all tiles and from the count of non-finite gradients
-//    whether the step is skipped. If not, every block of a matrix adds the tiles' Gram matrices in
-//    their order and factorizes the sum, G = L L^T. The matrix is small, and cheaper to factorize
-//    again than to wait for.
+// 2. In a second kernel, every block reads from all tiles and from the count of non-finite
+//    gradients whether the step is skipped. If not, every block of a matrix adds the tiles' Gram
+//    matrices in their order and factorizes the sum, G = L L^T. The matrix is small, and cheaper to
+//    factorize again than to wait for.
 // 3. The block then solves p_hat L^T = P for the rows of its tile, one row per thread at a time, in
 //    double. If a column is dead or a pivot weak, the first block of the matrix goes the plain way
 //    instead, and the others leave.

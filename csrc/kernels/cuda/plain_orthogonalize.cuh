@@ -43,8 +43,8 @@ __device__ inline void invert(const PlainArrays& arrays, int64_t rank) {
 }
 
 // An element of the random column that replaces a dead one, of about unit norm and another in each
-// pass. A column that is still dead in the last pass becomes 0: with more columns than rows, there is
-// no direction left.
+// pass. A column that is still dead in the last pass becomes 0: with more columns than rows, there
+// is no direction left.
 template <typename F>
 __device__ F replacement(const Bucket& bucket, const Matrix& matrix, int pass, int64_t column,
                          int64_t row) {
@@ -98,8 +98,8 @@ __device__ inline void reorder(PlainArrays* arrays, int64_t rank) {
 // 1. The block computes the Gram matrix and its Cholesky factor. A pivot at or below a share of the
 //    trace means that the column depends on those before it. It is dead, and left out.
 // 2. The columns are multiplied by the inverse factor. Dead columns become random.
-// 3. Both are repeated while a column was dead or a pivot weak (numerics.h). Dead columns come last,
-//    so that they are made orthogonal to the live ones and not the reverse.
+// 3. Both are repeated while a column was dead or a pivot weak (numerics.h). Dead columns come
+//    last, so that they are made orthogonal to the live ones and not the reverse.
 template <typename F>
 __device__ __attribute__((noinline)) void orthogonalize_plainly(const Bucket& bucket,
                                                                 const Matrix& matrix,

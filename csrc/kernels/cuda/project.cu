@@ -3,8 +3,8 @@
 // project: M = residual_scale * (memory - p_hat q_local) + G, memory = M, P = M q_warm^T.
 //
 // This pass reads both the gradient and memory. A tile is a range of rows, and of columns where the
-// matrix is very wide. A group of 1 to 8 warps takes four rows at a time and splits their columns. A
-// lane takes W columns at a time: four adjacent ones, or one where addresses do not allow vector
+// matrix is very wide. A group of 1 to 8 warps takes four rows at a time and splits their columns.
+// A lane takes W columns at a time: four adjacent ones, or one where addresses do not allow vector
 // accesses. The group does this for all columns:
 //   1. It loads the gradient and memory, by 8 independent vector loads per lane.
 //   2. It adds the gradient, subtracts p_hat q_local and stores M.

@@ -3,18 +3,19 @@
 // project_transposed: M = residual_scale * (memory - p_local q_warm) + G, memory = M,
 // q = p_hat^T M, into q_local and the Q payload.
 //
-// This does the work of project and back_project in one pass over the gradient and memory. A tile is
-// a strip of 128 columns by a range of rows. A lane takes four columns. Where addresses do not allow
-// vector accesses it takes one, and the strip is taken in four parts. The block copies the tile's
-// rows of p_local and p_hat to shared memory. Then the warps take the rows in turn, four at a time:
+// This does the work of project and back_project in one pass over the gradient and memory. A tile
+// is a strip of 128 columns by a range of rows. A lane takes four columns. Where addresses do not
+// allow vector accesses it takes one, and the strip is taken in four parts. The block copies the
+// tile's rows of p_local and p_hat to shared memory. Then the warps take the rows in turn, four at
+// a time:
 //   1. A warp loads the gradient and memory, by 8 independent vector loads per lane.
 //   2. It adds the gradient, subtracts p_local q_warm and stores M.
 //   3. It multiplies M by p_hat into rank x 4 sums in registers.
 // When the rows are done:
 //   4. The warps' sums are added in shared memory, in the order of the warps.
 // Where a strip has several row ranges, 4. writes to the workspace. A second kernel adds the ranges
-// in their order, and joins the tiles' flags. q is computed from M as memory holds it, rounded, as P
-// is in project.
+// in their order, and joins the tiles' flags. q is computed from M as memory holds it, rounded, as
+// P is in project.
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/form_m.cuh"
 #include "kernels/cuda/strips.cuh"
@@ -155,8 +156,8 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
   run_tile<R, kAnyRank, F, G, M, ProjectTransposedTile>(bucket, first_tile);
 }
 
-// Block 0 joins the flags of all tiles. Each other block adds every ranks-th row of q in a strip that
-// has several row ranges, or writes whether a matrix is active.
+// Block 0 joins the flags of all tiles. Each other block adds every ranks-th row of q in a strip
+// that has several row ranges, or writes whether a matrix is active.
 template <typename F>
 __global__ void __launch_bounds__(kThreads)
     finish_transposed_kernel(Bucket bucket, int64_t tiles, int64_t first_tile, int ranks) {

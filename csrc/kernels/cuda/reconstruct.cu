@@ -2,13 +2,13 @@
 //
 // reconstruct: G = output_scale * p_hat Q, and q_warm = the rows of Q at unit norm.
 //
-// 1. A first kernel looks for non-finite elements of Q and completes the verdict, which must be known
-//    before any gradient is overwritten.
+// 1. A first kernel looks for non-finite elements of Q and completes the verdict, which must be
+//    known before any gradient is overwritten.
 // 2. A second kernel's blocks each take one of three kinds of tiles:
 //    - A row of Q: the block computes its norm in double, then the row of q_warm.
 //    - A strip of 128 columns by a range of rows of a gradient. The block copies p_hat's rows to
-//      shared memory. Up to rank 8 a lane holds four columns of Q in registers. Above, it loads them
-//      again for every eight rows.
+//      shared memory. Up to rank 8 a lane holds four columns of Q in registers. Above, it loads
+//      them again for every eight rows.
 //    - A part of a raw segment.
 //    If the step is skipped, the gradients become NaN, and memory and the factors are as before.
 #include "kernels/cuda/dispatch.cuh"
@@ -47,7 +47,8 @@ __global__ void __launch_bounds__(kThreads) check_kernel(Bucket bucket, int64_t 
   if (__syncthreads_or(bad) && threadIdx.x == 0) atomicOr(&bucket.verdict->skipped, 1);
 }
 
-// Nothing that was sent counts, and memory alone is the residual. The block of one row of Q does it.
+// Nothing that was sent counts, and memory alone is the residual. The block of one row of Q does
+// it.
 template <typename F>
 __device__ void clear_sent(const Matrix& matrix, int64_t k) {
   const auto clear = [k](void* factor, int64_t count) {

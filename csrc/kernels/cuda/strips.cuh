@@ -3,8 +3,8 @@
 
 #include "kernels/cuda/elements.cuh"
 
-// The end of a strip in back_project and project_transposed. The sums of the lanes become rows of q,
-// in q_local and the Q payload, or partial results of them.
+// The end of a strip in back_project and project_transposed. The sums of the lanes become rows of
+// q, in q_local and the Q payload, or partial results of them.
 
 namespace powersgd::kernels::cuda {
 
@@ -40,8 +40,8 @@ __device__ __forceinline__ void reduce_warps(const F (&sums)[R][W], F* shared, c
   }
 }
 
-// Writes rows [k0, k0 + R) of q at columns [begin, begin + 32 W) of a tile. All threads of the block
-// call it.
+// Writes rows [k0, k0 + R) of q at columns [begin, begin + 32 W) of a tile. All threads of the
+// block call it.
 template <int R, int W, typename F>
 __device__ __forceinline__ void write_q(const Bucket& bucket, const Matrix& matrix,
                                         const Tile& tile, int64_t begin, int64_t k0,
@@ -62,8 +62,8 @@ __device__ __forceinline__ void write_q(const Bucket& bucket, const Matrix& matr
   });
 }
 
-// Adds the partial q of a strip's row ranges, for every ranks-th row of q from `first`. Two groups of
-// threads take every other range. Shared memory is [kStrip].
+// Adds the partial q of a strip's row ranges, for every ranks-th row of q from `first`. Two groups
+// of threads take every other range. Shared memory is [kStrip].
 template <typename F>
 __device__ __forceinline__ void sum_row_ranges(const Bucket& bucket, const Matrix& matrix,
                                                const Tile& tile, int first, int ranks) {

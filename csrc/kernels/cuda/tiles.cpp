@@ -110,8 +110,8 @@ class Builder {
     add_activity(kProjectSums, kProjectTiles, item, first_tile);
   }
 
-  // The partial P of a split matrix's column range c is at slot + c * slots(rows * rank). One word of
-  // flags per project tile lies before them.
+  // The partial P of a split matrix's column range c is at slot + c * slots(rows * rank). One word
+  // of flags per project tile lies before them.
   void place_project_partials() {
     take(slots(count(kProjectTiles) * int64_t{sizeof(int32_t)}));
     std::vector<int64_t> base(matrices_.size(), 0);
@@ -171,7 +171,8 @@ class Builder {
   // slot(s) + g * slots(rank * kStrip).
   void add_strips(int tiles, int sums, int32_t item, int64_t wanted) {
     const Matrix& matrix = matrices_[static_cast<size_t>(item)];
-    // Ranges are long, so that reading their sums costs little, but there are several hundred tiles.
+    // Ranges are long, so that reading their sums costs little, but there are several hundred
+    // tiles.
     const int64_t longest = round_up(target_elements(matrices_, 512, 16384, 1 << 20) / kStrip, 32);
     // One thread adds a column's ranges, so there are at most 128.
     const int64_t rows =

@@ -35,13 +35,14 @@ enum TileList : int {
 };
 static_assert(kProjectTransposedSums < kTileLists, "the interface has room for all lists");
 
-// The warps that share a group of rows in project. Fewer rows at a time make finer tiles, as long as
-// each warp has a strip to itself.
+// The warps that share a group of rows in project. Fewer rows at a time make finer tiles, as long
+// as each warp has a strip to itself.
 POWERSGD_HOST_DEVICE inline int warps_per_group(int64_t cols) {
   return cols >= 8 * kStrip ? 8 : cols >= 4 * kStrip ? 4 : cols >= 2 * kStrip ? 2 : 1;
 }
 
-// The rows of a tile of orthogonalize. A matrix of high rank takes the plain way, and so is one tile.
+// The rows of a tile of orthogonalize. A matrix of high rank takes the plain way, and so is one
+// tile.
 POWERSGD_HOST_DEVICE inline int64_t orthogonalize_rows(int64_t rows, int64_t rank) {
   return rank > kMaxFastRank ? (rows > 0 ? rows : 1) : 1024;
 }
@@ -49,8 +50,8 @@ POWERSGD_HOST_DEVICE inline int64_t orthogonalize_rows(int64_t rows, int64_t ran
 POWERSGD_HOST_DEVICE inline int64_t triangle(int64_t rank) { return rank * (rank + 1) / 2; }
 
 // The workspace of orthogonalize: the lower triangle of a tile's Gram matrix, and the arrays of the
-// plain way, which lie before a matrix's first tile. Those are the Gram matrix, its inverse, and four
-// numbers per column.
+// plain way, which lie before a matrix's first tile. Those are the Gram matrix, its inverse, and
+// four numbers per column.
 POWERSGD_HOST_DEVICE inline int64_t gram_slots(int64_t rank) {
   return slots(triangle(rank) * int64_t{sizeof(double)});
 }

@@ -10,7 +10,8 @@
 namespace powersgd::kernels::cuda {
 
 // Whether a block has found such elements in its part of the gradient, or of M where memory cannot
-// hold them. It lies in shared memory, because registers are scarce. Any thread may set a flag to 1.
+// hold them. It lies in shared memory, because registers are scarce. Any thread may set a flag to
+// 1.
 struct ElementFlags {
   int non_finite, non_zero, saturated;
 };

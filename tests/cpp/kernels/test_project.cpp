@@ -168,7 +168,8 @@ TEST_P(Project, NonFiniteRawElementIsCounted) {
   }
 }
 
-// A sum beyond the largest value of the residual dtype must not become an infinity, which would stay.
+// A sum beyond the largest value of the residual dtype must not become an infinity, which would
+// stay.
 TEST_P(Project, MemoryStaysFinite) {
   for (const Stage stage : kStages) {
     randomize(bucket_, 6);

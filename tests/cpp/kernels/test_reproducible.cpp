@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Every stage gives the same bits for any number of threads. The stages whose results all ranks must
-// agree on also do so on any instruction set.
+// Every stage gives the same bits for any number of threads. The stages whose results all ranks
+// must agree on also do so on any instruction set.
 #include <gtest/gtest.h>
 
 #include "support/kernel_test.h"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Whole steps over several ranks that share this process, against the promises of docs/algorithm.md.
+// Whole steps over several ranks that share this process, against the promises of
+// docs/algorithm.md.
 #include <gtest/gtest.h>
 
 #include <cmath>

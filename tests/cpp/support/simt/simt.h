@@ -10,9 +10,9 @@
 // run in a random order and several of them interleaved, so that a hidden dependence on scheduling
 // shows. One launch runs to its end before launch() returns.
 //
-// An error that a GPU would report or hang at throws std::runtime_error from launch(): a thread that
-// ends while others wait at a barrier, a warp operation with an ended or absent lane, lanes that wait
-// at different operations.
+// An error that a GPU would report or hang at throws std::runtime_error from launch(): a thread
+// that ends while others wait at a barrier, a warp operation with an ended or absent lane, lanes
+// that wait at different operations.
 
 namespace simt {
 
