@@ -18,7 +18,11 @@ TEXT_FILES = $(shell git ls-files ':!LICENSE' ':!docs/images' ':!benchmarks/resu
 PACKAGES_FOR := $(if $(filter test test-cpp test-sanitized,$(MAKECMDGOALS)),tests,build)
 
 export MAX_JOBS := $(JOBS)
-export PATH := $(abspath $(VENV))/bin:$(PATH)
+# ccache, where there is one, also finds what another folder has compiled.
+export PATH := $(abspath $(VENV))/bin:$(addsuffix :,$(wildcard /usr/lib/ccache))$(PATH)
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
+export CCACHE_SLOPPINESS := pch_defines,time_macros
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

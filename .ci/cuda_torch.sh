@@ -41,6 +41,7 @@ CUDA_HOME=${CUDA_HOME:-$(nvcc --dryrun -x cu -c /dev/null -o /dev/null 2>&1 |
   sed -n 's/^#\$ _HERE_=//p')/..}
 export CUDA_HOME POWERSGD_BUILD_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0
 command -v ccache >/dev/null && export PATH=/usr/lib/ccache:$PATH
+export CCACHE_BASEDIR=$tree CCACHE_NOHASHDIR=1
 if ! PATH=$env/bin:$PATH "$python" setup.py build_ext --inplace >"$log" 2>&1; then
   tail -n 60 "$log"
   exit 1

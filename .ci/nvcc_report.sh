@@ -4,22 +4,25 @@
 # Compiles the CUDA kernels for sm_80, sm_90 and sm_100 and prints what each kernel takes. Fails if
 # a float kernel of rank <= 8 spills. Needs nvcc, no GPU.
 #
-#   .ci/nvcc_report.sh [architecture ...]        e.g. .ci/nvcc_report.sh 90
+#   .ci/nvcc_report.sh [architecture ...]        e.g. .ci/nvcc_report.sh 90      JOBS=2
 set -eu
 cd "$(dirname "$0")/.."
 architectures=${*:-80 90 100}
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 
-for source in csrc/kernels/cuda/*.cu; do
-  flags=""
-  for architecture in $architectures; do
-    flags="$flags -gencode=arch=compute_$architecture,code=sm_$architecture"
-  done
-  # shellcheck disable=SC2086
-  nvcc -std=c++17 -Iinclude -Icsrc -Xcompiler -Wall -Xptxas -v $flags -c "$source" -o "$out/object.o" \
-    2>>"$out/log" || { cat "$out/log" >&2; exit 1; }
+flags=""
+for architecture in $architectures; do
+  flags="$flags -gencode=arch=compute_$architecture,code=sm_$architecture"
 done
+export flags out
+# Each source has a log of its own, as the compilers run side by side, the largest first.
+# shellcheck disable=SC2016
+ls -S csrc/kernels/cuda/*.cu | xargs -P "${JOBS:-2}" -I{} sh -c '
+  name=$(basename "$1" .cu)
+  nvcc -std=c++17 -Iinclude -Icsrc -Xcompiler -Wall -Xptxas -v $flags -c "$1" -o "$out/$name.o" \
+    2>"$out/$name.log"' sh {} || { cat "$out"/*.log >&2; exit 1; }
+cat "$out"/*.log >"$out/log"
 grep -i warning "$out/log" >&2 || true
 
 c++filt <"$out/log" | python3 -c '

@@ -24,8 +24,8 @@ if(POWERSGD_boost_context)
   target_include_directories(powersgd_simt BEFORE PRIVATE support/simt/include)  # CUDA's headers
   target_compile_options(powersgd_simt PRIVATE -Wno-unknown-pragmas)  # unroll
   target_link_libraries(powersgd_simt PUBLIC powersgd_options "${POWERSGD_boost_context}")
-  powersgd_test(kernels_simt SOURCES ${kernel_tests} support/simt/test_simt.cpp
-                support/simt_runners.cpp
+  powersgd_test(kernels_simt SOURCES $<TARGET_OBJECTS:powersgd_kernel_tests>
+                support/simt/test_simt.cpp support/simt_runners.cpp
                 LIBRARIES powersgd_kernel_test powersgd_simt)
 else()
   message(WARNING "libboost-context-dev is not installed: the CUDA kernels are not tested")
@@ -41,7 +41,7 @@ if(POWERSGD_CUDA)
   add_library(powersgd_cuda STATIC ${cuda_kernels} "${cuda_host}")
   target_include_directories(powersgd_cuda PUBLIC "${ROOT}/include" "${ROOT}/csrc")
   target_link_libraries(powersgd_cuda PUBLIC CUDA::cudart)
-  add_executable(kernels_cuda ${kernel_tests} support/cuda_runners.cpp)
+  add_executable(kernels_cuda $<TARGET_OBJECTS:powersgd_kernel_tests> support/cuda_runners.cpp)
   target_link_libraries(kernels_cuda PRIVATE powersgd_kernel_test powersgd_cuda GTest::gtest)
   add_test(NAME kernels_cuda COMMAND kernels_cuda)
   set_tests_properties(kernels_cuda PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
