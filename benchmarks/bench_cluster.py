@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What does a training step take on a slow network, by the way its gradients are averaged?
+"""Compares the ways to average gradients by the time of a training step on a slow network.
 
     python benchmarks/bench_cluster.py --ranks 2 --rates 1gbit
     python benchmarks/bench_cluster.py --methods none plain hook-1-bucket:4 bf16-wire:8,16,32
@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def missing(device: str, delayed: bool) -> list[str]:
-    """What this machine lacks to measure, each in a few words."""
+    """Returns the things that this machine lacks to measure, each in a few words."""
     lacks = hosts.missing()
     if delayed and not os.access(delayed_links.CONTROL, os.W_OK):
         lacks.append(f"{delayed_links.CONTROL} (links with a delay are made of it)")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the runs of one setting come to."""
+"""The figures that the runs of one setting give."""
 
 from __future__ import annotations
 

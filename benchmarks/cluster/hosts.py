@@ -39,7 +39,7 @@ class ClusterError(Exception):
 
 
 def missing() -> list[str]:
-    """What this machine lacks for hosts, each in a few words."""
+    """Returns the things that this machine lacks for hosts, each in a few words."""
     lacks = [] if os.geteuid() == 0 else ["root (network namespaces are made)"]
     return lacks + [f"the program {name}" for name in ("ip", "tc") if not shutil.which(name)]
 
@@ -193,7 +193,7 @@ class Hosts:
 
     @property
     def names(self) -> list[str]:
-        """Of the network namespaces."""
+        """The names of the network namespaces."""
         return list(self._names)
 
     def start(

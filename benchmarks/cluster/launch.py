@@ -25,14 +25,14 @@ START_SECONDS = 120  # until the first step: importing torch takes its time on a
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
 _EXIT_SECONDS = 20
-# Of Python and of C++; what is printed after it is stacks.
+# The error line of Python and of C++. Only stacks are printed after it.
 _ERROR = re.compile(r"(Error|Exception): |what\(\):")
 _GRACE_SECONDS = 5  # for the other ranks once one has failed
 
 
 @dataclass
 class Run:
-    """What the ranks measured in a turn; lists are by step, means over the ranks."""
+    """The measurements of a turn. Lists are by step and hold means over the ranks."""
 
     failures: list[str] = field(default_factory=list)  # why each failed attempt did
     milliseconds: list[float] = field(default_factory=list)  # without the turn's first step
@@ -70,8 +70,10 @@ def predict(
     contenders: Sequence[str],
     **job: Any,
 ) -> dict[str, float]:
-    """What advise predicts on these hosts for plain and for these contenders, by name, in
-    milliseconds; empty if it fails."""
+    """Returns advise's predictions on these hosts for plain and for these contenders.
+
+    They are in milliseconds, by name. There are none if advise fails.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f"{hosts.owner()}-"))
     processes = []
     try:
@@ -244,7 +246,7 @@ class Ranks:
                 lines += [json.loads(line) for line in complete[len(lines) :]]
 
     def _complaints(self) -> str:
-        """What each failed rank said last, once each."""
+        """The last words of each failed rank, without repetition."""
         said = {}
         for rank, process in enumerate(self._processes):
             if process.poll() is not None:

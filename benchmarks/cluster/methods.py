@@ -73,7 +73,7 @@ class Author(Trainee):
         """Backward adds the next gradient to the residual."""
 
 
-# Of the model, the rank of the approximation, and the seed of its random start.
+# Arguments: the model, the rank of the approximation, and the seed of its random start.
 Make = Callable[[nn.Module, int, int], Trainee]
 
 
