@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // The operators of torch that a compressor needs on the fake device. Each operator and stage is
-// enqueued on the current stream. When its turn comes, an operator computes as on the CPU, a stage as
-// the program's stage_runners() do.
+// enqueued on the current stream. When its turn comes, an operator computes as on the CPU, and a
+// stage as the program's stage_runners() do.
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
