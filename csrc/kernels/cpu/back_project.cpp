@@ -5,6 +5,7 @@
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/partial_q.h"
 #include "kernels/cpu/simd/convert.h"
+#include "kernels/cpu/stages.h"
 
 namespace powersgd::kernels::cpu {
 namespace {

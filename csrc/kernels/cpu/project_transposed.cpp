@@ -9,6 +9,7 @@
 #include "kernels/cpu/form_m.h"
 #include "kernels/cpu/pack.h"
 #include "kernels/cpu/partial_q.h"
+#include "kernels/cpu/stages.h"
 
 namespace powersgd::kernels::cpu {
 namespace {

@@ -19,6 +19,7 @@
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/factor_rows.h"
 #include "kernels/cpu/simd/convert.h"
+#include "kernels/cpu/stages.h"
 #include "kernels/shared/step_count.h"
 
 namespace powersgd::kernels::cpu {
