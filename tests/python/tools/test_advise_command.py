@@ -70,7 +70,7 @@ def _run_rank(rank: int, folder: Path, port: int, arguments: list[str]) -> tuple
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     os.environ.update(**address, RANK=str(rank), LOCAL_RANK=str(rank))
     sys.path.insert(0, str(folder))
-    sys.argv = [*COMMAND, "models_of_advise:model", *arguments]
+    sys.argv = [*COMMAND, *arguments]
     with contextlib.redirect_stderr(io.StringIO()) as heard:
         try:
             return torch_powersgd.__main__.main(), heard.getvalue()
@@ -127,7 +127,8 @@ def test_under_torchrun(folder: Path) -> None:
 
 
 def test_an_error_before_the_rehearsal_is_said_once(folder: Path) -> None:
-    (code_0, _, said), (code_1, _, silent) = _two(folder, "models_of_advise:missing_on_rank_0")
+    job = (folder, _free_port(), ["models_of_advise:missing_on_rank_0"])
+    (code_0, said), (code_1, silent) = ranks.run(2, _run_rank, *job, backend=None)
     assert (code_0, code_1) == (2, 2)
     assert "error: rank 0: FileNotFoundError: the weights" in said
     assert "error" not in silent
@@ -152,7 +153,7 @@ def test_a_rank_that_fails_in_the_rehearsal_leaves_no_rank_waiting(folder: Path)
     ],
 )
 def test_a_wrong_argument_ends_all_ranks(folder: Path, arguments: list[str], message: str) -> None:
-    job = (folder, _free_port(), arguments)
+    job = (folder, _free_port(), ["models_of_advise:model", *arguments])
     (code_0, said), (code_1, silent) = ranks.run(2, _run_rank, *job, backend=None)
     assert (code_0, code_1) == (2, 2)
     assert message in said
