@@ -12,6 +12,8 @@
 
 namespace powersgd {
 
+// The state that one parameter keeps from step to step.
+//
 // Purpose: the residual E and the warm start. The residual is E = M - p_hat q_local: `memory` holds
 // M, the gradient plus the residual of the last step, and the next project subtracts the product.
 // After a step that sent P alone (the alternating mode) it is E = M - p_local q_warm.
