@@ -16,7 +16,8 @@ when the next one starts. Before the turns, torch_powersgd advise predicts what 
 
 With --delays, a frame takes that much longer from host to host, one way. The links are then TAP
 devices that one process forwards between, because netem is a module that many kernels lack; see
-cluster/delayed_links.py. TCP's windows and congestion control are the machine's own.
+cluster/delayed_links.py. TCP's windows are the machine's own, and so is its congestion control
+unless --congestion-control names one.
 
 The loss is from longer runs on unshaped links, on the same text for every method; with --seeds, a
 figure by the loss is the median over the seeds. The bytes are the interface's count, which knows

@@ -23,7 +23,8 @@ def link(setting: Mapping[str, Any]) -> str:
 
 
 def title(setting: Mapping[str, Any]) -> str:
-    return f"{setting['model']}, {setting['ranks']} ranks, {link(setting)}"
+    tcp = f", {setting['congestion_control']}" if "congestion_control" in setting else ""
+    return f"{setting['model']}, {setting['ranks']} ranks, {link(setting)}{tcp}"
 
 
 def window(losses: Sequence[float]) -> int:
