@@ -179,8 +179,8 @@ POWERSGD_INLINE Vector<Arch, uint16_t> upper_halves(const Words<Arch>& a, const 
   return POWERSGD_SHUFFLE(V, bits_as<V>(a), bits_as<V>(b), (2 * kLane + 1)...);
 }
 
-// store_rounded of several vectors, past the caches if kNonTemporal, to an address that is then aligned
-// to a vector. Two vectors of bfloat16 are narrowed for half the price of one and one.
+// store_rounded of several vectors, past the caches if kNonTemporal, to an address that is then
+// aligned to a vector. Two vectors of bfloat16 are narrowed for half the price of one and one.
 template <class Arch, bool kNonTemporal, class Storage, int kCount>
 POWERSGD_INLINE void store_all_as(Storage* target,
                                   const Vector<Arch, ComputeOf<Storage>> (&values)[kCount]) {

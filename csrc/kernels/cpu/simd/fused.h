@@ -5,8 +5,8 @@
 
 namespace powersgd::kernels::cpu {
 
-// a * b + c, rounded once on every instruction set, so that all ranks have the same bits. Without an
-// instruction for it, std::fma computes it in software.
+// a * b + c, rounded once on every instruction set, so that all ranks have the same bits. Without
+// an instruction for it, std::fma computes it in software.
 template <class Arch>
 POWERSGD_INLINE Vector<Arch, float> multiply_add(const Vector<Arch, float>& a,
                                                  const Vector<Arch, float>& b,
