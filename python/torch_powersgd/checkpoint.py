@@ -85,9 +85,10 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
         state: Dictionary that ``state_dict`` returned.
 
     Raises:
-        ValueError: On every rank alike, if the state does not fit and before anything changes: the
-            module is not attached, the form or a shape is another, the ranks' states are of
-            different steps, or a state of ``per_rank`` is of another rank or number of ranks.
+        ValueError: On every rank alike and before anything changes, if the module is not attached
+            or the state does not fit. A state of another form or shape does not fit, nor do the
+            ranks' states of different steps. A state of ``per_rank`` fits only its own rank and
+            number of ranks.
     """
     attachment = attachment_of(module)
     model, group = attachment.model, attachment.group
