@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What does a training step take on a slow network, by the way its gradients are averaged?
+"""Measures a training step on a slow network, by the way its gradients are averaged.
 
     python benchmarks/bench_cluster.py --ranks 2 --rates 1gbit
     python benchmarks/bench_cluster.py --methods none plain hook-1-bucket:4 bf16-wire:8,16,32
@@ -45,8 +45,7 @@ from cluster.contenders import Contender
 from cluster.methods import EXACT_STEPS
 from provenance import PROVENANCE, processor, provenance
 
-# Steps at the start that are not measured: the exact ones, and those that rebuild buckets and
-# allocate.
+# The first steps are not measured: they are exact, rebuild buckets and allocate.
 WARMUP_STEPS = EXACT_STEPS + 3
 
 
@@ -55,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def missing(device: str, delayed: bool) -> list[str]:
-    """What this machine lacks to measure, each in a few words."""
+    """The things that this machine lacks to measure, each in a few words."""
     lacks = hosts.missing()
     if delayed and not os.access(delayed_links.CONTROL, os.W_OK):
         lacks.append(f"{delayed_links.CONTROL} (links with a delay are made of it)")
@@ -74,7 +73,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, variables: Mapping[str, str]) -> None:
         self.arguments = arguments
-        self.variables = variables  # of the ranks' environment
+        self.variables = variables  # the environment of the ranks
         losses = arguments.losses
         self.earlier: dict[str, Any] = json.loads(losses.read_text()) if losses else {}
         lacks = {contender: contender.how.lacks() for contender in arguments.contenders}
@@ -100,7 +99,7 @@ class Bench:
             gradient_bytes = sum(p.numel() * p.element_size() for p in parameters)
         learned = self._learned(model, ranks)
         for rate, delay_ms in itertools.product(self.arguments.rates, self.arguments.delays):
-            # Six times what the bytes of a ring all-reduce need on the link.
+            # Six times the seconds that a ring all-reduce needs on the link.
             limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
             network = hosts.Hosts(ranks, rate, delay_ms, self.arguments.congestion_control)
             with network as cluster, contextlib.ExitStack() as stack:
@@ -135,7 +134,7 @@ class Bench:
         )
 
     def _learned(self, model: str, ranks: int) -> dict[str, list[launch.Run]]:
-        """Returns the runs that give the loss, one a seed: new ones, or those of --losses."""
+        """Returns the runs for the loss, one for each seed: new ones, or those of --losses."""
         if self.earlier:
             of_earlier = figures.learned(self.earlier, model, ranks)
             return {c.name: of_earlier[c.name] for c in self.contenders if c.name in of_earlier}
@@ -191,7 +190,7 @@ class Bench:
         setting: dict[str, Any],
         learned: Mapping[str, Sequence[launch.Run]],
     ) -> None:
-        """The rounds of a setting."""
+        """Measures the rounds of a setting."""
         where = figures.title(setting)
         rounds: list[dict[str, launch.Run]] = []
         for number in range(self.arguments.rounds):
@@ -218,7 +217,7 @@ class Bench:
             self._write()
 
     def _write(self) -> None:
-        if self.arguments.json:  # at once: what is measured is not lost to a time limit
+        if self.arguments.json:  # at once, so that a time limit loses nothing
             self.arguments.json.parent.mkdir(parents=True, exist_ok=True)
             self.arguments.json.write_text(json.dumps(self.record, indent=1) + "\n")
 
@@ -249,7 +248,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The record of what is measured."""
+    """The record of the measurements."""
     hosts.unwind_on_signals()
     try:
         mps.sweep()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What MkDocs does beside its own: the site has the files outside of docs/ that pages link to."""
+"""Hooks of MkDocs. The site gets the files outside of docs/ that its pages link to."""
 
 from __future__ import annotations
 

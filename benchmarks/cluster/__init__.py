@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What benchmarks/bench_cluster.py is made of."""
+"""The parts of benchmarks/bench_cluster.py."""
 
 import sys
 from pathlib import Path

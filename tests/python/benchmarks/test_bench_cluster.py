@@ -423,7 +423,7 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
     size = plain["gradient_bytes"]
     assert none["tx_bytes_per_step"] < 10_000
     assert alone["tx_bytes_per_step"] < 10_000
-    assert size < plain["tx_bytes_per_step"] < 1.1 * size  # headers, acknowledgements
+    assert size < plain["tx_bytes_per_step"] < 1.1 * size  # headers, acknowledgments
     assert attached["tx_bytes_per_step"] < size / 20
     # A payload is half as long in bfloat16, and four times as long at four times the rank. The
     # headers and the parameters that are not compressed are a part of it at any rank.
