@@ -124,7 +124,7 @@ $(VENV)/.torch: FORCE | system-packages
 	@test -x $(PYTHON) || $(SYSTEM_PYTHON) -m venv $(VENV)
 	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
 
-# A package that was built against another torch requires that one, so it is removed first.
+# A package that was built against another torch goes first, because it requires that one.
 $(VENV)/.ready: $(VENV)/.torch
 	@$(PYTHON) -m pip uninstall --quiet --yes torch-powersgd 2>/dev/null
 	@echo "installing $(TORCH) into $(VENV)"

@@ -49,7 +49,6 @@ def flags() -> list[str]:
     machine = ["-march=x86-64-v4"] if platform.machine() == "x86_64" else []
     return [
         "-std=c++20",
-        "-fopenmp",
         *machine,
         *(f"-I{ROOT / folder}" for folder in ("include", "csrc")),
         *(f"-isystem{folder}" for folder in system),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measures a training step on a slow network, by the way its gradients are averaged.
+"""Compares the ways to average gradients by the time of a training step on a slow network.
 
     python benchmarks/bench_cluster.py --ranks 2 --rates 1gbit
     python benchmarks/bench_cluster.py --methods none plain hook-1-bucket:4 bf16-wire:8,16,32
@@ -16,7 +16,8 @@ when the next one starts. Before the turns, torch_powersgd advise predicts what 
 
 With --delays, a frame takes that much longer from host to host, one way. The links are then TAP
 devices that one process forwards between, because netem is a module that many kernels lack; see
-cluster/delayed_links.py. TCP's windows and congestion control are the machine's own.
+cluster/delayed_links.py. TCP's windows are the machine's own, and so is its congestion control
+unless --congestion-control names one.
 
 The loss is from longer runs on unshaped links, on the same text for every method; with --seeds, a
 figure by the loss is the median over the seeds. The bytes are the interface's count, which knows
@@ -54,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def missing(device: str, delayed: bool) -> list[str]:
-    """The things that this machine lacks to measure, each in a few words."""
+    """Returns the things that this machine lacks to measure, each in a few words."""
     lacks = hosts.missing()
     if delayed and not os.access(delayed_links.CONTROL, os.W_OK):
         lacks.append(f"{delayed_links.CONTROL} (links with a delay are made of it)")

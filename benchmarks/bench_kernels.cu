@@ -2,8 +2,8 @@
 //
 // How close do the CUDA stages come to the floor, five passes over the gradient at copy speed?
 //
-//   nvcc -std=c++17 -O3 -arch=sm_90 -Iinclude -Icsrc benchmarks/bench_kernels.cu csrc/kernels/cuda/*.cu
-//        csrc/kernels/cuda/tiles.cpp -o bench_kernels && ./bench_kernels
+//   nvcc -std=c++17 -O3 -arch=sm_90 -Iinclude -Icsrc benchmarks/bench_kernels.cu
+//        csrc/kernels/cuda/*.cu csrc/kernels/cuda/tiles.cpp -o bench_kernels && ./bench_kernels
 //
 // No torch and no network: buckets of random gradients, the reductions left out. Buckets are used
 // in turn, so many that none is in the cache from the last time. Times are medians, by events

@@ -33,7 +33,7 @@ void* allocate(int64_t bytes) {
   return block;
 }
 
-// What BucketCompressor does with torch; the process ends before anything would have to be freed.
+// Does the work of BucketCompressor without torch. The process ends before anything is freed.
 kernels::Bucket make_bucket(const BucketPlan& plan, DType gradient_type, DType residual_type) {
   auto* matrices = new std::vector<kernels::Matrix>;
   auto* raw = new std::vector<kernels::RawSegment>;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Hooks of MkDocs. The site gets the files outside of docs/ that its pages link to."""
+"""A hook of MkDocs: the site also has the files outside of docs/ that pages link to."""
 
 from __future__ import annotations
 

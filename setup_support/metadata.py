@@ -18,7 +18,7 @@ _CODE_OR_TARGET = re.compile(
 
 
 def requirements(torch_version: str | None = None) -> list[str]:
-    """The requirements of the package. A binary requires the torch that it is built against.
+    """The requirements of the package. A binary requires the very torch that it is built against.
 
     python/torch_powersgd/_core.py compares the same part of the version, without "+cpu".
     """

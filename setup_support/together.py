@@ -19,7 +19,7 @@ def compiled_together(sources: Iterable[str], folders: Sequence[str], build: Pat
         The sources to compile. Those of other folders stay.
     """
     members: dict[str, list[str]] = {folder: [] for folder in folders}
-    alone = []
+    alone: list[str] = []
     for source in sources:
         folder = Path(source).parent.as_posix().removeprefix("csrc/")
         members.get(folder, alone).append(source)

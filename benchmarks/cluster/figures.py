@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The figures of the runs of one setting."""
+"""The figures that the runs of one setting give."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def link(setting: Mapping[str, Any]) -> str:
 
 
 def title(setting: Mapping[str, Any]) -> str:
-    return f"{setting['model']}, {setting['ranks']} ranks, {link(setting)}"
+    tcp = f", {setting['congestion_control']}" if "congestion_control" in setting else ""
+    return f"{setting['model']}, {setting['ranks']} ranks, {link(setting)}{tcp}"
 
 
 def window(losses: Sequence[float]) -> int:

@@ -39,7 +39,7 @@ class ClusterError(Exception):
 
 
 def missing() -> list[str]:
-    """The things that this machine lacks for hosts, each in a few words."""
+    """Returns the things that this machine lacks for hosts, each in a few words."""
     lacks = [] if os.geteuid() == 0 else ["root (network namespaces are made)"]
     return lacks + [f"the program {name}" for name in ("ip", "tc") if not shutil.which(name)]
 

@@ -25,14 +25,14 @@ START_SECONDS = 120  # until the first step: importing torch takes its time on a
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
 _EXIT_SECONDS = 20
-# The first lines of an error in Python and in C++. Stacks follow them.
+# The error line of Python and of C++. Only stacks are printed after it.
 _ERROR = re.compile(r"(Error|Exception): |what\(\):")
 _GRACE_SECONDS = 5  # for the other ranks once one has failed
 
 
 @dataclass
 class Run:
-    """The measurements of a turn. Lists have one mean over the ranks for each step."""
+    """The measurements of a turn. Lists are by step and hold means over the ranks."""
 
     failures: list[str] = field(default_factory=list)  # the cause of each failed attempt
     milliseconds: list[float] = field(default_factory=list)  # without the turn's first step
@@ -70,9 +70,9 @@ def predict(
     contenders: Sequence[str],
     **job: Any,
 ) -> dict[str, float]:
-    """The milliseconds that advise predicts on these hosts, by name, for plain and the contenders.
+    """Returns advise's predictions on these hosts for plain and for these contenders.
 
-    The result is empty if advise fails.
+    They are in milliseconds, by name. There are none if advise fails.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"{hosts.owner()}-"))
     processes = []

@@ -73,7 +73,7 @@ class Author(Trainee):
         """Leaves the residual in .grad, to which backward adds the next gradient."""
 
 
-# Its arguments are the model, the rank of the approximation, and the seed of its random start.
+# Arguments: the model, the rank of the approximation, and the seed of its random start.
 Make = Callable[[nn.Module, int, int], Trainee]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The jobs of the ranks: a model, and the batches that a rank feeds it."""
+"""The training tasks of the ranks: a model, and the batches that a rank feeds it."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _draw_link(axes: Any, setting: Setting, names: Sequence[str]) -> None:
 
 
 def draw_all(record: dict[str, Any], path: Path) -> None:
-    """The milliseconds of a step above one without synchronization, with quartiles over rounds."""
+    """Draws the time of a step above one without synchronization, with quartiles over rounds."""
     groups: dict[tuple[str, int], list[Setting]] = {}
     for setting in record["settings"]:
         groups.setdefault((setting["model"], setting["ranks"]), []).append(setting)

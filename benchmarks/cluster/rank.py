@@ -94,7 +94,7 @@ def _train(job: Job, commands: TextIO, results: TextIO) -> None:
 
 
 def this_job() -> Job:
-    """Runs a process that Job.command started. It ends with its parent from here on."""
+    """Returns the job of a process that Job.command started, which now ends with its parent."""
     hosts.die_with_parent()
     return Job(**json.loads(sys.argv[1]))
 

@@ -7,7 +7,7 @@
 
 namespace powersgd {
 
-// Runs `body` without the GIL, whoever has it.
+// Runs `body` without the interpreter lock, which this thread may or may not hold.
 inline void without_gil(const std::function<void()>& body) {
   if (!Py_IsInitialized() || !PyGILState_Check()) return body();
   const pybind11::gil_scoped_release no_gil;

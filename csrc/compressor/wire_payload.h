@@ -9,11 +9,11 @@ namespace powersgd {
 
 // A payload on the wire: as it is, or rounded to a narrower dtype.
 //
-// A float16 payload is multiplied by a scale, a power of two. It takes the largest element to 2^11 if
-// that is as large as in the step before, so a payload may grow 32-fold in a step. A payload that
-// overflows sums to Inf, which skips the step, and the next scale is 2^8 times smaller. The device
-// computes the scale from the sum, so it is the same on all ranks. The first payload travels as it
-// is.
+// A float16 payload is multiplied by a scale, a power of two. It takes the largest element to 2^11
+// if that is as large as in the step before, so a payload may grow 32-fold in a step. A payload
+// that overflows sums to Inf, which skips the step, and the next scale is 2^8 times smaller. The
+// device computes the scale from the sum, so it is the same on all ranks. The first payload travels
+// as it is.
 class WirePayload {
  public:
   WirePayload() = default;

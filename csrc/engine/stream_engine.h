@@ -6,6 +6,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "engine/engine.h"
 
@@ -23,7 +24,7 @@ namespace powersgd {
 class StreamEngine final : public Engine {
  public:
   StreamEngine(int rank, c10::intrusive_ptr<c10d::Backend> channel)
-      : rank_(rank), channel_(channel) {}
+      : rank_(rank), channel_(std::move(channel)) {}
 
   c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,
                                         c10::Device device,

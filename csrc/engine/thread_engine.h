@@ -14,9 +14,9 @@ namespace powersgd {
 // The engine over a backend whose collectives block the host (Gloo, MPI).
 //
 // It is a pipeline of two worker threads, each first in, first out and each with a channel of its
-// own. One runs the jobs' first parts, the other their second parts. While the Q payload of a bucket
-// is on the wire, the next bucket is projected and its P sent. The order on each channel is that of
-// submission and never depends on timing.
+// own. One runs the jobs' first parts, the other their second parts. While the Q payload of a
+// bucket is on the wire, the next bucket is projected and its P sent. The order on each channel is
+// that of submission and never depends on timing.
 //
 // Nothing here can hang a process. A collective in flight cannot be interrupted. Workers that do
 // not end within the grace period are left behind with all that they use, and end by themselves at

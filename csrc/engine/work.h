@@ -11,8 +11,8 @@
 
 namespace powersgd {
 
-// The Work of a thread engine. wait, isCompleted, exception, getFuture and result behave as those of
-// ProcessGroupGloo. Its engine completes it exactly once, on any thread.
+// The Work of a thread engine. wait, isCompleted, exception, getFuture and result behave as those
+// of ProcessGroupGloo. Its engine completes it exactly once, on any thread.
 class WorkPowerSGD : public c10d::Work {
  public:
   WorkPowerSGD(int rank, std::vector<at::Tensor> tensors);
@@ -29,8 +29,8 @@ class WorkPowerSGD : public c10d::Work {
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// The Work of a stream engine. wait() makes the caller's stream wait and returns at once. The future
-// carries the device's events. The Work is completed once the device has ended the job.
+// The Work of a stream engine. wait() makes the caller's stream wait and returns at once. The
+// future carries the device's events. The Work is completed once the device has ended the job.
 class StreamWork : public c10d::Work {
  public:
   // Made while the stream that `done` was recorded on is current.

@@ -9,8 +9,8 @@ namespace powersgd {
 namespace {
 
 // DDP divides by the number of ranks, or in join(divide_by_initial_world_size=False) by the number
-// of ranks that still have inputs. It computes the divisor before a step's first bucket and gives it
-// to no hook, so this class reads the protected member.
+// of ranks that still have inputs. It computes the divisor before a step's first bucket and gives
+// it to no hook, so this class reads the protected member.
 class Divisor : public c10d::Reducer {
  public:
   static int of(const c10d::Reducer& reducer) { return reducer.*(&Divisor::div_factor_); }

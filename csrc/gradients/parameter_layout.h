@@ -5,9 +5,9 @@
 
 #include "powersgd/plan.h"
 
-// A parameter has two layouts: the sizes and strides that the user sees, and the [rows, cols] matrix
-// in a bucket's memory. They differ if a dense parameter is not contiguous, such as a channels_last
-// weight, because DDP copies its gradient in the parameter's own memory order.
+// A parameter has two layouts: the sizes and strides that the user sees, and the [rows, cols]
+// matrix in a bucket's memory. They differ if a dense parameter is not contiguous, such as a
+// channels_last weight, because DDP copies its gradient in the parameter's own memory order.
 namespace powersgd {
 
 ParameterShape memory_layout(const at::Tensor& parameter);

@@ -52,7 +52,7 @@ std::string name_of(const std::array<Name<Enum>, kCount>& names, Enum value) {
   return "unknown (" + std::to_string(static_cast<int32_t>(value)) + ")";
 }
 
-// The forms of values in messages.
+// Each overload returns the form of a value in messages.
 template <typename Number>
 Number shown(Number value) {
   return value;

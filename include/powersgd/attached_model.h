@@ -46,8 +46,8 @@ struct Outline {
 // each parameter, and the compressor of each bucket layout that has been used. The buckets are
 // DDP's, or the shards that FSDP2 has reduce-scattered.
 //
-// Contract: every rank attaches the same parameters with equal options, and reduces the same buckets
-// in the same order.
+// Contract: every rank attaches the same parameters with equal options, and reduces the same
+// buckets in the same order.
 //
 // Ownership: owned by the hook that is called with the buckets. Shares the session of its group.
 //

@@ -5,11 +5,9 @@
 
 namespace powersgd {
 
-// What the interpreter that embeds this library must know and do. There may be none.
-
 // Runs a body without the interpreter's lock. Whoever drops a backend may join its threads, and
-// Gloo's need Python's lock to drop a tensor that Python made: a destructor that held the lock would
-// wait for ever. The interpreter's bindings set how to do it.
+// Gloo's need Python's lock to drop a tensor that Python made: a destructor that held the lock
+// would wait for ever. The interpreter's bindings set how to do it.
 using RunUnlocked = void (*)(const std::function<void()>& body);
 void set_run_unlocked(RunUnlocked run);
 

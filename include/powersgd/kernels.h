@@ -19,30 +19,35 @@
 //   (the caller sums the Q payload over the ranks)
 //   reconstruct    G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm
 //
-// Where Q is sent in turn with P (the alternating mode), one stage stands for project and
-// back_project, and reads M but once:
+// In the alternating mode a step sends either P or Q. One stage then stands for project and
+// back_project, and reads M only once:
 //
 //   project_transposed   M = residual_scale * (memory - p_local q_warm) + G ; memory = M ;
 //                        q_local = p_hat^T M, also written to the Q payload
 //
+// memory holds M of the last step. The residual is memory less the product of the factors that this
+// rank sent, which the next step subtracts.
+//
 // Contract, the same for every implementation:
-//   - No allocation, no synchronisation, no state: pointers, sizes, and where to run.
-//   - Every reduction order is fixed by the shapes alone. orthogonalize and reconstruct, whose
-//     results must agree on all ranks, give the same bits on any instruction set of one device
-//     type.
+//   - A stage never allocates, never synchronizes and keeps no state. It gets pointers, sizes, and
+//     where to run.
+//   - The shapes alone fix every order of summation. orthogonalize and reconstruct give the same
+//     bits on any instruction set of one device type, because all ranks must agree on their
+//     results.
 //   - Products are accumulated in the factor dtype (float; double for double gradients).
-//   - project and project_transposed pack the raw segments, tell which matrices are active and
-//     count what is not finite, all in the P payload.
-//   - An element of M beyond the largest value of memory's dtype is stored as that value. Of a
-//     float16 memory the step is then counted as saturated: what is cut off is lost.
+//   - project and project_transposed pack the raw segments into the P payload. There they also
+//     write which matrices are active, and whether the gradient has non-finite elements.
+//   - An element of M beyond the largest value of memory's dtype is stored as that value. With a
+//     float16 memory the step then counts as saturated, because the excess is lost.
 //   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the
-//     last element of the P payload to 1. If the reduced count is not 0, or a reduced factor is not
-//     finite, reconstruct skips the step: G becomes NaN, memory is taken back to M - G, q_local and
-//     p_local become 0 (so that memory alone is the residual), q_warm stays.
-//   - A matrix whose gradient is zero on all ranks (the reduced element at active_offset is 0) is
-//     out of use: p_hat and q_warm stay, G, q_local and p_local become 0, so that what it is owed
-//     stays in memory. DDP drops the output of a parameter that no rank used.
-//   - p_local may be null, and q_warm to reconstruct: they are then not written.
+//     last element of the P payload to 1.
+//   - reconstruct skips the step if that element's sum is not 0, or if a reduced factor is not
+//     finite. G becomes NaN, memory becomes M - G again, and q_warm stays. q_local and p_local
+//     become 0, so that memory alone is the residual.
+//   - A matrix is out of use if its gradient is zero on all ranks: the reduced element at
+//     active_offset is 0. DDP drops the output of a parameter that no rank used. p_hat and q_warm
+//     stay. G, q_local and p_local become 0, so that memory alone is the residual.
+//   - p_local may be null, and so may reconstruct's q_warm: they are then not written.
 namespace powersgd::kernels {
 
 // One matrix of a bucket. Offsets count elements. Factors are of the factor dtype.
@@ -53,12 +58,12 @@ struct Matrix {
   int64_t gradient_offset;  // [rows, cols] in Bucket::gradient
   int64_t p_offset;         // [rows, rank] in Bucket::p_payload
   int64_t q_offset;         // [rank, cols] in Bucket::q_payload
-  void* memory;        // [rows, cols] residual dtype: M. Null: no error feedback, M is G itself
-  void* p_hat;         // [rows, rank]: orthonormal columns. 0 before the first step
-  void* q_local;       // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
-  void* q_warm;        // [rank, cols]: what the next project multiplies by (Q transposed)
-  uint64_t random_id;  // names the matrix to the random generator, the same on all ranks
-  int64_t active_offset = -1;  // in Bucket::p_payload: 1 if G has a non-zero element; -1: not told
+  void* memory;   // [rows, cols] residual dtype: M. Null: no error feedback, M is G itself
+  void* p_hat;    // [rows, rank]: orthonormal columns. 0 before the first step
+  void* q_local;  // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
+  void* q_warm;   // [rank, cols]: the factor that the next project multiplies by (Q transposed)
+  uint64_t random_id;          // names the matrix to the random generator, the same on all ranks
+  int64_t active_offset = -1;  // in Bucket::p_payload: 1 if G has a non-zero element; -1: nowhere
   void* p_local = nullptr;  // [rows, rank]: this rank's P of the last step, of project_transposed
 };
 
@@ -77,8 +82,8 @@ enum class TileKind : int32_t {
   kRawSegment,  // elements [col_begin, col_end) of a raw segment
 };
 
-// A unit of work of one block or thread: part of a matrix or of a raw segment. How an
-// implementation cuts its tiles is its own affair; the cut depends on the shapes alone.
+// A tile is the unit of work of one block or thread: part of a matrix or of a raw segment. Each
+// implementation cuts a bucket in its own way, by the shapes alone.
 struct Tile {
   TileKind kind;
   int32_t item;  // index of the matrix or raw segment
@@ -100,15 +105,15 @@ struct TileTable {
   int64_t largest_rank = 0;                          // of all matrices
 };
 
+// orthogonalize sets it, and reconstruct may raise it.
 struct Verdict {
-  int32_t
-      skipped;  // this step: 0 applied, 1 skipped. orthogonalize sets it, reconstruct may raise it
+  int32_t skipped;  // 1: this step is skipped; 0: it is applied
 };
 
-// A step counts once, whichever of an owner's buckets is the first to tell. Buckets that share a
-// count run one after the other.
+// A step counts once, even if several buckets of an owner report it. Buckets that share a count run
+// one after the other.
 struct StepCount {
-  uint64_t last;  // the last one, plus 1
+  uint64_t last;  // the last step that counted, plus 1
   uint64_t count;
 };
 
@@ -169,7 +174,8 @@ void reconstruct(const Bucket& bucket, const ParallelFor& parallel_for);
 
 namespace cuda {
 
-// A cudaStream_t and a cudaError_t, so that host code needs no CUDA header. 0 is cudaSuccess.
+// They stand for cudaStream_t and cudaError_t, so that host code needs no CUDA header. 0 is
+// cudaSuccess.
 using Stream = void*;
 using Status = int;
 

@@ -9,9 +9,9 @@ namespace powersgd {
 
 enum class DType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
-constexpr int64_t kMaxRank = 1024;  // of matrix_approximation_rank
+constexpr int64_t kMaxRank = 1024;  // The largest matrix_approximation_rank.
 
-// Which allreduces may be compressed. Everything else is forwarded, bit for bit.
+// The all-reduces that may be compressed. The inner backend gets all others unchanged.
 enum class Scope : int32_t {
   kBackward,  // attached buckets, and large flat tensors reduced while autograd runs backward
   kAttached,  // attached buckets only
@@ -21,6 +21,7 @@ enum class Scope : int32_t {
 
 // The configuration of one process group or one attached model. The names and defaults of the first
 // block are those of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState.
+// torch_powersgd.Options documents the fields. Each field has a row in option_table.h.
 struct Options {
   int64_t matrix_approximation_rank = 1;
   int64_t start_powerSGD_iter = 1000;
@@ -37,18 +38,19 @@ struct Options {
   std::optional<DType> wire_dtype;
   DType residual_dtype = DType::kFloat32;
   bool alternating = false;
-  int64_t check_every = 0;  // steps between comparisons of the replicas' state; 0: never
+  int64_t check_every = 0;
 };
 
 // Throws std::invalid_argument that names the first bad field, its value and what is allowed.
-// The one place where options are validated; every other layer may assume that they hold.
+// No other function validates options, and every other layer assumes that they are valid.
 void validate(const Options& options);
 
-// The reverse of the names that Python and the environment use: "backward", "attached", ...
+// Python and the environment use these names: "backward", "attached", ... A function that reads an
+// unknown name throws std::invalid_argument.
 Scope parse_scope(const std::string& name);
 std::string to_string(Scope scope);
 DType parse_dtype(const std::string& name);  // "float32", "float64", "bfloat16", "float16"
 std::string to_string(DType dtype);
-int64_t size_of(DType dtype);  // bytes
+int64_t size_of(DType dtype);  // In bytes.
 
 }  // namespace powersgd

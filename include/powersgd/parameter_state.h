@@ -12,7 +12,7 @@
 
 namespace powersgd {
 
-// What one parameter keeps from step to step.
+// The state that one parameter keeps from step to step.
 //
 // Purpose: the residual E and the warm start. The residual is E = M - p_hat q_local: `memory` holds
 // M, the gradient plus the residual of the last step, and the next project subtracts the product.

@@ -27,8 +27,8 @@ struct ParameterShape {
 // row.
 MatrixShape matrix_shape(const ParameterShape& shape);
 
-// The most nearly square matrix of `numel` elements. Fewer than `cols` elements do not fit: they are
-// the tail, which is sent raw.
+// The most nearly square matrix of `numel` elements. Fewer than `cols` elements do not fit: they
+// are the tail, which is sent raw.
 MatrixShape near_square_shape(int64_t numel);
 
 // The rank at which a matrix is compressed: min(rank, rows, cols).

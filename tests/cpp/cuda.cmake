@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# The kernel tests over the CUDA kernels: on the SIMT runtime always (it needs Boost.Context), and on
-# a GPU with -DPOWERSGD_CUDA=ON (it needs nvcc; without a GPU the tests are skipped).
+# The kernel tests of the CUDA kernels. They always run on the SIMT runtime, which needs
+# Boost.Context. With -DPOWERSGD_CUDA=ON they also run on a GPU. That needs nvcc, and without a GPU
+# the tests are skipped.
 
 option(POWERSGD_CUDA "Build and run the kernel tests on a GPU" OFF)
 
@@ -10,7 +11,7 @@ set(cuda_host "${ROOT}/csrc/kernels/cuda/tiles.cpp" "${ROOT}/csrc/plan/options.c
 
 find_library(POWERSGD_boost_context boost_context)
 if(POWERSGD_boost_context)
-  # One C++ file per .cu file: the same files may be CUDA sources besides.
+  # Each .cu file is included by a C++ file, because it may be a CUDA source as well.
   set(simt_sources "")
   foreach(kernel ${cuda_kernels})
     get_filename_component(name "${kernel}" NAME_WE)

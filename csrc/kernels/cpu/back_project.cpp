@@ -5,6 +5,7 @@
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/partial_q.h"
 #include "kernels/cpu/simd/convert.h"
+#include "kernels/cpu/stages.h"
 
 namespace powersgd::kernels::cpu {
 namespace {
@@ -73,7 +74,7 @@ struct BackProjectTile {
     }
   }
 
-  // What is not whole vectors, padded with zeros.
+  // Copies rows that are not whole vectors, padded with zeros.
   template <class Arch>
   POWERSGD_INLINE void copy_rows(const S* source, int64_t rows, int64_t cols, F* copy) const {
     std::fill_n(copy, kRows * kBlockStride, F{0});
@@ -104,7 +105,7 @@ void back_project_tile(Isa isa, const Bucket& bucket, const Tile& tile) {
   }
 }
 
-// q is 0 if the step is skipped, and of a matrix that is out of use: what it is owed stays owed.
+// q is 0 if the step is skipped or the matrix is out of use, so that its residual stays.
 template <class F>
 void sum_what_is_sent(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
   sum_strips<F>(isa, bucket, parallel_for, [&](const Matrix& matrix) {

@@ -8,8 +8,8 @@
 #include "kernels/cpu/simd/vector.h"
 #include "kernels/shared/numerics.h"
 
-// What is done once per matrix in a pass of Cholesky-QR: from the rank x rank Gram matrix of its
-// columns to the transform T that makes them orthonormal, P T = P_hat.
+// The part of a pass of Cholesky-QR that runs once per matrix. It takes the rank x rank Gram matrix
+// of the columns and makes the transform T that orthonormalizes them, P T = P_hat.
 //
 // Y. Yamamoto, Y. Nakatsukasa, Y. Yanagisawa, T. Fukaya, "Roundoff error analysis of the
 // CholeskyQR2 algorithm" (ETNA 44, 2015): one pass leaves an error of the unit roundoff times the

@@ -28,9 +28,9 @@ struct Source {
         residual_scale(static_cast<F>(bucket.residual_scale)) {}
 
   // G + residual_scale * memory. An element of G that is not finite counts as 0.
-  POWERSGD_INLINE V load_sum(int64_t offset, int64_t count, Met<Arch, F>& met) const {
+  POWERSGD_INLINE V load_sum(int64_t offset, int64_t count, ElementFlags<Arch, F>& seen) const {
     const V g = load_first<Arch>(gradient + offset, count);
-    met.look_at(g);
+    seen.examine(g);
     const V finite = finite_or_zero(g);
     if constexpr (!kFeedback) return finite;
     return residual_scale * load_first<Arch>(memory + offset, count) + finite;
@@ -38,13 +38,14 @@ struct Source {
 
   // Makes m what memory holds. Returns it as it was stored. The clamp keeps memory finite where m
   // is out of its range: an infinity would never leave it.
-  POWERSGD_INLINE V keep(int64_t offset, int64_t count, const V& m, Met<Arch, F>& met) const {
+  POWERSGD_INLINE V keep(int64_t offset, int64_t count, const V& m,
+                         ElementFlags<Arch, F>& seen) const {
     if constexpr (!kFeedback) return m;
-    met.template look_at_m<R>(m);
+    seen.template examine_m<R>(m);
     return store_first<Arch>(memory + offset, count, clamped_to<Arch, R>(m));
   }
 
-  POWERSGD_INLINE void ask_for(int64_t offset) const {
+  POWERSGD_INLINE void prefetch_both(int64_t offset) const {
     prefetch(gradient, offset);
     if constexpr (kFeedback) prefetch(memory, offset);
   }
@@ -63,9 +64,10 @@ struct FormRows {
 
   // m is [kRows, kBlockStride], the columns of the block padded with zeros to a multiple of kPad.
   template <class Arch>
-  POWERSGD_INLINE void form(const BandBlock& block, int64_t row, F* m, Met<Arch, F>& met) const {
+  POWERSGD_INLINE void form(const BandBlock& block, int64_t row, F* m,
+                            ElementFlags<Arch, F>& seen) const {
     if constexpr (kFeedback) multiply_last_step<Arch>(block, row, m);
-    combine<Arch>(block, row, m, met);
+    combine<Arch>(block, row, m, seen);
   }
 
   template <class Arch>
@@ -86,7 +88,8 @@ struct FormRows {
 
   // m, the product if there is one, becomes M.
   template <class Arch>
-  POWERSGD_INLINE void combine(const BandBlock& block, int64_t row, F* m, Met<Arch, F>& met) const {
+  POWERSGD_INLINE void combine(const BandBlock& block, int64_t row, F* m,
+                               ElementFlags<Arch, F>& seen) const {
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
     const Source<Arch, G, R, kFeedback> source(bucket, matrix);
     for (int64_t i = 0; i < rows; ++i) {
@@ -94,10 +97,10 @@ struct FormRows {
       const int64_t ahead = block.ahead(row + i, matrix.cols);
       F* target = m + i * kBlockStride;
       for_each_vector<Arch, F>(block.cols, [&](int64_t j, int64_t count) POWERSGD_INLINE_LAMBDA {
-        source.ask_for(ahead + j);
-        Vector<Arch, F> sum = source.load_sum(offset + j, count, met);
+        source.prefetch_both(ahead + j);
+        Vector<Arch, F> sum = source.load_sum(offset + j, count, seen);
         if constexpr (kFeedback) sum -= load<Arch>(target + j);
-        store<Arch>(target + j, source.keep(offset + j, count, sum, met));
+        store<Arch>(target + j, source.keep(offset + j, count, sum, seen));
       });
       const int64_t padded = round_up(block.cols, kLanes<Arch, F>);
       std::fill(target + padded, target + round_up(block.cols, kPad), F{0});

@@ -17,6 +17,7 @@
 
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/cholesky_qr.h"
+#include "kernels/cpu/stages.h"
 #include "kernels/shared/philox.h"
 
 namespace powersgd::kernels::cpu {

@@ -9,8 +9,8 @@
 #include "kernels/cpu/simd/convert.h"
 #include "kernels/shared/step_count.h"
 
-// What project and project_transposed put into the P payload beside their factors: raw segments,
-// activities and the non-finite count.
+// project and project_transposed put raw segments, activities and the non-finite count into the P
+// payload, beside their factors.
 namespace powersgd::kernels::cpu {
 
 // A raw segment travels as it is.
@@ -26,14 +26,14 @@ struct CopyRawTile {
   POWERSGD_INLINE void run() const {
     const G* gradient = elements<G>(bucket.gradient, raw.gradient_offset) + tile.col_begin;
     F* payload = elements<F>(bucket.p_payload, raw.p_offset) + tile.col_begin;
-    Met<Arch, F> met;
+    ElementFlags<Arch, F> seen;
     for_each_vector<Arch, F>(tile.col_end - tile.col_begin,
                              [&](int64_t j, int64_t count) POWERSGD_INLINE_LAMBDA {
                                const Vector<Arch, F> g = load_first<Arch>(gradient + j, count);
-                               met.look_at(g);
+                               seen.examine(g);
                                store_first<Arch>(payload + j, count, g);
                              });
-    flags_of(bucket, tile) = met.template flags<F>();
+    flags_of(bucket, tile) = seen.template flags<F>();
   }
 };
 

@@ -3,12 +3,13 @@
 // project_transposed: M = G + residual_scale * (memory - p_local q_warm), memory = M,
 // q_local = p_hat^T M, also written to the Q payload.
 //
-// What project and back_project do of a step that sends Q alone, but M is read once: a few rows of
-// a block of columns (bands.h) are formed in the L1 cache and added to the partial q (partial_q.h)
+// It is project and back_project of a step that sends Q alone, but reads M once: a few rows of a
+// block of columns (bands.h) are formed in the L1 cache and added to the partial q (partial_q.h)
 // from there.
 #include "kernels/cpu/form_m.h"
 #include "kernels/cpu/pack.h"
 #include "kernels/cpu/partial_q.h"
+#include "kernels/cpu/stages.h"
 
 namespace powersgd::kernels::cpu {
 namespace {
@@ -27,18 +28,18 @@ struct ProjectTransposedTile {
     PackedFactor<F> warm(matrix.q_warm, matrix.cols);
     const FormRows<G, R, kFeedback> rows{bucket, matrix, static_cast<const F*>(matrix.p_local),
                                          warm};
-    Met<Arch, F> met;
+    ElementFlags<Arch, F> seen;
     const Walk walk{tile.row_begin, tile.row_end, tile.col_begin, tile.col_end};
     for_each_block(matrix, walk, [&](const BandBlock& block) POWERSGD_INLINE_LAMBDA {
       for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
         alignas(64) F m[kRows * kBlockStride];
-        rows.template form<Arch>(block, row, m, met);
+        rows.template form<Arch>(block, row, m, seen);
         add_to_partial_q<Arch>(matrix, LoadBlock<F>{m}, row,
                                std::min<int64_t>(kRows, block.row_end - row), block.cols,
                                partial + matrix.rank * block.col);
       }
     });
-    flags_of(bucket, tile) = met.template flags<R>();
+    flags_of(bucket, tile) = seen.template flags<R>();
   }
 };
 

@@ -6,7 +6,7 @@
 //   2. G, block by block as in project, and the raw segments, which the reduction has already
 //      summed.
 //   3. q_warm.
-// A skipped step ends as if it had not been, but for the NaN in G that tell the caller.
+// A skipped step changes nothing except G, which is NaN and so tells the caller.
 //
 // All ranks must get the same bits: each element of G is a sum in the order of k, and the norms are
 // summed as factor_rows.h has it.
@@ -19,6 +19,7 @@
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/factor_rows.h"
 #include "kernels/cpu/simd/convert.h"
+#include "kernels/cpu/stages.h"
 #include "kernels/shared/step_count.h"
 
 namespace powersgd::kernels::cpu {
@@ -52,7 +53,7 @@ void update_warm_start(Isa isa, const Bucket& bucket, const ParallelFor& paralle
 }
 
 // Writes what multiply hands over to G.
-template <class G, bool kStream>
+template <class G, bool kNonTemporal>
 struct WriteRows {
   using F = ComputeOf<G>;
 
@@ -71,7 +72,7 @@ struct WriteRows {
       G converted[kWidth * kLane];
       store_all_as<Arch, false>(converted, product);
       std::copy_n(converted, cols - j, target);
-    } else if (kStream && aligned) {
+    } else if (kNonTemporal && aligned) {
       store_all_as<Arch, true>(target, product);
     } else {
       store_all_as<Arch, false>(target, product);
@@ -83,7 +84,7 @@ struct WriteRows {
 // counts.
 constexpr int64_t kReconstructElements = int64_t{1} << 18;
 
-template <class G, bool kStream>
+template <class G, bool kNonTemporal>
 struct ReconstructTile {
   using F = ComputeOf<G>;
 
@@ -102,7 +103,7 @@ struct ReconstructTile {
         write_rows<Arch>(block, row, q);
       }
     });
-    if (kStream) stream_fence<Arch>();
+    if (kNonTemporal) stream_fence<Arch>();
   }
 
   template <class Arch>
@@ -111,8 +112,8 @@ struct ReconstructTile {
     const int64_t cols = round_up(block.cols, kPad);
     const F* p_hat = static_cast<const F*>(matrix.p_hat) + row * matrix.rank;
     const int64_t offset = matrix.gradient_offset + row * matrix.cols + block.col;
-    const WriteRows<G, kStream> write{elements<G>(bucket.gradient, offset), matrix.cols, rows,
-                                      block.cols, block.index > 0 || lead == 0};
+    const WriteRows<G, kNonTemporal> write{elements<G>(bucket.gradient, offset), matrix.cols, rows,
+                                           block.cols, block.index > 0 || lead == 0};
     alignas(64) F sums[kRows * kBlockStride];
     alignas(64) F left[kRows * kPackedRank];
     for (int64_t k = 0; k == 0 || k < matrix.rank; k += kPackedRank) {
@@ -184,8 +185,8 @@ void skip_step(const Bucket& bucket, const ParallelFor& parallel_for) {
   for_each_matrix_and_raw_tile(bucket, kMatrixTiles, parallel_for, skip_matrix_tile, skip_raw_tile);
 }
 
-// What was sent of the matrices that are out of use, or of all, counts for nothing: memory alone is
-// the residual.
+// Zeroes the local factors of the matrices that are out of use, or of all matrices: memory alone is
+// then the residual.
 template <class F>
 void clear_sent(const Bucket& bucket, bool all) {
   for (int32_t i = 0; i < bucket.num_matrices; ++i) {

@@ -2,12 +2,12 @@
 //
 // back_project: q = p_hat^T M, into q_local and the Q payload.
 //
-// A tile is a strip of 128 columns by a range of rows. A lane takes four columns (or one, and
-// the strip is taken in four parts, where addresses do not allow vector accesses), and the warps
-// take the rows in turn, several at a time:
-//   1. p_hat's rows are brought to shared memory;
-//   2. rank x 4 sums per lane, 4 or 8 independent vector loads of M at a time;
-//   3. the warps' sums are added in shared memory, in the order of the warps.
+// A tile is a strip of 128 columns by a range of rows. A lane takes four columns. Where addresses
+// do not allow vector accesses it takes one, and the strip is taken in four parts. The warps take
+// the rows in turn, several at a time:
+//   1. The block copies p_hat's rows to shared memory.
+//   2. A lane adds up rank x 4 sums, with 4 or 8 independent vector loads of M at a time.
+//   3. The warps' sums are added in shared memory, in the order of the warps.
 // A skipped step sends zeros, and so does a matrix that no rank uses.
 // Where a strip has several row ranges, 3. writes to the workspace, and a second kernel adds the
 // ranges in their order.
@@ -20,8 +20,8 @@ namespace {
 
 constexpr int kStagedRows = 256;  // of p_hat, in shared memory at a time
 
-// Registers are traded for blocks in flight, and those for rows of M that a warp loads at a time:
-// 64 KB per multiprocessor or 32 are on their way.
+// Registers are traded for blocks in flight, and blocks for rows of M that a warp loads at a time.
+// That keeps 64 KB of loads in flight per multiprocessor at low ranks, and 32 KB at high ones.
 template <int R, typename F>
 constexpr int kBlocksPerProcessor = sizeof(F) == 8 ? 2
                                     : R <= 4       ? 4
@@ -42,7 +42,7 @@ __device__ __forceinline__ void keep_finite(F (&m)[W], bool is_gradient) {
   for (int j = 0; j < W; ++j) m[j] = is_finite(m[j]) ? m[j] : F{0};
 }
 
-// Phases 1 and 2 for columns [k0, k0 + R) of p_hat. S is how M is stored.
+// Phases 1 and 2 for columns [k0, k0 + R) of p_hat. S is the storage of M.
 template <int R, int W, typename S>
 __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& tile, const S* m_base,
                                            DType dtype, bool is_gradient, int64_t k0, int64_t col,
@@ -73,7 +73,7 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
       for (int i = 0; i < kBatch<R, W>; ++i) {
         // A row beyond the last repeats it; its factors in shared memory are 0.
         const int64_t offset = (begin + (row + i < rows ? row + i : rows - 1)) * matrix.cols;
-        load_columns<Access::kStream>(m_base + offset + col, dtype, m[i]);
+        load_columns<Access::kNonTemporal>(m_base + offset + col, dtype, m[i]);
       }
       POWERSGD_UNROLL
       for (int i = 0; i < kBatch<R, W>; ++i) {

@@ -6,14 +6,14 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/tiles.h"
 
-// Which of its kernels a stage runs.
+// Picks the kernels that a stage runs, by the ranks and dtypes of the bucket.
 
 namespace powersgd::kernels::cuda {
 
-constexpr int kPlainRanks = 4;  // ranks at a time in a kernel for any rank
+constexpr int kPlainRanks = 4;  // rows of a factor that a kernel of any rank takes at a time
 
-// on_rank(R), R a std::integral_constant: the first of kRanks, in rising order, that no rank of the
-// bucket is above, or 0.
+// Calls on_rank(R), R a std::integral_constant: the first of kRanks, in rising order, that no rank
+// of the bucket exceeds. R is 0 if there is none.
 template <int... kRanks, typename OnRank>
 Status with_rank(const Bucket& bucket, const OnRank& on_rank) {
   Status status = 0;
@@ -33,8 +33,8 @@ Status dispatch_rank(const Bucket& bucket, Stream stream) {
   });
 }
 
-// Of a stage that reads the gradient and the memory: Launch::run<R, kAnyRank, F, G, M>, for ranks
-// up to R or any rank, and how the factors, the gradient and the memory are stored.
+// Runs Launch::run<R, kAnyRank, F, G, M> of a stage that reads the gradient and memory. It serves
+// ranks up to R, or any rank. F, G and M say how the factors, the gradient and memory are stored.
 template <typename Launch>
 Status dispatch(const Bucket& bucket, Stream stream) {
   if (bucket.factor_dtype == DType::kFloat64)

@@ -12,9 +12,9 @@
 
 // Elements as memory holds them, and as the kernels compute with them.
 //
-// Storage is float, double, or uint16_t for both 16-bit types: which of the two is told at run time
-// by a DType, the same for a whole launch. That halves the number of kernels for two instructions
-// per element.
+// Storage is float, double, or uint16_t for both 16-bit types. A DType, the same for a whole
+// launch, says at run time which of the two it is. That halves the number of kernels, at the cost
+// of two instructions per element.
 
 namespace powersgd::kernels::cuda {
 
@@ -60,13 +60,14 @@ __device__ __forceinline__ Storage narrow(Factor<Storage> value, DType dtype) {
 __device__ __forceinline__ bool is_finite(float value) { return fabsf(value) <= FLT_MAX; }
 __device__ __forceinline__ bool is_finite(double value) { return fabs(value) <= DBL_MAX; }
 
-// For a test of any number of values at once: their zero_bits, or-ed together, are all_zero if
-// every one is zero, of either sign. NaN is not.
+// Any number of values are tested at once: their zero_bits, or-ed together, are all_zero if every
+// value is zero, of either sign. NaN is not zero.
 __device__ __forceinline__ uint32_t zero_bits(float value) { return float_bits(value); }
 __device__ __forceinline__ uint32_t zero_bits(double value) { return value == 0 ? 0 : 1; }
 __device__ __forceinline__ bool all_zero(uint32_t bits) { return (bits & 0x7FFFFFFFu) == 0; }
 
-// The largest finite value of a storage type: memory is kept below it, for an infinity would stay.
+// The largest finite value of a storage type. memory is kept within it, because an infinity would
+// stay there.
 template <typename Storage>
 __device__ __forceinline__ Factor<Storage> largest(DType dtype) {
   if constexpr (sizeof(Storage) == 8) return DBL_MAX;
@@ -80,7 +81,7 @@ __device__ __forceinline__ double clamp_to(double value, double limit) {
   return fmin(fmax(value, -limit), limit);
 }
 
-// Single elements of any type, for the paths that are rare.
+// Single elements of any type, on the rare paths.
 __device__ inline double load_any(const void* base, int64_t index, DType dtype) {
   switch (dtype) {
     case DType::kFloat64:
@@ -104,30 +105,32 @@ __device__ inline void store_any(void* base, int64_t index, double value, DType 
   }
 }
 
-// Pointers come out of tables, where the compiler cannot know that they point to global memory.
+// Promises the compiler that a pointer points to global memory. It cannot know that of a pointer
+// from a table.
 template <typename T>
 __device__ __forceinline__ T* global(T* pointer) {
   __builtin_assume(__isGlobal(pointer));
   return pointer;
 }
 
-// Whether what is accessed will be needed again soon, by this kernel or the next.
-enum class Access { kReuse, kStream };
+// Elements that this kernel or the next one needs again soon are accessed with kReuse, so that they
+// stay in the caches.
+enum class Access { kReuse, kNonTemporal };
 
 template <Access kAccess, typename Vector>
 __device__ __forceinline__ Vector load_vector(const void* address) {
   const Vector* vector = static_cast<const Vector*>(address);
-  if constexpr (kAccess == Access::kStream) return __ldcs(vector);
+  if constexpr (kAccess == Access::kNonTemporal) return __ldcs(vector);
   return *vector;
 }
 template <Access kAccess, typename Vector>
 __device__ __forceinline__ void store_vector(void* address, Vector value) {
   Vector* vector = static_cast<Vector*>(address);
   if constexpr (kAccess == Access::kReuse) *vector = value;
-  if constexpr (kAccess == Access::kStream) __stcs(vector, value);
+  if constexpr (kAccess == Access::kNonTemporal) __stcs(vector, value);
 }
 
-// A lane's columns: four neighbours, or one where vector accesses are not possible.
+// A lane's columns: four adjacent ones, or one where vector accesses are not possible.
 template <Access kAccess>
 __device__ __forceinline__ void load_stored(const float* address, float (&out)[4]) {
   const float4 v = load_vector<kAccess, float4>(address);

@@ -4,25 +4,25 @@
 #include "kernels/cuda/elements.cuh"
 #include "kernels/cuda/work.cuh"
 
-// M, the residual and the gradient, at four rows of a lane's columns: the one place that reads the
-// gradient and the memory, for project and project_transposed.
+// M, the sum of the residual and the gradient, at four rows of a lane's columns. This is the one
+// place where project and project_transposed read the gradient and memory.
 
 namespace powersgd::kernels::cuda {
 
 constexpr int kRows = kRowsPerWarp;
 
-// Four rows of a matrix: pointers to the first row, and to the tile's first column. F is the factor
-// type, G and M how the gradient and the memory are stored.
+// Four rows of a matrix, by pointers to the first row at the tile's first column. F is the factor
+// type. G and M say how the gradient and memory are stored.
 template <typename F, typename G, typename M>
 struct Rows {
   const G* gradient;
   M* memory;        // null: M is the gradient
-  const F* sent_p;  // what the last step sent is their product: the first row's
+  const F* sent_p;  // the first row; the last step sent the product sent_p sent_q
   const F* sent_q;
   int64_t cols;
   int rank;
   int count;  // rows that exist, of kRows
-  DType gradient_dtype, memory_dtype;
+  DType gradient_dtype, residual_dtype;
   F scale;
 
   // A row beyond the last repeats the first, and is not stored.
@@ -46,7 +46,7 @@ __device__ __forceinline__ bool replace_non_finite(F (&value)[W]) {
 template <int R, bool kExact, int W, typename F, typename G, typename M>
 __device__ __forceinline__ void subtract_last_step(const Rows<F, G, M>& rows, int k0, int col,
                                                    const F* p, F (&m)[kRows][W]) {
-  // Rolled up, for the compiler would load all of sent_q at once, for want of registers elsewhere.
+  // Not unrolled: otherwise the compiler loads all of sent_q at once and runs out of registers.
   constexpr int kAtOnce = R < 2 ? 1 : R <= 8 ? 2 : 4;
   const F* q_row = rows.sent_q + k0 * rows.cols + col;
   POWERSGD_NO_UNROLL
@@ -67,7 +67,7 @@ __device__ __forceinline__ void subtract_last_step(const Rows<F, G, M>& rows, in
   }
 }
 
-// The same for ranks above R, which do not fit into shared memory.
+// The same at ranks above R, whose factors do not fit into shared memory.
 template <int W, typename F, typename G, typename M>
 __device__ void subtract_high_rank(const Rows<F, G, M>& rows, int col, F (&m)[kRows][W]) {
   for (int k = 0; k < rows.rank; ++k) {
@@ -81,8 +81,9 @@ __device__ void subtract_high_rank(const Rows<F, G, M>& rows, int col, F (&m)[kR
   }
 }
 
+// Notes what the gradient's elements are like, and replaces the non-finite ones by 0.
 template <int W, typename F>
-__device__ __forceinline__ void look_at(F (&gradient)[kRows][W], Met* met) {
+__device__ __forceinline__ void examine_gradient(F (&gradient)[kRows][W], ElementFlags* flags) {
   uint32_t bits = 0;
   bool bad = false;
   POWERSGD_UNROLL
@@ -91,45 +92,46 @@ __device__ __forceinline__ void look_at(F (&gradient)[kRows][W], Met* met) {
     for (int j = 0; j < W; ++j) bits |= zero_bits(gradient[i][j]);
     bad = replace_non_finite(gradient[i]) || bad;
   }
-  if (!all_zero(bits)) met->non_zero = 1;
-  if (bad) met->non_finite = 1;
+  if (!all_zero(bits)) flags->non_zero = 1;
+  if (bad) flags->non_finite = 1;
 }
 
 template <int W, typename F>
-__device__ __forceinline__ void look_at_m(const F (&m)[kRows][W], F limit, Met* met) {
+__device__ __forceinline__ void examine_m(const F (&m)[kRows][W], F limit, ElementFlags* flags) {
   bool saturated = false;
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i) {
     POWERSGD_UNROLL
     for (int j = 0; j < W; ++j) saturated = saturated || fabsf(m[i][j]) > limit;
   }
-  if (saturated) met->saturated = 1;
+  if (saturated) flags->saturated = 1;
 }
 
-// Phases 1 and 2: M of kRows x W elements. kStore: whether M will be needed again soon.
+// Phases 1 and 2: M of kRows x W elements. kStore says whether M will be needed again soon.
 template <int R, bool kAnyRank, bool kExact, int W, Access kStore, typename F, typename G,
           typename M>
 __device__ __forceinline__ void form_m(const Rows<F, G, M>& rows, int col, const F* p,
-                                       F (&m)[kRows][W], Met* met) {
-  // Widened once the memory's loads are under way too, for to widen is to wait.
+                                       F (&m)[kRows][W], ElementFlags* flags) {
+  // Widened only after memory's loads are issued, because the conversion waits for the gradient.
   G stored[kRows][W];
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i)
-    load_stored<Access::kStream>(rows.gradient + rows.offset(i) + col, stored[i]);
+    load_stored<Access::kNonTemporal>(rows.gradient + rows.offset(i) + col, stored[i]);
   if (rows.memory == nullptr) {
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i) widen_columns(stored[i], rows.gradient_dtype, m[i]);
-    look_at(m, met);
+    examine_gradient(m, flags);
     return;
   }
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i)
-    load_columns<Access::kStream>(rows.memory + rows.offset(i) + col, rows.memory_dtype, m[i]);
+    load_columns<Access::kNonTemporal>(rows.memory + rows.offset(i) + col, rows.residual_dtype,
+                                       m[i]);
   F g[kRows][W];
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i) widen_columns(stored[i], rows.gradient_dtype, g[i]);
-  look_at(g, met);
-  // With the gradient added first, its registers are free for the factors.
+  examine_gradient(g, flags);
+  // The gradient is added first, so that its registers are free for the factors.
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i) {
     POWERSGD_UNROLL
@@ -139,24 +141,25 @@ __device__ __forceinline__ void form_m(const Rows<F, G, M>& rows, int col, const
     subtract_high_rank<W>(rows, col, m);
   else
     subtract_last_step<R, kExact, W>(rows, 0, col, p, m);
-  const F limit = largest<M>(rows.memory_dtype);
-  if (sizeof(M) == 2 && rows.memory_dtype == DType::kFloat16) look_at_m(m, limit, met);
+  const F limit = largest<M>(rows.residual_dtype);
+  if (sizeof(M) == 2 && rows.residual_dtype == DType::kFloat16) examine_m(m, limit, flags);
   POWERSGD_UNROLL
   for (int i = 0; i < kRows; ++i) {
     POWERSGD_UNROLL
     for (int j = 0; j < W; ++j)
-      m[i][j] = widen(narrow<M>(clamp_to(m[i][j], limit), rows.memory_dtype), rows.memory_dtype);
+      m[i][j] =
+          widen(narrow<M>(clamp_to(m[i][j], limit), rows.residual_dtype), rows.residual_dtype);
     if (i < rows.count)
-      store_columns<kStore>(rows.memory + rows.offset(i) + col, rows.memory_dtype, m[i]);
+      store_columns<kStore>(rows.memory + rows.offset(i) + col, rows.residual_dtype, m[i]);
   }
 }
 
-// M again, for the second and further R ranks of a high one: a lane reads what it wrote.
+// Loads M again for all but the first R rows of q_warm at a high rank. A lane reads what it wrote.
 template <int W, typename F, typename G, typename M>
 __device__ void reload_m(const Rows<F, G, M>& rows, int col, F (&m)[kRows][W]) {
   for (int i = 0; i < kRows; ++i) {
     if (rows.memory != nullptr) {
-      load_columns<Access::kReuse>(rows.memory + rows.offset(i) + col, rows.memory_dtype, m[i]);
+      load_columns<Access::kReuse>(rows.memory + rows.offset(i) + col, rows.residual_dtype, m[i]);
     } else {
       load_columns<Access::kReuse>(rows.gradient + rows.offset(i) + col, rows.gradient_dtype, m[i]);
       replace_non_finite(m[i]);

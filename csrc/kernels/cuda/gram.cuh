@@ -4,8 +4,8 @@
 #include "kernels/cuda/elements.cuh"
 #include "kernels/shared/numerics.h"
 
-// What both ways of orthogonalize.cu are made of: Gram matrices and their Cholesky factors, by one
-// block, in double. Every function is called by all threads of the block.
+// Gram matrices and their Cholesky factors, by one block, in double. Both ways of orthogonalize.cu
+// are made of them. All threads of the block call every function.
 
 namespace powersgd::kernels::cuda {
 
@@ -13,7 +13,7 @@ namespace powersgd::kernels::cuda {
 constexpr int64_t kGramBlock = 4;
 constexpr size_t kGramSharedBytes = sizeof(double) * kThreads * kGramBlock * kGramBlock;
 
-// The i-th element of a lower triangle: its row and column.
+// The row and column of the i-th element of a lower triangle.
 __device__ inline void locate_in_triangle(int64_t i, int64_t* row, int64_t* column) {
   *row = static_cast<int64_t>((sqrt(8.0 * static_cast<double>(i) + 1) - 1) / 2);
   while (triangle(*row + 1) <= i) ++*row;
@@ -114,15 +114,16 @@ __device__ void gram(const TallFactor<F>& x, int64_t begin, int64_t end, int64_t
     gram_blocks<kGramBlock>(x, begin, end, rank, map, out);
 }
 
-// What a Cholesky factorisation met.
+// The pivots that a Cholesky factorization found.
 struct Pivots {
   bool dead = false;  // a column that depends on those before it
   bool weak = false;  // a pivot that has lost too many of its digits
 };
 
 // The Cholesky factor L of a Gram matrix in place: a[i * rank + j], j <= i. inverse[j] becomes
-// 1 / L[j][j], or 0 for a dead column, which takes no further part. The trace decides in the first
-// pass (threshold = share * trace), a column's own square later (own_threshold).
+// 1 / L[j][j], or 0 if column j is dead; it then takes no further part. The first pass compares
+// pivots with the trace (threshold = share * trace), later ones with the column's own square
+// (own_threshold).
 __device__ inline Pivots cholesky(double* a, double* inverse, double* square, int64_t rank,
                                   double threshold, double own_threshold, double weak_pivot) {
   Pivots pivots;

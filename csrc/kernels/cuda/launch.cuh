@@ -27,8 +27,8 @@ namespace powersgd::kernels::cuda {
 // Every kernel calls this before it touches memory.
 __device__ __forceinline__ void begin_kernel() {
 #if POWERSGD_DEPENDENT_LAUNCH && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  // The next kernel may be placed as soon as every block of this one has been; it waits in turn
-  // until this one has ended, and so, since all blocks come by here, for all before it.
+  // The next kernel may be placed as soon as every block of this one has been. It waits in turn
+  // until this one has ended. All blocks come by here, so it thereby waits for all kernels before.
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -47,8 +47,8 @@ __device__ __forceinline__ void hide_from_optimizer([[maybe_unused]] int& value)
 #endif
 }
 
-// Only code compiled for Hopper waits in begin_kernel(). What counts is what it was compiled
-// for, not the device: code for an older one runs on a newer one.
+// Only code compiled for Hopper waits in begin_kernel(). The device does not decide: code for an
+// older one runs on a newer one.
 inline Status waits_for_predecessor(const void* kernel, bool* waits) {
   *waits = false;
 #if POWERSGD_DEPENDENT_LAUNCH

@@ -3,19 +3,18 @@
 // orthogonalize: p_hat = orth(P), by Cholesky-QR with a Gram matrix in double.
 //
 // 1. A first kernel computes the Gram matrix of each tile's rows.
-// 2. In a second kernel, every block learns from all tiles and from the count of non-finite
-// gradients
-//    whether the step is skipped. If not, every block of a matrix adds the tiles' Gram matrices in
-//    their order and factorises the sum, G = L L^T: a small matrix, cheaper to factorise again than
-//    to wait for.
-// 3. It then solves p_hat L^T = P for the rows of its tile, one row per thread at a time, in
-// double. If a column is dead or a pivot weak, the first block of the matrix goes the plain way
-// instead, and the others leave.
+// 2. In a second kernel, every block reads from all tiles and from the count of non-finite
+//    gradients whether the step is skipped. If not, every block of a matrix adds the tiles' Gram
+//    matrices in their order and factorizes the sum, G = L L^T. The matrix is small, and cheaper to
+//    factorize again than to wait for.
+// 3. The block then solves p_hat L^T = P for the rows of its tile, one row per thread at a time, in
+//    double. If a column is dead or a pivot weak, the first block of the matrix goes the plain way
+//    instead, and the others leave.
 //
 // Fukaya, Nakatsukasa, Yanagisawa, Yamamoto, "CholeskyQR2: a simple and communication-avoiding
 // algorithm" (ScalA 2014). A double Gram matrix of float columns leaves an error of 1e-16 times the
-// squared condition number: one pass does for condition numbers to 1e4, two beyond. Double
-// columns take two.
+// squared condition number. One pass is enough up to condition numbers of 1e4, and two beyond.
+// Double columns take two.
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/gram.cuh"
 #include "kernels/cuda/plain_orthogonalize.cuh"
@@ -23,7 +22,7 @@
 namespace powersgd::kernels::cuda {
 namespace {
 
-// Phase 1 for one tile. Returns whether it met anything that is not finite, to all threads.
+// Phase 1 for one tile. Returns to all threads whether any of it is not finite.
 template <typename F>
 __device__ bool gram_of_tile(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
   const TallFactor<F> p = p_of<F>(bucket, matrix);
@@ -52,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) gram_kernel(Bucket bucket, int64_t f
   if (threadIdx.x == 0) slot_pointer<int32_t>(bucket, 0)[blockIdx.x] = bad ? 1 : 0;
 }
 
-// Whether the step is skipped: no matrix of the bucket may then be touched.
+// Whether the step is skipped. No matrix of the bucket may then be touched.
 template <typename F>
 __device__ __forceinline__ bool skips(const Bucket& bucket, int64_t tiles) {
   // True for NaN as well.
@@ -63,7 +62,7 @@ __device__ __forceinline__ bool skips(const Bucket& bucket, int64_t tiles) {
 }
 
 // Phase 2. gram is [rank, rank] in shared memory, behind the first kThreads doubles. Returns the
-// trace. Threads that are left over by the elements share the tiles, as in gram_blocks.
+// trace. If there are more threads than elements, several share the tiles, as in gram_blocks.
 __device__ inline double sum_gram(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
                                   double* gram) {
   const int rank = static_cast<int>(matrix.rank);
@@ -109,8 +108,8 @@ __device__ __forceinline__ void solve_row(const double* factor, const double* re
   }
 }
 
-// The first `count` elements of a row, in turn. Their offsets are not kept in registers: there are
-// too many, and they are cheap to add up.
+// Visits the first `count` elements of a row in turn. Their offsets are too many to keep in
+// registers, and cheap to add up.
 template <int R, typename F, typename Visit>
 __device__ __forceinline__ void visit_row(const TallFactor<F>& factor, int64_t row, int count,
                                           const Visit& visit) {

@@ -4,8 +4,8 @@
 #include "kernels/cuda/gram.cuh"
 #include "kernels/shared/philox.h"
 
-// The plain way to orthogonalise: one block does all of a matrix, in up to three passes. For ranks
-// above kMaxFastRank, and for matrices whose columns are dependent or nearly so.
+// The plain way to orthogonalize: one block does all of a matrix, in up to three passes. It serves
+// ranks above kMaxFastRank, and matrices whose columns are dependent or nearly so.
 
 namespace powersgd::kernels::cuda {
 
@@ -15,7 +15,7 @@ struct PlainArrays {
   double* inverse;  // [rank, rank]: the transposed inverse of that, upper triangular
   double* reciprocal;
   double* square;
-  int32_t* map;   // position in the order of orthogonalisation -> column
+  int32_t* map;   // position in the order of orthogonalization -> column
   int32_t* next;  // the map of the next pass
 
   __device__ PlainArrays(double* base, int64_t rank)
@@ -42,8 +42,9 @@ __device__ inline void invert(const PlainArrays& arrays, int64_t rank) {
   __syncthreads();
 }
 
-// The random column that replaces a dead one, of about unit norm and another in each pass. What is
-// still dead in the last pass has no direction left to take (more columns than rows) and becomes 0.
+// An element of the random column that replaces a dead one, of about unit norm and another in each
+// pass. A column that is still dead in the last pass becomes 0: with more columns than rows, there
+// is no direction left.
 template <typename F>
 __device__ F replacement(const Bucket& bucket, const Matrix& matrix, int pass, int64_t column,
                          int64_t row) {
@@ -54,8 +55,8 @@ __device__ F replacement(const Bucket& bucket, const Matrix& matrix, int pass, i
                              replacement_number(column, pass), static_cast<uint64_t>(row)));
 }
 
-// p_hat = x times the inverse, columns in the order of the map; x may be p_hat, since the last
-// column in that order is the first to be written and needs all others.
+// p_hat = x times the inverse, columns in the order of the map. x may be p_hat: the last column in
+// that order needs all others, and is the first to be written.
 template <typename F>
 __device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const TallFactor<F>& x,
                               const PlainArrays& arrays, int pass) {
@@ -94,12 +95,11 @@ __device__ inline void reorder(PlainArrays* arrays, int64_t rank) {
   __syncthreads();
 }
 
-// 1. Gram matrix and its Cholesky factor. A pivot at or below a share of the trace means that the
-//    column depends on those before it: it is dead, and left out.
-// 2. The columns times the inverse factor; dead columns become random.
-// 3. Again while a column was dead or a pivot weak, dead columns last, so that they are made
-//    orthogonal to the live ones and not the reverse. "Twice is enough" (Parlett, citing Kahan);
-//    the third is for random columns that happen to be nearly dependent themselves.
+// 1. The block computes the Gram matrix and its Cholesky factor. A pivot at or below a share of the
+//    trace means that the column depends on those before it. It is dead, and left out.
+// 2. The columns are multiplied by the inverse factor. Dead columns become random.
+// 3. Both are repeated while a column was dead or a pivot weak (numerics.h). Dead columns come
+//    last, so that they are made orthogonal to the live ones and not the reverse.
 template <typename F>
 __device__ __attribute__((noinline)) void orthogonalize_plainly(const Bucket& bucket,
                                                                 const Matrix& matrix,

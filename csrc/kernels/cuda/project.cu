@@ -2,18 +2,17 @@
 //
 // project: M = residual_scale * (memory - p_hat q_local) + G, memory = M, P = M q_warm^T.
 //
-// The one pass that reads both the gradient and the memory. A tile is a range of rows, and of
-// columns where the matrix is very wide. A group of 1 to 8 warps takes four rows at a time and
-// splits their columns; a lane takes W columns at a time, four neighbours, or one where the
-// addresses do not allow vector accesses:
-//   1. load the gradient and the memory, 8 independent vector loads per lane;
-//   2. add the gradient, subtract p_hat q_local, store M;
-//   3. multiply with q_warm into 4 x rank sums in registers.
+// This pass reads both the gradient and memory. A tile is a range of rows, and of columns where the
+// matrix is very wide. A group of 1 to 8 warps takes four rows at a time and splits their columns.
+// A lane takes W columns at a time: four adjacent ones, or one where addresses do not allow vector
+// accesses. The group does this for all columns:
+//   1. It loads the gradient and memory, by 8 independent vector loads per lane.
+//   2. It adds the gradient, subtracts p_hat q_local and stores M.
+//   3. It multiplies M by q_warm into 4 x rank sums in registers.
 // When the columns are done:
-//   4. the sums are reduced over the lanes, then over the warps of the group through shared memory.
-// A second kernel adds the column ranges' partial sums, and the tiles' flags: whether they met a
-// non-finite element, a non-zero one, and one of M that memory cannot hold. P is computed from M as
-// memory holds it, rounded: error feedback then makes up for the rounding too.
+//   4. It adds the sums over the lanes, then over the warps of the group through shared memory.
+// A second kernel adds the column ranges' partial sums, and joins the tiles' flags. P is computed
+// from M as memory holds it, rounded. Error feedback then makes up for the rounding too.
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/form_m.cuh"
 #include "kernels/cuda/reduce.cuh"
@@ -27,7 +26,7 @@ constexpr int kBlocksPerProcessor = kAnyRank || R > 8 ? 1
                                     : R > 4           ? 2
                                                       : 3;
 
-// The work, then p_hat's rows and the sums, for each warp.
+// Shared memory holds the work, then p_hat's rows and the sums of each warp.
 template <int R, typename F>
 constexpr size_t kSharedBytes = sizeof(Work) + 2 * kWarps * kRows * R * sizeof(F);
 
@@ -52,7 +51,7 @@ struct Share {
         member(threadIdx.x / kWarpSize % group_warps) {}
 };
 
-// What a lane multiplies M with, from the tile's first column on.
+// The columns of a lane. q_warm points to the tile's first column.
 template <typename F>
 struct Columns {
   const F* q_warm;
@@ -79,7 +78,7 @@ __device__ __forceinline__ Rows<F, G, M> rows_of(const Bucket& bucket, const Wor
   rows.cols = matrix.cols;
   rows.rank = static_cast<int>(matrix.rank);
   rows.gradient_dtype = bucket.gradient_dtype;
-  rows.memory_dtype = bucket.residual_dtype;
+  rows.residual_dtype = bucket.residual_dtype;
   rows.scale = static_cast<F>(bucket.residual_scale);
   return rows;
 }
@@ -108,7 +107,8 @@ __device__ __forceinline__ void stage_p(const Rows<F, G, M>& rows, F* p) {
 // Phases 1 to 3 for columns [k0, k0 + R) of P.
 template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
 __device__ __forceinline__ void project_rows(Rows<F, G, M> rows, const Columns<F>& columns, int k0,
-                                             const F* p, Met* met, F (&sums)[kRows * R]) {
+                                             const F* p, ElementFlags* flags,
+                                             F (&sums)[kRows * R]) {
   int start = 0;
   POWERSGD_UNROLL
   for (int i = 0; i < kRows * R; ++i) sums[i] = 0;
@@ -118,7 +118,7 @@ __device__ __forceinline__ void project_rows(Rows<F, G, M> rows, const Columns<F
     hide_from_optimizer(rows.cols);
     hide_from_optimizer(start);
     if (!kAnyRank || k0 == 0)
-      form_m<R, kAnyRank, kExact, W, Access::kReuse>(rows, col, p + start, m, met);
+      form_m<R, kAnyRank, kExact, W, Access::kReuse>(rows, col, p + start, m, flags);
     else
       reload_m<W>(rows, col, m);
     const F* q_row = columns.q_warm + k0 * rows.cols + col;
@@ -142,7 +142,7 @@ template <int R, typename F>
 __device__ __forceinline__ void write_sums(const Bucket& bucket, const Work& work, int pass, int k0,
                                            F (&sums)[kRows * R], F* partial) {
   const Matrix& matrix = work.matrix;
-  const Share share(work.tile);  // again: not kept in registers since then
+  const Share share(work.tile);  // computed again rather than kept in registers
   const int warp = threadIdx.x / kWarpSize;
   reduce_lanes(sums);
   store_lane_sums(sums, partial + warp * kRows * R);
@@ -163,7 +163,7 @@ __device__ __forceinline__ void write_sums(const Bucket& bucket, const Work& wor
   __syncthreads();
 }
 
-// One tile: passes over its rows, each warp group with four of them.
+// One tile. In each pass over its rows, every group of warps takes four of them.
 struct ProjectTile {
   template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
   __device__ __forceinline__ static void run(const Bucket& bucket, Work* work) {
@@ -180,7 +180,7 @@ struct ProjectTile {
       if constexpr (!kAnyRank) stage_p<R>(rows, p);
       for (int k0 = 0; k0 < (kAnyRank ? rows.rank : 1); k0 += R) {
         F sums[kRows * R];
-        project_rows<R, kAnyRank, kExact, W>(rows, columns, k0, p, &work->met, sums);
+        project_rows<R, kAnyRank, kExact, W>(rows, columns, k0, p, &work->flags, sums);
         write_sums<R>(bucket, *work, pass, k0, sums, partial);
       }
     }
@@ -194,20 +194,21 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
   run_tile<R, kAnyRank, F, G, M, ProjectTile>(bucket, first_tile);
 }
 
-// Block 0: what concerns all tiles. The others: whether a matrix is active, or one row range of a
-// matrix that was projected in column ranges.
+// Block 0 joins the flags of all tiles. Each other block writes whether a matrix is active, or adds
+// one row range of a matrix that was projected in column ranges.
 template <typename F>
 __global__ void __launch_bounds__(kThreads)
     finish_kernel(Bucket bucket, int64_t tiles, int64_t first_tile) {
   begin_kernel();
   if (blockIdx.x == 0) {
-    tell_all<F>(bucket, tiles);
+    finish_step_flags<F>(bucket, tiles);
     return;
   }
   const Tile tile = bucket.tiles[first_tile + blockIdx.x - 1];
   const Matrix matrix = bucket.matrices[tile.item];
   if (tile.kind == TileKind::kActivity) {
-    tell<F>(bucket, kNonZero, tile.first_part, tile.first_part + tile.parts, matrix.active_offset);
+    write_flag<F>(bucket, kNonZero, tile.first_part, tile.first_part + tile.parts,
+                  matrix.active_offset);
     return;
   }
   const int64_t stride = slots(matrix.rows * matrix.rank * sizeof(F)) * (kSlotBytes / sizeof(F));
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = tile.row_begin * matrix.rank + threadIdx.x; i < tile.row_end * matrix.rank;
        i += kThreads) {
     F sum = 0;
-    for (int part = 0; part < tile.parts; ++part) sum += partial[part * stride + i];
+    for (int64_t part = 0; part < tile.parts; ++part) sum += partial[part * stride + i];
     p[i] = sum;
     if (matrix.p_local != nullptr) static_cast<F*>(matrix.p_local)[i] = sum;
   }

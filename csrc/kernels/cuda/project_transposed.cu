@@ -3,19 +3,19 @@
 // project_transposed: M = residual_scale * (memory - p_local q_warm) + G, memory = M,
 // q = p_hat^T M, into q_local and the Q payload.
 //
-// What project and back_project do together, in one pass over the gradient and the memory. A tile
-// is a strip of 128 columns by a range of rows, and a lane takes four columns (or one, and the
-// strip is taken in four parts, where addresses do not allow vector accesses). The tile's rows of
-// p_local and p_hat are brought to shared memory, then the warps take the rows in turn, four at a
-// time:
-//   1. load the gradient and the memory, 8 independent vector loads per lane;
-//   2. add the gradient, subtract p_local q_warm, store M;
-//   3. multiply with p_hat into rank x 4 sums in registers.
+// This does the work of project and back_project in one pass over the gradient and memory. A tile
+// is a strip of 128 columns by a range of rows. A lane takes four columns. Where addresses do not
+// allow vector accesses it takes one, and the strip is taken in four parts. The block copies the
+// tile's rows of p_local and p_hat to shared memory. Then the warps take the rows in turn, four at
+// a time:
+//   1. A warp loads the gradient and memory, by 8 independent vector loads per lane.
+//   2. It adds the gradient, subtracts p_local q_warm and stores M.
+//   3. It multiplies M by p_hat into rank x 4 sums in registers.
 // When the rows are done:
-//   4. the warps' sums are added in shared memory, in the order of the warps.
+//   4. The warps' sums are added in shared memory, in the order of the warps.
 // Where a strip has several row ranges, 4. writes to the workspace. A second kernel adds the ranges
-// in their order, and the tiles' flags: whether they met a non-finite element, and a non-zero one.
-// q is computed from M as memory holds it, rounded, as P is in project.
+// in their order, and joins the tiles' flags. q is computed from M as memory holds it, rounded, as
+// P is in project.
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/form_m.cuh"
 #include "kernels/cuda/strips.cuh"
@@ -34,20 +34,21 @@ constexpr int kBlocksPerProcessor = kAnyRank || R > 16 ? 1
                                     : R > 1            ? 3
                                                        : 4;
 
-// The work, then the staged rows; the warps' sums take their place.
+// Shared memory holds the work, then the staged rows. The warps' sums take their place.
 template <int R, typename F>
 constexpr size_t kSharedBytes =
     sizeof(Work) + sizeof(F) * std::max(2 * kStagedRows<R> * R, kReduceElements<R>);
 
-// Columns [k0, k0 + R) of a factor's rows [row, row + rows), times scale, as [R][kRows] for every
-// kRows rows, padded with zeros.
+// Copies columns [k0, k0 + R) of a factor's rows [row, row + rows), times scale, to shared memory.
+// Every kRows rows lie as [R][kRows], padded with zeros.
 template <int R, typename F>
 __device__ __forceinline__ void stage(const void* factor, int64_t rank, int64_t row, int rows,
                                       int k0, F scale, F* staged) {
   const F* const from = global(static_cast<const F*>(factor)) + row * rank + k0;
   const int padded = static_cast<int>(ceil_div(rows, kRows)) * kRows;
   int thread = threadIdx.x;
-  hide_from_optimizer(thread);  // where its elements lie is not kept in registers beside the sums
+  hide_from_optimizer(
+      thread);  // the sums need the registers that the elements' addresses would take
   for (int i = thread; i < padded * R; i += kThreads) {
     const int r = i / R, k = i % R;
     staged[(r / kRows * R + k) * kRows + r % kRows] =
@@ -62,7 +63,7 @@ __device__ __forceinline__ Rows<F, G, M> rows_at(const Bucket& bucket, const Wor
   const Matrix& matrix = work.matrix;
   const int64_t row = work.tile.row_begin + first;
   const int64_t offset = row * matrix.cols + work.tile.col_begin;
-  const bool feedback = matrix.memory != nullptr;  // without, there may be no p_local either
+  const bool feedback = matrix.memory != nullptr;  // without it p_local may be null too
   Rows<F, G, M> rows;
   rows.gradient = static_cast<const G*>(bucket.gradient) + matrix.gradient_offset + offset;
   rows.memory = global(feedback ? static_cast<M*>(matrix.memory) + offset : nullptr);
@@ -73,7 +74,7 @@ __device__ __forceinline__ Rows<F, G, M> rows_at(const Bucket& bucket, const Wor
   rows.rank = static_cast<int>(matrix.rank);
   rows.count = count;
   rows.gradient_dtype = bucket.gradient_dtype;
-  rows.memory_dtype = bucket.residual_dtype;
+  rows.residual_dtype = bucket.residual_dtype;
   rows.scale = static_cast<F>(bucket.residual_scale);
   return rows;
 }
@@ -111,8 +112,8 @@ __device__ __forceinline__ void accumulate(const Bucket& bucket, Work* work, int
       const Rows<F, G, M> four = rows_at<F, G, M>(bucket, *work, begin + first, count);
       F m[kRows][W];
       if (!kAnyRank || k0 == 0)
-        form_m<R, kAnyRank, kExact, W, kAnyRank ? Access::kReuse : Access::kStream>(
-            four, col, sent_p + first * R, m, &work->met);
+        form_m<R, kAnyRank, kExact, W, kAnyRank ? Access::kReuse : Access::kNonTemporal>(
+            four, col, sent_p + first * R, m, &work->flags);
       else
         reload_m<W>(four, col, m);
       POWERSGD_UNROLL
@@ -155,14 +156,14 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
   run_tile<R, kAnyRank, F, G, M, ProjectTransposedTile>(bucket, first_tile);
 }
 
-// Block 0: what concerns all tiles. The others: every ranks-th row of q in a strip that has several
-// row ranges, or whether a matrix is active.
+// Block 0 joins the flags of all tiles. Each other block adds every ranks-th row of q in a strip
+// that has several row ranges, or writes whether a matrix is active.
 template <typename F>
 __global__ void __launch_bounds__(kThreads)
     finish_transposed_kernel(Bucket bucket, int64_t tiles, int64_t first_tile, int ranks) {
   begin_kernel();
   if (blockIdx.x == 0) {
-    tell_all<F>(bucket, tiles);
+    finish_step_flags<F>(bucket, tiles);
     return;
   }
   const Tile tile = bucket.tiles[first_tile + (blockIdx.x - 1) / ranks];
@@ -171,7 +172,8 @@ __global__ void __launch_bounds__(kThreads)
   if (tile.kind == TileKind::kSum)
     sum_row_ranges<F>(bucket, matrix, tile, first, ranks);
   else if (first == 0)
-    tell<F>(bucket, kNonZero, tile.first_part, tile.first_part + tile.parts, matrix.active_offset);
+    write_flag<F>(bucket, kNonZero, tile.first_part, tile.first_part + tile.parts,
+                  matrix.active_offset);
 }
 
 struct LaunchProjectTransposed {

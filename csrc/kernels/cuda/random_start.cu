@@ -7,7 +7,7 @@
 namespace powersgd::kernels::cuda {
 namespace {
 
-// A tile is a strip of columns of all rows of q_warm.
+// A tile is a strip of columns, over all rows of q_warm.
 template <typename F>
 __global__ void __launch_bounds__(kThreads) random_start_kernel(Bucket bucket, int64_t first_tile) {
   begin_kernel();

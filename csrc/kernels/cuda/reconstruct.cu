@@ -2,15 +2,15 @@
 //
 // reconstruct: G = output_scale * p_hat Q, and q_warm = the rows of Q at unit norm.
 //
-// 1. A first kernel looks for non-finite elements of Q and completes the verdict: all of it must be
+// 1. A first kernel looks for non-finite elements of Q and completes the verdict, which must be
 //    known before any gradient is overwritten.
-// 2. A second kernel's blocks each take one of
-//    - a row of Q: its norm in double, then the row of q_warm;
-//    - a strip of 128 columns by a range of rows of a gradient. p_hat's rows are brought to shared
-//      memory; up to rank 8 a lane holds four columns of Q in registers, above it reads them anew
-//      for every eight rows;
-//    - a part of a raw segment.
-//    If the step is skipped, the gradients become NaN, and memory and the factors are taken back.
+// 2. A second kernel's blocks each take one of three kinds of tiles:
+//    - A row of Q: the block computes its norm in double, then the row of q_warm.
+//    - A strip of 128 columns by a range of rows of a gradient. The block copies p_hat's rows to
+//      shared memory. Up to rank 8 a lane holds four columns of Q in registers. Above, it loads
+//      them again for every eight rows.
+//    - A part of a raw segment.
+//    If the step is skipped, the gradients become NaN, and memory and the factors are as before.
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/elements.cuh"
 #include "kernels/cuda/reduce.cuh"
@@ -19,8 +19,8 @@
 namespace powersgd::kernels::cuda {
 namespace {
 
-constexpr int kAnyRank = 0;      // in place of R: ranks above 8, as with_rank has it
-constexpr int kRowsAnyRank = 8;  // that a warp takes at a time there
+constexpr int kAnyRank = 0;      // with_rank's R for ranks above 8
+constexpr int kRowsAnyRank = 8;  // that a warp takes at a time
 
 // Rows and columns of p_hat in shared memory at a time. At any rank they are transposed, so that a
 // warp finds its rows side by side, and spread over the banks.
@@ -47,7 +47,8 @@ __global__ void __launch_bounds__(kThreads) check_kernel(Bucket bucket, int64_t 
   if (__syncthreads_or(bad) && threadIdx.x == 0) atomicOr(&bucket.verdict->skipped, 1);
 }
 
-// What was sent counts for nothing: memory alone is the residual. By the block of one row of Q.
+// Nothing that was sent counts, and memory alone is the residual. The block of one row of Q does
+// it.
 template <typename F>
 __device__ void clear_sent(const Matrix& matrix, int64_t k) {
   const auto clear = [k](void* factor, int64_t count) {
@@ -96,9 +97,9 @@ __device__ void unpack_raw(const Bucket& bucket, const Tile& tile, bool skip) {
               bucket.gradient_dtype);
 }
 
-// memory = M - G and G = NaN.
+// memory = M - G and G = NaN, as the step is skipped.
 template <typename F>
-__device__ void take_back(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
+__device__ void skip_tile(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
   const int64_t width = tile.col_end - tile.col_begin;
   for (int64_t i = threadIdx.x; i < (tile.row_end - tile.row_begin) * width; i += kThreads) {
     const int64_t index = (tile.row_begin + i / width) * matrix.cols + tile.col_begin + i % width;
@@ -127,8 +128,8 @@ __device__ __forceinline__ void stage_p(const Bucket& bucket, const Matrix& matr
   }
 }
 
-// W columns of Q. Its rows may be off their alignment, by an odd width of the matrix before, where
-// the gradient's are not.
+// Loads W columns of Q. The gradient's rows may be aligned where those of Q are not, after a matrix
+// of odd width.
 template <int W, typename F>
 __device__ __forceinline__ void load_q(const F* address, bool aligned, F (&out)[W]) {
   if (aligned) {
@@ -139,7 +140,7 @@ __device__ __forceinline__ void load_q(const F* address, bool aligned, F (&out)[
   }
 }
 
-// A tile at rank <= R: Q in registers.
+// A tile at rank <= R, with Q in registers.
 template <int R, int W, typename G>
 __device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const Matrix& matrix,
                                                      const Tile& tile, int64_t begin_col,
@@ -172,13 +173,13 @@ __device__ __forceinline__ void reconstruct_low_rank(const Bucket& bucket, const
         POWERSGD_UNROLL
         for (int j = 0; j < W; ++j) sum[j] += p * factor[k][j];
       }
-      store_columns<Access::kStream>(gradient + (begin + row) * matrix.cols + col,
-                                     bucket.gradient_dtype, sum);
+      store_columns<Access::kNonTemporal>(gradient + (begin + row) * matrix.cols + col,
+                                          bucket.gradient_dtype, sum);
     }
   }
 }
 
-// The same at any rank: sums of eight rows in registers, the rank in parts.
+// A tile at any rank, with the sums of eight rows in registers. The rank is taken in parts.
 template <int W, typename G>
 __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const Matrix& matrix,
                                                      const Tile& tile, int64_t begin_col,
@@ -205,7 +206,7 @@ __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const
       const F* q_row = q + k0 * matrix.cols + col;
       POWERSGD_UNROLL_4
       for (int k = 0; k < (ranks + 3) / 4 * 4; ++k) {
-        // Beyond the rank p is 0: any row of Q does, and no branch keeps the loads apart.
+        // Beyond the rank p is 0 and any row of Q will do, so no branch keeps the loads apart.
         F factor[W];
         load_q(q_row, q_aligned, factor);
         q_row += k + 1 < ranks ? matrix.cols : 0;
@@ -221,8 +222,8 @@ __device__ __forceinline__ void reconstruct_any_rank(const Bucket& bucket, const
     POWERSGD_UNROLL
     for (int i = 0; i < kRowsAnyRank; ++i) {
       if (first + i < rows)
-        store_columns<Access::kStream>(gradient + (begin + first + i) * matrix.cols + col,
-                                       bucket.gradient_dtype, sum[i]);
+        store_columns<Access::kNonTemporal>(gradient + (begin + first + i) * matrix.cols + col,
+                                            bucket.gradient_dtype, sum[i]);
     }
   }
 }
@@ -257,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, R == kAnyRank ? 2 : 4)
     return;
   }
   if (skip) {
-    take_back<F>(bucket, matrix, tile);
+    skip_tile<F>(bucket, matrix, tile);
     return;
   }
   G* const gradient = static_cast<G*>(bucket.gradient) + matrix.gradient_offset;

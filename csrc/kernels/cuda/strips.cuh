@@ -3,8 +3,8 @@
 
 #include "kernels/cuda/elements.cuh"
 
-// What back_project and project_transposed do alike once a strip's rows are multiplied: the sums of
-// the lanes become rows of q, in q_local and the Q payload, or a row range's partial of them.
+// The end of a strip in back_project and project_transposed. The sums of the lanes become rows of
+// q, in q_local and the Q payload, or partial results of them.
 
 namespace powersgd::kernels::cuda {
 
@@ -15,8 +15,8 @@ constexpr int kRanksAtOnce = R < 8 ? R : 8;  // of reduce_warps
 template <int R>
 constexpr int kReduceElements = kWarps * kRanksAtOnce<R> * kStrip;
 
-// The warps' sums are added in shared memory, in the order of the warps. Calls write(k, column of
-// the strip, sum) once for each.
+// Adds the warps' sums in shared memory, in the order of the warps. Calls write(k, column of the
+// strip, sum) once for each sum.
 template <int R, int W, typename F, typename Write>
 __device__ __forceinline__ void reduce_warps(const F (&sums)[R][W], F* shared, const Write& write) {
   constexpr int kRanks = kRanksAtOnce<R>;
@@ -40,8 +40,8 @@ __device__ __forceinline__ void reduce_warps(const F (&sums)[R][W], F* shared, c
   }
 }
 
-// Rows [k0, k0 + R) of q at columns [begin, begin + 32 W) of a tile. Called by all threads of the
-// block.
+// Writes rows [k0, k0 + R) of q at columns [begin, begin + 32 W) of a tile. All threads of the
+// block call it.
 template <int R, int W, typename F>
 __device__ __forceinline__ void write_q(const Bucket& bucket, const Matrix& matrix,
                                         const Tile& tile, int64_t begin, int64_t k0,
@@ -62,7 +62,8 @@ __device__ __forceinline__ void write_q(const Bucket& bucket, const Matrix& matr
   });
 }
 
-// The sum of the partial q of a strip's row ranges: every ranks-th row of q from `first`. Two groups of threads take every other range. Shared memory: [kStrip].
+// Adds the partial q of a strip's row ranges, for every ranks-th row of q from `first`. Two groups
+// of threads take every other range. Shared memory is [kStrip].
 template <typename F>
 __device__ __forceinline__ void sum_row_ranges(const Bucket& bucket, const Matrix& matrix,
                                                const Tile& tile, int first, int ranks) {

@@ -7,8 +7,8 @@
 namespace powersgd::kernels::cuda {
 namespace {
 
-// Elements per tile. Small buckets need many blocks to fill the device evenly, large ones blocks
-// that are worth their start: about so many blocks, within limits.
+// Elements per tile. A small bucket needs many blocks to fill the device evenly, a large one needs
+// blocks that are worth their start. So there are about `blocks` tiles, within limits.
 int64_t target_elements(const std::vector<Matrix>& matrices, int64_t blocks, int64_t smallest,
                         int64_t largest) {
   int64_t total = 0;
@@ -49,7 +49,7 @@ class Builder {
   }
 
  private:
-  // The parts of the new tile are the caller's to set.
+  // The caller sets the parts of the new tile.
   Tile& add(int list, TileKind kind, int32_t item, int64_t slot, Range rows, Range cols) {
     std::vector<Tile>& tiles = lists_[static_cast<size_t>(list)];
     tiles.push_back(
@@ -57,7 +57,8 @@ class Builder {
     return tiles.back();
   }
 
-  // Whether the matrix is active: its tiles are those of `tiles` from `first` on.
+  // The tile that writes whether the matrix is active. Its parts are the tiles of list `tiles` from
+  // `first` on.
   void add_activity(int sums, int tiles, int32_t item, int64_t first) {
     if (matrices_[static_cast<size_t>(item)].active_offset < 0) return;
     Tile& tile = add(sums, TileKind::kActivity, item, 0, {}, {});
@@ -109,8 +110,8 @@ class Builder {
     add_activity(kProjectSums, kProjectTiles, item, first_tile);
   }
 
-  // A split matrix's partial P of column range c is at slot + c * slots(rows * rank). Before them
-  // lies one word per project tile: what it met among the gradient's elements.
+  // The partial P of a split matrix's column range c is at slot + c * slots(rows * rank). One word
+  // of flags per project tile lies before them.
   void place_project_partials() {
     take(slots(count(kProjectTiles) * int64_t{sizeof(int32_t)}));
     std::vector<int64_t> base(matrices_.size(), 0);
@@ -129,8 +130,8 @@ class Builder {
     end_stage();
   }
 
-  // First a flag per tile, then for each matrix the arrays of the plain way and its tiles' Gram
-  // matrices.
+  // A flag per tile comes first. Each matrix then has the arrays of the plain way, and its tiles'
+  // Gram matrices.
   void add_orthogonalize() {
     int64_t tiles = 0;
     for (const Matrix& matrix : matrices_)
@@ -156,7 +157,7 @@ class Builder {
       add(kStrips, TileKind::kMatrix, item, 0, {0, matrix.rank}, strip_at(matrix, col));
   }
 
-  // Three times as much is read and written as in back_project: shorter ranges do.
+  // A tile reads and writes three times as much as in back_project, so shorter ranges are enough.
   void add_project_transposed(int32_t item) {
     const Matrix& matrix = matrices_[static_cast<size_t>(item)];
     const int64_t target = target_elements(matrices_, 4096, 8192, 32768) / kStrip;
@@ -170,12 +171,13 @@ class Builder {
   // slot(s) + g * slots(rank * kStrip).
   void add_strips(int tiles, int sums, int32_t item, int64_t wanted) {
     const Matrix& matrix = matrices_[static_cast<size_t>(item)];
-    // Long ranges, for their sums to be a small part of what is read, but several hundred tiles.
+    // Ranges are long, so that reading their sums costs little, but there are several hundred
+    // tiles.
     const int64_t longest = round_up(target_elements(matrices_, 512, 16384, 1 << 20) / kStrip, 32);
-    // One thread adds a column's ranges: not too many.
+    // One thread adds a column's ranges, so there are at most 128.
     const int64_t rows =
         round_up(std::max(std::min(wanted, longest), ceil_div(matrix.rows, 128)), 32);
-    // A matrix without rows has one range, to write its q: zeros.
+    // A matrix without rows has one range, whose tiles write zeros to its q.
     const int64_t ranges = std::max<int64_t>(1, ceil_div(matrix.rows, rows));
     const int64_t strips = ceil_div(matrix.cols, kStrip);
     const int64_t partial = slots(matrix.rank * kStrip * factor_bytes_);
@@ -192,7 +194,7 @@ class Builder {
           .parts = static_cast<int32_t>(ranges);
   }
 
-  // Before the partial q lies, as in project, one word per tile.
+  // One word of flags per tile lies before the partial q, as in project.
   void place_project_transposed_partials() {
     const int64_t flags = slots(count(kProjectTransposedTiles) * int64_t{sizeof(int32_t)});
     take(flags);
@@ -203,7 +205,7 @@ class Builder {
   }
 
   void add_reconstruct() {
-    // The rows of Q first: they take longest to start and move the least.
+    // The rows of Q come first, because they take longest to start and move the least.
     for (size_t i = 0; i < matrices_.size(); ++i) {
       for (int64_t k = 0; k < matrices_[i].rank; ++k)
         add(kReconstructTiles, TileKind::kFactorRow, static_cast<int32_t>(i), 0, {k, k + 1},

@@ -7,8 +7,8 @@
 #include "kernels/shared/layout.h"
 #include "powersgd/kernels.h"
 
-// How a bucket is cut into tiles, one per thread block: what make_tiles and the kernels must agree
-// on. Everything here depends on the shapes alone, and so does every order of summation.
+// The cut of a bucket into tiles, one per thread block, on which make_tiles and the kernels must
+// agree. Everything here depends on the shapes alone, and so does every order of summation.
 
 namespace powersgd::kernels::cuda {
 
@@ -18,7 +18,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 
 constexpr int kStrip = 128;               // columns that a warp takes at a time, 4 per lane
 constexpr int kRowsPerWarp = 4;           // rows of M that a warp forms at a time
-constexpr int64_t kSplitColumns = 16384;  // wider matrices are projected in column ranges of this
+constexpr int64_t kSplitColumns = 16384;  // project takes wider matrices in ranges of so many
 constexpr int64_t kMaxFastRank = 32;      // above, plain loops
 
 // The lists of a TileTable. Only those that say so hold another kind than kMatrix.
@@ -35,22 +35,23 @@ enum TileList : int {
 };
 static_assert(kProjectTransposedSums < kTileLists, "the interface has room for all lists");
 
-// Project: how many warps share a row group: fewer rows at a time make finer tiles, as long as each
-// warp has a strip to itself.
+// The warps that share a group of rows in project. Fewer rows at a time make finer tiles, as long
+// as each warp has a strip to itself.
 POWERSGD_HOST_DEVICE inline int warps_per_group(int64_t cols) {
   return cols >= 8 * kStrip ? 8 : cols >= 4 * kStrip ? 4 : cols >= 2 * kStrip ? 2 : 1;
 }
 
-// Orthogonalize: the rows of a tile. A matrix of high rank is one tile, since it takes the plain
-// way.
+// The rows of a tile of orthogonalize. A matrix of high rank takes the plain way, and so is one
+// tile.
 POWERSGD_HOST_DEVICE inline int64_t orthogonalize_rows(int64_t rows, int64_t rank) {
   return rank > kMaxFastRank ? (rows > 0 ? rows : 1) : 1024;
 }
 
 POWERSGD_HOST_DEVICE inline int64_t triangle(int64_t rank) { return rank * (rank + 1) / 2; }
 
-// Orthogonalize: the lower triangle of a tile's Gram matrix. The plain way's arrays, which lie
-// before the first tile's slot: Gram matrix, inverse, four numbers per column.
+// The workspace of orthogonalize: the lower triangle of a tile's Gram matrix, and the arrays of the
+// plain way, which lie before a matrix's first tile. Those are the Gram matrix, its inverse, and
+// four numbers per column.
 POWERSGD_HOST_DEVICE inline int64_t gram_slots(int64_t rank) {
   return slots(triangle(rank) * int64_t{sizeof(double)});
 }

@@ -4,31 +4,32 @@
 #include "kernels/cuda/elements.cuh"
 #include "kernels/shared/step_count.h"
 
-// What the blocks of project and project_transposed do alike: take up a tile, pack raw segments,
-// note what they meet among the gradient's elements, and tell it in the P payload.
+// The work that blocks of project and project_transposed share: they read their tile, pack raw
+// segments, note what the gradient's elements are like, and write that to the P payload.
 
 namespace powersgd::kernels::cuda {
 
-// What a block has met among its elements of the gradient and of M, in shared memory: registers are
-// scarce. Set by whoever meets such an element, all to the same.
-struct Met {
+// Whether a block has found such elements in its part of the gradient, or of M where memory cannot
+// hold them. It lies in shared memory, because registers are scarce. Any thread may set a flag to
+// 1.
+struct ElementFlags {
   int non_finite, non_zero, saturated;
 };
 
-// What a block works on, at the start of shared memory.
+// The tile of a block, at the start of shared memory.
 struct alignas(16) Work {
   Tile tile;
-  Matrix matrix;  // of the tile, unless that is of a raw segment
-  Met met;
+  Matrix matrix;  // that the tile is a part of, unless it is one of a raw segment
+  ElementFlags flags;
 };
 
-// Called by all threads of the block, and so is end_work().
+// All threads of the block call this, and end_work().
 __device__ __forceinline__ Work* begin_work(const Bucket& bucket, int64_t first_tile) {
   Work* const work = reinterpret_cast<Work*>(shared_memory());
   if (threadIdx.x == 0) {
     work->tile = bucket.tiles[first_tile + blockIdx.x];
     if (work->tile.kind != TileKind::kRawSegment) work->matrix = bucket.matrices[work->tile.item];
-    work->met = {0, 0, 0};
+    work->flags = {0, 0, 0};
   }
   __syncthreads();
   return work;
@@ -37,9 +38,9 @@ __device__ __forceinline__ Work* begin_work(const Bucket& bucket, int64_t first_
 __device__ __forceinline__ void end_work(const Bucket& bucket, const Work* work) {
   __syncthreads();
   if (threadIdx.x == 0)
-    slot_pointer<int32_t>(bucket, 0)[blockIdx.x] = (work->met.non_finite ? kNonFinite : 0) |
-                                                   (work->met.non_zero ? kNonZero : 0) |
-                                                   (work->met.saturated ? kSaturated : 0);
+    slot_pointer<int32_t>(bucket, 0)[blockIdx.x] = (work->flags.non_finite ? kNonFinite : 0) |
+                                                   (work->flags.non_zero ? kNonZero : 0) |
+                                                   (work->flags.saturated ? kSaturated : 0);
 }
 
 // Packs a part of a raw segment into the P payload.
@@ -53,12 +54,12 @@ __device__ void pack_raw(const Bucket& bucket, Work* work) {
     const F value = widen(from[i], bucket.gradient_dtype);
     const bool finite = is_finite(value);
     to[i] = finite ? value : F{0};
-    if (!finite) work->met.non_finite = 1;
+    if (!finite) work->flags.non_finite = 1;
   }
 }
 
-// A block's share of a launch over raw segments and matrices: OnMatrix::run for the latter, for any
-// rank up to R or just R, by vector accesses where the addresses allow them.
+// A block's share of a launch over raw segments and matrices. OnMatrix::run does those of matrices,
+// at any rank up to R or exactly R, by vector accesses where the addresses allow them.
 template <int R, bool kAnyRank, typename F, typename G, typename M, typename OnMatrix>
 __device__ __forceinline__ void run_tile(const Bucket& bucket, int64_t first_tile) {
   Work* const work = begin_work(bucket, first_tile);
@@ -81,26 +82,28 @@ __device__ __forceinline__ void run_tile(const Bucket& bucket, int64_t first_til
   end_work(bucket, work);
 }
 
-// Whether a flag is up in any of the tiles [begin, end). Called by all threads of the block.
-__device__ inline bool any_has(const Bucket& bucket, int flag, int64_t begin, int64_t end) {
+// Whether a flag is up in any of the tiles [begin, end). All threads of the block call it.
+__device__ inline bool any_tile_has(const Bucket& bucket, int flag, int64_t begin, int64_t end) {
   const int32_t* flags = slot_pointer<int32_t>(bucket, 0);
   int seen = 0;
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) seen |= flags[i];
   return __syncthreads_or(seen & flag) != 0;
 }
 
-// The same, as the payload tells it.
+// Writes that as 0 or 1 to the P payload.
 template <typename F>
-__device__ void tell(const Bucket& bucket, int flag, int64_t begin, int64_t end, int64_t offset) {
-  const bool seen = any_has(bucket, flag, begin, end);
+__device__ void write_flag(const Bucket& bucket, int flag, int64_t begin, int64_t end,
+                           int64_t offset) {
+  const bool seen = any_tile_has(bucket, flag, begin, end);
   if (threadIdx.x == 0) static_cast<F*>(bucket.p_payload)[offset] = seen ? F{1} : F{0};
 }
 
-// What concerns all tiles of the launch: the payload's count, and the saturated steps.
+// Writes whether any tile of the launch has non-finite elements, and counts the step if one is
+// saturated.
 template <typename F>
-__device__ void tell_all(const Bucket& bucket, int64_t tiles) {
-  tell<F>(bucket, kNonFinite, 0, tiles, bucket.p_numel - 1);
-  if (bucket.residual_dtype == DType::kFloat16 && any_has(bucket, kSaturated, 0, tiles) &&
+__device__ void finish_step_flags(const Bucket& bucket, int64_t tiles) {
+  write_flag<F>(bucket, kNonFinite, 0, tiles, bucket.p_numel - 1);
+  if (bucket.residual_dtype == DType::kFloat16 && any_tile_has(bucket, kSaturated, 0, tiles) &&
       threadIdx.x == 0)
     count_step(bucket, &StepCounts::saturated);
 }

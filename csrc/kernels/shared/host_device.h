@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-// In front of functions that the CPU and the CUDA implementation share.
+// Stands in front of functions that the CPU and the CUDA implementation share.
 #if defined(__CUDACC__)
 #define POWERSGD_HOST_DEVICE __host__ __device__
 #else

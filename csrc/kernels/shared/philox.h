@@ -5,15 +5,15 @@
 
 #include "kernels/shared/host_device.h"
 
-// Counter-based random numbers, the same bits on the CPU and on CUDA, on every rank, in any order
-// of evaluation, and apart from torch's generators.
+// Counter-based random numbers. They have the same bits on the CPU and on CUDA, on every rank and
+// in any order of evaluation, and leave torch's generators alone.
 //
 // Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC
 // 2011).
 
 namespace powersgd::kernels {
 
-// What a number is for. Part of the counter, so that no two uses ever share a number.
+// The use of a number is a part of the counter, so that no two uses ever share a number.
 enum class RandomUse : uint32_t { kStart = 0, kDeadColumn = 1 };
 
 struct Philox4 {
@@ -34,9 +34,9 @@ POWERSGD_HOST_DEVICE inline Philox4 philox4x32(Philox4 counter, uint32_t key0, u
   return counter;
 }
 
-// Element `index` of random column `column` of matrix `random_id`: near-normal, mean 0, variance 1/3.
-// The sum of four 22-bit uniforms (Irwin-Hall) takes integer arithmetic only, so that it is exact
-// everywhere, where Box-Muller would depend on each platform's log and cos. Every value is a
+// Element `index` of random column `column` of matrix `random_id`: near-normal, mean 0, variance
+// 1/3. It is a sum of four 22-bit uniforms (Irwin-Hall), which takes integer arithmetic only and is
+// exact everywhere. Box-Muller would depend on each platform's log and cos. Every value is a
 // multiple of 2^-22 in [-2, 2), exactly representable in float.
 POWERSGD_HOST_DEVICE inline float random_element(uint64_t seed, uint64_t random_id, uint64_t step,
                                                  RandomUse use, uint32_t column, uint64_t index) {

@@ -6,7 +6,7 @@
 
 namespace powersgd::kernels {
 
-// Counts the bucket's step, unless another bucket did. By one thread of the bucket.
+// Counts the bucket's step, unless another bucket did. One thread of the bucket calls it.
 POWERSGD_HOST_DEVICE inline void count_step(const Bucket& bucket, StepCount StepCounts::* which) {
   if (bucket.step_counts == nullptr) return;
   StepCount& steps = bucket.step_counts->*which;

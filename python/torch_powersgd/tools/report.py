@@ -191,7 +191,7 @@ def _spread(figure: Figure) -> tuple[str, str]:
 
 
 def _added(figure: Figure, alone: Figure) -> str:
-    """The time that averaging adds as far as it can be measured, or the noise that hides it."""
+    """The measurable time that averaging adds, or else the noise that hides it."""
     if differ(figure, alone) and figure.median > alone.median:
         return _ms(figure.median - alone.median)
     return f"< {_ms(noise_between(figure, alone))}"

@@ -139,7 +139,7 @@ def judge(
     figures: Sequence[Figure],
     largest_rank: int | None = RECOMMENDED_RANK,
 ) -> Verdict:
-    """Chooses the setting to recommend.
+    """Returns the advice that the figures support.
 
     Args:
         plain: the plain all-reduce's figure.

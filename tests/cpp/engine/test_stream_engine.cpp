@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The engine on a device (support/fake_device.h) that runs what is enqueued in any order that streams
-// and events admit. An order that the engine does not ask for shows as a wrong sum.
+// The engine on a device (support/fake_device.h) that runs what is enqueued in any order that
+// streams and events admit. An order that the engine does not ask for shows as a wrong sum.
 #include "engine/stream_engine.h"
 
 #include <ATen/ATen.h>

@@ -140,7 +140,7 @@ bool begins_beside(Job one, Job other) {
   const auto first = engine->submit({}, std::move(one), at::kCPU, kNoJobTimeout);
   const auto second = engine->submit({}, std::move(other), at::kCPU, kNoJobTimeout);
   gate.wait_until_reached();
-  // What must not begin is given time to; what must has all the time it needs.
+  // A job that must not begin gets time to do so; one that must begin gets all it needs.
   const auto limit = std::chrono::milliseconds(50);
   bool beside = seen.wait_for(limit) == std::future_status::ready;
   EXPECT_FALSE(second->isCompleted()) << "jobs end in the order of submission";

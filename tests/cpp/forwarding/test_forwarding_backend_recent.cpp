@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What torch 2.14 and 2.15 add to c10d::Backend; on an older torch there is nothing here to test.
+// The additions of torch 2.14 and 2.15 to c10d::Backend. An older torch has nothing to test here.
 #include "powersgd/torch_compat.h"
 
 #ifdef POWERSGD_BACKEND_HAS_LIFECYCLE

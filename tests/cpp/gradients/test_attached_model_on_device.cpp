@@ -85,7 +85,7 @@ Outcome train(const Place& place, const Options& options) {
   step(*model, gradient(4));
 
   fake::let_host_wait();  // checkpoints do
-  // What is exported is read by the caller's stream and then released.
+  // The caller's stream reads the exported tensors, which are then released.
   const auto resumed = AttachedModel::attach(session, kNames, parameters, options);
   {
     const auto of_all = model->export_state();

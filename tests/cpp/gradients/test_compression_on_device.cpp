@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "engine/stream_engine.h"
-#include "gradients/flat_tensors.h"
 #include "gradients/compressed_step.h"
+#include "gradients/flat_tensors.h"
 #include "powersgd/stats.h"
 #include "support/device_outcomes.h"
 #include "support/fake_device.h"

@@ -16,7 +16,7 @@ using test::contains;
 
 constexpr int kRanks = 3;
 
-// What was logged on one rank.
+// The log of one rank.
 struct Log {
   std::vector<std::string> lines;
 };

@@ -70,7 +70,7 @@ TEST_P(BackProject, SkippedStepSendsZeros) {
   }
 }
 
-// What a matrix owes stays in its memory while no rank has a gradient of it. The gradient of this
+// The residual of a matrix stays in memory while no rank has a gradient of it. The gradient of this
 // rank alone decides nothing.
 TEST_P(BackProject, MatrixOutOfUseSendsZeros) {
   BucketSpec spec = GetParam().spec;

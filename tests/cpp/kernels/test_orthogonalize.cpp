@@ -55,7 +55,7 @@ class Orthogonalize : public ::testing::TestWithParam<OrthogonalizeCase> {
         rank_(GetParam().rank),
         bucket_(*runner_, spec()) {}
 
-  // A bystander on either side, so that offsets and verdicts of several matrices are at work.
+  // The matrix has one on either side, so that there are several offsets and verdicts.
   BucketSpec spec() const {
     return {{{6, 9, 2}, Part::raw(3), {rows_, 3, rank_}, {11, 4, 1}}, GetParam().dtype};
   }
@@ -90,7 +90,7 @@ class Orthogonalize : public ::testing::TestWithParam<OrthogonalizeCase> {
     return columns;
   }
 
-  // With more columns than rows the rest can only be zero.
+  // The columns beyond the number of rows can only be zero.
   void expect_orthonormal() const {
     EXPECT_EQ(bucket_.verdict().skipped, 0);
     EXPECT_LE(orthogonality_error(head(p_hat(), live_rank()), rows_, live_rank()), allowed_);
@@ -201,7 +201,7 @@ TEST_P(Orthogonalize, ZeroColumnIsReplaced) {
   }
 }
 
-// Every column a multiple of the first: it alone is live, and p_hat's first column is its
+// Every column is a multiple of the first. It alone is live, and p_hat's first column is its
 // direction.
 TEST_P(Orthogonalize, CollinearColumns) {
   Values p = random_p(7);
@@ -213,7 +213,7 @@ TEST_P(Orthogonalize, CollinearColumns) {
   expect_spanned(p, 1);
 }
 
-// Numeric rank 2: the first two columns span all the others.
+// The numeric rank is 2: the first two columns span all the others.
 TEST_P(Orthogonalize, MoreColumnsThanNumericRank) {
   if (live_rank() < 3) return;
   const Values basis = random_values(rows_ * 2, 8);
@@ -231,7 +231,7 @@ TEST_P(Orthogonalize, MoreColumnsThanNumericRank) {
   expect_spanned(p, 2);
 }
 
-// A column that is live but for epsilon.
+// Epsilon alone makes the column dead.
 TEST_P(Orthogonalize, EpsilonDecidesWhatIsDead) {
   if (live_rank() < 2 || rows_ < 8) return;
   for (const bool dead : {false, true}) {
@@ -279,7 +279,7 @@ TEST_P(Orthogonalize, NonFiniteCountSkips) {
   }
 }
 
-// One element of one matrix: no matrix of the bucket may change.
+// One element of one matrix is not finite, and no matrix of the bucket may change.
 TEST_P(Orthogonalize, NonFiniteElementSkipsTheBucket) {
   for (const double value :
        {std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
@@ -302,8 +302,8 @@ TEST_P(Orthogonalize, NonFiniteElementSkipsTheBucket) {
   }
 }
 
-// A raw segment that overflows in the reduction is the caller's affair, as with a plain allreduce.
-TEST_P(Orthogonalize, RawSegmentsHaveNoSay) {
+// A raw segment that overflows in the sum does not skip the step, as with a plain allreduce.
+TEST_P(Orthogonalize, RawSegmentsDoNotSkip) {
   Values payload = random_values(bucket_.bucket.p_numel, 16);
   payload[static_cast<size_t>(bucket_.raws[0].p_offset)] = std::numeric_limits<double>::infinity();
   payload.back() = 0;
@@ -312,7 +312,7 @@ TEST_P(Orthogonalize, RawSegmentsHaveNoSay) {
   EXPECT_EQ(bucket_.verdict().skipped, 0);
 }
 
-TEST_P(Orthogonalize, VerdictOfTheLastStepIsForgotten) {
+TEST_P(Orthogonalize, VerdictOfTheLastStepIsOverwritten) {
   const kernels::Verdict verdict{1};
   runner_->copy_in(bucket_.bucket.verdict, &verdict, sizeof(verdict));
   Values p = random_p(17);
@@ -330,7 +330,7 @@ Values transposed(const Values& values, int64_t rows, int64_t cols) {
   return result;
 }
 
-// Another layout, the same numbers: bit for bit, with dead columns and without.
+// The other layout gives the same bits, with dead columns and without.
 TEST_P(Orthogonalize, TransposedIsTheSame) {
   for (const bool dead : {false, true}) {
     Values p = random_p(20);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// project, and what project_transposed has in common with it.
+// project, and the part of project_transposed that is the same.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -19,7 +19,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr Stage kStages[] = {Stage::kProject, Stage::kProjectTransposed};
 
-// What a matrix held before the stage.
+// The arrays of a matrix before the stage.
 struct Before {
   explicit Before(const DeviceMatrix& matrix)
       : memory(matrix.memory ? matrix.memory->get()
@@ -168,7 +168,8 @@ TEST_P(Project, NonFiniteRawElementIsCounted) {
   }
 }
 
-// A sum beyond the largest value of the residual dtype must not leave an infinity behind for good.
+// A sum beyond the largest value of the residual dtype must not become an infinity, which would
+// stay.
 TEST_P(Project, MemoryStaysFinite) {
   for (const Stage stage : kStages) {
     randomize(bucket_, 6);
@@ -183,7 +184,7 @@ TEST_P(Project, MemoryStaysFinite) {
   }
 }
 
-// What memory cannot hold is lost, and said so, but not of a value that it just holds.
+// A step is counted if memory cannot hold an element of M, but not for the largest that it can.
 TEST_P(Project, CountsSaturatedSteps) {
   const DType residual = bucket_.bucket.residual_dtype;
   const bool counted = residual == DType::kFloat16;
@@ -255,7 +256,7 @@ class ProjectActivity : public KernelTest {
     return spec;
   }
 
-  // What both stages say of a gradient that is zero but for one element.
+  // The activities that both stages write for a gradient with one element that is not zero.
   Values activities_with(int64_t index, double value) {
     Values gradient(telling_.gradient->get().size());
     for (size_t i = 0; i < gradient.size(); i += 2) gradient[i] = -0.0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What project_transposed has in common with project is in test_project.cpp.
+// test_project.cpp tests the part of project_transposed that is the same in project.
 #include <gtest/gtest.h>
 
 #include "support/dtypes.h"
@@ -23,8 +23,8 @@ class ProjectTransposed : public KernelTest {
   }
 };
 
-// The reduced activities and the verdict are those of the last step.
-TEST_P(ProjectTransposed, DoesNotLookAtTheLastStep) {
+// The reduced activities and the verdict are still those of the last step.
+TEST_P(ProjectTransposed, IgnoresTheLastStep) {
   BucketSpec spec = GetParam().spec;
   spec.tells_activity = true;
   TestBucket bucket(*runner_, spec);
@@ -36,8 +36,8 @@ TEST_P(ProjectTransposed, DoesNotLookAtTheLastStep) {
   expect_q_of_memory(bucket);
 }
 
-// What the last step sent may be made of one pair of factors, and q of another: here of the same,
-// for which project and back_project do the same.
+// The last step's product may be made of one pair of factors, and q of another. With the same pair,
+// project and back_project must give the same.
 TEST_P(ProjectTransposed, IsProjectAndBackProject) {
   randomize(bucket_, 2);
   std::vector<Values> memory, q;
@@ -55,7 +55,7 @@ TEST_P(ProjectTransposed, IsProjectAndBackProject) {
   }
   bucket_.run(Stage::kProjectTransposed);
   expect_q_of_memory(bucket_);
-  // M is rounded twice, in different orders of summation: so does q differ.
+  // M is rounded in two orders of summation, and so q differs.
   const double rounding = unit_roundoff(bucket_.bucket.residual_dtype);
   for (size_t i = 0; i < q.size(); ++i) {
     const DeviceMatrix& matrix = bucket_.matrices[i];

@@ -19,7 +19,7 @@ class Reconstruct : public KernelTest {
  protected:
   double roundoff() const { return unit_roundoff(bucket_.spec.factor_dtype()); }
 
-  // As it is after both reductions.
+  // The state of a bucket after both reductions.
   void randomize_step(uint64_t seed) {
     randomize(bucket_, seed);
     bucket_.p_payload->set(random_values(bucket_.bucket.p_numel, seed + 100));
@@ -146,8 +146,8 @@ TEST_P(Reconstruct, LeavesMemoryAndLocalFactorsAlone) {
   }
 }
 
-// Whatever P and Q say: in a step that sends one of them, the other is not of this step.
-TEST_P(Reconstruct, MatrixOutOfUseGetsZerosAndKeepsWhatItIsOwed) {
+// P and Q do not matter: in a step that sends one of them, the other is of an earlier step.
+TEST_P(Reconstruct, MatrixOutOfUseGetsZerosAndKeepsItsResidual) {
   BucketSpec spec = GetParam().spec;
   spec.tells_activity = true;
   TestBucket bucket(*runner_, spec);
@@ -197,7 +197,7 @@ TEST_P(Reconstruct, SkipsWhenAnElementOfQIsNotFinite) {
   }
 }
 
-// A step of which several buckets are skipped counts once, whichever bucket is first to tell.
+// A step counts once, even if it is skipped in several buckets.
 TEST_P(Reconstruct, BucketsShareTheCountOfSkippedSteps) {
   struct Skip {
     uint64_t step;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The same bits for any number of threads, in every stage; and, in the stages whose results all
-// ranks must agree on, on any instruction set.
+// Every stage gives the same bits for any number of threads. The stages whose results all ranks
+// must agree on also do so on any instruction set.
 #include <gtest/gtest.h>
 
 #include "support/kernel_test.h"
@@ -21,7 +21,7 @@ std::vector<BucketSpec> specs() {
           {parts, DType::kFloat16, DType::kFloat16}};
 }
 
-// Two steps: the second one starts from all that the first one leaves.
+// Two steps, of which the second one starts from all that the first one leaves.
 std::vector<uint8_t> run_all_stages(const RunnerFactory& factory, const BucketSpec& spec) {
   const std::unique_ptr<StageRunner> runner = factory.make();
   TestBucket bucket(*runner, spec);
@@ -43,7 +43,7 @@ TEST(Reproducible, AnyNumberOfThreads) {
   }
 }
 
-// Fixed factors go in, so that what project and back_project round differently stays out.
+// The input factors are fixed, because project and back_project may round differently.
 std::vector<uint8_t> run_shared_stages(const RunnerFactory& factory, const BucketSpec& spec,
                                        bool ill_conditioned) {
   const std::unique_ptr<StageRunner> runner = factory.make();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Whole steps over several ranks that share this process: what docs/algorithm.md promises of them.
+// Whole steps over several ranks that share this process, against the promises of
+// docs/algorithm.md.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -106,7 +107,7 @@ class Step : public ::testing::TestWithParam<RunnerFactory> {
 };
 
 // Nothing is lost, only delayed: the sum of outputs + the mean residual = the sum of mean
-// gradients. Each step rounds M once or twice: in float 20 steps stay far below 1e-5 of the sum.
+// gradients. Each step rounds M once or twice. In float, 20 steps stay far below 1e-5 of the sum.
 TEST_P(Step, OutputsAndResidualAddUpToTheGradients) {
   for (const int size : {1, 2, 4}) {
     World world(GetParam(), size, {kParts});
@@ -149,7 +150,7 @@ TEST_P(Step, LargeGradientComesBack) {
           reference_product(part, random_values(part.rows * 2, 1), random_values(part.cols * 2, 2))
               .value;
       const Values g = decode(dtype, encode(dtype, exact));
-      // Rounded to bfloat16 the gradient is of rank 2 but for that rounding, and so is the output.
+      // The gradient and the output are of rank 2 up to their rounding to bfloat16.
       EXPECT_LE(distance(world.step({g}), g), 2 * unit_roundoff(dtype) * norm(g) + 1e-5 * norm(g));
     }
   }
@@ -201,7 +202,7 @@ TEST_P(Step, OneBadStepIsAsIfItHadNotBeen) {
         continue;
       }
       const Values expected = without.step(g);
-      // (M + G) - G is M but for its rounding.
+      // (M + G) - G is M up to rounding.
       EXPECT_LE(distance(with.step(g), expected), 1e-5 * norm(expected)) << "step " << step;
     }
   }
@@ -226,7 +227,7 @@ TEST_P(Step, ZeroGradientGivesZeroAndKeepsQ) {
   EXPECT_EQ(world.ranks[0]->verdict().skipped, 0);
 }
 
-// When the loss scale doubles, so do gradients and, through residual_scale, residuals: exactly.
+// When the loss scale doubles, so do gradients exactly, and residuals through residual_scale.
 TEST_P(Step, LossScaleCarriesOver) {
   World plain(GetParam(), 2, {kParts});
   World scaled(GetParam(), 2, {kParts});

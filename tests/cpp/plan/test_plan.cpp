@@ -158,7 +158,7 @@ TEST(PlanBucket, LaysOutPayloads) {
   EXPECT_TRUE(plan.compresses());
 }
 
-TEST(PlanBucket, MergesRawNeighbours) {
+TEST(PlanBucket, MergesRawNeighbors) {
   const BucketPlan plan = plan_bucket(
       {{{8}, {}}, {{2, 2}, {}}, {{0, 4}, {}}, {{3}, {}}, {{40, 40}, {}}, {{0}, {}}, {{5}, {}}},
       with_rank(1));

@@ -87,7 +87,7 @@ std::vector<RunnerFactory> stage_runners() { return {cuda_runner("cuda")}; }
 
 bool run_cpu_kernels() { return false; }
 
-// One after the other: the results must not depend on timing.
+// They run one after the other, and the results must not depend on timing.
 std::vector<std::vector<RunnerFactory>> runners_equal_in_all_stages() {
   return {{cuda_runner("cuda_1"), cuda_runner("cuda_2"), cuda_runner("cuda_3")}};
 }

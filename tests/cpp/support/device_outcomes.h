@@ -11,7 +11,7 @@
 
 namespace powersgd::test {
 
-// What a device computes does not depend on the order in which its streams run: all orders have the
+// The results of a device do not depend on the order in which its streams run: all orders give the
 // same bits. They are the host's if it runs the CPU's kernels; others round otherwise.
 class DeviceOutcomes {
  public:

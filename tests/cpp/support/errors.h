@@ -6,7 +6,7 @@
 
 namespace powersgd::test {
 
-// What `f` threw, or "no error".
+// The message of the exception that `f` threw, or "no error".
 template <typename F>
 std::string error_of(F&& f) {
   try {

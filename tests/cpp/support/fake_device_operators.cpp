@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What a compressor needs of torch on the fake device: each operator and stage is enqueued on the
-// current stream. When its turn comes, an operator computes as on the CPU, a stage as the program's
-// stage_runners() do.
+// The operators of torch that a compressor needs on the fake device. Each operator and stage is
+// enqueued on the current stream. When its turn comes, an operator computes as on the CPU, and a
+// stage as the program's stage_runners() do.
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -34,7 +34,7 @@ at::Tensor alias(const at::Tensor& tensor, Sizes sizes, Sizes strides, int64_t o
       .make_tensor();
 }
 
-// What an operation that is enqueued sees. It does not keep the memory, as a kernel does not.
+// The memory as an enqueued operation sees it. It does not keep the memory, as a kernel does not.
 at::Tensor on_host(const at::Tensor& tensor) {
   const auto options = tensor.options().device(at::kCPU);
   return at::from_blob(data_of(tensor), tensor.sizes(), tensor.strides(), options);
@@ -86,7 +86,7 @@ c10::Event record_current_stream(at::Device device) {
 void wait_for_current_stream(at::Device device) { record_current_stream(device).synchronize(); }
 
 // Makes the current stream of one device wait for that of another.
-void let_follow(at::Device first, at::Device second) {
+void order_after(at::Device first, at::Device second) {
   record_current_stream(first).block(c10::impl::VirtualGuardImpl(second.type()).getStream(second));
 }
 
@@ -103,10 +103,10 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool /*no
   }
   // From another device: as CUDA does, in the order of both current streams.
   const bool elsewhere = !self.is_cpu() && self.device() != target.device();
-  if (elsewhere) let_follow(self.device(), target.device());
+  if (elsewhere) order_after(self.device(), target.device());
   const at::Tensor source = self.is_cpu() ? self : on_host(self);
   enqueue(target.device(), [source, host = on_host(target)] { host.copy_(source); });
-  if (elsewhere) let_follow(target.device(), self.device());
+  if (elsewhere) order_after(target.device(), self.device());
   return target;
 }
 

@@ -22,9 +22,9 @@ inline std::ostream& operator<<(std::ostream& stream, const KernelCase& test_cas
   return stream << test_case.runner.name << "_" << describe(test_case.spec);
 }
 
-// Every runner with buckets of all dtypes and of odd shapes: one row, one column, no multiple of
-// any vector, more rank than rows, more rank than a micro-kernel packs, several blocks and partial
-// sums, raw segments between matrices, nothing at all, every array off its alignment.
+// Every runner with buckets of all dtypes and of odd shapes. They have one row, one column, no
+// multiple of any vector, more rank than rows, more rank than a micro-kernel packs, several blocks
+// and partial sums, raw segments between matrices, nothing at all, or arrays off their alignment.
 std::vector<KernelCase> kernel_cases();
 
 std::string case_name(const ::testing::TestParamInfo<KernelCase>& info);
@@ -41,10 +41,10 @@ class KernelTest : public ::testing::TestWithParam<KernelCase> {
 // Random contents for all that a step reads, as in the middle of a run.
 void randomize(TestBucket& bucket, uint64_t seed);
 
-// What a sum of many terms may lose, as a multiple of the roundoff of the dtype that it is added up
-// in. An order of summation that is of any use has chains of at most a few hundred additions, whose
-// errors, being as good as independent, grow like the square root of that; four times that is never
-// met by chance.
+// The error that a sum of many terms may have, as a multiple of the roundoff of its dtype. A useful
+// order of summation has chains of at most a few hundred additions. Their errors are almost
+// independent and grow like the square root of that number. Four times as much never happens by
+// chance.
 constexpr double kSumTolerance = 64;
 
 #define POWERSGD_INSTANTIATE_KERNEL_TEST(suite) \

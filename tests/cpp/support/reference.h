@@ -5,9 +5,9 @@
 
 #include "support/test_bucket.h"
 
-// The stages of one matrix as the definition has them: plain loops, in (long) double. Matrices are
-// row-major, q is [rank, cols]. Where a result is compared, `magnitude` is the same sum with
-// absolute values: the rounding errors of any order of summation are a multiple of it.
+// The stages of one matrix by their definition: plain loops, in (long) double. Matrices are
+// row-major, q is [rank, cols]. `magnitude` is the same sum with absolute values. The rounding
+// errors of any order of summation are a multiple of it.
 namespace powersgd::test {
 
 struct Checked {

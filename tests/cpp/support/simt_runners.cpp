@@ -8,7 +8,7 @@
 namespace powersgd::test {
 namespace {
 
-// The CUDA kernels on the SIMT runtime. `seed` is for the order of blocks and threads.
+// The CUDA kernels on the SIMT runtime. `seed` decides the order of blocks and threads.
 class SimtRunner : public HostMemoryRunner {
  public:
   explicit SimtRunner(uint64_t seed) : seed_(seed) {}
@@ -56,7 +56,7 @@ std::vector<RunnerFactory> stage_runners() { return {simt_runner(1)}; }
 
 bool run_cpu_kernels() { return false; }
 
-// Whatever the order of blocks and threads.
+// The order of blocks and threads must not matter.
 std::vector<std::vector<RunnerFactory>> runners_equal_in_all_stages() {
   return {{simt_runner(1), simt_runner(2), simt_runner(3)}};
 }

@@ -75,7 +75,7 @@ inline std::ostream& operator<<(std::ostream& stream, const RunnerFactory& facto
   return stream << factory.name;
 }
 
-// What the tests are run on; on a CPU the one that it uses comes last.
+// The runners of the tests. On a CPU the one that it uses comes last.
 std::vector<RunnerFactory> stage_runners();
 bool run_cpu_kernels();  // whether they do
 

@@ -122,7 +122,7 @@ class TestBucket {
   StageRunner& runner_;
 };
 
-// Reproducible numbers of about normal distribution.
+// Reproducible numbers, about normally distributed.
 Values random_values(int64_t count, uint64_t seed, double scale = 1);
 
 std::string describe(const BucketSpec& spec);

@@ -96,7 +96,7 @@ class ThreadBackend : public c10d::Backend {
   ThreadBackend(int rank, std::shared_ptr<ThreadGroup> group,
                 c10::intrusive_ptr<Options> options = c10::make_intrusive<Options>());
 
-  // What has been called so far, in order.
+  // The calls so far, in order.
   std::vector<Call> calls() const;
   // `hook` runs at the start of every call: it may sleep, wait for the test, or throw.
   void on_call(std::function<void(const Call&)> hook);

@@ -19,12 +19,12 @@
 // Rank 0 of a group of two whose tensors are always equal: a sum over ranks is twice the tensor.
 namespace powersgd::test {
 
-// What the CPU sees of a contiguous tensor.
+// A contiguous tensor as the CPU sees it.
 inline at::Tensor on_host(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), {tensor.numel()}, tensor.scalar_type());
 }
 
-// Of integers the group sends tables with a row for each rank, the others' rows 0.
+// Integers travel in tables with a row for each rank, in which the other ranks' rows are 0.
 inline void sum_over_ranks(const at::Tensor& tensor) {
   const at::Tensor seen = on_host(tensor);
   if (seen.scalar_type() == at::kLong) {

@@ -7,7 +7,6 @@ import contextlib
 import io
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ import torch.distributed as dist
 import torch_powersgd as tp
 from support import ranks
 from support.synthetic import gradients, make_ddp, step
-from support.torchrun import torchrun
 from torch_powersgd.units import size_text
 
 # Rank 2 compresses the two weights of 128 x 64 and 32 x 144, but no bias and no small weight.
@@ -102,26 +100,6 @@ def test_a_job_that_compresses_says_nothing_at_its_end() -> None:
         options = tp.Options(**OPTIONS, min_numel=64)
         for _, _, end in ranks.run(2, _short_job, attached, 6, True, options=options):
             assert NOT_STARTED[:20] not in end
-
-
-PROGRAM = """
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-import torch_powersgd
-dist.init_process_group("cpu:powersgd")
-model = DistributedDataParallel(torch.nn.Linear(64, 64))
-torch_powersgd.attach(model)
-for _ in range(3):
-    model(torch.ones(1, 64)).sum().backward()
-"""
-
-
-def test_a_job_that_does_not_destroy_its_group_says_it_too(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    stderr = torchrun(program).stderr
-    assert stderr.count(NOT_STARTED.format(3, 1000)) == 1
-    assert "No backend of type" not in stderr
 
 
 def _destroy(rank: int) -> None:

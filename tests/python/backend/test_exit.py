@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ ROUNDS = 50
 EXPECTED = {
     "trains_and_destroys": [0, 0],
     "trains_and_does_not_destroy": [0, 0],
+    "does_not_compress_and_does_not_destroy": [0, 0],
     "keeps_everything": [0, 0],
     "destroys_and_keeps_everything": [0, 0],
     "leaves_answered_works": [0, 0],
@@ -33,7 +33,11 @@ EXPECTED = {
 }
 
 
-def _run(folder: object, *programs: str) -> tuple[dict[str, list[list[float]]], str]:
+# The exit codes and seconds of each round by program, and the standard error of all ranks.
+Ended = tuple[dict[str, list[list[float]]], str]
+
+
+def _run(folder: object, *programs: str) -> Ended:
     """The results that ``exit_programs.py`` prints, and the ranks' standard error."""
     script = str(ROOT / "tests/python/support/exit_programs.py")
     ended = subprocess.run(
@@ -47,15 +51,22 @@ def _run(folder: object, *programs: str) -> tuple[dict[str, list[list[float]]], 
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return _run(tmp_path_factory.mktemp("stores"), *EXPECTED)
 
 
 @pytest.mark.parametrize("program", EXPECTED)
-def test_exit_codes(ended: tuple[dict[str, list[list[float]]], str], program: str) -> None:
+def test_exit_codes(ended: Ended, program: str) -> None:
     results, stderr = ended
     ((*codes, _),) = results[program]
     assert codes == EXPECTED[program], stderr
+
+
+def test_a_job_that_compressed_nothing_says_so_at_its_exit(ended: Ended) -> None:
+    _, stderr = ended
+    said = "nothing has been compressed in 3 steps: compression starts at step 1000"
+    assert stderr.count(said) == 1  # one rank speaks
+    assert "No backend of type" not in stderr
 
 
 def test_fifty_starts_and_exits_in_a_row(tmp_path: Path) -> None:

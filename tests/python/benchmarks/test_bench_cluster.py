@@ -441,21 +441,22 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
 def test_learns_with_every_seed_and_measures_with_a_delay(tmp_path: Path) -> None:
     output = tmp_path / "record.json"
     script = [sys.executable, str(BENCHMARKS / "bench_cluster.py"), "--quick"]
+    compressed = "alternating-bf16:4"
     learning = ["--learning-steps", "20", "--seeds", "2", "--loss", "10"]
-    options = ["--methods", "plain", "alternating-bf16:4", "--delays", "1", "--steps", "2"]
+    learning += ["--learning-methods", compressed]
+    options = ["--methods", "plain", compressed, "--delays", "1", "--steps", "2"]
     subprocess.run([*script, *options, *learning, "--json", str(output)], check=True, timeout=500)
     (setting,) = json.loads(output.read_text())["settings"]
     assert setting["delay_ms"] == 1
-    for name, (first, second) in setting["losses"].items():
-        assert len(first) == len(second) == 20
-        assert first[0] != second[0]  # other weights, other batches
-        assert setting["methods"][name]["steps_to_loss_by_seed"] == [10, 10]
-    plain, compressed = setting["losses"].values()
-    assert plain[1][0] == compressed[1][0]  # a seed is the same for all methods
-    plain, compressed = setting["methods"].values()
+    ((name, (first, second)),) = setting["losses"].items()
+    assert name == compressed
+    assert len(first) == len(second) == 20
+    assert first[0] != second[0]  # other weights, other batches
+    plain, ours = setting["methods"].values()
+    assert ours["steps_to_loss_by_seed"] == [10, 10]
     size = plain["gradient_bytes"]
     assert size < plain["tx_bytes_per_step"] < 1.1 * size
-    assert compressed["tx_bytes_per_step"] < size / 20
+    assert ours["tx_bytes_per_step"] < size / 20
 
 
 @needs_hosts

@@ -86,7 +86,7 @@ ONLY_PUBLIC = [PUBLIC, "csrc/bindings/"]
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 
 # Python passes tensors on; C++ computes with them.
-MATH = re.compile(r"(numpy|scipy|torch\.(linalg|fft|special|nn\.functional))(\.|$)")
+COMPUTING = re.compile(r"(numpy|scipy|torch\.(linalg|fft|special|nn\.functional))(\.|$)")
 
 # The commands stand on the library. Training imports none of them, nor their own requirements.
 TOOLS = re.compile(r"torch_powersgd\.tools(\.|$)|rich(\.|$)")
@@ -156,7 +156,7 @@ def wrong_imports(root: Path) -> list[str]:
                 )
             if TOOLS.match(imported) and file.name != "__main__.py" and file.parent.name != "tools":
                 wrong.append(f"{name}: only the command line and its tools import {imported}")
-            if MATH.match(imported):
+            if COMPUTING.match(imported):
                 wrong.append(f"{name} must not import {imported}")
     return wrong
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 
 STEPS, SAVE_EVERY = 12, 3
+OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,19 +56,15 @@ def last_saved(folder: Path, world_size: int) -> int:
     return max(complete, default=0)
 
 
-def main() -> None:
-    folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-    first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    options = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
-    dist.init_process_group("cpu:powersgd", pg_options=options)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def train(rank: int, folder: Path, kill_at: int = -1) -> None:
+    """Trains in the default group, from the last step that is saved to the end."""
     torch.manual_seed(0)
     first = torch.nn.Linear(32, 64)
     net = torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Linear(64, 1))
     ddp = DistributedDataParallel(net, bucket_cap_mb=1e-3)
     tp.attach(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
-    begin = last_saved(folder, world_size)
+    begin = last_saved(folder, dist.get_world_size())
     if begin:
         state = torch.load(folder / f"{begin}.{rank}")
         net.load_state_dict(state["model"])
@@ -75,7 +72,7 @@ def main() -> None:
         tp.load_state_dict(ddp, state["powersgd"])
     for step in range(begin, STEPS):
         inputs, target = batch(rank, step)
-        if step == kill_at and first_start and rank == 1:
+        if step == kill_at and rank == 1:
             first.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(ddp(inputs), target).backward()
@@ -84,6 +81,12 @@ def main() -> None:
             save(folder, rank, step + 1, ddp, optimizer)
     weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
     torch.save({"weights": weights, "began": begin}, folder / f"result.{rank}")
+
+
+def main() -> None:
+    first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    dist.init_process_group("cpu:powersgd", pg_options=OPTIONS)
+    train(dist.get_rank(), Path(sys.argv[1]), int(sys.argv[2]) if first_start else -1)
     dist.destroy_process_group()
 
 

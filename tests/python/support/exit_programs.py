@@ -92,6 +92,13 @@ def trains_and_does_not_destroy(rank: int) -> None:
     train(rank)
 
 
+def does_not_compress_and_does_not_destroy(rank: int) -> None:
+    """A job that is too short for its warm-up."""
+    ddp = make_attached(SHAPES, tp.Options())
+    for i in range(3):
+        step(ddp, gradients(SHAPES, rank, i))
+
+
 def keeps_everything(rank: int) -> None:
     """The module, the group, works and futures are globals at the exit."""
     work = start_work(rank)

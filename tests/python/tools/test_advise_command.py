@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import socket
@@ -12,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import torch_powersgd.__main__
+from support import ranks
 from support.torchrun import torchrun
 
 MODULE = """
@@ -48,22 +52,42 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *COMMAND, "models_of_advise:model", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+def _usage_error(*arguments: str) -> str:
+    """Runs the command in this process, which it must refuse; returns its standard error."""
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as heard,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(sys, "argv", [*COMMAND, "models_of_advise:model", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            torch_powersgd.__main__.main()
+    assert ended.value.code == 2
+    return heard.getvalue()
+
+
+def _run_rank(rank: int, folder: Path, port: int, arguments: list[str]) -> tuple[object, str]:
+    """Runs the command on a rank; returns its exit code and its standard error."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    os.environ.update(**address, RANK=str(rank), LOCAL_RANK=str(rank))
+    sys.path.insert(0, str(folder))
+    sys.argv = [*COMMAND, *arguments]
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        try:
+            return torch_powersgd.__main__.main(), heard.getvalue()
+        except SystemExit as error:
+            return error.code, heard.getvalue()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def _two(folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
     """Runs two ranks without a supervisor: each has to end by itself."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", *COMMAND, *arguments],
@@ -103,7 +127,8 @@ def test_under_torchrun(folder: Path) -> None:
 
 
 def test_an_error_before_the_rehearsal_is_said_once(folder: Path) -> None:
-    (code_0, _, said), (code_1, _, silent) = _two(folder, "models_of_advise:missing_on_rank_0")
+    job = (folder, _free_port(), ["models_of_advise:missing_on_rank_0"])
+    (code_0, said), (code_1, silent) = ranks.run(2, _run_rank, *job, backend=None)
     assert (code_0, code_1) == (2, 2)
     assert "error: rank 0: FileNotFoundError: the weights" in said
     assert "error" not in silent
@@ -128,27 +153,24 @@ def test_a_rank_that_fails_in_the_rehearsal_leaves_no_rank_waiting(folder: Path)
     ],
 )
 def test_a_wrong_argument_ends_all_ranks(folder: Path, arguments: list[str], message: str) -> None:
-    first, second = _two(folder, "models_of_advise:model", *arguments)
-    assert (first[0], second[0]) == (2, 2)
-    assert message in first[2]
-    assert "Traceback" not in first[2] + second[2]
+    job = (folder, _free_port(), ["models_of_advise:model", *arguments])
+    (code_0, said), (code_1, silent) = ranks.run(2, _run_rank, *job, backend=None)
+    assert (code_0, code_1) == (2, 2)
+    assert message in said
+    assert "Traceback" not in said + silent
 
 
 @pytest.mark.parametrize("milliseconds", ["-1", "nan", "inf", "soon"])
-def test_a_backward_pass_that_cannot_be(folder: Path, milliseconds: str) -> None:
-    ended = _alone(folder, "--backward-ms", milliseconds)
-    assert ended.returncode == 2
-    assert "--backward-ms" in ended.stderr
-    assert milliseconds in ended.stderr
+def test_a_backward_pass_that_cannot_be(milliseconds: str) -> None:
+    said = _usage_error("--backward-ms", milliseconds)
+    assert "--backward-ms" in said
+    assert milliseconds in said
 
 
-def test_the_step_is_measured_or_given(folder: Path) -> None:
-    ended = _alone(folder, "--backward-ms", "10", "--step", "models_of_advise:forward")
-    assert ended.returncode == 2
-    assert "not allowed with" in ended.stderr
+def test_the_step_is_measured_or_given() -> None:
+    said = _usage_error("--backward-ms", "10", "--step", "models_of_advise:forward")
+    assert "not allowed with" in said
 
 
-def test_without_torchrun_it_says_how(folder: Path) -> None:
-    ended = _alone(folder)
-    assert ended.returncode == 2
-    assert "torchrun" in ended.stderr
+def test_without_torchrun_it_says_how() -> None:
+    assert "torchrun" in _usage_error()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from support import elastic_program
+from support import elastic_program, ranks
 from support.torchrun import torchrun
 
 PROGRAM = Path(elastic_program.__file__)
@@ -18,17 +18,21 @@ KILL_AT = 7
 NEW_STORE: dict[str, Any] = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def _run(folder: Path, kill_at: int) -> tuple[list[dict[str, Any]], str]:
-    folder.mkdir()
-    restarts = ["--max-restarts=1", "--monitor-interval=0.1"]
-    ended = torchrun(*restarts, PROGRAM, folder, kill_at, **NEW_STORE)
-    return [torch.load(folder / f"result.{rank}") for rank in range(2)], ended.stderr
+def _results(folder: Path) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"result.{rank}") for rank in range(2)]
 
 
 def test_a_job_that_is_killed_in_mid_step_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
-    whole, _ = _run(tmp_path / "whole", -1)
+    (tmp_path / "whole").mkdir()
+    ranks.run(2, elastic_program.train, tmp_path / "whole", options=elastic_program.OPTIONS)
+    whole = _results(tmp_path / "whole")
+
+    (tmp_path / "killed").mkdir()
+    restarts = ["--max-restarts=1", "--monitor-interval=0.1"]
+    log = torchrun(*restarts, PROGRAM, tmp_path / "killed", KILL_AT, **NEW_STORE).stderr
+    killed = _results(tmp_path / "killed")
     last_saved = KILL_AT // elastic_program.SAVE_EVERY * elastic_program.SAVE_EVERY
-    killed, log = _run(tmp_path / "killed", KILL_AT)
+
     assert "SIGKILL" in log or "exitcode: -9" in log or "Signal 9" in log
     for rank in range(2):
         assert whole[rank]["began"] == 0

@@ -9,29 +9,29 @@
 
 namespace powersgd::kernels::cpu {
 
-// Whether elements that the factor type holds with ease may be beyond what memory holds.
+// True if an element of M may be out of the range of R, the dtype of memory.
 template <class R>
 constexpr bool kSaturates = std::is_same_v<R, Half>;
 
-// What a tile of project or project_transposed has met, lane by lane.
+// The flags of a tile of project or project_transposed, gathered lane by lane.
 template <class Arch, class F>
-class Met {
+class ElementFlags {
  public:
   using V = Vector<Arch, F>;
 
-  // Elements of the gradient.
-  POWERSGD_INLINE void look_at(const V& gradient) { poison_ += gradient - gradient; }
+  // Takes in elements of the gradient.
+  POWERSGD_INLINE void examine(const V& gradient) { poison_ += gradient - gradient; }
 
-  // Elements of M, before they are cut to what memory holds as R.
+  // Takes in elements of M, before they are cut to the range of R, the dtype of memory.
   template <class R>
-  POWERSGD_INLINE void look_at_m(const V& m) {
+  POWERSGD_INLINE void examine_m(const V& m) {
     if constexpr (kSaturates<R>) {
       highest_ = greater<Arch>(m, highest_);
       lowest_ = lesser<Arch>(m, lowest_);
     }
   }
 
-  // R: of look_at_m.
+  // R is the dtype that examine_m was called with.
   template <class R>
   POWERSGD_INLINE int32_t flags() const {
     int32_t flags = sum_of_lanes<Arch, F>(poison_) == 0 ? 0 : kNonFinite;

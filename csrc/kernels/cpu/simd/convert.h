@@ -171,7 +171,7 @@ POWERSGD_INLINE Vector<Arch, ComputeOf<Storage>> store_rounded(
   }
 }
 
-// Of the words of a, then of those of b.
+// The upper halves of the words of a, then of those of b.
 template <class Arch, size_t... kLane>
 POWERSGD_INLINE Vector<Arch, uint16_t> upper_halves(const Words<Arch>& a, const Words<Arch>& b,
                                                     std::index_sequence<kLane...>) {
@@ -179,14 +179,14 @@ POWERSGD_INLINE Vector<Arch, uint16_t> upper_halves(const Words<Arch>& a, const 
   return POWERSGD_SHUFFLE(V, bits_as<V>(a), bits_as<V>(b), (2 * kLane + 1)...);
 }
 
-// store_rounded of several vectors, past the caches if kStream, to an address that is then aligned
-// to a vector. Two vectors of bfloat16 are narrowed for half the price of one and one.
-template <class Arch, bool kStream, class Storage, int kCount>
+// store_rounded of several vectors, past the caches if kNonTemporal, to an address that is then
+// aligned to a vector. Two vectors of bfloat16 are narrowed for half the price of one and one.
+template <class Arch, bool kNonTemporal, class Storage, int kCount>
 POWERSGD_INLINE void store_all_as(Storage* target,
                                   const Vector<Arch, ComputeOf<Storage>> (&values)[kCount]) {
   constexpr int64_t kLane = kLanes<Arch, ComputeOf<Storage>>;
   const auto put = [](void* to, const auto& converted) POWERSGD_INLINE_LAMBDA {
-    if constexpr (kStream) {
+    if constexpr (kNonTemporal) {
       stream<Arch>(to, converted);
     } else {
       std::memcpy(to, &converted, sizeof(converted));

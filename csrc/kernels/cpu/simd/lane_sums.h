@@ -12,7 +12,7 @@
 // That takes a third of the shuffles of one sum after the other.
 namespace powersgd::kernels::cpu {
 
-// A vector of several sums holds each in `kParts` neighbouring lanes. Lane `lane` of the merger of
+// A vector of several sums holds each in `kParts` neighboring lanes. Lane `lane` of the merger of
 // two such vectors is the sum of this lane of the pair and the one kParts / 2 after it.
 constexpr int merged_lane(int lane, int lanes, int parts) {
   const int half = parts / 2;

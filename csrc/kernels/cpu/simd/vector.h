@@ -134,7 +134,7 @@ POWERSGD_INLINE To bits_as(const From& from) {
     asm(name "ps " immediate "%2, %1, %0" : "=v"(result) : "v"(a), "vm"(b)); \
   }
 
-// Of each pair of elements. Not for NaN.
+// The greater of each pair of elements, which are not NaN.
 template <class Arch, class V>
 POWERSGD_INLINE V greater(const V& a, const V& b) {
   if constexpr (Arch::kHasAvx) {

@@ -12,8 +12,8 @@
 
 #include "support/simt/simt.h"
 
-// The scheduler: one fiber per CUDA thread, on Boost.Context's bare context switch. A fiber runs
-// until it waits for other threads; the scheduler then resumes fibers whose wait is over.
+// The scheduler has one fiber per CUDA thread, on Boost.Context's bare context switch. A fiber runs
+// until it waits for other threads. The scheduler then resumes fibers whose wait is over.
 
 namespace simt {
 
@@ -81,11 +81,11 @@ class Grid {
   size_t scheduler_stack_bytes_ = 0;
 };
 
-// The launch and the thread that run now, or null: there is one of each at a time.
+// The launch and the thread that run now, or null. There is one of each at a time.
 extern Grid* grid;
 extern Thread* current;
 
-// Fibers are kept between launches: most of a launch would otherwise be spent on their stacks.
+// Fibers are kept between launches, which would otherwise spend most of their time on stacks.
 std::vector<std::unique_ptr<Fiber>>& fiber_pool();
 
 }  // namespace simt

@@ -5,12 +5,12 @@
 #include <cstdint>
 #include <functional>
 
-// The runtime below include/cuda_runtime.h, on the CPU: every CUDA thread is a
-// fiber, so that barriers, shuffles and shared memory behave as on a GPU, and sanitizers see
-// every access. Blocks run in a random order and several of them interleaved, so that a hidden
-// dependence on scheduling shows. One launch runs to its end before launch() returns.
+// The runtime below include/cuda_runtime.h, on the CPU. Every CUDA thread is a fiber, so that
+// barriers, shuffles and shared memory behave as on a GPU, and sanitizers see every access. Blocks
+// run in a random order and several of them interleaved, so that a hidden dependence on scheduling
+// shows. One launch runs to its end before launch() returns.
 //
-// What is an error on a GPU (or would hang it) throws std::runtime_error from launch(): a thread
+// An error that a GPU would report or hang at throws std::runtime_error from launch(): a thread
 // that ends while others wait at a barrier, a warp operation with an ended or absent lane, lanes
 // that wait at different operations.
 
@@ -26,7 +26,7 @@ struct LaunchShape {
   size_t shared_bytes;
 };
 
-// Changes the order in which blocks and threads run. Any value; the default is 1.
+// Changes the order in which blocks and threads run. Any value will do; the default is 1.
 void set_seed(uint64_t seed);
 int64_t launch_count();  // since the program began
 void launch(const LaunchShape& shape, const std::function<void()>& thread_body);

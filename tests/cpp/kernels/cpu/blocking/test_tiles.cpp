@@ -61,7 +61,7 @@ class Tiles : public testing::TestWithParam<DType> {
            a.col_begin < b.col_end && b.col_begin < a.col_end;
   }
 
-  // What the tiles of different matrices keep in the workspace lies apart and fits.
+  // The parts of the workspace that tiles of different matrices use lie apart and fit.
   template <class Bytes>
   void expect_room(size_t which, const Bytes& bytes, std::vector<Range> taken = {}) const {
     std::set<int32_t> seen;
