@@ -33,11 +33,11 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 	@echo "Variables: TORCH ($(TORCH)), JOBS ($(JOBS)), VENV ($(VENV)), SYSTEM_PYTHON ($(SYSTEM_PYTHON))"
 
-env: $(VENV)/.ready  ## a virtual environment with torch and the build tools
+env: $(VENV)/.ready  ## virtual environment with torch and the build tools
 
-build: $(VENV)/.built  ## compile the extension and install the package into the environment, editable
+build: $(VENV)/.built  ## editable install of the package, compiled, in the environment
 
-tools: $(VENV)/.tools  ## build, and what the tests and lint need besides
+tools: $(VENV)/.tools  ## build, and the tools of the tests and of lint
 
 demo: build  ## train a small GPT twice, plain and compressed, and compare (about 6 minutes in all)
 	$(PYTHON) examples/demo.py
@@ -63,8 +63,8 @@ test-sanitized: env | system-packages  ## the kernels' tests under sanitizers
 	cmake --build build/sanitized --parallel $(JOBS)
 	ctest --test-dir build/sanitized --parallel $(JOBS) --output-on-failure
 
-# Root is for the network namespaces of bench_cluster. What pip installs as the author's powersgd is
-# empty: it is compared where a clone of https://github.com/epfml/powersgd is on PYTHONPATH.
+# bench_cluster needs root for its network namespaces. It compares the author's powersgd if a clone of
+# https://github.com/epfml/powersgd is on PYTHONPATH, as the package that pip installs is empty.
 RESULTS := benchmarks/results
 bench: build  ## every figure that the docs quote, on a quiet machine, as root (about two hours)
 	$(PYTHON) benchmarks/bench_stages.py --models resnet18 demo gpt2 --ranks 1 2 4 8 \
@@ -91,11 +91,11 @@ bench: build  ## every figure that the docs quote, on a quiet machine, as root (
 	$(PYTHON) benchmarks/bench_noniid.py \
 	  --json $(RESULTS)/noniid.json --picture docs/images/noniid.png
 
-# With the python at hand (PYTHON=...), and no environment of its own: nothing is downloaded.
+# It uses the python at hand (PYTHON=...) and no environment of its own, so it downloads nothing.
 gpu:  ## build, test and measure on a machine with an NVIDIA GPU, in 9 minutes
 	PYTHON='$(if $(filter command line environment,$(origin PYTHON)),$(PYTHON),python3)' .ci/gpu
 
-# Old tools have all that lint needs: a changed source is not compiled for it.
+# Old tools have all that lint needs, so that lint compiles no changed source.
 lint: $(if $(wildcard $(VENV)/.tools),,tools)  ## formats, words, spelling, types, and clang-tidy
 	@! grep -nE '.{101}' $(CPP_FILES) || { echo "lines over 100 columns" >&2; exit 1; }
 	@echo clang-format; clang-format --dry-run --Werror $(CPP_FILES)
@@ -131,14 +131,14 @@ $(VENV)/.ready: $(VENV)/.torch
 	@$(PIP) '$(TORCH)' ninja numpy 'setuptools>=77'
 	@touch $@
 
-# setup.py shows its progress, where pip shows nothing; pip finds all compiled and links again.
+# setup.py shows its progress, and pip shows none. pip then finds all compiled, and links again.
 $(VENV)/.built: $(VENV)/.ready setup.py setup_support/*.py pyproject.toml $(SOURCES)
 	@echo "compiling the extension: the first time takes 4 minutes of processor time"
 	@$(PYTHON) setup.py --quiet build_ext --inplace
 	@$(PIP) --no-build-isolation --editable '.[bench,demo]'
 	@touch $@
 
-# The package is there: what is installed is what its extras name.
+# The package is installed already, so that this installs its extras alone.
 $(VENV)/.tools: $(VENV)/.built
 	@echo "installing what the tests and lint need"
 	@$(PIP) 'torch-powersgd[test,lint]'

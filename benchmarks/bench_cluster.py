@@ -46,8 +46,7 @@ from cluster.contenders import Contender
 from cluster.methods import EXACT_STEPS
 from provenance import PROVENANCE, processor, provenance
 
-# Steps at the start that are not measured: the exact ones, and those that rebuild buckets and
-# allocate.
+# The first steps are not measured: they are exact, rebuild buckets and allocate.
 WARMUP_STEPS = EXACT_STEPS + 3
 
 
@@ -75,7 +74,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, variables: Mapping[str, str]) -> None:
         self.arguments = arguments
-        self.variables = variables  # of the ranks' environment
+        self.variables = variables  # the environment of the ranks
         losses = arguments.losses
         self.earlier: dict[str, Any] = json.loads(losses.read_text()) if losses else {}
         lacks = {contender: contender.how.lacks() for contender in arguments.contenders}
@@ -101,7 +100,7 @@ class Bench:
             gradient_bytes = sum(p.numel() * p.element_size() for p in parameters)
         learned = self._learned(model, ranks)
         for rate, delay_ms in itertools.product(self.arguments.rates, self.arguments.delays):
-            # Six times what the bytes of a ring all-reduce need on the link.
+            # Six times the seconds that a ring all-reduce needs on the link.
             limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
             network = hosts.Hosts(ranks, rate, delay_ms, self.arguments.congestion_control)
             with network as cluster, contextlib.ExitStack() as stack:
@@ -136,7 +135,7 @@ class Bench:
         )
 
     def _learned(self, model: str, ranks: int) -> dict[str, list[launch.Run]]:
-        """Returns the runs that give the loss, one a seed: new ones, or those of --losses."""
+        """Returns the runs for the loss, one for each seed: new ones, or those of --losses."""
         if self.earlier:
             of_earlier = figures.learned(self.earlier, model, ranks)
             return {c.name: of_earlier[c.name] for c in self.contenders if c.name in of_earlier}
@@ -192,7 +191,7 @@ class Bench:
         setting: dict[str, Any],
         learned: Mapping[str, Sequence[launch.Run]],
     ) -> None:
-        """The rounds of a setting."""
+        """Measures the rounds of a setting."""
         where = figures.title(setting)
         rounds: list[dict[str, launch.Run]] = []
         for number in range(self.arguments.rounds):
@@ -219,7 +218,7 @@ class Bench:
             self._write()
 
     def _write(self) -> None:
-        if self.arguments.json:  # at once: what is measured is not lost to a time limit
+        if self.arguments.json:  # at once, so that a time limit loses nothing
             self.arguments.json.parent.mkdir(parents=True, exist_ok=True)
             self.arguments.json.write_text(json.dumps(self.record, indent=1) + "\n")
 
@@ -250,7 +249,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The record of what is measured."""
+    """The record of the measurements."""
     hosts.unwind_on_signals()
     try:
         mps.sweep()

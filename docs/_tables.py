@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Prints docs/performance.md with its tables made anew from benchmarks/results; --write writes it.
+"""Prints docs/performance.md with new tables from benchmarks/results. --write writes the page.
 
 A table stands between two comments: <!-- table: NAME of FILE --> and <!-- end of table -->.
 """
@@ -106,7 +106,7 @@ def _link(setting: Record) -> str:
 
 
 def _sent(settings: Sequence[Record], method: str) -> str:
-    """The least of the links: what a slow one sends again is no part of it."""
+    """The least of all links, since a slow link sends some packets again."""
     found = [each["methods"].get(method, {}).get("tx_bytes_per_step") for each in settings]
     least = min((sent for sent in found if sent is not None), default=0)
     return "" if least < 1000 else f"{least / 1e6:.2f}"

@@ -15,14 +15,14 @@ from cluster.methods import METHODS, Method
 
 
 class Contender(NamedTuple):
-    """A method at a rank of the approximation; the rank is None where nothing is approximated."""
+    """A method at a rank of the approximation. The rank is None if nothing is approximated."""
 
     method: str
     rank: int | None
 
     @property
     def name(self) -> str:
-        """The contender as it is named on the command line and in a record."""
+        """The name of the contender on the command line and in a record."""
         return self.method if self.rank is None else f"{self.method}:{self.rank}"
 
     @property
@@ -36,12 +36,12 @@ class Contender(NamedTuple):
 
     @property
     def learns(self) -> bool:
-        """Whether it averages, so that its loss says something."""
+        """Whether the method averages, so that its loss is of interest."""
         return self.method not in REFERENCES
 
 
 class Wanted(NamedTuple):
-    """An argument of --methods; no ranks: those of all methods."""
+    """An argument of --methods. Without ranks it takes those of all methods."""
 
     method: str
     ranks: Sequence[int]
@@ -65,7 +65,7 @@ def parse(text: str) -> Wanted:
 
 
 def expand(wanted: Iterable[Wanted], ranks: Sequence[int]) -> list[Contender]:
-    """Each method at its own ranks, or at `ranks` where it names none; none of them twice."""
+    """Each method at its own ranks, or at `ranks` if it names none. No contender comes twice."""
     result: dict[Contender, None] = {}
     for method, own in wanted:
         of_method = (own or ranks) if METHODS[method].approximates else [None]

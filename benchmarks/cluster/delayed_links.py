@@ -30,12 +30,12 @@ _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO6 = 1, 2, 4
 _LARGEST_FRAME = 1 << 17  # bytes: more than a segment of 64 KiB and its headers
-_FRAMES_AT_ONCE = 64  # of one device, so that none starves the others
+_FRAMES_AT_ONCE = 64  # frames of one device, so that none starves the others
 _PRIORITY = 10
 
 
 def make_tap(name: str) -> int:
-    """Makes a TAP device that takes large segments; returns its file descriptor."""
+    """Makes a TAP device that takes large segments. Returns its file descriptor."""
     tap = os.open(CONTROL, os.O_RDWR | os.O_NONBLOCK)
     flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
@@ -44,7 +44,7 @@ def make_tap(name: str) -> int:
 
 
 def forward(ends: Sequence[int], delay: float) -> None:
-    """Passes on every frame after `delay` seconds, for ever; each two descriptors are a link."""
+    """Passes on every frame after `delay` seconds, forever. Each two descriptors are a link."""
     peer = {end: ends[i ^ 1] for i, end in enumerate(ends)}
     # The delay is the same everywhere, so the frames are due in the order they came in.
     waiting: collections.deque[tuple[float, int, bytes]] = collections.deque()

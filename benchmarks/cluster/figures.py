@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.launch import Run
 
-# Methods that average nothing, and how much longer a step is than theirs.
+# Methods that average nothing. A figure says how much longer a step is than theirs.
 REFERENCES = {"none": "above_none", "ddp-alone": "above_ddp_alone"}
 LEAST_WINDOW = 10
 Figures = dict[str, Any]
@@ -28,19 +28,19 @@ def title(setting: Mapping[str, Any]) -> str:
 
 
 def window(losses: Sequence[float]) -> int:
-    """The number of steps that a loss is the mean of: a single batch says little."""
+    """The number of steps whose mean is a loss, since a single batch says little."""
     return max(LEAST_WINDOW, len(losses) // 10)
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """At each step the mean of the last ones."""
+    """The mean of the last losses, at each step."""
     size = window(losses)
     windows = (losses[max(0, i + 1 - size) : i + 1] for i in range(len(losses)))
     return [statistics.mean(values) for values in windows]
 
 
 def steps_to(loss: float, losses: Sequence[float]) -> int | None:
-    """The first step at which the smoothed loss is as low as that; None: it never is."""
+    """The first step at which the smoothed loss is that low. None means that it never is."""
     for i, value in enumerate(smoothed(losses)):
         if i + 1 >= window(losses) and value <= loss:
             return i + 1
@@ -48,7 +48,7 @@ def steps_to(loss: float, losses: Sequence[float]) -> int | None:
 
 
 def target_loss(learned: Mapping[str, Sequence[Run]]) -> float | None:
-    """Returns what plain averaging reaches after three quarters of its steps: the seeds' median."""
+    """Returns the loss of plain averaging after three quarters of its steps: a median."""
     runs = [run for run in learned.get("plain", []) if len(run.losses) >= 4 * LEAST_WINDOW]
     reached = [smoothed(run.losses)[len(run.losses) * 3 // 4 - 1] for run in runs]
     return statistics.median(reached) if reached else None
@@ -130,7 +130,7 @@ def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:
     if done[0].peak_memory_bytes:
         figures["peak_memory_bytes"] = max(run.peak_memory_bytes or 0 for run in done)
     for reference, name in REFERENCES.items():
-        # By round: what slows the machine down for a while slows both down.
+        # Rounds are compared pairwise, since a slow phase of the machine slows both down.
         above = [
             statistics.median(turns[method].milliseconds) - statistics.median(base.milliseconds)
             for turns in rounds

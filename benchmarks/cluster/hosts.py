@@ -35,7 +35,7 @@ _serial = itertools.count()
 
 
 class ClusterError(Exception):
-    """Says what cannot be made or run, and why."""
+    """An error whose text names what cannot be made or run, and why."""
 
 
 def missing() -> list[str]:
@@ -62,7 +62,7 @@ def owner() -> str:
 
 
 def sweep() -> list[str]:
-    """Removes what runs that are no longer alive have left; returns the namespaces' names."""
+    """Removes what runs have left that are no longer alive. Returns the namespaces' names."""
     left = [name for name in namespaces() if is_left(name)]
     for name in {name for _, name in marked() if is_left(name)}:
         kill_marked(name)
@@ -94,7 +94,7 @@ def marked() -> Iterator[tuple[int, str]]:
 
 
 def is_left(name: str) -> bool:
-    """Whether the name is of something that a run made which is no longer alive."""
+    """Whether the name belongs to a run that is no longer alive."""
     match = _OWNED.match(name)
     return match is not None and _start_time(int(match[1])) != int(match[2])
 
@@ -112,7 +112,7 @@ def kill_marked(name: str, patience: float = 10) -> None:
 
 
 def die_with_parent() -> None:
-    """For a process that Hosts.start made: it ends when its parent does, however that ends."""
+    """Lets a process that Hosts.start made end when its parent ends, however that ends."""
     death_signal = 1  # PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
     match = _OWNED.match(os.environ[MARK])
@@ -135,8 +135,8 @@ def unwind_on_signals() -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Puts off the signals that ask the process to end until what is inside is done."""
-    # Not by a mask: it would hold for this thread alone, and libraries start others.
+    """Puts off the signals that end the process until the body is done."""
+    # A mask would not do: it holds for this thread alone, and libraries start others.
     came: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -209,14 +209,14 @@ class Hosts:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", namespace, *command],
                 env={**env, MARK: owner()},
-                start_new_session=True,  # a Ctrl-C is for the parent alone
+                start_new_session=True,  # Ctrl-C reaches the parent alone
                 **popen,
             )
             self._processes.append(process)
         return process
 
     def kill(self, processes: Sequence[subprocess.Popen[Any]]) -> None:
-        """Kills some of what runs on the hosts."""
+        """Kills some of the processes on the hosts."""
         with uninterrupted():
             for process in processes:
                 process.kill()
@@ -269,7 +269,7 @@ class Hosts:
         assert self.rate
         burst = _burst(self.rate)
         if self.delay_ms:
-            # Whole segments must fit into a burst: else they are cut, and each piece is forwarded.
+            # Whole segments must fit into a burst. Otherwise each piece is forwarded by itself.
             size = str(min(burst, 1 << 16) - 1000)
             _run("ip", "-n", namespace, "link", "set", device, "gso_max_size", size)
         shape = f"tbf rate {self.rate} burst {burst}b latency 100ms".split()
@@ -285,7 +285,7 @@ class Hosts:
 
 
 def _burst(rate: str) -> int:
-    """The bytes of a token bucket, 2 ms of it: less than a step, more than a timer's tick."""
+    """The bytes of a token bucket: 2 ms, which is below a step and above a timer's tick."""
     return max(16 << 10, int(bits_per_second(rate) / 8 * 2e-3))
 
 
@@ -297,10 +297,13 @@ def _run(*command: str) -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """In ticks since boot; with the pid, it is a process's name for ever. None: it has ended."""
+    """The start of a process in ticks since boot. None means that the process has ended.
+
+    Together with the pid it names a process forever.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = stat.rpartition(")")[2].split()  # the name before may hold anything
+    fields = stat.rpartition(")")[2].split()  # the name before it may hold any character
     return int(fields[19]) if fields[0] not in "ZX" else None

@@ -34,7 +34,7 @@ _GRACE_SECONDS = 5  # for the other ranks once one has failed
 class Run:
     """The measurements of a turn. Lists are by step and hold means over the ranks."""
 
-    failures: list[str] = field(default_factory=list)  # why each failed attempt did
+    failures: list[str] = field(default_factory=list)  # the cause of each failed attempt
     milliseconds: list[float] = field(default_factory=list)  # without the turn's first step
     losses: list[float] = field(default_factory=list)  # since the ranks were started
     tx_bytes_per_step: float = 0
@@ -99,12 +99,14 @@ def predict(
 
 
 class Failed(Exception):
-    """Says why ranks did not get through a turn."""
+    """An error whose text says why ranks did not get through a turn."""
 
 
 class Ranks:
-    """The ranks of one method. They are started when they first have a turn, sleep between turns,
-    and are started again after a failure, which torch's own hook has now and then.
+    """The ranks of one method.
+
+    They start with their first turn and sleep between turns. After a failure, which torch's own
+    hook has now and then, they start again.
 
     Args:
         cluster: as many hosts as there are ranks.
@@ -130,7 +132,7 @@ class Ranks:
         self._attempts_left = ATTEMPTS
         self._processes: list[subprocess.Popen[str]] = []
         self._folder = Path()
-        self._lines: list[list[dict[str, Any]]] = []  # of every rank since the start
+        self._lines: list[list[dict[str, Any]]] = []  # the lines of every rank since the start
         self._losses: list[float] = []
 
     def __enter__(self) -> Ranks:
@@ -150,7 +152,7 @@ class Ranks:
         return not self._attempts_left
 
     def turn(self, steps: int) -> Run:
-        """Trains for so many measured steps, and one before; again after a failure."""
+        """Trains for one step, and then the measured ones. A failed turn is repeated."""
         result = Run()
         while self._attempts_left:
             try:
@@ -194,7 +196,7 @@ class Ranks:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _close_inputs(self) -> None:
-        """Which lets the ranks end by themselves."""
+        """Lets the ranks end by themselves."""
         for process in self._processes:
             with suppress(BrokenPipeError):
                 if process.stdin:
@@ -217,7 +219,7 @@ class Ranks:
         return of_steps, [records[-1] for records in new]
 
     def _wait(self, expected: int, limit: float) -> None:
-        """Until every rank has written so many lines.
+        """Waits until every rank has written so many lines.
 
         Raises:
             Failed: if a rank ends, or none gets any further for too long.
@@ -230,7 +232,7 @@ class Ranks:
             if min(now) >= expected:
                 return
             if any(process.poll() is not None for process in self._processes):
-                time.sleep(_GRACE_SECONDS)  # whose fault it was is known by what all of them say
+                time.sleep(_GRACE_SECONDS)  # the last lines of all ranks show the cause
                 raise Failed(self._complaints())
             if now != before:
                 deadline = time.monotonic() + self._step_limit

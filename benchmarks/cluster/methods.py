@@ -29,10 +29,10 @@ class Trainee:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.module = model  # what is called
+        self.module = model  # the module to call
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Within it, after backward, the gradients are the averages; after it, as before."""
+        """Within the context the gradients are the averages. After it they are as before."""
         return contextlib.nullcontext()
 
     def clear(self) -> None:
@@ -40,7 +40,7 @@ class Trainee:
 
 
 class Parallel(Trainee):
-    """In DistributedDataParallel, which spares itself a copy of the gradients."""
+    """A model in DistributedDataParallel, which spares itself a copy of the gradients."""
 
     def __init__(self, model: nn.Module, **ddp: Any) -> None:
         super().__init__(model)
@@ -49,7 +49,7 @@ class Parallel(Trainee):
 
 
 class Author(Trainee):
-    """github.com/epfml/powersgd: it averages after backward, and keeps its residual in .grad."""
+    """github.com/epfml/powersgd, which averages after backward and keeps its residual in .grad."""
 
     def __init__(self, model: nn.Module, rank: int) -> None:
         import powersgd
@@ -70,7 +70,7 @@ class Author(Trainee):
             parameter.grad = residual
 
     def clear(self) -> None:
-        """Backward adds the next gradient to the residual."""
+        """Leaves the residual in .grad, to which backward adds the next gradient."""
 
 
 # Arguments: the model, the rank of the approximation, and the seed of its random start.
@@ -136,7 +136,7 @@ def _options(rank: int, seed: int, **fields: Any) -> tp.Options:
 
 
 def _attached(title: str, **fields: Any) -> Method:
-    """This project's, with these options, where they are allowed."""
+    """This project, attached with these options. It is lacking if they are not allowed."""
 
     def make(model: nn.Module, rank: int, seed: int) -> Trainee:
         trainee = Parallel(model)
@@ -163,7 +163,7 @@ def _attached(title: str, **fields: Any) -> Method:
 def _author_lacks() -> str:
     if importlib.util.find_spec("powersgd"):
         return ""
-    # Its setup.cfg looks for packages in a folder that is not there.
+    # Its setup.cfg looks for packages in a folder that does not exist.
     return (
         "no module powersgd; what pip installs under that name is empty: clone "
         "https://github.com/epfml/powersgd and put the clone on PYTHONPATH"
@@ -174,7 +174,7 @@ METHODS = {
     "none": Method(
         "no synchronization", PLAIN, lambda model, rank, seed: Trainee(model), approximates=False
     ),
-    # DDP keeps the gradients' memory from step to step, for which a model alone asks each time.
+    # DDP keeps the memory of the gradients from step to step. A model alone allocates it each time.
     "ddp-alone": Method(
         "DDP, averaging nothing", PLAIN, _hooked(_average_nothing), approximates=False
     ),

@@ -19,12 +19,12 @@ _SEED_SHIFT = 20  # a seed's batches are numbered below 2**20
 @dataclass(frozen=True)
 class Task:
     make: Callable[[], nn.Module]  # a module whose forward(*batch) is the loss
-    # (rank, world size, seed) -> step -> batch: the same for every method.
+    # Maps (rank, world size, seed) and then a step to a batch, which is the same for every method.
     data: Callable[[int, int, int], Callable[[int], Batch]]
 
 
 def _text(batch: int, context: int) -> Callable[[int, int, int], Callable[[int], Batch]]:
-    """Windows of the demo's text, each rank's from a part of its own."""
+    """Windows of the demo's text. Each rank has a part of its own."""
 
     def data(rank: int, world: int, seed: int) -> Callable[[int], Batch]:
         shard = read_text(4_000_000).chunk(world)[rank]
@@ -39,7 +39,7 @@ def _text(batch: int, context: int) -> Callable[[int, int, int], Callable[[int],
 
 
 def _pictures(batch: int) -> Callable[[int, int, int], Callable[[int], Batch]]:
-    """Noise: what it costs is measured, not what is learned from it."""
+    """Noise. The cost is measured, and nothing is learned."""
 
     def data(rank: int, world: int, seed: int) -> Callable[[int], Batch]:
         generator = torch.Generator().manual_seed((seed << _SEED_SHIFT) + rank)
@@ -78,7 +78,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """He et al., Deep Residual Learning for Image Recognition, 2015. Its forward is the loss."""
+    """He et al., Deep Residual Learning for Image Recognition, 2015. forward() returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def _gpt(**shape: Any) -> Callable[[], nn.Module]:
 
 
 def loss_of(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """On a GPU with 16-bit products, as such models train."""
+    """A model that computes in 16 bits on a GPU, as such models train."""
     device_type = batch[0].device.type
     with torch.autocast(device_type, torch.bfloat16, enabled=device_type == "cuda"):
         loss: Tensor = module(*batch)
@@ -112,7 +112,7 @@ def loss_of(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 
 
 TASKS = {
-    # As examples/train_lm.py has it.
+    # The optimizer is that of examples/train_lm.py.
     "demo": Task(_gpt(layers=3, width=512, heads=8, context=128), _text(2, 128)),
     # GPT-2 small (without biases) on characters, which are the first 128 of its tokens.
     "gpt2": Task(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""NVIDIA's Multi-Process Service, of one's own: processes that share a GPU then run at once."""
+"""A private Multi-Process Service of NVIDIA: processes that share a GPU run at the same time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTROL = "nvidia-cuda-mps-control"
 
 @contextmanager
 def service() -> Iterator[dict[str, str]]:
-    """Runs the daemon; yields the variables that its clients need in their environment."""
+    """Runs the daemon. Yields the variables that its clients need in their environment."""
     folder = Path(tempfile.gettempdir(), f"{hosts.owner()}-mps")
     try:
         folder.mkdir()
@@ -35,14 +35,14 @@ def service() -> Iterator[dict[str, str]]:
 
 
 def sweep() -> None:
-    """Stops the daemons that runs which are no longer alive have left."""
+    """Stops the daemons of runs that are no longer alive."""
     for folder in Path(tempfile.gettempdir()).glob("psgd-*-mps"):
         if hosts.is_left(folder.name):
             _stop(folder)
 
 
 def _stop(folder: Path) -> None:
-    """After its clients have ended."""
+    """Stops the daemon. Its clients must have ended."""
     if not folder.exists():
         return
     with suppress(FileNotFoundError, subprocess.TimeoutExpired):
@@ -55,7 +55,7 @@ def _stop(folder: Path) -> None:
             timeout=30,
             start_new_session=True,
         )
-    hosts.kill_marked(folder.name.removesuffix("-mps"))  # if it did not heed that
+    hosts.kill_marked(folder.name.removesuffix("-mps"))  # if it does not heed the command
     shutil.rmtree(folder)
 
 

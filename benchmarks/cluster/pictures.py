@@ -36,7 +36,7 @@ def _label(name: str) -> str:
 
 
 def _link(setting: Setting) -> str:
-    """The link of a setting with its rate, which is one of tc's, as people write it."""
+    """The link of a setting. Its rate, which tc writes, is in the usual notation."""
     return re.sub(r"([kmg])bit", lambda unit: f" {_UNITS[unit[1]]}bit/s", link(setting))
 
 
@@ -106,7 +106,7 @@ def _draw_group(axes: Any, settings: Sequence[Setting], titles: dict[str, str]) 
         # Nothing is drawn where it is not above, which a logarithm could not show.
         heights = [max(f.get("above_none_ms", 0), 0) or math.nan for f in figures]
         ranges = [quartiles(f.get("above_none_by_round_ms", [])) for f in figures]
-        # No lower than what a logarithm can show.
+        # The whiskers end where a logarithm can still show them.
         low = [max(0, h - max(first, 0.1)) for h, (first, _) in zip(heights, ranges, strict=True)]
         high = [max(0, third - h) for h, (_, third) in zip(heights, ranges, strict=True)]
         axes.bar(

@@ -13,11 +13,11 @@ from typing import Any
 
 from cluster.rank import Job, join_group, this_job
 
-SHORTEST_MS = 0.001  # a prediction: what is less is lost in noise
+SHORTEST_MS = 0.001  # the least prediction; less is lost in noise
 
 
 def _backward(job: Job, model: Any, device: Any) -> Any:
-    """The backward pass, as advise times it with --step."""
+    """Runs the backward pass, which advise times as it does with --step."""
     from cluster import models
     from torch_powersgd.tools import advise
     from torch_powersgd.tools.rehearsal import UserStep

@@ -26,9 +26,9 @@ class Job:
     world: int
     rank: int  # this process's
     approximation: int
-    store: str  # a file that the ranks meet in
-    timeout: float  # seconds, of a collective operation
-    seed: int = 0  # of the weights, the batches and the random start
+    store: str  # the file of the ranks' store
+    timeout: float  # seconds that a collective may take
+    seed: int = 0  # the seed of the weights, the batches and the random start
 
     def command(self, results: Path, module: str = "cluster.rank") -> list[str]:
         return [sys.executable, "-m", module, json.dumps(asdict(self)), str(results)]
@@ -61,7 +61,7 @@ def _train(job: Job, commands: TextIO, results: TextIO) -> None:
         return float(loss.detach())
 
     def meet() -> None:
-        """All ranks are here."""
+        """Waits for all ranks."""
         dist.all_reduce(torch.zeros(1, device=device))
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -35,7 +35,7 @@ def _spread(name: str, form: str) -> Cell:
 
 
 def _range(name: str, form: str) -> Cell:
-    """The smallest and the largest of several values. None is a run that never came so far."""
+    """The smallest and the largest of several values. None is a run that never came that far."""
 
     def cell(figures: dict[str, Any]) -> str:
         values = [math.inf if value is None else value for value in figures.get(name, [])]
@@ -45,7 +45,7 @@ def _range(name: str, form: str) -> Cell:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The first and the third; not a number where there are no two values."""
+    """The first and the third quartile. They are not a number for less than two values."""
     if len(values) < 2:
         return math.nan, math.nan
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")

@@ -44,7 +44,7 @@ from torch_powersgd.tools.rehearsal import (
 from torch_powersgd.tools.verdict import Passes, Timing
 
 REPEATS = 5
-ENOUGH_SECONDS = 0.2  # a transfer that takes so long shows the bandwidth
+ENOUGH_SECONDS = 0.2  # a transfer of this length shows the bandwidth
 LARGEST_TRANSFER = 1 << 23  # elements
 BACKENDS = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
 PLAIN_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -67,7 +67,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Job:
-    """The question.
+    """The job that advise measures.
 
     Attributes:
         layout: the shapes of DDP's buckets.
@@ -244,7 +244,7 @@ def _all_reduce_seconds(numel: int, device: torch.device) -> float:
     """The median over repeats of the slowest rank."""
     tensor = torch.zeros(numel, device=device)
     times = []
-    for _ in range(REPEATS + 1):  # the first sets connections up
+    for _ in range(REPEATS + 1):  # the first one makes connections
         synchronize(device)
         dist.barrier()
         start = time.perf_counter()

@@ -30,7 +30,7 @@ class Row:
         name: the name, in which a star stands for each number that differs.
         count: the number of parameters.
         shape: the shape of each.
-        rank: the rank of the factors. 0: it is sent whole.
+        rank: the rank of the factors. It is 0 if the parameter is sent whole.
         gradient_bytes: the bytes of the gradients.
         sent_bytes: the bytes that are sent for them. It is a mean of two steps if P and Q are
             sent in turns.
@@ -69,7 +69,7 @@ def rows_of(model: torch.nn.Module, options: Options) -> list[Row]:
 
 
 def highest_rank(model: torch.nn.Module, options: Options) -> int:
-    """The highest rank at which any weight is compressed. 0: there is none."""
+    """The highest rank at which any weight is compressed. It is 0 if there is none."""
     highest = 0
     for parameter in model.parameters():
         rows, cols = _C.matrix_shape(list(parameter.shape), [])
@@ -131,8 +131,8 @@ def print_plan(model: torch.nn.Module, options: Options, top: int | None) -> Non
     Args:
         model: the model.
         options: the options under which it trains.
-        top: the number of rows, of which one may stand for several layers. None: a row for each
-            parameter.
+        top: the number of rows, of which one may stand for several layers. None stands for a row
+            for each parameter.
 
     Raises:
         ValueError: if no parameter of the model requires a gradient.

@@ -18,18 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRODUCT_SIZE = 192  # of square matrices: a fraction of a millisecond each
+PRODUCT_SIZE = 192  # rows of square matrices, whose product takes a fraction of a millisecond
 CALIBRATION_PRODUCTS = 20
 CALIBRATIONS = 7
 BUDGET_SECONDS = 40.0  # for all passes
 PASSES = (4, 8)
-BLOCK_SECONDS = 0.75  # of one setting in one pass
+BLOCK_SECONDS = 0.75  # for one setting in one pass
 BLOCK_STEPS = (1, 4)
 WARM_UP_STEPS = 2  # the first steps allocate
 TIMED_STEPS = (3, 20)
 TIMED_SECONDS = 5.0
 
-StartAverage = Callable[[int, torch.Tensor], dist.Work]  # of one bucket, in place
+StartAverage = Callable[[int, torch.Tensor], dist.Work]  # averages one bucket in place
 Report = Callable[[int, int], None]  # takes the number of blocks that are done, and of all blocks
 
 
@@ -38,8 +38,9 @@ class Rehearsed:
     """One way to average.
 
     Attributes:
-        prepare: makes the function that starts to average a bucket, or None to average nothing.
-        allocates: the first steps of what was prepared are not typical.
+        prepare: a function that makes the one that starts to average a bucket. None stands for no
+            averaging.
+        allocates: whether the first steps after ``prepare`` allocate, so that they are not typical.
     """
 
     prepare: Callable[[], StartAverage | None]
@@ -48,7 +49,7 @@ class Rehearsed:
 
 @dataclass(frozen=True)
 class UserStep:
-    """Seconds of a user's own step: of its backward pass, and of all the rest."""
+    """The seconds of a user's own step, in its backward pass and in all the rest."""
 
     backward: float
     rest: float = 0.0
@@ -92,7 +93,7 @@ class Rehearsal:
         budget: float = BUDGET_SECONDS,
         report: Report = lambda done, blocks: None,
     ) -> list[list[list[float]]]:
-        """Seconds of each step, by setting and pass; the mean of the ranks.
+        """The seconds of each step, as means over the ranks, by setting and pass.
 
         Every pass visits all settings, one after the other, so that all of them share the noise
         of the machines. Only one setting at a time holds memory.
@@ -100,7 +101,7 @@ class Rehearsal:
         Args:
             settings: the ways to average.
             budget: the seconds for all passes. The least number of passes may take longer.
-            report: is called after each block of steps.
+            report: a function that is called after each block of steps.
         """
         samples: list[list[list[float]]] = [[] for _ in settings]
         steps: list[int] = [0 for _ in settings]
@@ -125,7 +126,7 @@ class Rehearsal:
         return [[self._mean(block) for block in blocks] for blocks in samples]
 
     def _warm_up(self, average: StartAverage | None) -> float:
-        """Seconds of a step that computes nothing; the mean of the ranks."""
+        """The seconds of a step that computes nothing, as a mean over the ranks."""
         if average is None:
             return 0.0
         seconds = [self._step(average, computes=False) for _ in range(WARM_UP_STEPS)]
@@ -164,7 +165,7 @@ class Rehearsal:
         return means
 
     def _timed(self, body: Callable[[], None]) -> float:
-        """Seconds until all ranks have ended. A step of DDP waits for the slowest rank as well."""
+        """The seconds until all ranks have ended. A step of DDP waits for the slowest rank too."""
         synchronize(self._device)
         dist.barrier()
         start = time.perf_counter()
@@ -180,8 +181,8 @@ def time_step(
     """Times a user's step on this rank: the medians of its backward pass and of all the rest.
 
     Args:
-        step: runs one forward and one backward pass.
-        clear: runs before each step, untimed.
+        step: a function that runs one forward and one backward pass.
+        clear: a function that runs before each step, untimed.
         device: the device on which the step computes.
         steps: the number of steps.
 

@@ -22,7 +22,7 @@ from torch_powersgd.options import Options
 NOTCH = 1.57
 LEAST_NOISE = 0.01  # a part of the step: smaller differences are not taken for real
 LEAST_GAIN = 0.05  # a part of the plain step: a smaller gain is not worth a change
-CAUTION = 1.5  # times the noise: the best of several settings may owe its gain to luck
+CAUTION = 1.5  # times the noise: the best of several settings may have its gain by luck
 UNDECIDED_GAIN = 0.1  # a part of the plain step: a larger gain may not hide in the noise
 # A part of the fastest step: a higher rank is worth that much time. With the demo's GPT, rank 4
 # needs half as many steps again as rank 16 to the same loss (docs/performance.md).
@@ -183,7 +183,7 @@ def _rank(timing: Timing) -> int:
 
 
 def _worth(timing: Timing) -> tuple[int, bool, int]:
-    """The order of settings that are about as fast: by what they are worth in training."""
+    """The order of settings that are about as fast, by their worth in training."""
     assert timing.options is not None
     return _rank(timing), not timing.options.alternating, -timing.sent_bytes
 
