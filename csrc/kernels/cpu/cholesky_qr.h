@@ -15,7 +15,7 @@
 // CholeskyQR2 algorithm" (ETNA 44, 2015): one pass leaves an error of the unit roundoff times the
 // squared condition number, a second one removes it. The Gram matrix is in double, P in float, so
 // that one pass is most often enough.
-namespace powersgd::kernels::cpu {
+namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 struct FactorState {
   int32_t finite;     // whether P is
@@ -47,21 +47,19 @@ struct FactorSpace {
 
 // row -= factor * other, for columns [begin, end): from the vector that holds `begin`, since what
 // lies below the diagonal is never read.
-template <class Arch>
-POWERSGD_INLINE void subtract_row(double* row, const double* other, double factor, int64_t begin,
-                                  int64_t end) {
-  constexpr int64_t kLane = kLanes<Arch, double>;
+inline void subtract_row(double* row, const double* other, double factor, int64_t begin,
+                         int64_t end) {
+  constexpr int64_t kLane = kLanes<double>;
   for (int64_t j = begin / kLane * kLane; j < end; j += kLane) {
-    const Vector<Arch, double> rest = load<Arch>(row + j) - factor * load<Arch>(other + j);
-    store<Arch>(row + j, rest);
+    const Doubles rest = load(row + j) - factor * load(other + j);
+    store(row + j, rest);
   }
 }
 
-template <class Arch>
-POWERSGD_INLINE void scale_row(double* row, double factor, int64_t begin, int64_t end) {
-  constexpr int64_t kLane = kLanes<Arch, double>;
+inline void scale_row(double* row, double factor, int64_t begin, int64_t end) {
+  constexpr int64_t kLane = kLanes<double>;
   for (int64_t j = begin / kLane * kLane; j < end; j += kLane) {
-    store<Arch>(row + j, Vector<Arch, double>(load<Arch>(row + j) * factor));
+    store(row + j, load(row + j) * factor);
   }
 }
 
@@ -72,28 +70,26 @@ struct FactorMatrix {
   double weak_pivot;
   int pass;
 
-  template <class Arch>
-  POWERSGD_INLINE void run() const {
-    sum_partials<Arch>();
+  POWERSGD_TILE_FUNCTION void run() const {
+    sum_partials();
     if (space.state->finite == 0) return;
     gather_gram();
-    const bool again = decompose<Arch>();
+    const bool again = decompose();
     space.state->last_pass = again && pass + 1 < kMaxPasses ? pass + 1 : pass;
-    invert<Arch>();
+    invert();
     order_dead_last();
   }
 
   // transform = the sum of the partial Gram matrices, for now.
-  template <class Arch>
-  POWERSGD_INLINE void sum_partials() const {
-    constexpr int64_t kLane = kLanes<Arch, double>;
+  void sum_partials() const {
+    constexpr int64_t kLane = kLanes<double>;
     const OrthogonalizeLayout& layout = space.layout;
     for (int64_t j = 0; j < layout.square; j += kLane) {
-      Vector<Arch, double> sum = {};
+      Doubles sum = {};
       for (int64_t part = 0; part < layout.parts; ++part) {
-        sum += load<Arch>(space.partial(part) + j);
+        sum += load(space.partial(part) + j);
       }
-      store<Arch>(space.transform + j, sum);
+      store(space.transform + j, sum);
     }
     if (pass > 0) return;
     // A column that is not finite has a squared norm that is not.
@@ -105,7 +101,7 @@ struct FactorMatrix {
   }
 
   // gram = the Gram matrix in the order of factoring.
-  POWERSGD_INLINE void gather_gram() const {
+  void gather_gram() const {
     const int64_t stride = space.layout.stride;
     for (int64_t i = 0; i < rank; ++i) {
       const double* row = space.transform + space.order[i] * stride;
@@ -117,8 +113,7 @@ struct FactorMatrix {
 
   // gram = its upper Cholesky factor, with the rows and columns of dead columns 0. Returns whether
   // what it yields has to be orthogonalized once more.
-  template <class Arch>
-  POWERSGD_INLINE bool decompose() const {
+  bool decompose() const {
     const int64_t stride = space.layout.stride;
     double trace = 0;
     for (int64_t i = 0; i < rank; ++i) trace += space.diagonal[i];
@@ -135,9 +130,9 @@ struct FactorMatrix {
         for (int64_t j = i; j < stride; ++j) row[j] = 0;
         continue;
       }
-      scale_row<Arch>(row, 1 / std::sqrt(pivot), i, stride);
+      scale_row(row, 1 / std::sqrt(pivot), i, stride);
       for (int64_t k = i + 1; k < rank; ++k) {
-        subtract_row<Arch>(space.gram + k * stride, row, row[k], k, stride);
+        subtract_row(space.gram + k * stride, row, row[k], k, stride);
       }
     }
     return again;
@@ -145,8 +140,7 @@ struct FactorMatrix {
 
   // transform = the inverse of the Cholesky factor, rows and columns back in their own places: row
   // by row from the last, T_i = (e_i - sum over k > i of R_ik T_k) / R_ii. Dead columns get zeros.
-  template <class Arch>
-  POWERSGD_INLINE void invert() const {
+  void invert() const {
     const int64_t stride = space.layout.stride;
     for (int64_t i = rank - 1; i >= 0; --i) {
       const double* row = space.gram + i * stride;
@@ -155,15 +149,15 @@ struct FactorMatrix {
       if (space.dead[space.order[i]] != 0) continue;
       target[space.order[i]] = 1;
       for (int64_t k = i + 1; k < rank; ++k) {
-        subtract_row<Arch>(target, space.transform + space.order[k] * stride, row[k], 0, stride);
+        subtract_row(target, space.transform + space.order[k] * stride, row[k], 0, stride);
       }
-      scale_row<Arch>(target, 1 / row[i], 0, stride);
+      scale_row(target, 1 / row[i], 0, stride);
     }
   }
 
   // Live columns first: in the next pass only the replacements of dead ones are bent. A stable
   // partition of `order` with `diagonal` as the scratch space.
-  POWERSGD_INLINE void order_dead_last() const {
+  void order_dead_last() const {
     auto* dead_columns = reinterpret_cast<int32_t*>(space.diagonal);
     int64_t live_count = 0;
     int64_t dead_count = 0;
@@ -179,4 +173,4 @@ struct FactorMatrix {
   }
 };
 
-}  // namespace powersgd::kernels::cpu
+}  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

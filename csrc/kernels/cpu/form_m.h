@@ -8,50 +8,50 @@
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/simd/convert.h"
 
-// M = G + residual_scale * (memory - what the last step sent), of which memory keeps M: the first
-// half of project and of project_transposed.
-namespace powersgd::kernels::cpu {
+// M = G + residual_scale * (residual - what the last step sent), which becomes the residual: the
+// first half of project and of project_transposed.
+namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
-// Gradient and memory of a matrix. `offset` and `count`: of the elements of a vector (load_first).
-template <class Arch, class G, class R, bool kFeedback>
-struct Source {
+// The gradient and the residual of a matrix. `offset` and `count` name the elements of a vector
+// (load_first).
+template <class G, class R, bool kFeedback>
+struct MatrixElements {
   using F = ComputeOf<G>;
-  using V = Vector<Arch, F>;
+  using V = Vector<F>;
 
   const G* gradient;
-  R* memory;
+  R* residual;
   F residual_scale;
 
-  POWERSGD_INLINE Source(const Bucket& bucket, const Matrix& matrix)
+  MatrixElements(const Bucket& bucket, const Matrix& matrix)
       : gradient(elements<G>(bucket.gradient, matrix.gradient_offset)),
-        memory(static_cast<R*>(matrix.memory)),
+        residual(static_cast<R*>(matrix.memory)),
         residual_scale(static_cast<F>(bucket.residual_scale)) {}
 
-  // G + residual_scale * memory. An element of G that is not finite counts as 0.
-  POWERSGD_INLINE V load_sum(int64_t offset, int64_t count, ElementFlags<Arch, F>& seen) const {
-    const V g = load_first<Arch>(gradient + offset, count);
-    seen.examine(g);
+  // Returns G + residual_scale * residual. An element of G that is not finite counts as 0.
+  V load_sum(int64_t offset, int64_t count, ElementFlags<F>& flags) const {
+    const V g = load_first(gradient + offset, count);
+    flags.examine_gradient(g);
     const V finite = finite_or_zero(g);
     if constexpr (!kFeedback) return finite;
-    return residual_scale * load_first<Arch>(memory + offset, count) + finite;
+    return multiply_add(broadcast(residual_scale), V(load_first(residual + offset, count)), finite);
   }
 
-  // Makes m what memory holds. Returns it as it was stored. The clamp keeps memory finite where m
-  // is out of its range: an infinity would never leave it.
-  POWERSGD_INLINE V keep(int64_t offset, int64_t count, const V& m,
-                         ElementFlags<Arch, F>& seen) const {
+  // Makes m the residual, and returns it as it was stored. The clamp keeps the residual finite
+  // where m is out of its range: an infinity would never leave it.
+  V store_m(int64_t offset, int64_t count, V m, ElementFlags<F>& flags) const {
     if constexpr (!kFeedback) return m;
-    seen.template examine_m<R>(m);
-    return store_first<Arch>(memory + offset, count, clamped_to<Arch, R>(m));
+    flags.template examine_m<R>(m);
+    return store_first(residual + offset, count, clamped_to<R>(m));
   }
 
-  POWERSGD_INLINE void prefetch_both(int64_t offset) const {
+  void prefetch_at(int64_t offset) const {
     prefetch(gradient, offset);
-    if constexpr (kFeedback) prefetch(memory, offset);
+    if constexpr (kFeedback) prefetch(residual, offset);
   }
 };
 
-// M of kRows rows of a block, by way of a buffer in the L1 cache, for which the factors are loaded
+// Forms M of kRows rows of a block, by way of a buffer in the L1 cache: the factors are then loaded
 // a quarter as often. What the last step sent is left right, of any rank.
 template <class G, class R, bool kFeedback>
 struct FormRows {
@@ -63,50 +63,45 @@ struct FormRows {
   PackedFactor<F>& right;  // [rank, cols]
 
   // m is [kRows, kBlockStride], the columns of the block padded with zeros to a multiple of kPad.
-  template <class Arch>
-  POWERSGD_INLINE void form(const BandBlock& block, int64_t row, F* m,
-                            ElementFlags<Arch, F>& seen) const {
-    if constexpr (kFeedback) multiply_last_step<Arch>(block, row, m);
-    combine<Arch>(block, row, m, seen);
+  void form(const BandBlock& block, int64_t row, F* m, ElementFlags<F>& flags) const {
+    if constexpr (kFeedback) multiply_last_step(block, row, m);
+    combine(block, row, m, flags);
   }
 
-  template <class Arch>
-  POWERSGD_INLINE void multiply_last_step(const BandBlock& block, int64_t row, F* product) const {
+  void multiply_last_step(const BandBlock& block, int64_t row, F* product) const {
     const int64_t rank = matrix.rank;
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
     alignas(64) F packed[kRows * kPackedRank];
     for (int64_t k = 0; k == 0 || k < rank; k += kPackedRank) {
       const int64_t count = std::min(kPackedRank, rank - k);
-      right.template pack<Arch>(k, count, block.col, block.cols);
+      right.pack(k, count, block.col, block.cols);
       pack_rows(left + row * rank + k, rank, rows, count, static_cast<F>(bucket.residual_scale),
                 packed);
-      multiply<Arch, F, false>(packed, right.data(), kBlockStride, count,
-                               round_up(block.cols, kPad), k > 0 ? product : nullptr,
-                               StoreBlock<F>{product});
+      multiply<Rounding::kFastest>(packed, right.data(), kBlockStride, count,
+                                   round_up(block.cols, kPad), k > 0 ? product : nullptr,
+                                   StoreBlock<F>{product});
     }
   }
 
   // m, the product if there is one, becomes M.
-  template <class Arch>
-  POWERSGD_INLINE void combine(const BandBlock& block, int64_t row, F* m,
-                               ElementFlags<Arch, F>& seen) const {
+  void combine(const BandBlock& block, int64_t row, F* m, ElementFlags<F>& flags) const {
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
-    const Source<Arch, G, R, kFeedback> source(bucket, matrix);
+    const MatrixElements<G, R, kFeedback> source(bucket, matrix);
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t offset = (row + i) * matrix.cols + block.col;
       const int64_t ahead = block.ahead(row + i, matrix.cols);
       F* target = m + i * kBlockStride;
-      for_each_vector<Arch, F>(block.cols, [&](int64_t j, int64_t count) POWERSGD_INLINE_LAMBDA {
-        source.prefetch_both(ahead + j);
-        Vector<Arch, F> sum = source.load_sum(offset + j, count, seen);
-        if constexpr (kFeedback) sum -= load<Arch>(target + j);
-        store<Arch>(target + j, source.keep(offset + j, count, sum, seen));
+      for_each_vector<F>(block.cols, [&](int64_t j, int64_t count) {
+        source.prefetch_at(ahead + j);
+        Vector<F> sum = source.load_sum(offset + j, count, flags);
+        if constexpr (kFeedback) sum -= load(target + j);
+        store(target + j, source.store_m(offset + j, count, sum, flags));
       });
-      const int64_t padded = round_up(block.cols, kLanes<Arch, F>);
+      const int64_t padded = round_up(block.cols, kLanes<F>);
       std::fill(target + padded, target + round_up(block.cols, kPad), F{0});
     }
     std::fill(m + rows * kBlockStride, m + kRows * kBlockStride, F{0});
   }
 };
 
-}  // namespace powersgd::kernels::cpu
+}  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

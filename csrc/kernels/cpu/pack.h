@@ -9,36 +9,28 @@
 #include "kernels/cpu/simd/convert.h"
 #include "kernels/shared/step_count.h"
 
-// project and project_transposed put raw segments, activities and the non-finite count into the P
-// payload, beside their factors.
-namespace powersgd::kernels::cpu {
+// What project and project_transposed put into the P payload beside their factors: raw segments,
+// activities and the non-finite count.
+namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // A raw segment travels as it is.
 template <class G>
-struct CopyRawTile {
+POWERSGD_TILE_FUNCTION inline void copy_raw_tile(const Bucket& bucket, const Tile& tile) {
   using F = ComputeOf<G>;
-
-  const Bucket& bucket;
-  const RawSegment& raw;
-  const Tile& tile;
-
-  template <class Arch>
-  POWERSGD_INLINE void run() const {
-    const G* gradient = elements<G>(bucket.gradient, raw.gradient_offset) + tile.col_begin;
-    F* payload = elements<F>(bucket.p_payload, raw.p_offset) + tile.col_begin;
-    ElementFlags<Arch, F> seen;
-    for_each_vector<Arch, F>(tile.col_end - tile.col_begin,
-                             [&](int64_t j, int64_t count) POWERSGD_INLINE_LAMBDA {
-                               const Vector<Arch, F> g = load_first<Arch>(gradient + j, count);
-                               seen.examine(g);
-                               store_first<Arch>(payload + j, count, g);
-                             });
-    flags_of(bucket, tile) = seen.template flags<F>();
-  }
-};
+  const RawSegment& raw = bucket.raw_segments[tile.item];
+  const G* gradient = elements<G>(bucket.gradient, raw.gradient_offset) + tile.col_begin;
+  F* payload = elements<F>(bucket.p_payload, raw.p_offset) + tile.col_begin;
+  ElementFlags<F> flags;
+  for_each_vector<F>(tile.col_end - tile.col_begin, [&](int64_t j, int64_t count) {
+    const Vector<F> g = load_first(gradient + j, count);
+    flags.examine_gradient(g);
+    store_first(payload + j, count, g);
+  });
+  flags_of(bucket, tile) = flags.template flags<F>();
+}
 
 template <class G>
-bool is_zero(G element) {
+inline bool is_zero(G element) {
   if constexpr (std::is_floating_point_v<G>) {
     return element == 0;
   } else {
@@ -49,7 +41,7 @@ bool is_zero(G element) {
 // The search for a non-zero element ends at the first, so that only a gradient that is zero is
 // read.
 template <class G>
-void write_activities(const Bucket& bucket) {
+inline void write_activities(const Bucket& bucket) {
   for (int32_t i = 0; i < bucket.num_matrices; ++i) {
     const Matrix& matrix = bucket.matrices[i];
     if (matrix.active_offset < 0) continue;
@@ -60,15 +52,14 @@ void write_activities(const Bucket& bucket) {
   }
 }
 
-// on_matrix(tile) for each tile of `matrix_list`, which sets the tile's flags; and all that is
-// packed.
+// Calls on_matrix(tile), which sets the tile's flags, on each tile of `matrix_list`; and packs all
+// that is packed.
 template <class G, class OnMatrix>
-void project_and_pack(Isa isa, const Bucket& bucket, size_t matrix_list,
-                      const ParallelFor& parallel_for, const OnMatrix& on_matrix) {
+inline void project_and_pack(const Bucket& bucket, size_t matrix_list,
+                             const ParallelFor& parallel_for, const OnMatrix& on_matrix) {
   int32_t flags = 0;
-  for_each_matrix_and_raw_tile(bucket, matrix_list, parallel_for, on_matrix, [&](const Tile& tile) {
-    run_on(isa, CopyRawTile<G>{bucket, bucket.raw_segments[tile.item], tile});
-  });
+  for_each_matrix_and_raw_tile(bucket, matrix_list, parallel_for, on_matrix,
+                               [&](const Tile& tile) { copy_raw_tile<G>(bucket, tile); });
   for (const size_t list : {matrix_list, size_t{kRawTiles}}) {
     for (const Tile* tile = bucket.tiles + bucket.tile_list_begin[list];
          tile < bucket.tiles + bucket.tile_list_begin[list + 1]; ++tile) {
@@ -81,4 +72,4 @@ void project_and_pack(Isa isa, const Bucket& bucket, size_t matrix_list,
   write_activities<G>(bucket);
 }
 
-}  // namespace powersgd::kernels::cpu
+}  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

@@ -4,14 +4,32 @@
 #include "kernels/cpu/simd/isa.h"
 #include "powersgd/kernels.h"
 
-// The stages on a named instruction set. The functions of powersgd/kernels.h run on the best one of
-// this machine; tests run them all.
+// The stages, once per instruction set. The functions of powersgd/kernels.h run on the widest one
+// of this machine; tests run them all.
 namespace powersgd::kernels::cpu {
 
-void project(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for);
-void orthogonalize(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for);
-void back_project(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for);
-void project_transposed(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for);
-void reconstruct(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for);
+struct Stages {
+  using Stage = void (*)(const Bucket& bucket, const ParallelFor& parallel_for);
+
+  Stage project;
+  Stage orthogonalize;
+  Stage back_project;
+  Stage project_transposed;
+  Stage reconstruct;
+};
+
+// Each is defined by a file of csrc/kernels/cpu/targets.
+namespace baseline {
+extern const Stages kStages;
+}
+namespace avx2 {
+extern const Stages kStages;
+}
+namespace avx512 {
+extern const Stages kStages;
+}
+
+// Returns the stages on an instruction set that is_supported.
+const Stages& stages_on(Isa isa);
 
 }  // namespace powersgd::kernels::cpu

@@ -25,19 +25,20 @@ class CpuRunner : public HostMemoryRunner {
     const kernels::cpu::ParallelFor parallel_for = [this](int64_t count, const auto& body) {
       run_parallel(count, body);
     };
+    const kernels::cpu::Stages& stages = kernels::cpu::stages_on(isa_);
     switch (stage) {
       case Stage::kRandomStart:
         return kernels::cpu::random_start(bucket, parallel_for);
       case Stage::kProject:
-        return kernels::cpu::project(isa_, bucket, parallel_for);
+        return stages.project(bucket, parallel_for);
       case Stage::kOrthogonalize:
-        return kernels::cpu::orthogonalize(isa_, bucket, parallel_for);
+        return stages.orthogonalize(bucket, parallel_for);
       case Stage::kBackProject:
-        return kernels::cpu::back_project(isa_, bucket, parallel_for);
+        return stages.back_project(bucket, parallel_for);
       case Stage::kReconstruct:
-        return kernels::cpu::reconstruct(isa_, bucket, parallel_for);
+        return stages.reconstruct(bucket, parallel_for);
       case Stage::kProjectTransposed:
-        return kernels::cpu::project_transposed(isa_, bucket, parallel_for);
+        return stages.project_transposed(bucket, parallel_for);
     }
   }
 

@@ -7,11 +7,11 @@
 #include "kernels/cpu/blocking/tiles.h"
 #include "kernels/cpu/simd/vector.h"
 
-// The order in which a stage walks over its part of a matrix: strips of columns, bands of rows in a
+// The order in which a stage goes over its part of a matrix: strips of columns, bands of rows in a
 // strip, blocks of kBlockCols columns in a band. A block's share of the factors stays in the L1
 // cache for all rows of the band. Memory delivers best when it is read front to back, so while a
-// band is at work, the next one is asked for in that order, part by part.
-namespace powersgd::kernels::cpu {
+// band is at work, the next one is prefetched in that order, part by part.
+namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 struct BandBlock {
   int64_t row_begin, row_end;
@@ -23,43 +23,43 @@ struct BandBlock {
   int64_t col_begin;
   int64_t blocks;
 
-  // The element (row, column) to ask for while the first element of `row` in this block is at work,
-  // as an offset from the first element of the matrix.
-  POWERSGD_INLINE int64_t ahead(int64_t row, int64_t matrix_cols) const {
+  // Returns the element (row, column) to prefetch while the first element of `row` in this block is
+  // at work, as an offset from the first element of the matrix.
+  int64_t ahead(int64_t row, int64_t matrix_cols) const {
     const int64_t part = index * (row_end - row_begin) + row - row_begin;
     return (row_end + part / blocks) * matrix_cols + col_begin + part % blocks * kBlockCols;
   }
 };
 
-// To the L2 cache: what the L1 cache can have on its way at a time is soon used up. Nothing happens
+// Prefetches to the L2 cache: the L1 cache can have little on its way at a time. Nothing happens
 // where there is no such memory.
 template <class T>
-POWERSGD_INLINE void prefetch(const T* base, int64_t offset) {
+inline void prefetch(const T* base, int64_t offset) {
   constexpr int kRead = 0, kSecondLevel = 2;
   const auto bytes = static_cast<uintptr_t>(offset) * sizeof(T);
   __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(base) + bytes),
                      kRead, kSecondLevel);
 }
 
-// Rows [row_begin, row_end) x columns [col_begin, col_end) of a matrix, and how to walk over them.
-struct Walk {
+// Rows [row_begin, row_end) x columns [col_begin, col_end) of a matrix, and how to cut them.
+struct Region {
   int64_t row_begin, row_end;
   int64_t col_begin, col_end;
   int64_t band_elements = kBandElements;
-  int64_t lead = 0;  // columns of a first, narrower block of each band
+  int64_t first_cols = kBlockCols;  // columns of the first block of each band
 };
 
-// visit(block) for each block.
+// Calls visit(block) for each block.
 template <class Visit>
-POWERSGD_INLINE void for_each_block(const Matrix& matrix, const Walk& walk, const Visit& visit) {
+inline void for_each_block(const Matrix& matrix, const Region& region, const Visit& visit) {
   const int64_t strip = strip_cols(matrix);
-  for (int64_t left = walk.col_begin; left < walk.col_end; left += strip) {
-    const int64_t right = std::min(left + strip, walk.col_end);
-    const int64_t first = left + std::min(walk.lead > 0 ? walk.lead : kBlockCols, right - left);
+  for (int64_t left = region.col_begin; left < region.col_end; left += strip) {
+    const int64_t right = std::min(left + strip, region.col_end);
+    const int64_t first = left + std::min(region.first_cols, right - left);
     const int64_t blocks = 1 + ceil_div(right - first, kBlockCols);
-    const int64_t height = band_rows(matrix, walk.band_elements / (right - left));
-    for (int64_t row = walk.row_begin; row < walk.row_end; row += height) {
-      const int64_t row_end = std::min(row + height, walk.row_end);
+    const int64_t height = band_rows(matrix, region.band_elements / (right - left));
+    for (int64_t row = region.row_begin; row < region.row_end; row += height) {
+      const int64_t row_end = std::min(row + height, region.row_end);
       for (int64_t i = 0; i < blocks; ++i) {
         const int64_t col = i == 0 ? left : first + (i - 1) * kBlockCols;
         const int64_t col_end = std::min(first + i * kBlockCols, right);
@@ -69,4 +69,4 @@ POWERSGD_INLINE void for_each_block(const Matrix& matrix, const Walk& walk, cons
   }
 }
 
-}  // namespace powersgd::kernels::cpu
+}  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

@@ -7,45 +7,46 @@
 #include "kernels/cpu/simd/convert.h"
 #include "kernels/cpu/simd/lane_sums.h"
 
-namespace powersgd::kernels::cpu {
+namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
-// True if an element of M may be out of the range of R, the dtype of memory.
+// Whether elements that the factor type holds with ease may be beyond what the residual holds.
 template <class R>
 constexpr bool kSaturates = std::is_same_v<R, Half>;
 
-// The flags of a tile of project or project_transposed, gathered lane by lane.
-template <class Arch, class F>
+// Collects, lane by lane, what a tile of project or project_transposed has to report. The
+// constructor is written out so that the compiler builds it for the target.
+template <class F>
 class ElementFlags {
  public:
-  using V = Vector<Arch, F>;
+  using V = Vector<F>;
 
-  // Takes in elements of the gradient.
-  POWERSGD_INLINE void examine(const V& gradient) { poison_ += gradient - gradient; }
+  ElementFlags() : not_finite_{}, highest_{}, lowest_{} {}
 
-  // Takes in elements of M, before they are cut to the range of R, the dtype of memory.
+  void examine_gradient(V gradient) { not_finite_ += gradient - gradient; }
+
+  // Adds elements of M, before they are cut to what a residual of R holds.
   template <class R>
-  POWERSGD_INLINE void examine_m(const V& m) {
+  void examine_m(V m) {
     if constexpr (kSaturates<R>) {
-      highest_ = greater<Arch>(m, highest_);
-      lowest_ = lesser<Arch>(m, lowest_);
+      highest_ = greater(m, highest_);
+      lowest_ = lesser(m, lowest_);
     }
   }
 
-  // R is the dtype that examine_m was called with.
+  // Returns kNonFinite and kSaturated where they hold. R is that of examine_m.
   template <class R>
-  POWERSGD_INLINE int32_t flags() const {
-    int32_t flags = sum_of_lanes<Arch, F>(poison_) == 0 ? 0 : kNonFinite;
+  int32_t flags() const {
+    int32_t flags = sum_of_lanes<F>(not_finite_) == 0 ? 0 : kNonFinite;
     if constexpr (kSaturates<R>) {
-      const V beyond =
-          (highest_ - clamped_to<Arch, R>(highest_)) + (clamped_to<Arch, R>(lowest_) - lowest_);
-      if (!(sum_of_lanes<Arch, F>(beyond) == 0)) flags |= kSaturated;
+      const V beyond = (highest_ - clamped_to<R>(highest_)) + (clamped_to<R>(lowest_) - lowest_);
+      if (!(sum_of_lanes<F>(beyond) == 0)) flags |= kSaturated;
     }
     return flags;
   }
 
  private:
-  V poison_ = {};                 // NaN where the gradient was not finite
-  V highest_ = {}, lowest_ = {};  // of M
+  V not_finite_;        // NaN in the lanes where an element of the gradient was not finite
+  V highest_, lowest_;  // of M
 };
 
-}  // namespace powersgd::kernels::cpu
+}  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

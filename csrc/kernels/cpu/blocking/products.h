@@ -5,14 +5,24 @@
 
 #include "kernels/cpu/blocking/tiles.h"
 #include "kernels/cpu/simd/convert.h"
-#include "kernels/cpu/simd/fused.h"
+#include "kernels/cpu/simd/instructions.h"
 #include "kernels/cpu/simd/lane_sums.h"
 #include "kernels/cpu/simd/vector.h"
 
-// The micro-kernels of the stages: products of kRows rows with a block of columns that is padded
-// with zeros to a multiple of kPad, so that there are no remainders here. Missing rows are zero as
-// well, which keeps a row's result apart from the number of rows it is handled with.
-namespace powersgd::kernels::cpu {
+// The products of the stages: kRows rows with a block of columns that is padded with zeros to a
+// multiple of kPad, so that there are no remainders here. Missing rows are zero as well, which
+// keeps a row's result apart from the number of rows it is handled with.
+namespace powersgd::kernels::cpu::POWERSGD_TARGET {
+
+// How a product is added to a sum. Results that all ranks must agree on are kReproducible; a CPU
+// without FMA is slow at it.
+enum class Rounding { kFastest, kReproducible };
+
+template <Rounding kRounding, class V>
+inline V add_product(V sum, V a, V b) {
+  if constexpr (kRounding == Rounding::kReproducible) return multiply_add_reproducibly(a, b, sum);
+  return multiply_add(a, b, sum);
+}
 
 // Part of a [rank, cols] factor, its rows kBlockStride apart. Rows that are never packed are 0.
 template <class F, int64_t kCapacity = kPackedRank>
@@ -22,18 +32,16 @@ class PackedFactor {
       : factor_(static_cast<const F*>(factor)), factor_stride_(factor_stride) {}
 
   // Holds rows [k, k + count) x columns [col, col + cols) from now on.
-  template <class Arch>
-  POWERSGD_INLINE void pack(int64_t k, int64_t count, int64_t col, int64_t cols) {
+  void pack(int64_t k, int64_t count, int64_t col, int64_t cols) {
     if (k == k_ && col == col_) return;
     k_ = k;
     col_ = col;
     for (int64_t i = 0; i < count; ++i) {
       F* row = data_ + i * kBlockStride;
       const F* source = factor_ + (k + i) * factor_stride_ + col;
-      for_each_vector<Arch, F>(cols, [&](int64_t j, int64_t size) POWERSGD_INLINE_LAMBDA {
-        store<Arch>(row + j, load_first<Arch>(source + j, size));
-      });
-      std::fill(row + round_up(cols, kLanes<Arch, F>), row + round_up(cols, kPad), F{0});
+      for_each_vector<F>(
+          cols, [&](int64_t j, int64_t size) { store(row + j, load_first(source + j, size)); });
+      std::fill(row + round_up(cols, kLanes<F>), row + round_up(cols, kPad), F{0});
     }
   }
 
@@ -47,11 +55,11 @@ class PackedFactor {
   int64_t col_ = -1;
 };
 
-// The first `count` columns of up to kRows rows of a row-major matrix, as [count, kRows], times
-// `scale`.
+// Packs the first `count` columns of up to kRows rows of a row-major matrix, as [count, kRows],
+// times `scale`.
 template <class F>
-POWERSGD_INLINE void pack_rows(const F* source, int64_t source_stride, int64_t rows, int64_t count,
-                               F scale, F* packed) {
+inline void pack_rows(const F* source, int64_t source_stride, int64_t rows, int64_t count, F scale,
+                      F* packed) {
   for (int64_t i = 0; i < kRows; ++i) {
     for (int64_t k = 0; k < count; ++k) {
       packed[k * kRows + i] = i < rows ? scale * source[i * source_stride + k] : F{0};
@@ -59,52 +67,49 @@ POWERSGD_INLINE void pack_rows(const F* source, int64_t source_stride, int64_t r
   }
 }
 
-template <class Arch, class F, bool kFused, int kWidth, class Sink>
-POWERSGD_INLINE void multiply_columns(const F* left, const F* right, int64_t right_stride,
-                                      int64_t rank, const F* initial, int64_t j, const Sink& sink) {
-  constexpr int64_t kLane = kLanes<Arch, F>;
-  Vector<Arch, F> sum[kRows][kWidth] = {};
+template <Rounding kRounding, int kWidth, class F, class Sink>
+inline void multiply_columns(const F* left, const F* right, int64_t right_stride, int64_t rank,
+                             const F* initial, int64_t j, const Sink& sink) {
+  constexpr int64_t kLane = kLanes<F>;
+  Vector<F> sum[kRows][kWidth] = {};
   if (initial != nullptr) {
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i) {
       POWERSGD_UNROLL
       for (int w = 0; w < kWidth; ++w) {
-        sum[i][w] = load<Arch, F>(initial + i * right_stride + j + w * kLane);
+        sum[i][w] = load(initial + i * right_stride + j + w * kLane);
       }
     }
   }
   for (int64_t k = 0; k < rank; ++k) {
-    Vector<Arch, F> b[kWidth];
+    Vector<F> b[kWidth];
     POWERSGD_UNROLL
-    for (int w = 0; w < kWidth; ++w) b[w] = load<Arch, F>(right + k * right_stride + j + w * kLane);
+    for (int w = 0; w < kWidth; ++w) b[w] = load(right + k * right_stride + j + w * kLane);
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const Vector<Arch, F> a = broadcast<Arch>(left[k * kRows + i]);
+      const Vector<F> a = broadcast(left[k * kRows + i]);
       POWERSGD_UNROLL
-      for (int w = 0; w < kWidth; ++w) {
-        sum[i][w] = kFused ? multiply_add<Arch>(a, b[w], sum[i][w]) : a * b[w] + sum[i][w];
-      }
+      for (int w = 0; w < kWidth; ++w) sum[i][w] = add_product<kRounding>(sum[i][w], a, b[w]);
     }
   }
   POWERSGD_UNROLL
-  for (int i = 0; i < kRows; ++i) sink.template put<Arch>(i, j, sum[i]);
+  for (int i = 0; i < kRows; ++i) sink.put(i, j, sum[i]);
 }
 
-// Hands sum over k of left[k, i] * right[k, j], added in the order of k, to the sink: one or more
-// vectors of each of kRows rows at a time, by sink.put<Arch>(row, column, vectors). Starts from
-// `initial`, if there is one, of the stride of `right`. kFused: by multiply_add, for what ranks
-// must agree on; a CPU without FMA is slow at it.
-template <class Arch, class F, bool kFused, class Sink>
-POWERSGD_INLINE void multiply(const F* left, const F* right, int64_t right_stride, int64_t rank,
-                              int64_t cols, const F* initial, const Sink& sink) {
-  constexpr int64_t kLane = kLanes<Arch, F>;
-  constexpr int kWidth = Arch::kRegisters == 32 ? 4 : 2;
+// Hands the sum over k of left[k, i] * right[k, j], added in the order of k, to the sink: one or
+// more vectors of each of kRows rows at a time, by sink.put(row, column, vectors). Starts from
+// `initial`, if there is one, of the stride of `right`.
+template <Rounding kRounding, class F, class Sink>
+inline void multiply(const F* left, const F* right, int64_t right_stride, int64_t rank,
+                     int64_t cols, const F* initial, const Sink& sink) {
+  constexpr int64_t kLane = kLanes<F>;
+  constexpr int kWidth = kRegisters == 32 ? 4 : 2;
   int64_t j = 0;
   for (; j + kWidth * kLane <= cols; j += kWidth * kLane) {
-    multiply_columns<Arch, F, kFused, kWidth>(left, right, right_stride, rank, initial, j, sink);
+    multiply_columns<kRounding, kWidth>(left, right, right_stride, rank, initial, j, sink);
   }
   for (; j < cols; j += kLane) {
-    multiply_columns<Arch, F, kFused, 1>(left, right, right_stride, rank, initial, j, sink);
+    multiply_columns<kRounding, 1>(left, right, right_stride, rank, initial, j, sink);
   }
 }
 
@@ -114,52 +119,53 @@ struct StoreBlock {
   F* block;
   int64_t stride = kBlockStride;
 
-  template <class Arch, int kWidth>
-  POWERSGD_INLINE void put(int64_t i, int64_t j, const Vector<Arch, F> (&values)[kWidth]) const {
-    store_all_as<Arch, false>(block + i * stride + j, values);
+  template <int kWidth>
+  void put(int64_t i, int64_t j, const Vector<F> (&values)[kWidth]) const {
+    store_all_as<false>(block + i * stride + j, values);
   }
 };
 
-template <class Arch, class F, int kCount>
-POWERSGD_INLINE void dot_columns(const F* block, const F* right, int64_t cols, int64_t rows,
-                                 F* sums, int64_t sums_stride) {
-  constexpr int64_t kLane = kLanes<Arch, F>;
-  Vector<Arch, F> sum[kRows * kCount] = {};
-  for (int64_t j = 0; j < cols; j += kLane) {
-    Vector<Arch, F> b[kCount];
+template <int kCount, class F>
+inline void dot_columns(const F* block, const F* right, int64_t cols, int64_t rows, F* sums,
+                        int64_t sums_stride) {
+  Vector<F> sum[kRows * kCount] = {};
+  for (int64_t j = 0; j < cols; j += kLanes<F>) {
+    Vector<F> b[kCount];
     POWERSGD_UNROLL
-    for (int k = 0; k < kCount; ++k) b[k] = load<Arch, F>(right + k * kBlockStride + j);
+    for (int k = 0; k < kCount; ++k) b[k] = load(right + k * kBlockStride + j);
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const Vector<Arch, F> a = load<Arch, F>(block + i * kBlockStride + j);
+      const Vector<F> a = load(block + i * kBlockStride + j);
       POWERSGD_UNROLL
-      for (int k = 0; k < kCount; ++k) sum[i * kCount + k] += a * b[k];
+      for (int k = 0; k < kCount; ++k) {
+        sum[i * kCount + k] = multiply_add(a, b[k], sum[i * kCount + k]);
+      }
     }
   }
   F lane_sums[kRows * kCount];
-  sums_of_lanes<Arch, F, kRows * kCount>(sum, lane_sums);
+  sums_of_lanes<kRows * kCount>(sum, lane_sums);
   for (int64_t i = 0; i < rows; ++i) {
     POWERSGD_UNROLL
     for (int k = 0; k < kCount; ++k) sums[i * sums_stride + k] += lane_sums[i * kCount + k];
   }
 }
 
-// sums[i, k] += sum over j of block[i, j] * right[k, j], over `cols` columns, padding included, for
-// the first `rows` of kRows rows.
-template <class Arch, class F>
-POWERSGD_INLINE void dot(const F* block, const F* right, int64_t cols, int64_t rank, int64_t rows,
-                         F* sums, int64_t sums_stride) {
-  constexpr int kMost = Arch::kRegisters == 32 ? 4 : 2;
+// sums[i, k] += the sum over j of block[i, j] * right[k, j], over `cols` columns, padding included,
+// in the first `rows` of kRows rows.
+template <class F>
+inline void dot(const F* block, const F* right, int64_t cols, int64_t rank, int64_t rows, F* sums,
+                int64_t sums_stride) {
+  constexpr int kMost = kRegisters == 32 ? 4 : 2;
   int64_t k = 0;
   for (; k + kMost <= rank; k += kMost) {
-    dot_columns<Arch, F, kMost>(block, right + k * kBlockStride, cols, rows, sums + k, sums_stride);
+    dot_columns<kMost>(block, right + k * kBlockStride, cols, rows, sums + k, sums_stride);
   }
   if (kMost > 2 && k + 2 <= rank) {
-    dot_columns<Arch, F, 2>(block, right + k * kBlockStride, cols, rows, sums + k, sums_stride);
+    dot_columns<2>(block, right + k * kBlockStride, cols, rows, sums + k, sums_stride);
     k += 2;
   }
   if (k < rank) {
-    dot_columns<Arch, F, 1>(block, right + k * kBlockStride, cols, rows, sums + k, sums_stride);
+    dot_columns<1>(block, right + k * kBlockStride, cols, rows, sums + k, sums_stride);
   }
 }
 
@@ -169,57 +175,53 @@ struct LoadBlock {
   const F* block;
   int64_t stride = kBlockStride;
 
-  template <class Arch>
-  POWERSGD_INLINE Vector<Arch, F> get(int64_t i, int64_t j) const {
-    return load<Arch, F>(block + i * stride + j);
-  }
+  Vector<F> get(int64_t i, int64_t j) const { return load(block + i * stride + j); }
 };
 
-template <class Arch, class F, int kCount, class Source>
-POWERSGD_INLINE void accumulate_rows(const F* left, const Source& source, int64_t cols, F* sums,
-                                     int64_t sums_stride) {
-  constexpr int64_t kLane = kLanes<Arch, F>;
-  Vector<Arch, F> a[kCount][kRows];
+template <Rounding kRounding, int kCount, class F, class Source>
+inline void accumulate_rows(const F* left, const Source& source, int64_t cols, F* sums,
+                            int64_t sums_stride) {
+  Vector<F> a[kCount][kRows];
   POWERSGD_UNROLL
   for (int k = 0; k < kCount; ++k) {
     POWERSGD_UNROLL
-    for (int i = 0; i < kRows; ++i) a[k][i] = broadcast<Arch>(left[k * kRows + i]);
+    for (int i = 0; i < kRows; ++i) a[k][i] = broadcast(left[k * kRows + i]);
   }
-  for (int64_t j = 0; j < cols; j += kLane) {
-    Vector<Arch, F> sum[kCount];
+  for (int64_t j = 0; j < cols; j += kLanes<F>) {
+    Vector<F> sum[kCount];
     POWERSGD_UNROLL
-    for (int k = 0; k < kCount; ++k) sum[k] = load<Arch, F>(sums + k * sums_stride + j);
+    for (int k = 0; k < kCount; ++k) sum[k] = load(sums + k * sums_stride + j);
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const Vector<Arch, F> b = source.template get<Arch>(i, j);
+      const Vector<F> b = source.get(i, j);
       POWERSGD_UNROLL
-      for (int k = 0; k < kCount; ++k) sum[k] += a[k][i] * b;
+      for (int k = 0; k < kCount; ++k) sum[k] = add_product<kRounding>(sum[k], a[k][i], b);
     }
     POWERSGD_UNROLL
-    for (int k = 0; k < kCount; ++k) store<Arch, F>(sums + k * sums_stride + j, sum[k]);
+    for (int k = 0; k < kCount; ++k) store(sums + k * sums_stride + j, sum[k]);
   }
 }
 
-// sums[k, j] += sum over i of left[k, i] * source[i, j], added in the order of i, for whole vectors
-// up to `cols`. source.get<Arch>(i, j) is a vector of row i.
-template <class Arch, class F, class Source>
-POWERSGD_INLINE void accumulate(const F* left, const Source& source, int64_t rank, int64_t cols,
-                                F* sums, int64_t sums_stride) {
-  constexpr int kMost = Arch::kRegisters == 32 ? 4 : 2;
+// sums[k, j] += the sum over i of left[k, i] * source[i, j], added in the order of i, over whole
+// vectors up to `cols`. source.get(i, j) is a vector of row i.
+template <Rounding kRounding, class F, class Source>
+inline void accumulate(const F* left, const Source& source, int64_t rank, int64_t cols, F* sums,
+                       int64_t sums_stride) {
+  constexpr int kMost = kRegisters == 32 ? 4 : 2;
   int64_t k = 0;
   for (; k + kMost <= rank; k += kMost) {
-    accumulate_rows<Arch, F, kMost>(left + k * kRows, source, cols, sums + k * sums_stride,
-                                    sums_stride);
+    accumulate_rows<kRounding, kMost>(left + k * kRows, source, cols, sums + k * sums_stride,
+                                      sums_stride);
   }
   if (kMost > 2 && k + 2 <= rank) {
-    accumulate_rows<Arch, F, 2>(left + k * kRows, source, cols, sums + k * sums_stride,
-                                sums_stride);
+    accumulate_rows<kRounding, 2>(left + k * kRows, source, cols, sums + k * sums_stride,
+                                  sums_stride);
     k += 2;
   }
   if (k < rank) {
-    accumulate_rows<Arch, F, 1>(left + k * kRows, source, cols, sums + k * sums_stride,
-                                sums_stride);
+    accumulate_rows<kRounding, 1>(left + k * kRows, source, cols, sums + k * sums_stride,
+                                  sums_stride);
   }
 }
 
-}  // namespace powersgd::kernels::cpu
+}  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

@@ -10,14 +10,6 @@
 
 // How the CPU stages cut a bucket into units of work, and where each keeps its partial results. All
 // of it follows from the shapes: results do not depend on how many threads share the tiles.
-//
-// Vocabulary of the CPU kernels:
-//   tile    the unit of work of one thread: a range of rows of a matrix, or of a raw segment
-//   strip   a range of columns of a very wide matrix, kStripCols or all
-//   band    a few rows of a tile that stay in the L2 cache until all columns are done
-//   block   the columns of a band that are handled at a time, kBlockCols or fewer
-//   slot    the place of a partial result in the workspace, in units of kSlotBytes
-//   lane    one element of a SIMD vector
 namespace powersgd::kernels::cpu {
 
 enum TileList : size_t {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-// Included first by the stages whose results must agree bit for bit between ranks of different
-// CPUs: there is no FMA but that of fused.h, which is one everywhere, and no other product is
-// contracted into one. What is left to do in such a file is to add in an order that does not depend
-// on the number of lanes.
+// The ranks of a job may run on different CPUs, and some results must agree bit for bit. The
+// compiler therefore contracts no product and sum into an FMA by itself: multiply_add and
+// multiply_add_reproducibly say where there is one. A target's file includes this header before all
+// others that are compiled for the target.
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
 #elif defined(__GNUC__)

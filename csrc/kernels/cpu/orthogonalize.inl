@@ -11,17 +11,13 @@
 //
 // All ranks must get the same bits: sums are taken in the order of the rows, which are never spread
 // over the lanes of a vector.
-#include "kernels/cpu/simd/exact.h"
-
 #include <cmath>
 
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/cholesky_qr.h"
-#include "kernels/cpu/stages.h"
 #include "kernels/shared/philox.h"
 
-namespace powersgd::kernels::cpu {
-namespace {
+namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // kRows rows of a matrix in double, each padded with zeros.
 struct RowGroup {
@@ -29,8 +25,8 @@ struct RowGroup {
   alignas(64) double columns[kRows * kMaxRank];  // the same as [rank, kRows]
 
   template <class F>
-  POWERSGD_INLINE void load_rows(const TallFactor<F>& source, int64_t row, int64_t count,
-                                 int64_t rank, int64_t stride) {
+  void load_rows(const TallFactor<F>& source, int64_t row, int64_t count, int64_t rank,
+                 int64_t stride) {
     for (int64_t i = 0; i < kRows; ++i) {
       for (int64_t k = 0; k < rank; ++k) {
         rows[i * stride + k] = i < count ? static_cast<double>(source.at(row + i, k)) : 0;
@@ -42,77 +38,66 @@ struct RowGroup {
 };
 
 template <class F>
-struct GramTile {
-  const Matrix& matrix;
-  const Tile& tile;
-  TallFactor<F> source;
-  double* partial;
-
-  template <class Arch>
-  POWERSGD_INLINE void run() const {
-    const int64_t rank = matrix.rank;
-    const int64_t stride = OrthogonalizeLayout(matrix).stride;
-    RowGroup group;
-    std::fill_n(partial, rank * stride, 0.0);
-    for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
-      group.load_rows(source, row, std::min<int64_t>(kRows, tile.row_end - row), rank, stride);
-      accumulate<Arch, double>(group.columns, LoadBlock<double>{group.rows, stride}, rank, stride,
-                               partial, stride);
-    }
+POWERSGD_TILE_FUNCTION inline void add_gram_tile(const Matrix& matrix, const Tile& tile,
+                                                 const TallFactor<F>& source, double* partial) {
+  const int64_t rank = matrix.rank;
+  const int64_t stride = OrthogonalizeLayout(matrix).stride;
+  RowGroup group;
+  std::fill_n(partial, rank * stride, 0.0);
+  for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
+    group.load_rows(source, row, std::min<int64_t>(kRows, tile.row_end - row), rank, stride);
+    accumulate<Rounding::kReproducible>(group.columns, LoadBlock<double>{group.rows, stride}, rank,
+                                        stride, partial, stride);
   }
-};
+}
 
+// Random directions of about unit norm, others in each pass. A column that is still dead in the
+// last pass has no direction left to take (more columns than rows) and stays 0.
 template <class F>
-struct TransformTile {
-  const Bucket& bucket;
-  const Matrix& matrix;
-  const Tile& tile;
-  TallFactor<F> source;
-  const FactorSpace& space;
-  int pass;
-
-  template <class Arch>
-  POWERSGD_INLINE void run() const {
-    const int64_t rank = matrix.rank;
-    const int64_t stride = space.layout.stride;
-    const TallFactor<F> p_hat = p_hat_of<F>(bucket, matrix);
-    RowGroup group;
-    for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
-      const int64_t rows = std::min<int64_t>(kRows, tile.row_end - row);
-      group.load_rows(source, row, rows, rank, stride);
-      multiply<Arch, double, true>(group.columns, space.transform, stride, rank, stride, nullptr,
-                                   StoreBlock<double>{group.rows, stride});
-      for (int64_t i = 0; i < rows; ++i) {
-        for (int64_t k = 0; k < rank; ++k) {
-          p_hat.at(row + i, k) = static_cast<F>(group.rows[i * stride + k]);
-        }
-      }
+inline void replace_dead(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
+                         const TallFactor<F>& p_hat, const int32_t* dead, int pass) {
+  const double scale = std::sqrt(3.0 / static_cast<double>(matrix.rows));
+  for (int64_t k = 0; k < matrix.rank; ++k) {
+    if (dead[k] == 0) continue;
+    const uint32_t column = replacement_number(k, pass);
+    for (int64_t row = tile.row_begin; row < tile.row_end; ++row) {
+      const float element =
+          random_element(bucket.seed, matrix.random_id, bucket.step, RandomUse::kDeadColumn, column,
+                         static_cast<uint64_t>(row));
+      p_hat.at(row, k) = static_cast<F>(element * scale);
     }
-    if (pass + 1 < kMaxPasses) replace_dead(p_hat);
   }
+}
 
-  // Random directions of about unit norm, others in each pass. What is still dead in the last pass
-  // has no direction left to take (more columns than rows) and stays 0.
-  POWERSGD_INLINE void replace_dead(const TallFactor<F>& p_hat) const {
-    const double scale = std::sqrt(3.0 / static_cast<double>(matrix.rows));
-    for (int64_t k = 0; k < matrix.rank; ++k) {
-      if (space.dead[k] == 0) continue;
-      const uint32_t column = replacement_number(k, pass);
-      for (int64_t row = tile.row_begin; row < tile.row_end; ++row) {
-        const float element =
-            random_element(bucket.seed, matrix.random_id, bucket.step, RandomUse::kDeadColumn,
-                           column, static_cast<uint64_t>(row));
-        p_hat.at(row, k) = static_cast<F>(element * scale);
+// p_hat = source transform, in the rows of a tile.
+template <class F>
+POWERSGD_TILE_FUNCTION inline void transform_tile(const Bucket& bucket, const Matrix& matrix,
+                                                  const Tile& tile, const TallFactor<F>& source,
+                                                  const FactorSpace& space, int pass) {
+  const int64_t rank = matrix.rank;
+  const int64_t stride = space.layout.stride;
+  const TallFactor<F> p_hat = p_hat_of<F>(bucket, matrix);
+  RowGroup group;
+  for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
+    const int64_t rows = std::min<int64_t>(kRows, tile.row_end - row);
+    group.load_rows(source, row, rows, rank, stride);
+    multiply<Rounding::kReproducible>(group.columns, space.transform, stride, rank, stride,
+                                      static_cast<const double*>(nullptr),
+                                      StoreBlock<double>{group.rows, stride});
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t k = 0; k < rank; ++k) {
+        p_hat.at(row + i, k) = static_cast<F>(group.rows[i * stride + k]);
       }
     }
   }
-};
+  if (pass + 1 < kMaxPasses) replace_dead(bucket, matrix, tile, p_hat, space.dead, pass);
+}
 
 template <class F>
 class Orthogonalizer {
  public:
-  Orthogonalizer(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for)
-      : isa_(isa), bucket_(bucket), parallel_for_(parallel_for) {}
+  Orthogonalizer(const Bucket& bucket, const ParallelFor& parallel_for)
+      : bucket_(bucket), parallel_for_(parallel_for) {}
 
   // Whether the step is to be skipped: known before anything is written.
   bool run() {
@@ -147,7 +132,7 @@ class Orthogonalizer {
       if (!takes_part(factor, pass)) return;
       const Matrix& matrix = bucket_.matrices[tile.item];
       double* partial = factor.partial(tile.row_begin / gram_rows(matrix));
-      run_on(isa_, GramTile<F>{matrix, tile, source(matrix, pass), partial});
+      add_gram_tile(matrix, tile, source(matrix, pass), partial);
     });
   }
 
@@ -155,8 +140,8 @@ class Orthogonalizer {
     for_each_tile(bucket_, kFactorTiles, parallel_for_, [&](const Tile& tile) {
       const FactorSpace factor = space(tile);
       if (!takes_part(factor, pass)) return;
-      run_on(isa_, FactorMatrix{factor, bucket_.matrices[tile.item].rank, bucket_.epsilon,
-                                kWeakPivot<F>, pass});
+      FactorMatrix{factor, bucket_.matrices[tile.item].rank, bucket_.epsilon, kWeakPivot<F>, pass}
+          .run();
     });
   }
 
@@ -166,7 +151,7 @@ class Orthogonalizer {
       if (!takes_part(factor, pass)) return;
       const Matrix& matrix = bucket_.matrices[tile.item];
       if (out_of_use<F>(bucket_, matrix)) return;
-      run_on(isa_, TransformTile<F>{bucket_, matrix, tile, source(matrix, pass), factor, pass});
+      transform_tile(bucket_, matrix, tile, source(matrix, pass), factor, pass);
     });
   }
 
@@ -177,22 +162,15 @@ class Orthogonalizer {
     return std::all_of(begin, end, [&](const Tile& tile) { return predicate(*space(tile).state); });
   }
 
-  const Isa isa_;
   const Bucket& bucket_;
   const ParallelFor& parallel_for_;
 };
 
-}  // namespace
-
-void orthogonalize(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for) {
+inline void orthogonalize(const Bucket& bucket, const ParallelFor& parallel_for) {
   const bool skipped = bucket.factor_dtype == DType::kFloat64
-                           ? Orthogonalizer<double>(isa, bucket, parallel_for).run()
-                           : Orthogonalizer<float>(isa, bucket, parallel_for).run();
+                           ? Orthogonalizer<double>(bucket, parallel_for).run()
+                           : Orthogonalizer<float>(bucket, parallel_for).run();
   bucket.verdict->skipped = skipped ? 1 : 0;
 }
 
-void orthogonalize(const Bucket& bucket, const ParallelFor& parallel_for) {
-  orthogonalize(best_isa(), bucket, parallel_for);
-}
-
-}  // namespace powersgd::kernels::cpu
+}  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// project: M = G + residual_scale * (residual - p_hat q_local), residual = M, P = M q_warm^T.
+//
+// The one pass that reads both the gradient and the residual. Tiles are ranges of rows; for a block
+// of columns (bands.h) of a few of them,
+//   1. p_hat q_local is multiplied out,
+//   2. it becomes M, the only step that loads and stores the types of gradient and residual,
+//   3. M is multiplied with q_warm.
+// P is computed from M as the residual holds it, rounded: error feedback then makes up for the
+// rounding. There are two kernels: one row at a time for low ranks, kRows rows for any rank.
+#include "kernels/cpu/form_m.h"
+#include "kernels/cpu/pack.h"
+#include "kernels/cpu/with_storage.h"
+
+namespace powersgd::kernels::cpu::POWERSGD_TARGET {
+
+// The tile that a kernel works on.
+template <class F>
+struct ProjectTile {
+  const Bucket& bucket;
+  const Matrix& matrix;
+  const Tile& tile;
+
+  Region region() const { return {tile.row_begin, tile.row_end, 0, matrix.cols}; }
+  const F* p_hat() const { return static_cast<const F*>(matrix.p_hat); }
+  F* p() const { return elements<F>(bucket.p_payload, matrix.p_offset); }
+
+  // Blocks add to P what they have to add.
+  void clear_p() const {
+    std::fill(p() + tile.row_begin * matrix.rank, p() + tile.row_end * matrix.rank, F{0});
+  }
+
+  void finish(int32_t flags) const {
+    if (matrix.p_local != nullptr) {
+      const int64_t begin = tile.row_begin * matrix.rank;
+      std::copy(p() + begin, p() + tile.row_end * matrix.rank,
+                static_cast<F*>(matrix.p_local) + begin);
+    }
+    flags_of(bucket, tile) = flags;
+  }
+};
+
+// One row of a block with up to kRank rows of the factors, everything else in registers: arithmetic
+// hides behind memory.
+template <class G, class R, int kRank, class F>
+inline void project_row(const ProjectTile<F>& arguments, const BandBlock& block, int64_t row,
+                        const F* local, const F* warm, ElementFlags<F>& flags) {
+  const Matrix& matrix = arguments.matrix;
+  const MatrixElements<G, R, true> source(arguments.bucket, matrix);
+  const int64_t offset = row * matrix.cols + block.col;
+  const int64_t ahead = block.ahead(row, matrix.cols);
+  Vector<F> p_hat[kRank];  // times -residual_scale
+  Vector<F> sum[kRank] = {};
+  POWERSGD_UNROLL
+  for (int k = 0; k < kRank; ++k) {
+    const F value = k < matrix.rank ? arguments.p_hat()[row * matrix.rank + k] : F{0};
+    p_hat[k] = broadcast(-(source.residual_scale * value));
+  }
+  for_each_vector<F>(block.cols, [&](int64_t j, int64_t count) {
+    source.prefetch_at(ahead + j);
+    Vector<F> m = source.load_sum(offset + j, count, flags);
+    POWERSGD_UNROLL
+    for (int k = 0; k < kRank; ++k)
+      m = multiply_add(p_hat[k], load(local + k * kBlockStride + j), m);
+    m = source.store_m(offset + j, count, m, flags);
+    POWERSGD_UNROLL
+    for (int k = 0; k < kRank; ++k) {
+      sum[k] = multiply_add(m, load(warm + k * kBlockStride + j), sum[k]);
+    }
+  });
+  F sums[kRank];
+  sums_of_lanes<kRank>(sum, sums);
+  F* p = arguments.p() + row * matrix.rank;
+  const int64_t rank = std::min<int64_t>(matrix.rank, kRank);
+  for (int64_t k = 0; k < rank; ++k) p[k] += sums[k];
+}
+
+template <class G, class R, int kRank>
+POWERSGD_TILE_FUNCTION inline void project_low_rank(const ProjectTile<ComputeOf<G>>& arguments) {
+  using F = ComputeOf<G>;
+  const Matrix& matrix = arguments.matrix;
+  PackedFactor<F, kRank> local(matrix.q_local, matrix.cols);
+  PackedFactor<F, kRank> warm(matrix.q_warm, matrix.cols);
+  ElementFlags<F> flags;
+  arguments.clear_p();
+  for_each_block(matrix, arguments.region(), [&](const BandBlock& block) {
+    local.pack(0, matrix.rank, block.col, block.cols);
+    warm.pack(0, matrix.rank, block.col, block.cols);
+    for (int64_t row = block.row_begin; row < block.row_end; ++row) {
+      project_row<G, R, kRank>(arguments, block, row, local.data(), warm.data(), flags);
+    }
+  });
+  arguments.finish(flags.template flags<R>());
+}
+
+// P += m q_warm^T, of kRows rows of a block.
+template <class F>
+inline void multiply_warm(const ProjectTile<F>& arguments, const BandBlock& block, int64_t row,
+                          const F* m, PackedFactor<F>& warm) {
+  const int64_t rank = arguments.matrix.rank;
+  const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
+  F* p = arguments.p() + row * rank;
+  for (int64_t k = 0; k < rank; k += kPackedRank) {
+    const int64_t count = std::min(kPackedRank, rank - k);
+    warm.pack(k, count, block.col, block.cols);
+    dot(m, warm.data(), round_up(block.cols, kPad), count, rows, p + k, rank);
+  }
+}
+
+template <class G, class R, bool kFeedback>
+POWERSGD_TILE_FUNCTION inline void project_any_rank(const ProjectTile<ComputeOf<G>>& arguments) {
+  using F = ComputeOf<G>;
+  const Matrix& matrix = arguments.matrix;
+  PackedFactor<F> local(matrix.q_local, matrix.cols);
+  PackedFactor<F> warm(matrix.q_warm, matrix.cols);
+  const FormRows<G, R, kFeedback> rows{arguments.bucket, matrix, arguments.p_hat(), local};
+  ElementFlags<F> flags;
+  arguments.clear_p();
+  for_each_block(matrix, arguments.region(), [&](const BandBlock& block) {
+    for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
+      alignas(64) F m[kRows * kBlockStride];
+      rows.form(block, row, m, flags);
+      multiply_warm(arguments, block, row, m, warm);
+    }
+  });
+  arguments.finish(flags.template flags<R>());
+}
+
+template <class G, class R>
+inline void project_tile(const Bucket& bucket, const Tile& tile) {
+  const Matrix& matrix = bucket.matrices[tile.item];
+  const ProjectTile<ComputeOf<G>> arguments{bucket, matrix, tile};
+  if (matrix.memory == nullptr) {
+    project_any_rank<G, G, false>(arguments);
+  } else if (matrix.rank > 8 || matrix.rank == 0) {
+    project_any_rank<G, R, true>(arguments);
+  } else if (matrix.rank > 4) {
+    project_low_rank<G, R, 8>(arguments);
+  } else if (matrix.rank > 2) {
+    project_low_rank<G, R, 4>(arguments);
+  } else if (matrix.rank == 2) {
+    project_low_rank<G, R, 2>(arguments);
+  } else {
+    project_low_rank<G, R, 1>(arguments);
+  }
+}
+
+inline void project(const Bucket& bucket, const ParallelFor& parallel_for) {
+  with_storage_pair(bucket.gradient_dtype, bucket.residual_dtype, [&](auto g, auto r) {
+    using G = decltype(g);
+    using R = decltype(r);
+    project_and_pack<G>(bucket, kMatrixTiles, parallel_for,
+                        [&](const Tile& tile) { project_tile<G, R>(bucket, tile); });
+  });
+}
+
+}  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// reconstruct: G = (output_scale * p_hat) Q ; q_warm = the rows of Q at unit norm.
+//
+//   1. the norm of each row of Q, in double. A norm that is not finite skips the step.
+//   2. G, block by block as in project, and the raw segments, which the reduction has already
+//      summed.
+//   3. q_warm.
+// A skipped step ends as if it had not been, but for the NaN in G that tell the caller.
+//
+// All ranks must get the same bits: each element of G is a sum in the order of k, and the norms are
+// summed over a number of lanes that does not depend on the target.
+#include <cmath>
+#include <limits>
+
+#include "kernels/cpu/blocking/bands.h"
+#include "kernels/cpu/blocking/products.h"
+#include "kernels/cpu/simd/convert.h"
+#include "kernels/cpu/with_storage.h"
+#include "kernels/shared/step_count.h"
+
+namespace powersgd::kernels::cpu::POWERSGD_TARGET {
+
+constexpr int64_t kNormLanes = 16;
+
+// Adds the squares of kNormLanes elements.
+template <class F>
+inline void add_squares(const F* values, Doubles* sums) {
+  constexpr int64_t kLane = kLanes<double>;
+  POWERSGD_UNROLL
+  for (int64_t i = 0; i < kNormLanes / kLane; ++i) {
+    const Doubles value = load_double(values + i * kLane);
+    sums[i] += value * value;
+  }
+}
+
+// Returns the squared norm of a row of Q.
+template <class F>
+POWERSGD_TILE_FUNCTION inline double squared_norm(const F* row, int64_t cols) {
+  constexpr int64_t kLane = kLanes<double>;
+  Doubles sums[kNormLanes / kLane] = {};
+  int64_t j = 0;
+  for (; j + kNormLanes <= cols; j += kNormLanes) add_squares(row + j, sums);
+  if (j < cols) {
+    F last[kNormLanes] = {};
+    std::copy_n(row + j, cols - j, last);
+    add_squares(last, sums);
+  }
+  double lanes[kNormLanes];
+  for (int64_t i = 0; i < kNormLanes / kLane; ++i) store(lanes + i * kLane, sums[i]);
+  double norm = 0;
+  for (const double lane : lanes) norm += lane;
+  return norm;
+}
+
+template <class F>
+POWERSGD_TILE_FUNCTION inline void scale_row_of_q(const F* row, int64_t cols, double scale,
+                                                  F* q_warm) {
+  constexpr int64_t kLane = kLanes<double>;
+  int64_t j = 0;
+  for (; j + kLane <= cols; j += kLane) store_double(q_warm + j, load_double(row + j) * scale);
+  for (; j < cols; ++j) q_warm[j] = static_cast<F>(row[j] * scale);
+}
+
+template <class F>
+inline bool norms_are_finite(const Bucket& bucket, const ParallelFor& parallel_for) {
+  for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {
+    const Matrix& matrix = bucket.matrices[tile.item];
+    const F* row = elements<F>(bucket.q_payload, matrix.q_offset) + tile.row_begin * matrix.cols;
+    *slot_pointer<double>(bucket, tile.slot) = squared_norm(row, matrix.cols);
+  });
+  const Tile* tile = bucket.tiles + bucket.tile_list_begin[kFactorRowTiles];
+  const Tile* end = bucket.tiles + bucket.tile_list_begin[kFactorRowTiles + 1];
+  return std::all_of(tile, end, [&](const Tile& row) {
+    return std::isfinite(*slot_pointer<double>(bucket, row.slot));
+  });
+}
+
+// q_warm keeps its row where Q has nothing to put there: the direction would be lost for good.
+template <class F>
+inline void update_warm_start(const Bucket& bucket, const ParallelFor& parallel_for) {
+  for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {
+    const Matrix& matrix = bucket.matrices[tile.item];
+    const int64_t offset = tile.row_begin * matrix.cols;
+    const double norm = std::sqrt(*slot_pointer<double>(bucket, tile.slot));
+    if (norm == 0 || matrix.q_warm == nullptr || out_of_use<F>(bucket, matrix)) return;
+    scale_row_of_q(elements<F>(bucket.q_payload, matrix.q_offset) + offset, matrix.cols, 1 / norm,
+                   static_cast<F*>(matrix.q_warm) + offset);
+  });
+}
+
+// The sink of multiply that writes to G.
+template <class G, bool kNontemporal>
+struct WriteRows {
+  using F = ComputeOf<G>;
+
+  G* gradient;
+  int64_t row_stride;
+  int64_t rows;
+  int64_t cols;
+  bool aligned;  // to cache lines
+
+  template <int kWidth>
+  void put(int64_t i, int64_t j, const Vector<F> (&product)[kWidth]) const {
+    constexpr int64_t kLane = kLanes<F>;
+    if (i >= rows || j >= cols) return;
+    G* target = gradient + i * row_stride + j;
+    if (j + kWidth * kLane > cols) {
+      G converted[kWidth * kLane];
+      store_all_as<false>(converted, product);
+      std::copy_n(converted, cols - j, target);
+    } else if (kNontemporal && aligned) {
+      store_all_as<true>(target, product);
+    } else {
+      store_all_as<false>(target, product);
+    }
+  }
+};
+
+// Elements of a band: nothing is prefetched, and the more rows a band has, the less packing counts.
+constexpr int64_t kReconstructElements = int64_t{1} << 18;
+
+template <class G, bool kNontemporal>
+struct ReconstructTile {
+  using F = ComputeOf<G>;
+
+  const Bucket& bucket;
+  const Matrix& matrix;
+  const Tile& tile;
+  int64_t unaligned_cols;  // columns in front of the first that is aligned to a cache line
+  F scale = out_of_use<F>(bucket, matrix) ? F{0} : static_cast<F>(bucket.output_scale);
+
+  POWERSGD_TILE_FUNCTION void run() const {
+    PackedFactor<F> q(elements<F>(bucket.q_payload, matrix.q_offset), matrix.cols);
+    const Region region{
+        tile.row_begin, tile.row_end,         0,
+        matrix.cols,    kReconstructElements, unaligned_cols > 0 ? unaligned_cols : kBlockCols};
+    for_each_block(matrix, region, [&](const BandBlock& block) {
+      for (int64_t row = block.row_begin; row < block.row_end; row += kRows) {
+        write_rows(block, row, q);
+      }
+    });
+    if (kNontemporal) nontemporal_fence();
+  }
+
+  void write_rows(const BandBlock& block, int64_t row, PackedFactor<F>& q) const {
+    const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
+    const int64_t cols = round_up(block.cols, kPad);
+    const F* p_hat = static_cast<const F*>(matrix.p_hat) + row * matrix.rank;
+    const int64_t offset = matrix.gradient_offset + row * matrix.cols + block.col;
+    const WriteRows<G, kNontemporal> write{elements<G>(bucket.gradient, offset), matrix.cols, rows,
+                                           block.cols, block.index > 0 || unaligned_cols == 0};
+    alignas(64) F sums[kRows * kBlockStride];
+    alignas(64) F left[kRows * kPackedRank];
+    for (int64_t k = 0; k == 0 || k < matrix.rank; k += kPackedRank) {
+      const int64_t count = std::min(kPackedRank, matrix.rank - k);
+      const F* initial = k > 0 ? sums : nullptr;
+      q.pack(k, count, block.col, block.cols);
+      pack_rows(p_hat + k, matrix.rank, rows, count, scale, left);
+      if (k + count < matrix.rank) {
+        multiply<Rounding::kReproducible>(left, q.data(), kBlockStride, count, cols, initial,
+                                          StoreBlock<F>{sums});
+      } else {
+        multiply<Rounding::kReproducible>(left, q.data(), kBlockStride, count, cols, initial,
+                                          write);
+      }
+    }
+  }
+};
+
+template <class G>
+POWERSGD_TILE_FUNCTION inline void write_raw_tile(const Bucket& bucket, const Tile& tile) {
+  using F = ComputeOf<G>;
+  const RawSegment& raw = bucket.raw_segments[tile.item];
+  const F* payload = elements<F>(bucket.p_payload, raw.p_offset) + tile.col_begin;
+  G* gradient = elements<G>(bucket.gradient, raw.gradient_offset) + tile.col_begin;
+  const F scale = static_cast<F>(bucket.output_scale);
+  for_each_vector<F>(tile.col_end - tile.col_begin, [&](int64_t j, int64_t count) {
+    store_first(gradient + j, count, load_first(payload + j, count) * scale);
+  });
+}
+
+// G = NaN, after the residual, if there is one, has given back what project added to it.
+template <class G, class R>
+POWERSGD_TILE_FUNCTION inline void skip_elements(G* gradient, R* residual, int64_t count) {
+  using F = ComputeOf<G>;
+  for_each_vector<F>(count, [&](int64_t j, int64_t size) {
+    if (residual != nullptr) {
+      const Vector<F> finite = finite_or_zero(load_first(gradient + j, size));
+      const Vector<F> kept = load_first(residual + j, size) - finite;
+      store_first(residual + j, size, clamped_to<R>(kept));
+    }
+    store_first(gradient + j, size, broadcast(std::numeric_limits<F>::quiet_NaN()));
+  });
+}
+
+template <class G, class R>
+inline void skip_step(const Bucket& bucket, const ParallelFor& parallel_for) {
+  const auto skip_matrix_tile = [&](const Tile& tile) {
+    const Matrix& matrix = bucket.matrices[tile.item];
+    const int64_t offset = tile.row_begin * matrix.cols;
+    R* residual = matrix.memory == nullptr ? nullptr : static_cast<R*>(matrix.memory) + offset;
+    skip_elements(elements<G>(bucket.gradient, matrix.gradient_offset) + offset, residual,
+                  (tile.row_end - tile.row_begin) * matrix.cols);
+  };
+  const auto skip_raw_tile = [&](const Tile& tile) {
+    const int64_t offset = bucket.raw_segments[tile.item].gradient_offset + tile.col_begin;
+    skip_elements<G, R>(elements<G>(bucket.gradient, offset), nullptr,
+                        tile.col_end - tile.col_begin);
+  };
+  for_each_matrix_and_raw_tile(bucket, kMatrixTiles, parallel_for, skip_matrix_tile, skip_raw_tile);
+}
+
+// Nothing was sent of the matrices that are out of use, or of all matrices: the residual alone is
+// what is left of their gradients.
+template <class F>
+inline void clear_sent(const Bucket& bucket, bool all) {
+  for (int32_t i = 0; i < bucket.num_matrices; ++i) {
+    const Matrix& matrix = bucket.matrices[i];
+    if (!all && !out_of_use<F>(bucket, matrix)) continue;
+    std::fill_n(static_cast<F*>(matrix.q_local), matrix.rank * matrix.cols, F{0});
+    if (matrix.p_local == nullptr) continue;
+    std::fill_n(static_cast<F*>(matrix.p_local), matrix.rows * matrix.rank, F{0});
+  }
+}
+
+// A gradient that the caches would not keep is better stored past them: a store through them first
+// reads what it overwrites.
+inline bool exceeds_caches(const Bucket& bucket) {
+  constexpr int64_t kLarge = int64_t{4} << 20;
+  int64_t numel = 0;
+  for (int32_t i = 0; i < bucket.num_matrices; ++i) {
+    numel += bucket.matrices[i].rows * bucket.matrices[i].cols;
+  }
+  return numel * size_of(bucket.gradient_dtype) >= kLarge;
+}
+
+template <class G>
+inline void reconstruct_tile(const Bucket& bucket, const Tile& tile, bool nontemporal) {
+  constexpr auto kLine = uintptr_t{64};
+  const Matrix& matrix = bucket.matrices[tile.item];
+  const auto address =
+      reinterpret_cast<uintptr_t>(elements<G>(bucket.gradient, matrix.gradient_offset));
+  const uintptr_t missing = (kLine - address % kLine) % kLine;
+  const uintptr_t row_bytes = static_cast<uintptr_t>(matrix.cols) * sizeof(G);
+  // All rows must have the same number of unaligned columns.
+  if (nontemporal && missing % sizeof(G) == 0 && row_bytes % kLine == 0) {
+    const auto unaligned_cols = static_cast<int64_t>(missing / sizeof(G));
+    ReconstructTile<G, true>{bucket, matrix, tile, unaligned_cols}.run();
+  } else {
+    ReconstructTile<G, false>{bucket, matrix, tile, 0}.run();
+  }
+}
+
+template <class G>
+inline void apply_step(const Bucket& bucket, const ParallelFor& parallel_for) {
+  const bool nontemporal = exceeds_caches(bucket);
+  for_each_matrix_and_raw_tile(
+      bucket, kMatrixTiles, parallel_for,
+      [&](const Tile& tile) { reconstruct_tile<G>(bucket, tile, nontemporal); },
+      [&](const Tile& tile) { write_raw_tile<G>(bucket, tile); });
+  update_warm_start<ComputeOf<G>>(bucket, parallel_for);
+}
+
+template <class G, class R>
+inline void reconstruct_or_skip(const Bucket& bucket, const ParallelFor& parallel_for) {
+  Verdict& verdict = *bucket.verdict;
+  if (verdict.skipped == 0 && !norms_are_finite<ComputeOf<G>>(bucket, parallel_for)) {
+    verdict.skipped = 1;
+  }
+  clear_sent<ComputeOf<G>>(bucket, verdict.skipped != 0);
+  if (verdict.skipped == 0) {
+    apply_step<G>(bucket, parallel_for);
+  } else {
+    skip_step<G, R>(bucket, parallel_for);
+    count_step(bucket, &StepCounts::skipped);
+  }
+}
+
+inline void reconstruct(const Bucket& bucket, const ParallelFor& parallel_for) {
+  with_storage_pair(bucket.gradient_dtype, bucket.residual_dtype, [&](auto g, auto r) {
+    reconstruct_or_skip<decltype(g), decltype(r)>(bucket, parallel_for);
+  });
+}
+
+}  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

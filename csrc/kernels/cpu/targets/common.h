@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+// Every header of targets/stages.inl that is the same for all targets. A target's file includes
+// them before the target's options are in force: the linker keeps one copy of an inline function
+// that several files compile, and a copy for AVX-512 must not end up in code for any CPU.
+#if defined(__x86_64__)
+// GCC 12 takes its own __Y, a vector that is meant to be undefined, for a mistake.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <type_traits>
+#include <utility>
+
+#include "kernels/cpu/blocking/tiles.h"
+#include "kernels/cpu/simd/storage.h"
+#include "kernels/cpu/stages.h"
+#include "kernels/cpu/with_storage.h"
+#include "kernels/shared/layout.h"
+#include "kernels/shared/numerics.h"
+#include "kernels/shared/philox.h"
+#include "kernels/shared/step_count.h"
+#include "powersgd/kernels.h"

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/cpu/simd/storage.h"
+#include "powersgd/options.h"
+
+namespace powersgd::kernels::cpu {
+
+// Calls function(Storage{}) with the storage type of a dtype.
+template <class Function>
+void with_storage(DType dtype, const Function& function) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return function(float{});
+    case DType::kFloat64:
+      return function(double{});
+    case DType::kBFloat16:
+      return function(BFloat16{});
+    case DType::kFloat16:
+      return function(Half{});
+  }
+}
+
+// Calls function(G{}, R{}) with the storage types of gradient and residual: float64 goes with
+// itself.
+template <class Function>
+void with_storage_pair(DType gradient, DType residual, const Function& function) {
+  with_storage(gradient, [&](auto g) {
+    if constexpr (std::is_same_v<decltype(g), double>) {
+      function(g, g);
+    } else {
+      with_storage(residual, [&](auto r) {
+        if constexpr (!std::is_same_v<decltype(r), double>) function(g, r);
+      });
+    }
+  });
+}
+
+}  // namespace powersgd::kernels::cpu
