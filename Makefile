@@ -8,7 +8,8 @@ SYSTEM_PYTHON ?= python3
 
 PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
-find_cpp = $(shell find $(1) -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+find_cpp = $(shell find $(1) -name '*.h' -o -name '*.inl' -o -name '*.cpp' -o -name '*.cu' \
+  -o -name '*.cuh')
 SOURCES := $(call find_cpp,csrc include)
 CPP_FILES := $(SOURCES) $(call find_cpp,tests/cpp benchmarks)
 PYTHON_FILES = setup.py setup_support python tests/python examples benchmarks docs .ci

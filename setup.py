@@ -49,7 +49,7 @@ def sources(folder: str, suffix: str) -> list[str]:
 
 def headers() -> list[str]:
     """The headers. As dependencies they let build_ext notice a change in a header alone."""
-    suffixes = {".h", ".cuh"}
+    suffixes = {".h", ".inl", ".cuh"}
     files = [f for folder in ("include", "csrc") for f in (ROOT / folder).rglob("*")]
     return sorted(str(f.relative_to(ROOT)) for f in files if f.suffix in suffixes)
 

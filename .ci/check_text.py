@@ -19,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 COLUMNS = 100  # of a line of Markdown
 
-CPP = r".*\.(h|cpp|cu|cuh)$"
-CODE = r".*(\.(h|cpp|cu|cuh|py|pyi|toml|cmake|sh|yml)|Makefile|CMakeLists\.txt|\.ci/\w+)$"
+CPP = r".*\.(h|inl|cpp|cu|cuh)$"
+CODE = r".*(\.(h|inl|cpp|cu|cuh|py|pyi|toml|cmake|sh|yml)|Makefile|CMakeLists\.txt|\.ci/\w+)$"
 ANY = r".*"
 # These hold text of others, results, and the rules themselves.
 EXCLUDED = (

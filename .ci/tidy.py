@@ -58,7 +58,10 @@ def flags() -> list[str]:
 
 def fingerprint(files: Iterable[Path], arguments: list[str]) -> str:
     """A digest of all that the result of a check depends on, except for torch itself."""
-    headers = [f for folder in ("include", "csrc") for f in (ROOT / folder).rglob("*.h")]
+    folders = [ROOT / folder for folder in ("include", "csrc")]
+    headers = [
+        f for folder in folders for suffix in ("h", "inl") for f in folder.rglob(f"*.{suffix}")
+    ]
     digest = hashlib.sha256(repr(arguments).encode())
     for file in sorted([*files, *headers, ROOT / ".clang-tidy"]):
         digest.update(str(file).encode() + file.read_bytes())

@@ -11,7 +11,7 @@ import pytest
 
 from support.repository import ROOT
 
-SOURCE_SUFFIXES = {".h", ".cpp", ".cu", ".cuh", ".py", ".pyi"}
+SOURCE_SUFFIXES = {".h", ".inl", ".cpp", ".cu", ".cuh", ".py", ".pyi"}
 STAGES = ["project", "orthogonalize", "back_project", "reconstruct", "project_transposed"]
 
 # The first pattern that a file's path matches names its layer.
@@ -177,8 +177,8 @@ def test_imports_follow_the_layers() -> None:
         ("csrc/kernels/shared/layout.h", '"kernels/cpu/simd/vector.h"'),
         ("csrc/kernels/cpu/simd/convert.h", '"powersgd/kernels.h"'),
         ("csrc/kernels/cpu/blocking/tiles.h", '"kernels/cpu/form_m.h"'),
-        ("csrc/kernels/cpu/project.cpp", '"powersgd/plan.h"'),
-        ("csrc/kernels/cpu/project.cpp", '"kernels/cuda/launch.cuh"'),
+        ("csrc/kernels/cpu/project.inl", '"powersgd/plan.h"'),
+        ("csrc/kernels/cpu/project.inl", '"kernels/cuda/launch.cuh"'),
         ("csrc/kernels/cuda/project.cu", "<c10/cuda/CUDAStream.h>"),
         ("csrc/compressor/stages.cpp", "<torch/csrc/distributed/c10d/Work.hpp>"),
         ("csrc/compressor/stages.cpp", "<c10/cuda/CUDAGuard.h>"),
@@ -234,7 +234,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, source: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_has_one_basename_everywhere(stage: str) -> None:
-    assert (ROOT / "csrc/kernels/cpu" / f"{stage}.cpp").is_file()
+    assert (ROOT / "csrc/kernels/cpu" / f"{stage}.inl").is_file()
     assert (ROOT / "tests/cpp/kernels" / f"test_{stage}.cpp").is_file()
     cuda = ROOT / "csrc/kernels/cuda"
     if any(cuda.glob("*.cu")):
