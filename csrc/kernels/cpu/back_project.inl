@@ -9,11 +9,12 @@
 
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
-// Elements of a band: more than where two arrays are read, and every band passes over all of q.
+// Elements of a band. It has more than in project, because one array is read instead of two and
+// every band passes over all of q.
 constexpr int64_t kBackProjectElements = int64_t{1} << 16;
 
-// A row is prefetched while the one so far ahead of it in the same columns is at work: with one
-// array to read, a prefetch of the next band (bands.h) would push this one out of the L1 cache.
+// A row is prefetched this many rows before it is at work. A prefetch of the next band (bands.h)
+// would push this one out of the L1 cache.
 constexpr int64_t kRowsAhead = 2 * kRows;
 
 // Returns the first `count` elements of a vector of M. Without a residual M is the gradient, with 0
@@ -70,7 +71,7 @@ struct BackProjectTile {
     }
   }
 
-  // Rows that are not whole vectors are padded with zeros.
+  // Copies rows that are not whole vectors, padded with zeros.
   void copy_rows(const S* source, int64_t rows, int64_t cols, F* copy) const {
     std::fill_n(copy, kRows * kBlockStride, F{0});
     for (int64_t i = 0; i < rows; ++i) {
@@ -100,7 +101,7 @@ inline void back_project_tile(const Bucket& bucket, const Tile& tile) {
   }
 }
 
-// q is 0 if the step is skipped. It is 0 too for a matrix that is out of use, whose residual stays.
+// q is 0 if the step is skipped or the matrix is out of use, so that its residual stays.
 template <class F>
 inline void sum_what_is_sent(const Bucket& bucket, const ParallelFor& parallel_for) {
   sum_strips<F>(bucket, parallel_for, [&](const Matrix& matrix) {

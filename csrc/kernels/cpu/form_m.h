@@ -8,8 +8,8 @@
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/simd/convert.h"
 
-// M = G + residual_scale * (residual - what the last step sent), which becomes the residual: the
-// first half of project and of project_transposed.
+// M = G + residual_scale * (residual - the product that the last step sent). M becomes the residual.
+// It is the first half of project and of project_transposed.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // The gradient and the residual of a matrix. `offset` and `count` name the elements of a vector
@@ -51,8 +51,8 @@ struct MatrixElements {
   }
 };
 
-// Forms M of kRows rows of a block, by way of a buffer in the L1 cache: the factors are then loaded
-// a quarter as often. What the last step sent is left right, of any rank.
+// Forms M of kRows rows of a block in a buffer in the L1 cache, so that the factors are loaded a
+// quarter as often. The last step sent the product `left` `right`, of any rank.
 template <class G, class R, bool kFeedback>
 struct FormRows {
   using F = ComputeOf<G>;

@@ -2,9 +2,9 @@
 //
 // orthogonalize: p_hat = orth(P), for all matrices of a bucket, by Cholesky-QR.
 //
-// A pass, up to kMaxPasses of them, over the matrices that still need it:
-//   1. the Gram matrices, in double: partial sums over fixed ranges of rows,
-//   2. their transforms (cholesky_qr.h),
+// There are up to kMaxPasses passes over the matrices that still need one:
+//   1. The Gram matrices are summed in double, in parts that are fixed ranges of rows.
+//   2. The transforms follow from them (cholesky_qr.h).
 //   3. p_hat = P transform, row by row in double. Later passes start from p_hat instead of P.
 // A dead column is replaced by a random direction, and the next pass makes it orthogonal to the
 // others.
@@ -19,7 +19,7 @@
 
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
-// kRows rows of a matrix in double, each padded with zeros.
+// Holds kRows rows of a matrix in double, each padded with zeros.
 struct RowGroup {
   alignas(64) double rows[kRows * kMaxRank];
   alignas(64) double columns[kRows * kMaxRank];  // the same as [rank, kRows]
@@ -51,8 +51,9 @@ POWERSGD_TILE_FUNCTION inline void add_gram_tile(const Matrix& matrix, const Til
   }
 }
 
-// Random directions of about unit norm, others in each pass. A column that is still dead in the
-// last pass has no direction left to take (more columns than rows) and stays 0.
+// Replaces dead columns by random directions of about unit norm, which differ in each pass. A column
+// that is still dead in the last pass has no direction left to take (more columns than rows) and
+// stays 0.
 template <class F>
 inline void replace_dead(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
                          const TallFactor<F>& p_hat, const int32_t* dead, int pass) {
@@ -99,7 +100,7 @@ class Orthogonalizer {
   Orthogonalizer(const Bucket& bucket, const ParallelFor& parallel_for)
       : bucket_(bucket), parallel_for_(parallel_for) {}
 
-  // Whether the step is to be skipped: known before anything is written.
+  // Returns whether the step is to be skipped, which is known before anything is written.
   bool run() {
     const F count = elements<F>(bucket_.p_payload, bucket_.p_numel - 1)[0];
     if (!(count == 0)) return true;

@@ -9,11 +9,11 @@
 #include "kernels/cpu/simd/convert.h"
 #include "kernels/shared/step_count.h"
 
-// What project and project_transposed put into the P payload beside their factors: raw segments,
-// activities and the non-finite count.
+// project and project_transposed put raw segments, activities and the non-finite count into the P
+// payload, beside their factors.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
-// A raw segment travels as it is.
+// Copies a tile of a raw segment, which travels as it is.
 template <class G>
 POWERSGD_TILE_FUNCTION inline void copy_raw_tile(const Bucket& bucket, const Tile& tile) {
   using F = ComputeOf<G>;
@@ -38,8 +38,8 @@ inline bool is_zero(G element) {
   }
 }
 
-// The search for a non-zero element ends at the first, so that only a gradient that is zero is
-// read.
+// Writes for each matrix whether its gradient has a non-zero element. The search ends at the first,
+// so that only a gradient of zeros is read to its end.
 template <class G>
 inline void write_activities(const Bucket& bucket) {
   for (int32_t i = 0; i < bucket.num_matrices; ++i) {
@@ -52,8 +52,8 @@ inline void write_activities(const Bucket& bucket) {
   }
 }
 
-// Calls on_matrix(tile), which sets the tile's flags, on each tile of `matrix_list`; and packs all
-// that is packed.
+// Calls on_matrix(tile), which sets the tile's flags, for each tile of `matrix_list`, and fills the
+// P payload.
 template <class G, class OnMatrix>
 inline void project_and_pack(const Bucket& bucket, size_t matrix_list,
                              const ParallelFor& parallel_for, const OnMatrix& on_matrix) {

@@ -6,9 +6,9 @@
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/blocking/tiles.h"
 
-// q is added up in two passes, by back_project and project_transposed alike: a tile owns a range of
-// rows and a strip of columns and has a partial q; the partial q of a strip are then added in the
-// order of the rows, so that the sum does not depend on who computed what.
+// back_project and project_transposed add q up in two passes. First, a tile owns a range of rows and
+// a strip of columns, and computes a partial q. Then the partial q of a strip are added in the order
+// of the rows, so that the sum does not depend on which thread computed which part.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // Returns a tile's partial q, cleared: a block of columns [col, ...) is at rank * col, its rows
@@ -70,7 +70,7 @@ POWERSGD_TILE_FUNCTION inline void sum_strip(const Bucket& bucket, const Matrix&
   }
 }
 
-// The second pass. q is 0 where is_zero(matrix).
+// Runs the second pass. q is 0 if is_zero(matrix).
 template <class F, class IsZero>
 inline void sum_strips(const Bucket& bucket, const ParallelFor& parallel_for,
                        const IsZero& is_zero) {

@@ -2,20 +2,20 @@
 //
 // project: M = G + residual_scale * (residual - p_hat q_local), residual = M, P = M q_warm^T.
 //
-// The one pass that reads both the gradient and the residual. Tiles are ranges of rows; for a block
-// of columns (bands.h) of a few of them,
+// It is the one pass that reads both the gradient and the residual. A tile is a range of rows. For a
+// block of columns (bands.h) and a few of its rows,
 //   1. p_hat q_local is multiplied out,
 //   2. it becomes M, the only step that loads and stores the types of gradient and residual,
 //   3. M is multiplied with q_warm.
-// P is computed from M as the residual holds it, rounded: error feedback then makes up for the
-// rounding. There are two kernels: one row at a time for low ranks, kRows rows for any rank.
+// P is computed from M as the residual holds it, rounded, so that error feedback makes up for the
+// rounding. There are two kernels: one row at a time at low ranks, and kRows rows at any rank.
 #include "kernels/cpu/form_m.h"
 #include "kernels/cpu/pack.h"
 #include "kernels/cpu/with_storage.h"
 
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
-// The tile that a kernel works on.
+// The tile that a kernel works on, and its P.
 template <class F>
 struct ProjectTile {
   const Bucket& bucket;
@@ -26,7 +26,7 @@ struct ProjectTile {
   const F* p_hat() const { return static_cast<const F*>(matrix.p_hat); }
   F* p() const { return elements<F>(bucket.p_payload, matrix.p_offset); }
 
-  // Blocks add to P what they have to add.
+  // Clears P, to which blocks then add.
   void clear_p() const {
     std::fill(p() + tile.row_begin * matrix.rank, p() + tile.row_end * matrix.rank, F{0});
   }
@@ -41,8 +41,8 @@ struct ProjectTile {
   }
 };
 
-// One row of a block with up to kRank rows of the factors, everything else in registers: arithmetic
-// hides behind memory.
+// Handles one row of a block with up to kRank rows of the factors. Everything else is in registers,
+// so that arithmetic hides behind memory.
 template <class G, class R, int kRank, class F>
 inline void project_row(const ProjectTile<F>& arguments, const BandBlock& block, int64_t row,
                         const F* local, const F* warm, ElementFlags<F>& flags) {

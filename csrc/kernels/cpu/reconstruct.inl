@@ -2,11 +2,11 @@
 //
 // reconstruct: G = (output_scale * p_hat) Q ; q_warm = the rows of Q at unit norm.
 //
-//   1. the norm of each row of Q, in double. A norm that is not finite skips the step.
-//   2. G, block by block as in project, and the raw segments, which the reduction has already
-//      summed.
-//   3. q_warm.
-// A skipped step ends as if it had not been, but for the NaN in G that tell the caller.
+//   1. The norm of each row of Q is computed in double. A norm that is not finite skips the step.
+//   2. G is written block by block as in project, and so are the raw segments, which the reduction
+//      has already summed.
+//   3. q_warm is written.
+// A skipped step changes nothing except G, which is NaN and so tells the caller.
 //
 // All ranks must get the same bits: each element of G is a sum in the order of k, and the norms are
 // summed over a number of lanes that does not depend on the target.
@@ -76,7 +76,8 @@ inline bool norms_are_finite(const Bucket& bucket, const ParallelFor& parallel_f
   });
 }
 
-// q_warm keeps its row where Q has nothing to put there: the direction would be lost for good.
+// Writes q_warm. A row of Q that is zero leaves q_warm's as it is: the direction would be lost for
+// good.
 template <class F>
 inline void update_warm_start(const Bucket& bucket, const ParallelFor& parallel_for) {
   for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {
@@ -117,7 +118,7 @@ struct WriteRows {
   }
 };
 
-// Elements of a band: nothing is prefetched, and the more rows a band has, the less packing counts.
+// Elements of a band. Nothing is prefetched, and the more rows a band has, the less packing costs.
 constexpr int64_t kReconstructElements = int64_t{1} << 18;
 
 template <class G, bool kNontemporal>
@@ -180,7 +181,7 @@ POWERSGD_TILE_FUNCTION inline void write_raw_tile(const Bucket& bucket, const Ti
   });
 }
 
-// G = NaN, after the residual, if there is one, has given back what project added to it.
+// Takes back from the residual, if there is one, what project added to it. Then G = NaN.
 template <class G, class R>
 POWERSGD_TILE_FUNCTION inline void skip_elements(G* gradient, R* residual, int64_t count) {
   using F = ComputeOf<G>;
@@ -211,8 +212,8 @@ inline void skip_step(const Bucket& bucket, const ParallelFor& parallel_for) {
   for_each_matrix_and_raw_tile(bucket, kMatrixTiles, parallel_for, skip_matrix_tile, skip_raw_tile);
 }
 
-// Nothing was sent of the matrices that are out of use, or of all matrices: the residual alone is
-// what is left of their gradients.
+// Zeroes the local factors of the matrices that are out of use, or of all matrices. Nothing of
+// these was sent, and the residual stays whole.
 template <class F>
 inline void clear_sent(const Bucket& bucket, bool all) {
   for (int32_t i = 0; i < bucket.num_matrices; ++i) {
@@ -224,8 +225,8 @@ inline void clear_sent(const Bucket& bucket, bool all) {
   }
 }
 
-// A gradient that the caches would not keep is better stored past them: a store through them first
-// reads what it overwrites.
+// Returns whether the gradient is too large for the caches. A store past them is then faster,
+// because a store through them first reads what it overwrites.
 inline bool exceeds_caches(const Bucket& bucket) {
   constexpr int64_t kLarge = int64_t{4} << 20;
   int64_t numel = 0;

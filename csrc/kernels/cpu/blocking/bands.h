@@ -7,10 +7,9 @@
 #include "kernels/cpu/blocking/tiles.h"
 #include "kernels/cpu/simd/vector.h"
 
-// The order in which a stage goes over its part of a matrix: strips of columns, bands of rows in a
-// strip, blocks of kBlockCols columns in a band. A block's share of the factors stays in the L1
-// cache for all rows of the band. Memory delivers best when it is read front to back, so while a
-// band is at work, the next one is prefetched in that order, part by part.
+// A stage goes over its part of a matrix strip by strip, over a strip band by band, and over a band
+// block by block (tiles.h). Memory delivers best when it is read front to back, so while a band is
+// at work, the next one is prefetched in that order, part by part.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 struct BandBlock {
@@ -31,8 +30,8 @@ struct BandBlock {
   }
 };
 
-// Prefetches to the L2 cache: the L1 cache can have little on its way at a time. Nothing happens
-// where there is no such memory.
+// Prefetches to the L2 cache, because the L1 cache can have little on its way at a time. Nothing
+// happens if there is no such memory.
 template <class T>
 inline void prefetch(const T* base, int64_t offset) {
   constexpr int kRead = 0, kSecondLevel = 2;

@@ -9,12 +9,12 @@
 
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
-// Whether elements that the factor type holds with ease may be beyond what the residual holds.
+// True if an element of M may be out of the range of R, the type of the residual.
 template <class R>
 constexpr bool kSaturates = std::is_same_v<R, Half>;
 
-// Collects, lane by lane, what a tile of project or project_transposed has to report. The
-// constructor is written out so that the compiler builds it for the target.
+// The flags of a tile of project or project_transposed, gathered lane by lane. The constructor is
+// written out because GCC would compile a default one without the options of the target.
 template <class F>
 class ElementFlags {
  public:
@@ -24,7 +24,7 @@ class ElementFlags {
 
   void examine_gradient(V gradient) { not_finite_ += gradient - gradient; }
 
-  // Adds elements of M, before they are cut to what a residual of R holds.
+  // Takes in elements of M, before they are cut to the range of R.
   template <class R>
   void examine_m(V m) {
     if constexpr (kSaturates<R>) {
@@ -33,7 +33,7 @@ class ElementFlags {
     }
   }
 
-  // Returns kNonFinite and kSaturated where they hold. R is that of examine_m.
+  // Returns kNonFinite and kSaturated as they hold. R is that of examine_m.
   template <class R>
   int32_t flags() const {
     int32_t flags = sum_of_lanes<F>(not_finite_) == 0 ? 0 : kNonFinite;

@@ -6,8 +6,8 @@
 namespace powersgd::kernels::cpu {
 namespace {
 
-// A tile is worth about this many elements: tens of microseconds, so that threads share the work
-// evenly and what is done once per tile does not count.
+// A tile has about this many elements, which take tens of microseconds. Threads then share the work
+// evenly, and the cost per tile is small.
 constexpr int64_t kTileElements = int64_t{1} << 18;
 constexpr int64_t kRawTileElements = int64_t{1} << 16;
 constexpr int64_t kMinTileRows = 16;

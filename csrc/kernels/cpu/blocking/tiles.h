@@ -10,66 +10,76 @@
 
 // How the CPU stages cut a bucket into units of work, and where each keeps its partial results. All
 // of it follows from the shapes: results do not depend on how many threads share the tiles.
+//
+//   raw segment   a range of the gradient that travels uncompressed
+//   tile          the unit of work of one thread: rows and columns of a matrix, or elements of a
+//                 raw segment
+//   strip         a range of at most about kStripCols columns of a matrix
+//   band          a few rows of a strip, which fit into the L2 cache with the next band
+//   block         kBlockCols columns of a band; its share of the factors stays in the L1 cache
+//   lane          one element of a SIMD vector
+//   slot          kSlotBytes of the workspace, where a tile has its partial result
 namespace powersgd::kernels::cpu {
 
 enum TileList : size_t {
-  kMatrixTiles,       // row range x all columns: project and reconstruct
-  kRawTiles,          // element range of a raw segment; between the two that it is handled with
-  kBackProjectTiles,  // row range x column strip: a partial q
-  kStripTiles,        // column strip: the sum of its partial q
-  kGramTiles,         // row range of P: orthogonalize
-  kFactorTiles,       // one per matrix: orthogonalize
-  kFactorRowTiles,    // one row of q
+  kMatrixTiles,  // project and reconstruct: rows of a matrix, all columns
+  kRawTiles,     // elements of a raw segment; it stands between the two lists that it goes with
+  kBackProjectTiles,  // back_project: rows of a strip, with a partial q
+  kStripTiles,        // back_project: the sum of the partial q of a strip
+  kGramTiles,         // orthogonalize: rows of P
+  kFactorTiles,       // orthogonalize: one per matrix
+  kFactorRowTiles,    // random_start and reconstruct: one row of q
 };
 
-// The micro-kernels of blocks.h handle this many rows at a time.
+// The products (products.h) take this many rows at a time.
 constexpr int kRows = 4;
 // Blocks are padded with zeros to this many columns: a multiple of the lanes of every vector.
 constexpr int64_t kPad = 16;
-// Columns handled at a time (bands.h).
+// Columns of a block.
 constexpr int64_t kBlockCols = 256;
-// Between the rows of a block in the L1 cache: a constant, for the compiler's sake, and not a power
-// of two, for rows so far apart would fall into the same cache sets.
+// Elements between the rows of a block in the L1 cache. It is a constant to help the compiler, and
+// not a power of two because rows so far apart would fall into the same cache sets.
 constexpr int64_t kBlockStride = kBlockCols + kPad;
-// At most so many rows of a factor are packed at a time; a higher rank is handled in parts.
+// The most rows of a factor that are packed at a time; a higher rank is handled in parts.
 constexpr int64_t kPackedRank = 32;
 
 constexpr int64_t kStripCols = 8192;
-// Elements of a band: with those of the next, on their way, they fit into the L2 cache.
+// Elements of a band. They fit into the L2 cache together with those of the next band, which are
+// being prefetched.
 constexpr int64_t kBandElements = int64_t{1} << 13;
 constexpr int64_t kMaxBandRows = 64;
 constexpr int64_t kGramRows = 512;
 
-// Columns of a strip: all of them, or equal shares of a very wide matrix.
+// Returns the columns of a strip: all of them, or equal shares of a very wide matrix.
 inline int64_t strip_cols(const Matrix& matrix) {
   const int64_t strips = std::max<int64_t>(ceil_div(matrix.cols, kStripCols), 1);
   return std::max(round_up(ceil_div(matrix.cols, strips), kBlockCols), kBlockCols);
 }
 
-// Rows of a band: about as many as asked for, more at a high rank, so that packing the factors does
-// not count.
+// Returns the rows of a band: about `rows`, or more at a high rank, so that packing the factors
+// costs little.
 inline int64_t band_rows(const Matrix& matrix, int64_t rows) {
   return round_up(std::clamp<int64_t>(std::max(rows, 2 * matrix.rank), 1, kMaxBandRows), kRows);
 }
 
-// Rows of a partial q. The partial sums of a matrix are at most 1/32 of its size.
+// Returns the rows of a partial q. The partial sums of a matrix are at most 1/32 of its size.
 inline int64_t back_project_rows(const Matrix& matrix) {
   const int64_t rows = std::max({int64_t{64}, 32 * matrix.rank, ceil_div(matrix.rows, 64)});
   return round_up(rows, kRows);
 }
 
-// Elements of a partial q: blocks of kBlockCols columns, [rank, kBlockCols] each. Rows of the whole
-// width would fall into the same cache sets where it is a power of two.
+// Returns the elements of a partial q: blocks of kBlockCols columns, [rank, kBlockCols] each. Rows
+// of the whole width would fall into the same cache sets if the width is a power of two.
 inline int64_t partial_q_numel(const Matrix& matrix) {
   return matrix.rank * round_up(matrix.cols, kBlockCols);
 }
 
-// Rows of a partial Gram matrix.
+// Returns the rows of a partial Gram matrix.
 inline int64_t gram_rows(const Matrix& matrix) {
   return round_up(std::max({kGramRows, 2 * matrix.rank, ceil_div(matrix.rows, 64)}), kRows);
 }
 
-// The workspace of orthogonalize for one matrix, in doubles unless said otherwise.
+// The workspace of orthogonalize for one matrix. Sizes count doubles, except for bytes().
 struct OrthogonalizeLayout {
   explicit OrthogonalizeLayout(const Matrix& matrix)
       : stride(round_up(matrix.rank, kPad)),
@@ -89,12 +99,12 @@ struct OrthogonalizeLayout {
   int64_t bytes() const { return partial(parts) * static_cast<int64_t>(sizeof(double)); }
 };
 
-// The flags of a tile of the lists up to kBackProjectTiles.
+// Returns the flags of a tile of the lists up to kBackProjectTiles.
 inline int32_t& flags_of(const Bucket& bucket, const Tile& tile) {
   return static_cast<int32_t*>(bucket.workspace)[&tile - bucket.tiles];
 }
 
-// body(tile) for each tile of the lists [first, last].
+// Calls body(tile) for each tile of the lists [first, last].
 template <class Body>
 void for_each_tile(const Bucket& bucket, size_t first, size_t last, const ParallelFor& parallel_for,
                    const Body& body) {
@@ -113,8 +123,8 @@ void for_each_tile(const Bucket& bucket, size_t list, const ParallelFor& paralle
   for_each_tile(bucket, list, list, parallel_for, body);
 }
 
-// on_matrix(tile) for each tile of a list next to kRawTiles, on_raw(tile) for each range of a raw
-// segment, as one list.
+// Calls on_matrix(tile) for each tile of a list next to kRawTiles, and on_raw(tile) for each tile of
+// a raw segment. Both lists are shared out as one.
 template <class OnMatrix, class OnRaw>
 void for_each_matrix_and_raw_tile(const Bucket& bucket, size_t matrix_list,
                                   const ParallelFor& parallel_for, const OnMatrix& on_matrix,
