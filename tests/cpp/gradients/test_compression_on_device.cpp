@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Compression in a group that is ordered by streams, on a device that runs what is enqueued in any
-// order which streams and events admit.
+// Compression in a group that is ordered by streams, on a device that runs enqueued operations in
+// any order that streams and events admit.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -18,6 +18,7 @@
 #include "support/device_outcomes.h"
 #include "support/fake_device.h"
 #include "support/one_rank.h"
+#include "support/session_of_equal_ranks.h"
 #include "support/two_equal_ranks.h"
 
 namespace powersgd {
@@ -32,7 +33,7 @@ at::Tensor gradient_of(uint64_t step, int64_t numel) {
   return at::randn({numel});
 }
 
-// The outputs of `kSteps` steps, on the CPU.
+// Returns the outputs of `kSteps` steps on the CPU.
 std::vector<at::Tensor> outputs_on_host(const Options& options) {
   struct HostChannel : Channel {
     void allreduce(at::Tensor& payload) override { test::sum_over_ranks(payload); }
@@ -50,7 +51,7 @@ std::vector<at::Tensor> outputs_on_host(const Options& options) {
   return outputs;
 }
 
-// The same on the device, each on a stream of the caller's.
+// Submits the same steps on the device, on the caller's stream.
 void submit_steps(Engine& engine, const Options& options, c10::Device device,
                   std::vector<std::vector<float>>& gradients, std::vector<at::Tensor>& outputs) {
   test::OneRank rank(options, at::kFloat, device);
@@ -112,7 +113,7 @@ INSTANTIATE_TEST_SUITE_P(Modes, CompressionOnDevice,
                                                           DType::kFloat16)),
                          name_of);
 
-// Without an attached model: by the order of the tensors.
+// Returns the outputs of tensors without an attached model.
 std::vector<at::Tensor> reduce_flat(at::Device device) {
   Options options;
   options.scope = Scope::kAlways;
