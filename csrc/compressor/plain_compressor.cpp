@@ -26,6 +26,7 @@ at::Tensor& PlainCompressor::project(const at::Tensor& gradient, const StepInfo&
   }
   stages_.project(tables_.bucket());
   states_.projected(gradient);
+  if (step.drop_residual) p_wire_.drop_rounding();
   return p_wire_.pack();
 }
 

@@ -6,8 +6,8 @@
 namespace powersgd {
 namespace {
 
-constexpr double kTarget =
-    2048;  // where the scale takes the largest element; float16 ends at 65504
+// The scale takes the largest element to this value. float16 ends at 65504.
+constexpr double kTarget = 2048;
 constexpr double kAfterOverflow = 1.0 / 256;  // the change of the scale after an overflow
 
 }  // namespace
@@ -23,6 +23,10 @@ WirePayload::WirePayload(const at::Tensor& payload, at::ScalarType wire, int64_t
 void WirePayload::carry_rounding(const at::Tensor& raw, const at::Tensor& raw_residual) {
   raw_ = raw;
   raw_residual_ = raw_residual;
+}
+
+void WirePayload::drop_rounding() {
+  if (raw_residual_.defined()) raw_residual_.zero_();
 }
 
 at::Tensor& WirePayload::pack() {

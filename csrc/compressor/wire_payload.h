@@ -24,6 +24,8 @@ class WirePayload {
   // Makes pack() add `raw_residual` to `raw`, a part of the payload, and then keep the wire's
   // rounding of `raw` in it. Payloads that take turns may share both.
   void carry_rounding(const at::Tensor& raw, const at::Tensor& raw_residual);
+  // Makes the next pack() add nothing to the raw segments.
+  void drop_rounding();
 
   // Returns the tensor to be summed. The payload then holds the rounded values that it sends.
   at::Tensor& pack();

@@ -23,7 +23,7 @@ struct StepInfo {
   double output_scale = 1;  // 1 for SUM, 1 / world size for AVG
   double grad_scale = 1;    // the loss scale of this step's gradient
   uint64_t step = 0;
-  bool drop_residual = false;  // the residual is another tensor's, so project leaves it out
+  bool drop_residual = false;  // every residual is another tensor's, so project leaves it out
   bool same_start = false;     // without warm_start: every step starts from the numbers of step 0
 };
 
