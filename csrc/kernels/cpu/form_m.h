@@ -45,7 +45,7 @@ struct Source {
     return store_first<Arch>(memory + offset, count, clamped_to<Arch, R>(m));
   }
 
-  POWERSGD_INLINE void prefetch_both(int64_t offset) const {
+  POWERSGD_INLINE void prefetch_inputs(int64_t offset) const {
     prefetch(gradient, offset);
     if constexpr (kFeedback) prefetch(memory, offset);
   }
@@ -97,7 +97,7 @@ struct FormRows {
       const int64_t ahead = block.ahead(row + i, matrix.cols);
       F* target = m + i * kBlockStride;
       for_each_vector<Arch, F>(block.cols, [&](int64_t j, int64_t count) POWERSGD_INLINE_LAMBDA {
-        source.prefetch_both(ahead + j);
+        source.prefetch_inputs(ahead + j);
         Vector<Arch, F> sum = source.load_sum(offset + j, count, seen);
         if constexpr (kFeedback) sum -= load<Arch>(target + j);
         store<Arch>(target + j, source.keep(offset + j, count, sum, seen));

@@ -114,7 +114,7 @@ class Orthogonalizer {
   Orthogonalizer(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for)
       : isa_(isa), bucket_(bucket), parallel_for_(parallel_for) {}
 
-  // Whether the step is to be skipped: known before anything is written.
+  // Finds out if the step is to be skipped, before anything is written.
   bool run() {
     const F count = elements<F>(bucket_.p_payload, bucket_.p_numel - 1)[0];
     if (!(count == 0)) return true;

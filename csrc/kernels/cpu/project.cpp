@@ -85,7 +85,7 @@ struct ProjectLowRank {
       p_hat[k] = broadcast<Arch>(source.residual_scale * value);
     }
     for_each_vector<Arch, F>(block.cols, [&](int64_t j, int64_t count) POWERSGD_INLINE_LAMBDA {
-      source.prefetch_both(ahead + j);
+      source.prefetch_inputs(ahead + j);
       Vector<Arch, F> m = source.load_sum(offset + j, count, seen);
       POWERSGD_UNROLL
       for (int k = 0; k < kRank; ++k) m -= p_hat[k] * load<Arch>(local + k * kBlockStride + j);

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) gram_kernel(Bucket bucket, int64_t f
   if (threadIdx.x == 0) slot_pointer<int32_t>(bucket, 0)[blockIdx.x] = bad ? 1 : 0;
 }
 
-// Whether the step is skipped. No matrix of the bucket may then be touched.
+// True if the step is skipped. No matrix of the bucket may then be touched.
 template <typename F>
 __device__ __forceinline__ bool skips(const Bucket& bucket, int64_t tiles) {
   // True for NaN as well.

@@ -36,7 +36,7 @@ POWERSGD_HOST_DEVICE inline T* elements(void* base, int64_t offset) {
   return static_cast<T*>(base) + offset;
 }
 
-// Whether every rank's gradient of the matrix is zero. The reduced P payload says so.
+// True if every rank's gradient of the matrix is zero, by the reduced P payload.
 template <typename F>
 POWERSGD_HOST_DEVICE inline bool out_of_use(const Bucket& bucket, const Matrix& matrix) {
   return matrix.active_offset >= 0 && *elements<F>(bucket.p_payload, matrix.active_offset) == 0;

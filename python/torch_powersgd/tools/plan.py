@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which parameters of a model are compressed, and how far: ``python -m torch_powersgd plan``."""
+"""Shows how far each parameter of a model is compressed: ``python -m torch_powersgd plan``."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Flat {
   FlatTensors flat_tensors_;
 };
 
-// Which tensors.
+// The tensors that are admitted.
 
 TEST(FlatTensors, TheScopeSaysWhichTensorsAreAdmitted) {
   const auto admitted = [](Scope scope, const at::Tensor& tensor, auto&& where) {
@@ -143,7 +143,7 @@ TEST(FlatTensors, AGroupOfOneForwardsAll) {
   EXPECT_FALSE(flat_tensors.reduce({random(0, {kRows, kCols})}, {}));
 }
 
-// When.
+// The steps in which a tensor is compressed.
 
 TEST(FlatTensors, AreExactUntilCompressionStarts) {
   Options options = make_options(Scope::kBackward);
@@ -244,7 +244,7 @@ TEST(FlatTensors, ABufferThatIsReplacedKeepsItsResidual) {
   EXPECT_EQ(flat.lines_with("several models"), 0);
 }
 
-// Scales.
+// The scales of a step.
 
 TEST(FlatTensors, AnAverageIsTheSumOverTheRanks) {
   c10d::AllreduceOptions average;
@@ -267,7 +267,7 @@ TEST(FlatTensors, TheLossScaleTakesResidualsAlong) {
   }
 }
 
-// DDP's join().
+// Ranks in DDP's join().
 
 TEST(FlatTensors, AnExactSumLikeAFlatGradientWarnsOnce) {
   Flat flat(make_options(Scope::kBackward));

@@ -274,7 +274,7 @@ def test_shown_log_lines_exist(page: Path) -> None:
 
 
 def _is_instance(line: str, message: user_messages.Message) -> bool:
-    """Whether a line has the longest fixed part of a message. Others may be optional."""
+    """True if a line has the longest fixed part of a message. Others may be optional."""
     return max(message.parts, key=len) in line
 
 
