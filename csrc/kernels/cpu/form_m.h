@@ -9,7 +9,7 @@
 #include "kernels/cpu/simd/convert.h"
 
 // M = G + residual_scale * (memory - what the last step sent), of which memory keeps M: the first
-// half of project and of project_transposed.
+// half of project.
 namespace powersgd::kernels::cpu {
 
 // Gradient and memory of a matrix. `offset` and `count`: of the elements of a vector (load_first).

@@ -9,8 +9,7 @@
 #include "kernels/cpu/simd/convert.h"
 #include "kernels/shared/step_count.h"
 
-// project and project_transposed put raw segments, activities and the non-finite count into the P
-// payload, beside their factors.
+// project puts raw segments, activities and the non-finite count into the P payload, beside P.
 namespace powersgd::kernels::cpu {
 
 // A raw segment travels as it is.

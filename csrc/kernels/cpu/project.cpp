@@ -32,11 +32,6 @@ struct ProjectArguments {
 
   template <class Arch>
   POWERSGD_INLINE void finish(const ElementFlags<Arch, F>& seen) const {
-    if (matrix.p_local != nullptr) {
-      const int64_t begin = tile.row_begin * matrix.rank;
-      std::copy(p() + begin, p() + tile.row_end * matrix.rank,
-                static_cast<F*>(matrix.p_local) + begin);
-    }
     flags_of(bucket, tile) = seen.template flags<R>();
   }
 

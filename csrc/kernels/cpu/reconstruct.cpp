@@ -46,7 +46,7 @@ void update_warm_start(Isa isa, const Bucket& bucket, const ParallelFor& paralle
     const Matrix& matrix = bucket.matrices[tile.item];
     const int64_t offset = tile.row_begin * matrix.cols;
     const double norm = std::sqrt(*slot_pointer<double>(bucket, tile.slot));
-    if (norm == 0 || matrix.q_warm == nullptr || out_of_use<F>(bucket, matrix)) return;
+    if (norm == 0 || out_of_use<F>(bucket, matrix)) return;
     run_on(isa, ScaleRow<F>{elements<F>(bucket.q_payload, matrix.q_offset) + offset, matrix.cols,
                             1 / norm, static_cast<F*>(matrix.q_warm) + offset});
   });
@@ -193,8 +193,6 @@ void clear_sent(const Bucket& bucket, bool all) {
     const Matrix& matrix = bucket.matrices[i];
     if (!all && !out_of_use<F>(bucket, matrix)) continue;
     std::fill_n(static_cast<F*>(matrix.q_local), matrix.rank * matrix.cols, F{0});
-    if (matrix.p_local == nullptr) continue;
-    std::fill_n(static_cast<F*>(matrix.p_local), matrix.rows * matrix.rank, F{0});
   }
 }
 

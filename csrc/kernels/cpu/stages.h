@@ -11,7 +11,6 @@ namespace powersgd::kernels::cpu {
 void project(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for);
 void orthogonalize(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for);
 void back_project(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for);
-void project_transposed(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for);
 void reconstruct(Isa isa, const Bucket& bucket, const ParallelFor& parallel_for);
 
 }  // namespace powersgd::kernels::cpu

@@ -4,8 +4,8 @@
 #include "kernels/cuda/elements.cuh"
 #include "kernels/shared/step_count.h"
 
-// The work that blocks of project and project_transposed share: they read their tile, pack raw
-// segments, note what the gradient's elements are like, and write that to the P payload.
+// The work of a block of project beside its products: it reads its tile, packs raw segments, notes
+// what the gradient's elements are like, and writes that to the P payload.
 
 namespace powersgd::kernels::cuda {
 

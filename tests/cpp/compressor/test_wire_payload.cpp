@@ -96,22 +96,39 @@ TEST(WirePayload, WithoutCountsNoneIsAdded) {
 
 TEST(WirePayload, TheRoundingOfRawSegmentsIsSentLater) {
   at::Tensor memory = at::zeros({3}), asked = at::zeros({2}), sent = at::zeros({2});
-  const at::Tensor raw = memory.narrow(0, 0, 2), residual = at::zeros({2});
+  const at::Tensor raw = memory.narrow(0, 0, 2);
   WirePayload wire(memory, at::kBFloat16, /*counts_begin=*/2);
-  wire.carry_rounding(raw, residual);
-  for (int step = 0; step < 100; ++step) {
-    const at::Tensor values = at::tensor({1 + 0x1p-9, -3 * 0x1p-20});
+  wire.carry_rounding(raw);
+  const auto send = [&](const at::Tensor& values) {
     raw.copy_(values);
-    asked += values;
     wire.pack();
     wire.unpack();
     sent += raw;
+  };
+  const at::Tensor zero = at::zeros({2});
+  for (int step = 0; step < 99; ++step) {
+    const at::Tensor values = at::tensor({1 + 0x1p-9, -3 * 0x1p-20});
+    asked += values;
+    send(values);
   }
-  EXPECT_TRUE(at::equal(sent + residual, asked));  // float32 holds all of these bits
-  EXPECT_LT(residual.abs().max().item<float>(), 0x1p-7);
-  raw.fill_(3.4e38);  // an element that overflows is dropped with the step
+  EXPECT_FALSE(at::equal(sent, asked));
+  EXPECT_LT((asked - sent).abs().max().item<float>(), 0x1p-7);
+  send(zero);
+  EXPECT_TRUE(at::equal(sent, asked));  // float32 holds all of these bits
+  send(at::full({2}, 3.4e38));          // an element that overflows is dropped with the step
+  send(zero);
+  EXPECT_TRUE(at::equal(raw, zero));
+}
+
+TEST(WirePayload, ADroppedRoundingIsNotSent) {
+  at::Tensor memory = at::full({2}, 1 + 0x1p-9);
+  WirePayload wire(memory, at::kBFloat16, /*counts_begin=*/1);
+  wire.carry_rounding(memory.narrow(0, 0, 1));
   wire.pack();
-  EXPECT_TRUE(at::equal(residual, at::zeros({2})));
+  wire.drop_rounding();
+  memory.zero_();
+  wire.pack();
+  EXPECT_TRUE(at::equal(memory, at::zeros({2})));
 }
 
 // float16.

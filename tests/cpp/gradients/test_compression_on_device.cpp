@@ -75,14 +75,13 @@ void submit_steps(Engine& engine, const Options& options, c10::Device device,
   }
 }
 
-using Mode = std::tuple<bool, std::optional<DType>>;  // alternating, wire_dtype
-class CompressionOnDevice : public testing::TestWithParam<Mode> {};
+class CompressionOnDevice : public testing::TestWithParam<std::optional<DType>> {};  // wire_dtype
 
 TEST_P(CompressionOnDevice, IsTheSameInAnyOrderOfStreams) {
   fake::add_operators();
   Options options;
   options.matrix_approximation_rank = 2;
-  std::tie(options.alternating, options.wire_dtype) = GetParam();
+  options.wire_dtype = GetParam();
   // A factor may be rounded to the other of two values.
   const double tolerance = options.wire_dtype ? 1e-2 : 1e-4;
   test::DeviceOutcomes outcomes(outputs_on_host(options), tolerance);
@@ -101,17 +100,11 @@ TEST_P(CompressionOnDevice, IsTheSameInAnyOrderOfStreams) {
   }
 }
 
-std::string name_of(const testing::TestParamInfo<Mode>& mode) {
-  const auto [alternating, wire] = mode.param;
-  const std::string name = alternating ? "Alternating" : "Plain";
-  return wire ? name + "On" + to_string(*wire) : name;
-}
-
-INSTANTIATE_TEST_SUITE_P(Modes, CompressionOnDevice,
-                         testing::Combine(testing::Bool(),
-                                          testing::Values(std::optional<DType>(), DType::kBFloat16,
-                                                          DType::kFloat16)),
-                         name_of);
+INSTANTIATE_TEST_SUITE_P(Wires, CompressionOnDevice,
+                         testing::Values(std::nullopt, DType::kBFloat16, DType::kFloat16),
+                         [](const auto& wire) {
+                           return wire.param ? to_string(*wire.param) : "as_it_is";
+                         });
 
 // Returns the outputs of tensors without an attached model.
 std::vector<at::Tensor> reduce_flat(at::Device device) {

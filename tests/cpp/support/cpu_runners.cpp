@@ -36,8 +36,6 @@ class CpuRunner : public HostMemoryRunner {
         return kernels::cpu::back_project(isa_, bucket, parallel_for);
       case Stage::kReconstruct:
         return kernels::cpu::reconstruct(isa_, bucket, parallel_for);
-      case Stage::kProjectTransposed:
-        return kernels::cpu::project_transposed(isa_, bucket, parallel_for);
     }
   }
 

@@ -225,9 +225,6 @@ class EnqueuedStages final : public Stages {
   void back_project(const kernels::Bucket& bucket) const override {
     enqueue_stage(Stage::kBackProject, bucket);
   }
-  void project_transposed(const kernels::Bucket& bucket) const override {
-    enqueue_stage(Stage::kProjectTransposed, bucket);
-  }
   void reconstruct(const kernels::Bucket& bucket) const override {
     enqueue_stage(Stage::kReconstruct, bucket);
   }

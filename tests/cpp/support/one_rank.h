@@ -28,7 +28,7 @@ class OneRank {
     at::Tensor out = gradient.clone();
     compressor->project(out, info);
     compressor->orthogonalize();
-    if (compressor->sends() == Factors::kPAndQ) compressor->back_project();
+    compressor->back_project();
     compressor->reconstruct();
     return out;
   }

@@ -15,14 +15,7 @@
 
 namespace powersgd::test {
 
-enum class Stage {
-  kRandomStart,
-  kProject,
-  kOrthogonalize,
-  kBackProject,
-  kReconstruct,
-  kProjectTransposed
-};
+enum class Stage { kRandomStart, kProject, kOrthogonalize, kBackProject, kReconstruct };
 
 // Runs the stages of one implementation on its device. The tests of tests/cpp/kernels are written
 // against this interface, so that one text tests every implementation. A test program links one

@@ -13,7 +13,7 @@ namespace powersgd::kernels::cpu {
 template <class R>
 constexpr bool kSaturates = std::is_same_v<R, Half>;
 
-// The flags of a tile of project or project_transposed, gathered lane by lane.
+// The flags of a tile of project, gathered lane by lane.
 template <class Arch, class F>
 class ElementFlags {
  public:
