@@ -6,9 +6,9 @@
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/blocking/tiles.h"
 
-// back_project adds q up in two passes. A tile owns a range of rows and a strip of columns and has a
-// partial q. The partial q of a strip are then added in the order of the rows, so that the sum does
-// not depend on who computed what.
+// back_project adds q up in two passes. A tile owns a range of rows and a strip of columns and has
+// a partial q. The partial q of a strip are then added in the order of the rows, so that the sum
+// does not depend on who computed what.
 namespace powersgd::kernels::cpu {
 
 // A tile's partial q, cleared: a block of columns [col, ...) is at rank * col, its rows kBlockCols

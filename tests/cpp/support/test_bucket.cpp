@@ -57,11 +57,11 @@ void TestBucket::lay_out() {
     if (part.is_raw()) {
       raws.push_back({gradient_numel, part.numel(), 0});
     } else {
-      matrices.push_back(
-          {part, gradient_numel, bucket.p_numel, bucket.q_numel, -1,
-           spec.error_feedback ? array(spec.residual_dtype, part.numel()) : nullptr,
-           array(factor, part.rows * part.rank), array(factor, part.cols * part.rank),
-           array(factor, part.cols * part.rank)});
+      matrices.push_back({part, gradient_numel, bucket.p_numel, bucket.q_numel, -1,
+                          spec.error_feedback ? array(spec.residual_dtype, part.numel()) : nullptr,
+                          array(factor, part.rows * part.rank),
+                          array(factor, part.cols * part.rank),
+                          array(factor, part.cols * part.rank)});
       bucket.p_numel += part.rows * part.rank;
       bucket.q_numel += part.cols * part.rank;
     }

@@ -227,7 +227,7 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
 def test_learns_with_every_seed_and_measures_with_a_delay(tmp_path: Path) -> None:
     output = tmp_path / "record.json"
     script = [sys.executable, str(BENCHMARKS / "bench_cluster.py"), "--quick"]
-    compressed = "alternating-bf16:4"
+    compressed = "bf16-wire:4"
     learning = ["--learning-steps", "20", "--seeds", "2", "--loss", "10"]
     learning += ["--learning-methods", compressed]
     options = ["--methods", "plain", compressed, "--delays", "1", "--steps", "2"]
@@ -250,10 +250,10 @@ def test_many_starts_end_alike(tmp_path: Path) -> None:
     output = tmp_path / "record.json"
     script = [sys.executable, str(BENCHMARKS / "bench_starts.py"), "--json", str(output)]
     options = ["--starts", "2", "--steps", "4", "--ranks", "2"]
-    methods = ["--methods", "attached", "alternating"]
+    methods = ["--methods", "attached", "bf16-wire"]
     subprocess.run([*script, *options, *methods], check=True, timeout=300, cwd=tmp_path)
     results = json.loads(output.read_text())["results"]
-    assert [result["method"] for result in results] == ["ours, attached", "ours, alternating"]
+    assert [result["method"] for result in results] == ["ours, attached", "ours, bf16 wire"]
     for result in results:
         assert result["endings"] == {"finished": 2}
         assert result["results"] == 1  # the same parameters in both starts

@@ -256,7 +256,6 @@ NOT_SHOWN = (
     "include/powersgd/option_table.h",
     "csrc/gradients/flat_tensors.cpp",
     "csrc/engine/work.cpp",
-    "csrc/compressor/alternating_compressor.cpp",
     "python/torch_powersgd/__main__.py",
     "python/torch_powersgd/tools/",
 )
