@@ -79,15 +79,15 @@ bench: build  ## every figure that the docs quote, on a quiet machine, as root (
 	  --learning-methods plain fp16 hook-1-bucket:4 attached:4 bf16-wire:16 \
 	  --json $(RESULTS)/cluster_links.json --picture docs/images/cluster_links.png
 	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rounds 7 --learning-steps 80 --rank 4 \
-	  --methods none ddp-alone plain fp16 hook-1-bucket author attached flat alternating bf16-wire \
+	  --methods none ddp-alone plain fp16 hook-1-bucket author attached flat bf16-wire \
 	  --json $(RESULTS)/cluster_cpu.json
 	$(PYTHON) benchmarks/bench_cluster.py --ranks 4 --rounds 5 --learning-steps 0 --rank 4 \
-	  --methods none ddp-alone plain hook-1-bucket author attached alternating bf16-wire \
+	  --methods none ddp-alone plain hook-1-bucket author attached bf16-wire \
 	  --json $(RESULTS)/cluster_cpu_4.json
 	$(PYTHON) benchmarks/bench_starts.py --methods attached --json $(RESULTS)/starts.json
 	$(PYTHON) benchmarks/bench_convergence.py \
 	  --json $(RESULTS)/convergence.json --picture docs/images/convergence.png
-	$(PYTHON) benchmarks/bench_convergence.py --methods plain attached alternating bf16-wire \
+	$(PYTHON) benchmarks/bench_convergence.py --methods plain attached bf16-wire \
 	  --ranks 4 --seeds 3 --json $(RESULTS)/convergence_modes.json
 	$(PYTHON) benchmarks/bench_noniid.py \
 	  --json $(RESULTS)/noniid.json --picture docs/images/noniid.png

@@ -34,11 +34,9 @@ sys.path.append(str(ROOT))  # a build front end does not add it
 
 from setup_support import metadata, toolkit  # noqa: E402
 from setup_support.progress import short_commands  # noqa: E402
-from setup_support.together import compiled_together  # noqa: E402
+from setup_support.together import WITH_TORCH, compiled_together  # noqa: E402
 
 WITHOUT_TORCH = ["plan", "kernels/cpu"]
-# The slowest come first, so that none is left over at the end.
-WITH_TORCH = ["bindings", "gradients", "compressor", "forwarding", "engine", "backend"]
 CUDA_CHOICE = os.environ.get("POWERSGD_BUILD_CUDA", "")
 CUDA_HOME = cpp_extension.CUDA_HOME
 

@@ -33,7 +33,7 @@ fi
 
 # A copy: the objects of the other torch stay as they are. One architecture: nvcc_report.sh compiles
 # the kernels for all of them.
-cp -r setup.py setup_support pyproject.toml LICENSE README.md csrc include python tests "$tree"
+cp -r setup.py setup_support pyproject.toml LICENSE README.md csrc docs include python tests "$tree"
 rm -f "$tree"/python/torch_powersgd/_C*.so
 cd "$tree"
 # nvcc may be a script that calls the toolkit's: ask it where it lives.

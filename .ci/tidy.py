@@ -20,10 +20,12 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+from setup_support.together import WITH_TORCH, include_all  # noqa: E402
+
 BUILD = ROOT / "build" / "tidy"
-# The folders that include torch; those with the most to do come first.
-WITH_TORCH = ("bindings", "gradients", "compressor", "backend", "forwarding", "engine")
 WITHOUT_TORCH = ("kernels", "plan")
 # The macros that setup.py, and torch's part of it, define.
 MACROS = {
@@ -76,7 +78,7 @@ def check(name: str, files: list[Path]) -> str:
     if passed.exists() and passed.read_text() == print_of_inputs:
         return ""
     together = BUILD / f"{name}.cpp"
-    together.write_text("".join(f'#include "{file}"\n' for file in files))
+    include_all(together, (file.relative_to(ROOT).as_posix() for file in files))
     ended = subprocess.run(
         ["clang-tidy", "--quiet", str(together), "--", *arguments],
         cwd=ROOT,

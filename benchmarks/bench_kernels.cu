@@ -7,8 +7,7 @@
 //
 // No torch and no network: buckets of random gradients, the reductions left out. Buckets are used
 // in turn, so many that none is in the cache from the last time. Times are medians, by events
-// around one stage of all buckets, divided by their number. "transposed" is project_transposed, the
-// alternating mode's; not in a step here.
+// around one stage of all buckets, divided by their number.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -159,7 +158,6 @@ void measure(const Layout& layout, int64_t rank, DType dtype, double copy) {
   const double start[] = {median_ms(15, all(cuda::project)) / count,
                           median_ms(15, all(cuda::orthogonalize)) / count,
                           median_ms(15, all(cuda::back_project)) / count};
-  const double transposed = median_ms(15, all(cuda::project_transposed)) / count;
   // The gradient is overwritten from here on, with numbers as good as any.
   const double reconstruct = median_ms(15, all(cuda::reconstruct)) / count;
   const double step = median_ms(15,
@@ -175,19 +173,17 @@ void measure(const Layout& layout, int64_t rank, DType dtype, double copy) {
   const double element = dtype == DType::kFloat32 ? 4 : 2;
   // G is read and written, memory read twice and written once.
   const double floor = numel * (2 * element + 3 * 4) / copy;
-  std::printf("%-22s %4ld %-9s %8.1f %8.1f %8.1f %8.1f %9.1f %9.1f %7.2f %10.1f\n",
-              layout.name.c_str(), static_cast<long>(rank),
-              dtype == DType::kFloat32 ? "float32" : "bfloat16", start[0] * 1e3, start[1] * 1e3,
-              start[2] * 1e3, reconstruct * 1e3, step * 1e3, floor * 1e3, step / floor,
-              transposed * 1e3);
+  std::printf("%-22s %4ld %-9s %8.1f %8.1f %8.1f %8.1f %9.1f %9.1f %7.2f\n", layout.name.c_str(),
+              static_cast<long>(rank), dtype == DType::kFloat32 ? "float32" : "bfloat16",
+              start[0] * 1e3, start[1] * 1e3, start[2] * 1e3, reconstruct * 1e3, step * 1e3,
+              floor * 1e3, step / floor);
   std::fflush(stdout);
   for (const Bucket& bucket : buckets) {
     std::vector<Matrix> matrices(bucket.num_matrices);
     check(cudaMemcpy(matrices.data(), bucket.matrices, matrices.size() * sizeof(Matrix),
                      cudaMemcpyDeviceToHost));
     for (const Matrix& m : matrices) {
-      for (void* memory : {m.memory, m.p_hat, m.q_local, m.q_warm, m.p_local})
-        check(cudaFree(memory));
+      for (void* memory : {m.memory, m.p_hat, m.q_local, m.q_warm}) check(cudaFree(memory));
     }
     for (const void* memory :
          {static_cast<const void*>(bucket.matrices), static_cast<const void*>(bucket.tiles),
@@ -203,8 +199,8 @@ void measure(const Layout& layout, int64_t rank, DType dtype, double copy) {
 int main() {
   const double copy = copy_bytes_per_ms();
   std::printf("copy: %.2f TB/s, read and written. Times in microseconds per bucket.\n", copy / 1e9);
-  std::printf("%-22s %4s %-9s %8s %8s %8s %8s %9s %9s %7s %10s\n", "bucket", "rank", "gradient",
-              "project", "orthog.", "back", "reconst.", "step", "floor", "ratio", "transposed");
+  std::printf("%-22s %4s %-9s %8s %8s %8s %8s %9s %9s %7s\n", "bucket", "rank", "gradient",
+              "project", "orthog.", "back", "reconst.", "step", "floor", "ratio");
   const std::vector<Layout> layouts = {
       {"25 MB square", std::vector<Shape>(6, {1024, 1024})},
       {"25 MB GPT-2", {{3072, 768}, {768, 3072}, {2304, 768}, {768, 768}}},

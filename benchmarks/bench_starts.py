@@ -56,10 +56,10 @@ def _hooked(ddp: DistributedDataParallel) -> None:
 
 METHODS: dict[str, tuple[str, str, Callable[[DistributedDataParallel], None]]] = {
     "attached": ("ours, attached", "cpu:powersgd", _attached),
-    "alternating": (
-        "ours, alternating",
+    "bf16-wire": (
+        "ours, bf16 wire",
         "cpu:powersgd",
-        lambda ddp: _attached(ddp, alternating=True),
+        lambda ddp: _attached(ddp, wire_dtype=torch.bfloat16),
     ),
     "hook": ("torch's PowerSGD hook", "gloo", _hooked),
 }

@@ -6,6 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+# The folders of csrc that include torch. The slowest to compile come first, so that none is left
+# over at the end.
+WITH_TORCH = ("bindings", "gradients", "compressor", "forwarding", "engine", "backend")
+
 
 def compiled_together(sources: Iterable[str], folders: Sequence[str], build: Path) -> list[str]:
     """Replaces the sources of each folder by one file that includes them.
@@ -23,14 +27,18 @@ def compiled_together(sources: Iterable[str], folders: Sequence[str], build: Pat
     for source in sources:
         folder = Path(source).parent.as_posix().removeprefix("csrc/")
         members.get(folder, alone).append(source)
-    made = [_write(build / f"{folder}.cpp", found) for folder, found in members.items() if found]
-    return [*alone, *made]
+    made = [build / f"{folder}.cpp" for folder, found in members.items() if found]
+    for file, found in zip(made, filter(None, members.values()), strict=True):
+        include_all(file, found)
+    return [*alone, *map(str, made)]
 
 
-def _write(file: Path, sources: Sequence[str]) -> str:
-    """Writes the file, unless it is there already: ninja compiles what has a newer date."""
+def include_all(file: Path, sources: Iterable[str]) -> None:
+    """Writes a file that includes all sources, whose paths are relative to the project's root.
+
+    A file that is there already keeps its date, because ninja compiles what has a newer one.
+    """
     text = "".join(f'#include "{source.removeprefix("csrc/")}"\n' for source in sources)
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists() or file.read_text() != text:
         file.write_text(text)
-    return str(file)

@@ -79,7 +79,7 @@ def _wrong_release(nvcc: Path, torch_cuda: str) -> list[str]:
 
 
 def is_wanted(choice: str, missing: list[str]) -> bool:
-    """Whether CUDA is built: as POWERSGD_BUILD_CUDA, `choice`, says, or if nothing is missing."""
+    """True if CUDA is built: as POWERSGD_BUILD_CUDA, `choice`, says, or if nothing is missing."""
     if choice not in ("", "0", "1"):
         raise SystemExit(f"POWERSGD_BUILD_CUDA is {choice!r}; allowed are 0, 1 and unset")
     if choice == "1" and missing:

@@ -36,7 +36,7 @@ class Contender(NamedTuple):
 
     @property
     def learns(self) -> bool:
-        """Whether the method averages, so that its loss is of interest."""
+        """True if the method averages, so that its loss is of interest."""
         return self.method not in REFERENCES
 
 

@@ -94,7 +94,7 @@ def marked() -> Iterator[tuple[int, str]]:
 
 
 def is_left(name: str) -> bool:
-    """Whether the name belongs to a run that is no longer alive."""
+    """True if the name belongs to a run that is no longer alive."""
     match = _OWNED.match(name)
     return match is not None and _start_time(int(match[1])) != int(match[2])
 

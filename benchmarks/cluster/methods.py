@@ -207,9 +207,5 @@ METHODS = {
     ),
     "attached": _attached("ours, attached"),
     "flat": Method("ours, flat", POWERSGD, _parallel, _options),
-    "alternating": _attached("ours, alternating", alternating=True),
     "bf16-wire": _attached("ours, bf16 wire", wire_dtype=torch.bfloat16),
-    "alternating-bf16": _attached(
-        "ours, alternating, bf16 wire", alternating=True, wire_dtype=torch.bfloat16
-    ),
 }

@@ -29,8 +29,7 @@ void register_model(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("name", &ParameterExport::name)
       .def_readwrite("residual", &ParameterExport::residual)
-      .def_readwrite("q", &ParameterExport::q)
-      .def_readwrite("p", &ParameterExport::p);
+      .def_readwrite("q", &ParameterExport::q);
   py::class_<LocalExport>(module, "LocalExport")
       .def(py::init<>())
       .def_readwrite("name", &LocalExport::name)
@@ -38,8 +37,6 @@ void register_model(py::module_& module) {
       .def_readwrite("p_hat", &LocalExport::p_hat)
       .def_readwrite("q_local", &LocalExport::q_local)
       .def_readwrite("q_warm", &LocalExport::q_warm)
-      .def_readwrite("p_local", &LocalExport::p_local)
-      .def_readwrite("sent_p", &LocalExport::sent_p)
       .def_readwrite("grad_scale", &LocalExport::grad_scale);
   py::class_<Outline>(module, "Outline")
       .def_readonly("parameters", &Outline::parameters)

@@ -2,7 +2,6 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -65,11 +64,6 @@ void register_stages(py::module_& module) {
       .def("back_project", &BucketCompressor::back_project, NoGil())
       .def("reconstruct", &BucketCompressor::reconstruct, NoGil())
       .def("rollback", &BucketCompressor::rollback, NoGil())
-      .def_property_readonly("sends",
-                             [](const BucketCompressor& self) {
-                               constexpr std::array<const char*, 3> kNames = {"PQ", "P", "Q"};
-                               return kNames[static_cast<size_t>(self.sends())];
-                             })
       .def_property_readonly("payload_bytes", &BucketCompressor::payload_bytes)
       .def_property_readonly("gradient_bytes", &BucketCompressor::gradient_bytes);
 }

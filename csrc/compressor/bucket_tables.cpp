@@ -17,10 +17,6 @@ at::Tensor upload(const std::vector<T>& table, at::Device device) {
   return host.to(device);
 }
 
-void* pointer_or_null(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.data_ptr() : nullptr;
-}
-
 std::vector<kernels::RawSegment> raw_table(const BucketPlan& plan) {
   std::vector<kernels::RawSegment> table;
   for (const PlannedRaw& raw : plan.raw) {
@@ -45,8 +41,7 @@ kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_
   return bucket;
 }
 
-}  // namespace
-
+// `states[i]` belongs to `plan.matrices[i]`.
 std::vector<kernels::Matrix> matrix_table(const BucketPlan& plan,
                                           const std::vector<ParameterStatePtr>& states) {
   std::vector<kernels::Matrix> table;
@@ -60,21 +55,18 @@ std::vector<kernels::Matrix> matrix_table(const BucketPlan& plan,
     matrix.gradient_offset = planned.gradient_offset;
     matrix.p_offset = planned.p_offset;
     matrix.q_offset = planned.q_offset;
-    matrix.memory = pointer_or_null(state.memory);
+    matrix.memory = state.memory.defined() ? state.memory.data_ptr() : nullptr;
     matrix.p_hat = state.p_hat.data_ptr();
     matrix.q_local = state.q_local.data_ptr();
     matrix.q_warm = state.q_warm.data_ptr();
     matrix.random_id = state.random_id;
     matrix.active_offset = planned.active_offset;
-    matrix.p_local = pointer_or_null(state.p_local);
     table.push_back(matrix);
   }
   return table;
 }
 
-at::Tensor upload_matrices(const std::vector<kernels::Matrix>& matrices, at::Device device) {
-  return upload(matrices, device);
-}
+}  // namespace
 
 BucketTables::BucketTables(const kernels::Bucket& bucket,
                            const std::vector<kernels::Matrix>& matrices,
@@ -95,7 +87,6 @@ BucketTables::BucketTables(const kernels::Bucket& bucket,
   bucket_.tile_list_begin = tiles.list_begin;
   bucket_.largest_rank = tiles.largest_rank;
   bucket_.workspace = workspace_.data_ptr();
-  if (bucket_.verdict != nullptr) return;
   constexpr auto kVerdictNumel = static_cast<int64_t>(sizeof(kernels::Verdict) / sizeof(int32_t));
   verdict_ = at::zeros({kVerdictNumel}, at::TensorOptions(device).dtype(at::kInt));
   bucket_.verdict = static_cast<kernels::Verdict*>(verdict_.data_ptr());

@@ -11,22 +11,16 @@
 
 namespace powersgd {
 
-// Describes the matrices of a bucket to the stages. The states are allocated.
-std::vector<kernels::Matrix> matrix_table(const BucketPlan& plan,
-                                          const std::vector<ParameterStatePtr>& states);
-
-// Copies such a table to a device.
-at::Tensor upload_matrices(const std::vector<kernels::Matrix>& matrices, at::Device device);
-
 // A bucket as the stages see it. It owns the tables, the tiles, the workspace and the verdict that
 // bucket() points at. The caller keeps the states and the payloads.
 class BucketTables {
  public:
   BucketTables() = default;
-  // Completes `bucket` by the tables, their tiles and a workspace, and by a verdict if it has none.
+  // Completes `bucket` by the tables, their tiles, a workspace and a verdict.
   BucketTables(const kernels::Bucket& bucket, const std::vector<kernels::Matrix>& matrices,
                const std::vector<kernels::RawSegment>& raw, at::Device device);
-  // Builds all of a bucket. Its payloads have the sizes and the offsets of the plan.
+  // Builds all of a bucket. Its states are allocated, and its payloads have the sizes and the
+  // offsets of the plan.
   BucketTables(const BucketSpec& spec, const std::vector<ParameterStatePtr>& states,
                StepCounter* step_counter, const at::Tensor& p_payload, const at::Tensor& q_payload);
 

@@ -13,15 +13,6 @@
 namespace powersgd {
 namespace {
 
-// A bucket that holds one factor and has no payloads.
-kernels::Bucket bucket_for(const at::Tensor& factor, const Options& options) {
-  kernels::Bucket bucket{};
-  bucket.factor_dtype = to_dtype(factor.scalar_type());
-  bucket.epsilon = options.orthogonalization_epsilon;
-  bucket.seed = static_cast<uint64_t>(options.random_seed);
-  return bucket;
-}
-
 // Fills a factor ([rank, n]) by the kernel. The numbers are those of step 0, whenever a parameter
 // joins a bucket.
 void random_start(const at::Tensor& factor, uint64_t random_id, const Options& options) {
@@ -31,27 +22,11 @@ void random_start(const at::Tensor& factor, uint64_t random_id, const Options& o
   matrix.cols = factor.size(1);
   matrix.q_warm = factor.data_ptr();
   matrix.random_id = random_id;
-  const BucketTables tables(bucket_for(factor, options), {matrix}, {}, factor.device());
-  require_stages(factor.device().type()).random_start(tables.bucket());
-}
-
-// Makes the columns of a factor ([n, rank], in any layout) orthonormal by the stage of that name.
-void orthonormalize(const at::Tensor& factor, uint64_t random_id, const Options& options) {
-  const c10::DeviceGuard guard(factor.device());
-  at::Tensor payload = at::zeros({factor.numel() + 1}, factor.options());
-  payload.narrow(0, 0, factor.numel()).view(factor.sizes()).copy_(factor);
-  at::Tensor p_hat = at::zeros(factor.sizes(), factor.options());
-  kernels::Matrix matrix{};
-  matrix.rows = factor.size(0);
-  matrix.cols = matrix.rank = factor.size(1);
-  matrix.p_hat = p_hat.data_ptr();
-  matrix.random_id = random_id;
-  kernels::Bucket bucket = bucket_for(factor, options);
-  bucket.p_payload = payload.data_ptr();
-  bucket.p_numel = payload.numel();
+  kernels::Bucket bucket{};
+  bucket.factor_dtype = to_dtype(factor.scalar_type());
+  bucket.seed = static_cast<uint64_t>(options.random_seed);
   const BucketTables tables(bucket, {matrix}, {}, factor.device());
-  require_stages(factor.device().type()).orthogonalize(tables.bucket());
-  factor.copy_(p_hat);
+  require_stages(factor.device().type()).random_start(tables.bucket());
 }
 
 }  // namespace
@@ -65,14 +40,12 @@ void ParameterState::allocate(const MatrixShape& shape, int64_t rank, const Opti
   }
   p_hat = at::zeros({shape.rows, rank}, factor);
   q_local = at::zeros({rank, shape.cols}, factor);
-  if (options.alternating) p_local = at::zeros_like(p_hat);
   q_warm = at::zeros({rank, shape.cols}, factor);
   random_start(q_warm, random_id, options);
-  if (options.alternating) start_alternating(options);
 }
 
 at::Tensor ParameterState::residual() const {
-  const at::Tensor delivered = sent_p ? at::matmul(p_local, q_warm) : at::matmul(p_hat, q_local);
+  const at::Tensor delivered = at::matmul(p_hat, q_local);
   if (!memory.defined()) return at::zeros_like(delivered);
   return memory.to(delivered.scalar_type()).sub(delivered);
 }
@@ -83,7 +56,7 @@ void ParameterState::set_residual(const at::Tensor& value) {
   mark_undelivered();
 }
 
-void ParameterState::mark_undelivered() { local_factor().zero_(); }
+void ParameterState::mark_undelivered() { q_local.zero_(); }
 
 void ParameterState::mark_undelivered(const std::vector<ParameterStatePtr>& states,
                                       const at::Tensor& dropped) {
@@ -91,8 +64,7 @@ void ParameterState::mark_undelivered(const std::vector<ParameterStatePtr>& stat
   std::map<at::ScalarType, std::vector<at::Tensor>> factors;
   for (const ParameterStatePtr& state : states) {
     if (!state->allocated()) continue;
-    const at::Tensor& factor = state->local_factor();
-    factors[factor.scalar_type()].push_back(factor);
+    factors[state->q_local.scalar_type()].push_back(state->q_local);
   }
   for (auto& [type, tensors] : factors) {
     if (dropped.defined()) {
@@ -113,22 +85,9 @@ void ParameterState::take_back(const at::Tensor& gradient) {
 void ParameterState::rescale(double new_grad_scale) {
   if (grad_scale != new_grad_scale && memory.defined()) {
     memory.mul_(new_grad_scale / grad_scale);
-    local_factor().mul_(new_grad_scale / grad_scale);
+    q_local.mul_(new_grad_scale / grad_scale);
   }
   grad_scale = new_grad_scale;
-}
-
-void ParameterState::orthonormalize_q(const Options& options) {
-  orthonormalize(q_warm.t(), random_id, options);
-}
-
-void ParameterState::start_alternating(const Options& options) {
-  orthonormalize_q(options);
-  const uint64_t other_numbers = ~random_id;  // Q has those of random_id
-  at::Tensor rows = at::zeros({p_hat.size(1), p_hat.size(0)}, p_hat.options());
-  random_start(rows, other_numbers, options);
-  p_hat.copy_(rows.t());
-  orthonormalize(p_hat, other_numbers, options);
 }
 
 }  // namespace powersgd

@@ -30,9 +30,6 @@ class CpuStages final : public Stages {
   void back_project(const kernels::Bucket& bucket) const override {
     kernels::cpu::back_project(bucket, parallel_for);
   }
-  void project_transposed(const kernels::Bucket& bucket) const override {
-    kernels::cpu::project_transposed(bucket, parallel_for);
-  }
   void reconstruct(const kernels::Bucket& bucket) const override {
     kernels::cpu::reconstruct(bucket, parallel_for);
   }
@@ -63,9 +60,6 @@ class CudaStages final : public Stages {
   }
   void back_project(const kernels::Bucket& bucket) const override {
     check("back_project", kernels::cuda::back_project(bucket, current_stream()));
-  }
-  void project_transposed(const kernels::Bucket& bucket) const override {
-    check("project_transposed", kernels::cuda::project_transposed(bucket, current_stream()));
   }
   void reconstruct(const kernels::Bucket& bucket) const override {
     check("reconstruct", kernels::cuda::reconstruct(bucket, current_stream()));

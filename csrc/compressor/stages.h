@@ -21,7 +21,6 @@ class Stages {
   virtual void project(const kernels::Bucket& bucket) const = 0;
   virtual void orthogonalize(const kernels::Bucket& bucket) const = 0;
   virtual void back_project(const kernels::Bucket& bucket) const = 0;
-  virtual void project_transposed(const kernels::Bucket& bucket) const = 0;
   virtual void reconstruct(const kernels::Bucket& bucket) const = 0;
 };
 

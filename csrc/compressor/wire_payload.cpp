@@ -6,8 +6,8 @@
 namespace powersgd {
 namespace {
 
-constexpr double kTarget =
-    2048;  // where the scale takes the largest element; float16 ends at 65504
+// The scale takes the largest element to this value. float16 ends at 65504.
+constexpr double kTarget = 2048;
 constexpr double kAfterOverflow = 1.0 / 256;  // the change of the scale after an overflow
 
 }  // namespace
@@ -20,17 +20,21 @@ WirePayload::WirePayload(const at::Tensor& payload, at::ScalarType wire, int64_t
     packed_ = at::empty_like(payload, payload.options().dtype(wire));
 }
 
-void WirePayload::carry_rounding(const at::Tensor& raw, const at::Tensor& raw_residual) {
+void WirePayload::carry_rounding(const at::Tensor& raw) {
   raw_ = raw;
-  raw_residual_ = raw_residual;
+  rounding_ = at::zeros_like(raw);
+}
+
+void WirePayload::drop_rounding() {
+  if (rounding_.defined()) rounding_.zero_();
 }
 
 at::Tensor& WirePayload::pack() {
   if (!rounds() || !raw_.defined()) return round();
-  const at::Tensor exact = raw_.add_(raw_residual_).clone();
+  const at::Tensor exact = raw_.add_(rounding_).clone();
   at::Tensor& packed = round();
   // An element that overflowed is dropped with the step.
-  at::nan_to_num_out(raw_residual_, exact.sub(raw_), 0, 0, 0);
+  at::nan_to_num_out(rounding_, exact.sub(raw_), 0, 0, 0);
   return packed;
 }
 

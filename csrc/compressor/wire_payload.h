@@ -21,9 +21,10 @@ class WirePayload {
   // ranks whose gradient is not finite; unpack() adds 1 to it if the sum is not finite.
   WirePayload(const at::Tensor& payload, at::ScalarType wire, int64_t counts_begin);
 
-  // Makes pack() add `raw_residual` to `raw`, a part of the payload, and then keep the wire's
-  // rounding of `raw` in it. Payloads that take turns may share both.
-  void carry_rounding(const at::Tensor& raw, const at::Tensor& raw_residual);
+  // Makes each pack() add the wire's rounding of `raw`, a part of the payload, to it in the next.
+  void carry_rounding(const at::Tensor& raw);
+  // Makes the next pack() add nothing to the raw segments.
+  void drop_rounding();
 
   // Returns the tensor to be summed. The payload then holds the rounded values that it sends.
   at::Tensor& pack();
@@ -37,11 +38,11 @@ class WirePayload {
   void choose_scale();
 
   at::Tensor payload_;
-  at::Tensor values_;    // the payload without its counts
-  at::Tensor packed_;    // in the wire's dtype; undefined if nothing is rounded
-  at::Tensor scale_;     // one element; undefined before the first sum, and if not scaled_
-  bool scaled_ = false;  // true for a float16 wire
-  at::Tensor raw_, raw_residual_;  // undefined if nothing is carried over
+  at::Tensor values_;          // the payload without its counts
+  at::Tensor packed_;          // in the wire's dtype; undefined if nothing is rounded
+  at::Tensor scale_;           // one element; undefined before the first sum, and if not scaled_
+  bool scaled_ = false;        // true for a float16 wire
+  at::Tensor raw_, rounding_;  // undefined if nothing is carried over
 };
 
 }  // namespace powersgd

@@ -152,9 +152,8 @@ void AttachedModel::announce() const {
       c10::str("compression starts at step ", step_, ": rank ", options_.matrix_approximation_rank,
                ", ", all.compressed_parameters, " of ", all.parameters,
                " parameters as low-rank factors, ", all.numel, " elements a step sent as ",
-               all.sent_numel, options_.alternating ? ", P and Q in turns" : "",
-               ", error feedback ", options_.use_error_feedback ? "on" : "off", ", warm start ",
-               options_.warm_start ? "on" : "off"));
+               all.sent_numel, ", error feedback ", options_.use_error_feedback ? "on" : "off",
+               ", warm start ", options_.warm_start ? "on" : "off"));
 }
 
 std::vector<c10::Device> AttachedModel::devices() const {

@@ -26,8 +26,7 @@ template <typename State, typename Local>
 auto members(State& state, Local& local) {
   return std::array{std::pair{&state.memory, &local.memory}, std::pair{&state.p_hat, &local.p_hat},
                     std::pair{&state.q_local, &local.q_local},
-                    std::pair{&state.q_warm, &local.q_warm},
-                    std::pair{&state.p_local, &local.p_local}};
+                    std::pair{&state.q_warm, &local.q_warm}};
 }
 
 std::string describe(const at::Tensor& tensor) {
@@ -47,12 +46,10 @@ std::vector<ParameterExport> AttachedModel::export_state() {
       const ParameterState state = started(i);
       mean[0] = state.residual().mul_(grad_scale() / state.grad_scale);
       exported[i].q = q_to_parameter_order(state.q_warm.clone(), parameter);
-      if (state.sent_p) exported[i].p = state.p_hat.clone();
     });
     session_->average_over_channel(mean);
     use_on_current_stream(mean[0]);
     use_on_current_stream(exported[i].q);
-    use_on_current_stream(exported[i].p);
     exported[i].residual = to_parameter_order(mean[0], parameter);
   }
   return exported;
@@ -102,10 +99,6 @@ void AttachedModel::check_parameter(const ParameterExport& saved) const {
                     saved.residual.sizes());
   TORCH_CHECK_VALUE(saved.q.dim() == 2 && saved.q.size(1) == shape.cols, "q of '", saved.name,
                     "' must have the shape [rank, ", shape.cols, "], got ", saved.q.sizes());
-  TORCH_CHECK_VALUE(!saved.p.defined() || (saved.p.dim() == 2 && saved.p.size(0) == shape.rows &&
-                                           saved.p.size(1) == saved.q.size(0)),
-                    "p of '", saved.name, "' must have the shape [", shape.rows, ", rank], got ",
-                    saved.p.sizes());
 }
 
 bool AttachedModel::is_compressed(const at::Tensor& parameter) const {
@@ -132,17 +125,10 @@ void AttachedModel::load_parameter(size_t index, const ParameterExport& saved, d
   const at::Tensor q = q_to_memory_order(saved.q, parameter);
   session_->run_after_steps(parameter.device(), [&] {
     if (!state.allocated()) allocate_for(state, parameter);
-    state.sent_p = false;
     state.set_residual(to_memory_order(saved.residual, parameter));
     state.grad_scale = grad_scale;
     const int64_t kept = std::min(rank, q.size(0));
     state.q_warm.narrow(0, 0, kept).copy_(q.narrow(0, 0, kept));
-    if (options_.alternating) state.orthonormalize_q(options_);
-    // Q is next only where there is a P to find it against; a P of another rank is not.
-    state.sent_p = options_.alternating && saved.p.defined() && saved.p.size(1) == rank;
-    if (!state.sent_p) return;
-    state.p_hat.copy_(saved.p);
-    state.p_local.zero_();
   });
   if (q.size(0) != rank) {
     session_->log(LogLevel::kInfo, c10::str("'", saved.name, "': the checkpoint's rank ", q.size(0),
@@ -159,7 +145,6 @@ std::vector<LocalExport> AttachedModel::export_local() {
     session_->run_after_steps(parameters_[i].device(), [&] {
       const ParameterState state = started(i);
       local.grad_scale = state.grad_scale;
-      local.sent_p = state.sent_p;
       for (const auto& [from, to] : members(state, local)) {
         if (from->defined()) *to = from->clone();
       }
@@ -201,7 +186,6 @@ void AttachedModel::load_local(const std::vector<LocalExport>& saved, int64_t st
         if (own->defined()) own->copy_(*given);
       }
       state.grad_scale = local.grad_scale;
-      state.sent_p = local.sent_p;
     });
   }
   step_ = static_cast<uint64_t>(step);

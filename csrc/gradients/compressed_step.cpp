@@ -42,19 +42,16 @@ Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const a
   const Timed run(stats, std::move(probe));
   Job job;
   job.first = or_rollback([compressor, gradient, step, run, stats](Channel& channel) {
-    at::Tensor& factor =
+    at::Tensor& p =
         run(Stage::kProject, [&]() -> at::Tensor& { return compressor->project(gradient, step); });
     stats->add_compressed(compressor->gradient_bytes(), compressor->payload_bytes());
-    const Stage reduce = compressor->sends() == Factors::kQ ? Stage::kReduceQ : Stage::kReduceP;
-    run(reduce, [&] { channel.allreduce(factor); });
+    run(Stage::kReduceP, [&] { channel.allreduce(p); });
   });
   job.second = or_rollback([compressor, run](Channel& channel) {
     run(Stage::kOrthogonalize, [&] { compressor->orthogonalize(); });
-    if (compressor->sends() == Factors::kPAndQ) {
-      at::Tensor& q =
-          run(Stage::kBackProject, [&]() -> at::Tensor& { return compressor->back_project(); });
-      run(Stage::kReduceQ, [&] { channel.allreduce(q); });
-    }
+    at::Tensor& q =
+        run(Stage::kBackProject, [&]() -> at::Tensor& { return compressor->back_project(); });
+    run(Stage::kReduceQ, [&] { channel.allreduce(q); });
     run(Stage::kReconstruct, [&] { compressor->reconstruct(); });
   });
   for (const ParameterStatePtr& state : compressor->states()) job.changes.push_back(state.get());

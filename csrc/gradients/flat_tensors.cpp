@@ -188,8 +188,6 @@ std::shared_ptr<BucketCompressor> FlatTensors::make_compressor(
   Options options = options_;
   options.use_error_feedback = options_.use_error_feedback && keeps_state;
   options.warm_start = options_.warm_start && keeps_state;
-  // Models that look alike share Q, which would here be part of their residuals.
-  options.alternating = false;
   return powersgd::make_compressor(plan, std::move(states), options, tensor.scalar_type(),
                                    tensor.device(), step_counter_);
 }

@@ -18,6 +18,13 @@
 #include "powersgd/scope_override.h"
 
 namespace powersgd {
+namespace {
+
+void check_served(bool served, c10::Device device) {
+  TORCH_CHECK(served, "powersgd: this group has no inner backend for ", device, " tensors");
+}
+
+}  // namespace
 
 void check_grad_scale(double scale) {
   TORCH_CHECK_VALUE(scale > 0 && std::isfinite(scale),
@@ -54,8 +61,7 @@ Session::~Session() {
 
 Engine& Session::engine_of(c10::Device device) const {
   const auto found = engines_.find(device.type());
-  TORCH_CHECK(found != engines_.end(), "powersgd: this group has no inner backend for ", device,
-              " tensors");
+  check_served(found != engines_.end(), device);
   return *found->second;
 }
 
@@ -73,11 +79,10 @@ Session::WorkPtr Session::allreduce_compressed(const std::shared_ptr<BucketCompr
 }
 
 Session::WorkPtr Session::average_exact(at::Tensor gradient, int divisor) {
-  const c10::DeviceType device = gradient.device().type();
-  const auto found = std::find_if(inners_.begin(), inners_.end(),
-                                  [&](const auto& inner) { return inner.device == device; });
-  TORCH_CHECK(found != inners_.end(), "powersgd: this group has no inner backend for ", device,
-              " tensors");
+  const auto found = std::find_if(inners_.begin(), inners_.end(), [&](const auto& inner) {
+    return inner.device == gradient.device().type();
+  });
+  check_served(found != inners_.end(), gradient.device());
   // Divided first and by multiplication, as DDP does without a hook: the bits are the same.
   gradient.mul_(1.0 / divisor);
   const int64_t numel = gradient.is_sparse() ? gradient._values().numel() : gradient.numel();

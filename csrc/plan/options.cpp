@@ -70,9 +70,6 @@ void validate(const Options& options) {
     const char* allowed = rule(value);
     if (allowed != nullptr) reject(name, allowed, shown(value));
   });
-  if (options.alternating && !options.warm_start) {
-    reject("alternating", "False without warm_start", "True");
-  }
 }
 
 Scope parse_scope(const std::string& name) {

@@ -123,8 +123,7 @@ SentNumel sent_numel(const MatrixShape& shape, const Options& options) {
   sent.rank = effective_rank(shape, options);
   sent.p = shape.rows * sent.rank;
   sent.q = shape.cols * sent.rank;
-  const int64_t factors = options.alternating ? (sent.p + sent.q) / 2 : sent.p + sent.q;
-  sent.total = factors + 1;  // the activity
+  sent.total = sent.p + sent.q + 1;  // the activity
   return sent;
 }
 

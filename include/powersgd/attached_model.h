@@ -19,15 +19,12 @@ struct ParameterExport {
   std::string name;
   at::Tensor residual;  // mean over ranks, in the parameter's shape; undefined if never compressed
   at::Tensor q;         // [rank, cols], the columns in the order of a contiguous parameter
-  at::Tensor p;         // [rows, rank]; only defined in the alternating mode if Q is sent next
 };
 
 // One parameter's state in one rank's own checkpoint.
 struct LocalExport {
   std::string name;
   at::Tensor memory, p_hat, q_local, q_warm;  // memory: undefined without error feedback
-  at::Tensor p_local;                         // only defined in the alternating mode
-  bool sent_p = false;
   double grad_scale = 1;
 };
 

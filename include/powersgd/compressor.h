@@ -23,12 +23,9 @@ struct StepInfo {
   double output_scale = 1;  // 1 for SUM, 1 / world size for AVG
   double grad_scale = 1;    // the loss scale of this step's gradient
   uint64_t step = 0;
-  bool drop_residual = false;  // the residual is another tensor's, so project leaves it out
+  bool drop_residual = false;  // every residual is another tensor's, so project leaves it out
   bool same_start = false;     // without warm_start: every step starts from the numbers of step 0
 };
-
-// The factors that a step sends.
-enum class Factors { kPAndQ, kP, kQ };
 
 // Runs the stages of one bucket of a fixed layout.
 //
@@ -37,7 +34,7 @@ enum class Factors { kPAndQ, kP, kQ };
 //   project -> (sum the payload over ranks) -> orthogonalize -> back_project -> (sum) ->
 //   reconstruct
 //
-// in this order. A step that sends one factor, in the alternating mode, leaves out back_project.
+// in this order.
 //
 // Contract: it never communicates. Every rank holds an equal plan and equal options. After an
 // exception between project and reconstruct, `rollback` restores the residuals.
@@ -56,10 +53,9 @@ class BucketCompressor {
   // `gradient` is contiguous and has plan.gradient_numel elements. Returns the P payload in the
   // wire's dtype:
   //   [ P of each matrix | raw segments | activities | non-finite count ]
-  // A step that sends Q alone has q in the place of P.
   virtual at::Tensor& project(const at::Tensor& gradient, const StepInfo& step) = 0;
   virtual void orthogonalize() = 0;
-  // Returns the Q payload of a step that sends both.
+  // Returns the Q payload.
   virtual at::Tensor& back_project() = 0;
   // Replaces the gradient by the output.
   virtual void reconstruct() = 0;
@@ -67,9 +63,7 @@ class BucketCompressor {
   // Undoes project to within one rounding of M. The gradient is left as it is.
   virtual void rollback() = 0;
 
-  // The factors of the step in progress, or of the last one.
-  virtual Factors sends() const = 0;
-  // The bytes of all payloads of that step.
+  // The bytes of both payloads.
   virtual int64_t payload_bytes() const = 0;
   virtual int64_t gradient_bytes() const = 0;
 

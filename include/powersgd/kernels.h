@@ -11,19 +11,12 @@
 
 // The four stages of one bucket (docs/algorithm.md), on the CPU and on CUDA, over the same tables.
 //
-//   project        M = residual_scale * (memory - p_hat q_local) + G ; memory = M ; P = M q_warm^T,
-//                  also written to p_local
+//   project        M = residual_scale * (memory - p_hat q_local) + G ; memory = M ; P = M q_warm^T
 //   (the caller sums the P payload over the ranks)
 //   orthogonalize  p_hat = orth(P)
 //   back_project   q_local = p_hat^T M, also written to the Q payload
 //   (the caller sums the Q payload over the ranks)
 //   reconstruct    G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm
-//
-// In the alternating mode a step sends either P or Q. One stage then stands for project and
-// back_project, and reads M only once:
-//
-//   project_transposed   M = residual_scale * (memory - p_local q_warm) + G ; memory = M ;
-//                        q_local = p_hat^T M, also written to the Q payload
 //
 // memory holds M of the last step. The residual is memory less the product of the factors that this
 // rank sent, which the next step subtracts.
@@ -35,19 +28,18 @@
 //     bits on any instruction set of one device type, because all ranks must agree on their
 //     results.
 //   - Products are accumulated in the factor dtype (float; double for double gradients).
-//   - project and project_transposed pack the raw segments into the P payload. There they also
-//     write which matrices are active, and whether the gradient has non-finite elements.
+//   - project packs the raw segments into the P payload. There it also writes which matrices are
+//     active, and whether the gradient has non-finite elements.
 //   - An element of M beyond the largest value of memory's dtype is stored as that value. With a
 //     float16 memory the step then counts as saturated, because the excess is lost.
 //   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the
 //     last element of the P payload to 1.
 //   - reconstruct skips the step if that element's sum is not 0, or if a reduced factor is not
-//     finite. G becomes NaN, memory becomes M - G again, and q_warm stays. q_local and p_local
-//     become 0, so that memory alone is the residual.
+//     finite. G becomes NaN, memory becomes M - G again, and q_warm stays. q_local
+//     becomes 0, so that memory alone is the residual.
 //   - A matrix is out of use if its gradient is zero on all ranks: the reduced element at
 //     active_offset is 0. DDP drops the output of a parameter that no rank used. p_hat and q_warm
-//     stay. G, q_local and p_local become 0, so that memory alone is the residual.
-//   - p_local may be null, and so may reconstruct's q_warm: they are then not written.
+//     stay. G and q_local become 0, so that memory alone is the residual.
 namespace powersgd::kernels {
 
 // One matrix of a bucket. Offsets count elements. Factors are of the factor dtype.
@@ -64,7 +56,6 @@ struct Matrix {
   void* q_warm;   // [rank, cols]: the factor that the next project multiplies by (Q transposed)
   uint64_t random_id;          // names the matrix to the random generator, the same on all ranks
   int64_t active_offset = -1;  // in Bucket::p_payload: 1 if G has a non-zero element; -1: nowhere
-  void* p_local = nullptr;  // [rows, rank]: this rank's P of the last step, of project_transposed
 };
 
 // Elements that travel uncompressed, beside P.
@@ -95,7 +86,7 @@ struct Tile {
   int64_t col_begin, col_end;
 };
 
-constexpr int kTileLists = 9;
+constexpr int kTileLists = 7;
 
 // Built once per layout, on the host; the caller copies `tiles` to where the stages run.
 struct TileTable {
@@ -137,7 +128,6 @@ struct Bucket {
   void* q_payload;  // factor dtype, q_numel elements
   int64_t p_numel;
   int64_t q_numel;
-  bool transposed;  // of orthogonalize: P and p_hat are [rank, rows]
   void* workspace;
   Verdict* verdict;
   StepCounts* step_counts;  // may be null
@@ -167,7 +157,6 @@ void random_start(const Bucket& bucket, const ParallelFor& parallel_for);
 void project(const Bucket& bucket, const ParallelFor& parallel_for);
 void orthogonalize(const Bucket& bucket, const ParallelFor& parallel_for);
 void back_project(const Bucket& bucket, const ParallelFor& parallel_for);
-void project_transposed(const Bucket& bucket, const ParallelFor& parallel_for);
 void reconstruct(const Bucket& bucket, const ParallelFor& parallel_for);
 
 }  // namespace cpu
@@ -186,7 +175,6 @@ Status random_start(const Bucket& bucket, Stream stream);
 Status project(const Bucket& bucket, Stream stream);
 Status orthogonalize(const Bucket& bucket, Stream stream);
 Status back_project(const Bucket& bucket, Stream stream);
-Status project_transposed(const Bucket& bucket, Stream stream);
 Status reconstruct(const Bucket& bucket, Stream stream);
 
 }  // namespace cuda

@@ -76,7 +76,6 @@ void for_each_option(const Visit& visit) {
   visit("inner", &Options::inner, rules::backend_name);
   visit("wire_dtype", &Options::wire_dtype, rules::wire_dtype);
   visit("residual_dtype", &Options::residual_dtype, rules::residual_dtype);
-  visit("alternating", &Options::alternating, rules::any);
   visit("check_every", &Options::check_every, rules::not_negative);
 }
 

@@ -37,7 +37,6 @@ struct Options {
   std::string inner = "auto";
   std::optional<DType> wire_dtype;
   DType residual_dtype = DType::kFloat32;
-  bool alternating = false;
   int64_t check_every = 0;
 };
 

@@ -16,7 +16,6 @@ namespace powersgd {
 //
 // Purpose: the residual E and the warm start. The residual is E = M - p_hat q_local: `memory` holds
 // M, the gradient plus the residual of the last step, and the next project subtracts the product.
-// After a step that sent P alone (the alternating mode) it is E = M - p_local q_warm.
 //
 // Contract: the tensors are allocated once, at the first compressed step. They are never replaced,
 // because kernels hold their addresses. All ranks hold the same random_id, p_hat and q_warm. The
@@ -31,8 +30,7 @@ struct ParameterState {
 
   bool allocated() const { return q_warm.defined(); }
 
-  // Allocates all tensors: q_warm holds a random start, in the alternating mode p_hat as well, and
-  // the others hold zeros.
+  // Allocates all tensors: q_warm holds a random start, and the others hold zeros.
   void allocate(const MatrixShape& shape, int64_t rank, const Options& options,
                 at::ScalarType gradient_type, at::Device device);
 
@@ -57,22 +55,13 @@ struct ParameterState {
   // Converts the residual to the units of another loss scale.
   void rescale(double new_grad_scale);
 
-  // Makes the rows of q_warm orthonormal, as the alternating mode needs them.
-  void orthonormalize_q(const Options& options);
-
   uint64_t random_id = 0;  // names the parameter to the random generator
   double grad_scale = 1;   // the loss scale in whose units the residual is
   int64_t last_step = -1;  // the step that was projected last
   at::Tensor memory;       // [rows, cols] in the residual dtype; undefined without error feedback
   at::Tensor p_hat;        // [rows, rank] in the factor dtype
   at::Tensor q_local;      // [rank, cols] in the factor dtype
-  at::Tensor q_warm;       // [rank, cols] in the factor dtype; alternating: rows are orthonormal
-  at::Tensor p_local;      // [rows, rank] in the factor dtype; undefined if not alternating
-  bool sent_p = false;     // alternating: the last factor sent is P, and the next one is Q
-
- private:
-  at::Tensor& local_factor() { return sent_p ? p_local : q_local; }
-  void start_alternating(const Options& options);
+  at::Tensor q_warm;       // [rank, cols] in the factor dtype
 };
 using ParameterStatePtr = std::shared_ptr<ParameterState>;
 

@@ -42,7 +42,7 @@ struct SentNumel {
   int64_t rank = 0;   // 0 if the matrix is not compressed: all of its elements travel raw
   int64_t p = 0;      // rows * rank
   int64_t q = 0;      // rank * cols
-  int64_t total = 0;  // a mean of two steps if P and Q are sent in turns
+  int64_t total = 0;  // all elements, with the activity
 };
 
 // The total has no non-finite count, because a bucket sends only one.

@@ -40,8 +40,6 @@ class BucketCompressor:
     def reconstruct(self) -> None: ...
     def rollback(self) -> None: ...
     @property
-    def sends(self) -> str: ...
-    @property
     def payload_bytes(self) -> int: ...
     @property
     def gradient_bytes(self) -> int: ...
@@ -75,7 +73,6 @@ class ParameterExport:
     name: str
     residual: torch.Tensor | None
     q: torch.Tensor | None
-    p: torch.Tensor | None
     def __init__(self) -> None: ...
 
 class LocalExport:
@@ -84,8 +81,6 @@ class LocalExport:
     p_hat: torch.Tensor
     q_local: torch.Tensor
     q_warm: torch.Tensor
-    p_local: torch.Tensor | None
-    sent_p: bool
     grad_scale: float
     def __init__(self) -> None: ...
 

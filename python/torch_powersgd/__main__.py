@@ -111,11 +111,6 @@ def _add_plan(commands: Any) -> None:
         "--wire-dtype", type=_wire_dtype, default=torch.bfloat16, metavar="DTYPE",
         help="dtype in which factors travel: bfloat16, float16 or float32 (bfloat16)",
     )  # fmt: skip
-    plan.add_argument(
-        "--alternating",
-        action="store_true",
-        help="factors sent by turns, P in one step and Q in the next",
-    )
     shown = plan.add_mutually_exclusive_group()
     shown.add_argument(
         "--top", type=_count, default=10, metavar="N", help="rows of the table (%(default)s)"
@@ -140,10 +135,6 @@ def _add_advise(commands: Any) -> None:
         "--wire-dtype", type=_wire_dtype, nargs="+", default=DEFAULT_WIRES, metavar="DTYPE",
         help="dtypes to compare, in which factors travel: bfloat16, float16, float32 (bfloat16 "
         "and float32)",
-    )  # fmt: skip
-    command.add_argument(
-        "--alternating", action="store_true",
-        help="settings that send P and Q by turns, beside those that send both in each step",
     )  # fmt: skip
     step = command.add_mutually_exclusive_group()
     step.add_argument(
@@ -188,14 +179,12 @@ def _plan(arguments: argparse.Namespace) -> None:
         matrix_approximation_rank=arguments.rank,
         min_compression_rate=arguments.min_compression_rate,
         wire_dtype=arguments.wire_dtype,
-        alternating=arguments.alternating,
     )
     print_plan(_make_model(arguments.model), options, None if arguments.all else arguments.top)
 
 
 def _options_of(arguments: argparse.Namespace) -> list[Options]:
     """The settings that advise compares."""
-    turns = (False, True) if arguments.alternating else (False,)
     ranks = sorted(set(arguments.ranks or RANKS))
     wires = dict.fromkeys(arguments.wire_dtype)
     return [
@@ -204,9 +193,8 @@ def _options_of(arguments: argparse.Namespace) -> list[Options]:
             min_compression_rate=arguments.min_compression_rate,
             start_powerSGD_iter=0,
             wire_dtype=wire,
-            alternating=alternating,
         )
-        for alternating, wire, rank in itertools.product(turns, wires, ranks)
+        for wire, rank in itertools.product(wires, ranks)
     ]
 
 

@@ -17,10 +17,8 @@ from torch_powersgd.options import Options
 from torch_powersgd.proposal import Module
 
 VERSION = 1
-_LOCAL_TENSORS = ("memory", "p_hat", "q_local", "q_warm", "p_local")
-_LOCAL_VALUES = ("sent_p", "grad_scale")
-# Some options do without these tensors, which are None then.
-_OPTIONAL = {"memory", "p_local", "p"}
+_LOCAL_TENSORS = ("memory", "p_hat", "q_local", "q_warm")
+_LOCAL_FIELDS = (*_LOCAL_TENSORS, "grad_scale")
 
 
 def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
@@ -41,12 +39,11 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
     Returns:
         A dictionary of ``version``, ``options`` (field: value), ``step``, ``grad_scale`` and
         ``parameters``, which has an entry for every compressed parameter: its ``residual`` and
-        ``q``, which is [r, m] for a parameter seen as n x m. In the alternating mode, where Q is
-        sent next, an entry has ``p`` as well, [n, r].
+        ``q``, which is [r, m] for a parameter seen as n x m.
 
         With ``per_rank`` the dictionary also has ``rank`` and ``world_size``. An entry is then this
-        rank's ``memory`` [n, m], ``p_hat`` [n, r], ``q_local`` and ``q_warm`` [r, m], ``p_local``
-        [n, r] (alternating), ``sent_p`` and ``grad_scale``.
+        rank's ``memory`` [n, m] (None without error feedback), ``p_hat`` [n, r], ``q_local`` and
+        ``q_warm`` [r, m], and ``grad_scale``.
 
         The parameters of an FSDP2 module are this rank's shards, padded as FSDP2 pads them. The
         mean is over the ranks that have the same shard. ``shard`` names it: [which, of how many].
@@ -192,39 +189,44 @@ def _compare(everyone: list[dict[str, Any]]) -> str:
 
 
 def _of_mean(parameter: _C.ParameterExport) -> dict[str, Any]:
-    saved = {"residual": parameter.residual, "q": parameter.q}
-    return saved if parameter.p is None else {**saved, "p": parameter.p}
+    return {"residual": parameter.residual, "q": parameter.q}
 
 
 def _of_local(local: _C.LocalExport) -> dict[str, Any]:
-    return {field: getattr(local, field) for field in (*_LOCAL_TENSORS, *_LOCAL_VALUES)}
+    return {field: getattr(local, field) for field in _LOCAL_FIELDS}
 
 
 def _to_local(name: str, saved: dict[str, Any]) -> _C.LocalExport:
-    _check_fields(name, saved, {*_LOCAL_TENSORS, *_LOCAL_VALUES})
+    _check_fields(name, saved, _LOCAL_FIELDS)
+    if saved.get("sent_p"):
+        # Earlier versions had an option "alternating". The residual is then not that of p_hat and
+        # q_local.
+        raise ValueError(
+            f"sent_p of the checkpoint's {name!r} must be False, got True: it was saved with "
+            "alternating=True, which there is no more, after a step that sent P. The version that "
+            "saved it can save it after one more step, or without per_rank"
+        )
     local = _C.LocalExport()
     local.name = name
-    for field in (*_LOCAL_TENSORS, *_LOCAL_VALUES):
+    for field in _LOCAL_FIELDS:
         if saved[field] is not None:
             setattr(local, field, saved[field])
     return local
 
 
 def _to_mean(name: str, saved: dict[str, Any]) -> _C.ParameterExport:
-    _check_fields(name, saved, {"residual", "q", *(saved.keys() & {"p"})})
+    _check_fields(name, saved, ("residual", "q"))
     parameter = _C.ParameterExport()
     parameter.name, parameter.residual, parameter.q = name, saved["residual"], saved["q"]
-    if saved.get("p") is not None:
-        parameter.p = saved["p"]
     return parameter
 
 
-def _check_fields(name: str, saved: dict[str, Any], fields: set[str]) -> None:
-    if not fields <= saved.keys():
+def _check_fields(name: str, saved: dict[str, Any], fields: tuple[str, ...]) -> None:
+    if not set(fields) <= saved.keys():
         raise ValueError(f"the checkpoint's {name!r} must have {', '.join(sorted(fields))}")
-    for field in fields.difference(_LOCAL_VALUES):
+    for field in fields:
         value = saved[field]
-        if value is None and field in _OPTIONAL:
+        if field == "grad_scale" or (field == "memory" and value is None):
             continue
         if not isinstance(value, torch.Tensor):
             raise ValueError(

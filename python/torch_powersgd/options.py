@@ -62,9 +62,6 @@ class Options:
         residual_dtype: Data type of the residual: float32, bfloat16 or float16. Residuals of
             float64 gradients are always float64. A value beyond the type's largest is cut off.
             ``stats()["saturated_steps"]`` counts the steps in which that happens in float16.
-        alternating: Whether P and Q are sent in turns, one in each step. A step then sends half of
-            the bytes in one collective, and the approximation is slower. It needs ``warm_start``.
-            Tensors without a name are compressed in the plain mode.
         check_every: Number of steps between two comparisons of the factors, which are equal on all
             ranks. Where they differ, a warning names the parameter and the ranks, all ranks take
             rank 0's, and ``stats()["differences"]`` counts it. 0: no comparison.
@@ -87,7 +84,6 @@ class Options:
     inner: str = "auto"
     wire_dtype: torch.dtype | None = None
     residual_dtype: torch.dtype = torch.float32
-    alternating: bool = False
     check_every: int = 0
 
     # torch's DeviceMesh reads the time-out of a group from its options. None is the default.

@@ -101,23 +101,15 @@ inline void back_project_tile(const Bucket& bucket, const Tile& tile) {
   }
 }
 
-// q is 0 if the step is skipped or the matrix is out of use, so that its residual stays.
-template <class F>
-inline void sum_what_is_sent(const Bucket& bucket, const ParallelFor& parallel_for) {
-  sum_strips<F>(bucket, parallel_for, [&](const Matrix& matrix) {
-    return bucket.verdict->skipped != 0 || out_of_use<F>(bucket, matrix);
-  });
-}
-
 inline void back_project(const Bucket& bucket, const ParallelFor& parallel_for) {
   if (bucket.verdict->skipped == 0) {
     for_each_tile(bucket, kBackProjectTiles, parallel_for,
                   [&](const Tile& tile) { back_project_tile(bucket, tile); });
   }
   if (bucket.factor_dtype == DType::kFloat64) {
-    sum_what_is_sent<double>(bucket, parallel_for);
+    sum_strips<double>(bucket, parallel_for);
   } else {
-    sum_what_is_sent<float>(bucket, parallel_for);
+    sum_strips<float>(bucket, parallel_for);
   }
 }
 

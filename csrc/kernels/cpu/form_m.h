@@ -9,7 +9,7 @@
 #include "kernels/cpu/simd/convert.h"
 
 // M = G + residual_scale * (residual - the product that the last step sent). M becomes the residual.
-// It is the first half of project and of project_transposed.
+// It is the first half of project.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // The gradient and the residual of a matrix. `offset` and `count` name the elements of a vector
@@ -45,7 +45,7 @@ struct MatrixElements {
     return store_first(residual + offset, count, clamped_to<R>(m));
   }
 
-  void prefetch_at(int64_t offset) const {
+  void prefetch_inputs(int64_t offset) const {
     prefetch(gradient, offset);
     if constexpr (kFeedback) prefetch(residual, offset);
   }
@@ -92,7 +92,7 @@ struct FormRows {
       const int64_t ahead = block.ahead(row + i, matrix.cols);
       F* target = m + i * kBlockStride;
       for_each_vector<F>(block.cols, [&](int64_t j, int64_t count) {
-        source.prefetch_at(ahead + j);
+        source.prefetch_inputs(ahead + j);
         Vector<F> sum = source.load_sum(offset + j, count, flags);
         if constexpr (kFeedback) sum -= load(target + j);
         store(target + j, source.store_m(offset + j, count, sum, flags));

@@ -77,7 +77,7 @@ POWERSGD_TILE_FUNCTION inline void transform_tile(const Bucket& bucket, const Ma
                                                   const FactorSpace& space, int pass) {
   const int64_t rank = matrix.rank;
   const int64_t stride = space.layout.stride;
-  const TallFactor<F> p_hat = p_hat_of<F>(bucket, matrix);
+  const TallFactor<F> p_hat = p_hat_of<F>(matrix);
   RowGroup group;
   for (int64_t row = tile.row_begin; row < tile.row_end; row += kRows) {
     const int64_t rows = std::min<int64_t>(kRows, tile.row_end - row);
@@ -116,7 +116,7 @@ class Orthogonalizer {
 
  private:
   TallFactor<F> source(const Matrix& matrix, int pass) const {
-    return pass > 0 ? p_hat_of<F>(bucket_, matrix) : p_of<F>(bucket_, matrix);
+    return pass > 0 ? p_hat_of<F>(matrix) : p_of<F>(bucket_, matrix);
   }
 
   FactorSpace space(const Tile& tile) const {

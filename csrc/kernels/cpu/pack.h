@@ -9,8 +9,7 @@
 #include "kernels/cpu/simd/convert.h"
 #include "kernels/shared/step_count.h"
 
-// project and project_transposed put raw segments, activities and the non-finite count into the P
-// payload, beside their factors.
+// project puts raw segments, activities and the non-finite count into the P payload, beside P.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // Copies a tile of a raw segment, which travels as it is.
@@ -52,19 +51,17 @@ inline void write_activities(const Bucket& bucket) {
   }
 }
 
-// Calls on_matrix(tile), which sets the tile's flags, for each tile of `matrix_list`, and fills the
-// P payload.
+// Calls on_matrix(tile), which sets the tile's flags, for each tile of a matrix, and fills the P
+// payload.
 template <class G, class OnMatrix>
-inline void project_and_pack(const Bucket& bucket, size_t matrix_list,
-                             const ParallelFor& parallel_for, const OnMatrix& on_matrix) {
+inline void project_and_pack(const Bucket& bucket, const ParallelFor& parallel_for,
+                             const OnMatrix& on_matrix) {
   int32_t flags = 0;
-  for_each_matrix_and_raw_tile(bucket, matrix_list, parallel_for, on_matrix,
+  for_each_matrix_and_raw_tile(bucket, parallel_for, on_matrix,
                                [&](const Tile& tile) { copy_raw_tile<G>(bucket, tile); });
-  for (const size_t list : {matrix_list, size_t{kRawTiles}}) {
-    for (const Tile* tile = bucket.tiles + bucket.tile_list_begin[list];
-         tile < bucket.tiles + bucket.tile_list_begin[list + 1]; ++tile) {
-      flags |= flags_of(bucket, *tile);
-    }
+  for (const Tile* tile = bucket.tiles + bucket.tile_list_begin[kMatrixTiles];
+       tile < bucket.tiles + bucket.tile_list_begin[kRawTiles + 1]; ++tile) {
+    flags |= flags_of(bucket, *tile);
   }
   elements<ComputeOf<G>>(bucket.p_payload, bucket.p_numel - 1)[0] =
       (flags & kNonFinite) != 0 ? 1 : 0;

@@ -6,9 +6,9 @@
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/blocking/tiles.h"
 
-// back_project and project_transposed add q up in two passes. First, a tile owns a range of rows and
-// a strip of columns, and computes a partial q. Then the partial q of a strip are added in the order
-// of the rows, so that the sum does not depend on which thread computed which part.
+// back_project adds q up in two passes. First, a tile owns a range of rows and a strip of columns,
+// and computes a partial q. Then the partial q of a strip are added in the order of the rows, so
+// that the sum does not depend on which thread computed which part.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // Returns a tile's partial q, cleared: a block of columns [col, ...) is at rank * col, its rows
@@ -70,13 +70,14 @@ POWERSGD_TILE_FUNCTION inline void sum_strip(const Bucket& bucket, const Matrix&
   }
 }
 
-// Runs the second pass. q is 0 if is_zero(matrix).
-template <class F, class IsZero>
-inline void sum_strips(const Bucket& bucket, const ParallelFor& parallel_for,
-                       const IsZero& is_zero) {
+// Runs the second pass. q is 0 if the step is skipped or the matrix is out of use, so that its
+// residual stays.
+template <class F>
+inline void sum_strips(const Bucket& bucket, const ParallelFor& parallel_for) {
   for_each_tile(bucket, kStripTiles, parallel_for, [&](const Tile& tile) {
     const Matrix& matrix = bucket.matrices[tile.item];
-    const int64_t parts = is_zero(matrix) ? 0 : ceil_div(matrix.rows, back_project_rows(matrix));
+    const bool is_zero = bucket.verdict->skipped != 0 || out_of_use<F>(bucket, matrix);
+    const int64_t parts = is_zero ? 0 : ceil_div(matrix.rows, back_project_rows(matrix));
     sum_strip<F>(bucket, matrix, tile, parts);
   });
 }

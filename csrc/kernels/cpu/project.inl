@@ -31,14 +31,7 @@ struct ProjectTile {
     std::fill(p() + tile.row_begin * matrix.rank, p() + tile.row_end * matrix.rank, F{0});
   }
 
-  void finish(int32_t flags) const {
-    if (matrix.p_local != nullptr) {
-      const int64_t begin = tile.row_begin * matrix.rank;
-      std::copy(p() + begin, p() + tile.row_end * matrix.rank,
-                static_cast<F*>(matrix.p_local) + begin);
-    }
-    flags_of(bucket, tile) = flags;
-  }
+  void finish(int32_t flags) const { flags_of(bucket, tile) = flags; }
 };
 
 // Handles one row of a block with up to kRank rows of the factors. Everything else is in registers,
@@ -58,7 +51,7 @@ inline void project_row(const ProjectTile<F>& arguments, const BandBlock& block,
     p_hat[k] = broadcast(-(source.residual_scale * value));
   }
   for_each_vector<F>(block.cols, [&](int64_t j, int64_t count) {
-    source.prefetch_at(ahead + j);
+    source.prefetch_inputs(ahead + j);
     Vector<F> m = source.load_sum(offset + j, count, flags);
     POWERSGD_UNROLL
     for (int k = 0; k < kRank; ++k)
@@ -150,7 +143,7 @@ inline void project(const Bucket& bucket, const ParallelFor& parallel_for) {
   with_storage_pair(bucket.gradient_dtype, bucket.residual_dtype, [&](auto g, auto r) {
     using G = decltype(g);
     using R = decltype(r);
-    project_and_pack<G>(bucket, kMatrixTiles, parallel_for,
+    project_and_pack<G>(bucket, parallel_for,
                         [&](const Tile& tile) { project_tile<G, R>(bucket, tile); });
   });
 }

@@ -84,7 +84,7 @@ inline void update_warm_start(const Bucket& bucket, const ParallelFor& parallel_
     const Matrix& matrix = bucket.matrices[tile.item];
     const int64_t offset = tile.row_begin * matrix.cols;
     const double norm = std::sqrt(*slot_pointer<double>(bucket, tile.slot));
-    if (norm == 0 || matrix.q_warm == nullptr || out_of_use<F>(bucket, matrix)) return;
+    if (norm == 0 || out_of_use<F>(bucket, matrix)) return;
     scale_row_of_q(elements<F>(bucket.q_payload, matrix.q_offset) + offset, matrix.cols, 1 / norm,
                    static_cast<F*>(matrix.q_warm) + offset);
   });
@@ -209,7 +209,7 @@ inline void skip_step(const Bucket& bucket, const ParallelFor& parallel_for) {
     skip_elements<G, R>(elements<G>(bucket.gradient, offset), nullptr,
                         tile.col_end - tile.col_begin);
   };
-  for_each_matrix_and_raw_tile(bucket, kMatrixTiles, parallel_for, skip_matrix_tile, skip_raw_tile);
+  for_each_matrix_and_raw_tile(bucket, parallel_for, skip_matrix_tile, skip_raw_tile);
 }
 
 // Zeroes the local factors of the matrices that are out of use, or of all matrices. Nothing of
@@ -220,8 +220,6 @@ inline void clear_sent(const Bucket& bucket, bool all) {
     const Matrix& matrix = bucket.matrices[i];
     if (!all && !out_of_use<F>(bucket, matrix)) continue;
     std::fill_n(static_cast<F*>(matrix.q_local), matrix.rank * matrix.cols, F{0});
-    if (matrix.p_local == nullptr) continue;
-    std::fill_n(static_cast<F*>(matrix.p_local), matrix.rows * matrix.rank, F{0});
   }
 }
 
@@ -257,7 +255,7 @@ template <class G>
 inline void apply_step(const Bucket& bucket, const ParallelFor& parallel_for) {
   const bool nontemporal = exceeds_caches(bucket);
   for_each_matrix_and_raw_tile(
-      bucket, kMatrixTiles, parallel_for,
+      bucket, parallel_for,
       [&](const Tile& tile) { reconstruct_tile<G>(bucket, tile, nontemporal); },
       [&](const Tile& tile) { write_raw_tile<G>(bucket, tile); });
   update_warm_start<ComputeOf<G>>(bucket, parallel_for);

@@ -24,10 +24,6 @@ void back_project(const Bucket& bucket, const ParallelFor& parallel_for) {
   stages_on(best_isa()).back_project(bucket, parallel_for);
 }
 
-void project_transposed(const Bucket& bucket, const ParallelFor& parallel_for) {
-  stages_on(best_isa()).project_transposed(bucket, parallel_for);
-}
-
 void reconstruct(const Bucket& bucket, const ParallelFor& parallel_for) {
   stages_on(best_isa()).reconstruct(bucket, parallel_for);
 }

@@ -14,7 +14,6 @@ struct Stages {
   Stage project;
   Stage orthogonalize;
   Stage back_project;
-  Stage project_transposed;
   Stage reconstruct;
 };
 

@@ -189,7 +189,7 @@ __device__ __forceinline__ void store_columns(Storage* address, DType dtype,
   store_vector<kAccess>(address, narrow<Storage>(in[0], dtype));
 }
 
-// Whether the rows of a matrix at this address can be accessed four elements at a time.
+// True if the rows of a matrix at this address can be accessed four elements at a time.
 template <typename Storage>
 __device__ __forceinline__ bool is_aligned(const Storage* base, int64_t cols) {
   constexpr uintptr_t kBytes = sizeof(Storage) == 8 ? 16 : 4 * sizeof(Storage);

@@ -4,8 +4,8 @@
 #include "kernels/cuda/elements.cuh"
 #include "kernels/cuda/work.cuh"
 
-// M, the sum of the residual and the gradient, at four rows of a lane's columns. This is the one
-// place where project and project_transposed read the gradient and memory.
+// M, the sum of the residual and the gradient, at four rows of a lane's columns. project reads the
+// gradient and memory here alone.
 
 namespace powersgd::kernels::cuda {
 
@@ -16,9 +16,9 @@ constexpr int kRows = kRowsPerWarp;
 template <typename F, typename G, typename M>
 struct Rows {
   const G* gradient;
-  M* memory;        // null: M is the gradient
-  const F* sent_p;  // the first row; the last step sent the product sent_p sent_q
-  const F* sent_q;
+  M* memory;       // null: M is the gradient
+  const F* p_hat;  // the first row; the last step sent the product p_hat q_local
+  const F* q_local;
   int64_t cols;
   int rank;
   int count;  // rows that exist, of kRows
@@ -41,14 +41,14 @@ __device__ __forceinline__ bool replace_non_finite(F (&value)[W]) {
   return bad;
 }
 
-// m -= scale sent_p sent_q at a lane's columns. p is scale sent_p as [R][kRows], of which `rank`
+// m -= scale p_hat q_local at a lane's columns. p is scale p_hat as [R][kRows], of which `rank`
 // rows count.
 template <int R, bool kExact, int W, typename F, typename G, typename M>
 __device__ __forceinline__ void subtract_last_step(const Rows<F, G, M>& rows, int k0, int col,
                                                    const F* p, F (&m)[kRows][W]) {
-  // Not unrolled: otherwise the compiler loads all of sent_q at once and runs out of registers.
+  // Not unrolled: otherwise the compiler loads all of q_local at once and runs out of registers.
   constexpr int kAtOnce = R < 2 ? 1 : R <= 8 ? 2 : 4;
-  const F* q_row = rows.sent_q + k0 * rows.cols + col;
+  const F* q_row = rows.q_local + k0 * rows.cols + col;
   POWERSGD_NO_UNROLL
   for (int k = 0; k < R; k += kAtOnce) {
     POWERSGD_UNROLL
@@ -74,7 +74,7 @@ __device__ void subtract_high_rank(const Rows<F, G, M>& rows, int col, F (&m)[kR
     F p[kRows];
     POWERSGD_UNROLL
     for (int i = 0; i < kRows; ++i)
-      p[i] = rows.scale * rows.sent_p[(i < rows.count ? i : 0) * int64_t{rows.rank} + k];
+      p[i] = rows.scale * rows.p_hat[(i < rows.count ? i : 0) * int64_t{rows.rank} + k];
     Rows<F, G, M> one = rows;
     one.rank = k + 1;
     subtract_last_step<1, true, W>(one, k, col, p, m);
@@ -107,9 +107,8 @@ __device__ __forceinline__ void examine_m(const F (&m)[kRows][W], F limit, Eleme
   if (saturated) flags->saturated = 1;
 }
 
-// Phases 1 and 2: M of kRows x W elements. kStore says whether M will be needed again soon.
-template <int R, bool kAnyRank, bool kExact, int W, Access kStore, typename F, typename G,
-          typename M>
+// Phases 1 and 2: M of kRows x W elements.
+template <int R, bool kAnyRank, bool kExact, int W, typename F, typename G, typename M>
 __device__ __forceinline__ void form_m(const Rows<F, G, M>& rows, int col, const F* p,
                                        F (&m)[kRows][W], ElementFlags* flags) {
   // Widened only after memory's loads are issued, because the conversion waits for the gradient.
@@ -150,7 +149,7 @@ __device__ __forceinline__ void form_m(const Rows<F, G, M>& rows, int col, const
       m[i][j] =
           widen(narrow<M>(clamp_to(m[i][j], limit), rows.residual_dtype), rows.residual_dtype);
     if (i < rows.count)
-      store_columns<kStore>(rows.memory + rows.offset(i) + col, rows.residual_dtype, m[i]);
+      store_columns<Access::kReuse>(rows.memory + rows.offset(i) + col, rows.residual_dtype, m[i]);
   }
 }
 

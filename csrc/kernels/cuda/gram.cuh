@@ -44,15 +44,15 @@ __device__ __forceinline__ void add_groups(double (&sum)[B][B], bool active, int
   }
 }
 
-// A block of B x B elements of X^T X: products of the columns at left and right, as offsets from
-// their row, over every step-th row.
+// A block of B x B elements of X^T X: products of the columns at left and right, over every
+// step-th row.
 template <int B, typename F>
 __device__ __forceinline__ void accumulate_block(const TallFactor<F>& x, int64_t begin, int64_t end,
                                                  int64_t step, const int64_t (&left)[B],
                                                  const int64_t (&right)[B], double (&sum)[B][B]) {
   POWERSGD_UNROLL_4
   for (int64_t row = begin; row < end; row += step) {
-    const F* const values = x.data + row * x.row_stride;
+    const F* const values = x.data + row * x.rank;
     double a[B], b[B];
     POWERSGD_UNROLL
     for (int i = 0; i < B; ++i) a[i] = values[left[i]], b[i] = values[right[i]];
@@ -87,8 +87,8 @@ __device__ __forceinline__ void gram_blocks(const TallFactor<F>& x, int64_t begi
       // Columns beyond the rank repeat the last one and are not written.
       const int64_t l = block_row * B + i < rank ? block_row * B + i : rank - 1;
       const int64_t r = block_column * B + i < rank ? block_column * B + i : rank - 1;
-      left[i] = (map != nullptr ? map[l] : l) * x.column_stride;
-      right[i] = (map != nullptr ? map[r] : r) * x.column_stride;
+      left[i] = map != nullptr ? map[l] : l;
+      right[i] = map != nullptr ? map[r] : r;
     }
     double sum[B][B] = {};
     if (active) accumulate_block(x, begin + group, end, groups, left, right, sum);

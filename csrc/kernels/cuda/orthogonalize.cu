@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) gram_kernel(Bucket bucket, int64_t f
   if (threadIdx.x == 0) slot_pointer<int32_t>(bucket, 0)[blockIdx.x] = bad ? 1 : 0;
 }
 
-// Whether the step is skipped. No matrix of the bucket may then be touched.
+// True if the step is skipped. No matrix of the bucket may then be touched.
 template <typename F>
 __device__ __forceinline__ bool skips(const Bucket& bucket, int64_t tiles) {
   // True for NaN as well.
@@ -108,18 +108,14 @@ __device__ __forceinline__ void solve_row(const double* factor, const double* re
   }
 }
 
-// Visits the first `count` elements of a row in turn. Their offsets are too many to keep in
-// registers, and cheap to add up.
+// Visits the first `count` elements of a row in turn.
 template <int R, typename F, typename Visit>
 __device__ __forceinline__ void visit_row(const TallFactor<F>& factor, int64_t row, int count,
                                           const Visit& visit) {
-  int64_t stride = factor.column_stride;
-  hide_from_optimizer(stride);
-  F* element = &factor.at(row, 0);
+  F* const values = &factor.at(row, 0);
   POWERSGD_UNROLL
   for (int j = 0; j < R; ++j) {
-    if (j < count) visit(j, *element);
-    element += stride;
+    if (j < count) visit(j, values[j]);
   }
 }
 
@@ -129,7 +125,7 @@ __device__ void solve_rows(const Bucket& bucket, const Matrix& matrix, const Til
   constexpr int kRowsAtOnce = R <= 8 ? 4 : 1;  // loaded before any is solved
   const int rank = static_cast<int>(matrix.rank);
   const TallFactor<F> p = p_of<F>(bucket, matrix);
-  const TallFactor<F> p_hat = p_hat_of<F>(bucket, matrix);
+  const TallFactor<F> p_hat = p_hat_of<F>(matrix);
   for (int64_t first = tile.row_begin + threadIdx.x; first < tile.row_end;
        first += kRowsAtOnce * kThreads) {
     double x[kRowsAtOnce][R] = {};

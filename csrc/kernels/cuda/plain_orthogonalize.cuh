@@ -60,7 +60,7 @@ __device__ F replacement(const Bucket& bucket, const Matrix& matrix, int pass, i
 template <typename F>
 __device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const TallFactor<F>& x,
                               const PlainArrays& arrays, int pass) {
-  const TallFactor<F> p_hat = p_hat_of<F>(bucket, matrix);
+  const TallFactor<F> p_hat = p_hat_of<F>(matrix);
   const int64_t rank = matrix.rank;
   for (int64_t row = threadIdx.x; row < matrix.rows; row += kThreads) {
     for (int64_t position = rank - 1; position >= 0; --position) {
@@ -123,7 +123,7 @@ __device__ __attribute__((noinline)) void orthogonalize_plainly(const Bucket& bu
     apply_inverse(bucket, matrix, x, arrays, pass);
     if (!pivots.dead && !pivots.weak) break;
     reorder(&arrays, rank);
-    x = p_hat_of<F>(bucket, matrix);
+    x = p_hat_of<F>(matrix);
   }
 }
 

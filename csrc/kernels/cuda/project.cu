@@ -73,8 +73,8 @@ __device__ __forceinline__ Rows<F, G, M> rows_of(const Bucket& bucket, const Wor
   rows.gradient = static_cast<const G*>(bucket.gradient) + matrix.gradient_offset + offset;
   rows.memory =
       global(matrix.memory == nullptr ? nullptr : static_cast<M*>(matrix.memory) + offset);
-  rows.sent_p = global(static_cast<const F*>(matrix.p_hat)) + row * matrix.rank;
-  rows.sent_q = global(static_cast<const F*>(matrix.q_local)) + tile.col_begin;
+  rows.p_hat = global(static_cast<const F*>(matrix.p_hat)) + row * matrix.rank;
+  rows.q_local = global(static_cast<const F*>(matrix.q_local)) + tile.col_begin;
   rows.cols = matrix.cols;
   rows.rank = static_cast<int>(matrix.rank);
   rows.gradient_dtype = bucket.gradient_dtype;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void stage_p(const Rows<F, G, M>& rows, F* p) {
   if (rows.memory == nullptr) return;
   for (int i = threadIdx.x % kWarpSize; i < kRows * R; i += kWarpSize) {
     const int row = i % kRows, k = i / kRows;
-    p[i] = row < rows.count && k < rows.rank ? rows.scale * rows.sent_p[row * rows.rank + k] : F{0};
+    p[i] = row < rows.count && k < rows.rank ? rows.scale * rows.p_hat[row * rows.rank + k] : F{0};
   }
   __syncwarp();
 }
@@ -118,7 +118,7 @@ __device__ __forceinline__ void project_rows(Rows<F, G, M> rows, const Columns<F
     hide_from_optimizer(rows.cols);
     hide_from_optimizer(start);
     if (!kAnyRank || k0 == 0)
-      form_m<R, kAnyRank, kExact, W, Access::kReuse>(rows, col, p + start, m, flags);
+      form_m<R, kAnyRank, kExact, W>(rows, col, p + start, m, flags);
     else
       reload_m<W>(rows, col, m);
     const F* q_row = columns.q_warm + k0 * rows.cols + col;
@@ -157,8 +157,6 @@ __device__ __forceinline__ void write_sums(const Bucket& bucket, const Work& wor
     const int k = k0 + i % R;
     if (row >= work.tile.row_end || k >= matrix.rank) continue;
     out[row * matrix.rank + k] = sum;
-    if (matrix.p_local != nullptr && matrix.cols <= kSplitColumns)
-      static_cast<F*>(matrix.p_local)[row * matrix.rank + k] = sum;
   }
   __syncthreads();
 }
@@ -219,7 +217,6 @@ __global__ void __launch_bounds__(kThreads)
     F sum = 0;
     for (int64_t part = 0; part < tile.parts; ++part) sum += partial[part * stride + i];
     p[i] = sum;
-    if (matrix.p_local != nullptr) static_cast<F*>(matrix.p_local)[i] = sum;
   }
 }
 

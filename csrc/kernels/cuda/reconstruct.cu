@@ -47,16 +47,11 @@ __global__ void __launch_bounds__(kThreads) check_kernel(Bucket bucket, int64_t 
   if (__syncthreads_or(bad) && threadIdx.x == 0) atomicOr(&bucket.verdict->skipped, 1);
 }
 
-// Nothing that was sent counts, and memory alone is the residual. The block of one row of Q does
-// it.
+// Nothing that was sent counts, and memory alone is the residual.
 template <typename F>
-__device__ void clear_sent(const Matrix& matrix, int64_t k) {
-  const auto clear = [k](void* factor, int64_t count) {
-    for (int64_t i = threadIdx.x; i < count; i += kThreads)
-      static_cast<F*>(factor)[k * count + i] = 0;
-  };
-  clear(matrix.q_local, matrix.cols);
-  if (matrix.p_local != nullptr) clear(matrix.p_local, matrix.rows);
+__device__ void clear_row(const Matrix& matrix, int64_t k) {
+  F* const q_local = static_cast<F*>(matrix.q_local) + k * matrix.cols;
+  for (int64_t col = threadIdx.x; col < matrix.cols; col += kThreads) q_local[col] = 0;
 }
 
 // One row of Q. A zero row, and a row of a skipped step, keeps what q_warm holds.
@@ -65,10 +60,9 @@ __device__ void update_factor_row(const Bucket& bucket, const Matrix& matrix, in
                                   bool skip) {
   const F* q = elements<F>(bucket.q_payload, matrix.q_offset) + k * matrix.cols;
   if (skip || out_of_use<F>(bucket, matrix)) {
-    clear_sent<F>(matrix, k);
+    clear_row<F>(matrix, k);
     return;
   }
-  if (matrix.q_warm == nullptr) return;
   F* q_warm = static_cast<F*>(matrix.q_warm) + k * matrix.cols;
   double squares = 0;
   for (int64_t col = threadIdx.x; col < matrix.cols; col += kThreads) {

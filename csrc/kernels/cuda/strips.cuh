@@ -3,8 +3,8 @@
 
 #include "kernels/cuda/elements.cuh"
 
-// The end of a strip in back_project and project_transposed. The sums of the lanes become rows of
-// q, in q_local and the Q payload, or partial results of them.
+// The end of a strip in back_project. The sums of the lanes become rows of q, in q_local and the Q
+// payload, or partial results of them.
 
 namespace powersgd::kernels::cuda {
 

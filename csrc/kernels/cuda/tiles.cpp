@@ -41,9 +41,6 @@ class Builder {
     end_stage();
     for (size_t i = 0; i < matrices_.size(); ++i) add_back_project(static_cast<int32_t>(i));
     end_stage();
-    add_raw(kProjectTransposedTiles);
-    for (size_t i = 0; i < matrices_.size(); ++i) add_project_transposed(static_cast<int32_t>(i));
-    place_project_transposed_partials();
     add_reconstruct();
     return finish();
   }
@@ -57,13 +54,13 @@ class Builder {
     return tiles.back();
   }
 
-  // The tile that writes whether the matrix is active. Its parts are the tiles of list `tiles` from
-  // `first` on.
-  void add_activity(int sums, int tiles, int32_t item, int64_t first) {
+  // The tile that writes whether the matrix is active. Its parts are project's tiles from `first`
+  // on.
+  void add_activity(int32_t item, int64_t first) {
     if (matrices_[static_cast<size_t>(item)].active_offset < 0) return;
-    Tile& tile = add(sums, TileKind::kActivity, item, 0, {}, {});
+    Tile& tile = add(kProjectSums, TileKind::kActivity, item, 0, {}, {});
     tile.first_part = static_cast<int32_t>(first);
-    tile.parts = static_cast<int32_t>(count(tiles) - first);
+    tile.parts = static_cast<int32_t>(count(kProjectTiles) - first);
   }
 
   int64_t count(int list) const {
@@ -107,7 +104,7 @@ class Builder {
         add(kProjectSums, TileKind::kSum, item, 0, range, {0, matrix.cols}).parts =
             static_cast<int32_t>(ceil_div(matrix.cols, kSplitColumns));
     }
-    add_activity(kProjectSums, kProjectTiles, item, first_tile);
+    add_activity(item, first_tile);
   }
 
   // The partial P of a split matrix's column range c is at slot + c * slots(rows * rank). One word
@@ -157,16 +154,6 @@ class Builder {
       add(kStrips, TileKind::kMatrix, item, 0, {0, matrix.rank}, strip_at(matrix, col));
   }
 
-  // A tile reads and writes three times as much as in back_project, so shorter ranges are enough.
-  void add_project_transposed(int32_t item) {
-    const Matrix& matrix = matrices_[static_cast<size_t>(item)];
-    const int64_t target = target_elements(matrices_, 4096, 8192, 32768) / kStrip;
-    const int64_t wanted = std::max(target, 16 * std::min(matrix.rank, kMaxFastRank));
-    const int64_t first_tile = count(kProjectTransposedTiles);
-    add_strips(kProjectTransposedTiles, kProjectTransposedSums, item, wanted);
-    add_activity(kProjectTransposedSums, kProjectTransposedTiles, item, first_tile);
-  }
-
   // Strips by row ranges of about `wanted` rows. The partial q of strip s and row range g is at
   // slot(s) + g * slots(rank * kStrip).
   void add_strips(int tiles, int sums, int32_t item, int64_t wanted) {
@@ -192,16 +179,6 @@ class Builder {
       add(sums, TileKind::kSum, item, base + strip * ranges * partial, {0, matrix.rows},
           strip_at(matrix, strip * kStrip))
           .parts = static_cast<int32_t>(ranges);
-  }
-
-  // One word of flags per tile lies before the partial q, as in project.
-  void place_project_transposed_partials() {
-    const int64_t flags = slots(count(kProjectTransposedTiles) * int64_t{sizeof(int32_t)});
-    take(flags);
-    for (const int list : {kProjectTransposedTiles, kProjectTransposedSums}) {
-      for (Tile& tile : lists_[static_cast<size_t>(list)]) tile.slot += static_cast<int32_t>(flags);
-    }
-    end_stage();
   }
 
   void add_reconstruct() {

@@ -25,15 +25,13 @@ constexpr int64_t kMaxFastRank = 32;      // above, plain loops
 enum TileList : int {
   kProjectTiles = 0,  // row and column ranges; kRawSegment
   kProjectSums,  // kSum: row ranges of the matrices that are projected in column ranges; kActivity
-  kOrthogonalizeTiles,      // row ranges
-  kBackProjectTiles,        // strips of kStrip columns by row ranges
-  kBackProjectSums,         // kSum: strips of the matrices that have more than one row range
-  kStrips,                  // strips of all matrices
-  kReconstructTiles,        // kFactorRow; kRawSegment; strips by row ranges
-  kProjectTransposedTiles,  // kRawSegment; strips by row ranges
-  kProjectTransposedSums,   // kSum: strips, as in kBackProjectSums; kActivity
+  kOrthogonalizeTiles,  // row ranges
+  kBackProjectTiles,    // strips of kStrip columns by row ranges
+  kBackProjectSums,     // kSum: strips of the matrices that have more than one row range
+  kStrips,              // strips of all matrices
+  kReconstructTiles,    // kFactorRow; kRawSegment; strips by row ranges
 };
-static_assert(kProjectTransposedSums < kTileLists, "the interface has room for all lists");
+static_assert(kReconstructTiles < kTileLists, "the interface has room for all lists");
 
 // The warps that share a group of rows in project. Fewer rows at a time make finer tiles, as long
 // as each warp has a strip to itself.

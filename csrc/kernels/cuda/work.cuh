@@ -4,14 +4,14 @@
 #include "kernels/cuda/elements.cuh"
 #include "kernels/shared/step_count.h"
 
-// The work that blocks of project and project_transposed share: they read their tile, pack raw
-// segments, note what the gradient's elements are like, and write that to the P payload.
+// The work of a block of project beside its products: it reads its tile, packs raw segments, notes
+// what the gradient's elements are like, and writes that to the P payload.
 
 namespace powersgd::kernels::cuda {
 
-// Whether a block has found such elements in its part of the gradient, or of M where memory cannot
-// hold them. It lies in shared memory, because registers are scarce. Any thread may set a flag to
-// 1.
+// The kinds of elements that a block has found in its part of the gradient, or of M where memory
+// cannot hold them. It lies in shared memory, because registers are scarce. Any thread may set a
+// flag to 1.
 struct ElementFlags {
   int non_finite, non_zero, saturated;
 };
@@ -82,7 +82,7 @@ __device__ __forceinline__ void run_tile(const Bucket& bucket, int64_t first_til
   end_work(bucket, work);
 }
 
-// Whether a flag is up in any of the tiles [begin, end). All threads of the block call it.
+// Returns true if a flag is up in any of the tiles [begin, end). All threads of the block call it.
 __device__ inline bool any_tile_has(const Bucket& bucket, int flag, int64_t begin, int64_t end) {
   const int32_t* flags = slot_pointer<int32_t>(bucket, 0);
   int seen = 0;

@@ -12,7 +12,7 @@ namespace powersgd::kernels {
 
 constexpr int64_t kSlotBytes = 64;  // the unit of Tile::slot, an offset into the workspace
 
-// The flags of a tile of project or project_transposed: whether its part of the gradient has a
+// The flags of a tile of project: whether its part of the gradient has a
 // non-finite or a non-zero element, and its part of M one that memory cannot hold. The workspace
 // starts with one word of flags per tile.
 constexpr int32_t kNonFinite = 1, kNonZero = 2, kSaturated = 4;
@@ -36,37 +36,31 @@ POWERSGD_HOST_DEVICE inline T* elements(void* base, int64_t offset) {
   return static_cast<T*>(base) + offset;
 }
 
-// Whether every rank's gradient of the matrix is zero. The reduced P payload says so.
+// True if every rank's gradient of the matrix is zero, by the reduced P payload.
 template <typename F>
 POWERSGD_HOST_DEVICE inline bool out_of_use(const Bucket& bucket, const Matrix& matrix) {
   return matrix.active_offset >= 0 && *elements<F>(bucket.p_payload, matrix.active_offset) == 0;
 }
 
-// P or p_hat of a matrix: [rows, rank], or [rank, rows] if the bucket says so.
+// P or p_hat of a matrix: [rows, rank].
 template <typename F>
 struct TallFactor {
   F* data;
-  int64_t row_stride;
-  int64_t column_stride;
-
-  POWERSGD_HOST_DEVICE TallFactor(const Bucket& bucket, const Matrix& matrix, F* first)
-      : data(first),
-        row_stride(bucket.transposed ? 1 : matrix.rank),
-        column_stride(bucket.transposed ? matrix.rows : 1) {}
+  int64_t rank;
 
   POWERSGD_HOST_DEVICE F& at(int64_t row, int64_t column) const {
-    return data[row * row_stride + column * column_stride];
+    return data[row * rank + column];
   }
 };
 
 template <typename F>
 POWERSGD_HOST_DEVICE inline TallFactor<F> p_of(const Bucket& bucket, const Matrix& matrix) {
-  return {bucket, matrix, elements<F>(bucket.p_payload, matrix.p_offset)};
+  return {elements<F>(bucket.p_payload, matrix.p_offset), matrix.rank};
 }
 
 template <typename F>
-POWERSGD_HOST_DEVICE inline TallFactor<F> p_hat_of(const Bucket& bucket, const Matrix& matrix) {
-  return {bucket, matrix, static_cast<F*>(matrix.p_hat)};
+POWERSGD_HOST_DEVICE inline TallFactor<F> p_hat_of(const Matrix& matrix) {
+  return {static_cast<F*>(matrix.p_hat), matrix.rank};
 }
 
 }  // namespace powersgd::kernels

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether compression pays on this group: ``torchrun ... -m torch_powersgd advise``.
+"""Measures if compression pays on this group: ``torchrun ... -m torch_powersgd advise``.
 
 The steps of DDP are rehearsed without averaging, with the plain all-reduce and with each setting
 (rehearsal.py). The verdict on the measured steps is verdict.py's.

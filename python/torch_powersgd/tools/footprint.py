@@ -25,8 +25,7 @@ class Footprint:
 
     Attributes:
         gradient_bytes: the bytes of the gradients.
-        sent_bytes: the bytes handed to the inner backend. It is a mean of two steps if P and Q
-            are sent in turns.
+        sent_bytes: the bytes handed to the inner backend.
         residual_bytes: the memory of the residuals.
         factor_bytes: the memory of the factors and of the buffers that carry them.
         multiplications: the multiply-adds of one pass over the compressed matrices.
@@ -106,20 +105,13 @@ def _bucket_footprint(
     tail = raw + len(matrices) + 1  # behind P: raw segments, activities, the non-finite count
     width = 8 if dtype == torch.float64 else 4  # of the factors' elements
     wire = wire_width(options, dtype)
-    if options.alternating:
-        sent = (p + q + 2 * tail) * wire // 2
-        buffers = max(p, q) + tail + q
-        packed = p + q + 2 * tail
-        state = 2 * (p + q)
-    else:
-        sent = (p + q + tail) * wire
-        buffers = packed = p + q + tail
-        state = p + 2 * q
-    rounding = packed * wire + raw * width if wire != width else 0
+    buffers = p + q + tail
+    state = p + 2 * q
+    rounding = buffers * wire + raw * width if wire != width else 0
     residual = width if width == 8 else options.residual_dtype.itemsize
     return Footprint(
         gradient_bytes,
-        sent,
+        buffers * wire,
         compressed * residual if options.use_error_feedback else 0,
         (state + buffers) * width + rounding,
         sum(n * m * r for n, m, r in matrices),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which parameters of a model are compressed, and how far: ``python -m torch_powersgd plan``."""
+"""Shows how far each parameter of a model is compressed: ``python -m torch_powersgd plan``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class Row:
         shape: the shape of each.
         rank: the rank of the factors. It is 0 if the parameter is sent whole.
         gradient_bytes: the bytes of the gradients.
-        sent_bytes: the bytes that are sent for them. It is a mean of two steps if P and Q are
-            sent in turns.
+        sent_bytes: the bytes that are sent for them.
     """
 
     name: str
@@ -59,8 +58,6 @@ def rows_of(model: torch.nn.Module, options: Options) -> list[Row]:
         for i in bucket:
             name, p = named[i]
             elements = sum(matrices[i]) * ranks[i] if ranks[i] else p.numel()
-            if ranks[i] and options.alternating:
-                elements //= 2
             # A bucket without a compressed matrix travels whole, in its own dtype.
             width = wire_width(options, p.dtype) if compressed else p.dtype.itemsize
             size = p.numel() * p.dtype.itemsize
@@ -165,8 +162,7 @@ def summary(
 ) -> list[str]:
     """The totals, in sentences."""
     wire = str(options.wire_dtype or torch.float32).removeprefix("torch.")
-    turns = ", P and Q by turns" if options.alternating else ""
-    setting = f"rank {options.matrix_approximation_rank}, {wire} on the wire{turns}"
+    setting = f"rank {options.matrix_approximation_rank}, {wire} on the wire"
     frozen = sum(1 for p in model.parameters() if not p.requires_grad)
     ignored = [f"{frozen} parameters require no gradient and are left out."] if frozen else []
     if not footprint.compressed:

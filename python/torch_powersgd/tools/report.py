@@ -143,8 +143,6 @@ def line_to_copy(options: Options) -> str:
     fields = [f'"matrix_approximation_rank": {options.matrix_approximation_rank}']
     if options.wire_dtype not in (None, torch.float32):
         fields.append(f'"wire_dtype": {options.wire_dtype}')
-    if options.alternating:
-        fields.append('"alternating": True')
     if options.min_compression_rate != Options().min_compression_rate:
         fields.append(f'"min_compression_rate": {options.min_compression_rate:g}')
     fields.append(f'"start_powerSGD_iter": {START_STEP}')

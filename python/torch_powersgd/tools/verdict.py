@@ -90,8 +90,7 @@ def name_of(options: Options | None) -> str:
     if options is None:
         return "plain all-reduce"
     wire = str(options.wire_dtype or torch.float32).removeprefix("torch.")
-    turns = ", alternating" if options.alternating else ""
-    return f"rank {options.matrix_approximation_rank}, {wire}{turns}"
+    return f"rank {options.matrix_approximation_rank}, {wire}"
 
 
 def figure_of(passes: Passes, alike: bool = False) -> Figure:
@@ -182,21 +181,20 @@ def _rank(timing: Timing) -> int:
     return timing.options.matrix_approximation_rank
 
 
-def _worth(timing: Timing) -> tuple[int, bool, int]:
+def _worth(timing: Timing) -> tuple[int, int]:
     """The order of settings that are about as fast, by their worth in training."""
-    assert timing.options is not None
-    return _rank(timing), not timing.options.alternating, -timing.sent_bytes
+    return _rank(timing), -timing.sent_bytes
 
 
 def _chains(timings: Sequence[Timing]) -> list[list[int]]:
     """The indices of settings that differ by rank alone, each costlier than the one before."""
-    kinds: dict[tuple[object, bool], list[int]] = {}
+    by_wire: dict[torch.dtype, list[int]] = {}
     for index, timing in enumerate(timings):
         assert timing.options is not None
-        kind = (timing.options.wire_dtype or torch.float32, timing.options.alternating)
-        kinds.setdefault(kind, []).append(index)
+        wire = timing.options.wire_dtype or torch.float32
+        by_wire.setdefault(wire, []).append(index)
     chains: list[list[int]] = []
-    for members in kinds.values():
+    for members in by_wire.values():
         members.sort(key=lambda i: _rank(timings[i]))
         chains.append(members[:1])
         for before, index in zip(members, members[1:], strict=False):

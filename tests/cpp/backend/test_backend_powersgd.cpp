@@ -14,7 +14,7 @@
 #include "powersgd/stats.h"
 
 #include "support/recording_backend.h"
-#include "support/thread_group.h"
+#include "support/thread_ranks.h"
 
 namespace powersgd {
 namespace {
@@ -80,7 +80,7 @@ TEST(BackendPowerSGD, OneCollectiveOnEachChannelAndNoneOnTheInner) {
   });
 }
 
-// A backend whose inner and channels write down what is called; the three of them.
+// A backend over an inner backend and two channels that record their calls.
 struct Recorded {
   std::vector<c10::intrusive_ptr<test::RecordingBackend>> recorders;
   BackendRef backend;

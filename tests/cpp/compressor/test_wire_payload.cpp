@@ -17,14 +17,14 @@ class Payload {
   explicit Payload(at::ScalarType wire, at::ScalarType type = at::kFloat)
       : memory_(at::zeros({6}, type)), wire_(memory_, wire, /*counts_begin=*/4) {}
 
-  // Returns what travels.
+  // Returns the tensor that travels.
   at::Tensor& pack(const std::vector<double>& values) {
     memory_.copy_(at::tensor({values[0], values[1], values[2], values[3], 3.0, 0.0}, at::kDouble));
     packed_ = wire_.pack();
     return packed_;
   }
 
-  // `peers`: how many times the values are summed.
+  // `peers` is the number of equal values in the sum.
   void sum_and_unpack(double peers = 2) {
     packed_.mul_(peers);
     wire_.unpack();
@@ -35,7 +35,7 @@ class Payload {
     sum_and_unpack();
   }
 
-  // The factor by which the values of the next step travel multiplied.
+  // Returns the factor that multiplies the values of the next step on the wire.
   double next_scale() {
     const double sent = pack({0.5, 0, 0, 0}).to(at::kDouble)[0].item<double>();
     return sent / (*this)[0];
@@ -66,7 +66,7 @@ TEST(WirePayload, TravelsAsItIsInItsOwnDtype) {
 TEST(WirePayload, IsWhatThisRankSendsOnceItIsPacked) {
   for (const at::ScalarType type : {at::kFloat, at::kDouble}) {
     Payload payload(at::kBFloat16, type);
-    // Eight bits of precision; ties go to the even one.
+    // bfloat16 has eight bits of precision. Ties go to the even value.
     const std::vector<double> values = {1 + 0x1p-8, 1 + 0x3p-8, -(1 + 0x1p-8 + 0x1p-20), 0x1p-30};
     const std::vector<double> rounded = {1, 1 + 0x4p-8, -(1 + 0x2p-8), 0x1p-30};
     EXPECT_EQ(payload.pack(values).scalar_type(), at::kBFloat16);
@@ -96,22 +96,39 @@ TEST(WirePayload, WithoutCountsNoneIsAdded) {
 
 TEST(WirePayload, TheRoundingOfRawSegmentsIsSentLater) {
   at::Tensor memory = at::zeros({3}), asked = at::zeros({2}), sent = at::zeros({2});
-  const at::Tensor raw = memory.narrow(0, 0, 2), residual = at::zeros({2});
+  const at::Tensor raw = memory.narrow(0, 0, 2);
   WirePayload wire(memory, at::kBFloat16, /*counts_begin=*/2);
-  wire.carry_rounding(raw, residual);
-  for (int step = 0; step < 100; ++step) {
-    const at::Tensor values = at::tensor({1 + 0x1p-9, -3 * 0x1p-20});
+  wire.carry_rounding(raw);
+  const auto send = [&](const at::Tensor& values) {
     raw.copy_(values);
-    asked += values;
     wire.pack();
     wire.unpack();
     sent += raw;
+  };
+  const at::Tensor zero = at::zeros({2});
+  for (int step = 0; step < 99; ++step) {
+    const at::Tensor values = at::tensor({1 + 0x1p-9, -3 * 0x1p-20});
+    asked += values;
+    send(values);
   }
-  EXPECT_TRUE(at::equal(sent + residual, asked));  // few bits: float32 rounds none of it
-  EXPECT_LT(residual.abs().max().item<float>(), 0x1p-7);
-  raw.fill_(3.4e38);  // an element that overflows is dropped with the step
+  EXPECT_FALSE(at::equal(sent, asked));
+  EXPECT_LT((asked - sent).abs().max().item<float>(), 0x1p-7);
+  send(zero);
+  EXPECT_TRUE(at::equal(sent, asked));  // float32 holds all of these bits
+  send(at::full({2}, 3.4e38));          // an element that overflows is dropped with the step
+  send(zero);
+  EXPECT_TRUE(at::equal(raw, zero));
+}
+
+TEST(WirePayload, ADroppedRoundingIsNotSent) {
+  at::Tensor memory = at::full({2}, 1 + 0x1p-9);
+  WirePayload wire(memory, at::kBFloat16, /*counts_begin=*/1);
+  wire.carry_rounding(memory.narrow(0, 0, 1));
   wire.pack();
-  EXPECT_TRUE(at::equal(residual, at::zeros({2})));
+  wire.drop_rounding();
+  memory.zero_();
+  wire.pack();
+  EXPECT_TRUE(at::equal(memory, at::zeros({2})));
 }
 
 // float16.

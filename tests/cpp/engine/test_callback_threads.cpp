@@ -15,7 +15,7 @@
 namespace powersgd {
 namespace {
 
-constexpr std::chrono::seconds kNeverReached(20);  // turns what would hang into a failure
+constexpr std::chrono::seconds kNeverReached(20);  // a hang becomes a failure
 
 // Each callback waits for the next one to begin.
 TEST(CallbackThreads, NoCallbackWaitsForAnotherToEnd) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The engine on a device (support/fake_device.h) that runs what is enqueued in any order that
-// streams and events admit. An order that the engine does not ask for shows as a wrong sum.
+// The engine on a device (support/fake_device.h) that runs enqueued operations in any order that
+// streams and events admit. An order that the engine fails to set shows as a wrong number.
 #include "engine/stream_engine.h"
 
 #include <ATen/ATen.h>
@@ -36,7 +36,7 @@ class StreamEngineTest : public testing::Test {
   StreamEngine engine_{0, backend_};
 };
 
-// body(engine), for an engine and an order of the device of its own each time.
+// Calls body(engine) with a new engine for each of many orders in which the device may run.
 template <class Body>
 void in_many_orders(const Body& body) {
   for (unsigned seed = 0; seed < kOrders; ++seed) {
@@ -63,7 +63,7 @@ TEST_F(StreamEngineTest, AWaitOrdersTheStreamAndDoesNotBlockTheHost) {
   });
 }
 
-// The oracle can fail.
+// The tests here can fail.
 TEST_F(StreamEngineTest, WithoutAWaitSomeOrdersShow) {
   unsigned too_early = 0;
   in_many_orders([&](StreamEngine& engine) {
@@ -114,7 +114,7 @@ TEST_F(StreamEngineTest, JobsOfADeviceFollowEachOtherWhateverIsBetweenThem) {
     there.fill(3);
     here.submit(engine);
     there.submit(engine);
-    here.submit(engine)->wait();  // on what the first made of it; nobody has waited for that
+    here.submit(engine)->wait();  // nobody has waited for the first
     const auto seen = here.read();
     fake::run();
     EXPECT_EQ(*seen, 4 * 6 + 2);
@@ -125,7 +125,7 @@ TEST_F(StreamEngineTest, CollectivesRunInTheOrderInWhichTheyAreIssued) {
   AffineJob one(fake::device(0), 1), two(fake::device(0), 2), three(fake::device(0), 3);
   one.submit(engine_);
   std::vector<at::Tensor> callers = {two.tensor()};
-  backend_->allreduce(callers, {});  // passes by the engine
+  backend_->allreduce(callers, {});  // not through the engine
   three.submit(engine_);
   fake::run();
   EXPECT_EQ(backend_->ran, (std::vector<std::string>{"1", "1", "2", "3", "3"}));
@@ -226,7 +226,7 @@ TEST_F(StreamEngineTest, JobsOfTwoThreadsAreEnqueuedOneAfterTheOther) {
   Job one, other;
   one.second = [&](Channel&) {
     first_begun.set_value();
-    beside = of_second.wait_for(std::chrono::milliseconds(50));  // time for what must not begin
+    beside = of_second.wait_for(std::chrono::milliseconds(50));  // time enough to begin
   };
   other.second = [&](Channel&) { second_begun.set_value(); };
   std::thread submitter(

@@ -13,7 +13,7 @@
 #include "engine/thread_engine.h"
 #include "support/affine_job.h"
 #include "support/fake_device.h"
-#include "support/thread_group.h"
+#include "support/thread_ranks.h"
 #include "support/two_equal_ranks.h"
 
 namespace powersgd {
@@ -29,7 +29,7 @@ std::unique_ptr<ThreadEngine> make_engine() {
 
 Job second_part(std::function<void(Channel&)> body) { return {{}, std::move(body), {}, false}; }
 
-// Keeps a worker busy until it is let go.
+// Keeps a worker busy until it opens.
 class Gate {
  public:
   std::function<void(Channel&)> part() {
@@ -104,7 +104,7 @@ TEST(ThreadEngine, ShutdownRunsWhatIsQueued) {
   EXPECT_EQ(ran, 10);
   EXPECT_THROW(engine->submit({}, second_part([](Channel&) {}), at::kCPU, kNoJobTimeout),
                c10::Error);
-  engine->shutdown();  // again: nothing
+  engine->shutdown();  // a second one does nothing
 }
 
 TEST(ThreadEngine, AbortFailsWhatIsQueuedAndDoesNotWaitForAStuckJob) {
@@ -128,7 +128,7 @@ TEST(ThreadEngine, AbortFailsWhatIsQueuedAndDoesNotWaitForAStuckJob) {
 
 // The pipeline.
 
-// Two jobs, of which the first is held in its second part: whether the other begins meanwhile.
+// Returns true if one job begins while another is held in its second part.
 bool begins_beside(Job one, Job other) {
   const auto engine = make_engine();
   Gate gate;
@@ -140,7 +140,7 @@ bool begins_beside(Job one, Job other) {
   const auto first = engine->submit({}, std::move(one), at::kCPU, kNoJobTimeout);
   const auto second = engine->submit({}, std::move(other), at::kCPU, kNoJobTimeout);
   gate.wait_until_reached();
-  // A job that must not begin gets time to do so; one that must begin gets all it needs.
+  // A job that must not begin is given the time to.
   const auto limit = std::chrono::milliseconds(50);
   bool beside = seen.wait_for(limit) == std::future_status::ready;
   EXPECT_FALSE(second->isCompleted()) << "jobs end in the order of submission";

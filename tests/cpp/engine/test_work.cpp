@@ -25,7 +25,7 @@ namespace fake = test::fake_device;
 using test::contains;
 using test::error_of;
 using WorkPtr = c10::intrusive_ptr<WorkPowerSGD>;
-constexpr std::chrono::seconds kNeverReached(20);  // turns what would hang into a failure
+constexpr std::chrono::seconds kNeverReached(20);  // a hang becomes a failure
 
 WorkPtr make_work(std::vector<at::Tensor> tensors = {}) {
   return c10::make_intrusive<WorkPowerSGD>(0, std::move(tensors));
@@ -75,7 +75,7 @@ TEST(WorkPowerSGD, ACallbackMayWaitForALaterWorkOfTheSameThread) {
 
 // StreamWork.
 
-// A stream of device 0 on which `operation` is enqueued, and the Work that ends with it.
+// Enqueues `operation` on a new stream of device 0, and returns the Work that ends with it.
 c10::intrusive_ptr<StreamWork> enqueue_on_side_stream(std::function<void()> operation,
                                                       std::vector<at::Tensor> tensors = {}) {
   const c10::Device device = fake::device(0);

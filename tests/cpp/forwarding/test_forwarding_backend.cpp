@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Calls without tensors, and what is told to all inner backends. Two recording backends stand for
-// the inner ones: one serves the CPU, one the meta device in place of an accelerator.
+//
+// Calls without tensors, and calls that reach all inner backends. Two recording backends serve as
+// inner ones: one for the CPU, one for the meta device in place of an accelerator.
 #include "powersgd/forwarding_backend.h"
 
 #include <ATen/ATen.h>
@@ -31,7 +32,7 @@ Methods methods(const Recorder& recorder) {
 
 class ForwardingBackendTest : public ::testing::Test {
  protected:
-  // The CPU comes first: it is then the primary one until a device is bound.
+  // The CPU comes first, so that it is primary until a device is bound.
   c10::intrusive_ptr<ForwardingBackend> make() {
     return c10::make_intrusive<ForwardingBackend>(0, 2,
                                                   Inners{{kCpu, cpu_}, {kAccelerator, accel_}});
@@ -66,12 +67,12 @@ TEST_F(ForwardingBackendTest, BarrierGoesWhereItsOptionsSay) {
   EXPECT_EQ(cpu_->calls.back(), direct->calls.back());
 }
 
-// By then NCCL's barrier is the one that waits for what the group has done.
+// After collectives on the accelerator, NCCL's barrier is the one that waits for them.
 TEST_F(ForwardingBackendTest, BarrierFollowsTheCollectivesToTheAccelerator) {
   const auto backend = make();
   Tensors on_cpu{at::zeros({2})}, on_accelerator{at::zeros({2}, kAccelerator)};
   backend->broadcast(on_cpu, c10d::BroadcastOptions());
-  backend->send(on_accelerator, 1, 0);  // not every rank has: they could not agree on it
+  backend->send(on_accelerator, 1, 0);  // says nothing: other ranks may not have sent
   WorkPtr work = backend->barrier({});
   EXPECT_EQ(work.get(), cpu_->work.get());
   backend->broadcast(on_accelerator, c10d::BroadcastOptions());
@@ -165,7 +166,7 @@ TEST_F(ForwardingBackendTest, DescriptionAndBoundDeviceReachTheInnerByItsFirstUs
   cpu_->setGroupDesc("as created");
   Tensors tensors{at::zeros({2})};
   backend->broadcast(tensors, c10d::BroadcastOptions());
-  EXPECT_EQ(cpu_->getGroupDesc(), "as created");  // nothing to replace it
+  EXPECT_EQ(cpu_->getGroupDesc(), "as created");  // the group has none of its own
 
   backend->setGroupDesc("data parallel");
   backend->setBoundDeviceId(c10::Device(kAccelerator, 3));
@@ -217,7 +218,7 @@ TEST_F(ForwardingBackendTest, CoalescingGoesToThoseThatCan) {
   EXPECT_TRUE(cpu_->calls.empty());
 }
 
-// batch_isend_irecv waits on what endCoalescing returns and drops every other Work.
+// batch_isend_irecv waits for the Work of endCoalescing and drops every other one.
 TEST_F(ForwardingBackendTest, CoalescingEndsWithWhatCouldNotBeCoalesced) {
   const auto backend = make();
   accel_->coalesces = true;
@@ -232,7 +233,7 @@ TEST_F(ForwardingBackendTest, CoalescingEndsWithWhatCouldNotBeCoalesced) {
   EXPECT_NE(both.get(), received.get());
   EXPECT_FALSE(both->isCompleted());  // the recorder's Works never complete
 
-  backend->startCoalescing();  // nothing of before is left
+  backend->startCoalescing();  // the earlier Works are gone
   const WorkPtr last = backend->endCoalescing();
   EXPECT_EQ(last.get(), accel_->work.get());
 }

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+//
 // Splitting, merging and shrinking a group.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -6,7 +7,7 @@
 
 #include "powersgd/forwarding_backend.h"
 #include "support/recording_backend.h"
-#include "support/thread_group.h"
+#include "support/thread_ranks.h"
 
 namespace powersgd {
 namespace {
@@ -65,7 +66,7 @@ TEST_F(ChildrenTest, NoChildOnARankThatIsNoMember) {
   cpu_->child = nullptr;
   accel_->child = nullptr;
   EXPECT_EQ(make()->split(store_, {0, 1}, cpu_->options).get(), nullptr);
-  EXPECT_EQ(accel_->stores.size(), 1u);  // asked all the same: NCCL's split needs every rank
+  EXPECT_EQ(accel_->stores.size(), 1u);  // NCCL's split needs every rank
 }
 
 TEST_F(ChildrenTest, EveryChildHasItsOwnKeys) {
@@ -79,7 +80,7 @@ TEST_F(ChildrenTest, EveryChildHasItsOwnKeys) {
   EXPECT_EQ(keys_after_setting(all), (std::vector<std::string>{"0", "1", "2", "3", "4", "5"}));
 }
 
-// Rank 2 was in a split before that rank 3 was not in: the keys of their common group must agree.
+// Rank 2 was in an earlier split without rank 3. The keys of their common group must agree.
 TEST_F(ChildrenTest, KeysDoNotDependOnEarlierSplits) {
   const auto here = make();
   here->split(c10::make_intrusive<c10d::HashStore>(), {1, 2}, cpu_->options);
@@ -117,10 +118,10 @@ TEST_F(ChildrenTest, GlobalRanksAreThereForGlooToRead) {
   make()->split(store_, ranks_, cpu_->options);
   EXPECT_EQ(cpu_->options->global_ranks_in_group, (std::vector<uint64_t>{0, 1, 2, 3}));
 
-  accel_->options->global_ranks_in_group = {8, 9, 10, 11};  // what it was built with stays
+  accel_->options->global_ranks_in_group = {8, 9, 10, 11};  // those that it was made with stay
   const auto backend = c10::make_intrusive<ForwardingBackend>(2, 4, Inners{{kAccelerator, accel_}});
   backend->split(store_, ranks_, accel_->options);
-  accel_->options->global_ranks_in_group = {8, 10};  // as Gloo's split leaves them
+  accel_->options->global_ranks_in_group = {8, 10};  // Gloo's split leaves the child's
   backend->split(store_, ranks_, accel_->options);
   EXPECT_EQ(accel_->options->global_ranks_in_group, (std::vector<uint64_t>{8, 9, 10, 11}));
 }
@@ -140,8 +141,8 @@ TEST_F(ChildrenTest, MergeAndShrinkAskEveryInner) {
   EXPECT_EQ(accel_->child_options.back().get(), nullptr);
 }
 
-// With the stand-in for Gloo, whose split reads the global ranks of its own options: twice from the
-// same parent, then from a child, and the groups work.
+// Over ThreadBackend, whose split reads the global ranks of its own options, as Gloo's does. The
+// groups work: two of one parent, and one of a child.
 TEST(SplitThreads, GroupsOfGroups) {
   test::run_ranks(4, [](int rank, const c10::intrusive_ptr<ThreadBackend>& inner) {
     const auto world = c10::make_intrusive<ForwardingBackend>(rank, 4, Inners{{kCpu, inner}});

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Every call with tensors: it reaches the inner backend of their device with the same arguments,
-// and returns that backend's Work. The meta device stands for an accelerator.
+//
+// Every call with tensors reaches the inner backend of their device with the same arguments, and
+// returns that backend's Work. The meta device stands for an accelerator.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -23,7 +24,7 @@ struct Arguments {
   at::Tensor output, input;
   std::vector<at::Tensor> outputs{output}, inputs{input};
   std::vector<std::vector<at::Tensor>> lists{{output}};
-  std::vector<std::vector<at::Tensor>> no_lists;  // what a rank passes that is not the root
+  std::vector<std::vector<at::Tensor>> no_lists;  // passed by a rank that is not the root
   std::vector<int64_t> output_splits{2, 2}, input_splits{1, 1};
   c10d::BroadcastOptions broadcast;
   c10d::AllreduceOptions allreduce;
@@ -93,7 +94,7 @@ const TensorCall kTensorCalls[] = {
 #ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
     {"gather_into_tensor",
      [](Backend& b, Arguments& a) { return b.gather_into_tensor(a.output, a.input, a.gather); }},
-    // The new names, which reach the inner by the old ones.
+    // The new names reach the inner backend by the old ones.
     {"all_gather_single",
      [](Backend& b, Arguments& a) { return b.all_gather_single(a.output, a.input, a.allgather); }},
     {"all_gather_single_coalesced",

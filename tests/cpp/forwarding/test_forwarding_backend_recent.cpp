@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The additions of torch 2.14 and 2.15 to c10d::Backend. An older torch has nothing to test here.
+//
+// The overrides of the functions that torch 2.14 and 2.15 add to c10d::Backend. On an older torch
+// this file tests nothing.
 #include "powersgd/torch_compat.h"
 
 #ifdef POWERSGD_BACKEND_HAS_LIFECYCLE

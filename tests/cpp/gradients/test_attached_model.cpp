@@ -5,7 +5,7 @@
 
 #include "powersgd/attached_model.h"
 #include "powersgd/stats.h"
-#include "support/thread_group.h"
+#include "support/thread_ranks.h"
 
 namespace powersgd {
 namespace {
@@ -23,7 +23,7 @@ at::Tensor noise(int seed, int64_t numel) {
   return at::randn({numel}, at::detail::createCPUGenerator(static_cast<uint64_t>(seed)));
 }
 
-// A weight, a bias and a channels_last weight, reduced as DDP does: in one bucket or in two.
+// A weight, a bias and a channels_last weight. They are reduced as in DDP, in one bucket or in two.
 class Model {
  public:
   Model(int rank, const std::shared_ptr<Session>& session, const Options& options) : rank_(rank) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Compression in a group that is ordered by streams, on a device that runs what is enqueued in any
-// order which streams and events admit.
+// Compression in a group that is ordered by streams, on a device that runs enqueued operations in
+// any order that streams and events admit.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -18,6 +18,7 @@
 #include "support/device_outcomes.h"
 #include "support/fake_device.h"
 #include "support/one_rank.h"
+#include "support/session_of_equal_ranks.h"
 #include "support/two_equal_ranks.h"
 
 namespace powersgd {
@@ -32,7 +33,7 @@ at::Tensor gradient_of(uint64_t step, int64_t numel) {
   return at::randn({numel});
 }
 
-// The outputs of `kSteps` steps, on the CPU.
+// Returns the outputs of `kSteps` steps on the CPU.
 std::vector<at::Tensor> outputs_on_host(const Options& options) {
   struct HostChannel : Channel {
     void allreduce(at::Tensor& payload) override { test::sum_over_ranks(payload); }
@@ -50,7 +51,7 @@ std::vector<at::Tensor> outputs_on_host(const Options& options) {
   return outputs;
 }
 
-// The same on the device, each on a stream of the caller's.
+// Submits the same steps on the device, on the caller's stream.
 void submit_steps(Engine& engine, const Options& options, c10::Device device,
                   std::vector<std::vector<float>>& gradients, std::vector<at::Tensor>& outputs) {
   test::OneRank rank(options, at::kFloat, device);
@@ -74,14 +75,13 @@ void submit_steps(Engine& engine, const Options& options, c10::Device device,
   }
 }
 
-using Mode = std::tuple<bool, std::optional<DType>>;  // alternating, wire_dtype
-class CompressionOnDevice : public testing::TestWithParam<Mode> {};
+class CompressionOnDevice : public testing::TestWithParam<std::optional<DType>> {};  // wire_dtype
 
 TEST_P(CompressionOnDevice, IsTheSameInAnyOrderOfStreams) {
   fake::add_operators();
   Options options;
   options.matrix_approximation_rank = 2;
-  std::tie(options.alternating, options.wire_dtype) = GetParam();
+  options.wire_dtype = GetParam();
   // A factor may be rounded to the other of two values.
   const double tolerance = options.wire_dtype ? 1e-2 : 1e-4;
   test::DeviceOutcomes outcomes(outputs_on_host(options), tolerance);
@@ -100,19 +100,13 @@ TEST_P(CompressionOnDevice, IsTheSameInAnyOrderOfStreams) {
   }
 }
 
-std::string name_of(const testing::TestParamInfo<Mode>& mode) {
-  const auto [alternating, wire] = mode.param;
-  const std::string name = alternating ? "Alternating" : "Plain";
-  return wire ? name + "On" + to_string(*wire) : name;
-}
+INSTANTIATE_TEST_SUITE_P(Wires, CompressionOnDevice,
+                         testing::Values(std::nullopt, DType::kBFloat16, DType::kFloat16),
+                         [](const auto& wire) {
+                           return wire.param ? to_string(*wire.param) : "as_it_is";
+                         });
 
-INSTANTIATE_TEST_SUITE_P(Modes, CompressionOnDevice,
-                         testing::Combine(testing::Bool(),
-                                          testing::Values(std::optional<DType>(), DType::kBFloat16,
-                                                          DType::kFloat16)),
-                         name_of);
-
-// Without an attached model: by the order of the tensors.
+// Returns the outputs of tensors without an attached model.
 std::vector<at::Tensor> reduce_flat(at::Device device) {
   Options options;
   options.scope = Scope::kAlways;

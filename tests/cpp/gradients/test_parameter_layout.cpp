@@ -51,7 +51,7 @@ class ParameterLayout : public testing::TestWithParam<Layout> {
  protected:
   const at::Tensor& parameter() const { return GetParam().parameter; }
 
-  // [rows, cols] as the memory holds a gradient of this parameter.
+  // Returns the [rows, cols] that memory holds of a gradient of this parameter.
   at::Tensor in_memory(const at::Tensor& gradient) const {
     const std::vector<int64_t>& order = GetParam().order;
     const int64_t rows = order.size() < 2 ? 1 : parameter().size(order[0]);
@@ -80,7 +80,7 @@ TEST_P(ParameterLayout, ATensorGoesToMemoryAndBack) {
   const at::Tensor back = to_parameter_order(matrix, parameter());
   EXPECT_TRUE(at::equal(back, gradient));
   EXPECT_TRUE(back.is_contiguous());
-  // Neither a copy of other strides nor a view of a larger tensor makes a difference.
+  // The strides of the matrix make no difference.
   const at::Tensor strided = at::stack({matrix, -matrix}, 2).select(2, 0);
   EXPECT_TRUE(at::equal(to_parameter_order(strided, parameter()), gradient));
 }
@@ -89,7 +89,7 @@ TEST_P(ParameterLayout, ATensorGoesToMemoryAndBack) {
 TEST_P(ParameterLayout, ColumnsOfQGoToMemoryAndBack) {
   if (parameter().dim() < 2 || parameter().numel() == 0) return;  // never compressed
   constexpr int64_t kRank = 3;
-  // One row of a gradient for each row of q: then both have the same columns.
+  // This gradient has a row for each row of q, and so the same columns.
   std::vector<int64_t> sizes = parameter().sizes().vec();
   const size_t rows = static_cast<size_t>(GetParam().order[0]);
   sizes[rows] = kRank;

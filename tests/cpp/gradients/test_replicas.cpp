@@ -7,7 +7,7 @@
 #include "powersgd/session.h"
 #include "powersgd/stats.h"
 #include "support/errors.h"
-#include "support/thread_group.h"
+#include "support/thread_ranks.h"
 
 namespace powersgd {
 namespace {
@@ -16,7 +16,7 @@ using test::contains;
 
 constexpr int kRanks = 3;
 
-// The log of one rank.
+// The lines that one rank logged.
 struct Log {
   std::vector<std::string> lines;
 };

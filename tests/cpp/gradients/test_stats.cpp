@@ -5,6 +5,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <set>
 #include <string>
@@ -16,7 +17,7 @@ namespace {
 
 using Counts = std::array<int64_t, 10>;
 
-// All counts of a snapshot. A new one must be listed: else this does not compile.
+// Returns all counts of a snapshot. It does not compile if one is not listed.
 Counts counts_of(const StatsSnapshot& stats) {
   const auto& [steps, skipped, saturated, compressed, exact, before, after, compressed_before,
                compressed_after, differences, seconds] = stats;
@@ -70,6 +71,8 @@ TEST(Stats, ATimerAddsItsLifeToItsStageAlone) {
   stats.add_seconds(Stage::kReduceQ, 0.5);
   {
     const StageTimer timer(stats, Stage::kReduceQ);
+    const auto start = std::chrono::steady_clock::now();
+    while (std::chrono::steady_clock::now() == start) continue;
   }
   const auto seconds = stats.snapshot().seconds;
   for (int stage = 0; stage < kStages; ++stage) {

@@ -320,40 +320,6 @@ TEST_P(Orthogonalize, VerdictOfTheLastStepIsOverwritten) {
   EXPECT_EQ(bucket_.verdict().skipped, 0);
 }
 
-Values transposed(const Values& values, int64_t rows, int64_t cols) {
-  Values result;
-  for (int64_t j = 0; j < cols; ++j) {
-    for (int64_t i = 0; i < rows; ++i) {
-      result.push_back(values[static_cast<size_t>(i * cols + j)]);
-    }
-  }
-  return result;
-}
-
-// The other layout gives the same bits, with dead columns and without.
-TEST_P(Orthogonalize, TransposedIsTheSame) {
-  for (const bool dead : {false, true}) {
-    Values p = random_p(20);
-    for (int64_t i = 0; dead && i < rows_; ++i) at(p, i, rank_ / 2) = 0;
-    bucket_.bucket.transposed = false;
-    run(p);
-    std::vector<Values> expected;
-    Values payload = bucket_.p_payload->get();
-    for (const DeviceMatrix& each : bucket_.matrices) {
-      const auto [rows, cols, rank] = each.part;
-      expected.push_back(transposed(each.p_hat->get(), rows, rank));
-      const Values columns = transposed(bucket_.p_of(each), rows, rank);
-      std::copy(columns.begin(), columns.end(), payload.begin() + each.p_offset);
-    }
-    bucket_.p_payload->set(payload);
-    bucket_.bucket.transposed = true;
-    bucket_.run(Stage::kOrthogonalize);
-    for (size_t i = 0; i < expected.size(); ++i) {
-      EXPECT_EQ(bucket_.matrices[i].p_hat->get(), expected[i]) << "matrix " << i;
-    }
-  }
-}
-
 TEST_P(Orthogonalize, MatrixOutOfUseKeepsItsColumns) {
   BucketSpec telling = spec();
   telling.tells_activity = true;

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: BSD-3-Clause
-//
-// project, and the part of project_transposed that is the same.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -17,7 +15,6 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-constexpr Stage kStages[] = {Stage::kProject, Stage::kProjectTransposed};
 
 // The arrays of a matrix before the stage.
 struct Before {
@@ -26,46 +23,32 @@ struct Before {
                              : Values(static_cast<size_t>(matrix.part.numel()))),
         p_hat(matrix.p_hat->get()),
         q_local(matrix.q_local->get()),
-        q_warm(matrix.q_warm->get()),
-        p_local(matrix.p_local->get()) {}
+        q_warm(matrix.q_warm->get()) {}
 
-  void restore(const DeviceMatrix& matrix) const {
-    if (matrix.memory) matrix.memory->set(memory);
-    matrix.q_local->set(q_local);
-    matrix.p_local->set(p_local);
-  }
-
-  Values memory, p_hat, q_local, q_warm, p_local;
+  Values memory, p_hat, q_local, q_warm;
 };
 
 class Project : public KernelTest {
  protected:
   double roundoff() const { return unit_roundoff(bucket_.spec.factor_dtype()); }
 
-  // Runs both stages from the same start and compares all that they write.
+  // Runs the stage and compares all that it writes.
   void run_and_check(double expected_count = 0) {
     const std::vector<Before> before(bucket_.matrices.begin(), bucket_.matrices.end());
     const Values gradient = bucket_.gradient->get();
-    for (const Stage stage : kStages) {
-      for (size_t i = 0; i < before.size(); ++i) before[i].restore(bucket_.matrices[i]);
-      bucket_.p_payload->set(Values(static_cast<size_t>(bucket_.bucket.p_numel), 7));
-      bucket_.run(stage);
-      for (size_t i = 0; i < before.size(); ++i) {
-        check_matrix(stage, bucket_.matrices[i], before[i]);
-      }
-      for (const DeviceRaw& raw : bucket_.raws) check_raw(raw, gradient);
-      EXPECT_EQ(bucket_.gradient->bytes(), encode(bucket_.spec.gradient_dtype, gradient));
-      EXPECT_EQ(bucket_.count(), expected_count);
-    }
+    bucket_.p_payload->set(Values(static_cast<size_t>(bucket_.bucket.p_numel), 7));
+    bucket_.run(Stage::kProject);
+    for (size_t i = 0; i < before.size(); ++i) check_matrix(bucket_.matrices[i], before[i]);
+    for (const DeviceRaw& raw : bucket_.raws) check_raw(raw, gradient);
+    EXPECT_EQ(bucket_.gradient->bytes(), encode(bucket_.spec.gradient_dtype, gradient));
+    EXPECT_EQ(bucket_.count(), expected_count);
   }
 
-  void check_matrix(Stage stage, const DeviceMatrix& matrix, const Before& before) {
+  void check_matrix(const DeviceMatrix& matrix, const Before& before) {
     const Part& part = matrix.part;
     const Values gradient = bucket_.gradient_of(matrix);
-    const bool transposed = stage == Stage::kProjectTransposed;
-    Checked m =
-        reference_m(part, gradient, before.memory, transposed ? before.p_local : before.p_hat,
-                    transposed ? before.q_warm : before.q_local, bucket_.bucket.residual_scale);
+    Checked m = reference_m(part, gradient, before.memory, before.p_hat, before.q_local,
+                            bucket_.bucket.residual_scale);
     if (matrix.memory) {
       // The product is a chain of `rank` additions, and four operations follow. Then M is rounded
       // to the residual dtype: a relative error, or half the smallest subnormal of float16.
@@ -79,19 +62,12 @@ class Project : public KernelTest {
         m.value[i] = std::isfinite(gradient[i]) ? gradient[i] : 0;
       }
     }
-    // P and q are those of M as it was stored.
-    if (transposed) {
-      expect_close(bucket_.q_of(matrix), reference_q(part, m.value, before.p_hat),
-                   kSumTolerance * roundoff());
-      EXPECT_EQ(bucket_.q_of(matrix), matrix.q_local->get());
-    } else {
-      expect_close(bucket_.p_of(matrix), reference_p(part, m.value, before.q_warm),
-                   kSumTolerance * roundoff());
-      EXPECT_EQ(matrix.q_local->get(), before.q_local);
-    }
+    // P is that of M as it was stored.
+    expect_close(bucket_.p_of(matrix), reference_p(part, m.value, before.q_warm),
+                 kSumTolerance * roundoff());
+    EXPECT_EQ(matrix.q_local->get(), before.q_local);
     EXPECT_EQ(matrix.p_hat->get(), before.p_hat);
     EXPECT_EQ(matrix.q_warm->get(), before.q_warm);
-    EXPECT_EQ(matrix.p_local->get(), transposed ? before.p_local : bucket_.p_of(matrix));
   }
 
   // Raw segments travel exactly: the factor dtype holds every value of the gradient dtype.
@@ -117,7 +93,6 @@ class Project : public KernelTest {
     for (DeviceMatrix& matrix : bucket_.matrices) {
       matrix.memory->set(Values(matrix.memory->get().size(), value));
       matrix.q_local->set(Values(matrix.q_local->get().size()));
-      matrix.p_local->set(Values(matrix.p_local->get().size()));
     }
   }
 };
@@ -171,16 +146,14 @@ TEST_P(Project, NonFiniteRawElementIsCounted) {
 // A sum beyond the largest value of the residual dtype must not become an infinity, which would
 // stay.
 TEST_P(Project, MemoryStaysFinite) {
-  for (const Stage stage : kStages) {
-    randomize(bucket_, 6);
-    start_with_memory(largest(bucket_.bucket.residual_dtype));
-    Values gradient = bucket_.gradient->get();
-    for (double& g : gradient) g = largest(bucket_.spec.gradient_dtype);
-    bucket_.gradient->set(gradient);
-    bucket_.run(stage);
-    for (const DeviceMatrix& matrix : bucket_.matrices) {
-      for (const double m : matrix.memory->get()) ASSERT_TRUE(std::isfinite(m));
-    }
+  randomize(bucket_, 6);
+  start_with_memory(largest(bucket_.bucket.residual_dtype));
+  Values gradient = bucket_.gradient->get();
+  for (double& g : gradient) g = largest(bucket_.spec.gradient_dtype);
+  bucket_.gradient->set(gradient);
+  bucket_.run(Stage::kProject);
+  for (const DeviceMatrix& matrix : bucket_.matrices) {
+    for (const double m : matrix.memory->get()) ASSERT_TRUE(std::isfinite(m));
   }
 }
 
@@ -192,26 +165,24 @@ TEST_P(Project, CountsSaturatedSteps) {
   SharedStepCounts counts(*runner_);
   bucket_.bucket.step_counts = counts.data();
   uint64_t expected = 0;
-  for (const Stage stage : kStages) {
-    for (const DeviceMatrix& matrix : bucket_.matrices) {
-      const int64_t numel = matrix.part.numel();
-      for (const int64_t index : {int64_t{0}, numel / 2, numel - 1}) {
-        if (numel == 0) continue;
-        for (const auto& [memory, gradient] :
-             {std::pair{limit, 0.0}, std::pair{-limit, -limit}, std::pair{limit, limit}}) {
-          if (std::abs(gradient) > largest(bucket_.spec.gradient_dtype)) continue;
-          start_with_memory(0);
-          bucket_.gradient->set(Values(bucket_.gradient->get().size()));
-          put(*matrix.memory, index, memory);
-          put(*bucket_.gradient, matrix.gradient_offset + index, gradient);
-          ++bucket_.bucket.step;
-          bucket_.run(stage);
-          expected += counted && gradient != 0 ? 1 : 0;
-          EXPECT_EQ(counts.get().saturated.count, expected) << memory << " + " << gradient;
-          EXPECT_EQ(matrix.memory->get()[static_cast<size_t>(index)], memory);
-          bucket_.run(stage);  // as another bucket of this step would
-          EXPECT_EQ(counts.get().saturated.count, expected);
-        }
+  for (const DeviceMatrix& matrix : bucket_.matrices) {
+    const int64_t numel = matrix.part.numel();
+    for (const int64_t index : {int64_t{0}, numel / 2, numel - 1}) {
+      if (numel == 0) continue;
+      for (const auto& [memory, gradient] :
+           {std::pair{limit, 0.0}, std::pair{-limit, -limit}, std::pair{limit, limit}}) {
+        if (std::abs(gradient) > largest(bucket_.spec.gradient_dtype)) continue;
+        start_with_memory(0);
+        bucket_.gradient->set(Values(bucket_.gradient->get().size()));
+        put(*matrix.memory, index, memory);
+        put(*bucket_.gradient, matrix.gradient_offset + index, gradient);
+        ++bucket_.bucket.step;
+        bucket_.run(Stage::kProject);
+        expected += counted && gradient != 0 ? 1 : 0;
+        EXPECT_EQ(counts.get().saturated.count, expected) << memory << " + " << gradient;
+        EXPECT_EQ(matrix.memory->get()[static_cast<size_t>(index)], memory);
+        bucket_.run(Stage::kProject);  // as another bucket of this step would
+        EXPECT_EQ(counts.get().saturated.count, expected);
       }
     }
   }
@@ -229,20 +200,13 @@ TEST_P(Project, WithoutErrorFeedback) {
     const DeviceMatrix& last = bucket.matrices.back();
     gradient[static_cast<size_t>(last.gradient_offset + last.part.numel() - 1)] = value;
     bucket.gradient->set(gradient);
-    for (const Stage stage : kStages) {
-      bucket.run(stage);
-      EXPECT_EQ(bucket.count(), std::isfinite(value) ? 0 : 1);
-      for (const DeviceMatrix& matrix : bucket.matrices) {
-        Values m = bucket.gradient_of(matrix);
-        for (double& g : m) g = std::isfinite(g) ? g : 0;
-        if (stage == Stage::kProject) {
-          expect_close(bucket.p_of(matrix), reference_p(matrix.part, m, matrix.q_warm->get()),
-                       kSumTolerance * roundoff());
-        } else {
-          expect_close(bucket.q_of(matrix), reference_q(matrix.part, m, matrix.p_hat->get()),
-                       kSumTolerance * roundoff());
-        }
-      }
+    bucket.run(Stage::kProject);
+    EXPECT_EQ(bucket.count(), std::isfinite(value) ? 0 : 1);
+    for (const DeviceMatrix& matrix : bucket.matrices) {
+      Values m = bucket.gradient_of(matrix);
+      for (double& g : m) g = std::isfinite(g) ? g : 0;
+      expect_close(bucket.p_of(matrix), reference_p(matrix.part, m, matrix.q_warm->get()),
+                   kSumTolerance * roundoff());
     }
   }
 }
@@ -256,18 +220,15 @@ class ProjectActivity : public KernelTest {
     return spec;
   }
 
-  // The activities that both stages write for a gradient with one element that is not zero.
+  // The activities for a gradient with one element that is not zero.
   Values activities_with(int64_t index, double value) {
     Values gradient(telling_.gradient->get().size());
     for (size_t i = 0; i < gradient.size(); i += 2) gradient[i] = -0.0;
     if (index >= 0) gradient[static_cast<size_t>(index)] = value;
     telling_.gradient->set(gradient);
+    telling_.set_activities(Values(telling_.matrices.size(), 7));
     telling_.run(Stage::kProject);
-    const Values activities = telling_.activities();
-    telling_.set_activities(Values(activities.size(), 7));
-    telling_.run(Stage::kProjectTransposed);
-    EXPECT_EQ(telling_.activities(), activities);
-    return activities;
+    return telling_.activities();
   }
 
   TestBucket telling_;
@@ -317,11 +278,9 @@ TEST_P(ProjectActivity, WithoutErrorFeedback) {
   for (const DeviceMatrix& matrix : bucket.matrices) {
     expected.push_back(matrix.part.numel() > 0 ? 1 : 0);
   }
-  for (const Stage stage : kStages) {
-    bucket.set_activities(Values(expected.size(), 7));
-    bucket.run(stage);
-    EXPECT_EQ(bucket.activities(), expected);
-  }
+  bucket.set_activities(Values(expected.size(), 7));
+  bucket.run(Stage::kProject);
+  EXPECT_EQ(bucket.activities(), expected);
 }
 
 POWERSGD_INSTANTIATE_KERNEL_TEST(ProjectActivity);

@@ -59,7 +59,7 @@ class Reconstruct : public KernelTest {
     for (size_t i = 0; i < before.size(); ++i) check_taken_back(bucket_.matrices[i], before[i]);
   }
 
-  // memory = M - G, q_local = p_local = 0, q_warm as before.
+  // memory = M - G, q_local = 0, q_warm as before.
   void check_taken_back(const DeviceMatrix& matrix, const Before& before) const {
     Checked expected{before.memory, before.memory};
     for (size_t i = 0; i < before.memory.size(); ++i) {
@@ -72,7 +72,6 @@ class Reconstruct : public KernelTest {
                  residual == DType::kFloat16 ? std::ldexp(1.0, -25) : 0);
     EXPECT_EQ(matrix.q_warm->get(), before.q_warm);
     EXPECT_EQ(norm(matrix.q_local->get()), 0);
-    EXPECT_EQ(norm(matrix.p_local->get()), 0);
   }
 };
 
@@ -133,20 +132,16 @@ TEST_P(Reconstruct, ZeroRowKeepsTheWarmStart) {
 TEST_P(Reconstruct, LeavesMemoryAndLocalFactorsAlone) {
   randomize_step(4);
   const std::vector<Before> before = matrices_before();
-  std::vector<Values> locals, p_locals;
-  for (const DeviceMatrix& matrix : bucket_.matrices) {
-    locals.push_back(matrix.q_local->get());
-    p_locals.push_back(matrix.p_local->get());
-  }
+  std::vector<Values> locals;
+  for (const DeviceMatrix& matrix : bucket_.matrices) locals.push_back(matrix.q_local->get());
   bucket_.run(Stage::kReconstruct);
   for (size_t i = 0; i < before.size(); ++i) {
     EXPECT_EQ(bucket_.matrices[i].memory->get(), before[i].memory);
     EXPECT_EQ(bucket_.matrices[i].q_local->get(), locals[i]);
-    EXPECT_EQ(bucket_.matrices[i].p_local->get(), p_locals[i]);
   }
 }
 
-// P and Q do not matter: in a step that sends one of them, the other is of an earlier step.
+// P and Q do not matter.
 TEST_P(Reconstruct, MatrixOutOfUseGetsZerosAndKeepsItsResidual) {
   BucketSpec spec = GetParam().spec;
   spec.tells_activity = true;
@@ -163,7 +158,6 @@ TEST_P(Reconstruct, MatrixOutOfUseGetsZerosAndKeepsItsResidual) {
     EXPECT_EQ(bucket.verdict().skipped, 0);
     EXPECT_EQ(norm(bucket.gradient_of(matrix)), 0);
     EXPECT_EQ(norm(matrix.q_local->get()), 0);
-    EXPECT_EQ(norm(matrix.p_local->get()), 0);
     EXPECT_EQ(matrix.memory->get(), memory);
     EXPECT_EQ(matrix.q_warm->get(), q_warm);
     for (size_t i = 0; i < bucket.matrices.size(); ++i) {

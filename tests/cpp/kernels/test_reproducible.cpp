@@ -9,8 +9,8 @@
 namespace powersgd::test {
 namespace {
 
-constexpr Stage kSteps[] = {Stage::kRandomStart, Stage::kProject,     Stage::kOrthogonalize,
-                            Stage::kBackProject, Stage::kReconstruct, Stage::kProjectTransposed};
+constexpr Stage kSteps[] = {Stage::kRandomStart, Stage::kProject, Stage::kOrthogonalize,
+                            Stage::kBackProject, Stage::kReconstruct};
 
 std::vector<BucketSpec> specs() {
   const std::vector<Part> parts = {{600, 70, 4}, Part::raw(70001), {33, 3000, 5},

@@ -103,14 +103,9 @@ TEST(Options, DTypes) {
   }
 }
 
-TEST(Options, AlternatingIsNotYetThere) {
+TEST(Options, CheckEveryIsNotNegative) {
   EXPECT_EQ(error_with([](Options& o) { o.check_every = -1; }),
             "check_every must be an integer >= 0, got -1");
-  const auto alternating_cold = [](Options& o) {
-    o.alternating = true;
-    o.warm_start = false;
-  };
-  EXPECT_EQ(error_with(alternating_cold), "alternating must be False without warm_start, got True");
 }
 
 TEST(Options, ScopeNamesRoundTrip) {

@@ -102,12 +102,6 @@ TEST(SentNumel, IsThatOfTheFactorsAndTheActivity) {
   EXPECT_EQ(sent.total, (64 + 33) * 2 + 1);
 }
 
-TEST(SentNumel, IsTheMeanOfTwoStepsThatSendOneFactorEach) {
-  Options options = with_rank(1);
-  options.alternating = true;
-  EXPECT_EQ(sent_numel({64, 33}, options).total, (64 + 33) / 2 + 1);
-}
-
 TEST(SentNumel, IsAllOfAMatrixThatIsNotCompressed) {
   const SentNumel sent = sent_numel({4, 4}, with_rank(1));
   EXPECT_EQ(sent.rank, 0);

@@ -37,8 +37,6 @@ class CpuRunner : public HostMemoryRunner {
         return stages.back_project(bucket, parallel_for);
       case Stage::kReconstruct:
         return stages.reconstruct(bucket, parallel_for);
-      case Stage::kProjectTransposed:
-        return stages.project_transposed(bucket, parallel_for);
     }
   }
 

@@ -67,8 +67,6 @@ class CudaRunner : public StageRunner {
         return kernels::cuda::back_project(bucket, stream_);
       case Stage::kReconstruct:
         return kernels::cuda::reconstruct(bucket, stream_);
-      case Stage::kProjectTransposed:
-        return kernels::cuda::project_transposed(bucket, stream_);
     }
     return cudaErrorInvalidValue;
   }

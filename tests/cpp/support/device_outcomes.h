@@ -11,11 +11,11 @@
 
 namespace powersgd::test {
 
-// The results of a device do not depend on the order in which its streams run: all orders give the
-// same bits. They are the host's if it runs the CPU's kernels; others round otherwise.
+// Compares the results of a device in different orders of its streams. All orders give the same
+// bits. They are the host's if the device runs the CPU's kernels. Other kernels round otherwise.
 class DeviceOutcomes {
  public:
-  // `tolerance`: of other kernels, relative to the largest element of a tensor.
+  // `tolerance` holds for other kernels, relative to the largest element of a tensor.
   DeviceOutcomes(std::vector<at::Tensor> of_host, double tolerance)
       : of_host_(std::move(of_host)), tolerance_(tolerance) {
     if (run_cpu_kernels()) of_first_order_ = of_host_;

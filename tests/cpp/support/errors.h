@@ -6,7 +6,7 @@
 
 namespace powersgd::test {
 
-// The message of the exception that `f` threw, or "no error".
+// Returns the message of the exception that `f` throws, or "no error".
 template <typename F>
 std::string error_of(F&& f) {
   try {

@@ -21,13 +21,13 @@ constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex kDevices = 2;
 constexpr auto kPoison = static_cast<char>(0xFF);  // NaN, in any floating dtype
 
-// Each time it is recorded it gets a version, which its stream reaches later.
+// Each record gives it a new version, which its stream reaches later.
 struct Event {
   std::atomic<int64_t> recorded{0};
   std::atomic<int64_t> reached{0};
 };
 
-using Operation = std::function<bool()>;  // false: not yet
+using Operation = std::function<bool()>;  // returns false if it must run later
 using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
 
 struct Block {
@@ -41,7 +41,7 @@ struct State {
   std::map<StreamKey, std::deque<Operation>> queues;
   std::vector<std::shared_ptr<Event>> events;  // kept until reset: operations refer to them
   std::vector<Use> uses;
-  std::map<const char*, Block> blocks;  // by their beginning; kept until reset
+  std::map<const char*, Block> blocks;  // by first byte; kept until reset
   c10::StreamId streams = 1;            // so far; 0 is the default stream of each device
   std::mt19937 order;
   Host host = Host::kMayNotWait;
@@ -65,7 +65,7 @@ void push(const c10::Stream& stream, Operation operation) {
   state.queues[{stream.device_index(), stream.id()}].push_back(std::move(operation));
 }
 
-// One operation of any stream, under the mutex. False if nothing is left.
+// Runs one operation of any stream, under the mutex. Returns false if none is left.
 bool run_one() {
   std::vector<std::deque<Operation>*> queues;
   for (auto& [key, queue] : state.queues) {
@@ -220,7 +220,7 @@ void* allocate(c10::Device device, size_t bytes) {
 void release(void* memory) {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   const auto found = state.blocks.find(static_cast<const char*>(memory));
-  if (found == state.blocks.end()) return;  // it was reset
+  if (found == state.blocks.end()) return;  // reset() dropped it
   const Block& block = found->second;
   const GuardImpl impl;
   const c10::Stream allocator = impl.getStreamFromGlobalPool(block.owner.device(), false);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The operators of torch that a compressor needs on the fake device. Each operator and stage is
-// enqueued on the current stream. When its turn comes, an operator computes as on the CPU, and a
-// stage as the program's stage_runners() do.
+// The operators and stages that a compressor needs on the fake device. Each is enqueued on the
+// current stream. When its turn comes, an operator computes as on the CPU, and a stage as the
+// program's stage_runners() do.
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -24,7 +24,7 @@ char* data_of(const at::Tensor& tensor, int64_t offset = 0) {
   return memory + (tensor.storage_offset() + offset) * tensor.element_size();
 }
 
-// Another tensor on the device that keeps the memory.
+// Returns another tensor over the same memory, which it keeps.
 at::Tensor alias(const at::Tensor& tensor, Sizes sizes, Sizes strides, int64_t offset = 0) {
   return at::for_blob(data_of(tensor, offset), sizes)
       .strides(strides)
@@ -34,7 +34,7 @@ at::Tensor alias(const at::Tensor& tensor, Sizes sizes, Sizes strides, int64_t o
       .make_tensor();
 }
 
-// The memory as an enqueued operation sees it. It does not keep the memory, as a kernel does not.
+// Returns the tensor as an enqueued operation sees it. Like a kernel, it does not keep the memory.
 at::Tensor on_host(const at::Tensor& tensor) {
   const auto options = tensor.options().device(at::kCPU);
   return at::from_blob(data_of(tensor), tensor.sizes(), tensor.strides(), options);
@@ -85,8 +85,8 @@ c10::Event record_current_stream(at::Device device) {
 
 void wait_for_current_stream(at::Device device) { record_current_stream(device).synchronize(); }
 
-// Makes the current stream of one device wait for that of another.
-void order_after(at::Device first, at::Device second) {
+// Makes the current stream of `second` wait for that of `first`.
+void order_after(at::Device second, at::Device first) {
   record_current_stream(first).block(c10::impl::VirtualGuardImpl(second.type()).getStream(second));
 }
 
@@ -101,12 +101,12 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool /*no
     target.copy_(on_host(self));
     return target;
   }
-  // From another device: as CUDA does, in the order of both current streams.
+  // A copy from another device runs in the order of both current streams, as in CUDA.
   const bool elsewhere = !self.is_cpu() && self.device() != target.device();
-  if (elsewhere) order_after(self.device(), target.device());
+  if (elsewhere) order_after(target.device(), self.device());
   const at::Tensor source = self.is_cpu() ? self : on_host(self);
   enqueue(target.device(), [source, host = on_host(target)] { host.copy_(source); });
-  if (elsewhere) order_after(target.device(), self.device());
+  if (elsewhere) order_after(self.device(), target.device());
   return target;
 }
 
@@ -119,10 +119,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_local_scalar_dense", item);
 }
 
-// Every other operator. What it returns follows from its arguments' shapes; the rest is enqueued.
+// Every other operator is run twice: at once on zeros of its arguments' shapes, which gives the
+// shapes of its results, and enqueued on their values.
 using Stack = torch::jit::Stack;
 
-// `value` with each tensor of this device, alone or in a list, replaced.
+// Returns `value` with each tensor of the device, alone or in a list, replaced.
 template <class Replace>
 c10::IValue replaced(const c10::IValue& value, const Replace& replace) {
   if (value.isTensor() && value.toTensor().defined()) {
@@ -155,7 +156,7 @@ at::Tensor stand_in(const at::Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), options).zero_();
 }
 
-// The argument that is what an operator returns, if it writes in place.
+// Returns the argument that an operator writes and returns, if it has one.
 std::optional<size_t> written_argument(const c10::FunctionSchema& schema, size_t result) {
   const c10::AliasInfo* returned = schema.returns()[result].alias_info();
   if (returned == nullptr) return std::nullopt;
@@ -224,15 +225,12 @@ class EnqueuedStages final : public Stages {
   void back_project(const kernels::Bucket& bucket) const override {
     enqueue_stage(Stage::kBackProject, bucket);
   }
-  void project_transposed(const kernels::Bucket& bucket) const override {
-    enqueue_stage(Stage::kProjectTransposed, bucket);
-  }
   void reconstruct(const kernels::Bucket& bucket) const override {
     enqueue_stage(Stage::kReconstruct, bucket);
   }
 
  private:
-  // As a kernel launch: what the bucket says is copied, what it points to is not.
+  // Like a kernel launch, copies the bucket and not the memory that it points to.
   void enqueue_stage(Stage stage, const kernels::Bucket& bucket) const {
     enqueue(current_device(), [this, stage, bucket] { runner_->run(stage, bucket); });
   }

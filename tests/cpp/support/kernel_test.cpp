@@ -80,7 +80,6 @@ void randomize(TestBucket& bucket, uint64_t seed) {
         orthonormal_basis(random_values(part.rows * part.rank, ++seed), part.rows, part.rank));
     matrix.q_local->set(random_values(part.cols * part.rank, ++seed));
     matrix.q_warm->set(random_values(part.cols * part.rank, ++seed));
-    matrix.p_local->set(random_values(part.rows * part.rank, ++seed));
   }
 }
 

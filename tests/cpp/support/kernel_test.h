@@ -22,9 +22,9 @@ inline std::ostream& operator<<(std::ostream& stream, const KernelCase& test_cas
   return stream << test_case.runner.name << "_" << describe(test_case.spec);
 }
 
-// Every runner with buckets of all dtypes and of odd shapes. They have one row, one column, no
+// Returns every runner with buckets of all dtypes and of odd shapes: one row, one column, no
 // multiple of any vector, more rank than rows, more rank than a micro-kernel packs, several blocks
-// and partial sums, raw segments between matrices, nothing at all, or arrays off their alignment.
+// and partial sums, raw segments between matrices, nothing at all, every array off its alignment.
 std::vector<KernelCase> kernel_cases();
 
 std::string case_name(const ::testing::TestParamInfo<KernelCase>& info);
@@ -38,13 +38,13 @@ class KernelTest : public ::testing::TestWithParam<KernelCase> {
   TestBucket bucket_;
 };
 
-// Random contents for all that a step reads, as in the middle of a run.
+// Gives random contents to all that a step reads, as in the middle of a run.
 void randomize(TestBucket& bucket, uint64_t seed);
 
-// The error that a sum of many terms may have, as a multiple of the roundoff of its dtype. A useful
-// order of summation has chains of at most a few hundred additions. Their errors are almost
-// independent and grow like the square root of that number. Four times as much never happens by
-// chance.
+// The error allowed to a sum of many terms, as a multiple of the roundoff of the dtype of the sum.
+// A useful order of summation has chains of at most a few hundred additions. Their errors are
+// almost independent and grow like the square root of that number. Chance never gives four times
+// as much.
 constexpr double kSumTolerance = 64;
 
 #define POWERSGD_INSTANTIATE_KERNEL_TEST(suite) \

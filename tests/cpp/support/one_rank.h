@@ -10,7 +10,8 @@
 
 namespace powersgd::test {
 
-// A bucket with a matrix, a bias and another matrix, of one rank: the sums over ranks are no-ops.
+// A bucket with a matrix, a bias and another matrix, in a group of one rank: sums over ranks change
+// nothing.
 class OneRank {
  public:
   explicit OneRank(const Options& options, at::ScalarType type = at::kFloat,
@@ -27,12 +28,12 @@ class OneRank {
     at::Tensor out = gradient.clone();
     compressor->project(out, info);
     compressor->orthogonalize();
-    if (compressor->sends() == Factors::kPAndQ) compressor->back_project();
+    compressor->back_project();
     compressor->reconstruct();
     return out;
   }
 
-  // The residuals of all parameters, 0 for raw ones, laid out as the bucket.
+  // Returns the residuals of all parameters in the layout of the bucket. Those of raw ones are 0.
   at::Tensor residuals() const {
     at::Tensor all = at::zeros({plan.gradient_numel}, at::kDouble);
     for (size_t i = 0; i < states.size(); ++i) {
@@ -47,7 +48,7 @@ class OneRank {
   std::unique_ptr<BucketCompressor> compressor;
 };
 
-// The distance from b, in the Frobenius norm and in units of b's.
+// Returns the distance of a from b, in the Frobenius norm, relative to the norm of b.
 inline double relative(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor difference = a.to(at::kDouble) - b.to(at::kDouble);
   return (difference.norm() / b.to(at::kDouble).norm()).item<double>();

@@ -13,11 +13,12 @@
 
 namespace powersgd::test {
 
-// A backend that does nothing but write down what was called, with what.
+// A backend that only records its calls and their arguments.
 //
 // An argument passed by reference is recorded by its address, so that equal records mean the very
-// same objects; one passed by value, by its value. Every collective returns a new Work, the last of
-// which is `work`; the other results are fixed values that no default implementation gives.
+// same objects. An argument passed by value is recorded by its value. Every collective returns a
+// new Work, and `work` is the last of them. Other results are fixed values that no default
+// implementation gives.
 class RecordingBackend : public c10d::Backend {
  public:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
@@ -42,13 +43,13 @@ class RecordingBackend : public c10d::Backend {
 
   std::vector<Call> calls;
   WorkPtr work;            // the last one returned
-  bool coalesces = false;  // and then endCoalescing returns a Work
+  bool coalesces = false;  // endCoalescing then returns a Work
   bool splits = true;
-  bool fails = false;  // shutdown, abort, setTimeout: throw when called
+  bool fails = false;  // shutdown, abort and setTimeout then throw
   OptionsPtr options = c10::make_intrusive<Options>("recording");
-  std::vector<StorePtr> stores;             // as split and merge got them
-  std::vector<OptionsPtr> child_options;    // the same
-  BackendPtr child;                         // what split, merge and shrink return
+  std::vector<StorePtr> stores;             // that split and merge got
+  std::vector<OptionsPtr> child_options;    // that split, merge and shrink got
+  BackendPtr child;                         // returned by split, merge and shrink
   static constexpr uint64_t kSequence = 7;  // getSequenceNumberForGroup
 
   const std::string getBackendName() const override { return name_; }

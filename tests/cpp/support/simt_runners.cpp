@@ -37,8 +37,6 @@ class SimtRunner : public HostMemoryRunner {
         return kernels::cuda::back_project(bucket, nullptr);
       case Stage::kReconstruct:
         return kernels::cuda::reconstruct(bucket, nullptr);
-      case Stage::kProjectTransposed:
-        return kernels::cuda::project_transposed(bucket, nullptr);
     }
     return 1;
   }

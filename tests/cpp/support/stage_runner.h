@@ -15,23 +15,17 @@
 
 namespace powersgd::test {
 
-enum class Stage {
-  kRandomStart,
-  kProject,
-  kOrthogonalize,
-  kBackProject,
-  kReconstruct,
-  kProjectTransposed
-};
+enum class Stage { kRandomStart, kProject, kOrthogonalize, kBackProject, kReconstruct };
 
-// Where the stages run. The tests of tests/cpp/kernels are written against this interface, so that
-// one text tests every implementation: a test program links the one file that defines
-// stage_runners().
+// Runs the stages of one implementation on its device. The tests of tests/cpp/kernels are written
+// against this interface, so that one text tests every implementation. A test program links one
+// file that defines stage_runners().
 class StageRunner {
  public:
   virtual ~StageRunner() = default;
 
-  // Memory of the device, 64-byte aligned, with arbitrary contents. The runner frees it at its end.
+  // Returns memory of the device, 64-byte aligned, with arbitrary contents. The runner frees it at
+  // its end.
   virtual void* allocate(size_t bytes) = 0;
   virtual void copy_in(void* device, const void* host, size_t bytes) = 0;
   virtual void copy_out(void* host, const void* device, size_t bytes) = 0;
@@ -47,7 +41,7 @@ class StageRunner {
 // A runner whose device memory is the host's.
 class HostMemoryRunner : public StageRunner {
  public:
-  // A block of its own and not a byte more, so that AddressSanitizer sees every step beyond it.
+  // Each block has exactly its size, so that AddressSanitizer sees every step beyond it.
   void* allocate(size_t bytes) override {
     void* block = nullptr;
     if (posix_memalign(&block, 64, bytes) != 0) throw std::bad_alloc();
@@ -75,12 +69,12 @@ inline std::ostream& operator<<(std::ostream& stream, const RunnerFactory& facto
   return stream << factory.name;
 }
 
-// The runners of the tests. On a CPU the one that it uses comes last.
+// Returns the runners of this program. On a CPU the one that the CPU would choose comes last.
 std::vector<RunnerFactory> stage_runners();
-bool run_cpu_kernels();  // whether they do
+bool run_cpu_kernels();  // true if they run the CPU's kernels
 
-// Groups of runners that must agree bit for bit: on every stage, and on orthogonalize and
-// reconstruct.
+// Groups of runners that must agree bit for bit on every stage, and a group that must agree on
+// orthogonalize and reconstruct.
 std::vector<std::vector<RunnerFactory>> runners_equal_in_all_stages();
 std::vector<RunnerFactory> runners_equal_in_shared_stages();
 

@@ -57,11 +57,11 @@ void TestBucket::lay_out() {
     if (part.is_raw()) {
       raws.push_back({gradient_numel, part.numel(), 0});
     } else {
-      matrices.push_back(
-          {part, gradient_numel, bucket.p_numel, bucket.q_numel, -1,
-           spec.error_feedback ? array(spec.residual_dtype, part.numel()) : nullptr,
-           array(factor, part.rows * part.rank), array(factor, part.cols * part.rank),
-           array(factor, part.cols * part.rank), array(factor, part.rows * part.rank)});
+      matrices.push_back({part, gradient_numel, bucket.p_numel, bucket.q_numel, -1,
+                          spec.error_feedback ? array(spec.residual_dtype, part.numel()) : nullptr,
+                          array(factor, part.rows * part.rank),
+                          array(factor, part.cols * part.rank),
+                          array(factor, part.cols * part.rank)});
       bucket.p_numel += part.rows * part.rank;
       bucket.q_numel += part.cols * part.rank;
     }
@@ -84,11 +84,11 @@ void TestBucket::build_tables() {
   std::vector<kernels::Matrix> matrix_table;
   for (const DeviceMatrix& matrix : matrices) {
     const Part& part = matrix.part;
-    matrix_table.push_back(
-        {part.rows, part.cols, part.rank, matrix.gradient_offset, matrix.p_offset, matrix.q_offset,
-         matrix.memory ? matrix.memory->data() : nullptr, matrix.p_hat->data(),
-         matrix.q_local->data(), matrix.q_warm->data(), 100 + matrix_table.size(),
-         matrix.active_offset, matrix.p_local->data()});
+    matrix_table.push_back({part.rows, part.cols, part.rank, matrix.gradient_offset,
+                            matrix.p_offset, matrix.q_offset,
+                            matrix.memory ? matrix.memory->data() : nullptr, matrix.p_hat->data(),
+                            matrix.q_local->data(), matrix.q_warm->data(),
+                            100 + matrix_table.size(), matrix.active_offset});
   }
   std::vector<kernels::RawSegment> raw_table;
   for (const DeviceRaw& raw : raws) {
@@ -174,8 +174,8 @@ std::vector<uint8_t> TestBucket::state_bytes() const {
   };
   for (const DeviceArray* array : {gradient.get(), p_payload.get(), q_payload.get()}) append(array);
   for (const DeviceMatrix& matrix : matrices) {
-    for (const DeviceArray* array : {matrix.memory.get(), matrix.p_hat.get(), matrix.q_local.get(),
-                                     matrix.q_warm.get(), matrix.p_local.get()}) {
+    for (const DeviceArray* array :
+         {matrix.memory.get(), matrix.p_hat.get(), matrix.q_local.get(), matrix.q_warm.get()}) {
       append(array);
     }
   }

@@ -74,7 +74,7 @@ struct DeviceMatrix {
   int64_t q_offset;
   int64_t active_offset;
   std::unique_ptr<DeviceArray> memory;  // null without error feedback
-  std::unique_ptr<DeviceArray> p_hat, q_local, q_warm, p_local;
+  std::unique_ptr<DeviceArray> p_hat, q_local, q_warm;
 };
 
 struct DeviceRaw {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include <algorithm>
+#include "support/thread_backend.h"
 
 #include <ATen/ATen.h>
 
-#include "support/thread_group.h"
+#include <algorithm>
 
 namespace powersgd::test {
 namespace {
@@ -12,7 +12,7 @@ using c10d::OpType;
 using c10d::ReduceOp;
 using Tensors = ThreadGroup::Tensors;
 
-// A Work that was complete before anybody saw it.
+// A Work that is complete when its maker returns it.
 class DoneWork : public c10d::Work {
  public:
   DoneWork(int rank, OpType type, Tensors tensors, const std::exception_ptr& error)
@@ -35,7 +35,7 @@ class DoneWork : public c10d::Work {
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// Clears the flag when the call ends, whichever way.
+// Marks a backend as in use during one call. A second call meanwhile is an error.
 class InUse {
  public:
   explicit InUse(std::atomic<bool>& flag) : flag_(flag) {
@@ -87,7 +87,7 @@ void accumulate(at::Tensor& sum, const at::Tensor& next, ReduceOp::RedOpType op)
   }
 }
 
-// The reduction of every rank's i-th tensor, in rank order.
+// Returns the reduction of every rank's i-th tensor, in rank order.
 at::Tensor reduction(const std::vector<Tensors>& all, size_t i, const ReduceOp& op) {
   at::Tensor sum = all.front()[i].clone();
   for (size_t rank = 1; rank < all.size(); ++rank) accumulate(sum, all[rank][i], op);
@@ -127,7 +127,7 @@ void ThreadBackend::inject_failure(int64_t nth_allreduce) {
 void ThreadBackend::kill(const std::string& why) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (dead_.empty()) dead_ = why;
+    if (cause_of_death_.empty()) cause_of_death_ = why;
   }
   group_->fail(c10::str("rank ", getRank(), " is gone: ", why));
 }
@@ -141,7 +141,7 @@ void ThreadBackend::check_alive(const std::string& operation) {
   }
   if (now) kill("injected failure");
   const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(dead_.empty(), operation, " on rank ", getRank(), ": ", dead_);
+  TORCH_CHECK(cause_of_death_.empty(), operation, " on rank ", getRank(), ": ", cause_of_death_);
 }
 
 ThreadBackend::WorkPtr ThreadBackend::run(const std::string& operation, const Tensors& tensors,
@@ -167,7 +167,7 @@ ThreadBackend::WorkPtr ThreadBackend::run(const std::string& operation, const Te
   return c10::make_intrusive<DoneWork>(getRank(), type, tensors, error);
 }
 
-// `signature`: tensors that are alike on all ranks, by which a mismatch is noticed.
+// `signature` holds tensors that are alike on all ranks. A mismatch shows in it.
 std::vector<Tensors> ThreadBackend::exchange(const std::string& operation, const Tensors& signature,
                                              Tensors tensors, Milliseconds timeout) {
   return group_->exchange(getRank(), describe(operation, signature), std::move(tensors),
@@ -246,13 +246,13 @@ ThreadBackend::WorkPtr ThreadBackend::barrier(const c10d::BarrierOptions& opts) 
 ThreadBackend::WorkPtr ThreadBackend::send(Tensors& tensors, int destination, int tag) {
   check_dense("send", tensors);
   return run("send", tensors, OpType::SEND,
-             [&] { group_->post(getRank(), destination, tag, tensors.front().detach().clone()); });
+             [&] { group_->send(getRank(), destination, tag, tensors.front().detach().clone()); });
 }
 
 ThreadBackend::WorkPtr ThreadBackend::recv(Tensors& tensors, int source, int tag) {
   check_dense("recv", tensors);
   return run("recv", tensors, OpType::RECV, [&] {
-    tensors.front().copy_(group_->take(source, getRank(), tag, options_->timeout));
+    tensors.front().copy_(group_->receive(source, getRank(), tag, options_->timeout));
   });
 }
 
@@ -277,6 +277,15 @@ c10::intrusive_ptr<c10d::Backend> ThreadBackend::split(
   }
   return c10::make_intrusive<ThreadBackend>(static_cast<int>(member - ranks.begin()),
                                             group_->subgroup(ranks, nth), own);
+}
+
+ThreadBackends make_thread_backends(int size) {
+  const auto group = std::make_shared<ThreadGroup>(size);
+  ThreadBackends backends;
+  for (int rank = 0; rank < size; ++rank) {
+    backends.push_back(c10::make_intrusive<ThreadBackend>(rank, group));
+  }
+  return backends;
 }
 
 }  // namespace powersgd::test

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "support/thread_group.h"
 
-#include <cstdio>
-#include <cstdlib>
-#include <exception>
-#include <thread>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
-#include <gtest/gtest.h>
+#include <utility>
 
 namespace powersgd::test {
 
@@ -25,7 +23,7 @@ void ThreadGroup::fail(const std::string& why) {
 std::string ThreadGroup::missing_ranks(const Round& round) const {
   std::string ranks;
   for (int rank = 0; rank < size_; ++rank) {
-    if (!round.here[rank]) ranks += c10::str(ranks.empty() ? "" : ", ", rank);
+    if (!round.has_arrived[rank]) ranks += c10::str(ranks.empty() ? "" : ", ", rank);
   }
   return ranks;
 }
@@ -54,7 +52,7 @@ std::vector<ThreadGroup::Tensors> ThreadGroup::exchange(int rank, const std::str
                          ", another rank calls ", round.operation));
     TORCH_CHECK(false, failure_);
   }
-  round.here[rank] = true;
+  round.has_arrived[rank] = true;
   round.tensors[rank] = std::move(tensors);
   ++round.arrived;
   changed_.notify_all();
@@ -68,15 +66,15 @@ std::vector<ThreadGroup::Tensors> ThreadGroup::exchange(int rank, const std::str
   return all;
 }
 
-void ThreadGroup::post(int source, int destination, int tag, at::Tensor tensor) {
+void ThreadGroup::send(int source, int destination, int tag, at::Tensor tensor) {
   const std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(failure_.empty(), failure_);
   mail_[{source, destination, tag}].push_back(std::move(tensor));
   changed_.notify_all();
 }
 
-at::Tensor ThreadGroup::take(int source, int destination, int tag,
-                             std::chrono::milliseconds timeout) {
+at::Tensor ThreadGroup::receive(int source, int destination, int tag,
+                                std::chrono::milliseconds timeout) {
   std::unique_lock<std::mutex> lock(mutex_);
   auto& box = mail_[{source, destination, tag}];
   wait_until(
@@ -92,78 +90,6 @@ std::shared_ptr<ThreadGroup> ThreadGroup::subgroup(const std::vector<int>& ranks
   auto& group = subgroups_[{ranks, nth}];
   if (!group) group = std::make_shared<ThreadGroup>(static_cast<int>(ranks.size()));
   return group;
-}
-
-ThreadBackends make_thread_backends(int size) {
-  const auto group = std::make_shared<ThreadGroup>(size);
-  ThreadBackends backends;
-  for (int rank = 0; rank < size; ++rank) {
-    backends.push_back(c10::make_intrusive<ThreadBackend>(rank, group));
-  }
-  return backends;
-}
-
-namespace {
-
-// Who has ended, and how.
-class Roll {
- public:
-  explicit Roll(int size) : running_(size, true), count_(size) {}
-
-  void leave(int rank, std::exception_ptr error) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    running_[rank] = false;
-    if (!error_) error_ = std::move(error);
-    if (--count_ == 0) all_left_.notify_all();
-  }
-
-  void abort_after(std::chrono::milliseconds limit) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (all_left_.wait_for(lock, limit, [&] { return count_ == 0; })) return;
-    std::fprintf(stderr, "run_ranks: not done after %lld ms; still running: rank",
-                 static_cast<long long>(limit.count()));
-    for (size_t rank = 0; rank < running_.size(); ++rank) {
-      if (running_[rank]) std::fprintf(stderr, " %zu", rank);
-    }
-    std::fprintf(stderr, "\n");
-    std::abort();
-  }
-
-  void rethrow() const {
-    if (error_) std::rethrow_exception(error_);
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable all_left_;
-  std::vector<bool> running_;
-  int count_;
-  std::exception_ptr error_;  // the first
-};
-
-}  // namespace
-
-void run_ranks(int size, const std::function<void(int, c10::intrusive_ptr<ThreadBackend>)>& fn,
-               std::chrono::milliseconds limit) {
-  const ThreadBackends backends = make_thread_backends(size);
-  Roll roll(size);
-  const auto run_rank = [&](int rank) {
-    std::exception_ptr error;
-    try {
-      fn(rank, backends[rank]);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    // Before the peers hear of it: their own exceptions are consequences.
-    roll.leave(rank, error);
-    if (error) backends[rank]->kill("it threw an exception");
-    if (::testing::Test::HasFatalFailure()) backends[rank]->kill("it failed an assertion");
-  };
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) threads.emplace_back(run_rank, rank);
-  roll.abort_after(limit);
-  for (auto& thread : threads) thread.join();
-  roll.rethrow();
 }
 
 }  // namespace powersgd::test

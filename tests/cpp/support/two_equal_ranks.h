@@ -13,18 +13,18 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "engine/work.h"
-#include "powersgd/session.h"
 #include "support/fake_device.h"
 
 // Rank 0 of a group of two whose tensors are always equal: a sum over ranks is twice the tensor.
 namespace powersgd::test {
 
-// A contiguous tensor as the CPU sees it.
+// Returns a contiguous tensor of any device as the CPU sees its memory.
 inline at::Tensor on_host(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), {tensor.numel()}, tensor.scalar_type());
 }
 
-// Integers travel in tables with a row for each rank, in which the other ranks' rows are 0.
+// Makes the sum over both ranks. Integers are tables with a row for each rank, in which the rows of
+// the other ranks are 0.
 inline void sum_over_ranks(const at::Tensor& tensor) {
   const at::Tensor seen = on_host(tensor);
   if (seen.scalar_type() == at::kLong) {
@@ -35,7 +35,7 @@ inline void sum_over_ranks(const at::Tensor& tensor) {
   }
 }
 
-// As NCCL: a collective runs on a stream of the backend's own, after what is on the caller's.
+// Like NCCL, runs a collective on a stream of its own, after the caller's stream.
 class StreamBackend : public c10d::Backend {
  public:
   StreamBackend() : Backend(0, 2) {}
@@ -68,10 +68,10 @@ class StreamBackend : public c10d::Backend {
   }
 
  private:
-  std::vector<std::optional<c10::Stream>> streams_;  // of each device
+  std::vector<std::optional<c10::Stream>> streams_;  // by device
 };
 
-// As Gloo: the host waits for the caller's stream, and the sum is there when it returns.
+// Like Gloo, waits for the caller's stream and returns the sum.
 class HostBackend : public c10d::Backend {
  public:
   HostBackend() : Backend(0, 2) {}
@@ -89,17 +89,5 @@ class HostBackend : public c10d::Backend {
     return nullptr;
   }
 };
-
-// Ordered by streams on the device, with a thread engine on the CPU.
-inline std::shared_ptr<Session> make_session_of_equal_ranks(at::Device device,
-                                                            const Options& options,
-                                                            LogSink log = {}) {
-  InnerAndChannels inner{device.type(), c10::make_intrusive<StreamBackend>(), {}};
-  if (device.is_cpu()) {
-    inner.inner = c10::make_intrusive<HostBackend>();
-    inner.channels = {inner.inner, inner.inner};
-  }
-  return std::make_shared<Session>(0, 2, std::vector{inner}, options, std::move(log));
-}
 
 }  // namespace powersgd::test

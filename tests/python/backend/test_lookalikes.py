@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 
 import torch_powersgd as tp
 from support import ranks
@@ -48,27 +49,33 @@ def _train(
 
 
 @pytest.mark.parametrize(
-    ("count", "start", "ddp_arguments"),
+    ("count", "start", "ddp_arguments", "wire_dtype"),
     [
-        (2, 4, {}),
-        (2, 11, {}),
-        (3, 6, {}),
-        (2, 4, {"gradient_as_bucket_view": True}),
-        (2, 6, {"static_graph": True}),
+        (2, 4, {}, None),
+        (2, 11, {}, None),
+        (3, 6, {}, None),
+        (2, 4, {"gradient_as_bucket_view": True}, None),
+        (2, 6, {"static_graph": True}, None),
+        (2, 4, {}, torch.bfloat16),  # a raw segment has a residual of its own on this wire
     ],
-    ids=["two", "two-later", "three", "views", "static"],
+    ids=["two", "two-later", "three", "views", "static", "bfloat16-wire"],
 )
 def test_no_model_gets_the_residual_of_another(
-    count: int, start: int, ddp_arguments: dict[str, Any]
+    count: int, start: int, ddp_arguments: dict[str, Any], wire_dtype: torch.dtype | None
 ) -> None:
-    # The start counts the passes of all models. Each model has two, or three with a static graph,
-    # because DDP rebuilds its buckets in the pass before.
-    options = tp.Options(start_powerSGD_iter=start, matrix_approximation_rank=4, min_numel=500)
+    # start counts the passes of all: two of each model, with a static graph three, since DDP
+    # rebuilds its buckets in the one before.
+    options = tp.Options(
+        start_powerSGD_iter=start,
+        matrix_approximation_rank=4,
+        min_numel=500,
+        wire_dtype=wire_dtype,
+    )
     for errors, drained, warnings in ranks.run(
         2, _train, count, False, ddp_arguments, options=options
     ):
         assert max(drained) < 1e-15  # no residual at all
-        assert min(errors) > 0.01  # the part that rank 4 leaves out is lost, with a warning
+        assert min(errors) > 0.01  # so that what rank 4 left out is lost, and the user is told:
         assert len(warnings) == 1
 
 

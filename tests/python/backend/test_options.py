@@ -44,7 +44,6 @@ VALUES: dict[str, tuple[Any, str, list[Any]]] = {
         [torch.float64, torch.int32, torch.complex64, "int8", 3],
     ),
     "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int8", None, 3]),
-    "alternating": (True, "true", ["no", None]),
     "check_every": (50, "50", [-1, 1.5, "often", None]),
 }
 BAD = [(name, value) for name, (_, _, bad) in VALUES.items() for value in bad]
@@ -82,7 +81,6 @@ def test_defaults_of_the_fields_that_the_hook_has_not() -> None:
     ours = tp.Options()
     assert (ours.scope, ours.min_numel, ours.inner) == ("backward", 131_072, "auto")
     assert (ours.wire_dtype, ours.residual_dtype) == (None, torch.float32)
-    assert ours.alternating is False
     assert ours.check_every == 0
 
 
@@ -186,7 +184,6 @@ def test_environment_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         ("inner", ""),
         ("wire_dtype", "int8"),
         ("residual_dtype", "none"),
-        ("alternating", "maybe"),
         ("check_every", "-1"),
     ],
 )

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def _compresses(rank: int, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the group compresses a matrix. It must sum the matrix and an exact tensor in any
+    """True if the group compresses a matrix. It must sum the matrix and an exact tensor in any
     case.
     """
     size = dist.get_world_size(group)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which all-reduces are compressed: the table of scopes."""
+"""The table of scopes says which all-reduces are compressed."""
 
 from __future__ import annotations
 

@@ -45,6 +45,8 @@ def _places(path: str, *lines: str) -> list[str]:
         ("csrc/gradients/session.cpp", "  const auto owed = owed_.find(index);"),
         ("csrc/plan/plan.cpp", "  // Of the step in progress."),
         ("csrc/plan/plan.cpp", "  int x;  // What one step needs."),
+        ("csrc/plan/plan.cpp", "// Whether the step is skipped."),
+        ("csrc/plan/plan.cpp", "// Which tensors."),
         ("csrc/plan/plan.cpp", "  // Rolled up. Of each pair the first."),
         ("python/torch_powersgd/stats.py", '    """What one backend did."""'),
         ("python/torch_powersgd/stats.py", "# Nothing but for the first, see DESIGN."),

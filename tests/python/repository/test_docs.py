@@ -256,7 +256,6 @@ NOT_SHOWN = (
     "include/powersgd/option_table.h",
     "csrc/gradients/flat_tensors.cpp",
     "csrc/engine/work.cpp",
-    "csrc/compressor/alternating_compressor.cpp",
     "python/torch_powersgd/__main__.py",
     "python/torch_powersgd/tools/",
 )
@@ -274,7 +273,7 @@ def test_shown_log_lines_exist(page: Path) -> None:
 
 
 def _is_instance(line: str, message: user_messages.Message) -> bool:
-    """Whether a line has the longest fixed part of a message. Others may be optional."""
+    """True if a line has the longest fixed part of a message. Others may be optional."""
     return max(message.parts, key=len) in line
 
 

@@ -12,7 +12,7 @@ import pytest
 from support.repository import ROOT
 
 SOURCE_SUFFIXES = {".h", ".inl", ".cpp", ".cu", ".cuh", ".py", ".pyi"}
-STAGES = ["project", "orthogonalize", "back_project", "reconstruct", "project_transposed"]
+STAGES = ["project", "orthogonalize", "back_project", "reconstruct"]
 
 # The first pattern that a file's path matches names its layer.
 LAYERS = {

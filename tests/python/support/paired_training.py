@@ -32,7 +32,7 @@ Loss = Callable[[Any, int, int], tuple[torch.Tensor, list[torch.Tensor]]]
 
 
 def same(a: Iterable[torch.Tensor | None], b: Iterable[torch.Tensor | None]) -> bool:
-    """Whether both hold the same tensors, bit for bit; NaN equals NaN."""
+    """True if both hold the same tensors, bit for bit; NaN equals NaN."""
     return all(
         x is y or (x is not None and y is not None and _bytes(x) == _bytes(y))
         for x, y in zip(a, b, strict=True)

@@ -12,6 +12,5 @@ def run_stages(compressor: _C.BucketCompressor, gradient: torch.Tensor, step: in
     """Runs the stages of one step on a rank that is alone. The gradient becomes the output."""
     compressor.project(gradient, step)
     compressor.orthogonalize()
-    if compressor.sends == "PQ":
-        compressor.back_project()
+    compressor.back_project()
     compressor.reconstruct()

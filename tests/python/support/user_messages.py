@@ -162,7 +162,7 @@ def quoted_on(page: str) -> Iterator[str]:
 
 
 def is_from(quoted: str, message: Message) -> bool:
-    """Whether the message has all fixed parts of a quotation, in their order."""
+    """True if the message has all fixed parts of a quotation, in their order."""
     position, whole = 0, " ".join(message.text.split())
     for part in parts_of(quoted):
         position = whole.find(part, position)
@@ -173,5 +173,5 @@ def is_from(quoted: str, message: Message) -> bool:
 
 
 def shows(quoted: str, message: Message) -> bool:
-    """Whether a quotation is of this message and has its longest fixed part."""
+    """True if a quotation is of this message and has its longest fixed part."""
     return is_from(quoted, message) and max(message.parts, key=len) in quoted

@@ -94,18 +94,17 @@ def test_prints_the_plan(
     assert f"{residual / 1e3:.0f} kB for the residual, {factors / 1e3:.1f} kB for factors" in text
 
 
-def test_the_wire_and_the_turns(
+def test_the_wire(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("--rank", "4", "--wire-dtype", "bfloat16", "--alternating")
+    arguments = ("--rank", "4", "--wire-dtype", "bfloat16")
     assert _run(monkeypatch, "plan", "models_of_test:model", *arguments) == 0
     printed = capsys.readouterr().out
-    assert "P and Q by turns" in printed
     rows = _rows(printed)
-    assert rows["2.weight"][3] == f"{2 * 4 * 1128 / 2 / 1e3:.2f} kB"
+    assert rows["2.weight"][3] == f"{2 * 4 * 1128 / 1e3:.2f} kB"
     assert rows["0.bias"][3] == "64 B"
-    sent = 2 * (P_NUMEL + Q_NUMEL + 2 * TAIL) // 2
-    assert rows["all"][1] == f"{sent / 1e3:.2f} kB"
+    sent = 2 * (P_NUMEL + Q_NUMEL + TAIL)
+    assert rows["all"][1] == f"{sent / 1e3:.1f} kB"
 
 
 def test_layers_of_one_kind_share_a_row(

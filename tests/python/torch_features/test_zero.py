@@ -21,7 +21,7 @@ OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
 STEPS = 8
 # An overlapped optimizer waits until DDP has rebuilt its buckets and it has seen them once.
 STEPS_BEFORE_OVERLAP = 2
-# Whether a bucket's parameters are spread over the ranks, and whether the graph is static.
+# Each case says if a bucket's parameters are spread over the ranks, and if the graph is static.
 OVERLAPPED = [(False, False), (True, False), (False, True)]
 
 

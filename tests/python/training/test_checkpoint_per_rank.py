@@ -35,7 +35,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no-feedback": {"use_error_feedback": False},
     "half-residual": {"residual_dtype": torch.bfloat16},
     "cold": {"warm_start": False},
-    "alternating": {"alternating": True},
 }
 SAVED, ENDED = 4, 8  # steps
 
@@ -153,6 +152,13 @@ def _one_missing(rank: int, states: list[State]) -> State:
     return states[rank]
 
 
+def _sent_p(rank: int, states: list[State], sent_p: bool = True) -> State:
+    """The state as the option ``alternating`` saved it, after a step that sent P or Q."""
+    for saved in states[rank]["parameters"].values():
+        saved |= {"p_local": saved["p_hat"].clone(), "sent_p": sent_p}
+    return states[rank]
+
+
 def _renamed(rank: int, states: list[State]) -> State:
     parameters = states[rank]["parameters"]
     parameters["weights.other"] = parameters.pop("weights.conv")
@@ -168,8 +174,9 @@ def _renamed(rank: int, states: list[State]) -> State:
         (_one_shape, ["weights.", "saved with other options"]),
         (_one_missing, ["must have", "memory"]),
         (_renamed, ["'weights.other' is not in the model"]),
+        (_sent_p, ["sent_p", "'weights.", "must be False, got True"]),
     ],
-    ids=["swapped", "one-swapped", "one-older", "one-shape", "one-missing", "renamed"],
+    ids=["swapped", "one-swapped", "one-older", "one-shape", "one-missing", "renamed", "sent-p"],
 )
 def test_a_state_that_is_not_this_ranks_is_refused_everywhere(
     states: list[bytes], spoil: Spoil, parts: list[str]
@@ -190,6 +197,16 @@ def test_another_number_of_ranks_or_rank_of_the_factors_is_refused(states: list[
     for message, unchanged in ranks.run(2, _refused, states, _own, higher):
         assert unchanged
         assert "saved with other options" in message
+
+
+def _loaded(rank: int, states: list[bytes]) -> bool:
+    ddp = make_attached(SHAPES, OPTIONS)
+    tp.load_state_dict(ddp, _sent_p(rank, [from_bytes(state) for state in states], sent_p=False))
+    return to_bytes(tp.state_dict(ddp, per_rank=True)) == states[rank]
+
+
+def test_a_state_that_alternating_saved_after_it_sent_q_is_loaded(states: list[bytes]) -> None:
+    assert all(ranks.run(2, _loaded, states))
 
 
 # torch.distributed.checkpoint.

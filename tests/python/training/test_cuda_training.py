@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pytest
-import test_alternating
 import test_check_every
 import test_loss_scale
 import test_wire
@@ -73,12 +72,3 @@ def test_what_a_rank_rounds_off_is_part_of_its_residual(inner: str, wire: torch.
         assert stats["skipped_steps"] == 0
         for name in COMPRESSED:
             assert errors[name] < TOLERANCE, errors
-
-
-@pytest.mark.parametrize("inner", INNERS)
-def test_p_and_q_in_turns_add_up(inner: str) -> None:
-    options = options_of(inner, alternating=True)
-    arguments = (2, options, torch.float32, False, "cuda")
-    for errors, without, _ in run(test_alternating.identity, *arguments, options=options):
-        assert max(errors.values()) < TOLERANCE, errors
-        assert min(without[name] for name in COMPRESSED) > 0.1

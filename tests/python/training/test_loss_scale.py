@@ -52,17 +52,16 @@ def with_scaler(
     bad: dict[int, tuple[str, int]],
     attached_with_scaler: bool,
     device: str = "cpu",
-    options: tp.Options = OPTIONS,
 ) -> tuple[dict[str, float], list[float], int]:
     """Runs eight steps.
 
     Args:
         bad: the gradient that is not finite at a step, and on which rank: {step: (name, rank)}.
     """
-    ddp = make_attached(SHAPES, options, bucket_cap_mb=1e-4, device=device)
+    ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4, device=device)
     tp.detach(ddp)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**8, growth_interval=2)
-    tp.attach(ddp, options, scaler=scaler if attached_with_scaler else None)
+    tp.attach(ddp, OPTIONS, scaler=scaler if attached_with_scaler else None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     ledger, scales = Ledger(), []
     for i in range(8):

@@ -11,7 +11,6 @@ import torch
 
 import torch_powersgd as tp
 from support import ranks
-from support.alternating_reference import AlternatingPowerSGD
 from support.reference import Matrix, PowerSGD
 from support.synthetic import (
     Array,
@@ -71,7 +70,7 @@ def _core_start(cols: int, index: int, options: tp.Options, dtype: torch.dtype, 
 
 def _reference_outputs(
     name: str, options: tp.Options, dtype: torch.dtype
-) -> tuple[list[Array], AlternatingPowerSGD | PowerSGD]:
+) -> tuple[list[Array], PowerSGD]:
     index = list(SHAPES).index(name)
     by_step = [
         [_as_matrix(gradients(SHAPES, rank, i, dtype)[name]) for rank in range(WORLD_SIZE)]
@@ -80,9 +79,6 @@ def _reference_outputs(
     rows, cols = by_step[0][0].shape
     r = min(options.matrix_approximation_rank, rows, cols)
     starts = [_core_start(cols, index, options, dtype, i)[:, :r] for i in range(STEPS)]
-    if options.alternating:
-        turns = AlternatingPowerSGD(WORLD_SIZE, starts[0])
-        return [turns.step(by_step[i]).reshape(SHAPES[name]) for i in range(STEPS)], turns
     model = PowerSGD(
         WORLD_SIZE,
         starts[0],
@@ -132,9 +128,6 @@ CASES = [
     (torch.float64, {"matrix_approximation_rank": 4}),
     (torch.float64, {"matrix_approximation_rank": 2, "warm_start": False, "random_seed": 7}),
     (torch.bfloat16, {"matrix_approximation_rank": 3}),
-    (torch.float32, {"matrix_approximation_rank": 4, "alternating": True}),
-    (torch.float64, {"matrix_approximation_rank": 3, "alternating": True}),
-    (torch.float16, {"matrix_approximation_rank": 2, "alternating": True}),
     (torch.float16, {"matrix_approximation_rank": 2, "warm_start": False}),
 ]
 

@@ -13,8 +13,8 @@ namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 template <class R>
 constexpr bool kSaturates = std::is_same_v<R, Half>;
 
-// The flags of a tile of project or project_transposed, gathered lane by lane. The constructor is
-// written out because GCC would compile a default one without the options of the target.
+// The flags of a tile of project, gathered lane by lane. The constructor is written out because GCC
+// would compile a default one without the options of the target.
 template <class F>
 class ElementFlags {
  public:

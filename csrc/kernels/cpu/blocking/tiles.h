@@ -23,7 +23,7 @@ namespace powersgd::kernels::cpu {
 
 enum TileList : size_t {
   kMatrixTiles,  // project and reconstruct: rows of a matrix, all columns
-  kRawTiles,     // elements of a raw segment; it stands between the two lists that it goes with
+  kRawTiles,     // elements of a raw segment; it follows kMatrixTiles, with which it is shared out
   kBackProjectTiles,  // back_project: rows of a strip, with a partial q
   kStripTiles,        // back_project: the sum of the partial q of a strip
   kGramTiles,         // orthogonalize: rows of P
@@ -123,20 +123,18 @@ void for_each_tile(const Bucket& bucket, size_t list, const ParallelFor& paralle
   for_each_tile(bucket, list, list, parallel_for, body);
 }
 
-// Calls on_matrix(tile) for each tile of a list next to kRawTiles, and on_raw(tile) for each tile of
-// a raw segment. Both lists are shared out as one.
+// Calls on_matrix(tile) for each tile of kMatrixTiles, and on_raw(tile) for each one of kRawTiles.
+// Both lists are shared out as one.
 template <class OnMatrix, class OnRaw>
-void for_each_matrix_and_raw_tile(const Bucket& bucket, size_t matrix_list,
-                                  const ParallelFor& parallel_for, const OnMatrix& on_matrix,
-                                  const OnRaw& on_raw) {
-  for_each_tile(bucket, std::min<size_t>(matrix_list, kRawTiles),
-                std::max<size_t>(matrix_list, kRawTiles), parallel_for, [&](const Tile& tile) {
-                  if (tile.kind == TileKind::kRawSegment) {
-                    on_raw(tile);
-                  } else {
-                    on_matrix(tile);
-                  }
-                });
+void for_each_matrix_and_raw_tile(const Bucket& bucket, const ParallelFor& parallel_for,
+                                  const OnMatrix& on_matrix, const OnRaw& on_raw) {
+  for_each_tile(bucket, kMatrixTiles, kRawTiles, parallel_for, [&](const Tile& tile) {
+    if (tile.kind == TileKind::kRawSegment) {
+      on_raw(tile);
+    } else {
+      on_matrix(tile);
+    }
+  });
 }
 
 }  // namespace powersgd::kernels::cpu

@@ -6,8 +6,7 @@
 #include "kernels/cpu/back_project.inl"
 #include "kernels/cpu/orthogonalize.inl"
 #include "kernels/cpu/project.inl"
-#include "kernels/cpu/project_transposed.inl"
 #include "kernels/cpu/reconstruct.inl"
 
 const powersgd::kernels::cpu::Stages powersgd::kernels::cpu::POWERSGD_TARGET::kStages = {
-    project, orthogonalize, back_project, project_transposed, reconstruct};
+    project, orthogonalize, back_project, reconstruct};

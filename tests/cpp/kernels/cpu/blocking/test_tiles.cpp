@@ -61,7 +61,7 @@ class Tiles : public testing::TestWithParam<DType> {
            a.col_begin < b.col_end && b.col_begin < a.col_end;
   }
 
-  // The parts of the workspace that tiles of different matrices use lie apart and fit.
+  // The bytes of the workspace that each matrix uses lie apart, and in the workspace.
   template <class Bytes>
   void expect_room(size_t which, const Bytes& bytes, std::vector<Range> taken = {}) const {
     std::set<int32_t> seen;
@@ -115,7 +115,7 @@ TEST_P(Tiles, PartialResultsLieApart) {
   expect_room(kFactorTiles, orthogonalize);
 }
 
-// The strip that sums partial q finds them where the tiles of back_project have put them.
+// A strip sums the partial q that the tiles of back_project have put into the slot of its matrix.
 TEST_P(Tiles, AStripHasTheSlotOfItsMatrixsPartialQ) {
   for (const Tile& strip : list(kStripTiles)) {
     for (const Tile& tile : list(kBackProjectTiles)) {

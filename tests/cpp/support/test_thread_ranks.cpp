@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The in-process backend that the other tests stand on.
-#include "support/thread_group.h"
+//
+// The in-process backend that other tests use.
+#include "support/thread_ranks.h"
 
 #include <thread>
 
@@ -89,7 +90,7 @@ TEST(ThreadBackend, InjectedFailureReachesThePeersWork) {
     EXPECT_TRUE(work->getFuture()->hasError());
     const std::string error = error_of([&] { work->wait(); });
     EXPECT_TRUE(contains(error, "rank 1 is gone: injected failure")) << error;
-    EXPECT_EQ(tensors[0][0].item<float>(), 3);  // untouched
+    EXPECT_EQ(tensors[0][0].item<float>(), 3);  // unchanged
   });
 }
 

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "powersgd/session.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "powersgd/scope_override.h"
+#include "support/errors.h"
+#include "support/one_rank.h"
+#include "support/session_of_equal_ranks.h"
+
+namespace powersgd {
+namespace {
+
+using test::contains;
+using test::error_of;
+
+// The session of rank 0 of two equal ranks, and its log.
+class SessionTest : public testing::Test {
+ protected:
+  static Options make_options(int64_t start = 0) {
+    Options options;
+    options.matrix_approximation_rank = 2;
+    options.start_powerSGD_iter = start;
+    return options;
+  }
+  std::shared_ptr<Session> make(const Options& options) {
+    return test::make_session_of_equal_ranks(
+        at::kCPU, options, [this](LogLevel level, const std::string& line) {
+          log_.push_back((level == LogLevel::kWarning ? "warning: " : "info: ") + line);
+        });
+  }
+  static void reduce_compressed(Session& session) {
+    test::OneRank bucket(session.options());
+    const at::Tensor gradient = at::ones({bucket.plan.gradient_numel});
+    const std::shared_ptr<BucketCompressor> compressor = std::move(bucket.compressor);
+    session.allreduce_compressed(compressor, gradient, {})->wait();
+  }
+
+  std::vector<std::string> log_;
+};
+
+TEST_F(SessionTest, RefusesOneChannel) {
+  const auto backend = c10::make_intrusive<test::HostBackend>();
+  const std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, backend, {backend}}};
+  const std::string error = error_of([&] { Session(0, 2, inners, make_options(), {}); });
+  EXPECT_TRUE(contains(error, "two channels or none, got 1")) << error;
+}
+
+TEST_F(SessionTest, AnErrorNamesADeviceWithoutAnInnerBackend) {
+  const auto session = make(make_options());
+  const at::Tensor elsewhere = at::zeros({2}, c10::DeviceType::Meta);
+  const std::string part = "no inner backend for meta";
+  EXPECT_TRUE(contains(error_of([&] { session->average_exact(elsewhere, 2); }), part));
+  std::vector<at::Tensor> tensors = {elsewhere};
+  EXPECT_TRUE(contains(error_of([&] { session->average_over_channel(tensors); }), part));
+}
+
+TEST_F(SessionTest, ExactAveragesAreDividedFirstAndCounted) {
+  const auto session = make(make_options());
+  const at::Tensor gradient = at::tensor({3e38F, 1.0F});  // whose sum would overflow
+  session->average_exact(gradient, 4);
+  EXPECT_TRUE(at::equal(gradient, at::tensor({3e38F * 0.25F, 0.25F}) * 2));
+  EXPECT_EQ(session->snapshot().exact_calls, 1);
+  EXPECT_EQ(session->snapshot().bytes_after, 8);
+  std::vector<at::Tensor> tensors = {at::ones({3}), at::full({2}, 5.0)};
+  session->average_over_channel(tensors);
+  EXPECT_TRUE(at::equal(tensors[0], at::ones({3})));
+  EXPECT_TRUE(at::equal(tensors[1], at::full({2}, 5.0)));
+}
+
+TEST_F(SessionTest, TheOverrideOfTheThreadComesBeforeTheScope) {
+  for (const Scope scope : {Scope::kNever, Scope::kBackward, Scope::kAlways}) {
+    Options options = make_options();
+    options.scope = scope;
+    const auto session = make(options);
+    EXPECT_EQ(session->admits_attached(options), scope != Scope::kNever);
+    for (const bool enabled : {true, false}) {
+      push_override(enabled);
+      EXPECT_EQ(session->admits_attached(options), enabled);
+      pop_override();
+    }
+    const Session alone(0, 1, {}, options, {});
+    EXPECT_FALSE(alone.admits_attached(options)) << "a group of one has nothing to send";
+  }
+}
+
+TEST_F(SessionTest, StatisticsAreLoggedEveryFewSteps) {
+  Options options = make_options();
+  options.compression_stats_logging_frequency = 3;
+  const auto session = make(options);
+  for (int step = 0; step < 7; ++step) session->end_step(options);
+  ASSERT_EQ(log_.size(), 2u);
+  EXPECT_EQ(log_[0].rfind("info: 3 steps", 0), 0u) << log_[0];
+  EXPECT_EQ(log_[1].rfind("info: 6 steps", 0), 0u) << log_[1];
+}
+
+TEST_F(SessionTest, ResetStatisticsCountFromHere) {
+  const auto session = make(make_options());
+  reduce_compressed(*session);
+  session->end_step(session->options());
+  EXPECT_EQ(session->snapshot().compressed_calls, 1);
+  session->reset_stats();
+  EXPECT_EQ(session->snapshot().compressed_calls, 0);
+  EXPECT_EQ(session->snapshot().steps, 0);
+  reduce_compressed(*session);
+  EXPECT_EQ(session->snapshot().compressed_calls, 1);
+  EXPECT_TRUE(session->compressing());
+}
+
+TEST_F(SessionTest, TrainingThatEndsBeforeCompressionStartsIsReportedOnce) {
+  const auto session = make(make_options(/*start=*/5));
+  EXPECT_EQ(session->starts_at(), 5);
+  EXPECT_EQ(session->not_started(), "") << "nothing was trained";
+  for (int step = 0; step < 3; ++step) session->end_step(session->options());
+  EXPECT_EQ(session->not_started(/*soon=*/2), "") << "it starts within two steps";
+  session->shutdown();
+  ASSERT_EQ(log_.size(), 1u);
+  EXPECT_TRUE(contains(log_[0],
+                       "warning: nothing has been compressed in 3 steps: compression starts at "
+                       "step 5"))
+      << log_[0];
+  EXPECT_EQ(session->not_started(), "");
+}
+
+TEST_F(SessionTest, TrainingThatCompressedHasNothingToReport) {
+  const auto session = make(make_options(/*start=*/5));
+  session->end_step(session->options());
+  reduce_compressed(*session);
+  EXPECT_EQ(session->not_started(), "");
+}
+
+TEST_F(SessionTest, NothingStartsInAGroupThatNeverCompresses) {
+  Options never = make_options();
+  never.scope = Scope::kNever;
+  EXPECT_EQ(make(never)->starts_at(), std::nullopt);
+  EXPECT_EQ(Session(0, 1, {}, make_options(), {}).starts_at(), std::nullopt);
+}
+
+}  // namespace
+}  // namespace powersgd
