@@ -3,7 +3,7 @@
 
 namespace powersgd::kernels::cpu {
 
-const Stages& stages_on(Isa isa) {
+const StageFunctions& stages_on(Isa isa) {
 #if defined(__x86_64__)
   if (isa == Isa::kAvx512) return avx512::kStages;
   if (isa == Isa::kAvx2) return avx2::kStages;

@@ -8,7 +8,7 @@
 // of this machine; tests run them all.
 namespace powersgd::kernels::cpu {
 
-struct Stages {
+struct StageFunctions {
   using Stage = void (*)(const Bucket& bucket, const ParallelFor& parallel_for);
 
   Stage project;
@@ -19,16 +19,16 @@ struct Stages {
 
 // Each is defined by a file of csrc/kernels/cpu/targets.
 namespace baseline {
-extern const Stages kStages;
+extern const StageFunctions kStages;
 }
 namespace avx2 {
-extern const Stages kStages;
+extern const StageFunctions kStages;
 }
 namespace avx512 {
-extern const Stages kStages;
+extern const StageFunctions kStages;
 }
 
 // Returns the stages on an instruction set that is_supported.
-const Stages& stages_on(Isa isa);
+const StageFunctions& stages_on(Isa isa);
 
 }  // namespace powersgd::kernels::cpu

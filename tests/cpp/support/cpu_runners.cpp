@@ -25,7 +25,7 @@ class CpuRunner : public HostMemoryRunner {
     const kernels::cpu::ParallelFor parallel_for = [this](int64_t count, const auto& body) {
       run_parallel(count, body);
     };
-    const kernels::cpu::Stages& stages = kernels::cpu::stages_on(isa_);
+    const kernels::cpu::StageFunctions& stages = kernels::cpu::stages_on(isa_);
     switch (stage) {
       case Stage::kRandomStart:
         return kernels::cpu::random_start(bucket, parallel_for);

@@ -114,6 +114,7 @@ template <class F, class Body>
 inline void for_each_vector(int64_t size, const Body& body) {
   constexpr int64_t kLane = kLanes<F>;
   int64_t j = 0;
+#pragma GCC unroll 2  // so that two vectors share the instructions of the loop itself
   for (; j + kLane <= size; j += kLane) body(j, kLane);
   if (j < size) body(j, size - j);
 }

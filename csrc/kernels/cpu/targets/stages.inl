@@ -8,5 +8,5 @@
 #include "kernels/cpu/project.inl"
 #include "kernels/cpu/reconstruct.inl"
 
-const powersgd::kernels::cpu::Stages powersgd::kernels::cpu::POWERSGD_TARGET::kStages = {
+const powersgd::kernels::cpu::StageFunctions powersgd::kernels::cpu::POWERSGD_TARGET::kStages = {
     project, orthogonalize, back_project, reconstruct};
