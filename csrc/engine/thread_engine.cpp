@@ -32,17 +32,6 @@ constexpr std::chrono::seconds kAbortGrace(1);
 // Objects that an engine remembers before it drops those that no job waits for.
 constexpr size_t kManyObjects = 4096;
 
-struct QueuedJob {
-  c10::intrusive_ptr<WorkPowerSGD> work;
-  Job job;
-  c10::Device device;
-  std::shared_ptr<c10::Event> ready;  // recorded on the caller's stream; null on the CPU
-  std::chrono::milliseconds timeout;
-  uint64_t number;  // 1, 2, ... in the order of submission
-  uint64_t after;   // the job that must have ended before this one begins
-  std::exception_ptr error;
-};
-
 std::shared_ptr<c10::Event> record_current_stream(c10::Device device) {
   if (device.is_cpu()) return nullptr;
   auto event = std::make_shared<c10::Event>(device.type());
@@ -88,6 +77,17 @@ std::set<ThreadEngine*>& engines() {
 }  // namespace
 
 struct ThreadEngine::Shared {
+  struct QueuedJob {
+    c10::intrusive_ptr<WorkPowerSGD> work;
+    Job job;
+    c10::Device device;
+    std::shared_ptr<c10::Event> ready;  // recorded on the caller's stream; null on the CPU
+    std::chrono::milliseconds timeout;
+    uint64_t number;  // 1, 2, ... in the order of submission
+    uint64_t after;   // the job that must have ended before this one begins
+    std::exception_ptr error;
+  };
+
   std::array<c10::intrusive_ptr<c10d::Backend>, 2> channels;
   std::mutex mutex;
   std::condition_variable changed;              // notified when a member below changes
@@ -220,13 +220,13 @@ void ThreadEngine::abort() { stop(/*run_queued=*/false); }
 
 void ThreadEngine::stop(bool run_queued) {
   if (!workers_[0].joinable()) return;  // stopped before
-  std::deque<QueuedJob> failed;
+  std::deque<Shared::QueuedJob> failed;
   bool ended = false;
   {
     std::unique_lock<std::mutex> lock(shared_->mutex);
     const auto give_up = [&] {
       shared_->aborted = true;
-      for (std::deque<QueuedJob>& queue : shared_->queues) {
+      for (std::deque<Shared::QueuedJob>& queue : shared_->queues) {
         for (; !queue.empty(); queue.pop_front()) failed.push_back(std::move(queue.front()));
       }
       shared_->changed.notify_all();
@@ -239,7 +239,7 @@ void ThreadEngine::stop(bool run_queued) {
     });
     if (!ended && run_queued) give_up();
   }
-  for (QueuedJob& job : failed) job.work->complete(closed_error());
+  for (Shared::QueuedJob& job : failed) job.work->complete(closed_error());
   for (std::thread& worker : workers_) {
     if (ended) {
       worker.join();
