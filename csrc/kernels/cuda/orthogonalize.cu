@@ -122,7 +122,7 @@ __device__ __forceinline__ void visit_row(const TallFactor<F>& factor, int64_t r
 template <int R, typename F>
 __device__ void solve_rows(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
                            const double* factor, const double* reciprocal) {
-  constexpr int kRowsAtOnce = R <= 8 ? 4 : 1;  // loaded before any is solved
+  constexpr int kRowsAtOnce = R <= 4 ? 4 : R <= 8 ? 2 : 1;  // loaded before any is solved
   const int rank = static_cast<int>(matrix.rank);
   const TallFactor<F> p = p_of<F>(bucket, matrix);
   const TallFactor<F> p_hat = p_hat_of<F>(matrix);
