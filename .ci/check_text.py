@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks the words of all text files, and the lengths of the lines of Markdown.
+"""Checks the words of all text files, and the lengths of the lines of Markdown and C++.
 
     python .ci/check_text.py [FILE ...]        default: all files that git tracks
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COLUMNS = 100  # of a line of Markdown
+COLUMNS = 100  # of a line of Markdown and C++
 
 CPP = r".*\.(h|inl|cpp|cu|cuh)$"
 CODE = r".*(\.(h|inl|cpp|cu|cuh|py|pyi|toml|cmake|sh|yml)|Makefile|CMakeLists\.txt|\.ci/\w+)$"
@@ -126,7 +126,7 @@ def long_lines_of(path: str, text: str) -> Iterator[Finding]:
 
 def findings_of(path: str, text: str) -> list[Finding]:
     found = list(words_of(path, text))
-    if path.endswith(".md"):
+    if path.endswith(".md") or re.match(CPP, path):
         found += long_lines_of(path, text)
     return found
 

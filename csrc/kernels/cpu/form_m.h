@@ -8,8 +8,8 @@
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/simd/convert.h"
 
-// M = G + residual_scale * (residual - the product that the last step sent). M becomes the residual.
-// It is the first half of project.
+// M = G + residual_scale * (residual - the product that the last step sent): the first half of
+// project. M becomes the residual.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // The gradient and the residual of a matrix. `offset` and `count` name the elements of a vector

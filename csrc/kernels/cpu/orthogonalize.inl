@@ -51,9 +51,9 @@ POWERSGD_TILE_FUNCTION inline void add_gram_tile(const Matrix& matrix, const Til
   }
 }
 
-// Replaces dead columns by random directions of about unit norm, which differ in each pass. A column
-// that is still dead in the last pass has no direction left to take (more columns than rows) and
-// stays 0.
+// Replaces dead columns by random directions of about unit norm, which differ in each pass. A
+// column that is still dead in the last pass has no direction left to take (more columns than rows)
+// and stays 0.
 template <class F>
 inline void replace_dead(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
                          const TallFactor<F>& p_hat, const int32_t* dead, int pass) {

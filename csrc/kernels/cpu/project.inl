@@ -2,8 +2,8 @@
 //
 // project: M = G + residual_scale * (residual - p_hat q_local), residual = M, P = M q_warm^T.
 //
-// It is the one pass that reads both the gradient and the residual. A tile is a range of rows. For a
-// block of columns (bands.h) and a few of its rows,
+// It is the one pass that reads both the gradient and the residual. A tile is a range of rows. For
+// a block of columns (bands.h) and a few of its rows,
 //   1. p_hat q_local is multiplied out,
 //   2. it becomes M, the only step that loads and stores the types of gradient and residual,
 //   3. M is multiplied with q_warm.

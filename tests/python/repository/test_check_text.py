@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-""".ci/check_text.py finds words that are not used, and long lines of Markdown."""
+""".ci/check_text.py finds words that are not used, and long lines of Markdown and C++."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def test_a_long_line_is_found() -> None:
     code = ["```text", "x" * 101, "```", "```python", "x" * 101, "```"]
     lines = ["short", "x" * 101, link, table, picture, *code, "x" * 101, "x" * 100]
     assert _places("docs/algorithm.md", *lines) == ["2", "12"]
+    assert _places("csrc/plan/plan.inl", "//" + "x" * 98, "//" + "x" * 99) == ["2"]
     assert _places("docs/_tables.py", *lines) == []
 
 

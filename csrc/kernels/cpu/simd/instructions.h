@@ -10,8 +10,8 @@
 //   within(value, largest)                 value, but of at most `largest` in magnitude; no NaN
 //   widened(half_words), narrowed(words)   16-bit words to and from 32-bit words
 //   from_half(half_words), to_half(floats) float16 to and from float32, rounded to nearest even
-//   store_nontemporal(target, value)       a store past the caches of a vector or half of one, to an
-//                                          address that is aligned to it
+//   store_nontemporal(target, value)       a store past the caches of a vector or half of one, to
+//                                          an address that is aligned to it
 //   nontemporal_fence()                    lets other threads read what was stored so
 //
 // multiply_add_reproducibly rounds floats once and doubles twice.

@@ -20,8 +20,8 @@ namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 constexpr size_t kVectorBytes = POWERSGD_VECTOR_BYTES;
 constexpr int kRegisters = kVectorBytes == 64 ? 32 : 16;
 
-// In front of a function that works on a tile: all that it calls is inlined into it, so that vectors
-// stay in registers.
+// In front of a function that works on a tile: all that it calls is inlined into it, so that
+// vectors stay in registers.
 #define POWERSGD_TILE_FUNCTION __attribute__((flatten))
 
 // Unrolls the loop that follows; 16 must be at least its constant number of iterations.
