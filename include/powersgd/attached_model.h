@@ -50,7 +50,7 @@ struct Outline {
 //
 // Threads: one thread at a time calls reduce() and end_step(), in the backward pass. The user's
 // thread calls everything else, outside of it.
-class AttachedModel : public std::enable_shared_from_this<AttachedModel> {
+class AttachedModel {
  public:
   // Makes a model and adds it to `session`.
   static std::shared_ptr<AttachedModel> attach(const std::shared_ptr<Session>& session,

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch_powersgd import log, watch
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import CollectiveCall, count_call, store_of_call
+from torch_powersgd.lookup import device_types, find_backend
 from torch_powersgd.options import Options, resolve
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def register() -> None:
 def _at_exit() -> None:
     """Ends a job that does not call destroy_process_group."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        for device in _devices():
+        for device in device_types():
             backend = find_backend(group, torch.device(device))
             message = backend.not_started() if backend is not None and group.rank() == 0 else ""
             if message:
@@ -61,7 +62,7 @@ def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.
     if size > 1:
         watch.start()
     inners = []
-    for device in _devices():
+    for device in device_types():
         name = _inner_name(options, device)
         # A backend that blocks the host needs an instance for each of the engine's threads.
         channels = [] if name in STREAM_ORDERED else ["p_channel", "q_channel"]
@@ -71,10 +72,6 @@ def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.
         )
         inners.append((device, inner, made))
     return _C.BackendPowerSGD(rank, size, inners, options._core(), _log)
-
-
-def _devices() -> list[str]:
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: object) -> Options:
@@ -172,41 +169,3 @@ def _create_inner(name: str, store: Store, dist_options: _DistributedBackendOpti
 def _set(options: object, values: dict[str, Any]) -> None:
     for name, value in values.items():
         setattr(options, name, value)
-
-
-def find_backend(
-    group: dist.ProcessGroup | None, device: torch.device
-) -> _C.BackendPowerSGD | None:
-    """Returns the powersgd backend that serves a device in a group, if there is one.
-
-    A group of None is the default group.
-    """
-    group = group if group is not None else dist.group.WORLD
-    if group is None:
-        raise ValueError("there is no process group: call torch.distributed.init_process_group")
-    try:
-        backend = group._get_backend(device)
-    except RuntimeError:  # No backend serves this type of device.
-        return None
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend in one that checks the calls.
-    backend = getattr(backend, "wrapped_pg", backend)
-    return backend if isinstance(backend, _C.BackendPowerSGD) else None
-
-
-def find_backends(group: dist.ProcessGroup | None) -> list[_C.BackendPowerSGD]:
-    """Returns all powersgd backends of a group.
-
-    Raises:
-        ValueError: If the group has none.
-    """
-    found: list[_C.BackendPowerSGD] = []
-    for device in _devices():
-        backend = find_backend(group, torch.device(device))
-        if backend is not None and all(backend is not other for other in found):
-            found.append(backend)
-    if not found:
-        raise ValueError(
-            "the process group has no powersgd backend; create it with "
-            'init_process_group("cpu:powersgd") or "cpu:gloo,cuda:powersgd"'
-        )
-    return found

@@ -9,10 +9,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd import fsdp
-from torch_powersgd._backend import find_backends
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import next_call
 from torch_powersgd.attach import attachment_of
+from torch_powersgd.lookup import find_backends
 from torch_powersgd.options import Options
 from torch_powersgd.proposal import Module
 

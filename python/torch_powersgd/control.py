@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from torch_powersgd._backend import find_backends
 from torch_powersgd._core import _C
 from torch_powersgd.attach import attachment_of
+from torch_powersgd.lookup import find_backends
 from torch_powersgd.proposal import Module
 
 

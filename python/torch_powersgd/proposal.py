@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import ddp, fsdp, watch
-from torch_powersgd._backend import compare_options, find_backend
+from torch_powersgd._backend import compare_options
 from torch_powersgd._core import _C
+from torch_powersgd.lookup import find_backend
 from torch_powersgd.options import Options, lay_over
 
 Module = DistributedDataParallel | FSDPModule

@@ -28,6 +28,7 @@ from torch_powersgd.agreement import (
     next_call,
     store_of_call,
 )
+from torch_powersgd.lookup import find_backends
 
 if TYPE_CHECKING:
     from torch_powersgd._core import _C
@@ -99,8 +100,6 @@ def _check_groups() -> None:
 
 def _unattached() -> Iterator[tuple[dist.ProcessGroup, _C.BackendPowerSGD]]:
     """The groups in which this rank has not called ``attach``."""
-    from torch_powersgd._backend import find_backends
-
     for group in list(dist.distributed_c10d._world.pg_map):
         if group in _attached:
             continue

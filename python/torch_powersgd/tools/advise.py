@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from torch_powersgd._backend import find_backend
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import next_call
+from torch_powersgd.lookup import find_backend
 from torch_powersgd.options import Options
 from torch_powersgd.tools.footprint import Layout, buckets_of, elements_of, footprint_of
 from torch_powersgd.tools.rehearsal import (

@@ -30,8 +30,8 @@ from support.synthetic import (
     to_bytes,
 )
 from support.synthetic import step as cpu_step
-from torch_powersgd._backend import find_backend
 from torch_powersgd._core import _C
+from torch_powersgd.lookup import find_backend
 
 pytestmark = needs_cuda
 

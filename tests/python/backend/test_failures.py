@@ -31,7 +31,7 @@ from support.synthetic import (
     residuals_of,
     step,
 )
-from torch_powersgd._backend import find_backends
+from torch_powersgd.lookup import find_backends
 
 STAGES = ("project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "reconstruct")
 OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=4096)

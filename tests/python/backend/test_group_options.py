@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch_powersgd as tp
 from support import ranks
 from support.synthetic import SHAPES, make_ddp
-from torch_powersgd._backend import find_backends
 from torch_powersgd.attach import attachment_of
+from torch_powersgd.lookup import find_backends
 
 
 def _text_of(value: object) -> str:

@@ -17,8 +17,8 @@ import torch_powersgd as tp
 from support import ranks
 from support.groups import backend_of_world, world
 from support.synthetic import gradient, sum_of
-from torch_powersgd._backend import find_backend
 from torch_powersgd._core import _C
+from torch_powersgd.lookup import find_backend
 
 ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0)
 CPU = torch.device("cpu")

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The powersgd backends of a process group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from torch_powersgd._core import _C
+
+
+def device_types() -> list[str]:
+    """The types of the devices that this process has."""
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def find_backend(
+    group: dist.ProcessGroup | None, device: torch.device
+) -> _C.BackendPowerSGD | None:
+    """Returns the powersgd backend that serves a device in a group, if there is one.
+
+    A group of None is the default group.
+    """
+    group = group if group is not None else dist.group.WORLD
+    if group is None:
+        raise ValueError("there is no process group: call torch.distributed.init_process_group")
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # No backend serves this type of device.
+        return None
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every backend in one that checks the calls.
+    backend = getattr(backend, "wrapped_pg", backend)
+    return backend if isinstance(backend, _C.BackendPowerSGD) else None
+
+
+def find_backends(group: dist.ProcessGroup | None) -> list[_C.BackendPowerSGD]:
+    """Returns all powersgd backends of a group.
+
+    Raises:
+        ValueError: If the group has none.
+    """
+    found: list[_C.BackendPowerSGD] = []
+    for device in device_types():
+        backend = find_backend(group, torch.device(device))
+        if backend is not None and all(backend is not other for other in found):
+            found.append(backend)
+    if not found:
+        raise ValueError(
+            "the process group has no powersgd backend; create it with "
+            'init_process_group("cpu:powersgd") or "cpu:gloo,cuda:powersgd"'
+        )
+    return found
