@@ -210,7 +210,8 @@ def _main(
 ) -> None:
     global _place
     _place = place
-    # A rank that hangs shows where before the parent kills it.
+    # A rank that dies by a signal shows where, and one that hangs does before the parent kills it.
+    faulthandler.enable()
     faulthandler.dump_traceback_later(setup.timeout * 0.9, exit=False)
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch

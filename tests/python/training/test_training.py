@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 from support import ranks, training_cases
@@ -15,14 +17,35 @@ TOLERANCE = 1e-5
 OTHER_DTYPES = {"fp64.weight": 1e-13, "bf16.weight": STEPS / 4 * 2**-9}
 
 
-def _run_all(rank: int) -> dict[str, Facts]:
-    return {name: run(rank) for name, run in training_cases.CASES.items()}
+def _run_all(rank: int, names: list[str]) -> dict[str, Facts]:
+    return {name: training_cases.CASES[name](rank) for name in names}
+
+
+def _launch(names: list[str]) -> list[dict[str, Facts]]:
+    return ranks.run(WORLD_SIZE, _run_all, names, options=OPTIONS, timeout=240)
+
+
+def _launch_sparse(names: list[str]) -> list[dict[str, Facts]]:
+    """Launches them, and once more if a rank dies: torch's own sparse all-reduce can crash.
+
+    Plain DDP over Gloo, without this package, dies by a signal in about one of 10 000 backward
+    passes with sparse gradients on a busy machine (torch 2.11 to 2.13, AsyncSparseAllreduceWork).
+    """
+    try:
+        return _launch(names)
+    except ranks.RankFailed as failure:
+        if "died with exit code -" not in str(failure):
+            raise
+        warnings.warn(f"launched once more: {failure}", stacklevel=1)
+        return _launch(names)
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Facts]]:
-    """The facts of each case, by rank. One launch runs all cases."""
-    return ranks.run(WORLD_SIZE, _run_all, options=OPTIONS, timeout=240)
+    """The facts of each case, by rank. One launch runs all cases but the sparse one."""
+    sparse = ["sparse_gradients"]
+    others = _launch([name for name in training_cases.CASES if name not in sparse])
+    return [a | b for a, b in zip(others, _launch_sparse(sparse), strict=True)]
 
 
 @pytest.mark.parametrize("name", training_cases.CASES)
