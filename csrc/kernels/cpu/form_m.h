@@ -91,7 +91,7 @@ struct FormRows {
       const int64_t offset = (row + i) * matrix.cols + block.col;
       const int64_t ahead = block.ahead(row + i, matrix.cols);
       F* target = m + i * kBlockStride;
-      for_each_vector<F>(block.cols, [&](int64_t j, int64_t count) {
+      for_each_vector<F, 2>(block.cols, [&](int64_t j, int64_t count) {
         source.prefetch_inputs(ahead + j);
         Vector<F> sum = source.load_sum(offset + j, count, flags);
         if constexpr (kFeedback) sum -= load(target + j);

@@ -110,12 +110,18 @@ inline void store_all_as(Storage* target, const Computed<Storage> (&values)[kCou
 
 // Calls body(j, count) for each vector of [0, size): count elements from j on. Except for the last
 // one, which may be incomplete, count is a constant once all is inlined, and the slow case is gone.
-template <class F, class Body>
+// kTurn vectors share the instructions of the loop itself.
+template <class F, int kTurn = 1, class Body>
 inline void for_each_vector(int64_t size, const Body& body) {
   constexpr int64_t kLane = kLanes<F>;
   int64_t j = 0;
-#pragma GCC unroll 2  // so that two vectors share the instructions of the loop itself
-  for (; j + kLane <= size; j += kLane) body(j, kLane);
+  for (; j + kTurn * kLane <= size; j += kTurn * kLane) {
+    POWERSGD_UNROLL
+    for (int i = 0; i < kTurn; ++i) body(j + i * kLane, kLane);
+  }
+  if constexpr (kTurn > 1) {
+    for (; j + kLane <= size; j += kLane) body(j, kLane);
+  }
   if (j < size) body(j, size - j);
 }
 
