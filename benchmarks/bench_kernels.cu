@@ -83,7 +83,7 @@ Bucket make_bucket(const Layout& layout, int64_t rank, DType dtype, uint32_t see
     matrices.push_back({shape.rows, shape.cols, r, numel, bucket.p_numel, bucket.q_numel,
                         allocate(shape.rows * shape.cols * 4), allocate(shape.rows * r * 4),
                         allocate(shape.cols * r * 4), allocate(shape.cols * r * 4), matrices.size(),
-                        -1, allocate(shape.rows * r * 4)});
+                        -1, nullptr});
     numel += shape.rows * shape.cols;
     bucket.p_numel += shape.rows * r;
     bucket.q_numel += shape.cols * r;
@@ -100,9 +100,10 @@ Bucket make_bucket(const Layout& layout, int64_t rank, DType dtype, uint32_t see
   bucket.p_payload = allocate(bucket.p_numel * 4);
   bucket.q_payload = allocate(bucket.q_numel * 4);
   bucket.workspace = allocate(table.workspace_bytes);
-  bucket.verdict = allocate<Verdict>(sizeof(Verdict));
+  bucket.counters = allocate<uint64_t>(table.num_counters * sizeof(uint64_t));
+  bucket.state = allocate<BucketState>(sizeof(BucketState));
   bucket.gradient_dtype = dtype;
-  bucket.residual_dtype = bucket.factor_dtype = DType::kFloat32;
+  bucket.residual_dtype = bucket.factor_dtype = bucket.wire_dtype = DType::kFloat32;
   bucket.residual_scale = bucket.output_scale = 1;
   bucket.seed = seed;
   if (dtype == DType::kFloat32)
@@ -189,7 +190,7 @@ void measure(const Layout& layout, int64_t rank, DType dtype, double copy) {
          {static_cast<const void*>(bucket.matrices), static_cast<const void*>(bucket.tiles),
           static_cast<const void*>(bucket.gradient), static_cast<const void*>(bucket.p_payload),
           static_cast<const void*>(bucket.q_payload), static_cast<const void*>(bucket.workspace),
-          static_cast<const void*>(bucket.verdict)})
+          static_cast<const void*>(bucket.counters), static_cast<const void*>(bucket.state)})
       check(cudaFree(const_cast<void*>(memory)));
   }
 }

@@ -72,10 +72,10 @@ kernels::Bucket make_bucket(const BucketPlan& plan, DType gradient_type, DType r
   bucket.p_numel = plan.p_numel;
   bucket.q_numel = plan.q_numel;
   bucket.workspace = allocate(static_cast<int64_t>(tiles->workspace_bytes));
-  bucket.verdict = static_cast<kernels::Verdict*>(allocate(sizeof(kernels::Verdict)));
+  bucket.state = static_cast<kernels::BucketState*>(allocate(sizeof(kernels::BucketState)));
   bucket.gradient_dtype = gradient_type;
   bucket.residual_dtype = residual_type;
-  bucket.factor_dtype = DType::kFloat32;
+  bucket.factor_dtype = bucket.wire_dtype = DType::kFloat32;
   bucket.residual_scale = bucket.output_scale = 1;
   kernels::cpu::random_start(bucket, kSerial);
   return bucket;

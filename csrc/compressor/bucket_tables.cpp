@@ -36,6 +36,9 @@ kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_
   bucket.gradient_dtype = to_dtype(spec.gradient_type);
   bucket.residual_dtype = to_dtype(residual_type(spec.gradient_type, spec.options));
   bucket.factor_dtype = to_dtype(factor_type(spec.gradient_type));
+  bucket.wire_dtype = bucket.factor_dtype;
+  bucket.raw_offset = spec.plan.raw_offset();
+  bucket.counts_offset = spec.plan.counts_offset();
   bucket.epsilon = spec.options.orthogonalization_epsilon;
   bucket.seed = static_cast<uint64_t>(spec.options.random_seed);
   return bucket;
@@ -87,9 +90,12 @@ BucketTables::BucketTables(const kernels::Bucket& bucket,
   bucket_.tile_list_begin = tiles.list_begin;
   bucket_.largest_rank = tiles.largest_rank;
   bucket_.workspace = workspace_.data_ptr();
-  constexpr auto kVerdictNumel = static_cast<int64_t>(sizeof(kernels::Verdict) / sizeof(int32_t));
-  verdict_ = at::zeros({kVerdictNumel}, at::TensorOptions(device).dtype(at::kInt));
-  bucket_.verdict = static_cast<kernels::Verdict*>(verdict_.data_ptr());
+  counters_ = at::zeros({tiles.num_counters}, at::TensorOptions(device).dtype(at::kLong));
+  bucket_.counters = static_cast<uint64_t*>(counters_.data_ptr());
+  static_assert(sizeof(kernels::BucketState) % sizeof(int64_t) == 0);
+  state_ = at::zeros({sizeof(kernels::BucketState) / sizeof(int64_t)},
+                     at::TensorOptions(device).dtype(at::kLong));
+  bucket_.state = static_cast<kernels::BucketState*>(state_.data_ptr());
 }
 
 BucketTables::BucketTables(const BucketSpec& spec, const std::vector<ParameterStatePtr>& states,

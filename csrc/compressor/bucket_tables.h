@@ -11,12 +11,13 @@
 
 namespace powersgd {
 
-// A bucket as the stages see it. It owns the tables, the tiles, the workspace and the verdict that
+// A bucket as the stages see it. It owns the tables, the tiles, the workspace, the counters and
+// the state that
 // bucket() points at. The caller keeps the states and the payloads.
 class BucketTables {
  public:
   BucketTables() = default;
-  // Completes `bucket` by the tables, their tiles, a workspace and a verdict.
+  // Completes `bucket` by the tables, their tiles, a workspace, counters and a state.
   BucketTables(const kernels::Bucket& bucket, const std::vector<kernels::Matrix>& matrices,
                const std::vector<kernels::RawSegment>& raw, at::Device device);
   // Builds all of a bucket. Its states are allocated, and its payloads have the sizes and the
@@ -31,7 +32,7 @@ class BucketTables {
 
  private:
   kernels::Bucket bucket_{};
-  at::Tensor matrices_, raw_segments_, tiles_, workspace_, verdict_;  // what bucket_ points at
+  at::Tensor matrices_, raw_segments_, tiles_, workspace_, counters_, state_;  // what bucket_ has
 };
 
 }  // namespace powersgd

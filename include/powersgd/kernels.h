@@ -54,8 +54,9 @@ struct Matrix {
   void* p_hat;    // [rows, rank]: orthonormal columns. 0 before the first step
   void* q_local;  // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
   void* q_warm;   // [rank, cols]: the factor that the next project multiplies by (Q transposed)
-  uint64_t random_id;          // names the matrix to the random generator, the same on all ranks
-  int64_t active_offset = -1;  // in Bucket::p_payload: 1 if G has a non-zero element; -1: nowhere
+  uint64_t random_id;            // names the matrix to the random generator, the same on all ranks
+  int64_t active_offset = -1;    // in Bucket::p_payload: 1 if G has a non-zero element; -1: nowhere
+  double* grad_scale = nullptr;  // the loss scale in whose units memory and q_local are
 };
 
 // Elements that travel uncompressed, beside P.
@@ -93,13 +94,27 @@ struct TileTable {
   std::vector<Tile> tiles;
   std::array<int64_t, kTileLists + 1> list_begin{};  // list i is [list_begin[i], list_begin[i + 1])
   size_t workspace_bytes = 0;                        // 64-byte aligned memory, contents arbitrary
+  int64_t num_counters = 0;                          // of Bucket::counters
   int64_t largest_rank = 0;                          // of all matrices
 };
 
-// orthogonalize sets it, and reconstruct may raise it.
-struct Verdict {
-  int32_t skipped;  // 1: this step is skipped; 0: it is applied
+// The scales of a float16 payload, which is multiplied by a power of two before it is rounded. 0
+// stands for a scale that is not known yet.
+struct WireScale {
+  float current;  // of this step's payload
+  float next;     // of the next step's, chosen from this step's sum
 };
+
+// What a bucket keeps in the memory of its device from stage to stage and from step to step, so
+// that a replayed CUDA graph goes on where the last step ended. It holds zeros at first.
+struct BucketState {
+  uint64_t step;    // the number of the step in progress. project writes it
+  int32_t skipped;  // 1: this step is skipped. orthogonalize writes it, reconstruct may raise it
+  WireScale p_scale, q_scale;
+};
+
+// Stands for the number after that of the last step, which the device knows.
+constexpr uint64_t kNextStep = UINT64_MAX;
 
 // A step counts once, even if several buckets of an owner report it. Buckets that share a count run
 // one after the other.
@@ -124,23 +139,33 @@ struct Bucket {
   int64_t largest_rank;  // of all matrices, which a launcher on the host cannot read
 
   void* gradient;   // gradient dtype
-  void* p_payload;  // factor dtype, p_numel elements; the last is the non-finite count
-  void* q_payload;  // factor dtype, q_numel elements
+  void* p_payload;  // wire dtype, p_numel elements; the last is the non-finite count
+  void* q_payload;  // wire dtype, q_numel elements
   int64_t p_numel;
   int64_t q_numel;
+  int64_t raw_offset;     // in p_payload: the first element of the raw segments
+  int64_t counts_offset;  // in p_payload: the first of the counts, which are never scaled
+  // Factor dtype, counts_offset - raw_offset elements: what the wire's rounding has kept back of
+  // the raw segments. Null if wire and factor dtype are equal.
+  void* rounding;
   void* workspace;
-  Verdict* verdict;
+  uint64_t* counters;  // zeros at first; the stages leave them as they need them again
+  BucketState* state;
   StepCounts* step_counts;  // may be null
 
   DType gradient_dtype;
   DType residual_dtype;  // float64 for float64 gradients
   DType factor_dtype;    // float32, or float64 for float64 gradients
+  DType wire_dtype;      // of the payloads: the factor dtype, bfloat16 or float16
+  // The payloads of later steps travel as float16: the next scales are chosen in this step too. The
+  // first payloads travel as factors, whose size then says what the scale must be.
+  bool chooses_scales;
 
   double residual_scale;  // S_new / S_old of the loss scale, 1 without
   double output_scale;    // 1 for SUM, 1 / world size for AVG
   double epsilon;         // a pivot at or below max(2^-46, epsilon) * trace is dead
   uint64_t seed;
-  uint64_t step;
+  uint64_t step;  // or kNextStep
 };
 
 namespace cpu {

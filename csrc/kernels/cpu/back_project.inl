@@ -102,7 +102,7 @@ inline void back_project_tile(const Bucket& bucket, const Tile& tile) {
 }
 
 inline void back_project(const Bucket& bucket, const ParallelFor& parallel_for) {
-  if (bucket.verdict->skipped == 0) {
+  if (bucket.state->skipped == 0) {
     for_each_tile(bucket, kBackProjectTiles, parallel_for,
                   [&](const Tile& tile) { back_project_tile(bucket, tile); });
   }

@@ -63,8 +63,8 @@ inline void replace_dead(const Bucket& bucket, const Matrix& matrix, const Tile&
     const uint32_t column = replacement_number(k, pass);
     for (int64_t row = tile.row_begin; row < tile.row_end; ++row) {
       const float element =
-          random_element(bucket.seed, matrix.random_id, bucket.step, RandomUse::kDeadColumn, column,
-                         static_cast<uint64_t>(row));
+          random_element(bucket.seed, matrix.random_id, bucket.state->step, RandomUse::kDeadColumn,
+                         column, static_cast<uint64_t>(row));
       p_hat.at(row, k) = static_cast<F>(element * scale);
     }
   }
@@ -171,7 +171,7 @@ inline void orthogonalize(const Bucket& bucket, const ParallelFor& parallel_for)
   const bool skipped = bucket.factor_dtype == DType::kFloat64
                            ? Orthogonalizer<double>(bucket, parallel_for).run()
                            : Orthogonalizer<float>(bucket, parallel_for).run();
-  bucket.verdict->skipped = skipped ? 1 : 0;
+  bucket.state->skipped = skipped ? 1 : 0;
 }
 
 }  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

@@ -7,7 +7,7 @@
 #include "kernels/cpu/blocking/element_flags.h"
 #include "kernels/cpu/blocking/tiles.h"
 #include "kernels/cpu/simd/convert.h"
-#include "kernels/shared/step_count.h"
+#include "kernels/shared/steps.h"
 
 // project puts raw segments, activities and the non-finite count into the P payload, beside P.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
@@ -65,6 +65,7 @@ inline void project_and_pack(const Bucket& bucket, const ParallelFor& parallel_f
   }
   elements<ComputeOf<G>>(bucket.p_payload, bucket.p_numel - 1)[0] =
       (flags & kNonFinite) != 0 ? 1 : 0;
+  bucket.state->step = begun_step(bucket);
   if ((flags & kSaturated) != 0) count_step(bucket, &StepCounts::saturated);
   write_activities<G>(bucket);
 }

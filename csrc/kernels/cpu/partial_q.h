@@ -76,7 +76,7 @@ template <class F>
 inline void sum_strips(const Bucket& bucket, const ParallelFor& parallel_for) {
   for_each_tile(bucket, kStripTiles, parallel_for, [&](const Tile& tile) {
     const Matrix& matrix = bucket.matrices[tile.item];
-    const bool is_zero = bucket.verdict->skipped != 0 || out_of_use<F>(bucket, matrix);
+    const bool is_zero = bucket.state->skipped != 0 || out_of_use<F>(bucket, matrix);
     const int64_t parts = is_zero ? 0 : ceil_div(matrix.rows, back_project_rows(matrix));
     sum_strip<F>(bucket, matrix, tile, parts);
   });

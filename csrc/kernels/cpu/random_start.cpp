@@ -4,6 +4,7 @@
 // the span of M q_warm^T does.
 #include "kernels/cpu/blocking/tiles.h"
 #include "kernels/shared/philox.h"
+#include "kernels/shared/steps.h"
 
 namespace powersgd::kernels::cpu {
 namespace {
@@ -13,7 +14,7 @@ void fill_row(const Bucket& bucket, const Tile& tile) {
   const Matrix& matrix = bucket.matrices[tile.item];
   F* row = static_cast<F*>(matrix.q_warm) + tile.row_begin * matrix.cols;
   for (int64_t j = 0; j < matrix.cols; ++j) {
-    row[j] = random_element(bucket.seed, matrix.random_id, bucket.step, RandomUse::kStart,
+    row[j] = random_element(bucket.seed, matrix.random_id, begun_step(bucket), RandomUse::kStart,
                             static_cast<uint32_t>(tile.row_begin), static_cast<uint64_t>(j));
   }
 }

@@ -17,7 +17,7 @@
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/simd/convert.h"
 #include "kernels/cpu/with_storage.h"
-#include "kernels/shared/step_count.h"
+#include "kernels/shared/steps.h"
 
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
@@ -263,12 +263,12 @@ inline void apply_step(const Bucket& bucket, const ParallelFor& parallel_for) {
 
 template <class G, class R>
 inline void reconstruct_or_skip(const Bucket& bucket, const ParallelFor& parallel_for) {
-  Verdict& verdict = *bucket.verdict;
-  if (verdict.skipped == 0 && !norms_are_finite<ComputeOf<G>>(bucket, parallel_for)) {
-    verdict.skipped = 1;
+  int32_t& skipped = bucket.state->skipped;
+  if (skipped == 0 && !norms_are_finite<ComputeOf<G>>(bucket, parallel_for)) {
+    skipped = 1;
   }
-  clear_sent<ComputeOf<G>>(bucket, verdict.skipped != 0);
-  if (verdict.skipped == 0) {
+  clear_sent<ComputeOf<G>>(bucket, skipped != 0);
+  if (skipped == 0) {
     apply_step<G>(bucket, parallel_for);
   } else {
     skip_step<G, R>(bucket, parallel_for);

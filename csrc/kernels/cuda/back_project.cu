@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
   begin_kernel();
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
-  if (bucket.verdict->skipped != 0 || out_of_use<F>(bucket, matrix)) {
+  if (bucket.state->skipped != 0 || out_of_use<F>(bucket, matrix)) {
     if (tile.row_begin == 0) send_zeros<F>(bucket, matrix, tile);
     return;
   }
@@ -156,7 +156,7 @@ template <typename F>
 __global__ void __launch_bounds__(kThreads)
     sum_kernel(Bucket bucket, int64_t first_tile, int ranks) {
   begin_kernel();
-  if (bucket.verdict->skipped != 0) return;
+  if (bucket.state->skipped != 0) return;
   const Tile tile = bucket.tiles[first_tile + blockIdx.x / ranks];
   const Matrix matrix = bucket.matrices[tile.item];
   if (out_of_use<F>(bucket, matrix)) return;

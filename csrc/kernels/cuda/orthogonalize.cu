@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     solve_kernel(Bucket bucket, int64_t first_tile, int64_t tiles) {
   begin_kernel();
   const bool skip = skips<F>(bucket, tiles);
-  if (blockIdx.x == 0 && threadIdx.x == 0) bucket.verdict->skipped = skip ? 1 : 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) bucket.state->skipped = skip ? 1 : 0;
   if (skip || blockIdx.x >= tiles) return;  // one block runs even in a bucket without matrices
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];

@@ -50,9 +50,10 @@ __device__ F replacement(const Bucket& bucket, const Matrix& matrix, int pass, i
                          int64_t row) {
   if (pass + 1 == kMaxPasses) return 0;
   const double scale = sqrt(3.0 / static_cast<double>(matrix.rows));
-  return static_cast<F>(
-      scale * random_element(bucket.seed, matrix.random_id, bucket.step, RandomUse::kDeadColumn,
-                             replacement_number(column, pass), static_cast<uint64_t>(row)));
+  return static_cast<F>(scale * random_element(bucket.seed, matrix.random_id, bucket.state->step,
+                                               RandomUse::kDeadColumn,
+                                               replacement_number(column, pass),
+                                               static_cast<uint64_t>(row)));
 }
 
 // p_hat = x times the inverse, columns in the order of the map. x may be p_hat: the last column in

@@ -3,6 +3,7 @@
 // random_start: q_warm[k, column] = random_element(seed, random_id, step, start, k, column).
 #include "kernels/cuda/elements.cuh"
 #include "kernels/shared/philox.h"
+#include "kernels/shared/steps.h"
 
 namespace powersgd::kernels::cuda {
 namespace {
@@ -19,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) random_start_kernel(Bucket bucket, i
     const int64_t col = tile.col_begin + i % kStrip;
     if (col < tile.col_end)
       q_warm[k * matrix.cols + col] =
-          random_element(bucket.seed, matrix.random_id, bucket.step, RandomUse::kStart,
+          random_element(bucket.seed, matrix.random_id, begun_step(bucket), RandomUse::kStart,
                          static_cast<uint32_t>(k), static_cast<uint64_t>(col));
   }
 }

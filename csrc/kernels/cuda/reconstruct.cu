@@ -2,7 +2,7 @@
 //
 // reconstruct: G = output_scale * p_hat Q, and q_warm = the rows of Q at unit norm.
 //
-// 1. A first kernel looks for non-finite elements of Q and completes the verdict, which must be
+// 1. A first kernel looks for non-finite elements of Q and says whether the step is skipped, which must be
 //    known before any gradient is overwritten.
 // 2. A second kernel's blocks each take one of three kinds of tiles:
 //    - A row of Q: the block computes its norm in double, then the row of q_warm.
@@ -14,7 +14,7 @@
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/elements.cuh"
 #include "kernels/cuda/reduce.cuh"
-#include "kernels/shared/step_count.h"
+#include "kernels/shared/steps.h"
 
 namespace powersgd::kernels::cuda {
 namespace {
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) check_kernel(Bucket bucket, int64_t 
     const int64_t col = tile.col_begin + i % kStrip;
     if (col < tile.col_end) bad = bad || !is_finite(q[i / kStrip * matrix.cols + col]);
   }
-  if (__syncthreads_or(bad) && threadIdx.x == 0) atomicOr(&bucket.verdict->skipped, 1);
+  if (__syncthreads_or(bad) && threadIdx.x == 0) atomicOr(&bucket.state->skipped, 1);
 }
 
 // Nothing that was sent counts, and memory alone is the residual.
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, R == kAnyRank ? 2 : 4)
     reconstruct_kernel(Bucket bucket, int64_t first_tile, int64_t tiles) {
   using F = Factor<G>;
   begin_kernel();
-  const bool skip = bucket.verdict->skipped != 0;
+  const bool skip = bucket.state->skipped != 0;
   if (skip && blockIdx.x == 0 && threadIdx.x == 0) count_step(bucket, &StepCounts::skipped);
   if (blockIdx.x >= tiles) return;  // an empty bucket
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/elements.cuh"
-#include "kernels/shared/step_count.h"
+#include "kernels/shared/steps.h"
 
 // The work of a block of project beside its products: it reads its tile, packs raw segments, notes
 // what the gradient's elements are like, and writes that to the P payload.
@@ -103,6 +103,7 @@ __device__ void write_flag(const Bucket& bucket, int flag, int64_t begin, int64_
 template <typename F>
 __device__ void finish_step_flags(const Bucket& bucket, int64_t tiles) {
   write_flag<F>(bucket, kNonFinite, 0, tiles, bucket.p_numel - 1);
+  if (threadIdx.x == 0) bucket.state->step = begun_step(bucket);
   if (bucket.residual_dtype == DType::kFloat16 && any_tile_has(bucket, kSaturated, 0, tiles) &&
       threadIdx.x == 0)
     count_step(bucket, &StepCounts::saturated);

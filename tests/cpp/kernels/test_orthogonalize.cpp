@@ -55,7 +55,7 @@ class Orthogonalize : public ::testing::TestWithParam<OrthogonalizeCase> {
         rank_(GetParam().rank),
         bucket_(*runner_, spec()) {}
 
-  // The matrix has one on either side, so that there are several offsets and verdicts.
+  // The matrix has one on either side, so that there are several offsets.
   BucketSpec spec() const {
     return {{{6, 9, 2}, Part::raw(3), {rows_, 3, rank_}, {11, 4, 1}}, GetParam().dtype};
   }
@@ -92,7 +92,7 @@ class Orthogonalize : public ::testing::TestWithParam<OrthogonalizeCase> {
 
   // The columns beyond the number of rows can only be zero.
   void expect_orthonormal() const {
-    EXPECT_EQ(bucket_.verdict().skipped, 0);
+    EXPECT_EQ(bucket_.state().skipped, 0);
     EXPECT_LE(orthogonality_error(head(p_hat(), live_rank()), rows_, live_rank()), allowed_);
     Values rest = p_hat();
     for (int64_t i = 0; i < rows_; ++i) {
@@ -194,7 +194,7 @@ TEST_P(Orthogonalize, ZeroColumnIsReplaced) {
     Values p = random_p(6);
     for (int64_t i = 0; i < rows_; ++i) at(p, i, dead) = 0;
     run(p);
-    EXPECT_EQ(bucket_.verdict().skipped, 0);
+    EXPECT_EQ(bucket_.state().skipped, 0);
     if (live_rank() < rank_) continue;
     expect_orthonormal();
     expect_spanned(p, rank_);
@@ -250,7 +250,7 @@ TEST_P(Orthogonalize, DeadColumnsDependOnTheStepAlone) {
   Values p = random_p(11);
   for (int64_t i = 0; i < rows_; ++i) at(p, i, rank_ - 1) = 0;
   const auto result = [&](uint64_t step, uint64_t seed) {
-    bucket_.bucket.step = step;
+    bucket_.set_step(step);
     bucket_.bucket.seed = seed;
     run(p);
     return p_hat();
@@ -274,7 +274,7 @@ TEST_P(Orthogonalize, NonFiniteCountSkips) {
     payload.back() = count;
     bucket_.p_payload->set(payload);
     bucket_.run(Stage::kOrthogonalize);
-    EXPECT_EQ(bucket_.verdict().skipped, 1);
+    EXPECT_EQ(bucket_.state().skipped, 1);
     EXPECT_EQ(p_hat(), before);
   }
 }
@@ -294,7 +294,7 @@ TEST_P(Orthogonalize, NonFiniteElementSkipsTheBucket) {
       payload.back() = 0;
       bucket_.p_payload->set(payload);
       bucket_.run(Stage::kOrthogonalize);
-      EXPECT_EQ(bucket_.verdict().skipped, 1);
+      EXPECT_EQ(bucket_.state().skipped, 1);
       for (size_t i = 0; i < before.size(); ++i) {
         EXPECT_EQ(bucket_.matrices[i].p_hat->get(), before[i]);
       }
@@ -309,15 +309,14 @@ TEST_P(Orthogonalize, RawSegmentsDoNotSkip) {
   payload.back() = 0;
   bucket_.p_payload->set(payload);
   bucket_.run(Stage::kOrthogonalize);
-  EXPECT_EQ(bucket_.verdict().skipped, 0);
+  EXPECT_EQ(bucket_.state().skipped, 0);
 }
 
-TEST_P(Orthogonalize, VerdictOfTheLastStepIsOverwritten) {
-  const kernels::Verdict verdict{1};
-  runner_->copy_in(bucket_.bucket.verdict, &verdict, sizeof(verdict));
+TEST_P(Orthogonalize, TheSkipOfTheLastStepIsOverwritten) {
+  bucket_.set_skipped(true);
   Values p = random_p(17);
   run(p);
-  EXPECT_EQ(bucket_.verdict().skipped, 0);
+  EXPECT_EQ(bucket_.state().skipped, 0);
 }
 
 TEST_P(Orthogonalize, MatrixOutOfUseKeepsItsColumns) {

@@ -24,11 +24,7 @@ class Reconstruct : public KernelTest {
     randomize(bucket_, seed);
     bucket_.p_payload->set(random_values(bucket_.bucket.p_numel, seed + 100));
     bucket_.q_payload->set(random_values(bucket_.bucket.q_numel, seed + 200));
-    set_verdict({0});
-  }
-
-  void set_verdict(kernels::Verdict verdict) {
-    runner_->copy_in(bucket_.bucket.verdict, &verdict, sizeof(verdict));
+    bucket_.set_skipped(false);
   }
 
   // One rounding to the gradient dtype after a chain of `operations`.
@@ -54,7 +50,7 @@ class Reconstruct : public KernelTest {
   void run_and_expect_skipped() {
     const std::vector<Before> before = matrices_before();
     bucket_.run(Stage::kReconstruct);
-    EXPECT_EQ(bucket_.verdict().skipped, 1);
+    EXPECT_EQ(bucket_.state().skipped, 1);
     for (const double g : bucket_.gradient->get()) ASSERT_TRUE(std::isnan(g));
     for (size_t i = 0; i < before.size(); ++i) check_taken_back(bucket_.matrices[i], before[i]);
   }
@@ -80,7 +76,7 @@ TEST_P(Reconstruct, MatchesTheReference) {
     randomize_step(1);
     bucket_.bucket.output_scale = scale;
     bucket_.run(Stage::kReconstruct);
-    EXPECT_EQ(bucket_.verdict().skipped, 0);
+    EXPECT_EQ(bucket_.state().skipped, 0);
     for (const DeviceMatrix& matrix : bucket_.matrices) {
       Checked expected = reference_product(matrix.part, matrix.p_hat->get(), bucket_.q_of(matrix));
       for (double& value : expected.value) value *= scale;
@@ -122,7 +118,7 @@ TEST_P(Reconstruct, ZeroRowKeepsTheWarmStart) {
   const std::vector<Before> before = matrices_before();
   bucket_.q_payload->set(Values(static_cast<size_t>(bucket_.bucket.q_numel)));
   bucket_.run(Stage::kReconstruct);
-  EXPECT_EQ(bucket_.verdict().skipped, 0);
+  EXPECT_EQ(bucket_.state().skipped, 0);
   for (size_t i = 0; i < before.size(); ++i) {
     EXPECT_EQ(bucket_.matrices[i].q_warm->get(), before[i].q_warm);
     EXPECT_EQ(norm(bucket_.gradient_of(bucket_.matrices[i])), 0);
@@ -155,7 +151,7 @@ TEST_P(Reconstruct, MatrixOutOfUseGetsZerosAndKeepsItsResidual) {
     const DeviceMatrix& matrix = bucket.matrices[idle];
     const Values memory = matrix.memory->get(), q_warm = matrix.q_warm->get();
     bucket.run(Stage::kReconstruct);
-    EXPECT_EQ(bucket.verdict().skipped, 0);
+    EXPECT_EQ(bucket.state().skipped, 0);
     EXPECT_EQ(norm(bucket.gradient_of(matrix)), 0);
     EXPECT_EQ(norm(matrix.q_local->get()), 0);
     EXPECT_EQ(matrix.memory->get(), memory);
@@ -174,7 +170,7 @@ TEST_P(Reconstruct, SkipsWhenOrthogonalizeSaidSo) {
   Values gradient = bucket_.gradient->get();
   for (size_t i = 0; i < gradient.size(); i += 41) gradient[i] = i % 2 == 0 ? kNaN : kInfinity;
   bucket_.gradient->set(gradient);
-  set_verdict({1});
+  bucket_.set_skipped(true);
   run_and_expect_skipped();
 }
 
@@ -208,11 +204,10 @@ TEST_P(Reconstruct, BucketsShareTheCountOfSkippedSteps) {
     for (auto& [bucket, skipped] :
          {std::pair<TestBucket&, bool>{bucket_, skip.first}, {second, skip.second}}) {
       bucket.bucket.step_counts = shared.data();
-      bucket.bucket.step = skip.step;
-      const kernels::Verdict verdict{skipped ? 1 : 0};
-      runner_->copy_in(bucket.bucket.verdict, &verdict, sizeof(verdict));
+      bucket.set_step(skip.step);
+      bucket.set_skipped(skipped);
       bucket.run(Stage::kReconstruct);
-      EXPECT_EQ(bucket.verdict().skipped, skipped ? 1 : 0);
+      EXPECT_EQ(bucket.state().skipped, skipped ? 1 : 0);
     }
     EXPECT_EQ(shared.get().skipped.count, skip.expected) << "after step " << skip.step;
     EXPECT_EQ(shared.get().saturated.count, 0);
@@ -224,8 +219,7 @@ TEST_P(Reconstruct, SkipsWithoutErrorFeedback) {
   spec.error_feedback = false;
   TestBucket bucket(*runner_, spec);
   randomize(bucket, 8);
-  const kernels::Verdict verdict{1};
-  runner_->copy_in(bucket.bucket.verdict, &verdict, sizeof(verdict));
+  bucket.set_skipped(true);
   bucket.run(Stage::kReconstruct);
   for (const double g : bucket.gradient->get()) ASSERT_TRUE(std::isnan(g));
 }

@@ -59,7 +59,7 @@ std::vector<uint8_t> run_shared_stages(const RunnerFactory& factory, const Bucke
   bucket.run(Stage::kRandomStart);
   bucket.run(Stage::kOrthogonalize);
   bucket.run(Stage::kReconstruct);
-  EXPECT_EQ(bucket.verdict().skipped, 0);
+  EXPECT_EQ(bucket.state().skipped, 0);
   return bucket.state_bytes();
 }
 

@@ -224,7 +224,7 @@ TEST_P(Step, ZeroGradientGivesZeroAndKeepsQ) {
   const Values q_warm = world.ranks[0]->matrices[0].q_warm->get();
   EXPECT_EQ(norm(world.step({zero, zero})), 0);
   EXPECT_EQ(world.ranks[0]->matrices[0].q_warm->get(), q_warm);
-  EXPECT_EQ(world.ranks[0]->verdict().skipped, 0);
+  EXPECT_EQ(world.ranks[0]->state().skipped, 0);
 }
 
 // When the loss scale doubles, so do gradients exactly, and residuals through residual_scale.

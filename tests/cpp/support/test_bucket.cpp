@@ -71,6 +71,7 @@ void TestBucket::lay_out() {
     raw.p_offset = bucket.p_numel;
     bucket.p_numel += raw.numel;
   }
+  bucket.counts_offset = bucket.p_numel;
   for (DeviceMatrix& matrix : matrices) {
     if (spec.tells_activity) matrix.active_offset = bucket.p_numel++;
   }
@@ -107,11 +108,13 @@ void TestBucket::build_tables() {
   bucket.p_payload = p_payload->data();
   bucket.q_payload = q_payload->data();
   bucket.workspace = runner_.allocate(tiles.workspace_bytes);
-  bucket.verdict = upload(std::vector<kernels::Verdict>{{0}});
+  bucket.counters = upload(std::vector<uint64_t>(static_cast<size_t>(tiles.num_counters), 0));
+  bucket.state = upload(std::vector<kernels::BucketState>{{}});
   bucket.gradient_dtype = spec.gradient_dtype;
   bucket.residual_dtype =
       spec.gradient_dtype == DType::kFloat64 ? DType::kFloat64 : spec.residual_dtype;
-  bucket.factor_dtype = spec.factor_dtype();
+  bucket.factor_dtype = bucket.wire_dtype = spec.factor_dtype();
+  bucket.raw_offset = raws.empty() ? bucket.counts_offset : raws.front().p_offset;
   bucket.residual_scale = 1;
   bucket.output_scale = 1;
   bucket.seed = 42;
@@ -159,10 +162,27 @@ void TestBucket::set_activities(const Values& values) {
   p_payload->set(payload);
 }
 
-kernels::Verdict TestBucket::verdict() const {
-  kernels::Verdict verdict;
-  runner_.copy_out(&verdict, bucket.verdict, sizeof(verdict));
-  return verdict;
+kernels::BucketState TestBucket::state() const {
+  kernels::BucketState state;
+  runner_.copy_out(&state, bucket.state, sizeof(state));
+  return state;
+}
+
+void TestBucket::set_state(const kernels::BucketState& state) {
+  runner_.copy_in(bucket.state, &state, sizeof(state));
+}
+
+void TestBucket::set_skipped(bool skipped) {
+  kernels::BucketState changed = state();
+  changed.skipped = skipped ? 1 : 0;
+  set_state(changed);
+}
+
+void TestBucket::set_step(uint64_t step) {
+  kernels::BucketState changed = state();
+  changed.step = step;
+  set_state(changed);
+  bucket.step = step;
 }
 
 std::vector<uint8_t> TestBucket::state_bytes() const {

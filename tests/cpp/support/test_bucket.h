@@ -101,7 +101,10 @@ class TestBucket {
   Values activities() const;
   void set_activities(const Values& values);
 
-  kernels::Verdict verdict() const;
+  kernels::BucketState state() const;
+  void set_skipped(bool skipped);
+  // Makes this the number of the step in progress, as project does.
+  void set_step(uint64_t step);
   double count() const { return p_payload->get().back(); }
 
   // All the bytes that a step may write, for comparisons bit by bit.
@@ -116,6 +119,7 @@ class TestBucket {
  private:
   void lay_out();
   void build_tables();
+  void set_state(const kernels::BucketState& state);
   template <class T>
   T* upload(const std::vector<T>& table);
 

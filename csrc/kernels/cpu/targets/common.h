@@ -29,5 +29,5 @@
 #include "kernels/shared/layout.h"
 #include "kernels/shared/numerics.h"
 #include "kernels/shared/philox.h"
-#include "kernels/shared/step_count.h"
+#include "kernels/shared/steps.h"
 #include "powersgd/kernels.h"

@@ -53,7 +53,7 @@ void expect_std_fma(const std::function<Factors(std::mt19937_64&)>& make) {
     bucket.q_payload->set(q);
     bucket.bucket.output_scale = 1;
     bucket.run(Stage::kReconstruct);
-    ASSERT_EQ(bucket.verdict().skipped, 0);
+    ASSERT_EQ(bucket.state().skipped, 0);
     EXPECT_EQ(bucket.gradient_of(bucket.matrices[0]), expected) << factory.name;
   }
 }

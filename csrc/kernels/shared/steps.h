@@ -6,12 +6,17 @@
 
 namespace powersgd::kernels {
 
+// The number of the step that random_start and project begin.
+POWERSGD_HOST_DEVICE inline uint64_t begun_step(const Bucket& bucket) {
+  return bucket.step == kNextStep ? bucket.state->step + 1 : bucket.step;
+}
+
 // Counts the bucket's step, unless another bucket did. One thread of the bucket calls it.
 POWERSGD_HOST_DEVICE inline void count_step(const Bucket& bucket, StepCount StepCounts::* which) {
   if (bucket.step_counts == nullptr) return;
   StepCount& steps = bucket.step_counts->*which;
-  if (steps.last == bucket.step + 1) return;
-  steps.last = bucket.step + 1;
+  if (steps.last == bucket.state->step + 1) return;
+  steps.last = bucket.state->step + 1;
   ++steps.count;
 }
 
