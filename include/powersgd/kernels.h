@@ -68,9 +68,7 @@ struct RawSegment {
 
 enum class TileKind : int32_t {
   kMatrix,      // rows and columns of a matrix
-  kFactorRow,   // row row_begin of a matrix's Q
-  kSum,         // rows and columns of a matrix whose partial results are to be added
-  kActivity,    // whether a matrix has a non-zero element
+  kFactorRow,   // columns of row row_begin of a matrix's Q
   kRawSegment,  // elements [col_begin, col_end) of a raw segment
 };
 
@@ -79,10 +77,9 @@ enum class TileKind : int32_t {
 struct Tile {
   TileKind kind;
   int32_t item;  // index of the matrix or raw segment
-  int32_t slot;  // where its partial result goes in the workspace
-  // kSum: how many partial results there are, from `slot` on. kActivity: the tiles of the stage's
-  // first list that belong to the matrix.
-  int32_t first_part, parts;
+  int32_t slot;  // where the partial results of the tiles that are added up begin in the workspace
+  int32_t part, parts;  // the number of this tile's partial result, and how many there are
+  int32_t counter;      // in Bucket::counters: how many of these have been written
   int64_t row_begin, row_end;
   int64_t col_begin, col_end;
 };
@@ -162,6 +159,7 @@ struct Bucket {
   bool chooses_scales;
 
   double residual_scale;  // S_new / S_old of the loss scale, 1 without
+  bool drop_residual;  // every residual is another tensor's, and is left out
   double output_scale;    // 1 for SUM, 1 / world size for AVG
   double epsilon;         // a pivot at or below max(2^-46, epsilon) * trace is dead
   uint64_t seed;
@@ -195,6 +193,9 @@ using Status = int;
 
 TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
                      DType factor_dtype);
+
+// The kernels that this process has launched.
+int64_t launch_count();
 
 Status random_start(const Bucket& bucket, Stream stream);
 Status project(const Bucket& bucket, Stream stream);

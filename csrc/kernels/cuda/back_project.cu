@@ -5,12 +5,14 @@
 // A tile is a strip of 128 columns by a range of rows. A lane takes four columns. Where addresses
 // do not allow vector accesses it takes one, and the strip is taken in four parts. The warps take
 // the rows in turn, several at a time:
-//   1. The block copies p_hat's rows to shared memory.
-//   2. A lane adds up rank x 4 sums, with 4 or 8 independent vector loads of M at a time.
-//   3. The warps' sums are added in shared memory, in the order of the warps.
+//   1. A lane loads its first part of M. Only p_hat is new since project, so that this may happen
+//      while orthogonalize still runs.
+//   2. The block copies p_hat's rows to shared memory.
+//   3. A lane adds up rank x 4 sums, with 4 or 8 independent vector loads of M at a time.
+//   4. The warps' sums are added in shared memory, in the order of the warps.
 // A skipped step sends zeros, and so does a matrix that no rank uses.
-// Where a strip has several row ranges, 3. writes to the workspace, and a second kernel adds the
-// ranges in their order.
+// Where a strip has several row ranges, 4. writes to the workspace, and the strip's last block adds
+// the ranges in their order.
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/elements.cuh"
 #include "kernels/cuda/strips.cuh"
@@ -42,10 +44,62 @@ __device__ __forceinline__ void keep_finite(F (&m)[W], bool is_gradient) {
   for (int j = 0; j < W; ++j) m[j] = is_finite(m[j]) ? m[j] : F{0};
 }
 
-// Phases 1 and 2 for columns [k0, k0 + R) of p_hat. S is the storage of M.
+// Where a tile's M lies: in memory or, without error feedback, in the gradient.
+template <typename S>
+struct StoredM {
+  const S* base;
+  DType dtype;
+  bool is_gradient;
+
+  __device__ StoredM(const Bucket& bucket, const Matrix& matrix)
+      : base(matrix.memory == nullptr
+                 ? global(static_cast<const S*>(bucket.gradient) + matrix.gradient_offset)
+                 : global(static_cast<const S*>(matrix.memory))),
+        dtype(matrix.memory == nullptr ? bucket.gradient_dtype : bucket.residual_dtype),
+        is_gradient(matrix.memory == nullptr) {}
+};
+
+// A lane's part of kBatch rows of M.
 template <int R, int W, typename S>
-__device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& tile, const S* m_base,
-                                           DType dtype, bool is_gradient, int64_t k0, int64_t col,
+struct Batch {
+  S stored[kBatch<R, W>][W];
+
+  // Loads from row `row` of a chunk of `rows` on. A row beyond the last repeats it; its factors in
+  // shared memory are 0.
+  __device__ __forceinline__ void load(const S* chunk, int64_t cols, int row, int rows) {
+    POWERSGD_UNROLL
+    for (int i = 0; i < kBatch<R, W>; ++i)
+      load_stored<Access::kNonTemporal>(chunk + (row + i < rows ? row + i : rows - 1) * cols,
+                                        stored[i]);
+  }
+
+  // sums[k] += p_hat[row][k] M[row], for p as [kStagedRows][R] from this batch's first row on.
+  template <typename F>
+  __device__ __forceinline__ void multiply(const StoredM<S>& m, const F* p, F (&sums)[R][W]) const {
+    POWERSGD_UNROLL
+    for (int i = 0; i < kBatch<R, W>; ++i) {
+      F values[W];
+      widen_columns(stored[i], m.dtype, values);
+      keep_finite(values, m.is_gradient);
+      POWERSGD_UNROLL
+      for (int k = 0; k < R; ++k) {
+        POWERSGD_UNROLL
+        for (int j = 0; j < W; ++j) sums[k][j] += p[i * R + k] * values[j];
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ int rows_of_chunk(const Tile& tile, int64_t begin) {
+  const int64_t left = tile.row_end - begin;
+  return left < kStagedRows ? static_cast<int>(left) : kStagedRows;
+}
+
+// Phases 2 and 3 for columns [k0, k0 + R) of p_hat. `first` holds the warp's first batch.
+template <int R, int W, typename S>
+__device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& tile,
+                                           const StoredM<S>& m, int64_t k0, int64_t col,
+                                           Batch<R, W, S>& batch, bool loaded,
                                            Factor<S> (&sums)[R][W]) {
   using F = Factor<S>;
   F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][R]
@@ -57,8 +111,7 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
     for (int j = 0; j < W; ++j) sums[k][j] = 0;
   }
   for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows) {
-    const int64_t left = tile.row_end - begin;
-    const int rows = left < kStagedRows ? static_cast<int>(left) : kStagedRows;
+    const int rows = rows_of_chunk(tile, begin);
     __syncthreads();
     for (int i = threadIdx.x; i < kStagedRows * R; i += kThreads) {
       const int64_t k = k0 + i % R;
@@ -68,23 +121,9 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
     if (col >= tile.col_end) continue;
     POWERSGD_NO_UNROLL
     for (int row = warp * kBatch<R, W>; row < rows; row += kWarps * kBatch<R, W>) {
-      F m[kBatch<R, W>][W];
-      POWERSGD_UNROLL
-      for (int i = 0; i < kBatch<R, W>; ++i) {
-        // A row beyond the last repeats it; its factors in shared memory are 0.
-        const int64_t offset = (begin + (row + i < rows ? row + i : rows - 1)) * matrix.cols;
-        load_columns<Access::kNonTemporal>(m_base + offset + col, dtype, m[i]);
-      }
-      POWERSGD_UNROLL
-      for (int i = 0; i < kBatch<R, W>; ++i) {
-        keep_finite(m[i], is_gradient);
-        POWERSGD_UNROLL
-        for (int k = 0; k < R; ++k) {
-          const F p = staged[(row + i) * R + k];
-          POWERSGD_UNROLL
-          for (int j = 0; j < W; ++j) sums[k][j] += p * m[i][j];
-        }
-      }
+      if (!loaded) batch.load(m.base + begin * matrix.cols + col, matrix.cols, row, rows);
+      loaded = false;
+      batch.multiply(m, staged + row * R, sums);
     }
   }
 }
@@ -93,87 +132,82 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
 template <int R, int W, typename S>
 __device__ __forceinline__ void back_project_columns(const Bucket& bucket, const Matrix& matrix,
                                                      const Tile& tile, int64_t begin,
-                                                     const S* m_base, DType dtype,
-                                                     bool is_gradient) {
+                                                     const StoredM<S>& m, Batch<R, W, S>& batch,
+                                                     bool loaded) {
   using F = Factor<S>;
+  const int64_t col = begin + threadIdx.x % kWarpSize * W;
   for (int64_t k0 = 0; k0 < matrix.rank; k0 += R) {
     F sums[R][W];
-    accumulate<R>(matrix, tile, m_base, dtype, is_gradient, k0, begin + threadIdx.x % kWarpSize * W,
-                  sums);
-    write_q<R>(bucket, matrix, tile, begin, k0, sums, reinterpret_cast<F*>(shared_memory()));
+    accumulate(matrix, tile, m, k0, col, batch, loaded && k0 == 0, sums);
+    write_strip<R>(bucket, matrix, tile, begin, k0, sums, reinterpret_cast<F*>(shared_memory()));
+  }
+}
+
+// True if q is zero, and nothing is to be computed. Waits for orthogonalize.
+__device__ __forceinline__ bool sends_zeros(const Bucket& bucket, const Matrix& matrix) {
+  wait_for_predecessor();
+  return bucket.state->skipped != 0 || out_of_use(bucket, matrix);
+}
+
+template <typename F>
+__device__ void send_zeros(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
+  if (tile.part != 0) return;
+  const Payload<F> payload = q_of<F>(bucket);
+  for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
+    const int64_t col = tile.col_begin + i % kStrip;
+    if (col < tile.col_end) write_q(payload, matrix, i / kStrip * matrix.cols + col, F{0});
   }
 }
 
 template <int R, typename S>
 __device__ __forceinline__ void back_project_tile(const Bucket& bucket, const Matrix& matrix,
-                                                  const Tile& tile, const void* base,
-                                                  int64_t offset, DType dtype, bool is_gradient) {
-  const S* const m_base = global(static_cast<const S*>(base)) + offset;
-  if (is_aligned(m_base, matrix.cols)) {
-    back_project_columns<R, 4>(bucket, matrix, tile, tile.col_begin, m_base, dtype, is_gradient);
-    return;
+                                                  const Tile& tile) {
+  using F = Factor<S>;
+  const StoredM<S> m(bucket, matrix);
+  if (is_aligned(m.base, matrix.cols)) {
+    Batch<R, 4, S> batch;
+    const int rows = rows_of_chunk(tile, tile.row_begin);
+    const int row = threadIdx.x / kWarpSize * kBatch<R, 4>;
+    const int64_t col = tile.col_begin + threadIdx.x % kWarpSize * 4;
+    const bool loads = row < rows && col < tile.col_end;
+    if (loads) batch.load(m.base + tile.row_begin * matrix.cols + col, matrix.cols, row, rows);
+    if (sends_zeros(bucket, matrix)) {
+      send_zeros<F>(bucket, matrix, tile);
+      return;
+    }
+    back_project_columns<R, 4, S>(bucket, matrix, tile, tile.col_begin, m, batch, loads);
+  } else {
+    if (sends_zeros(bucket, matrix)) {
+      send_zeros<F>(bucket, matrix, tile);
+      return;
+    }
+    Batch<R, 1, S> batch;
+    for (int64_t begin = tile.col_begin; begin < tile.col_end; begin += kWarpSize)
+      back_project_columns<R, 1, S>(bucket, matrix, tile, begin, m, batch, false);
   }
-  for (int64_t begin = tile.col_begin; begin < tile.col_end; begin += kWarpSize)
-    back_project_columns<R, 1>(bucket, matrix, tile, begin, m_base, dtype, is_gradient);
-}
-
-template <typename F>
-__device__ void send_zeros(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
-  F* const q_local = static_cast<F*>(matrix.q_local);
-  F* const payload = elements<F>(bucket.q_payload, matrix.q_offset);
-  for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
-    const int64_t col = tile.col_begin + i % kStrip;
-    if (col >= tile.col_end) continue;
-    payload[i / kStrip * matrix.cols + col] = 0;
-    q_local[i / kStrip * matrix.cols + col] = 0;
-  }
+  add_row_ranges<F>(bucket, matrix, tile);
 }
 
 template <int R, typename F>
 __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
     back_project_kernel(Bucket bucket, int64_t first_tile) {
-  begin_kernel();
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
-  if (bucket.state->skipped != 0 || out_of_use<F>(bucket, matrix)) {
-    if (tile.row_begin == 0) send_zeros<F>(bucket, matrix, tile);
-    return;
-  }
-  const bool is_gradient = matrix.memory == nullptr;
-  const void* base = is_gradient ? bucket.gradient : matrix.memory;
-  const int64_t offset = is_gradient ? matrix.gradient_offset : 0;
-  const DType dtype = is_gradient ? bucket.gradient_dtype : bucket.residual_dtype;
+  const DType stored = matrix.memory == nullptr ? bucket.gradient_dtype : bucket.residual_dtype;
   if constexpr (sizeof(F) == 8)
-    back_project_tile<R, double>(bucket, matrix, tile, base, offset, dtype, is_gradient);
-  else if (dtype == DType::kFloat32)
-    back_project_tile<R, float>(bucket, matrix, tile, base, offset, dtype, is_gradient);
+    back_project_tile<R, double>(bucket, matrix, tile);
+  else if (stored == DType::kFloat32)
+    back_project_tile<R, float>(bucket, matrix, tile);
   else
-    back_project_tile<R, uint16_t>(bucket, matrix, tile, base, offset, dtype, is_gradient);
-}
-
-// The sum of a strip's row ranges, for every ranks-th row of q.
-template <typename F>
-__global__ void __launch_bounds__(kThreads)
-    sum_kernel(Bucket bucket, int64_t first_tile, int ranks) {
-  begin_kernel();
-  if (bucket.state->skipped != 0) return;
-  const Tile tile = bucket.tiles[first_tile + blockIdx.x / ranks];
-  const Matrix matrix = bucket.matrices[tile.item];
-  if (out_of_use<F>(bucket, matrix)) return;
-  sum_row_ranges<F>(bucket, matrix, tile, static_cast<int>(blockIdx.x % ranks), ranks);
+    back_project_tile<R, uint16_t>(bucket, matrix, tile);
 }
 
 template <int R, typename F>
 Status launch_back_project(const Bucket& bucket, Stream stream) {
   const int64_t* begin = bucket.tile_list_begin.data();
-  if (const Status status =
-          launch(back_project_kernel<R, F>, begin[kBackProjectTiles + 1] - begin[kBackProjectTiles],
-                 kThreads, kSharedBytes<R, F>, stream, bucket, begin[kBackProjectTiles]);
-      status != 0)
-    return status;
-  const int64_t strips = begin[kBackProjectSums + 1] - begin[kBackProjectSums];
-  return launch(sum_kernel<F>, strips * R, kThreads, kStrip * sizeof(F), stream, bucket,
-                begin[kBackProjectSums], R);
+  return launch<back_project_kernel<R, F>>(
+      begin[kBackProjectTiles + 1] - begin[kBackProjectTiles], kSharedBytes<R, F>, stream,
+      Predecessor::kAllowsSuccessor, bucket, begin[kBackProjectTiles]);
 }
 
 }  // namespace

@@ -3,33 +3,36 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 
 #include "kernels/cuda/shared_memory.cuh"
+#include "kernels/cuda/tiles.h"
 #include "powersgd/kernels.h"
 
 // How kernels are launched, and the few things that depend on the compiler.
 
 #define POWERSGD_UNROLL _Pragma("unroll")
 #define POWERSGD_UNROLL_4 _Pragma("unroll 4")
-#define POWERSGD_UNROLL_8 _Pragma("unroll 8")
 #define POWERSGD_NO_UNROLL _Pragma("unroll 1")
-
-// Programmatic dependent launch (Hopper): a kernel's blocks may be placed while its predecessor
-// drains, and wait in begin_kernel() until that one has ended. 0 turns it off.
-#ifndef POWERSGD_DEPENDENT_LAUNCH
-#define POWERSGD_DEPENDENT_LAUNCH 1
-#endif
 
 namespace powersgd::kernels::cuda {
 
-// Every kernel calls this before it touches memory.
-__device__ __forceinline__ void begin_kernel() {
-#if POWERSGD_DEPENDENT_LAUNCH && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  // The next kernel may be placed as soon as every block of this one has been. It waits in turn
-  // until this one has ended. All blocks come by here, so it thereby waits for all kernels before.
+// Programmatic dependent launch (Hopper): a kernel's blocks may be placed while its predecessor
+// drains. It is used only where the predecessor in the stream is a kernel of the same stage chain,
+// never after a collective or an event. Both kernels take part:
+//   - The predecessor calls allow_successor() in every block.
+//   - The successor calls wait_for_predecessor() before it reads what the predecessor writes.
+__device__ __forceinline__ void allow_successor() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_predecessor() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
@@ -47,43 +50,62 @@ __device__ __forceinline__ void hide_from_optimizer([[maybe_unused]] int& value)
 #endif
 }
 
-// Only code compiled for Hopper waits in begin_kernel(). The device does not decide: code for an
-// older one runs on a newer one.
-inline Status waits_for_predecessor(const void* kernel, bool* waits) {
-  *waits = false;
-#if POWERSGD_DEPENDENT_LAUNCH
-  cudaFuncAttributes attributes{};
-  if (const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel); status != cudaSuccess)
-    return status;
-  *waits = attributes.ptxVersion >= 90;
-#else
-  static_cast<void>(kernel);
-#endif
+inline std::atomic<int64_t> launches{0};  // of this process, see launch_count()
+
+// POWERSGD_DEPENDENT_LAUNCH=0 turns dependent launches off, and is read once.
+inline bool dependent_launch_wanted() {
+  static const bool wanted = [] {
+    const char* value = std::getenv("POWERSGD_DEPENDENT_LAUNCH");
+    return value == nullptr || value[0] != '0';
+  }();
+  return wanted;
+}
+
+// Only code compiled for Hopper waits in wait_for_predecessor(). The device does not decide: code
+// for an older one runs on a newer one. The driver is asked once per kernel and device.
+template <auto kKernel>
+Status waits_for_predecessor(bool* waits) {
+  enum : int { kUnknown, kNo, kYes };
+  static std::array<std::atomic<int>, 64> known{};
+  int device = 0;
+  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
+  std::atomic<int>& answer = known[static_cast<size_t>(device) % known.size()];
+  if (answer == kUnknown) {
+    cudaFuncAttributes attributes{};
+    const cudaError_t status =
+        cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel));
+    if (status != cudaSuccess) return status;
+    answer = attributes.ptxVersion >= 90 ? kYes : kNo;
+  }
+  *waits = answer == kYes;
   return cudaSuccess;
 }
 
-// Nothing is launched for 0 blocks.
-template <typename... Params, typename... Args>
-Status launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
-              Stream stream, const Args&... args) {
+enum class Predecessor { kAnything, kAllowsSuccessor };
+
+// Launches blocks of kThreads threads. Nothing is launched for 0 blocks.
+template <auto kKernel, typename... Args>
+Status launch(int64_t blocks, size_t shared_bytes, Stream stream, Predecessor predecessor,
+              const Args&... args) {
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   bool dependent = false;
-  if (const Status status =
-          waits_for_predecessor(reinterpret_cast<const void*>(kernel), &dependent);
-      status != cudaSuccess)
-    return status;
+  if (predecessor == Predecessor::kAllowsSuccessor && dependent_launch_wanted()) {
+    const Status status = waits_for_predecessor<kKernel>(&dependent);
+    if (status != cudaSuccess) return status;
+  }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = &attribute;
   config.numAttrs = dependent ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+  ++launches;
+  return cudaLaunchKernelEx(&config, kKernel, args...);
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -2,10 +2,10 @@
 #pragma once
 
 #include "kernels/cuda/gram.cuh"
-#include "kernels/shared/philox.h"
+#include "kernels/cuda/columns.cuh"
 
-// The plain way to orthogonalize: one block does all of a matrix, in up to three passes. It serves
-// ranks above kMaxFastRank, and matrices whose columns are dependent or nearly so.
+// The plain way to orthogonalize: one block does all of a matrix. It serves ranks above
+// kMaxFastRank.
 
 namespace powersgd::kernels::cuda {
 
@@ -42,24 +42,10 @@ __device__ inline void invert(const PlainArrays& arrays, int64_t rank) {
   __syncthreads();
 }
 
-// An element of the random column that replaces a dead one, of about unit norm and another in each
-// pass. A column that is still dead in the last pass becomes 0: with more columns than rows, there
-// is no direction left.
-template <typename F>
-__device__ F replacement(const Bucket& bucket, const Matrix& matrix, int pass, int64_t column,
-                         int64_t row) {
-  if (pass + 1 == kMaxPasses) return 0;
-  const double scale = sqrt(3.0 / static_cast<double>(matrix.rows));
-  return static_cast<F>(scale * random_element(bucket.seed, matrix.random_id, bucket.state->step,
-                                               RandomUse::kDeadColumn,
-                                               replacement_number(column, pass),
-                                               static_cast<uint64_t>(row)));
-}
-
 // p_hat = x times the inverse, columns in the order of the map. x may be p_hat: the last column in
 // that order needs all others, and is the first to be written.
-template <typename F>
-__device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const TallFactor<F>& x,
+template <typename F, typename X>
+__device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const X& x,
                               const PlainArrays& arrays, int pass) {
   const TallFactor<F> p_hat = p_hat_of<F>(matrix);
   const int64_t rank = matrix.rank;
@@ -73,59 +59,53 @@ __device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const 
       }
       double sum = 0;
       for (int64_t k = 0; k <= position; ++k)
-        sum += x.at(row, arrays.map[k]) * arrays.inverse[k * rank + position];
+        sum += x(row, arrays.map[k]) * arrays.inverse[k * rank + position];
       p_hat.at(row, column) = static_cast<F>(sum);
     }
   }
   __syncthreads();
 }
 
-// Live columns first, in their order, then the dead ones.
-__device__ inline void reorder(PlainArrays* arrays, int64_t rank) {
-  if (threadIdx.x == 0) {
-    int64_t count = 0;
-    for (const bool live : {true, false}) {
-      for (int64_t i = 0; i < rank; ++i) {
-        if ((arrays->reciprocal[i] != 0) == live) arrays->next[count++] = arrays->map[i];
-      }
-    }
-  }
+// One pass from x to p_hat. Returns true if another one is needed.
+template <typename F, typename X>
+__device__ bool pass_plainly(const Bucket& bucket, const Matrix& matrix, const X& x,
+                             PlainArrays* arrays, int pass, Pivots* pivots, double* shared) {
+  const int64_t rank = matrix.rank;
+  gram(x, 0, matrix.rows, rank, arrays->map, shared,
+       [&](int64_t i, int64_t j, double value) { arrays->gram[i * rank + j] = value; });
+  double trace = 0;
+  for (int64_t i = 0; i < rank; ++i) trace += arrays->gram[i * rank + i];
+  __syncthreads();
+  cholesky(arrays->gram, arrays->reciprocal, arrays->square, rank,
+           pivot_limits<F>(bucket, pass, trace), pivots);
+  invert(*arrays, rank);
+  apply_inverse<F>(bucket, matrix, x, *arrays, pass);
+  if (pivots->dead == 0 && pivots->weak == 0) return false;
+  if (threadIdx.x == 0) live_first(arrays->reciprocal, arrays->map, rank, arrays->next);
   int32_t* const map = arrays->map;
   arrays->map = arrays->next;
   arrays->next = map;
   __syncthreads();
+  return true;
 }
 
-// 1. The block computes the Gram matrix and its Cholesky factor. A pivot at or below a share of the
-//    trace means that the column depends on those before it. It is dead, and left out.
-// 2. The columns are multiplied by the inverse factor. Dead columns become random.
-// 3. Both are repeated while a column was dead or a pivot weak (numerics.h). Dead columns come
-//    last, so that they are made orthogonal to the live ones and not the reverse.
+// `workspace` has room for plain_slots(rank), `shared` for kGramSharedBytes.
 template <typename F>
 __device__ __attribute__((noinline)) void orthogonalize_plainly(const Bucket& bucket,
                                                                 const Matrix& matrix,
-                                                                double* workspace) {
-  const int64_t rank = matrix.rank;
-  PlainArrays arrays(workspace, rank);
-  for (int64_t i = threadIdx.x; i < rank; i += kThreads) arrays.map[i] = static_cast<int32_t>(i);
+                                                                double* workspace, Pivots* pivots,
+                                                                double* shared) {
+  PlainArrays arrays(workspace, matrix.rank);
+  for (int64_t i = threadIdx.x; i < matrix.rank; i += kThreads)
+    arrays.map[i] = static_cast<int32_t>(i);
   __syncthreads();
-  TallFactor<F> x = p_of<F>(bucket, matrix);
-  for (int pass = 0; pass < kMaxPasses; ++pass) {
-    gram(x, 0, matrix.rows, rank, arrays.map,
-         [&](int64_t i, int64_t j, double value) { arrays.gram[i * rank + j] = value; });
-    double trace = 0;
-    for (int64_t i = 0; i < rank; ++i) trace += arrays.gram[i * rank + i];
-    __syncthreads();
-    const Pivots pivots = pass == 0 ? cholesky(arrays.gram, arrays.reciprocal, arrays.square, rank,
-                                               dead_share(bucket.epsilon) * trace, 0, kWeakPivot<F>)
-                                    : cholesky(arrays.gram, arrays.reciprocal, arrays.square, rank,
-                                               0, kDeadPivot, kWeakPivot<F>);
-    invert(arrays, rank);
-    apply_inverse(bucket, matrix, x, arrays, pass);
-    if (!pivots.dead && !pivots.weak) break;
-    reorder(&arrays, rank);
-    x = p_hat_of<F>(matrix);
-  }
+  const ReducedP<F> p(bucket, matrix);
+  const TallFactor<F> p_hat = p_hat_of<F>(matrix);
+  bool again = pass_plainly<F>(bucket, matrix, p, &arrays, 0, pivots, shared);
+  for (int pass = 1; again && pass < kMaxPasses; ++pass)
+    again = pass_plainly<F>(
+        bucket, matrix, [&](int64_t row, int64_t column) { return p_hat.at(row, column); },
+        &arrays, pass, pivots, shared);
 }
 
 }  // namespace powersgd::kernels::cuda

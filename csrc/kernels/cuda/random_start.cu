@@ -11,7 +11,6 @@ namespace {
 // A tile is a strip of columns, over all rows of q_warm.
 template <typename F>
 __global__ void __launch_bounds__(kThreads) random_start_kernel(Bucket bucket, int64_t first_tile) {
-  begin_kernel();
   const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
   F* const q_warm = static_cast<F*>(matrix.q_warm);
@@ -31,8 +30,8 @@ Status random_start(const Bucket& bucket, Stream stream) {
   const int64_t first = bucket.tile_list_begin[kStrips];
   const int64_t count = bucket.tile_list_begin[kStrips + 1] - first;
   return bucket.factor_dtype == DType::kFloat64
-             ? launch(random_start_kernel<double>, count, kThreads, 0, stream, bucket, first)
-             : launch(random_start_kernel<float>, count, kThreads, 0, stream, bucket, first);
+             ? launch<random_start_kernel<double>>(count, 0, stream, Predecessor::kAnything, bucket, first)
+             : launch<random_start_kernel<float>>(count, 0, stream, Predecessor::kAnything, bucket, first);
 }
 
 }  // namespace powersgd::kernels::cuda

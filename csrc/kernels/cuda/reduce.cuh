@@ -37,15 +37,15 @@ __device__ __forceinline__ void reduce_lanes(F (&value)[N]) {
   reduce_lanes_from<N, kWarpSize / 2>(value);
 }
 
-// Writes the N sums that reduce_lanes left distributed over the lanes.
-template <int N, typename F>
-__device__ __forceinline__ void store_lane_sums(const F (&value)[N], F* out) {
-  const int lane = threadIdx.x % kWarpSize;
+// Calls visit(index, sum) for each of the N sums, on the lane that reduce_lanes left it with.
+template <int N, typename F, typename Visit>
+__device__ __forceinline__ void visit_lane_sums(const F (&value)[N], const Visit& visit) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   if constexpr (N >= kWarpSize) {
     POWERSGD_UNROLL
-    for (int i = 0; i < N / kWarpSize; ++i) out[lane * (N / kWarpSize) + i] = value[i];
+    for (int i = 0; i < N / kWarpSize; ++i) visit(lane * (N / kWarpSize) + i, value[i]);
   } else {
-    if (lane % (kWarpSize / N) == 0) out[lane / (kWarpSize / N)] = value[0];
+    if (lane % (kWarpSize / N) == 0) visit(lane / (kWarpSize / N), value[0]);
   }
 }
 

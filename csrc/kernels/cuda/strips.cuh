@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "kernels/cuda/elements.cuh"
+#include "kernels/cuda/grid.cuh"
+#include "kernels/cuda/wire.cuh"
 
 // The end of a strip in back_project. The sums of the lanes become rows of q, in q_local and the Q
 // payload, or partial results of them.
@@ -40,53 +41,52 @@ __device__ __forceinline__ void reduce_warps(const F (&sums)[R][W], F* shared, c
   }
 }
 
+// An element of q is sent, and q_local becomes what was sent. So the residual keeps what the wire
+// rounds off.
+template <typename F>
+__device__ __forceinline__ void write_q(const Payload<F>& payload, const Matrix& matrix,
+                                        int64_t index, F value) {
+  static_cast<F*>(matrix.q_local)[index] = payload.store(matrix.q_offset + index, value);
+}
+
 // Writes rows [k0, k0 + R) of q at columns [begin, begin + 32 W) of a tile. All threads of the
 // block call it.
 template <int R, int W, typename F>
-__device__ __forceinline__ void write_q(const Bucket& bucket, const Matrix& matrix,
-                                        const Tile& tile, int64_t begin, int64_t k0,
-                                        const F (&sums)[R][W], F* shared) {
-  const bool whole = tile.row_end - tile.row_begin == matrix.rows;
-  F* const q_local = global(static_cast<F*>(matrix.q_local));
-  F* const payload = elements<F>(bucket.q_payload, matrix.q_offset);
-  F* const partial = slot_pointer<F>(bucket, tile.slot) + (begin - tile.col_begin);
+__device__ __forceinline__ void write_strip(const Bucket& bucket, const Matrix& matrix,
+                                            const Tile& tile, int64_t begin, int64_t k0,
+                                            const F (&sums)[R][W], F* shared) {
+  const Payload<F> payload = q_of<F>(bucket);
+  const int64_t stride = slots(matrix.rank * kStrip * int64_t{sizeof(F)});
+  F* const partial =
+      slot_pointer<F>(bucket, tile.slot + tile.part * stride) + (begin - tile.col_begin);
   reduce_warps<R>(sums, shared, [&](int k, int column, F sum) {
     const int64_t col = begin + column;
     if (k0 + k >= matrix.rank || col >= tile.col_end) return;
-    if (!whole) {
+    if (tile.parts > 1)
       partial[(k0 + k) * kStrip + column] = sum;
-      return;
-    }
-    payload[(k0 + k) * matrix.cols + col] = sum;
-    q_local[(k0 + k) * matrix.cols + col] = sum;
+    else
+      write_q(payload, matrix, (k0 + k) * matrix.cols + col, sum);
   });
 }
 
-// Adds the partial q of a strip's row ranges, for every ranks-th row of q from `first`. Two groups
-// of threads take every other range. Shared memory is [kStrip].
+// The last block of a strip adds the partial q of its row ranges, in their order. All threads of
+// the block call it.
 template <typename F>
-__device__ __forceinline__ void sum_row_ranges(const Bucket& bucket, const Matrix& matrix,
-                                               const Tile& tile, int first, int ranks) {
-  static_assert(kThreads == 2 * kStrip, "there are two groups");
-  const int column = threadIdx.x % kStrip;
-  const int group = threadIdx.x / kStrip;
-  const int64_t stride = slots(matrix.rank * kStrip * sizeof(F)) * (kSlotBytes / sizeof(F));
-  F* const shared = reinterpret_cast<F*>(shared_memory());
-  for (int64_t k = first; k < matrix.rank; k += ranks) {
-    const F* const partial = global(slot_pointer<F>(bucket, tile.slot)) + k * kStrip + column;
+__device__ __forceinline__ void add_row_ranges(const Bucket& bucket, const Matrix& matrix,
+                                               const Tile& tile) {
+  if (tile.parts == 1) return;
+  if (!is_last_to_arrive(&bucket.counters[tile.counter], static_cast<uint64_t>(tile.parts))) return;
+  const Payload<F> payload = q_of<F>(bucket);
+  const int64_t stride =
+      slots(matrix.rank * kStrip * int64_t{sizeof(F)}) * (kSlotBytes / int64_t{sizeof(F)});
+  const F* const partial = global(slot_pointer<F>(bucket, tile.slot));
+  for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
+    const int64_t col = tile.col_begin + i % kStrip;
+    if (col >= tile.col_end) continue;
     F sum = 0;
-    POWERSGD_UNROLL_8
-    for (int part = group; part < tile.parts; part += kThreads / kStrip)
-      sum += partial[part * stride];
-    if (group == 1) shared[column] = sum;
-    __syncthreads();
-    const int64_t col = tile.col_begin + column;
-    if (group == 0 && col < tile.col_end) {
-      sum += shared[column];
-      elements<F>(bucket.q_payload, matrix.q_offset)[k * matrix.cols + col] = sum;
-      static_cast<F*>(matrix.q_local)[k * matrix.cols + col] = sum;
-    }
-    __syncthreads();
+    POWERSGD_UNROLL_4
+    for (int part = 0; part < tile.parts; ++part) sum += partial[part * stride + i];
+    write_q(payload, matrix, i / kStrip * matrix.cols + col, sum);
   }
 }
 

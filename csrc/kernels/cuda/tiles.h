@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/shared/layout.h"
+#include "kernels/shared/numerics.h"
 #include "powersgd/kernels.h"
 
 // The cut of a bucket into tiles, one per thread block, on which make_tiles and the kernels must
@@ -16,43 +17,76 @@ constexpr int kThreads = 256;  // of every block
 constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;
 
-constexpr int kStrip = 128;               // columns that a warp takes at a time, 4 per lane
-constexpr int kRowsPerWarp = 4;           // rows of M that a warp forms at a time
-constexpr int64_t kSplitColumns = 16384;  // project takes wider matrices in ranges of so many
-constexpr int64_t kMaxFastRank = 32;      // above, plain loops
+constexpr int kStrip = 128;            // columns that a warp takes at a time, 4 per lane
+constexpr int64_t kMaxFastRank = 32;   // above, plain loops
+constexpr int kMaxTilesToFactor = 32;  // of a matrix in orthogonalize
 
 // The lists of a TileTable. Only those that say so hold another kind than kMatrix.
 enum TileList : int {
-  kProjectTiles = 0,  // row and column ranges; kRawSegment
-  kProjectSums,  // kSum: row ranges of the matrices that are projected in column ranges; kActivity
+  kProjectTiles = 0,    // row and column ranges; kRawSegment
   kOrthogonalizeTiles,  // row ranges
+  kRawCheckTiles,       // kRawSegment
   kBackProjectTiles,    // strips of kStrip columns by row ranges
-  kBackProjectSums,     // kSum: strips of the matrices that have more than one row range
   kStrips,              // strips of all matrices
-  kReconstructTiles,    // kFactorRow; kRawSegment; strips by row ranges
+  kQCheckTiles,         // kFactorRow
+  kReconstructTiles,    // kRawSegment; strips by row ranges
 };
 static_assert(kReconstructTiles < kTileLists, "the interface has room for all lists");
 
-// The warps that share a group of rows in project. Fewer rows at a time make finer tiles, as long
-// as each warp has a strip to itself.
-POWERSGD_HOST_DEVICE inline int warps_per_group(int64_t cols) {
-  return cols >= 8 * kStrip ? 8 : cols >= 4 * kStrip ? 4 : cols >= 2 * kStrip ? 2 : 1;
+// Bucket::counters. After these come, for each matrix, the flags of its tiles in project and the
+// count of its tiles in orthogonalize, then the flags of all raw segments, and then the counters
+// that tiles name.
+enum Counter : int {
+  kProjectArrivals = 0,
+  kOrthogonalizeTickets,
+  kGramsWritten,
+  kNonFiniteP,  // the launch that has found an element of P that is not finite, plus 1
+  kLargestP,    // the largest element of P in magnitude, behind the number of the launch
+  kReconstructTickets,
+  kQChecked,
+  kLargestQ,
+  kFirstOfMatrices,
+};
+POWERSGD_HOST_DEVICE inline int64_t flags_counter(int64_t matrix) {
+  return kFirstOfMatrices + 2 * matrix;
+}
+POWERSGD_HOST_DEVICE inline int64_t passes_counter(int64_t matrix) {
+  return flags_counter(matrix) + 1;
+}
+POWERSGD_HOST_DEVICE inline int64_t raw_flags_counter(int64_t num_matrices) {
+  return flags_counter(num_matrices);
+}
+
+// The rows of M that a warp of project forms at a time. More would not fit into registers, fewer
+// would read the factors more often.
+POWERSGD_HOST_DEVICE constexpr int project_rows_per_warp(int64_t largest_rank, bool is_double) {
+  return largest_rank <= 4 && !is_double ? 8 : 4;
 }
 
 // The rows of a tile of orthogonalize. A matrix of high rank takes the plain way, and so is one
-// tile.
+// tile. Every block adds up the results of all tiles of its matrix, so there are only so many.
 POWERSGD_HOST_DEVICE inline int64_t orthogonalize_rows(int64_t rows, int64_t rank) {
-  return rank > kMaxFastRank ? (rows > 0 ? rows : 1) : 1024;
+  if (rank > kMaxFastRank) return rows > 0 ? rows : 1;
+  const int64_t even = round_up(ceil_div(rows, kMaxTilesToFactor), kWarpSize);
+  return even > kThreads ? even : kThreads;
 }
 
 POWERSGD_HOST_DEVICE inline int64_t triangle(int64_t rank) { return rank * (rank + 1) / 2; }
 
-// The workspace of orthogonalize: the lower triangle of a tile's Gram matrix, and the arrays of the
-// plain way, which lie before a matrix's first tile. Those are the Gram matrix, its inverse, and
-// four numbers per column.
+// The workspace of orthogonalize: the lower triangle of a tile's Gram matrix, once for even and
+// once for odd passes.
 POWERSGD_HOST_DEVICE inline int64_t gram_slots(int64_t rank) {
   return slots(triangle(rank) * int64_t{sizeof(double)});
 }
+// What one pass over a matrix tells the next.
+struct PassPlan {
+  int32_t needed;               // 0: the columns are orthonormal
+  int32_t order[kMaxFastRank];  // of the columns, in which they are orthogonalized
+};
+POWERSGD_HOST_DEVICE inline int64_t pass_plan_slots() {
+  return slots(kMaxPasses * int64_t{sizeof(PassPlan)});
+}
+// The arrays of the plain way: the Gram matrix, its inverse, and four numbers per column.
 POWERSGD_HOST_DEVICE inline int64_t plain_slots(int64_t rank) {
   return slots((2 * rank * rank + 4 * rank) * int64_t{sizeof(double)});
 }

@@ -70,7 +70,7 @@ class TileBuilder {
 
   void add(TileKind kind, int32_t item, int32_t slot, int64_t row_begin, int64_t row_end,
            int64_t col_begin, int64_t col_end) {
-    table_.tiles.push_back({kind, item, slot, 0, 0, row_begin, row_end, col_begin, col_end});
+    table_.tiles.push_back({kind, item, slot, 0, 1, 0, row_begin, row_end, col_begin, col_end});
   }
 
   void add_matrix_tiles(int32_t item, const Matrix& matrix) {

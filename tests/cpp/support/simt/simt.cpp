@@ -10,6 +10,7 @@ namespace {
 
 uint64_t global_seed = 1;
 int64_t global_launches = 0;
+int64_t global_copied_bytes = 0;
 
 Thread& running() {
   if (current == nullptr) throw std::runtime_error("simt: device code called outside a launch");
@@ -20,6 +21,8 @@ Thread& running() {
 
 void set_seed(uint64_t seed) { global_seed = seed; }
 int64_t launch_count() { return global_launches; }
+int64_t async_copied_bytes() { return global_copied_bytes; }
+void count_async_copy(size_t bytes) { global_copied_bytes += static_cast<int64_t>(bytes); }
 
 void launch(const LaunchShape& shape, const std::function<void()>& thread_body) {
   if (shape.threads < 1 || shape.threads > 1024 || shape.blocks < 1)
@@ -40,6 +43,8 @@ const Dim3& thread_index() { return running().index; }
 const Dim3& block_index() { return running().block->index; }
 const Dim3& block_size() { return grid->block_dim; }
 unsigned char* shared_memory() { return running().block->shared.get(); }
+
+void yield() { grid->switch_to_scheduler(running(), false); }
 
 int sync_block(int predicate) {
   Thread& thread = running();

@@ -29,6 +29,9 @@ struct LaunchShape {
 // Changes the order in which blocks and threads run. Any value will do; the default is 1.
 void set_seed(uint64_t seed);
 int64_t launch_count();  // since the program began
+// The bytes that asynchronous copies have read from global memory since the program began.
+int64_t async_copied_bytes();
+void count_async_copy(size_t bytes);
 void launch(const LaunchShape& shape, const std::function<void()>& thread_body);
 
 const Dim3& thread_index();
@@ -38,6 +41,7 @@ unsigned char* shared_memory();  // exactly shared_bytes, 16-byte aligned, fille
 
 enum class WarpOp { kSync, kShuffleXor };
 
+void yield();  // lets other threads run, for a thread that waits for another block
 int sync_block(int predicate);  // how many threads gave a non-zero predicate
 uint64_t warp_exchange(WarpOp op, unsigned mask, uint64_t value, int operand);
 

@@ -63,6 +63,12 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
   return value;
 }
 
+// Rounds toward zero.
+inline float __double2float_rz(double value) {
+  const float nearest = static_cast<float>(value);
+  return std::fabs(nearest) > std::fabs(value) ? std::nextafter(nearest, 0.0f) : nearest;
+}
+
 inline bool __isGlobal(const void*) { return true; }
 template <typename T>
 T __ldcs(const T* address) {
@@ -73,7 +79,19 @@ void __stcs(T* address, T value) {
   *address = value;
 }
 
-// One fiber runs at a time and is only left at a barrier or a warp operation.
+// One fiber runs at a time and is only left at a barrier, a warp operation or __nanosleep.
+inline void __threadfence() {}
+inline void __nanosleep(unsigned) { simt::yield(); }
+inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
+  const unsigned long long old = *address;
+  *address += value;
+  return old;
+}
+inline unsigned long long atomicMax(unsigned long long* address, unsigned long long value) {
+  const unsigned long long old = *address;
+  if (value > old) *address = value;
+  return old;
+}
 inline int atomicOr(int* address, int value) {
   const int old = *address;
   *address |= value;
@@ -93,6 +111,10 @@ struct dim3 {
 struct cudaFuncAttributes {
   int ptxVersion;
 };
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   attributes->ptxVersion = 0;
   return cudaSuccess;

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include "kernels/cuda/launch.cuh"
+
+// How the blocks of one launch wait for each other, without a further launch.
+//
+// Both ways count in Bucket::counters, whose values only grow, so that nothing has to be set back.
+//   - The last of several blocks to arrive goes on with their joint result.
+//   - Blocks take tickets when they start, and wait only for blocks of smaller tickets. These run
+//     already, so that no order in which a device places blocks can make them wait forever.
+
+namespace powersgd::kernels::cuda {
+
+// Adds 1 and returns the value before.
+__device__ __forceinline__ uint64_t increment(uint64_t* counter) {
+  static_assert(sizeof(unsigned long long) == sizeof(uint64_t));
+  return atomicAdd(reinterpret_cast<unsigned long long*>(counter), 1ull);
+}
+
+__device__ __forceinline__ void raise_to(uint64_t* counter, uint64_t value) {
+  atomicMax(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(value));
+}
+
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* counter) {
+#if defined(__CUDA_ARCH__)
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
+  return value;
+#else
+  return *counter;
+#endif
+}
+
+// All threads of `parts` blocks call it, each block once per launch. Returns true to the threads of
+// the block that comes last, which then sees what the others wrote before.
+__device__ __forceinline__ bool is_last_to_arrive(uint64_t* counter, uint64_t parts) {
+  __syncthreads();
+  bool last = false;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = increment(counter) % parts == parts - 1;
+    __threadfence();
+  }
+  return __syncthreads_or(last) != 0;
+}
+
+// Loads what another block may have written since this one last looked.
+__device__ __forceinline__ int32_t load_again(const int32_t* address) {
+  return *static_cast<const volatile int32_t*>(address);
+}
+
+// The order in which a block has started, among those of its launch and among all launches.
+struct Ticket {
+  int64_t order;
+  uint64_t launch;
+};
+
+// All threads call it, once. `ticket` lies in shared memory.
+__device__ __forceinline__ Ticket take_ticket(uint64_t* counter, int64_t blocks, Ticket* ticket) {
+  if (threadIdx.x == 0) {
+    const uint64_t number = increment(counter);
+    ticket->launch = number / static_cast<uint64_t>(blocks);
+    ticket->order = static_cast<int64_t>(number % static_cast<uint64_t>(blocks));
+  }
+  __syncthreads();
+  return *ticket;
+}
+
+// Tells await() that this block has written its result. All threads call it.
+__device__ __forceinline__ void post(uint64_t* counter) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  increment(counter);
+}
+
+// Waits for `count` posts. All threads call it, and then see what was written before them.
+__device__ __forceinline__ void await(const uint64_t* counter, uint64_t count) {
+  if (threadIdx.x == 0) {
+    while (load_acquire(counter) < count) __nanosleep(32);
+    __threadfence();
+  }
+  __syncthreads();
+}
+
+}  // namespace powersgd::kernels::cuda

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include "kernels/cuda/form_m.cuh"
+#include "kernels/cuda/project_sums.cuh"
+
+// A tile of project at a rank whose factors do not fit into shared memory, and in double. The
+// columns of P are computed R at a time. The first R form M, the others load it again.
+
+namespace powersgd::kernels::cuda {
+
+// Loads M again. A lane reads what it wrote.
+template <int kRows, int W, typename F, typename G, typename M>
+__device__ void reload_m(const Rows<kRows, F, G, M>& rows, int col, F (&m)[kRows][W]) {
+  for (int i = 0; i < kRows; ++i) {
+    if (rows.memory != nullptr) {
+      load_columns<Access::kReuse>(rows.memory + rows.offset(i) + col, rows.residual_dtype, m[i]);
+    } else {
+      load_columns<Access::kReuse>(rows.gradient + rows.offset(i) + col, rows.gradient_dtype, m[i]);
+      replace_non_finite(m[i]);
+    }
+  }
+}
+
+template <int kRows, int W, typename F, typename G, typename M>
+__device__ void form_m_at_any_rank(const Rows<kRows, F, G, M>& rows, const F* q_local, int col,
+                                   F (&m)[kRows][W], ElementFlags* flags) {
+  StoredElements<kRows, W, G, M> stored;
+  stored.load(rows, col);
+  add_gradient(rows, stored, m, flags);
+  for (int k = 0; rows.memory != nullptr && k < rows.rank; ++k) {
+    F p[kRows], q[W];
+    POWERSGD_UNROLL
+    for (int i = 0; i < kRows; ++i)
+      p[i] = rows.scale * rows.p_hat[(i < rows.count ? i : 0) * int64_t{rows.rank} + k];
+    load_columns<Access::kReuse>(q_local + k * rows.cols + col, DType::kFloat32, q);
+    subtract_product(p, q, m);
+  }
+  store_m(rows, col, m, flags);
+}
+
+template <int R, int W, typename F, typename G, typename M>
+__device__ void project_tile_of_any_rank(const Bucket& bucket, Work* work) {
+  constexpr int kRows = project_rows_per_warp(kMaxFastRank + 1, sizeof(F) == 8);
+  const int first = static_cast<int>(threadIdx.x) / kWarpSize * kRows;
+  const auto rows = rows_of<kRows, F, G, M>(bucket, *work, first);
+  const int cols =
+      rows.count > 0 ? static_cast<int>(work->tile.col_end - work->tile.col_begin) : 0;
+  const F* const q_local = static_cast<const F*>(work->matrix.q_local) + work->tile.col_begin;
+  const F* const q_warm = static_cast<const F*>(work->matrix.q_warm) + work->tile.col_begin;
+  for (int k0 = 0; k0 < rows.rank; k0 += R) {
+    F sums[kRows * R] = {};
+    for (int col = static_cast<int>(threadIdx.x) % kWarpSize * W; col < cols;
+         col += kWarpSize * W) {
+      F m[kRows][W];
+      if (k0 == 0)
+        form_m_at_any_rank(rows, q_local, col, m, &work->flags);
+      else
+        reload_m(rows, col, m);
+      POWERSGD_UNROLL
+      for (int k = 0; k < R; ++k) {
+        if (k0 + k >= rows.rank) continue;
+        F q[W];
+        load_columns<Access::kReuse>(q_warm + (k0 + k) * rows.cols + col, DType::kFloat32, q);
+        POWERSGD_UNROLL
+        for (int i = 0; i < kRows; ++i) {
+          POWERSGD_UNROLL
+          for (int j = 0; j < W; ++j) sums[i * R + k] += m[i][j] * q[j];
+        }
+      }
+    }
+    write_lane_sums<R, kRows>(bucket, *work, first, k0, sums);
+  }
+}
+
+}  // namespace powersgd::kernels::cuda

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include "kernels/cuda/reduce.cuh"
+#include "kernels/cuda/work.cuh"
+
+// The end of a tile of project: the sums of the lanes become rows of P, or partial results of them.
+
+namespace powersgd::kernels::cuda {
+
+// The partial P of one column range of a row group: [rows, rank].
+template <typename F>
+__device__ __forceinline__ F* partial_p(const Bucket& bucket, const Work& work, int64_t part) {
+  const Tile& tile = work.tile;
+  const int64_t bytes = (tile.row_end - tile.row_begin) * work.matrix.rank * int64_t{sizeof(F)};
+  return global(slot_pointer<F>(bucket, tile.slot + part * slots(bytes)));
+}
+
+// Writes columns [k0, k0 + R) of P at the warp's rows, which begin at row `first` of the tile.
+// sums[i * R + k] is a lane's sum of row i and column k.
+template <int R, int kRows, typename F>
+__device__ __forceinline__ void write_lane_sums(const Bucket& bucket, const Work& work, int first,
+                                                int k0, F (&sums)[kRows * R]) {
+  const Tile& tile = work.tile;
+  const int64_t rank = work.matrix.rank;
+  const int rows = static_cast<int>(tile.row_end - tile.row_begin);
+  const Payload<F> p = p_to_send<F>(bucket);
+  F* const partial = partial_p<F>(bucket, work, tile.part);
+  reduce_lanes(sums);
+  visit_lane_sums(sums, [&](int index, F sum) {
+    const int row = first + index / R, k = k0 + index % R;
+    if (row >= rows || k >= rank) return;
+    if (tile.parts > 1)
+      partial[row * rank + k] = sum;
+    else
+      p.store(work.matrix.p_offset + (tile.row_begin + row) * rank + k, sum);
+  });
+}
+
+// The last block of a row group adds the column ranges in their order.
+template <typename F>
+__device__ __forceinline__ void add_column_ranges(const Bucket& bucket, const Work& work) {
+  const Tile& tile = work.tile;
+  if (tile.parts == 1) return;
+  if (!is_last_to_arrive(&bucket.counters[tile.counter], static_cast<uint64_t>(tile.parts))) return;
+  const int64_t rank = work.matrix.rank;
+  const Payload<F> p = p_to_send<F>(bucket);
+  const F* const partial = partial_p<F>(bucket, work, 0);
+  const int64_t stride = partial_p<F>(bucket, work, 1) - partial;
+  for (int64_t i = threadIdx.x; i < (tile.row_end - tile.row_begin) * rank; i += kThreads) {
+    F sum = 0;
+    POWERSGD_UNROLL_4
+    for (int64_t part = 0; part < tile.parts; ++part) sum += partial[part * stride + i];
+    p.store(work.matrix.p_offset + tile.row_begin * rank + i, sum);
+  }
+}
+
+}  // namespace powersgd::kernels::cuda
