@@ -2,9 +2,8 @@
 //
 // back_project: q = p_hat^T M, into q_local and the Q payload.
 //
-// A tile is a strip of 128 columns by a range of rows. A lane takes four columns. Where addresses
-// do not allow vector accesses it takes one, and the strip is taken in four parts. The warps take
-// the rows in turn, several at a time:
+// A tile is a strip of 128 columns by a range of rows. A lane takes four adjacent columns. The
+// warps take the rows in turn, several at a time:
 //   1. A lane loads its first part of M. Only p_hat is new since project, so that this may happen
 //      while orthogonalize still runs.
 //   2. The block copies p_hat's rows to shared memory.
@@ -23,25 +22,24 @@ namespace {
 constexpr int kStagedRows = 256;  // of p_hat, in shared memory at a time
 
 // Registers are traded for blocks in flight, and blocks for rows of M that a warp loads at a time.
-// That keeps 64 KB of loads in flight per multiprocessor at low ranks, and 32 KB at high ones.
+// That keeps 64 KB of loads in flight per multiprocessor at low ranks, 32 KB at rank 16, and 16 KB at
+// rank 32, where the products set the pace.
 template <int R, typename F>
 constexpr int kBlocksPerProcessor = sizeof(F) == 8 ? 2
                                     : R <= 4       ? 4
-                                    : R <= 16      ? 2
+                                    : R <= 8       ? 2
                                                    : 1;
-template <int R, int W>
-constexpr int kBatch = W == 1              ? 16
-                       : R == 8 || R == 32 ? 8
-                                           : 4;
+template <int R>
+constexpr int kBatch = R == 8 || R == 16 ? 8 : 4;
 
 template <int R, typename F>
 constexpr size_t kSharedBytes = sizeof(F) * std::max(kStagedRows * R, kReduceElements<R>);
 
-template <int W, typename F>
-__device__ __forceinline__ void keep_finite(F (&m)[W], bool is_gradient) {
+template <typename F>
+__device__ __forceinline__ void keep_finite(F (&m)[4], bool is_gradient) {
   if (!is_gradient) return;
   POWERSGD_UNROLL
-  for (int j = 0; j < W; ++j) m[j] = is_finite(m[j]) ? m[j] : F{0};
+  for (int j = 0; j < 4; ++j) m[j] = is_finite(m[j]) ? m[j] : F{0};
 }
 
 // Where a tile's M lies: in memory or, without error feedback, in the gradient.
@@ -60,31 +58,32 @@ struct StoredM {
 };
 
 // A lane's part of kBatch rows of M.
-template <int R, int W, typename S>
+template <int R, typename S>
 struct Batch {
-  S stored[kBatch<R, W>][W];
+  S stored[kBatch<R>][4];
 
   // Loads from row `row` of a chunk of `rows` on. A row beyond the last repeats it; its factors in
   // shared memory are 0.
-  __device__ __forceinline__ void load(const S* chunk, int64_t cols, int row, int rows) {
+  __device__ __forceinline__ void load(const S* chunk, int64_t cols, int row, int rows,
+                                       const LaneColumns& columns) {
     POWERSGD_UNROLL
-    for (int i = 0; i < kBatch<R, W>; ++i)
+    for (int i = 0; i < kBatch<R>; ++i)
       load_stored<Access::kNonTemporal>(chunk + (row + i < rows ? row + i : rows - 1) * cols,
-                                        stored[i]);
+                                        columns, stored[i]);
   }
 
   // sums[k] += p_hat[row][k] M[row], for p as [kStagedRows][R] from this batch's first row on.
   template <typename F>
-  __device__ __forceinline__ void multiply(const StoredM<S>& m, const F* p, F (&sums)[R][W]) const {
+  __device__ __forceinline__ void multiply(const StoredM<S>& m, const F* p, F (&sums)[R][4]) const {
     POWERSGD_UNROLL
-    for (int i = 0; i < kBatch<R, W>; ++i) {
-      F values[W];
+    for (int i = 0; i < kBatch<R>; ++i) {
+      F values[4];
       widen_columns(stored[i], m.dtype, values);
       keep_finite(values, m.is_gradient);
       POWERSGD_UNROLL
       for (int k = 0; k < R; ++k) {
         POWERSGD_UNROLL
-        for (int j = 0; j < W; ++j) sums[k][j] += p[i * R + k] * values[j];
+        for (int j = 0; j < 4; ++j) sums[k][j] += p[i * R + k] * values[j];
       }
     }
   }
@@ -95,20 +94,31 @@ __device__ __forceinline__ int rows_of_chunk(const Tile& tile, int64_t begin) {
   return left < kStagedRows ? static_cast<int>(left) : kStagedRows;
 }
 
-// Phases 2 and 3 for columns [k0, k0 + R) of p_hat. `first` holds the warp's first batch.
-template <int R, int W, typename S>
+// The columns of a lane in a tile.
+__device__ __forceinline__ int64_t lane_column(const Tile& tile) {
+  return tile.col_begin + threadIdx.x % kWarpSize * 4;
+}
+template <typename S>
+__device__ __forceinline__ LaneColumns lane_columns(const Matrix& matrix, const Tile& tile,
+                                                    const StoredM<S>& m) {
+  return {is_aligned(m.base, matrix.cols), static_cast<int>(tile.col_end - lane_column(tile))};
+}
+
+// Phases 2 and 3 for columns [k0, k0 + R) of p_hat. `batch` holds the warp's first rows if they are
+// loaded.
+template <int R, typename S>
 __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& tile,
-                                           const StoredM<S>& m, int64_t k0, int64_t col,
-                                           Batch<R, W, S>& batch, bool loaded,
-                                           Factor<S> (&sums)[R][W]) {
+                                           const StoredM<S>& m, int64_t k0, Batch<R, S>& batch,
+                                           bool loaded, Factor<S> (&sums)[R][4]) {
   using F = Factor<S>;
   F* const staged = reinterpret_cast<F*>(shared_memory());  // [kStagedRows][R]
   const F* const p_hat = static_cast<const F*>(matrix.p_hat);
   const int warp = threadIdx.x / kWarpSize;
+  const LaneColumns columns = lane_columns(matrix, tile, m);
   POWERSGD_UNROLL
   for (int k = 0; k < R; ++k) {
     POWERSGD_UNROLL
-    for (int j = 0; j < W; ++j) sums[k][j] = 0;
+    for (int j = 0; j < 4; ++j) sums[k][j] = 0;
   }
   for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRows) {
     const int rows = rows_of_chunk(tile, begin);
@@ -118,28 +128,14 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
       staged[i] = i / R < rows && k < matrix.rank ? p_hat[(begin + i / R) * matrix.rank + k] : F{0};
     }
     __syncthreads();
-    if (col >= tile.col_end) continue;
+    if (columns.count <= 0) continue;
+    const S* const chunk = m.base + begin * matrix.cols + lane_column(tile);
     POWERSGD_NO_UNROLL
-    for (int row = warp * kBatch<R, W>; row < rows; row += kWarps * kBatch<R, W>) {
-      if (!loaded) batch.load(m.base + begin * matrix.cols + col, matrix.cols, row, rows);
+    for (int row = warp * kBatch<R>; row < rows; row += kWarps * kBatch<R>) {
+      if (!loaded) batch.load(chunk, matrix.cols, row, rows, columns);
       loaded = false;
       batch.multiply(m, staged + row * R, sums);
     }
-  }
-}
-
-// Columns [begin, begin + 32 W) of a tile.
-template <int R, int W, typename S>
-__device__ __forceinline__ void back_project_columns(const Bucket& bucket, const Matrix& matrix,
-                                                     const Tile& tile, int64_t begin,
-                                                     const StoredM<S>& m, Batch<R, W, S>& batch,
-                                                     bool loaded) {
-  using F = Factor<S>;
-  const int64_t col = begin + threadIdx.x % kWarpSize * W;
-  for (int64_t k0 = 0; k0 < matrix.rank; k0 += R) {
-    F sums[R][W];
-    accumulate(matrix, tile, m, k0, col, batch, loaded && k0 == 0, sums);
-    write_strip<R>(bucket, matrix, tile, begin, k0, sums, reinterpret_cast<F*>(shared_memory()));
   }
 }
 
@@ -164,26 +160,22 @@ __device__ __forceinline__ void back_project_tile(const Bucket& bucket, const Ma
                                                   const Tile& tile) {
   using F = Factor<S>;
   const StoredM<S> m(bucket, matrix);
-  if (is_aligned(m.base, matrix.cols)) {
-    Batch<R, 4, S> batch;
-    const int rows = rows_of_chunk(tile, tile.row_begin);
-    const int row = threadIdx.x / kWarpSize * kBatch<R, 4>;
-    const int64_t col = tile.col_begin + threadIdx.x % kWarpSize * 4;
-    const bool loads = row < rows && col < tile.col_end;
-    if (loads) batch.load(m.base + tile.row_begin * matrix.cols + col, matrix.cols, row, rows);
-    if (sends_zeros(bucket, matrix)) {
-      send_zeros<F>(bucket, matrix, tile);
-      return;
-    }
-    back_project_columns<R, 4, S>(bucket, matrix, tile, tile.col_begin, m, batch, loads);
-  } else {
-    if (sends_zeros(bucket, matrix)) {
-      send_zeros<F>(bucket, matrix, tile);
-      return;
-    }
-    Batch<R, 1, S> batch;
-    for (int64_t begin = tile.col_begin; begin < tile.col_end; begin += kWarpSize)
-      back_project_columns<R, 1, S>(bucket, matrix, tile, begin, m, batch, false);
+  const LaneColumns columns = lane_columns(matrix, tile, m);
+  Batch<R, S> batch;
+  const int rows = rows_of_chunk(tile, tile.row_begin);
+  const int row = threadIdx.x / kWarpSize * kBatch<R>;
+  const bool loaded = row < rows && columns.count > 0;
+  if (loaded)
+    batch.load(m.base + tile.row_begin * matrix.cols + lane_column(tile), matrix.cols, row, rows,
+               columns);
+  if (sends_zeros(bucket, matrix)) {
+    send_zeros<F>(bucket, matrix, tile);
+    return;
+  }
+  for (int64_t k0 = 0; k0 < matrix.rank; k0 += R) {
+    F sums[R][4];
+    accumulate<R>(matrix, tile, m, k0, batch, loaded && k0 == 0, sums);
+    write_strip<R>(bucket, matrix, tile, k0, sums, reinterpret_cast<F*>(shared_memory()));
   }
   add_row_ranges<F>(bucket, matrix, tile);
 }

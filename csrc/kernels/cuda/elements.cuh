@@ -189,6 +189,45 @@ __device__ __forceinline__ void store_columns(Storage* address, DType dtype,
   store_vector<kAccess>(address, narrow<Storage>(in[0], dtype));
 }
 
+// How many of a lane's four columns exist, and whether vector accesses reach them.
+struct LaneColumns {
+  bool aligned;
+  int count;  // may exceed 4
+};
+
+// The same for columns that may be unaligned, or beyond the last, which then count as 0. An aligned
+// row has all four.
+template <Access kAccess, typename Storage>
+__device__ __forceinline__ void load_stored(const Storage* address, const LaneColumns& columns,
+                                            Storage (&out)[4]) {
+  if (columns.aligned) {
+    load_stored<kAccess>(address, out);
+  } else {
+    POWERSGD_UNROLL
+    for (int j = 0; j < 4; ++j)
+      out[j] = j < columns.count ? load_vector<kAccess, Storage>(address + j) : Storage{0};
+  }
+}
+template <Access kAccess, typename Storage>
+__device__ __forceinline__ void load_columns(const Storage* address, const LaneColumns& columns,
+                                             DType dtype, Factor<Storage> (&out)[4]) {
+  Storage stored[4];
+  load_stored<kAccess>(address, columns, stored);
+  widen_columns(stored, dtype, out);
+}
+template <Access kAccess, typename Storage>
+__device__ __forceinline__ void store_columns(Storage* address, const LaneColumns& columns,
+                                              DType dtype, const Factor<Storage> (&in)[4]) {
+  if (columns.aligned) {
+    store_columns<kAccess>(address, dtype, in);
+  } else {
+    POWERSGD_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      if (j < columns.count) store_vector<kAccess>(address + j, narrow<Storage>(in[j], dtype));
+    }
+  }
+}
+
 // True if the rows of a matrix at this address can be accessed four elements at a time.
 template <typename Storage>
 __device__ __forceinline__ bool is_aligned(const Storage* base, int64_t cols) {

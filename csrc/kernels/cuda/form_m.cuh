@@ -16,14 +16,18 @@ struct Rows {
   const G* gradient;
   M* memory;       // null: M is the gradient
   const F* p_hat;  // the first row; the last step sent the product p_hat q_local
-  int64_t cols;
+  int cols;
   int rank;
   int count;  // rows that exist, of kRows
+  bool aligned;
   DType gradient_dtype, residual_dtype;
   F scale;
 
+  // A lane's columns from `col` on, of a tile of `width`.
+  __device__ LaneColumns columns(int col, int width) const { return {aligned, width - col}; }
+
   // A row beyond the last repeats the first, and is not stored.
-  __device__ int64_t offset(int row) const { return row < count ? row * cols : 0; }
+  __device__ int64_t offset(int row) const { return row < count ? int64_t{row} * cols : 0; }
 };
 
 // The rows of a tile from the first-th on. There are none if that is beyond the tile's end.
@@ -41,38 +45,49 @@ __device__ __forceinline__ Rows<kRows, F, G, M> rows_of(const Bucket& bucket, co
   rows.memory =
       global(matrix.memory == nullptr ? nullptr : static_cast<M*>(matrix.memory) + offset);
   rows.p_hat = global(static_cast<const F*>(matrix.p_hat)) + row * matrix.rank;
-  rows.cols = matrix.cols;
+  rows.cols = static_cast<int>(matrix.cols);
   rows.rank = static_cast<int>(matrix.rank);
+  rows.aligned =
+      is_aligned(static_cast<const G*>(bucket.gradient) + matrix.gradient_offset, matrix.cols) &&
+      is_aligned(static_cast<const M*>(matrix.memory), matrix.cols) &&
+      is_aligned(static_cast<const F*>(matrix.q_local), matrix.cols) &&
+      is_aligned(static_cast<const F*>(matrix.q_warm), matrix.cols);
   rows.gradient_dtype = bucket.gradient_dtype;
   rows.residual_dtype = bucket.residual_dtype;
   rows.scale = static_cast<F>(residual_scale(bucket, matrix));
   return rows;
 }
 
-// A lane's part of the gradient and of memory, as they are stored. All loads are issued before any
-// element is widened, because a conversion waits for its load.
-template <int kRows, int W, typename G, typename M>
-struct StoredElements {
-  G gradient[kRows][W];
-  M memory[kRows][W];
+// Rows that are loaded at a time. More would not fit into registers beside the sums.
+constexpr int kLoadedRows = 4;
 
-  template <typename F>
-  __device__ __forceinline__ void load(const Rows<kRows, F, G, M>& rows, int col) {
+// A lane's part of the gradient and of memory, as they are stored, from row `first` on. All loads
+// are issued before any element is widened, because a conversion waits for its load.
+template <typename G, typename M>
+struct StoredElements {
+  G gradient[kLoadedRows][4];
+  M memory[kLoadedRows][4];
+
+  template <int kRows, typename F>
+  __device__ __forceinline__ void load(const Rows<kRows, F, G, M>& rows, int first, int col,
+                                       const LaneColumns& columns) {
     POWERSGD_UNROLL
-    for (int i = 0; i < kRows; ++i)
-      load_stored<Access::kNonTemporal>(rows.gradient + rows.offset(i) + col, gradient[i]);
+    for (int i = 0; i < kLoadedRows; ++i)
+      load_stored<Access::kNonTemporal>(rows.gradient + rows.offset(first + i) + col, columns,
+                                        gradient[i]);
     if (rows.memory == nullptr) return;
     POWERSGD_UNROLL
-    for (int i = 0; i < kRows; ++i)
-      load_stored<Access::kNonTemporal>(rows.memory + rows.offset(i) + col, memory[i]);
+    for (int i = 0; i < kLoadedRows; ++i)
+      load_stored<Access::kNonTemporal>(rows.memory + rows.offset(first + i) + col, columns,
+                                        memory[i]);
   }
 };
 
-template <int W, typename F>
-__device__ __forceinline__ bool replace_non_finite(F (&value)[W]) {
+template <typename F>
+__device__ __forceinline__ bool replace_non_finite(F (&value)[4]) {
   bool bad = false;
   POWERSGD_UNROLL
-  for (int j = 0; j < W; ++j) {
+  for (int j = 0; j < 4; ++j) {
     const bool finite = is_finite(value[j]);
     bad = bad || !finite;
     value[j] = finite ? value[j] : F{0};
@@ -81,14 +96,15 @@ __device__ __forceinline__ bool replace_non_finite(F (&value)[W]) {
 }
 
 // Notes what the gradient's elements are like, and replaces the non-finite ones by 0.
-template <int kRows, int W, typename F>
-__device__ __forceinline__ void examine_gradient(F (&gradient)[kRows][W], ElementFlags* flags) {
+template <typename F>
+__device__ __forceinline__ void examine_gradient(F (&gradient)[kLoadedRows][4],
+                                                 ElementFlags* flags) {
   uint32_t bits = 0;
   bool bad = false;
   POWERSGD_UNROLL
-  for (int i = 0; i < kRows; ++i) {
+  for (int i = 0; i < kLoadedRows; ++i) {
     POWERSGD_UNROLL
-    for (int j = 0; j < W; ++j) bits |= zero_bits(gradient[i][j]);
+    for (int j = 0; j < 4; ++j) bits |= zero_bits(gradient[i][j]);
     bad = replace_non_finite(gradient[i]) || bad;
   }
   if (!all_zero(bits)) flags->non_zero = 1;
@@ -96,51 +112,56 @@ __device__ __forceinline__ void examine_gradient(F (&gradient)[kRows][W], Elemen
 }
 
 // m = scale * memory + gradient, where memory still holds M of the last step.
-template <int kRows, int W, typename F, typename G, typename M>
+template <int kRows, typename F, typename G, typename M>
 __device__ __forceinline__ void add_gradient(const Rows<kRows, F, G, M>& rows,
-                                             const StoredElements<kRows, W, G, M>& stored,
-                                             F (&m)[kRows][W], ElementFlags* flags) {
+                                             const StoredElements<G, M>& stored,
+                                             F (&m)[kLoadedRows][4], ElementFlags* flags) {
   POWERSGD_UNROLL
-  for (int i = 0; i < kRows; ++i) widen_columns(stored.gradient[i], rows.gradient_dtype, m[i]);
+  for (int i = 0; i < kLoadedRows; ++i)
+    widen_columns(stored.gradient[i], rows.gradient_dtype, m[i]);
   examine_gradient(m, flags);
   if (rows.memory == nullptr) return;
   POWERSGD_UNROLL
-  for (int i = 0; i < kRows; ++i) {
-    F memory[W];
+  for (int i = 0; i < kLoadedRows; ++i) {
+    F memory[4];
     widen_columns(stored.memory[i], rows.residual_dtype, memory);
     POWERSGD_UNROLL
-    for (int j = 0; j < W; ++j) m[i][j] = rows.scale * memory[j] + m[i][j];
+    for (int j = 0; j < 4; ++j) m[i][j] = rows.scale * memory[j] + m[i][j];
   }
 }
 
-// m -= p q for one row q of q_local at a lane's columns. p points to kRows elements of a column of
-// scale * p_hat.
-template <int kRows, int W, typename F>
-__device__ __forceinline__ void subtract_product(const F* p, const F (&q)[W], F (&m)[kRows][W]) {
+// m -= p q for one row q of q_local at a lane's columns. p points to kLoadedRows elements of a
+// column of scale * p_hat.
+template <typename F>
+__device__ __forceinline__ void subtract_product(const F* p, const F (&q)[4],
+                                                 F (&m)[kLoadedRows][4]) {
   POWERSGD_UNROLL
-  for (int i = 0; i < kRows; ++i) {
+  for (int i = 0; i < kLoadedRows; ++i) {
     const F factor = p[i];
     POWERSGD_UNROLL
-    for (int j = 0; j < W; ++j) m[i][j] -= factor * q[j];
+    for (int j = 0; j < 4; ++j) m[i][j] -= factor * q[j];
   }
 }
 
 // Stores M in memory, and makes m what memory holds: rounded, and within memory's range.
-template <int kRows, int W, typename F, typename G, typename M>
-__device__ __forceinline__ void store_m(const Rows<kRows, F, G, M>& rows, int col,
-                                        F (&m)[kRows][W], ElementFlags* flags) {
+template <int kRows, typename F, typename G, typename M>
+__device__ __forceinline__ void store_m(const Rows<kRows, F, G, M>& rows, int first, int col,
+                                        const LaneColumns& columns, F (&m)[kLoadedRows][4],
+                                        ElementFlags* flags) {
   if (rows.memory == nullptr) return;
   const F limit = largest<M>(rows.residual_dtype);
   bool saturated = false;
   POWERSGD_UNROLL
-  for (int i = 0; i < kRows; ++i) {
+  for (int i = 0; i < kLoadedRows; ++i) {
     POWERSGD_UNROLL
-    for (int j = 0; j < W; ++j) {
+    for (int j = 0; j < 4; ++j) {
       saturated = saturated || fabs(m[i][j]) > limit;
-      m[i][j] = widen(narrow<M>(clamp_to(m[i][j], limit), rows.residual_dtype), rows.residual_dtype);
+      m[i][j] =
+          widen(narrow<M>(clamp_to(m[i][j], limit), rows.residual_dtype), rows.residual_dtype);
     }
-    if (i < rows.count)
-      store_columns<Access::kReuse>(rows.memory + rows.offset(i) + col, rows.residual_dtype, m[i]);
+    if (first + i < rows.count)
+      store_columns<Access::kReuse>(rows.memory + rows.offset(first + i) + col, columns,
+                                    rows.residual_dtype, m[i]);
   }
   if (sizeof(M) == 2 && rows.residual_dtype == DType::kFloat16 && saturated) flags->saturated = 1;
 }

@@ -160,7 +160,8 @@ __device__ inline void cholesky(double* a, double* inverse, double* square, int6
     if (warp == 0) finish_column(a, inverse, square, n, j, limits, pivots);
     __syncthreads();
     for (int i = j + 1 + warp; i < n; i += kWarps) {
-      for (int k = j + 1 + lane; k <= i; k += kWarpSize) a[i * n + k] -= a[i * n + j] * a[k * n + j];
+      for (int k = j + 1 + lane; k <= i; k += kWarpSize)
+        a[i * n + k] -= a[i * n + j] * a[k * n + j];
     }
     __syncthreads();
   }

@@ -16,6 +16,7 @@
 // How kernels are launched, and the few things that depend on the compiler.
 
 #define POWERSGD_UNROLL _Pragma("unroll")
+#define POWERSGD_UNROLL_2 _Pragma("unroll 2")
 #define POWERSGD_UNROLL_4 _Pragma("unroll 4")
 #define POWERSGD_NO_UNROLL _Pragma("unroll 1")
 

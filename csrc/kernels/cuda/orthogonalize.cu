@@ -29,8 +29,8 @@ namespace {
 
 // How a launch divides its tickets.
 struct Tickets {
-  int64_t first_tile, tiles;            // of matrices
-  int64_t first_raw_tile, raw_tiles;    // of raw segments
+  int64_t first_tile, tiles;          // of matrices
+  int64_t first_raw_tile, raw_tiles;  // of raw segments
   __host__ __device__ int64_t checks() const { return tiles + raw_tiles; }
   // One block runs even in a bucket without matrices.
   __host__ __device__ int64_t all() const {
@@ -126,9 +126,8 @@ __device__ void begin_second_half(const Bucket& bucket, bool skip) {
   state.skipped = skip ? 1 : 0;
   state.q_scale.current = state.q_scale.next;
   if (bucket.chooses_scales)
-    state.p_scale.next =
-        next_scale(noted_largest(bucket.counters[kLargestP], shared()->ticket.launch),
-                   state.p_scale.next);
+    state.p_scale.next = next_scale(
+        noted_largest(bucket.counters[kLargestP], shared()->ticket.launch), state.p_scale.next);
 }
 
 // Phase 2. gram is [rank, rank] in shared memory, behind the first kThreads doubles. Returns the
@@ -148,7 +147,8 @@ __device__ inline double sum_gram(const Bucket& bucket, const Matrix& matrix, co
     double sum[1][1] = {};
     if (active) {
       POWERSGD_UNROLL_4
-      for (int64_t t = group; t < tile.parts; t += groups) sum[0][0] += partial[t * stride + element];
+      for (int64_t t = group; t < tile.parts; t += groups)
+        sum[0][0] += partial[t * stride + element];
     }
     add_groups(sum, active, groups, at_once, scratch());
     if (!active || group > 0) continue;
@@ -192,9 +192,8 @@ __device__ void solve_rows(const Bucket& bucket, const Matrix& matrix, const Til
     for (int j = 0; j < R; ++j) {
       if (j >= rank) continue;
       const int32_t column = order[j];
-      p_hat.at(row, column) = reciprocal[j] == 0
-                                  ? replacement<F>(bucket, matrix, pass, column, row)
-                                  : static_cast<F>(x[j]);
+      p_hat.at(row, column) = reciprocal[j] == 0 ? replacement<F>(bucket, matrix, pass, column, row)
+                                                 : static_cast<F>(x[j]);
     }
   }
 }
@@ -216,8 +215,7 @@ __device__ bool orthogonalize_tile(const Bucket& bucket, const Matrix& matrix, c
   const bool again =
       (shared()->pivots.dead != 0 || shared()->pivots.weak != 0) && pass + 1 < kMaxPasses;
   if (!again) return false;
-  if (threadIdx.x == 0)
-    live_first(reciprocal, shared()->order, rank, shared()->next_order);
+  if (threadIdx.x == 0) live_first(reciprocal, shared()->order, rank, shared()->next_order);
   __syncthreads();
   const TallFactor<F> p_hat = p_hat_of<F>(matrix);
   gram_of_tile(
@@ -226,10 +224,10 @@ __device__ bool orthogonalize_tile(const Bucket& bucket, const Matrix& matrix, c
   return true;
 }
 
-// A matrix of high rank is done in the first pass.
-template <int R, typename F>
+// A matrix of high rank is done in the first pass, in a kernel for any rank.
+template <int R, bool kAnyRank, typename F>
 __device__ bool run_pass(const Bucket& bucket, const Matrix& matrix, const Tile& tile, int pass) {
-  if (matrix.rank > kMaxFastRank) {
+  if (kAnyRank && matrix.rank > kMaxFastRank) {
     if (pass == 0)
       orthogonalize_plainly<F>(bucket, matrix, slot_pointer<double>(bucket, tile.slot),
                                &shared()->pivots, scratch());
@@ -250,12 +248,13 @@ __device__ __forceinline__ void plan_next_pass(const Bucket& bucket, const Matri
   if (tile.part != 0 || pass + 1 == kMaxPasses || matrix.rank > kMaxFastRank) return;
   PassPlan& plan = pass_plan(bucket, tile, pass + 1);
   if (threadIdx.x == 0) plan.needed = needed ? 1 : 0;
-  if (needed && threadIdx.x < matrix.rank) plan.order[threadIdx.x] = shared()->next_order[threadIdx.x];
+  if (needed && threadIdx.x < matrix.rank)
+    plan.order[threadIdx.x] = shared()->next_order[threadIdx.x];
 }
 
-template <int R, typename F>
-__global__ void __launch_bounds__(kThreads, 2)
-    orthogonalize_kernel(Bucket bucket, Tickets tickets) {
+template <int R, bool kAnyRank, typename F>
+__global__ void __launch_bounds__(kThreads)
+    orthogonalize_kernel(const __grid_constant__ Bucket bucket, Tickets tickets) {
   allow_successor();
   const Ticket ticket =
       take_ticket(&bucket.counters[kOrthogonalizeTickets], tickets.all(), &shared()->ticket);
@@ -281,29 +280,30 @@ __global__ void __launch_bounds__(kThreads, 2)
   await(passes, (ticket.launch * kMaxPasses + static_cast<uint64_t>(pass)) *
                     static_cast<uint64_t>(tile.parts));
   bool again = false;
-  if (!skip && !out_of_use(bucket, matrix)) again = run_pass<R, F>(bucket, matrix, tile, pass);
+  if (!skip && !out_of_use(bucket, matrix))
+    again = run_pass<R, kAnyRank, F>(bucket, matrix, tile, pass);
   plan_next_pass(bucket, matrix, tile, pass, again);
   post(passes);
 }
 
-template <int R, typename F>
+template <int R, bool kAnyRank, typename F>
 Status launch_orthogonalize(const Bucket& bucket, Stream stream) {
   const int64_t* begin = bucket.tile_list_begin.data();
   const Tickets tickets{begin[kOrthogonalizeTiles],
                         begin[kOrthogonalizeTiles + 1] - begin[kOrthogonalizeTiles],
                         begin[kRawCheckTiles], begin[kRawCheckTiles + 1] - begin[kRawCheckTiles]};
-  return launch<orthogonalize_kernel<R, F>>(tickets.all(), kSharedBytes, stream,
-                                            Predecessor::kAnything, bucket, tickets);
+  return launch<orthogonalize_kernel<R, kAnyRank, F>>(tickets.all(), kSharedBytes, stream,
+                                                      Predecessor::kAnything, bucket, tickets);
 }
 
 }  // namespace
 
 Status orthogonalize(const Bucket& bucket, Stream stream) {
   if (bucket.factor_dtype == DType::kFloat64)
-    return launch_orthogonalize<kMaxFastRank, double>(bucket, stream);
+    return launch_orthogonalize<kMaxFastRank, true, double>(bucket, stream);
   return with_rank<1, 2, 4, 8, 16, kMaxFastRank>(bucket, [&](auto rank) {
     constexpr int kRanks = rank == 0 ? kMaxFastRank : rank;
-    return launch_orthogonalize<kRanks, float>(bucket, stream);
+    return launch_orthogonalize < kRanks, rank == 0, float > (bucket, stream);
   });
 }
 

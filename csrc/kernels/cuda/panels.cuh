@@ -10,51 +10,60 @@
 
 namespace powersgd::kernels::cuda {
 
-// A panel holds R rows of 32 W columns. Rows and columns beyond the factor's are 0.
-template <int R, int W, typename F>
-constexpr int kPanelElements = R * kWarpSize * W;
-
-template <int R, int W, typename F>
+// A panel holds R rows of a strip. Rows and columns beyond the factor's are 0.
+template <int R, typename F>
 class Panels {
  public:
-  // `shared` has room for two panels.
+  static constexpr int kElements = 2 * R * kStrip;  // of shared memory
+
   __device__ explicit Panels(F* shared) : shared_(shared) {}
 
-  // Begins to copy columns [first, end), of which a panel has room, while current() is used. All
-  // threads of the block call it.
-  __device__ __forceinline__ void fetch(const F* factor, int64_t cols, int rank, int first,
-                                        int end) {
-    F* const panel = shared_ + (1 - used_) * kPanelElements<R, W, F>;
-    POWERSGD_UNROLL
-    for (int i = threadIdx.x; i < R * kWarpSize; i += kThreads) {
-      const int k = i / kWarpSize, col = i % kWarpSize * W;
-      F* const to = panel + k * kWarpSize * W + col;
-      if (k < rank && first + col < end) {
-        __pipeline_memcpy_async(to, factor + k * cols + first + col, W * sizeof(F));
-      } else {
-        POWERSGD_UNROLL
-        for (int j = 0; j < W; ++j) to[j] = 0;
-      }
-    }
+  // Begins to copy columns [first, end) of a matrix's factor, as far as they have room, to kRows
+  // rows of the panel that is not in use. All threads of the block call it.
+  template <int kRows = R>
+  __device__ __forceinline__ void fetch(const F* factor, const Matrix& matrix, bool aligned,
+                                        int64_t first, int64_t end, int to_row = 0) {
+    F* const panel = shared_ + ((1 - used_) * R + to_row) * kStrip;
+    if (aligned)
+      copy<kRows, 4>(factor, matrix, first, end, panel);
+    else
+      copy<kRows, 1>(factor, matrix, first, end, panel);
     __pipeline_commit();
   }
 
-  // Makes the fetched panel the current one. No thread uses the last one any longer, so that the
-  // next may be fetched.
+  // Takes the fetched panel into use. No thread uses the one before any longer, so that the next
+  // may be fetched.
   __device__ __forceinline__ void turn() {
     __pipeline_wait_prior(0);
     __syncthreads();
     used_ = 1 - used_;
   }
 
-  // Row k of the current panel at this lane's columns.
-  __device__ __forceinline__ void load(int k, F (&out)[W]) const {
-    load_columns<Access::kReuse>(shared_ + used_ * kPanelElements<R, W, F> + k * kWarpSize * W +
-                                     threadIdx.x % kWarpSize * W,
+  // A row of the panel in use, at this lane's columns.
+  __device__ __forceinline__ void load(int row, F (&out)[4]) const {
+    load_columns<Access::kReuse>(shared_ + (used_ * R + row) * kStrip + threadIdx.x % kWarpSize * 4,
                                  DType::kFloat32, out);
   }
 
  private:
+  // kWidth columns at a time.
+  template <int kRows, int kWidth>
+  __device__ __forceinline__ static void copy(const F* factor, const Matrix& matrix, int64_t first,
+                                              int64_t end, F* panel) {
+    constexpr int kPerRow = kStrip / kWidth;
+    POWERSGD_NO_UNROLL
+    for (int i = threadIdx.x; i < kRows * kPerRow; i += kThreads) {
+      const int k = i / kPerRow, col = i % kPerRow * kWidth;
+      F* const to = panel + k * kStrip + col;
+      if (k < matrix.rank && first + col < end) {
+        __pipeline_memcpy_async(to, factor + k * matrix.cols + first + col, kWidth * sizeof(F));
+      } else {
+        POWERSGD_UNROLL
+        for (int j = 0; j < kWidth; ++j) to[j] = 0;
+      }
+    }
+  }
+
   F* const shared_;
   int used_ = 0;
 };

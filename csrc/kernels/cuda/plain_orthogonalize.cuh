@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "kernels/cuda/gram.cuh"
 #include "kernels/cuda/columns.cuh"
+#include "kernels/cuda/gram.cuh"
 
 // The plain way to orthogonalize: one block does all of a matrix. It serves ranks above
 // kMaxFastRank.
@@ -104,8 +104,8 @@ __device__ __attribute__((noinline)) void orthogonalize_plainly(const Bucket& bu
   bool again = pass_plainly<F>(bucket, matrix, p, &arrays, 0, pivots, shared);
   for (int pass = 1; again && pass < kMaxPasses; ++pass)
     again = pass_plainly<F>(
-        bucket, matrix, [&](int64_t row, int64_t column) { return p_hat.at(row, column); },
-        &arrays, pass, pivots, shared);
+        bucket, matrix, [&](int64_t row, int64_t column) { return p_hat.at(row, column); }, &arrays,
+        pass, pivots, shared);
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -3,10 +3,9 @@
 // project: M = residual_scale * (memory - p_hat q_local) + G, memory = M, P = M q_warm^T.
 //
 // This pass reads both the gradient and memory. A tile is a group of 64 rows, or of 32 above rank
-// 4, by a range of columns. Each warp takes 8 rows of it, or 4. A lane takes W columns at a time:
-// four adjacent ones, or one where addresses do not allow vector accesses. So a warp goes through
-// the tile in strips of 32 W columns. The block has the strips of q_local and q_warm in shared
-// memory, each while it copies the next:
+// 4, by a range of columns. Each warp takes 8 rows of it, or 4, and goes through their columns in
+// strips of 128. A lane has four adjacent columns. The block has the strips of q_local and q_warm in
+// shared memory, and copies the next while it uses them:
 //   1. A lane loads its part of the gradient and of memory.
 //   2. It adds the gradient, subtracts p_hat q_local and stores M.
 //   3. It multiplies M by q_warm into rows x rank sums in registers.
@@ -30,14 +29,19 @@ namespace {
 template <int R, bool kAnyRank>
 constexpr int kBlocksPerProcessor = kAnyRank || R > 8 ? 1 : 2;
 
-template <int R, bool kAnyRank, typename F>
-constexpr int kRowsPerWarp = project_rows_per_warp(kAnyRank ? kMaxFastRank + 1 : R,
-                                                   sizeof(F) == 8);
-
-// Shared memory holds the work, then p_hat's rows of each warp, then two panels.
+// Up to rank 16 both factors are at hand, so that M of a few rows is made and used up at once. Above,
+// shared memory is too small for that, and q_local and q_warm take turns.
 template <int R, typename F>
-constexpr size_t kSharedBytes = sizeof(Work) + sizeof(F) * (kWarps * kRowsPerWarp<R, false, F> * R +
-                                                            2 * kPanelElements<R, 4, F>);
+constexpr int kRowsPerWarp = project_rows_per_warp(R, sizeof(F) == 8);
+template <int R>
+constexpr bool kBothFactors = R <= 16;
+template <int R, typename F>
+using FactorPanels = Panels<kBothFactors<R> ? 2 * R : R, F>;
+
+// Shared memory holds the work, then p_hat's rows of each warp, then the panels.
+template <int R, typename F>
+constexpr size_t kSharedBytes =
+    sizeof(Work) + sizeof(F) * (kWarps * kRowsPerWarp<R, F> * R + FactorPanels<R, F>::kElements);
 
 // The warp's rows of scale p_hat as [R][kRows], padded with zeros.
 template <int R, int kRows, typename F, typename G, typename M>
@@ -50,67 +54,127 @@ __device__ __forceinline__ void stage_p(const Rows<kRows, F, G, M>& rows, F* p) 
   __syncwarp();
 }
 
-// Phases 1 to 3.
-template <int R, int W, int kRows, typename F, typename G, typename M>
-__device__ __forceinline__ void project_rows(Rows<kRows, F, G, M> rows, const Work& work,
-                                             const F* p, F* shared_panels, ElementFlags* flags,
-                                             F (&sums)[kRows * R]) {
-  constexpr int kWidth = kWarpSize * W;
-  const int cols = static_cast<int>(work.tile.col_end - work.tile.col_begin);
-  const F* const q_local = global(static_cast<const F*>(work.matrix.q_local)) + work.tile.col_begin;
-  const F* const q_warm = global(static_cast<const F*>(work.matrix.q_warm)) + work.tile.col_begin;
-  Panels<R, W, F> panels(shared_panels);
-  panels.fetch(q_local, rows.cols, rows.rank, 0, cols);
-  POWERSGD_UNROLL
-  for (int i = 0; i < kRows * R; ++i) sums[i] = 0;
-  POWERSGD_NO_UNROLL
-  for (int begin = 0; begin < cols; begin += kWidth) {
-    const int col = begin + static_cast<int>(threadIdx.x) % kWarpSize * W;
-    const bool active = col < cols && rows.count > 0;
-    hide_from_optimizer(rows.cols);
-    StoredElements<kRows, W, G, M> stored;
-    F m[kRows][W];
-    if (active) stored.load(rows, col);
-    panels.turn();
-    panels.fetch(q_warm, rows.cols, rows.rank, begin, cols);
-    if (active) {
-      add_gradient(rows, stored, m, flags);
-      POWERSGD_UNROLL
-      for (int k = 0; k < R; ++k) {
-        if (rows.memory == nullptr) break;
-        F q[W];
-        panels.load(k, q);
-        subtract_product(p + k * kRows, q, m);
-      }
-      store_m(rows, col, m, flags);
+// A warp's way through the strips of a tile.
+template <int R, typename F, typename G, typename M>
+class ProjectRows {
+ public:
+  static constexpr int kRows = kRowsPerWarp<R, F>;
+
+  // p points to [R][kRows] elements of scale p_hat.
+  __device__ ProjectRows(const Rows<kRows, F, G, M>& rows, Work* work, const F* p, F* panels)
+      : rows_(rows), work_(work), p_(p), panels_(panels) {}
+
+  // Phases 1 to 3: sums[i * R + k] becomes the lane's part of row i and column k of P.
+  __device__ __forceinline__ void run(F (&sums)[kRows * R]) {
+    POWERSGD_UNROLL
+    for (int i = 0; i < kRows * R; ++i) sums[i] = 0;
+    fetch_first(0);
+    const int cols = static_cast<int>(work_->tile.col_end - work_->tile.col_begin);
+    POWERSGD_NO_UNROLL
+    for (int begin = 0; begin < cols; begin += kStrip) {
+      col_ = begin + static_cast<int>(threadIdx.x) % kWarpSize * 4;
+      active_ = col_ < cols && rows_.count > 0;
+      hide_from_optimizer(rows_.cols);
+      if constexpr (kBothFactors<R>)
+        run_strip_with_both(begin, sums);
+      else
+        run_strip_in_turns(begin, sums);
     }
-    panels.turn();
-    panels.fetch(q_local, rows.cols, rows.rank, begin + kWidth, cols);
-    if (!active) continue;
+    __pipeline_wait_prior(0);
+  }
+
+ private:
+  __device__ __forceinline__ LaneColumns columns() const {
+    return rows_.columns(col_, static_cast<int>(work_->tile.col_end - work_->tile.col_begin));
+  }
+
+  // Begins to copy a strip of a factor. What this takes is in shared memory, and not in registers.
+  __device__ __forceinline__ void fetch(const void* factor, int begin, int panel_row = 0) {
+    panels_.template fetch<R>(global(static_cast<const F*>(factor)), work_->matrix, rows_.aligned,
+                              work_->tile.col_begin + begin, work_->tile.col_end, panel_row);
+  }
+
+  __device__ __forceinline__ void fetch_first(int begin) {
+    fetch(work_->matrix.q_local, begin);
+    if constexpr (kBothFactors<R>) fetch(work_->matrix.q_warm, begin, R);
+  }
+
+  __device__ __forceinline__ void run_strip_with_both(int begin, F (&sums)[kRows * R]) {
+    POWERSGD_UNROLL
+    for (int first = 0; first < kRows; first += kLoadedRows) {
+      F m[kLoadedRows][4];
+      hide_from_optimizer(rows_.cols);
+      if (active_) stored_.load(rows_, first, col_, columns());
+      if (first == 0) {
+        panels_.turn();
+        fetch_first(begin + kStrip);
+      }
+      if (!active_) continue;
+      form_m(first, m);
+      multiply(first, R, m, sums);
+    }
+  }
+
+  __device__ __forceinline__ void run_strip_in_turns(int begin, F (&sums)[kRows * R]) {
+    F m[kLoadedRows][4];
+    if (active_) stored_.load(rows_, 0, col_, columns());
+    panels_.turn();
+    fetch(work_->matrix.q_warm, begin);
+    if (active_) form_m(0, m);
+    panels_.turn();
+    fetch_first(begin + kStrip);
+    if (active_) multiply(0, 0, m, sums);
+  }
+
+  // M of kLoadedRows rows, from those stored. q_local is in the panel's first rows.
+  __device__ __forceinline__ void form_m(int first, F (&m)[kLoadedRows][4]) {
+    add_gradient(rows_, stored_, m, &work_->flags);
+    // Unrolled in full, it would load all of q_local at once and run out of registers.
+    POWERSGD_UNROLL_2
+    for (int k = 0; k < R; ++k) {
+      if (rows_.memory == nullptr) break;
+      F q[4];
+      panels_.load(k, q);
+      subtract_product(p_ + k * kRows + first, q, m);
+    }
+    hide_from_optimizer(rows_.cols);
+    store_m(rows_, first, col_, columns(), m, &work_->flags);
+  }
+
+  // sums += m q_warm^T, for q_warm in the panel from row `panel_row` on.
+  __device__ __forceinline__ void multiply(int first, int panel_row, const F (&m)[kLoadedRows][4],
+                                           F (&sums)[kRows * R]) {
     POWERSGD_UNROLL
     for (int k = 0; k < R; ++k) {
-      F q[W];
-      panels.load(k, q);
+      F q[4];
+      panels_.load(panel_row + k, q);
       POWERSGD_UNROLL
-      for (int i = 0; i < kRows; ++i) {
+      for (int i = 0; i < kLoadedRows; ++i) {
         POWERSGD_UNROLL
-        for (int j = 0; j < W; ++j) sums[i * R + k] += m[i][j] * q[j];
+        for (int j = 0; j < 4; ++j) sums[(first + i) * R + k] += m[i][j] * q[j];
       }
     }
   }
-  __pipeline_wait_prior(0);
-}
 
-template <int R, int W, typename F, typename G, typename M>
+  Rows<kRows, F, G, M> rows_;
+  Work* const work_;
+  const F* const p_;
+  FactorPanels<R, F> panels_;
+  StoredElements<G, M> stored_;
+  int col_ = 0;
+  bool active_ = false;
+};
+
+template <int R, typename F, typename G, typename M>
 __device__ __forceinline__ void project_tile(const Bucket& bucket, Work* work) {
-  constexpr int kRows = kRowsPerWarp<R, false, F>;
+  constexpr int kRows = kRowsPerWarp<R, F>;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   F* const factors = reinterpret_cast<F*>(work + 1);  // [kWarps][R][kRows]
   F* const p = factors + warp * kRows * R;
   const auto rows = rows_of<kRows, F, G, M>(bucket, *work, warp * kRows);
   stage_p<R>(rows, p);
   F sums[kRows * R];
-  project_rows<R, W>(rows, *work, p, factors + kWarps * kRows * R, &work->flags, sums);
+  ProjectRows<R, F, G, M>(rows, work, p, factors + kWarps * kRows * R).run(sums);
   write_lane_sums<R, kRows>(bucket, *work, warp * kRows, 0, sums);
 }
 
@@ -121,23 +185,10 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
   if (work->tile.kind == TileKind::kRawSegment) {
     pack_raw<F, G>(bucket, work);
   } else {
-    const Matrix& matrix = work->matrix;
-    const bool aligned =
-        is_aligned(static_cast<const G*>(bucket.gradient) + matrix.gradient_offset, matrix.cols) &&
-        is_aligned(static_cast<const M*>(matrix.memory), matrix.cols) &&
-        is_aligned(static_cast<const F*>(matrix.q_local), matrix.cols) &&
-        is_aligned(static_cast<const F*>(matrix.q_warm), matrix.cols);
-    if constexpr (kAnyRank) {
-      if (aligned)
-        project_tile_of_any_rank<R, 4, F, G, M>(bucket, work);
-      else
-        project_tile_of_any_rank<R, 1, F, G, M>(bucket, work);
-    } else {
-      if (aligned)
-        project_tile<R, 4, F, G, M>(bucket, work);
-      else
-        project_tile<R, 1, F, G, M>(bucket, work);
-    }
+    if constexpr (kAnyRank)
+      project_tile_of_any_rank<R, F, G, M>(bucket, work);
+    else
+      project_tile<R, F, G, M>(bucket, work);
     add_column_ranges<F>(bucket, *work);
   }
   add_flags(bucket, *work);

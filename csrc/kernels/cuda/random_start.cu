@@ -30,8 +30,10 @@ Status random_start(const Bucket& bucket, Stream stream) {
   const int64_t first = bucket.tile_list_begin[kStrips];
   const int64_t count = bucket.tile_list_begin[kStrips + 1] - first;
   return bucket.factor_dtype == DType::kFloat64
-             ? launch<random_start_kernel<double>>(count, 0, stream, Predecessor::kAnything, bucket, first)
-             : launch<random_start_kernel<float>>(count, 0, stream, Predecessor::kAnything, bucket, first);
+             ? launch<random_start_kernel<double>>(count, 0, stream, Predecessor::kAnything, bucket,
+                                                   first)
+             : launch<random_start_kernel<float>>(count, 0, stream, Predecessor::kAnything, bucket,
+                                                  first);
 }
 
 }  // namespace powersgd::kernels::cuda

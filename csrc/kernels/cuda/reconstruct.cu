@@ -135,9 +135,8 @@ template <int R, typename G>
 __global__ void __launch_bounds__(kThreads, R == kAnyRank ? 2 : 4)
     reconstruct_kernel(Bucket bucket, Tickets tickets) {
   using F = Factor<G>;
-  const Ticket ticket =
-      take_ticket(&bucket.counters[kReconstructTickets], tickets.all(),
-                  reinterpret_cast<Ticket*>(shared_memory()));
+  const Ticket ticket = take_ticket(&bucket.counters[kReconstructTickets], tickets.all(),
+                                    reinterpret_cast<Ticket*>(shared_memory()));
   uint64_t* const checked = &bucket.counters[kQChecked];
   if (ticket.order < tickets.checks) {
     check_row<F>(bucket, bucket.tiles[tickets.first_check + ticket.order], ticket);

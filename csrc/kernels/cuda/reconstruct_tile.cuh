@@ -11,8 +11,8 @@
 
 namespace powersgd::kernels::cuda {
 
-constexpr int kAnyRank = 0;            // with_rank's R for ranks above 8
-constexpr size_t kTicketBytes = 16;    // of shared memory, in front of all else
+constexpr int kAnyRank = 0;          // with_rank's R for ranks above 8
+constexpr size_t kTicketBytes = 16;  // of shared memory, in front of all else
 static_assert(sizeof(Ticket) <= kTicketBytes);
 
 // Rows of p_hat in shared memory at a time, and rows that a warp takes at a time.
@@ -36,16 +36,16 @@ __device__ __forceinline__ F* staged_p() {
   return reinterpret_cast<F*>(shared_memory() + kTicketBytes);
 }
 
-// Loads W columns of Q. The gradient's rows may be aligned where those of Q are not, after a matrix
-// of odd width.
-template <int W, typename F>
-__device__ __forceinline__ void load_q(const Payload<F>& q, int64_t index, bool aligned,
-                                       F (&out)[W]) {
-  if (aligned) {
+// Loads a lane's columns of Q. The gradient's rows may be aligned where those of Q are not, after a
+// matrix of odd width.
+template <typename F>
+__device__ __forceinline__ void load_q(const Payload<F>& q, int64_t index,
+                                       const LaneColumns& columns, F (&out)[4]) {
+  if (columns.aligned) {
     load_columns<Access::kReuse>(static_cast<const F*>(q.data) + index, DType::kFloat32, out);
   } else {
     POWERSGD_UNROLL
-    for (int j = 0; j < W; ++j) out[j] = q.load(index + j);
+    for (int j = 0; j < 4; ++j) out[j] = j < columns.count ? q.load(index + j) : F{0};
   }
 }
 
@@ -62,26 +62,28 @@ __device__ __forceinline__ F scale_of_p(const Bucket& bucket, const Matrix& matr
 }
 
 // A tile at rank <= R, with Q in registers.
-template <int R, int W, typename G, typename AwaitChecks>
+template <int R, typename G, typename AwaitChecks>
 __device__ __forceinline__ bool reconstruct_low_rank(const Bucket& bucket, const Matrix& matrix,
-                                                     const Tile& tile, int64_t begin_col,
-                                                     G* gradient, const AwaitChecks& await_checks) {
+                                                     const Tile& tile, G* gradient,
+                                                     const AwaitChecks& await_checks) {
   using F = Factor<G>;
   F* const staged = staged_p<F>();  // [kStagedRowsLowRank][R]
   const F* const p_hat = global(static_cast<const F*>(matrix.p_hat));
   const F scale = scale_of_p<F>(bucket, matrix);
   const Payload<F> q = q_of<F>(bucket);
-  const bool aligned =
-      !q.rounds && is_aligned(static_cast<const F*>(q.data) + matrix.q_offset, matrix.cols);
-  const int64_t col = begin_col + threadIdx.x % kWarpSize * W;
-  const bool active = col < tile.col_end;
-  F factor[R][W];
+  const int64_t col = tile.col_begin + threadIdx.x % kWarpSize * 4;
+  const int count = static_cast<int>(tile.col_end - col);
+  const LaneColumns columns{is_aligned(gradient, matrix.cols), count};
+  const LaneColumns q_columns{
+      !q.rounds && is_aligned(static_cast<const F*>(q.data) + matrix.q_offset, matrix.cols), count};
+  const bool active = count > 0;
+  F factor[R][4];
   POWERSGD_UNROLL
   for (int k = 0; k < R; ++k) {
     POWERSGD_UNROLL
-    for (int j = 0; j < W; ++j) factor[k][j] = 0;
+    for (int j = 0; j < 4; ++j) factor[k][j] = 0;
     if (active && k < matrix.rank)
-      load_q(q, matrix.q_offset + k * matrix.cols + col, aligned, factor[k]);
+      load_q(q, matrix.q_offset + k * matrix.cols + col, q_columns, factor[k]);
   }
   if (await_checks()) return true;
   for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRowsLowRank) {
@@ -94,14 +96,14 @@ __device__ __forceinline__ bool reconstruct_low_rank(const Bucket& bucket, const
     __syncthreads();
     if (!active) continue;
     for (int row = threadIdx.x / kWarpSize; row < rows; row += kWarps) {
-      F sum[W] = {};
+      F sum[4] = {};
       POWERSGD_UNROLL
       for (int k = 0; k < R; ++k) {
         const F p = staged[row * R + k];
         POWERSGD_UNROLL
-        for (int j = 0; j < W; ++j) sum[j] += p * factor[k][j];
+        for (int j = 0; j < 4; ++j) sum[j] += p * factor[k][j];
       }
-      store_columns<Access::kNonTemporal>(gradient + (begin + row) * matrix.cols + col,
+      store_columns<Access::kNonTemporal>(gradient + (begin + row) * matrix.cols + col, columns,
                                           bucket.gradient_dtype, sum);
     }
   }
@@ -109,10 +111,10 @@ __device__ __forceinline__ bool reconstruct_low_rank(const Bucket& bucket, const
 }
 
 // Ranks [k0, k0 + kStagedRanks<F>) of p_hat and Q in shared memory, padded with zeros.
-template <int W, typename F>
+template <typename F>
 __device__ __forceinline__ void stage_ranks(const Bucket& bucket, const Matrix& matrix,
                                             const Tile& tile, int64_t begin, int64_t k0,
-                                            int64_t begin_col, bool stage_q, F* staged_q) {
+                                            bool stage_q, F* staged_q) {
   constexpr int kRanks = kStagedRanks<F>;
   F* const staged = staged_p<F>();  // [kRanks][kStagedStride]
   const F* const p_hat = global(static_cast<const F*>(matrix.p_hat));
@@ -125,10 +127,9 @@ __device__ __forceinline__ void stage_ranks(const Bucket& bucket, const Matrix& 
         exists ? scale * p_hat[(begin + row) * matrix.rank + k0 + k] : F{0};
   }
   if (!stage_q) return;
-  constexpr int kWidth = kWarpSize * W;
   const Payload<F> q = q_of<F>(bucket);
-  for (int i = threadIdx.x; i < kRanks * kWidth; i += kThreads) {
-    const int64_t k = k0 + i / kWidth, col = begin_col + i % kWidth;
+  for (int i = threadIdx.x; i < kRanks * kStrip; i += kThreads) {
+    const int64_t k = k0 + i / kStrip, col = tile.col_begin + i % kStrip;
     const bool exists = k < matrix.rank && col < tile.col_end;
     staged_q[i] = exists ? q.load(matrix.q_offset + k * matrix.cols + col) : F{0};
   }
@@ -136,41 +137,42 @@ __device__ __forceinline__ void stage_ranks(const Bucket& bucket, const Matrix& 
 
 // A tile at any rank, with the sums of eight rows in registers. The rank is taken in parts. Q is
 // staged again only if it has several.
-template <int W, typename G, typename AwaitChecks>
+template <typename G, typename AwaitChecks>
 __device__ __forceinline__ bool reconstruct_any_rank(const Bucket& bucket, const Matrix& matrix,
-                                                     const Tile& tile, int64_t begin_col,
-                                                     G* gradient, const AwaitChecks& await_checks) {
+                                                     const Tile& tile, G* gradient,
+                                                     const AwaitChecks& await_checks) {
   using F = Factor<G>;
   constexpr int kRanks = kStagedRanks<F>;
   F* const staged = staged_p<F>();
-  F* const staged_q = staged + kRanks * kStagedStride;  // [kRanks][32 W]
+  F* const staged_q = staged + kRanks * kStagedStride;  // [kRanks][kStrip]
   const int first = threadIdx.x / kWarpSize * kRowsAnyRank;
-  const int lane_col = threadIdx.x % kWarpSize * W;
-  const int64_t col = begin_col + lane_col;
+  const int lane_col = static_cast<int>(threadIdx.x) % kWarpSize * 4;
+  const int64_t col = tile.col_begin + lane_col;
+  const LaneColumns columns{is_aligned(gradient, matrix.cols),
+                            static_cast<int>(tile.col_end - col)};
   bool waits = true;
   for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRowsAnyRank) {
     const int rows = rows_from(tile, begin, kStagedRowsAnyRank);
-    F sum[kRowsAnyRank][W] = {};
+    F sum[kRowsAnyRank][4] = {};
     for (int64_t k0 = 0; k0 < matrix.rank; k0 += kRanks) {
       __syncthreads();
-      stage_ranks<W>(bucket, matrix, tile, begin, k0, begin_col,
-                     begin == tile.row_begin || matrix.rank > kRanks, staged_q);
+      stage_ranks(bucket, matrix, tile, begin, k0, begin == tile.row_begin || matrix.rank > kRanks,
+                  staged_q);
       if (waits && await_checks()) return true;
       waits = false;
       __syncthreads();
       if (col >= tile.col_end || first >= rows) continue;
       const int64_t left = matrix.rank - k0;
       const int ranks = left < kRanks ? static_cast<int>(left) : kRanks;
-      POWERSGD_UNROLL_4
-      for (int k = 0; k < (ranks + 3) / 4 * 4; ++k) {
-        F factor[W];
-        load_columns<Access::kReuse>(staged_q + k * kWarpSize * W + lane_col, DType::kFloat32,
-                                     factor);
+      POWERSGD_UNROLL_2
+      for (int k = 0; k < ranks; ++k) {
+        F factor[4];
+        load_columns<Access::kReuse>(staged_q + k * kStrip + lane_col, DType::kFloat32, factor);
         POWERSGD_UNROLL
         for (int i = 0; i < kRowsAnyRank; ++i) {
           const F p = staged[k * kStagedStride + first + i];
           POWERSGD_UNROLL
-          for (int j = 0; j < W; ++j) sum[i][j] += p * factor[j];
+          for (int j = 0; j < 4; ++j) sum[i][j] += p * factor[j];
         }
       }
     }
@@ -179,21 +181,10 @@ __device__ __forceinline__ bool reconstruct_any_rank(const Bucket& bucket, const
     for (int i = 0; i < kRowsAnyRank; ++i) {
       if (first + i < rows)
         store_columns<Access::kNonTemporal>(gradient + (begin + first + i) * matrix.cols + col,
-                                            bucket.gradient_dtype, sum[i]);
+                                            columns, bucket.gradient_dtype, sum[i]);
     }
   }
   return waits ? await_checks() : false;
-}
-
-// Columns [begin_col, begin_col + 32 W) of a tile.
-template <int R, int W, typename G, typename AwaitChecks>
-__device__ __forceinline__ bool reconstruct_columns(const Bucket& bucket, const Matrix& matrix,
-                                                    const Tile& tile, int64_t begin_col,
-                                                    G* gradient, const AwaitChecks& await_checks) {
-  if constexpr (R == kAnyRank)
-    return reconstruct_any_rank<W>(bucket, matrix, tile, begin_col, gradient, await_checks);
-  else
-    return reconstruct_low_rank<R, W>(bucket, matrix, tile, begin_col, gradient, await_checks);
 }
 
 // Returns true, and has written nothing, if the step is skipped. All threads of the block call it.
@@ -202,18 +193,10 @@ __device__ __forceinline__ bool reconstruct_tile(const Bucket& bucket, const Mat
                                                  const Tile& tile,
                                                  const AwaitChecks& await_checks) {
   G* const gradient = static_cast<G*>(bucket.gradient) + matrix.gradient_offset;
-  if (is_aligned(gradient, matrix.cols))
-    return reconstruct_columns<R, 4>(bucket, matrix, tile, tile.col_begin, gradient, await_checks);
-  bool skip = false;
-  bool waits = true;
-  const auto await_once = [&] {
-    if (waits) skip = await_checks();
-    waits = false;
-    return skip;
-  };
-  for (int64_t col = tile.col_begin; col < tile.col_end && !skip; col += kWarpSize)
-    reconstruct_columns<R, 1>(bucket, matrix, tile, col, gradient, await_once);
-  return await_once();
+  if constexpr (R == kAnyRank)
+    return reconstruct_any_rank(bucket, matrix, tile, gradient, await_checks);
+  else
+    return reconstruct_low_rank<R>(bucket, matrix, tile, gradient, await_checks);
 }
 
 }  // namespace powersgd::kernels::cuda

@@ -18,10 +18,10 @@ constexpr int kReduceElements = kWarps * kRanksAtOnce<R> * kStrip;
 
 // Adds the warps' sums in shared memory, in the order of the warps. Calls write(k, column of the
 // strip, sum) once for each sum.
-template <int R, int W, typename F, typename Write>
-__device__ __forceinline__ void reduce_warps(const F (&sums)[R][W], F* shared, const Write& write) {
+template <int R, typename F, typename Write>
+__device__ __forceinline__ void reduce_warps(const F (&sums)[R][4], F* shared, const Write& write) {
   constexpr int kRanks = kRanksAtOnce<R>;
-  constexpr int kWidth = kWarpSize * W;  // shared is [kWarps][kRanks][kWidth]
+  // shared is [kWarps][kRanks][kStrip]
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   POWERSGD_UNROLL
@@ -29,14 +29,14 @@ __device__ __forceinline__ void reduce_warps(const F (&sums)[R][W], F* shared, c
     __syncthreads();
     POWERSGD_UNROLL
     for (int k = 0; k < kRanks; ++k)
-      store_columns<Access::kReuse>(shared + (warp * kRanks + k) * kWidth + lane * W,
+      store_columns<Access::kReuse>(shared + (warp * kRanks + k) * kStrip + lane * 4,
                                     DType::kFloat32, sums[first + k]);
     __syncthreads();
-    for (int i = threadIdx.x; i < kRanks * kWidth; i += kThreads) {
+    for (int i = threadIdx.x; i < kRanks * kStrip; i += kThreads) {
       F sum = 0;
       POWERSGD_UNROLL
-      for (int w = 0; w < kWarps; ++w) sum += shared[w * kRanks * kWidth + i];
-      write(first + i / kWidth, i % kWidth, sum);
+      for (int w = 0; w < kWarps; ++w) sum += shared[w * kRanks * kStrip + i];
+      write(first + i / kStrip, i % kStrip, sum);
     }
   }
 }
@@ -49,18 +49,16 @@ __device__ __forceinline__ void write_q(const Payload<F>& payload, const Matrix&
   static_cast<F*>(matrix.q_local)[index] = payload.store(matrix.q_offset + index, value);
 }
 
-// Writes rows [k0, k0 + R) of q at columns [begin, begin + 32 W) of a tile. All threads of the
-// block call it.
-template <int R, int W, typename F>
+// Writes rows [k0, k0 + R) of q at the columns of a tile. All threads of the block call it.
+template <int R, typename F>
 __device__ __forceinline__ void write_strip(const Bucket& bucket, const Matrix& matrix,
-                                            const Tile& tile, int64_t begin, int64_t k0,
-                                            const F (&sums)[R][W], F* shared) {
+                                            const Tile& tile, int64_t k0, const F (&sums)[R][4],
+                                            F* shared) {
   const Payload<F> payload = q_of<F>(bucket);
   const int64_t stride = slots(matrix.rank * kStrip * int64_t{sizeof(F)});
-  F* const partial =
-      slot_pointer<F>(bucket, tile.slot + tile.part * stride) + (begin - tile.col_begin);
+  F* const partial = slot_pointer<F>(bucket, tile.slot + tile.part * stride);
   reduce_warps<R>(sums, shared, [&](int k, int column, F sum) {
-    const int64_t col = begin + column;
+    const int64_t col = tile.col_begin + column;
     if (k0 + k >= matrix.rank || col >= tile.col_end) return;
     if (tile.parts > 1)
       partial[(k0 + k) * kStrip + column] = sum;

@@ -16,8 +16,8 @@ Range strip_at(const Matrix& matrix, int64_t col) {
   return {col, std::min(col + kStrip, matrix.cols)};
 }
 
-constexpr int64_t kRawElements = 4096;       // of a raw segment per tile
-constexpr int64_t kCheckedElements = 8192;   // of a row of Q per tile
+constexpr int64_t kRawElements = 4096;      // of a raw segment per tile
+constexpr int64_t kCheckedElements = 8192;  // of a row of Q per tile
 constexpr int64_t kWidestProjectTile = 2048;
 
 class Builder {
@@ -89,8 +89,8 @@ class Builder {
   void add_project(int32_t item) {
     const Matrix& matrix = matrices_[static_cast<size_t>(item)];
     const int64_t rows = kWarps * project_rows_per_warp(largest_rank_, factor_bytes_ == 8);
-    const int64_t widest = std::min(target_elements(1536, rows * kStrip, INT64_MAX) / rows,
-                                    kWidestProjectTile);
+    const int64_t widest =
+        std::min(target_elements(1536, rows * kStrip, INT64_MAX) / rows, kWidestProjectTile);
     const int64_t ranges = std::max<int64_t>(1, ceil_div(matrix.cols, round_up(widest, kStrip)));
     const int64_t width =
         std::max<int64_t>(kStrip, round_up(ceil_div(matrix.cols, ranges), kStrip));
@@ -159,10 +159,10 @@ class Builder {
     const int64_t slot = take(slots(matrix.rank * parts * int64_t{sizeof(double)}));
     for (int64_t k = 0; k < matrix.rank; ++k) {
       for (int64_t part = 0; part < parts; ++part)
-        set_part(add(kQCheckTiles, TileKind::kFactorRow, item, {k, k + 1},
-                     {part * kCheckedElements,
-                      std::min((part + 1) * kCheckedElements, matrix.cols)}),
-                 slot, part, parts, 0);
+        set_part(
+            add(kQCheckTiles, TileKind::kFactorRow, item, {k, k + 1},
+                {part * kCheckedElements, std::min((part + 1) * kCheckedElements, matrix.cols)}),
+            slot, part, parts, 0);
     }
   }
 
@@ -175,7 +175,8 @@ class Builder {
     for (size_t i = 0; i < matrices_.size(); ++i) {
       const Matrix& matrix = matrices_[i];
       const std::vector<Tile>& checks = lists_[kQCheckTiles];
-      const Tile* first = matrix.rank * matrix.cols > 0 ? &checks[static_cast<size_t>(check)] : nullptr;
+      const Tile* first =
+          matrix.rank * matrix.cols > 0 ? &checks[static_cast<size_t>(check)] : nullptr;
       check += matrix.rank * ceil_div(matrix.cols, kCheckedElements);
       for (int64_t row = 0; row < std::max<int64_t>(matrix.rows, 1); row += rows) {
         for (int64_t col = 0; col < matrix.cols; col += kStrip) {

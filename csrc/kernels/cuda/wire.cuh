@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "kernels/cuda/grid.cuh"
 #include "kernels/cuda/elements.cuh"
+#include "kernels/cuda/grid.cuh"
 #include "kernels/cuda/reduce.cuh"
 #include "kernels/shared/wire.h"
 

@@ -17,6 +17,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __builtin_assume(condition) static_cast<void>(condition)
 #define threadIdx (::simt::thread_index())
 #define blockIdx (::simt::block_index())
