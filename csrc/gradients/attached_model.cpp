@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "compressor/stages.h"
 #include "gradients/parameter_layout.h"
 #include "gradients/replicas.h"
 #include "powersgd/stats.h"
@@ -66,6 +67,7 @@ c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(size_t bucket, at::Tensor& 
     Bucket& made = buckets_[bucket];
     if (made.parameters != parameters) made = make_bucket(buffer, parameters);
     compressor = made.compressor;
+    if (compressor && is_capturing(buffer.device())) captured_.insert(compressor);
   }
   StepInfo step;
   step.output_scale = 1.0 / divisor;

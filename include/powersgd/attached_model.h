@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -136,6 +137,9 @@ class AttachedModel {
   std::vector<ParameterStatePtr> states_;
   std::unordered_map<const c10::TensorImpl*, size_t> index_of_;
   std::map<size_t, Bucket> buckets_;  // by the bucket's number
+  // The compressors of steps that a CUDA graph holds. A replay uses their memory, even if DDP has
+  // rebuilt its buckets since.
+  std::set<std::shared_ptr<BucketCompressor>> captured_;
   // Residuals that a checkpoint had of parameters that are not compressed, by index: [rows, cols],
   // unscaled. They are added to the next gradient.
   std::map<size_t, at::Tensor> unsent_residuals_;

@@ -45,6 +45,8 @@ struct State {
   c10::StreamId streams = 1;            // so far; 0 is the default stream of each device
   std::mt19937 order;
   Host host = Host::kMayNotWait;
+  bool capturing = false;
+  std::vector<Operation> graph;  // in the order of enqueueing, which every stream admits
 };
 
 struct Current {
@@ -62,6 +64,7 @@ c10::Stream stream(c10::DeviceIndex index, c10::StreamId id) {
 
 void push(const c10::Stream& stream, Operation operation) {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
+  if (state.capturing) state.graph.push_back(operation);
   state.queues[{stream.device_index(), stream.id()}].push_back(std::move(operation));
 }
 
@@ -190,6 +193,29 @@ void enqueue(c10::Device device, std::function<void()> operation) {
 void run() {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   while (run_one()) {
+  }
+}
+
+void begin_capture() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  state.graph.clear();
+  state.capturing = true;
+}
+
+void end_capture() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  state.capturing = false;
+}
+
+bool is_capturing() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  return state.capturing;
+}
+
+void replay(c10::Device device) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  for (const Operation& operation : state.graph) {
+    enqueue(device, [operation] { operation(); });
   }
 }
 

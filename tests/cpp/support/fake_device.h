@@ -34,6 +34,13 @@ c10::Stream use_new_stream(c10::Device device);
 // Runs all enqueued operations. Throws if those that are left wait for each other.
 void run();
 
+// Makes a graph of the operations that are enqueued between both calls, on any stream. They run at
+// the next run() as well. replay() enqueues them once more on the current stream of `device`.
+void begin_capture();
+void end_capture();
+bool is_capturing();
+void replay(c10::Device device);
+
 // A storage and a stream that was recorded as its user.
 using Use = std::pair<const void*, c10::Stream>;
 std::vector<Use> recorded_uses();
