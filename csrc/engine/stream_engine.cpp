@@ -5,6 +5,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Logging.h>
 
 #include <algorithm>
 #include <atomic>
@@ -43,8 +44,8 @@ c10::Event record(const c10::Stream& stream) {
 
 struct StreamEngine::Shared {
   // The side streams of one device.
-  struct Lane {
-    explicit Lane(c10::Device device)
+  struct SideStreams {
+    explicit SideStreams(c10::Device device)
         : ahead(new_side_stream(device)), behind(new_side_stream(device)) {}
 
     const c10::Stream ahead;   // runs the first parts of a pipeline
@@ -72,25 +73,25 @@ struct StreamEngine::Shared {
     }
   };
 
-  // Sums payloads on the current stream, which is one of the lane's.
-  class LaneChannel final : public Channel {
+  // Sums payloads on the current stream, which is one of the device's side streams.
+  class SideChannel final : public Channel {
    public:
-    LaneChannel(Lane& lane, c10d::Backend& backend, std::chrono::milliseconds timeout)
-        : lane_(lane), channel_(backend, timeout, /*on_current_stream=*/true) {}
+    SideChannel(SideStreams& side, c10d::Backend& backend, std::chrono::milliseconds timeout)
+        : side_(side), channel_(backend, timeout, /*on_current_stream=*/true) {}
 
     // NCCL itself runs the collectives of one communicator one after the other, whatever their
     // streams. That is no part of c10d's contract, and the events cost next to nothing. They add
     // no wait to those that the communicator makes.
     void allreduce(at::Tensor& payload) override {
-      if (!lane_.begun) return channel_.allreduce(payload);
-      const c10::Stream stream = current_stream(lane_.ahead.device());
-      if (lane_.last_collective) lane_.last_collective->block(stream);
+      if (!side_.begun) return channel_.allreduce(payload);
+      const c10::Stream stream = current_stream(side_.ahead.device());
+      if (side_.last_collective) side_.last_collective->block(stream);
       channel_.allreduce(payload);
-      lane_.last_collective.emplace(record(stream));
+      side_.last_collective.emplace(record(stream));
     }
 
    private:
-    Lane& lane_;
+    SideStreams& side_;
     BackendChannel channel_;
   };
 
@@ -98,7 +99,7 @@ struct StreamEngine::Shared {
   struct Begun {
     StreamWorkPtr work;
     Job job;
-    Lane* lane;
+    SideStreams* side;
     std::optional<c10::Event> first_done;  // unset if both parts are on one stream
     std::chrono::milliseconds timeout;
     std::exception_ptr error;
@@ -111,7 +112,7 @@ struct StreamEngine::Shared {
   std::atomic<bool> aborted{false};  // parts that are not enqueued are failed
 
   std::timed_mutex mutex;  // guards the members below, so that collectives follow submit()'s order
-  std::map<c10::DeviceIndex, Lane> lanes;
+  std::map<c10::DeviceIndex, SideStreams> side_streams;
   std::optional<Begun> pending;  // the job whose second part was put off
 
   // Enqueued jobs, whose futures are completed without the mutex: a callback may submit a job.
@@ -122,38 +123,38 @@ struct StreamEngine::Shared {
     const at::NoGradGuard no_grad;
     const c10::StreamGuard guard(stream);
     try {
-      LaneChannel lane_channel(*job.lane, *channel, job.timeout);
-      part(lane_channel);
+      SideChannel side_channel(*job.side, *channel, job.timeout);
+      part(side_channel);
     } catch (...) {
       job.error = std::current_exception();
     }
   }
 
   Begun begin(StreamWorkPtr work, Job job, c10::Device device, std::chrono::milliseconds timeout) {
-    Lane& lane = lanes.try_emplace(device.index(), device).first->second;
+    SideStreams& side = side_streams.try_emplace(device.index(), device).first->second;
     const bool in_pipeline = !job.local && (pending || job.more_follow);
     c10::Event ready = record(current_stream(device));
-    if (in_pipeline && !lane.begun) {
-      lane.begin(ready);
+    if (in_pipeline && !side.begun) {
+      side.begin(ready);
     } else {
-      ready.block(in_pipeline ? lane.ahead : lane.behind);
+      ready.block(in_pipeline ? side.ahead : side.behind);
     }
     // The allocator must not reuse the memory before the side streams are done with it.
     const c10::impl::VirtualGuardImpl impl(device.type());
     for (const at::Tensor& tensor : work->tensors()) {
       const c10::DataPtr& memory = tensor.storage().data_ptr();
-      impl.recordDataPtrOnStream(memory, lane.behind);
-      if (in_pipeline) impl.recordDataPtrOnStream(memory, lane.ahead);
+      impl.recordDataPtrOnStream(memory, side.behind);
+      if (in_pipeline) impl.recordDataPtrOnStream(memory, side.ahead);
     }
-    Begun begun{std::move(work), std::move(job), &lane, std::nullopt, timeout, nullptr};
-    run(begun.job.first, in_pipeline ? lane.ahead : lane.behind, begun);
-    if (in_pipeline) begun.first_done.emplace(record(lane.ahead));
-    lane.changed.insert(begun.job.changes.begin(), begun.job.changes.end());
+    Begun begun{std::move(work), std::move(job), &side, std::nullopt, timeout, nullptr};
+    run(begun.job.first, in_pipeline ? side.ahead : side.behind, begun);
+    if (in_pipeline) begun.first_done.emplace(record(side.ahead));
+    side.changed.insert(begun.job.changes.begin(), begun.job.changes.end());
     return begun;
   }
 
   void end(Begun begun, Ended& ended) {
-    const c10::Stream stream = begun.lane->behind;
+    const c10::Stream stream = begun.side->behind;
     if (aborted && !begun.error) begun.error = closed_error();
     if (begun.first_done) begun.first_done->block(stream);
     run(begun.job.second, stream, begun);
@@ -166,19 +167,21 @@ struct StreamEngine::Shared {
   }
 
   bool shares_an_object(const Job& job, c10::Device device) const {
-    const auto lane = lanes.find(device.index());
-    return lane != lanes.end() &&
+    const auto side = side_streams.find(device.index());
+    return side != side_streams.end() &&
            std::any_of(job.changes.begin(), job.changes.end(),
-                       [&](const void* object) { return lane->second.changed.count(object) > 0; });
+                       [&](const void* object) { return side->second.changed.count(object) > 0; });
   }
 
   void submit(const StreamWorkPtr& work, Job job, c10::Device device,
               std::chrono::milliseconds timeout, Ended& ended) {
     if (!job.local) {
       if (job.alone || shares_an_object(job, device)) end_pending(ended);
-      // What an earlier pipeline recorded may lie outside of the graph that is being captured, and
-      // `begin` orders this one after it.
-      if (!pending) std::for_each(lanes.begin(), lanes.end(), [](auto& of) { of.second.reset(); });
+      // The events of an earlier pipeline may lie outside of the graph that is being captured.
+      // SideStreams::begin orders the next pipeline after it without them.
+      if (!pending)
+        std::for_each(side_streams.begin(), side_streams.end(),
+                      [](auto& of) { of.second.reset(); });
     }
     Begun begun = begin(work, std::move(job), device, timeout);
     if (!begun.job.local) end_pending(ended);
@@ -215,7 +218,13 @@ struct StreamEngine::Shared {
 StreamEngine::StreamEngine(int rank, c10::intrusive_ptr<c10d::Backend> channel)
     : rank_(rank), shared_(std::make_shared<Shared>(std::move(channel))) {}
 
-StreamEngine::~StreamEngine() { shutdown(); }
+StreamEngine::~StreamEngine() {
+  try {
+    shutdown();
+  } catch (const std::exception& error) {  // of the device, which may be lost
+    LOG(ERROR) << "powersgd: a step was not completed: " << error.what();
+  }
+}
 
 c10::intrusive_ptr<c10d::Work> StreamEngine::submit(std::vector<at::Tensor> tensors, Job job,
                                                     c10::Device device,

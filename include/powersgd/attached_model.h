@@ -65,8 +65,8 @@ class AttachedModel {
 
   // Makes `buffer` its sum over ranks divided by `divisor`: the number of ranks, except in DDP's
   // join. It holds the gradients of `parameters` one after the other. If none are named, it is
-  // averaged exactly. `bucket` is its number. If `more_follow`, the caller promises to reduce another
-  // bucket or to call end_step(), in the same backward pass and before anyone waits for the result.
+  // averaged exactly. `bucket` is its number. If `more_follow`, the caller promises to reduce
+  // another bucket or to call end_step(), in the same backward pass.
   c10::intrusive_ptr<c10d::Work> reduce(size_t bucket, at::Tensor& buffer,
                                         const std::vector<size_t>& parameters, int divisor,
                                         bool more_follow = false);

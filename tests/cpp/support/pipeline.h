@@ -37,8 +37,8 @@ inline void in_many_orders(const std::function<void(Group&)>& body) {
   }
 }
 
-// Jobs of a pass, of 1, 2, ... elements. Each is filled on the caller's stream after the job before
-// it has been submitted.
+// Jobs of a pass, of 1, 2, ... elements. Each is filled on the caller's stream, which takes a while,
+// after the job before it has been submitted.
 class Pass {
  public:
   explicit Pass(size_t jobs, std::vector<c10::DeviceIndex> devices = {0}) {
@@ -50,6 +50,7 @@ class Pass {
 
   void submit(Engine& engine, size_t count) {
     for (size_t i = 0; i < count; ++i) {
+      for (int k = 0; k < 10; ++k) fake_device::enqueue(jobs_[i]->tensor().device(), [] {});
       jobs_[i]->fill(static_cast<float>(i));
       works_.push_back(jobs_[i]->submit(engine, /*more_follow=*/i + 1 < jobs_.size()));
     }
