@@ -53,9 +53,9 @@ at::Tensor third_output(const Reduce& reduce, int64_t numel, const std::function
   Gradient gradient(numel);
   reduce(gradient.filled(1));
   gradient.read();
-  if (between) fake::begin_capture();
+  if (between) fake::begin_capture(fake::device(0));
   reduce(gradient.filled(2));
-  fake::end_capture();
+  if (between) fake::end_capture();
   gradient.read();
   if (between) {
     between();
@@ -124,6 +124,29 @@ TEST_F(CapturedSteps, OfAFlatTensorWithoutState) {
       }
     };
     return third_output(reduce, 777 * 5, replayed ? other_shapes : std::function<void()>());
+  };
+  expect_same_output(output(false), output(true));
+}
+
+// The side streams may wait for nothing outside of the graph, and all of a pass is joined.
+TEST_F(CapturedSteps, OfAPipelineOfBuckets) {
+  const auto output = [](bool replayed) {
+    const c10::Device device = fake::device(0);
+    const Options options = make_options(Scope::kBackward);
+    const std::vector<at::Tensor> parameters = {
+        at::zeros({24, 32}, device), at::zeros({24, 32}, device), at::zeros({24, 32}, device)};
+    const auto model = AttachedModel::attach(test::make_session_of_equal_ranks(device, options),
+                                             {"one", "two", "three"}, parameters, options);
+    const Reduce reduce = [&](at::Tensor& tensor) {
+      std::vector<c10::intrusive_ptr<c10d::Work>> works;
+      for (size_t bucket = 0; bucket < 3; ++bucket) {
+        at::Tensor part = tensor.narrow(0, static_cast<int64_t>(bucket) * 24 * 32, 24 * 32);
+        works.push_back(model->reduce(bucket, part, {bucket}, 2, /*more_follow=*/true));
+      }
+      model->end_step();
+      for (const auto& work : works) work->wait();
+    };
+    return third_output(reduce, 3 * 24 * 32, replayed ? std::function<void()>([] {}) : nullptr);
   };
   expect_same_output(output(false), output(true));
 }

@@ -34,11 +34,12 @@ c10::Stream use_new_stream(c10::Device device);
 // Runs all enqueued operations. Throws if those that are left wait for each other.
 void run();
 
-// Makes a graph of the operations that are enqueued between both calls, on any stream. They run at
-// the next run() as well. replay() enqueues them once more on the current stream of `device`.
-void begin_capture();
+// Makes a graph of what is enqueued between both calls on the current stream of `device` and on
+// those that wait for it, by CUDA's rules (support/capture.h). It runs at the next run() as well.
+// replay() enqueues it once more on the current stream.
+void begin_capture(c10::Device device);
 void end_capture();
-bool is_capturing();
+bool is_capturing(c10::Device device);
 void replay(c10::Device device);
 
 // A storage and a stream that was recorded as its user.

@@ -58,14 +58,16 @@ class StreamBackend : public c10d::Backend {
         communicators_.try_emplace(device.index(), Communicator{impl, device}).first->second;
     const c10::Stream stream = options.asyncOp ? communicator.stream : callers;
     record(callers).block(stream);
-    if (orders_streams) communicator.last.block(stream);
+    // NCCL keeps the order in a graph as well, by other means than an event outside of it.
+    const bool orders = orders_streams && !fake_device::is_capturing(device);
+    if (orders) communicator.last.block(stream);
     impl.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
     const c10::StreamGuard guard(stream);
     fake_device::enqueue(device, [this, seen = on_host(tensor)] {
       sum_over_ranks(seen);
       ran.push_back(std::to_string(seen.numel()));
     });
-    communicator.last = record(stream);
+    if (orders) communicator.last = record(stream);
     if (!options.asyncOp) return nullptr;
     return c10::make_intrusive<StreamWork>(0, tensors, record(stream), nullptr);
   }
