@@ -37,8 +37,8 @@ inline void in_many_orders(const std::function<void(Group&)>& body) {
   }
 }
 
-// Jobs of a pass, of 1, 2, ... elements. Each is filled on the caller's stream, which takes a while,
-// after the job before it has been submitted.
+// Jobs of a pass, of 1, 2, ... elements. After a job is submitted, the caller's stream takes a
+// while to fill the next one.
 class Pass {
  public:
   explicit Pass(size_t jobs, std::vector<c10::DeviceIndex> devices = {0}) {
