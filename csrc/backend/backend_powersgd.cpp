@@ -38,13 +38,16 @@ BackendPowerSGD::~BackendPowerSGD() {
 
 c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor>& tensors,
                                                           const c10d::AllreduceOptions& opts) {
+  // Inside of a coalescing block the inner backend puts collectives off until its end, and a step
+  // would go on with payloads that are not summed.
+  if (is_coalescing()) return ForwardingBackend::allreduce(tensors, opts);
   if (auto compressed = flat_tensors_->reduce(tensors, opts)) return compressed;
   return ForwardingBackend::allreduce(tensors, opts);
 }
 
 c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce_coalesced(
     std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& opts) {
-  if (session_->options().scope != Scope::kAlways) {
+  if (session_->options().scope != Scope::kAlways || is_coalescing()) {
     return ForwardingBackend::allreduce_coalesced(tensors, opts);
   }
   std::vector<c10::intrusive_ptr<c10d::Work>> works;

@@ -53,8 +53,12 @@ void register_model(py::module_& module) {
                                           std::move(parameters), options);
            }),
            py::arg("backend"), py::arg("names"), py::arg("parameters"), py::arg("options"))
-      .def("reduce", &AttachedModel::reduce, py::arg("bucket"), py::arg("buffer"),
-           py::arg("parameters"), py::arg("divisor"), NoGil())
+      .def(
+          "reduce",
+          [](AttachedModel& self, size_t bucket, at::Tensor buffer,
+             const std::vector<size_t>& parameters,
+             int divisor) { return self.reduce(bucket, buffer, parameters, divisor); },
+          py::arg("bucket"), py::arg("buffer"), py::arg("parameters"), py::arg("divisor"), NoGil())
       .def("reduce_bucket", &reduce_bucket, py::arg("reducer"), py::arg("bucket"), NoGil())
       .def("end_step", &AttachedModel::end_step, NoGil())
       .def("outline", &AttachedModel::outline)

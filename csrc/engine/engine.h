@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -28,10 +29,25 @@ struct Job {
   // The addresses of the objects that the job changes. Jobs that share one do not overlap.
   std::vector<const void*> changes;
   bool alone = false;  // overlaps with no other job
+  // The submitter promises to submit another job, or to call flush(), in the same backward pass.
+  bool more_follow = false;
+  // The job has no collective, and may run before the second part of an earlier job. So a single
+  // rank may submit it at any time, and the order of the other jobs' collectives stays.
+  bool local = false;
 };
 
 // A job of one part that overlaps with no other job.
-inline Job job_alone(std::function<void(Channel&)> body) { return {{}, std::move(body), {}, true}; }
+inline Job job_alone(std::function<void(Channel&)> body) {
+  Job job;
+  job.second = std::move(body);
+  job.alone = true;
+  return job;
+}
+
+// The time that jobs in flight have to end: at a shutdown, and at an abort, when peers no longer
+// answer.
+constexpr std::chrono::seconds kShutdownGrace(10);
+constexpr std::chrono::seconds kAbortGrace(1);
 
 // Purpose: runs the jobs of one device type, without blocking the thread that submits them.
 //
@@ -54,12 +70,18 @@ class Engine {
                                                 c10::Device device,
                                                 std::chrono::milliseconds timeout) = 0;
 
+  // Begins the parts of submitted jobs that were put off because more jobs were to follow.
+  virtual void flush() = 0;
+
   // Refuses new jobs and lets those submitted end, within a bound.
   virtual void shutdown() = 0;
 
   // Refuses new jobs and fails those that have not begun.
   virtual void abort() = 0;
 };
+
+// Returns the error of a job that did not run because of shutdown or abort.
+std::exception_ptr closed_error();
 
 // Throws the error of a submit() after shutdown or abort.
 [[noreturn]] void throw_closed();

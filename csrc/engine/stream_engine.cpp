@@ -5,52 +5,256 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Logging.h>
 
+#include <algorithm>
+#include <atomic>
 #include <exception>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "engine/backend_channel.h"
 #include "engine/work.h"
 
 namespace powersgd {
+namespace {
 
-c10::Stream StreamEngine::side_stream(c10::Device device) {
-  const auto found = side_streams_.find(device.index());
-  if (found != side_streams_.end()) return found->second;
-  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type())
-                                 .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
-  side_streams_.emplace(device.index(), stream);
-  return stream;
+using StreamWorkPtr = c10::intrusive_ptr<StreamWork>;
+
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+c10::Stream new_side_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type())
+      .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+}
+
+c10::Event record(const c10::Stream& stream) {
+  c10::Event event(stream.device_type());
+  event.record(stream);
+  return event;
+}
+
+}  // namespace
+
+struct StreamEngine::Shared {
+  // The side streams of one device.
+  struct SideStreams {
+    explicit SideStreams(c10::Device device)
+        : ahead(new_side_stream(device)), behind(new_side_stream(device)) {}
+
+    const c10::Stream ahead;   // runs the first parts of a pipeline
+    const c10::Stream behind;  // runs the second parts, and jobs outside of a pipeline
+
+    // The members below are those of the pipeline in progress.
+    bool begun = false;
+    std::unordered_set<const void*> changed;  // by its jobs
+    std::optional<c10::Event> last_collective;
+
+    void reset() {
+      begun = false;
+      changed.clear();
+      last_collective.reset();
+    }
+
+    // Makes both streams wait for the caller's, and the first parts for all earlier second parts.
+    // They share states with these, and the allocator gives them memory that these have released.
+    // `behind` waits for `ready` first: a stream that is being captured into a graph may only wait
+    // for streams that are, and waiting for the caller's stream makes it one.
+    void begin(c10::Event& ready) {
+      ready.block(behind);
+      record(behind).block(ahead);
+      begun = true;
+    }
+  };
+
+  // Sums payloads on the current stream, which is one of the device's side streams.
+  class SideChannel final : public Channel {
+   public:
+    SideChannel(SideStreams& side, c10d::Backend& backend, std::chrono::milliseconds timeout)
+        : side_(side), channel_(backend, timeout, /*on_current_stream=*/true) {}
+
+    // NCCL itself runs the collectives of one communicator one after the other, whatever their
+    // streams. That is no part of c10d's contract, and the events cost next to nothing. They add
+    // no wait to those that the communicator makes.
+    void allreduce(at::Tensor& payload) override {
+      if (!side_.begun) return channel_.allreduce(payload);
+      const c10::Stream stream = current_stream(side_.ahead.device());
+      if (side_.last_collective) side_.last_collective->block(stream);
+      channel_.allreduce(payload);
+      side_.last_collective.emplace(record(stream));
+    }
+
+   private:
+    SideStreams& side_;
+    BackendChannel channel_;
+  };
+
+  // A job whose second part is yet to be enqueued. The Work keeps the job's tensors until then.
+  struct Begun {
+    StreamWorkPtr work;
+    Job job;
+    SideStreams* side;
+    std::optional<c10::Event> first_done;  // unset if both parts are on one stream
+    std::chrono::milliseconds timeout;
+    std::exception_ptr error;
+  };
+
+  explicit Shared(c10::intrusive_ptr<c10d::Backend> backend) : channel(std::move(backend)) {}
+
+  const c10::intrusive_ptr<c10d::Backend> channel;
+  std::atomic<bool> closed{false};   // no more jobs
+  std::atomic<bool> aborted{false};  // parts that are not enqueued are failed
+
+  std::timed_mutex mutex;  // guards the members below, so that collectives follow submit()'s order
+  std::map<c10::DeviceIndex, SideStreams> side_streams;
+  std::optional<Begun> pending;  // the job whose second part was put off
+
+  // Enqueued jobs, whose futures are completed without the mutex: a callback may submit a job.
+  using Ended = std::vector<std::pair<StreamWorkPtr, c10::Stream>>;
+
+  void run(const std::function<void(Channel&)>& part, const c10::Stream& stream, Begun& job) {
+    if (!part || job.error) return;
+    const at::NoGradGuard no_grad;
+    const c10::StreamGuard guard(stream);
+    try {
+      SideChannel side_channel(*job.side, *channel, job.timeout);
+      part(side_channel);
+    } catch (...) {
+      job.error = std::current_exception();
+    }
+  }
+
+  Begun begin(StreamWorkPtr work, Job job, c10::Device device, std::chrono::milliseconds timeout) {
+    SideStreams& side = side_streams.try_emplace(device.index(), device).first->second;
+    const bool in_pipeline = !job.local && (pending || job.more_follow);
+    c10::Event ready = record(current_stream(device));
+    if (in_pipeline && !side.begun) {
+      side.begin(ready);
+    } else {
+      ready.block(in_pipeline ? side.ahead : side.behind);
+    }
+    // The allocator must not reuse the memory before the side streams are done with it.
+    const c10::impl::VirtualGuardImpl impl(device.type());
+    for (const at::Tensor& tensor : work->tensors()) {
+      const c10::DataPtr& memory = tensor.storage().data_ptr();
+      impl.recordDataPtrOnStream(memory, side.behind);
+      if (in_pipeline) impl.recordDataPtrOnStream(memory, side.ahead);
+    }
+    Begun begun{std::move(work), std::move(job), &side, std::nullopt, timeout, nullptr};
+    run(begun.job.first, in_pipeline ? side.ahead : side.behind, begun);
+    if (in_pipeline) begun.first_done.emplace(record(side.ahead));
+    side.changed.insert(begun.job.changes.begin(), begun.job.changes.end());
+    return begun;
+  }
+
+  void end(Begun begun, Ended& ended) {
+    const c10::Stream stream = begun.side->behind;
+    if (aborted && !begun.error) begun.error = closed_error();
+    if (begun.first_done) begun.first_done->block(stream);
+    run(begun.job.second, stream, begun);
+    begun.work->enqueued(record(stream), begun.error);
+    ended.emplace_back(std::move(begun.work), stream);
+  }
+
+  void end_pending(Ended& ended) {
+    if (pending) end(*std::exchange(pending, std::nullopt), ended);
+  }
+
+  bool shares_an_object(const Job& job, c10::Device device) const {
+    const auto side = side_streams.find(device.index());
+    return side != side_streams.end() &&
+           std::any_of(job.changes.begin(), job.changes.end(),
+                       [&](const void* object) { return side->second.changed.count(object) > 0; });
+  }
+
+  void submit(const StreamWorkPtr& work, Job job, c10::Device device,
+              std::chrono::milliseconds timeout, Ended& ended) {
+    if (!job.local) {
+      if (job.alone || shares_an_object(job, device)) end_pending(ended);
+      // The events of an earlier pipeline may lie outside of the graph that is being captured.
+      // SideStreams::begin orders the next pipeline after it without them.
+      if (!pending)
+        std::for_each(side_streams.begin(), side_streams.end(),
+                      [](auto& of) { of.second.reset(); });
+    }
+    Begun begun = begin(work, std::move(job), device, timeout);
+    if (!begun.job.local) end_pending(ended);
+    if (begun.job.more_follow && !begun.job.alone && !begun.error) {
+      pending = std::move(begun);
+    } else {
+      end(std::move(begun), ended);
+    }
+  }
+
+  // Enqueues the second part that was put off, or fails it after abort.
+  void flush() { flush(std::unique_lock<std::timed_mutex>(mutex)); }
+
+  // Does so unless another thread, which hangs in the backend, keeps the mutex for so long.
+  void flush_within(std::chrono::seconds bound) {
+    if (std::unique_lock<std::timed_mutex> lock(mutex, bound); lock) flush(std::move(lock));
+  }
+
+  void flush(std::unique_lock<std::timed_mutex> lock) {
+    Ended ended;
+    end_pending(ended);
+    lock.unlock();
+    complete(ended);
+  }
+
+  static void complete(const Ended& ended) {
+    for (const auto& [work, stream] : ended) {
+      const c10::StreamGuard guard(stream);
+      work->complete_future();
+    }
+  }
+};
+
+StreamEngine::StreamEngine(int rank, c10::intrusive_ptr<c10d::Backend> channel)
+    : rank_(rank), shared_(std::make_shared<Shared>(std::move(channel))) {}
+
+StreamEngine::~StreamEngine() {
+  try {
+    shutdown();
+  } catch (const std::exception& error) {  // of the device, which may be lost
+    LOG(ERROR) << "powersgd: a step was not completed: " << error.what();
+  }
 }
 
 c10::intrusive_ptr<c10d::Work> StreamEngine::submit(std::vector<at::Tensor> tensors, Job job,
                                                     c10::Device device,
                                                     std::chrono::milliseconds timeout) {
-  if (closed_) throw_closed();
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const c10::impl::VirtualGuardImpl impl(device.type());
-  const c10::Stream side = side_stream(device);
-  c10::Event ready(device.type());
-  ready.record(impl.getStream(device));
-  ready.block(side);
-  // The allocator must not reuse the memory before the side stream is done with it.
-  for (const at::Tensor& tensor : tensors) {
-    impl.recordDataPtrOnStream(tensor.storage().data_ptr(), side);
+  if (shared_->closed) throw_closed();
+  auto work = c10::make_intrusive<StreamWork>(rank_, std::move(tensors),
+                                              [engine = std::weak_ptr<Shared>(shared_)] {
+                                                if (const auto shared = engine.lock())
+                                                  shared->flush();
+                                              });
+  Shared::Ended ended;
+  {
+    const std::lock_guard<std::timed_mutex> lock(shared_->mutex);
+    shared_->submit(work, std::move(job), device, timeout, ended);
   }
+  Shared::complete(ended);
+  return work;
+}
 
-  const at::NoGradGuard no_grad;
-  const c10::StreamGuard guard(side);
-  std::exception_ptr error;
-  try {
-    BackendChannel channel(*channel_, timeout);
-    if (job.first) job.first(channel);
-    job.second(channel);
-  } catch (...) {
-    error = std::current_exception();
-  }
-  c10::Event done(device.type());
-  done.record(side);
-  return c10::make_intrusive<StreamWork>(rank_, std::move(tensors), std::move(done), error);
+void StreamEngine::flush() { shared_->flush(); }
+
+void StreamEngine::shutdown() {
+  shared_->closed = true;
+  shared_->flush_within(kShutdownGrace);
+}
+
+void StreamEngine::abort() {
+  shared_->closed = true;
+  shared_->aborted = true;
+  shared_->flush_within(kAbortGrace);
 }
 
 }  // namespace powersgd

@@ -3,10 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <atomic>
-#include <map>
-#include <mutex>
-#include <utility>
+#include <memory>
 
 #include "engine/engine.h"
 
@@ -15,31 +12,36 @@ namespace powersgd {
 // The engine over a backend that is ordered by streams (NCCL). It needs no thread and never
 // synchronizes the host.
 //
-// submit() enqueues the whole job on the device's side stream, which waits for the caller's stream,
-// and returns. Waiting for the Work makes the waiter's stream wait for the side stream.
+// submit() enqueues a job on side streams, which wait for the caller's stream, and returns. Waiting
+// for the Work makes the waiter's stream wait for the side streams.
 //
-// The channel is the inner backend that also serves the caller. That backend runs its collectives
-// on a stream of its own, in the order of issue. So the job's and the caller's never overlap on the
-// communicator, and no second communicator takes device memory.
+// The jobs of a backward pass are a pipeline over two side streams, one for first parts and one for
+// second parts. The second part of a job whose `more_follow` is put off until the first part of the
+// next job is enqueued. So a bucket is projected while the bucket before it is orthogonalized, and
+// the collectives of every rank come in the order P0, P1, Q0, P2, Q1, ..., Qn. That order depends
+// on the calls alone and never on timing. A job that is alone, or that changes an object which an
+// unfinished job changes, begins after all second parts.
+//
+// The channel is the inner backend that also serves the caller. It runs the collectives of one
+// communicator in the order of issue. So the jobs' and the caller's never overlap on it, and no
+// second communicator takes device memory.
 class StreamEngine final : public Engine {
  public:
-  StreamEngine(int rank, c10::intrusive_ptr<c10d::Backend> channel)
-      : rank_(rank), channel_(std::move(channel)) {}
+  StreamEngine(int rank, c10::intrusive_ptr<c10d::Backend> channel);
+  ~StreamEngine() override;
 
   c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,
                                         c10::Device device,
                                         std::chrono::milliseconds timeout) override;
-  void shutdown() override { closed_ = true; }
-  void abort() override { closed_ = true; }
+  void flush() override;
+  void shutdown() override;
+  void abort() override;
 
  private:
-  c10::Stream side_stream(c10::Device device);
+  struct Shared;  // used by the Works, and may outlive the engine
 
   const int rank_;
-  const c10::intrusive_ptr<c10d::Backend> channel_;
-  std::atomic<bool> closed_{false};
-  std::mutex mutex_;  // enqueues one job at a time, so that collectives follow the order of submit
-  std::map<c10::DeviceIndex, c10::Stream> side_streams_;
+  const std::shared_ptr<Shared> shared_;
 };
 
 }  // namespace powersgd

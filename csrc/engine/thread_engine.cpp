@@ -24,11 +24,6 @@
 namespace powersgd {
 namespace {
 
-// The time that jobs in flight have to end: at a shutdown, and at an abort, when peers no longer
-// answer.
-constexpr std::chrono::seconds kShutdownGrace(10);
-constexpr std::chrono::seconds kAbortGrace(1);
-
 // Objects that an engine remembers before it drops those that no job waits for.
 constexpr size_t kManyObjects = 4096;
 
@@ -58,13 +53,6 @@ void run_on_side_stream(c10::Device device, c10::Event& ready, const std::functi
     throw;
   }
   synchronize();
-}
-
-std::exception_ptr closed_error() {
-  return std::make_exception_ptr(
-      C10_BUILD_ERROR(DistBackendError,
-                      "powersgd: this process group was shut down or aborted before the allreduce "
-                      "ran"));
 }
 
 // The engines that are alive in this process.
@@ -247,6 +235,13 @@ void ThreadEngine::stop(bool run_queued) {
       worker.detach();
     }
   }
+}
+
+std::exception_ptr closed_error() {
+  return std::make_exception_ptr(
+      C10_BUILD_ERROR(DistBackendError,
+                      "powersgd: this process group was shut down or aborted before the allreduce "
+                      "ran"));
 }
 
 void throw_closed() { std::rethrow_exception(closed_error()); }

@@ -30,6 +30,7 @@ class ThreadEngine final : public Engine {
   c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,
                                         c10::Device device,
                                         std::chrono::milliseconds timeout) override;
+  void flush() override {}  // it puts nothing off
   void shutdown() override;
   void abort() override;
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "engine/work.h"
 
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
@@ -21,6 +22,14 @@ c10::intrusive_ptr<c10::ivalue::Future> make_future(const std::vector<at::Tensor
   }
   return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                   std::move(devices));
+}
+
+std::vector<c10::Stream> streams_from_pool(const std::vector<c10::Device>& devices) {
+  std::vector<c10::Stream> streams;
+  for (const c10::Device device : devices) {
+    streams.push_back(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+  }
+  return streams;
 }
 
 }  // namespace
@@ -47,32 +56,71 @@ std::vector<at::Tensor> WorkPowerSGD::result() {
   return tensors_;
 }
 
-StreamWork::StreamWork(int rank, std::vector<at::Tensor> tensors, c10::Event done,
-                       std::exception_ptr error)
+StreamWork::StreamWork(int rank, std::vector<at::Tensor> tensors, std::function<void()> flush)
     : Work(rank, c10d::OpType::ALLREDUCE, "powersgd:all_reduce", tensors),
       tensors_(std::move(tensors)),
-      done_(std::move(done)),
-      error_(std::move(error)),
-      future_(make_future(tensors_)) {
+      flush_(std::move(flush)),
+      future_(make_future(tensors_)) {}
+
+StreamWork::StreamWork(int rank, std::vector<at::Tensor> tensors, c10::Event done,
+                       std::exception_ptr error)
+    : StreamWork(rank, std::move(tensors), nullptr) {
+  enqueued(std::move(done), std::move(error));
+  complete_future();
+}
+
+void StreamWork::enqueued(c10::Event done, std::exception_ptr error) {
+  done_.emplace(std::move(done));
+  error_ = std::move(error);
+  enqueued_ = true;
+  if (recordFunctionEndCallback_) recordFunctionEndCallback_();
+}
+
+void StreamWork::complete_future() {
   if (error_) {
     future_->setError(error_);
   } else {
     future_->markCompleted(c10::IValue(tensors_));  // records the current stream
   }
-  if (recordFunctionEndCallback_) recordFunctionEndCallback_();
 }
 
-bool StreamWork::isCompleted() { return error_ || done_.query(); }
+void StreamWork::ensure_enqueued() const {
+  if (enqueued_) return;
+  flush_();
+  TORCH_INTERNAL_ASSERT(enqueued_);
+}
+
+bool StreamWork::isCompleted() {
+  ensure_enqueued();
+  return error_ || done_->query();
+}
+
+std::exception_ptr StreamWork::exception() const {
+  ensure_enqueued();
+  return error_;
+}
 
 bool StreamWork::wait(std::chrono::milliseconds /*timeout*/) {
+  ensure_enqueued();
   if (error_) std::rethrow_exception(error_);
   synchronize();
   return true;
 }
 
 void StreamWork::synchronize() {
-  const c10::Device device = done_.device();  // the current device may be another
-  done_.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  ensure_enqueued();
+  const c10::Device device = done_->device();  // the current device may be another
+  done_->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> StreamWork::getFuture() {
+  ensure_enqueued();
+  return future_;
+}
+
+std::vector<at::Tensor> StreamWork::result() {
+  ensure_enqueued();
+  return tensors_;
 }
 
 CombinedWork::CombinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works,
@@ -119,6 +167,8 @@ c10::intrusive_ptr<c10::ivalue::Future> CombinedWork::getFuture() {
   auto future = make_future(tensors_);
   const auto self = c10::intrusive_ptr<CombinedWork>::unsafe_reclaim_from_nonowning(this);
   run_callback([self, future] {
+    // The current streams of that thread are the default ones, on which the user may compute.
+    const c10::MultiStreamGuard guard(streams_from_pool(future->devices()));
     try {
       self->wait();
       future->markCompleted(c10::IValue(self->result()));  // records the streams that waited

@@ -5,8 +5,10 @@
 #include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <exception>
 #include <functional>
+#include <optional>
 #include <vector>
 
 namespace powersgd {
@@ -31,24 +33,43 @@ class WorkPowerSGD : public c10d::Work {
 
 // The Work of a stream engine. wait() makes the caller's stream wait and returns at once. The
 // future carries the device's events. The Work is completed once the device has ended the job.
+//
+// A part of the job may be put off when the Work is made. Whoever waits, or asks for the Work's
+// state or its future, then has it enqueued first. The promise of its engine is that none waits in
+// vain: the engine enqueues the part or fails it at the latest when it ends.
 class StreamWork : public c10d::Work {
  public:
-  // Made while the stream that `done` was recorded on is current.
+  // Makes the Work of a job that is yet to be enqueued. When `flush` returns, it has been.
+  StreamWork(int rank, std::vector<at::Tensor> tensors, std::function<void()> flush);
+  // Makes the Work of an enqueued job, while the stream that `done` was recorded on is current.
   StreamWork(int rank, std::vector<at::Tensor> tensors, c10::Event done, std::exception_ptr error);
 
+  // Notes that all of the job is enqueued, or why it is not. Called once.
+  void enqueued(c10::Event done, std::exception_ptr error);
+  // Completes the future after that, while the stream that `done` was recorded on is current.
+  void complete_future();
+
+  const std::vector<at::Tensor>& tensors() const { return tensors_; }
+  // Returns the future as it is, for a caller that waits for it only after a later flush.
+  c10::intrusive_ptr<c10::ivalue::Future> future_without_flush() const { return future_; }
+
   bool isCompleted() override;
-  bool isSuccess() const override { return !error_; }
-  std::exception_ptr exception() const override { return error_; }
+  bool isSuccess() const override { return !exception(); }
+  std::exception_ptr exception() const override;
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override;
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-  std::vector<at::Tensor> result() override { return tensors_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  std::vector<at::Tensor> result() override;
 
  private:
+  void ensure_enqueued() const;
+
   const std::vector<at::Tensor> tensors_;
-  c10::Event done_;
-  const std::exception_ptr error_;
+  const std::function<void()> flush_;
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::optional<c10::Event> done_;
+  std::exception_ptr error_;
+  std::atomic<bool> enqueued_{false};  // done_ and error_ are final
 };
 
 // Several works as one: it ends with the last of them and fails with the first that failed.

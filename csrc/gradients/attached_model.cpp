@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "compressor/stages.h"
 #include "gradients/parameter_layout.h"
 #include "gradients/replicas.h"
 #include "powersgd/stats.h"
@@ -58,7 +59,7 @@ std::vector<size_t> AttachedModel::find(const std::vector<at::Tensor>& parameter
 
 c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(size_t bucket, at::Tensor& buffer,
                                                      const std::vector<size_t>& parameters,
-                                                     int divisor) {
+                                                     int divisor, bool more_follow) {
   std::shared_ptr<BucketCompressor> compressor;
   const bool known = !parameters.empty() && !buffer.is_sparse();
   if (warm() && known && session_->admits_attached(options_)) {
@@ -66,13 +67,15 @@ c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(size_t bucket, at::Tensor& 
     Bucket& made = buckets_[bucket];
     if (made.parameters != parameters) made = make_bucket(buffer, parameters);
     compressor = made.compressor;
+    if (compressor && is_capturing(buffer.device())) captured_.insert(compressor);
   }
   StepInfo step;
   step.output_scale = 1.0 / divisor;
   step.grad_scale = grad_scale();
   step.step = step_;
   if (!unsent_residuals_.empty() && known) add_unsent_residuals(buffer, parameters);
-  return compressor ? session_->allreduce_compressed(compressor, buffer, step)
+  return compressor ? session_->allreduce_compressed(compressor, buffer, step, c10d::kUnsetTimeout,
+                                                     more_follow)
                     : session_->average_exact(buffer, divisor);
 }
 
@@ -168,6 +171,7 @@ std::vector<c10::Device> AttachedModel::devices() const {
 
 void AttachedModel::end_step() {
   ++step_;
+  session_->flush();
   session_->end_step(options_);
   if (options_.check_every == 0 || step_ % static_cast<uint64_t>(options_.check_every) != 0) return;
   for (const c10::Device device : devices()) {

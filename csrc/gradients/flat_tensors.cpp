@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "compressor/stages.h"
 #include "powersgd/scope_override.h"
 
 namespace powersgd {
@@ -89,8 +90,10 @@ std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Te
   const BucketPlan plan = make_plan(tensor);
   if (!plan.compresses()) return std::nullopt;
   const std::lock_guard<std::mutex> lock(mutex_);
-  return pass.first == Mode::kStateless ? admit_stateless(tensor, plan)
-                                        : admit_in_pass(tensor, plan, pass);
+  Admitted admitted = pass.first == Mode::kStateless ? admit_stateless(tensor, plan)
+                                                     : admit_in_pass(tensor, plan, pass);
+  if (admitted.compressor && is_capturing(tensor.device())) captured_.insert(admitted.compressor);
+  return admitted;
 }
 
 FlatTensors::Pass FlatTensors::current_pass(const at::Tensor& tensor) const {
@@ -162,7 +165,8 @@ int64_t FlatTensors::begin_pass(const Pass& pass) {
   order_ = 0;
   int64_t dropped = 0;
   for (auto entry = entries_.begin(); entry != entries_.end();) {
-    const bool stale = entry->second.last_pass + kKeepPasses < passes_;
+    const bool stale = entry->second.last_pass + kKeepPasses < passes_ &&
+                       captured_.count(entry->second.compressor) == 0;
     if (stale && !entry->second.states.empty()) ++dropped;
     entry = stale ? entries_.erase(entry) : std::next(entry);
   }

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -105,6 +106,9 @@ class FlatTensors {
   int64_t order_ = 0;
   std::map<Key, std::shared_ptr<BucketCompressor>, Less> stateless_;
   uint64_t stateless_calls_ = 0;
+  // The compressors of steps that a CUDA graph holds. A replay uses their memory, and does not come
+  // by here, so they stay.
+  std::set<std::shared_ptr<BucketCompressor>> captured_;
   bool advised_ = false;
   bool warned_of_turns_ = false;
   bool warned_of_join_ = false;

@@ -67,15 +67,21 @@ Engine& Session::engine_of(c10::Device device) const {
 
 Session::WorkPtr Session::allreduce_compressed(const std::shared_ptr<BucketCompressor>& compressor,
                                                const at::Tensor& gradient, const StepInfo& step,
-                                               std::chrono::milliseconds timeout) {
+                                               std::chrono::milliseconds timeout,
+                                               bool more_follow) {
   std::shared_ptr<const StageProbe> probe;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     probe = probe_;
   }
+  Job job = compressed_step(compressor, gradient, step, stats_, std::move(probe));
+  job.more_follow = more_follow;
   return engine_of(gradient.device())
-      .submit({gradient}, compressed_step(compressor, gradient, step, stats_, std::move(probe)),
-              gradient.device(), timeout);
+      .submit({gradient}, std::move(job), gradient.device(), timeout);
+}
+
+void Session::flush() {
+  for (const auto& [device, engine] : engines_) engine->flush();
 }
 
 Session::WorkPtr Session::average_exact(at::Tensor gradient, int divisor) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/engine.h"
 #include "gradients/replicas.h"
 #include "powersgd/attached_model.h"
 #include "powersgd/session.h"
@@ -33,6 +34,15 @@ std::shared_ptr<StepCounter> Session::make_step_counter() {
   return step_counters_.back();
 }
 
+// A single rank may ask for its counts, even inside a backward pass. So the job is local: it leaves
+// the order of the steps' collectives as it is.
+void Session::wait_for_steps(c10::Device device) const {
+  Job job;
+  job.second = [](Channel&) {};
+  job.local = true;
+  engine_of(device).submit({}, std::move(job), device, c10d::kUnsetTimeout)->wait();
+}
+
 StatsSnapshot Session::total() {
   std::vector<std::shared_ptr<StepCounter>> counters;
   {
@@ -41,7 +51,7 @@ StatsSnapshot Session::total() {
   }
   int64_t skipped = 0, saturated = 0;
   for (const auto& counter : counters) {
-    for (const at::Device device : counter->devices()) run_after_steps(device, [] {});
+    for (const at::Device device : counter->devices()) wait_for_steps(device);
     const StepCounter::Totals totals = counter->totals();
     skipped += totals.skipped;
     saturated += totals.saturated;

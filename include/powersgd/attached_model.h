@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -64,9 +65,11 @@ class AttachedModel {
 
   // Makes `buffer` its sum over ranks divided by `divisor`: the number of ranks, except in DDP's
   // join. It holds the gradients of `parameters` one after the other. If none are named, it is
-  // averaged exactly. `bucket` is its number.
+  // averaged exactly. `bucket` is its number. If `more_follow`, the caller promises to reduce
+  // another bucket or to call end_step(), in the same backward pass.
   c10::intrusive_ptr<c10d::Work> reduce(size_t bucket, at::Tensor& buffer,
-                                        const std::vector<size_t>& parameters, int divisor);
+                                        const std::vector<size_t>& parameters, int divisor,
+                                        bool more_follow = false);
   // Called after the last bucket of a backward pass.
   void end_step();
 
@@ -134,6 +137,9 @@ class AttachedModel {
   std::vector<ParameterStatePtr> states_;
   std::unordered_map<const c10::TensorImpl*, size_t> index_of_;
   std::map<size_t, Bucket> buckets_;  // by the bucket's number
+  // The compressors of steps that a CUDA graph holds. A replay uses their memory, even if DDP has
+  // rebuilt its buckets since.
+  std::set<std::shared_ptr<BucketCompressor>> captured_;
   // Residuals that a checkpoint had of parameters that are not compressed, by index: [rows, cols],
   // unscaled. They are added to the next gradient.
   std::map<size_t, at::Tensor> unsent_residuals_;

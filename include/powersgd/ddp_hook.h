@@ -13,7 +13,8 @@ class Reducer;
 
 namespace powersgd {
 
-// Averages a bucket of DDP's by an attached model. Called for every bucket in order.
+// Averages a bucket of DDP's by an attached model. Called for every bucket in order. The result may
+// be waited for at once, so buckets do not overlap on streams as those of a DdpHook do.
 c10::intrusive_ptr<c10d::Work> reduce_bucket(AttachedModel& model, const c10d::Reducer& reducer,
                                              c10d::GradBucket& bucket);
 

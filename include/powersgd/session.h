@@ -73,10 +73,14 @@ class Session {
 
   // Reductions. Each of the first two returns at once.
 
-  // Takes one step of docs/algorithm.md for one bucket.
+  // Takes one step of docs/algorithm.md for one bucket. If `more_follow`, the caller promises to
+  // make another such call, or to call flush(), in the same backward pass.
   WorkPtr allreduce_compressed(const std::shared_ptr<BucketCompressor>& compressor,
                                const at::Tensor& gradient, const StepInfo& step,
-                               std::chrono::milliseconds timeout = c10d::kUnsetTimeout);
+                               std::chrono::milliseconds timeout = c10d::kUnsetTimeout,
+                               bool more_follow = false);
+  // Begins what allreduce_compressed has put off because more calls were to follow.
+  void flush();
   // Makes `gradient` the sum over ranks divided by `divisor`, by the inner backend.
   WorkPtr average_exact(at::Tensor gradient, int divisor);
   // Makes each tensor its mean over ranks, on a channel, after all submitted steps. Blocks.
@@ -133,6 +137,8 @@ class Session {
 
  private:
   StatsSnapshot total();
+  // Waits for the submitted steps, and makes the current stream wait for those that are enqueued.
+  void wait_for_steps(c10::Device device) const;
   void log_warnings();
   Engine& engine_of(c10::Device device) const;
 

@@ -150,7 +150,9 @@ def _create_inner(name: str, store: Store, dist_options: _DistributedBackendOpti
         _set(gloo.options, group)
         return cast("Backend", gloo)
     if name == "nccl" and dist.is_nccl_available():
-        nccl_options = dist.ProcessGroupNCCL.Options()
+        # NCCL runs exact collectives on a stream of its own. With a low priority they would queue
+        # behind the kernels of the backward pass, and the engine's payloads behind them.
+        nccl_options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         _set(nccl_options, {**group, "_timeout": timeout})
         return cast("Backend", dist.ProcessGroupNCCL(store, rank, size, nccl_options))
     plugin = dist.Backend._plugins.get(name.upper())

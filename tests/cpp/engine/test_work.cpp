@@ -221,5 +221,26 @@ TEST(CombinedWork, OrdersTheStreamOfItsUserAfterAllOfItsWorks) {
   expect_both_numbers([](CombinedWork& both) { both.getFuture()->wait(); });
 }
 
+// The future waits on a thread whose current stream is the device's default stream.
+TEST(CombinedWork, ItsFutureLeavesTheDefaultStreamAlone) {
+  unsigned beside = 0;
+  for (unsigned seed = 0; seed < 200; ++seed) {
+    fake::reset(seed, fake::Host::kMayNotWait);
+    std::vector<float> memory(1, -1.0F);
+    std::vector<std::string> ran;
+    const at::Tensor tensor = fake::tensor(fake::device(0), memory);
+    std::vector<c10::intrusive_ptr<c10d::Work>> works = {
+        enqueue_on_side_stream([&] { ran.emplace_back("collective"); }, {tensor})};
+    const auto work = c10::make_intrusive<CombinedWork>(std::move(works), std::vector{tensor});
+    std::promise<void> waited;
+    work->getFuture()->addCallback([&](c10::ivalue::Future&) { waited.set_value(); });
+    waited.get_future().wait();
+    fake::enqueue(fake::device(0), [&] { ran.emplace_back("user's"); });
+    fake::run();
+    beside += ran.front() == "user's";
+  }
+  EXPECT_GT(beside, 0U);
+}
+
 }  // namespace
 }  // namespace powersgd

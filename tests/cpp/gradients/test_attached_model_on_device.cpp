@@ -53,8 +53,10 @@ Outcome train(const Place& place, const Options& options) {
   const auto step = [&](AttachedModel& model, const at::Tensor& gradient) {
     at::Tensor first = gradient.narrow(0, 0, kFirst).to(place.first, false, /*copy=*/true);
     at::Tensor second = gradient.narrow(0, kFirst, kSecond).to(place.second, false, /*copy=*/true);
-    const auto one = model.reduce(0, first, model.find({parameters[0], parameters[1]}), 2);
-    const auto two = model.reduce(1, second, model.find({parameters[2]}), 2);
+    const auto one = model.reduce(0, first, model.find({parameters[0], parameters[1]}), 2,
+                                  /*more_follow=*/true);
+    const auto two = model.reduce(1, second, model.find({parameters[2]}), 2,
+                                  /*more_follow=*/true);
     model.end_step();
     for (const auto& work : {one, two}) {
       try {

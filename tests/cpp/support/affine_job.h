@@ -31,7 +31,7 @@ class AffineJob {
     fake_device::enqueue(device_, [this, value] { std::fill(x_.begin(), x_.end(), value); });
   }
 
-  c10::intrusive_ptr<c10d::Work> submit(Engine& engine) {
+  c10::intrusive_ptr<c10d::Work> submit(Engine& engine, bool more_follow = false) {
     Job job;
     job.first = [this](Channel& channel) {
       fake_device::enqueue(device_, [this] {
@@ -43,6 +43,8 @@ class AffineJob {
       channel.allreduce(payload_);
       fake_device::enqueue(device_, [this] { x_ = payload_memory_; });
     };
+    job.changes = {this};
+    job.more_follow = more_follow;
     return engine.submit({tensor_}, std::move(job), device_, c10d::kUnsetTimeout);
   }
 

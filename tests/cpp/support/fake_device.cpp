@@ -14,6 +14,8 @@
 #include <mutex>
 #include <random>
 
+#include "support/capture.h"
+
 namespace powersgd::test::fake_device {
 namespace {
 
@@ -25,10 +27,8 @@ constexpr auto kPoison = static_cast<char>(0xFF);  // NaN, in any floating dtype
 struct Event {
   std::atomic<int64_t> recorded{0};
   std::atomic<int64_t> reached{0};
+  Capture::Event capture;
 };
-
-using Operation = std::function<bool()>;  // returns false if it must run later
-using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
 
 struct Block {
   std::unique_ptr<char[]> memory;
@@ -45,6 +45,7 @@ struct State {
   c10::StreamId streams = 1;            // so far; 0 is the default stream of each device
   std::mt19937 order;
   Host host = Host::kMayNotWait;
+  Capture capture;
 };
 
 struct Current {
@@ -62,7 +63,8 @@ c10::Stream stream(c10::DeviceIndex index, c10::StreamId id) {
 
 void push(const c10::Stream& stream, Operation operation) {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
-  state.queues[{stream.device_index(), stream.id()}].push_back(std::move(operation));
+  state.capture.enqueued(stream, operation);
+  state.queues[key_of(stream)].push_back(std::move(operation));
 }
 
 // Runs one operation of any stream, under the mutex. Returns false if none is left.
@@ -108,19 +110,24 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex /*index*/,
               c10::EventFlag /*flag*/) const override {
+    const std::lock_guard<std::recursive_mutex> lock(mutex);
     if (*event == nullptr) {
-      const std::lock_guard<std::recursive_mutex> lock(mutex);
       state.events.push_back(std::make_shared<Event>());
       *event = state.events.back().get();
     }
     auto* recorded = static_cast<Event*>(*event);
-    push(stream, [recorded, version = ++recorded->recorded] {
+    state.queues[key_of(stream)].push_back([recorded, version = ++recorded->recorded] {
       recorded->reached = version;
       return true;
     });
+    state.capture.recorded(stream, recorded->capture);
   }
   void block(void* event, const c10::Stream& stream) const override {
     const auto* awaited = static_cast<Event*>(event);
+    {
+      const std::lock_guard<std::recursive_mutex> lock(mutex);
+      state.capture.waits(stream, awaited->capture);
+    }
     push(stream,
          [awaited, version = awaited->recorded.load()] { return awaited->reached >= version; });
   }
@@ -193,6 +200,28 @@ void run() {
   }
 }
 
+void begin_capture(c10::Device device) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  state.capture.begin(GuardImpl().getStream(device));
+}
+
+void end_capture() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  state.capture.end();
+}
+
+bool is_capturing(c10::Device device) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  return state.capture.has(GuardImpl().getStream(device));
+}
+
+void replay(c10::Device device) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  for (const Operation& operation : state.capture.graph()) {
+    enqueue(device, [operation] { operation(); });
+  }
+}
+
 std::vector<Use> recorded_uses() {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   return state.uses;
@@ -222,14 +251,14 @@ void release(void* memory) {
   const auto found = state.blocks.find(static_cast<const char*>(memory));
   if (found == state.blocks.end()) return;  // reset() dropped it
   const Block& block = found->second;
-  const GuardImpl impl;
-  const c10::Stream allocator = impl.getStreamFromGlobalPool(block.owner.device(), false);
+  // The allocator's own events are no part of a capture.
+  const c10::Stream allocator = GuardImpl().getStreamFromGlobalPool(block.owner.device(), false);
   std::vector<c10::Stream> streams = block.users;
   streams.push_back(block.owner);
   for (const c10::Stream& stream : streams) {
-    void* done = nullptr;
-    impl.record(&done, stream, stream.device_index(), c10::EventFlag::BACKEND_DEFAULT);
-    impl.block(done, allocator);
+    const auto done = std::make_shared<std::atomic<bool>>(false);
+    state.queues[key_of(stream)].push_back([done] { return *done = true; });
+    state.queues[key_of(allocator)].push_back([done] { return done->load(); });
   }
   push(allocator, [memory, bytes = block.bytes] {
     std::fill_n(static_cast<char*>(memory), bytes, kPoison);

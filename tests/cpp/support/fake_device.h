@@ -34,6 +34,14 @@ c10::Stream use_new_stream(c10::Device device);
 // Runs all enqueued operations. Throws if those that are left wait for each other.
 void run();
 
+// Makes a graph of what is enqueued between both calls on the current stream of `device` and on
+// those that wait for it, by CUDA's rules (support/capture.h). It runs at the next run() as well.
+// replay() enqueues it once more on the current stream.
+void begin_capture(c10::Device device);
+void end_capture();
+bool is_capturing(c10::Device device);
+void replay(c10::Device device);
+
 // A storage and a stream that was recorded as its user.
 using Use = std::pair<const void*, c10::Stream>;
 std::vector<Use> recorded_uses();

@@ -228,6 +228,7 @@ class EnqueuedStages final : public Stages {
   void reconstruct(const kernels::Bucket& bucket) const override {
     enqueue_stage(Stage::kReconstruct, bucket);
   }
+  bool is_capturing() const override { return fake_device::is_capturing(current_device()); }
 
  private:
   // Like a kernel launch, copies the bucket and not the memory that it points to.

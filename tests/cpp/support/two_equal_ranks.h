@@ -6,7 +6,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <optional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -35,7 +35,9 @@ inline void sum_over_ranks(const at::Tensor& tensor) {
   }
 }
 
-// Like NCCL, runs a collective on a stream of its own, after the caller's stream.
+// Like NCCL, runs an asynchronous collective on a stream of its own, after the caller's stream, and
+// any other on the caller's stream, for which it returns no Work. All of a device run in the order
+// in which they are issued.
 class StreamBackend : public c10d::Backend {
  public:
   StreamBackend() : Backend(0, 2) {}
@@ -43,32 +45,48 @@ class StreamBackend : public c10d::Backend {
 
   std::vector<std::string> ran;  // in the order in which the device ran them
   bool fails = false;
+  bool orders_streams = true;  // else collectives on two streams run in any order
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
-                                           const c10d::AllreduceOptions&) override {
+                                           const c10d::AllreduceOptions& options) override {
     TORCH_CHECK(!fails, "the communicator was aborted");
     const at::Tensor tensor = tensors[0];
     const c10::Device device = tensor.device();
     const c10::impl::VirtualGuardImpl impl(device.type());
     const c10::Stream callers = impl.getStream(device);
-    const auto index = static_cast<size_t>(device.index());
-    if (streams_.size() <= index) streams_.resize(index + 1);
-    if (!streams_[index]) streams_[index] = impl.getStreamFromGlobalPool(device);
-    c10::Event ready(device.type()), done(device.type());
-    ready.record(callers);
-    ready.block(*streams_[index]);
-    impl.recordDataPtrOnStream(tensor.storage().data_ptr(), *streams_[index]);
-    const c10::StreamGuard guard(*streams_[index]);
+    Communicator& communicator =
+        communicators_.try_emplace(device.index(), Communicator{impl, device}).first->second;
+    const c10::Stream stream = options.asyncOp ? communicator.stream : callers;
+    record(callers).block(stream);
+    // NCCL keeps the order in a graph as well, by other means than an event outside of it.
+    const bool orders = orders_streams && !fake_device::is_capturing(device);
+    if (orders) communicator.last.block(stream);
+    impl.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+    const c10::StreamGuard guard(stream);
     fake_device::enqueue(device, [this, seen = on_host(tensor)] {
       sum_over_ranks(seen);
       ran.push_back(std::to_string(seen.numel()));
     });
-    done.record(*streams_[index]);
-    return c10::make_intrusive<StreamWork>(0, tensors, std::move(done), nullptr);
+    if (orders) communicator.last = record(stream);
+    if (!options.asyncOp) return nullptr;
+    return c10::make_intrusive<StreamWork>(0, tensors, record(stream), nullptr);
   }
 
  private:
-  std::vector<std::optional<c10::Stream>> streams_;  // by device
+  struct Communicator {
+    Communicator(const c10::impl::VirtualGuardImpl& impl, c10::Device device)
+        : stream(impl.getStreamFromGlobalPool(device)), last(device.type()) {}
+    c10::Stream stream;
+    c10::Event last;  // after the last collective
+  };
+
+  static c10::Event record(const c10::Stream& stream) {
+    c10::Event event(stream.device_type());
+    event.record(stream);
+    return event;
+  }
+
+  std::map<c10::DeviceIndex, Communicator> communicators_;
 };
 
 // Like Gloo, waits for the caller's stream and returns the sum.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch_powersgd as tp
 from support import ranks
 from support.groups import backend_of_world, world
 from support.synthetic import gradient, sum_of
+from torch_powersgd._backend import _create_inner
 from torch_powersgd._core import _C
 from torch_powersgd.lookup import find_backend
 
@@ -261,6 +263,34 @@ def test_an_inner_that_there_is_not_is_an_error_on_every_rank(inner: str) -> Non
     assert len(set(messages)) == 1
     assert repr(inner) in messages[0]
     assert inner == "powersgd" or "gloo" in messages[0].replace(repr(inner), ""), "what is allowed"
+
+
+class _FakeNccl:
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+
+    def __init__(self, store: object, rank: int, size: int, options: Options) -> None:
+        self.options = options
+
+
+def test_nccl_runs_on_a_stream_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", _FakeNccl, raising=False)
+    group: Any = SimpleNamespace(
+        group_rank=0,
+        group_size=2,
+        timeout=timedelta(seconds=7),
+        global_ranks_in_group=[],
+        group_id="group",
+    )
+    made: Any = _create_inner("nccl", dist.HashStore(), group)
+    assert vars(made.options) == {
+        "is_high_priority_stream": True,
+        "_timeout": timedelta(seconds=7),
+        "global_ranks_in_group": [0, 1],
+        "group_name": "group",
+    }
 
 
 # Import.

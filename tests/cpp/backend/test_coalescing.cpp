@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// All-reduces inside of a coalescing block: an inner backend that coalesces (NCCL) issues none of
+// them before the block ends.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "powersgd/backend.h"
+#include "powersgd/stats.h"
+#include "support/recording_backend.h"
+#include "support/two_equal_ranks.h"
+
+namespace powersgd {
+namespace {
+
+using Names = std::vector<std::string>;
+
+class Coalescing : public testing::TestWithParam<bool> {  // whether the inner backend coalesces
+ protected:
+  Coalescing() {
+    inner_->coalesces = GetParam();
+    Options options;
+    options.scope = Scope::kAlways;
+    options.start_powerSGD_iter = 0;
+    const auto channel = c10::make_intrusive<test::HostBackend>();
+    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner_, {channel, channel}}};
+    backend_ = c10::make_intrusive<BackendPowerSGD>(0, 2, std::move(inners), options);
+  }
+
+  // The names of the collectives that the inner backend got.
+  Names forwarded() const {
+    Names names;
+    for (const auto& call : inner_->calls) {
+      if (call.method != "startCoalescing" && call.method != "endCoalescing") {
+        names.push_back(call.method);
+      }
+    }
+    return names;
+  }
+  int64_t compressed() { return backend_->session()->snapshot().compressed_calls; }
+
+  const c10::intrusive_ptr<test::RecordingBackend> inner_ =
+      c10::make_intrusive<test::RecordingBackend>();
+  c10::intrusive_ptr<BackendPowerSGD> backend_;
+  std::vector<at::Tensor> tensors_ = {at::ones({64, 64})};
+};
+
+TEST_P(Coalescing, EveryAllreduceInsideIsForwardedExactly) {
+  backend_->startCoalescing();
+  EXPECT_EQ(backend_->allreduce(tensors_), inner_->work);
+  EXPECT_EQ(backend_->allreduce_coalesced(tensors_), inner_->work);
+  backend_->endCoalescing();
+  EXPECT_EQ(forwarded(), (Names{"allreduce", "allreduce_coalesced"}));
+  EXPECT_EQ(compressed(), 0);
+}
+
+TEST_P(Coalescing, ThoseAfterItAreCompressedAgain) {
+  backend_->startCoalescing();
+  backend_->endCoalescing();
+  backend_->allreduce(tensors_)->wait();
+  backend_->allreduce_coalesced(tensors_)->wait();
+  EXPECT_EQ(forwarded(), Names());
+  EXPECT_EQ(compressed(), 2);
+}
+
+INSTANTIATE_TEST_SUITE_P(Inner, Coalescing, testing::Bool(), [](const auto& coalesces) {
+  return coalesces.param ? "Coalesces" : "DoesNot";
+});
+
+}  // namespace
+}  // namespace powersgd
