@@ -2,11 +2,13 @@
 #include "compressor/stages.h"
 
 #include <ATen/Parallel.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <array>
 #include <atomic>
+#include <optional>
 
 namespace powersgd {
 namespace {
@@ -64,6 +66,7 @@ class CudaStages final : public Stages {
   void reconstruct(const kernels::Bucket& bucket) const override {
     check("reconstruct", kernels::cuda::reconstruct(bucket, current_stream()));
   }
+  bool is_capturing() const override { return kernels::cuda::is_capturing(current_stream()); }
 
  private:
   static kernels::cuda::Stream current_stream() {
@@ -101,6 +104,11 @@ const Stages& require_stages(c10::DeviceType device) {
   TORCH_CHECK(stages != nullptr, "powersgd: this build has no kernels for ", device,
               " tensors; rebuild it with that device's toolkit");
   return *stages;
+}
+
+bool is_capturing(c10::Device device) {
+  const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
+  return require_stages(device.type()).is_capturing();
 }
 
 }  // namespace powersgd

@@ -22,6 +22,8 @@ class Stages {
   virtual void orthogonalize(const kernels::Bucket& bucket) const = 0;
   virtual void back_project(const kernels::Bucket& bucket) const = 0;
   virtual void reconstruct(const kernels::Bucket& bucket) const = 0;
+  // True if what is enqueued becomes part of a graph, which may run again at any later time.
+  virtual bool is_capturing() const { return false; }
 };
 
 // Adds the stages of a device type that this build has no kernels for. They must outlive their use.
@@ -32,5 +34,9 @@ const Stages* find_stages(c10::DeviceType device);
 
 // Throws instead of returning null.
 const Stages& require_stages(c10::DeviceType device);
+
+// Returns is_capturing() of the device's stages and of its current stream, which may be on another
+// device than the current one.
+bool is_capturing(c10::Device device);
 
 }  // namespace powersgd

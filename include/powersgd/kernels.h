@@ -202,6 +202,9 @@ Status orthogonalize(const Bucket& bucket, Stream stream);
 Status back_project(const Bucket& bucket, Stream stream);
 Status reconstruct(const Bucket& bucket, Stream stream);
 
+// True if the stream is being captured into a CUDA graph.
+bool is_capturing(Stream stream);
+
 }  // namespace cuda
 
 }  // namespace powersgd::kernels

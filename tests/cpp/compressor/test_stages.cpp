@@ -25,5 +25,7 @@ TEST(Stages, ADeviceTypeHasTheStagesThatAreAdded) {
   EXPECT_EQ(find_stages(c10::DeviceType::XPU), nullptr);
 }
 
+TEST(Stages, TheCpuCapturesNothing) { EXPECT_FALSE(is_capturing(at::kCPU)); }
+
 }  // namespace
 }  // namespace powersgd

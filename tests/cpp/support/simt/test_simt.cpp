@@ -128,6 +128,8 @@ TEST(Simt, AStepTakesAtMostEightLaunches) {
   EXPECT_LE(simt::launch_count() - before, 8);
 }
 
+TEST(Simt, NothingIsCaptured) { EXPECT_FALSE(kernels::cuda::is_capturing(nullptr)); }
+
 #if defined(__SANITIZE_ADDRESS__)
 TEST(SimtDeathTest, SharedMemoryEndsWhereItEnds) {
   EXPECT_DEATH(simt::launch({1, 32, 64}, [] { simt::shared_memory()[64] = 1; }),

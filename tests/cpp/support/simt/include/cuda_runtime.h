@@ -82,6 +82,14 @@ inline int atomicOr(int* address, int value) {
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
 using cudaStream_t = struct CUstream_st*;
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+// Nothing is captured: a launch runs at once.
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
