@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// project: M = residual_scale * (memory - p_hat q_local) + G, memory = M, P = M q_warm^T.
+// project: M = S_new / S_old * (memory - p_hat q_local) + G, memory = M, P = M q_warm^T.
 //
 // This pass reads both the gradient and memory. A tile is a range of rows, and of columns where the
 // matrix is very wide. A group of 1 to 8 warps takes four rows at a time and splits their columns.
@@ -79,7 +79,7 @@ __device__ __forceinline__ Rows<F, G, M> rows_of(const Bucket& bucket, const Wor
   rows.rank = static_cast<int>(matrix.rank);
   rows.gradient_dtype = bucket.gradient_dtype;
   rows.residual_dtype = bucket.residual_dtype;
-  rows.scale = static_cast<F>(bucket.residual_scale);
+  rows.scale = static_cast<F>(residual_scale(bucket, matrix));
   return rows;
 }
 
@@ -192,14 +192,17 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
   run_tile<R, kAnyRank, F, G, M, ProjectTile>(bucket, first_tile);
 }
 
-// Block 0 joins the flags of all tiles. Each other block writes whether a matrix is active, or adds
-// one row range of a matrix that was projected in column ranges.
+// Block 0 joins the flags of all tiles, and notes the units of memory. Each other block writes
+// whether a matrix is active, or adds one row range of a matrix that was projected in column
+// ranges.
 template <typename F>
 __global__ void __launch_bounds__(kThreads)
     finish_kernel(Bucket bucket, int64_t tiles, int64_t first_tile) {
   begin_kernel();
   if (blockIdx.x == 0) {
     finish_step_flags<F>(bucket, tiles);
+    for (int i = threadIdx.x; i < bucket.num_matrices; i += kThreads)
+      *bucket.matrices[i].grad_scale = loss_scale(bucket);
     return;
   }
   const Tile tile = bucket.tiles[first_tile + blockIdx.x - 1];
