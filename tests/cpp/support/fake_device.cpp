@@ -44,6 +44,9 @@ struct State {
   std::map<const char*, Block> blocks;  // by first byte; kept until reset
   c10::StreamId streams = 1;            // so far; 0 is the default stream of each device
   std::mt19937 order;
+  std::vector<Operation> captured;
+  bool capturing = false;
+  Usage usage;
   Host host = Host::kMayNotWait;
 };
 
@@ -62,6 +65,7 @@ c10::Stream stream(c10::DeviceIndex index, c10::StreamId id) {
 
 void push(const c10::Stream& stream, Operation operation) {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
+  if (state.capturing) state.captured.push_back(operation);
   state.queues[{stream.device_index(), stream.id()}].push_back(std::move(operation));
 }
 
@@ -193,6 +197,28 @@ void run() {
   }
 }
 
+void begin_capture() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  state.captured.clear();
+  state.capturing = true;
+}
+
+void end_capture() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  state.capturing = false;
+}
+
+bool is_capturing() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  return state.capturing;
+}
+
+void replay() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  const c10::Stream to = GuardImpl().getStream(current_device());
+  for (const Operation& operation : state.captured) push(to, operation);
+}
+
 std::vector<Use> recorded_uses() {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   return state.uses;
@@ -214,6 +240,9 @@ void* allocate(c10::Device device, size_t bytes) {
   char* begin = memory.get() + kAlignment - reinterpret_cast<uintptr_t>(memory.get()) % kAlignment;
   state.blocks.insert_or_assign(begin,
                                 Block{std::move(memory), bytes, GuardImpl().getStream(device), {}});
+  ++state.usage.allocations;
+  state.usage.bytes += bytes;
+  state.usage.peak_bytes = std::max(state.usage.peak_bytes, state.usage.bytes);
   return begin;
 }
 
@@ -222,6 +251,7 @@ void release(void* memory) {
   const auto found = state.blocks.find(static_cast<const char*>(memory));
   if (found == state.blocks.end()) return;  // reset() dropped it
   const Block& block = found->second;
+  state.usage.bytes -= block.bytes;
   const GuardImpl impl;
   const c10::Stream allocator = impl.getStreamFromGlobalPool(block.owner.device(), false);
   std::vector<c10::Stream> streams = block.users;
@@ -235,6 +265,16 @@ void release(void* memory) {
     std::fill_n(static_cast<char*>(memory), bytes, kPoison);
     return true;
   });
+}
+
+Usage usage() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  return state.usage;
+}
+
+void count_upload() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  ++state.usage.uploads;
 }
 
 }  // namespace powersgd::test::fake_device

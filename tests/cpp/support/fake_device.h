@@ -34,6 +34,14 @@ c10::Stream use_new_stream(c10::Device device);
 // Runs all enqueued operations. Throws if those that are left wait for each other.
 void run();
 
+// From begin_capture() on, all operations are noted as they are enqueued. They run as well, where a
+// CUDA graph would only note them. replay() enqueues the noted ones again on the current stream, in
+// the order in which they were enqueued, which keeps that of all streams and events.
+void begin_capture();
+void end_capture();
+bool is_capturing();
+void replay();
+
 // A storage and a stream that was recorded as its user.
 using Use = std::pair<const void*, c10::Stream>;
 std::vector<Use> recorded_uses();
@@ -46,6 +54,16 @@ at::Tensor tensor(c10::Device device, std::vector<float>& memory);
 // as its users had by then.
 void* allocate(c10::Device device, size_t bytes);
 void release(void* memory);
+
+// The use of all devices since reset().
+struct Usage {
+  size_t allocations = 0;
+  size_t bytes = 0;       // allocated and not released
+  size_t peak_bytes = 0;  // their maximum
+  size_t uploads = 0;     // copies from the host's memory
+};
+Usage usage();
+void count_upload();
 
 // Makes torch's operators and the program's stage_runners() available on the device
 // (fake_device_operators.cpp).
