@@ -128,7 +128,7 @@ def _not_read(rank: int) -> tuple[dict[str, float], list[float]]:
     for i in range(8):
         optimizer.zero_grad()
         outputs = ddp(gradients(SHAPES, rank, i))
-        with _NoReading():
+        with _NoReading():  # type: ignore[no-untyped-call]
             scaler.scale(outputs).backward()
         scaler.unscale_(optimizer)
         applied = {n: p.grad.cpu().clone() for n, p in ddp.module.weights.items()}
