@@ -83,7 +83,7 @@ Bucket make_bucket(const Layout& layout, int64_t rank, DType dtype, uint32_t see
     matrices.push_back({shape.rows, shape.cols, r, numel, bucket.p_numel, bucket.q_numel,
                         allocate(shape.rows * shape.cols * 4), allocate(shape.rows * r * 4),
                         allocate(shape.cols * r * 4), allocate(shape.cols * r * 4), matrices.size(),
-                        -1, nullptr});
+                        -1, allocate<double>(sizeof(double))});
     numel += shape.rows * shape.cols;
     bucket.p_numel += shape.rows * r;
     bucket.q_numel += shape.cols * r;
@@ -104,7 +104,7 @@ Bucket make_bucket(const Layout& layout, int64_t rank, DType dtype, uint32_t see
   bucket.state = allocate<BucketState>(sizeof(BucketState));
   bucket.gradient_dtype = dtype;
   bucket.residual_dtype = bucket.factor_dtype = bucket.wire_dtype = DType::kFloat32;
-  bucket.residual_scale = bucket.output_scale = 1;
+  bucket.grad_scale = bucket.output_scale = 1;
   bucket.seed = seed;
   if (dtype == DType::kFloat32)
     fill_float<<<1024, 256>>>(static_cast<float*>(bucket.gradient), numel, seed);
@@ -184,7 +184,9 @@ void measure(const Layout& layout, int64_t rank, DType dtype, double copy) {
     check(cudaMemcpy(matrices.data(), bucket.matrices, matrices.size() * sizeof(Matrix),
                      cudaMemcpyDeviceToHost));
     for (const Matrix& m : matrices) {
-      for (void* memory : {m.memory, m.p_hat, m.q_local, m.q_warm}) check(cudaFree(memory));
+      for (void* memory :
+           {m.memory, m.p_hat, m.q_local, m.q_warm, static_cast<void*>(m.grad_scale)})
+        check(cudaFree(memory));
     }
     for (const void* memory :
          {static_cast<const void*>(bucket.matrices), static_cast<const void*>(bucket.tiles),

@@ -52,7 +52,7 @@ void register_model(py::module_& module) {
              return AttachedModel::attach(backend.session(), std::move(names),
                                           std::move(parameters), options);
            }),
-           py::arg("backend"), py::arg("names"), py::arg("parameters"), py::arg("options"))
+           py::arg("backend"), py::arg("names"), py::arg("parameters"), py::arg("options"), NoGil())
       .def(
           "reduce",
           [](AttachedModel& self, size_t bucket, at::Tensor buffer,
@@ -65,6 +65,14 @@ void register_model(py::module_& module) {
       .def_property("active", &AttachedModel::active, &AttachedModel::set_active)
       .def_property_readonly("step", &AttachedModel::step)
       .def_property("grad_scale", &AttachedModel::grad_scale, &AttachedModel::set_grad_scale)
+      .def_property(
+          "loss_scale",
+          [](const AttachedModel& self) {
+            return self.loss_scale().defined() ? std::optional(self.loss_scale()) : std::nullopt;
+          },
+          [](AttachedModel& self, const std::optional<at::Tensor>& scale) {
+            self.set_loss_scale(scale.value_or(at::Tensor()));
+          })
       .def_property_readonly("options", &AttachedModel::options)
       .def("export_state", &AttachedModel::export_state, NoGil())
       .def("check_state", &AttachedModel::check_state, py::arg("saved"), NoGil())

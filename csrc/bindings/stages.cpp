@@ -20,6 +20,12 @@ namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
+BucketPlan plan_of(const std::vector<std::vector<int64_t>>& shapes, const Options& options) {
+  std::vector<ParameterShape> bucket;
+  for (const auto& sizes : shapes) bucket.push_back({sizes, {}});
+  return plan_bucket(bucket, options);
+}
+
 }  // namespace
 
 void register_plan(py::module_& module) {
@@ -38,12 +44,22 @@ void register_plan(py::module_& module) {
 void register_stages(py::module_& module) {
   module.def("has_kernels",
              [](const std::string& device) { return has_kernels(at::Device(device).type()); });
+  py::class_<MemoryNeeds>(module, "MemoryNeeds")
+      .def_readonly("residual", &MemoryNeeds::residual)
+      .def_readonly("factors", &MemoryNeeds::factors)
+      .def_readonly("payloads", &MemoryNeeds::payloads)
+      .def_readonly("tables", &MemoryNeeds::tables);
+  module.def(
+      "memory_needs",
+      [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
+         at::ScalarType dtype, const std::string& device) {
+        return memory_needs(plan_of(shapes, options), options, dtype, at::Device(device).type());
+      },
+      py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("device"));
   py::class_<BucketCompressor>(module, "BucketCompressor")
       .def(py::init([](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
                        at::ScalarType dtype, const std::string& device) {
-             std::vector<ParameterShape> bucket;
-             for (const auto& sizes : shapes) bucket.push_back({sizes, {}});
-             BucketPlan plan = plan_bucket(bucket, options);
+             BucketPlan plan = plan_of(shapes, options);
              std::vector<ParameterStatePtr> states;
              for (size_t i = 0; i < plan.matrices.size(); ++i) {
                states.push_back(std::make_shared<ParameterState>(i));

@@ -6,23 +6,17 @@
 namespace powersgd {
 
 void BucketStates::allocate(const BucketSpec& spec) {
+  std::vector<ParameterState::Layout> missing;
   for (size_t i = 0; i < states_.size(); ++i) {
-    if (states_[i]->allocated()) continue;
+    if (states_[i]->fits(spec.gradient_type, spec.device)) continue;
     const PlannedMatrix& matrix = spec.plan.matrices[i];
-    states_[i]->allocate(matrix.shape, matrix.rank, spec.options, spec.gradient_type, spec.device);
+    missing.push_back({states_[i].get(), matrix.shape, matrix.rank, spec.gradient_type});
   }
+  ParameterState::allocate(missing, spec.options, spec.device);
 }
 
-// One factor serves because the parameters of a bucket go through the same steps. A state that was
-// loaded, or that joined the bucket, is first converted to the others' units.
-double BucketStates::begin_step(const StepInfo& step) {
-  const double common = states_.front()->grad_scale;
-  for (const ParameterStatePtr& state : states_) {
-    state->rescale(common);
-    state->grad_scale = step.grad_scale;
-    state->last_step = static_cast<int64_t>(step.step);
-  }
-  return step.drop_residual ? 0 : step.grad_scale / common;
+void BucketStates::begin_step(const StepInfo& step) {
+  for (const ParameterStatePtr& state : states_) state->last_step = static_cast<int64_t>(step.step);
 }
 
 void BucketStates::rollback(const BucketPlan& plan) {

@@ -18,12 +18,11 @@ class BucketStates {
   // `states[i]` belongs to `plan.matrices[i]`.
   explicit BucketStates(std::vector<ParameterStatePtr> states) : states_(std::move(states)) {}
 
-  // Allocates the states that no earlier bucket has.
+  // Allocates the states that are not allocated yet, or were for another dtype or device.
   void allocate(const BucketSpec& spec);
 
-  // Notes the step and its loss scale in all states. Returns the factor that converts their
-  // residuals to the units of this step's gradient, or 0 to drop them. project applies it.
-  double begin_step(const StepInfo& step);
+  // Notes the step in all states.
+  void begin_step(const StepInfo& step);
   // Notes that project has added `gradient`, so that rollback can take it back.
   void projected(const at::Tensor& gradient) { gradient_ = gradient; }
   void end_step() { gradient_ = at::Tensor(); }

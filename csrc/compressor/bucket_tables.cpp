@@ -10,11 +10,24 @@
 namespace powersgd {
 namespace {
 
+constexpr size_t kAlignment = 64;
+
+size_t padded(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
 template <typename T>
-at::Tensor upload(const std::vector<T>& table, at::Device device) {
-  at::Tensor host = at::empty({static_cast<int64_t>(table.size() * sizeof(T))}, at::kByte);
-  if (!table.empty()) std::memcpy(host.data_ptr(), table.data(), table.size() * sizeof(T));
-  return host.to(device);
+size_t padded_bytes(const std::vector<T>& table) {
+  return padded(table.size() * sizeof(T));
+}
+
+// Appends a table to the host's copy, and returns its place on the device.
+template <typename T>
+const T* append(const std::vector<T>& table, const at::Tensor& host, const at::Tensor& on_device,
+                size_t& offset) {
+  const size_t begin = offset;
+  const size_t bytes = table.size() * sizeof(T);
+  if (bytes > 0) std::memcpy(static_cast<char*>(host.data_ptr()) + begin, table.data(), bytes);
+  offset += padded(bytes);
+  return reinterpret_cast<const T*>(static_cast<const char*>(on_device.data_ptr()) + begin);
 }
 
 std::vector<kernels::RawSegment> raw_table(const BucketPlan& plan) {
@@ -44,32 +57,76 @@ kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_
   return bucket;
 }
 
-// `states[i]` belongs to `plan.matrices[i]`.
-std::vector<kernels::Matrix> matrix_table(const BucketPlan& plan,
-                                          const std::vector<ParameterStatePtr>& states) {
+std::vector<kernels::Matrix> matrices_without_states(const BucketPlan& plan) {
   std::vector<kernels::Matrix> table;
-  for (size_t i = 0; i < states.size(); ++i) {
-    const PlannedMatrix& planned = plan.matrices[i];
-    const ParameterState& state = *states[i];
-    kernels::Matrix matrix{};
+  for (const PlannedMatrix& planned : plan.matrices) {
+    kernels::Matrix& matrix = table.emplace_back();
     matrix.rows = planned.shape.rows;
     matrix.cols = planned.shape.cols;
     matrix.rank = planned.rank;
     matrix.gradient_offset = planned.gradient_offset;
     matrix.p_offset = planned.p_offset;
     matrix.q_offset = planned.q_offset;
+    matrix.active_offset = planned.active_offset;
+  }
+  return table;
+}
+
+// `states[i]` belongs to `plan.matrices[i]`.
+std::vector<kernels::Matrix> matrix_table(const BucketPlan& plan,
+                                          const std::vector<ParameterStatePtr>& states) {
+  std::vector<kernels::Matrix> table = matrices_without_states(plan);
+  for (size_t i = 0; i < states.size(); ++i) {
+    kernels::Matrix& matrix = table[i];
+    const ParameterState& state = *states[i];
     matrix.memory = state.memory.defined() ? state.memory.data_ptr() : nullptr;
     matrix.p_hat = state.p_hat.data_ptr();
     matrix.q_local = state.q_local.data_ptr();
     matrix.q_warm = state.q_warm.data_ptr();
     matrix.random_id = state.random_id;
-    matrix.active_offset = planned.active_offset;
-    table.push_back(matrix);
+    matrix.grad_scale = state.grad_scale.data_ptr<double>();
   }
   return table;
 }
 
+int64_t bytes_to_upload(const std::vector<kernels::Matrix>& matrices,
+                        const std::vector<kernels::RawSegment>& raw,
+                        const kernels::TileTable& tiles) {
+  return static_cast<int64_t>(padded_bytes(matrices) + padded_bytes(raw) +
+                              padded_bytes(tiles.tiles));
+}
+
 }  // namespace
+
+at::Tensor upload_tables(kernels::Bucket& bucket, const std::vector<kernels::Matrix>& matrices,
+                         const std::vector<kernels::RawSegment>& raw,
+                         const kernels::TileTable& tiles, at::Device device) {
+  const int64_t bytes = bytes_to_upload(matrices, raw, tiles);
+  // torch's allocator keeps a pinned block until the copies that read it have ended.
+  const at::Tensor host =
+      at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(device.is_cuda()));
+  const at::Tensor on_device =
+      device.is_cpu() ? host : at::empty({bytes}, at::TensorOptions(device).dtype(at::kByte));
+  size_t offset = 0;
+  bucket.matrices = append(matrices, host, on_device, offset);
+  bucket.raw_segments = append(raw, host, on_device, offset);
+  bucket.tiles = append(tiles.tiles, host, on_device, offset);
+  bucket.num_matrices = static_cast<int32_t>(matrices.size());
+  bucket.num_raw_segments = static_cast<int32_t>(raw.size());
+  bucket.tile_list_begin = tiles.list_begin;
+  bucket.largest_rank = tiles.largest_rank;
+  if (!device.is_cpu()) on_device.copy_(host, /*non_blocking=*/true);
+  return on_device;
+}
+
+int64_t bytes_of_tables(const BucketPlan& plan, DType factor_dtype, at::DeviceType device) {
+  const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);
+  const std::vector<kernels::RawSegment> raw = raw_table(plan);
+  const kernels::TileTable tiles = require_stages(device).make_tiles(matrices, raw, factor_dtype);
+  return bytes_to_upload(matrices, raw, tiles) + static_cast<int64_t>(tiles.workspace_bytes) +
+         tiles.num_counters * static_cast<int64_t>(sizeof(uint64_t)) +
+         static_cast<int64_t>(sizeof(kernels::BucketState));
+}
 
 BucketTables::BucketTables(const kernels::Bucket& bucket,
                            const std::vector<kernels::Matrix>& matrices,
@@ -77,18 +134,9 @@ BucketTables::BucketTables(const kernels::Bucket& bucket,
     : bucket_(bucket) {
   const Stages& stages = require_stages(device.type());
   const kernels::TileTable tiles = stages.make_tiles(matrices, raw, bucket.factor_dtype);
-  matrices_ = upload(matrices, device);
-  raw_segments_ = upload(raw, device);
-  tiles_ = upload(tiles.tiles, device);
+  tables_ = upload_tables(bucket_, matrices, raw, tiles, device);
   workspace_ = at::empty({static_cast<int64_t>(tiles.workspace_bytes)},
                          at::TensorOptions(device).dtype(at::kByte));
-  bucket_.matrices = static_cast<const kernels::Matrix*>(matrices_.data_ptr());
-  bucket_.raw_segments = static_cast<const kernels::RawSegment*>(raw_segments_.data_ptr());
-  bucket_.tiles = static_cast<const kernels::Tile*>(tiles_.data_ptr());
-  bucket_.num_matrices = static_cast<int32_t>(matrices.size());
-  bucket_.num_raw_segments = static_cast<int32_t>(raw.size());
-  bucket_.tile_list_begin = tiles.list_begin;
-  bucket_.largest_rank = tiles.largest_rank;
   bucket_.workspace = workspace_.data_ptr();
   counters_ = at::zeros({tiles.num_counters}, at::TensorOptions(device).dtype(at::kLong));
   bucket_.counters = static_cast<uint64_t*>(counters_.data_ptr());
@@ -104,12 +152,13 @@ BucketTables::BucketTables(const BucketSpec& spec, const std::vector<ParameterSt
     : BucketTables(bucket_without_tables(spec, step_counter, p_payload, q_payload),
                    matrix_table(spec.plan, states), raw_table(spec.plan), spec.device) {}
 
-void BucketTables::begin_step(const at::Tensor& gradient, const StepInfo& step,
-                              double residual_scale) {
+void BucketTables::begin_step(const at::Tensor& gradient, const StepInfo& step, bool is_captured) {
   bucket_.gradient = gradient.data_ptr();
-  bucket_.residual_scale = residual_scale;
+  bucket_.loss_scale = step.loss_scale.defined() ? step.loss_scale.data_ptr<float>() : nullptr;
+  bucket_.grad_scale = step.grad_scale;
+  bucket_.drop_residual = step.drop_residual;
   bucket_.output_scale = step.output_scale;
-  bucket_.step = step.step;
+  bucket_.step = is_captured ? kernels::kNextStep : step.step;
 }
 
 }  // namespace powersgd

@@ -11,9 +11,17 @@
 
 namespace powersgd {
 
+// Copies the tables to the device, all in one tensor by one copy that the host does not wait for.
+// Makes `bucket` point to them. The tensor is to live as long as the bucket.
+at::Tensor upload_tables(kernels::Bucket& bucket, const std::vector<kernels::Matrix>& matrices,
+                         const std::vector<kernels::RawSegment>& raw,
+                         const kernels::TileTable& tiles, at::Device device);
+
+// The bytes of all that a BucketTables of this plan owns.
+int64_t bytes_of_tables(const BucketPlan& plan, DType factor_dtype, at::DeviceType device);
+
 // A bucket as the stages see it. It owns the tables, the tiles, the workspace, the counters and
-// the state that
-// bucket() points at. The caller keeps the states and the payloads.
+// the state that bucket() points at. The caller keeps the states and the payloads.
 class BucketTables {
  public:
   BucketTables() = default;
@@ -25,14 +33,15 @@ class BucketTables {
   BucketTables(const BucketSpec& spec, const std::vector<ParameterStatePtr>& states,
                StepCounter* step_counter, const at::Tensor& p_payload, const at::Tensor& q_payload);
 
-  // Sets what differs from step to step.
-  void begin_step(const at::Tensor& gradient, const StepInfo& step, double residual_scale);
+  // Sets what differs from step to step. The steps of a graph that is being captured are numbered
+  // by the device, one by one at each replay.
+  void begin_step(const at::Tensor& gradient, const StepInfo& step, bool is_captured);
 
   const kernels::Bucket& bucket() const { return bucket_; }
 
  private:
   kernels::Bucket bucket_{};
-  at::Tensor matrices_, raw_segments_, tiles_, workspace_, counters_, state_;  // what bucket_ has
+  at::Tensor tables_, workspace_, counters_, state_;  // what bucket_ points at
 };
 
 }  // namespace powersgd

@@ -9,6 +9,7 @@
 #include "compressor/bucket_states.h"
 #include "compressor/bucket_tables.h"
 #include "compressor/stages.h"
+#include "compressor/streams.h"
 #include "compressor/wire_payload.h"
 
 namespace powersgd {
@@ -24,11 +25,22 @@ class StagesCompressor final : public BucketCompressor {
         stages_(require_stages(spec_.device.type())),
         states_(std::move(states)) {}
 
+  void prepare() override {
+    if (prepared_) return;
+    TORCH_CHECK(!stages_.is_capturing(),
+                "powersgd: a CUDA graph cannot capture the first step of a bucket, which allocates "
+                "its tables: run at least 3 steps before the capture");
+    states_.allocate(spec_);
+    make_payloads();
+    prepared_ = true;
+  }
+
   at::Tensor& project(const at::Tensor& gradient, const StepInfo& step) override {
     spec_.check(gradient);
-    if (!prepared_) prepare();
-    const double residual_scale = states_.begin_step(step);
-    tables_.begin_step(gradient, step, residual_scale);
+    prepare();
+    states_.begin_step(step);
+    if (step.loss_scale.defined()) use_on_current_stream(step.loss_scale);
+    tables_.begin_step(gradient, step, stages_.is_capturing());
     if (!spec_.options.warm_start) {
       kernels::Bucket start = tables_.bucket();
       if (step.same_start) start.step = 0;
@@ -68,9 +80,8 @@ class StagesCompressor final : public BucketCompressor {
   std::vector<ParameterStatePtr> states() const override { return states_.of_matrices(); }
 
  private:
-  void prepare() {
+  void make_payloads() {
     const BucketPlan& plan = spec_.plan;
-    states_.allocate(spec_);
     at::Tensor p_payload = at::zeros({plan.p_numel}, spec_.factor_options());
     at::Tensor q_payload = at::zeros({plan.q_numel}, spec_.factor_options());
     tables_ = BucketTables(spec_, states_.of_matrices(), step_counter_.get(), p_payload, q_payload);
@@ -80,7 +91,6 @@ class StagesCompressor final : public BucketCompressor {
       p_wire_.carry_rounding(p_payload.narrow(0, plan.raw_offset(), spec_.raw_numel()));
       pair_q(q_payload);
     }
-    prepared_ = true;
   }
 
   void pair_q(const at::Tensor& q_payload) {
@@ -98,13 +108,40 @@ class StagesCompressor final : public BucketCompressor {
   const std::shared_ptr<StepCounter> step_counter_;
   const Stages& stages_;
   BucketStates states_;
-  bool prepared_ = false;  // the first step makes all that follows
+  bool prepared_ = false;  // prepare() makes all that follows
   WirePayload p_wire_, q_wire_;
   BucketTables tables_;
   std::vector<at::Tensor> q_sent_, q_local_;  // by matrix: its part of the Q payload, and q_local
 };
 
 }  // namespace
+
+MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
+                         at::ScalarType gradient_type, c10::DeviceType device) {
+  MemoryNeeds needs;
+  if (!plan.compresses()) return needs;
+  const BucketSpec spec{plan, options, gradient_type, at::Device(device)};
+  const auto width = [](at::ScalarType type) {
+    return static_cast<int64_t>(c10::elementSize(type));
+  };
+  const int64_t factor = width(factor_type(gradient_type));
+  int64_t numel = 0;
+  for (const PlannedMatrix& matrix : plan.matrices) {
+    const auto [rows, cols] = matrix.shape;
+    numel += rows * cols;
+    needs.factors += (rows + 2 * cols) * matrix.rank * factor;
+  }
+  if (options.use_error_feedback) {
+    needs.residual = numel * width(residual_type(gradient_type, options));
+  }
+  const int64_t payloads = plan.p_numel + plan.q_numel;
+  needs.payloads = payloads * factor;
+  if (spec.wire_type() != factor_type(gradient_type)) {
+    needs.payloads += spec.wire_bytes(payloads) + spec.raw_numel() * factor;
+  }
+  needs.tables = bytes_of_tables(plan, to_dtype(factor_type(gradient_type)), device);
+  return needs;
+}
 
 bool has_kernels(c10::DeviceType device) { return find_stages(device) != nullptr; }
 

@@ -13,35 +13,66 @@
 namespace powersgd {
 namespace {
 
-// Fills a factor ([rank, n]) by the kernel. The numbers are those of step 0, whenever a parameter
-// joins a bucket.
-void random_start(const at::Tensor& factor, uint64_t random_id, const Options& options) {
-  const c10::DeviceGuard guard(factor.device());  // the stages run on the current device
-  kernels::Matrix matrix{};
-  matrix.rows = matrix.rank = factor.size(0);
-  matrix.cols = factor.size(1);
-  matrix.q_warm = factor.data_ptr();
-  matrix.random_id = random_id;
+using Layouts = std::vector<ParameterState::Layout>;
+
+// Fills q_warm of states of one factor dtype by the kernel. The numbers are those of step 0,
+// whenever a parameter joins a bucket.
+void random_start(const Layouts& layouts, at::ScalarType factor, const Options& options) {
+  const at::Device device = layouts.front().state->q_warm.device();
+  const c10::DeviceGuard guard(device);  // the stages run on the current device
+  std::vector<kernels::Matrix> matrices;
+  for (const ParameterState::Layout& layout : layouts) {
+    if (factor_type(layout.gradient_type) != factor) continue;
+    kernels::Matrix& matrix = matrices.emplace_back();
+    matrix.rows = matrix.rank = layout.rank;
+    matrix.cols = layout.shape.cols;
+    matrix.q_warm = layout.state->q_warm.data_ptr();
+    matrix.random_id = layout.state->random_id;
+  }
+  if (matrices.empty()) return;
+  const Stages& stages = require_stages(device.type());
   kernels::Bucket bucket{};
-  bucket.factor_dtype = to_dtype(factor.scalar_type());
+  bucket.factor_dtype = to_dtype(factor);
   bucket.seed = static_cast<uint64_t>(options.random_seed);
-  const BucketTables tables(bucket, {matrix}, {}, factor.device());
-  require_stages(factor.device().type()).random_start(tables.bucket());
+  const kernels::TileTable tiles = stages.make_tiles(matrices, {}, bucket.factor_dtype);
+  const at::Tensor tables = upload_tables(bucket, matrices, {}, tiles, device);
+  stages.random_start(bucket);
+}
+
+void allocate_one(const ParameterState::Layout& layout, const Options& options, at::Device device) {
+  ParameterState& state = *layout.state;
+  const auto [rows, cols] = layout.shape;
+  const auto factor = at::TensorOptions(device).dtype(factor_type(layout.gradient_type));
+  if (options.use_error_feedback) {
+    state.memory =
+        at::zeros({rows, cols}, factor.dtype(residual_type(layout.gradient_type, options)));
+  }
+  state.p_hat = at::zeros({rows, layout.rank}, factor);
+  state.q_local = at::zeros({layout.rank, cols}, factor);
+  state.q_warm = at::empty({layout.rank, cols}, factor);
 }
 
 }  // namespace
 
-void ParameterState::allocate(const MatrixShape& shape, int64_t rank, const Options& options,
-                              at::ScalarType gradient_type, at::Device device) {
-  const auto factor = at::TensorOptions(device).dtype(factor_type(gradient_type));
-  if (options.use_error_feedback) {
-    memory =
-        at::zeros({shape.rows, shape.cols}, factor.dtype(residual_type(gradient_type, options)));
+bool ParameterState::fits(at::ScalarType gradient_type, at::Device device) const {
+  return allocated() && q_warm.device() == device &&
+         q_warm.scalar_type() == factor_type(gradient_type);
+}
+
+void ParameterState::allocate(const std::vector<Layout>& layouts, const Options& options,
+                              at::Device device) {
+  if (layouts.empty()) return;
+  // The allocator's blocks are larger than a scale, so all scales share one.
+  const auto count = static_cast<int64_t>(layouts.size());
+  const at::Tensor grad_scales = at::ones({count}, at::device(device).dtype(at::kDouble));
+  for (int64_t i = 0; i < count; ++i) {
+    const Layout& layout = layouts[static_cast<size_t>(i)];
+    allocate_one(layout, options, device);
+    layout.state->grad_scale = grad_scales.select(0, i);
   }
-  p_hat = at::zeros({shape.rows, rank}, factor);
-  q_local = at::zeros({rank, shape.cols}, factor);
-  q_warm = at::zeros({rank, shape.cols}, factor);
-  random_start(q_warm, random_id, options);
+  for (const at::ScalarType factor : {at::kFloat, at::kDouble}) {
+    random_start(layouts, factor, options);
+  }
 }
 
 at::Tensor ParameterState::residual() const {
@@ -80,14 +111,6 @@ void ParameterState::take_back(const at::Tensor& gradient) {
   if (!memory.defined()) return;
   const at::Tensor zero = at::zeros({}, gradient.options());
   memory.sub_(at::where(at::isfinite(gradient), gradient, zero).view_as(memory));
-}
-
-void ParameterState::rescale(double new_grad_scale) {
-  if (grad_scale != new_grad_scale && memory.defined()) {
-    memory.mul_(new_grad_scale / grad_scale);
-    q_local.mul_(new_grad_scale / grad_scale);
-  }
-  grad_scale = new_grad_scale;
 }
 
 }  // namespace powersgd

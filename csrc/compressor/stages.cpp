@@ -74,8 +74,8 @@ class CudaStages final : public Stages {
     return guard.getStream(guard.getDevice()).native_handle();
   }
   static void check(const char* stage, kernels::cuda::Status status) {
-    TORCH_CHECK(status == 0, "powersgd: the CUDA launch of ", stage, " failed with cudaError ",
-                status);
+    TORCH_CHECK(status == 0, "powersgd: the CUDA launch of ", stage,
+                " failed: ", kernels::cuda::error_name(status));
   }
 };
 #endif

@@ -18,6 +18,7 @@ std::shared_ptr<AttachedModel> AttachedModel::attach(const std::shared_ptr<Sessi
                                                      Options options) {
   auto model = std::make_shared<AttachedModel>(session, std::move(names), std::move(parameters),
                                                std::move(options));
+  model->allocate_states();
   session->add_model(model);
   return model;
 }
@@ -38,11 +39,38 @@ AttachedModel::AttachedModel(std::shared_ptr<Session> session, std::vector<std::
   }
 }
 
-double AttachedModel::grad_scale() const { return grad_scale_.value_or(session_->grad_scale()); }
+void AttachedModel::allocate_states() {
+  if (session_->size() == 1 || options_.scope == Scope::kNever) return;
+  for (const c10::Device device : devices()) {
+    if (!has_kernels(device.type())) continue;
+    std::vector<ParameterState::Layout> layouts;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const at::Tensor& parameter = parameters_[i];
+      const bool here = parameter.device() == device && is_compressible(parameter.scalar_type());
+      if (here && is_compressed(parameter)) layouts.push_back(layout_of(*states_[i], parameter));
+    }
+    if (layouts.empty()) continue;
+    // The memory belongs to the engine's stream, as that of the buckets does.
+    session_->run_after_steps(device, [&] { ParameterState::allocate(layouts, options_, device); });
+  }
+}
+
+double AttachedModel::grad_scale() const {
+  if (loss_scale_.defined()) return loss_scale_.item<double>();
+  return grad_scale_.value_or(session_->grad_scale());
+}
 
 void AttachedModel::set_grad_scale(double scale) {
   check_grad_scale(scale);
   grad_scale_ = scale;
+  loss_scale_ = at::Tensor();
+}
+
+void AttachedModel::set_loss_scale(const at::Tensor& scale) {
+  TORCH_CHECK_VALUE(!scale.defined() || (scale.numel() == 1 && scale.scalar_type() == at::kFloat),
+                    "loss_scale must be a tensor of one float32 element, got ", scale.scalar_type(),
+                    " ", scale.sizes());
+  loss_scale_ = scale;
 }
 
 std::vector<size_t> AttachedModel::find(const std::vector<at::Tensor>& parameters) const {
@@ -60,23 +88,42 @@ std::vector<size_t> AttachedModel::find(const std::vector<at::Tensor>& parameter
 c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(size_t bucket, at::Tensor& buffer,
                                                      const std::vector<size_t>& parameters,
                                                      int divisor, bool more_follow) {
-  std::shared_ptr<BucketCompressor> compressor;
   const bool known = !parameters.empty() && !buffer.is_sparse();
-  if (warm() && known && session_->admits_attached(options_)) {
-    if (!std::exchange(announced_, true)) announce();
-    Bucket& made = buckets_[bucket];
-    if (made.parameters != parameters) made = make_bucket(buffer, parameters);
-    compressor = made.compressor;
-    if (compressor && is_capturing(buffer.device())) captured_.insert(compressor);
-  }
-  StepInfo step;
-  step.output_scale = 1.0 / divisor;
-  step.grad_scale = grad_scale();
-  step.step = step_;
-  if (!unsent_residuals_.empty() && known) add_unsent_residuals(buffer, parameters);
+  const auto compressor = known ? find_compressor(bucket, buffer, parameters) : nullptr;
+  if (compressor && is_capturing(buffer.device())) captured_.insert(compressor);
+  const StepInfo step = next_step(buffer, divisor);
+  if (!unsent_residuals_.empty() && known) add_unsent_residuals(buffer, parameters, step);
   return compressor ? session_->allreduce_compressed(compressor, buffer, step, c10d::kUnsetTimeout,
                                                      more_follow)
                     : session_->average_exact(buffer, divisor);
+}
+
+// A bucket is made in the first pass that has its layout, also if that pass is still exact.
+std::shared_ptr<BucketCompressor> AttachedModel::find_compressor(
+    size_t bucket, const at::Tensor& buffer, const std::vector<size_t>& parameters) {
+  if (!active_ || !session_->admits_attached(options_)) return nullptr;
+  Bucket& made = buckets_[bucket];
+  if (made.parameters != parameters) {
+    made = {};  // its memory serves the new one
+    made = make_bucket(buffer, parameters);
+  }
+  if (!warm()) return nullptr;
+  if (!std::exchange(announced_, true)) announce();
+  return made.compressor;
+}
+
+StepInfo AttachedModel::next_step(const at::Tensor& buffer, int divisor) const {
+  StepInfo step;
+  step.output_scale = 1.0 / divisor;
+  step.step = step_;
+  if (loss_scale_.defined()) {
+    // The host may wait only where it reads the scale itself.
+    const bool asynchronous = !buffer.is_cpu();
+    step.loss_scale = loss_scale_.to(loss_scale_.options().device(buffer.device()), asynchronous);
+  } else {
+    step.grad_scale = grad_scale();
+  }
+  return step;
 }
 
 AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
@@ -99,21 +146,23 @@ AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
     }
     made.compressor = make_compressor(std::move(plan), std::move(states), options_,
                                       buffer.scalar_type(), buffer.device(), step_counter_);
+    session_->run_after_steps(buffer.device(), [&made] { made.compressor->prepare(); });
   }
   made.parameters = parameters;
   return made;
 }
 
 // Every rank adds the mean residual, so that the average holds it once.
-void AttachedModel::add_unsent_residuals(at::Tensor& buffer,
-                                         const std::vector<size_t>& parameters) {
+void AttachedModel::add_unsent_residuals(at::Tensor& buffer, const std::vector<size_t>& parameters,
+                                         const StepInfo& step) {
   int64_t offset = 0;
   for (const size_t index : parameters) {
     const int64_t numel = parameters_[index].numel();
     const auto residual = unsent_residuals_.find(index);
     if (residual != unsent_residuals_.end()) {
-      buffer.narrow(0, offset, numel)
-          .add_(residual->second.to(buffer.device()).flatten(), grad_scale());
+      at::Tensor added = residual->second.to(buffer.device()).flatten();
+      if (step.loss_scale.defined()) added = added.mul(step.loss_scale);
+      buffer.narrow(0, offset, numel).add_(added, step.grad_scale);
       unsent_residuals_.erase(residual);
     }
     offset += numel;

@@ -2,24 +2,17 @@
 //
 // The state of an attached model: how it is saved, restored and measured.
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
 #include <utility>
 
+#include "compressor/streams.h"
 #include "gradients/parameter_layout.h"
 #include "powersgd/attached_model.h"
 
 namespace powersgd {
 namespace {
-
-// Keeps the memory of a tensor that the engine's stream made until the caller's stream is done too.
-void use_on_current_stream(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.is_cpu()) return;
-  const c10::impl::VirtualGuardImpl impl(tensor.device().type());
-  impl.recordDataPtrOnStream(tensor.storage().data_ptr(), impl.getStream(tensor.device()));
-}
 
 // The tensors of a state, each with that of its copy.
 template <typename State, typename Local>
@@ -44,7 +37,7 @@ std::vector<ParameterExport> AttachedModel::export_state() {
     std::vector<at::Tensor> mean(1);
     session_->run_after_steps(parameter.device(), [&] {
       const ParameterState state = started(i);
-      mean[0] = state.residual().mul_(grad_scale() / state.grad_scale);
+      mean[0] = state.residual().mul_(grad_scale() / state.grad_scale.item<double>());
       exported[i].q = q_to_parameter_order(state.q_warm.clone(), parameter);
     });
     session_->average_over_channel(mean);
@@ -112,10 +105,14 @@ ParameterState AttachedModel::started(size_t index) const {
   return state;
 }
 
-void AttachedModel::allocate_for(ParameterState& state, const at::Tensor& parameter) const {
+ParameterState::Layout AttachedModel::layout_of(ParameterState& state,
+                                                const at::Tensor& parameter) const {
   const MatrixShape shape = matrix_shape(memory_layout(parameter));
-  state.allocate(shape, effective_rank(shape, options_), options_, parameter.scalar_type(),
-                 parameter.device());
+  return {&state, shape, effective_rank(shape, options_), parameter.scalar_type()};
+}
+
+void AttachedModel::allocate_for(ParameterState& state, const at::Tensor& parameter) const {
+  ParameterState::allocate({layout_of(state, parameter)}, options_, parameter.device());
 }
 
 void AttachedModel::load_parameter(size_t index, const ParameterExport& saved, double grad_scale) {
@@ -126,7 +123,7 @@ void AttachedModel::load_parameter(size_t index, const ParameterExport& saved, d
   session_->run_after_steps(parameter.device(), [&] {
     if (!state.allocated()) allocate_for(state, parameter);
     state.set_residual(to_memory_order(saved.residual, parameter));
-    state.grad_scale = grad_scale;
+    state.grad_scale.fill_(grad_scale);
     const int64_t kept = std::min(rank, q.size(0));
     state.q_warm.narrow(0, 0, kept).copy_(q.narrow(0, 0, kept));
   });
@@ -144,7 +141,7 @@ std::vector<LocalExport> AttachedModel::export_local() {
     local.name = names_[i];
     session_->run_after_steps(parameters_[i].device(), [&] {
       const ParameterState state = started(i);
-      local.grad_scale = state.grad_scale;
+      local.grad_scale = state.grad_scale.item<double>();
       for (const auto& [from, to] : members(state, local)) {
         if (from->defined()) *to = from->clone();
       }
@@ -160,8 +157,7 @@ void AttachedModel::check_local(const std::vector<LocalExport>& saved) const {
     TORCH_CHECK_VALUE(index, "the checkpoint's parameter '", local.name, "' is not in the model");
     TORCH_CHECK_VALUE(is_compressed(parameters_[*index]), "the checkpoint's parameter '",
                       local.name, "' is not compressed with these options");
-    ParameterState wanted;
-    allocate_for(wanted, parameters_[*index]);
+    const ParameterState wanted = started(*index);
     for (const auto& [own, given] : members(wanted, local)) {
       TORCH_CHECK_VALUE(given->defined() == own->defined() &&
                             (!own->defined() || (given->sizes() == own->sizes() &&
@@ -185,7 +181,7 @@ void AttachedModel::load_local(const std::vector<LocalExport>& saved, int64_t st
       for (const auto& [own, given] : members(state, local)) {
         if (own->defined()) own->copy_(*given);
       }
-      state.grad_scale = local.grad_scale;
+      state.grad_scale.fill_(local.grad_scale);
     });
   }
   step_ = static_cast<uint64_t>(step);
@@ -211,7 +207,8 @@ std::map<std::string, double> AttachedModel::residual_norms() {
     double& norm = norms[names_[i]];
     if (!states_[i]->allocated()) continue;
     session_->run_after_steps(parameters_[i].device(), [&] {
-      norm = states_[i]->residual().norm().item<double>() * grad_scale() / states_[i]->grad_scale;
+      const double units = states_[i]->grad_scale.item<double>();
+      norm = states_[i]->residual().norm().item<double>() * grad_scale() / units;
     });
   }
   return norms;

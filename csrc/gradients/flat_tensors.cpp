@@ -71,6 +71,9 @@ c10::intrusive_ptr<c10d::Work> FlatTensors::reduce(const std::vector<at::Tensor>
     session_->check_replicas(std::move(admitted->to_check), tensor.device());
   }
   report(*admitted, tensor);
+  if (admitted->to_prepare) {
+    session_->run_after_steps(tensor.device(), [&] { admitted->to_prepare->prepare(); });
+  }
   if (!admitted->compressor) {
     session_->stats().add_exact(static_cast<int64_t>(tensor.nbytes()));
     return nullptr;
@@ -116,15 +119,16 @@ FlatTensors::Admitted FlatTensors::admit_stateless(const at::Tensor& tensor,
   admitted.step.step = stateless_calls_++;
   admitted.step.same_start = true;
   admitted.new_pass = true;
-  if (admitted.step.step < static_cast<uint64_t>(options_.start_powerSGD_iter)) return admitted;
   const Key key{0, tensor.sizes().vec(), tensor.scalar_type(), tensor.device()};
   if (stateless_.count(key) == 0 && stateless_.size() >= kKeepStateless) stateless_.clear();
   std::shared_ptr<BucketCompressor>& compressor = stateless_[key];
   if (!compressor) {
     compressor =
         make_compressor(plan, tensor, make_states(plan, /*order=*/0), /*keeps_state=*/false);
+    admitted.to_prepare = compressor;
   }
-  admitted.compressor = compressor;
+  const bool warm = admitted.step.step >= static_cast<uint64_t>(options_.start_powerSGD_iter);
+  if (warm) admitted.compressor = compressor;
   return admitted;
 }
 
@@ -145,12 +149,13 @@ FlatTensors::Admitted FlatTensors::admit_in_pass(const at::Tensor& tensor, const
   const bool may_move = pass.first == Mode::kBackward && tensor.dim() == 1;
   const bool settled = !may_move || entry.uses >= kSettlePasses;
   ++entry.uses;
-  const auto warm_up = static_cast<uint64_t>(options_.start_powerSGD_iter);
-  if (admitted.step.step < warm_up || !settled) return admitted;
+  if (!settled) return admitted;
   if (!entry.compressor) {
     entry.states = make_states(plan, order);
     entry.compressor = make_compressor(plan, tensor, entry.states, /*keeps_state=*/true);
+    admitted.to_prepare = entry.compressor;
   }
+  if (admitted.step.step < static_cast<uint64_t>(options_.start_powerSGD_iter)) return admitted;
   admitted.compressor = entry.compressor;
   admitted.step.drop_residual = entry.takes_turns;
   admitted.first_turn = entry.takes_turns && !std::exchange(warned_of_turns_, true);

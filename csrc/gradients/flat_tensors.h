@@ -56,7 +56,7 @@ class FlatTensors {
   };
 
   struct Entry {
-    std::shared_ptr<BucketCompressor> compressor;  // null until the first compressed step
+    std::shared_ptr<BucketCompressor> compressor;  // null until the tensor has settled
     std::vector<ParameterStatePtr> states;         // the compressor's
     std::vector<Buffer> buffers;                   // the tensors seen, the last one last
     bool takes_turns = false;                      // a buffer came back after another one
@@ -67,6 +67,7 @@ class FlatTensors {
   // The decision on a tensor that scope and override admit.
   struct Admitted {
     std::shared_ptr<BucketCompressor> compressor;  // null: not yet, average exactly
+    std::shared_ptr<BucketCompressor> to_prepare;  // null unless it was made for this tensor
     StepInfo step;
     bool new_pass = false;
     bool first_flat = false;        // the first compressed in backward: time to advise attach

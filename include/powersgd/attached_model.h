@@ -105,9 +105,14 @@ class AttachedModel {
   }
 
   int64_t step() const { return static_cast<int64_t>(step_); }
-  // The loss scale of the gradients to come: the model's own if it was set, else the session's.
+  // The loss scale of the gradients to come: the model's own if it was set, else the session's. The
+  // host waits for the device if the scale is a tensor.
   double grad_scale() const;
   void set_grad_scale(double scale);
+  // Makes the device read the loss scale of each step from `scale`, one float32. No scale that was
+  // set counts then. The caller may change it between the steps. An undefined tensor ends that.
+  void set_loss_scale(const at::Tensor& scale);
+  const at::Tensor& loss_scale() const { return loss_scale_; }
   const Options& options() const { return options_; }
   const Session& session() const { return *session_; }
 
@@ -117,15 +122,23 @@ class AttachedModel {
     std::shared_ptr<BucketCompressor> compressor;  // null if nothing in it is compressed
   };
 
+  // Allocates the state of every parameter that will be compressed, so that a job which lacks the
+  // memory ends here and not after the exact steps.
+  void allocate_states();
+  std::shared_ptr<BucketCompressor> find_compressor(size_t bucket, const at::Tensor& buffer,
+                                                    const std::vector<size_t>& parameters);
   Bucket make_bucket(const at::Tensor& buffer, const std::vector<size_t>& parameters) const;
+  StepInfo next_step(const at::Tensor& buffer, int divisor) const;
   void announce() const;
   // The devices of the parameters: one, unless the module is spread over several.
   std::vector<c10::Device> devices() const;
-  void add_unsent_residuals(at::Tensor& buffer, const std::vector<size_t>& parameters);
+  void add_unsent_residuals(at::Tensor& buffer, const std::vector<size_t>& parameters,
+                            const StepInfo& step);
   std::optional<size_t> find_name(const std::string& name) const;
   void check_parameter(const ParameterExport& saved) const;
   bool is_compressed(const at::Tensor& parameter) const;
   ParameterState started(size_t index) const;
+  ParameterState::Layout layout_of(ParameterState& state, const at::Tensor& parameter) const;
   void allocate_for(ParameterState& state, const at::Tensor& parameter) const;
   void load_parameter(size_t index, const ParameterExport& parameter, double grad_scale);
 
@@ -145,6 +158,7 @@ class AttachedModel {
   std::map<size_t, at::Tensor> unsent_residuals_;
   uint64_t step_ = 0;
   std::optional<double> grad_scale_;
+  at::Tensor loss_scale_;  // undefined: grad_scale() counts
   bool active_ = true;
   bool announced_ = false;
 };

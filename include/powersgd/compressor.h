@@ -25,6 +25,9 @@ struct StepInfo {
   uint64_t step = 0;
   bool drop_residual = false;  // every residual is another tensor's, so project leaves it out
   bool same_start = false;     // without warm_start: every step starts from the numbers of step 0
+  // One float32 on the gradient's device: the loss scale in place of grad_scale. The device reads
+  // it, so that it may change without the host's knowledge. It stays as it is until the step ends.
+  at::Tensor loss_scale = {};
 };
 
 // Runs the stages of one bucket of a fixed layout.
@@ -50,6 +53,10 @@ class BucketCompressor {
   BucketCompressor(const BucketCompressor&) = delete;
   BucketCompressor& operator=(const BucketCompressor&) = delete;
 
+  // Allocates all that the steps need, if that has not been done. The host does not wait for the
+  // device. The first project() calls it otherwise.
+  virtual void prepare() = 0;
+
   // `gradient` is contiguous and has plan.gradient_numel elements. Returns the P payload in the
   // wire's dtype:
   //   [ P of each matrix | raw segments | activities | non-finite count ]
@@ -70,6 +77,19 @@ class BucketCompressor {
   // All states that a step changes.
   virtual std::vector<ParameterStatePtr> states() const = 0;
 };
+
+// The bytes that a bucket takes on its device beside the gradient. Nothing else is allocated there
+// except a few bytes of a whole model: its counts of steps, and a loss scale for each state.
+struct MemoryNeeds {
+  int64_t residual = 0;
+  int64_t factors = 0;   // those that are kept from step to step
+  int64_t payloads = 0;  // with what the wire's rounding needs
+  int64_t tables = 0;    // with the kernels' workspace, which depends on the device type
+
+  int64_t total() const { return residual + factors + payloads + tables; }
+};
+MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
+                         at::ScalarType gradient_type, c10::DeviceType device);
 
 // `states[i]` belongs to `plan.matrices[i]`. Buckets may share states, one after the other.
 std::unique_ptr<BucketCompressor> make_compressor(

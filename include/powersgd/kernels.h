@@ -11,15 +11,15 @@
 
 // The four stages of one bucket (docs/algorithm.md), on the CPU and on CUDA, over the same tables.
 //
-//   project        M = residual_scale * (memory - p_hat q_local) + G ; memory = M ; P = M q_warm^T
+//   project        M = S_new / S_old * (memory - p_hat q_local) + G ; memory = M ; P = M q_warm^T
 //   (the caller sums the P payload over the ranks)
 //   orthogonalize  p_hat = orth(P)
 //   back_project   q_local = p_hat^T M, also written to the Q payload
 //   (the caller sums the Q payload over the ranks)
 //   reconstruct    G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm
 //
-// memory holds M of the last step. The residual is memory less the product of the factors that this
-// rank sent, which the next step subtracts.
+// S is the loss scale. memory holds M of the last step. The residual is memory less the product of
+// the factors that this rank sent, which the next step subtracts.
 //
 // Contract, the same for every implementation:
 //   - A stage never allocates, never synchronizes and keeps no state. It gets pointers, sizes, and
@@ -30,6 +30,8 @@
 //   - Products are accumulated in the factor dtype (float; double for double gradients).
 //   - project packs the raw segments into the P payload. There it also writes which matrices are
 //     active, and whether the gradient has non-finite elements.
+//   - project reads the S_old of each matrix from its grad_scale. It writes S_new there once all of
+//     memory is in the new units, also in a step that is skipped later.
 //   - An element of M beyond the largest value of memory's dtype is stored as that value. With a
 //     float16 memory the step then counts as saturated, because the excess is lost.
 //   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the
@@ -56,7 +58,7 @@ struct Matrix {
   void* q_warm;   // [rank, cols]: the factor that the next project multiplies by (Q transposed)
   uint64_t random_id;            // names the matrix to the random generator, the same on all ranks
   int64_t active_offset = -1;    // in Bucket::p_payload: 1 if G has a non-zero element; -1: nowhere
-  double* grad_scale = nullptr;  // the loss scale in whose units memory and q_local are
+  double* grad_scale = nullptr;  // the loss scale in whose units memory and q_local are; never null
 };
 
 // Elements that travel uncompressed, beside P.
@@ -158,10 +160,13 @@ struct Bucket {
   // first payloads travel as factors, whose size then says what the scale must be.
   bool chooses_scales;
 
-  double residual_scale;  // S_new / S_old of the loss scale, 1 without
-  bool drop_residual;  // every residual is another tensor's, and is left out
-  double output_scale;    // 1 for SUM, 1 / world size for AVG
-  double epsilon;         // a pivot at or below max(2^-46, epsilon) * trace is dead
+  // The loss scale of this step's gradient: *loss_scale, which a replayed CUDA graph reads anew. If
+  // that is null, grad_scale. project multiplies memory by it and divides by *Matrix::grad_scale.
+  const float* loss_scale;
+  double grad_scale;
+  bool drop_residual;   // memory and q_local count as zeros: they are another tensor's
+  double output_scale;  // 1 for SUM, 1 / world size for AVG
+  double epsilon;       // a pivot at or below max(2^-46, epsilon) * trace is dead
   uint64_t seed;
   uint64_t step;  // or kNextStep
 };
@@ -205,6 +210,10 @@ Status reconstruct(const Bucket& bucket, Stream stream);
 
 // True if the stream is being captured into a CUDA graph.
 bool is_capturing(Stream stream);
+
+// Returns the name of a failed launch's error, and clears the error that CUDA keeps for the next
+// caller, who would take it for its own.
+const char* error_name(Status status);
 
 }  // namespace cuda
 

@@ -17,9 +17,9 @@ namespace powersgd {
 // Purpose: the residual E and the warm start. The residual is E = M - p_hat q_local: `memory` holds
 // M, the gradient plus the residual of the last step, and the next project subtracts the product.
 //
-// Contract: the tensors are allocated once, at the first compressed step. They are never replaced,
-// because kernels hold their addresses. All ranks hold the same random_id, p_hat and q_warm. The
-// other tensors are each rank's own.
+// Contract: the tensors are allocated once, before the first compressed step. They are not replaced
+// while buckets have the state, because kernels hold their addresses. All ranks hold the same
+// random_id, p_hat and q_warm. The other tensors are each rank's own.
 //
 // Ownership: a state belongs to its parameter and not to a bucket, so a rebuilt bucket keeps its
 // residuals.
@@ -29,10 +29,20 @@ struct ParameterState {
   explicit ParameterState(uint64_t random_id = 0) : random_id(random_id) {}
 
   bool allocated() const { return q_warm.defined(); }
+  // True if it is allocated for gradients of this dtype on this device.
+  bool fits(at::ScalarType gradient_type, at::Device device) const;
 
-  // Allocates all tensors: q_warm holds a random start, and the others hold zeros.
-  void allocate(const MatrixShape& shape, int64_t rank, const Options& options,
-                at::ScalarType gradient_type, at::Device device);
+  // A state that is to be allocated, its matrix, and the dtype of its gradients.
+  struct Layout {
+    ParameterState* state;
+    MatrixShape shape;
+    int64_t rank;
+    at::ScalarType gradient_type;
+  };
+  // Allocates all tensors: q_warm holds a random start, grad_scale holds 1, the others hold zeros.
+  // One launch fills all the random starts of a dtype. The host does not wait for the device.
+  static void allocate(const std::vector<Layout>& layouts, const Options& options,
+                       at::Device device);
 
   // Returns a new tensor, [rows, cols] in the factor dtype. It holds zeros without error feedback.
   at::Tensor residual() const;
@@ -52,16 +62,14 @@ struct ParameterState {
   // An element that is not finite counts as 0, as in project.
   void take_back(const at::Tensor& gradient);
 
-  // Converts the residual to the units of another loss scale.
-  void rescale(double new_grad_scale);
-
   uint64_t random_id = 0;  // names the parameter to the random generator
-  double grad_scale = 1;   // the loss scale in whose units the residual is
   int64_t last_step = -1;  // the step that was projected last
   at::Tensor memory;       // [rows, cols] in the residual dtype; undefined without error feedback
   at::Tensor p_hat;        // [rows, rank] in the factor dtype
   at::Tensor q_local;      // [rank, cols] in the factor dtype
   at::Tensor q_warm;       // [rank, cols] in the factor dtype
+  // One float64: the loss scale in whose units the residual is. project writes it.
+  at::Tensor grad_scale;
 };
 using ParameterStatePtr = std::shared_ptr<ParameterState>;
 

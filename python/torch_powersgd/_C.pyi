@@ -20,6 +20,16 @@ def effective_rank(rows: int, cols: int, options: Options) -> int: ...
 def should_compress(rows: int, cols: int, options: Options) -> bool: ...
 def has_kernels(device: str) -> bool: ...
 
+class MemoryNeeds:
+    residual: int
+    factors: int
+    payloads: int
+    tables: int
+
+def memory_needs(
+    shapes: Sequence[Sequence[int]], options: Options, dtype: torch.dtype, device: str
+) -> MemoryNeeds: ...
+
 class BucketCompressor:
     def __init__(
         self,
@@ -109,6 +119,7 @@ class AttachedModel:
     def outline(self) -> Outline: ...
     active: bool
     grad_scale: float
+    loss_scale: torch.Tensor | None
     @property
     def step(self) -> int: ...
     @property

@@ -26,17 +26,14 @@ def follow(
 
 def _wrap_scale(scaler: torch.amp.GradScaler, model: _C.AttachedModel) -> None:
     inner = scaler.scale
-    known: tuple[int, int] | None = None
 
     @functools.wraps(inner)
     def scale(outputs: Any) -> Any:
-        nonlocal known
         scaled = inner(outputs)
-        assert scaler._scale is not None  # The scaler makes it in its first scale().
-        # Reading the scale waits for the device, so it is read only after a write.
-        written = (id(scaler._scale), scaler._scale._version)
-        if written != known:
-            model.grad_scale, known = scaler.get_scale(), written
+        # The device reads the scale, because the host would have to wait for it. The scaler makes
+        # its tensor in the first scale() and changes it in update(). That comes after the
+        # optimizer's step, which waits for the gradients: no reduction reads the tensor any more.
+        model.loss_scale = scaler._scale
         return scaled
 
     scaler.scale = scale  # type: ignore[method-assign]

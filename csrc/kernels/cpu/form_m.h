@@ -23,10 +23,10 @@ struct MatrixElements {
   R* residual;
   F residual_scale;
 
-  MatrixElements(const Bucket& bucket, const Matrix& matrix)
+  MatrixElements(const Bucket& bucket, const Matrix& matrix, F scale)
       : gradient(elements<G>(bucket.gradient, matrix.gradient_offset)),
         residual(static_cast<R*>(matrix.memory)),
-        residual_scale(static_cast<F>(bucket.residual_scale)) {}
+        residual_scale(scale) {}
 
   // Returns G + residual_scale * residual. An element of G that is not finite counts as 0.
   V load_sum(int64_t offset, int64_t count, ElementFlags<F>& flags) const {
@@ -61,6 +61,7 @@ struct FormRows {
   const Matrix& matrix;
   const F* left;           // [rows, rank]
   PackedFactor<F>& right;  // [rank, cols]
+  F residual_scale;
 
   // m is [kRows, kBlockStride], the columns of the block padded with zeros to a multiple of kPad.
   void form(const BandBlock& block, int64_t row, F* m, ElementFlags<F>& flags) const {
@@ -75,8 +76,7 @@ struct FormRows {
     for (int64_t k = 0; k == 0 || k < rank; k += kPackedRank) {
       const int64_t count = std::min(kPackedRank, rank - k);
       right.pack(k, count, block.col, block.cols);
-      pack_rows(left + row * rank + k, rank, rows, count, static_cast<F>(bucket.residual_scale),
-                packed);
+      pack_rows(left + row * rank + k, rank, rows, count, residual_scale, packed);
       multiply<Rounding::kFastest>(packed, right.data(), kBlockStride, count,
                                    round_up(block.cols, kPad), k > 0 ? product : nullptr,
                                    StoreBlock<F>{product});
@@ -86,7 +86,7 @@ struct FormRows {
   // m, the product if there is one, becomes M.
   void combine(const BandBlock& block, int64_t row, F* m, ElementFlags<F>& flags) const {
     const int64_t rows = std::min<int64_t>(kRows, block.row_end - row);
-    const MatrixElements<G, R, kFeedback> source(bucket, matrix);
+    const MatrixElements<G, R, kFeedback> source(bucket, matrix, residual_scale);
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t offset = (row + i) * matrix.cols + block.col;
       const int64_t ahead = block.ahead(row + i, matrix.cols);

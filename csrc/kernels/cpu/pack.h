@@ -51,6 +51,13 @@ inline void write_activities(const Bucket& bucket) {
   }
 }
 
+// Notes the loss scale in whose units memory is from now on.
+inline void note_units(const Bucket& bucket) {
+  for (int32_t i = 0; i < bucket.num_matrices; ++i) {
+    *bucket.matrices[i].grad_scale = loss_scale(bucket);
+  }
+}
+
 // Calls on_matrix(tile), which sets the tile's flags, for each tile of a matrix, and fills the P
 // payload.
 template <class G, class OnMatrix>
@@ -68,6 +75,7 @@ inline void project_and_pack(const Bucket& bucket, const ParallelFor& parallel_f
   bucket.state->step = begun_step(bucket);
   if ((flags & kSaturated) != 0) count_step(bucket, &StepCounts::saturated);
   write_activities<G>(bucket);
+  note_units(bucket);
 }
 
 }  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

@@ -12,6 +12,7 @@
 #include "kernels/cpu/form_m.h"
 #include "kernels/cpu/pack.h"
 #include "kernels/cpu/with_storage.h"
+#include "kernels/shared/steps.h"
 
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
@@ -21,6 +22,7 @@ struct ProjectTile {
   const Bucket& bucket;
   const Matrix& matrix;
   const Tile& tile;
+  F residual_scale;
 
   Region region() const { return {tile.row_begin, tile.row_end, 0, matrix.cols}; }
   const F* p_hat() const { return static_cast<const F*>(matrix.p_hat); }
@@ -40,7 +42,7 @@ template <class G, class R, int kRank, class F>
 inline void project_row(const ProjectTile<F>& arguments, const BandBlock& block, int64_t row,
                         const F* local, const F* warm, ElementFlags<F>& flags) {
   const Matrix& matrix = arguments.matrix;
-  const MatrixElements<G, R, true> source(arguments.bucket, matrix);
+  const MatrixElements<G, R, true> source(arguments.bucket, matrix, arguments.residual_scale);
   const int64_t offset = row * matrix.cols + block.col;
   const int64_t ahead = block.ahead(row, matrix.cols);
   Vector<F> p_hat[kRank];  // times -residual_scale
@@ -109,7 +111,8 @@ POWERSGD_TILE_FUNCTION inline void project_any_rank(const ProjectTile<ComputeOf<
   const Matrix& matrix = arguments.matrix;
   PackedFactor<F> local(matrix.q_local, matrix.cols);
   PackedFactor<F> warm(matrix.q_warm, matrix.cols);
-  const FormRows<G, R, kFeedback> rows{arguments.bucket, matrix, arguments.p_hat(), local};
+  const FormRows<G, R, kFeedback> rows{arguments.bucket, matrix, arguments.p_hat(), local,
+                                       arguments.residual_scale};
   ElementFlags<F> flags;
   arguments.clear_p();
   for_each_block(matrix, arguments.region(), [&](const BandBlock& block) {
@@ -125,7 +128,9 @@ POWERSGD_TILE_FUNCTION inline void project_any_rank(const ProjectTile<ComputeOf<
 template <class G, class R>
 inline void project_tile(const Bucket& bucket, const Tile& tile) {
   const Matrix& matrix = bucket.matrices[tile.item];
-  const ProjectTile<ComputeOf<G>> arguments{bucket, matrix, tile};
+  using F = ComputeOf<G>;
+  const ProjectTile<F> arguments{bucket, matrix, tile,
+                                 static_cast<F>(residual_scale(bucket, matrix))};
   if (matrix.memory == nullptr) {
     project_any_rank<G, G, false>(arguments);
   } else if (matrix.rank > 8 || matrix.rank == 0) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// project: M = residual_scale * (memory - p_hat q_local) + G, memory = M, P = M q_warm^T.
+// project: M = S_new / S_old * (memory - p_hat q_local) + G, memory = M, P = M q_warm^T.
 //
 // This pass reads both the gradient and memory. A tile is a group of 64 rows, or of 32 above rank
 // 4, by a range of columns. Each warp takes 8 rows of it, or 4, and goes through their columns in

@@ -50,8 +50,8 @@ __device__ __forceinline__ void add_flags(const Bucket& bucket, const Work& work
   atomicOr(reinterpret_cast<int*>(bucket.counters + counter), flags);
 }
 
-// Takes the flags of all blocks, and writes what they say to the P payload. The last block of
-// project calls it.
+// Takes the flags of all blocks, writes what they say to the P payload, and notes the units of
+// memory. The last block of project calls it.
 template <typename F>
 __device__ void write_flags(const Bucket& bucket) {
   const Payload<F> p = p_to_send<F>(bucket);
@@ -62,6 +62,8 @@ __device__ void write_flags(const Bucket& bucket) {
     if (item < bucket.num_matrices && bucket.matrices[item].active_offset >= 0)
       p.store_count(bucket.matrices[item].active_offset, (*flags & kNonZero) != 0);
     *flags = 0;
+    if (item < bucket.num_matrices && bucket.matrices[item].grad_scale != nullptr)
+      *bucket.matrices[item].grad_scale = loss_scale(bucket);
   }
   const bool non_finite = __syncthreads_or(all & kNonFinite) != 0;
   const bool saturated = __syncthreads_or(all & kSaturated) != 0;

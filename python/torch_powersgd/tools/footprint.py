@@ -23,11 +23,15 @@ Layout = list[list[Shape]]  # the shapes of each bucket
 class Footprint:
     """The costs of one step on one rank.
 
+    The memory is what compression adds. It is also the peak, because a step allocates nothing. The
+    tables depend on the kernels: they are those of CUDA if this build has them, else of the CPU.
+
     Attributes:
         gradient_bytes: the bytes of the gradients.
         sent_bytes: the bytes handed to the inner backend.
         residual_bytes: the memory of the residuals.
         factor_bytes: the memory of the factors and of the buffers that carry them.
+        table_bytes: the memory of the kernels' tables and workspace.
         multiplications: the multiply-adds of one pass over the compressed matrices.
         compressed: the number of compressed parameters.
         compressed_elements: the elements of those.
@@ -37,6 +41,7 @@ class Footprint:
     sent_bytes: int = 0
     residual_bytes: int = 0
     factor_bytes: int = 0
+    table_bytes: int = 0
     multiplications: int = 0
     compressed: int = 0
     compressed_elements: int = 0
@@ -98,22 +103,19 @@ def _bucket_footprint(
     if options is None or not matrices:
         # A bucket without a compressed matrix travels whole, in its own dtype.
         return Footprint(gradient_bytes, gradient_bytes)
-    compressed = sum(n * m for n, m, _ in matrices)
+    assert options is not None
     p = sum(n * r for n, _, r in matrices)
     q = sum(m * r for _, m, r in matrices)
-    raw = elements - compressed
-    tail = raw + len(matrices) + 1  # behind P: raw segments, activities, the non-finite count
-    width = 8 if dtype == torch.float64 else 4  # of the factors' elements
-    wire = wire_width(options, dtype)
-    buffers = p + q + tail
-    state = p + 2 * q
-    rounding = buffers * wire + raw * width if wire != width else 0
-    residual = width if width == 8 else options.residual_dtype.itemsize
+    compressed = sum(n * m for n, m, _ in matrices)
+    tail = elements - compressed + len(matrices) + 1  # raw segments, activities, non-finite count
+    device = "cuda" if _C.has_kernels("cuda") else "cpu"
+    memory = _C.memory_needs(shapes, options._core(), dtype, device)
     return Footprint(
         gradient_bytes,
-        buffers * wire,
-        compressed * residual if options.use_error_feedback else 0,
-        (state + buffers) * width + rounding,
+        (p + q + tail) * wire_width(options, dtype),
+        memory.residual,
+        memory.factors + memory.payloads,
+        memory.tables,
         sum(n * m * r for n, m, r in matrices),
         len(matrices),
         compressed,

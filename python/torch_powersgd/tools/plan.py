@@ -178,7 +178,7 @@ def summary(
         ]
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = 100 * footprint.compressed_elements / elements
-    memory = footprint.residual_bytes + footprint.factor_bytes
+    memory = footprint.residual_bytes + footprint.factor_bytes + footprint.table_bytes
     return [
         f"{footprint.compressed} of {parameters} parameters ({share:.1f} % of {elements:,} "
         f"elements) are compressed at {setting}.",
@@ -187,7 +187,8 @@ def summary(
         f"{footprint.gradient_bytes / footprint.sent_bytes:.1f} times less.",
         f"Each rank needs {size_text(memory)} more memory than without compression: "
         f"{size_text(footprint.residual_bytes)} for the residual, "
-        f"{size_text(footprint.factor_bytes)} for factors and their buffers.",
+        f"{size_text(footprint.factor_bytes)} for factors and their buffers, "
+        f"{size_text(footprint.table_bytes)} for the kernels' tables and workspace.",
         *ignored,
     ]
 

@@ -15,7 +15,7 @@ constexpr MatrixShape kShape{20, 30};
 
 ParameterStatePtr allocated(uint64_t random_id, const Options& options = {}) {
   auto state = std::make_shared<ParameterState>(random_id);
-  state->allocate(kShape, 2, options, at::kFloat, at::kCPU);
+  ParameterState::allocate({{state.get(), kShape, 2, at::kFloat}}, options, at::kCPU);
   return state;
 }
 
@@ -70,12 +70,18 @@ TEST(ParameterState, AGradientIsTakenBackWhereItIsFinite) {
   EXPECT_TRUE(at::equal(state->residual(), memory - finite.view({20, 30})));
 }
 
-TEST(ParameterState, AnotherLossScaleScalesTheResidual) {
-  const ParameterStatePtr state = after_a_step();
-  const at::Tensor residual = state->residual();
-  state->rescale(1024);  // a power of two changes no rounding
-  EXPECT_TRUE(at::equal(state->residual(), residual * 1024));
-  EXPECT_EQ(state->grad_scale, 1024);
+TEST(ParameterState, StatesThatAreAllocatedTogetherAreAsThoseAllocatedAlone) {
+  ParameterState first(3), second(4), third(5);
+  ParameterState::allocate({{&first, kShape, 2, at::kFloat},
+                            {&second, {9, 7}, 3, at::kDouble},
+                            {&third, kShape, 2, at::kFloat}},
+                           {}, at::kCPU);
+  EXPECT_TRUE(at::equal(first.q_warm, allocated(3)->q_warm));
+  EXPECT_TRUE(at::equal(third.q_warm, allocated(5)->q_warm));
+  EXPECT_EQ(second.q_warm.scalar_type(), at::kDouble);
+  EXPECT_GT(second.q_warm.norm().item<double>(), 0);
+  third.grad_scale.fill_(8);
+  EXPECT_EQ(first.grad_scale.item<double>(), 1);
 }
 
 TEST(ParameterState, AStateOfOtherUnitsIsConvertedToThoseOfItsBucket) {
@@ -84,7 +90,12 @@ TEST(ParameterState, AStateOfOtherUnitsIsConvertedToThoseOfItsBucket) {
   test::OneRank same(options), joined(options);
   for (uint64_t step = 0; step < 3; ++step) {
     const at::Tensor gradient = at::randn({same.plan.gradient_numel});
-    if (step == 1) joined.states[1]->rescale(4096);
+    if (step == 1) {  // a power of two changes no rounding
+      ParameterState& state = *joined.states[1];
+      for (const at::Tensor& tensor : {state.memory, state.q_local, state.grad_scale}) {
+        tensor.mul_(512);
+      }
+    }
     EXPECT_TRUE(at::equal(same.step(gradient, {1, 8, step}), joined.step(gradient, {1, 8, step})));
   }
 }

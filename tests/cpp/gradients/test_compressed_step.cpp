@@ -34,6 +34,7 @@ class RecordingCompressor : public BucketCompressor {
  public:
   explicit RecordingCompressor(Log& log) : log_(log) {}
 
+  void prepare() override {}
   at::Tensor& project(const at::Tensor& gradient, const StepInfo& step) override {
     log_.add("project");
     seen_gradient = gradient;

@@ -24,7 +24,7 @@ struct Log {
 // A state whose Q and P are the same on all ranks, and whose memory is not.
 ParameterStatePtr make_state(int rank) {
   auto state = std::make_shared<ParameterState>();
-  state->allocate({20, 30}, 2, Options(), at::kFloat, at::kCPU);
+  ParameterState::allocate({{state.get(), {20, 30}, 2, at::kFloat}}, Options(), at::kCPU);
   state->p_hat.copy_(at::sin(at::arange(40, at::kFloat)).view({20, 2}));
   state->q_local.copy_(at::cos(at::arange(60, at::kFloat) * (rank + 1)).view({2, 30}));
   state->memory.copy_(at::sin(at::arange(600, at::kFloat) * (rank + 2)).view({20, 30}));

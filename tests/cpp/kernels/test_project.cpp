@@ -23,32 +23,35 @@ struct Before {
                              : Values(static_cast<size_t>(matrix.part.numel()))),
         p_hat(matrix.p_hat->get()),
         q_local(matrix.q_local->get()),
-        q_warm(matrix.q_warm->get()) {}
+        q_warm(matrix.q_warm->get()),
+        grad_scale(matrix.grad_scale->get().front()) {}
 
   Values memory, p_hat, q_local, q_warm;
+  double grad_scale;
 };
 
 class Project : public KernelTest {
  protected:
   double roundoff() const { return unit_roundoff(bucket_.spec.factor_dtype()); }
 
-  // Runs the stage and compares all that it writes.
-  void run_and_check(double expected_count = 0) {
+  // Runs the stage on a gradient of this loss scale, and compares all that it writes.
+  void run_and_check(double expected_count = 0, double loss_scale = 1) {
     const std::vector<Before> before(bucket_.matrices.begin(), bucket_.matrices.end());
     const Values gradient = bucket_.gradient->get();
     bucket_.p_payload->set(Values(static_cast<size_t>(bucket_.bucket.p_numel), 7));
     bucket_.run(Stage::kProject);
-    for (size_t i = 0; i < before.size(); ++i) check_matrix(bucket_.matrices[i], before[i]);
+    for (size_t i = 0; i < before.size(); ++i)
+      check_matrix(bucket_.matrices[i], before[i], loss_scale);
     for (const DeviceRaw& raw : bucket_.raws) check_raw(raw, gradient);
     EXPECT_EQ(bucket_.gradient->bytes(), encode(bucket_.spec.gradient_dtype, gradient));
     EXPECT_EQ(bucket_.count(), expected_count);
   }
 
-  void check_matrix(const DeviceMatrix& matrix, const Before& before) {
+  void check_matrix(const DeviceMatrix& matrix, const Before& before, double loss_scale) {
     const Part& part = matrix.part;
     const Values gradient = bucket_.gradient_of(matrix);
     Checked m = reference_m(part, gradient, before.memory, before.p_hat, before.q_local,
-                            bucket_.bucket.residual_scale);
+                            bucket_.bucket.drop_residual ? 0 : loss_scale / before.grad_scale);
     if (matrix.memory) {
       // The product is a chain of `rank` additions, and four operations follow. Then M is rounded
       // to the residual dtype: a relative error, or half the smallest subnormal of float16.
@@ -68,6 +71,7 @@ class Project : public KernelTest {
     EXPECT_EQ(matrix.q_local->get(), before.q_local);
     EXPECT_EQ(matrix.p_hat->get(), before.p_hat);
     EXPECT_EQ(matrix.q_warm->get(), before.q_warm);
+    EXPECT_EQ(matrix.grad_scale->get().front(), loss_scale);
   }
 
   // Raw segments travel exactly: the factor dtype holds every value of the gradient dtype.
@@ -103,9 +107,34 @@ TEST_P(Project, MatchesTheReference) {
 }
 
 TEST_P(Project, ScalesTheResidual) {
+  for (const bool on_device : {false, true}) {
+    randomize(bucket_, 2);
+    double old_scale = 8;  // each matrix has its own
+    for (DeviceMatrix& matrix : bucket_.matrices) matrix.grad_scale->set({old_scale /= 2});
+    bucket_.bucket.grad_scale = on_device ? 7 : 0.375;  // 7 does not count
+    if (on_device) bucket_.put_loss_scale(0.375);
+    run_and_check(0, 0.375);
+  }
+}
+
+TEST_P(Project, DropsTheResidual) {
   randomize(bucket_, 2);
-  bucket_.bucket.residual_scale = 0.375;
-  run_and_check();
+  bucket_.bucket.drop_residual = true;
+  bucket_.bucket.grad_scale = 4;
+  run_and_check(0, 4);
+}
+
+// At a loss scale of 0 the gradient is 0 too. Nothing may become 0 / 0, which memory would keep.
+TEST_P(Project, StaysFiniteAfterALossScaleOfZero) {
+  randomize(bucket_, 2);
+  for (const double scale : {0.0, 0.0, 2.0}) {
+    bucket_.bucket.grad_scale = scale;
+    bucket_.run(Stage::kProject);
+    for (const DeviceMatrix& matrix : bucket_.matrices) {
+      if (!matrix.memory) continue;
+      for (const double m : matrix.memory->get()) ASSERT_TRUE(std::isfinite(m)) << scale;
+    }
+  }
 }
 
 // The memory starts as zero, and there is no last step.

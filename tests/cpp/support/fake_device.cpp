@@ -44,6 +44,7 @@ struct State {
   std::map<const char*, Block> blocks;  // by first byte; kept until reset
   c10::StreamId streams = 1;            // so far; 0 is the default stream of each device
   std::mt19937 order;
+  Usage usage;
   Host host = Host::kMayNotWait;
   Capture capture;
 };
@@ -243,6 +244,9 @@ void* allocate(c10::Device device, size_t bytes) {
   char* begin = memory.get() + kAlignment - reinterpret_cast<uintptr_t>(memory.get()) % kAlignment;
   state.blocks.insert_or_assign(begin,
                                 Block{std::move(memory), bytes, GuardImpl().getStream(device), {}});
+  ++state.usage.allocations;
+  state.usage.bytes += bytes;
+  state.usage.peak_bytes = std::max(state.usage.peak_bytes, state.usage.bytes);
   return begin;
 }
 
@@ -251,6 +255,7 @@ void release(void* memory) {
   const auto found = state.blocks.find(static_cast<const char*>(memory));
   if (found == state.blocks.end()) return;  // reset() dropped it
   const Block& block = found->second;
+  state.usage.bytes -= block.bytes;
   // The allocator's own events are no part of a capture.
   const c10::Stream allocator = GuardImpl().getStreamFromGlobalPool(block.owner.device(), false);
   std::vector<c10::Stream> streams = block.users;
@@ -264,6 +269,16 @@ void release(void* memory) {
     std::fill_n(static_cast<char*>(memory), bytes, kPoison);
     return true;
   });
+}
+
+Usage usage() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  return state.usage;
+}
+
+void count_upload() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  ++state.usage.uploads;
 }
 
 }  // namespace powersgd::test::fake_device

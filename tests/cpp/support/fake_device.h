@@ -55,6 +55,16 @@ at::Tensor tensor(c10::Device device, std::vector<float>& memory);
 void* allocate(c10::Device device, size_t bytes);
 void release(void* memory);
 
+// The use of all devices since reset().
+struct Usage {
+  size_t allocations = 0;
+  size_t bytes = 0;       // allocated and not released
+  size_t peak_bytes = 0;  // their maximum
+  size_t uploads = 0;     // copies from the host's memory
+};
+Usage usage();
+void count_upload();
+
 // Makes torch's operators and the program's stage_runners() available on the device
 // (fake_device_operators.cpp).
 void add_operators();

@@ -104,6 +104,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool /*no
   // A copy from another device runs in the order of both current streams, as in CUDA.
   const bool elsewhere = !self.is_cpu() && self.device() != target.device();
   if (elsewhere) order_after(target.device(), self.device());
+  if (self.is_cpu()) count_upload();
   const at::Tensor source = self.is_cpu() ? self : on_host(self);
   enqueue(target.device(), [source, host = on_host(target)] { host.copy_(source); });
   if (elsewhere) order_after(self.device(), target.device());

@@ -61,7 +61,9 @@ void TestBucket::lay_out() {
                           spec.error_feedback ? array(spec.residual_dtype, part.numel()) : nullptr,
                           array(factor, part.rows * part.rank),
                           array(factor, part.cols * part.rank),
-                          array(factor, part.cols * part.rank)});
+                          array(factor, part.cols * part.rank),
+                          std::make_unique<DeviceArray>(runner_, DType::kFloat64, 1, 0)});
+      matrices.back().grad_scale->set({1});
       bucket.p_numel += part.rows * part.rank;
       bucket.q_numel += part.cols * part.rank;
     }
@@ -85,11 +87,11 @@ void TestBucket::build_tables() {
   std::vector<kernels::Matrix> matrix_table;
   for (const DeviceMatrix& matrix : matrices) {
     const Part& part = matrix.part;
-    matrix_table.push_back({part.rows, part.cols, part.rank, matrix.gradient_offset,
-                            matrix.p_offset, matrix.q_offset,
-                            matrix.memory ? matrix.memory->data() : nullptr, matrix.p_hat->data(),
-                            matrix.q_local->data(), matrix.q_warm->data(),
-                            100 + matrix_table.size(), matrix.active_offset});
+    matrix_table.push_back(
+        {part.rows, part.cols, part.rank, matrix.gradient_offset, matrix.p_offset, matrix.q_offset,
+         matrix.memory ? matrix.memory->data() : nullptr, matrix.p_hat->data(),
+         matrix.q_local->data(), matrix.q_warm->data(), 100 + matrix_table.size(),
+         matrix.active_offset, static_cast<double*>(matrix.grad_scale->data())});
   }
   std::vector<kernels::RawSegment> raw_table;
   for (const DeviceRaw& raw : raws) {
@@ -115,8 +117,7 @@ void TestBucket::build_tables() {
       spec.gradient_dtype == DType::kFloat64 ? DType::kFloat64 : spec.residual_dtype;
   bucket.factor_dtype = bucket.wire_dtype = spec.factor_dtype();
   bucket.raw_offset = raws.empty() ? bucket.counts_offset : raws.front().p_offset;
-  bucket.residual_scale = 1;
-  bucket.output_scale = 1;
+  bucket.grad_scale = bucket.output_scale = 1;
   bucket.seed = 42;
 }
 
@@ -185,6 +186,12 @@ void TestBucket::set_step(uint64_t step) {
   bucket.step = step;
 }
 
+void TestBucket::put_loss_scale(double scale) {
+  if (!loss_scale_) loss_scale_ = std::make_unique<DeviceArray>(runner_, DType::kFloat32, 1, 0);
+  loss_scale_->set({scale});
+  bucket.loss_scale = static_cast<const float*>(loss_scale_->data());
+}
+
 std::vector<uint8_t> TestBucket::state_bytes() const {
   std::vector<uint8_t> all;
   const auto append = [&](const DeviceArray* array) {
@@ -194,8 +201,8 @@ std::vector<uint8_t> TestBucket::state_bytes() const {
   };
   for (const DeviceArray* array : {gradient.get(), p_payload.get(), q_payload.get()}) append(array);
   for (const DeviceMatrix& matrix : matrices) {
-    for (const DeviceArray* array :
-         {matrix.memory.get(), matrix.p_hat.get(), matrix.q_local.get(), matrix.q_warm.get()}) {
+    for (const DeviceArray* array : {matrix.memory.get(), matrix.p_hat.get(), matrix.q_local.get(),
+                                     matrix.q_warm.get(), matrix.grad_scale.get()}) {
       append(array);
     }
   }

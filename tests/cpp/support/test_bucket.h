@@ -75,6 +75,7 @@ struct DeviceMatrix {
   int64_t active_offset;
   std::unique_ptr<DeviceArray> memory;  // null without error feedback
   std::unique_ptr<DeviceArray> p_hat, q_local, q_warm;
+  std::unique_ptr<DeviceArray> grad_scale;  // one element, 1 at first
 };
 
 struct DeviceRaw {
@@ -83,8 +84,9 @@ struct DeviceRaw {
   int64_t p_offset;
 };
 
-// One bucket of one rank: all that the stages need, in the memory of a runner. Everything starts as
-// zero. The numbers of `bucket` (scales, seed, step, epsilon) may be changed between stages.
+// One bucket of one rank: all that the stages need, in the memory of a runner. Everything but the
+// loss scales starts as zero. The numbers of `bucket` (scales, seed, step, epsilon) may be changed
+// between stages.
 class TestBucket {
  public:
   TestBucket(StageRunner& runner, const BucketSpec& spec);
@@ -105,6 +107,8 @@ class TestBucket {
   void set_skipped(bool skipped);
   // Makes this the number of the step in progress, as project does.
   void set_step(uint64_t step);
+  // Makes the stages read the loss scale of the gradient from the device.
+  void put_loss_scale(double scale);
   double count() const { return p_payload->get().back(); }
 
   // All the bytes that a step may write, for comparisons bit by bit.
@@ -117,6 +121,7 @@ class TestBucket {
   std::unique_ptr<DeviceArray> gradient, p_payload, q_payload;
 
  private:
+  std::unique_ptr<DeviceArray> loss_scale_;  // null until put_loss_scale()
   void lay_out();
   void build_tables();
   void set_state(const kernels::BucketState& state);

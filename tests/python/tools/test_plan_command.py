@@ -92,6 +92,9 @@ def test_prints_the_plan(
     assert f"sends {sent / 1e3:.1f} kB per rank in place of 531 kB: {ratio} times less" in text
     residual, factors = 4 * (TOTAL - 32), 4 * (P_NUMEL + 2 * Q_NUMEL + P_NUMEL + Q_NUMEL + TAIL)
     assert f"{residual / 1e3:.0f} kB for the residual, {factors / 1e3:.1f} kB for factors" in text
+    found = re.search(r"needs (\d+) kB more memory .* buffers, ([\d.]+) kB for the kernels", text)
+    assert found is not None
+    assert float(found[1]) == pytest.approx((residual + factors) / 1e3 + float(found[2]), abs=1)
 
 
 def test_the_wire(

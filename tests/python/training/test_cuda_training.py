@@ -52,6 +52,28 @@ def test_a_skipped_step_is_taken_back_without_the_host() -> None:
     assert run(_no_synchronization) == [(True, False)] * 2
 
 
+def _scale_is_not_read(rank: int) -> tuple[bool, float]:
+    """Reduces gradients of a changing scale. The host may wait only in the scaler's own step."""
+    ddp = make_attached(SHAPES, options_of(), device="cuda")
+    tp.detach(ddp)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8, growth_interval=1)
+    tp.attach(ddp, options_of(), scaler=scaler)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    for i in range(6):
+        loss = ddp({name: g.cuda() for name, g in gradients(SHAPES, rank, i).items()})
+        torch.cuda.set_sync_debug_mode("error" if i >= 3 else "default")
+        scaler.scale(loss).backward()
+        torch.cuda.set_sync_debug_mode("default")
+        scaler.step(optimizer)
+        scaler.update()
+    finite = all(p.grad.isfinite().all() for p in ddp.parameters() if p.grad is not None)
+    return finite, tp.state_dict(ddp)["grad_scale"]
+
+
+def test_a_changing_scale_is_followed_without_the_host() -> None:
+    assert run(_scale_is_not_read) == [(True, 2.0**14)] * 2
+
+
 @pytest.mark.parametrize("inner", INNERS)
 def test_a_difference_is_found_mended_and_counted(inner: str) -> None:
     options = options_of(inner, check_every=3, min_numel=500)

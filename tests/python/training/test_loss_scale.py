@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_powersgd as tp
 from support import ranks
@@ -104,6 +105,46 @@ def test_without_the_scaler_the_residual_is_in_other_units() -> None:
     """Shows that the test above can fail: the scale grows unannounced."""
     for errors, _, _ in ranks.run(2, with_scaler, {}, False):
         assert max(errors.values()) > 100 * TOLERANCE, errors
+
+
+class _NoReading(TorchDispatchMode):
+    """Fails where the host reads an element of a tensor, which waits for the device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a tensor"
+        return func(*args, **(kwargs or {}))
+
+
+def _not_read(rank: int) -> tuple[dict[str, float], list[float]]:
+    """Scales and reduces gradients under a changing scale, which another scaler then loads."""
+    ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4)
+    tp.detach(ddp)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    tp.attach(ddp, OPTIONS, scaler=scaler)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    ledger, scales = Ledger(), []
+    for i in range(8):
+        optimizer.zero_grad()
+        outputs = ddp(gradients(SHAPES, rank, i))
+        with _NoReading():  # type: ignore[no-untyped-call]
+            scaler.scale(outputs).backward()
+        scaler.unscale_(optimizer)
+        applied = {n: p.grad.cpu().clone() for n, p in ddp.module.weights.items()}
+        ledger.add(applied, mean_gradients(SHAPES, 2, i))
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        if i == 4:  # another tensor takes the place of the scale
+            scaler._scale = torch.full((), 4.0)
+    return _errors(ledger, ddp), scales
+
+
+def test_the_host_never_reads_the_scale() -> None:
+    for errors, scales in ranks.run(2, _not_read):
+        assert len(set(scales)) >= 4
+        assert max(errors.values()) < TOLERANCE, errors
 
 
 def _dropped(rank: int, announced: bool) -> dict[str, float]:

@@ -100,8 +100,26 @@ inline int atomicOr(int* address, int value) {
 }
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
+inline const char* cudaGetErrorName(cudaError_t error) {
+  return error == cudaErrorInvalidConfiguration ? "cudaErrorInvalidConfiguration" : "cudaSuccess";
+}
+namespace simt {
+inline cudaError_t last_error = cudaSuccess;  // of a launch; it stays until it is asked for
+}  // namespace simt
+inline cudaError_t cudaGetLastError() {
+  const cudaError_t error = simt::last_error;
+  simt::last_error = cudaSuccess;
+  return error;
+}
 using cudaStream_t = struct CUstream_st*;
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+// Nothing is captured: a launch runs at once.
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
 
 // Nothing is captured: a launch runs at once.
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
@@ -147,6 +165,7 @@ struct cudaLaunchConfig_t {
 template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                Args&&... args) {
+  if (config->blockDim.x > 1024) return simt::last_error = cudaErrorInvalidConfiguration;
   simt::launch({config->gridDim.x, static_cast<int>(config->blockDim.x), config->dynamicSmemBytes},
                [&] { kernel(args...); });
   return cudaSuccess;

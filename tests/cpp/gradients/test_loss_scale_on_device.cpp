@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// A loss scale that only the device knows, in eager steps and in a captured step that is replayed,
+// on a device that runs enqueued operations in any order that streams and events admit. The scales
+// are powers of two, which change no rounding.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "powersgd/attached_model.h"
+#include "powersgd/stats.h"
+#include "support/device_outcomes.h"
+#include "support/fake_device.h"
+#include "support/session_of_equal_ranks.h"
+
+namespace powersgd {
+namespace {
+
+namespace fake = test::fake_device;
+
+const std::vector<double> kScales = {1, 1, 4, 0.5, 0.5, 1024, 2};
+constexpr int64_t kNumel = 24 * 32 + 24 + 20 * 36;
+
+Options make_options(int64_t start = 0) {
+  Options options;
+  options.matrix_approximation_rank = 2;
+  options.start_powerSGD_iter = start;
+  return options;
+}
+
+// A model of three parameters in one bucket, whose gradients lie in the same memory in every step.
+class Model {
+ public:
+  explicit Model(at::Device device, int64_t start = 0)
+      : session(test::make_session_of_equal_ranks(device, make_options(start))),
+        model(AttachedModel::attach(
+            session, {"weight", "bias", "other"},
+            {at::zeros({24, 32}, device), at::zeros({24}, device), at::zeros({20, 36}, device)},
+            session->options())),
+        buffer(at::zeros({kNumel}, device)) {}
+
+  void put_gradient(size_t step, double scale, double factor = 1) {
+    const at::Tensor gradient = at::randn({kNumel}, at::detail::createCPUGenerator(step));
+    buffer.copy_(gradient * scale * factor);
+  }
+
+  auto reduce() {
+    const auto work = model->reduce(0, buffer, {0, 1, 2}, 2);
+    model->end_step();
+    return work;
+  }
+
+  const std::shared_ptr<Session> session;
+  const std::shared_ptr<AttachedModel> model;
+  at::Tensor buffer;
+};
+
+// Returns the outputs without loss scales.
+std::vector<at::Tensor> unscaled_outputs(at::Device device) {
+  Model plain(device);
+  std::vector<at::Tensor> outputs;
+  for (size_t step = 0; step < kScales.size(); ++step) {
+    plain.put_gradient(step, 1);
+    plain.reduce()->wait();
+    outputs.push_back(plain.buffer.clone());
+  }
+  return outputs;
+}
+
+// A GradScaler changes its tensor in place, or has another one after load_state_dict().
+enum class Scaler { kInPlace, kReplaced };
+
+std::vector<at::Tensor> outputs_of_scaled(at::Device device, Scaler scaler) {
+  Model scaled(device);
+  at::Tensor scale = at::zeros({}, device);
+  scaled.model->set_loss_scale(scale);
+  std::vector<at::Tensor> outputs;
+  for (size_t step = 0; step < kScales.size(); ++step) {
+    scale.fill_(kScales[step]);
+    scaled.put_gradient(step, kScales[step]);
+    const auto work = scaled.reduce();
+    if (scaler == Scaler::kReplaced) {
+      scale = at::zeros({}, device);
+      scaled.model->set_loss_scale(scale);  // releases the one that the step reads
+    }
+    work->wait();
+    outputs.push_back(scaled.buffer / kScales[step]);
+  }
+  fake::let_host_wait();
+  for (at::Tensor& output : outputs) output = output.cpu();
+  return outputs;
+}
+
+class LossScaleOnDevice : public testing::TestWithParam<Scaler> {};
+
+TEST_P(LossScaleOnDevice, TakesResidualsAlongWithoutAWaitOfTheHost) {
+  fake::add_operators();
+  const std::vector<at::Tensor> expected = unscaled_outputs(at::kCPU);
+  test::DeviceOutcomes outcomes(expected, 1e-4);
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    SCOPED_TRACE("order " + std::to_string(seed));
+    fake::reset(seed, fake::Host::kMayNotWait);
+    fake::use_new_stream(fake::device(0));
+    outcomes.expect_same(outputs_of_scaled(fake::device(0), GetParam()));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Scalers, LossScaleOnDevice,
+                         testing::Values(Scaler::kInPlace, Scaler::kReplaced),
+                         [](const auto& scaler) {
+                           return scaler.param == Scaler::kInPlace ? "InPlace" : "Replaced";
+                         });
+
+TEST(LossScale, OnTheCpuIsReadWhenTheStepRuns) {
+  const std::vector<at::Tensor> expected = unscaled_outputs(at::kCPU);
+  const std::vector<at::Tensor> outputs = outputs_of_scaled(at::kCPU, Scaler::kInPlace);
+  for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(at::equal(outputs[i], expected[i]));
+}
+
+TEST(LossScale, MustBeAFloat32) {
+  Model model(at::kCPU);
+  EXPECT_THROW(model.model->set_loss_scale(at::ones({2})), c10::ValueError);
+  EXPECT_THROW(model.model->set_loss_scale(at::ones({}, at::kDouble)), c10::ValueError);
+  model.model->set_loss_scale(at::full({}, 8.0F));
+  EXPECT_EQ(model.model->grad_scale(), 8);
+  model.model->set_grad_scale(4);
+  EXPECT_FALSE(model.model->loss_scale().defined());
+  EXPECT_EQ(model.model->grad_scale(), 4);
+}
+
+TEST(LossScale, OfAnotherDeviceIsCopiedInOrder) {
+  fake::add_operators();
+  fake::reset(1, fake::Host::kMayNotWait);
+  const at::Device here = fake::device(0), there = fake::device(1);
+  Model plain(here), scaled(here);
+  const at::Tensor scale = at::zeros({}, there);
+  scaled.model->set_loss_scale(scale);
+  std::vector<at::Tensor> expected, outputs;
+  for (size_t step = 0; step < kScales.size(); ++step) {
+    plain.put_gradient(step, 1);
+    plain.reduce()->wait();
+    expected.push_back(plain.buffer.clone());
+    scale.fill_(kScales[step]);
+    scaled.put_gradient(step, kScales[step]);
+    scaled.reduce()->wait();
+    outputs.push_back(scaled.buffer / kScales[step]);
+  }
+  fake::let_host_wait();
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_TRUE(at::equal(outputs[i].cpu(), expected[i].cpu())) << "step " << i;
+  }
+}
+
+// As a CUDA graph: the replayed operations are those of one step, to the last argument.
+TEST(LossScale, AReplayedStepReadsThePresentOne) {
+  fake::add_operators();
+  fake::reset(1, fake::Host::kMayNotWait);
+  const at::Device device = fake::device(0);
+  Model eager(device), replayed(device);
+  const at::Tensor scale = at::zeros({}, device);
+  replayed.model->set_loss_scale(scale);
+  std::vector<at::Tensor> expected, outputs;
+  constexpr size_t kCaptured = 2, kFirstBad = 4, kLastBad = 5;
+  for (size_t step = 0; step < 9; ++step) {
+    const bool bad = step >= kFirstBad && step <= kLastBad;
+    const double factor = bad ? std::numeric_limits<double>::infinity() : 1;
+    eager.put_gradient(step, 1, factor);
+    eager.reduce()->wait();
+    expected.push_back(eager.buffer.clone());
+    const double of_step = kScales[step % kScales.size()];
+    scale.fill_(of_step);
+    replayed.put_gradient(step, of_step, factor);
+    const bool is_last = step == 8;  // an eager step after the replays
+    if (step == kCaptured) fake::begin_capture(device);
+    if (step <= kCaptured || is_last) {
+      replayed.reduce()->wait();
+    } else {
+      fake::replay(device);
+    }
+    if (step == kCaptured) {
+      fake::end_capture();
+      fake::run();
+    }
+    outputs.push_back(replayed.buffer / of_step);
+  }
+  fake::let_host_wait();
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_TRUE(at::allclose(outputs[i].cpu(), expected[i].cpu(), 0, 0, /*equal_nan=*/true))
+        << "step " << i;
+  }
+  EXPECT_EQ(replayed.session->snapshot().skipped_steps, 2);
+}
+
+TEST(LossScale, ABucketThatIsNewCannotBeCaptured) {
+  fake::add_operators();
+  fake::reset(1, fake::Host::kMayNotWait);
+  const at::Device device = fake::device(0);
+  Model model(device);
+  fake::begin_capture(device);
+  EXPECT_THROW(model.reduce()->wait(), c10::Error);
+  fake::end_capture();
+  model.reduce()->wait();
+}
+
+}  // namespace
+}  // namespace powersgd

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The memory that compression takes on the device: how much, and when it is allocated.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "gradients/flat_tensors.h"
+#include "powersgd/attached_model.h"
+#include "support/fake_device.h"
+#include "support/session_of_equal_ranks.h"
+
+namespace powersgd {
+namespace {
+
+namespace fake = test::fake_device;
+
+constexpr int64_t kStart = 4;  // steps before it are exact
+const std::vector<std::vector<int64_t>> kShapes = {{256, 512}, {300}, {200, 400}};
+using Layout = std::vector<std::vector<size_t>>;  // the parameters of each bucket
+const Layout kFirst = {{0, 1, 2}};
+const Layout kRebuilt = {{2}, {1, 0}};  // as DDP rebuilds its buckets after the first step
+
+Options make_options() {
+  Options options;
+  options.matrix_approximation_rank = 2;
+  options.start_powerSGD_iter = kStart;
+  return options;
+}
+
+class MemoryOnDevice : public testing::Test {
+ protected:
+  MemoryOnDevice() {
+    fake::add_operators();
+    fake::reset(1, fake::Host::kMayNotWait);
+    for (const auto& shape : kShapes) parameters_.push_back(at::zeros(shape, device_));
+    for (const Layout& layout : {kFirst, kRebuilt}) {
+      for (const auto& bucket : layout) {
+        int64_t numel = 0;
+        for (const size_t i : bucket) numel += parameters_[i].numel();
+        buffers_.push_back(at::ones({numel}, device_));
+      }
+    }
+    session_ = test::make_session_of_equal_ranks(device_, make_options());
+    before_ = fake::usage();
+  }
+
+  void attach() {
+    model_ = AttachedModel::attach(session_, {"first", "bias", "second"}, parameters_,
+                                   session_->options());
+  }
+
+  void step(const Layout& layout) {
+    size_t buffer = &layout == &kFirst ? 0 : kFirst.size();
+    for (size_t bucket = 0; bucket < layout.size(); ++bucket) {
+      model_->reduce(bucket, buffers_[buffer++], layout[bucket], 2)->wait();
+    }
+    model_->end_step();
+    fake::run();
+  }
+
+  size_t allocations() const { return fake::usage().allocations - before_.allocations; }
+  size_t uploads() const { return fake::usage().uploads - before_.uploads; }
+
+  // The needs of all buckets of a layout.
+  int64_t needs(const Layout& layout) const {
+    int64_t total = 0;
+    for (const auto& bucket : layout) {
+      std::vector<ParameterShape> shapes;
+      for (const size_t i : bucket) shapes.push_back({kShapes[i], {}});
+      const BucketPlan plan = plan_bucket(shapes, session_->options());
+      total += memory_needs(plan, session_->options(), at::kFloat, device_.type()).total();
+    }
+    return total;
+  }
+
+  void compare_with_plan(const Options& options) {
+    session_ = test::make_session_of_equal_ranks(device_, options);
+    attach();
+    for (int64_t i = 0; i < kStart + 3; ++i) step(i == 0 ? kFirst : kRebuilt);
+    const auto peak = static_cast<double>(fake::usage().peak_bytes - before_.bytes);
+    const auto now = static_cast<double>(fake::usage().bytes - before_.bytes);
+    EXPECT_LE(peak, 1.01 * static_cast<double>(std::max(needs(kFirst), needs(kRebuilt))));
+    EXPECT_LE(now, 1.01 * static_cast<double>(needs(kRebuilt)));
+    EXPECT_GE(now, 0.99 * static_cast<double>(needs(kRebuilt)));
+  }
+
+  const at::Device device_ = fake::device(0);
+  std::vector<at::Tensor> parameters_, buffers_;
+  std::shared_ptr<Session> session_;
+  std::shared_ptr<AttachedModel> model_;
+  fake::Usage before_;
+};
+
+TEST_F(MemoryOnDevice, IsAllocatedWhenALayoutIsFirstSeen) {
+  attach();
+  EXPECT_GT(allocations(), 0u);
+  const size_t of_states = fake::usage().bytes - before_.bytes;
+  step(kFirst);
+  const size_t of_first = allocations();
+  EXPECT_GT(fake::usage().bytes - before_.bytes, of_states);
+  step(kFirst);
+  EXPECT_EQ(allocations(), of_first);
+  step(kRebuilt);
+  const size_t of_both = allocations();
+  EXPECT_GT(of_both, of_first);
+  for (int64_t i = 3; i < kStart + 3; ++i) step(kRebuilt);
+  EXPECT_GT(session_->stats().snapshot().compressed_calls, 0);
+  EXPECT_EQ(allocations(), of_both);
+}
+
+TEST_F(MemoryOnDevice, IsFilledByOneCopyPerBucket) {
+  attach();
+  EXPECT_EQ(uploads(), 1u);  // of all states
+  step(kFirst);
+  EXPECT_EQ(uploads(), 1 + kFirst.size());
+  step(kRebuilt);
+  for (int64_t i = 2; i < kStart + 3; ++i) step(kRebuilt);
+  EXPECT_EQ(uploads(), 1 + kFirst.size() + kRebuilt.size());
+}
+
+TEST_F(MemoryOnDevice, IsWhatThePlanSays) { compare_with_plan(make_options()); }
+
+// Factors and payloads are then the most, and a copy of one would show.
+TEST_F(MemoryOnDevice, WithoutResidualsIsWhatThePlanSays) {
+  Options options = make_options();
+  options.use_error_feedback = false;
+  compare_with_plan(options);
+}
+
+TEST_F(MemoryOnDevice, OfAModelThatIsNeverCompressedIsNone) {
+  Options options = make_options();
+  options.scope = Scope::kNever;
+  model_ = AttachedModel::attach(session_, {"first", "bias", "second"}, parameters_, options);
+  step(kFirst);
+  EXPECT_EQ(allocations(), 0u);
+}
+
+TEST_F(MemoryOnDevice, OfAFlatTensorIsAllocatedAtItsFirstCall) {
+  Options options = make_options();
+  options.scope = Scope::kAlways;
+  options.min_numel = 1000;
+  const auto session = test::make_session_of_equal_ranks(device_, options);
+  FlatTensors flat_tensors(session);
+  size_t of_first = 0;
+  for (int64_t i = 0; i < kStart + 3; ++i) {
+    std::vector<at::Tensor> tensors = {buffers_[0]};
+    const auto work = flat_tensors.reduce(tensors, {});
+    EXPECT_EQ(static_cast<bool>(work), i >= kStart);
+    if (work) work->wait();
+    fake::run();
+    if (i == 0) of_first = allocations();
+    EXPECT_EQ(allocations(), of_first) << "call " << i;
+  }
+  EXPECT_GT(of_first, 0u);
+}
+
+}  // namespace
+}  // namespace powersgd
