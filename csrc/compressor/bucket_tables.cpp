@@ -25,18 +25,16 @@ std::vector<kernels::RawSegment> raw_table(const BucketPlan& plan) {
   return table;
 }
 
-kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_counter,
-                                      const at::Tensor& p_payload, const at::Tensor& q_payload) {
+kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_counter) {
   kernels::Bucket bucket{};
-  bucket.p_payload = p_payload.data_ptr();
-  bucket.q_payload = q_payload.data_ptr();
   bucket.p_numel = spec.plan.p_numel;
   bucket.q_numel = spec.plan.q_numel;
   bucket.step_counts = step_counter ? step_counter->on(spec.device) : nullptr;
   bucket.gradient_dtype = to_dtype(spec.gradient_type);
   bucket.residual_dtype = to_dtype(residual_type(spec.gradient_type, spec.options));
   bucket.factor_dtype = to_dtype(factor_type(spec.gradient_type));
-  bucket.wire_dtype = bucket.factor_dtype;
+  bucket.wire_dtype = to_dtype(spec.wire_type());
+  bucket.chooses_scales = bucket.wire_dtype == DType::kFloat16;
   bucket.raw_offset = spec.plan.raw_offset();
   bucket.counts_offset = spec.plan.counts_offset();
   bucket.epsilon = spec.options.orthogonalization_epsilon;
@@ -76,7 +74,8 @@ BucketTables::BucketTables(const kernels::Bucket& bucket,
                            const std::vector<kernels::RawSegment>& raw, at::Device device)
     : bucket_(bucket) {
   const Stages& stages = require_stages(device.type());
-  const kernels::TileTable tiles = stages.make_tiles(matrices, raw, bucket.factor_dtype);
+  const kernels::TileTable tiles =
+      stages.make_tiles(matrices, raw, bucket.factor_dtype, bucket.wire_dtype);
   matrices_ = upload(matrices, device);
   raw_segments_ = upload(raw, device);
   tiles_ = upload(tiles.tiles, device);
@@ -99,15 +98,22 @@ BucketTables::BucketTables(const kernels::Bucket& bucket,
 }
 
 BucketTables::BucketTables(const BucketSpec& spec, const std::vector<ParameterStatePtr>& states,
-                           StepCounter* step_counter, const at::Tensor& p_payload,
-                           const at::Tensor& q_payload)
-    : BucketTables(bucket_without_tables(spec, step_counter, p_payload, q_payload),
-                   matrix_table(spec.plan, states), raw_table(spec.plan), spec.device) {}
+                           StepCounter* step_counter)
+    : BucketTables(bucket_without_tables(spec, step_counter), matrix_table(spec.plan, states),
+                   raw_table(spec.plan), spec.device) {}
+
+void BucketTables::set_payloads(const Payloads& payloads, const at::Tensor& rounding) {
+  bucket_.p_payload = payloads.p.data_ptr();
+  bucket_.q_payload = payloads.q.data_ptr();
+  bucket_.wire_dtype = to_dtype(payloads.p.scalar_type());
+  bucket_.rounding = bucket_.wire_dtype == bucket_.factor_dtype ? nullptr : rounding.data_ptr();
+}
 
 void BucketTables::begin_step(const at::Tensor& gradient, const StepInfo& step,
                               double residual_scale) {
   bucket_.gradient = gradient.data_ptr();
   bucket_.residual_scale = residual_scale;
+  bucket_.drop_residual = step.drop_residual;
   bucket_.output_scale = step.output_scale;
   bucket_.step = step.step;
 }

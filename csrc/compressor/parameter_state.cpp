@@ -23,7 +23,7 @@ void random_start(const at::Tensor& factor, uint64_t random_id, const Options& o
   matrix.q_warm = factor.data_ptr();
   matrix.random_id = random_id;
   kernels::Bucket bucket{};
-  bucket.factor_dtype = to_dtype(factor.scalar_type());
+  bucket.factor_dtype = bucket.wire_dtype = to_dtype(factor.scalar_type());
   bucket.seed = static_cast<uint64_t>(options.random_seed);
   const BucketTables tables(bucket, {matrix}, {}, factor.device());
   require_stages(factor.device().type()).random_start(tables.bucket());

@@ -16,12 +16,14 @@ class Stages {
   virtual ~Stages() = default;
   virtual kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
                                         const std::vector<kernels::RawSegment>& raw,
-                                        DType factor_dtype) const = 0;
+                                        DType factor_dtype, DType wire_dtype) const = 0;
   virtual void random_start(const kernels::Bucket& bucket) const = 0;
   virtual void project(const kernels::Bucket& bucket) const = 0;
   virtual void orthogonalize(const kernels::Bucket& bucket) const = 0;
   virtual void back_project(const kernels::Bucket& bucket) const = 0;
   virtual void reconstruct(const kernels::Bucket& bucket) const = 0;
+  // True if the current stream is being captured into a graph, which is then replayed.
+  virtual bool is_capturing() const { return false; }
 };
 
 // Adds the stages of a device type that this build has no kernels for. They must outlive their use.

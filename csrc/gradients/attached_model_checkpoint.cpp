@@ -2,24 +2,17 @@
 //
 // The state of an attached model: how it is saved, restored and measured.
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
 #include <utility>
 
+#include "compressor/streams.h"
 #include "gradients/parameter_layout.h"
 #include "powersgd/attached_model.h"
 
 namespace powersgd {
 namespace {
-
-// Keeps the memory of a tensor that the engine's stream made until the caller's stream is done too.
-void use_on_current_stream(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.is_cpu()) return;
-  const c10::impl::VirtualGuardImpl impl(tensor.device().type());
-  impl.recordDataPtrOnStream(tensor.storage().data_ptr(), impl.getStream(tensor.device()));
-}
 
 // The tensors of a state, each with that of its copy.
 template <typename State, typename Local>
