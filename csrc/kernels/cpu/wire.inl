@@ -3,13 +3,12 @@
 // The stages on a wire that rounds. Each runs the stage of the same name on payloads in the factor
 // dtype (blocking/wire_room.h). project and back_project then round what they have written, and
 // orthogonalize and reconstruct first widen what they read.
-#include <atomic>
 #include <cmath>
-#include <cstring>
 #include <type_traits>
 
 #include "kernels/cpu/blocking/tiles.h"
 #include "kernels/cpu/blocking/wire_room.h"
+#include "kernels/cpu/largest.h"
 #include "kernels/cpu/simd/convert.h"
 #include "kernels/cpu/with_storage.h"
 #include "kernels/shared/wire.h"
@@ -18,53 +17,6 @@ namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // Elements of a payload that one thread converts at a time.
 constexpr int64_t kWireChunk = int64_t{1} << 14;
-
-// The largest magnitude of several values, which threads may add in any order. A NaN counts as
-// larger than an infinity.
-class Largest {
- public:
-  template <class F>
-  void add(F magnitude) {
-    const double value = magnitude;
-    uint64_t bits;
-    std::memcpy(&bits, &value, sizeof(bits));
-    uint64_t known = bits_;
-    while (bits > known && !bits_.compare_exchange_weak(known, bits)) {
-    }
-  }
-
-  double get() const {
-    const uint64_t bits = bits_;
-    double value;
-    std::memcpy(&value, &bits, sizeof(value));
-    return value;
-  }
-
- private:
-  std::atomic<uint64_t> bits_{0};  // numbers that are not negative have the order of their bits
-};
-
-// The same, of the lanes of vectors. Only a function that is inlined into a tile function may return
-// a vector, because its caller may be compiled for another target.
-template <class F>
-class LargestOfLanes {
- public:
-  using Word = std::conditional_t<sizeof(F) == 4, uint32_t, uint64_t>;
-
-  void add(Vector<F> values) {
-    const Vector<Word> magnitudes = bits_as<Vector<Word>>(values) & (~Word{0} >> 1);
-    words_ = magnitudes > words_ ? magnitudes : words_;
-  }
-
-  void add_to(Largest& largest) const {
-    F lanes[kLanes<F>];
-    store(lanes, bits_as<Vector<F>>(words_));
-    for (const F lane : lanes) largest.add(lane);
-  }
-
- private:
-  Vector<Word> words_ = {};
-};
 
 // Returns the first `count` elements of a payload as factors.
 template <class F, class W>

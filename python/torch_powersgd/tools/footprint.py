@@ -27,7 +27,7 @@ class Footprint:
         gradient_bytes: the bytes of the gradients.
         sent_bytes: the bytes handed to the inner backend.
         residual_bytes: the memory of the residuals.
-        factor_bytes: the memory of the factors and of the buffers that carry them.
+        factor_bytes: the memory of the factors and of the buffers that carry them, on a CPU.
         multiplications: the multiply-adds of one pass over the compressed matrices.
         compressed: the number of compressed parameters.
         compressed_elements: the elements of those.
@@ -107,13 +107,14 @@ def _bucket_footprint(
     wire = wire_width(options, dtype)
     buffers = p + q + tail
     state = p + 2 * q
-    rounding = buffers * wire + raw * width if wire != width else 0
+    # A wire that rounds keeps the rounding of raw segments. The CPU computes beside the payloads.
+    rounding = (max(p, q) + tail + raw) * width if wire != width else 0
     residual = width if width == 8 else options.residual_dtype.itemsize
     return Footprint(
         gradient_bytes,
         buffers * wire,
         compressed * residual if options.use_error_feedback else 0,
-        (state + buffers) * width + rounding,
+        state * width + buffers * wire + rounding,
         sum(n * m * r for n, m, r in matrices),
         len(matrices),
         compressed,
