@@ -89,7 +89,7 @@ Bucket make_bucket(const Layout& layout, int64_t rank, DType dtype, uint32_t see
     bucket.q_numel += shape.cols * r;
   }
   bucket.p_numel += 1;
-  const TileTable table = cuda::make_tiles(matrices, {}, DType::kFloat32);
+  const TileTable table = cuda::make_tiles(matrices, {}, DType::kFloat32, DType::kFloat32);
   bucket.matrices = upload(matrices);
   bucket.raw_segments = nullptr;
   bucket.tiles = upload(table.tiles);

@@ -58,7 +58,8 @@ kernels::Bucket make_bucket(const BucketPlan& plan, DType gradient_type, DType r
   for (const PlannedRaw& planned : plan.raw) {
     raw->push_back({planned.gradient_offset, planned.numel, planned.p_offset});
   }
-  auto* tiles = new kernels::TileTable(kernels::cpu::make_tiles(*matrices, *raw, DType::kFloat32));
+  auto* tiles = new kernels::TileTable(
+      kernels::cpu::make_tiles(*matrices, *raw, DType::kFloat32, DType::kFloat32));
   kernels::Bucket bucket{};
   bucket.matrices = matrices->data();
   bucket.raw_segments = raw->data();

@@ -38,18 +38,16 @@ std::vector<kernels::RawSegment> raw_table(const BucketPlan& plan) {
   return table;
 }
 
-kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_counter,
-                                      const at::Tensor& p_payload, const at::Tensor& q_payload) {
+kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_counter) {
   kernels::Bucket bucket{};
-  bucket.p_payload = p_payload.data_ptr();
-  bucket.q_payload = q_payload.data_ptr();
   bucket.p_numel = spec.plan.p_numel;
   bucket.q_numel = spec.plan.q_numel;
   bucket.step_counts = step_counter ? step_counter->on(spec.device) : nullptr;
   bucket.gradient_dtype = to_dtype(spec.gradient_type);
   bucket.residual_dtype = to_dtype(residual_type(spec.gradient_type, spec.options));
   bucket.factor_dtype = to_dtype(factor_type(spec.gradient_type));
-  bucket.wire_dtype = bucket.factor_dtype;
+  bucket.wire_dtype = to_dtype(spec.wire_type());
+  bucket.chooses_scales = bucket.wire_dtype == DType::kFloat16;
   bucket.raw_offset = spec.plan.raw_offset();
   bucket.counts_offset = spec.plan.counts_offset();
   bucket.epsilon = spec.options.orthogonalization_epsilon;
@@ -119,10 +117,12 @@ at::Tensor upload_tables(kernels::Bucket& bucket, const std::vector<kernels::Mat
   return on_device;
 }
 
-int64_t bytes_of_tables(const BucketPlan& plan, DType factor_dtype, at::DeviceType device) {
+int64_t bytes_of_tables(const BucketPlan& plan, DType factor_dtype, DType wire_dtype,
+                        at::DeviceType device) {
   const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);
   const std::vector<kernels::RawSegment> raw = raw_table(plan);
-  const kernels::TileTable tiles = require_stages(device).make_tiles(matrices, raw, factor_dtype);
+  const kernels::TileTable tiles = 
+      require_stages(device).make_tiles(matrices, raw, factor_dtype, wire_dtype);
   return bytes_to_upload(matrices, raw, tiles) + static_cast<int64_t>(tiles.workspace_bytes) +
          tiles.num_counters * static_cast<int64_t>(sizeof(uint64_t)) +
          static_cast<int64_t>(sizeof(kernels::BucketState));
@@ -133,7 +133,8 @@ BucketTables::BucketTables(const kernels::Bucket& bucket,
                            const std::vector<kernels::RawSegment>& raw, at::Device device)
     : bucket_(bucket) {
   const Stages& stages = require_stages(device.type());
-  const kernels::TileTable tiles = stages.make_tiles(matrices, raw, bucket.factor_dtype);
+  const kernels::TileTable tiles =
+      stages.make_tiles(matrices, raw, bucket.factor_dtype, bucket.wire_dtype);
   tables_ = upload_tables(bucket_, matrices, raw, tiles, device);
   workspace_ = at::empty({static_cast<int64_t>(tiles.workspace_bytes)},
                          at::TensorOptions(device).dtype(at::kByte));
@@ -147,10 +148,16 @@ BucketTables::BucketTables(const kernels::Bucket& bucket,
 }
 
 BucketTables::BucketTables(const BucketSpec& spec, const std::vector<ParameterStatePtr>& states,
-                           StepCounter* step_counter, const at::Tensor& p_payload,
-                           const at::Tensor& q_payload)
-    : BucketTables(bucket_without_tables(spec, step_counter, p_payload, q_payload),
-                   matrix_table(spec.plan, states), raw_table(spec.plan), spec.device) {}
+                           StepCounter* step_counter)
+    : BucketTables(bucket_without_tables(spec, step_counter), matrix_table(spec.plan, states),
+                   raw_table(spec.plan), spec.device) {}
+
+void BucketTables::set_payloads(const Payloads& payloads, const at::Tensor& rounding) {
+  bucket_.p_payload = payloads.p.data_ptr();
+  bucket_.q_payload = payloads.q.data_ptr();
+  bucket_.wire_dtype = to_dtype(payloads.p.scalar_type());
+  bucket_.rounding = bucket_.wire_dtype == bucket_.factor_dtype ? nullptr : rounding.data_ptr();
+}
 
 void BucketTables::begin_step(const at::Tensor& gradient, const StepInfo& step, bool is_captured) {
   bucket_.gradient = gradient.data_ptr();

@@ -10,7 +10,6 @@
 #include "compressor/bucket_tables.h"
 #include "compressor/stages.h"
 #include "compressor/streams.h"
-#include "compressor/wire_payload.h"
 
 namespace powersgd {
 namespace {
@@ -48,27 +47,20 @@ class StagesCompressor final : public BucketCompressor {
     }
     stages_.project(tables_.bucket());
     states_.projected(gradient);
-    if (step.drop_residual) p_wire_.drop_rounding();
-    return p_wire_.pack();
+    return payloads_.p;
   }
 
-  void orthogonalize() override {
-    p_wire_.unpack();
-    stages_.orthogonalize(tables_.bucket());
-  }
+  void orthogonalize() override { stages_.orthogonalize(tables_.bucket()); }
 
   at::Tensor& back_project() override {
     stages_.back_project(tables_.bucket());
-    at::Tensor& packed = q_wire_.pack();
-    // The rounding was not sent: the residual keeps it, because it is made of q_local.
-    if (q_wire_.rounds()) at::_foreach_copy_(q_local_, q_sent_);
-    return packed;
+    return payloads_.q;
   }
 
   void reconstruct() override {
-    q_wire_.unpack();
     stages_.reconstruct(tables_.bucket());
     states_.end_step();
+    if (later_payloads_.p.defined()) end_first_payloads();
   }
 
   void rollback() override { states_.rollback(spec_.plan); }
@@ -81,27 +73,28 @@ class StagesCompressor final : public BucketCompressor {
 
  private:
   void make_payloads() {
-    const BucketPlan& plan = spec_.plan;
-    at::Tensor p_payload = at::zeros({plan.p_numel}, spec_.factor_options());
-    at::Tensor q_payload = at::zeros({plan.q_numel}, spec_.factor_options());
-    tables_ = BucketTables(spec_, states_.of_matrices(), step_counter_.get(), p_payload, q_payload);
-    p_wire_ = WirePayload(p_payload, spec_.wire_type(), plan.counts_offset());
-    q_wire_ = WirePayload(q_payload, spec_.wire_type(), plan.q_numel);
-    if (p_wire_.rounds()) {
-      p_wire_.carry_rounding(p_payload.narrow(0, plan.raw_offset(), spec_.raw_numel()));
-      pair_q(q_payload);
+    tables_ = BucketTables(spec_, states_.of_matrices(), step_counter_.get());
+    const at::TensorOptions factors = spec_.factor_options();
+    payloads_ = payloads_of(spec_.wire_type());
+    if (spec_.wire_type() != factors.dtype()) rounding_ = at::zeros({spec_.raw_numel()}, factors);
+    if (spec_.wire_type() == at::kHalf) {
+      later_payloads_ = std::exchange(payloads_, payloads_of(factor_type(spec_.gradient_type)));
     }
+    tables_.set_payloads(payloads_, rounding_);
   }
 
-  void pair_q(const at::Tensor& q_payload) {
-    q_local_.clear();
-    q_sent_.clear();
-    for (size_t i = 0; i < spec_.plan.matrices.size(); ++i) {
-      const at::Tensor& q = states_.of_matrices()[i]->q_local;
-      const int64_t offset = spec_.plan.matrices[i].q_offset;
-      q_local_.push_back(q);
-      q_sent_.push_back(q_payload.narrow(0, offset, q.numel()).view(q.sizes()));
-    }
+  Payloads payloads_of(at::ScalarType type) const {
+    const at::TensorOptions options = at::device(spec_.device).dtype(type);
+    return {at::zeros({spec_.plan.p_numel}, options), at::zeros({spec_.plan.q_numel}, options)};
+  }
+
+  // Lets the payloads of the first step go, unless a graph will use them again.
+  void end_first_payloads() {
+    const Payloads first = std::exchange(payloads_, std::exchange(later_payloads_, {}));
+    tables_.set_payloads(payloads_, rounding_);
+    use_on_current_stream(first.p);
+    use_on_current_stream(first.q);
+    if (stages_.is_capturing()) captured_payloads_ = first;
   }
 
   const BucketSpec spec_;
@@ -109,9 +102,11 @@ class StagesCompressor final : public BucketCompressor {
   const Stages& stages_;
   BucketStates states_;
   bool prepared_ = false;  // prepare() makes all that follows
-  WirePayload p_wire_, q_wire_;
   BucketTables tables_;
-  std::vector<at::Tensor> q_sent_, q_local_;  // by matrix: its part of the Q payload, and q_local
+  Payloads payloads_;           // of the step in progress
+  Payloads later_payloads_;     // in float16, defined as long as the first step travels as factors
+  Payloads captured_payloads_;  // those of the first step, if a graph has captured it
+  at::Tensor rounding_;         // undefined if the wire does not round
 };
 
 }  // namespace
@@ -135,11 +130,11 @@ MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
     needs.residual = numel * width(residual_type(gradient_type, options));
   }
   const int64_t payloads = plan.p_numel + plan.q_numel;
-  needs.payloads = payloads * factor;
-  if (spec.wire_type() != factor_type(gradient_type)) {
-    needs.payloads += spec.wire_bytes(payloads) + spec.raw_numel() * factor;
-  }
-  needs.tables = bytes_of_tables(plan, to_dtype(factor_type(gradient_type)), device);
+  needs.payloads = spec.wire_bytes(payloads);
+  if (spec.wire_type() != factor_type(gradient_type)) needs.payloads += spec.raw_numel() * factor;
+  if (spec.wire_type() == at::kHalf) needs.payloads += payloads * factor;  // in the first step
+  needs.tables = bytes_of_tables(plan, to_dtype(factor_type(gradient_type)),
+                                 to_dtype(spec.wire_type()), device);
   return needs;
 }
 

@@ -32,9 +32,10 @@ void random_start(const Layouts& layouts, at::ScalarType factor, const Options& 
   if (matrices.empty()) return;
   const Stages& stages = require_stages(device.type());
   kernels::Bucket bucket{};
-  bucket.factor_dtype = to_dtype(factor);
+  bucket.factor_dtype = bucket.wire_dtype = to_dtype(factor);
   bucket.seed = static_cast<uint64_t>(options.random_seed);
-  const kernels::TileTable tiles = stages.make_tiles(matrices, {}, bucket.factor_dtype);
+  const kernels::TileTable tiles = 
+      stages.make_tiles(matrices, {}, bucket.factor_dtype, bucket.wire_dtype);
   const at::Tensor tables = upload_tables(bucket, matrices, {}, tiles, device);
   stages.random_start(bucket);
 }

@@ -42,6 +42,24 @@
 //   - A matrix is out of use if its gradient is zero on all ranks: the reduced element at
 //     active_offset is 0. DDP drops the output of a parameter that no rank used. p_hat and q_warm
 //     stay. G and q_local become 0, so that memory alone is the residual.
+//
+// The payloads travel in the wire dtype. If it is not the factor dtype, the wire rounds:
+//   - project and back_project multiply the values by a scale, a power of two, and round them to
+//     nearest even. A double is rounded to float first. A reader divides the sum by the same scale,
+//     which is exact. Activities and the non-finite count are 0 or 1 and are never scaled.
+//   - The scale is p_scale.next or q_scale.next for float16, where 0 stands for 1. It is 1 for any
+//     other wire. At its end project makes p_scale.next the current one. back_project does so with
+//     q_scale.
+//   - A raw segment keeps its rounding. project sends exact = G + rounding, and rounding becomes
+//     exact less the value that was sent, or 0 where that is not finite. With drop_residual the old
+//     rounding counts as 0.
+//   - q_local becomes the value that was sent, so that the residual keeps the rounding of q.
+//   - The sums of the counts matter only by being zero or not. A wire may round them.
+//   - orthogonalize skips the step if an element of the reduced P or of the reduced raw segments is
+//     not finite. It also does so if the step chooses scales.
+//   - If the step chooses scales, orthogonalize sets p_scale.next from the largest magnitude of the
+//     reduced P and raw segments, and reconstruct sets q_scale.next from that of the reduced Q
+//     (kernels/shared/wire.h). They do so in a step that is skipped as well.
 namespace powersgd::kernels {
 
 // One matrix of a bucket. Offsets count elements. Factors are of the factor dtype.
@@ -97,8 +115,7 @@ struct TileTable {
   int64_t largest_rank = 0;                          // of all matrices
 };
 
-// The scales of a float16 payload, which is multiplied by a power of two before it is rounded. 0
-// stands for a scale that is not known yet.
+// The scales of a float16 payload: powers of two. 0 stands for a scale that is not known yet.
 struct WireScale {
   float current;  // of this step's payload
   float next;     // of the next step's, chosen from this step's sum
@@ -137,7 +154,8 @@ struct Bucket {
   std::array<int64_t, kTileLists + 1> tile_list_begin;
   int64_t largest_rank;  // of all matrices, which a launcher on the host cannot read
 
-  void* gradient;   // gradient dtype
+  void* gradient;  // gradient dtype
+  // Both payloads are the tensors that the caller sums.
   void* p_payload;  // wire dtype, p_numel elements; the last is the non-finite count
   void* q_payload;  // wire dtype, q_numel elements
   int64_t p_numel;
@@ -145,7 +163,8 @@ struct Bucket {
   int64_t raw_offset;     // in p_payload: the first element of the raw segments
   int64_t counts_offset;  // in p_payload: the first of the counts, which are never scaled
   // Factor dtype, counts_offset - raw_offset elements: what the wire's rounding has kept back of
-  // the raw segments. Null if wire and factor dtype are equal.
+  // the raw segments. Element 0 belongs to that of the payload at raw_offset. Null if wire and
+  // factor dtype are equal.
   void* rounding;
   void* workspace;
   uint64_t* counters;  // zeros at first; the stages leave them as they need them again
@@ -155,7 +174,7 @@ struct Bucket {
   DType gradient_dtype;
   DType residual_dtype;  // float64 for float64 gradients
   DType factor_dtype;    // float32, or float64 for float64 gradients
-  DType wire_dtype;      // of the payloads: the factor dtype, bfloat16 or float16
+  DType wire_dtype;      // of the payloads: the factor dtype, float32, bfloat16 or float16
   // The payloads of later steps travel as float16: the next scales are chosen in this step too. The
   // first payloads travel as factors, whose size then says what the scale must be.
   bool chooses_scales;
@@ -171,6 +190,8 @@ struct Bucket {
   uint64_t step;  // or kNextStep
 };
 
+// In make_tiles, `wire_dtype` is that of most steps. A step whose wire does not round may use the
+// same tiles.
 namespace cpu {
 
 // Runs body(begin, end) over disjoint ranges that cover [0, count); returns when all have ended.
@@ -178,7 +199,7 @@ using ParallelFor =
     std::function<void(int64_t count, const std::function<void(int64_t, int64_t)>& body)>;
 
 TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
-                     DType factor_dtype);
+                     DType factor_dtype, DType wire_dtype);
 
 // Fills q_warm with the random start: the numbers depend on (seed, random_id, column, step) alone.
 void random_start(const Bucket& bucket, const ParallelFor& parallel_for);
@@ -197,7 +218,7 @@ using Stream = void*;
 using Status = int;
 
 TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
-                     DType factor_dtype);
+                     DType factor_dtype, DType wire_dtype);
 
 // The kernels that this process has launched.
 int64_t launch_count();

@@ -214,7 +214,7 @@ class Builder {
 }  // namespace
 
 TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
-                     DType factor_dtype) {
+                     DType factor_dtype, DType /*wire_dtype*/) {
   return Builder(matrices, raw, factor_dtype == DType::kFloat64 ? 8 : 4).build();
 }
 

@@ -103,11 +103,11 @@ def _bucket_footprint(
     if options is None or not matrices:
         # A bucket without a compressed matrix travels whole, in its own dtype.
         return Footprint(gradient_bytes, gradient_bytes)
-    assert options is not None
     p = sum(n * r for n, _, r in matrices)
     q = sum(m * r for _, m, r in matrices)
     compressed = sum(n * m for n, m, _ in matrices)
-    tail = elements - compressed + len(matrices) + 1  # raw segments, activities, non-finite count
+    # Behind P: the raw segments, the activities, the non-finite count.
+    tail = elements - compressed + len(matrices) + 1
     device = "cuda" if _C.has_kernels("cuda") else "cpu"
     memory = _C.memory_needs(shapes, options._core(), dtype, device)
     return Footprint(

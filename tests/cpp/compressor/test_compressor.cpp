@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <utility>
 #include <vector>
 
 #include "powersgd/compressor.h"
@@ -129,6 +130,56 @@ TEST(Compressor, TheRoundingOfRawSegmentsIsSentLater) {
     // The error is one rounding in bfloat16, and not one in every step.
     EXPECT_LT(((sent - bias * kSteps) / bias).abs().max().item<double>(), 0x1p-7);
   }
+}
+
+TEST(Compressor, ADroppedRoundingIsNotSent) {
+  Options options = make_options();
+  options.wire_dtype = DType::kBFloat16;
+  OneRank rank(options);
+  at::Tensor gradient = at::zeros({rank.plan.gradient_numel});
+  gradient.narrow(0, 17 * 33, 5).fill_(1 + 0x1p-9);
+  rank.step(gradient);
+  StepInfo drops{1, 1, 1};
+  drops.drop_residual = true;
+  const at::Tensor bias = rank.step(at::zeros_like(gradient), drops).narrow(0, 17 * 33, 5);
+  EXPECT_TRUE(at::equal(bias, at::zeros({5})));
+}
+
+// Runs a step and returns the dtypes of its payloads.
+std::pair<at::ScalarType, at::ScalarType> payload_types(OneRank& rank, uint64_t step) {
+  at::Tensor gradient = at::randn({rank.plan.gradient_numel});
+  const at::ScalarType p = rank.compressor->project(gradient, {1, 1, step}).scalar_type();
+  rank.compressor->orthogonalize();
+  const at::ScalarType q = rank.compressor->back_project().scalar_type();
+  rank.compressor->reconstruct();
+  return {p, q};
+}
+
+TEST(Compressor, PayloadsAreInTheWiresDtype) {
+  for (const auto& [wire, type] :
+       {std::pair{DType::kFloat32, at::kFloat}, std::pair{DType::kBFloat16, at::kBFloat16}}) {
+    Options options = make_options();
+    options.wire_dtype = wire;
+    OneRank rank(options);
+    for (uint64_t step = 0; step < 2; ++step) {
+      EXPECT_EQ(payload_types(rank, step), std::pair(type, type));
+    }
+  }
+}
+
+// The first payloads say what the scales must be. A step that is rolled back said nothing.
+TEST(Compressor, TheFirstPayloadsOfFloat16TravelAsFactors) {
+  Options options = make_options();
+  options.wire_dtype = DType::kFloat16;
+  OneRank rank(options);
+  at::Tensor gradient = at::randn({rank.plan.gradient_numel});
+  rank.compressor->project(gradient, {1, 1, 0});
+  rank.compressor->orthogonalize();
+  rank.compressor->rollback();
+  EXPECT_EQ(payload_types(rank, 1), std::pair(at::kFloat, at::kFloat));
+  EXPECT_EQ(payload_types(rank, 2), std::pair(at::kHalf, at::kHalf));
+  EXPECT_EQ(payload_types(rank, 3), std::pair(at::kHalf, at::kHalf));
+  EXPECT_EQ(rank.compressor->payload_bytes(), 2 * (2 * (17 + 40) + 5 + 2 + 1 + 2 * (33 + 24)));
 }
 
 TEST(Compressor, DoubleGradientsStayDouble) {

@@ -15,10 +15,18 @@ constexpr Stage kSteps[] = {Stage::kRandomStart, Stage::kProject, Stage::kOrthog
 std::vector<BucketSpec> specs() {
   const std::vector<Part> parts = {{600, 70, 4}, Part::raw(70001), {33, 3000, 5},
                                    {2100, 9, 8}, {90, 140, 36},    Part::raw(3)};
-  return {{parts, DType::kFloat32, DType::kFloat32},
-          {parts, DType::kFloat64, DType::kFloat64},
-          {parts, DType::kBFloat16, DType::kBFloat16},
-          {parts, DType::kFloat16, DType::kFloat16}};
+  std::vector<BucketSpec> specs = {{parts, DType::kFloat32, DType::kFloat32},
+                                   {parts, DType::kFloat64, DType::kFloat64},
+                                   {parts, DType::kBFloat16, DType::kBFloat16},
+                                   {parts, DType::kFloat16, DType::kFloat16}};
+  const size_t without_wire = specs.size();
+  for (const DType wire : {DType::kBFloat16, DType::kFloat16}) {
+    for (size_t i = 0; i < without_wire; ++i) {
+      specs.push_back(specs[i]);
+      specs.back().wire_dtype = wire;
+    }
+  }
+  return specs;
 }
 
 // Two steps, of which the second one starts from all that the first one leaves.

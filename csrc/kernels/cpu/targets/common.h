@@ -13,6 +13,7 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -23,6 +24,7 @@
 #include <utility>
 
 #include "kernels/cpu/blocking/tiles.h"
+#include "kernels/cpu/blocking/wire_room.h"
 #include "kernels/cpu/simd/storage.h"
 #include "kernels/cpu/stages.h"
 #include "kernels/cpu/with_storage.h"
@@ -30,4 +32,5 @@
 #include "kernels/shared/numerics.h"
 #include "kernels/shared/philox.h"
 #include "kernels/shared/steps.h"
+#include "kernels/shared/wire.h"
 #include "powersgd/kernels.h"

@@ -7,6 +7,7 @@
 #include "kernels/cpu/orthogonalize.inl"
 #include "kernels/cpu/project.inl"
 #include "kernels/cpu/reconstruct.inl"
+#include "kernels/cpu/wire.inl"
 
 const powersgd::kernels::cpu::StageFunctions powersgd::kernels::cpu::POWERSGD_TARGET::kStages = {
-    project, orthogonalize, back_project, reconstruct};
+    project_to_wire, orthogonalize_from_wire, back_project_to_wire, reconstruct_from_wire};
