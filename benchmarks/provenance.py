@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from datetime import date
@@ -24,14 +25,23 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def commit() -> str:
+    """The commit, which POWERSGD_COMMIT names where there is no git. It is empty if none does."""
+    if named := os.environ.get("POWERSGD_COMMIT"):
+        return named
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # there is no git
+        return ""
+    return result.stdout.strip()
+
+
 def provenance(device: str) -> dict[str, str]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     return {
         "date": date.today().isoformat(),
         "device": device,
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "torch": torch.__version__,
     }
 

@@ -10,6 +10,7 @@
 
 #include "bindings/register.h"
 #include "powersgd/compressor.h"
+#include "powersgd/kernels.h"
 #include "powersgd/options.h"
 #include "powersgd/plan.h"
 
@@ -19,6 +20,15 @@ namespace powersgd {
 namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// The launches of CUDA kernels since the start of the process: 0 in a build without them.
+int64_t cuda_launch_count() {
+#ifdef POWERSGD_WITH_CUDA
+  return kernels::cuda::launch_count();
+#else
+  return 0;
+#endif
+}
 
 }  // namespace
 
@@ -38,6 +48,7 @@ void register_plan(py::module_& module) {
 void register_stages(py::module_& module) {
   module.def("has_kernels",
              [](const std::string& device) { return has_kernels(at::Device(device).type()); });
+  module.def("cuda_launch_count", &cuda_launch_count);
   py::class_<BucketCompressor>(module, "BucketCompressor")
       .def(py::init([](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
                        at::ScalarType dtype, const std::string& device) {

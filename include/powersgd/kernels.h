@@ -202,6 +202,9 @@ Status orthogonalize(const Bucket& bucket, Stream stream);
 Status back_project(const Bucket& bucket, Stream stream);
 Status reconstruct(const Bucket& bucket, Stream stream);
 
+// The kernels that this process has launched since its start.
+int64_t launch_count();
+
 }  // namespace cuda
 
 }  // namespace powersgd::kernels

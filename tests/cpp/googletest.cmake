@@ -6,11 +6,18 @@ find_package(GTest QUIET)
 if(GTest_FOUND)
   return()
 endif()
+if(NOT FETCHCONTENT_SOURCE_DIR_GOOGLETEST AND EXISTS /usr/src/googletest/CMakeLists.txt)
+  set(FETCHCONTENT_SOURCE_DIR_GOOGLETEST /usr/src/googletest)  # Debian's sources alone
+endif()
 
 set(POWERSGD_GTEST_URL "https://github.com/google/googletest/archive/refs/tags/v1.14.0.tar.gz"
     CACHE STRING "Where GoogleTest is downloaded from if the system has none")
 set(gtest_hash 8ad598c73ad796e0d8280b082cebd82a630d73e73cd3c70057938a6501bba5d7)
 set(gtest_archive "${CMAKE_CURRENT_BINARY_DIR}/googletest.tar.gz")
+
+if(NOT POWERSGD_GTEST_URL AND NOT FETCHCONTENT_SOURCE_DIR_GOOGLETEST)
+  message(FATAL_ERROR "GoogleTest is not installed, and POWERSGD_GTEST_URL names no place for it")
+endif()
 
 # FetchContent's own download fails with a page of errors that names neither cause nor remedy.
 if(NOT FETCHCONTENT_SOURCE_DIR_GOOGLETEST AND NOT EXISTS "${gtest_archive}")
