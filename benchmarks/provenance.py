@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -44,6 +45,20 @@ def provenance(device: str) -> dict[str, str]:
         "commit": commit(),
         "torch": torch.__version__,
     }
+
+
+def write(record: dict[str, Any], file: Path | None) -> None:
+    """Writes a record, as JSON, if there is a file for it.
+
+    Benchmarks call it whenever they have measured something, so that a time limit loses nothing.
+    The file is replaced as a whole, and is JSON at any time.
+    """
+    if file is None:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(json.dumps(record, indent=2) + "\n")
+    part.replace(file)
 
 
 def heading(record: dict[str, Any], *more: str) -> Console:
