@@ -9,11 +9,12 @@
 
 The hosts are network namespaces on a switch, each on a link that is shaped in both directions, so
 it needs root, ip and tc (iproute2). On a GPU the ranks share it through an MPS daemon of their own
-and talk over NCCL's sockets. There a model takes about 6 minutes, and its methods' ranks together
-70 GB: --methods names fewer for a smaller GPU. Every method has ranks of its own, freshly started for each setting.
-They take turns of a few steps, in an order that rotates, and sleep meanwhile; what is compared is
-from the same round of turns. All is removed at the end, however it comes; what a killed run left,
-when the next one starts. Before the turns, torch_powersgd advise predicts what they will show.
+and talk over NCCL's sockets. There a model takes some 6 minutes by estimate, and its methods' ranks
+70 GB: --methods names fewer for a smaller GPU. Every method has ranks of its own, freshly started
+for each setting. They take turns of a few steps, in an order that rotates, and sleep meanwhile;
+what is compared is from the same round of turns. All is removed at the end, however it comes; what
+a killed run left, when the next one starts. Before the turns, torch_powersgd advise predicts what
+they will show.
 
 With --delays, a frame takes that much longer from host to host, one way. The links are then TAP
 devices that one process forwards between, because netem is a module that many kernels lack; see

@@ -30,31 +30,32 @@ PARTS = [
 OF_EXTENSION = ["test-nccl", "test-cuda", "bench-stages", "bench-model"]
 OF_KERNELS = ["kernels", "memcheck", "racecheck"]
 
-# Ends as the file that is named after it says, in the folder $STAND_INS. It writes what it was given
-# to $STAND_INS/calls, and its --json to where a benchmark would.
+# It notes what it was given in $STAND_INS/calls, writes JSON where a benchmark would, makes what a
+# compiler would, and ends as the file of its name in $STAND_INS/behaves says.
 STAND_IN = r"""#!/bin/bash
 name=${0##*/}
 case "$name $*" in
   "python3 setup.py"*) name=setup ;;
   "python3 -m pytest"*nccl*) name=nccl ;;
   "python3 -m pytest"*) name=pytest ;;
-  "python3 benchmarks/"*) name=${2:-$1} name=$(basename "$1" .py) ;;
+  "python3 benchmarks/"*) name=$(basename "$1" .py) ;;
   "python3 -c import torch"*) name=torch ;;
 esac
-echo "$name|$POWERSGD_COMMIT|$POWERSGD_DEPENDENT_LAUNCH|$POWERSGD_TENSOR_CORES|$POWERSGD_BUILD_CUDA|$CUDA_HOME|$*" \
-  >>"$STAND_INS/calls"
+variables="$POWERSGD_COMMIT|$POWERSGD_DEPENDENT_LAUNCH|$POWERSGD_TENSOR_CORES"
+echo "$name|$variables|$POWERSGD_BUILD_CUDA|$CUDA_HOME|$*" >>"$STAND_INS/calls"
 previous=
 for word; do
-  [[ $previous != --json ]] || echo '{"results": []}' >"$word"
-  [[ $name != nvcc || $previous != -o || $word != *bench_kernels ]] || cp "$0" "$word"
+  case "$name $previous" in
+    *" --json") echo '{"results": []}' >"$word" ;;
+    "nvcc -o") [[ $word != *bench_kernels ]] || cp "$0" "$word" ;;
+    "cmake --build") mkdir -p "$word" && cp "$0" "$word/kernels_cuda" ;;
+    *compute_cap*) echo 9.0 ;;
+  esac
   previous=$word
 done
 [[ $name != nvcc || $* != *--dryrun* ]] || echo "#\$ _HERE_=$STAND_INS/toolkit/bin" >&2
-[[ $name != cmake || $* != *--build* ]] || { mkdir -p build/gpu/cpp && cp "$0" build/gpu/cpp/kernels_cuda; }
-[[ $name != nvidia-smi || $* != *compute_cap* ]] || echo 9.0
 echo "output of $name"
-[[ -x $STAND_INS/behaves/$name ]] || exit 0
-. "$STAND_INS/behaves/$name"
+[[ ! -x $STAND_INS/behaves/$name ]] || . "$STAND_INS/behaves/$name"
 """
 PROGRAMS = ["nvidia-smi", "python3", "nvcc", "cmake", "ninja", "compute-sanitizer"]
 TOOLS = (
