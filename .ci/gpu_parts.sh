@@ -15,15 +15,16 @@ build_extension() {
 }
 
 build_kernels() {
-  local home generator=()
+  local home generator=() googletest=() sources=/usr/src/googletest
   home=$(.ci/cuda_home) || return 77
   command -v cmake >/dev/null || { echo "there is no cmake" && return 77; }
   command -v ninja >/dev/null && generator=(-G Ninja)
   [[ ! -e build/gpu/cpp/CMakeCache.txt ]] || generator=() # it stays what it was
-  # A download of GoogleTest would wait for a network that is not there.
+  # Debian may have the sources alone. A download would wait for a network that is not there.
+  [[ ! -d $sources ]] || googletest=("-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=$sources")
   if ! CUDACXX=$home/bin/nvcc cmake -S tests/cpp -B build/gpu/cpp "${generator[@]}" \
     -DPOWERSGD_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$architecture" -DPOWERSGD_GTEST_URL= \
-    >build/gpu/configure.log 2>&1; then
+    "${googletest[@]}" >build/gpu/configure.log 2>&1; then
     cat build/gpu/configure.log
     grep -q "GoogleTest is not installed" build/gpu/configure.log || return 1
     echo "GoogleTest is not installed (libgtest-dev)"
@@ -32,7 +33,7 @@ build_kernels() {
   cmake --build build/gpu/cpp --parallel "$jobs" --target kernels_cuda
 }
 
-# measure_kernels NAME [VARIABLE=VALUE ...] [-- ARGUMENT ...]: the kernels alone, in this environment.
+# measure_kernels NAME [VARIABLE=VALUE ...] [-- ARGUMENT ...]: the kernels in this environment.
 measure_kernels() {
   local name=$1 variables=()
   shift
@@ -73,4 +74,5 @@ sanitize() {
 }
 
 # The functions run in shells of their own, under time limits.
-export -f build_bench build_extension build_kernels measure_kernels test_kernels test_python sanitize
+export -f build_bench build_extension build_kernels
+export -f measure_kernels test_kernels test_python sanitize

@@ -6,9 +6,6 @@ find_package(GTest QUIET)
 if(GTest_FOUND)
   return()
 endif()
-if(NOT FETCHCONTENT_SOURCE_DIR_GOOGLETEST AND EXISTS /usr/src/googletest/CMakeLists.txt)
-  set(FETCHCONTENT_SOURCE_DIR_GOOGLETEST /usr/src/googletest)  # Debian's sources alone
-endif()
 
 set(POWERSGD_GTEST_URL "https://github.com/google/googletest/archive/refs/tags/v1.14.0.tar.gz"
     CACHE STRING "Where GoogleTest is downloaded from if the system has none")

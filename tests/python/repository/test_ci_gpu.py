@@ -162,6 +162,16 @@ def test_every_part_runs_and_its_results_arrive(machine: Machine) -> None:
     assert {call["commit"] for call in kernels} == {"abc1234"}
 
 
+def test_no_build_runs_beside_what_launches_bound(machine: Machine) -> None:
+    machine.behaves("cmake", "[[ $* != *--build* ]] || sleep 2")
+    ended = machine.run(PARTS="bench-stages memcheck")
+    expected = ["torch", "build-extension", "build-kernels", "bench-stages", "memcheck"]
+    assert sorted(expected) == sorted(ended.verdicts)
+    order = list(ended.verdicts)
+    assert order.index("build-kernels") < order.index("bench-stages")
+    assert ended.status == 0, ended.output
+
+
 def test_the_programs_understand_their_command_lines(machine: Machine) -> None:
     machine.run(PARTS="bench-stages bench-model test-nccl test-cuda")
     (stages,), (model,) = machine.calls("bench_stages"), machine.calls("bench_model")
