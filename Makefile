@@ -66,34 +66,34 @@ test-sanitized: env | system-packages  ## the kernels' tests under sanitizers
 
 # bench_cluster needs root for its network namespaces. It compares the author's powersgd if a clone of
 # https://github.com/epfml/powersgd is on PYTHONPATH, as the package that pip installs is empty.
-RESULTS := benchmarks/results
+BENCH_RESULTS := benchmarks/results
 bench: build  ## every figure that the docs quote, on a quiet machine, as root (about two hours)
 	$(PYTHON) benchmarks/bench_stages.py --models resnet18 demo gpt2 --ranks 1 2 4 8 \
-	  --dtypes float32 bfloat16 bfloat16/bfloat16 --json $(RESULTS)/stages_cpu.json
+	  --dtypes float32 bfloat16 bfloat16/bfloat16 --json $(BENCH_RESULTS)/stages_cpu.json
 	$(PYTHON) benchmarks/bench_stages.py --models resnet18 gpt2 --ranks 4 --threads 2 \
-	  --json $(RESULTS)/stages_cpu_2_threads.json
+	  --json $(BENCH_RESULTS)/stages_cpu_2_threads.json
 	$(PYTHON) benchmarks/bench_instructions.py --dtypes float32 bfloat16 \
-	  --json $(RESULTS)/instructions.json
+	  --json $(BENCH_RESULTS)/instructions.json
 	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rounds 5 --learning-steps 300 \
 	  --methods none ddp-alone plain fp16 hook-1-bucket:4,16 attached:4 bf16-wire:8,16,32 \
 	  --learning-methods plain fp16 hook-1-bucket:4 attached:4 bf16-wire:16 \
-	  --json $(RESULTS)/cluster_links.json --picture docs/images/cluster_links.png
+	  --json $(BENCH_RESULTS)/cluster_links.json --picture docs/images/cluster_links.png
 	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rounds 7 --learning-steps 80 --rank 4 \
 	  --methods none ddp-alone plain fp16 hook-1-bucket author attached flat bf16-wire \
-	  --json $(RESULTS)/cluster_cpu.json
+	  --json $(BENCH_RESULTS)/cluster_cpu.json
 	$(PYTHON) benchmarks/bench_cluster.py --ranks 4 --rounds 5 --learning-steps 0 --rank 4 \
 	  --methods none ddp-alone plain hook-1-bucket author attached bf16-wire \
-	  --json $(RESULTS)/cluster_cpu_4.json
-	$(PYTHON) benchmarks/bench_starts.py --methods attached --json $(RESULTS)/starts.json
+	  --json $(BENCH_RESULTS)/cluster_cpu_4.json
+	$(PYTHON) benchmarks/bench_starts.py --methods attached --json $(BENCH_RESULTS)/starts.json
 	$(PYTHON) benchmarks/bench_convergence.py \
-	  --json $(RESULTS)/convergence.json --picture docs/images/convergence.png
+	  --json $(BENCH_RESULTS)/convergence.json --picture docs/images/convergence.png
 	$(PYTHON) benchmarks/bench_convergence.py --methods plain attached bf16-wire \
-	  --ranks 4 --seeds 3 --json $(RESULTS)/convergence_modes.json
+	  --ranks 4 --seeds 3 --json $(BENCH_RESULTS)/convergence_modes.json
 	$(PYTHON) benchmarks/bench_noniid.py \
-	  --json $(RESULTS)/noniid.json --picture docs/images/noniid.png
+	  --json $(BENCH_RESULTS)/noniid.json --picture docs/images/noniid.png
 
 # It uses the python at hand (PYTHON=...) and no environment of its own, so it downloads nothing.
-gpu:  ## build, test and measure on a machine with an NVIDIA GPU, in 9 minutes
+gpu:  ## build, test and measure on a machine with an NVIDIA GPU, in 10 minutes
 	PYTHON='$(if $(filter command line environment,$(origin PYTHON)),$(PYTHON),python3)' .ci/gpu
 
 # Old tools have all that lint needs, so that lint compiles no changed source.

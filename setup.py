@@ -52,12 +52,6 @@ def headers() -> list[str]:
     return sorted(str(f.relative_to(ROOT)) for f in files if f.suffix in suffixes)
 
 
-def default_cuda_architectures() -> str:
-    """The architectures to compile for if no GPU is visible."""
-    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split("."))
-    return "8.0;9.0;10.0+PTX" if version >= (12, 8) else "8.0;9.0+PTX"
-
-
 def without_their_warnings() -> list[str]:
     """Flags that make the headers of torch and Python system headers, which are not warned about.
 
@@ -90,7 +84,8 @@ def extension(cuda: toolkit.Toolkit) -> Any:
         include_dirs += [str(cuda.include)] if "targets" in (cuda.include or Path()).parts else []
         library_dirs.append(str(cuda.lib))
         if not torch.cuda.is_available():
-            os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_cuda_architectures())
+            architectures = toolkit.default_architectures(torch.version.cuda or "")
+            os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures)
 
     kind: Any = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
     return kind(

@@ -31,14 +31,12 @@ if ! "$python" -c 'import torch, rich, pytest, hypothesis' 2>/dev/null; then
 fi
 "$python" -c 'import torch; assert torch.version.cuda, f"{torch.__version__} has no CUDA"'
 
+CUDA_HOME=$(.ci/cuda_home)
 # A copy: the objects of the other torch stay as they are. One architecture: nvcc_report.sh compiles
 # the kernels for all of them.
 cp -r setup.py setup_support pyproject.toml LICENSE README.md csrc docs include python tests "$tree"
 rm -f "$tree"/python/torch_powersgd/_C*.so
 cd "$tree"
-# nvcc may be a script that calls the toolkit's: ask it where it lives.
-CUDA_HOME=${CUDA_HOME:-$(nvcc --dryrun -x cu -c /dev/null -o /dev/null 2>&1 |
-  sed -n 's/^#\$ _HERE_=//p')/..}
 export CUDA_HOME POWERSGD_BUILD_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0
 command -v ccache >/dev/null && export PATH=/usr/lib/ccache:$PATH
 export CCACHE_BASEDIR=$tree CCACHE_NOHASHDIR=1

@@ -4,15 +4,17 @@
     python benchmarks/bench_cluster.py --ranks 2 --rates 1gbit
     python benchmarks/bench_cluster.py --methods none plain hook-1-bucket:4 bf16-wire:8,16,32
     python benchmarks/bench_cluster.py --rates 1gbit --delays 0.1 5 20 50 --seeds 3
-    python benchmarks/bench_cluster.py --device cuda --json cluster_cuda.json
-    python benchmarks/bench_cluster.py --show cluster_cuda.json --picture cluster_cuda.png
+    python benchmarks/bench_cluster.py --device cuda --models gpt2 --json gpt2.json --logs logs
+    python benchmarks/bench_cluster.py --show gpt2.json --picture gpt2.png
 
 The hosts are network namespaces on a switch, each on a link that is shaped in both directions, so
 it needs root, ip and tc (iproute2). On a GPU the ranks share it through an MPS daemon of their own
-and talk over NCCL's sockets. Every method has ranks of its own, freshly started for each setting.
-They take turns of a few steps, in an order that rotates, and sleep meanwhile; what is compared is
-from the same round of turns. All is removed at the end, however it comes; what a killed run left,
-when the next one starts. Before the turns, torch_powersgd advise predicts what they will show.
+and talk over NCCL's sockets. There a model takes some 6 minutes by estimate, and its methods' ranks
+70 GB: --methods names fewer for a smaller GPU. Every method has ranks of its own, freshly started
+for each setting. They take turns of a few steps, in an order that rotates, and sleep meanwhile;
+what is compared is from the same round of turns. All is removed at the end, however it comes; what
+a killed run left, when the next one starts. Before the turns, torch_powersgd advise predicts what
+they will show.
 
 With --delays, a frame takes that much longer from host to host, one way. The links are then TAP
 devices that one process forwards between, because netem is a module that many kernels lack; see
@@ -44,7 +46,7 @@ from cluster import arguments as command_line
 from cluster import delayed_links, figures, hosts, launch, models, mps
 from cluster.contenders import Contender
 from cluster.methods import EXACT_STEPS
-from provenance import PROVENANCE, processor, provenance
+from provenance import PROVENANCE, processor, provenance, write
 
 # The first steps are not measured: they are exact, rebuild buckets and allocate.
 WARMUP_STEPS = EXACT_STEPS + 3
@@ -127,6 +129,7 @@ class Bench:
             self.variables,
             limit,
             WARMUP_STEPS,
+            self.arguments.logs,
             method=contender.method,
             model=model,
             device=self.arguments.device,
@@ -218,9 +221,7 @@ class Bench:
             self._write()
 
     def _write(self) -> None:
-        if self.arguments.json:  # at once, so that a time limit loses nothing
-            self.arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            self.arguments.json.write_text(json.dumps(self.record, indent=1) + "\n")
+        write(self.record, self.arguments.json)
 
 
 def _tell(where: str, contender: Contender, run: launch.Run) -> None:
@@ -238,9 +239,13 @@ def main() -> None:
     if lacks:
         sys.exit(f"bench_cluster cannot run here; missing: {', '.join(lacks)}")
     record = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
-    from cluster import pictures, report
+    from cluster import report
 
     report.show(record)
+    if not draws:
+        return
+    from cluster import pictures
+
     if arguments.picture:
         names = [contender.name for contender in arguments.pictured]
         pictures.draw_links(record, names, arguments.picture)
@@ -257,7 +262,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"removed what an earlier run left: {', '.join(left)}")
         with contextlib.ExitStack() as stack:
             on_gpu = arguments.device == "cuda"
-            bench = Bench(arguments, stack.enter_context(mps.service()) if on_gpu else {})
+            service = mps.service(arguments.logs)
+            bench = Bench(arguments, stack.enter_context(service) if on_gpu else {})
             for model in arguments.models:
                 for ranks in arguments.ranks:
                     bench.measure(model, ranks)

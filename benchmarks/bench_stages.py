@@ -10,170 +10,132 @@ all-reduces send nothing; and the floor. The floor is five passes over the gradi
 which the device copies it.
 
 On a GPU, "all" and "hook" begin on an idle device and include the launches. The stages and "queued"
-are measured while the host is ahead of the device, as it is in a backward pass.
+are measured while the host is ahead of the device, as it is in a backward pass. "launches" are the
+kernels of this project. With --profile torch's profiler also counts all that both launch. It runs
+after everything is timed, because the profiler stays loaded and makes launches slower.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import functools
+import itertools
 import math
-import statistics
 import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import shapes
 import torch
 import torch.distributed as dist
 from clock import Clock, PeakMemory, profile
-from provenance import processor, provenance
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from contestants import STAGES, Hook, Ours
+from provenance import processor, provenance, write
 
 import torch_powersgd
 from torch_powersgd._core import _C
 from torch_powersgd.tools.footprint import Layout, buckets_of
 
-STAGES = ("project", "orthogonalize", "back_project", "reconstruct")
 # project reads G and the residual and writes the residual; back_project reads it; reconstruct
 # writes G.
 FLOOR_PASSES = 5
+COPIED_BYTES = 1 << 30  # by a GPU, to measure its copy speed
 
 
-class Ours:
-    """The stages of this project."""
+@dataclass(frozen=True)
+class Case:
+    """One configuration that is measured."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        options: torch_powersgd.Options,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.buckets = [
-            _C.BucketCompressor(bucket, options._core(), dtype, str(device)) for bucket in layout
-        ]
-        self.step = 0
+    model: str
+    options: torch_powersgd.Options
+    dtype: torch.dtype
+    device: torch.device
 
-    def run(self, gradients: list[torch.Tensor], clock: Clock | None = None) -> dict[str, Any]:
-        """Runs one step. With a clock it returns the marks before and after every stage."""
-        marks: dict[str, Any] = {stage: [] for stage in STAGES}
-        for compressor, gradient in zip(self.buckets, gradients, strict=True):
-            for stage in STAGES:
-                start = clock.mark() if clock else None
-                method = getattr(compressor, stage)
-                method(gradient, self.step) if stage == "project" else method()
-                if clock:
-                    marks[stage].append((start, clock.mark()))
-        self.step += 1
-        return marks
+    @property
+    def layout(self) -> Layout:
+        return buckets_of([list(shape) for shape in shapes.MODELS[self.model]()], self.dtype)
 
-    def stage_ms(
-        self, clock: Clock, gradients: list[torch.Tensor], repeats: int, refill: Any
-    ) -> dict[str, float]:
-        times: dict[str, list[float]] = {stage: [] for stage in STAGES}
-        for _ in range(repeats):
-            refill()
-            clock.get_ahead()
-            for stage, pairs in self.run(gradients, clock).items():
-                times[stage].append(sum(clock.milliseconds(*pair) for pair in pairs))
-        return {stage: statistics.median(ms) for stage, ms in times.items()}
+    def ours(self) -> Ours:
+        return Ours(self.layout, self.options, self.dtype, self.device)
+
+    def hook(self) -> Hook:
+        return Hook(self.layout, self.options.matrix_approximation_rank)
 
 
-class Bucket:
-    """The part of dist.GradBucket that powerSGD_hook uses. Python cannot construct a GradBucket."""
+class Gradients:
+    """Random gradients of every bucket, which the stages overwrite."""
 
-    def __init__(self, index: int, count: int, layout: list[list[int]]) -> None:
-        self._index, self._count, self._layout = index, count, layout
-        self._buffer = torch.empty(0)
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)
+        sizes = [sum(math.prod(shape) for shape in bucket) for bucket in case.layout]
+        self.numel = sum(sizes)
+        self._sources = [torch.randn(n, device=case.device).to(case.dtype) for n in sizes]
+        self.tensors = [source.clone() for source in self._sources]
 
-    def index(self) -> int:
-        return self._index
-
-    def is_last(self) -> bool:
-        return self._index == self._count - 1
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        parts = torch.split(self._buffer, [math.prod(shape) for shape in self._layout])
-        return [part.view(shape) for part, shape in zip(parts, self._layout, strict=True)]
-
-
-class Hook:
-    """torch's powerSGD_hook on the same buckets."""
-
-    def __init__(self, layout: Layout, rank: int) -> None:
-        self.state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=rank, start_powerSGD_iter=2
-        )
-        self.buckets = [Bucket(i, len(layout), shapes_) for i, shapes_ in enumerate(layout)]
-
-    def run(self, gradients: list[torch.Tensor]) -> None:
-        for bucket, gradient in zip(self.buckets, gradients, strict=True):
-            bucket.set_buffer(gradient)
-            powerSGD_hook.powerSGD_hook(self.state, cast(dist.GradBucket, bucket)).wait()
-
-
-def bench(
-    model: str,
-    options: torch_powersgd.Options,
-    dtype: torch.dtype,
-    device: torch.device,
-    repeats: int,
-) -> dict[str, Any]:
-    rank = options.matrix_approximation_rank
-    layout = buckets_of([list(shape) for shape in shapes.MODELS[model]()], dtype)
-    sizes = [sum(math.prod(shape) for shape in bucket) for bucket in layout]
-    torch.manual_seed(0)
-    sources = [torch.randn(size, device=device).to(dtype) for size in sizes]
-    gradients = [source.clone() for source in sources]
-    clock = Clock(device)
-
-    def refill() -> None:
-        """Restores the gradients, which the stages overwrite."""
-        for gradient, source in zip(gradients, sources, strict=True):
+    def refill(self) -> None:
+        """Restores the gradients."""
+        for gradient, source in zip(self.tensors, self._sources, strict=True):
             gradient.copy_(source)
 
+    def warm_up(self, contestant: Ours | Hook) -> None:
+        """Runs the first steps, which allocate. The hook's first two do not compress."""
+        for _ in range(3):
+            self.refill()
+            contestant.run(self.tensors)
+
+
+def copy_bytes_per_ms(gradients: Gradients, clock: Clock, repeats: int) -> float:
+    """The bytes that the device reads and writes per millisecond when it copies.
+
+    A GPU copies one large tensor: copies of small buckets leave gaps between their launches.
+    """
+    if not gradients.tensors[0].is_cuda:
+        nbytes = sum(gradient.nbytes for gradient in gradients.tensors)
+        return 2 * nbytes / clock.median(gradients.refill, repeats)
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device="cuda")
+    copy = torch.empty_like(source)
+    return 2 * COPIED_BYTES / clock.median(lambda: copy.copy_(source), repeats, ahead=True)
+
+
+def bench(case: Case, repeats: int) -> dict[str, Any]:
+    clock = Clock(case.device)
+    gradients = Gradients(case)
+
     def measure(contestant: Ours | Hook, repeats: int) -> dict[str, float]:
-        memory = PeakMemory(device)
-        for _ in range(3):  # the first steps allocate, and the hook's first two do not compress
-            refill()
-            contestant.run(gradients)
-        result = {"ms": clock.median(lambda: contestant.run(gradients), repeats, refill)}
+        memory = PeakMemory(case.device)
+        gradients.warm_up(contestant)
+        step = functools.partial(contestant.run, gradients.tensors)
+        result = {"ms": clock.median(step, repeats, gradients.refill)}
         result["memory_bytes"] = memory.bytes()
-        if device.type == "cuda":
-            refill()
-            result.update(profile(lambda: contestant.run(gradients)))
         return result
 
-    ours = Ours(layout, options, dtype, device)
+    ours = case.ours()
     ours_result = measure(ours, repeats)
-    ours_result["queued_ms"] = clock.median(
-        lambda: ours.run(gradients), repeats, refill, ahead=True
-    )
-    stage_ms = ours.stage_ms(clock, gradients, repeats, refill)
-    hook_result = measure(Hook(layout, rank), max(3, repeats // 3))
-    copy_ms = clock.median(refill, repeats, ahead=True)  # reads and writes: two passes
-    floor_ms = copy_ms * FLOOR_PASSES / 2
+    step = functools.partial(ours.run, gradients.tensors)
+    ours_result["queued_ms"] = clock.median(step, repeats, gradients.refill, ahead=True)
+    stage_ms = ours.stage_ms(clock, gradients.tensors, repeats, gradients.refill)
+    launched = _C.cuda_launch_count()
+    step()
+    ours_result["launches"] = _C.cuda_launch_count() - launched
+    hook_result = measure(case.hook(), max(3, repeats // 3))
+    copied_per_ms = copy_bytes_per_ms(gradients, clock, repeats)
     gradient_bytes = sum(compressor.gradient_bytes for compressor in ours.buckets)
+    floor_ms = FLOOR_PASSES * gradient_bytes / copied_per_ms
     return {
-        "model": model,
-        "rank": rank,
-        "dtype": _name(dtype),
-        "residual_dtype": _name(options.residual_dtype),
-        "elements": sum(sizes),
-        "buckets": len(layout),
+        "model": case.model,
+        "rank": case.options.matrix_approximation_rank,
+        "dtype": _name(case.dtype),
+        "residual_dtype": _name(case.options.residual_dtype),
+        "elements": gradients.numel,
+        "buckets": len(ours.buckets),
         "gradient_bytes": gradient_bytes,
         "stage_ms": stage_ms,
         "ours": ours_result,
         "hook": hook_result,
         "floor_ms": floor_ms,
-        "copy_gbyte_per_s": 2 * gradient_bytes / (copy_ms * 1e-3) / 1e9,
+        "copy_gbyte_per_s": copied_per_ms / 1e6,
         "ours_over_floor": ours_result["queued_ms"] / floor_ms,
         "hook_over_ours": hook_result["ms"] / ours_result["ms"],
         # The bus bandwidth below which compression pays: an all-reduce moves 2 bytes(G).
@@ -181,8 +143,35 @@ def bench(
     }
 
 
+def profiled(case: Case) -> dict[str, dict[str, float]]:
+    """All that a step of either contestant launches, as the profiler sees it."""
+    gradients = Gradients(case)
+    result = {}
+    for name, contestant in (("ours", case.ours()), ("hook", case.hook())):
+        gradients.warm_up(contestant)
+        gradients.refill()
+        result[name] = profile(functools.partial(contestant.run, gradients.tensors))
+    return result
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+HEADINGS = {
+    "model": 18,
+    "rank": 4,
+    "gradient": 8,
+    "residual": 8,
+    **dict.fromkeys(["project", "orth.", "back", "recon."], 8),
+    **dict.fromkeys(["all", "queued", "hook", "floor"], 8),
+    "/ floor": 7,
+    "hook / all": 10,
+    "GB/s": 5,
+    "launches": 8,
+    "memory": 6,
+    "hook's m.": 9,
+}
 
 
 def row(r: dict[str, Any]) -> list[str]:
@@ -193,27 +182,35 @@ def row(r: dict[str, Any]) -> list[str]:
     cells += [f"{ms:.3f}" for ms in (ours["ms"], ours["queued_ms"], hook["ms"], r["floor_ms"])]
     cells += [f"{r['ours_over_floor']:.2f}", f"{r['hook_over_ours']:.1f}"]
     cells += [f"{r['break_even_gbyte_per_s']:.0f}"]
-    for who in (ours, hook):
-        cells.append(f"{who['launches'] / r['buckets']:.1f}" if "launches" in who else "-")
-        cells.append(f"{who['memory_bytes'] / r['gradient_bytes']:.2f}")
+    cells += [f"{ours['launches'] / r['buckets']:.1f}" if ours["launches"] else "-"]
+    cells += [f"{who['memory_bytes'] / r['gradient_bytes']:.2f}" for who in (ours, hook)]
     return cells
 
 
-def show(results: list[dict[str, Any]], where: str) -> None:
-    """Prints milliseconds per step, launches per bucket, and peak memory over the gradient's."""
+def print_line(cells: Iterable[str]) -> None:
+    """Prints a line of the table at once, so that a time limit leaves the lines before it."""
+    (first, width), *others = zip(cells, HEADINGS.values(), strict=True)
+    print(first.ljust(width), *(cell.rjust(width) for cell, width in others), sep="  ", flush=True)
+
+
+def print_heading(where: str) -> None:
+    """Prints what follows: milliseconds per step, launches per bucket, memory over gradient."""
     print(f"ms per step, {where}; launches per bucket; peak memory / gradient")
-    headings = ["model", "rank", "gradient", "residual", "project", "orth.", "back", "recon."]
-    headings += ["all", "queued", "hook", "floor", "/ floor", "hook / all", "GB/s"]
-    headings += ["launches", "memory", "hook's l.", "hook's m."]
-    table = [headings, *(row(result) for result in results)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(headings))]
-    for line in table:
-        first = line[0].ljust(widths[0])
-        others = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
-        print("  ".join([first, *others]))
+    print_line(HEADINGS)
 
 
-def main() -> None:
+def print_profiles(results: list[dict[str, Any]]) -> None:
+    print("launches per bucket, by torch's profiler")
+    for r in results:
+        counts = [
+            f"{name} {found['launches'] / r['buckets']:.1f}"
+            for name, found in r["profile"].items()
+            if found
+        ]
+        print(f"{r['model']}, rank {r['rank']}:", *counts or ["nothing seen"])
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--device", default="cpu", choices=["cpu", "cuda"], help="device that computes (cpu)")
@@ -228,33 +225,55 @@ def main() -> None:
     )
     add("--threads", type=int, default=1, help="number of threads on a CPU (1)")
     add("--repeats", type=int, default=15, help="number of timed steps (15)")
-    add("--json", type=Path, help="file for the results")
-    arguments = parser.parse_args()
+    add("--profile", action="store_true", help="launches by torch's profiler, in the end")
+    add("--json", type=Path, help="file for the results, written after every configuration")
+    arguments = parser.parse_args(words)
+    if arguments.profile and arguments.device == "cpu":
+        parser.error("--profile counts launches, so it needs --device cuda")
+    return arguments
+
+
+def cases_of(arguments: argparse.Namespace, device: torch.device) -> list[Case]:
+    cases = []
+    for model, dtype, rank in itertools.product(
+        arguments.models, arguments.dtypes, arguments.ranks
+    ):
+        gradient, _, residual = dtype.partition("/")
+        options = torch_powersgd.Options(
+            matrix_approximation_rank=rank, residual_dtype=getattr(torch, residual or "float32")
+        )
+        cases.append(Case(model, options, getattr(torch, gradient), device))
+    return cases
+
+
+def run(cases: list[Case], arguments: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Measures the cases, and fills and writes the record."""
+    for case in cases:
+        record["results"].append(bench(case, arguments.repeats))
+        print_line(row(record["results"][-1]))
+        write(record, arguments.json)
+    if not arguments.profile:
+        return
+    for case, result in zip(cases, record["results"], strict=True):
+        result["profile"] = profiled(case)
+        write(record, arguments.json)
+    print_profiles(record["results"])
+
+
+def main() -> None:
+    arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     record: dict[str, Any] = {**provenance(name), "threads": arguments.threads, "results": []}
+    threads = f", {arguments.threads} thread(s)" if device.type == "cpu" else ""
+    print_heading(record["device"] + threads)
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        for model in arguments.models:
-            for dtype in arguments.dtypes:
-                for rank in arguments.ranks:
-                    gradient, _, residual = dtype.partition("/")
-                    options = torch_powersgd.Options(
-                        matrix_approximation_rank=rank,
-                        residual_dtype=getattr(torch, residual or "float32"),
-                    )
-                    kind = getattr(torch, gradient)
-                    result = bench(model, options, kind, device, arguments.repeats)
-                    record["results"].append(result)
-                    if arguments.json:  # after each, so that a time limit loses nothing
-                        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        run(cases_of(arguments, device), arguments, record)
         dist.destroy_process_group()
-    threads = f", {arguments.threads} thread(s)" if device.type == "cpu" else ""
-    show(record["results"], record["device"] + threads)
 
 
 if __name__ == "__main__":

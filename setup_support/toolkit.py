@@ -90,6 +90,18 @@ def is_wanted(choice: str, missing: list[str]) -> bool:
     return choice != "0" and not missing
 
 
+def default_architectures(torch_cuda: str) -> str:
+    """The architectures to compile for if no GPU is visible, as TORCH_CUDA_ARCH_LIST has them.
+
+    A slow network is often that of a T4 (7.5) or of an RTX 50 (12.0), which a datacenter's code
+    (8.0, 9.0, 10.0) does not run on.
+    """
+    release = tuple(int(part) for part in re.findall(r"\d+", torch_cuda)[:2])
+    oldest = [] if release >= (14,) else ["7.5"]
+    newest = ["10.0", "12.0"] if release >= (12, 8) else []
+    return ";".join([*oldest, "8.0", "9.0", *newest]) + "+PTX"
+
+
 def describe(choice: str, missing: list[str], nvcc_flags: list[str]) -> str:
     """One line that says what is built. `nvcc_flags` has -gencode=arch=..,code=.. if CUDA is."""
     if is_wanted(choice, missing):

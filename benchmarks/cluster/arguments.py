@@ -23,7 +23,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "cuda": {
         "models": ["gpt2", "resnet50"],
-        "methods": "none ddp-alone plain bf16 hook:4 attached:4 bf16-wire:4,16",
+        "methods": "none ddp-alone plain bf16 hook:4 attached:4 bf16-wire:16",
         "ranks": [4],
         "rates": ["10gbit"],
         "learning_steps": 0,
@@ -112,6 +112,7 @@ def _parser(doc: str) -> argparse.ArgumentParser:
     add("--loss", "loss to time (what plain has after 3/4 of its steps)", type=float)
     add("--quick", "two rounds, 2 ranks, 1gbit, no loss", action="store_true")
     add("--json", "file for the results, written after every round", type=Path)
+    add("--logs", "folder for the logs of ranks that fail, and of the GPU's MPS daemon", type=Path)
     add("--picture", "file for a picture of the step's time by link, see --pictured", type=Path)
     pictured: dict[str, Any] = {"default": [contenders.parse(word) for word in PICTURED.split()]}
     add_methods("--pictured", f"methods of that picture, ours last ({PICTURED})", **pictured)

@@ -88,10 +88,14 @@ def predict(
             command = this.command(folder / f"results{rank}", "cluster.predict")
             env = environment(rank, variables)
             processes.append(cluster.start(rank, command, env, cwd=_BENCHMARKS))
-        for process in processes:
-            process.wait(START_SECONDS + limit)
+        deadline = time.monotonic() + START_SECONDS + limit
+        while any(process.poll() is None for process in processes):
+            # The others would wait for one that has failed.
+            if any(process.poll() for process in processes) or time.monotonic() > deadline:
+                return {}
+            time.sleep(0.1)
         return dict(json.loads((folder / "results0").read_text()))
-    except (subprocess.TimeoutExpired, FileNotFoundError):
+    except FileNotFoundError:
         return {}
     finally:
         cluster.kill(processes)
@@ -113,6 +117,7 @@ class Ranks:
         variables: added to the ranks' environment.
         step_limit: seconds without a step on any rank after which a turn has failed.
         warmup: steps after a start that are not measured.
+        logs: the folder that keeps what ranks have printed before a failure; None: none does.
         job: the fields of a Job that are the same on all ranks.
     """
 
@@ -122,12 +127,14 @@ class Ranks:
         variables: Mapping[str, str],
         step_limit: float,
         warmup: int,
+        logs: Path | None = None,
         **job: Any,
     ) -> None:
         self._cluster = cluster
         self._variables = variables
         self._step_limit = step_limit
         self._warmup = warmup
+        self._logs = logs
         self._job = job
         self._attempts_left = ATTEMPTS
         self._processes: list[subprocess.Popen[str]] = []
@@ -164,6 +171,7 @@ class Ranks:
             except Failed as failure:
                 result.failures.append(str(failure))
                 self._attempts_left -= 1
+                self._keep_logs()
                 self._end()
         return result
 
@@ -194,6 +202,14 @@ class Ranks:
         self._processes = []
         if self._folder.name:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _keep_logs(self) -> None:
+        if self._logs is None:
+            return
+        attempt = f"{self._job['model']}-{self._job['method']}-{self._folder.name}"
+        (self._logs / attempt).mkdir(parents=True)
+        for log in self._folder.glob("log*"):
+            shutil.copy(log, self._logs / attempt)
 
     def _close_inputs(self) -> None:
         """Lets the ranks end by themselves."""

@@ -17,8 +17,11 @@ CONTROL = "nvidia-cuda-mps-control"
 
 
 @contextmanager
-def service() -> Iterator[dict[str, str]]:
-    """Runs the daemon. Yields the variables that its clients need in their environment."""
+def service(logs: Path | None = None) -> Iterator[dict[str, str]]:
+    """Runs the daemon. Yields the variables that its clients need in their environment.
+
+    In the end its logs, which alone say why a client was refused, are copied to the folder `logs`.
+    """
     folder = Path(tempfile.gettempdir(), f"{hosts.owner()}-mps")
     try:
         folder.mkdir()
@@ -31,6 +34,10 @@ def service() -> Iterator[dict[str, str]]:
         yield _variables(folder)
     finally:
         with hosts.uninterrupted():
+            if logs is not None:
+                logs.mkdir(parents=True, exist_ok=True)
+                for log in folder.glob("*.log"):
+                    shutil.copy(log, logs)
             _stop(folder)
 
 

@@ -79,6 +79,8 @@ def _train(job: Job, commands: TextIO, results: TextIO) -> None:
             print(json.dumps({"ms": ms, "loss": loss}), file=results, flush=True)
         meet()
         on_gpu = device.type == "cuda"
+        if on_gpu:  # The ranks of all methods share the GPU, and those of one run at a time.
+            torch.cuda.empty_cache()
         return {
             "tx_bytes": int(hosts.TX_BYTES.read_text()) - bytes_before,
             "gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),

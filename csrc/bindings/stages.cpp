@@ -10,6 +10,7 @@
 
 #include "bindings/register.h"
 #include "powersgd/compressor.h"
+#include "powersgd/kernels.h"
 #include "powersgd/options.h"
 #include "powersgd/plan.h"
 
@@ -24,6 +25,15 @@ BucketPlan plan_of(const std::vector<std::vector<int64_t>>& shapes, const Option
   std::vector<ParameterShape> bucket;
   for (const auto& sizes : shapes) bucket.push_back({sizes, {}});
   return plan_bucket(bucket, options);
+}
+
+// The launches of CUDA kernels since the start of the process: 0 in a build without them.
+int64_t cuda_launch_count() {
+#ifdef POWERSGD_WITH_CUDA
+  return kernels::cuda::launch_count();
+#else
+  return 0;
+#endif
 }
 
 }  // namespace
@@ -56,6 +66,7 @@ void register_stages(py::module_& module) {
         return memory_needs(plan_of(shapes, options), options, dtype, at::Device(device).type());
       },
       py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("device"));
+  module.def("cuda_launch_count", &cuda_launch_count);
   py::class_<BucketCompressor>(module, "BucketCompressor")
       .def(py::init([](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
                        at::ScalarType dtype, const std::string& device) {

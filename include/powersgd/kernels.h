@@ -220,7 +220,7 @@ using Status = int;
 TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
                      DType factor_dtype, DType wire_dtype);
 
-// The kernels that this process has launched.
+// The kernels that this process has launched since its start.
 int64_t launch_count();
 
 Status random_start(const Bucket& bucket, Stream stream);

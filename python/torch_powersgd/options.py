@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 _PREFIX = "POWERSGD_"
-_OTHER_VARIABLES = ("POWERSGD_BUILD_CUDA",)  # setup.py reads it.
+# setup.py, the benchmarks and the CUDA kernels read these.
+_OTHER_VARIABLES = tuple(
+    f"{_PREFIX}{name}" for name in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH", "TENSOR_CORES")
+)
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
 

@@ -34,7 +34,7 @@ endif()
 
 if(POWERSGD_CUDA)
   if(NOT CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 80 90 100)
+    set(CMAKE_CUDA_ARCHITECTURES 75 80 90 100 120)  # those of setup_support/toolkit.py
   endif()
   enable_language(CUDA)
   set(CMAKE_CUDA_STANDARD 17)

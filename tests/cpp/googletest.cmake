@@ -12,6 +12,10 @@ set(POWERSGD_GTEST_URL "https://github.com/google/googletest/archive/refs/tags/v
 set(gtest_hash 8ad598c73ad796e0d8280b082cebd82a630d73e73cd3c70057938a6501bba5d7)
 set(gtest_archive "${CMAKE_CURRENT_BINARY_DIR}/googletest.tar.gz")
 
+if(NOT POWERSGD_GTEST_URL AND NOT FETCHCONTENT_SOURCE_DIR_GOOGLETEST)
+  message(FATAL_ERROR "GoogleTest is not installed, and POWERSGD_GTEST_URL names no place for it")
+endif()
+
 # FetchContent's own download fails with a page of errors that names neither cause nor remedy.
 if(NOT FETCHCONTENT_SOURCE_DIR_GOOGLETEST AND NOT EXISTS "${gtest_archive}")
   message(STATUS "GoogleTest is not installed: downloading ${POWERSGD_GTEST_URL}")

@@ -122,7 +122,10 @@ def test_flat_delivers_everything(inner: str) -> None:
 
 
 def _launches(layers: int, options: tp.Options) -> float:
-    """The launches of a step, averaged over two later steps that do not wait for the device."""
+    """The launches of a step, averaged over two later steps that do not wait for the device.
+
+    torch's profiler would lose some: CUPTI drops the first kernels of a session on CUDA 12.6 to 13.
+    """
     shapes = [[64, 48], [48]] * layers
     compressor = _C.BucketCompressor(shapes, options._core(), torch.float32, "cuda")
     given = torch.randn(compressor.gradient_bytes // 4, device="cuda")
@@ -130,14 +133,12 @@ def _launches(layers: int, options: tp.Options) -> float:
         run_stages(compressor, given.clone(), i)
     gradients_of_steps = [given.clone() for _ in range(2)]
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        torch.cuda.set_sync_debug_mode("error")
-        for i, tensor in enumerate(gradients_of_steps):
-            run_stages(compressor, tensor, 4 + i)
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-    on_device = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return len(on_device) / len(gradients_of_steps)
+    before = _C.cuda_launch_count()
+    torch.cuda.set_sync_debug_mode("error")
+    for i, tensor in enumerate(gradients_of_steps):
+        run_stages(compressor, tensor, 4 + i)
+    torch.cuda.set_sync_debug_mode("default")
+    return (_C.cuda_launch_count() - before) / len(gradients_of_steps)
 
 
 def test_a_bucket_of_many_layers_takes_as_few_launches_as_one_of_two() -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,61 @@ def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         bench_cluster.main()
     for thing in ("root", "the program ip", "the program tc", "the program nvidia-cuda-mps"):
         assert thing in str(ended.value)
+
+
+class _Cluster:
+    """Hosts whose first process sleeps and whose second fails."""
+
+    def __init__(self) -> None:
+        self.slept_when_killed = False
+
+    def __len__(self) -> int:
+        return 2
+
+    def start(
+        self, host: int, command: list[str], env: dict[str, str], **popen: Any
+    ) -> subprocess.Popen[Any]:
+        program = ["false"] if host else ["sleep", "60"]
+        return subprocess.Popen(program, stdin=popen.get("stdin"), text=True)
+
+    def kill(self, processes: list[subprocess.Popen[Any]]) -> None:
+        self.slept_when_killed = processes[0].poll() is None
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_prediction_ends_with_the_first_rank_that_fails() -> None:
+    cluster: Any = _Cluster()
+    job = {"model": "demo", "device": "cpu"}
+    assert launch.predict(cluster, {}, 60, ["attached:4"], **job) == {}
+    assert cluster.slept_when_killed
+
+
+def test_the_logs_of_ranks_that_fail_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 0)
+    cluster: Any = _Cluster()
+    ranks = launch.Ranks(
+        cluster, {}, 60, 1, tmp_path, method="plain", model="demo", device="cpu", approximation=0
+    )
+    run = ranks.turn(2)
+    assert len(run.failures) == launch.ATTEMPTS
+    kept = sorted(tmp_path.glob("demo-plain-*/log*"))
+    assert [log.name for log in kept] == ["log0", "log1"] * launch.ATTEMPTS
+
+
+def test_the_table_needs_no_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {**dict.fromkeys(provenance.PROVENANCE, "-"), "settings": [], "left_out": {"X": "why"}}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "cluster.pictures", raising=False)
+    monkeypatch.setattr(sys, "argv", ["bench", "--show", str(tmp_path / "record.json")])
+    bench_cluster.main()
+    assert "left out: X: why" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

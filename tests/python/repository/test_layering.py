@@ -52,7 +52,10 @@ MAY_INCLUDE = {
     "forwarding": ["torch compat", "engine"],
     "gradients": ["options", "plan", "compressor", "engine"],
     "backend": ["options", "torch compat", "engine", "forwarding", "gradients"],
-    "bindings": ["options", "plan", "compressor", "engine", "forwarding", "gradients", "backend"],
+    "bindings": [
+        *("options", "plan", "kernels", "compressor", "engine", "forwarding", "gradients"),
+        "backend",
+    ],
 }
 
 # Other headers that a layer may include. One of the C++ library has neither a slash nor a suffix.

@@ -237,6 +237,9 @@ def test_a_download_that_fails_names_the_remedy(
     assert result.returncode != 0
     assert result.stderr.count("CMake Error") == 1
     assert "sudo apt-get install libgtest-dev" in " ".join(result.stderr.split())
+    result = configure(POWERSGD_GTEST_URL="")
+    assert result.returncode != 0
+    assert "GoogleTest is not installed, and POWERSGD_GTEST_URL names no place" in result.stderr
     wrong.touch()
     assert "its SHA-256 is" in configure(POWERSGD_GTEST_URL=f"file://{wrong}").stderr
 

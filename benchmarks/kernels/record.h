@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cuda_runtime.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "cases.h"
+#include "device.cuh"
+
+// The results of bench_kernels.cu, as a table and as JSON.
+namespace powersgd::bench {
+
+inline void print(const Row& row) {
+  std::printf("%-16s %4ld %-18s %8.1f %8.1f %8.1f %8.1f %9.1f %9.1f %7.2f %9.1f%s\n",
+              row.layout->title.c_str(), static_cast<long>(row.rank), row.kind->name.c_str(),
+              row.stage[0] * 1e3, row.stage[1] * 1e3, row.stage[2] * 1e3, row.stage[3] * 1e3,
+              row.step * 1e3, row.floor * 1e3, row.step / row.floor, row.launches,
+              row.skipped ? "  SKIPPED: the results are not finite" : "");
+  std::fflush(stdout);
+}
+
+inline std::string quoted(const std::string& text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') out += '\\';
+    out += c;
+  }
+  return out + '"';
+}
+
+// The POWERSGD_* variables, as they choose among the kernels' variants.
+inline std::string environment() {
+  std::string out;
+  for (char** entry = environ; *entry; ++entry) {
+    const std::string text = *entry;
+    const size_t equals = text.find('=');
+    if (text.rfind("POWERSGD_", 0) != 0 || equals == std::string::npos) continue;
+    out += (out.empty() ? "" : ", ") + quoted(text.substr(0, equals)) + ": " +
+           quoted(text.substr(equals + 1));
+  }
+  return "{" + out + "}";
+}
+
+// A file is replaced as a whole, so that whoever reads it meanwhile, or after a crash, finds JSON.
+inline void write(const std::string& path, double copy, const std::vector<Row>& rows) {
+  cudaDeviceProp device{};
+  int runtime = 0, driver = 0;
+  check(cudaGetDeviceProperties(&device, 0));
+  check(cudaRuntimeGetVersion(&runtime));
+  check(cudaDriverGetVersion(&driver));
+  const std::string part = path + ".part";
+  std::FILE* const file = std::fopen(part.c_str(), "w");
+  if (!file) fail("cannot write " + part);
+  std::fprintf(file,
+               "{\n \"device\": %s,\n \"capability\": \"%d.%d\",\n \"multiprocessors\": %d,\n"
+               " \"cuda_runtime\": %d,\n \"cuda_driver\": %d,\n \"environment\": %s,\n"
+               " \"copy_tbyte_per_s\": %.4f,\n \"results\": [",
+               quoted(device.name).c_str(), device.major, device.minor, device.multiProcessorCount,
+               runtime, driver, environment().c_str(), copy / 1e9);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const Row& row = rows[i];
+    std::fprintf(file,
+                 "%s\n  {\"model\": %s, \"rank\": %ld, \"kind\": %s, \"project_us\": %.2f,"
+                 " \"orthogonalize_us\": %.2f, \"back_project_us\": %.2f, \"reconstruct_us\": %.2f,"
+                 " \"step_us\": %.2f, \"floor_us\": %.2f, \"ratio\": %.4f, \"launches\": %.2f,"
+                 " \"skipped\": %d}",
+                 i ? "," : "", quoted(row.layout->name).c_str(), static_cast<long>(row.rank),
+                 quoted(row.kind->name).c_str(), row.stage[0] * 1e3, row.stage[1] * 1e3,
+                 row.stage[2] * 1e3, row.stage[3] * 1e3, row.step * 1e3, row.floor * 1e3,
+                 row.step / row.floor, row.launches, row.skipped);
+  }
+  std::fprintf(file, "\n ]\n}\n");
+  if (std::fclose(file) != 0 || std::rename(part.c_str(), path.c_str()) != 0)
+    fail("cannot write " + path);
+}
+
+}  // namespace powersgd::bench

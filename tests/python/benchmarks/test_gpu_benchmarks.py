@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The benchmarks for GPUs do on a CPU what they can: small cases from end to end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import bench_model
+import bench_stages
+import compare_kernels
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def _run(program: Any, words: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", ["bench", *words.split(), "--json", str(file)])
+    program.main()
+    record: dict[str, Any] = json.loads(file.read_text())
+    return record
+
+
+SMALL = (
+    "--device cpu --layers 2 --width 32 --inner 48 --heads 4 --key-heads 2 --vocabulary 64"
+    " --batches 1 2 --sequence 8 --repeats 1 --ranks 2"
+)
+
+
+def test_the_stages_of_a_model_are_a_share_of_its_dense_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = _run(bench_model, SMALL, tmp_path / "model.json", monkeypatch)
+    per_layer = 2 * 32 + 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48
+    assert record["parameters"] == 2 * per_layer + 64 * 32 + 32
+    assert [dense["batch"] for dense in record["dense"]] == [1, 2]
+    assert [found["residual_dtype"] for found in record["stages"]] == ["float32", "bfloat16"]
+    for found in record["stages"]:
+        for dense in record["dense"]:
+            share = found["share"][str(dense["batch"])]
+            assert share == pytest.approx(found["ms"] / dense["ms"])
+    assert "of batch 2" in capsys.readouterr().out
+
+
+def test_the_default_model_has_three_billion_parameters() -> None:
+    with torch.device("meta"):
+        model = bench_model.Decoder(bench_model.Shape())
+    assert sum(parameter.numel() for parameter in model.parameters()) == 3_212_749_824
+
+
+def test_what_does_not_fit_leaves_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = bench_model.dense_step
+
+    def dense_step(shape: bench_model.Shape, batch: int, arguments: Any) -> dict[str, Any]:
+        if batch == 2:
+            raise torch.cuda.OutOfMemoryError("no room")
+        return whole(shape, batch, arguments)
+
+    monkeypatch.setattr(bench_model, "dense_step", dense_step)
+    record = _run(bench_model, SMALL, tmp_path / "model.json", monkeypatch)
+    assert [dense["batch"] for dense in record["dense"]] == [1]
+    assert len(record["stages"]) == 2
+    assert "batch 2 x 8 tokens: out of memory" in capsys.readouterr().out
+
+
+def test_the_rows_of_a_run_that_is_cut_off_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = bench_stages.bench
+
+    def bench(case: bench_stages.Case, repeats: int) -> dict[str, Any]:
+        if case.options.matrix_approximation_rank == 4:
+            raise KeyboardInterrupt
+        return whole(case, repeats)
+
+    monkeypatch.setattr(bench_stages, "bench", bench)
+    file = tmp_path / "stages.json"
+    with pytest.raises(KeyboardInterrupt):
+        _run(bench_stages, "--models demo --ranks 2 4 --repeats 1", file, monkeypatch)
+    dist.destroy_process_group()
+    (result,) = json.loads(file.read_text())["results"]
+    assert result["ours"]["launches"] == 0  # there is no GPU
+    heading, row = capsys.readouterr().out.splitlines()[1:]
+    assert heading.startswith("model ")
+    assert row.startswith("demo (9.6 M) ")
+    assert len(row) == len(heading)
+
+
+def test_kernels_are_compared_side_by_side() -> None:
+    def record(*ratios: tuple[str, int, float]) -> dict[str, Any]:
+        results = [{"model": m, "rank": r, "kind": "float32", "ratio": x} for m, r, x in ratios]
+        return {"results": results}
+
+    both = {"on": record(("gpt2", 4, 1.5), ("gpt2", 8, 1.75)), "off": record(("gpt2", 8, 2.0))}
+    assert compare_kernels.table(both) == [
+        ["model", "rank", "gradient", "on", "off"],
+        ["gpt2", "4", "float32", "1.50", "-"],
+        ["gpt2", "8", "float32", "1.75", "2.00"],
+    ]
