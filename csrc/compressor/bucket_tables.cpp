@@ -121,7 +121,7 @@ int64_t bytes_of_tables(const BucketPlan& plan, DType factor_dtype, DType wire_d
                         at::DeviceType device) {
   const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);
   const std::vector<kernels::RawSegment> raw = raw_table(plan);
-  const kernels::TileTable tiles = 
+  const kernels::TileTable tiles =
       require_stages(device).make_tiles(matrices, raw, factor_dtype, wire_dtype);
   return bytes_to_upload(matrices, raw, tiles) + static_cast<int64_t>(tiles.workspace_bytes) +
          tiles.num_counters * static_cast<int64_t>(sizeof(uint64_t)) +

@@ -34,7 +34,7 @@ void random_start(const Layouts& layouts, at::ScalarType factor, const Options& 
   kernels::Bucket bucket{};
   bucket.factor_dtype = bucket.wire_dtype = to_dtype(factor);
   bucket.seed = static_cast<uint64_t>(options.random_seed);
-  const kernels::TileTable tiles = 
+  const kernels::TileTable tiles =
       stages.make_tiles(matrices, {}, bucket.factor_dtype, bucket.wire_dtype);
   const at::Tensor tables = upload_tables(bucket, matrices, {}, tiles, device);
   stages.random_start(bucket);

@@ -113,7 +113,7 @@ class Builder {
     for (size_t i = 0; i < matrices_.size(); ++i) {
       const Matrix& matrix = matrices_[i];
       const int64_t rows = orthogonalize_rows(matrix.rows, matrix.rank);
-      const int64_t parts = ceil_div(matrix.rows, rows);
+      const int64_t parts = matrix.rank > 0 ? ceil_div(matrix.rows, rows) : 0;
       const int64_t slot = take(matrix.rank > kMaxFastRank
                                     ? plain_slots(matrix.rank)
                                     : pass_plan_slots() + 2 * parts * gram_slots(matrix.rank));

@@ -85,11 +85,10 @@ __device__ void pack_raw(const Bucket& bucket, Work* work) {
   F* const rounding = static_cast<F*>(bucket.rounding);
   for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads) {
     const F value = widen(from[i], bucket.gradient_dtype);
-    const bool finite = is_finite(value);
-    if (!finite) work->flags.non_finite = 1;
+    if (!is_finite(value)) work->flags.non_finite = 1;
     const int64_t offset = segment.p_offset + i;
     const int64_t kept = offset - bucket.raw_offset;
-    F exact = finite ? value : F{0};
+    F exact = value;
     if (rounding != nullptr && !bucket.drop_residual) exact += rounding[kept];
     const F sent = p.store(offset, exact);
     if (rounding != nullptr) rounding[kept] = is_finite(exact - sent) ? exact - sent : F{0};

@@ -41,7 +41,7 @@ unsigned char* shared_memory();  // exactly shared_bytes, 16-byte aligned, fille
 
 enum class WarpOp { kSync, kShuffleXor };
 
-void yield();  // lets other threads run, for a thread that waits for another block
+void yield();                   // lets other threads run, for a thread that waits for another block
 int sync_block(int predicate);  // how many threads gave a non-zero predicate
 uint64_t warp_exchange(WarpOp op, unsigned mask, uint64_t value, int operand);
 

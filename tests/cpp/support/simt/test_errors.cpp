@@ -11,7 +11,8 @@ namespace {
 void no_kernel(int) {}
 
 TEST(Errors, AFailedLaunchHasANameAndDoesNotStick) {
-  const Status status = launch(no_kernel, 1, 2048, 0, nullptr, 0);  // a block has 1024 threads
+  const size_t too_much = 49 * 1024;  // of shared memory, without asking for more first
+  const Status status = launch<no_kernel>(1, too_much, nullptr, Predecessor::kAnything, 0);
   EXPECT_STREQ(error_name(status), "cudaErrorInvalidConfiguration");
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
 }

@@ -112,14 +112,6 @@ inline cudaError_t cudaGetLastError() {
   return error;
 }
 using cudaStream_t = struct CUstream_st*;
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-
-// Nothing is captured: a launch runs at once.
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
 
 // Nothing is captured: a launch runs at once.
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
@@ -165,7 +157,9 @@ struct cudaLaunchConfig_t {
 template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                Args&&... args) {
-  if (config->blockDim.x > 1024) return simt::last_error = cudaErrorInvalidConfiguration;
+  constexpr size_t kSharedBytesWithoutOptIn = 48 * 1024;
+  if (config->dynamicSmemBytes > kSharedBytesWithoutOptIn)
+    return simt::last_error = cudaErrorInvalidConfiguration;
   simt::launch({config->gridDim.x, static_cast<int>(config->blockDim.x), config->dynamicSmemBytes},
                [&] { kernel(args...); });
   return cudaSuccess;
