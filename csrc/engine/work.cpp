@@ -102,8 +102,8 @@ std::exception_ptr StreamWork::exception() const {
 
 bool StreamWork::wait(std::chrono::milliseconds /*timeout*/) {
   ensure_enqueued();
+  if (done_) synchronize();  // a failed job as well: a capture ends only if its streams have joined
   if (error_) std::rethrow_exception(error_);
-  synchronize();
   return true;
 }
 

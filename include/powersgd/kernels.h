@@ -121,8 +121,8 @@ struct WireScale {
   float next;     // of the next step's, chosen from this step's sum
 };
 
-// What a bucket keeps in the memory of its device from stage to stage and from step to step, so
-// that a replayed CUDA graph goes on where the last step ended. It holds zeros at first.
+// The memory of a bucket on its device, from stage to stage and from step to step. With it a
+// replayed CUDA graph goes on where the last step ended. It holds zeros at first.
 struct BucketState {
   uint64_t step;    // the number of the step in progress. project writes it
   int32_t skipped;  // 1: this step is skipped. orthogonalize writes it, reconstruct may raise it

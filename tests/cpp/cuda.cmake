@@ -25,7 +25,8 @@ if(POWERSGD_boost_context)
   target_compile_options(powersgd_simt PRIVATE -Wno-unknown-pragmas)  # unroll
   target_link_libraries(powersgd_simt PUBLIC powersgd_options "${POWERSGD_boost_context}")
   powersgd_test(kernels_simt SOURCES $<TARGET_OBJECTS:powersgd_kernel_tests>
-                support/simt/test_simt.cpp support/simt/test_errors.cpp support/simt_runners.cpp
+                support/simt/test_simt.cpp support/simt/test_launches.cpp
+                support/simt_runners.cpp
                 LIBRARIES powersgd_kernel_test powersgd_simt)
   target_include_directories(kernels_simt BEFORE PRIVATE support/simt/include)
 else()

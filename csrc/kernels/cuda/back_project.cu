@@ -22,8 +22,8 @@ namespace {
 constexpr int kStagedRows = 256;  // of p_hat, in shared memory at a time
 
 // Registers are traded for blocks in flight, and blocks for rows of M that a warp loads at a time.
-// That keeps 64 KB of loads in flight per multiprocessor at low ranks, 32 KB at rank 16, and 16 KB at
-// rank 32, where the products set the pace.
+// That keeps 64 KB of loads in flight per multiprocessor at low ranks, 32 KB at rank 16, and 16 KB
+// at rank 32, where the products set the pace.
 template <int R, typename F>
 constexpr int kBlocksPerProcessor = sizeof(F) == 8 ? 2
                                     : R <= 4       ? 4

@@ -104,8 +104,8 @@ __device__ void check_matrix(const Bucket& bucket, const Tile& tile) {
   note_elements(bucket, bad, largest);
 }
 
-// If the wire does not round, an infinite sum of a raw segment is the gradient that a plain all-reduce
-// gives.
+// If the wire does not round, an infinite sum of a raw segment is the gradient that a plain
+// all-reduce gives.
 template <typename F>
 __device__ void check_raw(const Bucket& bucket, const Tile& tile) {
   if (!wire_rounds(bucket) && !bucket.chooses_scales) return;

@@ -4,8 +4,8 @@
 //
 // This pass reads both the gradient and memory. A tile is a group of 64 rows, or of 32 above rank
 // 4, by a range of columns. Each warp takes 8 rows of it, or 4, and goes through their columns in
-// strips of 128. A lane has four adjacent columns. The block has the strips of q_local and q_warm in
-// shared memory, and copies the next while it uses them:
+// strips of 128. A lane has four adjacent columns. The block has the strips of q_local and q_warm
+// in shared memory, and copies the next while it uses them:
 //   1. A lane loads its part of the gradient and of memory.
 //   2. It adds the gradient, subtracts p_hat q_local and stores M.
 //   3. It multiplies M by q_warm into rows x rank sums in registers.
@@ -29,8 +29,8 @@ namespace {
 template <int R, bool kAnyRank>
 constexpr int kBlocksPerProcessor = kAnyRank || R > 8 ? 1 : 2;
 
-// Up to rank 16 both factors are at hand, so that M of a few rows is made and used up at once. Above,
-// shared memory is too small for that, and q_local and q_warm take turns.
+// Up to rank 16 both factors are at hand, so that M of a few rows is made and used up at once.
+// Above, shared memory is too small for that, and q_local and q_warm take turns.
 template <int R, typename F>
 constexpr int kRowsPerWarp = project_rows_per_warp(R, sizeof(F) == 8);
 template <int R>

@@ -58,7 +58,7 @@ __device__ void check_row(const Bucket& bucket, const Tile& tile, const Ticket& 
   squares_of(bucket, tile)[k * tile.parts + tile.part] = sum;
 }
 
-// What makes row k of Q a unit vector, or 0 if the row is zero.
+// The factor that makes row k of Q a unit vector, or 0 if the row is zero.
 __device__ inline double norm_scale(const Bucket& bucket, const Tile& tile, int64_t k) {
   const double* const squares = squares_of(bucket, tile);
   double sum = 0;

@@ -55,7 +55,7 @@ __device__ __forceinline__ int rows_from(const Tile& tile, int64_t begin, int mo
   return left < most ? static_cast<int>(left) : most;
 }
 
-// What p_hat is multiplied by.
+// The factor of p_hat in the output.
 template <typename F>
 __device__ __forceinline__ F scale_of_p(const Bucket& bucket, const Matrix& matrix) {
   return out_of_use(bucket, matrix) ? F{0} : static_cast<F>(bucket.output_scale);

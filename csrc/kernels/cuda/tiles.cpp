@@ -107,8 +107,8 @@ class Builder {
     }
   }
 
-  // A matrix has what one pass tells the next, and then the Gram matrices of its tiles, or the arrays
-  // of the plain way.
+  // A matrix has the plans of its passes, and then its tiles' Gram matrices. At a high rank it has
+  // the arrays of the plain way.
   void add_orthogonalize() {
     for (size_t i = 0; i < matrices_.size(); ++i) {
       const Matrix& matrix = matrices_[i];

@@ -78,7 +78,7 @@ POWERSGD_HOST_DEVICE inline int64_t triangle(int64_t rank) { return rank * (rank
 POWERSGD_HOST_DEVICE inline int64_t gram_slots(int64_t rank) {
   return slots(triangle(rank) * int64_t{sizeof(double)});
 }
-// What one pass over a matrix tells the next.
+// The message of one pass over a matrix to the next.
 struct PassPlan {
   int32_t needed;               // 0: the columns are orthonormal
   int32_t order[kMaxFastRank];  // of the columns, in which they are orthogonalized

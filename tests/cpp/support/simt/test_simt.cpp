@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "support/kernel_test.h"
 #include "support/simt/include/cuda_runtime.h"
 #include "support/simt/simt.h"
 
@@ -117,18 +116,6 @@ TEST(Simt, ErrorsInDeviceCodeReachTheCaller) {
             "from a thread");
   simt::launch({1, 32, 0}, [] { __syncthreads(); });  // and the next launch works
 }
-
-TEST(Simt, AStepTakesFourLaunches) {
-  const auto runner = stage_runners().front().make();
-  TestBucket bucket(*runner, {{{700, 300, 4}, Part::raw(9), {40, 17000, 2}, {2000, 40, 40}}});
-  const int64_t before = simt::launch_count();
-  for (const Stage stage :
-       {Stage::kProject, Stage::kOrthogonalize, Stage::kBackProject, Stage::kReconstruct})
-    bucket.run(stage);
-  EXPECT_EQ(simt::launch_count() - before, 4);
-}
-
-TEST(Simt, NothingIsCaptured) { EXPECT_FALSE(kernels::cuda::is_capturing(nullptr)); }
 
 #if defined(__SANITIZE_ADDRESS__)
 TEST(SimtDeathTest, SharedMemoryEndsWhereItEnds) {

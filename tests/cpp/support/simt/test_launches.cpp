@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <tuple>
+
+#include "kernels/cuda/launch.cuh"
+#include "powersgd/kernels.h"
+#include "support/simt/simt.h"
+#include "support/test_bucket.h"
+
+// The launches of the CUDA kernels, and what they load: figures that a GPU's speed hangs on.
+
+namespace powersgd::test {
+namespace {
+
+void no_kernel(int) {}
+
+TEST(Launches, AFailedOneHasANameAndDoesNotStick) {
+  using namespace kernels::cuda;
+  const size_t too_much = 49 * 1024;  // of shared memory, without asking for more first
+  const Status status = launch<no_kernel>(1, too_much, nullptr, Predecessor::kAnything, 0);
+  EXPECT_STREQ(error_name(status), "cudaErrorInvalidConfiguration");
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+}
+
+TEST(Launches, NothingIsCaptured) { EXPECT_FALSE(kernels::cuda::is_capturing(nullptr)); }
+
+using Wire = std::optional<DType>;
+class LaunchesOfAStep : public testing::TestWithParam<std::tuple<DType, Wire, int64_t>> {};
+
+TEST_P(LaunchesOfAStep, AreFour) {
+  const auto [gradient, wire, rank] = GetParam();
+  BucketSpec spec{{{700, 300, rank}, Part::raw(9), {40, 17000, 2}, {900, 40, 1}}, gradient};
+  spec.residual_dtype = gradient == DType::kFloat64 ? gradient : DType::kFloat32;
+  spec.wire_dtype = wire;
+  spec.tells_activity = true;
+  const auto runner = stage_runners().front().make();
+  TestBucket bucket(*runner, spec);
+  const int64_t before = kernels::cuda::launch_count();
+  for (const Stage stage :
+       {Stage::kProject, Stage::kOrthogonalize, Stage::kBackProject, Stage::kReconstruct})
+    bucket.run(stage);
+  EXPECT_EQ(kernels::cuda::launch_count() - before, 4);
+}
+
+INSTANTIATE_TEST_SUITE_P(Launches, LaunchesOfAStep,
+                         testing::Combine(testing::Values(DType::kFloat32, DType::kFloat64),
+                                          testing::Values(Wire{}, Wire{DType::kBFloat16},
+                                                          Wire{DType::kFloat16}),
+                                          testing::Values(2, 40)));
+
+class FactorLoads : public testing::TestWithParam<int64_t> {};
+
+// project reads q_local and q_warm through asynchronous copies alone. A warp that read them by
+// itself for four rows would load 2 * rank bytes for each element of M.
+TEST_P(FactorLoads, AreAQuarterOfThoseOfFourRowsAtMost) {
+  const int64_t rank = GetParam(), rows = 256, cols = 1024;
+  const auto runner = stage_runners().front().make();
+  TestBucket bucket(*runner, {{{rows, cols, rank}}});
+  const int64_t before = simt::async_copied_bytes();
+  bucket.run(Stage::kProject);
+  const auto bytes = static_cast<double>(simt::async_copied_bytes() - before);
+  const double per_element = bytes / static_cast<double>(rows * cols);
+  EXPECT_GT(per_element, 0);
+  EXPECT_LE(per_element, 2.0 * static_cast<double>(rank) / 4);
+  RecordProperty("bytes_per_element", std::to_string(per_element));
+}
+
+INSTANTIATE_TEST_SUITE_P(Launches, FactorLoads, testing::Values(1, 2, 3, 4, 8, 16, 32));
+
+}  // namespace
+}  // namespace powersgd::test
