@@ -51,6 +51,19 @@ INSTANTIATE_TEST_SUITE_P(Launches, LaunchesOfAStep,
                                                           Wire{DType::kFloat16}),
                                           testing::Values(2, 40)));
 
+// Only back_project follows a kernel of ours in its stream. The others follow a collective or an
+// event, which dependent launches are not made for.
+TEST(Launches, BackProjectAloneIsDependent) {
+  const auto runner = stage_runners().front().make();
+  TestBucket bucket(*runner, {{{70, 30, 4}, Part::raw(9)}});
+  for (const Stage stage : {Stage::kRandomStart, Stage::kProject, Stage::kOrthogonalize,
+                            Stage::kBackProject, Stage::kReconstruct}) {
+    const int64_t before = simt::dependent_launches;
+    bucket.run(stage);
+    EXPECT_EQ(simt::dependent_launches - before, stage == Stage::kBackProject ? 1 : 0);
+  }
+}
+
 class FactorLoads : public testing::TestWithParam<int64_t> {};
 
 // project reads q_local and q_warm through asynchronous copies alone. A warp that read them by

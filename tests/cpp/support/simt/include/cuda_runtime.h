@@ -105,6 +105,7 @@ inline const char* cudaGetErrorName(cudaError_t error) {
 }
 namespace simt {
 inline cudaError_t last_error = cudaSuccess;  // of a launch; it stays until it is asked for
+inline int64_t dependent_launches = 0;        // since the program began
 }  // namespace simt
 inline cudaError_t cudaGetLastError() {
   const cudaError_t error = simt::last_error;
@@ -125,8 +126,8 @@ struct dim3 {
   dim3(unsigned x_size = 1) : x(x_size) {}
 };
 
-// No kernel is compiled for Hopper, so none waits for its predecessor: one launch ends before the
-// next begins.
+// Kernels count as compiled for Hopper, so that those that may wait for their predecessor are
+// launched so. One launch ends before the next begins, and none has to wait.
 struct cudaFuncAttributes {
   int ptxVersion;
 };
@@ -135,7 +136,7 @@ inline cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
-  attributes->ptxVersion = 0;
+  attributes->ptxVersion = 90;
   return cudaSuccess;
 }
 
@@ -160,6 +161,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   constexpr size_t kSharedBytesWithoutOptIn = 48 * 1024;
   if (config->dynamicSmemBytes > kSharedBytesWithoutOptIn)
     return simt::last_error = cudaErrorInvalidConfiguration;
+  simt::dependent_launches += config->numAttrs;
   simt::launch({config->gridDim.x, static_cast<int>(config->blockDim.x), config->dynamicSmemBytes},
                [&] { kernel(args...); });
   return cudaSuccess;
