@@ -40,11 +40,6 @@ __device__ __forceinline__ void wait_for_predecessor() {
 
 // The compiler takes the value for a new one. A loop then computes or loads again what is cheap,
 // such as the address of every row of every array, and does not hold it in registers.
-__device__ __forceinline__ void hide_from_optimizer([[maybe_unused]] int64_t& value) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("" : "+l"(value));
-#endif
-}
 __device__ __forceinline__ void hide_from_optimizer([[maybe_unused]] int& value) {
 #if defined(__CUDA_ARCH__)
   asm volatile("" : "+r"(value));

@@ -12,9 +12,8 @@ namespace powersgd::kernels {
 
 constexpr int64_t kSlotBytes = 64;  // the unit of Tile::slot, an offset into the workspace
 
-// The flags of a tile of project: whether its part of the gradient has a
-// non-finite or a non-zero element, and its part of M one that memory cannot hold. The workspace
-// starts with one word of flags per tile.
+// The flags of a tile of project: whether its part of the gradient has a non-finite or a non-zero
+// element, and its part of M one that memory cannot hold.
 constexpr int32_t kNonFinite = 1, kNonZero = 2, kSaturated = 4;
 
 POWERSGD_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
