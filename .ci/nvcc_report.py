@@ -69,7 +69,7 @@ def room(warps: int, limits: Limits) -> int:
 
 def short(symbol: str) -> str:
     """The name of a kernel without its namespaces and arguments."""
-    name = symbol.split("(anonymous namespace)::")[-1].split("(")[0]
+    name = symbol.split("(anonymous namespace)::", 1)[-1].split("(")[0]
     return name.replace("unsigned short", "u16").replace("powersgd::kernels::cuda::", "")
 
 

@@ -61,7 +61,10 @@ MAY_INCLUDE = {
 # Other headers that a layer may include. One of the C++ library has neither a slash nor a suffix.
 STANDARD = r"[a-z_0-9]+"
 INTRINSICS = r"immintrin\.h"
-CUDA_RUNTIME = r"(cuda_runtime|cuda_runtime_api|cuda_bf16|cuda_fp16)\.h|cooperative_groups.*|mma\.h"
+CUDA_RUNTIME = (
+    r"(cuda_runtime|cuda_runtime_api|cuda_bf16|cuda_fp16|cuda_pipeline_primitives)\.h"
+    r"|cooperative_groups.*|mma\.h"
+)
 ATEN = r"(ATen|c10)/(?!cuda/).*"  # the same host source builds against a torch without CUDA
 TORCH = r"torch/csrc/(autograd|distributed/c10d)/(?!.*(NCCL|Gloo|UCC|MPI|pybind|python)).*"
 C10D = rf"{STANDARD}|{ATEN}|{TORCH}|torch/version\.h"
