@@ -61,7 +61,7 @@ inline bool dependent_launch_wanted() {
 // for an older one runs on a newer one. The driver is asked once per kernel and device.
 template <auto kKernel>
 Status waits_for_predecessor(bool* waits) {
-  enum : int { kUnknown, kNo, kYes };
+  enum : int { kUnknown, kWaits, kStartsAtOnce };
   static std::array<std::atomic<int>, 64> known{};
   int device = 0;
   if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
@@ -71,9 +71,9 @@ Status waits_for_predecessor(bool* waits) {
     const cudaError_t status =
         cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel));
     if (status != cudaSuccess) return status;
-    answer = attributes.ptxVersion >= 90 ? kYes : kNo;
+    answer = attributes.ptxVersion >= 90 ? kWaits : kStartsAtOnce;
   }
-  *waits = answer == kYes;
+  *waits = answer == kWaits;
   return cudaSuccess;
 }
 

@@ -67,7 +67,7 @@ TEST_P(Coalescing, ThoseAfterItAreCompressedAgain) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Inner, Coalescing, testing::Bool(), [](const auto& coalesces) {
-  return coalesces.param ? "Coalesces" : "DoesNot";
+  return coalesces.param ? "Coalesces" : "RunsAtOnce";
 });
 
 }  // namespace
