@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 
 _PREFIX = "POWERSGD_"
-_OTHER_VARIABLES = ("POWERSGD_BUILD_CUDA",)  # setup.py reads it.
+_OTHER_VARIABLES = (  # setup.py and the CUDA kernels read them.
+    "POWERSGD_BUILD_CUDA",
+    "POWERSGD_DEPENDENT_LAUNCH",
+    "POWERSGD_TENSOR_CORES",
+)
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
 

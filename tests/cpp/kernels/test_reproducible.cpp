@@ -18,7 +18,9 @@ std::vector<BucketSpec> specs() {
   return {{parts, DType::kFloat32, DType::kFloat32},
           {parts, DType::kFloat64, DType::kFloat64},
           {parts, DType::kBFloat16, DType::kBFloat16},
-          {parts, DType::kFloat16, DType::kFloat16}};
+          {parts, DType::kFloat16, DType::kFloat16},
+          // The largest rank that tensor cores take.
+          {{{90, 140, 32}, {40, 300, 12}}, DType::kBFloat16, DType::kFloat32}};
 }
 
 // Two steps, of which the second one starts from all that the first one leaves.

@@ -207,6 +207,7 @@ def test_an_unknown_variable_is_warned_of_once(
 ) -> None:
     monkeypatch.setenv("POWERSGD_RANK", "4")
     monkeypatch.setenv("POWERSGD_BUILD_CUDA", "0")
+    monkeypatch.setenv("POWERSGD_TENSOR_CORES", "1")
     monkeypatch.setenv("POWERSGD_MIN_NUMEL", "22")
     resolve(None)
     resolve(tp.Options())

@@ -128,6 +128,24 @@ TEST(Simt, AStepTakesFourLaunches) {
   EXPECT_EQ(simt::launch_count() - before, 4);
 }
 
+// They round differently, and only at ranks 9 to 32.
+TEST(Simt, TensorCoresTakeTheProducts) {
+  for (const int64_t rank : {8, 9, 32, 33}) {
+    for (const Stage stage : {Stage::kProject, Stage::kBackProject, Stage::kReconstruct}) {
+      std::vector<std::vector<uint8_t>> results;
+      for (const RunnerFactory& factory : {stage_runners()[0], tensor_core_runners()[0]}) {
+        const auto runner = factory.make();
+        TestBucket bucket(*runner, {{{70, 60, rank}}});
+        randomize(bucket, 1);
+        bucket.q_payload->set(random_values(bucket.bucket.q_numel, 2));
+        bucket.run(stage);
+        results.push_back(bucket.state_bytes());
+      }
+      EXPECT_EQ(results[0] == results[1], rank < 9 || rank > 32);
+    }
+  }
+}
+
 #if defined(__SANITIZE_ADDRESS__)
 TEST(SimtDeathTest, SharedMemoryEndsWhereItEnds) {
   EXPECT_DEATH(simt::launch({1, 32, 64}, [] { simt::shared_memory()[64] = 1; }),
