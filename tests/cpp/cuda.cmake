@@ -19,13 +19,19 @@ if(POWERSGD_boost_context)
     file(GENERATE OUTPUT "${source}" CONTENT "#include \"${kernel}\"\n")
     list(APPEND simt_sources "${source}")
   endforeach()
+  # Tests of headers that kernels include.
+  add_library(powersgd_simt_device_tests OBJECT support/simt/test_tensor_cores.cpp)
+  target_link_libraries(powersgd_simt_device_tests PRIVATE powersgd_kernel_test)
   add_library(powersgd_simt STATIC ${simt_sources} "${cuda_host}" support/simt/grid.cpp
               support/simt/simt.cpp)
-  target_include_directories(powersgd_simt BEFORE PRIVATE support/simt/include)  # CUDA's headers
-  target_compile_options(powersgd_simt PRIVATE -Wno-unknown-pragmas)  # unroll
+  foreach(target powersgd_simt powersgd_simt_device_tests)
+    target_include_directories(${target} BEFORE PRIVATE support/simt/include)  # CUDA's headers
+    target_compile_options(${target} PRIVATE -Wno-unknown-pragmas)  # unroll
+  endforeach()
   target_link_libraries(powersgd_simt PUBLIC powersgd_options "${POWERSGD_boost_context}")
   powersgd_test(kernels_simt SOURCES $<TARGET_OBJECTS:powersgd_kernel_tests>
-                support/simt/test_simt.cpp support/simt/test_launches.cpp
+                $<TARGET_OBJECTS:powersgd_simt_device_tests> support/simt/test_simt.cpp
+                support/simt/test_launches.cpp
                 support/simt_runners.cpp
                 LIBRARIES powersgd_kernel_test powersgd_simt)
   target_include_directories(kernels_simt BEFORE PRIVATE support/simt/include)

@@ -10,16 +10,16 @@
 //   3. A lane adds up rank x 4 sums, with 4 or 8 independent vector loads of M at a time.
 //   4. The warps' sums are added in shared memory, in the order of the warps.
 // A skipped step sends zeros, and so does a matrix that no rank uses.
+// Above rank 8, tensor cores may take the place of 3. and 4., see back_project_tensor.cuh.
 // Where a strip has several row ranges, 4. writes to the workspace, and the strip's last block adds
 // the ranges in their order.
+#include "kernels/cuda/back_project_tensor.cuh"
 #include "kernels/cuda/dispatch.cuh"
-#include "kernels/cuda/elements.cuh"
-#include "kernels/cuda/strips.cuh"
+#include "kernels/cuda/stored_m.cuh"
+#include "kernels/cuda/work.cuh"
 
 namespace powersgd::kernels::cuda {
 namespace {
-
-constexpr int kStagedRows = 256;  // of p_hat, in shared memory at a time
 
 // Registers are traded for blocks in flight, and blocks for rows of M that a warp loads at a time.
 // That keeps 64 KB of loads in flight per multiprocessor at low ranks, 32 KB at rank 16, and 16 KB
@@ -34,28 +34,6 @@ constexpr int kBatch = R == 8 || R == 16 ? 8 : 4;
 
 template <int R, typename F>
 constexpr size_t kSharedBytes = sizeof(F) * std::max(kStagedRows * R, kReduceElements<R>);
-
-template <typename F>
-__device__ __forceinline__ void keep_finite(F (&m)[4], bool is_gradient) {
-  if (!is_gradient) return;
-  POWERSGD_UNROLL
-  for (int j = 0; j < 4; ++j) m[j] = is_finite(m[j]) ? m[j] : F{0};
-}
-
-// Where a tile's M lies: in memory or, without error feedback, in the gradient.
-template <typename S>
-struct StoredM {
-  const S* base;
-  DType dtype;
-  bool is_gradient;
-
-  __device__ StoredM(const Bucket& bucket, const Matrix& matrix)
-      : base(matrix.memory == nullptr
-                 ? global(static_cast<const S*>(bucket.gradient) + matrix.gradient_offset)
-                 : global(static_cast<const S*>(matrix.memory))),
-        dtype(matrix.memory == nullptr ? bucket.gradient_dtype : bucket.residual_dtype),
-        is_gradient(matrix.memory == nullptr) {}
-};
 
 // A lane's part of kBatch rows of M.
 template <int R, typename S>
@@ -88,11 +66,6 @@ struct Batch {
     }
   }
 };
-
-__device__ __forceinline__ int rows_of_chunk(const Tile& tile, int64_t begin) {
-  const int64_t left = tile.row_end - begin;
-  return left < kStagedRows ? static_cast<int>(left) : kStagedRows;
-}
 
 // The columns of a lane in a tile.
 __device__ __forceinline__ int64_t lane_column(const Tile& tile) {
@@ -139,22 +112,6 @@ __device__ __forceinline__ void accumulate(const Matrix& matrix, const Tile& til
   }
 }
 
-// True if q is zero, and nothing is to be computed. Waits for orthogonalize.
-__device__ __forceinline__ bool sends_zeros(const Bucket& bucket, const Matrix& matrix) {
-  wait_for_predecessor();
-  return bucket.state->skipped != 0 || out_of_use(bucket, matrix);
-}
-
-template <typename F>
-__device__ void send_zeros(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
-  if (tile.part != 0) return;
-  const Payload<F> payload = q_of<F>(bucket);
-  for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
-    const int64_t col = tile.col_begin + i % kStrip;
-    if (col < tile.col_end) write_q(payload, matrix, i / kStrip * matrix.cols + col, F{0});
-  }
-}
-
 template <int R, typename S>
 __device__ __forceinline__ void back_project_tile(const Bucket& bucket, const Matrix& matrix,
                                                   const Tile& tile) {
@@ -194,9 +151,30 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
     back_project_tile<R, uint16_t>(bucket, matrix, tile);
 }
 
+template <int R>
+__global__ void __launch_bounds__(kThreads, kTensorBlocksOfBackProject<R>)
+    back_project_tensor_kernel(Bucket bucket, int64_t first_tile) {
+  const Work& work = *begin_work(bucket, first_tile);
+  const DType stored =
+      work.matrix.memory == nullptr ? bucket.gradient_dtype : bucket.residual_dtype;
+  if (stored == DType::kFloat32)
+    back_project_tensor_tile<R, float>(bucket, work.matrix, work.tile);
+  else
+    back_project_tensor_tile<R, uint16_t>(bucket, work.matrix, work.tile);
+}
+
 template <int R, typename F>
 Status launch_back_project(const Bucket& bucket, Stream stream) {
   const int64_t* begin = bucket.tile_list_begin.data();
+  if constexpr (R > 8) {
+    bool tensor_cores = false;
+    const Status status = runs_on_tensor_cores<back_project_tensor_kernel<R>>(&tensor_cores);
+    if (status != 0) return status;
+    if (tensor_cores && bucket.largest_rank <= R)
+      return launch<back_project_tensor_kernel<R>>(
+          begin[kBackProjectTiles + 1] - begin[kBackProjectTiles], kTensorBytesOfBackProject<R>,
+          stream, Predecessor::kAllowsSuccessor, bucket, begin[kBackProjectTiles]);
+  }
   return launch<back_project_kernel<R, F>>(
       begin[kBackProjectTiles + 1] - begin[kBackProjectTiles], kSharedBytes<R, F>, stream,
       Predecessor::kAllowsSuccessor, bucket, begin[kBackProjectTiles]);

@@ -57,23 +57,22 @@ inline bool dependent_launch_wanted() {
   return wanted;
 }
 
-// Only code compiled for Hopper waits in wait_for_predecessor(). The device does not decide: code
-// for an older one runs on a newer one. The driver is asked once per kernel and device.
+// The architecture that a kernel's code was compiled for, such as 90. The device does not tell:
+// code for an older one runs on a newer one. The driver is asked once per kernel and device.
 template <auto kKernel>
-Status waits_for_predecessor(bool* waits) {
-  enum : int { kUnknown, kWaits, kStartsAtOnce };
+Status ptx_version(int* version) {
   static std::array<std::atomic<int>, 64> known{};
   int device = 0;
   if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
   std::atomic<int>& answer = known[static_cast<size_t>(device) % known.size()];
-  if (answer == kUnknown) {
+  if (answer == 0) {
     cudaFuncAttributes attributes{};
     const cudaError_t status =
         cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel));
     if (status != cudaSuccess) return status;
-    answer = attributes.ptxVersion >= 90 ? kWaits : kStartsAtOnce;
+    answer = attributes.ptxVersion;
   }
-  *waits = answer == kWaits;
+  *version = answer;
   return cudaSuccess;
 }
 
@@ -87,8 +86,10 @@ Status launch(int64_t blocks, size_t shared_bytes, Stream stream, Predecessor pr
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   bool dependent = false;
   if (predecessor == Predecessor::kAllowsSuccessor && dependent_launch_wanted()) {
-    const Status status = waits_for_predecessor<kKernel>(&dependent);
+    int version = 0;
+    const Status status = ptx_version<kKernel>(&version);
     if (status != cudaSuccess) return status;
+    dependent = version >= 90;  // older code does not wait in wait_for_predecessor()
   }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -10,11 +10,12 @@
 
 namespace powersgd::kernels::cuda {
 
-// A panel holds R rows of a strip. Rows and columns beyond the factor's are 0.
-template <int R, typename F>
+// A panel holds R rows of a strip, kStride elements apart. Rows and columns beyond the factor's are
+// 0.
+template <int R, typename F, int kStride = kStrip>
 class Panels {
  public:
-  static constexpr int kElements = 2 * R * kStrip;  // of shared memory
+  static constexpr int kElements = 2 * R * kStride;  // of shared memory
 
   __device__ explicit Panels(F* shared) : shared_(shared) {}
 
@@ -23,7 +24,7 @@ class Panels {
   template <int kRows = R>
   __device__ __forceinline__ void fetch(const F* factor, const Matrix& matrix, bool aligned,
                                         int64_t first, int64_t end, int to_row = 0) {
-    F* const panel = shared_ + ((1 - used_) * R + to_row) * kStrip;
+    F* const panel = shared_ + ((1 - used_) * R + to_row) * kStride;
     if (aligned)
       copy<kRows, 4>(factor, matrix, first, end, panel);
     else
@@ -39,10 +40,14 @@ class Panels {
     used_ = 1 - used_;
   }
 
+  // A row of the panel in use.
+  __device__ __forceinline__ const F* row(int row) const {
+    return shared_ + (used_ * R + row) * kStride;
+  }
+
   // A row of the panel in use, at this lane's columns.
-  __device__ __forceinline__ void load(int row, F (&out)[4]) const {
-    load_columns<Access::kReuse>(shared_ + (used_ * R + row) * kStrip + threadIdx.x % kWarpSize * 4,
-                                 DType::kFloat32, out);
+  __device__ __forceinline__ void load(int from_row, F (&out)[4]) const {
+    load_columns<Access::kReuse>(row(from_row) + threadIdx.x % kWarpSize * 4, DType::kFloat32, out);
   }
 
  private:
@@ -54,7 +59,7 @@ class Panels {
     POWERSGD_NO_UNROLL
     for (int i = threadIdx.x; i < kRows * kPerRow; i += kThreads) {
       const int k = i / kPerRow, col = i % kPerRow * kWidth;
-      F* const to = panel + k * kStrip + col;
+      F* const to = panel + k * kStride + col;
       if (k < matrix.rank && first + col < end) {
         __pipeline_memcpy_async(to, factor + k * matrix.cols + first + col, kWidth * sizeof(F));
       } else {

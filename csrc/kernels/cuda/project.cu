@@ -14,6 +14,7 @@
 //      matrix has several column ranges.
 //   5. The last block of a row group adds the partial ones in their order. The last block of all
 //      joins the flags of the tiles.
+// Above rank 8, tensor cores may take the place of 1. to 4., see project_tensor.cuh.
 // P is computed from M as memory holds it, rounded. Error feedback then makes up for the rounding
 // too.
 #include "kernels/cuda/dispatch.cuh"
@@ -21,6 +22,7 @@
 #include "kernels/cuda/panels.cuh"
 #include "kernels/cuda/project_any_rank.cuh"
 #include "kernels/cuda/project_sums.cuh"
+#include "kernels/cuda/project_tensor.cuh"
 
 namespace powersgd::kernels::cuda {
 namespace {
@@ -43,13 +45,14 @@ template <int R, typename F>
 constexpr size_t kSharedBytes =
     sizeof(Work) + sizeof(F) * (kWarps * kRowsPerWarp<R, F> * R + FactorPanels<R, F>::kElements);
 
-// The warp's rows of scale p_hat as [R][kRows], padded with zeros.
+// The warp's rows of scale p_hat as [R][kRows], with zeros beyond the rank.
 template <int R, int kRows, typename F, typename G, typename M>
 __device__ __forceinline__ void stage_p(const Rows<kRows, F, G, M>& rows, F* p) {
   if (rows.memory == nullptr) return;
   for (int i = threadIdx.x % kWarpSize; i < kRows * R; i += kWarpSize) {
     const int row = i % kRows, k = i / kRows;
-    p[i] = row < rows.count && k < rows.rank ? rows.scale * rows.p_hat[row * rows.rank + k] : F{0};
+    const int existing = row < rows.count ? row : 0;  // as in Rows::offset()
+    p[i] = k < rows.rank ? rows.scale * rows.p_hat[existing * rows.rank + k] : F{0};
   }
   __syncwarp();
 }
@@ -178,15 +181,19 @@ __device__ __forceinline__ void project_tile(const Bucket& bucket, Work* work) {
   write_lane_sums<R, kRows>(bucket, *work, warp * kRows, 0, sums);
 }
 
-template <int R, bool kAnyRank, typename F, typename G, typename M>
-__global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kAnyRank>))
+enum class Way { kAnyRank, kVectors, kTensorCores };
+
+template <int R, Way kWay, typename F, typename G, typename M>
+__global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kWay == Way::kAnyRank>))
     project_kernel(Bucket bucket, int64_t first_tile, int64_t tiles) {
   Work* const work = begin_work(bucket, first_tile);
   if (work->tile.kind == TileKind::kRawSegment) {
     pack_raw<F, G>(bucket, work);
   } else {
-    if constexpr (kAnyRank)
+    if constexpr (kWay == Way::kAnyRank)
       project_tile_of_any_rank<R, F, G, M>(bucket, work);
+    else if constexpr (kWay == Way::kTensorCores)
+      project_tensor_tile<R, G, M>(bucket, work);
     else
       project_tile<R, F, G, M>(bucket, work);
     add_column_ranges<F>(bucket, *work);
@@ -209,7 +216,17 @@ struct LaunchProject {
     const int64_t tiles = begin[kProjectTiles + 1] - begin[kProjectTiles];
     if (tiles == 0)
       return launch<write_flags_kernel<F>>(1, 0, stream, Predecessor::kAnything, bucket);
-    return launch<project_kernel<R, kAnyRank, F, G, M>>(
+    constexpr Way kWay = kAnyRank ? Way::kAnyRank : Way::kVectors;
+    if constexpr (R > 8) {
+      constexpr auto kKernel = project_kernel<R, Way::kTensorCores, F, G, M>;
+      bool tensor_cores = false;
+      const Status status = runs_on_tensor_cores<kKernel>(&tensor_cores);
+      if (status != 0) return status;
+      if (tensor_cores)
+        return launch<kKernel>(tiles, ProjectOnTensorCores<R, G, M>::kSharedBytes, stream,
+                               Predecessor::kAnything, bucket, begin[kProjectTiles], tiles);
+    }
+    return launch<project_kernel<R, kWay, F, G, M>>(
         tiles, kAnyRank ? sizeof(Work) : kSharedBytes<R, F>, stream, Predecessor::kAnything, bucket,
         begin[kProjectTiles], tiles);
   }

@@ -16,25 +16,31 @@ __device__ __forceinline__ F* partial_p(const Bucket& bucket, const Work& work, 
   return global(slot_pointer<F>(bucket, tile.slot + part * slots(bytes)));
 }
 
+// Returns what writes a sum of the tile: write(row of the tile, column of P, sum). Rows and columns
+// that do not exist are left out.
+template <typename F>
+__device__ __forceinline__ auto sum_writer(const Bucket& bucket, const Work& work) {
+  const Payload<F> p = p_to_send<F>(bucket);
+  F* const partial = partial_p<F>(bucket, work, work.tile.part);
+  return [=, &work](int row, int k, F sum) {
+    const Tile& tile = work.tile;
+    const int64_t rank = work.matrix.rank;
+    if (row >= static_cast<int>(tile.row_end - tile.row_begin) || k >= rank) return;
+    if (tile.parts > 1)
+      partial[row * rank + k] = sum;
+    else
+      p.store(work.matrix.p_offset + (tile.row_begin + row) * rank + k, sum);
+  };
+}
+
 // Writes columns [k0, k0 + R) of P at the warp's rows, which begin at row `first` of the tile.
 // sums[i * R + k] is a lane's sum of row i and column k.
 template <int R, int kRows, typename F>
 __device__ __forceinline__ void write_lane_sums(const Bucket& bucket, const Work& work, int first,
                                                 int k0, F (&sums)[kRows * R]) {
-  const Tile& tile = work.tile;
-  const int64_t rank = work.matrix.rank;
-  const int rows = static_cast<int>(tile.row_end - tile.row_begin);
-  const Payload<F> p = p_to_send<F>(bucket);
-  F* const partial = partial_p<F>(bucket, work, tile.part);
+  const auto write = sum_writer<F>(bucket, work);
   reduce_lanes(sums);
-  visit_lane_sums(sums, [&](int index, F sum) {
-    const int row = first + index / R, k = k0 + index % R;
-    if (row >= rows || k >= rank) return;
-    if (tile.parts > 1)
-      partial[row * rank + k] = sum;
-    else
-      p.store(work.matrix.p_offset + (tile.row_begin + row) * rank + k, sum);
-  });
+  visit_lane_sums(sums, [&](int index, F sum) { write(first + index / R, k0 + index % R, sum); });
 }
 
 // The last block of a row group adds the column ranges in their order.

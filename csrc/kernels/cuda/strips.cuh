@@ -49,22 +49,31 @@ __device__ __forceinline__ void write_q(const Payload<F>& payload, const Matrix&
   static_cast<F*>(matrix.q_local)[index] = payload.store(matrix.q_offset + index, value);
 }
 
+// Returns what writes a sum of a tile: write(row of q, column of the strip, sum). Rows and columns
+// that do not exist are left out.
+template <typename F>
+__device__ __forceinline__ auto strip_writer(const Bucket& bucket, const Matrix& matrix,
+                                             const Tile& tile) {
+  const Payload<F> payload = q_of<F>(bucket);
+  const int64_t stride = slots(matrix.rank * kStrip * int64_t{sizeof(F)});
+  F* const partial = slot_pointer<F>(bucket, tile.slot + tile.part * stride);
+  return [=, &matrix, &tile](int64_t k, int column, F sum) {
+    const int64_t col = tile.col_begin + column;
+    if (k >= matrix.rank || col >= tile.col_end) return;
+    if (tile.parts > 1)
+      partial[k * kStrip + column] = sum;
+    else
+      write_q(payload, matrix, k * matrix.cols + col, sum);
+  };
+}
+
 // Writes rows [k0, k0 + R) of q at the columns of a tile. All threads of the block call it.
 template <int R, typename F>
 __device__ __forceinline__ void write_strip(const Bucket& bucket, const Matrix& matrix,
                                             const Tile& tile, int64_t k0, const F (&sums)[R][4],
                                             F* shared) {
-  const Payload<F> payload = q_of<F>(bucket);
-  const int64_t stride = slots(matrix.rank * kStrip * int64_t{sizeof(F)});
-  F* const partial = slot_pointer<F>(bucket, tile.slot + tile.part * stride);
-  reduce_warps<R>(sums, shared, [&](int k, int column, F sum) {
-    const int64_t col = tile.col_begin + column;
-    if (k0 + k >= matrix.rank || col >= tile.col_end) return;
-    if (tile.parts > 1)
-      partial[(k0 + k) * kStrip + column] = sum;
-    else
-      write_q(payload, matrix, (k0 + k) * matrix.cols + col, sum);
-  });
+  const auto write = strip_writer<F>(bucket, matrix, tile);
+  reduce_warps<R>(sums, shared, [&](int k, int column, F sum) { write(k0 + k, column, sum); });
 }
 
 // The last block of a strip adds the partial q of its row ranges, in their order. All threads of

@@ -218,6 +218,27 @@ TEST_P(Project, CountsSaturatedSteps) {
   EXPECT_EQ(counts.get().skipped.count, 0);
 }
 
+// M counts, not the sum of memory and the gradient before p_hat q_local is taken off it.
+TEST_P(Project, ASumThatTheProductBringsBackIsNotSaturated) {
+  randomize(bucket_, 12);
+  SharedStepCounts counts(*runner_);
+  bucket_.bucket.step_counts = counts.data();
+  bucket_.gradient->set(Values(bucket_.gradient->get().size(), 6000));
+  for (DeviceMatrix& matrix : bucket_.matrices) {
+    if (matrix.part.rank == 0) continue;
+    // The product is 32768 everywhere.
+    Values p_hat(matrix.p_hat->get().size()), q_local(matrix.q_local->get().size());
+    for (int64_t i = 0; i < matrix.part.rows * matrix.part.rank; ++i)
+      p_hat[static_cast<size_t>(i)] = i % matrix.part.rank == 0 ? 1 : 0;
+    for (int64_t i = 0; i < matrix.part.cols; ++i) q_local[static_cast<size_t>(i)] = 32768;
+    matrix.p_hat->set(p_hat);
+    matrix.q_local->set(q_local);
+    matrix.memory->set(Values(matrix.memory->get().size(), 65000));
+  }
+  bucket_.run(Stage::kProject);
+  EXPECT_EQ(counts.get().saturated.count, 0);
+}
+
 TEST_P(Project, WithoutErrorFeedback) {
   BucketSpec spec = GetParam().spec;
   spec.error_feedback = false;

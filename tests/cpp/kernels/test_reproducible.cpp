@@ -26,6 +26,8 @@ std::vector<BucketSpec> specs() {
       specs.back().wire_dtype = wire;
     }
   }
+  // The largest rank that tensor cores take.
+  specs.push_back({{{90, 140, 32}, {40, 300, 12}}, DType::kBFloat16, DType::kFloat32});
   return specs;
 }
 

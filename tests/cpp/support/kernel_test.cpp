@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "support/kernel_test.h"
 
+#include <algorithm>
+
 #include "support/reference.h"
 
 namespace powersgd::test {
@@ -52,15 +54,30 @@ std::vector<BucketSpec> bucket_specs() {
     specs.back().misalignment = specs.size() % 3;
   }
   for (const auto& parts : aligned_shapes) specs.push_back({parts});
+  // The ranks of the tensor cores, and other kinds of storage.
+  for (const auto& [gradient, residual] : dtypes) {
+    if (gradient == DType::kFloat64) continue;
+    specs.push_back({{{37, 150, 20}}, gradient, residual});
+    specs.back().misalignment = specs.size() % 2;
+  }
   return specs;
+}
+
+int64_t largest_rank(const BucketSpec& spec) {
+  int64_t largest = 0;
+  for (const Part& part : spec.parts) largest = std::max(largest, part.rank);
+  return largest;
 }
 
 }  // namespace
 
 std::vector<KernelCase> kernel_cases() {
   std::vector<KernelCase> cases;
-  for (const RunnerFactory& runner : stage_runners()) {
-    for (const BucketSpec& spec : bucket_specs()) cases.push_back({runner, spec});
+  for (const BucketSpec& spec : bucket_specs()) {
+    for (const RunnerFactory& runner : stage_runners()) cases.push_back({runner, spec});
+    const int64_t rank = largest_rank(spec);
+    if (rank < 9 || rank > 32 || spec.factor_dtype() == DType::kFloat64) continue;
+    for (const RunnerFactory& runner : tensor_core_runners()) cases.push_back({runner, spec});
   }
   return cases;
 }

@@ -36,7 +36,7 @@ void enter_fiber(context::transfer_t transfer) {
 uint64_t warp_result(const std::vector<Thread>& threads, int first, int lane, int size) {
   const Thread& self = threads[static_cast<size_t>(first + lane)];
   if (self.op == WarpOp::kSync) return 0;
-  const int source = lane ^ self.operand;
+  const int source = self.op == WarpOp::kShuffle ? self.operand : lane ^ self.operand;
   if (source < 0 || source >= size || (self.mask >> source & 1) == 0) {
     throw std::runtime_error("simt: a shuffle reads lane " + std::to_string(source) +
                              ", which does not take part");

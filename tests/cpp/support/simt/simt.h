@@ -28,6 +28,9 @@ struct LaunchShape {
 
 // Changes the order in which blocks and threads run. Any value will do; the default is 1.
 void set_seed(uint64_t seed);
+// Says whether kernels use tensor cores where they can. They do not by default.
+void set_tensor_cores(bool used);
+bool tensor_cores();
 int64_t launch_count();  // since the program began
 // The bytes that asynchronous copies have read from global memory since the program began.
 int64_t async_copied_bytes();
@@ -39,7 +42,7 @@ const Dim3& block_index();
 const Dim3& block_size();
 unsigned char* shared_memory();  // exactly shared_bytes, 16-byte aligned, filled with garbage
 
-enum class WarpOp { kSync, kShuffleXor };
+enum class WarpOp { kSync, kShuffle, kShuffleXor };
 
 void yield();                   // lets other threads run, for a thread that waits for another block
 int sync_block(int predicate);  // how many threads gave a non-zero predicate

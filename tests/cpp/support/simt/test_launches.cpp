@@ -4,11 +4,12 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "kernels/cuda/launch.cuh"
 #include "powersgd/kernels.h"
+#include "support/kernel_test.h"
 #include "support/simt/simt.h"
-#include "support/test_bucket.h"
 
 // The launches of the CUDA kernels, and what they load: figures that a GPU's speed hangs on.
 
@@ -61,6 +62,24 @@ TEST(Launches, BackProjectAloneIsDependent) {
     const int64_t before = simt::dependent_launches;
     bucket.run(stage);
     EXPECT_EQ(simt::dependent_launches - before, stage == Stage::kBackProject ? 1 : 0);
+  }
+}
+
+// They round differently, and only at ranks 9 to 32.
+TEST(Launches, TensorCoresTakeTheProducts) {
+  for (const int64_t rank : {8, 9, 32, 33}) {
+    for (const Stage stage : {Stage::kProject, Stage::kBackProject, Stage::kReconstruct}) {
+      std::vector<std::vector<uint8_t>> results;
+      for (const RunnerFactory& factory : {stage_runners()[0], tensor_core_runners()[0]}) {
+        const auto runner = factory.make();
+        TestBucket bucket(*runner, {{{70, 60, rank}}});
+        randomize(bucket, 1);
+        bucket.q_payload->set(random_values(bucket.bucket.q_numel, 2));
+        bucket.run(stage);
+        results.push_back(bucket.state_bytes());
+      }
+      EXPECT_EQ(results[0] == results[1], rank < 9 || rank > 32);
+    }
   }
 }
 

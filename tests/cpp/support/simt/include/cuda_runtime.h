@@ -22,6 +22,9 @@
 #define threadIdx (::simt::thread_index())
 #define blockIdx (::simt::block_index())
 
+struct alignas(8) float2 {
+  float x, y;
+};
 struct alignas(16) float4 {
   float x, y, z, w;
 };
@@ -55,13 +58,21 @@ inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) {
   simt::warp_exchange(simt::WarpOp::kSync, mask, 0, 0);
 }
 template <typename T>
-T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
+T simt_shuffle(simt::WarpOp op, unsigned mask, T value, int operand) {
   static_assert(sizeof(T) <= sizeof(uint64_t), "shuffles move at most 8 bytes");
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
-  bits = simt::warp_exchange(simt::WarpOp::kShuffleXor, mask, bits, lane_mask);
+  bits = simt::warp_exchange(op, mask, bits, operand);
   std::memcpy(&value, &bits, sizeof(T));
   return value;
+}
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int lane) {
+  return simt_shuffle(simt::WarpOp::kShuffle, mask, value, lane);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
+  return simt_shuffle(simt::WarpOp::kShuffleXor, mask, value, lane_mask);
 }
 
 // Rounds toward zero.
