@@ -3,8 +3,9 @@
 
     c++filt <log | python .ci/nvcc_report.py
 
-Symbols are read as c++filt writes them. The exit status is 1 if a float kernel spills: one that
-computes in double may, because it is there to be exact.
+Symbols are read as c++filt writes them. The exit status is 1 if a float kernel spills on one of the
+architectures that the kernels are tuned to. A kernel that computes in double may spill, because it
+is there to be exact.
 """
 
 from __future__ import annotations
