@@ -4,7 +4,13 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include "powersgd/compressor.h"
 #include "support/fake_device.h"
+#include "support/one_rank.h"
 
 namespace powersgd {
 namespace {
@@ -49,6 +55,36 @@ TEST_F(WorkspaceTest, OfAPipelineIsOneForEachPart) {
   EXPECT_NE(pipeline.first, pipeline.second);
   const Workspaces one_bucket = Workspaces::of_one_bucket();
   EXPECT_EQ(one_bucket.first, one_bucket.second);
+}
+
+// The engine runs a first part beside the second part of another bucket.
+TEST(Workspaces, EachPartOfAStepUsesItsOwn) {
+  const Options options;
+  const test::OneRank rank(options);
+  const Workspaces workspaces = Workspaces::of_pipeline();
+  const auto compressor = make_compressor(rank.plan, rank.states, options, at::kFloat, at::kCPU,
+                                          /*step_counter=*/nullptr, workspaces);
+  compressor->prepare();
+  const auto bytes =
+      2 * memory_needs(rank.plan, options, at::kFloat, c10::DeviceType::CPU).workspace;
+  for (const auto& workspace : {workspaces.first, workspaces.second}) {
+    workspace->reserve(bytes, at::kCPU);  // as for a larger bucket that is made later
+    std::fill_n(static_cast<char*>(workspace->data()), bytes, 'x');
+  }
+  const auto contents = [bytes](const std::shared_ptr<Workspace>& workspace) {
+    return std::string(static_cast<const char*>(workspace->data()), static_cast<size_t>(bytes));
+  };
+  const std::string untouched(static_cast<size_t>(bytes), 'x');
+  at::Tensor gradient = at::ones({rank.plan.gradient_numel});
+  compressor->project(gradient, {});
+  const std::string first = contents(workspaces.first);
+  EXPECT_NE(first, untouched);
+  EXPECT_EQ(contents(workspaces.second), untouched);
+  compressor->orthogonalize();
+  compressor->back_project();
+  compressor->reconstruct();
+  EXPECT_EQ(contents(workspaces.first), first);
+  EXPECT_NE(contents(workspaces.second), untouched);
 }
 
 }  // namespace
