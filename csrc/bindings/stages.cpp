@@ -58,7 +58,8 @@ void register_stages(py::module_& module) {
       .def_readonly("residual", &MemoryNeeds::residual)
       .def_readonly("factors", &MemoryNeeds::factors)
       .def_readonly("payloads", &MemoryNeeds::payloads)
-      .def_readonly("tables", &MemoryNeeds::tables);
+      .def_readonly("tables", &MemoryNeeds::tables)
+      .def_readonly("workspace", &MemoryNeeds::workspace);
   module.def(
       "memory_needs",
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,

@@ -117,28 +117,30 @@ at::Tensor upload_tables(kernels::Bucket& bucket, const std::vector<kernels::Mat
   return on_device;
 }
 
-int64_t bytes_of_tables(const BucketPlan& plan, DType factor_dtype, DType wire_dtype,
-                        at::DeviceType device) {
+BytesOfTables bytes_of_tables(const BucketPlan& plan, DType factor_dtype, DType wire_dtype,
+                              at::DeviceType device) {
   const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);
   const std::vector<kernels::RawSegment> raw = raw_table(plan);
   const kernels::TileTable tiles =
       require_stages(device).make_tiles(matrices, raw, factor_dtype, wire_dtype);
-  return bytes_to_upload(matrices, raw, tiles) + static_cast<int64_t>(tiles.workspace_bytes) +
-         tiles.num_counters * static_cast<int64_t>(sizeof(uint64_t)) +
-         static_cast<int64_t>(sizeof(kernels::BucketState));
+  return {bytes_to_upload(matrices, raw, tiles) +
+              tiles.num_counters * static_cast<int64_t>(sizeof(uint64_t)) +
+              static_cast<int64_t>(sizeof(kernels::BucketState)),
+          static_cast<int64_t>(tiles.workspace_bytes)};
 }
 
 BucketTables::BucketTables(const kernels::Bucket& bucket,
                            const std::vector<kernels::Matrix>& matrices,
-                           const std::vector<kernels::RawSegment>& raw, at::Device device)
-    : bucket_(bucket) {
+                           const std::vector<kernels::RawSegment>& raw, at::Device device,
+                           const Workspaces& workspaces)
+    : bucket_(bucket), workspaces_(workspaces) {
   const Stages& stages = require_stages(device.type());
   const kernels::TileTable tiles =
       stages.make_tiles(matrices, raw, bucket.factor_dtype, bucket.wire_dtype);
   tables_ = upload_tables(bucket_, matrices, raw, tiles, device);
-  workspace_ = at::empty({static_cast<int64_t>(tiles.workspace_bytes)},
-                         at::TensorOptions(device).dtype(at::kByte));
-  bucket_.workspace = workspace_.data_ptr();
+  for (const auto& workspace : {workspaces_.first, workspaces_.second}) {
+    workspace->reserve(static_cast<int64_t>(tiles.workspace_bytes), device);
+  }
   counters_ = at::zeros({tiles.num_counters}, at::TensorOptions(device).dtype(at::kLong));
   bucket_.counters = static_cast<uint64_t*>(counters_.data_ptr());
   static_assert(sizeof(kernels::BucketState) % sizeof(int64_t) == 0);
@@ -148,9 +150,9 @@ BucketTables::BucketTables(const kernels::Bucket& bucket,
 }
 
 BucketTables::BucketTables(const BucketSpec& spec, const std::vector<ParameterStatePtr>& states,
-                           StepCounter* step_counter)
+                           StepCounter* step_counter, const Workspaces& workspaces)
     : BucketTables(bucket_without_tables(spec, step_counter), matrix_table(spec.plan, states),
-                   raw_table(spec.plan), spec.device) {}
+                   raw_table(spec.plan), spec.device, workspaces) {}
 
 void BucketTables::set_payloads(const Payloads& payloads, const at::Tensor& rounding) {
   bucket_.p_payload = payloads.p.data_ptr();
@@ -160,6 +162,11 @@ void BucketTables::set_payloads(const Payloads& payloads, const at::Tensor& roun
 }
 
 void BucketTables::begin_step(const at::Tensor& gradient, const StepInfo& step, bool is_captured) {
+  bucket_.workspace = workspaces_.first->data();
+  if (is_captured) {
+    workspaces_.first->captured();
+    workspaces_.second->captured();
+  }
   bucket_.gradient = gradient.data_ptr();
   bucket_.loss_scale = step.loss_scale.defined() ? step.loss_scale.data_ptr<float>() : nullptr;
   bucket_.grad_scale = step.grad_scale;

@@ -18,9 +18,10 @@ namespace {
 class StagesCompressor final : public BucketCompressor {
  public:
   StagesCompressor(BucketSpec spec, std::vector<ParameterStatePtr> states,
-                   std::shared_ptr<StepCounter> step_counter)
+                   std::shared_ptr<StepCounter> step_counter, Workspaces workspaces)
       : spec_(std::move(spec)),
         step_counter_(std::move(step_counter)),
+        workspaces_(std::move(workspaces)),
         stages_(require_stages(spec_.device.type())),
         states_(std::move(states)) {}
 
@@ -50,7 +51,10 @@ class StagesCompressor final : public BucketCompressor {
     return payloads_.p;
   }
 
-  void orthogonalize() override { stages_.orthogonalize(tables_.bucket()); }
+  void orthogonalize() override {
+    tables_.begin_second_part();
+    stages_.orthogonalize(tables_.bucket());
+  }
 
   at::Tensor& back_project() override {
     stages_.back_project(tables_.bucket());
@@ -73,7 +77,7 @@ class StagesCompressor final : public BucketCompressor {
 
  private:
   void make_payloads() {
-    tables_ = BucketTables(spec_, states_.of_matrices(), step_counter_.get());
+    tables_ = BucketTables(spec_, states_.of_matrices(), step_counter_.get(), workspaces_);
     const at::TensorOptions factors = spec_.factor_options();
     payloads_ = payloads_of(spec_.wire_type());
     if (spec_.wire_type() != factors.dtype()) rounding_ = at::zeros({spec_.raw_numel()}, factors);
@@ -99,6 +103,7 @@ class StagesCompressor final : public BucketCompressor {
 
   const BucketSpec spec_;
   const std::shared_ptr<StepCounter> step_counter_;
+  const Workspaces workspaces_;
   const Stages& stages_;
   BucketStates states_;
   bool prepared_ = false;  // prepare() makes all that follows
@@ -133,8 +138,10 @@ MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
   needs.payloads = spec.wire_bytes(payloads);
   if (spec.wire_type() != factor_type(gradient_type)) needs.payloads += spec.raw_numel() * factor;
   if (spec.wire_type() == at::kHalf) needs.payloads += payloads * factor;  // in the first step
-  needs.tables = bytes_of_tables(plan, to_dtype(factor_type(gradient_type)),
-                                 to_dtype(spec.wire_type()), device);
+  const BytesOfTables bytes = bytes_of_tables(plan, to_dtype(factor_type(gradient_type)),
+                                              to_dtype(spec.wire_type()), device);
+  needs.tables = bytes.tables;
+  needs.workspace = bytes.workspace;
   return needs;
 }
 
@@ -144,12 +151,13 @@ std::unique_ptr<BucketCompressor> make_compressor(BucketPlan plan,
                                                   std::vector<ParameterStatePtr> states,
                                                   const Options& options,
                                                   at::ScalarType gradient_type, at::Device device,
-                                                  std::shared_ptr<StepCounter> step_counter) {
+                                                  std::shared_ptr<StepCounter> step_counter,
+                                                  Workspaces workspaces) {
   TORCH_INTERNAL_ASSERT(states.size() == plan.matrices.size());
   to_dtype(gradient_type);  // throws for a dtype that is not compressed
   return std::make_unique<StagesCompressor>(
       BucketSpec{std::move(plan), options, gradient_type, device}, std::move(states),
-      std::move(step_counter));
+      std::move(step_counter), std::move(workspaces));
 }
 
 }  // namespace powersgd

@@ -127,7 +127,7 @@ StepInfo AttachedModel::next_step(const at::Tensor& buffer, int divisor) const {
 }
 
 AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
-                                                 const std::vector<size_t>& parameters) const {
+                                                 const std::vector<size_t>& parameters) {
   std::vector<ParameterShape> shapes;
   int64_t numel = 0;
   for (const size_t index : parameters) {
@@ -144,12 +144,19 @@ AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
     for (const PlannedMatrix& matrix : plan.matrices) {
       states.push_back(states_[parameters[static_cast<size_t>(matrix.parameter)]]);
     }
-    made.compressor = make_compressor(std::move(plan), std::move(states), options_,
-                                      buffer.scalar_type(), buffer.device(), step_counter_);
+    made.compressor =
+        make_compressor(std::move(plan), std::move(states), options_, buffer.scalar_type(),
+                        buffer.device(), step_counter_, workspaces_on(buffer.device()));
     session_->run_after_steps(buffer.device(), [&made] { made.compressor->prepare(); });
   }
   made.parameters = parameters;
   return made;
+}
+
+const Workspaces& AttachedModel::workspaces_on(c10::Device device) {
+  const auto found = workspaces_.find(device);
+  if (found != workspaces_.end()) return found->second;
+  return workspaces_.emplace(device, Workspaces::of_pipeline()).first->second;
 }
 
 // Every rank adds the mean residual, so that the average holds it once.

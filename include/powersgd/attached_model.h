@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "powersgd/session.h"
+#include "powersgd/workspace.h"
 
 namespace powersgd {
 
@@ -127,7 +128,9 @@ class AttachedModel {
   void allocate_states();
   std::shared_ptr<BucketCompressor> find_compressor(size_t bucket, const at::Tensor& buffer,
                                                     const std::vector<size_t>& parameters);
-  Bucket make_bucket(const at::Tensor& buffer, const std::vector<size_t>& parameters) const;
+  Bucket make_bucket(const at::Tensor& buffer, const std::vector<size_t>& parameters);
+  // Those that all buckets on the device share.
+  const Workspaces& workspaces_on(c10::Device device);
   StepInfo next_step(const at::Tensor& buffer, int divisor) const;
   void announce() const;
   // The devices of the parameters: one, unless the module is spread over several.
@@ -147,6 +150,7 @@ class AttachedModel {
   const std::vector<at::Tensor> parameters_;
   const Options options_;
   const std::shared_ptr<StepCounter> step_counter_;
+  std::unordered_map<c10::Device, Workspaces> workspaces_;
   std::vector<ParameterStatePtr> states_;
   std::unordered_map<const c10::TensorImpl*, size_t> index_of_;
   std::map<size_t, Bucket> buckets_;  // by the bucket's number

@@ -12,6 +12,7 @@
 #include "powersgd/parameter_state.h"
 #include "powersgd/plan.h"
 #include "powersgd/step_counter.h"
+#include "powersgd/workspace.h"
 
 namespace powersgd {
 
@@ -80,21 +81,27 @@ class BucketCompressor {
 
 // The bytes that a bucket takes on its device beside the gradient. Nothing else is allocated there
 // except a few bytes of a whole model: its counts of steps, and a loss scale for each state.
+//
+// The buckets of a model take two workspaces together, each as large as the largest of theirs.
 struct MemoryNeeds {
   int64_t residual = 0;
   int64_t factors = 0;   // those that are kept from step to step
   int64_t payloads = 0;  // with what the wire's rounding needs
-  int64_t tables = 0;    // with the kernels' workspace, which depends on the device type
+  int64_t tables = 0;    // those of the kernels, which depend on the device type
+  int64_t workspace = 0;
 
-  int64_t total() const { return residual + factors + payloads + tables; }
+  // All that no other bucket shares.
+  int64_t own() const { return residual + factors + payloads + tables; }
 };
 MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
                          at::ScalarType gradient_type, c10::DeviceType device);
 
 // `states[i]` belongs to `plan.matrices[i]`. Buckets may share states, one after the other.
+// `workspaces` are those of the model on this device. A bucket that shares none has one of its own.
 std::unique_ptr<BucketCompressor> make_compressor(
     BucketPlan plan, std::vector<ParameterStatePtr> states, const Options& options,
     at::ScalarType gradient_type, at::Device device,
-    std::shared_ptr<StepCounter> step_counter = nullptr);
+    std::shared_ptr<StepCounter> step_counter = nullptr,
+    Workspaces workspaces = Workspaces::of_one_bucket());
 
 }  // namespace powersgd

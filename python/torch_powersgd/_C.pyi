@@ -26,6 +26,7 @@ class MemoryNeeds:
     factors: int
     payloads: int
     tables: int
+    workspace: int
 
 def memory_needs(
     shapes: Sequence[Sequence[int]], options: Options, dtype: torch.dtype, device: str

@@ -31,7 +31,8 @@ class Footprint:
         sent_bytes: the bytes handed to the inner backend.
         residual_bytes: the memory of the residuals.
         factor_bytes: the memory of the factors and of the buffers that carry them.
-        table_bytes: the memory of the kernels' tables and workspace.
+        table_bytes: the memory of the kernels' tables.
+        workspace_bytes: the memory of the kernels' workspaces, which all buckets share.
         multiplications: the multiply-adds of one pass over the compressed matrices.
         compressed: the number of compressed parameters.
         compressed_elements: the elements of those.
@@ -42,13 +43,21 @@ class Footprint:
     residual_bytes: int = 0
     factor_bytes: int = 0
     table_bytes: int = 0
+    workspace_bytes: int = 0
     multiplications: int = 0
     compressed: int = 0
     compressed_elements: int = 0
 
     def __add__(self, other: Footprint) -> Footprint:
         mine, others = vars(self), vars(other)
-        return Footprint(**{name: mine[name] + others[name] for name in mine})
+        sums = {name: mine[name] + others[name] for name in mine}
+        sums["workspace_bytes"] = max(self.workspace_bytes, other.workspace_bytes)
+        return Footprint(**sums)
+
+    @property
+    def memory_bytes(self) -> int:
+        """All that compression adds."""
+        return self.residual_bytes + self.factor_bytes + self.table_bytes + self.workspace_bytes
 
 
 def assign_buckets(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -116,6 +125,7 @@ def _bucket_footprint(
         memory.residual,
         memory.factors + memory.payloads,
         memory.tables,
+        2 * memory.workspace,  # one for each part of a step
         sum(n * m * r for n, m, r in matrices),
         len(matrices),
         compressed,

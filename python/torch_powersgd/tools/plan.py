@@ -178,17 +178,18 @@ def summary(
         ]
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = 100 * footprint.compressed_elements / elements
-    memory = footprint.residual_bytes + footprint.factor_bytes + footprint.table_bytes
+    kernels = footprint.table_bytes + footprint.workspace_bytes
     return [
         f"{footprint.compressed} of {parameters} parameters ({share:.1f} % of {elements:,} "
         f"elements) are compressed at {setting}.",
         f"Each step sends {size_text(footprint.sent_bytes)} per rank in place of "
         f"{size_text(footprint.gradient_bytes)}: "
         f"{footprint.gradient_bytes / footprint.sent_bytes:.1f} times less.",
-        f"Each rank needs {size_text(memory)} more memory than without compression: "
+        f"Each rank needs {size_text(footprint.memory_bytes)} more memory than without "
+        "compression: "
         f"{size_text(footprint.residual_bytes)} for the residual, "
         f"{size_text(footprint.factor_bytes)} for factors and their buffers, "
-        f"{size_text(footprint.table_bytes)} for the kernels' tables and workspace.",
+        f"{size_text(kernels)} for the kernels' tables and workspaces.",
         *ignored,
     ]
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "gradients/flat_tensors.h"
@@ -66,16 +67,21 @@ class MemoryOnDevice : public testing::Test {
   size_t allocations() const { return fake::usage().allocations - before_.allocations; }
   size_t uploads() const { return fake::usage().uploads - before_.uploads; }
 
-  // The needs of all buckets of a layout.
+  MemoryNeeds needs_of(const std::vector<size_t>& bucket) const {
+    std::vector<ParameterShape> shapes;
+    for (const size_t i : bucket) shapes.push_back({kShapes[i], {}});
+    const BucketPlan plan = plan_bucket(shapes, session_->options());
+    return memory_needs(plan, session_->options(), at::kFloat, device_.type());
+  }
+
+  // The needs of all buckets of a layout, with workspaces for the largest bucket of both layouts.
   int64_t needs(const Layout& layout) const {
-    int64_t total = 0;
-    for (const auto& bucket : layout) {
-      std::vector<ParameterShape> shapes;
-      for (const size_t i : bucket) shapes.push_back({kShapes[i], {}});
-      const BucketPlan plan = plan_bucket(shapes, session_->options());
-      total += memory_needs(plan, session_->options(), at::kFloat, device_.type()).total();
+    int64_t own = 0, workspace = 0;
+    for (const auto& bucket : layout) own += needs_of(bucket).own();
+    for (const Layout& used : {kFirst, kRebuilt}) {
+      for (const auto& bucket : used) workspace = std::max(workspace, needs_of(bucket).workspace);
     }
-    return total;
+    return own + 2 * workspace;
   }
 
   void compare_with_plan(const Options& options) {
@@ -130,6 +136,43 @@ TEST_F(MemoryOnDevice, WithoutResidualsIsWhatThePlanSays) {
   Options options = make_options();
   options.use_error_feedback = false;
   compare_with_plan(options);
+}
+
+// Buckets have workspaces in common: one for each bucket would be 3 % of all.
+TEST_F(MemoryOnDevice, OfTablesAndWorkspacesIsWithinOnePercent) {
+  constexpr size_t kBlocks = 16;
+  const std::vector<std::vector<int64_t>> block = {{1536, 512}, {1536}, {512, 512},  {512},
+                                                   {2048, 512}, {2048}, {512, 2048}, {512}};
+  Options options = make_options();
+  options.matrix_approximation_rank = 4;
+  std::vector<std::string> names;
+  std::vector<at::Tensor> parameters;
+  std::vector<ParameterShape> shapes;
+  int64_t numel = 0;
+  for (const auto& shape : block) shapes.push_back({shape, {}});
+  for (const auto& shape : shapes) numel += shape.numel();
+  at::Tensor buffer = at::empty({numel}, device_);
+  Layout layout(kBlocks);
+  for (std::vector<size_t>& bucket : layout) {
+    for (const auto& shape : block) {
+      bucket.push_back(parameters.size());
+      names.push_back(std::to_string(parameters.size()));
+      // They lie over each other, because nothing reads them.
+      parameters.push_back(buffer.narrow(0, 0, c10::multiply_integers(shape)).view(shape));
+    }
+  }
+  before_ = fake::usage();
+  session_ = test::make_session_of_equal_ranks(device_, options);
+  model_ = AttachedModel::attach(session_, names, parameters, options);
+  for (size_t i = 0; i < kBlocks; ++i) model_->reduce(i, buffer, layout[i], 2)->wait();
+  fake::run();
+  const MemoryNeeds needs =
+      memory_needs(plan_bucket(shapes, options), options, at::kFloat, device_.type());
+  const int64_t without = kBlocks * (needs.residual + needs.factors + needs.payloads);
+  const int64_t taken = fake::usage().peak_bytes - before_.bytes;
+  EXPECT_LE(static_cast<double>(taken), 1.01 * static_cast<double>(without))
+      << needs.tables << " bytes of tables a bucket, " << needs.workspace << " of a workspace";
+  EXPECT_GE(taken, without);
 }
 
 TEST_F(MemoryOnDevice, OfAModelThatIsNeverCompressedIsNone) {

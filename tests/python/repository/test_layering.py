@@ -25,7 +25,7 @@ LAYERS = {
     "cpu blocking": r"csrc/kernels/cpu/blocking/",
     "cpu kernels": r"csrc/kernels/cpu/",
     "cuda kernels": r"csrc/kernels/cuda/",
-    "compressor": r"include/powersgd/(compressor|dtypes|parameter_state|step_counter)\.h"
+    "compressor": r"include/powersgd/(compressor|dtypes|parameter_state|step_counter|workspace)\.h"
     r"|csrc/compressor/",
     "torch compat": r"include/powersgd/torch_compat\.h",
     "engine": r"include/powersgd/interpreter\.h|csrc/engine/",

@@ -45,6 +45,16 @@ def test_the_bytes_are_those_that_a_compressor_sends(
     assert footprint.compressed_elements == 120_000
 
 
+def test_buckets_share_the_workspaces() -> None:
+    options = tp.Options(matrix_approximation_rank=4)
+    small, large = [[64, 100]], [[400, 300]]
+    one, both = footprint_of([large], options), footprint_of([small, large, small], options)
+    assert both.workspace_bytes == one.workspace_bytes > 0
+    assert both.table_bytes == one.table_bytes + 2 * footprint_of([small], options).table_bytes
+    own = both.residual_bytes + both.factor_bytes + both.table_bytes
+    assert both.memory_bytes == own + both.workspace_bytes
+
+
 def test_a_bucket_without_a_matrix_goes_whole() -> None:
     options = tp.Options(matrix_approximation_rank=100, wire_dtype=torch.bfloat16)
     footprint = footprint_of([SHAPES], options)

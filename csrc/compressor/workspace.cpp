@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "powersgd/workspace.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+namespace powersgd {
+
+void Workspace::reserve(int64_t bytes, at::Device device) {
+  if (memory_.defined() && static_cast<int64_t>(memory_.nbytes()) >= bytes) return;
+  // The old memory goes first, so that the new one can take its place.
+  if (std::exchange(is_captured_, false)) of_graphs_.push_back(memory_);
+  memory_ = at::Tensor();
+  memory_ = at::empty({bytes}, at::TensorOptions(device).dtype(at::kByte));
+}
+
+Workspaces Workspaces::of_pipeline() {
+  return {std::make_shared<Workspace>(), std::make_shared<Workspace>()};
+}
+
+Workspaces Workspaces::of_one_bucket() {
+  const auto workspace = std::make_shared<Workspace>();
+  return {workspace, workspace};
+}
+
+}  // namespace powersgd

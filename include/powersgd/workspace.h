@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace powersgd {
+
+// Purpose: the kernels' workspace on one device, which buckets use one after the other. Nothing in
+// it outlives the part of a step that wrote it.
+//
+// Threads: reserve() runs while no step of these buckets is in flight, in the order of the engine's
+// jobs. Its stream follows all earlier steps.
+class Workspace {
+ public:
+  // Makes it at least so large. Kernels that are enqueued on this stream may still use the memory
+  // that is released.
+  void reserve(int64_t bytes, at::Device device);
+
+  // Says that a graph holds the present memory, which then stays.
+  void captured() { is_captured_ = true; }
+
+  void* data() const { return memory_.data_ptr(); }
+
+ private:
+  at::Tensor memory_;
+  bool is_captured_ = false;
+  std::vector<at::Tensor> of_graphs_;  // each larger than the one before
+};
+
+// The workspaces of both parts of a step. The engine runs a first part beside the second part of
+// another bucket, and two first parts or two second parts one after the other.
+struct Workspaces {
+  std::shared_ptr<Workspace> first;   // of project
+  std::shared_ptr<Workspace> second;  // of orthogonalize, back_project and reconstruct
+
+  // For the buckets of a model.
+  static Workspaces of_pipeline();
+  // For a single bucket, whose parts do not overlap.
+  static Workspaces of_one_bucket();
+};
+
+}  // namespace powersgd
