@@ -4,6 +4,9 @@
 // must agree on also do so on any instruction set.
 #include <gtest/gtest.h>
 
+#include <utility>
+#include <vector>
+
 #include "support/kernel_test.h"
 
 namespace powersgd::test {
@@ -19,12 +22,10 @@ std::vector<BucketSpec> specs() {
                                    {parts, DType::kFloat64, DType::kFloat64},
                                    {parts, DType::kBFloat16, DType::kBFloat16},
                                    {parts, DType::kFloat16, DType::kFloat16}};
-  const size_t without_wire = specs.size();
-  for (const DType wire : {DType::kBFloat16, DType::kFloat16}) {
-    for (size_t i = 0; i < without_wire; ++i) {
-      specs.push_back(specs[i]);
-      specs.back().wire_dtype = wire;
-    }
+  for (const auto& [spec, wire] :
+       {std::pair{specs[0], DType::kFloat16}, {specs[2], DType::kBFloat16}}) {
+    specs.push_back(spec);
+    specs.back().wire_dtype = wire;
   }
   // The largest rank that tensor cores take.
   specs.push_back({{{90, 140, 32}, {40, 300, 12}}, DType::kBFloat16, DType::kFloat32});
