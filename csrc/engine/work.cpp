@@ -102,7 +102,9 @@ std::exception_ptr StreamWork::exception() const {
 
 bool StreamWork::wait(std::chrono::milliseconds /*timeout*/) {
   ensure_enqueued();
-  if (done_) synchronize();  // a failed job as well: a capture ends only if its streams have joined
+  // A failed job as well: a capture ends only if its streams have joined. An aborted one has no
+  // event.
+  if (done_->was_marked_for_recording()) synchronize();
   if (error_) std::rethrow_exception(error_);
   return true;
 }
