@@ -71,8 +71,15 @@ def room(warps: int, limits: Limits) -> int:
 
 def short(symbol: str) -> str:
     """The name of a kernel without its namespaces and arguments."""
-    name = symbol.split("(anonymous namespace)::", 1)[-1].split("(")[0]
-    return name.replace("unsigned short", "u16").replace("powersgd::kernels::cuda::", "")
+    for words, shorter in [
+        ("(anonymous namespace)::", ""),
+        ("powersgd::kernels::cuda::", ""),
+        ("unsigned short", "u16"),
+        ("void ", ""),
+    ]:
+        symbol = symbol.replace(words, shorter)
+    symbol = re.sub(r"\((\w+)\)(\d+)", r"\1 \2", symbol)  # an enumerator: "(Way)1"
+    return symbol.split("(")[0]
 
 
 def read(lines: Iterable[str]) -> dict[tuple[str, int], Kernel]:

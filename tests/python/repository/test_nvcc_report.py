@@ -63,6 +63,15 @@ def test_kernels_and_architectures_share_a_table() -> None:
     assert lines[-1] == "sm_90: so many warps leave a block of dynamic shared memory: 16: 113 KB"
 
 
+def test_kernels_that_differ_in_an_enumerator_are_apart() -> None:
+    way = "(powersgd::kernels::cuda::(anonymous namespace)::Way)"
+    log = _kernel(f"project_kernel<4, {way}0, float>", 90, 128)
+    log += _kernel(f"project_kernel<4, {way}1, float>", 90, 64)
+    _, output, _ = _report(log)
+    names = [line.split("  ")[0] for line in output.splitlines()[2:4]]
+    assert names == ["project_kernel<4, Way 0, float>", "project_kernel<4, Way 1, float>"]
+
+
 @pytest.mark.parametrize(
     ("name", "status"),
     [
