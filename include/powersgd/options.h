@@ -9,6 +9,9 @@ namespace powersgd {
 
 enum class DType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
+// The types that the elements of a payload may travel in.
+enum class WireDType : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
+
 constexpr int64_t kMaxRank = 1024;  // The largest matrix_approximation_rank.
 
 // The all-reduces that may be compressed. The inner backend gets all others unchanged.

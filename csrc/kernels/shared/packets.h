@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/shared/host_device.h"
+#include "powersgd/packets.h"
+
+// How both devices find their way in a packet.
+
+namespace powersgd::kernels {
+
+POWERSGD_HOST_DEVICE constexpr bool has_scales(WireDType dtype) {
+  return dtype == WireDType::kFloat16 || dtype == WireDType::kInt8 || dtype == WireDType::kInt4;
+}
+
+// The bytes that the codes of a group take.
+POWERSGD_HOST_DEVICE constexpr int64_t code_bytes(WireDType dtype) {
+  switch (dtype) {
+    case WireDType::kFloat32:
+      return 4 * kGroup;
+    case WireDType::kBFloat16:
+    case WireDType::kFloat16:
+      return 2 * kGroup;
+    case WireDType::kInt8:
+      return kGroup;
+    case WireDType::kInt4:  // element 2 i is in the lower half of byte i
+      return kGroup / 2;
+  }
+  return 0;
+}
+
+// Where the codes and the scale of a group are, from the start of its packet.
+struct GroupPlace {
+  int64_t codes, scale;
+};
+
+POWERSGD_HOST_DEVICE inline GroupPlace place_of(const PacketLayout& layout,
+                                                const PacketSection& section, int64_t group) {
+  const int64_t chunk = group / section.groups_per_chunk;
+  const int64_t in_chunk = group % section.groups_per_chunk;
+  const int64_t start = chunk * layout.chunk_bytes;
+  return {start + section.codes_at + in_chunk * code_bytes(section.dtype),
+          start + section.scales_at + in_chunk * 2};
+}
+
+POWERSGD_HOST_DEVICE inline int64_t place_of_flag(const PacketLayout& layout, int64_t flag) {
+  return flag / layout.flags_per_chunk * layout.chunk_bytes + layout.flags_at +
+         flag % layout.flags_per_chunk;
+}
+
+// The elements of a group of a factor, in the payload and in q_local.
+struct GroupElements {
+  int64_t count;
+  int64_t payload_offset;
+  int64_t stride;  // in the payload
+  void* q_local;   // null for P
+  int64_t q_offset;
+};
+
+// `group` counts from the factor's own first group.
+POWERSGD_HOST_DEVICE inline GroupElements elements_of(const PacketFactor& factor, int64_t group) {
+  const int64_t first = group / factor.rank * kGroup;
+  const int64_t vector = group % factor.rank;
+  const int64_t left = factor.size - first;
+  return {left < kGroup ? left : kGroup,
+          factor.offset + vector * factor.vector_stride + first * factor.element_stride,
+          factor.element_stride, factor.q_local, vector * factor.size + first};
+}
+
+// Returns the index of the factor that has the group.
+POWERSGD_HOST_DEVICE inline int32_t factor_of(const Packets& packets, int64_t group) {
+  int32_t low = 0, high = packets.num_factors - 1;
+  while (low < high) {
+    const int32_t middle = (low + high + 1) / 2;
+    if (packets.factors[middle].group_begin <= group) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+}  // namespace powersgd::kernels

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "powersgd/kernels.h"
+#include "powersgd/options.h"
+
+// How a payload travels if its wire dtype is not the factor dtype.
+//
+// A packet is a payload in the wire dtype. Integers cannot be added on the wire, and floats would
+// be rounded there. So ranks exchange packets, and add them themselves, in one of two schedules:
+//
+//   gather     quantize ; all-gather the packets ; dequantize their sum
+//   two hops   quantize ; all-to-all: rank k, the owner of chunk k, gets chunk k of every packet ;
+//              requantize their sum ; all-gather the sums ; dequantize
+//
+// A packet has one chunk in a gather, and one for each rank in two hops:
+//
+//   chunk = [ codes of the factors | scales | codes of the raw segments | scales | flags ]
+//
+// Factors and raw segments are cut into groups of 64 elements, and the flags are bytes. Each chunk
+// has as many groups of each kind and as many flags as the others; the last ones may be padding.
+//
+// Contract, the same on the CPU and on CUDA:
+//   - quantize and requantize round to nearest, ties to even. A double is rounded to float first.
+//   - int8 and int4: an element is code * scale, with codes in [-127, 127] and [-7, 7]. The scale
+//     of a group is its largest magnitude over 127 or 7, rounded up to bfloat16. float16: the scale
+//     is the power of two that takes the largest magnitude into [2^14, 2^15). Elements of float32
+//     and bfloat16 have no scale. A finite value beyond the largest of the wire dtype counts as
+//     that largest value.
+//   - code * scale is exact in float, because no scale has more than 8 significant bits.
+//   - A group whose scale would be below the smallest normal float has scale 0: its elements count
+//     as 0. A group with an element that is not finite sums to NaN, if its dtype has scales.
+//   - Sums are made in the factor dtype, in the order of the ranks. So all ranks get the same bits.
+//   - quantize makes q_local the value that was sent. A raw element travels as exact = G + rounding,
+//     and rounding becomes exact less the value that was sent. With drop_residual the old rounding
+//     counts as 0.
+//   - requantize gives the owner the rounding of the sum, for the elements of its chunk: q_local
+//     += (new sum) - (exact sum), and rounding += (exact sum) - (new sum). So the local q of all
+//     ranks add up to the Q that all apply. The same holds for raw segments.
+//   - A rounding or a q_local that would not be finite stays as it was: such a step is skipped.
+//   - A flag is 1 if the payload's element is not 0. dequantize writes the number of ranks (gather)
+//     or 1 (two hops) where any flag is 1, and 0 elsewhere.
+namespace powersgd::kernels {
+
+constexpr int64_t kGroup = 64;  // elements that share a scale
+
+// The groups of one kind in a packet.
+struct PacketSection {
+  WireDType dtype;
+  int64_t groups;            // of the whole packet, without padding
+  int64_t groups_per_chunk;  // the last chunk has padding
+  int64_t codes_at;          // offsets in bytes from the start of a chunk, multiples of 16
+  int64_t scales_at;         // bfloat16, one for each group, if the dtype has scales
+};
+
+struct PacketLayout {
+  int32_t chunks;
+  PacketSection factors;
+  PacketSection raw;
+  int64_t flags;
+  int64_t flags_per_chunk;
+  int64_t flags_at;
+  int64_t chunk_bytes;  // a multiple of 64
+
+  int64_t bytes() const { return chunks * chunk_bytes; }
+};
+
+// Lays out the packets of a payload with so many groups, raw elements and flags.
+PacketLayout packet_layout(int32_t chunks, WireDType factor_dtype, int64_t factor_groups,
+                           WireDType raw_dtype, int64_t raw_numel, int64_t flags);
+
+// P or Q of one matrix in a payload: `rank` vectors (columns of P, rows of Q) of `size` elements.
+// Element i of vector k is at offset + k * vector_stride + i * element_stride. Elements [64 b,
+// 64 b + 64) of vector k are group group_begin + b * rank + k; the last group may have fewer.
+struct PacketFactor {
+  int64_t offset;
+  int64_t size;
+  int64_t rank;
+  int64_t element_stride;
+  int64_t vector_stride;
+  int64_t group_begin;
+  void* q_local;  // [rank, size] in the factor dtype; null for P
+};
+
+// Returns the factors of the P or of the Q payload on the host, with the number of their groups.
+struct PacketFactors {
+  std::vector<PacketFactor> factors;
+  int64_t groups = 0;
+};
+PacketFactors p_packet_factors(const std::vector<Matrix>& matrices);
+PacketFactors q_packet_factors(const std::vector<Matrix>& matrices);
+
+// Everything that the three functions read. All pointers are in memory of the device.
+struct Packets {
+  PacketLayout layout;
+  const PacketFactor* factors;  // in the order of their groups
+  int32_t num_factors;
+
+  DType factor_dtype;  // float32 or float64
+  void* payload;       // factor dtype: [ factors | raw segments | flags ]
+  int64_t raw_offset;  // in the payload, of the raw segments
+  int64_t raw_numel;   // the flags follow them
+  void* rounding;      // [raw_numel] in the factor dtype
+  bool drop_residual;  // the old rounding counts as zeros
+
+  int32_t ranks;
+  int32_t own_chunk;  // in two hops: this rank's number
+  uint8_t* sent;      // layout.bytes(): the packet of this rank, and in the end of two hops the sum
+  uint8_t* received;  // gather: the packets of all ranks. Two hops: their chunks `own_chunk`
+  uint8_t* reduced;   // two hops: chunk `own_chunk` of the sum
+};
+
+namespace cpu {
+
+void quantize(const Packets& packets, const ParallelFor& parallel_for);    // payload -> sent
+void requantize(const Packets& packets, const ParallelFor& parallel_for);  // received -> reduced
+// gather: received -> payload. Two hops: sent -> payload.
+void dequantize(const Packets& packets, const ParallelFor& parallel_for);
+
+}  // namespace cpu
+
+namespace cuda {
+
+Status quantize(const Packets& packets, Stream stream);
+Status requantize(const Packets& packets, Stream stream);
+Status dequantize(const Packets& packets, Stream stream);
+
+}  // namespace cuda
+
+}  // namespace powersgd::kernels
