@@ -112,12 +112,12 @@ __device__ __forceinline__ float load_scale(const uint8_t* packet, const GroupPl
   return bfloat16_to_float(*reinterpret_cast<const uint16_t*>(packet + place.scale));
 }
 
-// Adds what the sources have sent, in their order.
+// Adds what the sources have sent, in their order. A sum begins with -0, which changes no value.
 template <WireDType kWire, typename F>
 __device__ __forceinline__ void add_sources(const Sources& sources, const Group<F>* batch,
                                             BatchOf<F>& sums) {
   using Wire = Codes<kWire>;
-  for_lane_elements([&](int g, int j) { sums[g][j] = 0; });
+  for_lane_elements([&](int g, int j) { sums[g][j] = F{-0.0f}; });
   for (int32_t i = 0; i < sources.count; ++i) {
     const uint8_t* const packet = global(sources.first + i * sources.bytes);
     BatchOf<typename Wire::Code> codes;

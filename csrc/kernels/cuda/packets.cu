@@ -45,6 +45,7 @@ struct Quantize {
       for_kept(batch, [&](int g, int j, const F* rounding) { exact[g][j] += *rounding; });
     send<kWire>(exact, batch, packets.sent, sent);
     for_kept(batch, [&](int g, int j, F* kept) {
+      if (kRaw && packets.drop_residual) *kept = 0;
       store_if_finite(kept, kRaw ? exact[g][j] - sent[g][j] : sent[g][j]);
     });
   }
