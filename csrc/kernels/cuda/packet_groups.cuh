@@ -61,23 +61,25 @@ struct PacketPart {
 };
 
 template <typename F>
-__device__ __forceinline__ Group<F> factor_group(const Packets& packets, int64_t group) {
+__device__ __forceinline__ Group<F> factor_group(const Packets& packets, int64_t group,
+                                                 const GroupPlace& place) {
   const PacketFactor& factor = packets.factors[factor_of(packets, group)];
   const GroupElements elements = elements_of(factor, group - factor.group_begin);
   F* const q_local = static_cast<F*>(elements.q_local);
   return {static_cast<F*>(packets.payload) + elements.payload_offset, elements.stride,
           q_local == nullptr ? nullptr : q_local + elements.q_offset,
-          static_cast<int>(elements.count)};
+          static_cast<int>(elements.count), place};
 }
 
 template <typename F>
-__device__ __forceinline__ Group<F> raw_group(const Packets& packets, int64_t group) {
+__device__ __forceinline__ Group<F> raw_group(const Packets& packets, int64_t group,
+                                              const GroupPlace& place) {
   const int64_t first = group * kGroup;
   const int64_t left = packets.raw_numel - first;
   F* const rounding = static_cast<F*>(packets.rounding);
   return {static_cast<F*>(packets.payload) + packets.raw_offset + first, 1,
           rounding == nullptr ? nullptr : rounding + first,
-          static_cast<int>(left < kGroup ? left : kGroup)};
+          static_cast<int>(left < kGroup ? left : kGroup), place};
 }
 
 // Finds the batch of a section that begins with group `first`. All lanes of a warp call it. A group
@@ -90,10 +92,11 @@ __device__ __forceinline__ void find_batch(const Packets& packets, const PacketR
   if (lane < kBatch) {
     const bool exists = first + lane < range.end;
     const int64_t group = exists ? first + lane : range.end - 1;
-    Group<F> found = kRaw ? raw_group<F>(packets, group) : factor_group<F>(packets, group);
+    const GroupPlace place = place_of(
+        packets.layout, kRaw ? packets.layout.raw : packets.layout.factors, group - range.begin);
+    Group<F> found =
+        kRaw ? raw_group<F>(packets, group, place) : factor_group<F>(packets, group, place);
     if (!exists) found.count = 0;
-    found.place = place_of(packets.layout, kRaw ? packets.layout.raw : packets.layout.factors,
-                           group - range.begin);
     batch[lane] = found;
   }
   __syncwarp();

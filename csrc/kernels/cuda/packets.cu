@@ -41,11 +41,13 @@ struct Quantize {
       exact[g][j] =
           element < batch[g].count ? global(batch[g].values)[element * batch[g].stride] : F{0};
     });
-    if (kRaw && !packets.drop_residual)
-      for_kept(batch, [&](int g, int j, const F* rounding) { exact[g][j] += *rounding; });
+    if (kRaw)
+      for_kept(batch, [&](int g, int j, F* rounding) {
+        if (packets.drop_residual) *rounding = 0;
+        exact[g][j] += *rounding;
+      });
     send<kWire>(exact, batch, packets.sent, sent);
     for_kept(batch, [&](int g, int j, F* kept) {
-      if (kRaw && packets.drop_residual) *kept = 0;
       store_if_finite(kept, kRaw ? exact[g][j] - sent[g][j] : sent[g][j]);
     });
   }
@@ -64,8 +66,8 @@ struct Requantize {
     add_sources<kWire>({packets.received, packets.layout.chunk_bytes, packets.ranks}, batch, exact);
     send<kWire>(exact, batch, packets.reduced, sent);
     for_kept(batch, [&](int g, int j, F* kept) {
-      const F rounding = exact[g][j] - sent[g][j];
-      store_if_finite(kept, kRaw ? *kept + rounding : *kept - rounding);
+      const F more = sent[g][j] - exact[g][j];
+      store_if_finite(kept, kRaw ? *kept - more : *kept + more);
     });
   }
 
