@@ -134,29 +134,40 @@ __device__ __forceinline__ void add_sources(const Sources& sources, const Group<
   }
 }
 
-// Returns the scale of each group to all lanes, and writes it to the packet. One lane of each group
-// divides.
-template <WireDType kWire, typename F>
-__device__ __forceinline__ void make_scales(const BatchOf<F>& values, const Group<F>* batch,
-                                            uint8_t* packet, float (&scales)[kBatch],
-                                            float (&inverses)[kBatch]) {
-  // Magnitudes are ordered as the bits of floats are, and those that are not finite come last.
+// Returns the largest magnitude of group l % kBatch to lane l, as the bits of a float. They are
+// ordered as magnitudes are, and those that are not finite come last. At first a lane hands half of
+// its groups to its partner, and keeps the other half.
+template <typename F>
+__device__ __forceinline__ uint32_t largest_of_group(const BatchOf<F>& values) {
   uint32_t largest[kBatch] = {};
   for_lane_elements([&](int g, int j) {
     const uint32_t bits = float_bits(float_of(values[g][j])) & 0x7FFFFFFFu;
     largest[g] = bits > largest[g] ? bits : largest[g];
   });
-  uint32_t own = 0;
+  const auto raise = [](uint32_t value, uint32_t given, int distance) {
+    const uint32_t other = __shfl_xor_sync(kAllLanes, given, distance);
+    return other > value ? other : value;
+  };
   POWERSGD_UNROLL
-  for (int g = 0; g < kBatch; ++g) {
+  for (int half = kBatch / 2; half > 0; half /= 2) {
+    const bool upper = (lane_id() & half) != 0;
     POWERSGD_UNROLL
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-      const uint32_t other = __shfl_xor_sync(kAllLanes, largest[g], distance);
-      largest[g] = other > largest[g] ? other : largest[g];
-    }
-    if (lane_id() % kBatch == g) own = largest[g];
+    for (int g = 0; g < half; ++g)
+      largest[g] = raise(upper ? largest[g + half] : largest[g],
+                         upper ? largest[g] : largest[g + half], half);
   }
-  const float scale = scale_of(kWire, __uint_as_float(own));
+  POWERSGD_UNROLL
+  for (int distance = kBatch; distance < kWarpSize; distance *= 2)
+    largest[0] = raise(largest[0], largest[0], distance);
+  return largest[0];
+}
+
+// Returns the scale of each group to all lanes, and writes it to the packet. A lane divides once.
+template <WireDType kWire, typename F>
+__device__ __forceinline__ void make_scales(const BatchOf<F>& values, const Group<F>* batch,
+                                            uint8_t* packet, float (&scales)[kBatch],
+                                            float (&inverses)[kBatch]) {
+  const float scale = scale_of(kWire, __uint_as_float(largest_of_group(values)));
   const float inverse = inverse_of(scale);
   if (lane_id() < kBatch && batch[lane_id()].count > 0)
     *reinterpret_cast<uint16_t*>(packet + batch[lane_id()].place.scale) =

@@ -42,12 +42,12 @@ struct Quantize {
           element < batch[g].count ? global(batch[g].values)[element * batch[g].stride] : F{0};
     });
     if (kRaw)
-      for_kept(batch, [&](int g, int j, F* rounding) {
-        if (packets.drop_residual) *rounding = 0;
-        exact[g][j] += *rounding;
+      for_kept(batch, [&](int g, int j, const F* rounding) {
+        exact[g][j] += packets.drop_residual ? F{0} : *rounding;
       });
     send<kWire>(exact, batch, packets.sent, sent);
     for_kept(batch, [&](int g, int j, F* kept) {
+      if (kRaw && packets.drop_residual) *kept = 0;
       store_if_finite(kept, kRaw ? exact[g][j] - sent[g][j] : sent[g][j]);
     });
   }
@@ -62,12 +62,13 @@ struct Quantize {
 struct Requantize {
   template <bool kRaw, WireDType kWire, typename F>
   static __device__ __forceinline__ void take(const Packets& packets, const Group<F>* batch) {
-    BatchOf<F> exact, sent;
+    BatchOf<F> old, exact, sent;
+    for_kept(batch, [&](int g, int j, const F* kept) { old[g][j] = *kept; });
     add_sources<kWire>({packets.received, packets.layout.chunk_bytes, packets.ranks}, batch, exact);
     send<kWire>(exact, batch, packets.reduced, sent);
     for_kept(batch, [&](int g, int j, F* kept) {
       const F more = sent[g][j] - exact[g][j];
-      store_if_finite(kept, kRaw ? *kept - more : *kept + more);
+      store_if_finite(kept, kRaw ? old[g][j] - more : old[g][j] + more);
     });
   }
 
