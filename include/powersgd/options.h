@@ -45,8 +45,8 @@ struct Options {
   int64_t check_every = 0;
 };
 
-// Throws std::invalid_argument that names the first bad field, its value and what is allowed. A value
-// may be bad beside that of another field.
+// Throws std::invalid_argument that names the first bad field, its value and what is allowed. A
+// value may be bad beside that of another field.
 // No other function validates options, and every other layer assumes that they are valid.
 void validate(const Options& options);
 
