@@ -84,12 +84,14 @@ void register_stages(py::module_& module) {
           "project",
           [](BucketCompressor& self, const at::Tensor& gradient, uint64_t step, double output_scale,
              double grad_scale) {
-            return self.project(gradient, {output_scale, grad_scale, step});
+            return sum_alone(self.project(gradient, {output_scale, grad_scale, step}));
           },
           py::arg("gradient"), py::arg("step"), py::arg("output_scale") = 1.0,
           py::arg("grad_scale") = 1.0, NoGil())
       .def("orthogonalize", &BucketCompressor::orthogonalize, NoGil())
-      .def("back_project", &BucketCompressor::back_project, NoGil())
+      .def(
+          "back_project", [](BucketCompressor& self) { return sum_alone(self.back_project()); },
+          NoGil())
       .def("reconstruct", &BucketCompressor::reconstruct, NoGil())
       .def("rollback", &BucketCompressor::rollback, NoGil())
       .def_property_readonly("payload_bytes", &BucketCompressor::payload_bytes)

@@ -90,9 +90,10 @@ class ParameterExport:
 class LocalExport:
     name: str
     memory: torch.Tensor | None
-    p_hat: torch.Tensor
-    q_local: torch.Tensor
-    q_warm: torch.Tensor
+    p_hat: torch.Tensor | None
+    q_local: torch.Tensor | None
+    q_warm: torch.Tensor | None
+    rounding: torch.Tensor | None
     grad_scale: float
     def __init__(self) -> None: ...
 
