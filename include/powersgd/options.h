@@ -60,7 +60,6 @@ int64_t size_of(DType dtype);                         // In bytes.
 WireDType parse_wire_dtype(const std::string& name);  // "float32", "bfloat16", ..., "int8", "int4"
 std::string to_string(WireDType dtype);
 bool is_integer(WireDType dtype);
-int64_t bits_of(WireDType dtype);  // of an element, without the scales
 
 // The type that the elements of raw segments travel in, if the factors have a wire dtype.
 std::optional<WireDType> raw_wire_of(const Options& options);
