@@ -74,9 +74,9 @@ class BucketTables {
  private:
   kernels::Bucket bucket_{};
   Workspaces workspaces_;
-  DeviceTables tables_{};         // what bucket_ points at, with the next two
+  DeviceTables tables_{};  // what bucket_ points at, with the next two
   at::Tensor counters_, state_;
-  at::Tensor skipped_;            // in state_
+  at::Tensor skipped_;  // in state_
 };
 
 }  // namespace powersgd

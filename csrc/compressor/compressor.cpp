@@ -162,13 +162,10 @@ MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
 
 bool has_kernels(c10::DeviceType device) { return find_stages(device) != nullptr; }
 
-std::unique_ptr<BucketCompressor> make_compressor(BucketPlan plan,
-                                                  std::vector<ParameterStatePtr> states,
-                                                  const Options& options,
-                                                  at::ScalarType gradient_type, at::Device device,
-                                                  Ranks ranks,
-                                                  std::shared_ptr<StepCounter> step_counter,
-                                                  Workspaces workspaces) {
+std::unique_ptr<BucketCompressor> make_compressor(
+    BucketPlan plan, std::vector<ParameterStatePtr> states, const Options& options,
+    at::ScalarType gradient_type, at::Device device, Ranks ranks,
+    std::shared_ptr<StepCounter> step_counter, Workspaces workspaces) {
   TORCH_INTERNAL_ASSERT(states.size() == plan.matrices.size() ||
                         states.size() == plan.matrices.size() + plan.raw_parameters.size());
   to_dtype(gradient_type);  // throws for a dtype that is not compressed

@@ -46,10 +46,11 @@ PayloadPlans plan_payloads(const BucketSpec& spec) {
   const std::optional<PacketDTypes> dtypes = spec.packet_dtypes();
   if (!dtypes) return {{plan.p_numel}, {plan.q_numel}};
   const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);
-  return {plan_packets(spec.ranks, plan.p_numel, *dtypes, kernels::p_packet_factors(matrices).groups,
-                       plan.raw_numel(), plan.p_numel - plan.counts_offset()),
-          plan_packets(spec.ranks, plan.q_numel, *dtypes, kernels::q_packet_factors(matrices).groups,
-                       0, 0)};
+  return {
+      plan_packets(spec.ranks, plan.p_numel, *dtypes, kernels::p_packet_factors(matrices).groups,
+                   plan.raw_numel(), plan.p_numel - plan.counts_offset()),
+      plan_packets(spec.ranks, plan.q_numel, *dtypes, kernels::q_packet_factors(matrices).groups, 0,
+                   0)};
 }
 
 BucketPayload::BucketPayload(const PayloadPlan& plan, at::Tensor elements,

@@ -65,9 +65,10 @@ void zero_if(const at::Tensor& dropped, at::ScalarType type, const Tensors& tens
 void replace_if(const at::Tensor& dropped, at::ScalarType type, const Tensors& tensors,
                 const Tensors& replacements) {
   zero_if(dropped, type, tensors);
-  at::_foreach_add_(tensors, dropped.defined() ? at::_foreach_mul(replacements,
-                                                    dropped.reshape({}).ne(0).to(type))
-                                               : replacements);
+  at::_foreach_add_(tensors,
+                    dropped.defined()
+                        ? at::_foreach_mul(replacements, dropped.reshape({}).ne(0).to(type))
+                        : replacements);
 }
 
 }  // namespace

@@ -28,7 +28,8 @@ class RawRounding {
   RawRounding(const BucketSpec& spec, std::vector<ParameterStatePtr> states);
 
   static int64_t bytes(const BucketSpec& spec) {
-    return 2 * spec.plan.raw_numel() * static_cast<int64_t>(spec.factor_options().dtype().itemsize());
+    return 2 * spec.plan.raw_numel() *
+           static_cast<int64_t>(spec.factor_options().dtype().itemsize());
   }
 
   // Packets::rounding.
@@ -46,8 +47,8 @@ class RawRounding {
 
   std::vector<PlannedRawParameter> parameters_;
   std::vector<ParameterStatePtr> states_;
-  at::Tensor rounding_;          // one element for each of the raw segments, in the factor dtype
-  at::Tensor before_;            // before the step in progress, or before the last one
+  at::Tensor rounding_;  // one element for each of the raw segments, in the factor dtype
+  at::Tensor before_;    // before the step in progress, or before the last one
   at::Tensor units_, new_units_, factor_;  // one float64 each: loss scales, and their ratio
   at::Tensor is_skipped_;                  // one bool
   std::optional<double> known_units_;      // units_, if the host knows them

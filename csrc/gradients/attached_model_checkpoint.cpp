@@ -98,8 +98,9 @@ void AttachedModel::check_parameter(const ParameterExport& saved) const {
   TORCH_CHECK_VALUE(saved.residual.sizes() == parameter.sizes(), "residual of '", saved.name,
                     "' must have the parameter's shape ", parameter.sizes(), ", got ",
                     saved.residual.sizes());
-  TORCH_CHECK_VALUE(!saved.q.defined() || (saved.q.dim() == 2 && saved.q.size(1) == shape.cols), "q of '", saved.name,
-                    "' must have the shape [rank, ", shape.cols, "], got ", saved.q.sizes());
+  TORCH_CHECK_VALUE(!saved.q.defined() || (saved.q.dim() == 2 && saved.q.size(1) == shape.cols),
+                    "q of '", saved.name, "' must have the shape [rank, ", shape.cols, "], got ",
+                    saved.q.sizes());
 }
 
 bool AttachedModel::is_compressed(const at::Tensor& parameter) const {
