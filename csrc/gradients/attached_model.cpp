@@ -11,6 +11,7 @@
 #include "gradients/parameter_layout.h"
 #include "gradients/replicas.h"
 #include "powersgd/stats.h"
+#include "powersgd/traffic.h"
 
 namespace powersgd {
 
@@ -209,12 +210,10 @@ Outline AttachedModel::outline() const {
       ++outline.compressed_parameters;
       outline.compressed_numel += numel;
     }
-    const int64_t factor_bits = 8 * c10::elementSize(factor_type(parameter.scalar_type()));
-    const auto wire = sent.rank > 0 ? options_.wire_dtype : raw_wire_of(options_);
-    const int64_t bits = wire ? bits_of(*wire) : factor_bits;
     outline.sent_numel += sent.total;
     outline.bytes_before += numel * static_cast<int64_t>(parameter.element_size());
-    outline.bytes_after += (sent.total * bits + 7) / 8;
+    outline.bytes_after += content_bytes(plan_bucket({memory_layout(parameter)}, options_),
+                                         options_, parameter.scalar_type());
   }
   outline.sent_numel += outline.compressed_parameters > 0;  // the bucket's non-finite count
   return outline;

@@ -47,6 +47,9 @@ namespace powersgd::kernels {
 
 constexpr int64_t kGroup = 64;  // elements that share a scale
 
+// The bytes of a group: its codes, and its scale if the dtype has scales.
+int64_t group_bytes(WireDType dtype);
+
 // The groups of one kind in a packet.
 struct PacketSection {
   WireDType dtype;

@@ -29,8 +29,22 @@ class MemoryNeeds:
     workspace: int
 
 def memory_needs(
-    shapes: Sequence[Sequence[int]], options: Options, dtype: torch.dtype, device: str
+    shapes: Sequence[Sequence[int]],
+    options: Options,
+    dtype: torch.dtype,
+    device: str,
+    world_size: int,
 ) -> MemoryNeeds: ...
+
+class Traffic:
+    schedule: str
+    payload_bytes: int
+    sent_bytes: int
+
+def traffic_of(
+    shapes: Sequence[Sequence[int]], options: Options, dtype: torch.dtype, world_size: int
+) -> tuple[Traffic, Traffic]: ...
+def content_bytes(shapes: Sequence[Sequence[int]], options: Options, dtype: torch.dtype) -> int: ...
 
 class BucketCompressor:
     def __init__(
