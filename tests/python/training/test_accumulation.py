@@ -12,6 +12,7 @@ import pytest
 import torch_powersgd as tp
 from support import ranks
 from support.synthetic import (
+    COMPRESSED,
     SHAPES,
     Arrays,
     Ledger,
@@ -66,7 +67,7 @@ def test_micro_batches_are_the_whole_batch(ddp_arguments: dict[str, Any], wire: 
                 assert (output[name] == wanted[name]).all(), (i, name)
         for name, residual in mine[1].items():
             assert (residual == expected[1][name]).all()
-            assert abs(residual).max() > 0
+            assert abs(residual).max() > 0 or name not in COMPRESSED
 
 
 def _always_synchronized(rank: int) -> tuple[dict[str, float], int]:
