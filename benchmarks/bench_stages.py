@@ -36,6 +36,7 @@ from provenance import processor, provenance, write
 
 import torch_powersgd
 from torch_powersgd._core import _C
+from torch_powersgd.options import dtype_name
 from torch_powersgd.tools.footprint import Layout, buckets_of
 
 # project reads G and the residual and writes the residual; back_project reads it; reconstruct
@@ -126,8 +127,8 @@ def bench(case: Case, repeats: int) -> dict[str, Any]:
     return {
         "model": case.model,
         "rank": case.options.matrix_approximation_rank,
-        "dtype": _name(case.dtype),
-        "residual_dtype": _name(case.options.residual_dtype),
+        "dtype": dtype_name(case.dtype),
+        "residual_dtype": dtype_name(case.options.residual_dtype),
         "elements": gradients.numel,
         "buckets": len(ours.buckets),
         "gradient_bytes": gradient_bytes,
@@ -152,10 +153,6 @@ def profiled(case: Case) -> dict[str, dict[str, float]]:
         gradients.refill()
         result[name] = profile(functools.partial(contestant.run, gradients.tensors))
     return result
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 HEADINGS = {

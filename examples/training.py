@@ -71,7 +71,7 @@ def parallel(args: argparse.Namespace, model: nn.Module) -> DistributedDataParal
     if args.backend == "powersgd":  # [compression]
         options = tp.Options(
             matrix_approximation_rank=args.rank,
-            wire_dtype=getattr(torch, args.wire_dtype),
+            wire_dtype=args.wire_dtype,
             start_powerSGD_iter=args.exact_steps,
         )
         tp.attach(ddp, options)

@@ -36,7 +36,7 @@ struct Properties {
         [member](Options& self, const std::string& text) { self.*member = parse_dtype(text); });
   }
 
-  void operator()(const char* name, std::optional<DType> Options::* member) const {
+  void operator()(const char* name, std::optional<WireDType> Options::* member) const {
     using Text = std::optional<std::string>;
     options.def_property(
         name,
@@ -44,7 +44,7 @@ struct Properties {
           return self.*member ? Text(to_string(*(self.*member))) : std::nullopt;
         },
         [member](Options& self, const Text& text) {
-          self.*member = text ? std::optional(parse_dtype(*text)) : std::nullopt;
+          self.*member = text ? std::optional(parse_wire_dtype(*text)) : std::nullopt;
         });
   }
 };

@@ -189,12 +189,12 @@ Outline AttachedModel::outline() const {
       ++outline.compressed_parameters;
       outline.compressed_numel += numel;
     }
-    const DType default_wire =
-        parameter.scalar_type() == at::kDouble ? DType::kFloat64 : DType::kFloat32;
-    const int64_t width = size_of(options_.wire_dtype.value_or(default_wire));
+    const int64_t factor_bits = 8 * c10::elementSize(factor_type(parameter.scalar_type()));
+    const auto wire = sent.rank > 0 ? options_.wire_dtype : raw_wire_of(options_);
+    const int64_t bits = wire ? bits_of(*wire) : factor_bits;
     outline.sent_numel += sent.total;
     outline.bytes_before += numel * static_cast<int64_t>(parameter.element_size());
-    outline.bytes_after += sent.total * width;
+    outline.bytes_after += (sent.total * bits + 7) / 8;
   }
   outline.sent_numel += outline.compressed_parameters > 0;  // the bucket's non-finite count
   return outline;

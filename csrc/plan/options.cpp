@@ -35,6 +35,12 @@ constexpr std::array<Name<DType>, 4> kDTypes{{{DType::kFloat32, "float32"},
                                               {DType::kBFloat16, "bfloat16"},
                                               {DType::kFloat16, "float16"}}};
 
+constexpr std::array<Name<WireDType>, 5> kWireDTypes{{{WireDType::kFloat32, "float32"},
+                                                      {WireDType::kBFloat16, "bfloat16"},
+                                                      {WireDType::kFloat16, "float16"},
+                                                      {WireDType::kInt8, "int8"},
+                                                      {WireDType::kInt4, "int4"}}};
+
 template <typename Enum, size_t kCount>
 Enum parse(const std::array<Name<Enum>, kCount>& names, const std::string& name, const char* field,
            const char* allowed) {
@@ -59,8 +65,18 @@ Number shown(Number value) {
 }
 std::string shown(Scope value) { return quoted(to_string(value)); }
 std::string shown(DType value) { return to_string(value); }
-std::string shown(std::optional<DType> value) { return value ? to_string(*value) : "None"; }
+std::string shown(std::optional<WireDType> value) { return value ? to_string(*value) : "None"; }
 std::string shown(const std::string& value) { return quoted(value); }
+
+// Throws for fields that are allowed one by one, but not together.
+void validate_pairs(const Options& options) {
+  if (options.raw_wire_dtype && !options.wire_dtype) {
+    reject("raw_wire_dtype", "None without a wire_dtype", shown(options.raw_wire_dtype));
+  }
+  if (options.warm_start_noise != 0 && !options.warm_start) {
+    reject("warm_start_noise", "0 without warm_start", options.warm_start_noise);
+  }
+}
 
 }  // namespace
 
@@ -70,6 +86,7 @@ void validate(const Options& options) {
     const char* allowed = rule(value);
     if (allowed != nullptr) reject(name, allowed, shown(value));
   });
+  validate_pairs(options);
 }
 
 Scope parse_scope(const std::string& name) {
@@ -95,6 +112,35 @@ int64_t size_of(DType dtype) {
       return 2;
   }
   reject("dtype", "float32, float64, bfloat16 or float16", to_string(dtype));
+}
+
+WireDType parse_wire_dtype(const std::string& name) {
+  return parse(kWireDTypes, name, "wire dtype",
+               "'float32', 'bfloat16', 'float16', 'int8' or 'int4'");
+}
+
+std::string to_string(WireDType dtype) { return name_of(kWireDTypes, dtype); }
+
+bool is_integer(WireDType dtype) { return dtype == WireDType::kInt8 || dtype == WireDType::kInt4; }
+
+int64_t bits_of(WireDType dtype) {
+  switch (dtype) {
+    case WireDType::kFloat32:
+      return 32;
+    case WireDType::kBFloat16:
+    case WireDType::kFloat16:
+      return 16;
+    case WireDType::kInt8:
+      return 8;
+    case WireDType::kInt4:
+      return 4;
+  }
+  reject("wire dtype", "float32, bfloat16, float16, int8 or int4", to_string(dtype));
+}
+
+std::optional<WireDType> raw_wire_of(const Options& options) {
+  if (options.raw_wire_dtype || !options.wire_dtype) return options.raw_wire_dtype;
+  return is_integer(*options.wire_dtype) ? WireDType::kBFloat16 : options.wire_dtype;
 }
 
 }  // namespace powersgd

@@ -28,6 +28,10 @@ inline const char* rate(double value) {
   return std::isfinite(value) && value > 0 ? nullptr : "a finite number > 0";
 }
 
+inline const char* deviation(double value) {
+  return std::isfinite(value) && value >= 0 ? nullptr : "a finite number >= 0";
+}
+
 inline const char* share(double value) {
   return value >= 0 && value < 1 ? nullptr : "a number >= 0 and < 1";
 }
@@ -42,10 +46,16 @@ inline const char* backend_name(const std::string& value) {
   return value.empty() ? "'auto' or the name of a backend" : nullptr;
 }
 
-inline const char* wire_dtype(std::optional<DType> value) {
-  return value != DType::kFloat64
-             ? nullptr
-             : "None, float32, bfloat16 or float16 (None sends float64 gradients in float64)";
+inline const char* wire_dtype(std::optional<WireDType> value) {
+  const bool allowed = !value || (WireDType::kFloat32 <= *value && *value <= WireDType::kInt4);
+  return allowed ? nullptr
+                 : "None, float32, bfloat16, float16, int8 or int4 (None sends float64 gradients "
+                   "in float64)";
+}
+
+inline const char* raw_wire_dtype(std::optional<WireDType> value) {
+  const bool allowed = !value || (WireDType::kFloat32 <= *value && *value <= WireDType::kFloat16);
+  return allowed ? nullptr : "None, float32, bfloat16 or float16";
 }
 
 inline const char* residual_dtype(DType value) {
@@ -75,7 +85,9 @@ void for_each_option(const Visit& visit) {
   visit("min_numel", &Options::min_numel, rules::positive);
   visit("inner", &Options::inner, rules::backend_name);
   visit("wire_dtype", &Options::wire_dtype, rules::wire_dtype);
+  visit("raw_wire_dtype", &Options::raw_wire_dtype, rules::raw_wire_dtype);
   visit("residual_dtype", &Options::residual_dtype, rules::residual_dtype);
+  visit("warm_start_noise", &Options::warm_start_noise, rules::deviation);
   visit("check_every", &Options::check_every, rules::not_negative);
 }
 

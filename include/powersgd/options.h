@@ -38,12 +38,15 @@ struct Options {
   Scope scope = Scope::kBackward;
   int64_t min_numel = int64_t{1} << 17;
   std::string inner = "auto";
-  std::optional<DType> wire_dtype;
+  std::optional<WireDType> wire_dtype;
+  std::optional<WireDType> raw_wire_dtype;
   DType residual_dtype = DType::kFloat32;
+  double warm_start_noise = 0;
   int64_t check_every = 0;
 };
 
-// Throws std::invalid_argument that names the first bad field, its value and what is allowed.
+// Throws std::invalid_argument that names the first bad field, its value and what is allowed. A value
+// may be bad beside that of another field.
 // No other function validates options, and every other layer assumes that they are valid.
 void validate(const Options& options);
 
@@ -53,6 +56,13 @@ Scope parse_scope(const std::string& name);
 std::string to_string(Scope scope);
 DType parse_dtype(const std::string& name);  // "float32", "float64", "bfloat16", "float16"
 std::string to_string(DType dtype);
-int64_t size_of(DType dtype);  // In bytes.
+int64_t size_of(DType dtype);                         // In bytes.
+WireDType parse_wire_dtype(const std::string& name);  // "float32", "bfloat16", ..., "int8", "int4"
+std::string to_string(WireDType dtype);
+bool is_integer(WireDType dtype);
+int64_t bits_of(WireDType dtype);  // of an element, without the scales
+
+// The type that the elements of raw segments travel in, if the factors have a wire dtype.
+std::optional<WireDType> raw_wire_of(const Options& options);
 
 }  // namespace powersgd

@@ -28,7 +28,12 @@ _PREFIX = "POWERSGD_"
 _OTHER_VARIABLES = tuple(
     f"{_PREFIX}{name}" for name in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH", "TENSOR_CORES")
 )
-_DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
+# The names of data types, and what Options holds for them. No torch dtype holds integers of 4 bits.
+_DTYPES: dict[str, torch.dtype | str] = {
+    **{name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")},
+    "int8": "int8",
+    "int4": "int4",
+}
 
 
 @dataclass(frozen=True)
@@ -59,19 +64,24 @@ class Options:
         min_numel: Least number of elements of a flat tensor that ``"backward"`` compresses.
         inner: Name of the backend to wrap: ``"gloo"``, ``"nccl"``, or one that was registered with
             torch before. ``"auto"``: gloo on a CPU, nccl on CUDA.
-        wire_dtype: Data type of the payloads: float32, bfloat16 or float16. The residual keeps the
-            part that a rank rounds off, but not the rounding of the sum. None: float32, or float64
-            for float64 gradients.
+        wire_dtype: Data type in which factors travel: float32, bfloat16, float16, ``"int8"`` or
+            ``"int4"``. The residual keeps what is rounded off. None: float32, or float64 for
+            float64 gradients.
+        raw_wire_dtype: Data type in which the elements travel that are not compressed: float32,
+            bfloat16 or float16. It needs a ``wire_dtype``. None: bfloat16 with an integer
+            ``wire_dtype``, else the same as ``wire_dtype``.
         residual_dtype: Data type of the residual: float32, bfloat16 or float16. Residuals of
             float64 gradients are always float64. A value beyond the type's largest is cut off.
             ``stats()["saturated_steps"]`` counts the steps in which that happens in float16.
+        warm_start_noise: Standard deviation of the noise that a warm start adds to Q's rows, as a
+            share of the root mean square of a row's elements. It needs ``warm_start``.
         check_every: Number of steps between two comparisons of the factors, which are equal on all
             ranks. Where they differ, a warning names the parameter and the ranks, all ranks take
             rank 0's, and ``stats()["differences"]`` counts it. 0: no comparison.
 
     Raises:
-        ValueError: If a value is not allowed. The message names the field, the value and what is
-            allowed.
+        ValueError: If a value is not allowed, alone or beside another field. The message names the
+            field, the value and what is allowed.
     """
 
     matrix_approximation_rank: int = 1
@@ -85,8 +95,10 @@ class Options:
     scope: str = "backward"
     min_numel: int = 1 << 17
     inner: str = "auto"
-    wire_dtype: torch.dtype | None = None
-    residual_dtype: torch.dtype = torch.float32
+    wire_dtype: torch.dtype | str | None = None
+    raw_wire_dtype: torch.dtype | str | None = None
+    residual_dtype: torch.dtype | str = torch.float32
+    warm_start_noise: float = 0
     check_every: int = 0
 
     # torch's DeviceMesh reads the time-out of a group from its options. None is the default.
@@ -116,16 +128,32 @@ class Options:
     @classmethod
     def _from_core(cls, core: _C.Options) -> Options:
         """Returns the options that a value of the C++ core holds."""
-        values = {name: getattr(core, name) for name in _NAMES}
-        dtypes = {name: _DTYPES.get(values[name]) for name, kind in _types() if "dtype" in kind}
-        return cls(**{**values, **dtypes})
+        return cls(**{name: getattr(core, name) for name in _NAMES})
 
     def _plain(self) -> dict[str, Any]:
         """Returns the fields as JSON types, which messages and checkpoints take."""
         return {
-            name: str(value).removeprefix("torch.") if _is_dtype(value) else value
+            name: dtype_name(value) if isinstance(value, torch.dtype) else value
             for name, value in dataclasses.asdict(self).items()
         }
+
+    @classmethod
+    def recommended(cls, **fields: Any) -> Options:
+        """Returns the setting that the measurements favor, where nothing is known of the job.
+
+        It is rank 16 with factors in int8, after 10 exact steps. docs/convergence.md has the losses
+        and the bytes of this and other settings. ``python -m torch_powersgd advise`` finds the
+        setting of one's own model and link.
+
+        Args:
+            fields: Values of fields that replace those of the setting.
+        """
+        favored = {
+            "matrix_approximation_rank": 16,
+            "wire_dtype": "int8",
+            "start_powerSGD_iter": 10,
+        }
+        return cls(**{**favored, **fields})
 
     @classmethod
     def from_hook_state(cls, state: PowerSGDState, **fields: Any) -> Options:
@@ -137,6 +165,11 @@ class Options:
         """
         shared = {name: getattr(state, name) for name in _NAMES if hasattr(state, name)}
         return cls(**{**shared, **fields})
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """Returns the name of a data type as users write it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _types() -> list[tuple[str, str]]:
@@ -272,17 +305,16 @@ def _parse(variable: str, type_name: str, text: str) -> Any:
     if type_name == "str":
         return text
     if "dtype" in type_name:
-        allowed = {**_DTYPES, **({"none": None} if "None" in type_name else {})}
-    elif type_name == "bool":
-        allowed = {"1": True, "true": True, "0": False, "false": False}
-    else:
-        try:
-            return int(text) if type_name == "int" else float(text)
-        except ValueError:
-            raise ValueError(f"{variable} must be of type {type_name}, got {text!r}") from None
-    if text.lower() not in allowed:
-        raise ValueError(f"{variable} must be one of {', '.join(allowed)}, got {text!r}")
-    return allowed[text.lower()]
+        return None if text.lower() == "none" else text.lower()
+    if type_name == "bool":
+        truths = {"1": True, "true": True, "0": False, "false": False}
+        if text.lower() not in truths:
+            raise ValueError(f"{variable} must be one of {', '.join(truths)}, got {text!r}")
+        return truths[text.lower()]
+    try:
+        return int(text) if type_name == "int" else float(text)
+    except ValueError:
+        raise ValueError(f"{variable} must be of type {type_name}, got {text!r}") from None
 
 
 def _typed(name: str, type_name: str, value: Any) -> Any:
@@ -292,12 +324,10 @@ def _typed(name: str, type_name: str, value: Any) -> Any:
     if type_name == "float" and not isinstance(value, (bool, str, bytes)):
         with contextlib.suppress(TypeError, ValueError):
             return float(value)
-    kinds = {"bool": bool, "str": str, "torch.dtype": torch.dtype}
+    if "dtype" in type_name and isinstance(value, (torch.dtype, str)):
+        return _DTYPES.get(dtype_name(value), value)  # The core refuses a type that it lacks.
+    kinds = {"bool": bool, "str": str}
     for kind in type_name.split(" | "):
         if (kind == "None" and value is None) or (kind in kinds and isinstance(value, kinds[kind])):
             return value
     raise ValueError(f"{name} must be of type {type_name}, got {value!r}")
-
-
-def _is_dtype(value: object) -> bool:
-    return isinstance(value, torch.dtype)

@@ -92,6 +92,8 @@ def footprint_of(
 
 def wire_width(options: Options, dtype: torch.dtype) -> int:
     """The bytes of an element of what a compressed bucket sends, by the gradients' dtype."""
+    if isinstance(options.wire_dtype, str):
+        return 1
     if options.wire_dtype is not None:
         return options.wire_dtype.itemsize
     return 8 if dtype == torch.float64 else 4

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_powersgd._core import _C
-from torch_powersgd.options import Options
+from torch_powersgd.options import Options, dtype_name
 from torch_powersgd.tools.footprint import Footprint, assign_buckets, footprint_of, wire_width
 from torch_powersgd.units import size_text
 
@@ -161,7 +161,7 @@ def summary(
     model: torch.nn.Module, parameters: int, footprint: Footprint, options: Options
 ) -> list[str]:
     """The totals, in sentences."""
-    wire = str(options.wire_dtype or torch.float32).removeprefix("torch.")
+    wire = dtype_name(options.wire_dtype or torch.float32)
     setting = f"rank {options.matrix_approximation_rank}, {wire} on the wire"
     frozen = sum(1 for p in model.parameters() if not p.requires_grad)
     ignored = [f"{frozen} parameters require no gradient and are left out."] if frozen else []

@@ -142,11 +142,15 @@ def line_to_copy(options: Options) -> str:
     """The call of attach that sets these options."""
     fields = [f'"matrix_approximation_rank": {options.matrix_approximation_rank}']
     if options.wire_dtype not in (None, torch.float32):
-        fields.append(f'"wire_dtype": {options.wire_dtype}')
+        fields.append(f'"wire_dtype": {_as_code(options.wire_dtype)}')
     if options.min_compression_rate != Options().min_compression_rate:
         fields.append(f'"min_compression_rate": {options.min_compression_rate:g}')
     fields.append(f'"start_powerSGD_iter": {START_STEP}')
     return f"torch_powersgd.attach(ddp, {{{', '.join(fields)}}})"
+
+
+def _as_code(dtype: torch.dtype | str) -> str:
+    return f'"{dtype}"' if isinstance(dtype, str) else str(dtype)
 
 
 def _table(

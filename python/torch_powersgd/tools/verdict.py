@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from torch_powersgd.options import Options
+from torch_powersgd.options import Options, dtype_name
 
 # The notch of a box plot, which holds the median in 95 of 100 samples: McGill, Tukey and Larsen,
 # "Variations of Box Plots", The American Statistician 32 (1978).
@@ -89,7 +89,7 @@ class Verdict:
 def name_of(options: Options | None) -> str:
     if options is None:
         return "plain all-reduce"
-    wire = str(options.wire_dtype or torch.float32).removeprefix("torch.")
+    wire = dtype_name(options.wire_dtype or torch.float32)
     return f"rank {options.matrix_approximation_rank}, {wire}"
 
 
@@ -188,7 +188,7 @@ def _worth(timing: Timing) -> tuple[int, int]:
 
 def _chains(timings: Sequence[Timing]) -> list[list[int]]:
     """The indices of settings that differ by rank alone, each costlier than the one before."""
-    by_wire: dict[torch.dtype, list[int]] = {}
+    by_wire: dict[torch.dtype | str, list[int]] = {}
     for index, timing in enumerate(timings):
         assert timing.options is not None
         wire = timing.options.wire_dtype or torch.float32

@@ -116,7 +116,7 @@ TEST(Compressor, ResidualDtypes) {
 }
 
 TEST(Compressor, TheRoundingOfRawSegmentsIsSentLater) {
-  for (const DType wire : {DType::kBFloat16, DType::kFloat16}) {
+  for (const WireDType wire : {WireDType::kBFloat16, WireDType::kFloat16}) {
     Options options = make_options();
     options.wire_dtype = wire;
     OneRank rank(options);
@@ -134,7 +134,7 @@ TEST(Compressor, TheRoundingOfRawSegmentsIsSentLater) {
 
 TEST(Compressor, ADroppedRoundingIsNotSent) {
   Options options = make_options();
-  options.wire_dtype = DType::kBFloat16;
+  options.wire_dtype = WireDType::kBFloat16;
   OneRank rank(options);
   at::Tensor gradient = at::zeros({rank.plan.gradient_numel});
   gradient.narrow(0, 17 * 33, 5).fill_(1 + 0x1p-9);
@@ -156,8 +156,8 @@ std::pair<at::ScalarType, at::ScalarType> payload_types(OneRank& rank, uint64_t 
 }
 
 TEST(Compressor, PayloadsAreInTheWiresDtype) {
-  for (const auto& [wire, type] :
-       {std::pair{DType::kFloat32, at::kFloat}, std::pair{DType::kBFloat16, at::kBFloat16}}) {
+  for (const auto& [wire, type] : {std::pair{WireDType::kFloat32, at::kFloat},
+                                   std::pair{WireDType::kBFloat16, at::kBFloat16}}) {
     Options options = make_options();
     options.wire_dtype = wire;
     OneRank rank(options);
@@ -170,7 +170,7 @@ TEST(Compressor, PayloadsAreInTheWiresDtype) {
 // The first payloads say what the scales must be. A step that is rolled back said nothing.
 TEST(Compressor, TheFirstPayloadsOfFloat16TravelAsFactors) {
   Options options = make_options();
-  options.wire_dtype = DType::kFloat16;
+  options.wire_dtype = WireDType::kFloat16;
   OneRank rank(options);
   at::Tensor gradient = at::randn({rank.plan.gradient_numel});
   rank.compressor->project(gradient, {1, 1, 0});

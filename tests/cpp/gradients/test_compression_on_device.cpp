@@ -93,7 +93,8 @@ std::vector<Bucket> submit_steps(Engine& engine, const Options& options, c10::De
   return buckets;
 }
 
-class CompressionOnDevice : public testing::TestWithParam<std::optional<DType>> {};  // wire_dtype
+class CompressionOnDevice : public testing::TestWithParam<std::optional<WireDType>> {
+};  // wire_dtype
 
 TEST_P(CompressionOnDevice, IsTheSameInAnyOrderOfStreams) {
   fake::add_operators();
@@ -118,7 +119,7 @@ TEST_P(CompressionOnDevice, IsTheSameInAnyOrderOfStreams) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Wires, CompressionOnDevice,
-                         testing::Values(std::nullopt, DType::kBFloat16, DType::kFloat16),
+                         testing::Values(std::nullopt, WireDType::kBFloat16, WireDType::kFloat16),
                          [](const auto& wire) {
                            return wire.param ? to_string(*wire.param) : "as_it_is";
                          });

@@ -3,8 +3,10 @@
 
 #include <functional>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "powersgd/options.h"
 
@@ -94,13 +96,61 @@ TEST(Options, DTypes) {
             "residual_dtype must be float32, bfloat16 or float16 (float64 gradients keep a float64 "
             "residual), got float64");
   EXPECT_EQ(error_with([](Options& o) { o.residual_dtype = DType::kBFloat16; }), "no error");
-  EXPECT_EQ(
-      error_with([](Options& o) { o.wire_dtype = DType::kFloat64; }),
-      "wire_dtype must be None, float32, bfloat16 or float16 (None sends float64 gradients in "
-      "float64), got float64");
-  for (const DType wire : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+}
+
+constexpr WireDType kWires[] = {WireDType::kFloat32, WireDType::kBFloat16, WireDType::kFloat16,
+                                WireDType::kInt8, WireDType::kInt4};
+
+TEST(Options, WireDTypes) {
+  EXPECT_EQ(error_with([](Options& o) { o.wire_dtype = static_cast<WireDType>(9); }),
+            "wire_dtype must be None, float32, bfloat16, float16, int8 or int4 (None sends float64 "
+            "gradients in float64), got unknown (9)");
+  for (const WireDType wire : kWires) {
     EXPECT_EQ(error_with([wire](Options& o) { o.wire_dtype = wire; }), "no error");
   }
+}
+
+TEST(Options, RawWireDTypesAreFloats) {
+  for (const WireDType raw : kWires) {
+    const std::string error = error_with([raw](Options& o) {
+      o.wire_dtype = WireDType::kInt8;
+      o.raw_wire_dtype = raw;
+    });
+    EXPECT_EQ(error, is_integer(raw) ? "raw_wire_dtype must be None, float32, bfloat16 or float16, "
+                                       "got " +
+                                           to_string(raw)
+                                     : "no error");
+  }
+}
+
+TEST(Options, ARawWireDTypeNeedsAWireDType) {
+  EXPECT_EQ(error_with([](Options& o) { o.raw_wire_dtype = WireDType::kFloat32; }),
+            "raw_wire_dtype must be None without a wire_dtype, got float32");
+}
+
+TEST(Options, TheRawWireFollowsTheWire) {
+  Options options;
+  EXPECT_EQ(raw_wire_of(options), std::nullopt);
+  for (const WireDType wire : kWires) {
+    options.wire_dtype = wire;
+    EXPECT_EQ(raw_wire_of(options), is_integer(wire) ? WireDType::kBFloat16 : wire);
+  }
+  options.raw_wire_dtype = WireDType::kFloat16;
+  EXPECT_EQ(raw_wire_of(options), WireDType::kFloat16);
+}
+
+TEST(Options, NoiseIsFiniteAndNeedsAWarmStart) {
+  EXPECT_EQ(error_with([](Options& o) { o.warm_start_noise = 0.2; }), "no error");
+  EXPECT_EQ(error_with([](Options& o) { o.warm_start_noise = -0.5; }),
+            "warm_start_noise must be a finite number >= 0, got -0.5");
+  EXPECT_EQ(
+      error_with([](Options& o) { o.warm_start_noise = std::numeric_limits<double>::infinity(); }),
+      "warm_start_noise must be a finite number >= 0, got inf");
+  EXPECT_EQ(error_with([](Options& o) {
+              o.warm_start = false;
+              o.warm_start_noise = 0.25;
+            }),
+            "warm_start_noise must be 0 without warm_start, got 0.25");
 }
 
 TEST(Options, CheckEveryIsNotNegative) {
@@ -126,6 +176,20 @@ TEST(Options, DTypeNamesRoundTrip) {
   EXPECT_EQ(size_of(DType::kFloat64), 8);
   EXPECT_EQ(size_of(DType::kBFloat16), 2);
   EXPECT_EQ(size_of(DType::kFloat16), 2);
+}
+
+TEST(Options, WireDTypeNamesRoundTrip) {
+  for (const char* name : {"float32", "bfloat16", "float16", "int8", "int4"}) {
+    EXPECT_EQ(to_string(parse_wire_dtype(name)), name);
+  }
+  EXPECT_EQ(error_of([] { parse_wire_dtype("float64"); }),
+            "wire dtype must be 'float32', 'bfloat16', 'float16', 'int8' or 'int4', got 'float64'");
+  for (const auto& [wire, bits] :
+       {std::pair{WireDType::kFloat32, 32}, std::pair{WireDType::kBFloat16, 16},
+        std::pair{WireDType::kFloat16, 16}, std::pair{WireDType::kInt8, 8},
+        std::pair{WireDType::kInt4, 4}}) {
+    EXPECT_EQ(bits_of(wire), bits);
+  }
 }
 
 }  // namespace

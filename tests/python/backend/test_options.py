@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ from torch_powersgd import options
 from torch_powersgd.options import resolve
 
 FIELDS = {field.name: field for field in dataclasses.fields(tp.Options)}
-DTYPE_NAMES = ("float32", "float64", "bfloat16", "float16")
+
+# A field that needs another one is set with it.
+NEEDS: dict[str, dict[str, Any]] = {"raw_wire_dtype": {"wire_dtype": "int8"}}
 
 # Each field has a valid value that is not the default, its text in the environment, and bad values.
 # Another type is bad even where C++ would convert it. The options are compared between ranks, and
@@ -41,9 +44,15 @@ VALUES: dict[str, tuple[Any, str, list[Any]]] = {
     "wire_dtype": (
         torch.bfloat16,
         "bfloat16",
-        [torch.float64, torch.int32, torch.complex64, "int8", 3],
+        [torch.float64, torch.int32, torch.complex64, "float64", "int2", "", 3, b"int8"],
+    ),
+    "raw_wire_dtype": (
+        torch.float16,
+        "float16",
+        [torch.float64, torch.int8, "int4", "float", 3],
     ),
     "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int8", None, 3]),
+    "warm_start_noise": (0.2, "0.2", [-0.1, math.inf, math.nan, "0", None]),
     "check_every": (50, "50", [-1, 1.5, "often", None]),
 }
 BAD = [(name, value) for name, (_, _, bad) in VALUES.items() for value in bad]
@@ -80,20 +89,21 @@ def test_defaults_are_the_hooks() -> None:
 def test_defaults_of_the_fields_that_the_hook_has_not() -> None:
     ours = tp.Options()
     assert (ours.scope, ours.min_numel, ours.inner) == ("backward", 131_072, "auto")
-    assert (ours.wire_dtype, ours.residual_dtype) == (None, torch.float32)
-    assert ours.check_every == 0
+    assert (ours.wire_dtype, ours.raw_wire_dtype) == (None, None)
+    assert ours.residual_dtype == torch.float32
+    assert (ours.warm_start_noise, ours.check_every) == (0, 0)
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_accepts_a_good_value(name: str) -> None:
     value = VALUES[name][0]
-    assert getattr(tp.Options(**{name: value}), name) == value
+    assert getattr(tp.Options(**{name: value}, **NEEDS.get(name, {})), name) == value
 
 
 @pytest.mark.parametrize(("name", "value"), BAD)
 def test_refuses_a_bad_value(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"\b{name}\b") as raised:
-        tp.Options(**{name: value})
+        tp.Options(**{name: value}, **NEEDS.get(name, {}))
     message = str(raised.value)
     assert _text_of(value) in message, "names the value"
     assert re.search(r"must be .+", message.split(", got")[0]), "names what is allowed"
@@ -103,7 +113,9 @@ WRONG_TYPES = st.one_of(st.none(), st.binary(max_size=3), st.tuples(), st.comple
 
 
 @settings(deadline=None)
-@given(name=st.sampled_from(sorted(set(FIELDS) - {"wire_dtype"})), value=WRONG_TYPES)
+@given(
+    name=st.sampled_from(sorted(set(FIELDS) - {"wire_dtype", "raw_wire_dtype"})), value=WRONG_TYPES
+)
 def test_refuses_any_other_type(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         tp.Options(**{name: value})
@@ -137,6 +149,46 @@ def test_scope_is_one_of_four(scope: str) -> None:
             tp.Options(scope=scope)
 
 
+@pytest.mark.parametrize(
+    ("given", "held"),
+    [
+        (torch.int8, "int8"),
+        ("int8", "int8"),
+        ("int4", "int4"),
+        ("bfloat16", torch.bfloat16),
+        ("torch.float16", torch.float16),
+        ("float32", torch.float32),
+        (None, None),
+    ],
+)
+def test_a_wire_dtype_has_one_form(given: Any, held: Any) -> None:
+    ours = tp.Options(wire_dtype=given)
+    assert ours.wire_dtype == held
+    assert type(ours.wire_dtype) is type(held)
+    assert tp.Options(**json.loads(json.dumps(ours._plain()))) == ours
+
+
+def test_the_other_dtypes_may_be_names() -> None:
+    ours = tp.Options(wire_dtype="int4", raw_wire_dtype="float32", residual_dtype="bfloat16")
+    assert (ours.raw_wire_dtype, ours.residual_dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_fields_that_need_another_one() -> None:
+    with pytest.raises(ValueError, match="^raw_wire_dtype must be None without a wire_dtype"):
+        tp.Options(raw_wire_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="^warm_start_noise must be 0 without warm_start"):
+        tp.Options(warm_start=False, warm_start_noise=0.1)
+
+
+def test_the_recommended_options() -> None:
+    ours = tp.Options.recommended()
+    assert ours == tp.Options(
+        matrix_approximation_rank=16, wire_dtype="int8", start_powerSGD_iter=10
+    )
+    on_top = tp.Options.recommended(matrix_approximation_rank=8, min_numel=9)
+    assert on_top == dataclasses.replace(ours, matrix_approximation_rank=8, min_numel=9)
+
+
 def test_options_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         tp.Options().scope = "never"  # type: ignore[misc]
@@ -162,7 +214,9 @@ def _nothing_configured() -> Iterator[None]:
 def test_environment_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     value, text, _ = VALUES[name]
     monkeypatch.setenv(f"POWERSGD_{name.upper()}", text)
-    assert resolve(None) == tp.Options(**{name: value})
+    for other, needed in NEEDS.get(name, {}).items():
+        monkeypatch.setenv(f"POWERSGD_{other.upper()}", str(needed))
+    assert resolve(None) == tp.Options(**{name: value}, **NEEDS.get(name, {}))
 
 
 @pytest.mark.parametrize(
@@ -182,8 +236,11 @@ def test_environment_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         ("scope", "everything"),
         ("min_numel", "1e6"),
         ("inner", ""),
-        ("wire_dtype", "int8"),
+        ("wire_dtype", "int2"),
+        ("wire_dtype", "float64"),
+        ("raw_wire_dtype", "float32"),
         ("residual_dtype", "none"),
+        ("warm_start_noise", "-0.5"),
         ("check_every", "-1"),
     ],
 )
