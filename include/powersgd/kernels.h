@@ -186,8 +186,8 @@ struct Bucket {
   bool drop_residual;   // memory and q_local count as zeros: they are another tensor's
   double output_scale;  // 1 for SUM, 1 / world size for AVG
   double epsilon;       // a pivot at or below max(2^-46, epsilon) * trace is dead
-  // Of the noise in q_warm, relative to the unit rows: each element's standard deviation is this
-  // over sqrt(cols). 0: none. All ranks draw the same, from (seed, random_id, step, row, column).
+  // The standard deviation of the noise in an element of q_warm, times sqrt(cols). 0: no noise. All
+  // ranks draw the same numbers, from (seed, random_id, step, row, column).
   double warm_start_noise;
   uint64_t seed;
   uint64_t step;  // or kNextStep

@@ -35,6 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no-feedback": {"use_error_feedback": False},
     "half-residual": {"residual_dtype": torch.bfloat16},
     "cold": {"warm_start": False},
+    "noise": {"warm_start_noise": 0.5},
 }
 SAVED, ENDED = 4, 8  # steps
 
