@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "half-residual": {"residual_dtype": torch.bfloat16},
     "cold": {"warm_start": False},
     **{wire: {"wire_dtype": wire} for wire in ("bfloat16", "float16", "int8", "int4")},
+    "noise": {"warm_start_noise": 0.5},
 }
 SAVED, ENDED = 4, 8  # steps
 
