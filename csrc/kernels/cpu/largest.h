@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "kernels/cpu/simd/convert.h"
 
@@ -46,22 +46,32 @@ class LargestOfLanes {
 
   void add(Vector<F> values) {
     const Vector<Word> magnitudes = bits_as<Vector<Word>>(values) & (~Word{0} >> 1);
-    words_ = magnitudes > words_ ? magnitudes : words_;
+    words_ = greater_of(magnitudes, words_);
   }
 
-  F get() const {
-    Word lanes[kLanes<F>];
-    store(lanes, words_);
-    const Word bits = *std::max_element(lanes, lanes + kLanes<F>);
-    F value;
-    std::memcpy(&value, &bits, sizeof(value));
-    return value;
-  }
+  F get() const { return bits_as<Vector<F>>(folded<kLanes<F> / 2>(words_, kAllLanes))[0]; }
 
   void add_to(Largest& largest) const { largest.add(get()); }
 
  private:
-  Vector<Word> words_ = {};
+  using V = Vector<Word>;
+  static constexpr std::make_index_sequence<static_cast<size_t>(kLanes<F>)> kAllLanes{};
+
+  static V greater_of(V a, V b) { return a > b ? a : b; }
+
+  // Returns a vector whose lane 0 is the largest of the first 2 kBy lanes.
+  template <ptrdiff_t kBy, size_t... kLane>
+  static V folded(V words, std::index_sequence<kLane...> all_lanes) {
+    const V other = POWERSGD_SHUFFLE(V, words, words, ((kLane + kBy) % kLanes<F>)...);
+    const V largest = greater_of(words, other);
+    if constexpr (kBy > 1) {
+      return folded<kBy / 2>(largest, all_lanes);
+    } else {
+      return largest;
+    }
+  }
+
+  V words_ = {};
 };
 
 }  // namespace powersgd::kernels::cpu::POWERSGD_TARGET
