@@ -9,6 +9,7 @@ which are pipelines of buckets. All functions are pure.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,5 +106,7 @@ def step_seconds(buckets: Sequence[BucketSeconds]) -> float:
 
 
 def shifted(passes: Passes, seconds: float, least: float) -> Passes:
-    """Samples that all differ by so many seconds, and are not shorter than ``least``."""
-    return [[max(sample + seconds, least) for sample in block] for block in passes]
+    """Samples that all differ by so many seconds, as far as their median stays above ``least``."""
+    median = statistics.median(sample for block in passes for sample in block)
+    shift = max(seconds, min(least - median, 0.0))
+    return [[sample + shift for sample in block] for block in passes]

@@ -110,8 +110,8 @@ def test_a_fast_link_leaves_backward_and_the_last_buckets_stages() -> None:
 
 
 def test_on_a_slow_link_the_bytes_count() -> None:
-    buckets = [_one(1, 0, 100, 0, 200)] * 5
-    assert step_seconds(buckets) == 1 + 5 * 300 + 1
+    buckets = [BucketSeconds(1, StageSeconds(), 100, 200)] * 5
+    assert step_seconds(buckets) == 1 + 5 * 300
 
 
 def test_an_exact_bucket_is_reduced_once() -> None:
@@ -161,7 +161,11 @@ def test_fewer_bytes_are_never_slower() -> None:
 
 
 def test_samples_are_shifted_to_no_less_than_a_step_without_averaging() -> None:
-    assert shifted([[1.0, 2.0], [3.0]], -0.75, 0.5) == [[0.5, 1.25], [2.25]]
+    passes = [[1.0, 2.0], [3.0]]
+    assert shifted(passes, 0.5, least=4.0) == [[1.5, 2.5], [3.5]]
+    assert shifted(passes, -0.75, least=0.5) == [[0.25, 1.25], [2.25]]
+    assert shifted(passes, -1.75, least=1.5) == [[0.5, 1.5], [2.5]]  # the median is that
+    assert shifted(passes, -1.75, least=2.5) == passes
 
 
 def test_the_bytes_of_a_ring() -> None:
