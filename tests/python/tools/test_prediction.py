@@ -28,8 +28,8 @@ LINK = Link(latency=3.0, hop=1.0, per_byte=0.001)
 LAYOUT = [[[40]], [[300, 200], [7]], [[200, 300]]]
 
 
-class _Lane:
-    """A lane that works on one bucket after the other, second by second."""
+class _Channel:
+    """A channel that works on one bucket after the other, second by second."""
 
     def __init__(self, jobs: list[tuple[int, float, float, float]]) -> None:
         self.jobs = jobs  # the bucket, and seconds before, on and after the link
@@ -37,7 +37,7 @@ class _Lane:
         self.ended: dict[int, float] = {}  # when the link has served a bucket
 
     def look(self, now: float, may_begin: float) -> bool:
-        """Whether the lane waits for the link. ``may_begin``: the time that it waits for first."""
+        """True if the channel waits for the link. It begins a bucket at ``may_begin``."""
         if not self.jobs or self.on_link >= 0:
             return False
         if self.began < 0:
@@ -47,7 +47,7 @@ class _Lane:
         return now >= self.began + self.jobs[0][1]
 
     def leave_link(self, now: float) -> bool:
-        """Whether the link has just served it."""
+        """True if the link has just served it."""
         if self.on_link < 0 or self.jobs[0][0] in self.ended:
             return False
         if now < self.on_link + self.jobs[0][2]:
@@ -66,23 +66,25 @@ def _by_clock(buckets: list[BucketSeconds]) -> float:
     """The end of a step in whole seconds, found by looking at every second."""
     gradients = list(itertools.accumulate(bucket.backward for bucket in buckets))
     stages = [bucket.stages for bucket in buckets]
-    first = _Lane([(i, stages[i].before, b.p, 0.0) for i, b in enumerate(buckets)])
-    second = _Lane(
+    first = _Channel([(i, stages[i].before, b.p, 0.0) for i, b in enumerate(buckets)])
+    second = _Channel(
         [(i, stages[i].between, b.q or 0.0, stages[i].after) for i, b in enumerate(buckets)]
     )
-    busy, queue = False, list[_Lane]()
+    busy, queue = False, list[_Channel]()
     for now in range(1000):
-        for lane in (first, second):
-            if lane.leave_link(now):
+        for channel in (first, second):
+            if channel.leave_link(now):
                 busy = False
-            lane.go_on(now)
+            channel.go_on(now)
         if not second.jobs:
             return now
-        for lane in (first, second):
-            next_bucket = lane.jobs[0][0] if lane.jobs else 0
-            begins = gradients[next_bucket] if lane is first else first.ended.get(next_bucket, 1e9)
-            if lane.look(now, begins) and lane not in queue:
-                queue.append(lane)
+        for channel in (first, second):
+            next_bucket = channel.jobs[0][0] if channel.jobs else 0
+            begins = (
+                gradients[next_bucket] if channel is first else first.ended.get(next_bucket, 1e9)
+            )
+            if channel.look(now, begins) and channel not in queue:
+                queue.append(channel)
         if queue and not busy:
             queue.pop(0).on_link = now
             busy = True
