@@ -12,11 +12,8 @@ dist.init_process_group("cpu:powersgd")  # on GPUs: "cpu:gloo,cuda:powersgd"
 torch.manual_seed(dist.get_rank())  # each rank draws its own data
 model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
 ddp = DistributedDataParallel(model)
-options = {
-    "matrix_approximation_rank": 16,  # a higher rank sends more and learns better
-    "wire_dtype": torch.bfloat16,  # the factors travel in two bytes per number
-    "start_powerSGD_iter": 10,  # exact steps before compression starts (default: 1000)
-}
+# Rank 16, and one byte for each number of the factors, after 10 exact steps.
+options = torch_powersgd.Options.recommended()
 torch_powersgd.attach(ddp, options)
 optimizer = torch.optim.AdamW(ddp.parameters())
 for _ in range(20):

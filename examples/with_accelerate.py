@@ -32,9 +32,7 @@ def main(args: argparse.Namespace) -> None:
     batches = DataLoader(TensorDataset(*training), batch_size=32, shuffle=True)
     ddp, optimizer, batches = accelerator.prepare(model, optimizer, batches)
 
-    options = torch_powersgd.Options(
-        matrix_approximation_rank=16, wire_dtype=torch.bfloat16, start_powerSGD_iter=10
-    )
+    options = torch_powersgd.Options.recommended()
     torch_powersgd.attach(ddp, options, scaler=accelerator.scaler)
     accelerator.register_for_checkpointing(torch_powersgd.CompressionState(ddp))
     if args.folder.exists():

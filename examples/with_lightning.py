@@ -66,9 +66,7 @@ def main(args: argparse.Namespace) -> None:
     lightning.seed_everything(0)
     training, _ = read_digits()
     batches = DataLoader(TensorDataset(*training), batch_size=32, shuffle=True)
-    options = torch_powersgd.Options(
-        matrix_approximation_rank=16, wire_dtype=torch.bfloat16, start_powerSGD_iter=10
-    )
+    options = torch_powersgd.Options.recommended()
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,

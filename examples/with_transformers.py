@@ -68,9 +68,7 @@ def main(args: argparse.Namespace) -> None:
         eos_token_id=None,
     )
     windows = read_text(100_000).long().unfold(0, CONTEXT, CONTEXT)
-    options = torch_powersgd.Options(
-        matrix_approximation_rank=16, wire_dtype=torch.bfloat16, start_powerSGD_iter=10
-    )
+    options = torch_powersgd.Options.recommended()
     compression = Compression(options)
     settings = TrainingArguments(
         str(args.folder),

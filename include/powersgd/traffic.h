@@ -12,7 +12,7 @@
 
 namespace powersgd {
 
-// What one rank sends in one of the two reductions of a step.
+// One rank's part in one of the two reductions of a step.
 struct Traffic {
   Schedule schedule = Schedule::kAllreduce;
   int64_t payload_bytes = 0;  // of the payload's elements, or of this rank's packet

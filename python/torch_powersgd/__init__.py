@@ -4,8 +4,7 @@
     import torch_powersgd
     dist.init_process_group("cpu:powersgd")
     ddp = DistributedDataParallel(model)
-    options = {"matrix_approximation_rank": 16, "wire_dtype": torch.bfloat16}
-    torch_powersgd.attach(ddp, options)
+    torch_powersgd.attach(ddp, torch_powersgd.Options.recommended())
 
 Importing the package registers the backend ``"powersgd"`` for CPU and CUDA.
 """

@@ -62,8 +62,9 @@ def bytes_in_ring(size: int, world_size: int) -> int:
 def measure_link(device: torch.device) -> Link:
     """The default group's link. Collective; it takes a few seconds at most."""
     world_size = dist.get_world_size()
-    mine, everyone = torch.zeros(1, device=device), torch.zeros(world_size, device=device)
-    hop = _seconds(lambda: dist.all_gather_into_tensor(everyone, mine), device)
+    mine = torch.zeros(1, device=device)
+    everyone = [torch.zeros(1, device=device) for _ in range(world_size)]
+    hop = _seconds(lambda: dist.all_gather(everyone, mine), device)
     latency = _all_reduce_seconds(1, device)
     numel, seconds = 1 << 16, 0.0
     while seconds < ENOUGH_SECONDS and numel < LARGEST_TRANSFER:

@@ -9,6 +9,7 @@ which are pipelines of buckets. All functions are pure.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class BucketSeconds:
 
 @dataclass(frozen=True)
 class Model:
-    """What the modeled steps have in common.
+    """The parts that the modeled steps have in common.
 
     Attributes:
         layout: the shapes of the buckets.
@@ -78,32 +79,34 @@ class Model:
 def step_seconds(buckets: Sequence[BucketSeconds]) -> float:
     """The seconds from the start of the backward pass to the last output.
 
-    Two lanes work on the buckets in their order. One takes each bucket until its P is summed, and
-    the other takes it from there. They share the link, which serves the lane that asks first.
+    Two channels work on the buckets in their order. One takes a bucket until its P is summed, and
+    the other takes it from there. They share the link, which serves the channel that asks first.
     """
-    ready = first_lane = second_lane = link = 0.0
+    ready = p_channel = q_channel = link = 0.0
     coming = deque(buckets)
     summed: deque[tuple[BucketSeconds, float]] = deque()  # with the time since which P is summed
     while coming or summed:
         asks_p = asks_q = math.inf
         if coming:
-            asks_p = max(ready + coming[0].backward, first_lane) + coming[0].stages.before
+            asks_p = max(ready + coming[0].backward, p_channel) + coming[0].stages.before
         if summed:
             bucket, since = summed[0]
-            asks_q = max(since, second_lane) + bucket.stages.between
+            asks_q = max(since, q_channel) + bucket.stages.between
         if asks_p <= asks_q:
             bucket = coming.popleft()
             ready += bucket.backward
-            link = first_lane = max(link, asks_p) + bucket.p
+            link = p_channel = max(link, asks_p) + bucket.p
             if bucket.q is not None:
-                summed.append((bucket, first_lane))
+                summed.append((bucket, p_channel))
         else:
             bucket, _ = summed.popleft()
             link = max(link, asks_q) + (bucket.q or 0.0)
-            second_lane = link + bucket.stages.after
-    return max(first_lane, second_lane)
+            q_channel = link + bucket.stages.after
+    return max(p_channel, q_channel)
 
 
 def shifted(passes: Passes, seconds: float, least: float) -> Passes:
-    """Samples that all differ by so many seconds, and are not shorter than ``least``."""
-    return [[max(sample + seconds, least) for sample in block] for block in passes]
+    """Samples that all differ by so many seconds, as far as their median stays above ``least``."""
+    median = statistics.median(sample for block in passes for sample in block)
+    shift = max(seconds, min(least - median, 0.0))
+    return [[sample + shift for sample in block] for block in passes]

@@ -141,7 +141,7 @@ def sentences(
 
 
 def line_to_copy(options: Options) -> str:
-    """The call of attach that sets these options, but for the steps that were not rehearsed."""
+    """The call of attach that sets these options, with the exact steps before them."""
     recommended = Options.recommended()
     start = recommended.start_powerSGD_iter
     wanted = vars(dataclasses.replace(options, start_powerSGD_iter=start))

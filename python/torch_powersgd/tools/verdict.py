@@ -166,12 +166,7 @@ def judge(plain: Figure, timings: Sequence[Timing], figures: Sequence[Figure]) -
         hidden = possible > UNDECIDED_GAIN * plain.median
         return Verdict("too noisy" if hidden else "does not pay", fastest)
     best = figures[min(paying, key=lambda i: figures[i].median)]
-    close = [
-        i
-        for i in paying
-        if figures[i].median - best.median
-        <= max(noise_between(figures[i], best), WORTH_OF_RANK * best.median)
-    ]
+    close = [i for i in paying if figures[i].median <= (1 + WORTH_OF_RANK) * best.median]
     chosen = max(close, key=lambda i: _worth(timings[i]))
     better = None
     if _rank(timings[chosen]) < RECOMMENDED_RANK:

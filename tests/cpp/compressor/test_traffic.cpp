@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "powersgd/traffic.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "powersgd/compressor.h"
+
+namespace powersgd {
+namespace {
+
+// 130 x 70 and 40 x 300 are compressed. 9 elements are raw.
+BucketPlan make_plan(const Options& options) {
+  return plan_bucket({{{130, 70}, {}}, {{9}, {}}, {{40, 300}, {}}}, options);
+}
+
+Options make_options(std::optional<WireDType> wire) {
+  Options options;
+  options.matrix_approximation_rank = 3;
+  options.wire_dtype = wire;
+  return options;
+}
+
+constexpr int64_t kPayloadNumel = 3 * (130 + 40) + 9 + 2 + 1 + 3 * (70 + 300);
+
+TEST(Traffic, FactorsTravelAsTheyAre) {
+  const Options options = make_options(std::nullopt);
+  for (const int32_t ranks : {1, 2, 3, 4, 9}) {
+    for (const auto& [type, width] : {std::pair{at::kFloat, 4}, std::pair{at::kDouble, 8}}) {
+      const auto [p, q] = traffic_of(make_plan(options), options, type, {0, ranks});
+      EXPECT_EQ(p.schedule, Schedule::kAllreduce);
+      EXPECT_EQ(p.payload_bytes + q.payload_bytes, width * kPayloadNumel);
+      EXPECT_EQ(p.sent_bytes, 2 * (ranks - 1) * p.payload_bytes / ranks);
+    }
+  }
+}
+
+TEST(Traffic, IsThatOfTheCompressor) {
+  for (const WireDType wire : {WireDType::kFloat32, WireDType::kBFloat16, WireDType::kFloat16,
+                               WireDType::kInt8, WireDType::kInt4}) {
+    const Options options = make_options(wire);
+    const BucketPlan plan = make_plan(options);
+    for (const int32_t ranks : {1, 2, 9}) {
+      const auto [p, q] = traffic_of(plan, options, at::kFloat, {0, ranks});
+      const std::vector<ParameterStatePtr> states{std::make_shared<ParameterState>(0),
+                                                  std::make_shared<ParameterState>(1)};
+      const auto compressor =
+          make_compressor(plan, states, options, at::kFloat, at::kCPU, {0, ranks});
+      EXPECT_EQ(p.payload_bytes + q.payload_bytes, compressor->payload_bytes());
+    }
+  }
+}
+
+TEST(Traffic, PacketsAreGatheredWhileThatSendsLittleMore) {
+  for (const int64_t rows : {100, 100'000}) {
+    Options options = make_options(WireDType::kInt8);
+    const BucketPlan plan = plan_bucket({{{rows, 200}, {}}}, options);
+    for (const int64_t ranks : {2, 3, 4, 9}) {
+      const Traffic p = traffic_of(plan, options, at::kFloat, {0, static_cast<int32_t>(ranks)}).p;
+      const bool gathers = ranks == 2 || rows == 100;
+      EXPECT_EQ(to_string(p.schedule), gathers ? "gather" : "two hops") << rows << " " << ranks;
+      EXPECT_EQ(p.sent_bytes, gathers ? (ranks - 1) * p.payload_bytes
+                                      : 2 * (ranks - 1) * p.payload_bytes / ranks);
+    }
+  }
+}
+
+// The groups are counted by hand: vectors of 130, 40, 70 and 300 elements have 3, 1, 2 and 5.
+TEST(Traffic, ContentIsWithoutCountsAndPadding) {
+  constexpr int64_t kGroups = 3 * (3 + 1 + 2 + 5);
+  const auto content = [](std::optional<WireDType> wire) {
+    const Options options = make_options(wire);
+    return content_bytes(make_plan(options), options, at::kFloat);
+  };
+  EXPECT_EQ(content(std::nullopt), 4 * (kPayloadNumel - 3));
+  EXPECT_EQ(content(WireDType::kBFloat16), 2 * 64 * kGroups + 2 * 9);
+  EXPECT_EQ(content(WireDType::kInt8), (64 + 2) * kGroups + 2 * 9);  // 9 elements in bfloat16
+  EXPECT_EQ(content(WireDType::kInt4), (32 + 2) * kGroups + 2 * 9);
+  EXPECT_EQ(content(WireDType::kFloat16), (128 + 2) * kGroups + 19);  // 9 * 130 / 64 = 18.3
+}
+
+}  // namespace
+}  // namespace powersgd
