@@ -1,44 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <utility>
 
 #include "kernels/cpu/simd/convert.h"
 
-// The largest magnitude of a payload, from which its next scale follows.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
-// The largest magnitude of several values, which threads may add in any order. A NaN counts as
-// larger than an infinity.
-class Largest {
- public:
-  template <class F>
-  void add(F magnitude) {
-    const double value = magnitude;
-    uint64_t bits;
-    std::memcpy(&bits, &value, sizeof(bits));
-    uint64_t known = bits_;
-    while (bits > known && !bits_.compare_exchange_weak(known, bits)) {
-    }
-  }
-
-  double get() const {
-    const uint64_t bits = bits_;
-    double value;
-    std::memcpy(&value, &bits, sizeof(value));
-    return value;
-  }
-
- private:
-  std::atomic<uint64_t> bits_{0};  // numbers that are not negative have the order of their bits
-};
-
-// The same, of the lanes of vectors. Its functions are for tile functions, which inline them: no
-// other caller is sure to pass vectors in the target's registers.
+// The largest magnitude of the lanes of vectors. A NaN counts as larger than an infinity, because
+// numbers that are not negative have the order of their bits. The functions are for tile functions,
+// which inline them: no other caller is sure to pass vectors in the target's registers.
 template <class F>
 class LargestOfLanes {
  public:
@@ -50,8 +23,6 @@ class LargestOfLanes {
   }
 
   F get() const { return bits_as<Vector<F>>(folded<kLanes<F> / 2>(words_, kAllLanes))[0]; }
-
-  void add_to(Largest& largest) const { largest.add(get()); }
 
  private:
   using V = Vector<Word>;
