@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ways to average gradients that are compared. A new one is an entry of METHODS."""
+"""The ways to average gradients that are compared. A new one is an entry of METHODS.
+
+find() also knows this project's methods with other options: "int8-wire+warm_start_noise=0.2".
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +34,7 @@ class Trainee:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.module = model  # the module to call
+        self.optimizer: torch.optim.Optimizer | None = None  # the one that the method brings
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within the context the gradients are the averages. After it they are as before."""
@@ -86,6 +91,7 @@ class Method:
     lacks: Callable[[], str] = lambda: ""  # why it cannot run here
     attached: bool = False  # this project's, layer by layer
     approximates: bool = True  # by factors, which have a rank
+    fields: Mapping[str, Any] = field(default_factory=dict)  # options that are not the default
 
 
 def _parallel(model: nn.Module, rank: int, seed: int) -> Trainee:
@@ -157,6 +163,7 @@ def _attached(title: str, **fields: Any) -> Method:
         lambda rank, seed: _options(rank, seed, **fields),
         lacks,
         attached=True,
+        fields=fields,
     )
 
 
@@ -208,4 +215,36 @@ METHODS = {
     "attached": _attached("ours, attached"),
     "flat": Method("ours, flat", POWERSGD, _parallel, _options),
     "bf16-wire": _attached("ours, bf16 wire", wire_dtype=torch.bfloat16),
+    "int8-wire": _attached("ours, int8 wire", wire_dtype="int8"),
+    "int4-wire": _attached("ours, int4 wire", wire_dtype="int4"),
 }
+
+
+def find(name: str) -> Method:
+    """The method of this name, which is one of METHODS or METHOD+OPTION=VALUE+OPTION=VALUE.
+
+    Raises:
+        ValueError: If there is no such method, or it has no options, or an option has no value.
+    """
+    base, *settings = name.split("+")
+    if base not in METHODS:
+        raise ValueError(f"invalid choice: {base!r} (choose from {', '.join(METHODS)})")
+    method = METHODS[base]
+    if not settings:
+        return method
+    if not method.attached:
+        raise ValueError(f"{base} has no options, got {name!r}")
+    fields = dict(map(_option, settings))
+    titles = [f"{option.replace('_', ' ')} {value}" for option, value in fields.items()]
+    return _attached(", ".join([method.title, *titles]), **{**method.fields, **fields})
+
+
+def _option(setting: str) -> tuple[str, Any]:
+    """Reads OPTION=VALUE. A value that is not JSON is a text, as that of a dtype."""
+    option, equals, value = setting.partition("=")
+    if not equals or option not in tp.Options.__dataclass_fields__:
+        raise ValueError(f"OPTION=VALUE with a field of Options, got {setting!r}")
+    try:
+        return option, json.loads(value)
+    except json.JSONDecodeError:
+        return option, value
