@@ -27,8 +27,8 @@ class Contender(NamedTuple):
 
     @property
     def title(self) -> str:
-        title = self.how.title
-        return title if self.rank is None else f"{title}, rank {self.rank}"
+        how = self.how
+        return how.title if self.rank is None else f"{how.title}, {how.measure} {self.rank}"
 
     @property
     def how(self) -> Method:

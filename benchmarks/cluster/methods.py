@@ -25,6 +25,8 @@ import torch_powersgd as tp
 # Steps at the start that every compressing method averages exactly.
 EXACT_STEPS = 3
 PLAIN = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+# The best of three on the language model of bench_convergence.py. DeMo applies only signs.
+_DEMO_LEARNING_RATE = 1e-3
 POWERSGD = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
 
 
@@ -90,7 +92,8 @@ class Method:
     options: Callable[[int, int], tp.Options] | None = None  # the process group's; rank, seed
     lacks: Callable[[], str] = lambda: ""  # why it cannot run here
     attached: bool = False  # this project's, layer by layer
-    approximates: bool = True  # by factors, which have a rank
+    approximates: bool = True  # by factors, which have a rank, or by what `measure` says
+    measure: str = "rank"
     fields: Mapping[str, Any] = field(default_factory=dict)  # options that are not the default
 
 
@@ -177,6 +180,24 @@ def _author_lacks() -> str:
     )
 
 
+def _demo(model: nn.Module, top: int, seed: int) -> Trainee:
+    """DeMo, an optimizer, which averages by itself. It takes the place of the task's optimizer."""
+    from DeMo.demo import DeMo
+
+    trainee = _hooked(_average_nothing)(model, top, seed)
+    trainee.optimizer = DeMo(model.parameters(), lr=_DEMO_LEARNING_RATE, compression_topk=top)
+    return trainee
+
+
+def _demo_lacks() -> str:
+    if importlib.util.find_spec("DeMo") and importlib.util.find_spec("DeMo.demo"):
+        return ""
+    return (
+        "no module DeMo.demo, of which there is no package: clone "
+        "https://github.com/bloc97/DeMo and put the folder with the clone on PYTHONPATH"
+    )
+
+
 METHODS = {
     "none": Method(
         "no synchronization", PLAIN, lambda model, rank, seed: Trainee(model), approximates=False
@@ -212,6 +233,7 @@ METHODS = {
         lambda model, rank, seed: Author(model, rank),
         lacks=_author_lacks,
     ),
+    "demo": Method("DeMo", PLAIN, _demo, lacks=_demo_lacks, measure="top"),
     "attached": _attached("ours, attached"),
     "flat": Method("ours, flat", POWERSGD, _parallel, _options),
     "bf16-wire": _attached("ours, bf16 wire", wire_dtype=torch.bfloat16),

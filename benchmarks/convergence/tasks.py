@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cluster.methods  # noqa: F401 (finds the examples)
 import torch
 from torch import nn
 
