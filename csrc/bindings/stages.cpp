@@ -13,6 +13,7 @@
 #include "powersgd/kernels.h"
 #include "powersgd/options.h"
 #include "powersgd/plan.h"
+#include "powersgd/traffic.h"
 
 namespace py = pybind11;
 
@@ -63,10 +64,31 @@ void register_stages(py::module_& module) {
   module.def(
       "memory_needs",
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
-         at::ScalarType dtype, const std::string& device) {
-        return memory_needs(plan_of(shapes, options), options, dtype, at::Device(device).type());
+         at::ScalarType dtype, const std::string& device, int32_t world_size) {
+        return memory_needs(plan_of(shapes, options), options, dtype, at::Device(device).type(),
+                            {0, world_size});
       },
-      py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("device"));
+      py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("device"),
+      py::arg("world_size"));
+  py::class_<Traffic>(module, "Traffic")
+      .def_property_readonly("schedule",
+                             [](const Traffic& self) { return to_string(self.schedule); })
+      .def_readonly("payload_bytes", &Traffic::payload_bytes)
+      .def_readonly("sent_bytes", &Traffic::sent_bytes);
+  module.def(
+      "traffic_of",
+      [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
+         at::ScalarType dtype, int32_t world_size) {
+        const StepTraffic step =
+            traffic_of(plan_of(shapes, options), options, dtype, {0, world_size});
+        return std::make_pair(step.p, step.q);
+      },
+      py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("world_size"));
+  module.def(
+      "content_bytes",
+      [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
+         at::ScalarType dtype) { return content_bytes(plan_of(shapes, options), options, dtype); },
+      py::arg("shapes"), py::arg("options"), py::arg("dtype"));
   module.def("cuda_launch_count", &cuda_launch_count);
   py::class_<BucketCompressor>(module, "BucketCompressor")
       .def(py::init([](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
@@ -84,12 +106,14 @@ void register_stages(py::module_& module) {
           "project",
           [](BucketCompressor& self, const at::Tensor& gradient, uint64_t step, double output_scale,
              double grad_scale) {
-            return self.project(gradient, {output_scale, grad_scale, step});
+            return sum_alone(self.project(gradient, {output_scale, grad_scale, step}));
           },
           py::arg("gradient"), py::arg("step"), py::arg("output_scale") = 1.0,
           py::arg("grad_scale") = 1.0, NoGil())
       .def("orthogonalize", &BucketCompressor::orthogonalize, NoGil())
-      .def("back_project", &BucketCompressor::back_project, NoGil())
+      .def(
+          "back_project", [](BucketCompressor& self) { return sum_alone(self.back_project()); },
+          NoGil())
       .def("reconstruct", &BucketCompressor::reconstruct, NoGil())
       .def("rollback", &BucketCompressor::rollback, NoGil())
       .def_property_readonly("payload_bytes", &BucketCompressor::payload_bytes)

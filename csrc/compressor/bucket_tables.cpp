@@ -3,7 +3,10 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstring>
+#include <utility>
 
 #include "compressor/stages.h"
 
@@ -12,22 +15,45 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 
-size_t padded(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+// Tables one after the other, each at a multiple of kAlignment.
+class Joined {
+ public:
+  // Returns where the table begins.
+  template <typename T>
+  size_t add(const std::vector<T>& table) {
+    const size_t begin = bytes_.size();
+    const size_t bytes = table.size() * sizeof(T);
+    bytes_.resize(begin + (bytes + kAlignment - 1) / kAlignment * kAlignment);
+    if (bytes > 0) std::memcpy(bytes_.data() + begin, table.data(), bytes);
+    return begin;
+  }
 
-template <typename T>
-size_t padded_bytes(const std::vector<T>& table) {
-  return padded(table.size() * sizeof(T));
-}
+  at::Tensor upload(at::Device device) const {
+    const auto bytes = static_cast<int64_t>(bytes_.size());
+    // torch's allocator keeps a pinned block until the copies that read it have ended.
+    const at::Tensor host =
+        at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(device.is_cuda()));
+    std::memcpy(host.data_ptr(), bytes_.data(), bytes_.size());
+    if (device.is_cpu()) return host;
+    at::Tensor on_device = at::empty({bytes}, at::TensorOptions(device).dtype(at::kByte));
+    on_device.copy_(host, /*non_blocking=*/true);
+    return on_device;
+  }
 
-// Appends a table to the host's copy, and returns its place on the device.
-template <typename T>
-const T* append(const std::vector<T>& table, const at::Tensor& host, const at::Tensor& on_device,
-                size_t& offset) {
-  const size_t begin = offset;
-  const size_t bytes = table.size() * sizeof(T);
-  if (bytes > 0) std::memcpy(static_cast<char*>(host.data_ptr()) + begin, table.data(), bytes);
-  offset += padded(bytes);
-  return reinterpret_cast<const T*>(static_cast<const char*>(on_device.data_ptr()) + begin);
+  size_t size() const { return bytes_.size(); }
+
+ private:
+  std::vector<char> bytes_;
+};
+
+// Where the tables of a bucket begin.
+struct Places {
+  size_t matrices, raw, tiles, p_factors, q_factors;
+};
+
+Places join(Joined& joined, const HostTables& tables) {
+  return {joined.add(tables.matrices), joined.add(tables.raw), joined.add(tables.tiles.tiles),
+          joined.add(tables.p_factors.factors), joined.add(tables.q_factors.factors)};
 }
 
 std::vector<kernels::RawSegment> raw_table(const BucketPlan& plan) {
@@ -46,28 +72,12 @@ kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_
   bucket.gradient_dtype = to_dtype(spec.gradient_type);
   bucket.residual_dtype = to_dtype(residual_type(spec.gradient_type, spec.options));
   bucket.factor_dtype = to_dtype(factor_type(spec.gradient_type));
-  bucket.wire_dtype = to_dtype(spec.wire_type());
-  bucket.chooses_scales = bucket.wire_dtype == DType::kFloat16;
+  bucket.wire_dtype = bucket.factor_dtype;
   bucket.raw_offset = spec.plan.raw_offset();
   bucket.counts_offset = spec.plan.counts_offset();
   bucket.epsilon = spec.options.orthogonalization_epsilon;
   bucket.seed = static_cast<uint64_t>(spec.options.random_seed);
   return bucket;
-}
-
-std::vector<kernels::Matrix> matrices_without_states(const BucketPlan& plan) {
-  std::vector<kernels::Matrix> table;
-  for (const PlannedMatrix& planned : plan.matrices) {
-    kernels::Matrix& matrix = table.emplace_back();
-    matrix.rows = planned.shape.rows;
-    matrix.cols = planned.shape.cols;
-    matrix.rank = planned.rank;
-    matrix.gradient_offset = planned.gradient_offset;
-    matrix.p_offset = planned.p_offset;
-    matrix.q_offset = planned.q_offset;
-    matrix.active_offset = planned.active_offset;
-  }
-  return table;
 }
 
 // `states[i]` belongs to `plan.matrices[i]`.
@@ -87,78 +97,87 @@ std::vector<kernels::Matrix> matrix_table(const BucketPlan& plan,
   return table;
 }
 
-int64_t bytes_to_upload(const std::vector<kernels::Matrix>& matrices,
-                        const std::vector<kernels::RawSegment>& raw,
-                        const kernels::TileTable& tiles) {
-  return static_cast<int64_t>(padded_bytes(matrices) + padded_bytes(raw) +
-                              padded_bytes(tiles.tiles));
+HostTables host_tables(const BucketSpec& spec, std::vector<kernels::Matrix> matrices) {
+  HostTables tables;
+  tables.matrices = std::move(matrices);
+  tables.raw = raw_table(spec.plan);
+  const DType factor_dtype = to_dtype(factor_type(spec.gradient_type));
+  tables.tiles = require_stages(spec.device.type())
+                     .make_tiles(tables.matrices, tables.raw, factor_dtype, factor_dtype);
+  if (spec.packet_dtypes()) {
+    tables.p_factors = kernels::p_packet_factors(tables.matrices);
+    tables.q_factors = kernels::q_packet_factors(tables.matrices);
+  }
+  return tables;
+}
+
+// Packets lie where no stage runs meanwhile.
+int64_t workspace_bytes(const HostTables& tables, const PayloadPlans& payloads) {
+  return std::max({static_cast<int64_t>(tables.tiles.workspace_bytes), payloads.p.buffer_bytes,
+                   payloads.q.buffer_bytes});
 }
 
 }  // namespace
 
-at::Tensor upload_tables(kernels::Bucket& bucket, const std::vector<kernels::Matrix>& matrices,
-                         const std::vector<kernels::RawSegment>& raw,
-                         const kernels::TileTable& tiles, at::Device device) {
-  const int64_t bytes = bytes_to_upload(matrices, raw, tiles);
-  // torch's allocator keeps a pinned block until the copies that read it have ended.
-  const at::Tensor host =
-      at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(device.is_cuda()));
-  const at::Tensor on_device =
-      device.is_cpu() ? host : at::empty({bytes}, at::TensorOptions(device).dtype(at::kByte));
-  size_t offset = 0;
-  bucket.matrices = append(matrices, host, on_device, offset);
-  bucket.raw_segments = append(raw, host, on_device, offset);
-  bucket.tiles = append(tiles.tiles, host, on_device, offset);
-  bucket.num_matrices = static_cast<int32_t>(matrices.size());
-  bucket.num_raw_segments = static_cast<int32_t>(raw.size());
-  bucket.tile_list_begin = tiles.list_begin;
-  bucket.largest_rank = tiles.largest_rank;
-  if (!device.is_cpu()) on_device.copy_(host, /*non_blocking=*/true);
-  return on_device;
-}
-
-BytesOfTables bytes_of_tables(const BucketPlan& plan, DType factor_dtype, DType wire_dtype,
-                              at::DeviceType device) {
-  const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);
-  const std::vector<kernels::RawSegment> raw = raw_table(plan);
-  const kernels::TileTable tiles =
-      require_stages(device).make_tiles(matrices, raw, factor_dtype, wire_dtype);
-  return {bytes_to_upload(matrices, raw, tiles) +
-              tiles.num_counters * static_cast<int64_t>(sizeof(uint64_t)) +
-              static_cast<int64_t>(sizeof(kernels::BucketState)),
-          static_cast<int64_t>(tiles.workspace_bytes)};
-}
-
-BucketTables::BucketTables(const kernels::Bucket& bucket,
-                           const std::vector<kernels::Matrix>& matrices,
-                           const std::vector<kernels::RawSegment>& raw, at::Device device,
-                           const Workspaces& workspaces)
-    : bucket_(bucket), workspaces_(workspaces) {
-  const Stages& stages = require_stages(device.type());
-  const kernels::TileTable tiles =
-      stages.make_tiles(matrices, raw, bucket.factor_dtype, bucket.wire_dtype);
-  tables_ = upload_tables(bucket_, matrices, raw, tiles, device);
-  for (const auto& workspace : {workspaces_.first, workspaces_.second}) {
-    workspace->reserve(static_cast<int64_t>(tiles.workspace_bytes), device);
+std::vector<kernels::Matrix> matrices_without_states(const BucketPlan& plan) {
+  std::vector<kernels::Matrix> table;
+  for (const PlannedMatrix& planned : plan.matrices) {
+    kernels::Matrix& matrix = table.emplace_back();
+    matrix.rows = planned.shape.rows;
+    matrix.cols = planned.shape.cols;
+    matrix.rank = planned.rank;
+    matrix.gradient_offset = planned.gradient_offset;
+    matrix.p_offset = planned.p_offset;
+    matrix.q_offset = planned.q_offset;
+    matrix.active_offset = planned.active_offset;
   }
-  counters_ = at::zeros({tiles.num_counters}, at::TensorOptions(device).dtype(at::kLong));
-  bucket_.counters = static_cast<uint64_t*>(counters_.data_ptr());
-  static_assert(sizeof(kernels::BucketState) % sizeof(int64_t) == 0);
-  state_ = at::zeros({sizeof(kernels::BucketState) / sizeof(int64_t)},
-                     at::TensorOptions(device).dtype(at::kLong));
-  bucket_.state = static_cast<kernels::BucketState*>(state_.data_ptr());
+  return table;
+}
+
+DeviceTables upload_tables(kernels::Bucket& bucket, const HostTables& tables, at::Device device) {
+  Joined joined;
+  const Places places = join(joined, tables);
+  const at::Tensor memory = joined.upload(device);
+  const auto* start = static_cast<const char*>(memory.data_ptr());
+  bucket.matrices = reinterpret_cast<const kernels::Matrix*>(start + places.matrices);
+  bucket.raw_segments = reinterpret_cast<const kernels::RawSegment*>(start + places.raw);
+  bucket.tiles = reinterpret_cast<const kernels::Tile*>(start + places.tiles);
+  bucket.num_matrices = static_cast<int32_t>(tables.matrices.size());
+  bucket.num_raw_segments = static_cast<int32_t>(tables.raw.size());
+  bucket.tile_list_begin = tables.tiles.list_begin;
+  bucket.largest_rank = tables.tiles.largest_rank;
+  return {memory, reinterpret_cast<const kernels::PacketFactor*>(start + places.p_factors),
+          reinterpret_cast<const kernels::PacketFactor*>(start + places.q_factors)};
+}
+
+BytesOfTables bytes_of_tables(const BucketSpec& spec, const PayloadPlans& payloads) {
+  const HostTables tables = host_tables(spec, matrices_without_states(spec.plan));
+  Joined joined;
+  join(joined, tables);
+  return {static_cast<int64_t>(joined.size()) +
+              tables.tiles.num_counters * static_cast<int64_t>(sizeof(uint64_t)) +
+              static_cast<int64_t>(sizeof(kernels::BucketState)),
+          workspace_bytes(tables, payloads)};
 }
 
 BucketTables::BucketTables(const BucketSpec& spec, const std::vector<ParameterStatePtr>& states,
-                           StepCounter* step_counter, const Workspaces& workspaces)
-    : BucketTables(bucket_without_tables(spec, step_counter), matrix_table(spec.plan, states),
-                   raw_table(spec.plan), spec.device, workspaces) {}
-
-void BucketTables::set_payloads(const Payloads& payloads, const at::Tensor& rounding) {
+                           StepCounter* step_counter, const Workspaces& workspaces,
+                           const PayloadPlans& payload_plans, const Payloads& payloads)
+    : bucket_(bucket_without_tables(spec, step_counter)), workspaces_(workspaces) {
+  const HostTables tables = host_tables(spec, matrix_table(spec.plan, states));
+  tables_ = upload_tables(bucket_, tables, spec.device);
+  for (const auto& workspace : {workspaces_.first, workspaces_.second}) {
+    workspace->reserve(workspace_bytes(tables, payload_plans), spec.device);
+  }
+  const auto words = at::TensorOptions(spec.device).dtype(at::kLong);
+  counters_ = at::zeros({tables.tiles.num_counters}, words);
+  bucket_.counters = static_cast<uint64_t*>(counters_.data_ptr());
+  static_assert(sizeof(kernels::BucketState) % sizeof(int64_t) == 0);
+  state_ = at::zeros({sizeof(kernels::BucketState) / sizeof(int64_t)}, words);
+  bucket_.state = static_cast<kernels::BucketState*>(state_.data_ptr());
+  skipped_ = state_.view(at::kInt).select(0, offsetof(kernels::BucketState, skipped) / sizeof(int));
   bucket_.p_payload = payloads.p.data_ptr();
   bucket_.q_payload = payloads.q.data_ptr();
-  bucket_.wire_dtype = to_dtype(payloads.p.scalar_type());
-  bucket_.rounding = bucket_.wire_dtype == bucket_.factor_dtype ? nullptr : rounding.data_ptr();
 }
 
 void BucketTables::begin_step(const at::Tensor& gradient, const StepInfo& step, bool is_captured) {

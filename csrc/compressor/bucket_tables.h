@@ -6,26 +6,43 @@
 #include <vector>
 
 #include "compressor/bucket_spec.h"
+#include "compressor/packets.h"
 #include "powersgd/compressor.h"
 #include "powersgd/kernels.h"
 #include "powersgd/workspace.h"
 
 namespace powersgd {
 
-// Copies the tables to the device, all in one tensor by one copy that the host does not wait for.
-// Makes `bucket` point to them. The tensor is to live as long as the bucket.
-at::Tensor upload_tables(kernels::Bucket& bucket, const std::vector<kernels::Matrix>& matrices,
-                         const std::vector<kernels::RawSegment>& raw,
-                         const kernels::TileTable& tiles, at::Device device);
+// The tables of a bucket on the host.
+struct HostTables {
+  std::vector<kernels::Matrix> matrices;
+  std::vector<kernels::RawSegment> raw;
+  kernels::TileTable tiles;
+  // Of packets. Empty if payloads travel as they are.
+  kernels::PacketFactors p_factors, q_factors;
+};
+
+// The tables on the device, all in one tensor.
+struct DeviceTables {
+  at::Tensor memory;
+  const kernels::PacketFactor* p_factors;
+  const kernels::PacketFactor* q_factors;
+};
+
+// Copies the tables by one copy, which the host does not wait for. Makes `bucket` point to them. The
+// tensor is to live as long as the bucket.
+DeviceTables upload_tables(kernels::Bucket& bucket, const HostTables& tables, at::Device device);
 
 struct BytesOfTables {
   int64_t tables;     // all that a BucketTables owns
-  int64_t workspace;  // what it reserves of each workspace
+  int64_t workspace;  // what it reserves of each workspace, for stages and packets
 };
-BytesOfTables bytes_of_tables(const BucketPlan& plan, DType factor_dtype, DType wire_dtype,
-                              at::DeviceType device);
+BytesOfTables bytes_of_tables(const BucketSpec& spec, const PayloadPlans& payloads);
 
-// The tensors that the ranks sum in one step, both of one dtype.
+// The table of a bucket's matrices without what belongs to their states.
+std::vector<kernels::Matrix> matrices_without_states(const BucketPlan& plan);
+
+// The elements of the payloads of one step, in the factor dtype.
 struct Payloads {
   at::Tensor p, q;
 };
@@ -35,17 +52,11 @@ struct Payloads {
 class BucketTables {
  public:
   BucketTables() = default;
-  // Completes `bucket` by the tables, their tiles, counters and a state. Reserves the workspaces.
-  BucketTables(const kernels::Bucket& bucket, const std::vector<kernels::Matrix>& matrices,
-               const std::vector<kernels::RawSegment>& raw, at::Device device,
-               const Workspaces& workspaces);
-  // Builds all of a bucket but its payloads. Its states are allocated.
+  // Builds all of a bucket: its tables, tiles, counters and a state. Its states are allocated. The
+  // workspaces get room for the stages and for packets.
   BucketTables(const BucketSpec& spec, const std::vector<ParameterStatePtr>& states,
-               StepCounter* step_counter, const Workspaces& workspaces);
-
-  // Makes the next stages use these payloads, of the sizes and the offsets of the plan. `rounding`
-  // has an element for each of a raw segment. It is undefined if the wire does not round.
-  void set_payloads(const Payloads& payloads, const at::Tensor& rounding);
+               StepCounter* step_counter, const Workspaces& workspaces,
+               const PayloadPlans& payload_plans, const Payloads& payloads);
 
   // Sets what differs from step to step. The steps of a graph that is being captured are numbered
   // by the device, one by one at each replay.
@@ -55,11 +66,17 @@ class BucketTables {
   void begin_second_part() { bucket_.workspace = workspaces_.second->data(); }
 
   const kernels::Bucket& bucket() const { return bucket_; }
+  // Packets::factors of both payloads.
+  const DeviceTables& tables() const { return tables_; }
+  // One int32 on the device, which is not 0 if the last step was skipped.
+  const at::Tensor& skipped() const { return skipped_; }
 
  private:
   kernels::Bucket bucket_{};
   Workspaces workspaces_;
-  at::Tensor tables_, counters_, state_;  // what bucket_ points at
+  DeviceTables tables_{};  // what bucket_ points at, with the next two
+  at::Tensor counters_, state_;
+  at::Tensor skipped_;  // in state_
 };
 
 }  // namespace powersgd

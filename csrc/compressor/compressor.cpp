@@ -3,11 +3,15 @@
 
 #include <ATen/ATen.h>
 
+#include <cstddef>
+#include <optional>
 #include <utility>
 
 #include "compressor/bucket_spec.h"
 #include "compressor/bucket_states.h"
 #include "compressor/bucket_tables.h"
+#include "compressor/packets.h"
+#include "compressor/raw_rounding.h"
 #include "compressor/stages.h"
 #include "compressor/streams.h"
 
@@ -20,10 +24,12 @@ class StagesCompressor final : public BucketCompressor {
   StagesCompressor(BucketSpec spec, std::vector<ParameterStatePtr> states,
                    std::shared_ptr<StepCounter> step_counter, Workspaces workspaces)
       : spec_(std::move(spec)),
+        plans_(plan_payloads(spec_)),
         step_counter_(std::move(step_counter)),
         workspaces_(std::move(workspaces)),
         stages_(require_stages(spec_.device.type())),
-        states_(std::move(states)) {}
+        all_states_(std::move(states)),
+        states_({all_states_.begin(), all_states_.begin() + num_matrices()}) {}
 
   void prepare() override {
     if (prepared_) return;
@@ -35,12 +41,14 @@ class StagesCompressor final : public BucketCompressor {
     prepared_ = true;
   }
 
-  at::Tensor& project(const at::Tensor& gradient, const StepInfo& step) override {
+  Payload& project(const at::Tensor& gradient, const StepInfo& step) override {
     spec_.check(gradient);
     prepare();
     states_.begin_step(step);
     if (step.loss_scale.defined()) use_on_current_stream(step.loss_scale);
     tables_.begin_step(gradient, step, stages_.is_capturing());
+    if (raw_rounding_) raw_rounding_->begin_step(step, stages_.is_capturing());
+    p_->begin_step(step.drop_residual || !spec_.options.use_error_feedback);
     if (!spec_.options.warm_start) {
       kernels::Bucket start = tables_.bucket();
       if (step.same_start) start.step = 0;
@@ -48,7 +56,7 @@ class StagesCompressor final : public BucketCompressor {
     }
     stages_.project(tables_.bucket());
     states_.projected(gradient);
-    return payloads_.p;
+    return *p_;
   }
 
   void orthogonalize() override {
@@ -56,71 +64,81 @@ class StagesCompressor final : public BucketCompressor {
     stages_.orthogonalize(tables_.bucket());
   }
 
-  at::Tensor& back_project() override {
+  Payload& back_project() override {
     stages_.back_project(tables_.bucket());
-    return payloads_.q;
+    return *q_;
   }
 
   void reconstruct() override {
     stages_.reconstruct(tables_.bucket());
+    if (raw_rounding_) raw_rounding_->end_step(tables_.skipped());
     states_.end_step();
-    if (later_payloads_.p.defined()) end_first_payloads();
   }
 
-  void rollback() override { states_.rollback(spec_.plan); }
+  void rollback() override {
+    if (raw_rounding_ && states_.in_step()) raw_rounding_->rollback();
+    states_.rollback(spec_.plan);
+  }
 
   int64_t payload_bytes() const override {
-    return spec_.wire_bytes(spec_.plan.p_numel + spec_.plan.q_numel);
+    const auto width = static_cast<int64_t>(spec_.factor_options().dtype().itemsize());
+    return plans_.p.wire_bytes(width) + plans_.q.wire_bytes(width);
   }
   int64_t gradient_bytes() const override { return spec_.gradient_bytes(); }
-  std::vector<ParameterStatePtr> states() const override { return states_.of_matrices(); }
+  std::vector<ParameterStatePtr> states() const override { return all_states_; }
 
  private:
+  std::ptrdiff_t num_matrices() const {
+    return static_cast<std::ptrdiff_t>(spec_.plan.matrices.size());
+  }
+
   void make_payloads() {
-    tables_ = BucketTables(spec_, states_.of_matrices(), step_counter_.get(), workspaces_);
     const at::TensorOptions factors = spec_.factor_options();
-    payloads_ = payloads_of(spec_.wire_type());
-    if (spec_.wire_type() != factors.dtype()) rounding_ = at::zeros({spec_.raw_numel()}, factors);
-    if (spec_.wire_type() == at::kHalf) {
-      later_payloads_ = std::exchange(payloads_, payloads_of(factor_type(spec_.gradient_type)));
+    const Payloads elements{at::zeros({plans_.p.numel}, factors),
+                            at::zeros({plans_.q.numel}, factors)};
+    tables_ = BucketTables(spec_, states_.of_matrices(), step_counter_.get(), workspaces_, plans_,
+                           elements);
+    kernels::Packets p{}, q{};
+    p.factors = tables_.tables().p_factors;
+    q.factors = tables_.tables().q_factors;
+    for (kernels::Packets* packets : {&p, &q}) {
+      packets->num_factors = static_cast<int32_t>(num_matrices());
+      packets->factor_dtype = to_dtype(factors.dtype().toScalarType());
+      packets->ranks = spec_.ranks.count;
+      packets->own_chunk = spec_.ranks.own;
     }
-    tables_.set_payloads(payloads_, rounding_);
-  }
-
-  Payloads payloads_of(at::ScalarType type) const {
-    const at::TensorOptions options = at::device(spec_.device).dtype(type);
-    return {at::zeros({spec_.plan.p_numel}, options), at::zeros({spec_.plan.q_numel}, options)};
-  }
-
-  // Lets the payloads of the first step go, unless a graph will use them again.
-  void end_first_payloads() {
-    const Payloads first = std::exchange(payloads_, std::exchange(later_payloads_, {}));
-    tables_.set_payloads(payloads_, rounding_);
-    use_on_current_stream(first.p);
-    use_on_current_stream(first.q);
-    if (stages_.is_capturing()) captured_payloads_ = first;
+    p.raw_offset = spec_.plan.raw_offset();
+    p.raw_numel = spec_.plan.raw_numel();
+    q.raw_offset = plans_.q.numel;
+    if (p.raw_numel > 0 && plans_.p.schedule != Schedule::kAllreduce) {
+      raw_rounding_.emplace(spec_, std::vector<ParameterStatePtr>(
+                                       all_states_.begin() + num_matrices(), all_states_.end()));
+      p.rounding = raw_rounding_->data();
+    }
+    p_.emplace(plans_.p, elements.p, p, stages_, workspaces_.first);
+    q_.emplace(plans_.q, elements.q, q, stages_, workspaces_.second);
   }
 
   const BucketSpec spec_;
+  const PayloadPlans plans_;
   const std::shared_ptr<StepCounter> step_counter_;
   const Workspaces workspaces_;
   const Stages& stages_;
+  const std::vector<ParameterStatePtr> all_states_;  // those of matrices come first
   BucketStates states_;
   bool prepared_ = false;  // prepare() makes all that follows
   BucketTables tables_;
-  Payloads payloads_;           // of the step in progress
-  Payloads later_payloads_;     // in float16, defined as long as the first step travels as factors
-  Payloads captured_payloads_;  // those of the first step, if a graph has captured it
-  at::Tensor rounding_;         // undefined if the wire does not round
+  std::optional<BucketPayload> p_, q_;
+  std::optional<RawRounding> raw_rounding_;  // if packets hold raw segments
 };
 
 }  // namespace
 
 MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
-                         at::ScalarType gradient_type, c10::DeviceType device) {
+                         at::ScalarType gradient_type, c10::DeviceType device, Ranks ranks) {
   MemoryNeeds needs;
   if (!plan.compresses()) return needs;
-  const BucketSpec spec{plan, options, gradient_type, at::Device(device)};
+  const BucketSpec spec{plan, options, gradient_type, at::Device(device), ranks};
   const auto width = [](at::ScalarType type) {
     return static_cast<int64_t>(c10::elementSize(type));
   };
@@ -134,12 +152,9 @@ MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
   if (options.use_error_feedback) {
     needs.residual = numel * width(residual_type(gradient_type, options));
   }
-  const int64_t payloads = plan.p_numel + plan.q_numel;
-  needs.payloads = spec.wire_bytes(payloads);
-  if (spec.wire_type() != factor_type(gradient_type)) needs.payloads += spec.raw_numel() * factor;
-  if (spec.wire_type() == at::kHalf) needs.payloads += payloads * factor;  // in the first step
-  const BytesOfTables bytes = bytes_of_tables(plan, to_dtype(factor_type(gradient_type)),
-                                              to_dtype(spec.wire_type()), device);
+  needs.payloads = (plan.p_numel + plan.q_numel) * factor;
+  if (spec.packet_dtypes()) needs.payloads += RawRounding::bytes(spec);
+  const BytesOfTables bytes = bytes_of_tables(spec, plan_payloads(spec));
   needs.tables = bytes.tables;
   needs.workspace = bytes.workspace;
   return needs;
@@ -147,16 +162,15 @@ MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
 
 bool has_kernels(c10::DeviceType device) { return find_stages(device) != nullptr; }
 
-std::unique_ptr<BucketCompressor> make_compressor(BucketPlan plan,
-                                                  std::vector<ParameterStatePtr> states,
-                                                  const Options& options,
-                                                  at::ScalarType gradient_type, at::Device device,
-                                                  std::shared_ptr<StepCounter> step_counter,
-                                                  Workspaces workspaces) {
-  TORCH_INTERNAL_ASSERT(states.size() == plan.matrices.size());
+std::unique_ptr<BucketCompressor> make_compressor(
+    BucketPlan plan, std::vector<ParameterStatePtr> states, const Options& options,
+    at::ScalarType gradient_type, at::Device device, Ranks ranks,
+    std::shared_ptr<StepCounter> step_counter, Workspaces workspaces) {
+  TORCH_INTERNAL_ASSERT(states.size() == plan.matrices.size() ||
+                        states.size() == plan.matrices.size() + plan.raw_parameters.size());
   to_dtype(gradient_type);  // throws for a dtype that is not compressed
   return std::make_unique<StagesCompressor>(
-      BucketSpec{std::move(plan), options, gradient_type, device}, std::move(states),
+      BucketSpec{std::move(plan), options, gradient_type, device, ranks}, std::move(states),
       std::move(step_counter), std::move(workspaces));
 }
 

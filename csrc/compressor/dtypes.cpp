@@ -33,19 +33,6 @@ at::ScalarType to_scalar_type(DType type) {
   }
 }
 
-at::ScalarType to_scalar_type(WireDType type) {
-  switch (type) {
-    case WireDType::kFloat32:
-      return at::kFloat;
-    case WireDType::kBFloat16:
-      return at::kBFloat16;
-    case WireDType::kFloat16:
-      return at::kHalf;
-    default:
-      TORCH_INTERNAL_ASSERT(false, "no payload is a tensor of ", to_string(type));
-  }
-}
-
 bool is_compressible(at::ScalarType type) {
   return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
 }

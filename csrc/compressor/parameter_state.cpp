@@ -5,6 +5,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <map>
+#include <utility>
 
 #include "compressor/bucket_tables.h"
 #include "compressor/stages.h"
@@ -20,23 +21,22 @@ using Layouts = std::vector<ParameterState::Layout>;
 void random_start(const Layouts& layouts, at::ScalarType factor, const Options& options) {
   const at::Device device = layouts.front().state->q_warm.device();
   const c10::DeviceGuard guard(device);  // the stages run on the current device
-  std::vector<kernels::Matrix> matrices;
+  HostTables tables;
   for (const ParameterState::Layout& layout : layouts) {
     if (factor_type(layout.gradient_type) != factor) continue;
-    kernels::Matrix& matrix = matrices.emplace_back();
+    kernels::Matrix& matrix = tables.matrices.emplace_back();
     matrix.rows = matrix.rank = layout.rank;
     matrix.cols = layout.shape.cols;
     matrix.q_warm = layout.state->q_warm.data_ptr();
     matrix.random_id = layout.state->random_id;
   }
-  if (matrices.empty()) return;
+  if (tables.matrices.empty()) return;
   const Stages& stages = require_stages(device.type());
   kernels::Bucket bucket{};
   bucket.factor_dtype = bucket.wire_dtype = to_dtype(factor);
   bucket.seed = static_cast<uint64_t>(options.random_seed);
-  const kernels::TileTable tiles =
-      stages.make_tiles(matrices, {}, bucket.factor_dtype, bucket.wire_dtype);
-  const at::Tensor tables = upload_tables(bucket, matrices, {}, tiles, device);
+  tables.tiles = stages.make_tiles(tables.matrices, {}, bucket.factor_dtype, bucket.wire_dtype);
+  const DeviceTables uploaded = upload_tables(bucket, tables, device);
   stages.random_start(bucket);
 }
 
@@ -51,6 +51,24 @@ void allocate_one(const ParameterState::Layout& layout, const Options& options, 
   state.p_hat = at::zeros({rows, layout.rank}, factor);
   state.q_local = at::zeros({layout.rank, cols}, factor);
   state.q_warm = at::empty({layout.rank, cols}, factor);
+}
+
+using Tensors = std::vector<at::Tensor>;
+
+// `dropped` is a tensor of one element on the device, or undefined, which stands for 1.
+void zero_if(const at::Tensor& dropped, at::ScalarType type, const Tensors& tensors) {
+  if (!dropped.defined()) return at::_foreach_zero_(tensors);
+  at::_foreach_mul_(tensors, dropped.reshape({}).eq(0).to(type));
+}
+
+// All elements are finite.
+void replace_if(const at::Tensor& dropped, at::ScalarType type, const Tensors& tensors,
+                const Tensors& replacements) {
+  zero_if(dropped, type, tensors);
+  at::_foreach_add_(tensors,
+                    dropped.defined()
+                        ? at::_foreach_mul(replacements, dropped.reshape({}).ne(0).to(type))
+                        : replacements);
 }
 
 }  // namespace
@@ -90,21 +108,32 @@ void ParameterState::set_residual(const at::Tensor& value) {
 
 void ParameterState::mark_undelivered() { q_local.zero_(); }
 
+void ParameterState::set_rounding(const at::Tensor& value, double scale) {
+  if (rounding.defined()) {
+    // The other raw parameters of its bucket keep their units, which are this one's as well.
+    rounding.copy_(value.flatten().mul(grad_scale.div(scale)));
+    rounding_before.copy_(rounding);
+  } else {
+    rounding = value.flatten().clone();
+    rounding_before = rounding.clone();
+    grad_scale = at::full({}, scale, rounding.options().dtype(at::kDouble));
+  }
+}
+
 void ParameterState::mark_undelivered(const std::vector<ParameterStatePtr>& states,
                                       const at::Tensor& dropped) {
   if (dropped.defined() && dropped.is_cpu() && dropped.item<double>() == 0) return;
-  std::map<at::ScalarType, std::vector<at::Tensor>> factors;
+  std::map<at::ScalarType, Tensors> sent;                         // q_local
+  std::map<at::ScalarType, std::pair<Tensors, Tensors>> rounded;  // rounding and the one before
   for (const ParameterStatePtr& state : states) {
-    if (!state->allocated()) continue;
-    factors[state->q_local.scalar_type()].push_back(state->q_local);
+    if (state->allocated()) sent[state->q_local.scalar_type()].push_back(state->q_local);
+    if (!state->rounding.defined()) continue;
+    auto& [roundings, before] = rounded[state->rounding.scalar_type()];
+    roundings.push_back(state->rounding);
+    before.push_back(state->rounding_before);
   }
-  for (auto& [type, tensors] : factors) {
-    if (dropped.defined()) {
-      at::_foreach_mul_(tensors, dropped.reshape({}).eq(0).to(type));
-    } else {
-      at::_foreach_zero_(tensors);
-    }
-  }
+  for (auto& [type, tensors] : sent) zero_if(dropped, type, tensors);
+  for (auto& [type, tensors] : rounded) replace_if(dropped, type, tensors.first, tensors.second);
 }
 
 void ParameterState::take_back(const at::Tensor& gradient) {

@@ -35,6 +35,15 @@ class CpuStages final : public Stages {
   void reconstruct(const kernels::Bucket& bucket) const override {
     kernels::cpu::reconstruct(bucket, parallel_for);
   }
+  void quantize(const kernels::Packets& packets) const override {
+    kernels::cpu::quantize(packets, parallel_for);
+  }
+  void requantize(const kernels::Packets& packets) const override {
+    kernels::cpu::requantize(packets, parallel_for);
+  }
+  void dequantize(const kernels::Packets& packets) const override {
+    kernels::cpu::dequantize(packets, parallel_for);
+  }
 
  private:
   // These are torch's own threads: torch.set_num_threads and OMP_NUM_THREADS apply.
@@ -65,6 +74,15 @@ class CudaStages final : public Stages {
   }
   void reconstruct(const kernels::Bucket& bucket) const override {
     check("reconstruct", kernels::cuda::reconstruct(bucket, current_stream()));
+  }
+  void quantize(const kernels::Packets& packets) const override {
+    check("quantize", kernels::cuda::quantize(packets, current_stream()));
+  }
+  void requantize(const kernels::Packets& packets) const override {
+    check("requantize", kernels::cuda::requantize(packets, current_stream()));
+  }
+  void dequantize(const kernels::Packets& packets) const override {
+    check("dequantize", kernels::cuda::dequantize(packets, current_stream()));
   }
   bool is_capturing() const override { return kernels::cuda::is_capturing(current_stream()); }
 

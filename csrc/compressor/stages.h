@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "powersgd/kernels.h"
+#include "powersgd/packets.h"
 
 namespace powersgd {
 
@@ -22,6 +23,9 @@ class Stages {
   virtual void orthogonalize(const kernels::Bucket& bucket) const = 0;
   virtual void back_project(const kernels::Bucket& bucket) const = 0;
   virtual void reconstruct(const kernels::Bucket& bucket) const = 0;
+  virtual void quantize(const kernels::Packets& packets) const = 0;
+  virtual void requantize(const kernels::Packets& packets) const = 0;
+  virtual void dequantize(const kernels::Packets& packets) const = 0;
   // True if what is enqueued becomes part of a graph, which may run again at any later time.
   virtual bool is_capturing() const { return false; }
 };

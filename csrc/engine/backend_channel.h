@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <chrono>
@@ -25,11 +26,39 @@ class BackendChannel final : public Channel {
     c10d::AllreduceOptions options;
     options.timeout = timeout_;
     options.asyncOp = !on_current_stream_;
-    // NCCL returns no Work for a collective that has run on the current stream.
-    if (const auto work = backend_.allreduce(tensors, options)) work->wait();
+    wait(backend_.allreduce(tensors, options));
+  }
+
+  void allgather(at::Tensor& output, at::Tensor& input) override {
+    c10d::AllgatherOptions options;
+    options.timeout = timeout_;
+    options.asyncOp = !on_current_stream_;
+    wait(backend_._allgather_base(output, input, options));
+  }
+
+  void alltoall(at::Tensor& output, at::Tensor& input) override {
+    // Not every backend that blocks the host (Gloo) has an all-to-all of its tensors elsewhere.
+    if (!on_current_stream_ && !input.is_cpu()) return alltoall_through_host(output, input);
+    c10d::AllToAllOptions options;
+    options.timeout = timeout_;
+    options.asyncOp = !on_current_stream_;
+    std::vector<int64_t> equal_outputs, equal_inputs;  // empty: parts of equal size
+    wait(backend_.alltoall_base(output, input, equal_outputs, equal_inputs, options));
   }
 
  private:
+  // NCCL returns no Work for a collective that has run on the current stream.
+  static void wait(const c10::intrusive_ptr<c10d::Work>& work) {
+    if (work) work->wait();
+  }
+
+  void alltoall_through_host(at::Tensor& output, const at::Tensor& input) {
+    at::Tensor input_on_host = input.cpu();
+    at::Tensor output_on_host = at::empty_like(input_on_host);
+    alltoall(output_on_host, input_on_host);
+    output.copy_(output_on_host);
+  }
+
   c10d::Backend& backend_;
   const std::chrono::milliseconds timeout_;
   const bool on_current_stream_;

@@ -12,12 +12,18 @@
 
 namespace powersgd {
 
-// The communicator that a job sums its payloads on.
+// The communicator of a job. All tensors are contiguous. A collective comes in order with the job's
+// own operations.
 class Channel {
  public:
   virtual ~Channel() = default;
-  // Sums `payload` over the ranks in place, in order with the job's own operations.
+  // Sums `payload` over the ranks in place.
   virtual void allreduce(at::Tensor& payload) = 0;
+  // Makes `output` the `input` of all ranks, one after the other.
+  virtual void allgather(at::Tensor& output, at::Tensor& input) = 0;
+  // Cuts `input` into one equal part for each rank. Makes `output` the parts for this rank, in the
+  // order of the ranks that they come from.
+  virtual void alltoall(at::Tensor& output, at::Tensor& input) = 0;
 };
 
 // A job has two parts, each with a channel of its own: the first part sums a step's P payload, the

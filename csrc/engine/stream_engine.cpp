@@ -73,24 +73,35 @@ struct StreamEngine::Shared {
     }
   };
 
-  // Sums payloads on the current stream, which is one of the device's side streams.
+  // Runs collectives on the current stream, which is one of the device's side streams.
   class SideChannel final : public Channel {
    public:
     SideChannel(SideStreams& side, c10d::Backend& backend, std::chrono::milliseconds timeout)
         : side_(side), channel_(backend, timeout, /*on_current_stream=*/true) {}
 
-    // NCCL itself runs the collectives of one communicator one after the other, whatever their
-    // streams. That is no part of c10d's contract, and the events cost next to nothing. They add
-    // no wait to those that the communicator makes.
     void allreduce(at::Tensor& payload) override {
-      if (!side_.begun) return channel_.allreduce(payload);
-      const c10::Stream stream = current_stream(side_.ahead.device());
-      if (side_.last_collective) side_.last_collective->block(stream);
-      channel_.allreduce(payload);
-      side_.last_collective.emplace(record(stream));
+      in_order([&] { channel_.allreduce(payload); });
+    }
+    void allgather(at::Tensor& output, at::Tensor& input) override {
+      in_order([&] { channel_.allgather(output, input); });
+    }
+    void alltoall(at::Tensor& output, at::Tensor& input) override {
+      in_order([&] { channel_.alltoall(output, input); });
     }
 
    private:
+    // NCCL itself runs the collectives of one communicator one after the other, whatever their
+    // streams. That is no part of c10d's contract, and the events cost next to nothing. They add
+    // no wait to those that the communicator makes.
+    template <typename Collective>
+    void in_order(const Collective& collective) {
+      if (!side_.begun) return collective();
+      const c10::Stream stream = current_stream(side_.ahead.device());
+      if (side_.last_collective) side_.last_collective->block(stream);
+      collective();
+      side_.last_collective.emplace(record(stream));
+    }
+
     SideStreams& side_;
     BackendChannel channel_;
   };

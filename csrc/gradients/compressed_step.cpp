@@ -3,6 +3,8 @@
 
 #include <utility>
 
+#include "gradients/exchange.h"
+
 namespace powersgd {
 namespace {
 
@@ -42,16 +44,15 @@ Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const a
   const Timed run(stats, std::move(probe));
   Job job;
   job.first = or_rollback([compressor, gradient, step, run, stats](Channel& channel) {
-    at::Tensor& p =
-        run(Stage::kProject, [&]() -> at::Tensor& { return compressor->project(gradient, step); });
+    Payload& p =
+        run(Stage::kProject, [&]() -> Payload& { return compressor->project(gradient, step); });
     stats->add_compressed(compressor->gradient_bytes(), compressor->payload_bytes());
-    run(Stage::kReduceP, [&] { channel.allreduce(p); });
+    run(Stage::kReduceP, [&] { sum_over_ranks(p, channel); });
   });
   job.second = or_rollback([compressor, run](Channel& channel) {
     run(Stage::kOrthogonalize, [&] { compressor->orthogonalize(); });
-    at::Tensor& q =
-        run(Stage::kBackProject, [&]() -> at::Tensor& { return compressor->back_project(); });
-    run(Stage::kReduceQ, [&] { channel.allreduce(q); });
+    Payload& q = run(Stage::kBackProject, [&]() -> Payload& { return compressor->back_project(); });
+    run(Stage::kReduceQ, [&] { sum_over_ranks(q, channel); });
     run(Stage::kReconstruct, [&] { compressor->reconstruct(); });
   });
   for (const ParameterStatePtr& state : compressor->states()) job.changes.push_back(state.get());

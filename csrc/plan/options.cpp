@@ -123,21 +123,6 @@ std::string to_string(WireDType dtype) { return name_of(kWireDTypes, dtype); }
 
 bool is_integer(WireDType dtype) { return dtype == WireDType::kInt8 || dtype == WireDType::kInt4; }
 
-int64_t bits_of(WireDType dtype) {
-  switch (dtype) {
-    case WireDType::kFloat32:
-      return 32;
-    case WireDType::kBFloat16:
-    case WireDType::kFloat16:
-      return 16;
-    case WireDType::kInt8:
-      return 8;
-    case WireDType::kInt4:
-      return 4;
-  }
-  reject("wire dtype", "float32, bfloat16, float16, int8 or int4", to_string(dtype));
-}
-
 std::optional<WireDType> raw_wire_of(const Options& options) {
   if (options.raw_wire_dtype || !options.wire_dtype) return options.raw_wire_dtype;
   return is_integer(*options.wire_dtype) ? WireDType::kBFloat16 : options.wire_dtype;

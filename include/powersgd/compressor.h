@@ -10,6 +10,7 @@
 #include "powersgd/dtypes.h"
 #include "powersgd/options.h"
 #include "powersgd/parameter_state.h"
+#include "powersgd/payload.h"
 #include "powersgd/plan.h"
 #include "powersgd/step_counter.h"
 #include "powersgd/workspace.h"
@@ -40,11 +41,10 @@ struct StepInfo {
 //
 // in this order.
 //
-// Contract: it never communicates. Every rank holds an equal plan and equal options. After an
+// Contract: it never communicates. The caller sums a payload as its schedule says. Every rank holds an equal plan and equal options. After an
 // exception between project and reconstruct, `rollback` restores the residuals.
 //
-// Ownership: it owns the payloads, which the caller sums in place, and shares the states with
-// every other bucket that has them. It keeps the gradient until reconstruct or rollback.
+// Ownership: it owns the payloads, and shares the states with every other bucket that has them. It keeps the gradient until reconstruct or rollback.
 //
 // Threads: one thread or stream at a time. Compressors that share a state run one after the other.
 class BucketCompressor {
@@ -58,20 +58,19 @@ class BucketCompressor {
   // device. The first project() calls it otherwise.
   virtual void prepare() = 0;
 
-  // `gradient` is contiguous and has plan.gradient_numel elements. Returns the P payload in the
-  // wire's dtype:
+  // `gradient` is contiguous and has plan.gradient_numel elements. Returns the P payload:
   //   [ P of each matrix | raw segments | activities | non-finite count ]
-  virtual at::Tensor& project(const at::Tensor& gradient, const StepInfo& step) = 0;
+  virtual Payload& project(const at::Tensor& gradient, const StepInfo& step) = 0;
   virtual void orthogonalize() = 0;
   // Returns the Q payload.
-  virtual at::Tensor& back_project() = 0;
+  virtual Payload& back_project() = 0;
   // Replaces the gradient by the output.
   virtual void reconstruct() = 0;
 
   // Undoes project to within one rounding of M. The gradient is left as it is.
   virtual void rollback() = 0;
 
-  // The bytes of both payloads.
+  // The bytes of both payloads on the wire: those of the elements, or of this rank's packets.
   virtual int64_t payload_bytes() const = 0;
   virtual int64_t gradient_bytes() const = 0;
 
@@ -85,22 +84,23 @@ class BucketCompressor {
 // The buckets of a model take two workspaces together, each as large as the largest of theirs.
 struct MemoryNeeds {
   int64_t residual = 0;
-  int64_t factors = 0;   // those that are kept from step to step
-  int64_t payloads = 0;  // with what the wire's rounding needs
-  int64_t tables = 0;    // those of the kernels, which depend on the device type
-  int64_t workspace = 0;
+  int64_t factors = 0;    // those that are kept from step to step
+  int64_t payloads = 0;   // with what the wire's rounding keeps back of raw segments
+  int64_t tables = 0;     // those of the kernels, which depend on the device type
+  int64_t workspace = 0;  // with the packets
 
   // All that no other bucket shares.
   int64_t own() const { return residual + factors + payloads + tables; }
 };
 MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
-                         at::ScalarType gradient_type, c10::DeviceType device);
+                         at::ScalarType gradient_type, c10::DeviceType device, Ranks ranks = {});
 
-// `states[i]` belongs to `plan.matrices[i]`. Buckets may share states, one after the other.
+// `states[i]` belongs to `plan.matrices[i]`. The states of `plan.raw_parameters` may follow, so that
+// other buckets learn of the raw roundings. Buckets may share states, one after the other.
 // `workspaces` are those of the model on this device. A bucket that shares none has one of its own.
 std::unique_ptr<BucketCompressor> make_compressor(
     BucketPlan plan, std::vector<ParameterStatePtr> states, const Options& options,
-    at::ScalarType gradient_type, at::Device device,
+    at::ScalarType gradient_type, at::Device device, Ranks ranks = {},
     std::shared_ptr<StepCounter> step_counter = nullptr,
     Workspaces workspaces = Workspaces::of_one_bucket());
 

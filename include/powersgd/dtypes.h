@@ -13,9 +13,6 @@ DType to_dtype(at::ScalarType type);
 // The reverse.
 at::ScalarType to_scalar_type(DType type);
 
-// Throws if `type` is an integer, which torch has no dtype for.
-at::ScalarType to_scalar_type(WireDType type);
-
 // True for those four dtypes.
 bool is_compressible(at::ScalarType type);
 

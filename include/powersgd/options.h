@@ -45,8 +45,8 @@ struct Options {
   int64_t check_every = 0;
 };
 
-// Throws std::invalid_argument that names the first bad field, its value and what is allowed. A value
-// may be bad beside that of another field.
+// Throws std::invalid_argument that names the first bad field, its value and what is allowed. A
+// value may be bad beside that of another field.
 // No other function validates options, and every other layer assumes that they are valid.
 void validate(const Options& options);
 
@@ -60,7 +60,6 @@ int64_t size_of(DType dtype);                         // In bytes.
 WireDType parse_wire_dtype(const std::string& name);  // "float32", "bfloat16", ..., "int8", "int4"
 std::string to_string(WireDType dtype);
 bool is_integer(WireDType dtype);
-int64_t bits_of(WireDType dtype);  // of an element, without the scales
 
 // The type that the elements of raw segments travel in, if the factors have a wire dtype.
 std::optional<WireDType> raw_wire_of(const Options& options);

@@ -16,7 +16,7 @@
 //   two hops   quantize ; all-to-all: rank k, the owner of chunk k, gets chunk k of every packet ;
 //              requantize their sum ; all-gather the sums ; dequantize
 //
-// A packet has one chunk in a gather, and one for each rank in two hops:
+// A packet has one chunk in a gather, and one for each rank in two hops. A single rank gathers.
 //
 //   chunk = [ codes of the factors | scales | codes of the raw segments | scales | flags ]
 //
@@ -25,11 +25,11 @@
 //
 // Contract, the same on the CPU and on CUDA:
 //   - quantize and requantize round to nearest, ties to even. A double is rounded to float first.
-//   - int8 and int4: an element is code * scale, with codes in [-127, 127] and [-7, 7]. The scale
-//     of a group is its largest magnitude over 127 or 7, rounded up to bfloat16. float16: the scale
-//     is the power of two that takes the largest magnitude into [2^14, 2^15). Elements of float32
-//     and bfloat16 have no scale. A finite value beyond the largest of the wire dtype counts as
-//     that largest value.
+//   - An element of int8, int4 or float16 is code * scale. int8 and int4 have codes in [-127, 127]
+//     and [-7, 7]. The scale of a group is its largest magnitude over 127 or 7, rounded up to
+//     bfloat16. The scale of float16 is a power of two. The largest magnitude over it lies in
+//     [2^14, 2^15). Elements of float32 and bfloat16 have no scale.
+//   - A finite value beyond the largest of float or of the wire dtype counts as that largest value.
 //   - code * scale is exact in float, because no scale has more than 8 significant bits.
 //   - A group whose scale would be below the smallest normal float has scale 0: its elements count
 //     as 0. A group with an element that is not finite sums to NaN, if its dtype has scales.
@@ -41,11 +41,14 @@
 //     += (new sum) - (exact sum), and rounding += (exact sum) - (new sum). So the local q of all
 //     ranks add up to the Q that all apply. The same holds for raw segments.
 //   - A rounding or a q_local that would not be finite stays as it was: such a step is skipped.
-//   - A flag is 1 if the payload's element is not 0. dequantize writes the number of ranks (gather)
-//     or 1 (two hops) where any flag is 1, and 0 elsewhere.
+//   - A flag is 1 if the payload's element is not 0. requantize makes it 1 if any rank's is 1.
+//     dequantize writes the sum of the flags that it reads: in a gather those of all ranks.
 namespace powersgd::kernels {
 
 constexpr int64_t kGroup = 64;  // elements that share a scale
+
+// The bytes of a group: its codes, and its scale if the dtype has scales.
+int64_t group_bytes(WireDType dtype);
 
 // The groups of one kind in a packet.
 struct PacketSection {
@@ -104,7 +107,7 @@ struct Packets {
   int64_t raw_offset;  // in the payload, of the raw segments
   int64_t raw_numel;   // the flags follow them
   void* rounding;      // [raw_numel] in the factor dtype
-  bool drop_residual;  // the old rounding counts as zeros
+  bool drop_residual;  // quantize takes the old rounding for zeros
 
   int32_t ranks;
   int32_t own_chunk;  // in two hops: this rank's number

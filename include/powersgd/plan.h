@@ -66,12 +66,20 @@ struct PlannedRaw {
   int64_t p_offset;
 };
 
+// A parameter of a raw segment.
+struct PlannedRawParameter {
+  int64_t parameter;  // index into the bucket's parameters
+  int64_t offset;     // from the first element of all raw segments
+  int64_t numel;
+};
+
 // The layout of one bucket and of its payloads:
 //   P payload = [ P of each matrix | raw segments | activity of each matrix | non-finite count ]
 //   Q payload = [ q of each matrix ]
 struct BucketPlan {
   std::vector<PlannedMatrix> matrices;
   std::vector<PlannedRaw> raw;
+  std::vector<PlannedRawParameter> raw_parameters;
   int64_t gradient_numel = 0;
   int64_t p_numel = 0;
   int64_t q_numel = 0;
@@ -79,6 +87,7 @@ struct BucketPlan {
   // The offsets in the P payload at which the raw segments begin, and the counts behind them.
   int64_t raw_offset() const { return raw.empty() ? counts_offset() : raw.front().p_offset; }
   int64_t counts_offset() const { return p_numel - 1 - static_cast<int64_t>(matrices.size()); }
+  int64_t raw_numel() const { return counts_offset() - raw_offset(); }
 
   // A bucket without a matrix is forwarded whole and exactly, in one collective.
   bool compresses() const { return !matrices.empty(); }

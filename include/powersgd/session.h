@@ -67,6 +67,7 @@ class Session {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  Ranks ranks() const { return {rank_, size_}; }
   const powersgd::Options& options() const { return options_; }
   const LogSink& log_sink() const { return log_; }
   const std::vector<InnerAndChannels>& inners() const { return inners_; }

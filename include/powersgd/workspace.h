@@ -9,8 +9,8 @@
 
 namespace powersgd {
 
-// Purpose: the kernels' workspace on one device, which buckets use one after the other. Nothing in
-// it outlives the part of a step that wrote it.
+// Purpose: the kernels' workspace on one device, which buckets use one after the other. Between two
+// stages it holds the packets of a payload. Nothing in it outlives the part of a step that wrote it.
 //
 // Threads: reserve() runs while no step of these buckets is in flight, in the order of the engine's
 // jobs. Its stream follows all earlier steps.
@@ -24,6 +24,8 @@ class Workspace {
   void captured() { is_captured_ = true; }
 
   void* data() const { return memory_.data_ptr(); }
+  // Its bytes, at least as many as were reserved.
+  const at::Tensor& memory() const { return memory_; }
 
  private:
   at::Tensor memory_;
@@ -34,8 +36,8 @@ class Workspace {
 // The workspaces of both parts of a step. The engine runs a first part beside the second part of
 // another bucket, and two first parts or two second parts one after the other.
 struct Workspaces {
-  std::shared_ptr<Workspace> first;   // of project
-  std::shared_ptr<Workspace> second;  // of orthogonalize, back_project and reconstruct
+  std::shared_ptr<Workspace> first;   // of project and the sum of P
+  std::shared_ptr<Workspace> second;  // of all that follows
 
   // For the buckets of a model.
   static Workspaces of_pipeline();

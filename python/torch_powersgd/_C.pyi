@@ -29,8 +29,22 @@ class MemoryNeeds:
     workspace: int
 
 def memory_needs(
-    shapes: Sequence[Sequence[int]], options: Options, dtype: torch.dtype, device: str
+    shapes: Sequence[Sequence[int]],
+    options: Options,
+    dtype: torch.dtype,
+    device: str,
+    world_size: int,
 ) -> MemoryNeeds: ...
+
+class Traffic:
+    schedule: str
+    payload_bytes: int
+    sent_bytes: int
+
+def traffic_of(
+    shapes: Sequence[Sequence[int]], options: Options, dtype: torch.dtype, world_size: int
+) -> tuple[Traffic, Traffic]: ...
+def content_bytes(shapes: Sequence[Sequence[int]], options: Options, dtype: torch.dtype) -> int: ...
 
 class BucketCompressor:
     def __init__(
@@ -90,9 +104,10 @@ class ParameterExport:
 class LocalExport:
     name: str
     memory: torch.Tensor | None
-    p_hat: torch.Tensor
-    q_local: torch.Tensor
-    q_warm: torch.Tensor
+    p_hat: torch.Tensor | None
+    q_local: torch.Tensor | None
+    q_warm: torch.Tensor | None
+    rounding: torch.Tensor | None
     grad_scale: float
     def __init__(self) -> None: ...
 

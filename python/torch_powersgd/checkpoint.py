@@ -19,6 +19,7 @@ from torch_powersgd.proposal import Module
 VERSION = 1
 _LOCAL_TENSORS = ("memory", "p_hat", "q_local", "q_warm")
 _LOCAL_FIELDS = (*_LOCAL_TENSORS, "grad_scale")
+_RAW_FIELDS = ("rounding", "grad_scale")
 
 
 def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
@@ -39,11 +40,13 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
     Returns:
         A dictionary of ``version``, ``options`` (field: value), ``step``, ``grad_scale`` and
         ``parameters``, which has an entry for every compressed parameter: its ``residual`` and
-        ``q``, which is [r, m] for a parameter seen as n x m.
+        ``q``, which is [r, m] for a parameter seen as n x m. On a wire that rounds, parameters that
+        travel raw have entries too. Their ``q`` is None.
 
         With ``per_rank`` the dictionary also has ``rank`` and ``world_size``. An entry is then this
         rank's ``memory`` [n, m] (None without error feedback), ``p_hat`` [n, r], ``q_local`` and
-        ``q_warm`` [r, m], and ``grad_scale``.
+        ``q_warm`` [r, m], and ``grad_scale``. That of a raw parameter is its ``rounding`` and
+        ``grad_scale``.
 
         The parameters of an FSDP2 module are this rank's shards, padded as FSDP2 pads them. The
         mean is over the ranks that have the same shard. ``shard`` names it: [which, of how many].
@@ -193,11 +196,13 @@ def _of_mean(parameter: _C.ParameterExport) -> dict[str, Any]:
 
 
 def _of_local(local: _C.LocalExport) -> dict[str, Any]:
-    return {field: getattr(local, field) for field in _LOCAL_FIELDS}
+    fields = _LOCAL_FIELDS if local.rounding is None else _RAW_FIELDS
+    return {field: getattr(local, field) for field in fields}
 
 
 def _to_local(name: str, saved: dict[str, Any]) -> _C.LocalExport:
-    _check_fields(name, saved, _LOCAL_FIELDS)
+    fields = _RAW_FIELDS if "rounding" in saved else _LOCAL_FIELDS
+    _check_fields(name, saved, fields)
     if saved.get("sent_p"):
         # Earlier versions had an option "alternating". The residual is then not that of p_hat and
         # q_local.
@@ -208,7 +213,7 @@ def _to_local(name: str, saved: dict[str, Any]) -> _C.LocalExport:
         )
     local = _C.LocalExport()
     local.name = name
-    for field in _LOCAL_FIELDS:
+    for field in fields:
         if saved[field] is not None:
             setattr(local, field, saved[field])
     return local
@@ -217,7 +222,9 @@ def _to_local(name: str, saved: dict[str, Any]) -> _C.LocalExport:
 def _to_mean(name: str, saved: dict[str, Any]) -> _C.ParameterExport:
     _check_fields(name, saved, ("residual", "q"))
     parameter = _C.ParameterExport()
-    parameter.name, parameter.residual, parameter.q = name, saved["residual"], saved["q"]
+    parameter.name, parameter.residual = name, saved["residual"]
+    if saved["q"] is not None:
+        parameter.q = saved["q"]
     return parameter
 
 
@@ -226,7 +233,7 @@ def _check_fields(name: str, saved: dict[str, Any], fields: tuple[str, ...]) -> 
         raise ValueError(f"the checkpoint's {name!r} must have {', '.join(sorted(fields))}")
     for field in fields:
         value = saved[field]
-        if field == "grad_scale" or (field == "memory" and value is None):
+        if field == "grad_scale" or (field in ("memory", "q") and value is None):
             continue
         if not isinstance(value, torch.Tensor):
             raise ValueError(

@@ -7,7 +7,8 @@
 option(POWERSGD_CUDA "Build and run the kernel tests on a GPU" OFF)
 
 file(GLOB cuda_kernels CONFIGURE_DEPENDS "${ROOT}/csrc/kernels/cuda/*.cu")
-set(cuda_host "${ROOT}/csrc/kernels/cuda/tiles.cpp" "${ROOT}/csrc/plan/options.cpp")
+set(cuda_host "${ROOT}/csrc/kernels/cuda/tiles.cpp" "${ROOT}/csrc/kernels/shared/packets.cpp"
+    "${ROOT}/csrc/plan/options.cpp")
 
 find_library(POWERSGD_boost_context boost_context)
 if(POWERSGD_boost_context)

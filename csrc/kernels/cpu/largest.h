@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -48,11 +49,16 @@ class LargestOfLanes {
     words_ = magnitudes > words_ ? magnitudes : words_;
   }
 
-  void add_to(Largest& largest) const {
-    F lanes[kLanes<F>];
-    store(lanes, bits_as<Vector<F>>(words_));
-    for (const F lane : lanes) largest.add(lane);
+  F get() const {
+    Word lanes[kLanes<F>];
+    store(lanes, words_);
+    const Word bits = *std::max_element(lanes, lanes + kLanes<F>);
+    F value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
   }
+
+  void add_to(Largest& largest) const { largest.add(get()); }
 
  private:
   Vector<Word> words_ = {};

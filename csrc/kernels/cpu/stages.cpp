@@ -12,6 +12,15 @@ const StageFunctions& stages_on(Isa isa) {
   return baseline::kStages;
 }
 
+const PacketFunctions& packets_on(Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512) return avx512::kPackets;
+  if (isa == Isa::kAvx2) return avx2::kPackets;
+#endif
+  static_cast<void>(isa);
+  return baseline::kPackets;
+}
+
 void project(const Bucket& bucket, const ParallelFor& parallel_for) {
   stages_on(best_isa()).project(bucket, parallel_for);
 }
@@ -26,6 +35,18 @@ void back_project(const Bucket& bucket, const ParallelFor& parallel_for) {
 
 void reconstruct(const Bucket& bucket, const ParallelFor& parallel_for) {
   stages_on(best_isa()).reconstruct(bucket, parallel_for);
+}
+
+void quantize(const Packets& packets, const ParallelFor& parallel_for) {
+  packets_on(best_isa()).quantize(packets, parallel_for);
+}
+
+void requantize(const Packets& packets, const ParallelFor& parallel_for) {
+  packets_on(best_isa()).requantize(packets, parallel_for);
+}
+
+void dequantize(const Packets& packets, const ParallelFor& parallel_for) {
+  packets_on(best_isa()).dequantize(packets, parallel_for);
 }
 
 }  // namespace powersgd::kernels::cpu

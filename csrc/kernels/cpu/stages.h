@@ -3,9 +3,10 @@
 
 #include "kernels/cpu/simd/isa.h"
 #include "powersgd/kernels.h"
+#include "powersgd/packets.h"
 
-// The stages, once per instruction set. The functions of powersgd/kernels.h run on the widest one
-// of this machine; tests run them all.
+// The stages, once per instruction set. The functions of powersgd/kernels.h and powersgd/packets.h
+// run on the widest one of this machine; tests run them all.
 namespace powersgd::kernels::cpu {
 
 struct StageFunctions {
@@ -17,18 +18,30 @@ struct StageFunctions {
   Stage reconstruct;
 };
 
+struct PacketFunctions {
+  using Function = void (*)(const Packets& packets, const ParallelFor& parallel_for);
+
+  Function quantize;
+  Function requantize;
+  Function dequantize;
+};
+
 // Each is defined by a file of csrc/kernels/cpu/targets.
 namespace baseline {
 extern const StageFunctions kStages;
-}
+extern const PacketFunctions kPackets;
+}  // namespace baseline
 namespace avx2 {
 extern const StageFunctions kStages;
-}
+extern const PacketFunctions kPackets;
+}  // namespace avx2
 namespace avx512 {
 extern const StageFunctions kStages;
-}
+extern const PacketFunctions kPackets;
+}  // namespace avx512
 
 // Returns the stages on an instruction set that is_supported.
 const StageFunctions& stages_on(Isa isa);
+const PacketFunctions& packets_on(Isa isa);
 
 }  // namespace powersgd::kernels::cpu

@@ -39,6 +39,8 @@ PacketFactors packet_factors(const std::vector<Matrix>& matrices,
 
 }  // namespace
 
+int64_t group_bytes(WireDType dtype) { return code_bytes(dtype) + (has_scales(dtype) ? 2 : 0); }
+
 PacketLayout packet_layout(int32_t chunks, WireDType factor_dtype, int64_t factor_groups,
                            WireDType raw_dtype, int64_t raw_numel, int64_t flags) {
   PacketLayout layout{};

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Measures if compression pays on this group: ``torchrun ... -m torch_powersgd advise``.
 
-The steps of DDP are rehearsed without averaging, with the plain all-reduce and with each setting
-(rehearsal.py). The verdict on the measured steps is verdict.py's.
+The steps of DDP are rehearsed without averaging, with the plain all-reduce, and at each rank with
+one wire (rehearsal.py). The steps of the other wires are predicted from these (prediction.py). The
+verdict on the steps is verdict.py's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
 import statistics
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ from torch_powersgd._core import _C
 from torch_powersgd.agreement import next_call
 from torch_powersgd.lookup import find_backend
 from torch_powersgd.options import Options
+from torch_powersgd.tools.costs import Link, StageSeconds, measure_link, measure_stages
 from torch_powersgd.tools.footprint import Layout, buckets_of, elements_of, footprint_of
+from torch_powersgd.tools.prediction import Model, shifted
 from torch_powersgd.tools.rehearsal import (
     BUDGET_SECONDS,
     TIMED_SECONDS,
@@ -38,14 +41,10 @@ from torch_powersgd.tools.rehearsal import (
     StartAverage,
     UserStep,
     slowest,
-    synchronize,
     time_step,
 )
-from torch_powersgd.tools.verdict import Passes, Timing
+from torch_powersgd.tools.verdict import Passes, Timing, eligible_wires, wire_of
 
-REPEATS = 5
-ENOUGH_SECONDS = 0.2  # a transfer of this length shows the bandwidth
-LARGEST_TRANSFER = 1 << 23  # elements
 BACKENDS = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
 PLAIN_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 STAND_IN = UserStep(backward=0.2)  # where the user gives no step
@@ -55,14 +54,6 @@ T = TypeVar("T")
 
 class RanksError(ValueError):
     """An error of one rank, raised on all ranks alike."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """The cost of an all-reduce: seconds, and seconds per byte."""
-
-    latency: float
-    per_byte: float
 
 
 @dataclass(frozen=True)
@@ -90,7 +81,7 @@ class Measured:
         link: the group's latency and bandwidth.
         alone: seconds of each step without averaging, by pass.
         plain: the timing of the plain all-reduce.
-        timings: the timing of each setting.
+        timings: the timing of each setting, measured or predicted.
     """
 
     link: Link
@@ -178,29 +169,24 @@ def measure(
     link = measure_link(device)
     numels = [elements_of(shapes) for shapes in job.layout]
     rehearsal = Rehearsal(numels, device, job.step.backward, job.dtype)
+    # The wire that may be recommended is measured, so that the advice is not on a prediction.
+    wire = eligible_wires(job.options)[0]
+    known = [each for each in job.options if wire_of(each) == wire]
+    rehearsed = [
+        each
+        for each in job.options
+        if each in known or not any(_differ_in_wire(other, each) for other in known)
+    ]
     settings = [
         Rehearsed(lambda: None, allocates=False),
         Rehearsed(lambda: _start_plain, allocates=False),
-        *(Rehearsed(_compressing(job, each, device), allocates=True) for each in job.options),
+        *(Rehearsed(_compressing(job, each, device), allocates=True) for each in rehearsed),
     ]
     samples = rehearsal.measure(settings, budget, report)
     whole = [[[job.step.rest + s for s in block] for block in blocks] for blocks in samples]
-    alone, *rest = whole
-    timings = []
-    for options, passes in zip([None, *job.options], rest, strict=True):
-        footprint = footprint_of(job.layout, options, job.dtype)
-        timings.append(Timing(options, footprint.sent_bytes, footprint.multiplications, passes))
-    return Measured(link, alone, timings[0], timings[1:])
-
-
-def measure_link(device: torch.device) -> Link:
-    """The default group's link. Collective; it takes a few seconds at most."""
-    latency = _all_reduce_seconds(1, device)
-    numel, seconds = 1 << 16, 0.0
-    while seconds < ENOUGH_SECONDS and numel < LARGEST_TRANSFER:
-        numel *= 2
-        seconds = _all_reduce_seconds(numel, device)
-    return Link(latency, max(seconds - latency, 1e-9) / (4 * numel))
+    alone, plain, *compressed = whole
+    timings = _timings(job, link, dict(zip(rehearsed, compressed, strict=True)), alone, device)
+    return Measured(link, alone, _timing(job, None, plain), timings)
 
 
 def quiet() -> None:
@@ -240,18 +226,35 @@ def _job_of(model: torch.nn.Module, step: UserStep, options: Sequence[Options]) 
     return Job(buckets_of([list(p.shape) for p in parameters], dtype), dtype, step, options)
 
 
-def _all_reduce_seconds(numel: int, device: torch.device) -> float:
-    """The median over repeats of the slowest rank."""
-    tensor = torch.zeros(numel, device=device)
-    times = []
-    for _ in range(REPEATS + 1):  # the first one makes connections
-        synchronize(device)
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(tensor)
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return slowest([statistics.median(times[1:])], device)[0]
+def _timings(
+    job: Job, link: Link, rehearsed: dict[Options, Passes], alone: Passes, device: torch.device
+) -> list[Timing]:
+    """The timing of each setting. Collective, where some have to be predicted."""
+    model = Model(job.layout, job.dtype, job.step.backward, link, dist.get_world_size())
+    least = statistics.median(sample for block in alone for sample in block)
+    stages: dict[Options, list[StageSeconds]] = {}
+    timings = []
+    for options in job.options:
+        passes = rehearsed.get(options)
+        if passes is not None:
+            timings.append(_timing(job, options, passes))
+            continue
+        known = next(each for each in rehearsed if _differ_in_wire(each, options))
+        if known not in stages:
+            without_packets = dataclasses.replace(known, wire_dtype=None, raw_wire_dtype=None)
+            stages[known] = measure_stages(job.layout, without_packets, job.dtype, device)
+        more = model.seconds(options, stages[known]) - model.seconds(known, stages[known])
+        timings.append(_timing(job, options, shifted(rehearsed[known], more, least), True))
+    return timings
+
+
+def _timing(job: Job, options: Options | None, passes: Passes, predicted: bool = False) -> Timing:
+    footprint = footprint_of(job.layout, options, job.dtype, dist.get_world_size())
+    return Timing(options, footprint.sent_bytes, footprint.multiplications, passes, predicted)
+
+
+def _differ_in_wire(one: Options, other: Options) -> bool:
+    return dataclasses.replace(one, wire_dtype=other.wire_dtype) == other
 
 
 def _start_plain(_bucket: int, buffer: torch.Tensor) -> dist.Work:

@@ -28,7 +28,7 @@ class Footprint:
 
     Attributes:
         gradient_bytes: the bytes of the gradients.
-        sent_bytes: the bytes handed to the inner backend.
+        sent_bytes: the bytes of the payloads, or of the packets that hold them.
         residual_bytes: the memory of the residuals.
         factor_bytes: the memory of the factors and of the buffers that carry them.
         table_bytes: the memory of the kernels' tables.
@@ -81,54 +81,44 @@ def elements_of(shapes: list[Shape]) -> int:
 
 
 def footprint_of(
-    layout: Layout, options: Options | None, dtype: torch.dtype = torch.float32
+    layout: Layout,
+    options: Options | None,
+    dtype: torch.dtype = torch.float32,
+    world_size: int = 2,
 ) -> Footprint:
     """The costs of a model's buckets. Options of None stand for the plain all-reduce."""
     total = Footprint()
     for shapes in layout:
-        total += _bucket_footprint(shapes, options, dtype)
+        total += _bucket_footprint(shapes, options, dtype, world_size)
     return total
 
 
-def wire_width(options: Options, dtype: torch.dtype) -> int:
-    """The bytes of an element of what a compressed bucket sends, by the gradients' dtype."""
-    if isinstance(options.wire_dtype, str):
-        return 1
-    if options.wire_dtype is not None:
-        return options.wire_dtype.itemsize
-    return 8 if dtype == torch.float64 else 4
+def matrices_of(shapes: list[Shape], options: Options) -> list[tuple[int, int, int]]:
+    """The rows, the columns and the rank of each parameter that is compressed."""
+    core = options._core()
+    found = [_C.matrix_shape(shape, []) for shape in shapes]
+    return [(*m, _C.effective_rank(*m, core)) for m in found if _C.should_compress(*m, core)]
 
 
 def _bucket_footprint(
-    shapes: list[Shape], options: Options | None, dtype: torch.dtype
+    shapes: list[Shape], options: Options | None, dtype: torch.dtype, world_size: int
 ) -> Footprint:
-    elements = elements_of(shapes)
-    gradient_bytes = elements * dtype.itemsize
-    matrices: list[tuple[int, int, int]] = []
-    if options is not None:
-        core = options._core()
-        found = [_C.matrix_shape(shape, []) for shape in shapes]
-        matrices = [
-            (*m, _C.effective_rank(*m, core)) for m in found if _C.should_compress(*m, core)
-        ]
+    gradient_bytes = elements_of(shapes) * dtype.itemsize
+    matrices = matrices_of(shapes, options) if options is not None else []
     if options is None or not matrices:
         # A bucket without a compressed matrix travels whole, in its own dtype.
         return Footprint(gradient_bytes, gradient_bytes)
-    p = sum(n * r for n, _, r in matrices)
-    q = sum(m * r for _, m, r in matrices)
-    compressed = sum(n * m for n, m, _ in matrices)
-    # Behind P: the raw segments, the activities, the non-finite count.
-    tail = elements - compressed + len(matrices) + 1
+    core = options._core()
     device = "cuda" if _C.has_kernels("cuda") else "cpu"
-    memory = _C.memory_needs(shapes, options._core(), dtype, device)
+    memory = _C.memory_needs(shapes, core, dtype, device, world_size)
     return Footprint(
         gradient_bytes,
-        (p + q + tail) * wire_width(options, dtype),
+        sum(reduced.payload_bytes for reduced in _C.traffic_of(shapes, core, dtype, world_size)),
         memory.residual,
         memory.factors + memory.payloads,
         memory.tables,
         2 * memory.workspace,  # one for each part of a step
         sum(n * m * r for n, m, r in matrices),
         len(matrices),
-        compressed,
+        sum(n * m for n, m, _ in matrices),
     )

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from torch_powersgd._core import _C
 from torch_powersgd.options import Options, dtype_name
-from torch_powersgd.tools.footprint import Footprint, assign_buckets, footprint_of, wire_width
+from torch_powersgd.tools.footprint import Footprint, assign_buckets, footprint_of
 from torch_powersgd.units import size_text
 
 SHORTEST_NAME = 12  # columns of the terminal
@@ -57,11 +57,10 @@ def rows_of(model: torch.nn.Module, options: Options) -> list[Row]:
         compressed = any(ranks[i] for i in bucket)
         for i in bucket:
             name, p = named[i]
-            elements = sum(matrices[i]) * ranks[i] if ranks[i] else p.numel()
             # A bucket without a compressed matrix travels whole, in its own dtype.
-            width = wire_width(options, p.dtype) if compressed else p.dtype.itemsize
             size = p.numel() * p.dtype.itemsize
-            rows[i] = Row(name, 1, tuple(p.shape), ranks[i], size, elements * width)
+            sent = _C.content_bytes([list(p.shape)], core, p.dtype) if compressed else size
+            rows[i] = Row(name, 1, tuple(p.shape), ranks[i], size, sent)
     return [rows[i] for i in range(len(named))]
 
 

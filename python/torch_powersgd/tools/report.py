@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -27,7 +27,10 @@ from torch_powersgd.tools.verdict import (
     noise_between,
 )
 
-START_STEP = 10
+PREDICTED = (
+    "A predicted step is the measured one of the same rank, with the difference that the bytes of "
+    "its wire make on this link."
+)
 ACCURACY = (
     'Loss: "Choose your settings" in the documentation says how each rank trains. Compare the '
     "losses of your own model before you rely on a setting."
@@ -55,9 +58,7 @@ def progress(shown: bool) -> Iterator[Report]:
         yield report
 
 
-def print_advice(
-    measured: Measured, step_note: str, world: int, inner: str, largest_rank: int | None
-) -> None:
+def print_advice(measured: Measured, step_note: str, world: int, inner: str) -> None:
     """Prints the table and what to do.
 
     Args:
@@ -65,12 +66,11 @@ def print_advice(
         step_note: a sentence that says which step was rehearsed.
         world: the number of ranks.
         inner: the plain backend's name.
-        largest_rank: the largest rank to recommend. None: no limit.
     """
     console = Console()
     alone, plain = figure_of(measured.alone), figure_of(measured.plain.passes)
     figures = figures_of(measured.timings)
-    verdict = judge(plain, measured.timings, figures, largest_rank)
+    verdict = judge(plain, measured.timings, figures)
     bandwidth = 8e-9 / measured.link.per_byte
 
     def say(text: str) -> None:
@@ -83,6 +83,8 @@ def print_advice(
     console.print(_table(measured, alone, plain, figures, verdict))
     if any(figure.alike for figure in figures):
         say("* The measurement cannot order these ranks; they share one figure.")
+    if any(timing.predicted for timing in measured.timings):
+        say(PREDICTED)
     for sentence in sentences(verdict, plain, alone, measured.timings, figures, inner):
         say(sentence)
     if verdict.chosen is not None:
@@ -139,18 +141,18 @@ def sentences(
 
 
 def line_to_copy(options: Options) -> str:
-    """The call of attach that sets these options."""
-    fields = [f'"matrix_approximation_rank": {options.matrix_approximation_rank}']
-    if options.wire_dtype not in (None, torch.float32):
-        fields.append(f'"wire_dtype": {_as_code(options.wire_dtype)}')
-    if options.min_compression_rate != Options().min_compression_rate:
-        fields.append(f'"min_compression_rate": {options.min_compression_rate:g}')
-    fields.append(f'"start_powerSGD_iter": {START_STEP}')
-    return f"torch_powersgd.attach(ddp, {{{', '.join(fields)}}})"
+    """The call of attach that sets these options, but for the steps that were not rehearsed."""
+    recommended = Options.recommended()
+    start = recommended.start_powerSGD_iter
+    wanted = vars(dataclasses.replace(options, start_powerSGD_iter=start))
+    usual = vars(recommended)
+    changed = {name: value for name, value in wanted.items() if value != usual[name]}
+    fields = [f"{name}={_as_code(value)}" for name, value in changed.items()]
+    return f"torch_powersgd.attach(ddp, torch_powersgd.Options.recommended({', '.join(fields)}))"
 
 
-def _as_code(dtype: torch.dtype | str) -> str:
-    return f'"{dtype}"' if isinstance(dtype, str) else str(dtype)
+def _as_code(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _table(
@@ -179,7 +181,7 @@ def _table(
         table.add_row(
             timing.name,
             _mb(timing.sent_bytes),
-            *_spread(figure),
+            *_spread(figure, timing.predicted),
             _added(figure, alone),
             speed,
             style="bold" if index == verdict.chosen else None,
@@ -187,9 +189,10 @@ def _table(
     return table
 
 
-def _spread(figure: Figure) -> tuple[str, str]:
+def _spread(figure: Figure, predicted: bool = False) -> tuple[str, str]:
     mark = "*" if figure.alike else " "
-    return f"{_ms(figure.median)}{mark}", f"{_ms(figure.lower)} to {_ms(figure.upper)}"
+    quartiles = "predicted" if predicted else f"{_ms(figure.lower)} to {_ms(figure.upper)}"
+    return f"{_ms(figure.median)}{mark}", quartiles
 
 
 def _added(figure: Figure, alone: Figure) -> str:

@@ -24,10 +24,11 @@ LEAST_NOISE = 0.01  # a part of the step: smaller differences are not taken for 
 LEAST_GAIN = 0.05  # a part of the plain step: a smaller gain is not worth a change
 CAUTION = 1.5  # times the noise: the best of several settings may have its gain by luck
 UNDECIDED_GAIN = 0.1  # a part of the plain step: a larger gain may not hide in the noise
-# A part of the fastest step: a higher rank is worth that much time. With the demo's GPT, rank 4
-# needs half as many steps again as rank 16 to the same loss (docs/performance.md).
-WORTH_OF_RANK = 0.2
-RECOMMENDED_RANK = 16
+WORTH_OF_RANK = 0.05  # a part of the fastest step: a higher rank is worth that much time
+RECOMMENDED_RANK = Options.recommended().matrix_approximation_rank
+# The wires whose rounding costs no loss, by docs/convergence.md, from the fewest bytes on. int4 is
+# not among them: at rank 8 it costs loss.
+WIRES_WITHOUT_LOSS = ("int8", torch.bfloat16, torch.float16, torch.float32)
 
 Passes = Sequence[Sequence[float]]
 
@@ -41,12 +42,14 @@ class Timing:
         sent_bytes: the bytes that a step sends.
         multiplications: the multiply-adds of one pass over the gradients.
         passes: seconds of each step, by pass.
+        predicted: the seconds are not measured, but those of another wire with a shift.
     """
 
     options: Options | None
     sent_bytes: int
     multiplications: int
     passes: Passes
+    predicted: bool = False
 
     @property
     def name(self) -> str:
@@ -74,7 +77,7 @@ class Verdict:
 
     Attributes:
         kind: whether a setting pays, none does, or the noise hides the answer.
-        fastest: the index of the fastest setting.
+        fastest: the index of the fastest setting that may be recommended.
         chosen: the index of the recommended setting. None unless ``kind`` is "pays".
         better: the index of a slower setting of rank 16 that pays as well, if the chosen rank is
             lower.
@@ -89,8 +92,17 @@ class Verdict:
 def name_of(options: Options | None) -> str:
     if options is None:
         return "plain all-reduce"
-    wire = dtype_name(options.wire_dtype or torch.float32)
-    return f"rank {options.matrix_approximation_rank}, {wire}"
+    return f"rank {options.matrix_approximation_rank}, {dtype_name(wire_of(options))}"
+
+
+def wire_of(options: Options) -> torch.dtype | str:
+    return options.wire_dtype or torch.float32
+
+
+def eligible_wires(settings: Sequence[Options]) -> list[torch.dtype | str]:
+    """The wires that may be recommended: those without loss, or else all that there are."""
+    given = list(dict.fromkeys(map(wire_of, settings)))
+    return [wire for wire in WIRES_WITHOUT_LOSS if wire in given] or given
 
 
 def figure_of(passes: Passes, alike: bool = False) -> Figure:
@@ -132,25 +144,25 @@ def figures_of(timings: Sequence[Timing]) -> list[Figure]:
     return [figures[index] for index in range(len(timings))]
 
 
-def judge(
-    plain: Figure,
-    timings: Sequence[Timing],
-    figures: Sequence[Figure],
-    largest_rank: int | None = RECOMMENDED_RANK,
-) -> Verdict:
+def judge(plain: Figure, timings: Sequence[Timing], figures: Sequence[Figure]) -> Verdict:
     """Returns the advice that the figures support.
+
+    It is the highest rank whose step is about as long as the fastest. At that rank it is the wire
+    with the fewest bytes. Wires that cost loss have no say where there are others.
 
     Args:
         plain: the plain all-reduce's figure.
         timings: the settings.
         figures: their figures, as ``figures_of`` gives them.
-        largest_rank: the largest rank to recommend. None: no limit.
     """
-    indices = range(len(figures))
+    wires = eligible_wires([_options(timing) for timing in timings])
+    indices = [i for i, timing in enumerate(timings) if wire_of(_options(timing)) in wires]
     fastest = min(indices, key=lambda i: figures[i].median)
     paying = [i for i in indices if _pays(plain, figures[i])]
     if not paying:
-        possible = max(plain.median - each.median + noise_between(plain, each) for each in figures)
+        possible = max(
+            plain.median - figures[i].median + noise_between(plain, figures[i]) for i in indices
+        )
         hidden = possible > UNDECIDED_GAIN * plain.median
         return Verdict("too noisy" if hidden else "does not pay", fastest)
     best = figures[min(paying, key=lambda i: figures[i].median)]
@@ -160,13 +172,11 @@ def judge(
         if figures[i].median - best.median
         <= max(noise_between(figures[i], best), WORTH_OF_RANK * best.median)
     ]
-    ranks = [_rank(timings[i]) for i in close]
-    limit = max(largest_rank, min(ranks)) if largest_rank is not None else max(ranks)
-    chosen = max((i for i in close if _rank(timings[i]) <= limit), key=lambda i: _worth(timings[i]))
+    chosen = max(close, key=lambda i: _worth(timings[i]))
     better = None
     if _rank(timings[chosen]) < RECOMMENDED_RANK:
         of_that_rank = [i for i in paying if _rank(timings[i]) == RECOMMENDED_RANK]
-        better = min(of_that_rank, key=lambda i: figures[i].median, default=None)
+        better = max(of_that_rank, key=lambda i: _worth(timings[i]), default=None)
     return Verdict("pays", fastest, chosen, better)
 
 
@@ -176,9 +186,13 @@ def _pays(plain: Figure, figure: Figure) -> bool:
     return certain and gain > LEAST_GAIN * plain.median
 
 
-def _rank(timing: Timing) -> int:
+def _options(timing: Timing) -> Options:
     assert timing.options is not None
-    return timing.options.matrix_approximation_rank
+    return timing.options
+
+
+def _rank(timing: Timing) -> int:
+    return _options(timing).matrix_approximation_rank
 
 
 def _worth(timing: Timing) -> tuple[int, int]:
@@ -190,9 +204,7 @@ def _chains(timings: Sequence[Timing]) -> list[list[int]]:
     """The indices of settings that differ by rank alone, each costlier than the one before."""
     by_wire: dict[torch.dtype | str, list[int]] = {}
     for index, timing in enumerate(timings):
-        assert timing.options is not None
-        wire = timing.options.wire_dtype or torch.float32
-        by_wire.setdefault(wire, []).append(index)
+        by_wire.setdefault(wire_of(_options(timing)), []).append(index)
     chains: list[list[int]] = []
     for members in by_wire.values():
         members.sort(key=lambda i: _rank(timings[i]))

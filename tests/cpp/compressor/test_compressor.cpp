@@ -2,7 +2,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <utility>
+#include <limits>
 #include <vector>
 
 #include "powersgd/compressor.h"
@@ -14,6 +14,12 @@ namespace {
 Options make_options(int64_t rank = 2) {
   Options options;
   options.matrix_approximation_rank = rank;
+  return options;
+}
+
+Options on_wire(WireDType wire) {
+  Options options = make_options();
+  options.wire_dtype = wire;
   return options;
 }
 
@@ -115,72 +121,141 @@ TEST(Compressor, ResidualDtypes) {
   }
 }
 
-TEST(Compressor, TheRoundingOfRawSegmentsIsSentLater) {
-  for (const WireDType wire : {WireDType::kBFloat16, WireDType::kFloat16}) {
-    Options options = make_options();
-    options.wire_dtype = wire;
-    OneRank rank(options);
+using Wires = testing::TestWithParam<WireDType>;
+
+// A rank that is alone sends what it has rounded, and keeps the rest.
+TEST_P(Wires, WhatIsRoundedOffIsSentLater) {
+  OneRank rank(on_wire(GetParam()));
+  at::Tensor sent = at::zeros({rank.plan.gradient_numel}, at::kDouble);
+  at::Tensor gradients = at::zeros_like(sent);
+  for (uint64_t step = 0; step < 20; ++step) {
     const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
-    const at::Tensor bias = gradient.narrow(0, 17 * 33, 5).to(at::kDouble);
-    at::Tensor sent = at::zeros_like(bias);
-    constexpr int kSteps = 64;
-    for (uint64_t step = 0; step < kSteps; ++step) {
-      sent += rank.step(gradient, {1, 1, step}).narrow(0, 17 * 33, 5);
+    gradients += gradient;
+    sent += rank.step(gradient, {1, 1, step});
+  }
+  // The tolerance is the float32 rounding of 20 sums.
+  EXPECT_LT(relative(sent + rank.residuals(), gradients), 1e-5);
+  EXPECT_LT(relative((sent + rank.residuals()).narrow(0, OneRank::kBias, OneRank::kBiasNumel),
+                     gradients.narrow(0, OneRank::kBias, OneRank::kBiasNumel)),
+            1e-5);
+  EXPECT_NE(rank.raw_states[0]->rounding.norm().item<double>(), 0);
+}
+
+TEST_P(Wires, TheLossScaleTakesRoundingsAlong) {
+  OneRank plain(on_wire(GetParam())), scaled(on_wire(GetParam()));
+  for (uint64_t step = 0; step < 6; ++step) {
+    const double scale = step < 3 ? 1.0 : 1024.0;
+    const at::Tensor gradient = at::randn({plain.plan.gradient_numel});
+    const at::Tensor expected = plain.step(gradient, {1, 1, step}) * scale;
+    // A power of two changes no rounding.
+    StepInfo info{1, 1, step};
+    if (step % 2 == 0) {
+      info.grad_scale = scale;
+    } else {
+      info.loss_scale = at::full({1}, scale);
     }
-    // The error is one rounding in bfloat16, and not one in every step.
-    EXPECT_LT(((sent - bias * kSteps) / bias).abs().max().item<double>(), 0x1p-7);
+    EXPECT_TRUE(at::equal(scaled.step(gradient * scale, info), expected)) << step;
   }
 }
 
-TEST(Compressor, ADroppedRoundingIsNotSent) {
-  Options options = make_options();
-  options.wire_dtype = WireDType::kBFloat16;
-  OneRank rank(options);
+TEST_P(Wires, AStepThatDeliversNothingLeavesTheRounding) {
+  OneRank rank(on_wire(GetParam()));
+  const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
+  rank.step(gradient, {1, 1, 0});
+  const at::Tensor before = rank.residuals();
+  at::Tensor bad = gradient.clone();
+  bad[3] = std::numeric_limits<float>::infinity();
+  EXPECT_TRUE(rank.step(bad, {1, 1, 1}).isnan().all().item<bool>());
+  EXPECT_LT(relative(rank.residuals(), before), 1e-6);  // one rounding of M
+  const at::Tensor bias = before.narrow(0, OneRank::kBias, OneRank::kBiasNumel);
+  const auto bias_now = [&] {
+    return rank.residuals().narrow(0, OneRank::kBias, OneRank::kBiasNumel);
+  };
+  EXPECT_TRUE(at::equal(bias_now(), bias));
+  at::Tensor out = gradient.clone();
+  sum_alone(rank.compressor->project(out, {1, 1, 2}));
+  EXPECT_FALSE(at::equal(bias_now(), bias));
+  rank.compressor->rollback();
+  EXPECT_TRUE(at::equal(bias_now(), bias));
+  for (const at::Tensor& dropped : {at::Tensor(), at::ones({1})}) {
+    rank.step(gradient, {1, 1, 3});
+    ParameterState::mark_undelivered(rank.raw_states, at::zeros({1}));
+    EXPECT_FALSE(at::equal(bias_now(), bias));
+    ParameterState::mark_undelivered(rank.raw_states, dropped);
+    EXPECT_TRUE(at::equal(bias_now(), bias));
+  }
+}
+
+TEST_P(Wires, ADroppedRoundingIsNotSent) {
+  OneRank rank(on_wire(GetParam()));
   at::Tensor gradient = at::zeros({rank.plan.gradient_numel});
-  gradient.narrow(0, 17 * 33, 5).fill_(1 + 0x1p-9);
+  gradient.narrow(0, OneRank::kBias, OneRank::kBiasNumel).copy_(at::randn({OneRank::kBiasNumel}));
   rank.step(gradient);
+  EXPECT_NE(rank.residuals().norm().item<double>(), 0);
   StepInfo drops{1, 1, 1};
   drops.drop_residual = true;
-  const at::Tensor bias = rank.step(at::zeros_like(gradient), drops).narrow(0, 17 * 33, 5);
-  EXPECT_TRUE(at::equal(bias, at::zeros({5})));
+  EXPECT_EQ(rank.step(at::zeros_like(gradient), drops).norm().item<double>(), 0);
 }
 
-// Runs a step and returns the dtypes of its payloads.
-std::pair<at::ScalarType, at::ScalarType> payload_types(OneRank& rank, uint64_t step) {
-  at::Tensor gradient = at::randn({rank.plan.gradient_numel});
-  const at::ScalarType p = rank.compressor->project(gradient, {1, 1, step}).scalar_type();
-  rank.compressor->orthogonalize();
-  const at::ScalarType q = rank.compressor->back_project().scalar_type();
-  rank.compressor->reconstruct();
-  return {p, q};
+TEST_P(Wires, WithoutErrorFeedbackNoRoundingIsSent) {
+  Options options = on_wire(GetParam());
+  options.use_error_feedback = false;
+  OneRank rank(options), fresh(options);
+  const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
+  rank.step(gradient, {1, 1, 0});
+  const auto bias = [&](OneRank& of, uint64_t step) {
+    return of.step(gradient, {1, 1, step}).narrow(0, OneRank::kBias, OneRank::kBiasNumel);
+  };
+  EXPECT_TRUE(at::equal(bias(rank, 1), bias(fresh, 0)));
 }
 
-TEST(Compressor, PayloadsAreInTheWiresDtype) {
-  for (const auto& [wire, type] : {std::pair{WireDType::kFloat32, at::kFloat},
-                                   std::pair{WireDType::kBFloat16, at::kBFloat16}}) {
-    Options options = make_options();
-    options.wire_dtype = wire;
-    OneRank rank(options);
-    for (uint64_t step = 0; step < 2; ++step) {
-      EXPECT_EQ(payload_types(rank, step), std::pair(type, type));
-    }
-  }
-}
-
-// The first payloads say what the scales must be. A step that is rolled back said nothing.
-TEST(Compressor, TheFirstPayloadsOfFloat16TravelAsFactors) {
-  Options options = make_options();
-  options.wire_dtype = WireDType::kFloat16;
+TEST_P(Wires, ABucketThatIsRebuiltTakesTheRoundingOver) {
+  const Options options = on_wire(GetParam());
   OneRank rank(options);
-  at::Tensor gradient = at::randn({rank.plan.gradient_numel});
-  rank.compressor->project(gradient, {1, 1, 0});
-  rank.compressor->orthogonalize();
-  rank.compressor->rollback();
-  EXPECT_EQ(payload_types(rank, 1), std::pair(at::kFloat, at::kFloat));
-  EXPECT_EQ(payload_types(rank, 2), std::pair(at::kHalf, at::kHalf));
-  EXPECT_EQ(payload_types(rank, 3), std::pair(at::kHalf, at::kHalf));
-  EXPECT_EQ(rank.compressor->payload_bytes(), 2 * (2 * (17 + 40) + 5 + 2 + 1 + 2 * (33 + 24)));
+  const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
+  rank.step(gradient, {1, 8, 0});
+  const at::Tensor before = rank.raw_states[0]->rounding.clone();
+  // Another layout has the bias behind the second matrix, and another loss scale.
+  const BucketPlan plan = plan_bucket({{{40, 24}, {}}, {{3}, {}}, {{5}, {}}}, options);
+  const auto other = std::make_shared<ParameterState>();
+  const auto rebuilt = make_compressor(plan, {rank.states[1], other, rank.raw_states[0]}, options,
+                                       at::kFloat, at::kCPU);
+  rebuilt->prepare();
+  EXPECT_TRUE(at::equal(rank.raw_states[0]->rounding, before));
+  EXPECT_EQ(rank.raw_states[0]->grad_scale.item<double>(), 8);
+  at::Tensor out = at::full({40 * 24 + 3 + 5}, 1e-20);
+  sum_alone(rebuilt->project(out, {1, 2, 1}));
+  rebuilt->orthogonalize();
+  sum_alone(rebuilt->back_project());
+  rebuilt->reconstruct();
+  const at::Tensor all = out.narrow(0, 40 * 24 + 3, 5) + rank.raw_states[0]->rounding;
+  EXPECT_LT(relative(all * 4, before), 1e-6);
+  // The first layout takes it back.
+  const at::Tensor left = rank.raw_states[0]->rounding.clone();
+  at::Tensor quiet = at::full_like(gradient, 1e-20);
+  const at::Tensor sent = rank.step(quiet, {1, 2, 2}).narrow(0, OneRank::kBias, 5);
+  EXPECT_LT(relative(sent + rank.raw_states[0]->rounding, left), 1e-6);
 }
+
+TEST_P(Wires, TheBytesAreThoseOfThePackets) {
+  OneRank rank(on_wire(GetParam()));
+  rank.compressor->prepare();
+  const Payload& p = rank.compressor->project(at::randn({rank.plan.gradient_numel}), {});
+  EXPECT_EQ(p.schedule(), Schedule::kGather);
+  // One of 64 elements for each column of P and each row of Q, and one for the raw segment.
+  const int64_t scales = GetParam() == WireDType::kBFloat16 ? 0 : 2;
+  const int64_t group = bits_of(GetParam()) * 64 / 8 + scales;
+  const int64_t raw = bits_of(*raw_wire_of(on_wire(GetParam()))) * 64 / 8;
+  const int64_t least = 8 * group + raw + 3;
+  EXPECT_GE(rank.compressor->payload_bytes(), least);
+  EXPECT_LE(rank.compressor->payload_bytes(), least + 2 * 64 + 8 * 16);  // alignment
+  rank.compressor->rollback();
+}
+
+INSTANTIATE_TEST_SUITE_P(Compressor, Wires,
+                         testing::Values(WireDType::kBFloat16, WireDType::kFloat16,
+                                         WireDType::kInt8, WireDType::kInt4),
+                         [](const auto& wire) { return to_string(wire.param); });
 
 TEST(Compressor, DoubleGradientsStayDouble) {
   OneRank rank(make_options(), at::kDouble);

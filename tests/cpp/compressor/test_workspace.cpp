@@ -63,7 +63,7 @@ TEST(Workspaces, EachPartOfAStepUsesItsOwn) {
   const test::OneRank rank(options);
   const Workspaces workspaces = Workspaces::of_pipeline();
   const auto compressor = make_compressor(rank.plan, rank.states, options, at::kFloat, at::kCPU,
-                                          /*step_counter=*/nullptr, workspaces);
+                                          Ranks{}, /*step_counter=*/nullptr, workspaces);
   compressor->prepare();
   const auto bytes =
       2 * memory_needs(rank.plan, options, at::kFloat, c10::DeviceType::CPU).workspace;

@@ -4,10 +4,12 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <chrono>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/errors.h"
@@ -30,19 +32,42 @@ struct Log {
   std::string fails;
 };
 
+class RecordingPayload : public Payload {
+ public:
+  RecordingPayload(Log& log, std::string name) : name(std::move(name)), log_(log) {}
+
+  Schedule schedule() const override { return chosen; }
+  at::Tensor& elements() override { return numbers; }
+  at::Tensor sent() override { return all_sent; }
+  at::Tensor received() override { return all_received; }
+  at::Tensor reduced() override { return all_reduced; }
+  void quantize() override { log_.add("quantize " + name); }
+  void requantize() override { log_.add("requantize " + name); }
+  void dequantize() override { log_.add("dequantize " + name); }
+
+  const std::string name;
+  Schedule chosen = Schedule::kAllreduce;
+  at::Tensor numbers = at::zeros({1});
+  const at::Tensor all_sent = at::zeros({2}), all_received = at::zeros({3}),
+                   all_reduced = at::zeros({4});
+
+ private:
+  Log& log_;
+};
+
 class RecordingCompressor : public BucketCompressor {
  public:
-  explicit RecordingCompressor(Log& log) : log_(log) {}
+  explicit RecordingCompressor(Log& log) : p(log, "P"), q(log, "Q"), log_(log) {}
 
   void prepare() override {}
-  at::Tensor& project(const at::Tensor& gradient, const StepInfo& step) override {
+  Payload& project(const at::Tensor& gradient, const StepInfo& step) override {
     log_.add("project");
     seen_gradient = gradient;
     seen_step = step;
     return p;
   }
   void orthogonalize() override { log_.add("orthogonalize"); }
-  at::Tensor& back_project() override {
+  Payload& back_project() override {
     log_.add("back_project");
     return q;
   }
@@ -52,7 +77,7 @@ class RecordingCompressor : public BucketCompressor {
   int64_t gradient_bytes() const override { return 700; }
   std::vector<ParameterStatePtr> states() const override { return all_states; }
 
-  at::Tensor p = at::zeros({1}), q = at::zeros({2});  // payloads
+  RecordingPayload p, q;
   at::Tensor seen_gradient;
   StepInfo seen_step;
   std::vector<ParameterStatePtr> all_states{std::make_shared<ParameterState>(1),
@@ -64,17 +89,30 @@ class RecordingCompressor : public BucketCompressor {
 
 class RecordingChannel : public Channel {
  public:
-  RecordingChannel(Log& log, const RecordingCompressor& compressor)
-      : log_(log), compressor_(compressor) {}
+  RecordingChannel(Log& log, RecordingCompressor& compressor)
+      : log_(log), payloads_{&compressor.p, &compressor.q} {}
 
-  void allreduce(at::Tensor& payload) override {
-    ASSERT_TRUE(payload.is_same(compressor_.p) || payload.is_same(compressor_.q));
-    log_.add(payload.is_same(compressor_.p) ? "sum P" : "sum Q");
+  void allreduce(at::Tensor& payload) override { log_.add("sum " + describe(payload)); }
+  void allgather(at::Tensor& output, at::Tensor& input) override {
+    log_.add("gather " + describe(input) + " as " + describe(output));
+  }
+  void alltoall(at::Tensor& output, at::Tensor& input) override {
+    log_.add("exchange " + describe(input) + " as " + describe(output));
   }
 
  private:
+  std::string describe(const at::Tensor& tensor) const {
+    for (const RecordingPayload* payload : payloads_) {
+      if (tensor.is_same(payload->numbers)) return payload->name;
+      if (tensor.is_same(payload->all_sent)) return payload->name + " sent";
+      if (tensor.is_same(payload->all_received)) return payload->name + " received";
+      if (tensor.is_same(payload->all_reduced)) return payload->name + " reduced";
+    }
+    return "another tensor";
+  }
+
   Log& log_;
-  const RecordingCompressor& compressor_;
+  const std::array<const RecordingPayload*, 2> payloads_;
 };
 
 class CompressedStep : public testing::Test {
@@ -83,6 +121,8 @@ class CompressedStep : public testing::Test {
   Events run(const StageProbe& probe = {}) {
     log_.events.clear();
     compressor_ = std::make_shared<RecordingCompressor>(log_);
+    compressor_->p.chosen = schedule_of_p_;
+    compressor_->q.chosen = schedule_of_q_;
     RecordingChannel channel(log_, *compressor_);
     const Job job = compressed_step(compressor_, gradient_, {0.5, 8, 3}, stats_,
                                     std::make_shared<const StageProbe>(probe));
@@ -95,6 +135,7 @@ class CompressedStep : public testing::Test {
   }
 
   Log log_;
+  Schedule schedule_of_p_ = Schedule::kAllreduce, schedule_of_q_ = Schedule::kAllreduce;
   const at::Tensor gradient_ = at::zeros({3});
   const std::shared_ptr<Stats> stats_ = std::make_shared<Stats>();
   std::shared_ptr<RecordingCompressor> compressor_;
@@ -105,6 +146,16 @@ class CompressedStep : public testing::Test {
 TEST_F(CompressedStep, SumsBothPayloads) {
   EXPECT_EQ(run(),
             (Events{"project", "sum P", "orthogonalize", "back_project", "sum Q", "reconstruct"}));
+  EXPECT_EQ(error_, "no error");
+}
+
+TEST_F(CompressedStep, ExchangesPacketsByTheirSchedules) {
+  schedule_of_p_ = Schedule::kTwoHops;
+  schedule_of_q_ = Schedule::kGather;
+  EXPECT_EQ(run(),
+            (Events{"project", "quantize P", "exchange P sent as P received", "requantize P",
+                    "gather P reduced as P sent", "dequantize P", "orthogonalize", "back_project",
+                    "quantize Q", "gather Q sent as Q received", "dequantize Q", "reconstruct"}));
   EXPECT_EQ(error_, "no error");
 }
 
@@ -139,6 +190,7 @@ TEST_F(CompressedStep, TheProbeSeesEachStageBeforeItRuns) {
 }
 
 TEST_F(CompressedStep, WhateverFailsIsRolledBackOnceAndThrown) {
+  schedule_of_p_ = Schedule::kTwoHops;
   const StageProbe probe = [this](const char* stage) { log_.add(std::string("> ") + stage); };
   const Events all = run(probe);
   for (size_t i = 0; i < all.size(); ++i) {

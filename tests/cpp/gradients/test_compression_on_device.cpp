@@ -37,8 +37,12 @@ at::Tensor gradient_of(uint64_t step, int64_t numel) {
 std::vector<at::Tensor> outputs_on_host(const Options& options) {
   struct HostChannel : Channel {
     void allreduce(at::Tensor& payload) override { test::sum_over_ranks(payload); }
+    void allgather(at::Tensor& output, at::Tensor& input) override {
+      test::gather_from_ranks(output, input);
+    }
+    void alltoall(at::Tensor&, at::Tensor&) override { FAIL() << "two ranks gather"; }
   } channel;
-  test::OneRank rank(options);
+  test::OneRank rank(options, at::kFloat, at::kCPU, {0, 2});
   const std::shared_ptr<BucketCompressor> compressor = std::move(rank.compressor);
   std::vector<at::Tensor> outputs;
   for (uint64_t step = 0; step < kSteps; ++step) {
@@ -63,7 +67,7 @@ std::vector<Bucket> submit_steps(Engine& engine, const Options& options, c10::De
                                  size_t count) {
   std::vector<Bucket> buckets(count);
   for (Bucket& bucket : buckets) {
-    bucket.compressor = std::move(test::OneRank(options, at::kFloat, device).compressor);
+    bucket.compressor = std::move(test::OneRank(options, at::kFloat, device, {0, 2}).compressor);
     bucket.gradients.resize(kSteps);
     bucket.outputs.resize(kSteps);
   }

@@ -36,7 +36,7 @@ class SessionTest : public testing::Test {
         });
   }
   static void reduce_compressed(Session& session) {
-    test::OneRank bucket(session.options());
+    test::OneRank bucket(session.options(), at::kFloat, at::kCPU, session.ranks());
     const at::Tensor gradient = at::ones({bucket.plan.gradient_numel});
     const std::shared_ptr<BucketCompressor> compressor = std::move(bucket.compressor);
     session.allreduce_compressed(compressor, gradient, {})->wait();

@@ -22,9 +22,7 @@ class CpuRunner : public HostMemoryRunner {
   }
 
   void run(Stage stage, const Bucket& bucket) override {
-    const kernels::cpu::ParallelFor parallel_for = [this](int64_t count, const auto& body) {
-      run_parallel(count, body);
-    };
+    const kernels::cpu::ParallelFor parallel_for = on_threads();
     const kernels::cpu::StageFunctions& stages = kernels::cpu::stages_on(isa_);
     switch (stage) {
       case Stage::kRandomStart:
@@ -40,7 +38,24 @@ class CpuRunner : public HostMemoryRunner {
     }
   }
 
+  void run(PacketStage stage, const kernels::Packets& packets) override {
+    const kernels::cpu::ParallelFor parallel_for = on_threads();
+    const kernels::cpu::PacketFunctions& functions = kernels::cpu::packets_on(isa_);
+    switch (stage) {
+      case PacketStage::kQuantize:
+        return functions.quantize(packets, parallel_for);
+      case PacketStage::kRequantize:
+        return functions.requantize(packets, parallel_for);
+      case PacketStage::kDequantize:
+        return functions.dequantize(packets, parallel_for);
+    }
+  }
+
  private:
+  kernels::cpu::ParallelFor on_threads() const {
+    return [this](int64_t count, const auto& body) { run_parallel(count, body); };
+  }
+
   void run_parallel(int64_t count, const std::function<void(int64_t, int64_t)>& body) const {
     std::vector<std::thread> threads;
     for (int i = 1; i < threads_; ++i) {

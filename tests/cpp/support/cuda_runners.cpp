@@ -48,13 +48,17 @@ class CudaRunner : public StageRunner {
     return kernels::cuda::make_tiles(matrices, raw, factor_dtype, wire_dtype);
   }
 
-  void run(Stage stage, const kernels::Bucket& bucket) override {
+  void run(Stage stage, const kernels::Bucket& bucket) override { launch(stage, bucket); }
+  void run(PacketStage stage, const kernels::Packets& packets) override { launch(stage, packets); }
+
+ private:
+  template <class AnyStage, class Input>
+  void launch(AnyStage stage, const Input& input) const {
     check(cudaDeviceSynchronize());  // copy_in runs on the default stream
-    check(static_cast<cudaError_t>(run_stage(stage, bucket)));
+    check(static_cast<cudaError_t>(run_stage(stage, input)));
     check(cudaStreamSynchronize(stream_));
   }
 
- private:
   kernels::cuda::Status run_stage(Stage stage, const kernels::Bucket& bucket) const {
     switch (stage) {
       case Stage::kRandomStart:
@@ -67,6 +71,18 @@ class CudaRunner : public StageRunner {
         return kernels::cuda::back_project(bucket, stream_);
       case Stage::kReconstruct:
         return kernels::cuda::reconstruct(bucket, stream_);
+    }
+    return cudaErrorInvalidValue;
+  }
+
+  kernels::cuda::Status run_stage(PacketStage stage, const kernels::Packets& packets) const {
+    switch (stage) {
+      case PacketStage::kQuantize:
+        return kernels::cuda::quantize(packets, stream_);
+      case PacketStage::kRequantize:
+        return kernels::cuda::requantize(packets, stream_);
+      case PacketStage::kDequantize:
+        return kernels::cuda::dequantize(packets, stream_);
     }
     return cudaErrorInvalidValue;
   }

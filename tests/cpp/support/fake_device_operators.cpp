@@ -229,12 +229,22 @@ class EnqueuedStages final : public Stages {
   void reconstruct(const kernels::Bucket& bucket) const override {
     enqueue_stage(Stage::kReconstruct, bucket);
   }
+  void quantize(const kernels::Packets& packets) const override {
+    enqueue_stage(PacketStage::kQuantize, packets);
+  }
+  void requantize(const kernels::Packets& packets) const override {
+    enqueue_stage(PacketStage::kRequantize, packets);
+  }
+  void dequantize(const kernels::Packets& packets) const override {
+    enqueue_stage(PacketStage::kDequantize, packets);
+  }
   bool is_capturing() const override { return fake_device::is_capturing(current_device()); }
 
  private:
-  // Like a kernel launch, copies the bucket and not the memory that it points to.
-  void enqueue_stage(Stage stage, const kernels::Bucket& bucket) const {
-    enqueue(current_device(), [this, stage, bucket] { runner_->run(stage, bucket); });
+  // Like a kernel launch, copies `argument` and not the memory that it points to.
+  template <class AnyStage, class Argument>
+  void enqueue_stage(AnyStage stage, const Argument& argument) const {
+    enqueue(current_device(), [this, stage, argument] { runner_->run(stage, argument); });
   }
 
   const std::unique_ptr<StageRunner> runner_ = stage_runners().back().make();

@@ -10,41 +10,51 @@
 
 namespace powersgd::test {
 
-// A bucket with a matrix, a bias and another matrix, in a group of one rank: sums over ranks change
-// nothing.
+// A bucket with a matrix, a bias and another matrix. step() takes it for a group of one rank, in
+// which sums over ranks change nothing.
 class OneRank {
  public:
   explicit OneRank(const Options& options, at::ScalarType type = at::kFloat,
-                   at::Device device = at::kCPU)
+                   at::Device device = at::kCPU, Ranks ranks = {})
       : plan(plan_bucket({{{17, 33}, {}}, {{5}, {}}, {{40, 24}, {}}}, options)) {
     for (size_t i = 0; i < plan.matrices.size(); ++i) {
       states.push_back(std::make_shared<ParameterState>(i));
     }
-    compressor = make_compressor(plan, states, options, type, device);
+    auto all_states = states;
+    for (size_t i = 0; i < plan.raw_parameters.size(); ++i) {
+      raw_states.push_back(std::make_shared<ParameterState>());
+      all_states.push_back(raw_states.back());
+    }
+    compressor = make_compressor(plan, all_states, options, type, device, ranks);
   }
 
   // Returns the output.
   at::Tensor step(const at::Tensor& gradient, const StepInfo& info = {}) {
     at::Tensor out = gradient.clone();
-    compressor->project(out, info);
+    sum_alone(compressor->project(out, info));
     compressor->orthogonalize();
-    compressor->back_project();
+    sum_alone(compressor->back_project());
     compressor->reconstruct();
     return out;
   }
 
-  // Returns the residuals of all parameters in the layout of the bucket. Those of raw ones are 0.
+  // Returns the residuals of all parameters in the layout of the bucket.
   at::Tensor residuals() const {
     at::Tensor all = at::zeros({plan.gradient_numel}, at::kDouble);
     for (size_t i = 0; i < states.size(); ++i) {
       const at::Tensor e = states[i]->residual().to(at::kDouble).flatten();
       all.narrow(0, plan.matrices[i].gradient_offset, e.numel()).copy_(e);
     }
+    if (raw_states[0]->rounding.defined()) {
+      all.narrow(0, kBias, kBiasNumel).copy_(raw_states[0]->rounding);
+    }
     return all;
   }
 
+  static constexpr int64_t kBias = 17 * 33, kBiasNumel = 5;  // in the gradient
   BucketPlan plan;
-  std::vector<ParameterStatePtr> states;
+  std::vector<ParameterStatePtr> states;      // of the matrices
+  std::vector<ParameterStatePtr> raw_states;  // of the bias
   std::unique_ptr<BucketCompressor> compressor;
 };
 

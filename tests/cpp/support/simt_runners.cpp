@@ -19,13 +19,17 @@ class SimtRunner : public HostMemoryRunner {
     return kernels::cuda::make_tiles(matrices, raw, factor_dtype, wire_dtype);
   }
 
-  void run(Stage stage, const kernels::Bucket& bucket) override {
-    simt::set_seed(seed_);
-    simt::set_tensor_cores(tensor_cores_);
-    if (run_stage(stage, bucket) != 0) throw std::runtime_error("a launch failed");
-  }
+  void run(Stage stage, const kernels::Bucket& bucket) override { launch(stage, bucket); }
+  void run(PacketStage stage, const kernels::Packets& packets) override { launch(stage, packets); }
 
  private:
+  template <class AnyStage, class Input>
+  void launch(AnyStage stage, const Input& input) const {
+    simt::set_seed(seed_);
+    simt::set_tensor_cores(tensor_cores_);
+    if (run_stage(stage, input) != 0) throw std::runtime_error("a launch failed");
+  }
+
   static kernels::cuda::Status run_stage(Stage stage, const kernels::Bucket& bucket) {
     switch (stage) {
       case Stage::kRandomStart:
@@ -38,6 +42,18 @@ class SimtRunner : public HostMemoryRunner {
         return kernels::cuda::back_project(bucket, nullptr);
       case Stage::kReconstruct:
         return kernels::cuda::reconstruct(bucket, nullptr);
+    }
+    return 1;
+  }
+
+  static kernels::cuda::Status run_stage(PacketStage stage, const kernels::Packets& packets) {
+    switch (stage) {
+      case PacketStage::kQuantize:
+        return kernels::cuda::quantize(packets, nullptr);
+      case PacketStage::kRequantize:
+        return kernels::cuda::requantize(packets, nullptr);
+      case PacketStage::kDequantize:
+        return kernels::cuda::dequantize(packets, nullptr);
     }
     return 1;
   }

@@ -12,10 +12,12 @@
 #include <vector>
 
 #include "powersgd/kernels.h"
+#include "powersgd/packets.h"
 
 namespace powersgd::test {
 
 enum class Stage { kRandomStart, kProject, kOrthogonalize, kBackProject, kReconstruct };
+enum class PacketStage { kQuantize, kRequantize, kDequantize };
 
 // Runs the stages of one implementation on its device. The tests of tests/cpp/kernels are written
 // against this interface, so that one text tests every implementation. A test program links one
@@ -34,8 +36,9 @@ class StageRunner {
                                         const std::vector<kernels::RawSegment>& raw,
                                         DType factor_dtype, DType wire_dtype) = 0;
 
-  // Returns when the stage has ended. All pointers in `bucket` are device memory.
+  // They return when the stage has ended. All pointers are device memory.
   virtual void run(Stage stage, const kernels::Bucket& bucket) = 0;
+  virtual void run(PacketStage stage, const kernels::Packets& packets) = 0;
 };
 
 // A runner whose device memory is the host's.

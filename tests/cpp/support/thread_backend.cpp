@@ -228,6 +228,23 @@ ThreadBackend::WorkPtr ThreadBackend::_allgather_base(at::Tensor& output, at::Te
   });
 }
 
+ThreadBackend::WorkPtr ThreadBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                    std::vector<int64_t>& output_splits,
+                                                    std::vector<int64_t>& input_splits,
+                                                    const c10d::AllToAllOptions& opts) {
+  TORCH_CHECK(output_splits.empty() && input_splits.empty(), "alltoall_base: parts of equal size");
+  TORCH_CHECK(
+      output.is_contiguous() && output.numel() == input.numel() && input.numel() % getSize() == 0,
+      "alltoall_base: ", input.numel(), " elements in, ", output.numel(), " out");
+  return run("alltoall_base", {input}, OpType::ALLTOALL_BASE, [&] {
+    const auto all = exchange("alltoall_base", {input}, copies({input}), opts.timeout);
+    at::Tensor parts = output.view({getSize(), -1});
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      parts[rank].copy_(all[rank][0].view({getSize(), -1})[getRank()]);
+    }
+  });
+}
+
 ThreadBackend::WorkPtr ThreadBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                            const c10d::ReduceScatterOptions& opts) {
   TORCH_CHECK(output.is_contiguous() && input.numel() == output.numel() * getSize(),

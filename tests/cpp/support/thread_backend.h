@@ -75,6 +75,10 @@ class ThreadBackend : public c10d::Backend {
                     const c10d::AllgatherOptions& opts = {}) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& opts = {}) override;
+  // Parts of equal size alone.
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& opts = {}) override;
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& opts = {}) override;
   WorkPtr barrier(const c10d::BarrierOptions& opts = {}) override;

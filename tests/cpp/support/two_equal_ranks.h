@@ -6,6 +6,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -35,6 +36,11 @@ inline void sum_over_ranks(const at::Tensor& tensor) {
   }
 }
 
+// Makes what both ranks gather.
+inline void gather_from_ranks(const at::Tensor& output, const at::Tensor& input) {
+  for (const at::Tensor& part : on_host(output).chunk(2)) part.copy_(on_host(input));
+}
+
 // Like NCCL, runs an asynchronous collective on a stream of its own, after the caller's stream, and
 // any other on the caller's stream, for which it returns no Work. All of a device run in the order
 // in which they are issued.
@@ -49,30 +55,45 @@ class StreamBackend : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options) override {
-    TORCH_CHECK(!fails, "the communicator was aborted");
     const at::Tensor tensor = tensors[0];
-    const c10::Device device = tensor.device();
+    return run(tensors, options.asyncOp, [this, seen = on_host(tensor)] {
+      sum_over_ranks(seen);
+      ran.push_back(std::to_string(seen.numel()));
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& options) override {
+    return run({input, output}, options.asyncOp,
+               [this, in = on_host(input), out = on_host(output)] {
+                 gather_from_ranks(out, in);
+                 ran.push_back("gather " + std::to_string(in.numel()));
+               });
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> run(const std::vector<at::Tensor>& tensors, bool is_async,
+                                     const std::function<void()>& collective) {
+    TORCH_CHECK(!fails, "the communicator was aborted");
+    const c10::Device device = tensors[0].device();
     const c10::impl::VirtualGuardImpl impl(device.type());
     const c10::Stream callers = impl.getStream(device);
     Communicator& communicator =
         communicators_.try_emplace(device.index(), Communicator{impl, device}).first->second;
-    const c10::Stream stream = options.asyncOp ? communicator.stream : callers;
+    const c10::Stream stream = is_async ? communicator.stream : callers;
     record(callers).block(stream);
     // NCCL keeps the order in a graph as well, by other means than an event outside of it.
     const bool orders = orders_streams && !fake_device::is_capturing(device);
     if (orders) communicator.last.block(stream);
-    impl.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+    for (const at::Tensor& tensor : tensors) {
+      impl.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+    }
     const c10::StreamGuard guard(stream);
-    fake_device::enqueue(device, [this, seen = on_host(tensor)] {
-      sum_over_ranks(seen);
-      ran.push_back(std::to_string(seen.numel()));
-    });
+    fake_device::enqueue(device, collective);
     if (orders) communicator.last = record(stream);
-    if (!options.asyncOp) return nullptr;
+    if (!is_async) return nullptr;
     return c10::make_intrusive<StreamWork>(0, tensors, record(stream), nullptr);
   }
 
- private:
   struct Communicator {
     Communicator(const c10::impl::VirtualGuardImpl& impl, c10::Device device)
         : stream(impl.getStreamFromGlobalPool(device)), last(device.type()) {}
@@ -97,14 +118,23 @@ class HostBackend : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions&) override {
-    const c10::Device device = tensors[0].device();
-    if (!device.is_cpu()) {
-      c10::Event ready(device.type());
-      ready.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-      ready.synchronize();
-    }
+    wait_for_stream(tensors[0].device());
     sum_over_ranks(tensors[0]);
     return nullptr;
+  }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions&) override {
+    wait_for_stream(input.device());
+    gather_from_ranks(output, input);
+    return nullptr;
+  }
+
+ private:
+  static void wait_for_stream(c10::Device device) {
+    if (device.is_cpu()) return;
+    c10::Event ready(device.type());
+    ready.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    ready.synchronize();
   }
 };
 

@@ -25,6 +25,7 @@ FLAGS = {
     "matrix_approximation_rank": {"plan": "--rank", "advise": "--ranks"},
     "min_compression_rate": {"plan": "--min-compression-rate", "advise": "--min-compression-rate"},
     "wire_dtype": {"plan": "--wire-dtype", "advise": "--wire-dtype"},
+    "raw_wire_dtype": {"plan": "--raw-wire-dtype", "advise": "--raw-wire-dtype"},
 }
 
 

@@ -20,6 +20,7 @@ from torch_powersgd.tools.footprint import buckets_of, footprint_of
 from torch_powersgd.tools.rehearsal import PASSES, Rehearsal, Rehearsed, UserStep, time_step
 
 SHAPES = [[300, 200], [300], [200, 300], [7]]
+WIRES = (torch.float32, "int8", "int4")
 
 Calls = list[tuple[int, int]]  # number of the bucket, and elements
 CPU = torch.device("cpu")
@@ -32,9 +33,9 @@ def test_buckets_are_ddps() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wire", [None, torch.bfloat16, "int8", "int4"], ids=str)
 def test_the_bytes_are_those_that_a_compressor_sends(
-    dtype: torch.dtype, wire: torch.dtype | None
+    dtype: torch.dtype, wire: torch.dtype | str | None
 ) -> None:
     options = tp.Options(matrix_approximation_rank=4, wire_dtype=wire)
     compressor = _C.BucketCompressor(SHAPES, options._core(), dtype, "cpu")
@@ -101,7 +102,8 @@ def test_a_rehearsal_averages_bucket_after_bucket() -> None:
 def _measured(rank: int) -> tuple[advise.Measured, int, int, int]:
     model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 300))
     options = [
-        tp.Options(matrix_approximation_rank=r, wire_dtype=torch.bfloat16, start_powerSGD_iter=0)
+        tp.Options(matrix_approximation_rank=r, wire_dtype=wire, start_powerSGD_iter=0)
+        for wire in WIRES
         for r in (1, 4)
     ]
     job = advise.job_of(model, UserStep(0.001, rest=0.5), options)
@@ -111,31 +113,31 @@ def _measured(rank: int) -> tuple[advise.Measured, int, int, int]:
     return measured, before, stats["compressed_calls"], stats["skipped_steps"]
 
 
-def test_all_settings_are_measured_beside_plain() -> None:
+def test_one_wire_is_measured_beside_plain_and_the_others_are_predicted() -> None:
     results = ranks.run(2, _measured)
     for measured, before, compressed, skipped in results:
-        assert [t.name for t in measured.timings] == ["rank 1, bfloat16", "rank 4, bfloat16"]
+        assert [(t.name, t.predicted) for t in measured.timings] == [
+            ("rank 1, float32", True),
+            ("rank 4, float32", True),
+            ("rank 1, int8", False),
+            ("rank 4, int8", False),
+            ("rank 1, int4", True),
+            ("rank 4, int4", True),
+        ]
         assert measured.plain.name == "plain all-reduce"
         assert measured.plain.sent_bytes == 4 * 120_500
         raw_and_counts = 500 + 2 + 1
-        assert measured.timings[1].sent_bytes == 2 * (4 * 2 * 500 + raw_and_counts)
-        for passes in (measured.alone, measured.plain.passes, measured.timings[0].passes):
+        assert measured.timings[1].sent_bytes == 4 * (4 * 2 * 500 + raw_and_counts)
+        sent = [timing.sent_bytes for timing in measured.timings]
+        assert sent[1] > 2 * sent[3] > 2 * sent[5]
+        timings = [measured.plain, *measured.timings]
+        for passes in (measured.alone, *(timing.passes for timing in timings)):
             assert min(s for block in passes for s in block) > 0.5, "the rest of the step counts"
+        assert len({len(timing.passes) for timing in timings}) == 1
         assert before == 0
         assert compressed > 0
         assert skipped == 0
     assert results[0][0] == results[1][0], "alike on all ranks"
-
-
-def _link(rank: int) -> tuple[float, float]:
-    link = advise.measure_link(CPU)
-    return link.latency, link.per_byte
-
-
-def test_the_link_is_measured_alike_on_all_ranks() -> None:
-    first, second = ranks.run(2, _link, backend="gloo")
-    assert first == second
-    assert min(first) > 0
 
 
 def test_a_users_step_is_timed_apart_from_its_backward_pass() -> None:

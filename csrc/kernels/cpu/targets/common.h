@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfloat>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -30,6 +31,7 @@
 #include "kernels/cpu/with_storage.h"
 #include "kernels/shared/layout.h"
 #include "kernels/shared/numerics.h"
+#include "kernels/shared/packets.h"
 #include "kernels/shared/philox.h"
 #include "kernels/shared/steps.h"
 #include "kernels/shared/wire.h"

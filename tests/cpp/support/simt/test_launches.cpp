@@ -10,6 +10,7 @@
 #include "powersgd/kernels.h"
 #include "support/kernel_test.h"
 #include "support/simt/simt.h"
+#include "support/test_packets.h"
 
 // The launches of the CUDA kernels, and what they load: figures that a GPU's speed hangs on.
 
@@ -51,6 +52,37 @@ INSTANTIATE_TEST_SUITE_P(Launches, LaunchesOfAStep,
                                           testing::Values(Wire{}, Wire{DType::kBFloat16},
                                                           Wire{DType::kFloat16}),
                                           testing::Values(2, 40)));
+
+TEST(Launches, PacketsTakeOnePerFunction) {
+  const auto runner = stage_runners().front().make();
+  for (const Exchange& exchange : {Exchange{}, {3, true}}) {
+    for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
+      TestPackets packets(*runner, {{{70, 30, 4}, Part::raw(9)}, false, dtype}, exchange);
+      for (const PacketStage stage :
+           {PacketStage::kQuantize, PacketStage::kRequantize, PacketStage::kDequantize}) {
+        const int64_t before = kernels::cuda::launch_count();
+        packets.run(stage);
+        EXPECT_EQ(kernels::cuda::launch_count() - before, 1);
+      }
+    }
+  }
+}
+
+// A launch has 1024 blocks at most, whose warps then take several batches of groups.
+TEST(Launches, PacketsOfMoreGroupsThanWarps) {
+  const int64_t numel = int64_t{1024} * kernels::cuda::kThreads * 8 + 1000;
+  const auto runner = stage_runners().front().make();
+  PacketSpec spec{{Part::raw(numel)}};
+  spec.raw_wire = WireDType::kInt8;
+  TestPackets packets(*runner, spec, {});
+  Values values(static_cast<size_t>(packets.numel()));
+  for (int64_t i = 0; i < numel; ++i)  // integers, and the largest of a group is 127
+    values[static_cast<size_t>(i)] =
+        i % kernels::kGroup == 0 ? 127 : static_cast<double>(i * 7 % 255 - 127);
+  packets.payload->set(values);
+  packets.run(PacketStage::kQuantize);
+  EXPECT_EQ(packets.values_sent(), values);
+}
 
 // Only back_project follows a kernel of ours in its stream. The others follow a collective or an
 // event, which dependent launches are not made for.

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "compressor/packets.h"
+
+#include <ATen/ATen.h>
+
+#include "compressor/bucket_tables.h"
+
+namespace powersgd {
+namespace {
+
+// A gather of W packets of S bytes sends (W - 1) S, and two hops send 2 (W - 1) / W S. At 1 Gbit/s
+// this many bytes take half a millisecond, which is about what a hop takes.
+constexpr int64_t kWorthAHop = 64 * 1024;
+
+PayloadPlan plan_packets(const Ranks& ranks, int64_t numel, const PacketDTypes& dtypes,
+                         int64_t groups, int64_t raw_numel, int64_t flags) {
+  const auto layout_of = [&](int32_t chunks) {
+    return kernels::packet_layout(chunks, dtypes.factors, groups, dtypes.raw, raw_numel, flags);
+  };
+  PayloadPlan plan{numel};
+  plan.layout = layout_of(1);
+  plan.schedule = choose_schedule(ranks, plan.layout.bytes());
+  if (plan.schedule == Schedule::kTwoHops) plan.layout = layout_of(ranks.count);
+  const int64_t bytes = plan.layout.bytes();
+  if (ranks.count == 1) {
+    plan.buffer_bytes = bytes;
+  } else if (plan.schedule == Schedule::kGather) {
+    plan.buffer_bytes = bytes + ranks.count * bytes;
+  } else {
+    plan.buffer_bytes = bytes + bytes + plan.layout.chunk_bytes;
+  }
+  return plan;
+}
+
+}  // namespace
+
+Schedule choose_schedule(const Ranks& ranks, int64_t bytes) {
+  if (ranks.count == 1) return Schedule::kGather;
+  const int64_t extra = int64_t{ranks.count - 1} * (ranks.count - 2) * bytes / ranks.count;
+  const Schedule shorter = extra <= kWorthAHop ? Schedule::kGather : Schedule::kTwoHops;
+  return ranks.schedule.value_or(shorter);
+}
+
+PayloadPlans plan_payloads(const BucketSpec& spec) {
+  const BucketPlan& plan = spec.plan;
+  const std::optional<PacketDTypes> dtypes = spec.packet_dtypes();
+  if (!dtypes) return {{plan.p_numel}, {plan.q_numel}};
+  const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);
+  return {
+      plan_packets(spec.ranks, plan.p_numel, *dtypes, kernels::p_packet_factors(matrices).groups,
+                   plan.raw_numel(), plan.p_numel - plan.counts_offset()),
+      plan_packets(spec.ranks, plan.q_numel, *dtypes, kernels::q_packet_factors(matrices).groups, 0,
+                   0)};
+}
+
+BucketPayload::BucketPayload(const PayloadPlan& plan, at::Tensor elements,
+                             const kernels::Packets& packets, const Stages& stages,
+                             std::shared_ptr<Workspace> workspace)
+    : plan_(plan),
+      elements_(std::move(elements)),
+      packets_(packets),
+      stages_(stages),
+      workspace_(std::move(workspace)) {
+  packets_.layout = plan_.layout;
+  packets_.payload = elements_.data_ptr();
+}
+
+at::Tensor BucketPayload::received() {
+  const int64_t bytes = plan_.layout.bytes();
+  if (packets_.ranks == 1) return sent();
+  return buffer(bytes, schedule() == Schedule::kGather ? packets_.ranks * bytes : bytes);
+}
+
+at::Tensor BucketPayload::reduced() {
+  return buffer(2 * plan_.layout.bytes(), plan_.layout.chunk_bytes);
+}
+
+at::Tensor BucketPayload::buffer(int64_t offset, int64_t bytes) const {
+  return workspace_->memory().narrow(0, offset, bytes);
+}
+
+const kernels::Packets& BucketPayload::with_buffers() {
+  const int64_t bytes = plan_.layout.bytes();
+  packets_.sent = static_cast<uint8_t*>(workspace_->data());
+  packets_.received = packets_.sent + (packets_.ranks == 1 ? 0 : bytes);
+  packets_.reduced = schedule() == Schedule::kTwoHops ? packets_.sent + 2 * bytes : nullptr;
+  return packets_;
+}
+
+}  // namespace powersgd

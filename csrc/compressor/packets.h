@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "compressor/bucket_spec.h"
+#include "compressor/stages.h"
+#include "powersgd/packets.h"
+#include "powersgd/payload.h"
+#include "powersgd/workspace.h"
+
+namespace powersgd {
+
+// How one payload travels.
+struct PayloadPlan {
+  int64_t numel;
+  Schedule schedule = Schedule::kAllreduce;
+  kernels::PacketLayout layout{};  // of packets
+  int64_t buffer_bytes = 0;        // of the packets that are sent, received and reduced
+
+  // The payload's bytes on the wire.
+  int64_t wire_bytes(int64_t factor_width) const {
+    return schedule == Schedule::kAllreduce ? numel * factor_width : layout.bytes();
+  }
+};
+
+struct PayloadPlans {
+  PayloadPlan p, q;
+};
+PayloadPlans plan_payloads(const BucketSpec& spec);
+
+// Returns how packets of `bytes` bytes travel: in a gather if that sends hardly more than two hops
+// would, because a hop takes its time as well.
+Schedule choose_schedule(const Ranks& ranks, int64_t bytes);
+
+// A payload whose packets lie in a workspace.
+class BucketPayload final : public Payload {
+ public:
+  // `packets` is complete but for its buffers.
+  BucketPayload(const PayloadPlan& plan, at::Tensor elements, const kernels::Packets& packets,
+                const Stages& stages, std::shared_ptr<Workspace> workspace);
+
+  // If `drops_residual`, the rounding of earlier steps counts as zeros.
+  void begin_step(bool drops_residual) { packets_.drop_residual = drops_residual; }
+
+  Schedule schedule() const override { return plan_.schedule; }
+  at::Tensor& elements() override { return elements_; }
+  at::Tensor sent() override { return buffer(0, plan_.layout.bytes()); }
+  at::Tensor received() override;
+  at::Tensor reduced() override;
+  void quantize() override { stages_.quantize(with_buffers()); }
+  void requantize() override { stages_.requantize(with_buffers()); }
+  void dequantize() override { stages_.dequantize(with_buffers()); }
+
+ private:
+  at::Tensor buffer(int64_t offset, int64_t bytes) const;
+  // A bucket that was made since the last step may have moved the workspace.
+  const kernels::Packets& with_buffers();
+
+  const PayloadPlan plan_;
+  at::Tensor elements_;
+  kernels::Packets packets_;
+  const Stages& stages_;
+  const std::shared_ptr<Workspace> workspace_;
+};
+
+}  // namespace powersgd

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "powersgd/traffic.h"
+
+#include "compressor/bucket_spec.h"
+#include "compressor/bucket_tables.h"
+#include "compressor/packets.h"
+#include "powersgd/packets.h"
+
+namespace powersgd {
+namespace {
+
+int64_t factor_width(at::ScalarType gradient_type) {
+  return static_cast<int64_t>(c10::elementSize(factor_type(gradient_type)));
+}
+
+Traffic traffic_of_payload(const PayloadPlan& plan, int64_t width, int64_t ranks) {
+  const int64_t bytes = plan.wire_bytes(width);
+  const int64_t others = ranks - 1;
+  const bool gathers = plan.schedule == Schedule::kGather;
+  return {plan.schedule, bytes, gathers ? others * bytes : 2 * others * bytes / ranks};
+}
+
+}  // namespace
+
+std::string to_string(Schedule schedule) {
+  switch (schedule) {
+    case Schedule::kAllreduce:
+      return "all-reduce";
+    case Schedule::kGather:
+      return "gather";
+    case Schedule::kTwoHops:
+      return "two hops";
+  }
+  return "unknown";
+}
+
+StepTraffic traffic_of(const BucketPlan& plan, const Options& options, at::ScalarType gradient_type,
+                       Ranks ranks) {
+  const PayloadPlans plans = plan_payloads({plan, options, gradient_type, at::kCPU, ranks});
+  const int64_t width = factor_width(gradient_type);
+  return {traffic_of_payload(plans.p, width, ranks.count),
+          traffic_of_payload(plans.q, width, ranks.count)};
+}
+
+int64_t content_bytes(const BucketPlan& plan, const Options& options,
+                      at::ScalarType gradient_type) {
+  const BucketSpec spec{plan, options, gradient_type, at::kCPU, {}};
+  const auto dtypes = spec.packet_dtypes();
+  if (!dtypes) return (plan.counts_offset() + plan.q_numel) * factor_width(gradient_type);
+  const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);
+  const int64_t groups =
+      kernels::p_packet_factors(matrices).groups + kernels::q_packet_factors(matrices).groups;
+  const int64_t raw = plan.raw_numel() * kernels::group_bytes(dtypes->raw);
+  return groups * kernels::group_bytes(dtypes->factors) +
+         (raw + kernels::kGroup - 1) / kernels::kGroup;
+}
+
+}  // namespace powersgd

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include "kernels/cuda/packet_codes.cuh"
+#include "kernels/cuda/reduce.cuh"
+#include "kernels/shared/layout.h"
+
+// The work of a warp on packets: a batch of groups at a time, whose loads are in flight together.
+
+namespace powersgd::kernels::cuda {
+
+constexpr int kBatch = 4;  // consecutive groups of one section that a warp takes at a time
+
+// One group of a batch. A batch lies in shared memory, because its lanes share what finding it
+// takes: a search and several divisions.
+template <typename F>
+struct Group {
+  F* values;  // of the payload
+  int64_t stride;
+  F* kept;    // q_local, or the rounding of raw segments. Null if there is none
+  int count;  // of elements, 0 if the group does not exist
+  GroupPlace place;
+};
+
+// Which elements of its groups a lane has.
+__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+__device__ __forceinline__ int element_of_lane(int j) { return lane_id() + j * kWarpSize; }
+
+// A lane's elements of a batch.
+template <typename T>
+using BatchOf = T[kBatch][kElementsOfLane];
+
+// Calls visit(g, j) for each of them.
+template <typename Visit>
+__device__ __forceinline__ void for_lane_elements(const Visit& visit) {
+  POWERSGD_UNROLL
+  for (int g = 0; g < kBatch; ++g) {
+    POWERSGD_UNROLL
+    for (int j = 0; j < kElementsOfLane; ++j) visit(g, j);
+  }
+}
+
+// A range of the groups or flags of a packet.
+struct PacketRange {
+  int64_t begin, end;
+
+  POWERSGD_HOST_DEVICE int64_t count() const { return end - begin; }
+};
+
+// What a launch works on: a whole packet, or a chunk. It begins where the first byte of each buffer
+// is.
+struct PacketPart {
+  PacketRange factors, raw, flags;
+
+  // Batches of factors, batches of raw segments and warps of flags.
+  POWERSGD_HOST_DEVICE int64_t factor_units() const { return ceil_div(factors.count(), kBatch); }
+  POWERSGD_HOST_DEVICE int64_t raw_units() const { return ceil_div(raw.count(), kBatch); }
+  POWERSGD_HOST_DEVICE int64_t units() const {
+    return factor_units() + raw_units() + ceil_div(flags.count(), kWarpSize);
+  }
+};
+
+template <typename F>
+__device__ __forceinline__ Group<F> factor_group(const Packets& packets, int64_t group,
+                                                 const GroupPlace& place) {
+  const PacketFactor& factor = packets.factors[factor_of(packets, group)];
+  const GroupElements elements = elements_of(factor, group - factor.group_begin);
+  F* const q_local = static_cast<F*>(elements.q_local);
+  return {static_cast<F*>(packets.payload) + elements.payload_offset, elements.stride,
+          q_local == nullptr ? nullptr : q_local + elements.q_offset,
+          static_cast<int>(elements.count), place};
+}
+
+template <typename F>
+__device__ __forceinline__ Group<F> raw_group(const Packets& packets, int64_t group,
+                                              const GroupPlace& place) {
+  const int64_t first = group * kGroup;
+  const int64_t left = packets.raw_numel - first;
+  F* const rounding = static_cast<F*>(packets.rounding);
+  return {static_cast<F*>(packets.payload) + packets.raw_offset + first, 1,
+          rounding == nullptr ? nullptr : rounding + first,
+          static_cast<int>(left < kGroup ? left : kGroup), place};
+}
+
+// Finds the batch of a section that begins with group `first`. All lanes of a warp call it. A group
+// beyond the last one of the range has the place of that one.
+template <bool kRaw, typename F>
+__device__ __forceinline__ void find_batch(const Packets& packets, const PacketRange& range,
+                                           int64_t first, Group<F>* batch) {
+  __syncwarp();
+  const int lane = lane_id();
+  if (lane < kBatch) {
+    const bool exists = first + lane < range.end;
+    const int64_t group = exists ? first + lane : range.end - 1;
+    const GroupPlace place = place_of(
+        packets.layout, kRaw ? packets.layout.raw : packets.layout.factors, group - range.begin);
+    Group<F> found =
+        kRaw ? raw_group<F>(packets, group, place) : factor_group<F>(packets, group, place);
+    if (!exists) found.count = 0;
+    batch[lane] = found;
+  }
+  __syncwarp();
+}
+
+// The packets, or their chunks, that are added. They follow each other in memory.
+struct Sources {
+  const uint8_t* first;
+  int64_t bytes;  // of each
+  int32_t count;
+};
+
+template <WireDType kWire>
+__device__ __forceinline__ float load_scale(const uint8_t* packet, const GroupPlace& place) {
+  if constexpr (!has_scales(kWire)) return 1;
+  return bfloat16_to_float(*reinterpret_cast<const uint16_t*>(packet + place.scale));
+}
+
+// Adds what the sources have sent, in their order. A sum begins with -0, which changes no value.
+template <WireDType kWire, typename F>
+__device__ __forceinline__ void add_sources(const Sources& sources, const Group<F>* batch,
+                                            BatchOf<F>& sums) {
+  using Wire = Codes<kWire>;
+  for_lane_elements([&](int g, int j) { sums[g][j] = F{-0.0f}; });
+  for (int32_t i = 0; i < sources.count; ++i) {
+    const uint8_t* const packet = global(sources.first + i * sources.bytes);
+    BatchOf<typename Wire::Code> codes;
+    float scales[kBatch];
+    POWERSGD_UNROLL
+    for (int g = 0; g < kBatch; ++g) {
+      Wire::load(packet + batch[g].place.codes, lane_id(), codes[g]);
+      scales[g] = load_scale<kWire>(packet, batch[g].place);
+    }
+    for_lane_elements([&](int g, int j) { sums[g][j] += Wire::decode(codes[g][j], scales[g]); });
+  }
+}
+
+// Returns the largest magnitude of group l % kBatch to lane l, as the bits of a float. They are
+// ordered as magnitudes are, and those that are not finite come last. At first a lane hands half of
+// its groups to its partner, and keeps the other half.
+template <typename F>
+__device__ __forceinline__ uint32_t largest_of_group(const BatchOf<F>& values) {
+  uint32_t largest[kBatch] = {};
+  for_lane_elements([&](int g, int j) {
+    const uint32_t bits = float_bits(float_of(values[g][j])) & 0x7FFFFFFFu;
+    largest[g] = bits > largest[g] ? bits : largest[g];
+  });
+  const auto raise = [](uint32_t value, uint32_t given, int distance) {
+    const uint32_t other = __shfl_xor_sync(kAllLanes, given, distance);
+    return other > value ? other : value;
+  };
+  POWERSGD_UNROLL
+  for (int half = kBatch / 2; half > 0; half /= 2) {
+    const bool upper = (lane_id() & half) != 0;
+    POWERSGD_UNROLL
+    for (int g = 0; g < half; ++g)
+      largest[g] = raise(upper ? largest[g + half] : largest[g],
+                         upper ? largest[g] : largest[g + half], half);
+  }
+  POWERSGD_UNROLL
+  for (int distance = kBatch; distance < kWarpSize; distance *= 2)
+    largest[0] = raise(largest[0], largest[0], distance);
+  return largest[0];
+}
+
+// Returns the scale of each group to all lanes, and writes it to the packet. A lane divides once.
+template <WireDType kWire, typename F>
+__device__ __forceinline__ void make_scales(const BatchOf<F>& values, const Group<F>* batch,
+                                            uint8_t* packet, float (&scales)[kBatch],
+                                            float (&inverses)[kBatch]) {
+  const float scale = scale_of(kWire, __uint_as_float(largest_of_group(values)));
+  const float inverse = inverse_of(scale);
+  if (lane_id() < kBatch && batch[lane_id()].count > 0)
+    *reinterpret_cast<uint16_t*>(packet + batch[lane_id()].place.scale) =
+        static_cast<uint16_t>(float_bits(scale) >> 16);
+  POWERSGD_UNROLL
+  for (int g = 0; g < kBatch; ++g) {
+    scales[g] = __shfl_sync(kAllLanes, scale, g);
+    inverses[g] = __shfl_sync(kAllLanes, inverse, g);
+  }
+}
+
+// Writes a batch to a packet, and tells what was sent. Elements that do not exist are 0.
+template <WireDType kWire, typename F>
+__device__ __forceinline__ void send(const BatchOf<F>& values, const Group<F>* batch,
+                                     uint8_t* packet, BatchOf<F>& sent) {
+  using Wire = Codes<kWire>;
+  float scales[kBatch] = {}, inverses[kBatch] = {};
+  if constexpr (has_scales(kWire)) make_scales<kWire>(values, batch, packet, scales, inverses);
+  POWERSGD_UNROLL
+  for (int g = 0; g < kBatch; ++g) {
+    typename Wire::Code codes[kElementsOfLane];
+    POWERSGD_UNROLL
+    for (int j = 0; j < kElementsOfLane; ++j) {
+      codes[j] = Wire::encode(float_of(values[g][j]), inverses[g]);
+      sent[g][j] = Wire::decode(codes[j], scales[g]);
+    }
+    if (batch[g].count > 0) Wire::store(packet + batch[g].place.codes, lane_id(), codes);
+  }
+}
+
+}  // namespace powersgd::kernels::cuda

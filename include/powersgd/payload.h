@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace powersgd {
+
+// The collectives that sum a payload over the ranks.
+enum class Schedule {
+  kAllreduce,  // of the elements themselves
+  kGather,     // of whole packets, which each rank adds
+  kTwoHops,    // each rank adds one chunk of all packets, and sends the sum to all
+};
+
+// This rank's number, and how many ranks sum their payloads.
+struct Ranks {
+  int32_t own = 0;
+  int32_t count = 1;
+  std::optional<Schedule> schedule = {};  // of packets, for tests; null: chosen by their size
+};
+
+// Purpose: a payload of one step, which the caller sums over the ranks by schedule():
+//
+//   all-reduce   all-reduce elements()
+//   gather       quantize ; all-gather sent() to received() ; dequantize
+//   two hops     quantize ; all-to-all sent() to received() ; requantize ;
+//                all-gather reduced() to sent() ; dequantize
+//
+// elements() then holds the sum. Packets are bytes (powersgd/packets.h).
+//
+// Contract: all ranks have equal schedules and equal sizes. Packets last until the end of the part
+// of the step that has the payload. A rank that is alone gathers nothing: its received() is its
+// sent().
+//
+// Ownership: the compressor owns it.
+//
+// Threads: those of its compressor.
+class Payload {
+ public:
+  Payload() = default;
+  virtual ~Payload() = default;
+  Payload(const Payload&) = delete;
+  Payload& operator=(const Payload&) = delete;
+
+  virtual Schedule schedule() const = 0;
+  virtual at::Tensor& elements() = 0;  // in the factor dtype
+
+  virtual at::Tensor sent() = 0;
+  virtual at::Tensor received() = 0;
+  virtual at::Tensor reduced() = 0;
+  virtual void quantize() = 0;
+  virtual void requantize() = 0;
+  virtual void dequantize() = 0;
+};
+
+// Sums the payload of a rank that is alone, and returns the elements.
+inline at::Tensor& sum_alone(Payload& payload) {
+  if (payload.schedule() != Schedule::kAllreduce) {
+    payload.quantize();
+    payload.dequantize();
+  }
+  return payload.elements();
+}
+
+}  // namespace powersgd

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The measured costs of a step's parts: the link of the group, and the stages of each bucket."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from torch_powersgd._core import _C
+from torch_powersgd.options import Options
+from torch_powersgd.tools.footprint import Shape, elements_of, matrices_of
+from torch_powersgd.tools.rehearsal import slowest, synchronize
+
+REPEATS = 5
+ENOUGH_SECONDS = 0.2  # a transfer of this length shows the bandwidth
+LARGEST_TRANSFER = 1 << 23  # elements
+STAGE_REPEATS = 3
+
+# The collectives of a schedule that follow each other.
+_HOPS = {"gather": 1, "two hops": 2}
+
+
+@dataclass(frozen=True)
+class Link:
+    """The costs of collectives, in seconds.
+
+    Attributes:
+        latency: a small all-reduce.
+        hop: a small all-gather.
+        per_byte: each byte that a rank sends.
+    """
+
+    latency: float
+    hop: float
+    per_byte: float
+
+    def seconds(self, schedule: str, sent_bytes: int) -> float:
+        """The seconds of a reduction by its schedule, and by the bytes that leave a rank."""
+        waits = _HOPS[schedule] * self.hop if schedule in _HOPS else self.latency
+        return waits + sent_bytes * self.per_byte
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """The stages of a bucket: before P is sent, between P and Q, and after Q. Zeros if exact."""
+
+    before: float = 0.0
+    between: float = 0.0
+    after: float = 0.0
+
+
+def bytes_in_ring(size: int, world_size: int) -> int:
+    """The bytes that leave a rank in an all-reduce of ``size`` bytes."""
+    return 2 * (world_size - 1) * size // world_size
+
+
+def measure_link(device: torch.device) -> Link:
+    """The default group's link. Collective; it takes a few seconds at most."""
+    world_size = dist.get_world_size()
+    mine, everyone = torch.zeros(1, device=device), torch.zeros(world_size, device=device)
+    hop = _seconds(lambda: dist.all_gather_into_tensor(everyone, mine), device)
+    latency = _all_reduce_seconds(1, device)
+    numel, seconds = 1 << 16, 0.0
+    while seconds < ENOUGH_SECONDS and numel < LARGEST_TRANSFER:
+        numel *= 2
+        seconds = _all_reduce_seconds(numel, device)
+    sent = max(bytes_in_ring(4 * numel, world_size), 1)
+    return Link(latency, hop, max(seconds - latency, 1e-9) / sent)
+
+
+def measure_stages(
+    layout: Sequence[list[Shape]], options: Options, dtype: torch.dtype, device: torch.device
+) -> list[StageSeconds]:
+    """The stages of each bucket on the slowest rank. Collective; all ranks compute at a time."""
+    mine = [
+        seconds
+        for shapes in layout
+        for seconds in (
+            _stages_of_bucket(shapes, options, dtype, device)
+            if matrices_of(shapes, options)
+            else (0.0, 0.0, 0.0)
+        )
+    ]
+    parts = slowest(mine, device)
+    return [StageSeconds(*parts[i : i + 3]) for i in range(0, len(parts), 3)]
+
+
+def _stages_of_bucket(
+    shapes: list[Shape], options: Options, dtype: torch.dtype, device: torch.device
+) -> tuple[float, ...]:
+    compressor = _C.BucketCompressor(shapes, options._core(), dtype, device.type)
+    gradient = torch.randn(elements_of(shapes), device=device, dtype=dtype)
+
+    def parts(step: int) -> Iterator[None]:
+        compressor.project(gradient, step)
+        yield
+        compressor.orthogonalize()
+        compressor.back_project()
+        yield
+        compressor.reconstruct()
+        yield
+
+    times = []
+    for step in range(STAGE_REPEATS + 1):  # the first one allocates
+        dist.barrier()
+        times.append(_timed(parts(step), device))
+    return tuple(map(statistics.median, zip(*times[1:], strict=True)))
+
+
+def _timed(parts: Iterator[None], device: torch.device) -> list[float]:
+    """The seconds of each part of a generator."""
+    synchronize(device)
+    clock = [time.perf_counter()]
+    for _ in parts:
+        synchronize(device)
+        clock.append(time.perf_counter())
+    return [end - begin for begin, end in zip(clock, clock[1:], strict=False)]
+
+
+def _all_reduce_seconds(numel: int, device: torch.device) -> float:
+    tensor = torch.zeros(numel, device=device)
+    return _seconds(lambda: dist.all_reduce(tensor), device)
+
+
+def _seconds(collective: Callable[[], object], device: torch.device) -> float:
+    """The median over repeats of the slowest rank."""
+    times = []
+    for _ in range(REPEATS + 1):  # the first one makes connections
+        synchronize(device)
+        dist.barrier()
+        start = time.perf_counter()
+        collective()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return slowest([statistics.median(times[1:])], device)[0]

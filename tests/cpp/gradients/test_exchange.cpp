@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Payloads that travel as packets, with ranks as threads.
+#include "gradients/exchange.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "compressor/packets.h"
+#include "engine/backend_channel.h"
+#include "gradients/compressed_step.h"
+#include "support/one_rank.h"
+#include "support/thread_ranks.h"
+
+namespace powersgd {
+namespace {
+
+constexpr uint64_t kSteps = 8;
+constexpr uint64_t kBadStep = 3;
+// Several groups and incomplete ones, in a vector as in the raw segments.
+const std::vector<ParameterShape> kShapes = {
+    {{150, 70}, {}}, {{130}, {}}, {{17, 33}, {}}, {{40, 65}, {}}, {{7}, {}}};
+
+// The elements of raw_parameters[i] in the gradient.
+at::Tensor raw_part(const BucketPlan& plan, const at::Tensor& gradient, size_t i) {
+  int64_t offset = 0;
+  for (int64_t k = 0; k < plan.raw_parameters[i].parameter; ++k) {
+    offset += kShapes[static_cast<size_t>(k)].numel();
+  }
+  return gradient.narrow(0, offset, plan.raw_parameters[i].numel);
+}
+
+Options on_wire(WireDType wire) {
+  Options options;
+  options.matrix_approximation_rank = 3;
+  options.wire_dtype = wire;
+  return options;
+}
+
+// One rank of a group, with its residuals.
+class Rank {
+ public:
+  Rank(const Options& options, at::ScalarType type, Ranks ranks, c10d::Backend& backend)
+      : plan(plan_bucket(kShapes, options)),
+        ranks_(ranks),
+        type_(type),
+        channel_(backend, test::kDefaultTimeout) {
+    for (size_t i = 0; i < plan.matrices.size() + plan.raw_parameters.size(); ++i) {
+      states_.push_back(std::make_shared<ParameterState>(i));
+    }
+    compressor_ = make_compressor(plan, states_, options, type, at::kCPU, ranks);
+  }
+
+  at::Tensor gradient_of(int rank, uint64_t step) const {
+    auto generator = at::detail::createCPUGenerator(1000 * step + static_cast<uint64_t>(rank));
+    return at::randn({plan.gradient_numel}, generator).to(type_);
+  }
+  at::Tensor mean_gradient(uint64_t step) const {
+    at::Tensor sum = at::zeros({plan.gradient_numel}, at::kDouble);
+    for (int rank = 0; rank < ranks_.count; ++rank) sum += gradient_of(rank, step);
+    return sum / ranks_.count;
+  }
+
+  // Returns the output.
+  at::Tensor step(at::Tensor gradient, uint64_t step) {
+    const Job job = compressed_step(compressor_, gradient, {1.0 / ranks_.count, 1, step},
+                                    std::make_shared<Stats>(), nullptr);
+    job.first(channel_);
+    job.second(channel_);
+    return gradient;
+  }
+
+  // Returns the mean of the residuals over the ranks, in the layout of the gradient.
+  at::Tensor mean_residual() {
+    at::Tensor all = at::zeros({plan.gradient_numel}, at::kDouble);
+    for (size_t i = 0; i < states_.size(); ++i) {
+      if (i < plan.matrices.size()) {
+        const at::Tensor residual = states_[i]->residual().flatten();
+        all.narrow(0, plan.matrices[i].gradient_offset, residual.numel()).copy_(residual);
+      } else {
+        const size_t raw = i - plan.matrices.size();
+        raw_part(plan, all, raw).copy_(states_[i]->rounding);
+      }
+    }
+    channel_.allreduce(all);
+    return all / ranks_.count;
+  }
+
+  const BucketPlan plan;
+
+ private:
+  const Ranks ranks_;
+  const at::ScalarType type_;
+  BackendChannel channel_;
+  std::vector<ParameterStatePtr> states_;
+  std::shared_ptr<BucketCompressor> compressor_;
+};
+
+// The wire, the dtype of the gradients, the number of ranks and the schedule.
+using Case = std::tuple<std::pair<WireDType, at::ScalarType>, int, Schedule>;
+
+class Exchange : public testing::TestWithParam<Case> {
+ protected:
+  // Runs `fn` on every rank.
+  static void run(const std::function<void(Rank&, test::ThreadBackend&)>& fn) {
+    test::run_ranks(size(), [&](int rank, const c10::intrusive_ptr<test::ThreadBackend>& backend) {
+      const auto [dtype, type] = std::get<0>(GetParam());
+      Rank self(on_wire(dtype), type, {rank, size(), std::get<2>(GetParam())}, *backend);
+      fn(self, *backend);
+    });
+  }
+  static int size() { return std::get<1>(GetParam()); }
+
+  // The rounding of some sums in the factor dtype.
+  static double tolerance() { return std::get<0>(GetParam()).second == at::kDouble ? 1e-12 : 1e-5; }
+};
+
+// Checks the identity of all elements, and of each raw segment.
+void expect_identity(const BucketPlan& plan, const at::Tensor& sent, const at::Tensor& residual,
+                     const at::Tensor& gradients, double tolerance) {
+  EXPECT_LT(test::relative(sent + residual, gradients), tolerance);
+  for (size_t i = 0; i < plan.raw_parameters.size(); ++i) {
+    EXPECT_LT(test::relative(raw_part(plan, sent + residual, i), raw_part(plan, gradients, i)),
+              tolerance);
+  }
+}
+
+TEST_P(Exchange, OutputsAreEqualAndAddUpWithTheResiduals) {
+  run([](Rank& self, test::ThreadBackend& backend) {
+    at::Tensor sent = at::zeros({self.plan.gradient_numel}, at::kDouble);
+    at::Tensor gradients = at::zeros_like(sent);
+    for (uint64_t step = 0; step < kSteps; ++step) {
+      at::Tensor output = self.step(self.gradient_of(backend.getRank(), step), step);
+      std::vector<at::Tensor> of_first = {output.clone()};
+      backend.broadcast(of_first)->wait();
+      EXPECT_TRUE(at::equal(output, of_first[0])) << "rank " << backend.getRank();
+      sent += output;
+      gradients += self.mean_gradient(step);
+    }
+    const at::Tensor residual = self.mean_residual();
+    expect_identity(self.plan, sent, residual, gradients, tolerance());
+    // Without the residual the identity fails by far.
+    EXPECT_GT(test::relative(sent, gradients), 0.1);
+  });
+}
+
+TEST_P(Exchange, AStepThatIsNotFiniteOnOneRankCostsThatStep) {
+  run([](Rank& self, test::ThreadBackend& backend) {
+    at::Tensor sent = at::zeros({self.plan.gradient_numel}, at::kDouble);
+    at::Tensor gradients = at::zeros_like(sent);
+    for (uint64_t step = 0; step < kSteps; ++step) {
+      at::Tensor gradient = self.gradient_of(backend.getRank(), step);
+      const bool is_bad = step == kBadStep;
+      if (is_bad && backend.getRank() == 1) {
+        gradient[150 * 70 + 4] = std::numeric_limits<float>::infinity();  // in a raw segment
+        gradient[2] = std::numeric_limits<float>::quiet_NaN();
+      }
+      const at::Tensor output = self.step(gradient, step);
+      EXPECT_EQ(output.isnan().any().item<bool>(), is_bad);
+      EXPECT_EQ(output.isnan().all().item<bool>(), is_bad);
+      if (is_bad) continue;
+      sent += output;
+      gradients += self.mean_gradient(step);
+    }
+    const at::Tensor residual = self.mean_residual();
+    expect_identity(self.plan, sent, residual, gradients, tolerance());
+  });
+}
+
+// The bytes of packets follow from the groups of 64 elements.
+TEST_P(Exchange, RunsTheCollectivesOfItsSchedule) {
+  run([](Rank& self, test::ThreadBackend& backend) {
+    self.step(self.gradient_of(backend.getRank(), 0), 0);
+    const WireDType factors = std::get<0>(GetParam()).first;
+    const WireDType raw = *raw_wire_of(on_wire(factors));
+    const bool gathers = std::get<2>(GetParam()) == Schedule::kGather;
+    const int32_t chunks = gathers ? 1 : size();
+    const int64_t p_groups = 3 * (3 + 1 + 1), q_groups = 3 * (2 + 1 + 2);
+    const auto p = kernels::packet_layout(chunks, factors, p_groups, raw, 130 + 7, 3 + 1);
+    const auto q = kernels::packet_layout(chunks, factors, q_groups, raw, 0, 0);
+    std::vector<std::pair<std::string, int64_t>> expected, calls;
+    for (const auto& layout : {p, q}) {
+      if (!gathers) expected.emplace_back("alltoall_base", layout.bytes());
+      expected.emplace_back("_allgather_base", layout.chunk_bytes);
+    }
+    for (const auto& call : backend.calls()) {
+      EXPECT_EQ(call.dtype, at::kByte);
+      calls.emplace_back(call.operation, call.numel);
+    }
+    EXPECT_EQ(calls, expected);
+  });
+}
+
+std::string name_of(const testing::TestParamInfo<Case>& info) {
+  const auto& [wire, size, schedule] = info.param;
+  return to_string(wire.first) + (wire.second == at::kDouble ? "_of_float64_" : "_") +
+         std::to_string(size) + (schedule == Schedule::kGather ? "_gather" : "_two_hops");
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Wires, Exchange,
+    testing::Combine(testing::Values(std::pair(WireDType::kBFloat16, at::kFloat),
+                                     std::pair(WireDType::kFloat16, at::kFloat),
+                                     std::pair(WireDType::kInt8, at::kFloat),
+                                     std::pair(WireDType::kInt4, at::kFloat),
+                                     std::pair(WireDType::kFloat32, at::kDouble),
+                                     std::pair(WireDType::kInt8, at::kDouble)),
+                     testing::Values(2, 3, 4, 9),
+                     testing::Values(Schedule::kGather, Schedule::kTwoHops)),
+    name_of);
+
+TEST(Schedule, FollowsFromTheSize) {
+  const auto schedule = [](int32_t ranks, int64_t bytes) {
+    return choose_schedule({0, ranks}, bytes);
+  };
+  for (const int64_t bytes : {int64_t{64}, int64_t{1} << 40}) {
+    EXPECT_EQ(schedule(1, bytes), Schedule::kGather);
+    EXPECT_EQ(schedule(2, bytes), Schedule::kGather);
+  }
+  // W ranks send (W - 1) (W - 2) / W times the bytes more in a gather, at most 65536 bytes.
+  EXPECT_EQ(schedule(3, 98304), Schedule::kGather);
+  EXPECT_EQ(schedule(3, 98304 + 64), Schedule::kTwoHops);
+  EXPECT_EQ(schedule(8, 12480), Schedule::kGather);
+  EXPECT_EQ(schedule(8, 12544), Schedule::kTwoHops);
+  EXPECT_EQ(schedule(1024, 64), Schedule::kGather);
+  EXPECT_EQ(schedule(1024, 128), Schedule::kTwoHops);
+}
+
+}  // namespace
+}  // namespace powersgd

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "kernels/shared/packets.h"
+
+namespace powersgd::kernels {
+namespace {
+
+constexpr WireDType kWireDTypes[] = {WireDType::kFloat32, WireDType::kBFloat16, WireDType::kFloat16,
+                                     WireDType::kInt8, WireDType::kInt4};
+
+// The bytes of a packet, each of which has one purpose.
+class Bytes {
+ public:
+  explicit Bytes(const PacketLayout& layout) : taken_(static_cast<size_t>(layout.bytes())) {}
+
+  void take(int64_t begin, int64_t count) {
+    ASSERT_GE(begin, 0);
+    ASSERT_LE(begin + count, static_cast<int64_t>(taken_.size()));
+    for (int64_t i = begin; i < begin + count; ++i) {
+      EXPECT_FALSE(taken_[static_cast<size_t>(i)]) << "byte " << i << " is taken twice";
+      taken_[static_cast<size_t>(i)] = true;
+    }
+  }
+
+  void take_groups(const PacketLayout& layout, const PacketSection& section) {
+    EXPECT_EQ(section.codes_at % 16, 0);
+    EXPECT_EQ(section.scales_at % 16, 0);
+    for (int64_t i = 0; i < section.groups; ++i) {
+      const GroupPlace place = place_of(layout, section, i);
+      take(place.codes, code_bytes(section.dtype));
+      if (has_scales(section.dtype)) take(place.scale, 2);
+      const int64_t chunk = i / section.groups_per_chunk;
+      EXPECT_EQ(place.codes / layout.chunk_bytes, chunk);
+    }
+  }
+
+ private:
+  std::vector<bool> taken_;
+};
+
+TEST(PacketLayout, EveryByteHasOnePurpose) {
+  for (const WireDType dtype : kWireDTypes) {
+    for (const int32_t chunks : {1, 2, 3, 9}) {
+      for (const int64_t size : {0, 1, 8, 9, 10, 100}) {
+        const PacketLayout layout =
+            packet_layout(chunks, dtype, size, WireDType::kBFloat16, 64 * size + 1, size / 2);
+        EXPECT_EQ(layout.raw.groups, size + 1);
+        EXPECT_EQ(layout.chunk_bytes % 64, 0);
+        Bytes bytes(layout);
+        bytes.take_groups(layout, layout.factors);
+        bytes.take_groups(layout, layout.raw);
+        for (int64_t i = 0; i < layout.flags; ++i) bytes.take(place_of_flag(layout, i), 1);
+      }
+    }
+  }
+}
+
+// A group of 64 elements takes 64 codes, and two bytes for its scale.
+TEST(PacketLayout, HasTheBytesOfItsCodes) {
+  const auto bytes_of = [](WireDType dtype) {
+    return packet_layout(1, dtype, 1024, WireDType::kFloat32, 0, 0).bytes();
+  };
+  EXPECT_EQ(bytes_of(WireDType::kFloat32), 1024 * 64 * 4);
+  EXPECT_EQ(bytes_of(WireDType::kBFloat16), 1024 * 64 * 2);
+  EXPECT_EQ(bytes_of(WireDType::kFloat16), 1024 * (64 * 2 + 2));
+  EXPECT_EQ(bytes_of(WireDType::kInt8), 1024 * (64 + 2));
+  EXPECT_EQ(bytes_of(WireDType::kInt4), 1024 * (32 + 2));
+}
+
+TEST(PacketLayout, FactorsAreFoundByTheirGroups) {
+  std::vector<Matrix> matrices;
+  for (const auto& [rows, rank] : {std::pair{130, 3}, {0, 0}, {64, 0}, {1, 1}, {65, 2}, {7, 0}}) {
+    Matrix matrix{};
+    matrix.rows = rows;
+    matrix.rank = rank;
+    matrices.push_back(matrix);
+  }
+  const PacketFactors table = p_packet_factors(matrices);
+  EXPECT_EQ(table.groups, 3 * 3 + 1 + 2 * 2);
+  Packets packets{};
+  packets.factors = table.factors.data();
+  packets.num_factors = static_cast<int32_t>(table.factors.size());
+  for (int64_t group = 0; group < table.groups; ++group) {
+    EXPECT_EQ(factor_of(packets, group), group < 9 ? 0 : group < 10 ? 3 : 4) << group;
+  }
+}
+
+}  // namespace
+}  // namespace powersgd::kernels

@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Packets of several ranks: both schedules, and what they leave with the owners of chunks.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "support/dtypes.h"
+#include "support/packet_reference.h"
+#include "support/packet_test.h"
+
+namespace powersgd::test {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+class PacketSums : public PacketTest {
+ protected:
+  AllPackets quantized(const Exchange& exchange) {
+    AllPackets all = all_packets(*runner_, spec(), exchange);
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      all[rank]->payload->set(payload_of(rank, all[rank]->numel()));
+      all[rank]->run(PacketStage::kQuantize);
+    }
+    return all;
+  }
+
+  Values payload_of(size_t rank, int64_t numel) const {
+    Values values = wide_values(numel, 10 + rank);
+    std::fill(values.end() - 3, values.end(), 0.0);
+    return values;
+  }
+
+  std::vector<Values> values_sent(const AllPackets& all) const {
+    std::vector<Values> sent;
+    for (const auto& rank : all) sent.push_back(rank->values_sent());
+    return sent;
+  }
+
+  std::vector<Values> kept(const AllPackets& all) const {
+    std::vector<Values> kept;
+    for (const auto& rank : all) kept.push_back(rank->kept());
+    return kept;
+  }
+
+  // Adds in the order of the ranks, and rounds every sum to the factor dtype.
+  Values in_rank_order(const std::vector<Values>& of_ranks) const {
+    Values sums = of_ranks[0];
+    for (size_t rank = 1; rank < of_ranks.size(); ++rank) {
+      for (size_t i = 0; i < sums.size(); ++i) {
+        sums[i] = round_to(spec().factor_dtype, sums[i] + of_ranks[rank][i]);
+      }
+    }
+    return sums;
+  }
+
+  void expect_equal_payloads(const AllPackets& all) const {
+    for (const auto& rank : all) EXPECT_EQ(rank->payload->bytes(), all[0]->payload->bytes());
+  }
+
+  // Each of a few additions in the factor dtype rounds by its unit times the sum of magnitudes.
+  double tolerance(const Exchange& exchange) const {
+    return (exchange.ranks + 3) * unit_roundoff(spec().factor_dtype);
+  }
+};
+
+TEST_P(PacketSums, AGatherAddsInTheOrderOfTheRanks) {
+  for (const int32_t ranks : {1, 2, 3, 9}) {
+    const AllPackets all = quantized({ranks, false});
+    const Values expected = in_rank_order(values_sent(all));
+    const std::vector<Values> before = kept(all);
+    sum(all);
+    EXPECT_EQ(all[0]->payload->get(), expected) << ranks;
+    expect_equal_payloads(all);
+    EXPECT_EQ(kept(all), before);
+  }
+}
+
+TEST_P(PacketSums, TwoHopsRoundTheSumOnce) {
+  for (const int32_t ranks : {2, 3, 4, 9}) {
+    const AllPackets all = quantized({ranks, true});
+    const Values exact = in_rank_order(values_sent(all));
+    sum(all);
+    const Values rounded = all[0]->payload->get();
+    for_each_group(*all[0], [&](const PacketGroup& group, WireDType dtype) {
+      expect_quantized(dtype, values_at(exact, group), values_at(rounded, group));
+    });
+    expect_equal_payloads(all);
+  }
+}
+
+TEST_P(PacketSums, OnlyTheOwnerTakesTheRoundingOfASum) {
+  for (const int32_t ranks : {2, 3, 9}) {
+    const AllPackets all = quantized({ranks, true});
+    const Values exact = in_rank_order(values_sent(all));
+    const std::vector<Values> before = kept(all);
+    sum(all);
+    const std::vector<Values> after = kept(all);
+    const Values rounded = all[0]->payload->get();
+    for_each_group(*all[0], [&](const PacketGroup& group, WireDType) {
+      if (!group.is_raw && !spec().is_q) return;
+      for (const size_t i : group.elements) {
+        for (size_t rank = 0; rank < all.size(); ++rank) {
+          const double more = round_to(spec().factor_dtype, rounded[i] - exact[i]);
+          const double share = static_cast<int64_t>(rank) == group.owner ? more : 0;
+          EXPECT_EQ(after[rank][i], round_to(spec().factor_dtype,
+                                             before[rank][i] + (group.is_raw ? -share : share)))
+              << "rank " << rank << ", element " << i;
+        }
+      }
+    });
+  }
+}
+
+TEST_P(PacketSums, TheLocalFactorsAddUpToQ) {
+  if (!spec().is_q) GTEST_SKIP() << "P has no local factor";
+  for (const Exchange& exchange : {Exchange{1, false}, {4, false}, {2, true}, {9, true}}) {
+    const AllPackets all = quantized(exchange);
+    const std::vector<Values> q_sent = kept(all);
+    sum(all);
+    const Values q = all[0]->payload->get();
+    const std::vector<Values> q_local = kept(all);
+    for (size_t i = 0; i < static_cast<size_t>(all[0]->packets.raw_offset); ++i) {
+      double total = 0, magnitude = std::fabs(q[i]);
+      for (size_t rank = 0; rank < all.size(); ++rank) {
+        total += q_local[rank][i];
+        magnitude += std::fabs(q_sent[rank][i]) + std::fabs(q_local[rank][i]);
+      }
+      EXPECT_NEAR(total, q[i], tolerance(exchange) * magnitude) << i;
+    }
+  }
+}
+
+TEST_P(PacketSums, NothingOfRawSegmentsIsLost) {
+  for (const Exchange& exchange : {Exchange{1, false}, {4, false}, {2, true}, {9, true}}) {
+    const AllPackets all = quantized(exchange);
+    std::vector<Values> payloads;
+    for (const auto& rank : all) payloads.push_back(rank->payload->get());
+    sum(all);
+    const Values sums = all[0]->payload->get();
+    const std::vector<Values> rounding = kept(all);
+    for (auto i = all[0]->packets.raw_offset; i < all[0]->counts_offset(); ++i) {
+      const auto j = static_cast<size_t>(i);
+      double expected = 0, total = sums[j], magnitude = std::fabs(sums[j]);
+      for (size_t rank = 0; rank < all.size(); ++rank) {
+        expected += payloads[rank][j];
+        total += rounding[rank][j];
+        magnitude += std::fabs(payloads[rank][j]) + std::fabs(rounding[rank][j]);
+      }
+      EXPECT_NEAR(total, expected, tolerance(exchange) * magnitude) << i;
+    }
+  }
+}
+
+TEST_P(PacketSums, FlagsOfAnyRankReachAll) {
+  for (const Exchange& exchange : {Exchange{3, false}, {3, true}, {9, true}}) {
+    const AllPackets all = all_packets(*runner_, spec(), exchange);
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      Values values(static_cast<size_t>(all[rank]->numel()));
+      values.end()[-3] = rank == 1 ? 2 : 0;
+      values.end()[-1] = rank < 2 ? 1 : 0;
+      all[rank]->payload->set(values);
+      all[rank]->run(PacketStage::kQuantize);
+    }
+    sum(all);
+    const Values sums = all[0]->payload->get();
+    EXPECT_EQ(Values(sums.end() - 3, sums.end()), (Values{1, 0, exchange.two_hops ? 1.0 : 2.0}));
+    expect_equal_payloads(all);
+  }
+}
+
+// A value of one rank that is not finite reaches all of them, and they keep finite values.
+TEST_P(PacketSums, AValueThatIsNotFiniteReachesAll) {
+  for (const Exchange& exchange : {Exchange{3, false}, {3, true}}) {
+    const AllPackets all = all_packets(*runner_, spec(), exchange);
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      Values values = payload_of(rank, all[rank]->numel());
+      for_each_group(*all[rank], [&](const PacketGroup& group, WireDType) {
+        if (rank == 2) values[group.elements.back()] = kInfinity;
+      });
+      all[rank]->payload->set(values);
+      all[rank]->run(PacketStage::kQuantize);
+    }
+    sum(all);
+    const Values sums = all[1]->payload->get();
+    for_each_group(*all[0], [&](const PacketGroup& group, WireDType) {
+      EXPECT_FALSE(std::isfinite(sums[group.elements.back()]));
+    });
+    for (const Values& values : kept(all)) {
+      EXPECT_TRUE(std::all_of(values.begin(), values.end(), [](double x) { return x - x == 0; }));
+    }
+  }
+}
+
+// Sums beyond the range of float: the owner keeps what is finite.
+TEST_P(PacketSums, ASumMayOverflow) {
+  const AllPackets all = all_packets(*runner_, spec(), {2, true});
+  for (const auto& rank : all) {
+    Values values(static_cast<size_t>(rank->numel()), 3e38);
+    rank->payload->set(values);
+    rank->run(PacketStage::kQuantize);
+  }
+  const Values exact = in_rank_order(values_sent(all));
+  sum(all);
+  const Values sums = all[0]->payload->get();
+  for_each_group(*all[0], [&](const PacketGroup& group, WireDType dtype) {
+    expect_quantized(dtype, values_at(exact, group), values_at(sums, group));
+  });
+  for (const Values& values : kept(all)) {
+    EXPECT_TRUE(std::all_of(values.begin(), values.end(), [](double x) { return x - x == 0; }));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, PacketSums, ::testing::ValuesIn(packet_cases()), packet_case_name);
+
+// All that two hops write, with what a step leaves for the next one.
+std::vector<uint8_t> two_steps(const RunnerFactory& factory, const PacketSpec& spec) {
+  const std::unique_ptr<StageRunner> runner = factory.make();
+  const AllPackets all = all_packets(*runner, spec, {3, true});
+  std::vector<uint8_t> bytes;
+  for (uint64_t step = 0; step < 2; ++step) {
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      all[rank]->payload->set(wide_values(all[rank]->numel(), 30 * step + rank));
+      all[rank]->run(PacketStage::kQuantize);
+    }
+    sum(all);
+  }
+  for (const auto& rank : all) {
+    const std::vector<uint8_t> payload = rank->payload->bytes();
+    const std::vector<uint8_t> kept = encode(DType::kFloat64, rank->kept());
+    bytes.insert(bytes.end(), payload.begin(), payload.end());
+    bytes.insert(bytes.end(), kept.begin(), kept.end());
+  }
+  return bytes;
+}
+
+TEST(PacketSums, AreTheSameOnAnyNumberOfThreadsAndAnyInstructionSet) {
+  for (PacketSpec spec : packet_specs()) {
+    // Enough groups for several threads, of P or of Q.
+    spec.parts = {{40'001, 300, 1}, {200, 7000, 5}, Part::raw(20'000)};
+    std::vector<std::vector<RunnerFactory>> groups = runners_equal_in_all_stages();
+    groups.push_back(runners_equal_in_shared_stages());
+    for (const std::vector<RunnerFactory>& group : groups) {
+      const std::vector<uint8_t> expected = two_steps(group[0], spec);
+      for (const RunnerFactory& other : group) {
+        EXPECT_TRUE(two_steps(other, spec) == expected) << other.name << "_" << describe(spec);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace powersgd::test

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "powersgd/packets.h"
+#include "support/stage_runner.h"
+#include "support/test_bucket.h"
+
+namespace powersgd::test {
+
+// A payload with the P or the Q of some matrices, their raw segments, and flags.
+struct PacketSpec {
+  std::vector<Part> parts;
+  bool is_q = false;
+  DType factor_dtype = DType::kFloat32;
+  WireDType wire = WireDType::kInt8;
+  WireDType raw_wire = WireDType::kFloat32;
+  int64_t flags = 3;
+  int64_t misalignment = 0;  // elements by which every array starts past an aligned address
+};
+
+std::string describe(const PacketSpec& spec);
+
+// How ranks exchange packets.
+struct Exchange {
+  int32_t ranks = 1;
+  bool two_hops = false;
+
+  int32_t chunks() const { return two_hops ? ranks : 1; }
+};
+
+// The elements of a group, by their numbers in the payload, and the rank that owns the group.
+struct PacketGroup {
+  std::vector<size_t> elements;
+  bool is_raw;
+  int64_t owner;  // always 0 in a gather
+};
+
+// The packets of one rank, in the memory of a runner. All values are zeros at first.
+class TestPackets {
+ public:
+  TestPackets(StageRunner& runner, const PacketSpec& spec, const Exchange& exchange,
+              int32_t own_rank = 0);
+
+  void run(PacketStage stage) { runner_.run(stage, packets); }
+
+  // The bytes of `sent`, `received` and `reduced`.
+  std::vector<uint8_t> read(const uint8_t* bytes, int64_t count) const;
+  void write(uint8_t* bytes, const std::vector<uint8_t>& values);
+
+  // Returns the payload that this rank's packet stands for. The payload itself stays.
+  Values values_sent();
+
+  // q_local of all matrices, or what is kept of the raw segments, by the numbers of the elements in
+  // the payload. Elements with nothing of this kind are 0.
+  Values kept() const;
+  void set_kept(const Values& values);
+
+  // Every group of the payload.
+  std::vector<PacketGroup> groups() const;
+  int64_t numel() const { return packets.raw_offset + packets.raw_numel + spec.flags; }
+  int64_t counts_offset() const { return packets.raw_offset + packets.raw_numel; }
+
+  const PacketSpec spec;
+  const Exchange exchange;
+  kernels::Packets packets{};
+  std::unique_ptr<DeviceArray> payload;
+
+ private:
+  void allocate(const kernels::PacketFactors& factors);
+
+  StageRunner& runner_;
+  std::vector<int64_t> q_offsets_;
+  std::vector<std::unique_ptr<DeviceArray>> q_locals_;  // by matrix; none for P
+  std::unique_ptr<DeviceArray> rounding_;
+};
+
+// All ranks of an exchange on one runner.
+using AllPackets = std::vector<std::unique_ptr<TestPackets>>;
+AllPackets all_packets(StageRunner& runner, const PacketSpec& spec, const Exchange& exchange);
+
+// The collectives. `gather` gives every rank the packets of all. `scatter` gives each owner its
+// chunk of every packet, and `collect` gives every rank the sums of all owners.
+void gather(const AllPackets& all);
+void scatter(const AllPackets& all);
+void collect(const AllPackets& all);
+
+// Runs the schedule after quantize.
+void sum(const AllPackets& all);
+
+}  // namespace powersgd::test
