@@ -42,7 +42,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 NOT_COMPARED = (*REFERENCES, "author")  # the author's code does not use DDP
-QUICK_METHODS = "plain fp16 bf16 hook-1-bucket:1 attached:1 bf16-wire:16 int8-wire:4"
+QUICK_METHODS = "plain bf16 hook-1-bucket:1 attached:1 bf16-wire:16 int8-wire:4"
 
 
 def bytes_written() -> int:

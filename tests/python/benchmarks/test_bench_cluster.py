@@ -248,8 +248,8 @@ def test_each_seed_is_timed_to_its_own_plain_run() -> None:
     ]
     compared = figures.compare(rounds, learned, marks)
     assert [mark["steps_to_loss"] for mark in compared["plain"]["marks"]] == [25, 50, 75, 100]
-    # From 0 on, ours is at start - i / 2 + 2.25 in step i, and plain at start - i + 4.5. So the loss
-    # of plain in step i is that of ours in step 2 i - 4.
+    # Counted from 0, plain is at start - i + 4.5 in step i, and ours at start - i / 2 + 2.25. So
+    # ours reaches the loss of plain's step i in its step 2 i - 4.
     early, _, late, last = compared["ours"]["marks"]
     assert (early["steps_to_loss"], late["steps_to_loss"]) == (2 * 24 - 4 + 1, 2 * 74 - 4 + 1)
     assert early["times_sooner_by_seed"] == [25 * 5 / early["steps_to_loss"]] * 3
