@@ -76,6 +76,7 @@ kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_
   bucket.raw_offset = spec.plan.raw_offset();
   bucket.counts_offset = spec.plan.counts_offset();
   bucket.epsilon = spec.options.orthogonalization_epsilon;
+  bucket.warm_start_noise = spec.options.warm_start_noise;
   bucket.seed = static_cast<uint64_t>(spec.options.random_seed);
   return bucket;
 }

@@ -16,7 +16,7 @@
 //   orthogonalize  p_hat = orth(P)
 //   back_project   q_local = p_hat^T M, also written to the Q payload
 //   (the caller sums the Q payload over the ranks)
-//   reconstruct    G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm
+//   reconstruct    G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm, plus noise
 //
 // S is the loss scale. memory holds M of the last step. The residual is memory less the product of
 // the factors that this rank sent, which the next step subtracts.
@@ -186,6 +186,9 @@ struct Bucket {
   bool drop_residual;   // memory and q_local count as zeros: they are another tensor's
   double output_scale;  // 1 for SUM, 1 / world size for AVG
   double epsilon;       // a pivot at or below max(2^-46, epsilon) * trace is dead
+  // The standard deviation of the noise in an element of q_warm, times sqrt(cols). 0: no noise. All
+  // ranks draw the same numbers, from (seed, random_id, step, row, column).
+  double warm_start_noise;
   uint64_t seed;
   uint64_t step;  // or kNextStep
 };

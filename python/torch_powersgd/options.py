@@ -56,7 +56,8 @@ class Options:
         orthogonalization_epsilon: Relative size at which a column counts as zero: its squared norm
             outside of the columns before it, over the sum of all squared norms. The least value in
             effect is 2**-46.
-        random_seed: Seed of the random start. torch's own generators are not touched.
+        random_seed: Seed of the random start and of the noise. torch's own generators are not
+            touched.
         compression_stats_logging_frequency: Number of steps between two summaries in the log.
         scope: Tensors that may be compressed. ``"backward"``: attached models, and large flat
             tensors that are reduced during a backward pass. ``"attached"``: attached models alone.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// reconstruct: G = (output_scale * p_hat) Q ; q_warm = the rows of Q at unit norm.
+// reconstruct: G = (output_scale * p_hat) Q ; q_warm = the rows of Q at unit norm, plus noise.
 //
 //   1. The norm of each row of Q is computed in double. A norm that is not finite skips the step.
 //   2. G is written block by block as in project, and so are the raw segments, which the reduction
@@ -16,6 +16,7 @@
 #include "kernels/cpu/blocking/bands.h"
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/simd/convert.h"
+#include "kernels/cpu/warm_start_noise.h"
 #include "kernels/cpu/with_storage.h"
 #include "kernels/shared/steps.h"
 
@@ -85,8 +86,13 @@ inline void update_warm_start(const Bucket& bucket, const ParallelFor& parallel_
     const int64_t offset = tile.row_begin * matrix.cols;
     const double norm = std::sqrt(*slot_pointer<double>(bucket, tile.slot));
     if (norm == 0 || out_of_use<F>(bucket, matrix)) return;
-    scale_row_of_q(elements<F>(bucket.q_payload, matrix.q_offset) + offset, matrix.cols, 1 / norm,
-                   static_cast<F*>(matrix.q_warm) + offset);
+    const F* row = elements<F>(bucket.q_payload, matrix.q_offset) + offset;
+    F* q_warm = static_cast<F*>(matrix.q_warm) + offset;
+    if (bucket.warm_start_noise > 0) {
+      write_noisy_row(bucket, matrix, tile.row_begin, row, 1 / norm, q_warm);
+    } else {
+      scale_row_of_q(row, matrix.cols, 1 / norm, q_warm);
+    }
   });
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// reconstruct: G = output_scale * p_hat Q, and q_warm = the rows of Q at unit norm.
+// reconstruct: G = output_scale * p_hat Q, and q_warm = the rows of Q at unit norm, plus noise.
 //
 // One launch does all. Its blocks take tickets, in this order:
 //   1. A block for each part of a row of Q adds the squares of its elements in double, and notes
@@ -16,6 +16,7 @@
 #include "kernels/cuda/reconstruct_tensor.cuh"
 #include "kernels/cuda/reconstruct_tile.cuh"
 #include "kernels/shared/steps.h"
+#include "kernels/shared/warm_start_noise.h"
 
 namespace powersgd::kernels::cuda {
 namespace {
@@ -68,13 +69,58 @@ __device__ inline double norm_scale(const Bucket& bucket, const Tile& tile, int6
   return sum > 0 ? 1 / sqrt(sum) : 0;
 }
 
+static_assert(kStrip == kNoiseColumns, "a strip is a group of columns of the noise");
+
+// q_warm at the columns of a strip that a lane has in row k. The loads go ahead of the stores.
+template <typename F>
+__device__ __forceinline__ void warm_row(const Bucket& bucket, const Matrix& matrix,
+                                         const Tile& tile, int64_t k, int lane, double scale,
+                                         float amplitude) {
+  const Payload<F> q = q_of<F>(bucket);
+  const int width = static_cast<int>(tile.col_end - tile.col_begin);
+  const int64_t begin = k * matrix.cols + tile.col_begin;
+  Philox4 bits{};
+  if (amplitude > 0) {
+    bits = first_noise_counter(bucket, matrix, k, tile.col_begin);
+    bits.word[0] += static_cast<uint32_t>(lane);
+    bits = philox4x32(bits, PhiloxKey(bucket.seed));
+  }
+  F values[4];
+  POWERSGD_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const int col = lane + i * kNoiseLanes;
+    values[i] = col < width ? q.load(matrix.q_offset + begin + col) : F{0};
+  }
+  POWERSGD_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const int col = lane + i * kNoiseLanes;
+    // The sum with -0 is the product itself, the sign of a zero included.
+    const double noise = amplitude > 0 ? noise_element(bits.word[i], amplitude) : -0.0;
+    if (col < width)
+      static_cast<F*>(matrix.q_warm)[begin + col] =
+          static_cast<F>(fma(static_cast<double>(values[i]), scale, noise));
+  }
+}
+
+// q_local = 0 at the columns of a tile: nothing that was sent counts.
+template <typename F>
+__device__ void clear_sent(const Matrix& matrix, const Tile& tile) {
+  for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
+    const int64_t col = tile.col_begin + i % kStrip;
+    if (col < tile.col_end) static_cast<F*>(matrix.q_local)[i / kStrip * matrix.cols + col] = 0;
+  }
+}
+
 // q_warm at the columns of a tile. A zero row keeps what q_warm holds. After a skipped step, or if
-// the matrix is out of use, q_warm stays. q_local becomes 0: nothing that was sent counts.
+// the matrix is out of use, q_warm stays and q_local becomes 0.
 template <typename F>
 __device__ void update_warm_start(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
                                   bool skip) {
-  const bool keep = skip || out_of_use(bucket, matrix);
-  const Payload<F> q = q_of<F>(bucket);
+  if (skip || out_of_use(bucket, matrix)) {
+    clear_sent<F>(matrix, tile);
+    return;
+  }
+  const float amplitude = bucket.warm_start_noise > 0 ? noise_amplitude(bucket, matrix) : 0;
   constexpr int kRowsAtOnce = 64;
   double* const scales = reinterpret_cast<double*>(shared_memory() + kTicketBytes);
   for (int64_t first = 0; first < matrix.rank; first += kRowsAtOnce) {
@@ -84,16 +130,11 @@ __device__ void update_warm_start(const Bucket& bucket, const Matrix& matrix, co
     if (static_cast<int>(threadIdx.x) < rows)
       scales[threadIdx.x] = norm_scale(bucket, tile, first + threadIdx.x);
     __syncthreads();
-    for (int i = threadIdx.x; i < rows * kStrip; i += kThreads) {
-      const int64_t col = tile.col_begin + i % kStrip;
-      if (col >= tile.col_end) continue;
-      const int64_t index = (first + i / kStrip) * matrix.cols + col;
-      const double scale = scales[i / kStrip];
-      if (keep)
-        static_cast<F*>(matrix.q_local)[index] = 0;
-      else if (scale > 0)
-        static_cast<F*>(matrix.q_warm)[index] =
-            static_cast<F>(q.load(matrix.q_offset + index) * scale);
+    for (int i = threadIdx.x; i < rows * kNoiseLanes; i += kThreads) {
+      const double scale = scales[i / kNoiseLanes];
+      if (scale > 0)
+        warm_row<F>(bucket, matrix, tile, first + i / kNoiseLanes, i % kNoiseLanes, scale,
+                    amplitude);
     }
   }
 }

@@ -14,24 +14,50 @@
 namespace powersgd::kernels {
 
 // The use of a number is a part of the counter, so that no two uses ever share a number.
-enum class RandomUse : uint32_t { kStart = 0, kDeadColumn = 1 };
+enum class RandomUse : uint32_t { kStart = 0, kDeadColumn = 1, kWarmStart = 2 };
 
 struct Philox4 {
   uint32_t word[4];
 };
 
-POWERSGD_HOST_DEVICE inline Philox4 philox4x32(Philox4 counter, uint32_t key0, uint32_t key1) {
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t{0xD2511F53u} * counter.word[0];
-    const uint64_t product1 = uint64_t{0xCD9E8D57u} * counter.word[2];
-    counter = {{static_cast<uint32_t>(product1 >> 32) ^ counter.word[1] ^ key0,
-                static_cast<uint32_t>(product1),
-                static_cast<uint32_t>(product0 >> 32) ^ counter.word[3] ^ key1,
-                static_cast<uint32_t>(product0)}};
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
+constexpr int kPhiloxRounds = 10;
+
+// The keys of the next round follow from those of this one.
+struct PhiloxKey {
+  uint32_t word[2];
+
+  POWERSGD_HOST_DEVICE explicit PhiloxKey(uint64_t seed)
+      : word{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)} {}
+  POWERSGD_HOST_DEVICE void advance() {
+    word[0] += 0x9E3779B9u;
+    word[1] += 0xBB67AE85u;
+  }
+};
+
+POWERSGD_HOST_DEVICE inline Philox4 philox_round(const Philox4& counter, const PhiloxKey& key) {
+  const uint64_t product0 = uint64_t{0xD2511F53u} * counter.word[0];
+  const uint64_t product1 = uint64_t{0xCD9E8D57u} * counter.word[2];
+  return {{static_cast<uint32_t>(product1 >> 32) ^ counter.word[1] ^ key.word[0],
+           static_cast<uint32_t>(product1),
+           static_cast<uint32_t>(product0 >> 32) ^ counter.word[3] ^ key.word[1],
+           static_cast<uint32_t>(product0)}};
+}
+
+POWERSGD_HOST_DEVICE inline Philox4 philox4x32(Philox4 counter, PhiloxKey key) {
+  for (int round = 0; round < kPhiloxRounds; ++round, key.advance()) {
+    counter = philox_round(counter, key);
   }
   return counter;
+}
+
+// The counter of an index below 2^47.
+POWERSGD_HOST_DEVICE inline Philox4 random_counter(uint64_t random_id, uint64_t step, RandomUse use,
+                                                   uint32_t column, uint64_t index) {
+  const uint32_t step32 = static_cast<uint32_t>(step ^ (step >> 32));
+  const uint32_t use32 = static_cast<uint32_t>(use);
+  return {{static_cast<uint32_t>(index),
+           use32 >> 1 << 31 | static_cast<uint32_t>(index >> 32) << 16 | (column & 0xFFFFu),
+           step32 << 1 | (use32 & 1u), static_cast<uint32_t>(random_id)}};
 }
 
 // Element `index` of random column `column` of matrix `random_id`: near-normal, mean 0, variance
@@ -40,11 +66,8 @@ POWERSGD_HOST_DEVICE inline Philox4 philox4x32(Philox4 counter, uint32_t key0, u
 // multiple of 2^-22 in [-2, 2), exactly representable in float.
 POWERSGD_HOST_DEVICE inline float random_element(uint64_t seed, uint64_t random_id, uint64_t step,
                                                  RandomUse use, uint32_t column, uint64_t index) {
-  const uint32_t step32 = static_cast<uint32_t>(step ^ (step >> 32));
-  const Philox4 bits = philox4x32(
-      {{static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32) << 16 | (column & 0xFFFFu),
-        step32 << 1 | static_cast<uint32_t>(use), static_cast<uint32_t>(random_id)}},
-      static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+  const Philox4 bits =
+      philox4x32(random_counter(random_id, step, use, column, index), PhiloxKey(seed));
   int32_t sum = 0;
   for (int i = 0; i < 4; ++i) sum += static_cast<int32_t>(bits.word[i] >> 10);
   return static_cast<float>(sum - (1 << 23)) * (1.0f / (1 << 22));

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "powersgd/compressor.h"
+#include "powersgd/packets.h"
 #include "support/one_rank.h"
 
 namespace powersgd {
@@ -243,9 +244,8 @@ TEST_P(Wires, TheBytesAreThoseOfThePackets) {
   const Payload& p = rank.compressor->project(at::randn({rank.plan.gradient_numel}), {});
   EXPECT_EQ(p.schedule(), Schedule::kGather);
   // One of 64 elements for each column of P and each row of Q, and one for the raw segment.
-  const int64_t scales = GetParam() == WireDType::kBFloat16 ? 0 : 2;
-  const int64_t group = bits_of(GetParam()) * 64 / 8 + scales;
-  const int64_t raw = bits_of(*raw_wire_of(on_wire(GetParam()))) * 64 / 8;
+  const int64_t group = kernels::group_bytes(GetParam());
+  const int64_t raw = kernels::group_bytes(*raw_wire_of(on_wire(GetParam())));
   const int64_t least = 8 * group + raw + 3;
   EXPECT_GE(rank.compressor->payload_bytes(), least);
   EXPECT_LE(rank.compressor->payload_bytes(), least + 2 * 64 + 8 * 16);  // alignment

@@ -37,6 +37,7 @@ std::vector<uint8_t> run_all_stages(const RunnerFactory& factory, const BucketSp
   const std::unique_ptr<StageRunner> runner = factory.make();
   TestBucket bucket(*runner, spec);
   randomize(bucket, 1);
+  bucket.bucket.warm_start_noise = 0.25;
   for (int step = 0; step < 2; ++step) {
     for (const Stage stage : kSteps) bucket.run(stage);
   }
@@ -67,6 +68,7 @@ std::vector<uint8_t> run_shared_stages(const RunnerFactory& factory, const Bucke
   bucket.p_payload->set(p);
   bucket.q_payload->set(random_values(bucket.bucket.q_numel, 4));
   bucket.bucket.output_scale = 1.0 / 3;
+  bucket.bucket.warm_start_noise = ill_conditioned ? 0 : 0.25;
   bucket.run(Stage::kRandomStart);
   bucket.run(Stage::kOrthogonalize);
   bucket.run(Stage::kReconstruct);

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -159,8 +160,8 @@ class TrainingPair:
         return self.facts
 
 
-def make_pair(**arguments: Any) -> TrainingPair:
-    mesh = mesh_of(("cpu:powersgd", OPTIONS))
+def make_pair(options: tp.Options = OPTIONS, **arguments: Any) -> TrainingPair:
+    mesh = mesh_of(("cpu:powersgd", options))
     attached = sharded(mesh["shard"], **arguments)
     return TrainingPair(
         attached, sharded(mesh_of("gloo"), **arguments), mesh.get_group("replicate")
@@ -182,6 +183,18 @@ def plain(rank: int) -> Facts:
     stats = tp.stats(pair.group)
     facts.extra = stats["steps"], stats["compressed_calls"], sorted(stats["residual_norms"])
     return facts
+
+
+@case
+def int8_wire(rank: int) -> Facts:
+    return make_pair(replace(OPTIONS, wire_dtype="int8")).train(rank)
+
+
+@case
+def int4_wire(rank: int) -> Facts:
+    """Some steps do not use, and therefore do not reduce, a unit."""
+    options = replace(OPTIONS, wire_dtype="int4")
+    return make_pair(options).train(rank, skip=lambda i: 0 if i % 3 == 1 else None)
 
 
 @case

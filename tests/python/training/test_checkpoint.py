@@ -116,6 +116,24 @@ def test_resume_keeps_the_residuals(before: int, after: int) -> None:
         assert from_bytes(ended)["step"] == 11
 
 
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2)])
+@pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8", "int4"])
+def test_resume_keeps_what_a_wire_has_rounded_off(wire: str, before: int, after: int) -> None:
+    options = dataclasses.replace(OPTIONS, wire_dtype=wire)
+    first = ranks.run(before, _job, before, range(6), None, options)[0]
+    saved = from_bytes(first[1])["parameters"]
+    assert set(saved) == {f"weights.{name}" for name in SHAPES}
+    assert saved["weights.bias"]["q"] is None
+    assert saved["weights.bias"]["residual"].shape == SHAPES["bias"]
+    for second in ranks.run(after, _job, after, range(6, 11), first[1], options):
+        errors = _identity_errors([first, second], second[1])
+        assert max(errors.values()) < 1e-5, errors
+    # Without the wire the next gradient takes it along.
+    for second in ranks.run(after, _job, after, range(6, 11), first[1]):
+        errors = _identity_errors([first, second], second[1])
+        assert max(errors.values()) < 1e-5, errors
+
+
 def test_resume_goes_on_as_if_there_had_been_no_end(
     first_job: list[Job],
 ) -> None:

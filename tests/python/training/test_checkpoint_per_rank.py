@@ -35,6 +35,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no-feedback": {"use_error_feedback": False},
     "half-residual": {"residual_dtype": torch.bfloat16},
     "cold": {"warm_start": False},
+    **{wire: {"wire_dtype": wire} for wire in ("bfloat16", "float16", "int8", "int4")},
+    "noise": {"warm_start_noise": 0.5},
 }
 SAVED, ENDED = 4, 8  # steps
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -36,11 +38,12 @@ SCALES = {
 
 
 def _outputs(
-    rank: int, kind: str, scales: list[float], announced: bool
+    rank: int, kind: str, scales: list[float], announced: bool, wire: str | None = None
 ) -> tuple[list[Arrays], dict[str, float]]:
     """The outputs in the units of the unscaled gradient."""
     shapes = FLAT if kind == "flat" else SHAPES
-    ddp = None if kind == "flat" else make_attached(SHAPES, OPTIONS)
+    options = replace(OPTIONS, wire_dtype=wire)
+    ddp = None if kind == "flat" else make_attached(SHAPES, options)
     outputs = []
     for i, scale in enumerate(scales):
         if announced:
@@ -71,6 +74,16 @@ def test_a_scaled_run_is_the_unscaled_one(kind: str, name: str) -> None:
     assert _worst(outputs, expected) < TOLERANCE
     for parameter, norm in norms.items():
         assert scaled_norms[parameter] == pytest.approx(norm * scales[-1], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["attached", "flat"])
+def test_a_scaled_run_on_a_wire_that_rounds(kind: str, wire: str) -> None:
+    options = replace(OPTIONS, wire_dtype=wire)
+    expected, _ = ranks.run(2, _outputs, kind, [1.0] * 6, True, wire, options=options)[0]
+    scales = SCALES["powers"]  # others would round to other codes
+    outputs, _ = ranks.run(2, _outputs, kind, scales, True, wire, options=options)[0]
+    assert _worst(outputs, expected) < TOLERANCE
 
 
 def test_the_backend_must_know_the_scale() -> None:

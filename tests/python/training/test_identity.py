@@ -66,13 +66,16 @@ def test_attached_outputs_and_residual_add_up(
         assert stats["ratio"] > 1.5
 
 
+@pytest.mark.parametrize("wire", [None, torch.bfloat16, torch.float16, "int8", "int4"], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_attached_identity_of_half_gradients(dtype: torch.dtype) -> None:
+def test_attached_identity_of_half_gradients(
+    dtype: torch.dtype, wire: torch.dtype | str | None
+) -> None:
     # The residual is float32 and is taken before the output is rounded. So only the rounding of the
     # outputs is lost: half a unit in the last place of each of 12 outputs. Together they are less
     # than 12 times the norm of their sum. Rounding is as often up as down, so a quarter of that
     # bound leaves room. A residual in the gradient's dtype would lose as much again at every step.
-    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, wire_dtype=wire)
     for errors, *_ in ranks.run(2, _attached, 2, options, dtype):
         assert max(errors.values()) < STEPS / 4 * torch.finfo(dtype).eps / 2, errors
 

@@ -34,5 +34,6 @@
 #include "kernels/shared/packets.h"
 #include "kernels/shared/philox.h"
 #include "kernels/shared/steps.h"
+#include "kernels/shared/warm_start_noise.h"
 #include "kernels/shared/wire.h"
 #include "powersgd/kernels.h"

@@ -11,7 +11,7 @@ namespace powersgd::kernels {
 namespace {
 
 std::vector<uint32_t> philox(const Philox4& counter, uint32_t key0, uint32_t key1) {
-  const Philox4 result = philox4x32(counter, key0, key1);
+  const Philox4 result = philox4x32(counter, PhiloxKey(uint64_t{key1} << 32 | key0));
   return {result.word, result.word + 4};
 }
 
@@ -59,11 +59,12 @@ TEST(Philox, EveryArgumentMatters) {
       sample(1, 1, 2, RandomUse::kStart, 1, 0),
       sample(1, 1, uint64_t{1} << 32 | 1, RandomUse::kStart, 1, 0),
       sample(1, 1, 1, RandomUse::kDeadColumn, 1, 0),
+      sample(1, 1, 1, RandomUse::kWarmStart, 1, 0),
       sample(1, 1, 1, RandomUse::kStart, 2, 0),
       sample(1, 1, 1, RandomUse::kStart, 1, 8),
       sample(1, 1, 1, RandomUse::kStart, 1, uint64_t{1} << 32),
   };
-  EXPECT_EQ(samples.size(), 10u);
+  EXPECT_EQ(samples.size(), 11u);
 }
 
 }  // namespace
