@@ -107,7 +107,13 @@ def _average_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Fu
     return done
 
 
-_average_nothing.__annotations__.clear()  # DDP compares them with types; these are strings
+def _in_bfloat16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook. DDP knows it by its name, and refuses it on a CPU, where Gloo can sum bf16."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+for _hook in (_average_nothing, _in_bfloat16):
+    _hook.__annotations__.clear()  # DDP compares them with types; these are strings
 
 
 def _hooked(hook: Callable[..., Any]) -> Make:
@@ -216,7 +222,7 @@ METHODS = {
     "bf16": Method(
         "torch's bf16 hook",
         PLAIN,
-        _hooked(default_hooks.bf16_compress_hook),
+        _hooked(_in_bfloat16),
         approximates=False,
     ),
     "hook": Method("torch's PowerSGD hook", PLAIN, _power_sgd_hooked()),
