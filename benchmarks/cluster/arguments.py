@@ -15,7 +15,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {
         "models": ["demo"],
         "methods": "none ddp-alone plain fp16 hook-1-bucket:4,16 author:4 attached:4 flat:4"
-        " bf16-wire:16",
+        " bf16-wire:16 int8-wire:16",
         "ranks": [2, 4],
         "rates": ["100mbit", "1gbit", "10gbit"],
         "learning_steps": 120,
@@ -23,7 +23,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "cuda": {
         "models": ["gpt2", "resnet50"],
-        "methods": "none ddp-alone plain bf16 hook:4 attached:4 bf16-wire:16",
+        "methods": "none ddp-alone plain bf16 hook:4 attached:4 int8-wire:16",
         "ranks": [4],
         "rates": ["10gbit"],
         "learning_steps": 0,
@@ -31,7 +31,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 QUICK = {"rounds": 2, "learning_steps": 0, "ranks": [2], "rates": ["1gbit"]}
-PICTURED = "plain hook-1-bucket:16 bf16-wire:16"  # the last one is colored
+PICTURED = "plain hook-1-bucket:16 int8-wire:16"  # the last one is colored
 
 _DECIMAL = re.compile(r"\d+(\.\d+)?")
 

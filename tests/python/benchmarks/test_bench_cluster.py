@@ -23,6 +23,7 @@ import provenance
 import shapes
 from cluster import figures, hosts, launch, models, report
 
+import torch_powersgd as tp
 from support.shaped_links import needs_hosts, needs_taps
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -81,8 +82,10 @@ def test_the_recommended_setting_is_compared_by_default(
     monkeypatch.setattr(sys, "argv", ["bench", "--device", device])
     arguments = bench_cluster.parse_arguments()
     names = [contender.name for contender in arguments.contenders]
-    assert "bf16-wire:16" in names
-    assert arguments.pictured[-1].name == "bf16-wire:16"
+    recommended = tp.Options.recommended()
+    name = f"{recommended.wire_dtype}-wire:{recommended.matrix_approximation_rank}"
+    assert name in names
+    assert arguments.pictured[-1].name == name
 
 
 def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
