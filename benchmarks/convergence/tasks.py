@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What bench_convergence.py trains: three models, two optimizers, two sizes of a batch.
+"""The tasks of bench_convergence.py: three models, two optimizers, two sizes of a batch.
 
 The learning rate of each task is the best of three for a plain all-reduce.
 """
