@@ -94,7 +94,7 @@ def marks(learned: Mapping[str, Sequence[Run]], loss: float | None) -> Marks:
 
 
 def catches_up(run: Run, plain: Run, steps: int) -> bool:
-    """Returns whether the run comes to the loss that plain of the same seed has after so many steps."""
+    """Returns whether the run comes to the loss that plain of its seed has after so many steps."""
     size = window(steps)
     return steps_to(smoothed(plain.losses[:steps], size)[-1], run.losses, size) is not None
 

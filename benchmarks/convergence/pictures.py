@@ -57,10 +57,15 @@ def draw(record: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("times fewer bytes than plain")
     order = [METHODS[name].title for name in STYLES]
     shown = sorted(labels, key=order.index)
-    panels[0][0].legend(
-        [labels[label] for label in shown], shown, frameon=False, fontsize=7, loc="upper left"
+    figure.legend(
+        [labels[label] for label in shown],
+        shown,
+        frameon=False,
+        fontsize=8,
+        ncols=4,
+        loc="upper center",
     )
-    finish(figure, path)
+    finish(figure, path, top=1 - 0.55 / figure.get_figheight())
 
 
 def _lines(methods: Methods) -> dict[str, list[Point]]:
@@ -107,6 +112,7 @@ def _scales(axes: Any, losses: list[list[float]]) -> None:
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.tick_params(labelbottom=True)  # shared axes have none but in the last row
     axes.set_yscale("symlog", linthresh=LINEAR)
     axes.set_yticks([-0.1, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1])
     axes.yaxis.set_major_formatter("{x:+g}")
@@ -123,11 +129,12 @@ def log_scale(axes: Any) -> None:
     axes.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
-def finish(figure: Any, path: Path) -> None:
+def finish(figure: Any, path: Path, top: float = 1) -> None:
+    """Writes the figure, whose panels take the part of it that is below `top`."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, top))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -146,6 +146,7 @@ def markdown(record: dict[str, Any]) -> str:
         rows += [
             [title, *(cell(runs) for cell in cells.values())] for title, runs in methods.items()
         ]
-        table = "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
+        lines = ("".join(f" {cell} |" if cell else " |" for cell in row) for row in rows)
+        table = "\n".join(f"|{line}" for line in lines)
         parts.append(f"{_title(record, task, methods)}:\n\n{table}\n")
     return "\n".join(parts)

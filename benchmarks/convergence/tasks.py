@@ -56,17 +56,22 @@ class Task:
     optimizer: str
     arguments: str  # of the example
     quick: str  # further arguments, with --quick
+    note: str = ""  # the end of the title
 
     @property
     def about(self) -> dict[str, str]:
         """The part of a record that says what was trained."""
-        return {"title": f"{self.model}, {self.optimizer}", "arguments": self.arguments}
+        title = f"{self.model}, {self.optimizer}{self.note}"
+        return {"title": title, "arguments": self.arguments}
 
     def quickened(self) -> Task:
         return replace(self, arguments=f"{self.arguments} {self.quick}")
 
-    def variant(self, optimizer: str, more: str) -> Task:
+    def with_optimizer(self, optimizer: str, more: str) -> Task:
         return replace(self, optimizer=optimizer, arguments=f"{self.arguments} {more}")
+
+    def with_large_batch(self, more: str) -> Task:
+        return replace(self, arguments=f"{self.arguments} {more}", note=", 4 times the batch")
 
     def trainer(self, seed: int, wrap: Callable[[nn.Module], nn.Module]) -> Any:
         parser, trainer_of = self.example()
@@ -104,10 +109,10 @@ TASKS = {
     "language": LANGUAGE,
     "digits": DIGITS,
     "lstm": LSTM,
-    "language-sgd": LANGUAGE.variant("SGD with momentum", "--lr 0.3"),
-    "digits-adamw": DIGITS.variant("AdamW", "--lr 2e-3"),
-    "lstm-sgd": LSTM.variant("SGD with momentum", "--lr 0.5"),
-    "language-4x": LANGUAGE.variant("AdamW", "--batch 8"),
-    "digits-4x": DIGITS.variant("SGD with momentum", "--batch 128"),
-    "lstm-4x": LSTM.variant("AdamW", "--batch 32"),
+    "language-sgd": LANGUAGE.with_optimizer("SGD with momentum", "--lr 0.3"),
+    "digits-adamw": DIGITS.with_optimizer("AdamW", "--lr 2e-3"),
+    "lstm-sgd": LSTM.with_optimizer("SGD with momentum", "--lr 0.5"),
+    "language-4x": LANGUAGE.with_large_batch("--batch 8"),
+    "digits-4x": DIGITS.with_large_batch("--batch 128"),
+    "lstm-4x": LSTM.with_large_batch("--batch 32"),
 }
