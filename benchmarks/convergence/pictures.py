@@ -49,7 +49,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     labels: dict[str, Any] = {}
     for axes, name in zip(panels.flat, tasks, strict=False):
         _draw_task(axes, by_method(record, name))
-        axes.set_title(record["tasks"][name]["title"], fontsize=9)
+        axes.set_title(record["tasks"][name]["title"].replace(", ", ",\n", 1), fontsize=9)
         labels.update(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     for row in panels:
         row[0].set_ylabel("loss above plain's of the same seed")
@@ -57,14 +57,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("times fewer bytes than plain")
     order = [METHODS[name].title for name in STYLES]
     shown = sorted(labels, key=order.index)
-    figure.legend(
-        [labels[label] for label in shown],
-        shown,
-        frameon=False,
-        fontsize=8,
-        ncols=4,
-        loc="upper center",
-    )
+    where = {"loc": "upper center", "ncols": min(4, 2 * columns)}
+    figure.legend([labels[each] for each in shown], shown, frameon=False, fontsize=8, **where)
     finish(figure, path, top=1 - 0.55 / figure.get_figheight())
 
 

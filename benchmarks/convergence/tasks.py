@@ -100,7 +100,7 @@ LSTM = Task(
     "character LSTM on the standard library",
     _recurrent,
     "AdamW",
-    "--layers 1 --width 256 --context 64 --batch 8 --steps 300 --validate-every 100 --lr 5e-3",
+    "--layers 1 --width 256 --context 64 --batch 8 --steps 300 --validate-every 100 --lr 2e-2",
     "--width 64 --context 16 --steps 12 --characters 200000 --validate-every 12",
 )
 # The names of the three models, and of their variants: the other optimizer, and a global batch
