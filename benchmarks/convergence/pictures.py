@@ -57,7 +57,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("times fewer bytes than plain")
     order = [METHODS[name].title for name in STYLES]
     shown = sorted(labels, key=order.index)
-    where = {"loc": "upper center", "ncols": min(4, 2 * columns)}
+    where: dict[str, Any] = {"loc": "upper center", "ncols": min(4, 2 * columns)}
     figure.legend([labels[each] for each in shown], shown, frameon=False, fontsize=8, **where)
     finish(figure, path, top=1 - 0.55 / figure.get_figheight())
 
