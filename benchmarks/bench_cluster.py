@@ -21,8 +21,11 @@ devices that one process forwards between, because netem is a module that many k
 cluster/delayed_links.py. TCP's windows are the machine's own, and so is its congestion control
 unless --congestion-control names one.
 
-The loss is from longer runs on unshaped links, on the same text for every method; with --seeds, a
-figure by the loss is the median over the seeds. The bytes are the interface's count, which knows
+The loss is from longer runs on unshaped links, on the same text for every method. The seconds to a
+loss are the steps to it times the median step. The losses are those of plain at each quarter of its
+steps, a seed's against the same seed's; with --seeds, a figure is the median over the seeds. A
+method that has not reached plain's last loss by plain's last step trains half as long again. The
+bytes are the interface's count, which knows
 large segments before they are cut: a few per cent of headers less than on a cable.
 """
 
@@ -101,6 +104,7 @@ class Bench:
             parameters = models.TASKS[model].make().parameters()
             gradient_bytes = sum(p.numel() * p.element_size() for p in parameters)
         learned = self._learned(model, ranks)
+        marks = figures.marks(learned, self.arguments.loss)
         for rate, delay_ms in itertools.product(self.arguments.rates, self.arguments.delays):
             # Six times the seconds that a ring all-reduce needs on the link.
             limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
@@ -110,7 +114,7 @@ class Bench:
                     contender: stack.enter_context(self._ranks(cluster, limit, model, contender))
                     for contender in self.contenders
                 }
-                setting = self._setting(model, cluster, learned)
+                setting = self._setting(model, cluster, learned, marks)
                 setting["predicted_ms"] = launch.predict(
                     cluster,
                     self.variables,
@@ -119,7 +123,7 @@ class Bench:
                     model=model,
                     device=self.arguments.device,
                 )
-                self._play(players, setting, learned)
+                self._play(players, setting, learned, marks)
 
     def _ranks(
         self, cluster: hosts.Hosts, limit: float, model: str, contender: Contender, seed: int = 0
@@ -144,27 +148,41 @@ class Bench:
             return {c.name: of_earlier[c.name] for c in self.contenders if c.name in of_earlier}
         learned: dict[str, list[launch.Run]] = {}
         if self.arguments.learning_steps:
+            learners = [c for c in self.contenders if c in self.arguments.learning and c.learns]
+            learners.sort(key=lambda contender: contender.method != "plain")
             with hosts.Hosts(ranks, None) as cluster:
-                for contender in self.contenders:
-                    if contender in self.arguments.learning and contender.learns:
-                        learned[contender.name] = [
-                            self._learn(cluster, model, contender, seed)
-                            for seed in range(self.arguments.seeds)
-                        ]
+                for contender in learners:
+                    learned[contender.name] = [
+                        self._learn(cluster, model, contender, seed, learned.get("plain"))
+                        for seed in range(self.arguments.seeds)
+                    ]
         return learned
 
     def _learn(
-        self, cluster: hosts.Hosts, model: str, contender: Contender, seed: int
+        self,
+        cluster: hosts.Hosts,
+        model: str,
+        contender: Contender,
+        seed: int,
+        plain: Sequence[launch.Run] | None,
     ) -> launch.Run:
+        """Trains for the steps of plain, and half as many more if plain's loss needs them."""
+        steps = self.arguments.learning_steps
         with self._ranks(cluster, 20, model, contender, seed) as ranks:
-            run = ranks.turn(self.arguments.learning_steps - WARMUP_STEPS - 1)
+            run = ranks.turn(steps - WARMUP_STEPS - 1)
+            if plain and run.succeeded and not figures.catches_up(run, plain[seed], steps):
+                more = ranks.turn(steps // 2 - 1)
+                run = max(run, more, key=lambda run: len(run.losses))  # a failure starts anew
         _tell(f"{model}, {len(cluster)} ranks, loss of seed {seed}", contender, run)
         return run
 
     def _setting(
-        self, model: str, cluster: hosts.Hosts, learned: Mapping[str, Sequence[launch.Run]]
+        self,
+        model: str,
+        cluster: hosts.Hosts,
+        learned: Mapping[str, Sequence[launch.Run]],
+        marks: figures.Marks,
     ) -> dict[str, Any]:
-        loss = self.arguments.loss
         setting: dict[str, Any] = {
             "model": model,
             "ranks": len(cluster),
@@ -172,10 +190,7 @@ class Bench:
             "delay_ms": cluster.delay_ms,
             "congestion_control": cluster.congestion_control,
             "load_average_before": os.getloadavg()[0],
-            "loss": loss if loss is not None else figures.target_loss(learned),
-            "learning_steps": max(
-                (len(run.losses) for runs in learned.values() for run in runs), default=0
-            ),
+            **marks.record(),
             "learning_failures": {
                 name: [run.failures for run in runs] for name, runs in learned.items()
             },
@@ -193,6 +208,7 @@ class Bench:
         players: Mapping[Contender, launch.Ranks],
         setting: dict[str, Any],
         learned: Mapping[str, Sequence[launch.Run]],
+        marks: figures.Marks,
     ) -> None:
         """Measures the rounds of a setting."""
         where = figures.title(setting)
@@ -209,7 +225,7 @@ class Bench:
                     self.record["device"] = run.device
                 if number == 0 or run.failures:
                     _tell(where, contender, run)
-            compared = figures.compare(rounds, learned, setting["loss"])
+            compared = figures.compare(rounds, learned, marks)
             for method, milliseconds in setting["predicted_ms"].items():
                 if method in compared:
                     compared[method]["predicted_ms"] = milliseconds

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cluster.methods import EXACT_STEPS, METHODS, Trainee
-from convergence import ranks, report
+from convergence import pictures, ranks
 from matplotlib import pyplot
 from provenance import heading, processor, provenance
 from rich.progress import track
@@ -134,8 +134,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
     panels[1].legend(frameon=False, fontsize=8)
     for axes in panels:
         axes.set_xlabel("step")
-        report.log_scale(axes)
-    report.finish(figure, path)
+        pictures.log_scale(axes)
+    pictures.finish(figure, path)
 
 
 def main() -> None:

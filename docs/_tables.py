@@ -66,9 +66,21 @@ def learning(record: Record) -> str:
     for method in _methods(record):
         figures = [each["methods"].get(method, {}) for each in settings]
         if figures[0].get("final_loss") is not None:
-            seconds = [each.get("seconds_to_loss") for each in figures]
-            shown = [f"{each:.1f}" if each else f"not within {steps} steps" for each in seconds]
-            rows.append([record["titles"][method], f"{figures[0]['final_loss']:.3f}", *shown])
+            seconds = [_seconds(each, f"not within {steps} steps") for each in figures]
+            rows.append([record["titles"][method], f"{figures[0]['final_loss']:.3f}", *seconds])
+    return _markdown(headings, rows)
+
+
+def on_the_way(record: Record) -> str:
+    """The seconds to plain's losses on the way at 1 Gbit/s, and how many times sooner that is."""
+    (setting,) = (each for each in record["settings"] if each["rate"] == "1gbit")
+    steps = [round(share * setting["learning_steps"]) for share in setting["mark_shares"]]
+    headings = ["method", *(f"seconds to plain's loss at step {step}" for step in steps)]
+    rows = [
+        [record["titles"][method], *(_seconds(mark, "not reached") for mark in figures["marks"])]
+        for method, figures in setting["methods"].items()
+        if figures.get("marks")
+    ]
     return _markdown(headings, rows)
 
 
@@ -90,7 +102,7 @@ def stages(record: Record) -> str:
 
 
 TABLES: dict[str, Callable[[Record], str]] = {
-    made.__name__: made for made in (links, learning, stages)
+    made.__name__: made for made in (links, learning, on_the_way, stages)
 }
 
 
@@ -103,6 +115,14 @@ def _methods(record: Record) -> list[str]:
 def _link(setting: Record) -> str:
     number, unit = re.fullmatch(r"(\d+)(\w+)", setting["rate"]).groups()  # type: ignore[union-attr]
     return f"{number} {_RATES[unit]}"
+
+
+def _seconds(figures: Record, never: str) -> str:
+    """The seconds to a loss, with the times that they are fewer than plain's."""
+    seconds, sooner = figures.get("seconds_to_loss"), figures.get("times_sooner")
+    if seconds is None:
+        return never
+    return f"{seconds:.1f}" + (f" ({sooner:.1f} times sooner)" if sooner else "")
 
 
 def _sent(settings: Sequence[Record], method: str) -> str:

@@ -13,6 +13,7 @@ import argparse
 import torch
 import training
 from char_gpt import CharGPT, Shape, read_text, sample
+from torch import nn
 
 
 def options() -> argparse.ArgumentParser:
@@ -30,7 +31,7 @@ def options() -> argparse.ArgumentParser:
 class LanguageTrainer(training.Trainer):
     def __init__(self, args: argparse.Namespace, wrap: training.Wrap | None = None) -> None:
         torch.manual_seed(args.seed)
-        model = CharGPT(Shape(args.layers, args.width, args.heads, args.context))
+        model = self.make_model(args)
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -39,6 +40,10 @@ class LanguageTrainer(training.Trainer):
         text = read_text(args.characters)
         shards, self.validation = text[: -len(text) // 10], text[-len(text) // 10 :]
         self.shard = shards.chunk(self.world)[self.rank]
+
+    @staticmethod
+    def make_model(args: argparse.Namespace) -> nn.Module:
+        return CharGPT(Shape(args.layers, args.width, args.heads, args.context))
 
     def sample(self, generator: torch.Generator) -> training.Batch:
         return sample(self.shard, self.args.batch, self.args.context, generator)

@@ -15,7 +15,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {
         "models": ["demo"],
         "methods": "none ddp-alone plain fp16 hook-1-bucket:4,16 author:4 attached:4 flat:4"
-        " bf16-wire:16",
+        " bf16-wire:16 int8-wire:16",
         "ranks": [2, 4],
         "rates": ["100mbit", "1gbit", "10gbit"],
         "learning_steps": 120,
@@ -23,7 +23,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "cuda": {
         "models": ["gpt2", "resnet50"],
-        "methods": "none ddp-alone plain bf16 hook:4 attached:4 bf16-wire:16",
+        "methods": "none ddp-alone plain bf16 hook:4 attached:4 int8-wire:16",
         "ranks": [4],
         "rates": ["10gbit"],
         "learning_steps": 0,
@@ -31,7 +31,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 QUICK = {"rounds": 2, "learning_steps": 0, "ranks": [2], "rates": ["1gbit"]}
-PICTURED = "plain hook-1-bucket:16 bf16-wire:16"  # the last one is colored
+PICTURED = "plain hook-1-bucket:16 int8-wire:16"  # the last one is colored
 
 _DECIMAL = re.compile(r"\d+(\.\d+)?")
 
@@ -109,7 +109,7 @@ def _parser(doc: str) -> argparse.ArgumentParser:
         default=1,
     )
     add("--losses", "results whose losses are taken, in place of such runs", type=Path)
-    add("--loss", "loss to time (what plain has after 3/4 of its steps)", type=float)
+    add("--loss", "loss to time, in place of plain's at each quarter of its steps", type=float)
     add("--quick", "two rounds, 2 ranks, 1gbit, no loss", action="store_true")
     add("--json", "file for the results, written after every round", type=Path)
     add("--logs", "folder for the logs of ranks that fail, and of the GPU's MPS daemon", type=Path)

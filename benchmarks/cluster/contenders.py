@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The methods that a benchmark compares, each at the ranks of the approximation that are asked for.
 
-On the command line: `plain hook-1-bucket:4 bf16-wire:8,16`.
+On the command line: `plain hook-1-bucket:4 int8-wire:8,16 int8-wire+warm_start_noise=0.2:4`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from cluster.figures import REFERENCES
-from cluster.methods import METHODS, Method
+from cluster.methods import Method, find
 
 
 class Contender(NamedTuple):
@@ -27,12 +27,12 @@ class Contender(NamedTuple):
 
     @property
     def title(self) -> str:
-        title = METHODS[self.method].title
-        return title if self.rank is None else f"{title}, rank {self.rank}"
+        how = self.how
+        return how.title if self.rank is None else f"{how.title}, {how.measure} {self.rank}"
 
     @property
     def how(self) -> Method:
-        return METHODS[self.method]
+        return find(self.method)
 
     @property
     def learns(self) -> bool:
@@ -48,15 +48,15 @@ class Wanted(NamedTuple):
 
 
 def parse(text: str) -> Wanted:
-    """Reads METHOD or METHOD:RANK,RANK."""
+    """Reads METHOD or METHOD:RANK,RANK, where a METHOD may have options."""
     method, colon, ranks = text.partition(":")
-    if method not in METHODS:
-        raise argparse.ArgumentTypeError(
-            f"invalid choice: {method!r} (choose from {', '.join(METHODS)})"
-        )
+    try:
+        found = find(method)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     if not colon:
         return Wanted(method, ())
-    if not METHODS[method].approximates:
+    if not found.approximates:
         raise argparse.ArgumentTypeError(f"{method} has no rank, got {text!r}")
     words = ranks.split(",")
     if not all(word.isdecimal() and int(word) > 0 for word in words):
@@ -68,6 +68,6 @@ def expand(wanted: Iterable[Wanted], ranks: Sequence[int]) -> list[Contender]:
     """Each method at its own ranks, or at `ranks` if it names none. No contender comes twice."""
     result: dict[Contender, None] = {}
     for method, own in wanted:
-        of_method = (own or ranks) if METHODS[method].approximates else [None]
+        of_method = (own or ranks) if find(method).approximates else [None]
         result.update(dict.fromkeys(Contender(method, rank) for rank in of_method))
     return list(result)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.launch import Run
@@ -13,6 +14,7 @@ from cluster.launch import Run
 # Methods that average nothing. A figure says how much longer a step is than theirs.
 REFERENCES = {"none": "above_none", "ddp-alone": "above_ddp_alone"}
 LEAST_WINDOW = 10
+MARKS = (0.25, 0.5, 0.75, 1)  # the shares of plain's steps whose losses all methods are timed to
 Figures = dict[str, Any]
 
 
@@ -27,31 +29,74 @@ def title(setting: Mapping[str, Any]) -> str:
     return f"{setting['model']}, {setting['ranks']} ranks, {link(setting)}{tcp}"
 
 
-def window(losses: Sequence[float]) -> int:
+def window(steps: int) -> int:
     """The number of steps whose mean is a loss, since a single batch says little."""
-    return max(LEAST_WINDOW, len(losses) // 10)
+    return max(LEAST_WINDOW, steps // 10)
 
 
-def smoothed(losses: Sequence[float]) -> list[float]:
-    """The mean of the last losses, at each step."""
-    size = window(losses)
+def smoothed(losses: Sequence[float], size: int) -> list[float]:
+    """The mean of the last `size` losses, at each step."""
     windows = (losses[max(0, i + 1 - size) : i + 1] for i in range(len(losses)))
     return [statistics.mean(values) for values in windows]
 
 
-def steps_to(loss: float, losses: Sequence[float]) -> int | None:
+def steps_to(loss: float, losses: Sequence[float], size: int) -> int | None:
     """The first step at which the smoothed loss is that low. None means that it never is."""
-    for i, value in enumerate(smoothed(losses)):
-        if i + 1 >= window(losses) and value <= loss:
+    for i, value in enumerate(smoothed(losses, size)):
+        if i + 1 >= size and value <= loss:
             return i + 1
     return None
 
 
-def target_loss(learned: Mapping[str, Sequence[Run]]) -> float | None:
-    """Returns the loss of plain averaging after three quarters of its steps: a median."""
-    runs = [run for run in learned.get("plain", []) if len(run.losses) >= 4 * LEAST_WINDOW]
-    reached = [smoothed(run.losses)[len(run.losses) * 3 // 4 - 1] for run in runs]
-    return statistics.median(reached) if reached else None
+@dataclass(frozen=True)
+class Marks:
+    """The losses that all methods are timed to. Plain's own, each seed's against its own.
+
+    Args:
+        steps: the number of steps of plain's runs.
+        shares: the shares of plain's steps after which it has the losses; empty for a given loss.
+        losses: for each of them, the loss of each seed.
+    """
+
+    steps: int
+    shares: Sequence[float]
+    losses: Sequence[Sequence[float]]
+
+    def record(self) -> dict[str, Any]:
+        """The part of a record that says what the methods are timed to."""
+        last = statistics.median(self.losses[-1]) if self.losses else None
+        return {
+            "learning_steps": self.steps,
+            "loss": last,
+            "marks": [[round(loss, 4) for loss in each] for each in self.losses],
+            "mark_shares": list(self.shares),
+        }
+
+
+def marks(learned: Mapping[str, Sequence[Run]], loss: float | None) -> Marks:
+    """Returns the losses of plain at MARKS of its steps, or a given one.
+
+    Args:
+        learned: the runs of each method, one a seed.
+        loss: the loss to time to in place of plain's.
+    """
+    plain = learned.get("plain", [])
+    lengths = [len(run.losses) for runs in learned.values() for run in runs]
+    steps = min((len(run.losses) for run in plain), default=max(lengths, default=0))
+    if loss is not None:
+        seeds = max((len(runs) for runs in learned.values()), default=0)
+        return Marks(steps, (), [[loss] * seeds] if seeds else [])
+    if not plain or steps < 4 * LEAST_WINDOW:
+        return Marks(steps, (), [])
+    smooth = [smoothed(run.losses[:steps], window(steps)) for run in plain]
+    losses = [[each[round(steps * share) - 1] for each in smooth] for share in MARKS]
+    return Marks(steps, MARKS, losses)
+
+
+def catches_up(run: Run, plain: Run, steps: int) -> bool:
+    """Returns whether the run comes to the loss that plain of its seed has after so many steps."""
+    size = window(steps)
+    return steps_to(smoothed(plain.losses[:steps], size)[-1], run.losses, size) is not None
 
 
 def learned(record: Mapping[str, Any], model: str, ranks: int) -> dict[str, list[Run]]:
@@ -73,14 +118,14 @@ def learned(record: Mapping[str, Any], model: str, ranks: int) -> dict[str, list
 
 
 def compare(
-    rounds: Sequence[Mapping[str, Run]], learned: Mapping[str, Sequence[Run]], loss: float | None
+    rounds: Sequence[Mapping[str, Run]], learned: Mapping[str, Sequence[Run]], marks: Marks
 ) -> dict[str, Figures]:
     """The figures of each method.
 
     Args:
         rounds: the runs of each round, by method; one without milliseconds has failed.
         learned: longer runs, one a seed, for the loss.
-        loss: to which the time is given.
+        marks: the losses to which the time is given.
     """
     methods = dict.fromkeys(method for turns in rounds for method in turns)
     result = {method: _times(method, rounds) for method in methods}
@@ -92,28 +137,52 @@ def compare(
         if figures.get("peak_memory_bytes") and plain.get("peak_memory_bytes"):
             beyond = figures["peak_memory_bytes"] - plain["peak_memory_bytes"]
             figures["memory_beyond_plain_in_gradients"] = beyond / figures["gradient_bytes"]
-        if losses := [run.losses for run in learned.get(method, []) if run.losses]:
-            figures.update(_learning(losses, loss, figures.get("step_ms")))
+        runs = learned.get(method, [])
+        if any(run.losses for run in runs):
+            figures.update(_learning(runs, marks, figures.get("step_ms")))
+    for figures in result.values():
+        _against_plain(figures, plain)
     return result
 
 
-def _learning(losses: Sequence[list[float]], loss: float | None, step_ms: float | None) -> Figures:
+def _median(values: Sequence[float | None]) -> float | None:
+    """The median, where None is a run that never comes so far and counts as longer than any."""
+    median = statistics.median(math.inf if value is None else value for value in values)
+    return median if median < math.inf else None
+
+
+def _learning(runs: Sequence[Run], marks: Marks, step_ms: float | None) -> Figures:
     """Returns the figures of a method's runs for the loss: medians over the seeds, and by seed."""
-    steps = [steps_to(loss, run) if loss is not None else None for run in losses]
-    # A run that never reaches the loss counts as longer than any.
-    median = statistics.median(math.inf if number is None else number for number in steps)
-    reached = median < math.inf
-    figures: Figures = {
-        "final_loss": statistics.median(smoothed(run)[-1] for run in losses),
-        "steps_to_loss": median if reached else None,
-        "steps_to_loss_by_seed": steps,
-    }
-    if reached and step_ms is not None:
-        figures["seconds_to_loss"] = median * step_ms / 1e3
-        figures["seconds_to_loss_by_seed"] = [
-            None if number is None else number * step_ms / 1e3 for number in steps
-        ]
+    size = window(marks.steps)
+    ends = [smoothed(run.losses[: marks.steps], size)[-1] for run in runs if run.losses]
+    figures: Figures = {"final_loss": statistics.median(ends), "marks": []}
+    for losses in marks.losses:
+        # A loss is that of a seed, or of all seeds.
+        pairs = zip(losses, runs, strict=False)
+        steps = [steps_to(loss, run.losses, size) if run.losses else None for loss, run in pairs]
+        mark: Figures = {"steps_to_loss": _median(steps), "steps_to_loss_by_seed": steps}
+        if step_ms is not None:
+            by_seed = [None if number is None else number * step_ms / 1e3 for number in steps]
+            mark["seconds_to_loss_by_seed"] = by_seed
+            mark["seconds_to_loss"] = _median(by_seed)
+        figures["marks"].append(mark)
+    if figures["marks"]:
+        figures.update(figures["marks"][-1])
     return figures
+
+
+def _against_plain(figures: Figures, plain: Figures) -> None:
+    """Adds how many times sooner than plain a method is at each mark: a median over the seeds."""
+    by_seed = "seconds_to_loss_by_seed"
+    for ours, theirs in zip(figures.get("marks", []), plain.get("marks", []), strict=False):
+        if by_seed in ours and by_seed in theirs:
+            pairs = zip(ours[by_seed], theirs[by_seed], strict=False)
+            # Zero stands for a run that never reaches the loss.
+            ratios = [their / our if our and their else 0.0 for our, their in pairs]
+            ours["times_sooner_by_seed"] = ratios
+            ours["times_sooner"] = statistics.median(ratios)
+    if figures.get("marks"):
+        figures.update(figures["marks"][-1])
 
 
 def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:

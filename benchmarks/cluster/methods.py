@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ways to average gradients that are compared. A new one is an entry of METHODS."""
+"""The ways to average gradients that are compared. A new one is an entry of METHODS.
+
+find() also knows this project's methods with other options: "int8-wire+warm_start_noise=0.2".
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +25,8 @@ import torch_powersgd as tp
 # Steps at the start that every compressing method averages exactly.
 EXACT_STEPS = 3
 PLAIN = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+# The best of three on the language model of bench_convergence.py. DeMo applies only signs.
+_DEMO_LEARNING_RATE = 1e-3
 POWERSGD = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
 
 
@@ -30,6 +36,7 @@ class Trainee:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.module = model  # the module to call
+        self.optimizer: torch.optim.Optimizer | None = None  # the one that the method brings
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within the context the gradients are the averages. After it they are as before."""
@@ -85,7 +92,9 @@ class Method:
     options: Callable[[int, int], tp.Options] | None = None  # the process group's; rank, seed
     lacks: Callable[[], str] = lambda: ""  # why it cannot run here
     attached: bool = False  # this project's, layer by layer
-    approximates: bool = True  # by factors, which have a rank
+    approximates: bool = True  # by factors, which have a rank, or by what `measure` says
+    measure: str = "rank"
+    fields: Mapping[str, Any] = field(default_factory=dict)  # options that are not the default
 
 
 def _parallel(model: nn.Module, rank: int, seed: int) -> Trainee:
@@ -98,7 +107,13 @@ def _average_nothing(state: object, bucket: dist.GradBucket) -> torch.futures.Fu
     return done
 
 
-_average_nothing.__annotations__.clear()  # DDP compares them with types; these are strings
+def _in_bfloat16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook. DDP knows it by its name, and refuses it on a CPU, where Gloo can sum bf16."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+for _hook in (_average_nothing, _in_bfloat16):
+    _hook.__annotations__.clear()  # DDP compares them with types; these are strings
 
 
 def _hooked(hook: Callable[..., Any]) -> Make:
@@ -157,6 +172,7 @@ def _attached(title: str, **fields: Any) -> Method:
         lambda rank, seed: _options(rank, seed, **fields),
         lacks,
         attached=True,
+        fields=fields,
     )
 
 
@@ -167,6 +183,24 @@ def _author_lacks() -> str:
     return (
         "no module powersgd; what pip installs under that name is empty: clone "
         "https://github.com/epfml/powersgd and put the clone on PYTHONPATH"
+    )
+
+
+def _demo(model: nn.Module, top: int, seed: int) -> Trainee:
+    """DeMo, an optimizer, which averages by itself. It takes the place of the task's optimizer."""
+    from DeMo.demo import DeMo
+
+    trainee = _hooked(_average_nothing)(model, top, seed)
+    trainee.optimizer = DeMo(model.parameters(), lr=_DEMO_LEARNING_RATE, compression_topk=top)
+    return trainee
+
+
+def _demo_lacks() -> str:
+    if importlib.util.find_spec("DeMo") and importlib.util.find_spec("DeMo.demo"):
+        return ""
+    return (
+        "no module DeMo.demo, of which there is no package: clone "
+        "https://github.com/bloc97/DeMo and put the folder with the clone on PYTHONPATH"
     )
 
 
@@ -188,7 +222,7 @@ METHODS = {
     "bf16": Method(
         "torch's bf16 hook",
         PLAIN,
-        _hooked(default_hooks.bf16_compress_hook),
+        _hooked(_in_bfloat16),
         approximates=False,
     ),
     "hook": Method("torch's PowerSGD hook", PLAIN, _power_sgd_hooked()),
@@ -205,7 +239,40 @@ METHODS = {
         lambda model, rank, seed: Author(model, rank),
         lacks=_author_lacks,
     ),
+    "demo": Method("DeMo", PLAIN, _demo, lacks=_demo_lacks, measure="top"),
     "attached": _attached("ours, attached"),
     "flat": Method("ours, flat", POWERSGD, _parallel, _options),
     "bf16-wire": _attached("ours, bf16 wire", wire_dtype=torch.bfloat16),
+    "int8-wire": _attached("ours, int8 wire", wire_dtype="int8"),
+    "int4-wire": _attached("ours, int4 wire", wire_dtype="int4"),
 }
+
+
+def find(name: str) -> Method:
+    """The method of this name, which is one of METHODS or METHOD+OPTION=VALUE+OPTION=VALUE.
+
+    Raises:
+        ValueError: If there is no such method, or it has no options, or an option has no value.
+    """
+    base, *settings = name.split("+")
+    if base not in METHODS:
+        raise ValueError(f"invalid choice: {base!r} (choose from {', '.join(METHODS)})")
+    method = METHODS[base]
+    if not settings:
+        return method
+    if not method.attached:
+        raise ValueError(f"{base} has no options, got {name!r}")
+    fields = dict(map(_option, settings))
+    titles = [f"{option.replace('_', ' ')} {value}" for option, value in fields.items()]
+    return _attached(", ".join([method.title, *titles]), **{**method.fields, **fields})
+
+
+def _option(setting: str) -> tuple[str, Any]:
+    """Reads OPTION=VALUE. A value that is not JSON is a text, as that of a dtype."""
+    option, equals, value = setting.partition("=")
+    if not equals or option not in tp.Options.__dataclass_fields__:
+        raise ValueError(f"OPTION=VALUE with a field of Options, got {setting!r}")
+    try:
+        return option, json.loads(value)
+    except json.JSONDecodeError:
+        return option, value

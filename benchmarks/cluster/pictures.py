@@ -26,13 +26,16 @@ _SHORT = {  # a bar's label is short; the text beside the picture says the rest
     "hook-1-bucket": "torch's PowerSGD hook",
     "attached": "torch_powersgd",
     "bf16-wire": "torch_powersgd",
+    "int8-wire": "torch_powersgd",
+    "int4-wire": "torch_powersgd",
 }
+_WIRES = {"bf16-wire": ", bfloat16", "int8-wire": ", int8", "int4-wire": ", int4"}
 
 
 def _label(name: str) -> str:
     method, _, rank = name.partition(":")
-    wire = ", bfloat16" if method == "bf16-wire" else ""
-    return _SHORT.get(method, method) + (f",\nrank {rank}{wire}" if rank else "")
+    measure = f",\nrank {rank}{_WIRES.get(method, '')}" if rank else ""
+    return _SHORT.get(method, method) + measure
 
 
 def _link(setting: Setting) -> str:

@@ -45,7 +45,7 @@ def _train(job: Job, commands: TextIO, results: TextIO) -> None:
     device = torch.device(job.device, 0) if job.device == "cuda" else torch.device("cpu")
     task = models.TASKS[job.model]
     model = task.make().to(device)
-    trainee = methods.METHODS[job.method].make(model, job.approximation, job.seed)
+    trainee = methods.find(job.method).make(model, job.approximation, job.seed)
     batches = task.data(job.rank, job.world, job.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95), fused=True)
     rising = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
@@ -120,7 +120,7 @@ def main() -> None:
 
     from cluster import methods
 
-    method = methods.METHODS[job.method]
+    method = methods.find(job.method)
     options = method.options(job.approximation, job.seed) if method.options else None
     join_group(job, method.backend[job.device], options)
     with open(sys.argv[2], "w") as results:

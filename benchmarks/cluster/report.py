@@ -64,6 +64,8 @@ COLUMNS: dict[str, Cell] = {
     "loss": _number("final_loss", "{:.3f}"),
     "s to loss": _number("seconds_to_loss", "{:.1f}"),
     "by seed": _range("seconds_to_loss_by_seed", "{:.1f}"),
+    "times sooner": _number("times_sooner", "{:.2f}"),
+    "by seed ": _range("times_sooner_by_seed", "{:.2f}"),
     "peak, MB": _number("peak_memory_bytes", "{:.0f}", 1e-6),
     "beyond plain / gradient": _number("memory_beyond_plain_in_gradients", "{:+.2f}"),
     "failed": lambda figures: str(len(figures["failures"]) or ""),
@@ -98,8 +100,32 @@ def show(record: dict[str, Any]) -> None:
         if setting["loss"] is not None:
             console.print(
                 f"loss: after {setting['learning_steps']} steps; s to loss: the steps to a loss of"
-                f" {setting['loss']:.3f} times the median step; failed: attempts.",
+                f" {setting['loss']:.3f} times the median step; times sooner: than plain; failed:"
+                " attempts.",
                 highlight=False,
             )
+        if setting.get("mark_shares"):
+            console.print(_on_the_way(record, setting))
     for title, why in record["left_out"].items():
         console.print(f"left out: {title}: {why}", highlight=False)
+
+
+def _on_the_way(record: dict[str, Any], setting: dict[str, Any]) -> Table:
+    """The seconds to each of plain's losses, and how many times sooner than plain that is."""
+    title = f"{figures_of.title(setting)}; seconds to plain's losses (times sooner than plain)"
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for share, losses in zip(setting["mark_shares"], setting["marks"], strict=True):
+        step = round(share * setting["learning_steps"])
+        table.add_column(f"{statistics.median(losses):.3f}, of step {step}", justify="right")
+    for method, figures in setting["methods"].items():
+        if marks := figures.get("marks"):
+            table.add_row(record["titles"][method], *map(_seconds, marks))
+    return table
+
+
+def _seconds(mark: dict[str, Any]) -> str:
+    if mark.get("seconds_to_loss") is None:
+        return "-"
+    sooner = f" ({mark['times_sooner']:.2f})" if "times_sooner" in mark else ""
+    return f"{mark['seconds_to_loss']:.1f}{sooner}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cluster.methods import METHODS, Trainee
+from cluster.methods import Trainee, find
 from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
@@ -76,7 +76,7 @@ def _rank(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    chosen = METHODS[method]
+    chosen = find(method)
     dist.init_process_group(
         chosen.backend["cpu"],
         store=dist.FileStore(str(folder / "store"), WORLD),

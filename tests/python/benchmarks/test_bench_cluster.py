@@ -23,6 +23,7 @@ import provenance
 import shapes
 from cluster import figures, hosts, launch, models, report
 
+import torch_powersgd as tp
 from support.shaped_links import needs_hosts, needs_taps
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -81,8 +82,10 @@ def test_the_recommended_setting_is_compared_by_default(
     monkeypatch.setattr(sys, "argv", ["bench", "--device", device])
     arguments = bench_cluster.parse_arguments()
     names = [contender.name for contender in arguments.contenders]
-    assert "bf16-wire:16" in names
-    assert arguments.pictured[-1].name == "bf16-wire:16"
+    recommended = tp.Options.recommended()
+    name = f"{recommended.wire_dtype}-wire:{recommended.matrix_approximation_rank}"
+    assert name in names
+    assert arguments.pictured[-1].name == name
 
 
 def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +186,7 @@ def test_figures() -> None:
         },
     ]
     learned = {"plain": [run(1, losses=[float(100 - step) for step in range(100)])]}
-    compared = figures.compare(rounds, learned, loss=70.0)
+    compared = figures.compare(rounds, learned, figures.marks(learned, 70.0))
     assert compared["plain"]["above_none_ms"] == 20
     assert compared["plain"]["above_ddp_alone_ms"] == 22
     assert compared["ddp-alone"]["above_none_ms"] == -2
@@ -199,8 +202,8 @@ def test_figures() -> None:
     losses = {"plain": learned["plain"][0].losses, "hook": []}
     record = {"settings": [{**setting, "losses": losses}]}
     assert figures.learned(record, "demo", 4) == {}
-    again = figures.compare(rounds, figures.learned(record, "demo", 2), loss=70.0)
-    assert again == compared
+    again = figures.learned(record, "demo", 2)
+    assert figures.compare(rounds, again, figures.marks(learned, 70.0)) == compared
 
 
 def test_figures_over_seeds() -> None:
@@ -214,25 +217,59 @@ def test_figures_over_seeds() -> None:
     }
     learned = figures.learned({"settings": [setting]}, "demo", 2)
     assert [run.failures for run in learned["plain"]] == [["hung"], [], []]
-    # After 75 steps the last ten have a mean of 4.5 above the last, which is 74 below the first.
-    assert figures.target_loss(learned) == 110 - 74 + 4.5
     rounds = [{"plain": launch.Run([], [500.0, 500.0])}]
-    plain = figures.compare(rounds, learned, loss=70.0)["plain"]
+    plain = figures.compare(rounds, learned, figures.marks(learned, 70.0))["plain"]
     assert plain["steps_to_loss_by_seed"] == [36, 46, None]
     assert plain["steps_to_loss"] == 46
     assert plain["seconds_to_loss_by_seed"] == [18, 23, None]
     assert plain["seconds_to_loss"] == 23
     assert plain["final_loss"] == 110 - 99 + 4.5
-    none_in_time = figures.compare(rounds, learned, loss=0.0)["plain"]
+    none_in_time = figures.compare(rounds, learned, figures.marks(learned, 0.0))["plain"]
     assert none_in_time["steps_to_loss"] is None
-    assert "seconds_to_loss" not in none_in_time
+    assert none_in_time["seconds_to_loss"] is None
+
+
+def test_each_seed_is_timed_to_its_own_plain_run() -> None:
+    """The losses of ours fall half as fast, and its steps take a fifth of the time."""
+    starts = (100.0, 300.0, 500.0)
+    learned = {
+        "plain": [launch.Run(losses=[start - step for step in range(100)]) for start in starts],
+        "ours": [launch.Run(losses=[start - step / 2 for step in range(150)]) for start in starts],
+        "slow": [launch.Run(losses=[start] * 150) for start in starts],
+    }
+    marks = figures.marks(learned, None)
+    # The mean of the last ten losses is 4.5 above the last of them.
+    assert [each[1] for each in marks.losses] == [300 - last + 4.5 for last in (24, 49, 74, 99)]
+    assert marks.record()["loss"] == 300 - 99 + 4.5
+    assert marks.record()["learning_steps"] == 100
+    rounds = [
+        {
+            "plain": launch.Run([], [500.0, 500.0]),
+            "ours": launch.Run([], [100.0, 100.0]),
+            "slow": launch.Run([], [100.0, 100.0]),
+        }
+    ]
+    compared = figures.compare(rounds, learned, marks)
+    assert [mark["steps_to_loss"] for mark in compared["plain"]["marks"]] == [25, 50, 75, 100]
+    # Counted from 0, plain is at start - i + 4.5 in step i, and ours at start - i / 2 + 2.25. So
+    # ours reaches the loss of plain's step i in its step 2 i - 4.
+    early, _, late, last = compared["ours"]["marks"]
+    assert (early["steps_to_loss"], late["steps_to_loss"]) == (2 * 24 - 4 + 1, 2 * 74 - 4 + 1)
+    assert early["times_sooner_by_seed"] == [25 * 5 / early["steps_to_loss"]] * 3
+    assert late["times_sooner"] == late["times_sooner_by_seed"][0] == 75 * 5 / late["steps_to_loss"]
+    assert last["steps_to_loss"] is None  # it has trained for 150 steps
+    assert last["times_sooner"] == 0
+    assert compared["slow"]["seconds_to_loss"] is None
+    assert not figures.catches_up(learned["slow"][0], learned["plain"][0], 100)
+    assert figures.catches_up(learned["plain"][0], learned["plain"][0], 100)
 
 
 def test_the_report_shows_delays_and_seeds(capsys: pytest.CaptureFixture[str]) -> None:
     learned = {"plain": [launch.Run(losses=[float(s - i) for i in range(60)]) for s in (90, 95)]}
     rounds = [{"plain": launch.Run([], [500.0, 500.0])}]
-    compared = figures.compare(rounds, learned, loss=60.0)
-    setting = {"model": "demo", "ranks": 2, "rate": "1gbit", "loss": 60.0, "learning_steps": 60}
+    marks = figures.marks(learned, 60.0)
+    compared = figures.compare(rounds, learned, marks)
+    setting = {"model": "demo", "ranks": 2, "rate": "1gbit", **marks.record()}
     record = {
         **provenance.provenance("a processor"),
         "on": "cpu",

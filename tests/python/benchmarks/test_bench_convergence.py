@@ -15,8 +15,12 @@ import pytest
 from support.repository import ROOT
 from support.torchrun import torchrun
 
-for package in ("matplotlib", "rich", "sklearn"):
-    pytest.importorskip(package)
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+pytest.importorskip("sklearn")
+
+from cluster import contenders, methods
+from convergence import matrix, pictures, report, tasks
 
 OURS = "ours, attached"
 HOOK = "torch's PowerSGD hook, one bucket"
@@ -37,23 +41,123 @@ def test_every_method_learns_every_task(tmp_path: Path) -> None:
     by_name = {(run["task"], run["method"]): run for run in runs}
     methods = (
         "plain all-reduce",
-        "torch's fp16 hook",
+        "torch's bf16 hook",
         f"{HOOK}, rank 1",
         f"{OURS}, rank 1",
         "ours, bf16 wire, rank 16",
+        "ours, int8 wire, rank 4",
     )
-    tasks = ("language", "digits")
-    assert set(by_name) == {(task, method) for task in tasks for method in methods}
+    names = ("language", "digits", "lstm")
+    assert set(by_name) == {(task, method) for task in names for method in methods}
     for run in runs:
         assert run["validation_loss"][-1] < run["validation_loss"][0], run
-    for task in tasks:
-        plain, fp16, _, ours, _ = (by_name[task, method] for method in methods)
+    for task in names:
+        plain, bf16, _, ours, _, int8 = (by_name[task, method] for method in methods)
         # Each of two ranks sends the whole payload, and Gloo's headers: 64 bytes for each of some
         # tens of segments.
         size = plain["gradient_bytes"]
         assert size <= plain["bytes_sent_per_step"] < size + 10_000
-        assert size / 2 <= fp16["bytes_sent_per_step"] < size / 2 + 10_000
-        assert ours["bytes_sent_per_step"] < size / 10
+        assert size / 2 <= bf16["bytes_sent_per_step"] < size / 2 + 10_000
+        assert ours["bytes_sent_per_step"] < size / 6
+        # Four columns of one byte are as long as one column of float32. The raw segments are half
+        # as long, and there is a scale for each column.
+        assert int8["bytes_sent_per_step"] < ours["bytes_sent_per_step"] + 5_000
+
+
+@pytest.mark.long
+def test_every_variant_learns(tmp_path: Path) -> None:
+    names = [name for name in tasks.TASKS if name not in matrix.MODELS]
+    options = ("--tasks", *names, "--methods", "plain")
+    runs = _measure("bench_convergence.py", tmp_path, *options)
+    assert [run["task"] for run in runs] == names
+    for run in runs:
+        assert run["validation_loss"][-1] < run["validation_loss"][0], run
+
+
+def test_the_matrix_has_what_each_figure_needs() -> None:
+    seeds = 3
+    stages = matrix.STAGES.values()
+    runs = matrix.runs(stages, seeds)
+    assert len(set(runs)) == len(runs)
+    plain = contenders.Contender("plain", None)
+    for task in tasks.TASKS:
+        # Each loss is compared with plain's of the same seed.
+        seeds_of = {run.contender: set[int]() for run in runs if run.task == task}
+        for run in runs:
+            if run.task == task:
+                seeds_of[run.contender].add(run.seed)
+        assert plain in seeds_of
+        assert all(each == set(range(seeds)) for each in seeds_of.values())
+    # The first stage has the recommended setting on each model, and all of its first seed first.
+    front = list(matrix.STAGES["front"].runs(seeds))
+    assert runs[: len(front)] == front
+    assert {run.task for run in front} == set(matrix.MODELS)
+    assert contenders.Contender("int8-wire", 16) in {run.contender for run in front}
+    assert [run.seed for run in front] == sorted(run.seed for run in front)
+
+
+def test_a_method_takes_options() -> None:
+    (wanted,) = contenders.expand([contenders.parse("int8-wire+warm_start_noise=0.2:4")], ())
+    assert wanted.title == "ours, int8 wire, warm start noise 0.2, rank 4"
+    assert wanted.name == "int8-wire+warm_start_noise=0.2:4"
+    assert wanted.how.options is not None
+    options = wanted.how.options(4, 7)
+    assert (options.wire_dtype, options.warm_start_noise) == ("int8", 0.2)
+    assert (options.matrix_approximation_rank, options.random_seed) == (4, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("plain+rank=4", "plain has no options"),
+        ("int8-wire+warm_start_noise", "a field of Options, got 'warm_start_noise'"),
+        ("int8-wire+noise=0.1", "a field of Options, got 'noise=0.1'"),
+    ],
+)
+def test_a_bad_option_of_a_method_is_named(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        methods.find(name)
+
+
+def _record() -> dict[str, Any]:
+    """A record of three seeds, whose plain losses are 1, 2 and 3."""
+    beyond = {
+        "plain": (0.0, 0.0, 0.0),
+        "hook-1-bucket:4": (0.1, 0.2, 0.3),
+        "int8-wire:16": (-0.01, 0.03, 0.005),
+        "int8-wire:8": (0.0, 0.01, 0.005),
+        "int8-wire+warm_start_noise=0.2:8": (0.0, 0.0, 0.02),
+    }
+    sent = dict(zip(beyond, (1000, 50, 20, 10, 10), strict=True))
+    runs = []
+    for text, gaps in beyond.items():
+        (contender,) = contenders.expand([contenders.parse(text)], ())
+        about = {"task": "lstm", "name": text, "method": contender.title, "rank": contender.rank}
+        for seed, gap in enumerate(gaps):
+            losses = {"validation_loss": [9.0, 1.0 + seed + gap], "step": [0, 300]}
+            sizes = {"bytes_sent_per_step": sent[text], "gradient_bytes": 1000, "parameters": 250}
+            runs.append({**about, "seed": seed, **losses, **sizes})
+    return {"tasks": {"lstm": tasks.TASKS["lstm"].about}, "runs": runs, "world": 2}
+
+
+def test_the_table_says_what_is_as_good_as_plain(tmp_path: Path) -> None:
+    record = _record()
+    by_title = report.by_method(record, "lstm")
+    names = [runs[0]["name"] for runs in by_title.values()]
+    last = "int8-wire+warm_start_noise=0.2:8"
+    assert names == ["plain", "hook-1-bucket:4", "int8-wire:8", "int8-wire:16", last]
+    table = report.markdown(record)
+    plain, hook, rank_8, rank_16, _ = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[4:9]
+    )
+    assert plain == ["plain all-reduce", "1.0", "2.000 (1.000..3.000)", "", "", ""]
+    assert hook[3:] == ["+0.200 (+0.100..+0.300)", "0.100", "no"]
+    assert rank_8[1] == "100.0"
+    assert rank_8[3:] == ["+0.005 (+0.000..+0.010)", "0.005", "yes, every seed"]
+    assert rank_16[3:] == ["+0.008 (-0.010..+0.030)", "0.020", "yes"]
+
+    pictures.draw(record, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 0
 
 
 def test_a_measurement_resumes_with_other_methods(tmp_path: Path) -> None:
@@ -62,8 +166,10 @@ def test_a_measurement_resumes_with_other_methods(tmp_path: Path) -> None:
     first = _measure("bench_convergence.py", tmp_path, *options, "plain", "bf16-wire:2")
     runs = _measure("bench_convergence.py", tmp_path, *options, "bf16-wire", "--ranks", "2", "4")
     assert runs[: len(first)] == first
-    names = ["plain all-reduce", "ours, bf16 wire, rank 2", "ours, bf16 wire, rank 4"]
-    assert [run["method"] for run in runs] == names
+    titles = ["plain all-reduce", "ours, bf16 wire, rank 2", "ours, bf16 wire, rank 4"]
+    assert [run["method"] for run in runs] == titles
+    assert [run["name"] for run in runs] == ["plain", "bf16-wire:2", "bf16-wire:4"]
+    assert all(run["seconds"] > 0 for run in runs)
     assert [run["rank"] for run in runs] == [None, 2, 4]
 
     script = [sys.executable, str(ROOT / "benchmarks" / "bench_convergence.py"), "--markdown"]
@@ -74,8 +180,17 @@ def test_a_measurement_resumes_with_other_methods(tmp_path: Path) -> None:
         text=True,
         timeout=100,
     ).stdout
-    for name in names:
-        assert f"| {name} |" in shown
+    for title in titles:
+        assert f"| {title} |" in shown
+    left = subprocess.run(
+        [*script[:-1], "--quick", *options[:-1], "--left", "--methods", "plain", "bf16-wire:8"]
+        + ["--json", str(tmp_path / "result.json")],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    ).stdout
+    assert left.startswith("digits: 1 runs, ")
 
     record = json.loads((tmp_path / "result.json").read_text())
     record["tasks"]["digits"]["arguments"] = "--steps 1000000"

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The runs of bench_convergence.py, the most telling first, so that a time limit costs the least.
+
+A stage is a set of tasks and methods. Its seeds come one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from cluster import contenders
+from cluster.contenders import Contender
+
+from convergence.tasks import DIGITS, LANGUAGE, LSTM, TASKS
+
+MODELS = [name for name, task in TASKS.items() if task in (LANGUAGE, DIGITS, LSTM)]
+_VARIANTS = [name for name in TASKS if name not in MODELS]
+_TEXTS = [name for name in MODELS if name != "digits"]
+_NOISES = (0.05, 0.1, 0.2, 0.5)
+
+
+@dataclass(frozen=True)
+class Run:
+    task: str
+    seed: int
+    contender: Contender
+
+
+@dataclass(frozen=True)
+class Stage:
+    tasks: Sequence[str]
+    methods: str
+
+    def runs(self, seeds: int) -> Iterator[Run]:
+        wanted = contenders.expand(map(contenders.parse, self.methods.split()), ())
+        for seed in range(seeds):
+            for task in self.tasks:
+                for contender in wanted:
+                    yield Run(task, seed, contender)
+
+
+def _noise(wires: str, ranks: str, noises: Iterable[float]) -> str:
+    words = (f"{wire}+warm_start_noise={n}:{ranks}" for wire in wires.split() for n in noises)
+    return " ".join(words)
+
+
+_FRONT = "plain hook-1-bucket:4,16 attached:4 bf16-wire:16 int8-wire:8,16,32 int4-wire:16,32"
+STAGES = {
+    "front": Stage(MODELS, _FRONT),
+    "curve": Stage(
+        MODELS,
+        "fp16 bf16 hook-1-bucket:1,2,4,8,16,32 attached:1,2,4,8,16,32 bf16-wire:1,2,4,8,16,32 "
+        "int8-wire:1,2,4,8,16,32 int4-wire:1,2,4,8,16,32",
+    ),
+    "noise": Stage(MODELS, _noise("int8-wire", "4,8,16", _NOISES)),
+    "variants": Stage(
+        _VARIANTS, "plain hook-1-bucket:4,16 bf16-wire:16 int8-wire:8,16,32 int4-wire:16,32"
+    ),
+    "peers": Stage(_TEXTS, "demo:1,4,32"),
+    "more-noise": Stage(
+        MODELS,
+        f"{_noise('attached bf16-wire int4-wire', '2,4,8,16', (0.2,))} "
+        f"{_noise('int8-wire', '1,2', _NOISES)}",
+    ),
+}
+
+
+def runs(stages: Iterable[Stage], seeds: int) -> list[Run]:
+    """The runs of these stages in their order. None comes twice."""
+    return list(dict.fromkeys(run for stage in stages for run in stage.runs(seeds)))
