@@ -54,7 +54,7 @@ Bucket make_bucket(Pool& pool, const Layout& layout, int64_t rank, const Kind& k
   }
   bucket.p_numel += 1;
   bucket.raw_offset = bucket.counts_offset = bucket.p_numel - 1;
-  const TileTable table = cuda::make_tiles(matrices, {}, DType::kFloat32, DType::kFloat32);
+  const TileTable table = cuda::make_tiles(matrices, {}, DType::kFloat32);
   bucket.matrices = pool.upload(matrices);
   bucket.tiles = pool.upload(table.tiles);
   bucket.num_matrices = static_cast<int32_t>(matrices.size());
@@ -68,7 +68,7 @@ Bucket make_bucket(Pool& pool, const Layout& layout, int64_t rank, const Kind& k
   bucket.state = pool.zeros<BucketState>(sizeof(BucketState));
   bucket.gradient_dtype = kind.gradient;
   bucket.residual_dtype = kind.residual;
-  bucket.factor_dtype = bucket.wire_dtype = DType::kFloat32;
+  bucket.factor_dtype = DType::kFloat32;
   bucket.grad_scale = bucket.output_scale = 1;
   bucket.seed = seed;
   return bucket;

@@ -58,8 +58,7 @@ kernels::Bucket make_bucket(const BucketPlan& plan, DType gradient_type, DType r
   for (const PlannedRaw& planned : plan.raw) {
     raw->push_back({planned.gradient_offset, planned.numel, planned.p_offset});
   }
-  auto* tiles = new kernels::TileTable(
-      kernels::cpu::make_tiles(*matrices, *raw, DType::kFloat32, DType::kFloat32));
+  auto* tiles = new kernels::TileTable(kernels::cpu::make_tiles(*matrices, *raw, DType::kFloat32));
   kernels::Bucket bucket{};
   bucket.matrices = matrices->data();
   bucket.raw_segments = raw->data();
@@ -77,7 +76,7 @@ kernels::Bucket make_bucket(const BucketPlan& plan, DType gradient_type, DType r
   bucket.state = static_cast<kernels::BucketState*>(allocate(sizeof(kernels::BucketState)));
   bucket.gradient_dtype = gradient_type;
   bucket.residual_dtype = residual_type;
-  bucket.factor_dtype = bucket.wire_dtype = DType::kFloat32;
+  bucket.factor_dtype = DType::kFloat32;
   bucket.grad_scale = bucket.output_scale = 1;
   kernels::cpu::random_start(bucket, kSerial);
   return bucket;

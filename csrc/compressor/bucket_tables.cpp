@@ -72,9 +72,6 @@ kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_
   bucket.gradient_dtype = to_dtype(spec.gradient_type);
   bucket.residual_dtype = to_dtype(residual_type(spec.gradient_type, spec.options));
   bucket.factor_dtype = to_dtype(factor_type(spec.gradient_type));
-  bucket.wire_dtype = bucket.factor_dtype;
-  bucket.raw_offset = spec.plan.raw_offset();
-  bucket.counts_offset = spec.plan.counts_offset();
   bucket.epsilon = spec.options.orthogonalization_epsilon;
   bucket.warm_start_noise = spec.options.warm_start_noise;
   bucket.seed = static_cast<uint64_t>(spec.options.random_seed);
@@ -103,8 +100,8 @@ HostTables host_tables(const BucketSpec& spec, std::vector<kernels::Matrix> matr
   tables.matrices = std::move(matrices);
   tables.raw = raw_table(spec.plan);
   const DType factor_dtype = to_dtype(factor_type(spec.gradient_type));
-  tables.tiles = require_stages(spec.device.type())
-                     .make_tiles(tables.matrices, tables.raw, factor_dtype, factor_dtype);
+  tables.tiles =
+      require_stages(spec.device.type()).make_tiles(tables.matrices, tables.raw, factor_dtype);
   if (spec.packet_dtypes()) {
     tables.p_factors = kernels::p_packet_factors(tables.matrices);
     tables.q_factors = kernels::q_packet_factors(tables.matrices);

@@ -33,9 +33,9 @@ void random_start(const Layouts& layouts, at::ScalarType factor, const Options& 
   if (tables.matrices.empty()) return;
   const Stages& stages = require_stages(device.type());
   kernels::Bucket bucket{};
-  bucket.factor_dtype = bucket.wire_dtype = to_dtype(factor);
+  bucket.factor_dtype = to_dtype(factor);
   bucket.seed = static_cast<uint64_t>(options.random_seed);
-  tables.tiles = stages.make_tiles(tables.matrices, {}, bucket.factor_dtype, bucket.wire_dtype);
+  tables.tiles = stages.make_tiles(tables.matrices, {}, bucket.factor_dtype);
   const DeviceTables uploaded = upload_tables(bucket, tables, device);
   stages.random_start(bucket);
 }

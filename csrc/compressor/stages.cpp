@@ -16,9 +16,9 @@ namespace {
 class CpuStages final : public Stages {
  public:
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
-                                const std::vector<kernels::RawSegment>& raw, DType factor_dtype,
-                                DType wire_dtype) const override {
-    return kernels::cpu::make_tiles(matrices, raw, factor_dtype, wire_dtype);
+                                const std::vector<kernels::RawSegment>& raw,
+                                DType factor_dtype) const override {
+    return kernels::cpu::make_tiles(matrices, raw, factor_dtype);
   }
   void random_start(const kernels::Bucket& bucket) const override {
     kernels::cpu::random_start(bucket, parallel_for);
@@ -56,9 +56,9 @@ class CpuStages final : public Stages {
 class CudaStages final : public Stages {
  public:
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
-                                const std::vector<kernels::RawSegment>& raw, DType factor_dtype,
-                                DType wire_dtype) const override {
-    return kernels::cuda::make_tiles(matrices, raw, factor_dtype, wire_dtype);
+                                const std::vector<kernels::RawSegment>& raw,
+                                DType factor_dtype) const override {
+    return kernels::cuda::make_tiles(matrices, raw, factor_dtype);
   }
   void random_start(const kernels::Bucket& bucket) const override {
     check("random_start", kernels::cuda::random_start(bucket, current_stream()));

@@ -42,24 +42,8 @@
 //   - A matrix is out of use if its gradient is zero on all ranks: the reduced element at
 //     active_offset is 0. DDP drops the output of a parameter that no rank used. p_hat and q_warm
 //     stay. G and q_local become 0, so that memory alone is the residual.
-//
-// The payloads travel in the wire dtype. If it is not the factor dtype, the wire rounds:
-//   - project and back_project multiply the values by a scale, a power of two, and round them to
-//     nearest even. A double is rounded to float first. A reader divides the sum by the same scale,
-//     which is exact. Activities and the non-finite count are 0 or 1 and are never scaled.
-//   - The scale is p_scale.next or q_scale.next for float16, where 0 stands for 1. It is 1 for any
-//     other wire. At its end project makes p_scale.next the current one. back_project does so with
-//     q_scale.
-//   - A raw segment keeps its rounding. project sends exact = G + rounding, and rounding becomes
-//     exact less the value that was sent, or 0 where that is not finite. With drop_residual the old
-//     rounding counts as 0.
-//   - q_local becomes the value that was sent, so that the residual keeps the rounding of q.
-//   - The sums of the counts matter only by being zero or not. A wire may round them.
-//   - orthogonalize skips the step if an element of the reduced P or of the reduced raw segments is
-//     not finite. It also does so if the step chooses scales.
-//   - If the step chooses scales, orthogonalize sets p_scale.next from the largest magnitude of the
-//     reduced P and raw segments, and reconstruct sets q_scale.next from that of the reduced Q
-//     (kernels/shared/wire.h). They do so in a step that is skipped as well.
+// Both payloads are in the factor dtype. Where the wire rounds, quantize and dequantize of
+// powersgd/packets.h come between the stages, and q_local becomes the value that was sent.
 namespace powersgd::kernels {
 
 // One matrix of a bucket. Offsets count elements. Factors are of the factor dtype.
@@ -115,18 +99,11 @@ struct TileTable {
   int64_t largest_rank = 0;                          // of all matrices
 };
 
-// The scales of a float16 payload: powers of two. 0 stands for a scale that is not known yet.
-struct WireScale {
-  float current;  // of this step's payload
-  float next;     // of the next step's, chosen from this step's sum
-};
-
 // The memory of a bucket on its device, from stage to stage and from step to step. With it a
 // replayed CUDA graph goes on where the last step ended. It holds zeros at first.
 struct BucketState {
   uint64_t step;    // the number of the step in progress. project writes it
   int32_t skipped;  // 1: this step is skipped. orthogonalize writes it, reconstruct may raise it
-  WireScale p_scale, q_scale;
 };
 
 // Stands for the number after that of the last step, which the device knows.
@@ -156,16 +133,10 @@ struct Bucket {
 
   void* gradient;  // gradient dtype
   // Both payloads are the tensors that the caller sums.
-  void* p_payload;  // wire dtype, p_numel elements; the last is the non-finite count
-  void* q_payload;  // wire dtype, q_numel elements
+  void* p_payload;  // factor dtype, p_numel elements; the last is the non-finite count
+  void* q_payload;  // factor dtype, q_numel elements
   int64_t p_numel;
   int64_t q_numel;
-  int64_t raw_offset;     // in p_payload: the first element of the raw segments
-  int64_t counts_offset;  // in p_payload: the first of the counts, which are never scaled
-  // Factor dtype, counts_offset - raw_offset elements: what the wire's rounding has kept back of
-  // the raw segments. Element 0 belongs to that of the payload at raw_offset. Null if wire and
-  // factor dtype are equal.
-  void* rounding;
   void* workspace;
   uint64_t* counters;  // zeros at first; the stages leave them as they need them again
   BucketState* state;
@@ -174,10 +145,6 @@ struct Bucket {
   DType gradient_dtype;
   DType residual_dtype;  // float64 for float64 gradients
   DType factor_dtype;    // float32, or float64 for float64 gradients
-  DType wire_dtype;      // of the payloads: the factor dtype, float32, bfloat16 or float16
-  // The payloads of later steps travel as float16: the next scales are chosen in this step too. The
-  // first payloads travel as factors, whose size then says what the scale must be.
-  bool chooses_scales;
 
   // The loss scale of this step's gradient: *loss_scale, which a replayed CUDA graph reads anew. If
   // that is null, grad_scale. project multiplies memory by it and divides by *Matrix::grad_scale.
@@ -193,8 +160,6 @@ struct Bucket {
   uint64_t step;  // or kNextStep
 };
 
-// In make_tiles, `wire_dtype` is that of most steps. A step whose wire does not round may use the
-// same tiles.
 namespace cpu {
 
 // Runs body(begin, end) over disjoint ranges that cover [0, count); returns when all have ended.
@@ -202,7 +167,7 @@ using ParallelFor =
     std::function<void(int64_t count, const std::function<void(int64_t, int64_t)>& body)>;
 
 TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
-                     DType factor_dtype, DType wire_dtype);
+                     DType factor_dtype);
 
 // Fills q_warm with the random start: the numbers depend on (seed, random_id, column, step) alone.
 void random_start(const Bucket& bucket, const ParallelFor& parallel_for);
@@ -221,7 +186,7 @@ using Stream = void*;
 using Status = int;
 
 TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
-                     DType factor_dtype, DType wire_dtype);
+                     DType factor_dtype);
 
 // The kernels that this process has launched since its start.
 int64_t launch_count();

@@ -34,9 +34,9 @@
 //   - A group whose scale would be below the smallest normal float has scale 0: its elements count
 //     as 0. A group with an element that is not finite sums to NaN, if its dtype has scales.
 //   - Sums are made in the factor dtype, in the order of the ranks. So all ranks get the same bits.
-//   - quantize makes q_local the value that was sent. A raw element travels as exact = G + rounding,
-//     and rounding becomes exact less the value that was sent. With drop_residual the old rounding
-//     counts as 0.
+//   - quantize makes q_local the value that was sent. A raw element travels as exact, which is
+//     G + rounding, and rounding becomes exact less the value that was sent. With drop_residual the
+//     old rounding counts as 0.
 //   - requantize gives the owner the rounding of the sum, for the elements of its chunk: q_local
 //     += (new sum) - (exact sum), and rounding += (exact sum) - (new sum). So the local q of all
 //     ranks add up to the Q that all apply. The same holds for raw segments.

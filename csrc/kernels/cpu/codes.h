@@ -96,8 +96,7 @@ POWERSGD_TILE_FUNCTION inline void encode(WireDType dtype, const float* values, 
                                           uint8_t* codes) {
   switch (dtype) {
     case WireDType::kFloat32:
-      std::memcpy(codes, values, kGroup * sizeof(float));
-      return;
+      break;
     case WireDType::kBFloat16:
       return encode_bfloat16(values, codes);
     case WireDType::kFloat16:
@@ -107,14 +106,14 @@ POWERSGD_TILE_FUNCTION inline void encode(WireDType dtype, const float* values, 
     case WireDType::kInt4:
       return encode_integers<4>(values, inverse_of(scale), codes);
   }
+  std::memcpy(codes, values, kGroup * sizeof(float));
 }
 
 POWERSGD_TILE_FUNCTION inline void decode(WireDType dtype, const uint8_t* codes, float scale,
                                           float* values) {
   switch (dtype) {
     case WireDType::kFloat32:
-      std::memcpy(values, codes, kGroup * sizeof(float));
-      return;
+      break;
     case WireDType::kBFloat16:
       return decode_halves<BFloat16>(codes, 1, values);
     case WireDType::kFloat16:
@@ -124,6 +123,7 @@ POWERSGD_TILE_FUNCTION inline void decode(WireDType dtype, const uint8_t* codes,
     case WireDType::kInt4:
       return decode_integers<4>(codes, scale, values);
   }
+  std::memcpy(values, codes, kGroup * sizeof(float));
 }
 
 POWERSGD_TILE_FUNCTION inline float largest_of_group(const float* values) {

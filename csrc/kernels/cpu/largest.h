@@ -1,44 +1,17 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "kernels/cpu/simd/convert.h"
 
-// The largest magnitude of a payload, from which its next scale follows.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
-// The largest magnitude of several values, which threads may add in any order. A NaN counts as
-// larger than an infinity.
-class Largest {
- public:
-  template <class F>
-  void add(F magnitude) {
-    const double value = magnitude;
-    uint64_t bits;
-    std::memcpy(&bits, &value, sizeof(bits));
-    uint64_t known = bits_;
-    while (bits > known && !bits_.compare_exchange_weak(known, bits)) {
-    }
-  }
-
-  double get() const {
-    const uint64_t bits = bits_;
-    double value;
-    std::memcpy(&value, &bits, sizeof(value));
-    return value;
-  }
-
- private:
-  std::atomic<uint64_t> bits_{0};  // numbers that are not negative have the order of their bits
-};
-
-// The same, of the lanes of vectors. Its functions are for tile functions, which inline them: no
-// other caller is sure to pass vectors in the target's registers.
+// The largest magnitude of the lanes of vectors. A NaN counts as larger than an infinity, because
+// numbers that are not negative have the order of their bits. The functions are for tile functions,
+// which inline them: no other caller is sure to pass vectors in the target's registers.
 template <class F>
 class LargestOfLanes {
  public:
@@ -46,22 +19,30 @@ class LargestOfLanes {
 
   void add(Vector<F> values) {
     const Vector<Word> magnitudes = bits_as<Vector<Word>>(values) & (~Word{0} >> 1);
-    words_ = magnitudes > words_ ? magnitudes : words_;
+    words_ = greater_of(magnitudes, words_);
   }
 
-  F get() const {
-    Word lanes[kLanes<F>];
-    store(lanes, words_);
-    const Word bits = *std::max_element(lanes, lanes + kLanes<F>);
-    F value;
-    std::memcpy(&value, &bits, sizeof(value));
-    return value;
-  }
-
-  void add_to(Largest& largest) const { largest.add(get()); }
+  F get() const { return bits_as<Vector<F>>(folded<kLanes<F> / 2>(words_, kAllLanes))[0]; }
 
  private:
-  Vector<Word> words_ = {};
+  using V = Vector<Word>;
+  static constexpr std::make_index_sequence<static_cast<size_t>(kLanes<F>)> kAllLanes{};
+
+  static V greater_of(V a, V b) { return a > b ? a : b; }
+
+  // Returns a vector whose lane 0 is the largest of the first 2 kBy lanes.
+  template <ptrdiff_t kBy, size_t... kLane>
+  static V folded(V words, std::index_sequence<kLane...> all_lanes) {
+    const V other = POWERSGD_SHUFFLE(V, words, words, ((kLane + kBy) % kLanes<F>)...);
+    const V largest = greater_of(words, other);
+    if constexpr (kBy > 1) {
+      return folded<kBy / 2>(largest, all_lanes);
+    } else {
+      return largest;
+    }
+  }
+
+  V words_ = {};
 };
 
 }  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "kernels/cuda/wire.cuh"
+#include "kernels/cuda/payload.cuh"
 #include "kernels/shared/numerics.h"
 #include "kernels/shared/philox.h"
 
@@ -12,13 +12,13 @@ namespace powersgd::kernels::cuda {
 // Elements of P, as the ranks' sum has come back.
 template <typename F>
 struct ReducedP {
-  Payload<F> payload;
-  int64_t offset, rank;
+  const F* elements;
+  int64_t rank;
 
   __device__ ReducedP(const Bucket& bucket, const Matrix& matrix)
-      : payload(reduced_p<F>(bucket)), offset(matrix.p_offset), rank(matrix.rank) {}
+      : elements(p_payload<F>(bucket) + matrix.p_offset), rank(matrix.rank) {}
   __device__ F operator()(int64_t row, int64_t column) const {
-    return payload.load(offset + row * rank + column);
+    return elements[row * rank + column];
   }
 };
 

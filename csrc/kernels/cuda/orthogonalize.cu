@@ -3,8 +3,7 @@
 // orthogonalize: p_hat = orth(P), by Cholesky-QR with a Gram matrix in double.
 //
 // One launch does all. Its blocks take tickets, in this order:
-//   1. A block for each tile of rows computes the Gram matrix of its rows. Others look at the raw
-//      segments, if the wire may have overflowed there.
+//   1. A block for each tile of rows computes the Gram matrix of its rows.
 //   2. When all of 1. are done, it is known whether the step is skipped. If not, a block for each
 //      tile adds the tiles' Gram matrices of its matrix in their order and factorizes the sum,
 //      G = L L^T. The matrix is small, and cheaper to factorize again than to wait for. The block
@@ -28,67 +27,28 @@ namespace {
 
 // How a launch divides its tickets.
 struct Tickets {
-  int64_t first_tile, tiles;          // of matrices
-  int64_t first_raw_tile, raw_tiles;  // of raw segments
-  __host__ __device__ int64_t checks() const { return tiles + raw_tiles; }
+  int64_t first_tile, tiles;
   // One block runs even in a bucket without matrices.
-  __host__ __device__ int64_t all() const {
-    return checks() + (tiles > 0 ? kMaxPasses * tiles : 1);
-  }
+  __host__ __device__ int64_t all() const { return tiles > 0 ? (1 + kMaxPasses) * tiles : 1; }
 };
-
-// Notes in Bucket::counters what this launch has found in the payload.
-template <typename F>
-__device__ void note_elements(const Bucket& bucket, bool bad, F largest) {
-  if (__syncthreads_or(bad) != 0 && threadIdx.x == 0)
-    raise_to(&bucket.counters[kNonFiniteP], shared()->ticket.launch + 1);
-  if (bucket.chooses_scales)
-    note_largest(&bucket.counters[kLargestP], shared()->ticket.launch, largest);
-}
 
 template <typename F>
 __device__ void check_matrix(const Bucket& bucket, const Tile& tile) {
   const Matrix matrix = bucket.matrices[tile.item];
   const ReducedP<F> p(bucket, matrix);
   bool bad = false;
-  F largest = 0;
   if (matrix.rank <= kMaxFastRank) {
     if (threadIdx.x < kMaxFastRank) shared()->order[threadIdx.x] = static_cast<int>(threadIdx.x);
     __syncthreads();
     bad = gram_of_tile(bucket, matrix, tile, p, shared()->order, 0);
-  }
-  if (matrix.rank > kMaxFastRank || bucket.chooses_scales) {
+  } else {
     const int64_t end = tile.row_end * matrix.rank;
     for (int64_t i = tile.row_begin * matrix.rank + threadIdx.x; i < end; i += kThreads)
-      bad = !examine(p.payload.load(matrix.p_offset + i), &largest) || bad;
+      bad = !is_finite(p.elements[i]) || bad;
   }
-  note_elements(bucket, bad, largest);
-}
-
-// If the wire does not round, an infinite sum of a raw segment is the gradient that a plain
-// all-reduce gives.
-template <typename F>
-__device__ void check_raw(const Bucket& bucket, const Tile& tile) {
-  if (!wire_rounds(bucket) && !bucket.chooses_scales) return;
-  const Payload<F> p = reduced_p<F>(bucket);
-  const int64_t offset = bucket.raw_segments[tile.item].p_offset;
-  bool bad = false;
-  F largest = 0;
-  for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads)
-    bad = !examine(p.load(offset + i), &largest) || bad;
-  note_elements(bucket, bad, largest);
-}
-
-// Completes what the bucket keeps of this step. One thread calls it, in the first block after all
-// checks.
-template <typename F>
-__device__ void begin_second_half(const Bucket& bucket, bool skip) {
-  BucketState& state = *bucket.state;
-  state.skipped = skip ? 1 : 0;
-  state.q_scale.current = state.q_scale.next;
-  if (bucket.chooses_scales)
-    state.p_scale.next = next_scale(
-        noted_largest(bucket.counters[kLargestP], shared()->ticket.launch), state.p_scale.next);
+  // Notes in Bucket::counters that this launch has found such an element.
+  if (__syncthreads_or(bad) != 0 && threadIdx.x == 0)
+    raise_to(&bucket.counters[kNonFiniteP], shared()->ticket.launch + 1);
 }
 
 // A matrix of high rank is done in the first pass, in a kernel for any rank.
@@ -125,21 +85,18 @@ __global__ void __launch_bounds__(kThreads)
   allow_successor();
   const Ticket ticket =
       take_ticket(&bucket.counters[kOrthogonalizeTickets], tickets.all(), &shared()->ticket);
-  if (ticket.order < tickets.checks()) {
-    if (ticket.order < tickets.tiles)
-      check_matrix<F>(bucket, bucket.tiles[tickets.first_tile + ticket.order]);
-    else
-      check_raw<F>(bucket, bucket.tiles[tickets.first_raw_tile + ticket.order - tickets.tiles]);
+  if (ticket.order < tickets.tiles) {
+    check_matrix<F>(bucket, bucket.tiles[tickets.first_tile + ticket.order]);
     post(&bucket.counters[kGramsWritten]);
     return;
   }
-  const auto checks = static_cast<uint64_t>(tickets.checks());
+  const auto checks = static_cast<uint64_t>(tickets.tiles);
   await(&bucket.counters[kGramsWritten], (ticket.launch + 1) * checks);
   const bool skip = bucket.counters[kNonFiniteP] == ticket.launch + 1 ||
-                    reduced_p<F>(bucket).has_count(bucket.p_numel - 1);
-  if (ticket.order == tickets.checks() && threadIdx.x == 0) begin_second_half<F>(bucket, skip);
+                    !(p_payload<F>(bucket)[bucket.p_numel - 1] == 0);
+  if (ticket.order == tickets.tiles && threadIdx.x == 0) bucket.state->skipped = skip ? 1 : 0;
   if (tickets.tiles == 0) return;
-  const int64_t index = ticket.order - tickets.checks();
+  const int64_t index = ticket.order - tickets.tiles;
   const Tile tile = bucket.tiles[tickets.first_tile + index % tickets.tiles];
   const Matrix matrix = bucket.matrices[tile.item];
   const int pass = static_cast<int>(index / tickets.tiles);
@@ -157,8 +114,7 @@ template <int R, bool kAnyRank, typename F>
 Status launch_orthogonalize(const Bucket& bucket, Stream stream) {
   const int64_t* begin = bucket.tile_list_begin.data();
   const Tickets tickets{begin[kOrthogonalizeTiles],
-                        begin[kOrthogonalizeTiles + 1] - begin[kOrthogonalizeTiles],
-                        begin[kRawCheckTiles], begin[kRawCheckTiles + 1] - begin[kRawCheckTiles]};
+                        begin[kOrthogonalizeTiles + 1] - begin[kOrthogonalizeTiles]};
   return launch<orthogonalize_kernel<R, kAnyRank, F>>(tickets.all(), kSharedBytes, stream,
                                                       Predecessor::kAnything, bucket, tickets);
 }

@@ -22,8 +22,8 @@ struct Group {
   GroupPlace place;
 };
 
-// Which elements of its groups a lane has.
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+// Returns the number in the group of a lane's j-th element.
 __device__ __forceinline__ int element_of_lane(int j) { return lane_id() + j * kWarpSize; }
 
 // A lane's elements of a batch.
@@ -47,8 +47,8 @@ struct PacketRange {
   POWERSGD_HOST_DEVICE int64_t count() const { return end - begin; }
 };
 
-// What a launch works on: a whole packet, or a chunk. It begins where the first byte of each buffer
-// is.
+// A launch works on a whole packet, or on a chunk of one. The buffers of packets that it accesses
+// begin with the first group and flag of this part.
 struct PacketPart {
   PacketRange factors, raw, flags;
 
@@ -121,6 +121,7 @@ __device__ __forceinline__ void add_sources(const Sources& sources, const Group<
                                             BatchOf<F>& sums) {
   using Wire = Codes<kWire>;
   for_lane_elements([&](int g, int j) { sums[g][j] = F{-0.0f}; });
+  POWERSGD_NO_UNROLL
   for (int32_t i = 0; i < sources.count; ++i) {
     const uint8_t* const packet = global(sources.first + i * sources.bytes);
     BatchOf<typename Wire::Code> codes;

@@ -33,8 +33,9 @@ __device__ __forceinline__ void for_kept(const Group<F>* batch, const Visit& vis
 
 // payload -> sent.
 struct Quantize {
-  template <bool kRaw, WireDType kWire, typename F>
-  static __device__ __forceinline__ void take(const Packets& packets, const Group<F>* batch) {
+  template <bool kRaw, typename F>
+  static __device__ __forceinline__ void take(const Packets& packets, WireDType dtype,
+                                              const Group<F>* batch) {
     BatchOf<F> exact, sent;
     for_lane_elements([&](int g, int j) {
       const int element = element_of_lane(j);
@@ -45,7 +46,8 @@ struct Quantize {
       for_kept(batch, [&](int g, int j, const F* rounding) {
         exact[g][j] += packets.drop_residual ? F{0} : *rounding;
       });
-    send<kWire>(exact, batch, packets.sent, sent);
+    with_wire(dtype,
+              [&](auto wire) { send<decltype(wire)::value>(exact, batch, packets.sent, sent); });
     for_kept(batch, [&](int g, int j, F* kept) {
       if (kRaw && packets.drop_residual) *kept = 0;
       store_if_finite(kept, kRaw ? exact[g][j] - sent[g][j] : sent[g][j]);
@@ -60,12 +62,16 @@ struct Quantize {
 
 // received -> reduced.
 struct Requantize {
-  template <bool kRaw, WireDType kWire, typename F>
-  static __device__ __forceinline__ void take(const Packets& packets, const Group<F>* batch) {
+  template <bool kRaw, typename F>
+  static __device__ __forceinline__ void take(const Packets& packets, WireDType dtype,
+                                              const Group<F>* batch) {
     BatchOf<F> old, exact, sent;
+    const Sources sources{packets.received, packets.layout.chunk_bytes, packets.ranks};
+    with_wire(dtype, [&](auto wire) {
+      add_sources<decltype(wire)::value>(sources, batch, exact);
+      send<decltype(wire)::value>(exact, batch, packets.reduced, sent);
+    });
     for_kept(batch, [&](int g, int j, const F* kept) { old[g][j] = *kept; });
-    add_sources<kWire>({packets.received, packets.layout.chunk_bytes, packets.ranks}, batch, exact);
-    send<kWire>(exact, batch, packets.reduced, sent);
     for_kept(batch, [&](int g, int j, F* kept) {
       const F more = sent[g][j] - exact[g][j];
       store_if_finite(kept, kRaw ? old[g][j] - more : old[g][j] + more);
@@ -88,10 +94,13 @@ struct Dequantize {
     return {packets.received, packets.layout.chunk_bytes, packets.ranks};
   }
 
-  template <bool kRaw, WireDType kWire, typename F>
-  static __device__ __forceinline__ void take(const Packets& packets, const Group<F>* batch) {
+  template <bool kRaw, typename F>
+  static __device__ __forceinline__ void take(const Packets& packets, WireDType dtype,
+                                              const Group<F>* batch) {
     BatchOf<F> sums;
-    add_sources<kWire>(sources(packets), batch, sums);
+    with_wire(dtype, [&](auto wire) {
+      add_sources<decltype(wire)::value>(sources(packets), batch, sums);
+    });
     for_lane_elements([&](int g, int j) {
       const int element = element_of_lane(j);
       if (element < batch[g].count) global(batch[g].values)[element * batch[g].stride] = sums[g][j];
@@ -111,9 +120,8 @@ template <typename Operation, bool kRaw, typename F>
 __device__ __forceinline__ void take_batch(const Packets& packets, const PacketRange& range,
                                            int64_t first, Group<F>* batch) {
   find_batch<kRaw>(packets, range, first, batch);
-  with_wire(kRaw ? packets.layout.raw.dtype : packets.layout.factors.dtype, [&](auto wire) {
-    Operation::template take<kRaw, decltype(wire)::value>(packets, batch);
-  });
+  const PacketLayout& layout = packets.layout;
+  Operation::template take<kRaw>(packets, kRaw ? layout.raw.dtype : layout.factors.dtype, batch);
 }
 
 template <typename Operation, typename F>

@@ -20,7 +20,7 @@ __device__ __forceinline__ F* partial_p(const Bucket& bucket, const Work& work, 
 // that do not exist are left out.
 template <typename F>
 __device__ __forceinline__ auto sum_writer(const Bucket& bucket, const Work& work) {
-  const Payload<F> p = p_to_send<F>(bucket);
+  F* const p = p_payload<F>(bucket);
   F* const partial = partial_p<F>(bucket, work, work.tile.part);
   return [=, &work](int row, int k, F sum) {
     const Tile& tile = work.tile;
@@ -29,7 +29,7 @@ __device__ __forceinline__ auto sum_writer(const Bucket& bucket, const Work& wor
     if (tile.parts > 1)
       partial[row * rank + k] = sum;
     else
-      p.store(work.matrix.p_offset + (tile.row_begin + row) * rank + k, sum);
+      p[work.matrix.p_offset + (tile.row_begin + row) * rank + k] = sum;
   };
 }
 
@@ -50,14 +50,14 @@ __device__ __forceinline__ void add_column_ranges(const Bucket& bucket, const Wo
   if (tile.parts == 1) return;
   if (!is_last_to_arrive(&bucket.counters[tile.counter], static_cast<uint64_t>(tile.parts))) return;
   const int64_t rank = work.matrix.rank;
-  const Payload<F> p = p_to_send<F>(bucket);
+  F* const p = p_payload<F>(bucket);
   const F* const partial = partial_p<F>(bucket, work, 0);
   const int64_t stride = partial_p<F>(bucket, work, 1) - partial;
   for (int64_t i = threadIdx.x; i < (tile.row_end - tile.row_begin) * rank; i += kThreads) {
     F sum = 0;
     POWERSGD_UNROLL_4
     for (int64_t part = 0; part < tile.parts; ++part) sum += partial[part * stride + i];
-    p.store(work.matrix.p_offset + tile.row_begin * rank + i, sum);
+    p[work.matrix.p_offset + tile.row_begin * rank + i] = sum;
   }
 }
 

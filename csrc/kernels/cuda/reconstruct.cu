@@ -13,8 +13,10 @@
 //      - A part of a raw segment.
 //    If the step is skipped, the gradients become NaN, and memory and the factors are as before.
 #include "kernels/cuda/dispatch.cuh"
+#include "kernels/cuda/grid.cuh"
 #include "kernels/cuda/reconstruct_tensor.cuh"
 #include "kernels/cuda/reconstruct_tile.cuh"
+#include "kernels/cuda/reduce.cuh"
 #include "kernels/shared/steps.h"
 #include "kernels/shared/warm_start_noise.h"
 
@@ -36,24 +38,22 @@ __device__ __forceinline__ double* squares_of(const Bucket& bucket, const Tile& 
 
 // Phase 1.
 template <typename F>
-__device__ void check_row(const Bucket& bucket, const Tile& tile, const Ticket& ticket) {
+__device__ void check_row(const Bucket& bucket, const Tile& tile) {
   const Matrix matrix = bucket.matrices[tile.item];
-  const Payload<F> q = q_of<F>(bucket);
+  const F* const q = q_payload<F>(bucket);
   const int64_t k = tile.row_begin;
   const int64_t offset = matrix.q_offset + k * matrix.cols;
   bool bad = false;
-  F largest = 0;
   double squares = 0;
   for (int64_t col = tile.col_begin + threadIdx.x; col < tile.col_end; col += kThreads) {
-    const F value = q.load(offset + col);
-    bad = !examine(value, &largest) || bad;
+    const F value = q[offset + col];
+    bad = !is_finite(value) || bad;
     squares += static_cast<double>(value) * static_cast<double>(value);
   }
   double* const partial = reinterpret_cast<double*>(shared_memory() + kTicketBytes);
   squares = warp_sum(squares);
   if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = squares;
   bad = __syncthreads_or(bad) != 0;
-  if (bucket.chooses_scales) note_largest(&bucket.counters[kLargestQ], ticket.launch, largest);
   if (threadIdx.x != 0) return;
   if (bad) atomicOr(&bucket.state->skipped, 1);
   double sum = 0;
@@ -76,7 +76,7 @@ template <typename F>
 __device__ __forceinline__ void warm_row(const Bucket& bucket, const Matrix& matrix,
                                          const Tile& tile, int64_t k, int lane, double scale,
                                          float amplitude) {
-  const Payload<F> q = q_of<F>(bucket);
+  const F* const q = q_payload<F>(bucket);
   const int width = static_cast<int>(tile.col_end - tile.col_begin);
   const int64_t begin = k * matrix.cols + tile.col_begin;
   Philox4 bits{};
@@ -89,7 +89,7 @@ __device__ __forceinline__ void warm_row(const Bucket& bucket, const Matrix& mat
   POWERSGD_UNROLL
   for (int i = 0; i < 4; ++i) {
     const int col = lane + i * kNoiseLanes;
-    values[i] = col < width ? q.load(matrix.q_offset + begin + col) : F{0};
+    values[i] = col < width ? q[matrix.q_offset + begin + col] : F{0};
   }
   POWERSGD_UNROLL
   for (int i = 0; i < 4; ++i) {
@@ -142,11 +142,11 @@ __device__ void update_warm_start(const Bucket& bucket, const Matrix& matrix, co
 template <typename F>
 __device__ void unpack_raw(const Bucket& bucket, const Tile& tile, bool skip) {
   const RawSegment segment = bucket.raw_segments[tile.item];
-  const Payload<F> p = reduced_p<F>(bucket);
+  const F* const p = p_payload<F>(bucket);
   const F scale = static_cast<F>(bucket.output_scale);
   for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads)
     store_any(bucket.gradient, segment.gradient_offset + i,
-              skip ? NAN : scale * p.load(segment.p_offset + i), bucket.gradient_dtype);
+              skip ? NAN : scale * p[segment.p_offset + i], bucket.gradient_dtype);
 }
 
 // memory = M - G and G = NaN, as the step is skipped.
@@ -165,15 +165,6 @@ __device__ void skip_tile(const Bucket& bucket, const Matrix& matrix, const Tile
   }
 }
 
-// Completes what the bucket keeps of this step. One thread calls it, after all checks.
-__device__ inline void end_step(const Bucket& bucket, const Ticket& ticket) {
-  BucketState& state = *bucket.state;
-  if (state.skipped != 0) count_step(bucket, &StepCounts::skipped);
-  if (bucket.chooses_scales)
-    state.q_scale.next =
-        next_scale(noted_largest(bucket.counters[kLargestQ], ticket.launch), state.q_scale.next);
-}
-
 template <int R, bool kTensorCores>
 constexpr int kBlocksPerProcessor = R == kAnyRank || kTensorCores ? 2 : 4;
 
@@ -185,15 +176,17 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kTensorCores
                                     reinterpret_cast<Ticket*>(shared_memory()));
   uint64_t* const checked = &bucket.counters[kQChecked];
   if (ticket.order < tickets.checks) {
-    check_row<F>(bucket, bucket.tiles[tickets.first_check + ticket.order], ticket);
+    check_row<F>(bucket, bucket.tiles[tickets.first_check + ticket.order]);
     post(checked);
     return;
   }
   // Returns whether the step is skipped. All threads call it, once.
   const auto await_checks = [&] {
     await(checked, (ticket.launch + 1) * static_cast<uint64_t>(tickets.checks));
-    if (ticket.order == tickets.checks && threadIdx.x == 0) end_step(bucket, ticket);
-    return load_again(&bucket.state->skipped) != 0;
+    const bool skip = load_again(&bucket.state->skipped) != 0;
+    if (skip && ticket.order == tickets.checks && threadIdx.x == 0)
+      count_step(bucket, &StepCounts::skipped);
+    return skip;
   };
   if (tickets.tiles == 0) {
     await_checks();

@@ -32,7 +32,7 @@ class ReconstructOnTensorCores {
         width_(static_cast<int>(tile.col_end - tile.col_begin)) {}
 
   // The warp's columns of Q, padded with zeros.
-  __device__ __forceinline__ void load_q(const Payload<float>& q) {
+  __device__ __forceinline__ void load_q(const float* q) {
     POWERSGD_UNROLL
     for (int k = 0; k < R / kInner; ++k) {
       POWERSGD_UNROLL
@@ -43,8 +43,7 @@ class ReconstructOnTensorCores {
           const int col = warp_column() + 16 * (i / 2) + 2 * lane_group() + i % 2;
           const bool exists = rank < matrix_.rank && col < width_;
           q_[k][i].set(
-              half,
-              exists ? q.load(matrix_.q_offset + rank * matrix_.cols + tile_.col_begin + col) : 0);
+              half, exists ? q[matrix_.q_offset + rank * matrix_.cols + tile_.col_begin + col] : 0);
         }
       }
     }
@@ -137,7 +136,7 @@ __device__ __forceinline__ bool reconstruct_tensor_tile(const Bucket& bucket, co
                                                         const Tile& tile,
                                                         const AwaitChecks& await_checks) {
   ReconstructOnTensorCores<R, G> tensor(bucket, matrix, tile);
-  tensor.load_q(q_of<float>(bucket));
+  tensor.load_q(q_payload<float>(bucket));
   if (await_checks()) return true;
   tensor.run(scale_of_p<float>(bucket, matrix));
   return false;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/grid.cuh"
-#include "kernels/cuda/wire.cuh"
+#include "kernels/cuda/payload.cuh"
 
 // A tile of a gradient: output_scale * p_hat Q, at a strip of columns and a range of rows.
 //
@@ -36,19 +36,6 @@ __device__ __forceinline__ F* staged_p() {
   return reinterpret_cast<F*>(shared_memory() + kTicketBytes);
 }
 
-// Loads a lane's columns of Q. The gradient's rows may be aligned where those of Q are not, after a
-// matrix of odd width.
-template <typename F>
-__device__ __forceinline__ void load_q(const Payload<F>& q, int64_t index,
-                                       const LaneColumns& columns, F (&out)[4]) {
-  if (columns.aligned) {
-    load_columns<Access::kReuse>(static_cast<const F*>(q.data) + index, DType::kFloat32, out);
-  } else {
-    POWERSGD_UNROLL
-    for (int j = 0; j < 4; ++j) out[j] = j < columns.count ? q.load(index + j) : F{0};
-  }
-}
-
 // The rows of a tile from `begin` on, at most `most` of them.
 __device__ __forceinline__ int rows_from(const Tile& tile, int64_t begin, int most) {
   const int64_t left = tile.row_end - begin;
@@ -70,12 +57,11 @@ __device__ __forceinline__ bool reconstruct_low_rank(const Bucket& bucket, const
   F* const staged = staged_p<F>();  // [kStagedRowsLowRank][R]
   const F* const p_hat = global(static_cast<const F*>(matrix.p_hat));
   const F scale = scale_of_p<F>(bucket, matrix);
-  const Payload<F> q = q_of<F>(bucket);
+  const F* const q = q_payload<F>(bucket);
   const int64_t col = tile.col_begin + threadIdx.x % kWarpSize * 4;
   const int count = static_cast<int>(tile.col_end - col);
   const LaneColumns columns{is_aligned(gradient, matrix.cols), count};
-  const LaneColumns q_columns{
-      !q.rounds && is_aligned(static_cast<const F*>(q.data) + matrix.q_offset, matrix.cols), count};
+  const LaneColumns q_columns{is_aligned(q + matrix.q_offset, matrix.cols), count};
   const bool active = count > 0;
   F factor[R][4];
   POWERSGD_UNROLL
@@ -83,7 +69,8 @@ __device__ __forceinline__ bool reconstruct_low_rank(const Bucket& bucket, const
     POWERSGD_UNROLL
     for (int j = 0; j < 4; ++j) factor[k][j] = 0;
     if (active && k < matrix.rank)
-      load_q(q, matrix.q_offset + k * matrix.cols + col, q_columns, factor[k]);
+      load_columns<Access::kReuse>(q + matrix.q_offset + k * matrix.cols + col, q_columns,
+                                   DType::kFloat32, factor[k]);
   }
   if (await_checks()) return true;
   for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRowsLowRank) {
@@ -127,11 +114,11 @@ __device__ __forceinline__ void stage_ranks(const Bucket& bucket, const Matrix& 
         exists ? scale * p_hat[(begin + row) * matrix.rank + k0 + k] : F{0};
   }
   if (!stage_q) return;
-  const Payload<F> q = q_of<F>(bucket);
+  const F* const q = q_payload<F>(bucket);
   for (int i = threadIdx.x; i < kRanks * kStrip; i += kThreads) {
     const int64_t k = k0 + i / kStrip, col = tile.col_begin + i % kStrip;
     const bool exists = k < matrix.rank && col < tile.col_end;
-    staged_q[i] = exists ? q.load(matrix.q_offset + k * matrix.cols + col) : F{0};
+    staged_q[i] = exists ? q[matrix.q_offset + k * matrix.cols + col] : F{0};
   }
 }
 

@@ -47,7 +47,7 @@ __device__ __forceinline__ bool sends_zeros(const Bucket& bucket, const Matrix& 
 template <typename F>
 __device__ void send_zeros(const Bucket& bucket, const Matrix& matrix, const Tile& tile) {
   if (tile.part != 0) return;
-  const Payload<F> payload = q_of<F>(bucket);
+  F* const payload = q_payload<F>(bucket);
   for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
     const int64_t col = tile.col_begin + i % kStrip;
     if (col < tile.col_end) write_q(payload, matrix, i / kStrip * matrix.cols + col, F{0});

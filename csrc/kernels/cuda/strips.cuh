@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/grid.cuh"
-#include "kernels/cuda/wire.cuh"
+#include "kernels/cuda/payload.cuh"
 
 // The end of a strip in back_project. The sums of the lanes become rows of q, in q_local and the Q
 // payload, or partial results of them.
@@ -41,12 +41,9 @@ __device__ __forceinline__ void reduce_warps(const F (&sums)[R][4], F* shared, c
   }
 }
 
-// An element of q is sent, and q_local becomes what was sent. So the residual keeps what the wire
-// rounds off.
 template <typename F>
-__device__ __forceinline__ void write_q(const Payload<F>& payload, const Matrix& matrix,
-                                        int64_t index, F value) {
-  static_cast<F*>(matrix.q_local)[index] = payload.store(matrix.q_offset + index, value);
+__device__ __forceinline__ void write_q(F* payload, const Matrix& matrix, int64_t index, F value) {
+  static_cast<F*>(matrix.q_local)[index] = payload[matrix.q_offset + index] = value;
 }
 
 // Returns what writes a sum of a tile: write(row of q, column of the strip, sum). Rows and columns
@@ -54,7 +51,7 @@ __device__ __forceinline__ void write_q(const Payload<F>& payload, const Matrix&
 template <typename F>
 __device__ __forceinline__ auto strip_writer(const Bucket& bucket, const Matrix& matrix,
                                              const Tile& tile) {
-  const Payload<F> payload = q_of<F>(bucket);
+  F* const payload = q_payload<F>(bucket);
   const int64_t stride = slots(matrix.rank * kStrip * int64_t{sizeof(F)});
   F* const partial = slot_pointer<F>(bucket, tile.slot + tile.part * stride);
   return [=, &matrix, &tile](int64_t k, int column, F sum) {
@@ -83,7 +80,7 @@ __device__ __forceinline__ void add_row_ranges(const Bucket& bucket, const Matri
                                                const Tile& tile) {
   if (tile.parts == 1) return;
   if (!is_last_to_arrive(&bucket.counters[tile.counter], static_cast<uint64_t>(tile.parts))) return;
-  const Payload<F> payload = q_of<F>(bucket);
+  F* const payload = q_payload<F>(bucket);
   const int64_t stride =
       slots(matrix.rank * kStrip * int64_t{sizeof(F)}) * (kSlotBytes / int64_t{sizeof(F)});
   const F* const partial = global(slot_pointer<F>(bucket, tile.slot));

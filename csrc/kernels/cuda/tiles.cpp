@@ -37,7 +37,6 @@ class Builder {
     for (size_t i = 0; i < matrices_.size(); ++i) add_project(static_cast<int32_t>(i));
     end_stage();
     add_orthogonalize();
-    add_raw(kRawCheckTiles);
     end_stage();
     for (size_t i = 0; i < matrices_.size(); ++i) add_back_project(static_cast<int32_t>(i));
     end_stage();
@@ -216,7 +215,7 @@ class Builder {
 }  // namespace
 
 TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
-                     DType factor_dtype, DType /*wire_dtype*/) {
+                     DType factor_dtype) {
   return Builder(matrices, raw, factor_dtype == DType::kFloat64 ? 8 : 4).build();
 }
 

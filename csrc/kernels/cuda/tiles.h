@@ -25,7 +25,6 @@ constexpr int kMaxTilesToFactor = 32;  // of a matrix in orthogonalize
 enum TileList : int {
   kProjectTiles = 0,    // row and column ranges; kRawSegment
   kOrthogonalizeTiles,  // row ranges
-  kRawCheckTiles,       // kRawSegment
   kBackProjectTiles,    // strips of kStrip columns by row ranges
   kStrips,              // strips of all matrices
   kQCheckTiles,         // kFactorRow
@@ -41,10 +40,8 @@ enum Counter : int {
   kOrthogonalizeTickets,
   kGramsWritten,
   kNonFiniteP,  // the launch that has found an element of P that is not finite, plus 1
-  kLargestP,    // the largest element of P in magnitude, behind the number of the launch
   kReconstructTickets,
   kQChecked,
-  kLargestQ,
   kFirstOfMatrices,
 };
 POWERSGD_HOST_DEVICE inline int64_t flags_counter(int64_t matrix) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/grid.cuh"
-#include "kernels/cuda/wire.cuh"
+#include "kernels/cuda/payload.cuh"
 #include "kernels/shared/steps.h"
 
 // The work of a block of project beside its products: it reads its tile, packs raw segments, notes
@@ -54,13 +54,13 @@ __device__ __forceinline__ void add_flags(const Bucket& bucket, const Work& work
 // memory. The last block of project calls it.
 template <typename F>
 __device__ void write_flags(const Bucket& bucket) {
-  const Payload<F> p = p_to_send<F>(bucket);
+  F* const p = p_payload<F>(bucket);
   int32_t all = 0;
   for (int item = threadIdx.x; item <= bucket.num_matrices; item += kThreads) {
     auto* const flags = reinterpret_cast<int32_t*>(bucket.counters + flags_counter(item));
     all |= *flags;
     if (item < bucket.num_matrices && bucket.matrices[item].active_offset >= 0)
-      p.store_count(bucket.matrices[item].active_offset, (*flags & kNonZero) != 0);
+      p[bucket.matrices[item].active_offset] = (*flags & kNonZero) != 0 ? 1 : 0;
     *flags = 0;
     if (item < bucket.num_matrices && bucket.matrices[item].grad_scale != nullptr)
       *bucket.matrices[item].grad_scale = loss_scale(bucket);
@@ -68,30 +68,22 @@ __device__ void write_flags(const Bucket& bucket) {
   const bool non_finite = __syncthreads_or(all & kNonFinite) != 0;
   const bool saturated = __syncthreads_or(all & kSaturated) != 0;
   if (threadIdx.x != 0) return;
-  p.store_count(bucket.p_numel - 1, non_finite);
+  p[bucket.p_numel - 1] = non_finite ? 1 : 0;
   bucket.state->step = begun_step(bucket);
-  bucket.state->p_scale.current = bucket.state->p_scale.next;
   if (saturated) count_step(bucket, &StepCounts::saturated);
 }
 
-// Packs a part of a raw segment into the P payload. What the wire rounds off is kept for the next
-// step.
+// Packs a part of a raw segment into the P payload.
 template <typename F, typename G>
 __device__ void pack_raw(const Bucket& bucket, Work* work) {
   const Tile& tile = work->tile;
   const RawSegment segment = bucket.raw_segments[tile.item];
   const G* from = static_cast<const G*>(bucket.gradient) + segment.gradient_offset;
-  const Payload<F> p = p_to_send<F>(bucket);
-  F* const rounding = static_cast<F*>(bucket.rounding);
+  F* const to = p_payload<F>(bucket) + segment.p_offset;
   for (int64_t i = tile.col_begin + threadIdx.x; i < tile.col_end; i += kThreads) {
     const F value = widen(from[i], bucket.gradient_dtype);
     if (!is_finite(value)) work->flags.non_finite = 1;
-    const int64_t offset = segment.p_offset + i;
-    const int64_t kept = offset - bucket.raw_offset;
-    F exact = value;
-    if (rounding != nullptr && !bucket.drop_residual) exact += rounding[kept];
-    const F sent = p.store(offset, exact);
-    if (rounding != nullptr) rounding[kept] = is_finite(exact - sent) ? exact - sent : F{0};
+    to[i] = value;
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -68,29 +69,35 @@ at::Tensor third_output(const Reduce& reduce, int64_t numel, const std::function
   return gradient.read();
 }
 
-Options make_options(Scope scope) {
-  Options options;
-  options.scope = scope;
-  options.matrix_approximation_rank = 2;
-  options.start_powerSGD_iter = 0;
-  options.min_numel = 1000;
-  return options;
-}
-
 void expect_same_output(const at::Tensor& expected, const at::Tensor& replayed) {
   EXPECT_TRUE(expected.isfinite().all().item<bool>());
   EXPECT_TRUE(at::equal(expected, replayed)) << "a released memory was read, or a state was lost";
 }
 
-class CapturedSteps : public testing::Test {
+class CapturedSteps : public testing::TestWithParam<std::optional<WireDType>> {
  protected:
   CapturedSteps() {
     fake::add_operators();
     fake::reset(0, fake::Host::kMayNotWait);
   }
+
+  static Options make_options(Scope scope) {
+    Options options;
+    options.scope = scope;
+    options.matrix_approximation_rank = 2;
+    options.start_powerSGD_iter = 0;
+    options.min_numel = 1000;
+    options.wire_dtype = GetParam();
+    return options;
+  }
 };
 
-TEST_F(CapturedSteps, OfAFlatTensorThatIsNotReducedForLong) {
+INSTANTIATE_TEST_SUITE_P(Wires, CapturedSteps, testing::Values(std::nullopt, WireDType::kInt8),
+                         [](const auto& wire) {
+                           return wire.param ? to_string(*wire.param) : "as_it_is";
+                         });
+
+TEST_P(CapturedSteps, OfAFlatTensorThatIsNotReducedForLong) {
   const auto output = [](bool replayed) {
     FlatTensors flat(
         test::make_session_of_equal_ranks(fake::device(0), make_options(Scope::kBackward)));
@@ -106,12 +113,12 @@ TEST_F(CapturedSteps, OfAFlatTensorThatIsNotReducedForLong) {
         fake::run();
       }
     };
-    return third_output(reduce, 2500, replayed ? other_passes : std::function<void()>());
+    return third_output(reduce, 2517, replayed ? other_passes : std::function<void()>());
   };
   expect_same_output(output(false), output(true));
 }
 
-TEST_F(CapturedSteps, OfAFlatTensorWithoutState) {
+TEST_P(CapturedSteps, OfAFlatTensorWithoutState) {
   const auto output = [](bool replayed) {
     FlatTensors flat(
         test::make_session_of_equal_ranks(fake::device(0), make_options(Scope::kAlways)));
@@ -129,7 +136,7 @@ TEST_F(CapturedSteps, OfAFlatTensorWithoutState) {
 }
 
 // The side streams may wait for nothing outside of the graph, and all of a pass is joined.
-TEST_F(CapturedSteps, OfAPipelineOfBuckets) {
+TEST_P(CapturedSteps, OfAPipelineOfBuckets) {
   const auto output = [](bool replayed) {
     const c10::Device device = fake::device(0);
     const Options options = make_options(Scope::kBackward);
@@ -151,7 +158,7 @@ TEST_F(CapturedSteps, OfAPipelineOfBuckets) {
   expect_same_output(output(false), output(true));
 }
 
-TEST_F(CapturedSteps, OfABucketThatHasBeenRebuilt) {
+TEST_P(CapturedSteps, OfABucketThatHasBeenRebuilt) {
   const auto output = [](bool replayed) {
     const c10::Device device = fake::device(0);
     const Options options = make_options(Scope::kBackward);

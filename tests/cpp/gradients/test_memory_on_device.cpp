@@ -71,7 +71,7 @@ class MemoryOnDevice : public testing::Test {
     std::vector<ParameterShape> shapes;
     for (const size_t i : bucket) shapes.push_back({kShapes[i], {}});
     const BucketPlan plan = plan_bucket(shapes, session_->options());
-    return memory_needs(plan, session_->options(), at::kFloat, device_.type());
+    return memory_needs(plan, session_->options(), at::kFloat, device_.type(), session_->ranks());
   }
 
   // The needs of all buckets of a layout, with workspaces for the largest bucket of both layouts.
@@ -136,6 +136,17 @@ TEST_F(MemoryOnDevice, WithoutResidualsIsWhatThePlanSays) {
   Options options = make_options();
   options.use_error_feedback = false;
   compare_with_plan(options);
+}
+
+// So are packets and roundings.
+TEST_F(MemoryOnDevice, OnAWireThatRoundsIsWhatThePlanSays) {
+  Options options = make_options();
+  options.wire_dtype = WireDType::kInt8;
+  options.use_error_feedback = false;
+  compare_with_plan(options);
+  const size_t before = allocations();
+  for (int64_t i = 0; i < 3; ++i) step(kRebuilt);
+  EXPECT_EQ(allocations(), before);
 }
 
 // Buckets have workspaces in common: one for each bucket would be 3 % of all.

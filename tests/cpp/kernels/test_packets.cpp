@@ -33,7 +33,7 @@ class Packets : public PacketTest {
     EXPECT_EQ(rank.kept(), expected_kept(rank, exact, sent, before));
   }
 
-  // What the elements of a payload travel as: raw elements with their rounding.
+  // Returns a payload with the rounding of its raw elements added.
   Values plus_rounding(const TestPackets& rank, Values values) const {
     if (rank.packets.drop_residual) return values;
     const Values kept = rank.kept();

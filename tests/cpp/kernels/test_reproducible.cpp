@@ -22,11 +22,6 @@ std::vector<BucketSpec> specs() {
                                    {parts, DType::kFloat64, DType::kFloat64},
                                    {parts, DType::kBFloat16, DType::kBFloat16},
                                    {parts, DType::kFloat16, DType::kFloat16}};
-  for (const auto& [spec, wire] :
-       {std::pair{specs[0], DType::kFloat16}, {specs[2], DType::kBFloat16}}) {
-    specs.push_back(spec);
-    specs.back().wire_dtype = wire;
-  }
   // The largest rank that tensor cores take.
   specs.push_back({{{90, 140, 32}, {40, 300, 12}}, DType::kBFloat16, DType::kFloat32});
   return specs;

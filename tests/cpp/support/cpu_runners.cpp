@@ -16,9 +16,9 @@ class CpuRunner : public HostMemoryRunner {
   CpuRunner(Isa isa, int threads) : isa_(isa), threads_(threads) {}
 
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
-                                const std::vector<kernels::RawSegment>& raw, DType factor_dtype,
-                                DType wire_dtype) override {
-    return kernels::cpu::make_tiles(matrices, raw, factor_dtype, wire_dtype);
+                                const std::vector<kernels::RawSegment>& raw,
+                                DType factor_dtype) override {
+    return kernels::cpu::make_tiles(matrices, raw, factor_dtype);
   }
 
   void run(Stage stage, const Bucket& bucket) override {

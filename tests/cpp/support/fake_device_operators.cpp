@@ -210,9 +210,9 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
 class EnqueuedStages final : public Stages {
  public:
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
-                                const std::vector<kernels::RawSegment>& raw, DType factor_dtype,
-                                DType wire_dtype) const override {
-    return runner_->make_tiles(matrices, raw, factor_dtype, wire_dtype);
+                                const std::vector<kernels::RawSegment>& raw,
+                                DType factor_dtype) const override {
+    return runner_->make_tiles(matrices, raw, factor_dtype);
   }
   void random_start(const kernels::Bucket& bucket) const override {
     enqueue_stage(Stage::kRandomStart, bucket);

@@ -14,8 +14,6 @@ namespace {
 // The largest code of an integer dtype.
 double most(WireDType dtype) { return dtype == WireDType::kInt8 ? 127 : 7; }
 
-bool is_integer(WireDType dtype) { return dtype == WireDType::kInt8 || dtype == WireDType::kInt4; }
-
 DType storage_of(WireDType dtype) {
   switch (dtype) {
     case WireDType::kBFloat16:

@@ -14,9 +14,9 @@ class SimtRunner : public HostMemoryRunner {
   SimtRunner(uint64_t seed, bool tensor_cores) : seed_(seed), tensor_cores_(tensor_cores) {}
 
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
-                                const std::vector<kernels::RawSegment>& raw, DType factor_dtype,
-                                DType wire_dtype) override {
-    return kernels::cuda::make_tiles(matrices, raw, factor_dtype, wire_dtype);
+                                const std::vector<kernels::RawSegment>& raw,
+                                DType factor_dtype) override {
+    return kernels::cuda::make_tiles(matrices, raw, factor_dtype);
   }
 
   void run(Stage stage, const kernels::Bucket& bucket) override { launch(stage, bucket); }

@@ -34,7 +34,7 @@ class StageRunner {
 
   virtual kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
                                         const std::vector<kernels::RawSegment>& raw,
-                                        DType factor_dtype, DType wire_dtype) = 0;
+                                        DType factor_dtype) = 0;
 
   // They return when the stage has ended. All pointers are device memory.
   virtual void run(Stage stage, const kernels::Bucket& bucket) = 0;

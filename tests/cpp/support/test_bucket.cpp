@@ -71,27 +71,17 @@ void TestBucket::lay_out() {
     raw.p_offset = bucket.p_numel;
     bucket.p_numel += raw.numel;
   }
-  bucket.counts_offset = bucket.p_numel;
   for (DeviceMatrix& matrix : matrices) {
     if (spec.tells_activity) matrix.active_offset = bucket.p_numel++;
   }
   bucket.p_numel += 1;
   gradient = array(spec.gradient_dtype, gradient_numel);
-  bucket.raw_offset = raws.empty() ? bucket.counts_offset : raws.front().p_offset;
-  if (spec.wire() != factor) rounding = array(factor, bucket.counts_offset - bucket.raw_offset);
+  p_payload = array(factor, bucket.p_numel);
+  q_payload = array(factor, bucket.q_numel);
 }
 
 std::unique_ptr<DeviceArray> TestBucket::make_array(DType dtype, int64_t numel) {
   return std::make_unique<DeviceArray>(runner_, dtype, numel, spec.misalignment);
-}
-
-void TestBucket::travel_as(DType wire) {
-  p_payload = make_array(wire, bucket.p_numel);
-  q_payload = make_array(wire, bucket.q_numel);
-  bucket.p_payload = p_payload->data();
-  bucket.q_payload = q_payload->data();
-  bucket.rounding = wire == bucket.factor_dtype ? nullptr : rounding->data();
-  bucket.wire_dtype = wire;
 }
 
 void TestBucket::build_tables() {
@@ -108,8 +98,7 @@ void TestBucket::build_tables() {
   for (const DeviceRaw& raw : raws) {
     raw_table.push_back({raw.gradient_offset, raw.numel, raw.p_offset});
   }
-  const kernels::TileTable tiles =
-      runner_.make_tiles(matrix_table, raw_table, spec.factor_dtype(), spec.wire());
+  const kernels::TileTable tiles = runner_.make_tiles(matrix_table, raw_table, spec.factor_dtype());
 
   bucket.matrices = upload(matrix_table);
   bucket.raw_segments = upload(raw_table);
@@ -126,9 +115,8 @@ void TestBucket::build_tables() {
   bucket.residual_dtype =
       spec.gradient_dtype == DType::kFloat64 ? DType::kFloat64 : spec.residual_dtype;
   bucket.factor_dtype = spec.factor_dtype();
-  travel_as(spec.wire());
-  bucket.chooses_scales = spec.wire() == DType::kFloat16;
-  bucket.raw_offset = raws.empty() ? bucket.counts_offset : raws.front().p_offset;
+  bucket.p_payload = p_payload->data();
+  bucket.q_payload = q_payload->data();
   bucket.grad_scale = bucket.output_scale = 1;
   bucket.seed = 42;
 }
@@ -191,13 +179,6 @@ void TestBucket::set_skipped(bool skipped) {
   set_state(changed);
 }
 
-void TestBucket::set_scales(double p_scale, double q_scale) {
-  kernels::BucketState changed = state();
-  changed.p_scale.current = changed.p_scale.next = static_cast<float>(p_scale);
-  changed.q_scale.current = changed.q_scale.next = static_cast<float>(q_scale);
-  set_state(changed);
-}
-
 void TestBucket::set_step(uint64_t step) {
   kernels::BucketState changed = state();
   changed.step = step;
@@ -218,8 +199,7 @@ std::vector<uint8_t> TestBucket::state_bytes() const {
     const std::vector<uint8_t> bytes = array->bytes();
     all.insert(all.end(), bytes.begin(), bytes.end());
   };
-  for (const DeviceArray* array :
-       {gradient.get(), p_payload.get(), q_payload.get(), rounding.get()}) {
+  for (const DeviceArray* array : {gradient.get(), p_payload.get(), q_payload.get()}) {
     append(array);
   }
   for (const DeviceMatrix& matrix : matrices) {
@@ -246,7 +226,6 @@ std::string describe(const BucketSpec& spec) {
                           : "_" + std::to_string(part.rows) + "x" + std::to_string(part.cols) +
                                 "r" + std::to_string(part.rank);
   }
-  if (spec.wire_dtype) text += "_" + to_string(*spec.wire_dtype) + "_wire";
   return text;
 }
 

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,12 +31,10 @@ struct BucketSpec {
   bool error_feedback = true;
   int64_t misalignment = 0;     // elements by which every array starts past an aligned address
   bool tells_activity = false;  // the P payload holds an element for each matrix that says so
-  std::optional<DType> wire_dtype = {};  // the factor dtype without one
 
   DType factor_dtype() const {
     return gradient_dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   }
-  DType wire() const { return wire_dtype.value_or(factor_dtype()); }
 };
 
 // An array in device memory, read and written as doubles.
@@ -114,11 +111,6 @@ class TestBucket {
   void put_loss_scale(double scale);
   double count() const { return p_payload->get().back(); }
 
-  // Replaces the payloads by some of this dtype, which hold zeros.
-  void travel_as(DType wire);
-  // Makes these the scales of the payloads that travel and of those after them.
-  void set_scales(double p_scale, double q_scale);
-
   // All the bytes that a step may write, for comparisons bit by bit.
   std::vector<uint8_t> state_bytes() const;
 
@@ -127,7 +119,6 @@ class TestBucket {
   std::vector<DeviceMatrix> matrices;
   std::vector<DeviceRaw> raws;
   std::unique_ptr<DeviceArray> gradient, p_payload, q_payload;
-  std::unique_ptr<DeviceArray> rounding;  // null if the wire does not round
 
  private:
   std::unique_ptr<DeviceArray> loss_scale_;  // null until put_loss_scale()

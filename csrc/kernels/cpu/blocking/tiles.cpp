@@ -3,8 +3,6 @@
 
 #include <utility>
 
-#include "kernels/cpu/blocking/wire_room.h"
-
 namespace powersgd::kernels::cpu {
 namespace {
 
@@ -151,27 +149,11 @@ class TileBuilder {
   TileTable table_;
 };
 
-// Each matrix may have an activity, and there is a non-finite count.
-WireRoom room_for(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw) {
-  int64_t p_numel = 0, q_numel = 0;
-  auto rest_numel = static_cast<int64_t>(matrices.size()) + 1;
-  for (const Matrix& matrix : matrices) {
-    p_numel += matrix.rows * matrix.rank;
-    q_numel += matrix.rank * matrix.cols;
-  }
-  for (const RawSegment& segment : raw) rest_numel += segment.numel;
-  return {std::max(p_numel, q_numel), rest_numel};
-}
-
 }  // namespace
 
 TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
-                     DType factor_dtype, DType wire_dtype) {
-  TileTable table = TileBuilder(matrices, raw, factor_dtype).build();
-  if (wire_dtype != factor_dtype) {
-    table.workspace_bytes += static_cast<size_t>(room_for(matrices, raw).bytes(factor_dtype));
-  }
-  return table;
+                     DType factor_dtype) {
+  return TileBuilder(matrices, raw, factor_dtype).build();
 }
 
 }  // namespace powersgd::kernels::cpu

@@ -25,7 +25,6 @@
 #include <utility>
 
 #include "kernels/cpu/blocking/tiles.h"
-#include "kernels/cpu/blocking/wire_room.h"
 #include "kernels/cpu/simd/storage.h"
 #include "kernels/cpu/stages.h"
 #include "kernels/cpu/with_storage.h"
@@ -35,5 +34,4 @@
 #include "kernels/shared/philox.h"
 #include "kernels/shared/steps.h"
 #include "kernels/shared/warm_start_noise.h"
-#include "kernels/shared/wire.h"
 #include "powersgd/kernels.h"

@@ -8,9 +8,8 @@
 #include "kernels/cpu/packets.inl"
 #include "kernels/cpu/project.inl"
 #include "kernels/cpu/reconstruct.inl"
-#include "kernels/cpu/wire.inl"
 
 const powersgd::kernels::cpu::StageFunctions powersgd::kernels::cpu::POWERSGD_TARGET::kStages = {
-    project_to_wire, orthogonalize_from_wire, back_project_to_wire, reconstruct_from_wire};
+    project, orthogonalize, back_project, reconstruct};
 const powersgd::kernels::cpu::PacketFunctions powersgd::kernels::cpu::POWERSGD_TARGET::kPackets = {
     quantize, requantize, dequantize};

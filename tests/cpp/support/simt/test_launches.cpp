@@ -2,7 +2,6 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
-#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -29,14 +28,12 @@ TEST(Launches, AFailedOneHasANameAndDoesNotStick) {
 
 TEST(Launches, NothingIsCaptured) { EXPECT_FALSE(kernels::cuda::is_capturing(nullptr)); }
 
-using Wire = std::optional<DType>;
-class LaunchesOfAStep : public testing::TestWithParam<std::tuple<DType, Wire, int64_t>> {};
+class LaunchesOfAStep : public testing::TestWithParam<std::tuple<DType, int64_t>> {};
 
 TEST_P(LaunchesOfAStep, AreFour) {
-  const auto [gradient, wire, rank] = GetParam();
+  const auto [gradient, rank] = GetParam();
   BucketSpec spec{{{700, 300, rank}, Part::raw(9), {40, 17000, 2}, {900, 40, 1}}, gradient};
   spec.residual_dtype = gradient == DType::kFloat64 ? gradient : DType::kFloat32;
-  spec.wire_dtype = wire;
   spec.tells_activity = true;
   const auto runner = stage_runners().front().make();
   TestBucket bucket(*runner, spec);
@@ -49,8 +46,6 @@ TEST_P(LaunchesOfAStep, AreFour) {
 
 INSTANTIATE_TEST_SUITE_P(Launches, LaunchesOfAStep,
                          testing::Combine(testing::Values(DType::kFloat32, DType::kFloat64),
-                                          testing::Values(Wire{}, Wire{DType::kBFloat16},
-                                                          Wire{DType::kFloat16}),
                                           testing::Values(2, 40)));
 
 TEST(Launches, PacketsTakeOnePerFunction) {

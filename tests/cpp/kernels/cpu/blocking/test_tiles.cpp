@@ -8,8 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/cpu/blocking/wire_room.h"
-
 namespace powersgd::kernels::cpu {
 namespace {
 
@@ -79,7 +77,7 @@ class Tiles : public testing::TestWithParam<DType> {
     }
   }
 
-  const TileTable table_ = make_tiles(kMatrices, kRaw, GetParam(), GetParam());
+  const TileTable table_ = make_tiles(kMatrices, kRaw, GetParam());
 };
 
 INSTANTIATE_TEST_SUITE_P(Factors, Tiles, testing::Values(DType::kFloat32, DType::kFloat64),
@@ -115,39 +113,6 @@ TEST_P(Tiles, PartialResultsLieApart) {
   };
   expect_room(kGramTiles, orthogonalize);
   expect_room(kFactorTiles, orthogonalize);
-}
-
-// Payloads in the factor dtype have room in front of all of that, if the wire rounds.
-TEST_P(Tiles, PayloadsHaveRoomIfTheWireRounds) {
-  Bucket bucket{};
-  for (const Matrix& matrix : kMatrices) {
-    bucket.raw_offset += matrix.rows * matrix.rank;
-    bucket.q_numel += matrix.rank * matrix.cols;
-  }
-  bucket.counts_offset = bucket.raw_offset;
-  for (const RawSegment& raw : kRaw) bucket.counts_offset += raw.numel;
-  bucket.p_numel = bucket.counts_offset + static_cast<int64_t>(kMatrices.size()) + 1;
-  bucket.factor_dtype = GetParam();
-  bucket.wire_dtype = DType::kBFloat16;
-  const TileTable table = make_tiles(kMatrices, kRaw, GetParam(), bucket.wire_dtype);
-  std::vector<unsigned char> workspace(table.workspace_bytes);
-  bucket.workspace = workspace.data();
-  const Bucket factors = in_factor_dtype(bucket);
-  const auto offset = [&](const void* place, int64_t numel = 0) {
-    return static_cast<const unsigned char*>(place) - workspace.data() +
-           numel * size_of(GetParam());
-  };
-  EXPECT_EQ(factors.wire_dtype, GetParam());
-  EXPECT_GE(offset(factors.p_payload), 0);
-  EXPECT_GE(offset(factors.q_payload), 0);
-  EXPECT_LE(offset(factors.q_payload, bucket.q_numel),
-            offset(factors.p_payload, bucket.raw_offset));
-  EXPECT_LE(offset(factors.p_payload, bucket.p_numel), offset(factors.workspace));
-  EXPECT_EQ(offset(factors.workspace) % kSlotBytes, 0);
-  EXPECT_LE(offset(factors.workspace) + static_cast<int64_t>(table_.workspace_bytes),
-            static_cast<int64_t>(table.workspace_bytes));
-  bucket.wire_dtype = GetParam();
-  EXPECT_EQ(in_factor_dtype(bucket).workspace, workspace.data());
 }
 
 // A strip sums the partial q that the tiles of back_project have put into the slot of its matrix.

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/cpu/codes.h"
+#include "kernels/cpu/simd/convert.h"
+#include "kernels/shared/packets.h"
+
+// One group at a time: from a payload to a buffer in the L1 cache, from there to a packet, and back.
+namespace powersgd::kernels::cpu::POWERSGD_TARGET {
+
+// One group of a factor or of the raw segments, outside of packets.
+template <class F>
+struct Group {
+  int64_t count;
+  F* values;  // in the payload
+  int64_t stride;
+  F* kept;  // [count] q_local, or the rounding of raw segments; null for P
+};
+
+template <class F>
+struct alignas(64) GroupBuffer {
+  F values[kGroup];
+};
+
+// Loads the elements of a group, followed by zeros.
+template <class F>
+POWERSGD_TILE_FUNCTION inline void load_group(const Group<F>& group, F* values) {
+  if (group.count < kGroup) std::fill_n(values, kGroup, F{0});
+  if (group.stride == 1) {
+    for_each_vector<F>(group.count, [&](int64_t j, int64_t count) {
+      store(values + j, load_first(group.values + j, count));
+    });
+  } else {
+    for (int64_t i = 0; i < group.count; ++i) values[i] = group.values[i * group.stride];
+  }
+}
+
+template <class F>
+POWERSGD_TILE_FUNCTION inline void store_group(const Group<F>& group, const F* values) {
+  if (group.stride == 1) {
+    for_each_vector<F>(group.count, [&](int64_t j, int64_t count) {
+      store_first(group.values + j, count, load(values + j));
+    });
+  } else {
+    for (int64_t i = 0; i < group.count; ++i) group.values[i * group.stride] = values[i];
+  }
+}
+
+// Calls change(kept, j) for each vector of what is kept, from element j of the group on. Its result
+// takes the place of `kept` where it is finite.
+template <class F, class Change>
+inline void change_kept(const Group<F>& group, const Change& change) {
+  const Vector<F> zero = {};
+  for_each_vector<F>(group.count, [&](int64_t j, int64_t count) {
+    const Vector<F> kept = load_first(group.kept + j, count);
+    const Vector<F> changed = change(kept, j);
+    store_first(group.kept + j, count, changed - changed == zero ? changed : kept);
+  });
+}
+
+// Writes a group to a packet, and makes `sent` what its codes stand for.
+inline void write_group(WireDType dtype, const GroupPlace& place, const float* exact,
+                        uint8_t* packet, float* sent) {
+  float scale = 1;
+  if (has_scales(dtype)) {
+    scale = scale_of(dtype, largest_of_group(exact));
+    const auto upper = static_cast<uint16_t>(bits_of(scale) >> 16);
+    std::memcpy(packet + place.scale, &upper, sizeof(upper));
+  }
+  encode(dtype, exact, scale, packet + place.codes);
+  decode(dtype, packet + place.codes, scale, sent);
+}
+
+inline void read_group(WireDType dtype, const GroupPlace& place, const uint8_t* packet,
+                       float* values) {
+  float scale = 1;
+  if (has_scales(dtype)) {
+    uint16_t upper;
+    std::memcpy(&upper, packet + place.scale, sizeof(upper));
+    scale = float_of_bits(uint32_t{upper} << 16);
+  }
+  decode(dtype, packet + place.codes, scale, values);
+}
+
+inline void widen_group(const float* values, double* widened) {
+  for (int64_t j = 0; j < kGroup; j += kLanes<double>) store(widened + j, load_double(values + j));
+}
+
+inline void write_group(WireDType dtype, const GroupPlace& place, const double* exact,
+                        uint8_t* packet, double* sent) {
+  GroupBuffer<float> narrow, narrow_sent;
+  std::transform(exact, exact + kGroup, narrow.values, [](double x) { return float_of(x); });
+  write_group(dtype, place, narrow.values, packet, narrow_sent.values);
+  widen_group(narrow_sent.values, sent);
+}
+
+inline void read_group(WireDType dtype, const GroupPlace& place, const uint8_t* packet,
+                       double* values) {
+  GroupBuffer<float> narrow;
+  read_group(dtype, place, packet, narrow.values);
+  widen_group(narrow.values, values);
+}
+
+// Packets, or the same chunk of packets, one for each rank.
+struct Sources {
+  const uint8_t* first;
+  int64_t bytes;
+  int32_t count;
+};
+
+template <class F>
+POWERSGD_TILE_FUNCTION inline void sum_group(WireDType dtype, const GroupPlace& place,
+                                             const Sources& sources, F* sum) {
+  read_group(dtype, place, sources.first, sum);
+  for (int32_t rank = 1; rank < sources.count; ++rank) {
+    GroupBuffer<F> next;
+    read_group(dtype, place, sources.first + rank * sources.bytes, next.values);
+    for (int64_t j = 0; j < kGroup; j += kLanes<F>) {
+      store(sum + j, load(sum + j) + load(next.values + j));
+    }
+  }
+}
+
+}  // namespace powersgd::kernels::cpu::POWERSGD_TARGET
