@@ -43,7 +43,8 @@ POWERSGD_TILE_FUNCTION inline void write_noisy_row(const Bucket& bucket, const M
   const float amplitude = noise_amplitude(bucket, matrix);
   for (int64_t begin = 0; begin < matrix.cols; begin += kNoiseColumns) {
     alignas(64) float noise[kNoiseColumns];
-    make_noise(first_noise_counter(bucket, matrix, k, begin), bucket.seed, amplitude, noise);
+    make_noise(first_noise_counter(bucket, matrix.random_id, k, begin), bucket.seed, amplitude,
+               noise);
     const int64_t count = std::min<int64_t>(kNoiseColumns, matrix.cols - begin);
     const F* source = row + begin;
     F* target = q_warm + begin;

@@ -25,9 +25,9 @@ constexpr int kNoiseColumns = 4 * kNoiseLanes;
 
 // The counter of the first lane of the group that begins at `column`. The other lanes' follow in
 // the first word, without a carry.
-POWERSGD_HOST_DEVICE inline Philox4 first_noise_counter(const Bucket& bucket, const Matrix& matrix,
+POWERSGD_HOST_DEVICE inline Philox4 first_noise_counter(const Bucket& bucket, uint64_t random_id,
                                                         int64_t row, int64_t column) {
-  return random_counter(matrix.random_id, bucket.state->step, RandomUse::kWarmStart,
+  return random_counter(random_id, bucket.state->step, RandomUse::kWarmStart,
                         static_cast<uint32_t>(row),
                         static_cast<uint64_t>(column / kNoiseColumns * kNoiseLanes));
 }
