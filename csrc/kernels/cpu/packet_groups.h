@@ -9,7 +9,7 @@
 #include "kernels/cpu/simd/convert.h"
 #include "kernels/shared/packets.h"
 
-// One group at a time: from a payload to a buffer in the L1 cache, from there to a packet, and back.
+// One group at a time: from a payload to a buffer in the L1 cache, then to a packet, and back.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // One group of a factor or of the raw segments, outside of packets.
