@@ -18,7 +18,7 @@ struct HostTables {
   std::vector<kernels::Matrix> matrices;
   std::vector<kernels::RawSegment> raw;
   kernels::TileTable tiles;
-  // Of packets. Empty if payloads travel as they are.
+  // These are empty if payloads travel as they are.
   kernels::PacketFactors p_factors, q_factors;
 };
 
@@ -29,8 +29,8 @@ struct DeviceTables {
   const kernels::PacketFactor* q_factors;
 };
 
-// Copies the tables by one copy, which the host does not wait for. Makes `bucket` point to them. The
-// tensor is to live as long as the bucket.
+// Copies the tables by one copy, which the host does not wait for. Makes `bucket` point to them.
+// The tensor is to live as long as the bucket.
 DeviceTables upload_tables(kernels::Bucket& bucket, const HostTables& tables, at::Device device);
 
 struct BytesOfTables {

@@ -40,7 +40,7 @@ Schedule choose_schedule(const Ranks& ranks, int64_t bytes);
 // A payload whose packets lie in a workspace.
 class BucketPayload final : public Payload {
  public:
-  // `packets` is complete but for its buffers.
+  // `packets` is complete except for its layout and buffers.
   BucketPayload(const PayloadPlan& plan, at::Tensor elements, const kernels::Packets& packets,
                 const Stages& stages, std::shared_ptr<Workspace> workspace);
 

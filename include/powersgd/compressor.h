@@ -41,10 +41,12 @@ struct StepInfo {
 //
 // in this order.
 //
-// Contract: it never communicates. The caller sums a payload as its schedule says. Every rank holds an equal plan and equal options. After an
-// exception between project and reconstruct, `rollback` restores the residuals.
+// Contract: it never communicates. The caller sums a payload as its schedule says. Every rank holds
+// an equal plan and equal options. After an exception between project and reconstruct, `rollback`
+// restores the residuals.
 //
-// Ownership: it owns the payloads, and shares the states with every other bucket that has them. It keeps the gradient until reconstruct or rollback.
+// Ownership: it owns the payloads, and shares the states with every other bucket that has them. It
+// keeps the gradient until reconstruct or rollback.
 //
 // Threads: one thread or stream at a time. Compressors that share a state run one after the other.
 class BucketCompressor {
@@ -95,8 +97,8 @@ struct MemoryNeeds {
 MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
                          at::ScalarType gradient_type, c10::DeviceType device, Ranks ranks = {});
 
-// `states[i]` belongs to `plan.matrices[i]`. The states of `plan.raw_parameters` may follow, so that
-// other buckets learn of the raw roundings. Buckets may share states, one after the other.
+// `states[i]` belongs to `plan.matrices[i]`. The states of `plan.raw_parameters` may follow, so
+// that other buckets learn of the raw roundings. Buckets may share states, one after the other.
 // `workspaces` are those of the model on this device. A bucket that shares none has one of its own.
 std::unique_ptr<BucketCompressor> make_compressor(
     BucketPlan plan, std::vector<ParameterStatePtr> states, const Options& options,

@@ -21,8 +21,8 @@ namespace powersgd {
 // while buckets have the state, because kernels hold their addresses. All ranks hold the same
 // random_id, p_hat and q_warm. The other tensors are each rank's own.
 //
-// A parameter that travels raw has a rounding alone, and only on a wire that rounds. Its bucket gives
-// it a part of the bucket's own tensor.
+// A parameter that travels raw has a rounding alone, and only on a wire that rounds. Its bucket
+// gives it a part of the bucket's own tensor.
 //
 // Ownership: a state belongs to its parameter and not to a bucket, so a rebuilt bucket keeps its
 // residuals and takes over the roundings.
@@ -59,9 +59,9 @@ struct ParameterState {
   // Makes `value` the rounding of a raw parameter, in the units of `scale`.
   void set_rounding(const at::Tensor& value, double scale);
 
-  // Makes M the residual, and the rounding that of the step before, in each of `states` if `dropped`, a
-  // tensor of one element on their device, is not 0. An undefined tensor stands for 1. The call does
-  // not wait for the device.
+  // Makes M the residual, and the rounding that of the step before, in each of `states`. It does so
+  // if `dropped`, a tensor of one element on their device, is not 0. An undefined tensor stands for
+  // 1. The call does not wait for the device.
   static void mark_undelivered(const std::vector<std::shared_ptr<ParameterState>>& states,
                                const at::Tensor& dropped);
 
@@ -78,8 +78,8 @@ struct ParameterState {
   // One float64: the loss scale in whose units the residual is. project writes it. The raw
   // parameters of a bucket share one.
   at::Tensor grad_scale;
-  // What the wire's rounding has kept back of a raw parameter, flat, and the same before the last
-  // step.
+  // The part of a raw parameter's gradients that the wire has rounded off, flat, and the same
+  // before the last step.
   at::Tensor rounding, rounding_before;
 };
 using ParameterStatePtr = std::shared_ptr<ParameterState>;

@@ -22,7 +22,7 @@ struct StatsSnapshot {
   int64_t compressed_calls = 0;
   int64_t exact_calls = 0;   // eligible gradients sent whole: warm-up, or nothing worth compressing
   int64_t bytes_before = 0;  // the gradients, had they been sent whole
-  int64_t bytes_after = 0;   // the payloads that this rank handed to the inner backend instead
+  int64_t bytes_after = 0;   // this rank's payloads in their place, or its packets
   // The share of the compressed calls in both.
   int64_t compressed_bytes_before = 0;
   int64_t compressed_bytes_after = 0;

@@ -10,7 +10,8 @@
 namespace powersgd {
 
 // Purpose: the kernels' workspace on one device, which buckets use one after the other. Between two
-// stages it holds the packets of a payload. Nothing in it outlives the part of a step that wrote it.
+// stages it holds the packets of a payload. Nothing in it outlives the part of a step that wrote
+// it.
 //
 // Threads: reserve() runs while no step of these buckets is in flight, in the order of the engine's
 // jobs. Its stream follows all earlier steps.

@@ -42,8 +42,9 @@ def stats(
         ``check_every`` found to differ between ranks, and mended).
 
         ``compressed_calls``, ``exact_calls`` (gradients sent whole); ``bytes_before`` of the
-        gradients and ``bytes_after`` of the payloads that the inner backend got in their place;
-        ``ratio`` of the two; ``compressed_ratio``: the ratio of the compressed calls alone.
+        gradients and ``bytes_after`` of this rank's payloads in their place, in the form in which
+        they travel; ``ratio`` of the two; ``compressed_ratio``: the ratio of the compressed calls
+        alone.
 
         ``seconds`` per stage; ``residual_norms``: {parameter: Frobenius norm}, where a group of
         several attached models has "i:parameter".

@@ -143,7 +143,7 @@ def test_a_gradient_that_grows_is_in_range(wire: Wire, name: str) -> None:
 
 
 def _large_values(rank: int, wire: Wire) -> list[bool]:
-    """Whether each output is finite, where the gradient of the second step is almost infinite."""
+    """Tells which outputs are finite. The gradient of the second step is almost infinite."""
     ddp = make_attached(SHAPES, _options(wire))
     finite = []
     for i in range(4):
