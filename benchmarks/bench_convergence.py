@@ -6,6 +6,7 @@
     python benchmarks/bench_convergence.py --show convergence.json --picture convergence.png
     python benchmarks/bench_convergence.py --methods plain attached:4 int8-wire:8,16,32
     python benchmarks/bench_convergence.py --methods plain int8-wire+warm_start_noise=0.2:8
+    python benchmarks/bench_convergence.py --methods plain --tasks language-4x --seeds 1 --lr 4e-3
 
 It trains the language model of the examples, smaller than the demo's, their image classifier, and
 an LSTM, on two local ranks. Each also trains with the other of two optimizers, and with a global
@@ -120,6 +121,7 @@ def parse_arguments() -> argparse.Namespace:
         help="ranks of the approximation for methods that name none (16)",
     )
     add("--seeds", type=int, default=5, metavar="N", help="number of seeds, 0 to N - 1 (5)")
+    add("--lr", type=float, help="learning rate (the best of three for plain, by task)")
     add("--quick", action="store_true", help="one seed, tiny models and twelve steps")
     add("--json", type=Path, help="file for the results, written after every run")
     add("--resume", action="store_true", help="keep the runs that the file of --json has")
@@ -178,7 +180,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     used = {run.task for run in wanted}
     tasks = {name: task for name, task in TASKS.items() if name in used}
     if arguments.quick:
-        tasks = {name: task.quickened() for name, task in tasks.items()}
+        tasks = {name: task.with_arguments(task.quick) for name, task in tasks.items()}
+    if arguments.lr:
+        tasks = {name: task.with_arguments(f"--lr {arguments.lr}") for name, task in tasks.items()}
     record = _record(arguments, tasks)
     done = {(run["task"], run["seed"], run["name"]) for run in record["runs"]}
     todo = [run for run in wanted if (run.task, run.seed, run.contender.name) not in done]

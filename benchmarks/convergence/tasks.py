@@ -64,14 +64,14 @@ class Task:
         title = f"{self.model}, {self.optimizer}{self.note}"
         return {"title": title, "arguments": self.arguments}
 
-    def quickened(self) -> Task:
-        return replace(self, arguments=f"{self.arguments} {self.quick}")
+    def with_arguments(self, more: str) -> Task:
+        return replace(self, arguments=f"{self.arguments} {more}")
 
     def with_optimizer(self, optimizer: str, more: str) -> Task:
-        return replace(self, optimizer=optimizer, arguments=f"{self.arguments} {more}")
+        return replace(self.with_arguments(more), optimizer=optimizer)
 
     def with_large_batch(self, more: str) -> Task:
-        return replace(self, arguments=f"{self.arguments} {more}", note=", 4 times the batch")
+        return replace(self.with_arguments(more), note=", 4 times the batch")
 
     def trainer(self, seed: int, wrap: Callable[[nn.Module], nn.Module]) -> Any:
         parser, trainer_of = self.example()
