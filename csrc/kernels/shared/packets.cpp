@@ -63,8 +63,8 @@ PacketFactors p_packet_factors(const std::vector<Matrix>& matrices) {
 
 PacketFactors q_packet_factors(const std::vector<Matrix>& matrices) {
   return packet_factors(matrices, [](const Matrix& matrix) {
-    return PacketFactor{matrix.q_offset, matrix.cols, matrix.rank, 1, matrix.cols, 0,
-                        matrix.q_local};
+    return PacketFactor{matrix.q_offset, matrix.cols, matrix.rank,   1,
+                        matrix.cols,     0,           matrix.q_local};
   });
 }
 
