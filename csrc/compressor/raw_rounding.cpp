@@ -32,7 +32,7 @@ void RawRounding::take_over(size_t index, bool sets_units) {
   if (found.defined() && found.data_ptr() == part.data_ptr()) return;
   if (found.defined() && found.numel() == part.numel() && found.device() == part.device()) {
     if (sets_units) units_.copy_(state.grad_scale);
-    part.copy_(found.flatten().mul(units_.div(state.grad_scale)));
+    part.copy_(found).mul_(units_.div(state.grad_scale));
   } else {
     part.zero_();
   }
