@@ -19,14 +19,14 @@ STAGES = ["project", "orthogonalize", "back_project", "reconstruct"]
 LAYERS = {
     "options": r"include/powersgd/(options|option_table)\.h",
     "plan": r"include/powersgd/plan\.h|csrc/plan/",
-    "kernels": r"include/powersgd/kernels\.h",
+    "kernels": r"include/powersgd/(kernels|packets)\.h",
     "shared kernels": r"csrc/kernels/shared/",
     "cpu simd": r"csrc/kernels/cpu/simd/",
     "cpu blocking": r"csrc/kernels/cpu/blocking/",
     "cpu kernels": r"csrc/kernels/cpu/",
     "cuda kernels": r"csrc/kernels/cuda/",
-    "compressor": r"include/powersgd/(compressor|dtypes|parameter_state|step_counter|workspace)\.h"
-    r"|csrc/compressor/",
+    "compressor": r"include/powersgd/(compressor|dtypes|parameter_state|payload|step_counter)\.h"
+    r"|include/powersgd/(traffic|workspace)\.h|csrc/compressor/",
     "torch compat": r"include/powersgd/torch_compat\.h",
     "engine": r"include/powersgd/interpreter\.h|csrc/engine/",
     "forwarding": r"include/powersgd/(forwarding_backend|inner_backends)\.h|csrc/forwarding/",
