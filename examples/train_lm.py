@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --backend gloo
     torchrun --nproc-per-node 2 examples/train_lm.py --backend powersgd
 
-Compression has rank 16, and sends the factors in bfloat16, unless --rank and --wire-dtype say
-otherwise. The loop, and the lines that compression adds to it, are in training.py.
+Compression has the recommended rank and wire, unless --rank and --wire-dtype say otherwise. The
+loop, and the lines that compression adds to it, are in training.py.
 """
 
 import argparse

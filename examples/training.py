@@ -25,7 +25,8 @@ import torch_powersgd as tp
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Wrap = Callable[[nn.Module], DistributedDataParallel]
-WIRE_DTYPES = ("float32", "bfloat16", "float16")
+WIRE_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
+RECOMMENDED = tp.Options.recommended()
 
 
 def common_options(doc: str) -> argparse.ArgumentParser:
@@ -38,14 +39,15 @@ def common_options(doc: str) -> argparse.ArgumentParser:
         default="powersgd",
         help="backend of the gradients",
     )
-    add("--rank", type=int, default=16, help="rank of the approximation")
+    rank, exact = RECOMMENDED.matrix_approximation_rank, RECOMMENDED.start_powerSGD_iter
+    add("--rank", type=int, default=rank, help="rank of the approximation")
     add(
         "--wire-dtype",
         choices=WIRE_DTYPES,
-        default="bfloat16",
+        default=RECOMMENDED.wire_dtype,
         help="dtype in which factors travel",
     )
-    add("--exact-steps", type=int, default=10, help="number of steps before compression begins")
+    add("--exact-steps", type=int, default=exact, help="number of steps before compression begins")
     add("--steps", type=int, help="number of steps")
     add("--batch", type=int, help="samples per rank and step")
     add("--lr", type=float, help="learning rate")
@@ -69,7 +71,7 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 def parallel(args: argparse.Namespace, model: nn.Module) -> DistributedDataParallel:
     ddp = DistributedDataParallel(model)
     if args.backend == "powersgd":  # [compression]
-        options = tp.Options(
+        options = tp.Options.recommended(
             matrix_approximation_rank=args.rank,
             wire_dtype=args.wire_dtype,
             start_powerSGD_iter=args.exact_steps,
