@@ -25,8 +25,8 @@ LAYERS = {
     "cpu blocking": r"csrc/kernels/cpu/blocking/",
     "cpu kernels": r"csrc/kernels/cpu/",
     "cuda kernels": r"csrc/kernels/cuda/",
-    "compressor": r"include/powersgd/(compressor|dtypes|parameter_state|payload|step_counter|traffic"
-    r"|workspace)\.h|csrc/compressor/",
+    "compressor": r"include/powersgd/(compressor|dtypes|parameter_state|payload|step_counter)\.h"
+    r"|include/powersgd/(traffic|workspace)\.h|csrc/compressor/",
     "torch compat": r"include/powersgd/torch_compat\.h",
     "engine": r"include/powersgd/interpreter\.h|csrc/engine/",
     "forwarding": r"include/powersgd/(forwarding_backend|inner_backends)\.h|csrc/forwarding/",
