@@ -86,7 +86,7 @@ LANGUAGE = Task(
     "character GPT on the standard library",
     _language,
     "AdamW",
-    "--layers 3 --width 192 --heads 6 --batch 2 --steps 300 --validate-every 100 --lr 2e-3",
+    "--layers 3 --width 192 --heads 6 --batch 2 --steps 300 --validate-every 100 --lr 1e-3",
     "--layers 1 --width 64 --heads 2 --steps 12 --characters 200000 --validate-every 12",
 )
 DIGITS = Task(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import torch_powersgd as tp
 from support.repository import ROOT
 from support.torchrun import torchrun
 
@@ -225,7 +226,9 @@ def test_an_example_has_the_recommended_setting(
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     arguments = importlib.import_module(example).options().parse_args([])
-    assert (arguments.rank, arguments.wire_dtype) == (16, "bfloat16")
+    recommended = tp.Options.recommended()
+    assert arguments.rank == recommended.matrix_approximation_rank
+    assert tp.Options(wire_dtype=arguments.wire_dtype).wire_dtype == recommended.wire_dtype
     assert arguments.exact_steps < arguments.steps / 20
 
 

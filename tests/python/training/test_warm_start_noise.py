@@ -25,8 +25,7 @@ from support.synthetic import (
 
 OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=3, warm_start_noise=0.5)
 STEPS = 12
-# The identity's errors with two ranks, by wire, as in test_identity.py and test_wire.py.
-TOLERANCE = {None: 1e-5, torch.bfloat16: 2 * 2.0**-9}
+IDENTITY_TOLERANCE = 1e-5  # as in test_identity.py
 
 
 def _trained(
@@ -40,11 +39,11 @@ def _trained(
         ledger.add(output, mean_gradients(SHAPES, world_size, i))
         outputs += [tensor.numpy().tobytes() for tensor in output.values()]
     state = tp.state_dict(ddp, per_rank=True)["parameters"]
-    q_warm = to_numpy({name: tensors["q_warm"] for name, tensors in state.items()})
+    q_warm = to_numpy({n: tensors["q_warm"] for n, tensors in state.items() if "q_warm" in tensors})
     return ledger.errors(residuals_of(ddp)), outputs, q_warm
 
 
-@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_identity_holds_and_all_ranks_have_the_same_bits(
     world_size: int, wire_dtype: torch.dtype | None
@@ -53,7 +52,7 @@ def test_the_identity_holds_and_all_ranks_have_the_same_bits(
     results = ranks.run(world_size, _trained, world_size, options)
     _, first_outputs, first_q = results[0]
     for errors, outputs, q_warm in results:
-        assert max(errors.values()) < (world_size - 1) * TOLERANCE[wire_dtype], errors
+        assert max(errors.values()) < IDENTITY_TOLERANCE, errors
         assert outputs == first_outputs
         assert {n: q.tobytes() for n, q in q_warm.items()} == {
             n: q.tobytes() for n, q in first_q.items()
