@@ -128,7 +128,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--left", action="store_true", help="number and time of the runs to do; none is done")
     add("--picture", type=Path, help="file for the picture")
     add("--show", type=Path, metavar="JSON", help="results to show; nothing is trained")
-    add("--markdown", action="store_true", help="tables in Markdown")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds = 1
@@ -233,10 +232,7 @@ def main() -> None:
         return
     from convergence import report
 
-    if arguments.markdown:
-        print(report.markdown(record), end="")
-    else:
-        report.show(record)
+    report.show(record)
     if arguments.picture:
         from convergence import pictures
 

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Prints docs/performance.md with new tables from benchmarks/results. --write writes the page.
+"""Prints docs/PAGE.md with new tables from benchmarks/results. --write writes all such pages.
 
-A table stands between two comments: <!-- table: NAME of FILE --> and <!-- end of table -->.
+A table stands between two comments: <!-- table: NAME of FILE --> and <!-- end of table -->. NAME
+may have arguments: <!-- table: front language lstm of convergence.json -->.
+
+    python docs/_tables.py performance
+    python docs/_tables.py --write
 """
 
 from __future__ import annotations
@@ -14,12 +18,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).with_name("performance.md")
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 
+from convergence import tables as of_convergence  # noqa: E402: it is found there
+
+PAGES = ("performance", "convergence")
 Record = dict[str, Any]
 _TABLE = re.compile(
-    r"(<!-- table: (\w+) of (\S+) -->\n).*?(<!-- end of table -->)", flags=re.DOTALL
+    r"(<!-- table: (\w+)((?: \S+)*?) of (\S+) -->\n).*?(<!-- end of table -->)", flags=re.DOTALL
 )
 _RATES = {"mbit": "Mbit/s", "gbit": "Gbit/s"}
 _MODELS = {"resnet18": "ResNet-18", "demo": "the demo's GPT", "gpt2": "GPT-2"}
@@ -27,16 +34,25 @@ _STAGES = ("project", "orthogonalize", "back_project", "reconstruct")
 
 
 def main() -> None:
-    page = _TABLE.sub(_made, PAGE.read_text())
-    if sys.argv[1:] == ["--write"]:
-        PAGE.write_text(page)
-    else:
-        sys.stdout.write(page)
+    if sys.argv[1:] != ["--write"]:
+        (page,) = sys.argv[1:]
+        sys.stdout.write(_remade(_path(page)))
+        return
+    for page in PAGES:
+        _path(page).write_text(_remade(_path(page)))
+
+
+def _path(page: str) -> Path:
+    return Path(__file__).with_name(f"{page}.md")
+
+
+def _remade(page: Path) -> str:
+    return _TABLE.sub(_made, page.read_text())
 
 
 def _made(found: re.Match[str]) -> str:
-    record = json.loads((RESULTS / found[3]).read_text())
-    return f"{found[1]}\n{TABLES[found[2]](record)}\n{found[4]}"
+    record = json.loads((BENCHMARKS / "results" / found[4]).read_text())
+    return f"{found[1]}\n{TABLES[found[2]](record, *found[3].split())}\n{found[5]}"
 
 
 def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -101,8 +117,16 @@ def stages(record: Record) -> str:
     return _markdown(headings, rows)
 
 
-TABLES: dict[str, Callable[[Record], str]] = {
-    made.__name__: made for made in (links, learning, on_the_way, stages)
+def _of_convergence(table: Callable[..., of_convergence.Table]) -> Callable[..., str]:
+    return lambda record, *arguments: _markdown(*table(record, *arguments))
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    **{made.__name__: made for made in (links, learning, on_the_way, stages)},
+    **{
+        made.__name__: _of_convergence(made)
+        for made in (of_convergence.front, of_convergence.curve, of_convergence.noise)
+    },
 }
 
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 
 # Steps at the start that every compressing method averages exactly.
-EXACT_STEPS = 3
+EXACT_STEPS = 10
 PLAIN = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # The best of three on the language model of bench_convergence.py. DeMo applies only signs.
 _DEMO_LEARNING_RATE = 1e-3
@@ -142,12 +142,8 @@ def _power_sgd_hooked(**ddp: Any) -> Make:
 
 
 def _options(rank: int, seed: int, **fields: Any) -> tp.Options:
-    return tp.Options(
-        matrix_approximation_rank=rank,
-        start_powerSGD_iter=EXACT_STEPS,
-        random_seed=seed,
-        **fields,
-    )
+    chosen = {"start_powerSGD_iter": EXACT_STEPS, "random_seed": seed, **fields}
+    return tp.Options(matrix_approximation_rank=rank, **chosen)
 
 
 def _attached(title: str, **fields: Any) -> Method:

@@ -33,11 +33,14 @@ class Stage:
     methods: str
 
     def runs(self, seeds: int) -> Iterator[Run]:
-        wanted = contenders.expand(map(contenders.parse, self.methods.split()), ())
         for seed in range(seeds):
             for task in self.tasks:
-                for contender in wanted:
+                for contender in self.contenders:
                     yield Run(task, seed, contender)
+
+    @property
+    def contenders(self) -> list[Contender]:
+        return contenders.expand(map(contenders.parse, self.methods.split()), ())
 
 
 def _noise(wires: str, ranks: str, noises: Iterable[float]) -> str:
@@ -45,7 +48,7 @@ def _noise(wires: str, ranks: str, noises: Iterable[float]) -> str:
     return " ".join(words)
 
 
-_FRONT = "plain hook-1-bucket:4,16 attached:4 bf16-wire:16 int8-wire:8,16,32 int4-wire:16,32"
+_FRONT = "plain hook-1-bucket:4,16 attached:4 bf16-wire:16 int8-wire:8,10,16,32 int4-wire:16,32"
 STAGES = {
     "front": Stage(MODELS, _FRONT),
     "curve": Stage(
@@ -64,6 +67,8 @@ STAGES = {
         f"{_noise('int8-wire', '1,2', _NOISES)}",
     ),
 }
+# The names of the methods of the front, in the order of the tables.
+FRONT = [contender.name for contender in STAGES["front"].contenders]
 
 
 def runs(stages: Iterable[Stage], seeds: int) -> list[Run]:

@@ -133,20 +133,3 @@ def _table(record: dict[str, Any], task: dict[str, Any], methods: Methods) -> Ta
     for method, runs in methods.items():
         table.add_row(method, *(cell(runs) for cell in cells.values()))
     return table
-
-
-def markdown(record: dict[str, Any]) -> str:
-    """The tables of docs/convergence.md."""
-    parts = []
-    for name, task in record["tasks"].items():
-        if not (methods := by_method(record, name)):
-            continue
-        cells = _cells(methods)
-        rows = [["", *cells], ["---"] * (1 + len(cells))]
-        rows += [
-            [title, *(cell(runs) for cell in cells.values())] for title, runs in methods.items()
-        ]
-        lines = ("".join(f" {cell} |" if cell else " |" for cell in row) for row in rows)
-        table = "\n".join(f"|{line}" for line in lines)
-        parts.append(f"{_title(record, task, methods)}:\n\n{table}\n")
-    return "\n".join(parts)
