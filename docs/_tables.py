@@ -21,7 +21,7 @@ from typing import Any
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from convergence import tables as of_convergence  # noqa: E402: it is found there
+from convergence import tables as of_convergence  # noqa: E402
 
 PAGES = ("performance", "convergence")
 Record = dict[str, Any]

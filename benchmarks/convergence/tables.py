@@ -38,7 +38,7 @@ def front(record: dict[str, Any], *tasks: str) -> Table:
 
 
 def curve(record: dict[str, Any], task: str) -> Table:
-    """A row for each rank, a column for each wire: the mean loss, and how many times fewer bytes."""
+    """The mean loss and the bytes by rank, a row for each, and by wire, a column for each."""
     runs = _of_task(record, task)
     ranks = {run["rank"] for each in runs.values() for run in each if _wire(run) in _WIRES}
 

@@ -105,6 +105,10 @@ def test_a_method_takes_options() -> None:
     options = wanted.how.options(4, 7)
     assert (options.wire_dtype, options.warm_start_noise) == ("int8", 0.2)
     assert (options.matrix_approximation_rank, options.random_seed) == (4, 7)
+    assert options.start_powerSGD_iter == methods.EXACT_STEPS
+    later = methods.find("int8-wire+start_powerSGD_iter=30").options
+    assert later is not None
+    assert later(4, 7).start_powerSGD_iter == 30
 
 
 @pytest.mark.parametrize(
