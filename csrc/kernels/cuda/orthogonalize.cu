@@ -79,8 +79,13 @@ __device__ __forceinline__ void plan_next_pass(const Bucket& bucket, const Matri
     plan.order[threadIdx.x] = shared()->next_order[threadIdx.x];
 }
 
+// At least so many blocks are resident. 0 leaves the choice to the compiler, which would rather
+// spill than have a single block at rank 32.
+template <int R>
+constexpr int kBlocksPerProcessor = R > 16 ? 1 : 0;
+
 template <int R, bool kAnyRank, typename F>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
     orthogonalize_kernel(const __grid_constant__ Bucket bucket, Tickets tickets) {
   allow_successor();
   const Ticket ticket =

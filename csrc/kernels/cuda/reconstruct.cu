@@ -77,32 +77,17 @@ __device__ inline double norm_scale(const Bucket& bucket, const Tile& tile, int6
 
 static_assert(kStrip == kNoiseColumns, "a strip is a group of columns of the noise");
 
-struct Noise {
-  float amplitude;  // 0: none
-  uint64_t random_id;
-};
-
-// The tables are read again. Registers that keep random_id during the product are too many at rank
-// 32 on tensor cores.
-__device__ inline Noise noise_of(const Bucket& bucket, const Tickets& tickets,
-                                 const Matrix& matrix) {
-  if (!(bucket.warm_start_noise > 0)) return {0, 0};
-  const int64_t order = reinterpret_cast<const Ticket*>(shared_memory())->order;
-  return {noise_amplitude(bucket, matrix),
-          bucket.matrices[tile_of(bucket, tickets, order).item].random_id};
-}
-
 // q_warm at the columns of a strip that a lane has in row k. The loads go ahead of the stores.
 template <typename F>
 __device__ __forceinline__ void warm_row(const Bucket& bucket, const Matrix& matrix,
                                          const Tile& tile, int64_t k, int lane, double scale,
-                                         const Noise& noise) {
+                                         float amplitude) {
   const F* const q = q_payload<F>(bucket);
   const int width = static_cast<int>(tile.col_end - tile.col_begin);
   const int64_t begin = k * matrix.cols + tile.col_begin;
   Philox4 bits{};
-  if (noise.amplitude > 0) {
-    bits = first_noise_counter(bucket, noise.random_id, k, tile.col_begin);
+  if (amplitude > 0) {
+    bits = first_noise_counter(bucket, matrix.random_id, k, tile.col_begin);
     bits.word[0] += static_cast<uint32_t>(lane);
     bits = philox4x32(bits, PhiloxKey(bucket.seed));
   }
@@ -116,7 +101,7 @@ __device__ __forceinline__ void warm_row(const Bucket& bucket, const Matrix& mat
   for (int i = 0; i < 4; ++i) {
     const int col = lane + i * kNoiseLanes;
     // The sum with -0 is the product itself, the sign of a zero included.
-    const double added = noise.amplitude > 0 ? noise_element(bits.word[i], noise.amplitude) : -0.0;
+    const double added = amplitude > 0 ? noise_element(bits.word[i], amplitude) : -0.0;
     if (col < width)
       static_cast<F*>(matrix.q_warm)[begin + col] =
           static_cast<F>(fma(static_cast<double>(values[i]), scale, added));
@@ -133,15 +118,18 @@ __device__ void clear_sent(const Matrix& matrix, const Tile& tile) {
 }
 
 // q_warm at the columns of a tile. A zero row keeps what q_warm holds. After a skipped step, or if
-// the matrix is out of use, q_warm stays and q_local becomes 0.
+// the matrix is out of use, q_warm stays and q_local becomes 0. The tables are read again, as the
+// registers that keep them during the product are too many.
 template <typename F>
-__device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets,
-                                  const Matrix& matrix, const Tile& tile, bool skip) {
+__device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets, bool skip) {
+  const int64_t order = reinterpret_cast<const Ticket*>(shared_memory())->order;
+  const Tile tile = tile_of(bucket, tickets, order);
+  const Matrix matrix = bucket.matrices[tile.item];
   if (skip || out_of_use(bucket, matrix)) {
     clear_sent<F>(matrix, tile);
     return;
   }
-  const Noise noise = noise_of(bucket, tickets, matrix);
+  const float amplitude = noise_amplitude(bucket, matrix);
   constexpr int kRowsAtOnce = 64;
   double* const scales = reinterpret_cast<double*>(shared_memory() + kTicketBytes);
   for (int64_t first = 0; first < matrix.rank; first += kRowsAtOnce) {
@@ -154,7 +142,8 @@ __device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets,
     for (int i = threadIdx.x; i < rows * kNoiseLanes; i += kThreads) {
       const double scale = scales[i / kNoiseLanes];
       if (scale > 0)
-        warm_row<F>(bucket, matrix, tile, first + i / kNoiseLanes, i % kNoiseLanes, scale, noise);
+        warm_row<F>(bucket, matrix, tile, first + i / kNoiseLanes, i % kNoiseLanes, scale,
+                    amplitude);
     }
   }
 }
@@ -224,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kTensorCores
   else
     skip = reconstruct_tile<R, G>(bucket, matrix, tile, await_checks);
   if (skip) skip_tile<F>(bucket, matrix, tile);
-  if (tile.row_begin == 0) update_warm_start<F>(bucket, tickets, matrix, tile, skip);
+  if (tile.row_begin == 0) update_warm_start<F>(bucket, tickets, skip);
 }
 
 template <int R, typename G, bool kTensorCores = false>
