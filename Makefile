@@ -68,17 +68,19 @@ test-sanitized: env | system-packages  ## the kernels' tests under sanitizers
 # https://github.com/epfml/powersgd is on PYTHONPATH, as the package that pip installs is empty.
 # bench_convergence compares DeMo if the folder of a clone of https://github.com/bloc97/DeMo is there.
 BENCH_RESULTS := benchmarks/results
-bench: build  ## every figure that the docs quote, on a quiet machine, as root (about two hours)
+bench: build  ## every figure that the docs quote, on a quiet machine, as root (about nine hours)
 	$(PYTHON) benchmarks/bench_stages.py --models resnet18 demo gpt2 --ranks 1 2 4 8 \
 	  --dtypes float32 bfloat16 bfloat16/bfloat16 --json $(BENCH_RESULTS)/stages_cpu.json
 	$(PYTHON) benchmarks/bench_stages.py --models resnet18 gpt2 --ranks 4 --threads 2 \
 	  --json $(BENCH_RESULTS)/stages_cpu_2_threads.json
+	$(PYTHON) benchmarks/bench_stages.py --models resnet18 gpt2 --ranks 4 8 16 32 \
+	  --json $(BENCH_RESULTS)/stages_by_rank.json
 	$(PYTHON) benchmarks/bench_instructions.py --dtypes float32 bfloat16 \
 	  --json $(BENCH_RESULTS)/instructions.json
 	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rounds 5 --learning-steps 300 --seeds 3 \
 	  --methods none ddp-alone plain fp16 hook-1-bucket:4,16 attached:4 bf16-wire:16 \
 	  int8-wire:8,16,32 int4-wire:32 \
-	  --learning-methods plain fp16 hook-1-bucket:16 bf16-wire:16 int8-wire:16 int4-wire:32 \
+	  --learning-methods plain hook-1-bucket:16 bf16-wire:16 int8-wire:16,32 \
 	  --json $(BENCH_RESULTS)/cluster_links.json --picture docs/images/cluster_links.png
 	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rounds 7 --learning-steps 80 --rank 4 \
 	  --methods none ddp-alone plain fp16 hook-1-bucket author attached flat bf16-wire \

@@ -117,12 +117,26 @@ def stages(record: Record) -> str:
     return _markdown(headings, rows)
 
 
+def stages_by_rank(record: Record) -> str:
+    """Milliseconds of all stages with float32 gradients, beside torch's hook and the floor."""
+    headings = ["gradients", "rank", "all, ms", "torch's hook, ms", "floor, ms"]
+    headings += ["ours / floor", "hook / ours"]
+    rows = [
+        [_MODELS[each["model"]], str(each["rank"])]
+        + [f"{ms:.0f}" for ms in (each["ours"]["ms"], each["hook"]["ms"], each["floor_ms"])]
+        + [f"{each[ratio]:.1f}" for ratio in ("ours_over_floor", "hook_over_ours")]
+        for each in record["results"]
+        if each["dtype"] == "float32"
+    ]
+    return _markdown(headings, rows)
+
+
 def _of_convergence(table: Callable[..., of_convergence.Table]) -> Callable[..., str]:
     return lambda record, *arguments: _markdown(*table(record, *arguments))
 
 
 TABLES: dict[str, Callable[..., str]] = {
-    **{made.__name__: made for made in (links, learning, on_the_way, stages)},
+    **{made.__name__: made for made in (links, learning, on_the_way, stages, stages_by_rank)},
     **{
         made.__name__: _of_convergence(made)
         for made in (of_convergence.front, of_convergence.curve, of_convergence.noise)
