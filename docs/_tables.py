@@ -160,7 +160,9 @@ def _seconds(figures: Record, never: str) -> str:
     seconds, sooner = figures.get("seconds_to_loss"), figures.get("times_sooner")
     if seconds is None:
         return never
-    return f"{seconds:.1f}" + (f" ({sooner:.1f} times sooner)" if sooner else "")
+    if sooner in (None, 1):  # plain itself
+        return f"{seconds:.1f}"
+    return f"{seconds:.1f} ({sooner:.1f} times sooner)"
 
 
 def _sent(settings: Sequence[Record], method: str) -> str:

@@ -7,6 +7,7 @@ The job's method names the contenders: "attached:4 bf16-wire:16".
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -44,7 +45,9 @@ def _predictions(job: Job) -> dict[str, float]:
     for contender in contenders.expand(map(contenders.parse, job.method.split()), ()):
         assert contender.how.options
         assert contender.rank
-        options[contender.name] = contender.how.options(contender.rank, 0)
+        chosen = contender.how.options(contender.rank, 0)
+        # The rehearsed steps are those after the exact ones.
+        options[contender.name] = dataclasses.replace(chosen, start_powerSGD_iter=0)
     question = advise.job_of(model, _backward(job, model, device), list(options.values()))
     measured = advise.measure(question, device)
     alone = figure_of(measured.alone).median

@@ -89,7 +89,8 @@ def _loss(runs: Runs, name: str) -> str:
     beyond = beyond_plain(runs.get(name, []), runs["plain"])
     if not beyond:
         return ""
-    seeds = f", {len(beyond)} seeds" if len(beyond) < len(runs["plain"]) else ""
+    number = f"{len(beyond)} seeds" if len(beyond) > 1 else "1 seed"
+    seeds = f", {number}" if len(beyond) < len(runs["plain"]) else ""
     return _spread(beyond, "+") + seeds
 
 
