@@ -49,8 +49,7 @@ def _noise(wires: str, ranks: str, noises: Iterable[float]) -> str:
 
 
 _FRONT = (
-    "plain hook-1-bucket:1,4,16 attached:4 bf16-wire:16 "
-    "int8-wire:4,8,10,16,32 int4-wire:8,16,32"
+    "plain hook-1-bucket:1,4,16 attached:4 bf16-wire:16 int8-wire:4,8,10,16,32 int4-wire:8,16,32"
 )
 STAGES = {
     "front": Stage(MODELS, _FRONT),
