@@ -88,6 +88,8 @@ bench: build  ## every figure that the docs quote, on a quiet machine, as root (
 	$(PYTHON) benchmarks/bench_cluster.py --ranks 4 --rounds 5 --learning-steps 0 --rank 4 \
 	  --methods none ddp-alone plain hook-1-bucket author attached bf16-wire \
 	  --json $(BENCH_RESULTS)/cluster_cpu_4.json
+	$(PYTHON) benchmarks/bench_cluster.py --quick --rounds 3 \
+	  --methods none plain attached:4 int8-wire:16 --json $(BENCH_RESULTS)/prediction.json
 	$(PYTHON) benchmarks/bench_starts.py --methods attached --json $(BENCH_RESULTS)/starts.json
 	$(PYTHON) benchmarks/bench_convergence.py \
 	  --json $(BENCH_RESULTS)/convergence.json --picture docs/images/convergence.png

@@ -160,7 +160,7 @@ def _seconds(figures: Record, never: str) -> str:
     seconds, sooner = figures.get("seconds_to_loss"), figures.get("times_sooner")
     if seconds is None:
         return never
-    if sooner in (None, 1):  # plain itself
+    if not sooner or sooner == 1:  # plain itself, or a seed that never comes to the loss
         return f"{seconds:.1f}"
     return f"{seconds:.1f} ({sooner:.1f} times sooner)"
 

@@ -308,6 +308,7 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
     # headers and the parameters that are not compressed are a part of it at any rank.
     assert bf16["tx_bytes_per_step"] < 0.6 * attached["tx_bytes_per_step"]
     assert 3 * bf16["tx_bytes_per_step"] < recommended["tx_bytes_per_step"] < size / 20
+    assert plain["above_none_ms"] > 0
     # advise rehearses compressed steps. Exact ones would take as long as plain's.
     for compressed in (attached, bf16, recommended):
         assert 0 < compressed["predicted_ms"] < plain["predicted_ms"]
