@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from cluster import contenders
 from cluster.contenders import Contender
 
-from convergence.tasks import DIGITS, LANGUAGE, LSTM, TASKS
+from convergence.tasks import DEMO_LANGUAGE, DIGITS, LANGUAGE, LSTM, TASKS
 
 MODELS = [name for name, task in TASKS.items() if task in (LANGUAGE, DIGITS, LSTM)]
-_VARIANTS = [name for name in TASKS if name not in MODELS]
+_LARGE = [name for name, task in TASKS.items() if task is DEMO_LANGUAGE]
+_VARIANTS = [name for name in TASKS if name not in (*MODELS, *_LARGE)]
 _TEXTS = [name for name in MODELS if name != "digits"]
 _NOISES = (0.05, 0.2, 0.5)
 
@@ -58,6 +59,7 @@ STAGES = {
         "fp16 bf16 hook-1-bucket:1,2,4,8,16,32 attached:1,2,4,8,16,32 bf16-wire:1,2,4,8,16,32 "
         "int8-wire:1,2,4,8,16,32 int4-wire:1,2,4,8,16,32",
     ),
+    "large": Stage(_LARGE, "plain hook-1-bucket:4 int8-wire:16,27"),
     "noise": Stage(MODELS, _noise("int8-wire", "10,4,16", _NOISES)),
     "variants": Stage(
         _VARIANTS, "plain hook-1-bucket:4,16 bf16-wire:16 int8-wire:8,16,32 int4-wire:16,32"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tasks of bench_convergence.py: three models, two optimizers, two sizes of a batch.
+"""The tasks of bench_convergence.py: four models, two optimizers, two sizes of a batch.
 
 The learning rate of each task is the best of three for a plain all-reduce.
 """
@@ -89,6 +89,13 @@ LANGUAGE = Task(
     "--layers 3 --width 192 --heads 6 --batch 2 --steps 300 --validate-every 100 --lr 1e-3",
     "--layers 1 --width 64 --heads 2 --steps 12 --characters 200000 --validate-every 12",
 )
+DEMO_LANGUAGE = Task(
+    "the demo's character GPT on the standard library",
+    _language,
+    "AdamW",
+    "--layers 3 --width 512 --heads 8 --batch 2 --steps 300 --validate-every 100 --lr 1e-3",
+    "--layers 1 --width 64 --heads 2 --steps 12 --characters 200000 --validate-every 12",
+)
 DIGITS = Task(
     "convolutional net on scikit-learn's digits",
     _digits,
@@ -103,12 +110,13 @@ LSTM = Task(
     "--layers 1 --width 256 --context 64 --batch 8 --steps 300 --validate-every 100 --lr 2e-2",
     "--width 64 --context 16 --steps 12 --characters 200000 --validate-every 12",
 )
-# The names of the three models, and of their variants: the other optimizer, and a global batch
-# that is four times larger.
+# The names of the models, and of the variants of the three small ones: the other optimizer, and a
+# global batch that is four times larger.
 TASKS = {
     "language": LANGUAGE,
     "digits": DIGITS,
     "lstm": LSTM,
+    "demo-language": DEMO_LANGUAGE,
     "language-sgd": LANGUAGE.with_optimizer("SGD with momentum", "--lr 0.1"),
     "digits-adamw": DIGITS.with_optimizer("AdamW", "--lr 2e-3"),
     "lstm-sgd": LSTM.with_optimizer("SGD with momentum", "--lr 3"),
