@@ -93,7 +93,7 @@ DEMO_LANGUAGE = Task(
     "the demo's character GPT on the standard library",
     _language,
     "AdamW",
-    "--layers 3 --width 512 --heads 8 --batch 2 --steps 300 --validate-every 100 --lr 5e-4",
+    "--layers 3 --width 512 --heads 8 --batch 2 --steps 300 --validate-every 100 --lr 2.5e-4",
     "--layers 1 --width 64 --heads 2 --steps 12 --characters 200000 --validate-every 12",
 )
 DIGITS = Task(
