@@ -107,11 +107,13 @@ class Build(cpp_extension.BuildExtension):
         if self.editable_mode:
             folder = f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
             self.build_temp = str(ROOT / "build" / folder)
-        for each in self.extensions or []:
-            each.depends += each.sources
-            each.sources = compiled_together(each.sources, WITH_TORCH, Path("build", "together"))
         with_cuda = toolkit.is_wanted(CUDA_CHOICE, CUDA.missing)
         nvcc_flags = cpp_extension._get_cuda_arch_flags() if with_cuda else []
+        architectures = ",".join(toolkit.architectures(nvcc_flags))
+        for each in self.extensions or []:
+            each.define_macros.append(("POWERSGD_CUDA_ARCHITECTURES", f'"{architectures}"'))
+            each.depends += each.sources
+            each.sources = compiled_together(each.sources, WITH_TORCH, Path("build", "together"))
         what = toolkit.describe(CUDA_CHOICE, CUDA.missing, nvcc_flags)
         print(f"building torch_powersgd for torch {torch.__version__}: {what}", flush=True)
         try:

@@ -102,12 +102,17 @@ def default_architectures(torch_cuda: str) -> str:
     return ";".join([*oldest, "8.0", "9.0", *newest]) + "+PTX"
 
 
+def architectures(nvcc_flags: list[str]) -> list[str]:
+    """The codes that are compiled, such as sm_90, and compute_120 for PTX, from -gencode flags."""
+    codes = set(re.findall(r",code=((?:sm|compute)_(\d+)\w*)", " ".join(nvcc_flags)))
+    ordered = sorted(codes, key=lambda code: (code[0].startswith("compute_"), int(code[1])))
+    return [code for code, _ in ordered]
+
+
 def describe(choice: str, missing: list[str], nvcc_flags: list[str]) -> str:
     """One line that says what is built. `nvcc_flags` has -gencode=arch=..,code=.. if CUDA is."""
     if is_wanted(choice, missing):
-        codes = set(re.findall(r",code=((?:sm|compute)_(\d+)\w*)", " ".join(nvcc_flags)))
-        ordered = sorted(codes, key=lambda code: (code[0].startswith("compute_"), int(code[1])))
-        names = [code.replace("compute_", "PTX of compute_") for code, _ in ordered]
+        names = [c.replace("compute_", "PTX of compute_") for c in architectures(nvcc_flags)]
         return f"CUDA for {', '.join(names)}"
     reason = "POWERSGD_BUILD_CUDA=0" if choice == "0" else "; ".join(missing)
     return f"CPU only ({reason})"

@@ -9,6 +9,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace powersgd;
   set_run_unlocked(&without_gil);
   module.attr("torch_version") = POWERSGD_TORCH_VERSION;
+  module.attr("cuda_architectures") = POWERSGD_CUDA_ARCHITECTURES;
   register_options(module);
   register_plan(module);
   register_stages(module);

@@ -89,6 +89,7 @@ void register_stages(py::module_& module) {
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
          at::ScalarType dtype) { return content_bytes(plan_of(shapes, options), options, dtype); },
       py::arg("shapes"), py::arg("options"), py::arg("dtype"));
+  module.def("cpu_instruction_set", &kernels::cpu::instruction_set);
   module.def("cuda_launch_count", &cuda_launch_count);
   py::class_<BucketCompressor>(module, "BucketCompressor")
       .def(py::init([](const std::vector<std::vector<int64_t>>& shapes, const Options& options,

@@ -162,6 +162,9 @@ struct Bucket {
 
 namespace cpu {
 
+// Returns the name of the instruction set that the stages run with here: avx512, avx2 or baseline.
+const char* instruction_set();
+
 // Runs body(begin, end) over disjoint ranges that cover [0, count); returns when all have ended.
 using ParallelFor =
     std::function<void(int64_t count, const std::function<void(int64_t, int64_t)>& body)>;

@@ -2,6 +2,7 @@
 """The command line.
 
 python -m torch_powersgd --version
+python -m torch_powersgd doctor
 python -m torch_powersgd plan MODULE:FACTORY --rank 16 --wire-dtype int8
 torchrun ... -m torch_powersgd advise MODULE:FACTORY --step MODULE:FUNCTION
 """
@@ -22,7 +23,7 @@ import torch
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
 from torch_powersgd.options import Options, dtype_name
-from torch_powersgd.tools import advise, report
+from torch_powersgd.tools import advise, doctor, report
 from torch_powersgd.tools.plan import print_plan
 from torch_powersgd.tools.rehearsal import UserStep
 from torch_powersgd.tools.verdict import RECOMMENDED_RANK, wire_of
@@ -34,6 +35,11 @@ COMPARED_WIRES = ["float32", "bfloat16", "int8", "int4"]
 PLAN = """\
 Shows which parameters of a model PowerSGD compresses, and how many bytes a step then sends.
 It needs no process group and no GPU.
+"""
+DOCTOR = """\
+Shows versions, kernels, inner backends, network interfaces and environment variables, and what
+would be refused here and why. An issue on this package should have this output.
+It needs no process group. The exit status is 1 if there is a problem.
 """
 ADVISE = """\
 Says whether compression pays on this group of machines, and which setting to take.
@@ -170,6 +176,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, dest="command")
     _add_plan(commands)
     _add_advise(commands)
+    commands.add_parser(
+        "doctor", help="versions, kernels and network here, and what is refused", description=DOCTOR
+    )
     return parser
 
 
@@ -238,6 +247,8 @@ def _advise(arguments: argparse.Namespace) -> None:
 def main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
+    if arguments.command == "doctor":
+        return 0 if doctor.print_report() else 1
     try:
         (_plan if arguments.command == "plan" else _advise)(arguments)
     except advise.RanksError as error:

@@ -214,7 +214,7 @@ def resolve(pg_options: object) -> Options:
     _warn_of_unknown_variables()
     if isinstance(pg_options, Options):
         return pg_options
-    base = _configured if _configured is not None else _from_environment()
+    base = _configured if _configured is not None else from_environment()
     return lay_over(base, pg_options, "pg_options")
 
 
@@ -251,7 +251,12 @@ def lay_over(base: Options, given: object, source: str) -> Options:
         raise ValueError(f"{source}: {error}") from None
 
 
-def _from_environment() -> Options:
+def from_environment() -> Options:
+    """Returns the options that the POWERSGD_* variables set, with the defaults for the rest.
+
+    Raises:
+        ValueError: If a variable's value is not allowed. The message names both.
+    """
     options = Options()
     for name, type_name in _types():
         variable = _variable(name)
@@ -273,13 +278,20 @@ def _variable(name: str) -> str:
 @functools.cache  # It warns once in a process.
 def _warn_of_unknown_variables() -> None:
     """Warns, on one rank of a machine, of variables that look like options and have no effect."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for message in unknown_variables():
+            log.warning(message)
+
+
+def unknown_variables() -> list[str]:
+    """A message on each environment variable that looks like an option and is none."""
     known = {*map(_variable, _NAMES), *_OTHER_VARIABLES}
-    for variable in sorted(os.environ):
-        if variable.startswith(_PREFIX) and variable not in known:
-            hint = _similar(variable, sorted(known))
-            log.warning(f"{variable} is not an option and has no effect{hint}")
+    unknown = [v for v in sorted(os.environ) if v.startswith(_PREFIX) and v not in known]
+    return [_no_effect(variable, sorted(known)) for variable in unknown]
+
+
+def _no_effect(variable: str, known: Sequence[str]) -> str:
+    return f"{variable} is not an option and has no effect{_similar(variable, known)}"
 
 
 def _similar(name: str, known: Sequence[str]) -> str:

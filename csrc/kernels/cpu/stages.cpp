@@ -21,6 +21,15 @@ const PacketFunctions& packets_on(Isa isa) {
   return baseline::kPackets;
 }
 
+const char* instruction_set() {
+  switch (best_isa()) {
+    case Isa::kAvx512: return "avx512";
+    case Isa::kAvx2: return "avx2";
+    case Isa::kBaseline: break;
+  }
+  return "baseline";
+}
+
 void project(const Bucket& bucket, const ParallelFor& parallel_for) {
   stages_on(best_isa()).project(bucket, parallel_for);
 }

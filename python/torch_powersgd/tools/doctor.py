@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Says what this installation is and what it would refuse: ``python -m torch_powersgd doctor``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from torch_powersgd._backend import NAME
+from torch_powersgd._core import _C
+from torch_powersgd._version import __version__
+from torch_powersgd.lookup import device_types
+from torch_powersgd.options import Options, from_environment, unknown_variables
+
+Rows = list[tuple[str, str]]
+PACKAGES = (
+    "accelerate", "composer", "deepspeed", "lightning", "numpy", "pytorch-lightning", "ray",
+    "torchtitan", "transformers",
+)  # fmt: skip
+# Variables that change what this package, torch.distributed, Gloo or NCCL does.
+VARIABLES = re.compile(
+    r"(POWERSGD|GLOO|NCCL|TORCH_NCCL|TORCH_DISTRIBUTED|TORCH_CPP|TP)_\w+"
+    r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|CUDA_(VISIBLE_DEVICES|HOME)"
+    r"|(OMP|MKL)_NUM_THREADS"
+)
+ONLY_LOCAL = ". Gloo reaches other machines only if GLOO_SOCKET_IFNAME names an interface"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is refused here or does not work, and the remedy, in two sentences."""
+
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}{'' if self.what.endswith('?') else '.'} {self.remedy}."
+
+
+def sections() -> dict[str, Rows]:
+    """The facts about this process and its machine, as pairs of a name and a value."""
+    return {
+        "versions": _versions(),
+        "kernels": _kernels(),
+        "inner backends": _inner_backends(),
+        "network": _network(),
+        "environment": [(name, os.environ[name]) for name in sorted(os.environ) if _counts(name)],
+    }
+
+
+def problems() -> list[Problem]:
+    """Everything that is refused or fails with this build, on this machine and environment."""
+    return [*_options_refused(), *_kernels_refused(), *_network_refused(), *_failing_kernels()]
+
+
+def print_report() -> bool:
+    """Prints the facts and the problems. Returns whether there are no problems."""
+    console = Console(highlight=False, markup=False, soft_wrap=False)
+    for title, rows in sections().items():
+        console.print(title, style="bold")
+        console.print(_table(rows or [("none", "")]))
+    found = problems()
+    rows = [(f"{number}.", str(problem)) for number, problem in enumerate(found, 1)]
+    console.print("problems", style="bold")
+    console.print(_table(rows or [("none", "")]))
+    return not found
+
+
+def _table(rows: Rows) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=2)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row("", name, value)
+    return table
+
+
+def _counts(variable: str) -> bool:
+    return VARIABLES.fullmatch(variable) is not None
+
+
+def _versions() -> Rows:
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    built = f"built against torch {_C.torch_version}"
+    rows = [
+        ("torch_powersgd", f"{__version__}, {built}, in {Path(__file__).parents[1]}"),
+        ("torch", f"{torch.__version__}, in {Path(torch.__file__).parent}"),
+        ("python", f"{platform.python_version()}, {system}, {' '.join(platform.libc_ver())}"),
+    ]
+    if torch.version.cuda:
+        rows.append(("CUDA of torch", torch.version.cuda))
+    if dist.is_nccl_available():
+        rows.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version()))))
+    return rows + [(name, version) for name in PACKAGES if (version := _installed(name))]
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _kernels() -> Rows:
+    cores = len(os.sched_getaffinity(0))
+    rows = [("cpu", f"{_C.cpu_instruction_set()}, {torch.get_num_threads()} of {cores} cores")]
+    built = _C.cuda_architectures.replace(",", ", ") or "not built"
+    rows.append(("cuda", built))
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        memory = f"{gpu.total_memory / 2**30:.0f} GiB"
+        rows.append((f"cuda:{index}", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {memory}"))
+    return rows
+
+
+def _inner_backends() -> Rows:
+    """The backends that can be wrapped, with the devices for which "auto" takes them."""
+    auto = dist.Backend.default_device_backend_map
+    builtin = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    plugins = [name.lower() for name in dist.Backend._plugins if name.lower() != NAME]
+    rows = []
+    for name in dict.fromkeys([*builtin, *plugins]):
+        devices = [device for device in ("cpu", "cuda") if auto.get(device) == name]
+        default = f', "auto" for {", ".join(devices)}' if devices else ""
+        here = builtin.get(name, True)
+        rows.append((name, f"available{default}" if here else "not in this build of torch"))
+    return rows
+
+
+def _network() -> Rows:
+    address = _own_address() or "not resolved"
+    local = "" if address[0].isdigit() and not address.startswith("127.") else ONLY_LOCAL
+    rows = [("hostname", f"{socket.gethostname()}, {address}{local}")]
+    for _, name in socket.if_nameindex():
+        folder = Path("/sys/class/net") / name
+        speed = _read(folder / "speed")
+        known = speed.isdigit() and int(speed) > 0
+        about = [_read(folder / "operstate"), f"{speed} Mbit/s" if known else "speed unknown"]
+        rows.append((name, ", ".join(filter(None, about))))
+    return rows
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:  # The kernel knows no speed of a virtual interface.
+        return ""
+
+
+def _own_address() -> str:
+    """The address that Gloo listens on, unless a variable names an interface."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def _options_refused() -> Iterator[Problem]:
+    try:
+        from_environment()
+    except ValueError as error:
+        yield Problem(f"No group starts: {error}", "Correct or unset the variable")
+    for message in unknown_variables():
+        yield Problem(message, "Correct or unset the variable")
+
+
+def _kernels_refused() -> Iterator[Problem]:
+    if torch.cuda.is_available() and not _C.has_kernels("cuda"):
+        yield Problem(
+            "CUDA gradients are refused: this build has no CUDA kernels",
+            "Build again with the CUDA toolkit (CUDA_HOME) and POWERSGD_BUILD_CUDA=1",
+        )
+        return
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        if not runs_on(_C.cuda_architectures, major, minor):
+            yield Problem(
+                f"cuda:{index} is sm_{major}{minor}, and the kernels are built for "
+                f"{_C.cuda_architectures}",
+                f'Build again with TORCH_CUDA_ARCH_LIST="{major}.{minor}"',
+            )
+
+
+def runs_on(architectures: str, major: int, minor: int) -> bool:
+    """Whether code for these architectures runs on a GPU of this compute capability.
+
+    Binary code runs on the same major and the same or a higher minor version, and PTX on all newer
+    ones. (CUDA C++ Programming Guide, "Application Compatibility".)
+
+    Args:
+        architectures: names such as "sm_80,sm_90,compute_120"; compute_120 stands for PTX.
+        major: the first part of the capability.
+        minor: the second part.
+    """
+    for kind, number in re.findall(r"(sm|compute)_(\d+)", architectures):
+        built = divmod(int(number), 10)
+        if (kind == "compute" or built[0] == major) and built <= (major, minor):
+            return True
+    return False
+
+
+def _network_refused() -> Iterator[Problem]:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    names = {name for _, name in socket.if_nameindex()}
+    for name in filter(None, interface.split(",")):
+        if name not in names:
+            yield Problem(
+                f"GLOO_SOCKET_IFNAME names the interface {name}, which this machine lacks",
+                f"Take one of {', '.join(sorted(names))}",
+            )
+
+
+def _failing_kernels() -> Iterator[Problem]:
+    """Compresses a matrix of rank 1 on each device, which comes back whole."""
+    rows, columns = torch.arange(1.0, 49), torch.arange(1.0, 33)
+    for device in device_types():
+        if not _C.has_kernels(device):
+            continue
+        gradient = torch.outer(rows, columns).to(device).flatten() / (48 * 32)
+        output = gradient.clone()
+        try:
+            core = Options(matrix_approximation_rank=1, start_powerSGD_iter=0)._core()
+            compressor = _C.BucketCompressor([[48, 32]], core, torch.float32, device)
+            compressor.project(output, 0)
+            compressor.orthogonalize()
+            compressor.back_project()
+            compressor.reconstruct()
+            error = (output - gradient).abs().max().item()
+        except RuntimeError as failure:
+            yield Problem(f"The kernels fail on {device}: {failure}", "Build the package again")
+            continue
+        if not error < 1e-4:  # Rounding makes 1e-6. NaN is an error as well.
+            yield Problem(
+                f"The kernels compute wrong numbers on {device}: a matrix of rank 1 comes back "
+                f"with an error of {error}",
+                "Report it, with all of this output",
+            )

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""python -m torch_powersgd doctor: what is installed, and what would be refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_powersgd as tp
+from support import bare_environment
+from torch_powersgd._core import _C
+from torch_powersgd.tools import doctor
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes the variables that the report shows, and sets one."""
+    for name in [*os.environ]:
+        if doctor.VARIABLES.fullmatch(name):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("MASTER_PASSWORD", "hidden")
+
+
+def _run() -> subprocess.CompletedProcess[str]:
+    """Runs the command in an environment that has the package's own dependencies alone."""
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, str(Path(bare_environment.__file__)), "doctor"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+
+
+def test_a_sound_installation_has_no_problems() -> None:
+    ended = _run()
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    words = ended.stdout.split()
+    for fact in (tp.__version__, torch.__version__, f"{_C.torch_version},", "gloo", "NCCL_DEBUG"):
+        assert f"{fact}," in words or fact in words
+    assert f"{_C.cpu_instruction_set()}," in words
+    assert "hidden" not in words
+    assert words[-2:] == ["problems", "none"]
+    assert max(map(len, ended.stdout.splitlines())) <= 80
+
+
+def test_a_bad_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POWERSGD_WIRE_DTYPE", "int9")
+    monkeypatch.setenv("POWERSGD_RANK", "4")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,no-such0")
+    ended = _run()
+    assert ended.returncode == 1
+    said = " ".join(ended.stdout.split("problems")[1].split())
+    assert "1. No group starts: environment variable POWERSGD_WIRE_DTYPE: wire_dtype" in said
+    assert "got 'int9'. Correct or unset the variable." in said
+    assert "2. POWERSGD_RANK is not an option and has no effect" in said
+    assert "3. GLOO_SOCKET_IFNAME names the interface no-such0" in said
+    assert "4." not in said
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs"),
+    [
+        ("sm_80,sm_90", (8, 0), True),
+        ("sm_80,sm_90", (8, 9), True),
+        ("sm_86", (8, 0), False),
+        ("sm_80,sm_90", (10, 0), False),
+        ("sm_80,compute_90", (10, 0), True),
+        ("sm_80,compute_90", (7, 5), False),
+        ("sm_100,compute_120", (12, 0), True),
+        ("", (9, 0), False),
+    ],
+)
+def test_code_runs_on_the_gpus_that_cuda_names(
+    architectures: str, capability: tuple[int, int], runs: bool
+) -> None:
+    assert doctor.runs_on(architectures, *capability) is runs
+
+
+def _with_gpu(monkeypatch: pytest.MonkeyPatch, architectures: str) -> list[str]:
+    """The problems on a machine with one GPU of capability 9.0, whose kernels are not run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(_C, "has_kernels", lambda device: device == "cpu" or bool(architectures))
+    monkeypatch.setattr(_C, "cuda_architectures", architectures)
+    monkeypatch.setattr(doctor, "device_types", lambda: ["cpu"])
+    return [str(problem) for problem in doctor.problems()]
+
+
+def test_a_gpu_without_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    (said,) = _with_gpu(monkeypatch, "")
+    assert said.startswith("CUDA gradients are refused: this build has no CUDA kernels.")
+
+
+def test_a_gpu_of_another_architecture_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    (said,) = _with_gpu(monkeypatch, "sm_75,sm_80")
+    assert said.startswith("cuda:0 is sm_90, and the kernels are built for sm_75,sm_80.")
+    assert 'TORCH_CUDA_ARCH_LIST="9.0"' in said
+    assert _with_gpu(monkeypatch, "sm_80,sm_90") == []
+
+
+class _Broken:
+    """A compressor that leaves the gradient as it is but for its first element."""
+
+    def __init__(self, *_: Any) -> None:
+        self.gradient = torch.empty(0)
+
+    def project(self, gradient: torch.Tensor, _: int) -> None:
+        self.gradient = gradient
+
+    def orthogonalize(self) -> None: ...
+    def back_project(self) -> None: ...
+
+    def reconstruct(self) -> None:
+        self.gradient[0] = torch.nan
+
+
+class _Failing(_Broken):
+    def reconstruct(self) -> None:
+        raise RuntimeError("no kernel image is available")
+
+
+@pytest.mark.parametrize(
+    ("compressor", "message"),
+    [
+        (_Broken, "The kernels compute wrong numbers on cpu: a matrix of rank 1 comes back"),
+        (_Failing, "The kernels fail on cpu: no kernel image is available. Build"),
+    ],
+)
+def test_kernels_that_do_not_work_are_named(
+    compressor: type, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_C, "BucketCompressor", compressor)
+    found = [str(problem) for problem in doctor.problems()]
+    assert found
+    assert found[0].startswith(message)
