@@ -194,7 +194,7 @@ def _kernels_refused() -> Iterator[Problem]:
 
 
 def runs_on(architectures: str, major: int, minor: int) -> bool:
-    """Whether code for these architectures runs on a GPU of this compute capability.
+    """Returns whether code for these architectures runs on a GPU of this compute capability.
 
     Binary code runs on the same major and the same or a higher minor version, and PTX on all newer
     ones. (CUDA C++ Programming Guide, "Application Compatibility".)

@@ -104,7 +104,7 @@ def test_a_gpu_of_another_architecture_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 class _Broken:
-    """A compressor that leaves the gradient as it is but for its first element."""
+    """A compressor that leaves the gradient as it is, except for its first element."""
 
     def __init__(self, *_: Any) -> None:
         self.gradient = torch.empty(0)
