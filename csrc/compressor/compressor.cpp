@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <optional>
 #include <utility>
@@ -85,6 +86,11 @@ class StagesCompressor final : public BucketCompressor {
     return plans_.p.wire_bytes(width) + plans_.q.wire_bytes(width);
   }
   int64_t gradient_bytes() const override { return spec_.gradient_bytes(); }
+  int64_t approximation_rank() const override {
+    int64_t largest = 0;
+    for (const auto& matrix : spec_.plan.matrices) largest = std::max(largest, matrix.rank);
+    return largest;
+  }
   std::vector<ParameterStatePtr> states() const override { return all_states_; }
 
  private:

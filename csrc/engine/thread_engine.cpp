@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "engine/backend_channel.h"
+#include "engine/profiler_context.h"
 #include "engine/work.h"
 
 namespace powersgd {
@@ -70,6 +71,7 @@ struct ThreadEngine::Shared {
     Job job;
     c10::Device device;
     std::shared_ptr<c10::Event> ready;  // recorded on the caller's stream; null on the CPU
+    std::optional<ProfilerContext> profiler;  // of the thread that submitted the job
     std::chrono::milliseconds timeout;
     uint64_t number;  // 1, 2, ... in the order of submission
     uint64_t after;   // the job that must have ended before this one begins
@@ -151,6 +153,8 @@ struct ThreadEngine::Shared {
     std::function<void(Channel&)>& body = part == 0 ? next.job.first : next.job.second;
     if (body && !next.error) {
       try {
+        std::optional<ProfilerContext::Guard> observed;
+        if (next.profiler) observed.emplace(*next.profiler);
         BackendChannel channel(*channels[part], next.timeout);
         if (next.ready) {
           run_on_side_stream(next.device, *next.ready, [&] { body(channel); });
@@ -197,7 +201,7 @@ c10::intrusive_ptr<c10d::Work> ThreadEngine::submit(std::vector<at::Tensor> tens
   }
   shared_->drop_ended_jobs();
   shared_->queues[0].push_back({work, std::move(job), device, record_current_stream(device),
-                                timeout, number, after, nullptr});
+                                ProfilerContext::current(), timeout, number, after, nullptr});
   shared_->changed.notify_all();
   return work;
 }

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "engine/callback_threads.h"
+#include "engine/profiler_context.h"
 
 namespace powersgd {
 
@@ -32,10 +33,13 @@ std::vector<c10::Stream> streams_from_pool(const std::vector<c10::Device>& devic
   return streams;
 }
 
+// A profiler shows a Work by this name, from its submission to its end.
+constexpr const char* kSpan = "powersgd:all_reduce";
+
 }  // namespace
 
 WorkPowerSGD::WorkPowerSGD(int rank, std::vector<at::Tensor> tensors)
-    : Work(rank, c10d::OpType::ALLREDUCE, "powersgd:all_reduce", tensors),
+    : Work(rank, c10d::OpType::ALLREDUCE, profiler_outlasts_work() ? kSpan : nullptr, tensors),
       tensors_(std::move(tensors)),
       future_(make_future(tensors_)) {}
 
@@ -57,7 +61,7 @@ std::vector<at::Tensor> WorkPowerSGD::result() {
 }
 
 StreamWork::StreamWork(int rank, std::vector<at::Tensor> tensors, std::function<void()> flush)
-    : Work(rank, c10d::OpType::ALLREDUCE, "powersgd:all_reduce", tensors),
+    : Work(rank, c10d::OpType::ALLREDUCE, kSpan, tensors),
       tensors_(std::move(tensors)),
       flush_(std::move(flush)),
       future_(make_future(tensors_)) {}

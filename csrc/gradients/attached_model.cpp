@@ -94,7 +94,8 @@ c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(size_t bucket, at::Tensor& 
   const bool known = !parameters.empty() && !buffer.is_sparse();
   const auto compressor = known ? find_compressor(bucket, buffer, parameters) : nullptr;
   if (compressor && is_capturing(buffer.device())) captured_.insert(compressor);
-  const StepInfo step = next_step(buffer, divisor);
+  StepInfo step = next_step(buffer, divisor);
+  step.bucket = static_cast<int64_t>(bucket);
   if (!unsent_residuals_.empty() && known) add_unsent_residuals(buffer, parameters, step);
   return compressor ? session_->allreduce_compressed(compressor, buffer, step, c10d::kUnsetTimeout,
                                                      more_follow)

@@ -4,26 +4,41 @@
 #include <utility>
 
 #include "gradients/exchange.h"
+#include "gradients/span.h"
 
 namespace powersgd {
 namespace {
 
-// Times a stage, and lets the probe see it.
-class Timed {
+// Times a stage, and lets the probe and a profiler see it.
+class Observed {
  public:
-  Timed(std::shared_ptr<Stats> stats, std::shared_ptr<const StageProbe> probe)
-      : stats_(std::move(stats)), probe_(std::move(probe)) {}
+  Observed(std::shared_ptr<Stats> stats, std::shared_ptr<const StageProbe> probe,
+           SpanArguments arguments)
+      : stats_(std::move(stats)), probe_(std::move(probe)), arguments_(arguments) {}
 
   template <typename Body>
   decltype(auto) operator()(Stage stage, Body&& body) const {
+    return (*this)(stage, arguments_, std::forward<Body>(body));
+  }
+
+  template <typename Body>
+  decltype(auto) operator()(Stage stage, const SpanArguments& arguments, Body&& body) const {
     if (probe_ && *probe_) (*probe_)(to_string(stage));
     const StageTimer timer(*stats_, stage);
+    const Span span(stage, arguments);
     return std::forward<Body>(body)();
+  }
+
+  void reduce(Stage stage, Payload& payload, Channel& channel) const {
+    SpanArguments arguments = arguments_;
+    arguments.bytes = bytes_on_wire(payload);
+    (*this)(stage, arguments, [&] { sum_over_ranks(payload, channel); });
   }
 
  private:
   std::shared_ptr<Stats> stats_;
   std::shared_ptr<const StageProbe> probe_;
+  SpanArguments arguments_;
 };
 
 }  // namespace
@@ -41,18 +56,20 @@ Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const a
       }
     };
   };
-  const Timed run(stats, std::move(probe));
+  const Observed run(
+      stats, std::move(probe),
+      {step.bucket, compressor->gradient_bytes(), compressor->approximation_rank()});
   Job job;
   job.first = or_rollback([compressor, gradient, step, run, stats](Channel& channel) {
     Payload& p =
         run(Stage::kProject, [&]() -> Payload& { return compressor->project(gradient, step); });
     stats->add_compressed(compressor->gradient_bytes(), compressor->payload_bytes());
-    run(Stage::kReduceP, [&] { sum_over_ranks(p, channel); });
+    run.reduce(Stage::kReduceP, p, channel);
   });
   job.second = or_rollback([compressor, run](Channel& channel) {
     run(Stage::kOrthogonalize, [&] { compressor->orthogonalize(); });
     Payload& q = run(Stage::kBackProject, [&]() -> Payload& { return compressor->back_project(); });
-    run(Stage::kReduceQ, [&] { sum_over_ranks(q, channel); });
+    run.reduce(Stage::kReduceQ, q, channel);
     run(Stage::kReconstruct, [&] { compressor->reconstruct(); });
   });
   for (const ParameterStatePtr& state : compressor->states()) job.changes.push_back(state.get());

@@ -5,6 +5,11 @@
 
 namespace powersgd {
 
+int64_t bytes_on_wire(Payload& payload) {
+  const bool whole = payload.schedule() == Schedule::kAllreduce;
+  return static_cast<int64_t>(whole ? payload.elements().nbytes() : payload.sent().nbytes());
+}
+
 void sum_over_ranks(Payload& payload, Channel& channel) {
   if (payload.schedule() == Schedule::kAllreduce) return channel.allreduce(payload.elements());
   payload.quantize();

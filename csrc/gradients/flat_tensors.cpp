@@ -143,6 +143,7 @@ FlatTensors::Admitted FlatTensors::admit_in_pass(const at::Tensor& tensor, const
   }
   admitted.step.step = passes_ - 1;
   const int64_t order = order_++;
+  admitted.step.bucket = order;
   Entry& entry = entries_[{order, tensor.sizes().vec(), tensor.scalar_type(), tensor.device()}];
   entry.last_pass = passes_;
   entry.takes_turns = comes_back(entry.buffers, tensor) || entry.takes_turns;

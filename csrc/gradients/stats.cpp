@@ -2,13 +2,19 @@
 #include "powersgd/stats.h"
 
 #include <cstdio>
+#include <string>
 
 namespace powersgd {
 
-const char* to_string(Stage stage) {
-  static constexpr const char* kNames[kStages] = {"project",      "reduce_p", "orthogonalize",
-                                                  "back_project", "reduce_q", "reconstruct"};
+const char* span_name(Stage stage) {
+  static constexpr const char* kNames[kStages] = {
+      "powersgd::project",      "powersgd::reduce_p", "powersgd::orthogonalize",
+      "powersgd::back_project", "powersgd::reduce_q", "powersgd::reconstruct"};
   return kNames[static_cast<int>(stage)];
+}
+
+const char* to_string(Stage stage) {
+  return span_name(stage) + std::char_traits<char>::length("powersgd::");
 }
 
 StatsSnapshot operator-(StatsSnapshot now, const StatsSnapshot& base) {

@@ -25,6 +25,7 @@ struct StepInfo {
   double output_scale = 1;  // 1 for SUM, 1 / world size for AVG
   double grad_scale = 1;    // the loss scale of this step's gradient
   uint64_t step = 0;
+  int64_t bucket = 0;          // the bucket's number in the pass, which a profiler shows
   bool drop_residual = false;  // every residual is another tensor's, so project leaves it out
   bool same_start = false;     // without warm_start: every step starts from the numbers of step 0
   // One float32 on the gradient's device: the loss scale in place of grad_scale. The device reads
@@ -75,6 +76,8 @@ class BucketCompressor {
   // The bytes of both payloads on the wire: those of the elements, or of this rank's packets.
   virtual int64_t payload_bytes() const = 0;
   virtual int64_t gradient_bytes() const = 0;
+  // The largest rank of the bucket's matrices.
+  virtual int64_t approximation_rank() const = 0;
 
   // All states that a step changes.
   virtual std::vector<ParameterStatePtr> states() const = 0;

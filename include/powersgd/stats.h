@@ -13,6 +13,8 @@ namespace powersgd {
 enum class Stage { kProject, kReduceP, kOrthogonalize, kBackProject, kReduceQ, kReconstruct };
 constexpr int kStages = 6;
 const char* to_string(Stage stage);
+// Returns the name that a profiler shows: powersgd::project.
+const char* span_name(Stage stage);
 
 struct StatsSnapshot {
   int64_t steps = 0;  // synchronizations of attached models and backward passes of flat tensors

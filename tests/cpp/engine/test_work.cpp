@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "support/backward.h"
 #include "support/errors.h"
 #include "support/fake_device.h"
 
@@ -24,6 +25,7 @@ namespace {
 namespace fake = test::fake_device;
 using test::contains;
 using test::error_of;
+using test::in_backward;
 using WorkPtr = c10::intrusive_ptr<WorkPowerSGD>;
 constexpr std::chrono::seconds kNeverReached(20);  // a hang becomes a failure
 
@@ -140,12 +142,21 @@ void count_spans(const Body& body) {
 
 TEST(WorkPowerSGD, AProfilerSeesItUntilItIsComplete) {
   count_spans([] {
-    const WorkPtr work = make_work();
+    WorkPtr work;
+    in_backward([&] { work = make_work(); });
     EXPECT_EQ(spans_begun, 1);
     EXPECT_EQ(spans_ended, 0);
     work->complete();
     EXPECT_EQ(spans_ended, 1);
   });
+}
+
+TEST(WorkPowerSGD, IsNotSeenByAProfilerThatMayEndBeforeIt) {
+  WorkPtr work;
+  count_spans([&] { work = make_work(); });
+  work->complete();
+  EXPECT_EQ(spans_begun, 0);
+  EXPECT_EQ(spans_ended, 0);
 }
 
 TEST_F(StreamWorkTest, AProfilerSeesItsEnqueueing) {

@@ -75,6 +75,7 @@ class RecordingCompressor : public BucketCompressor {
   void rollback() override { log_.add("rollback"); }
   int64_t payload_bytes() const override { return 30; }
   int64_t gradient_bytes() const override { return 700; }
+  int64_t approximation_rank() const override { return 4; }
   std::vector<ParameterStatePtr> states() const override { return all_states; }
 
   RecordingPayload p, q;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "powersgd/scope_override.h"
+#include "support/backward.h"
 #include "support/errors.h"
 #include "support/session_of_equal_ranks.h"
 
@@ -18,6 +19,7 @@ namespace powersgd {
 namespace {
 
 using test::contains;
+using test::in_backward;
 
 constexpr int64_t kRows = 32, kCols = 48;
 
@@ -32,13 +34,6 @@ at::Tensor random_of_rank_2(int seed) {
 
 // Almost 0: of a tensor that is 0 nothing is sent.
 at::Tensor negligible() { return at::full({kRows, kCols}, 1e-20); }
-
-void in_backward(const std::function<void()>& body) {
-  const at::Tensor leaf = at::ones({1}).set_requires_grad(true);
-  const at::Tensor output = leaf.mul(2);
-  output.register_hook([&](const at::Tensor&) { body(); });
-  output.backward();
-}
 
 void in_block(bool enabled, const std::function<void()>& body) {
   push_override(enabled);

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+
+#include "powersgd/stats.h"
+
+namespace powersgd {
+
+// The arguments of a span. A trace has them if the profiler records shapes.
+struct SpanArguments {
+  int64_t bucket;              // its number in the backward pass
+  int64_t bytes;               // of the gradient, or of the payload that is reduced
+  int64_t approximation_rank;  // the largest of the bucket's matrices
+};
+
+// A span of torch.profiler, from the construction to the destruction: powersgd::project and so on.
+// It does nothing while no profiler observes the calling thread.
+class Span {
+ public:
+  Span(Stage stage, const SpanArguments& arguments) : function_(at::RecordScope::FUNCTION) {
+    if (!function_.isActive()) return;
+    const std::unordered_map<std::string, at::IValue> named = {
+        {"bucket", arguments.bucket},
+        {"bytes", arguments.bytes},
+        {"matrix_approximation_rank", arguments.approximation_rank}};
+    function_.before(span_name(stage), &named);
+  }
+
+ private:
+  at::RecordFunction function_;
+};
+
+}  // namespace powersgd

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Spans of torch.profiler: each stage of each bucket, wherever it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import torch_powersgd as tp
+from support import ranks
+
+STAGES = ("project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "reconstruct")
+RANK = 2
+COLLECTIVES = {"float32": "gloo:all_reduce", "int8": "gloo:all_gather"}
+Event = dict[str, Any]
+
+
+def _model(attached: bool, wire: str) -> DistributedDataParallel:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3)))
+    # Each layer's gradients have 361,200 bytes and fill a bucket.
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.3)
+    if attached:
+        tp.attach(ddp, _options(wire))
+    return ddp
+
+
+def _options(wire: str) -> tp.Options:
+    return tp.Options(RANK, start_powerSGD_iter=0, wire_dtype=wire, min_numel=1000)
+
+
+def _trace(rank: int, file: str, attached: bool, wire: str, shapes: bool) -> dict[str, Any]:
+    """Writes the trace of one step. Returns the statistics of that step."""
+    ddp = _model(attached, wire)
+
+    def step() -> None:
+        ddp(torch.randn(4, 300)).sum().backward()
+
+    for _ in range(4):
+        step()
+    tp.reset_stats()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=shapes) as profiler:
+        step()
+    stats = tp.stats(residual_norms=False)
+    step()  # A profiler that has ended is no longer called.
+    profiler.export_chrome_trace(f"{file}.{rank}")
+    return stats
+
+
+def _spans(file: str, rank: int) -> tuple[list[Event], list[Event]]:
+    """The spans of this package in a trace, and all."""
+    events = json.loads(Path(f"{file}.{rank}").read_text())["traceEvents"]
+    spans = [event for event in events if event.get("ph") == "X"]
+    return [span for span in spans if span["name"].startswith("powersgd::")], spans
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+@pytest.mark.parametrize("attached", [True, False], ids=["attached", "flat"])
+def test_a_trace_has_each_stage_of_each_bucket(attached: bool, wire: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "trace.json")
+    results = ranks.run(2, _trace, file, attached, wire, True, options=_options(wire))
+    for rank, stats in enumerate(results):
+        own, spans = _spans(file, rank)
+        buckets = stats["compressed_calls"]
+        assert buckets >= 3
+        for stage in STAGES:
+            named = [span for span in own if span["name"] == f"powersgd::{stage}"]
+            assert sorted(span["args"]["bucket"] for span in named) == [*range(buckets)]
+            assert {span["args"]["matrix_approximation_rank"] for span in named} == {RANK}
+            if "reduce" not in stage:
+                assert sum(span["args"]["bytes"] for span in named) == stats["bytes_before"]
+        reduced = [span for span in own if "reduce" in span["name"]]
+        sent = sum(span["args"]["bytes"] for span in reduced)
+        assert sent == stats["bytes_after"]
+        # The two threads of the engine reduce P and Q, and neither is the one that runs the model.
+        threads = {span["tid"] for span in reduced}
+        assert len(threads) == 2
+        forward = [s for s in spans if s["name"] == "DistributedDataParallel.forward"]
+        assert forward
+        assert not threads & {span["tid"] for span in forward}
+        _check_collectives(reduced, spans, COLLECTIVES[wire])
+
+
+def _check_collectives(reduced: list[Event], spans: list[Event], collective: str) -> None:
+    """Each reduction has one collective of Gloo, under Gloo's own name and within its time."""
+    inner = [span for span in spans if span["name"].startswith("gloo:")]
+    assert {span["name"] for span in inner} == {collective}
+    assert len(inner) == len(reduced)
+    sizes = [span["args"]["Input Dims"] for span in inner]
+    for outer in reduced:
+        begin, end = outer["ts"], outer["ts"] + outer["dur"]
+        assert any(begin <= span["ts"] <= end for span in inner)
+        width = 4 if collective == "gloo:all_reduce" else 1
+        assert str(outer["args"]["bytes"] // width) in str(sizes)
+
+
+def test_spans_without_shapes_have_no_arguments(tmp_path: Path) -> None:
+    file = str(tmp_path / "trace.json")
+    ranks.run(2, _trace, file, True, "float32", False)
+    own, _ = _spans(file, 0)
+    assert {span["name"] for span in own} == {f"powersgd::{stage}" for stage in STAGES}
+    assert not any("bucket" in span["args"] for span in own)
