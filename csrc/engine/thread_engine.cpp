@@ -70,7 +70,7 @@ struct ThreadEngine::Shared {
     c10::intrusive_ptr<WorkPowerSGD> work;
     Job job;
     c10::Device device;
-    std::shared_ptr<c10::Event> ready;  // recorded on the caller's stream; null on the CPU
+    std::shared_ptr<c10::Event> ready;        // recorded on the caller's stream; null on the CPU
     std::optional<ProfilerContext> profiler;  // of the thread that submitted the job
     std::chrono::milliseconds timeout;
     uint64_t number;  // 1, 2, ... in the order of submission

@@ -56,9 +56,8 @@ Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const a
       }
     };
   };
-  const Observed run(
-      stats, std::move(probe),
-      {step.bucket, compressor->gradient_bytes(), compressor->approximation_rank()});
+  const Observed run(stats, std::move(probe),
+                     {step.bucket, compressor->gradient_bytes(), compressor->approximation_rank()});
   Job job;
   job.first = or_rollback([compressor, gradient, step, run, stats](Channel& channel) {
     Payload& p =
