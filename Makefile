@@ -27,7 +27,7 @@ export CCACHE_SLOPPINESS := pch_defines,time_macros
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env build tools demo test test-cpp test-python test-long test-sanitized bench gpu lint \
+.PHONY: help env build tools wheel sdist demo test test-cpp test-python test-long test-sanitized bench gpu lint \
         docs format clean system-packages FORCE
 
 help:  ## this list
@@ -39,6 +39,15 @@ env: $(VENV)/.ready  ## virtual environment with torch and the build tools
 build: $(VENV)/.built  ## editable install of the package, compiled, in the environment
 
 tools: $(VENV)/.tools  ## build, and the tools of the tests and of lint
+
+# Files that an earlier build has left would go into the wheel as well.
+wheel: env | system-packages  ## a wheel for the torch of the environment, in dist
+	rm -rf build/lib.* build/bdist.*
+	$(PYTHON) -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps \
+	  --wheel-dir dist .
+
+sdist: env  ## an archive of the sources, in dist
+	$(PYTHON) setup.py --quiet sdist
 
 demo: build  ## train a small GPT twice, plain and compressed, and compare (about 6 minutes in all)
 	$(PYTHON) examples/demo.py

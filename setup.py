@@ -10,6 +10,7 @@ whole toolkit is found), CUDA_HOME, TORCH_CUDA_ARCH_LIST, CXX.
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ from typing import Any
 
 from setuptools import setup
 from setuptools.command.develop import develop
+from setuptools.command.egg_info import egg_info
 from setuptools.command.sdist import sdist
 
 try:
@@ -39,6 +41,7 @@ from setup_support.together import WITH_TORCH, compiled_together  # noqa: E402
 WITHOUT_TORCH = ["plan", "kernels/cpu", "kernels/shared"]
 CUDA_CHOICE = os.environ.get("POWERSGD_BUILD_CUDA", "")
 CUDA_HOME = cpp_extension.CUDA_HOME
+VERSION = runpy.run_path(str(ROOT / "python" / "torch_powersgd" / "_version.py"))
 
 
 def sources(folder: str, suffix: str) -> list[str]:
@@ -139,6 +142,17 @@ class Develop(develop):  # type: ignore[misc]
         subprocess.check_call([*pip, *flags, "-e", str(ROOT)])
 
 
+class EggInfo(egg_info):  # type: ignore[misc]
+    def finalize_options(self) -> None:
+        # A binary fits one torch, and says so in its version. The sources fit many.
+        if "sdist" not in self.distribution.commands:
+            cuda = torch.version.cuda if toolkit.is_wanted(CUDA_CHOICE, CUDA.missing) else None
+            self.tag_build = VERSION["wheel_version"](torch.__version__, cuda).removeprefix(
+                VERSION["__version__"]
+            )
+        super().finalize_options()
+
+
 class Sdist(sdist):  # type: ignore[misc]
     def run(self) -> None:
         # The sources fit many releases of torch. setuptools holds the requirements in two places.
@@ -157,7 +171,12 @@ def main() -> None:
         long_description_content_type="text/markdown",
         install_requires=metadata.requirements(torch.__version__),
         ext_modules=[extension(CUDA)],
-        cmdclass={"build_ext": Build, "develop": Develop, "sdist": Sdist},
+        cmdclass={
+            "build_ext": Build,
+            "develop": Develop,
+            "egg_info": EggInfo,
+            "sdist": Sdist,
+        },
     )
 
 

@@ -3,6 +3,8 @@
 
 import torch
 
+from torch_powersgd._version import wheel_version
+
 try:
     from torch_powersgd import _C
 except ImportError as error:  # Most often it is not built, or built against another torch.
@@ -17,8 +19,9 @@ except ImportError as error:  # Most often it is not built, or built against ano
 if _C.torch_version.split("+")[0] != torch.__version__.split("+")[0]:
     raise ImportError(
         f"torch_powersgd was built against torch {_C.torch_version} and is being loaded by torch "
-        f"{torch.__version__}. Rebuild it in this environment: "
-        "pip install --no-build-isolation --force-reinstall --no-deps ."
+        f"{torch.__version__}. Install the wheel "
+        f"{wheel_version(torch.__version__, torch.version.cuda)}, or rebuild it in this "
+        "environment: pip install --no-build-isolation --force-reinstall --no-deps ."
     )
 
 __all__ = ["_C"]

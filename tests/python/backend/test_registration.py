@@ -306,7 +306,9 @@ def test_another_release_of_torch_is_refused_at_import() -> None:
     ended = _import("torch.__version__ = '2.0.1+cpu'")
     assert ended.returncode == 1
     assert "ImportError" in ended.stderr
-    for part in (built, "2.0.1+cpu", "Rebuild"):
+    variant = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
+    wheel = f"{tp.__version__}+torch2.0.1.{variant}"
+    for part in (built, "2.0.1+cpu", f"Install the wheel {wheel}, or rebuild"):
         assert part in ended.stderr.splitlines()[-1]
 
 

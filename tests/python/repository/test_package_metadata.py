@@ -14,10 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import torch_powersgd as tp
 from setup_support import metadata
 from support.repository import ROOT
+from torch_powersgd._version import wheel_version
 
 REPOSITORY = metadata.repository(ROOT / "pyproject.toml")
+VERSION = tp.__version__
 TORCH = torch.__version__.split("+")[0]
 
 
@@ -88,6 +91,7 @@ def test_the_sdist_takes_any_supported_torch(sdist: tuple[Path, str]) -> None:
     unpacked, _ = sdist
     message = read_metadata(unpacked / "PKG-INFO")
     assert own_requirements(message) == ["rich", f"torch>={metadata.OLDEST_TORCH}"]
+    assert message["Version"] == VERSION
     assert "requires-dist" in message.get_all("Dynamic", [])
 
 
@@ -100,6 +104,7 @@ def test_a_wheel_takes_the_torch_that_it_was_built_with(
     (file,) = tmp_path.glob("*.dist-info/METADATA")
     message = read_metadata(file)
     assert own_requirements(message) == ["rich", f"torch=={TORCH}"]
+    assert re.fullmatch(rf"{VERSION}\+torch{re.escape(TORCH)}\.(cpu|cu\d+)", message["Version"])
     assert f"Repository, {REPOSITORY}" in message.get_all("Project-URL", [])
     assert message["Description-Content-Type"] == "text/markdown"
     for minor in range(10, 15):
@@ -111,6 +116,39 @@ def test_a_wheel_takes_the_torch_that_it_was_built_with(
 def test_a_requirement_has_no_local_version() -> None:
     assert metadata.requirements("2.13.0+cpu") == ["rich", "torch==2.13.0"]
     assert metadata.requirements("2.15.0.dev1+cu130") == ["rich", "torch==2.15.0.dev1"]
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "cuda", "local"),
+    [("2.13.0+cpu", None, "torch2.13.0.cpu"), ("2.11.0", "13.0", "torch2.11.0.cu130")],
+)
+def test_a_wheel_names_the_torch_that_it_fits(
+    torch_version: str, cuda: str | None, local: str
+) -> None:
+    assert wheel_version(torch_version, cuda) == f"{VERSION}+{local}"
+
+
+@pytest.mark.long
+def test_a_wheel_is_imported_where_there_is_no_compiler(
+    sdist: tuple[Path, str], tmp_path: Path
+) -> None:
+    """The wheel is built from the sdist, and installed in a folder of its own."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    flags = ["--no-build-isolation", "--no-deps"]
+    wheels, installed = tmp_path / "wheels", tmp_path / "installed"
+    subprocess.run([*pip, "wheel", *flags, f"--wheel-dir={wheels}", sdist[0]], check=True)
+    (wheel,) = wheels.iterdir()
+    assert re.match(rf"torch_powersgd-{VERSION}\+torch{re.escape(TORCH)}\.\w+-cp", wheel.name)
+    subprocess.run([*pip, "install", "--no-deps", f"--target={installed}", wheel], check=True)
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch_powersgd", "doctor"],
+        cwd=tmp_path,
+        env={"PATH": "", "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert str(installed) in ended.stdout.replace("\n", "").replace(" ", "")
 
 
 def test_the_core_compares_what_the_wheel_requires() -> None:

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
+#
+# Installs the package from its sdist, in an environment of its own that has the torch of TORCH, and
+# runs the quick tests that the sdist brings.
+#
+#   .ci/sdist_tests.sh        TORCH=torch==2.13.0
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+python3 -m venv "$folder/env"
+python=$folder/env/bin/python
+pip=("$python" -m pip --disable-pip-version-check install --quiet)
+"${pip[@]}" "${TORCH:-torch==2.13.0}" numpy ninja 'setuptools>=77,<82' pytest hypothesis
+
+rm -rf dist/*.tar.gz
+"$python" setup.py --quiet sdist
+"${pip[@]}" --no-build-isolation dist/*.tar.gz
+tar -xzf dist/*.tar.gz -C "$folder"
+cd "$folder"/torch_powersgd-*
+# The installed package is tested, not that of the folder.
+rm -r python
+"$folder/env/bin/python" -m pytest -q tests/python/backend tests/python/training
