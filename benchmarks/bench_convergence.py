@@ -67,7 +67,7 @@ def train(make: ranks.Make, task: Task, seed: int) -> dict[str, Any]:
     trainer = task.trainer(seed, wrap)
     args = trainer.args
     if optimizer := trainees[0].optimizer:
-        trainer.optimizer, args.lr = optimizer, optimizer.defaults["lr"]
+        trainer.optimizer, args.lr = optimizer, task.demo_lr
     validated = [{"step": 0, **trainer.validate()}]
     sent = 0
     for step in range(args.steps):

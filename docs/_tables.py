@@ -139,7 +139,12 @@ TABLES: dict[str, Callable[..., str]] = {
     **{made.__name__: made for made in (links, learning, on_the_way, stages, stages_by_rank)},
     **{
         made.__name__: _of_convergence(made)
-        for made in (of_convergence.front, of_convergence.curve, of_convergence.noise)
+        for made in (
+            of_convergence.front,
+            of_convergence.losses,
+            of_convergence.curve,
+            of_convergence.noise,
+        )
     },
 }
 

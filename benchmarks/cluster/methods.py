@@ -25,8 +25,6 @@ import torch_powersgd as tp
 # Steps at the start that every compressing method averages exactly.
 EXACT_STEPS = 10
 PLAIN = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-# The best of three on the language model of bench_convergence.py. DeMo applies only signs.
-_DEMO_LEARNING_RATE = 1e-3
 POWERSGD = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
 
 
@@ -183,11 +181,14 @@ def _author_lacks() -> str:
 
 
 def _demo(model: nn.Module, top: int, seed: int) -> Trainee:
-    """DeMo, an optimizer, which averages by itself. It takes the place of the task's optimizer."""
+    """DeMo, an optimizer, which averages by itself. It takes the place of the task's optimizer.
+
+    The trainer sets its learning rate.
+    """
     from DeMo.demo import DeMo
 
     trainee = _hooked(_average_nothing)(model, top, seed)
-    trainee.optimizer = DeMo(model.parameters(), lr=_DEMO_LEARNING_RATE, compression_topk=top)
+    trainee.optimizer = DeMo(model.parameters(), compression_topk=top)
     return trainee
 
 

@@ -26,12 +26,17 @@ _WIRES = {
 
 def front(record: dict[str, Any], *tasks: str) -> Table:
     """A row for each method of the front: the losses, and how many times fewer bytes it sends."""
+    return losses(record, ",".join(FRONT), *tasks)
+
+
+def losses(record: dict[str, Any], names: str, *tasks: str) -> Table:
+    """The same for these methods, whose names have commas between them."""
     runs = [_of_task(record, task) for task in tasks]
     titles = {run["name"]: run["method"] for run in record["runs"]}
     plain = ["plain's loss", *(_spread([_last(run) for run in each["plain"]]) for each in runs)]
     rows = [
         [titles[name], *(f"{_loss(each, name)}, {_fewer(each, name)}" for each in runs)]
-        for name in FRONT
+        for name in names.split(",")
         if name != "plain" and all(name in each for each in runs)
     ]
     return ["", *tasks], [plain, *rows]

@@ -57,6 +57,8 @@ class Task:
     arguments: str  # of the example
     quick: str  # further arguments, with --quick
     note: str = ""  # the end of the title
+    # DeMo's learning rate, the best of several as well. DeMo applies only signs.
+    demo_lr: float = 1e-3
 
     @property
     def about(self) -> dict[str, str]:
@@ -109,6 +111,7 @@ LSTM = Task(
     "AdamW",
     "--layers 1 --width 256 --context 64 --batch 8 --steps 300 --validate-every 100 --lr 2e-2",
     "--width 64 --context 16 --steps 12 --characters 200000 --validate-every 12",
+    demo_lr=3e-2,
 )
 # The names of the models, and of the variants of the three small ones: the other optimizer, and a
 # global batch that is four times larger.
