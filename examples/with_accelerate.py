@@ -18,7 +18,7 @@ from summary import summary
 from torch.utils.data import DataLoader, TensorDataset
 from train_digits import DigitNet, read_digits
 
-import torch_powersgd
+from torch_powersgd.integrations.accelerate import attach
 
 
 def main(args: argparse.Namespace) -> None:
@@ -32,9 +32,7 @@ def main(args: argparse.Namespace) -> None:
     batches = DataLoader(TensorDataset(*training), batch_size=32, shuffle=True)
     ddp, optimizer, batches = accelerator.prepare(model, optimizer, batches)
 
-    options = torch_powersgd.Options.recommended()
-    torch_powersgd.attach(ddp, options, scaler=accelerator.scaler)
-    accelerator.register_for_checkpointing(torch_powersgd.CompressionState(ddp))
+    attach(accelerator, ddp)
     if args.folder.exists():
         accelerator.load_state(str(args.folder))
 

@@ -4,48 +4,20 @@
     pip install lightning scikit-learn rich
     torchrun --nproc-per-node 2 examples/with_lightning.py
 
-On GPUs, process_group_backend is "cpu:gloo,cuda:powersgd".
+The strategy chooses the backend by the accelerator, on GPUs "cpu:gloo,cuda:powersgd".
 """
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from summary import summary
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from train_digits import DigitNet, read_digits
 
-import torch_powersgd
-
-
-class Compression(lightning.Callback):
-    """Attaches the DDP module when the strategy has made it. Every checkpoint holds the state."""
-
-    def __init__(self, options: torch_powersgd.Options) -> None:
-        self.options = options
-        self.state: torch_powersgd.CompressionState | None = None
-        self.loaded: dict[str, Any] | None = None
-
-    def on_train_start(self, trainer: lightning.Trainer, _: lightning.LightningModule) -> None:
-        ddp = trainer.strategy.model
-        assert isinstance(ddp, DistributedDataParallel)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)  # "16-mixed" has one
-        torch_powersgd.attach(ddp, self.options, scaler=scaler)
-        self.state = torch_powersgd.CompressionState(ddp)
-        if self.loaded:
-            self.state.load_state_dict(self.loaded)
-
-    # Lightning saves callbacks on all ranks, and loads them before it wraps the module.
-    def state_dict(self) -> dict[str, Any]:
-        return self.state.state_dict() if self.state else {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loaded = state_dict
+from torch_powersgd.integrations.lightning import PowerSGDStrategy
 
 
 class Digits(lightning.LightningModule):
@@ -66,12 +38,11 @@ def main(args: argparse.Namespace) -> None:
     lightning.seed_everything(0)
     training, _ = read_digits()
     batches = DataLoader(TensorDataset(*training), batch_size=32, shuffle=True)
-    options = torch_powersgd.Options.recommended()
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=DDPStrategy(process_group_backend="cpu:powersgd"),
-        callbacks=[Compression(options), ModelCheckpoint(args.folder, save_last=True)],
+        strategy=PowerSGDStrategy(),
+        callbacks=[ModelCheckpoint(args.folder, save_last=True)],
         gradient_clip_val=1.0,
         max_epochs=args.epochs,
         logger=False,

@@ -71,8 +71,6 @@ STAGES = {
         f"{_noise('int8-wire', '1,2', _NOISES)}",
     ),
 }
-# The names of the methods of the front, in the order of the tables.
-FRONT = [contender.name for contender in STAGES["front"].contenders]
 
 
 def runs(stages: Iterable[Stage], seeds: int) -> list[Run]:

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, cast
 
-from convergence.matrix import FRONT
+from convergence.matrix import STAGES
 from convergence.report import Run, beyond_plain, times_fewer
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # headings and rows
@@ -25,18 +25,18 @@ _WIRES = {
 
 
 def front(record: dict[str, Any], *tasks: str) -> Table:
-    """A row for each method of the front: the losses, and how many times fewer bytes it sends."""
-    return losses(record, ",".join(FRONT), *tasks)
+    """The table `losses` of the front."""
+    return losses(record, "front", *tasks)
 
 
-def losses(record: dict[str, Any], names: str, *tasks: str) -> Table:
-    """The same for these methods, whose names have commas between them."""
+def losses(record: dict[str, Any], stage: str, *tasks: str) -> Table:
+    """A row for each method of a stage: the losses, and how many times fewer bytes it sends."""
     runs = [_of_task(record, task) for task in tasks]
     titles = {run["name"]: run["method"] for run in record["runs"]}
     plain = ["plain's loss", *(_spread([_last(run) for run in each["plain"]]) for each in runs)]
     rows = [
         [titles[name], *(f"{_loss(each, name)}, {_fewer(each, name)}" for each in runs)]
-        for name in names.split(",")
+        for name in (contender.name for contender in STAGES[stage].contenders)
         if name != "plain" and all(name in each for each in runs)
     ]
     return ["", *tasks], [plain, *rows]
@@ -49,7 +49,9 @@ def curve(record: dict[str, Any], task: str) -> Table:
 
     def cell(name: str) -> str:
         beyond = beyond_plain(runs.get(name, []), runs["plain"])
-        return f"{statistics.mean(beyond):+.3f}, {_fewer(runs, name)}" if beyond else ""
+        if not beyond:
+            return ""
+        return f"{statistics.mean(beyond):+.3f}, {_fewer(runs, name)}{_seeds(beyond, runs)}"
 
     rows = [[str(rank), *(cell(f"{wire}:{rank}") for wire in _WIRES)] for rank in sorted(ranks)]
     return [f"{task}: rank", *_WIRES.values()], rows
@@ -94,9 +96,14 @@ def _loss(runs: Runs, name: str) -> str:
     beyond = beyond_plain(runs.get(name, []), runs["plain"])
     if not beyond:
         return ""
-    number = f"{len(beyond)} seeds" if len(beyond) > 1 else "1 seed"
-    seeds = f", {number}" if len(beyond) < len(runs["plain"]) else ""
-    return _spread(beyond, "+") + seeds
+    return _spread(beyond, "+") + _seeds(beyond, runs)
+
+
+def _seeds(beyond: Sequence[float], runs: Runs) -> str:
+    """The number of seeds where plain has more, or nothing."""
+    if len(beyond) == len(runs["plain"]):
+        return ""
+    return f", {len(beyond)} seeds" if len(beyond) > 1 else ", 1 seed"
 
 
 def _spread(values: Sequence[float], sign: str = "") -> str:

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Lightning.
+
+    from torch_powersgd.integrations.lightning import PowerSGDStrategy
+
+    trainer = Trainer(strategy=PowerSGDStrategy(), ...)
+
+examples/with_lightning.py is a whole program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_powersgd.attach import attach
+from torch_powersgd.checkpoint import load_state_dict, state_dict
+from torch_powersgd.options import Options
+
+try:
+    from lightning.pytorch.strategies import DDPStrategy
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"torch_powersgd.integrations.lightning needs Lightning ({error}): pip install lightning"
+    ) from error
+
+KEY = "torch_powersgd"  # of the state in a checkpoint
+
+
+class PowerSGDStrategy(DDPStrategy):
+    """Lightning's DDP over a powersgd group, with the module attached and its state saved.
+
+    The backend is ``"cpu:powersgd"`` where Lightning trains on CPUs, and
+    ``"cpu:gloo,cuda:powersgd"`` on GPUs. The residuals follow the scaler of ``"16-mixed"``. Every
+    checkpoint has the state, and a checkpoint without it starts compression anew.
+
+    Args:
+        options: Options, or None for ``Options.recommended()``.
+        ddp_arguments: Arguments of ``DDPStrategy``.
+    """
+
+    def __init__(self, options: Options | None = None, **ddp_arguments: Any) -> None:
+        super().__init__(**ddp_arguments)
+        self.options = options or Options.recommended()
+        self._loaded: dict[str, Any] | None = None  # until the module is attached
+
+    def _get_process_group_backend(self) -> str:
+        on_cpu = self.root_device.type == "cpu"
+        return self._process_group_backend or (
+            "cpu:powersgd" if on_cpu else "cpu:gloo,cuda:powersgd"
+        )
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        attach(self._ddp(), self.options, scaler=getattr(self.precision_plugin, "scaler", None))
+        if self._loaded is not None:
+            load_state_dict(self._ddp(), self._loaded)
+            self._loaded = None
+
+    # Lightning saves on all ranks, and loads before it wraps the module.
+    def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **named: Any) -> None:
+        if "optimizer_states" in checkpoint:  # one of weights alone has none
+            checkpoint = {**checkpoint, KEY: state_dict(self._ddp())}
+        super().save_checkpoint(checkpoint, *arguments, **named)
+
+    def load_checkpoint(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().load_checkpoint(*arguments, **named)
+        self._loaded = checkpoint.get(KEY)
+        return checkpoint
+
+    def teardown(self) -> None:
+        self._loaded = None
+        super().teardown()
+
+    def _ddp(self) -> DistributedDataParallel:
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model
