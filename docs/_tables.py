@@ -57,7 +57,7 @@ def _made(found: re.Match[str]) -> str:
 
 def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [headings, ["---"] * len(headings), *rows]
-    return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in lines)
+    return "".join(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(line)} |\n") for line in lines)
 
 
 def links(record: Record) -> str:

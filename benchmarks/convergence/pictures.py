@@ -39,7 +39,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     Methods with other options than their own are not drawn.
     """
     tasks = [name for name in record["tasks"] if plain_of(by_method(record, name))]
-    columns = min(COLUMNS, len(tasks))
+    columns = 2 if len(tasks) == 4 else min(COLUMNS, len(tasks))  # no panel is left empty
     rows = -(-len(tasks) // columns)
     figure, panels = pyplot.subplots(
         rows, columns, figsize=(1 + 4.4 * columns, 1.2 + 3.6 * rows), squeeze=False, sharex=True
