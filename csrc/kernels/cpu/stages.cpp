@@ -23,9 +23,12 @@ const PacketFunctions& packets_on(Isa isa) {
 
 const char* instruction_set() {
   switch (best_isa()) {
-    case Isa::kAvx512: return "avx512";
-    case Isa::kAvx2: return "avx2";
-    case Isa::kBaseline: break;
+    case Isa::kAvx512:
+      return "avx512";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kBaseline:
+      break;
   }
   return "baseline";
 }
