@@ -27,8 +27,8 @@ export CCACHE_SLOPPINESS := pch_defines,time_macros
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env build tools wheel sdist demo test test-cpp test-python test-long test-sanitized bench gpu lint \
-        docs format clean system-packages FORCE
+.PHONY: help env build tools wheel sdist demo test test-cpp test-python test-long test-sanitized \
+        bench gpu lint docs format clean system-packages FORCE
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16

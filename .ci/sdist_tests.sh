@@ -15,11 +15,10 @@ python=$folder/env/bin/python
 pip=("$python" -m pip --disable-pip-version-check install --quiet)
 "${pip[@]}" "${TORCH:-torch==2.13.0}" numpy ninja 'setuptools>=77,<82' pytest hypothesis
 
-rm -rf dist/*.tar.gz
-"$python" setup.py --quiet sdist
-"${pip[@]}" --no-build-isolation dist/*.tar.gz
-tar -xzf dist/*.tar.gz -C "$folder"
+"$python" setup.py --quiet sdist "--dist-dir=$folder/dist"
+"${pip[@]}" --no-build-isolation "$folder"/dist/*.tar.gz
+tar -xzf "$folder"/dist/*.tar.gz -C "$folder"
 cd "$folder"/torch_powersgd-*
 # The installed package is tested, not that of the folder.
 rm -r python
-"$folder/env/bin/python" -m pytest -q tests/python/backend tests/python/training
+"$python" -m pytest -q tests/python/backend tests/python/training

@@ -18,11 +18,11 @@ class Observed {
 
   template <typename Body>
   decltype(auto) operator()(Stage stage, Body&& body) const {
-    return (*this)(stage, arguments_, std::forward<Body>(body));
+    return (*this)(stage, [this] { return arguments_; }, std::forward<Body>(body));
   }
 
-  template <typename Body>
-  decltype(auto) operator()(Stage stage, const SpanArguments& arguments, Body&& body) const {
+  template <typename Arguments, typename Body>
+  decltype(auto) operator()(Stage stage, const Arguments& arguments, Body&& body) const {
     if (probe_ && *probe_) (*probe_)(to_string(stage));
     const StageTimer timer(*stats_, stage);
     const Span span(stage, arguments);
@@ -30,8 +30,11 @@ class Observed {
   }
 
   void reduce(Stage stage, Payload& payload, Channel& channel) const {
-    SpanArguments arguments = arguments_;
-    arguments.bytes = bytes_on_wire(payload);
+    const auto arguments = [&] {
+      SpanArguments of_payload = arguments_;
+      of_payload.bytes = bytes_on_wire(payload);
+      return of_payload;
+    };
     (*this)(stage, arguments, [&] { sum_over_ranks(payload, channel); });
   }
 

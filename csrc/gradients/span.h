@@ -20,15 +20,18 @@ struct SpanArguments {
 };
 
 // A span of torch.profiler, from the construction to the destruction: powersgd::project and so on.
-// It does nothing while no profiler observes the calling thread.
+// It does nothing while no profiler observes the calling thread, and does not call `arguments`, which
+// returns SpanArguments.
 class Span {
  public:
-  Span(Stage stage, const SpanArguments& arguments) : function_(at::RecordScope::FUNCTION) {
+  template <typename Arguments>
+  Span(Stage stage, const Arguments& arguments) : function_(at::RecordScope::FUNCTION) {
     if (!function_.isActive()) return;
+    const SpanArguments shown = arguments();
     const std::unordered_map<std::string, at::IValue> named = {
-        {"bucket", arguments.bucket},
-        {"bytes", arguments.bytes},
-        {"matrix_approximation_rank", arguments.approximation_rank}};
+        {"bucket", shown.bucket},
+        {"bytes", shown.bytes},
+        {"matrix_approximation_rank", shown.approximation_rank}};
     function_.before(span_name(stage), &named);
   }
 
