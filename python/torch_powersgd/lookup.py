@@ -8,6 +8,9 @@ import torch.distributed as dist
 
 from torch_powersgd._core import _C
 
+# The backend string of a job whose gradients are on this type of device.
+BACKENDS = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
+
 
 def device_types() -> list[str]:
     """The types of the devices that this process has."""

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd.attach import attach
 from torch_powersgd.checkpoint import load_state_dict, state_dict
+from torch_powersgd.lookup import BACKENDS
 from torch_powersgd.options import Options
 
 try:
@@ -46,10 +47,7 @@ class PowerSGDStrategy(DDPStrategy):
         self._loaded: dict[str, Any] | None = None  # until the module is attached
 
     def _get_process_group_backend(self) -> str:
-        on_cpu = self.root_device.type == "cpu"
-        return self._process_group_backend or (
-            "cpu:powersgd" if on_cpu else "cpu:gloo,cuda:powersgd"
-        )
+        return self._process_group_backend or BACKENDS[self.root_device.type]
 
     def configure_ddp(self) -> None:
         super().configure_ddp()

@@ -25,7 +25,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import next_call
-from torch_powersgd.lookup import find_backend
+from torch_powersgd.lookup import BACKENDS, find_backend
 from torch_powersgd.options import Options
 from torch_powersgd.tools.costs import Link, StageSeconds, measure_link, measure_stages
 from torch_powersgd.tools.footprint import Layout, buckets_of, elements_of, footprint_of
@@ -45,7 +45,6 @@ from torch_powersgd.tools.rehearsal import (
 )
 from torch_powersgd.tools.verdict import Passes, Timing, eligible_wires, wire_of
 
-BACKENDS = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
 PLAIN_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 STAND_IN = UserStep(backward=0.2)  # where the user gives no step
 
