@@ -20,8 +20,8 @@ struct SpanArguments {
 };
 
 // A span of torch.profiler, from the construction to the destruction: powersgd::project and so on.
-// It does nothing while no profiler observes the calling thread, and does not call `arguments`, which
-// returns SpanArguments.
+// `arguments` returns SpanArguments. While no profiler observes the calling thread, the span does
+// nothing and does not call it.
 class Span {
  public:
   template <typename Arguments>
