@@ -60,6 +60,8 @@ void register_model(py::module_& module) {
              const std::vector<size_t>& parameters,
              int divisor) { return self.reduce(bucket, buffer, parameters, divisor); },
           py::arg("bucket"), py::arg("buffer"), py::arg("parameters"), py::arg("divisor"), NoGil())
+      .def("expect", &AttachedModel::expect, py::arg("bucket"), py::arg("buffer"),
+           py::arg("parameters"), py::arg("divided_after"))
       .def("reduce_bucket", &reduce_bucket, py::arg("reducer"), py::arg("bucket"), NoGil())
       .def("end_step", &AttachedModel::end_step, NoGil())
       .def("outline", &AttachedModel::outline)

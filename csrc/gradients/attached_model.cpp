@@ -91,15 +91,33 @@ std::vector<size_t> AttachedModel::find(const std::vector<at::Tensor>& parameter
 c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(size_t bucket, at::Tensor& buffer,
                                                      const std::vector<size_t>& parameters,
                                                      int divisor, bool more_follow) {
-  const bool known = !parameters.empty() && !buffer.is_sparse();
-  const auto compressor = known ? find_compressor(bucket, buffer, parameters) : nullptr;
-  if (compressor && is_capturing(buffer.device())) captured_.insert(compressor);
-  StepInfo step = next_step(buffer, divisor);
-  step.bucket = static_cast<int64_t>(bucket);
-  if (!unsent_residuals_.empty() && known) add_unsent_residuals(buffer, parameters, step);
+  const auto [compressor, step] = begin(bucket, buffer, parameters, 1.0 / divisor, 1);
   return compressor ? session_->allreduce_compressed(compressor, buffer, step, c10d::kUnsetTimeout,
                                                      more_follow)
                     : session_->average_exact(buffer, divisor);
+}
+
+AttachedModel::Reduction AttachedModel::begin(size_t bucket, at::Tensor& buffer,
+                                              const std::vector<size_t>& parameters,
+                                              double output_scale, double units) {
+  if (parameters.empty() && !std::exchange(warned_of_unknown_, true)) {
+    session_->log(LogLevel::kWarning,
+                  "FSDP2 reduces some of a module's parameters only, which of them is not known: "
+                  "they are averaged exactly. With set_reduce_scatter_unused_params(True) it "
+                  "reduces all, and they are compressed");
+  }
+  const bool known = !parameters.empty() && !buffer.is_sparse();
+  Reduction reduction;
+  if (known) reduction.compressor = find_compressor(bucket, buffer, parameters);
+  if (reduction.compressor && is_capturing(buffer.device())) {
+    captured_.insert(reduction.compressor);
+  }
+  reduction.step = next_step(buffer, output_scale, units);
+  reduction.step.bucket = static_cast<int64_t>(bucket);
+  if (!unsent_residuals_.empty() && known) {
+    add_unsent_residuals(buffer, parameters, reduction.step);
+  }
+  return reduction;
 }
 
 // A bucket is made in the first pass that has its layout, also if that pass is still exact.
@@ -116,16 +134,18 @@ std::shared_ptr<BucketCompressor> AttachedModel::find_compressor(
   return made.compressor;
 }
 
-StepInfo AttachedModel::next_step(const at::Tensor& buffer, int divisor) const {
+StepInfo AttachedModel::next_step(const at::Tensor& buffer, double output_scale,
+                                  double units) const {
   StepInfo step;
-  step.output_scale = 1.0 / divisor;
+  step.output_scale = output_scale;
   step.step = step_;
   if (loss_scale_.defined()) {
     // The host may wait only where it reads the scale itself.
     const bool asynchronous = !buffer.is_cpu();
     step.loss_scale = loss_scale_.to(loss_scale_.options().device(buffer.device()), asynchronous);
+    if (units != 1) step.loss_scale = step.loss_scale * units;
   } else {
-    step.grad_scale = grad_scale();
+    step.grad_scale = grad_scale() * units;
   }
   return step;
 }

@@ -37,15 +37,11 @@ bool eligible(const std::vector<at::Tensor>& tensors, const c10d::AllreduceOptio
 }
 
 // Notes where the entry's tensor lies. True if it lay there before, and elsewhere in between.
-template <typename Buffers>
-bool comes_back(Buffers& buffers, const at::Tensor& tensor) {
-  auto storage = tensor.storage().getWeakStorageImpl();
-  const auto known = std::find_if(buffers.begin(), buffers.end(), [&](const auto& buffer) {
-    return buffer.storage._unsafe_get_target() == storage._unsafe_get_target() &&
-           buffer.offset == tensor.storage_offset();
-  });
+bool comes_back(std::vector<BufferPlace>& buffers, const at::Tensor& tensor) {
+  const auto known = std::find_if(buffers.begin(), buffers.end(),
+                                  [&](const BufferPlace& place) { return place.is_of(tensor); });
   if (known != buffers.end()) return known != buffers.end() - 1;
-  buffers.push_back({std::move(storage), tensor.storage_offset()});
+  buffers.emplace_back(tensor);
   if (buffers.size() > kKeepBuffers) buffers.erase(buffers.begin());
   return false;
 }

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "gradients/buffer_place.h"
 #include "gradients/replicas.h"
 #include "powersgd/session.h"
 
@@ -49,16 +50,10 @@ class FlatTensors {
   // Order in the pass, sizes, dtype, device.
   using Key = std::tuple<int64_t, std::vector<int64_t>, at::ScalarType, c10::Device>;
 
-  // Where a tensor lies. The weak reference keeps its address from being used again.
-  struct Buffer {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    int64_t offset;
-  };
-
   struct Entry {
     std::shared_ptr<BucketCompressor> compressor;  // null until the tensor has settled
     std::vector<ParameterStatePtr> states;         // the compressor's
-    std::vector<Buffer> buffers;                   // the tensors seen, the last one last
+    std::vector<BufferPlace> buffers;              // the tensors seen, the last one last
     bool takes_turns = false;                      // a buffer came back after another one
     uint64_t last_pass = 0;
     uint64_t uses = 0;

@@ -97,6 +97,16 @@ std::vector<std::shared_ptr<AttachedModel>> Session::models() const {
   return alive;
 }
 
+std::shared_ptr<AttachedModel> Session::model_that_expects(
+    const std::vector<at::Tensor>& tensors) const {
+  if (tensors.size() != 1 || !tensors.front().has_storage()) return nullptr;
+  const auto alive = models();
+  const auto found = std::find_if(alive.begin(), alive.end(), [&](const auto& model) {
+    return model->expects(tensors.front());
+  });
+  return found != alive.end() ? *found : nullptr;
+}
+
 std::optional<int64_t> Session::starts_at() const {
   if (size_ == 1) return std::nullopt;
   const std::lock_guard<std::mutex> lock(mutex_);

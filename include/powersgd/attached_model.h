@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <map>
@@ -51,8 +52,8 @@ struct Outline {
 //
 // Ownership: owned by the hook that is called with the buckets. Shares the session of its group.
 //
-// Threads: one thread at a time calls reduce() and end_step(), in the backward pass. The user's
-// thread calls everything else, outside of it.
+// Threads: one thread at a time calls the reductions and end_step(), in the backward pass. The
+// user's thread calls everything else, outside of it.
 class AttachedModel {
  public:
   // Makes a model and adds it to `session`.
@@ -72,6 +73,15 @@ class AttachedModel {
   c10::intrusive_ptr<c10d::Work> reduce(size_t bucket, at::Tensor& buffer,
                                         const std::vector<size_t>& parameters, int divisor,
                                         bool more_follow = false);
+  // Announces an all-reduce of `buffer` that its owner makes, in place of reduce(). The owner then
+  // divides the result by `divided_after`. It replaces the announcement before.
+  void expect(size_t bucket, const at::Tensor& buffer, std::vector<size_t> parameters,
+              double divided_after);
+  bool expects(const at::Tensor& buffer) const;
+  // Does the all-reduce of the buffer that the model expects. Null if the caller is to do it,
+  // exactly.
+  c10::intrusive_ptr<c10d::Work> reduce_expected(const at::Tensor& buffer,
+                                                 const c10d::AllreduceOptions& opts);
   // Called after the last bucket of a backward pass.
   void end_step();
 
@@ -123,6 +133,11 @@ class AttachedModel {
     std::vector<size_t> parameters;                // indices into parameters_
     std::shared_ptr<BucketCompressor> compressor;  // null if nothing in it is compressed
   };
+  struct Expected;
+  struct Reduction {
+    std::shared_ptr<BucketCompressor> compressor;  // null: exact
+    StepInfo step;
+  };
 
   // Allocates the state of every parameter that will be compressed, so that a job which lacks the
   // memory ends here and not after the exact steps.
@@ -132,7 +147,11 @@ class AttachedModel {
   Bucket make_bucket(const at::Tensor& buffer, const std::vector<size_t>& parameters);
   // Those that all buckets on the device share.
   const Workspaces& workspaces_on(c10::Device device);
-  StepInfo next_step(const at::Tensor& buffer, int divisor) const;
+  // Makes the buffer ready for its all-reduce. The mean gradient is the mean of the ranks' buffers
+  // divided by `units`.
+  Reduction begin(size_t bucket, at::Tensor& buffer, const std::vector<size_t>& parameters,
+                  double output_scale, double units);
+  StepInfo next_step(const at::Tensor& buffer, double output_scale, double units) const;
   void announce() const;
   // The devices of the parameters: one, unless the module is spread over several.
   std::vector<c10::Device> devices() const;
@@ -169,11 +188,13 @@ class AttachedModel {
   // Residuals that a checkpoint had of parameters that are not compressed, by index: [rows, cols],
   // unscaled. They are added to the next gradient.
   std::map<size_t, at::Tensor> unsent_residuals_;
+  std::shared_ptr<const Expected> expected_;
   uint64_t step_ = 0;
   std::optional<double> grad_scale_;
   at::Tensor loss_scale_;  // undefined: grad_scale() counts
   bool active_ = true;
   bool announced_ = false;
+  bool warned_of_unknown_ = false;
 };
 
 }  // namespace powersgd

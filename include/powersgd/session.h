@@ -118,6 +118,8 @@ class Session {
 
   void add_model(const std::shared_ptr<AttachedModel>& model);
   std::vector<std::shared_ptr<AttachedModel>> models() const;
+  // The model that expects an all-reduce of these tensors. Null if there is none.
+  std::shared_ptr<AttachedModel> model_that_expects(const std::vector<at::Tensor>& tensors) const;
   // The step from which gradients are compressed: the first of the attached models' that compress
   // any, or the group's if no model was ever attached. Empty if nothing will be compressed.
   std::optional<int64_t> starts_at() const;

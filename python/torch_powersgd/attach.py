@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_powersgd import fsdp, grad_scaler
+from torch_powersgd import fsdp_hooks, grad_scaler
 from torch_powersgd._core import _C
 from torch_powersgd.announcement import announce
 from torch_powersgd.ddp import Hook, python_hook, set_hook
@@ -51,22 +51,23 @@ def attach(
     parameter. The state survives DDP's rebuilding of buckets, and ``state_dict`` saves it. A module
     that is attached again after ``detach`` goes on with the state that was kept.
 
-    On a DDP module it registers a C++ communication hook, so that no Python runs in backward. On a
-    module that ``fully_shard`` (FSDP2) has sharded it sets the all-reduce hooks. After FSDP2's own
-    reduce-scatter, they average this rank's shards over its replicas.
+    On a DDP module it registers a C++ communication hook, so that no Python runs in backward. In a
+    module that ``fully_shard`` or ``replicate`` (FSDP2) was called with, it compresses the average
+    of this rank's shards over its replicas, after FSDP2's own reduce-scatter.
 
     Every rank of the group must call it. If a rank does not, all ranks raise an error that names
     it.
 
     Args:
-        module: A DDP module, or the root of a module that was sharded on a mesh of one dimension.
+        module: A DDP module, or the root of one that FSDP2 has sharded or replicated.
         options: Some fields of ``Options`` as a mapping, which is laid over the options of the
             process group, or a complete ``Options``, which replaces them. None takes them as they
             are.
         scaler: The GradScaler that the model is trained with, if any. The residuals then follow
             its scale, and keep what was sent in a step that it skips.
         group: The group of the ranks that hold the same shards of an FSDP2 module, its replicas. It
-            needs a powersgd backend for the parameters' device. A DDP module has its own group.
+            needs a powersgd backend for the parameters' device. A DDP module has its own group, as
+            does an FSDP2 module whose mesh has a dimension of replicas.
 
     Raises:
         ValueError: If the module cannot be attached, the ranks' models or options differ, or a rank
@@ -80,7 +81,7 @@ def attach(
         return
     attachment = _new(module, options, scaler, group)
     if isinstance(module, FSDPModule):
-        fsdp.set_hooks(module, attachment.model, attachment.group.size())
+        fsdp_hooks.set_hooks(module, attachment.model, attachment.group.size())
     else:
         set_hook(module, attachment.model)
     _keep(module, attachment, scaler)

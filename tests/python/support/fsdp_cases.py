@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -88,9 +89,11 @@ def gradients(module: Sharded) -> Tensors:
 class TrainingPair:
     """The same training, attached, and by FSDP2's own HSDP over Gloo."""
 
-    def __init__(self, attached: Sharded, plain: Sharded, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, attached: Sharded, plain: Sharded, group: dist.ProcessGroup, native: bool = False
+    ) -> None:
         self.attached, self.plain, self.group = attached, plain, group
-        tp.attach(self.attached, group=self.group)
+        tp.attach(self.attached, group=None if native else self.group)
         self.facts, self.ledger = Facts(), Ledger()
 
     def equalize(self) -> None:
@@ -168,6 +171,21 @@ def make_pair(options: tp.Options = OPTIONS, **arguments: Any) -> TrainingPair:
     )
 
 
+def make_native_pair(options: tp.Options = OPTIONS, **arguments: Any) -> TrainingPair:
+    """A module that is attached on the whole mesh, on which FSDP2 all-reduces by itself."""
+    mesh = mesh_of(("cpu:powersgd", options))
+    attached, plain = sharded(mesh, **arguments), sharded(mesh_of("gloo"), **arguments)
+    return TrainingPair(attached, plain, mesh.get_group("replicate"), native=True)
+
+
+def summed(module: Sharded) -> None:
+    """Makes FSDP2 sum between replicas, and then divide by a number of its user's."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_gradient_divide_factor(2.0)
+
+
 CASES: dict[str, Callable[[int], Facts]] = {}
 
 
@@ -183,6 +201,75 @@ def plain(rank: int) -> Facts:
     stats = tp.stats(pair.group)
     facts.extra = stats["steps"], stats["compressed_calls"], sorted(stats["residual_norms"])
     return facts
+
+
+@case
+def native(rank: int) -> Facts:
+    pair = make_native_pair()
+    facts = pair.train(rank)
+    stats = tp.stats(pair.group)
+    facts.extra = stats["steps"], stats["compressed_calls"], sorted(stats["residual_norms"])
+    return facts
+
+
+@case
+def native_sum(rank: int) -> Facts:
+    pair = make_native_pair()
+    summed(pair.attached)
+    summed(pair.plain)
+    return pair.train(rank)
+
+
+@case
+def native_int8_wire(rank: int) -> Facts:
+    return make_native_pair(replace(OPTIONS, wire_dtype="int8")).train(rank)
+
+
+@case
+def native_accumulation(rank: int) -> Facts:
+    """Micro-batches of which only the last one communicates."""
+    pair = make_native_pair()
+    return pair.train(rank, 3, lambda module, last: module.set_requires_gradient_sync(last))
+
+
+@case
+def native_accumulation_of_shards(rank: int) -> Facts:
+    """Micro-batches that are all reduce-scattered, of which only the last one is all-reduced."""
+    pair = make_native_pair()
+    return pair.train(rank, 3, lambda module, last: module.set_requires_all_reduce(last))
+
+
+@case
+def native_mixed_precision(rank: int) -> Facts:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return make_native_pair(mp_policy=policy, reshard_after_forward=False).train(rank)
+
+
+@case
+def native_unused_parameters(rank: int) -> Facts:
+    """A unit that some steps do not use, and therefore do not reduce."""
+    return make_native_pair().train(rank, skip=lambda i: 0 if i % 3 == 1 else None)
+
+
+@case
+def replicated(rank: int) -> Facts:
+    """Each rank is a replica, by ``replicate()``."""
+    modules = []
+    backends: Any = ("cpu:powersgd", OPTIONS), "gloo"
+    for backend in backends:
+        mesh = init_device_mesh(
+            "cpu",
+            (REPLICAS * SHARDS,),
+            mesh_dim_names=("replicate",),
+            backend_override={"replicate": backend},
+        )
+        torch.manual_seed(0)
+        net = Net()
+        for block in net.blocks:
+            replicate(block, mesh=mesh)
+        modules.append((replicate(net, mesh=mesh), mesh.get_group()))
+    (attached, group), (plain, _) = modules
+    return TrainingPair(attached, plain, group, native=True).train(rank)
 
 
 @case

@@ -19,7 +19,7 @@ from support.fsdp_cases import CASES, REPLICAS, SHARDS, Net, Sharded, gradients,
 from support.log_records import LogRecords
 from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts, same
 from support.synthetic import Ledger, from_bytes, gradient, relative_error, to_bytes
-from torch_powersgd.fsdp import _packed
+from torch_powersgd.fsdp import packed
 
 WORLD_SIZE = REPLICAS * SHARDS
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
@@ -49,9 +49,10 @@ def test_case(results: list[dict[str, Facts]], name: str) -> None:
         assert len(set(mine)) == len(mine)  # the parameters do change
 
 
-def test_stats_count_steps_and_units(results: list[dict[str, Facts]]) -> None:
+@pytest.mark.parametrize("name", ["plain", "native"])
+def test_stats_count_steps_and_units(results: list[dict[str, Facts]], name: str) -> None:
     for result in results:
-        steps, calls, names = result["plain"].extra
+        steps, calls, names = result[name].extra
         assert steps == STEPS
         assert calls == 3 * (STEPS - WARM_UP)
         assert names == sorted(name for name, _ in Net().named_parameters())
@@ -68,17 +69,20 @@ def _backward(module: Sharded, rank: int, i: int, **arguments: Any) -> list[torc
     return list(gradients(module).values())
 
 
-def _pair() -> tuple[Sharded, Sharded]:
-    """An attached module and FSDP2's own HSDP, which begin with the same parameters."""
+def _pair(native: bool = False) -> tuple[Sharded, Sharded]:
+    """An attached module and FSDP2's own HSDP, which begin with the same parameters.
+
+    FSDP2 all-reduces the attached one by itself too if it is native.
+    """
     mesh = mesh_of(("cpu:powersgd", OPTIONS))
-    attached = sharded(mesh["shard"])
+    attached = sharded(mesh if native else mesh["shard"])
     tp.attach(attached, group=mesh.get_group("replicate"))
     return attached, sharded(mesh_of("gloo"))
 
 
-def _resumed(rank: int, per_rank: bool) -> tuple[float, int]:
+def _resumed(rank: int, per_rank: bool, native: bool) -> tuple[float, int]:
     """Another module goes on from the state of the first. A rank refuses another rank's shard."""
-    first, second = _pair()[0], _pair()[0]
+    first, second = _pair(native)[0], _pair(native)[0]
     # A rank's own residual is the mean where the replicas have the same inputs.
     fed = rank if per_rank else rank % SHARDS
     for i in range(STEPS):
@@ -98,18 +102,19 @@ def _resumed(rank: int, per_rank: bool) -> tuple[float, int]:
     return max(errors), tp.state_dict(second)["step"]
 
 
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize(("per_rank", "tolerance"), [(True, 0), (False, 1e-4)])
-def test_a_checkpoint_of_the_shards_goes_on(per_rank: bool, tolerance: float) -> None:
+def test_a_checkpoint_of_the_shards_goes_on(per_rank: bool, tolerance: float, native: bool) -> None:
     # Each rank's own state is restored bit for bit. The mean state differs by the rounding of the
     # saved residual M - P^ q, as in test_groups.
-    for error, steps in ranks.run(WORLD_SIZE, _resumed, per_rank, backend="gloo"):
+    for error, steps in ranks.run(WORLD_SIZE, _resumed, per_rank, native, backend="gloo"):
         assert error <= tolerance
         assert steps == STEPS + 3
 
 
-def _unknown_subset(rank: int) -> tuple[dict[bool, list[str]], list[tuple[str, str]]]:
+def _unknown_subset(rank: int, native: bool) -> tuple[dict[bool, list[str]], list[tuple[str, str]]]:
     """Leaves one of the root's own parameters unused. FSDP2's hook does not learn which one."""
-    attached, plain = _pair()
+    attached, plain = _pair(native)
     warnings = LogRecords(logging.WARNING).seen
     exact = {}
     for told in (False, True):
@@ -126,14 +131,15 @@ def _unknown_subset(rank: int) -> tuple[dict[bool, list[str]], list[tuple[str, s
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch is too old"
 )
-def test_a_module_with_unused_parameters_is_exact_unless_all_are_reduced() -> None:
-    for exact, warnings in ranks.run(WORLD_SIZE, _unknown_subset, backend="gloo"):
+@pytest.mark.parametrize("native", [False, True])
+def test_a_module_with_unused_parameters_is_exact_unless_all_are_reduced(native: bool) -> None:
+    for exact, warnings in ranks.run(WORLD_SIZE, _unknown_subset, native, backend="gloo"):
         assert exact == {False: ["out.weight"], True: []}
         assert sum("set_reduce_scatter_unused_params" in message for _, message in warnings) == 1
 
 
-def _detached(rank: int) -> list[bool]:
-    attached, plain = _pair()
+def _detached(rank: int, native: bool) -> list[bool]:
+    attached, plain = _pair(native)
     exact = []
     for i in range(12):
         if i == 6:
@@ -144,8 +150,9 @@ def _detached(rank: int) -> list[bool]:
     return exact
 
 
-def test_detach_is_exact() -> None:
-    for exact in ranks.run(WORLD_SIZE, _detached, backend="gloo"):
+@pytest.mark.parametrize("native", [False, True])
+def test_detach_is_exact(native: bool) -> None:
+    for exact in ranks.run(WORLD_SIZE, _detached, native, backend="gloo"):
         assert exact == [True] * WARM_UP + [False] * 3 + [True] * 3 + [False] * 3
 
 
@@ -197,7 +204,7 @@ def _refused(rank: int) -> list[str]:
     for module, group in (
         (sharded(mesh["shard"]), None),
         (sharded(mesh["shard"]), shard),
-        (sharded(mesh), replicate),
+        (sharded(mesh), shard),
         (hooked, replicate),
         (sharded(one["shard"]), dist.group.WORLD),
     ):
@@ -208,7 +215,7 @@ def _refused(rank: int) -> list[str]:
 
 
 def test_refusals_say_why() -> None:
-    parts = ["group=mesh.get_group", "'gloo'", 'mesh=mesh["shard"]', "set already", "no replicas"]
+    parts = ["group=mesh.get_group", "'gloo'", "be left out", "set already", "no replicas"]
     for messages in ranks.run(WORLD_SIZE, _refused, backend="gloo"):
         for message, part in zip(messages, parts, strict=True):
             assert part in message
@@ -254,6 +261,6 @@ def test_a_group_that_mixes_shards_is_refused_on_every_rank() -> None:
 
 def test_gradients_may_be_packed_in_another_order_than_the_shards() -> None:
     shards = ["first", "second", "third"]
-    assert _packed(SimpleNamespace(fsdp_params=shards)) == shards  # before torch 2.15
+    assert packed(SimpleNamespace(fsdp_params=shards)) == shards  # before torch 2.15
     reordered = SimpleNamespace(fsdp_params=shards, _reduce_scatter_param_indices=[0, 2, 1])
-    assert _packed(reordered) == ["first", "third", "second"]
+    assert packed(reordered) == ["first", "third", "second"]
