@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
@@ -59,7 +60,13 @@ def mesh_of(replicate: Any, *others: tuple[str, int]) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=names, backend_override=backends)
 
 
-def sharded(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None = None, **arguments: Any) -> Sharded:
+def sharded(
+    mesh: DeviceMesh,
+    tensor_mesh: DeviceMesh | None = None,
+    prepare: Callable[[nn.Module], nn.Module] = lambda block: block,
+    **arguments: Any,
+) -> Sharded:
+    """A net of which each block, as ``prepare`` returns it, and the rest are sharded."""
     torch.manual_seed(0)
     net = Net()
     if tensor_mesh is not None:
@@ -67,6 +74,7 @@ def sharded(mesh: DeviceMesh, tensor_mesh: DeviceMesh | None = None, **arguments
         parallelize_module(
             net, tensor_mesh, {"blocks.0": ColwiseParallel(), "blocks.1": RowwiseParallel()}
         )
+    net.blocks = nn.ModuleList(prepare(block) for block in net.blocks)
     for block in net.blocks:
         fully_shard(block, mesh=mesh, **arguments)
     return fully_shard(net, mesh=mesh, **arguments)
@@ -243,6 +251,20 @@ def native_accumulation_of_shards(rank: int) -> Facts:
 def native_mixed_precision(rank: int) -> Facts:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return make_native_pair(mp_policy=policy, reshard_after_forward=False).train(rank)
+
+
+@case
+def native_checkpointed_activations(rank: int) -> Facts:
+    return make_native_pair(prepare=checkpoint_wrapper).train(rank)
+
+
+@case
+def native_compiled_blocks(rank: int) -> Facts:
+    def compiled(block: nn.Module) -> nn.Module:
+        block.compile(backend="aot_eager")
+        return block
+
+    return make_native_pair(prepare=compiled).train(rank)
 
 
 @case

@@ -10,12 +10,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import torch_powersgd as tp
 from support import ranks
-from support.fsdp_cases import CASES, REPLICAS, SHARDS, Net, Sharded, gradients, mesh_of, sharded
+from support.fsdp_cases import (
+    CASES,
+    REPLICAS,
+    SHARDS,
+    Net,
+    Sharded,
+    gradients,
+    make_native_pair,
+    mesh_of,
+    sharded,
+)
 from support.log_records import LogRecords
 from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts, same
 from support.synthetic import Ledger, from_bytes, gradient, relative_error, to_bytes
@@ -78,6 +89,36 @@ def _pair(native: bool = False) -> tuple[Sharded, Sharded]:
     attached = sharded(mesh if native else mesh["shard"])
     tp.attach(attached, group=mesh.get_group("replicate"))
     return attached, sharded(mesh_of("gloo"))
+
+
+def _by_hand(rank: int) -> list[bool]:
+    """The same training, attached on the whole mesh, and on the shards with a group."""
+    native, by_hand = _pair(native=True)[0], _pair()[0]
+    equal = []
+    for i in range(STEPS):
+        equal.append(same(*(_backward(module, rank, i) for module in (native, by_hand))))
+        norms: list[Any] = [
+            nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (native, by_hand)
+        ]
+        equal.append(same(*([norm.full_tensor()] for norm in norms)))
+    return equal
+
+
+def test_a_mesh_with_replicas_is_attached_as_by_hand() -> None:
+    for equal in ranks.run(WORLD_SIZE, _by_hand, backend="gloo"):
+        assert all(equal)
+
+
+def _half_precision(rank: int) -> dict[str, float]:
+    """FSDP2 divides float16 gradients before and after the reduction."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    return make_native_pair(mp_policy=policy).train(rank).errors
+
+
+def test_the_identity_holds_for_gradients_in_float16() -> None:
+    # An output is rounded to 11 bits: 2^-11 = 4.9e-4 at most.
+    for errors in ranks.run(WORLD_SIZE, _half_precision, backend="gloo"):
+        assert max(errors.values()) < 4.9e-4
 
 
 def _resumed(rank: int, per_rank: bool, native: bool) -> tuple[float, int]:
