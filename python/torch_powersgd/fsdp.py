@@ -21,15 +21,15 @@ from torch.distributed.tensor import DTensor
 def group_of(module: FSDPModule, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Returns the group of the replicas. It raises a ValueError if none is known."""
     own = own_replicas(module)
-    if own is None and group is not None:
-        return group
-    check_module(module)
     if own is not None:
         if group is not None and group is not own:
             raise ValueError(
                 "group must be left out, or be that of the replicas in this module's own mesh"
             )
         return own
+    if group is not None:
+        return group
+    check_module(module)
     raise ValueError(
         "attach needs the group of the replicas of a module that FSDP2 has sharded: "
         'attach(module, group=mesh.get_group("replicate"))'
@@ -87,11 +87,9 @@ def place_of(module: FSDPModule) -> dict[str, Any]:
     dimension to the mesh of the parameters that it splits. A module whose own mesh names the
     replicas has no coordinate: there is nothing to check.
     """
-    if own_replicas(module) is not None:
-        return {"coordinate": [], "of": 0}
     assert isinstance(module, torch.nn.Module)
     meshes = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
-    if not meshes:
+    if not meshes or own_replicas(module) is not None:
         return {"coordinate": [], "of": 0}
     mesh = max(meshes, key=lambda mesh: mesh.ndim)
     return {"coordinate": list(mesh.get_coordinate() or []), "of": mesh.size()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,19 +172,14 @@ class TrainingPair:
         return self.facts
 
 
-def make_pair(options: tp.Options = OPTIONS, **arguments: Any) -> TrainingPair:
+def make_pair(
+    options: tp.Options = OPTIONS, native: bool = False, **arguments: Any
+) -> TrainingPair:
+    """A module that is attached on its shards, or if it is native on the whole mesh."""
     mesh = mesh_of(("cpu:powersgd", options))
-    attached = sharded(mesh["shard"], **arguments)
-    return TrainingPair(
-        attached, sharded(mesh_of("gloo"), **arguments), mesh.get_group("replicate")
-    )
-
-
-def make_native_pair(options: tp.Options = OPTIONS, **arguments: Any) -> TrainingPair:
-    """A module that is attached on the whole mesh, on which FSDP2 all-reduces by itself."""
-    mesh = mesh_of(("cpu:powersgd", options))
-    attached, plain = sharded(mesh, **arguments), sharded(mesh_of("gloo"), **arguments)
-    return TrainingPair(attached, plain, mesh.get_group("replicate"), native=True)
+    attached = sharded(mesh if native else mesh["shard"], **arguments)
+    plain = sharded(mesh_of("gloo"), **arguments)
+    return TrainingPair(attached, plain, mesh.get_group("replicate"), native)
 
 
 def summed(module: Sharded) -> None:
@@ -202,18 +198,15 @@ def case(function: Callable[[int], Facts]) -> Callable[[int], Facts]:
     return function
 
 
-@case
-def plain(rank: int) -> Facts:
-    pair = make_pair()
-    facts = pair.train(rank)
-    stats = tp.stats(pair.group)
-    facts.extra = stats["steps"], stats["compressed_calls"], sorted(stats["residual_norms"])
-    return facts
+def case_of_both(function: Callable[..., Facts]) -> None:
+    """Makes two cases of a function of the rank: attached on the shards, and native."""
+    CASES[function.__name__] = partial(function, native=False)
+    CASES[f"native_{function.__name__}"] = partial(function, native=True)
 
 
-@case
-def native(rank: int) -> Facts:
-    pair = make_native_pair()
+@case_of_both
+def plain(rank: int, native: bool) -> Facts:
+    pair = make_pair(native=native)
     facts = pair.train(rank)
     stats = tp.stats(pair.group)
     facts.extra = stats["steps"], stats["compressed_calls"], sorted(stats["residual_norms"])
@@ -222,40 +215,15 @@ def native(rank: int) -> Facts:
 
 @case
 def native_sum(rank: int) -> Facts:
-    pair = make_native_pair()
+    pair = make_pair(native=True)
     summed(pair.attached)
     summed(pair.plain)
     return pair.train(rank)
 
 
 @case
-def native_int8_wire(rank: int) -> Facts:
-    return make_native_pair(replace(OPTIONS, wire_dtype="int8")).train(rank)
-
-
-@case
-def native_accumulation(rank: int) -> Facts:
-    """Micro-batches of which only the last one communicates."""
-    pair = make_native_pair()
-    return pair.train(rank, 3, lambda module, last: module.set_requires_gradient_sync(last))
-
-
-@case
-def native_accumulation_of_shards(rank: int) -> Facts:
-    """Micro-batches that are all reduce-scattered, of which only the last one is all-reduced."""
-    pair = make_native_pair()
-    return pair.train(rank, 3, lambda module, last: module.set_requires_all_reduce(last))
-
-
-@case
-def native_mixed_precision(rank: int) -> Facts:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return make_native_pair(mp_policy=policy, reshard_after_forward=False).train(rank)
-
-
-@case
 def native_checkpointed_activations(rank: int) -> Facts:
-    return make_native_pair(prepare=checkpoint_wrapper).train(rank)
+    return make_pair(native=True, prepare=checkpoint_wrapper).train(rank)
 
 
 @case
@@ -264,13 +232,7 @@ def native_compiled_blocks(rank: int) -> Facts:
         block.compile(backend="aot_eager")
         return block
 
-    return make_native_pair(prepare=compiled).train(rank)
-
-
-@case
-def native_unused_parameters(rank: int) -> Facts:
-    """A unit that some steps do not use, and therefore do not reduce."""
-    return make_native_pair().train(rank, skip=lambda i: 0 if i % 3 == 1 else None)
+    return make_pair(native=True, prepare=compiled).train(rank)
 
 
 @case
@@ -294,28 +256,32 @@ def replicated(rank: int) -> Facts:
     return TrainingPair(attached, plain, group, native=True).train(rank)
 
 
-@case
-def int8_wire(rank: int) -> Facts:
-    return make_pair(replace(OPTIONS, wire_dtype="int8")).train(rank)
+@case_of_both
+def int8_wire(rank: int, native: bool) -> Facts:
+    return make_pair(replace(OPTIONS, wire_dtype="int8"), native).train(rank)
 
 
-@case
-def int4_wire(rank: int) -> Facts:
+@case_of_both
+def int4_wire(rank: int, native: bool) -> Facts:
     """Some steps do not use, and therefore do not reduce, a unit."""
     options = replace(OPTIONS, wire_dtype="int4")
-    return make_pair(options).train(rank, skip=lambda i: 0 if i % 3 == 1 else None)
+    return make_pair(options, native).train(rank, skip=lambda i: 0 if i % 3 == 1 else None)
 
 
-@case
-def accumulation(rank: int) -> Facts:
+@case_of_both
+def accumulation(rank: int, native: bool) -> Facts:
     """Micro-batches of which only the last one communicates."""
-    return make_pair().train(rank, 3, lambda module, last: module.set_requires_gradient_sync(last))
+    return make_pair(native=native).train(
+        rank, 3, lambda module, last: module.set_requires_gradient_sync(last)
+    )
 
 
-@case
-def accumulation_of_shards(rank: int) -> Facts:
+@case_of_both
+def accumulation_of_shards(rank: int, native: bool) -> Facts:
     """Micro-batches that are all reduce-scattered, of which only the last one is all-reduced."""
-    return make_pair().train(rank, 3, lambda module, last: module.set_requires_all_reduce(last))
+    return make_pair(native=native).train(
+        rank, 3, lambda module, last: module.set_requires_all_reduce(last)
+    )
 
 
 @case
@@ -333,38 +299,38 @@ def tensor_parallel(rank: int) -> Facts:
     return pair.train(mesh.get_local_rank("replicate"))
 
 
-@case
-def mixed_precision(rank: int) -> Facts:
+@case_of_both
+def mixed_precision(rank: int, native: bool) -> Facts:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return make_pair(mp_policy=policy).train(rank)
+    return make_pair(native=native, mp_policy=policy).train(rank)
 
 
-@case
-def reshard_after_forward(rank: int) -> Facts:
-    return make_pair(reshard_after_forward=False).train(rank)
+@case_of_both
+def reshard_after_forward(rank: int, native: bool) -> Facts:
+    return make_pair(native=native, reshard_after_forward=False).train(rank)
 
 
-@case
-def unused_parameters(rank: int) -> Facts:
+@case_of_both
+def unused_parameters(rank: int, native: bool) -> Facts:
     """A unit that some steps do not use, and therefore do not reduce."""
-    return make_pair().train(rank, skip=lambda i: 0 if i % 3 == 1 else None)
+    return make_pair(native=native).train(rank, skip=lambda i: 0 if i % 3 == 1 else None)
 
 
-@case
-def frozen(rank: int) -> Facts:
-    pair = make_pair()
+@case_of_both
+def frozen(rank: int, native: bool) -> Facts:
+    pair = make_pair(native=native)
     for module in (pair.attached, pair.plain):
         module.out.weight.requires_grad_(False)
     return pair.train(rank)
 
 
-@case
-def loss_scale(rank: int) -> Facts:
+@case_of_both
+def loss_scale(rank: int, native: bool) -> Facts:
     """A scale that grows, and a step that is skipped because an input was not finite on one rank.
 
     It reaches the first block's gradients. The compressed gradients of the others stay residual.
     """
-    pair = make_pair()
+    pair = make_pair(native=native)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     tp.attach(pair.attached, scaler=scaler)
     still = torch.optim.SGD(pair.attached.parameters(), lr=0.0)  # record() applies the gradients

@@ -23,7 +23,7 @@ from support.fsdp_cases import (
     Net,
     Sharded,
     gradients,
-    make_native_pair,
+    make_pair,
     mesh_of,
     sharded,
 )
@@ -60,7 +60,7 @@ def test_case(results: list[dict[str, Facts]], name: str) -> None:
         assert len(set(mine)) == len(mine)  # the parameters do change
 
 
-@pytest.mark.parametrize("name", ["plain", "native"])
+@pytest.mark.parametrize("name", ["plain", "native_plain"])
 def test_stats_count_steps_and_units(results: list[dict[str, Facts]], name: str) -> None:
     for result in results:
         steps, calls, names = result[name].extra
@@ -71,7 +71,9 @@ def test_stats_count_steps_and_units(results: list[dict[str, Facts]], name: str)
 
 def test_the_loss_scale_grew_and_fell(results: list[dict[str, Facts]]) -> None:
     # It doubled after three steps and after three more; the bad step in between halved it.
-    assert {result["loss_scale"].extra for result in results} == {8.0 * 2 * 0.5 * 2}
+    assert {r[name].extra for r in results for name in ("loss_scale", "native_loss_scale")} == {
+        8.0 * 2 * 0.5 * 2
+    }
 
 
 def _backward(module: Sharded, rank: int, i: int, **arguments: Any) -> list[torch.Tensor]:
@@ -112,7 +114,7 @@ def test_a_mesh_with_replicas_is_attached_as_by_hand() -> None:
 def _half_precision(rank: int) -> dict[str, float]:
     """FSDP2 divides float16 gradients before and after the reduction."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
-    return make_native_pair(mp_policy=policy).train(rank).errors
+    return make_pair(native=True, mp_policy=policy).train(rank).errors
 
 
 def test_the_identity_holds_for_gradients_in_float16() -> None:
