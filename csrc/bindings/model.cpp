@@ -47,6 +47,16 @@ void register_model(py::module_& module) {
       .def_readonly("sent_numel", &Outline::sent_numel)
       .def_readonly("bytes_before", &Outline::bytes_before)
       .def_readonly("bytes_after", &Outline::bytes_after);
+  py::class_<LayerStats>(module, "LayerStats")
+      .def_readonly("name", &LayerStats::name)
+      .def_property_readonly("rows", [](const LayerStats& self) { return self.shape.rows; })
+      .def_property_readonly("cols", [](const LayerStats& self) { return self.shape.cols; })
+      .def_readonly("rank", &LayerStats::rank)
+      .def_readonly("bytes_before", &LayerStats::bytes_before)
+      .def_readonly("bytes_after", &LayerStats::bytes_after)
+      .def_readonly("residual", &LayerStats::residual)
+      .def_readonly("gradient", &LayerStats::gradient)
+      .def_readonly("captured", &LayerStats::captured);
   py::class_<AttachedModel, std::shared_ptr<AttachedModel>>(module, "AttachedModel")
       .def(py::init([](const BackendPowerSGD& backend, std::vector<std::string> names,
                        std::vector<at::Tensor> parameters, const Options& options) {
@@ -90,7 +100,7 @@ void register_model(py::module_& module) {
             self.step_skipped(dropped.value_or(at::Tensor()));
           },
           py::arg("dropped") = std::nullopt, NoGil())
-      .def("residual_norms", &AttachedModel::residual_norms, NoGil());
+      .def("layers", &AttachedModel::layers, NoGil());
   module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("model"));
 }
 

@@ -91,6 +91,7 @@ std::vector<kernels::Matrix> matrix_table(const BucketPlan& plan,
     matrix.q_warm = state.q_warm.data_ptr();
     matrix.random_id = state.random_id;
     matrix.grad_scale = state.grad_scale.data_ptr<double>();
+    matrix.q_norms = state.q_norms.data_ptr<double>();
   }
   return table;
 }

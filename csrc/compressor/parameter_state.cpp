@@ -81,13 +81,19 @@ bool ParameterState::fits(at::ScalarType gradient_type, at::Device device) const
 void ParameterState::allocate(const std::vector<Layout>& layouts, const Options& options,
                               at::Device device) {
   if (layouts.empty()) return;
-  // The allocator's blocks are larger than a scale, so all scales share one.
+  // The allocator's blocks are larger than a scale, so all scales share one, as all norms do.
   const auto count = static_cast<int64_t>(layouts.size());
-  const at::Tensor grad_scales = at::ones({count}, at::device(device).dtype(at::kDouble));
-  for (int64_t i = 0; i < count; ++i) {
+  int64_t ranks = 0;
+  for (const Layout& layout : layouts) ranks += layout.rank;
+  const auto doubles = at::device(device).dtype(at::kDouble);
+  const at::Tensor grad_scales = at::ones({count}, doubles);
+  const at::Tensor q_norms = at::zeros({ranks}, doubles);
+  for (int64_t i = 0, k = 0; i < count; ++i) {
     const Layout& layout = layouts[static_cast<size_t>(i)];
     allocate_one(layout, options, device);
     layout.state->grad_scale = grad_scales.select(0, i);
+    layout.state->q_norms = q_norms.narrow(0, k, layout.rank);
+    k += layout.rank;
   }
   for (const at::ScalarType factor : {at::kFloat, at::kDouble}) {
     random_start(layouts, factor, options);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The state of an attached model: how it is saved, restored and measured.
+// The state of an attached model: how it is saved and restored.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -230,20 +230,6 @@ void AttachedModel::step_skipped(const at::Tensor& dropped) {
       ParameterState::mark_undelivered(delivered, elsewhere ? dropped.to(device) : dropped);
     });
   }
-}
-
-std::map<std::string, double> AttachedModel::residual_norms() {
-  std::map<std::string, double> norms;
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    double& norm = norms[names_[i]];
-    const ParameterState& state = *states_[i];
-    if (!state.allocated() && !state.rounding.defined()) continue;
-    session_->run_after_steps(parameters_[i].device(), [&] {
-      const double units = state.grad_scale.item<double>();
-      norm = unsent(state, parameters_[i]).norm().item<double>() * grad_scale() / units;
-    });
-  }
-  return norms;
 }
 
 }  // namespace powersgd

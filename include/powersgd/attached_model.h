@@ -43,6 +43,21 @@ struct Outline {
   int64_t bytes_after = 0;
 };
 
+// One parameter's last step on this rank. Norms are Frobenius norms, in the units of the loss scale.
+struct LayerStats {
+  std::string name;
+  MatrixShape shape{};       // that of the matrix
+  int64_t rank = 0;          // 0: sent raw
+  int64_t bytes_before = 0;  // of the gradient
+  int64_t bytes_after = 0;   // sent in its place
+  double residual = 0;       // the norm of the residual
+  // The norm of the averaged gradient that the step delivered. Empty if it delivered nothing.
+  std::optional<double> gradient;
+  // The share of M = gradient + residual that this rank sent, by squared norms. Empty if nothing
+  // was delivered, or without error feedback.
+  std::optional<double> captured;
+};
+
 // Purpose: one module whose buckets of gradients are compressed layer by layer. It has the state of
 // each parameter, and the compressor of each bucket layout that has been used. The buckets are
 // DDP's, or the shards that FSDP2 has reduce-scattered.
@@ -105,8 +120,8 @@ class AttachedModel {
   // ParameterState::mark_undelivered for `dropped`.
   void step_skipped(const at::Tensor& dropped);
 
-  // The Frobenius norm of each parameter's residual on this rank, 0 where there is none.
-  std::map<std::string, double> residual_norms();
+  // The last step of each parameter. It takes a pass over the model, and the host waits for it.
+  std::vector<LayerStats> layers();
 
   Outline outline() const;
   // True if the options allow compression and any parameter is worth it.
@@ -172,6 +187,7 @@ class AttachedModel {
   // Allocates a state that has_state(), if that has not been done.
   void start(ParameterState& state, const at::Tensor& parameter) const;
   void load_parameter(size_t index, const ParameterExport& parameter, double grad_scale);
+  void read_last_step(const ParameterState& state, LayerStats& layer) const;
 
   const std::shared_ptr<Session> session_;
   const std::vector<std::string> names_;

@@ -84,7 +84,8 @@ class BucketCompressor {
 };
 
 // The bytes that a bucket takes on its device beside the gradient. Nothing else is allocated there
-// except a few bytes of a whole model: its counts of steps, and a loss scale for each state.
+// except a few bytes of a whole model: its counts of steps, and a loss scale and the norms of Q's
+// rows for each state.
 //
 // The buckets of a model take two workspaces together, each as large as the largest of theirs.
 struct MemoryNeeds {

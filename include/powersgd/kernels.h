@@ -16,7 +16,8 @@
 //   orthogonalize  p_hat = orth(P)
 //   back_project   q_local = p_hat^T M, also written to the Q payload
 //   (the caller sums the Q payload over the ranks)
-//   reconstruct    G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm, plus noise
+//   reconstruct    G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm, plus noise ;
+//                  q_norms = the norms of the rows of Q
 //
 // S is the loss scale. memory holds M of the last step. The residual is memory less the product of
 // the factors that this rank sent, which the next step subtracts.
@@ -37,11 +38,11 @@
 //   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the
 //     last element of the P payload to 1.
 //   - reconstruct skips the step if that element's sum is not 0, or if a reduced factor is not
-//     finite. G becomes NaN, memory becomes M - G again, and q_warm stays. q_local
-//     becomes 0, so that memory alone is the residual.
+//     finite. G becomes NaN, memory becomes M - G again, and q_warm stays. q_local and q_norms
+//     become 0, so that memory alone is the residual.
 //   - A matrix is out of use if its gradient is zero on all ranks: the reduced element at
 //     active_offset is 0. DDP drops the output of a parameter that no rank used. p_hat and q_warm
-//     stay. G and q_local become 0, so that memory alone is the residual.
+//     stay. G, q_local and q_norms become 0, so that memory alone is the residual.
 // Both payloads are in the factor dtype. Where the wire rounds, quantize and dequantize of
 // powersgd/packets.h come between the stages, and q_local becomes the value that was sent.
 namespace powersgd::kernels {
@@ -61,6 +62,7 @@ struct Matrix {
   uint64_t random_id;            // names the matrix to the random generator, the same on all ranks
   int64_t active_offset = -1;    // in Bucket::p_payload: 1 if G has a non-zero element; -1: nowhere
   double* grad_scale = nullptr;  // the loss scale in whose units memory and q_local are; never null
+  double* q_norms = nullptr;  // [rank]: the norms of the rows of Q, of the ranks' sum; may be null
 };
 
 // Elements that travel uncompressed, beside P.

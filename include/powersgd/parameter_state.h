@@ -19,7 +19,7 @@ namespace powersgd {
 //
 // Contract: the tensors are allocated once, before the first compressed step. They are not replaced
 // while buckets have the state, because kernels hold their addresses. All ranks hold the same
-// random_id, p_hat and q_warm. The other tensors are each rank's own.
+// random_id, p_hat, q_warm and q_norms. The other tensors are each rank's own.
 //
 // A parameter that travels raw has a rounding alone, and only on a wire that rounds. Its bucket
 // gives it a part of the bucket's own tensor.
@@ -78,6 +78,7 @@ struct ParameterState {
   // One float64: the loss scale in whose units the residual is. project writes it. The raw
   // parameters of a bucket share one.
   at::Tensor grad_scale;
+  at::Tensor q_norms;  // [rank] in float64: the norms of the rows of the ranks' last summed Q
   // The part of a raw parameter's gradients that the wire has rounded off, flat, and the same
   // before the last step.
   at::Tensor rounding, rounding_before;

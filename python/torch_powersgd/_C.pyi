@@ -122,6 +122,17 @@ class Outline:
     bytes_before: int
     bytes_after: int
 
+class LayerStats:
+    name: str
+    rows: int
+    cols: int
+    rank: int
+    bytes_before: int
+    bytes_after: int
+    residual: float
+    gradient: float | None
+    captured: float | None
+
 class AttachedModel:
     def __init__(
         self,
@@ -159,7 +170,7 @@ class AttachedModel:
     def check_local(self, saved: Sequence[LocalExport]) -> None: ...
     def load_local(self, saved: Sequence[LocalExport], step: int) -> None: ...
     def step_skipped(self, dropped: torch.Tensor | None = None) -> None: ...
-    def residual_norms(self) -> dict[str, float]: ...
+    def layers(self) -> list[LayerStats]: ...
 
 def register_ddp_hook(reducer: Any, model: AttachedModel) -> None: ...
 def push_override(enabled: bool) -> None: ...

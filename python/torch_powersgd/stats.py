@@ -16,7 +16,10 @@ SOON = 20  # A start of compression within so many steps needs no notice.
 
 
 def stats(
-    group: dist.ProcessGroup | None = None, residual_norms: bool = True, flat: bool = False
+    group: dist.ProcessGroup | None = None,
+    residual_norms: bool = True,
+    flat: bool = False,
+    per_layer: bool = False,
 ) -> dict[str, Any]:
     """Returns counts of this rank since the group was created or ``reset_stats`` was called.
 
@@ -30,6 +33,7 @@ def stats(
         flat: Whether to return numbers alone, as ``SummaryWriter`` and the like want them. Names of
             nested entries are joined by "/" (``seconds/project``), and ``starts_at`` is left out
             where it is None.
+        per_layer: Whether to return ``layers`` as well, which takes another pass over the model.
 
     Returns:
         A dictionary. ``compressing``: whether the next step of an attached model is compressed, or
@@ -49,6 +53,14 @@ def stats(
         ``seconds`` per stage; ``residual_norms``: {parameter: Frobenius norm}, where a group of
         several attached models has "i:parameter".
 
+        ``layers``: {parameter: its last step on this rank}. ``rows`` and ``cols`` of its matrix;
+        ``rank`` of its factors, 0 if it is sent raw; ``bytes_before`` and ``bytes_after`` of a
+        compressed step; ``residual`` and ``gradient``: the Frobenius norms of the residual and of
+        the averaged gradient that the step delivered, both in the units of the loss scale;
+        ``residual_ratio``: the first over the second; ``captured``: |q|^2 / |M|^2, the share of
+        M = gradient + residual that this rank sent. The last three are None where the step
+        delivered nothing as factors, and ``captured`` is None without error feedback.
+
     Raises:
         ValueError: If the group has no powersgd backend.
     """
@@ -64,13 +76,12 @@ def stats(
     total["compressed_ratio"] = _ratio(
         total.pop("compressed_bytes_before"), total.pop("compressed_bytes_after")
     )
-    if residual_norms:
-        models = [model for backend in backends for model in backend.models()]
-        total["residual_norms"] = {
-            f"{i}:{name}" if len(models) > 1 else name: norm
-            for i, model in enumerate(models)
-            for name, norm in model.residual_norms().items()
-        }
+    if residual_norms or per_layer:
+        layers = _layers([model for backend in backends for model in backend.models()])
+        if residual_norms:
+            total["residual_norms"] = {name: layer.residual for name, layer in layers.items()}
+        if per_layer:
+            total["layers"] = {name: _last_step(layer) for name, layer in layers.items()}
     return dict(_scalars(total)) if flat else total
 
 
@@ -85,6 +96,28 @@ def reset_stats(group: dist.ProcessGroup | None = None) -> None:
     """
     for backend in find_backends(group):
         backend.reset_stats()
+
+
+def _layers(models: list[_C.AttachedModel]) -> dict[str, _C.LayerStats]:
+    return {
+        f"{i}:{layer.name}" if len(models) > 1 else layer.name: layer
+        for i, model in enumerate(models)
+        for layer in model.layers()
+    }
+
+
+def _last_step(layer: _C.LayerStats) -> dict[str, float | None]:
+    return {
+        "rows": layer.rows,
+        "cols": layer.cols,
+        "rank": layer.rank,
+        "bytes_before": layer.bytes_before,
+        "bytes_after": layer.bytes_after,
+        "residual": layer.residual,
+        "gradient": layer.gradient,
+        "residual_ratio": layer.residual / layer.gradient if layer.gradient else None,
+        "captured": layer.captured,
+    }
 
 
 def _notify_if_not_started(backends: list[_C.BackendPowerSGD]) -> None:

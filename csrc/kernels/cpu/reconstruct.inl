@@ -5,7 +5,7 @@
 //   1. The norm of each row of Q is computed in double. A norm that is not finite skips the step.
 //   2. G is written block by block as in project, and so are the raw segments, which the reduction
 //      has already summed.
-//   3. q_warm is written.
+//   3. q_warm and q_norms are written.
 // A skipped step changes nothing except G, which is NaN and so tells the caller.
 //
 // All ranks must get the same bits: each element of G is a sum in the order of k, and the norms are
@@ -77,15 +77,17 @@ inline bool norms_are_finite(const Bucket& bucket, const ParallelFor& parallel_f
   });
 }
 
-// Writes q_warm. A row of Q that is zero leaves q_warm's as it is: the direction would be lost for
-// good.
+// Writes q_warm and q_norms. A row of Q that is zero leaves q_warm's as it is: the direction would
+// be lost for good.
 template <class F>
 inline void update_warm_start(const Bucket& bucket, const ParallelFor& parallel_for) {
   for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {
     const Matrix& matrix = bucket.matrices[tile.item];
     const int64_t offset = tile.row_begin * matrix.cols;
+    if (out_of_use<F>(bucket, matrix)) return;
     const double norm = std::sqrt(*slot_pointer<double>(bucket, tile.slot));
-    if (norm == 0 || out_of_use<F>(bucket, matrix)) return;
+    if (matrix.q_norms != nullptr) matrix.q_norms[tile.row_begin] = norm;
+    if (norm == 0) return;
     const F* row = elements<F>(bucket.q_payload, matrix.q_offset) + offset;
     F* q_warm = static_cast<F*>(matrix.q_warm) + offset;
     if (bucket.warm_start_noise > 0) {
@@ -226,6 +228,7 @@ inline void clear_sent(const Bucket& bucket, bool all) {
     const Matrix& matrix = bucket.matrices[i];
     if (!all && !out_of_use<F>(bucket, matrix)) continue;
     std::fill_n(static_cast<F*>(matrix.q_local), matrix.rank * matrix.cols, F{0});
+    if (matrix.q_norms != nullptr) std::fill_n(matrix.q_norms, matrix.rank, 0.0);
   }
 }
 

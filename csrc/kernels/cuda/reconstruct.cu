@@ -9,7 +9,8 @@
 //      - A strip of 128 columns by a range of rows of a gradient. The block copies p_hat's rows to
 //        shared memory. Up to rank 8 a lane holds four columns of Q in registers. Above, the block
 //        has the strip of Q in shared memory too, or tensor cores take the place of both, see
-//        reconstruct_tensor.cuh. The first block of a strip writes q_warm.
+//        reconstruct_tensor.cuh. The first block of a strip writes q_warm, and that of the first
+//        strip q_norms.
 //      - A part of a raw segment.
 //    If the step is skipped, the gradients become NaN, and memory and the factors are as before.
 #include "kernels/cuda/dispatch.cuh"
@@ -67,12 +68,17 @@ __device__ void check_row(const Bucket& bucket, const Tile& tile) {
   squares_of(bucket, tile)[k * tile.parts + tile.part] = sum;
 }
 
-// The factor that makes row k of Q a unit vector, or 0 if the row is zero.
-__device__ inline double norm_scale(const Bucket& bucket, const Tile& tile, int64_t k) {
+// The norm of row k of Q.
+__device__ inline double norm_of_row(const Bucket& bucket, const Tile& tile, int64_t k) {
   const double* const squares = squares_of(bucket, tile);
   double sum = 0;
   for (int part = 0; part < tile.parts; ++part) sum += squares[k * tile.parts + part];
-  return sum > 0 ? 1 / sqrt(sum) : 0;
+  return sqrt(sum);
+}
+
+// q_norms[k], which the first strip of a matrix writes.
+__device__ inline void store_norm(const Matrix& matrix, const Tile& tile, int64_t k, double norm) {
+  if (tile.col_begin == 0 && matrix.q_norms != nullptr) matrix.q_norms[k] = norm;
 }
 
 static_assert(kStrip == kNoiseColumns, "a strip is a group of columns of the noise");
@@ -108,18 +114,19 @@ __device__ __forceinline__ void warm_row(const Bucket& bucket, const Matrix& mat
   }
 }
 
-// q_local = 0 at the columns of a tile: nothing that was sent counts.
+// q_local = 0 at the columns of a tile, and q_norms = 0: nothing that was sent counts.
 template <typename F>
 __device__ void clear_sent(const Matrix& matrix, const Tile& tile) {
   for (int64_t i = threadIdx.x; i < matrix.rank * kStrip; i += kThreads) {
     const int64_t col = tile.col_begin + i % kStrip;
     if (col < tile.col_end) static_cast<F*>(matrix.q_local)[i / kStrip * matrix.cols + col] = 0;
   }
+  for (int64_t k = threadIdx.x; k < matrix.rank; k += kThreads) store_norm(matrix, tile, k, 0);
 }
 
-// q_warm at the columns of a tile. A zero row keeps what q_warm holds. After a skipped step, or if
-// the matrix is out of use, q_warm stays and q_local becomes 0. The tables are read again, as the
-// registers that keep them during the product are too many.
+// q_warm at the columns of a tile, and q_norms. A zero row keeps what q_warm holds. After a skipped
+// step, or if the matrix is out of use, q_warm stays and q_local becomes 0. The tables are read
+// again, as the registers that keep them during the product are too many.
 template <typename F>
 __device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets, bool skip) {
   const int64_t order = reinterpret_cast<const Ticket*>(shared_memory())->order;
@@ -136,8 +143,11 @@ __device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets, 
     const int64_t left = matrix.rank - first;
     const int rows = left < kRowsAtOnce ? static_cast<int>(left) : kRowsAtOnce;
     __syncthreads();
-    if (static_cast<int>(threadIdx.x) < rows)
-      scales[threadIdx.x] = norm_scale(bucket, tile, first + threadIdx.x);
+    if (static_cast<int>(threadIdx.x) < rows) {
+      const double norm = norm_of_row(bucket, tile, first + threadIdx.x);
+      scales[threadIdx.x] = norm > 0 ? 1 / norm : 0;
+      store_norm(matrix, tile, first + threadIdx.x, norm);
+    }
     __syncthreads();
     for (int i = threadIdx.x; i < rows * kNoiseLanes; i += kThreads) {
       const double scale = scales[i / kNoiseLanes];

@@ -27,6 +27,9 @@ class Reconstruct : public KernelTest {
     bucket_.p_payload->set(random_values(bucket_.bucket.p_numel, seed + 100));
     bucket_.q_payload->set(random_values(bucket_.bucket.q_numel, seed + 200));
     bucket_.set_skipped(false);
+    for (const DeviceMatrix& matrix : bucket_.matrices) {
+      matrix.q_norms->set(Values(static_cast<size_t>(matrix.part.rank), -1));
+    }
   }
 
   // One rounding to the gradient dtype after a chain of `operations`.
@@ -70,6 +73,7 @@ class Reconstruct : public KernelTest {
                  residual == DType::kFloat16 ? std::ldexp(1.0, -25) : 0);
     EXPECT_EQ(matrix.q_warm->get(), before.q_warm);
     EXPECT_EQ(norm(matrix.q_local->get()), 0);
+    EXPECT_EQ(norm(matrix.q_norms->get()), 0);
   }
 };
 
@@ -116,6 +120,21 @@ TEST_P(Reconstruct, WarmStartHasUnitRows) {
   }
 }
 
+// The squares are summed in double, so that only float64 elements round.
+TEST_P(Reconstruct, NormsAreThoseOfTheRowsOfQ) {
+  randomize_step(11);
+  bucket_.run(Stage::kReconstruct);
+  for (const DeviceMatrix& matrix : bucket_.matrices) {
+    const Values q = bucket_.q_of(matrix);
+    const Values norms = matrix.q_norms->get();
+    ASSERT_EQ(static_cast<int64_t>(norms.size()), matrix.part.rank);
+    for (int64_t k = 0; k < matrix.part.rank; ++k) {
+      const double expected = norm(TestBucket::slice(q, k * matrix.part.cols, matrix.part.cols));
+      EXPECT_NEAR(norms[static_cast<size_t>(k)], expected, 1e-13 * expected);
+    }
+  }
+}
+
 TEST_P(Reconstruct, ZeroRowKeepsTheWarmStart) {
   randomize_step(3);
   const std::vector<Before> before = matrices_before();
@@ -125,6 +144,7 @@ TEST_P(Reconstruct, ZeroRowKeepsTheWarmStart) {
   for (size_t i = 0; i < before.size(); ++i) {
     EXPECT_EQ(bucket_.matrices[i].q_warm->get(), before[i].q_warm);
     EXPECT_EQ(norm(bucket_.gradient_of(bucket_.matrices[i])), 0);
+    EXPECT_EQ(norm(bucket_.matrices[i].q_norms->get()), 0);
   }
 }
 
@@ -158,6 +178,7 @@ TEST_P(Reconstruct, MatrixOutOfUseGetsZerosAndKeepsItsResidual) {
     EXPECT_EQ(bucket.state().skipped, 0);
     EXPECT_EQ(norm(bucket.gradient_of(matrix)), 0);
     EXPECT_EQ(norm(matrix.q_local->get()), 0);
+    EXPECT_EQ(norm(matrix.q_norms->get()), 0);
     EXPECT_EQ(matrix.memory->get(), memory);
     EXPECT_EQ(matrix.q_warm->get(), q_warm);
     for (size_t i = 0; i < bucket.matrices.size(); ++i) {
@@ -165,6 +186,7 @@ TEST_P(Reconstruct, MatrixOutOfUseGetsZerosAndKeepsItsResidual) {
       if (i == idle || other.part.numel() == 0) continue;
       EXPECT_GT(norm(bucket.gradient_of(other)), 0);
       EXPECT_GT(norm(other.q_local->get()), 0);
+      EXPECT_GT(norm(other.q_norms->get()), 0);
     }
   }
 }

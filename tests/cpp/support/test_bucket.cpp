@@ -60,7 +60,8 @@ void TestBucket::lay_out() {
                           array(factor, part.rows * part.rank),
                           array(factor, part.cols * part.rank),
                           array(factor, part.cols * part.rank),
-                          std::make_unique<DeviceArray>(runner_, DType::kFloat64, 1, 0)});
+                          std::make_unique<DeviceArray>(runner_, DType::kFloat64, 1, 0),
+                          std::make_unique<DeviceArray>(runner_, DType::kFloat64, part.rank, 0)});
       matrices.back().grad_scale->set({1});
       bucket.p_numel += part.rows * part.rank;
       bucket.q_numel += part.cols * part.rank;
@@ -92,7 +93,8 @@ void TestBucket::build_tables() {
         {part.rows, part.cols, part.rank, matrix.gradient_offset, matrix.p_offset, matrix.q_offset,
          matrix.memory ? matrix.memory->data() : nullptr, matrix.p_hat->data(),
          matrix.q_local->data(), matrix.q_warm->data(), 100 + matrix_table.size(),
-         matrix.active_offset, static_cast<double*>(matrix.grad_scale->data())});
+         matrix.active_offset, static_cast<double*>(matrix.grad_scale->data()),
+         static_cast<double*>(matrix.q_norms->data())});
   }
   std::vector<kernels::RawSegment> raw_table;
   for (const DeviceRaw& raw : raws) {
@@ -203,8 +205,9 @@ std::vector<uint8_t> TestBucket::state_bytes() const {
     append(array);
   }
   for (const DeviceMatrix& matrix : matrices) {
-    for (const DeviceArray* array : {matrix.memory.get(), matrix.p_hat.get(), matrix.q_local.get(),
-                                     matrix.q_warm.get(), matrix.grad_scale.get()}) {
+    for (const DeviceArray* array :
+         {matrix.memory.get(), matrix.p_hat.get(), matrix.q_local.get(), matrix.q_warm.get(),
+          matrix.grad_scale.get(), matrix.q_norms.get()}) {
       append(array);
     }
   }

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""stats(per_layer=True), against norms that the test computes in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import (
+    COMPRESSED,
+    SHAPES,
+    Shapes,
+    Tensors,
+    gradients,
+    make_attached,
+    step,
+)
+
+OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
+FIELDS = {
+    "rows",
+    "cols",
+    "rank",
+    "bytes_before",
+    "bytes_after",
+    "residual",
+    "gradient",
+    "residual_ratio",
+    "captured",
+}
+
+
+def _layers() -> dict[str, dict[str, Any]]:
+    layers = tp.stats(per_layer=True)["layers"]
+    return {name.removeprefix("weights."): layer for name, layer in layers.items()}
+
+
+def _local_residuals(ddp: DistributedDataParallel) -> Tensors:
+    saved = tp.state_dict(ddp, per_rank=True)["parameters"]
+    return {
+        name.removeprefix("weights."): state["memory"].double()
+        - state["p_hat"].double() @ state["q_local"].double()
+        for name, state in saved.items()
+        if state.get("memory") is not None
+    }
+
+
+def _checked(rank: int, options: tp.Options, shapes: Shapes, rel: float) -> None:
+    ddp = make_attached(shapes, options)
+    step(ddp, gradients(shapes, rank, 0))  # exact
+    for layer in _layers().values():
+        assert layer.keys() == FIELDS
+        assert layer["residual"] == 0
+        assert layer["captured"] is layer["gradient"] is layer["residual_ratio"] is None
+    residuals = {name: torch.zeros(()) for name in COMPRESSED}
+    for i in range(1, 6):
+        mine = gradients(shapes, rank, i)
+        outputs = step(ddp, mine)
+        layers = _layers()
+        before, residuals = residuals, _local_residuals(ddp)
+        for name in COMPRESSED:
+            layer, residual = layers[name], residuals[name]
+            m = mine[name].double().view_as(residual) + before[name]
+            assert (layer["rows"], layer["cols"]) == residual.shape
+            assert layer["rank"] == 2
+            kept = residual.norm().item()
+            assert layer["residual"] == pytest.approx(kept, rel=1e-5)
+            # |M|^2 = |q|^2 + |E|^2, up to the rounding of q and of the residual's storage.
+            captured = 1 - (kept / m.norm().item()) ** 2
+            assert 0 < captured < 1
+            assert layer["captured"] == pytest.approx(captured, rel=rel)
+            delivered = outputs[name].double().norm().item()
+            assert layer["gradient"] == pytest.approx(delivered, rel=1e-5)
+            assert layer["residual_ratio"] == pytest.approx(kept / delivered, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rel"),
+    [
+        pytest.param({}, 1e-4, id="float32"),
+        pytest.param({"wire_dtype": torch.int8}, 0.02, id="int8"),
+        pytest.param({"residual_dtype": torch.bfloat16}, 0.02, id="bfloat16 residual"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_norms_of_the_last_step(world_size: int, fields: dict[str, Any], rel: float) -> None:
+    options = dataclasses.replace(OPTIONS, **fields)
+    ranks.run(world_size, _checked, options, SHAPES, rel, options=options)
+
+
+def _bytes(rank: int) -> None:
+    ddp = make_attached(SHAPES)
+    for i in range(3):
+        step(ddp, gradients(SHAPES, rank, i))
+    layers = _layers()
+    assert layers.keys() == SHAPES.keys()
+    sent = {"conv": (16 + 75) * 2, "wide": (12 + 41) * 2, "tall": (50 + 9) * 2}
+    sent |= {"bias": 16, "small": 12}
+    for name, layer in layers.items():
+        assert layer["bytes_before"] == 4 * torch.Size(SHAPES[name]).numel()
+        assert layer["bytes_after"] == pytest.approx(4 * sent[name], abs=8)  # an activity
+        assert (layer["rank"] == 0) == (name not in COMPRESSED)
+    assert layers["bias"]["captured"] is None
+    flat = tp.stats(per_layer=True, flat=True)
+    assert flat["layers/weights.wide/captured"] == layers["wide"]["captured"]
+    assert "layers/weights.bias/captured" not in flat
+    assert "layers" not in tp.stats()
+
+
+def test_bytes_of_each_layer_and_flat_names() -> None:
+    ranks.run(2, _bytes, options=OPTIONS)
+
+
+def _of_exact_rank(rank: int) -> None:
+    """A gradient of rank 1 is captured whole from the second step on."""
+    ddp = make_attached({"weight": (40, 30)})
+    for i in range(4):
+        left, right = torch.arange(1.0, 41), torch.linspace(-1, 1, 30)
+        step(ddp, {"weight": torch.outer(left, right) * (1 + rank + i)})
+    layer = _layers()["weight"]
+    assert layer["captured"] == pytest.approx(1, abs=1e-5)
+    assert layer["residual_ratio"] < 1e-3
+
+
+def test_a_gradient_of_low_rank_is_captured_whole() -> None:
+    ranks.run(2, _of_exact_rank, options=OPTIONS)
+
+
+def _nothing_delivered(rank: int) -> None:
+    ddp = make_attached(SHAPES)
+    for i in range(3):
+        step(ddp, gradients(SHAPES, rank, i))
+    unused = gradients(SHAPES, rank, 3)
+    unused["wide"] = torch.zeros(SHAPES["wide"])
+    step(ddp, unused)
+    layers = _layers()
+    assert layers["wide"]["captured"] is layers["wide"]["gradient"] is None
+    assert layers["wide"]["residual"] > 0
+    assert layers["tall"]["captured"] > 0
+    step(ddp, {name: g * float("nan") for name, g in gradients(SHAPES, rank, 4).items()})
+    assert all(layer["captured"] is None for layer in _layers().values())
+
+
+def test_a_step_that_delivered_nothing_captured_nothing() -> None:
+    ranks.run(2, _nothing_delivered, options=OPTIONS)
+
+
+def _without_feedback(rank: int) -> None:
+    ddp = make_attached(SHAPES)
+    for i in range(3):
+        step(ddp, gradients(SHAPES, rank, i))
+    layer = _layers()["wide"]
+    assert layer["captured"] is None
+    assert layer["residual"] == 0
+    assert layer["gradient"] > 0
+
+
+def test_without_error_feedback_nothing_is_known_of_m() -> None:
+    ranks.run(2, _without_feedback, options=dataclasses.replace(OPTIONS, use_error_feedback=False))
+
+
+def _scaled(rank: int) -> None:
+    ddp = make_attached(SHAPES)
+    for i in range(3):
+        step(ddp, {name: 8 * g for name, g in gradients(SHAPES, rank, i).items()})
+    before = _layers()["wide"]
+    tp.set_grad_scale(0.125)
+    after = _layers()["wide"]
+    for name in ("residual", "gradient"):
+        assert after[name] == pytest.approx(before[name] / 8, rel=1e-6)
+    for name in ("residual_ratio", "captured"):
+        assert after[name] == pytest.approx(before[name], rel=1e-6)
+
+
+def test_norms_are_in_the_units_of_the_loss_scale() -> None:
+    ranks.run(2, _scaled, options=OPTIONS)
