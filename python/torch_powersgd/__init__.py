@@ -15,6 +15,7 @@ from torch_powersgd.attach import attach, comm_hook, detach
 from torch_powersgd.checkpoint import CompressionState, load_state_dict, state_dict
 from torch_powersgd.control import compression, set_grad_scale, step_skipped
 from torch_powersgd.options import Options, configure
+from torch_powersgd.shadow import shadow
 from torch_powersgd.stats import reset_stats, stats
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "load_state_dict",
     "reset_stats",
     "set_grad_scale",
+    "shadow",
     "state_dict",
     "stats",
     "step_skipped",

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -50,16 +51,23 @@ def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
 
 def set_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
     """Registers the C++ hook, which reduces each bucket by ``model``."""
-    try:
+    with refuse_second_hook():
         _C.register_ddp_hook(ddp.reducer, model)
+    if ddp.logger is not None:
+        ddp.logger._set_comm_hook_name("torch_powersgd")
+
+
+@contextmanager
+def refuse_second_hook() -> Iterator[None]:
+    """Makes DDP's error at the registration of a second hook a ValueError."""
+    try:
+        yield
     except RuntimeError as error:
         if "register_comm_hook" not in str(error):
             raise
         raise ValueError(
             "this DDP module has a communication hook already; it takes only one"
         ) from error
-    if ddp.logger is not None:
-        ddp.logger._set_comm_hook_name("torch_powersgd")
 
 
 def python_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> Hook:

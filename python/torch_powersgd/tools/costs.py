@@ -75,24 +75,48 @@ def measure_link(device: torch.device) -> Link:
 
 
 def measure_stages(
-    layout: Sequence[list[Shape]], options: Options, dtype: torch.dtype, device: torch.device
+    layout: Sequence[list[Shape]],
+    options: Options,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> list[StageSeconds]:
     """The stages of each bucket on the slowest rank. Collective; all ranks compute at a time."""
     mine = [
         seconds
         for shapes in layout
         for seconds in (
-            _stages_of_bucket(shapes, options, dtype, device)
+            _stages_of_bucket(shapes, options, dtype, device, group)
             if matrices_of(shapes, options)
             else (0.0, 0.0, 0.0)
         )
     ]
-    parts = slowest(mine, device)
+    parts = slowest(mine, device, group)
     return [StageSeconds(*parts[i : i + 3]) for i in range(0, len(parts), 3)]
 
 
+def milliseconds_of(
+    parameters: Sequence[torch.Tensor], options: Options, group: dist.ProcessGroup
+) -> list[float]:
+    """The stages of each parameter alone, in milliseconds on the slowest rank. Collective.
+
+    Parameters that are sent raw take 0. Those of one shape and dtype are measured once.
+    """
+    kinds = dict.fromkeys((tuple(p.shape), p.dtype) for p in parameters)
+    device = parameters[0].device
+    milliseconds = {}
+    for shape, dtype in kinds:
+        [stages] = measure_stages([[list(shape)]], options, dtype, device, group)
+        milliseconds[shape, dtype] = 1e3 * (stages.before + stages.between + stages.after)
+    return [milliseconds[tuple(p.shape), p.dtype] for p in parameters]
+
+
 def _stages_of_bucket(
-    shapes: list[Shape], options: Options, dtype: torch.dtype, device: torch.device
+    shapes: list[Shape],
+    options: Options,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
 ) -> tuple[float, ...]:
     compressor = _C.BucketCompressor(shapes, options._core(), dtype, device.type)
     gradient = torch.randn(elements_of(shapes), device=device, dtype=dtype)
@@ -108,7 +132,7 @@ def _stages_of_bucket(
 
     times = []
     for step in range(STAGE_REPEATS + 1):  # the first one allocates
-        dist.barrier()
+        dist.barrier(group)
         times.append(_timed(parts(step), device))
     return tuple(map(statistics.median, zip(*times[1:], strict=True)))
 

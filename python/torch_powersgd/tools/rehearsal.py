@@ -225,10 +225,12 @@ def _timed_backward(spent: list[float], device: torch.device) -> Iterator[None]:
         torch.autograd.backward = original
 
 
-def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
+def slowest(
+    seconds: Sequence[float], device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[float]:
     """The largest of all ranks', element by element. Collective."""
     each = torch.tensor(list(seconds), dtype=torch.float64, device=device)
-    dist.all_reduce(each, dist.ReduceOp.MAX)
+    dist.all_reduce(each, dist.ReduceOp.MAX, group=group)
     values: list[float] = each.tolist()
     return values
 

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Shadow mode: outputs are plain DDP's to the bit, and errors are those of attached training."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_powersgd as tp
+from support import ranks
+from support.synthetic import (
+    COMPRESSED,
+    SHAPES,
+    Tensors,
+    gradients,
+    make_attached,
+    make_ddp,
+    mean_gradients,
+    step,
+)
+
+STEPS = 5
+Errors = dict[str, float]
+
+
+def _mine(rank: int, i: int) -> Tensors:
+    return gradients(SHAPES, rank, i)
+
+
+def _expected_errors(rank: int, approximation: int, world_size: int, options: Any) -> Errors:
+    """The errors of an attached model, in float64."""
+    start = {"matrix_approximation_rank": approximation, "start_powerSGD_iter": 0}
+    ddp = make_attached(SHAPES, tp.Options(**{**options, **start}))
+    squares = {name: [0.0, 0.0] for name in SHAPES}
+    for i in range(STEPS):
+        outputs, mean = step(ddp, _mine(rank, i)), mean_gradients(SHAPES, world_size, i)
+        for name, (error, size) in squares.items():
+            error += (outputs[name].double() - mean[name]).square().sum().item()
+            size += mean[name].square().sum().item()
+            squares[name] = [error, size]
+    errors = {name: math.sqrt(error / size) for name, (error, size) in squares.items()}
+    errors["all"] = math.sqrt(
+        sum(error for error, _ in squares.values()) / sum(size for _, size in squares.values())
+    )
+    return errors
+
+
+def _compared(rank: int, world_size: int, options: dict[str, Any], shadow_group: str) -> None:
+    expected = {r: _expected_errors(rank, r, world_size, options) for r in (1, 3)}
+    group = dist.new_group(backend=shadow_group)
+    plain = make_ddp(SHAPES, process_group=dist.new_group(backend="gloo"))
+    shadowed = make_ddp(SHAPES, process_group=group)
+    shadow = tp.shadow(shadowed, ranks=(1, 3), steps=STEPS, options=options)
+    assert not shadow.done
+    assert str(shadow) == f"shadow has taken 0 of {STEPS} steps"
+    for i in range(STEPS + 2):
+        exact, outputs = step(plain, _mine(rank, i)), step(shadowed, _mine(rank, i))
+        assert all(torch.equal(exact[name], outputs[name]) for name in SHAPES)
+    assert shadow.done
+    assert shadow.step == STEPS
+    for r, errors in expected.items():
+        assert shadow.error(r) == pytest.approx(errors["all"], rel=1e-5)
+        for name, layer in zip(SHAPES, shadow.layers[r], strict=True):
+            assert layer.name == f"weights.{name}"
+            assert layer.shape == SHAPES[name]
+            assert layer.rank == (r if name in COMPRESSED else 0)
+            # Raw float32 parameters are exact to the rounding of their sum.
+            assert layer.error == pytest.approx(errors[name], rel=1e-5, abs=1e-6)
+            assert layer.bytes_before == 4 * torch.Size(SHAPES[name]).numel()
+            assert layer.bytes_after < layer.bytes_before or name not in COMPRESSED
+            assert (layer.milliseconds > 0) == (name in COMPRESSED)
+    assert shadow.error(1) > shadow.error(3) > 0.1
+    table = str(shadow).splitlines()
+    assert f"over {STEPS} steps" in table[0]
+    rows = [line.split() for line in table if "12 x 41" in line]
+    assert rows[0][4] == "1"
+    assert rows[0][5] == f"{shadow.layers[1][1].error:.3f}"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:powersgd"])
+def test_errors_are_those_of_attached_training(backend: str) -> None:
+    options = {"wire_dtype": "float32", "raw_wire_dtype": "float32"}
+    ranks.run(2, _compared, 2, options, backend)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_errors_in_int8(world_size: int) -> None:
+    options = {"wire_dtype": "int8", "raw_wire_dtype": "bfloat16"}
+    ranks.run(world_size, _compared, world_size, options, "gloo")
+
+
+def _apart(rank: int) -> None:
+    """The counts of the user's own group know nothing of the shadow."""
+    ddp = make_attached(SHAPES, tp.Options(start_powerSGD_iter=0))
+    step(ddp, _mine(rank, 0))
+    before = tp.stats()
+    shadowed = make_ddp(SHAPES)
+    tp.shadow(shadowed, steps=2, ranks=[2])
+    for i in range(3):
+        step(shadowed, _mine(rank, i))
+    now = tp.stats()
+    assert now["compressed_calls"] == before["compressed_calls"]
+    assert now["residual_norms"] == before["residual_norms"]
+    step(ddp, _mine(rank, 1))
+    assert tp.stats()["compressed_calls"] > before["compressed_calls"]
+
+
+def test_a_shadow_is_apart_from_the_groups_counts() -> None:
+    ranks.run(2, _apart)
+
+
+def _overflow(rank: int) -> None:
+    ddp = make_ddp(SHAPES)
+    shadow = tp.shadow(ddp, ranks=(1,), steps=3)
+    for i in range(3):
+        mine = _mine(rank, i)
+        if i == 1 and rank == 1:
+            mine["wide"] = mine["wide"] * float("inf")
+        step(ddp, mine)
+    assert 0 < shadow.error(1) < 2
+
+
+def test_a_step_that_overflows_counts_as_no_error() -> None:
+    ranks.run(2, _overflow, backend="gloo")
+
+
+def _refusals(rank: int) -> dict[str, str]:
+    def error_of(*arguments: Any, **named: Any) -> str:
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            tp.shadow(*arguments, **named)
+        return str(raised.value)
+
+    ddp = make_ddp(SHAPES)
+    errors = {
+        "module": error_of(torch.nn.Linear(2, 2)),
+        "steps": error_of(ddp, steps=0),
+        "none": error_of(ddp, ranks=[]),
+        "twice": error_of(ddp, ranks=[4, 4]),
+        "rank": error_of(ddp, ranks=[0]),
+        "option": error_of(ddp, options={"rank": 4}),
+        "differ": error_of(ddp, steps=3 + rank),
+    }
+    shadow = tp.shadow(ddp, ranks=[2], steps=2)
+    with pytest.raises(ValueError, match="shadow has taken 0 of 2 steps"):
+        shadow.error(2)
+    errors["hook"] = error_of(ddp)
+    with pytest.raises(ValueError, match="has a communication hook already"):
+        tp.attach(ddp)
+    for i in range(2):
+        step(ddp, _mine(rank, i))
+    with pytest.raises(ValueError, match=r"rank must be one of \[2\], got 4"):
+        shadow.error(4)
+    return errors
+
+
+def test_arguments_that_are_refused() -> None:
+    for errors in ranks.run(2, _refusals):
+        assert errors["module"] == "shadow takes a DistributedDataParallel module, got Linear"
+        assert errors["steps"] == "steps must be a whole number of at least 1, got 0"
+        assert errors["none"] == "ranks must be different whole numbers, got []"
+        assert errors["twice"] == "ranks must be different whole numbers, got [4, 4]"
+        assert "matrix_approximation_rank must be" in errors["rank"]
+        assert "options of shadow: 'rank' is not an option" in errors["option"]
+        assert errors["differ"] == "the arguments of shadow on rank 1 differ from rank 0's"
+        assert "has a communication hook already" in errors["hook"]
+
+
+def _alone(rank: int) -> None:
+    with pytest.raises(ValueError, match="shadow needs a group of at least two ranks, got one"):
+        tp.shadow(make_ddp(SHAPES))
+
+
+def test_one_rank_has_nothing_to_compare() -> None:
+    ranks.run(1, _alone, backend="gloo")
