@@ -165,9 +165,7 @@ class Shadow:
         self._finish()
         if self._averaging.rank() == 0:
             errors = ", ".join(f"{self.error(rank):.2f} at rank {rank}" for rank in self.ranks)
-            log.notice(
-                f"shadow: error of the compressed gradients after {self.steps} steps: {errors}"
-            )
+            log.notice(f"error of the compressed gradients over {self.steps} steps: {errors}")
 
     def _finish(self) -> None:
         """Makes the layers' records, and gives the compressors' memory back."""
