@@ -102,6 +102,7 @@ bench: build  ## every figure that the docs quote, on a quiet machine, as root (
 	$(PYTHON) benchmarks/bench_starts.py --methods attached --json $(BENCH_RESULTS)/starts.json
 	$(PYTHON) benchmarks/bench_convergence.py \
 	  --json $(BENCH_RESULTS)/convergence.json --picture docs/images/convergence.png
+	$(PYTHON) benchmarks/bench_shadow.py --json $(BENCH_RESULTS)/shadow.json
 	$(PYTHON) benchmarks/bench_noniid.py \
 	  --json $(BENCH_RESULTS)/noniid.json --picture docs/images/noniid.png
 

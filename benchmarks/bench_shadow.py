@@ -4,10 +4,10 @@
     python benchmarks/bench_shadow.py --json shadow.json
     python benchmarks/bench_shadow.py --show shadow.json
 
-It trains the three models of bench_convergence.py exactly, for as many steps as shadow mode takes,
-with float32 factors of each rank beside. The losses are those that bench_convergence.py has
-recorded for 300 compressed steps. Spearman's correlation compares the order of the errors with that
-of the losses, over all ranks and tasks.
+It trains the three models of bench_convergence.py exactly. After as many steps as are exact there,
+shadow mode compresses beside the training, with float32 factors of each rank. The losses are those
+that bench_convergence.py has recorded for 300 steps. Spearman's correlation compares the order of
+the errors with that of the losses, over all ranks and tasks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch_powersgd as tp
+from cluster.methods import EXACT_STEPS
 from convergence import ranks
 from convergence.matrix import MODELS
 from convergence.report import beyond_plain
@@ -30,7 +30,9 @@ from rich.table import Table
 from scipy.stats import spearmanr
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_powersgd.shadow import STEPS, Shadow
+
+import torch_powersgd as tp
+from torch_powersgd.shadow import STEPS
 
 RANKS = (1, 2, 4, 8, 16, 32)
 LOSSES = Path(__file__).with_name("results") / "convergence.json"
@@ -41,19 +43,25 @@ def errors(
     make: ranks.Make, task: Task, seed: int, compared: list[int], steps: int
 ) -> dict[str, float]:
     """Trains on every rank. Returns the error at each rank of the approximation."""
-    shadows: list[Shadow] = []
+    modules: list[DistributedDataParallel] = []
 
     def wrap(model: nn.Module) -> DistributedDataParallel:
         module = make(model).module
         assert isinstance(module, DistributedDataParallel)
-        options = {"wire_dtype": torch.float32, "raw_wire_dtype": torch.float32}
-        shadows.append(tp.shadow(module, compared, steps, options))
+        modules.append(module)
         return module
 
     trainer = task.trainer(seed, wrap)
-    for _ in range(steps):
-        trainer.mean(trainer.train_step())
-    return {str(rank): round(shadows[0].error(rank), 5) for rank in compared}
+
+    def train(number: int) -> None:
+        for _ in range(number):
+            trainer.mean(trainer.train_step())
+
+    train(EXACT_STEPS)
+    options = {"wire_dtype": torch.float32, "raw_wire_dtype": torch.float32}
+    shadow = tp.shadow(modules[0], compared, steps, options)
+    train(steps)
+    return {str(rank): round(shadow.error(rank), 5) for rank in compared}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

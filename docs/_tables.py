@@ -144,6 +144,7 @@ TABLES: dict[str, Callable[..., str]] = {
             of_convergence.losses,
             of_convergence.curve,
             of_convergence.noise,
+            of_convergence.shadow,
         )
     },
 }

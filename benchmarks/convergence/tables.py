@@ -75,6 +75,18 @@ def noise(record: dict[str, Any], wire: str) -> Table:
     return ["", "rank", "no noise", *(f"noise {size}" for size in sizes)], rows
 
 
+def shadow(record: dict[str, Any], *tasks: str) -> Table:
+    """A row for each rank: the error of shadow mode, and the loss above plain, of each task."""
+    runs = {(run["task"], run["rank"]): run for run in record["runs"]}
+
+    def cell(run: Run) -> str:
+        return f"{statistics.mean(run['errors']):.2f}, {run['loss_above_plain']:+.3f}"
+
+    ranks = sorted({rank for _, rank in runs})
+    rows = [[str(rank), *(cell(runs[task, rank]) for task in tasks)] for rank in ranks]
+    return ["rank", *tasks], rows
+
+
 def _of_task(record: dict[str, Any], task: str) -> Runs:
     result: Runs = {}
     for run in record["runs"]:

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "compressor/stages.h"
+#include "gradients/capture_watch.h"
 #include "gradients/parameter_layout.h"
 #include "gradients/replicas.h"
 #include "powersgd/stats.h"
@@ -32,7 +33,8 @@ AttachedModel::AttachedModel(std::shared_ptr<Session> session, std::vector<std::
       names_(std::move(names)),
       parameters_(std::move(parameters)),
       options_(std::move(options)),
-      step_counter_(session_->make_step_counter()) {
+      step_counter_(session_->make_step_counter()),
+      capture_watch_(session_->rank() == 0 ? std::make_unique<CaptureWatch>() : nullptr) {
   validate(options_);
   TORCH_CHECK(names_.size() == parameters_.size(), "powersgd: ", names_.size(), " names for ",
               parameters_.size(), " parameters");
@@ -41,6 +43,8 @@ AttachedModel::AttachedModel(std::shared_ptr<Session> session, std::vector<std::
     index_of_[parameters_[i].unsafeGetTensorImpl()] = i;
   }
 }
+
+AttachedModel::~AttachedModel() = default;
 
 void AttachedModel::allocate_states() {
   if (session_->size() == 1 || options_.scope == Scope::kNever) return;
@@ -269,6 +273,7 @@ void AttachedModel::end_step() {
   ++step_;
   session_->flush();
   session_->end_step(options_);
+  watch_captured();
   if (options_.check_every == 0 || step_ % static_cast<uint64_t>(options_.check_every) != 0) return;
   for (const c10::Device device : devices()) {
     std::vector<Replica> replicas;

@@ -3,6 +3,11 @@
 // What the last step of an attached model kept, sent and delivered, layer by layer.
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <sstream>
+
+#include "compressor/stages.h"
+#include "gradients/capture_watch.h"
 #include "gradients/parameter_layout.h"
 #include "powersgd/attached_model.h"
 #include "powersgd/traffic.h"
@@ -19,6 +24,21 @@ double captured_share(const ParameterState& state) {
   const double m = norm_of(state.memory);
   const double share = m > 0 ? norm_of(state.q_local) / m : 1;
   return share * share;
+}
+
+std::string low_capture_warning(const std::vector<std::string>& names, const Options& options) {
+  constexpr size_t kShown = 3;
+  std::ostringstream text;
+  for (size_t i = 0; i < std::min(names.size(), kShown); ++i) {
+    text << (i > 0 ? ", '" : "'") << names[i] << "'";
+  }
+  if (names.size() > kShown) text << " and " << names.size() - kShown << " others";
+  text << ": each step of the last " << CaptureWatch::kInterval * CaptureWatch::kLooks
+       << " has sent less than " << 100 * CaptureWatch::kLeastCaptured
+       << " % of the gradient and the residual, so that gradients arrive late. A higher "
+          "matrix_approximation_rank than "
+       << options.matrix_approximation_rank << " sends more";
+  return text.str();
 }
 
 }  // namespace
@@ -52,6 +72,28 @@ void AttachedModel::read_last_step(const ParameterState& state, LayerStats& laye
   if (delivered == 0) return;
   layer.gradient = delivered / session_->size() * units;
   if (state.memory.defined()) layer.captured = captured_share(state);
+}
+
+void AttachedModel::watch_captured() {
+  if (!capture_watch_) return;
+  const std::vector<ParameterStatePtr> low = capture_watch_->low();
+  if (!low.empty()) {
+    std::vector<std::string> names;
+    for (size_t i = 0; i < states_.size(); ++i) {
+      if (std::find(low.begin(), low.end(), states_[i]) != low.end()) names.push_back(names_[i]);
+    }
+    session_->log(LogLevel::kWarning, low_capture_warning(names, options_));
+    capture_watch_ = nullptr;
+  } else if (warm() && step_ % CaptureWatch::kInterval == 0) {
+    for (const c10::Device device : devices()) {
+      if (is_capturing(device)) continue;
+      std::vector<ParameterStatePtr> states;
+      for (size_t i = 0; i < states_.size(); ++i) {
+        if (parameters_[i].device() == device) states.push_back(states_[i]);
+      }
+      capture_watch_->look(*session_, device, states);
+    }
+  }
 }
 
 }  // namespace powersgd

@@ -109,10 +109,13 @@ void Session::average_over_channel(std::vector<at::Tensor>& tensors) {
   engine_of(device).submit(tensors, job_alone(std::move(job)), device, c10d::kUnsetTimeout)->wait();
 }
 
+Session::WorkPtr Session::start_after_steps(c10::Device device, std::function<void()> job) {
+  return engine_of(device).submit({}, job_alone([job = std::move(job)](Channel&) { job(); }),
+                                  device, c10d::kUnsetTimeout);
+}
+
 void Session::run_after_steps(c10::Device device, const std::function<void()>& job) {
-  engine_of(device)
-      .submit({}, job_alone([&job](Channel&) { job(); }), device, c10d::kUnsetTimeout)
-      ->wait();
+  start_after_steps(device, job)->wait();
 }
 
 void Session::check_replicas(std::vector<Replica> replicas, c10::Device device) {

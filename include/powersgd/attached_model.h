@@ -17,6 +17,8 @@
 
 namespace powersgd {
 
+class CaptureWatch;
+
 // One parameter's state in a checkpoint that all ranks share.
 struct ParameterExport {
   std::string name;
@@ -71,6 +73,7 @@ struct LayerStats {
 // user's thread calls everything else, outside of it.
 class AttachedModel {
  public:
+  ~AttachedModel();
   // Makes a model and adds it to `session`.
   static std::shared_ptr<AttachedModel> attach(const std::shared_ptr<Session>& session,
                                                std::vector<std::string> names,
@@ -188,6 +191,8 @@ class AttachedModel {
   void start(ParameterState& state, const at::Tensor& parameter) const;
   void load_parameter(size_t index, const ParameterExport& parameter, double grad_scale);
   void read_last_step(const ParameterState& state, LayerStats& layer) const;
+  // Warns once of parameters of which the first rank sends little for long.
+  void watch_captured();
 
   const std::shared_ptr<Session> session_;
   const std::vector<std::string> names_;
@@ -205,6 +210,7 @@ class AttachedModel {
   // unscaled. They are added to the next gradient.
   std::map<size_t, at::Tensor> unsent_residuals_;
   std::shared_ptr<const Expected> expected_;
+  std::unique_ptr<CaptureWatch> capture_watch_;  // null once it has warned, and on other ranks
   uint64_t step_ = 0;
   std::optional<double> grad_scale_;
   at::Tensor loss_scale_;  // undefined: grad_scale() counts

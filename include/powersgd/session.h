@@ -86,7 +86,8 @@ class Session {
   WorkPtr average_exact(at::Tensor gradient, int divisor);
   // Makes each tensor its mean over ranks, on a channel, after all submitted steps. Blocks.
   void average_over_channel(std::vector<at::Tensor>& tensors);
-  // Runs `job` on the engine of `device` after all submitted steps. Blocks.
+  // Runs `job` on the engine of `device` after all submitted steps. The second one blocks.
+  WorkPtr start_after_steps(c10::Device device, std::function<void()> job);
   void run_after_steps(c10::Device device, const std::function<void()>& job);
   // Compares state that must agree on all ranks, after all submitted steps, and gives every rank
   // that of rank 0 where it differs. The next step or snapshot() logs the differences. Collective.

@@ -14,11 +14,9 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import log
-from torch_powersgd._core import _C
 from torch_powersgd.agreement import next_call
-from torch_powersgd.control import compression
+from torch_powersgd.comparison import Comparison, average_exactly
 from torch_powersgd.ddp import Hook, check_module, parameters_of, refuse_second_hook
-from torch_powersgd.lookup import BACKENDS, find_backend
 from torch_powersgd.options import Options, lay_over
 
 RANKS = (1, 4, 16)
@@ -63,10 +61,7 @@ class Shadow:
     """
 
     def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        options: Sequence[Options],
-        steps: int,
+        self, ddp: DistributedDataParallel, options: Sequence[Options], steps: int
     ) -> None:
         with refuse_second_hook():
             ddp.register_comm_hook(None, self._hook())
@@ -74,29 +69,15 @@ class Shadow:
         self.steps = steps
         self.step = 0
         self.layers: dict[int, list[ShadowedLayer]] = {}
-        parameters = parameters_of(ddp)
-        self._names = list(parameters)
-        self._parameters = list(parameters.values())
-        self._index = {id(parameter): i for i, parameter in enumerate(self._parameters)}
-        self._options = list(options)
+        self._errors: dict[int, float] = {}
         self._averaging: dist.ProcessGroup = ddp.process_group
-        device = self._parameters[0].device
-        self._group = _group_beside(self._averaging, device)
-        backend = find_backend(self._group, device)
-        assert backend is not None
-        self._models = [
-            _C.AttachedModel(backend, self._names, self._parameters, each._core())
-            for each in options
-        ]
-        # Squared norms by parameter: those of each model's errors, and of the gradients.
-        count = len(self._parameters)
-        self._errors = torch.zeros(len(options), count, dtype=torch.float64, device=device)
-        self._gradients = torch.zeros(count, dtype=torch.float64, device=device)
+        self._comparison = Comparison(parameters_of(ddp), options, self._averaging)
+        self._index = {id(p): i for i, p in enumerate(self._comparison.parameters)}
 
     @property
     def done(self) -> bool:
         """True once all steps are taken."""
-        return bool(self.layers)
+        return self.step == self.steps
 
     def error(self, rank: int) -> float:
         """Returns the error of the whole model at one of the ranks, as ``ShadowedLayer`` has it.
@@ -108,8 +89,7 @@ class Shadow:
             raise ValueError(f"shadow has taken {self.step} of {self.steps} steps")
         if rank not in self.ranks:
             raise ValueError(f"rank must be one of {list(self.ranks)}, got {rank}")
-        errors = self._errors[self.ranks.index(rank)]
-        return float((errors.sum() / self._gradients.sum()).sqrt())
+        return self._errors[rank]
 
     def __str__(self) -> str:
         if not self.done:
@@ -128,53 +108,29 @@ class Shadow:
         return hook
 
     def _average(self, bucket: GradBucket) -> torch.Tensor:
-        """Averages a bucket exactly, and lets every model compress a copy of it."""
         buffer = bucket.buffer()
-        size = self._averaging.size()
-        copies = [] if self.done else [buffer.clone() for _ in self._models]
+        if self.done:
+            average_exactly(buffer, self._averaging)
+            return buffer
         parameters = [self._index[id(p)] for p in bucket.parameters()]
-        for model, copy in zip(self._models, copies, strict=False):
-            model.reduce(bucket.index(), copy, parameters, size).wait()
-        buffer.mul_(1 / size)  # as DDP does without a hook
-        with compression(False):
-            dist.all_reduce(buffer, group=self._averaging)
-        if copies:
-            self._compare(buffer, copies, parameters)
-            if bucket.is_last():
-                self._end_step()
+        self._comparison.average(bucket.index(), buffer, parameters, self._averaging)
+        if bucket.is_last():
+            self._comparison.end_step()
+            self.step += 1
+            if self.done:
+                self._finish()
         return buffer
 
-    def _compare(
-        self, exact: torch.Tensor, copies: list[torch.Tensor], parameters: list[int]
-    ) -> None:
-        offset = 0
-        for i in parameters:
-            part = slice(offset, offset + self._parameters[i].numel())
-            offset = part.stop
-            gradient = exact[part].double()
-            _add_finite(self._gradients[i], gradient.square().sum())
-            for errors, copy in zip(self._errors, copies, strict=True):
-                _add_finite(errors[i], (copy[part].double() - gradient).square().sum())
-
-    def _end_step(self) -> None:
-        for model in self._models:
-            model.end_step()
-        self.step += 1
-        if self.step < self.steps:
-            return
-        self._finish()
-        if self._averaging.rank() == 0:
-            errors = ", ".join(f"{self.error(rank):.2f} at rank {rank}" for rank in self.ranks)
-            log.notice(f"error of the compressed gradients over {self.steps} steps: {errors}")
-
     def _finish(self) -> None:
-        """Makes the layers' records, and gives the compressors' memory back."""
+        """Makes the layers' records, and says what was found."""
         from torch_powersgd.tools.costs import milliseconds_of
 
-        for i, (model, options) in enumerate(zip(self._models, self._options, strict=True)):
-            milliseconds = milliseconds_of(self._parameters, options, self._group)
-            relative = (self._errors[i] / self._gradients).nan_to_num().sqrt().tolist()
-            self.layers[self.ranks[i]] = [
+        found = self._comparison
+        self._errors = dict(zip(self.ranks, found.errors(), strict=True))
+        errors = found.errors_of_parameters()
+        for i, (rank, model) in enumerate(zip(self.ranks, found.models, strict=True)):
+            milliseconds = milliseconds_of(found.parameters, found.options[i], found.group)
+            self.layers[rank] = [
                 ShadowedLayer(
                     layer.name,
                     tuple(parameter.shape),
@@ -185,11 +141,13 @@ class Shadow:
                     spent,
                 )
                 for layer, parameter, error, spent in zip(
-                    model.layers(), self._parameters, relative, milliseconds, strict=True
+                    model.layers(), found.parameters, errors[i], milliseconds, strict=True
                 )
             ]
-        self._models = []
-        dist.destroy_process_group(self._group)
+        found.close()
+        if self._averaging.rank() == 0:
+            each = ", ".join(f"{error:.2f} at rank {rank}" for rank, error in self._errors.items())
+            log.notice(f"error of the compressed gradients over {self.steps} steps: {each}")
 
 
 def shadow(
@@ -237,11 +195,6 @@ def shadow(
     return Shadow(ddp, compared, steps)
 
 
-def _add_finite(total: torch.Tensor, value: torch.Tensor) -> None:
-    """Adds it, unless the gradient has overflowed: then PowerSGD skips the step."""
-    total += torch.where(value.isfinite(), value, 0)
-
-
 def _options_of(
     ranks: Sequence[int], steps: int, given: Options | Mapping[str, Any] | None
 ) -> list[Options]:
@@ -261,11 +214,3 @@ def _compare_arguments(everyone: list[dict[str, Any]]) -> str:
         if other != everyone[0]:
             return f"the arguments of shadow on rank {rank} differ from rank 0's"
     return ""
-
-
-def _group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Makes a powersgd group of the same ranks, whose counts and models are its own."""
-    members = dist.get_process_group_ranks(group)
-    made = dist.new_group(members, backend=BACKENDS[device.type], use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "gradients/capture_watch.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace powersgd {
+namespace {
+
+at::Tensor norms_of(const std::vector<at::Tensor>& tensors) {
+  return at::stack(at::_foreach_norm(tensors, 2, at::kDouble));
+}
+
+at::Tensor norms_of_last_step(const std::vector<ParameterStatePtr>& states) {
+  std::vector<at::Tensor> q, m, delivered;
+  for (const ParameterStatePtr& state : states) {
+    q.push_back(state->q_local);
+    m.push_back(state->memory);
+    delivered.push_back(state->q_norms);
+  }
+  const at::Tensor norms = at::stack({norms_of(q), norms_of(m), norms_of(delivered)});
+  if (norms.is_cpu()) return norms;
+  const auto on_host = at::TensorOptions(at::kDouble).pinned_memory(norms.is_cuda());
+  return at::empty(norms.sizes(), on_host).copy_(norms, /*non_blocking=*/true);
+}
+
+}  // namespace
+
+void CaptureWatch::look(Session& session, c10::Device device,
+                        const std::vector<ParameterStatePtr>& states) {
+  Look look;
+  std::copy_if(states.begin(), states.end(), std::back_inserter(look.states),
+               [](const auto& state) { return state->allocated() && state->memory.defined(); });
+  if (look.states.empty()) return;
+  look.norms = std::make_shared<at::Tensor>();
+  look.work = session.start_after_steps(
+      device, [states = look.states, norms = look.norms] { *norms = norms_of_last_step(states); });
+  looks_.push_back(std::move(look));
+}
+
+std::vector<ParameterStatePtr> CaptureWatch::low() {
+  std::vector<ParameterStatePtr> found;
+  while (!looks_.empty() && looks_.front().work->isCompleted()) {
+    const Look look = std::move(looks_.front());
+    looks_.erase(looks_.begin());
+    if (look.work->exception()) continue;
+    count(look);
+    std::copy_if(look.states.begin(), look.states.end(), std::back_inserter(found),
+                 [this](const auto& state) { return low_in_a_row_[state.get()] == kLooks; });
+  }
+  return found;
+}
+
+void CaptureWatch::count(const Look& look) {
+  const auto norms = look.norms->accessor<double, 2>();
+  for (size_t i = 0; i < look.states.size(); ++i) {
+    const auto column = static_cast<int64_t>(i);
+    const double q = norms[0][column], m = norms[1][column];
+    const bool delivered = norms[2][column] > 0;  // an unused or a skipped one says nothing
+    int& low = low_in_a_row_[look.states[i].get()];
+    if (delivered) low = q * q < kLeastCaptured * m * m ? low + 1 : 0;
+  }
+}
+
+}  // namespace powersgd

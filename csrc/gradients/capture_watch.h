@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "powersgd/parameter_state.h"
+#include "powersgd/session.h"
+
+namespace powersgd {
+
+// Purpose: finds the parameters of which this rank sends little for long. It looks at one step of
+// many, so that the pass over the residuals costs next to nothing.
+//
+// Contract: the host never waits. A look that has not ended is read later.
+//
+// Threads: one at a time.
+class CaptureWatch {
+ public:
+  static constexpr uint64_t kInterval = 25;       // steps from one look to the next
+  static constexpr int kLooks = 4;                // this many low ones in a row are too many
+  static constexpr double kLeastCaptured = 0.02;  // |q|^2 / |M|^2 below it is low
+
+  // Looks at the last step, after all submitted steps.
+  void look(Session& session, c10::Device device, const std::vector<ParameterStatePtr>& states);
+
+  // Reads the looks that have ended. Returns the states that have been low for too long.
+  std::vector<ParameterStatePtr> low();
+
+ private:
+  struct Look {
+    std::vector<ParameterStatePtr> states;
+    // [3, states] on the host: the norms of q_local, of M, and of what the step delivered.
+    std::shared_ptr<at::Tensor> norms;
+    c10::intrusive_ptr<c10d::Work> work;
+  };
+  void count(const Look& look);
+
+  std::vector<Look> looks_;
+  std::map<const ParameterState*, int> low_in_a_row_;
+};
+
+}  // namespace powersgd

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Compressors at several settings beside an exact average, and the errors that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from torch_powersgd._core import _C
+from torch_powersgd.control import compression
+from torch_powersgd.lookup import BACKENDS, find_backend
+from torch_powersgd.options import Options
+
+
+class Comparison:
+    """Compressors of one model at several settings, and the errors that they make.
+
+    Attributes:
+        names: Names of the parameters.
+        parameters: Parameters whose gradients are compressed.
+        options: Settings that are compared.
+        group: Powersgd group over which the factors are summed, beside that of the gradients.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        options: Sequence[Options],
+        averaging: dist.ProcessGroup,
+    ) -> None:
+        self.names = list(parameters)
+        self.parameters = list(parameters.values())
+        self.options = list(options)
+        device = self.parameters[0].device
+        self.group = _group_beside(averaging, device)
+        backend = find_backend(self.group, device)
+        assert backend is not None
+        self.models = [
+            _C.AttachedModel(backend, self.names, self.parameters, each._core()) for each in options
+        ]
+        # Squared norms by parameter: those of each setting's errors, and of the gradients.
+        count = len(self.parameters)
+        self._errors = torch.zeros(len(options), count, dtype=torch.float64, device=device)
+        self._gradients = torch.zeros(count, dtype=torch.float64, device=device)
+
+    def average(
+        self, bucket: int, buffer: torch.Tensor, parameters: list[int], group: dist.ProcessGroup
+    ) -> None:
+        """Makes the buffer its average over the group, and compares what each setting makes of it.
+
+        Args:
+            bucket: Number of the buffer in the backward pass.
+            buffer: Gradients of some parameters, one after the other.
+            parameters: Places of these parameters in ``self.parameters``.
+            group: Group that averages.
+        """
+        copies = [buffer.clone() for _ in self.models]
+        for model, copy in zip(self.models, copies, strict=True):
+            model.reduce(bucket, copy, parameters, group.size()).wait()
+        average_exactly(buffer, group)
+        sizes = [self.parameters[i].numel() for i in parameters]
+        outputs = [copy.split(sizes) for copy in copies]
+        for place, (i, exact) in enumerate(zip(parameters, buffer.split(sizes), strict=True)):
+            gradient = exact.double()
+            _add_finite(self._gradients[i], gradient.square().sum())
+            for errors, output in zip(self._errors, outputs, strict=True):
+                _add_finite(errors[i], (output[place].double() - gradient).square().sum())
+
+    def end_step(self) -> None:
+        """Ends a backward pass, after its last bucket."""
+        for model in self.models:
+            model.end_step()
+
+    def errors(self) -> list[float]:
+        """Returns the error of the whole model under each setting."""
+        ratios: list[float] = (self._errors.sum(1) / self._gradients.sum()).sqrt().tolist()
+        return ratios
+
+    def errors_of_parameters(self) -> list[list[float]]:
+        """Returns the error of each parameter under each setting. It is 0 without gradients."""
+        ratios: list[list[float]] = (self._errors / self._gradients).nan_to_num().sqrt().tolist()
+        return ratios
+
+    def close(self) -> None:
+        """Gives the compressors' memory and their group back."""
+        self.models = []
+        dist.destroy_process_group(self.group)
+
+
+def average_exactly(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Makes the buffer its average over the group, with the bits of DDP without a hook."""
+    buffer.mul_(1 / group.size())
+    with compression(False):
+        dist.all_reduce(buffer, group=group)
+
+
+def _add_finite(total: torch.Tensor, value: torch.Tensor) -> None:
+    """Adds it, unless the gradient has overflowed: then PowerSGD skips the step."""
+    total += torch.where(value.isfinite(), value, 0)
+
+
+def _group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Makes a powersgd group of the same ranks, whose counts and models are its own."""
+    members = dist.get_process_group_ranks(group)
+    made = dist.new_group(members, backend=BACKENDS[device.type], use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
