@@ -25,6 +25,7 @@ from torch_powersgd._version import __version__
 from torch_powersgd.options import Options, dtype_name
 from torch_powersgd.tools import advise, doctor, report
 from torch_powersgd.tools.plan import print_plan
+from torch_powersgd.tools.quality import errors_of_training
 from torch_powersgd.tools.rehearsal import UserStep
 from torch_powersgd.tools.verdict import RECOMMENDED_RANK, wire_of
 
@@ -148,6 +149,11 @@ def _add_advise(commands: Any) -> None:
         "averaging (200)",
     )  # fmt: skip
     command.add_argument(
+        "--shadow", type=_count, metavar="STEPS",
+        help="number of steps that train exactly with AdamW, to measure the error of each rank's "
+        "gradients beside; it needs --step, and memory for a residual of each rank",
+    )  # fmt: skip
+    command.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="device that trains (%(default)s)"
     )
     _add_common(command)
@@ -229,17 +235,34 @@ def _step_of(
     )
 
 
+def _errors_of(
+    arguments: argparse.Namespace,
+    model: torch.nn.Module,
+    options: list[Options],
+    device: torch.device,
+) -> dict[Options, float]:
+    """The errors that --shadow asks for. Collective."""
+    if arguments.shadow is None:
+        return {}
+    function = _callable(arguments.step, "MODULE:FUNCTION")
+    known = advise.measured_options(options)
+    errors = errors_of_training(model, function, known, device, arguments.shadow)
+    return dict(zip(known, errors, strict=True))
+
+
 def _advise(arguments: argparse.Namespace) -> None:
     with advise.joined(arguments.device) as device:
         options = advise.on_every_rank(lambda: _options_of(arguments))
         model = advise.on_every_rank(lambda: _make_model(arguments.model))
         step, note = _step_of(arguments, model, device)
+        errors = _errors_of(arguments, model, options, device)
         job = advise.job_of(model, step, options)
         world, first = torch.distributed.get_world_size(), torch.distributed.get_rank() == 0
         advise.quiet()
         with report.progress(first) as progress:
             measured = advise.measure(job, device, report=progress)
     if first:  # the group is gone, so that no rank waits for this one
+        measured = advise.with_errors(measured, errors)
         inner = advise.PLAIN_BACKENDS[arguments.device]
         report.print_advice(measured, note, world, inner)
 
@@ -249,6 +272,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.command == "doctor":
         return 0 if doctor.print_report() else 1
+    if arguments.command == "advise" and arguments.shadow and not arguments.step:
+        parser.error("--shadow needs --step, which computes the gradients")
     try:
         (_plan if arguments.command == "plan" else _advise)(arguments)
     except advise.RanksError as error:

@@ -15,7 +15,7 @@ import logging
 import os
 import statistics
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -168,9 +168,7 @@ def measure(
     link = measure_link(device)
     numels = [elements_of(shapes) for shapes in job.layout]
     rehearsal = Rehearsal(numels, device, job.step.backward, job.dtype)
-    # The wire that may be recommended is measured, so that the advice is not on a prediction.
-    wire = eligible_wires(job.options)[0]
-    known = [each for each in job.options if wire_of(each) == wire]
+    known = measured_options(job.options)
     rehearsed = [
         each
         for each in job.options
@@ -186,6 +184,21 @@ def measure(
     alone, plain, *compressed = whole
     timings = _timings(job, link, dict(zip(rehearsed, compressed, strict=True)), alone, device)
     return Measured(link, alone, _timing(job, None, plain), timings)
+
+
+def measured_options(options: Sequence[Options]) -> list[Options]:
+    """The settings of the wire that may be recommended, so that no advice is on a prediction."""
+    wire = eligible_wires(options)[0]
+    return [each for each in options if wire_of(each) == wire]
+
+
+def with_errors(measured: Measured, errors: Mapping[Options, float]) -> Measured:
+    """The measurements with the errors of some settings."""
+    timings = [
+        dataclasses.replace(timing, error=errors.get(timing.options)) if timing.options else timing
+        for timing in measured.timings
+    ]
+    return dataclasses.replace(measured, timings=timings)
 
 
 def quiet() -> None:

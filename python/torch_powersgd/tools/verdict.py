@@ -43,6 +43,7 @@ class Timing:
         multiplications: the multiply-adds of one pass over the gradients.
         passes: seconds of each step, by pass.
         predicted: the seconds are not measured, but those of another wire with a shift.
+        error: the error of the compressed gradients in a user's own steps. None: not measured.
     """
 
     options: Options | None
@@ -50,6 +51,7 @@ class Timing:
     multiplications: int
     passes: Passes
     predicted: bool = False
+    error: float | None = None
 
     @property
     def name(self) -> str:

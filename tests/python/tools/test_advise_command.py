@@ -28,6 +28,9 @@ def model():
 def forward(model):
     model(torch.ones(2, 300))
 
+def step(model):
+    model(torch.randn(8, 300)).square().mean().backward()
+
 def missing_on_rank_0():
     if os.environ["RANK"] == "0":
         raise FileNotFoundError("the weights")
@@ -122,8 +125,19 @@ def test_under_torchrun(folder: Path) -> None:
     verdicts = "Compression pays here|Compression does not pay here|Too noisy: run again"
     assert len(re.findall(verdicts, ended.stdout)) == 1, "on one rank"
     pays = "Compression pays" in ended.stdout
-    assert ("\ntorch_powersgd.attach(ddp, {" in ended.stdout) == pays
+    assert ("\ntorch_powersgd.attach(ddp, torch_powersgd.Options" in ended.stdout) == pays
     assert "No backend of type" not in ended.stderr
+
+
+def test_errors_of_a_users_own_steps(folder: Path) -> None:
+    arguments = ["models_of_advise:model", "--step", "models_of_advise:step", "--shadow", 5]
+    wires = ["--wire-dtype", "float32", "int8", "--ranks", 1, 32]
+    ended = torchrun("-m", *COMMAND, *arguments, *wires, cwd=folder)
+    rows = {line[:16].strip(): line.split() for line in ended.stdout.splitlines()}
+    errors = [float(rows[f"rank {rank}, int8"][-1]) for rank in (1, 32)]
+    assert 0 < errors[1] < errors[0] < 2
+    assert rows["rank 1, float32"][-1] not in map(str, errors), "the other wires are predicted"
+    assert ended.stdout.count("The error is that of the compressed gradients") == 1
 
 
 def test_an_error_before_the_rehearsal_is_said_once(folder: Path) -> None:
@@ -170,6 +184,11 @@ def test_a_backward_pass_that_cannot_be(milliseconds: str) -> None:
 def test_the_step_is_measured_or_given() -> None:
     said = _usage_error("--backward-ms", "10", "--step", "models_of_advise:forward")
     assert "not allowed with" in said
+
+
+def test_a_shadow_needs_a_step() -> None:
+    said = _usage_error("--shadow", "5", "--backward-ms", "10")
+    assert "--shadow needs --step, which computes the gradients" in said
 
 
 def test_without_torchrun_it_says_how() -> None:
