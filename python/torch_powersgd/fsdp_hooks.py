@@ -108,6 +108,7 @@ class _Announcer:
     def __init__(self, unit: _Unit) -> None:
         self.unit = unit
         self.reduce_scatter = unit.group._reduce_scatter_comm
+        self.input: tuple[int, int] | None = None  # pass and size of the input that was asked for
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -118,12 +119,20 @@ class _Announcer:
         """
         tensor: torch.Tensor = self.reduce_scatter.allocate(size, dtype=dtype, device=device)
         unit = self.unit
-        if unit.all_reduces:
+        if self._is_output(tensor.numel()) and unit.all_reduces:
             numbers = unit.numbers(tensor)
             unit.steps.enter(unit, numbers)
             divided = _divided_after(unit.group, dtype)
             unit.model.expect(unit.bucket(numbers), tensor, numbers, divided)
         return tensor
+
+    def _is_output(self, numel: int) -> bool:
+        shards = getattr(self.unit.group.mesh_info, "shard_mesh_size", 1)
+        # A pass that failed may have asked for an input alone.
+        current = torch._C._current_graph_task_id()
+        is_output = self.input == (current, numel * shards)
+        self.input = None if is_output else (current, numel)
+        return is_output
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.reduce_scatter(*args, **kwargs)
