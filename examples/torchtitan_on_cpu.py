@@ -29,11 +29,12 @@ torch._utils._get_available_device_type = lambda: "cpu"
 
 def set_timeout(timeout: Any, group: Any = None) -> None:
     """torch 2.13 lacks it, on GPUs as well."""
-    (group or dist.group.WORLD).set_timeout(timeout)
+    group = dist.group.WORLD if group is None else group
+    group.set_timeout(timeout)
 
 
 if not hasattr(dist, "set_timeout"):
-    dist.set_timeout = set_timeout
+    setattr(dist, "set_timeout", set_timeout)  # noqa: B010
 
 from char_gpt import VOCABULARY, read_text, sample  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402

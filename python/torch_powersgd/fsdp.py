@@ -2,10 +2,10 @@
 """The parts of a module that FSDP2 has sharded or replicated: units, shards and replicas.
 
 A unit is a module, or a list of modules, that ``fully_shard`` or ``replicate`` was called with.
-FSDP2 keeps its parameters in a group. Each parameter's shard is a matrix of some of its rows, padded to the same number on
-every rank. FSDP2 replicates by itself where a module's mesh has a dimension of replicas. The
-private parts of torch that this file uses are the same in torch 2.11 to 2.14, except the attribute
-that ``groups_of`` reads.
+FSDP2 keeps its parameters in a group. Each parameter's shard is a matrix of some of its rows,
+padded to the same number on every rank. FSDP2 replicates by itself where a module's mesh has a
+dimension of replicas. The private parts of torch that this file uses are the same in torch 2.11 to
+2.14, except the attribute that ``groups_of`` reads.
 """
 
 from __future__ import annotations

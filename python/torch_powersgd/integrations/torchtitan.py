@@ -97,7 +97,7 @@ class CompressedTrainer(Trainer):  # type: ignore[misc]
         return dims
 
 
-class _State(Stateful):  # type: ignore[misc]
+class _State(Stateful):
     """The state of the parts of a model on this rank, under keys that replicas share."""
 
     def __init__(self, parts: list[Any]) -> None:

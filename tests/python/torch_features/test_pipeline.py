@@ -53,7 +53,7 @@ class _Stage:
             torch.empty(MICRO_SIZE, size, requires_grad=n > 0) for n, size in enumerate(SIZES)
         ]
         stage = PipelineStage(
-            self.module,
+            self.module,  # type: ignore[arg-type]
             self.number,
             2,
             torch.device("cpu"),
