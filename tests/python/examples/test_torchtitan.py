@@ -143,7 +143,10 @@ def test_gradients_of_low_rank_come_back_whole(both: Any) -> None:
         # Both have made the same steps before this one.
         found = from_bytes(mine.gradients)
         for name, wanted in from_bytes(plain.gradients).items():
-            assert relative_error(found[name], wanted) < 1e-4, name
+            if wanted.any():  # no token of the text has a row in the second half of the embedding
+                assert relative_error(found[name], wanted) < 1e-4, name
+            else:
+                assert not found[name].any()
         assert mine.losses[: WARM_UP + 1] == plain.losses[: WARM_UP + 1]
         for loss, wanted in zip(mine.losses, plain.losses, strict=True):
             assert loss == pytest.approx(wanted, rel=1e-2)
