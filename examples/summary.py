@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The last line that the examples with other libraries' training loops print."""
 
+import torch.distributed as dist
+
 import torch_powersgd
 
 
 def summary(loss: float) -> str:
-    stats = torch_powersgd.stats(residual_norms=False)
+    return f"loss {loss:.3f}; {sent()}"
+
+
+def sent(group: dist.ProcessGroup | None = None) -> str:
+    stats = torch_powersgd.stats(group, residual_norms=False)
     return (
-        f"loss {loss:.3f}; {stats['exact_calls']} buckets sent exactly, "
+        f"{stats['exact_calls']} buckets sent exactly, "
         f"{stats['compressed_calls']} compressed, {stats['ratio']:.1f} times fewer bytes in all"
     )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
 
 NAME = "powersgd"
+DEFAULTS = {"cpu": "gloo", "cuda": "nccl"}
 STREAM_ORDERED = {"nccl"}  # Collectives of these backends do not block the host.
 
 
@@ -128,6 +129,8 @@ def _inner_name(options: Options, device: str) -> str:
     name = options.inner
     if name == "auto":
         name = dist.Backend.default_device_backend_map[device]
+        if name == NAME:  # so that a library that looks there for its backend takes this one
+            name = DEFAULTS[device]
     if name == NAME:
         raise ValueError("inner must be the name of the backend to wrap, got 'powersgd' itself")
     return name

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The parts of a module that FSDP2 has sharded or replicated: units, shards and replicas.
 
-A unit is a module that ``fully_shard`` or ``replicate`` was called with. FSDP2 keeps its parameters
-in a group. Each parameter's shard is a matrix of some of its rows, padded to the same number on
-every rank. FSDP2 replicates by itself where a module's mesh has a dimension of replicas. The
-private parts of torch that this file uses are the same in torch 2.11 to 2.14, except the attribute
-that ``groups_of`` reads.
+A unit is a module, or a list of modules, that ``fully_shard`` or ``replicate`` was called with.
+FSDP2 keeps its parameters in a group. Each parameter's shard is a matrix of some of its rows,
+padded to the same number on every rank. FSDP2 replicates by itself where a module's mesh has a
+dimension of replicas. The private parts of torch that this file uses are the same in torch 2.11 to
+2.14, except the attribute that ``groups_of`` reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+LARGEST_SEARCHED = 16  # parameters of a unit, so 65 536 subsets
 
 
 def group_of(module: FSDPModule, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -109,9 +112,13 @@ def compare_places(everyone: list[dict[str, Any]]) -> str:
 
 
 def units_of(module: FSDPModule) -> list[Any]:
-    """Returns the units of the module, the root first."""
+    """Returns the first module of each unit, the root first."""
     assert isinstance(module, torch.nn.Module)
-    return [m for m in module.modules() if isinstance(m, FSDPModule) and groups_of(m)]
+    firsts: dict[int, Any] = {}  # The modules of a unit share its state.
+    for m in module.modules():
+        if isinstance(m, FSDPModule) and groups_of(m):
+            firsts.setdefault(id(m._get_fsdp_state()), m)
+    return list(firsts.values())
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:
@@ -134,6 +141,24 @@ def packed(group: Any) -> list[Any]:
     # torch 2.15 and later order them by the gradients' dtype, once the module has run.
     order = getattr(group, "_reduce_scatter_param_indices", range(len(shards)))
     return [shards[i] for i in order]
+
+
+def only_subset(sizes: Sequence[int], total: int) -> list[int]:
+    """Returns the indices of the sizes that add up to ``total``, or none if it is not known which.
+
+    It is known if there is only one such subset, and the sizes are few enough to try them all.
+    """
+    if sum(sizes) == total:
+        return list(range(len(sizes)))
+    if len(sizes) > LARGEST_SEARCHED:
+        return []
+    found: dict[int, list[int] | None] = {0: []}  # None: several subsets have this sum.
+    for i, size in enumerate(sizes):
+        for before, subset in list(found.items()):
+            if before + size <= total:
+                known = subset is not None and before + size not in found
+                found[before + size] = [*subset, i] if known and subset is not None else None
+    return found.get(total) or []
 
 
 def trainable(module: FSDPModule) -> list[tuple[Any, str, Any]]:

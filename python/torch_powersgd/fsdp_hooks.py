@@ -16,16 +16,17 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd._core import _C
-from torch_powersgd.fsdp import groups_of, own_replicas, packed, trainable, units_of
+from torch_powersgd.fsdp import groups_of, only_subset, own_replicas, packed, trainable, units_of
 
 
 def set_hooks(module: FSDPModule, model: _C.AttachedModel, replicas: int) -> None:
     """Sets the hooks of the units. The parameters of ``model`` are ``shards_of(module)``."""
     number_of = {id(shard): i for i, (_, _, shard) in enumerate(trainable(module))}
-    passes = _Passes(model.end_step)
+    steps = _Steps(model.end_step)
     native = own_replicas(module) is not None
-    for bucket, unit in enumerate(units_of(module)):
-        mine = _Unit(model, bucket, groups_of(unit)[0], number_of, passes)
+    buckets: dict[tuple[int, ...], int] = {}
+    for unit in units_of(module):
+        mine = _Unit(model, groups_of(unit)[0], number_of, buckets, steps)
         if native:
             unit.set_custom_reduce_scatter(_Announcer(mine))
         else:
@@ -38,13 +39,13 @@ class _Unit:
     def __init__(
         self,
         model: _C.AttachedModel,
-        bucket: int,
         group: Any,
         number_of: dict[int, int],
-        passes: _Passes,
+        buckets: dict[tuple[int, ...], int],
+        steps: _Steps,
     ) -> None:
-        self.model, self.bucket, self.group = model, bucket, group
-        self.number_of, self.passes = number_of, passes
+        self.model, self.group, self.number_of = model, group, number_of
+        self.buckets, self.steps = buckets, steps
 
     @property
     def all_reduces(self) -> bool:
@@ -53,11 +54,28 @@ class _Unit:
         return requires
 
     def numbers(self, gradients: torch.Tensor) -> list[int]:
-        """Returns the parameters that the tensor holds, or none if they are not known."""
-        shards = [p for p in packed(self.group) if p.sharded_param.requires_grad]
-        numel = sum(shard.padded_sharded_param_size.numel() for shard in shards)
-        known = numel == gradients.numel() and all(id(shard) in self.number_of for shard in shards)
-        return [self.number_of[id(shard)] for shard in shards] if known else []
+        """Returns the parameters that the tensor holds, or none if they are not known.
+
+        It holds all of the unit's, or those whose modules have had their backward pass. A unit of
+        a norm and an output layer is reduced in two parts if the loss calls the latter by itself.
+        """
+        shards = self._trainable()
+        sizes = [shard.padded_sharded_param_size.numel() for shard in shards]
+        held = [shards[i] for i in only_subset(sizes, gradients.numel())]
+        known = all(id(shard) in self.number_of for shard in held)
+        return [self.number_of[id(shard)] for shard in held] if known else []
+
+    def all_numbers(self) -> list[int]:
+        """Returns the parameters of the unit that are attached and trainable."""
+        known = (self.number_of.get(id(shard)) for shard in self._trainable())
+        return [number for number in known if number is not None]
+
+    def _trainable(self) -> list[Any]:
+        return [shard for shard in packed(self.group) if shard.sharded_param.requires_grad]
+
+    def bucket(self, numbers: list[int]) -> int:
+        """Returns the number of the bucket of these parameters."""
+        return self.buckets.setdefault(tuple(numbers), len(self.buckets))
 
 
 class _AllReduce:
@@ -79,9 +97,9 @@ class _AllReduce:
         if not gradients.is_cpu:
             # FSDP2 keeps the tensor until this stream is done only for its own all-reduce.
             gradients.record_stream(torch.accelerator.current_stream(gradients.device))
-        unit.passes.enter()
         numbers = unit.numbers(gradients)
-        unit.model.reduce(unit.bucket, gradients, numbers, self.replicas).wait()
+        unit.steps.enter(unit, numbers)
+        unit.model.reduce(unit.bucket(numbers), gradients, numbers, self.replicas).wait()
 
 
 class _Announcer:
@@ -90,6 +108,7 @@ class _Announcer:
     def __init__(self, unit: _Unit) -> None:
         self.unit = unit
         self.reduce_scatter = unit.group._reduce_scatter_comm
+        self.input: tuple[int, int] | None = None  # pass and size of the input that was asked for
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -100,11 +119,20 @@ class _Announcer:
         """
         tensor: torch.Tensor = self.reduce_scatter.allocate(size, dtype=dtype, device=device)
         unit = self.unit
-        if unit.all_reduces:
-            unit.passes.enter()
+        if self._is_output(tensor.numel()) and unit.all_reduces:
+            numbers = unit.numbers(tensor)
+            unit.steps.enter(unit, numbers)
             divided = _divided_after(unit.group, dtype)
-            unit.model.expect(unit.bucket, tensor, unit.numbers(tensor), divided)
+            unit.model.expect(unit.bucket(numbers), tensor, numbers, divided)
         return tensor
+
+    def _is_output(self, numel: int) -> bool:
+        shards = getattr(self.unit.group.mesh_info, "shard_mesh_size", 1)
+        # A pass that failed may have asked for an input alone.
+        current = torch._C._current_graph_task_id()
+        is_output = self.input == (current, numel * shards)
+        self.input = None if is_output else (current, numel)
+        return is_output
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.reduce_scatter(*args, **kwargs)
@@ -126,16 +154,43 @@ def _divided_after(group: Any, dtype: torch.dtype) -> float:
     return divided or 1.0
 
 
-class _Passes:
-    """Calls ``end`` when a backward pass ends in which ``enter`` was called."""
+class _Steps:
+    """Calls ``end`` when the last gradients of a step have been reduced.
+
+    This is when the backward pass ends in which they were. A pass that has reduced a part of a unit
+    is followed by one that reduces the rest: a loss may go backward through the output layer by
+    itself. A pipeline's schedule reduces after its passes. A step that no pass ends is over when
+    one of its units is reduced again.
+    """
 
     def __init__(self, end: Callable[[], None]) -> None:
         self.end = end
         self.entered: int | None = None
+        self.reduced: set[object] = set()
+        self.rests: set[int] = set()
+        self.waits = True  # False: a part was not followed by the rest, which is not used
 
-    def enter(self) -> None:
+    def enter(self, unit: _Unit, numbers: list[int]) -> None:
+        """Notes that parameters of a unit are reduced, or all of the unit's if none are named."""
+        keys: set[object] = {*numbers} or {unit}
         # An id and not a flag, because the end of a pass that failed is never called.
         current = torch._C._current_graph_task_id()
-        if current != self.entered:
+        in_new_pass = current < 0 or current != self.entered
+        if in_new_pass and keys & self.reduced:
+            self.waits = not self.rests
+            self._end()
+        self.reduced |= keys
+        self.rests |= {*unit.all_numbers()} if numbers else set()
+        self.rests -= self.reduced
+        if in_new_pass and current >= 0:
             self.entered = current
-            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)
+
+    def _end_of_pass(self) -> None:
+        if not (self.waits and self.rests):
+            self._end()
+
+    def _end(self) -> None:
+        self.reduced.clear()
+        self.rests.clear()
+        self.end()

@@ -315,3 +315,14 @@ def test_another_release_of_torch_is_refused_at_import() -> None:
 def test_another_build_of_the_same_release_is_accepted() -> None:
     release = _C.torch_version.split("+")[0]
     assert _import(f"torch.__version__ = '{release}+local'").returncode == 0
+
+
+def _as_default(rank: int) -> bool:
+    # torchtitan looks for the name of its backend here.
+    dist.Backend.default_device_backend_map["cpu"] = "powersgd"
+    ranks.init_group(dist.Backend.default_device_backend_map["cpu"], ALWAYS)
+    return _compresses(rank)
+
+
+def test_a_job_may_name_it_as_the_default_backend_of_a_device() -> None:
+    assert ranks.run(2, _as_default, backend=None) == [True, True]

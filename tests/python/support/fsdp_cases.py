@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +30,9 @@ REPLICAS, SHARDS = 2, 2
 # A Net that is an FSDPModule as well: fully_shard changes the class of its argument.
 Sharded = Any
 
+# The names of the modules of each unit of a Net but the last, which is the rest. None: the blocks.
+Units = Sequence[Sequence[str]] | None
+
 
 class Net(nn.Module):
     """A net with uneven shards. Only the first rank has an element of ``gain``."""
@@ -41,11 +44,16 @@ class Net(nn.Module):
         self.out = nn.Linear(width, 33)
 
     def forward(
-        self, x: torch.Tensor, skip: int | None = None, gained: bool = True
+        self,
+        x: torch.Tensor,
+        skip: int | None = None,
+        gained: bool = True,
+        headless: bool = False,
     ) -> torch.Tensor:
         for i, block in enumerate(self.blocks):
             x = x if i == skip else torch.tanh(block(x))
-        output: torch.Tensor = self.out(self.gain * x if gained else x)
+        x = self.gain * x if gained else x
+        output: torch.Tensor = x if headless else self.out(x)
         return output
 
 
@@ -65,9 +73,10 @@ def sharded(
     mesh: DeviceMesh,
     tensor_mesh: DeviceMesh | None = None,
     prepare: Callable[[nn.Module], nn.Module] = lambda block: block,
+    units: Units = None,
     **arguments: Any,
 ) -> Sharded:
-    """A net of which each block, as ``prepare`` returns it, and the rest are sharded."""
+    """A net of which each unit of blocks, as ``prepare`` returns them, and the rest are sharded."""
     torch.manual_seed(0)
     net = Net()
     if tensor_mesh is not None:
@@ -76,8 +85,8 @@ def sharded(
             net, tensor_mesh, {"blocks.0": ColwiseParallel(), "blocks.1": RowwiseParallel()}
         )
     net.blocks = nn.ModuleList(prepare(block) for block in net.blocks)
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh, **arguments)
+    for unit in (["blocks.0"], ["blocks.1"]) if units is None else units:
+        fully_shard([net.get_submodule(name) for name in unit], mesh=mesh, **arguments)
     return fully_shard(net, mesh=mesh, **arguments)
 
 
@@ -190,6 +199,23 @@ def summed(module: Sharded) -> None:
             unit.set_gradient_divide_factor(2.0)
 
 
+def backward_in_two_passes(module: Sharded, x: torch.Tensor) -> None:
+    """Goes backward through the output layer, one piece after the other, and then through the rest.
+
+    As in torchtitan's chunked loss, the layer's gradients are reduced with those of the last piece.
+    """
+    hidden = module(x, headless=True)
+    leaf = hidden.detach().requires_grad_()
+    module.out.set_requires_gradient_sync(False, recurse=False)
+    module.out.unshard()
+    pieces = leaf.chunk(2)
+    for piece in pieces:
+        module.out.set_requires_gradient_sync(piece is pieces[-1], recurse=False)
+        module.out(piece).square().mean().backward()
+    module.out.reshard()
+    hidden.backward(leaf.grad)
+
+
 CASES: dict[str, Callable[[int], Facts]] = {}
 
 
@@ -282,6 +308,29 @@ def accumulation_of_shards(rank: int, native: bool) -> Facts:
     return make_pair(native=native).train(
         rank, 3, lambda module, last: module.set_requires_all_reduce(last)
     )
+
+
+@case_of_both
+def unit_of_modules(rank: int, native: bool) -> Facts:
+    """A unit of a block and the output layer."""
+    pair = make_pair(native=native, units=[["blocks.1", "out"]])
+    facts = pair.train(rank)
+    facts.extra = tp.stats(pair.group)["steps"]
+    return facts
+
+
+@case_of_both
+def output_backward_by_itself(rank: int, native: bool) -> Facts:
+    """A loss of pieces, which goes backward through the output layer before the other layers."""
+    pair = make_pair(native=native, units=[["blocks.1", "out"]])
+    for i in range(STEPS):
+        pair.equalize()
+        for module in (pair.attached, pair.plain):
+            module.zero_grad()
+            backward_in_two_passes(module, gradient((6, 25), "input", rank, i))
+        pair.record(i)
+    pair.facts.extra = tp.stats(pair.group)["steps"]
+    return pair.finish()
 
 
 @case

@@ -22,6 +22,7 @@ from support.fsdp_cases import (
     SHARDS,
     Net,
     Sharded,
+    Units,
     gradients,
     make_pair,
     mesh_of,
@@ -30,7 +31,7 @@ from support.fsdp_cases import (
 from support.log_records import LogRecords
 from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts, same
 from support.synthetic import Ledger, from_bytes, gradient, relative_error, to_bytes
-from torch_powersgd.fsdp import packed
+from torch_powersgd.fsdp import only_subset, packed
 
 WORLD_SIZE = REPLICAS * SHARDS
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
@@ -69,6 +70,11 @@ def test_stats_count_steps_and_units(results: list[dict[str, Facts]], name: str)
         assert names == sorted(name for name, _ in Net().named_parameters())
 
 
+@pytest.mark.parametrize("name", ["unit_of_modules", "output_backward_by_itself"])
+def test_a_step_ends_with_the_rest_of_its_units(results: list[dict[str, Facts]], name: str) -> None:
+    assert {r[case].extra for r in results for case in (name, f"native_{name}")} == {STEPS}
+
+
 def test_the_loss_scale_grew_and_fell(results: list[dict[str, Facts]]) -> None:
     # It doubled after three steps and after three more; the bad step in between halved it.
     assert {r[name].extra for r in results for name in ("loss_scale", "native_loss_scale")} == {
@@ -82,15 +88,15 @@ def _backward(module: Sharded, rank: int, i: int, **arguments: Any) -> list[torc
     return list(gradients(module).values())
 
 
-def _pair(native: bool = False) -> tuple[Sharded, Sharded]:
+def _pair(native: bool = False, units: Units = None) -> tuple[Sharded, Sharded]:
     """An attached module and FSDP2's own HSDP, which begin with the same parameters.
 
     FSDP2 all-reduces the attached one by itself too if it is native.
     """
     mesh = mesh_of(("cpu:powersgd", OPTIONS))
-    attached = sharded(mesh if native else mesh["shard"])
+    attached = sharded(mesh if native else mesh["shard"], units=units)
     tp.attach(attached, group=mesh.get_group("replicate"))
-    return attached, sharded(mesh_of("gloo"))
+    return attached, sharded(mesh_of("gloo"), units=units)
 
 
 def _by_hand(rank: int) -> list[bool]:
@@ -155,9 +161,15 @@ def test_a_checkpoint_of_the_shards_goes_on(per_rank: bool, tolerance: float, na
         assert steps == STEPS + 3
 
 
-def _unknown_subset(rank: int, native: bool) -> tuple[dict[bool, list[str]], list[tuple[str, str]]]:
-    """Leaves one of the root's own parameters unused. FSDP2's hook does not learn which one."""
-    attached, plain = _pair(native)
+def _unused(
+    rank: int, native: bool, one_unit: bool
+) -> tuple[dict[bool, list[str]], list[tuple[str, str]], int]:
+    """Leaves a block unused, or one of the root's own parameters.
+
+    FSDP2's hooks do not learn which. As a part of one unit, the block is as large as another.
+    """
+    attached, plain = _pair(native, units=() if one_unit else None)
+    arguments: dict[str, Any] = {"skip": 0} if one_unit else {"gained": False}
     warnings = LogRecords(logging.WARNING).seen
     exact = {}
     for told in (False, True):
@@ -165,20 +177,38 @@ def _unknown_subset(rank: int, native: bool) -> tuple[dict[bool, list[str]], lis
             module.set_reduce_scatter_unused_params(told)
         for i in range(STEPS):
             for module in (attached, plain):
-                _backward(module, rank, i, gained=False)
+                _backward(module, rank, i, **arguments)
         found, wanted = gradients(attached), gradients(plain)
         exact[told] = [n for n, g in found.items() if "weight" in n and same([g], [wanted[n]])]
-    return exact, warnings
+    return exact, warnings, tp.state_dict(attached)["step"]
 
 
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch is too old"
 )
 @pytest.mark.parametrize("native", [False, True])
-def test_a_module_with_unused_parameters_is_exact_unless_all_are_reduced(native: bool) -> None:
-    for exact, warnings in ranks.run(WORLD_SIZE, _unknown_subset, native, backend="gloo"):
-        assert exact == {False: ["out.weight"], True: []}
-        assert sum("set_reduce_scatter_unused_params" in message for _, message in warnings) == 1
+@pytest.mark.parametrize("one_unit", [False, True])
+def test_unused_parameters_are_exact_unless_the_size_tells_which(
+    native: bool, one_unit: bool
+) -> None:
+    for exact, warnings, steps in ranks.run(WORLD_SIZE, _unused, native, one_unit, backend="gloo"):
+        unknown = ["blocks.1.weight", "out.weight"] if one_unit else []
+        # The gradient of the unused block is zero, with compression or without.
+        assert exact == {False: unknown, True: ["blocks.0.weight"] if one_unit else []}
+        told = sum("set_reduce_scatter_unused_params" in message for _, message in warnings)
+        assert told == one_unit
+        assert steps == 2 * STEPS
+
+
+def test_a_part_of_a_unit_is_known_by_its_size_if_no_other_part_has_it() -> None:
+    assert only_subset([5, 3, 9], 17) == [0, 1, 2]
+    assert only_subset([5, 3, 9], 14) == [0, 2]
+    assert only_subset([5, 3, 9], 7) == []
+    assert only_subset([5, 3, 8], 8) == []  # the first two, or the last
+    assert only_subset([4, 4, 9], 13) == []
+    assert only_subset([4, 4, 9], 8) == [0, 1]
+    assert only_subset([1] * 17, 17) == list(range(17))
+    assert only_subset([2**i for i in range(17)], 1) == []  # too many to try
 
 
 def _detached(rank: int, native: bool) -> list[bool]:

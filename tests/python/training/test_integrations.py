@@ -15,7 +15,7 @@ import torch
 import torch_powersgd as tp
 
 
-@pytest.mark.parametrize("library", ["lightning", "transformers"])
+@pytest.mark.parametrize("library", ["lightning", "torchtitan", "transformers"])
 def test_a_missing_library_is_named(library: str) -> None:
     program = (
         f"import sys; sys.modules[{library!r}] = None\nimport torch_powersgd.integrations.{library}"
@@ -29,7 +29,7 @@ def test_a_missing_library_is_named(library: str) -> None:
 def test_the_package_imports_none_of_the_libraries() -> None:
     program = (
         "import sys, torch_powersgd, torch_powersgd.integrations.accelerate\n"
-        "print(*{'accelerate', 'lightning', 'transformers'} & {*sys.modules})"
+        "print(*{'accelerate', 'lightning', 'torchtitan', 'transformers'} & {*sys.modules})"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torchtitan.
+
+    from torch_powersgd.integrations.torchtitan import compressed
+    from torchtitan.models.llama3 import config_registry
+
+    def llama3_8b():  # in a module of yours, which --module names
+        return compressed(config_registry.llama3_8b())
+
+examples/with_torchtitan.py is a whole program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torch_powersgd import checkpoint
+from torch_powersgd._backend import NAME
+from torch_powersgd.attach import attach, attachment_of
+from torch_powersgd.options import Options, configure
+
+try:
+    import tyro
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.tools.utils import device_type
+    from torchtitan.trainer import Trainer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"torch_powersgd.integrations.torchtitan needs torchtitan ({error}): pip install torchtitan"
+    ) from error
+
+KEY = "torch_powersgd"  # of the state in a checkpoint
+
+
+def compressed(config: Trainer.Config, options: Options | None = None) -> Trainer.Config:
+    """Returns the config of the same training, with compression between the replicas.
+
+    The replicas are those of ``parallelism.data_parallel_replicate_degree``, which must be 2 or
+    more. All process groups have the backend ``"powersgd"``, and every other collective is exact.
+    Checkpoints have the state of compression. CUDA graphs are disabled, because a graph would
+    repeat the exact steps for ever.
+
+    Args:
+        config: What a function of a config registry returns.
+        options: Options, or None for ``Options.recommended()``.
+
+    Raises:
+        ValueError: If the config belongs to another trainer than torchtitan's ``Trainer``.
+    """
+    if type(config) is not Trainer.Config:
+        raise ValueError(
+            f"compressed takes a Trainer.Config of torchtitan, got {type(config).__qualname__}"
+        )
+    # A config holds plain values, which torchtitan writes as JSON.
+    plain = dataclasses.replace(options or Options.recommended(), scope="attached")._plain()
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    made: Trainer.Config = CompressedTrainer.Config(**fields, powersgd=plain)
+    made.training.disable_cuda_graphs = True
+    return made
+
+
+class CompressedTrainer(Trainer):  # type: ignore[misc]
+    """torchtitan's Trainer over powersgd groups, with its model attached and the state saved."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):  # type: ignore[misc]
+        powersgd: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+        """The fields of ``Options``, as plain values."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        for part in self.model_parts:
+            attach(part)
+        if config.checkpoint.enable:
+            self.checkpointer.states[KEY] = _State(self.model_parts)
+
+    def init_distributed(self) -> ParallelDims:
+        configure(Options(**self.config.powersgd))
+        # torchtitan looks here for its backend.
+        backends = dist.Backend.default_device_backend_map
+        default = backends[device_type]
+        backends[device_type] = NAME
+        try:
+            dims = super().init_distributed()
+        finally:
+            backends[device_type] = default
+        if not dims.dp_replicate_enabled:
+            raise ValueError(
+                "parallelism.data_parallel_replicate_degree must be at least 2: compression is "
+                "between replicas"
+            )
+        return dims
+
+
+class _State(Stateful):
+    """The state of the parts of a model on this rank, under keys that replicas share."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = {
+            f"rank {dist.get_process_group_ranks(attachment_of(part).group)[0]}, part {i}": part
+            for i, part in enumerate(parts)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: checkpoint.state_dict(part) for key, part in self.parts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, part in self.parts.items():
+            checkpoint.load_state_dict(part, state[key])
