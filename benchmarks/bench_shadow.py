@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from torch_powersgd.shadow import STEPS
+from torch_powersgd.tools.shadow import STEPS
 
 RANKS = (1, 2, 4, 8, 16, 32)
 LOSSES = Path(__file__).with_name("results") / "convergence.json"

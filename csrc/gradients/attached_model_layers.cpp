@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What the last step of an attached model kept, sent and delivered, layer by layer.
+// The last step of an attached model, layer by layer: the residual, and the part that was sent.
 #include <ATen/ATen.h>
 
 #include <algorithm>

@@ -45,7 +45,7 @@ struct Outline {
   int64_t bytes_after = 0;
 };
 
-// One parameter's last step on this rank. Norms are Frobenius norms, in the units of the loss scale.
+// One parameter's last step on this rank. Norms are Frobenius norms in the loss scale's units.
 struct LayerStats {
   std::string name;
   MatrixShape shape{};       // that of the matrix

@@ -9,18 +9,25 @@
 Importing the package registers the backend ``"powersgd"`` for CPU and CUDA.
 """
 
+from typing import TYPE_CHECKING
+
 from torch_powersgd._backend import register
 from torch_powersgd._version import __version__
 from torch_powersgd.attach import attach, comm_hook, detach
 from torch_powersgd.checkpoint import CompressionState, load_state_dict, state_dict
 from torch_powersgd.control import compression, set_grad_scale, step_skipped
 from torch_powersgd.options import Options, configure
-from torch_powersgd.shadow import shadow
 from torch_powersgd.stats import reset_stats, stats
+
+if TYPE_CHECKING:
+    from torch_powersgd.tools.comparison import ShadowedLayer
+    from torch_powersgd.tools.shadow import Shadow, shadow
 
 __all__ = [
     "CompressionState",
     "Options",
+    "Shadow",
+    "ShadowedLayer",
     "__version__",
     "attach",
     "comm_hook",
@@ -37,3 +44,13 @@ __all__ = [
 ]
 
 register()
+
+
+def __getattr__(name: str) -> object:
+    """Imports shadow mode, which training does without, where it is asked for."""
+    if name not in ("Shadow", "ShadowedLayer", "shadow"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torch_powersgd.tools import shadow
+
+    found: object = getattr(shadow, name)
+    return found

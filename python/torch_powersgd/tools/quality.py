@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from torch_powersgd.comparison import Comparison
 from torch_powersgd.options import Options
+from torch_powersgd.tools.comparison import Comparison
 
 LEARNING_RATE = 1e-3
 

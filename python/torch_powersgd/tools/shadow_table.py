@@ -4,27 +4,32 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from torch_powersgd.tools.comparison import ShadowedLayer
 from torch_powersgd.tools.plan import common_prefix, wrapped
 from torch_powersgd.units import size_text
-
-if TYPE_CHECKING:
-    from torch_powersgd.shadow import Shadow, ShadowedLayer
 
 LARGEST = 10  # layers that the table shows
 NAME_WIDTH = 30
 WIDTH = 100
 
 
-def table_of(shadow: Shadow) -> str:
-    """The largest compressed layers, then the whole model, as text. The shadow is done."""
-    by_layer = list(zip(*(shadow.layers[rank] for rank in shadow.ranks), strict=True))
+def table_of(
+    layers_at: Mapping[int, Sequence[ShadowedLayer]], errors: Mapping[int, float], steps: int
+) -> str:
+    """The largest compressed layers, then the whole model, as text.
+
+    Args:
+        layers_at: the layers at each rank.
+        errors: the error of the whole model at each rank.
+        steps: the number of steps.
+    """
+    by_layer = list(zip(*layers_at.values(), strict=True))
     compressed = [layers for layers in by_layer if any(layer.rank for layer in layers)]
     shown = sorted(compressed, key=lambda layers: -layers[0].bytes_before)[:LARGEST]
     prefix = common_prefix([layers[0].name for layers in shown]) if len(shown) > 1 else ""
@@ -38,18 +43,14 @@ def table_of(shadow: Shadow) -> str:
         for i, layer in enumerate(layers):
             labels = ("", "") if i else (name, shape)
             table.add_row(*labels, *_cells(layer), end_section=i + 1 == len(layers))
-    for i, rank in enumerate(shadow.ranks):
+    for i, (rank, error) in enumerate(errors.items()):
         label = f"all {len(by_layer)} parameters" if i == 0 else ""
-        table.add_row(label, "", *_sums(shadow, rank))
+        table.add_row(label, "", str(rank), *_numbers(error, layers_at[rank]))
     text = io.StringIO()
-    title = f"Error of the compressed gradients over {shadow.steps} steps, which stayed exact."
+    title = f"Error of the compressed gradients over {steps} steps, which stayed exact."
     text.write(title + (f" All names begin with {prefix}.\n" if prefix else "\n"))
     Console(file=text, width=WIDTH).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
-
-
-def _sums(shadow: Shadow, rank: int) -> tuple[str, ...]:
-    return (str(rank), *_numbers(shadow.error(rank), shadow.layers[rank]))
 
 
 def _cells(layer: ShadowedLayer) -> tuple[str, ...]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,31 @@ from torch_powersgd._core import _C
 from torch_powersgd.control import compression
 from torch_powersgd.lookup import BACKENDS, find_backend
 from torch_powersgd.options import Options
+
+
+@dataclass(frozen=True)
+class ShadowedLayer:
+    """One parameter under one rank of the approximation.
+
+    Attributes:
+        name: Name of the parameter.
+        shape: Shape of the parameter.
+        rank: Rank of its factors. It is 0 if the parameter is sent raw.
+        error: Error of its compressed gradients: the square root of sum |out - g|^2 / sum |g|^2
+            over the steps. g is the average of the ranks' gradients, and out that of PowerSGD with
+            error feedback. The error may exceed 1, as out also has what earlier steps left.
+        bytes_before: Bytes of its gradient.
+        bytes_after: Bytes that a step sends in its place.
+        milliseconds: Milliseconds that the stages take for it alone, on the slowest rank.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rank: int
+    error: float
+    bytes_before: int
+    bytes_after: int
+    milliseconds: float
 
 
 class Comparison:

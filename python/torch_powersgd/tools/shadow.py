@@ -15,37 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import log
 from torch_powersgd.agreement import next_call
-from torch_powersgd.comparison import Comparison, average_exactly
 from torch_powersgd.ddp import Hook, check_module, parameters_of, refuse_second_hook
 from torch_powersgd.options import Options, lay_over
+from torch_powersgd.tools.comparison import Comparison, ShadowedLayer, average_exactly
+from torch_powersgd.tools.costs import milliseconds_of
 
 RANKS = (1, 4, 16)
 STEPS = 50
-
-
-@dataclasses.dataclass(frozen=True)
-class ShadowedLayer:
-    """One parameter under one rank of the approximation.
-
-    Attributes:
-        name: Name of the parameter.
-        shape: Shape of the parameter.
-        rank: Rank of its factors. It is 0 if the parameter is sent raw.
-        error: Error of its compressed gradients: the square root of sum |out - g|^2 / sum |g|^2
-            over the steps. g is the average of the ranks' gradients, and out that of PowerSGD with
-            error feedback. The error may exceed 1, as out also has what earlier steps left.
-        bytes_before: Bytes of its gradient.
-        bytes_after: Bytes that a step sends in its place.
-        milliseconds: Milliseconds that the stages take for it alone, on the slowest rank.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    rank: int
-    error: float
-    bytes_before: int
-    bytes_after: int
-    milliseconds: float
 
 
 class Shadow:
@@ -96,7 +72,7 @@ class Shadow:
             return f"shadow has taken {self.step} of {self.steps} steps"
         from torch_powersgd.tools.shadow_table import table_of
 
-        return table_of(self)
+        return table_of(self.layers, self._errors, self.steps)
 
     def _hook(self) -> Hook:
         def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -123,8 +99,6 @@ class Shadow:
 
     def _finish(self) -> None:
         """Makes the layers' records, and says what was found."""
-        from torch_powersgd.tools.costs import milliseconds_of
-
         found = self._comparison
         self._errors = dict(zip(self.ranks, found.errors(), strict=True))
         errors = found.errors_of_parameters()
