@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from scaling.settings import METHODS, ONE_BUCKET, WIRES, Setting, layout_of, options_of
 
+from scaling.settings import METHODS, ONE_BUCKET, WIRES, Setting, layout_of, options_of
 from torch_powersgd._core import _C
 from torch_powersgd.tools.costs import Link, StageSeconds, bytes_in_ring
 from torch_powersgd.tools.footprint import Layout, elements_of, footprint_of, matrices_of

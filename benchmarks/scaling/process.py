@@ -41,11 +41,8 @@ def bytes_to_port(port: int) -> int:
     for descriptor in _descriptors():
         if not _target(descriptor).startswith("socket:"):
             continue
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            with contextlib.suppress(OSError):  # it listens, or is no connection
-                if connection.getpeername()[1] == port:
-                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    total += sum(struct.unpack_from("QQ", info, _TCP_BYTES_AT))
+        with contextlib.suppress(OSError):  # it listens, or is no connection
+            total += _bytes_of_connection(descriptor, port)
     return total
 
 
@@ -79,6 +76,15 @@ class Counter:
 
     def flush(self) -> None:
         """Keeps nothing back."""
+
+
+def _bytes_of_connection(descriptor: int, port: int) -> int:
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.getpeername()[1] != port:
+            return 0
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        sent, received = struct.unpack_from("QQ", info, _TCP_BYTES_AT)
+        return int(sent + received)
 
 
 def _descriptors() -> list[int]:

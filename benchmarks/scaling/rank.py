@@ -17,13 +17,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from local_ranks import bytes_written
-from scaling import process
-from scaling.settings import EXACT_STEPS, RANK, Setting
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from scaling import process
+from scaling.settings import EXACT_STEPS, RANK, Setting
 
 STEPS = 2  # that are counted
 _COLLECTIVE_SECONDS = 300
