@@ -114,6 +114,7 @@ def _packet_memory() -> list[int]:
 
 def _lines(name: str, gbit: float, message_us: float) -> list[dict[str, Any]]:
     """A line for each method with the buckets of DDP, and for some with all in one bucket."""
+    wanted: list[tuple[str, int | None]]
     wanted = [(method, None) for method in METHODS if method not in ("hook", "int4")]
     wanted += [("hook", ONE_BUCKET), ("int8", ONE_BUCKET)]
     lines = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter as Counts
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -51,8 +52,8 @@ class Model(nn.Module):
         self.weights = nn.ParameterList(map(nn.Parameter, tensors))
 
     def forward(self) -> Tensor:
-        drawn = [cast(Tensor, _Drawn.apply(weight)) for weight in self.weights]
-        return torch.stack(drawn).sum()
+        apply = cast(Callable[[Tensor], Tensor], _Drawn.apply)
+        return torch.stack([apply(weight) for weight in self.weights]).sum()
 
 
 def measure(rank: int, folder: Path, setting: Setting, checkpoints: bool) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def measure(rank: int, folder: Path, setting: Setting, checkpoints: bool) -> dic
         timeout=timedelta(seconds=_COLLECTIVE_SECONDS),
     )
     laps.end("init")
-    cap = {} if setting.cap is None else {"bucket_cap_mb": setting.cap}
+    cap: dict[str, Any] = {} if setting.cap is None else {"bucket_cap_mb": setting.cap}
     model = Model(setting.shapes, getattr(torch, setting.dtype))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False, **cap)
     laps.start()

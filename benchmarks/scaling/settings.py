@@ -118,7 +118,7 @@ def runs_of(
     """The runs of a part, the smallest first."""
     if part == "ranks":
         model = "tiny" if quick else "10 M"
-        methods = ("plain", "hook", "float32", "int8") if quick else METHODS
+        methods = ("plain", "hook", "int8") if quick else METHODS
         caps_of = {"hook": ONE_BUCKET}
         return [
             Setting(part, world, model, method, caps_of.get(method))
