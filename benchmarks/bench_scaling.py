@@ -73,7 +73,13 @@ def _record(arguments: argparse.Namespace) -> dict[str, Any]:
     if not (arguments.resume and arguments.json and arguments.json.exists()):
         return {**here, "runs": []}
     record: dict[str, Any] = json.loads(arguments.json.read_text())
+    for run in record["runs"]:
+        run["predicted"] = model.predict_run(_setting_of(run))
     return record
+
+
+def _setting_of(run: dict[str, Any]) -> Setting:
+    return Setting(**{name: run[name] for name in Setting.__dataclass_fields__})
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     # glibc then gives large blocks back as soon as they are free, so that the memory is exact.
     os.environ.update({"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"})
     record = _record(arguments)
-    done = [{name: run[name] for name in vars(Setting("", 0, "", ""))} for run in record["runs"]]
+    done = [_setting_of(run) for run in record["runs"]]
     todo = [
         setting
         for part in MEASURED
@@ -89,7 +95,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for setting in runs_of(
             part, arguments.ranks, arguments.models, arguments.caps, arguments.quick
         )
-        if vars(setting) not in done
+        if setting not in done
     ]
     columns = (
         TextColumn("{task.description:<56}"),
