@@ -24,13 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import local_ranks
+from cluster import hosts
 from provenance import heading, processor, provenance, write
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from scaling import model, rank, tables
+from scaling import hops, model, rank, tables
 from scaling.settings import MODELS, RANK, Setting, runs_of
 
 MEASURED = ("ranks", "parameters", "buckets")
-PARTS = (*MEASURED, "model")
+PARTS = (*MEASURED, "hops", "model")
+MOST_HOSTS = 8  # more take too long to share two cores
 _LIMIT_SECONDS = 900
 
 # The figures that are the same on all ranks, or nearly, and those whose mean is taken.
@@ -112,6 +114,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             else:
                 progress.console.print(f"left out, as memory is short: {setting.title}")
             progress.advance(bar)
+            write(record, arguments.json)
+    if "hops" in arguments.parts:
+        if lacks := hosts.missing():
+            print(f"left out: hops; missing: {', '.join(lacks)}")
+        else:
+            record["hops"] = hops.measure(
+                [world for world in arguments.ranks if world <= MOST_HOSTS]
+            )
             write(record, arguments.json)
     if "model" in arguments.parts:
         record["model"] = model.predict(arguments.rates, arguments.message_us)

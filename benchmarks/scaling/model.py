@@ -121,7 +121,7 @@ def _lines(name: str, gbit: float, message_us: float) -> list[dict[str, Any]]:
     """A line for each method with the buckets of DDP, and for some with all in one bucket."""
     wanted: list[tuple[str, int | None]]
     wanted = [(method, None) for method in METHODS if method not in ("hook", "int4")]
-    wanted += [("hook", ONE_BUCKET), ("int8", ONE_BUCKET)]
+    wanted += [(method, ONE_BUCKET) for method in ("plain", "hook", "int8")]
     lines = []
     for method, cap in wanted:
         layout = layout_of(name, cap)

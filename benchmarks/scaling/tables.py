@@ -115,6 +115,16 @@ def buckets(record: Record) -> Table:
     return headings, rows
 
 
+def chains(record: Record) -> Table:
+    """The messages that follow each other in a small collective, by the number of ranks."""
+    names = ("all_reduce", "all_gather", "all_to_all")
+    headings = ["ranks", *(name.replace("_", "-") for name in names)]
+    found = record.get("hops", [])
+    return headings, [
+        [str(each["world"]), *(f"{each[name]:.1f}" for name in names)] for each in found
+    ]
+
+
 def larger_groups(record: Record, model: str) -> Table:
     """Modeled milliseconds of a step's communication. The least of each link is bold."""
     modeled = record["model"]
@@ -130,7 +140,7 @@ def larger_groups(record: Record, model: str) -> Table:
         of_link = [line for line in lines if line["gbit"] == gbit]
         least = [min(line["ms"][place] for line in of_link) for place in places]
         for line in of_link:
-            one = ", one bucket" if line["one_bucket"] and line["method"] in WIRES else ""
+            one = ", one bucket" if line["one_bucket"] and line["method"] != "hook" else ""
             cells = [line["ms"][place] for place in places]
             rows.append(
                 [f"{gbit:g} Gbit/s", TITLES[line["method"]] + one]
@@ -147,6 +157,7 @@ def everything(record: Record) -> dict[str, Table]:
         "a rank of plain / of int8": process(record),
         "by parameters": parameters(record),
         "by buckets": buckets(record),
+        "messages that follow each other in a small collective": chains(record),
     }
     if "model" in record:
         for model in ("100 M", "1 B"):
@@ -222,5 +233,6 @@ TABLES: Sequence[Callable[..., Table]] = (
     process,
     parameters,
     buckets,
+    chains,
     larger_groups,
 )
