@@ -30,12 +30,14 @@ GLOO_BYTES = {"all-reduce": 576, "gather": 288, "two hops": 432}
 
 
 def link_of(world: int, gbit: float, message_us: float) -> Link:
-    """A link of this rate on which small collectives are rings, as Gloo's are.
+    """A link of this rate on which small collectives wait as Gloo's do.
 
-    A chain of 2 (W - 1) messages makes an all-reduce, and one of W - 1 an all-gather.
+    A chain of 2 (W - 1) messages makes an all-reduce, as it does an all-gather. An all-to-all has
+    two, at any W: a rank sends when it hears that the other is ready. The part "hops" measures it.
     """
     message = message_us * 1e-6
-    return Link(2 * (world - 1) * message, (world - 1) * message, 8 / (gbit * 1e9))
+    ring = 2 * (world - 1) * message
+    return Link(ring, gather=ring, scatter=2 * message, per_byte=8 / (gbit * 1e9))
 
 
 def bytes_of(
