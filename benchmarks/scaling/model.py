@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `advise` predicts for the communication of a step in groups of up to 1024 ranks.
+"""The prediction of `advise` for the communication of a step in groups of up to 1024 ranks.
 
 The bytes and schedules are the core's own, and the seconds those of torch_powersgd.tools. Only the
 link is made up here: `advise` measures it, and there is no such group to measure.
@@ -33,7 +33,7 @@ def link_of(world: int, gbit: float, message_us: float) -> Link:
     """A link of this rate on which small collectives wait as Gloo's do.
 
     A chain of 2 (W - 1) messages makes an all-reduce, as it does an all-gather. An all-to-all has
-    two, at any W: a rank sends when it hears that the other is ready. The part "hops" measures it.
+    about two: a rank sends once it hears that the other is ready. The part "hops" measures it.
     """
     message = message_us * 1e-6
     ring = 2 * (world - 1) * message
@@ -62,7 +62,7 @@ def bytes_of(
 
 
 def predict_run(setting: Setting) -> dict[str, Any]:
-    """What `plan` predicts for a run, and the bytes on the wire."""
+    """The prediction of `plan` for a run, and that of the bytes on the wire."""
     dtype = getattr(torch, setting.dtype)
     sent, schedules = bytes_of(setting.layout, setting.method, setting.world, dtype)
     footprint = setting.footprint

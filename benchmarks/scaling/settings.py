@@ -82,7 +82,7 @@ class Setting:
 
     @property
     def footprint(self) -> Footprint:
-        """What `plan` predicts for the run. For torch's hook it is that of plain."""
+        """The prediction of `plan`. For torch's hook it is that of plain."""
         dtype = getattr(torch, self.dtype)
         return footprint_of(self.layout, self.options, dtype, self.world)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scaling.settings import METHODS, TITLES, WIRES
+from scaling.settings import METHODS, MODELS, TITLES, WIRES
 
 Record = dict[str, Any]
 Run = dict[str, Any]
@@ -50,9 +50,9 @@ def collectives(record: Record) -> Table:
 
 
 def process(record: Record) -> Table:
-    """What a rank has beyond its gradients, by the number of ranks: plain / int8."""
+    """The rest of a rank's costs, by the number of ranks: plain / int8."""
     headings = ["ranks", "sockets", "threads", "store, kB", "memory beyond plain, MB"]
-    headings += ["checkpoint, MB", "init and attach, processor ms", "seconds"]
+    headings += ["checkpoint, MB", "init and attach, processor ms", "init and attach, s"]
     rows = []
     for world in _worlds(record):
         plain = _find(record, part="ranks", world=world, method="plain")
@@ -74,7 +74,7 @@ def parameters(record: Record) -> Table:
     """Memory, bytes and checkpoints by the size of the model, in int8 on two ranks."""
     headings = ["model", "gradients, MB", "residual, MB", "factors and buffers, MB"]
     headings += ["memory beyond plain, MB", "sent, kB", "fewer than plain", "checkpoint, MB"]
-    headings += ["attach, ms", "stages, ms"]
+    headings += ["attach, processor ms", "stages, ms"]
     rows = []
     for plain, ours in _pairs(record, "parameters"):
         predicted = ours["predicted"]
@@ -96,7 +96,7 @@ def parameters(record: Record) -> Table:
 def buckets(record: Record) -> Table:
     """Collectives and memory by the size of DDP's buckets, in int8 on two ranks."""
     headings = ["`bucket_cap_mb`", "buckets", "collectives, plain", "collectives, int8"]
-    headings += ["sent, kB", "tables and workspaces, MB", "memory beyond plain, MB", "stages, ms"]
+    headings += ["sent, kB", "tables and workspaces, MB", "memory beyond plain, MB"]
     rows = []
     for plain, ours in _pairs(record, "buckets"):
         predicted = ours["predicted"]
@@ -109,7 +109,6 @@ def buckets(record: Record) -> Table:
                 _measured(ours, "wire_bytes", 1e3),
                 _mb(kernels),
                 _beyond(ours, plain),
-                f"{1e3 * _stages(ours):.0f}",
             ]
         )
     return headings, rows
@@ -186,7 +185,8 @@ def _pairs(record: Record, part: str) -> list[tuple[Run, Run]]:
             plain = _find(record, method="plain", **same)
             if plain is not None:
                 pairs.append((plain, ours))
-    return pairs
+    sizes = list(MODELS)
+    return sorted(pairs, key=lambda pair: (sizes.index(pair[1]["model"]), pair[1]["cap"] or 0))
 
 
 def _measured(run: Run, name: str, unit: float) -> str:
