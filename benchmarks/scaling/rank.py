@@ -70,6 +70,16 @@ def measure(rank: int, folder: Path, setting: Setting, checkpoints: bool) -> dic
         timeout=timedelta(seconds=_COLLECTIVE_SECONDS),
     )
     laps.end("init")
+    result = _trained(setting, checkpoints, laps, store.port)
+    result["memory_bytes"] -= before
+    dist.destroy_process_group()  # after the DDP module: plain Gloo may hang otherwise
+    return result
+
+
+def _trained(
+    setting: Setting, checkpoints: bool, laps: process.Laps, store_port: int
+) -> dict[str, Any]:
+    """The figures of a DDP module, which ends with this function."""
     cap: dict[str, Any] = {} if setting.cap is None else {"bucket_cap_mb": setting.cap}
     model = Model(setting.shapes, getattr(torch, setting.dtype))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False, **cap)
@@ -84,14 +94,13 @@ def measure(rank: int, folder: Path, setting: Setting, checkpoints: bool) -> dic
     result = {
         "seconds": laps.seconds,
         "processor_seconds": laps.processor,
-        "store_bytes": process.bytes_to_port(store.port),
-        "memory_bytes": process.touched_memory() - before,
+        "store_bytes": process.bytes_to_port(store_port),
+        "memory_bytes": process.touched_memory(),
         **process.handles(),
         **_steps(ddp, setting),
     }
     if checkpoints and setting.options is not None:
         result |= _checkpoints(ddp)
-    dist.destroy_process_group()
     return result
 
 
