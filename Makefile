@@ -100,6 +100,7 @@ bench: build  ## every figure that the docs quote, on a quiet machine, as root (
 	$(PYTHON) benchmarks/bench_cluster.py --quick --rounds 3 \
 	  --methods none plain attached:4 int8-wire:16 --json $(BENCH_RESULTS)/prediction.json
 	$(PYTHON) benchmarks/bench_starts.py --methods attached --json $(BENCH_RESULTS)/starts.json
+	$(PYTHON) benchmarks/bench_scaling.py --json $(BENCH_RESULTS)/scaling.json
 	$(PYTHON) benchmarks/bench_convergence.py \
 	  --json $(BENCH_RESULTS)/convergence.json --picture docs/images/convergence.png
 	$(PYTHON) benchmarks/bench_shadow.py --json $(BENCH_RESULTS)/shadow.json

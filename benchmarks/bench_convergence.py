@@ -37,6 +37,7 @@ from cluster.methods import EXACT_STEPS
 from convergence import matrix, ranks
 from convergence.matrix import Run
 from convergence.tasks import TASKS, Task
+from local_ranks import bytes_written
 from provenance import processor, provenance, write
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
@@ -44,14 +45,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 NOT_COMPARED = (*REFERENCES, "author")  # the author's code does not use DDP
 QUICK_METHODS = "plain bf16 hook-1-bucket:1 attached:1 bf16-wire:16 int8-wire:4"
-
-
-def bytes_written() -> int:
-    """The bytes that this process has handed to write and similar calls, as Gloo does."""
-    for line in Path("/proc/self/io").read_text().splitlines():
-        if line.startswith("wchar:"):
-            return int(line.split()[1])
-    raise RuntimeError("/proc/self/io has no wchar")
 
 
 def train(make: ranks.Make, task: Task, seed: int) -> dict[str, Any]:

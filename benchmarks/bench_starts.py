@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cluster import hosts
+from cluster.namespace import enter
 from provenance import heading, processor, provenance
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -65,15 +66,6 @@ METHODS: dict[str, tuple[str, str, Callable[[DistributedDataParallel], None]]] =
 }
 
 
-def _enter(namespace: str) -> None:
-    """Moves this process to the network namespace. It must have a single thread."""
-    new_network = 0x40000000  # CLONE_NEWNET
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/var/run/netns/{namespace}") as handle:
-        if libc.setns(handle.fileno(), new_network):
-            raise OSError(ctypes.get_errno(), f"setns {namespace}")
-
-
 def _rank(
     namespace: str, method: str, rank: int, world: int, steps: int, limit: float, folder: str
 ) -> None:
@@ -82,7 +74,7 @@ def _rank(
     with open(os.path.join(folder, f"log{rank}"), "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    _enter(namespace)
+    enter(namespace)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     _, backend, average = METHODS[method]

@@ -22,8 +22,9 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from convergence import tables as of_convergence  # noqa: E402
+from scaling import tables as of_scaling  # noqa: E402
 
-PAGES = ("performance", "convergence")
+PAGES = ("performance", "convergence", "scaling")
 Record = dict[str, Any]
 _TABLE = re.compile(
     r"(<!-- table: (\w+)((?: \S+)*?) of (\S+) -->\n).*?(<!-- end of table -->)", flags=re.DOTALL
@@ -131,22 +132,22 @@ def stages_by_rank(record: Record) -> str:
     return _markdown(headings, rows)
 
 
-def _of_convergence(table: Callable[..., of_convergence.Table]) -> Callable[..., str]:
+def _in_markdown(table: Callable[..., of_convergence.Table]) -> Callable[..., str]:
     return lambda record, *arguments: _markdown(*table(record, *arguments))
 
 
+_OF_BENCHMARKS: tuple[Callable[..., of_convergence.Table], ...] = (
+    of_convergence.front,
+    of_convergence.losses,
+    of_convergence.curve,
+    of_convergence.noise,
+    of_convergence.shadow,
+    *of_scaling.TABLES,
+)
+
 TABLES: dict[str, Callable[..., str]] = {
     **{made.__name__: made for made in (links, learning, on_the_way, stages, stages_by_rank)},
-    **{
-        made.__name__: _of_convergence(made)
-        for made in (
-            of_convergence.front,
-            of_convergence.losses,
-            of_convergence.curve,
-            of_convergence.noise,
-            of_convergence.shadow,
-        )
-    },
+    **{made.__name__: _in_markdown(made) for made in _OF_BENCHMARKS},
 }
 
 

@@ -3,38 +3,22 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import tempfile
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import local_ranks
 import torch
 import torch.distributed as dist
 from cluster.methods import Trainee, find
 from torch import nn
-from torch.multiprocessing.spawn import start_processes
 
 WORLD = 2
 _LIMIT_SECONDS = 1800  # for a run; one that hangs is ended by the limit of its collectives
 _COLLECTIVE_SECONDS = 120
 
 Make = Callable[[nn.Module], Trainee]
-
-# The server that forks the ranks imports the modules that take seconds.
-multiprocessing.set_forkserver_preload(
-    [
-        "torch._dynamo",
-        "torch.nn.parallel",
-        "torch_powersgd",
-        "sklearn.datasets",
-        "rich.progress",
-        "matplotlib.pyplot",
-    ]
-)
 
 
 def run(
@@ -49,21 +33,8 @@ def run(
         seed: the seed of the method's random start.
         args: further arguments of the function.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        context = start_processes(
-            _rank,
-            (Path(folder), function, method, approximation, seed, args),
-            WORLD,
-            join=False,
-            start_method="forkserver",
-        )
-        deadline = time.monotonic() + _LIMIT_SECONDS
-        while not context.join(timeout=1):  # raises what a rank raised
-            if time.monotonic() > deadline:
-                for process in context.processes:
-                    process.kill()
-                raise TimeoutError(f"{method} did not end within {_LIMIT_SECONDS} s")
-        return json.loads((Path(folder) / "result").read_text())
+    chosen = (function, method, approximation, seed, args)
+    return local_ranks.call(_rank, WORLD, *chosen, what=method, seconds=_LIMIT_SECONDS)[0]
 
 
 def _rank(
@@ -74,7 +45,7 @@ def _rank(
     approximation: int,
     seed: int,
     args: tuple[Any, ...],
-) -> None:
+) -> Any:
     torch.set_num_threads(1)
     chosen = find(method)
     dist.init_process_group(
@@ -86,6 +57,5 @@ def _rank(
         pg_options=chosen.options(approximation, seed) if chosen.options else None,
     )
     result = function(lambda model: chosen.make(model, approximation, seed), *args)
-    if rank == 0:
-        (folder / "result").write_text(json.dumps(result))
     dist.destroy_process_group()
+    return result

@@ -21,9 +21,6 @@ ENOUGH_SECONDS = 0.2  # a transfer of this length shows the bandwidth
 LARGEST_TRANSFER = 1 << 23  # elements
 STAGE_REPEATS = 3
 
-# The collectives of a schedule that follow each other.
-_HOPS = {"gather": 1, "two hops": 2}
-
 
 @dataclass(frozen=True)
 class Link:
@@ -31,18 +28,20 @@ class Link:
 
     Attributes:
         latency: a small all-reduce.
-        hop: a small all-gather.
+        gather: a small all-gather.
+        scatter: a small all-to-all, which waits less than an all-gather among many ranks.
         per_byte: each byte that a rank sends.
     """
 
     latency: float
-    hop: float
+    gather: float
+    scatter: float
     per_byte: float
 
     def seconds(self, schedule: str, sent_bytes: int) -> float:
         """The seconds of a reduction by its schedule, and by the bytes that leave a rank."""
-        waits = _HOPS[schedule] * self.hop if schedule in _HOPS else self.latency
-        return waits + sent_bytes * self.per_byte
+        waits = {"gather": self.gather, "two hops": self.scatter + self.gather}
+        return waits.get(schedule, self.latency) + sent_bytes * self.per_byte
 
 
 @dataclass(frozen=True)
@@ -64,14 +63,16 @@ def measure_link(device: torch.device) -> Link:
     world_size = dist.get_world_size()
     mine = torch.zeros(1, device=device)
     everyone = [torch.zeros(1, device=device) for _ in range(world_size)]
-    hop = _seconds(lambda: dist.all_gather(everyone, mine), device)
+    each, received = torch.zeros(2, world_size, device=device)
+    gather = _seconds(lambda: dist.all_gather(everyone, mine), device)
+    scatter = _seconds(lambda: dist.all_to_all_single(received, each), device)
     latency = _all_reduce_seconds(1, device)
     numel, seconds = 1 << 16, 0.0
     while seconds < ENOUGH_SECONDS and numel < LARGEST_TRANSFER:
         numel *= 2
         seconds = _all_reduce_seconds(numel, device)
     sent = max(bytes_in_ring(4 * numel, world_size), 1)
-    return Link(latency, hop, max(seconds - latency, 1e-9) / sent)
+    return Link(latency, gather, scatter, max(seconds - latency, 1e-9) / sent)
 
 
 def measure_stages(

@@ -60,20 +60,29 @@ class Footprint:
         return self.residual_bytes + self.factor_bytes + self.table_bytes + self.workspace_bytes
 
 
-def assign_buckets(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def assign_buckets(
+    tensors: Sequence[torch.Tensor], limits: Sequence[int] = BUCKET_BYTES
+) -> list[list[int]]:
     """DDP's own assignment, after it has rebuilt its buckets in the order of backward."""
     if not tensors:
         return []
     last = len(tensors) - 1
     backward = [torch.empty_like(tensor, device="meta") for tensor in tensors][::-1]
-    assignment, _ = _compute_bucket_assignment_by_size(backward, BUCKET_BYTES)
+    assignment, _ = _compute_bucket_assignment_by_size(backward, list(limits))
     return [[last - i for i in indices] for indices in assignment]
 
 
-def buckets_of(shapes: list[Shape], dtype: torch.dtype = torch.float32) -> Layout:
-    """The shapes of DDP's buckets, for parameters of one dtype."""
+def buckets_of(
+    shapes: list[Shape],
+    dtype: torch.dtype = torch.float32,
+    limits: Sequence[int] = BUCKET_BYTES,
+) -> Layout:
+    """The shapes of DDP's buckets, for parameters of one dtype.
+
+    ``limits`` are the bytes of the first bucket and of all others.
+    """
     tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
-    return [[shapes[i] for i in indices] for indices in assign_buckets(tensors)]
+    return [[shapes[i] for i in indices] for indices in assign_buckets(tensors, limits)]
 
 
 def elements_of(shapes: list[Shape]) -> int:

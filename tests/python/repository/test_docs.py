@@ -216,6 +216,7 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
         ("options", ["_options.py"]),
         ("performance", ["_tables.py", "performance"]),
         ("convergence", ["_tables.py", "convergence"]),
+        ("scaling", ["_tables.py", "scaling"]),
     ],
 )
 def test_a_page_is_what_its_program_makes(page: str, program: list[str]) -> None:

@@ -23,7 +23,7 @@ from torch_powersgd.tools.costs import (
 from torch_powersgd.tools.prediction import BucketSeconds, Model, shifted, step_seconds
 
 CPU = torch.device("cpu")
-LINK = Link(latency=3.0, hop=1.0, per_byte=0.001)
+LINK = Link(latency=3.0, gather=1.0, scatter=0.25, per_byte=0.001)
 # The first bucket has no matrix that is compressed at rank 4.
 LAYOUT = [[[40]], [[300, 200], [7]], [[200, 300]]]
 
@@ -134,12 +134,12 @@ def test_a_step_is_made_of_its_buckets(
     p, q = _C.traffic_of(layout[0], options._core(), torch.float32, world_size)
     if wire != "int4":  # its packets are small enough to gather
         assert (p.schedule, q.schedule) == (schedule, schedule)
-    hops = {"gather": 1, "two hops": 2}
+    waits = {"gather": 1.0, "two hops": 1.25}
     expected = 100 + 10 + 20 + 30.0
     for each in (p, q):
         copies = world_size - 1 if each.schedule == "gather" else 2 * (world_size - 1) / world_size
         assert each.sent_bytes == int(copies * each.payload_bytes)
-        expected += hops[each.schedule] * LINK.hop + LINK.per_byte * each.sent_bytes
+        expected += waits[each.schedule] + LINK.per_byte * each.sent_bytes
     model = Model(layout, torch.float32, 100.0, LINK, world_size)
     assert model.seconds(options, [StageSeconds(10, 20, 30)]) == pytest.approx(expected)
 
@@ -183,6 +183,6 @@ def test_costs_are_measured_alike_on_all_ranks() -> None:
     first, second = ranks.run(2, _measured, backend="gloo")
     assert first == second
     link, (exact, *compressed) = first
-    assert min(link.latency, link.hop, link.per_byte) > 0
+    assert min(link.latency, link.gather, link.scatter, link.per_byte) > 0
     assert exact == StageSeconds()
     assert min(t for each in compressed for t in (each.before, each.between, each.after)) > 0

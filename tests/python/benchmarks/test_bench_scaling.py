@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""bench_scaling.py: what it counts, its model of larger groups, and its tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.repository import ROOT
+
+pytest.importorskip("rich")
+
+import bench_scaling
+from scaling import model, process, settings, tables
+
+from torch_powersgd.tools.footprint import elements_of
+
+WORLD = 2
+
+
+def test_a_run_counts_what_its_setting_predicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "scaling.json"
+    script = [sys.executable, str(ROOT / "benchmarks" / "bench_scaling.py"), "--quick"]
+    subprocess.run([*script, "--parts", "ranks", "--json", str(file)], check=True, timeout=200)
+    record: dict[str, Any] = json.loads(file.read_text())
+    by_method = {run["method"]: run for run in record["runs"]}
+    assert list(by_method) == ["plain", "hook", "int8"]
+    for run in by_method.values():
+        # torch's hook sends none of this project's counts, one element for each matrix and one.
+        counts = 4 * 7 if run["method"] == "hook" else 0
+        assert run["wire_bytes"] == run["predicted"]["wire_bytes"] - counts, run["method"]
+    # The tiny model has one bucket.
+    plain, ours = by_method["plain"], by_method["int8"]
+    assert plain["collectives"] == {"gloo:all_reduce": 1}
+    assert ours["collectives"] == {"gloo:all_gather": 2}
+    # Each context has a connection to every other rank, and a socket that listens.
+    assert plain["sockets"] == WORLD - 1 + 2
+    assert ours["sockets"] == 3 * (WORLD - 1) + 4
+    assert ours["memory_bytes"] > plain["memory_bytes"]
+    predicted = ours["predicted"]
+    for name in ("mean_checkpoint_bytes", "rank_checkpoint_bytes"):
+        assert predicted["residual_bytes"] < ours[name]
+
+    words = ["--quick", "--parts", "ranks", "model", "--resume", "--json", str(file)]
+    for variable in ("MALLOC_MMAP_THRESHOLD_", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(variable, "")  # which measure sets
+    again = bench_scaling.measure(bench_scaling.parse_arguments(words))
+    assert again["runs"] == record["runs"]
+    shown = tables.everything(again)
+    assert len(shown) == 5
+    for headings, rows in shown.values():
+        assert all(len(row) == len(headings) for row in rows)
+
+
+def test_one_rank_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_scaling.parse_arguments(["--ranks", "1"])
+    assert "--ranks: integers of at least 2, got 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("world", [2, 16, 1024])
+def test_the_modeled_plain_step_is_a_ring(world: int) -> None:
+    layout = [[[1000, 64]], [[2000, 64], [100]]]
+    link = model.link_of(world, gbit=8, message_us=10)  # a byte takes a nanosecond
+    size = 4 * (3000 * 64 + 100)
+    sent, schedules = model.bytes_of(layout, "plain", world)
+    assert schedules == ["all-reduce"] * 2
+    sent -= 2 * (world - 1) * model.GLOO_BYTES["all-reduce"]
+    assert sent == pytest.approx(2 * (world - 1) / world * size, abs=2)
+    messages = 2 * 2 * (world - 1)
+    seconds = model.seconds_of(layout, "plain", link, world)
+    assert seconds == pytest.approx(messages * 10e-6 + sent * 1e-9)  # without Gloo's own bytes
+
+
+def test_the_modeled_hook_has_one_collective_more() -> None:
+    layout = settings.layout_of("tiny", settings.ONE_BUCKET)
+    link = model.link_of(4, gbit=1, message_us=1000)
+    more = model.seconds_of(layout, "hook", link, 4) - model.seconds_of(layout, "float32", link, 4)
+    assert more == pytest.approx(2 * 3 * 1e-3)
+
+
+def test_a_cap_holds_for_the_first_bucket_as_in_ddp() -> None:
+    # DDP's default has a small first bucket. One that is named has none.
+    default, named = (settings.layout_of("10 M", cap) for cap in (None, 25))
+    first, others = elements_of(default[0]), sum(map(elements_of, default[1:]))
+    assert 4 * first < 25 << 20 < 4 * elements_of(named[0])
+    assert sum(map(elements_of, named)) == first + others
+    assert len(settings.layout_of("10 M", settings.ONE_BUCKET)) == 1
+
+
+def test_a_checkpoint_is_counted_as_it_is_saved(tmp_path: Path) -> None:
+    state = {"weight": torch.zeros(1000), "name": "x"}
+    counter = process.Counter()
+    torch.save(state, counter)  # type: ignore[arg-type]
+    torch.save(state, tmp_path / "archive")  # torch's name for a file that has none
+    assert counter.bytes == (tmp_path / "archive").stat().st_size
