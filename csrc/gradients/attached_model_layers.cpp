@@ -2,9 +2,11 @@
 //
 // The last step of an attached model, layer by layer: the residual, and the part that was sent.
 #include <ATen/ATen.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <sstream>
+#include <string>
+#include <vector>
 
 #include "compressor/stages.h"
 #include "gradients/capture_watch.h"
@@ -28,17 +30,16 @@ double captured_share(const ParameterState& state) {
 
 std::string low_capture_warning(const std::vector<std::string>& names, const Options& options) {
   constexpr size_t kShown = 3;
-  std::ostringstream text;
+  std::string shown;
   for (size_t i = 0; i < std::min(names.size(), kShown); ++i) {
-    text << (i > 0 ? ", '" : "'") << names[i] << "'";
+    shown += (i > 0 ? ", '" : "'") + names[i] + "'";
   }
-  if (names.size() > kShown) text << " and " << names.size() - kShown << " others";
-  text << ": each step of the last " << CaptureWatch::kInterval * CaptureWatch::kLooks
-       << " has sent less than " << 100 * CaptureWatch::kLeastCaptured
-       << " % of the gradient and the residual, so that gradients arrive late. A higher "
-          "matrix_approximation_rank than "
-       << options.matrix_approximation_rank << " sends more";
-  return text.str();
+  if (names.size() > kShown) shown += ", ...";
+  return c10::str(shown, ": each step of the last ", CaptureWatch::kInterval * CaptureWatch::kLooks,
+                  " has sent less than ", CaptureWatch::kLeastCaptured,
+                  " of the gradient and the residual, by squared norms, so that gradients arrive "
+                  "late. A higher matrix_approximation_rank than ",
+                  options.matrix_approximation_rank, " sends more");
 }
 
 }  // namespace

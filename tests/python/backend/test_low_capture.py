@@ -42,9 +42,9 @@ def test_one_warning_names_the_layer_and_the_remedy() -> None:
     first, second = ranks.run(2, _warnings, 1, 150)
     assert second == [], "the first rank alone warns"
     assert first == [
-        "'weights.noise': each step of the last 100 has sent less than 2 % of the gradient and the "
-        "residual, so that gradients arrive late. A higher matrix_approximation_rank than 1 sends "
-        "more"
+        "'weights.noise': each step of the last 100 has sent less than 0.02 of the gradient and "
+        "the residual, by squared norms, so that gradients arrive late. A higher "
+        "matrix_approximation_rank than 1 sends more"
     ]
 
 
