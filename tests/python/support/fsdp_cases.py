@@ -261,25 +261,25 @@ def native_compiled_blocks(rank: int) -> Facts:
     return make_pair(native=True, prepare=compiled).train(rank)
 
 
+def replicas(backend: Any) -> tuple[Sharded, dist.ProcessGroup]:
+    """A module of which each rank is a replica, by ``replicate()``, and its group."""
+    mesh = init_device_mesh(
+        "cpu",
+        (dist.get_world_size(),),
+        mesh_dim_names=("replicate",),
+        backend_override={"replicate": backend},
+    )
+    torch.manual_seed(0)
+    net = Net()
+    for block in net.blocks:
+        replicate(block, mesh=mesh)
+    return replicate(net, mesh=mesh), mesh.get_group()
+
+
 @case
 def replicated(rank: int) -> Facts:
-    """Each rank is a replica, by ``replicate()``."""
-    modules = []
-    backends: Any = ("cpu:powersgd", OPTIONS), "gloo"
-    for backend in backends:
-        mesh = init_device_mesh(
-            "cpu",
-            (REPLICAS * SHARDS,),
-            mesh_dim_names=("replicate",),
-            backend_override={"replicate": backend},
-        )
-        torch.manual_seed(0)
-        net = Net()
-        for block in net.blocks:
-            replicate(block, mesh=mesh)
-        modules.append((replicate(net, mesh=mesh), mesh.get_group()))
-    (attached, group), (plain, _) = modules
-    return TrainingPair(attached, plain, group, native=True).train(rank)
+    attached, group = replicas(("cpu:powersgd", OPTIONS))
+    return TrainingPair(attached, replicas("gloo")[0], group, native=True).train(rank)
 
 
 @case_of_both
@@ -308,6 +308,27 @@ def accumulation_of_shards(rank: int, native: bool) -> Facts:
     return make_pair(native=native).train(
         rank, 3, lambda module, last: module.set_requires_all_reduce(last)
     )
+
+
+@case_of_both
+def last_backward(rank: int, native: bool) -> Facts:
+    """Micro-batches of which only the last one waits for what the passes have begun."""
+
+    def prepare(module: Sharded, last: bool) -> None:
+        module.set_requires_gradient_sync(last)
+        module.set_is_last_backward(last)
+
+    return make_pair(native=native).train(rank, 2, prepare)
+
+
+@case_of_both
+def prefetching(rank: int, native: bool) -> Facts:
+    pair = make_pair(native=native)
+    for module in (pair.attached, pair.plain):
+        first, second = module.blocks
+        first.set_modules_to_forward_prefetch([second])
+        second.set_modules_to_backward_prefetch([first])
+    return pair.train(rank)
 
 
 @case_of_both

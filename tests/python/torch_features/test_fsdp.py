@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -26,11 +28,14 @@ from support.fsdp_cases import (
     gradients,
     make_pair,
     mesh_of,
+    replicas,
     sharded,
+    summed,
 )
 from support.log_records import LogRecords
 from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts, same
 from support.synthetic import Ledger, from_bytes, gradient, relative_error, to_bytes
+from torch_powersgd.attach import attachment_of
 from torch_powersgd.fsdp import only_subset, packed
 
 WORLD_SIZE = REPLICAS * SHARDS
@@ -99,8 +104,12 @@ def _pair(native: bool = False, units: Units = None) -> tuple[Sharded, Sharded]:
     return attached, sharded(mesh_of("gloo"), units=units)
 
 
-def _by_hand(rank: int) -> list[bool]:
-    """The same training, attached on the whole mesh, and on the shards with a group."""
+def _by_hand(rank: int) -> tuple[list[bool], int, int]:
+    """The same training, attached on the whole mesh, and on the shards with a group.
+
+    Returns:
+        Whether all is equal, and the bytes of the gradients and those sent between replicas.
+    """
     native, by_hand = _pair(native=True)[0], _pair()[0]
     equal = []
     for i in range(STEPS):
@@ -109,12 +118,23 @@ def _by_hand(rank: int) -> list[bool]:
             nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (native, by_hand)
         ]
         equal.append(same(*([norm.full_tensor()] for norm in norms)))
-    return equal
+    before, after = (
+        {tp.stats(attachment_of(module).group)[name] for module in (native, by_hand)}
+        for name in ("bytes_before", "bytes_after")
+    )
+    equal.append(len(before) == len(after) == 1)
+    return equal, before.pop(), after.pop()
 
 
 def test_a_mesh_with_replicas_is_attached_as_by_hand() -> None:
-    for equal in ranks.run(WORLD_SIZE, _by_hand, backend="gloo"):
+    # Padded shards of 13, 13, 17 rows and their biases, and the gain.
+    numel = 2 * (13 * 25 + 13) + 17 * 25 + 17 + 1
+    factors = 2 * (2 * (13 + 25)) + 2 * (17 + 25) + 13 + 13 + 17 + 1
+    counts = 2 * 3  # the activity of each matrix, and the non-finite count of each unit
+    for equal, before, after in ranks.run(WORLD_SIZE, _by_hand, backend="gloo"):
         assert all(equal)
+        assert before == 4 * STEPS * numel
+        assert after == 4 * (WARM_UP * numel + (STEPS - WARM_UP) * (factors + counts))
 
 
 def _half_precision(rank: int) -> dict[str, float]:
@@ -159,6 +179,58 @@ def test_a_checkpoint_of_the_shards_goes_on(per_rank: bool, tolerance: float, na
     for error, steps in ranks.run(WORLD_SIZE, _resumed, per_rank, native, backend="gloo"):
         assert error <= tolerance
         assert steps == STEPS + 3
+
+
+def _saved_by_dcp(rank: int, folder: str) -> bool:
+    """torch.distributed.checkpoint saves the state of each shard once, under its own key."""
+    first, second = _pair(native=True)[0], _pair(native=True)[0]
+    for i in range(STEPS):
+        _backward(first, rank % SHARDS, i)
+    key = f"powersgd, shard {rank % SHARDS}"
+    dcp.save({key: tp.CompressionState(first)}, checkpoint_id=folder)
+    dcp.load({key: tp.CompressionState(second)}, checkpoint_id=folder)
+    return to_bytes(tp.state_dict(first)) == to_bytes(tp.state_dict(second))
+
+
+def test_torchs_own_checkpoints_hold_each_shard(tmp_path: Path) -> None:
+    assert all(ranks.run(WORLD_SIZE, _saved_by_dcp, str(tmp_path), backend="gloo"))
+
+
+def _of_several_replicas(
+    rank: int, begin: int, before: bytes | None, saved: bytes | None
+) -> tuple[bytes, bytes, float]:
+    """Goes on from a state, with gradients that FSDP2 sums and halves.
+
+    Returns:
+        The sum of the exact gradients less the outputs, the state, and the error of the identity.
+    """
+    (attached, _), (plain, _) = replicas(("cpu:powersgd", OPTIONS)), replicas("gloo")
+    for module in (attached, plain):
+        summed(module)
+    tp.attach(attached)
+    if saved is not None:
+        tp.load_state_dict(attached, from_bytes(saved))
+    owed = None if before is None else from_bytes(before)
+    for i in range(begin, begin + STEPS):
+        found = [_backward(module, rank, i) for module in (attached, plain)]
+        left = [g.double() - out.double() for out, g in zip(*found, strict=True)]
+        owed = left if owed is None else [a + b for a, b in zip(owed, left, strict=True)]
+    assert owed is not None
+    state = tp.state_dict(attached)
+    errors = [
+        relative_error(state["parameters"][name]["residual"].double(), residual)
+        for (name, _), residual in zip(attached.named_parameters(), owed, strict=True)
+        if name in state["parameters"]
+    ]
+    return to_bytes(owed), to_bytes(state), max(errors)
+
+
+def test_a_mean_checkpoint_moves_to_more_replicas_whose_gradients_are_summed() -> None:
+    owed, state, error = ranks.run(2, _of_several_replicas, 0, None, None, backend="gloo")[0]
+    # What is owed is a sum of differences of float32 numbers, each with its rounding.
+    assert error < 1e-4
+    for _, _, error in ranks.run(4, _of_several_replicas, STEPS, owed, state, backend="gloo"):
+        assert error < 1e-4
 
 
 def _unused(
