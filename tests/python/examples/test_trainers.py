@@ -34,6 +34,20 @@ def _start(library: str, arguments: tuple[Any, ...]) -> tuple[float, int, int, f
     return float(said[1]), int(said[2]), int(said[3]), float(said[4])
 
 
+def test_every_layer_is_shown_in_tensorboard(tmp_path: Path) -> None:
+    for package in ("rich", "sklearn", "tensorboard"):
+        if find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _start("tensorboard", ("--epochs", 1, "--folder", tmp_path))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    captured = events.Scalars("powersgd/layers/classify.0.weight/captured")
+    assert [scalar.step for scalar in captured] == [20, 30, 40]
+    assert all(0 < scalar.value < 1 for scalar in captured)
+    assert events.Scalars("powersgd/compressed_ratio")[-1].value > 10
+
+
 @pytest.mark.parametrize(
     ("library", "first", "second"),
     [
