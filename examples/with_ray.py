@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from summary import summary
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from train_digits import DigitNet, read_digits
 
@@ -54,7 +55,9 @@ def train(config: dict[str, Any]) -> None:
         report(ddp, optimizer, loss.detach())
 
 
-def report(ddp: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+def report(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, loss: torch.Tensor
+) -> None:
     dist.all_reduce(loss)
     metrics = {"summary": summary(float(loss) / dist.get_world_size())}
     state = {

@@ -30,7 +30,7 @@ _TORCH_BACKEND: Any = TorchConfig().backend_cls
 
 
 @dataclass
-class PowerSGDConfig(TorchConfig):
+class PowerSGDConfig(TorchConfig):  # type: ignore[misc]
     """Ray's ``TorchConfig`` for workers whose process group is a powersgd group.
 
     Ray makes the group before the training function runs, and up to torch 2.14 the backend must be
