@@ -54,5 +54,7 @@ class PowerSGDBackend(_TORCH_BACKEND):  # type: ignore[misc]
     """The class that ``PowerSGDConfig`` names. Ray calls it where it starts the workers."""
 
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
-        worker_group.execute(register)  # a worker imports the package to unpickle this
+        # A worker imports the package to unpickle this function. Workers of Ray Train V2 have done
+        # so with the configuration, but those of RAY_TRAIN_V2_ENABLED=0 have not.
+        worker_group.execute(register)
         super().on_start(worker_group, backend_config)

@@ -114,6 +114,13 @@ def worker(config: dict[str, Any]) -> None:
     torch.save(result, folder / f"result.{rank}")
 
 
+def start(config: dict[str, Any]) -> None:
+    """Names nothing of the package, so that a worker does not import it with this function."""
+    from support import ray_program
+
+    ray_program.worker(config)
+
+
 def main(folder: str) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -121,7 +128,7 @@ def main(folder: str) -> None:
     from torch_powersgd.integrations.ray import PowerSGDConfig
 
     TorchTrainer(
-        worker,
+        start,
         train_loop_config={"folder": folder},
         torch_config=PowerSGDConfig(),
         scaling_config=ScalingConfig(num_workers=2),
