@@ -37,10 +37,8 @@ class PowerSGDConfig(TorchConfig):  # type: ignore[misc]
     imported by then. With this configuration each worker imports it first. The options belong to
     ``torch_powersgd.attach``, in the training function.
 
-    Args:
-        backend: The backend string. ``"powersgd"`` serves the CPU and, on GPUs, CUDA.
-        init_method: As in ``TorchConfig``.
-        timeout_s: As in ``TorchConfig``.
+    The default of ``backend``, ``"powersgd"``, serves the CPU and, on GPUs, CUDA. The other
+    arguments are those of ``TorchConfig``.
     """
 
     backend: str | None = NAME  # Ray would replace None by "gloo" or "nccl"
