@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.ray_driver import ray_driver
 from support.repository import ROOT
 from support.torchrun import torchrun
 
@@ -21,12 +22,14 @@ WARM_UP = 10  # start_powerSGD_iter of the examples
 PACKAGES = {
     "accelerate": ("accelerate", "rich", "sklearn"),
     "lightning": ("lightning", "rich", "sklearn"),
+    "ray": ("ray", "rich", "sklearn"),
     "transformers": ("accelerate", "transformers"),
 }
 
 
 def _start(library: str, arguments: tuple[Any, ...]) -> tuple[float, int, int, float]:
-    ended = torchrun(EXAMPLES / f"with_{library}.py", *arguments)
+    start = ray_driver if library == "ray" else torchrun
+    ended = start(EXAMPLES / f"with_{library}.py", *arguments)
     said = re.search(
         r"loss (\S+); (\d+) buckets sent exactly, (\d+) compressed, (\S+) times", ended.stdout
     )
@@ -53,6 +56,7 @@ def test_every_layer_is_shown_in_tensorboard(tmp_path: Path) -> None:
     [
         ("accelerate", ("--epochs", 1), ("--epochs", 1)),
         ("lightning", ("--epochs", 1), ("--epochs", 2)),
+        pytest.param("ray", ("--epochs", 1), ("--epochs", 1), marks=pytest.mark.long),
         ("transformers", ("--steps", 20), ("--steps", 40)),
     ],
 )

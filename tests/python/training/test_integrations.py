@@ -15,21 +15,30 @@ import torch
 import torch_powersgd as tp
 
 
-@pytest.mark.parametrize("library", ["lightning", "torchtitan", "transformers"])
-def test_a_missing_library_is_named(library: str) -> None:
+@pytest.mark.parametrize(
+    ("library", "package"),
+    [
+        ("lightning", "lightning"),
+        ("ray", "'ray[train]'"),
+        ("torchtitan", "torchtitan"),
+        ("transformers", "transformers"),
+    ],
+)
+def test_a_missing_library_is_named(library: str, package: str) -> None:
     program = (
         f"import sys; sys.modules[{library!r}] = None\nimport torch_powersgd.integrations.{library}"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     last = ended.stderr.splitlines()[-1]
     assert last.startswith(f"ModuleNotFoundError: torch_powersgd.integrations.{library} needs")
-    assert f"pip install {library}" in last
+    assert f"pip install {package}" in last
 
 
 def test_the_package_imports_none_of_the_libraries() -> None:
     program = (
         "import sys, torch_powersgd, torch_powersgd.integrations.accelerate\n"
-        "print(*{'accelerate', 'lightning', 'torchtitan', 'transformers'} & {*sys.modules})"
+        "libraries = {'accelerate', 'lightning', 'ray', 'torchtitan', 'transformers'}\n"
+        "print(*libraries & {*sys.modules})"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
