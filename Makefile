@@ -64,7 +64,7 @@ test-python: tools  ## pytest
 	$(PYTHON) -m pytest tests/python
 
 test-long: tools  ## the tests that take more than ten seconds each
-	@$(PIP) 'ray[train]'
+	@$(PIP) 'torch-powersgd[test-long]'
 	$(PYTHON) -m pytest tests/python -m long
 
 # AddressSanitizer and UndefinedBehaviorSanitizer, over the plan, the CPU kernels and the CUDA kernels

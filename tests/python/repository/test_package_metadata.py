@@ -109,7 +109,8 @@ def test_a_wheel_takes_the_torch_that_it_was_built_with(
     assert message["Description-Content-Type"] == "text/markdown"
     for minor in range(10, 15):
         assert f"Programming Language :: Python :: 3.{minor}" in message.get_all("Classifier", [])
-    assert set(message.get_all("Provides-Extra", [])) == {"bench", "demo", "docs", "lint", "test"}
+    extras = {"bench", "demo", "docs", "lint", "test", "test-long"}
+    assert set(message.get_all("Provides-Extra", [])) == extras
     assert relative_targets(str(message.get_payload())) == []
 
 
