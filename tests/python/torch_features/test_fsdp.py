@@ -210,26 +210,26 @@ def _of_several_replicas(
     tp.attach(attached)
     if saved is not None:
         tp.load_state_dict(attached, from_bytes(saved))
-    owed = None if before is None else from_bytes(before)
+    unsent = None if before is None else from_bytes(before)
     for i in range(begin, begin + STEPS):
         found = [_backward(module, rank, i) for module in (attached, plain)]
         left = [g.double() - out.double() for out, g in zip(*found, strict=True)]
-        owed = left if owed is None else [a + b for a, b in zip(owed, left, strict=True)]
-    assert owed is not None
+        unsent = left if unsent is None else [a + b for a, b in zip(unsent, left, strict=True)]
+    assert unsent is not None
     state = tp.state_dict(attached)
     errors = [
         relative_error(state["parameters"][name]["residual"].double(), residual)
-        for (name, _), residual in zip(attached.named_parameters(), owed, strict=True)
+        for (name, _), residual in zip(attached.named_parameters(), unsent, strict=True)
         if name in state["parameters"]
     ]
-    return to_bytes(owed), to_bytes(state), max(errors)
+    return to_bytes(unsent), to_bytes(state), max(errors)
 
 
 def test_a_mean_checkpoint_moves_to_more_replicas_whose_gradients_are_summed() -> None:
-    owed, state, error = ranks.run(2, _of_several_replicas, 0, None, None, backend="gloo")[0]
-    # What is owed is a sum of differences of float32 numbers, each with its rounding.
+    unsent, state, error = ranks.run(2, _of_several_replicas, 0, None, None, backend="gloo")[0]
+    # The expected residual is a sum of differences of float32 numbers, each with its rounding.
     assert error < 1e-4
-    for _, _, error in ranks.run(4, _of_several_replicas, STEPS, owed, state, backend="gloo"):
+    for _, _, error in ranks.run(4, _of_several_replicas, STEPS, unsent, state, backend="gloo"):
         assert error < 1e-4
 
 
