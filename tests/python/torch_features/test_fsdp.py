@@ -4,37 +4,33 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import torch_powersgd as tp
 from support import ranks
-from support.fsdp_cases import (
-    CASES,
+from support.fsdp_cases import CASES
+from support.fsdp_pairs import (
     REPLICAS,
     SHARDS,
     Net,
-    Sharded,
-    Units,
+    backward,
     gradients,
+    make_modules,
     make_pair,
     mesh_of,
-    replicas,
     sharded,
-    summed,
 )
 from support.log_records import LogRecords
 from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts, same
-from support.synthetic import Ledger, from_bytes, gradient, relative_error, to_bytes
+from support.synthetic import Ledger, gradient
 from torch_powersgd.attach import attachment_of
 from torch_powersgd.fsdp import only_subset, packed
 
@@ -87,33 +83,16 @@ def test_the_loss_scale_grew_and_fell(results: list[dict[str, Facts]]) -> None:
     }
 
 
-def _backward(module: Sharded, rank: int, i: int, **arguments: Any) -> list[torch.Tensor]:
-    module.zero_grad()
-    module(gradient((6, 25), "input", rank, i), **arguments).square().mean().backward()
-    return list(gradients(module).values())
-
-
-def _pair(native: bool = False, units: Units = None) -> tuple[Sharded, Sharded]:
-    """An attached module and FSDP2's own HSDP, which begin with the same parameters.
-
-    FSDP2 all-reduces the attached one by itself too if it is native.
-    """
-    mesh = mesh_of(("cpu:powersgd", OPTIONS))
-    attached = sharded(mesh if native else mesh["shard"], units=units)
-    tp.attach(attached, group=mesh.get_group("replicate"))
-    return attached, sharded(mesh_of("gloo"), units=units)
-
-
 def _by_hand(rank: int) -> tuple[list[bool], int, int]:
     """The same training, attached on the whole mesh, and on the shards with a group.
 
     Returns:
         Whether all is equal, and the bytes of the gradients and those sent between replicas.
     """
-    native, by_hand = _pair(native=True)[0], _pair()[0]
+    native, by_hand = make_modules(native=True)[0], make_modules()[0]
     equal = []
     for i in range(STEPS):
-        equal.append(same(*(_backward(module, rank, i) for module in (native, by_hand))))
+        equal.append(same(*(backward(module, rank, i) for module in (native, by_hand))))
         norms: list[Any] = [
             nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (native, by_hand)
         ]
@@ -149,90 +128,6 @@ def test_the_identity_holds_for_gradients_in_float16() -> None:
         assert max(errors.values()) < 4.9e-4
 
 
-def _resumed(rank: int, per_rank: bool, native: bool) -> tuple[float, int]:
-    """Another module goes on from the state of the first. A rank refuses another rank's shard."""
-    first, second = _pair(native)[0], _pair(native)[0]
-    # A rank's own residual is the mean where the replicas have the same inputs.
-    fed = rank if per_rank else rank % SHARDS
-    for i in range(STEPS):
-        _backward(first, fed, i)
-    saved = from_bytes(to_bytes(tp.state_dict(first, per_rank=per_rank)))
-    tp.load_state_dict(second, saved)
-    pairs = [(_backward(first, fed, i), _backward(second, fed, i)) for i in range(3)]
-    other = {**saved, "shard": [1 - saved["shard"][0], SHARDS]}
-    with pytest.raises(ValueError, match="shard of the checkpoint"):
-        tp.load_state_dict(second, other)
-    errors = [
-        relative_error(mine, wanted)
-        for wanted_all, mine_all in pairs
-        for wanted, mine in zip(wanted_all, mine_all, strict=True)
-        if wanted.numel()  # a shard may have none
-    ]
-    return max(errors), tp.state_dict(second)["step"]
-
-
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize(("per_rank", "tolerance"), [(True, 0), (False, 1e-4)])
-def test_a_checkpoint_of_the_shards_goes_on(per_rank: bool, tolerance: float, native: bool) -> None:
-    # Each rank's own state is restored bit for bit. The mean state differs by the rounding of the
-    # saved residual M - P^ q, as in test_groups.
-    for error, steps in ranks.run(WORLD_SIZE, _resumed, per_rank, native, backend="gloo"):
-        assert error <= tolerance
-        assert steps == STEPS + 3
-
-
-def _saved_by_dcp(rank: int, folder: str) -> bool:
-    """torch.distributed.checkpoint saves the state of each shard once, under its own key."""
-    first, second = _pair(native=True)[0], _pair(native=True)[0]
-    for i in range(STEPS):
-        _backward(first, rank % SHARDS, i)
-    key = f"powersgd, shard {rank % SHARDS}"
-    dcp.save({key: tp.CompressionState(first)}, checkpoint_id=folder)
-    dcp.load({key: tp.CompressionState(second)}, checkpoint_id=folder)
-    return to_bytes(tp.state_dict(first)) == to_bytes(tp.state_dict(second))
-
-
-def test_torchs_own_checkpoints_hold_each_shard(tmp_path: Path) -> None:
-    assert all(ranks.run(WORLD_SIZE, _saved_by_dcp, str(tmp_path), backend="gloo"))
-
-
-def _of_several_replicas(
-    rank: int, begin: int, before: bytes | None, saved: bytes | None
-) -> tuple[bytes, bytes, float]:
-    """Goes on from a state, with gradients that FSDP2 sums and halves.
-
-    Returns:
-        The sum of the exact gradients less the outputs, the state, and the error of the identity.
-    """
-    (attached, _), (plain, _) = replicas(("cpu:powersgd", OPTIONS)), replicas("gloo")
-    for module in (attached, plain):
-        summed(module)
-    tp.attach(attached)
-    if saved is not None:
-        tp.load_state_dict(attached, from_bytes(saved))
-    unsent = None if before is None else from_bytes(before)
-    for i in range(begin, begin + STEPS):
-        found = [_backward(module, rank, i) for module in (attached, plain)]
-        left = [g.double() - out.double() for out, g in zip(*found, strict=True)]
-        unsent = left if unsent is None else [a + b for a, b in zip(unsent, left, strict=True)]
-    assert unsent is not None
-    state = tp.state_dict(attached)
-    errors = [
-        relative_error(state["parameters"][name]["residual"].double(), residual)
-        for (name, _), residual in zip(attached.named_parameters(), unsent, strict=True)
-        if name in state["parameters"]
-    ]
-    return to_bytes(unsent), to_bytes(state), max(errors)
-
-
-def test_a_mean_checkpoint_moves_to_more_replicas_whose_gradients_are_summed() -> None:
-    unsent, state, error = ranks.run(2, _of_several_replicas, 0, None, None, backend="gloo")[0]
-    # The expected residual is a sum of differences of float32 numbers, each with its rounding.
-    assert error < 1e-4
-    for _, _, error in ranks.run(4, _of_several_replicas, STEPS, unsent, state, backend="gloo"):
-        assert error < 1e-4
-
-
 def _unused(
     rank: int, native: bool, one_unit: bool
 ) -> tuple[dict[bool, list[str]], list[tuple[str, str]], int]:
@@ -240,7 +135,7 @@ def _unused(
 
     FSDP2's hooks do not learn which. As a part of one unit, the block is as large as another.
     """
-    attached, plain = _pair(native, units=() if one_unit else None)
+    attached, plain = make_modules(native, units=() if one_unit else None)
     arguments: dict[str, Any] = {"skip": 0} if one_unit else {"gained": False}
     warnings = LogRecords(logging.WARNING).seen
     exact = {}
@@ -249,7 +144,7 @@ def _unused(
             module.set_reduce_scatter_unused_params(told)
         for i in range(STEPS):
             for module in (attached, plain):
-                _backward(module, rank, i, **arguments)
+                backward(module, rank, i, **arguments)
         found, wanted = gradients(attached), gradients(plain)
         exact[told] = [n for n, g in found.items() if "weight" in n and same([g], [wanted[n]])]
     return exact, warnings, tp.state_dict(attached)["step"]
@@ -284,14 +179,14 @@ def test_a_part_of_a_unit_is_known_by_its_size_if_no_other_part_has_it() -> None
 
 
 def _detached(rank: int, native: bool) -> list[bool]:
-    attached, plain = _pair(native)
+    attached, plain = make_modules(native)
     exact = []
     for i in range(12):
         if i == 6:
             tp.detach(attached)
         if i == 9:
             tp.attach(attached)  # the group is known
-        exact.append(same(*(_backward(m, rank, i) for m in (attached, plain))))
+        exact.append(same(*(backward(m, rank, i) for m in (attached, plain))))
     return exact
 
 
