@@ -11,7 +11,12 @@ namespace powersgd {
 namespace {
 
 at::Tensor norms_of(const std::vector<at::Tensor>& tensors) {
-  return at::stack(at::_foreach_norm(tensors, 2, at::kDouble));
+  const bool wide = std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
+    return tensor.scalar_type() == at::kDouble;
+  });
+  // In the tensors' own dtype, for another one would copy them.
+  const auto norms = at::_foreach_norm(tensors, 2, wide ? at::kDouble : at::kFloat);
+  return at::stack(norms).to(at::kDouble);
 }
 
 at::Tensor norms_of_last_step(const std::vector<ParameterStatePtr>& states) {
