@@ -95,10 +95,15 @@ at::Scalar item(const at::Tensor& self) {
   return on_host(self).item();
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool /*non_blocking*/) {
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_blocking) {
   if (target.is_cpu()) {
-    wait_for_current_stream(self.device());
-    target.copy_(on_host(self));
+    const auto copy = [source = on_host(self), target] { target.copy_(source); };
+    if (non_blocking) {  // as into pinned memory
+      enqueue(self.device(), copy);
+    } else {
+      wait_for_current_stream(self.device());
+      copy();
+    }
     return target;
   }
   // A copy from another device runs in the order of both current streams, as in CUDA.

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "gradients/capture_watch.h"
+#include "support/fake_device.h"
+#include "support/session_of_equal_ranks.h"
+
+namespace powersgd {
+namespace {
+
+namespace fake = test::fake_device;
+
+// A state whose last step captured so much of M, or delivered nothing.
+ParameterStatePtr make_state(at::Device device, double captured, bool delivered = true,
+                             at::ScalarType residual = at::kFloat) {
+  auto state = std::make_shared<ParameterState>();
+  state->memory = at::full({4, 25}, 2, residual).to(device);  // |M|^2 = 400
+  state->q_local = at::full({1, 25}, std::sqrt(captured * 400 / 25)).to(device);
+  state->q_warm = at::ones({1, 25}).to(device);
+  state->q_norms = at::full({1}, delivered ? 3.0 : 0.0, at::kDouble).to(device);
+  return state;
+}
+
+class CaptureWatchOn : public testing::TestWithParam<bool> {
+ protected:
+  CaptureWatchOn() {
+    fake::add_operators();
+    fake::reset(1, fake::Host::kMayNotWait);
+    session_ = test::make_session_of_equal_ranks(device_, {});
+  }
+  ~CaptureWatchOn() override { session_->shutdown(); }
+
+  // Looks once. On the CPU the engine's thread may still be at it afterwards.
+  void look(const std::vector<ParameterStatePtr>& states) {
+    watch_.look(*session_, device_, states);
+    if (device_.is_cpu()) session_->run_after_steps(device_, [] {});
+  }
+  std::vector<ParameterStatePtr> low() {
+    if (!device_.is_cpu()) fake::run();
+    return watch_.low();
+  }
+
+  const at::Device device_ = GetParam() ? fake::device(0) : at::Device(at::kCPU);
+  std::shared_ptr<Session> session_;
+  CaptureWatch watch_;
+};
+
+TEST_P(CaptureWatchOn, AStateIsReportedOnceAfterSoManyLowLooksInARow) {
+  const auto lower = make_state(device_, 0.9 * CaptureWatch::kLeastCaptured);
+  const auto higher = make_state(device_, 1.1 * CaptureWatch::kLeastCaptured);
+  const auto rounded =
+      make_state(device_, 0.9 * CaptureWatch::kLeastCaptured, /*delivered=*/true, at::kBFloat16);
+  const auto unused = make_state(device_, 0, /*delivered=*/false);
+  const auto raw = std::make_shared<ParameterState>();
+  for (int i = 1; i <= CaptureWatch::kLooks + 2; ++i) {
+    look({lower, higher, raw, unused, rounded});
+    const auto expected = i == CaptureWatch::kLooks ? std::vector<ParameterStatePtr>{lower, rounded}
+                                                    : std::vector<ParameterStatePtr>{};
+    EXPECT_EQ(low(), expected) << "look " << i;
+  }
+}
+
+TEST_P(CaptureWatchOn, AHigherShareInBetweenBeginsAnew) {
+  const auto state = make_state(device_, 0.01);
+  for (int i = 1; i < CaptureWatch::kLooks; ++i) look({state});
+  EXPECT_TRUE(low().empty());
+  state->q_local.fill_(2);
+  look({state});
+  EXPECT_TRUE(low().empty());
+  state->q_local.fill_(0);
+  for (int i = 1; i < CaptureWatch::kLooks; ++i) look({state});
+  EXPECT_TRUE(low().empty());
+  look({state});
+  EXPECT_EQ(low(), std::vector<ParameterStatePtr>{state});
+}
+
+TEST(CaptureWatch, TheHostReadsNoLookThatHasNotEnded) {
+  fake::add_operators();
+  fake::reset(1, fake::Host::kMayNotWait);
+  const at::Device device = fake::device(0);
+  const auto session = test::make_session_of_equal_ranks(device, {});
+  const auto state = make_state(device, 0);
+  CaptureWatch watch;
+  for (int i = 0; i < CaptureWatch::kLooks; ++i) watch.look(*session, device, {state});
+  EXPECT_TRUE(watch.low().empty());
+  fake::run();
+  EXPECT_EQ(watch.low(), std::vector<ParameterStatePtr>{state});
+}
+
+INSTANTIATE_TEST_SUITE_P(, CaptureWatchOn, testing::Bool(),
+                         [](const auto& info) { return info.param ? "device" : "cpu"; });
+
+}  // namespace
+}  // namespace powersgd
