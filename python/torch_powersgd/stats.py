@@ -29,11 +29,11 @@ def stats(
     Args:
         group: The process group. None is the default group.
         residual_norms: Whether to compute the residuals' norms, which takes a pass over the model.
-            Without them, ``stats`` is cheap enough to be called in every step.
+            Without them and ``layers``, ``stats`` is cheap enough to be called in every step.
         flat: Whether to return numbers alone, as ``SummaryWriter`` and the like want them. Names of
             nested entries are joined by "/" (``seconds/project``), and ``starts_at`` is left out
             where it is None.
-        per_layer: Whether to return ``layers`` as well, which takes another pass over the model.
+        per_layer: Whether to return ``layers`` as well. They come from the same pass.
 
     Returns:
         A dictionary. ``compressing``: whether the next step of an attached model is compressed, or

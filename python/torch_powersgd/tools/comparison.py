@@ -47,7 +47,8 @@ class Comparison:
         names: Names of the parameters.
         parameters: Parameters whose gradients are compressed.
         options: Settings that are compared.
-        group: Powersgd group over which the factors are summed, beside that of the gradients.
+        averaging: Group over which the gradients are averaged.
+        group: Powersgd group of the same ranks, over which the factors are summed.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Comparison:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self.options = list(options)
+        self.averaging = averaging
         device = self.parameters[0].device
         self.group = _group_beside(averaging, device)
         backend = find_backend(self.group, device)
@@ -71,21 +73,18 @@ class Comparison:
         self._errors = torch.zeros(len(options), count, dtype=torch.float64, device=device)
         self._gradients = torch.zeros(count, dtype=torch.float64, device=device)
 
-    def average(
-        self, bucket: int, buffer: torch.Tensor, parameters: list[int], group: dist.ProcessGroup
-    ) -> None:
-        """Makes the buffer its average over the group, and compares what each setting makes of it.
+    def average(self, bucket: int, buffer: torch.Tensor, parameters: list[int]) -> None:
+        """Makes the buffer its average over the ranks, and compares each setting's with it.
 
         Args:
             bucket: Number of the buffer in the backward pass.
             buffer: Gradients of some parameters, one after the other.
             parameters: Places of these parameters in ``self.parameters``.
-            group: Group that averages.
         """
         copies = [buffer.clone() for _ in self.models]
         for model, copy in zip(self.models, copies, strict=True):
-            model.reduce(bucket, copy, parameters, group.size()).wait()
-        average_exactly(buffer, group)
+            model.reduce(bucket, copy, parameters, self.averaging.size()).wait()
+        average_exactly(buffer, self.averaging)
         sizes = [self.parameters[i].numel() for i in parameters]
         outputs = [copy.split(sizes) for copy in copies]
         for place, (i, exact) in enumerate(zip(parameters, buffer.split(sizes), strict=True)):

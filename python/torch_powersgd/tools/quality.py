@@ -43,7 +43,7 @@ def errors_of_training(
         step(model)
         for bucket, places in enumerate(buckets):
             with _flat_gradients([comparison.parameters[i] for i in places]) as buffer:
-                comparison.average(bucket, buffer, places, group)
+                comparison.average(bucket, buffer, places)
         comparison.end_step()
         optimizer.step()
     errors = comparison.errors()

@@ -76,8 +76,10 @@ class Shadow:
 
     def _hook(self) -> Hook:
         def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            future.set_result(self._average(bucket))
+            average = self._average(bucket)
+            devices = [] if average.is_cpu else [average.device]
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+            future.set_result(average)
             return future
 
         hook.__annotations__.clear()  # DDP compares them with types, and these are strings.
@@ -89,7 +91,7 @@ class Shadow:
             average_exactly(buffer, self._averaging)
             return buffer
         parameters = [self._index[id(p)] for p in bucket.parameters()]
-        self._comparison.average(bucket.index(), buffer, parameters, self._averaging)
+        self._comparison.average(bucket.index(), buffer, parameters)
         if bucket.is_last():
             self._comparison.end_step()
             self.step += 1
