@@ -77,7 +77,7 @@ class Shadow:
     def _hook(self) -> Hook:
         def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             average = self._average(bucket)
-            devices = [] if average.is_cpu else [average.device]
+            devices: list[int | str | torch.device] = [] if average.is_cpu else [average.device]
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
             future.set_result(average)
             return future
