@@ -27,10 +27,10 @@ from support.fsdp_pairs import (
 from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts
 from support.synthetic import gradient
 
-CASES: dict[str, Callable[[int], Facts]] = {}
+CASES: dict[str, Callable[..., Facts]] = {}
 
 
-def case(function: Callable[[int], Facts]) -> Callable[[int], Facts]:
+def case(function: Callable[..., Facts]) -> Callable[..., Facts]:
     CASES[function.__name__] = function
     return function
 
@@ -64,9 +64,9 @@ def native_checkpointed_activations(rank: int) -> Facts:
 
 
 @case
-def native_compiled_blocks(rank: int) -> Facts:
+def native_compiled_blocks(rank: int, backend: str = "aot_eager") -> Facts:
     def compiled(block: nn.Module) -> nn.Module:
-        block.compile(backend="aot_eager")
+        block.compile(backend=backend)
         return block
 
     return make_pair(native=True, prepare=compiled).train(rank)

@@ -48,18 +48,28 @@ def results() -> list[dict[str, Facts]]:
     return ranks.run(WORLD_SIZE, _run_all, backend="gloo", timeout=240)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_case(results: list[dict[str, Facts]], name: str) -> None:
-    for facts in (result[name] for result in results):
+def _check(by_rank: list[Facts]) -> None:
+    for facts in by_rank:
         assert facts.warm_up == [True] * WARM_UP
         assert all(facts.exact)
         assert not any(facts.compressed)
         for parameter, error in facts.errors.items():
             assert error < TOLERANCE, (parameter, error)
     for first, second in ((0, 2), (1, 3)):  # these have the same shards
-        mine, other = (results[rank][name].replica for rank in (first, second))
+        mine, other = (by_rank[rank].replica for rank in (first, second))
         assert mine == other
         assert len(set(mine)) == len(mine)  # the parameters do change
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(results: list[dict[str, Facts]], name: str) -> None:
+    _check([result[name] for result in results])
+
+
+@pytest.mark.long
+def test_blocks_compiled_by_inductor() -> None:
+    compiled = CASES["native_compiled_blocks"]
+    _check(ranks.run(WORLD_SIZE, compiled, "inductor", backend="gloo", timeout=240))
 
 
 @pytest.mark.parametrize("name", ["plain", "native_plain"])
