@@ -307,7 +307,8 @@ def _check_inner(inner: str) -> None:
     allowed = {"auto", "gloo", "nccl", *(name.lower() for name in dist.Backend._plugins)}
     if inner not in allowed - {"powersgd"}:
         plugins = importlib.metadata.entry_points(group="torch.distributed.backends")
-        allowed |= set(plugins.names)
+        # torch 2.14 lists its own backends there as well, those that its build lacks included.
+        allowed |= {p.name for p in plugins if p.dist is None or p.dist.name != "torch"}
     if inner not in allowed - {"powersgd"}:
         names = ", ".join(map(repr, sorted(allowed - {"powersgd"})))
         raise ValueError(f"inner must be one of {names}, got {inner!r}")

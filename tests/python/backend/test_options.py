@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -353,3 +354,15 @@ def test_from_hook_state() -> None:
     on_top = tp.Options.from_hook_state(state, random_seed=5, warm_start=True)
     assert on_top == dataclasses.replace(expected, random_seed=5, warm_start=True)
     assert tp.Options.from_hook_state(PowerSGDState(None)) == tp.Options()
+
+
+def test_torchs_own_entry_points_name_no_inner_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.14 lists "mpi" among its entry points, also if its build has no MPI."""
+    points = [
+        SimpleNamespace(name="mpi", dist=SimpleNamespace(name="torch")),
+        SimpleNamespace(name="other", dist=SimpleNamespace(name="somebodys")),
+    ]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
+    assert tp.Options(inner="other").inner == "other"
+    with pytest.raises(ValueError, match=r"inner must be one of .*'other'.*, got 'mpi'"):
+        tp.Options(inner="mpi")
