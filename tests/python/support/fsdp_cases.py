@@ -136,7 +136,6 @@ def unit_of_modules(rank: int, native: bool) -> Facts:
     return facts
 
 
-@case_of_both
 def output_backward_by_itself(rank: int, native: bool) -> Facts:
     """A loss of pieces, which goes backward through the output layer before the other layers."""
     pair = make_pair(native=native, units=[["blocks.1", "out"]])
@@ -148,6 +147,11 @@ def output_backward_by_itself(rank: int, native: bool) -> Facts:
         pair.record(i)
     pair.facts.extra = tp.stats(pair.group)["steps"]
     return pair.finish()
+
+
+# torch 2.11's own FSDP2 fails there. It gathers the unit for the first of its two passes only.
+if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+    case_of_both(output_backward_by_itself)
 
 
 @case

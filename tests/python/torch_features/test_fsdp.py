@@ -83,6 +83,8 @@ def test_stats_count_steps_and_units(results: list[dict[str, Facts]], name: str)
 
 @pytest.mark.parametrize("name", ["unit_of_modules", "output_backward_by_itself"])
 def test_a_step_ends_with_the_rest_of_its_units(results: list[dict[str, Facts]], name: str) -> None:
+    if name not in CASES:
+        pytest.skip("torch is too old")
     assert {r[case].extra for r in results for case in (name, f"native_{name}")} == {STEPS}
 
 
