@@ -24,7 +24,7 @@ sys.path.insert(0, str(BENCHMARKS))
 from convergence import tables as of_convergence  # noqa: E402
 from scaling import tables as of_scaling  # noqa: E402
 
-PAGES = ("performance", "convergence", "scaling")
+PAGES = ("performance", "convergence", "scaling", "reliability")
 Record = dict[str, Any]
 _TABLE = re.compile(
     r"(<!-- table: (\w+)((?: \S+)*?) of (\S+) -->\n).*?(<!-- end of table -->)", flags=re.DOTALL
