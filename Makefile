@@ -8,6 +8,7 @@ SYSTEM_PYTHON ?= python3
 
 PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet
+WITH_TORCH = -DPOWERSGD_TORCH_DIR=$$($(PYTHON) -c 'import torch; print(torch.__path__[0])')
 find_cpp = $(shell find $(1) -name '*.h' -o -name '*.inl' -o -name '*.cpp' -o -name '*.cu' \
   -o -name '*.cuh')
 SOURCES := $(call find_cpp,csrc include)
@@ -55,8 +56,7 @@ demo: build  ## train a small GPT twice, plain and compressed, and compare (abou
 test: test-cpp test-python  ## all tests
 
 test-cpp: env | system-packages  ## GoogleTest
-	cmake -S tests/cpp -B build/cpp -G Ninja \
-	  -DPOWERSGD_TORCH_DIR=$$($(PYTHON) -c 'import torch; print(torch.__path__[0])')
+	cmake -S tests/cpp -B build/cpp -G Ninja $(WITH_TORCH)
 	cmake --build build/cpp --parallel $(JOBS)
 	ctest --test-dir build/cpp --parallel $(JOBS) --output-on-failure
 
@@ -67,12 +67,15 @@ test-long: tools  ## the tests that take more than ten seconds each
 	@$(PIP) 'torch-powersgd[test-long]'
 	$(PYTHON) -m pytest tests/python -m long
 
-# AddressSanitizer and UndefinedBehaviorSanitizer, over the plan, the CPU kernels and the CUDA kernels
-# on the SIMT runtime: the layers without torch, which is not sanitized itself.
-test-sanitized: env | system-packages  ## the kernels' tests under sanitizers
-	cmake -S tests/cpp -B build/sanitized -G Ninja -DPOWERSGD_SANITIZE=ON
-	cmake --build build/sanitized --parallel $(JOBS)
-	ctest --test-dir build/sanitized --parallel $(JOBS) --output-on-failure
+# AddressSanitizer and UndefinedBehaviorSanitizer over all C++ tests, then ThreadSanitizer over those
+# of the layers that have threads. torch itself is not compiled with them.
+test-sanitized: env | system-packages  ## GoogleTest under sanitizers
+	for sanitizers in address,undefined thread; do \
+	  folder=build/sanitized-$${sanitizers%,*} && \
+	  cmake -S tests/cpp -B $$folder -G Ninja -DPOWERSGD_SANITIZE=$$sanitizers $(WITH_TORCH) && \
+	  cmake --build $$folder --parallel $(JOBS) && \
+	  ctest --test-dir $$folder --parallel $(JOBS) --output-on-failure || exit 1; \
+	done
 
 # bench_cluster needs root for its network namespaces. It compares the author's powersgd if a clone of
 # https://github.com/epfml/powersgd is on PYTHONPATH, as the package that pip installs is empty.

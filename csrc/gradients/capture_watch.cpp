@@ -50,7 +50,7 @@ std::vector<ParameterStatePtr> CaptureWatch::low() {
   std::vector<ParameterStatePtr> found;
   while (!looks_.empty() && looks_.front().work->isCompleted()) {
     const Look look = std::move(looks_.front());
-    looks_.erase(looks_.begin());
+    looks_.pop_front();
     if (look.work->exception()) continue;
     count(look);
     std::copy_if(look.states.begin(), look.states.end(), std::back_inserter(found),

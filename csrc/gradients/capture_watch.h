@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <vector>
@@ -41,7 +42,7 @@ class CaptureWatch {
   };
   void count(const Look& look);
 
-  std::vector<Look> looks_;
+  std::deque<Look> looks_;
   std::map<const ParameterState*, int> low_in_a_row_;
 };
 

@@ -22,6 +22,7 @@ import torch
 
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
+from torch_powersgd.lookup import PLAIN_BACKENDS
 from torch_powersgd.options import Options, dtype_name
 from torch_powersgd.tools import advise, doctor, report
 from torch_powersgd.tools.plan import print_plan
@@ -263,7 +264,7 @@ def _advise(arguments: argparse.Namespace) -> None:
             measured = advise.measure(job, device, report=progress)
     if first:  # the group is gone, so that no rank waits for this one
         measured = advise.with_errors(measured, errors)
-        inner = advise.PLAIN_BACKENDS[arguments.device]
+        inner = PLAIN_BACKENDS[arguments.device]
         report.print_advice(measured, note, world, inner)
 
 

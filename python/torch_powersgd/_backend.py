@@ -14,14 +14,13 @@ from torch._C._distributed_c10d import PrefixStore
 from torch_powersgd import log, watch
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import CollectiveCall, count_call, store_of_call
-from torch_powersgd.lookup import device_types, find_backend
+from torch_powersgd.lookup import PLAIN_BACKENDS, device_types, find_backend
 from torch_powersgd.options import Options, resolve
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
 
 NAME = "powersgd"
-DEFAULTS = {"cpu": "gloo", "cuda": "nccl"}
 STREAM_ORDERED = {"nccl"}  # Collectives of these backends do not block the host.
 
 
@@ -130,7 +129,7 @@ def _inner_name(options: Options, device: str) -> str:
     if name == "auto":
         name = dist.Backend.default_device_backend_map[device]
         if name == NAME:  # so that a library that looks there for its backend takes this one
-            name = DEFAULTS[device]
+            name = PLAIN_BACKENDS[device]
     if name == NAME:
         raise ValueError("inner must be the name of the backend to wrap, got 'powersgd' itself")
     return name

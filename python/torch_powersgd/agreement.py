@@ -137,6 +137,18 @@ def next_call(
     )
 
 
+def equality_of(things: str) -> Callable[[list[dict[str, Any]]], str]:
+    """A ``compare`` for ``agree`` that wants the same of all ranks. Its error names the things."""
+
+    def compare(everyone: list[dict[str, Any]]) -> str:
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                return f"{things} on rank {rank} differ from rank 0's"
+        return ""
+
+    return compare
+
+
 def calls_store(group: dist.ProcessGroup, function: str) -> PrefixStore:
     """The part of the group's store that belongs to the calls of one function."""
     return PrefixStore(f"powersgd/{function}", group.get_group_store())

@@ -10,6 +10,8 @@ from torch_powersgd._core import _C
 
 # The backend string of a job whose gradients are on this type of device.
 BACKENDS = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
+# The backend that such a job has without this package, and that inner="auto" wraps.
+PLAIN_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def device_types() -> list[str]:

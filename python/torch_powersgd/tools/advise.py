@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import next_call
+from torch_powersgd.agreement import equality_of, next_call
 from torch_powersgd.lookup import BACKENDS, find_backend
 from torch_powersgd.options import Options
 from torch_powersgd.tools.costs import Link, StageSeconds, measure_link, measure_stages
@@ -45,7 +45,6 @@ from torch_powersgd.tools.rehearsal import (
 )
 from torch_powersgd.tools.verdict import Passes, Timing, eligible_wires, wire_of
 
-PLAIN_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 STAND_IN = UserStep(backward=0.2)  # where the user gives no step
 
 T = TypeVar("T")
@@ -215,16 +214,10 @@ def _agree(mine: dict[str, str]) -> None:
     group = dist.group.WORLD
     assert group is not None
     try:
-        next_call(group, "advise", default_pg_timeout).agree(mine, _compare)
+        compare = equality_of("the model and the arguments")
+        next_call(group, "advise", default_pg_timeout).agree(mine, compare)
     except ValueError as error:
         raise RanksError(str(error)) from None
-
-
-def _compare(everyone: list[dict[str, str]]) -> str:
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
-            return f"the model and the arguments of rank {rank} differ from rank 0's"
-    return ""
 
 
 def _job_of(model: torch.nn.Module, step: UserStep, options: Sequence[Options]) -> Job:

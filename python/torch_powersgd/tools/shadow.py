@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import log
-from torch_powersgd.agreement import next_call
+from torch_powersgd.agreement import equality_of, next_call
 from torch_powersgd.ddp import Hook, check_module, parameters_of, refuse_second_hook
 from torch_powersgd.options import Options, lay_over
 from torch_powersgd.tools.comparison import Comparison, ShadowedLayer, average_exactly
@@ -167,7 +167,8 @@ def shadow(
         mine = {"steps": steps, "options": [each._plain() for each in compared]}
     except (TypeError, ValueError) as error:
         mine = {"error": str(error)}
-    next_call(ddp.process_group, "shadow", default_pg_timeout).agree(mine, _compare_arguments)
+    compare = equality_of("the arguments of shadow")
+    next_call(ddp.process_group, "shadow", default_pg_timeout).agree(mine, compare)
     return Shadow(ddp, compared, steps)
 
 
@@ -183,10 +184,3 @@ def _options_of(
         dataclasses.replace(base, matrix_approximation_rank=rank, start_powerSGD_iter=0)
         for rank in ranks
     ]
-
-
-def _compare_arguments(everyone: list[dict[str, Any]]) -> str:
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
-            return f"the arguments of shadow on rank {rank} differ from rank 0's"
-    return ""

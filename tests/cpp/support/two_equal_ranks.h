@@ -56,21 +56,26 @@ class StreamBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options) override {
     const at::Tensor tensor = tensors[0];
-    return run(tensors, options.asyncOp, [this, seen = on_host(tensor)] {
+    return run(tensors, options.asyncOp, [self = owned(), seen = on_host(tensor)] {
       sum_over_ranks(seen);
-      ran.push_back(std::to_string(seen.numel()));
+      self->ran.push_back(std::to_string(seen.numel()));
     });
   }
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions& options) override {
     return run({input, output}, options.asyncOp,
-               [this, in = on_host(input), out = on_host(output)] {
+               [self = owned(), in = on_host(input), out = on_host(output)] {
                  gather_from_ranks(out, in);
-                 ran.push_back("gather " + std::to_string(in.numel()));
+                 self->ran.push_back("gather " + std::to_string(in.numel()));
                });
   }
 
  private:
+  // The device may run a collective after the group has gone.
+  c10::intrusive_ptr<StreamBackend> owned() {
+    return c10::intrusive_ptr<StreamBackend>::unsafe_reclaim_from_nonowning(this);
+  }
+
   c10::intrusive_ptr<c10d::Work> run(const std::vector<at::Tensor>& tensors, bool is_async,
                                      const std::function<void()>& collective) {
     TORCH_CHECK(!fails, "the communicator was aborted");

@@ -27,19 +27,21 @@ STEPS = 5
 Errors = dict[str, float]
 
 
-def _mine(rank: int, i: int) -> Tensors:
-    return gradients(SHAPES, rank, i)
+def _mine(rank: int, i: int, device: str = "cpu") -> Tensors:
+    return {name: g.to(device) for name, g in gradients(SHAPES, rank, i).items()}
 
 
-def _expected_errors(rank: int, approximation: int, world_size: int, options: Any) -> Errors:
+def _expected_errors(
+    rank: int, approximation: int, world_size: int, options: Any, device: str
+) -> Errors:
     """The errors of an attached model, in float64."""
     start = {"matrix_approximation_rank": approximation, "start_powerSGD_iter": 0}
-    ddp = make_attached(SHAPES, tp.Options(**{**options, **start}))
+    ddp = make_attached(SHAPES, tp.Options(**{**options, **start}), device=device)
     squares = {name: [0.0, 0.0] for name in SHAPES}
     for i in range(STEPS):
-        outputs, mean = step(ddp, _mine(rank, i)), mean_gradients(SHAPES, world_size, i)
+        outputs, mean = step(ddp, _mine(rank, i, device)), mean_gradients(SHAPES, world_size, i)
         for name, (error, size) in squares.items():
-            error += (outputs[name].double() - mean[name]).square().sum().item()
+            error += (outputs[name].cpu().double() - mean[name]).square().sum().item()
             size += mean[name].square().sum().item()
             squares[name] = [error, size]
     errors = {name: math.sqrt(error / size) for name, (error, size) in squares.items()}
@@ -49,16 +51,20 @@ def _expected_errors(rank: int, approximation: int, world_size: int, options: An
     return errors
 
 
-def _compared(rank: int, world_size: int, options: dict[str, Any], shadow_group: str) -> None:
-    expected = {r: _expected_errors(rank, r, world_size, options) for r in (1, 3)}
+def compared(
+    rank: int, world_size: int, options: dict[str, Any], shadow_group: str, device: str = "cpu"
+) -> None:
+    """Compares the table of a shadow with attached training, and its outputs with plain DDP's."""
+    expected = {r: _expected_errors(rank, r, world_size, options, device) for r in (1, 3)}
     group = dist.new_group(backend=shadow_group)
-    plain = make_ddp(SHAPES, process_group=dist.new_group(backend="gloo"))
-    shadowed = make_ddp(SHAPES, process_group=group)
+    plain = make_ddp(SHAPES, process_group=dist.new_group(backend="gloo"), device=device)
+    shadowed = make_ddp(SHAPES, process_group=group, device=device)
     shadow = tp.shadow(shadowed, ranks=(1, 3), steps=STEPS, options=options)
     assert not shadow.done
     assert str(shadow) == f"shadow has taken 0 of {STEPS} steps"
     for i in range(STEPS + 2):
-        exact, outputs = step(plain, _mine(rank, i)), step(shadowed, _mine(rank, i))
+        mine = _mine(rank, i, device)
+        exact, outputs = step(plain, mine), step(shadowed, mine)
         assert all(torch.equal(exact[name], outputs[name]) for name in SHAPES)
     assert shadow.done
     assert shadow.step == STEPS
@@ -84,13 +90,13 @@ def _compared(rank: int, world_size: int, options: dict[str, Any], shadow_group:
 @pytest.mark.parametrize("backend", ["gloo", "cpu:powersgd"])
 def test_errors_are_those_of_attached_training(backend: str) -> None:
     options = {"wire_dtype": "float32", "raw_wire_dtype": "float32"}
-    ranks.run(2, _compared, 2, options, backend)
+    ranks.run(2, compared, 2, options, backend)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_errors_in_int8(world_size: int) -> None:
     options = {"wire_dtype": "int8", "raw_wire_dtype": "bfloat16"}
-    ranks.run(world_size, _compared, world_size, options, "gloo")
+    ranks.run(world_size, compared, world_size, options, "gloo")
 
 
 def _apart(rank: int) -> None:

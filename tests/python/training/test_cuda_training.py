@@ -8,7 +8,6 @@ import test_check_every
 import test_loss_scale
 import test_wire
 import torch
-import torch.distributed as dist
 
 import torch_powersgd as tp
 from support.cuda_ranks import INNERS, needs_cuda, options_of, run
@@ -16,8 +15,6 @@ from support.synthetic import (
     SHAPES,
     gradients,
     make_attached,
-    make_ddp,
-    mean_gradients,
     step,
 )
 from torch_powersgd.attach import attachment_of
@@ -101,28 +98,3 @@ def test_what_a_rank_rounds_off_is_part_of_its_residual(inner: str, wire: test_w
     ):
         assert stats["skipped_steps"] == 0
         assert max(errors.values()) < TOLERANCE, errors
-
-
-def _shadowed(rank: int) -> tuple[float, float, bool]:
-    """The error of a shadow, that of attached training, and whether the outputs are exact."""
-    attached = make_attached(SHAPES, options_of(), device="cuda")
-    shadowed = make_ddp(SHAPES, device="cuda")
-    fields = {"wire_dtype": "float32", "raw_wire_dtype": "float32"}
-    shadow = tp.shadow(shadowed, ranks=[2], steps=4, options=fields)
-    error = size = 0.0
-    exact = True
-    for i in range(4):
-        mine = {name: g.cuda() for name, g in gradients(SHAPES, rank, i).items()}
-        outputs, averages = step(attached, mine), step(shadowed, mine)
-        means = mean_gradients(SHAPES, dist.get_world_size(), i)
-        for name, mean in means.items():
-            error += (outputs[name].cpu().double() - mean).square().sum().item()
-            size += mean.square().sum().item()
-            exact &= bool((averages[name].cpu() - mean).abs().max() < 1e-6)
-    return shadow.error(2), (error / size) ** 0.5, exact
-
-
-def test_the_errors_of_a_shadow_are_those_of_attached_training() -> None:
-    for found, expected, exact in run(_shadowed):
-        assert exact
-        assert found == pytest.approx(expected, rel=1e-5)
