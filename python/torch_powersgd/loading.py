@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torch_powersgd._core import _C
-from torch_powersgd.option_values import is_bool, is_unicode, shown
+from torch_powersgd.option_values import is_unicode, positive, shown
 
 VERSION = 1
 LOCAL_FIELDS = ("memory", "p_hat", "q_local", "q_warm", "grad_scale")
@@ -54,7 +54,7 @@ def read(state: Any, place: dict[str, Any]) -> Saved:
         raise ValueError(
             f"step of the checkpoint must be an integer from 0 to 2**62, got {shown(step)}"
         )
-    scale = _grad_scale(state["grad_scale"], "the checkpoint")
+    scale = positive("grad_scale of the checkpoint", state["grad_scale"])
     if not isinstance(parameters, dict):
         raise ValueError(
             f"parameters of the checkpoint must be a dict, got {type(parameters).__name__}"
@@ -98,7 +98,9 @@ def to_local(name: str, entry: Any) -> _C.LocalExport:
         )
     local = _C.LocalExport()
     local.name = name
-    local.grad_scale = _grad_scale(entry["grad_scale"], f"the checkpoint's {shown(name)}")
+    local.grad_scale = positive(
+        f"grad_scale of the checkpoint's {shown(name)}", entry["grad_scale"]
+    )
     for field, tensor in tensors.items():
         if tensor is not None:
             setattr(local, field, tensor)
@@ -135,17 +137,6 @@ def _check_place(state: dict[str, Any], here: dict[str, Any]) -> None:
 def _equal(given: Any, value: Any) -> bool:
     """Returns whether a value of a state equals an integer or a list of them."""
     return isinstance(given, type(value)) and not isinstance(given, bool) and bool(given == value)
-
-
-def _grad_scale(value: Any, place: str) -> float:
-    """Returns a loss scale. It raises a ValueError for anything but a positive finite number."""
-    try:
-        scale = math.nan if is_bool(value) or isinstance(value, str) else float(value)
-    except Exception:  # An object's own conversion may raise anything.
-        scale = math.nan
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"grad_scale of {place} must be a finite number > 0, got {shown(value)}")
-    return scale
 
 
 def _tensors(name: str, entry: Any, fields: tuple[str, ...]) -> dict[str, torch.Tensor | None]:

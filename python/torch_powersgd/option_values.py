@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -70,6 +71,14 @@ def typed(name: str, type_name: str, value: Any) -> Any:
     ):
         return value
     raise ValueError(f"{name} must be of type {type_name}, got {shown(value)}")
+
+
+def positive(name: str, value: Any) -> float:
+    """Returns a number as one of Python. It raises a ValueError unless it is finite and > 0."""
+    number = _number("float", value)
+    if number is None or not (number > 0 and math.isfinite(number)):
+        raise ValueError(f"{name} must be a finite number > 0, got {shown(value)}")
+    return float(number)
 
 
 def _number(type_name: str, value: Any) -> int | float | None:
