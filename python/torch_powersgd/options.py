@@ -163,9 +163,9 @@ class Options:
         Raises:
             ValueError: If ``state`` has none of a hook's fields, or a value is not allowed.
         """
-        shared = {name: getattr(state, name) for name in _NAMES if hasattr(state, name)}
-        if not shared:
+        if not hasattr(state, _NAMES[0]):
             raise ValueError(f"state must be a PowerSGDState, got {type(state).__name__}")
+        shared = {name: getattr(state, name) for name in _NAMES if hasattr(state, name)}
         return cls(**{**shared, **fields})
 
 

@@ -35,7 +35,7 @@ from support.synthetic import (
 )
 
 WORLD_SIZE = 2
-SECONDS = 120  # the time-out of the groups, longer than the patience of the pool
+SECONDS = 300  # the time-out of the groups, longer than the patience of the pool
 # The identity over some 20 steps in float32, as in test_identity; loading rounds once more.
 TOLERANCE = 5e-5
 EXACT = 1e-6  # a mean of two float32 numbers is rounded once or twice
@@ -238,6 +238,7 @@ class ApiWalk:
             lambda: self._backward(gradients(SHAPES, self.rank, 0)),
             lambda: tp.state_dict(self.ddp, True),  # type: ignore[arg-type]
             lambda: tp.step_skipped(self.ddp),  # type: ignore[arg-type]
+            lambda: tp.attach(self.ddp) if self.attached else None,  # type: ignore[arg-type]
             lambda: tp.stats(self.ddp.process_group),  # type: ignore[union-attr]
         ]
         return [outcome_of(call)[0] for call in calls]

@@ -19,6 +19,7 @@ from support.ranks import RankFailed
 
 Maker = Callable[[int], Any]
 
+_START = 300.0  # seconds in which all ranks must have imported torch
 _ENDED = 3600.0  # seconds after which a rank shows where it is; the pool itself is never so old
 
 
@@ -31,7 +32,7 @@ class RankPool:
         patience: Seconds after which a call that has not returned on all ranks counts as a hang.
     """
 
-    def __init__(self, world_size: int, make: Maker, patience: float = 60) -> None:
+    def __init__(self, world_size: int, make: Maker, patience: float = 120) -> None:
         self._world_size, self._make, self._patience = world_size, make, patience
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
@@ -46,13 +47,10 @@ class RankPool:
         """
         if not self._processes:
             self._start()
+            self._await_replies("the start", _START)
         for pipe in self._pipes:
             pipe.send((method, args))
-        replies, error = self._replies(f"{method}{args!r:.200}")
-        if error:
-            self.close()
-            raise RankFailed(error)
-        return replies
+        return self._await_replies(f"{method}{args!r:.200}", self._patience)
 
     def close(self) -> None:
         """Ends all ranks."""
@@ -81,10 +79,17 @@ class RankPool:
             self._processes.append(process)
             self._pipes.append(here)
 
-    def _replies(self, call: str) -> tuple[list[Any], str]:
+    def _await_replies(self, call: str, patience: float) -> list[Any]:
+        replies, error = self._replies(call, patience)
+        if error:
+            self.close()
+            raise RankFailed(error)
+        return replies
+
+    def _replies(self, call: str, patience: float) -> tuple[list[Any], str]:
         replies: list[Any] = [None] * self._world_size
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + patience
         while waiting:
             left = max(0.0, deadline - time.monotonic())
             ready = multiprocessing.connection.wait(list(waiting), left)
@@ -105,6 +110,7 @@ class RankPool:
 
 def _serve(rank: int, pipe: Any, make: Maker) -> None:
     held = make(rank)
+    pipe.send((None, ""))
     while True:
         try:
             method, args = pipe.recv()
