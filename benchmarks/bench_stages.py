@@ -36,7 +36,7 @@ from provenance import processor, provenance, write
 
 import torch_powersgd
 from torch_powersgd._core import _C
-from torch_powersgd.options import dtype_name
+from torch_powersgd.option_values import dtype_name
 from torch_powersgd.tools.footprint import Layout, buckets_of
 
 # project reads G and the residual and writes the residual; back_project reads it; reconstruct

@@ -23,7 +23,8 @@ import torch
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
 from torch_powersgd.lookup import PLAIN_BACKENDS
-from torch_powersgd.options import Options, dtype_name
+from torch_powersgd.option_values import dtype_name
+from torch_powersgd.options import Options
 from torch_powersgd.tools import advise, doctor, report
 from torch_powersgd.tools.plan import print_plan
 from torch_powersgd.tools.quality import errors_of_training

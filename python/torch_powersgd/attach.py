@@ -127,7 +127,7 @@ def attachment_of(module: Module) -> Attachment:
     Raises:
         ValueError: If it is not attached.
     """
-    attachment = _attachments.get(module)
+    attachment = _attachments.get(module) if isinstance(module, Module) else None
     if attachment is None:
         raise ValueError("this module is not attached; call torch_powersgd.attach(module) first")
     return attachment

@@ -5,21 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.distributed.fsdp import FSDPModule
 
-from torch_powersgd import fsdp
+from torch_powersgd import fsdp, loading
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import next_call
 from torch_powersgd.attach import attachment_of
+from torch_powersgd.loading import LOCAL_FIELDS, RAW_FIELDS, VERSION
 from torch_powersgd.lookup import find_backends
+from torch_powersgd.option_values import cut
 from torch_powersgd.options import Options
 from torch_powersgd.proposal import Module
-
-VERSION = 1
-_LOCAL_TENSORS = ("memory", "p_hat", "q_local", "q_warm")
-_LOCAL_FIELDS = (*_LOCAL_TENSORS, "grad_scale")
-_RAW_FIELDS = ("rounding", "grad_scale")
 
 
 def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
@@ -86,9 +82,9 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
 
     Raises:
         ValueError: On every rank alike and before anything changes, if the module is not attached
-            or the state does not fit. A state of another form or shape does not fit, nor do the
-            ranks' states of different steps. A state of ``per_rank`` fits only its own rank and
-            number of ranks.
+            or the state does not fit. A state of another form or shape does not fit, nor one with
+            a number that is not finite, nor do the ranks' states of different steps. A state of
+            ``per_rank`` fits only its own rank and number of ranks.
     """
     attachment = attachment_of(module)
     model, group = attachment.model, attachment.group
@@ -97,23 +93,22 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
     mean: list[_C.ParameterExport] = []
     plain: dict[str, Any] = {}
     try:
-        _check_form(state)
-        _check_place(state, _place(module, per_rank))
+        saved = loading.read(state, _place(module, per_rank))
         if per_rank:
-            local = [_to_local(name, tensors) for name, tensors in state["parameters"].items()]
+            local = [loading.to_local(name, entry) for name, entry in saved.parameters.items()]
             model.check_local(local)
         else:
-            mean = [_to_mean(name, tensors) for name, tensors in state["parameters"].items()]
+            mean = [loading.to_mean(name, entry, saved) for name, entry in saved.parameters.items()]
             model.check_state(mean)
-        plain = {"per_rank": per_rank, "step": state["step"]}
-    except ValueError as invalid:
-        plain = {"error": str(invalid)}
+        plain = {"per_rank": per_rank, "step": saved.step, "grad_scale": saved.grad_scale}
+    except Exception as invalid:  # The other ranks wait for this rank's error, of any type.
+        plain = {"error": cut(str(invalid)) or type(invalid).__name__}
     timeout = find_backends(group)[0].options._timeout
     next_call(group, "load_state_dict", timeout).agree(plain, _compare)
     if per_rank:
-        model.load_local(local, state["step"])
+        model.load_local(local, plain["step"])
     else:
-        model.load_state(mean, state["step"], state["grad_scale"])
+        model.load_state(mean, plain["step"], plain["grad_scale"])
 
 
 class CompressionState:
@@ -141,17 +136,6 @@ class CompressionState:
         load_state_dict(self.module, state_dict)
 
 
-def _check_form(state: Any) -> None:
-    if not isinstance(state, dict):
-        raise ValueError(f"the checkpoint must be a dict, got {type(state).__name__}")
-    version = state.get("version")
-    if version != VERSION:
-        raise ValueError(f"version of the checkpoint must be {VERSION}, got {version!r}")
-    missing = {"step", "grad_scale", "parameters"} - state.keys()
-    if missing:
-        raise ValueError(f"the checkpoint has no {', '.join(sorted(missing))}")
-
-
 def _place(module: Module, per_rank: bool) -> dict[str, Any]:
     """Returns the shard of an FSDP2 module and, with ``per_rank``, the rank of a state."""
     place: dict[str, Any] = {}
@@ -163,21 +147,6 @@ def _place(module: Module, per_rank: bool) -> dict[str, Any]:
     return place
 
 
-def _check_place(state: dict[str, Any], here: dict[str, Any]) -> None:
-    for field, value in here.items():
-        if state.get(field) == value:
-            continue
-        if field == "shard":
-            raise ValueError(
-                f"shard of the checkpoint, [which, of how many], must be this rank's own, {value}, "
-                f"got {state.get(field)!r}"
-            )
-        raise ValueError(
-            f"{field} of a checkpoint made with per_rank must be this rank's own, {value}, got "
-            f"{state.get(field)!r}; without per_rank it can be loaded on any number of ranks"
-        )
-
-
 def _compare(everyone: list[dict[str, Any]]) -> str:
     """Returns nothing if the ranks load the same step and kind, else the message of the error."""
     first = everyone[0]
@@ -186,7 +155,7 @@ def _compare(everyone: list[dict[str, Any]]) -> str:
             return (
                 f"the checkpoints must be of one step and kind, got step {first['step']} on rank 0 "
                 f"and {mine['step']} on rank {rank}, per_rank {first['per_rank']} and "
-                f"{mine['per_rank']}"
+                f"{mine['per_rank']}, grad_scale {first['grad_scale']} and {mine['grad_scale']}"
             )
     return ""
 
@@ -196,46 +165,5 @@ def _of_mean(parameter: _C.ParameterExport) -> dict[str, Any]:
 
 
 def _of_local(local: _C.LocalExport) -> dict[str, Any]:
-    fields = _LOCAL_FIELDS if local.rounding is None else _RAW_FIELDS
+    fields = LOCAL_FIELDS if local.rounding is None else RAW_FIELDS
     return {field: getattr(local, field) for field in fields}
-
-
-def _to_local(name: str, saved: dict[str, Any]) -> _C.LocalExport:
-    fields = _RAW_FIELDS if "rounding" in saved else _LOCAL_FIELDS
-    _check_fields(name, saved, fields)
-    if saved.get("sent_p"):
-        # Earlier versions had an option "alternating". The residual is then not that of p_hat and
-        # q_local.
-        raise ValueError(
-            f"sent_p of the checkpoint's {name!r} must be False, got True: it was saved with "
-            "alternating=True, which there is no more, after a step that sent P. The version that "
-            "saved it can save it after one more step, or without per_rank"
-        )
-    local = _C.LocalExport()
-    local.name = name
-    for field in fields:
-        if saved[field] is not None:
-            setattr(local, field, saved[field])
-    return local
-
-
-def _to_mean(name: str, saved: dict[str, Any]) -> _C.ParameterExport:
-    _check_fields(name, saved, ("residual", "q"))
-    parameter = _C.ParameterExport()
-    parameter.name, parameter.residual = name, saved["residual"]
-    if saved["q"] is not None:
-        parameter.q = saved["q"]
-    return parameter
-
-
-def _check_fields(name: str, saved: dict[str, Any], fields: tuple[str, ...]) -> None:
-    if not set(fields) <= saved.keys():
-        raise ValueError(f"the checkpoint's {name!r} must have {', '.join(sorted(fields))}")
-    for field in fields:
-        value = saved[field]
-        if field == "grad_scale" or (field in ("memory", "q") and value is None):
-            continue
-        if not isinstance(value, torch.Tensor):
-            raise ValueError(
-                f"{field} of the checkpoint's {name!r} must be a tensor, got {type(value).__name__}"
-            )

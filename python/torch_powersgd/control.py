@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch_powersgd._core import _C
 from torch_powersgd.attach import attachment_of
 from torch_powersgd.lookup import find_backends
+from torch_powersgd.option_values import is_bool, positive, shown
 from torch_powersgd.proposal import Module
 
 
@@ -25,7 +26,12 @@ def compression(enabled: bool) -> Iterator[None]:
     Args:
         enabled: Whether every eligible all-reduce is compressed: one that is dense, floating, a SUM
             or AVG, and large enough to gain. False makes every all-reduce exact.
+
+    Raises:
+        ValueError: If ``enabled`` is not a truth value.
     """
+    if not is_bool(enabled):
+        raise ValueError(f"enabled must be True or False, got {shown(enabled)}")
     _C.push_override(bool(enabled))
     try:
         yield
@@ -46,8 +52,9 @@ def set_grad_scale(scale: float, group: dist.ProcessGroup | None = None) -> None
     Raises:
         ValueError: If the scale is not finite and > 0, or the group has no powersgd backend.
     """
+    found = positive("grad_scale", scale)
     for backend in find_backends(group):
-        backend.grad_scale = scale
+        backend.grad_scale = found
 
 
 def step_skipped(module: Module) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torch_powersgd._core import _C
+from torch_powersgd.option_values import shown
 
 # The backend string of a job whose gradients are on this type of device.
 BACKENDS = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
@@ -29,6 +30,8 @@ def find_backend(
     group = group if group is not None else dist.group.WORLD
     if group is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group")
+    if not isinstance(group, dist.ProcessGroup):  # torch returns -100 where a rank is no member.
+        raise ValueError(f"group must be a process group that this rank is in, got {shown(group)}")
     try:
         backend = group._get_backend(device)
     except RuntimeError:  # No backend serves this type of device.

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
+from torch_powersgd.option_values import cut, dtype_name, parse, shown, typed
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -28,12 +28,6 @@ _PREFIX = "POWERSGD_"
 _OTHER_VARIABLES = tuple(
     f"{_PREFIX}{name}" for name in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH", "TENSOR_CORES")
 )
-# The names of data types, and what Options holds for them. No torch dtype holds integers of 4 bits.
-_DTYPES: dict[str, torch.dtype | str] = {
-    **{name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")},
-    "int8": "int8",
-    "int4": "int4",
-}
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, type_name in _types():
-            object.__setattr__(self, name, _typed(name, type_name, getattr(self, name)))
+            object.__setattr__(self, name, typed(name, type_name, getattr(self, name)))
         self._core().validate()
         _check_inner(self.inner)
 
@@ -120,9 +114,11 @@ class Options:
             try:
                 setattr(core, name, value)
             except TypeError:  # The value is out of the C++ type's range.
-                raise ValueError(f"{name} must be an integer of 64 bits, got {value!r}") from None
+                raise ValueError(
+                    f"{name} must be an integer of 64 bits, got {shown(value)}"
+                ) from None
             except ValueError as error:  # The value names no scope or dtype.
-                text = str(error)
+                text = cut(str(error))
                 raise ValueError(text if text.startswith(name) else f"{name}: {text}") from None
         return core
 
@@ -163,14 +159,14 @@ class Options:
         Args:
             state: State of the hook. It holds a random generator and not its seed.
             fields: Values of fields that replace those of the state.
+
+        Raises:
+            ValueError: If ``state`` has none of a hook's fields, or a value is not allowed.
         """
+        if not hasattr(state, _NAMES[0]):
+            raise ValueError(f"state must be a PowerSGDState, got {type(state).__name__}")
         shared = {name: getattr(state, name) for name in _NAMES if hasattr(state, name)}
         return cls(**{**shared, **fields})
-
-
-def dtype_name(dtype: torch.dtype | str) -> str:
-    """Returns the name of a data type as users write it, such as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _types() -> list[tuple[str, str]]:
@@ -197,7 +193,7 @@ def configure(options: Options | None) -> None:
     """
     global _configured
     if options is not None and not isinstance(options, Options):
-        raise ValueError(f"configure takes torch_powersgd.Options or None, got {options!r}")
+        raise ValueError(f"configure takes torch_powersgd.Options or None, got {shown(options)}")
     _configured = options
 
 
@@ -242,7 +238,7 @@ def lay_over(base: Options, given: object, source: str) -> Options:
     for name in given:
         if name not in _NAMES:
             raise ValueError(
-                f"{source}: {name!r} is not an option{_similar(name, _NAMES)}; allowed: "
+                f"{source}: {shown(name)} is not an option{_similar(name, _NAMES)}; allowed: "
                 f"{', '.join(_NAMES)}"
             )
     try:
@@ -263,7 +259,7 @@ def from_environment() -> Options:
         text = os.environ.get(variable)
         if text is None:
             continue
-        value = _parse(variable, type_name, text)
+        value = parse(variable, type_name, text)
         try:
             options = dataclasses.replace(options, **{name: value})
         except ValueError as error:
@@ -294,8 +290,10 @@ def _no_effect(variable: str, known: Sequence[str]) -> str:
     return f"{variable} is not an option and has no effect{_similar(variable, known)}"
 
 
-def _similar(name: str, known: Sequence[str]) -> str:
+def _similar(name: object, known: Sequence[str]) -> str:
     """Returns "; did you mean ...?", or nothing."""
+    if not isinstance(name, str) or not name:
+        return ""
     # Names that contain the given words come before names with a similar spelling.
     words = name.removeprefix(_PREFIX)
     similar = [k for k in known if words in k] or difflib.get_close_matches(name, known, 1)
@@ -311,37 +309,4 @@ def _check_inner(inner: str) -> None:
         allowed |= {p.name for p in plugins if p.dist is None or p.dist.name != "torch"}
     if inner not in allowed - {"powersgd"}:
         names = ", ".join(map(repr, sorted(allowed - {"powersgd"})))
-        raise ValueError(f"inner must be one of {names}, got {inner!r}")
-
-
-def _parse(variable: str, type_name: str, text: str) -> Any:
-    """Returns a field's value from the text of its environment variable."""
-    if type_name == "str":
-        return text
-    if "dtype" in type_name:
-        return None if text.lower() == "none" else text.lower()
-    if type_name == "bool":
-        truths = {"1": True, "true": True, "0": False, "false": False}
-        if text.lower() not in truths:
-            raise ValueError(f"{variable} must be one of {', '.join(truths)}, got {text!r}")
-        return truths[text.lower()]
-    try:
-        return int(text) if type_name == "int" else float(text)
-    except ValueError:
-        raise ValueError(f"{variable} must be of type {type_name}, got {text!r}") from None
-
-
-def _typed(name: str, type_name: str, value: Any) -> Any:
-    """Returns the value as exactly the field's type. A numpy scalar counts as a Python one."""
-    if type_name == "int" and not isinstance(value, bool) and hasattr(value, "__index__"):
-        return int(value)
-    if type_name == "float" and not isinstance(value, (bool, str, bytes)):
-        with contextlib.suppress(TypeError, ValueError):
-            return float(value)
-    if "dtype" in type_name and isinstance(value, (torch.dtype, str)):
-        return _DTYPES.get(dtype_name(value), value)  # The core refuses a type that it lacks.
-    kinds = {"bool": bool, "str": str}
-    for kind in type_name.split(" | "):
-        if (kind == "None" and value is None) or (kind in kinds and isinstance(value, kinds[kind])):
-            return value
-    raise ValueError(f"{name} must be of type {type_name}, got {value!r}")
+        raise ValueError(f"inner must be one of {names}, got {shown(inner)}")

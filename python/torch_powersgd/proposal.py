@@ -66,8 +66,8 @@ def agree(
     proposal, error = None, ""
     try:
         proposal = _propose(module, given, scaler, group, known)
-    except ValueError as invalid:
-        error = str(invalid)
+    except Exception as invalid:  # The other ranks wait for this rank's error, of any type.
+        error = str(invalid) or type(invalid).__name__
     call = watch.attach_call(group, proposal.backend if proposal is not None else None)
     call.agree({"error": error} if proposal is None else proposal.plain(), _compare)
     assert proposal is not None  # else the ranks did not agree

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_powersgd._core import _C
-from torch_powersgd.options import Options, dtype_name
+from torch_powersgd.option_values import dtype_name
+from torch_powersgd.options import Options
 from torch_powersgd.tools.footprint import Footprint, assign_buckets, footprint_of
 from torch_powersgd.units import size_text
 

@@ -15,7 +15,8 @@ from typing import Literal
 
 import torch
 
-from torch_powersgd.options import Options, dtype_name
+from torch_powersgd.option_values import dtype_name
+from torch_powersgd.options import Options
 
 # The notch of a box plot, which holds the median in 95 of 100 samples: McGill, Tukey and Larsen,
 # "Variations of Box Plots", The American Statistician 32 (1978).

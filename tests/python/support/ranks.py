@@ -25,8 +25,8 @@ Receiver = Connection
 
 # A server process that has imported the ranks' modules forks them. A start then takes milliseconds,
 # and each test still gets processes that nothing has run in.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
     # DDP imports torch._dynamo when it is first used, which takes seconds.
     ["torch._dynamo", "torch.nn.parallel", "torch_powersgd", "numpy", "pytest", "support.ranks"]
 )
@@ -49,7 +49,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Setup:
+class Setup:
     """The arguments of ``run`` that concern the group and the time-outs."""
 
     backend: str | None
@@ -79,7 +79,7 @@ def run(
     Raises:
         RankFailed: if any rank raised, died or did not end.
     """
-    setup = _Setup(backend, options, timeout, op_timeout)
+    setup = Setup(backend, options, timeout, op_timeout)
     ended = _run(world_size, function, args, setup, _GRACE_AFTER_FAILURE)
     failures = [outcome.error for outcome in ended if outcome.error]
     failures += [
@@ -102,7 +102,7 @@ def outcomes(
     op_timeout: float = 60,
 ) -> list[Outcome]:
     """The same for ranks that are meant to fail: it raises nothing and lets every rank end."""
-    setup = _Setup(backend, options, timeout, op_timeout)
+    setup = Setup(backend, options, timeout, op_timeout)
     return _run(world_size, function, args, setup, timeout)
 
 
@@ -110,20 +110,18 @@ def _run(
     world_size: int,
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    setup: _Setup,
+    setup: Setup,
     grace: float,
 ) -> list[Outcome]:
     options = setup.options
     with tempfile.TemporaryDirectory() as folder:
         processes, receivers = [], []
         for rank in range(world_size):
-            receiver, sender = _context.Pipe(duplex=False)
+            receiver, sender = context.Pipe(duplex=False)
             mine = options[rank] if isinstance(options, list) else options
             place = (rank, world_size, f"{folder}/store")
             rank_setup = dataclasses.replace(setup, options=mine)
-            process = _context.Process(
-                target=_main, args=(sender, place, rank_setup, function, args)
-            )
+            process = context.Process(target=main, args=(sender, place, rank_setup, function, args))
             process.start()
             sender.close()
             processes.append(process)
@@ -201,10 +199,10 @@ def side_store() -> Any:
     return dist.FileStore(f"{_place[2]}.side")
 
 
-def _main(
+def main(
     sender: Sender,
     place: tuple[int, int, str],
-    setup: _Setup,
+    setup: Setup,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks of a saved state, which may hold anything, before any of it is used.
+
+A check makes no tensor by a size that the state claims. All messages name the entry.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torch_powersgd._core import _C
+from torch_powersgd.option_values import is_unicode, positive, shown
+
+VERSION = 1
+LOCAL_FIELDS = ("memory", "p_hat", "q_local", "q_warm", "grad_scale")
+RAW_FIELDS = ("rounding", "grad_scale")
+_MAY_BE_NONE = ("memory", "q")
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_LARGEST_STEP = 2**62
+_LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The parts of a saved state that need no model to be checked.
+
+    Attributes:
+        step: Number of steps before it was saved.
+        grad_scale: Units of its residuals.
+        parameters: Its entries by the name of the parameter.
+    """
+
+    step: int
+    grad_scale: float
+    parameters: dict[str, Any]
+
+
+def read(state: Any, place: dict[str, Any]) -> Saved:
+    """Returns the parts of a state. It raises a ValueError if one of them is not valid.
+
+    Args:
+        state: Argument of ``load_state_dict``.
+        place: Fields of the state that must have this rank's own values.
+    """
+    _check_form(state)
+    _check_place(state, place)
+    step, parameters = state["step"], state["parameters"]
+    whole = isinstance(step, int) and not isinstance(step, bool)
+    if not whole or not 0 <= step <= _LARGEST_STEP:
+        raise ValueError(
+            f"step of the checkpoint must be an integer from 0 to 2**62, got {shown(step)}"
+        )
+    scale = positive("grad_scale of the checkpoint", state["grad_scale"])
+    if not isinstance(parameters, dict):
+        raise ValueError(
+            f"parameters of the checkpoint must be a dict, got {type(parameters).__name__}"
+        )
+    for name in parameters:
+        if not isinstance(name, str) or not is_unicode(name):
+            raise ValueError(f"the checkpoint's parameter {shown(name)} must have a name of text")
+    return Saved(step, scale, parameters)
+
+
+def to_mean(name: str, entry: Any, saved: Saved) -> _C.ParameterExport:
+    """Returns the core's form of an entry of a mean state."""
+    tensors = _tensors(name, entry, ("residual", "q"))
+    parameter = _C.ParameterExport()
+    parameter.name, parameter.residual = name, tensors["residual"]
+    _check_units(name, tensors["residual"], saved.grad_scale)
+    q = tensors["q"]
+    if q is None:
+        return parameter
+    if q.dim() > 0 and not 1 <= q.shape[0] <= _C.max_rank:
+        raise ValueError(
+            f"q of the checkpoint's {shown(name)} must have 1 to {_C.max_rank} rows, got "
+            f"{q.shape[0]}"
+        )
+    parameter.q = q
+    return parameter
+
+
+def to_local(name: str, entry: Any) -> _C.LocalExport:
+    """Returns the core's form of an entry of a rank's own state."""
+    raw = isinstance(entry, dict) and "rounding" in entry
+    fields = RAW_FIELDS if raw else LOCAL_FIELDS
+    tensors = _tensors(name, entry, fields)
+    if entry.get("sent_p") is True:
+        # Earlier versions had an option "alternating". The residual is then not that of p_hat and
+        # q_local.
+        raise ValueError(
+            f"sent_p of the checkpoint's {shown(name)} must be False, got True: it was saved with "
+            "alternating=True, which there is no more, after a step that sent P. The version that "
+            "saved it can save it after one more step, or without per_rank"
+        )
+    local = _C.LocalExport()
+    local.name = name
+    local.grad_scale = positive(
+        f"grad_scale of the checkpoint's {shown(name)}", entry["grad_scale"]
+    )
+    for field, tensor in tensors.items():
+        if tensor is not None:
+            setattr(local, field, tensor)
+    return local
+
+
+def _check_form(state: Any) -> None:
+    if not isinstance(state, dict):
+        raise ValueError(f"the checkpoint must be a dict, got {type(state).__name__}")
+    version = state.get("version")
+    if not _equal(version, VERSION):
+        raise ValueError(f"version of the checkpoint must be {VERSION}, got {shown(version)}")
+    missing = {"step", "grad_scale", "parameters"} - state.keys()
+    if missing:
+        raise ValueError(f"the checkpoint has no {', '.join(sorted(missing))}")
+
+
+def _check_place(state: dict[str, Any], here: dict[str, Any]) -> None:
+    for field, value in here.items():
+        given = state.get(field)
+        if _equal(given, value):
+            continue
+        if field == "shard":
+            raise ValueError(
+                f"shard of the checkpoint, [which, of how many], must be this rank's own, {value}, "
+                f"got {shown(given)}"
+            )
+        raise ValueError(
+            f"{field} of a checkpoint made with per_rank must be this rank's own, {value}, got "
+            f"{shown(given)}; without per_rank it can be loaded on any number of ranks"
+        )
+
+
+def _equal(given: Any, value: Any) -> bool:
+    """Returns whether a value of a state equals an integer or a list of them."""
+    return isinstance(given, type(value)) and not isinstance(given, bool) and bool(given == value)
+
+
+def _tensors(name: str, entry: Any, fields: tuple[str, ...]) -> dict[str, torch.Tensor | None]:
+    """Returns the tensors of an entry by field, checked and without their autograd history."""
+    if not isinstance(entry, dict):
+        raise ValueError(
+            f"the checkpoint's {shown(name)} must be a dict, got {type(entry).__name__}"
+        )
+    if not set(fields) <= entry.keys():
+        raise ValueError(f"the checkpoint's {shown(name)} must have {', '.join(sorted(fields))}")
+    found: dict[str, torch.Tensor | None] = {}
+    for field in fields:
+        if field == "grad_scale":
+            continue
+        value = entry[field]
+        if value is None and field in _MAY_BE_NONE:
+            found[field] = None
+            continue
+        _check_tensor(f"{field} of the checkpoint's {shown(name)}", value)
+        found[field] = value.detach()
+    return found
+
+
+def _check_tensor(place: str, value: Any) -> None:
+    """Raises a ValueError unless the value is a tensor of finite numbers, each in memory."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{place} must be a tensor, got {type(value).__name__}")
+    if not _is_plain(value):
+        raise ValueError(
+            f"{place} must be a dense tensor of floating-point numbers, got {_description(value)}"
+        )
+    # The numbers of a tensor that was expanded are not all in memory, and may be too many for it.
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise ValueError(
+            f"{place} must be a tensor that holds all of its elements, got {_description(value)}"
+        )
+    if not math.isfinite(_largest(value)):
+        raise ValueError(f"{place} must be finite, got a number that is not")
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout == torch.strided
+        and value.dtype in _DTYPES
+        and value.device.type != "meta"
+        and not value.is_nested
+    )
+
+
+def _description(value: torch.Tensor) -> str:
+    kind = "" if type(value) is torch.Tensor else f"{type(value).__name__}, "
+    shape = "nested" if value.is_nested else list(value.shape)
+    return f"{kind}{value.dtype}, {value.layout}, {shape} on {value.device.type}"
+
+
+def _largest(value: torch.Tensor) -> float:
+    """Returns the largest magnitude. It is NaN where an element is."""
+    if value.numel() == 0:
+        return 0.0
+    low, high = value.detach().aminmax()
+    return max(abs(low.item()), abs(high.item())) if low == low else math.nan
+
+
+def _check_units(name: str, residual: torch.Tensor | None, grad_scale: float) -> None:
+    """Raises a ValueError if a residual is too large for the core in units of the gradient."""
+    if residual is not None and _largest(residual) / grad_scale > _LARGEST:
+        raise ValueError(
+            f"residual of the checkpoint's {shown(name)} must be finite in float32 over its "
+            f"grad_scale, {grad_scale:g}, got {_largest(residual):g}"
+        )

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The values of options: from arguments and from text to exactly the type of the field."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+
+# The names of data types, and what Options holds for them. No torch dtype holds integers of 4 bits.
+_DTYPES: dict[str, torch.dtype | str] = {
+    **{name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")},
+    "int8": "int8",
+    "int4": "int4",
+}
+
+# Characters of a value that a message shows, and those of a message that quotes one.
+_LONGEST_VALUE = 200
+_LONGEST_MESSAGE = 500
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """Returns the name of a data type as users write it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def cut(message: str, longest: int = _LONGEST_MESSAGE) -> str:
+    """Returns the beginning of a text that is too long for a message."""
+    return message if len(message) <= longest else f"{message[:longest]}..."
+
+
+def shown(value: object) -> str:
+    """Returns a value as a message shows it, whatever it is."""
+    try:
+        return cut(repr(value), _LONGEST_VALUE)
+    except Exception:  # Python itself refuses to print an integer of 5000 digits.
+        return f"a value of type {type(value).__name__}"
+
+
+def parse(variable: str, type_name: str, text: str) -> Any:
+    """Returns a field's value from the text of its environment variable."""
+    if type_name == "str":
+        return text
+    if "dtype" in type_name:
+        return None if text.lower() == "none" else text.lower()
+    if type_name == "bool":
+        truths = {"1": True, "true": True, "0": False, "false": False}
+        if text.lower() not in truths:
+            raise ValueError(f"{variable} must be one of {', '.join(truths)}, got {shown(text)}")
+        return truths[text.lower()]
+    try:
+        return int(text) if type_name == "int" else float(text)
+    except ValueError:
+        raise ValueError(f"{variable} must be of type {type_name}, got {shown(text)}") from None
+
+
+def typed(name: str, type_name: str, value: Any) -> Any:
+    """Returns the value as exactly the field's type. A numpy scalar counts as a Python one."""
+    if type_name in ("int", "float"):
+        number = _number(type_name, value)
+        if number is not None:
+            return number
+    elif "dtype" in type_name and isinstance(value, torch.dtype):
+        return _DTYPES.get(dtype_name(value), value)  # The core refuses a type that it lacks.
+    elif isinstance(value, str) and "str" in type_name and is_unicode(value):
+        return _DTYPES.get(dtype_name(value), value) if "dtype" in type_name else value
+    elif (type_name == "bool" and isinstance(value, bool)) or (
+        type_name.endswith("None") and value is None
+    ):
+        return value
+    raise ValueError(f"{name} must be of type {type_name}, got {shown(value)}")
+
+
+def positive(name: str, value: Any) -> float:
+    """Returns a number as one of Python. It raises a ValueError unless it is finite and > 0."""
+    number = _number("float", value)
+    if number is None or not (number > 0 and math.isfinite(number)):
+        raise ValueError(f"{name} must be a finite number > 0, got {shown(value)}")
+    return float(number)
+
+
+def _number(type_name: str, value: Any) -> int | float | None:
+    """Returns a number of Python, or None for a value that is not a number of this type."""
+    if is_bool(value) or isinstance(value, (str, bytes, bytearray)):
+        return None
+    try:
+        return operator.index(value) if type_name == "int" else float(value)
+    except Exception:  # An object's own conversion may raise anything.
+        return None
+
+
+def is_bool(value: Any) -> bool:
+    """Returns whether a value is a truth value, of Python, numpy or torch."""
+    dtype = getattr(value, "dtype", None)
+    return isinstance(value, bool) or dtype == torch.bool or str(dtype) == "bool"
+
+
+def is_unicode(text: str) -> bool:
+    """Returns whether the core can take a text, which it holds in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

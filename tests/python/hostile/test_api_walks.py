@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Walks through the API: calls in random order, wrong ones among them, on two ranks.
+
+The ranks hold the exact model: the sum of outputs and the mean residual is that of the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import torch_powersgd as tp
+from support.api_walk import WORLD_SIZE, ApiWalk
+from support.rank_pool import RankPool
+from support.state_damage import VALUES, Damage
+
+POOL = RankPool(WORLD_SIZE, ApiWalk)
+
+SETTINGS = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=40,
+    stateful_step_count=25,
+    suppress_health_check=list(HealthCheck),
+)
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "scope": st.sampled_from(["backward", "backward", "attached", "always", "never"]),
+        "start_powerSGD_iter": st.sampled_from([0, 1, 2, 10**9]),
+        "matrix_approximation_rank": st.sampled_from([1, 2, 3]),
+        "use_error_feedback": st.sampled_from([True, True, True, False]),
+        "warm_start": st.booleans(),
+        "wire_dtype": st.sampled_from([None, None, "bfloat16", "float16", "int8", "int4"]),
+        "residual_dtype": st.sampled_from(["float32", "float32", "bfloat16"]),
+        "check_every": st.sampled_from([0, 0, 1, 3]),
+    }
+)
+# A mapping that is laid over the options of the group; most of these are wrong.
+GIVEN: st.SearchStrategy[Any] = st.one_of(
+    st.none(),
+    st.none(),
+    st.just({}),
+    st.sampled_from(
+        [5, "always", [], {"rank": 1}, {5: 1}, {"scope": None}, {"min_numel": 10**400}]
+    ),
+    OPTIONS,
+)
+DAMAGES = st.builds(
+    Damage,
+    st.sampled_from(
+        [
+            (),
+            ("step",),
+            ("version",),
+            ("grad_scale",),
+            ("parameters",),
+            ("rank",),
+            ("world_size",),
+            *(("parameters", i) for i in range(5)),
+            *(("parameters", i, k) for i in range(5) for k in range(5)),
+        ]
+    ),
+    st.sampled_from([*VALUES]),
+    st.sampled_from([None, None, 0, 1]),
+)
+
+
+class Walk(RuleBasedStateMachine):
+    """The parent's side: it draws the calls, and compares the ranks' replies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forget()
+
+    def forget(self) -> None:
+        self.grouped = self.made = self.attached = False
+        self.others = self.destroyed = self.saved = 0
+
+    def all_ranks(self, method: str, *args: Any) -> Any:
+        """Calls a method on all ranks, and returns what all of them reply."""
+        replies = POOL.call(method, *args)
+        assert all(reply == replies[0] for reply in replies), (method, args, replies)
+        return replies[0]
+
+    def tries(self, method: str, *args: Any) -> bool:
+        """The same for a call that may be refused, with a ValueError that says why."""
+        kind, message = self.all_ranks(method, *args)
+        assert kind in ("", "ValueError"), (method, args, kind, message)
+        assert not kind or len(message) < 800, message
+        return not kind
+
+    @initialize(options=OPTIONS)
+    def begin(self, options: dict[str, Any]) -> None:
+        self.forget()
+        self.all_ranks("begin", options)
+        self.grouped = True
+
+    @precondition(lambda self: not self.grouped)
+    @rule(options=OPTIONS)
+    def begin_again(self, options: dict[str, Any]) -> None:
+        self.begin(options)
+
+    @precondition(lambda self: self.grouped)
+    @rule(
+        dtype=st.sampled_from(["float32", "float32", "float64"]),
+        arguments=st.sampled_from([{}, {"bucket_cap_mb": 0.002}, {"find_unused_parameters": True}]),
+    )
+    def make(self, dtype: str, arguments: dict[str, Any]) -> None:
+        self.all_ranks("make", dtype, arguments)
+        self.made, self.attached = True, False
+
+    @precondition(lambda self: self.made and self.grouped)
+    @rule(options=GIVEN)
+    def attach(self, options: Any) -> None:
+        self.attached = self.tries("attach", options) or self.attached
+
+    @precondition(lambda self: self.made and self.grouped)
+    @rule()
+    def attach_with_the_options_of_the_group(self) -> None:
+        self.attach(None)
+
+    @precondition(lambda self: self.made)
+    @rule()
+    def detach(self) -> None:
+        assert self.tries("detach") == self.attached
+
+    @precondition(lambda self: self.made and self.grouped)
+    @rule(override=st.sampled_from([None, None, None, True, False]), count=st.integers(1, 3))
+    def step(self, override: bool | None, count: int) -> None:
+        for _ in range(count):
+            self.all_ranks("step", override)
+
+    @precondition(lambda self: self.made and self.grouped)
+    @rule()
+    def step_without_synchronization(self) -> None:
+        self.all_ranks("step", None, True)
+
+    @precondition(lambda self: self.made and self.grouped)
+    @rule(where=st.sampled_from(["forward", "early", "late"]))
+    def fail(self, where: str) -> None:
+        kind, _ = self.all_ranks("fail", where)
+        assert kind in ("KeyError", "ArithmeticError", "dead"), kind
+
+    @precondition(lambda self: self.made and self.grouped)
+    @rule()
+    def skip(self) -> None:
+        assert self.tries("skip") == self.attached
+
+    @rule(scale=st.sampled_from([1.0, 4, 2.0**15, 0, -1, None, "2", float("nan"), 10**400, []]))
+    def set_scale(self, scale: Any) -> None:
+        assert self.tries("set_scale", scale) == (scale in (1.0, 4, 2.0**15) and self.grouped)
+
+    @precondition(lambda self: self.made and self.grouped)
+    @rule(per_rank=st.booleans())
+    def save(self, per_rank: bool) -> None:
+        saved = self.tries("save", per_rank)
+        assert saved == self.attached
+        self.saved += saved
+
+    @precondition(lambda self: self.saved and self.made and self.grouped)
+    @rule(index=st.integers(0, 9))
+    def load(self, index: int) -> None:
+        kind, message = self.all_ranks("load", index, None)
+        assert kind in ("", "other options") or not self.attached or "per" in message, message
+
+    @precondition(lambda self: self.saved and self.made and self.grouped)
+    @rule(index=st.integers(0, 9), damage=DAMAGES)
+    def load_something_else(self, index: int, damage: Damage) -> None:
+        self.tries("load", index, damage)
+
+    @precondition(lambda self: self.grouped)
+    @rule()
+    def check(self) -> None:
+        self.all_ranks("check")
+
+    @precondition(lambda self: self.grouped)
+    @rule(reset=st.booleans())
+    def stats(self, reset: bool) -> None:
+        self.all_ranks("stats", reset)
+
+    @rule(options=st.sampled_from([None, 5, {}, "x", tp.Options(scope="never"), tp.Options()]))
+    def configure(self, options: Any) -> None:
+        assert self.tries("configure", options) == (
+            options is None or isinstance(options, tp.Options)
+        )
+
+    @rule()
+    def functions_without_a_module(self) -> None:
+        for kind, message in self.all_ranks("no_module"):
+            assert kind == "ValueError", message
+
+    @precondition(lambda self: self.grouped and self.others < 3)
+    @rule(options=GIVEN)
+    def make_a_group(self, options: Any) -> None:
+        self.others += self.tries("begin_with", options)
+
+    @precondition(lambda self: self.others)
+    @rule(index=st.integers(0, 9))
+    def destroy_a_group(self, index: int) -> None:
+        self.all_ranks("destroy_group", index)
+        self.others -= 1
+        self.destroyed += 1
+
+    @precondition(lambda self: self.destroyed)
+    @rule()
+    def use_a_destroyed_group(self) -> None:
+        self.all_ranks("use_destroyed")
+
+    @precondition(lambda self: self.grouped)
+    @rule(
+        index=st.integers(0, 9),
+        numel=st.sampled_from([0, 1, 7, 300]),
+        op=st.sampled_from(["SUM", "MAX", "MIN"]),
+    )
+    def all_reduce(self, index: int, numel: int, op: str) -> None:
+        self.all_ranks("all_reduce", index, numel, op)
+
+    @precondition(lambda self: self.grouped)
+    @rule(which=st.integers(0, 7))
+    def wrong_collective(self, which: int) -> None:
+        assert self.all_ranks("wrong_collective", which)
+
+    @precondition(lambda self: self.grouped)
+    @rule()
+    def end(self) -> None:
+        self.all_ranks("end")
+        self.grouped = False
+        self.others = self.destroyed = 0
+
+    @precondition(lambda self: self.made and not self.grouped)
+    @rule()
+    def use_a_module_whose_group_is_gone(self) -> None:
+        self.all_ranks("use_orphan")
+
+    def teardown(self) -> None:
+        if self.grouped:
+            self.all_ranks("check")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pool() -> Iterator[None]:
+    yield
+    POOL.close()
+
+
+def test_walks() -> None:
+    run_state_machine_as_test(Walk, settings=SETTINGS)
+
+
+@pytest.mark.long
+def test_many_walks() -> None:
+    run_state_machine_as_test(
+        Walk,
+        settings=settings(SETTINGS, max_examples=1000, stateful_step_count=50, derandomize=False),
+    )

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Options of any type from any source: what is accepted is exact, and the rest gets one error."""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import fractions
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+import torch_powersgd as tp
+from support.state_damage import Unprintable
+from torch_powersgd.options import lay_over, resolve
+
+FIELDS = {field.name: str(field.type) for field in dataclasses.fields(tp.Options)}
+SETTINGS = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+LONG = settings(SETTINGS, max_examples=5000, derandomize=False)
+LONGEST = 900  # characters of a message, which may list all fields
+
+
+class Converts:
+    """A value whose conversions to numbers raise."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("this is not a number")
+
+    def __index__(self) -> int:
+        raise RuntimeError("this is not a number")
+
+
+ODD: list[Callable[[], Any]] = [
+    Unprintable,
+    Converts,
+    lambda: 10**5000,
+    lambda: -(10**400),
+    lambda: "x" * 10**6,
+    lambda: torch.tensor(1.5),
+    lambda: torch.tensor([1, 2]),
+    lambda: torch.tensor(1j),
+    lambda: torch.tensor(True),
+    lambda: torch.empty(2, device="meta"),
+    lambda: np.array([1, 2]),
+    lambda: np.array(1.5),
+    lambda: np.array(["a"]),
+    lambda: np.bool_(True),
+    lambda: np.float32(0.5),
+    lambda: np.int64(3),
+    lambda: decimal.Decimal("0.5"),
+    lambda: fractions.Fraction(1, 3),
+    lambda: bytearray(b"1.5"),
+    lambda: torch.device("cpu"),
+    lambda: torch.qint8,
+    object,
+    dict,
+    lambda: int,
+]
+ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(st.characters(), max_size=20),
+    st.text(st.characters(categories=["Cs"]), min_size=1, max_size=3),
+    st.binary(max_size=8),
+    st.lists(st.integers(), max_size=3),
+    st.sampled_from(ODD).map(lambda make: make()),
+    st.sampled_from(
+        ["int8", "bfloat16", "torch.float16", "INT8", "always", "gloo", "nan", "1e999"]
+    ),
+)
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    """The message of a call's ValueError, or nothing. Any other error fails the test."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def holds(value: Any, held: Any) -> bool:
+    """Whether what the options hold is what was given."""
+    if isinstance(held, (bool, str)) or held is None or isinstance(held, torch.dtype):
+        return (
+            str(held) == str(value).removeprefix("torch.")
+            or held == value
+            or str(held) == str(value)
+        )
+    return bool(float(value) == held)
+
+
+def check_field(name: str, value: Any) -> None:
+    made: list[tp.Options] = []
+    fields = {name: value}
+    if name == "raw_wire_dtype":
+        fields["wire_dtype"] = "int8"
+    message = message_of(lambda: made.append(tp.Options(**fields)))
+    if not message:
+        assert math.isfinite(getattr(made[0], name)) if FIELDS[name] == "float" else True
+        assert holds(value, getattr(made[0], name).__str__().removeprefix("torch.")) or holds(
+            value, getattr(made[0], name)
+        )
+        return
+    assert name in message
+    assert "must be" in message
+    assert len(message) < LONGEST, "the message is cut"
+    for source in (lambda: resolve(fields), lambda: lay_over(tp.Options(), fields, "here")):
+        assert message_of(source).endswith(message)
+
+
+@SETTINGS
+@given(name=st.sampled_from([*FIELDS]), value=ANYTHING)
+def test_a_field_of_any_value(name: str, value: Any) -> None:
+    check_field(name, value)
+
+
+@pytest.mark.long
+@LONG
+@given(name=st.sampled_from([*FIELDS]), value=ANYTHING)
+def test_many_values(name: str, value: Any) -> None:
+    check_field(name, value)
+
+
+@pytest.mark.parametrize("make", ODD)
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_of_an_odd_value(name: str, make: Callable[[], Any]) -> None:
+    check_field(name, make())
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1.5), np.array(1.5)])
+def test_a_fraction_in_a_tensor_is_no_integer(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^matrix_approximation_rank must be of type int, got"):
+        tp.Options(matrix_approximation_rank=value)
+
+
+def test_a_number_that_no_float_holds_names_its_field() -> None:
+    with pytest.raises(ValueError, match="^min_compression_rate must be of type float, got 1000"):
+        tp.Options(min_compression_rate=10**400)
+
+
+def test_text_that_is_no_unicode_names_its_field() -> None:
+    with pytest.raises(ValueError, match="^scope must be of type str, got"):
+        tp.Options(scope="\ud800")
+
+
+@SETTINGS
+@given(name=st.one_of(ANYTHING.filter(lambda value: getattr(value, "__hash__", None)), st.text()))
+def test_a_name_of_any_type(name: Any) -> None:
+    try:
+        hash(name)
+    except Exception:
+        return
+    if isinstance(name, str) and name in FIELDS:
+        return
+    message = message_of(lambda: resolve({name: 1}))
+    assert message.startswith("pg_options: ")
+    assert "is not an option" in message
+    assert len(message) < LONGEST
+
+
+@SETTINGS
+@given(value=ANYTHING)
+def test_options_of_any_type(value: Any) -> None:
+    if value is None or (isinstance(value, dict) and not value):
+        return
+    assert "must be torch_powersgd.Options" in message_of(lambda: resolve(value))
+    assert "configure takes torch_powersgd.Options" in message_of(lambda: tp.configure(value))
+    assert "state must be a PowerSGDState" in message_of(lambda: tp.Options.from_hook_state(value))
+
+
+def test_a_state_of_the_hook_is_taken() -> None:
+    assert tp.Options.from_hook_state(PowerSGDState(None)) == tp.Options()
+
+
+# An environment variable holds no null character, and its bytes may be no UTF-8.
+TEXTS = st.one_of(
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20),
+    st.binary(max_size=8)
+    .filter(lambda data: b"\0" not in data)
+    .map(lambda b: b.decode("utf-8", "surrogateescape")),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.sampled_from(["9" * 5000, "0x10", "1_000", " 7 ", "\u0663", "true", "None", "int4"]),
+)
+
+
+@pytest.fixture
+def _unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield
+    tp.configure(None)
+
+
+@pytest.mark.usefixtures("_unset")
+@SETTINGS
+@given(name=st.sampled_from([*FIELDS]), text=TEXTS)
+def test_an_environment_variable_of_any_text(name: str, text: str) -> None:
+    variable = f"POWERSGD_{name.upper()}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(variable, text)
+        if name == "raw_wire_dtype":
+            patch.setenv("POWERSGD_WIRE_DTYPE", "int8")
+        message = message_of(lambda: resolve(None))
+    assert not message or (variable in message and "must be" in message and len(message) < LONGEST)
+
+
+@SETTINGS
+@given(value=ANYTHING)
+def test_compression_of_any_value(value: Any) -> None:
+    def block() -> None:
+        with tp.compression(value):
+            pass
+
+    message = message_of(block)
+    truth = isinstance(value, (bool, np.bool_)) or getattr(value, "dtype", None) == torch.bool
+    assert truth == (not message)
+    assert truth or message.startswith("enabled must be True or False, got")
+
+
+@SETTINGS
+@given(value=ANYTHING)
+def test_groups_and_scales_of_any_value(value: Any) -> None:
+    if value is not None:
+        for function in (tp.stats, tp.reset_stats, lambda group: tp.set_grad_scale(1, group)):
+            message = message_of(lambda f=function: f(value))  # type: ignore[misc]
+            assert message.startswith("group must be a process group that this rank is in, got")
+    message = message_of(lambda: tp.set_grad_scale(value))
+    assert message.startswith(("grad_scale must be a finite number > 0", "there is no process"))

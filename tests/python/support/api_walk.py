@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One rank's side of a walk through the API: calls in any order, wrong ones among them.
+
+Every method returns what must be equal on all ranks. It raises where the model of the walk is
+broken: an exact step that is not exact, or gradients that were lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd as tp
+from support import ranks
+from support.state_damage import Damage
+from support.synthetic import (
+    SHAPES,
+    Ledger,
+    Tensors,
+    from_bytes,
+    gradients,
+    make_ddp,
+    mean_gradients,
+    outputs_of,
+    relative_error,
+    to_bytes,
+    weights_of,
+)
+
+WORLD_SIZE = 2
+SECONDS = 300  # the time-out of the groups, longer than the patience of the pool
+# The identity over some 20 steps in float32, as in test_identity; loading rounds once more.
+TOLERANCE = 5e-5
+EXACT = 1e-6  # a mean of two float32 numbers is rounded once or twice
+NO_NAMES = "incompatible function arguments"  # the beginning of an error of pybind11
+
+Outcome = tuple[str, str]  # the type of an error and its message, both empty without one
+
+
+class Raise(torch.autograd.Function):
+    """The identity, whose backward pass raises."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ArithmeticError("this backward pass fails")
+
+
+def outcome_of(call: Callable[[], Any]) -> Outcome:
+    """The error of a call. An error that names C++ types in place of the cause fails the walk."""
+    try:
+        call()
+    except Exception as error:
+        found = type(error).__name__, str(error)
+    else:
+        return "", ""
+    assert NO_NAMES not in found[1], found
+    return found
+
+
+class ApiWalk:
+    """The groups and the module of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.ddp: DistributedDataParallel | None = None
+        self.groups: list[Any] = []
+        self.destroyed: list[Any] = []
+        self.saved: list[tuple[bytes, Ledger, bool, Any]] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self.ledger, self.known = Ledger(), True  # known: the ledger accounts for every step
+        self.attached = self.dead = False
+        self.scale, self.steps, self.last = 1.0, 0, None
+        self.options: tp.Options | None = None
+
+    # Groups.
+
+    def begin(self, options: Mapping[str, Any]) -> str:
+        """Makes the default group, after the end of all that there was."""
+        self.end()
+        self.ddp, self.saved = None, []
+        self._forget()
+        ranks.init_group("cpu:powersgd", dict(options), SECONDS)
+        return repr(tp.stats()["starts_at"])
+
+    def end(self) -> None:
+        tp.configure(None)
+        self.groups, self.destroyed = [], []
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def begin_with(self, options: Any) -> Outcome:
+        """Makes one more group with options that may be wrong."""
+        return outcome_of(
+            lambda: self.groups.append(dist.new_group(backend="cpu:powersgd", pg_options=options))
+        )
+
+    def destroy_group(self, index: int) -> None:
+        group = self.groups.pop(index % len(self.groups))
+        self.destroyed.append(group)
+        dist.destroy_process_group(group)
+
+    def all_reduce(self, index: int, numel: int, op: str) -> str:
+        """Sums small integers, which every group sums exactly."""
+        group = self.groups[index % len(self.groups)] if self.groups else None
+        tensor = torch.arange(numel, dtype=torch.float64) + self.rank
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
+        plain = torch.arange(numel, dtype=torch.float64)
+        expected = {"SUM": 2 * plain + 1, "MAX": plain + 1, "MIN": plain}[op]
+        assert torch.equal(tensor, expected), (op, numel)
+        return op
+
+    def use_destroyed(self) -> list[Outcome]:
+        """Uses a group that was destroyed. Any error will do, as torch itself has several."""
+        group = self.destroyed[-1]
+        calls: list[Callable[[], Any]] = [
+            lambda: tp.stats(group),
+            lambda: tp.reset_stats(group),
+            lambda: tp.set_grad_scale(2.0, group),
+            lambda: dist.all_reduce(torch.ones(3), group=group),
+        ]
+        return [(outcome_of(call)[0], "") for call in calls]
+
+    # The module.
+
+    def make(self, dtype: str, arguments: Mapping[str, Any]) -> None:
+        scale = self.scale
+        self._forget()
+        self.scale = scale
+        self.ddp = make_ddp(SHAPES, getattr(torch, dtype), **arguments)
+
+    def attach(self, options: Any) -> Outcome:
+        outcome = outcome_of(lambda: tp.attach(self.ddp, options))  # type: ignore[arg-type]
+        if not outcome[0]:
+            self.attached = True
+            if self.options is None:
+                self.options = self._options_of_module()
+                self.known = self.known and self.options.use_error_feedback
+        return outcome
+
+    def detach(self) -> Outcome:
+        return outcome_of(lambda: tp.detach(self.ddp))  # type: ignore[arg-type]
+
+    def _options_of_module(self) -> tp.Options:
+        assert self.ddp is not None
+        return tp.Options(**tp.state_dict(self.ddp)["options"])
+
+    def step(self, override: bool | None, no_sync: bool = False) -> str:
+        """One step, in a compression block or not. Returns a hash of the averaged gradients."""
+        assert self.ddp is not None
+        if self.dead:
+            return "dead: " + outcome_of(lambda: self._backward(gradients(SHAPES, 0, 0)))[0]
+        mine = self._scaled(gradients(SHAPES, self.rank, self.steps))
+        means = mean_gradients(SHAPES, WORLD_SIZE, self.steps)
+        self.steps += 1
+        if no_sync:
+            with self.ddp.no_sync():
+                self._backward(mine)
+            return "no_sync"
+        block = contextlib.nullcontext() if override is None else tp.compression(override)
+        with block:
+            outputs = self._backward(mine)
+        outputs = {name: value.double() / self.scale for name, value in outputs.items()}
+        self._account(outputs, means, override)
+        return _hash(outputs)
+
+    def _scaled(self, tensors: Tensors) -> Tensors:
+        return {name: tensor * self.scale for name, tensor in tensors.items()}
+
+    def _backward(self, coefficients: Tensors) -> Tensors:
+        assert self.ddp is not None
+        for parameter in self.ddp.parameters():
+            parameter.grad = None
+        self.ddp(coefficients).backward()
+        return outputs_of(self.ddp)
+
+    def _account(self, outputs: Tensors, means: Tensors, override: bool | None) -> None:
+        assert all(bool(value.isfinite().all()) for value in outputs.values())
+        self.last = (outputs, means)
+        if not self.attached:
+            scope = self._default_options().scope
+            if override is False or (override is None and scope != "always"):
+                errors = {name: relative_error(outputs[name], means[name]) for name in means}
+                assert max(errors.values()) < EXACT, errors
+            else:
+                self.known = False
+        self.ledger.add(outputs, means)
+
+    def _default_options(self) -> tp.Options:
+        from torch_powersgd.lookup import find_backends
+
+        return tp.Options._from_core(find_backends(None)[0].options.compression)
+
+    def fail(self, where: str) -> Outcome:
+        """A step that raises in the forward pass, or early or late in the backward pass."""
+        assert self.ddp is not None
+        mine = self._scaled(gradients(SHAPES, self.rank, "never"))
+        if where == "forward":
+            return outcome_of(lambda: self._backward({"absent": torch.ones(1)}))
+        if self.dead:
+            return "dead", ""
+        if where == "early":
+            return outcome_of(lambda: Raise.apply(self.ddp(mine)).backward())  # type: ignore
+        handle = weights_of(self.ddp)["wide"].register_hook(_raise)
+        outcome = outcome_of(lambda: self._backward(mine))
+        handle.remove()
+        self.dead, self.known = True, False
+        return outcome
+
+    def skip(self) -> Outcome:
+        """The optimizer has not applied the last step."""
+        outcome = outcome_of(lambda: tp.step_skipped(self.ddp))  # type: ignore[arg-type]
+        self.known = False
+        return outcome
+
+    def set_scale(self, scale: Any) -> Outcome:
+        outcome = outcome_of(lambda: tp.set_grad_scale(scale))
+        if not outcome[0]:
+            self.scale = float(scale)
+        return outcome
+
+    def use_orphan(self) -> list[str]:
+        """Uses a module whose group was destroyed. Any error will do, but no hang."""
+        assert self.ddp is not None
+        calls: list[Callable[[], Any]] = [
+            lambda: self._backward(gradients(SHAPES, self.rank, 0)),
+            lambda: tp.state_dict(self.ddp, True),  # type: ignore[arg-type]
+            lambda: tp.step_skipped(self.ddp),  # type: ignore[arg-type]
+            lambda: tp.attach(self.ddp) if self.attached else None,  # type: ignore[arg-type]
+            lambda: tp.stats(self.ddp.process_group),  # type: ignore[union-attr]
+        ]
+        return [outcome_of(call)[0] for call in calls]
+
+    # The state.
+
+    def check(self) -> bool:
+        """Checks that the sum of outputs and the residual is the sum of the gradients."""
+        if self.ddp is None or not self.attached or not self.known or not self.ledger.means:
+            return False
+        state = tp.state_dict(self.ddp)
+        residuals = {
+            name.removeprefix("weights."): saved["residual"].double() / state["grad_scale"]
+            for name, saved in state["parameters"].items()
+        }
+        errors = self.ledger.errors(residuals)
+        assert max(errors.values()) < TOLERANCE, (errors, self.options)
+        return True
+
+    def save(self, per_rank: bool) -> Outcome:
+        outcome = outcome_of(lambda: tp.state_dict(self.ddp, per_rank))  # type: ignore[arg-type]
+        if not outcome[0]:
+            assert self.ddp is not None
+            data = to_bytes(tp.state_dict(self.ddp, per_rank))
+            ledger = copy.deepcopy(self.ledger)
+            self.saved.append((data, ledger, self.known, self.options))
+        return outcome
+
+    def load(self, index: int, damage: Damage | None) -> Outcome:
+        """Loads an earlier state of a module with the same options, or a damaged one."""
+        data, ledger, known, options = self.saved[index % len(self.saved)]
+        if options != self.options and damage is None:
+            return "other options", ""
+        state = from_bytes(data)
+        before = to_bytes(tp.state_dict(self.ddp, True)) if self.attached else b""  # type: ignore
+        if damage is not None:
+            state = damage.apply(state, self.rank)
+        outcome = outcome_of(lambda: tp.load_state_dict(self.ddp, state))  # type: ignore[arg-type]
+        if outcome[0] and self.attached:
+            after = to_bytes(tp.state_dict(self.ddp, True))  # type: ignore[arg-type]
+            assert before == after, "a refused state has changed something"
+        elif not outcome[0] and damage is None:
+            self.ledger, self.known = copy.deepcopy(ledger), known and not self.dead
+        elif not outcome[0]:
+            self.known = False
+        return outcome
+
+    def stats(self, reset: bool) -> tuple[int, int]:
+        found = tp.stats(per_layer=True)
+        assert found["bytes_before"] >= 0
+        assert found["bytes_after"] >= 0
+        if reset:
+            tp.reset_stats()
+        return found["compressed_calls"], found["exact_calls"]
+
+    def configure(self, options: Any) -> Outcome:
+        return outcome_of(lambda: tp.configure(options))
+
+    def wrong_collective(self, which: int) -> str:
+        """A collective whose arguments no backend takes, or that it refuses on every rank."""
+        calls: list[Callable[[], Any]] = [
+            lambda: dist.broadcast(torch.ones(3), group_src=WORLD_SIZE),
+            lambda: dist.all_gather([torch.empty(3)], torch.ones(3)),
+            lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND),
+            lambda: dist.all_reduce(torch.ones(3).to(torch.float8_e4m3fn)),
+            lambda: dist.all_to_all_single(torch.empty(3), torch.ones(4)),
+            lambda: dist.reduce_scatter_tensor(torch.empty(3), torch.ones(5)),
+            lambda: dist.send(torch.ones(3), self.rank),
+            lambda: dist.all_reduce_coalesced([torch.ones(3), torch.ones(3).int()]),
+        ]
+        return outcome_of(calls[which % len(calls)])[0]
+
+    def no_module(self) -> list[Outcome]:
+        """Functions of a module, with things that are none."""
+        outcomes = []
+        for thing in (None, 5, "module", [], object(), torch.nn.Linear(2, 2)):
+            for function in (tp.attach, tp.detach, tp.state_dict, tp.step_skipped, tp.comm_hook):
+                outcomes.append(outcome_of(lambda f=function, t=thing: f(t)))  # type: ignore
+            outcomes.append(outcome_of(lambda t=thing: tp.load_state_dict(t, {})))  # type: ignore
+        return outcomes
+
+
+def _raise(gradient: torch.Tensor) -> None:
+    raise ArithmeticError("this backward pass fails")
+
+
+def _hash(tensors: Tensors) -> str:
+    bits = b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
+    return hashlib.sha256(bits).hexdigest()
