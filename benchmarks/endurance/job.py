@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ def save(state: dict[str, Any], path: Path, share: float | None) -> None:
     with unfinished.open("wb") as file:
         if share is not None and share < 1:
             size = sum(tensor.nbytes for tensor in tensors_in(state))
-            torch.save(state, DyingFile(file, max(1, int(share * size))))
+            torch.save(state, cast(IO[bytes], DyingFile(file, max(1, int(share * size)))))
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
@@ -185,7 +185,7 @@ def digest(tensors: list[torch.Tensor]) -> str:
     """A hash of the bits of all tensors."""
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().numpy())
+        found.update(tensor.detach().contiguous().numpy().tobytes())
     return found.hexdigest()[:16]
 
 

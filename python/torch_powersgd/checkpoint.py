@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from torch_powersgd import fsdp
+from torch_powersgd import checksum, fsdp
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import next_call
 from torch_powersgd.attach import attachment_of
@@ -51,6 +51,9 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
         The parameters of an FSDP2 module are this rank's shards, padded as FSDP2 pads them. The
         mean is over the ranks that have the same shard. ``shard`` names it: [which, of how many].
 
+        Every entry has the checksum ``crc32`` of its content, and the dictionary has one of all
+        but ``parameters``. ``load_state_dict`` compares them.
+
     Raises:
         ValueError: If the module is not attached.
     """
@@ -70,6 +73,7 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
             for parameter in model.export_state()
             if parameter.residual is not None
         }
+    checksum.add(state)
     return state
 
 
@@ -86,9 +90,10 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
 
     Raises:
         ValueError: On every rank alike and before anything changes, if the module is not attached
-            or the state does not fit. A state of another form or shape does not fit, nor do the
-            ranks' states of different steps. A state of ``per_rank`` fits only its own rank and
-            number of ranks.
+            or the state does not fit. A state of another form or shape does not fit, nor does one
+            that is damaged, nor do the ranks' states of different steps or, without ``per_rank``,
+            of different content. A state of ``per_rank`` fits only its own rank and number of
+            ranks.
     """
     attachment = attachment_of(module)
     model, group = attachment.model, attachment.group
@@ -99,13 +104,15 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
     try:
         _check_form(state)
         _check_place(state, _place(module, per_rank))
+        checksum.check(state)
         if per_rank:
             local = [_to_local(name, tensors) for name, tensors in state["parameters"].items()]
             model.check_local(local)
         else:
             mean = [_to_mean(name, tensors) for name, tensors in state["parameters"].items()]
             model.check_state(mean)
-        plain = {"per_rank": per_rank, "step": state["step"]}
+        content = 0 if per_rank else checksum.of_state(state)
+        plain = {"per_rank": per_rank, "step": state["step"], "content": content}
     except ValueError as invalid:
         plain = {"error": str(invalid)}
     timeout = find_backends(group)[0].options._timeout
@@ -179,14 +186,19 @@ def _check_place(state: dict[str, Any], here: dict[str, Any]) -> None:
 
 
 def _compare(everyone: list[dict[str, Any]]) -> str:
-    """Returns nothing if the ranks load the same step and kind, else the message of the error."""
+    """Returns nothing if the ranks load the same, else the message of the error."""
     first = everyone[0]
     for rank, mine in enumerate(everyone):
-        if mine != first:
+        if (mine["step"], mine["per_rank"]) != (first["step"], first["per_rank"]):
             return (
                 f"the checkpoints must be of one step and kind, got step {first['step']} on rank 0 "
                 f"and {mine['step']} on rank {rank}, per_rank {first['per_rank']} and "
                 f"{mine['per_rank']}"
+            )
+        if mine["content"] != first["content"]:
+            return (
+                f"a checkpoint made without per_rank must be the same on all ranks: that of rank "
+                f"{rank} differs from rank 0's"
             )
     return ""
 
@@ -239,3 +251,6 @@ def _check_fields(name: str, saved: dict[str, Any], fields: tuple[str, ...]) -> 
             raise ValueError(
                 f"{field} of the checkpoint's {name!r} must be a tensor, got {type(value).__name__}"
             )
+        if not value.isfinite().all():
+            # Every later step would be skipped.
+            raise ValueError(f"{field} of the checkpoint's {name!r} must be finite")
