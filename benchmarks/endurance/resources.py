@@ -8,6 +8,7 @@ import ctypes
 import gc
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from local_ranks import anonymous_memory
 
@@ -15,7 +16,12 @@ from local_ranks import anonymous_memory
 # wanted in another looks like a leak.
 ENVIRONMENT = {"MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"}
 
-Sample = list[int]  # the step or group, and the bytes, threads and files then
+# The step or group, and the bytes, threads, threads for callbacks, and files then.
+Sample = list[int]
+FIELDS = ("memory", "threads", "callback threads", "files")
+# The threads that run futures' callbacks. There are as many as callbacks ran at once, and they end
+# when they have been idle for 30 s.
+_CALLBACKS = "powersgd-then"
 
 
 def sample(at: int) -> Sample:
@@ -23,8 +29,13 @@ def sample(at: int) -> Sample:
     gc.collect()
     with contextlib.suppress(AttributeError):  # malloc_trim is glibc's
         ctypes.CDLL(None).malloc_trim(0)
-    threads, files = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
-    return [at, anonymous_memory(), threads, files]
+    callbacks = names = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the thread has ended
+            name = (task / "comm").read_text().strip()
+            names += 1
+            callbacks += name == _CALLBACKS
+    return [at, anonymous_memory(), names - callbacks, callbacks, len(os.listdir("/proc/self/fd"))]
 
 
 def slope(samples: Sequence[Sample]) -> float:

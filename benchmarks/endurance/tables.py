@@ -3,12 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from endurance import resources
 
 Record = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 
+# Bounds of the errors of a turn, relative to the sum of 500 mean gradients. Each step rounds M, the
+# factors and the output once in float32. A residual in half precision is rounded at each step.
+TOLERANCE, HALF_TOLERANCE = 1e-5, 2e-2
+# Bounds of the growth of memory in bytes: 1 MB in 10,000 steps, and 20 kB for each group, of which
+# plain Gloo's take 10.
+GROWTH = {"steps": 100.0, "groups": 20_000.0}
+
+_METHODS = {"ours": "`cpu:powersgd`", "gloo": "plain Gloo"}
 _FOUND = {
     "importing": "imports torch",
     "joining": "makes the process group",
@@ -66,4 +76,95 @@ def of_restarts(record: Record) -> dict[str, Table]:
     return {"kills": restart_kills(record), "ends": restart_ends(record)}
 
 
-TABLES: Sequence[Callable[..., Table]] = (restart_kills, restart_ends)
+def endurance_memory(record: Record) -> Table:
+    """Memory, threads and files by the number of steps or groups, of ours and of plain Gloo."""
+    headings = ["process", "memory after the warm-up, MB", "at the end, MB", "growth"]
+    headings += ["threads", "beside them for callbacks", "files"]
+    rows = []
+    for part, per in (("steps", 10_000), ("groups", 100)):
+        for method, title in _METHODS.items():
+            for rank, run in enumerate(record["runs"].get(f"{method} {part}", [])):
+                late = resources.after(run["samples"], record[f"{part}_warm_up"])
+                growth = per * resources.slope(late) / 1e6
+                counts = [_range(sample[field] for sample in late) for field in (2, 3, 4)]
+                rows.append(
+                    [
+                        f"{title}, {record[part]:,} {part}, rank {rank}",
+                        f"{late[0][1] / 1e6:.2f}",
+                        f"{late[-1][1] / 1e6:.2f}",
+                        f"{growth:+.3f} MB in {per:,} {part}",
+                        *counts,
+                    ]
+                )
+    return headings, rows
+
+
+def endurance_turns(record: Record) -> Table:
+    """The identity's errors of the turns, and over all steps."""
+    headings = ["options of a turn", "turns", "largest error of the sums in a turn"]
+    runs = record["runs"]["ours steps"]
+    errors: dict[str, list[float]] = {}
+    for turn in runs[0]["turns"]:
+        errors.setdefault(turn["title"], []).append(turn["error"])
+    rows = [[title, str(len(each)), f"{max(each):.1e}"] for title, each in errors.items()]
+    rows.append(["all steps together", str(len(runs[0]["turns"])), f"{runs[0]['error']:.1e}"])
+    return headings, rows
+
+
+def of_endurance(record: Record) -> dict[str, Table]:
+    """The tables of a record of bench_endurance.py, by their titles."""
+    tables = {"memory, threads and files": endurance_memory(record)}
+    if "ours steps" in record["runs"]:
+        tables["sum of outputs + residual = sum of mean gradients"] = endurance_turns(record)
+    return tables
+
+
+def faults(record: Record) -> list[str]:
+    """What in a record of bench_endurance.py must not be."""
+    found = []
+    if "ours steps" in record["runs"]:
+        first, *others = record["runs"]["ours steps"]
+        if any(other["hashes"] != first["hashes"] for other in others):
+            found.append("the ranks' parameters differ")
+        for turn in first["turns"]:
+            half = "float16 residual" in turn["title"] or "bfloat16 residual" in turn["title"]
+            if not turn["error"] < (HALF_TOLERANCE if half else TOLERANCE):
+                found.append(f"{turn['title']}: the sums differ by {turn['error']:.1e}")
+    for name, runs in record["runs"].items():
+        method, part = name.split()
+        if method == "ours":
+            for rank, run in enumerate(runs):
+                late = resources.after(run["samples"], record[f"{part}_warm_up"])
+                found += [f"{name}, rank {rank}: {fault}" for fault in _growth(late, part)]
+    return found
+
+
+def _growth(samples: Sequence[resources.Sample], part: str) -> list[str]:
+    found = []
+    slope = resources.slope(samples)
+    if slope > GROWTH[part]:
+        found.append(f"memory grows by {slope:.0f} bytes each")
+    half = len(samples) // 2
+    for field, name in ((2, "threads"), (4, "files")):
+        early, late = (max(sample[field] for sample in part) for part in _halves(samples, half))
+        if late > early:
+            found.append(f"{late} {name} after {early}")
+    return found
+
+
+def _halves(samples: Sequence[resources.Sample], at: int) -> tuple[Any, Any]:
+    return samples[:at], samples[at:]
+
+
+def _range(values: Iterable[int]) -> str:
+    found = set(values)
+    least, most = min(found), max(found)
+    return str(least) if least == most else f"{least} to {most}"
+
+
+TABLES: Sequence[Callable[..., Table]] = (
+    restart_kills,
+    restart_ends,
+    endurance_memory,
+    endurance_turns,
+)

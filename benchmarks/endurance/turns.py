@@ -6,6 +6,7 @@ The gradients are known, so that the outputs, the residual and the mean gradient
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 from collections.abc import Mapping
@@ -15,15 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from endurance.resources import Sample, sample
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from endurance.resources import Sample, sample
 
 WORLD = 2
 TURN = 500  # steps
-SAMPLE_EVERY = 50
+SAMPLE_EVERY = 100
 EXACT_FIRST = 50  # steps of a turn before compression, with the option for it
 # Two matrices and a convolution, which are compressed; a bias and a small matrix, which are not.
 SHAPES = {"conv": (32, 8, 3, 3), "wide": (48, 96), "tall": (120, 40), "bias": (33,), "s": (4, 5)}
@@ -165,6 +166,7 @@ def train(rank: int, folder: Path, steps: int, compressed: bool) -> dict[str, An
             scale_of_sums[name] += total[name]
         values = turn.values()
         hashes.append(_hash(values))
+    dist.barrier()  # or a rank would count its files while the other closes its sockets
     dist.destroy_process_group()
     error = _error(whole, _residuals(state), scale_of_sums)
     return {"samples": samples, "hashes": hashes, "turns": turns, "error": error}
@@ -190,6 +192,7 @@ def groups(rank: int, folder: Path, count: int, compressed: bool) -> dict[str, A
 
 def _join(rank: int, file: Path, compressed: bool) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # a collection need not walk the many objects of torch's modules
     dist.init_process_group(
         "cpu:powersgd" if compressed else "gloo",
         store=dist.FileStore(str(file), WORLD),
@@ -204,7 +207,10 @@ def _pool(rank: int) -> list[Tensors]:
     chance = torch.Generator().manual_seed(100 + rank)
     steady = {name: torch.randn(shape, generator=chance) for name, shape in SHAPES.items()}
     return [
-        {name: steady[name] + torch.randn(shape, generator=chance) for name, shape in SHAPES.items()}
+        {
+            name: steady[name] + torch.randn(shape, generator=chance)
+            for name, shape in SHAPES.items()
+        }
         for _ in range(POOL)
     ]
 
