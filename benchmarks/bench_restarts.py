@@ -40,7 +40,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
         bar = progress.add_task("kills", total=len(orders))
 
-        def tell(kill: dict[str, Any]) -> None:
+        def note_kill(kill: dict[str, Any]) -> None:
             record["kills"].append(kill)
             write(record, arguments.json)
             progress.update(bar, advance=1)
@@ -48,7 +48,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, todo in (("quiet", []), ("killed", orders)):
             place = Path(folder, name)
             place.mkdir()
-            job = kills.Killer(place, arguments.steps, SAVE_EVERY, todo, tell)
+            job = kills.Killer(place, arguments.steps, SAVE_EVERY, todo, note_kill)
             record[name] = job.run()
             record[f"{name}_other_failures"] = job.other_failures
     write(record, arguments.json)

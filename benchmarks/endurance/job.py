@@ -192,7 +192,7 @@ def digest(tensors: list[torch.Tensor]) -> str:
 def main() -> None:
     folder, steps, save_every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     status = Status(folder)
-    # What follows is imported late, so that a kill may also find a rank that imports it.
+    # These are imported late, so that a kill may also find a rank that imports it.
     import torch.distributed as dist
 
     import torch_powersgd  # noqa: F401 - registers the backend

@@ -65,7 +65,7 @@ class Killer:
         steps: the number of steps of the job.
         save_every: the number of steps between two checkpoints.
         orders: the kills, none for an undisturbed run.
-        tell: a function that is called after each kill with its record.
+        note: a function that is called after each kill with its record.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Killer:
         steps: int,
         save_every: int,
         orders: list[Order],
-        tell: Callable[[dict[str, Any]], None],
+        note: Callable[[dict[str, Any]], None],
     ) -> None:
         self.folder = folder
         self.save_every = save_every
         self.orders = list(orders)
-        self.tell = tell
+        self.note = note
         self.kills: list[dict[str, Any]] = []
         self.other_failures = 0  # starts that ended without a kill
         self.start_seconds = 4.0  # from a rank's first word to its first step, as last seen
@@ -98,7 +98,7 @@ class Killer:
                 else:
                     self.orders.pop(0)
                     self.kills.append(killed)
-                    self.tell(killed)
+                    self.note(killed)
                 restart += 1
             code = agent.wait(10 * PATIENCE)
         if code or self.orders:

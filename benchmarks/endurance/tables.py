@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from endurance import resources
@@ -119,41 +119,43 @@ def of_endurance(record: Record) -> dict[str, Table]:
     return tables
 
 
-def faults(record: Record) -> list[str]:
-    """What in a record of bench_endurance.py must not be."""
+def faults(record: Record, growth: Mapping[str, float] = GROWTH) -> list[str]:
+    """Names the faults that a record of bench_endurance.py shows.
+
+    Args:
+        record: the record.
+        growth: the bounds of the growth of memory, in bytes for each step or group.
+    """
     found = []
     if "ours steps" in record["runs"]:
         first, *others = record["runs"]["ours steps"]
         if any(other["hashes"] != first["hashes"] for other in others):
             found.append("the ranks' parameters differ")
         for turn in first["turns"]:
-            half = "float16 residual" in turn["title"] or "bfloat16 residual" in turn["title"]
-            if not turn["error"] < (HALF_TOLERANCE if half else TOLERANCE):
+            bound = HALF_TOLERANCE if "float16 residual" in turn["title"] else TOLERANCE
+            if not turn["error"] < bound:  # it may be NaN
                 found.append(f"{turn['title']}: the sums differ by {turn['error']:.1e}")
     for name, runs in record["runs"].items():
         method, part = name.split()
-        if method == "ours":
-            for rank, run in enumerate(runs):
-                late = resources.after(run["samples"], record[f"{part}_warm_up"])
-                found += [f"{name}, rank {rank}: {fault}" for fault in _growth(late, part)]
+        for rank, run in enumerate(runs if method == "ours" else []):
+            late = resources.after(run["samples"], record[f"{part}_warm_up"])
+            found += [f"{name}, rank {rank}: {fault}" for fault in _growth(late, growth[part])]
     return found
 
 
-def _growth(samples: Sequence[resources.Sample], part: str) -> list[str]:
+def _growth(samples: Sequence[resources.Sample], bound: float) -> list[str]:
+    """Names the memory that grows faster than the bound, and counts that grow between halves."""
     found = []
     slope = resources.slope(samples)
-    if slope > GROWTH[part]:
+    if slope > bound:
         found.append(f"memory grows by {slope:.0f} bytes each")
     half = len(samples) // 2
     for field, name in ((2, "threads"), (4, "files")):
-        early, late = (max(sample[field] for sample in part) for part in _halves(samples, half))
+        early = max(sample[field] for sample in samples[:half])
+        late = max(sample[field] for sample in samples[half:])
         if late > early:
             found.append(f"{late} {name} after {early}")
     return found
-
-
-def _halves(samples: Sequence[resources.Sample], at: int) -> tuple[Any, Any]:
-    return samples[:at], samples[at:]
 
 
 def _range(values: Iterable[int]) -> str:

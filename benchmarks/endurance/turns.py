@@ -73,17 +73,23 @@ class Turn:
 
     Args:
         number: the number of turns before.
+        length: the number of steps of a turn.
         values: the parameters' values.
         state: the state of compression that the turn goes on from.
         compressed: whether the module is attached; otherwise everything runs over plain Gloo.
     """
 
     def __init__(
-        self, number: int, values: Tensors, state: dict[str, Any] | None, compressed: bool
+        self,
+        number: int,
+        length: int,
+        values: Tensors,
+        state: dict[str, Any] | None,
+        compressed: bool,
     ) -> None:
         self.title, fields = list(TURNS.items())[number % len(TURNS)]
         self.compressed = compressed
-        self.first = number * TURN
+        self.first, self.length = number * length, length
         self.ddp = DistributedDataParallel(Known(values), bucket_cap_mb=0.02)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3, momentum=0.9)
         self.scale = 1.0
@@ -126,14 +132,16 @@ class Turn:
             tp.load_state_dict(self.ddp, tp.state_dict(self.ddp, per_rank=True))
         if within % 200 == 190:
             tp.load_state_dict(self.ddp, tp.state_dict(self.ddp))
-        if within == TURN - 10:
+        if within == self.length - 10:
             tp.reset_stats()
 
     def values(self) -> Tensors:
         return {name: w.detach().clone() for name, w in self.ddp.module.weights.items()}
 
 
-def train(rank: int, folder: Path, steps: int, compressed: bool) -> dict[str, Any]:
+def train(
+    rank: int, folder: Path, steps: int, compressed: bool, length: int = TURN
+) -> dict[str, Any]:
     """Trains on one rank, in turns. Returns its samples, the hashes and the identity's errors."""
     _join(rank, folder / "store", compressed)
     pools = [_pool(other) for other in range(WORLD)]
@@ -145,10 +153,10 @@ def train(rank: int, folder: Path, steps: int, compressed: bool) -> dict[str, An
     turns: list[dict[str, Any]] = []
     whole = _zeros()  # the sum of all outputs less all mean gradients
     scale_of_sums = _zeros()  # the sum of all mean gradients
-    for number in range(math.ceil(steps / TURN)):
-        turn = Turn(number, values, state, compressed)
+    for number in range(math.ceil(steps / length)):
+        turn = Turn(number, length, values, state, compressed)
         lost, total = _zeros(), _zeros()
-        for i in range(turn.first, min(steps, turn.first + TURN)):
+        for i in range(turn.first, min(steps, turn.first + length)):
             outputs = turn.step(i, pools[rank][i % POOL])
             for name, mean in means[i % POOL].items():
                 lost[name] += outputs[name].double() - mean
@@ -178,7 +186,8 @@ def groups(rank: int, folder: Path, count: int, compressed: bool) -> dict[str, A
     pool = _pool(rank)
     for number in range(count):
         _join(rank, folder / f"store{number}", compressed)
-        turn = Turn(0, {name: torch.zeros(shape) for name, shape in SHAPES.items()}, None, False)
+        zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        turn = Turn(0, TURN, zeros, None, False)
         if compressed:
             tp.attach(turn.ddp, tp.Options(start_powerSGD_iter=1, wire_dtype="int8"))
         for i in range(3):

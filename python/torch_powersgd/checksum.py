@@ -58,17 +58,15 @@ def _of_entry(name: str, entry: dict[str, Any]) -> int:
         value = entry[field]
         if isinstance(value, torch.Tensor):
             about = f"{field} {value.dtype} {list(value.shape)}"
-            total = zlib.crc32(_bytes_of(value), zlib.crc32(about.encode(), total))
+            total = _of_tensor(value, zlib.crc32(about.encode(), total))
         else:
             total = zlib.crc32(f"{field} {value!r}".encode(), total)
     return total
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    """Returns the bytes of a tensor, which need no copy if it is contiguous and on the CPU."""
+def _of_tensor(tensor: torch.Tensor, total: int) -> int:
+    """Returns the checksum that goes on from ``total`` with the bytes of a tensor."""
     flat = tensor.detach().cpu().contiguous()
     if not flat.nbytes:
-        return b""
-    view = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
-    view.tensor = flat  # or the memory of a copy would be given back
-    return view
+        return total
+    return zlib.crc32((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()), total)
