@@ -7,6 +7,7 @@ then name a rank that never calls, and an error on one rank reaches all of them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ class CollectiveCall:
         timeout: Time after which waiting is an error.
         explain: Function of this call and the absent ranks. It is called once ``PATIENCE`` is over,
             and again at each ``INTERVAL``. It returns why they will not call, or nothing.
+        before: Store of the call before this one, whose keys nobody needs any more.
     """
 
     store: Store
@@ -50,6 +52,7 @@ class CollectiveCall:
     absence: str
     timeout: timedelta
     explain: Callable[[CollectiveCall, list[int]], str] = lambda call, absent: ""
+    before: Store | None = None
 
     def agree(self, mine: dict[str, Any], compare: Callable[[list[dict[str, Any]]], str]) -> None:
         """Returns once all ranks have called and ``compare`` has no objection.
@@ -71,6 +74,7 @@ class CollectiveCall:
             if not self.store.check([_VERDICT]):
                 given = [json.loads(self.store.get(key)) for key in everyone]
                 self.store.set(_VERDICT, error_of(given) or compare(given))
+                self._forget_before(everyone)
         else:
             self._wait([_VERDICT])
         verdict = self.store.get(_VERDICT).decode()
@@ -94,6 +98,13 @@ class CollectiveCall:
         shown = ", ".join(str(self.global_ranks[rank]) for rank in ranks[:8])
         more = ", ..." if len(ranks) > 8 else ""
         return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
+
+    def _forget_before(self, everyone: list[str]) -> None:
+        """Deletes the keys of the call before. All ranks have left it, as they are in this one."""
+        if self.before is not None:
+            with contextlib.suppress(RuntimeError):  # Some kinds of store cannot delete.
+                for key in (*everyone, _VERDICT, _ABSENT):
+                    self.before.delete_key(key)
 
     def _wait(self, keys: list[str]) -> None:
         """Waits for the keys, or for a verdict without them. A warning names late ranks."""
@@ -126,14 +137,15 @@ def next_call(
 ) -> CollectiveCall:
     """This rank's next call of a function that every rank of the group must call."""
     calls = calls_store(group, function)
-    store = store_of_call(calls, count_call(calls, group.rank()))
+    number = count_call(calls, group.rank())
     return CollectiveCall(
-        store,
+        store_of_call(calls, number),
         group.rank(),
         _global_ranks(group),
         f"has not called {function}",
         timeout,
         explain,
+        store_of_call(calls, number - 1) if number > 1 else None,
     )
 
 

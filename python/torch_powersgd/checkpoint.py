@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
-from torch_powersgd import fsdp, loading
+from torch_powersgd import checksum, fsdp, loading
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import next_call
 from torch_powersgd.attach import attachment_of
@@ -47,6 +47,9 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
         The parameters of an FSDP2 module are this rank's shards, padded as FSDP2 pads them. The
         mean is over the ranks that have the same shard. ``shard`` names it: [which, of how many].
 
+        Every entry has the checksum ``crc32`` of its content, and the dictionary has one of all
+        but ``parameters``. ``load_state_dict`` compares them.
+
     Raises:
         ValueError: If the module is not attached.
     """
@@ -66,6 +69,7 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
             for parameter in model.export_state()
             if parameter.residual is not None
         }
+    checksum.add(state)
     return state
 
 
@@ -82,9 +86,10 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
 
     Raises:
         ValueError: On every rank alike and before anything changes, if the module is not attached
-            or the state does not fit. A state of another form or shape does not fit, nor one with
-            a number that is not finite, nor do the ranks' states of different steps. A state of
-            ``per_rank`` fits only its own rank and number of ranks.
+            or the state does not fit. A state of another form or shape does not fit, nor does one
+            that is damaged or has a number that is not finite, nor do the ranks' states of
+            different steps or, without ``per_rank``, of different content. A state of ``per_rank``
+            fits only its own rank and number of ranks.
     """
     attachment = attachment_of(module)
     model, group = attachment.model, attachment.group
@@ -94,21 +99,23 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
     plain: dict[str, Any] = {}
     try:
         saved = loading.read(state, _place(module, per_rank))
+        checksum.check(state)
         if per_rank:
             local = [loading.to_local(name, entry) for name, entry in saved.parameters.items()]
             model.check_local(local)
         else:
             mean = [loading.to_mean(name, entry, saved) for name, entry in saved.parameters.items()]
             model.check_state(mean)
-        plain = {"per_rank": per_rank, "step": saved.step, "grad_scale": saved.grad_scale}
+        content = 0 if per_rank else checksum.of_state(state)
+        plain = {"per_rank": per_rank, "step": saved.step, "content": content}
     except Exception as invalid:  # The other ranks wait for this rank's error, of any type.
         plain = {"error": cut(str(invalid)) or type(invalid).__name__}
     timeout = find_backends(group)[0].options._timeout
     next_call(group, "load_state_dict", timeout).agree(plain, _compare)
     if per_rank:
-        model.load_local(local, plain["step"])
+        model.load_local(local, saved.step)
     else:
-        model.load_state(mean, plain["step"], plain["grad_scale"])
+        model.load_state(mean, saved.step, saved.grad_scale)
 
 
 class CompressionState:
@@ -148,14 +155,19 @@ def _place(module: Module, per_rank: bool) -> dict[str, Any]:
 
 
 def _compare(everyone: list[dict[str, Any]]) -> str:
-    """Returns nothing if the ranks load the same step and kind, else the message of the error."""
+    """Returns nothing if the ranks load the same, else the message of the error."""
     first = everyone[0]
     for rank, mine in enumerate(everyone):
-        if mine != first:
+        if (mine["step"], mine["per_rank"]) != (first["step"], first["per_rank"]):
             return (
                 f"the checkpoints must be of one step and kind, got step {first['step']} on rank 0 "
                 f"and {mine['step']} on rank {rank}, per_rank {first['per_rank']} and "
-                f"{mine['per_rank']}, grad_scale {first['grad_scale']} and {mine['grad_scale']}"
+                f"{mine['per_rank']}"
+            )
+        if mine["content"] != first["content"]:
+            return (
+                f"a checkpoint made without per_rank must be the same on all ranks: that of rank "
+                f"{rank} differs from rank 0's"
             )
     return ""
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
+from support.groups import world
 from support.synthetic import SHAPES, gradients, make_ddp, mean_gradients, relative_error, step
 from torch_powersgd import agreement, watch
 
@@ -187,3 +188,21 @@ def test_a_group_that_is_made_again_knows_nothing_of_the_first() -> None:
         fields = ["random_seed", "matrix_approximation_rank", "random_seed"]
         assert len(errors) == len(fields)
         assert all(field in error for field, error in zip(fields, errors, strict=True))
+
+
+def _calls_often(rank: int) -> list[int]:
+    """The number of keys in the store after each of some calls."""
+    ddp, keys = make_ddp(SHAPES), []
+    tp.attach(ddp)
+    for _ in range(8):
+        tp.attach(ddp)
+        tp.load_state_dict(ddp, tp.state_dict(ddp))
+        dist.barrier()
+        keys.append(world().get_group_store().num_keys())
+        dist.barrier()
+    return keys
+
+
+def test_calls_leave_no_keys_in_the_store() -> None:
+    for keys in ranks.run(2, _calls_often, options=OPTIONS):
+        assert len(set(keys[1:])) == 1, keys

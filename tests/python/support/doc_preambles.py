@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ def _common() -> Names:
     return {
         "contextlib": contextlib,
         "logging": logging,
+        "os": os,
         "torch": torch,
         "dist": dist,
         "nn": nn,

@@ -212,3 +212,10 @@ def to_bytes(state: Any) -> bytes:
 
 def from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def without_checksums(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as versions without checksums saved it. It may be changed."""
+    for part in (state, *state["parameters"].values()):
+        del part["crc32"]
+    return state

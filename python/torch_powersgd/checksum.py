@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checksums of a checkpoint. ``torch.load`` does not compare those of its files."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import zlib
+from typing import Any
+
+import torch
+
+KEY = "crc32"
+_PARAMETERS = "parameters"
+
+
+def add(state: dict[str, Any]) -> None:
+    """Puts a checksum into each parameter's entry, and one of all else into the state."""
+    for name, entry in state[_PARAMETERS].items():
+        entry[KEY] = _of_entry(name, entry)
+    state[KEY] = _of_rest(state)
+
+
+def check(state: dict[str, Any]) -> None:
+    """Compares the checksums that a state has. One of an earlier version has none.
+
+    Raises:
+        ValueError: If one differs.
+    """
+    _compare("the checkpoint", state, _of_rest(state))
+    for name, entry in state[_PARAMETERS].items():
+        _compare(f"the checkpoint's {name!r}", entry, _of_entry(name, entry))
+
+
+def of_state(state: dict[str, Any]) -> int:
+    """Returns the checksum of a whole state, which has the same on every rank."""
+    entries = sorted(state[_PARAMETERS].items())
+    return zlib.crc32(repr([_of_entry(*entry) for entry in entries]).encode(), _of_rest(state))
+
+
+def _compare(what: str, part: dict[str, Any], found: int) -> None:
+    if KEY in part and part[KEY] != found:
+        raise ValueError(
+            f"{what} does not match its crc32: the file is damaged, or the state was changed after "
+            "it was saved. A part without crc32 is not compared"
+        )
+
+
+def _of_rest(state: dict[str, Any]) -> int:
+    rest = {name: value for name, value in state.items() if name not in (KEY, _PARAMETERS)}
+    return zlib.crc32(json.dumps(rest, sort_keys=True, default=str).encode())
+
+
+def _of_entry(name: str, entry: dict[str, Any]) -> int:
+    """Returns the checksum of a parameter's name, and of its fields with their types and shapes."""
+    total = zlib.crc32(name.encode())
+    for field in sorted(entry.keys() - {KEY}):
+        value = entry[field]
+        if isinstance(value, torch.Tensor):
+            about = f"{field} {value.dtype} {list(value.shape)}"
+            total = _of_tensor(value, zlib.crc32(about.encode(), total))
+        else:
+            total = zlib.crc32(f"{field} {value!r}".encode(), total)
+    return total
+
+
+def _of_tensor(tensor: torch.Tensor, total: int) -> int:
+    """Returns the checksum that goes on from ``total`` with the bytes of a tensor."""
+    flat = tensor.detach().cpu().contiguous()
+    if not flat.nbytes:
+        return total
+    return zlib.crc32((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()), total)
