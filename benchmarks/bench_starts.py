@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cluster import hosts
+from cluster import hosts, signals
 from cluster.namespace import enter
 from provenance import heading, processor, provenance
 from torch import nn
@@ -204,7 +204,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if lacks := hosts.missing():
         sys.exit(f"bench_starts cannot run here; missing: {', '.join(lacks)}")
-    hosts.unwind_on_signals()
+    signals.unwind_on_signals()
     try:
         hosts.sweep()
         show(measure(arguments))
