@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One rank: `python -m faults.rank JOB`, an ordinary training program that trial.py starts.
 
-It writes a digest of its parameters after every step, and its error, if there is one.
+It writes a digest of its parameters after every step, and its error, if there is one. After an
+error the even ranks destroy their group, and the odd ones just end.
 """
 
 from __future__ import annotations
@@ -61,15 +62,19 @@ def _store(job: Job) -> Any:
 
     port_file = Path(job.folder, "port")
     timeout = timedelta(seconds=job.timeout)
-    if job.rank == 0:
-        store = dist.TCPStore(job.address, 0, job.world, True, timeout, wait_for_workers=False)
+    serves = job.rank == 0
+    while not serves and not port_file.exists():
+        time.sleep(0.01)
+    port = 0 if serves else int(port_file.read_text())  # 0: a free one
+    store = dist.TCPStore(job.address, port, None, serves, timeout, wait_for_workers=False)
+    if serves:
         part = port_file.with_suffix(".part")
         part.write_text(str(store.port))
         part.rename(port_file)
-        return store
-    while not port_file.exists():
+    store.add("joined", 1)
+    while store.add("joined", 0) < job.world:
         time.sleep(0.01)
-    return dist.TCPStore(job.address, int(port_file.read_text()), job.world, False, timeout)
+    return store
 
 
 def _payload_bytes(world: int) -> int:
@@ -80,9 +85,9 @@ def _payload_bytes(world: int) -> int:
 def _arm(killer: Killer, job: Job, model: Any, optimizer: Any) -> None:
     """Prepares the death in the step that follows."""
     killer.at("before its forward pass")
-    payload = _payload_bytes(job.world)
+    payload = _payload_bytes(job.world)  # TCP and biases add a quarter
     killer.after_bytes("while P is on its way", payload // 2)
-    killer.after_bytes("while q is on its way", payload * 3 // 2)
+    killer.after_bytes("while q is on its way", payload * 19 // 10)
     # The buckets of later layers are on their way when this gradient is there.
     killer.hook("in backward, between buckets", model[1].weight.register_hook)
     killer.hook("in optimizer.step", optimizer.register_step_pre_hook)
@@ -169,6 +174,14 @@ def _train(job: Job, killer: Killer, report: Report) -> None:
     dist.destroy_process_group()
 
 
+def _destroy_group() -> None:
+    """Ends the group after an error, as many programs do, and others do not."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _digest(ddp: Any) -> str:
     digest = hashlib.sha256()
     for parameter in ddp.parameters():
@@ -195,6 +208,8 @@ def main() -> None:
         lines = str(error).splitlines() or [""]
         report.error = f"{type(error).__name__}: {lines[0]}"
         note_time(folder / f"error{job.rank}")
+        if job.rank % 2 == 0:
+            _destroy_group()
         raise
     finally:
         report.retransmitted = _retransmitted()

@@ -28,8 +28,8 @@ LIMIT = 240.0  # seconds after which ranks hang that should have finished
 _BENCHMARKS = Path(__file__).resolve().parents[1]
 # Words of errors that name what happened: a peer has gone, or did not answer in time.
 _CAUSES = re.compile(
-    r"connection (closed|reset|refused|aborted)|broken pipe|timed? ?out|timeout|within \d+ seconds"
-    r"|rank \d+ has|remote (process|peer)|not reachable",
+    r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe|timed? ?out|timeout"
+    r"|within \d+ seconds|rank \d+ has|remote (process|peer)|not reachable",
     re.IGNORECASE,
 )
 
@@ -77,7 +77,7 @@ class Trial:
         self._reference = reference
         self._logs = logs
         self._fault = 0.0  # the time of the fault
-        self._began = time.monotonic()
+        self._began = self._seconds = 0.0
         self._processes: list[Process] = []
         self._ended: dict[int, float] = {}  # the time at which each rank's process had ended
 
@@ -109,6 +109,7 @@ class Trial:
                 yield from self._pause(1)
         self.ends = [self._end_of(rank) for rank in range(self.case.world)]
         self.orphans = _sessions(process.pid for process in ended)
+        self._seconds = time.monotonic() - self._began
 
     @property
     def outcome(self) -> str:
@@ -143,7 +144,7 @@ class Trial:
             "errors": sorted({end.error for end in living if end.error}),
             "retransmitted": sum(end.retransmitted for end in living),
             "ends": [dataclasses.asdict(end) for end in self.ends],
-            "seconds": round(time.monotonic() - self._began, 1),
+            "seconds": round(self._seconds, 1),
         }
 
     def _is_killed(self, end: End) -> bool:
