@@ -9,13 +9,13 @@ Record = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 
 _WORDS = {
-    "right": "ends, right to the bit",
-    "error": "error on all",
+    "right": "right",
+    "error": "error",
     "hung": "**hangs**",
     "wrong": "**wrong numbers**",
     "unnamed": "**error without a cause**",
     "late": "**late error**",
-    "mixed": "**some ranks end, some fail**",
+    "mixed": "**some ranks end**",
 }
 
 
