@@ -17,11 +17,13 @@ IN_STATE_DICT = "in state_dict"
 ONE_BUCKET = ("while P is on its way", "while q is on its way")
 # The stages at which the link is slow and the victim counts what it sends.
 AIMED = (*ONE_BUCKET, IN_STATE_DICT)
+EXACT = "in an exact step, between buckets"
 STAGES = (
     "in init_process_group",
     "in attach",
     "before its forward pass",
     "in backward, between buckets",
+    EXACT,
     *AIMED,
     "in optimizer.step",
 )

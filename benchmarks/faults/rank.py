@@ -21,11 +21,12 @@ from typing import Any
 
 from cluster import hosts
 
-from faults.kills import IN_STATE_DICT, Killer, note_time
+from faults.kills import EXACT, IN_STATE_DICT, Killer, note_time
 
 EXACT_STEPS = 6
 FAULT_STEP = 12
 LAYERS, WIDTH = 4, 256
+LOCAL = "127.0.0.1"  # the address of ranks that share the machine's network
 PAUSE = 0.01  # seconds between two steps
 
 
@@ -82,6 +83,11 @@ def _payload_bytes(world: int) -> int:
     return (world - 1) * LAYERS * WIDTH * 16
 
 
+def fault_step(stage: str) -> int:
+    """The step of a fault, which is a kill at a stage or, without one, another fault."""
+    return EXACT_STEPS // 2 if stage == EXACT else FAULT_STEP
+
+
 def _arm(killer: Killer, job: Job, model: Any, optimizer: Any) -> None:
     """Prepares the death in the step that follows."""
     killer.at("before its forward pass")
@@ -89,7 +95,8 @@ def _arm(killer: Killer, job: Job, model: Any, optimizer: Any) -> None:
     killer.after_bytes("while P is on its way", payload // 2)
     killer.after_bytes("while q is on its way", payload * 19 // 10)
     # The buckets of later layers are on their way when this gradient is there.
-    killer.hook("in backward, between buckets", model[1].weight.register_hook)
+    for stage in ("in backward, between buckets", EXACT):
+        killer.hook(stage, model[1].weight.register_hook)
     killer.hook("in optimizer.step", optimizer.register_step_pre_hook)
 
 
@@ -156,7 +163,7 @@ def _train(job: Job, killer: Killer, report: Report) -> None:
     generator = torch.Generator().manual_seed(job.rank)
     with open(Path(job.folder, f"progress{job.rank}"), "wb", buffering=0) as progress:
         for step in range(job.steps):
-            if step == FAULT_STEP:
+            if step == fault_step(job.kill):
                 while job.gate and not Path(job.folder, "go").exists():
                     time.sleep(0.01)
                 _arm(killer, job, ddp.module, optimizer)
@@ -212,7 +219,8 @@ def main() -> None:
             _destroy_group()
         raise
     finally:
-        report.retransmitted = _retransmitted()
+        if job.address != LOCAL:  # the counter of the whole machine
+            report.retransmitted = _retransmitted()
         Path(folder, f"report{job.rank}").write_text(json.dumps(dataclasses.asdict(report)))
 
 

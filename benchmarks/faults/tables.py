@@ -14,6 +14,7 @@ _WORDS = {
     "hung": "**hangs**",
     "wrong": "**wrong numbers**",
     "unnamed": "**error without a cause**",
+    "crash": "**error, then a crash**",
     "late": "**late error**",
     "mixed": "**some ranks end**",
 }

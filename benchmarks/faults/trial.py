@@ -20,7 +20,7 @@ from typing import Any
 from cluster import hosts
 
 from faults.cases import DROPPED_RATE, RATE, SLOW_RATE, TIMEOUT, Case
-from faults.rank import FAULT_STEP, Job
+from faults.rank import FAULT_STEP, LOCAL, Job
 
 METHODS = ("plain", "ours")
 GRACE = 15.0  # seconds that an error may take beyond the time-out
@@ -115,7 +115,8 @@ class Trial:
     def outcome(self) -> str:
         """right: all went on to the end. error: every living rank names a cause in time.
 
-        hung, wrong, unnamed, late or mixed: the fault was not endured as it should be.
+        hung, wrong, unnamed, late, crash or mixed: the fault was not endured as it should be. After
+        an error that names its cause, a rank that crashes ends by a signal.
         """
         living = [end for end in self.ends if not self._is_killed(end)]
         if not all(end.right for end in living):
@@ -129,6 +130,8 @@ class Trial:
             return "mixed"
         if not all(_CAUSES.search(end.error) for end in failed):
             return "unnamed"
+        if any(end.exitcode < 0 for end in failed if end.exitcode):
+            return "crash"
         last = max(self._since(end, end.seconds_to_end) for end in failed)
         return "error" if last <= self.timeout + GRACE else "late"
 
@@ -157,7 +160,7 @@ class Trial:
 
     def _network(self) -> AbstractContextManager[hosts.Hosts | None]:
         case = self.case
-        if not case.needs_links:
+        if not self.case.needs_links:
             return nullcontext()
         return hosts.Hosts(case.world, RATE, case.delay_ms, link=case.link)
 
@@ -168,7 +171,7 @@ class Trial:
             rank,
             case.world,
             case.steps,
-            "10.77.0.1" if network else "127.0.0.1",
+            "10.77.0.1" if network else LOCAL,
             str(self._folder),
             self.timeout,
             case.stage,

@@ -41,6 +41,7 @@ def _end(rank: int, error: str = "", seconds: float = 1, right: bool = True) -> 
         ("error", [_end(0, CLOSED), _end(2, "DistStoreError: wait timeout after 20000ms")]),
         ("unnamed", [_end(0, CLOSED), _end(2, "RuntimeError: bad allocation")]),
         ("late", [_end(0, CLOSED), _end(2, CLOSED, LATE)]),
+        ("crash", [_end(0, CLOSED), End(2, -6, 1.0, 1.0, 12, CLOSED)]),
         ("mixed", [_end(0), _end(2, CLOSED)]),
         ("hung", [_end(0, CLOSED), End(2, None, None, None)]),
         ("wrong", [_end(0, CLOSED), _end(2, CLOSED, right=False)]),
