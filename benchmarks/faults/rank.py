@@ -73,7 +73,10 @@ def _store(job: Job) -> Any:
         part.write_text(str(store.port))
         part.rename(port_file)
     store.add("joined", 1)
-    while store.add("joined", 0) < job.world:
+    deadline = time.monotonic() + job.timeout
+    while (joined := store.add("joined", 0)) < job.world:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{joined} of {job.world} ranks joined within {job.timeout:g} s")
         time.sleep(0.01)
     return store
 

@@ -132,7 +132,7 @@ class Trial:
             return "unnamed"
         if any(end.exitcode < 0 for end in failed if end.exitcode):
             return "crash"
-        last = max(self._since(end, end.seconds_to_end) for end in failed)
+        last = max(self._since(end, end.seconds) for end in failed)
         return "error" if last <= self.timeout + GRACE else "late"
 
     def record(self) -> dict[str, Any]:
