@@ -104,6 +104,9 @@ bench: build  ## every figure that the docs quote, on a quiet machine, as root (
 	$(PYTHON) benchmarks/bench_cluster.py --quick --rounds 3 \
 	  --methods none plain attached:4 int8-wire:16 --json $(BENCH_RESULTS)/prediction.json
 	$(PYTHON) benchmarks/bench_starts.py --methods attached --json $(BENCH_RESULTS)/starts.json
+	$(PYTHON) benchmarks/bench_starts.py --starts 1000 --ranks 2 --steps 6 --late-ms 300 \
+	  --jitter-ms 1 --methods attached --json $(BENCH_RESULTS)/starts_late.json
+	$(PYTHON) benchmarks/bench_faults.py --json $(BENCH_RESULTS)/faults.json
 	$(PYTHON) benchmarks/bench_scaling.py --json $(BENCH_RESULTS)/scaling.json
 	$(PYTHON) benchmarks/bench_convergence.py \
 	  --json $(BENCH_RESULTS)/convergence.json --picture docs/images/convergence.png

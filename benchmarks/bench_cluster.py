@@ -18,7 +18,7 @@ they will show.
 
 With --delays, a frame takes that much longer from host to host, one way. The links are then TAP
 devices that one process forwards between, because netem is a module that many kernels lack; see
-cluster/delayed_links.py. TCP's windows are the machine's own, and so is its congestion control
+cluster/emulated_links.py. TCP's windows are the machine's own, and so is its congestion control
 unless --congestion-control names one.
 
 The loss is from longer runs on unshaped links, on the same text for every method. The seconds to a
@@ -46,7 +46,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cluster import arguments as command_line
-from cluster import delayed_links, figures, hosts, launch, models, mps
+from cluster import emulated_links, figures, hosts, launch, models, mps, signals
 from cluster.contenders import Contender
 from cluster.methods import EXACT_STEPS
 from provenance import PROVENANCE, processor, provenance, write
@@ -62,8 +62,8 @@ def parse_arguments() -> argparse.Namespace:
 def missing(device: str, delayed: bool) -> list[str]:
     """Returns the things that this machine lacks to measure, each in a few words."""
     lacks = hosts.missing()
-    if delayed and not os.access(delayed_links.CONTROL, os.W_OK):
-        lacks.append(f"{delayed_links.CONTROL} (links with a delay are made of it)")
+    if delayed and not os.access(emulated_links.CONTROL, os.W_OK):
+        lacks.append(f"{emulated_links.CONTROL} (links with a delay are made of it)")
     if device == "cuda":
         if not torch.cuda.is_available():
             lacks.append("a GPU that this torch can use")
@@ -271,7 +271,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The record of the measurements."""
-    hosts.unwind_on_signals()
+    signals.unwind_on_signals()
     try:
         mps.sweep()
         if left := hosts.sweep():

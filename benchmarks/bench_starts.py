@@ -2,11 +2,13 @@
 """Counts how many jobs get through their first steps on a slow network, and with which results.
 
     python benchmarks/bench_starts.py --starts 200 --ranks 2 4
+    python benchmarks/bench_starts.py --starts 1000 --ranks 2 --steps 6 --late-ms 300 --jitter-ms 1
 
 It starts the same training many times. The hosts are network namespaces on shaped links, so that
 it needs root, ip and tc. The buckets are many and small, so that several are on their way at once.
 A start has finished if all ranks end in time with equal parameters. If the collectives of a program
 come in a fixed order, all starts end with the same bits. Where timing decides, ranks hang or abort.
+Each rank may start late, and each frame take longer, by random times from the seed of the start.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -29,7 +32,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cluster import hosts
+from cluster import hosts, signals
+from cluster.emulated_links import Link
 from cluster.namespace import enter
 from provenance import heading, processor, provenance
 from torch import nn
@@ -67,7 +71,14 @@ METHODS: dict[str, tuple[str, str, Callable[[DistributedDataParallel], None]]] =
 
 
 def _rank(
-    namespace: str, method: str, rank: int, world: int, steps: int, limit: float, folder: str
+    namespace: str,
+    method: str,
+    rank: int,
+    world: int,
+    steps: int,
+    limit: float,
+    late: float,
+    folder: str,
 ) -> None:
     """Runs one rank of a start. It writes a hash of its last parameters."""
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
@@ -75,6 +86,7 @@ def _rank(
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     enter(namespace)
+    time.sleep(late)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     _, backend, average = METHODS[method]
@@ -102,16 +114,20 @@ def _rank(
     dist.destroy_process_group()
 
 
-def _start(cluster: hosts.Hosts, method: str, steps: int, limit: float) -> tuple[str, str]:
+def _start(
+    cluster: hosts.Hosts, method: str, steps: int, limit: float, late: list[float]
+) -> tuple[str, str]:
     """Runs one start. Returns how it ended, and the hash of the last parameters of all ranks.
 
-    A start that takes longer than ``limit`` seconds hangs.
+    A start that takes longer than ``limit`` seconds hangs. The ranks are late by ``late`` seconds.
     """
     folder = tempfile.mkdtemp(prefix=f"{hosts.owner()}-")
     context = multiprocessing.get_context("forkserver")
     world = len(cluster)
     ranks = [
-        context.Process(target=_rank, args=(name, method, rank, world, steps, limit, folder))
+        context.Process(
+            target=_rank, args=(name, method, rank, world, steps, limit, late[rank], folder)
+        )
         for rank, name in enumerate(cluster.names)
     ]
     try:
@@ -145,21 +161,27 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         {hosts.MARK: hosts.owner(), "GLOO_SOCKET_IFNAME": hosts.INTERFACE, "OMP_NUM_THREADS": "1"}
     )
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch_powersgd", "bench_starts"])
+    context.set_forkserver_preload(["torch._dynamo", "torch_powersgd", "bench_starts"])
     record: dict[str, Any] = {
         **provenance(processor()),
         "rate": arguments.rate,
         "steps": arguments.steps,
         "starts": arguments.starts,
+        "late_ms": arguments.late_ms,
+        "jitter_ms": arguments.jitter_ms,
         "results": [],
     }
     for world in arguments.ranks:
         for method in arguments.methods:
             endings: Counter[str] = Counter()
             hashes = set()
-            with hosts.Hosts(world, arguments.rate) as cluster:
-                for _ in track(range(arguments.starts), f"{METHODS[method][0]}, {world} ranks"):
-                    ending, digest = _start(cluster, method, arguments.steps, arguments.limit)
+            link = Link(jitter=arguments.jitter_ms / 1e3)
+            with hosts.Hosts(world, arguments.rate, link=link) as cluster:
+                title = f"{METHODS[method][0]}, {world} ranks"
+                for seed in track(range(arguments.starts), title):
+                    drawn = random.Random(seed)
+                    late = [drawn.uniform(0, arguments.late_ms / 1e3) for _ in range(world)]
+                    ending, digest = _start(cluster, method, arguments.steps, arguments.limit, late)
                     endings[ending] += 1
                     hashes |= {digest} - {""}
             record["results"].append(
@@ -179,7 +201,10 @@ def show(record: dict[str, Any]) -> None:
     from rich.table import Table
 
     steps, rate = record["steps"], record["rate"]
-    table = Table(title=f"{record['starts']} starts of {steps} steps at {rate}")
+    title = f"{record['starts']} starts of {steps} steps at {rate}"
+    if late := record.get("late_ms"):
+        title += f", ranks up to {late:g} ms late, frames up to {record['jitter_ms']:g} ms"
+    table = Table(title=title)
     for column in ("", "ranks", "finished", "failed", "hung", "ranks differ", "different results"):
         table.add_column(column, justify="right" if column else "left")
     for result in record["results"]:
@@ -198,13 +223,15 @@ def main() -> None:
     add("--steps", type=int, default=12, help="number of steps of a start (12)")
     add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (2 4)")
     add("--rate", default="1gbit", help="rate of each link, as tc has it (1gbit)")
+    add("--late-ms", type=float, default=0, help="most milliseconds that a rank starts late (0)")
+    add("--jitter-ms", type=float, default=0, help="most milliseconds that a frame is late (0)")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods (all)")
     add("--limit", type=float, default=60, help="seconds after which a start hangs (60)")
     add("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
     if lacks := hosts.missing():
         sys.exit(f"bench_starts cannot run here; missing: {', '.join(lacks)}")
-    hosts.unwind_on_signals()
+    signals.unwind_on_signals()
     try:
         hosts.sweep()
         show(measure(arguments))

@@ -23,6 +23,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from convergence import tables as of_convergence  # noqa: E402
 from endurance import tables as of_endurance  # noqa: E402
+from faults import tables as of_faults  # noqa: E402
 from scaling import tables as of_scaling  # noqa: E402
 
 PAGES = ("performance", "convergence", "scaling", "reliability")
@@ -143,6 +144,7 @@ _OF_BENCHMARKS: tuple[Callable[..., of_convergence.Table], ...] = (
     of_convergence.curve,
     of_convergence.noise,
     of_convergence.shadow,
+    of_faults.faults,
     *of_scaling.TABLES,
     *of_endurance.TABLES,
 )

@@ -9,7 +9,9 @@ left. No interface is made outside the namespaces: the machine's own and its fir
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
+import json
 import os
 import re
 import shutil
@@ -19,9 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from cluster.emulated_links import Link
+from cluster.signals import uninterrupted
 
 MARK = "CLUSTER_HOSTS"  # the variable that holds the owner's name in its processes
 INTERFACE = "eth0"
@@ -120,45 +125,13 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def unwind_on_signals() -> None:
-    """Makes SIGTERM and SIGHUP end the process as an exception does, through its finally clauses.
-
-    SIGINT does already.
-    """
-
-    def leave(number: int, frame: object) -> NoReturn:
-        sys.exit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Puts off the signals that end the process until the body is done."""
-    # A mask would not do: it holds for this thread alone, and libraries start others.
-    came: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        came.append(number)
-
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, note) for number in signals]
-    try:
-        yield
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
-    if came:
-        signal.raise_signal(came[0])
-
-
 class Hosts:
     """`count` hosts, 10.77.0.1 onwards, on a switch; use it in a with statement.
 
     Every link sends at most `rate` in either direction; None: as fast as the machine can.
     A frame from a host to another takes `delay_ms` milliseconds more, half of it on either link.
     The hosts' TCP has this congestion control; None: the machine's own.
+    `link` holds what else goes wrong with frames, once on the way from a host to another.
     """
 
     def __init__(
@@ -167,12 +140,14 @@ class Hosts:
         rate: str | None,
         delay_ms: float = 0,
         congestion_control: str | None = None,
+        link: Link | None = None,
     ) -> None:
         self._prefix = f"{owner()}-{next(_serial)}"
         self._switch = f"{self._prefix}-switch"
         self._names = [f"{self._prefix}-{i}" for i in range(count)]
         self.rate = rate
         self.delay_ms = delay_ms
+        self._link = dataclasses.replace(link or Link(), delay=delay_ms / 2e3)
         self.congestion_control = congestion_control or _CONGESTION_CONTROL.read_text().strip()
         self._processes: list[subprocess.Popen[Any]] = []
 
@@ -224,6 +199,19 @@ class Hosts:
                 process.wait()
             self._processes = [p for p in self._processes if p not in processes]
 
+    def set_rate(self, host: int, rate: str) -> None:
+        """Changes the rate of a host's link, which must have one, in both directions."""
+        self._shape("change", rate, self._names[host], INTERFACE)
+        self._shape("change", rate, self._switch, f"port{host}")
+
+    def cut(self, host: int) -> None:
+        """Lets the switch drop what a host sends and is sent. Its interface notices nothing."""
+        _run("ip", "-n", self._switch, "link", "set", f"port{host}", "nomaster")
+
+    def mend(self, host: int) -> None:
+        """Undoes `cut`."""
+        _run("ip", "-n", self._switch, "link", "set", f"port{host}", "master", "br0")
+
     def _make(self) -> None:
         _run("ip", "netns", "add", self._switch)
         _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
@@ -231,8 +219,8 @@ class Hosts:
         for name in self._names:
             _run("ip", "netns", "add", name)
         ports = [f"port{i}" for i in range(len(self._names))]
-        if self.delay_ms:
-            self._make_delayed_links(ports)
+        if self._link != Link():
+            self._make_emulated_links(ports)
         else:
             self._make_links(ports)
         for i, (name, port) in enumerate(zip(self._names, ports, strict=True)):
@@ -244,36 +232,35 @@ class Hosts:
             _run("ip", "-n", name, "link", "set", INTERFACE, "up")
             _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
             if self.rate:
-                self._shape(name, INTERFACE)  # what the host sends
-                self._shape(self._switch, port)  # what the host receives
+                self._shape("add", self.rate, name, INTERFACE)  # what the host sends
+                self._shape("add", self.rate, self._switch, port)  # what the host receives
 
     def _make_links(self, ports: Sequence[str]) -> None:
         for name, port in zip(self._names, ports, strict=True):
             ends = f"{INTERFACE} netns {name} type veth peer {port} netns {self._switch}"
             _run("ip", "link", "add", *ends.split())
 
-    def _make_delayed_links(self, ports: Sequence[str]) -> None:
+    def _make_emulated_links(self, ports: Sequence[str]) -> None:
         far_ends = [f"far{i}" for i in range(len(ports))]
         ends = [end for link in zip(far_ends, ports, strict=True) for end in link]
-        seconds = str(self.delay_ms / 2e3)
-        command = [sys.executable, "-m", "cluster.delayed_links", seconds, *ends]
+        link = json.dumps(dataclasses.asdict(self._link))
+        command = [sys.executable, "-m", "cluster.emulated_links", link, *ends]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = self._start(self._switch, command, os.environ, cwd=_BENCHMARKS, **pipes)
         assert process.stdout
         if not process.stdout.readline():
-            raise ClusterError(f"links with a delay: {process.communicate()[1].strip()}")
+            raise ClusterError(f"emulated links: {process.communicate()[1].strip()}")
         for name, end in zip(self._names, far_ends, strict=True):
             _run("ip", "-n", self._switch, "link", "set", end, "netns", name, "name", INTERFACE)
 
-    def _shape(self, namespace: str, device: str) -> None:
-        assert self.rate
-        burst = _burst(self.rate)
-        if self.delay_ms:
+    def _shape(self, verb: str, rate: str, namespace: str, device: str) -> None:
+        burst = _burst(rate)
+        if self._link != Link():
             # Whole segments must fit into a burst. Otherwise each piece is forwarded by itself.
             size = str(min(burst, 1 << 16) - 1000)
             _run("ip", "-n", namespace, "link", "set", device, "gso_max_size", size)
-        shape = f"tbf rate {self.rate} burst {burst}b latency 100ms".split()
-        _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
+        shape = f"tbf rate {rate} burst {burst}b latency 100ms".split()
+        _run("tc", "-n", namespace, "qdisc", verb, "dev", device, "root", *shape)
 
     def _remove(self) -> None:
         self.kill(self._processes)
@@ -286,7 +273,7 @@ class Hosts:
 
 def _burst(rate: str) -> int:
     """The bytes of a token bucket: 2 ms, which is below a step and above a timer's tick."""
-    return max(16 << 10, int(bits_per_second(rate) / 8 * 2e-3))
+    return max(4 << 10, int(bits_per_second(rate) / 8 * 2e-3))
 
 
 def _run(*command: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cluster import hosts
+from cluster import hosts, signals
 
 CONTROL = "nvidia-cuda-mps-control"
 
@@ -33,7 +33,7 @@ def service(logs: Path | None = None) -> Iterator[dict[str, str]]:
             raise hosts.ClusterError(f"{' '.join(command)} ended with {result.returncode}")
         yield _variables(folder)
     finally:
-        with hosts.uninterrupted():
+        with signals.uninterrupted():
             if logs is not None:
                 logs.mkdir(parents=True, exist_ok=True)
                 for log in folder.glob("*.log"):

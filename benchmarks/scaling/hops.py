@@ -17,7 +17,7 @@ from typing import Any
 import local_ranks
 import torch
 import torch.distributed as dist
-from cluster import hosts, namespace
+from cluster import hosts, namespace, signals
 
 DELAY_MS = 20.0
 REPEATS = 5
@@ -26,7 +26,7 @@ _LIMIT_SECONDS = 300
 
 def measure(worlds: Sequence[int]) -> list[dict[str, Any]]:
     """The length of each collective's chain, by the number of ranks."""
-    hosts.unwind_on_signals()
+    signals.unwind_on_signals()
     hosts.sweep()
     chains = []
     for world in worlds:

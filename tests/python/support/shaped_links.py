@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The marks of tests that need the benchmarks' hosts or the links with a delay."""
+"""The marks of tests that need the benchmarks' hosts or the emulated links."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
-from cluster import delayed_links, hosts
+from cluster import emulated_links, hosts
 
 
 def _missing() -> list[str]:
@@ -24,5 +24,5 @@ def _missing() -> list[str]:
 _MISSING = _missing()
 needs_hosts = pytest.mark.skipif(bool(_MISSING), reason=f"missing: {', '.join(_MISSING)}")
 needs_taps = pytest.mark.skipif(
-    not os.access(delayed_links.CONTROL, os.W_OK), reason=f"needs {delayed_links.CONTROL}"
+    not os.access(emulated_links.CONTROL, os.W_OK), reason=f"needs {emulated_links.CONTROL}"
 )
