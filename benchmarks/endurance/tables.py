@@ -33,7 +33,7 @@ _FOUND = {
 def restart_kills(record: Record) -> Table:
     """The kills, by what the rank did when it was killed."""
     headings = ["the killed rank", "kills", "of rank 0", "of rank 1", "left an unfinished file"]
-    headings.append("left the ranks at different checkpoints")
+    headings.append("newest checkpoints of the ranks differed")
     rows = []
     for word, title in _FOUND.items():
         found = [kill for kill in record["kills"] if kill["found"] == word]
