@@ -115,6 +115,15 @@ def test_a_rank_that_is_back_in_time_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_other_parameters_than_the_undisturbed_run_has_are_wrong() -> None:
+    case = Case("nothing happens", "none", steps=3)
+    trial = _run(case)
+    assert trial.outcome == "right", trial.ends
+    assert _run(case, trial.digests).outcome == "right"
+    assert _run(case, [*trial.digests[:2], "another"]).outcome == "wrong"
+
+
+@pytest.mark.long
 @needs_hosts
 def test_a_kill_while_q_is_on_its_way_is_an_error() -> None:
     (case,) = (case for case in CASES if case.stage == "while q is on its way")
