@@ -57,7 +57,7 @@ def shown(value: object) -> str:
     try:
         return cut(_shown.repr(value), _LONGEST_VALUE)
     except Exception:  # Python itself refuses to print an integer of 5000 digits.
-        return f"a value of type {type(value).__name__}"
+        return f"<{type(value).__name__}>"
 
 
 def parse(variable: str, type_name: str, text: str) -> Any:
