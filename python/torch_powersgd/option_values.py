@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from typing import Any
 
 import torch
@@ -31,12 +32,32 @@ def cut(message: str, longest: int = _LONGEST_MESSAGE) -> str:
     return message if len(message) <= longest else f"{message[:longest]}..."
 
 
+class _Shown(reprlib.Repr):
+    """The texts of values in messages: short, and without the contents of tensors.
+
+    torch reads the memory of a tensor that it prints. A tensor from a checkpoint may have none, or
+    claim more elements than any memory holds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = self.maxother = _LONGEST_VALUE
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, torch.Tensor):
+            return f"<{type(x).__name__} of {x.dtype}>"
+        return super().repr_instance(x, level)
+
+
+_shown = _Shown()
+
+
 def shown(value: object) -> str:
     """Returns a value as a message shows it, whatever it is."""
     try:
-        return cut(repr(value), _LONGEST_VALUE)
+        return cut(_shown.repr(value), _LONGEST_VALUE)
     except Exception:  # Python itself refuses to print an integer of 5000 digits.
-        return f"a value of type {type(value).__name__}"
+        return f"<{type(value).__name__}>"
 
 
 def parse(variable: str, type_name: str, text: str) -> Any:

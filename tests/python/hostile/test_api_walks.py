@@ -102,16 +102,21 @@ class Walk(RuleBasedStateMachine):
         assert not kind or len(message) < 800, message
         return not kind
 
-    @initialize(options=OPTIONS)
-    def begin(self, options: dict[str, Any]) -> None:
+    @initialize(options=OPTIONS, module=st.sampled_from([True, True, True, False]))
+    def begin(self, options: dict[str, Any], module: bool) -> None:
         self.forget()
         self.all_ranks("begin", options)
         self.grouped = True
+        if module:
+            self.make("float32", {})
+            self.attach(None)
+            self.step(None, 1)
+            self.save(per_rank=False)
 
     @precondition(lambda self: not self.grouped)
-    @rule(options=OPTIONS)
-    def begin_again(self, options: dict[str, Any]) -> None:
-        self.begin(options)
+    @rule(options=OPTIONS, module=st.booleans())
+    def begin_again(self, options: dict[str, Any], module: bool) -> None:
+        self.begin(options, module)
 
     @precondition(lambda self: self.grouped)
     @rule(
@@ -152,7 +157,7 @@ class Walk(RuleBasedStateMachine):
     @rule(where=st.sampled_from(["forward", "early", "late"]))
     def fail(self, where: str) -> None:
         kind, _ = self.all_ranks("fail", where)
-        assert kind in ("KeyError", "ArithmeticError", "dead"), kind
+        assert kind in ("AttributeError", "KeyError", "ArithmeticError", "dead"), kind
 
     @precondition(lambda self: self.made and self.grouped)
     @rule()

@@ -147,7 +147,9 @@ class ApiWalk:
             self.attached = True
             if self.options is None:
                 self.options = self._options_of_module()
-                self.known = self.known and self.options.use_error_feedback
+                # A residual in a narrower type is rounded at every step.
+                exact = self.options.residual_dtype == torch.float32
+                self.known = self.known and exact and self.options.use_error_feedback
         return outcome
 
     def detach(self) -> Outcome:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One rank's side of loading damaged states into an attached module."""
+
+from __future__ import annotations
+
+import resource
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd as tp
+from support import ranks
+from support.api_walk import Outcome, outcome_of
+from support.state_damage import Damage
+from support.synthetic import SHAPES, from_bytes, gradients, make_attached, step, to_bytes
+
+OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
+FIELDS = ["residual", "q", "memory", "p_hat", "q_local", "q_warm", "rounding", "grad_scale"]
+STEPS = 3
+
+
+class DamagedLoads:
+    """The modules of one rank, and their states after some steps."""
+
+    def __init__(self, rank: int) -> None:
+        warnings.simplefilter("ignore")
+        self.rank = rank
+        ranks.init_group("cpu:powersgd", OPTIONS, 300)
+        self.modules: dict[str | None, DistributedDataParallel] = {}
+        self.states: dict[tuple[str | None, bool], bytes] = {}
+        for wire in (None, "int8"):
+            ddp = self.modules[wire] = make_attached(SHAPES, {"wire_dtype": wire})  # type: ignore[arg-type]
+            for i in range(STEPS):
+                step(ddp, gradients(SHAPES, rank, i))
+            for per_rank in (False, True):
+                self.states[wire, per_rank] = to_bytes(tp.state_dict(ddp, per_rank))
+
+    def load(self, damage: Damage, per_rank: bool, wire: str | None) -> Outcome:
+        """Loads a damaged state. If it is refused nothing may change, else training goes on."""
+        ddp = self.modules[wire]
+        state = from_bytes(self.states[wire, per_rank])
+        try:
+            state = damage.apply(state, self.rank)
+        except Exception:
+            return "", ""  # The state has no such place.
+        before = to_bytes(tp.state_dict(ddp, True))
+        outcome = outcome_of(lambda: tp.load_state_dict(ddp, state))
+        if outcome[0]:
+            assert before == to_bytes(tp.state_dict(ddp, True)), "something has changed"
+            return outcome
+        for i in range(2):
+            outputs = step(ddp, gradients(SHAPES, self.rank, i))
+            assert all(bool(output.isfinite().all()) for output in outputs.values()), damage
+        for entry in tp.state_dict(ddp)["parameters"].values():
+            assert bool(entry["residual"].isfinite().all())
+            assert not entry["residual"].requires_grad
+        tp.load_state_dict(ddp, from_bytes(self.states[wire, True]))
+        return outcome
+
+    def load_with_little_memory(self) -> bool:
+        """Loads states that claim much more than there is, where no memory is left for it."""
+        ddp, data = self.modules[None], self.states[None, False]
+        for value in ("claims 2**50 rows", "no rows", "one row more"):
+            for field in ("residual", "q"):
+                for index in range(3):
+                    state = Damage(("parameters", index, field), value).apply(
+                        from_bytes(data), self.rank
+                    )
+                    with _address_space(512 * 2**20):
+                        outcome = outcome_of(lambda s=state: tp.load_state_dict(ddp, s))  # type: ignore
+                    assert outcome[0] in ("", "ValueError"), outcome
+                    assert outcome[0] or value == "one row more"
+        tp.load_state_dict(ddp, from_bytes(data))
+        return True
+
+    def load_scales(self) -> Outcome:
+        """Loads a state whose loss scale is another on each rank."""
+        state: dict[str, Any] = from_bytes(self.states[None, False])
+        state["grad_scale"] = 1.0 + self.rank
+        return outcome_of(lambda: tp.load_state_dict(self.modules[None], state))
+
+
+@contextmanager
+def _address_space(more: int) -> Iterator[None]:
+    """Limits the address space to what the process has and so many bytes more."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def plain_types(state: Any) -> set[type]:
+    """The types of all values in a state."""
+    if isinstance(state, dict):
+        return {dict}.union(*(plain_types(value) for value in state.values()))
+    if isinstance(state, (list, tuple)):
+        return {type(state)}.union(*(plain_types(value) for value in state))
+    return {torch.Tensor if isinstance(state, torch.Tensor) else type(state)}
