@@ -99,12 +99,14 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
     plain: dict[str, Any] = {}
     try:
         saved = loading.read(state, _place(module, per_rank))
-        checksum.check(state)
         if per_rank:
             local = [loading.to_local(name, entry) for name, entry in saved.parameters.items()]
-            model.check_local(local)
         else:
             mean = [loading.to_mean(name, entry, saved) for name, entry in saved.parameters.items()]
+        checksum.check(state)
+        if per_rank:
+            model.check_local(local)
+        else:
             model.check_state(mean)
         content = 0 if per_rank else checksum.of_state(state)
         plain = {"per_rank": per_rank, "step": saved.step, "content": content}

@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import zlib
 from typing import Any
 
 import torch
 
+from torch_powersgd.loading import LOCAL_FIELDS, RAW_FIELDS
+from torch_powersgd.option_values import shown
+
 KEY = "crc32"
 _PARAMETERS = "parameters"
+_LOADED = {"version", "step", "grad_scale", "rank", "world_size", "shard", "residual", "q"}.union(
+    LOCAL_FIELDS, RAW_FIELDS
+)
 
 
 def add(state: dict[str, Any]) -> None:
@@ -23,6 +28,8 @@ def add(state: dict[str, Any]) -> None:
 
 def check(state: dict[str, Any]) -> None:
     """Compares the checksums that a state has. One of an earlier version has none.
+
+    Its tensors have been checked: one that was expanded may be too large to be read.
 
     Raises:
         ValueError: If one differs.
@@ -47,20 +54,22 @@ def _compare(what: str, part: dict[str, Any], found: int) -> None:
 
 
 def _of_rest(state: dict[str, Any]) -> int:
-    rest = {name: value for name, value in state.items() if name not in (KEY, _PARAMETERS)}
-    return zlib.crc32(json.dumps(rest, sort_keys=True, default=str).encode())
+    return _of_fields(state, 0)
 
 
 def _of_entry(name: str, entry: dict[str, Any]) -> int:
-    """Returns the checksum of a parameter's name, and of its fields with their types and shapes."""
-    total = zlib.crc32(name.encode())
-    for field in sorted(entry.keys() - {KEY}):
-        value = entry[field]
+    return _of_fields(entry, zlib.crc32(name.encode()))
+
+
+def _of_fields(fields: dict[str, Any], total: int) -> int:
+    """Returns the checksum that goes on from ``total`` with all fields that are loaded."""
+    for field in sorted(fields.keys() & _LOADED):
+        value = fields[field]
         if isinstance(value, torch.Tensor):
             about = f"{field} {value.dtype} {list(value.shape)}"
             total = _of_tensor(value, zlib.crc32(about.encode(), total))
         else:
-            total = zlib.crc32(f"{field} {value!r}".encode(), total)
+            total = zlib.crc32(f"{field} {shown(value)}".encode(), total)
     return total
 
 

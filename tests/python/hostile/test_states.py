@@ -108,4 +108,4 @@ def test_nothing_is_allocated_by_a_size_that_a_state_claims() -> None:
 def test_ranks_with_different_scales_are_refused() -> None:
     for kind, message in POOL.call("load_scales"):
         assert kind == "ValueError"
-        assert "grad_scale 1.0 and 2.0" in message
+        assert "must be the same on all ranks: that of rank 1 differs from rank 0's" in message

@@ -17,7 +17,15 @@ import torch_powersgd as tp
 from support import ranks
 from support.api_walk import Outcome, outcome_of
 from support.state_damage import Damage
-from support.synthetic import SHAPES, from_bytes, gradients, make_attached, step, to_bytes
+from support.synthetic import (
+    SHAPES,
+    from_bytes,
+    gradients,
+    make_attached,
+    step,
+    to_bytes,
+    without_checksums,
+)
 
 OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
 FIELDS = ["residual", "q", "memory", "p_hat", "q_local", "q_warm", "rounding", "grad_scale"]
@@ -38,7 +46,9 @@ class DamagedLoads:
             for i in range(STEPS):
                 step(ddp, gradients(SHAPES, rank, i))
             for per_rank in (False, True):
-                self.states[wire, per_rank] = to_bytes(tp.state_dict(ddp, per_rank))
+                # With checksums, every damage would be found by them alone.
+                state = without_checksums(tp.state_dict(ddp, per_rank))
+                self.states[wire, per_rank] = to_bytes(state)
 
     def load(self, damage: Damage, per_rank: bool, wire: str | None) -> Outcome:
         """Loads a damaged state. If it is refused nothing may change, else training goes on."""
