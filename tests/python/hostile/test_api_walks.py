@@ -83,9 +83,9 @@ class Walk(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.grouped = self.made = self.attached = False
         self.others = self.destroyed = self.saved = 0
 
@@ -104,7 +104,7 @@ class Walk(RuleBasedStateMachine):
 
     @initialize(options=OPTIONS, module=st.sampled_from([True, True, True, False]))
     def begin(self, options: dict[str, Any], module: bool) -> None:
-        self.forget()
+        self.clear()
         self.all_ranks("begin", options)
         self.grouped = True
         if module:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a state is made of: plain values, which torch.load reads without unpickling code."""
+"""States consist of plain values, which torch.load reads without unpickling code."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class ApiWalk:
     def _forget(self) -> None:
         self.ledger, self.known = Ledger(), True  # known: the ledger accounts for every step
         self.attached = self.dead = False
-        self.scale, self.steps, self.last = 1.0, 0, None
+        self.scale, self.steps = 1.0, 0
         self.options: tp.Options | None = None
 
     # Groups.
@@ -190,7 +190,6 @@ class ApiWalk:
 
     def _account(self, outputs: Tensors, means: Tensors, override: bool | None) -> None:
         assert all(bool(value.isfinite().all()) for value in outputs.values())
-        self.last = (outputs, means)
         if not self.attached:
             scope = self._default_options().scope
             if override is False or (override is None and scope != "always"):

@@ -25,7 +25,7 @@ EXACT = {
 }
 COMPRESSED = {"scope": "always", "start_powerSGD_iter": 0, "min_numel": 1}
 
-# What a collective gives: "raises" with the type of the error, or "returns" with a hash.
+# The end of a collective: "raises" with the type of the error, or "returns" with a hash.
 Result = tuple[str, str]
 
 

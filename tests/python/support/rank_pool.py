@@ -88,14 +88,16 @@ class RankPool:
 
     def _replies(self, call: str, patience: float) -> tuple[list[Any], str]:
         replies: list[Any] = [None] * self._world_size
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         deadline = time.monotonic() + patience
         while waiting:
             left = max(0.0, deadline - time.monotonic())
             ready = multiprocessing.connection.wait(list(waiting), left)
             if not ready:
                 return replies, f"ranks {list(waiting.values())} do not return from {call}"
-            for pipe in ready:
+            for pipe in list(waiting):
+                if pipe not in ready:
+                    continue
                 rank = waiting.pop(pipe)
                 try:
                     replies[rank], error = pipe.recv()

@@ -22,7 +22,7 @@ from support.synthetic import (
     step,
 )
 from torch_powersgd.attach import attachment_of
-from torch_powersgd.checkpoint import _to_local
+from torch_powersgd.loading import to_local
 
 SHAPES = {"first": (30, 40), "second": (35, 25), "bias": (30,)}
 OPTIONS = tp.Options(
@@ -38,7 +38,7 @@ def _corrupt(ddp: DistributedDataParallel, name: str, field: str) -> None:
     """Flips one bit of this rank's state, the lowest of one number."""
     state = tp.state_dict(ddp, per_rank=True)
     state["parameters"][f"weights.{name}"][field].view(-1).view(torch.int32)[5] ^= 1
-    locals_ = [_to_local(name, tensors) for name, tensors in state["parameters"].items()]
+    locals_ = [to_local(name, tensors) for name, tensors in state["parameters"].items()]
     attachment_of(ddp).model.load_local(locals_, state["step"])
 
 

@@ -96,7 +96,7 @@ def message_of(call: Callable[[], Any]) -> str:
 
 
 def holds(value: Any, held: Any) -> bool:
-    """Whether what the options hold is what was given."""
+    """True if the options hold the value that was given."""
     if isinstance(held, (bool, str)) or held is None or isinstance(held, torch.dtype):
         return (
             str(held) == str(value).removeprefix("torch.")
