@@ -55,6 +55,7 @@ CHECK
 
 # The folders that depend on torch, without the tests that take long and do not.
 cd tests/python
-"$python" -m pytest -q backend training torch_features tools/test_advise_command.py \
+"$python" -m pytest -q backend training torch_features other_suites \
+  tools/test_advise_command.py \
   --ignore=backend/test_threads.py --ignore=backend/test_replicas.py \
   --ignore=torch_features/test_elastic.py

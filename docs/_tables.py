@@ -22,6 +22,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from convergence import tables as of_convergence  # noqa: E402
+from other_suites import TABLES as OF_OTHER_SUITES  # noqa: E402
 from scaling import tables as of_scaling  # noqa: E402
 
 PAGES = ("performance", "convergence", "scaling", "reliability")
@@ -143,6 +144,7 @@ _OF_BENCHMARKS: tuple[Callable[..., of_convergence.Table], ...] = (
     of_convergence.noise,
     of_convergence.shadow,
     *of_scaling.TABLES,
+    *OF_OTHER_SUITES,
 )
 
 TABLES: dict[str, Callable[..., str]] = {

@@ -19,26 +19,49 @@ pytest.importorskip("expecttest", reason="torch's tests need expecttest")
 OURS = (POWERSGD, ATTACHED)
 
 # The quick part: all-reduces, coalesced and asynchronous ones, and what DDP does in each pass.
-QUICK = """
-test_Backend_enum_class test_DistributedDataParallelCPU test_accumulate_gradients_no_sync
-test_accumulate_gradients_no_sync_allreduce_hook test_all_gather_coalesced_with_empty
-test_all_reduce_coalesced_max_complex_unsupported test_all_reduce_coalesced_sum
-test_all_reduce_full_group_sum test_all_reduce_sum_async test_all_reduce_sum_complex
-test_batch_isend_irecv_gloo_tags test_ddp_broadcast_buffer_via_hook
-test_ddp_buffer_hook_allreduce_return_future test_ddp_comm_hook_logging
-test_ddp_control_flow_different_across_ranks test_ddp_forward_backward_hook
-test_ddp_grad_div_uneven_inputs test_ddp_hook_parity_powerSGD test_ddp_ignore_params_arg
-test_ddp_join_model_equivalence test_ddp_logging_data_cpu
-test_ddp_multiple_nested_unused_params_error test_ddp_native_mixed_precision_ignored_params
-test_ddp_new_tensor_in_fwd_static_graph test_ddp_remove_autograd_hooks
-test_ddp_shared_grad_acc_unused_params test_ddp_static_graph_nested_types
-test_ddp_uneven_input_exception test_ddp_uneven_input_join_disable
-test_ddp_unused_params_rebuild_buckets_exception test_destroy_full_group test_get_future
-test_grads_same_across_ranks_with_no_sync test_monitored_barrier_gloo
-test_post_localSGD_optimizer_parity_grad_is_view test_reduce_sum_twice test_send_recv_any_source
-test_skip_all_reduce_unused_parameters test_sparse_all_reduce_sum
-test_stateless_api_with_ddp test_static_graph_api_cpu
-""".split()
+QUICK = [
+    "test_Backend_enum_class",
+    "test_DistributedDataParallelCPU",
+    "test_accumulate_gradients_no_sync",
+    "test_accumulate_gradients_no_sync_allreduce_hook",
+    "test_all_gather_coalesced_with_empty",
+    "test_all_reduce_coalesced_max_complex_unsupported",
+    "test_all_reduce_coalesced_sum",
+    "test_all_reduce_full_group_sum",
+    "test_all_reduce_sum_async",
+    "test_all_reduce_sum_complex",
+    "test_batch_isend_irecv_gloo_tags",
+    "test_ddp_broadcast_buffer_via_hook",
+    "test_ddp_buffer_hook_allreduce_return_future",
+    "test_ddp_comm_hook_logging",
+    "test_ddp_control_flow_different_across_ranks",
+    "test_ddp_forward_backward_hook",
+    "test_ddp_grad_div_uneven_inputs",
+    "test_ddp_hook_parity_powerSGD",
+    "test_ddp_ignore_params_arg",
+    "test_ddp_join_model_equivalence",
+    "test_ddp_logging_data_cpu",
+    "test_ddp_multiple_nested_unused_params_error",
+    "test_ddp_native_mixed_precision_ignored_params",
+    "test_ddp_new_tensor_in_fwd_static_graph",
+    "test_ddp_remove_autograd_hooks",
+    "test_ddp_shared_grad_acc_unused_params",
+    "test_ddp_static_graph_nested_types",
+    "test_ddp_uneven_input_exception",
+    "test_ddp_uneven_input_join_disable",
+    "test_ddp_unused_params_rebuild_buckets_exception",
+    "test_destroy_full_group",
+    "test_get_future",
+    "test_grads_same_across_ranks_with_no_sync",
+    "test_monitored_barrier_gloo",
+    "test_post_localSGD_optimizer_parity_grad_is_view",
+    "test_reduce_sum_twice",
+    "test_send_recv_any_source",
+    "test_skip_all_reduce_unused_parameters",
+    "test_sparse_all_reduce_sum",
+    "test_stateless_api_with_ddp",
+    "test_static_graph_api_cpu",
+]
 
 
 def _compare(gloo: Outcomes, ours: Outcomes, backend: str, ranks: int) -> None:

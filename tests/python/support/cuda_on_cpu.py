@@ -7,6 +7,7 @@ is one of the CPU. A test that needs more of a GPU than its name fails, over glo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -50,14 +51,13 @@ def open_gates(common_distributed: Any) -> None:
 
 def use() -> None:
     """Puts the CPU in the place of this process's GPUs, as long as it lives."""
-    mode = _OnCpu()
-    mode.__enter__()
+    contextlib.ExitStack().enter_context(_OnCpu())
     for name in ("set_device", "synchronize", "manual_seed", "manual_seed_all"):
         setattr(torch.cuda, name, lambda *_, **__: None)
     torch.cuda.device_count = lambda: 8
     torch.cuda.current_device = lambda: 0
 
-    move = torch.nn.Module.to
+    move: Any = torch.nn.Module.to
 
     def to_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
         return move(self, *(CPU if _is_gpu(argument) else argument for argument in args), **kwargs)

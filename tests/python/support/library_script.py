@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Runs a test script of another library, whose ranks torchrun starts, over one of the backends.
 
-torchrun --nproc-per-node 2 -m support.library_script cpu:powersgd accelerate.test_utils.scripts.test_ops
+    torchrun --nproc-per-node 2 -m support.library_script \\
+      cpu:powersgd accelerate.test_utils.scripts.test_ops
 """
 
 import runpy

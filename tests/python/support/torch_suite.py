@@ -70,16 +70,17 @@ def _suite(world_size: int) -> Any:
     from torch.testing._internal.distributed import distributed_test
 
     # A rank may come late on a busy machine. The arguments are wait_for and the seconds.
-    distributed_test.Barrier.sync.__func__.__defaults__ = (None, 60)
+    sync: Any = distributed_test.Barrier.sync
+    sync.__func__.__defaults__ = (None, 60)
 
     class Suite(
-        distributed_test.TestDistBackend,  # type: ignore[misc]
-        distributed_test.DistributedTest._DistTestBase,  # type: ignore[misc]
+        distributed_test.TestDistBackend,
+        distributed_test.DistributedTest._DistTestBase,
     ):
         in_ranks: Callable[[], None]
 
         def setUp(self) -> None:
-            super().setUp()
+            super().setUp()  # type: ignore[no-untyped-call]
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
         @classmethod
@@ -90,7 +91,7 @@ def _suite(world_size: int) -> Any:
             torch.set_num_threads(1)
             cuda_on_cpu.use()
             cls.in_ranks()
-            super()._run(*args, **kwargs)
+            super()._run(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     return Suite
 
