@@ -28,7 +28,7 @@ pytest.importorskip("expecttest", reason="the helpers of torch's tests need expe
 OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=1, min_numel=16)
 BACKENDS: tuple[Any, ...] = ("gloo", ("cpu:powersgd", OPTIONS))
 PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial("sum"))
-Operation = Callable[..., torch.Tensor]
+Operation = Callable[..., Any]
 
 OPERATIONS: dict[str, tuple[Operation, tuple[int, ...]]] = {
     "matmul": (torch.matmul, (2, 12, 12)),
@@ -75,7 +75,7 @@ def _operated(mesh: DeviceMesh) -> Iterator[bytes]:
 
     for operation, (count, *shape) in OPERATIONS.values():
         torch.manual_seed(0)
-        tensors = tuple(torch.randn(shape, requires_grad=True) for _ in range(count))
+        tensors: Any = tuple(torch.randn(shape, requires_grad=True) for _ in range(count))
         for arguments, keywords in DTensorConverter(mesh, tensors, {}):
             result = operation(*arguments, **keywords).redistribute(mesh, [Replicate()])
             result.to_local().square().sum().backward()

@@ -14,13 +14,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import provenance
-
 
 def add(suite: str, backend: str, ranks: int, ended: dict[str, Any]) -> None:
     """Adds a row, or replaces it. It does nothing without a file."""
     if not (named := os.environ.get("POWERSGD_SUITES_RECORD")):
         return
+    import provenance  # of the benchmarks, which are not everywhere where the tests run
+
     file = Path(named)
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
     key = {"suite": suite, "backend": backend, "ranks": ranks}
