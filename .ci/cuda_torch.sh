@@ -22,7 +22,8 @@ if ! "$python" -c 'import torch, rich, pytest, hypothesis' 2>/dev/null; then
   rm -rf "$env"
   if ! { python3 -m venv "$env" &&
     "$env/bin/pip" --disable-pip-version-check --no-cache-dir install --quiet \
-      "$torch" numpy ninja 'setuptools>=77,<82' rich pytest hypothesis; } >"$log" 2>&1; then
+      "$torch" numpy ninja 'setuptools>=77,<82' rich pytest hypothesis \
+      expecttest; } >"$log" 2>&1; then
     tail -n 3 "$log"
     rm -rf "$env"
     echo "NOT CHECKED: the build and the tests against a torch with CUDA: $torch could not be installed"
@@ -55,6 +56,7 @@ CHECK
 
 # The folders that depend on torch, without the tests that take long and do not.
 cd tests/python
-"$python" -m pytest -q backend training torch_features hostile tools/test_advise_command.py \
+"$python" -m pytest -q backend training torch_features hostile other_suites \
+  tools/test_advise_command.py \
   --ignore=backend/test_threads.py --ignore=backend/test_replicas.py \
   --ignore=torch_features/test_elastic.py

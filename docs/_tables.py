@@ -24,6 +24,7 @@ sys.path.insert(0, str(BENCHMARKS))
 from convergence import tables as of_convergence  # noqa: E402
 from endurance import tables as of_endurance  # noqa: E402
 from faults import tables as of_faults  # noqa: E402
+from other_suites import TABLES as OF_OTHER_SUITES  # noqa: E402
 from scaling import tables as of_scaling  # noqa: E402
 
 PAGES = ("performance", "convergence", "scaling", "reliability")
@@ -147,6 +148,7 @@ _OF_BENCHMARKS: tuple[Callable[..., of_convergence.Table], ...] = (
     of_faults.faults,
     *of_scaling.TABLES,
     *of_endurance.TABLES,
+    *OF_OTHER_SUITES,
 )
 
 TABLES: dict[str, Callable[..., str]] = {

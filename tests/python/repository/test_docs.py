@@ -217,6 +217,7 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
         ("performance", ["_tables.py", "performance"]),
         ("convergence", ["_tables.py", "convergence"]),
         ("scaling", ["_tables.py", "scaling"]),
+        ("reliability", ["_tables.py", "reliability"]),
     ],
 )
 def test_a_page_is_what_its_program_makes(page: str, program: list[str]) -> None:

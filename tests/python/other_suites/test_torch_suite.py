@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torch's own tests of a process group end over this backend as they do over gloo."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from support import suite_record
+from support.suite_differences import DIFFERENCES, expected
+from support.torch_suite import ATTACHED, GLOO, POWERSGD, Outcomes, outcomes
+
+pytest.importorskip("expecttest", reason="torch's tests need expecttest")
+OURS = (POWERSGD, ATTACHED)
+
+# The quick part: all-reduces, coalesced and asynchronous ones, and what DDP does in each pass.
+QUICK = [
+    "test_Backend_enum_class",
+    "test_DistributedDataParallelCPU",
+    "test_accumulate_gradients_no_sync",
+    "test_accumulate_gradients_no_sync_allreduce_hook",
+    "test_all_gather_coalesced_with_empty",
+    "test_all_reduce_coalesced_max_complex_unsupported",
+    "test_all_reduce_coalesced_sum",
+    "test_all_reduce_full_group_sum",
+    "test_all_reduce_sum_async",
+    "test_all_reduce_sum_complex",
+    "test_batch_isend_irecv_gloo_tags",
+    "test_ddp_broadcast_buffer_via_hook",
+    "test_ddp_buffer_hook_allreduce_return_future",
+    "test_ddp_comm_hook_logging",
+    "test_ddp_control_flow_different_across_ranks",
+    "test_ddp_forward_backward_hook",
+    "test_ddp_grad_div_uneven_inputs",
+    "test_ddp_hook_parity_powerSGD",
+    "test_ddp_ignore_params_arg",
+    "test_ddp_join_model_equivalence",
+    "test_ddp_logging_data_cpu",
+    "test_ddp_multiple_nested_unused_params_error",
+    "test_ddp_native_mixed_precision_ignored_params",
+    "test_ddp_new_tensor_in_fwd_static_graph",
+    "test_ddp_remove_autograd_hooks",
+    "test_ddp_shared_grad_acc_unused_params",
+    "test_ddp_static_graph_nested_types",
+    "test_ddp_uneven_input_exception",
+    "test_ddp_uneven_input_join_disable",
+    "test_ddp_unused_params_rebuild_buckets_exception",
+    "test_destroy_full_group",
+    "test_get_future",
+    "test_grads_same_across_ranks_with_no_sync",
+    "test_monitored_barrier_gloo",
+    "test_post_localSGD_optimizer_parity_grad_is_view",
+    "test_reduce_sum_twice",
+    "test_send_recv_any_source",
+    "test_skip_all_reduce_unused_parameters",
+    "test_sparse_all_reduce_sum",
+    "test_stateless_api_with_ddp",
+    "test_static_graph_api_cpu",
+]
+
+
+def _compare(gloo: Outcomes, ours: Outcomes, backend: str, ranks: int) -> None:
+    """Raises for a test that ends in another way and is not listed, or the other way round."""
+    listed = {name: each for name, each in expected(backend, ranks).items() if name in ours}
+    different = [name for name in ours if ours[name][0] != gloo[name][0]]
+    surprising = [name for name in different if name not in listed]
+    if surprising:
+        # Some of torch's tests wait for seconds, and may fail on a busy machine.
+        warnings.warn(f"these are run once more: {surprising}", stacklevel=2)
+        again, over_gloo = (outcomes(each, ranks, surprising) for each in (backend, GLOO))
+        for name in surprising:
+            assert again[name][0] == over_gloo[name][0], f"{name}: {again[name]}"
+    assert set(listed) <= set(different), "a listed test ends as over gloo"
+    for name, difference in listed.items():
+        assert gloo[name][0] == "passed"
+        assert difference.error in ours[name][1], f"{name}: {ours[name]}"
+
+
+@functools.cache
+def _quick() -> dict[str, Outcomes]:
+    with ThreadPoolExecutor(3) as pool:
+        ended = pool.map(lambda backend: outcomes(backend, 2, QUICK, 600), (GLOO, *OURS))
+    return dict(zip((GLOO, *OURS), ended, strict=True))
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_quick_tests_end_as_over_gloo(backend: str) -> None:
+    gloo = _quick()[GLOO]
+    failed = {name: said for name, (how, said) in gloo.items() if how != "passed"}
+    assert not failed
+    _compare(gloo, _quick()[backend], backend, 2)
+
+
+@functools.cache
+def _all_over_gloo(ranks: int) -> Outcomes:
+    return outcomes(GLOO, ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("backend", OURS)
+def test_all_tests_end_as_over_gloo(backend: str, ranks: int) -> None:
+    """A test that fails over gloo needs more of a GPU than its name, and is not compared."""
+    gloo = _all_over_gloo(ranks)
+    names = [name for name, (how, _) in gloo.items() if how != "failed"]
+    ours = outcomes(backend, ranks, names)
+    _compare(gloo, ours, backend, ranks)
+    assert sum(how == "passed" for how, _ in ours.values()) > 140
+    suite_record.add("torch", backend, ranks, _counted(gloo, ours))
+
+
+def _counted(gloo: Outcomes, ours: Outcomes) -> dict[str, Any]:
+    as_gloo = [name for name in ours if ours[name][0] == gloo[name][0]]
+    different = [name for name in ours if name not in as_gloo]
+    return {
+        "tests": len(gloo),
+        "passed": sum(ours[name][0] == "passed" for name in as_gloo),
+        "skipped": sum(ours[name][0] == "skipped" for name in as_gloo),
+        "fail over gloo": sum(how == "failed" for how, _ in gloo.values()),
+        "differences": {name: DIFFERENCES[name].reason for name in different},
+    }
+
+
+def test_the_list_is_checked_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "test_ddp_logging_data_cpu"
+    passed: Outcomes = {name: ("passed", "")}
+    _compare(passed, {name: ("failed", DIFFERENCES[name].error)}, POWERSGD, 2)
+    with pytest.raises(AssertionError, match="ends as over gloo"):
+        _compare(passed, passed, POWERSGD, 2)
+    with pytest.raises(AssertionError, match="another error"):
+        _compare(passed, {name: ("failed", "another error")}, POWERSGD, 2)
+
+    failed: Outcomes = {"test_reduce_sum": ("failed", "wrong")}
+    ends = {POWERSGD: failed, GLOO: {"test_reduce_sum": ("passed", "")}}
+    monkeypatch.setitem(globals(), "outcomes", lambda backend, *_: ends[backend])
+    with (
+        pytest.warns(UserWarning, match="once more"),
+        pytest.raises(AssertionError, match="test_reduce_sum"),
+    ):
+        _compare(ends[GLOO], failed, POWERSGD, 2)
+
+
+def test_every_difference_has_a_reason() -> None:
+    assert all(re.fullmatch(r"test_\w+", name) for name in DIFFERENCES)
+    assert all(each.reason and each.error for each in DIFFERENCES.values())
