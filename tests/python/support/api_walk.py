@@ -113,11 +113,11 @@ class ApiWalk:
         dist.destroy_process_group(group)
 
     def all_reduce(self, index: int, numel: int, op: str) -> str:
-        """Sums small integers, which every group sums exactly."""
+        """Sums integers, which no scope compresses."""
         group = self.groups[index % len(self.groups)] if self.groups else None
-        tensor = torch.arange(numel, dtype=torch.float64) + self.rank
+        tensor = torch.arange(numel) + self.rank
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
-        plain = torch.arange(numel, dtype=torch.float64)
+        plain = torch.arange(numel)
         expected = {"SUM": 2 * plain + 1, "MAX": plain + 1, "MIN": plain}[op]
         assert torch.equal(tensor, expected), (op, numel)
         return op
