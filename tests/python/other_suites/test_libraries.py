@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Test scripts that Accelerate ships end over this backend as they do over gloo, on two ranks.
 
-The wheels of Lightning and transformers bring no such scripts. Accelerate's other scripts need a
-GPU or packages of their own. ``test_distributed_data_loop`` does not end over gloo on the CPU.
+The wheels of Lightning and transformers bring no such scripts. ``test_ddp_comm_hook`` of Accelerate
+needs a GPU. ``test_distributed_data_loop`` did not end within 200 s over gloo on the CPU.
 """
 
 from __future__ import annotations
