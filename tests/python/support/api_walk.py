@@ -208,10 +208,10 @@ class ApiWalk:
         """A step that raises in the forward pass, or early or late in the backward pass."""
         assert self.ddp is not None
         mine = self._scaled(gradients(SHAPES, self.rank, "never"))
+        if self.dead:  # DDP itself refuses any pass.
+            return "dead", ""
         if where == "forward":
             return outcome_of(lambda: self._backward({"absent": torch.ones(1)}))
-        if self.dead:
-            return "dead", ""
         if where == "early":
             return outcome_of(lambda: Raise.apply(self.ddp(mine)).backward())  # type: ignore
         handle = weights_of(self.ddp)["wide"].register_hook(_raise)
