@@ -26,6 +26,7 @@ from support.synthetic import (
     residuals_of,
     step,
     to_numpy,
+    without_checksums,
 )
 
 SHAPES = {"matrix": (20, 45), "bias": (20,), "second": (33, 18)}
@@ -176,7 +177,7 @@ def _state(rank: int, case: Case) -> list[tuple[dict[str, Any], dict[str, float]
         step(ddp, gradients(SHAPES, rank, i))
     seen = []
     for _ in range(2):
-        saved = tp.state_dict(ddp)
+        saved = without_checksums(tp.state_dict(ddp))
         seen.append(
             (
                 {name: to_numpy(parts) for name, parts in saved["parameters"].items()},
