@@ -111,8 +111,8 @@ def _scales(axes: Any, losses: list[list[float]]) -> None:
     axes.set_yticks([-0.1, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1])
     axes.yaxis.set_major_formatter("{x:+g}")
     axes.yaxis.set_minor_locator(ticker.NullLocator())
-    ends = [end for each in losses for end in (min(each), max(each))]
-    axes.set_ylim(1.2 * min(-LINEAR, *ends), 1.2 * max(LINEAR, *ends))
+    ends = [-LINEAR, LINEAR, *(end for each in losses for end in (min(each), max(each)))]
+    axes.set_ylim(1.2 * min(ends), 1.2 * max(ends))
 
 
 def log_scale(axes: Any) -> None:

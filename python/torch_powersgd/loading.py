@@ -19,6 +19,7 @@ VERSION = 1
 LOCAL_FIELDS = ("memory", "p_hat", "q_local", "q_warm", "grad_scale")
 RAW_FIELDS = ("rounding", "grad_scale")
 _MAY_BE_NONE = ("memory", "q")
+_IN_UNITS = ("memory", "q_local", "rounding")  # times the entry's grad_scale
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LARGEST_STEP = 2**62
 _LARGEST = torch.finfo(torch.float32).max
@@ -54,7 +55,7 @@ def read(state: Any, place: dict[str, Any]) -> Saved:
         raise ValueError(
             f"step of the checkpoint must be an integer from 0 to 2**62, got {shown(step)}"
         )
-    scale = positive("grad_scale of the checkpoint", state["grad_scale"])
+    scale = _units("grad_scale of the checkpoint", state["grad_scale"])
     if not isinstance(parameters, dict):
         raise ValueError(
             f"parameters of the checkpoint must be a dict, got {type(parameters).__name__}"
@@ -70,7 +71,7 @@ def to_mean(name: str, entry: Any, saved: Saved) -> _C.ParameterExport:
     tensors = _tensors(name, entry, ("residual", "q"))
     parameter = _C.ParameterExport()
     parameter.name, parameter.residual = name, tensors["residual"]
-    _check_units(name, tensors["residual"], saved.grad_scale)
+    _check_units("residual", name, tensors["residual"], saved.grad_scale)
     q = tensors["q"]
     if q is None:
         return parameter
@@ -98,11 +99,11 @@ def to_local(name: str, entry: Any) -> _C.LocalExport:
         )
     local = _C.LocalExport()
     local.name = name
-    local.grad_scale = positive(
-        f"grad_scale of the checkpoint's {shown(name)}", entry["grad_scale"]
-    )
+    local.grad_scale = _units(f"grad_scale of the checkpoint's {shown(name)}", entry["grad_scale"])
     for field, tensor in tensors.items():
         if tensor is not None:
+            if field in _IN_UNITS:
+                _check_units(field, name, tensor, local.grad_scale)
             setattr(local, field, tensor)
     return local
 
@@ -201,10 +202,18 @@ def _largest(value: torch.Tensor) -> float:
     return max(abs(low.item()), abs(high.item())) if low == low else math.nan
 
 
-def _check_units(name: str, residual: torch.Tensor | None, grad_scale: float) -> None:
-    """Raises a ValueError if a residual is too large for the core in units of the gradient."""
-    if residual is not None and _largest(residual) / grad_scale > _LARGEST:
+def _units(place: str, value: Any) -> float:
+    """Returns a grad_scale, by which the core divides in float32."""
+    scale = positive(place, value)
+    if 1 / scale > _LARGEST:
+        raise ValueError(f"{place} must be at least {1 / _LARGEST:.3g}, got {shown(value)}")
+    return scale
+
+
+def _check_units(field: str, name: str, value: torch.Tensor | None, grad_scale: float) -> None:
+    """Raises a ValueError if a tensor is too large for the core in units of the gradient."""
+    if value is not None and _largest(value) / grad_scale > _LARGEST:
         raise ValueError(
-            f"residual of the checkpoint's {shown(name)} must be finite in float32 over its "
-            f"grad_scale, {grad_scale:g}, got {_largest(residual):g}"
+            f"{field} of the checkpoint's {shown(name)} must be finite in float32 over its "
+            f"grad_scale, {grad_scale:g}, got {_largest(value):g}"
         )

@@ -29,7 +29,7 @@ SETTINGS = settings(
     max_examples=100,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-LONG = settings(SETTINGS, max_examples=5000, derandomize=False)
+LONG = settings(SETTINGS, max_examples=5000)
 LONGEST = 900  # characters of a message, which may list all fields
 
 

@@ -82,6 +82,8 @@ class ApiWalk:
     def _forget(self) -> None:
         self.ledger, self.known = Ledger(), True  # known: the ledger accounts for every step
         self.attached = self.dead = False
+        # DDP reduces in the pass after one that raised before its gradients, also under no_sync.
+        self.reduces_next = False
         self.scale, self.steps = 1.0, 0
         self.options: tp.Options | None = None
 
@@ -167,13 +169,12 @@ class ApiWalk:
         mine = self._scaled(gradients(SHAPES, self.rank, self.steps))
         means = mean_gradients(SHAPES, WORLD_SIZE, self.steps)
         self.steps += 1
-        if no_sync:
-            with self.ddp.no_sync():
-                self._backward(mine)
-            return "no_sync"
         block = contextlib.nullcontext() if override is None else tp.compression(override)
-        with block:
+        with self.ddp.no_sync() if no_sync else block:
             outputs = self._backward(mine)
+        if no_sync and not self.reduces_next:
+            return "no_sync"
+        self.reduces_next = False
         outputs = {name: value.double() / self.scale for name, value in outputs.items()}
         self._account(outputs, means, override)
         return _hash(outputs)
@@ -213,6 +214,7 @@ class ApiWalk:
         if where == "forward":
             return outcome_of(lambda: self._backward({"absent": torch.ones(1)}))
         if where == "early":
+            self.reduces_next = True
             return outcome_of(lambda: Raise.apply(self.ddp(mine)).backward())  # type: ignore
         handle = weights_of(self.ddp)["wide"].register_hook(_raise)
         outcome = outcome_of(lambda: self._backward(mine))
