@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from support import suite_record
 from support.suite_differences import DIFFERENCES, expected
@@ -42,7 +43,6 @@ QUICK = [
     "test_ddp_join_model_equivalence",
     "test_ddp_logging_data_cpu",
     "test_ddp_multiple_nested_unused_params_error",
-    "test_ddp_native_mixed_precision_ignored_params",
     "test_ddp_new_tensor_in_fwd_static_graph",
     "test_ddp_remove_autograd_hooks",
     "test_ddp_shared_grad_acc_unused_params",
@@ -62,6 +62,8 @@ QUICK = [
     "test_stateless_api_with_ddp",
     "test_static_graph_api_cpu",
 ]
+if torch.__version__ >= "2.13":  # On 2.11 it fails over gloo, too.
+    QUICK.append("test_ddp_native_mixed_precision_ignored_params")
 
 
 def _compare(gloo: Outcomes, ours: Outcomes, backend: str, ranks: int) -> None:
