@@ -37,7 +37,6 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
         self._folder = ""
-        self.starts = 0
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Calls a method on all ranks and returns the results by rank.
@@ -65,7 +64,6 @@ class RankPool:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
-        self.starts += 1
         self._folder = tempfile.mkdtemp()
         setup = ranks.Setup(None, None, _ENDED, _ENDED)
         for rank in range(self._world_size):
