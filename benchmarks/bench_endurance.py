@@ -22,6 +22,7 @@ from typing import Any
 import local_ranks
 from endurance import resources, tables, turns
 from provenance import heading, processor, provenance, write
+from text_tables import print_tables
 
 METHODS = {"ours": True, "gloo": False}
 SECONDS_PER_STEP, SECONDS_PER_GROUP = 0.2, 10.0  # time limits for a machine that is busy
@@ -61,14 +62,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(record: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    console = heading(record, *(f"{name}={value}" for name, value in record["environment"].items()))
-    for title, (headings, rows) in tables.of_endurance(record).items():
-        table = Table(*headings, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    environment = (f"{name}={value}" for name, value in record["environment"].items())
+    print_tables(heading(record, *environment), tables.of_endurance(record))
 
 
 def main() -> None:

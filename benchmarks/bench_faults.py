@@ -30,6 +30,7 @@ from faults.cases import CASES, RATE, TIMEOUT, Case
 from faults.trial import METHODS, Trial
 from provenance import heading, processor, provenance, write
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from text_tables import print_tables
 
 _COLUMNS = (TextColumn("{task.description:<60}"), BarColumn(), MofNCompleteColumn())
 
@@ -125,15 +126,8 @@ def run_in_turns(trials: list[Trial], at_once: int) -> Iterator[Trial]:
 
 def show(record: dict[str, Any]) -> None:
     """Prints the table of the page."""
-    from rich.table import Table
-
-    headings, rows = tables.faults(record)
-    table = Table()
-    for text in headings:
-        table.add_column(text)
-    for row in rows:
-        table.add_row(*row)
-    heading(record, f"time-out {record['timeout']:g} s").print(table)
+    console = heading(record, f"time-out {record['timeout']:g} s")
+    print_tables(console, {"faults": tables.faults(record)})
 
 
 def main() -> None:

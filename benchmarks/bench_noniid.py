@@ -24,7 +24,7 @@ from convergence import pictures, ranks
 from matplotlib import pyplot
 from provenance import heading, processor, provenance
 from rich.progress import track
-from rich.table import Table
+from text_tables import print_tables
 from torch import Tensor, nn
 
 import torch_powersgd as tp
@@ -106,15 +106,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show(record: dict[str, Any]) -> None:
     console = heading(record, f"{record['steps']} steps", f"rank {record['rank']}")
-    table = Table(title="unlike data on two ranks", title_justify="left")
-    for name in ("", "gradients", "|e| / |g|, largest", "at the end", "distance at the end"):
-        table.add_column(name, justify="right" if "end" in name or "/" in name else "left")
+    headings = ["", "gradients", "|e| / |g|, largest", "at the end", "distance at the end"]
+    rows = []
     for run in record["runs"]:
         ratios = [ratio for ratio in run["ratio"] if ratio is not None]
         shown = [f"{max(ratios):.2f}", f"{ratios[-1]:.2f}"] if ratios else ["-", "-"]
         end = f"{statistics.mean(run['distance'][-LAST:]):.3f}"
-        table.add_row(METHODS[run["method"]].title, run["dtype"], *shown, end)
-    console.print(table)
+        rows.append([METHODS[run["method"]].title, run["dtype"], *shown, end])
+    print_tables(console, {"unlike data on two ranks": (headings, rows)})
 
 
 def draw(record: dict[str, Any], path: Path) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from endurance import kills, tables
 from provenance import heading, processor, provenance, write
+from text_tables import print_tables
 
 SAVE_EVERY = 10
 
@@ -66,14 +67,7 @@ def differences(record: dict[str, Any]) -> list[str]:
 
 
 def show(record: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    console = heading(record, f"seed {record['seed']}")
-    for title, (headings, rows) in tables.of_restarts(record).items():
-        table = Table(*headings, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    print_tables(heading(record, f"seed {record['seed']}"), tables.of_restarts(record))
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from provenance import heading, processor, provenance, write
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from scaling import hops, model, rank, tables
 from scaling.settings import MODELS, RANK, Setting, runs_of
+from text_tables import print_tables
 
 MEASURED = ("ranks", "parameters", "buckets")
 PARTS = (*MEASURED, "hops", "model")
@@ -167,16 +168,7 @@ def _joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 def show(record: dict[str, Any]) -> None:
     """Prints the tables of the page."""
-    from rich.table import Table
-
-    console = heading(record, f"{record['cores']} cores")
-    for name, (headings, rows) in tables.everything(record).items():
-        table = Table(title=name, title_justify="left")
-        for i, text in enumerate(headings):
-            table.add_column(text, justify="right" if i else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    print_tables(heading(record, f"{record['cores']} cores"), tables.everything(record))
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ from convergence.report import beyond_plain
 from convergence.tasks import TASKS, Task
 from provenance import heading, processor, provenance, write
 from rich.progress import track
-from rich.table import Table
 from scipy.stats import spearmanr
+from text_tables import print_tables
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,15 +96,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show(record: dict[str, Any]) -> None:
     console = heading(record)
-    table = Table(title=f"error over {record['steps']} steps, and loss above plain after 300")
-    for name in ("task", "rank", "error", "loss above plain"):
-        table.add_column(name, justify="left" if name == "task" else "right")
+    title = f"error over {record['steps']} steps, and loss above plain after 300"
+    rows = []
     for run in record["runs"]:
         error = statistics.mean(run["errors"])
-        table.add_row(
-            run["task"], str(run["rank"]), f"{error:.3f}", f"{run['loss_above_plain']:+.3f}"
-        )
-    console.print(table)
+        above = f"{run['loss_above_plain']:+.3f}"
+        rows.append([run["task"], str(run["rank"]), f"{error:.3f}", above])
+    print_tables(console, {title: (["task", "rank", "error", "loss above plain"], rows)})
     console.print(f"Spearman's correlation of the two: {record['spearman']:.3f}", highlight=False)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import hashlib
 import json
 import multiprocessing
 import os
@@ -32,10 +31,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bits import digest
 from cluster import hosts, signals
 from cluster.emulated_links import Link
 from cluster.namespace import enter
 from provenance import heading, processor, provenance
+from text_tables import print_tables
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -106,11 +107,9 @@ def _rank(
         optimizer.zero_grad()
         ddp(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
         optimizer.step()
-    digest = hashlib.sha256()
-    for parameter in ddp.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+    found = digest(ddp.parameters())
     dist.barrier()
-    Path(folder, f"hash{rank}").write_text(digest.hexdigest())
+    Path(folder, f"hash{rank}").write_text(found)
     dist.destroy_process_group()
 
 
@@ -181,9 +180,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 for seed in track(range(arguments.starts), title):
                     drawn = random.Random(seed)
                     late = [drawn.uniform(0, arguments.late_ms / 1e3) for _ in range(world)]
-                    ending, digest = _start(cluster, method, arguments.steps, arguments.limit, late)
+                    ending, found = _start(cluster, method, arguments.steps, arguments.limit, late)
                     endings[ending] += 1
-                    hashes |= {digest} - {""}
+                    hashes |= {found} - {""}
             record["results"].append(
                 {
                     "method": METHODS[method][0],
@@ -198,20 +197,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(record: dict[str, Any]) -> None:
-    from rich.table import Table
-
     steps, rate = record["steps"], record["rate"]
     title = f"{record['starts']} starts of {steps} steps at {rate}"
     if late := record.get("late_ms"):
         title += f", ranks up to {late:g} ms late, frames up to {record['jitter_ms']:g} ms"
-    table = Table(title=title)
-    for column in ("", "ranks", "finished", "failed", "hung", "ranks differ", "different results"):
-        table.add_column(column, justify="right" if column else "left")
+    headings = ["", "ranks", "finished", "failed", "hung", "ranks differ", "different results"]
+    rows = []
     for result in record["results"]:
         ends = ("finished", "a rank failed", "hung", "ranks differ")
         counts = (str(result["endings"].get(end, 0)) for end in ends)
-        table.add_row(result["method"], str(result["ranks"]), *counts, str(result["results"]))
-    heading(record).print(table)
+        rows.append([result["method"], str(result["ranks"]), *counts, str(result["results"])])
+    print_tables(heading(record), {title: (headings, rows)})
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from text_tables import Table
+
 Record = dict[str, Any]
-Table = tuple[list[str], list[list[str]]]
 
 _BACKENDS = {
     "cpu:powersgd": "`cpu:powersgd`",

@@ -26,6 +26,7 @@ from endurance import tables as of_endurance  # noqa: E402
 from faults import tables as of_faults  # noqa: E402
 from other_suites import TABLES as OF_OTHER_SUITES  # noqa: E402
 from scaling import tables as of_scaling  # noqa: E402
+from text_tables import Table  # noqa: E402
 
 PAGES = ("performance", "convergence", "scaling", "reliability")
 Record = dict[str, Any]
@@ -135,11 +136,11 @@ def stages_by_rank(record: Record) -> str:
     return _markdown(headings, rows)
 
 
-def _in_markdown(table: Callable[..., of_convergence.Table]) -> Callable[..., str]:
+def _in_markdown(table: Callable[..., Table]) -> Callable[..., str]:
     return lambda record, *arguments: _markdown(*table(record, *arguments))
 
 
-_OF_BENCHMARKS: tuple[Callable[..., of_convergence.Table], ...] = (
+_OF_BENCHMARKS: tuple[Callable[..., Table], ...] = (
     of_convergence.front,
     of_convergence.losses,
     of_convergence.curve,

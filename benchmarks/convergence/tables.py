@@ -10,10 +10,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, cast
 
+from text_tables import Table
+
 from convergence.matrix import STAGES
 from convergence.report import Run, beyond_plain, times_fewer
 
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # headings and rows
 Runs = dict[str, list[Run]]  # of a task by the name of the method, one for each seed
 _WIRES = {
     "hook-1-bucket": "torch's hook",

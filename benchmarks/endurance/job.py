@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The training job that bench_restarts.py kills: one rank, started by torchrun.
 
-    torchrun ... job.py FOLDER STEPS SAVE_EVERY
+    torchrun ... --module endurance.job FOLDER STEPS SAVE_EVERY
 
 It goes on from the last step that all ranks have saved. A file in FOLDER says what the rank does,
 and an order in FOLDER makes it kill itself while it writes a checkpoint.
@@ -9,13 +9,14 @@ and an order in FOLDER makes it kill itself while it writes a checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
+
+from bits import digest
 
 if TYPE_CHECKING:
     import torch
@@ -176,17 +177,9 @@ def train(folder: Path, steps: int, save_every: int, status: Status) -> dict[str
         "began": begin,
         "loss": float(losses[-1]),
         "losses": digest([losses]),
-        "parameters": digest(list(ddp.parameters())),
+        "parameters": digest(ddp.parameters()),
         "state": digest(tensors_in(tp.state_dict(ddp, per_rank=True))),
     }
-
-
-def digest(tensors: list[torch.Tensor]) -> str:
-    """A hash of the bits of all tensors."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-JOB = Path(__file__).with_name("job.py")
+BENCHMARKS = Path(__file__).parents[1]
 WORLD = 2
 POLL = 0.001  # seconds
 PATIENCE = 120.0  # seconds without any progress, after which the job counts as hung
@@ -112,11 +112,12 @@ class Killer:
     def _torchrun(self) -> Iterator[subprocess.Popen[bytes]]:
         restarts = 2 * len(self.orders) + 2
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
-        launcher += [f"--max-restarts={restarts}", "--monitor-interval=0.1"]
+        launcher += [f"--max-restarts={restarts}", "--monitor-interval=0.1", "--module"]
         own = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with (self.folder / "log").open("wb") as log:
             agent = subprocess.Popen(
-                [sys.executable, *launcher, str(JOB), *self._words],
+                [sys.executable, *launcher, "endurance.job", *self._words],
+                cwd=BENCHMARKS,
                 env={**os.environ, **own},
                 stdout=log,
                 stderr=log,

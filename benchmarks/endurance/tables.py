@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from text_tables import Table
+
 from endurance import resources
 
 Record = dict[str, Any]
-Table = tuple[list[str], list[list[str]]]
 
 # Bounds of the errors of a turn, relative to the sum of 500 mean gradients. Each step rounds M, the
 # factors and the output once in float32. A residual in half precision is rounded at each step.

@@ -7,7 +7,6 @@ The gradients are known, so that the outputs, the residual and the mean gradient
 from __future__ import annotations
 
 import gc
-import hashlib
 import math
 from collections.abc import Mapping
 from datetime import timedelta
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bits import digest
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -173,7 +173,7 @@ def train(
             whole[name] += lost[name]
             scale_of_sums[name] += total[name]
         values = turn.values()
-        hashes.append(_hash(values))
+        hashes.append(digest(values[name] for name in sorted(values)))
     dist.barrier()  # or a rank would count its files while the other closes its sockets
     dist.destroy_process_group()
     error = _error(whole, _residuals(state), scale_of_sums)
@@ -248,10 +248,3 @@ def _residuals(state: dict[str, Any] | None) -> Tensors:
 def _error(lost: Tensors, residual: Tensors, total: Tensors) -> float:
     """The largest relative error of: outputs + residual = mean gradients."""
     return max(float((lost[n] + residual[n]).norm() / total[n].norm()) for n in SHAPES)
-
-
-def _hash(values: Tensors) -> str:
-    found = hashlib.sha256()
-    for name in sorted(values):
-        found.update(values[name].numpy().tobytes())
-    return found.hexdigest()[:16]

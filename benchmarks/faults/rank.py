@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import hashlib
 import json
 import signal
 import sys
@@ -19,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from bits import digest
 from cluster import hosts
 
 from faults.kills import EXACT, IN_STATE_DICT, Killer, note_time
@@ -177,7 +177,7 @@ def _train(job: Job, killer: Killer, report: Report) -> None:
             inputs = torch.randn(8, WIDTH, generator=generator)
             (ddp(inputs) - inputs.roll(1, dims=1)).square().mean().backward()
             optimizer.step()
-            report.digests.append(_digest(ddp))
+            report.digests.append(digest(ddp.parameters()))
             progress.write(b".")
     dist.barrier()
     del ddp  # plain Gloo may hang otherwise
@@ -190,13 +190,6 @@ def _destroy_group() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _digest(ddp: Any) -> str:
-    digest = hashlib.sha256()
-    for parameter in ddp.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _retransmitted() -> int:

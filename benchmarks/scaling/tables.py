@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from text_tables import Table
+
 from scaling.settings import METHODS, MODELS, TITLES, WIRES
 
 Record = dict[str, Any]
 Run = dict[str, Any]
-Table = tuple[list[str], list[list[str]]]
 
 MODELED = (64, 256, 1024)  # ranks whose bytes are shown beside the measured ones
 SHOWN = (2, 8, 32, 128, 512, 1024)  # ranks whose milliseconds are shown
