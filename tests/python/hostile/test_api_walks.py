@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,19 +22,11 @@ from hypothesis.stateful import (
 
 import torch_powersgd as tp
 from support.api_walk import WORLD_SIZE, ApiWalk
+from support.examples import FIXED
 from support.rank_pool import RankPool
 from support.state_damage import VALUES, Damage
 
 POOL = RankPool(WORLD_SIZE, ApiWalk)
-
-SETTINGS = settings(
-    deadline=None,
-    derandomize=True,
-    database=None,
-    max_examples=40,
-    stateful_step_count=25,
-    suppress_health_check=list(HealthCheck),
-)
 
 OPTIONS = st.fixed_dictionaries(
     {
@@ -262,12 +254,13 @@ def _pool() -> Iterator[None]:
 
 
 def test_walks() -> None:
-    run_state_machine_as_test(Walk, settings=SETTINGS)
+    run_state_machine_as_test(
+        Walk, settings=settings(FIXED, max_examples=40, stateful_step_count=25)
+    )
 
 
 @pytest.mark.long
 def test_many_walks() -> None:
     run_state_machine_as_test(
-        Walk,
-        settings=settings(SETTINGS, max_examples=400, stateful_step_count=50),
+        Walk, settings=settings(FIXED, max_examples=400, stateful_step_count=50)
     )

@@ -13,23 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 import torch_powersgd as tp
+from support.examples import FIXED
 from support.state_damage import Unprintable
 from torch_powersgd.options import lay_over, resolve
 
 FIELDS = {field.name: str(field.type) for field in dataclasses.fields(tp.Options)}
-SETTINGS = settings(
-    deadline=None,
-    derandomize=True,
-    database=None,
-    max_examples=100,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-LONG = settings(SETTINGS, max_examples=5000)
+LONG = settings(FIXED, max_examples=5000)
 LONGEST = 900  # characters of a message, which may list all fields
 
 
@@ -125,7 +119,7 @@ def check_field(name: str, value: Any) -> None:
         assert message_of(source).endswith(message)
 
 
-@SETTINGS
+@FIXED
 @given(name=st.sampled_from([*FIELDS]), value=ANYTHING)
 def test_a_field_of_any_value(name: str, value: Any) -> None:
     check_field(name, value)
@@ -160,7 +154,7 @@ def test_text_that_is_no_unicode_names_its_field() -> None:
         tp.Options(scope="\ud800")
 
 
-@SETTINGS
+@FIXED
 @given(name=st.one_of(ANYTHING.filter(lambda value: getattr(value, "__hash__", None)), st.text()))
 def test_a_name_of_any_type(name: Any) -> None:
     try:
@@ -175,7 +169,7 @@ def test_a_name_of_any_type(name: Any) -> None:
     assert len(message) < LONGEST
 
 
-@SETTINGS
+@FIXED
 @given(value=ANYTHING)
 def test_options_of_any_type(value: Any) -> None:
     if value is None or (isinstance(value, dict) and not value):
@@ -208,7 +202,7 @@ def _unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_unset")
-@SETTINGS
+@FIXED
 @given(name=st.sampled_from([*FIELDS]), text=TEXTS)
 def test_an_environment_variable_of_any_text(name: str, text: str) -> None:
     variable = f"POWERSGD_{name.upper()}"
@@ -220,7 +214,7 @@ def test_an_environment_variable_of_any_text(name: str, text: str) -> None:
     assert not message or (variable in message and "must be" in message and len(message) < LONGEST)
 
 
-@SETTINGS
+@FIXED
 @given(value=ANYTHING)
 def test_compression_of_any_value(value: Any) -> None:
     def block() -> None:
@@ -233,7 +227,7 @@ def test_compression_of_any_value(value: Any) -> None:
     assert truth or message.startswith("enabled must be True or False, got")
 
 
-@SETTINGS
+@FIXED
 @given(value=ANYTHING)
 def test_groups_and_scales_of_any_value(value: Any) -> None:
     if value is not None:

@@ -6,22 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.damaged_loads import FIELDS, DamagedLoads
+from support.examples import FIXED
 from support.rank_pool import RankPool
 from support.state_damage import VALUES, Damage
 
 POOL = RankPool(2, DamagedLoads)
-SETTINGS = settings(
-    deadline=None,
-    derandomize=True,
-    database=None,
-    max_examples=100,
-    suppress_health_check=list(HealthCheck),
-)
-LONG = settings(SETTINGS, max_examples=2000)
+LONG = settings(FIXED, max_examples=2000)
 
 PLACES = st.one_of(
     st.just(()),
@@ -56,7 +50,7 @@ def check(damage: Damage, per_rank: bool, wire: str | None) -> None:
     assert len(message) < 800, "the message is cut"
 
 
-@SETTINGS
+@FIXED
 @given(DAMAGES, st.booleans(), st.sampled_from([None, "int8"]))
 def test_a_damaged_state(damage: Damage, per_rank: bool, wire: str | None) -> None:
     check(damage, per_rank, wire)
