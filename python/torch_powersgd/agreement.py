@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from torch_powersgd import log
+from torch_powersgd.option_values import cut
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -194,6 +195,14 @@ def store_of_call(store: Store, number: int) -> PrefixStore:
 def fail(store: Store, message: str) -> None:
     """Makes the ranks that wait in the call of this store raise a ValueError."""
     store.set(_VERDICT, message)
+
+
+def error_as_arguments(error: Exception) -> dict[str, Any]:
+    """Returns what a rank brings to ``agree`` in place of its arguments, after an error of its own.
+
+    A long message, such as one that quotes a value, is cut.
+    """
+    return {"error": cut(str(error)) or type(error).__name__}
 
 
 def error_of(everyone: list[dict[str, Any]]) -> str:

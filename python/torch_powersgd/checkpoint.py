@@ -9,11 +9,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd import checksum, fsdp, loading
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import next_call
+from torch_powersgd.agreement import error_as_arguments, next_call
 from torch_powersgd.attach import attachment_of
 from torch_powersgd.loading import LOCAL_FIELDS, RAW_FIELDS, VERSION
 from torch_powersgd.lookup import find_backends
-from torch_powersgd.option_values import cut
 from torch_powersgd.options import Options
 from torch_powersgd.proposal import Module
 
@@ -103,15 +102,16 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
             local = [loading.to_local(name, entry) for name, entry in saved.parameters.items()]
         else:
             mean = [loading.to_mean(name, entry, saved) for name, entry in saved.parameters.items()]
-        checksum.check(state)
+        content = checksum.check(state)
         if per_rank:
             model.check_local(local)
         else:
             model.check_state(mean)
-        content = 0 if per_rank else checksum.of_state(state)
-        plain = {"per_rank": per_rank, "step": saved.step, "content": content}
+        plain = {"per_rank": per_rank, "step": saved.step}
+        if not per_rank:
+            plain["content"] = content
     except Exception as invalid:  # The other ranks wait for this rank's error, of any type.
-        plain = {"error": cut(str(invalid)) or type(invalid).__name__}
+        plain = error_as_arguments(invalid)
     timeout = find_backends(group)[0].options._timeout
     next_call(group, "load_state_dict", timeout).agree(plain, _compare)
     if per_rank:
@@ -166,7 +166,7 @@ def _compare(everyone: list[dict[str, Any]]) -> str:
                 f"and {mine['step']} on rank {rank}, per_rank {first['per_rank']} and "
                 f"{mine['per_rank']}"
             )
-        if mine["content"] != first["content"]:
+        if mine.get("content") != first.get("content"):
             return (
                 f"a checkpoint made without per_rank must be the same on all ranks: that of rank "
                 f"{rank} differs from rank 0's"

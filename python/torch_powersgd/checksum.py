@@ -26,23 +26,23 @@ def add(state: dict[str, Any]) -> None:
     state[KEY] = _of_rest(state)
 
 
-def check(state: dict[str, Any]) -> None:
+def check(state: dict[str, Any]) -> int:
     """Compares the checksums that a state has. One of an earlier version has none.
 
     Its tensors have been checked: one that was expanded may be too large to be read.
 
+    Returns:
+        The checksum of the whole state. Ranks with equal states have the same.
+
     Raises:
         ValueError: If one differs.
     """
-    _compare("the checkpoint", state, _of_rest(state))
-    for name, entry in state[_PARAMETERS].items():
-        _compare(f"the checkpoint's {name!r}", entry, _of_entry(name, entry))
-
-
-def of_state(state: dict[str, Any]) -> int:
-    """Returns the checksum of a whole state, which has the same on every rank."""
-    entries = sorted(state[_PARAMETERS].items())
-    return zlib.crc32(repr([_of_entry(*entry) for entry in entries]).encode(), _of_rest(state))
+    found = [_of_rest(state)]
+    _compare("the checkpoint", state, found[0])
+    for name, entry in sorted(state[_PARAMETERS].items()):
+        found.append(_of_entry(name, entry))
+        _compare(f"the checkpoint's {name!r}", entry, found[-1])
+    return zlib.crc32(repr(found).encode())
 
 
 def _compare(what: str, part: dict[str, Any], found: int) -> None:

@@ -7,6 +7,7 @@ A check makes no tensor by a size that the state claims. All messages name the e
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ VERSION = 1
 LOCAL_FIELDS = ("memory", "p_hat", "q_local", "q_warm", "grad_scale")
 RAW_FIELDS = ("rounding", "grad_scale")
 _MAY_BE_NONE = ("memory", "q")
-_IN_UNITS = ("memory", "q_local", "rounding")  # times the entry's grad_scale
+_IN_UNITS = ("residual", "memory", "q_local", "rounding")  # times a grad_scale
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LARGEST_STEP = 2**62
 _LARGEST = torch.finfo(torch.float32).max
@@ -68,10 +69,11 @@ def read(state: Any, place: dict[str, Any]) -> Saved:
 
 def to_mean(name: str, entry: Any, saved: Saved) -> _C.ParameterExport:
     """Returns the core's form of an entry of a mean state."""
-    tensors = _tensors(name, entry, ("residual", "q"))
+    fields = ("residual", "q")
+    _check_entry(name, entry, fields)
+    tensors = _tensors(name, entry, fields, saved.grad_scale)
     parameter = _C.ParameterExport()
     parameter.name, parameter.residual = name, tensors["residual"]
-    _check_units("residual", name, tensors["residual"], saved.grad_scale)
     q = tensors["q"]
     if q is None:
         return parameter
@@ -86,9 +88,10 @@ def to_mean(name: str, entry: Any, saved: Saved) -> _C.ParameterExport:
 
 def to_local(name: str, entry: Any) -> _C.LocalExport:
     """Returns the core's form of an entry of a rank's own state."""
-    raw = isinstance(entry, dict) and "rounding" in entry
-    fields = RAW_FIELDS if raw else LOCAL_FIELDS
-    tensors = _tensors(name, entry, fields)
+    fields = RAW_FIELDS if isinstance(entry, dict) and "rounding" in entry else LOCAL_FIELDS
+    _check_entry(name, entry, fields)
+    scale = _units(f"grad_scale of the checkpoint's {shown(name)}", entry["grad_scale"])
+    tensors = _tensors(name, entry, [field for field in fields if field != "grad_scale"], scale)
     if entry.get("sent_p") is True:
         # Earlier versions had an option "alternating". The residual is then not that of p_hat and
         # q_local.
@@ -98,12 +101,9 @@ def to_local(name: str, entry: Any) -> _C.LocalExport:
             "saved it can save it after one more step, or without per_rank"
         )
     local = _C.LocalExport()
-    local.name = name
-    local.grad_scale = _units(f"grad_scale of the checkpoint's {shown(name)}", entry["grad_scale"])
+    local.name, local.grad_scale = name, scale
     for field, tensor in tensors.items():
         if tensor is not None:
-            if field in _IN_UNITS:
-                _check_units(field, name, tensor, local.grad_scale)
             setattr(local, field, tensor)
     return local
 
@@ -140,29 +140,37 @@ def _equal(given: Any, value: Any) -> bool:
     return isinstance(given, type(value)) and not isinstance(given, bool) and bool(given == value)
 
 
-def _tensors(name: str, entry: Any, fields: tuple[str, ...]) -> dict[str, torch.Tensor | None]:
-    """Returns the tensors of an entry by field, checked and without their autograd history."""
+def _check_entry(name: str, entry: Any, fields: Sequence[str]) -> None:
+    """Raises a ValueError unless a parameter's entry has the fields."""
     if not isinstance(entry, dict):
         raise ValueError(
             f"the checkpoint's {shown(name)} must be a dict, got {type(entry).__name__}"
         )
     if not set(fields) <= entry.keys():
         raise ValueError(f"the checkpoint's {shown(name)} must have {', '.join(sorted(fields))}")
+
+
+def _tensors(
+    name: str, entry: dict[str, Any], fields: Sequence[str], grad_scale: float
+) -> dict[str, torch.Tensor | None]:
+    """Returns the tensors of an entry by field, checked and without their autograd history."""
     found: dict[str, torch.Tensor | None] = {}
     for field in fields:
-        if field == "grad_scale":
-            continue
         value = entry[field]
         if value is None and field in _MAY_BE_NONE:
             found[field] = None
             continue
-        _check_tensor(f"{field} of the checkpoint's {shown(name)}", value)
+        scale = grad_scale if field in _IN_UNITS else 1.0
+        _check_tensor(f"{field} of the checkpoint's {shown(name)}", value, scale)
         found[field] = value.detach()
     return found
 
 
-def _check_tensor(place: str, value: Any) -> None:
-    """Raises a ValueError unless the value is a tensor of finite numbers, each in memory."""
+def _check_tensor(place: str, value: Any, grad_scale: float) -> None:
+    """Raises a ValueError unless the value is a tensor whose elements are in memory and finite.
+
+    The core holds them over ``grad_scale``, in float32.
+    """
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{place} must be a tensor, got {type(value).__name__}")
     if not _is_plain(value):
@@ -174,8 +182,14 @@ def _check_tensor(place: str, value: Any) -> None:
         raise ValueError(
             f"{place} must be a tensor that holds all of its elements, got {_description(value)}"
         )
-    if not math.isfinite(_largest(value)):
-        raise ValueError(f"{place} must be finite, got a number that is not")
+    largest = _largest(value)
+    if not largest <= _LARGEST:
+        raise ValueError(f"{place} must be finite in float32, got {largest:g}")
+    if largest / grad_scale > _LARGEST:
+        raise ValueError(
+            f"{place} must be finite in float32 over its grad_scale, {grad_scale:g}, got "
+            f"{largest:g}"
+        )
 
 
 def _is_plain(value: torch.Tensor) -> bool:
@@ -208,12 +222,3 @@ def _units(place: str, value: Any) -> float:
     if 1 / scale > _LARGEST:
         raise ValueError(f"{place} must be at least {1 / _LARGEST:.3g}, got {shown(value)}")
     return scale
-
-
-def _check_units(field: str, name: str, value: torch.Tensor | None, grad_scale: float) -> None:
-    """Raises a ValueError if a tensor is too large for the core in units of the gradient."""
-    if value is not None and _largest(value) / grad_scale > _LARGEST:
-        raise ValueError(
-            f"{field} of the checkpoint's {shown(name)} must be finite in float32 over its "
-            f"grad_scale, {grad_scale:g}, got {_largest(value):g}"
-        )

@@ -17,9 +17,9 @@ _DTYPES: dict[str, torch.dtype | str] = {
     "int4": "int4",
 }
 
-# Characters of a value that a message shows, and those of a message that quotes one.
+# Characters of a value that a message shows, and of a message. One may list all options.
 _LONGEST_VALUE = 200
-_LONGEST_MESSAGE = 500
+_LONGEST_MESSAGE = 700
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:

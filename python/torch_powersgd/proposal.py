@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_powersgd import ddp, fsdp, watch
 from torch_powersgd._backend import compare_options
 from torch_powersgd._core import _C
+from torch_powersgd.agreement import error_as_arguments
 from torch_powersgd.lookup import find_backend
 from torch_powersgd.options import Options, lay_over
 
@@ -63,13 +64,14 @@ def agree(
         ValueError: On every rank, if a rank's proposal is invalid or differs from rank 0's, or a
             rank makes none.
     """
-    proposal, error = None, ""
+    proposal = None
     try:
         proposal = _propose(module, given, scaler, group, known)
+        plain = proposal.plain()
     except Exception as invalid:  # The other ranks wait for this rank's error, of any type.
-        error = str(invalid) or type(invalid).__name__
+        plain = error_as_arguments(invalid)
     call = watch.attach_call(group, proposal.backend if proposal is not None else None)
-    call.agree({"error": error} if proposal is None else proposal.plain(), _compare)
+    call.agree(plain, _compare)
     assert proposal is not None  # else the ranks did not agree
     return proposal
 
