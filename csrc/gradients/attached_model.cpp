@@ -18,20 +18,20 @@ namespace powersgd {
 
 std::shared_ptr<AttachedModel> AttachedModel::attach(const std::shared_ptr<Session>& session,
                                                      std::vector<std::string> names,
-                                                     std::vector<at::Tensor> parameters,
+                                                     const std::vector<at::Tensor>& parameters,
                                                      Options options) {
-  auto model = std::make_shared<AttachedModel>(session, std::move(names), std::move(parameters),
-                                               std::move(options));
+  auto model =
+      std::make_shared<AttachedModel>(session, std::move(names), parameters, std::move(options));
   model->allocate_states();
   session->add_model(model);
   return model;
 }
 
 AttachedModel::AttachedModel(std::shared_ptr<Session> session, std::vector<std::string> names,
-                             std::vector<at::Tensor> parameters, Options options)
+                             const std::vector<at::Tensor>& parameters, Options options)
     : session_(std::move(session)),
       names_(std::move(names)),
-      parameters_(std::move(parameters)),
+      parameters_(as_reals(parameters)),
       options_(std::move(options)),
       step_counter_(session_->make_step_counter()),
       capture_watch_(session_->rank() == 0 ? std::make_unique<CaptureWatch>() : nullptr) {
@@ -40,7 +40,7 @@ AttachedModel::AttachedModel(std::shared_ptr<Session> session, std::vector<std::
               parameters_.size(), " parameters");
   for (size_t i = 0; i < parameters_.size(); ++i) {
     states_.push_back(std::make_shared<ParameterState>(i));
-    index_of_[parameters_[i].unsafeGetTensorImpl()] = i;
+    index_of_[parameters[i].unsafeGetTensorImpl()] = i;
   }
 }
 

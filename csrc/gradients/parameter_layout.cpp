@@ -34,6 +34,15 @@ RowLayout row_layout(const at::Tensor& parameter, int64_t rank) {
 
 }  // namespace
 
+std::vector<at::Tensor> as_reals(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> reals = parameters;
+  for (at::Tensor& parameter : reals) {
+    if (!parameter.is_complex()) continue;
+    parameter = at::view_as_real(parameter.detach()).set_requires_grad(parameter.requires_grad());
+  }
+  return reals;
+}
+
 ParameterShape memory_layout(const at::Tensor& parameter) {
   ParameterShape shape{parameter.sizes().vec(), {}};
   // DDP's rule: the parameter's own strides if it is dense, else contiguous.

@@ -3,12 +3,17 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 #include "powersgd/plan.h"
 
 // A parameter has two layouts: the sizes and strides that the user sees, and the [rows, cols]
 // matrix in a bucket's memory. They differ if a dense parameter is not contiguous, such as a
 // channels_last weight, because DDP copies its gradient in the parameter's own memory order.
 namespace powersgd {
+
+// Returns the parameters as DDP reduces them: complex numbers as pairs of real ones.
+std::vector<at::Tensor> as_reals(const std::vector<at::Tensor>& parameters);
 
 ParameterShape memory_layout(const at::Tensor& parameter);
 

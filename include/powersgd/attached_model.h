@@ -77,9 +77,10 @@ class AttachedModel {
   // Makes a model and adds it to `session`.
   static std::shared_ptr<AttachedModel> attach(const std::shared_ptr<Session>& session,
                                                std::vector<std::string> names,
-                                               std::vector<at::Tensor> parameters, Options options);
+                                               const std::vector<at::Tensor>& parameters,
+                                               Options options);
   AttachedModel(std::shared_ptr<Session> session, std::vector<std::string> names,
-                std::vector<at::Tensor> parameters, Options options);
+                const std::vector<at::Tensor>& parameters, Options options);
 
   // Returns each parameter's index in the constructor's list.
   std::vector<size_t> find(const std::vector<at::Tensor>& parameters) const;
@@ -196,7 +197,7 @@ class AttachedModel {
 
   const std::shared_ptr<Session> session_;
   const std::vector<std::string> names_;
-  const std::vector<at::Tensor> parameters_;
+  const std::vector<at::Tensor> parameters_;  // complex ones as pairs of real numbers
   const Options options_;
   const std::shared_ptr<StepCounter> step_counter_;
   std::unordered_map<c10::Device, Workspaces> workspaces_;

@@ -45,6 +45,7 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
 
         The parameters of an FSDP2 module are this rank's shards, padded as FSDP2 pads them. The
         mean is over the ranks that have the same shard. ``shard`` names it: [which, of how many].
+        A complex parameter is seen as ``torch.view_as_real`` shows it, here and in its factors.
 
         Every entry has the checksum ``crc32`` of its content, and the dictionary has one of all
         but ``parameters``. ``load_state_dict`` compares them.

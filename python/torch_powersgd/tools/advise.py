@@ -28,7 +28,7 @@ from torch_powersgd.agreement import equality_of, next_call
 from torch_powersgd.lookup import BACKENDS, find_backend
 from torch_powersgd.options import Options
 from torch_powersgd.tools.costs import Link, StageSeconds, measure_link, measure_stages
-from torch_powersgd.tools.footprint import Layout, buckets_of, elements_of, footprint_of
+from torch_powersgd.tools.footprint import Layout, as_reals, buckets_of, elements_of, footprint_of
 from torch_powersgd.tools.prediction import Model, shifted
 from torch_powersgd.tools.rehearsal import (
     BUDGET_SECONDS,
@@ -221,7 +221,7 @@ def _agree(mine: dict[str, str]) -> None:
 
 
 def _job_of(model: torch.nn.Module, step: UserStep, options: Sequence[Options]) -> Job:
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [as_reals(p) for p in model.parameters() if p.requires_grad]
     sizes: dict[torch.dtype, int] = {}
     for parameter in parameters:
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()

@@ -13,6 +13,7 @@ from torch_powersgd._core import _C
 from torch_powersgd.control import compression
 from torch_powersgd.lookup import BACKENDS, find_backend
 from torch_powersgd.options import Options
+from torch_powersgd.tools.footprint import as_reals
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Comparison:
         for model, copy in zip(self.models, copies, strict=True):
             model.reduce(bucket, copy, parameters, self.averaging.size()).wait()
         average_exactly(buffer, self.averaging)
-        sizes = [self.parameters[i].numel() for i in parameters]
+        sizes = [as_reals(self.parameters[i]).numel() for i in parameters]
         outputs = [copy.split(sizes) for copy in copies]
         for place, (i, exact) in enumerate(zip(parameters, buffer.split(sizes), strict=True)):
             gradient = exact.double()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torch_powersgd._core import _C
 from torch_powersgd.options import Options
-from torch_powersgd.tools.footprint import Shape, elements_of, matrices_of
+from torch_powersgd.tools.footprint import Shape, as_reals, elements_of, matrices_of
 from torch_powersgd.tools.rehearsal import slowest, synchronize
 
 REPEATS = 5
@@ -103,13 +103,14 @@ def milliseconds_of(
 
     Parameters that are sent raw take 0. Those of one shape and dtype are measured once.
     """
-    kinds = dict.fromkeys((tuple(p.shape), p.dtype) for p in parameters)
+    reals = [as_reals(parameter) for parameter in parameters]
+    kinds = dict.fromkeys((tuple(p.shape), p.dtype) for p in reals)
     device = parameters[0].device
     milliseconds = {}
     for shape, dtype in kinds:
         [stages] = measure_stages([[list(shape)]], options, dtype, device, group)
         milliseconds[shape, dtype] = 1e3 * (stages.before + stages.between + stages.after)
-    return [milliseconds[tuple(p.shape), p.dtype] for p in parameters]
+    return [milliseconds[tuple(p.shape), p.dtype] for p in reals]
 
 
 def _stages_of_bucket(

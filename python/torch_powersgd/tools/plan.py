@@ -17,7 +17,7 @@ from rich.table import Table
 from torch_powersgd._core import _C
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
-from torch_powersgd.tools.footprint import Footprint, assign_buckets, footprint_of
+from torch_powersgd.tools.footprint import Footprint, as_reals, assign_buckets, footprint_of
 from torch_powersgd.units import size_text
 
 SHORTEST_NAME = 12  # columns of the terminal
@@ -48,20 +48,22 @@ def rows_of(model: torch.nn.Module, options: Options) -> list[Row]:
     """A row for each parameter that requires a gradient, in the order of the model."""
     core = options._core()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [_C.matrix_shape(list(p.shape), []) for _, p in named]
+    reals = [as_reals(p) for _, p in named]
+    matrices = [_C.matrix_shape(list(p.shape), []) for p in reals]
     ranks = [
         _C.effective_rank(*matrix, core) if _C.should_compress(*matrix, core) else 0
         for matrix in matrices
     ]
     rows: dict[int, Row] = {}
-    for bucket in assign_buckets([p for _, p in named]):
+    for bucket in assign_buckets(reals):
         compressed = any(ranks[i] for i in bucket)
         for i in bucket:
-            name, p = named[i]
+            p = reals[i]
             # A bucket without a compressed matrix travels whole, in its own dtype.
             size = p.numel() * p.dtype.itemsize
             sent = _C.content_bytes([list(p.shape)], core, p.dtype) if compressed else size
-            rows[i] = Row(name, 1, tuple(p.shape), ranks[i], size, sent)
+            name, parameter = named[i]
+            rows[i] = Row(name, 1, tuple(parameter.shape), ranks[i], size, sent)
     return [rows[i] for i in range(len(named))]
 
 
@@ -69,7 +71,7 @@ def highest_rank(model: torch.nn.Module, options: Options) -> int:
     """The highest rank at which any weight is compressed. It is 0 if there is none."""
     highest = 0
     for parameter in model.parameters():
-        rows, cols = _C.matrix_shape(list(parameter.shape), [])
+        rows, cols = _C.matrix_shape(list(as_reals(parameter).shape), [])
         bound = rows * cols / (max(rows + cols, 1) * options.min_compression_rate)
         highest = max(highest, min(math.ceil(bound) - 1, _C.max_rank))
     return highest
@@ -95,7 +97,7 @@ def grouped(rows: Iterable[Row]) -> list[Row]:
 
 def footprint_of_model(model: torch.nn.Module, options: Options) -> Footprint:
     """The costs of a step, with the buckets that DDP makes of the model."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [as_reals(p) for p in model.parameters() if p.requires_grad]
     total = Footprint()
     for bucket in assign_buckets(parameters):
         shapes = [list(parameters[i].shape) for i in bucket]
@@ -176,7 +178,7 @@ def summary(
             else "This model has no weight that any rank compresses.",
             *ignored,
         ]
-    elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    elements = sum(as_reals(p).numel() for p in model.parameters() if p.requires_grad)
     share = 100 * footprint.compressed_elements / elements
     kernels = footprint.table_bytes + footprint.workspace_bytes
     return [

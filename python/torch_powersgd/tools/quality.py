@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from torch_powersgd.options import Options
 from torch_powersgd.tools.comparison import Comparison
+from torch_powersgd.tools.footprint import as_reals
 
 LEARNING_RATE = 1e-3
 
@@ -66,7 +67,8 @@ def _flat_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor
         # In the parameter's own order in memory, as DDP has them, whatever backward() has left.
         own = torch.zeros_like(parameter)
         parameter.grad = own if parameter.grad is None else own.copy_(parameter.grad)
-    flat = [p.grad.as_strided((p.numel(),), (1,)) for p in parameters if p.grad is not None]
+    reals = [as_reals(p.grad) for p in parameters if p.grad is not None]
+    flat = [gradient.as_strided((gradient.numel(),), (1,)) for gradient in reals]
     buffer = torch.cat(flat)
     yield buffer
     for gradient, average in zip(flat, buffer.split([g.numel() for g in flat]), strict=True):

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 from support.call_observer import gloo
 from support.synthetic import Ledger, Tensors
+from torch_powersgd.tools.footprint import as_reals
 
 STEPS = 9
 WARM_UP = 3  # steps that are exact
@@ -115,8 +116,9 @@ class TrainingPair:
         return {name: state["residual"].double() for name, state in saved.items()}
 
     def gradients(self, ddp: DistributedDataParallel) -> Tensors:
+        """The gradients by name. Complex ones are pairs of real numbers, as they are reduced."""
         return {
-            name: _dense(parameter.grad.detach()).clone()
+            name: as_reals(_dense(parameter.grad.detach())).clone()
             for name, parameter in ddp.module.named_parameters()
             if parameter.grad is not None
         }

@@ -49,7 +49,7 @@ class Synthetic(torch.nn.Module):
             self.weights[name] = torch.nn.Parameter(parameter)
 
     def forward(self, coefficients: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        terms = [(self.weights[name] * c).sum().double() for name, c in coefficients.items()]
+        terms = [(self.weights[name] * c).sum().real.double() for name, c in coefficients.items()]
         return torch.stack(terms).sum()
 
 

@@ -120,6 +120,27 @@ def mixed_dtypes(rank: int) -> Facts:
     return train(TrainingPair(lambda _: Dtypes()), _square, rank)
 
 
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator: complex weights, one of them not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(24, 24)
+        self.modes = nn.Parameter(0.1 * torch.randn(24, 20, dtype=torch.complex64))
+        self.transposed = nn.Parameter(0.1 * torch.randn(18, 20, dtype=torch.complex64).t())
+        self.precise = nn.Parameter(0.1 * torch.randn(18, 13, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        modes = self.lift(x).to(torch.complex64) @ self.modes @ self.transposed
+        output: torch.Tensor = torch.fft.irfft(modes.to(torch.complex128) @ self.precise)
+        return output
+
+
+@case
+def complex_parameters(rank: int) -> Facts:
+    return train(TrainingPair(lambda _: Spectral()), _square, rank)
+
+
 class Tied(nn.Module):
     """The ends of a language model: the embedding's weights are the output layer's."""
 

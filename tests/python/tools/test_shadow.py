@@ -9,19 +9,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
+from support.paired_training import same
 from support.synthetic import (
     COMPRESSED,
     SHAPES,
     Tensors,
+    gradient,
     gradients,
     make_attached,
     make_ddp,
     mean_gradients,
     step,
 )
+from support.training_cases import Spectral
+from torch_powersgd.tools.plan import rows_of
+from torch_powersgd.tools.quality import errors_of_training
 
 STEPS = 5
 Errors = dict[str, float]
@@ -97,6 +103,43 @@ def test_errors_are_those_of_attached_training(backend: str) -> None:
 def test_errors_in_int8(world_size: int) -> None:
     options = {"wire_dtype": "int8", "raw_wire_dtype": "bfloat16"}
     ranks.run(world_size, compared, world_size, options, "gloo")
+
+
+def _complex(rank: int) -> None:
+    """Complex parameters count as pairs of real numbers, in the plan and in errors as well."""
+    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+    torch.manual_seed(0)
+    models = [Spectral(), Spectral(), Spectral()]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    shadowed = DistributedDataParallel(models[0])
+    shadow = tp.shadow(shadowed, ranks=[2], steps=3, options=options)
+    plain = DistributedDataParallel(models[1], process_group=dist.new_group(backend="gloo"))
+    for i in range(3):
+        x = gradient((8, 24), "input", rank, i)
+        for ddp in (shadowed, plain):
+            ddp.zero_grad()
+            ddp(x).square().mean().backward()
+        assert same(*([p.grad for p in ddp.parameters()] for ddp in (shadowed, plain)))
+    layers = {layer.name: layer for layer in shadow.layers[2]}
+    planned = {row.name: row for row in rows_of(models[0], options)}
+    for name, numel in {"modes": 24 * 40, "transposed": 18 * 40, "precise": 18 * 26}.items():
+        assert layers[name].rank == planned[name].rank == 2
+        assert 0.1 < layers[name].error < 1.5
+        size = 8 if name == "precise" else 4
+        assert layers[name].bytes_before == planned[name].gradient_bytes == size * numel
+        assert layers[name].milliseconds > 0
+    assert layers["modes"].bytes_after == planned["modes"].sent_bytes == 4 * 2 * (24 + 40)
+
+    def train(model: torch.nn.Module) -> None:
+        model(gradient((8, 24), "input", rank, 0)).square().mean().backward()
+
+    [error] = errors_of_training(models[2], train, [options], torch.device("cpu"), steps=2)
+    assert 0.1 < error < 1.5
+
+
+def test_complex_parameters() -> None:
+    ranks.run(2, _complex)
 
 
 def _apart(rank: int) -> None:

@@ -252,6 +252,44 @@ def test_parameters_that_are_not_named_keep_what_they_have(
         assert step_count == 6
 
 
+def _complex(rank: int) -> None:
+    """A complex parameter's state is real, and goes on to the bit."""
+
+    def make() -> DistributedDataParallel:
+        values = {"c": torch.zeros(20, 24, dtype=torch.complex64).t()}
+        ddp = DistributedDataParallel(Synthetic(values))
+        tp.attach(ddp, OPTIONS)
+        return ddp
+
+    def train(ddp: DistributedDataParallel, i: int) -> torch.Tensor:
+        pairs = gradients({"c": (24, 20, 2)}, rank, i)["c"]
+        ddp.zero_grad()
+        ddp({"c": torch.view_as_complex(pairs)}).backward()
+        [weight] = ddp.parameters()
+        assert weight.grad is not None
+        return weight.grad
+
+    first = make()
+    for i in range(3):
+        train(first, i)
+    states = [from_bytes(to_bytes(tp.state_dict(first, per_rank))) for per_rank in (False, True)]
+    mean = states[0]["parameters"]["weights.c"]
+    assert mean["residual"].shape == (24, 20, 2)
+    assert mean["q"].shape == (2, 2 * 24)  # The matrix has the order of the memory: 20 x 48.
+    expected = train(first, 3)
+    for per_rank in (False, True):
+        ddp = make()
+        tp.load_state_dict(ddp, states[per_rank])
+        again = tp.state_dict(ddp, per_rank)["parameters"]["weights.c"]
+        assert again["crc32"] == states[per_rank]["parameters"]["weights.c"]["crc32"]
+        output = train(ddp, 3)
+        assert torch.equal(output, expected) if per_rank else torch.allclose(output, expected)
+
+
+def test_complex_parameters_resume() -> None:
+    ranks.run(2, _complex)
+
+
 def _refused(rank: int, data: bytes, spoil: str) -> tuple[str, str]:
     ddp = make_attached(SHAPES, OPTIONS)
     state = from_bytes(data)

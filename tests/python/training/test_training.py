@@ -14,7 +14,7 @@ WORLD_SIZE = 2
 # The identity's bounds, as in test_identity: in float32, in float64, and for outputs that are each
 # rounded to bfloat16 once.
 TOLERANCE = 1e-5
-OTHER_DTYPES = {"fp64.weight": 1e-13, "bf16.weight": STEPS / 4 * 2**-9}
+OTHER_DTYPES = {"fp64.weight": 1e-13, "precise": 1e-13, "bf16.weight": STEPS / 4 * 2**-9}
 
 
 def _run_all(rank: int, names: list[str]) -> dict[str, Facts]:
