@@ -141,6 +141,27 @@ def complex_parameters(rank: int) -> Facts:
     return train(TrainingPair(lambda _: Spectral()), _square, rank)
 
 
+class OddShapes(nn.Module):
+    """Parameters without elements or dimensions, with gaps in memory, and an expanded gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 20)
+        self.scalar = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.zeros(0, 20))
+        self.gaps = nn.Parameter(0.1 * torch.randn(20, 56)[:, ::2])
+        self.expanded = nn.Parameter(0.1 * torch.randn(18, 25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.cat([self.linear(x) * self.scalar, self.empty])
+        return hidden @ self.gaps + self.expanded.mean()
+
+
+@case
+def odd_shapes(rank: int) -> Facts:
+    return train(TrainingPair(lambda _: OddShapes()), _square, rank)
+
+
 class Tied(nn.Module):
     """The ends of a language model: the embedding's weights are the output layer's."""
 
