@@ -59,9 +59,8 @@ void register_model(py::module_& module) {
       .def_readonly("captured", &LayerStats::captured);
   py::class_<AttachedModel, std::shared_ptr<AttachedModel>>(module, "AttachedModel")
       .def(py::init([](const BackendPowerSGD& backend, std::vector<std::string> names,
-                       std::vector<at::Tensor> parameters, const Options& options) {
-             return AttachedModel::attach(backend.session(), std::move(names),
-                                          std::move(parameters), options);
+                       const std::vector<at::Tensor>& parameters, const Options& options) {
+             return AttachedModel::attach(backend.session(), std::move(names), parameters, options);
            }),
            py::arg("backend"), py::arg("names"), py::arg("parameters"), py::arg("options"), NoGil())
       .def(
