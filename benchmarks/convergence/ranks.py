@@ -20,6 +20,11 @@ _COLLECTIVE_SECONDS = 120
 
 Make = Callable[[nn.Module], Trainee]
 
+# The groups of this process, which exits without destroying them. A callback of torch's hook may
+# hold the last reference to one. Gloo's own thread would then destroy it, and abort on joining
+# itself.
+_groups: list[dist.ProcessGroup | None] = []
+
 
 def run(
     function: Callable[..., Any], method: str, approximation: int, seed: int, *args: Any
@@ -56,6 +61,7 @@ def _rank(
         timeout=timedelta(seconds=_COLLECTIVE_SECONDS),
         pg_options=chosen.options(approximation, seed) if chosen.options else None,
     )
+    _groups.append(dist.group.WORLD)
     result = function(lambda model: chosen.make(model, approximation, seed), *args)
     dist.destroy_process_group()
     return result
