@@ -108,9 +108,11 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
             model.check_local(local)
         else:
             model.check_state(mean)
-        plain = {"per_rank": per_rank, "step": saved.step}
-        if not per_rank:
-            plain["content"] = content
+        plain = {
+            "per_rank": per_rank,
+            "step": saved.step,
+            "content": 0 if per_rank else content,
+        }
     except Exception as invalid:  # The other ranks wait for this rank's error, of any type.
         plain = error_as_arguments(invalid)
     timeout = find_backends(group)[0].options._timeout
@@ -167,7 +169,7 @@ def _compare(everyone: list[dict[str, Any]]) -> str:
                 f"and {mine['step']} on rank {rank}, per_rank {first['per_rank']} and "
                 f"{mine['per_rank']}"
             )
-        if mine.get("content") != first.get("content"):
+        if mine["content"] != first["content"]:
             return (
                 f"a checkpoint made without per_rank must be the same on all ranks: that of rank "
                 f"{rank} differs from rank 0's"

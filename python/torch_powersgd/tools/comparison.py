@@ -69,6 +69,7 @@ class Comparison:
         self.models = [
             _C.AttachedModel(backend, self.names, self.parameters, each._core()) for each in options
         ]
+        self._sizes = [as_reals(parameter).numel() for parameter in self.parameters]
         # Squared norms by parameter: those of each setting's errors, and of the gradients.
         count = len(self.parameters)
         self._errors = torch.zeros(len(options), count, dtype=torch.float64, device=device)
@@ -86,7 +87,7 @@ class Comparison:
         for model, copy in zip(self.models, copies, strict=True):
             model.reduce(bucket, copy, parameters, self.averaging.size()).wait()
         average_exactly(buffer, self.averaging)
-        sizes = [as_reals(self.parameters[i]).numel() for i in parameters]
+        sizes = [self._sizes[i] for i in parameters]
         outputs = [copy.split(sizes) for copy in copies]
         for place, (i, exact) in enumerate(zip(parameters, buffer.split(sizes), strict=True)):
             gradient = exact.double()
