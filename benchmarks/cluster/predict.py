@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any
 
-from cluster.rank import Job, join_group, this_job
+from cluster.rank import Job, group_of, this_job
 
 SHORTEST_MS = 0.001  # the least prediction; less is lost in noise
 
@@ -60,15 +60,12 @@ def _predictions(job: Job) -> dict[str, float]:
 
 def main() -> None:
     job = this_job()
-    import torch.distributed as dist
-
     from cluster import methods
 
-    join_group(job, methods.POWERSGD[job.device])
-    predictions = _predictions(job)
-    with open(sys.argv[2], "w") as results:
-        print(json.dumps(predictions), file=results)
-    dist.destroy_process_group()
+    with group_of(job, methods.POWERSGD[job.device]):
+        predictions = _predictions(job)
+        with open(sys.argv[2], "w") as results:
+            print(json.dumps(predictions), file=results)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -101,10 +102,11 @@ def this_job() -> Job:
     return Job(**json.loads(sys.argv[1]))
 
 
-def join_group(job: Job, backend: str, options: Any = None) -> None:
+def group_of(job: Job, backend: str, options: Any = None) -> AbstractContextManager[None]:
     import torch.distributed as dist
+    from groups import default_group
 
-    dist.init_process_group(
+    return default_group(
         backend,
         store=dist.FileStore(job.store, job.world),
         rank=job.rank,
@@ -116,16 +118,12 @@ def join_group(job: Job, backend: str, options: Any = None) -> None:
 
 def main() -> None:
     job = this_job()
-    import torch.distributed as dist
-
     from cluster import methods
 
     method = methods.find(job.method)
     options = method.options(job.approximation, job.seed) if method.options else None
-    join_group(job, method.backend[job.device], options)
-    with open(sys.argv[2], "w") as results:
+    with group_of(job, method.backend[job.device], options), open(sys.argv[2], "w") as results:
         _train(job, sys.stdin, results)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

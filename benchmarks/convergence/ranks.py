@@ -12,6 +12,7 @@ import local_ranks
 import torch
 import torch.distributed as dist
 from cluster.methods import Trainee, find
+from groups import default_group
 from torch import nn
 
 WORLD = 2
@@ -19,11 +20,6 @@ _LIMIT_SECONDS = 1800  # for a run; one that hangs is ended by the limit of its 
 _COLLECTIVE_SECONDS = 120
 
 Make = Callable[[nn.Module], Trainee]
-
-# The groups of this process, which exits without destroying them. A callback of torch's hook may
-# hold the last reference to one. Gloo's own thread would then destroy it, and abort on joining
-# itself.
-_groups: list[dist.ProcessGroup | None] = []
 
 
 def run(
@@ -53,15 +49,12 @@ def _rank(
 ) -> Any:
     torch.set_num_threads(1)
     chosen = find(method)
-    dist.init_process_group(
+    with default_group(
         chosen.backend["cpu"],
         store=dist.FileStore(str(folder / "store"), WORLD),
         rank=rank,
         world_size=WORLD,
         timeout=timedelta(seconds=_COLLECTIVE_SECONDS),
         pg_options=chosen.options(approximation, seed) if chosen.options else None,
-    )
-    _groups.append(dist.group.WORLD)
-    result = function(lambda model: chosen.make(model, approximation, seed), *args)
-    dist.destroy_process_group()
-    return result
+    ):
+        return function(lambda model: chosen.make(model, approximation, seed), *args)

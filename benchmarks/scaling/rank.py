@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from groups import default_group
 from local_ranks import bytes_written
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -62,17 +63,17 @@ def measure(rank: int, folder: Path, setting: Setting, checkpoints: bool) -> dic
     torch.manual_seed(rank)
     store = _store(rank, folder, setting.world)
     before, laps = process.touched_memory(), process.Laps()
-    dist.init_process_group(
+    with default_group(
         "gloo" if setting.options is None else "cpu:powersgd",
         store=store,
         rank=rank,
         world_size=setting.world,
         timeout=timedelta(seconds=_COLLECTIVE_SECONDS),
-    )
-    laps.end("init")
-    result = _trained(setting, checkpoints, laps, store.port)
+    ):
+        laps.end("init")
+        # The DDP module ends before the group: plain Gloo may hang otherwise.
+        result = _trained(setting, checkpoints, laps, store.port)
     result["memory_bytes"] -= before
-    dist.destroy_process_group()  # after the DDP module: plain Gloo may hang otherwise
     return result
 
 
