@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from clock import Clock, PeakMemory, profile
 from contestants import STAGES, Hook, Ours
+from groups import default_group
 from provenance import processor, provenance, write
 
 import torch_powersgd
@@ -268,9 +269,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        run(cases_of(arguments, device), arguments, record)
-        dist.destroy_process_group()
+        with default_group(backend, store=store, rank=0, world_size=1):
+            run(cases_of(arguments, device), arguments, record)
 
 
 if __name__ == "__main__":
