@@ -10,10 +10,10 @@
 //   3. A lane adds up rank x 4 sums, with 4 or 8 independent vector loads of M at a time.
 //   4. The warps' sums are added in shared memory, in the order of the warps.
 // A skipped step sends zeros, and so does a matrix that no rank uses.
-// Above rank 8, tensor cores may take the place of 3. and 4., see back_project_tensor.cuh.
+// Above rank 8, products in bfloat16 may take the place of 3. and 4. (back_project_bfloat16.cuh).
 // Where a strip has several row ranges, 4. writes to the workspace, and the strip's last block adds
 // the ranges in their order.
-#include "kernels/cuda/back_project_tensor.cuh"
+#include "kernels/cuda/back_project_bfloat16.cuh"
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/stored_m.cuh"
 #include "kernels/cuda/work.cuh"
@@ -152,27 +152,28 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
 }
 
 template <int R>
-__global__ void __launch_bounds__(kThreads, kTensorBlocksOfBackProject<R>)
-    back_project_tensor_kernel(Bucket bucket, int64_t first_tile) {
+__global__ void __launch_bounds__(kThreads, 2)
+    back_project_bfloat16_kernel(Bucket bucket, int64_t first_tile) {
   const Work& work = *begin_work(bucket, first_tile);
   const DType stored =
       work.matrix.memory == nullptr ? bucket.gradient_dtype : bucket.residual_dtype;
   if (stored == DType::kFloat32)
-    back_project_tensor_tile<R, float>(bucket, work.matrix, work.tile);
+    back_project_bfloat16_tile<R, float>(bucket, work.matrix, work.tile);
   else
-    back_project_tensor_tile<R, uint16_t>(bucket, work.matrix, work.tile);
+    back_project_bfloat16_tile<R, uint16_t>(bucket, work.matrix, work.tile);
 }
 
 template <int R, typename F>
 Status launch_back_project(const Bucket& bucket, Stream stream) {
   const int64_t* begin = bucket.tile_list_begin.data();
   if constexpr (R > 8) {
-    bool tensor_cores = false;
-    const Status status = runs_on_tensor_cores<back_project_tensor_kernel<R>>(&tensor_cores);
+    bool bfloat16 = false;
+    const Status status =
+        takes_bfloat16_products<back_project_bfloat16_kernel<R>>(bucket, &bfloat16);
     if (status != 0) return status;
-    if (tensor_cores && bucket.largest_rank <= R)
-      return launch<back_project_tensor_kernel<R>>(
-          begin[kBackProjectTiles + 1] - begin[kBackProjectTiles], kTensorBytesOfBackProject<R>,
+    if (bfloat16 && bucket.largest_rank <= R)
+      return launch<back_project_bfloat16_kernel<R>>(
+          begin[kBackProjectTiles + 1] - begin[kBackProjectTiles], kBfloat16BytesOfBackProject<R>,
           stream, Predecessor::kAllowsSuccessor, bucket, begin[kBackProjectTiles]);
   }
   return launch<back_project_kernel<R, F>>(

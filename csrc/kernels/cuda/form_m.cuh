@@ -9,9 +9,9 @@
 
 namespace powersgd::kernels::cuda {
 
-// kRows rows of a matrix, each kRowStep after the one before, by pointers to the first row at the
-// tile's first column. F is the factor type. G and M say how the gradient and memory are stored.
-template <int kRows, typename F, typename G, typename M, int kRowStep = 1>
+// kRows rows of a matrix, by pointers to the first row at the tile's first column. F is the factor
+// type. G and M say how the gradient and memory are stored.
+template <int kRows, typename F, typename G, typename M>
 struct Rows {
   const G* gradient;
   M* memory;       // null: M is the gradient
@@ -21,28 +21,26 @@ struct Rows {
   int count;  // rows that exist, of kRows
   bool aligned;
   DType gradient_dtype, residual_dtype;
-  F scale;
+  F scale;  // share_residual_scale
 
   // A lane's columns from `col` on, of a tile of `width`.
   __device__ LaneColumns columns(int col, int width) const { return {aligned, width - col}; }
 
   // A row beyond the last repeats the first, and is not stored.
-  __device__ int64_t offset(int row) const {
-    return row < count ? int64_t{row * kRowStep} * cols : 0;
-  }
+  __device__ int64_t offset(int row) const { return row < count ? int64_t{row} * cols : 0; }
 };
 
-// The rows of a tile from the first-th on. There are none if that is beyond the tile's end.
-template <int kRows, typename F, typename G, typename M, int kRowStep = 1>
-__device__ __forceinline__ Rows<kRows, F, G, M, kRowStep> rows_of(const Bucket& bucket,
-                                                                  const Work& work, int first) {
+// The rows of a tile from the first-th on, without their scale. There are none if that is beyond the
+// tile's end.
+template <int kRows, typename F, typename G, typename M>
+__device__ __forceinline__ Rows<kRows, F, G, M> rows_of(const Bucket& bucket, const Work& work,
+                                                        int first) {
   const Tile& tile = work.tile;
   const Matrix& matrix = work.matrix;
-  const int left =
-      (static_cast<int>(tile.row_end - tile.row_begin) - first + kRowStep - 1) / kRowStep;
+  const int left = static_cast<int>(tile.row_end - tile.row_begin) - first;
   const int64_t row = tile.row_begin + (left > 0 ? first : 0);
   const int64_t offset = row * matrix.cols + tile.col_begin;
-  Rows<kRows, F, G, M, kRowStep> rows;
+  Rows<kRows, F, G, M> rows;
   rows.count = left < 0 ? 0 : left < kRows ? left : kRows;
   rows.gradient = static_cast<const G*>(bucket.gradient) + matrix.gradient_offset + offset;
   rows.memory =
@@ -57,7 +55,6 @@ __device__ __forceinline__ Rows<kRows, F, G, M, kRowStep> rows_of(const Bucket& 
       is_aligned(static_cast<const F*>(matrix.q_warm), matrix.cols);
   rows.gradient_dtype = bucket.gradient_dtype;
   rows.residual_dtype = bucket.residual_dtype;
-  rows.scale = static_cast<F>(residual_scale(bucket, matrix));
   return rows;
 }
 
@@ -71,9 +68,9 @@ struct StoredElements {
   G gradient[kLoadedRows][4];
   M memory[kLoadedRows][4];
 
-  template <int kRows, typename F, int kRowStep>
-  __device__ __forceinline__ void load(const Rows<kRows, F, G, M, kRowStep>& rows, int first,
-                                       int col, const LaneColumns& columns) {
+  template <int kRows, typename F>
+  __device__ __forceinline__ void load(const Rows<kRows, F, G, M>& rows, int first, int col,
+                                       const LaneColumns& columns) {
     POWERSGD_UNROLL
     for (int i = 0; i < kLoadedRows; ++i)
       load_stored<Access::kNonTemporal>(rows.gradient + rows.offset(first + i) + col, columns,
@@ -115,8 +112,8 @@ __device__ __forceinline__ void examine_gradient(F (&gradient)[kLoadedRows][4],
 }
 
 // m = scale * memory + gradient, where memory still holds M of the last step.
-template <int kRows, typename F, typename G, typename M, int kRowStep>
-__device__ __forceinline__ void add_gradient(const Rows<kRows, F, G, M, kRowStep>& rows,
+template <int kRows, typename F, typename G, typename M>
+__device__ __forceinline__ void add_gradient(const Rows<kRows, F, G, M>& rows,
                                              const StoredElements<G, M>& stored,
                                              F (&m)[kLoadedRows][4], ElementFlags* flags) {
   POWERSGD_UNROLL
@@ -147,9 +144,9 @@ __device__ __forceinline__ void subtract_product(const F* p, const F (&q)[4],
 }
 
 // Stores M in memory, and makes m what memory holds: rounded, and within memory's range.
-template <int kRows, typename F, typename G, typename M, int kRowStep>
-__device__ __forceinline__ void store_m(const Rows<kRows, F, G, M, kRowStep>& rows, int first,
-                                        int col, const LaneColumns& columns, F (&m)[kLoadedRows][4],
+template <int kRows, typename F, typename G, typename M>
+__device__ __forceinline__ void store_m(const Rows<kRows, F, G, M>& rows, int first, int col,
+                                        const LaneColumns& columns, F (&m)[kLoadedRows][4],
                                         ElementFlags* flags) {
   if (rows.memory == nullptr) return;
   const F limit = largest<M>(rows.residual_dtype);

@@ -25,7 +25,7 @@ namespace powersgd::kernels::cuda {
 // Programmatic dependent launch (Hopper): a kernel's blocks may be placed while its predecessor
 // drains. It is used only where the predecessor in the stream is a kernel of the same stage chain,
 // never after a collective or an event. Both kernels take part:
-//   - The predecessor calls allow_successor() in every block.
+//   - The predecessor calls allow_successor() in every block that does not end before.
 //   - The successor calls wait_for_predecessor() before it reads what the predecessor writes.
 __device__ __forceinline__ void allow_successor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -87,7 +87,6 @@ constexpr int kBlocksPerProcessor = R > 16 ? 1 : 0;
 template <int R, bool kAnyRank, typename F>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
     orthogonalize_kernel(const __grid_constant__ Bucket bucket, Tickets tickets) {
-  allow_successor();
   const Ticket ticket =
       take_ticket(&bucket.counters[kOrthogonalizeTickets], tickets.all(), &shared()->ticket);
   if (ticket.order < tickets.tiles) {
@@ -97,6 +96,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
   }
   const auto checks = static_cast<uint64_t>(tickets.tiles);
   await(&bucket.counters[kGramsWritten], (ticket.launch + 1) * checks);
+  // Not before: the successor's blocks would wait on every processor for as long as this kernel
+  // runs, and leave no room for the backward pass.
+  allow_successor();
   const bool skip = bucket.counters[kNonFiniteP] == ticket.launch + 1 ||
                     !(p_payload<F>(bucket)[bucket.p_numel - 1] == 0);
   if (ticket.order == tickets.tiles && threadIdx.x == 0) bucket.state->skipped = skip ? 1 : 0;

@@ -115,23 +115,44 @@ __device__ __forceinline__ float load_scale(const uint8_t* packet, const GroupPl
   return bfloat16_to_float(*reinterpret_cast<const uint16_t*>(packet + place.scale));
 }
 
+// A lane's codes of a batch in one packet.
+template <WireDType kWire>
+struct SentBatch {
+  BatchOf<typename Codes<kWire>::Code> codes;
+  float scales[kBatch];
+
+  template <typename F>
+  __device__ __forceinline__ void load(const uint8_t* packet, const Group<F>* batch) {
+    POWERSGD_UNROLL
+    for (int g = 0; g < kBatch; ++g) {
+      Codes<kWire>::load(packet + batch[g].place.codes, lane_id(), codes[g]);
+      scales[g] = load_scale<kWire>(packet, batch[g].place);
+    }
+  }
+};
+
+constexpr int kSourcesAtOnce = 4;  // whose loads are in flight together
+
 // Adds what the sources have sent, in their order. A sum begins with -0, which changes no value.
 template <WireDType kWire, typename F>
 __device__ __forceinline__ void add_sources(const Sources& sources, const Group<F>* batch,
                                             BatchOf<F>& sums) {
-  using Wire = Codes<kWire>;
   for_lane_elements([&](int g, int j) { sums[g][j] = F{-0.0f}; });
   POWERSGD_NO_UNROLL
-  for (int32_t i = 0; i < sources.count; ++i) {
-    const uint8_t* const packet = global(sources.first + i * sources.bytes);
-    BatchOf<typename Wire::Code> codes;
-    float scales[kBatch];
+  for (int32_t first = 0; first < sources.count; first += kSourcesAtOnce) {
+    SentBatch<kWire> sent[kSourcesAtOnce];
     POWERSGD_UNROLL
-    for (int g = 0; g < kBatch; ++g) {
-      Wire::load(packet + batch[g].place.codes, lane_id(), codes[g]);
-      scales[g] = load_scale<kWire>(packet, batch[g].place);
+    for (int i = 0; i < kSourcesAtOnce; ++i) {
+      if (first + i < sources.count)
+        sent[i].load(global(sources.first + (first + i) * sources.bytes), batch);
     }
-    for_lane_elements([&](int g, int j) { sums[g][j] += Wire::decode(codes[g][j], scales[g]); });
+    POWERSGD_UNROLL
+    for (int i = 0; i < kSourcesAtOnce; ++i) {
+      if (first + i >= sources.count) continue;
+      for_lane_elements([&](int g, int j) {
+        sums[g][j] += Codes<kWire>::decode(sent[i].codes[g][j], sent[i].scales[g]);
+      });
+    }
   }
 }
 

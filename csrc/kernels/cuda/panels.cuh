@@ -45,11 +45,6 @@ class Panels {
     return shared_ + (used_ * R + row) * kStride;
   }
 
-  // A row of the panel in use, at this lane's columns.
-  __device__ __forceinline__ void load(int from_row, F (&out)[4]) const {
-    load_columns<Access::kReuse>(row(from_row) + threadIdx.x % kWarpSize * 4, DType::kFloat32, out);
-  }
-
  private:
   // kWidth columns at a time.
   template <int kRows, int kWidth>

@@ -48,7 +48,8 @@ template <int R, typename F, typename G, typename M>
 __device__ void project_tile_of_any_rank(const Bucket& bucket, Work* work) {
   constexpr int kRows = project_rows_per_warp(kMaxFastRank + 1, sizeof(F) == 8);
   const int first = static_cast<int>(threadIdx.x) / kWarpSize * kRows;
-  const auto rows = rows_of<kRows, F, G, M>(bucket, *work, first);
+  auto rows = rows_of<kRows, F, G, M>(bucket, *work, first);
+  rows.scale = share_residual_scale<F>(bucket, work);
   const int width =
       rows.count > 0 ? static_cast<int>(work->tile.col_end - work->tile.col_begin) : 0;
   const F* const q_local = static_cast<const F*>(work->matrix.q_local) + work->tile.col_begin;

@@ -8,14 +8,12 @@
 //   2. The other blocks prepare, and wait for 1. Each takes one of two kinds of tiles:
 //      - A strip of 128 columns by a range of rows of a gradient. The block copies p_hat's rows to
 //        shared memory. Up to rank 8 a lane holds four columns of Q in registers. Above, the block
-//        has the strip of Q in shared memory too, or tensor cores take the place of both, see
-//        reconstruct_tensor.cuh. The first block of a strip writes q_warm, and that of the first
-//        strip q_norms.
+//        has the strip of Q in shared memory too. The first block of a strip writes q_warm, and that
+//        of the first strip q_norms.
 //      - A part of a raw segment.
 //    If the step is skipped, the gradients become NaN, and memory and the factors are as before.
 #include "kernels/cuda/dispatch.cuh"
 #include "kernels/cuda/grid.cuh"
-#include "kernels/cuda/reconstruct_tensor.cuh"
 #include "kernels/cuda/reconstruct_tile.cuh"
 #include "kernels/cuda/reduce.cuh"
 #include "kernels/shared/steps.h"
@@ -184,11 +182,11 @@ __device__ void skip_tile(const Bucket& bucket, const Matrix& matrix, const Tile
   }
 }
 
-template <int R, bool kTensorCores>
-constexpr int kBlocksPerProcessor = R == kAnyRank || kTensorCores ? 2 : 4;
+template <int R>
+constexpr int kBlocksPerProcessor = R == kAnyRank ? 2 : 4;
 
-template <int R, typename G, bool kTensorCores>
-__global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kTensorCores>))
+template <int R, typename G>
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
     reconstruct_kernel(Bucket bucket, Tickets tickets) {
   using F = Factor<G>;
   const Ticket ticket = take_ticket(&bucket.counters[kReconstructTickets], tickets.all(),
@@ -217,44 +215,25 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kTensorCores
     return;
   }
   const Matrix matrix = bucket.matrices[tile.item];
-  bool skip = false;
-  if constexpr (kTensorCores)
-    skip = reconstruct_tensor_tile<R, G>(bucket, matrix, tile, await_checks);
-  else
-    skip = reconstruct_tile<R, G>(bucket, matrix, tile, await_checks);
+  const bool skip = reconstruct_tile<R, G>(bucket, matrix, tile, await_checks);
   if (skip) skip_tile<F>(bucket, matrix, tile);
   if (tile.row_begin == 0) update_warm_start<F>(bucket, tickets, skip);
 }
 
-template <int R, typename G, bool kTensorCores = false>
+template <int R, typename G>
 Status launch_reconstruct(const Bucket& bucket, Stream stream) {
   const int64_t* begin = bucket.tile_list_begin.data();
   const Tickets tickets{begin[kQCheckTiles], begin[kQCheckTiles + 1] - begin[kQCheckTiles],
                         begin[kReconstructTiles],
                         begin[kReconstructTiles + 1] - begin[kReconstructTiles]};
-  const size_t bytes = kTensorCores ? kTensorBytesOfReconstruct<R> : kReconstructBytes<R, G>;
-  return launch<reconstruct_kernel<R, G, kTensorCores>>(tickets.all(), kTicketBytes + bytes, stream,
-                                                        Predecessor::kAnything, bucket, tickets);
-}
-
-// At ranks above 8, R bounds the rank if tensor cores are used.
-template <int R, typename G>
-Status launch_above_rank_8(const Bucket& bucket, Stream stream) {
-  bool tensor_cores = false;
-  const Status status = runs_on_tensor_cores<reconstruct_kernel<R, G, true>>(&tensor_cores);
-  if (status != 0) return status;
-  return tensor_cores ? launch_reconstruct<R, G, true>(bucket, stream)
-                      : launch_reconstruct<kAnyRank, G>(bucket, stream);
+  return launch<reconstruct_kernel<R, G>>(tickets.all(), kTicketBytes + kReconstructBytes<R, G>,
+                                          stream, Predecessor::kAnything, bucket, tickets);
 }
 
 template <typename G>
 Status launch_by_rank(const Bucket& bucket, Stream stream) {
-  return with_rank<1, 2, 4, 8, 16, 32>(bucket, [&](auto rank) {
-    if constexpr (rank > 8)
-      return launch_above_rank_8<rank, G>(bucket, stream);
-    else
-      return launch_reconstruct<rank, G>(bucket, stream);
-  });
+  return with_rank<1, 2, 4, 8>(
+      bucket, [&](auto rank) { return launch_reconstruct<rank, G>(bucket, stream); });
 }
 
 }  // namespace

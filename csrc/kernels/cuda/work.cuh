@@ -21,19 +21,40 @@ struct ElementFlags {
 struct alignas(16) Work {
   Tile tile;
   Matrix matrix;  // that the tile is a part of, unless it is one of a raw segment
+  double scale;   // of the residual, see share_residual_scale
   ElementFlags flags;
 };
+
+// A table's entry is copied by as many threads as it has words, all of whose loads are in flight at
+// once.
+using Word = uint64_t __attribute__((may_alias));
+template <typename Entry>
+__device__ __forceinline__ void copy_entry(const Entry& from, Entry& to) {
+  static_assert(sizeof(Entry) % sizeof(Word) == 0 && sizeof(Entry) / sizeof(Word) <= kWarpSize);
+  if (threadIdx.x < sizeof(Entry) / sizeof(Word))
+    reinterpret_cast<Word*>(&to)[threadIdx.x] = reinterpret_cast<const Word*>(&from)[threadIdx.x];
+}
 
 // All threads of the block call this.
 __device__ __forceinline__ Work* begin_work(const Bucket& bucket, int64_t first_tile) {
   Work* const work = reinterpret_cast<Work*>(shared_memory());
-  if (threadIdx.x == 0) {
-    work->tile = bucket.tiles[first_tile + blockIdx.x];
-    if (work->tile.kind != TileKind::kRawSegment) work->matrix = bucket.matrices[work->tile.item];
-    work->flags = {0, 0, 0};
+  const Tile& tile = bucket.tiles[first_tile + blockIdx.x];
+  if (threadIdx.x < kWarpSize) {
+    copy_entry(tile, work->tile);
+    if (tile.kind != TileKind::kRawSegment) copy_entry(bucket.matrices[tile.item], work->matrix);
+    if (threadIdx.x == 0) work->flags = {0, 0, 0};
   }
   __syncthreads();
   return work;
+}
+
+// One thread divides, as a division in double takes a hundred instructions. All threads of the block
+// call this.
+template <typename F>
+__device__ __forceinline__ F share_residual_scale(const Bucket& bucket, Work* work) {
+  if (threadIdx.x == 0) work->scale = residual_scale(bucket, work->matrix);
+  __syncthreads();
+  return static_cast<F>(work->scale);
 }
 
 // Adds the flags of the block to those of its matrix, or of all raw segments.

@@ -14,15 +14,20 @@ namespace {
 class BackProject : public KernelTest {
  protected:
   double roundoff() const { return unit_roundoff(bucket_.spec.factor_dtype()); }
+
+  void expect_q(const TestBucket& bucket, const DeviceMatrix& matrix, const Values& m) const {
+    const BucketSpec& spec = bucket.spec;
+    expect_close(bucket.q_of(matrix),
+                 reference_q(matrix.part, spec.operand(m), spec.operand(matrix.p_hat->get())),
+                 kSumTolerance * roundoff());
+  }
 };
 
 TEST_P(BackProject, MatchesTheReference) {
   randomize(bucket_, 1);
   bucket_.run(Stage::kBackProject);
   for (const DeviceMatrix& matrix : bucket_.matrices) {
-    expect_close(bucket_.q_of(matrix),
-                 reference_q(matrix.part, matrix.memory->get(), matrix.p_hat->get()),
-                 kSumTolerance * roundoff());
+    expect_q(bucket_, matrix, matrix.memory->get());
   }
 }
 
@@ -49,8 +54,7 @@ TEST_P(BackProject, WithoutErrorFeedbackReadsTheGradient) {
   for (const DeviceMatrix& matrix : bucket.matrices) {
     Values m = bucket.gradient_of(matrix);
     for (double& value : m) value = std::isfinite(value) ? value : 0;
-    expect_close(bucket.q_of(matrix), reference_q(matrix.part, m, matrix.p_hat->get()),
-                 kSumTolerance * roundoff());
+    expect_q(bucket, matrix, m);
   }
 }
 
@@ -87,9 +91,7 @@ TEST_P(BackProject, MatrixOutOfUseSendsZeros) {
       if (i == idle) {
         EXPECT_EQ(bucket.q_of(matrix), Values(bucket.q_of(matrix).size())) << "matrix " << i;
       } else {
-        expect_close(bucket.q_of(matrix),
-                     reference_q(matrix.part, matrix.memory->get(), matrix.p_hat->get()),
-                     kSumTolerance * roundoff());
+        expect_q(bucket, matrix, matrix.memory->get());
       }
     }
   }

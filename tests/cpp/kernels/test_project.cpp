@@ -66,7 +66,9 @@ class Project : public KernelTest {
       }
     }
     // P is that of M as it was stored.
-    expect_close(bucket_.p_of(matrix), reference_p(part, m.value, before.q_warm),
+    const BucketSpec& spec = bucket_.spec;
+    expect_close(bucket_.p_of(matrix),
+                 reference_p(part, spec.operand(m.value), spec.operand(before.q_warm)),
                  kSumTolerance * roundoff());
     EXPECT_EQ(matrix.q_local->get(), before.q_local);
     EXPECT_EQ(matrix.p_hat->get(), before.p_hat);
@@ -255,7 +257,8 @@ TEST_P(Project, WithoutErrorFeedback) {
     for (const DeviceMatrix& matrix : bucket.matrices) {
       Values m = bucket.gradient_of(matrix);
       for (double& g : m) g = std::isfinite(g) ? g : 0;
-      expect_close(bucket.p_of(matrix), reference_p(matrix.part, m, matrix.q_warm->get()),
+      expect_close(bucket.p_of(matrix),
+                   reference_p(matrix.part, spec.operand(m), spec.operand(matrix.q_warm->get())),
                    kSumTolerance * roundoff());
     }
   }

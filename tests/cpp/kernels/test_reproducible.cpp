@@ -22,8 +22,10 @@ std::vector<BucketSpec> specs() {
                                    {parts, DType::kFloat64, DType::kFloat64},
                                    {parts, DType::kBFloat16, DType::kBFloat16},
                                    {parts, DType::kFloat16, DType::kFloat16}};
-  // The largest rank that tensor cores take.
-  specs.push_back({{{90, 140, 32}, {40, 300, 12}}, DType::kBFloat16, DType::kFloat32});
+  for (const bool bfloat16_products : {false, true}) {
+    specs.push_back({{{90, 140, 32}, {40, 300, 12}}, DType::kBFloat16, DType::kFloat32});
+    specs.back().bfloat16_products = bfloat16_products;
+  }
   return specs;
 }
 

@@ -92,6 +92,19 @@ double distance(Values a, const Values& b) {
   return norm(a);
 }
 
+// The outputs and the factors that must agree are the same on all ranks.
+void expect_agreement(const World& world) {
+  const TestBucket& first = *world.ranks[0];
+  for (size_t rank = 1; rank < world.ranks.size(); ++rank) {
+    const TestBucket& other = *world.ranks[rank];
+    ASSERT_EQ(other.gradient->bytes(), first.gradient->bytes());
+    for (size_t i = 0; i < first.matrices.size(); ++i) {
+      ASSERT_EQ(other.matrices[i].p_hat->bytes(), first.matrices[i].p_hat->bytes());
+      ASSERT_EQ(other.matrices[i].q_warm->bytes(), first.matrices[i].q_warm->bytes());
+    }
+  }
+}
+
 class Step : public ::testing::TestWithParam<RunnerFactory> {
  protected:
   // Each rank has its own mean, as with data that are not identically distributed.
@@ -121,6 +134,32 @@ TEST_P(Step, OutputsAndResidualAddUpToTheGradients) {
     add_scaled(actual, world.mean_residual(), 1);
     EXPECT_LE(distance(actual, expected), 1e-5 * norm(expected)) << size << " ranks";
   }
+}
+
+// What q loses to bfloat16 stays in the residual, because M - p_hat q is formed in float. An output
+// is as close to the mean gradient as the operands' roundings, 2^-8, allow.
+TEST_P(Step, NothingIsLostToBfloat16Products) {
+  BucketSpec spec{{{60, 70, 12}, {33, 90, 9}}};
+  spec.bfloat16_products = true;
+  World world(GetParam(), 2, spec);
+  const int64_t numel = numel_of(spec.parts);
+  Values expected(static_cast<size_t>(numel)), actual = expected, factors;
+  for (const Part& part : spec.parts) {
+    const Values exact =
+        reference_product({part.rows, part.cols, 5}, random_values(part.rows * 5, 1),
+                          random_values(part.cols * 5, 2))
+            .value;
+    factors.insert(factors.end(), exact.begin(), exact.end());
+  }
+  for (uint64_t step = 0; step < 10; ++step) {
+    add_scaled(expected, factors, 1);
+    const Values output = world.step({factors, factors});
+    EXPECT_LE(distance(output, factors), std::ldexp(1.0, -7) * norm(factors)) << "step " << step;
+    add_scaled(actual, output, 1);
+    expect_agreement(world);
+  }
+  add_scaled(actual, world.mean_residual(), 1);
+  EXPECT_LE(distance(actual, expected), 1e-5 * norm(expected));
 }
 
 TEST_P(Step, GradientOfLowRankComesBackExactly) {
@@ -171,19 +210,6 @@ TEST_P(Step, ConstantGradientConvergesToItself) {
   for (double& value : sum) value /= 200;
   EXPECT_LE(distance(sum, mean), 0.1 * norm(mean));
   EXPECT_LE(norm(world.mean_residual()), 1.5 * residual);
-}
-
-// The outputs and the factors that must agree are the same on all ranks.
-void expect_agreement(const World& world) {
-  const TestBucket& first = *world.ranks[0];
-  for (size_t rank = 1; rank < world.ranks.size(); ++rank) {
-    const TestBucket& other = *world.ranks[rank];
-    ASSERT_EQ(other.gradient->bytes(), first.gradient->bytes());
-    for (size_t i = 0; i < first.matrices.size(); ++i) {
-      ASSERT_EQ(other.matrices[i].p_hat->bytes(), first.matrices[i].p_hat->bytes());
-      ASSERT_EQ(other.matrices[i].q_warm->bytes(), first.matrices[i].q_warm->bytes());
-    }
-  }
 }
 
 TEST_P(Step, RanksAgreeBitForBit) {

@@ -91,8 +91,6 @@ std::vector<RunnerFactory> stage_runners() {
   return runners;
 }
 
-std::vector<RunnerFactory> tensor_core_runners() { return {}; }
-
 bool run_cpu_kernels() { return true; }
 
 std::vector<std::vector<RunnerFactory>> runners_equal_in_all_stages() {

@@ -99,8 +99,6 @@ RunnerFactory cuda_runner(const std::string& name) {
 
 std::vector<RunnerFactory> stage_runners() { return {cuda_runner("cuda")}; }
 
-std::vector<RunnerFactory> tensor_core_runners() { return {}; }
-
 bool run_cpu_kernels() { return false; }
 
 // They run one after the other, and the results must not depend on timing.

@@ -54,7 +54,7 @@ std::vector<BucketSpec> bucket_specs() {
     specs.back().misalignment = specs.size() % 3;
   }
   for (const auto& parts : aligned_shapes) specs.push_back({parts});
-  // The ranks of the tensor cores, and other kinds of storage.
+  // A rank of bfloat16 products that is no multiple of 8, and other kinds of storage.
   for (const auto& [gradient, residual] : dtypes) {
     if (gradient == DType::kFloat64) continue;
     specs.push_back({{{37, 150, 20}}, gradient, residual});
@@ -76,8 +76,11 @@ std::vector<KernelCase> kernel_cases() {
   for (const BucketSpec& spec : bucket_specs()) {
     for (const RunnerFactory& runner : stage_runners()) cases.push_back({runner, spec});
     const int64_t rank = largest_rank(spec);
-    if (rank < 9 || rank > 32 || spec.factor_dtype() == DType::kFloat64) continue;
-    for (const RunnerFactory& runner : tensor_core_runners()) cases.push_back({runner, spec});
+    if (run_cpu_kernels() || rank < 9 || rank > 32 || spec.factor_dtype() == DType::kFloat64)
+      continue;
+    BucketSpec rounding = spec;
+    rounding.bfloat16_products = true;
+    for (const RunnerFactory& runner : stage_runners()) cases.push_back({runner, rounding});
   }
   return cases;
 }

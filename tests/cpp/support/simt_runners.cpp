@@ -11,7 +11,7 @@ namespace {
 // The CUDA kernels on the SIMT runtime. `seed` decides the order of blocks and threads.
 class SimtRunner : public HostMemoryRunner {
  public:
-  SimtRunner(uint64_t seed, bool tensor_cores) : seed_(seed), tensor_cores_(tensor_cores) {}
+  explicit SimtRunner(uint64_t seed) : seed_(seed) {}
 
   kernels::TileTable make_tiles(const std::vector<kernels::Matrix>& matrices,
                                 const std::vector<kernels::RawSegment>& raw,
@@ -26,7 +26,6 @@ class SimtRunner : public HostMemoryRunner {
   template <class AnyStage, class Input>
   void launch(AnyStage stage, const Input& input) const {
     simt::set_seed(seed_);
-    simt::set_tensor_cores(tensor_cores_);
     if (run_stage(stage, input) != 0) throw std::runtime_error("a launch failed");
   }
 
@@ -59,31 +58,21 @@ class SimtRunner : public HostMemoryRunner {
   }
 
   const uint64_t seed_;
-  const bool tensor_cores_;
 };
 
 RunnerFactory simt_runner(uint64_t seed) {
-  return {"simt_seed_" + std::to_string(seed),
-          [=] { return std::make_unique<SimtRunner>(seed, false); }};
-}
-
-RunnerFactory tensor_core_runner(uint64_t seed) {
-  return {"simt_tensor_cores_seed_" + std::to_string(seed),
-          [=] { return std::make_unique<SimtRunner>(seed, true); }};
+  return {"simt_seed_" + std::to_string(seed), [=] { return std::make_unique<SimtRunner>(seed); }};
 }
 
 }  // namespace
 
 std::vector<RunnerFactory> stage_runners() { return {simt_runner(1)}; }
 
-std::vector<RunnerFactory> tensor_core_runners() { return {tensor_core_runner(1)}; }
-
 bool run_cpu_kernels() { return false; }
 
 // The order of blocks and threads must not matter.
 std::vector<std::vector<RunnerFactory>> runners_equal_in_all_stages() {
-  return {{simt_runner(1), simt_runner(2), simt_runner(3)},
-          {tensor_core_runner(1), tensor_core_runner(2)}};
+  return {{simt_runner(1), simt_runner(2), simt_runner(3)}};
 }
 
 std::vector<RunnerFactory> runners_equal_in_shared_stages() {

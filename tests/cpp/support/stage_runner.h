@@ -74,8 +74,6 @@ inline std::ostream& operator<<(std::ostream& stream, const RunnerFactory& facto
 
 // Returns the runners of this program. On a CPU the one that the CPU would choose comes last.
 std::vector<RunnerFactory> stage_runners();
-// Further runners, which differ only for buckets whose largest rank is 9 to 32.
-std::vector<RunnerFactory> tensor_core_runners();
 bool run_cpu_kernels();  // true if they run the CPU's kernels
 
 // Groups of runners that must agree bit for bit on every stage, and a group that must agree on

@@ -117,6 +117,7 @@ void TestBucket::build_tables() {
   bucket.residual_dtype =
       spec.gradient_dtype == DType::kFloat64 ? DType::kFloat64 : spec.residual_dtype;
   bucket.factor_dtype = spec.factor_dtype();
+  bucket.bfloat16_products = spec.bfloat16_products;
   bucket.p_payload = p_payload->data();
   bucket.q_payload = q_payload->data();
   bucket.grad_scale = bucket.output_scale = 1;
@@ -222,8 +223,13 @@ Values random_values(int64_t count, uint64_t seed, double scale) {
   return values;
 }
 
+Values BucketSpec::operand(const Values& values) const {
+  return bfloat16_products ? decode(DType::kBFloat16, encode(DType::kBFloat16, values)) : values;
+}
+
 std::string describe(const BucketSpec& spec) {
   std::string text = to_string(spec.gradient_dtype) + "_" + to_string(spec.residual_dtype);
+  if (spec.bfloat16_products) text += "_bfloat16_products";
   for (const Part& part : spec.parts) {
     text += part.is_raw() ? "_raw" + std::to_string(part.cols)
                           : "_" + std::to_string(part.rows) + "x" + std::to_string(part.cols) +

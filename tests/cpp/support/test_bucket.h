@@ -31,10 +31,14 @@ struct BucketSpec {
   bool error_feedback = true;
   int64_t misalignment = 0;     // elements by which every array starts past an aligned address
   bool tells_activity = false;  // the P payload holds an element for each matrix that says so
+  // project and back_project round what they multiply. Only the CUDA kernels do, at ranks 9 to 32.
+  bool bfloat16_products = false;
 
   DType factor_dtype() const {
     return gradient_dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   }
+  // What project and back_project multiply of these values.
+  Values operand(const Values& values) const;
 };
 
 // An array in device memory, read and written as doubles.

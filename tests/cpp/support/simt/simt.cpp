@@ -9,7 +9,6 @@ namespace simt {
 namespace {
 
 uint64_t global_seed = 1;
-bool global_tensor_cores = false;
 int64_t global_launches = 0;
 int64_t global_copied_bytes = 0;
 
@@ -21,8 +20,6 @@ Thread& running() {
 }  // namespace
 
 void set_seed(uint64_t seed) { global_seed = seed; }
-void set_tensor_cores(bool used) { global_tensor_cores = used; }
-bool tensor_cores() { return global_tensor_cores; }
 int64_t launch_count() { return global_launches; }
 int64_t async_copied_bytes() { return global_copied_bytes; }
 void count_async_copy(size_t bytes) { global_copied_bytes += static_cast<int64_t>(bytes); }

@@ -28,9 +28,6 @@ struct LaunchShape {
 
 // Changes the order in which blocks and threads run. Any value will do; the default is 1.
 void set_seed(uint64_t seed);
-// Says whether kernels use tensor cores where they can. They do not by default.
-void set_tensor_cores(bool used);
-bool tensor_cores();
 int64_t launch_count();  // since the program began
 // The bytes that asynchronous copies have read from global memory since the program began.
 int64_t async_copied_bytes();

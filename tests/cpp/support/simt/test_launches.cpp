@@ -7,6 +7,7 @@
 
 #include "kernels/cuda/launch.cuh"
 #include "powersgd/kernels.h"
+#include "support/dtypes.h"
 #include "support/kernel_test.h"
 #include "support/simt/simt.h"
 #include "support/test_packets.h"
@@ -92,20 +93,26 @@ TEST(Launches, BackProjectAloneIsDependent) {
   }
 }
 
-// They round differently, and only at ranks 9 to 32.
-TEST(Launches, TensorCoresTakeTheProducts) {
+// M and the outputs are the same, and only ranks 9 to 32 have such products.
+TEST(Launches, Bfloat16ProductsAreThoseOfTwoStages) {
   for (const int64_t rank : {8, 9, 32, 33}) {
     for (const Stage stage : {Stage::kProject, Stage::kBackProject, Stage::kReconstruct}) {
       std::vector<std::vector<uint8_t>> results;
-      for (const RunnerFactory& factory : {stage_runners()[0], tensor_core_runners()[0]}) {
-        const auto runner = factory.make();
-        TestBucket bucket(*runner, {{{70, 60, rank}}});
+      for (const bool bfloat16_products : {false, true}) {
+        const auto runner = stage_runners().front().make();
+        BucketSpec spec{{{70, 60, rank}}};
+        spec.bfloat16_products = bfloat16_products;
+        TestBucket bucket(*runner, spec);
         randomize(bucket, 1);
         bucket.q_payload->set(random_values(bucket.bucket.q_numel, 2));
         bucket.run(stage);
         results.push_back(bucket.state_bytes());
+        const Values memory = bucket.matrices[0].memory->get();
+        results.push_back(encode(DType::kFloat64, memory));
       }
-      EXPECT_EQ(results[0] == results[1], rank < 9 || rank > 32);
+      const bool rounds = rank >= 9 && rank <= 32 && stage != Stage::kReconstruct;
+      EXPECT_EQ(results[0] != results[2], rounds);
+      EXPECT_EQ(results[1], results[3]);
     }
   }
 }
