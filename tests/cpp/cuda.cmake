@@ -34,7 +34,11 @@ if(POWERSGD_boost_context)
     set_source_files_properties(
       support/simt/grid.cpp support/simt/simt.cpp support/simt/races.cpp
       PROPERTIES COMPILE_OPTIONS "-fno-sanitize=thread;-DPOWERSGD_CHECK_RACES")
-    target_compile_options(powersgd_simt PRIVATE -g1)  # reports name lines
+    target_sources(powersgd_simt_device_tests PRIVATE support/simt/test_races.cpp)
+    foreach(target powersgd_simt powersgd_simt_device_tests)
+      target_compile_options(${target} PRIVATE --param=tsan-distinguish-volatile=1
+                             -g1)  # reports name lines
+    endforeach()
   endif()
   target_link_libraries(powersgd_simt PUBLIC powersgd_options "${POWERSGD_boost_context}")
   powersgd_test(kernels_simt SOURCES $<TARGET_OBJECTS:powersgd_kernel_tests>

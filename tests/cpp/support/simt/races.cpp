@@ -5,6 +5,7 @@
 
 #if defined(POWERSGD_CHECK_RACES)
 #include <sanitizer/tsan_interface.h>
+#include <sanitizer/tsan_interface_atomic.h>
 #endif
 
 namespace simt::races {
@@ -20,6 +21,14 @@ int64_t global_reports = 0;
 extern "C" const char* __tsan_default_options() { return "exitcode=0:suppress_equal_addresses=0"; }
 extern "C" void __tsan_on_report(void*) { ++global_reports; }
 int64_t report_count() { return global_reports; }
+
+// The compiler calls these before accesses to volatile variables. They are atomic, as on a GPU.
+extern "C" void __tsan_volatile_read4(void* address) {
+  __tsan_atomic32_load(static_cast<__tsan_atomic32*>(address), __tsan_memory_order_relaxed);
+}
+extern "C" void __tsan_volatile_write4(void* address) {
+  __tsan_atomic32_fetch_or(static_cast<__tsan_atomic32*>(address), 0, __tsan_memory_order_relaxed);
+}
 
 Actor create_actor() { return __tsan_create_fiber(0); }
 void destroy_actor(Actor actor) { __tsan_destroy_fiber(actor); }

@@ -37,7 +37,7 @@ int64_t report_count();       // since the program began
 // A set of points in the execution of actors.
 class Points {
  public:
-  void add_here();             // the point where the running actor is
+  void add_here();              // the point where the running actor is
   void continue_after() const;  // what the running actor does next comes after the points
 
  private:
