@@ -5,7 +5,9 @@
 
 #if defined(POWERSGD_CHECK_RACES)
 #include <sanitizer/tsan_interface.h>
-#include <sanitizer/tsan_interface_atomic.h>
+
+extern "C" int __tsan_atomic32_load(const volatile int* address, int order);
+extern "C" int __tsan_atomic32_fetch_or(volatile int* address, int value, int order);
 #endif
 
 namespace simt::races {
@@ -23,11 +25,11 @@ extern "C" void __tsan_on_report(void*) { ++global_reports; }
 int64_t report_count() { return global_reports; }
 
 // The compiler calls these before accesses to volatile variables. They are atomic, as on a GPU.
-extern "C" void __tsan_volatile_read4(void* address) {
-  __tsan_atomic32_load(static_cast<__tsan_atomic32*>(address), __tsan_memory_order_relaxed);
+extern "C" void __tsan_volatile_read4(int* address) {
+  __tsan_atomic32_load(address, __ATOMIC_RELAXED);
 }
-extern "C" void __tsan_volatile_write4(void* address) {
-  __tsan_atomic32_fetch_or(static_cast<__tsan_atomic32*>(address), 0, __tsan_memory_order_relaxed);
+extern "C" void __tsan_volatile_write4(int* address) {
+  __tsan_atomic32_fetch_or(address, 0, __ATOMIC_RELAXED);
 }
 
 Actor create_actor() { return __tsan_create_fiber(0); }
