@@ -16,6 +16,9 @@
 //   - __threadfence() and then an atomic operation what came before, for a thread whose later
 //     operation on the same address is followed by __threadfence(), or is a load that acquires.
 // A shuffle, or an atomic operation without fences, orders nothing.
+//
+// ThreadSanitizer takes the CUDA threads that run on the same fiber for one. Races of a block with
+// those that were on its fibers before it go unnoticed, but blocks run in a random order.
 
 namespace simt::races {
 
