@@ -7,7 +7,7 @@
 
 namespace powersgd::kernels::cuda {
 
-// What another thread has written before it increased the counter can be read after this.
+// Afterwards a thread sees what others have written before a fence and a change of the counter.
 __device__ __forceinline__ uint64_t load_acquire([[maybe_unused]] const uint64_t* counter) {
   uint64_t value = 0;
 #if defined(__CUDA_ARCH__)

@@ -56,8 +56,8 @@ Grid::Grid(const LaunchShape& shape, const std::function<void()>& body, uint64_t
   for (auto& fiber : pool) free_fibers_.push_back(fiber.get());
 }
 
-// The host waits for all threads here and not before. A block that starts would otherwise come after
-// those that have ended.
+// The host waits for all threads here, and not before: a block that starts would come after those
+// that have ended.
 Grid::~Grid() {
   if (!races::kChecked) return;
   races::Points ends;

@@ -19,8 +19,8 @@ int64_t global_reports = 0;
 
 }  // namespace
 
-// A launch with a report throws, see simt.cpp. The same address is another object in another launch.
-// A thread's history takes memory, and there are hundreds of threads.
+// A launch with a report throws, see simt.cpp. In another launch an address is another object's. The
+// history of hundreds of threads takes memory.
 extern "C" const char* __tsan_default_options() {
   return "exitcode=0:suppress_equal_addresses=0:history_size=0";
 }

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-// What ThreadSanitizer is told about a launch: which CUDA thread runs, and what orders the threads'
+// ThreadSanitizer learns here which CUDA thread of a launch runs, and what orders the threads'
 // accesses to memory. Without ThreadSanitizer, nothing here has an effect.
 //
 // As on a GPU, these order accesses:

@@ -71,7 +71,7 @@ uint64_t warp_exchange(WarpOp op, unsigned mask, uint64_t value, int operand) {
   return thread.result;
 }
 
-// What the runtime allocates for a thread, the host allocates: see races.h.
+// The host allocates what the runtime needs for a thread, see races.h.
 template <typename Action>
 void as_host(const Action& action) {
   Thread& thread = running();

@@ -44,12 +44,12 @@ void yield();                   // lets other threads run, for a thread that wai
 int sync_block(int predicate);  // how many threads gave a non-zero predicate
 uint64_t warp_exchange(WarpOp op, unsigned mask, uint64_t value, int operand);
 
-// What orders memory, for ThreadSanitizer. See races.h.
+// These order memory for ThreadSanitizer, see races.h.
 void fence();
 void order_update(const void* address);   // by an atomic operation that reads and writes
 void order_acquire(const void* address);  // by a load
 
-// An asynchronous copy is made as late as it may be. The bytes that it overwrites are NaN until then.
+// An asynchronous copy is made as late as it may be. Floats that it overwrites are NaN until then.
 void copy_async(void* to, const void* from, size_t bytes);
 void commit_copies();
 void await_copies(size_t groups_left);  // all but those of the last groups that were committed

@@ -11,8 +11,8 @@
 #include "kernels/cuda/grid.cuh"
 #include "support/simt/simt.h"
 
-// What ThreadSanitizer finds in CUDA code, and what it rightly does not. It reports two lines of
-// code once, so that each kernel below is instantiated for one test.
+// ThreadSanitizer finds the races of CUDA code, and no others. It reports a pair of lines of code
+// once, so that each kernel below is instantiated for one test.
 
 namespace powersgd::test {
 namespace {
@@ -81,19 +81,19 @@ TEST(Races, BarrierAlsoOrdersWhatComesAfter) {
   EXPECT_TRUE(reuse([] {}));
 }
 
-// The last thread of block 0 writes a result, of which thread 0 tells. The threads of block 1 wait
-// until thread 0 knows, and read it.
-template <class Tell, class Learn>
-bool race_in_message(const Tell& tell, const Learn& learn) {
+// The last thread of block 0 writes a result, which thread 0 then posts. Thread 0 of block 1 awaits
+// that, and the block reads the result.
+template <class Post, class Await>
+bool race_in_message(const Post& post_result, const Await& await_post) {
   uint64_t counter = 0;
   int result = 0;
   return race_in({2, 64, 0}, [&] {
     if (blockIdx.x == 0) {
       if (threadIdx.x == 63) result = 1;
       __syncthreads();
-      if (threadIdx.x == 0) tell(&counter, &result);
+      if (threadIdx.x == 0) post_result(&counter, &result);
     } else {
-      if (threadIdx.x == 0) learn(&counter);
+      if (threadIdx.x == 0) await_post(&counter);
       __syncthreads();
       use(result);
     }
@@ -103,7 +103,7 @@ bool race_in_message(const Tell& tell, const Learn& learn) {
 using kernels::cuda::increment;
 using kernels::cuda::load_acquire;
 
-constexpr auto kFencedTell = [](uint64_t* counter, int*) {
+constexpr auto kFencedPost = [](uint64_t* counter, int*) {
   __threadfence();
   increment(counter);
 };
@@ -115,19 +115,19 @@ uint64_t look(uint64_t* counter) {
 }
 
 TEST(Races, FenceAndAtomicReachALoadThatAcquires) {
-  EXPECT_FALSE(race_in_message(kFencedTell, kAcquire));
+  EXPECT_FALSE(race_in_message(kFencedPost, kAcquire));
   EXPECT_TRUE(race_in_message([](uint64_t* counter, int*) { increment(counter); }, kAcquire));
 }
 
 TEST(Races, FenceAndAtomicReachAnAtomicAndFence) {
-  EXPECT_FALSE(race_in_message(kFencedTell, [](uint64_t* counter) {
+  EXPECT_FALSE(race_in_message(kFencedPost, [](uint64_t* counter) {
     while (look(counter) == 0) __nanosleep(32);
     __threadfence();
   }));
-  EXPECT_TRUE(race_in_message(kFencedTell, [](uint64_t* counter) {
+  EXPECT_TRUE(race_in_message(kFencedPost, [](uint64_t* counter) {
     while (look(counter) == 0) __nanosleep(32);
   }));
-  EXPECT_TRUE(race_in_message(kFencedTell, [](uint64_t* counter) {
+  EXPECT_TRUE(race_in_message(kFencedPost, [](uint64_t* counter) {
     __threadfence();
     while (look(counter) == 0) __nanosleep(32);
   }));
@@ -144,7 +144,7 @@ TEST(Races, FenceDoesNotReleaseWhatComesAfter) {
 }
 
 TEST(Races, PlainLoadOfACounterRaces) {
-  EXPECT_TRUE(race_in_message(kFencedTell, [](const uint64_t* counter) {
+  EXPECT_TRUE(race_in_message(kFencedPost, [](const uint64_t* counter) {
     while (*counter == 0) __nanosleep(32);
     __threadfence();
   }));
