@@ -19,7 +19,7 @@ int64_t global_reports = 0;
 
 }  // namespace
 
-// A launch with a report throws, see simt.cpp. In another launch an address is another object's. The
+// A launch with a report throws, see simt.cpp. An address is another object in another launch. The
 // history of hundreds of threads takes memory.
 extern "C" const char* __tsan_default_options() {
   return "exitcode=0:suppress_equal_addresses=0:history_size=0";
