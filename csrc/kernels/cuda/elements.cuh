@@ -200,7 +200,7 @@ struct LaneColumns {
 template <Access kAccess, typename Storage>
 __device__ __forceinline__ void load_stored(const Storage* address, const LaneColumns& columns,
                                             Storage (&out)[4]) {
-  if (columns.aligned) {
+  if (__builtin_expect(columns.aligned, true)) {
     load_stored<kAccess>(address, out);
   } else {
     POWERSGD_UNROLL
@@ -231,8 +231,9 @@ __device__ __forceinline__ void store_columns(Storage* address, const LaneColumn
 // True if the rows of a matrix at this address can be accessed four elements at a time.
 template <typename Storage>
 __device__ __forceinline__ bool is_aligned(const Storage* base, int64_t cols) {
-  constexpr uintptr_t kBytes = sizeof(Storage) == 8 ? 16 : 4 * sizeof(Storage);
-  return cols % 4 == 0 && reinterpret_cast<uintptr_t>(base) % kBytes == 0;
+  constexpr uint32_t kBytes = sizeof(Storage) == 8 ? 16 : 4 * sizeof(Storage);
+  const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(base));
+  return (static_cast<uint32_t>(cols) % 4 | address % kBytes) == 0;
 }
 
 }  // namespace powersgd::kernels::cuda

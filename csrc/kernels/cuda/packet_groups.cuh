@@ -22,7 +22,6 @@ struct Group {
   GroupPlace place;
 };
 
-__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 // Returns the number in the group of a lane's j-th element.
 __device__ __forceinline__ int element_of_lane(int j) { return lane_id() + j * kWarpSize; }
 
@@ -143,8 +142,8 @@ __device__ __forceinline__ void add_sources(const Sources& sources, const Group<
     SentBatch<kWire> sent[kSourcesAtOnce];
     POWERSGD_UNROLL
     for (int i = 0; i < kSourcesAtOnce; ++i) {
-      if (first + i < sources.count)
-        sent[i].load(global(sources.first + (first + i) * sources.bytes), batch);
+      const int32_t source = first + i < sources.count ? first + i : sources.count - 1;
+      sent[i].load(global(sources.first + source * sources.bytes), batch);
     }
     POWERSGD_UNROLL
     for (int i = 0; i < kSourcesAtOnce; ++i) {
