@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PREFIX = "POWERSGD_"
 # setup.py, the benchmarks and the CUDA kernels read these.
 _OTHER_VARIABLES = tuple(
-    f"{_PREFIX}{name}" for name in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH", "TENSOR_CORES")
+    f"{_PREFIX}{name}" for name in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH")
 )
 
 
