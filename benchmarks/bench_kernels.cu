@@ -12,8 +12,8 @@
 // around one stage of all buckets, divided by their number. The device first spins while the host
 // launches, so that a busy host, such as one that compiles meanwhile, changes no figure.
 //
-// The kernels read POWERSGD_DEPENDENT_LAUNCH once per process. To compare both, run the program once
-// with each; compare_kernels.py shows the results side by side.
+// The kernels read POWERSGD_DEPENDENT_LAUNCH once per process. To compare its values, run the
+// program once with each; compare_kernels.py shows the results side by side.
 #include <cuda_runtime.h>
 
 #include <algorithm>

@@ -122,7 +122,7 @@ def bench(case: Case, repeats: int) -> dict[str, Any]:
     hook_result = measure(case.hook(), max(3, repeats // 3))
     copied_per_ms = copy_bytes_per_ms(gradients, clock, repeats)
     gradient_bytes = sum(compressor.gradient_bytes for compressor in ours.buckets)
-    result = {
+    result: dict[str, Any] = {
         "model": case.model,
         "rank": case.options.matrix_approximation_rank,
         "dtype": dtype_name(case.dtype),

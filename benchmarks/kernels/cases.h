@@ -59,13 +59,13 @@ inline const std::vector<Kind> kKinds = {
 
 inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// What a step has to read and write, as in floor_bytes() of bench_stages.py. project reads G and
+// The bytes that a step has to read and write, as in benchmarks/floor.py. project reads G and
 // memory and writes memory, back_project reads memory, reconstruct writes G.
 inline int64_t floor_bytes(int64_t numel, const Kind& kind) {
   return numel * (2 * bytes_of(kind.gradient) + 3 * bytes_of(kind.residual));
 }
 
-// What project and back_project multiply, see Bucket::bfloat16_products.
+// The numbers that project and back_project multiply, see Bucket::bfloat16_products.
 struct Products {
   std::string name;
   bool bfloat16;
