@@ -16,8 +16,8 @@ void check(cudaError_t status) {
   if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
 }
 
-// What the host waits for. In training it waits for nothing: a stage is launched while those before
-// it run, and back_project may then begin before orthogonalize has ended.
+// Which work the host waits for. In training it waits for none: a stage is launched while those
+// before it run, and back_project may then begin before orthogonalize has ended.
 enum class Waits { kForEachStage, kForCopies };
 
 // The CUDA kernels on the current device. All that a runner does is in the order of its own stream.
@@ -60,6 +60,7 @@ class CudaRunner : public StageRunner {
 
  private:
   void copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) const {
+    if (bytes == 0) return;
     check(cudaMemcpyAsync(to, from, bytes, kind, stream_));
     check(cudaStreamSynchronize(stream_));
   }
