@@ -16,7 +16,7 @@ void check(cudaError_t status) {
   if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
 }
 
-// Which work the host waits for. In training it waits for none: a stage is launched while those
+// The work that the host waits for. In training it waits for none: a stage is launched while those
 // before it run, and back_project may then begin before orthogonalize has ended.
 enum class Waits { kForEachStage, kForCopies };
 
