@@ -32,6 +32,7 @@ class Call:
         self._runner = runner
         self._began = time.monotonic()
         self._ended = threading.Event()
+        self._writing = threading.Lock()
         self._running: dict[Future[Verdict], str] = {}  # the builds
 
     def run(self, builds: Sequence[Part], pending: Sequence[Part]) -> None:
@@ -78,6 +79,7 @@ class Call:
     def _report(self, name: str, verdict: Verdict) -> None:
         self._verdicts[name] = verdict
         self.failed |= verdict.is_failure
+        self._write()
         print(f"== {name} {verdict.seconds:.0f} s: {verdict.text}", flush=True)
         if verdict.is_failure:
             print(*read(LOGS / f"{name}.txt").split("\n")[-20:], sep="\n", flush=True)
@@ -87,12 +89,13 @@ class Call:
             self._write()
 
     def _write(self) -> None:
-        verdicts = dict(self._verdicts)
-        title = f"{self._title}, {time.monotonic() - self._began:.0f} s"
-        replace(self._results / "summary.txt", summary(title, verdicts, OUTPUT).encode())
-        as_json = {name: dataclasses.asdict(verdict) for name, verdict in verdicts.items()}
-        replace(VERDICTS, json.dumps(as_json, indent=1).encode())
-        replace(self._results / "results.tar.gz", archive(OUTPUT))
+        with self._writing:
+            title = f"{self._title}, {time.monotonic() - self._began:.0f} s"
+            verdicts = dict(self._verdicts)
+            as_json = {name: dataclasses.asdict(verdict) for name, verdict in verdicts.items()}
+            replace(VERDICTS, json.dumps(as_json, indent=1).encode())
+            replace(self._results / "summary.txt", summary(title, verdicts, OUTPUT).encode())
+            replace(self._results / "results.tar.gz", archive(OUTPUT))
 
 
 def earlier_verdicts() -> dict[str, Verdict]:

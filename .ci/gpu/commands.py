@@ -114,10 +114,10 @@ def pytest(
 
 
 def sanitized(name: str, limit: float, tool: str, words: Sequence[str], needs: str) -> Part:
-    """The words under compute-sanitizer."""
+    """The words under compute-sanitizer. It waits for the extension, whose tests come first."""
     options = ["--tool", tool, "--target-processes", "all", "--error-exitcode", "1"]
     command = Command(["compute-sanitizer", *options, *words])
-    return Part(name, limit, [command], needs)
+    return Part(name, limit, [command], needs, after=[EXTENSION])
 
 
 def profiled(name: str, limit: float, kernels: Sequence[str], words: str) -> Part:

@@ -20,8 +20,11 @@ Record = dict[str, Any]
 
 def summary(title: str, verdicts: Mapping[str, Verdict], output: Path) -> str:
     lines = [*_verdicts(title, verdicts), *_failed_tests(verdicts)]
-    for of_file in (_kernels, _stages, _steps, _cluster, _model):
-        lines += of_file(output)
+    for ratios in (_kernels, _stages, _steps, _cluster, _model):
+        try:
+            lines += ratios(output)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            lines.append(f"no figures of {ratios.__name__}: {error!r}")
     lines = lines if len(lines) <= MOST_LINES else [*lines[: MOST_LINES - 1], "and more"]
     return "".join(f"{line[:WIDTH].rstrip()}\n" for line in lines)
 
@@ -32,7 +35,7 @@ def _wrap(text: str) -> list[str]:
 
 def _verdicts(title: str, verdicts: Mapping[str, Verdict]) -> list[str]:
     well = [f"{name} {v.seconds:.0f} s" for name, v in verdicts.items() if v.ok]
-    lines = [title, *_wrap(f"ok: {', '.join(well)}")]
+    lines = [*_wrap(title), *_wrap(f"ok: {', '.join(well)}")]
     lines += [f"{name} {v.seconds:.0f} s: {v.text}" for name, v in verdicts.items() if not v.ok]
     if "smoke" in verdicts:
         ends = (f"{_short(test)} {end}" for test, end in verdicts["smoke"].tests.items())
@@ -53,14 +56,8 @@ def _short(test: str) -> str:
 
 
 def _read(output: Path, pattern: str) -> dict[str, Record]:
-    """The records by the names of their files. The figures of a broken one are in the archive."""
-    records = {}
-    for file in sorted(output.glob(pattern)):
-        try:
-            records[file.stem] = json.loads(file.read_text())
-        except ValueError:
-            continue
-    return records
+    """The records by the names of their files."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(output.glob(pattern))}
 
 
 def _table(heading: str, rows: list[tuple[str, str, float]]) -> list[str]:
