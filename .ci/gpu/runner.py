@@ -23,7 +23,7 @@ GRACE = 5  # seconds from the interrupt to the kill: pytest reports, bench_clust
 NO_TIME = "NO TIME LEFT"
 MISSING = 77  # the exit status of a command that lacks something, which its last line names
 
-# What programs say that cannot work on this machine; it is nobody's failure.
+# A program says this if it cannot work on this machine; it is nobody's failure.
 CANNOT_RUN = re.compile(
     r"^.*(Device not supported|cannot run here; missing|LibraryNotLoaded|ERR_NVGPUCTRPERM).*$",
     re.MULTILINE,
@@ -138,8 +138,8 @@ class Runner:
             except FileNotFoundError:
                 return f"NOT RUN: there is no {command.words[0]}"
         text = ""
-        # What heeds no interrupt is killed. A process that not even this ends, as it happens in a
-        # driver, is left behind.
+        # Whoever ignores the interrupt is killed. A process that hangs in a driver outlives even
+        # that, and is left behind.
         for kind, patience in ((None, limit), (signal.SIGINT, GRACE), (signal.SIGKILL, GRACE)):
             if kind:
                 text = f"TIME LIMIT of {limit:.0f} s"

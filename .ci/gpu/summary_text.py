@@ -37,7 +37,7 @@ def _verdicts(title: str, verdicts: Mapping[str, Verdict]) -> list[str]:
     well = [f"{name} {v.seconds:.0f} s" for name, v in verdicts.items() if v.ok]
     lines = [*_wrap(title), *_wrap(f"ok: {', '.join(well)}")]
     lines += [f"{name} {v.seconds:.0f} s: {v.text}" for name, v in verdicts.items() if not v.ok]
-    if "smoke" in verdicts:
+    if "smoke" in verdicts and verdicts["smoke"].tests:
         ends = (f"{_short(test)} {end}" for test, end in verdicts["smoke"].tests.items())
         lines += _wrap(f"smoke: {', '.join(ends)}")
     return lines
