@@ -91,7 +91,7 @@ def bench_kernels(
 def program(name: str, limit: float, words: str, variants: Mapping[str, Mapping[str, str]]) -> Part:
     """A benchmark in Python, in these environments. It launches kernels: no compiler beside it."""
     commands = [
-        Command([PYTHON, *words.split(), "--json", _json(f"{name}{variant}")], env, variant)
+        Command([PYTHON, *words.split(), "--json", _json(name + variant)], env, name + variant)
         for variant, env in variants.items()
     ]
     return Part(name, limit, commands, EXTENSION, after=BUILDS)

@@ -20,7 +20,8 @@ import outcomes
 
 RESERVE = 8  # seconds at the end of the call, for the summary and the archive
 GRACE = 5  # seconds from the interrupt to the kill: pytest reports, bench_cluster tidies up
-NO_TIME = "NO TIME LEFT"
+TIME_LIMIT = "TIME LIMIT"
+NO_TIME = "NO TIME LEFT"  # the call's time is up
 MISSING = 77  # the exit status of a command that lacks something, which its last line names
 
 # A program says this if it cannot work on this machine; it is nobody's failure.
@@ -62,7 +63,7 @@ class Verdict:
 
     @property
     def no_time(self) -> bool:
-        return self.text == NO_TIME
+        return self.text.startswith(NO_TIME)
 
     @property
     def is_failure(self) -> bool:
@@ -99,14 +100,12 @@ class Runner:
         self._deadline = time.monotonic() + seconds - RESERVE
         self._longest = longest
         self._live: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may end what is being ended
         self._ended = False
 
-    def seconds_left(self) -> float:
-        return self._deadline - time.monotonic()
-
     def run(self, part: Part) -> Verdict:
-        limit = min(part.limit, self._longest, self.seconds_left())
+        own_limit = min(part.limit, self._longest)
+        limit = min(own_limit, self._deadline - time.monotonic())
         if limit < 1:
             return Verdict(NO_TIME)
         began = time.monotonic()
@@ -126,6 +125,8 @@ class Runner:
         text = texts[0] if len(commands) == 1 else "ok"
         if bad and len(commands) > 1:
             text = f"{len(bad)} of {len(commands)}: {'; '.join(bad[:3])}"
+        if limit < own_limit and text.startswith(TIME_LIMIT):
+            text = f"{NO_TIME} after {limit:.0f} s"
         if text == "ok" and tests and outcomes.PASSED not in tests.values():
             text = "FAILED: every test was skipped"
         return Verdict(text, time.monotonic() - began, tests)
@@ -142,7 +143,7 @@ class Runner:
         # that, and is left behind.
         for kind, patience in ((None, limit), (signal.SIGINT, GRACE), (signal.SIGKILL, GRACE)):
             if kind:
-                text = f"TIME LIMIT of {limit:.0f} s"
+                text = f"{TIME_LIMIT} of {limit:.0f} s"
                 _send(process, kind)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(patience)
