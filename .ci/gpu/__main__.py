@@ -3,7 +3,7 @@
 
     python3 .ci/gpu                        the smoke test, all tests, and the time of the stages
     python3 .ci/gpu second                 what failed in the first call, and longer benchmarks
-    python3 .ci/gpu --parts smoke kernels  these parts of the first call
+    python3 .ci/gpu --parts smoke kernels  these parts of the first call again
 
 The parts are run by this Python, which needs torch with CUDA, setuptools >= 77, ninja, numpy and
 pytest. Nothing is downloaded. build/gpu-programs is not built if it comes along, made by `make
@@ -110,12 +110,13 @@ def wanted_parts(arguments: argparse.Namespace, earlier: Mapping[str, Verdict]) 
 def main() -> int:
     arguments = parse_arguments()
     os.chdir(Path(__file__).resolve().parents[2])
-    earlier = earlier_verdicts() if arguments.call == "second" else {}
+    is_new = arguments.call == "first" and not arguments.parts
+    earlier = {} if is_new else earlier_verdicts()
     pending = wanted_parts(arguments, earlier)
     architecture = query("compute_cap").replace(".", "")
     if not architecture.isdigit():
         sys.exit("nvidia-smi finds no GPU")
-    if arguments.call == "first":
+    if is_new:
         shutil.rmtree(OUTPUT, ignore_errors=True)
     for folder in (arguments.results, LOGS):
         folder.mkdir(parents=True, exist_ok=True)

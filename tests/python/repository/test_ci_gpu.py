@@ -170,6 +170,16 @@ def test_without_nccl_the_reason_comes_first_and_then_the_stages(machine: Machin
     assert "FAILED test_smoke::test_two_ranks_agree[cuda-auto]" in first.summary
 
 
+def test_parts_that_run_again_replace_their_verdicts(machine: Machine) -> None:
+    machine.behaves("nccl", "echo ' FAILED [100%]'; exit 1")
+    assert machine.call("--parts", "kernels", "test-nccl").status == 1
+    machine.behaves("nccl", "true")
+    again = machine.call("--parts", "test-nccl")
+    assert again.status == 0
+    assert re.search(r"^ok: .*kernels.*test-nccl", " ".join(again.summary[1:]))
+    assert "no part tests-again" in machine.call("second", "--parts", "tests-again").output
+
+
 def test_tests_that_are_all_skipped_are_a_failure(machine: Machine) -> None:
     machine.behaves("pytest", "echo ' SKIPPED (no GPU)'; exit")
     ended = machine.call("--parts", "test-cuda")
