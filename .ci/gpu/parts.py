@@ -45,10 +45,11 @@ def first_call() -> list[Part]:
     return [
         Part("kernels", 40, suites, PROGRAMS, at_once=8, tests=outcomes.googletest),
         bench_kernels("kernels-float32", 35, "--kinds float32 --ranks 4 1 16 32"),
+        # From here on as soon as the extension is built. What follows meanwhile needs no Python.
+        pytest("smoke", 120, [SMOKE, "-k", "cuda"]),
         bench_kernels("kernels-products", 25, "--kinds float32 --ranks 16 32 --products bfloat16"),
         bench_kernels("kernels-serial", 20, "--kinds float32 --ranks 4 32", SERIAL),
         bench_kernels("kernels-bfloat16", 25, "--kinds bfloat16 bfloat16/bfloat16"),
-        pytest("smoke", 120, [SMOKE, "-k", "cuda"]),
         pytest("test-nccl", 60, [NCCL, "--maxfail=2"]),
         pytest("test-cuda", 170, [*others, "--maxfail=3"]),
         bench_stages(),

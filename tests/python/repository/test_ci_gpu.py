@@ -35,6 +35,9 @@ SECOND = ["bench-step", "bench-cluster", "ncu", "bench-model", "racecheck"]
 OF_EXTENSION = ["smoke", "test-nccl", "test-cuda", "bench-stages"]
 SMOKE = "tests/python/training/test_smoke.py::test_two_ranks_agree[cuda-auto]"
 NCCL = "tests/python/backend/test_cuda_nccl.py::test_it[a b]"
+UNTIL_THE_KERNELS_ARE_MEASURED = """
+until [[ $(<"$STAND_INS/calls") == *kernels_bfloat16* ]]; do sleep 0.1; done
+"""
 
 FIGURES: dict[str, Any] = {
     "bench_kernels": {"results": [{"model": "gpt2", "kind": "float32", "rank": 4, "ratio": 1.25}]},
@@ -67,7 +70,7 @@ def test_two_calls_in_which_all_is_well(machine: Machine) -> None:
     for name, figures in FIGURES.items():
         (machine.stand_ins / "json" / name).write_text(json.dumps(figures))
     machine.programs()
-    machine.behaves("setup", "sleep 1")  # longer than the programs take to be checked
+    machine.behaves("setup", UNTIL_THE_KERNELS_ARE_MEASURED)
     first = machine.call(POWERSGD_COMMIT="abc1234")
     assert first.status == 0, first.output
     assert [name for name in first.verdicts if name not in BUILDS] == FIRST
@@ -159,7 +162,7 @@ def test_what_hangs_crashes_or_is_missing_costs_that_part_only(machine: Machine)
 
 def test_without_nccl_the_reason_comes_first_and_then_the_stages(machine: Machine) -> None:
     machine.programs()
-    machine.behaves("setup", "sleep 1")
+    machine.behaves("setup", UNTIL_THE_KERNELS_ARE_MEASURED)
     machine.behaves("smoke", "echo ' FAILED [100%]'; exit 1")
     first = machine.call()
     order = [part for part in first.verdicts if part not in BUILDS]
@@ -209,6 +212,16 @@ def test_a_build_that_fails_costs_what_needs_it(machine: Machine) -> None:
         assert ended.verdicts[part] == expected, ended.output
     assert "error: no CUDA" in ended.output
     assert ended.status == 1
+
+
+def test_the_smoke_test_is_next_once_the_extension_is_built(machine: Machine) -> None:
+    machine.programs()
+    machine.behaves("setup", 'until [[ $(<"$STAND_INS/calls") == *float32* ]]; do sleep 0.1; done')
+    machine.behaves("bench_kernels", "[[ $* == *--help* ]] || sleep 0.5")
+    order = list(machine.call("--parts", "kernels-float32", "kernels-serial", "smoke").verdicts)
+    assert [name for name in order if name not in BUILDS] == [
+        *("kernels-float32", "smoke", "kernels-serial")
+    ]
 
 
 def test_timed_launches_from_python_wait_for_both_builds(machine: Machine) -> None:
