@@ -10,6 +10,7 @@ from typing import Any
 
 import bench_model
 import bench_stages
+import bench_step
 import compare_kernels
 import pytest
 import torch
@@ -43,6 +44,18 @@ def test_the_stages_of_a_model_are_a_share_of_its_dense_step(
             share = found["share"][str(dense["batch"])]
             assert share == pytest.approx(found["ms"] / dense["ms"])
     assert "of batch 2" in capsys.readouterr().out
+
+
+def test_a_step_is_timed_with_the_stages_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--device cpu --model demo --batch 1 --tokens 4 --ranks 2 --caps 25 --repeats 1"
+    monkeypatch.setattr(bench_step, "TURNS", 2)
+    record = _run(bench_step, words, tmp_path / "step.json", monkeypatch)
+    cases = [(found["rank"], found["bucket_cap_mb"]) for found in record["results"]]
+    assert cases == [(None, 25), (2, 25)]
+    assert all(found["ms"] > 0 for found in record["results"])
+    assert "stages, rank 2, buckets of 25 MB: " in capsys.readouterr().out
 
 
 def test_the_default_model_has_three_billion_parameters() -> None:
