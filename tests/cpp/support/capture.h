@@ -21,8 +21,8 @@ inline StreamKey key_of(const c10::Stream& stream) { return {stream.device_index
 
 // The rules by which CUDA captures streams into a graph. A stream that waits for a captured one is
 // captured too. A captured stream must not wait for one that is not, nor the other way round, and
-// every captured stream must have joined the first one by the end. The host may neither wait for
-// the device nor ask it for anything meanwhile: that makes the capture invalid, even if the error is
+// every captured stream must have joined the first one by the end. Meanwhile the host may neither
+// wait for the device nor ask it for anything: that makes the capture invalid, even if the error is
 // caught.
 class Capture {
  public:
