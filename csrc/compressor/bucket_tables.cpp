@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "compressor/stages.h"
@@ -64,6 +65,14 @@ std::vector<kernels::RawSegment> raw_table(const BucketPlan& plan) {
   return table;
 }
 
+// Without error feedback nothing would hold what the products lose. A float16 wire rounds less than
+// they do, and over a float32 wire a gradient of exact rank comes back exactly.
+bool admits_bfloat16_products(const BucketSpec& spec) {
+  const std::optional<WireDType> wire = spec.options.wire_dtype;
+  return factor_type(spec.gradient_type) == at::kFloat && spec.options.use_error_feedback &&
+         (wire == WireDType::kInt8 || wire == WireDType::kInt4 || wire == WireDType::kBFloat16);
+}
+
 kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_counter) {
   kernels::Bucket bucket{};
   bucket.p_numel = spec.plan.p_numel;
@@ -72,6 +81,7 @@ kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_
   bucket.gradient_dtype = to_dtype(spec.gradient_type);
   bucket.residual_dtype = to_dtype(residual_type(spec.gradient_type, spec.options));
   bucket.factor_dtype = to_dtype(factor_type(spec.gradient_type));
+  bucket.bfloat16_products = admits_bfloat16_products(spec);
   bucket.epsilon = spec.options.orthogonalization_epsilon;
   bucket.warm_start_noise = spec.options.warm_start_noise;
   bucket.seed = static_cast<uint64_t>(spec.options.random_seed);

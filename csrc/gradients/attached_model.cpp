@@ -113,12 +113,11 @@ AttachedModel::Reduction AttachedModel::begin(size_t bucket, at::Tensor& buffer,
   const bool known = !parameters.empty() && !buffer.is_sparse();
   Reduction reduction;
   if (known) reduction.compressor = find_compressor(bucket, buffer, parameters);
-  if (reduction.compressor && is_capturing(buffer.device())) {
-    captured_.insert(reduction.compressor);
-  }
+  const bool captured = is_capturing(buffer.device());
+  if (reduction.compressor && captured) captured_.insert(reduction.compressor);
   reduction.step = next_step(buffer, output_scale, units);
   reduction.step.bucket = static_cast<int64_t>(bucket);
-  if (!unsent_residuals_.empty() && known) {
+  if (!unsent_residuals_.empty() && known && !captured) {  // each replay would add them again
     add_unsent_residuals(buffer, parameters, reduction.step);
   }
   return reduction;
@@ -272,10 +271,13 @@ std::vector<c10::Device> AttachedModel::devices() const {
 void AttachedModel::end_step() {
   ++step_;
   session_->flush();
-  session_->end_step(options_);
+  const std::vector<c10::Device> on = devices();
+  const bool captured = std::any_of(on.begin(), on.end(), is_capturing);
+  session_->end_step(options_, captured);
+  if (captured) return;  // what follows reads from the device
   watch_captured();
   if (options_.check_every == 0 || step_ % static_cast<uint64_t>(options_.check_every) != 0) return;
-  for (const c10::Device device : devices()) {
+  for (const c10::Device device : on) {
     std::vector<Replica> replicas;
     for (size_t i = 0; i < states_.size(); ++i) {
       if (parameters_[i].device() != device) continue;

@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "compressor/stages.h"
 #include "gradients/capture_watch.h"
 #include "gradients/parameter_layout.h"
 #include "powersgd/attached_model.h"
@@ -87,7 +86,6 @@ void AttachedModel::watch_captured() {
     capture_watch_ = nullptr;
   } else if (warm() && step_ % CaptureWatch::kInterval == 0) {
     for (const c10::Device device : devices()) {
-      if (is_capturing(device)) continue;
       std::vector<ParameterStatePtr> states;
       for (size_t i = 0; i < states_.size(); ++i) {
         if (parameters_[i].device() == device) states.push_back(states_[i]);

@@ -40,6 +40,9 @@ void run();
 void begin_capture(c10::Device device);
 void end_capture();
 bool is_capturing(c10::Device device);
+// Throws if anything is being captured, and makes the capture invalid. Called where the host does
+// `what`.
+void refuse_during_capture(const char* what);
 void replay(c10::Device device);
 
 // A storage and a stream that was recorded as its user.

@@ -96,6 +96,7 @@ at::Scalar item(const at::Tensor& self) {
 }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_blocking) {
+  if (self.is_cpu() || target.is_cpu()) refuse_during_capture("a copy to or from the host");
   if (target.is_cpu()) {
     const auto copy = [source = on_host(self), target] { target.copy_(source); };
     if (non_blocking) {  // as into pinned memory
