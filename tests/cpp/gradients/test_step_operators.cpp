@@ -24,6 +24,7 @@ namespace {
 namespace fake = test::fake_device;
 
 constexpr uint64_t kSteps = 4;
+
 // Returns the number of torch's operators on the device that `step` has called.
 size_t operators_of(const std::function<void()>& step) {
   const size_t before = fake::usage().operators;
@@ -40,6 +41,7 @@ class StepOperators : public testing::TestWithParam<Case> {
   StepOperators() {
     fake::add_operators();
     fake::reset(1, fake::Host::kMayNotWait);
+    loss_scale_ = at::ones({}, device_);
     options_.matrix_approximation_rank = 2;
     options_.start_powerSGD_iter = 0;
     options_.wire_dtype = std::get<0>(GetParam());
@@ -47,7 +49,7 @@ class StepOperators : public testing::TestWithParam<Case> {
 
   static Scale scale() { return std::get<1>(GetParam()); }
   const at::Device device_ = fake::device(0);
-  const at::Tensor loss_scale_ = at::ones({}, device_);
+  at::Tensor loss_scale_;
   Options options_;
 };
 
