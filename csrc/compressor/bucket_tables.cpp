@@ -113,7 +113,7 @@ HostTables host_tables(const BucketSpec& spec, std::vector<kernels::Matrix> matr
   const DType factor_dtype = to_dtype(factor_type(spec.gradient_type));
   tables.tiles =
       require_stages(spec.device.type()).make_tiles(tables.matrices, tables.raw, factor_dtype);
-  if (spec.packet_dtypes()) {
+  if (spec.packet_dtype()) {
     tables.p_factors = kernels::p_packet_factors(tables.matrices);
     tables.q_factors = kernels::q_packet_factors(tables.matrices);
   }
@@ -184,7 +184,6 @@ BucketTables::BucketTables(const BucketSpec& spec, const std::vector<ParameterSt
   static_assert(sizeof(kernels::BucketState) % sizeof(int64_t) == 0);
   state_ = at::zeros({sizeof(kernels::BucketState) / sizeof(int64_t)}, words);
   bucket_.state = static_cast<kernels::BucketState*>(state_.data_ptr());
-  skipped_ = state_.view(at::kInt).select(0, offsetof(kernels::BucketState, skipped) / sizeof(int));
   bucket_.p_payload = payloads.p.data_ptr();
   bucket_.q_payload = payloads.q.data_ptr();
 }

@@ -4,7 +4,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "compressor/stages.h"
@@ -168,34 +167,16 @@ AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
   BucketPlan plan = plan_bucket(shapes, options_);
   if (plan.compresses()) {
     std::vector<ParameterStatePtr> states;
-    const auto add_state = [&](const auto& planned) {
-      states.push_back(states_[parameters[static_cast<size_t>(planned.parameter)]]);
-    };
-    std::for_each(plan.matrices.begin(), plan.matrices.end(), add_state);
-    std::for_each(plan.raw_parameters.begin(), plan.raw_parameters.end(), add_state);
+    for (const PlannedMatrix& matrix : plan.matrices) {
+      states.push_back(states_[parameters[static_cast<size_t>(matrix.parameter)]]);
+    }
     made.compressor = make_compressor(std::move(plan), std::move(states), options_,
                                       buffer.scalar_type(), buffer.device(), session_->ranks(),
                                       step_counter_, workspaces_on(buffer.device()));
     session_->run_after_steps(buffer.device(), [&made] { made.compressor->prepare(); });
-  } else {
-    release_roundings(parameters, buffer.device());
   }
   made.parameters = parameters;
   return made;
-}
-
-void AttachedModel::release_roundings(const std::vector<size_t>& parameters, at::Device device) {
-  std::vector<size_t> rounded;
-  std::copy_if(parameters.begin(), parameters.end(), std::back_inserter(rounded),
-               [this](size_t index) { return states_[index]->rounding.defined(); });
-  if (rounded.empty()) return;
-  session_->run_after_steps(device, [&] {
-    for (const size_t index : rounded) {
-      ParameterState& state = *states_[index];
-      unsent_residuals_[index] = state.rounding.div(state.grad_scale);
-      state.rounding = state.rounding_before = at::Tensor();
-    }
-  });
 }
 
 const Workspaces& AttachedModel::workspaces_on(c10::Device device) {

@@ -55,7 +55,7 @@ std::vector<LayerStats> AttachedModel::layers() {
     layer.bytes_after = content_bytes(plan_bucket({memory_layout(parameter)}, options_), options_,
                                       parameter.scalar_type());
     const ParameterState& state = *states_[i];
-    if (!state.allocated() && !state.rounding.defined()) continue;
+    if (!state.allocated()) continue;
     session_->run_after_steps(parameter.device(), [&] { read_last_step(state, layer); });
   }
   return all;
@@ -63,10 +63,6 @@ std::vector<LayerStats> AttachedModel::layers() {
 
 void AttachedModel::read_last_step(const ParameterState& state, LayerStats& layer) const {
   const double units = grad_scale() / state.grad_scale.item<double>();
-  if (!state.allocated()) {
-    layer.residual = norm_of(state.rounding) * units;
-    return;
-  }
   layer.residual = norm_of(state.residual()) * units;
   const double delivered = norm_of(state.q_norms);
   if (delivered == 0) return;

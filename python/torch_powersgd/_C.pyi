@@ -110,7 +110,6 @@ class LocalExport:
     p_hat: torch.Tensor | None
     q_local: torch.Tensor | None
     q_warm: torch.Tensor | None
-    rounding: torch.Tensor | None
     grad_scale: float
     def __init__(self) -> None: ...
 

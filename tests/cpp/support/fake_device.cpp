@@ -291,4 +291,9 @@ void count_upload() {
   ++state.usage.uploads;
 }
 
+void count_operator() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  ++state.usage.operators;
+}
+
 }  // namespace powersgd::test::fake_device

@@ -64,9 +64,11 @@ struct Usage {
   size_t bytes = 0;       // allocated and not released
   size_t peak_bytes = 0;  // their maximum
   size_t uploads = 0;     // copies from the host's memory
+  size_t operators = 0;   // of torch, with the copies
 };
 Usage usage();
 void count_upload();
+void count_operator();
 
 // Makes torch's operators and the program's stage_runners() available on the device
 // (fake_device_operators.cpp).

@@ -202,7 +202,6 @@ def test_a_long_name_goes_on_below(width: int) -> None:
         (["models_of_test:constant"], "constant.*int"),
         (["models_of_test:frozen"], "no parameter that requires a gradient"),
         (["models_of_test:model", "--wire-dtype", "int2"], "wire-dtype.*'int2'.*bfloat16"),
-        (["models_of_test:model", "--raw-wire-dtype", "int8"], "raw-wire-dtype.*'int8'.*bfloat16"),
         (["models_of_test:model", "--top", "0"], "--top.*at least 1"),
         (["models_of_test:model", "--top", "3", "--all"], "not allowed with"),
         (["models_of_test:model", "--rank", "0"], "matrix_approximation_rank.*got 0"),
