@@ -61,7 +61,8 @@ def constant_loads(kernel: Kernel) -> Iterator[str]:
 def early_accesses(kernel: Kernel) -> Iterator[str]:
     """Before it waits for orthogonalize, back_project may load its tables and M.
 
-    M is what has an eviction policy. The tables are two rows, each with a base address.
+    M is what has an eviction policy: a first part, as much as the loops then load at a time. The
+    tables are two rows, each with a base address.
     """
     if not kernel.family.startswith("back_project"):
         return
@@ -72,7 +73,14 @@ def early_accesses(kernel: Kernel) -> Iterator[str]:
     for i in early:
         if kernel.code[i].stores:
             yield f"{kernel.code[i]}: before the wait for the predecessor"
-    loads = [i for i in early if kernel.code[i].loads and "EF" not in kernel.code[i].modifiers]
+    of_m = {i for i, each in enumerate(kernel.code) if each.loads and "EF" in each.modifiers}
+    first, others = (
+        Counter(kernel.code[i].opcode for i in numbers)
+        for numbers in (of_m & set(early), of_m - set(early))
+    )
+    for opcode, count in (first - others).items():
+        yield f"{count} more {opcode} before the wait than after it"
+    loads = [i for i in early if kernel.code[i].loads and i not in of_m]
     bases = {kernel.base(i): kernel.code[i] for i in loads}
     if len(bases) > TABLES:
         shown = "; ".join(map(str, bases.values()))

@@ -27,15 +27,17 @@ ls -S csrc/kernels/cuda/*.cu | xargs -P "${JOBS:-2}" -I{} sh -c '
     -o "$out/$name.o" 2>"$out/$name.log"' sh {} || { cat "$out"/*.log >&2; exit 1; }
 cat "$out"/*.log >"$out/log"
 grep -i warning "$out/log" >&2 || true
-c++filt <"$out/log" | python3 .ci/nvcc_report.py
+status=0
+c++filt <"$out/log" | python3 .ci/nvcc_report.py || status=1
 
-case " $architectures " in *" 90 "*) ;; *) exit 0 ;; esac
+case " $architectures " in *" 90 "*) ;; *) exit $status ;; esac
 if ! tools=$(.ci/cuda_disassembler 2>"$out/why"); then
   tail -n 3 "$out/why"
   echo "NOT CHECKED: the machine code of the kernels"
-  exit 0
+  exit $status
 fi
 for object in "$out"/*.o; do
   PATH=$tools:$PATH cuobjdump -sass -arch sm_90 "$object"
 done >"$out/sass"
-c++filt <"$out/sass" | python3 .ci/check_sass.py
+c++filt <"$out/sass" | python3 .ci/check_sass.py || status=1
+exit $status
