@@ -139,8 +139,8 @@ __device__ __forceinline__ void back_project_tile(const Bucket& bucket, const Ma
 
 template <int R, typename F>
 __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
-    back_project_kernel(Bucket bucket, const Tile* tiles) {
-  const Tile tile = tiles[blockIdx.x];
+    back_project_kernel(Bucket bucket, int64_t first_tile) {
+  const Tile tile = bucket.tiles[first_tile + blockIdx.x];
   const Matrix matrix = bucket.matrices[tile.item];
   const DType stored = matrix.memory == nullptr ? bucket.gradient_dtype : bucket.residual_dtype;
   if constexpr (sizeof(F) == 8)
@@ -153,8 +153,8 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
 
 template <int R>
 __global__ void __launch_bounds__(kThreads, 2)
-    back_project_bfloat16_kernel(Bucket bucket, const Tile* tiles) {
-  const Work& work = *begin_work(bucket, tiles);
+    back_project_bfloat16_kernel(Bucket bucket, int64_t first_tile) {
+  const Work& work = *begin_work(bucket, bucket.tiles + first_tile);
   const DType stored =
       work.matrix.memory == nullptr ? bucket.gradient_dtype : bucket.residual_dtype;
   if (stored == DType::kFloat32)
@@ -167,7 +167,6 @@ template <int R, typename F>
 Status launch_back_project(const Bucket& bucket, Stream stream) {
   const int64_t* begin = bucket.tile_list_begin.data();
   const int64_t count = begin[kBackProjectTiles + 1] - begin[kBackProjectTiles];
-  const Tile* const tiles = bucket.tiles + begin[kBackProjectTiles];
   if constexpr (R > 8) {
     bool bfloat16 = false;
     const Status status =
@@ -175,10 +174,12 @@ Status launch_back_project(const Bucket& bucket, Stream stream) {
     if (status != 0) return status;
     if (bfloat16 && bucket.largest_rank <= R)
       return launch<back_project_bfloat16_kernel<R>>(count, kBfloat16BytesOfBackProject<R>, stream,
-                                                     Predecessor::kAllowsSuccessor, bucket, tiles);
+                                                     Predecessor::kAllowsSuccessor, bucket,
+                                                     begin[kBackProjectTiles]);
   }
   return launch<back_project_kernel<R, F>>(count, kSharedBytes<R, F>, stream,
-                                           Predecessor::kAllowsSuccessor, bucket, tiles);
+                                           Predecessor::kAllowsSuccessor, bucket,
+                                           begin[kBackProjectTiles]);
 }
 
 }  // namespace

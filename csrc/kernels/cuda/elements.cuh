@@ -200,7 +200,7 @@ struct LaneColumns {
 template <Access kAccess, typename Storage>
 __device__ __forceinline__ void load_stored(const Storage* address, const LaneColumns& columns,
                                             Storage (&out)[4]) {
-  if (__builtin_expect(columns.aligned, true)) {
+  if (columns.aligned) {
     load_stored<kAccess>(address, out);
   } else {
     POWERSGD_UNROLL

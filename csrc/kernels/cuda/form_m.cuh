@@ -17,12 +17,12 @@ struct Rows {
   M* memory;       // unless M is the gradient
   const F* p_hat;  // the first row; the last step sent the product p_hat q_local
   int cols;
-  int rank;
   int count;  // rows that exist, of kRows
   bool aligned;
   DType gradient_dtype, residual_dtype;
   const Work* work;  // in shared memory, for what no register holds
 
+  __device__ int rank() const { return static_cast<int>(work->matrix.rank); }
   __device__ bool has_memory() const { return work->matrix.memory != nullptr; }
   // After share_residual_scale.
   __device__ F scale() const {
@@ -54,7 +54,6 @@ __device__ __forceinline__ Rows<kRows, F, G, M> rows_of(const Bucket& bucket, co
   rows.work = &work;
   rows.p_hat = global(static_cast<const F*>(matrix.p_hat)) + row * matrix.rank;
   rows.cols = static_cast<int>(matrix.cols);
-  rows.rank = static_cast<int>(matrix.rank);
   // Without branches, as the first loads wait for it.
   rows.aligned = is_aligned(gradient, matrix.cols) &
                  is_aligned(static_cast<const M*>(matrix.memory), matrix.cols) &
@@ -156,7 +155,9 @@ __device__ __forceinline__ void store_m(const Rows<kRows, F, G, M>& rows, int fi
                                         const LaneColumns& columns, F (&m)[kLoadedRows][4],
                                         ElementFlags* flags) {
   if (!rows.has_memory()) return;
-  const F limit = largest<M>(rows.residual_dtype);
+  int dtype = static_cast<int>(rows.residual_dtype);
+  if constexpr (sizeof(M) == 2) hide_from_optimizer(dtype);  // no register holds the limit
+  const F limit = largest<M>(static_cast<DType>(dtype));
   bool saturated = false;
   POWERSGD_UNROLL
   for (int i = 0; i < kLoadedRows; ++i) {

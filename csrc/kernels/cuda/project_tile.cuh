@@ -185,14 +185,14 @@ class ProjectTile {
     const Tile& tile = work_->tile;
     const int count = static_cast<int>(tile.row_end - tile.row_begin);
     const float* const p_hat =
-        global(static_cast<const float*>(work_->matrix.p_hat)) + tile.row_begin * rows_.rank;
+        global(static_cast<const float*>(work_->matrix.p_hat)) + tile.row_begin * rows_.rank();
     float loaded[kEach];
     POWERSGD_UNROLL
     for (int j = 0; j < kEach; ++j) {
       const int i = static_cast<int>(threadIdx.x) + j * kThreads;
       const int row = i % kProjectRows<R>, k = i / kProjectRows<R>;
       const int existing = row < count ? row : row - row % kRows;
-      loaded[j] = existing < count && k < rows_.rank ? p_hat[existing * rows_.rank + k] : 0;
+      loaded[j] = existing < count && k < rows_.rank() ? p_hat[existing * rows_.rank() + k] : 0;
     }
     share_residual_scale(bucket, work_);
     POWERSGD_UNROLL

@@ -207,7 +207,6 @@ TEST_P(CapturedSteps, ThatFollowALookAtTheResiduals) {
 TEST_P(CapturedSteps, LeaveALoadedResidualToTheNextStep) {
   const c10::Device device = fake::device(0);
   Options options = make_options(Scope::kBackward);
-  options.wire_dtype.reset();  // a rounded parameter has a state of its own
   const auto model =
       AttachedModel::attach(test::make_session_of_equal_ranks(device, options), {"weight", "bias"},
                             {at::zeros({24, 32}, device), at::zeros({8}, device)}, options);
