@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterator
 from sass import Instruction, Kernel, read
 
 FIRST_LOAD_OF_G = 100  # by this instruction project has begun to load the gradient
-TABLES = 2  # a row of Bucket::tiles and one of Bucket::matrices
+# The addresses at which back_project reads its tables: those of its tile and its matrix, where the
+# threads of begin_work each take a word of these, and read the tile's first as well.
+TABLES = {"back_project": 2, "back_project_bfloat16": 3}
 # Blocks take a ticket before they have written anything, and the last one begins the next launch:
 # neither needs a fence.
 TICKETS = {"orthogonalize": 2, "reconstruct": 2}
 LOADED_ROWS = 4  # kLoadedRows in form_m.cuh
 BATCH = {8: 8, 16: 8}  # kBatch in back_project.cu, by the rank; 4 at other ranks
+BFLOAT16_BATCH = 8  # the same in back_project_bfloat16.cuh
 WIDTH = {"float": 128, "u16": 64}  # bits of four elements
 
 
@@ -61,13 +64,12 @@ def constant_loads(kernel: Kernel) -> Iterator[str]:
 def early_accesses(kernel: Kernel) -> Iterator[str]:
     """Before it waits for orthogonalize, back_project may load its tables and M.
 
-    M is what has an eviction policy: a first part, as much as the loops then load at a time. The
-    tables are two rows, each with a base address.
+    M is what has an eviction policy: a first part, as much as the loops then load at a time.
     """
-    if not kernel.family.startswith("back_project"):
-        return
-    if not kernel.numbers("ACQBULK"):
+    waits = bool(kernel.numbers("ACQBULK"))
+    if kernel.family in TABLES and not waits:
         yield "it does not wait for its predecessor"
+    if not waits:
         return
     early = kernel.before("ACQBULK")
     for i in early:
@@ -82,9 +84,10 @@ def early_accesses(kernel: Kernel) -> Iterator[str]:
         yield f"{count} more {opcode} before the wait than after it"
     loads = [i for i in early if kernel.code[i].loads and i not in of_m]
     bases = {kernel.base(i): kernel.code[i] for i in loads}
-    if len(bases) > TABLES:
+    allowed = TABLES.get(kernel.family, 0)
+    if len(bases) > allowed:
         shown = "; ".join(map(str, bases.values()))
-        yield f"loads before the wait from {len(bases)} places, not {TABLES}: {shown}"
+        yield f"loads before the wait from {len(bases)} places, not {allowed}: {shown}"
 
 
 def stale_acquires(kernel: Kernel) -> Iterator[str]:
@@ -131,8 +134,9 @@ def vectors(kernel: Kernel) -> tuple[str, dict[int, int]]:
         return r"LDG\.E\.EF", Counter(
             WIDTH[storage] for storage in kernel.arguments[-2:] for _ in range(LOADED_ROWS)
         )
-    if kernel.family.startswith("back_project"):
-        rows = BATCH.get(kernel.rank, 4) if kernel.family == "back_project" else 4
+    if kernel.family in TABLES:
+        plain = kernel.family == "back_project"
+        rows = BATCH.get(kernel.rank, 4) if plain else BFLOAT16_BATCH
         return r"LDG\.E\.EF", {128: rows, 64: rows}
     if kernel.family == "reconstruct":
         return r"STG\.E\.EF", {WIDTH[kernel.arguments[1]]: 1}

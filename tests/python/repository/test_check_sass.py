@@ -104,6 +104,7 @@ FAULTS = {
     "a load by the read-only path": _code(
         PROJECT_NAME, *PROJECT[:-1], "LDG.E.128.CONSTANT R4, desc[UR6][R2.64]", "EXIT"
     ),
+    "from 2 places, not 0": _back_project().replace("back_project", "orthogonalize"),
     "it does not wait for its predecessor": _back_project().replace("ACQBULK", "NOP"),
     "from 3 places, not 2": _back_project(
         "LDC.64 R12, c[0x0][0x288]", "LDG.E R12, desc[UR4][R12.64+0x8]"
