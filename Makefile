@@ -68,7 +68,7 @@ test-long: tools  ## the tests that take more than ten seconds each
 	$(PYTHON) -m pytest tests/python -m long
 
 # AddressSanitizer and UndefinedBehaviorSanitizer over all C++ tests, then ThreadSanitizer over those
-# of the layers that have threads. torch itself is not compiled with them.
+# of the layers that have threads, and of the CUDA kernels. torch itself is not compiled with them.
 test-sanitized: env | system-packages  ## GoogleTest under sanitizers
 	for sanitizers in address,undefined thread; do \
 	  folder=build/sanitized-$${sanitizers%,*} && \

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# The kernel tests of the CUDA kernels. They always run on the SIMT runtime, which needs
-# Boost.Context. With -DPOWERSGD_CUDA=ON they also run on a GPU. That needs nvcc, and without a GPU
-# the tests are skipped.
-
-option(POWERSGD_CUDA "Build and run the kernel tests on a GPU" OFF)
+# The kernel tests of the CUDA kernels on the SIMT runtime, which needs Boost.Context. For a GPU
+# `make gpu-programs` builds them.
 
 file(GLOB cuda_kernels CONFIGURE_DEPENDS "${ROOT}/csrc/kernels/cuda/*.cu")
 set(cuda_host "${ROOT}/csrc/kernels/cuda/tiles.cpp" "${ROOT}/csrc/kernels/shared/packets.cpp"
@@ -24,34 +21,37 @@ if(POWERSGD_boost_context)
   add_library(powersgd_simt_device_tests OBJECT support/simt/test_tensor_cores.cpp)
   target_link_libraries(powersgd_simt_device_tests PRIVATE powersgd_kernel_test)
   add_library(powersgd_simt STATIC ${simt_sources} "${cuda_host}" support/simt/grid.cpp
-              support/simt/simt.cpp)
+              support/simt/simt.cpp support/simt/races.cpp)
   foreach(target powersgd_simt powersgd_simt_device_tests)
     target_include_directories(${target} BEFORE PRIVATE support/simt/include)  # CUDA's headers
     target_compile_options(${target} PRIVATE -Wno-unknown-pragmas)  # unroll
   endforeach()
+  set(simt_filter "")
+  if(checks_threads)
+    # The threads to check are those of CUDA, see races.h. The runtime is none of their code.
+    set_source_files_properties(
+      support/simt/grid.cpp support/simt/simt.cpp support/simt/races.cpp
+      PROPERTIES COMPILE_OPTIONS "-fno-sanitize=thread;-DPOWERSGD_CHECK_RACES")
+    target_sources(powersgd_simt_device_tests PRIVATE support/simt/test_races.cpp)
+    foreach(target powersgd_simt powersgd_simt_device_tests)
+      target_compile_options(${target} PRIVATE --param=tsan-distinguish-volatile=1
+                             -g1)  # reports name lines
+    endforeach()
+    # Each kernel at all shapes and types, and by each of its ways. The other tests take the same
+    # ways with other values, and twice the time.
+    set(simt_filter
+        Simt.* Races.* Launches* TensorCores.* *.MatchesTheReference/* *.WithoutErrorFeedback*
+        *.RandomColumns/* *.MoreColumnsThanNumericRank/* *.SkipsWhenAnElementOfQIsNotFinite/*
+        *.QuantizeRoundsEveryGroup/* *.TwoHopsRoundTheSumOnce/* *.RanksAgreeBitForBit/*
+        -Launches.PacketsOfMoreGroupsThanWarps)
+  endif()
   target_link_libraries(powersgd_simt PUBLIC powersgd_options "${POWERSGD_boost_context}")
   powersgd_test(kernels_simt SOURCES $<TARGET_OBJECTS:powersgd_kernel_tests>
                 $<TARGET_OBJECTS:powersgd_simt_device_tests> support/simt/test_simt.cpp
                 support/simt/test_launches.cpp
                 support/simt_runners.cpp
-                LIBRARIES powersgd_kernel_test powersgd_simt)
+                LIBRARIES powersgd_kernel_test powersgd_simt FILTER ${simt_filter})
   target_include_directories(kernels_simt BEFORE PRIVATE support/simt/include)
 else()
   message(WARNING "libboost-context-dev is not installed: the CUDA kernels are not tested")
-endif()
-
-if(POWERSGD_CUDA)
-  if(NOT CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 75 80 90 100 120)  # those of setup_support/toolkit.py
-  endif()
-  enable_language(CUDA)
-  set(CMAKE_CUDA_STANDARD 17)
-  find_package(CUDAToolkit REQUIRED)
-  add_library(powersgd_cuda STATIC ${cuda_kernels} "${cuda_host}")
-  target_include_directories(powersgd_cuda PUBLIC "${ROOT}/include" "${ROOT}/csrc")
-  target_link_libraries(powersgd_cuda PUBLIC CUDA::cudart)
-  add_executable(kernels_cuda $<TARGET_OBJECTS:powersgd_kernel_tests> support/cuda_runners.cpp)
-  target_link_libraries(kernels_cuda PRIVATE powersgd_kernel_test powersgd_cuda GTest::gtest)
-  add_test(NAME kernels_cuda COMMAND kernels_cuda)
-  set_tests_properties(kernels_cuda PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
 endif()

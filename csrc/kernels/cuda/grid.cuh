@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/load_acquire.cuh"
 
 // How the blocks of one launch wait for each other, without a further launch.
 //
@@ -21,16 +22,6 @@ __device__ __forceinline__ uint64_t increment(uint64_t* counter, uint64_t by = 1
 
 __device__ __forceinline__ void raise_to(uint64_t* counter, uint64_t value) {
   atomicMax(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(value));
-}
-
-__device__ __forceinline__ uint64_t load_acquire(const uint64_t* counter) {
-#if defined(__CUDA_ARCH__)
-  uint64_t value;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
-  return value;
-#else
-  return *counter;
-#endif
 }
 
 // All threads of `parts` blocks call it, each block once per launch. Returns true to the threads of

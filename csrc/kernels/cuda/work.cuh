@@ -11,10 +11,10 @@
 namespace powersgd::kernels::cuda {
 
 // The kinds of elements that a block has found in its part of the gradient, or of M where memory
-// cannot hold them. It lies in shared memory, because registers are scarce. Any thread may set a
-// flag to 1.
+// cannot hold them. It lies in shared memory, because registers are scarce. Several threads may set a
+// flag to 1 at a time, so that the flags are volatile.
 struct ElementFlags {
-  int non_finite, non_zero, saturated;
+  volatile int non_finite, non_zero, saturated;
 };
 
 // The tile of a block, at the start of shared memory.

@@ -94,7 +94,7 @@ TEST_P(Packets, ValuesOfAllMagnitudes) {
 // Halves of a step round to even codes: the scale is a power of two, and products are exact.
 TEST_P(Packets, TiesGoToEven) {
   TestPackets rank(*runner_, spec(), {});
-  if (spec().wire != WireDType::kInt8 && spec().wire != WireDType::kInt4) GTEST_SKIP();
+  if (spec().wire != WireDType::kInt8 && spec().wire != WireDType::kInt4) return;
   const double most = spec().wire == WireDType::kInt8 ? 127 : 7;
   for_each_group(rank, [&](const PacketGroup& group) {
     Values values(static_cast<size_t>(rank.numel()));
@@ -145,7 +145,7 @@ TEST_P(Packets, ScalesTravelAsBFloat16) {
   const Values exact = rank.payload->get();
   rank.run(PacketStage::kQuantize);
   const std::vector<uint8_t> bytes = rank.read(rank.packets.sent, rank.packets.layout.bytes());
-  if (!has_scales(spec().wire)) GTEST_SKIP();
+  if (!has_scales(spec().wire)) return;
   const auto* scale = bytes.data() + rank.packets.layout.factors.scales_at;
   for_each_group(rank, [&](const PacketGroup& group) {
     EXPECT_EQ(decode(DType::kBFloat16, {scale[0], scale[1]})[0],

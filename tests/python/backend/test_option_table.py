@@ -99,8 +99,8 @@ def test_the_command_line_has_what_changes_the_payload(
     # The 16 x 12 weight is compressed at this rate and rank, and not at higher ones.
     base = tp.Options(min_compression_rate=3.25, matrix_approximation_rank=2)
     value = base.min_compression_rate + 0.25 if name == "min_compression_rate" else _changed(name)
-    value = 3 if name == "matrix_approximation_rank" else value
-    changed = dataclasses.replace(base, **{name: value})
+    fields: dict[str, Any] = {name: 3 if name == "matrix_approximation_rank" else value}
+    changed = dataclasses.replace(base, **fields)
     assert (_payload_bytes(changed) != _payload_bytes(base)) == (name in FLAGS)
     for command, flag in FLAGS.get(name, {}).items():
         assert re.search(rf"{flag}\b", _help_of(command, monkeypatch))

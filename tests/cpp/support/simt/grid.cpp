@@ -56,12 +56,27 @@ Grid::Grid(const LaunchShape& shape, const std::function<void()>& body, uint64_t
   for (auto& fiber : pool) free_fibers_.push_back(fiber.get());
 }
 
+// The host waits for all threads here and not before. A block that starts would otherwise come after
+// those that have ended.
+Grid::~Grid() {
+  if (!races::kChecked) return;
+  races::Points ends;
+  for (const auto& fiber : fiber_pool()) {
+    races::switch_to(fiber->actor);
+    ends.add_here();
+  }
+  races::switch_to(host);
+  ends.continue_after();
+}
+
 Block& Grid::start_block(int64_t index) {
   auto block = std::make_unique<Block>();
   block->index = {static_cast<unsigned>(index), 0, 0};
   block->shared.reset(new unsigned char[shape_.shared_bytes]);
   std::fill_n(block->shared.get(), shape_.shared_bytes, 0xFF);  // floats read as NaN
   block->threads.resize(static_cast<size_t>(shape_.threads));
+  races::Points start;
+  start.add_here();
   for (int i = 0; i < shape_.threads; ++i) {
     Thread& thread = block->threads[static_cast<size_t>(i)];
     thread.block = block.get();
@@ -74,6 +89,10 @@ Block& Grid::start_block(int64_t index) {
     thread.fiber->fake_stack = nullptr;
     thread.fiber->context =
         context::make_fcontext(thread.fiber->stack.get() + kStackBytes, kStackBytes, enter_fiber);
+    races::name_actor(thread.fiber->actor, block->index.x, thread.index.x);
+    races::switch_to(thread.fiber->actor);
+    start.continue_after();
+    races::switch_to(host);
   }
   live_.push_back(std::move(block));
   return *live_.back();
@@ -93,6 +112,7 @@ void Grid::run() {
                                    [](const Thread& t) { return t.state == State::kEnded; });
     if (!ended) continue;
     for (Thread& thread : block.threads) free_fibers_.push_back(thread.fiber);
+    if (races::kChecked) ended_.push_back(std::move(live_[pick]));
     live_.erase(live_.begin() + static_cast<std::ptrdiff_t>(pick));
   }
 }
@@ -138,6 +158,7 @@ bool Grid::finish_barrier(Block& block) {
   }
   block.barrier_result = sum;
   for (Thread& thread : block.threads) thread.state = State::kReady;
+  synchronize(block, 0, shape_.threads, ~0u);
   return true;
 }
 
@@ -169,9 +190,21 @@ bool Grid::finish_warp_ops(Block& block, int first, int last) {
     for (int i = 0; i < last - first; ++i) {
       if (mask >> i & 1) block.threads[static_cast<size_t>(first + i)].state = State::kReady;
     }
+    if (leader.op == WarpOp::kSync) synchronize(block, first, last, mask);
     any = true;
   }
   return any;
+}
+
+// Orders the accesses of threads [first, last) of a block, as far as the mask has their lane.
+void Grid::synchronize(const Block& block, int first, int last, unsigned mask) {
+  if (!races::kChecked) return;
+  std::vector<races::Actor> actors;
+  for (int i = first; i < last; ++i) {
+    if (mask >> (i % kWarp) & 1)
+      actors.push_back(block.threads[static_cast<size_t>(i)].fiber->actor);
+  }
+  races::synchronize(actors);
 }
 
 void Grid::report_stuck(const Block& block) const {
@@ -189,6 +222,7 @@ void Grid::switch_to_thread(Thread& thread) {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_start_switch_fiber(&scheduler_fake_stack_, thread.fiber->stack.get(), kStackBytes);
 #endif
+  races::switch_to(thread.fiber->actor);
   const context::transfer_t transfer = context::jump_fcontext(thread.fiber->context, &thread);
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(scheduler_fake_stack_, nullptr, nullptr);
@@ -204,6 +238,7 @@ void Grid::switch_to_scheduler(Thread& thread, bool ends) {
 #else
   static_cast<void>(ends);
 #endif
+  races::switch_to(host);
   scheduler_context = context::jump_fcontext(scheduler_context, nullptr).fctx;
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_finish_switch_fiber(thread.fiber->fake_stack, &scheduler_stack_,
@@ -219,6 +254,8 @@ void Grid::run_body(Thread& thread) {
 #endif
   try {
     body_();
+    if (!thread.copies.empty())
+      throw std::runtime_error("simt: a thread ends, and has not waited for an asynchronous copy");
   } catch (...) {
     error_ = std::current_exception();
   }

@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "support/simt/races.h"
 #include "support/simt/simt.h"
 
 // The scheduler has one fiber per CUDA thread, on Boost.Context's bare context switch. A fiber runs
@@ -26,9 +27,22 @@ constexpr size_t kStackBytes = 128 * 1024;
 enum class State { kReady, kAtBarrier, kAtWarpOp, kEnded };
 
 struct Fiber {
+  Fiber() = default;
+  ~Fiber() { races::destroy_actor(actor); }
+  Fiber(const Fiber&) = delete;
+  Fiber& operator=(const Fiber&) = delete;
+
   context::fcontext_t context = nullptr;
   std::unique_ptr<unsigned char[]> stack{new unsigned char[kStackBytes]};
   void* fake_stack = nullptr;
+  const races::Actor actor = races::create_actor();
+};
+
+struct AsyncCopy {
+  void* to;
+  const void* from;
+  size_t bytes;
+  size_t group;
 };
 
 struct Block;
@@ -44,6 +58,9 @@ struct Thread {
   int operand = 0;
   uint64_t value = 0;
   uint64_t result = 0;
+  races::Fences fences;
+  std::vector<AsyncCopy> copies;  // not yet made
+  size_t committed_groups = 0;
 };
 
 struct Block {
@@ -56,17 +73,24 @@ struct Block {
 class Grid {
  public:
   Grid(const LaunchShape& shape, const std::function<void()>& body, uint64_t seed);
+  ~Grid();
+  Grid(const Grid&) = delete;
+  Grid& operator=(const Grid&) = delete;
+
   void run();
   void switch_to_scheduler(Thread& thread, bool ends);
   void run_body(Thread& thread);
 
   Dim3 block_dim;
+  const races::Actor host = races::running_actor();
+  races::Releases releases;
 
  private:
   Block& start_block(int64_t index);
   void step(Block& block);
   bool finish_barrier(Block& block);
   bool finish_warp_ops(Block& block, int first, int last);
+  void synchronize(const Block& block, int first, int last, unsigned mask);
   void switch_to_thread(Thread& thread);
   [[noreturn]] void report_stuck(const Block& block) const;
 
@@ -74,6 +98,7 @@ class Grid {
   const std::function<void()>& body_;
   std::mt19937_64 random_;
   std::vector<std::unique_ptr<Block>> live_;
+  std::vector<std::unique_ptr<Block>> ended_;  // kept to the end where races are checked
   std::vector<Fiber*> free_fibers_;
   std::exception_ptr error_;
   void* scheduler_fake_stack_ = nullptr;

@@ -31,12 +31,11 @@ void set_seed(uint64_t seed);
 int64_t launch_count();  // since the program began
 // The bytes that asynchronous copies have read from global memory since the program began.
 int64_t async_copied_bytes();
-void count_async_copy(size_t bytes);
 void launch(const LaunchShape& shape, const std::function<void()>& thread_body);
 
-const Dim3& thread_index();
-const Dim3& block_index();
-const Dim3& block_size();
+Dim3 thread_index();
+Dim3 block_index();
+Dim3 block_size();
 unsigned char* shared_memory();  // exactly shared_bytes, 16-byte aligned, filled with garbage
 
 enum class WarpOp { kSync, kShuffle, kShuffleXor };
@@ -44,5 +43,15 @@ enum class WarpOp { kSync, kShuffle, kShuffleXor };
 void yield();                   // lets other threads run, for a thread that waits for another block
 int sync_block(int predicate);  // how many threads gave a non-zero predicate
 uint64_t warp_exchange(WarpOp op, unsigned mask, uint64_t value, int operand);
+
+// What orders memory, for ThreadSanitizer. See races.h.
+void fence();
+void order_update(const void* address);   // by an atomic operation that reads and writes
+void order_acquire(const void* address);  // by a load
+
+// An asynchronous copy is made as late as it may be. The bytes that it overwrites are NaN until then.
+void copy_async(void* to, const void* from, size_t bytes);
+void commit_copies();
+void await_copies(size_t groups_left);  // all but those of the last groups that were committed
 
 }  // namespace simt

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <functional>
 #include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "support/simt/include/cuda_pipeline_primitives.h"
 #include "support/simt/include/cuda_runtime.h"
 #include "support/simt/simt.h"
 
@@ -60,15 +62,15 @@ TEST(Simt, WarpOperations) {
 TEST(Simt, OrdersDifferBySeedAndBlocksInterleave) {
   std::set<std::vector<unsigned>> orders;
   for (uint64_t seed = 1; seed <= 4; ++seed) {
-    std::vector<unsigned> order;
+    std::vector<unsigned> order(24);
+    unsigned long long next = 0;
     simt::set_seed(seed * 1000);
     simt::launch({8, 32, 0}, [&] {
       for (int i = 0; i < 3; ++i) {
-        if (threadIdx.x == 0) order.push_back(blockIdx.x);
+        if (threadIdx.x == 0) order.at(atomicAdd(&next, 1)) = blockIdx.x;
         __syncthreads();
       }
     });
-    EXPECT_EQ(order.size(), 24u);
     bool contiguous = true;
     for (size_t i = 0; i < order.size(); i += 3) contiguous &= order[i] == order[i + 2];
     EXPECT_FALSE(contiguous);
@@ -115,6 +117,38 @@ TEST(Simt, ErrorsInDeviceCodeReachTheCaller) {
   EXPECT_EQ(error_of({3, 32, 0}, [] { throw std::runtime_error("from a thread"); }),
             "from a thread");
   simt::launch({1, 32, 0}, [] { __syncthreads(); });  // and the next launch works
+}
+
+TEST(Simt, AsyncCopiesAreMadeAsLateAsTheyMayBe) {
+  float from[3] = {1, 2, 3}, to[3] = {};
+  simt::launch({1, 1, 0}, [&] {
+    for (int i = 0; i < 3; ++i) {
+      __pipeline_memcpy_async(&to[i], &from[i], sizeof(float));
+      if (i < 2) __pipeline_commit();
+    }
+    for (const float value : to) EXPECT_TRUE(std::isnan(value));
+    from[0] = 10;
+    __pipeline_wait_prior(1);
+    EXPECT_EQ(to[0], 10);
+    EXPECT_TRUE(std::isnan(to[1]));
+    __pipeline_wait_prior(0);
+    EXPECT_EQ(to[1], 2);
+    EXPECT_TRUE(std::isnan(to[2]));  // it has not been committed
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+    EXPECT_EQ(to[2], 3);
+  });
+}
+
+TEST(Simt, AsyncCopyThatIsNotWaitedForIsAnError) {
+  float from = 1, to = 0;
+  EXPECT_NE(error_of({1, 1, 0},
+                     [&] {
+                       __pipeline_memcpy_async(&to, &from, sizeof(float));
+                       __pipeline_commit();
+                     })
+                .find("has not waited"),
+            std::string::npos);
 }
 
 #if defined(__SANITIZE_ADDRESS__)

@@ -2,17 +2,15 @@
 #pragma once
 
 #include <cstddef>
-#include <cstring>
 
 #include "support/simt/simt.h"
 
-// The part of CUDA's header of this name that the kernels use. A copy is made at once.
+// The part of CUDA's header of this name that the kernels use.
 
 // NOLINTBEGIN: the names below are CUDA's.
 inline void __pipeline_memcpy_async(void* to, const void* from, size_t bytes) {
-  std::memcpy(to, from, bytes);
-  simt::count_async_copy(bytes);
+  simt::copy_async(to, from, bytes);
 }
-inline void __pipeline_commit() {}
-inline void __pipeline_wait_prior(size_t) {}
+inline void __pipeline_commit() { simt::commit_copies(); }
+inline void __pipeline_wait_prior(size_t groups_left) { simt::await_copies(groups_left); }
 // NOLINTEND

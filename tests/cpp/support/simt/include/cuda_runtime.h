@@ -91,23 +91,26 @@ void __stcs(T* address, T value) {
   *address = value;
 }
 
-// One fiber runs at a time and is only left at a barrier, a warp operation or __nanosleep.
-inline void __threadfence() {}
+inline void __threadfence() { simt::fence(); }
 inline void __nanosleep(unsigned) { simt::yield(); }
-inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
-  const unsigned long long old = *address;
-  *address += value;
+
+// One fiber runs at a time and is only left at a barrier, a warp operation or __nanosleep. To
+// ThreadSanitizer these are atomic nevertheless.
+template <typename T, typename Update>
+T simt_update(T* address, const Update& update) {
+  simt::order_update(address);
+  const T old = __atomic_load_n(address, __ATOMIC_RELAXED);
+  __atomic_store_n(address, update(old), __ATOMIC_RELAXED);
   return old;
+}
+inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
+  return simt_update(address, [&](unsigned long long old) { return old + value; });
 }
 inline unsigned long long atomicMax(unsigned long long* address, unsigned long long value) {
-  const unsigned long long old = *address;
-  if (value > old) *address = value;
-  return old;
+  return simt_update(address, [&](unsigned long long old) { return value > old ? value : old; });
 }
 inline int atomicOr(int* address, int value) {
-  const int old = *address;
-  *address |= value;
-  return old;
+  return simt_update(address, [&](int old) { return old | value; });
 }
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
