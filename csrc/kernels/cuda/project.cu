@@ -26,7 +26,7 @@ namespace {
 // Registers are traded for blocks in flight.
 enum class Way { kAnyRank, kFloat, kBfloat16 };
 template <int R, Way kWay>
-constexpr int kBlocksPerProcessor = kWay == Way::kFloat && R > 8 ? 1 : 2;
+constexpr int kBlocksPerProcessor = kWay == Way::kAnyRank || (kWay == Way::kFloat && R > 8) ? 1 : 2;
 
 template <int R, Way kWay>
 using ProductsOf =
