@@ -74,8 +74,12 @@ def extension(cuda: toolkit.Toolkit) -> Any:
     include_dirs = [str(ROOT / "include"), str(ROOT / "csrc")]
     library_dirs: list[str] = []
     torch_version = torch.__version__.split("+")[0]
-    # The package compares this with the torch that loads it. Another would corrupt memory.
-    macros: list[tuple[str, str | None]] = [("POWERSGD_TORCH_VERSION", f'"{torch_version}"')]
+    # The package compares the first with the torch that loads it, as another would corrupt memory.
+    # The ranks compare the second, as other kernels would give other bits.
+    macros: list[tuple[str, str | None]] = [
+        ("POWERSGD_TORCH_VERSION", f'"{torch_version}"'),
+        ("POWERSGD_VERSION", f'"{VERSION["__version__"]}"'),
+    ]
     # Python's own -g would make the module ten times larger. Without -fopenmp at::parallel_for is a
     # serial loop. The OpenMP runtime is the one that torch has loaded.
     flags = {"cxx": ["-O3", "-Wall", "-Wextra", "-g0", "-fopenmp", *without_their_warnings()]}

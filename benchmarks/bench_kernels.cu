@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// How close do the CUDA stages come to the floor, five passes over the gradient at copy speed?
+// How close do the CUDA stages come to the floor, the bytes that no step can do without at copy
+// speed?
 //
-//   .ci/build_bench_kernels 90 && build/gpu/bench_kernels --json kernels.json
+//   build/gpu/bench_kernels --json kernels.json
 //   build/gpu/bench_kernels --models gpt2 llama --ranks 4 16 --kinds float32 bfloat16
+//   build/gpu/bench_kernels --ranks 16 32 --products float32 bfloat16
 //
 // No torch and no network: buckets of random gradients, the reductions left out. Buckets are used
 // in turn, so many that none is in the cache from the last time. Times are medians, by events
 // around one stage of all buckets, divided by their number. The device first spins while the host
 // launches, so that a busy host, such as one that compiles meanwhile, changes no figure.
 //
-// The kernels read POWERSGD_DEPENDENT_LAUNCH and POWERSGD_TENSOR_CORES once per process. To compare
-// them, run the program once for each; compare_kernels.py shows the results side by side.
+// The kernels read POWERSGD_DEPENDENT_LAUNCH once per process. To compare its values, run the
+// program once with each; compare_kernels.py shows the results side by side.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -32,14 +34,17 @@ using namespace powersgd::kernels;
 
 constexpr int kRepeats = 15;
 constexpr int kWarmups = 3;
-Bucket make_bucket(Pool& pool, const Layout& layout, int64_t rank, const Kind& kind,
-                   uint64_t seed) {
+
+// As BucketTables of csrc/compressor makes it.
+Bucket make_bucket(Pool& pool, const Case& measured, uint64_t seed) {
+  const Layout& layout = *measured.layout;
+  const Kind& kind = *measured.kind;
   std::vector<Matrix> matrices;
   Bucket bucket{};
   int64_t numel = 0;
   double* const grad_scales = pool.upload(std::vector<double>(layout.shapes.size(), 1.0));
   for (const Shape& shape : layout.shapes) {
-    const int64_t r = std::min({rank, shape.rows, shape.cols});
+    const int64_t r = std::min({measured.rank, shape.rows, shape.cols});
     Matrix m{shape.rows, shape.cols, r, numel, bucket.p_numel, bucket.q_numel};
     m.memory = pool.zeros(shape.rows * shape.cols * bytes_of(kind.residual));
     m.p_hat = pool.zeros(shape.rows * r * 4);
@@ -47,13 +52,14 @@ Bucket make_bucket(Pool& pool, const Layout& layout, int64_t rank, const Kind& k
     m.q_warm = pool.zeros(shape.cols * r * 4);
     m.random_id = matrices.size();
     m.grad_scale = grad_scales + matrices.size();
+    m.q_norms = pool.zeros<double>(r * sizeof(double));
     matrices.push_back(m);
     numel += shape.rows * shape.cols;
     bucket.p_numel += shape.rows * r;
     bucket.q_numel += shape.cols * r;
   }
+  for (Matrix& m : matrices) m.active_offset = bucket.p_numel++;
   bucket.p_numel += 1;
-  bucket.raw_offset = bucket.counts_offset = bucket.p_numel - 1;
   const TileTable table = cuda::make_tiles(matrices, {}, DType::kFloat32);
   bucket.matrices = pool.upload(matrices);
   bucket.tiles = pool.upload(table.tiles);
@@ -66,11 +72,14 @@ Bucket make_bucket(Pool& pool, const Layout& layout, int64_t rank, const Kind& k
   bucket.workspace = pool.zeros(table.workspace_bytes);
   bucket.counters = pool.zeros<uint64_t>(table.num_counters * sizeof(uint64_t));
   bucket.state = pool.zeros<BucketState>(sizeof(BucketState));
+  bucket.step_counts = pool.zeros<StepCounts>(sizeof(StepCounts));
   bucket.gradient_dtype = kind.gradient;
   bucket.residual_dtype = kind.residual;
   bucket.factor_dtype = DType::kFloat32;
+  bucket.bfloat16_products = measured.products->bfloat16;
   bucket.grad_scale = bucket.output_scale = 1;
   bucket.seed = seed;
+  bucket.step = kNextStep;
   return bucket;
 }
 
@@ -132,19 +141,21 @@ void fill(const Bucket& bucket, const Layout& layout, int directions, uint32_t s
   }
 }
 
-Row measure(const Layout& layout, int64_t rank, const Kind& kind, double copy) {
+Row measure(const Case& measured, double copy) {
+  const Layout& layout = *measured.layout;
+  const Kind& kind = *measured.kind;
   // At least 1 GB of gradient and memory in all.
   const int64_t numel = layout.numel();
   const int count = static_cast<int>(std::max<int64_t>(2, (int64_t{1} << 27) / numel));
   Pool pool;
   std::vector<Bucket> buckets;
   for (int i = 0; i < count; ++i) {
-    buckets.push_back(make_bucket(pool, layout, rank, kind, 77 + i));
+    buckets.push_back(make_bucket(pool, measured, 77 + i));
     check(cuda::random_start(buckets.back(), nullptr));
   }
   const auto refill = [&](int repeat) {
-    for (int i = 0; i < count; ++i)
-      fill(buckets[i], layout, kind.deficient ? static_cast<int>(rank / 2) : 0, repeat * count + i);
+    const int directions = kind.deficient ? static_cast<int>(measured.rank / 2) : 0;
+    for (int i = 0; i < count; ++i) fill(buckets[i], layout, directions, repeat * count + i);
   };
   using Stage = cuda::Status (*)(const Bucket&, cuda::Stream);
   const Stage stages[] = {cuda::project, cuda::orthogonalize, cuda::back_project,
@@ -157,14 +168,13 @@ Row measure(const Layout& layout, int64_t rank, const Kind& kind, double copy) {
       for (const Stage stage : stages) check(stage(bucket, nullptr));
     }
   };
-  Row row{&layout, &kind, rank};
+  Row row{measured};
   const std::vector<double> by_stage = times(4, refill, one_stage);
   for (int stage = 0; stage < 4; ++stage) row.stage[stage] = by_stage[stage] / count;
   const int64_t before = cuda::launch_count();
   row.step = times(1, refill, whole_step)[0] / count;
   row.launches = static_cast<double>(cuda::launch_count() - before) / count / (kWarmups + kRepeats);
-  // G is read and written, memory read twice and written once.
-  row.floor = numel * (2 * bytes_of(kind.gradient) + 3 * bytes_of(kind.residual)) / copy;
+  row.floor = static_cast<double>(floor_bytes(numel, kind)) / copy;
   for (const Bucket& bucket : buckets) {
     BucketState state;
     check(cudaMemcpy(&state, bucket.state, sizeof(state), cudaMemcpyDeviceToHost));
@@ -181,8 +191,7 @@ int main(int count, char** words) {
   const Arguments arguments = Arguments::parse(count, words);
   const double copy = copy_bytes_per_ms();
   std::printf("copy: %.2f TB/s, read and written. Times in microseconds per bucket.\n", copy / 1e9);
-  std::printf("%-16s %4s %-18s %8s %8s %8s %8s %9s %9s %7s %9s\n", "bucket", "rank", "gradient",
-              "project", "orthog.", "back", "reconst.", "step", "floor", "ratio", "launches");
+  print_headings();
   std::vector<Row> rows;
   for (const Kind& kind : kKinds) {
     if (!arguments.kinds.empty() && !arguments.kinds.count(kind.name)) continue;
@@ -190,9 +199,11 @@ int main(int count, char** words) {
       if (!arguments.models.empty() && !arguments.models.count(layout.name)) continue;
       for (const int64_t rank : arguments.ranks.empty() ? kind.ranks : arguments.ranks) {
         if (kind.deficient && rank < 2) continue;
-        rows.push_back(measure(layout, rank, kind, copy));
-        print(rows.back());
-        if (!arguments.json.empty()) write(arguments.json, copy, rows);
+        for (const Products* products : arguments.products) {
+          rows.push_back(measure({&layout, &kind, rank, products}, copy));
+          print(rows.back());
+          if (!arguments.json.empty()) write(arguments.json, copy, rows);
+        }
       }
     }
   }

@@ -58,7 +58,7 @@ def errors(
             trainer.mean(trainer.train_step())
 
     train(EXACT_STEPS)
-    options = {"wire_dtype": torch.float32, "raw_wire_dtype": torch.float32}
+    options = {"wire_dtype": torch.float32}
     shadow = tp.shadow(modules[0], compared, steps, options)
     train(steps)
     return {str(rank): round(shadow.error(rank), 5) for rank in compared}

@@ -13,18 +13,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-Case = tuple[str, int, str]  # the model, the rank, and the kind of gradient
+Case = tuple[str, int, str, str]  # the model, the rank, the kind of gradient and of products
 
 
 def ratios(record: dict[str, Any]) -> dict[Case, float]:
-    return {(r["model"], r["rank"], r["kind"]): r["ratio"] for r in record["results"]}
+    return {
+        (r["model"], r["rank"], r["kind"], r["products"]): r["ratio"] for r in record["results"]
+    }
 
 
 def table(records: dict[str, dict[str, Any]]) -> list[list[str]]:
     """The rows of the table, its heading first. A case that a file lacks has a dash."""
     columns = [ratios(record) for record in records.values()]
     cases = list(dict.fromkeys(case for column in columns for case in column))
-    rows = [["model", "rank", "gradient", *records]]
+    rows = [["model", "rank", "gradient", "products", *records]]
     for case in cases:
         cells = [f"{column[case]:.2f}" if case in column else "-" for column in columns]
         rows.append([*map(str, case), *cells])

@@ -24,6 +24,7 @@ sys.path.insert(0, str(BENCHMARKS))
 from convergence import tables as of_convergence  # noqa: E402
 from endurance import tables as of_endurance  # noqa: E402
 from faults import tables as of_faults  # noqa: E402
+from floor import floor_ms  # noqa: E402
 from other_suites import TABLES as OF_OTHER_SUITES  # noqa: E402
 from scaling import tables as of_scaling  # noqa: E402
 from text_tables import Table  # noqa: E402
@@ -115,8 +116,9 @@ def stages(record: Record) -> str:
             continue
         name = f"{_MODELS[each['model']]}, {each['elements'] / 1e6:.1f} M"
         times = [f"{each['stage_ms'][stage]:.1f}" for stage in _STAGES]
-        wholes = [each["ours"]["ms"], each["hook"]["ms"], each["floor_ms"]]
-        ratios = [f"{each['ours_over_floor']:.2f}", f"{each['hook_over_ours']:.1f}"]
+        floor = floor_ms(each)
+        wholes = [each["ours"]["ms"], each["hook"]["ms"], floor]
+        ratios = [f"{each['ours']['queued_ms'] / floor:.2f}", f"{each['hook_over_ours']:.1f}"]
         pays = f"{each['break_even_gbyte_per_s']:.0f}"
         rows.append([name, each["dtype"], *times, *(f"{ms:.1f}" for ms in wholes), *ratios, pays])
     return _markdown(headings, rows)
@@ -128,8 +130,8 @@ def stages_by_rank(record: Record) -> str:
     headings += ["ours / floor", "hook / ours"]
     rows = [
         [_MODELS[each["model"]], str(each["rank"])]
-        + [f"{ms:.0f}" for ms in (each["ours"]["ms"], each["hook"]["ms"], each["floor_ms"])]
-        + [f"{each[ratio]:.1f}" for ratio in ("ours_over_floor", "hook_over_ours")]
+        + [f"{ms:.0f}" for ms in (each["ours"]["ms"], each["hook"]["ms"], floor_ms(each))]
+        + [f"{each['ours']['queued_ms'] / floor_ms(each):.1f}", f"{each['hook_over_ours']:.1f}"]
         for each in record["results"]
         if each["dtype"] == "float32"
     ]

@@ -37,7 +37,6 @@ TURNS: dict[str, dict[str, Any]] = {
     "float16 factors": {"wire_dtype": "float16"},
     "int8 factors, rank 4": {"wire_dtype": "int8", "matrix_approximation_rank": 4},
     "int4 factors": {"wire_dtype": "int4"},
-    "int8 factors, raw ones in float32": {"wire_dtype": "int8", "raw_wire_dtype": "float32"},
     "bfloat16 residual": {"residual_dtype": "bfloat16", "wire_dtype": "int8"},
     "float16 residual": {"residual_dtype": "float16"},
     "no warm start": {"warm_start": False},

@@ -59,10 +59,29 @@ inline const std::vector<Kind> kKinds = {
 
 inline int64_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-struct Row {
+// The bytes that a step has to read and write, as in benchmarks/floor.py. project reads G and
+// memory and writes memory, back_project reads memory, reconstruct writes G.
+inline int64_t floor_bytes(int64_t numel, const Kind& kind) {
+  return numel * (2 * bytes_of(kind.gradient) + 3 * bytes_of(kind.residual));
+}
+
+// The numbers that project and back_project multiply, see Bucket::bfloat16_products.
+struct Products {
+  std::string name;
+  bool bfloat16;
+};
+
+inline const std::vector<Products> kProducts = {{"float32", false}, {"bfloat16", true}};
+
+struct Case {
   const Layout* layout;
   const Kind* kind;
   int64_t rank;
+  const Products* products;
+};
+
+struct Row {
+  Case measured;
   double stage[4], step, floor;  // milliseconds per bucket
   double launches;               // per bucket
   int skipped;                   // buckets whose step came out as not finite: a defect
@@ -72,9 +91,11 @@ struct Arguments {
   std::string json;
   std::set<std::string> models, kinds;  // empty: all
   std::vector<int64_t> ranks;           // empty: those of the kind
+  std::vector<const Products*> products = {&kProducts[0]};
 
   static Arguments parse(int count, char** words) {
     Arguments out;
+    std::vector<const Products*> products;
     std::string option;
     for (int i = 1; i < count; ++i) {
       const std::string word = words[i];
@@ -83,25 +104,29 @@ struct Arguments {
       else if (option == "--json")
         out.json = word;
       else if (option == "--models")
-        out.models.insert(checked(word, kLayouts));
+        out.models.insert(known(word, kLayouts)->name);
       else if (option == "--kinds")
-        out.kinds.insert(checked(word, kKinds));
+        out.kinds.insert(known(word, kKinds)->name);
+      else if (option == "--products")
+        products.push_back(known(word, kProducts));
       else if (option == "--ranks" && std::atoi(word.c_str()) > 0)
         out.ranks.push_back(std::atoi(word.c_str()));
       else
         usage();
       if (word == option && !kOptions.count(option)) usage();
     }
+    if (!products.empty()) out.products = products;
     return out;
   }
 
  private:
-  inline static const std::set<std::string> kOptions = {"--json", "--models", "--kinds", "--ranks"};
+  inline static const std::set<std::string> kOptions = {"--json", "--models", "--kinds", "--ranks",
+                                                        "--products"};
 
   template <typename T>
-  static std::string checked(const std::string& word, const std::vector<T>& known) {
-    for (const T& each : known) {
-      if (each.name == word) return word;
+  static const T* known(const std::string& name, const std::vector<T>& all) {
+    for (const T& each : all) {
+      if (each.name == name) return &each;
     }
     usage();
   }
@@ -110,6 +135,8 @@ struct Arguments {
     for (const Layout& layout : kLayouts) text += " " + layout.name;
     text += "]\n  [--kinds";
     for (const Kind& kind : kKinds) text += " " + kind.name;
+    text += "]\n  [--products";
+    for (const Products& products : kProducts) text += " " + products.name;
     fail(text + "]", 2);
   }
 };

@@ -37,7 +37,6 @@ void register_model(py::module_& module) {
       .def_readwrite("p_hat", &LocalExport::p_hat)
       .def_readwrite("q_local", &LocalExport::q_local)
       .def_readwrite("q_warm", &LocalExport::q_warm)
-      .def_readwrite("rounding", &LocalExport::rounding)
       .def_readwrite("grad_scale", &LocalExport::grad_scale);
   py::class_<Outline>(module, "Outline")
       .def_readonly("parameters", &Outline::parameters)

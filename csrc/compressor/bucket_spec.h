@@ -13,11 +13,6 @@
 
 namespace powersgd {
 
-// The dtypes in which packets hold factors and raw segments.
-struct PacketDTypes {
-  WireDType factors, raw;
-};
-
 // The layout of a bucket, the options, the dtype and device of its gradients, and the ranks.
 struct BucketSpec {
   BucketPlan plan;
@@ -29,14 +24,12 @@ struct BucketSpec {
   at::TensorOptions factor_options() const {
     return at::TensorOptions(device).dtype(factor_type(gradient_type));
   }
-  // Null if the wire rounds nothing: payloads then travel as they are, and not as packets.
-  std::optional<PacketDTypes> packet_dtypes() const {
-    if (!options.wire_dtype) return std::nullopt;
-    const PacketDTypes dtypes{*options.wire_dtype, *raw_wire_of(options)};
-    const bool rounds = factor_type(gradient_type) == at::kDouble ||
-                        dtypes.factors != WireDType::kFloat32 ||
-                        (dtypes.raw != WireDType::kFloat32 && plan.raw_numel() > 0);
-    return rounds ? std::optional(dtypes) : std::nullopt;
+  // The dtype of the factors in packets. Null if the wire rounds nothing: payloads then travel as
+  // they are.
+  std::optional<WireDType> packet_dtype() const {
+    const bool rounds =
+        factor_type(gradient_type) == at::kDouble || options.wire_dtype != WireDType::kFloat32;
+    return rounds ? options.wire_dtype : std::nullopt;
   }
   int64_t gradient_bytes() const {
     return plan.gradient_numel * static_cast<int64_t>(c10::elementSize(gradient_type));

@@ -25,7 +25,6 @@ class BucketStates {
   void begin_step(const StepInfo& step);
   // Notes that project has added `gradient`, so that rollback can take it back.
   void projected(const at::Tensor& gradient) { gradient_ = gradient; }
-  bool in_step() const { return gradient_.defined(); }
   void end_step() { gradient_ = at::Tensor(); }
   // Takes the gradient back if the step in progress has added it.
   void rollback(const BucketPlan& plan);

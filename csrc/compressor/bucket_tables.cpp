@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "compressor/stages.h"
@@ -64,6 +65,14 @@ std::vector<kernels::RawSegment> raw_table(const BucketPlan& plan) {
   return table;
 }
 
+// Without error feedback nothing would hold what the products lose. A float16 wire rounds less than
+// they do, and over a float32 wire a gradient of exact rank comes back exactly.
+bool admits_bfloat16_products(const BucketSpec& spec) {
+  const std::optional<WireDType> wire = spec.options.wire_dtype;
+  return factor_type(spec.gradient_type) == at::kFloat && spec.options.use_error_feedback &&
+         (wire == WireDType::kInt8 || wire == WireDType::kInt4 || wire == WireDType::kBFloat16);
+}
+
 kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_counter) {
   kernels::Bucket bucket{};
   bucket.p_numel = spec.plan.p_numel;
@@ -72,6 +81,7 @@ kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_
   bucket.gradient_dtype = to_dtype(spec.gradient_type);
   bucket.residual_dtype = to_dtype(residual_type(spec.gradient_type, spec.options));
   bucket.factor_dtype = to_dtype(factor_type(spec.gradient_type));
+  bucket.bfloat16_products = admits_bfloat16_products(spec);
   bucket.epsilon = spec.options.orthogonalization_epsilon;
   bucket.warm_start_noise = spec.options.warm_start_noise;
   bucket.seed = static_cast<uint64_t>(spec.options.random_seed);
@@ -103,7 +113,7 @@ HostTables host_tables(const BucketSpec& spec, std::vector<kernels::Matrix> matr
   const DType factor_dtype = to_dtype(factor_type(spec.gradient_type));
   tables.tiles =
       require_stages(spec.device.type()).make_tiles(tables.matrices, tables.raw, factor_dtype);
-  if (spec.packet_dtypes()) {
+  if (spec.packet_dtype()) {
     tables.p_factors = kernels::p_packet_factors(tables.matrices);
     tables.q_factors = kernels::q_packet_factors(tables.matrices);
   }
@@ -174,7 +184,6 @@ BucketTables::BucketTables(const BucketSpec& spec, const std::vector<ParameterSt
   static_assert(sizeof(kernels::BucketState) % sizeof(int64_t) == 0);
   state_ = at::zeros({sizeof(kernels::BucketState) / sizeof(int64_t)}, words);
   bucket_.state = static_cast<kernels::BucketState*>(state_.data_ptr());
-  skipped_ = state_.view(at::kInt).select(0, offsetof(kernels::BucketState, skipped) / sizeof(int));
   bucket_.p_payload = payloads.p.data_ptr();
   bucket_.q_payload = payloads.q.data_ptr();
 }

@@ -68,15 +68,12 @@ class BucketTables {
   const kernels::Bucket& bucket() const { return bucket_; }
   // Packets::factors of both payloads.
   const DeviceTables& tables() const { return tables_; }
-  // One int32 on the device, which is not 0 if the last step was skipped.
-  const at::Tensor& skipped() const { return skipped_; }
 
  private:
   kernels::Bucket bucket_{};
   Workspaces workspaces_;
   DeviceTables tables_{};  // what bucket_ points at, with the next two
   at::Tensor counters_, state_;
-  at::Tensor skipped_;  // in state_
 };
 
 }  // namespace powersgd

@@ -4,7 +4,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <optional>
 #include <utility>
 
@@ -12,7 +11,6 @@
 #include "compressor/bucket_states.h"
 #include "compressor/bucket_tables.h"
 #include "compressor/packets.h"
-#include "compressor/raw_rounding.h"
 #include "compressor/stages.h"
 #include "compressor/streams.h"
 
@@ -29,8 +27,7 @@ class StagesCompressor final : public BucketCompressor {
         step_counter_(std::move(step_counter)),
         workspaces_(std::move(workspaces)),
         stages_(require_stages(spec_.device.type())),
-        all_states_(std::move(states)),
-        states_({all_states_.begin(), all_states_.begin() + num_matrices()}) {}
+        states_(std::move(states)) {}
 
   void prepare() override {
     if (prepared_) return;
@@ -48,8 +45,6 @@ class StagesCompressor final : public BucketCompressor {
     states_.begin_step(step);
     if (step.loss_scale.defined()) use_on_current_stream(step.loss_scale);
     tables_.begin_step(gradient, step, stages_.is_capturing());
-    if (raw_rounding_) raw_rounding_->begin_step(step, stages_.is_capturing());
-    p_->begin_step(step.drop_residual || !spec_.options.use_error_feedback);
     if (!spec_.options.warm_start) {
       kernels::Bucket start = tables_.bucket();
       if (step.same_start) start.step = 0;
@@ -72,14 +67,10 @@ class StagesCompressor final : public BucketCompressor {
 
   void reconstruct() override {
     stages_.reconstruct(tables_.bucket());
-    if (raw_rounding_) raw_rounding_->end_step(tables_.skipped());
     states_.end_step();
   }
 
-  void rollback() override {
-    if (raw_rounding_ && states_.in_step()) raw_rounding_->rollback();
-    states_.rollback(spec_.plan);
-  }
+  void rollback() override { states_.rollback(spec_.plan); }
 
   int64_t payload_bytes() const override {
     const auto width = static_cast<int64_t>(spec_.factor_options().dtype().itemsize());
@@ -91,13 +82,9 @@ class StagesCompressor final : public BucketCompressor {
     for (const auto& matrix : spec_.plan.matrices) largest = std::max(largest, matrix.rank);
     return largest;
   }
-  std::vector<ParameterStatePtr> states() const override { return all_states_; }
+  std::vector<ParameterStatePtr> states() const override { return states_.of_matrices(); }
 
  private:
-  std::ptrdiff_t num_matrices() const {
-    return static_cast<std::ptrdiff_t>(spec_.plan.matrices.size());
-  }
-
   void make_payloads() {
     const at::TensorOptions factors = spec_.factor_options();
     const Payloads elements{at::zeros({plans_.p.numel}, factors),
@@ -108,19 +95,13 @@ class StagesCompressor final : public BucketCompressor {
     p.factors = tables_.tables().p_factors;
     q.factors = tables_.tables().q_factors;
     for (kernels::Packets* packets : {&p, &q}) {
-      packets->num_factors = static_cast<int32_t>(num_matrices());
+      packets->num_factors = static_cast<int32_t>(spec_.plan.matrices.size());
       packets->factor_dtype = to_dtype(factors.dtype().toScalarType());
       packets->ranks = spec_.ranks.count;
       packets->own_chunk = spec_.ranks.own;
     }
     p.raw_offset = spec_.plan.raw_offset();
-    p.raw_numel = spec_.plan.raw_numel();
     q.raw_offset = plans_.q.numel;
-    if (p.raw_numel > 0 && plans_.p.schedule != Schedule::kAllreduce) {
-      raw_rounding_.emplace(spec_, std::vector<ParameterStatePtr>(
-                                       all_states_.begin() + num_matrices(), all_states_.end()));
-      p.rounding = raw_rounding_->data();
-    }
     p_.emplace(plans_.p, elements.p, p, stages_, workspaces_.first);
     q_.emplace(plans_.q, elements.q, q, stages_, workspaces_.second);
   }
@@ -130,12 +111,10 @@ class StagesCompressor final : public BucketCompressor {
   const std::shared_ptr<StepCounter> step_counter_;
   const Workspaces workspaces_;
   const Stages& stages_;
-  const std::vector<ParameterStatePtr> all_states_;  // those of matrices come first
   BucketStates states_;
   bool prepared_ = false;  // prepare() makes all that follows
   BucketTables tables_;
   std::optional<BucketPayload> p_, q_;
-  std::optional<RawRounding> raw_rounding_;  // if packets hold raw segments
 };
 
 }  // namespace
@@ -159,7 +138,6 @@ MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
     needs.residual = numel * width(residual_type(gradient_type, options));
   }
   needs.payloads = (plan.p_numel + plan.q_numel) * factor;
-  if (spec.packet_dtypes()) needs.payloads += RawRounding::bytes(spec);
   const BytesOfTables bytes = bytes_of_tables(spec, plan_payloads(spec));
   needs.tables = bytes.tables;
   needs.workspace = bytes.workspace;
@@ -172,8 +150,7 @@ std::unique_ptr<BucketCompressor> make_compressor(
     BucketPlan plan, std::vector<ParameterStatePtr> states, const Options& options,
     at::ScalarType gradient_type, at::Device device, Ranks ranks,
     std::shared_ptr<StepCounter> step_counter, Workspaces workspaces) {
-  TORCH_INTERNAL_ASSERT(states.size() == plan.matrices.size() ||
-                        states.size() == plan.matrices.size() + plan.raw_parameters.size());
+  TORCH_INTERNAL_ASSERT(states.size() == plan.matrices.size());
   to_dtype(gradient_type);  // throws for a dtype that is not compressed
   return std::make_unique<StagesCompressor>(
       BucketSpec{std::move(plan), options, gradient_type, device, ranks}, std::move(states),

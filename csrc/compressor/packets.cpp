@@ -12,10 +12,12 @@ namespace {
 // this many bytes take half a millisecond, which is about what a hop takes.
 constexpr int64_t kWorthAHop = 64 * 1024;
 
-PayloadPlan plan_packets(const Ranks& ranks, int64_t numel, const PacketDTypes& dtypes,
-                         int64_t groups, int64_t raw_numel, int64_t flags) {
+PayloadPlan plan_packets(const BucketSpec& spec, int64_t numel, int64_t groups, int64_t raw_numel,
+                         int64_t flags) {
+  const Ranks& ranks = spec.ranks;
   const auto layout_of = [&](int32_t chunks) {
-    return kernels::packet_layout(chunks, dtypes.factors, groups, dtypes.raw, raw_numel, flags);
+    return kernels::packet_layout(chunks, *spec.packet_dtype(), groups,
+                                  to_dtype(factor_type(spec.gradient_type)), raw_numel, flags);
   };
   PayloadPlan plan{numel};
   plan.layout = layout_of(1);
@@ -43,14 +45,11 @@ Schedule choose_schedule(const Ranks& ranks, int64_t bytes) {
 
 PayloadPlans plan_payloads(const BucketSpec& spec) {
   const BucketPlan& plan = spec.plan;
-  const std::optional<PacketDTypes> dtypes = spec.packet_dtypes();
-  if (!dtypes) return {{plan.p_numel}, {plan.q_numel}};
+  if (!spec.packet_dtype()) return {{plan.p_numel}, {plan.q_numel}};
   const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);
-  return {
-      plan_packets(spec.ranks, plan.p_numel, *dtypes, kernels::p_packet_factors(matrices).groups,
-                   plan.raw_numel(), plan.p_numel - plan.counts_offset()),
-      plan_packets(spec.ranks, plan.q_numel, *dtypes, kernels::q_packet_factors(matrices).groups, 0,
-                   0)};
+  return {plan_packets(spec, plan.p_numel, kernels::p_packet_factors(matrices).groups,
+                       plan.raw_numel(), plan.p_numel - plan.counts_offset()),
+          plan_packets(spec, plan.q_numel, kernels::q_packet_factors(matrices).groups, 0, 0)};
 }
 
 BucketPayload::BucketPayload(const PayloadPlan& plan, at::Tensor elements,

@@ -44,9 +44,6 @@ class BucketPayload final : public Payload {
   BucketPayload(const PayloadPlan& plan, at::Tensor elements, const kernels::Packets& packets,
                 const Stages& stages, std::shared_ptr<Workspace> workspace);
 
-  // If `drops_residual`, the rounding of earlier steps counts as zeros.
-  void begin_step(bool drops_residual) { packets_.drop_residual = drops_residual; }
-
   Schedule schedule() const override { return plan_.schedule; }
   at::Tensor& elements() override { return elements_; }
   at::Tensor sent() override { return buffer(0, plan_.layout.bytes()); }

@@ -5,7 +5,6 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <map>
-#include <utility>
 
 #include "compressor/bucket_tables.h"
 #include "compressor/stages.h"
@@ -61,16 +60,6 @@ void zero_if(const at::Tensor& dropped, at::ScalarType type, const Tensors& tens
   at::_foreach_mul_(tensors, dropped.reshape({}).eq(0).to(type));
 }
 
-// All elements are finite.
-void replace_if(const at::Tensor& dropped, at::ScalarType type, const Tensors& tensors,
-                const Tensors& replacements) {
-  zero_if(dropped, type, tensors);
-  at::_foreach_add_(tensors,
-                    dropped.defined()
-                        ? at::_foreach_mul(replacements, dropped.reshape({}).ne(0).to(type))
-                        : replacements);
-}
-
 }  // namespace
 
 bool ParameterState::fits(at::ScalarType gradient_type, at::Device device) const {
@@ -114,32 +103,14 @@ void ParameterState::set_residual(const at::Tensor& value) {
 
 void ParameterState::mark_undelivered() { q_local.zero_(); }
 
-void ParameterState::set_rounding(const at::Tensor& value, double scale) {
-  if (rounding.defined()) {
-    // The other raw parameters of its bucket keep their units, which are this one's as well.
-    rounding.copy_(value.flatten().mul(grad_scale.div(scale)));
-    rounding_before.copy_(rounding);
-  } else {
-    rounding = value.flatten().clone();
-    rounding_before = rounding.clone();
-    grad_scale = at::full({}, scale, rounding.options().dtype(at::kDouble));
-  }
-}
-
 void ParameterState::mark_undelivered(const std::vector<ParameterStatePtr>& states,
                                       const at::Tensor& dropped) {
   if (dropped.defined() && dropped.is_cpu() && dropped.item<double>() == 0) return;
-  std::map<at::ScalarType, Tensors> sent;                         // q_local
-  std::map<at::ScalarType, std::pair<Tensors, Tensors>> rounded;  // rounding and the one before
+  std::map<at::ScalarType, Tensors> sent;
   for (const ParameterStatePtr& state : states) {
     if (state->allocated()) sent[state->q_local.scalar_type()].push_back(state->q_local);
-    if (!state->rounding.defined()) continue;
-    auto& [roundings, before] = rounded[state->rounding.scalar_type()];
-    roundings.push_back(state->rounding);
-    before.push_back(state->rounding_before);
   }
   for (auto& [type, tensors] : sent) zero_if(dropped, type, tensors);
-  for (auto& [type, tensors] : rounded) replace_if(dropped, type, tensors.first, tensors.second);
 }
 
 void ParameterState::take_back(const at::Tensor& gradient) {

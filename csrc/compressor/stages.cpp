@@ -125,8 +125,10 @@ const Stages& require_stages(c10::DeviceType device) {
 }
 
 bool is_capturing(c10::Device device) {
+  const Stages* stages = find_stages(device.type());
+  if (stages == nullptr) return false;
   const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
-  return require_stages(device.type()).is_capturing();
+  return stages->is_capturing();
 }
 
 }  // namespace powersgd

@@ -40,7 +40,7 @@ const Stages* find_stages(c10::DeviceType device);
 const Stages& require_stages(c10::DeviceType device);
 
 // Returns is_capturing() of the device's stages and of its current stream, which may be on another
-// device than the current one.
+// device than the current one. False if this build has no kernels for it.
 bool is_capturing(c10::Device device);
 
 }  // namespace powersgd

@@ -45,14 +45,13 @@ StepTraffic traffic_of(const BucketPlan& plan, const Options& options, at::Scala
 int64_t content_bytes(const BucketPlan& plan, const Options& options,
                       at::ScalarType gradient_type) {
   const BucketSpec spec{plan, options, gradient_type, at::kCPU, {}};
-  const auto dtypes = spec.packet_dtypes();
-  if (!dtypes) return (plan.counts_offset() + plan.q_numel) * factor_width(gradient_type);
+  const int64_t width = factor_width(gradient_type);
+  const auto wire = spec.packet_dtype();
+  if (!wire) return (plan.counts_offset() + plan.q_numel) * width;
   const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);
   const int64_t groups =
       kernels::p_packet_factors(matrices).groups + kernels::q_packet_factors(matrices).groups;
-  const int64_t raw = plan.raw_numel() * kernels::group_bytes(dtypes->raw);
-  return groups * kernels::group_bytes(dtypes->factors) +
-         (raw + kernels::kGroup - 1) / kernels::kGroup;
+  return groups * kernels::group_bytes(*wire) + plan.raw_numel() * width;
 }
 
 }  // namespace powersgd

@@ -4,7 +4,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "compressor/stages.h"
@@ -113,12 +112,11 @@ AttachedModel::Reduction AttachedModel::begin(size_t bucket, at::Tensor& buffer,
   const bool known = !parameters.empty() && !buffer.is_sparse();
   Reduction reduction;
   if (known) reduction.compressor = find_compressor(bucket, buffer, parameters);
-  if (reduction.compressor && is_capturing(buffer.device())) {
-    captured_.insert(reduction.compressor);
-  }
+  const bool captured = is_capturing(buffer.device());
+  if (reduction.compressor && captured) captured_.insert(reduction.compressor);
   reduction.step = next_step(buffer, output_scale, units);
   reduction.step.bucket = static_cast<int64_t>(bucket);
-  if (!unsent_residuals_.empty() && known) {
+  if (!unsent_residuals_.empty() && known && !captured) {  // each replay would add them again
     add_unsent_residuals(buffer, parameters, reduction.step);
   }
   return reduction;
@@ -169,34 +167,16 @@ AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
   BucketPlan plan = plan_bucket(shapes, options_);
   if (plan.compresses()) {
     std::vector<ParameterStatePtr> states;
-    const auto add_state = [&](const auto& planned) {
-      states.push_back(states_[parameters[static_cast<size_t>(planned.parameter)]]);
-    };
-    std::for_each(plan.matrices.begin(), plan.matrices.end(), add_state);
-    std::for_each(plan.raw_parameters.begin(), plan.raw_parameters.end(), add_state);
+    for (const PlannedMatrix& matrix : plan.matrices) {
+      states.push_back(states_[parameters[static_cast<size_t>(matrix.parameter)]]);
+    }
     made.compressor = make_compressor(std::move(plan), std::move(states), options_,
                                       buffer.scalar_type(), buffer.device(), session_->ranks(),
                                       step_counter_, workspaces_on(buffer.device()));
     session_->run_after_steps(buffer.device(), [&made] { made.compressor->prepare(); });
-  } else {
-    release_roundings(parameters, buffer.device());
   }
   made.parameters = parameters;
   return made;
-}
-
-void AttachedModel::release_roundings(const std::vector<size_t>& parameters, at::Device device) {
-  std::vector<size_t> rounded;
-  std::copy_if(parameters.begin(), parameters.end(), std::back_inserter(rounded),
-               [this](size_t index) { return states_[index]->rounding.defined(); });
-  if (rounded.empty()) return;
-  session_->run_after_steps(device, [&] {
-    for (const size_t index : rounded) {
-      ParameterState& state = *states_[index];
-      unsent_residuals_[index] = state.rounding.div(state.grad_scale);
-      state.rounding = state.rounding_before = at::Tensor();
-    }
-  });
 }
 
 const Workspaces& AttachedModel::workspaces_on(c10::Device device) {
@@ -272,10 +252,13 @@ std::vector<c10::Device> AttachedModel::devices() const {
 void AttachedModel::end_step() {
   ++step_;
   session_->flush();
-  session_->end_step(options_);
+  const std::vector<c10::Device> on = devices();
+  const bool captured = std::any_of(on.begin(), on.end(), is_capturing);
+  session_->end_step(options_, captured);
+  if (captured) return;  // what follows reads from the device
   watch_captured();
   if (options_.check_every == 0 || step_ % static_cast<uint64_t>(options_.check_every) != 0) return;
-  for (const c10::Device device : devices()) {
+  for (const c10::Device device : on) {
     std::vector<Replica> replicas;
     for (size_t i = 0; i < states_.size(); ++i) {
       if (parameters_[i].device() != device) continue;

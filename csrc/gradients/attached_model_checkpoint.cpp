@@ -19,15 +19,7 @@ template <typename State, typename Local>
 auto members(State& state, Local& local) {
   return std::array{std::pair{&state.memory, &local.memory}, std::pair{&state.p_hat, &local.p_hat},
                     std::pair{&state.q_local, &local.q_local},
-                    std::pair{&state.q_warm, &local.q_warm},
-                    std::pair{&state.rounding, &local.rounding}};
-}
-
-// Returns the part of earlier gradients that has not been sent, as [rows, cols].
-at::Tensor unsent(const ParameterState& state, const at::Tensor& parameter) {
-  if (state.allocated()) return state.residual();
-  const auto [rows, cols] = matrix_shape(memory_layout(parameter));
-  return state.rounding.clone().view({rows, cols});
+                    std::pair{&state.q_warm, &local.q_warm}};
 }
 
 std::string describe(const at::Tensor& tensor) {
@@ -41,12 +33,12 @@ std::vector<ParameterExport> AttachedModel::export_state() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     exported[i].name = names_[i];
     const at::Tensor& parameter = parameters_[i];
-    if (!has_state(parameter)) continue;
+    if (!is_compressed(parameter)) continue;
     std::vector<at::Tensor> mean(1);
     session_->run_after_steps(parameter.device(), [&] {
       const ParameterState state = started(i);
-      mean[0] = unsent(state, parameter).mul_(grad_scale() / state.grad_scale.item<double>());
-      if (state.allocated()) exported[i].q = q_to_parameter_order(state.q_warm.clone(), parameter);
+      mean[0] = state.residual().mul_(grad_scale() / state.grad_scale.item<double>());
+      exported[i].q = q_to_parameter_order(state.q_warm.clone(), parameter);
     });
     session_->average_over_channel(mean);
     use_on_current_stream(mean[0]);
@@ -70,7 +62,7 @@ void AttachedModel::load_state(const std::vector<ParameterExport>& saved, int64_
       session_->log(LogLevel::kWarning,
                     c10::str("the checkpoint's residual of '", parameter.name,
                              "' is dropped: the model has no such parameter, or it is frozen"));
-    } else if (has_state(parameters_[*index])) {
+    } else if (is_compressed(parameters_[*index])) {
       load_parameter(*index, parameter, grad_scale);
     } else {
       unsent_residuals_[*index] =
@@ -98,18 +90,12 @@ void AttachedModel::check_parameter(const ParameterExport& saved) const {
   TORCH_CHECK_VALUE(saved.residual.sizes() == parameter.sizes(), "residual of '", saved.name,
                     "' must have the parameter's shape ", parameter.sizes(), ", got ",
                     saved.residual.sizes());
-  TORCH_CHECK_VALUE(!saved.q.defined() || (saved.q.dim() == 2 && saved.q.size(1) == shape.cols),
-                    "q of '", saved.name, "' must have the shape [rank, ", shape.cols, "], got ",
-                    saved.q.sizes());
+  TORCH_CHECK_VALUE(saved.q.dim() == 2 && saved.q.size(1) == shape.cols, "q of '", saved.name,
+                    "' must have the shape [rank, ", shape.cols, "], got ", saved.q.sizes());
 }
 
 bool AttachedModel::is_compressed(const at::Tensor& parameter) const {
   return should_compress(matrix_shape(memory_layout(parameter)), options_);
-}
-
-bool AttachedModel::is_rounded(const at::Tensor& parameter) const {
-  if (!options_.wire_dtype || is_compressed(parameter)) return false;
-  return raw_wire_of(options_) != WireDType::kFloat32 || parameter.scalar_type() == at::kDouble;
 }
 
 // A copy of a parameter's state. If it was never compressed, this is the state that it starts from.
@@ -120,12 +106,8 @@ ParameterState AttachedModel::started(size_t index) const {
 }
 
 void AttachedModel::start(ParameterState& state, const at::Tensor& parameter) const {
-  if (!is_compressed(parameter)) {
-    const auto factors = parameter.options().dtype(factor_type(parameter.scalar_type()));
-    if (!state.rounding.defined()) state.set_rounding(at::zeros({parameter.numel()}, factors), 1);
-  } else if (!state.allocated()) {
-    ParameterState::allocate({layout_of(state, parameter)}, options_, parameter.device());
-  }
+  if (state.allocated()) return;
+  ParameterState::allocate({layout_of(state, parameter)}, options_, parameter.device());
 }
 
 ParameterState::Layout AttachedModel::layout_of(ParameterState& state,
@@ -138,23 +120,16 @@ void AttachedModel::load_parameter(size_t index, const ParameterExport& saved, d
   const at::Tensor& parameter = parameters_[index];
   ParameterState& state = *states_[index];
   const at::Tensor residual = to_memory_order(saved.residual, parameter);
-  if (!is_compressed(parameter)) {
-    const at::ScalarType type = factor_type(parameter.scalar_type());
-    session_->run_after_steps(parameter.device(), [&] {
-      state.set_rounding(residual.to(parameter.device(), type), grad_scale);
-    });
-    return;
-  }
   const int64_t rank = effective_rank(matrix_shape(memory_layout(parameter)), options_);
-  const at::Tensor q = saved.q.defined() ? q_to_memory_order(saved.q, parameter) : saved.q;
-  const int64_t kept = q.defined() ? std::min(rank, q.size(0)) : 0;
+  const at::Tensor q = q_to_memory_order(saved.q, parameter);
+  const int64_t kept = std::min(rank, q.size(0));
   session_->run_after_steps(parameter.device(), [&] {
     start(state, parameter);
     state.set_residual(residual);
     state.grad_scale.fill_(grad_scale);
-    if (kept > 0) state.q_warm.narrow(0, 0, kept).copy_(q.narrow(0, 0, kept));
+    state.q_warm.narrow(0, 0, kept).copy_(q.narrow(0, 0, kept));
   });
-  if (q.defined() && q.size(0) != rank) {
+  if (q.size(0) != rank) {
     session_->log(LogLevel::kInfo, c10::str("'", saved.name, "': the checkpoint's rank ", q.size(0),
                                             " factor was taken over at rank ", rank));
   }
@@ -163,7 +138,7 @@ void AttachedModel::load_parameter(size_t index, const ParameterExport& saved, d
 std::vector<LocalExport> AttachedModel::export_local() {
   std::vector<LocalExport> exported;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (!has_state(parameters_[i])) continue;
+    if (!is_compressed(parameters_[i])) continue;
     LocalExport& local = exported.emplace_back();
     local.name = names_[i];
     session_->run_after_steps(parameters_[i].device(), [&] {
@@ -182,8 +157,8 @@ void AttachedModel::check_local(const std::vector<LocalExport>& saved) const {
   for (const LocalExport& local : saved) {
     const auto index = find_name(local.name);
     TORCH_CHECK_VALUE(index, "the checkpoint's parameter '", local.name, "' is not in the model");
-    TORCH_CHECK_VALUE(has_state(parameters_[*index]), "the checkpoint's parameter '", local.name,
-                      "' is not compressed with these options");
+    TORCH_CHECK_VALUE(is_compressed(parameters_[*index]), "the checkpoint's parameter '",
+                      local.name, "' is not compressed with these options");
     const ParameterState wanted = started(*index);
     for (const auto& [own, given] : members(wanted, local)) {
       TORCH_CHECK_VALUE(given->defined() == own->defined() &&
@@ -204,11 +179,7 @@ void AttachedModel::load_local(const std::vector<LocalExport>& saved, int64_t st
     const size_t index = *find_name(local.name);
     ParameterState& state = *states_[index];
     session_->run_after_steps(parameters_[index].device(), [&] {
-      const at::Tensor& parameter = parameters_[index];
-      if (local.rounding.defined()) {
-        return state.set_rounding(local.rounding.to(parameter.device()), local.grad_scale);
-      }
-      start(state, parameter);
+      start(state, parameters_[index]);
       for (const auto& [own, given] : members(state, local)) {
         if (own->defined()) own->copy_(*given);
       }

@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "compressor/stages.h"
 #include "gradients/capture_watch.h"
 #include "gradients/parameter_layout.h"
 #include "powersgd/attached_model.h"
@@ -56,7 +55,7 @@ std::vector<LayerStats> AttachedModel::layers() {
     layer.bytes_after = content_bytes(plan_bucket({memory_layout(parameter)}, options_), options_,
                                       parameter.scalar_type());
     const ParameterState& state = *states_[i];
-    if (!state.allocated() && !state.rounding.defined()) continue;
+    if (!state.allocated()) continue;
     session_->run_after_steps(parameter.device(), [&] { read_last_step(state, layer); });
   }
   return all;
@@ -64,10 +63,6 @@ std::vector<LayerStats> AttachedModel::layers() {
 
 void AttachedModel::read_last_step(const ParameterState& state, LayerStats& layer) const {
   const double units = grad_scale() / state.grad_scale.item<double>();
-  if (!state.allocated()) {
-    layer.residual = norm_of(state.rounding) * units;
-    return;
-  }
   layer.residual = norm_of(state.residual()) * units;
   const double delivered = norm_of(state.q_norms);
   if (delivered == 0) return;
@@ -87,7 +82,6 @@ void AttachedModel::watch_captured() {
     capture_watch_ = nullptr;
   } else if (warm() && step_ % CaptureWatch::kInterval == 0) {
     for (const c10::Device device : devices()) {
-      if (is_capturing(device)) continue;
       std::vector<ParameterStatePtr> states;
       for (size_t i = 0; i < states_.size(); ++i) {
         if (parameters_[i].device() == device) states.push_back(states_[i]);

@@ -62,8 +62,9 @@ c10::intrusive_ptr<c10d::Work> FlatTensors::reduce(const std::vector<at::Tensor>
     return nullptr;
   }
   const at::Tensor& tensor = tensors.front();
-  if (admitted->new_pass) session_->end_step(options_);
-  if (!admitted->to_check.empty()) {
+  const bool captured = is_capturing(tensor.device());
+  if (admitted->new_pass) session_->end_step(options_, captured);
+  if (!admitted->to_check.empty() && !captured) {
     session_->check_replicas(std::move(admitted->to_check), tensor.device());
   }
   report(*admitted, tensor);

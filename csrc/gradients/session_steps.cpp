@@ -21,9 +21,10 @@ void Session::log_warnings() {
   for (const std::string& line : warnings_->take()) log(LogLevel::kWarning, line);
 }
 
-void Session::end_step(const powersgd::Options& options) {
+void Session::end_step(const powersgd::Options& options, bool captured) {
   log_warnings();
-  if (stats_->add_step() % options.compression_stats_logging_frequency == 0) {
+  const bool is_due = stats_->add_step() % options.compression_stats_logging_frequency == 0;
+  if (is_due && !captured) {
     log(LogLevel::kInfo, summary(snapshot()));
   }
 }

@@ -68,16 +68,6 @@ std::string shown(DType value) { return to_string(value); }
 std::string shown(std::optional<WireDType> value) { return value ? to_string(*value) : "None"; }
 std::string shown(const std::string& value) { return quoted(value); }
 
-// Throws for fields that are allowed one by one, but not together.
-void validate_pairs(const Options& options) {
-  if (options.raw_wire_dtype && !options.wire_dtype) {
-    reject("raw_wire_dtype", "None without a wire_dtype", shown(options.raw_wire_dtype));
-  }
-  if (options.warm_start_noise != 0 && !options.warm_start) {
-    reject("warm_start_noise", "0 without warm_start", options.warm_start_noise);
-  }
-}
-
 }  // namespace
 
 void validate(const Options& options) {
@@ -86,7 +76,9 @@ void validate(const Options& options) {
     const char* allowed = rule(value);
     if (allowed != nullptr) reject(name, allowed, shown(value));
   });
-  validate_pairs(options);
+  if (options.warm_start_noise != 0 && !options.warm_start) {
+    reject("warm_start_noise", "0 without warm_start", options.warm_start_noise);
+  }
 }
 
 Scope parse_scope(const std::string& name) {
@@ -120,12 +112,5 @@ WireDType parse_wire_dtype(const std::string& name) {
 }
 
 std::string to_string(WireDType dtype) { return name_of(kWireDTypes, dtype); }
-
-bool is_integer(WireDType dtype) { return dtype == WireDType::kInt8 || dtype == WireDType::kInt4; }
-
-std::optional<WireDType> raw_wire_of(const Options& options) {
-  if (options.raw_wire_dtype || !options.wire_dtype) return options.raw_wire_dtype;
-  return is_integer(*options.wire_dtype) ? WireDType::kBFloat16 : options.wire_dtype;
-}
 
 }  // namespace powersgd

@@ -49,10 +49,8 @@ class Planner {
     plan_.q_numel += sent.q;
   }
 
-  void add_raw(int64_t parameter, int64_t numel) {
+  void add_raw(int64_t numel) {
     if (numel == 0) return;
-    plan_.raw_parameters.push_back({parameter, raw_numel_, numel});
-    raw_numel_ += numel;
     const int64_t offset = plan_.gradient_numel;
     plan_.gradient_numel += numel;
     if (!plan_.raw.empty() && plan_.raw.back().gradient_offset + plan_.raw.back().numel == offset) {
@@ -75,7 +73,6 @@ class Planner {
 
  private:
   BucketPlan plan_;
-  int64_t raw_numel_ = 0;
 };
 
 }  // namespace
@@ -138,7 +135,7 @@ BucketPlan plan_bucket(const std::vector<ParameterShape>& bucket, const Options&
     if (sent.rank > 0) {
       planner.add_matrix(static_cast<int64_t>(i), shape, sent);
     } else {
-      planner.add_raw(static_cast<int64_t>(i), sent.total);
+      planner.add_raw(sent.total);
     }
   }
   return planner.finish();
@@ -149,7 +146,7 @@ BucketPlan plan_flat(int64_t numel, const Options& options) {
   const MatrixShape shape = near_square_shape(numel);
   const SentNumel sent = sent_numel(shape, options);
   if (sent.rank > 0) planner.add_matrix(0, shape, sent);
-  planner.add_raw(0, sent.rank > 0 ? numel - shape.rows * shape.cols : numel);
+  planner.add_raw(sent.rank > 0 ? numel - shape.rows * shape.cols : numel);
   return planner.finish();
 }
 

@@ -23,14 +23,13 @@ class CaptureWatch;
 struct ParameterExport {
   std::string name;
   at::Tensor residual;  // mean over ranks, in the parameter's shape; undefined if it has none
-  at::Tensor q;  // [rank, cols], the columns in the order of a contiguous parameter; undefined: raw
+  at::Tensor q;         // [rank, cols], the columns in the order of a contiguous parameter
 };
 
 // One parameter's state in one rank's own checkpoint.
 struct LocalExport {
   std::string name;
   at::Tensor memory, p_hat, q_local, q_warm;  // memory: undefined without error feedback
-  at::Tensor rounding;                        // of a raw parameter, which has nothing else
   double grad_scale = 1;
 };
 
@@ -179,16 +178,9 @@ class AttachedModel {
   std::optional<size_t> find_name(const std::string& name) const;
   void check_parameter(const ParameterExport& saved) const;
   bool is_compressed(const at::Tensor& parameter) const;
-  // True if the parameter travels raw on a wire that rounds it. It then has a rounding.
-  bool is_rounded(const at::Tensor& parameter) const;
-  bool has_state(const at::Tensor& parameter) const {
-    return is_compressed(parameter) || is_rounded(parameter);
-  }
-  // Makes the roundings of a bucket that is always exact part of its next gradient.
-  void release_roundings(const std::vector<size_t>& parameters, at::Device device);
   ParameterState started(size_t index) const;
   ParameterState::Layout layout_of(ParameterState& state, const at::Tensor& parameter) const;
-  // Allocates a state that has_state(), if that has not been done.
+  // Allocates the state of a parameter that is_compressed(), if that has not been done.
   void start(ParameterState& state, const at::Tensor& parameter) const;
   void load_parameter(size_t index, const ParameterExport& parameter, double grad_scale);
   void read_last_step(const ParameterState& state, LayerStats& layer) const;

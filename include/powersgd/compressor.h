@@ -90,8 +90,8 @@ class BucketCompressor {
 // The buckets of a model take two workspaces together, each as large as the largest of theirs.
 struct MemoryNeeds {
   int64_t residual = 0;
-  int64_t factors = 0;    // those that are kept from step to step
-  int64_t payloads = 0;   // with what the wire's rounding keeps back of raw segments
+  int64_t factors = 0;  // those that are kept from step to step
+  int64_t payloads = 0;
   int64_t tables = 0;     // those of the kernels, which depend on the device type
   int64_t workspace = 0;  // with the packets
 
@@ -101,8 +101,7 @@ struct MemoryNeeds {
 MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
                          at::ScalarType gradient_type, c10::DeviceType device, Ranks ranks = {});
 
-// `states[i]` belongs to `plan.matrices[i]`. The states of `plan.raw_parameters` may follow, so
-// that other buckets learn of the raw roundings. Buckets may share states, one after the other.
+// `states[i]` belongs to `plan.matrices[i]`. Buckets may share states, one after the other.
 // `workspaces` are those of the model on this device. A bucket that shares none has one of its own.
 std::unique_ptr<BucketCompressor> make_compressor(
     BucketPlan plan, std::vector<ParameterStatePtr> states, const Options& options,

@@ -147,8 +147,8 @@ struct Bucket {
   DType gradient_dtype;
   DType residual_dtype;  // float64 for float64 gradients
   DType factor_dtype;    // float32, or float64 for float64 gradients
-  // project and back_project may round what they multiply to bfloat16, as the wire rounds more. M is
-  // exact all the same, so that the residual holds what the products lose.
+  // project and back_project may round what they multiply to bfloat16, as the wire rounds more. M
+  // is exact all the same, so that the residual holds what the products lose.
   bool bfloat16_products;
 
   // The loss scale of this step's gradient: *loss_scale, which a replayed CUDA graph reads anew. If

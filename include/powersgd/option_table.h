@@ -53,11 +53,6 @@ inline const char* wire_dtype(std::optional<WireDType> value) {
                    "in float64)";
 }
 
-inline const char* raw_wire_dtype(std::optional<WireDType> value) {
-  const bool allowed = !value || (WireDType::kFloat32 <= *value && *value <= WireDType::kFloat16);
-  return allowed ? nullptr : "None, float32, bfloat16 or float16";
-}
-
 inline const char* residual_dtype(DType value) {
   const bool allowed =
       value == DType::kFloat32 || value == DType::kBFloat16 || value == DType::kFloat16;
@@ -85,7 +80,6 @@ void for_each_option(const Visit& visit) {
   visit("min_numel", &Options::min_numel, rules::positive);
   visit("inner", &Options::inner, rules::backend_name);
   visit("wire_dtype", &Options::wire_dtype, rules::wire_dtype);
-  visit("raw_wire_dtype", &Options::raw_wire_dtype, rules::raw_wire_dtype);
   visit("residual_dtype", &Options::residual_dtype, rules::residual_dtype);
   visit("warm_start_noise", &Options::warm_start_noise, rules::deviation);
   visit("check_every", &Options::check_every, rules::not_negative);

@@ -39,7 +39,6 @@ struct Options {
   int64_t min_numel = int64_t{1} << 17;
   std::string inner = "auto";
   std::optional<WireDType> wire_dtype;
-  std::optional<WireDType> raw_wire_dtype;
   DType residual_dtype = DType::kFloat32;
   double warm_start_noise = 0;
   int64_t check_every = 0;
@@ -59,9 +58,5 @@ std::string to_string(DType dtype);
 int64_t size_of(DType dtype);                         // In bytes.
 WireDType parse_wire_dtype(const std::string& name);  // "float32", "bfloat16", ..., "int8", "int4"
 std::string to_string(WireDType dtype);
-bool is_integer(WireDType dtype);
-
-// The type that the elements of raw segments travel in, if the factors have a wire dtype.
-std::optional<WireDType> raw_wire_of(const Options& options);
 
 }  // namespace powersgd

@@ -18,10 +18,11 @@
 //
 // A packet has one chunk in a gather, and one for each rank in two hops. A single rank gathers.
 //
-//   chunk = [ codes of the factors | scales | codes of the raw segments | scales | flags ]
+//   chunk = [ codes of the factors | scales | raw elements | flags ]
 //
-// Factors and raw segments are cut into groups of 64 elements, and the flags are bytes. Each chunk
-// has as many groups of each kind and as many flags as the others; the last ones may be padding.
+// Factors are cut into groups of 64 elements. Raw elements travel in the factor dtype, which rounds
+// nothing, and flags are bytes. Each chunk has as many groups, raw elements and flags as the
+// others; the last ones may be padding.
 //
 // Contract, the same on the CPU and on CUDA:
 //   - quantize and requantize round to nearest, ties to even. A double is rounded to float first.
@@ -34,13 +35,11 @@
 //   - A group whose scale would be below the smallest normal float has scale 0: its elements count
 //     as 0. A group with an element that is not finite sums to NaN, if its dtype has scales.
 //   - Sums are made in the factor dtype, in the order of the ranks. So all ranks get the same bits.
-//   - quantize makes q_local the value that was sent. A raw element travels as exact, which is
-//     G + rounding, and rounding becomes exact less the value that was sent. With drop_residual the
-//     old rounding counts as 0.
-//   - requantize gives the owner the rounding of the sum, for the elements of its chunk: q_local
-//     += (new sum) - (exact sum), and rounding += (exact sum) - (new sum). So the local q of all
-//     ranks add up to the Q that all apply. The same holds for raw segments.
-//   - A rounding or a q_local that would not be finite stays as it was: such a step is skipped.
+//     Those of raw elements are not rounded any further.
+//   - quantize makes q_local the value that was sent.
+//   - requantize gives the owner the rounding of the sum, for the factors of its chunk: q_local
+//     += (new sum) - (exact sum). So the local q of all ranks add up to the Q that all apply.
+//   - A q_local that would not be finite stays as it was: such a step is skipped.
 //   - A flag is 1 if the payload's element is not 0. requantize makes it 1 if any rank's is 1.
 //     dequantize writes the sum of the flags that it reads: in a gather those of all ranks.
 namespace powersgd::kernels {
@@ -50,7 +49,7 @@ constexpr int64_t kGroup = 64;  // elements that share a scale
 // The bytes of a group: its codes, and its scale if the dtype has scales.
 int64_t group_bytes(WireDType dtype);
 
-// The groups of one kind in a packet.
+// The groups of the factors in a packet.
 struct PacketSection {
   WireDType dtype;
   int64_t groups;            // of the whole packet, without padding
@@ -59,21 +58,27 @@ struct PacketSection {
   int64_t scales_at;         // bfloat16, one for each group, if the dtype has scales
 };
 
+// The raw elements or the flags in a packet.
+struct PacketWords {
+  int64_t bytes;      // of each
+  int64_t count;      // in the whole packet, without padding
+  int64_t per_chunk;  // the last chunk has padding
+  int64_t begin;      // offset in bytes from the start of a chunk, a multiple of 16
+};
+
 struct PacketLayout {
   int32_t chunks;
   PacketSection factors;
-  PacketSection raw;
-  int64_t flags;
-  int64_t flags_per_chunk;
-  int64_t flags_at;
+  PacketWords raw;
+  PacketWords flags;
   int64_t chunk_bytes;  // a multiple of 64
 
   int64_t bytes() const { return chunks * chunk_bytes; }
 };
 
 // Lays out the packets of a payload with so many groups, raw elements and flags.
-PacketLayout packet_layout(int32_t chunks, WireDType factor_dtype, int64_t factor_groups,
-                           WireDType raw_dtype, int64_t raw_numel, int64_t flags);
+PacketLayout packet_layout(int32_t chunks, WireDType wire, int64_t factor_groups,
+                           DType factor_dtype, int64_t raw_numel, int64_t flags);
 
 // P or Q of one matrix in a payload: `rank` vectors (columns of P, rows of Q) of `size` elements.
 // Element i of vector k is at offset + k * vector_stride + i * element_stride. Elements [64 b,
@@ -104,10 +109,7 @@ struct Packets {
 
   DType factor_dtype;  // float32 or float64
   void* payload;       // factor dtype: [ factors | raw segments | flags ]
-  int64_t raw_offset;  // in the payload, of the raw segments
-  int64_t raw_numel;   // the flags follow them
-  void* rounding;      // [raw_numel] in the factor dtype
-  bool drop_residual;  // quantize takes the old rounding for zeros
+  int64_t raw_offset;  // in the payload, of the raw segments; the flags follow them
 
   int32_t ranks;
   int32_t own_chunk;  // in two hops: this rank's number

@@ -21,11 +21,10 @@ namespace powersgd {
 // while buckets have the state, because kernels hold their addresses. All ranks hold the same
 // random_id, p_hat, q_warm and q_norms. The other tensors are each rank's own.
 //
-// A parameter that travels raw has a rounding alone, and only on a wire that rounds. Its bucket
-// gives it a part of the bucket's own tensor.
+// A parameter that travels raw has none of it.
 //
 // Ownership: a state belongs to its parameter and not to a bucket, so a rebuilt bucket keeps its
-// residuals and takes over the roundings.
+// residuals.
 //
 // Threads: one step or one caller at a time. The engine keeps apart the jobs that share a state.
 struct ParameterState {
@@ -56,12 +55,8 @@ struct ParameterState {
   // Makes M the residual: the last step delivered nothing.
   void mark_undelivered();
 
-  // Makes `value` the rounding of a raw parameter, in the units of `scale`.
-  void set_rounding(const at::Tensor& value, double scale);
-
-  // Makes M the residual, and the rounding that of the step before, in each of `states`. It does so
-  // if `dropped`, a tensor of one element on their device, is not 0. An undefined tensor stands for
-  // 1. The call does not wait for the device.
+  // Makes M the residual in each of `states` if `dropped`, a tensor of one element on their device,
+  // is not 0. An undefined tensor stands for 1. The call does not wait for the device.
   static void mark_undelivered(const std::vector<std::shared_ptr<ParameterState>>& states,
                                const at::Tensor& dropped);
 
@@ -75,13 +70,8 @@ struct ParameterState {
   at::Tensor p_hat;        // [rows, rank] in the factor dtype
   at::Tensor q_local;      // [rank, cols] in the factor dtype
   at::Tensor q_warm;       // [rank, cols] in the factor dtype
-  // One float64: the loss scale in whose units the residual is. project writes it. The raw
-  // parameters of a bucket share one.
-  at::Tensor grad_scale;
-  at::Tensor q_norms;  // [rank] in float64: the norms of the rows of the ranks' last summed Q
-  // The part of a raw parameter's gradients that the wire has rounded off, flat, and the same
-  // before the last step.
-  at::Tensor rounding, rounding_before;
+  at::Tensor grad_scale;   // one float64: the loss scale of the residual. project writes it
+  at::Tensor q_norms;      // [rank] in float64: the norms of the rows of the ranks' last summed Q
 };
 using ParameterStatePtr = std::shared_ptr<ParameterState>;
 

@@ -66,20 +66,12 @@ struct PlannedRaw {
   int64_t p_offset;
 };
 
-// A parameter of a raw segment.
-struct PlannedRawParameter {
-  int64_t parameter;  // index into the bucket's parameters
-  int64_t offset;     // from the first element of all raw segments
-  int64_t numel;
-};
-
 // The layout of one bucket and of its payloads:
 //   P payload = [ P of each matrix | raw segments | activity of each matrix | non-finite count ]
 //   Q payload = [ q of each matrix ]
 struct BucketPlan {
   std::vector<PlannedMatrix> matrices;
   std::vector<PlannedRaw> raw;
-  std::vector<PlannedRawParameter> raw_parameters;
   int64_t gradient_numel = 0;
   int64_t p_numel = 0;
   int64_t q_numel = 0;

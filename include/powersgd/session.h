@@ -104,8 +104,10 @@ class Session {
 
   // Steps and counts.
 
-  // Counts a step, and logs the statistics every compression_stats_logging_frequency steps.
-  void end_step(const powersgd::Options& options);
+  // Counts a step, and logs the statistics every compression_stats_logging_frequency steps. A CUDA
+  // graph that is being captured (`captured`) admits no reading from the device: such a step logs
+  // none.
+  void end_step(const powersgd::Options& options, bool captured = false);
   Stats& stats() { return *stats_; }
   // Makes the counter of one owner of buckets. snapshot() includes it as long as the session lives.
   std::shared_ptr<StepCounter> make_step_counter();

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Backend, GradBucket, Work
 
+version: str  # of this package
 torch_version: str
 cuda_architectures: str  # such as "sm_80,sm_90,compute_120"; empty in a build without CUDA
 max_rank: int
@@ -109,7 +110,6 @@ class LocalExport:
     p_hat: torch.Tensor | None
     q_local: torch.Tensor | None
     q_warm: torch.Tensor | None
-    rounding: torch.Tensor | None
     grad_scale: float
     def __init__(self) -> None: ...
 

@@ -171,11 +171,6 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         "--min-compression-rate", type=float, default=2, metavar="RATE",
         help="least ratio of a weight's elements to its factors' that is compressed (%(default)s)",
     )  # fmt: skip
-    command.add_argument(
-        "--raw-wire-dtype", choices=WIRES[:3], metavar="DTYPE",
-        help="dtype in which the rest travels: float32, bfloat16 or float16 (bfloat16 beside an "
-        "integer, else that of the factors)",
-    )  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -195,7 +190,6 @@ def _plan(arguments: argparse.Namespace) -> None:
         matrix_approximation_rank=arguments.rank,
         min_compression_rate=arguments.min_compression_rate,
         wire_dtype=arguments.wire_dtype,
-        raw_wire_dtype=arguments.raw_wire_dtype,
     )
     print_plan(_make_model(arguments.model), options, None if arguments.all else arguments.top)
 
@@ -210,7 +204,6 @@ def _options_of(arguments: argparse.Namespace) -> list[Options]:
             min_compression_rate=arguments.min_compression_rate,
             start_powerSGD_iter=0,
             wire_dtype=wire,
-            raw_wire_dtype=arguments.raw_wire_dtype,
         )
         for wire, rank in itertools.product(wires, ranks)
     ]

@@ -75,7 +75,10 @@ def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.
 
 
 def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: object) -> Options:
-    """Returns this rank's options once all ranks have valid and equal ones.
+    """Returns this rank's options once all ranks have valid and equal ones, and the same kernels.
+
+    Which device's kernels will run is not known yet. It does not matter: ranks with tensors on
+    devices of different types never exchange a payload, as each type has its own inner backend.
 
     Raises:
         ValueError: On every rank alike, if any rank's options are invalid or two ranks' differ, or
@@ -84,7 +87,7 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
     options = Options()
     try:
         options = resolve(pg_options)
-        mine = options._plain()
+        mine = {"kernels": _C.version, **options._plain()}
     except Exception as error:  # The other ranks wait for this rank's error, of any type.
         mine = {"error": str(error)}
 
@@ -112,15 +115,27 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
 
 
 def compare_options(everyone: list[dict[str, Any]]) -> str:
-    """Returns nothing if all ranks' options are equal, else the message of the error."""
+    """Returns nothing if all ranks' options are equal, else the message of the error.
+
+    "kernels", which comes first among the fields, is the version of the core: from the same sums,
+    it gives every rank the same P^ and Q, to the bit. The CPU's instruction set and the release of
+    torch need not be equal, as neither changes these bits.
+    """
     for rank, fields in enumerate(everyone):
         for name, value in fields.items():
             first = everyone[0].get(name)
-            if value != first:
+            if value == first:
+                continue
+            if name == "kernels":
                 return (
-                    f"the options of a powersgd group must be equal on all ranks: {name} is "
-                    f"{first!r} on rank 0 and {value!r} on rank {rank}"
+                    "the kernels of a powersgd group must be the same on all ranks: kernels is "
+                    f"{first!r} on rank 0 and {value!r} on rank {rank}. Use one version of "
+                    "torch_powersgd and one type of device"
                 )
+            return (
+                f"the options of a powersgd group must be equal on all ranks: {name} is "
+                f"{first!r} on rank 0 and {value!r} on rank {rank}"
+            )
     return ""
 
 

@@ -11,7 +11,7 @@ from torch_powersgd import checksum, fsdp, loading
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import error_as_arguments, next_call
 from torch_powersgd.attach import attachment_of
-from torch_powersgd.loading import LOCAL_FIELDS, RAW_FIELDS, VERSION
+from torch_powersgd.loading import LOCAL_FIELDS, VERSION
 from torch_powersgd.lookup import find_backends
 from torch_powersgd.options import Options
 from torch_powersgd.proposal import Module
@@ -35,13 +35,11 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
     Returns:
         A dictionary of ``version``, ``options`` (field: value), ``step``, ``grad_scale`` and
         ``parameters``, which has an entry for every compressed parameter: its ``residual`` and
-        ``q``, which is [r, m] for a parameter seen as n x m. On a wire that rounds, parameters that
-        travel raw have entries too. Their ``q`` is None.
+        ``q``, which is [r, m] for a parameter seen as n x m.
 
         With ``per_rank`` the dictionary also has ``rank`` and ``world_size``. An entry is then this
         rank's ``memory`` [n, m] (None without error feedback), ``p_hat`` [n, r], ``q_local`` and
-        ``q_warm`` [r, m], and ``grad_scale``. That of a raw parameter is its ``rounding`` and
-        ``grad_scale``.
+        ``q_warm`` [r, m], and ``grad_scale``.
 
         The parameters of an FSDP2 module are this rank's shards, padded as FSDP2 pads them. The
         mean is over the ranks that have the same shard. ``shard`` names it: [which, of how many].
@@ -182,5 +180,4 @@ def _of_mean(parameter: _C.ParameterExport) -> dict[str, Any]:
 
 
 def _of_local(local: _C.LocalExport) -> dict[str, Any]:
-    fields = LOCAL_FIELDS if local.rounding is None else RAW_FIELDS
-    return {field: getattr(local, field) for field in fields}
+    return {field: getattr(local, field) for field in LOCAL_FIELDS}

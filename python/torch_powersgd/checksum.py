@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from torch_powersgd.loading import LOCAL_FIELDS, RAW_FIELDS
+from torch_powersgd.loading import LOCAL_FIELDS
 from torch_powersgd.option_values import shown
 
 KEY = "crc32"
 _PARAMETERS = "parameters"
 _LOADED = {"version", "step", "grad_scale", "rank", "world_size", "shard", "residual", "q"}.union(
-    LOCAL_FIELDS, RAW_FIELDS
+    LOCAL_FIELDS
 )
 
 

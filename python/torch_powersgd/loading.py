@@ -18,9 +18,7 @@ from torch_powersgd.option_values import is_unicode, positive, shown
 
 VERSION = 1
 LOCAL_FIELDS = ("memory", "p_hat", "q_local", "q_warm", "grad_scale")
-RAW_FIELDS = ("rounding", "grad_scale")
-_MAY_BE_NONE = ("memory", "q")
-_IN_UNITS = ("residual", "memory", "q_local", "rounding")  # times a grad_scale
+_IN_UNITS = ("residual", "memory", "q_local")  # times a grad_scale
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LARGEST_STEP = 2**62
 _LARGEST = torch.finfo(torch.float32).max
@@ -72,26 +70,25 @@ def to_mean(name: str, entry: Any, saved: Saved) -> _C.ParameterExport:
     fields = ("residual", "q")
     _check_entry(name, entry, fields)
     tensors = _tensors(name, entry, fields, saved.grad_scale)
-    parameter = _C.ParameterExport()
-    parameter.name, parameter.residual = name, tensors["residual"]
     q = tensors["q"]
-    if q is None:
-        return parameter
+    parameter = _C.ParameterExport()
+    parameter.name, parameter.residual, parameter.q = name, tensors["residual"], q
     if q.dim() > 0 and not 1 <= q.shape[0] <= _C.max_rank:
         raise ValueError(
             f"q of the checkpoint's {shown(name)} must have 1 to {_C.max_rank} rows, got "
             f"{q.shape[0]}"
         )
-    parameter.q = q
     return parameter
 
 
 def to_local(name: str, entry: Any) -> _C.LocalExport:
     """Returns the core's form of an entry of a rank's own state."""
-    fields = RAW_FIELDS if isinstance(entry, dict) and "rounding" in entry else LOCAL_FIELDS
-    _check_entry(name, entry, fields)
+    _check_entry(name, entry, LOCAL_FIELDS)
     scale = _units(f"grad_scale of the checkpoint's {shown(name)}", entry["grad_scale"])
-    tensors = _tensors(name, entry, [field for field in fields if field != "grad_scale"], scale)
+    fields = [field for field in LOCAL_FIELDS if field != "grad_scale"]
+    if entry["memory"] is None:  # without error feedback
+        fields.remove("memory")
+    tensors = _tensors(name, entry, fields, scale)
     if entry.get("sent_p") is True:
         # Earlier versions had an option "alternating". The residual is then not that of p_hat and
         # q_local.
@@ -103,8 +100,7 @@ def to_local(name: str, entry: Any) -> _C.LocalExport:
     local = _C.LocalExport()
     local.name, local.grad_scale = name, scale
     for field, tensor in tensors.items():
-        if tensor is not None:
-            setattr(local, field, tensor)
+        setattr(local, field, tensor)
     return local
 
 
@@ -152,14 +148,11 @@ def _check_entry(name: str, entry: Any, fields: Sequence[str]) -> None:
 
 def _tensors(
     name: str, entry: dict[str, Any], fields: Sequence[str], grad_scale: float
-) -> dict[str, torch.Tensor | None]:
+) -> dict[str, torch.Tensor]:
     """Returns the tensors of an entry by field, checked and without their autograd history."""
-    found: dict[str, torch.Tensor | None] = {}
+    found: dict[str, torch.Tensor] = {}
     for field in fields:
         value = entry[field]
-        if value is None and field in _MAY_BE_NONE:
-            found[field] = None
-            continue
         scale = grad_scale if field in _IN_UNITS else 1.0
         _check_tensor(f"{field} of the checkpoint's {shown(name)}", value, scale)
         found[field] = value.detach()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PREFIX = "POWERSGD_"
 # setup.py, the benchmarks and the CUDA kernels read these.
 _OTHER_VARIABLES = tuple(
-    f"{_PREFIX}{name}" for name in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH", "TENSOR_CORES")
+    f"{_PREFIX}{name}" for name in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH")
 )
 
 
@@ -61,10 +61,7 @@ class Options:
             torch before. ``"auto"``: gloo on a CPU, nccl on CUDA.
         wire_dtype: Data type in which factors travel: float32, bfloat16, float16, ``"int8"`` or
             ``"int4"``. The residual keeps what is rounded off. None: float32, or float64 for
-            float64 gradients.
-        raw_wire_dtype: Data type in which the elements travel that are not compressed: float32,
-            bfloat16 or float16. It needs a ``wire_dtype``. None: bfloat16 with an integer
-            ``wire_dtype``, else the same as ``wire_dtype``.
+            float64 gradients. What is not compressed travels in that type on every wire.
         residual_dtype: Data type of the residual: float32, bfloat16 or float16. Residuals of
             float64 gradients are always float64. A value beyond the type's largest is cut off.
             ``stats()["saturated_steps"]`` counts the steps in which that happens in float16.
@@ -91,7 +88,6 @@ class Options:
     min_numel: int = 1 << 17
     inner: str = "auto"
     wire_dtype: torch.dtype | str | None = None
-    raw_wire_dtype: torch.dtype | str | None = None
     residual_dtype: torch.dtype | str = torch.float32
     warm_start_noise: float = 0
     check_every: int = 0

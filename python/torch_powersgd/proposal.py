@@ -41,7 +41,10 @@ class Proposal:
     def plain(self) -> dict[str, Any]:
         """Returns the values that must be equal on all ranks, in JSON types."""
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
-        return {"options": {**self.options._plain(), "parameters": shapes}, "place": self.place}
+        devices = sorted({parameter.device.type for parameter in self.parameters.values()})
+        kernels = f"{' and '.join(devices)} {_C.version}"
+        options = {"kernels": kernels, **self.options._plain(), "parameters": shapes}
+        return {"options": options, "place": self.place}
 
 
 def agree(

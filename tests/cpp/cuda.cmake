@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# The kernel tests of the CUDA kernels. They always run on the SIMT runtime, which needs
-# Boost.Context. With -DPOWERSGD_CUDA=ON they also run on a GPU. That needs nvcc, and without a GPU
-# the tests are skipped.
-
-option(POWERSGD_CUDA "Build and run the kernel tests on a GPU" OFF)
+# The kernel tests of the CUDA kernels on the SIMT runtime, which needs Boost.Context. For a GPU
+# `make gpu-programs` builds them.
 
 file(GLOB cuda_kernels CONFIGURE_DEPENDS "${ROOT}/csrc/kernels/cuda/*.cu")
 set(cuda_host "${ROOT}/csrc/kernels/cuda/tiles.cpp" "${ROOT}/csrc/kernels/shared/packets.cpp"
@@ -59,20 +56,4 @@ if(POWERSGD_boost_context)
   target_include_directories(kernels_simt BEFORE PRIVATE support/simt/include)
 else()
   message(WARNING "libboost-context-dev is not installed: the CUDA kernels are not tested")
-endif()
-
-if(POWERSGD_CUDA)
-  if(NOT CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 75 80 90 100 120)  # those of setup_support/toolkit.py
-  endif()
-  enable_language(CUDA)
-  set(CMAKE_CUDA_STANDARD 17)
-  find_package(CUDAToolkit REQUIRED)
-  add_library(powersgd_cuda STATIC ${cuda_kernels} "${cuda_host}")
-  target_include_directories(powersgd_cuda PUBLIC "${ROOT}/include" "${ROOT}/csrc")
-  target_link_libraries(powersgd_cuda PUBLIC CUDA::cudart)
-  add_executable(kernels_cuda $<TARGET_OBJECTS:powersgd_kernel_tests> support/cuda_runners.cpp)
-  target_link_libraries(kernels_cuda PRIVATE powersgd_kernel_test powersgd_cuda GTest::gtest)
-  add_test(NAME kernels_cuda COMMAND kernels_cuda)
-  set_tests_properties(kernels_cuda PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
 endif()

@@ -9,16 +9,17 @@
 #include "kernels/cpu/simd/convert.h"
 #include "kernels/shared/packets.h"
 
-// One group at a time: from a payload to a buffer in the L1 cache, then to a packet, and back.
+// One group at a time: from a payload to a buffer in the L1 cache, then to a packet, and back. Raw
+// elements need no buffer.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
-// One group of a factor or of the raw segments, outside of packets.
+// One group of a factor, outside of packets.
 template <class F>
 struct Group {
   int64_t count;
   F* values;  // in the payload
   int64_t stride;
-  F* kept;  // [count] q_local, or the rounding of raw segments; null for P
+  F* q_local;  // [count]; null for P
 };
 
 template <class F>
@@ -50,15 +51,15 @@ POWERSGD_TILE_FUNCTION inline void store_group(const Group<F>& group, const F* v
   }
 }
 
-// Calls change(kept, j) for each vector of what is kept, from element j of the group on. Its result
-// takes the place of `kept` where it is finite.
+// Calls change(q, j) for each vector of q_local, from element j of the group on. Its result takes
+// the place of `q` where it is finite.
 template <class F, class Change>
-inline void change_kept(const Group<F>& group, const Change& change) {
+inline void change_q_local(const Group<F>& group, const Change& change) {
   const Vector<F> zero = {};
   for_each_vector<F>(group.count, [&](int64_t j, int64_t count) {
-    const Vector<F> kept = load_first(group.kept + j, count);
-    const Vector<F> changed = change(kept, j);
-    store_first(group.kept + j, count, changed - changed == zero ? changed : kept);
+    const Vector<F> q = load_first(group.q_local + j, count);
+    const Vector<F> changed = change(q, j);
+    store_first(group.q_local + j, count, changed - changed == zero ? changed : q);
   });
 }
 
@@ -123,6 +124,22 @@ POWERSGD_TILE_FUNCTION inline void sum_group(WireDType dtype, const GroupPlace& 
       store(sum + j, load(sum + j) + load(next.values + j));
     }
   }
+}
+
+// Adds `count` raw elements of the sources, from `place` on.
+template <class F>
+POWERSGD_TILE_FUNCTION inline void sum_raw(const Sources& sources, int64_t place, int64_t count,
+                                           F* sum) {
+  const auto source = [&](int32_t rank) {
+    return reinterpret_cast<const F*>(sources.first + rank * sources.bytes + place);
+  };
+  for_each_vector<F>(count, [&](int64_t j, int64_t n) {
+    Vector<F> total = load_first(source(0) + j, n);
+    for (int32_t rank = 1; rank < sources.count; ++rank) {
+      total = total + load_first(source(rank) + j, n);
+    }
+    store_first(sum + j, n, total);
+  });
 }
 
 }  // namespace powersgd::kernels::cpu::POWERSGD_TARGET

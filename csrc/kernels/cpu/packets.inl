@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // Packets: each thread takes its own groups from a payload, or from what the ranks have sent, to a
-// buffer in the L1 cache. There it computes, and then puts the results where they belong.
+// buffer in the L1 cache. There it computes, and then puts the results where they belong. Its raw
+// elements it copies, or adds, from one to the other.
 #include <algorithm>
+#include <cstring>
 
 #include "kernels/cpu/packet_groups.h"
 #include "kernels/cpu/simd/convert.h"
@@ -10,11 +12,17 @@
 
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
-// The least groups that a thread takes: as many elements as kWireChunk.
+// The least that a thread takes: as many elements as kWireChunk.
 constexpr int64_t kGroupsAtATime = 256;
+constexpr int64_t kRawAtATime = kGroupsAtATime * kGroup;
 
 struct Range {
   int64_t begin, end;
+
+  int64_t count() const { return end - begin; }
+  Range part(int64_t from, int64_t to) const {
+    return {std::min(end, begin + from), std::min(end, begin + to)};
+  }
 };
 
 // Returns the part of [0, size) that belongs to a chunk of `per_chunk`.
@@ -29,7 +37,8 @@ struct PacketWork {
   const PacketLayout& layout = packets.layout;
 
   F* payload() const { return static_cast<F*>(packets.payload); }
-  F* flags() const { return payload() + packets.raw_offset + packets.raw_numel; }
+  F* raw() const { return payload() + packets.raw_offset; }
+  F* flags() const { return raw() + layout.raw.count; }
 
   // Calls body(group, place) for each group of the factors in the range.
   template <class Body>
@@ -45,101 +54,86 @@ struct PacketWork {
       F* q_local = static_cast<F*>(elements.q_local);
       body(Group<F>{elements.count, payload() + elements.payload_offset, elements.stride,
                     q_local == nullptr ? nullptr : q_local + elements.q_offset},
-           place_of(layout, layout.factors, i));
+           place_of(layout, i));
     }
   }
 
+  // Calls body(elements, count, place) for the runs of raw elements in the range, each in a chunk.
   template <class Body>
-  void for_raw_groups(const Range& range, const Body& body) const {
-    for (int64_t i = range.begin; i < range.end; ++i) {
-      const int64_t first = i * kGroup;
-      body(Group<F>{std::min(kGroup, packets.raw_numel - first),
-                    payload() + packets.raw_offset + first, 1,
-                    static_cast<F*>(packets.rounding) + first},
-           place_of(layout, layout.raw, i));
+  void for_raw_runs(const Range& range, const Body& body) const {
+    for (int64_t first = range.begin; first < range.end;) {
+      const int64_t in_chunk = layout.raw.per_chunk - first % layout.raw.per_chunk;
+      const int64_t count = std::min(in_chunk, range.end - first);
+      body(raw() + first, count, place_of(layout, layout.raw, first));
+      first += count;
     }
   }
 
-  // Shares both ranges of groups out over threads.
-  template <class OnFactor, class OnRaw>
-  void for_each_group(const Range& factors, const Range& raw, const ParallelFor& parallel_for,
-                      const OnFactor& on_factor, const OnRaw& on_raw) const {
-    const int64_t border = factors.end - factors.begin;
-    const int64_t groups = border + raw.end - raw.begin;
-    if (groups == 0) return;
-    parallel_for(ceil_div(groups, kGroupsAtATime), [&](int64_t from, int64_t to) {
-      const int64_t begin = from * kGroupsAtATime;
-      const int64_t end = std::min(groups, to * kGroupsAtATime);
-      const int64_t of_factors = factors.begin, of_raw = raw.begin - border;
-      for_factor_groups({std::min(begin, border) + of_factors, std::min(end, border) + of_factors},
-                        on_factor);
-      for_raw_groups({std::max(begin, border) + of_raw, std::max(end, border) + of_raw}, on_raw);
+  // Shares both ranges out over threads.
+  template <class OnGroup, class OnRun>
+  void for_each(const Range& groups, const Range& raw, const ParallelFor& parallel_for,
+                const OnGroup& on_group, const OnRun& on_run) const {
+    const int64_t border = ceil_div(groups.count(), kGroupsAtATime);
+    const int64_t parts = border + ceil_div(raw.count(), kRawAtATime);
+    if (parts == 0) return;
+    parallel_for(parts, [&](int64_t from, int64_t to) {
+      for_factor_groups(groups.part(std::min(from, border) * kGroupsAtATime,
+                                    std::min(to, border) * kGroupsAtATime),
+                        on_group);
+      for_raw_runs(raw.part(std::max<int64_t>(0, from - border) * kRawAtATime,
+                            std::max<int64_t>(0, to - border) * kRawAtATime),
+                   on_run);
     });
   }
 
-  POWERSGD_TILE_FUNCTION void send_factor(const Group<F>& group, const GroupPlace& place) const {
+  POWERSGD_TILE_FUNCTION void send(const Group<F>& group, const GroupPlace& place) const {
     GroupBuffer<F> exact, sent;
     load_group(group, exact.values);
     write_group(layout.factors.dtype, place, exact.values, packets.sent, sent.values);
-    if (group.kept == nullptr) return;
-    change_kept(group, [&](Vector<F>, int64_t j) { return load(sent.values + j); });
-  }
-
-  POWERSGD_TILE_FUNCTION void send_raw(const Group<F>& group, const GroupPlace& place) const {
-    GroupBuffer<F> exact, sent;
-    load_group(group, exact.values);
-    if (packets.drop_residual) std::fill_n(group.kept, group.count, F{0});
-    for_each_vector<F>(group.count, [&](int64_t j, int64_t count) {
-      store(exact.values + j, load(exact.values + j) + load_first(group.kept + j, count));
-    });
-    write_group(layout.raw.dtype, place, exact.values, packets.sent, sent.values);
-    change_kept(group, [&](Vector<F>, int64_t j) {
-      return load(exact.values + j) - load(sent.values + j);
-    });
+    if (group.q_local == nullptr) return;
+    change_q_local(group, [&](Vector<F>, int64_t j) { return load(sent.values + j); });
   }
 
   void quantize(const ParallelFor& parallel_for) const {
-    for_each_group(
-        {0, layout.factors.groups}, {0, layout.raw.groups}, parallel_for,
-        [&](const auto& group, const GroupPlace& place) { send_factor(group, place); },
-        [&](const auto& group, const GroupPlace& place) { send_raw(group, place); });
-    for (int64_t i = 0; i < layout.flags; ++i) {
-      packets.sent[place_of_flag(layout, i)] = flags()[i] != 0 ? 1 : 0;
+    for_each(
+        {0, layout.factors.groups}, {0, layout.raw.count}, parallel_for,
+        [&](const auto& group, const GroupPlace& place) { send(group, place); },
+        [&](const F* elements, int64_t count, int64_t place) {
+          std::memcpy(packets.sent + place, elements, static_cast<size_t>(count) * sizeof(F));
+        });
+    for (int64_t i = 0; i < layout.flags.count; ++i) {
+      packets.sent[place_of(layout, layout.flags, i)] = flags()[i] != 0 ? 1 : 0;
     }
   }
 
-  // Writes the sum of a group to the owner's chunk. What it keeps changes by kSign times the
-  // difference that rounding makes.
-  template <int kSign>
-  POWERSGD_TILE_FUNCTION void reduce(WireDType dtype, const Group<F>& group, GroupPlace place,
+  // Writes the sum of a group to the owner's chunk, and adds what that rounds to q_local.
+  POWERSGD_TILE_FUNCTION void reduce(const Group<F>& group, const GroupPlace& place,
                                      const Sources& sources) const {
-    const int64_t chunk = packets.own_chunk * layout.chunk_bytes;
-    place = {place.codes - chunk, place.scale - chunk};
     GroupBuffer<F> exact, sent;
-    sum_group(dtype, place, sources, exact.values);
-    write_group(dtype, place, exact.values, packets.reduced, sent.values);
-    if (group.kept == nullptr) return;
-    change_kept(group, [&](Vector<F> kept, int64_t j) {
-      const Vector<F> more = load(sent.values + j) - load(exact.values + j);
-      return kSign > 0 ? kept + more : kept - more;
+    sum_group(layout.factors.dtype, place, sources, exact.values);
+    write_group(layout.factors.dtype, place, exact.values, packets.reduced, sent.values);
+    if (group.q_local == nullptr) return;
+    change_q_local(group, [&](Vector<F> q, int64_t j) {
+      return q + (load(sent.values + j) - load(exact.values + j));
     });
   }
 
   void requantize(const ParallelFor& parallel_for) const {
     const Sources sources{packets.received, layout.chunk_bytes, packets.ranks};
-    const int64_t own = packets.own_chunk;
-    for_each_group(
+    const int64_t own = packets.own_chunk, chunk = own * layout.chunk_bytes;
+    for_each(
         part_of_chunk(layout.factors.groups, layout.factors.groups_per_chunk, own),
-        part_of_chunk(layout.raw.groups, layout.raw.groups_per_chunk, own), parallel_for,
+        part_of_chunk(layout.raw.count, layout.raw.per_chunk, own), parallel_for,
         [&](const auto& group, const GroupPlace& place) {
-          reduce<1>(layout.factors.dtype, group, place, sources);
+          reduce(group, {place.codes - chunk, place.scale - chunk}, sources);
         },
-        [&](const auto& group, const GroupPlace& place) {
-          reduce<-1>(layout.raw.dtype, group, place, sources);
+        [&](const F*, int64_t count, int64_t place) {
+          place -= chunk;
+          sum_raw(sources, place, count, reinterpret_cast<F*>(packets.reduced + place));
         });
-    const Range flags = part_of_chunk(layout.flags, layout.flags_per_chunk, own);
+    const Range flags = part_of_chunk(layout.flags.count, layout.flags.per_chunk, own);
     for (int64_t i = flags.begin; i < flags.end; ++i) {
-      const int64_t place = place_of_flag(layout, i) - own * layout.chunk_bytes;
+      const int64_t place = place_of(layout, layout.flags, i) - chunk;
       packets.reduced[place] = flags_set(sources, place) > 0 ? 1 : 0;
     }
   }
@@ -152,10 +146,10 @@ struct PacketWork {
     return count;
   }
 
-  POWERSGD_TILE_FUNCTION void receive(WireDType dtype, const Group<F>& group,
-                                      const GroupPlace& place, const Sources& sources) const {
+  POWERSGD_TILE_FUNCTION void receive(const Group<F>& group, const GroupPlace& place,
+                                      const Sources& sources) const {
     GroupBuffer<F> sum;
-    sum_group(dtype, place, sources, sum.values);
+    sum_group(layout.factors.dtype, place, sources, sum.values);
     store_group(group, sum.values);
   }
 
@@ -163,16 +157,14 @@ struct PacketWork {
     const Sources sources = layout.chunks == 1
                                 ? Sources{packets.received, layout.bytes(), packets.ranks}
                                 : Sources{packets.sent, 0, 1};
-    for_each_group(
-        {0, layout.factors.groups}, {0, layout.raw.groups}, parallel_for,
-        [&](const auto& group, const GroupPlace& place) {
-          receive(layout.factors.dtype, group, place, sources);
-        },
-        [&](const auto& group, const GroupPlace& place) {
-          receive(layout.raw.dtype, group, place, sources);
+    for_each(
+        {0, layout.factors.groups}, {0, layout.raw.count}, parallel_for,
+        [&](const auto& group, const GroupPlace& place) { receive(group, place, sources); },
+        [&](F* elements, int64_t count, int64_t place) {
+          sum_raw(sources, place, count, elements);
         });
-    for (int64_t i = 0; i < layout.flags; ++i) {
-      flags()[i] = static_cast<F>(flags_set(sources, place_of_flag(layout, i)));
+    for (int64_t i = 0; i < layout.flags.count; ++i) {
+      flags()[i] = static_cast<F>(flags_set(sources, place_of(layout, layout.flags, i)));
     }
   }
 };

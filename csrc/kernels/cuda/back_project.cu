@@ -125,7 +125,7 @@ __device__ __forceinline__ void back_project_tile(const Bucket& bucket, const Ma
   if (loaded)
     batch.load(m.base + tile.row_begin * matrix.cols + lane_column(tile), matrix.cols, row, rows,
                columns);
-  if (sends_zeros(bucket, matrix)) {
+  if (sends_zeros<F>(bucket, matrix)) {
     send_zeros<F>(bucket, matrix, tile);
     return;
   }
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, F>))
 template <int R>
 __global__ void __launch_bounds__(kThreads, 2)
     back_project_bfloat16_kernel(Bucket bucket, int64_t first_tile) {
-  const Work& work = *begin_work(bucket, first_tile);
+  const Work& work = *begin_work(bucket, bucket.tiles + first_tile);
   const DType stored =
       work.matrix.memory == nullptr ? bucket.gradient_dtype : bucket.residual_dtype;
   if (stored == DType::kFloat32)
@@ -166,19 +166,20 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <int R, typename F>
 Status launch_back_project(const Bucket& bucket, Stream stream) {
   const int64_t* begin = bucket.tile_list_begin.data();
+  const int64_t count = begin[kBackProjectTiles + 1] - begin[kBackProjectTiles];
   if constexpr (R > 8) {
     bool bfloat16 = false;
     const Status status =
         takes_bfloat16_products<back_project_bfloat16_kernel<R>>(bucket, &bfloat16);
     if (status != 0) return status;
     if (bfloat16 && bucket.largest_rank <= R)
-      return launch<back_project_bfloat16_kernel<R>>(
-          begin[kBackProjectTiles + 1] - begin[kBackProjectTiles], kBfloat16BytesOfBackProject<R>,
-          stream, Predecessor::kAllowsSuccessor, bucket, begin[kBackProjectTiles]);
+      return launch<back_project_bfloat16_kernel<R>>(count, kBfloat16BytesOfBackProject<R>, stream,
+                                                     Predecessor::kAllowsSuccessor, bucket,
+                                                     begin[kBackProjectTiles]);
   }
-  return launch<back_project_kernel<R, F>>(
-      begin[kBackProjectTiles + 1] - begin[kBackProjectTiles], kSharedBytes<R, F>, stream,
-      Predecessor::kAllowsSuccessor, bucket, begin[kBackProjectTiles]);
+  return launch<back_project_kernel<R, F>>(count, kSharedBytes<R, F>, stream,
+                                           Predecessor::kAllowsSuccessor, bucket,
+                                           begin[kBackProjectTiles]);
 }
 
 }  // namespace

@@ -79,10 +79,9 @@ class BackProjectInBfloat16 {
   static constexpr int kSteps = 2;  // times kInner rows that a lane loads at a time
   static constexpr int kRows = kSteps * kInner;
 
-  __device__ static int warp() { return static_cast<int>(threadIdx.x) / kWarpSize; }
-  __device__ static int group() { return warp() / 4; }
+  __device__ static int group() { return warp_id() / 4; }
   __device__ static int first_row() { return group() * kRows; }
-  __device__ static int warp_column() { return warp() % 4 * kWarpSize; }
+  __device__ static int warp_column() { return warp_id() % 4 * kWarpSize; }
   __device__ static int column() { return warp_column() + 4 * lane_group(); }
 
   // Loads rows [row, row + kRows) of a chunk. A row beyond the last repeats it; its factors in
@@ -152,7 +151,7 @@ __device__ __forceinline__ void back_project_bfloat16_tile(const Bucket& bucket,
                                                            const Matrix& matrix, const Tile& tile) {
   BackProjectInBfloat16<R, S> products(bucket, matrix, tile);
   products.load_first();
-  if (sends_zeros(bucket, matrix)) {
+  if (sends_zeros<float>(bucket, matrix)) {
     send_zeros<float>(bucket, matrix, tile);
     return;
   }

@@ -231,8 +231,9 @@ __device__ __forceinline__ void store_columns(Storage* address, const LaneColumn
 // True if the rows of a matrix at this address can be accessed four elements at a time.
 template <typename Storage>
 __device__ __forceinline__ bool is_aligned(const Storage* base, int64_t cols) {
-  constexpr uintptr_t kBytes = sizeof(Storage) == 8 ? 16 : 4 * sizeof(Storage);
-  return cols % 4 == 0 && reinterpret_cast<uintptr_t>(base) % kBytes == 0;
+  constexpr uint32_t kBytes = sizeof(Storage) == 8 ? 16 : 4 * sizeof(Storage);
+  const auto address = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(base));
+  return (static_cast<uint32_t>(cols) % 4 | address % kBytes) == 0;
 }
 
 }  // namespace powersgd::kernels::cuda

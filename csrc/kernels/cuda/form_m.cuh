@@ -14,14 +14,21 @@ namespace powersgd::kernels::cuda {
 template <int kRows, typename F, typename G, typename M>
 struct Rows {
   const G* gradient;
-  M* memory;       // null: M is the gradient
+  M* memory;       // unless M is the gradient
   const F* p_hat;  // the first row; the last step sent the product p_hat q_local
   int cols;
-  int rank;
   int count;  // rows that exist, of kRows
   bool aligned;
   DType gradient_dtype, residual_dtype;
-  F scale;  // share_residual_scale
+  const Work* work;  // in shared memory, for what no register holds
+
+  __device__ int rank() const { return static_cast<int>(work->matrix.rank); }
+  __device__ bool has_memory() const { return work->matrix.memory != nullptr; }
+  // After share_residual_scale.
+  __device__ F scale() const {
+    if constexpr (sizeof(F) == 8) return work->scale;
+    return work->float_scale;
+  }
 
   // A lane's columns from `col` on, of a tile of `width`.
   __device__ LaneColumns columns(int col, int width) const { return {aligned, width - col}; }
@@ -30,8 +37,7 @@ struct Rows {
   __device__ int64_t offset(int row) const { return row < count ? int64_t{row} * cols : 0; }
 };
 
-// The rows of a tile from the first-th on, without their scale. There are none if that is beyond the
-// tile's end.
+// The rows of a tile from the first-th on. There are none if that is beyond the tile's end.
 template <int kRows, typename F, typename G, typename M>
 __device__ __forceinline__ Rows<kRows, F, G, M> rows_of(const Bucket& bucket, const Work& work,
                                                         int first) {
@@ -40,19 +46,19 @@ __device__ __forceinline__ Rows<kRows, F, G, M> rows_of(const Bucket& bucket, co
   const int left = static_cast<int>(tile.row_end - tile.row_begin) - first;
   const int64_t row = tile.row_begin + (left > 0 ? first : 0);
   const int64_t offset = row * matrix.cols + tile.col_begin;
+  const G* const gradient = static_cast<const G*>(bucket.gradient) + matrix.gradient_offset;
   Rows<kRows, F, G, M> rows;
   rows.count = left < 0 ? 0 : left < kRows ? left : kRows;
-  rows.gradient = static_cast<const G*>(bucket.gradient) + matrix.gradient_offset + offset;
-  rows.memory =
-      global(matrix.memory == nullptr ? nullptr : static_cast<M*>(matrix.memory) + offset);
+  rows.gradient = gradient + offset;
+  rows.memory = global(static_cast<M*>(matrix.memory)) + offset;
+  rows.work = &work;
   rows.p_hat = global(static_cast<const F*>(matrix.p_hat)) + row * matrix.rank;
   rows.cols = static_cast<int>(matrix.cols);
-  rows.rank = static_cast<int>(matrix.rank);
-  rows.aligned =
-      is_aligned(static_cast<const G*>(bucket.gradient) + matrix.gradient_offset, matrix.cols) &&
-      is_aligned(static_cast<const M*>(matrix.memory), matrix.cols) &&
-      is_aligned(static_cast<const F*>(matrix.q_local), matrix.cols) &&
-      is_aligned(static_cast<const F*>(matrix.q_warm), matrix.cols);
+  // Without branches, as the first loads wait for it.
+  rows.aligned = is_aligned(gradient, matrix.cols) &
+                 is_aligned(static_cast<const M*>(matrix.memory), matrix.cols) &
+                 is_aligned(static_cast<const F*>(matrix.q_local), matrix.cols) &
+                 is_aligned(static_cast<const F*>(matrix.q_warm), matrix.cols);
   rows.gradient_dtype = bucket.gradient_dtype;
   rows.residual_dtype = bucket.residual_dtype;
   return rows;
@@ -75,7 +81,7 @@ struct StoredElements {
     for (int i = 0; i < kLoadedRows; ++i)
       load_stored<Access::kNonTemporal>(rows.gradient + rows.offset(first + i) + col, columns,
                                         gradient[i]);
-    if (rows.memory == nullptr) return;
+    if (!rows.has_memory()) return;
     POWERSGD_UNROLL
     for (int i = 0; i < kLoadedRows; ++i)
       load_stored<Access::kNonTemporal>(rows.memory + rows.offset(first + i) + col, columns,
@@ -120,13 +126,13 @@ __device__ __forceinline__ void add_gradient(const Rows<kRows, F, G, M>& rows,
   for (int i = 0; i < kLoadedRows; ++i)
     widen_columns(stored.gradient[i], rows.gradient_dtype, m[i]);
   examine_gradient(m, flags);
-  if (rows.memory == nullptr) return;
+  if (!rows.has_memory()) return;
   POWERSGD_UNROLL
   for (int i = 0; i < kLoadedRows; ++i) {
     F memory[4];
     widen_columns(stored.memory[i], rows.residual_dtype, memory);
     POWERSGD_UNROLL
-    for (int j = 0; j < 4; ++j) m[i][j] = rows.scale * memory[j] + m[i][j];
+    for (int j = 0; j < 4; ++j) m[i][j] = rows.scale() * memory[j] + m[i][j];
   }
 }
 
@@ -148,8 +154,10 @@ template <int kRows, typename F, typename G, typename M>
 __device__ __forceinline__ void store_m(const Rows<kRows, F, G, M>& rows, int first, int col,
                                         const LaneColumns& columns, F (&m)[kLoadedRows][4],
                                         ElementFlags* flags) {
-  if (rows.memory == nullptr) return;
-  const F limit = largest<M>(rows.residual_dtype);
+  if (!rows.has_memory()) return;
+  int dtype = static_cast<int>(rows.residual_dtype);
+  if constexpr (sizeof(M) == 2) hide_from_optimizer(dtype);  // no register holds the limit
+  const F limit = largest<M>(static_cast<DType>(dtype));
   bool saturated = false;
   POWERSGD_UNROLL
   for (int i = 0; i < kLoadedRows; ++i) {

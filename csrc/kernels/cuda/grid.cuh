@@ -6,17 +6,18 @@
 
 // How the blocks of one launch wait for each other, without a further launch.
 //
-// Both ways count in Bucket::counters, whose values only grow, so that nothing has to be set back.
+// Both ways count in Bucket::counters, of which nothing has to be set back between launches.
 //   - The last of several blocks to arrive goes on with their joint result.
 //   - Blocks take tickets when they start, and wait only for blocks of smaller tickets. These run
 //     already, so that no order in which a device places blocks can make them wait forever.
 
 namespace powersgd::kernels::cuda {
 
-// Adds 1 and returns the value before.
-__device__ __forceinline__ uint64_t increment(uint64_t* counter) {
+// Adds and returns the value before.
+__device__ __forceinline__ uint64_t increment(uint64_t* counter, uint64_t by = 1) {
   static_assert(sizeof(unsigned long long) == sizeof(uint64_t));
-  return atomicAdd(reinterpret_cast<unsigned long long*>(counter), 1ull);
+  return atomicAdd(reinterpret_cast<unsigned long long*>(counter),
+                   static_cast<unsigned long long>(by));
 }
 
 __device__ __forceinline__ void raise_to(uint64_t* counter, uint64_t value) {
@@ -43,16 +44,20 @@ __device__ __forceinline__ int32_t load_again(const int32_t* address) {
 
 // The order in which a block has started, among those of its launch and among all launches.
 struct Ticket {
-  int64_t order;
   uint64_t launch;
+  int32_t order;
 };
 
-// All threads call it, once. `ticket` lies in shared memory.
-__device__ __forceinline__ Ticket take_ticket(uint64_t* counter, int64_t blocks, Ticket* ticket) {
+// All threads call it, once. `ticket` lies in shared memory. The counter holds the order in its lower
+// half and the launch in the upper one. The last block of a launch goes on to the next launch, which
+// begins when this one has ended.
+__device__ __forceinline__ Ticket take_ticket(uint64_t* counter, int32_t blocks, Ticket* ticket) {
   if (threadIdx.x == 0) {
     const uint64_t number = increment(counter);
-    ticket->launch = number / static_cast<uint64_t>(blocks);
-    ticket->order = static_cast<int64_t>(number % static_cast<uint64_t>(blocks));
+    ticket->launch = number >> 32;
+    ticket->order = static_cast<int32_t>(number);
+    if (ticket->order == blocks - 1)
+      increment(counter, (uint64_t{1} << 32) - static_cast<uint64_t>(blocks));
   }
   __syncthreads();
   return *ticket;

@@ -27,9 +27,10 @@ namespace {
 
 // How a launch divides its tickets.
 struct Tickets {
-  int64_t first_tile, tiles;
+  int64_t first_tile;
+  int32_t tiles;
   // One block runs even in a bucket without matrices.
-  __host__ __device__ int64_t all() const { return tiles > 0 ? (1 + kMaxPasses) * tiles : 1; }
+  __host__ __device__ int32_t all() const { return tiles > 0 ? (1 + kMaxPasses) * tiles : 1; }
 };
 
 template <typename F>
@@ -103,15 +104,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
                     !(p_payload<F>(bucket)[bucket.p_numel - 1] == 0);
   if (ticket.order == tickets.tiles && threadIdx.x == 0) bucket.state->skipped = skip ? 1 : 0;
   if (tickets.tiles == 0) return;
-  const int64_t index = ticket.order - tickets.tiles;
+  const int32_t index = ticket.order - tickets.tiles;
   const Tile tile = bucket.tiles[tickets.first_tile + index % tickets.tiles];
   const Matrix matrix = bucket.matrices[tile.item];
-  const int pass = static_cast<int>(index / tickets.tiles);
+  const int pass = index / tickets.tiles;
   uint64_t* const passes = &bucket.counters[tile.counter];
   await(passes, (ticket.launch * kMaxPasses + static_cast<uint64_t>(pass)) *
                     static_cast<uint64_t>(tile.parts));
   bool again = false;
-  if (!skip && !out_of_use(bucket, matrix))
+  if (!skip && !out_of_use<F>(bucket, matrix))
     again = run_pass<R, kAnyRank, F>(bucket, matrix, tile, pass);
   plan_next_pass(bucket, matrix, tile, pass, again);
   post(passes);
@@ -120,8 +121,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
 template <int R, bool kAnyRank, typename F>
 Status launch_orthogonalize(const Bucket& bucket, Stream stream) {
   const int64_t* begin = bucket.tile_list_begin.data();
-  const Tickets tickets{begin[kOrthogonalizeTiles],
-                        begin[kOrthogonalizeTiles + 1] - begin[kOrthogonalizeTiles]};
+  const Tickets tickets{
+      begin[kOrthogonalizeTiles],
+      static_cast<int32_t>(begin[kOrthogonalizeTiles + 1] - begin[kOrthogonalizeTiles])};
   return launch<orthogonalize_kernel<R, kAnyRank, F>>(tickets.all(), kSharedBytes, stream,
                                                       Predecessor::kAnything, bucket, tickets);
 }

@@ -5,11 +5,12 @@
 #include "kernels/cuda/reduce.cuh"
 #include "kernels/shared/layout.h"
 
-// The work of a warp on packets: a batch of groups at a time, whose loads are in flight together.
+// The work of a warp on packets: a batch of groups at a time, whose loads are in flight together,
+// or a raw element or a flag for each lane.
 
 namespace powersgd::kernels::cuda {
 
-constexpr int kBatch = 4;  // consecutive groups of one section that a warp takes at a time
+constexpr int kBatch = 4;  // consecutive groups that a warp takes at a time
 
 // One group of a batch. A batch lies in shared memory, because its lanes share what finding it
 // takes: a search and several divisions.
@@ -17,12 +18,11 @@ template <typename F>
 struct Group {
   F* values;  // of the payload
   int64_t stride;
-  F* kept;    // q_local, or the rounding of raw segments. Null if there is none
-  int count;  // of elements, 0 if the group does not exist
+  F* q_local;  // null for P
+  int count;   // of elements, 0 if the group does not exist
   GroupPlace place;
 };
 
-__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 // Returns the number in the group of a lane's j-th element.
 __device__ __forceinline__ int element_of_lane(int j) { return lane_id() + j * kWarpSize; }
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ void for_lane_elements(const Visit& visit) {
   }
 }
 
-// A range of the groups or flags of a packet.
+// A range of the groups, raw elements or flags of a packet.
 struct PacketRange {
   int64_t begin, end;
 
@@ -48,21 +48,20 @@ struct PacketRange {
 };
 
 // A launch works on a whole packet, or on a chunk of one. The buffers of packets that it accesses
-// begin with the first group and flag of this part.
+// begin with the first group, raw element and flag of this part.
 struct PacketPart {
-  PacketRange factors, raw, flags;
+  PacketRange groups, raw, flags;
 
-  // Batches of factors, batches of raw segments and warps of flags.
-  POWERSGD_HOST_DEVICE int64_t factor_units() const { return ceil_div(factors.count(), kBatch); }
-  POWERSGD_HOST_DEVICE int64_t raw_units() const { return ceil_div(raw.count(), kBatch); }
+  // Batches of groups, and then warps of raw elements and flags.
+  POWERSGD_HOST_DEVICE int64_t batches() const { return ceil_div(groups.count(), kBatch); }
   POWERSGD_HOST_DEVICE int64_t units() const {
-    return factor_units() + raw_units() + ceil_div(flags.count(), kWarpSize);
+    return batches() + ceil_div(raw.count() + flags.count(), kWarpSize);
   }
 };
 
 template <typename F>
-__device__ __forceinline__ Group<F> factor_group(const Packets& packets, int64_t group,
-                                                 const GroupPlace& place) {
+__device__ __forceinline__ Group<F> find_group(const Packets& packets, int64_t group,
+                                               const GroupPlace& place) {
   const PacketFactor& factor = packets.factors[factor_of(packets, group)];
   const GroupElements elements = elements_of(factor, group - factor.group_begin);
   F* const q_local = static_cast<F*>(elements.q_local);
@@ -71,20 +70,9 @@ __device__ __forceinline__ Group<F> factor_group(const Packets& packets, int64_t
           static_cast<int>(elements.count), place};
 }
 
+// Finds the batch that begins with group `first`. All lanes of a warp call it. A group beyond the
+// last one of the range has the place of that one.
 template <typename F>
-__device__ __forceinline__ Group<F> raw_group(const Packets& packets, int64_t group,
-                                              const GroupPlace& place) {
-  const int64_t first = group * kGroup;
-  const int64_t left = packets.raw_numel - first;
-  F* const rounding = static_cast<F*>(packets.rounding);
-  return {static_cast<F*>(packets.payload) + packets.raw_offset + first, 1,
-          rounding == nullptr ? nullptr : rounding + first,
-          static_cast<int>(left < kGroup ? left : kGroup), place};
-}
-
-// Finds the batch of a section that begins with group `first`. All lanes of a warp call it. A group
-// beyond the last one of the range has the place of that one.
-template <bool kRaw, typename F>
 __device__ __forceinline__ void find_batch(const Packets& packets, const PacketRange& range,
                                            int64_t first, Group<F>* batch) {
   __syncwarp();
@@ -92,10 +80,7 @@ __device__ __forceinline__ void find_batch(const Packets& packets, const PacketR
   if (lane < kBatch) {
     const bool exists = first + lane < range.end;
     const int64_t group = exists ? first + lane : range.end - 1;
-    const GroupPlace place = place_of(
-        packets.layout, kRaw ? packets.layout.raw : packets.layout.factors, group - range.begin);
-    Group<F> found =
-        kRaw ? raw_group<F>(packets, group, place) : factor_group<F>(packets, group, place);
+    Group<F> found = find_group<F>(packets, group, place_of(packets.layout, group - range.begin));
     if (!exists) found.count = 0;
     batch[lane] = found;
   }
@@ -143,8 +128,8 @@ __device__ __forceinline__ void add_sources(const Sources& sources, const Group<
     SentBatch<kWire> sent[kSourcesAtOnce];
     POWERSGD_UNROLL
     for (int i = 0; i < kSourcesAtOnce; ++i) {
-      if (first + i < sources.count)
-        sent[i].load(global(sources.first + (first + i) * sources.bytes), batch);
+      const int32_t source = first + i < sources.count ? first + i : sources.count - 1;
+      sent[i].load(global(sources.first + source * sources.bytes), batch);
     }
     POWERSGD_UNROLL
     for (int i = 0; i < kSourcesAtOnce; ++i) {
@@ -154,6 +139,16 @@ __device__ __forceinline__ void add_sources(const Sources& sources, const Group<
       });
     }
   }
+}
+
+// Returns the sum of the raw elements that the sources have sent at `place`.
+template <typename F>
+__device__ __forceinline__ F sum_raw(const Sources& sources, int64_t place) {
+  F sum{-0.0f};
+  POWERSGD_UNROLL_4
+  for (int32_t i = 0; i < sources.count; ++i)
+    sum += *reinterpret_cast<const F*>(global(sources.first + i * sources.bytes + place));
+  return sum;
 }
 
 // Returns the largest magnitude of group l % kBatch to lane l, as the bits of a float. They are

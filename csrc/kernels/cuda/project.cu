@@ -24,19 +24,18 @@ namespace powersgd::kernels::cuda {
 namespace {
 
 // Registers are traded for blocks in flight.
-template <int R, bool kAnyRank>
-constexpr int kBlocksPerProcessor = kAnyRank || R > 8 ? 1 : 2;
-
 enum class Way { kAnyRank, kFloat, kBfloat16 };
+template <int R, Way kWay>
+constexpr int kBlocksPerProcessor = kWay == Way::kAnyRank || (kWay == Way::kFloat && R > 8) ? 1 : 2;
 
 template <int R, Way kWay>
 using ProductsOf =
     std::conditional_t<kWay == Way::kBfloat16, Bfloat16Products<R>, FloatProducts<R>>;
 
 template <int R, Way kWay, typename F, typename G, typename M>
-__global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kWay == Way::kAnyRank>))
-    project_kernel(Bucket bucket, int64_t first_tile, int64_t tiles) {
-  Work* const work = begin_work(bucket, first_tile);
+__global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kWay>))
+    project_kernel(Bucket bucket, const Tile* tiles, int64_t count) {
+  Work* const work = begin_work(bucket, tiles);
   if (work->tile.kind == TileKind::kRawSegment) {
     pack_raw<F, G>(bucket, work);
   } else {
@@ -47,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kWay == Way:
     add_column_ranges<F>(bucket, *work);
   }
   add_flags(bucket, *work);
-  if (is_last_to_arrive(&bucket.counters[kProjectArrivals], static_cast<uint64_t>(tiles)))
+  if (is_last_to_arrive(&bucket.counters[kProjectArrivals], static_cast<uint64_t>(count)))
     write_flags<F>(bucket);
 }
 
@@ -84,11 +83,12 @@ struct LaunchProject {
   template <int R, Way kWay, typename F, typename G, typename M>
   static Status launch_way(const Bucket& bucket, size_t shared_bytes, Stream stream) {
     const int64_t* begin = bucket.tile_list_begin.data();
-    const int64_t tiles = begin[kProjectTiles + 1] - begin[kProjectTiles];
-    if (tiles == 0)
+    const int64_t count = begin[kProjectTiles + 1] - begin[kProjectTiles];
+    if (count == 0)
       return launch<write_flags_kernel<F>>(1, 0, stream, Predecessor::kAnything, bucket);
-    return launch<project_kernel<R, kWay, F, G, M>>(
-        tiles, shared_bytes, stream, Predecessor::kAnything, bucket, begin[kProjectTiles], tiles);
+    return launch<project_kernel<R, kWay, F, G, M>>(count, shared_bytes, stream,
+                                                    Predecessor::kAnything, bucket,
+                                                    bucket.tiles + begin[kProjectTiles], count);
   }
 };
 

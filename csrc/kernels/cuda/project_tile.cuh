@@ -25,9 +25,10 @@ class FloatProducts {
   static constexpr int kRows = project_rows_per_warp(R, false);  // of a lane
   static constexpr int kStride = kStrip;                         // of a strip's rows
   static constexpr int kSharedElements = 0;                      // that finish() needs
+  static constexpr bool kWholeWarps = false;
 
-  __device__ static int row() { return static_cast<int>(threadIdx.x) / kWarpSize * kRows; }
-  __device__ static int column() { return static_cast<int>(threadIdx.x) % kWarpSize * 4; }
+  __device__ static int row() { return warp_id() * kRows; }
+  __device__ static int column() { return lane_id() * 4; }
 
   // Adds m q_warm^T, for kLoadedRows rows from the lane's first-th on.
   __device__ __forceinline__ void add(int first, const float (&m)[kLoadedRows][4],
@@ -61,11 +62,12 @@ class Bfloat16Products {
   static constexpr int kRank = R;
   static constexpr int kRows = kLoadedRows;
   static constexpr int kStride = kStrip + 16;  // two rows are 16 banks apart
+  static constexpr bool kWholeWarps = true;
   static constexpr int kSharedElements = kWarps * kProjectRows<R> * R;
   static_assert(kProjectRows<R> == 8 * kRows && kStrip == kWarps * kInner);
 
   __device__ static int row() { return lane_group() * kRows; }
-  __device__ static int column() { return warp() * kInner + 4 * lane_in_group(); }
+  __device__ static int column() { return warp_id() * kInner + 4 * lane_in_group(); }
 
   __device__ __forceinline__ void add(int, const float (&m)[kLoadedRows][4], const float* q_warm) {
     FragmentA left[2];
@@ -91,7 +93,7 @@ class Bfloat16Products {
     for (int i = 0; i < R; ++i) {
       const int a = i % 2, c = i / 2 % 4, r = i / 8;
       const int k = 8 * r + 2 * lane_in_group() + c % 2;
-      shared[(warp() * kProjectRows<R> + row() + 2 * a + c / 2) * R + k] = sums_[a][r][c];
+      shared[(warp_id() * kProjectRows<R> + row() + 2 * a + c / 2) * R + k] = sums_[a][r][c];
     }
     __syncthreads();
     const auto write = sum_writer<float>(bucket, work);
@@ -104,8 +106,6 @@ class Bfloat16Products {
   }
 
  private:
-  __device__ static int warp() { return static_cast<int>(threadIdx.x) / kWarpSize; }
-
   FragmentC sums_[2][R / 8] = {};
 };
 
@@ -136,14 +136,11 @@ class ProjectTile {
     load(0);
     fetch_first(0);
     stage_p(bucket);
-    const int cols = static_cast<int>(work_->tile.col_end - work_->tile.col_begin);
     POWERSGD_NO_UNROLL
-    for (int begin = 0; begin < cols; begin += kStrip) {
-      if (begin > 0) {
-        go_to(begin);
-        load(0);
-      }
+    for (int begin = 0; begin < width(); begin += kStrip) {
+      go_to(begin);
       hide_from_optimizer(rows_.cols);
+      if (begin > 0) load(0);
       if constexpr (kBothFactors)
         take_strip_with_both(begin);
       else
@@ -159,11 +156,6 @@ class ProjectTile {
   }
   __device__ __forceinline__ LaneColumns columns() const { return rows_.columns(col_, width()); }
 
-  __device__ __forceinline__ void go_to(int begin) {
-    col_ = begin + Products::column();
-    active_ = col_ < width() && rows_.count > 0;
-  }
-
   __device__ __forceinline__ void load(int first) {
     if (active_) stored_.load(rows_, first, col_, columns());
   }
@@ -175,6 +167,11 @@ class ProjectTile {
                               panel_row);
   }
 
+  __device__ __forceinline__ void go_to(int begin) {
+    col_ = begin + Products::column();
+    active_ = col_ < width() && rows_.count > 0;
+  }
+
   __device__ __forceinline__ void fetch_first(int begin) {
     fetch(work_->matrix.q_local, begin);
     if constexpr (kBothFactors) fetch(work_->matrix.q_warm, begin, R);
@@ -184,24 +181,24 @@ class ProjectTile {
   // the last repeats the lane's first, as in Rows::offset().
   __device__ __forceinline__ void stage_p(const Bucket& bucket) {
     constexpr int kEach = (kElementsOfP + kThreads - 1) / kThreads;
-    if (rows_.memory == nullptr) return;
+    if (!rows_.has_memory()) return;
     const Tile& tile = work_->tile;
     const int count = static_cast<int>(tile.row_end - tile.row_begin);
     const float* const p_hat =
-        global(static_cast<const float*>(work_->matrix.p_hat)) + tile.row_begin * rows_.rank;
+        global(static_cast<const float*>(work_->matrix.p_hat)) + tile.row_begin * rows_.rank();
     float loaded[kEach];
     POWERSGD_UNROLL
     for (int j = 0; j < kEach; ++j) {
       const int i = static_cast<int>(threadIdx.x) + j * kThreads;
       const int row = i % kProjectRows<R>, k = i / kProjectRows<R>;
       const int existing = row < count ? row : row - row % kRows;
-      loaded[j] = existing < count && k < rows_.rank ? p_hat[existing * rows_.rank + k] : 0;
+      loaded[j] = existing < count && k < rows_.rank() ? p_hat[existing * rows_.rank() + k] : 0;
     }
-    rows_.scale = share_residual_scale<float>(bucket, work_);
+    share_residual_scale(bucket, work_);
     POWERSGD_UNROLL
     for (int j = 0; j < kEach; ++j) {
       const int i = static_cast<int>(threadIdx.x) + j * kThreads;
-      if (i < kElementsOfP) p_[i] = rows_.scale * loaded[j];
+      if (i < kElementsOfP) p_[i] = rows_.scale() * loaded[j];
     }
   }
 
@@ -216,7 +213,7 @@ class ProjectTile {
       }
       float m[kLoadedRows][4] = {};
       if (active_) form_m(first, m);
-      products_.add(first, m, panels_.row(R));
+      if (active_ || Products::kWholeWarps) products_.add(first, m, panels_.row(R));
     }
   }
 
@@ -237,7 +234,7 @@ class ProjectTile {
     // Unrolled in full, it would load all of q_local at once and run out of registers.
     POWERSGD_UNROLL_2
     for (int k = 0; k < R; ++k) {
-      if (rows_.memory == nullptr) break;
+      if (!rows_.has_memory()) break;
       float q[4];
       load_stored<Access::kReuse>(panels_.row(k) + Products::column(), q);
       subtract_product(p_ + k * kProjectRows<R> + Products::row() + first, q, m);

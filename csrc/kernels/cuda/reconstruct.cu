@@ -22,18 +22,28 @@
 namespace powersgd::kernels::cuda {
 namespace {
 
-// How a launch divides its tickets.
+// How a launch divides its tickets: those of the checks of Q's rows come first.
 struct Tickets {
-  int64_t first_check, checks;  // of the rows of Q
-  int64_t first_tile, tiles;
+  const Tile* first_check;
+  const Tile* first_tile;
+  int32_t checks, tiles, all;
   // One block runs even in an empty bucket.
-  __host__ __device__ int64_t all() const { return checks + (tiles > 0 ? tiles : 1); }
+  Tickets(const Bucket& bucket)
+      : first_check(bucket.tiles + bucket.tile_list_begin[kQCheckTiles]),
+        first_tile(bucket.tiles + bucket.tile_list_begin[kReconstructTiles]),
+        checks(count(bucket, kQCheckTiles)),
+        tiles(count(bucket, kReconstructTiles)),
+        all(checks + std::max(tiles, 1)) {}
+
+ private:
+  static int32_t count(const Bucket& bucket, TileList list) {
+    return static_cast<int32_t>(bucket.tile_list_begin[list + 1] - bucket.tile_list_begin[list]);
+  }
 };
 
 // The tile of the block that has taken a ticket after those of the checks.
-__device__ __forceinline__ const Tile& tile_of(const Bucket& bucket, const Tickets& tickets,
-                                               int64_t order) {
-  return bucket.tiles[tickets.first_tile + order - tickets.checks];
+__device__ __forceinline__ const Tile& tile_of(const Tickets& tickets, const Ticket& ticket) {
+  return tickets.first_tile[ticket.order - tickets.checks];
 }
 
 // The sums of squares of a matrix's Q: [rank, parts].
@@ -127,10 +137,9 @@ __device__ void clear_sent(const Matrix& matrix, const Tile& tile) {
 // again, as the registers that keep them during the product are too many.
 template <typename F>
 __device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets, bool skip) {
-  const int64_t order = reinterpret_cast<const Ticket*>(shared_memory())->order;
-  const Tile tile = tile_of(bucket, tickets, order);
+  const Tile tile = tile_of(tickets, *reinterpret_cast<const Ticket*>(shared_memory()));
   const Matrix matrix = bucket.matrices[tile.item];
-  if (skip || out_of_use(bucket, matrix)) {
+  if (skip || out_of_use<F>(bucket, matrix)) {
     clear_sent<F>(matrix, tile);
     return;
   }
@@ -189,11 +198,11 @@ template <int R, typename G>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
     reconstruct_kernel(Bucket bucket, Tickets tickets) {
   using F = Factor<G>;
-  const Ticket ticket = take_ticket(&bucket.counters[kReconstructTickets], tickets.all(),
+  const Ticket ticket = take_ticket(&bucket.counters[kReconstructTickets], tickets.all,
                                     reinterpret_cast<Ticket*>(shared_memory()));
   uint64_t* const checked = &bucket.counters[kQChecked];
   if (ticket.order < tickets.checks) {
-    check_row<F>(bucket, bucket.tiles[tickets.first_check + ticket.order]);
+    check_row<F>(bucket, tickets.first_check[ticket.order]);
     post(checked);
     return;
   }
@@ -209,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
     await_checks();
     return;
   }
-  const Tile tile = tile_of(bucket, tickets, ticket.order);
+  const Tile tile = tile_of(tickets, ticket);
   if (tile.kind == TileKind::kRawSegment) {
     unpack_raw<F>(bucket, tile, await_checks());
     return;
@@ -222,11 +231,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
 
 template <int R, typename G>
 Status launch_reconstruct(const Bucket& bucket, Stream stream) {
-  const int64_t* begin = bucket.tile_list_begin.data();
-  const Tickets tickets{begin[kQCheckTiles], begin[kQCheckTiles + 1] - begin[kQCheckTiles],
-                        begin[kReconstructTiles],
-                        begin[kReconstructTiles + 1] - begin[kReconstructTiles]};
-  return launch<reconstruct_kernel<R, G>>(tickets.all(), kTicketBytes + kReconstructBytes<R, G>,
+  const Tickets tickets(bucket);
+  return launch<reconstruct_kernel<R, G>>(tickets.all, kTicketBytes + kReconstructBytes<R, G>,
                                           stream, Predecessor::kAnything, bucket, tickets);
 }
 

@@ -6,8 +6,8 @@
 
 // A tile of a gradient: output_scale * p_hat Q, at a strip of columns and a range of rows.
 //
-// Every function loads its part of Q before it waits for `await_checks`, which says whether the
-// step is skipped. Then no gradient may be overwritten.
+// Every function loads its part of Q, and its first rows of p_hat, before it waits for
+// `await_checks`, which says whether the step is skipped. Then no gradient may be overwritten.
 
 namespace powersgd::kernels::cuda {
 
@@ -45,7 +45,19 @@ __device__ __forceinline__ int rows_from(const Tile& tile, int64_t begin, int mo
 // The factor of p_hat in the output.
 template <typename F>
 __device__ __forceinline__ F scale_of_p(const Bucket& bucket, const Matrix& matrix) {
-  return out_of_use(bucket, matrix) ? F{0} : static_cast<F>(bucket.output_scale);
+  return out_of_use<F>(bucket, matrix) ? F{0} : static_cast<F>(bucket.output_scale);
+}
+
+// p_hat's rows from `begin` on, as [kStagedRowsLowRank][R] with zeros beyond the rank.
+template <int R, typename F>
+__device__ __forceinline__ void stage_low_rank(const Bucket& bucket, const Matrix& matrix,
+                                               int64_t begin, int rows) {
+  const F* const p_hat = global(static_cast<const F*>(matrix.p_hat)) + begin * matrix.rank;
+  const F scale = scale_of_p<F>(bucket, matrix);
+  for (int i = threadIdx.x; i < rows * R; i += kThreads) {
+    const int row = i / R, k = i % R;
+    staged_p<F>()[i] = k < matrix.rank ? scale * p_hat[row * matrix.rank + k] : F{0};
+  }
 }
 
 // A tile at rank <= R, with Q in registers.
@@ -54,9 +66,6 @@ __device__ __forceinline__ bool reconstruct_low_rank(const Bucket& bucket, const
                                                      const Tile& tile, G* gradient,
                                                      const AwaitChecks& await_checks) {
   using F = Factor<G>;
-  F* const staged = staged_p<F>();  // [kStagedRowsLowRank][R]
-  const F* const p_hat = global(static_cast<const F*>(matrix.p_hat));
-  const F scale = scale_of_p<F>(bucket, matrix);
   const F* const q = q_payload<F>(bucket);
   const int64_t col = tile.col_begin + threadIdx.x % kWarpSize * 4;
   const int count = static_cast<int>(tile.col_end - col);
@@ -72,21 +81,20 @@ __device__ __forceinline__ bool reconstruct_low_rank(const Bucket& bucket, const
       load_columns<Access::kReuse>(q + matrix.q_offset + k * matrix.cols + col, q_columns,
                                    DType::kFloat32, factor[k]);
   }
-  if (await_checks()) return true;
+  bool waits = true;
   for (int64_t begin = tile.row_begin; begin < tile.row_end; begin += kStagedRowsLowRank) {
     const int rows = rows_from(tile, begin, kStagedRowsLowRank);
-    __syncthreads();
-    for (int i = threadIdx.x; i < rows * R; i += kThreads) {
-      const int row = i / R, k = i % R;
-      staged[i] = k < matrix.rank ? scale * p_hat[(begin + row) * matrix.rank + k] : F{0};
-    }
+    if (!waits) __syncthreads();
+    stage_low_rank<R, F>(bucket, matrix, begin, rows);
+    if (waits && await_checks()) return true;
+    waits = false;
     __syncthreads();
     if (!active) continue;
     for (int row = threadIdx.x / kWarpSize; row < rows; row += kWarps) {
       F sum[4] = {};
       POWERSGD_UNROLL
       for (int k = 0; k < R; ++k) {
-        const F p = staged[row * R + k];
+        const F p = staged_p<F>()[row * R + k];
         POWERSGD_UNROLL
         for (int j = 0; j < 4; ++j) sum[j] += p * factor[k][j];
       }
@@ -94,7 +102,7 @@ __device__ __forceinline__ bool reconstruct_low_rank(const Bucket& bucket, const
                                           bucket.gradient_dtype, sum);
     }
   }
-  return false;
+  return waits ? await_checks() : false;
 }
 
 // Ranks [k0, k0 + kStagedRanks<F>) of p_hat and Q in shared memory, padded with zeros.

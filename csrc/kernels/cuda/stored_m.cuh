@@ -39,9 +39,10 @@ __device__ __forceinline__ int rows_of_chunk(const Tile& tile, int64_t begin) {
 }
 
 // True if q is zero, and nothing is to be computed. Waits for orthogonalize.
+template <typename F>
 __device__ __forceinline__ bool sends_zeros(const Bucket& bucket, const Matrix& matrix) {
   wait_for_predecessor();
-  return bucket.state->skipped != 0 || out_of_use(bucket, matrix);
+  return bucket.state->skipped != 0 || out_of_use<F>(bucket, matrix);
 }
 
 template <typename F>

@@ -24,10 +24,10 @@ using FragmentB = uint32_t[2];
 using FragmentC = float[4];
 
 __device__ __forceinline__ int lane_group() {  // g
-  return static_cast<int>(threadIdx.x) % kWarpSize / 4;
+  return lane_id() / 4;
 }
 __device__ __forceinline__ int lane_in_group() {  // t
-  return static_cast<int>(threadIdx.x) % 4;
+  return lane_id() % 4;
 }
 
 // Two elements of a fragment. A value that would round to infinity becomes the largest bfloat16, as

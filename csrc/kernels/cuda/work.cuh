@@ -20,8 +20,9 @@ struct ElementFlags {
 // The tile of a block, at the start of shared memory.
 struct alignas(16) Work {
   Tile tile;
-  Matrix matrix;  // that the tile is a part of, unless it is one of a raw segment
-  double scale;   // of the residual, see share_residual_scale
+  Matrix matrix;      // that the tile is a part of, unless it is one of a raw segment
+  double scale;       // of the residual, see share_residual_scale
+  float float_scale;  // the same
   ElementFlags flags;
 };
 
@@ -36,12 +37,15 @@ __device__ __forceinline__ void copy_entry(const Entry& from, Entry& to) {
 }
 
 // All threads of the block call this.
-__device__ __forceinline__ Work* begin_work(const Bucket& bucket, int64_t first_tile) {
+__device__ __forceinline__ Work* begin_work(const Bucket& bucket, const Tile* tiles) {
   Work* const work = reinterpret_cast<Work*>(shared_memory());
-  const Tile& tile = bucket.tiles[first_tile + blockIdx.x];
   if (threadIdx.x < kWarpSize) {
+    const Tile& tile = tiles[blockIdx.x];
+    static_assert(offsetof(Tile, kind) == 0 && offsetof(Tile, item) == sizeof(Word) / 2);
+    const Word kind_and_item = reinterpret_cast<const Word&>(tile);  // by one load
     copy_entry(tile, work->tile);
-    if (tile.kind != TileKind::kRawSegment) copy_entry(bucket.matrices[tile.item], work->matrix);
+    if (static_cast<TileKind>(static_cast<uint32_t>(kind_and_item)) != TileKind::kRawSegment)
+      copy_entry(bucket.matrices[kind_and_item >> 32], work->matrix);
     if (threadIdx.x == 0) work->flags = {0, 0, 0};
   }
   __syncthreads();
@@ -50,11 +54,12 @@ __device__ __forceinline__ Work* begin_work(const Bucket& bucket, int64_t first_
 
 // One thread divides, as a division in double takes a hundred instructions. All threads of the block
 // call this.
-template <typename F>
-__device__ __forceinline__ F share_residual_scale(const Bucket& bucket, Work* work) {
-  if (threadIdx.x == 0) work->scale = residual_scale(bucket, work->matrix);
+__device__ __forceinline__ void share_residual_scale(const Bucket& bucket, Work* work) {
+  if (threadIdx.x == 0) {
+    work->scale = residual_scale(bucket, work->matrix);
+    work->float_scale = static_cast<float>(work->scale);
+  }
   __syncthreads();
-  return static_cast<F>(work->scale);
 }
 
 // Adds the flags of the block to those of its matrix, or of all raw segments.

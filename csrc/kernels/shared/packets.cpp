@@ -26,6 +26,11 @@ PacketSection section_at(int64_t& end, int32_t chunks, WireDType dtype, int64_t 
   return section;
 }
 
+PacketWords words_at(int64_t& end, int32_t chunks, int64_t bytes, int64_t count) {
+  const int64_t per_chunk = ceil_div(count, chunks);
+  return {bytes, count, std::max<int64_t>(1, per_chunk), take(end, per_chunk * bytes)};
+}
+
 PacketFactors packet_factors(const std::vector<Matrix>& matrices,
                              PacketFactor (*factor_of_matrix)(const Matrix&)) {
   PacketFactors result;
@@ -41,16 +46,14 @@ PacketFactors packet_factors(const std::vector<Matrix>& matrices,
 
 int64_t group_bytes(WireDType dtype) { return code_bytes(dtype) + (has_scales(dtype) ? 2 : 0); }
 
-PacketLayout packet_layout(int32_t chunks, WireDType factor_dtype, int64_t factor_groups,
-                           WireDType raw_dtype, int64_t raw_numel, int64_t flags) {
+PacketLayout packet_layout(int32_t chunks, WireDType wire, int64_t factor_groups,
+                           DType factor_dtype, int64_t raw_numel, int64_t flags) {
   PacketLayout layout{};
   int64_t end = 0;
   layout.chunks = chunks;
-  layout.factors = section_at(end, chunks, factor_dtype, factor_groups);
-  layout.raw = section_at(end, chunks, raw_dtype, ceil_div(raw_numel, kGroup));
-  layout.flags = flags;
-  layout.flags_per_chunk = std::max<int64_t>(1, ceil_div(flags, chunks));
-  layout.flags_at = take(end, flags == 0 ? 0 : layout.flags_per_chunk);
+  layout.factors = section_at(end, chunks, wire, factor_groups);
+  layout.raw = words_at(end, chunks, size_of(factor_dtype), raw_numel);
+  layout.flags = words_at(end, chunks, 1, flags);
   layout.chunk_bytes = round_up(end, kChunkAlignment);
   return layout;
 }

@@ -81,8 +81,8 @@ struct GroupPlace {
   int64_t codes, scale;
 };
 
-POWERSGD_HOST_DEVICE inline GroupPlace place_of(const PacketLayout& layout,
-                                                const PacketSection& section, int64_t group) {
+POWERSGD_HOST_DEVICE inline GroupPlace place_of(const PacketLayout& layout, int64_t group) {
+  const PacketSection& section = layout.factors;
   const int64_t chunk = group / section.groups_per_chunk;
   const int64_t in_chunk = group % section.groups_per_chunk;
   const int64_t start = chunk * layout.chunk_bytes;
@@ -90,12 +90,14 @@ POWERSGD_HOST_DEVICE inline GroupPlace place_of(const PacketLayout& layout,
           start + section.scales_at + in_chunk * 2};
 }
 
-POWERSGD_HOST_DEVICE inline int64_t place_of_flag(const PacketLayout& layout, int64_t flag) {
-  return flag / layout.flags_per_chunk * layout.chunk_bytes + layout.flags_at +
-         flag % layout.flags_per_chunk;
+// Where a raw element or a flag is, from the start of its packet.
+POWERSGD_HOST_DEVICE inline int64_t place_of(const PacketLayout& layout, const PacketWords& words,
+                                             int64_t index) {
+  return index / words.per_chunk * layout.chunk_bytes + words.begin +
+         index % words.per_chunk * words.bytes;
 }
 
-// The elements of a group of a factor, in the payload and in q_local.
+// The elements of a group, in the payload and in q_local.
 struct GroupElements {
   int64_t count;
   int64_t payload_offset;

@@ -246,7 +246,7 @@ def _timings(
             continue
         known = next(each for each in rehearsed if _differ_in_wire(each, options))
         if known not in stages:
-            without_packets = dataclasses.replace(known, wire_dtype=None, raw_wire_dtype=None)
+            without_packets = dataclasses.replace(known, wire_dtype=None)
             stages[known] = measure_stages(job.layout, without_packets, job.dtype, device)
         more = model.seconds(options, stages[known]) - model.seconds(known, stages[known])
         timings.append(_timing(job, options, shifted(rehearsed[known], more, least), True))

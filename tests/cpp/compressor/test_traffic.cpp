@@ -78,10 +78,12 @@ TEST(Traffic, ContentIsWithoutCountsAndPadding) {
     return content_bytes(make_plan(options), options, at::kFloat);
   };
   EXPECT_EQ(content(std::nullopt), 4 * (kPayloadNumel - 3));
-  EXPECT_EQ(content(WireDType::kBFloat16), 2 * 64 * kGroups + 2 * 9);
-  EXPECT_EQ(content(WireDType::kInt8), (64 + 2) * kGroups + 2 * 9);  // 9 elements in bfloat16
-  EXPECT_EQ(content(WireDType::kInt4), (32 + 2) * kGroups + 2 * 9);
-  EXPECT_EQ(content(WireDType::kFloat16), (128 + 2) * kGroups + 19);  // 9 * 130 / 64 = 18.3
+  EXPECT_EQ(content(WireDType::kBFloat16), 2 * 64 * kGroups + 4 * 9);  // 9 elements in float32
+  EXPECT_EQ(content(WireDType::kFloat16), (128 + 2) * kGroups + 4 * 9);
+  EXPECT_EQ(content(WireDType::kInt8), (64 + 2) * kGroups + 4 * 9);
+  EXPECT_EQ(content(WireDType::kInt4), (32 + 2) * kGroups + 4 * 9);
+  const Options options = make_options(WireDType::kInt8);
+  EXPECT_EQ(content_bytes(make_plan(options), options, at::kDouble), (64 + 2) * kGroups + 8 * 9);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "gradients/capture_watch.h"
 #include "gradients/flat_tensors.h"
 #include "powersgd/attached_model.h"
 #include "powersgd/scope_override.h"
@@ -78,9 +79,10 @@ class CapturedSteps : public testing::TestWithParam<std::optional<WireDType>> {
  protected:
   CapturedSteps() {
     fake::add_operators();
-    fake::reset(0, fake::Host::kMayNotWait);
+    fake::reset(0, fake::Host::kMayWait);  // which only a captured step may not
   }
 
+  // Statistics are logged and replicas compared at every step.
   static Options make_options(Scope scope) {
     Options options;
     options.scope = scope;
@@ -88,6 +90,8 @@ class CapturedSteps : public testing::TestWithParam<std::optional<WireDType>> {
     options.start_powerSGD_iter = 0;
     options.min_numel = 1000;
     options.wire_dtype = GetParam();
+    options.compression_stats_logging_frequency = 1;
+    options.check_every = 1;
     return options;
   }
 };
@@ -144,6 +148,7 @@ TEST_P(CapturedSteps, OfAPipelineOfBuckets) {
         at::zeros({24, 32}, device), at::zeros({24, 32}, device), at::zeros({24, 32}, device)};
     const auto model = AttachedModel::attach(test::make_session_of_equal_ranks(device, options),
                                              {"one", "two", "three"}, parameters, options);
+    const at::Tensor dropped = at::zeros({}, device);  // as a GradScaler says on the device
     const Reduce reduce = [&](at::Tensor& tensor) {
       std::vector<c10::intrusive_ptr<c10d::Work>> works;
       for (size_t bucket = 0; bucket < 3; ++bucket) {
@@ -152,6 +157,7 @@ TEST_P(CapturedSteps, OfAPipelineOfBuckets) {
       }
       model->end_step();
       for (const auto& work : works) work->wait();
+      model->step_skipped(dropped);
     };
     return third_output(reduce, 3 * 24 * 32, replayed ? std::function<void()>([] {}) : nullptr);
   };
@@ -179,6 +185,50 @@ TEST_P(CapturedSteps, OfABucketThatHasBeenRebuilt) {
     return third_output(reduce, 24 * 32, replayed ? rebuild : std::function<void()>());
   };
   expect_same_output(output(false), output(true));
+}
+
+// The look that the step before has started is read later.
+TEST_P(CapturedSteps, ThatFollowALookAtTheResiduals) {
+  const auto output = [](bool replayed) {
+    const c10::Device device = fake::device(0);
+    const Options options = make_options(Scope::kBackward);
+    const auto model = AttachedModel::attach(test::make_session_of_equal_ranks(device, options),
+                                             {"one"}, {at::zeros({24, 32}, device)}, options);
+    const Reduce reduce = [&](at::Tensor& tensor) {
+      model->reduce(0, tensor, {0}, 2)->wait();
+      model->end_step();
+    };
+    Gradient gradient(24 * 32);
+    for (uint64_t step = 1; step < CaptureWatch::kInterval; ++step) reduce(gradient.filled(step));
+    return third_output(reduce, 24 * 32, replayed ? std::function<void()>([] {}) : nullptr);
+  };
+  expect_same_output(output(false), output(true));
+}
+
+// A replay would add it again.
+TEST_P(CapturedSteps, LeaveALoadedResidualToTheNextStep) {
+  const c10::Device device = fake::device(0);
+  Options options = make_options(Scope::kBackward);
+  const auto model =
+      AttachedModel::attach(test::make_session_of_equal_ranks(device, options), {"weight", "bias"},
+                            {at::zeros({24, 32}, device), at::zeros({8}, device)}, options);
+  Gradient gradient(24 * 32 + 8);
+  const auto bias_after_step = [&] {
+    at::Tensor& tensor = gradient.filled(1);
+    model->reduce(0, tensor, {0, 1}, 2)->wait();
+    model->end_step();
+    return [&] { return gradient.read().narrow(0, 24 * 32, 8); };
+  };
+  const at::Tensor exact = bias_after_step()();
+  model->load_state({{"bias", at::ones({8}), {}}}, model->step(), 1);
+  fake::begin_capture(device);
+  const auto bias = bias_after_step();
+  fake::end_capture();
+  EXPECT_TRUE(at::equal(bias(), exact));
+  fake::replay(device);
+  EXPECT_TRUE(at::equal(bias(), exact));
+  EXPECT_TRUE(at::equal(bias_after_step()(), exact + 1));
+  EXPECT_TRUE(at::equal(bias_after_step()(), exact));
 }
 
 }  // namespace

@@ -40,10 +40,10 @@ class PacketSums : public PacketTest {
     return sent;
   }
 
-  std::vector<Values> kept(const AllPackets& all) const {
-    std::vector<Values> kept;
-    for (const auto& rank : all) kept.push_back(rank->kept());
-    return kept;
+  std::vector<Values> q_locals(const AllPackets& all) const {
+    std::vector<Values> q_locals;
+    for (const auto& rank : all) q_locals.push_back(rank->q_local());
+    return q_locals;
   }
 
   // Adds in the order of the ranks, and rounds every sum to the factor dtype.
@@ -71,11 +71,11 @@ TEST_P(PacketSums, AGatherAddsInTheOrderOfTheRanks) {
   for (const int32_t ranks : {1, 2, 3, 9}) {
     const AllPackets all = quantized({ranks, false});
     const Values expected = in_rank_order(values_sent(all));
-    const std::vector<Values> before = kept(all);
+    const std::vector<Values> before = q_locals(all);
     sum(all);
     EXPECT_EQ(all[0]->payload->get(), expected) << ranks;
     expect_equal_payloads(all);
-    EXPECT_EQ(kept(all), before);
+    EXPECT_EQ(q_locals(all), before);
   }
 }
 
@@ -85,29 +85,62 @@ TEST_P(PacketSums, TwoHopsRoundTheSumOnce) {
     const Values exact = in_rank_order(values_sent(all));
     sum(all);
     const Values rounded = all[0]->payload->get();
-    for_each_group(*all[0], [&](const PacketGroup& group, WireDType dtype) {
-      expect_quantized(dtype, values_at(exact, group), values_at(rounded, group));
+    for_each_group(*all[0], [&](const PacketGroup& group) {
+      expect_quantized(spec().wire, values_at(exact, group), values_at(rounded, group));
     });
     expect_equal_payloads(all);
   }
 }
 
-TEST_P(PacketSums, OnlyTheOwnerTakesTheRoundingOfASum) {
+TEST_P(PacketSums, RawElementsAreAddedInTheOrderOfTheRanks) {
+  for (const Exchange& exchange :
+       {Exchange{2, false}, {9, false}, {2, true}, {3, true}, {9, true}}) {
+    const AllPackets all = quantized(exchange);
+    std::vector<Values> payloads;
+    for (const auto& rank : all) payloads.push_back(rank->payload->get());
+    sum(all);
+    EXPECT_EQ(all[0]->raw_of(all[0]->payload->get()), all[0]->raw_of(in_rank_order(payloads)));
+    expect_equal_payloads(all);
+  }
+}
+
+// Chunks have as many as each other, and the last ones may have fewer or none.
+TEST_P(PacketSums, OfAnyNumberOfRawElements) {
+  for (const int64_t count : {0, 1, 2, 8, 9, 10, 63, 65, 1000, 40'001}) {
+    PacketSpec few = spec();
+    few.parts = {{3, 5, 2}, Part::raw(count)};
+    for (const Exchange& exchange : {Exchange{2, false}, {3, true}, {9, true}}) {
+      SCOPED_TRACE(::testing::Message() << count << " elements, " << exchange.ranks << " ranks");
+      const AllPackets all = all_packets(*runner_, few, exchange);
+      std::vector<Values> payloads;
+      for (size_t rank = 0; rank < all.size(); ++rank) {
+        all[rank]->payload->set(payload_of(rank, all[rank]->numel()));
+        payloads.push_back(all[rank]->payload->get());
+        all[rank]->run(PacketStage::kQuantize);
+      }
+      sum(all);
+      EXPECT_EQ(all[0]->raw_of(all[0]->payload->get()), all[0]->raw_of(in_rank_order(payloads)));
+      expect_equal_payloads(all);
+    }
+  }
+}
+
+class LocalFactors : public PacketSums {};
+
+TEST_P(LocalFactors, OfTheOwnerAloneTakeTheRoundingOfASum) {
   for (const int32_t ranks : {2, 3, 9}) {
     const AllPackets all = quantized({ranks, true});
     const Values exact = in_rank_order(values_sent(all));
-    const std::vector<Values> before = kept(all);
+    const std::vector<Values> before = q_locals(all);
     sum(all);
-    const std::vector<Values> after = kept(all);
+    const std::vector<Values> after = q_locals(all);
     const Values rounded = all[0]->payload->get();
-    for_each_group(*all[0], [&](const PacketGroup& group, WireDType) {
-      if (!group.is_raw && !spec().is_q) return;
+    for_each_group(*all[0], [&](const PacketGroup& group) {
       for (const size_t i : group.elements) {
         for (size_t rank = 0; rank < all.size(); ++rank) {
           const double more = round_to(spec().factor_dtype, rounded[i] - exact[i]);
           const double share = static_cast<int64_t>(rank) == group.owner ? more : 0;
-          EXPECT_EQ(after[rank][i], round_to(spec().factor_dtype,
-                                             before[rank][i] + (group.is_raw ? -share : share)))
+          EXPECT_EQ(after[rank][i], round_to(spec().factor_dtype, before[rank][i] + share))
               << "rank " << rank << ", element " << i;
         }
       }
@@ -115,15 +148,13 @@ TEST_P(PacketSums, OnlyTheOwnerTakesTheRoundingOfASum) {
   }
 }
 
-class LocalFactors : public PacketSums {};
-
 TEST_P(LocalFactors, AddUpToQ) {
   for (const Exchange& exchange : {Exchange{1, false}, {4, false}, {2, true}, {9, true}}) {
     const AllPackets all = quantized(exchange);
-    const std::vector<Values> q_sent = kept(all);
+    const std::vector<Values> q_sent = q_locals(all);
     sum(all);
     const Values q = all[0]->payload->get();
-    const std::vector<Values> q_local = kept(all);
+    const std::vector<Values> q_local = q_locals(all);
     for (size_t i = 0; i < static_cast<size_t>(all[0]->packets.raw_offset); ++i) {
       double total = 0, magnitude = std::fabs(q[i]);
       for (size_t rank = 0; rank < all.size(); ++rank) {
@@ -131,27 +162,6 @@ TEST_P(LocalFactors, AddUpToQ) {
         magnitude += std::fabs(q_sent[rank][i]) + std::fabs(q_local[rank][i]);
       }
       EXPECT_NEAR(total, q[i], tolerance(exchange) * magnitude) << i;
-    }
-  }
-}
-
-TEST_P(PacketSums, NothingOfRawSegmentsIsLost) {
-  for (const Exchange& exchange : {Exchange{1, false}, {4, false}, {2, true}, {9, true}}) {
-    const AllPackets all = quantized(exchange);
-    std::vector<Values> payloads;
-    for (const auto& rank : all) payloads.push_back(rank->payload->get());
-    sum(all);
-    const Values sums = all[0]->payload->get();
-    const std::vector<Values> rounding = kept(all);
-    for (auto i = all[0]->packets.raw_offset; i < all[0]->counts_offset(); ++i) {
-      const auto j = static_cast<size_t>(i);
-      double expected = 0, total = sums[j], magnitude = std::fabs(sums[j]);
-      for (size_t rank = 0; rank < all.size(); ++rank) {
-        expected += payloads[rank][j];
-        total += rounding[rank][j];
-        magnitude += std::fabs(payloads[rank][j]) + std::fabs(rounding[rank][j]);
-      }
-      EXPECT_NEAR(total, expected, tolerance(exchange) * magnitude) << i;
     }
   }
 }
@@ -173,30 +183,33 @@ TEST_P(PacketSums, FlagsOfAnyRankReachAll) {
   }
 }
 
-// A value of one rank that is not finite reaches all of them, and they keep finite values.
+// A value of one rank that is not finite reaches all of them, and their q_local stay finite.
 TEST_P(PacketSums, AValueThatIsNotFiniteReachesAll) {
   for (const Exchange& exchange : {Exchange{3, false}, {3, true}}) {
     const AllPackets all = all_packets(*runner_, spec(), exchange);
+    const auto raw = static_cast<size_t>(all[0]->packets.raw_offset) + 100;
     for (size_t rank = 0; rank < all.size(); ++rank) {
       Values values = payload_of(rank, all[rank]->numel());
-      for_each_group(*all[rank], [&](const PacketGroup& group, WireDType) {
+      for_each_group(*all[rank], [&](const PacketGroup& group) {
         if (rank == 2) values[group.elements.back()] = kInfinity;
       });
+      if (rank == 2) values[raw] = kInfinity;
       all[rank]->payload->set(values);
       all[rank]->run(PacketStage::kQuantize);
     }
     sum(all);
     const Values sums = all[1]->payload->get();
-    for_each_group(*all[0], [&](const PacketGroup& group, WireDType) {
+    for_each_group(*all[0], [&](const PacketGroup& group) {
       EXPECT_FALSE(std::isfinite(sums[group.elements.back()]));
     });
-    for (const Values& values : kept(all)) {
+    EXPECT_EQ(sums[raw], kInfinity);
+    for (const Values& values : q_locals(all)) {
       EXPECT_TRUE(std::all_of(values.begin(), values.end(), [](double x) { return x - x == 0; }));
     }
   }
 }
 
-// Sums beyond the range of float: the owner keeps what is finite.
+// Sums beyond the range of float: q_local stays finite.
 TEST_P(PacketSums, ASumMayOverflow) {
   const AllPackets all = all_packets(*runner_, spec(), {2, true});
   for (const auto& rank : all) {
@@ -207,10 +220,11 @@ TEST_P(PacketSums, ASumMayOverflow) {
   const Values exact = in_rank_order(values_sent(all));
   sum(all);
   const Values sums = all[0]->payload->get();
-  for_each_group(*all[0], [&](const PacketGroup& group, WireDType dtype) {
-    expect_quantized(dtype, values_at(exact, group), values_at(sums, group));
+  for_each_group(*all[0], [&](const PacketGroup& group) {
+    expect_quantized(spec().wire, values_at(exact, group), values_at(sums, group));
   });
-  for (const Values& values : kept(all)) {
+  EXPECT_EQ(all[0]->raw_of(sums), all[0]->raw_of(exact));
+  for (const Values& values : q_locals(all)) {
     EXPECT_TRUE(std::all_of(values.begin(), values.end(), [](double x) { return x - x == 0; }));
   }
 }
@@ -241,9 +255,9 @@ std::vector<uint8_t> two_steps(const RunnerFactory& factory, const PacketSpec& s
   }
   for (const auto& rank : all) {
     const std::vector<uint8_t> payload = rank->payload->bytes();
-    const std::vector<uint8_t> kept = encode(DType::kFloat64, rank->kept());
+    const std::vector<uint8_t> q_local = encode(DType::kFloat64, rank->q_local());
     bytes.insert(bytes.end(), payload.begin(), payload.end());
-    bytes.insert(bytes.end(), kept.begin(), kept.end());
+    bytes.insert(bytes.end(), q_local.begin(), q_local.end());
   }
   return bytes;
 }

@@ -23,39 +23,24 @@ class Packets : public PacketTest {
   // Quantizes a payload of one rank, or of the first of several owners, and checks every group.
   void expect_quantized_payload(TestPackets& rank, const Values& values) {
     rank.payload->set(values);
-    const Values exact = plus_rounding(rank, rank.payload->get());
-    const Values before = rank.kept();
+    const Values exact = rank.payload->get();
+    const Values before = rank.q_local();
     rank.run(PacketStage::kQuantize);
     const Values sent = rank.values_sent();
-    for_each_group(rank, [&](const PacketGroup& group, WireDType dtype) {
-      expect_quantized(dtype, values_at(exact, group), values_at(sent, group));
+    for_each_group(rank, [&](const PacketGroup& group) {
+      expect_quantized(spec().wire, values_at(exact, group), values_at(sent, group));
     });
-    EXPECT_EQ(rank.kept(), expected_kept(rank, exact, sent, before));
+    EXPECT_EQ(rank.q_local(), expected_q_local(rank, sent, before));
   }
 
-  // Returns a payload with the rounding of its raw elements added.
-  Values plus_rounding(const TestPackets& rank, Values values) const {
-    if (rank.packets.drop_residual) return values;
-    const Values kept = rank.kept();
-    for (auto i = rank.packets.raw_offset; i < rank.counts_offset(); ++i) {
-      const auto element = static_cast<size_t>(i);
-      values[element] = round_to(spec().factor_dtype, values[element] + kept[element]);
-    }
-    return values;
-  }
-
-  Values expected_kept(const TestPackets& rank, const Values& exact, const Values& sent,
-                       Values kept) const {
-    for_each_group(rank, [&](const PacketGroup& group, WireDType) {
-      if (!group.is_raw && !spec().is_q) return;
+  Values expected_q_local(const TestPackets& rank, const Values& sent, Values q_local) const {
+    if (!spec().is_q) return q_local;
+    for_each_group(rank, [&](const PacketGroup& group) {
       for (const size_t i : group.elements) {
-        const double value =
-            group.is_raw ? round_to(spec().factor_dtype, exact[i] - sent[i]) : sent[i];
-        if (group.is_raw && rank.packets.drop_residual) kept[i] = 0;
-        if (std::isfinite(value)) kept[i] = value;
+        if (std::isfinite(sent[i])) q_local[i] = sent[i];
       }
     });
-    return kept;
+    return q_local;
   }
 };
 
@@ -66,34 +51,24 @@ TEST_P(Packets, QuantizeRoundsEveryGroup) {
   }
 }
 
-// The values of each step differ by far from those of the step before.
-TEST_P(Packets, TheRoundingOfRawSegmentsIsSentLater) {
-  TestPackets rank(*runner_, spec(), {});
-  Values total(static_cast<size_t>(rank.numel())), total_sent = total, magnitude = total;
-  for (uint64_t step = 0; step < 5; ++step) {
-    rank.packets.drop_residual = step == 1;
-    if (step == 1) total = total_sent = magnitude = Values(total.size());
-    const Values values = wide_values(rank.numel(), step);
-    expect_quantized_payload(rank, values);
-    const Values exact = rank.payload->get(), sent = rank.values_sent();
-    for (size_t i = 0; i < total.size(); ++i) {
-      total[i] += exact[i];
-      total_sent[i] += sent[i];
-      magnitude[i] += std::fabs(exact[i]) + std::fabs(sent[i]);
+TEST_P(Packets, RawElementsTravelAsTheyAre) {
+  const double tiny = spec().factor_dtype == DType::kFloat64 ? 0x1p-1074 : 0x1p-149;
+  const double huge = largest(spec().factor_dtype);
+  for (const Exchange& exchange : {Exchange{}, {3, true}, {9, true}}) {
+    TestPackets rank(*runner_, spec(), exchange);
+    Values values = wide_values(rank.numel(), 5);
+    for (size_t i = 0; i < values.size(); i += 7) {
+      values[i] = (i % 2 == 0 ? 1 : -1) * (i % 3 == 0 ? tiny : i % 3 == 1 ? huge : kInfinity);
     }
-  }
-  const Values kept = rank.kept();
-  // Each step rounds twice in the factor dtype. One sum of magnitudes bounds what it rounds.
-  const double tolerance = 16 * unit_roundoff(spec().factor_dtype);
-  for (auto i = rank.packets.raw_offset; i < rank.counts_offset(); ++i) {
-    const auto j = static_cast<size_t>(i);
-    EXPECT_NEAR(total_sent[j] + kept[j], total[j], tolerance * magnitude[j]) << j;
+    rank.payload->set(values);
+    const Values exact = rank.payload->get();
+    rank.run(PacketStage::kQuantize);
+    EXPECT_EQ(rank.raw_of(rank.values_sent()), rank.raw_of(exact));
   }
 }
 
 TEST_P(Packets, AGroupOfZerosIsZeros) {
   TestPackets rank(*runner_, spec(), {});
-  rank.set_kept(Values(static_cast<size_t>(rank.numel()), 0.0));
   expect_quantized_payload(rank, Values(static_cast<size_t>(rank.numel())));
   EXPECT_EQ(rank.values_sent(), Values(static_cast<size_t>(rank.numel())));
 }
@@ -119,9 +94,9 @@ TEST_P(Packets, ValuesOfAllMagnitudes) {
 // Halves of a step round to even codes: the scale is a power of two, and products are exact.
 TEST_P(Packets, TiesGoToEven) {
   TestPackets rank(*runner_, spec(), {});
-  for_each_group(rank, [&](const PacketGroup& group, WireDType dtype) {
-    if (dtype != WireDType::kInt8 && dtype != WireDType::kInt4) return;
-    const double most = dtype == WireDType::kInt8 ? 127 : 7;
+  if (spec().wire != WireDType::kInt8 && spec().wire != WireDType::kInt4) return;
+  const double most = spec().wire == WireDType::kInt8 ? 127 : 7;
+  for_each_group(rank, [&](const PacketGroup& group) {
     Values values(static_cast<size_t>(rank.numel()));
     values[group.elements[0]] = -4 * most;
     for (size_t i = 1; i < group.elements.size(); ++i) {
@@ -136,19 +111,16 @@ TEST_P(Packets, TiesGoToEven) {
   });
 }
 
-TEST_P(Packets, AValueThatIsNotFiniteLeavesWhatIsKept) {
+TEST_P(Packets, AValueThatIsNotFiniteLeavesQLocal) {
   for (const double value : {kInfinity, -kInfinity, kNaN}) {
     TestPackets rank(*runner_, spec(), {});
-    const Values kept = wide_values(rank.numel(), 2);
-    rank.set_kept(kept);
+    rank.set_q_local(wide_values(rank.numel(), 2));
     Values values = wide_values(rank.numel(), 3);
     size_t number = 0;
-    for_each_group(rank, [&](const PacketGroup& group, WireDType) {
+    for_each_group(rank, [&](const PacketGroup& group) {
       const size_t count = group.elements.size();
       if (++number % 3 == 0) values[group.elements[number % count]] = value;
     });
-    expect_quantized_payload(rank, values);
-    rank.packets.drop_residual = true;
     expect_quantized_payload(rank, values);
   }
 }
@@ -173,15 +145,12 @@ TEST_P(Packets, ScalesTravelAsBFloat16) {
   const Values exact = rank.payload->get();
   rank.run(PacketStage::kQuantize);
   const std::vector<uint8_t> bytes = rank.read(rank.packets.sent, rank.packets.layout.bytes());
-  int64_t numbers[] = {0, 0};
-  for_each_group(rank, [&](const PacketGroup& group, WireDType dtype) {
-    const int64_t number = numbers[group.is_raw]++;
-    const kernels::PacketLayout& layout = rank.packets.layout;
-    const kernels::PacketSection& section = group.is_raw ? layout.raw : layout.factors;
-    if (!has_scales(dtype)) return;
-    const auto* scale = bytes.data() + section.scales_at + 2 * number;
+  if (!has_scales(spec().wire)) return;
+  const auto* scale = bytes.data() + rank.packets.layout.factors.scales_at;
+  for_each_group(rank, [&](const PacketGroup& group) {
     EXPECT_EQ(decode(DType::kBFloat16, {scale[0], scale[1]})[0],
-              reference_scale(dtype, values_at(exact, group)));
+              reference_scale(spec().wire, values_at(exact, group)));
+    scale += 2;
   });
 }
 

@@ -97,45 +97,14 @@ TEST(Options, DTypes) {
   EXPECT_EQ(error_with([](Options& o) { o.residual_dtype = DType::kBFloat16; }), "no error");
 }
 
-constexpr WireDType kWires[] = {WireDType::kFloat32, WireDType::kBFloat16, WireDType::kFloat16,
-                                WireDType::kInt8, WireDType::kInt4};
-
 TEST(Options, WireDTypes) {
   EXPECT_EQ(error_with([](Options& o) { o.wire_dtype = static_cast<WireDType>(9); }),
             "wire_dtype must be None, float32, bfloat16, float16, int8 or int4 (None sends float64 "
             "gradients in float64), got unknown (9)");
-  for (const WireDType wire : kWires) {
+  for (const WireDType wire : {WireDType::kFloat32, WireDType::kBFloat16, WireDType::kFloat16,
+                               WireDType::kInt8, WireDType::kInt4}) {
     EXPECT_EQ(error_with([wire](Options& o) { o.wire_dtype = wire; }), "no error");
   }
-}
-
-TEST(Options, RawWireDTypesAreFloats) {
-  for (const WireDType raw : kWires) {
-    const std::string error = error_with([raw](Options& o) {
-      o.wire_dtype = WireDType::kInt8;
-      o.raw_wire_dtype = raw;
-    });
-    EXPECT_EQ(error, is_integer(raw) ? "raw_wire_dtype must be None, float32, bfloat16 or float16, "
-                                       "got " +
-                                           to_string(raw)
-                                     : "no error");
-  }
-}
-
-TEST(Options, ARawWireDTypeNeedsAWireDType) {
-  EXPECT_EQ(error_with([](Options& o) { o.raw_wire_dtype = WireDType::kFloat32; }),
-            "raw_wire_dtype must be None without a wire_dtype, got float32");
-}
-
-TEST(Options, TheRawWireFollowsTheWire) {
-  Options options;
-  EXPECT_EQ(raw_wire_of(options), std::nullopt);
-  for (const WireDType wire : kWires) {
-    options.wire_dtype = wire;
-    EXPECT_EQ(raw_wire_of(options), is_integer(wire) ? WireDType::kBFloat16 : wire);
-  }
-  options.raw_wire_dtype = WireDType::kFloat16;
-  EXPECT_EQ(raw_wire_of(options), WireDType::kFloat16);
 }
 
 TEST(Options, NoiseIsFiniteAndNeedsAWarmStart) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -20,7 +21,9 @@ inline StreamKey key_of(const c10::Stream& stream) { return {stream.device_index
 
 // The rules by which CUDA captures streams into a graph. A stream that waits for a captured one is
 // captured too. A captured stream must not wait for one that is not, nor the other way round, and
-// every captured stream must have joined the first one by the end.
+// every captured stream must have joined the first one by the end. Meanwhile the host may neither
+// wait for the device nor ask it for anything: that makes the capture invalid, even if the error is
+// caught.
 class Capture {
  public:
   // The number of each stream's operations that a point of a stream comes after.
@@ -34,6 +37,7 @@ class Capture {
     first_ = key_of(first);
     streams_ = {{first_, {}}};
     graph_.clear();
+    refused_.clear();
     ++current_;
   }
 
@@ -45,6 +49,14 @@ class Capture {
                   "stream ", key.second, " of the capture has not joined the first one");
     }
     streams_.clear();
+    TORCH_CHECK(refused_.empty(), "the capture is invalid: ", refused_);
+  }
+
+  // Called where the host does what it may not do during a capture.
+  void check_host(const char* what) {
+    if (streams_.empty()) return;
+    refused_ = what;
+    TORCH_CHECK(false, what, " during a capture");
   }
 
   bool has(const c10::Stream& stream) const { return streams_.count(key_of(stream)) > 0; }
@@ -76,6 +88,7 @@ class Capture {
   StreamKey first_;
   std::map<StreamKey, Clock> streams_;  // those that are being captured
   std::vector<Operation> graph_;
+  std::string refused_;  // what the host did and may not do
 };
 
 }  // namespace powersgd::test::fake_device

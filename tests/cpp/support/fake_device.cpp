@@ -133,6 +133,10 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
          [awaited, version = awaited->recorded.load()] { return awaited->reached >= version; });
   }
   bool queryEvent(void* event) const override {
+    refuse_during_capture("the host queries an event");
+    return has_ended(event);
+  }
+  static bool has_ended(void* event) {
     const auto* asked = static_cast<Event*>(event);
     return asked == nullptr || asked->reached >= asked->recorded;
   }
@@ -140,8 +144,9 @@ struct GuardImpl final : c10::impl::DeviceGuardImplInterface {
 
   void synchronizeEvent(void* event) const override {
     const std::lock_guard<std::recursive_mutex> lock(mutex);
+    refuse_during_capture("the host waits for an event");
     TORCH_CHECK(state.host == Host::kMayWait, "the host waits for the device");
-    while (!queryEvent(event)) run_one();
+    while (!has_ended(event)) run_one();
   }
   void synchronizeStream(const c10::Stream& /*stream*/) const override { refuse(); }
   void synchronizeDevice(c10::DeviceIndex /*index*/) const override { refuse(); }
@@ -216,6 +221,11 @@ bool is_capturing(c10::Device device) {
   return state.capture.has(GuardImpl().getStream(device));
 }
 
+void refuse_during_capture(const char* what) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  state.capture.check_host(what);
+}
+
 void replay(c10::Device device) {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   for (const Operation& operation : state.capture.graph()) {
@@ -279,6 +289,11 @@ Usage usage() {
 void count_upload() {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   ++state.usage.uploads;
+}
+
+void count_operator() {
+  const std::lock_guard<std::recursive_mutex> lock(mutex);
+  ++state.usage.operators;
 }
 
 }  // namespace powersgd::test::fake_device

@@ -40,6 +40,9 @@ void run();
 void begin_capture(c10::Device device);
 void end_capture();
 bool is_capturing(c10::Device device);
+// Throws if anything is being captured, and makes the capture invalid. Called where the host does
+// `what`.
+void refuse_during_capture(const char* what);
 void replay(c10::Device device);
 
 // A storage and a stream that was recorded as its user.
@@ -61,9 +64,11 @@ struct Usage {
   size_t bytes = 0;       // allocated and not released
   size_t peak_bytes = 0;  // their maximum
   size_t uploads = 0;     // copies from the host's memory
+  size_t operators = 0;   // of torch, with the copies
 };
 Usage usage();
 void count_upload();
+void count_operator();
 
 // Makes torch's operators and the program's stage_runners() available on the device
 // (fake_device_operators.cpp).

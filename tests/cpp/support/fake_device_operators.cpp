@@ -96,6 +96,8 @@ at::Scalar item(const at::Tensor& self) {
 }
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_blocking) {
+  if (self.is_cpu() || target.is_cpu()) refuse_during_capture("a copy to or from the host");
+  count_operator();
   if (target.is_cpu()) {
     const auto copy = [source = on_host(self), target] { target.copy_(source); };
     if (non_blocking) {  // as into pinned memory
@@ -174,6 +176,7 @@ std::optional<size_t> written_argument(const c10::FunctionSchema& schema, size_t
 }
 
 void enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
+  count_operator();
   const Stack arguments = torch::jit::pop(*stack, op.schema().arguments().size());
   const at::Device device = *device_of(arguments);
   Stack shapes = all_replaced(arguments, stand_in);

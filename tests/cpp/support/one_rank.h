@@ -20,12 +20,7 @@ class OneRank {
     for (size_t i = 0; i < plan.matrices.size(); ++i) {
       states.push_back(std::make_shared<ParameterState>(i));
     }
-    auto all_states = states;
-    for (size_t i = 0; i < plan.raw_parameters.size(); ++i) {
-      raw_states.push_back(std::make_shared<ParameterState>());
-      all_states.push_back(raw_states.back());
-    }
-    compressor = make_compressor(plan, all_states, options, type, device, ranks);
+    compressor = make_compressor(plan, states, options, type, device, ranks);
   }
 
   // Returns the output.
@@ -38,23 +33,19 @@ class OneRank {
     return out;
   }
 
-  // Returns the residuals of all parameters in the layout of the bucket.
+  // Returns the residuals in the layout of the bucket.
   at::Tensor residuals() const {
     at::Tensor all = at::zeros({plan.gradient_numel}, at::kDouble);
     for (size_t i = 0; i < states.size(); ++i) {
       const at::Tensor e = states[i]->residual().to(at::kDouble).flatten();
       all.narrow(0, plan.matrices[i].gradient_offset, e.numel()).copy_(e);
     }
-    if (raw_states[0]->rounding.defined()) {
-      all.narrow(0, kBias, kBiasNumel).copy_(raw_states[0]->rounding);
-    }
     return all;
   }
 
   static constexpr int64_t kBias = 17 * 33, kBiasNumel = 5;  // in the gradient
   BucketPlan plan;
-  std::vector<ParameterStatePtr> states;      // of the matrices
-  std::vector<ParameterStatePtr> raw_states;  // of the bias
+  std::vector<ParameterStatePtr> states;
   std::unique_ptr<BucketCompressor> compressor;
 };
 

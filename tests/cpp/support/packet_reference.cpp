@@ -11,6 +11,8 @@
 namespace powersgd::test {
 namespace {
 
+bool is_integer(WireDType dtype) { return dtype == WireDType::kInt8 || dtype == WireDType::kInt4; }
+
 // The largest code of an integer dtype.
 double most(WireDType dtype) { return dtype == WireDType::kInt8 ? 127 : 7; }
 

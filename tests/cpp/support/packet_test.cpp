@@ -2,7 +2,6 @@
 #include "support/packet_test.h"
 
 #include <cmath>
-#include <utility>
 
 namespace powersgd::test {
 
@@ -11,14 +10,11 @@ std::vector<PacketSpec> packet_specs() {
                                    Part::raw(65), {1000, 130, 8}, Part::raw(131), {64, 200, 33},
                                    {6, 0, 0},     Part::raw(0),   {1, 1, 1}};
   std::vector<PacketSpec> specs;
-  for (const auto& [wire, raw] : {std::pair{WireDType::kInt8, WireDType::kBFloat16},
-                                  {WireDType::kInt4, WireDType::kFloat16},
-                                  {WireDType::kBFloat16, WireDType::kFloat32},
-                                  {WireDType::kFloat16, WireDType::kBFloat16},
-                                  {WireDType::kFloat32, WireDType::kFloat16}}) {
+  for (const WireDType wire : {WireDType::kInt8, WireDType::kInt4, WireDType::kBFloat16,
+                               WireDType::kFloat16, WireDType::kFloat32}) {
     for (const DType factor : {DType::kFloat32, DType::kFloat64}) {
       for (const bool is_q : {false, true}) {
-        PacketSpec spec{parts, is_q, factor, wire, raw};
+        PacketSpec spec{parts, is_q, factor, wire};
         spec.misalignment = static_cast<int64_t>(specs.size() % 3);
         specs.push_back(spec);
       }

@@ -22,7 +22,7 @@ inline std::ostream& operator<<(std::ostream& stream, const PacketCase& test_cas
   return stream << test_case.runner.name << "_" << describe(test_case.spec);
 }
 
-// Payloads of P and of Q with every pair of dtypes that travel together, in float and in double.
+// Payloads of P and of Q in every wire dtype, in float and in double.
 // Their vectors end at, before and after the end of a group, and raw segments lie between them.
 std::vector<PacketSpec> packet_specs();
 
@@ -41,13 +41,13 @@ class PacketTest : public ::testing::TestWithParam<PacketCase> {
 
   const PacketSpec& spec() const { return GetParam().spec; }
 
-  // Calls body(group, wire dtype) for each group of a packet.
+  // Calls body(group) for each group of a packet.
   template <class Body>
   void for_each_group(const TestPackets& rank, const Body& body) const {
     size_t number = 0;
     for (const PacketGroup& group : rank.groups()) {
       SCOPED_TRACE(::testing::Message() << "group " << number++);
-      body(group, group.is_raw ? spec().raw_wire : spec().wire);
+      body(group);
     }
   }
 

@@ -29,6 +29,7 @@ class StageRunner {
   // Returns memory of the device, 64-byte aligned, with arbitrary contents. The runner frees it at
   // its end.
   virtual void* allocate(size_t bytes) = 0;
+  // Copies come after all stages before them, and have ended when these return.
   virtual void copy_in(void* device, const void* host, size_t bytes) = 0;
   virtual void copy_out(void* host, const void* device, size_t bytes) = 0;
 
@@ -36,7 +37,8 @@ class StageRunner {
                                         const std::vector<kernels::RawSegment>& raw,
                                         DType factor_dtype) = 0;
 
-  // They return when the stage has ended. All pointers are device memory.
+  // They may return before the stage has ended. Stages run one after the other, as on a stream. All
+  // pointers are device memory.
   virtual void run(Stage stage, const kernels::Bucket& bucket) = 0;
   virtual void run(PacketStage stage, const kernels::Packets& packets) = 0;
 };

@@ -28,21 +28,11 @@ uint8_t* allocate_bytes(StageRunner& runner, int64_t count) {
   return static_cast<uint8_t*>(runner.allocate(static_cast<size_t>(count)));
 }
 
-// Adds the groups of `size` elements from `first` on, `stride` apart.
-template <class Add>
-void cut(int64_t first, int64_t size, int64_t stride, int64_t begin, const Add& add) {
-  std::vector<size_t> elements;
-  for (int64_t i = begin; i < std::min(size, begin + kGroup); ++i) {
-    elements.push_back(static_cast<size_t>(first + i * stride));
-  }
-  add(elements);
-}
-
 }  // namespace
 
 std::string describe(const PacketSpec& spec) {
   return std::string(spec.is_q ? "q_" : "p_") + to_string(spec.factor_dtype) + "_" +
-         name_of(spec.wire) + "_raw_" + name_of(spec.raw_wire);
+         name_of(spec.wire);
 }
 
 TestPackets::TestPackets(StageRunner& runner, const PacketSpec& packet_spec,
@@ -51,7 +41,7 @@ TestPackets::TestPackets(StageRunner& runner, const PacketSpec& packet_spec,
   std::vector<kernels::Matrix> matrices;
   for (const Part& part : spec.parts) {
     if (part.is_raw()) {
-      packets.raw_numel += part.numel();
+      raw_numel_ += part.numel();
       continue;
     }
     kernels::Matrix matrix{};
@@ -74,7 +64,7 @@ TestPackets::TestPackets(StageRunner& runner, const PacketSpec& packet_spec,
 
 void TestPackets::allocate(const kernels::PacketFactors& factors) {
   packets.layout = kernels::packet_layout(exchange.chunks(), spec.wire, factors.groups,
-                                          spec.raw_wire, packets.raw_numel, spec.flags);
+                                          spec.factor_dtype, raw_numel_, spec.flags);
   packets.factor_dtype = spec.factor_dtype;
   packets.num_factors = static_cast<int32_t>(factors.factors.size());
   packets.ranks = exchange.ranks;
@@ -84,10 +74,7 @@ void TestPackets::allocate(const kernels::PacketFactors& factors) {
   runner_.copy_in(table, factors.factors.data(), bytes);
   packets.factors = static_cast<const kernels::PacketFactor*>(table);
   payload = std::make_unique<DeviceArray>(runner_, spec.factor_dtype, numel(), spec.misalignment);
-  rounding_ = std::make_unique<DeviceArray>(runner_, spec.factor_dtype, packets.raw_numel,
-                                            spec.misalignment);
   packets.payload = payload->data();
-  packets.rounding = rounding_->data();
 
   const int64_t sources = exchange.two_hops ? packets.layout.chunk_bytes : packets.layout.bytes();
   packets.sent = allocate_bytes(runner_, packets.layout.bytes());
@@ -115,57 +102,47 @@ Values TestPackets::values_sent() {
   return target.get();
 }
 
-Values TestPackets::kept() const {
+Values TestPackets::q_local() const {
   Values all(static_cast<size_t>(numel()));
-  const auto put = [&](int64_t offset, const Values& values) {
-    std::copy(values.begin(), values.end(), all.begin() + offset);
-  };
-  for (size_t i = 0; i < q_locals_.size(); ++i) put(q_offsets_[i], q_locals_[i]->get());
-  put(packets.raw_offset, rounding_->get());
+  for (size_t i = 0; i < q_locals_.size(); ++i) {
+    const Values values = q_locals_[i]->get();
+    std::copy(values.begin(), values.end(), all.begin() + q_offsets_[i]);
+  }
   return all;
 }
 
-void TestPackets::set_kept(const Values& values) {
+void TestPackets::set_q_local(const Values& values) {
   for (size_t i = 0; i < q_locals_.size(); ++i) {
     const auto count = static_cast<int64_t>(q_locals_[i]->get().size());
     q_locals_[i]->set(TestBucket::slice(values, q_offsets_[i], count));
   }
-  rounding_->set(TestBucket::slice(values, packets.raw_offset, packets.raw_numel));
+}
+
+Values TestPackets::raw_of(const Values& values) const {
+  return TestBucket::slice(values, packets.raw_offset, raw_numel_);
 }
 
 std::vector<PacketGroup> TestPackets::groups() const {
   std::vector<PacketGroup> groups;
-  bool is_raw = false;
-  const auto add = [&](const std::vector<size_t>& elements) {
-    groups.push_back({elements, is_raw, 0});
-  };
-  // Owners have as many groups as each other, of either kind; the last ones may have fewer.
-  const auto share_out = [&](size_t from) {
-    const size_t count = groups.size() - from;
-    const auto chunks = static_cast<size_t>(exchange.chunks());
-    const size_t share = (count + chunks - 1) / chunks;
-    for (size_t i = 0; i < count; ++i) {
-      groups[from + i].owner = static_cast<int64_t>(i / share);
-    }
-  };
   int64_t offset = 0;
   for (const Part& part : spec.parts) {
     if (part.is_raw()) continue;
     const int64_t size = spec.is_q ? part.cols : part.rows;
     for (int64_t begin = 0; begin < size; begin += kGroup) {
       for (int64_t k = 0; k < part.rank; ++k) {
-        cut(offset + (spec.is_q ? k * size : k), size, spec.is_q ? 1 : part.rank, begin, add);
+        PacketGroup& group = groups.emplace_back();
+        const int64_t first = offset + (spec.is_q ? k * size : k);
+        for (int64_t i = begin; i < std::min(size, begin + kGroup); ++i) {
+          group.elements.push_back(static_cast<size_t>(first + i * (spec.is_q ? 1 : part.rank)));
+        }
       }
     }
     offset += size * part.rank;
   }
-  share_out(0);
-  is_raw = true;
-  const size_t factor_groups = groups.size();
-  for (int64_t begin = 0; begin < packets.raw_numel; begin += kGroup) {
-    cut(packets.raw_offset, packets.raw_numel, 1, begin, add);
-  }
-  share_out(factor_groups);
+  // Owners have as many groups as each other; the last ones may have fewer.
+  const auto chunks = static_cast<size_t>(exchange.chunks());
+  const size_t share = (groups.size() + chunks - 1) / chunks;
+  for (size_t i = 0; i < groups.size(); ++i) groups[i].owner = static_cast<int64_t>(i / share);
   return groups;
 }
 

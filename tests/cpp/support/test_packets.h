@@ -18,7 +18,6 @@ struct PacketSpec {
   bool is_q = false;
   DType factor_dtype = DType::kFloat32;
   WireDType wire = WireDType::kInt8;
-  WireDType raw_wire = WireDType::kFloat32;
   int64_t flags = 3;
   int64_t misalignment = 0;  // elements by which every array starts past an aligned address
 };
@@ -36,7 +35,6 @@ struct Exchange {
 // The elements of a group, by their numbers in the payload, and the rank that owns the group.
 struct PacketGroup {
   std::vector<size_t> elements;
-  bool is_raw;
   int64_t owner;  // always 0 in a gather
 };
 
@@ -55,15 +53,15 @@ class TestPackets {
   // Returns the payload that this rank's packet stands for. The payload itself stays.
   Values values_sent();
 
-  // q_local of all matrices, or what is kept of the raw segments, by the numbers of the elements in
-  // the payload. Elements with nothing of this kind are 0.
-  Values kept() const;
-  void set_kept(const Values& values);
+  // q_local of all matrices, by the numbers of the elements in the payload. The others are 0.
+  Values q_local() const;
+  void set_q_local(const Values& values);
 
-  // Every group of the payload.
+  // Every group of the factors.
   std::vector<PacketGroup> groups() const;
-  int64_t numel() const { return packets.raw_offset + packets.raw_numel + spec.flags; }
-  int64_t counts_offset() const { return packets.raw_offset + packets.raw_numel; }
+  // The raw elements of a payload.
+  Values raw_of(const Values& values) const;
+  int64_t numel() const { return packets.raw_offset + raw_numel_ + spec.flags; }
 
   const PacketSpec spec;
   const Exchange exchange;
@@ -76,7 +74,7 @@ class TestPackets {
   StageRunner& runner_;
   std::vector<int64_t> q_offsets_;
   std::vector<std::unique_ptr<DeviceArray>> q_locals_;  // by matrix; none for P
-  std::unique_ptr<DeviceArray> rounding_;
+  int64_t raw_numel_ = 0;
 };
 
 // All ranks of an exchange on one runner.

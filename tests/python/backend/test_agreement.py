@@ -19,7 +19,9 @@ import torch_powersgd as tp
 from support import ranks
 from support.groups import world
 from support.synthetic import SHAPES, gradients, make_ddp, mean_gradients, relative_error, step
-from torch_powersgd import agreement, watch
+from torch_powersgd import _C, agreement, watch
+from torch_powersgd._backend import compare_options
+from torch_powersgd.proposal import Proposal
 
 OPTIONS = tp.Options(start_powerSGD_iter=0)
 OP_TIMEOUT = 40  # the messages would show a hang until the group's time-out
@@ -159,6 +161,18 @@ def test_a_bad_argument_on_one_rank_is_an_error_on_every_rank(kind: str, parts: 
         for part in ["rank 1: ", *parts]:
             assert part in message
         assert calls == 1
+
+
+def _options_of_proposal(device: str) -> dict[str, Any]:
+    backend: Any = None
+    parameters = {"weight": torch.empty(2, device=device)}
+    options: dict[str, Any] = Proposal(backend, OPTIONS, parameters, {}).plain()["options"]
+    return options
+
+
+def test_devices_of_two_types_have_other_kernels() -> None:
+    message = compare_options([_options_of_proposal(device) for device in ("cpu", "cpu", "meta")])
+    assert f"'cpu {_C.version}' on rank 0 and 'meta {_C.version}' on rank 2" in message
 
 
 def _second_life(rank: int) -> list[str]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch_powersgd as tp
 from support import ranks
 from support.synthetic import SHAPES, make_ddp
+from torch_powersgd import _C
 from torch_powersgd.attach import attachment_of
 from torch_powersgd.lookup import find_backends
 
@@ -152,6 +153,21 @@ def test_ranks_that_disagree_all_get_the_same_error(
     other = next(rank for rank in range(3) if values[rank] != values[0])
     for part in (field, f"rank {other}", "rank 0", *map(_text_of, (values[0], values[other]))):
         assert part in messages[0]
+
+
+def _error_of_kernels(rank: int, versions: list[str], options: list[Any]) -> str:
+    _C.version = versions[rank]
+    return _error_of_init(rank, options)
+
+
+def test_ranks_with_other_kernels_all_get_an_error_before_their_options() -> None:
+    options = [{"random_seed": 0}, {"random_seed": 0}, {"random_seed": 1}]
+    versions = ["1.0", "1.0", "2.0"]
+    messages = ranks.run(3, _error_of_kernels, versions, options, backend=None, timeout=30)
+    assert len(set(messages)) == 1
+    for part in ("kernels", "'1.0' on rank 0", "'2.0' on rank 2", "one version of torch_powersgd"):
+        assert part in messages[0]
+    assert "random_seed" not in messages[0]
 
 
 @pytest.mark.parametrize(

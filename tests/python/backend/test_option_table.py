@@ -25,7 +25,6 @@ FLAGS = {
     "matrix_approximation_rank": {"plan": "--rank", "advise": "--ranks"},
     "min_compression_rate": {"plan": "--min-compression-rate", "advise": "--min-compression-rate"},
     "wire_dtype": {"plan": "--wire-dtype", "advise": "--wire-dtype"},
-    "raw_wire_dtype": {"plan": "--raw-wire-dtype", "advise": "--raw-wire-dtype"},
 }
 
 
@@ -37,11 +36,6 @@ def _changed(name: str) -> Any:
     if isinstance(default, (int, float)):
         return default + (0.25 if FIELDS[name].type == "float" else 1)
     return {"scope": "always", "inner": "gloo"}.get(name, torch.bfloat16)
-
-
-def _with(base: tp.Options, name: str, value: Any) -> tp.Options:
-    fields = {"wire_dtype": torch.float32} if name == "raw_wire_dtype" else {}
-    return dataclasses.replace(base, **{**fields, name: value})
 
 
 def _members_of_struct(source: str) -> list[str]:
@@ -75,7 +69,7 @@ def test_the_defaults_are_the_same() -> None:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_value_comes_back_from_the_core(name: str) -> None:
-    options = _with(tp.Options(), name, _changed(name))
+    options = dataclasses.replace(tp.Options(), **{name: _changed(name)})
     assert getattr(options, name) != getattr(tp.Options(), name)
     assert tp.Options._from_core(options._core()) == options
 
@@ -105,8 +99,8 @@ def test_the_command_line_has_what_changes_the_payload(
     # The 16 x 12 weight is compressed at this rate and rank, and not at higher ones.
     base = tp.Options(min_compression_rate=3.25, matrix_approximation_rank=2)
     value = base.min_compression_rate + 0.25 if name == "min_compression_rate" else _changed(name)
-    value = 3 if name == "matrix_approximation_rank" else value
-    changed = _with(base, name, value)
+    fields: dict[str, Any] = {name: 3 if name == "matrix_approximation_rank" else value}
+    changed = dataclasses.replace(base, **fields)
     assert (_payload_bytes(changed) != _payload_bytes(base)) == (name in FLAGS)
     for command, flag in FLAGS.get(name, {}).items():
         assert re.search(rf"{flag}\b", _help_of(command, monkeypatch))

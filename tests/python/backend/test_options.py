@@ -24,9 +24,6 @@ from torch_powersgd.options import resolve
 
 FIELDS = {field.name: field for field in dataclasses.fields(tp.Options)}
 
-# A field that needs another one is set with it.
-NEEDS: dict[str, dict[str, Any]] = {"raw_wire_dtype": {"wire_dtype": "int8"}}
-
 # Each field has a valid value that is not the default, its text in the environment, and bad values.
 # Another type is bad even where C++ would convert it. The options are compared between ranks, and
 # printed, as they were given.
@@ -46,11 +43,6 @@ VALUES: dict[str, tuple[Any, str, list[Any]]] = {
         torch.bfloat16,
         "bfloat16",
         [torch.float64, torch.int32, torch.complex64, "float64", "int2", "", 3, b"int8"],
-    ),
-    "raw_wire_dtype": (
-        torch.float16,
-        "float16",
-        [torch.float64, torch.int8, "int4", "float", 3],
     ),
     "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int8", None, 3]),
     "warm_start_noise": (0.2, "0.2", [-0.1, math.inf, math.nan, "0", None]),
@@ -90,21 +82,20 @@ def test_defaults_are_the_hooks() -> None:
 def test_defaults_of_the_fields_that_the_hook_has_not() -> None:
     ours = tp.Options()
     assert (ours.scope, ours.min_numel, ours.inner) == ("backward", 131_072, "auto")
-    assert (ours.wire_dtype, ours.raw_wire_dtype) == (None, None)
-    assert ours.residual_dtype == torch.float32
+    assert (ours.wire_dtype, ours.residual_dtype) == (None, torch.float32)
     assert (ours.warm_start_noise, ours.check_every) == (0, 0)
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_accepts_a_good_value(name: str) -> None:
     value = VALUES[name][0]
-    assert getattr(tp.Options(**{name: value}, **NEEDS.get(name, {})), name) == value
+    assert getattr(tp.Options(**{name: value}), name) == value
 
 
 @pytest.mark.parametrize(("name", "value"), BAD)
 def test_refuses_a_bad_value(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"\b{name}\b") as raised:
-        tp.Options(**{name: value}, **NEEDS.get(name, {}))
+        tp.Options(**{name: value})
     message = str(raised.value)
     assert _text_of(value) in message, "names the value"
     assert re.search(r"must be .+", message.split(", got")[0]), "names what is allowed"
@@ -114,9 +105,7 @@ WRONG_TYPES = st.one_of(st.none(), st.binary(max_size=3), st.tuples(), st.comple
 
 
 @settings(deadline=None)
-@given(
-    name=st.sampled_from(sorted(set(FIELDS) - {"wire_dtype", "raw_wire_dtype"})), value=WRONG_TYPES
-)
+@given(name=st.sampled_from(sorted(set(FIELDS) - {"wire_dtype"})), value=WRONG_TYPES)
 def test_refuses_any_other_type(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         tp.Options(**{name: value})
@@ -170,13 +159,11 @@ def test_a_wire_dtype_has_one_form(given: Any, held: Any) -> None:
 
 
 def test_the_other_dtypes_may_be_names() -> None:
-    ours = tp.Options(wire_dtype="int4", raw_wire_dtype="float32", residual_dtype="bfloat16")
-    assert (ours.raw_wire_dtype, ours.residual_dtype) == (torch.float32, torch.bfloat16)
+    ours = tp.Options(wire_dtype="float16", residual_dtype="bfloat16")
+    assert (ours.wire_dtype, ours.residual_dtype) == (torch.float16, torch.bfloat16)
 
 
 def test_fields_that_need_another_one() -> None:
-    with pytest.raises(ValueError, match="^raw_wire_dtype must be None without a wire_dtype"):
-        tp.Options(raw_wire_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="^warm_start_noise must be 0 without warm_start"):
         tp.Options(warm_start=False, warm_start_noise=0.1)
 
@@ -215,9 +202,7 @@ def _nothing_configured() -> Iterator[None]:
 def test_environment_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     value, text, _ = VALUES[name]
     monkeypatch.setenv(f"POWERSGD_{name.upper()}", text)
-    for other, needed in NEEDS.get(name, {}).items():
-        monkeypatch.setenv(f"POWERSGD_{other.upper()}", str(needed))
-    assert resolve(None) == tp.Options(**{name: value}, **NEEDS.get(name, {}))
+    assert resolve(None) == tp.Options(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -239,7 +224,6 @@ def test_environment_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         ("inner", ""),
         ("wire_dtype", "int2"),
         ("wire_dtype", "float64"),
-        ("raw_wire_dtype", "float32"),
         ("residual_dtype", "none"),
         ("warm_start_noise", "-0.5"),
         ("check_every", "-1"),
@@ -264,7 +248,7 @@ def test_an_unknown_variable_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("POWERSGD_RANK", "4")
-    for known in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH", "TENSOR_CORES"):
+    for known in ("BUILD_CUDA", "COMMIT", "DEPENDENT_LAUNCH"):
         monkeypatch.setenv(f"POWERSGD_{known}", "0")
     monkeypatch.setenv("POWERSGD_MIN_NUMEL", "22")
     resolve(None)

@@ -10,10 +10,12 @@ from typing import Any
 
 import bench_model
 import bench_stages
+import bench_step
 import compare_kernels
 import pytest
 import torch
 import torch.distributed as dist
+from floor import floor_bytes, floor_ms
 
 
 def _run(program: Any, words: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -42,6 +44,18 @@ def test_the_stages_of_a_model_are_a_share_of_its_dense_step(
             share = found["share"][str(dense["batch"])]
             assert share == pytest.approx(found["ms"] / dense["ms"])
     assert "of batch 2" in capsys.readouterr().out
+
+
+def test_a_step_is_timed_with_the_stages_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--device cpu --model demo --batch 1 --tokens 4 --ranks 2 --caps 25 --repeats 1"
+    monkeypatch.setattr(bench_step, "TURNS", 2)
+    record = _run(bench_step, words, tmp_path / "step.json", monkeypatch)
+    cases = [(found["rank"], found["bucket_cap_mb"]) for found in record["results"]]
+    assert cases == [(None, 25), (2, 25)]
+    assert all(found["ms"] > 0 for found in record["results"])
+    assert "stages, rank 2, buckets of 25 MB: " in capsys.readouterr().out
 
 
 def test_the_default_model_has_three_billion_parameters() -> None:
@@ -84,20 +98,42 @@ def test_the_rows_of_a_run_that_is_cut_off_are_there(
     dist.destroy_process_group()
     (result,) = json.loads(file.read_text())["results"]
     assert result["ours"]["launches"] == 0  # there is no GPU
+    floor_bytes = 5 * 4 * result["elements"]
+    assert result["floor_ms"] * result["copy_gbyte_per_s"] * 1e6 == pytest.approx(floor_bytes)
     heading, row = capsys.readouterr().out.splitlines()[1:]
     assert heading.startswith("model ")
     assert row.startswith("demo (9.6 M) ")
     assert len(row) == len(heading)
 
 
+# G is read and written, memory read twice and written once.
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype", "per_element"),
+    [
+        ("float32", "float32", 20),
+        ("bfloat16", "float32", 16),
+        ("bfloat16", "bfloat16", 10),
+        ("float32", "bfloat16", 14),
+        ("float64", "float64", 40),
+    ],
+)
+def test_the_floor_counts_the_bytes_of_each_dtype(
+    dtype: str, residual_dtype: str, per_element: int
+) -> None:
+    assert floor_bytes(1000, dtype, residual_dtype) == 1000 * per_element
+    copied = {"elements": 1000, "copy_gbyte_per_s": 2.0}
+    result = {"dtype": dtype, "residual_dtype": residual_dtype, **copied}
+    assert floor_ms(result) == pytest.approx(1000 * per_element / 2e6)
+
+
 def test_kernels_are_compared_side_by_side() -> None:
     def record(*ratios: tuple[str, int, float]) -> dict[str, Any]:
-        results = [{"model": m, "rank": r, "kind": "float32", "ratio": x} for m, r, x in ratios]
-        return {"results": results}
+        case = {"kind": "float32", "products": "bfloat16"}
+        return {"results": [{"model": m, "rank": r, **case, "ratio": x} for m, r, x in ratios]}
 
     both = {"on": record(("gpt2", 4, 1.5), ("gpt2", 8, 1.75)), "off": record(("gpt2", 8, 2.0))}
     assert compare_kernels.table(both) == [
-        ["model", "rank", "gradient", "on", "off"],
-        ["gpt2", "4", "float32", "1.50", "-"],
-        ["gpt2", "8", "float32", "1.75", "2.00"],
+        ["model", "rank", "gradient", "products", "on", "off"],
+        ["gpt2", "4", "float32", "bfloat16", "1.50", "-"],
+        ["gpt2", "8", "float32", "bfloat16", "1.75", "2.00"],
     ]

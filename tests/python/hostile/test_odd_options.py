@@ -103,8 +103,6 @@ def holds(value: Any, held: Any) -> bool:
 def check_field(name: str, value: Any) -> None:
     made: list[tp.Options] = []
     fields = {name: value}
-    if name == "raw_wire_dtype":
-        fields["wire_dtype"] = "int8"
     message = message_of(lambda: made.append(tp.Options(**fields)))
     if not message:
         assert math.isfinite(getattr(made[0], name)) if FIELDS[name] == "float" else True
@@ -208,8 +206,6 @@ def test_an_environment_variable_of_any_text(name: str, text: str) -> None:
     variable = f"POWERSGD_{name.upper()}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(variable, text)
-        if name == "raw_wire_dtype":
-            patch.setenv("POWERSGD_WIRE_DTYPE", "int8")
         message = message_of(lambda: resolve(None))
     assert not message or (variable in message and "must be" in message and len(message) < LONGEST)
 

@@ -24,7 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cold": {"warm_start": False},
     "noise": {"warm_start_noise": 0.5},
     "int8": {"wire_dtype": "int8"},
-    "int4": {"wire_dtype": "int4", "raw_wire_dtype": "float16"},
+    "int4": {"wire_dtype": "int4"},
     "bfloat16": {"wire_dtype": "bfloat16"},
     "never": {"scope": "never"},
     "not-yet": {"start_powerSGD_iter": 100},

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """.ci/gpu runs from end to end on stand-ins for a GPU, a compiler and Python.
 
-The stand-ins do nothing but end as a test wants it. The command lines that they are given are then
-read by the programs that they stand for.
+The command lines that they are given are then read by the programs that they stand for.
 """
 
 from __future__ import annotations
@@ -11,269 +10,281 @@ import json
 import os
 import re
 import shutil
-import subprocess
-from dataclasses import dataclass, field
+import signal
+import sys
+import tarfile
+import time
 from pathlib import Path
+from typing import Any
 
+import bench_cluster
 import bench_model
 import bench_stages
+import bench_step
 import pytest
 
+from support.gpu_stand_ins import Machine, make_machine
 from support.repository import ROOT
 
-BUILDS = ["build-bench", "torch", "build-extension", "build-kernels"]
-PARTS = [
-    *("bench-kernels", "bench-kernels-serial", "kernels", "test-nccl", "test-cuda"),
-    *("bench-stages", "tensor-cores-on", "tensor-cores-off", "memcheck", "racecheck"),
-    "bench-model",
+BUILDS = {"build-programs", "build-extension"}
+FIRST = [
+    *("kernels", "kernels-float32", "kernels-products", "kernels-serial", "kernels-bfloat16"),
+    *("smoke", "test-nccl", "test-cuda", "bench-stages", "memcheck"),
 ]
-OF_EXTENSION = ["test-nccl", "test-cuda", "bench-stages", "bench-model"]
-OF_KERNELS = ["kernels", "memcheck", "racecheck"]
-
-# It notes what it was given in $STAND_INS/calls, writes JSON where a benchmark would, makes what a
-# compiler would, and ends as the file of its name in $STAND_INS/behaves says.
-STAND_IN = r"""#!/bin/bash
-name=${0##*/}
-case "$name $*" in
-  "python3 setup.py"*) name=setup ;;
-  "python3 -m pytest"*nccl*) name=nccl ;;
-  "python3 -m pytest"*) name=pytest ;;
-  "python3 benchmarks/"*) name=$(basename "$1" .py) ;;
-  "python3 -c import torch"*) name=torch ;;
-esac
-variables="$POWERSGD_COMMIT|$POWERSGD_DEPENDENT_LAUNCH|$POWERSGD_TENSOR_CORES"
-echo "$name|$variables|$POWERSGD_BUILD_CUDA|$CUDA_HOME|$*" >>"$STAND_INS/calls"
-previous=
-for word; do
-  case "$name $previous" in
-    *" --json") echo '{"results": []}' >"$word" ;;
-    "nvcc -o") [[ $word != *bench_kernels ]] || cp "$0" "$word" ;;
-    "cmake --build") mkdir -p "$word" && cp "$0" "$word/kernels_cuda" ;;
-    *compute_cap*) echo 9.0 ;;
-  esac
-  previous=$word
-done
-[[ $name != nvcc || $* != *--dryrun* ]] || echo "#\$ _HERE_=$STAND_INS/toolkit/bin" >&2
-echo "output of $name"
-[[ ! -x $STAND_INS/behaves/$name ]] || . "$STAND_INS/behaves/$name"
+SECOND = ["bench-step", "bench-cluster", "ncu", "bench-model", "racecheck"]
+OF_EXTENSION = ["smoke", "test-nccl", "test-cuda", "bench-stages"]
+SMOKE = "tests/python/training/test_smoke.py::test_two_ranks_agree[cuda-auto]"
+NCCL = "tests/python/backend/test_cuda_nccl.py::test_it[a b]"
+UNTIL_THE_KERNELS_ARE_MEASURED = """
+until [[ $(<"$STAND_INS/calls") == *kernels_bfloat16* ]]; do sleep 0.1; done
 """
-PROGRAMS = ["nvidia-smi", "python3", "nvcc", "cmake", "ninja", "compute-sanitizer"]
-TOOLS = (
-    "basename bash cat cp cut date dirname env find grep head kill ls mkdir mktemp mv nice nproc"
-    " printf rm sed sh sleep sort tail tee timeout tr true wc xargs"
-)
 
-
-@dataclass
-class Machine:
-    """A copy of the scripts, and a PATH that has the stand-ins and a few tools, but no git."""
-
-    root: Path
-    stand_ins: Path
-    environment: dict[str, str] = field(default_factory=dict)
-
-    def behaves(self, program: str, script: str) -> None:
-        """Lets a program run these lines of bash as its last."""
-        file = self.stand_ins / "behaves" / program
-        file.write_text(script)
-        file.chmod(0o755)
-
-    def lacks(self, program: str) -> None:
-        (self.stand_ins / "bin" / program).unlink()
-
-    def run(self, **variables: str) -> Ending:
-        results = self.root / "results"
-        environment = {**self.environment, "RESULTS": str(results), "JOBS": "2", **variables}
-        ended = subprocess.run(
-            [self.root / ".ci" / "gpu"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        summary = (results / "summary.txt").read_text() if results.exists() else ""
-        lines = re.findall(r"^(\S+) +\d+ s  (.*)$", summary, re.MULTILINE)
-        return Ending(ended.returncode, ended.stdout + ended.stderr, dict(lines), results)
-
-    def calls(self, program: str) -> list[dict[str, str]]:
-        names = ("name", "commit", "dependent", "tensor_cores", "build_cuda", "home", "words")
-        lines = (self.stand_ins / "calls").read_text().splitlines()
-        calls = [dict(zip(names, line.split("|", 6), strict=True)) for line in lines]
-        return [call for call in calls if call["name"] == program]
-
-
-@dataclass
-class Ending:
-    status: int
-    output: str
-    verdicts: dict[str, str]
-    results: Path
+FIGURES: dict[str, Any] = {
+    "bench_kernels": {"results": [{"model": "gpt2", "kind": "float32", "rank": 4, "ratio": 1.25}]},
+    "bench_stages": {
+        "results": [{"model": "gpt2", "rank": 4, "hook_over_ours": 15.5, "ours_over_floor": 1.75}]
+    },
+    "bench_step": {"results": [{"rank": 4, "bucket_cap_mb": 25, "ms": 31.25}]},
+    "bench_cluster": {
+        "settings": [{"model": "gpt2", "methods": {"none": {"step_ms": 37.5}, "plain": {}}}]
+    },
+    "bench_model": {
+        "stages": [{"rank": 4, "residual_dtype": "float32", "share": {"1": 0.0325}}],
+    },
+}
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    root, stand_ins = tmp_path / "tree", tmp_path / "stand_ins"
-    (root / ".ci").mkdir(parents=True)
-    for file in (ROOT / ".ci").iterdir():
-        if file.is_file():
-            shutil.copy(file, root / ".ci" / file.name)
-    for folder in ("benchmarks", "csrc/kernels/cuda", "include", "tests/python/backend"):
-        (root / folder).mkdir(parents=True)
-    for file in [*ROOT.glob("csrc/kernels/cuda/*.c*"), *ROOT.glob("tests/python/*/test_cuda*.py")]:
-        copy = root / file.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.touch()
-    (root / "benchmarks" / "bench_kernels.cu").touch()
-    (stand_ins / "behaves").mkdir(parents=True)
-    (stand_ins / "bin").mkdir()
-    (stand_ins / "toolkit" / "bin").mkdir(parents=True)
-    for path in [*(stand_ins / "bin" / name for name in PROGRAMS), stand_ins / "toolkit/bin/nvcc"]:
-        path.write_text(STAND_IN)
-        path.chmod(0o755)
-    for name in TOOLS.split():
-        found = shutil.which(name)
-        assert found, name
-        (stand_ins / "bin" / name).symlink_to(found)
-    environment = {"PATH": str(stand_ins / "bin"), "STAND_INS": str(stand_ins), "HOME": "/"}
-    return Machine(root, stand_ins, environment)
+    return make_machine(tmp_path)
 
 
-def test_every_part_runs_and_its_results_arrive(machine: Machine) -> None:
-    ended = machine.run(POWERSGD_COMMIT="abc1234")
-    assert ended.verdicts == dict.fromkeys([*BUILDS, *PARTS], "ok"), ended.output
-    assert ended.status == 0
-    assert [name for name in ended.verdicts if name in PARTS] == PARTS  # the most valuable first
-    logs = {file.name: file.read_text() for file in (ended.results / "logs").iterdir()}
-    assert sorted(logs) == sorted([*BUILDS, *PARTS])
-    assert "output of nccl" in logs["test-nccl"]
-    assert "output of bench_stages" in ended.output
-    assert {file.name for file in ended.results.glob("*.json")} == {
-        *(f"kernels_cuda{suffix}.json" for suffix in ("", "_serial")),
-        *(f"kernels_cuda_tensor_cores_{state}.json" for state in ("on", "off")),
-        *("stages_cuda.json", "model_cuda.json"),
-    }
-    kernels = machine.calls("bench_kernels")
-    switches = [(call["dependent"], call["tensor_cores"]) for call in kernels]
-    assert switches == [("", ""), ("0", ""), ("", "1"), ("", "0")]
+def _contents(archive: Path) -> dict[str, str]:
+    """The files of the archive, all of which are read."""
+    with tarfile.open(archive) as opened:
+        files = ((member.name, opened.extractfile(member)) for member in opened)
+        return {name.split("/", 1)[1]: file.read().decode() for name, file in files if file}
+
+
+def test_two_calls_in_which_all_is_well(machine: Machine) -> None:
+    for name, figures in FIGURES.items():
+        (machine.stand_ins / "json" / name).write_text(json.dumps(figures))
+    machine.programs()
+    machine.behaves("setup", UNTIL_THE_KERNELS_ARE_MEASURED)
+    first = machine.call(POWERSGD_COMMIT="abc1234")
+    assert first.status == 0, first.output
+    assert [name for name in first.verdicts if name not in BUILDS] == FIRST
+    assert set(first.verdicts.values()) == {"ok"}
+    built = [machine.calls("nvcc"), machine.calls("setup")]
+    second = machine.call("second", POWERSGD_COMMIT="abc1234")
+    assert second.status == 0, second.output
+    assert sorted(second.verdicts) == sorted([*BUILDS, *SECOND])
+    assert set(second.verdicts.values()) == {"ok"}
+    assert [machine.calls("nvcc"), machine.calls("setup")] == built  # the sources are the same
+
+    assert sorted(os.listdir(second.results)) == ["results.tar.gz", "summary.txt"]
+    assert len(second.summary) <= 40
+    summary = " ".join(" ".join(second.summary).split())  # without the breaks of lines
+    assert summary.startswith("second call, commit abc1234, ")
+    for part in [*FIRST, *SECOND]:
+        assert re.search(rf"\b{part} \d+ s", summary), part
+    assert "test_smoke::test_two_ranks_agree[cuda-auto] passed" in summary
+    for figure in ("1.25", "15.50", "1.75", "31.25", "37.50", "3.25"):
+        assert figure in summary
+    files = _contents(second.results / "results.tar.gz")
+    assert "[       OK ] All/Step.A" in files["logs/kernels/All_Step.txt"]
+    assert "output of bench_stages" in files["logs/bench-stages.txt"]
+    assert json.loads(files["bench_step_serial.json"]) == FIGURES["bench_step"]
+    assert len([name for name in files if name.endswith(".json")]) == 10
+    assert "numpy" in files["machine.txt"]
+
+    assert {call["commit"] for call in machine.calls("bench_kernels")} == {"abc1234"}
+    assert [call["dependent_launch"] for call in machine.calls("bench_step")] == ["", "0"]
     (setup,) = machine.calls("setup")
     assert setup["build_cuda"] == "1"
     assert setup["home"] == str(machine.stand_ins / "toolkit")  # not that of the nvcc on PATH
-    assert {call["commit"] for call in kernels} == {"abc1234"}
 
 
-def test_no_build_runs_beside_what_launches_bound(machine: Machine) -> None:
-    machine.behaves("cmake", "[[ $* != *--build* ]] || sleep 2")
-    ended = machine.run(PARTS="bench-stages memcheck")
-    expected = ["torch", "build-extension", "build-kernels", "bench-stages", "memcheck"]
-    assert sorted(expected) == sorted(ended.verdicts)
-    order = list(ended.verdicts)
-    assert order.index("build-kernels") < order.index("bench-stages")
-    assert ended.status == 0, ended.output
-
-
-def test_the_programs_understand_their_command_lines(machine: Machine) -> None:
-    machine.run(PARTS="bench-stages bench-model test-nccl test-cuda")
-    (stages,), (model,) = machine.calls("bench_stages"), machine.calls("bench_model")
-    arguments = bench_stages.parse_arguments(stages["words"].split()[1:])
-    assert arguments.device == "cuda"
-    assert not arguments.profile  # a profiler stays loaded and slows every launch
-    assert bench_model.parse_arguments(model["words"].split()[1:]).device == "cuda"
-    tests = [set(re.findall(r"\S+\.py", call["words"])) for call in machine.calls("pytest")]
-    nccl = [set(re.findall(r"\S+\.py", call["words"])) for call in machine.calls("nccl")]
+def test_the_programs_understand_their_command_lines(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.call()
+    machine.call("second")
+    for program in (bench_stages, bench_step, bench_model):
+        for call in machine.calls(program.__name__):
+            assert program.parse_arguments(call["words"].split()[1:]).device == "cuda"
+    (cluster,) = machine.calls("bench_cluster")
+    monkeypatch.setattr(sys, "argv", cluster["words"].split())
+    assert bench_cluster.parse_arguments().rates == ["10gbit"]
+    cases = (ROOT / "benchmarks/kernels/cases.h").read_text()
+    for call in machine.calls("bench_kernels"):
+        names = call["words"].split(" --json")[0].removeprefix("--help").split()
+        assert all(f'"{name}"' in cases for name in names if not name.isdigit()), names
+    for call in machine.calls("ncu"):
+        (kernel,) = re.findall(r"regex:\^(\w+)", call["words"])
+        source = ROOT / f"csrc/kernels/cuda/{kernel}.cu"
+        assert re.search(rf"^__global__[^{{]* {kernel}_kernel\(", source.read_text(), re.MULTILINE)
     every = {str(f.relative_to(ROOT)) for f in ROOT.glob("tests/python/*/test_cuda*.py")}
-    assert nccl == [{"tests/python/backend/test_cuda_nccl.py"}]
-    assert tests == [every - nccl[0]]
+    run = [call["words"] for name in ("nccl", "pytest") for call in machine.calls(name)]
+    assert set(re.findall(r"\S+\.py", " ".join(run))) == every
+    file, name = SMOKE.split("::")
+    assert f"def {name.split('[')[0]}(" in (ROOT / file).read_text()
 
 
-def test_a_part_that_hangs_costs_that_part_only(machine: Machine) -> None:
+def test_what_hangs_crashes_or_is_missing_costs_that_part_only(machine: Machine) -> None:
     # It heeds no interrupt, and leaves a child behind that keeps its output open.
-    machine.behaves("kernels_cuda", "trap '' INT TERM; sleep 60 & sleep 60")
-    ended = machine.run(PARTS="bench-kernels kernels test-nccl", PART_SECONDS="2")
-    assert ended.verdicts.pop("kernels") == "TIME LIMIT of 2 s", ended.output
-    assert set(ended.verdicts.values()) == {"ok"}
-    assert "output of kernels_cuda" in (ended.results / "logs" / "kernels").read_text()
+    hangs = "[[ $* != *Step* ]] || { trap '' INT; sleep 60 & sleep 60; }\n"
+    machine.behaves("kernels_cuda", hangs + "[[ $* != *Project.[*]* ]] || kill -SEGV $$")
+    machine.behaves("nccl", "echo ' FAILED [100%]'; exit 1")
+    machine.lacks("compute-sanitizer")
+    first = machine.call("--longest", "3")
+    assert first.verdicts.pop("kernels") == (
+        "2 of 2: All_Project CRASHED with SIGSEGV; All_Step TIME LIMIT of 3 s"
+    ), first.output
+    assert first.verdicts.pop("test-nccl") == "FAILED with 1"
+    assert first.verdicts.pop("memcheck") == "NOT RUN: there is no compute-sanitizer"
+    assert set(first.verdicts.values()) == {"ok"}
+    assert first.status == 1
+    failed = ["FAILED test_cuda_nccl::test_it[a b]", "NO END All/Project.A", "NO END All/Step.A"]
+    assert set(failed) <= set(first.summary)
+
+    for program in ("kernels_cuda", "nccl"):
+        machine.behaves(program, "true")
+    second = machine.call("second", "--parts", "kernels-again", "tests-again", "memcheck-failed")
+    assert second.verdicts.pop("memcheck-failed") == "NOT RUN: there is no compute-sanitizer"
+    assert set(second.verdicts.values()) == {"ok"}
+    kernels, tests = machine.calls("kernels_cuda")[-1], machine.calls("nccl")[-1]
+    assert kernels["words"] == "--gtest_filter=All/Project.A:All/Step.A"
+    assert tests["words"].endswith(NCCL)
+    assert kernels["dependent_launch"] == tests["dependent_launch"] == "0"
+    assert len(second.summary) <= 40
+
+
+def test_without_nccl_the_reason_comes_first_and_then_the_stages(machine: Machine) -> None:
+    machine.programs()
+    machine.behaves("setup", UNTIL_THE_KERNELS_ARE_MEASURED)
+    machine.behaves("smoke", "echo ' FAILED [100%]'; exit 1")
+    first = machine.call()
+    order = [part for part in first.verdicts if part not in BUILDS]
+    after = order[order.index("smoke") + 1 :]
+    assert after == ["smoke-again", "bench-stages", "test-nccl", "test-cuda", "memcheck"]
+    again = [call for call in machine.calls("smoke") if call["words"].endswith(SMOKE)]
+    assert sorted(call["dependent_launch"] for call in again) == ["", "", "0"]
+    assert "FAILED test_smoke::test_two_ranks_agree[cuda-auto]" in first.summary
+
+
+def test_parts_that_run_again_replace_their_verdicts(machine: Machine) -> None:
+    machine.behaves("nccl", "echo ' FAILED [100%]'; exit 1")
+    assert machine.call("--parts", "kernels", "test-nccl").status == 1
+    machine.behaves("nccl", "true")
+    again = machine.call("--parts", "test-nccl")
+    assert again.status == 0
+    assert re.search(r"^ok: (?=.*test-nccl).* kernels ", again.summary[1])
+    assert "no part tests-again" in machine.call("second", "--parts", "tests-again").output
+
+
+def test_tests_that_are_all_skipped_are_a_failure(machine: Machine) -> None:
+    machine.behaves("pytest", "echo ' SKIPPED (no GPU)'; exit")
+    ended = machine.call("--parts", "test-cuda")
+    assert ended.verdicts["test-cuda"] == "FAILED: every test was skipped"
     assert ended.status == 1
 
 
-def test_a_part_that_crashes_costs_that_part_only(machine: Machine) -> None:
-    machine.behaves("bench_kernels", "kill -SEGV $$")
-    machine.behaves("nccl", "echo 3 failed; exit 1")
-    ended = machine.run(PARTS="bench-kernels kernels test-nccl test-cuda")
-    assert ended.verdicts.pop("bench-kernels") == "FAILED with 139", ended.output
-    assert ended.verdicts.pop("test-nccl") == "FAILED with 1"
-    assert set(ended.verdicts.values()) == {"ok"}
-    assert "3 failed" in ended.output
-    assert ended.status == 1
+def test_the_summary_has_at_most_40_lines(machine: Machine) -> None:
+    fail = 'for i in {10..40}; do echo "[  FAILED  ] All/Project.T$i (1 ms)"; done; exit 1'
+    machine.behaves("kernels_cuda", fail)
+    row = FIGURES["bench_kernels"]["results"][0]
+    rows = {"results": [{**row, "rank": rank} for rank in range(50)]}
+    (machine.stand_ins / "json" / "bench_kernels").write_text(json.dumps(rows))
+    (machine.stand_ins / "json" / "bench_stages").write_text('{"results": [{}]}')
+    ended = machine.call("--parts", "kernels", "kernels-float32", "kernels-serial", "bench-stages")
+    assert len(ended.summary) == 40
+    assert "FAILED All/Project.T10" in ended.summary
+    assert "and 25 more tests" in ended.summary
+    assert ended.summary[-1] == "and more"
 
 
 def test_a_build_that_fails_costs_what_needs_it(machine: Machine) -> None:
     machine.behaves("setup", "echo error: no CUDA >&2; exit 1")
-    ended = machine.run()
-    assert ended.verdicts["build-extension"] == "FAILED with 1"
-    for part in PARTS:
+    ended = machine.call()
+    for part in FIRST:
         expected = "NOT RUN: build-extension: FAILED with 1" if part in OF_EXTENSION else "ok"
         assert ended.verdicts[part] == expected, ended.output
     assert "error: no CUDA" in ended.output
     assert ended.status == 1
 
 
-def test_what_the_machine_lacks_is_named(machine: Machine) -> None:
-    machine.behaves("cmake", "echo CMake Error: GoogleTest is not installed, and nothing; exit 1")
-    ended = machine.run()
-    why = "GoogleTest is not installed (libgtest-dev)"
-    assert ended.verdicts["build-kernels"] == f"NOT RUN: {why}", ended.output
-    for part in PARTS:
-        expected = f"NOT RUN: build-kernels: {why}" if part in OF_KERNELS else "ok"
-        assert ended.verdicts[part] == expected
-    assert ended.status == 0
+def test_the_smoke_test_is_next_once_the_extension_is_built(machine: Machine) -> None:
+    machine.programs()
+    machine.behaves("setup", 'until [[ $(<"$STAND_INS/calls") == *float32* ]]; do sleep 0.1; done')
+    machine.behaves("bench_kernels", "[[ $* == *--help* ]] || sleep 0.5")
+    order = list(machine.call("--parts", "kernels-float32", "kernels-serial", "smoke").verdicts)
+    assert [name for name in order if name not in BUILDS] == [
+        *("kernels-float32", "smoke", "kernels-serial")
+    ]
 
 
-def test_without_a_torch_that_finds_the_gpu_the_kernels_are_measured(machine: Machine) -> None:
-    machine.behaves("torch", "echo AssertionError: it finds no GPU; exit 1")
-    ended = machine.run()
-    for part in PARTS:
-        because = "NOT RUN: build-extension: torch: FAILED with 1"
-        assert ended.verdicts[part] == (because if part in OF_EXTENSION else "ok"), ended.output
-    assert "AssertionError: it finds no GPU" in ended.output
-    assert ended.status == 1
+def test_timed_launches_from_python_wait_for_both_builds(machine: Machine) -> None:
+    machine.behaves("nvcc", "[[ $* != *-c* ]] || sleep 0.1")
+    order = list(machine.call("--parts", "bench-stages", "smoke", "kernels").verdicts)
+    assert order.index("build-programs") < order.index("bench-stages")
 
 
-@pytest.mark.parametrize("program", ["ninja", "compute-sanitizer", "cmake"])
-def test_a_program_that_is_missing_fails_nothing(machine: Machine, program: str) -> None:
-    machine.lacks(program)
-    ended = machine.run(PARTS="bench-kernels kernels memcheck")
-    assert ended.verdicts["bench-kernels"] == "ok"
-    assert ended.status == 0, ended.output
-    expected = {
-        "ninja": "ok",
-        "compute-sanitizer": "NOT RUN: there is no compute-sanitizer",
-        "cmake": "NOT RUN: build-kernels: there is no cmake",
-    }
-    assert ended.verdicts["memcheck"] == expected[program]
+def test_without_a_compiler_nothing_fails(machine: Machine) -> None:
+    machine.lacks("nvcc")
+    shutil.rmtree(machine.stand_ins / "toolkit")
+    ended = machine.call()
+    if not Path("/usr/local/cuda/bin/nvcc").exists():
+        assert all(verdict.startswith("NOT RUN") for verdict in ended.verdicts.values())
+        assert ended.status == 0, ended.output
 
 
-def test_the_parts_without_time_are_named(machine: Machine) -> None:
-    machine.behaves("bench_kernels", "sleep 60")
-    ended = machine.run(PARTS="bench-kernels kernels racecheck", SECONDS_IN_ALL="9")
-    assert ended.verdicts["bench-kernels"].startswith("TIME LIMIT")
-    assert ended.verdicts["kernels"] == ended.verdicts["racecheck"] == "NO TIME LEFT"
-    assert 'without time; to run them: PARTS="kernels racecheck" .ci/gpu' in ended.output
-    assert ended.status == 1
+def test_what_had_no_time_is_in_the_second_call(machine: Machine) -> None:
+    machine.behaves("bench_kernels", "[[ $* == *--help* ]] || sleep 60")
+    ended = machine.call("--seconds", "11", "--parts", "kernels-float32", "memcheck")
+    assert ended.verdicts["kernels-float32"].startswith("NO TIME LEFT after")
+    assert ended.verdicts["memcheck"] == "NO TIME LEFT"
+    machine.behaves("bench_kernels", "true")
+    again = machine.call("second", "--parts", "kernels-float32", "memcheck")
+    assert again.verdicts["kernels-float32"] == again.verdicts["memcheck"] == "ok"
 
 
-def test_without_a_gpu_it_stops_at_once(machine: Machine) -> None:
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
+def test_a_call_that_is_killed_leaves_results(machine: Machine, kind: signal.Signals) -> None:
+    machine.behaves("bench_kernels", "[[ $* == *--help* ]] || sleep 60")
+    with machine.start("gpu", "--parts", "kernels", "kernels-float32") as process:
+        while not machine.calls("bench_kernels"):
+            time.sleep(0.05)
+        process.send_signal(kind)
+        process.wait(20)
+    files = _contents(machine.root / "results" / "results.tar.gz")
+    assert "OK" in files["logs/kernels/All_Project.txt"]
+    assert "kernels" in (machine.root / "results" / "summary.txt").read_text()
+
+
+def test_without_a_gpu_or_with_an_unknown_part_it_stops_at_once(machine: Machine) -> None:
+    ended = machine.call("--parts", "kernels", "bench")
+    assert "no part bench in this call" in ended.output
     machine.lacks("nvidia-smi")
-    ended = machine.run()
-    assert ended.status == 1
-    assert "nvidia-smi finds no GPU" in ended.output
-    assert ended.verdicts == {}
+    assert "nvidia-smi finds no GPU" in machine.call().output
 
 
-def test_an_unknown_part_is_refused(machine: Machine) -> None:
-    ended = machine.run(PARTS="kernels bench")
-    assert ended.status == 2
-    assert f"PARTS names bench; the parts are: {' '.join(PARTS)}" in ended.output
+def test_programs_from_elsewhere_are_used_if_they_fit(machine: Machine) -> None:
+    assert "built build/gpu-programs: sm_90" in machine.programs(POWERSGD_COMMIT="abc1234")
+    compiled = machine.calls("nvcc")
+    assert "up to date: sm_90, commit abc1234" in machine.programs()
+    assert machine.calls("nvcc") == compiled
+    assert machine.call("--parts", "kernels").summary[0].startswith("first call, commit abc1234")
+    assert "is for sm_90, and this needs sm_80" in machine.programs(ARCHITECTURE="80")
+    (machine.root / "csrc/kernels/cuda/project.cu").write_text("// changed\n")
+    assert "is stale" in machine.programs(ARCHITECTURE="80")
+    program = machine.root / "build/gpu-programs/bench_kernels"
+    program.write_text("#!/no/such/interpreter\n")
+    machine.lacks("nvcc")
+    shutil.rmtree(machine.stand_ins / "toolkit")
+    if not Path("/usr/local/cuda/bin/nvcc").exists():
+        last = machine.programs(ARCHITECTURE="80")
+        assert last.startswith("build/gpu-programs does not run here; there is no nvcc")
 
 
 def test_results_are_json_at_any_time(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from support.repository import ROOT
 
-STEPS = ["tools", "lint", "docs", "test-python", "test-cpp", "test-sanitized"]
+# There is a stand-in for nvcc.
+STEPS = ["tools", "lint", "docs", "test-python", "test-cpp", "test-sanitized", "gpu-programs"]
 
 
 def _run(folder: Path, fails: str) -> tuple[int, str]:

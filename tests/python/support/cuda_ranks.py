@@ -48,7 +48,8 @@ def run(
 ) -> list[Any]:
     """Calls function(rank, *args) on each rank; returns the results by rank."""
     options = options or options_of()
-    return ranks.run(world_size, _main, function, backend, options, args, backend=None, timeout=60)
+    # A GPU is lent for minutes, and a hang must leave time for the other tests.
+    return ranks.run(world_size, _main, function, backend, options, args, backend=None, timeout=25)
 
 
 def compress(tensor: torch.Tensor, **arguments: Any) -> Any:

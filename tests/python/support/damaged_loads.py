@@ -28,7 +28,7 @@ from support.synthetic import (
 )
 
 OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
-FIELDS = ["residual", "q", "memory", "p_hat", "q_local", "q_warm", "rounding", "grad_scale"]
+FIELDS = ["residual", "q", "memory", "p_hat", "q_local", "q_warm", "grad_scale"]
 STEPS = 3
 
 

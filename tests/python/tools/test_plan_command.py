@@ -107,9 +107,9 @@ def test_the_wire(
     rows = _rows(printed)
     # Packets have groups of 64 elements. Vectors of 1000, 128, 32 and 144 have 16, 2, 1 and 3.
     assert rows["2.weight"][3] == f"{2 * 64 * 4 * (16 + 2) / 1e3:.2f} kB"
-    assert rows["0.bias"][3] == "64 B"
-    # The bias has a group of its own and the counts 3 bytes. A packet is a multiple of 64 bytes.
-    p, q = 2 * 64 * (4 * (16 + 1) + 1) + 3, 2 * 64 * 4 * (2 + 3)
+    assert rows["0.bias"][3] == "128 B"
+    # The bias is sent in float32, and the counts have 3 bytes. A packet is a multiple of 64 bytes.
+    p, q = 2 * 64 * 4 * (16 + 1) + 128 + 3, 2 * 64 * 4 * (2 + 3)
     assert rows["all"][1] == f"{(64 * math.ceil(p / 64) + q) / 1e3:.1f} kB"
 
 
@@ -202,7 +202,6 @@ def test_a_long_name_goes_on_below(width: int) -> None:
         (["models_of_test:constant"], "constant.*int"),
         (["models_of_test:frozen"], "no parameter that requires a gradient"),
         (["models_of_test:model", "--wire-dtype", "int2"], "wire-dtype.*'int2'.*bfloat16"),
-        (["models_of_test:model", "--raw-wire-dtype", "int8"], "raw-wire-dtype.*'int8'.*bfloat16"),
         (["models_of_test:model", "--top", "0"], "--top.*at least 1"),
         (["models_of_test:model", "--top", "3", "--all"], "not allowed with"),
         (["models_of_test:model", "--rank", "0"], "matrix_approximation_rank.*got 0"),

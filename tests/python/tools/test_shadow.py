@@ -95,13 +95,13 @@ def compared(
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:powersgd"])
 def test_errors_are_those_of_attached_training(backend: str) -> None:
-    options = {"wire_dtype": "float32", "raw_wire_dtype": "float32"}
+    options = {"wire_dtype": "float32"}
     ranks.run(2, compared, 2, options, backend)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_errors_in_int8(world_size: int) -> None:
-    options = {"wire_dtype": "int8", "raw_wire_dtype": "bfloat16"}
+    options = {"wire_dtype": "int8"}
     ranks.run(world_size, compared, world_size, options, "gloo")
 
 

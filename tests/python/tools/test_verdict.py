@@ -274,7 +274,7 @@ def test_figures_differ_by_more_than_their_noise() -> None:
         ),
         ({"matrix_approximation_rank": 4, "wire_dtype": "int4"}, None),
         ({"matrix_approximation_rank": 2, "min_compression_rate": 3.5}, None),
-        ({"wire_dtype": "int8", "raw_wire_dtype": torch.float32}, None),
+        ({"wire_dtype": "int8", "residual_dtype": torch.bfloat16}, None),
     ],
 )
 def test_the_line_to_copy_sets_what_was_measured(fields: dict[str, Any], text: str | None) -> None:

@@ -121,17 +121,11 @@ def test_resume_keeps_the_residuals(before: int, after: int) -> None:
 def test_resume_keeps_what_a_wire_has_rounded_off(wire: str, before: int, after: int) -> None:
     options = dataclasses.replace(OPTIONS, wire_dtype=wire)
     first = ranks.run(before, _job, before, range(6), None, options)[0]
-    saved = from_bytes(first[1])["parameters"]
-    assert set(saved) == {f"weights.{name}" for name in SHAPES}
-    assert saved["weights.bias"]["q"] is None
-    assert saved["weights.bias"]["residual"].shape == SHAPES["bias"]
-    for second in ranks.run(after, _job, after, range(6, 11), first[1], options):
-        errors = _identity_errors([first, second], second[1])
-        assert max(errors.values()) < 1e-5, errors
-    # Without the wire the next gradient takes it along.
-    for second in ranks.run(after, _job, after, range(6, 11), first[1]):
-        errors = _identity_errors([first, second], second[1])
-        assert max(errors.values()) < 1e-5, errors
+    assert set(_residuals(first[1])) == WEIGHTS
+    for resumed in (options, OPTIONS):  # on the same wire, and without it
+        for second in ranks.run(after, _job, after, range(6, 11), first[1], resumed):
+            errors = _identity_errors([first, second], second[1])
+            assert max(errors.values()) < 1e-5, errors
 
 
 def test_resume_goes_on_as_if_there_had_been_no_end(

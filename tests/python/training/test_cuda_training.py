@@ -98,3 +98,19 @@ def test_what_a_rank_rounds_off_is_part_of_its_residual(inner: str, wire: test_w
     ):
         assert stats["skipped_steps"] == 0
         assert max(errors.values()) < TOLERANCE, errors
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_four_ranks_exchange_in_two_hops(inner: str) -> None:
+    """Two ranks gather. Here NCCL's all_to_all runs."""
+    shapes = test_wire.WITH_LARGE
+    results = run(
+        *(test_wire.identity, "int8", 4, 1.0, shapes, "cuda"),
+        options=options_of(inner),
+        world_size=4,
+    )
+    for errors, stats, outputs in results:
+        assert stats["skipped_steps"] == 0
+        assert max(errors.values()) < TOLERANCE, errors
+        for one, other in zip(outputs, results[0][2], strict=True):
+            assert all((one[name] == other[name]).all() for name in one)

@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
 from support.synthetic import (
+    COMPRESSED,
     SHAPES,
     Arrays,
     Ledger,
     Shapes,
     gradients,
     make_attached,
+    make_ddp,
     mean_gradients,
     relative_error,
     residuals_of,
@@ -64,7 +67,7 @@ def identity(
         ledger.add(outputs[-1], {name: tensor * scale for name, tensor in mean.items()})
     stats = tp.stats()
     residuals = {name: residual.cpu() for name, residual in residuals_of(ddp).items()}
-    assert residuals.keys() == shapes.keys(), "raw parameters have a residual as well"
+    assert residuals.keys() == set(COMPRESSED), "what is not compressed is exact"
     errors = ledger.errors(residuals)
     return errors, stats, [to_numpy(output) for output in outputs]
 
@@ -88,6 +91,31 @@ def test_identity_at_any_scale(wire: Wire, scale: float) -> None:
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 def test_identity_in_both_schedules(wire: Wire, world_size: int) -> None:
     _check_identity(ranks.run(world_size, identity, wire, world_size, 1.0, WITH_LARGE))
+
+
+def _raw_outputs(rank: int, wire: Wire, world_size: int) -> list[tuple[Arrays, Arrays]]:
+    """The outputs that are not compressed, beside plain DDP's."""
+    ddp = make_attached(WITH_LARGE, _options(wire))
+    plain = make_ddp(WITH_LARGE, process_group=dist.new_group(backend="gloo"))
+    outputs = []
+    for i in range(3):
+        mine = gradients(WITH_LARGE, rank, i)
+        if world_size > 2:  # sums that are exact in any order
+            mine = {name: tensor.mul(16).round() for name, tensor in mine.items()}
+        both = step(ddp, mine), step(plain, mine)
+        raw = [{n: t for n, t in out.items() if n not in COMPRESSED} for out in both]
+        outputs.append((to_numpy(raw[0]), to_numpy(raw[1])))
+    return outputs
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("wire", [torch.float32, *WIRES], ids=str)
+def test_what_is_not_compressed_has_the_bits_of_plain_ddp(wire: Wire, world_size: int) -> None:
+    for outputs in ranks.run(world_size, _raw_outputs, wire, world_size):
+        for ours, plain in outputs:
+            assert ours.keys() == plain.keys() == {"bias", "small", "large"}
+            for name in ours:
+                assert (ours[name] == plain[name]).all(), name
 
 
 def _bytes(rank: int, wire: Wire) -> int:

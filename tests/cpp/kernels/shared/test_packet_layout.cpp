@@ -25,15 +25,25 @@ class Bytes {
     }
   }
 
-  void take_groups(const PacketLayout& layout, const PacketSection& section) {
+  void take_groups(const PacketLayout& layout) {
+    const PacketSection& section = layout.factors;
     EXPECT_EQ(section.codes_at % 16, 0);
     EXPECT_EQ(section.scales_at % 16, 0);
     for (int64_t i = 0; i < section.groups; ++i) {
-      const GroupPlace place = place_of(layout, section, i);
+      const GroupPlace place = place_of(layout, i);
       take(place.codes, code_bytes(section.dtype));
       if (has_scales(section.dtype)) take(place.scale, 2);
       const int64_t chunk = i / section.groups_per_chunk;
       EXPECT_EQ(place.codes / layout.chunk_bytes, chunk);
+    }
+  }
+
+  void take_words(const PacketLayout& layout, const PacketWords& words) {
+    EXPECT_EQ(words.begin % 16, 0);
+    for (int64_t i = 0; i < words.count; ++i) {
+      const int64_t place = place_of(layout, words, i);
+      take(place, words.bytes);
+      EXPECT_EQ(place / layout.chunk_bytes, i / words.per_chunk);
     }
   }
 
@@ -45,29 +55,33 @@ TEST(PacketLayout, EveryByteHasOnePurpose) {
   for (const WireDType dtype : kWireDTypes) {
     for (const int32_t chunks : {1, 2, 3, 9}) {
       for (const int64_t size : {0, 1, 8, 9, 10, 100}) {
-        const PacketLayout layout =
-            packet_layout(chunks, dtype, size, WireDType::kBFloat16, 64 * size + 1, size / 2);
-        EXPECT_EQ(layout.raw.groups, size + 1);
-        EXPECT_EQ(layout.chunk_bytes % 64, 0);
-        Bytes bytes(layout);
-        bytes.take_groups(layout, layout.factors);
-        bytes.take_groups(layout, layout.raw);
-        for (int64_t i = 0; i < layout.flags; ++i) bytes.take(place_of_flag(layout, i), 1);
+        for (const DType raw : {DType::kFloat32, DType::kFloat64}) {
+          const PacketLayout layout =
+              packet_layout(chunks, dtype, size, raw, 7 * size + 1, size / 2);
+          EXPECT_EQ(layout.chunk_bytes % 64, 0);
+          Bytes bytes(layout);
+          bytes.take_groups(layout);
+          bytes.take_words(layout, layout.raw);
+          bytes.take_words(layout, layout.flags);
+        }
       }
     }
   }
 }
 
-// A group of 64 elements takes 64 codes, and two bytes for its scale.
+// A group of 64 elements takes 64 codes, and two bytes for its scale. A raw element is a word.
 TEST(PacketLayout, HasTheBytesOfItsCodes) {
   const auto bytes_of = [](WireDType dtype) {
-    return packet_layout(1, dtype, 1024, WireDType::kFloat32, 0, 0).bytes();
+    return packet_layout(1, dtype, 1024, DType::kFloat32, 0, 0).bytes();
   };
   EXPECT_EQ(bytes_of(WireDType::kFloat32), 1024 * 64 * 4);
   EXPECT_EQ(bytes_of(WireDType::kBFloat16), 1024 * 64 * 2);
   EXPECT_EQ(bytes_of(WireDType::kFloat16), 1024 * (64 * 2 + 2));
   EXPECT_EQ(bytes_of(WireDType::kInt8), 1024 * (64 + 2));
   EXPECT_EQ(bytes_of(WireDType::kInt4), 1024 * (32 + 2));
+  for (const DType raw : {DType::kFloat32, DType::kFloat64}) {
+    EXPECT_EQ(packet_layout(1, WireDType::kInt4, 0, raw, 4096, 0).bytes(), 4096 * size_of(raw));
+  }
 }
 
 TEST(PacketLayout, FactorsAreFoundByTheirGroups) {

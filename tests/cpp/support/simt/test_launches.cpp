@@ -64,17 +64,16 @@ TEST(Launches, PacketsTakeOnePerFunction) {
   }
 }
 
-// A launch has 1024 blocks at most, whose warps then take several batches of groups.
-TEST(Launches, PacketsOfMoreGroupsThanWarps) {
+// A launch has 1024 blocks at most, whose warps then take several batches of groups, and several
+// raw elements.
+TEST(Launches, PacketsOfMoreThanTheWarpsTakeAtATime) {
   const int64_t numel = int64_t{1024} * kernels::cuda::kThreads * 8 + 1000;
   const auto runner = stage_runners().front().make();
-  PacketSpec spec{{Part::raw(numel)}};
-  spec.raw_wire = WireDType::kInt8;
+  const PacketSpec spec{{{numel, 1, 1}, Part::raw(300'000)}};
   TestPackets packets(*runner, spec, {});
   Values values(static_cast<size_t>(packets.numel()));
-  for (int64_t i = 0; i < numel; ++i)  // integers, and the largest of a group is 127
-    values[static_cast<size_t>(i)] =
-        i % kernels::kGroup == 0 ? 127 : static_cast<double>(i * 7 % 255 - 127);
+  for (size_t i = 0; i < values.size() - 3; ++i)  // integers, and the largest of a group is 127
+    values[i] = i % kernels::kGroup == 0 ? 127 : static_cast<double>(i * 7 % 255) - 127;
   packets.payload->set(values);
   packets.run(PacketStage::kQuantize);
   EXPECT_EQ(packets.values_sent(), values);

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks the machine code of the CUDA kernels for what no test without a GPU can see.
+
+    cuobjdump -sass -arch sm_90 *.o | c++filt | python .ci/check_sass.py
+
+Each check is a function below. The exit status is 1 if one finds a fault.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+
+from sass import Instruction, Kernel, read
+
+FIRST_LOAD_OF_G = 100  # by this instruction project has begun to load the gradient
+# The addresses at which back_project reads its tables: those of its tile and its matrix, where the
+# threads of begin_work each take a word of these, and read the tile's first as well.
+TABLES = {"back_project": 2, "back_project_bfloat16": 3}
+# Blocks take a ticket before they have written anything, and the last one begins the next launch:
+# neither needs a fence.
+TICKETS = {"orthogonalize": 2, "reconstruct": 2}
+LOADED_ROWS = 4  # kLoadedRows in form_m.cuh
+BATCH = {8: 8, 16: 8}  # kBatch in back_project.cu, by the rank; 4 at other ranks
+BFLOAT16_BATCH = 8  # the same in back_project_bfloat16.cuh
+WIDTH = {"float": 128, "u16": 64}  # bits of four elements
+
+
+def next_event(kernel: Kernel, i: int, *names: str) -> Instruction | None:
+    """The next instruction of these names, in the order of addresses."""
+    return next((each for each in kernel.code[i + 1 :] if each.name in names), None)
+
+
+def is_acquire(each: Instruction) -> bool:
+    return each.loads and {"STRONG", "GPU"} <= set(each.modifiers)
+
+
+def is_counting(each: Instruction) -> bool:
+    return each.name in {"ATOMG", "ATOM", "RED"} and {"ADD", "64"} <= set(each.modifiers)
+
+
+def is_fenced(kernel: Kernel, i: int) -> bool:
+    """True if a fence precedes an atomic, with no other access to memory between."""
+    for each in reversed(kernel.code[:i]):
+        if each.name == "MEMBAR":
+            return True
+        if each.loads or each.stores or each.name in {"ST", "STS", "BAR", "EXIT"}:
+            return False
+    return False
+
+
+def of_any_rank(kernel: Kernel) -> bool:
+    """True for the kernels of ranks above 32, and of any rank in double."""
+    return "double" in kernel.arguments or bool({"Way 0", "true"} & set(kernel.arguments[1:2]))
+
+
+def constant_loads(kernel: Kernel) -> Iterator[str]:
+    """Kernels of one chain write what others read. The read-only path may return old values."""
+    for i in kernel.numbers(r".*\.CONSTANT\b"):
+        yield f"{kernel.code[i]}: a load by the read-only path"
+
+
+def early_accesses(kernel: Kernel) -> Iterator[str]:
+    """Before it waits for orthogonalize, back_project may load its tables and M.
+
+    M is what has an eviction policy: a first part, as much as the loops then load at a time.
+    """
+    waits = bool(kernel.numbers("ACQBULK"))
+    if kernel.family in TABLES and not waits:
+        yield "it does not wait for its predecessor"
+    if not waits:
+        return
+    early = kernel.before("ACQBULK")
+    for i in early:
+        if kernel.code[i].stores:
+            yield f"{kernel.code[i]}: before the wait for the predecessor"
+    of_m = {i for i, each in enumerate(kernel.code) if each.loads and "EF" in each.modifiers}
+    first, others = (
+        Counter(kernel.code[i].opcode for i in numbers)
+        for numbers in (of_m & set(early), of_m - set(early))
+    )
+    for opcode, count in (first - others).items():
+        yield f"{count} more {opcode} before the wait than after it"
+    loads = [i for i in early if kernel.code[i].loads and i not in of_m]
+    bases = {kernel.base(i): kernel.code[i] for i in loads}
+    allowed = TABLES.get(kernel.family, 0)
+    if len(bases) > allowed:
+        shown = "; ".join(map(str, bases.values()))
+        yield f"loads before the wait from {len(bases)} places, not {allowed}: {shown}"
+
+
+def stale_acquires(kernel: Kernel) -> Iterator[str]:
+    """After an acquire load the first-level cache is emptied. What spins loads by acquire."""
+    acquires = [i for i, each in enumerate(kernel.code) if is_acquire(each)]
+    if kernel.family in TICKETS and not acquires:
+        yield "it waits for no other block"
+    for i in acquires:
+        after = next((e for e in kernel.code[i + 1 :] if e.loads or e.name in EVENTS), None)
+        if after is None or after.opcode != "CCTL.IVALL":
+            yield f"{kernel.code[i]}: an acquire load without CCTL.IVALL after it"
+    for i in kernel.numbers("NANOSLEEP"):
+        again = next_event(kernel, i, "LDG", "LD")
+        if again is None or not is_acquire(again):
+            yield f"{again} after a pause: a wait without an acquire load"
+
+
+EVENTS = {"CCTL", "BAR", "BRA", "EXIT"}
+
+
+def unfenced_posts(kernel: Kernel) -> Iterator[str]:
+    """A fence precedes each count that tells other blocks of a result. Who comes last has another.
+
+    A post does not use the value that it counts from, an arrival does.
+    """
+    counts = [i for i, each in enumerate(kernel.code) if is_counting(each)]
+    bare = [i for i in counts if not is_fenced(kernel, i)]
+    if len(bare) > TICKETS.get(kernel.family, 0):
+        shown = "; ".join(str(kernel.code[i]) for i in bare)
+        yield f"a count without a fence before it, among {shown}"
+    for i in counts:
+        if i in bare or " RZ," in kernel.code[i].operands:
+            continue
+        after = next_event(kernel, i, "MEMBAR", "LDG", "LD", "BAR")
+        if after is None or after.name != "MEMBAR":
+            yield f"{kernel.code[i]}: an arrival without a fence after it"
+
+
+def vectors(kernel: Kernel) -> tuple[str, dict[int, int]]:
+    """The accesses that the hot loop has to have: the opcode, and how many of each width."""
+    if "double" in kernel.arguments:
+        return "", {}
+    if kernel.family == "project":
+        return r"LDG\.E\.EF", Counter(
+            WIDTH[storage] for storage in kernel.arguments[-2:] for _ in range(LOADED_ROWS)
+        )
+    if kernel.family in TABLES:
+        plain = kernel.family == "back_project"
+        rows = BATCH.get(kernel.rank, 4) if plain else BFLOAT16_BATCH
+        return r"LDG\.E\.EF", {128: rows, 64: rows}
+    if kernel.family == "reconstruct":
+        return r"STG\.E\.EF", {WIDTH[kernel.arguments[1]]: 1}
+    return "", {}
+
+
+def vectors_of_loops(kernel: Kernel) -> dict[int, int]:
+    """The most accesses of each expected width that one loop has."""
+    opcode, widths = vectors(kernel)
+    loops = kernel.loops() if widths else []
+    most = {}
+    for width in widths:
+        found: Counter[range] = Counter()
+        for i in kernel.numbers(rf"{opcode}\.{width}$"):
+            found.update([loop for loop in loops if i in loop][:1])
+        most[width] = max(found.values(), default=0)
+    return most
+
+
+def narrow_accesses(kernel: Kernel) -> Iterator[str]:
+    """The hot loops access four elements of G and M at a time."""
+    opcode, widths = vectors(kernel)
+    found = vectors_of_loops(kernel)
+    for width, count in widths.items():
+        if found[width] < count:
+            name = f"{opcode}.{width}".replace("\\", "")
+            yield f"{found[width]} {name} in its loop, not {count}"
+
+
+def local_accesses(kernel: Kernel) -> Iterator[str]:
+    """Float kernels hold all in registers: nothing is spilled, no array indexed at run time."""
+    if "double" in kernel.arguments or kernel.family == "orthogonalize" and of_any_rank(kernel):
+        return
+    if count := len(kernel.numbers(r"LDL\b", r"STL\b")):
+        yield f"{count} accesses to local memory"
+
+
+def early_triggers(kernel: Kernel) -> Iterator[str]:
+    """orthogonalize lets back_project start once its blocks need not wait for the Gram matrices.
+
+    Blocks that only wait would take the room of other kernels.
+    """
+    if kernel.family != "orthogonalize":
+        return
+    triggers = kernel.numbers("PREEXIT")
+    acquire = next((i for i, each in enumerate(kernel.code) if is_acquire(each)), len(kernel.code))
+    barrier = next((i for i in kernel.numbers("BAR") if i > acquire), len(kernel.code))
+    if not triggers:
+        yield "it never lets its successor start"
+    for i in triggers:
+        if i < barrier:
+            yield f"PREEXIT at instruction {i}, before it has waited (at {acquire})"
+
+
+def first_load(kernel: Kernel) -> int | None:
+    """The number of project's first load of the gradient, or of reconstruct's first of Q."""
+    if kernel.family == "project":
+        return kernel.first(r"LDG\.E\.EF")
+    return kernel.first(r"LDG\.E\.128$") if kernel.family == "reconstruct" else None
+
+
+def long_prologues(kernel: Kernel) -> Iterator[str]:
+    """project begins early to load the gradient."""
+    if kernel.family != "project" or of_any_rank(kernel):
+        return
+    first = first_load(kernel)
+    if first is None or first > FIRST_LOAD_OF_G:
+        yield f"its first load of G is instruction {first}, beyond {FIRST_LOAD_OF_G}"
+
+
+CHECKS: list[Callable[[Kernel], Iterator[str]]] = [
+    constant_loads,
+    early_accesses,
+    stale_acquires,
+    unfenced_posts,
+    narrow_accesses,
+    local_accesses,
+    early_triggers,
+    long_prologues,
+]
+
+
+def extent(values: list[int]) -> str:
+    """Such as "4" or "4-8"."""
+    if not values:
+        return "-"
+    return str(values[0]) if len(set(values)) == 1 else f"{min(values)}-{max(values)}"
+
+
+def show(kernels: list[Kernel]) -> None:
+    """Prints a line for each family, and where the first loads are."""
+    families: dict[str, list[Kernel]] = defaultdict(list)
+    firsts: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for kernel in sorted(kernels, key=lambda each: (each.family, each.rank)):
+        families[kernel.family].append(kernel)
+        if (first := first_load(kernel)) is not None:
+            others = ", ".join(kernel.arguments[1:])
+            firsts[kernel.family, others].append(f"{kernel.rank}: {first}")
+    headings = ("kernels", "instructions", "before wait", "vectors", "acquires", "counts", "local")
+    print("machine code".ljust(20), *(heading.rjust(12) for heading in headings))
+    for family, members in families.items():
+        waiting = [each for each in members if each.numbers("ACQBULK")]
+        early = [sum(k.code[i].loads for i in k.before("ACQBULK")) for k in waiting]
+        cells = [
+            str(len(members)),
+            extent([len(each.code) for each in members]),
+            extent(early),
+            extent([n for each in members for n in vectors_of_loops(each).values()]),
+            extent([sum(map(is_acquire, each.code)) for each in members]),
+            extent([sum(map(is_counting, each.code)) for each in members]),
+            extent([len(each.numbers(r"LDL\b", r"STL\b")) for each in members]),
+        ]
+        print(family.ljust(20), *(cell.rjust(12) for cell in cells))
+    for (family, others), places in firsts.items():
+        what = "G" if family == "project" else "Q"
+        print(f"first load of {what}, {family}<rank, {others}>: {', '.join(places)}")
+
+
+def main() -> None:
+    kernels = read(sys.stdin)
+    if not kernels:
+        sys.exit("there is no machine code in the input")
+    show(kernels)
+    faults = 0
+    for check in CHECKS:
+        found = [f"{kernel.name}: {fault}" for kernel in kernels for fault in check(kernel)]
+        for fault in found:
+            print(f"{check.__name__}: {fault}")
+        faults += len(found)
+    if faults:
+        sys.exit(f"{faults} faults in the machine code")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The time of a training step of GPT-2 on one GPU, with the stages and without.
+
+    python benchmarks/bench_step.py
+    POWERSGD_DEPENDENT_LAUNCH=0 python benchmarks/bench_step.py --json serial.json
+
+bench_stages.py runs the stages alone. Here they run on a stream of their own, bucket by bucket,
+while DDP's backward pass goes on, so that this shows what they take from it. There is one rank, so
+nothing is sent. The step without stages has a hook that does nothing. All take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from clock import Clock
+from cluster import methods, models
+from contestants import Ours
+from groups import default_group
+from provenance import processor, provenance, write
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd
+
+TURNS = 5
+WARMUPS = 3
+TOKENS = 128  # the part of the vocabulary that the batches use
+
+Step = Callable[[], None]
+
+
+class StagesHook:
+    """DDP's hook: the stages of each bucket, without its reductions."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._options = torch_powersgd.Options(matrix_approximation_rank=rank)
+        self._device = device
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self._buckets: dict[tuple[torch.Size, ...], Ours] = {}  # DDP makes others after a step
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        shapes = tuple(parameter.shape for parameter in bucket.parameters())
+        gradient = bucket.buffer()
+        if shapes not in self._buckets:
+            layout = [[list(shape) for shape in shapes]]
+            self._buckets[shapes] = Ours(layout, self._options, gradient.dtype, self._device)
+        on_stream: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        devices: list[int | str | torch.device] = []
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            on_stream = torch.cuda.stream(self._stream)
+            devices = [self._device]
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        with on_stream:
+            self._buckets[shapes].run([gradient])
+            done.set_result(gradient)
+        return done
+
+
+StagesHook.reduce.__annotations__.clear()  # DDP compares them with types; these are strings
+
+
+def make_step(arguments: argparse.Namespace, rank: int | None, cap: int) -> Step:
+    """A step of the model with the stages at this rank, or without stages."""
+    device = (
+        torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
+    )
+    torch.manual_seed(0)
+    model = models.TASKS[arguments.model].make().to(device)
+    if rank is None:
+        ddp = methods.find("ddp-alone").make(model, 0, 0).module
+    else:
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
+        ddp.register_comm_hook(StagesHook(rank, device), StagesHook.reduce)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    shape = (2, arguments.batch, arguments.tokens)
+    batch = torch.randint(TOKENS, shape, device=device).unbind()
+
+    def step() -> None:
+        models.loss_of(ddp, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(arguments: argparse.Namespace, record: dict[str, Any]) -> None:
+    clock = Clock(torch.device(arguments.device))
+    cases = [(None, 25), *((rank, cap) for cap in arguments.caps for rank in arguments.ranks)]
+    steps = {case: make_step(arguments, *case) for case in cases}
+    for step in steps.values():
+        clock.median(step, WARMUPS)
+    times: dict[tuple[int | None, int], list[float]] = {case: [] for case in cases}
+    for _ in range(TURNS):
+        for case, step in steps.items():
+            times[case].append(clock.median(step, arguments.repeats))
+        record["results"] = [
+            {"rank": rank, "bucket_cap_mb": cap, "ms": statistics.median(found)}
+            for (rank, cap), found in times.items()
+        ]
+        write(record, arguments.json)
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--device", default="cuda", choices=["cpu", "cuda"], help="device that computes (cuda)")
+    add("--model", default="gpt2", choices=["demo", "gpt2"], help="model that is trained (gpt2)")
+    add("--batch", type=int, default=8, help="sequences of a step (8)")
+    add("--tokens", type=int, default=512, help="tokens of a sequence (512)")
+    add("--ranks", nargs="+", type=int, default=[4, 16], help="ranks of the approximation (4 16)")
+    add("--caps", nargs="+", type=int, default=[25, 100], help="DDP's bucket_cap_mb (25 100)")
+    add("--repeats", type=int, default=5, help="steps of a turn (5)")
+    add("--json", type=Path, help="file for the results, written after every turn")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    on_gpu = arguments.device == "cuda"
+    record: dict[str, Any] = {
+        **provenance(torch.cuda.get_device_name() if on_gpu else processor()),
+        "dependent_launch": os.environ.get("POWERSGD_DEPENDENT_LAUNCH", "1"),
+        "model": arguments.model,
+        "batch": [arguments.batch, arguments.tokens],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        backend = methods.PLAIN[arguments.device]
+        with default_group(backend, store=store, rank=0, world_size=1):
+            measure(arguments, record)
+    for found in record["results"]:
+        what = f"stages, rank {found['rank']}" if found["rank"] else "no stages"
+        print(f"{what}, buckets of {found['bucket_cap_mb']} MB: {found['ms']:.2f} ms")
+
+
+if __name__ == "__main__":
+    main()

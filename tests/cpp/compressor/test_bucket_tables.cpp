@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "compressor/bucket_tables.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "compressor/bucket_states.h"
+
+namespace powersgd {
+namespace {
+
+using Wire = std::optional<WireDType>;
+
+// Returns the field of a bucket with one matrix.
+bool has_bfloat16_products(const Wire& wire, at::ScalarType gradient_type = at::kFloat,
+                           bool error_feedback = true) {
+  Options options;
+  options.wire_dtype = wire;
+  options.use_error_feedback = error_feedback;
+  const BucketSpec spec{plan_bucket({{{40, 24}, {}}}, options), options, gradient_type, at::kCPU,
+                        Ranks{}};
+  BucketStates states({std::make_shared<ParameterState>()});
+  states.allocate(spec);
+  const PayloadPlans plans = plan_payloads(spec);
+  const Payloads payloads{at::zeros({plans.p.numel}, spec.factor_options()),
+                          at::zeros({plans.q.numel}, spec.factor_options())};
+  const BucketTables tables(spec, states.of_matrices(), /*step_counter=*/nullptr,
+                            Workspaces::of_one_bucket(), plans, payloads);
+  return tables.bucket().bfloat16_products;
+}
+
+std::string name_of(const Wire& wire) { return wire ? to_string(*wire) : "none"; }
+
+TEST(BucketTables, ProductsMayBeRoundedWhereTheWireRoundsMore) {
+  for (const Wire wire : {WireDType::kInt8, WireDType::kInt4, WireDType::kBFloat16}) {
+    SCOPED_TRACE(name_of(wire));
+    EXPECT_TRUE(has_bfloat16_products(wire));
+    EXPECT_TRUE(has_bfloat16_products(wire, at::kBFloat16));
+    EXPECT_FALSE(has_bfloat16_products(wire, at::kDouble));
+    EXPECT_FALSE(has_bfloat16_products(wire, at::kFloat, /*error_feedback=*/false));
+  }
+  for (const Wire& wire : {Wire(), Wire(WireDType::kFloat32), Wire(WireDType::kFloat16)}) {
+    SCOPED_TRACE(name_of(wire));
+    EXPECT_FALSE(has_bfloat16_products(wire));
+    EXPECT_FALSE(has_bfloat16_products(wire, at::kDouble));
+  }
+}
+
+}  // namespace
+}  // namespace powersgd

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: BSD-3-Clause
+""".ci/check_sass.py finds the faults that machine code can have, each in a few instructions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.repository import ROOT
+
+
+def _code(name: str, *instructions: str) -> str:
+    """A function as cuobjdump writes it. An instruction may branch to "@N", the number of one."""
+    lines = [f"\t\tFunction : void powersgd::kernels::cuda::{name}(powersgd::kernels::Bucket)\n"]
+    for i, text in enumerate(instructions):
+        operation, _, target = text.partition(" @")
+        to = f" {int(target) * 16:#x}" if target else ""
+        lines.append(
+            f"        /*{i * 16:04x}*/      {operation}{to} ;   /* 0x0000000000007918 */\n"
+        )
+        lines.append(f"{' ' * 80}/* 0x000fc00000000000 */\n")
+    return "".join(lines)
+
+
+def _check(code: str) -> tuple[int, str]:
+    program = [sys.executable, str(ROOT / ".ci" / "check_sass.py")]
+    ended = subprocess.run(program, input=code, capture_output=True, text=True, check=False)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+LOADS_OF_G = ["LDG.E.EF.128 R20, desc[UR6][R2.64]"] * 8
+PROJECT = [*LOADS_OF_G, "STG.E.128 desc[UR6][R2.64], R20", "@P0 BRA @0", "EXIT"]
+
+TABLES = [
+    "LDC.64 R2, c[0x0][0x220]",
+    "LDG.E.64 R6, desc[UR4][R2.64+0x8]",
+    "LDG.E R7, desc[UR4][R2.64+0x4]",
+    "IMAD.WIDE R4, R7, 0x70, R4",
+    "LDG.E.64 R10, desc[UR4][R4.64+0x30]",
+]
+M_AND_WAIT = ["LDG.E.EF.128 R20, desc[UR4][R10.64]", "ACQBULK"]
+LOOPS_OF_M = [
+    *(["LDG.E.EF.128 R20, desc[UR4][R10.64]"] * 4),
+    "@P0 BRA @{128}",
+    *(["LDG.E.EF.64 R20, desc[UR4][R10.64]"] * 4),
+    "@P0 BRA @{64}",
+    "EXIT",
+]
+
+
+def _back_project(*before_wait: str) -> str:
+    start = [*TABLES, *before_wait, *M_AND_WAIT]
+    loops = [
+        each.replace("{128}", str(len(start))).replace("{64}", str(len(start) + 5))
+        for each in LOOPS_OF_M
+    ]
+    return _code("back_project_kernel<4, float>", *start, *loops)
+
+
+TICKET = "ATOMG.E.ADD.64.STRONG.GPU PT, R4, desc[UR8][R2.64], R4"
+NEXT_LAUNCH = "ATOMG.E.ADD.64.STRONG.GPU PT, RZ, desc[UR8][R2.64], R4"
+POST = "ATOMG.E.ADD.64.STRONG.GPU PT, RZ, desc[UR8][R2.64+0x8], R4"
+ACQUIRE = "LDG.E.64.STRONG.GPU R6, desc[UR8][R2.64+0x8]"
+AWAIT = [ACQUIRE, "CCTL.IVALL", "@P0 BRA @9", "NANOSLEEP 0x20", ACQUIRE, "CCTL.IVALL", "@P1 BRA @5"]
+FENCE = ["MEMBAR.SC.GPU", "ERRBAR", "CGAERRBAR", "CCTL.IVALL"]
+BARRIER = "BAR.SYNC.DEFER_BLOCKING 0x0"
+ORTHOGONALIZE = [TICKET, NEXT_LAUNCH, *AWAIT, BARRIER, "PREEXIT", *FENCE, POST, "EXIT"]
+
+# Each has no fault.
+SOUND = {
+    "project": _code("project_kernel<4, Way 1, float, float, float>", *PROJECT),
+    "back_project": _back_project(),
+    "orthogonalize": _code("orthogonalize_kernel<4, false, float>", *ORTHOGONALIZE),
+    "reconstruct": _code(
+        "reconstruct_kernel<4, float, false>",
+        *(TICKET, *FENCE, POST, *AWAIT[:2]),
+        *("STG.E.EF.128 desc[UR8][R2.64], R20", "@P0 BRA @8", "EXIT"),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", SOUND)
+def test_sound_code_passes(family: str) -> None:
+    status, output = _check(SOUND[family])
+    assert status == 0, output
+    assert f"\n{family} " in output
+
+
+def _orthogonalize(code: list[str], name: str = "orthogonalize_kernel<4, false, float>") -> str:
+    return _code(name, *code)
+
+
+def _without(code: list[str], *numbers: int) -> list[str]:
+    return [each for i, each in enumerate(code) if i not in numbers]
+
+
+PROJECT_NAME = "project_kernel<4, Way 1, float, float, float>"
+ARRIVAL = [*FENCE, TICKET]
+FAULTS = {
+    "a load by the read-only path": _code(
+        PROJECT_NAME, *PROJECT[:-1], "LDG.E.128.CONSTANT R4, desc[UR6][R2.64]", "EXIT"
+    ),
+    "from 2 places, not 0": _back_project().replace("back_project", "orthogonalize"),
+    "it does not wait for its predecessor": _back_project().replace("ACQBULK", "NOP"),
+    "from 3 places, not 2": _back_project(
+        "LDC.64 R12, c[0x0][0x288]", "LDG.E R12, desc[UR4][R12.64+0x8]"
+    ),
+    "1 more LDG.E.EF before the wait": _back_project("LDG.E.EF R12, desc[UR4][R12.64]"),
+    "STG.E desc[UR4][R2.64], R7: before the wait": _back_project("STG.E desc[UR4][R2.64], R7"),
+    "without CCTL.IVALL after it": _orthogonalize(_without(ORTHOGONALIZE, 3)),
+    "a wait without an acquire load": _orthogonalize(
+        [*ORTHOGONALIZE[:6], "LDG.E.64 R6, desc[UR8][R2.64+0x8]", *ORTHOGONALIZE[7:]]
+    ),
+    "it waits for no other block": _orthogonalize([TICKET, *FENCE, POST, "PREEXIT", "EXIT"]),
+    "a count without a fence before it": _orthogonalize(_without(ORTHOGONALIZE, 11, 12, 13, 14)),
+    "an arrival without a fence after it": _code(
+        PROJECT_NAME, *PROJECT[:-1], *ARRIVAL, "LDG.E R4, desc[UR6][R2.64]", "EXIT"
+    ),
+    "7 LDG.E.EF.128 in its loop, not 8": _code(
+        PROJECT_NAME, "LDG.E.EF R20, desc[UR6][R2.64]", *PROJECT[1:]
+    ),
+    "0 STG.E.EF.64 in its loop, not 1": SOUND["reconstruct"].replace("<4, float", "<4, u16"),
+    "1 accesses to local memory": _code(PROJECT_NAME, *PROJECT[:-1], "LDL R4, [R1+0x8]", "EXIT"),
+    "PREEXIT at instruction 0, before it has waited (at 3)": _orthogonalize(
+        ["PREEXIT", *_without(ORTHOGONALIZE, 10)]
+    ),
+    "its first load of G is instruction 101": _code(PROJECT_NAME, *["NOP"] * 101, *PROJECT),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_found(fault: str) -> None:
+    status, output = _check(FAULTS[fault])
+    assert fault in output
+    assert status == 1
+
+
+# A branch around the wait goes to the load that follows the wait, or to the end.
+@pytest.mark.parametrize(("status", "target"), [(1, 8), (0, 20)])
+def test_what_runs_before_the_wait_follows_from_the_branches(status: int, target: int) -> None:
+    load = ["LDC.64 R12, c[0x0][0x288]", "LDG.E R12, desc[UR4][R12.64+0x8]"]
+    loops = [each.replace("{128}", "10").replace("{64}", "15") for each in LOOPS_OF_M]
+    code = [*TABLES, f"@P0 BRA @{target}", *M_AND_WAIT, *load, *loops]
+    assert code[8:10] == load
+    ended, output = _check(_code("back_project_kernel<4, float>", *code))
+    assert ended == status, output
+    assert ("from 3 places, not 2" in output) == (status == 1)
+
+
+@pytest.mark.parametrize("arguments", ["32, true, float", "32, true, double"])
+def test_an_orthogonalization_of_any_rank_may_use_local_memory(arguments: str) -> None:
+    code = [*ORTHOGONALIZE[:-1], "STL [R1], R4", "EXIT"]
+    assert _check(_orthogonalize(code, f"orthogonalize_kernel<{arguments}>"))[0] == 0
+
+
+def _report(tmp_path: Path, tools: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """.ci/nvcc_report.sh where nvcc makes empty objects and there is no package index."""
+    programs = {
+        "bin/nvcc": 'while [ "$1" != -o ]; do shift; done; : >"$2"',
+        "bin/python3": f'[ "$2" != venv ] || exit 1; exec {sys.executable} "$@"',
+        **tools,
+    }
+    for name, text in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "CUDA_HOME": f"{tmp_path}/toolkit",
+        "DISASSEMBLER_ENV": f"{tmp_path}/env",
+    }
+    command = ["sh", str(ROOT / ".ci" / "nvcc_report.sh")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_without_a_disassembler_the_report_says_so(tmp_path: Path) -> None:
+    ended = _report(tmp_path, {})
+    assert ended.returncode == 0
+    assert ended.stdout.endswith("NOT CHECKED: the machine code of the kernels\n")
+
+
+def test_the_report_checks_the_machine_code(tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.write_text(FAULTS["a load by the read-only path"])
+    tools = {"toolkit/bin/cuobjdump": f"cat {code}", "toolkit/bin/nvdisasm": ":"}
+    ended = _report(tmp_path, tools)
+    assert ended.returncode == 1
+    assert "a load by the read-only path" in ended.stdout
