@@ -145,7 +145,7 @@ StepInfo AttachedModel::next_step(const at::Tensor& buffer, double output_scale,
     // The host may wait only where it reads the scale itself.
     const bool asynchronous = !buffer.is_cpu();
     step.loss_scale = loss_scale_.to(loss_scale_.options().device(buffer.device()), asynchronous);
-    if (units != 1) step.loss_scale = step.loss_scale * units;
+    step.grad_scale = units;
   } else {
     step.grad_scale = grad_scale() * units;
   }

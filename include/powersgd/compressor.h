@@ -28,8 +28,8 @@ struct StepInfo {
   int64_t bucket = 0;          // the bucket's number in the pass, which a profiler shows
   bool drop_residual = false;  // every residual is another tensor's, so project leaves it out
   bool same_start = false;     // without warm_start: every step starts from the numbers of step 0
-  // One float32 on the gradient's device: the loss scale in place of grad_scale. The device reads
-  // it, so that it may change without the host's knowledge. It stays as it is until the step ends.
+  // One float32 on the gradient's device, by which the device multiplies grad_scale: it may change
+  // without the host's knowledge. It stays as it is until the step ends.
   at::Tensor loss_scale = {};
 };
 

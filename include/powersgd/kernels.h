@@ -151,8 +151,9 @@ struct Bucket {
   // is exact all the same, so that the residual holds what the products lose.
   bool bfloat16_products;
 
-  // The loss scale of this step's gradient: *loss_scale, which a replayed CUDA graph reads anew. If
-  // that is null, grad_scale. project multiplies memory by it and divides by *Matrix::grad_scale.
+  // The loss scale of this step's gradient: grad_scale, times *loss_scale if that is not null. A
+  // replayed CUDA graph reads it anew. project multiplies memory by the loss scale, and divides by
+  // *Matrix::grad_scale.
   const float* loss_scale;
   double grad_scale;
   bool drop_residual;   // memory and q_local count as zeros: they are another tensor's

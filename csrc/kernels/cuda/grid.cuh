@@ -48,8 +48,8 @@ struct Ticket {
   int32_t order;
 };
 
-// All threads call it, once. `ticket` lies in shared memory. The counter holds the order in its lower
-// half and the launch in the upper one. The last block of a launch goes on to the next launch, which
+// All threads call it, once. `ticket` lies in shared memory. The counter holds the order in its
+// lower half and the launch in the upper one. The last block of a launch goes on to the next, which
 // begins when this one has ended.
 __device__ __forceinline__ Ticket take_ticket(uint64_t* counter, int32_t blocks, Ticket* ticket) {
   if (threadIdx.x == 0) {
@@ -75,7 +75,6 @@ __device__ __forceinline__ void post(uint64_t* counter) {
 __device__ __forceinline__ void await(const uint64_t* counter, uint64_t count) {
   if (threadIdx.x == 0) {
     while (load_acquire(counter) < count) __nanosleep(32);
-    __threadfence();
   }
   __syncthreads();
 }

@@ -3,8 +3,8 @@
 // project: M = S_new / S_old * (memory - p_hat q_local) + G, memory = M, P = M q_warm^T.
 //
 // This pass reads both the gradient and memory. A tile is a group of 64 rows, or of 32 above rank
-// 4, by a range of columns, which the block takes in strips of 128. It has the strips of q_local and
-// q_warm in shared memory, and copies the next while it uses them:
+// 4, by a range of columns, which the block takes in strips of 128. It has the strips of q_local
+// and q_warm in shared memory, and copies the next while it uses them:
 //   1. A lane loads its part of the gradient and of memory, four columns of a few rows. The first
 //      loads go ahead of all else that the block prepares.
 //   2. It adds the gradient, subtracts p_hat q_local and stores M.

@@ -8,8 +8,8 @@
 #include "kernels/cuda/project_sums.cuh"
 #include "kernels/cuda/tensor_cores.cuh"
 
-// A tile of project up to rank 32: M is formed in float, and then multiplied by q_warm in one of two
-// ways, which also say which rows and columns of a strip a lane has.
+// A tile of project up to rank 32: M is formed in float, and then multiplied by q_warm in one of
+// two ways, which also say which rows and columns of a strip a lane has.
 
 namespace powersgd::kernels::cuda {
 
@@ -146,7 +146,6 @@ class ProjectTile {
       else
         take_strip_in_turns(begin);
     }
-    __pipeline_wait_prior(0);
     products_.finish(bucket, *work_, p_ + kElementsOfP);
   }
 

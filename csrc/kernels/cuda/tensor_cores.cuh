@@ -11,9 +11,9 @@
 //   - A, 16x16: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), each with the element after it
 //   - B, 16x8: (2t, g), (2t + 8, g), each with the element below it
 //   - C, 16x8: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
-// A product may take its rows, columns and inner indices in any order, so each kernel chooses one in
-// which a lane's elements lie side by side: four inner indices in a row are 2t, 2t + 1, 2t + 8 and
-// 2t + 9.
+// A product may take its rows, columns and inner indices in any order, so each kernel chooses one
+// in which a lane's elements lie side by side: four inner indices in a row are 2t, 2t + 1, 2t + 8
+// and 2t + 9.
 
 namespace powersgd::kernels::cuda {
 

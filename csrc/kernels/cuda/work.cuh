@@ -52,8 +52,8 @@ __device__ __forceinline__ Work* begin_work(const Bucket& bucket, const Tile* ti
   return work;
 }
 
-// One thread divides, as a division in double takes a hundred instructions. All threads of the block
-// call this.
+// One thread divides, as a division in double takes a hundred instructions. All threads of the
+// block call this.
 __device__ __forceinline__ void share_residual_scale(const Bucket& bucket, Work* work) {
   if (threadIdx.x == 0) {
     work->scale = residual_scale(bucket, work->matrix);

@@ -13,7 +13,8 @@ POWERSGD_HOST_DEVICE inline uint64_t begun_step(const Bucket& bucket) {
 
 // The loss scale of the step's gradient.
 POWERSGD_HOST_DEVICE inline double loss_scale(const Bucket& bucket) {
-  return bucket.loss_scale == nullptr ? bucket.grad_scale : double{*bucket.loss_scale};
+  return bucket.loss_scale == nullptr ? bucket.grad_scale
+                                      : bucket.grad_scale * double{*bucket.loss_scale};
 }
 
 // The factor that converts the matrix's residual to the units of the gradient. A loss scale of 0,

@@ -113,8 +113,8 @@ TEST_P(Project, ScalesTheResidual) {
     randomize(bucket_, 2);
     double old_scale = 8;  // each matrix has its own
     for (DeviceMatrix& matrix : bucket_.matrices) matrix.grad_scale->set({old_scale /= 2});
-    bucket_.bucket.grad_scale = on_device ? 7 : 0.375;  // 7 does not count
-    if (on_device) bucket_.put_loss_scale(0.375);
+    bucket_.bucket.grad_scale = on_device ? 2 : 0.375;
+    if (on_device) bucket_.put_loss_scale(0.1875);
     run_and_check(0, 0.375);
   }
 }

@@ -136,7 +136,7 @@ TEST_P(Step, OutputsAndResidualAddUpToTheGradients) {
   }
 }
 
-// What q loses to bfloat16 stays in the residual, because M - p_hat q is formed in float. An output
+// The residual holds what q loses to bfloat16, because M - p_hat q is formed in float. An output
 // is as close to the mean gradient as the operands' roundings, 2^-8, allow.
 TEST_P(Step, NothingIsLostToBfloat16Products) {
   BucketSpec spec{{{60, 70, 12}, {33, 90, 9}}};
@@ -271,7 +271,7 @@ TEST_P(Step, LossScaleCarriesOver) {
         for (double& value : values) value *= scale;
       }
       for (auto& rank : scaled.ranks) {
-        rank->bucket.grad_scale = scale;
+        rank->bucket.grad_scale = on_device ? 1 : scale;
         if (on_device) rank->put_loss_scale(scale);
       }
       Values actual = scaled.step(g);

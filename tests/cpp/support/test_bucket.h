@@ -37,7 +37,7 @@ struct BucketSpec {
   DType factor_dtype() const {
     return gradient_dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   }
-  // What project and back_project multiply of these values.
+  // Returns these values as project and back_project multiply them.
   Values operand(const Values& values) const;
 };
 
