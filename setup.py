@@ -36,7 +36,7 @@ sys.path.append(str(ROOT))  # a build front end does not add it
 
 from setup_support import metadata, toolkit  # noqa: E402
 from setup_support.progress import short_commands  # noqa: E402
-from setup_support.together import WITH_TORCH, compiled_together  # noqa: E402
+from setup_support.together import WITH_TORCH, compiled_together, hash_of_kernels  # noqa: E402
 
 WITHOUT_TORCH = ["plan", "kernels/cpu", "kernels/shared"]
 CUDA_CHOICE = os.environ.get("POWERSGD_BUILD_CUDA", "")
@@ -74,12 +74,8 @@ def extension(cuda: toolkit.Toolkit) -> Any:
     include_dirs = [str(ROOT / "include"), str(ROOT / "csrc")]
     library_dirs: list[str] = []
     torch_version = torch.__version__.split("+")[0]
-    # The package compares the first with the torch that loads it, as another would corrupt memory.
-    # The ranks compare the second, as other kernels would give other bits.
-    macros: list[tuple[str, str | None]] = [
-        ("POWERSGD_TORCH_VERSION", f'"{torch_version}"'),
-        ("POWERSGD_VERSION", f'"{VERSION["__version__"]}"'),
-    ]
+    # The package compares it with the torch that loads it, as another would corrupt memory.
+    macros: list[tuple[str, str | None]] = [("POWERSGD_TORCH_VERSION", f'"{torch_version}"')]
     # Python's own -g would make the module ten times larger. Without -fopenmp at::parallel_for is a
     # serial loop. The OpenMP runtime is the one that torch has loaded.
     flags = {"cxx": ["-O3", "-Wall", "-Wextra", "-g0", "-fopenmp", *without_their_warnings()]}
@@ -120,7 +116,11 @@ class Build(cpp_extension.BuildExtension):
         for each in self.extensions or []:
             each.define_macros.append(("POWERSGD_CUDA_ARCHITECTURES", f'"{architectures}"'))
             each.depends += each.sources
-            each.sources = compiled_together(each.sources, WITH_TORCH, Path("build", "together"))
+            # The ranks compare this, as other kernels may give other bits.
+            kernels = f"{VERSION['__version__']} ({hash_of_kernels(ROOT)})"
+            heads = {"bindings": f'#define POWERSGD_KERNELS_VERSION "{kernels}"\n'}
+            together = Path("build", "together")
+            each.sources = compiled_together(each.sources, WITH_TORCH, together, heads)
         what = toolkit.describe(CUDA_CHOICE, CUDA.missing, nvcc_flags)
         print(f"building torch_powersgd for torch {torch.__version__}: {what}", flush=True)
         try:

@@ -30,7 +30,7 @@ WITHOUT_TORCH = ("kernels", "plan")
 # The macros that setup.py, and torch's part of it, define.
 MACROS = {
     "POWERSGD_TORCH_VERSION": '"0"',
-    "POWERSGD_VERSION": '"0"',
+    "POWERSGD_KERNELS_VERSION": '"0"',
     "POWERSGD_CUDA_ARCHITECTURES": '""',
     "TORCH_EXTENSION_NAME": "_C",
     "USE_C10D_GLOO": "1",

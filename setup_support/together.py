@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 # The folders of csrc that include torch. The slowest to compile come first, so that none is left
@@ -11,13 +12,24 @@ from pathlib import Path
 WITH_TORCH = ("bindings", "gradients", "compressor", "forwarding", "engine", "backend")
 
 
-def compiled_together(sources: Iterable[str], folders: Sequence[str], build: Path) -> list[str]:
+def hash_of_kernels(root: Path) -> str:
+    """A hash of the sources that decide the bits on which ranks must agree."""
+    interface = [root / "include" / "powersgd" / name for name in ("kernels.h", "packets.h")]
+    files = [*(root / "csrc" / "kernels").rglob("*.*"), *interface]
+    contents = b"".join(file.read_bytes() for file in sorted(files))
+    return hashlib.sha256(contents).hexdigest()[:8]
+
+
+def compiled_together(
+    sources: Iterable[str], folders: Sequence[str], build: Path, heads: Mapping[str, str]
+) -> list[str]:
     """Replaces the sources of each folder by one file that includes them.
 
     Args:
         sources: the paths of sources, relative to the root of the project.
         folders: the folders in csrc whose sources are compiled together.
         build: the folder for the files that are made.
+        heads: what the file of a folder begins with, by folder.
 
     Returns:
         The sources to compile. Those of other folders stay.
@@ -29,16 +41,16 @@ def compiled_together(sources: Iterable[str], folders: Sequence[str], build: Pat
         members.get(folder, alone).append(source)
     made = [build / f"{folder}.cpp" for folder, found in members.items() if found]
     for file, found in zip(made, filter(None, members.values()), strict=True):
-        include_all(file, found)
+        include_all(file, found, heads.get(file.stem, ""))
     return [*alone, *map(str, made)]
 
 
-def include_all(file: Path, sources: Iterable[str]) -> None:
+def include_all(file: Path, sources: Iterable[str], head: str = "") -> None:
     """Writes a file that includes all sources, whose paths are relative to the project's root.
 
     A file that is there already keeps its date, because ninja compiles what has a newer one.
     """
-    text = "".join(f'#include "{source.removeprefix("csrc/")}"\n' for source in sources)
+    text = head + "".join(f'#include "{source.removeprefix("csrc/")}"\n' for source in sources)
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists() or file.read_text() != text:
         file.write_text(text)

@@ -8,7 +8,7 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace powersgd;
   set_run_unlocked(&without_gil);
-  module.attr("version") = POWERSGD_VERSION;
+  module.attr("kernels_version") = POWERSGD_KERNELS_VERSION;
   module.attr("torch_version") = POWERSGD_TORCH_VERSION;
   module.attr("cuda_architectures") = POWERSGD_CUDA_ARCHITECTURES;
   register_options(module);

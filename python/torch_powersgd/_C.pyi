@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Backend, GradBucket, Work
 
-version: str  # of this package
+kernels_version: str  # of this package, with a hash of the kernels' sources
 torch_version: str
 cuda_architectures: str  # such as "sm_80,sm_90,compute_120"; empty in a build without CUDA
 max_rank: int

@@ -87,7 +87,7 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
     options = Options()
     try:
         options = resolve(pg_options)
-        mine = {"kernels": _C.version, **options._plain()}
+        mine = {"kernels": _C.kernels_version, **options._plain()}
     except Exception as error:  # The other ranks wait for this rank's error, of any type.
         mine = {"error": str(error)}
 

@@ -42,7 +42,7 @@ class Proposal:
         """Returns the values that must be equal on all ranks, in JSON types."""
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
         devices = sorted({parameter.device.type for parameter in self.parameters.values()})
-        kernels = f"{' and '.join(devices)} {_C.version}"
+        kernels = f"{' and '.join(devices)} {_C.kernels_version}"
         options = {"kernels": kernels, **self.options._plain(), "parameters": shapes}
         return {"options": options, "place": self.place}
 

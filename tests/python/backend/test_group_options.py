@@ -156,7 +156,7 @@ def test_ranks_that_disagree_all_get_the_same_error(
 
 
 def _error_of_kernels(rank: int, versions: list[str], options: list[Any]) -> str:
-    _C.version = versions[rank]
+    _C.kernels_version = versions[rank]
     return _error_of_init(rank, options)
 
 

@@ -265,17 +265,30 @@ def test_progress_is_that_of_child_processes(capfd: pytest.CaptureFixture[str]) 
 
 def test_the_sources_of_a_folder_are_compiled_together(tmp_path: Path) -> None:
     sources = ["csrc/plan/plan.cpp", "csrc/engine/work.cpp", "csrc/engine/engine.cpp"]
-    made = together.compiled_together(sources, ["engine", "backend"], tmp_path)
+    heads = {"engine": "// head\n"}
+    made = together.compiled_together(sources, ["engine", "backend"], tmp_path, heads)
     assert made == ["csrc/plan/plan.cpp", str(tmp_path / "engine.cpp")]
-    text = '#include "engine/work.cpp"\n#include "engine/engine.cpp"\n'
+    text = '// head\n#include "engine/work.cpp"\n#include "engine/engine.cpp"\n'
     assert (tmp_path / "engine.cpp").read_text() == text
+
+
+def test_the_hash_of_the_kernels_is_that_of_their_contents(tmp_path: Path) -> None:
+    files = ["csrc/kernels/cuda/a.cu", *(f"include/powersgd/{n}.h" for n in ("kernels", "packets"))]
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    found = {together.hash_of_kernels(tmp_path)}
+    for file in files:
+        (tmp_path / file).write_text(file)
+        found.add(together.hash_of_kernels(tmp_path))
+    assert len(found) == 1 + len(files)
 
 
 def test_a_file_that_stays_as_it_was_keeps_its_date(tmp_path: Path) -> None:
     file = tmp_path / "engine.cpp"
-    together.compiled_together(["csrc/engine/work.cpp"], ["engine"], tmp_path)
+    together.compiled_together(["csrc/engine/work.cpp"], ["engine"], tmp_path, {})
     os.utime(file, (1, 1))
-    together.compiled_together(["csrc/engine/work.cpp"], ["engine"], tmp_path)
+    together.compiled_together(["csrc/engine/work.cpp"], ["engine"], tmp_path, {})
     assert file.stat().st_mtime == 1
-    together.compiled_together(["csrc/engine/engine.cpp"], ["engine"], tmp_path)
+    together.compiled_together(["csrc/engine/engine.cpp"], ["engine"], tmp_path, {})
     assert file.stat().st_mtime > 1

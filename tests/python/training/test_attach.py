@@ -82,7 +82,7 @@ def _refused(rank: int, kind: str) -> tuple[str, bool]:
     if kind == "options" and rank == 1:
         options = OTHER
     if kind == "kernels" and rank == 1:
-        _C.version = "0.0.1"
+        _C.kernels_version = "0.0.1"
     message = _message(tp.attach, ddp, options)
     return message, kind == "models" or _is_exact(ddp, rank)
 
@@ -97,7 +97,7 @@ def _refused(rank: int, kind: str) -> tuple[str, bool]:
         ("built-in hook", ["hook"]),
         ("no kernels", ["no kernels for cpu", "POWERSGD_BUILD_CUDA"]),
         ("options", ["matrix_approximation_rank", "2 on rank 0", "1 on rank 1"]),
-        ("kernels", ["kernels", f"'cpu {_C.version}' on rank 0", "'cpu 0.0.1' on rank 1"]),
+        ("kernels", ["kernels", f"'cpu {_C.kernels_version}' on rank 0", "'cpu 0.0.1' on rank 1"]),
         ("models", ["parameters", "weights.tall", "weights.renamed", "rank 0", "rank 1"]),
     ],
 )
