@@ -23,7 +23,7 @@ SHAPES = {"weight": (128, 64), "bias": (128,), "conv": (32, 16, 3, 3), "small": 
 NUMEL = 128 * 64 + 128 + 32 * 144 + 64
 RAW = 128 + 64
 SENT = 2 * (128 + 64) + 2 * (32 + 144) + RAW  # without the counts
-SENT_IN_GROUPS = 64 * 2 * (2 + 1 + 1 + 3) + RAW  # groups of 64 elements, for a wire that rounds
+FACTORS_IN_GROUPS = 64 * 2 * (2 + 1 + 1 + 3)  # groups of 64 elements, for a wire that rounds
 OPTIONS: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
 NOT_STARTED = "nothing has been compressed in {} steps: compression starts at step {}"
 
@@ -56,7 +56,7 @@ def test_attach_says_once_what_it_will_do() -> None:
         f"{size_text(4 * SENT)} in place of {size_text(4 * NUMEL)}, from step 4 on"
     )
     assert quiet == f"torch_powersgd: {expected}\n"
-    assert f"sends {size_text(2 * SENT_IN_GROUPS)} in place" in half
+    assert f"sends {size_text(2 * FACTORS_IN_GROUPS + 4 * RAW)} in place" in half
     assert "no parameter is compressed at matrix_approximation_rank=600" in nothing
     assert "scope='never' compresses nothing" in never
     assert logged == f"{expected}\n"  # where logging is configured, it is a message like others
