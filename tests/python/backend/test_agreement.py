@@ -172,7 +172,8 @@ def _options_of_proposal(device: str) -> dict[str, Any]:
 
 def test_devices_of_two_types_have_other_kernels() -> None:
     message = compare_options([_options_of_proposal(device) for device in ("cpu", "cpu", "meta")])
-    assert f"'cpu {_C.kernels_version}' on rank 0 and 'meta {_C.kernels_version}' on rank 2" in message
+    version = _C.kernels_version
+    assert f"'cpu {version}' on rank 0 and 'meta {version}' on rank 2" in message
 
 
 def _second_life(rank: int) -> list[str]:
