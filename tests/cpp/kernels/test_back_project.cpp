@@ -109,6 +109,24 @@ TEST_P(BackProject, LeavesTheRestAlone) {
   EXPECT_EQ(bucket_.gradient->get(), gradient);
 }
 
+// More rows than a block of the bfloat16 products has of p_hat at a time.
+TEST(BackProjectOfManyRows, MatchesTheReference) {
+  const Part part{33000, 5, 9};
+  BucketSpec spec{{part}};
+  spec.bfloat16_products = !run_cpu_kernels();
+  for (const RunnerFactory& factory : stage_runners()) {
+    const auto runner = factory.make();
+    TestBucket bucket(*runner, spec);
+    randomize(bucket, 1);
+    bucket.run(Stage::kBackProject);
+    const DeviceMatrix& matrix = bucket.matrices.front();
+    expect_close(
+        bucket.q_of(matrix),
+        reference_q(part, spec.operand(matrix.memory->get()), spec.operand(matrix.p_hat->get())),
+        kSumTolerance * unit_roundoff(DType::kFloat32));
+  }
+}
+
 POWERSGD_INSTANTIATE_KERNEL_TEST(BackProject);
 
 }  // namespace

@@ -28,8 +28,7 @@ std::vector<BucketSpec> bucket_specs() {
       {{300, 130, 16}},
       {{9, 16500, 2}, {3, 17001, 1}},
       {{4100, 12, 4}, {2100, 9, 3}},
-      {{33000, 5, 2}},
-      {{33000, 5, 9}}};
+      {{33000, 5, 2}}};
   // Whole vectors, on aligned addresses, at the ranks that kernels are made for.
   const std::vector<std::vector<Part>> aligned_shapes = {{{70, 516, 1}},
                                                          {{65, 1032, 2}},
