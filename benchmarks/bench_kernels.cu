@@ -58,7 +58,7 @@ Bucket make_bucket(Pool& pool, const Case& measured, uint64_t seed) {
     bucket.p_numel += shape.rows * r;
     bucket.q_numel += shape.cols * r;
   }
-  for (Matrix& m : matrices) m.active_offset = bucket.p_numel++;
+  for (Matrix& m : matrices) m.use_offset = bucket.p_numel++;
   bucket.p_numel += 1;
   const TileTable table = cuda::make_tiles(matrices, {}, DType::kFloat32);
   bucket.matrices = pool.upload(matrices);

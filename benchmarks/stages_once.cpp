@@ -46,7 +46,7 @@ kernels::Bucket make_bucket(const BucketPlan& plan, DType gradient_type, DType r
     matrix.gradient_offset = planned.gradient_offset;
     matrix.p_offset = planned.p_offset;
     matrix.q_offset = planned.q_offset;
-    matrix.active_offset = planned.active_offset;
+    matrix.use_offset = planned.use_offset;
     matrix.memory = allocate(rows * cols * size_of(residual_type));
     matrix.p_hat = allocate(rows * planned.rank * 4);
     matrix.q_local = allocate(planned.rank * cols * 4);

@@ -70,7 +70,6 @@ void register_model(py::module_& module) {
           py::arg("bucket"), py::arg("buffer"), py::arg("parameters"), py::arg("divisor"), NoGil())
       .def("expect", &AttachedModel::expect, py::arg("bucket"), py::arg("buffer"),
            py::arg("parameters"), py::arg("divided_after"))
-      .def("reduce_bucket", &reduce_bucket, py::arg("reducer"), py::arg("bucket"), NoGil())
       .def("end_step", &AttachedModel::end_step, NoGil())
       .def("outline", &AttachedModel::outline)
       .def_property("active", &AttachedModel::active, &AttachedModel::set_active)
@@ -98,7 +97,17 @@ void register_model(py::module_& module) {
             self.step_skipped(dropped.value_or(at::Tensor()));
           },
           py::arg("dropped") = std::nullopt, NoGil())
+      .def("discard_step", &AttachedModel::discard_step, NoGil())
       .def("layers", &AttachedModel::layers, NoGil());
+  py::class_<DdpBuckets>(module, "DdpBuckets")
+      .def(py::init<std::shared_ptr<AttachedModel>, const c10d::Reducer&>(), py::arg("model"),
+           py::arg("reducer"))
+      .def(
+          "reduce",
+          [](DdpBuckets& self, const c10d::Reducer& reducer, c10d::GradBucket& bucket) {
+            return self.reduce(reducer, bucket);
+          },
+          py::arg("reducer"), py::arg("bucket"), NoGil());
   module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("model"));
 }
 

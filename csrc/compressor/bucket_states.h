@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,10 @@
 namespace powersgd {
 
 // The states of a bucket's matrices, which go through each step together.
+//
+// project adds the gradient of a parameter before any rank knows whether another one has used it. So
+// this rank keeps the state and the gradient of those whose gradient is that of an earlier pass, and
+// puts both back if no rank has used them.
 class BucketStates {
  public:
   // `states[i]` belongs to `plan.matrices[i]`.
@@ -21,18 +26,27 @@ class BucketStates {
   // Allocates the states that are not allocated yet, or were for another dtype or device.
   void allocate(const BucketSpec& spec);
 
-  // Notes the step in all states.
-  void begin_step(const StepInfo& step);
+  // Called before project, with the gradient that it will add.
+  void begin_step(const BucketPlan& plan, const at::Tensor& gradient, const StepInfo& step);
   // Notes that project has added `gradient`, so that rollback can take it back.
   void projected(const at::Tensor& gradient) { gradient_ = gradient; }
-  void end_step() { gradient_ = at::Tensor(); }
+  // Called after reconstruct, with the reduced P payload.
+  void end_step(const BucketPlan& plan, const at::Tensor& p_payload);
   // Takes the gradient back if the step in progress has added it.
   void rollback(const BucketPlan& plan);
 
   const std::vector<ParameterStatePtr>& of_matrices() const { return states_; }
 
  private:
+  struct Stale {
+    size_t matrix;
+    at::Tensor gradient, gradient_before;  // the matrix's part of the bucket, and a copy
+    std::vector<at::Tensor> state_before;  // ParameterState::step_tensors
+  };
+  void forget_step();
+
   std::vector<ParameterStatePtr> states_;
+  std::vector<Stale> stale_;
   at::Tensor gradient_;  // defined from project to the end of the step
 };
 

@@ -138,7 +138,7 @@ std::vector<kernels::Matrix> matrices_without_states(const BucketPlan& plan) {
     matrix.gradient_offset = planned.gradient_offset;
     matrix.p_offset = planned.p_offset;
     matrix.q_offset = planned.q_offset;
-    matrix.active_offset = planned.active_offset;
+    matrix.use_offset = planned.use_offset;
   }
   return table;
 }
@@ -188,7 +188,25 @@ BucketTables::BucketTables(const BucketSpec& spec, const std::vector<ParameterSt
   bucket_.q_payload = payloads.q.data_ptr();
 }
 
-void BucketTables::begin_step(const at::Tensor& gradient, const StepInfo& step, bool is_captured) {
+void BucketTables::put_uses(const BucketPlan& plan, const std::vector<Use>& uses) {
+  bucket_.used = nullptr;
+  if (uses.empty()) return;
+  const at::Device device = state_.device();
+  const auto count = static_cast<int64_t>(plan.matrices.size());
+  const at::Tensor host =
+      at::empty({count}, at::TensorOptions(at::kInt).pinned_memory(device.is_cuda()));
+  for (int64_t i = 0; i < count; ++i) {
+    const auto parameter = static_cast<size_t>(plan.matrices[static_cast<size_t>(i)].parameter);
+    host.data_ptr<int32_t>()[i] = uses[parameter] == Use::kUsed ? 1 : 0;
+  }
+  if (!used_.defined()) used_ = at::empty({count}, at::TensorOptions(device).dtype(at::kInt));
+  used_.copy_(host, /*non_blocking=*/true);
+  bucket_.used = used_.data_ptr<int32_t>();
+}
+
+void BucketTables::begin_step(const BucketPlan& plan, const at::Tensor& gradient,
+                              const StepInfo& step, bool is_captured) {
+  put_uses(plan, step.uses);
   bucket_.workspace = workspaces_.first->data();
   if (is_captured) {
     workspaces_.first->captured();

@@ -60,7 +60,8 @@ class BucketTables {
 
   // Sets what differs from step to step. The steps of a graph that is being captured are numbered
   // by the device, one by one at each replay.
-  void begin_step(const at::Tensor& gradient, const StepInfo& step, bool is_captured);
+  void begin_step(const BucketPlan& plan, const at::Tensor& gradient, const StepInfo& step,
+                  bool is_captured);
   // Called before orthogonalize. A bucket that was made since the last step may have moved the
   // workspaces, so each part asks where its own is.
   void begin_second_part() { bucket_.workspace = workspaces_.second->data(); }
@@ -70,10 +71,13 @@ class BucketTables {
   const DeviceTables& tables() const { return tables_; }
 
  private:
+  void put_uses(const BucketPlan& plan, const std::vector<Use>& uses);
+
   kernels::Bucket bucket_{};
   Workspaces workspaces_;
-  DeviceTables tables_{};  // what bucket_ points at, with the next two
+  DeviceTables tables_{};  // what bucket_ points at, with the next three
   at::Tensor counters_, state_;
+  at::Tensor used_;  // undefined until a parameter was unused
 };
 
 }  // namespace powersgd

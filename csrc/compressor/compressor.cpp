@@ -42,9 +42,9 @@ class StagesCompressor final : public BucketCompressor {
   Payload& project(const at::Tensor& gradient, const StepInfo& step) override {
     spec_.check(gradient);
     prepare();
-    states_.begin_step(step);
+    states_.begin_step(spec_.plan, gradient, step);
     if (step.loss_scale.defined()) use_on_current_stream(step.loss_scale);
-    tables_.begin_step(gradient, step, stages_.is_capturing());
+    tables_.begin_step(spec_.plan, gradient, step, stages_.is_capturing());
     if (!spec_.options.warm_start) {
       kernels::Bucket start = tables_.bucket();
       if (step.same_start) start.step = 0;
@@ -67,7 +67,7 @@ class StagesCompressor final : public BucketCompressor {
 
   void reconstruct() override {
     stages_.reconstruct(tables_.bucket());
-    states_.end_step();
+    states_.end_step(spec_.plan, p_->elements());
   }
 
   void rollback() override { states_.rollback(spec_.plan); }
@@ -136,6 +136,10 @@ MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
   }
   if (options.use_error_feedback) {
     needs.residual = numel * width(residual_type(gradient_type, options));
+  }
+  if (options.allow_discard) {
+    needs.factors *= 2;
+    needs.residual *= 2;
   }
   needs.payloads = (plan.p_numel + plan.q_numel) * factor;
   const BytesOfTables bytes = bytes_of_tables(spec, plan_payloads(spec));

@@ -52,6 +52,13 @@ void allocate_one(const ParameterState::Layout& layout, const Options& options, 
   state.q_warm = at::empty({layout.rank, cols}, factor);
 }
 
+void allocate_before(ParameterState& state) {
+  state.before.clear();
+  for (const at::Tensor& tensor : state.step_tensors()) {
+    state.before.push_back(at::empty_like(tensor));
+  }
+}
+
 using Tensors = std::vector<at::Tensor>;
 
 // `dropped` is a tensor of one element on the device, or undefined, which stands for 1.
@@ -87,6 +94,8 @@ void ParameterState::allocate(const std::vector<Layout>& layouts, const Options&
   for (const at::ScalarType factor : {at::kFloat, at::kDouble}) {
     random_start(layouts, factor, options);
   }
+  if (!options.allow_discard) return;
+  for (const Layout& layout : layouts) allocate_before(*layout.state);
 }
 
 at::Tensor ParameterState::residual() const {
@@ -111,6 +120,31 @@ void ParameterState::mark_undelivered(const std::vector<ParameterStatePtr>& stat
     if (state->allocated()) sent[state->q_local.scalar_type()].push_back(state->q_local);
   }
   for (auto& [type, tensors] : sent) zero_if(dropped, type, tensors);
+}
+
+std::vector<at::Tensor> ParameterState::step_tensors() const {
+  Tensors tensors = {p_hat, q_local, q_warm, grad_scale};
+  if (memory.defined()) tensors.push_back(memory);
+  return tensors;
+}
+
+void ParameterState::keep_before_step(const std::vector<ParameterStatePtr>& states) {
+  std::map<at::ScalarType, std::pair<Tensors, Tensors>> copies;  // to and from, in one launch each
+  for (const ParameterStatePtr& state : states) {
+    const Tensors tensors = state->step_tensors();
+    for (size_t i = 0; i < state->before.size(); ++i) {
+      auto& [to, from] = copies[tensors[i].scalar_type()];
+      to.push_back(state->before[i]);
+      from.push_back(tensors[i]);
+    }
+  }
+  for (auto& [type, copy] : copies) at::_foreach_copy_(copy.first, copy.second);
+}
+
+void ParameterState::discard_step() {
+  at::_foreach_copy_(step_tensors(), before);
+  q_norms.zero_();
+  last_step = -1;
 }
 
 void ParameterState::take_back(const at::Tensor& gradient) {

@@ -93,8 +93,10 @@ std::vector<size_t> AttachedModel::find(const std::vector<at::Tensor>& parameter
 
 c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(size_t bucket, at::Tensor& buffer,
                                                      const std::vector<size_t>& parameters,
-                                                     int divisor, bool more_follow) {
-  const auto [compressor, step] = begin(bucket, buffer, parameters, 1.0 / divisor, 1);
+                                                     int divisor, bool more_follow,
+                                                     std::vector<Use> uses) {
+  const auto [compressor, step] =
+      begin(bucket, buffer, parameters, std::move(uses), 1.0 / divisor, 1);
   return compressor ? session_->allreduce_compressed(compressor, buffer, step, c10d::kUnsetTimeout,
                                                      more_follow)
                     : session_->average_exact(buffer, divisor);
@@ -102,7 +104,8 @@ c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(size_t bucket, at::Tensor& 
 
 AttachedModel::Reduction AttachedModel::begin(size_t bucket, at::Tensor& buffer,
                                               const std::vector<size_t>& parameters,
-                                              double output_scale, double units) {
+                                              std::vector<Use> uses, double output_scale,
+                                              double units) {
   if (parameters.empty() && !std::exchange(warned_of_unknown_, true)) {
     session_->log(LogLevel::kWarning,
                   "FSDP2 reduces some of a module's parameters only, which of them is not known: "
@@ -116,6 +119,7 @@ AttachedModel::Reduction AttachedModel::begin(size_t bucket, at::Tensor& buffer,
   if (reduction.compressor && captured) captured_.insert(reduction.compressor);
   reduction.step = next_step(buffer, output_scale, units);
   reduction.step.bucket = static_cast<int64_t>(bucket);
+  reduction.step.uses = std::move(uses);
   if (!unsent_residuals_.empty() && known && !captured) {  // each replay would add them again
     add_unsent_residuals(buffer, parameters, reduction.step);
   }
@@ -185,14 +189,16 @@ const Workspaces& AttachedModel::workspaces_on(c10::Device device) {
   return workspaces_.emplace(device, Workspaces::of_pipeline()).first->second;
 }
 
-// Every rank adds the mean residual, so that the average holds it once.
+// Every rank adds the mean residual once it uses the parameter, so that the averages hold it once.
+// The output of a parameter that no rank uses would be dropped.
 void AttachedModel::add_unsent_residuals(at::Tensor& buffer, const std::vector<size_t>& parameters,
                                          const StepInfo& step) {
   int64_t offset = 0;
-  for (const size_t index : parameters) {
-    const int64_t numel = parameters_[index].numel();
-    const auto residual = unsent_residuals_.find(index);
-    if (residual != unsent_residuals_.end()) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const int64_t numel = parameters_[parameters[i]].numel();
+    const auto residual = unsent_residuals_.find(parameters[i]);
+    const bool used = step.uses.empty() || step.uses[i] == Use::kUsed;
+    if (used && residual != unsent_residuals_.end()) {
       at::Tensor added = residual->second.to(buffer.device()).flatten();
       if (step.loss_scale.defined()) added = added.mul(step.loss_scale);
       buffer.narrow(0, offset, numel).add_(added, step.grad_scale);
@@ -247,6 +253,11 @@ std::vector<c10::Device> AttachedModel::devices() const {
     }
   }
   return devices;
+}
+
+void AttachedModel::abandon_step() {
+  end_step();
+  step_skipped();
 }
 
 void AttachedModel::end_step() {

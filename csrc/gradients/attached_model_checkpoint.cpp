@@ -128,6 +128,7 @@ void AttachedModel::load_parameter(size_t index, const ParameterExport& saved, d
     state.set_residual(residual);
     state.grad_scale.fill_(grad_scale);
     state.q_warm.narrow(0, 0, kept).copy_(q.narrow(0, 0, kept));
+    state.last_step = -1;
   });
   if (q.size(0) != rank) {
     session_->log(LogLevel::kInfo, c10::str("'", saved.name, "': the checkpoint's rank ", q.size(0),
@@ -184,23 +185,39 @@ void AttachedModel::load_local(const std::vector<LocalExport>& saved, int64_t st
         if (own->defined()) own->copy_(*given);
       }
       state.grad_scale.fill_(local.grad_scale);
+      state.last_step = -1;
     });
   }
   step_ = static_cast<uint64_t>(step);
 }
 
-void AttachedModel::step_skipped(const at::Tensor& dropped) {
+void AttachedModel::after_last_step(const std::function<void(c10::Device, const States&)>& change) {
   for (const c10::Device device : devices()) {
     session_->run_after_steps(device, [&] {
-      std::vector<ParameterStatePtr> delivered;
+      States states;
       for (size_t i = 0; i < states_.size(); ++i) {
         const bool in_last_step = states_[i]->last_step + 1 == static_cast<int64_t>(step_);
-        if (in_last_step && parameters_[i].device() == device) delivered.push_back(states_[i]);
+        if (in_last_step && parameters_[i].device() == device) states.push_back(states_[i]);
       }
-      const bool elsewhere = dropped.defined() && !dropped.is_cpu() && dropped.device() != device;
-      ParameterState::mark_undelivered(delivered, elsewhere ? dropped.to(device) : dropped);
+      change(device, states);
     });
   }
+}
+
+void AttachedModel::step_skipped(const at::Tensor& dropped) {
+  after_last_step([&](c10::Device device, const States& delivered) {
+    const bool elsewhere = dropped.defined() && !dropped.is_cpu() && dropped.device() != device;
+    ParameterState::mark_undelivered(delivered, elsewhere ? dropped.to(device) : dropped);
+  });
+}
+
+void AttachedModel::discard_step() {
+  TORCH_CHECK_VALUE(options_.allow_discard,
+                    "discard_step needs Options(allow_discard=True), with which each step keeps a "
+                    "copy of the residuals before it");
+  after_last_step([](c10::Device /*device*/, const States& states) {
+    for (const ParameterStatePtr& state : states) state->discard_step();
+  });
 }
 
 }  // namespace powersgd

@@ -35,7 +35,7 @@ c10::intrusive_ptr<c10d::Work> AttachedModel::reduce_expected(const at::Tensor& 
   const double units = expected->divided_after / (ranks * output_scale);
   at::Tensor gradient = buffer;
   const auto [compressor, step] =
-      begin(expected->bucket, gradient, expected->parameters, output_scale, units);
+      begin(expected->bucket, gradient, expected->parameters, /*uses=*/{}, output_scale, units);
   if (compressor) return session_->allreduce_compressed(compressor, gradient, step, opts.timeout);
   session_->stats().add_exact(static_cast<int64_t>(buffer.nbytes()));
   return nullptr;

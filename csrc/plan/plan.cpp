@@ -60,13 +60,13 @@ class Planner {
     }
   }
 
-  // The raw segments follow all the matrices, then the activities; the non-finite count comes last.
+  // The raw segments follow all the matrices, then the uses; the non-finite count comes last.
   BucketPlan finish() {
     for (PlannedRaw& raw : plan_.raw) {
       raw.p_offset = plan_.p_numel;
       plan_.p_numel += raw.numel;
     }
-    for (PlannedMatrix& matrix : plan_.matrices) matrix.active_offset = plan_.p_numel++;
+    for (PlannedMatrix& matrix : plan_.matrices) matrix.use_offset = plan_.p_numel++;
     plan_.p_numel += 1;
     return std::move(plan_);
   }
@@ -123,7 +123,7 @@ SentNumel sent_numel(const MatrixShape& shape, const Options& options) {
   sent.rank = effective_rank(shape, options);
   sent.p = shape.rows * sent.rank;
   sent.q = shape.cols * sent.rank;
-  sent.total = sent.p + sent.q + 1;  // the activity
+  sent.total = sent.p + sent.q + 1;  // the use
   return sent;
 }
 

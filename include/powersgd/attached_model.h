@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -87,10 +88,11 @@ class AttachedModel {
   // Makes `buffer` its sum over ranks divided by `divisor`: the number of ranks, except in DDP's
   // join. It holds the gradients of `parameters` one after the other. If none are named, it is
   // averaged exactly. `bucket` is its number. If `more_follow`, the caller promises to reduce
-  // another bucket or to call end_step(), in the same backward pass.
+  // another bucket or to call end_step(), in the same backward pass. `uses` says what became of each
+  // parameter in the pass; empty: this rank has used them all.
   c10::intrusive_ptr<c10d::Work> reduce(size_t bucket, at::Tensor& buffer,
                                         const std::vector<size_t>& parameters, int divisor,
-                                        bool more_follow = false);
+                                        bool more_follow = false, std::vector<Use> uses = {});
   // Announces an all-reduce of `buffer` that its owner makes, in place of reduce(). The owner then
   // divides the result by `divided_after`. It replaces the announcement before.
   void expect(size_t bucket, const at::Tensor& buffer, std::vector<size_t> parameters,
@@ -102,6 +104,8 @@ class AttachedModel {
                                                  const c10d::AllreduceOptions& opts);
   // Called after the last bucket of a backward pass.
   void end_step();
+  // Called in its place if the pass failed after some buckets, whose outputs nobody got.
+  void abandon_step();
 
   // An inactive (detached) model averages its buckets exactly.
   void set_active(bool active) { active_ = active; }
@@ -121,7 +125,10 @@ class AttachedModel {
 
   // Says that the optimizer did not apply what the last step delivered: the residuals keep it. See
   // ParameterState::mark_undelivered for `dropped`.
-  void step_skipped(const at::Tensor& dropped);
+  void step_skipped(const at::Tensor& dropped = {});
+  // Makes the state of each parameter what it was before the last step. Throws unless the options
+  // have allow_discard.
+  void discard_step();
 
   // The last step of each parameter. It takes a pass over the model, and the host waits for it.
   std::vector<LayerStats> layers();
@@ -168,11 +175,14 @@ class AttachedModel {
   // Makes the buffer ready for its all-reduce. The mean gradient is the mean of the ranks' buffers
   // divided by `units`.
   Reduction begin(size_t bucket, at::Tensor& buffer, const std::vector<size_t>& parameters,
-                  double output_scale, double units);
+                  std::vector<Use> uses, double output_scale, double units);
   StepInfo next_step(const at::Tensor& buffer, double output_scale, double units) const;
   void announce() const;
   // The devices of the parameters: one, unless the module is spread over several.
   std::vector<c10::Device> devices() const;
+  // Calls `change` on each device after all submitted steps, with the states of the last step there.
+  using States = std::vector<ParameterStatePtr>;
+  void after_last_step(const std::function<void(c10::Device, const States&)>& change);
   void add_unsent_residuals(at::Tensor& buffer, const std::vector<size_t>& parameters,
                             const StepInfo& step);
   std::optional<size_t> find_name(const std::string& name) const;

@@ -20,6 +20,13 @@ namespace powersgd {
 // True if this build has the kernels of a device type.
 bool has_kernels(c10::DeviceType device);
 
+// What became of a parameter in a pass on this rank.
+enum class Use : int8_t {
+  kUsed,
+  kUnused,  // its gradient is zero
+  kStale,   // unused, and its gradient is that of an earlier pass
+};
+
 // The facts of one step that the stages need.
 struct StepInfo {
   double output_scale = 1;  // 1 for SUM, 1 / world size for AVG
@@ -31,6 +38,7 @@ struct StepInfo {
   // One float32 on the gradient's device, by which the device multiplies grad_scale: it may change
   // without the host's knowledge. It stays as it is until the step ends.
   at::Tensor loss_scale = {};
+  std::vector<Use> uses = {};  // by parameter of the bucket. Empty: this rank has used them all
 };
 
 // Runs the stages of one bucket of a fixed layout.
@@ -62,12 +70,13 @@ class BucketCompressor {
   virtual void prepare() = 0;
 
   // `gradient` is contiguous and has plan.gradient_numel elements. Returns the P payload:
-  //   [ P of each matrix | raw segments | activities | non-finite count ]
+  //   [ P of each matrix | raw segments | uses | non-finite count ]
   virtual Payload& project(const at::Tensor& gradient, const StepInfo& step) = 0;
   virtual void orthogonalize() = 0;
   // Returns the Q payload.
   virtual Payload& back_project() = 0;
-  // Replaces the gradient by the output.
+  // Replaces the gradient by the output. The gradient and the residual of a parameter that no rank
+  // has used stay as they are.
   virtual void reconstruct() = 0;
 
   // Undoes project to within one rounding of M. The gradient is left as it is.

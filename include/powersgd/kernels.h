@@ -29,8 +29,8 @@
 //     bits on any instruction set of one device type, because all ranks must agree on their
 //     results.
 //   - Products are accumulated in the factor dtype (float; double for double gradients).
-//   - project packs the raw segments into the P payload. There it also writes which matrices are
-//     active, and whether the gradient has non-finite elements.
+//   - project packs the raw segments into the P payload. There it also writes which matrices this
+//     rank has used, and whether the gradient has non-finite elements.
 //   - project reads the S_old of each matrix from its grad_scale. It writes S_new there once all of
 //     memory is in the new units, also in a step that is skipped later.
 //   - An element of M beyond the largest value of memory's dtype is stored as that value. With a
@@ -40,9 +40,9 @@
 //   - reconstruct skips the step if that element's sum is not 0, or if a reduced factor is not
 //     finite. G becomes NaN, memory becomes M - G again, and q_warm stays. q_local and q_norms
 //     become 0, so that memory alone is the residual.
-//   - A matrix is out of use if its gradient is zero on all ranks: the reduced element at
-//     active_offset is 0. DDP drops the output of a parameter that no rank used. p_hat and q_warm
-//     stay. G, q_local and q_norms become 0, so that memory alone is the residual.
+//   - A matrix is out of use if no rank has used it: the reduced element at use_offset is 0. DDP
+//     drops the output of such a parameter. p_hat and q_warm stay. G, q_local and q_norms become 0,
+//     so that memory alone is the residual.
 // Both payloads are in the factor dtype. Where the wire rounds, quantize and dequantize of
 // powersgd/packets.h come between the stages, and q_local becomes the value that was sent.
 namespace powersgd::kernels {
@@ -60,7 +60,7 @@ struct Matrix {
   void* q_local;  // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
   void* q_warm;   // [rank, cols]: the factor that the next project multiplies by (Q transposed)
   uint64_t random_id;            // names the matrix to the random generator, the same on all ranks
-  int64_t active_offset = -1;    // in Bucket::p_payload: 1 if G has a non-zero element; -1: nowhere
+  int64_t use_offset = -1;       // in Bucket::p_payload: 1 if this rank has used it; -1: nowhere
   double* grad_scale = nullptr;  // the loss scale in whose units memory and q_local are; never null
   double* q_norms = nullptr;  // [rank]: the norms of the rows of Q, of the ranks' sum; may be null
 };
@@ -156,6 +156,7 @@ struct Bucket {
   // *Matrix::grad_scale.
   const float* loss_scale;
   double grad_scale;
+  const int32_t* used;  // by matrix: 0 if this rank has not used it. Null: it has used all
   bool drop_residual;   // memory and q_local count as zeros: they are another tensor's
   double output_scale;  // 1 for SUM, 1 / world size for AVG
   double epsilon;       // a pivot at or below max(2^-46, epsilon) * trace is dead

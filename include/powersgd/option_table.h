@@ -83,6 +83,7 @@ void for_each_option(const Visit& visit) {
   visit("residual_dtype", &Options::residual_dtype, rules::residual_dtype);
   visit("warm_start_noise", &Options::warm_start_noise, rules::deviation);
   visit("check_every", &Options::check_every, rules::not_negative);
+  visit("allow_discard", &Options::allow_discard, rules::any);
 }
 
 }  // namespace powersgd

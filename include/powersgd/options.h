@@ -42,6 +42,7 @@ struct Options {
   DType residual_dtype = DType::kFloat32;
   double warm_start_noise = 0;
   int64_t check_every = 0;
+  bool allow_discard = false;
 };
 
 // Throws std::invalid_argument that names the first bad field, its value and what is allowed. A

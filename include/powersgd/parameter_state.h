@@ -60,18 +60,27 @@ struct ParameterState {
   static void mark_undelivered(const std::vector<std::shared_ptr<ParameterState>>& states,
                                const at::Tensor& dropped);
 
+  // The tensors that a step changes: p_hat, q_local, q_warm, grad_scale, and memory if there
+  // is one.
+  std::vector<at::Tensor> step_tensors() const;
+  // Copies step_tensors() of each state to its `before`, unless that is empty.
+  static void keep_before_step(const std::vector<std::shared_ptr<ParameterState>>& states);
+  // Makes the state what it was before the last step. It needs `before`.
+  void discard_step();
+
   // Makes M - gradient the residual: the gradient that the last project added was not delivered.
   // An element that is not finite counts as 0, as in project.
   void take_back(const at::Tensor& gradient);
 
   uint64_t random_id = 0;  // names the parameter to the random generator
-  int64_t last_step = -1;  // the step that was projected last
+  int64_t last_step = -1;  // the step that was projected last; -1: none that can be taken back
   at::Tensor memory;       // [rows, cols] in the residual dtype; undefined without error feedback
   at::Tensor p_hat;        // [rows, rank] in the factor dtype
   at::Tensor q_local;      // [rank, cols] in the factor dtype
   at::Tensor q_warm;       // [rank, cols] in the factor dtype
   at::Tensor grad_scale;   // one float64: the loss scale of the residual. project writes it
   at::Tensor q_norms;      // [rank] in float64: the norms of the rows of the ranks' last summed Q
+  std::vector<at::Tensor> before;  // step_tensors() before the last step; empty: not kept
 };
 using ParameterStatePtr = std::shared_ptr<ParameterState>;
 

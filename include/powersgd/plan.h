@@ -42,7 +42,7 @@ struct SentNumel {
   int64_t rank = 0;   // 0 if the matrix is not compressed: all of its elements travel raw
   int64_t p = 0;      // rows * rank
   int64_t q = 0;      // rank * cols
-  int64_t total = 0;  // all elements, with the activity
+  int64_t total = 0;  // all elements, with the use
 };
 
 // The total has no non-finite count, because a bucket sends only one.
@@ -54,9 +54,9 @@ struct PlannedMatrix {
   MatrixShape shape;
   int64_t rank;
   int64_t gradient_offset;
-  int64_t p_offset;       // [rows, rank] in the P payload
-  int64_t q_offset;       // [rank, cols] in the Q payload
-  int64_t active_offset;  // in the P payload: 1 if the gradient has a non-zero element
+  int64_t p_offset;    // [rows, rank] in the P payload
+  int64_t q_offset;    // [rank, cols] in the Q payload
+  int64_t use_offset;  // in the P payload: 1 if this rank has used the parameter; -1: nowhere
 };
 
 // Neighboring parameters that travel uncompressed: one raw segment.
@@ -67,7 +67,7 @@ struct PlannedRaw {
 };
 
 // The layout of one bucket and of its payloads:
-//   P payload = [ P of each matrix | raw segments | activity of each matrix | non-finite count ]
+//   P payload = [ P of each matrix | raw segments | use of each matrix | non-finite count ]
 //   Q payload = [ q of each matrix ]
 struct BucketPlan {
   std::vector<PlannedMatrix> matrices;

@@ -15,7 +15,7 @@ from torch_powersgd._backend import register
 from torch_powersgd._version import __version__
 from torch_powersgd.attach import attach, comm_hook, detach
 from torch_powersgd.checkpoint import CompressionState, load_state_dict, state_dict
-from torch_powersgd.control import compression, set_grad_scale, step_skipped
+from torch_powersgd.control import compression, discard_step, set_grad_scale, step_skipped
 from torch_powersgd.options import Options, configure
 from torch_powersgd.stats import reset_stats, stats
 
@@ -34,6 +34,7 @@ __all__ = [
     "compression",
     "configure",
     "detach",
+    "discard_step",
     "load_state_dict",
     "reset_stats",
     "set_grad_scale",

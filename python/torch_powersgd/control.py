@@ -58,13 +58,27 @@ def set_grad_scale(scale: float, group: dist.ProcessGroup | None = None) -> None
 
 
 def step_skipped(module: Module) -> None:
-    """Says that the optimizer did not apply the gradients of the last synchronized backward pass.
+    """Delivers the gradients of the last synchronized backward pass later.
 
-    The residuals keep what that pass sent, and the next step sends it again. All ranks must call it
-    after the backward pass and before the next one. ``attach(module, scaler=...)`` does it by
-    itself.
+    Call it if they were good and the optimizer did not apply them. The residuals keep what the pass
+    sent, and the next step sends it again. If the gradients were bad, call ``discard_step``. All
+    ranks must call it after the backward pass and before the next one. ``attach(module,
+    scaler=...)`` does it by itself.
 
     Raises:
         ValueError: If the module is not attached.
     """
     attachment_of(module).model.step_skipped()
+
+
+def discard_step(module: Module) -> None:
+    """Forgets the gradients of the last synchronized backward pass.
+
+    Call it if they were bad, such as those of a loss spike, and the optimizer did not apply them.
+    The residuals and factors become what they were before the pass, to the bit. All ranks must call
+    it after the backward pass and before the next one.
+
+    Raises:
+        ValueError: If the module is not attached, or its options lack ``allow_discard``.
+    """
+    attachment_of(module).model.discard_step()

@@ -73,11 +73,12 @@ def refuse_second_hook() -> Iterator[None]:
 def python_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> Hook:
     """Returns a Python hook that does the same as the C++ hook."""
     reference = weakref.ref(ddp)  # The module owns the hook.
+    buckets = _C.DdpBuckets(model, ddp.reducer)
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         module = reference()
         assert module is not None
-        future = model.reduce_bucket(module.reducer, bucket).get_future()
+        future = buckets.reduce(module.reducer, bucket).get_future()
         return future.then(lambda done: done.value()[0])
 
     hook.__annotations__.clear()  # DDP compares them with types, and these are strings.

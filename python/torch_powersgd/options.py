@@ -70,6 +70,8 @@ class Options:
         check_every: Number of steps between two comparisons of the factors, which are equal on all
             ranks. Where they differ, a warning names the parameter and the ranks, all ranks take
             rank 0's, and ``stats()["differences"]`` counts it. 0: no comparison.
+        allow_discard: Whether ``discard_step`` may be called. Each step then keeps a copy of the
+            residuals and factors before it, which takes their memory once more.
 
     Raises:
         ValueError: If a value is not allowed, alone or beside another field. The message names the
@@ -91,6 +93,7 @@ class Options:
     residual_dtype: torch.dtype | str = torch.float32
     warm_start_noise: float = 0
     check_every: int = 0
+    allow_discard: bool = False
 
     # torch's DeviceMesh reads the time-out of a group from its options. None is the default.
     @property

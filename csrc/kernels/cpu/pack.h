@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <algorithm>
-#include <type_traits>
-
 #include "kernels/cpu/blocking/element_flags.h"
 #include "kernels/cpu/blocking/tiles.h"
 #include "kernels/cpu/simd/convert.h"
 #include "kernels/shared/steps.h"
 
-// project puts raw segments, activities and the non-finite count into the P payload, beside P.
+// project puts raw segments, uses and the non-finite count into the P payload, beside P.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // Copies a tile of a raw segment, which travels as it is.
@@ -28,26 +25,12 @@ POWERSGD_TILE_FUNCTION inline void copy_raw_tile(const Bucket& bucket, const Til
   flags_of(bucket, tile) = flags.template flags<F>();
 }
 
-template <class G>
-inline bool is_zero(G element) {
-  if constexpr (std::is_floating_point_v<G>) {
-    return element == 0;
-  } else {
-    return (element.bits & 0x7FFF) == 0;  // of either sign
-  }
-}
-
-// Writes for each matrix whether its gradient has a non-zero element. The search ends at the first,
-// so that only a gradient of zeros is read to its end.
-template <class G>
-inline void write_activities(const Bucket& bucket) {
+// Writes for each matrix whether this rank has used it.
+template <class F>
+inline void write_uses(const Bucket& bucket) {
   for (int32_t i = 0; i < bucket.num_matrices; ++i) {
-    const Matrix& matrix = bucket.matrices[i];
-    if (matrix.active_offset < 0) continue;
-    const G* gradient = elements<G>(bucket.gradient, matrix.gradient_offset);
-    const G* end = gradient + matrix.rows * matrix.cols;
-    const bool active = std::any_of(gradient, end, [](G element) { return !is_zero(element); });
-    elements<ComputeOf<G>>(bucket.p_payload, matrix.active_offset)[0] = active ? 1 : 0;
+    const int64_t offset = bucket.matrices[i].use_offset;
+    if (offset >= 0) *elements<F>(bucket.p_payload, offset) = static_cast<F>(use_of(bucket, i));
   }
 }
 
@@ -74,7 +57,7 @@ inline void project_and_pack(const Bucket& bucket, const ParallelFor& parallel_f
       (flags & kNonFinite) != 0 ? 1 : 0;
   bucket.state->step = begun_step(bucket);
   if ((flags & kSaturated) != 0) count_step(bucket, &StepCounts::saturated);
-  write_activities<G>(bucket);
+  write_uses<ComputeOf<G>>(bucket);
   note_units(bucket);
 }
 

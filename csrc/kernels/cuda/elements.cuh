@@ -60,12 +60,6 @@ __device__ __forceinline__ Storage narrow(Factor<Storage> value, DType dtype) {
 __device__ __forceinline__ bool is_finite(float value) { return fabsf(value) <= FLT_MAX; }
 __device__ __forceinline__ bool is_finite(double value) { return fabs(value) <= DBL_MAX; }
 
-// Any number of values are tested at once: their zero_bits, or-ed together, are all_zero if every
-// value is zero, of either sign. NaN is not zero.
-__device__ __forceinline__ uint32_t zero_bits(float value) { return float_bits(value); }
-__device__ __forceinline__ uint32_t zero_bits(double value) { return value == 0 ? 0 : 1; }
-__device__ __forceinline__ bool all_zero(uint32_t bits) { return (bits & 0x7FFFFFFFu) == 0; }
-
 // The largest finite value of a storage type. memory is kept within it, because an infinity would
 // stay there.
 template <typename Storage>

@@ -101,19 +101,13 @@ __device__ __forceinline__ bool replace_non_finite(F (&value)[4]) {
   return bad;
 }
 
-// Notes what the gradient's elements are like, and replaces the non-finite ones by 0.
+// Replaces the non-finite elements of the gradient by 0, and notes that there are some.
 template <typename F>
 __device__ __forceinline__ void examine_gradient(F (&gradient)[kLoadedRows][4],
                                                  ElementFlags* flags) {
-  uint32_t bits = 0;
   bool bad = false;
   POWERSGD_UNROLL
-  for (int i = 0; i < kLoadedRows; ++i) {
-    POWERSGD_UNROLL
-    for (int j = 0; j < 4; ++j) bits |= zero_bits(gradient[i][j]);
-    bad = replace_non_finite(gradient[i]) || bad;
-  }
-  if (!all_zero(bits)) flags->non_zero = 1;
+  for (int i = 0; i < kLoadedRows; ++i) bad = replace_non_finite(gradient[i]) || bad;
   if (bad) flags->non_finite = 1;
 }
 

@@ -14,7 +14,7 @@ namespace powersgd::kernels::cuda {
 // cannot hold them. It lies in shared memory, because registers are scarce. Several threads may set
 // a flag to 1 at a time, so that the flags are volatile.
 struct ElementFlags {
-  volatile int non_finite, non_zero, saturated;
+  volatile int non_finite, saturated;
 };
 
 // The tile of a block, at the start of shared memory.
@@ -46,7 +46,7 @@ __device__ __forceinline__ Work* begin_work(const Bucket& bucket, const Tile* ti
     copy_entry(tile, work->tile);
     if (static_cast<TileKind>(static_cast<uint32_t>(kind_and_item)) != TileKind::kRawSegment)
       copy_entry(bucket.matrices[kind_and_item >> 32], work->matrix);
-    if (threadIdx.x == 0) work->flags = {0, 0, 0};
+    if (threadIdx.x == 0) work->flags = {0, 0};
   }
   __syncthreads();
   return work;
@@ -66,9 +66,8 @@ __device__ __forceinline__ void share_residual_scale(const Bucket& bucket, Work*
 __device__ __forceinline__ void add_flags(const Bucket& bucket, const Work& work) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  const int32_t flags = (work.flags.non_finite ? kNonFinite : 0) |
-                        (work.flags.non_zero ? kNonZero : 0) |
-                        (work.flags.saturated ? kSaturated : 0);
+  const int32_t flags =
+      (work.flags.non_finite ? kNonFinite : 0) | (work.flags.saturated ? kSaturated : 0);
   if (flags == 0) return;
   const int64_t counter = work.tile.kind == TileKind::kRawSegment
                               ? raw_flags_counter(bucket.num_matrices)
@@ -76,8 +75,8 @@ __device__ __forceinline__ void add_flags(const Bucket& bucket, const Work& work
   atomicOr(reinterpret_cast<int*>(bucket.counters + counter), flags);
 }
 
-// Takes the flags of all blocks, writes what they say to the P payload, and notes the units of
-// memory. The last block of project calls it.
+// Takes the flags of all blocks, writes what they say to the P payload beside the uses, and notes
+// the units of memory. The last block of project calls it.
 template <typename F>
 __device__ void write_flags(const Bucket& bucket) {
   F* const p = p_payload<F>(bucket);
@@ -85,8 +84,8 @@ __device__ void write_flags(const Bucket& bucket) {
   for (int item = threadIdx.x; item <= bucket.num_matrices; item += kThreads) {
     auto* const flags = reinterpret_cast<int32_t*>(bucket.counters + flags_counter(item));
     all |= *flags;
-    if (item < bucket.num_matrices && bucket.matrices[item].active_offset >= 0)
-      p[bucket.matrices[item].active_offset] = (*flags & kNonZero) != 0 ? 1 : 0;
+    if (item < bucket.num_matrices && bucket.matrices[item].use_offset >= 0)
+      p[bucket.matrices[item].use_offset] = static_cast<F>(use_of(bucket, item));
     *flags = 0;
     if (item < bucket.num_matrices && bucket.matrices[item].grad_scale != nullptr)
       *bucket.matrices[item].grad_scale = loss_scale(bucket);

@@ -12,9 +12,9 @@ namespace powersgd::kernels {
 
 constexpr int64_t kSlotBytes = 64;  // the unit of Tile::slot, an offset into the workspace
 
-// The flags of a tile of project: whether its part of the gradient has a non-finite or a non-zero
-// element, and its part of M one that memory cannot hold.
-constexpr int32_t kNonFinite = 1, kNonZero = 2, kSaturated = 4;
+// The flags of a tile of project: whether its part of the gradient has a non-finite element, and its
+// part of M one that memory cannot hold.
+constexpr int32_t kNonFinite = 1, kSaturated = 2;
 
 POWERSGD_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -35,10 +35,15 @@ POWERSGD_HOST_DEVICE inline T* elements(void* base, int64_t offset) {
   return static_cast<T*>(base) + offset;
 }
 
-// True if every rank's gradient of the matrix is zero, by the reduced P payload.
+// What project tells the other ranks: 1 if this rank has used the matrix, else 0.
+POWERSGD_HOST_DEVICE inline int use_of(const Bucket& bucket, int32_t matrix) {
+  return bucket.used == nullptr || bucket.used[matrix] != 0 ? 1 : 0;
+}
+
+// True if no rank has used the matrix, by the reduced P payload.
 template <typename F>
 POWERSGD_HOST_DEVICE inline bool out_of_use(const Bucket& bucket, const Matrix& matrix) {
-  return matrix.active_offset >= 0 && *elements<F>(bucket.p_payload, matrix.active_offset) == 0;
+  return matrix.use_offset >= 0 && *elements<F>(bucket.p_payload, matrix.use_offset) == 0;
 }
 
 // P or p_hat of a matrix: [rows, rank].

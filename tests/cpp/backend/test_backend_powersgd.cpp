@@ -75,7 +75,7 @@ TEST(BackendPowerSGD, OneCollectiveOnEachChannelAndNoneOnTheInner) {
     const auto p = channels.p(rank).calls(), q = channels.q(rank).calls();
     ASSERT_EQ(p.size(), 1u);
     ASSERT_EQ(q.size(), 1u);
-    EXPECT_EQ(p[0].numel, 2 * 32 + 2);  // P, its activity and the non-finite count
+    EXPECT_EQ(p[0].numel, 2 * 32 + 2);  // P, its use and the non-finite count
     EXPECT_EQ(q[0].numel, 2 * 48);      // Q
   });
 }

@@ -73,7 +73,7 @@ TEST_P(BackProject, SkippedStepSendsZeros) {
 // rank alone decides nothing.
 TEST_P(BackProject, MatrixOutOfUseSendsZeros) {
   BucketSpec spec = GetParam().spec;
-  spec.tells_activity = true;
+  spec.tells_use = true;
   TestBucket bucket(*runner_, spec);
   const size_t count = bucket.matrices.size();
   for (size_t idle = 0; idle <= count; ++idle) {
@@ -82,7 +82,7 @@ TEST_P(BackProject, MatrixOutOfUseSendsZeros) {
     Values reduced(count, 1);
     for (size_t i = 0; i < count; i += 2) reduced[i] = 3;  // ranks
     if (idle < count) reduced[idle] = 0;
-    bucket.set_activities(reduced);
+    bucket.set_uses(reduced);
     bucket.q_payload->set(random_values(bucket.bucket.q_numel, 7));
     bucket.run(Stage::kBackProject);
     for (size_t i = 0; i < count; ++i) {

@@ -321,14 +321,14 @@ TEST_P(Orthogonalize, TheSkipOfTheLastStepIsOverwritten) {
 
 TEST_P(Orthogonalize, MatrixOutOfUseKeepsItsColumns) {
   BucketSpec telling = spec();
-  telling.tells_activity = true;
+  telling.tells_use = true;
   TestBucket bucket(*runner_, telling);
   randomize(bucket, 21);
   const Values before = bucket.matrices[1].p_hat->get();
   Values payload = random_values(bucket.bucket.p_numel, 22);
   payload.back() = 0;
   bucket.p_payload->set(payload);
-  bucket.set_activities({2, 0, 1});
+  bucket.set_uses({2, 0, 1});
   bucket.run(Stage::kOrthogonalize);
   EXPECT_EQ(bucket.matrices[1].p_hat->get(), before);
   EXPECT_LE(orthogonality_error(bucket.matrices[0].p_hat->get(), 6, 2), allowed_);

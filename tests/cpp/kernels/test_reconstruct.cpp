@@ -163,7 +163,7 @@ TEST_P(Reconstruct, LeavesMemoryAndLocalFactorsAlone) {
 // P and Q do not matter.
 TEST_P(Reconstruct, MatrixOutOfUseGetsZerosAndKeepsItsResidual) {
   BucketSpec spec = GetParam().spec;
-  spec.tells_activity = true;
+  spec.tells_use = true;
   TestBucket bucket(*runner_, spec);
   for (size_t idle = 0; idle < bucket.matrices.size(); ++idle) {
     randomize(bucket, 10);
@@ -171,7 +171,7 @@ TEST_P(Reconstruct, MatrixOutOfUseGetsZerosAndKeepsItsResidual) {
     bucket.q_payload->set(random_values(bucket.bucket.q_numel, 210));
     Values reduced(bucket.matrices.size(), 2);
     reduced[idle] = 0;
-    bucket.set_activities(reduced);
+    bucket.set_uses(reduced);
     const DeviceMatrix& matrix = bucket.matrices[idle];
     const Values memory = matrix.memory->get(), q_warm = matrix.q_warm->get();
     bucket.run(Stage::kReconstruct);

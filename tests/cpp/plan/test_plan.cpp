@@ -145,8 +145,8 @@ TEST(PlanBucket, LaysOutPayloads) {
   EXPECT_EQ(plan.raw[1].gradient_offset, 64 * 32 + 64 + 16 * 72);
   EXPECT_EQ(plan.raw[1].p_offset, (64 + 16) * 2 + 64);
   EXPECT_EQ(plan.gradient_numel, 64 * 32 + 64 + 16 * 72 + 16);
-  EXPECT_EQ(plan.matrices[0].active_offset, (64 + 16) * 2 + 64 + 16);
-  EXPECT_EQ(plan.matrices[1].active_offset, (64 + 16) * 2 + 64 + 16 + 1);
+  EXPECT_EQ(plan.matrices[0].use_offset, (64 + 16) * 2 + 64 + 16);
+  EXPECT_EQ(plan.matrices[1].use_offset, (64 + 16) * 2 + 64 + 16 + 1);
   EXPECT_EQ(plan.p_numel, (64 + 16) * 2 + 64 + 16 + 2 + 1);
   EXPECT_EQ(plan.q_numel, (32 + 72) * 2);
   EXPECT_TRUE(plan.compresses());

@@ -73,7 +73,7 @@ void TestBucket::lay_out() {
     bucket.p_numel += raw.numel;
   }
   for (DeviceMatrix& matrix : matrices) {
-    if (spec.tells_activity) matrix.active_offset = bucket.p_numel++;
+    if (spec.tells_use) matrix.use_offset = bucket.p_numel++;
   }
   bucket.p_numel += 1;
   gradient = array(spec.gradient_dtype, gradient_numel);
@@ -93,7 +93,7 @@ void TestBucket::build_tables() {
         {part.rows, part.cols, part.rank, matrix.gradient_offset, matrix.p_offset, matrix.q_offset,
          matrix.memory ? matrix.memory->data() : nullptr, matrix.p_hat->data(),
          matrix.q_local->data(), matrix.q_warm->data(), 100 + matrix_table.size(),
-         matrix.active_offset, static_cast<double*>(matrix.grad_scale->data()),
+         matrix.use_offset, static_cast<double*>(matrix.grad_scale->data()),
          static_cast<double*>(matrix.q_norms->data())});
   }
   std::vector<kernels::RawSegment> raw_table;
@@ -149,22 +149,24 @@ Values TestBucket::q_of(const DeviceMatrix& matrix) const {
   return slice(q_payload->get(), matrix.q_offset, matrix.part.cols * matrix.part.rank);
 }
 
-Values TestBucket::activities() const {
+Values TestBucket::uses() const {
   const Values payload = p_payload->get();
   Values result;
   for (const DeviceMatrix& matrix : matrices) {
-    result.push_back(payload[static_cast<size_t>(matrix.active_offset)]);
+    result.push_back(payload[static_cast<size_t>(matrix.use_offset)]);
   }
   return result;
 }
 
-void TestBucket::set_activities(const Values& values) {
+void TestBucket::set_uses(const Values& values) {
   Values payload = p_payload->get();
   for (size_t i = 0; i < matrices.size(); ++i) {
-    payload[static_cast<size_t>(matrices[i].active_offset)] = values[i];
+    payload[static_cast<size_t>(matrices[i].use_offset)] = values[i];
   }
   p_payload->set(payload);
 }
+
+void TestBucket::put_used(const std::vector<int32_t>& used) { bucket.used = upload(used); }
 
 kernels::BucketState TestBucket::state() const {
   kernels::BucketState state;

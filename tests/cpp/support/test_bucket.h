@@ -29,8 +29,8 @@ struct BucketSpec {
   DType gradient_dtype = DType::kFloat32;
   DType residual_dtype = DType::kFloat32;
   bool error_feedback = true;
-  int64_t misalignment = 0;     // elements by which every array starts past an aligned address
-  bool tells_activity = false;  // the P payload holds an element for each matrix that says so
+  int64_t misalignment = 0;  // elements by which every array starts past an aligned address
+  bool tells_use = false;    // the P payload says of each matrix whether it was used
   // project and back_project round what they multiply. Only the CUDA kernels do, at ranks 9 to 32.
   bool bfloat16_products = false;
 
@@ -76,7 +76,7 @@ struct DeviceMatrix {
   int64_t gradient_offset;
   int64_t p_offset;
   int64_t q_offset;
-  int64_t active_offset;
+  int64_t use_offset;
   std::unique_ptr<DeviceArray> memory;  // null without error feedback
   std::unique_ptr<DeviceArray> p_hat, q_local, q_warm;
   std::unique_ptr<DeviceArray> grad_scale;  // one element, 1 at first
@@ -104,9 +104,11 @@ class TestBucket {
   Values p_of(const DeviceMatrix& matrix) const;
   Values q_of(const DeviceMatrix& matrix) const;
 
-  // The elements of the P payload that say whether a matrix is active, by matrix.
-  Values activities() const;
-  void set_activities(const Values& values);
+  // The elements of the P payload that say whether a matrix was used, by matrix.
+  Values uses() const;
+  void set_uses(const Values& values);
+  // Says which matrices this rank has used, by matrix.
+  void put_used(const std::vector<int32_t>& used);
 
   kernels::BucketState state() const;
   void set_skipped(bool skipped);

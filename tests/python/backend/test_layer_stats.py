@@ -104,7 +104,7 @@ def _bytes(rank: int) -> None:
     sent |= {"bias": 16, "small": 12}
     for name, layer in layers.items():
         assert layer["bytes_before"] == 4 * torch.Size(SHAPES[name]).numel()
-        assert layer["bytes_after"] == pytest.approx(4 * sent[name], abs=8)  # an activity
+        assert layer["bytes_after"] == pytest.approx(4 * sent[name], abs=8)  # a use
         assert (layer["rank"] == 0) == (name not in COMPRESSED)
     assert layers["bias"]["captured"] is None
     flat = tp.stats(per_layer=True, flat=True)
@@ -133,12 +133,12 @@ def test_a_gradient_of_low_rank_is_captured_whole() -> None:
 
 
 def _nothing_delivered(rank: int) -> None:
-    ddp = make_attached(SHAPES)
+    ddp = make_attached(SHAPES, find_unused_parameters=True)
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
-    unused = gradients(SHAPES, rank, 3)
-    unused["wide"] = torch.zeros(SHAPES["wide"])
-    step(ddp, unused)
+    used = gradients(SHAPES, rank, 3)
+    del used["wide"]
+    step(ddp, used)
     layers = _layers()
     assert layers["wide"]["captured"] is layers["wide"]["gradient"] is None
     assert layers["wide"]["residual"] > 0

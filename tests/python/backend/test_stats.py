@@ -27,7 +27,7 @@ from support.synthetic import (
 # pay.
 SHAPES = {"weight": (128, 64), "bias": (128,), "conv": (32, 16, 3, 3), "small": (8, 8)}
 NUMEL = 128 * 64 + 128 + 32 * 144 + 64
-# Factors, raw elements, the activity of each matrix, and the count of ranks that are not finite.
+# Factors, raw elements, the use of each matrix, and the count of ranks that are not finite.
 SENT = 2 * (128 + 64) + 2 * (32 + 144) + 128 + 64 + 2 + 1
 
 STAGES = {"project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "reconstruct"}

@@ -46,7 +46,7 @@ def broken():
 constant = 3
 """
 
-# Rank 4 sends 1000 x 128 and 32 x 144 as factors, the bias raw, two activities and a count.
+# Rank 4 sends 1000 x 128 and 32 x 144 as factors, the bias raw, two uses and a count.
 TOTAL = 128_000 + 4608 + 32
 P_NUMEL, Q_NUMEL, TAIL = 4 * (1000 + 32), 4 * (128 + 144), 32 + 2 + 1
 FLOAT32 = ("--rank", "4", "--wire-dtype", "float32")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
+from support.paired_training import same
 from support.synthetic import (
     COMPRESSED,
     SHAPES,
     Arrays,
     Ledger,
     Synthetic,
+    Tensors,
+    add_to,
     gradient,
     gradients,
     make_attached,
@@ -28,6 +32,7 @@ from support.synthetic import (
     step,
     sum_of,
     to_numpy,
+    weights_of,
 )
 from torch_powersgd._core import _C
 
@@ -136,6 +141,98 @@ def test_a_parameter_that_no_rank_uses_loses_nothing() -> None:
     # DDP throws away the bucket's output for it. The residual keeps what is thrown away.
     for errors in ranks.run(2, _unused_on_all_ranks):
         assert max(errors.values()) < TOLERANCE[torch.float32], errors
+
+
+# Which branches the ranks use, by pass. Branches are zeroed by their own optimizers, as those of a
+# GAN or of several tasks are: before a pass that any rank uses it in.
+BRANCHES = {"a": (20, 30), "b": (25, 40), "bias": (16,)}
+USES = [("ab", "ab"), ("b", "b"), ("b", "b"), ("ab", "b"), ("b", "b"), ("a", "ab"), ("b", "b")]
+STALE: dict[str, tuple[tp.Options, dict[str, Any]]] = {
+    "copies": (OPTIONS, {}),
+    "views": (OPTIONS, {"gradient_as_bucket_view": True}),
+    "int8": (dataclasses.replace(OPTIONS, wire_dtype="int8"), {}),
+    "bfloat16_residual": (dataclasses.replace(OPTIONS, residual_dtype="bfloat16"), {}),
+    "no_feedback": (dataclasses.replace(OPTIONS, use_error_feedback=False), {}),
+    "exact_first_steps": (dataclasses.replace(OPTIONS, start_powerSGD_iter=4), {}),
+}
+
+
+def _stale(rank: int, name: str) -> tuple[list[str], dict[str, float]]:
+    """Leaves the gradients of a branch that no rank uses as they are.
+
+    Returns:
+        What differs after a pass that used nothing of it, and the errors of the identity.
+    """
+    options, arguments = STALE[name]
+    ddp = make_attached(BRANCHES, options, find_unused_parameters=True, **arguments)
+    weights, ledger, changed = weights_of(ddp), Ledger(), []
+    for i, by_rank in enumerate(USES * 2):
+        used = {branch for uses in by_rank for branch in uses}
+        for branch in used:
+            weights[branch].grad = None if i % 2 else torch.zeros(BRANCHES[branch])
+        held = {n: w.grad.clone() for n, w in weights.items() if w.grad is not None}
+        before = tp.state_dict(ddp, per_rank=True)["parameters"]
+        ddp(gradients({n: BRANCHES[n] for n in by_rank[rank]}, rank, i)).backward()
+        after = tp.state_dict(ddp, per_rank=True)["parameters"]
+        unused = set(held) - used
+        changed += [f"{n}.grad in {i}" for n in unused if not same([weights[n].grad], [held[n]])]
+        changed += [
+            f"{n}.{field} in {i}"
+            for n in unused
+            for field, tensor in before[f"weights.{n}"].items()
+            if isinstance(tensor, torch.Tensor)
+            and not same([tensor], [after[f"weights.{n}"][field]])
+        ]
+        shares = [
+            {n: g / 2 for n, g in gradients({b: BRANCHES[b] for b in uses}, r, i).items()}
+            for r, uses in enumerate(by_rank)
+        ]
+        means: Tensors = {}
+        for share in shares:
+            add_to(means, share)
+        ledger.add({n: outputs_of(ddp)[n] for n in used}, means)
+    residuals = residuals_of(ddp) if options.use_error_feedback else None
+    return changed, ledger.errors(residuals)
+
+
+def _all_stale(rank: int) -> dict[str, tuple[list[str], dict[str, float]]]:
+    return {name: _stale(rank, name) for name in STALE}
+
+
+def test_an_old_gradient_of_a_parameter_that_no_rank_uses_changes_nothing() -> None:
+    # DDP puts it into the bucket and drops the output, so that neither may count.
+    for facts in ranks.run(2, _all_stale):
+        for name, (changed, errors) in facts.items():
+            assert changed == [], name
+            if name == "bfloat16_residual":
+                # Each step rounds M to 8 bits.
+                assert max(errors.values()) < len(USES) * 2**-8, name
+            elif name != "no_feedback":
+                assert max(errors.values()) < TOLERANCE[torch.float32], (name, errors)
+
+
+def _zeros(rank: int, ddp_arguments: dict[str, Any]) -> tuple[dict[str, float], list[float]]:
+    """After three steps the gradient of a parameter is zero on all ranks, which do use it."""
+    ddp = make_attached(BRANCHES, OPTIONS, **ddp_arguments)
+    ledger, norms = Ledger(), []
+    for i in range(20):
+        mine = gradients(BRANCHES, rank, i)
+        means = mean_gradients(BRANCHES, 2, i)
+        if i >= 3:
+            mine["a"] = torch.zeros(BRANCHES["a"])
+            means["a"] = torch.zeros(BRANCHES["a"])
+        ledger.add(step(ddp, mine), means)
+        norms.append(residuals_of(ddp)["a"].norm().item())
+    return ledger.errors(residuals_of(ddp)), norms
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_gradient_of_zeros_is_one_like_any_other(looks: bool) -> None:
+    for errors, norms in ranks.run(2, _zeros, {"find_unused_parameters": looks}):
+        assert max(errors.values()) < TOLERANCE[torch.float32], errors
+        # Rank 2 of at most 20: what the first steps left is delivered by the zeros.
+        assert norms[3] < norms[2]
+        assert norms[-1] < 1e-5 * norms[2]
 
 
 def _accumulate(rank: int) -> tuple[dict[str, float], int]:

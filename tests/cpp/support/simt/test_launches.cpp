@@ -35,7 +35,7 @@ TEST_P(LaunchesOfAStep, AreFour) {
   const auto [gradient, rank] = GetParam();
   BucketSpec spec{{{700, 300, rank}, Part::raw(9), {40, 17000, 2}, {900, 40, 1}}, gradient};
   spec.residual_dtype = gradient == DType::kFloat64 ? gradient : DType::kFloat32;
-  spec.tells_activity = true;
+  spec.tells_use = true;
   const auto runner = stage_runners().front().make();
   TestBucket bucket(*runner, spec);
   const int64_t before = kernels::cuda::launch_count();
