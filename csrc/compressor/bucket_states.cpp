@@ -30,7 +30,7 @@ void BucketStates::begin_step(const BucketPlan& plan, const at::Tensor& gradient
   forget_step();  // one that failed in project
   ParameterState::keep_before_step(states_);
   for (size_t i = 0; i < states_.size(); ++i) {
-    states_[i]->last_step = static_cast<int64_t>(step.step);
+    states_[i]->last_step = step.step;
     const PlannedMatrix& matrix = plan.matrices[i];
     if (step.uses.empty() || step.uses[static_cast<size_t>(matrix.parameter)] != Use::kStale) {
       continue;

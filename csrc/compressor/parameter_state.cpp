@@ -144,7 +144,6 @@ void ParameterState::keep_before_step(const std::vector<ParameterStatePtr>& stat
 void ParameterState::discard_step() {
   at::_foreach_copy_(step_tensors(), before);
   q_norms.zero_();
-  last_step = -1;
 }
 
 void ParameterState::take_back(const at::Tensor& gradient) {

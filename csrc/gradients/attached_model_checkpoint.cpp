@@ -128,7 +128,7 @@ void AttachedModel::load_parameter(size_t index, const ParameterExport& saved, d
     state.set_residual(residual);
     state.grad_scale.fill_(grad_scale);
     state.q_warm.narrow(0, 0, kept).copy_(q.narrow(0, 0, kept));
-    state.last_step = -1;
+    state.last_step.reset();
   });
   if (q.size(0) != rank) {
     session_->log(LogLevel::kInfo, c10::str("'", saved.name, "': the checkpoint's rank ", q.size(0),
@@ -185,7 +185,7 @@ void AttachedModel::load_local(const std::vector<LocalExport>& saved, int64_t st
         if (own->defined()) own->copy_(*given);
       }
       state.grad_scale.fill_(local.grad_scale);
-      state.last_step = -1;
+      state.last_step.reset();
     });
   }
   step_ = static_cast<uint64_t>(step);
@@ -196,7 +196,8 @@ void AttachedModel::after_last_step(const std::function<void(c10::Device, const 
     session_->run_after_steps(device, [&] {
       States states;
       for (size_t i = 0; i < states_.size(); ++i) {
-        const bool in_last_step = states_[i]->last_step + 1 == static_cast<int64_t>(step_);
+        const std::optional<uint64_t> last = states_[i]->last_step;
+        const bool in_last_step = last && *last + 1 == step_;
         if (in_last_step && parameters_[i].device() == device) states.push_back(states_[i]);
       }
       change(device, states);
@@ -215,8 +216,12 @@ void AttachedModel::discard_step() {
   TORCH_CHECK_VALUE(options_.allow_discard,
                     "discard_step needs Options(allow_discard=True), with which each step keeps a "
                     "copy of the residuals before it");
-  after_last_step([](c10::Device /*device*/, const States& states) {
-    for (const ParameterStatePtr& state : states) state->discard_step();
+  after_last_step([this](c10::Device /*device*/, const States& states) {
+    for (const ParameterStatePtr& state : states) {
+      state->discard_step();
+      // The host does not see the steps that a CUDA graph replays.
+      if (captured_.empty()) state->last_step.reset();
+    }
   });
 }
 

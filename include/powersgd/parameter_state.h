@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "powersgd/options.h"
@@ -72,14 +73,14 @@ struct ParameterState {
   // An element that is not finite counts as 0, as in project.
   void take_back(const at::Tensor& gradient);
 
-  uint64_t random_id = 0;  // names the parameter to the random generator
-  int64_t last_step = -1;  // the step that was projected last; -1: none that can be taken back
-  at::Tensor memory;       // [rows, cols] in the residual dtype; undefined without error feedback
-  at::Tensor p_hat;        // [rows, rank] in the factor dtype
-  at::Tensor q_local;      // [rank, cols] in the factor dtype
-  at::Tensor q_warm;       // [rank, cols] in the factor dtype
-  at::Tensor grad_scale;   // one float64: the loss scale of the residual. project writes it
-  at::Tensor q_norms;      // [rank] in float64: the norms of the rows of the ranks' last summed Q
+  uint64_t random_id = 0;             // names the parameter to the random generator
+  std::optional<uint64_t> last_step;  // that was projected; empty: none that can be taken back
+  at::Tensor memory;      // [rows, cols] in the residual dtype; undefined without error feedback
+  at::Tensor p_hat;       // [rows, rank] in the factor dtype
+  at::Tensor q_local;     // [rank, cols] in the factor dtype
+  at::Tensor q_warm;      // [rank, cols] in the factor dtype
+  at::Tensor grad_scale;  // one float64: the loss scale of the residual. project writes it
+  at::Tensor q_norms;     // [rank] in float64: the norms of the rows of the ranks' last summed Q
   std::vector<at::Tensor> before;  // step_tensors() before the last step; empty: not kept
 };
 using ParameterStatePtr = std::shared_ptr<ParameterState>;

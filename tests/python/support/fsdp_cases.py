@@ -16,6 +16,7 @@ import torch_powersgd as tp
 from support.fsdp_pairs import (
     Sharded,
     TrainingPair,
+    backward,
     backward_in_two_passes,
     gradients,
     make_pair,
@@ -192,6 +193,27 @@ def frozen(rank: int, native: bool) -> Facts:
     for module in (pair.attached, pair.plain):
         module.out.weight.requires_grad_(False)
     return pair.train(rank)
+
+
+@case_of_both
+def discarded_and_late(rank: int, native: bool) -> Facts:
+    """Before some steps there is one that is discarded, and one that is delivered later."""
+    pair = make_pair(replace(OPTIONS, allow_discard=True), native)
+    for i in range(STEPS):
+        pair.equalize()
+        if i > WARM_UP:
+            backward(pair.attached, rank, f"discarded {i}", scale=1e4 if rank == 1 else 1.0)
+            tp.discard_step(pair.attached)
+            for module in (pair.attached, pair.plain):
+                backward(module, rank, f"late {i}")
+            tp.step_skipped(pair.attached)
+            late = {n: g.double() for n, g in gradients(pair.plain).items() if "weight" in n}
+            pair.ledger.add({name: torch.zeros_like(g) for name, g in late.items()}, late)
+        for module in (pair.attached, pair.plain):
+            backward(module, rank, i)
+        pair.facts.exact.append(True)
+        pair.record(i)
+    return pair.finish()
 
 
 @case_of_both

@@ -228,9 +228,12 @@ def backward_in_two_passes(module: Sharded, x: torch.Tensor) -> None:
     hidden.backward(leaf.grad)
 
 
-def backward(module: Sharded, rank: int, i: int, **arguments: Any) -> list[torch.Tensor]:
+def backward(
+    module: Sharded, rank: int, i: object, scale: float = 1, **arguments: Any
+) -> list[torch.Tensor]:
     module.zero_grad()
-    module(gradient((6, 25), "input", rank, i), **arguments).square().mean().backward()
+    loss = module(gradient((6, 25), "input", rank, i), **arguments).square().mean()
+    (scale * loss).backward()
     return list(gradients(module).values())
 
 
