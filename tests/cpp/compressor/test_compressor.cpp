@@ -205,13 +205,53 @@ TEST(Compressor, AParameterOutOfUseKeepsItsResidual) {
   const at::Tensor warm = rank.states[0]->q_warm.clone();
   at::Tensor gradient = at::randn({rank.plan.gradient_numel});
   gradient.narrow(0, 0, 17 * 33).zero_();
-  for (uint64_t step = 1; step < 4; ++step) {
-    const at::Tensor out = rank.step(gradient, {1, 1, step});
+  StepInfo info;
+  info.uses = {Use::kUnused, Use::kUsed, Use::kUsed};
+  for (info.step = 1; info.step < 4; ++info.step) {
+    const at::Tensor out = rank.step(gradient, info);
     EXPECT_TRUE(at::equal(out.narrow(0, 0, 17 * 33), at::zeros({17 * 33})));
     EXPECT_NE(out.narrow(0, 17 * 33 + 5, 40 * 24).norm().item<double>(), 0);
     // The first of these steps subtracts what was delivered before, and rounds in another order.
     EXPECT_LT(relative(rank.states[0]->residual(), before), 1e-6);
     EXPECT_TRUE(at::equal(rank.states[0]->q_warm, warm));
+  }
+}
+
+TEST(Compressor, TheOldGradientOfAParameterOutOfUseCountsNowhere) {
+  OneRank rank(make_options());
+  rank.step(at::randn({rank.plan.gradient_numel}), {1, 1, 0});
+  StepInfo info;
+  info.grad_scale = 4;  // the loss scale has changed, too
+  info.uses = {Use::kStale, Use::kUsed, Use::kUsed};
+  std::vector<at::Tensor> before;
+  for (const at::Tensor& tensor : rank.states[0]->step_tensors()) before.push_back(tensor.clone());
+  for (info.step = 1; info.step < 4; ++info.step) {
+    at::Tensor gradient = at::randn({rank.plan.gradient_numel});
+    if (info.step == 3) gradient[17 * 33 + 7] = std::numeric_limits<float>::quiet_NaN();
+    const at::Tensor out = rank.step(gradient, info);
+    EXPECT_TRUE(at::equal(out.narrow(0, 0, 17 * 33), gradient.narrow(0, 0, 17 * 33)));
+    const std::vector<at::Tensor> after = rank.states[0]->step_tensors();
+    for (size_t i = 0; i < after.size(); ++i) EXPECT_TRUE(at::equal(after[i], before[i])) << i;
+    EXPECT_EQ(rank.states[0]->q_norms.norm().item<double>(), 0);
+  }
+  // After an exception the gradient is taken back from the others, and here the state put back.
+  rank.compressor->project(at::randn({rank.plan.gradient_numel}), info);
+  rank.compressor->rollback();
+  EXPECT_TRUE(at::equal(rank.states[0]->memory, before.back()));
+}
+
+TEST(Compressor, ADiscardedStepLeavesNothing) {
+  for (const bool feedback : {true, false}) {
+    Options options = make_options();
+    options.allow_discard = true;
+    options.use_error_feedback = feedback;
+    OneRank rank(options), other(options);
+    for (uint64_t step = 0; step < 4; ++step) {
+      const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
+      EXPECT_TRUE(at::equal(rank.step(gradient, {1, 1, step}), other.step(gradient, {1, 1, step})));
+      rank.step(1e4 * at::randn({rank.plan.gradient_numel}), {1, 2, step});
+      for (const ParameterStatePtr& state : rank.states) state->discard_step();
+    }
   }
 }
 

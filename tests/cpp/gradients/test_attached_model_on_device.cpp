@@ -50,13 +50,14 @@ Outcome train(const Place& place, const Options& options) {
   const auto session = test::make_session_of_equal_ranks(place.first, options);
   const auto parameters = make_parameters(place);
   Outcome outcome;
-  const auto step = [&](AttachedModel& model, const at::Tensor& gradient) {
+  const auto step = [&](AttachedModel& model, const at::Tensor& gradient,
+                        Use use_of_weight = Use::kUsed, Use use_of_embedding = Use::kUsed) {
     at::Tensor first = gradient.narrow(0, 0, kFirst).to(place.first, false, /*copy=*/true);
     at::Tensor second = gradient.narrow(0, kFirst, kSecond).to(place.second, false, /*copy=*/true);
     const auto one = model.reduce(0, first, model.find({parameters[0], parameters[1]}), 2,
-                                  /*more_follow=*/true);
+                                  /*more_follow=*/true, {use_of_weight, Use::kUsed});
     const auto two = model.reduce(1, second, model.find({parameters[2]}), 2,
-                                  /*more_follow=*/true);
+                                  /*more_follow=*/true, {use_of_embedding});
     model.end_step();
     for (const auto& work : {one, two}) {
       try {
@@ -85,6 +86,10 @@ Outcome train(const Place& place, const Options& options) {
     step(*model, gradient(5));
   }
   step(*model, gradient(4));
+  step(*model, gradient(6), Use::kUsed, Use::kStale);
+  step(*model, 1e4 * gradient(7), Use::kStale);
+  model->discard_step();
+  step(*model, gradient(8));
 
   fake::let_host_wait();  // a checkpoint waits
   // The caller's stream reads an exported tensor, which is then released.
@@ -121,6 +126,7 @@ TEST_P(AttachedModelOnDevice, IsTheSameInAnyOrderOfStreams) {
   options.matrix_approximation_rank = 2;
   options.start_powerSGD_iter = 0;
   options.check_every = spread ? 3 : 0;
+  options.allow_discard = true;
   const Outcome expected = train({at::kCPU, at::kCPU}, options);
   EXPECT_EQ(expected.skipped, 1);
   EXPECT_EQ(expected.differences, 0);
