@@ -235,6 +235,93 @@ def test_a_gradient_of_zeros_is_one_like_any_other(looks: bool) -> None:
         assert norms[-1] < 1e-5 * norms[2]
 
 
+# Each has a bucket of its own. DDP reduces that of "first" last.
+LAYERS = {"first": (30, 40), "second": (35, 25), "third": (20, 33)}
+
+
+def _skipped_buckets(rank: int) -> tuple[dict[str, float], list[tuple[int, int, int]]]:
+    """DDP leaves out the buckets of parameters that no rank uses, the last one at times."""
+    options = dataclasses.replace(OPTIONS, start_powerSGD_iter=2)
+    ddp = make_attached(
+        LAYERS,
+        options,
+        bucket_cap_mb=1e-4,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+    )
+    ledger, counts = Ledger(), []
+    for i in range(8):
+        used = {name: LAYERS[name] for name in list(LAYERS)[i % 3 :]}
+        ledger.add(step(ddp, gradients(used, rank, i)), mean_gradients(used, 2, i))
+        stats = tp.stats()
+        counts.append((stats["steps"], stats["exact_calls"], stats["compressed_calls"]))
+    return ledger.errors(residuals_of(ddp)), counts
+
+
+def test_a_step_counts_though_ddp_skips_its_last_bucket() -> None:
+    for errors, counts in ranks.run(2, _skipped_buckets):
+        assert max(errors.values()) < TOLERANCE[torch.float32], errors
+        reduced = [3 - i % 3 for i in range(8)]
+        assert counts == [
+            (i + 1, sum(reduced[: min(i + 1, 2)]), sum(reduced[2 : i + 1])) for i in range(8)
+        ]
+
+
+def _failed_pass(rank: int, by_python: bool) -> tuple[dict[str, float], int]:
+    """A pass that fails on all ranks once two buckets of three have been reduced."""
+    ddp = make_ddp(LAYERS, bucket_cap_mb=1e-4)
+    if by_python:
+        ddp.register_comm_hook(None, tp.comm_hook(ddp, OPTIONS))
+    else:
+        tp.attach(ddp, OPTIONS)
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    ledger = Ledger()
+    for i in range(7):
+        means = mean_gradients(LAYERS, 2, i)
+        if i != 3:
+            ledger.add(step(ddp, gradients(LAYERS, rank, i)), means)
+            continue
+        hook = weights_of(ddp)["first"].register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            step(ddp, gradients(LAYERS, rank, i))
+        hook.remove()
+        ddp.reducer._reset_state()
+        tp.stats()  # waits for the steps in flight, which use DDP's buckets
+        # What was reduced is delivered by the next steps.
+        ledger.add({}, {name: means[name] for name in ("second", "third")})
+    return ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
+
+
+@pytest.mark.parametrize("by_python", [False, True])
+def test_a_pass_that_fails_after_some_buckets_loses_nothing_of_them(by_python: bool) -> None:
+    for errors, steps in ranks.run(2, _failed_pass, by_python):
+        assert max(errors.values()) < TOLERANCE[torch.float32], errors
+        assert steps == 7
+
+
+def _another_group(rank: int, by_python: bool) -> str:
+    ddp = make_ddp(LAYERS)
+    if by_python:
+        ddp.register_comm_hook(None, tp.comm_hook(ddp, OPTIONS))
+    else:
+        tp.attach(ddp, OPTIONS)
+    step(ddp, gradients(LAYERS, rank, 0))
+    ddp._update_process_group(dist.new_group([0, 1], backend="gloo"))
+    with pytest.raises(RuntimeError) as raised:
+        step(ddp, gradients(LAYERS, rank, 1))
+    dist.barrier()  # a rank must not end before the other has connected to it
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("by_python", [False, True])
+def test_another_group_than_the_attached_one_is_an_error(by_python: bool) -> None:
+    for message in ranks.run(2, _another_group, by_python):
+        assert "process group of this DDP module has changed since attach" in message
+
+
 def _accumulate(rank: int) -> tuple[dict[str, float], int]:
     ddp = make_attached(SHAPES, OPTIONS)
     ledger = Ledger()
