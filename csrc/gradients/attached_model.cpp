@@ -120,6 +120,7 @@ AttachedModel::Reduction AttachedModel::begin(size_t bucket, at::Tensor& buffer,
   reduction.step = next_step(buffer, output_scale, units);
   reduction.step.bucket = static_cast<int64_t>(bucket);
   reduction.step.uses = std::move(uses);
+  if (reduction.compressor) clear_stale_non_finite(buffer, parameters, reduction.step.uses);
   if (!unsent_residuals_.empty() && known && !captured) {  // each replay would add them again
     add_unsent_residuals(buffer, parameters, reduction.step);
   }
@@ -187,6 +188,19 @@ const Workspaces& AttachedModel::workspaces_on(c10::Device device) {
   const auto found = workspaces_.find(device);
   if (found != workspaces_.end()) return found->second;
   return workspaces_.emplace(device, Workspaces::of_pipeline()).first->second;
+}
+
+// DDP drops it unless another rank has used the parameter. That rank's gradient is not finite either
+// if it holds the same old one.
+void AttachedModel::clear_stale_non_finite(at::Tensor& buffer,
+                                           const std::vector<size_t>& parameters,
+                                           const std::vector<Use>& uses) const {
+  int64_t offset = 0;
+  for (size_t i = 0; i < uses.size(); ++i) {
+    const int64_t numel = parameters_[parameters[i]].numel();
+    if (uses[i] == Use::kStale) buffer.narrow(0, offset, numel).nan_to_num_(0, 0, 0);
+    offset += numel;
+  }
 }
 
 // Every rank adds the mean residual once it uses the parameter, so that the averages hold it once.

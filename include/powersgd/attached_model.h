@@ -183,6 +183,9 @@ class AttachedModel {
   // Calls `change` on each device after all submitted steps, with the states of the last step there.
   using States = std::vector<ParameterStatePtr>;
   void after_last_step(const std::function<void(c10::Device, const States&)>& change);
+  // An old gradient that is not finite must not skip the step of the whole bucket.
+  void clear_stale_non_finite(at::Tensor& buffer, const std::vector<size_t>& parameters,
+                              const std::vector<Use>& uses) const;
   void add_unsent_residuals(at::Tensor& buffer, const std::vector<size_t>& parameters,
                             const StepInfo& step);
   std::optional<size_t> find_name(const std::string& name) const;

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support import ranks
-from support.paired_training import same
+from support import paired_training, ranks
 from support.synthetic import (
     COMPRESSED,
     SHAPES,
@@ -153,46 +152,60 @@ STALE: dict[str, tuple[tp.Options, dict[str, Any]]] = {
     "int8": (dataclasses.replace(OPTIONS, wire_dtype="int8"), {}),
     "bfloat16_residual": (dataclasses.replace(OPTIONS, residual_dtype="bfloat16"), {}),
     "no_feedback": (dataclasses.replace(OPTIONS, use_error_feedback=False), {}),
+    "not_finite": (OPTIONS, {}),
     "exact_first_steps": (dataclasses.replace(OPTIONS, start_powerSGD_iter=4), {}),
 }
 
 
 def _stale(rank: int, name: str) -> tuple[list[str], dict[str, float]]:
-    """Leaves the gradients of a branch that no rank uses as they are.
+    """Leaves the gradients of a branch that this rank does not use as they are.
 
     Returns:
-        What differs after a pass that used nothing of it, and the errors of the identity.
+        What differs after a pass in which no rank used it, and the errors of the identity.
     """
     options, arguments = STALE[name]
     ddp = make_attached(BRANCHES, options, find_unused_parameters=True, **arguments)
     weights, ledger, changed = weights_of(ddp), Ledger(), []
+    last: Tensors = {}  # outputs, which ranks add to unless they zero them
     for i, by_rank in enumerate(USES * 2):
         used = {branch for uses in by_rank for branch in uses}
-        for branch in used:
+        for branch in by_rank[rank]:
             weights[branch].grad = None if i % 2 else torch.zeros(BRANCHES[branch])
-        held = {n: w.grad.clone() for n, w in weights.items() if w.grad is not None}
-        before = tp.state_dict(ddp, per_rank=True)["parameters"]
+        if name == "not_finite":
+            for branch in set(BRANCHES) - used:  # as a scaler leaves them after an overflow
+                weights[branch].grad = torch.full(BRANCHES[branch], float("nan"))
+                last.pop(branch, None)  # where another rank goes on with it, it counts as zero
+        before = _of_unused(ddp, used)
         ddp(gradients({n: BRANCHES[n] for n in by_rank[rank]}, rank, i)).backward()
-        after = tp.state_dict(ddp, per_rank=True)["parameters"]
-        unused = set(held) - used
-        changed += [f"{n}.grad in {i}" for n in unused if not same([weights[n].grad], [held[n]])]
+        after = _of_unused(ddp, used)
         changed += [
-            f"{n}.{field} in {i}"
-            for n in unused
-            for field, tensor in before[f"weights.{n}"].items()
-            if isinstance(tensor, torch.Tensor)
-            and not same([tensor], [after[f"weights.{n}"][field]])
-        ]
-        shares = [
-            {n: g / 2 for n, g in gradients({b: BRANCHES[b] for b in uses}, r, i).items()}
-            for r, uses in enumerate(by_rank)
+            f"{field} in {i}"
+            for field, tensor in before.items()
+            if not paired_training.same([tensor], [after[field]])
         ]
         means: Tensors = {}
-        for share in shares:
-            add_to(means, share)
-        ledger.add({n: outputs_of(ddp)[n] for n in used}, means)
+        for other, uses in enumerate(by_rank):
+            new = gradients({n: BRANCHES[n] for n in uses}, other, i)
+            add_to(means, {n: new.get(n, last.get(n, torch.zeros(()))) / 2 for n in used})
+        outputs = {n: outputs_of(ddp)[n] for n in used}
+        last |= {n: output.clone() for n, output in outputs.items()}
+        ledger.add(outputs, means)
     residuals = residuals_of(ddp) if options.use_error_feedback else None
     return changed, ledger.errors(residuals)
+
+
+def _of_unused(ddp: DistributedDataParallel, used: set[str]) -> Tensors:
+    """This rank's gradients and states of the branches that no rank uses."""
+    found: Tensors = {
+        f"{n}.grad": w.grad.clone()
+        for n, w in weights_of(ddp).items()
+        if n not in used and w.grad is not None
+    }
+    for name, entry in tp.state_dict(ddp, per_rank=True)["parameters"].items():
+        if name.removeprefix("weights.") not in used:
+            tensors = {f: t for f, t in entry.items() if isinstance(t, torch.Tensor)}
+            found |= {f"{name}.{field}": tensor for field, tensor in tensors.items()}
+    return found
 
 
 def _all_stale(rank: int) -> dict[str, tuple[list[str], dict[str, float]]]:

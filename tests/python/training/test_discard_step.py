@@ -34,7 +34,7 @@ SHAPES = {"first": (30, 40), "second": (35, 25)}
 OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, allow_discard=True)
 TOLERANCE = 1e-5  # float32, as in test_identity
 SPIKE = 1e4
-CHOICES = "discard apply later discard discard apply later apply discard later apply apply".split()
+CHOICES = ["discard", "apply", "later", "discard", "discard", "apply", "later", "apply"] * 2
 
 # Runs the backward passes of a step with these gradients.
 Backward = Callable[[DistributedDataParallel, Tensors], None]
