@@ -15,9 +15,9 @@ namespace powersgd {
 
 // The states of a bucket's matrices, which go through each step together.
 //
-// project adds the gradient of a parameter before any rank knows whether another one has used it. So
-// this rank keeps the state and the gradient of those whose gradient is that of an earlier pass, and
-// puts both back if no rank has used them.
+// project adds the gradient of a parameter before this rank knows whether another one has used it.
+// If the gradient is that of an earlier pass, copies of it and of the state are kept, and put back
+// unless some rank has used the parameter.
 class BucketStates {
  public:
   // `states[i]` belongs to `plan.matrices[i]`.

@@ -190,8 +190,8 @@ const Workspaces& AttachedModel::workspaces_on(c10::Device device) {
   return workspaces_.emplace(device, Workspaces::of_pipeline()).first->second;
 }
 
-// DDP drops it unless another rank has used the parameter. That rank's gradient is not finite either
-// if it holds the same old one.
+// DDP drops it unless another rank has used the parameter. That rank's gradient is not finite
+// either if it holds the same old one.
 void AttachedModel::clear_stale_non_finite(at::Tensor& buffer,
                                            const std::vector<size_t>& parameters,
                                            const std::vector<Use>& uses) const {

@@ -15,9 +15,9 @@ namespace {
 // DDP gives a hook its buckets alone. This class reads the rest from protected members.
 class ReducerState : public c10d::Reducer {
  public:
-  // The divisor is the number of ranks, or in join(divide_by_initial_world_size=False) the number of
-  // ranks that still have inputs. DDP computes it before a step's first bucket. It is unset on a rank
-  // that has joined, which takes part in the sum and drops the result.
+  // The divisor is the number of ranks, or in join(divide_by_initial_world_size=False) the number
+  // of ranks that still have inputs. DDP computes it before a step's first bucket. It is unset on a
+  // rank that has joined, which takes part in the sum and drops the result.
   static int divisor(const c10d::Reducer& reducer, int ranks) {
     const int divisor = reducer.*(&ReducerState::div_factor_);
     return divisor > 0 ? divisor : ranks;

@@ -88,8 +88,8 @@ class AttachedModel {
   // Makes `buffer` its sum over ranks divided by `divisor`: the number of ranks, except in DDP's
   // join. It holds the gradients of `parameters` one after the other. If none are named, it is
   // averaged exactly. `bucket` is its number. If `more_follow`, the caller promises to reduce
-  // another bucket or to call end_step(), in the same backward pass. `uses` says what became of each
-  // parameter in the pass; empty: this rank has used them all.
+  // another bucket or to call end_step(), in the same backward pass. `uses` says which parameters
+  // this rank has used in the pass; empty: all.
   c10::intrusive_ptr<c10d::Work> reduce(size_t bucket, at::Tensor& buffer,
                                         const std::vector<size_t>& parameters, int divisor,
                                         bool more_follow = false, std::vector<Use> uses = {});
@@ -180,7 +180,7 @@ class AttachedModel {
   void announce() const;
   // The devices of the parameters: one, unless the module is spread over several.
   std::vector<c10::Device> devices() const;
-  // Calls `change` on each device after all submitted steps, with the states of the last step there.
+  // Calls `change` for each device after all submitted steps, with its states of the last step.
   using States = std::vector<ParameterStatePtr>;
   void after_last_step(const std::function<void(c10::Device, const States&)>& change);
   // An old gradient that is not finite must not skip the step of the whole bucket.

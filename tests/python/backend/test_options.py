@@ -47,6 +47,7 @@ VALUES: dict[str, tuple[Any, str, list[Any]]] = {
     "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int8", None, 3]),
     "warm_start_noise": (0.2, "0.2", [-0.1, math.inf, math.nan, "0", None]),
     "check_every": (50, "50", [-1, 1.5, "often", None]),
+    "allow_discard": (True, "true", ["on demand", None, 3, 0.5, []]),
 }
 BAD = [(name, value) for name, (_, _, bad) in VALUES.items() for value in bad]
 
@@ -83,7 +84,7 @@ def test_defaults_of_the_fields_that_the_hook_has_not() -> None:
     ours = tp.Options()
     assert (ours.scope, ours.min_numel, ours.inner) == ("backward", 131_072, "auto")
     assert (ours.wire_dtype, ours.residual_dtype) == (None, torch.float32)
-    assert (ours.warm_start_noise, ours.check_every) == (0, 0)
+    assert (ours.warm_start_noise, ours.check_every, ours.allow_discard) == (0, 0, False)
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "matrix_approximation_rank": 4,
     "wire_dtype": torch.bfloat16,
     "start_powerSGD_iter": 2,
+    "allow_discard": True,
 }
 
 

@@ -142,8 +142,8 @@ def test_a_parameter_that_no_rank_uses_loses_nothing() -> None:
         assert max(errors.values()) < TOLERANCE[torch.float32], errors
 
 
-# Which branches the ranks use, by pass. Branches are zeroed by their own optimizers, as those of a
-# GAN or of several tasks are: before a pass that any rank uses it in.
+# The branches that each rank uses, by pass. A rank zeroes the gradients of those that it will use,
+# as optimizers of a GAN or of several tasks do.
 BRANCHES = {"a": (20, 30), "b": (25, 40), "bias": (16,)}
 USES = [("ab", "ab"), ("b", "b"), ("b", "b"), ("ab", "b"), ("b", "b"), ("a", "ab"), ("b", "b")]
 STALE: dict[str, tuple[tp.Options, dict[str, Any]]] = {
@@ -303,7 +303,7 @@ def _failed_pass(rank: int, by_python: bool) -> tuple[dict[str, float], int]:
         hook.remove()
         ddp.reducer._reset_state()
         tp.stats()  # waits for the steps in flight, which use DDP's buckets
-        # What was reduced is delivered by the next steps.
+        # The next steps deliver those gradients that were reduced.
         ledger.add({}, {name: means[name] for name in ("second", "third")})
     return ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
 

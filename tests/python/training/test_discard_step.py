@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a loop may do with the gradients of a step: apply them, deliver them later, discard them.
+"""A loop may apply the gradients of a step, deliver them later, or discard them.
 
 The identity of test_identity then has the outputs that were applied, and the gradients of all steps
 but the discarded ones.
