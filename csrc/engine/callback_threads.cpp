@@ -3,6 +3,7 @@
 
 #include <c10/util/Logging.h>
 #include <c10/util/thread_name.h>
+#include <cxxabi.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -17,6 +18,19 @@ namespace {
 
 constexpr std::chrono::seconds kIdleLife(30);
 constexpr std::chrono::seconds kExitGrace(10);
+
+// Calls and destroys it. Both may take other locks.
+void consume(std::function<void()> callback) {
+  try {
+    callback();
+  } catch (const std::exception& error) {
+    LOG(ERROR) << "powersgd: a future's callback threw: " << error.what();
+  } catch (const abi::__forced_unwind&) {
+    throw;  // Python's interpreter ends a thread that asks for its lock while it ends itself
+  } catch (...) {
+    LOG(ERROR) << "powersgd: a future's callback threw: not a std::exception";
+  }
+}
 
 class CallbackThreads {
  public:
@@ -55,12 +69,7 @@ class CallbackThreads {
       queue_.pop_front();
       ++running_;
       lock.unlock();
-      try {
-        callback();
-        callback = nullptr;  // destroying what it owns may take other locks
-      } catch (const std::exception& error) {
-        LOG(ERROR) << "powersgd: a future's callback threw: " << error.what();
-      }
+      consume(std::move(callback));
       lock.lock();
       --running_;
       quiet_.notify_all();
