@@ -19,16 +19,20 @@ namespace {
 constexpr std::chrono::seconds kIdleLife(30);
 constexpr std::chrono::seconds kExitGrace(10);
 
+void log_error(const char* error) {
+  LOG(ERROR) << "powersgd: a future's callback threw: " << error;
+}
+
 // Calls and destroys it. Both may take other locks.
 void consume(std::function<void()> callback) {
   try {
     callback();
   } catch (const std::exception& error) {
-    LOG(ERROR) << "powersgd: a future's callback threw: " << error.what();
+    log_error(error.what());
   } catch (const abi::__forced_unwind&) {
     throw;  // Python's interpreter ends a thread that asks for its lock while it ends itself
   } catch (...) {
-    LOG(ERROR) << "powersgd: a future's callback threw: not a std::exception";
+    log_error("not a std::exception");
   }
 }
 

@@ -41,7 +41,7 @@ class ThreadEngine final : public Engine {
 
   friend void shutdown_all_engines();
 
-  // Refuses new jobs, and lets those in flight end within `grace` or what is left of an earlier one.
+  // Refuses new jobs. Those in flight have `grace`, or what is left of an earlier one, to end.
   void close(std::chrono::milliseconds grace);
   void fail_queued();
   // Waits for the workers until the grace ends. Several threads may wait. The first that returns

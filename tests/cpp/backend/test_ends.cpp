@@ -67,7 +67,7 @@ struct Owner {
   }
 };
 
-// What a thread does with a group. Training is what one thread alone may do.
+// A use of a group. One thread at a time may train.
 struct Act {
   const char* name;
   std::function<void(Owner&)> run;
@@ -84,6 +84,14 @@ const std::vector<Act>& acts() {
       {"state_dict", [](Owner& owner) { owner.model->export_state(); }, /*trains=*/true},
       {"layers", [](Owner& owner) { owner.model->layers(); }, /*trains=*/true},
       {"end of a step", [](Owner& owner) { owner.model->end_step(); }, /*trains=*/true},
+      {"questions",
+       [](Owner& owner) {
+         Session& session = *owner.backend->session();
+         session.starts_at();
+         session.not_started();
+         session.set_grad_scale(2);
+         session.reset_stats();
+       }},
       {"stats", [](Owner& owner) { owner.backend->session()->snapshot(); }},
       {"wait", [](Owner& owner) {
          for (const WorkPtr& work : owner.works) work->wait();

@@ -25,7 +25,7 @@ extern "C" int pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock,
   return pthread_mutex_timedlock(mutex, &system);
 }
 
-// These reports are false. torch and the C++ library are not compiled with the sanitizer, which does
+// These reports are false. torch and the C++ library are not compiled with the sanitizer. It does
 // not see all of their atomic decrements of a reference count, and so not why the last owner may
 // destroy.
 extern "C" const char* __tsan_default_suppressions() {
