@@ -19,20 +19,18 @@ namespace {
 constexpr std::chrono::seconds kIdleLife(30);
 constexpr std::chrono::seconds kExitGrace(10);
 
-void log_error(const char* error) {
-  LOG(ERROR) << "powersgd: a future's callback threw: " << error;
-}
+void report(const char* error) { LOG(ERROR) << "powersgd: a future's callback threw: " << error; }
 
 // Calls and destroys it. Both may take other locks.
 void consume(std::function<void()> callback) {
   try {
     callback();
   } catch (const std::exception& error) {
-    log_error(error.what());
+    report(error.what());
   } catch (const abi::__forced_unwind&) {
     throw;  // Python's interpreter ends a thread that asks for its lock while it ends itself
   } catch (...) {
-    log_error("not a std::exception");
+    report("unknown exception");
   }
 }
 
