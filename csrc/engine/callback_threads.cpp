@@ -21,8 +21,7 @@ constexpr std::chrono::seconds kExitGrace(10);
 
 void report(const char* error) { LOG(ERROR) << "powersgd: a future's callback threw: " << error; }
 
-// Calls and destroys it. Both may take other locks.
-void consume(std::function<void()> callback) {
+void call(const std::function<void()>& callback) {
   try {
     callback();
   } catch (const std::exception& error) {
@@ -71,7 +70,8 @@ class CallbackThreads {
       queue_.pop_front();
       ++running_;
       lock.unlock();
-      consume(std::move(callback));
+      call(callback);
+      callback = nullptr;  // destroying what it owns may take other locks
       lock.lock();
       --running_;
       quiet_.notify_all();

@@ -119,8 +119,9 @@ struct ThreadEngine::Shared {
       if (part == 0) {
         pass_on(std::move(*next));
       } else {
-        end(std::move(*next));
+        end(*next);
       }
+      next.reset();  // destroying what it owns may take other locks
       lock.lock();
       if (part == 0 && alone) changed.wait(lock, [&] { return aborted || ended >= number; });
     }
@@ -151,8 +152,6 @@ struct ThreadEngine::Shared {
     return next;
   }
 
-  // The next two destroy the job without the mutex: what it owns may take other locks.
-
   // Queues a job for its second part, or fails it after abort.
   void pass_on(QueuedJob job) {
     {
@@ -166,7 +165,7 @@ struct ThreadEngine::Shared {
     job.work->complete(closed_error());
   }
 
-  void end(QueuedJob job) {
+  void end(const QueuedJob& job) {
     job.work->complete(job.error);
     const std::lock_guard<std::mutex> lock(mutex);
     ended = job.number;

@@ -32,6 +32,7 @@ using std::chrono::milliseconds;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr Grace kShort{milliseconds(20), milliseconds(5)};
+constexpr std::chrono::seconds kNeverReached(20);  // a hang becomes a failure
 
 // A part of a job that hangs until it is let go.
 class Hang {
@@ -117,6 +118,24 @@ TEST(EngineEnds, AnAbortEndsTheWaitOfAShutdown) {
                  });
   hang.let_go();
   EXPECT_TRUE(work->wait());
+}
+
+TEST(EngineEnds, WhatAJobOwnsMayUseTheEngineWhenItIsDestroyed) {
+  const auto engine = make_thread_engine(kShort);
+  const Hang hang;
+  std::promise<std::string> said;
+  const auto use_engine = [&](void*) {
+    said.set_value(test::error_of([&] { submit(*engine, job_of([](Channel&) {})); }));
+  };
+  Job job = job_of([owned = std::shared_ptr<void>(&said, use_engine)](Channel&) {});
+  job.first = hang.part();
+  submit(*engine, std::move(job));
+  hang.wait_until_reached();
+  engine->abort();
+  hang.let_go();
+  auto error = said.get_future();
+  ASSERT_EQ(error.wait_for(kNeverReached), std::future_status::ready);
+  EXPECT_TRUE(test::contains(error.get(), "shut down or aborted"));
 }
 
 // A stream engine.
