@@ -9,6 +9,7 @@
 #include "engine/work.h"
 #include "gradients/flat_tensors.h"
 #include "powersgd/attached_model.h"
+#include "powersgd/first_error.h"
 #include "powersgd/interpreter.h"
 
 namespace powersgd {
@@ -123,13 +124,17 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::reconfigure(const c10d::Reconfig
 #endif
 
 void BackendPowerSGD::shutdown() {
-  session_->shutdown();
-  ForwardingBackend::shutdown();
+  FirstError error;
+  error.run([&] { session_->shutdown(); });
+  error.run([&] { ForwardingBackend::shutdown(); });
+  error.rethrow();
 }
 
 void BackendPowerSGD::abort() {
-  session_->abort();
-  ForwardingBackend::abort();
+  FirstError error;
+  error.run([&] { session_->abort(); });
+  error.run([&] { ForwardingBackend::abort(); });
+  error.rethrow();
 }
 
 }  // namespace powersgd

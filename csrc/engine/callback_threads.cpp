@@ -3,6 +3,7 @@
 
 #include <c10/util/Logging.h>
 #include <c10/util/thread_name.h>
+#include <cxxabi.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -17,6 +18,20 @@ namespace {
 
 constexpr std::chrono::seconds kIdleLife(30);
 constexpr std::chrono::seconds kExitGrace(10);
+
+void report(const char* error) { LOG(ERROR) << "powersgd: a future's callback threw: " << error; }
+
+void call(const std::function<void()>& callback) {
+  try {
+    callback();
+  } catch (const std::exception& error) {
+    report(error.what());
+  } catch (const abi::__forced_unwind&) {
+    throw;  // Python's interpreter ends a thread that asks for its lock while it ends itself
+  } catch (...) {
+    report("unknown exception");
+  }
+}
 
 class CallbackThreads {
  public:
@@ -55,12 +70,8 @@ class CallbackThreads {
       queue_.pop_front();
       ++running_;
       lock.unlock();
-      try {
-        callback();
-        callback = nullptr;  // destroying what it owns may take other locks
-      } catch (const std::exception& error) {
-        LOG(ERROR) << "powersgd: a future's callback threw: " << error.what();
-      }
+      call(callback);
+      callback = nullptr;  // destroying what it owns may take other locks
       lock.lock();
       --running_;
       quiet_.notify_all();

@@ -52,8 +52,10 @@ inline Job job_alone(std::function<void(Channel&)> body) {
 
 // The time that jobs in flight have to end: at a shutdown, and at an abort, when peers no longer
 // answer.
-constexpr std::chrono::seconds kShutdownGrace(10);
-constexpr std::chrono::seconds kAbortGrace(1);
+struct Grace {
+  std::chrono::milliseconds shutdown = std::chrono::seconds(10);
+  std::chrono::milliseconds abort = std::chrono::seconds(1);
+};
 
 // Purpose: runs the jobs of one device type, without blocking the thread that submits them.
 //

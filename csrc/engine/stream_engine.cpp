@@ -196,7 +196,8 @@ struct StreamEngine::Shared {
     }
     Begun begun = begin(work, std::move(job), device, timeout);
     if (!begun.job.local) end_pending(ended);
-    if (begun.job.more_follow && !begun.job.alone && !begun.error) {
+    // While the first part was enqueued, a shutdown may have waited for the mutex in vain.
+    if (begun.job.more_follow && !begun.job.alone && !begun.error && !closed) {
       pending = std::move(begun);
     } else {
       end(std::move(begun), ended);
@@ -207,7 +208,7 @@ struct StreamEngine::Shared {
   void flush() { flush(std::unique_lock<std::timed_mutex>(mutex)); }
 
   // Does so unless another thread, which hangs in the backend, keeps the mutex for so long.
-  void flush_within(std::chrono::seconds bound) {
+  void flush_within(std::chrono::milliseconds bound) {
     if (std::unique_lock<std::timed_mutex> lock(mutex, bound); lock) flush(std::move(lock));
   }
 
@@ -226,8 +227,8 @@ struct StreamEngine::Shared {
   }
 };
 
-StreamEngine::StreamEngine(int rank, c10::intrusive_ptr<c10d::Backend> channel)
-    : rank_(rank), shared_(std::make_shared<Shared>(std::move(channel))) {}
+StreamEngine::StreamEngine(int rank, c10::intrusive_ptr<c10d::Backend> channel, Grace grace)
+    : rank_(rank), grace_(grace), shared_(std::make_shared<Shared>(std::move(channel))) {}
 
 StreamEngine::~StreamEngine() {
   try {
@@ -240,7 +241,6 @@ StreamEngine::~StreamEngine() {
 c10::intrusive_ptr<c10d::Work> StreamEngine::submit(std::vector<at::Tensor> tensors, Job job,
                                                     c10::Device device,
                                                     std::chrono::milliseconds timeout) {
-  if (shared_->closed) throw_closed();
   auto work = c10::make_intrusive<StreamWork>(rank_, std::move(tensors),
                                               [engine = std::weak_ptr<Shared>(shared_)] {
                                                 if (const auto shared = engine.lock())
@@ -249,6 +249,7 @@ c10::intrusive_ptr<c10d::Work> StreamEngine::submit(std::vector<at::Tensor> tens
   Shared::Ended ended;
   {
     const std::lock_guard<std::timed_mutex> lock(shared_->mutex);
+    if (shared_->closed) throw_closed();
     shared_->submit(work, std::move(job), device, timeout, ended);
   }
   Shared::complete(ended);
@@ -259,13 +260,13 @@ void StreamEngine::flush() { shared_->flush(); }
 
 void StreamEngine::shutdown() {
   shared_->closed = true;
-  shared_->flush_within(kShutdownGrace);
+  shared_->flush_within(grace_.shutdown);
 }
 
 void StreamEngine::abort() {
   shared_->closed = true;
   shared_->aborted = true;
-  shared_->flush_within(kAbortGrace);
+  shared_->flush_within(grace_.abort);
 }
 
 }  // namespace powersgd

@@ -27,7 +27,7 @@ namespace powersgd {
 // second communicator takes device memory.
 class StreamEngine final : public Engine {
  public:
-  StreamEngine(int rank, c10::intrusive_ptr<c10d::Backend> channel);
+  StreamEngine(int rank, c10::intrusive_ptr<c10d::Backend> channel, Grace grace = {});
   ~StreamEngine() override;
 
   c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,
@@ -41,6 +41,7 @@ class StreamEngine final : public Engine {
   struct Shared;  // used by the Works, and may outlive the engine
 
   const int rank_;
+  const Grace grace_;
   const std::shared_ptr<Shared> shared_;
 };
 

@@ -10,6 +10,7 @@
 #include <c10/util/thread_name.h>
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -87,6 +88,8 @@ struct ThreadEngine::Shared {
   bool closed = false;   // no more jobs
   bool aborted = false;  // jobs that have not begun are failed
   std::array<bool, 2> worker_ended{};
+  // Until then, whoever ends the engine waits for the workers. An abort makes it sooner.
+  std::chrono::steady_clock::time_point grace_ends = std::chrono::steady_clock::time_point::max();
   int num_threads = 0;
   std::unordered_map<const void*, uint64_t> last_job;  // the last job that changes an object
 
@@ -107,16 +110,32 @@ struct ThreadEngine::Shared {
     int threads_set = 0;
     while (std::optional<QueuedJob> next = take(part, lock)) {
       const int threads_wanted = num_threads;
+      const uint64_t number = next->number;
+      const bool alone = next->job.alone;
       lock.unlock();
       // OpenMP counts threads per thread as well, so the worker takes over the submitter's count.
       if (threads_wanted != threads_set) at::set_num_threads(threads_set = threads_wanted);
       run(part, *next);
-      if (part == 1) next->work->complete(next->error);
+      if (part == 0) {
+        pass_on(std::move(*next));
+      } else {
+        end(*next);
+      }
+      next.reset();  // destroying what it owns may take other locks
       lock.lock();
-      pass_on(part, std::move(*next), lock);
+      if (part == 0 && alone) changed.wait(lock, [&] { return aborted || ended >= number; });
     }
     worker_ended[part] = true;
     changed.notify_all();
+  }
+
+  // Returns true if both workers end before the grace does.
+  bool wait_for_workers(std::unique_lock<std::mutex>& lock) {
+    const auto ended = [this] { return worker_ended[0] && worker_ended[1]; };
+    while (!ended() && std::chrono::steady_clock::now() < grace_ends) {
+      changed.wait_until(lock, grace_ends);
+    }
+    return ended();
   }
 
   // Returns the next job once it may begin, or nothing if there will be no more.
@@ -133,20 +152,24 @@ struct ThreadEngine::Shared {
     return next;
   }
 
-  void pass_on(size_t part, QueuedJob job, std::unique_lock<std::mutex>& lock) {
-    const uint64_t number = job.number;
-    const bool alone = job.job.alone;
-    if (part == 1) {
-      ended = number;
-    } else if (aborted) {
-      lock.unlock();
-      job.work->complete(closed_error());
-      lock.lock();
-    } else {
-      queues[1].push_back(std::move(job));
+  // Queues a job for its second part, or fails it after abort.
+  void pass_on(QueuedJob job) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (!aborted) {
+        queues[1].push_back(std::move(job));
+        changed.notify_all();
+        return;
+      }
     }
+    job.work->complete(closed_error());
+  }
+
+  void end(const QueuedJob& job) {
+    job.work->complete(job.error);
+    const std::lock_guard<std::mutex> lock(mutex);
+    ended = job.number;
     changed.notify_all();
-    if (part == 0 && alone) changed.wait(lock, [&] { return aborted || ended >= number; });
   }
 
   void run(size_t part, QueuedJob& next) {
@@ -169,8 +192,9 @@ struct ThreadEngine::Shared {
   }
 };
 
-ThreadEngine::ThreadEngine(int rank, std::array<c10::intrusive_ptr<c10d::Backend>, 2> channels)
-    : rank_(rank), shared_(std::make_shared<Shared>()) {
+ThreadEngine::ThreadEngine(int rank, std::array<c10::intrusive_ptr<c10d::Backend>, 2> channels,
+                           Grace grace)
+    : rank_(rank), grace_(grace), shared_(std::make_shared<Shared>()) {
   shared_->channels = std::move(channels);
   for (size_t part = 0; part < workers_.size(); ++part) {
     workers_[part] = std::thread([shared = shared_, part] { shared->serve(part); });
@@ -184,7 +208,7 @@ ThreadEngine::~ThreadEngine() {
     const std::lock_guard<std::mutex> lock(engines_mutex);
     engines().erase(this);
   }
-  stop(/*run_queued=*/true);
+  shutdown();
 }
 
 c10::intrusive_ptr<c10d::Work> ThreadEngine::submit(std::vector<at::Tensor> tensors, Job job,
@@ -206,33 +230,48 @@ c10::intrusive_ptr<c10d::Work> ThreadEngine::submit(std::vector<at::Tensor> tens
   return work;
 }
 
-void ThreadEngine::shutdown() { stop(/*run_queued=*/true); }
+void ThreadEngine::shutdown() {
+  close(grace_.shutdown);
+  end_workers();
+}
 
-void ThreadEngine::abort() { stop(/*run_queued=*/false); }
+void ThreadEngine::abort() {
+  close(grace_.abort);
+  fail_queued();
+  end_workers();
+}
 
-void ThreadEngine::stop(bool run_queued) {
-  if (!workers_[0].joinable()) return;  // stopped before
+void ThreadEngine::close(std::chrono::milliseconds grace) {
+  const std::lock_guard<std::mutex> lock(shared_->mutex);
+  shared_->closed = true;
+  shared_->grace_ends = std::min(shared_->grace_ends, std::chrono::steady_clock::now() + grace);
+  shared_->changed.notify_all();
+}
+
+void ThreadEngine::fail_queued() {
   std::deque<Shared::QueuedJob> failed;
+  {
+    const std::lock_guard<std::mutex> lock(shared_->mutex);
+    shared_->aborted = true;
+    for (std::deque<Shared::QueuedJob>& queue : shared_->queues) {
+      for (; !queue.empty(); queue.pop_front()) failed.push_back(std::move(queue.front()));
+    }
+    shared_->changed.notify_all();
+  }
+  for (Shared::QueuedJob& job : failed) job.work->complete(closed_error());
+}
+
+void ThreadEngine::end_workers() {
+  std::array<std::thread, 2> workers;
   bool ended = false;
   {
     std::unique_lock<std::mutex> lock(shared_->mutex);
-    const auto give_up = [&] {
-      shared_->aborted = true;
-      for (std::deque<Shared::QueuedJob>& queue : shared_->queues) {
-        for (; !queue.empty(); queue.pop_front()) failed.push_back(std::move(queue.front()));
-      }
-      shared_->changed.notify_all();
-    };
-    shared_->closed = true;
-    if (!run_queued) give_up();
-    shared_->changed.notify_all();
-    ended = shared_->changed.wait_for(lock, run_queued ? kShutdownGrace : kAbortGrace, [this] {
-      return shared_->worker_ended[0] && shared_->worker_ended[1];
-    });
-    if (!ended && run_queued) give_up();
+    ended = shared_->wait_for_workers(lock);
+    workers.swap(workers_);
   }
-  for (Shared::QueuedJob& job : failed) job.work->complete(closed_error());
-  for (std::thread& worker : workers_) {
+  if (!ended) fail_queued();
+  for (std::thread& worker : workers) {
+    if (!worker.joinable()) continue;  // another thread has them
     if (ended) {
       worker.join();
     } else {
@@ -252,7 +291,8 @@ void throw_closed() { std::rethrow_exception(closed_error()); }
 
 void shutdown_all_engines() {
   const std::lock_guard<std::mutex> lock(engines_mutex);
-  for (ThreadEngine* engine : engines()) engine->shutdown();
+  for (ThreadEngine* engine : engines()) engine->close(engine->grace_.shutdown);
+  for (ThreadEngine* engine : engines()) engine->end_workers();
 }
 
 }  // namespace powersgd

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <array>
+#include <chrono>
 #include <memory>
 #include <thread>
 
@@ -24,7 +25,8 @@ namespace powersgd {
 class ThreadEngine final : public Engine {
  public:
   // The first parts use the first channel, the second parts the second.
-  ThreadEngine(int rank, std::array<c10::intrusive_ptr<c10d::Backend>, 2> channels);
+  ThreadEngine(int rank, std::array<c10::intrusive_ptr<c10d::Backend>, 2> channels,
+               Grace grace = {});
   ~ThreadEngine() override;
 
   c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,
@@ -37,14 +39,22 @@ class ThreadEngine final : public Engine {
  private:
   struct Shared;  // used by the workers, and may outlive the engine
 
-  void stop(bool run_queued);
+  friend void shutdown_all_engines();
+
+  // Refuses new jobs. Those in flight have `grace`, or what is left of an earlier one, to end.
+  void close(std::chrono::milliseconds grace);
+  void fail_queued();
+  // Waits for the workers until the grace ends. Several threads may wait. The first that returns
+  // joins the workers or leaves them behind.
+  void end_workers();
 
   const int rank_;
+  const Grace grace_;
   const std::shared_ptr<Shared> shared_;
-  std::array<std::thread, 2> workers_;
+  std::array<std::thread, 2> workers_;  // under the mutex of shared_
 };
 
-// Shuts down every engine of the process.
+// Shuts down every engine of the process, all at once.
 void shutdown_all_engines();
 
 }  // namespace powersgd

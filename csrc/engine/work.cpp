@@ -175,11 +175,16 @@ c10::intrusive_ptr<c10::ivalue::Future> CombinedWork::getFuture() {
   run_callback([self, future] {
     // The current streams of that thread are the default ones, on which the user may compute.
     const c10::MultiStreamGuard guard(streams_from_pool(future->devices()));
+    std::exception_ptr error;
     try {
       self->wait();
-      future->markCompleted(c10::IValue(self->result()));  // records the streams that waited
     } catch (...) {
-      future->setError(std::current_exception());
+      error = std::current_exception();
+    }
+    if (error) {
+      future->setError(error);
+    } else {
+      future->markCompleted(c10::IValue(self->result()));  // records the streams that waited
     }
   });
   return future;

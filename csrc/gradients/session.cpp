@@ -14,6 +14,7 @@
 #include "engine/thread_engine.h"
 #include "gradients/compressed_step.h"
 #include "gradients/replicas.h"
+#include "powersgd/first_error.h"
 #include "powersgd/interpreter.h"
 #include "powersgd/scope_override.h"
 
@@ -151,25 +152,33 @@ void Session::set_stage_probe(StageProbe probe) {
 }
 
 void Session::for_each_channel(const std::function<void(c10d::Backend&)>& action) const {
+  FirstError error;
   for (const InnerAndChannels& of : inners_) {
-    for (const auto& channel : of.channels) action(*channel);
+    for (const auto& channel : of.channels) error.run([&] { action(*channel); });
   }
+  error.rethrow();
 }
 
 void Session::shutdown() {
+  FirstError error;
   if (rank_ == 0) {
-    if (const std::string message = not_started(); !message.empty()) {
-      log(LogLevel::kWarning, message);
-    }
+    error.run([&] {
+      if (const std::string message = not_started(); !message.empty()) {
+        log(LogLevel::kWarning, message);
+      }
+    });
   }
-  for (const auto& [device, engine] : engines_) engine->shutdown();
-  for_each_channel([](c10d::Backend& channel) { channel.shutdown(); });
+  for (const auto& of : engines_) error.run([&] { of.second->shutdown(); });
+  error.run([&] { for_each_channel([](c10d::Backend& channel) { channel.shutdown(); }); });
+  error.rethrow();
 }
 
 void Session::abort() {
+  FirstError error;
   // The channels first: that ends what is in flight, where the inner backend can.
-  for_each_channel([](c10d::Backend& channel) { channel.abort(); });
-  for (const auto& [device, engine] : engines_) engine->abort();
+  error.run([&] { for_each_channel([](c10d::Backend& channel) { channel.abort(); }); });
+  for (const auto& of : engines_) error.run([&] { of.second->abort(); });
+  error.rethrow();
 }
 
 }  // namespace powersgd

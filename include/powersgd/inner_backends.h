@@ -2,11 +2,12 @@
 #pragma once
 
 #include <algorithm>
-#include <exception>
 #include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "powersgd/first_error.h"
 
 namespace powersgd {
 
@@ -47,17 +48,9 @@ class InnerBackends {
   // Calls `f` on every backend, even if it throws on one. Then rethrows the first exception.
   template <typename F>
   void each(F&& f) const {
-    std::exception_ptr first;
-    for (const auto& backend : distinct_) {
-      try {
-        f(*backend);
-      } catch (...) {
-        first = first ? first : std::current_exception();
-      }
-    }
-    if (first) {
-      std::rethrow_exception(first);
-    }
+    FirstError error;
+    for (const auto& backend : distinct_) error.run([&] { f(*backend); });
+    error.rethrow();
   }
 
   template <typename F>

@@ -135,7 +135,11 @@ class Session {
 
   // Channels, and ends.
 
+  // Calls it on every channel, even if it throws on one. Then rethrows the first exception.
   void for_each_channel(const std::function<void(c10d::Backend&)>& action) const;
+  // Both do all that they can, then rethrow the first exception. One thread may call them while
+  // another is in them: an abort ends the wait of a shutdown.
+
   // Lets submitted steps end, within a bound. Afterwards a compressed call is an error.
   void shutdown();
   // Fails queued steps at once. One in flight ends as the inner backend lets it.

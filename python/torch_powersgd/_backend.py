@@ -38,14 +38,16 @@ def register() -> None:
 
 def _at_exit() -> None:
     """Ends a job that does not call destroy_process_group."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        for device in device_types():
-            backend = find_backend(group, torch.device(device))
-            message = backend.not_started() if backend is not None and group.rank() == 0 else ""
-            if message:
-                log.warning(message)
-    # No worker may be inside a collective while the interpreter ends.
-    _C.shutdown_at_exit()
+    try:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            for device in device_types():
+                backend = find_backend(group, torch.device(device))
+                message = backend.not_started() if backend is not None and group.rank() == 0 else ""
+                if message:
+                    log.warning(message)
+    finally:
+        # No worker may be inside a collective while the interpreter ends.
+        _C.shutdown_at_exit()
 
 
 def _log(warning: bool, message: str) -> None:

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <map>
 #include <mutex>
 #include <set>
 #include <stdexcept>
@@ -113,6 +114,19 @@ TEST(BackendPowerSGD, EphemeralTimeoutReachesTheChannels) {
   recorded.expect_one_call_each("addEphemeralTimeout");
 }
 #endif
+
+TEST(BackendPowerSGD, AnEndThatFailsInOnePlaceReachesTheOthers) {
+  using End = void (BackendPowerSGD::*)();
+  const std::map<std::string, End> ends = {{"shutdown", &BackendPowerSGD::shutdown},
+                                           {"abort", &BackendPowerSGD::abort}};
+  for (const auto& [method, end] : ends) {
+    const Recorded recorded;
+    for (const auto& recorder : recorded.recorders) recorder->fails = true;
+    EXPECT_THROW((*recorded.backend.*end)(), c10::Error);
+    recorded.expect_one_call_each(method);
+    EXPECT_THROW(allreduce(recorded.backend, gradient_of(0)), c10::Error);
+  }
+}
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 TEST(BackendPowerSGD, CannotBeReconfigured) {

@@ -2,6 +2,7 @@
 #include "engine/callback_threads.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <chrono>
@@ -35,11 +36,33 @@ TEST(CallbackThreads, NoCallbackWaitsForAnotherToEnd) {
   for (std::future<bool>& saw : saw_next) EXPECT_TRUE(saw.get());
 }
 
-TEST(CallbackThreads, AnExceptionEndsItsCallbackAlone) {
-  run_callback([] { throw std::runtime_error("of a user's callback"); });
+void expect_that_the_next_runs() {
   std::promise<void> ran;
   run_callback([&] { ran.set_value(); });
   EXPECT_EQ(ran.get_future().wait_for(kNeverReached), std::future_status::ready);
+}
+
+TEST(CallbackThreads, AnExceptionEndsItsCallbackAlone) {
+  run_callback([] { throw std::runtime_error("of a user's callback"); });
+  run_callback([] { throw 1; });
+  expect_that_the_next_runs();
+}
+
+// So does Python's interpreter with a thread that asks for its lock while it ends.
+TEST(CallbackThreads, ACallbackMayEndItsThread) {
+  run_callback([] { pthread_exit(nullptr); });
+  expect_that_the_next_runs();
+}
+
+TEST(CallbackThreads, WhatACallbackOwnsMayBeginAnotherWhenItIsDestroyed) {
+  for (const bool throws : {false, true}) {
+    std::promise<void> ran;
+    const auto begin_another = [&](void*) { run_callback([&] { ran.set_value(); }); };
+    run_callback([throws, owned = std::shared_ptr<void>(&ran, begin_another)] {
+      if (throws) throw std::runtime_error("of a user's callback");
+    });
+    ASSERT_EQ(ran.get_future().wait_for(kNeverReached), std::future_status::ready);
+  }
 }
 
 // Exits with 0 if end_callbacks waits for the callback that runs and lets no other begin.

@@ -6,6 +6,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 
 #include <chrono>
 #include <future>
@@ -251,6 +252,29 @@ TEST(CombinedWork, ItsFutureLeavesTheDefaultStreamAlone) {
     beside += ran.front() == "user's";
   }
   EXPECT_GT(beside, 0U);
+}
+
+// Its destructor runs when its thread has ended.
+struct EndOfThread {
+  std::promise<void>* ended = nullptr;
+  ~EndOfThread() {
+    if (ended) ended->set_value();
+  }
+};
+
+// Python's interpreter ends a thread that asks for its lock while it ends itself.
+TEST(CombinedWork, ACallbackMayEndItsThread) {
+  const auto work = make_work();
+  const auto all =
+      c10::make_intrusive<CombinedWork>(std::vector<c10::intrusive_ptr<c10d::Work>>{work});
+  std::promise<void> ended;
+  all->getFuture()->addCallback([&](c10::ivalue::Future&) {
+    thread_local EndOfThread end;
+    end.ended = &ended;
+    pthread_exit(nullptr);
+  });
+  work->complete();
+  EXPECT_EQ(ended.get_future().wait_for(kNeverReached), std::future_status::ready);
 }
 
 }  // namespace

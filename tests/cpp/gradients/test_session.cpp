@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -126,6 +127,15 @@ TEST_F(SessionTest, TrainingThatEndsBeforeCompressionStartsIsReportedOnce) {
                        "step 5"))
       << log_[0];
   EXPECT_EQ(session->not_started(), "");
+}
+
+TEST_F(SessionTest, ALogThatFailsDoesNotKeepAShutdown) {
+  const auto session = test::make_session_of_equal_ranks(
+      at::kCPU, make_options(/*start=*/5),
+      [](LogLevel, const std::string&) { throw std::runtime_error("of the log"); });
+  session->end_step(session->options());
+  EXPECT_EQ(error_of([&] { session->shutdown(); }), "of the log");
+  EXPECT_TRUE(contains(error_of([&] { reduce_compressed(*session); }), "shut down or aborted"));
 }
 
 TEST_F(SessionTest, TrainingThatCompressedHasNothingToReport) {

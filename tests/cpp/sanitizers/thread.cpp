@@ -25,11 +25,13 @@ extern "C" int pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock,
   return pthread_mutex_timedlock(mutex, &system);
 }
 
-// These reports are false. torch is not compiled with the sanitizer, which does not see all of
-// torch's atomic decrements of a reference count, and so not why the last owner may destroy.
+// These reports are false. torch and the C++ library are not compiled with the sanitizer. It does
+// not see all of their atomic decrements of a reference count, and so not why the last owner may
+// destroy.
 extern "C" const char* __tsan_default_suppressions() {
   return "race:c10::TensorImpl::~TensorImpl\n"
          "race:c10::detail::ListImpl::~ListImpl\n"
+         "race:c10::Error::~Error\n"
          "race:torch::autograd::DifferentiableViewMeta::~DifferentiableViewMeta\n"
          "race:cxa_at_exit_wrapper\n";  // torch's static objects
 }

@@ -7,6 +7,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
-from support.groups import world
+from support.groups import backend_of_world, world
 from support.synthetic import SHAPES, gradient, gradients, make_attached, step
 from torch_powersgd._backend import _create
 
@@ -112,6 +114,46 @@ def _end_without_the_peer(rank: int, end: Callable[[], None], bound: float) -> N
 )
 def test_works_that_the_peer_never_answers(end: Callable[[], None], bound: int) -> None:
     ranks.run(2, _end_without_the_peer, end, bound, options=ALWAYS, op_timeout=60)
+
+
+def _abort_from_a_thread(rank: int) -> None:
+    store = ranks.side_store()
+    for end in [dist.destroy_process_group, _shut_down, _abort]:
+        ranks.init_group("cpu:powersgd", ALWAYS)
+        ddp = make_attached(SHAPES)
+        step(ddp, gradients(SHAPES, rank, 0))
+        ended = f"rank 0 has ended its group by {end.__name__}"
+        if rank == 1:
+            store.wait([ended])
+        else:
+            _end_while_threads_use_the_group(ddp, end)
+            store.set(ended, "1")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _end_while_threads_use_the_group(ddp: DistributedDataParallel, end: Callable[[], None]) -> None:
+    works = [_start(0) for _ in range(3)]  # the peer never answers
+    abort, stats = world().abort, backend_of_world().stats
+
+    def abort_during_the_end() -> None:
+        time.sleep(0.2)
+        abort()
+
+    with ThreadPoolExecutor() as threads:
+        aborted = threads.submit(abort_during_the_end)
+        uses = [threads.submit(use) for use in (works[1].wait, stats, lambda: tp.state_dict(ddp))]
+        end()
+        aborted.result()
+        for use in uses:
+            with pytest.raises(RuntimeError, match="shut down or aborted"):
+                use.result()
+    with pytest.raises(RuntimeError, match="shut down or aborted"):
+        works[2].get_future().wait()
+
+
+def test_a_thread_aborts_while_others_end_and_use_the_group() -> None:
+    ranks.run(2, _abort_from_a_thread, backend=None)
 
 
 def _start_over(rank: int, end: Callable[[], None]) -> None:

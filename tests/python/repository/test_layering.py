@@ -28,7 +28,7 @@ LAYERS = {
     "compressor": r"include/powersgd/(compressor|dtypes|parameter_state|payload|step_counter)\.h"
     r"|include/powersgd/(traffic|workspace)\.h|csrc/compressor/",
     "torch compat": r"include/powersgd/torch_compat\.h",
-    "engine": r"include/powersgd/interpreter\.h|csrc/engine/",
+    "engine": r"include/powersgd/(first_error|interpreter)\.h|csrc/engine/",
     "forwarding": r"include/powersgd/(forwarding_backend|inner_backends)\.h|csrc/forwarding/",
     "gradients": r"include/powersgd/(session|stats|attached_model|ddp_hook|scope_override)\.h"
     r"|csrc/gradients/",
@@ -79,7 +79,7 @@ MAY_INCLUDE_ELSE = {
     "cuda kernels": f"{STANDARD}|{CUDA_RUNTIME}",
     "compressor": f"{STANDARD}|{ATEN}",
     "torch compat": C10D,
-    "engine": C10D,
+    "engine": rf"{C10D}|cxxabi\.h",
     "forwarding": C10D,
     "gradients": C10D,
     "backend": C10D,

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// A group that one thread ends while another uses it or ends it as well.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/thread_engine.h"
+#include "powersgd/attached_model.h"
+#include "powersgd/backend.h"
+#include "powersgd/stats.h"
+#include "support/errors.h"
+#include "support/fake_device.h"
+#include "support/two_equal_ranks.h"
+#include "support/two_threads.h"
+
+namespace powersgd {
+namespace {
+
+namespace fake = test::fake_device;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+constexpr int64_t kNumel = 24 * 32;
+constexpr size_t kBuckets = 3;
+
+// One owner of a group of two equal ranks, and of a model that is attached in it.
+struct Owner {
+  c10::intrusive_ptr<BackendPowerSGD> backend;
+  std::shared_ptr<AttachedModel> model;
+  std::vector<at::Tensor> parameters;
+  std::vector<WorkPtr> works;
+
+  explicit Owner(c10::Device device) {
+    Options options;
+    options.matrix_approximation_rank = 2;
+    options.start_powerSGD_iter = 0;
+    InnerAndChannels inner{device.type(), c10::make_intrusive<test::StreamBackend>(), {}};
+    if (device.is_cpu()) {
+      inner.inner = c10::make_intrusive<test::HostBackend>();
+      inner.channels = {inner.inner, inner.inner};
+    }
+    backend = c10::make_intrusive<BackendPowerSGD>(0, 2, std::vector{inner}, options);
+    std::vector<std::string> names;
+    for (size_t i = 0; i < kBuckets; ++i) {
+      names.push_back("layer " + std::to_string(i));
+      parameters.push_back(at::zeros({24, 32}, device));
+    }
+    model = AttachedModel::attach(backend->session(), names, parameters, options);
+  }
+
+  // Reduces the buckets of a backward pass.
+  void submit() {
+    for (size_t i = 0; i < kBuckets; ++i) {
+      at::Tensor bucket = at::ones({kNumel}, parameters[i].device());
+      works.push_back(model->reduce(i, bucket, {i}, 2, /*more_follow=*/i + 1 < kBuckets));
+    }
+  }
+
+  void leave() {
+    backend.reset();
+    model.reset();
+  }
+};
+
+// A use of a group. One thread at a time may train.
+struct Act {
+  const char* name;
+  std::function<void(Owner&)> run;
+  bool trains = false;
+};
+
+const std::vector<Act>& acts() {
+  static const std::vector<Act> all = {
+      {"abort", [](Owner& owner) { owner.backend->abort(); }},
+      {"shutdown", [](Owner& owner) { owner.backend->shutdown(); }},
+      {"destruction", [](Owner& owner) { owner.leave(); }},
+      {"exit", [](Owner&) { shutdown_all_engines(); }},
+      {"submit", [](Owner& owner) { owner.submit(); }, /*trains=*/true},
+      {"state_dict", [](Owner& owner) { owner.model->export_state(); }, /*trains=*/true},
+      {"layers", [](Owner& owner) { owner.model->layers(); }, /*trains=*/true},
+      {"end of a step", [](Owner& owner) { owner.model->end_step(); }, /*trains=*/true},
+      {"questions",
+       [](Owner& owner) {
+         Session& session = *owner.backend->session();
+         session.starts_at();
+         session.not_started();
+         session.set_grad_scale(2);
+         session.reset_stats();
+       }},
+      {"stats", [](Owner& owner) { owner.backend->session()->snapshot(); }},
+      {"wait", [](Owner& owner) {
+         for (const WorkPtr& work : owner.works) work->wait();
+       }}};
+  return all;
+}
+
+// Nothing fails but by the end of the group.
+void expect_result_or_end(const std::string& error) {
+  EXPECT_TRUE(error == "no error" || test::contains(error, "shut down or aborted")) << error;
+}
+
+void act(const Act& act, Owner& owner) {
+  expect_result_or_end(test::error_of([&] { act.run(owner); }));
+  owner.leave();
+}
+
+// Steps are in flight when both threads begin. The group is gone when both have ended.
+void run_pair(const Act& one, const Act& other, c10::Device device) {
+  Owner first(device);
+  first.submit();
+  Owner second = first;
+  test::run_both([&] { act(one, first); }, [&] { act(other, second); });
+  for (const Owner& owner : {first, second}) {
+    for (const WorkPtr& work : owner.works) {
+      expect_result_or_end(test::error_of([&] { work->wait(); }));
+      work->getFuture()->wait();
+      EXPECT_TRUE(work->getFuture()->completed());
+    }
+  }
+}
+
+void run_all_pairs(c10::Device device) {
+  for (const Act& one : acts()) {
+    for (const Act& other : acts()) {
+      if (one.trains && other.trains) continue;
+      SCOPED_TRACE(std::string(one.name) + " and then " + other.name);
+      fake::reset(0, fake::Host::kMayWait);
+      run_pair(one, other, device);
+    }
+  }
+}
+
+TEST(Ends, EveryPairOfActsOnThreads) { run_all_pairs(at::kCPU); }
+
+TEST(Ends, EveryPairOfActsOnStreams) {
+  fake::add_operators();
+  run_all_pairs(fake::device(0));
+}
+
+}  // namespace
+}  // namespace powersgd

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Two threads that end an engine at once while a job hangs in the inner backend.
+#include <ATen/ATen.h>
+#include <ATen/record_function.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <future>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "engine/stream_engine.h"
+#include "engine/thread_engine.h"
+#include "engine/work.h"
+#include "support/errors.h"
+#include "support/fake_device.h"
+#include "support/thread_ranks.h"
+#include "support/two_equal_ranks.h"
+#include "support/two_threads.h"
+
+namespace powersgd {
+namespace {
+
+namespace fake = test::fake_device;
+using std::chrono::milliseconds;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+constexpr Grace kShort{milliseconds(20), milliseconds(5)};
+constexpr std::chrono::seconds kNeverReached(20);  // a hang becomes a failure
+
+// A part of a job that hangs until it is let go.
+class Hang {
+ public:
+  std::function<void(Channel&)> part() const {
+    return [state = state_](Channel&) {
+      state->reached.set_value();
+      state->end.get_future().wait();
+    };
+  }
+  void wait_until_reached() const { state_->reached.get_future().wait(); }
+  void let_go() const { state_->end.set_value(); }
+
+ private:
+  struct State {
+    std::promise<void> reached, end;
+  };
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+Job job_of(std::function<void(Channel&)> second) {
+  Job job;
+  job.second = std::move(second);
+  return job;
+}
+
+std::shared_ptr<ThreadEngine> make_thread_engine(Grace grace) {
+  const auto channels = test::Channels(1).of(0);
+  return std::make_shared<ThreadEngine>(0, std::array{channels[0], channels[1]}, grace);
+}
+
+WorkPtr submit(Engine& engine, Job job, c10::Device device = at::kCPU) {
+  return engine.submit({}, std::move(job), device, c10d::kUnsetTimeout);
+}
+
+void wait_until_refused(Engine& engine) {
+  const auto submits = [&] { submit(engine, job_of([](Channel&) {})); };
+  while (!test::contains(test::error_of(submits), "shut down or aborted")) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+}
+
+TEST(EngineEnds, EveryPairOfEndsReturnsWhileAJobHangs) {
+  using Owner = std::shared_ptr<ThreadEngine>;
+  const std::map<std::string, std::function<void(Owner)>> ends = {
+      {"abort", [](const Owner& engine) { engine->abort(); }},
+      {"shutdown", [](const Owner& engine) { engine->shutdown(); }},
+      {"destruction", [](Owner engine) { engine.reset(); }},
+      {"exit", [](Owner engine) {
+         engine.reset();
+         shutdown_all_engines();
+       }}};
+  for (const auto& [one, run_one] : ends) {
+    for (const auto& [other, run_other] : ends) {
+      SCOPED_TRACE(one + " and then " + other);
+      Owner engine = make_thread_engine(kShort);
+      const Hang hang;
+      std::vector<WorkPtr> works = {submit(*engine, job_of(hang.part()))};
+      hang.wait_until_reached();
+      for (int i = 0; i < 3; ++i) {
+        works.push_back(submit(*engine, job_of([](Channel&) { FAIL() << "ran after the end"; })));
+      }
+      Owner of_one = engine, of_other = std::move(engine);
+      test::run_both([&, end = run_one] { end(std::move(of_one)); },
+                     [&, end = run_other] { end(std::move(of_other)); });
+      EXPECT_FALSE(works[0]->isCompleted());
+      for (size_t i = 1; i < works.size(); ++i) EXPECT_THROW(works[i]->wait(), c10::Error);
+      hang.let_go();
+      EXPECT_TRUE(works[0]->wait());
+    }
+  }
+}
+
+TEST(EngineEnds, AnAbortEndsTheWaitOfAShutdown) {
+  const auto engine = make_thread_engine({std::chrono::hours(1), milliseconds(5)});
+  const Hang hang;
+  const auto work = submit(*engine, job_of(hang.part()));
+  hang.wait_until_reached();
+  test::run_both([&] { engine->shutdown(); },
+                 [&] {
+                   wait_until_refused(*engine);
+                   engine->abort();
+                 });
+  hang.let_go();
+  EXPECT_TRUE(work->wait());
+}
+
+TEST(EngineEnds, WhatAJobOwnsMayUseTheEngineWhenItIsDestroyed) {
+  const auto engine = make_thread_engine(kShort);
+  const Hang hang;
+  std::promise<std::string> said;
+  const auto use_engine = [&](void*) {
+    said.set_value(test::error_of([&] { submit(*engine, job_of([](Channel&) {})); }));
+  };
+  Job job = job_of([owned = std::shared_ptr<void>(&said, use_engine)](Channel&) {});
+  job.first = hang.part();
+  submit(*engine, std::move(job));
+  hang.wait_until_reached();
+  engine->abort();
+  hang.let_go();
+  auto error = said.get_future();
+  ASSERT_EQ(error.wait_for(kNeverReached), std::future_status::ready);
+  EXPECT_TRUE(test::contains(error.get(), "shut down or aborted"));
+}
+
+// A stream engine.
+
+Job job_that_more_follow(std::function<void(Channel&)> first = {}) {
+  Job job = job_of([](Channel&) {});
+  job.first = std::move(first);
+  job.more_follow = true;
+  return job;
+}
+
+// True if the job has ended without anyone who waits for it.
+bool has_ended(const WorkPtr& work) {
+  return static_cast<StreamWork&>(*work).future_without_flush()->completed();
+}
+
+std::function<void()> in_the_middle;  // of a submission
+
+// A profiler, which sees a Work while it is made.
+std::unique_ptr<at::ObserverContext> observe(const at::RecordFunction&) {
+  if (in_the_middle) std::exchange(in_the_middle, nullptr)();
+  return nullptr;
+}
+
+TEST(EngineEnds, AJobThatIsBeingSubmittedIsRefused) {
+  fake::reset(0, fake::Host::kMayNotWait);
+  StreamEngine engine(0, c10::make_intrusive<test::StreamBackend>());
+  const auto profiler = at::addThreadLocalCallback(
+      at::RecordFunctionCallback(observe).scopes({at::RecordScope::USER_SCOPE}));
+  in_the_middle = [&] { std::thread([&] { engine.shutdown(); }).join(); };
+  const std::string error =
+      test::error_of([&] { submit(engine, job_that_more_follow(), fake::device(0)); });
+  at::removeCallback(profiler);
+  EXPECT_TRUE(test::contains(error, "shut down or aborted")) << error;
+}
+
+TEST(EngineEnds, ASubmitterThatHangsLongerThanTheEndWaitsLeavesNothingPutOff) {
+  using EndOf = void (StreamEngine::*)();
+  for (const EndOf end : {&StreamEngine::shutdown, &StreamEngine::abort}) {
+    fake::reset(0, fake::Host::kMayNotWait);
+    StreamEngine engine(0, c10::make_intrusive<test::StreamBackend>(), kShort);
+    const Hang hang;
+    WorkPtr work;
+    test::run_both(
+        [&] { work = submit(engine, job_that_more_follow(hang.part()), fake::device(0)); },
+        [&] {
+          hang.wait_until_reached();
+          (engine.*end)();
+          hang.let_go();
+        });
+    EXPECT_TRUE(has_ended(work));
+  }
+}
+
+}  // namespace
+}  // namespace powersgd
