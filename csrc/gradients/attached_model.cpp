@@ -252,7 +252,7 @@ void AttachedModel::announce() const {
   const Outline all = outline();
   session_->log(
       LogLevel::kInfo,
-      c10::str("compression starts at step ", step_, ": rank ", options_.matrix_approximation_rank,
+      c10::str("compression starts at step ", step(), ": rank ", options_.matrix_approximation_rank,
                ", ", all.compressed_parameters, " of ", all.parameters,
                " parameters as low-rank factors, ", all.numel, " elements a step sent as ",
                all.sent_numel, ", error feedback ", options_.use_error_feedback ? "on" : "off",

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -217,10 +218,10 @@ class AttachedModel {
   std::map<size_t, at::Tensor> unsent_residuals_;
   std::shared_ptr<const Expected> expected_;
   std::unique_ptr<CaptureWatch> capture_watch_;  // null once it has warned, and on other ranks
-  uint64_t step_ = 0;
+  std::atomic<uint64_t> step_ = 0;
   std::optional<double> grad_scale_;
   at::Tensor loss_scale_;  // undefined: grad_scale() counts
-  bool active_ = true;
+  std::atomic<bool> active_ = true;
   bool announced_ = false;
   bool warned_of_unknown_ = false;
 };

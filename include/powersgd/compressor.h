@@ -20,7 +20,7 @@ namespace powersgd {
 // True if this build has the kernels of a device type.
 bool has_kernels(c10::DeviceType device);
 
-// Whether this rank has used a parameter in a pass.
+// The use that this rank has made of a parameter in a pass.
 enum class Use : int8_t {
   kUsed,
   kUnused,  // its gradient is zero

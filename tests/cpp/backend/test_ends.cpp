@@ -87,6 +87,7 @@ const std::vector<Act>& acts() {
       {"questions",
        [](Owner& owner) {
          Session& session = *owner.backend->session();
+         session.compressing();
          session.starts_at();
          session.not_started();
          session.set_grad_scale(2);
