@@ -161,8 +161,8 @@ FlatTensors::Admitted FlatTensors::admit_in_pass(const at::Tensor& tensor, const
   admitted.compressor = entry.compressor;
   admitted.step.drop_residual = entry.takes_turns;
   admitted.first_turn = entry.takes_turns && !std::exchange(warned_of_turns_, true);
-  admitted.first_flat = pass.first == Mode::kBackward && !session_->had_model() &&
-                        !std::exchange(advised_, true);
+  admitted.first_flat =
+      pass.first == Mode::kBackward && !session_->had_model() && !std::exchange(advised_, true);
   return admitted;
 }
 

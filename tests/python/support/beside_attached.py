@@ -196,6 +196,7 @@ def delayed_parameters_of_ddp(peer: Peer, i: int) -> list[torch.Tensor]:
     ddp.zero_grad(set_to_none=False)
     ddp({"first": peer.tensor(i, 60, 80), "late": peer.tensor(i, 200, 80)}).backward()
     peer.trained += 1
+    dist.barrier(peer.group)  # DDP drops the Work of this all-reduce; Gloo's barrier waits for it
     late = weights_of(ddp)["late"].grad
     assert late is not None
     return [late.clone()]
@@ -222,7 +223,7 @@ def clipped_dtensors(peer: Peer, i: int) -> list[torch.Tensor]:
     weight = torch.nn.Parameter(DTensor.from_local(torch.zeros(NUMEL), mesh, [Shard(0)]))
     weight.grad = DTensor.from_local(peer.tensor(i, NUMEL), mesh, [Shard(0)])
     norm: Any = torch.nn.utils.clip_grad_norm_([weight], 1.0)
-    return [norm.full_tensor(), weight.grad.to_local()]  # type: ignore[attr-defined]
+    return [norm.full_tensor(), weight.grad.to_local()]
 
 
 @case
@@ -242,7 +243,7 @@ def zero_redundancy_optimizer(peer: Peer, i: int) -> list[torch.Tensor]:
 @case
 def averaged_parameters(peer: Peer, i: int) -> list[torch.Tensor]:
     parameter = torch.nn.Parameter(peer.tensor(i, NUMEL))
-    average_parameters([parameter], peer.group)
+    average_parameters(iter([parameter]), peer.group)
     return [parameter.detach()]
 
 
@@ -254,7 +255,7 @@ def after_detach(peer: Peer, i: int) -> list[torch.Tensor]:
 
 
 class BesideAttached:
-    """What a rank of the pool holds: the groups in which the cases run."""
+    """A rank of the pool, which runs each case in groups of its own."""
 
     def __init__(self, rank: int) -> None:
         ranks.init_group("gloo", op_timeout=300)
