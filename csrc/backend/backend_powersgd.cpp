@@ -123,11 +123,13 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::reconfigure(const c10d::Reconfig
 #endif
 
 void BackendPowerSGD::shutdown() {
+  ended_ = true;
   session_->shutdown();
   ForwardingBackend::shutdown();
 }
 
 void BackendPowerSGD::abort() {
+  ended_ = true;
   session_->abort();
   ForwardingBackend::abort();
 }

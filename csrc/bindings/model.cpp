@@ -14,6 +14,7 @@
 #include "powersgd/backend.h"
 #include "powersgd/ddp_hook.h"
 #include "powersgd/options.h"
+#include "powersgd/reduced_parameters.h"
 
 namespace py = pybind11;
 
@@ -73,6 +74,7 @@ void register_model(py::module_& module) {
       .def("reduce_bucket", &reduce_bucket, py::arg("reducer"), py::arg("bucket"), NoGil())
       .def("end_step", &AttachedModel::end_step, NoGil())
       .def("outline", &AttachedModel::outline)
+      .def_property_readonly("compresses", &AttachedModel::compresses)
       .def_property("active", &AttachedModel::active, &AttachedModel::set_active)
       .def_property_readonly("step", &AttachedModel::step)
       .def_property("grad_scale", &AttachedModel::grad_scale, &AttachedModel::set_grad_scale)
@@ -100,6 +102,7 @@ void register_model(py::module_& module) {
           py::arg("dropped") = std::nullopt, NoGil())
       .def("layers", &AttachedModel::layers, NoGil());
   module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("model"));
+  module.def("reduced_parameters", &reduced_parameters, py::arg("reducer"));
 }
 
 }  // namespace powersgd

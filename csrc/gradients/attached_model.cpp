@@ -41,6 +41,7 @@ AttachedModel::AttachedModel(std::shared_ptr<Session> session, std::vector<std::
     states_.push_back(std::make_shared<ParameterState>(i));
     index_of_[parameters[i].unsafeGetTensorImpl()] = i;
   }
+  compresses_ = options_.scope != Scope::kNever && outline().compressed_parameters > 0;
 }
 
 AttachedModel::~AttachedModel() = default;
@@ -132,7 +133,7 @@ std::shared_ptr<BucketCompressor> AttachedModel::find_compressor(
     made = make_bucket(buffer, parameters);
   }
   if (!warm()) return nullptr;
-  if (!std::exchange(announced_, true)) announce();
+  if (compresses_ && !std::exchange(announced_, true)) announce();
   return made.compressor;
 }
 
@@ -222,10 +223,6 @@ Outline AttachedModel::outline() const {
   }
   outline.sent_numel += outline.compressed_parameters > 0;  // the bucket's non-finite count
   return outline;
-}
-
-bool AttachedModel::compresses() const {
-  return options_.scope != Scope::kNever && outline().compressed_parameters > 0;
 }
 
 void AttachedModel::announce() const {

@@ -39,14 +39,27 @@ def check_module(ddp: DistributedDataParallel) -> None:
             "which DDP reduces without its reducer and calls no C++ hook; use True, the default"
         )
 
+    if any(
+        hasattr(parameter, "_in_backward_optimizers") for _, parameter in named_parameters_of(ddp)
+    ):
+        raise ValueError(
+            "attach does not work with optimizers in backward (_apply_optimizer_in_backward), for "
+            "which DDP takes the one hook that it has; call optimizer.step() after backward"
+        )
+
 
 def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
     """Returns the parameters whose gradients DDP reduces."""
     return {
-        name: parameter
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+        name: parameter for name, parameter in named_parameters_of(ddp) if parameter.requires_grad
     }
+
+
+def named_parameters_of(ddp: DistributedDataParallel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The module's parameters without those that DDP was told to ignore, or reduces by itself."""
+    for name, parameter in ddp.module.named_parameters():
+        if name not in ddp.parameters_to_ignore:
+            yield name, parameter
 
 
 def set_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
