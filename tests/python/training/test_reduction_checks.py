@@ -130,7 +130,7 @@ def _frozen_again() -> None:
 def _ignored() -> None:
     net = _net()
     ignored = ["2.weight", "2.bias"]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)  # type: ignore[no-untyped-call]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
     ddp = _attached(net)
     _train(ddp, _sgd(ddp), LONG)
 
