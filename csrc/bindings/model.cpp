@@ -14,7 +14,7 @@
 #include "powersgd/backend.h"
 #include "powersgd/ddp_hook.h"
 #include "powersgd/options.h"
-#include "powersgd/reduced_parameters.h"
+#include "powersgd/reducer_members.h"
 
 namespace py = pybind11;
 
@@ -103,6 +103,8 @@ void register_model(py::module_& module) {
       .def("layers", &AttachedModel::layers, NoGil());
   module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("model"));
   module.def("reduced_parameters", &reduced_parameters, py::arg("reducer"));
+  module.def("converted_parameter", &converted_parameter, py::arg("reducer"));
+  module.def("synchronized_passes", &synchronized_passes, py::arg("reducer"));
 }
 
 }  // namespace powersgd

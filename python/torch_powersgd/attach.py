@@ -160,8 +160,8 @@ def _keep(module: Module, attachment: Attachment, scaler: torch.amp.GradScaler |
     announce(attachment.model, attachment.group)
     if isinstance(module, DistributedDataParallel):
         note_wrapper(module, attachment.model)
-    if attachment.group.size() > 1 and attachment.group.rank() == 0:
-        reduction_checks.check(module, attachment.model)
+    if attachment.group.size() > 1:
+        reduction_checks.check(module, attachment.model, warns=attachment.group.rank() == 0)
     _follow(module, attachment, scaler)
 
 

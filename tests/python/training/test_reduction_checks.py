@@ -145,6 +145,33 @@ def _delayed() -> None:
     _train(ddp, _sgd(ddp), LONG)
 
 
+def _unfrozen_and_wrapped_anew() -> None:
+    """The old wrapper lives on, and knows nothing of the parameters that are trained now."""
+    net = _net()
+    net[2].requires_grad_(False)
+    old = _attached(net)
+    _train(old, _sgd(old), 5)
+    net[2].requires_grad_(True)
+    state = tp.state_dict(old)
+    new = _attached(net)
+    tp.load_state_dict(new, state)
+    _train(new, _sgd(new), LONG)
+
+
+def _converted_and_wrapped_anew() -> None:
+    old = _attached(_net())
+    _train(old, _sgd(old), 2)
+    new = _attached(old.module.double())
+    _train(lambda x: new(x.double()), _sgd(new), LONG)
+
+
+def _converted_and_trained_alone() -> None:
+    ddp = _attached(_net())
+    _train(ddp, _sgd(ddp), 5)
+    module = ddp.module.double()
+    _train(lambda x: module(x.double()), _sgd(module), LONG)
+
+
 def _compiled_step() -> None:
     ddp = _attached(_net())
     optimizer = _sgd(ddp)
@@ -169,6 +196,9 @@ JOBS: dict[Callable[[], None], str] = {
     _frozen_again: "",
     _ignored: "",
     _delayed: "",
+    _unfrozen_and_wrapped_anew: "",
+    _converted_and_wrapped_anew: "",
+    _converted_and_trained_alone: "",
     _compiled_step: "",
 }
 
@@ -195,3 +225,34 @@ def test_a_warning_once_where_ranks_drift(
     first, second = (messages[job.__name__] for messages in heard)
     assert [message[: len(JOBS[job])] for message in first] == [JOBS[job]] * bool(JOBS[job])
     assert second == []  # one rank speaks
+
+
+# By the step before which the module is converted; 0 is right after attach.
+CONVERSIONS: list[tuple[int, Callable[[DistributedDataParallel], torch.nn.Module]]] = [
+    (step, convert)
+    for step in (0, 1, 3)
+    for convert in (
+        lambda ddp: ddp.double(),
+        lambda ddp: ddp.module.to(torch.bfloat16),
+        lambda ddp: ddp.half().float(),  # DDP's hook does not come back
+    )
+]
+
+
+def _converted(rank: int) -> None:
+    for before, convert in CONVERSIONS:
+        ddp = _attached(_net())
+        optimizer = _sgd(ddp)
+        _train(ddp, optimizer, before)
+        dtype = next(convert(ddp).parameters()).dtype
+        kept = [parameter.clone() for parameter in ddp.parameters()]
+        with pytest.raises(RuntimeError, match="'0.weight' was converted to another dtype"):
+            _train(lambda x, ddp=ddp, dtype=dtype: ddp(x.to(dtype)), optimizer, 1)
+        assert all(a.equal(b) for a, b in zip(kept, ddp.parameters(), strict=True))
+    ddp = DistributedDataParallel(_net()).double()
+    with pytest.raises(ValueError, match="'0.weight' was converted"):
+        tp.attach(ddp)
+
+
+def test_a_converted_module_is_an_error_on_every_rank() -> None:
+    ranks.run(2, _converted)
