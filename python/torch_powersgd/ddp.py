@@ -70,9 +70,10 @@ def converted_name(ddp: DistributedDataParallel) -> str | None:
 
 
 def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """Returns the parameters whose gradients DDP reduces."""
+    """Returns the parameters whose gradients DDP reduces: those it found trainable at its start."""
+    reduced = {id(parameter) for parameter in _C.reduced_parameters(ddp.reducer)}
     return {
-        name: parameter for name, parameter in named_parameters_of(ddp) if parameter.requires_grad
+        name: parameter for name, parameter in named_parameters_of(ddp) if id(parameter) in reduced
     }
 
 

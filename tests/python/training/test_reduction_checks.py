@@ -145,6 +145,16 @@ def _delayed() -> None:
     _train(ddp, _sgd(ddp), LONG)
 
 
+def _frozen_before_attach() -> None:
+    net = _net()
+    ddp = DistributedDataParallel(net, find_unused_parameters=True)
+    net[2].requires_grad_(False)
+    tp.attach(ddp, {"start_powerSGD_iter": 2})
+    _train(ddp, _sgd(ddp), 5)
+    net[2].requires_grad_(True)
+    _train(ddp, _sgd(ddp), LONG)
+
+
 def _unfrozen_and_wrapped_anew() -> None:
     """The old wrapper lives on, and knows nothing of the parameters that are trained now."""
     net = _net()
@@ -196,6 +206,7 @@ JOBS: dict[Callable[[], None], str] = {
     _frozen_again: "",
     _ignored: "",
     _delayed: "",
+    _frozen_before_attach: "",
     _unfrozen_and_wrapped_anew: "",
     _converted_and_wrapped_anew: "",
     _converted_and_trained_alone: "",
