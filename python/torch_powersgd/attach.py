@@ -72,7 +72,8 @@ def attach(
 
     Raises:
         ValueError: If the module cannot be attached, the ranks' models or options differ, or a rank
-            does not call ``attach``. It is raised on every rank.
+            does not call ``attach``. It is raised on every rank, except if the group was destroyed
+            on this rank.
     """
     known = _attachments.get(module) if isinstance(module, Module) else None
     if known is not None:

@@ -47,26 +47,25 @@ def check_module(ddp: DistributedDataParallel) -> None:
             "which DDP takes the one hook that it has; call optimizer.step() after backward"
         )
 
-    if (name := converted_name(ddp)) is not None:
-        raise ValueError(CONVERTED.format(name=name))
+    if error := conversion_error(ddp):
+        raise ValueError(error)
 
 
-# DDP's hook is on the node of autograd that a conversion replaces. No rank notices by itself.
-CONVERTED = (
-    "'{name}' was converted to another dtype or device after DDP wrapped the module, so that DDP "
-    "no longer averages its gradients, and the ranks drift apart. Convert the module first "
-    "(half(), to()), then wrap and attach it"
-)
+def conversion_error(ddp: DistributedDataParallel) -> str:
+    """Returns an error's message if a conversion has taken DDP's hook off a parameter, or nothing.
 
-
-def converted_name(ddp: DistributedDataParallel) -> str | None:
-    """Returns the name of a parameter whose gradients DDP has lost by a conversion, if any."""
+    DDP's hook is on a node of autograd, which half() or to() replaces. No rank notices by itself.
+    """
     index = _C.converted_parameter(ddp.reducer)
     if index is None:
-        return None
+        return ""
     lost = _C.reduced_parameters(ddp.reducer)[index]
-    names = (name for name, parameter in named_parameters_of(ddp) if parameter is lost)
-    return next(names, "a parameter")
+    names = (f"'{name}'" for name, parameter in named_parameters_of(ddp) if parameter is lost)
+    return (
+        f"{next(names, 'a parameter')} was converted to another dtype or device after DDP wrapped "
+        "the module, so that DDP no longer averages its gradients, and the ranks drift apart. "
+        "Convert the module first (half(), to()), then wrap and attach it"
+    )
 
 
 def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
-from torch_powersgd.ddp import CONVERTED, converted_name, named_parameters_of
+from torch_powersgd.ddp import conversion_error, named_parameters_of
 from torch_powersgd.proposal import Module
 
 # The steps of an optimizer without an average that are too many, and those between two looks for
@@ -58,8 +58,8 @@ class _Check:
             return
         passes = _C.synchronized_passes(ddp.reducer)
         if passes != self.passes:
-            if (name := converted_name(ddp)) is not None:
-                raise RuntimeError(CONVERTED.format(name=name))
+            if error := conversion_error(ddp):
+                raise RuntimeError(error)
             self.passes = passes
 
     def after_step(self, optimizer: Optimizer) -> None:
