@@ -89,6 +89,16 @@ void ParameterState::allocate(const std::vector<Layout>& layouts, const Options&
   }
 }
 
+void ParameterState::convert(at::ScalarType gradient_type, const Options& options,
+                             at::Device device) {
+  if (memory.defined()) memory = memory.to(device, residual_type(gradient_type, options));
+  for (at::Tensor* tensor : {&p_hat, &q_local, &q_warm}) {
+    *tensor = tensor->to(device, factor_type(gradient_type));
+  }
+  grad_scale = grad_scale.to(device);
+  q_norms = q_norms.to(device);
+}
+
 at::Tensor ParameterState::residual() const {
   const at::Tensor delivered = at::matmul(p_hat, q_local);
   if (!memory.defined()) return at::zeros_like(delivered);

@@ -128,7 +128,7 @@ std::shared_ptr<BucketCompressor> AttachedModel::find_compressor(
     size_t bucket, const at::Tensor& buffer, const std::vector<size_t>& parameters) {
   if (!active_ || !session_->admits_attached(options_)) return nullptr;
   Bucket& made = buckets_[bucket];
-  if (made.parameters != parameters) {
+  if (!made.holds(buffer, parameters)) {
     made = {};  // its memory serves the new one
     made = make_bucket(buffer, parameters);
   }
@@ -177,6 +177,8 @@ AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
     session_->run_after_steps(buffer.device(), [&made] { made.compressor->prepare(); });
   }
   made.parameters = parameters;
+  made.dtype = buffer.scalar_type();
+  made.device = buffer.device();
   return made;
 }
 

@@ -148,7 +148,13 @@ class AttachedModel {
 
  private:
   struct Bucket {
-    std::vector<size_t> parameters;                // indices into parameters_
+    bool holds(const at::Tensor& buffer, const std::vector<size_t>& which) const {
+      return which == parameters && dtype == buffer.scalar_type() && device == buffer.device();
+    }
+
+    std::vector<size_t> parameters;  // indices into parameters_
+    at::ScalarType dtype = at::kFloat;
+    c10::Device device = at::kCPU;
     std::shared_ptr<BucketCompressor> compressor;  // null if nothing in it is compressed
   };
   struct Expected;
