@@ -71,8 +71,8 @@ class Peer:
     def tensor(self, i: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return gradient(shape, "beside", self.rank, i, dtype=dtype)
 
-    def wrap(self, shapes: Shapes, attach: bool, **ddp_arguments: Any) -> DistributedDataParallel:
-        ddp = make_ddp(shapes, process_group=self.group, **ddp_arguments)
+    def wrap(self, shapes: Shapes, attach: bool) -> DistributedDataParallel:
+        ddp = make_ddp(shapes, process_group=self.group)
         if attach and self.attaches:
             tp.attach(ddp)
         return ddp
