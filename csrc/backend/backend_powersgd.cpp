@@ -124,6 +124,7 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::reconfigure(const c10d::Reconfig
 #endif
 
 void BackendPowerSGD::shutdown() {
+  ended_ = true;
   FirstError error;
   error.run([&] { session_->shutdown(); });
   error.run([&] { ForwardingBackend::shutdown(); });
@@ -131,6 +132,7 @@ void BackendPowerSGD::shutdown() {
 }
 
 void BackendPowerSGD::abort() {
+  ended_ = true;
   FirstError error;
   error.run([&] { session_->abort(); });
   error.run([&] { ForwardingBackend::abort(); });

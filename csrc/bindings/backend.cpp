@@ -87,6 +87,7 @@ void register_backend(py::module_& module) {
            }),
            py::arg("rank"), py::arg("size"), py::arg("inners"), py::arg("options"), py::arg("log"))
       .def_property_readonly("options", &BackendPowerSGD::getBackendOptions)
+      .def_property_readonly("ended", &BackendPowerSGD::ended)
       .def_property(
           "grad_scale", [](const BackendPowerSGD& self) { return self.session()->grad_scale(); },
           [](BackendPowerSGD& self, double scale) { self.session()->set_grad_scale(scale); })

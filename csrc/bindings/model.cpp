@@ -14,6 +14,7 @@
 #include "powersgd/backend.h"
 #include "powersgd/ddp_hook.h"
 #include "powersgd/options.h"
+#include "powersgd/reducer_members.h"
 
 namespace py = pybind11;
 
@@ -72,6 +73,7 @@ void register_model(py::module_& module) {
            py::arg("parameters"), py::arg("divided_after"))
       .def("end_step", &AttachedModel::end_step, NoGil())
       .def("outline", &AttachedModel::outline)
+      .def_property_readonly("compresses", &AttachedModel::compresses)
       .def_property("active", &AttachedModel::active, &AttachedModel::set_active)
       .def_property_readonly("step", &AttachedModel::step)
       .def_property("grad_scale", &AttachedModel::grad_scale, &AttachedModel::set_grad_scale)
@@ -109,6 +111,9 @@ void register_model(py::module_& module) {
           },
           py::arg("reducer"), py::arg("bucket"), NoGil());
   module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("model"));
+  module.def("reduced_parameters", &reduced_parameters, py::arg("reducer"));
+  module.def("converted_parameter", &converted_parameter, py::arg("reducer"));
+  module.def("synchronized_passes", &synchronized_passes, py::arg("reducer"));
 }
 
 }  // namespace powersgd

@@ -23,7 +23,7 @@ class BucketStates {
   // `states[i]` belongs to `plan.matrices[i]`.
   explicit BucketStates(std::vector<ParameterStatePtr> states) : states_(std::move(states)) {}
 
-  // Allocates the states that are not allocated yet, or were for another dtype or device.
+  // Allocates the states that are not allocated yet. Converts those of another dtype or device.
   void allocate(const BucketSpec& spec);
 
   // Called before project, with the gradient that it will add.

@@ -98,6 +98,18 @@ void ParameterState::allocate(const std::vector<Layout>& layouts, const Options&
   for (const Layout& layout : layouts) allocate_before(*layout.state);
 }
 
+void ParameterState::convert(at::ScalarType gradient_type, const Options& options,
+                             at::Device device) {
+  if (memory.defined()) memory = memory.to(device, residual_type(gradient_type, options));
+  for (at::Tensor* tensor : {&p_hat, &q_local, &q_warm}) {
+    *tensor = tensor->to(device, factor_type(gradient_type));
+  }
+  grad_scale = grad_scale.to(device);
+  q_norms = q_norms.to(device);
+  if (!before.empty()) allocate_before(*this);
+  last_step.reset();
+}
+
 at::Tensor ParameterState::residual() const {
   const at::Tensor delivered = at::matmul(p_hat, q_local);
   if (!memory.defined()) return at::zeros_like(delivered);

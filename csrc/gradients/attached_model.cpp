@@ -41,6 +41,7 @@ AttachedModel::AttachedModel(std::shared_ptr<Session> session, std::vector<std::
     states_.push_back(std::make_shared<ParameterState>(i));
     index_of_[parameters[i].unsafeGetTensorImpl()] = i;
   }
+  compresses_ = options_.scope != Scope::kNever && outline().compressed_parameters > 0;
 }
 
 AttachedModel::~AttachedModel() = default;
@@ -132,12 +133,12 @@ std::shared_ptr<BucketCompressor> AttachedModel::find_compressor(
     size_t bucket, const at::Tensor& buffer, const std::vector<size_t>& parameters) {
   if (!active_ || !session_->admits_attached(options_)) return nullptr;
   Bucket& made = buckets_[bucket];
-  if (made.parameters != parameters) {
+  if (!made.holds(buffer, parameters)) {
     made = {};  // its memory serves the new one
     made = make_bucket(buffer, parameters);
   }
   if (!warm()) return nullptr;
-  if (!std::exchange(announced_, true)) announce();
+  if (compresses_ && !std::exchange(announced_, true)) announce();
   return made.compressor;
 }
 
@@ -181,6 +182,8 @@ AttachedModel::Bucket AttachedModel::make_bucket(const at::Tensor& buffer,
     session_->run_after_steps(buffer.device(), [&made] { made.compressor->prepare(); });
   }
   made.parameters = parameters;
+  made.dtype = buffer.scalar_type();
+  made.device = buffer.device();
   return made;
 }
 
@@ -242,10 +245,6 @@ Outline AttachedModel::outline() const {
   }
   outline.sent_numel += outline.compressed_parameters > 0;  // the bucket's non-finite count
   return outline;
-}
-
-bool AttachedModel::compresses() const {
-  return options_.scope != Scope::kNever && outline().compressed_parameters > 0;
 }
 
 void AttachedModel::announce() const {

@@ -96,13 +96,17 @@ std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Te
   return admitted;
 }
 
+bool FlatTensors::takes_flat_gradients() const {
+  return options_.scope == Scope::kBackward && !session_->had_model();
+}
+
 FlatTensors::Pass FlatTensors::current_pass(const at::Tensor& tensor) const {
   const std::optional<ScopeOverride> override = current_override();
   if (override && !override->enabled) return {Mode::kNone, 0};
   const int graph_task = torch::autograd::get_current_graph_task_id();
   const bool everything = override || options_.scope == Scope::kAlways;
-  const bool flat_gradient = options_.scope == Scope::kBackward && graph_task >= 0 &&
-                             tensor.dim() == 1 && tensor.numel() >= options_.min_numel;
+  const bool flat_gradient = takes_flat_gradients() && graph_task >= 0 && tensor.dim() == 1 &&
+                             tensor.numel() >= options_.min_numel;
   if (!everything && !flat_gradient) return {Mode::kNone, 0};
   if (graph_task >= 0) return {Mode::kBackward, graph_task};
   if (override) return {Mode::kBlock, override->block};
@@ -157,7 +161,8 @@ FlatTensors::Admitted FlatTensors::admit_in_pass(const at::Tensor& tensor, const
   admitted.compressor = entry.compressor;
   admitted.step.drop_residual = entry.takes_turns;
   admitted.first_turn = entry.takes_turns && !std::exchange(warned_of_turns_, true);
-  admitted.first_flat = pass.first == Mode::kBackward && !std::exchange(advised_, true);
+  admitted.first_flat =
+      pass.first == Mode::kBackward && !session_->had_model() && !std::exchange(advised_, true);
   return admitted;
 }
 
@@ -221,7 +226,9 @@ void FlatTensors::report(const Admitted& admitted, const at::Tensor& tensor) con
         c10::str("compression starts at step ", admitted.step.step, ", rank ",
                  options_.matrix_approximation_rank, ": a flat gradient of ", tensor.numel(),
                  " elements is compressed as one matrix because its layers are not known; "
-                 "torch_powersgd.attach(ddp) compresses layer by layer, which is more accurate"));
+                 "torch_powersgd.attach(ddp) compresses layer by layer, which is more accurate. If "
+                 "this all-reduce is your own and not DDP's, call it inside "
+                 "torch_powersgd.compression(False)"));
   }
   if (admitted.first_turn) {
     session_->log(
@@ -234,7 +241,7 @@ void FlatTensors::report(const Admitted& admitted, const at::Tensor& tensor) con
 
 void FlatTensors::warn_if_joined(const std::vector<at::Tensor>& tensors,
                                  const c10d::AllreduceOptions& opts) {
-  if (options_.scope != Scope::kBackward || !opts.asyncOp || !eligible(tensors, opts)) return;
+  if (!takes_flat_gradients() || !opts.asyncOp || !eligible(tensors, opts)) return;
   const at::Tensor& tensor = tensors.front();
   if (tensor.dim() != 1 || tensor.numel() < options_.min_numel) return;
   if (current_override() || torch::autograd::get_current_graph_task_id() >= 0) return;

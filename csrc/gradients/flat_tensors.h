@@ -79,6 +79,9 @@ class FlatTensors {
                                 const c10d::AllreduceOptions& opts);
   Admitted admit_stateless(const at::Tensor& tensor, const BucketPlan& plan);
   Admitted admit_in_pass(const at::Tensor& tensor, const BucketPlan& plan, const Pass& pass);
+  // True if a large flat tensor that is reduced in backward counts as a gradient. Once a model was
+  // attached in the group, gradients have names, and what has none is somebody else's.
+  bool takes_flat_gradients() const;
   Pass current_pass(const at::Tensor& tensor) const;
   BucketPlan make_plan(const at::Tensor& tensor) const;
   static std::vector<ParameterStatePtr> make_states(const BucketPlan& plan, int64_t order);

@@ -98,6 +98,11 @@ std::vector<std::shared_ptr<AttachedModel>> Session::models() const {
   return alive;
 }
 
+bool Session::had_model() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return had_model_;
+}
+
 std::shared_ptr<AttachedModel> Session::model_that_expects(
     const std::vector<at::Tensor>& tensors) const {
   if (tensors.size() != 1 || !tensors.front().has_storage()) return nullptr;

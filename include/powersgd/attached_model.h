@@ -135,8 +135,8 @@ class AttachedModel {
   std::vector<LayerStats> layers();
 
   Outline outline() const;
-  // True if the options allow compression and any parameter is worth it.
-  bool compresses() const;
+  // True if the options allow compression and any parameter is worth it, as found at attach.
+  bool compresses() const { return compresses_; }
   // True if the exact steps are over and the model is not detached.
   bool warm() const {
     return active_ && step_ >= static_cast<uint64_t>(options_.start_powerSGD_iter);
@@ -156,7 +156,13 @@ class AttachedModel {
 
  private:
   struct Bucket {
-    std::vector<size_t> parameters;                // indices into parameters_
+    bool holds(const at::Tensor& buffer, const std::vector<size_t>& which) const {
+      return which == parameters && dtype == buffer.scalar_type() && device == buffer.device();
+    }
+
+    std::vector<size_t> parameters;  // indices into parameters_
+    at::ScalarType dtype = at::kFloat;
+    c10::Device device = at::kCPU;
     std::shared_ptr<BucketCompressor> compressor;  // null if nothing in it is compressed
   };
   struct Expected;
@@ -218,6 +224,7 @@ class AttachedModel {
   std::map<size_t, at::Tensor> unsent_residuals_;
   std::shared_ptr<const Expected> expected_;
   std::unique_ptr<CaptureWatch> capture_watch_;  // null once it has warned, and on other ranks
+  bool compresses_ = false;
   std::atomic<uint64_t> step_ = 0;
   std::optional<double> grad_scale_;
   at::Tensor loss_scale_;  // undefined: grad_scale() counts

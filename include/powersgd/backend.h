@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <utility>
@@ -77,8 +78,11 @@ class BackendPowerSGD : public ForwardingBackend {
   void shutdown() override;
   // Fails queued steps at once. One in flight ends as the inner backend lets it.
   void abort() override;
+  // True after one of the two.
+  bool ended() const { return ended_; }
 
  private:
+  std::atomic<bool> ended_{false};
   std::shared_ptr<Session> session_;
   std::unique_ptr<FlatTensors> flat_tensors_;
 };

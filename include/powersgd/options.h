@@ -16,7 +16,7 @@ constexpr int64_t kMaxRank = 1024;  // The largest matrix_approximation_rank.
 
 // The all-reduces that may be compressed. The inner backend gets all others unchanged.
 enum class Scope : int32_t {
-  kBackward,  // attached buckets, and large flat tensors reduced while autograd runs backward
+  kBackward,  // attached buckets; where nothing was attached, large flat tensors in backward
   kAttached,  // attached buckets only
   kAlways,    // every eligible tensor
   kNever,     // nothing

@@ -47,6 +47,9 @@ struct ParameterState {
   static void allocate(const std::vector<Layout>& layouts, const Options& options,
                        at::Device device);
 
+  // Makes it a state for gradients of this dtype on this device, with the same content.
+  void convert(at::ScalarType gradient_type, const Options& options, at::Device device);
+
   // Returns a new tensor, [rows, cols] in the factor dtype. It holds zeros without error feedback.
   at::Tensor residual() const;
 

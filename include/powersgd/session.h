@@ -121,6 +121,9 @@ class Session {
 
   void add_model(const std::shared_ptr<AttachedModel>& model);
   std::vector<std::shared_ptr<AttachedModel>> models() const;
+  // True once a model was attached, which all ranks did between the same two collectives. It stays
+  // true when the model is gone: ranks do not drop theirs at the same time.
+  bool had_model() const;
   // The model that expects an all-reduce of these tensors. Null if there is none.
   std::shared_ptr<AttachedModel> model_that_expects(const std::vector<at::Tensor>& tensors) const;
   // The step from which gradients are compressed: the first of the attached models' that compress

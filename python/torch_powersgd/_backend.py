@@ -108,7 +108,7 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
         PrefixStore("options", store),
         dist_options.group_rank,
         dist_options.global_ranks_in_group or range(dist_options.group_size),
-        "has not started a powersgd group",
+        "started a powersgd group",
         dist_options.timeout,
         other_backend,
     )

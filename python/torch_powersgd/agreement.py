@@ -40,7 +40,7 @@ class CollectiveCall:
         store: Store that holds the keys of this call alone.
         rank: This rank in the group.
         global_ranks: Ranks of the group as the whole job counts them.
-        absence: Words after "rank 1" where that rank does not call: "has not called attach".
+        deed: What a rank has done that has called: "called attach".
         timeout: Time after which waiting is an error.
         explain: Function of this call and the absent ranks. It is called once ``PATIENCE`` is over,
             and again at each ``INTERVAL``. It returns why they will not call, or nothing.
@@ -50,7 +50,7 @@ class CollectiveCall:
     store: Store
     rank: int
     global_ranks: Sequence[int]
-    absence: str
+    deed: str
     timeout: timedelta
     explain: Callable[[CollectiveCall, list[int]], str] = lambda call, absent: ""
     before: Store | None = None
@@ -100,6 +100,10 @@ class CollectiveCall:
         more = ", ..." if len(ranks) > 8 else ""
         return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
 
+    def _without(self, ranks: list[int]) -> str:
+        """ "rank 1 has not called attach" or "ranks 1, 2 have not called attach"."""
+        return f"{self.names_of(ranks)} {'has' if len(ranks) == 1 else 'have'} not {self.deed}"
+
     def _forget_before(self, everyone: list[str]) -> None:
         """Deletes the keys of the call before. All ranks have left it, as they are in this one."""
         if self.before is not None:
@@ -120,11 +124,11 @@ class CollectiveCall:
             if late and not named:
                 named = True
                 me = self.names_of([self.rank])
-                log.warning(f"{self.names_of(late)} {self.absence}; {me} waits")
+                log.warning(f"{self._without(late)}; {me} waits")
             reason = self.explain(self, late) if late else ""
             seconds = self.timeout.total_seconds()
             if not reason and time.monotonic() - start > seconds:
-                reason = f"{self.names_of(late or [0])} {self.absence} within {seconds:g} seconds"
+                reason = f"{self._without(late or [0])} within {seconds:g} seconds"
             if reason:
                 raise ValueError(reason)
             time.sleep(INTERVAL.total_seconds())
@@ -142,8 +146,8 @@ def next_call(
     return CollectiveCall(
         store_of_call(calls, number),
         group.rank(),
-        _global_ranks(group),
-        f"has not called {function}",
+        global_ranks(group),
+        f"called {function}",
         timeout,
         explain,
         store_of_call(calls, number - 1) if number > 1 else None,
@@ -167,7 +171,7 @@ def calls_store(group: dist.ProcessGroup, function: str) -> PrefixStore:
     return PrefixStore(f"powersgd/{function}", group.get_group_store())
 
 
-def _global_ranks(group: dist.ProcessGroup) -> Sequence[int]:
+def global_ranks(group: dist.ProcessGroup) -> Sequence[int]:
     """The group's ranks as the whole job counts them, or from 0 on if torch does not know them."""
     # A group that ProcessGroup.split_group made is not registered.
     known = group in dist.distributed_c10d._world.pg_group_ranks

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_powersgd import fsdp_hooks, grad_scaler
+from torch_powersgd import fsdp_hooks, grad_scaler, reduction_checks
 from torch_powersgd._core import _C
 from torch_powersgd.announcement import announce
 from torch_powersgd.ddp import Hook, python_hook, set_hook
 from torch_powersgd.options import Options
 from torch_powersgd.proposal import Module, agree, group_of_replicas
+from torch_powersgd.rewrapping import note_wrapper
 
 
 @dataclass
@@ -71,7 +72,8 @@ def attach(
 
     Raises:
         ValueError: If the module cannot be attached, the ranks' models or options differ, or a rank
-            does not call ``attach``. It is raised on every rank.
+            does not call ``attach``. It is raised on every rank, except if the group was destroyed
+            on this rank.
     """
     known = _attachments.get(module) if isinstance(module, Module) else None
     if known is not None:
@@ -121,6 +123,12 @@ def detach(module: Module) -> None:
     attachment_of(module).model.active = False
 
 
+def attached_groups() -> list[dist.ProcessGroup]:
+    """Returns the groups of the attached modules, without duplicates."""
+    groups = {id(attachment.group): attachment.group for attachment in _attachments.values()}
+    return list(groups.values())
+
+
 def attachment_of(module: Module) -> Attachment:
     """Returns the record of an attached module.
 
@@ -151,6 +159,10 @@ def _keep(module: Module, attachment: Attachment, scaler: torch.amp.GradScaler |
     """Keeps the record of a module whose hooks are set, and announces it."""
     _attachments[module] = attachment
     announce(attachment.model, attachment.group)
+    if isinstance(module, DistributedDataParallel):
+        note_wrapper(module, attachment.model)
+    if attachment.group.size() > 1:
+        reduction_checks.check(module, attachment.model, warns=attachment.group.rank() == 0)
     _follow(module, attachment, scaler)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import checksum, fsdp, loading
 from torch_powersgd._core import _C
@@ -15,6 +16,7 @@ from torch_powersgd.loading import LOCAL_FIELDS, VERSION
 from torch_powersgd.lookup import find_backends
 from torch_powersgd.options import Options
 from torch_powersgd.proposal import Module
+from torch_powersgd.rewrapping import note_saved
 
 
 def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
@@ -68,6 +70,8 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
             if parameter.residual is not None
         }
     checksum.add(state)
+    if isinstance(module, DistributedDataParallel):
+        note_saved(module, model)
     return state
 
 

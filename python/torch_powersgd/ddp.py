@@ -39,14 +39,48 @@ def check_module(ddp: DistributedDataParallel) -> None:
             "which DDP reduces without its reducer and calls no C++ hook; use True, the default"
         )
 
+    if any(
+        hasattr(parameter, "_in_backward_optimizers") for _, parameter in named_parameters_of(ddp)
+    ):
+        raise ValueError(
+            "attach does not work with optimizers in backward (_apply_optimizer_in_backward), for "
+            "which DDP takes the one hook that it has; call optimizer.step() after backward"
+        )
+
+    if error := conversion_error(ddp):
+        raise ValueError(error)
+
+
+def conversion_error(ddp: DistributedDataParallel) -> str:
+    """Returns an error's message if a conversion has taken DDP's hook off a parameter, or nothing.
+
+    DDP's hook is on a node of autograd, which half() or to() replaces. No rank notices by itself.
+    """
+    index = _C.converted_parameter(ddp.reducer)
+    if index is None:
+        return ""
+    lost = _C.reduced_parameters(ddp.reducer)[index]
+    names = (f"'{name}'" for name, parameter in named_parameters_of(ddp) if parameter is lost)
+    return (
+        f"{next(names, 'a parameter')} was converted to another dtype or device after DDP wrapped "
+        "the module, so that DDP no longer averages its gradients, and the ranks drift apart. "
+        "Convert the module first (half(), to()), then wrap and attach it"
+    )
+
 
 def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """Returns the parameters whose gradients DDP reduces."""
+    """Returns the parameters whose gradients DDP reduces: those it found trainable at its start."""
+    reduced = {id(parameter) for parameter in _C.reduced_parameters(ddp.reducer)}
     return {
-        name: parameter
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+        name: parameter for name, parameter in named_parameters_of(ddp) if id(parameter) in reduced
     }
+
+
+def named_parameters_of(ddp: DistributedDataParallel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The module's parameters without those that DDP was told to ignore, or reduces by itself."""
+    for name, parameter in ddp.module.named_parameters():
+        if name not in ddp.parameters_to_ignore:
+            yield name, parameter
 
 
 def set_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:

@@ -41,6 +41,19 @@ def find_backend(
     return backend if isinstance(backend, _C.BackendPowerSGD) else None
 
 
+def check_alive(group: dist.ProcessGroup) -> None:
+    """Raises a ValueError if the group was destroyed or aborted.
+
+    No other rank learns it: the store that it would be told over may be gone.
+    """
+    backends = (find_backend(group, torch.device(device)) for device in device_types())
+    if any(backend is not None and backend.ended for backend in backends):
+        raise ValueError(
+            "the process group of this module was destroyed or aborted: make another group, wrap "
+            "the module with it, and attach the new wrapper"
+        )
+
+
 def find_backends(group: dist.ProcessGroup | None) -> list[_C.BackendPowerSGD]:
     """Returns all powersgd backends of a group.
 

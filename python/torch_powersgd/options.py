@@ -53,10 +53,12 @@ class Options:
         random_seed: Seed of the random start and of the noise. torch's own generators are not
             touched.
         compression_stats_logging_frequency: Number of steps between two summaries in the log.
-        scope: Tensors that may be compressed. ``"backward"``: attached models, and large flat
-            tensors that are reduced during a backward pass. ``"attached"``: attached models alone.
-            ``"always"``: every eligible tensor. ``"never"``: nothing.
-        min_numel: Least number of elements of a flat tensor that ``"backward"`` compresses.
+        scope: Tensors that may be compressed. ``"backward"``: attached models, or in a group where
+            nothing was ever attached, large flat tensors that are reduced during a backward pass.
+            ``"attached"``: attached models alone. ``"always"``: every eligible tensor.
+            ``"never"``: nothing.
+        min_numel: Least number of elements of a flat tensor that ``"backward"`` compresses where
+            nothing was ever attached.
         inner: Name of the backend to wrap: ``"gloo"``, ``"nccl"``, or one that was registered with
             torch before. ``"auto"``: gloo on a CPU, nccl on CUDA.
         wire_dtype: Data type in which factors travel: float32, bfloat16, float16, ``"int8"`` or

@@ -16,7 +16,7 @@ from torch_powersgd import ddp, fsdp, watch
 from torch_powersgd._backend import compare_options
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import error_as_arguments
-from torch_powersgd.lookup import find_backend
+from torch_powersgd.lookup import check_alive, find_backend
 from torch_powersgd.options import Options, lay_over
 
 Module = DistributedDataParallel | FSDPModule
@@ -65,8 +65,9 @@ def agree(
 
     Raises:
         ValueError: On every rank, if a rank's proposal is invalid or differs from rank 0's, or a
-            rank makes none.
+            rank makes none. On this rank alone, if the group was destroyed here.
     """
+    check_alive(group)
     proposal = None
     try:
         proposal = _propose(module, given, scaler, group, known)

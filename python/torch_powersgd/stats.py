@@ -10,9 +10,13 @@ import torch.distributed as dist
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
+from torch_powersgd.agreement import global_ranks
+from torch_powersgd.attach import attached_groups
 from torch_powersgd.lookup import find_backends
 
 SOON = 20  # A start of compression within so many steps needs no notice.
+
+_pointed_elsewhere = False
 
 
 def stats(
@@ -72,6 +76,8 @@ def stats(
         "starts_at": min(starts, default=None),
     }
     total |= _sum([backend.stats() for backend in backends])
+    if total["compressed_calls"] == 0:
+        _point_to_attached(group)
     total["ratio"] = _ratio(total["bytes_before"], total["bytes_after"])
     total["compressed_ratio"] = _ratio(
         total.pop("compressed_bytes_before"), total.pop("compressed_bytes_after")
@@ -125,6 +131,20 @@ def _notify_if_not_started(backends: list[_C.BackendPowerSGD]) -> None:
         message = backend.not_started(SOON) if backend.rank() == 0 else ""
         if message:
             log.notice(message)
+
+
+def _point_to_attached(group: dist.ProcessGroup | None) -> None:
+    """Says once that modules are attached in other groups, if it is the default group's counts."""
+    global _pointed_elsewhere
+    default, groups = dist.group.WORLD, attached_groups()
+    is_elsewhere = groups and group in (None, default) and default not in groups
+    if is_elsewhere and dist.get_rank() == 0 and not _pointed_elsewhere:
+        _pointed_elsewhere = True
+        log.notice(
+            "stats() counts the default group, in which no module is attached. One is attached in "
+            f"the group of the ranks {list(global_ranks(groups[0]))}: pass that group to stats, "
+            "such as mesh.get_group('replicate') or ddp.process_group"
+        )
 
 
 def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:

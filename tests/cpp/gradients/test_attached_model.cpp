@@ -34,8 +34,8 @@ class Model {
   }
 
   // Returns the averaged gradients of one step, in the order of the parameters.
-  at::Tensor step(int number, bool two_buckets) {
-    const at::Tensor all = noise(number * kRanks + rank_, 24 * 32 + 24 + 32 * 54);
+  at::Tensor step(int number, bool two_buckets, at::ScalarType dtype = at::kFloat) {
+    const at::Tensor all = noise(number * kRanks + rank_, 24 * 32 + 24 + 32 * 54).to(dtype);
     if (!two_buckets) {
       reduce(0, 1, all, {0, 1, 2});
     } else {
@@ -112,6 +112,21 @@ TEST(AttachedModel, NothingIsLostWhenBucketsAreRebuilt) {
     EXPECT_GT(left.norm().item<double>(), 1);
     EXPECT_LT(relative(sent + left, asked), 1e-5);
     EXPECT_EQ(model.model->step(), 8);
+  });
+}
+
+// FSDP2 reduces in another dtype if its module is converted before its first pass.
+TEST(AttachedModel, NothingIsLostWhenBucketsChangeTheirDtype) {
+  run(make_options(), [](Model& model, const auto&) {
+    at::Tensor sent = at::zeros({24 * 32 + 24 + 32 * 54}, at::kDouble);
+    at::Tensor asked = at::zeros_like(sent);
+    for (int step = 0; step < 9; ++step) {
+      sent += model.step(step, /*two_buckets=*/false, step / 3 == 1 ? at::kDouble : at::kFloat);
+      asked += Model::mean_gradient(step);
+    }
+    const at::Tensor left = flat(model, model.model->export_state());
+    EXPECT_GT(left.norm().item<double>(), 1);
+    EXPECT_LT(relative(sent + left, asked), 1e-5);
   });
 }
 

@@ -105,6 +105,13 @@ def test_waiting_ends_with_the_groups_time_out() -> None:
     assert "rank 2 has not called attach within 3 seconds" in ranks.run(3, _never_comes)[0]
 
 
+def test_absent_ranks_are_named_in_the_plural() -> None:
+    timeout = timedelta(seconds=0.1)
+    call = agreement.CollectiveCall(dist.HashStore(), 0, range(4), "called attach", timeout)
+    with pytest.raises(ValueError, match="^ranks 1, 2, 3 have not called attach within"):
+        call.agree({}, lambda everyone: "")
+
+
 def _leave_after(store: dist.Store, ranks_: list[str]) -> None:
     store.wait(ranks_)
     os._exit(0)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 from support import ranks
 from support.groups import backend_of_world, world
-from support.synthetic import SHAPES, gradient, gradients, make_attached, step
+from support.synthetic import SHAPES, gradient, gradients, make_attached, make_ddp, step
 from torch_powersgd._backend import _create
 
 ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0)
@@ -188,6 +188,22 @@ def _module_outlives_its_group(rank: int) -> None:
 
 def test_a_module_outlives_its_group() -> None:
     ranks.run(2, _module_outlives_its_group, options=ALWAYS)
+
+
+def _attach_after_the_end(rank: int, end: Callable[[], None]) -> None:
+    ddp, known = make_ddp(SHAPES), make_attached(SHAPES)
+    dist.barrier()
+    end()
+    for module in (ddp, known):
+        with pytest.raises(ValueError, match="group of this module was destroyed or aborted"):
+            tp.attach(module)
+    with pytest.raises(ValueError, match="destroyed or aborted"):
+        tp.comm_hook(ddp)
+
+
+@END
+def test_attach_to_a_group_that_has_ended(end: Callable[[], None]) -> None:
+    ranks.run(2, _attach_after_the_end, end)
 
 
 def _destroyed_group(rank: int, number: int) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
+from support.log_records import LogRecords
 from support.synthetic import (
     gradient,
     gradients,
@@ -247,6 +249,25 @@ def _of_a_group(rank: int) -> None:
 
 def test_stats_of_a_group() -> None:
     ranks.run(2, _of_a_group)
+
+
+def _attached_in_another_group(rank: int) -> list[str]:
+    records = LogRecords(logging.INFO)
+    tp.stats()
+    group = dist.new_group([0, 1], backend="cpu:powersgd")
+    ddp = make_attached(SHAPES, process_group=group)
+    for _ in range(2):
+        tp.stats()
+        tp.stats(group)
+    assert tp.stats(ddp.process_group)["residual_norms"].keys()
+    return [message for _, message in records.seen if "stats()" in message]
+
+
+def test_stats_name_the_group_in_which_a_module_is_attached() -> None:
+    first, second = ranks.run(2, _attached_in_another_group)
+    assert len(first) == 1
+    assert "group of the ranks [0, 1]: pass that group to stats" in first[0]
+    assert second == []
 
 
 def test_without_a_process_group() -> None:

@@ -31,7 +31,7 @@ LAYERS = {
     "engine": r"include/powersgd/(first_error|interpreter)\.h|csrc/engine/",
     "forwarding": r"include/powersgd/(forwarding_backend|inner_backends)\.h|csrc/forwarding/",
     "gradients": r"include/powersgd/(session|stats|attached_model|ddp_hook|scope_override)\.h"
-    r"|csrc/gradients/",
+    r"|include/powersgd/reducer_members\.h|csrc/gradients/",
     "backend": r"include/powersgd/backend\.h|csrc/backend/",
     "bindings": r"csrc/bindings/",
 }

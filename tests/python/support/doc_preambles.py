@@ -117,6 +117,29 @@ def gan() -> Names:
     return names | modules | {"criterion": criterion, "noise": names["batch"], "real": 1.0}
 
 
+class _Sam(torch.optim.SGD):
+    """SGD with the two steps of sharpness-aware minimization, as the usual library names them."""
+
+    def first_step(self, zero_grad: bool) -> None:
+        self.parameters = [p for group in self.param_groups for p in group["params"]]
+        self.climbed = [0.05 * p.grad / p.grad.norm() for p in self.parameters]
+        torch._foreach_add_([p.data for p in self.parameters], self.climbed)
+        if zero_grad:
+            self.zero_grad()
+
+    def second_step(self, zero_grad: bool) -> None:
+        torch._foreach_sub_([p.data for p in self.parameters], self.climbed)
+        self.step()
+        if zero_grad:
+            self.zero_grad()
+
+
+def sam() -> Names:
+    """An attached module and an optimizer that takes two backward passes in a step."""
+    names = attached()
+    return names | {"optimizer": _Sam(names["ddp"].parameters(), lr=0.1)}
+
+
 def zero() -> Names:
     """The names that an optimizer needs that overlaps with DDP."""
     from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
@@ -185,5 +208,5 @@ def by_hand() -> Names:
 
 PREAMBLES: dict[str, Callable[[], Names]] = {
     made.__name__: made
-    for made in (group, ddp, attached, gan, zero, mesh, tensor_parallel, pipeline, by_hand)
+    for made in (group, ddp, attached, gan, sam, zero, mesh, tensor_parallel, pipeline, by_hand)
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -66,6 +67,11 @@ def _refused(rank: int, kind: str) -> tuple[str, bool]:
         half = torch.bfloat16
         ddp = make_ddp(SHAPES, mixed_precision=_MixedPrecision(half, half, half))
         return _message(tp.attach, ddp, options), True
+    elif kind == "optimizer in backward":
+        ddp = make_ddp(SHAPES)
+        if rank == 1:
+            _apply_optimizer_in_backward(torch.optim.SGD, [next(ddp.parameters())], {"lr": 1.0})
+        return _message(tp.attach, ddp, options), True
     else:
         shapes = dict(SHAPES)
         if kind == "models" and rank == 1:
@@ -93,6 +99,7 @@ def _refused(rank: int, kind: str) -> tuple[str, bool]:
         ("not DDP", ["DistributedDataParallel", "Linear"]),
         ("plain gloo", ["powersgd", "gloo"]),
         pytest.param("mixed precision", ["mixed_precision"], marks=MAKES_A_CUDA_STREAM),
+        ("optimizer in backward", ["rank 1", "optimizers in backward", "optimizer.step()"]),
         ("python hook", ["hook already"]),
         ("built-in hook", ["hook"]),
         ("no kernels", ["no kernels for cpu", "POWERSGD_BUILD_CUDA"]),

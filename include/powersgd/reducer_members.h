@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "powersgd/compressor.h"
+
+// The facts that only DDP's reducer knows. It shows none of them, so its protected members are read.
+namespace powersgd {
+
+// The parameters whose gradients a DDP module reduces: those that were trainable when it was made.
+std::vector<at::Tensor> reduced_parameters(const c10d::Reducer& reducer);
+
+// The index of the first of these whose gradients DDP no longer gets. A conversion to another dtype
+// or device, such as module.half(), gives a parameter a new node of autograd, without DDP's hook.
+std::optional<size_t> converted_parameter(const c10d::Reducer& reducer);
+
+// The number of forward passes whose gradients the module was to reduce.
+int64_t synchronized_passes(const c10d::Reducer& reducer);
+
+const c10::intrusive_ptr<c10d::ProcessGroup>& process_group(const c10d::Reducer& reducer);
+
+// The number by which DDP divides the sum over ranks: that of the ranks, or in
+// join(divide_by_initial_world_size=False) that of the ranks that still have inputs. DDP computes
+// it before a pass's first bucket. It is 0 or less on a rank that has joined, which takes part in
+// the sum and drops the result.
+int divisor(const c10d::Reducer& reducer);
+
+// The use that this rank has made of each parameter of a bucket since the last synchronization.
+// Empty: it has used them all. DDP looks for unused parameters with find_unused_parameters and in a
+// static graph, and drops the output of those that no rank has used. The bucket holds what .grad
+// held before the pass.
+std::vector<Use> uses(const c10d::Reducer& reducer, c10d::GradBucket& bucket);
+
+// True if DDP reduces no bucket after this one in the pass. With skip_all_reduce_unused_params it
+// leaves out those of which every parameter is unused.
+bool is_last(const c10d::Reducer& reducer, const c10d::GradBucket& bucket);
+
+}  // namespace powersgd

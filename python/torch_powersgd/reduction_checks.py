@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Checks, at the steps of optimizers, that the gradients they apply were averaged over the ranks.
+
+DDP averages nothing if the loss is computed with the module inside of it. It never averages a
+parameter that was frozen when it wrapped the module, and no longer one that was converted since.
+The ranks then drift apart without a word, with any backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from torch_powersgd import log
+from torch_powersgd._core import _C
+from torch_powersgd.ddp import conversion_error, named_parameters_of
+from torch_powersgd.proposal import Module
+
+# The steps of an optimizer without an average that are too many, and those between two looks for
+# parameters that are not averaged. A job that accumulates gradients steps only after an average.
+INTERVAL = 20
+
+_SHOWN = 3  # names in a warning
+
+
+class _Check:
+    """The check of one attached module. It keeps neither the module nor its core alive.
+
+    Args:
+        module: Attached module.
+        model: Core's side of the module.
+        warns: Whether this rank warns. Errors are raised on every rank.
+    """
+
+    def __init__(self, module: Module, model: _C.AttachedModel, warns: bool) -> None:
+        self.module, self.model, self.warns = ref(module), ref(model), warns
+        # The reducer keeps its parameters, and FSDP2 its shards, so that no other has their ids.
+        self.averaged = {id(parameter) for parameter in _averaged_parameters(module)}
+        self.passes = 0  # the synchronized passes up to the last one that was found in order
+        self.steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        # The model's step at the first step of each optimizer. None: an average was seen.
+        self.first: WeakKeyDictionary[Optimizer, int] | None = WeakKeyDictionary()
+        self.named: set[str] = set()
+
+    def before_step(self) -> None:
+        """Raises a RuntimeError if DDP was to average gradients that it no longer gets."""
+        ddp = self.module()
+        if not isinstance(ddp, DistributedDataParallel):
+            return
+        passes = _C.synchronized_passes(ddp.reducer)
+        if passes != self.passes:
+            if error := conversion_error(ddp):
+                raise RuntimeError(error)
+            self.passes = passes
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Counts a step of an optimizer, which may hold the parameters of other modules."""
+        module, model = self.module(), self.model()
+        if not self.warns or module is None or model is None:
+            return
+        self.steps[optimizer] = count = self.steps.get(optimizer, 0) + 1
+        if self.first is not None:
+            self._look_for_an_average(module, model, optimizer)
+        if count % INTERVAL == 0 and isinstance(module, DistributedDataParallel):
+            trained = (p for p in _parameters_of(optimizer) if p.grad is not None)
+            self.name_what_is_not_averaged(module, trained)
+
+    def _look_for_an_average(
+        self, module: Module, model: _C.AttachedModel, optimizer: Optimizer
+    ) -> None:
+        assert self.first is not None
+        if not model.active or model.step != self.first.setdefault(optimizer, model.step):
+            self.first = None
+        elif self.steps[optimizer] > INTERVAL and self._holds(optimizer):
+            self.first = None
+            name = type(getattr(module, "module", module)).__name__
+            log.warning(
+                f"the gradients of {name} were not averaged in {INTERVAL} steps of its optimizer, "
+                "so that the ranks drift apart. Compute the loss with the wrapper (ddp) and not "
+                "with the module inside of it (ddp.module), and leave no_sync() before a step"
+            )
+
+    def _holds(self, optimizer: Optimizer) -> bool:
+        return any(id(parameter) in self.averaged for parameter in _parameters_of(optimizer))
+
+    def name_what_is_not_averaged(
+        self, ddp: DistributedDataParallel, trained: Iterable[torch.Tensor]
+    ) -> None:
+        """Warns of those among the parameters that DDP should average and does not."""
+        missed = {id(p) for p in trained if p.requires_grad and id(p) not in self.averaged}
+        if not missed:
+            return
+        names = [
+            name
+            for name, parameter in named_parameters_of(ddp)
+            if id(parameter) in missed and name not in self.named
+        ]
+        if names:
+            self.named.update(names)
+            shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
+            shown += ", ..." if len(names) > _SHOWN else ""
+            log.warning(
+                f"DDP does not average the gradients of {shown}, so that the ranks drift apart: "
+                "they were frozen, or were not there, when DDP wrapped the module. Wrap it anew "
+                "and attach the new wrapper"
+            )
+
+
+# By the module inside of DDP: a new wrapper's check takes the place of the old one's.
+_checks: WeakKeyDictionary[torch.nn.Module, _Check] = WeakKeyDictionary()
+_registered = False
+
+
+def check(module: Module, model: _C.AttachedModel, warns: bool) -> None:
+    """Checks an attached module now, and from now on at each step of its optimizers."""
+    global _registered
+    if not _registered:
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+        _registered = True
+    of_module = _Check(module, model, warns)
+    if isinstance(module, DistributedDataParallel):
+        _checks[module.module] = of_module
+        if warns:
+            of_module.name_what_is_not_averaged(module, module.parameters())
+    else:
+        assert isinstance(module, torch.nn.Module)
+        _checks[module] = of_module
+
+
+# A compiled step of an optimizer leaves the checks out.
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        for of_module in list(_checks.values()):
+            of_module.before_step()
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        for of_module in list(_checks.values()):
+            of_module.after_step(optimizer)
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _averaged_parameters(module: Module) -> Iterable[torch.Tensor]:
+    if isinstance(module, DistributedDataParallel):
+        return _C.reduced_parameters(module.reducer)
+    assert isinstance(module, torch.nn.Module)
+    return module.parameters()

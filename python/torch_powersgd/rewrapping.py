@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Modules that are wrapped in DDP anew. The residual belongs to the wrapper and is lost with it."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_powersgd import log
+from torch_powersgd._core import _C
+
+
+class _Wrapper:
+    """The residual of one attached wrapper, as far as the next one must know of it."""
+
+    def __init__(self, model: _C.AttachedModel) -> None:
+        self.model: _C.AttachedModel | None = model
+        self.saved_at = -1
+        self.had_residual = False
+
+    def has_residual(self) -> bool:
+        """True if steps have left a residual that ``state_dict`` has not returned since."""
+        if self.model is None:
+            return self.had_residual
+        options = self.model.options
+        return (
+            options.use_error_feedback
+            and self.model.step > options.start_powerSGD_iter
+            and self.model.step != self.saved_at
+            and self.model.compresses
+        )
+
+    def let_go(self) -> None:
+        """Keeps the fact alone, once the wrapper is gone."""
+        self.had_residual = self.has_residual()
+        self.model = None
+
+
+# The last wrapper of each module.
+_wrappers: WeakKeyDictionary[torch.nn.Module, _Wrapper] = WeakKeyDictionary()
+
+
+def note_wrapper(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
+    """Notes that a wrapper is attached, and warns if it takes the place of one with a residual."""
+    before = _wrappers.get(ddp.module)
+    _wrappers[ddp.module] = wrapper = _Wrapper(model)
+    finalize(ddp, wrapper.let_go).atexit = False
+    if before is not None and before.has_residual() and ddp.process_group.rank() == 0:
+        log.warning(
+            f"{type(ddp.module).__name__} was wrapped anew, and the part of its gradients that the "
+            "old wrapper has not sent yet is lost. To keep it, call state_dict(old) after the old "
+            "wrapper's last step, and load_state_dict(new, state) after attach"
+        )
+
+
+def note_saved(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
+    """Notes that ``state_dict`` has returned the residual of a wrapper."""
+    wrapper = _wrappers.get(ddp.module)
+    if wrapper is not None and wrapper.model is model:
+        wrapper.saved_at = model.step
