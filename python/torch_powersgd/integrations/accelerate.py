@@ -40,6 +40,7 @@ def attach(accelerator: Accelerator, module: Module, options: Options | None = N
         ValueError: If the module cannot be attached, as ``torch_powersgd.attach`` says. It is
             raised on every rank.
     """
+    module = getattr(module, "_orig_mod", module)  # Accelerate compiles the wrapped module.
     attach_module(module, options or Options.recommended(), scaler=accelerator.scaler)
     # accelerator.free_memory forgets the modules, and not what was registered for them.
     accelerator._custom_objects = [

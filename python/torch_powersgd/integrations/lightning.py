@@ -20,6 +20,7 @@ from torch_powersgd.lookup import BACKENDS
 from torch_powersgd.options import Options
 
 try:
+    from lightning.fabric.utilities import move_data_to_device
     from lightning.pytorch.strategies import DDPStrategy
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -69,8 +70,8 @@ class PowerSGDStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        # After it, Lightning unwraps the module, and may still save checkpoints of it.
-        self._trained = state_dict(self._ddp())
+        # Lightning then unwraps the module and frees the GPU, and may still save checkpoints.
+        self._trained = move_data_to_device(state_dict(self._ddp()), "cpu")
 
     def load_checkpoint(self, *arguments: Any, **named: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(*arguments, **named)

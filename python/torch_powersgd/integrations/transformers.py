@@ -91,7 +91,8 @@ class Compression(TrainerCallback):
             load_state_dict(ddp, saved)
 
     def _ddp(self) -> DistributedDataParallel:
-        ddp = self.trainer.model_wrapped
+        wrapped = self.trainer.model_wrapped
+        ddp = getattr(wrapped, "_orig_mod", wrapped)  # torch_compile compiles the wrapped module.
         if not isinstance(ddp, DistributedDataParallel):
             raise ValueError(
                 f"the Trainer must wrap its model in DistributedDataParallel, got "

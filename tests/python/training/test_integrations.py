@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
@@ -75,27 +76,28 @@ def test_a_trainer_without_ddp_is_refused() -> None:
 
 
 def _accelerated_anew(rank: int, folder: str) -> tuple[list[str], int]:
-    """Prepares a second model in place of the first, as after an error of memory."""
+    """Prepares a second compiled model in place of the first, as after an error of memory."""
     _as_torchrun(rank, "cpu:powersgd")
     from accelerate import Accelerator
 
     from torch_powersgd.integrations.accelerate import attach
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
     for _ in range(2):
         accelerator.free_memory()
         ddp = accelerator.prepare(torch.nn.Linear(48, 48))
+        assert not isinstance(ddp, DistributedDataParallel)
         attach(accelerator, ddp, OPTIONS)
         for _ in range(3):
             accelerator.backward(ddp(torch.randn(4, 48)).square().sum())
     accelerator.save_state(folder)
     ddp(torch.randn(4, 48)).square().sum().backward()
     accelerator.load_state(folder)
-    step = tp.state_dict(ddp)["step"]
+    step = tp.state_dict(ddp._orig_mod)["step"]
     return sorted(path.name for path in Path(folder).glob("custom*")), step
 
 
-def test_accelerate_frees_a_model_and_its_state(tmp_path: Path) -> None:
+def test_accelerate_compiles_a_model_and_frees_it_with_its_state(tmp_path: Path) -> None:
     _needs("accelerate")
     found = ranks.run(2, _accelerated_anew, str(tmp_path), backend=None)
     assert found == [(["custom_checkpoint_0.pkl"], 3)] * 2
@@ -161,8 +163,13 @@ class _Loss(torch.nn.Module):
 
 
 def _resumed_elsewhere(rank: int, folder: str) -> bool:
-    """Trains 6 steps, and the last 3 of them again, with another folder to save to."""
+    """Trains 6 steps, and the last 3 of them again, with another folder to save to, compiled.
+
+    Each rank is the only one of its machine, which has folders of its own.
+    """
     _as_torchrun(rank, "cpu:powersgd")
+    os.environ["LOCAL_RANK"] = "0"
+    folder = f"{folder}/{rank}"
     from transformers import Trainer, TrainingArguments
 
     from torch_powersgd.integrations.transformers import attach
@@ -177,12 +184,15 @@ def _resumed_elsewhere(rank: int, folder: str) -> bool:
             per_device_train_batch_size=4,
             max_steps=6,
             save_steps=3,
+            save_on_each_node=True,
             optim="sgd",
             lr_scheduler_type="constant",
             learning_rate=0.1,
             logging_strategy="no",
             report_to=[],
             disable_tqdm=True,
+            torch_compile=True,
+            torch_compile_backend="eager",
         )
         model = _Loss()
         trainer = Trainer(model, settings, train_dataset=data)
