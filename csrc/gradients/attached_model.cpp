@@ -39,6 +39,7 @@ AttachedModel::AttachedModel(std::shared_ptr<Session> session, std::vector<std::
               parameters_.size(), " parameters");
   for (size_t i = 0; i < parameters_.size(); ++i) {
     states_.push_back(std::make_shared<ParameterState>(i));
+    strides_.push_back(memory_layout(parameters_[i]).strides);
     index_of_[parameters[i].unsafeGetTensorImpl()] = i;
   }
   compresses_ = options_.scope != Scope::kNever && outline().compressed_parameters > 0;
@@ -87,9 +88,17 @@ std::vector<size_t> AttachedModel::find(const std::vector<at::Tensor>& parameter
     TORCH_CHECK(found != index_of_.end(),
                 "powersgd: DDP reduces a parameter that the attached model did not have; "
                 "attach again after changing the model");
+    check_layout(found->second);
     indices.push_back(found->second);
   }
   return indices;
+}
+
+// A state has the layout of attach, and DDP's buckets that of the wrapping or their rebuilding.
+void AttachedModel::check_layout(size_t index) const {
+  TORCH_CHECK(memory_layout(parameters_[index]).strides == strides_[index],
+              "powersgd: the memory layout of '", names_[index],
+              "' has changed since attach; convert the model before DDP wraps it");
 }
 
 c10::intrusive_ptr<c10d::Work> AttachedModel::reduce(size_t bucket, at::Tensor& buffer,

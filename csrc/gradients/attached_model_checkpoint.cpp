@@ -33,6 +33,7 @@ std::vector<ParameterExport> AttachedModel::export_state() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     exported[i].name = names_[i];
     const at::Tensor& parameter = parameters_[i];
+    check_layout(i);
     if (!is_compressed(parameter)) continue;
     std::vector<at::Tensor> mean(1);
     session_->run_after_steps(parameter.device(), [&] {
@@ -85,6 +86,7 @@ std::optional<size_t> AttachedModel::find_name(const std::string& name) const {
 void AttachedModel::check_parameter(const ParameterExport& saved) const {
   const auto index = find_name(saved.name);
   if (!index || !saved.residual.defined()) return;
+  check_layout(*index);
   const at::Tensor& parameter = parameters_[*index];
   const MatrixShape shape = matrix_shape(memory_layout(parameter));
   TORCH_CHECK_VALUE(saved.residual.sizes() == parameter.sizes(), "residual of '", saved.name,

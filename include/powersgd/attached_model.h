@@ -196,6 +196,7 @@ class AttachedModel {
   void add_unsent_residuals(at::Tensor& buffer, const std::vector<size_t>& parameters,
                             const StepInfo& step);
   std::optional<size_t> find_name(const std::string& name) const;
+  void check_layout(size_t index) const;
   void check_parameter(const ParameterExport& saved) const;
   bool is_compressed(const at::Tensor& parameter) const;
   ParameterState started(size_t index) const;
@@ -214,6 +215,7 @@ class AttachedModel {
   const std::shared_ptr<StepCounter> step_counter_;
   std::unordered_map<c10::Device, Workspaces> workspaces_;
   std::vector<ParameterStatePtr> states_;
+  std::vector<std::vector<int64_t>> strides_;  // of each parameter in attach; empty: contiguous
   std::unordered_map<const c10::TensorImpl*, size_t> index_of_;
   std::map<size_t, Bucket> buckets_;  // by the bucket's number
   // The compressors of steps that a CUDA graph holds. A replay uses their memory, even if DDP has

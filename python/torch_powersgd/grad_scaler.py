@@ -22,6 +22,7 @@ def follow(
     if scaler.is_enabled():
         _wrap_scale(scaler, model)
         _wrap_step(scaler, model, parameters)
+        _wrap_getstate(scaler)
 
 
 def _wrap_scale(scaler: torch.amp.GradScaler, model: _C.AttachedModel) -> None:
@@ -57,3 +58,15 @@ def _wrap_step(
         return result
 
     scaler.step = step  # type: ignore[method-assign]
+
+
+def _wrap_getstate(scaler: torch.amp.GradScaler) -> None:
+    inner = scaler.__getstate__
+
+    # A copy has its own scale, and its model is another: ``attach`` makes that follow it.
+    @functools.wraps(inner)
+    def getstate() -> dict[str, Any]:
+        wrapped = ("scale", "step", "__getstate__")
+        return {name: value for name, value in inner().items() if name not in wrapped}
+
+    scaler.__getstate__ = getstate  # type: ignore[method-assign]

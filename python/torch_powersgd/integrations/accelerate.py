@@ -13,10 +13,11 @@ examples/with_accelerate.py is a whole program.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from torch_powersgd.attach import attach as attach_module
-from torch_powersgd.checkpoint import CompressionState
+from torch_powersgd.checkpoint import load_state_dict, state_dict
 from torch_powersgd.options import Options
 from torch_powersgd.proposal import Module
 
@@ -39,5 +40,28 @@ def attach(accelerator: Accelerator, module: Module, options: Options | None = N
         ValueError: If the module cannot be attached, as ``torch_powersgd.attach`` says. It is
             raised on every rank.
     """
+    module = getattr(module, "_orig_mod", module)  # Accelerate compiles the wrapped module.
     attach_module(module, options or Options.recommended(), scaler=accelerator.scaler)
-    accelerator.register_for_checkpointing(CompressionState(module))
+    # accelerator.free_memory forgets the modules, and not what was registered for them.
+    accelerator._custom_objects = [
+        registered
+        for registered in accelerator._custom_objects
+        if not isinstance(registered, _State) or registered.module() is not None
+    ]
+    accelerator.register_for_checkpointing(_State(module))
+
+
+class _State:
+    """The state of an attached module, which it does not keep alive."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = weakref.ref(module)
+
+    def state_dict(self) -> dict[str, Any]:
+        module = self.module()
+        return {} if module is None else state_dict(module)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        module = self.module()
+        if module is not None:
+            load_state_dict(module, state)

@@ -20,6 +20,7 @@ from torch_powersgd.lookup import BACKENDS
 from torch_powersgd.options import Options
 
 try:
+    from lightning.fabric.utilities import move_data_to_device
     from lightning.pytorch.strategies import DDPStrategy
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -45,12 +46,14 @@ class PowerSGDStrategy(DDPStrategy):
         super().__init__(**ddp_arguments)
         self.options = options or Options.recommended()
         self._loaded: dict[str, Any] | None = None  # until the module is attached
+        self._trained: dict[str, Any] | None = None  # at the end of the last fit
 
     def _get_process_group_backend(self) -> str:
         return self._process_group_backend or BACKENDS[self.root_device.type]
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
+        self._trained = None
         attach(self._ddp(), self.options, scaler=getattr(self.precision_plugin, "scaler", None))
         if self._loaded is not None:
             load_state_dict(self._ddp(), self._loaded)
@@ -59,8 +62,16 @@ class PowerSGDStrategy(DDPStrategy):
     # Lightning saves on all ranks, and loads before it wraps the module.
     def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **named: Any) -> None:
         if "optimizer_states" in checkpoint:  # one of weights alone has none
-            checkpoint = {**checkpoint, KEY: state_dict(self._ddp())}
+            wrapped = isinstance(self.model, DistributedDataParallel)
+            state = state_dict(self._ddp()) if wrapped else self._trained
+            if state is not None:
+                checkpoint = {**checkpoint, KEY: state}
         super().save_checkpoint(checkpoint, *arguments, **named)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        # Lightning then unwraps the module and frees the GPU, and may still save checkpoints.
+        self._trained = move_data_to_device(state_dict(self._ddp()), "cpu")
 
     def load_checkpoint(self, *arguments: Any, **named: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(*arguments, **named)

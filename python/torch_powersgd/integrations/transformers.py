@@ -12,10 +12,12 @@ examples/with_transformers.py is a whole program.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd.attach import attach as attach_module
@@ -43,30 +45,54 @@ def attach(trainer: Trainer, options: Options | None = None) -> None:
         trainer: The Trainer, before ``train``.
         options: Options, or None for ``Options.recommended()``.
     """
-    trainer.add_callback(Compression(trainer, options or Options.recommended()))
+    compression = Compression(trainer, options or Options.recommended())
+    trainer.add_callback(compression)
+    train = trainer.train
+
+    # The trainer does not tell its callbacks where it resumes from.
+    @functools.wraps(train)
+    def resuming(resume_from_checkpoint: Any = None, *arguments: Any, **named: Any) -> Any:
+        compression.resumed = resume_from_checkpoint
+        return train(resume_from_checkpoint, *arguments, **named)
+
+    trainer.train = resuming  # type: ignore[method-assign]
 
 
 class Compression(TrainerCallback):
-    """The callback that ``attach`` adds."""
+    """The callback that ``attach`` adds.
+
+    Attributes:
+        resumed: What ``trainer.train`` resumes from: a folder, True for the last of its own, or
+            False or None.
+    """
 
     def __init__(self, trainer: Trainer, options: Options) -> None:
         self.trainer = trainer
         self.options = options
+        self.resumed: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         ddp = self._ddp()
         attach_module(ddp, self.options, scaler=self.trainer.accelerator.scaler)
-        file = _file(args, state)
-        if file.exists():
-            load_state_dict(ddp, torch.load(file, weights_only=True))
+        if self.resumed:
+            self._load(ddp, _folder(args, state) if self.resumed is True else Path(self.resumed))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         saved = state_dict(self._ddp())  # on all ranks
-        if state.is_world_process_zero:
-            torch.save(saved, _file(args, state))
+        if args.should_save:
+            torch.save(saved, _folder(args, state) / FILE)
+
+    def _load(self, ddp: DistributedDataParallel, folder: Path) -> None:
+        file = folder / FILE
+        saved: Any = torch.load(file, weights_only=True) if file.exists() else None
+        everyone = [False] * dist.get_world_size(ddp.process_group)
+        dist.all_gather_object(everyone, saved is not None, ddp.process_group)
+        if any(everyone):  # A rank without the file makes load_state_dict raise on every rank.
+            load_state_dict(ddp, saved)
 
     def _ddp(self) -> DistributedDataParallel:
-        ddp = self.trainer.model_wrapped
+        wrapped = self.trainer.model_wrapped
+        ddp = getattr(wrapped, "_orig_mod", wrapped)  # torch_compile compiles the wrapped module.
         if not isinstance(ddp, DistributedDataParallel):
             raise ValueError(
                 f"the Trainer must wrap its model in DistributedDataParallel, got "
@@ -75,5 +101,5 @@ class Compression(TrainerCallback):
         return ddp
 
 
-def _file(args: Any, state: Any) -> Path:
-    return Path(args.output_dir, f"checkpoint-{state.global_step}", FILE)
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir, f"checkpoint-{state.global_step}")

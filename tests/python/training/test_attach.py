@@ -276,3 +276,19 @@ def _subgroup(rank: int, detail: bool) -> dict[str, float]:
 def test_a_group_of_some_ranks(detail: bool) -> None:
     for errors in ranks.run(3, _subgroup, detail)[1:]:
         assert max(errors.values()) < TOLERANCE, errors
+
+
+def _laid_out_anew(rank: int) -> tuple[str, str]:
+    layer = torch.nn.Linear(24, 40, bias=False)
+    ddp = DistributedDataParallel(layer)
+    tp.attach(ddp, OPTIONS)
+    ddp(torch.ones(2, 24)).sum().backward()
+    layer.weight.data = layer.weight.data.t().contiguous().t()  # DDP rebuilds its buckets next
+    saving = _message(tp.state_dict, ddp, error=RuntimeError)
+    return saving, _message(lambda: ddp(torch.ones(2, 24)).sum().backward(), error=RuntimeError)
+
+
+def test_a_memory_layout_that_changes_after_attach_is_an_error() -> None:
+    for messages in ranks.run(2, _laid_out_anew):
+        for said in messages:
+            assert "powersgd: the memory layout of 'weight' has changed since attach" in said

@@ -1,18 +1,38 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The errors of torch_powersgd.integrations. test_trainers.py trains with each library."""
+"""Errors and checkpoints of torch_powersgd.integrations. test_trainers.py runs their examples."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
+from support import ranks
+
+OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=1)
+
+
+def _as_torchrun(rank: int, backend: str | None) -> None:
+    """Sets the variables of torchrun, which the libraries read, and makes the group if asked to."""
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
+        os.environ[name] = str(value)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "test"}
+    ranks.init_group(backend)
+
+
+def _needs(*packages: str) -> None:
+    for package in packages:
+        if find_spec(package) is None:  # importing them takes seconds
+            pytest.skip(f"needs {package}")
 
 
 @pytest.mark.parametrize(
@@ -46,11 +66,145 @@ def test_the_package_imports_none_of_the_libraries() -> None:
 
 
 def test_a_trainer_without_ddp_is_refused() -> None:
-    if find_spec("transformers") is None:  # importing it takes seconds
-        pytest.skip("needs transformers")
+    _needs("transformers")
     from torch_powersgd.integrations.transformers import Compression
 
     trainer: Any = SimpleNamespace(model_wrapped=torch.nn.Linear(2, 2))
     compression = Compression(trainer, tp.Options())
     with pytest.raises(ValueError, match="must wrap its model in DistributedDataParallel, got Lin"):
         compression.on_train_begin(None, None, None)
+
+
+def _accelerated_anew(rank: int, folder: str) -> tuple[list[str], int]:
+    """Prepares a second compiled model in place of the first, as after an error of memory."""
+    _as_torchrun(rank, "cpu:powersgd")
+    from accelerate import Accelerator
+
+    from torch_powersgd.integrations.accelerate import attach
+
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
+    for _ in range(2):
+        accelerator.free_memory()
+        ddp = accelerator.prepare(torch.nn.Linear(48, 48))
+        assert not isinstance(ddp, DistributedDataParallel)
+        attach(accelerator, ddp, OPTIONS)
+        for _ in range(3):
+            accelerator.backward(ddp(torch.randn(4, 48)).square().sum())
+    accelerator.save_state(folder)
+    ddp(torch.randn(4, 48)).square().sum().backward()
+    accelerator.load_state(folder)
+    step = tp.state_dict(ddp._orig_mod)["step"]
+    return sorted(path.name for path in Path(folder).glob("custom*")), step
+
+
+def test_accelerate_compiles_a_model_and_frees_it_with_its_state(tmp_path: Path) -> None:
+    _needs("accelerate")
+    found = ranks.run(2, _accelerated_anew, str(tmp_path), backend=None)
+    assert found == [(["custom_checkpoint_0.pkl"], 3)] * 2
+
+
+def _saved_after_fit(rank: int, folder: str) -> tuple[int, int]:
+    _as_torchrun(rank, "cpu:powersgd")
+    from lightning.pytorch import LightningModule, Trainer
+
+    from torch_powersgd.integrations.lightning import KEY, PowerSGDStrategy
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(48, 48)
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            loss: torch.Tensor = self.layer(batch).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def trainer(steps: int) -> Trainer:
+        return Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=PowerSGDStrategy(OPTIONS),
+            max_steps=steps,
+            default_root_dir=folder,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    vectors: Any = torch.randn(64, 48)
+    batches: Any = torch.utils.data.DataLoader(vectors, batch_size=4)
+    file = f"{folder}/saved.ckpt"
+    first = trainer(3)
+    first.fit(Module(), batches)
+    first.save_checkpoint(file)
+    state = torch.load(file, weights_only=False)[KEY]
+    second = trainer(5)
+    second.fit(Module(), batches, ckpt_path=file)
+    second.save_checkpoint(file)
+    return state["step"], torch.load(file, weights_only=False)[KEY]["step"]
+
+
+def test_lightning_saves_after_fit(tmp_path: Path) -> None:
+    _needs("lightning")
+    assert ranks.run(2, _saved_after_fit, str(tmp_path), backend=None) == [(3, 5)] * 2
+
+
+class _Loss(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.layer(x) - labels).square().mean()}
+
+
+def _resumed_elsewhere(rank: int, folder: str) -> bool:
+    """Trains 6 steps, and the last 3 of them again, with another folder to save to, compiled.
+
+    Each rank is the only one of its machine, which has folders of its own.
+    """
+    _as_torchrun(rank, "cpu:powersgd")
+    os.environ["LOCAL_RANK"] = "0"
+    folder = f"{folder}/{rank}"
+    from transformers import Trainer, TrainingArguments
+
+    from torch_powersgd.integrations.transformers import attach
+
+    torch.manual_seed(1)
+    data = [{"x": torch.randn(48), "labels": torch.randn(48)} for _ in range(64)]
+
+    def train(name: str, resumed: str | None) -> torch.Tensor:
+        settings = TrainingArguments(
+            f"{folder}/{name}",
+            use_cpu=True,
+            per_device_train_batch_size=4,
+            max_steps=6,
+            save_steps=3,
+            save_on_each_node=True,
+            optim="sgd",
+            lr_scheduler_type="constant",
+            learning_rate=0.1,
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            torch_compile=True,
+            torch_compile_backend="eager",
+        )
+        model = _Loss()
+        trainer = Trainer(model, settings, train_dataset=data)
+        attach(trainer, OPTIONS)
+        trainer.train(resume_from_checkpoint=resumed)
+        return model.layer.weight.detach()
+
+    whole = train("first", None)
+    saved = f"{folder}/first/checkpoint-3"
+    return torch.allclose(train("second", saved), whole, rtol=0, atol=1e-6)
+
+
+def test_transformers_resumes_from_another_folder(tmp_path: Path) -> None:
+    _needs("transformers", "accelerate")
+    assert ranks.run(2, _resumed_elsewhere, str(tmp_path), backend=None) == [True, True]

@@ -7,6 +7,10 @@ gradients of a bucket that was not finite.
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +30,7 @@ from support.synthetic import (
     relative_error,
     step,
 )
+from torch_powersgd import grad_scaler
 
 # Each has a bucket of its own. "bias" is a raw segment and has no residual.
 SHAPES = {"first": (30, 40), "second": (35, 25), "bias": (30,)}
@@ -317,3 +322,21 @@ def _refused(rank: int) -> float:
 
 def test_what_a_scaler_may_be() -> None:
     assert max(ranks.run(2, _refused)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))]
+)
+def test_a_copy_of_a_scaler_is_one_of_its_own(
+    copied: Callable[[torch.amp.GradScaler], torch.amp.GradScaler],
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model: Any = SimpleNamespace(loss_scale=None)
+    for _ in range(2):  # two models
+        grad_scaler.follow(scaler, model, [torch.ones(1)])
+    scaler.scale(torch.ones(1))
+    other = copied(scaler)
+    other.load_state_dict({**scaler.state_dict(), "scale": 2.0})
+    assert other.scale(torch.ones(1)).item() == 2.0
+    assert scaler.get_scale() == 8.0
+    assert model.loss_scale is scaler._scale
