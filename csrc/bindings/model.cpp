@@ -85,6 +85,7 @@ void register_model(py::module_& module) {
           [](AttachedModel& self, const std::optional<at::Tensor>& scale) {
             self.set_loss_scale(scale.value_or(at::Tensor()));
           })
+      .def_property_readonly("names", &AttachedModel::names)
       .def_property_readonly("options", &AttachedModel::options)
       .def("export_state", &AttachedModel::export_state, NoGil())
       .def("check_state", &AttachedModel::check_state, py::arg("saved"), NoGil())
@@ -95,10 +96,11 @@ void register_model(py::module_& module) {
       .def("load_local", &AttachedModel::load_local, py::arg("saved"), py::arg("step"), NoGil())
       .def(
           "step_skipped",
-          [](AttachedModel& self, const std::optional<at::Tensor>& dropped) {
-            self.step_skipped(dropped.value_or(at::Tensor()));
+          [](AttachedModel& self, const std::optional<at::Tensor>& dropped,
+             const std::vector<size_t>& parameters) {
+            self.step_skipped(dropped.value_or(at::Tensor()), parameters);
           },
-          py::arg("dropped") = std::nullopt, NoGil())
+          py::arg("dropped") = std::nullopt, py::arg("parameters") = std::vector<size_t>(), NoGil())
       .def("discard_step", &AttachedModel::discard_step, NoGil())
       .def("layers", &AttachedModel::layers, NoGil());
   py::class_<DdpBuckets>(module, "DdpBuckets")

@@ -116,11 +116,11 @@ AttachedModel::Reduction AttachedModel::begin(size_t bucket, at::Tensor& buffer,
                                               const std::vector<size_t>& parameters,
                                               std::vector<Use> uses, double output_scale,
                                               double units) {
-  if (parameters.empty() && !std::exchange(warned_of_unknown_, true)) {
+  if (parameters.empty() && session_->rank() == 0 && !std::exchange(warned_of_unknown_, true)) {
     session_->log(LogLevel::kWarning,
                   "FSDP2 reduces some of a module's parameters only, which of them is not known: "
                   "they are averaged exactly. With set_reduce_scatter_unused_params(True) it "
-                  "reduces all, and they are compressed");
+                  "reduces all, and they are compressed, except those that were frozen in attach");
   }
   const bool known = !parameters.empty() && !buffer.is_sparse();
   Reduction reduction;

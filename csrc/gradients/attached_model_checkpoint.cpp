@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <utility>
 
 #include "compressor/streams.h"
@@ -193,13 +194,22 @@ void AttachedModel::load_local(const std::vector<LocalExport>& saved, int64_t st
   step_ = static_cast<uint64_t>(step);
 }
 
-void AttachedModel::after_last_step(const std::function<void(c10::Device, const States&)>& change) {
+void AttachedModel::after_last_step(const std::vector<size_t>& parameters,
+                                    const std::function<void(c10::Device, const States&)>& change) {
+  std::vector<size_t> indices = parameters;
+  if (indices.empty()) {
+    indices.resize(states_.size());
+    std::iota(indices.begin(), indices.end(), size_t{0});
+  }
   for (const c10::Device device : devices()) {
     session_->run_after_steps(device, [&] {
+      // A pass that failed has projected some buckets and not ended its step.
+      const auto is_of_open_step = [this](const auto& state) { return state->last_step == step_; };
+      const bool open = std::any_of(states_.begin(), states_.end(), is_of_open_step);
       States states;
-      for (size_t i = 0; i < states_.size(); ++i) {
+      for (const size_t i : indices) {
         const std::optional<uint64_t> last = states_[i]->last_step;
-        const bool in_last_step = last && *last + 1 == step_;
+        const bool in_last_step = last && *last + (open ? 0 : 1) == step_;
         if (in_last_step && parameters_[i].device() == device) states.push_back(states_[i]);
       }
       change(device, states);
@@ -207,8 +217,8 @@ void AttachedModel::after_last_step(const std::function<void(c10::Device, const 
   }
 }
 
-void AttachedModel::step_skipped(const at::Tensor& dropped) {
-  after_last_step([&](c10::Device device, const States& delivered) {
+void AttachedModel::step_skipped(const at::Tensor& dropped, const std::vector<size_t>& parameters) {
+  after_last_step(parameters, [&](c10::Device device, const States& delivered) {
     const bool elsewhere = dropped.defined() && !dropped.is_cpu() && dropped.device() != device;
     ParameterState::mark_undelivered(delivered, elsewhere ? dropped.to(device) : dropped);
   });
@@ -218,7 +228,7 @@ void AttachedModel::discard_step() {
   TORCH_CHECK_VALUE(options_.allow_discard,
                     "discard_step needs Options(allow_discard=True), with which each step keeps a "
                     "copy of the residuals before it");
-  after_last_step([this](c10::Device /*device*/, const States& states) {
+  after_last_step({}, [this](c10::Device /*device*/, const States& states) {
     for (const ParameterStatePtr& state : states) {
       state->discard_step();
       // The host does not see the steps that a CUDA graph replays.

@@ -126,7 +126,8 @@ class AttachedModel {
 
   // Says that the optimizer did not apply what the last step delivered: the residuals keep it. See
   // ParameterState::mark_undelivered for `dropped`.
-  void step_skipped(const at::Tensor& dropped = {});
+  // The optimizer holds the parameters of these indices; empty: all.
+  void step_skipped(const at::Tensor& dropped = {}, const std::vector<size_t>& parameters = {});
   // Makes the state of each parameter what it was before the last step. Throws unless the options
   // have allow_discard.
   void discard_step();
@@ -151,6 +152,7 @@ class AttachedModel {
   // set counts then. The caller may change it between the steps. An undefined tensor ends that.
   void set_loss_scale(const at::Tensor& scale);
   const at::Tensor& loss_scale() const { return loss_scale_; }
+  const std::vector<std::string>& names() const { return names_; }
   const Options& options() const { return options_; }
   const Session& session() const { return *session_; }
 
@@ -187,9 +189,11 @@ class AttachedModel {
   void announce() const;
   // The devices of the parameters: one, unless the module is spread over several.
   std::vector<c10::Device> devices() const;
-  // Calls `change` for each device after all submitted steps, with its states of the last step.
+  // Calls `change` for each device after all submitted steps, with those states of the parameters
+  // on it that took part in the last step, which may not have ended. Empty: all parameters.
   using States = std::vector<ParameterStatePtr>;
-  void after_last_step(const std::function<void(c10::Device, const States&)>& change);
+  void after_last_step(const std::vector<size_t>& parameters,
+                       const std::function<void(c10::Device, const States&)>& change);
   // An old gradient that is not finite must not skip the step of the whole bucket.
   void clear_stale_non_finite(at::Tensor& buffer, const std::vector<size_t>& parameters,
                               const std::vector<Use>& uses) const;

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_powersgd import fsdp_hooks, grad_scaler, reduction_checks
+from torch_powersgd import fsdp, fsdp_hooks, grad_scaler, reduction_checks
 from torch_powersgd._core import _C
 from torch_powersgd.announcement import announce
-from torch_powersgd.ddp import Hook, python_hook, set_hook
+from torch_powersgd.ddp import Hook, parameters_of, python_hook, set_hook
 from torch_powersgd.options import Options
 from torch_powersgd.proposal import Module, agree, group_of_replicas
 from torch_powersgd.rewrapping import note_wrapper
@@ -168,6 +168,9 @@ def _keep(module: Module, attachment: Attachment, scaler: torch.amp.GradScaler |
 
 def _follow(module: Module, attachment: Attachment, scaler: torch.amp.GradScaler | None) -> None:
     if scaler is not None and attachment.scaler is not scaler:
-        assert isinstance(module, torch.nn.Module)
         attachment.scaler = scaler
-        grad_scaler.follow(scaler, attachment.model, list(module.parameters()))
+        if isinstance(module, FSDPModule):
+            parameters = fsdp.parameters_of(module)
+        else:
+            parameters = parameters_of(module)
+        grad_scaler.follow(scaler, attachment.model, parameters)

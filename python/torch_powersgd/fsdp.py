@@ -63,6 +63,11 @@ def check_module(module: FSDPModule) -> None:
         )
 
 
+def parameters_of(module: FSDPModule) -> dict[str, torch.Tensor]:
+    """Returns the trainable parameters, as the optimizer holds them."""
+    return {name: shard.sharded_param for _, name, shard in trainable(module)}
+
+
 def shards_of(module: FSDPModule) -> dict[str, torch.Tensor]:
     """Returns a tensor without data for the shard of each trainable parameter.
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch_powersgd._core import _C
 
 
 def follow(
-    scaler: torch.amp.GradScaler, model: _C.AttachedModel, parameters: Sequence[torch.Tensor]
+    scaler: torch.amp.GradScaler, model: _C.AttachedModel, parameters: Mapping[str, torch.Tensor]
 ) -> None:
     """Makes ``model``, which has these parameters, follow the scaler's scale and skipped steps.
 
@@ -41,20 +41,21 @@ def _wrap_scale(scaler: torch.amp.GradScaler, model: _C.AttachedModel) -> None:
 
 
 def _wrap_step(
-    scaler: torch.amp.GradScaler, model: _C.AttachedModel, parameters: Sequence[torch.Tensor]
+    scaler: torch.amp.GradScaler, model: _C.AttachedModel, parameters: Mapping[str, torch.Tensor]
 ) -> None:
     inner = scaler.step
-    device = parameters[0].device
-    mine = {id(parameter) for parameter in parameters}
+    device = next(iter(parameters.values())).device
+    index = {name: i for i, name in enumerate(model.names)}
+    index_of = {id(parameter): index[name] for name, parameter in parameters.items()}
 
     @functools.wraps(inner)
     def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = inner(optimizer, *args, **kwargs)
-        groups = optimizer.param_groups
-        if any(id(parameter) in mine for group in groups for parameter in group["params"]):
+        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if indices := [index_of[p] for p in held if p in index_of]:
             found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             infs = [inf.to(device, non_blocking=True) for inf in found.values()]
-            model.step_skipped(torch.stack(infs).sum())
+            model.step_skipped(torch.stack(infs).sum(), indices)
         return result
 
     scaler.step = step  # type: ignore[method-assign]

@@ -170,12 +170,13 @@ def _unused(
 def test_unused_parameters_are_exact_unless_the_size_tells_which(
     native: bool, one_unit: bool
 ) -> None:
-    for exact, warnings, steps in ranks.run(WORLD_SIZE, _unused, native, one_unit, backend="gloo"):
+    results = ranks.run(WORLD_SIZE, _unused, native, one_unit, backend="gloo")
+    for rank, (exact, warnings, steps) in enumerate(results):
         unknown = ["blocks.1.weight", "out.weight"] if one_unit else []
         # The unused block has no residual: its gradient is zero with compression or without.
         assert exact == {False: unknown, True: ["blocks.0.weight"] if one_unit else []}
         told = sum("set_reduce_scatter_unused_params" in message for _, message in warnings)
-        assert told == one_unit
+        assert told == (one_unit and rank < WORLD_SIZE // 2)  # the first of each group
         assert steps == 2 * STEPS
 
 

@@ -280,8 +280,12 @@ def test_a_step_counts_though_ddp_skips_its_last_bucket() -> None:
         ]
 
 
-def _failed_pass(rank: int, by_python: bool) -> tuple[dict[str, float], int]:
-    """A pass that fails on all ranks once two buckets of three have been reduced."""
+def _failed_pass(rank: int, by_python: bool) -> tuple[dict[str, float], dict[str, float], int]:
+    """A pass that fails on all ranks once two buckets of three have been reduced.
+
+    Returns:
+        The errors of the identity after the pass, if it was reported, and at the end; the steps.
+    """
     ddp = make_ddp(LAYERS, bucket_cap_mb=1e-4)
     if by_python:
         ddp.register_comm_hook(None, tp.comm_hook(ddp, OPTIONS))
@@ -305,12 +309,16 @@ def _failed_pass(rank: int, by_python: bool) -> tuple[dict[str, float], int]:
         tp.stats()  # waits for the steps in flight, which use DDP's buckets
         # The next steps deliver those gradients that were reduced.
         ledger.add({}, {name: means[name] for name in ("second", "third")})
-    return ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
+        if by_python:
+            tp.step_skipped(ddp)
+        reported = ledger.errors(residuals_of(ddp))
+    return reported, ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
 
 
 @pytest.mark.parametrize("by_python", [False, True])
 def test_a_pass_that_fails_after_some_buckets_loses_nothing_of_them(by_python: bool) -> None:
-    for errors, steps in ranks.run(2, _failed_pass, by_python):
+    for reported, errors, steps in ranks.run(2, _failed_pass, by_python):
+        assert (max(reported.values()) < TOLERANCE[torch.float32]) is by_python, reported
         assert max(errors.values()) < TOLERANCE[torch.float32], errors
         assert steps == 7
 

@@ -29,6 +29,7 @@ from support.synthetic import (
     mean_gradients,
     relative_error,
     step,
+    weights_of,
 )
 from torch_powersgd import grad_scaler
 
@@ -110,6 +111,36 @@ def test_without_the_scaler_the_residual_is_in_other_units() -> None:
     """Shows that the test above can fail: the scale grows unannounced."""
     for errors, _, _ in ranks.run(2, with_scaler, {}, False):
         assert max(errors.values()) > 100 * TOLERANCE, errors
+
+
+def _two_optimizers_of_one(rank: int) -> dict[str, float]:
+    """A scaler skips the step of one optimizer of two, and the outputs of the other are applied."""
+    ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    tp.attach(ddp, scaler=scaler)
+    weights = weights_of(ddp)
+    optimizers = [torch.optim.SGD([weights[name]], lr=1.0) for name in MATRICES]
+    ledger = Ledger()
+    for i in range(8):
+        mine, means = gradients(SHAPES, rank, i), mean_gradients(SHAPES, 2, i)
+        del means["bias"]  # no optimizer has it
+        if i in (3, 5):
+            mine["first"][3, 4] = INF
+            del means["first"]
+        before = {name: weights[name].detach().clone() for name in MATRICES}
+        ddp.zero_grad()
+        scaler.scale(ddp(mine)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        ledger.add({name: before[name] - weights[name].detach() for name in MATRICES}, means)
+    return _errors(ledger, ddp)
+
+
+def test_a_scaler_that_skips_one_optimizer_of_two_delivers_nothing_twice() -> None:
+    for errors in ranks.run(2, _two_optimizers_of_one):
+        # Differences of weights, which are some ten times larger than a gradient, are rounded.
+        assert max(errors.values()) < 3 * TOLERANCE, errors
 
 
 class _NoReading(TorchDispatchMode):
@@ -331,9 +362,9 @@ def test_a_copy_of_a_scaler_is_one_of_its_own(
     copied: Callable[[torch.amp.GradScaler], torch.amp.GradScaler],
 ) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    model: Any = SimpleNamespace(loss_scale=None)
+    model: Any = SimpleNamespace(loss_scale=None, names=["weight"])
     for _ in range(2):  # two models
-        grad_scaler.follow(scaler, model, [torch.ones(1)])
+        grad_scaler.follow(scaler, model, {"weight": torch.ones(1)})
     scaler.scale(torch.ones(1))
     other = copied(scaler)
     other.load_state_dict({**scaler.state_dict(), "scale": 2.0})
