@@ -10,7 +10,7 @@
 
 #include "powersgd/compressor.h"
 
-// The facts that only DDP's reducer knows. It shows none of them, so its protected members are read.
+// These functions tell what only DDP's reducer knows, from its protected members.
 namespace powersgd {
 
 // The parameters whose gradients a DDP module reduces: those that were trainable when it was made.

@@ -12,8 +12,8 @@ namespace powersgd::kernels {
 
 constexpr int64_t kSlotBytes = 64;  // the unit of Tile::slot, an offset into the workspace
 
-// The flags of a tile of project: whether its part of the gradient has a non-finite element, and its
-// part of M one that memory cannot hold.
+// The flags of a tile of project: whether its part of the gradient has a non-finite element, and
+// its part of M one that memory cannot hold.
 constexpr int32_t kNonFinite = 1, kSaturated = 2;
 
 POWERSGD_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -35,7 +35,7 @@ POWERSGD_HOST_DEVICE inline T* elements(void* base, int64_t offset) {
   return static_cast<T*>(base) + offset;
 }
 
-// What project tells the other ranks: 1 if this rank has used the matrix, else 0.
+// The use that project tells the other ranks: 1 if this rank has used the matrix, else 0.
 POWERSGD_HOST_DEVICE inline int use_of(const Bucket& bucket, int32_t matrix) {
   return bucket.used == nullptr || bucket.used[matrix] != 0 ? 1 : 0;
 }
