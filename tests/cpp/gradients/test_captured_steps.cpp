@@ -164,6 +164,28 @@ TEST_P(CapturedSteps, OfAPipelineOfBuckets) {
   expect_same_output(output(false), output(true));
 }
 
+TEST_P(CapturedSteps, AreDiscardedAsOthersAre) {
+  const auto output = [](bool replayed) {
+    const c10::Device device = fake::device(0);
+    Options options = make_options(Scope::kBackward);
+    options.allow_discard = true;
+    const std::vector<at::Tensor> parameters = {at::zeros({24, 32}, device)};
+    const auto model = AttachedModel::attach(test::make_session_of_equal_ranks(device, options),
+                                             {"one"}, parameters, options);
+    const Reduce reduce = [&](at::Tensor& tensor) {
+      model->reduce(0, tensor, {0}, 2)->wait();
+      model->end_step();
+      if (!replayed && model->step() == 2) model->discard_step();
+    };
+    const auto discard = [&] {
+      model->discard_step();
+      model->discard_step();  // the host does not see replays, so that it may be called for each
+    };
+    return third_output(reduce, 24 * 32, replayed ? discard : std::function<void()>());
+  };
+  expect_same_output(output(false), output(true));
+}
+
 TEST_P(CapturedSteps, OfABucketThatHasBeenRebuilt) {
   const auto output = [](bool replayed) {
     const c10::Device device = fake::device(0);

@@ -131,10 +131,16 @@ TEST_F(MemoryOnDevice, IsFilledByOneCopyPerBucket) {
 
 TEST_F(MemoryOnDevice, IsWhatThePlanSays) { compare_with_plan(make_options()); }
 
-// Factors and payloads are then the most, and a copy of one would show.
+// Factors and payloads are then the most, and another copy of one would show.
 TEST_F(MemoryOnDevice, WithoutResidualsIsWhatThePlanSays) {
   Options options = make_options();
   options.use_error_feedback = false;
+  compare_with_plan(options);
+}
+
+TEST_F(MemoryOnDevice, WithACopyOfEachStepsStateIsWhatThePlanSays) {
+  Options options = make_options();
+  options.allow_discard = true;
   compare_with_plan(options);
 }
 
