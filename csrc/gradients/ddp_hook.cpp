@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <utility>
+#include <vector>
 
 #include "engine/work.h"
 #include "powersgd/reducer_members.h"
@@ -19,15 +20,15 @@ c10::intrusive_ptr<c10d::Work> DdpBuckets::reduce(const c10d::Reducer& reducer,
               "powersgd: the process group of this DDP module has changed since attach, which "
               "averages over the former one. Wrap the model in a new DistributedDataParallel over "
               "the new group, and attach that");
-  const size_t index = bucket.getIndex();
-  // DDP reduces the buckets of a pass in the order of their numbers.
-  if (previous_ && index <= *previous_) model_->abandon_step();
-  const bool last = is_last(reducer, bucket);
+  const std::vector<at::Tensor> parameters = bucket.getParameters();
+  const size_t number = bucket_number(reducer, parameters);
+  if (previous_ && number <= *previous_) model_->abandon_step();
+  const bool last = is_last(reducer, number);
   const int divided_by = divisor(reducer);
-  auto work = model_->reduce(index, bucket.getBufferRef(), model_->find(bucket.getParameters()),
+  auto work = model_->reduce(number, bucket.getBufferRef(), model_->find(parameters),
                              divided_by > 0 ? divided_by : model_->session().size(),
-                             /*more_follow=*/overlaps && !last, uses(reducer, bucket));
-  previous_ = last ? std::nullopt : std::optional(index);
+                             /*more_follow=*/overlaps && !last, uses(reducer, number, parameters));
+  previous_ = last ? std::nullopt : std::optional(number);
   if (last) model_->end_step();
   return work;
 }

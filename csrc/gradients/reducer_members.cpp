@@ -40,6 +40,9 @@ class Members : public c10d::Reducer {
   static size_t buckets(const c10d::Reducer& reducer) {
     return (reducer.*(&Members::buckets_)).size();
   }
+  static size_t bucket_of(const c10d::Reducer& reducer, size_t parameter) {
+    return (reducer.*(&Members::variable_locators_))[parameter].bucket_index;
+  }
   // The indices of the parameters of a bucket.
   static const std::vector<size_t>& indices(const c10d::Reducer& reducer, size_t bucket) {
     return (reducer.*(&Members::buckets_))[bucket].variable_indices;
@@ -70,11 +73,20 @@ const c10::intrusive_ptr<c10d::ProcessGroup>& process_group(const c10d::Reducer&
 
 int divisor(const c10d::Reducer& reducer) { return Members::divisor(reducer); }
 
-std::vector<Use> uses(const c10d::Reducer& reducer, c10d::GradBucket& bucket) {
+size_t bucket_number(const c10d::Reducer& reducer, const std::vector<at::Tensor>& parameters) {
+  const auto& all = Members::parameters(reducer);
+  const auto found = std::find_if(all.begin(), all.end(), [&](const at::Tensor& parameter) {
+    return parameter.is_same(parameters.front());
+  });
+  TORCH_INTERNAL_ASSERT(found != all.end());
+  return Members::bucket_of(reducer, static_cast<size_t>(found - all.begin()));
+}
+
+std::vector<Use> uses(const c10d::Reducer& reducer, size_t bucket,
+                      const std::vector<at::Tensor>& parameters) {
   if (!Members::looks_for_unused(reducer)) return {};
   const auto used = Members::used(reducer).accessor<int32_t, 1>();
-  const std::vector<size_t>& indices = Members::indices(reducer, bucket.getIndex());
-  const std::vector<at::Tensor> parameters = bucket.getParameters();
+  const std::vector<size_t>& indices = Members::indices(reducer, bucket);
   std::vector<Use> uses;
   for (size_t i = 0; i < indices.size(); ++i) {
     const Use unused = parameters[i].grad().defined() ? Use::kStale : Use::kUnused;
@@ -84,16 +96,16 @@ std::vector<Use> uses(const c10d::Reducer& reducer, c10d::GradBucket& bucket) {
   return all ? std::vector<Use>{} : uses;
 }
 
-bool is_last(const c10d::Reducer& reducer, const c10d::GradBucket& bucket) {
-  if (bucket.isLast()) return true;
-  if (!Members::skips_unused(reducer)) return false;
+bool is_last(const c10d::Reducer& reducer, size_t bucket) {
   const std::vector<size_t>& unused = Members::unused(reducer);
   const auto is_unused = [&](size_t index) {
     return std::find(unused.begin(), unused.end(), index) != unused.end();
   };
-  for (size_t i = bucket.getIndex() + 1; i < Members::buckets(reducer); ++i) {
+  for (size_t i = bucket + 1; i < Members::buckets(reducer); ++i) {
     const std::vector<size_t>& later = Members::indices(reducer, i);
-    if (!std::all_of(later.begin(), later.end(), is_unused)) return false;
+    const bool skipped =
+        Members::skips_unused(reducer) && std::all_of(later.begin(), later.end(), is_unused);
+    if (!skipped) return false;
   }
   return true;
 }

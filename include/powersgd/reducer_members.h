@@ -31,14 +31,19 @@ const c10::intrusive_ptr<c10d::ProcessGroup>& process_group(const c10d::Reducer&
 // the sum and drops the result.
 int divisor(const c10d::Reducer& reducer);
 
+// The number of the bucket of these parameters. DDP reduces the buckets of a pass in the order of
+// their numbers. In the first pass of a static graph, GradBucket::getIndex() is 0 for all of them.
+size_t bucket_number(const c10d::Reducer& reducer, const std::vector<at::Tensor>& parameters);
+
 // The use that this rank has made of each parameter of a bucket since the last synchronization.
 // Empty: it has used them all. DDP looks for unused parameters with find_unused_parameters and in a
 // static graph, and drops the output of those that no rank has used. The bucket holds what .grad
 // held before the pass.
-std::vector<Use> uses(const c10d::Reducer& reducer, c10d::GradBucket& bucket);
+std::vector<Use> uses(const c10d::Reducer& reducer, size_t bucket,
+                      const std::vector<at::Tensor>& parameters);
 
 // True if DDP reduces no bucket after this one in the pass. With skip_all_reduce_unused_params it
 // leaves out those of which every parameter is unused.
-bool is_last(const c10d::Reducer& reducer, const c10d::GradBucket& bucket);
+bool is_last(const c10d::Reducer& reducer, size_t bucket);
 
 }  // namespace powersgd

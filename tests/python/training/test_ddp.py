@@ -280,6 +280,27 @@ def test_a_step_counts_though_ddp_skips_its_last_bucket() -> None:
         ]
 
 
+def _static_dtypes(rank: int) -> tuple[dict[str, float], list[tuple[int, int]]]:
+    """A static graph with a bucket for each dtype, which DDP gives one number in the first pass."""
+    dtypes = {"first": torch.float32, "second": torch.float64, "third": torch.float64}
+    parameters = {name: torch.zeros(LAYERS[name], dtype=dtypes[name]) for name in LAYERS}
+    ddp = DistributedDataParallel(Synthetic(parameters), static_graph=True)
+    tp.attach(ddp, OPTIONS)
+    ledger, counts = Ledger(), []
+    for i in range(5):
+        mine = {n: g.to(dtypes[n]) for n, g in gradients(LAYERS, rank, i).items()}
+        ledger.add(step(ddp, mine), mean_gradients(LAYERS, 2, i))
+        stats = tp.stats()
+        counts.append((stats["steps"], stats["compressed_calls"]))
+    return ledger.errors(residuals_of(ddp)), counts
+
+
+def test_the_first_pass_of_a_static_graph_is_a_step() -> None:
+    for errors, counts in ranks.run(2, _static_dtypes):
+        assert max(errors.values()) < TOLERANCE[torch.float32], errors
+        assert counts == [(i + 1, 2 * (i + 1)) for i in range(5)]
+
+
 def _failed_pass(rank: int, by_python: bool) -> tuple[dict[str, float], dict[str, float], int]:
     """A pass that fails on all ranks once two buckets of three have been reduced.
 
