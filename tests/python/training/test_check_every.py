@@ -102,7 +102,8 @@ def _same_training(rank: int, options: tp.Options) -> tuple[list[bytes], int]:
     outputs: list[torch.Tensor] = []
     for i in range(7):
         outputs += step(ddp, gradients(SHAPES, rank, i)).values()
-        outputs += reduce_in_backward([gradients({"flat": (1000,)}, rank, i)["flat"]])
+        with tp.compression(True):
+            outputs += reduce_in_backward([gradients({"flat": (1000,)}, rank, i)["flat"]])
     return [output.numpy().tobytes() for output in outputs], tp.stats()["compressed_calls"]
 
 
