@@ -3,7 +3,6 @@
 
 #include <c10/util/Logging.h>
 #include <c10/util/thread_name.h>
-#include <cxxabi.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -26,9 +25,9 @@ void call(const std::function<void()>& callback) {
     callback();
   } catch (const std::exception& error) {
     report(error.what());
-  } catch (const abi::__forced_unwind&) {
-    throw;  // Python's interpreter ends a thread that asks for its lock while it ends itself
   } catch (...) {
+    // That which is no exception ends this thread: Python's interpreter does so at its own end.
+    if (!std::current_exception()) throw;
     report("unknown exception");
   }
 }

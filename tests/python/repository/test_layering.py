@@ -79,7 +79,7 @@ MAY_INCLUDE_ELSE = {
     "cuda kernels": f"{STANDARD}|{CUDA_RUNTIME}",
     "compressor": f"{STANDARD}|{ATEN}",
     "torch compat": C10D,
-    "engine": rf"{C10D}|cxxabi\.h",
+    "engine": C10D,
     "forwarding": C10D,
     "gradients": C10D,
     "backend": C10D,
