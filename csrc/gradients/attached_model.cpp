@@ -14,6 +14,18 @@
 #include "powersgd/traffic.h"
 
 namespace powersgd {
+namespace {
+
+// Returns views of the parts of a bucket, one for each of the parameters of these indices.
+std::vector<at::Tensor> split_by(const at::Tensor& buffer,
+                                 const std::vector<at::Tensor>& parameters,
+                                 const std::vector<size_t>& indices) {
+  std::vector<int64_t> sizes;
+  for (const size_t index : indices) sizes.push_back(parameters[index].numel());
+  return buffer.split_with_sizes(sizes);
+}
+
+}  // namespace
 
 std::shared_ptr<AttachedModel> AttachedModel::attach(const std::shared_ptr<Session>& session,
                                                      std::vector<std::string> names,
@@ -207,11 +219,10 @@ const Workspaces& AttachedModel::workspaces_on(c10::Device device) {
 void AttachedModel::clear_stale_non_finite(at::Tensor& buffer,
                                            const std::vector<size_t>& parameters,
                                            const std::vector<Use>& uses) const {
-  int64_t offset = 0;
-  for (size_t i = 0; i < uses.size(); ++i) {
-    const int64_t numel = parameters_[parameters[i]].numel();
-    if (uses[i] == Use::kStale) buffer.narrow(0, offset, numel).nan_to_num_(0, 0, 0);
-    offset += numel;
+  if (uses.empty()) return;
+  const std::vector<at::Tensor> gradients = split_by(buffer, parameters_, parameters);
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (uses[i] == Use::kStale) gradients[i].nan_to_num_(0, 0, 0);
   }
 }
 
@@ -219,18 +230,15 @@ void AttachedModel::clear_stale_non_finite(at::Tensor& buffer,
 // The output of a parameter that no rank uses would be dropped.
 void AttachedModel::add_unsent_residuals(at::Tensor& buffer, const std::vector<size_t>& parameters,
                                          const StepInfo& step) {
-  int64_t offset = 0;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const int64_t numel = parameters_[parameters[i]].numel();
+  const std::vector<at::Tensor> gradients = split_by(buffer, parameters_, parameters);
+  for (size_t i = 0; i < gradients.size(); ++i) {
     const auto residual = unsent_residuals_.find(parameters[i]);
     const bool used = step.uses.empty() || step.uses[i] == Use::kUsed;
-    if (used && residual != unsent_residuals_.end()) {
-      at::Tensor added = residual->second.to(buffer.device()).flatten();
-      if (step.loss_scale.defined()) added = added.mul(step.loss_scale);
-      buffer.narrow(0, offset, numel).add_(added, step.grad_scale);
-      unsent_residuals_.erase(residual);
-    }
-    offset += numel;
+    if (!used || residual == unsent_residuals_.end()) continue;
+    at::Tensor added = residual->second.to(buffer.device()).flatten();
+    if (step.loss_scale.defined()) added = added.mul(step.loss_scale);
+    gradients[i].add_(added, step.grad_scale);
+    unsent_residuals_.erase(residual);
   }
 }
 
