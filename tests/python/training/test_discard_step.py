@@ -36,24 +36,27 @@ TOLERANCE = 1e-5  # float32, as in test_identity
 SPIKE = 1e4
 CHOICES = ["discard", "apply", "later", "discard", "discard", "apply", "later", "apply"] * 2
 
-# Runs the backward passes of a step with these gradients.
-Backward = Callable[[DistributedDataParallel, Tensors], None]
+# Runs the backward passes of a step with these gradients, and returns their outputs.
+Backward = Callable[[DistributedDataParallel, Tensors], Tensors]
 
 
-def _once(ddp: DistributedDataParallel, mine: Tensors) -> None:
+def _once(ddp: DistributedDataParallel, mine: Tensors) -> Tensors:
     ddp(mine).backward()
+    return outputs_of(ddp)
 
 
-def _accumulated(ddp: DistributedDataParallel, mine: Tensors) -> None:
+def _accumulated(ddp: DistributedDataParallel, mine: Tensors) -> Tensors:
     part = {name: tensor / 2 for name, tensor in mine.items()}
     with ddp.no_sync():
         ddp(part).backward()
-    ddp(part).backward()
+    return _once(ddp, part)
 
 
-def _clipped(ddp: DistributedDataParallel, mine: Tensors) -> None:
-    ddp(mine).backward()
-    torch.nn.utils.clip_grad_norm_(ddp.parameters(), float("inf"))
+def _clipped(ddp: DistributedDataParallel, mine: Tensors) -> Tensors:
+    outputs = _once(ddp, mine)
+    norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+    assert norm > 0.01, "there is something to clip"
+    return outputs
 
 
 @dataclass(frozen=True)
@@ -119,10 +122,10 @@ def _train(rank: int, name: str) -> dict[str, float]:
                 tp.discard_step(ddp)  # a second call changes nothing
                 tp.step_skipped(ddp)  # nor is there a step to deliver later
             continue
-        loop.backward(ddp, mine)
+        outputs = loop.backward(ddp, mine)
         if choice == "later":
             tp.step_skipped(ddp)
-        ledger.add(outputs_of(ddp) if choice == "apply" else {}, means)
+        ledger.add(outputs if choice == "apply" else {}, means)
     return ledger.errors(residuals_of(ddp))
 
 
