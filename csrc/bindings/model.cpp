@@ -113,9 +113,9 @@ void register_model(py::module_& module) {
           },
           py::arg("reducer"), py::arg("bucket"), NoGil());
   module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("model"));
-  module.def("reduced_parameters", &reduced_parameters, py::arg("reducer"));
-  module.def("converted_parameter", &converted_parameter, py::arg("reducer"));
-  module.def("synchronized_passes", &synchronized_passes, py::arg("reducer"));
+  module.def("reduced_parameters", &ReducerMembers::parameters, py::arg("reducer"));
+  module.def("converted_parameter", &ReducerMembers::converted_parameter, py::arg("reducer"));
+  module.def("synchronized_passes", &ReducerMembers::synchronized_passes, py::arg("reducer"));
 }
 
 }  // namespace powersgd

@@ -12,22 +12,23 @@
 namespace powersgd {
 
 DdpBuckets::DdpBuckets(std::shared_ptr<AttachedModel> model, const c10d::Reducer& reducer)
-    : model_(std::move(model)), group_(process_group(reducer)) {}
+    : model_(std::move(model)), group_(ReducerMembers::group(reducer)) {}
 
 c10::intrusive_ptr<c10d::Work> DdpBuckets::reduce(const c10d::Reducer& reducer,
                                                   c10d::GradBucket& bucket, bool overlaps) {
-  TORCH_CHECK(group_._unsafe_get_target() == process_group(reducer).get(),
+  TORCH_CHECK(group_._unsafe_get_target() == ReducerMembers::group(reducer).get(),
               "powersgd: the process group of this DDP module has changed since attach, which "
               "averages over the former one. Wrap the model in a new DistributedDataParallel over "
               "the new group, and attach that");
   const std::vector<at::Tensor> parameters = bucket.getParameters();
-  const size_t number = bucket_number(reducer, parameters);
+  const size_t number = ReducerMembers::bucket_number(reducer, parameters);
   if (previous_ && number <= *previous_) model_->abandon_step();
-  const bool last = is_last(reducer, number);
-  const int divided_by = divisor(reducer);
+  const bool last = ReducerMembers::is_last(reducer, number);
+  const int divided_by = ReducerMembers::divisor(reducer);
   auto work = model_->reduce(number, bucket.getBufferRef(), model_->find(parameters),
                              divided_by > 0 ? divided_by : model_->session().size(),
-                             /*more_follow=*/overlaps && !last, uses(reducer, number, parameters));
+                             /*more_follow=*/overlaps && !last,
+                             ReducerMembers::uses(reducer, number, parameters));
   previous_ = last ? std::nullopt : std::optional(number);
   if (last) model_->end_step();
   return work;

@@ -10,40 +10,51 @@
 
 #include "powersgd/compressor.h"
 
-// These functions tell what only DDP's reducer knows, from its protected members.
 namespace powersgd {
 
-// The parameters whose gradients a DDP module reduces: those that were trainable when it was made.
-std::vector<at::Tensor> reduced_parameters(const c10d::Reducer& reducer);
+// The facts that only DDP's reducer knows, read from its protected members. Never constructed.
+class ReducerMembers : public c10d::Reducer {
+ public:
+  using Parameters = std::vector<at::Tensor>;
 
-// The index of the first of these whose gradients DDP no longer gets. A conversion to another dtype
-// or device, such as module.half(), gives a parameter a new node of autograd, without DDP's hook.
-std::optional<size_t> converted_parameter(const c10d::Reducer& reducer);
+  // The parameters whose gradients DDP reduces: those that were trainable when it was made.
+  static const Parameters& parameters(const c10d::Reducer& reducer) {
+    return reducer.*(&ReducerMembers::params_);
+  }
+  // The index of the first of these whose gradients DDP no longer gets. A conversion to another
+  // dtype or device, such as module.half(), gives a parameter a new node of autograd, without DDP's
+  // hook.
+  static std::optional<size_t> converted_parameter(const c10d::Reducer& reducer);
 
-// The number of forward passes whose gradients the module was to reduce.
-int64_t synchronized_passes(const c10d::Reducer& reducer);
+  // The number of forward passes whose gradients the module was to reduce.
+  static int64_t synchronized_passes(const c10d::Reducer& reducer) {
+    return reducer.*(&ReducerMembers::num_iterations_);
+  }
+  static const c10::intrusive_ptr<c10d::ProcessGroup>& group(const c10d::Reducer& reducer) {
+    return reducer.*(&ReducerMembers::process_group_);
+  }
+  // The number by which DDP divides the sum over ranks: that of the ranks, or in
+  // join(divide_by_initial_world_size=False) that of the ranks that still have inputs. DDP computes
+  // it before a pass's first bucket. It is 0 or less on a rank that has joined, which takes part in
+  // the sum and drops the result.
+  static int divisor(const c10d::Reducer& reducer) {
+    return reducer.*(&ReducerMembers::div_factor_);
+  }
 
-const c10::intrusive_ptr<c10d::ProcessGroup>& process_group(const c10d::Reducer& reducer);
+  // The number of the bucket of these parameters. DDP reduces the buckets of a pass in the order of
+  // their numbers. In the first pass of a static graph, GradBucket::getIndex() is 0 for all.
+  static size_t bucket_number(const c10d::Reducer& reducer, const Parameters& parameters);
 
-// The number by which DDP divides the sum over ranks: that of the ranks, or in
-// join(divide_by_initial_world_size=False) that of the ranks that still have inputs. DDP computes
-// it before a pass's first bucket. It is 0 or less on a rank that has joined, which takes part in
-// the sum and drops the result.
-int divisor(const c10d::Reducer& reducer);
+  // The use that this rank has made of each parameter of a bucket since the last synchronization.
+  // Empty: it has used them all. DDP looks for unused parameters with find_unused_parameters and in
+  // a static graph, and drops the output of those that no rank has used. The bucket holds what
+  // .grad held before the pass.
+  static std::vector<Use> uses(const c10d::Reducer& reducer, size_t bucket,
+                               const Parameters& parameters);
 
-// The number of the bucket of these parameters. DDP reduces the buckets of a pass in the order of
-// their numbers. In the first pass of a static graph, GradBucket::getIndex() is 0 for all of them.
-size_t bucket_number(const c10d::Reducer& reducer, const std::vector<at::Tensor>& parameters);
-
-// The use that this rank has made of each parameter of a bucket since the last synchronization.
-// Empty: it has used them all. DDP looks for unused parameters with find_unused_parameters and in a
-// static graph, and drops the output of those that no rank has used. The bucket holds what .grad
-// held before the pass.
-std::vector<Use> uses(const c10d::Reducer& reducer, size_t bucket,
-                      const std::vector<at::Tensor>& parameters);
-
-// True if DDP reduces no bucket after this one in the pass. With skip_all_reduce_unused_params it
-// leaves out those of which every parameter is unused.
-bool is_last(const c10d::Reducer& reducer, size_t bucket);
+  // True if DDP reduces no bucket after this one in the pass. With skip_all_reduce_unused_params it
+  // leaves out those of which every parameter is unused.
+  static bool is_last(const c10d::Reducer& reducer, size_t bucket);
+};
 
 }  // namespace powersgd
