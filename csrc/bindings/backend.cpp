@@ -42,6 +42,8 @@ LogSink make_log_sink(py::function log) {
   };
 }
 
+}  // namespace
+
 py::dict to_dict(const StatsSnapshot& stats) {
   py::dict seconds;
   for (int i = 0; i < kStages; ++i) {
@@ -61,8 +63,6 @@ py::dict to_dict(const StatsSnapshot& stats) {
   result["seconds"] = seconds;
   return result;
 }
-
-}  // namespace
 
 void register_backend(py::module_& module) {
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;

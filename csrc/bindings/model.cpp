@@ -13,12 +13,14 @@
 #include "powersgd/attached_model.h"
 #include "powersgd/backend.h"
 #include "powersgd/ddp_hook.h"
+#include "powersgd/named_tensors.h"
 #include "powersgd/options.h"
 #include "powersgd/reducer_members.h"
 
 namespace py = pybind11;
 
 namespace powersgd {
+py::dict to_dict(const StatsSnapshot& stats);
 namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
@@ -102,7 +104,26 @@ void register_model(py::module_& module) {
           },
           py::arg("dropped") = std::nullopt, py::arg("parameters") = std::vector<size_t>(), NoGil())
       .def("discard_step", &AttachedModel::discard_step, NoGil())
-      .def("layers", &AttachedModel::layers, NoGil());
+      .def("layers", &AttachedModel::layers, NoGil())
+      .def("stats", [](AttachedModel& self) {
+             StatsSnapshot stats;
+             {
+               const py::gil_scoped_release no_gil;
+               stats = self.session().snapshot();
+             }
+             return to_dict(stats);
+           })
+      .def("reset_stats", [](AttachedModel& self) { self.session().reset_stats(); }, NoGil())
+      .def("detach", [](AttachedModel& self) { self.set_active(false); })
+      .def_property_readonly("compressing", [](AttachedModel& self) { return self.session().compressing(); })
+      .def_property_readonly("starts_at", [](AttachedModel& self) { return self.session().starts_at(); })
+      .def_property_readonly("detached", [](AttachedModel& self) { return !self.active(); })
+      .def_property_readonly("on_cpu", [](AttachedModel& self) { return true; })
+      .def("not_started", [](AttachedModel& self, int64_t soon) { return self.session().not_started(soon); });
+  py::class_<NamedTensors>(module, "NamedTensors")
+      .def(py::init<std::shared_ptr<AttachedModel>, size_t>(), py::arg("model"),
+           py::arg("bucket_bytes"), NoGil())
+      .def("all_reduce", &NamedTensors::all_reduce, py::arg("tensors"), NoGil());
   py::class_<DdpBuckets>(module, "DdpBuckets")
       .def(py::init<std::shared_ptr<AttachedModel>, const c10d::Reducer&>(), py::arg("model"),
            py::arg("reducer"))

@@ -153,8 +153,9 @@ class AttachedModel {
   void set_loss_scale(const at::Tensor& scale);
   const at::Tensor& loss_scale() const { return loss_scale_; }
   const std::vector<std::string>& names() const { return names_; }
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const Options& options() const { return options_; }
-  const Session& session() const { return *session_; }
+  Session& session() const { return *session_; }
 
  private:
   struct Bucket {

@@ -4,7 +4,7 @@
     import torch_powersgd
     dist.init_process_group("cpu:powersgd")
     ddp = DistributedDataParallel(model)
-    torch_powersgd.attach(ddp, torch_powersgd.Options.recommended())
+    compression = torch_powersgd.attach(ddp)
 
 Importing the package registers the backend ``"powersgd"`` for CPU and CUDA.
 """
@@ -13,38 +13,34 @@ from typing import TYPE_CHECKING
 
 from torch_powersgd._backend import register
 from torch_powersgd._version import __version__
-from torch_powersgd.attach import attach, comm_hook, detach
-from torch_powersgd.checkpoint import CompressionState, load_state_dict, state_dict
-from torch_powersgd.control import compression, discard_step, set_grad_scale, step_skipped
+from torch_powersgd.attach import attach
+from torch_powersgd.compression import Compression
 from torch_powersgd.options import Options, configure
-from torch_powersgd.stats import reset_stats, stats
+from torch_powersgd.scope import scope
+from torch_powersgd.stats import stats
 
 if TYPE_CHECKING:
     from torch_powersgd.tools.comparison import ShadowedLayer
     from torch_powersgd.tools.shadow import Shadow, shadow
 
 __all__ = [
-    "CompressionState",
+    "Compression",
     "Options",
     "Shadow",
     "ShadowedLayer",
     "__version__",
     "attach",
-    "comm_hook",
-    "compression",
     "configure",
-    "detach",
-    "discard_step",
-    "load_state_dict",
-    "reset_stats",
-    "set_grad_scale",
+    "scope",
     "shadow",
-    "state_dict",
     "stats",
-    "step_skipped",
 ]
 
 register()
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> object:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 PATIENCE = timedelta(seconds=8)
 INTERVAL = timedelta(seconds=0.5)
 
+# A function of the arguments of all ranks. It returns the message of the error to raise, or nothing.
+Compare = Callable[[list[dict[str, Any]]], str]
+
 _VERDICT = "verdict"
 _ABSENT = "absent"  # The ranks whose keys rank 0 does not find.
 
@@ -55,7 +58,7 @@ class CollectiveCall:
     explain: Callable[[CollectiveCall, list[int]], str] = lambda call, absent: ""
     before: Store | None = None
 
-    def agree(self, mine: dict[str, Any], compare: Callable[[list[dict[str, Any]]], str]) -> None:
+    def agree(self, mine: dict[str, Any], compare: Compare) -> None:
         """Returns once all ranks have called and ``compare`` has no objection.
 
         Args:
@@ -154,7 +157,7 @@ def next_call(
     )
 
 
-def equality_of(things: str) -> Callable[[list[dict[str, Any]]], str]:
+def equality_of(things: str) -> Compare:
     """A ``compare`` for ``agree`` that wants the same of all ranks. Its error names the things."""
 
     def compare(everyone: list[dict[str, Any]]) -> str:

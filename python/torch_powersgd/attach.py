@@ -1,176 +1,110 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layer-by-layer compression of the gradients of a module that DDP or FSDP2 wraps."""
+"""``attach``, where compression begins."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_powersgd import fsdp, fsdp_hooks, grad_scaler, reduction_checks
+from torch_powersgd import grad_scaler, log
 from torch_powersgd._core import _C
-from torch_powersgd.announcement import announce
-from torch_powersgd.ddp import Hook, parameters_of, python_hook, set_hook
+from torch_powersgd.attach_checks import agree
+from torch_powersgd.compression import Compression
 from torch_powersgd.options import Options
-from torch_powersgd.proposal import Module, agree, group_of_replicas
-from torch_powersgd.rewrapping import note_wrapper
-
-
-@dataclass
-class Attachment:
-    """The record of an attached module.
-
-    Attributes:
-        model: The core's side of the module.
-        group: The group over which its gradients are averaged.
-        scaler: The GradScaler that ``model`` follows, if there is one.
-    """
-
-    model: _C.AttachedModel
-    group: dist.ProcessGroup
-    scaler: torch.amp.GradScaler | None = None
-
-
-_attachments: WeakKeyDictionary[Module, Attachment] = WeakKeyDictionary()
+from torch_powersgd.targets import target_of
+from torch_powersgd.units import size_text
 
 
 def attach(
-    module: Module,
+    target: DistributedDataParallel | FSDPModule | Mapping[str, torch.Tensor],
     options: Options | Mapping[str, Any] | None = None,
+    *,
     scaler: torch.amp.GradScaler | None = None,
     group: dist.ProcessGroup | None = None,
-) -> None:
-    """Compresses the gradients of a module layer by layer. Collective.
+    register_hook: bool = True,
+) -> Compression:
+    """Compresses gradients layer by layer. Collective.
 
-    Each weight is compressed by its own shape (shape[0] x the rest), and its state belongs to the
-    parameter. The state survives DDP's rebuilding of buckets, and ``state_dict`` saves it. A module
-    that is attached again after ``detach`` goes on with the state that was kept.
+    Each weight is compressed by its own shape (shape[0] x the rest), and its residual and factors
+    belong to the parameter: they survive DDP's rebuilding of buckets.
 
-    On a DDP module it registers a C++ communication hook, so that no Python runs in backward. In a
-    module that ``fully_shard`` or ``replicate`` (FSDP2) was called with, it compresses the average
-    of this rank's shards over its replicas, after FSDP2's own reduce-scatter.
+    On a DDP module, ``attach`` registers a C++ communication hook, so that no Python runs in
+    backward. In a module that ``fully_shard`` or ``replicate`` (FSDP2) was called with, it
+    compresses the average of this process's shards over its replicas, after FSDP2's own
+    reduce-scatter. Tensors by name are averaged by ``Compression.all_reduce``.
 
-    Every rank of the group must call it. If a rank does not, all ranks raise an error that names
+    Every process of the group must call it. If one does not, all of them raise an error that names
     it.
 
     Args:
-        module: A DDP module, or the root of one that FSDP2 has sharded or replicated.
-        options: Some fields of ``Options`` as a mapping, which is laid over the options of the
-            process group, or a complete ``Options``, which replaces them. None takes them as they
-            are.
-        scaler: The GradScaler that the model is trained with, if any. The residuals then follow
+        target: A DDP module; the root of a module that FSDP2 has sharded or replicated; or dense
+            floating or complex tensors by name, of which only the shapes, dtypes and devices count.
+        options: A complete ``Options``, or a mapping of some of its fields, which is laid over the
+            options of the process group. None: those of the process group.
+        scaler: The GradScaler that the module is trained with, if any. The residuals then follow
             its scale, and keep what was sent in a step that it skips.
-        group: The group of the ranks that hold the same shards of an FSDP2 module, its replicas. It
-            needs a powersgd backend for the parameters' device. A DDP module has its own group, as
-            does an FSDP2 module whose mesh has a dimension of replicas.
+        group: For an FSDP2 module, the group of the processes that hold the same shards, unless its
+            mesh has a dimension of replicas. For tensors, the group to average over; None is the
+            default group. It needs a powersgd backend for their device. A DDP module has its own.
+        register_hook: False leaves DDP's hook to the caller, who registers
+            ``Compression.comm_hook``. It has no meaning for other targets.
+
+    Returns:
+        The handle of the compression: statistics, checkpoints, steps that are not applied. The
+        compression lasts as long as the module, whether or not the handle is kept.
 
     Raises:
-        ValueError: If the module cannot be attached, the ranks' models or options differ, or a rank
-            does not call ``attach``. It is raised on every rank, except if the group was destroyed
-            on this rank.
+        ValueError: If the target cannot be attached or is attached already, the processes' targets
+            or options differ, or a process does not call ``attach``. It is raised on every process,
+            except if the group was destroyed on this one.
     """
-    known = _attachments.get(module) if isinstance(module, Module) else None
-    if known is not None:
-        agree(module, options, scaler, known.group, known.model)
-        known.model.active = True
-        _follow(module, known, scaler)
+    found = target_of(target)
+    group = found.group(group)
+    agreed = agree(found, options, scaler, group)
+    names, gradients = list(agreed.gradients), list(agreed.gradients.values())
+    model = _C.AttachedModel(agreed.backend, names, gradients, agreed.options._core())
+    if register_hook:
+        found.register(model, group)
+    if scaler is not None:
+        grad_scaler.follow(scaler, model, found.parameters())
+    compression = Compression(found, model, group)
+    if compression._speaks:
+        _announce(compression)
+    return compression
+
+
+def _announce(compression: Compression) -> None:
+    """Logs what is compressed, what a step sends, and from which step on."""
+    group, options = compression.group, compression.options
+    if group.size() == 1:
+        log.notice("attached; the group has one process, so nothing is sent")
         return
-    attachment = _new(module, options, scaler, group)
-    if isinstance(module, FSDPModule):
-        fsdp_hooks.set_hooks(module, attachment.model, attachment.group.size())
-    else:
-        set_hook(module, attachment.model)
-    _keep(module, attachment, scaler)
-
-
-def comm_hook(
-    ddp: DistributedDataParallel,
-    options: Options | Mapping[str, Any] | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-) -> Hook:
-    """Returns the hook that ``attach`` registers, for the caller to register. Collective.
-
-    Some hooks of torch wrap another one, and DDP takes only one:
-
-        hook = hook_with_zero_step(torch_powersgd.comm_hook(ddp), ddp, zero)
-        ddp.register_comm_hook(None, hook)
-
-    The arguments and errors are those of ``attach``. The module then counts as attached.
-    """
-    if ddp in _attachments:
-        raise ValueError("this module is attached already; DDP takes only one hook")
-    if not isinstance(ddp, DistributedDataParallel):
-        raise ValueError(f"comm_hook takes a DDP module, got {type(ddp).__name__}")
-    attachment = _new(ddp, options, scaler, None)
-    _keep(ddp, attachment, scaler)
-    return python_hook(ddp, attachment.model)
-
-
-def detach(module: Module) -> None:
-    """Averages the module's gradients exactly from now on. Its state is kept for ``attach``.
-
-    All ranks must call it between the same two steps.
-
-    Raises:
-        ValueError: If it is not attached.
-    """
-    attachment_of(module).model.active = False
-
-
-def attached_groups() -> list[dist.ProcessGroup]:
-    """Returns the groups of the attached modules, without duplicates."""
-    groups = {id(attachment.group): attachment.group for attachment in _attachments.values()}
-    return list(groups.values())
-
-
-def attachment_of(module: Module) -> Attachment:
-    """Returns the record of an attached module.
-
-    Raises:
-        ValueError: If it is not attached.
-    """
-    attachment = _attachments.get(module) if isinstance(module, Module) else None
-    if attachment is None:
-        raise ValueError("this module is not attached; call torch_powersgd.attach(module) first")
-    return attachment
-
-
-def _new(
-    module: Module,
-    options: Options | Mapping[str, Any] | None,
-    scaler: torch.amp.GradScaler | None,
-    group: dist.ProcessGroup | None,
-) -> Attachment:
-    """Creates the record of a module that is not attached. Collective."""
-    group = group_of_replicas(module, group)
-    agreed = agree(module, options, scaler, group, None)
-    names, parameters = list(agreed.parameters), list(agreed.parameters.values())
-    model = _C.AttachedModel(agreed.backend, names, parameters, agreed.options._core())
-    return Attachment(model, group)
-
-
-def _keep(module: Module, attachment: Attachment, scaler: torch.amp.GradScaler | None) -> None:
-    """Keeps the record of a module whose hooks are set, and announces it."""
-    _attachments[module] = attachment
-    announce(attachment.model, attachment.group)
-    if isinstance(module, DistributedDataParallel):
-        note_wrapper(module, attachment.model)
-    if attachment.group.size() > 1:
-        reduction_checks.check(module, attachment.model, warns=attachment.group.rank() == 0)
-    _follow(module, attachment, scaler)
-
-
-def _follow(module: Module, attachment: Attachment, scaler: torch.amp.GradScaler | None) -> None:
-    if scaler is not None and attachment.scaler is not scaler:
-        attachment.scaler = scaler
-        if isinstance(module, FSDPModule):
-            parameters = fsdp.parameters_of(module)
-        else:
-            parameters = parameters_of(module)
-        grad_scaler.follow(scaler, attachment.model, parameters)
+    if options.scope == "never":
+        log.notice("attached; scope='never' compresses nothing")
+        return
+    rank, rate = options.matrix_approximation_rank, options.min_compression_rate
+    outline = compression._model.outline()
+    if outline.compressed_parameters == 0:
+        log.warning(
+            f"no parameter is compressed at matrix_approximation_rank={rank}: the factors of none "
+            f"are smaller than the gradient by min_compression_rate={rate:g}. Use a lower rank"
+        )
+        return
+    on_one_host = (
+        "; all processes are on this host, where plain averaging is likely to be as fast"
+        if os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
+        else ""
+    )
+    share = 100 * outline.compressed_numel / outline.numel
+    log.notice(
+        f"{outline.compressed_parameters} of {outline.parameters} parameters ({share:.1f} % of the "
+        f"elements) are compressed at matrix rank {rank}; a step sends "
+        f"{size_text(outline.bytes_after)} in place of {size_text(outline.bytes_before)}, from "
+        f"step {options.start_powerSGD_iter} on{on_one_host}"
+    )

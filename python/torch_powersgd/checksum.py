@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from torch_powersgd.loading import LOCAL_FIELDS
+from torch_powersgd.checkpoint_checks import LOCAL_FIELDS
 from torch_powersgd.option_values import shown
 
 KEY = "crc32"
 _PARAMETERS = "parameters"
-_LOADED = {"version", "step", "grad_scale", "rank", "world_size", "shard", "residual", "q"}.union(
-    LOCAL_FIELDS
-)
+_LOADED = {"version", "step", "grad_scale", "per_rank", "residual", "q", *LOCAL_FIELDS}
 
 
 def add(state: dict[str, Any]) -> None:

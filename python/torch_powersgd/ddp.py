@@ -18,12 +18,9 @@ from torch_powersgd._core import _C
 Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
-def group_of(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns the module's own group. It raises a ValueError if another is given."""
-    own: dist.ProcessGroup = ddp.process_group
-    if group is not None and group is not own:
-        raise ValueError("attach takes a group only for FSDP2: a DDP module has one")
-    return own
+ATTACHED_ALREADY = (
+    "this module is attached already: use what attach returned, or call its detach() first"
+)
 
 
 def check_module(ddp: DistributedDataParallel) -> None:
@@ -83,7 +80,7 @@ def named_parameters_of(ddp: DistributedDataParallel) -> Iterator[tuple[str, tor
             yield name, parameter
 
 
-def set_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
+def register_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
     """Registers the C++ hook, which reduces each bucket by ``model``."""
     with refuse_second_hook():
         _C.register_ddp_hook(ddp.reducer, model)

@@ -54,8 +54,6 @@ def check_module(module: FSDPModule) -> None:
             raise ValueError("attach does not work with parameters of one module on several meshes")
         if _replicas_of(groups[0]) is not own:
             raise ValueError("attach does not work with units of several groups of replicas")
-        if own is None and groups[0]._all_reduce_hook is not None:
-            raise ValueError("an all-reduce hook of this FSDP2 module is set already")
     if own is None and place_of(module)["of"] == dist.get_world_size():
         raise ValueError(
             "this module is sharded over all ranks and has no replicas: FSDP2 does not all-reduce "

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torch_powersgd._core import _C
+from torch_powersgd.ddp import ATTACHED_ALREADY
 from torch_powersgd.fsdp import groups_of, only_subset, own_replicas, packed, trainable, units_of
 
 
@@ -31,6 +32,19 @@ def set_hooks(module: FSDPModule, model: _C.AttachedModel, replicas: int) -> Non
             unit.set_custom_reduce_scatter(_Announcer(mine))
         else:
             unit.set_all_reduce_hook(_AllReduce(mine, replicas))
+
+
+def check_hooks(module: FSDPModule) -> None:
+    """Raises a ValueError if the module is attached, or has a hook of somebody else."""
+    native = own_replicas(module) is not None
+    for unit in units_of(module):
+        group = groups_of(unit)[0]
+        hook = group._reduce_scatter_comm if native else group._all_reduce_hook
+        if isinstance(hook, (_AllReduce, _Announcer)):
+            if not hook.unit.model.detached:
+                raise ValueError(ATTACHED_ALREADY)
+        elif hook is not None and not native:
+            raise ValueError("an all-reduce hook of this FSDP2 module is set already")
 
 
 class _Unit:
@@ -107,7 +121,9 @@ class _Announcer:
 
     def __init__(self, unit: _Unit) -> None:
         self.unit = unit
-        self.reduce_scatter = unit.group._reduce_scatter_comm
+        current = unit.group._reduce_scatter_comm
+        detached = isinstance(current, _Announcer)
+        self.reduce_scatter = current.reduce_scatter if detached else current
         self.input: tuple[int, int] | None = None  # pass and size of the input that was asked for
 
     def allocate(

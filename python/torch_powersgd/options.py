@@ -32,10 +32,13 @@ _OTHER_VARIABLES = tuple(
 
 @dataclass(frozen=True)
 class Options:
-    """The configuration of one process group or one attached model.
+    """The configuration of one process group, or of what was attached.
 
-    The first eight fields have the names, meanings and defaults of
-    ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState``.
+    The first eight fields have the names and meanings of
+    ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState``. The defaults are
+    the setting that the measurements favor where nothing is known of the job: rank 16 with factors
+    in int8, after 10 exact steps. docs/convergence.md has the losses and bytes of this and other
+    settings. ``hook_defaults`` has the defaults of torch's hook.
 
     Args:
         matrix_approximation_rank: Rank r of the factors that are sent for each weight, 1 to 1024. A
@@ -80,8 +83,8 @@ class Options:
             field, the value and what is allowed.
     """
 
-    matrix_approximation_rank: int = 1
-    start_powerSGD_iter: int = 1000
+    matrix_approximation_rank: int = 16
+    start_powerSGD_iter: int = 10
     min_compression_rate: float = 2
     use_error_feedback: bool = True
     warm_start: bool = True
@@ -91,7 +94,7 @@ class Options:
     scope: str = "backward"
     min_numel: int = 1 << 17
     inner: str = "auto"
-    wire_dtype: torch.dtype | str | None = None
+    wire_dtype: torch.dtype | str | None = "int8"
     residual_dtype: torch.dtype | str = torch.float32
     warm_start_noise: float = 0
     check_every: int = 0
@@ -101,6 +104,12 @@ class Options:
     @property
     def _timeout(self) -> None:
         return None
+
+    def __new__(cls, *values: Any, **fields: Any) -> Options:
+        for name in fields:
+            if name not in _NAMES:
+                raise TypeError(f"Options: {_no_option(name)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, type_name in _types():
@@ -136,26 +145,22 @@ class Options:
         }
 
     @classmethod
-    def recommended(cls, **fields: Any) -> Options:
-        """Returns the setting that the measurements favor, where nothing is known of the job.
-
-        It is rank 16 with factors in int8, after 10 exact steps. docs/convergence.md has the losses
-        and the bytes of this and other settings. ``python -m torch_powersgd advise`` finds the
-        setting of one's own model and link.
+    def hook_defaults(cls, **fields: Any) -> Options:
+        """Returns the defaults of torch's powerSGD_hook: rank 1 in float32, after 1000 exact steps.
 
         Args:
-            fields: Values of fields that replace those of the setting.
+            fields: Values of fields that replace those defaults.
         """
-        favored = {
-            "matrix_approximation_rank": 16,
-            "wire_dtype": "int8",
-            "start_powerSGD_iter": 10,
+        torchs = {
+            "matrix_approximation_rank": 1,
+            "wire_dtype": None,
+            "start_powerSGD_iter": 1000,
         }
-        return cls(**{**favored, **fields})
+        return cls(**{**torchs, **fields})
 
     @classmethod
     def from_hook_state(cls, state: PowerSGDState, **fields: Any) -> Options:
-        """Returns the options that match the state of torch's powerSGD_hook.
+        """Returns the options that match the state of torch's powerSGD_hook, as in float32.
 
         Args:
             state: State of the hook. It holds a random generator and not its seed.
@@ -167,7 +172,7 @@ class Options:
         if not hasattr(state, _NAMES[0]):
             raise ValueError(f"state must be a PowerSGDState, got {type(state).__name__}")
         shared = {name: getattr(state, name) for name in _NAMES if hasattr(state, name)}
-        return cls(**{**shared, **fields})
+        return cls.hook_defaults(**{**shared, **fields})
 
 
 def _types() -> list[tuple[str, str]]:
@@ -238,10 +243,7 @@ def lay_over(base: Options, given: object, source: str) -> Options:
         )
     for name in given:
         if name not in _NAMES:
-            raise ValueError(
-                f"{source}: {shown(name)} is not an option{_similar(name, _NAMES)}; allowed: "
-                f"{', '.join(_NAMES)}"
-            )
+            raise ValueError(f"{source}: {_no_option(name)}")
     try:
         return dataclasses.replace(base, **given)
     except ValueError as error:
@@ -266,6 +268,10 @@ def from_environment() -> Options:
         except ValueError as error:
             raise ValueError(f"environment variable {variable}: {error}") from None
     return options
+
+
+def _no_option(name: object) -> str:
+    return f"{shown(name)} is not an option{_similar(name, _NAMES)}; allowed: {', '.join(_NAMES)}"
 
 
 def _variable(name: str) -> str:

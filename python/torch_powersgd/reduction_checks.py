@@ -23,7 +23,6 @@ from torch.optim.optimizer import (
 from torch_powersgd import log
 from torch_powersgd._core import _C
 from torch_powersgd.ddp import conversion_error, named_parameters_of
-from torch_powersgd.proposal import Module
 
 # The steps of an optimizer without an average that are too many, and those between two looks for
 # parameters that are not averaged. A job that accumulates gradients steps only after an average.
@@ -41,7 +40,7 @@ class _Check:
         warns: Whether this rank warns. Errors are raised on every rank.
     """
 
-    def __init__(self, module: Module, model: _C.AttachedModel, warns: bool) -> None:
+    def __init__(self, module: torch.nn.Module, model: _C.AttachedModel, warns: bool) -> None:
         self.module, self.model, self.warns = ref(module), ref(model), warns
         # The reducer keeps its parameters, and FSDP2 its shards, so that no other has their ids.
         self.averaged = {id(parameter) for parameter in _averaged_parameters(module)}
@@ -75,7 +74,7 @@ class _Check:
             self.name_what_is_not_averaged(module, trained)
 
     def _look_for_an_average(
-        self, module: Module, model: _C.AttachedModel, optimizer: Optimizer
+        self, module: torch.nn.Module, model: _C.AttachedModel, optimizer: Optimizer
     ) -> None:
         assert self.first is not None
         if not model.active or model.step != self.first.setdefault(optimizer, model.step):
@@ -120,7 +119,7 @@ _checks: WeakKeyDictionary[torch.nn.Module, _Check] = WeakKeyDictionary()
 _registered = False
 
 
-def check(module: Module, model: _C.AttachedModel, warns: bool) -> None:
+def check(module: torch.nn.Module, model: _C.AttachedModel, warns: bool) -> None:
     """Checks an attached module now, and from now on at each step of its optimizers."""
     global _registered
     if not _registered:
@@ -133,7 +132,6 @@ def check(module: Module, model: _C.AttachedModel, warns: bool) -> None:
         if warns:
             of_module.name_what_is_not_averaged(module, module.parameters())
     else:
-        assert isinstance(module, torch.nn.Module)
         _checks[module] = of_module
 
 
@@ -155,8 +153,7 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _averaged_parameters(module: Module) -> Iterable[torch.Tensor]:
+def _averaged_parameters(module: torch.nn.Module) -> Iterable[torch.Tensor]:
     if isinstance(module, DistributedDataParallel):
         return _C.reduced_parameters(module.reducer)
-    assert isinstance(module, torch.nn.Module)
     return module.parameters()

@@ -13,19 +13,24 @@ examples/with_accelerate.py is a whole program.
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
 from torch_powersgd.attach import attach as attach_module
-from torch_powersgd.checkpoint import load_state_dict, state_dict
+from torch_powersgd.compression import Compression
 from torch_powersgd.options import Options
-from torch_powersgd.proposal import Module
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-def attach(accelerator: Accelerator, module: Module, options: Options | None = None) -> None:
+def attach(
+    accelerator: Accelerator,
+    module: DistributedDataParallel | FSDPModule,
+    options: Options | None = None,
+) -> Compression:
     """Compresses the gradients of a module, and saves the state with the accelerator's. Collective.
 
     The residuals follow the accelerator's GradScaler, if it has one. ``accelerator.save_state`` and
@@ -34,34 +39,36 @@ def attach(accelerator: Accelerator, module: Module, options: Options | None = N
     Args:
         accelerator: The Accelerator that has prepared the module.
         module: What ``accelerator.prepare`` returned for the model.
-        options: Options, or None for ``Options.recommended()``.
+        options: Options, or None for those of the process group.
+
+    Returns:
+        What ``torch_powersgd.attach`` returns.
 
     Raises:
         ValueError: If the module cannot be attached, as ``torch_powersgd.attach`` says. It is
             raised on every rank.
     """
     module = getattr(module, "_orig_mod", module)  # Accelerate compiles the wrapped module.
-    attach_module(module, options or Options.recommended(), scaler=accelerator.scaler)
+    compression = attach_module(module, options, scaler=accelerator.scaler)
     # accelerator.free_memory forgets the modules, and not what was registered for them.
     accelerator._custom_objects = [
         registered
         for registered in accelerator._custom_objects
-        if not isinstance(registered, _State) or registered.module() is not None
+        if not isinstance(registered, _State) or not registered.compression.ended
     ]
-    accelerator.register_for_checkpointing(_State(module))
+    accelerator.register_for_checkpointing(_State(compression))
+    return compression
 
 
 class _State:
-    """The state of an attached module, which it does not keep alive."""
+    """The state of a compression, which is empty once its module is gone."""
 
-    def __init__(self, module: Module) -> None:
-        self.module = weakref.ref(module)
+    def __init__(self, compression: Compression) -> None:
+        self.compression = compression
 
     def state_dict(self) -> dict[str, Any]:
-        module = self.module()
-        return {} if module is None else state_dict(module)
+        return {} if self.compression.ended else self.compression.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        module = self.module()
-        if module is not None:
-            load_state_dict(module, state)
+        if not self.compression.ended:
+            self.compression.load_state_dict(state)

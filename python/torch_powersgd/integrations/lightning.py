@@ -15,7 +15,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd.attach import attach
-from torch_powersgd.checkpoint import load_state_dict, state_dict
+from torch_powersgd.compression import Compression
 from torch_powersgd.lookup import BACKENDS
 from torch_powersgd.options import Options
 
@@ -38,13 +38,14 @@ class PowerSGDStrategy(DDPStrategy):
     checkpoint has the state, and a checkpoint without it starts compression anew.
 
     Args:
-        options: Options, or None for ``Options.recommended()``.
+        options: Options, or None for those of the process group.
         ddp_arguments: Arguments of ``DDPStrategy``.
     """
 
     def __init__(self, options: Options | None = None, **ddp_arguments: Any) -> None:
         super().__init__(**ddp_arguments)
-        self.options = options or Options.recommended()
+        self.options = options
+        self.compression: Compression | None = None  # of the module, while it trains
         self._loaded: dict[str, Any] | None = None  # until the module is attached
         self._trained: dict[str, Any] | None = None  # at the end of the last fit
 
@@ -54,16 +55,17 @@ class PowerSGDStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         super().configure_ddp()
         self._trained = None
-        attach(self._ddp(), self.options, scaler=getattr(self.precision_plugin, "scaler", None))
+        assert isinstance(self.model, DistributedDataParallel)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        self.compression = attach(self.model, self.options, scaler=scaler)
         if self._loaded is not None:
-            load_state_dict(self._ddp(), self._loaded)
+            self.compression.load_state_dict(self._loaded)
             self._loaded = None
 
     # Lightning saves on all ranks, and loads before it wraps the module.
     def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **named: Any) -> None:
         if "optimizer_states" in checkpoint:  # one of weights alone has none
-            wrapped = isinstance(self.model, DistributedDataParallel)
-            state = state_dict(self._ddp()) if wrapped else self._trained
+            state = self._trained if self.compression is None else self.compression.state_dict()
             if state is not None:
                 checkpoint = {**checkpoint, KEY: state}
         super().save_checkpoint(checkpoint, *arguments, **named)
@@ -71,7 +73,9 @@ class PowerSGDStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         # Lightning then unwraps the module and frees the GPU, and may still save checkpoints.
-        self._trained = move_data_to_device(state_dict(self._ddp()), "cpu")
+        assert self.compression is not None
+        self._trained = move_data_to_device(self.compression.state_dict(), "cpu")
+        self.compression = None
 
     def load_checkpoint(self, *arguments: Any, **named: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(*arguments, **named)
@@ -81,7 +85,3 @@ class PowerSGDStrategy(DDPStrategy):
     def teardown(self) -> None:
         self._loaded = None
         super().teardown()
-
-    def _ddp(self) -> DistributedDataParallel:
-        assert isinstance(self.model, DistributedDataParallel)
-        return self.model

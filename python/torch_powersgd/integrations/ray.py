@@ -7,7 +7,7 @@
 
     def train() -> None:  # on every worker
         ddp = ray.train.torch.prepare_model(model)
-        torch_powersgd.attach(ddp, torch_powersgd.Options.recommended())
+        torch_powersgd.attach(ddp)
 
 examples/with_ray.py is a whole program.
 """

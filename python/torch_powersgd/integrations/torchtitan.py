@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.stateful import Stateful
 
-from torch_powersgd import checkpoint
 from torch_powersgd._backend import NAME
-from torch_powersgd.attach import attach, attachment_of
+from torch_powersgd.attach import attach
 from torch_powersgd.options import Options, configure
 
 try:
@@ -47,7 +45,7 @@ def compressed(config: Trainer.Config, options: Options | None = None) -> Traine
 
     Args:
         config: What a function of a config registry returns.
-        options: Options, or None for ``Options.recommended()``.
+        options: Options, or None for the defaults.
 
     Raises:
         ValueError: If the config belongs to another trainer than torchtitan's ``Trainer``.
@@ -57,7 +55,7 @@ def compressed(config: Trainer.Config, options: Options | None = None) -> Traine
             f"compressed takes a Trainer.Config of torchtitan, got {type(config).__qualname__}"
         )
     # A config holds plain values, which torchtitan writes as JSON.
-    plain = dataclasses.replace(options or Options.recommended(), scope="attached")._plain()
+    plain = dataclasses.replace(options or Options(), scope="attached")._plain()
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     made: Trainer.Config = CompressedTrainer.Config(**fields, powersgd=plain)
     made.training.disable_cuda_graphs = True
@@ -74,10 +72,10 @@ class CompressedTrainer(Trainer):  # type: ignore[misc]
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        for part in self.model_parts:
-            attach(part)
-        if config.checkpoint.enable:
-            self.checkpointer.states[KEY] = _State(self.model_parts)
+        for i, part in enumerate(self.model_parts):
+            compression = attach(part)
+            if config.checkpoint.enable:
+                self.checkpointer.states[f"{KEY}_{i}" if i > 0 else KEY] = compression
 
     def init_distributed(self) -> ParallelDims:
         configure(Options(**self.config.powersgd))
@@ -95,20 +93,3 @@ class CompressedTrainer(Trainer):  # type: ignore[misc]
                 "between replicas"
             )
         return dims
-
-
-class _State(Stateful):
-    """The state of the parts of a model on this rank, under keys that replicas share."""
-
-    def __init__(self, parts: list[Any]) -> None:
-        self.parts = {
-            f"rank {dist.get_process_group_ranks(attachment_of(part).group)[0]}, part {i}": part
-            for i, part in enumerate(parts)
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {key: checkpoint.state_dict(part) for key, part in self.parts.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for key, part in self.parts.items():
-            checkpoint.load_state_dict(part, state[key])

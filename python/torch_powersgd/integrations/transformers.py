@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd.attach import attach as attach_module
-from torch_powersgd.checkpoint import load_state_dict, state_dict
+from torch_powersgd.compression import Compression
 from torch_powersgd.options import Options
 
 try:
@@ -43,52 +43,55 @@ def attach(trainer: Trainer, options: Options | None = None) -> None:
 
     Args:
         trainer: The Trainer, before ``train``.
-        options: Options, or None for ``Options.recommended()``.
+        options: Options, or None for those of the process group.
     """
-    compression = Compression(trainer, options or Options.recommended())
-    trainer.add_callback(compression)
+    callback = CompressionCallback(trainer, options)
+    trainer.add_callback(callback)
     train = trainer.train
 
     # The trainer does not tell its callbacks where it resumes from.
     @functools.wraps(train)
     def resuming(resume_from_checkpoint: Any = None, *arguments: Any, **named: Any) -> Any:
-        compression.resumed = resume_from_checkpoint
+        callback.resumed = resume_from_checkpoint
         return train(resume_from_checkpoint, *arguments, **named)
 
     trainer.train = resuming  # type: ignore[method-assign]
 
 
-class Compression(TrainerCallback):
+class CompressionCallback(TrainerCallback):
     """The callback that ``attach`` adds.
 
     Attributes:
+        compression: What ``torch_powersgd.attach`` returned, once training has begun.
         resumed: What ``trainer.train`` resumes from: a folder, True for the last of its own, or
             False or None.
     """
 
-    def __init__(self, trainer: Trainer, options: Options) -> None:
+    def __init__(self, trainer: Trainer, options: Options | None) -> None:
         self.trainer = trainer
         self.options = options
+        self.compression: Compression | None = None
         self.resumed: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        ddp = self._ddp()
-        attach_module(ddp, self.options, scaler=self.trainer.accelerator.scaler)
+        scaler = self.trainer.accelerator.scaler
+        self.compression = attach_module(self._ddp(), self.options, scaler=scaler)
         if self.resumed:
-            self._load(ddp, _folder(args, state) if self.resumed is True else Path(self.resumed))
+            self._load(self.compression, _folder(args, state) if self.resumed is True else Path(self.resumed))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        saved = state_dict(self._ddp())  # on all ranks
+        assert self.compression is not None
+        saved = self.compression.state_dict()  # on all processes
         if args.should_save:
             torch.save(saved, _folder(args, state) / FILE)
 
-    def _load(self, ddp: DistributedDataParallel, folder: Path) -> None:
+    def _load(self, compression: Compression, folder: Path) -> None:
         file = folder / FILE
         saved: Any = torch.load(file, weights_only=True) if file.exists() else None
-        everyone = [False] * dist.get_world_size(ddp.process_group)
-        dist.all_gather_object(everyone, saved is not None, ddp.process_group)
-        if any(everyone):  # A rank without the file makes load_state_dict raise on every rank.
-            load_state_dict(ddp, saved)
+        everyone = [False] * compression.group.size()
+        dist.all_gather_object(everyone, saved is not None, compression.group)
+        if any(everyone):  # A process without the file makes load_state_dict raise on all of them.
+            compression.load_state_dict(saved)
 
     def _ddp(self) -> DistributedDataParallel:
         wrapped = self.trainer.model_wrapped

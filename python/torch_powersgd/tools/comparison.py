@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torch_powersgd._core import _C
-from torch_powersgd.control import compression
+from torch_powersgd.scope import scope
 from torch_powersgd.lookup import BACKENDS, find_backend
 from torch_powersgd.options import Options
 from torch_powersgd.tools.footprint import as_reals
@@ -119,7 +119,7 @@ class Comparison:
 def average_exactly(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Makes the buffer its average over the group, with the bits of DDP without a hook."""
     buffer.mul_(1 / group.size())
-    with compression(False):
+    with scope("never"):
         dist.all_reduce(buffer, group=group)
 
 

@@ -147,7 +147,7 @@ def shadow(
         ranks: Ranks of the approximation to compare.
         steps: Number of synchronized backward passes.
         options: Some fields of ``Options`` as a mapping, or a complete ``Options``, for all else
-            than the rank. None is ``Options.recommended()``.
+            than the rank. None is ``Options()``.
 
     Returns:
         The shadow, whose ``layers`` and ``error`` have the numbers.
@@ -179,7 +179,7 @@ def _options_of(
         raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}")
     if len(ranks) == 0 or len(set(ranks)) < len(ranks):
         raise ValueError(f"ranks must be different whole numbers, got {list(ranks)}")
-    base = lay_over(Options.recommended(), given, "options of shadow")
+    base = lay_over(Options(), given, "options of shadow")
     return [
         dataclasses.replace(base, matrix_approximation_rank=rank, start_powerSGD_iter=0)
         for rank in ranks

@@ -17,6 +17,7 @@ from torch_powersgd._core import _C
 from torch_powersgd.option_values import is_unicode, positive, shown
 
 VERSION = 1
+_PARTS = ("shard ", "process ")  # how the keys of parts begin
 LOCAL_FIELDS = ("memory", "p_hat", "q_local", "q_warm", "grad_scale")
 _IN_UNITS = ("residual", "memory", "q_local")  # times a grad_scale
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -31,23 +32,41 @@ class Saved:
     Attributes:
         step: Number of steps before it was saved.
         grad_scale: Units of its residuals.
+        per_rank: Whether it is one process's own.
         parameters: Its entries by the name of the parameter.
     """
 
     step: int
     grad_scale: float
+    per_rank: bool
     parameters: dict[str, Any]
 
 
-def read(state: Any, place: dict[str, Any]) -> Saved:
-    """Returns the parts of a state. It raises a ValueError if one of them is not valid.
+def own_state(state: Any, keys: dict[bool, str]) -> dict[str, Any]:
+    """Returns this process's part of what ``load_state_dict`` was given.
 
     Args:
         state: Argument of ``load_state_dict``.
-        place: Fields of the state that must have this rank's own values.
+        keys: Key of the part, with ``per_rank`` and without. It is empty where a state has no parts.
     """
-    _check_form(state)
-    _check_place(state, place)
+    if not isinstance(state, dict):
+        raise ValueError(f"the checkpoint must be a dict, got {type(state).__name__}")
+    wanted = [key for key in keys.values() if key]
+    for key in wanted:
+        if key in state:
+            return _checked_form(state[key])
+    has_parts = any(isinstance(key, str) and key.startswith(_PARTS) for key in state)
+    if has_parts or (keys[False] and "version" in state):
+        raise ValueError(
+            f"the checkpoint must have the part {' or '.join(map(repr, wanted))}, got "
+            f"{shown(sorted(map(str, state)))}: without per_rank it can be loaded on any number of "
+            "processes that hold the same shards"
+        )
+    return _checked_form(state)
+
+
+def read(state: dict[str, Any]) -> Saved:
+    """Returns the parts of a state. It raises a ValueError if one of them is not valid."""
     step, parameters = state["step"], state["parameters"]
     whole = isinstance(step, int) and not isinstance(step, bool)
     if not whole or not 0 <= step <= _LARGEST_STEP:
@@ -62,7 +81,11 @@ def read(state: Any, place: dict[str, Any]) -> Saved:
     for name in parameters:
         if not isinstance(name, str) or not is_unicode(name):
             raise ValueError(f"the checkpoint's parameter {shown(name)} must have a name of text")
-    return Saved(step, scale, parameters)
+    if not isinstance(state["per_rank"], bool):
+        raise ValueError(
+            f"per_rank of the checkpoint must be True or False, got {shown(state['per_rank'])}"
+        )
+    return Saved(step, scale, state["per_rank"], parameters)
 
 
 def to_mean(name: str, entry: Any, saved: Saved) -> _C.ParameterExport:
@@ -89,14 +112,6 @@ def to_local(name: str, entry: Any) -> _C.LocalExport:
     if entry["memory"] is None:  # without error feedback
         fields.remove("memory")
     tensors = _tensors(name, entry, fields, scale)
-    if entry.get("sent_p") is True:
-        # Earlier versions had an option "alternating". The residual is then not that of p_hat and
-        # q_local.
-        raise ValueError(
-            f"sent_p of the checkpoint's {shown(name)} must be False, got True: it was saved with "
-            "alternating=True, which there is no more, after a step that sent P. The version that "
-            "saved it can save it after one more step, or without per_rank"
-        )
     local = _C.LocalExport()
     local.name, local.grad_scale = name, scale
     for field, tensor in tensors.items():
@@ -104,36 +119,21 @@ def to_local(name: str, entry: Any) -> _C.LocalExport:
     return local
 
 
-def _check_form(state: Any) -> None:
+def _checked_form(state: Any) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ValueError(f"the checkpoint must be a dict, got {type(state).__name__}")
-    version = state.get("version")
-    if not _equal(version, VERSION):
+    if "version" not in state:
+        raise ValueError(
+            "the checkpoint has no version: it must be what Compression.state_dict returned, and "
+            f"not a module's state; it has {shown(sorted(map(str, state))[:5])}"
+        )
+    version = state["version"]
+    if type(version) is not int or version != VERSION:
         raise ValueError(f"version of the checkpoint must be {VERSION}, got {shown(version)}")
-    missing = {"step", "grad_scale", "parameters"} - state.keys()
+    missing = {"step", "grad_scale", "per_rank", "parameters"} - state.keys()
     if missing:
         raise ValueError(f"the checkpoint has no {', '.join(sorted(missing))}")
-
-
-def _check_place(state: dict[str, Any], here: dict[str, Any]) -> None:
-    for field, value in here.items():
-        given = state.get(field)
-        if _equal(given, value):
-            continue
-        if field == "shard":
-            raise ValueError(
-                f"shard of the checkpoint, [which, of how many], must be this rank's own, {value}, "
-                f"got {shown(given)}"
-            )
-        raise ValueError(
-            f"{field} of a checkpoint made with per_rank must be this rank's own, {value}, got "
-            f"{shown(given)}; without per_rank it can be loaded on any number of ranks"
-        )
-
-
-def _equal(given: Any, value: Any) -> bool:
-    """Returns whether a value of a state equals an integer or a list of them."""
-    return isinstance(given, type(value)) and not isinstance(given, bool) and bool(given == value)
+    return state
 
 
 def _check_entry(name: str, entry: Any, fields: Sequence[str]) -> None:

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "powersgd/named_tensors.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "compressor/streams.h"
+#include "engine/work.h"
+#include "gradients/parameter_layout.h"
+
+namespace powersgd {
+namespace {
+
+// A buffer that is reduced, and the tensors that it was packed from.
+struct Packed {
+  at::Tensor buffer;
+  std::vector<at::Tensor> tensors;  // empty: the buffer is the memory of the one tensor
+};
+
+// The works of all buckets. Waiting also copies the means from the buffers to the tensors.
+class UnpackingWork final : public CombinedWork {
+ public:
+  UnpackingWork(std::vector<c10::intrusive_ptr<c10d::Work>> works, std::vector<Packed> buckets,
+                std::vector<at::Tensor> tensors)
+      : CombinedWork(std::move(works), std::move(tensors)), buckets_(std::move(buckets)) {}
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    CombinedWork::wait(timeout);
+    unpack();
+    return true;
+  }
+
+  void synchronize() override {
+    CombinedWork::synchronize();
+    unpack();
+  }
+
+ private:
+  void unpack() {
+    const at::NoGradGuard no_grad;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const Packed& bucket : std::exchange(buckets_, {})) {
+      use_on_current_stream(bucket.buffer);
+      int64_t offset = 0;
+      for (const at::Tensor& tensor : bucket.tensors) {
+        tensor.copy_(bucket.buffer.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+        offset += tensor.numel();
+      }
+    }
+  }
+
+  std::mutex mutex_;  // guards the buckets: a future is completed on a thread of its own
+  std::vector<Packed> buckets_;
+};
+
+Packed pack(const std::vector<at::Tensor>& tensors, const std::vector<size_t>& indices) {
+  Packed packed;
+  if (indices.size() == 1 && tensors[indices.front()].is_contiguous()) {
+    packed.buffer = tensors[indices.front()].view(-1);
+    return packed;
+  }
+  std::vector<at::Tensor> flat;
+  for (const size_t index : indices) {
+    packed.tensors.push_back(tensors[index]);
+    flat.push_back(tensors[index].reshape(-1));
+  }
+  packed.buffer = at::cat(flat);
+  return packed;
+}
+
+void check(const at::Tensor& tensor, const at::Tensor& attached, const std::string& name) {
+  const auto describe = [](const at::Tensor& of) {
+    return c10::str(of.scalar_type(), " ", of.sizes(), " on ", of.device());
+  };
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.sizes() == attached.sizes() &&
+                        tensor.scalar_type() == attached.scalar_type() &&
+                        tensor.device() == attached.device(),
+                    "'", name, "' must be as in attach, ", describe(attached), ", got ",
+                    describe(tensor));
+}
+
+std::vector<std::vector<size_t>> assign(const std::vector<at::Tensor>& tensors, size_t bytes) {
+  return std::get<0>(c10d::compute_bucket_assignment_by_size(tensors, {bytes}));
+}
+
+}  // namespace
+
+NamedTensors::NamedTensors(std::shared_ptr<AttachedModel> model, size_t bucket_bytes)
+    : model_(std::move(model)), buckets_(assign(model_->parameters(), bucket_bytes)) {}
+
+c10::intrusive_ptr<c10d::Work> NamedTensors::all_reduce(const std::vector<at::Tensor>& tensors) {
+  const std::vector<at::Tensor>& attached = model_->parameters();
+  TORCH_CHECK_VALUE(tensors.size() == attached.size(), "all_reduce takes the ", attached.size(),
+                    " tensors of attach, got ", tensors.size());
+  std::vector<at::Tensor> reals;
+  for (const at::Tensor& tensor : as_reals(tensors)) reals.push_back(tensor.detach());
+  for (size_t i = 0; i < reals.size(); ++i) check(reals[i], attached[i], model_->names()[i]);
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  std::vector<Packed> packed;
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    packed.push_back(pack(reals, buckets_[i]));
+    works.push_back(model_->reduce(i, packed.back().buffer, buckets_[i], model_->session().size(),
+                                   /*more_follow=*/i + 1 < buckets_.size()));
+  }
+  model_->end_step();
+  return c10::make_intrusive<UnpackingWork>(std::move(works), std::move(packed), tensors);
+}
+
+}  // namespace powersgd

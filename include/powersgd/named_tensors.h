@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "powersgd/attached_model.h"
+
+namespace powersgd {
+
+// Purpose: averages tensors that are known by name, for training loops of one's own. It packs them
+// into buckets, which overlap as those of DDP do.
+//
+// Contract: every rank reduces the same tensors in the same order.
+//
+// Ownership: shares the attached model.
+//
+// Threads: one at a time.
+class NamedTensors {
+ public:
+  // A bucket holds tensors of one dtype and device, of `bucket_bytes` in all or little more.
+  NamedTensors(std::shared_ptr<AttachedModel> model, size_t bucket_bytes);
+
+  // Makes each tensor its mean over ranks, and ends a step. The tensors are those of the model, in
+  // its order. They hold the means once the Work was waited for. Throws before anything is sent if
+  // one has another shape, dtype or device.
+  c10::intrusive_ptr<c10d::Work> all_reduce(const std::vector<at::Tensor>& tensors);
+
+ private:
+  const std::shared_ptr<AttachedModel> model_;
+  const std::vector<std::vector<size_t>> buckets_;  // indices of the tensors
+};
+
+}  // namespace powersgd

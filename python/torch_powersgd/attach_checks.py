@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The first part of ``attach``, which changes nothing: checks, and agreement of the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from torch_powersgd import fsdp
+from torch_powersgd._backend import compare_options
+from torch_powersgd._core import _C
+from torch_powersgd.agreement import error_as_arguments, next_call
+from torch_powersgd.lookup import check_alive, find_backend
+from torch_powersgd.options import Options, lay_over
+from torch_powersgd.targets import NamedTensors, Target
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The arguments that one process brings to ``attach``.
+
+    Attributes:
+        backend: Backend of the group.
+        options: Options of the gradients.
+        gradients: Tensors with the shapes, dtypes and devices of the gradients, by name.
+        place: The part of the gradients that this process holds.
+    """
+
+    backend: _C.BackendPowerSGD
+    options: Options
+    gradients: dict[str, torch.Tensor]
+    place: dict[str, Any]
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the arguments in JSON types."""
+        shapes = {name: list(gradient.shape) for name, gradient in self.gradients.items()}
+        devices = sorted({gradient.device.type for gradient in self.gradients.values()})
+        kernels = f"{' and '.join(devices)} {_C.kernels_version}"
+        options = {"kernels": kernels, **self.options._plain(), "parameters": shapes}
+        return {"options": options, "place": self.place}
+
+
+def agree(
+    target: Target,
+    given: Options | Mapping[str, Any] | None,
+    scaler: torch.amp.GradScaler | None,
+    group: dist.ProcessGroup,
+) -> Proposal:
+    """Returns this process's proposal once all processes have made the same. Collective.
+
+    Args:
+        target: Gradients to compress.
+        given: Options of ``attach``.
+        scaler: GradScaler of ``attach``.
+        group: Group to average over.
+
+    Raises:
+        ValueError: On every process, if a proposal is invalid or differs from that of rank 0, or a
+            process makes none. On this process alone, if the group was destroyed here.
+    """
+    check_alive(group)
+    proposal = None
+    try:
+        proposal = _propose(target, given, scaler, group)
+        plain = proposal.plain()
+    except Exception as invalid:  # The other processes wait for this error, of any type.
+        plain = error_as_arguments(invalid)
+    timeout = default_pg_timeout if proposal is None else proposal.backend.options._timeout
+    next_call(group, "attach", timeout).agree(plain, _compare)
+    assert proposal is not None  # else the processes did not agree
+    return proposal
+
+
+def _propose(
+    target: Target,
+    given: Options | Mapping[str, Any] | None,
+    scaler: torch.amp.GradScaler | None,
+    group: dist.ProcessGroup,
+) -> Proposal:
+    target.check()
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ValueError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    if scaler is not None and isinstance(target, NamedTensors):
+        raise ValueError(
+            "attach takes a scaler only with a module; for tensors, set compression.grad_scale"
+        )
+    gradients = target.gradients()
+    if not gradients:
+        raise ValueError(target.nothing)
+    backend = _backend_of(group, next(iter(gradients.values())).device)
+    base = Options._from_core(backend.options.compression)
+    options = lay_over(base, given, "options of attach")
+    return Proposal(backend, options, gradients, target.place())
+
+
+def _compare(everyone: list[dict[str, Any]]) -> str:
+    return fsdp.compare_places([given["place"] for given in everyone]) or compare_options(
+        [given["options"] for given in everyone]
+    )
+
+
+def _backend_of(group: dist.ProcessGroup, device: torch.device) -> _C.BackendPowerSGD:
+    backend = find_backend(group, device)
+    if backend is None:
+        name = f"{device.type}:powersgd"
+        raise ValueError(
+            f"attach needs a process group with the powersgd backend for {device.type}; this one "
+            f'has {group._get_backend(device).name()!r}. Use init_process_group("{name}") before '
+            "anything else makes the group (Accelerator, Trainer), or for a dimension of a mesh "
+            f'init_device_mesh(..., backend_override={{"replicate": "{name}"}})'
+        )
+    if not _C.has_kernels(device.type):
+        raise ValueError(
+            f"this build of torch_powersgd has no kernels for {device.type}: build it again with "
+            "the CUDA toolkit at hand (CUDA_HOME) and POWERSGD_BUILD_CUDA=1, which says what is "
+            "missing"
+        )
+    return backend

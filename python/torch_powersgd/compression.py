@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The handle that ``attach`` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakMethod, finalize, ref
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_powersgd import (
+    checkpoint,
+    log,
+    reduction_checks,
+    rewrapping,
+    stats,
+)
+from torch_powersgd._core import _C
+from torch_powersgd.agreement import Compare, equality_of, error_as_arguments, next_call
+from torch_powersgd.ddp import Hook, python_hook
+from torch_powersgd.lookup import check_alive, find_backends
+from torch_powersgd.option_values import positive
+from torch_powersgd.options import Options
+from torch_powersgd.summary import summary
+from torch_powersgd.targets import Target
+
+BUCKET_BYTES = 25 << 20  # of named tensors, as DDP's bucket_cap_mb
+
+
+class Compression(Stateful):
+    """The compression of the gradients that ``attach`` was called with.
+
+    It is torch's ``Stateful``, so that ``dcp.save({"powersgd": compression}, ...)`` saves it. As
+    text it says what is compressed, what was sent, and whether that helps.
+
+    The module does not depend on it: compression goes on if the handle is dropped. The handle ends
+    with the module.
+    """
+
+    def __init__(self, target: Target, model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.options = Options._from_core(model.options)
+        self._attached: _C.AttachedModel | None = model
+        self._module: ref[torch.nn.Module] | None = None
+        self._tensors: _C.NamedTensors | None = None
+        self._shard = target.shard(group)
+        self._ended = "its module is gone"
+        module = target.module
+        if module is None:
+            self._tensors = _C.NamedTensors(model, BUCKET_BYTES)
+            return
+        self._module = ref(module)
+        finalize(module, _call, WeakMethod(self._let_go)).atexit = False
+        if isinstance(module, DistributedDataParallel):
+            rewrapping.note_wrapper(module, model)
+        if group.size() > 1:
+            reduction_checks.check(module, model, warns=group.rank() == 0)
+
+    @property
+    def _model(self) -> _C.AttachedModel:
+        if self._attached is None:
+            raise ValueError(f"this compression has ended: {self._ended}")
+        return self._attached
+
+    def _let_go(self) -> None:
+        self._attached = self._tensors = None
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this process logs for all: the first one of the first shard."""
+        return self.group.rank() == 0 and f"{self._shard or 'shard 0'} ".startswith("shard 0 ")
+
+    @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        module = self._module() if self._module is not None else None
+        return module if isinstance(module, DistributedDataParallel) else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it was detached, or its module is gone. Every method is then a ``ValueError``."""
+        return self._attached is None
+
+    @property
+    def comm_hook(self) -> Hook:
+        """The hook that ``attach`` registers, in Python, for hooks of torch that wrap another.
+
+            compression = torch_powersgd.attach(ddp, register_hook=False)
+            hook = hook_with_zero_step(compression.comm_hook, ddp, zero)
+            ddp.register_comm_hook(None, hook)
+        """
+        model, ddp = self._model, self._ddp
+        if ddp is None:
+            raise ValueError("only a compression of a DDP module has a comm_hook")
+        return python_hook(ddp, model)
+
+    def all_reduce(
+        self, tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
+    ) -> dist.Work:
+        """Averages the attached tensors in place, compressed, and counts a step. Collective.
+
+        Returns at once. The tensors hold the averages when the returned work's ``wait`` has
+        returned, and must not be used before. They travel in buckets that overlap, as DDP's do.
+
+        Args:
+            tensors: All tensors that ``attach`` was given: by name, or in the same order. They have
+                the shapes, dtypes and devices of then, and may lie elsewhere.
+
+        Raises:
+            ValueError: If a tensor is missing, unknown, or of another shape, dtype or device; or if
+                a module was attached, whose gradients are averaged in its backward pass.
+        """
+        model = self._model
+        if self._tensors is None:
+            raise ValueError(
+                "all_reduce is for tensors that were attached by name; the gradients of a module "
+                "are averaged in its backward pass"
+            )
+        if isinstance(tensors, Mapping):
+            unknown = [name for name in tensors if name not in set(model.names)]
+            missing = [name for name in model.names if name not in tensors]
+            if unknown or missing:
+                what = f"lack {missing[0]!r}" if missing else f"have {unknown[0]!r}, which is new"
+                raise ValueError(f"the tensors of all_reduce must be those of attach: they {what}")
+            tensors = [tensors[name] for name in model.names]
+        return self._tensors.all_reduce(list(tensors))
+
+    def stats(
+        self, *, per_layer: bool = False, residual_norms: bool = True, flat: bool = False
+    ) -> dict[str, Any]:
+        """Returns this process's counts of the attached gradients. It is not collective.
+
+        If steps were trained and compression does not start soon, the group's first process logs
+        that once.
+
+        Args:
+            per_layer: Whether to return ``layers`` as well.
+            residual_norms: Whether to compute the residuals' norms, which takes a pass over the
+                residuals. Without them and ``layers``, ``stats`` is cheap enough for every step.
+            flat: Whether to return numbers alone, as ``SummaryWriter`` and the like want them.
+                Names of nested entries are joined by "/" (``seconds/project``), and ``starts_at``
+                is left out where it is None.
+
+        Returns:
+            A dictionary. ``compressing``: whether the next step is compressed; ``starts_at``: the
+            step from which on, None if none will be.
+
+            ``steps``, which include those before a checkpoint that was loaded. The other counts
+            are this process's, since ``attach`` or ``reset_stats``:
+
+            ``skipped_steps`` (a gradient was not finite on some process); ``saturated_steps`` (a
+            residual was beyond 65504, the largest value of ``residual_dtype=torch.float16``, and
+            was cut off there, so that the rest of it is lost); ``differences`` (factors that
+            ``check_every`` found to differ between processes, and mended).
+
+            ``compressed_calls``, ``exact_calls`` (buckets sent whole); ``bytes_before`` of the
+            gradients and ``bytes_after`` of this process's payloads in their place, in the form in
+            which they travel; ``ratio`` of the two; ``compressed_ratio``: the ratio of the
+            compressed calls alone.
+
+            ``seconds`` per stage; ``residual_norms``: {parameter: Frobenius norm}.
+
+            ``layers``: {parameter: its last step on this process}. ``rows`` and ``cols`` of its
+            matrix; ``rank`` of its factors, 0 if it is sent raw; ``bytes_before`` and
+            ``bytes_after`` of a compressed step; ``residual`` and ``gradient``: the Frobenius norms
+            of the residual and of the averaged gradient that the step delivered, both in the units
+            of the loss scale; ``residual_ratio``: the first over the second; ``captured``:
+            |q|^2 / |M|^2, the share of M = gradient + residual that this process sent. The last
+            three are None where the step delivered nothing as factors, and ``captured`` is None
+            without error feedback.
+        """
+        model = self._model
+        if self._speaks:
+            stats.notify_if_not_started(model)
+        return stats.of_model(model, per_layer, residual_norms, flat)
+
+    def reset_stats(self) -> None:
+        """Starts the counts of ``stats`` again from zero, except ``steps``."""
+        self._model.reset_stats()
+
+    def state_dict(self, per_rank: bool = False) -> dict[str, Any]:
+        """Returns the residuals and factors. Collective.
+
+        Args:
+            per_rank: False: the state is the same on all processes, and any number of processes can
+                load it. True: the state is this process's own. Each process saves it and loads it
+                again, and the job goes on bit for bit as if it had not been interrupted.
+
+        Returns:
+            A dictionary of ``version``, ``options`` (field: value), ``step``, ``grad_scale`` and
+            ``parameters``, which has an entry for every compressed parameter. Its ``residual``, in
+            the parameter's shape and in units of the averaged gradient at ``grad_scale``, is the
+            mean over the processes: the part of its gradients that no step has sent yet. Its ``q``
+            is the factor that the next step starts from, [r, m] for a parameter seen as n x m.
+
+            With ``per_rank``, an entry is this process's ``memory`` [n, m] (None without error
+            feedback), ``p_hat`` [n, r], ``q_local`` and ``q_warm`` [r, m], and ``grad_scale``.
+
+            A state of one process or of one shard lies under a key that names it, such as ``"shard
+            0 of 2"``, ``"process 1 of 4"`` or ``"shard 0 of 2, process 1 of 2"``, so that
+            ``torch.distributed.checkpoint`` keeps all of them apart. The parameters of an FSDP2
+            module are this process's shards, padded as FSDP2 pads them.
+
+            A complex parameter is seen as ``torch.view_as_real`` shows it, here and in its factors.
+            Every entry has the checksum ``crc32`` of its content, and the dictionary has one of all
+            but ``parameters``. ``load_state_dict`` compares them.
+
+        Raises:
+            ValueError: If a process of the group does not call it. It is raised on every process.
+        """
+        model = self._model
+        self._agree("state_dict", {"step": model.step, "per_rank": per_rank})
+        state = checkpoint.of_model(model, per_rank)
+        if (ddp := self._ddp) is not None:
+            rewrapping.note_saved(ddp, model)
+        key = self._key(per_rank)
+        return {key: state} if key else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what ``state_dict`` returned. Collective.
+
+        A state without ``per_rank`` is the same on all processes, of this or another number. Every
+        process takes the mean residual, so that the mean over the processes is what it was. A ``q``
+        of another matrix rank r is cut, or extended by the random start. The steps are counted on
+        from those of the state.
+
+        Args:
+            state_dict: Dictionary that ``state_dict`` returned. It may hold the states of other
+                processes and shards as well.
+
+        Raises:
+            ValueError: On every process alike and before anything changes, if the state does not
+                fit. A state of another form or shape does not fit, nor does one that is damaged or
+                has a number that is not finite, nor do the processes' states of different steps or,
+                without ``per_rank``, of different content. A state of ``per_rank`` fits only its
+                own process and number of processes.
+        """
+        model = self._model
+        keys = {per_rank: self._key(per_rank) for per_rank in (False, True)}
+        loaded: checkpoint.Loaded | None = None
+        try:
+            loaded = checkpoint.read(model, state_dict, keys)
+            mine = loaded.plain()
+        except Exception as invalid:  # The other processes wait for this error, of any type.
+            mine = error_as_arguments(invalid)
+        self._agree("load_state_dict", mine, checkpoint.compare)
+        assert loaded is not None  # else the processes did not agree
+        loaded.into(model)
+        if self._speaks:
+            log.notice(
+                f"the state of step {loaded.step} is loaded, with the residuals of "
+                f"{loaded.parameters} parameters"
+            )
+
+    @property
+    def per_rank(self) -> Stateful:
+        """A view whose ``state_dict`` has ``per_rank``: ``dcp.save({"powersgd": c.per_rank})``."""
+        return _PerRank(self)
+
+    def step_skipped(self) -> None:
+        """Delivers the gradients of the last step later.
+
+        Call it if they were good and the optimizer did not apply them. The residuals keep what the
+        step sent, and the next step sends it again. If the gradients were bad, call
+        ``discard_step``. Every process must call it after the step (of a module: the last
+        synchronized backward pass) and before the next one. ``attach(module, scaler=...)`` does it
+        by itself.
+        """
+        self._model.step_skipped()
+
+    def discard_step(self) -> None:
+        """Forgets the gradients of the last step.
+
+        Call it if they were bad, such as those of a loss spike, and the optimizer did not apply
+        them. The residuals and factors become what they were before the step, to the bit. Every
+        process must call it after the step and before the next one.
+
+        Raises:
+            ValueError: If the options lack ``allow_discard``.
+        """
+        self._model.discard_step()
+
+    @property
+    def grad_scale(self) -> float:
+        """The loss scale of the next gradients, finite and > 0, which the residuals then follow.
+
+        Set it to the same on all processes before a backward pass that has another scale. A module
+        that is attached with a scaler needs none. A value that is not allowed is a ``ValueError``.
+        """
+        return self._model.grad_scale
+
+    @grad_scale.setter
+    def grad_scale(self, scale: float) -> None:
+        self._model.grad_scale = positive("grad_scale", scale)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Averages exactly in a ``with`` block. The residuals stay for the steps after it.
+
+        Every process must enter it between the same two steps.
+        """
+        model = self._model
+        before, model.active = model.active, False
+        try:
+            yield
+        finally:
+            model.active = before
+
+    def detach(self) -> None:
+        """Ends the compression: gradients are averaged exactly from now on. Collective.
+
+        What was not sent yet is lost, unless ``state_dict`` is called before. The memory of the
+        residuals and factors is freed. The module can be attached again, with any options.
+
+        Raises:
+            ValueError: If a process of the group does not call it. It is raised on every process.
+        """
+        model = self._model
+        self._agree("detach", {"step": model.step})
+        model.detach()
+        self._let_go()
+        self._ended = "it was detached"
+
+    def __str__(self) -> str:
+        if self.ended:
+            return f"{type(self).__name__}: {self._ended}"
+        return summary(self._model, self.group, self.options)
+
+    __repr__ = __str__
+
+    def _key(self, per_rank: bool) -> str:
+        own = f"process {self.group.rank()} of {self.group.size()}" if per_rank else ""
+        return ", ".join(filter(None, (self._shard, own)))
+
+    def _agree(
+        self, function: str, mine: dict[str, Any], compare: Compare | None = None
+    ) -> None:
+        """Waits until all processes have made the same call, so that one that does not is named."""
+        check_alive(self.group)
+        timeout = find_backends(self.group)[0].options._timeout
+        call = next_call(self.group, function, timeout)
+        call.agree(mine, compare or equality_of(f"the arguments of {function}, or the steps,"))
+
+
+class _PerRank(Stateful):
+    def __init__(self, compression: Compression) -> None:
+        self.compression = compression
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.compression.state_dict(per_rank=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.compression.load_state_dict(state_dict)
+
+
+def _call(method: WeakMethod[Any]) -> None:
+    if (function := method()) is not None:
+        function()

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The text of a compression: what is compressed, what was sent, and whether that helps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_powersgd._core import _C
+from torch_powersgd.option_values import dtype_name
+from torch_powersgd.options import Options
+from torch_powersgd.units import size_text
+
+_COMPUTED = ("project", "orthogonalize", "back_project", "reconstruct")
+
+
+def summary(model: _C.AttachedModel, group: dist.ProcessGroup, options: Options) -> str:
+    """Returns up to four lines of text."""
+    outline, counts = model.outline(), model.stats()
+    wire = "float32" if options.wire_dtype is None else dtype_name(options.wire_dtype)
+    lines = [
+        f"Compression over {group.size()} processes: {outline.compressed_parameters} of "
+        f"{outline.parameters} parameters at matrix rank {options.matrix_approximation_rank} in "
+        f"{wire}, from step {options.start_powerSGD_iter} on"
+    ]
+    if counts["steps"] == 0:
+        return "\n  ".join([*lines, f"step {model.step}: nothing was reduced so far"])
+    before, after = counts["bytes_before"], counts["bytes_after"]
+    skipped = f", {counts['skipped_steps']} skipped" if counts["skipped_steps"] else ""
+    lines.append(
+        f"step {model.step}{skipped}: the next one is "
+        f"{'compressed' if model.compressing else 'exact'}; sent {size_text(after)} in place of "
+        f"{size_text(before)} ({before / after if after else 1:.1f} x fewer)"
+    )
+    if model.on_cpu:
+        lines += _benefit(counts, group.size())
+    return "\n  ".join(lines)
+
+
+def _benefit(counts: dict[str, Any], size: int) -> list[str]:
+    """Says below which bandwidth compression is faster than plain averaging.
+
+    That is where the time that the stages take would not suffice to send the bytes they save, of
+    which a ring all-reduce sends 2 (W - 1) / W. Overlap and latency are left out. The time of a
+    GPU's stages is not known to the host, which only enqueues them.
+    """
+    seconds = sum(counts["seconds"][stage] for stage in _COMPUTED)
+    saved = counts["compressed_bytes_before"] - counts["compressed_bytes_after"]
+    if seconds <= 0 or saved <= 0:
+        return []
+    gigabits = 8e-9 * saved * 2 * (size - 1) / size / seconds
+    milliseconds = 1e3 * seconds / counts["steps"]
+    return [
+        f"its stages took {milliseconds:.1f} ms per step: faster than plain averaging on links "
+        f"below about {gigabits:.1f} Gbit/s"
+    ]

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The kinds of gradients that ``attach`` takes: of a DDP module, of an FSDP2 module, by name."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_powersgd import ddp, fsdp, fsdp_hooks
+from torch_powersgd._core import _C
+from torch_powersgd.option_values import is_unicode, shown
+
+
+class Target(ABC):
+    """The gradients that one call of ``attach`` compresses."""
+
+    module: torch.nn.Module | None = None
+    nothing: str = ""  # the message of the error if there are no gradients
+
+    @abstractmethod
+    def group(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        """Returns the group to average over. It raises a ValueError if it is not known."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises a ValueError if the gradients cannot be compressed."""
+
+    @abstractmethod
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Returns the trainable parameters, as an optimizer holds them."""
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Returns tensors with the shapes, dtypes and devices that are all-reduced."""
+        return self.parameters()
+
+    def place(self) -> dict[str, Any]:
+        """Returns the part of the gradients that this process holds, in JSON types."""
+        return {}
+
+    def shard(self, group: dist.ProcessGroup) -> str:
+        """Returns the name of that part in a checkpoint. It is empty if there is one part."""
+        return ""
+
+    def register(self, model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
+        """Registers the hooks that hand the gradients to ``model``."""
+
+
+def target_of(given: object) -> Target:
+    """Returns the kind of the first argument of ``attach``.
+
+    Raises:
+        ValueError: If it is of none.
+    """
+    if isinstance(given, DistributedDataParallel):
+        return DdpTarget(given)
+    if isinstance(given, FSDPModule):
+        return FsdpTarget(given)
+    if isinstance(given, Mapping):
+        return NamedTensors(given)
+    raise ValueError(
+        "attach takes a DistributedDataParallel module, one that fully_shard or replicate was "
+        f"called with, or a dict of tensors by name, got {type(given).__name__}"
+    )
+
+
+class DdpTarget(Target):
+    """The buckets of a DDP module."""
+
+    nothing = (
+        "this module shows no trainable parameters; a tensor-parallel one in DDP has none from its "
+        "first forward pass on: attach it before"
+    )
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self.module: DistributedDataParallel = module
+
+    def group(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        own: dist.ProcessGroup = self.module.process_group
+        if given is not None and given is not own:
+            raise ValueError("attach takes no group with a DDP module, which has its own")
+        return own
+
+    def check(self) -> None:
+        ddp.check_module(self.module)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return ddp.parameters_of(self.module)
+
+    def register(self, model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
+        ddp.register_hook(self.module, model)
+
+
+class FsdpTarget(Target):
+    """The shards of a module that ``fully_shard`` or ``replicate`` was called with."""
+
+    nothing = "this module has no trainable parameters"
+
+    def __init__(self, module: FSDPModule) -> None:
+        assert isinstance(module, torch.nn.Module)
+        self.module: torch.nn.Module = module
+        self.units = module
+
+    def group(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        return fsdp.group_of(self.units, given)
+
+    def check(self) -> None:
+        fsdp.check_module(self.units)
+        fsdp_hooks.check_hooks(self.units)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return fsdp.parameters_of(self.units)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return fsdp.shards_of(self.units)
+
+    def place(self) -> dict[str, Any]:
+        return fsdp.place_of(self.units)
+
+    def shard(self, group: dist.ProcessGroup) -> str:
+        meshes = [p.device_mesh for p in self.module.parameters() if isinstance(p, DTensor)]
+        if not meshes:
+            return ""
+        mesh = max(meshes, key=lambda mesh: mesh.ndim)
+        replicas = dist.get_process_group_ranks(group)
+        # The dimension of the replicas is none of a shard's.
+        split = [
+            i
+            for i in range(mesh.ndim)
+            if dist.get_process_group_ranks(mesh.get_group(i)) != replicas
+        ]
+        coordinate = mesh.get_coordinate() or []
+        index = 0
+        for i in split:
+            index = index * mesh.size(i) + coordinate[i]
+        count = math.prod(mesh.size(i) for i in split)
+        return f"shard {index} of {count}" if count > 1 else ""
+
+    def register(self, model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
+        fsdp_hooks.set_hooks(self.units, model, group.size())
+
+
+class NamedTensors(Target):
+    """Tensors by name, which ``Compression.all_reduce`` averages."""
+
+    nothing = "attach needs at least one tensor, got an empty dict"
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def group(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        group = given if given is not None else dist.group.WORLD
+        if group is None:
+            raise ValueError("there is no process group: call torch.distributed.init_process_group")
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"group must be a process group that this process is in, got {shown(given)}"
+            )
+        return group
+
+    def check(self) -> None:
+        for name, tensor in self.tensors.items():
+            if not isinstance(name, str) or not is_unicode(name):
+                raise ValueError(f"the names of tensors must be text, got {shown(name)}")
+            if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+                kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                raise ValueError(f"{name!r} must be a dense tensor, got {kind}")
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                raise ValueError(f"{name!r} must be floating or complex, got {tensor.dtype}")
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        # Without memory: the core would keep the caller's tensors.
+        return {
+            name: tensor.new_empty(()).expand(tensor.shape).requires_grad_()
+            for name, tensor in self.tensors.items()
+        }
