@@ -229,6 +229,6 @@ def test_groups_and_scales_of_any_value(value: Any) -> None:
     if value is not None:
         for function in (tp.stats, tp.reset_stats, lambda group: tp.set_grad_scale(1, group)):
             message = message_of(lambda f=function: f(value))  # type: ignore[misc]
-            assert message.startswith("group must be a process group that this rank is in, got")
+            assert message.startswith("group must be a process group that this process is in, got")
     message = message_of(lambda: tp.set_grad_scale(value))
     assert message.startswith(("grad_scale must be a finite number > 0", "there is no process"))
