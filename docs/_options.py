@@ -40,8 +40,8 @@ The first two take a mapping or `Options`, and these differ:
 | `Options(matrix_approximation_rank=8)` | 8 | the defaults below |
 
 So a mapping replaces single fields of what the later places say, and a complete `Options` hides all
-of them. `Options.hook_defaults(...)` is a complete `Options` too, with the defaults of torch's hook:
-matrix rank 1 in float32, after 1000 exact steps.
+of them. `Options.hook_defaults(...)` is a complete `Options` too, with the defaults of torch's
+hook: matrix rank 1 in float32, after 1000 exact steps.
 
 The environment variable of a field is `POWERSGD_` with the field's name in capitals, such as
 `POWERSGD_MATRIX_APPROXIMATION_RANK=16`. A truth value is `1`, `true`, `0` or `false`, a data type
