@@ -16,8 +16,9 @@ PayloadPlan plan_packets(const BucketSpec& spec, int64_t numel, int64_t groups, 
                          int64_t flags) {
   const Ranks& ranks = spec.ranks;
   const auto layout_of = [&](int32_t chunks) {
-    return kernels::packet_layout(chunks, *spec.packet_dtype(), groups,
-                                  to_dtype(factor_type(spec.gradient_type)), raw_numel, flags);
+    const DType raw_dtype = kernels::raw_dtype_of(to_dtype(spec.gradient_type));
+    return kernels::packet_layout(chunks, *spec.packet_dtype(), groups, raw_dtype, raw_numel,
+                                  flags);
   };
   PayloadPlan plan{numel};
   plan.layout = layout_of(1);

@@ -51,7 +51,8 @@ int64_t content_bytes(const BucketPlan& plan, const Options& options,
   const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);
   const int64_t groups =
       kernels::p_packet_factors(matrices).groups + kernels::q_packet_factors(matrices).groups;
-  return groups * kernels::group_bytes(*wire) + plan.raw_numel() * width;
+  const DType raw_dtype = kernels::raw_dtype_of(to_dtype(gradient_type));
+  return groups * kernels::group_bytes(*wire) + plan.raw_numel() * size_of(raw_dtype);
 }
 
 }  // namespace powersgd

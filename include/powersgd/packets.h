@@ -20,8 +20,8 @@
 //
 //   chunk = [ codes of the factors | scales | raw elements | flags ]
 //
-// Factors are cut into groups of 64 elements. Raw elements travel in the factor dtype, which rounds
-// nothing, and flags are bytes. Each chunk has as many groups, raw elements and flags as the
+// Factors are cut into groups of 64 elements. Raw elements travel in their own dtype, those of
+// float16 in float32, whose sums may be beyond 65504. Flags are bytes. Each chunk has as many groups, raw elements and flags as the
 // others; the last ones may be padding.
 //
 // Contract, the same on the CPU and on CUDA:
@@ -35,7 +35,7 @@
 //   - A group whose scale would be below the smallest normal float has scale 0: its elements count
 //     as 0. A group with an element that is not finite sums to NaN, if its dtype has scales.
 //   - Sums are made in the factor dtype, in the order of the ranks. So all ranks get the same bits.
-//     Those of raw elements are not rounded any further.
+//     requantize rounds those of raw elements to their dtype.
 //   - quantize makes q_local the value that was sent.
 //   - requantize gives the owner the rounding of the sum, for the factors of its chunk: q_local
 //     += (new sum) - (exact sum). So the local q of all ranks add up to the Q that all apply.
@@ -76,9 +76,12 @@ struct PacketLayout {
   int64_t bytes() const { return chunks * chunk_bytes; }
 };
 
+// The dtype in which raw elements travel: float32, float64 or bfloat16.
+DType raw_dtype_of(DType gradient_dtype);
+
 // Lays out the packets of a payload with so many groups, raw elements and flags.
-PacketLayout packet_layout(int32_t chunks, WireDType wire, int64_t factor_groups,
-                           DType factor_dtype, int64_t raw_numel, int64_t flags);
+PacketLayout packet_layout(int32_t chunks, WireDType wire, int64_t factor_groups, DType raw_dtype,
+                           int64_t raw_numel, int64_t flags);
 
 // P or Q of one matrix in a payload: `rank` vectors (columns of P, rows of Q) of `size` elements.
 // Element i of vector k is at offset + k * vector_stride + i * element_stride. Elements [64 b,
@@ -108,6 +111,7 @@ struct Packets {
   int32_t num_factors;
 
   DType factor_dtype;  // float32 or float64
+  DType raw_dtype;     // of raw elements in packets
   void* payload;       // factor dtype: [ factors | raw segments | flags ]
   int64_t raw_offset;  // in the payload, of the raw segments; the flags follow them
 

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "support/dtypes.h"
+
 namespace powersgd::test {
 namespace {
 
@@ -64,8 +66,9 @@ TestPackets::TestPackets(StageRunner& runner, const PacketSpec& packet_spec,
 
 void TestPackets::allocate(const kernels::PacketFactors& factors) {
   packets.layout = kernels::packet_layout(exchange.chunks(), spec.wire, factors.groups,
-                                          spec.factor_dtype, raw_numel_, spec.flags);
+                                          spec.raw_dtype, raw_numel_, spec.flags);
   packets.factor_dtype = spec.factor_dtype;
+  packets.raw_dtype = spec.raw_dtype;
   packets.num_factors = static_cast<int32_t>(factors.factors.size());
   packets.ranks = exchange.ranks;
 
@@ -90,6 +93,14 @@ std::vector<uint8_t> TestPackets::read(const uint8_t* bytes, int64_t count) cons
 
 void TestPackets::write(uint8_t* bytes, const std::vector<uint8_t>& values) {
   runner_.copy_in(bytes, values.data(), values.size());
+}
+
+void TestPackets::set_payload(Values values) {
+  const auto raw = values.begin() + packets.raw_offset;
+  for (auto value = raw; value != raw + raw_numel_; ++value) {
+    *value = round_to(spec.raw_dtype, *value);
+  }
+  payload->set(values);
 }
 
 Values TestPackets::values_sent() {
