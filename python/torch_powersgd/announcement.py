@@ -11,7 +11,7 @@ from torch_powersgd.options import Options
 from torch_powersgd.units import size_text
 
 
-def announce(model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
+def announce(model: _C.BucketReducer, group: dist.ProcessGroup) -> None:
     """Logs how much of a model is compressed, what a step sends, and from which step on.
 
     Only the first rank of the group logs it.
@@ -21,7 +21,7 @@ def announce(model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
     if group.size() == 1:
         log.notice("attached; the group has one rank, so nothing is sent")
         return
-    outline, options = model.outline(), Options._from_core(model.options)
+    outline, options = model.states.outline(), Options._from_core(model.states.options)
     rank, start = options.matrix_approximation_rank, options.start_powerSGD_iter
     rate = options.min_compression_rate
     if options.scope == "never":

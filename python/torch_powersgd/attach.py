@@ -32,7 +32,7 @@ class Attachment:
         scaler: The GradScaler that ``model`` follows, if there is one.
     """
 
-    model: _C.AttachedModel
+    model: _C.BucketReducer
     group: dist.ProcessGroup
     scaler: torch.amp.GradScaler | None = None
 
@@ -129,6 +129,12 @@ def attached_groups() -> list[dist.ProcessGroup]:
     return list(groups.values())
 
 
+def attached_in(group: dist.ProcessGroup | None) -> list[_C.BucketReducer]:
+    """Returns the reducers of the modules that are attached in a group. None: the default one."""
+    group = group or dist.group.WORLD
+    return [attachment.model for attachment in _attachments.values() if attachment.group is group]
+
+
 def attachment_of(module: Module) -> Attachment:
     """Returns the record of an attached module.
 
@@ -151,7 +157,7 @@ def _new(
     group = group_of_replicas(module, group)
     agreed = agree(module, options, scaler, group, None)
     names, parameters = list(agreed.parameters), list(agreed.parameters.values())
-    model = _C.AttachedModel(agreed.backend, names, parameters, agreed.options._core())
+    model = _C.BucketReducer(agreed.backend, names, parameters, agreed.options._core())
     return Attachment(model, group)
 
 
@@ -173,4 +179,4 @@ def _follow(module: Module, attachment: Attachment, scaler: torch.amp.GradScaler
             parameters = fsdp.parameters_of(module)
         else:
             parameters = parameters_of(module)
-        grad_scaler.follow(scaler, attachment.model, parameters)
+        grad_scaler.follow(scaler, attachment.model.states, parameters)

@@ -53,7 +53,8 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
     Raises:
         ValueError: If the module is not attached.
     """
-    model = attachment_of(module).model
+    reducer = attachment_of(module).model
+    model = reducer.states
     state: dict[str, Any] = {
         "version": VERSION,
         "options": Options._from_core(model.options)._plain(),
@@ -71,7 +72,7 @@ def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:
         }
     checksum.add(state)
     if isinstance(module, DistributedDataParallel):
-        note_saved(module, model)
+        note_saved(module, reducer)
     return state
 
 
@@ -94,7 +95,7 @@ def load_state_dict(module: Module, state: dict[str, Any]) -> None:
             fits only its own rank and number of ranks.
     """
     attachment = attachment_of(module)
-    model, group = attachment.model, attachment.group
+    model, group = attachment.model.states, attachment.group
     per_rank = isinstance(state, dict) and "rank" in state
     local: list[_C.LocalExport] = []
     mean: list[_C.ParameterExport] = []

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from torch_powersgd._core import _C
-from torch_powersgd.attach import attachment_of
+from torch_powersgd.attach import attached_in, attachment_of
 from torch_powersgd.lookup import find_backends
 from torch_powersgd.option_values import is_bool, positive, shown
 from torch_powersgd.proposal import Module
@@ -40,7 +40,7 @@ def compression(enabled: bool) -> Iterator[None]:
 
 
 def set_grad_scale(scale: float, group: dist.ProcessGroup | None = None) -> None:
-    """Sets the loss scale of a group's next gradients, which its residuals then follow.
+    """Sets the loss scale of the next gradients of the modules that are attached in a group.
 
     A model that is attached with a scaler follows the scaler and does not need this function.
 
@@ -53,8 +53,9 @@ def set_grad_scale(scale: float, group: dist.ProcessGroup | None = None) -> None
         ValueError: If the scale is not finite and > 0, or the group has no powersgd backend.
     """
     found = positive("grad_scale", scale)
-    for backend in find_backends(group):
-        backend.grad_scale = found
+    find_backends(group)
+    for reducer in attached_in(group):
+        reducer.states.grad_scale = found
 
 
 def step_skipped(module: Module) -> None:
@@ -68,7 +69,7 @@ def step_skipped(module: Module) -> None:
     Raises:
         ValueError: If the module is not attached.
     """
-    attachment_of(module).model.step_skipped()
+    attachment_of(module).model.states.step_skipped()
 
 
 def discard_step(module: Module) -> None:
@@ -81,4 +82,4 @@ def discard_step(module: Module) -> None:
     Raises:
         ValueError: If the module is not attached, or its options lack ``allow_discard``.
     """
-    attachment_of(module).model.discard_step()
+    attachment_of(module).model.states.discard_step()

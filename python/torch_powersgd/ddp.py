@@ -83,7 +83,7 @@ def named_parameters_of(ddp: DistributedDataParallel) -> Iterator[tuple[str, tor
             yield name, parameter
 
 
-def set_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
+def set_hook(ddp: DistributedDataParallel, model: _C.BucketReducer) -> None:
     """Registers the C++ hook, which reduces each bucket by ``model``."""
     with refuse_second_hook():
         _C.register_ddp_hook(ddp.reducer, model)
@@ -104,7 +104,7 @@ def refuse_second_hook() -> Iterator[None]:
         ) from error
 
 
-def python_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> Hook:
+def python_hook(ddp: DistributedDataParallel, model: _C.BucketReducer) -> Hook:
     """Returns a Python hook that does the same as the C++ hook."""
     reference = weakref.ref(ddp)  # The module owns the hook.
     buckets = _C.DdpBuckets(model, ddp.reducer)

@@ -19,7 +19,7 @@ from torch_powersgd._core import _C
 from torch_powersgd.fsdp import groups_of, only_subset, own_replicas, packed, trainable, units_of
 
 
-def set_hooks(module: FSDPModule, model: _C.AttachedModel, replicas: int) -> None:
+def set_hooks(module: FSDPModule, model: _C.BucketReducer, replicas: int) -> None:
     """Sets the hooks of the units. The parameters of ``model`` are ``shards_of(module)``."""
     number_of = {id(shard): i for i, (_, _, shard) in enumerate(trainable(module))}
     steps = _Steps(model.end_step)
@@ -38,7 +38,7 @@ class _Unit:
 
     def __init__(
         self,
-        model: _C.AttachedModel,
+        model: _C.BucketReducer,
         group: Any,
         number_of: dict[int, int],
         buckets: dict[tuple[int, ...], int],

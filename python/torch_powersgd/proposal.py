@@ -52,7 +52,7 @@ def agree(
     given: Options | Mapping[str, Any] | None,
     scaler: torch.amp.GradScaler | None,
     group: dist.ProcessGroup,
-    known: _C.AttachedModel | None,
+    known: _C.BucketReducer | None,
 ) -> Proposal:
     """Returns this rank's proposal once all ranks have made the same. Collective.
 
@@ -85,7 +85,7 @@ def _propose(
     given: Options | Mapping[str, Any] | None,
     scaler: torch.amp.GradScaler | None,
     group: dist.ProcessGroup,
-    known: _C.AttachedModel | None,
+    known: _C.BucketReducer | None,
 ) -> Proposal:
     if known is None:
         _check_module(module)
@@ -98,7 +98,7 @@ def _propose(
             "its first forward pass on: attach it before"
         )
     backend = _backend_of(group, next(iter(parameters.values())).device)
-    base = Options._from_core(known.options if known else backend.options.compression)
+    base = Options._from_core(known.states.options if known else backend.options.compression)
     options = lay_over(base, given, "options of attach")
     if known is not None and options != base:
         old, new = base._plain(), options._plain()

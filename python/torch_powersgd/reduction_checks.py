@@ -41,7 +41,7 @@ class _Check:
         warns: Whether this rank warns. Errors are raised on every rank.
     """
 
-    def __init__(self, module: Module, model: _C.AttachedModel, warns: bool) -> None:
+    def __init__(self, module: Module, model: _C.BucketReducer, warns: bool) -> None:
         self.module, self.model, self.warns = ref(module), ref(model), warns
         # The reducer keeps its parameters, and FSDP2 its shards, so that no other has their ids.
         self.averaged = {id(parameter) for parameter in _averaged_parameters(module)}
@@ -75,10 +75,11 @@ class _Check:
             self.name_what_is_not_averaged(module, trained)
 
     def _look_for_an_average(
-        self, module: Module, model: _C.AttachedModel, optimizer: Optimizer
+        self, module: Module, model: _C.BucketReducer, optimizer: Optimizer
     ) -> None:
         assert self.first is not None
-        if not model.active or model.step != self.first.setdefault(optimizer, model.step):
+        step = model.states.step
+        if not model.active or step != self.first.setdefault(optimizer, step):
             self.first = None
         elif self.steps[optimizer] > INTERVAL and self._holds(optimizer):
             self.first = None
@@ -120,7 +121,7 @@ _checks: WeakKeyDictionary[torch.nn.Module, _Check] = WeakKeyDictionary()
 _registered = False
 
 
-def check(module: Module, model: _C.AttachedModel, warns: bool) -> None:
+def check(module: Module, model: _C.BucketReducer, warns: bool) -> None:
     """Checks an attached module now, and from now on at each step of its optimizers."""
     global _registered
     if not _registered:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch_powersgd import log
 from torch_powersgd._core import _C
 from torch_powersgd.agreement import global_ranks
-from torch_powersgd.attach import attached_groups
+from torch_powersgd.attach import attached_groups, attached_in
 from torch_powersgd.lookup import find_backends
 
 SOON = 20  # A start of compression within so many steps needs no notice.
@@ -40,9 +40,8 @@ def stats(
         per_layer: Whether to return ``layers`` as well. They come from the same pass.
 
     Returns:
-        A dictionary. ``compressing``: whether the next step of an attached model is compressed, or
-        where none is attached, whether a gradient has been; ``starts_at``: the step from which
-        gradients are compressed, None if none will be.
+        A dictionary. ``compressing``: whether anything has been compressed since the group was
+        created; ``starts_at``: the step from which gradients are compressed, None if none will be.
 
         ``steps``; ``skipped_steps`` (a gradient was not finite on some rank); ``saturated_steps``
         (a residual was beyond 65504, the largest value of ``residual_dtype=torch.float16``, and was
@@ -83,7 +82,7 @@ def stats(
         total.pop("compressed_bytes_before"), total.pop("compressed_bytes_after")
     )
     if residual_norms or per_layer:
-        layers = _layers([model for backend in backends for model in backend.models()])
+        layers = _layers([reducer.states for reducer in attached_in(group)])
         if residual_norms:
             total["residual_norms"] = {name: layer.residual for name, layer in layers.items()}
         if per_layer:
@@ -104,7 +103,7 @@ def reset_stats(group: dist.ProcessGroup | None = None) -> None:
         backend.reset_stats()
 
 
-def _layers(models: list[_C.AttachedModel]) -> dict[str, _C.LayerStats]:
+def _layers(models: list[_C.ModelStates]) -> dict[str, _C.LayerStats]:
     return {
         f"{i}:{layer.name}" if len(models) > 1 else layer.name: layer
         for i, model in enumerate(models)
