@@ -26,7 +26,7 @@ MEASURED_MODEL = "10 M"  # whose bytes are measured up to 16 ranks
 
 # The bytes that Gloo sends besides a payload, to synchronize, for each other rank. They are what
 # the part "ranks" has measured at 2 to 16 ranks, the same at all of them.
-GLOO_BYTES = {"all-reduce": 576, "gather": 288, "two hops": 432}
+GLOO_BYTES = {"all-reduce": 576, "one-shot": 288, "two-shot": 432}
 
 
 def link_of(world: int, gbit: float, message_us: float) -> Link:

@@ -12,11 +12,12 @@
 // A packet is a payload in the wire dtype. Integers cannot be added on the wire, and floats would
 // be rounded there. So ranks exchange packets, and add them themselves, in one of two schedules:
 //
-//   gather     quantize ; all-gather the packets ; dequantize their sum
-//   two hops   quantize ; all-to-all: rank k, the owner of chunk k, gets chunk k of every packet ;
+//   one-shot   quantize ; all-gather the packets ; dequantize their sum
+//   two-shot   quantize ; all-to-all: rank k, the owner of chunk k, gets chunk k of every packet ;
 //              requantize their sum ; all-gather the sums ; dequantize
 //
-// A packet has one chunk in a gather, and one for each rank in two hops. A single rank gathers.
+// A one-shot packet has one chunk, and a two-shot packet one for each rank. A single rank takes the
+// one-shot schedule.
 //
 //   chunk = [ codes of the factors | scales | raw elements | flags ]
 //
@@ -41,7 +42,7 @@
 //     += (new sum) - (exact sum). So the local q of all ranks add up to the Q that all apply.
 //   - A q_local that would not be finite stays as it was: such a step is skipped.
 //   - A flag is 1 if the payload's element is not 0. requantize makes it 1 if any rank's is 1.
-//     dequantize writes the sum of the flags that it reads: in a gather those of all ranks.
+//     dequantize writes the sum of the flags that it reads: one-shot, those of all ranks.
 namespace powersgd::kernels {
 
 constexpr int64_t kGroup = 64;  // elements that share a scale
@@ -116,17 +117,17 @@ struct Packets {
   int64_t raw_offset;  // in the payload, of the raw segments; the flags follow them
 
   int32_t ranks;
-  int32_t own_chunk;  // in two hops: this rank's number
-  uint8_t* sent;      // layout.bytes(): the packet of this rank, and in the end of two hops the sum
-  uint8_t* received;  // gather: the packets of all ranks. Two hops: their chunks `own_chunk`
-  uint8_t* reduced;   // two hops: chunk `own_chunk` of the sum
+  int32_t own_chunk;  // two-shot: this rank's number
+  uint8_t* sent;      // layout.bytes(): the packet of this rank, and at the end of two-shot the sum
+  uint8_t* received;  // one-shot: the packets of all ranks. Two-shot: their chunks `own_chunk`
+  uint8_t* reduced;   // two-shot: chunk `own_chunk` of the sum
 };
 
 namespace cpu {
 
 void quantize(const Packets& packets, const ParallelFor& parallel_for);    // payload -> sent
 void requantize(const Packets& packets, const ParallelFor& parallel_for);  // received -> reduced
-// gather: received -> payload. Two hops: sent -> payload.
+// One-shot: received -> payload. Two-shot: sent -> payload.
 void dequantize(const Packets& packets, const ParallelFor& parallel_for);
 
 }  // namespace cpu

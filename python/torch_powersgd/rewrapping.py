@@ -15,8 +15,8 @@ from torch_powersgd._core import _C
 class _Wrapper:
     """The residual of one attached wrapper, as far as the next one must know of it."""
 
-    def __init__(self, model: _C.AttachedModel) -> None:
-        self.model: _C.AttachedModel | None = model
+    def __init__(self, model: _C.BucketReducer) -> None:
+        self.model: _C.BucketReducer | None = model
         self.saved_at = -1
         self.had_residual = False
 
@@ -24,12 +24,12 @@ class _Wrapper:
         """True if steps have left a residual that ``state_dict`` has not returned since."""
         if self.model is None:
             return self.had_residual
-        options = self.model.options
+        states = self.model.states
         return (
-            options.use_error_feedback
-            and self.model.step > options.start_powerSGD_iter
-            and self.model.step != self.saved_at
-            and self.model.compresses
+            states.options.use_error_feedback
+            and states.step > states.options.start_powerSGD_iter
+            and states.step != self.saved_at
+            and states.compresses
         )
 
     def let_go(self) -> None:
@@ -42,7 +42,7 @@ class _Wrapper:
 _wrappers: WeakKeyDictionary[torch.nn.Module, _Wrapper] = WeakKeyDictionary()
 
 
-def note_wrapper(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
+def note_wrapper(ddp: DistributedDataParallel, model: _C.BucketReducer) -> None:
     """Notes that a wrapper is attached, and warns if it takes the place of one with a residual."""
     before = _wrappers.get(ddp.module)
     _wrappers[ddp.module] = wrapper = _Wrapper(model)
@@ -55,8 +55,8 @@ def note_wrapper(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
         )
 
 
-def note_saved(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
+def note_saved(ddp: DistributedDataParallel, model: _C.BucketReducer) -> None:
     """Notes that ``state_dict`` has returned the residual of a wrapper."""
     wrapper = _wrappers.get(ddp.module)
     if wrapper is not None and wrapper.model is model:
-        wrapper.saved_at = model.step
+        wrapper.saved_at = model.states.step

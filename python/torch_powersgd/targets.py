@@ -49,8 +49,8 @@ class Target(ABC):
         """Returns the name of that part in a checkpoint. It is empty if there is one part."""
         return ""
 
-    def register(self, model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
-        """Registers the hooks that hand the gradients to ``model``."""
+    def register(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
+        """Registers the hooks that hand the gradients to ``reducer``."""
 
 
 def target_of(given: object) -> Target:
@@ -94,8 +94,8 @@ class DdpTarget(Target):
     def parameters(self) -> dict[str, torch.Tensor]:
         return ddp.parameters_of(self.module)
 
-    def register(self, model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
-        ddp.register_hook(self.module, model)
+    def register(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
+        ddp.register_hook(self.module, reducer)
 
 
 class FsdpTarget(Target):
@@ -143,8 +143,8 @@ class FsdpTarget(Target):
         count = math.prod(mesh.size(i) for i in split)
         return f"shard {index} of {count}" if count > 1 else ""
 
-    def register(self, model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
-        fsdp_hooks.set_hooks(self.units, model, group.size())
+    def register(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
+        fsdp_hooks.set_hooks(self.units, reducer, group.size())
 
 
 class NamedTensors(Target):

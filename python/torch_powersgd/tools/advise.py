@@ -279,7 +279,7 @@ def _compressing(job: Job, options: Options, device: torch.device) -> Callable[[
 
     def prepare() -> StartAverage:
         parameters = [torch.empty(shape, device=device, dtype=job.dtype) for shape in shapes]
-        model = _C.AttachedModel(backend, names, parameters, options._core())
+        model = _C.BucketReducer(backend, names, parameters, options._core())
 
         def start(bucket: int, buffer: torch.Tensor) -> dist.Work:
             if bucket == 0:

@@ -88,7 +88,7 @@ TEST_P(PacketSums, AGatherAddsInTheOrderOfTheRanks) {
   }
 }
 
-TEST_P(PacketSums, TwoHopsRoundTheSumOnce) {
+TEST_P(PacketSums, TwoShotRoundsTheSumOnce) {
   for (const int32_t ranks : {2, 3, 4, 9}) {
     const AllPackets all = quantized({ranks, true});
     const Values exact = in_rank_order(values_sent(all));
@@ -187,7 +187,7 @@ TEST_P(PacketSums, FlagsOfAnyRankReachAll) {
     }
     sum(all);
     const Values sums = all[0]->payload->get();
-    EXPECT_EQ(Values(sums.end() - 3, sums.end()), (Values{1, 0, exchange.two_hops ? 1.0 : 2.0}));
+    EXPECT_EQ(Values(sums.end() - 3, sums.end()), (Values{1, 0, exchange.two_shot ? 1.0 : 2.0}));
     expect_equal_payloads(all);
   }
 }
@@ -250,7 +250,7 @@ std::vector<PacketCase> cases_of_q() {
 
 INSTANTIATE_TEST_SUITE_P(All, LocalFactors, ::testing::ValuesIn(cases_of_q()), packet_case_name);
 
-// All that two hops write, with what a step leaves for the next one.
+// All that two-shot writes, with what a step leaves for the next one.
 std::vector<uint8_t> two_steps(const RunnerFactory& factory, const PacketSpec& spec) {
   const std::unique_ptr<StageRunner> runner = factory.make();
   const AllPackets all = all_packets(*runner, spec, {3, true});

@@ -60,7 +60,7 @@ TestPackets::TestPackets(StageRunner& runner, const PacketSpec& packet_spec,
     packets.raw_offset += (spec.is_q ? part.cols : part.rows) * part.rank;
     matrices.push_back(matrix);
   }
-  packets.own_chunk = exchange.two_hops ? own_rank : 0;
+  packets.own_chunk = exchange.two_shot ? own_rank : 0;
   allocate(spec.is_q ? kernels::q_packet_factors(matrices) : kernels::p_packet_factors(matrices));
 }
 
@@ -79,7 +79,7 @@ void TestPackets::allocate(const kernels::PacketFactors& factors) {
   payload = std::make_unique<DeviceArray>(runner_, spec.factor_dtype, numel(), spec.misalignment);
   packets.payload = payload->data();
 
-  const int64_t sources = exchange.two_hops ? packets.layout.chunk_bytes : packets.layout.bytes();
+  const int64_t sources = exchange.two_shot ? packets.layout.chunk_bytes : packets.layout.bytes();
   packets.sent = allocate_bytes(runner_, packets.layout.bytes());
   packets.received = allocate_bytes(runner_, exchange.ranks * sources);
   packets.reduced = allocate_bytes(runner_, packets.layout.chunk_bytes);

@@ -28,15 +28,15 @@ std::string describe(const PacketSpec& spec);
 // How ranks exchange packets.
 struct Exchange {
   int32_t ranks = 1;
-  bool two_hops = false;
+  bool two_shot = false;
 
-  int32_t chunks() const { return two_hops ? ranks : 1; }
+  int32_t chunks() const { return two_shot ? ranks : 1; }
 };
 
 // The elements of a group, by their numbers in the payload, and the rank that owns the group.
 struct PacketGroup {
   std::vector<size_t> elements;
-  int64_t owner;  // always 0 in a gather
+  int64_t owner;  // always 0 one-shot
 };
 
 // The packets of one rank, in the memory of a runner. All values are zeros at first.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch_powersgd as tp
 from support import ranks
 from support.synthetic import gradients, make_ddp, step
+from torch_powersgd.attach import attachment_of
 from torch_powersgd.units import size_text
 
 # Rank 2 compresses the two weights of 128 x 64 and 32 x 144, but no bias and no small weight.
@@ -102,6 +103,7 @@ def test_a_job_that_ends_before_compression_starts_says_so_once(attached: bool) 
     said = NOT_STARTED.format(3, 40)
     for read in (True, False):
         first, second = ranks.run(2, _short_job, attached, 3, read, options=options)
+        assert attached or "no module is attached" in "".join(first)
         assert [text.count(said) for text in first] == ([1, 0, 0] if read else [0, 0, 1])
         assert second == ("", "", "")  # one rank speaks
 
@@ -129,24 +131,70 @@ def test_a_group_without_attach_ends_without_a_warning(capfd: pytest.CaptureFixt
     assert "No backend of type" not in capfd.readouterr().err
 
 
-def _flags(rank: int) -> list[tuple[bool, int | None]]:
+Flags = tuple[bool, int | None]
+
+
+def _flags(rank: int) -> tuple[list[Flags], list[Flags]]:
+    """Whether compression has begun and when it does, in the group and in its first model."""
+
+    def of_group(group: dist.ProcessGroup | None = None) -> Flags:
+        now = tp.stats(group)
+        return now["compressing"], now["starts_at"]
+
+    def of_model() -> Flags:
+        return model.compressing, model.starts_at
+
     ddp = make_ddp(SHAPES)
-    seen = [(tp.stats()["compressing"], tp.stats()["starts_at"])]
+    group, own = [of_group()], []
     tp.attach(ddp, OPTIONS)
+    model = attachment_of(ddp).model
     for i in range(5):
-        seen.append((tp.stats()["compressing"], tp.stats()["starts_at"]))
+        group.append(of_group())
+        own.append(of_model())
         step(ddp, gradients(SHAPES, rank, i))
     tp.detach(ddp)
-    seen.append((tp.stats()["compressing"], tp.stats()["starts_at"]))
+    group.append(of_group())
+    own.append(of_model())
     none = dist.new_group(backend="cpu:powersgd")
     tp.attach(make_ddp(SHAPES, process_group=none), {"matrix_approximation_rank": 600})
-    seen.append((tp.stats(none)["compressing"], tp.stats(none)["starts_at"]))
-    return seen
+    group.append(of_group(none))
+    model.detach()
+    own.append(of_model())
+    return group, own
 
 
 def test_stats_say_whether_and_when_compression_starts() -> None:
-    expected = [(False, 1000)] + [(False, 4)] * 4 + [(True, 4)] + [(False, 4), (False, None)]
-    assert ranks.run(2, _flags) == [expected] * 2
+    group = [(False, 1000)] + [(False, 4)] * 5 + [(True, 4), (False, None)]
+    own = [(False, 4)] * 4 + [(True, 4)] + [(False, 4), (False, None)]
+    assert ranks.run(2, _flags) == [(group, own)] * 2
+
+
+def _two_models(rank: int) -> list[Any]:
+    """The counts and the notices of two models of one group, of which one compresses."""
+    ddps = [make_ddp(SHAPES) for _ in range(2)]
+    tp.attach(ddps[0], {**OPTIONS, "start_powerSGD_iter": 1})
+    tp.attach(ddps[1], {**OPTIONS, "start_powerSGD_iter": 40})
+    models = [attachment_of(ddp).model for ddp in ddps]
+    for i in range(3):
+        step(ddps[0], gradients(SHAPES, rank, i))
+    for i in range(2):
+        step(ddps[1], gradients(SHAPES, rank, i))
+    said = [[model.not_started(), model.not_started()] for model in models]
+    counts = [model.stats() for model in models]
+    total = tp.stats(residual_norms=False)
+    for name in ("steps", "compressed_calls", "exact_calls", "bytes_before", "bytes_after"):
+        assert sum(count[name] for count in counts) == total[name], name
+    models[0].reset_stats()
+    steps = [model.stats()["steps"] for model in models]
+    return [said, [count["steps"] for count in counts], steps, tp.stats()["steps"]]
+
+
+def test_each_model_has_its_own_counts_and_notice() -> None:
+    for said, counted, after_reset, total in ranks.run(2, _two_models):
+        assert said[0] == ["", ""]
+        assert said[1][0].startswith(NOT_STARTED.format(2, 40))
+        assert said[1][1] == ""
+        assert (counted, after_reset, total) == ([3, 2], [0, 2], 5)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def _options_of_model(rank: int, given: dict[str, dict[str, Any]], complete: str
     ranks.init_group("cpu:powersgd", options["pg_options"])
     ddp = make_ddp(SHAPES)
     tp.attach(ddp, options["attach"])
-    return tp.Options._from_core(attachment_of(ddp).model.options)
+    return tp.Options._from_core(attachment_of(ddp).model.states.options)
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_an_exact_bucket_is_reduced_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "schedule"), [(2, "gather"), (4, "gather"), (9, "two hops")]
+    ("world_size", "schedule"), [(2, "one-shot"), (4, "one-shot"), (9, "two-shot")]
 )
 @pytest.mark.parametrize("wire", ["int8", "int4", torch.bfloat16], ids=str)
 def test_a_step_is_made_of_its_buckets(
@@ -134,10 +134,10 @@ def test_a_step_is_made_of_its_buckets(
     p, q = _C.traffic_of(layout[0], options._core(), torch.float32, world_size)
     if wire != "int4":  # its packets are small enough to gather
         assert (p.schedule, q.schedule) == (schedule, schedule)
-    waits = {"gather": 1.0, "two hops": 1.25}
+    waits = {"one-shot": 1.0, "two-shot": 1.25}
     expected = 100 + 10 + 20 + 30.0
     for each in (p, q):
-        copies = world_size - 1 if each.schedule == "gather" else 2 * (world_size - 1) / world_size
+        copies = world_size - 1 if each.schedule == "one-shot" else 2 * (world_size - 1) / world_size
         assert each.sent_bytes == int(copies * each.payload_bytes)
         expected += waits[each.schedule] + LINK.per_byte * each.sent_bytes
     model = Model(layout, torch.float32, 100.0, LINK, world_size)

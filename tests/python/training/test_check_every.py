@@ -39,7 +39,7 @@ def _corrupt(ddp: DistributedDataParallel, name: str, field: str) -> None:
     state = tp.state_dict(ddp, per_rank=True)
     state["parameters"][f"weights.{name}"][field].view(-1).view(torch.int32)[5] ^= 1
     locals_ = [to_local(name, tensors) for name, tensors in state["parameters"].items()]
-    attachment_of(ddp).model.load_local(locals_, state["step"])
+    attachment_of(ddp).model.states.load_local(locals_, state["step"])
 
 
 def unused(

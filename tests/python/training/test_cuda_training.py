@@ -101,7 +101,7 @@ def test_what_a_rank_rounds_off_is_part_of_its_residual(inner: str, wire: test_w
 
 
 @pytest.mark.parametrize("inner", INNERS)
-def test_four_ranks_exchange_in_two_hops(inner: str) -> None:
+def test_four_ranks_exchange_two_shot(inner: str) -> None:
     """Two ranks gather. Here NCCL's all_to_all runs."""
     shapes = test_wire.WITH_LARGE
     results = run(

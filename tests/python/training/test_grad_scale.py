@@ -16,7 +16,6 @@ from support.synthetic import (
     from_bytes,
     gradients,
     make_attached,
-    reduce_in_backward,
     relative_error,
     residuals_of,
     step,
@@ -25,7 +24,6 @@ from support.synthetic import (
 )
 
 OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=500)
-FLAT = {"flat": (1000,)}
 # Powers of two scale exactly in floating point. The other scales round each gradient, residual and
 # output once more, as in test_reference.
 TOLERANCE = 2e-5
@@ -38,22 +36,16 @@ SCALES = {
 
 
 def _outputs(
-    rank: int, kind: str, scales: list[float], announced: bool, wire: str | None = None
+    rank: int, scales: list[float], announced: bool, wire: str | None = None
 ) -> tuple[list[Arrays], dict[str, float]]:
     """The outputs in the units of the unscaled gradient."""
-    shapes = FLAT if kind == "flat" else SHAPES
-    options = replace(OPTIONS, wire_dtype=wire)
-    ddp = None if kind == "flat" else make_attached(SHAPES, options)
+    ddp = make_attached(SHAPES, replace(OPTIONS, wire_dtype=wire))
     outputs = []
     for i, scale in enumerate(scales):
         if announced:
             tp.set_grad_scale(scale)
-        mine = {name: scale * g for name, g in gradients(shapes, rank, i).items()}
-        if ddp is None:
-            scaled = dict(zip(mine, reduce_in_backward(mine.values()), strict=True))
-        else:
-            scaled = step(ddp, mine)
-        outputs.append(to_numpy({name: output / scale for name, output in scaled.items()}))
+        mine = {name: scale * g for name, g in gradients(SHAPES, rank, i).items()}
+        outputs.append(to_numpy({name: g / scale for name, g in step(ddp, mine).items()}))
     return outputs, tp.stats()["residual_norms"]
 
 
@@ -66,30 +58,28 @@ def _worst(outputs: list[Arrays], expected: list[Arrays]) -> float:
 
 
 @pytest.mark.parametrize("name", SCALES)
-@pytest.mark.parametrize("kind", ["attached", "flat"])
-def test_a_scaled_run_is_the_unscaled_one(kind: str, name: str) -> None:
-    expected, norms = ranks.run(2, _outputs, kind, [1.0] * 6, True, options=OPTIONS)[0]
+def test_a_scaled_run_is_the_unscaled_one(name: str) -> None:
+    expected, norms = ranks.run(2, _outputs, [1.0] * 6, True, options=OPTIONS)[0]
     scales = SCALES[name]
-    outputs, scaled_norms = ranks.run(2, _outputs, kind, scales, True, options=OPTIONS)[0]
+    outputs, scaled_norms = ranks.run(2, _outputs, scales, True, options=OPTIONS)[0]
     assert _worst(outputs, expected) < TOLERANCE
     for parameter, norm in norms.items():
         assert scaled_norms[parameter] == pytest.approx(norm * scales[-1], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8", "int4"])
-@pytest.mark.parametrize("kind", ["attached", "flat"])
-def test_a_scaled_run_on_a_wire_that_rounds(kind: str, wire: str) -> None:
+def test_a_scaled_run_on_a_wire_that_rounds(wire: str) -> None:
     options = replace(OPTIONS, wire_dtype=wire)
-    expected, _ = ranks.run(2, _outputs, kind, [1.0] * 6, True, wire, options=options)[0]
+    expected, _ = ranks.run(2, _outputs, [1.0] * 6, True, wire, options=options)[0]
     scales = SCALES["powers"]  # others would round to other codes
-    outputs, _ = ranks.run(2, _outputs, kind, scales, True, wire, options=options)[0]
+    outputs, _ = ranks.run(2, _outputs, scales, True, wire, options=options)[0]
     assert _worst(outputs, expected) < TOLERANCE
 
 
 def test_the_backend_must_know_the_scale() -> None:
     # Otherwise the test above would prove nothing.
-    expected, _ = ranks.run(2, _outputs, "attached", [1.0] * 6, True, options=OPTIONS)[0]
-    outputs, _ = ranks.run(2, _outputs, "attached", SCALES["powers"], False, options=OPTIONS)[0]
+    expected, _ = ranks.run(2, _outputs, [1.0] * 6, True, options=OPTIONS)[0]
+    outputs, _ = ranks.run(2, _outputs, SCALES["powers"], False, options=OPTIONS)[0]
     assert _worst(outputs, expected) > 0.1
 
 
@@ -120,8 +110,8 @@ def _checkpoint(
     rank: int, state: bytes | None, scale: float
 ) -> tuple[float, bytes | Arrays, Arrays]:
     """Two steps at a scale and the state, or the residuals after loading it at this scale."""
-    tp.set_grad_scale(scale)
     ddp = make_attached(SHAPES, OPTIONS)
+    tp.set_grad_scale(scale)
     if state is None:
         for i in range(3):
             step(ddp, {name: scale * g for name, g in gradients(SHAPES, rank, i).items()})
