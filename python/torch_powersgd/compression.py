@@ -322,6 +322,8 @@ class Compression(Stateful):
         model = self._model
         self._agree("detach", {"step": model.step})
         model.detach()
+        if (ddp := self._ddp) is not None:
+            rewrapping.note_detached(ddp, model)
         self._let_go()
         self._ended = "it was detached"
 
