@@ -120,13 +120,18 @@ class Compression(Stateful):
                 "all_reduce is for tensors that were attached by name; the gradients of a module "
                 "are averaged in its backward pass"
             )
+        names = model.names
         if isinstance(tensors, Mapping):
-            unknown = [name for name in tensors if name not in set(model.names)]
-            missing = [name for name in model.names if name not in tensors]
+            known = set(names)
+            unknown = [name for name in tensors if name not in known]
+            missing = [name for name in names if name not in tensors]
             if unknown or missing:
                 what = f"lack {missing[0]!r}" if missing else f"have {unknown[0]!r}, which is new"
                 raise ValueError(f"the tensors of all_reduce must be those of attach: they {what}")
-            tensors = [tensors[name] for name in model.names]
+            tensors = [tensors[name] for name in names]
+        for name, tensor in zip(names, tensors, strict=False):  # the core checks the number
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"{name!r} must be a tensor, got {type(tensor).__name__}")
         return self._tensors.all_reduce(list(tensors))
 
     def stats(
