@@ -233,7 +233,7 @@ void FlatTensors::report(const Admitted& admitted, const at::Tensor& tensor) con
                  " elements is compressed as one matrix because its layers are not known; "
                  "torch_powersgd.attach(ddp) compresses layer by layer, which is more accurate. If "
                  "this all-reduce is your own and not DDP's, call it inside "
-                 "torch_powersgd.compression(False)"));
+                 "torch_powersgd.scope(\"never\")"));
   }
   if (admitted.first_turn) {
     session_->log(
@@ -264,7 +264,7 @@ void FlatTensors::warn_if_joined(const std::vector<at::Tensor>& tensors,
                " elements, as many as a flat gradient that is reduced in backward, is summed "
                "outside of it, exactly. If this rank has run out of inputs in DDP's join(), ranks "
                "that compress wait for it in vain: call torch_powersgd.attach(ddp), or train "
-               "inside torch_powersgd.compression(False)"));
+               "inside torch_powersgd.scope(\"never\")"));
 }
 
 bool FlatTensors::Less::operator()(const Key& a, const Key& b) const {

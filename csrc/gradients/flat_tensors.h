@@ -25,7 +25,7 @@ namespace powersgd {
 // Contract: a tensor that arrives without an attached model has no name. Its order among the
 // eligible tensors of the same pass, its shape and its dtype identify it: they are the same on
 // every rank by construction, which an address is not. A pass is one backward pass of autograd, or
-// one `compression(True)` block outside of any. A tensor outside of both cannot be told from others
+// one `scope("always")` block outside of any. A tensor outside of both cannot be told from others
 // of its shape, so it is compressed without state from earlier steps.
 //
 // Models that look alike and run backward one after the other share that identity. They share Q,

@@ -34,10 +34,7 @@ class UnpackingWork final : public CombinedWork {
     return true;
   }
 
-  void synchronize() override {
-    CombinedWork::synchronize();
-    unpack();
-  }
+  void synchronize() override { wait(kNoTimeout); }
 
  private:
   void unpack() {
@@ -76,11 +73,10 @@ void check(const at::Tensor& tensor, const at::Tensor& attached, const std::stri
   const auto describe = [](const at::Tensor& of) {
     return c10::str(of.scalar_type(), " ", of.sizes(), " on ", of.device());
   };
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.sizes() == attached.sizes() &&
-                        tensor.scalar_type() == attached.scalar_type() &&
-                        tensor.device() == attached.device(),
-                    "'", name, "' must be as in attach, ", describe(attached), ", got ",
-                    describe(tensor));
+  TORCH_CHECK_VALUE(
+      tensor.layout() == at::kStrided && tensor.sizes() == attached.sizes() &&
+          tensor.scalar_type() == attached.scalar_type() && tensor.device() == attached.device(),
+      "'", name, "' must be as in attach, ", describe(attached), ", got ", describe(tensor));
 }
 
 std::vector<std::vector<size_t>> assign(const NamedParameters& parameters, size_t bytes) {

@@ -121,12 +121,16 @@ class Compression(Stateful):
                 "are averaged in its backward pass"
             )
         if isinstance(tensors, Mapping):
-            unknown = [name for name in tensors if name not in set(names)]
+            known = set(names)
+            unknown = [name for name in tensors if name not in known]
             missing = [name for name in names if name not in tensors]
             if unknown or missing:
                 what = f"lack {missing[0]!r}" if missing else f"have {unknown[0]!r}, which is new"
                 raise ValueError(f"the tensors of all_reduce must be those of attach: they {what}")
             tensors = [tensors[name] for name in names]
+        for name, tensor in zip(names, tensors, strict=False):  # the core checks the number
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"{name!r} must be a tensor, got {type(tensor).__name__}")
         return self._tensors.all_reduce(list(tensors))
 
     def stats(
@@ -322,6 +326,8 @@ class Compression(Stateful):
         reducer = self._reducer
         self._agree("detach", {"step": reducer.states.step})
         reducer.detach()
+        if (ddp := self._ddp) is not None:
+            rewrapping.note_detached(ddp, reducer)
         self._let_go()
         self._ended = "it was detached"
 

@@ -50,9 +50,16 @@ def note_wrapper(ddp: DistributedDataParallel, model: _C.BucketReducer) -> None:
     if before is not None and before.has_residual() and ddp.process_group.rank() == 0:
         log.warning(
             f"{type(ddp.module).__name__} was wrapped anew, and the part of its gradients that the "
-            "old wrapper has not sent yet is lost. To keep it, call state_dict(old) after the old "
-            "wrapper's last step, and load_state_dict(new, state) after attach"
+            "old wrapper has not sent yet is lost. To keep it, pass state_dict() of the old "
+            "compression to load_state_dict() of the new one"
         )
+
+
+def note_detached(ddp: DistributedDataParallel, model: _C.BucketReducer) -> None:
+    """Forgets a wrapper whose residual was given up by ``detach``."""
+    wrapper = _wrappers.get(ddp.module)
+    if wrapper is not None and wrapper.model is model:
+        del _wrappers[ddp.module]
 
 
 def note_saved(ddp: DistributedDataParallel, model: _C.BucketReducer) -> None:

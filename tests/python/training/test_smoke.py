@@ -25,7 +25,7 @@ CUDA = pytest.param("cuda", marks=needs_cuda)
 EXACT_STEPS = 3
 STEPS = 8
 WIDTH = 64
-OPTIONS = tp.Options.recommended(start_powerSGD_iter=EXACT_STEPS)  # int8 on the wire
+OPTIONS = tp.Options(start_powerSGD_iter=EXACT_STEPS)  # int8 on the wire
 
 
 def _train(rank: int, device: str) -> tuple[list[str], list[float], dict[str, Any]]:
