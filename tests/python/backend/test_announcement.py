@@ -98,7 +98,7 @@ def _short_job(rank: int, attached: bool, steps: int, read: bool) -> tuple[str, 
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_a_job_that_ends_before_compression_starts_says_so_once(attached: bool) -> None:
-    options = tp.Options(matrix_approximation_rank=2, start_powerSGD_iter=40, min_numel=64)
+    options = tp.Options.hook_defaults(matrix_approximation_rank=2, start_powerSGD_iter=40, min_numel=64)
     said = NOT_STARTED.format(3, 40)
     for read in (True, False):
         first, second = ranks.run(2, _short_job, attached, 3, read, options=options)
@@ -107,7 +107,7 @@ def test_a_job_that_ends_before_compression_starts_says_so_once(attached: bool) 
 
 
 def test_stats_say_nothing_if_compression_starts_soon() -> None:
-    options = tp.Options(**OPTIONS, min_numel=64)
+    options = tp.Options.hook_defaults(**OPTIONS, min_numel=64)
     first, _ = ranks.run(2, _short_job, True, 3, True, options=options)
     assert first[:2] == ("", "")
     assert first[2].count(NOT_STARTED.format(3, 4)) == 1
@@ -115,7 +115,7 @@ def test_stats_say_nothing_if_compression_starts_soon() -> None:
 
 def test_a_job_that_compresses_says_nothing_at_its_end() -> None:
     for attached in (True, False):
-        options = tp.Options(**OPTIONS, min_numel=64)
+        options = tp.Options.hook_defaults(**OPTIONS, min_numel=64)
         for _, _, end in ranks.run(2, _short_job, attached, 6, True, options=options):
             assert NOT_STARTED[:20] not in end
 

@@ -29,7 +29,7 @@ TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 
 
 def _options(rank: int, **fields: Any) -> tp.Options:
-    return tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=rank, **fields)
+    return tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=rank, **fields)
 
 
 def _mean(members: list[int] | range, i: int) -> Tensors:
@@ -43,7 +43,7 @@ def _several(rank: int) -> tuple[list[dict[str, float]], list[int], list[set[int
         dist.new_group(pair, backend="cpu:powersgd", pg_options=_options(1, warm_start=False))
         for pair in ([0, 1], [2, 3])
     ]
-    exact = dist.new_group(backend="cpu:powersgd", pg_options=tp.Options(scope="never"))
+    exact = dist.new_group(backend="cpu:powersgd", pg_options=tp.Options.hook_defaults(scope="never"))
     groups = [dist.group.WORLD, pairs[rank // 2], exact]
     models = [make_attached(SHAPES, process_group=group) for group in groups]
     ledgers = [Ledger() for _ in models]

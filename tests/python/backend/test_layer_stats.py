@@ -22,7 +22,7 @@ from support.synthetic import (
     step,
 )
 
-OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
 FIELDS = {
     "rows",
     "cols",

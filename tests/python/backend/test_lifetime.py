@@ -23,7 +23,7 @@ from support.groups import backend_of_world, world
 from support.synthetic import SHAPES, gradient, gradients, make_attached, make_ddp, step
 from torch_powersgd._backend import _create
 
-ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0)
+ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
 
 # A shutdown waits for 10 s and an abort for 1 s; a busy machine takes some more.
 SHUTDOWN_BOUND, ABORT_BOUND = 16, 8

@@ -45,7 +45,7 @@ def _first_difference(a: Any, b: Any) -> Any:
 
 
 def test_attached_replicas_stay_equal_for_1000_steps() -> None:
-    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=4)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=4)
     runs = [result for threads in THREADS for result in ranks.run(2, _attached, threads, options)]
     digests, state = runs[0]
     assert len(set(digests)) == STEPS  # the outputs do change
@@ -90,7 +90,7 @@ def _short(rank: int, kind: str, options: tp.Options, steps: int) -> Any:
 def test_replicas_stay_equal_in_training(
     world_size: int, kind: str, fields: dict[str, Any]
 ) -> None:
-    options = tp.Options(
+    options = tp.Options.hook_defaults(
         start_powerSGD_iter=0, matrix_approximation_rank=3, min_numel=1000, **fields
     )
     steps = 200 if world_size == 2 else 50  # more ranks than cores are slow
@@ -103,7 +103,7 @@ def _dead_columns(rank: int) -> Any:
     """Gradients of rank 1 at rank 4: the other columns are random, and zero steps come between."""
     torch.set_num_threads(1 + rank)
     ddp = make_attached(
-        {"w": (60, 80)}, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=4)
+        {"w": (60, 80)}, tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=4)
     )
     digests = []
     for i in range(50):

@@ -178,7 +178,7 @@ def _observe_coalesced(rank: int, override: bool | None) -> tuple[int, bool]:
     tensors = [flat(rank), flat(rank).view(128, -1), flat(rank, 5)]
     exact = [tensor.clone() for tensor in tensors]
     dist.all_reduce_coalesced(exact, group=gloo())
-    with nullcontext() if override is None else tp.compression(override):
+    with nullcontext() if override is None else tp.scope(override):
         for _ in range(SETTLE_PASSES):
             in_backward(lambda: dist.all_reduce_coalesced([tensor.clone() for tensor in tensors]))
         before = compressed_calls()

@@ -50,7 +50,7 @@ KEYS = {
     "residual_norms",
 }
 
-OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=2)
 
 
 def _attached(rank: int, dtype: torch.dtype, width: int, factor_width: int) -> None:
@@ -149,7 +149,7 @@ def _flat(rank: int) -> None:
 
 
 def test_bytes_of_flat_tensors() -> None:
-    ranks.run(2, _flat, options=tp.Options(start_powerSGD_iter=1, min_numel=1))
+    ranks.run(2, _flat, options=tp.Options.hook_defaults(start_powerSGD_iter=1, min_numel=1))
 
 
 def _large(rank: int, residual_dtype: torch.dtype) -> int:
@@ -183,7 +183,7 @@ def _several_buckets(rank: int) -> None:
 
 
 def test_bytes_of_several_buckets() -> None:
-    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
     ranks.run(2, _several_buckets, options=options)
 
 
@@ -210,7 +210,7 @@ def _norms(rank: int) -> None:
 
 
 def test_residual_norms() -> None:
-    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
     ranks.run(2, _norms, options=options)
 
 
@@ -229,11 +229,11 @@ def _two_models(rank: int) -> None:
 
 
 def test_two_models() -> None:
-    ranks.run(2, _two_models, options=tp.Options(start_powerSGD_iter=0))
+    ranks.run(2, _two_models, options=tp.Options.hook_defaults(start_powerSGD_iter=0))
 
 
 def _of_a_group(rank: int) -> None:
-    options = tp.Options(scope="always", start_powerSGD_iter=0)
+    options = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
     group = dist.new_group(backend="cpu:powersgd", pg_options=options)
     dist.all_reduce(gradient([64, 64], rank), group=group)
     assert tp.stats(group)["compressed_calls"] == 1

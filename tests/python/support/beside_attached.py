@@ -268,7 +268,7 @@ class BesideAttached:
             Whether all is as over Gloo; the warnings; whether the module was compressed; and its
             steps, as ``stats`` counts them and as they were.
         """
-        options = tp.Options(start_powerSGD_iter=0, min_numel=MIN_NUMEL)
+        options = tp.Options.hook_defaults(start_powerSGD_iter=0, min_numel=MIN_NUMEL)
         ours = dist.new_group(backend="cpu:powersgd", pg_options=options)
         mine = Peer(self.rank, ours, attaches=True)
         plain = Peer(self.rank, dist.new_group(backend="gloo"), attaches=False)

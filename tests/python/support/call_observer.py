@@ -23,7 +23,7 @@ Run = Callable[[Callable[[], object]], None]  # calls a function somewhere
 
 
 def options_of(scope: str) -> tp.Options:
-    return tp.Options(scope=scope, start_powerSGD_iter=0, min_numel=MIN_NUMEL)
+    return tp.Options.hook_defaults(scope=scope, start_powerSGD_iter=0, min_numel=MIN_NUMEL)
 
 
 def flat(rank: int, numel: int = 3 * MIN_NUMEL) -> torch.Tensor:
@@ -98,7 +98,7 @@ def attached() -> torch.nn.Module:
 
 
 def attached_with_scope_never() -> torch.nn.Module:
-    return make_attached(SHAPES, tp.Options(scope="never", start_powerSGD_iter=0))
+    return make_attached(SHAPES, tp.Options.hook_defaults(scope="never", start_powerSGD_iter=0))
 
 
 def unattached() -> torch.nn.Module:
@@ -120,7 +120,7 @@ def observe_ddp(
             ddp.zero_grad()
             loss = ddp(fed)
             before = compressed_calls()
-            with nullcontext() if override is None else tp.compression(override):
+            with nullcontext() if override is None else tp.scope(override):
                 loss.backward()
         gradients.append([p.grad for p in ddp.parameters() if p.grad is not None])
     same = all(a.equal(b) for a, b in zip(*gradients, strict=True))

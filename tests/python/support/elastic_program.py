@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 
 STEPS, SAVE_EVERY = 12, 3
-OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

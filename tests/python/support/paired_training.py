@@ -24,7 +24,7 @@ from torch_powersgd.tools.footprint import as_reals
 
 STEPS = 9
 WARM_UP = 3  # steps that are exact
-OPTIONS = tp.Options(start_powerSGD_iter=WARM_UP, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=WARM_UP, matrix_approximation_rank=2)
 
 # Makes the module, given the process group that it trains in.
 Make = Callable[[dist.ProcessGroup], torch.nn.Module]

@@ -31,7 +31,6 @@ from support.fsdp_pairs import (
 from support.log_records import LogRecords
 from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts, same
 from support.synthetic import Ledger, gradient
-from torch_powersgd.attach import attachment_of
 from torch_powersgd.fsdp import only_subset, packed
 
 WORLD_SIZE = REPLICAS * SHARDS
@@ -101,7 +100,8 @@ def _by_hand(rank: int) -> tuple[list[bool], int, int]:
     Returns:
         Whether all is equal, and the bytes of the gradients and those sent between replicas.
     """
-    native, by_hand = make_modules(native=True)[0], make_modules()[0]
+    native, _, of_native = make_modules(native=True)
+    by_hand, _, of_by_hand = make_modules()
     equal = []
     for i in range(STEPS):
         equal.append(same(*(backward(module, rank, i) for module in (native, by_hand))))
@@ -110,7 +110,7 @@ def _by_hand(rank: int) -> tuple[list[bool], int, int]:
         ]
         equal.append(same(*([norm.full_tensor()] for norm in norms)))
     before, after = (
-        {tp.stats(attachment_of(module).group)[name] for module in (native, by_hand)}
+        {compression.stats()[name] for compression in (of_native, of_by_hand)}
         for name in ("bytes_before", "bytes_after")
     )
     equal.append(len(before) == len(after) == 1)
@@ -147,7 +147,7 @@ def _unused(
 
     FSDP2's hooks do not learn which. As a part of one unit, the block is as large as another.
     """
-    attached, plain = make_modules(native, units=() if one_unit else None)
+    attached, plain, compression = make_modules(native, units=() if one_unit else None)
     arguments: dict[str, Any] = {"skip": 0} if one_unit else {"gained": False}
     warnings = LogRecords(logging.WARNING).seen
     exact = {}
@@ -159,7 +159,7 @@ def _unused(
                 backward(module, rank, i, **arguments)
         found, wanted = gradients(attached), gradients(plain)
         exact[told] = [n for n, g in found.items() if "weight" in n and same([g], [wanted[n]])]
-    return exact, warnings, tp.state_dict(attached)["step"]
+    return exact, warnings, compression.stats()["steps"]
 
 
 @pytest.mark.skipif(
@@ -192,27 +192,31 @@ def test_a_part_of_a_unit_is_known_by_its_size_if_no_other_part_has_it() -> None
 
 
 def _detached(rank: int, native: bool) -> list[bool]:
-    attached, plain = make_modules(native)
+    attached, plain, compression = make_modules(native)
     exact = []
     for i in range(12):
         if i == 6:
-            tp.detach(attached)
+            compression.detach()
         if i == 9:
-            tp.attach(attached)  # the group is known
+            options = {"start_powerSGD_iter": 1}
+            compression = tp.attach(attached, options, group=compression.group)
+            with pytest.raises(ValueError, match="attached already"):
+                tp.attach(attached, group=compression.group)
         exact.append(same(*(backward(m, rank, i) for m in (attached, plain))))
+    assert compression.stats()["steps"] == 3
     return exact
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_detach_is_exact(native: bool) -> None:
+def test_a_detached_module_is_exact_until_it_is_attached_again(native: bool) -> None:
     for exact in ranks.run(WORLD_SIZE, _detached, native, backend="gloo"):
-        assert exact == [True] * WARM_UP + [False] * 3 + [True] * 3 + [False] * 3
+        assert exact == [True] * WARM_UP + [False] * 3 + [True] * 4 + [False] * 2
 
 
 # All units have flat gradients of more elements than min_numel. As in test_identity, each step
 # whose gradients are almost zero drains two of some 20 dimensions of each unit's matrix.
 DRAIN_STEPS, QUIET = 24, 1e-20
-FLAT = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=64)
+FLAT = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=64)
 
 
 def _native(rank: int) -> tuple[list[bool], float, float, int]:

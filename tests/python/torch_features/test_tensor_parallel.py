@@ -23,7 +23,7 @@ from support.synthetic import Ledger, gradient
 
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 # Every all-reduce of activations has more elements than this: only its kind keeps it exact.
-SMALL = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=16)
+SMALL = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=16)
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 

@@ -17,7 +17,7 @@ from support import ranks
 from support.paired_training import digest, same
 from support.synthetic import gradient
 
-OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=2)
 STEPS = 8
 # An overlapped optimizer waits until DDP has rebuilt its buckets and it has seen them once.
 STEPS_BEFORE_OVERLAP = 2
