@@ -62,7 +62,7 @@ def outside(function: Callable[[], object]) -> None:
 
 
 def compressed_calls() -> int:
-    calls: int = tp.stats(residual_norms=False)["compressed_calls"]
+    calls: int = tp.stats()["compressed_calls"]
     return calls
 
 
@@ -106,12 +106,12 @@ def unattached() -> torch.nn.Module:
 
 
 def observe_ddp(
-    rank: int, make: Callable[[], torch.nn.Module], override: bool | None = None
+    rank: int, make: Callable[[], torch.nn.Module], override: str | None = None
 ) -> tuple[int, bool]:
     """The same facts about the bucket of a DDP module.
 
     Args:
-        override: the override of the scope around backward; None: there is none.
+        override: the scope of a block around backward; None: there is no block.
     """
     fed = {name: gradient(shape, name, rank) for name, shape in SHAPES.items()}
     gradients: list[list[torch.Tensor]] = []

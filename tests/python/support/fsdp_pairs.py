@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 import torch_powersgd as tp
 from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts, digest, same
-from support.synthetic import Ledger, Tensors, gradient
+from support.synthetic import Ledger, Tensors, gradient, own_part
 
 REPLICAS, SHARDS = 2, 2
 
@@ -55,13 +56,15 @@ class Net(nn.Module):
 
 
 def mesh_of(replicate: Any, *others: tuple[str, int]) -> DeviceMesh:
-    """A mesh with a dimension of replicas.
+    """A mesh of all ranks with a dimension of replicas.
 
     Args:
         replicate: the backend of the replicas, or a tuple of it and its options.
         others: name and size of each other dimension, over Gloo; default: one of shards.
     """
-    names, sizes = zip(("replicate", REPLICAS), *(others or [("shard", SHARDS)]), strict=True)
+    others = others or (("shard", SHARDS),)
+    replicas = dist.get_world_size() // math.prod(size for _, size in others)
+    names, sizes = zip(("replicate", replicas), *others, strict=True)
     backends = {**dict.fromkeys(names, "gloo"), "replicate": replicate}
     return init_device_mesh("cpu", sizes, mesh_dim_names=names, backend_override=backends)
 
@@ -85,11 +88,6 @@ def sharded(
     for unit in (["blocks.0"], ["blocks.1"]) if units is None else units:
         fully_shard([net.get_submodule(name) for name in unit], mesh=mesh, **arguments)
     return fully_shard(net, mesh=mesh, **arguments)
-
-
-def part_of(state: dict[str, Any]) -> dict[str, Any]:
-    """The one part that a process has of a state. A module of one shard has no parts."""
-    return state if "version" in state else next(iter(state.values()))
 
 
 def locals_of(module: Sharded) -> Tensors:
@@ -170,7 +168,7 @@ class TrainingPair:
 
     def residuals(self) -> Tensors:
         """The mean residuals of the replicas, without the padding and the loss scale."""
-        shards, state = locals_of(self.attached), part_of(self.compression.state_dict())
+        shards, state = locals_of(self.attached), own_part(self.compression.state_dict())
         return {
             name: saved["residual"][: len(shards[name])].double() / state["grad_scale"]
             for name, saved in state["parameters"].items()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -72,12 +74,15 @@ def test_blocks_compiled_by_inductor() -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "native_plain"])
-def test_stats_count_steps_and_units(results: list[dict[str, Facts]], name: str) -> None:
+def test_stats_say_what_was_compressed(results: list[dict[str, Facts]], name: str) -> None:
     for result in results:
-        steps, calls, names = result[name].extra
-        assert steps == STEPS
-        assert calls == 3 * (STEPS - WARM_UP)
-        assert names == sorted(name for name, _ in Net().named_parameters())
+        stats, text = result[name].extra
+        assert (stats["compressing"], stats["starts_at"], stats["steps"]) == (True, WARM_UP, STEPS)
+        assert stats["compressed_calls"] == 3 * (STEPS - WARM_UP)  # one for each unit
+        assert stats["residual_norms"].keys() == {name for name, _ in Net().named_parameters()}
+        assert stats["compressed_ratio"] > 3
+        assert "3 of 7 parameters at matrix rank 2" in text
+        assert f"step {STEPS}: the next one is compressed" in text
 
 
 @pytest.mark.parametrize("name", ["unit_of_modules", "output_backward_by_itself"])
@@ -251,6 +256,19 @@ def test_native_hsdp_is_compressed_flat() -> None:
         assert calls == 3 * (STEPS + DRAIN_STEPS - 2)
 
 
+def _attach_lines(rank: int) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        make_modules(native=True)
+        make_modules(native=False)
+    return heard.getvalue()
+
+
+def test_attach_says_once_what_it_will_do_and_not_once_for_each_shard() -> None:
+    first, *others = ranks.run(WORLD_SIZE, _attach_lines, backend="gloo")
+    assert first.count("3 of 7 parameters") == 2
+    assert others == [""] * (WORLD_SIZE - 1)
+
+
 def _refused(rank: int) -> list[str]:
     mesh = mesh_of(("cpu:powersgd", OPTIONS))
     replicate, shard = mesh.get_group("replicate"), mesh.get_group("shard")
@@ -261,6 +279,7 @@ def _refused(rank: int) -> list[str]:
     for module, group in (
         (sharded(mesh["shard"]), None),
         (sharded(mesh["shard"]), shard),
+        (sharded(mesh_of("gloo")), None),
         (sharded(mesh), shard),
         (hooked, replicate),
         (sharded(one["shard"]), dist.group.WORLD),
@@ -272,7 +291,9 @@ def _refused(rank: int) -> list[str]:
 
 
 def test_refusals_say_why() -> None:
-    parts = ["group=mesh.get_group", "'gloo'", "be left out", "set already", "no replicas"]
+    on_gloo = "has 'gloo'. Use"
+    remedy = 'init_device_mesh(..., backend_override={"replicate": "cpu:powersgd"})'
+    parts = ["group=mesh.get_group", on_gloo, remedy, "be left out", "set already", "no replicas"]
     for messages in ranks.run(WORLD_SIZE, _refused, backend="gloo"):
         for message, part in zip(messages, parts, strict=True):
             assert part in message

@@ -68,7 +68,7 @@ class _Trained:
 def _train(rank: int, tensor_backend: str | tuple[str, tp.Options]) -> tuple[Any, ...]:
     mesh = _mesh(("cpu:powersgd", OPTIONS), tensor_backend)
     attached, plain = _Trained(mesh), _Trained(_mesh("gloo", "gloo"))
-    tp.attach(attached.ddp)
+    compression = tp.attach(attached.ddp)
     replica = mesh.get_local_rank("replicate")
     ledger, exact, equal, digests = Ledger(), [], [], []
     for i in range(STEPS):
@@ -83,7 +83,7 @@ def _train(rank: int, tensor_backend: str | tuple[str, tp.Options]) -> tuple[Any
             for name, shard in attached.shards.items():
                 shard.sub_(found[name], alpha=0.05)
         digests.append(digest([*found.values(), *attached.shards.values()]))
-    saved = tp.state_dict(attached.ddp)["parameters"]
+    saved = compression.state_dict()["parameters"]
     residuals = {name: state["residual"].double() for name, state in saved.items()}
     assert set(residuals) == {"0.weight", "2.weight"}
     others = tp.stats(mesh.get_group("tensor")) if tensor_backend != "gloo" else {}
