@@ -104,12 +104,12 @@ def test_override(scope: str) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("block", ["always", "never"])
 @pytest.mark.parametrize("make", [attached, unattached])
 @pytest.mark.parametrize("scope", ["backward", "never"])
 def test_override_around_backward_of_ddp(
-    scope: str, make: Callable[[], torch.nn.Module], enabled: bool
+    scope: str, make: Callable[[], torch.nn.Module], block: str
 ) -> None:
-    expected = (int(enabled), not enabled)
-    arguments = (observe_ddp, make, enabled)
+    expected = (1, False) if block == "always" else (0, True)
+    arguments = (observe_ddp, make, block)
     assert ranks.run(2, *arguments, options=options_of(scope)) == [expected] * 2
