@@ -12,7 +12,14 @@ import torch
 import torch_powersgd as tp
 from support import ranks
 from support.call_observer import SETTLE_PASSES
-from support.synthetic import gradients, make_attached, make_ddp, reduce_in_backward, step
+from support.synthetic import (
+    gradients,
+    make_attached,
+    make_compressed,
+    make_ddp,
+    reduce_in_backward,
+    step,
+)
 
 # "wide" and "tall" are cut into several tiles, so that two threads do share the work.
 SHAPES = {"wide": (40, 700), "tall": (900, 30), "conv": (16, 3, 5, 5), "bias": (37,)}
@@ -32,10 +39,10 @@ def _cycle(rank: int, shapes: Any, period: Any) -> Any:
 
 def _attached(rank: int, threads: Any, options: tp.Options) -> Any:
     torch.set_num_threads(threads[rank])
-    ddp = make_attached(SHAPES, options)
+    ddp, compression = make_compressed(SHAPES, options)
     inputs = _cycle(rank, SHAPES, 7)
     digests = [_digest(step(ddp, inputs[i % 7]).values()) for i in range(STEPS)]
-    state = tp.state_dict(ddp)["parameters"].values()
+    state = compression.state_dict()["parameters"].values()
     assert torch.get_num_threads() == threads[rank]
     return digests, _digest([saved[key] for saved in state for key in ("residual", "q")])
 
