@@ -134,7 +134,7 @@ def stages(shape: Shape, rank: int, residual: str, arguments: argparse.Namespace
     memory = PeakMemory(device)
     clock = Clock(device)
     layout = buckets_of(shapes, DTYPE)
-    options = torch_powersgd.Options(
+    options = torch_powersgd.Options.hook_defaults(
         matrix_approximation_rank=rank, residual_dtype=getattr(torch, residual)
     )
     ours = Ours(layout, options, DTYPE, device)

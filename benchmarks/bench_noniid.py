@@ -27,8 +27,6 @@ from rich.progress import track
 from text_tables import print_tables
 from torch import Tensor, nn
 
-import torch_powersgd as tp
-
 CONTENDERS = ("plain", "hook-1-bucket", "attached")
 DTYPES = ("float32", "bfloat16")
 SHAPE = (16, 40)
@@ -57,9 +55,9 @@ def residual_norm(trainee: Trainee) -> float | None:
     state = getattr(trainee, "hook_state", None)
     if state is not None:
         return max((float(e.float().norm()) for e in state.error_dict.values()), default=None)
-    if "powersgd" not in dist.get_backend_config():
+    if trainee.compression is None:
         return None
-    return max(tp.stats()["residual_norms"].values(), default=None)
+    return max(trainee.compression.stats()["residual_norms"].values(), default=None)
 
 
 def descend(make: ranks.Make, dtype: str, steps: int) -> dict[str, list[float | None]]:

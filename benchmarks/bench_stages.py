@@ -235,7 +235,7 @@ def cases_of(arguments: argparse.Namespace, device: torch.device) -> list[Case]:
         arguments.models, arguments.dtypes, arguments.ranks
     ):
         gradient, _, residual = dtype.partition("/")
-        options = torch_powersgd.Options(
+        options = torch_powersgd.Options.hook_defaults(
             matrix_approximation_rank=rank, residual_dtype=getattr(torch, residual or "float32")
         )
         cases.append(Case(model, options, getattr(torch, gradient), device))

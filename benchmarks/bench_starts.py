@@ -52,7 +52,7 @@ FIELDS: dict[str, Any] = {
 
 
 def _attached(ddp: DistributedDataParallel, **fields: Any) -> None:
-    tp.attach(ddp, tp.Options(**FIELDS, **fields))
+    tp.attach(ddp, tp.Options.hook_defaults(**FIELDS, **fields))
 
 
 def _hooked(ddp: DistributedDataParallel) -> None:

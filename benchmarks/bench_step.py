@@ -42,7 +42,7 @@ class StagesHook:
     """DDP's hook: the stages of each bucket, without its reductions."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        self._options = torch_powersgd.Options(matrix_approximation_rank=rank)
+        self._options = torch_powersgd.Options.hook_defaults(matrix_approximation_rank=rank)
         self._device = device
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
         self._buckets: dict[tuple[torch.Size, ...], Ours] = {}  # DDP makes others after a step

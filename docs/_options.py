@@ -25,23 +25,31 @@ which of them to set.
 
 Each field is looked up in this order, and the first place that has it decides:
 
-1. the mapping that is given to `attach`
-2. `pg_options` of the process group: a mapping, or `Options`
+1. the options that are given to `attach`
+2. `pg_options` of the process group
 3. `torch_powersgd.configure(options)`
 4. the environment variables `POWERSGD_*`
 5. the defaults below
 
-A mapping sets some fields and leaves the others to the places below it. A complete `Options` sets
-all fields, so that it hides every place below it: `attach(ddp, Options(...))` ignores the group's
-options. Its fields that were not named have their defaults.
+The first two take a mapping or `Options`, and these differ:
+
+| given to `attach` | matrix rank | everything else |
+|---|---|---|
+| nothing | the group's | the group's options |
+| `{"matrix_approximation_rank": 8}` | 8 | the group's options |
+| `Options(matrix_approximation_rank=8)` | 8 | the defaults below |
+
+So a mapping replaces single fields of what the later places say, and a complete `Options` hides all
+of them. `Options.hook_defaults(...)` is a complete `Options` too, with the defaults of torch's
+hook: matrix rank 1 in float32, after 1000 exact steps.
 
 The environment variable of a field is `POWERSGD_` with the field's name in capitals, such as
 `POWERSGD_MATRIX_APPROXIMATION_RANK=16`. A truth value is `1`, `true`, `0` or `false`, a data type
 its name, such as `bfloat16`. A variable with another name that begins with `POWERSGD_` is warned
 about.
 
-All ranks must have equal options. If they differ, every rank raises an error that names the field
-and the ranks.
+All processes must have equal options. If they differ, every process raises an error that names the
+field and the processes.
 
 ## Fields
 

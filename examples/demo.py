@@ -3,8 +3,8 @@
 
 It compares the losses and the bytes sent. The demo takes 2.5 minutes on two cores.
 
-Both runs have the same hyper-parameters, initial weights and batches. Compression has the
-recommended setting: rank 16 and factors sent in int8, after 10 exact steps.
+Both runs have the same hyper-parameters, initial weights and batches. Compression has its
+default options: matrix rank 16 and factors sent in int8, after 10 exact steps.
 """
 
 import json

@@ -11,7 +11,7 @@ def summary(loss: float) -> str:
 
 
 def sent(group: dist.ProcessGroup | None = None) -> str:
-    stats = torch_powersgd.stats(group, residual_norms=False)
+    stats = torch_powersgd.stats(group)
     return (
         f"{stats['exact_calls']} buckets sent exactly, "
         f"{stats['compressed_calls']} compressed, {stats['ratio']:.1f} times fewer bytes in all"

@@ -62,7 +62,7 @@ class Characters(BaseTokenizer):  # type: ignore[misc]
 
 
 class Windows(BaseDataLoader):  # type: ignore[misc]
-    """Random windows of a text, which are others on each rank."""
+    """Random windows of a text, other ones on each process."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]

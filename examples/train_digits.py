@@ -86,7 +86,7 @@ class DigitTrainer(training.Trainer):
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """The loss and the accuracy. All ranks compute them, as there are few pictures."""
+        """The loss and the accuracy. All processes compute them: there are few pictures."""
         pictures, labels = self.validation
         logits = self.net.logits(pictures)
         return {

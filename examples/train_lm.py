@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --backend gloo
     torchrun --nproc-per-node 2 examples/train_lm.py --backend powersgd
 
-Compression has the recommended rank and wire, unless --rank and --wire-dtype say otherwise. The
+Compression has its default options, unless --rank and --wire-dtype say otherwise. The
 loop, and the lines that compression adds to it, are in training.py.
 """
 

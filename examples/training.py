@@ -6,7 +6,6 @@ one call after DDP is built, and one entry of the checkpoint.
 """
 
 import argparse
-import functools
 import json
 import math
 import time
@@ -26,7 +25,7 @@ import torch_powersgd as tp
 Batch = tuple[torch.Tensor, torch.Tensor]
 Wrap = Callable[[nn.Module], DistributedDataParallel]
 WIRE_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
-RECOMMENDED = tp.Options.recommended()
+DEFAULTS = tp.Options()
 
 
 def common_options(doc: str) -> argparse.ArgumentParser:
@@ -39,17 +38,17 @@ def common_options(doc: str) -> argparse.ArgumentParser:
         default="powersgd",
         help="backend of the gradients",
     )
-    rank, exact = RECOMMENDED.matrix_approximation_rank, RECOMMENDED.start_powerSGD_iter
-    add("--rank", type=int, default=rank, help="rank of the approximation")
+    rank, exact = DEFAULTS.matrix_approximation_rank, DEFAULTS.start_powerSGD_iter
+    add("--rank", type=int, default=rank, help="matrix rank of the approximation")
     add(
         "--wire-dtype",
         choices=WIRE_DTYPES,
-        default=RECOMMENDED.wire_dtype,
+        default=DEFAULTS.wire_dtype,
         help="dtype in which factors travel",
     )
     add("--exact-steps", type=int, default=exact, help="number of steps before compression begins")
     add("--steps", type=int, help="number of steps")
-    add("--batch", type=int, help="samples per rank and step")
+    add("--batch", type=int, help="samples per process and step")
     add("--lr", type=float, help="learning rate")
     add("--warmup", type=int, default=20, help="number of steps until --lr is reached")
     add("--seed", type=int, default=0, help="seed of the weights and the batches")
@@ -68,26 +67,24 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return float(args.lr * (0.55 + 0.45 * math.cos(math.pi * progress)))
 
 
-def parallel(args: argparse.Namespace, model: nn.Module) -> DistributedDataParallel:
-    ddp = DistributedDataParallel(model)
-    if args.backend == "powersgd":  # [compression]
-        options = tp.Options.recommended(
-            matrix_approximation_rank=args.rank,
-            wire_dtype=args.wire_dtype,
-            start_powerSGD_iter=args.exact_steps,
-        )
-        tp.attach(ddp, options)
-    return ddp
+def compress(args: argparse.Namespace, ddp: DistributedDataParallel) -> tp.Compression:
+    options = tp.Options(
+        matrix_approximation_rank=args.rank,
+        wire_dtype=args.wire_dtype,
+        start_powerSGD_iter=args.exact_steps,
+    )
+    return tp.attach(ddp, options)
 
 
 class Trainer(ABC):
-    """One rank's model, optimizer and share of the data.
+    """One process's model, optimizer and share of the data.
 
     Args:
         args: the options of the example.
         model: the model, whose forward(*batch) returns the loss.
         optimizer: the optimizer of the model.
-        wrap: wraps the model in a module that averages its gradients. None stands for ``parallel``.
+        wrap: wraps the model in a module that averages its gradients. None stands for DDP, which
+            is compressed if the options ask for it.
     """
 
     def __init__(
@@ -102,19 +99,22 @@ class Trainer(ABC):
         self.step = 0
         self.bytes_before_resume = 0
         self.model, self.optimizer = model, optimizer
-        self.ddp = (wrap or functools.partial(parallel, args))(model)
+        self.ddp = (wrap or DistributedDataParallel)(model)
+        self.compression: tp.Compression | None = None
+        if args.backend == "powersgd" and wrap is None:  # [compression]
+            self.compression = compress(args, self.ddp)
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
 
     @abstractmethod
     def sample(self, generator: torch.Generator) -> Batch:
-        """A batch of this rank's share of the training data."""
+        """A batch of this process's share of the training data."""
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
         """The "validation_loss", and the other measures of the task. Collective."""
 
     def train_step(self) -> float:
-        """Takes one step. Returns this rank's loss."""
+        """Takes one step. Returns this process's loss."""
         # The step is part of the seed, so that a resumed run reads the same batches.
         generator = torch.Generator().manual_seed(
             (self.args.seed * 1_000_003 + self.step) * self.world + self.rank
@@ -126,24 +126,24 @@ class Trainer(ABC):
         self.optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        if norm.isfinite():  # all ranks agree, since their gradients are equal
+        if norm.isfinite():  # on all processes alike: their gradients are equal
             self.optimizer.step()
         self.step += 1
         return float(loss.detach())
 
     def mean(self, value: float) -> float:
-        """The mean over the ranks. Collective."""
+        """The mean over the processes. Collective."""
         tensor = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(tensor)  # exact on either backend, since this is no gradient
         return float(tensor) / self.world
 
     def sent(self) -> dict[str, int]:
-        """The bytes of gradients that this rank has sent, and the number of skipped steps.
+        """The bytes of gradients that this process has sent, and the number of skipped steps.
 
-        No rank applies a step in which a gradient is not finite.
+        No process applies a step in which a gradient is not finite.
         """
-        if self.args.backend == "powersgd":  # [compression]
-            stats = tp.stats(residual_norms=False)
+        if self.compression:  # [compression]
+            stats = self.compression.stats(residual_norms=False)
             total = self.bytes_before_resume + stats["bytes_after"]
             return {"bytes_sent": total, "skipped": stats["skipped_steps"]}
         return {"bytes_sent": self.gradient_bytes * self.step, "skipped": 0}
@@ -155,8 +155,8 @@ class Trainer(ABC):
             "step": self.step,
             "bytes_sent": self.sent()["bytes_sent"],
         }
-        if self.args.backend == "powersgd":  # [compression] collective: every rank calls it
-            state["powersgd"] = tp.state_dict(self.ddp)
+        if self.compression:  # [compression] collective: every process calls it
+            state["powersgd"] = self.compression.state_dict()
         if self.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(".unfinished")
@@ -169,8 +169,8 @@ class Trainer(ABC):
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
         self.bytes_before_resume = state["bytes_sent"]
-        if self.args.backend == "powersgd" and "powersgd" in state:  # [compression]
-            tp.load_state_dict(self.ddp, state["powersgd"])
+        if self.compression and "powersgd" in state:  # [compression]
+            self.compression.load_state_dict(state["powersgd"])
 
 
 def train(trainer: Trainer, progress: Progress, metrics: TextIO | None) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def main(args: argparse.Namespace, make: Callable[[argparse.Namespace], Trainer]
         if last and first:
             validated = (f"{k.replace('_', ' ')} {v:.3f}" for k, v in last.items() if "valid" in k)
             megabytes = last["bytes_sent"] / last["step"] / 1e6
-            sent = f"{megabytes:.3f} MB of gradients sent per step and rank"
+            sent = f"{megabytes:.3f} MB of gradients sent per step and process"
             progress.console.print(", ".join([*validated, sent]), soft_wrap=True)
     if metrics:
         metrics.close()

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from summary import summary
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from train_digits import DigitNet, read_digits
 
@@ -35,14 +34,14 @@ def train(config: dict[str, Any]) -> None:
         DataLoader(TensorDataset(*training), batch_size=32, shuffle=True)
     )
     ddp = ray.train.torch.prepare_model(model)
-    torch_powersgd.attach(ddp, torch_powersgd.Options.recommended())
+    compression = torch_powersgd.attach(ddp)
 
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as folder:
             state = torch.load(Path(folder, "state.pt"), weights_only=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        torch_powersgd.load_state_dict(ddp, state["powersgd"])
+        compression.load_state_dict(state["powersgd"])
 
     for epoch in range(config["epochs"]):
         batches.sampler.set_epoch(epoch)
@@ -52,19 +51,17 @@ def train(config: dict[str, Any]) -> None:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             optimizer.step()
-        report(ddp, optimizer, loss.detach())
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "powersgd": compression.state_dict(),  # on all workers
+        }
+        report(state, loss.detach())
 
 
-def report(
-    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, loss: torch.Tensor
-) -> None:
+def report(state: dict[str, Any], loss: torch.Tensor) -> None:
     dist.all_reduce(loss)
     metrics = {"summary": summary(float(loss) / dist.get_world_size())}
-    state = {
-        "model": ddp.module.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "powersgd": torch_powersgd.state_dict(ddp),  # on all workers
-    }
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None  # from rank 0 alone, as its state is that of all
         if dist.get_rank() == 0:

@@ -26,12 +26,12 @@ def main(args: argparse.Namespace) -> None:
     dist.init_process_group("cpu:powersgd")
     torch.manual_seed(0)
     ddp = DistributedDataParallel(DigitNet(channels=32, width=256))
-    torch_powersgd.attach(ddp, torch_powersgd.Options.recommended(matrix_approximation_rank=4))
+    compression = torch_powersgd.attach(ddp, {"matrix_approximation_rank": 4})
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     training, _ = read_digits()
-    torch.manual_seed(dist.get_rank())  # each rank draws its own batches
+    torch.manual_seed(dist.get_rank())  # each process draws its own batches
     batches = DataLoader(TensorDataset(*training), batch_size=32, shuffle=True)
-    # Each rank has its own residuals. Those of one are much like those of another.
+    # Each process has its own residuals, which are much alike.
     writer = SummaryWriter(args.folder) if dist.get_rank() == 0 else None
 
     step = 0
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> None:
             step += 1
             if writer is not None and step % EVERY == 0:
                 writer.add_scalar("loss", loss.item(), step)
-                for name, value in torch_powersgd.stats(flat=True, per_layer=True).items():
+                for name, value in compression.stats(flat=True, per_layer=True).items():
                     writer.add_scalar(f"powersgd/{name}", value, step)
     if writer is not None:
         writer.close()

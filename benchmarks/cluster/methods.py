@@ -35,6 +35,7 @@ class Trainee:
         self.model = model
         self.module = model  # the module to call
         self.optimizer: torch.optim.Optimizer | None = None  # the one that the method brings
+        self.compression: tp.Compression | None = None  # this project's, layer by layer
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within the context the gradients are the averages. After it they are as before."""
@@ -78,7 +79,7 @@ class Author(Trainee):
         """Leaves the residual in .grad, to which backward adds the next gradient."""
 
 
-# Arguments: the model, the rank of the approximation, and the seed of its random start.
+# Arguments: the model, the matrix rank of the approximation, and the seed of its random start.
 Make = Callable[[nn.Module, int, int], Trainee]
 
 
@@ -87,7 +88,7 @@ class Method:
     title: str
     backend: dict[str, str]
     make: Make
-    options: Callable[[int, int], tp.Options] | None = None  # the process group's; rank, seed
+    options: Callable[[int, int], tp.Options] | None = None  # of the group; matrix rank, seed
     lacks: Callable[[], str] = lambda: ""  # why it cannot run here
     attached: bool = False  # this project's, layer by layer
     approximates: bool = True  # by factors, which have a rank, or by what `measure` says
@@ -141,7 +142,7 @@ def _power_sgd_hooked(**ddp: Any) -> Make:
 
 def _options(rank: int, seed: int, **fields: Any) -> tp.Options:
     chosen = {"start_powerSGD_iter": EXACT_STEPS, "random_seed": seed, **fields}
-    return tp.Options(matrix_approximation_rank=rank, **chosen)
+    return tp.Options.hook_defaults(matrix_approximation_rank=rank, **chosen)
 
 
 def _attached(title: str, **fields: Any) -> Method:
@@ -149,7 +150,7 @@ def _attached(title: str, **fields: Any) -> Method:
 
     def make(model: nn.Module, rank: int, seed: int) -> Trainee:
         trainee = Parallel(model)
-        tp.attach(trainee.ddp, _options(rank, seed, **fields))
+        trainee.compression = tp.attach(trainee.ddp, _options(rank, seed, **fields))
         return trainee
 
     def lacks() -> str:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
+    from torch_powersgd import Compression
+
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 RESTART = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
@@ -119,8 +121,8 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, (inputs.sum(1, keepdim=True) / 8).sin()
 
 
-def make() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-    """The attached model and its optimizer."""
+def make() -> tuple[DistributedDataParallel, Compression, torch.optim.Optimizer]:
+    """The attached model, its compression and its optimizer."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -132,25 +134,21 @@ def make() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     ddp = DistributedDataParallel(
         torch.nn.Sequential(*layers, torch.nn.Linear(96, 1)), bucket_cap_mb=0.02
     )
-    tp.attach(
-        ddp, tp.Options(matrix_approximation_rank=4, wire_dtype="int8", start_powerSGD_iter=10)
-    )
-    return ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    compression = tp.attach(ddp, tp.Options(matrix_approximation_rank=4))
+    return ddp, compression, torch.optim.AdamW(ddp.parameters(), lr=1e-3)
 
 
 def train(folder: Path, steps: int, save_every: int, status: Status) -> dict[str, Any]:
     """Trains from the last checkpoint to the end. Returns what the rank ended with."""
     import torch
 
-    import torch_powersgd as tp
-
     status.say("attaching")
-    ddp, optimizer = make()
+    ddp, compression, optimizer = make()
     begin, losses = last_saved(folder), torch.zeros(steps, dtype=torch.float64)
     if begin:
         status.say("loading", begin)
         state = torch.load(folder / f"{begin}.{RANK}.pt")
-        tp.load_state_dict(ddp, state["powersgd"])
+        compression.load_state_dict(state["powersgd"])
         ddp.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         losses[:begin] = state["losses"]
@@ -168,7 +166,7 @@ def train(folder: Path, steps: int, save_every: int, status: Status) -> dict[str
             state = {
                 "model": ddp.module.state_dict(),
                 "optimizer": optimizer.state_dict(),
-                "powersgd": tp.state_dict(ddp, per_rank=True),
+                "powersgd": compression.state_dict(per_rank=True),
                 "losses": losses[:done].clone(),
             }
             save(state, folder / f"{done}.{RANK}.pt", status.order())
@@ -178,7 +176,7 @@ def train(folder: Path, steps: int, save_every: int, status: Status) -> dict[str
         "loss": float(losses[-1]),
         "losses": digest([losses]),
         "parameters": digest(ddp.parameters()),
-        "state": digest(tensors_in(tp.state_dict(ddp, per_rank=True))),
+        "state": digest(tensors_in(compression.state_dict(per_rank=True))),
     }
 
 

@@ -6,6 +6,7 @@ The gradients are known, so that the outputs, the residual and the mean gradient
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 from collections.abc import Mapping
@@ -87,28 +88,33 @@ class Turn:
         compressed: bool,
     ) -> None:
         self.title, fields = list(TURNS.items())[number % len(TURNS)]
-        self.compressed = compressed
         self.first, self.length = number * length, length
         self.ddp = DistributedDataParallel(Known(values), bucket_cap_mb=0.02)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3, momentum=0.9)
         self.scale = 1.0
+        self.compression: tp.Compression | None = None
         if compressed:
             exact = fields.get("start_powerSGD_iter", 0)
             start = exact + (state["step"] if state else 0)
             rank = {"matrix_approximation_rank": 2}
-            options = tp.Options(**{**rank, **fields, "start_powerSGD_iter": start})
-            tp.attach(self.ddp, options)
+            options = tp.Options.hook_defaults(**{**rank, **fields, "start_powerSGD_iter": start})
+            self.compression = tp.attach(self.ddp, options)
             if state is not None:
-                tp.load_state_dict(self.ddp, state)
+                self.compression.load_state_dict(state)
 
     def step(self, i: int, mine: Tensors) -> Tensors:
         """Takes a step and returns the averaged gradients. Loops call all of this between steps."""
         within = i - self.first
-        if self.compressed:
-            self._between(within)
+        exact: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.compression is not None:
+            self._between(within, self.compression)
+            if within % 100 in (60, 61, 62):
+                exact = self.compression.paused()
+            elif within % 37 == 5:
+                exact = tp.scope("never")
         self.optimizer.zero_grad()
         scaled = {name: gradient * self.scale for name, gradient in mine.items()}
-        with tp.compression(False) if within % 37 == 5 else torch.enable_grad():
+        with exact:
             self.ddp(scaled).backward()
         outputs = {}
         for name, weight in self.ddp.module.weights.items():
@@ -117,22 +123,17 @@ class Turn:
         self.optimizer.step()
         return outputs
 
-    def _between(self, within: int) -> None:
+    def _between(self, within: int, compression: tp.Compression) -> None:
         if within % 40 == 7:
-            self.scale = 2.0 ** (within % 5)
-            tp.set_grad_scale(self.scale)
-        if within % 100 == 60:
-            tp.detach(self.ddp)
-        if within % 100 == 63:
-            tp.attach(self.ddp)
+            self.scale = compression.grad_scale = 2.0 ** (within % 5)
         if within % 90 == 80:
-            tp.stats(per_layer=True, flat=True)
+            compression.stats(per_layer=True, flat=True)
         if within % 200 == 150:
-            tp.load_state_dict(self.ddp, tp.state_dict(self.ddp, per_rank=True))
+            compression.load_state_dict(compression.state_dict(per_rank=True))
         if within % 200 == 190:
-            tp.load_state_dict(self.ddp, tp.state_dict(self.ddp))
+            compression.load_state_dict(compression.state_dict())
         if within == self.length - 10:
-            tp.reset_stats()
+            compression.reset_stats()
 
     def values(self) -> Tensors:
         return {name: w.detach().clone() for name, w in self.ddp.module.weights.items()}
@@ -163,9 +164,9 @@ def train(
             if (i + 1) % SAMPLE_EVERY == 0:
                 samples.append(sample(i + 1))
         before = _residuals(state)
-        if compressed:
-            tp.set_grad_scale(1.0)
-            state = tp.state_dict(turn.ddp)
+        if turn.compression is not None:
+            turn.compression.grad_scale = 1.0
+            state = turn.compression.state_dict()
         added = {name: residual - before[name] for name, residual in _residuals(state).items()}
         turns.append({"title": turn.title, "error": _error(lost, added, total)})
         for name in SHAPES:
@@ -188,7 +189,8 @@ def groups(rank: int, folder: Path, count: int, compressed: bool) -> dict[str, A
         zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         turn = Turn(0, TURN, zeros, None, False)
         if compressed:
-            tp.attach(turn.ddp, tp.Options(start_powerSGD_iter=1, wire_dtype="int8"))
+            options = tp.Options.hook_defaults(start_powerSGD_iter=1, wire_dtype="int8")
+            tp.attach(turn.ddp, options)
         for i in range(3):
             turn.step(i, pool[i])
         del turn

@@ -16,12 +16,15 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bits import digest
 from cluster import hosts
 
 from faults.kills import EXACT, IN_STATE_DICT, Killer, note_time
+
+if TYPE_CHECKING:
+    from torch_powersgd import Compression
 
 EXACT_STEPS = 6
 FAULT_STEP = 12
@@ -103,15 +106,13 @@ def _arm(killer: Killer, job: Job, model: Any, optimizer: Any) -> None:
     killer.hook("in optimizer.step", optimizer.register_step_pre_hook)
 
 
-def _checkpoint(killer: Killer, job: Job, ddp: Any) -> None:
+def _checkpoint(killer: Killer, ddp: Any, compression: Compression | None) -> None:
     """Lets all ranks take a checkpoint, in which one dies."""
     import torch.distributed as dist
 
-    import torch_powersgd as tp
-
     killer.after_bytes(IN_STATE_DICT, WIDTH * WIDTH)  # a fraction of the residual
-    if job.method == "ours":
-        tp.state_dict(ddp)
+    if compression is not None:
+        compression.state_dict()
     else:
         ddp.state_dict()  # which is not collective
         killer.at(IN_STATE_DICT)
@@ -134,8 +135,8 @@ def _join_group(job: Job, killer: Killer) -> None:
     )
 
 
-def _model(job: Job, killer: Killer) -> Any:
-    """The DDP module, which is attached."""
+def _model(job: Job, killer: Killer) -> tuple[Any, Compression | None]:
+    """The DDP module, and its compression if the method is ours."""
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -151,8 +152,8 @@ def _model(job: Job, killer: Killer) -> Any:
     ddp = DistributedDataParallel(model, bucket_cap_mb=cap)
     if job.method == "ours":
         killer.replace("in attach", tp.agreement.CollectiveCall, "agree")
-        tp.attach(ddp, tp.Options.recommended(start_powerSGD_iter=EXACT_STEPS))
-    return ddp
+        return ddp, tp.attach(ddp, tp.Options(start_powerSGD_iter=EXACT_STEPS))
+    return ddp, None
 
 
 def _train(job: Job, killer: Killer, report: Report) -> None:
@@ -161,7 +162,7 @@ def _train(job: Job, killer: Killer, report: Report) -> None:
 
     torch.set_num_threads(1)
     _join_group(job, killer)
-    ddp = _model(job, killer)
+    ddp, compression = _model(job, killer)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
     generator = torch.Generator().manual_seed(job.rank)
     with open(Path(job.folder, f"progress{job.rank}"), "wb", buffering=0) as progress:
@@ -171,7 +172,7 @@ def _train(job: Job, killer: Killer, report: Report) -> None:
                     time.sleep(0.01)
                 _arm(killer, job, ddp.module, optimizer)
                 if job.kill == IN_STATE_DICT:
-                    _checkpoint(killer, job, ddp)
+                    _checkpoint(killer, ddp, compression)
             time.sleep(PAUSE)
             optimizer.zero_grad()
             inputs = torch.randn(8, WIDTH, generator=generator)

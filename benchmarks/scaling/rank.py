@@ -85,7 +85,7 @@ def _trained(
     model = Model(setting.shapes, getattr(torch, setting.dtype))
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False, **cap)
     laps.start()
-    _attach(ddp, setting)
+    compression = _attach(ddp, setting)
     laps.end("attach")
     _step(ddp)
     laps.end("first step")
@@ -98,10 +98,10 @@ def _trained(
         "store_bytes": process.bytes_to_port(store_port),
         "memory_bytes": process.touched_memory(),
         **process.handles(),
-        **_steps(ddp, setting),
+        **_steps(ddp, setting, compression),
     }
-    if checkpoints and setting.options is not None:
-        result |= _checkpoints(ddp)
+    if checkpoints and compression is not None:
+        result |= _checkpoints(compression)
     return result
 
 
@@ -120,14 +120,15 @@ def _store(rank: int, folder: Path, world: int) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, world, is_master=False, wait_for_workers=False)
 
 
-def _attach(ddp: DistributedDataParallel, setting: Setting) -> None:
+def _attach(ddp: DistributedDataParallel, setting: Setting) -> tp.Compression | None:
     if setting.options is not None:
-        tp.attach(ddp, setting.options)
-    elif setting.method == "hook":
+        return tp.attach(ddp, setting.options)
+    if setting.method == "hook":
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=RANK, start_powerSGD_iter=EXACT_STEPS
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return None
 
 
 def _step(ddp: DistributedDataParallel) -> None:
@@ -135,11 +136,12 @@ def _step(ddp: DistributedDataParallel) -> None:
     ddp().backward()
 
 
-def _steps(ddp: DistributedDataParallel, setting: Setting) -> dict[str, Any]:
+def _steps(
+    ddp: DistributedDataParallel, setting: Setting, compression: tp.Compression | None
+) -> dict[str, Any]:
     """The bytes, seconds and collectives of a step."""
-    ours = setting.options is not None
-    if ours:
-        tp.reset_stats()
+    if compression is not None:
+        compression.reset_stats()
     sent, took = bytes_written(), []
     for _ in range(STEPS):
         began = time.monotonic()
@@ -149,8 +151,8 @@ def _steps(ddp: DistributedDataParallel, setting: Setting) -> dict[str, Any]:
         "step_seconds": round(statistics.median(took), 4),
         "wire_bytes": round((bytes_written() - sent) / STEPS),
     }
-    if ours:
-        counts = tp.stats(residual_norms=False)
+    if compression is not None:
+        counts = compression.stats(residual_norms=False)
         seconds = {name: round(value / STEPS, 5) for name, value in counts["seconds"].items()}
         result |= {"stage_seconds": seconds, "payload_bytes": counts["bytes_after"] // STEPS}
         result["buckets"] = (counts["compressed_calls"] + counts["exact_calls"]) // STEPS
@@ -162,12 +164,12 @@ def _steps(ddp: DistributedDataParallel, setting: Setting) -> dict[str, Any]:
     return {**result, "collectives": dict(sorted(names.items()))}
 
 
-def _checkpoints(ddp: DistributedDataParallel) -> dict[str, int]:
+def _checkpoints(compression: tp.Compression) -> dict[str, int]:
     """The bytes of both checkpoints. Only one rank at a time holds its own."""
-    sizes = {"mean_checkpoint_bytes": _saved_bytes(tp.state_dict(ddp))}
+    sizes = {"mean_checkpoint_bytes": _saved_bytes(compression.state_dict())}
     for rank in range(dist.get_world_size()):
         if rank == dist.get_rank():
-            sizes["rank_checkpoint_bytes"] = _saved_bytes(tp.state_dict(ddp, per_rank=True))
+            sizes["rank_checkpoint_bytes"] = _saved_bytes(compression.state_dict(per_rank=True))
         dist.barrier()
     return sizes
 

@@ -19,7 +19,7 @@ from torch_powersgd.tools.footprint import (
     footprint_of,
 )
 
-RANK = 16  # of the approximation
+RANK = 16  # of the matrices
 EXACT_STEPS = 2  # the least that torch's hook takes
 WIRES = ("float32", "bfloat16", "int8", "int4")
 METHODS = ("plain", "hook", *WIRES)  # a wire is this project with it

@@ -110,7 +110,7 @@ namespace {
 
 constexpr const char* kCannotReconfigure =
     "powersgd: the group cannot be reconfigured, for new ranks would not have the factors that all "
-    "ranks must agree on. Save torch_powersgd.state_dict, create a new group and load it there";
+    "ranks must agree on. Save Compression.state_dict, create a new group and load it there";
 
 }  // namespace
 

@@ -31,7 +31,9 @@ def find_backend(
     if group is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group")
     if not isinstance(group, dist.ProcessGroup):  # torch returns -100 where a rank is no member.
-        raise ValueError(f"group must be a process group that this rank is in, got {shown(group)}")
+        raise ValueError(
+            f"group must be a process group that this process is in, got {shown(group)}"
+        )
     try:
         backend = group._get_backend(device)
     except RuntimeError:  # No backend serves this type of device.

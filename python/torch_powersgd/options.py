@@ -36,13 +36,13 @@ class Options:
 
     The first eight fields have the names and meanings of
     ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState``. The defaults are
-    the setting that the measurements favor where nothing is known of the job: rank 16 with factors
-    in int8, after 10 exact steps. docs/convergence.md has the losses and bytes of this and other
-    settings. ``hook_defaults`` has the defaults of torch's hook.
+    the setting that the measurements favor where nothing is known of the job: matrix rank 16 with
+    factors in int8, after 10 exact steps. docs/convergence.md has the losses and bytes of this and
+    other settings. ``hook_defaults`` has the defaults of torch's hook.
 
     Args:
-        matrix_approximation_rank: Rank r of the factors that are sent for each weight, 1 to 1024. A
-            higher rank sends more and approximates better.
+        matrix_approximation_rank: Matrix rank r of the factors that are sent for each weight, 1 to
+            1024. A higher one sends more and approximates better.
         start_powerSGD_iter: Number of steps that are averaged exactly before compression starts.
         min_compression_rate: Least gain for which a weight is compressed. An n x m weight is
             compressed only if (n + m) * r * min_compression_rate < n * m.
@@ -70,18 +70,19 @@ class Options:
             travels in the gradients' type (float16 in float32), without in the factors'.
         residual_dtype: Data type of the residual: float32, bfloat16 or float16. Residuals of
             float64 gradients are always float64. A value beyond the type's largest is cut off.
-            ``stats()["saturated_steps"]`` counts the steps in which that happens in float16.
+            ``Compression.stats()["saturated_steps"]`` counts the steps in which that happens in
+            float16.
         warm_start_noise: Standard deviation of the noise that a warm start adds to Q's rows, as a
             share of the root mean square of a row's elements. It needs ``warm_start``.
         check_every: Number of steps between two comparisons of the factors, which are equal on all
-            ranks. Where they differ, a warning names the parameter and the ranks, all ranks take
-            rank 0's, and ``stats()["differences"]`` counts it. 0: no comparison.
-        allow_discard: Whether ``discard_step`` may be called. Each step then keeps a copy of the
-            residuals and factors before it, which takes their memory once more.
+            processes. Where they differ, a warning names the parameter and the ranks, all processes
+            take rank 0's, and ``Compression.stats()["differences"]`` counts it. 0: no comparison.
+        allow_discard: Whether ``Compression.discard_step`` may be called. Each step then keeps a
+            copy of the residuals and factors before it, which takes their memory once more.
 
     Raises:
-        ValueError: If a value is not allowed, alone or beside another field. The message names the
-            field, the value and what is allowed.
+        ValueError: If a value is not allowed, alone or in combination with another field. The
+            message names the field, the value and what is allowed.
     """
 
     matrix_approximation_rank: int = 16
@@ -281,7 +282,7 @@ def _variable(name: str) -> str:
 
 @functools.cache  # It warns once in a process.
 def _warn_of_unknown_variables() -> None:
-    """Warns, on one rank of a machine, of variables that look like options and have no effect."""
+    """Warns, in one process per machine, of variables that look like options and are none."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for message in unknown_variables():
             log.warning(message)

@@ -76,14 +76,12 @@ def test_each_method_has_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_recommended_setting_is_compared_by_default(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_options_are_compared(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench", "--device", device])
     arguments = bench_cluster.parse_arguments()
     names = [contender.name for contender in arguments.contenders]
-    recommended = tp.Options.recommended()
-    name = f"{recommended.wire_dtype}-wire:{recommended.matrix_approximation_rank}"
+    defaults = tp.Options()
+    name = f"{defaults.wire_dtype}-wire:{defaults.matrix_approximation_rank}"
     assert name in names
     assert arguments.pictured[-1].name == name
 

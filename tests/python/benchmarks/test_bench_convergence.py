@@ -252,14 +252,12 @@ def test_unlike_data_keep_our_residual_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("example", ["train_lm", "train_digits"])
-def test_an_example_has_the_recommended_setting(
-    example: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_example_has_the_default_options(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     arguments = importlib.import_module(example).options().parse_args([])
-    recommended = tp.Options.recommended()
-    assert arguments.rank == recommended.matrix_approximation_rank
-    assert tp.Options(wire_dtype=arguments.wire_dtype).wire_dtype == recommended.wire_dtype
+    defaults = tp.Options()
+    assert arguments.rank == defaults.matrix_approximation_rank
+    assert tp.Options(wire_dtype=arguments.wire_dtype).wire_dtype == defaults.wire_dtype
     assert arguments.exact_steps < arguments.steps / 20
 
 

@@ -236,6 +236,15 @@ def test_the_api_page_has_every_public_name() -> None:
     assert sorted(shown) == sorted({*torch_powersgd.__all__} - {"__version__"})
 
 
+def test_the_tables_of_the_api_page_have_every_public_name_and_method() -> None:
+    listed = re.findall(r"^\| `(\w+)", API.read_text(), flags=re.MULTILINE)
+    methods = [name for name in vars(torch_powersgd.Compression) if not name.startswith("_")]
+    names = {*torch_powersgd.__all__} - {"__version__"}
+    attributes = ["group", "options", "str"]  # and what str() returns
+    heads = ["torch_powersgd", "compression"]
+    assert sorted(listed) == sorted([*names, *methods, *attributes, *heads])
+
+
 def test_troubleshooting_quotes_messages_that_exist() -> None:
     messages = user_messages.all_messages()
     quoted = list(user_messages.quoted_on(TROUBLESHOOTING.read_text()))
@@ -267,6 +276,7 @@ NOT_SHOWN = (
     "include/powersgd/option_table.h",
     "csrc/gradients/flat_tensors.cpp",
     "csrc/engine/work.cpp",
+    "python/torch_powersgd/summary.py",
     "python/torch_powersgd/__main__.py",
     "python/torch_powersgd/tools/",
 )

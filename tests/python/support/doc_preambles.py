@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +25,7 @@ import torch_powersgd
 Names = dict[str, Any]
 
 WIDTH = 64
-# The ranks of small layers: compressed at rank 4 from the second step on.
+# Small layers are compressed at matrix rank 4 from the second step on.
 OPTIONS: dict[str, Any] = {
     "matrix_approximation_rank": 4,
     "wire_dtype": torch.bfloat16,
@@ -49,6 +50,7 @@ def _common() -> Names:
         "os": os,
         "torch": torch,
         "dist": dist,
+        "dcp": dcp,
         "nn": nn,
         "DistributedDataParallel": DistributedDataParallel,
         "DDP": DistributedDataParallel,
@@ -99,12 +101,12 @@ def ddp() -> Names:
 def attached() -> Names:
     """The same, attached, after some compressed steps."""
     names = ddp()
-    torch_powersgd.attach(names["ddp"], names["options"])
+    compression = torch_powersgd.attach(names["ddp"], names["options"])
     for batch in names["batches"]:
         _loss_of(names["ddp"], batch).backward()
         names["optimizer"].step()
         names["optimizer"].zero_grad()
-    return names | {"loss": _loss_of(names["ddp"], names["batch"])}
+    return names | {"compression": compression, "loss": _loss_of(names["ddp"], names["batch"])}
 
 
 def gan() -> Names:
@@ -197,16 +199,21 @@ def pipeline() -> Names:
     return names | library | stage_names | data | loss | {"mesh": made}
 
 
+def replicas() -> Names:
+    """An attached model on a mesh of replicas and shards, on four ranks."""
+    names = mesh()
+    override = {"replicate": ("cpu:powersgd", names["options"]), "shard": "gloo"}
+    dims = ("replicate", "shard")
+    made = names["init_device_mesh"]("cpu", (2, 2), mesh_dim_names=dims, backend_override=override)
+    model = names["fully_shard"](names["model"], mesh=made)
+    return names | {"compression": torch_powersgd.attach(model)}
+
+
 def by_hand() -> Names:
-    """A model with gradients that nothing averages, and an earlier copy of its parameters."""
+    """A model whose gradients nothing averages, and its optimizer."""
     names = group()
-    model = names["model"]
-    _loss_of(model, names["batch"]).backward()
-    anchor = [parameter.detach().clone() for parameter in model.parameters()]
-    return names | {"anchor": anchor}
+    return names | {"optimizer": torch.optim.SGD(names["model"].parameters(), lr=0.1)}
 
 
-PREAMBLES: dict[str, Callable[[], Names]] = {
-    made.__name__: made
-    for made in (group, ddp, attached, gan, sam, zero, mesh, tensor_parallel, pipeline, by_hand)
-}
+_MADE = (group, ddp, attached, gan, sam, zero, mesh, replicas, tensor_parallel, pipeline, by_hand)
+PREAMBLES: dict[str, Callable[[], Names]] = {made.__name__: made for made in _MADE}
