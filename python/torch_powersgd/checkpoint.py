@@ -10,13 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import checksum, fsdp, loading
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import error_as_arguments, next_call
 from torch_powersgd.attach import attachment_of
 from torch_powersgd.loading import LOCAL_FIELDS, VERSION
 from torch_powersgd.lookup import find_backends
 from torch_powersgd.options import Options
 from torch_powersgd.proposal import Module
 from torch_powersgd.rewrapping import note_saved
+from torch_powersgd.store_agreement import error_as_arguments, next_call
 
 
 def state_dict(module: Module, per_rank: bool = False) -> dict[str, Any]:

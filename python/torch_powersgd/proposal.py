@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_powersgd import ddp, fsdp, watch
+from torch_powersgd import ddp, fsdp
 from torch_powersgd._backend import compare_options
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import error_as_arguments
 from torch_powersgd.lookup import check_alive, find_backend
 from torch_powersgd.options import Options, lay_over
+from torch_powersgd.store_agreement import error_as_arguments, next_call
 
 Module = DistributedDataParallel | FSDPModule
 
@@ -74,8 +75,8 @@ def agree(
         plain = proposal.plain()
     except Exception as invalid:  # The other ranks wait for this rank's error, of any type.
         plain = error_as_arguments(invalid)
-    call = watch.attach_call(group, proposal.backend if proposal is not None else None)
-    call.agree(plain, _compare)
+    timeout = proposal.backend.options._timeout if proposal is not None else default_pg_timeout
+    next_call(group, "attach", timeout).agree(plain, _compare)
     assert proposal is not None  # else the ranks did not agree
     return proposal
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import global_ranks
 from torch_powersgd.attach import attached_groups
 from torch_powersgd.lookup import find_backends
+from torch_powersgd.store_agreement import global_ranks
 
 SOON = 20  # A start of compression within so many steps needs no notice.
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import equality_of, next_call
 from torch_powersgd.lookup import BACKENDS, find_backend
 from torch_powersgd.options import Options
+from torch_powersgd.store_agreement import equality_of, next_call
 from torch_powersgd.tools.costs import Link, StageSeconds, measure_link, measure_stages
 from torch_powersgd.tools.footprint import Layout, as_reals, buckets_of, elements_of, footprint_of
 from torch_powersgd.tools.prediction import Model, shifted

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from torch_powersgd.options import Options
-from torch_powersgd.tools.comparison import Comparison
 from torch_powersgd.tools.footprint import as_reals
+from torch_powersgd.tools.shadow_compressors import Comparison
 
 LEARNING_RATE = 1e-3
 

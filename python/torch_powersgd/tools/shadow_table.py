@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from torch_powersgd.tools.comparison import ShadowedLayer
 from torch_powersgd.tools.plan import common_prefix, wrapped
+from torch_powersgd.tools.shadow_compressors import ShadowedLayer
 from torch_powersgd.units import size_text
 
 LARGEST = 10  # layers that the table shows
