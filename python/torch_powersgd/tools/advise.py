@@ -30,7 +30,7 @@ from torch_powersgd.store_agreement import equality_of, error_as_arguments, next
 from torch_powersgd.tools.tables import Report
 
 BUDGET_SECONDS = 45.0  # for all rounds; the fewest rounds may take longer
-ROUNDS = (5, 9)
+ROUNDS = (7, 12)
 BLOCK_SECONDS = 1.0  # for the steps of one setting in one round, without averaging
 BLOCK_STEPS = (2, 10)
 WARM_UP_STEPS = 2  # DDP rebuilds its buckets after the first one, and their tables are allocated

@@ -203,7 +203,7 @@ def _table(shown: list[Row], others: list[Row], footprint: Footprint, prefix: in
     headings = ("parameter", "shape", "matrix rank", "gradient", "sent", "ratio")
     columns = list(zip(headings, *rows, last, strict=True))
     taken = sum(max(map(len, column)) + GAP for column in columns[1:])
-    for_name = max(terminal_width() - taken - GAP, SHORTEST_NAME)
+    for_name = max(terminal_width() - taken, SHORTEST_NAME)
     return Table(headings, [(wrapped(name, for_name), *rest) for name, *rest in rows], last)
 
 

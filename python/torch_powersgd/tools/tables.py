@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-GAP = 3  # characters between two columns at most
+GAP = 2  # characters between two columns
 
 Report = Callable[[int, int], None]  # takes the number of parts that are done, and of all parts
 
@@ -51,7 +51,11 @@ class Table:
             print(self)
             return
         drawn = table.Table(
-            box=box.SIMPLE, show_edge=False, pad_edge=False, show_footer=bool(self.totals)
+            box=box.SIMPLE,  # It puts a space between two columns.
+            padding=(0, GAP - 1, 0, 0),
+            show_edge=False,
+            pad_edge=False,
+            show_footer=bool(self.totals),
         )
         footers = self.totals or [""] * len(self.headings)
         for i, (heading, footer) in enumerate(zip(self.headings, footers, strict=True)):
@@ -105,4 +109,4 @@ def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
     for cells in itertools.zip_longest(*(cell.split("\n") for cell in row), fillvalue=""):
         first, *others = zip(cells, widths, strict=True)
         aligned = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
-        yield "  ".join(aligned).rstrip()
+        yield (" " * GAP).join(aligned).rstrip()
