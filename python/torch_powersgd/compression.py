@@ -21,7 +21,7 @@ from torch_powersgd import (
     stats,
 )
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import Compare, equality_of, error_as_arguments, next_call
+from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments, next_call
 from torch_powersgd.ddp import Hook, python_hook
 from torch_powersgd.lookup import check_alive, find_backends
 from torch_powersgd.option_values import positive
