@@ -13,8 +13,8 @@ and talk over NCCL's sockets. There a model takes some 6 minutes by estimate, an
 70 GB: --methods names fewer for a smaller GPU. Every method has ranks of its own, freshly started
 for each setting. They take turns of a few steps, in an order that rotates, and sleep meanwhile;
 what is compared is from the same round of turns. All is removed at the end, however it comes; what
-a killed run left, when the next one starts. Before the turns, torch_powersgd advise predicts what
-they will show.
+a killed run left, when the next one starts. Before the turns, torch_powersgd advise measures the
+same, and the tables show both.
 
 With --delays, a frame takes that much longer from host to host, one way. The links are then TAP
 devices that one process forwards between, because netem is a module that many kernels lack; see
@@ -115,7 +115,7 @@ class Bench:
                     for contender in self.contenders
                 }
                 setting = self._setting(model, cluster, learned, marks)
-                setting["predicted_ms"] = launch.predict(
+                setting["advised_ms"] = launch.advised(
                     cluster,
                     self.variables,
                     limit,
@@ -226,9 +226,9 @@ class Bench:
                 if number == 0 or run.failures:
                     _tell(where, contender, run)
             compared = figures.compare(rounds, learned, marks)
-            for method, milliseconds in setting["predicted_ms"].items():
+            for method, milliseconds in setting["advised_ms"].items():
                 if method in compared:
-                    compared[method]["predicted_ms"] = milliseconds
+                    compared[method]["advised_ms"] = milliseconds
             setting["methods"] = {
                 contender.name: compared[contender.name]
                 for contender in self.contenders

@@ -42,7 +42,7 @@ Bucket make_bucket(Pool& pool, const Case& measured, uint64_t seed) {
   std::vector<Matrix> matrices;
   Bucket bucket{};
   int64_t numel = 0;
-  double* const grad_scales = pool.upload(std::vector<double>(layout.shapes.size(), 1.0));
+  double* const units = pool.upload(std::vector<double>(layout.shapes.size(), 1.0));
   for (const Shape& shape : layout.shapes) {
     const int64_t r = std::min({measured.rank, shape.rows, shape.cols});
     Matrix m{shape.rows, shape.cols, r, numel, bucket.p_numel, bucket.q_numel};
@@ -51,7 +51,7 @@ Bucket make_bucket(Pool& pool, const Case& measured, uint64_t seed) {
     m.q_local = pool.zeros(shape.cols * r * 4);
     m.q_warm = pool.zeros(shape.cols * r * 4);
     m.random_id = matrices.size();
-    m.grad_scale = grad_scales + matrices.size();
+    m.memory_units = units + matrices.size();
     m.q_norms = pool.zeros<double>(r * sizeof(double));
     matrices.push_back(m);
     numel += shape.rows * shape.cols;
@@ -77,7 +77,7 @@ Bucket make_bucket(Pool& pool, const Case& measured, uint64_t seed) {
   bucket.residual_dtype = kind.residual;
   bucket.factor_dtype = DType::kFloat32;
   bucket.bfloat16_products = measured.products->bfloat16;
-  bucket.grad_scale = bucket.output_scale = 1;
+  bucket.units = bucket.output_scale = 1;
   bucket.seed = seed;
   bucket.step = kNextStep;
   return bucket;

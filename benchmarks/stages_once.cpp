@@ -52,7 +52,7 @@ kernels::Bucket make_bucket(const BucketPlan& plan, DType gradient_type, DType r
     matrix.q_local = allocate(planned.rank * cols * 4);
     matrix.q_warm = allocate(planned.rank * cols * 4);
     matrix.random_id = matrices->size();
-    matrix.grad_scale = new double(1);
+    matrix.memory_units = new double(1);
     matrices->push_back(matrix);
   }
   for (const PlannedRaw& planned : plan.raw) {
@@ -77,7 +77,7 @@ kernels::Bucket make_bucket(const BucketPlan& plan, DType gradient_type, DType r
   bucket.gradient_dtype = gradient_type;
   bucket.residual_dtype = residual_type;
   bucket.factor_dtype = DType::kFloat32;
-  bucket.grad_scale = bucket.output_scale = 1;
+  bucket.units = bucket.output_scale = 1;
   kernels::cpu::random_start(bucket, kSerial);
   return bucket;
 }

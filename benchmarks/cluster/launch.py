@@ -63,16 +63,17 @@ def environment(rank: int, variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def predict(
+def advised(
     cluster: hosts.Hosts,
     variables: Mapping[str, str],
     limit: float,
     contenders: Sequence[str],
     **job: Any,
 ) -> dict[str, float]:
-    """Returns advise's predictions on these hosts for plain and for these contenders.
+    """Returns what synchronization adds to a step, as advise measures it on these hosts.
 
-    They are in milliseconds, by name. There are none if advise fails.
+    It is in milliseconds, by name, for plain and for these contenders. There is nothing if advise
+    fails.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"{hosts.owner()}-"))
     processes = []
@@ -85,7 +86,7 @@ def predict(
             }
             method = " ".join(contenders)
             this = Job(**fields, timeout=START_SECONDS, method=method, approximation=0, **job)
-            command = this.command(folder / f"results{rank}", "cluster.predict")
+            command = this.command(folder / f"results{rank}", "cluster.advised")
             env = environment(rank, variables)
             processes.append(cluster.start(rank, command, env, cwd=_BENCHMARKS))
         deadline = time.monotonic() + START_SECONDS + limit

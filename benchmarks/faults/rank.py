@@ -151,7 +151,7 @@ def _model(job: Job, killer: Killer) -> tuple[Any, Compression | None]:
     cap = 25.0 if job.one_bucket else WIDTH * WIDTH * 4 / 2**20
     ddp = DistributedDataParallel(model, bucket_cap_mb=cap)
     if job.method == "ours":
-        killer.replace("in attach", tp.agreement.CollectiveCall, "agree")
+        killer.replace("in attach", tp.store_agreement.CollectiveCall, "agree")
         return ddp, tp.attach(ddp, tp.Options(start_powerSGD_iter=EXACT_STEPS))
     return ddp, None
 

@@ -8,7 +8,7 @@
 
 #include "engine/work.h"
 #include "gradients/flat_tensors.h"
-#include "powersgd/attached_model.h"
+#include "powersgd/allreduce_taker.h"
 #include "powersgd/first_error.h"
 #include "powersgd/interpreter.h"
 
@@ -43,8 +43,8 @@ c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor
   // Inside of a coalescing block the inner backend puts collectives off until its end, and a step
   // would go on with payloads that are not summed.
   if (is_coalescing()) return ForwardingBackend::allreduce(tensors, opts);
-  const auto model = session_->model_that_expects(tensors);
-  if (auto compressed = model ? model->reduce_expected(tensors.front(), opts)
+  const auto taker = session_->taker_of(tensors);
+  if (auto compressed = taker ? taker->reduce_expected(tensors.front(), opts)
                               : flat_tensors_->reduce(tensors, opts)) {
     return compressed;
   }

@@ -11,12 +11,11 @@
 #include <vector>
 
 #include "bindings/register.h"
-#include "powersgd/attached_model.h"
+#include "bindings/stats.h"
 #include "powersgd/backend.h"
 #include "powersgd/interpreter.h"
 #include "powersgd/options.h"
 #include "powersgd/scope_override.h"
-#include "powersgd/stats.h"
 
 namespace py = pybind11;
 
@@ -44,26 +43,6 @@ LogSink make_log_sink(py::function log) {
 
 }  // namespace
 
-py::dict to_dict(const StatsSnapshot& stats) {
-  py::dict seconds;
-  for (int i = 0; i < kStages; ++i) {
-    seconds[to_string(static_cast<Stage>(i))] = stats.seconds[static_cast<size_t>(i)];
-  }
-  py::dict result;
-  result["steps"] = stats.steps;
-  result["skipped_steps"] = stats.skipped_steps;
-  result["saturated_steps"] = stats.saturated_steps;
-  result["compressed_calls"] = stats.compressed_calls;
-  result["exact_calls"] = stats.exact_calls;
-  result["differences"] = stats.differences;
-  result["bytes_before"] = stats.bytes_before;
-  result["bytes_after"] = stats.bytes_after;
-  result["compressed_bytes_before"] = stats.compressed_bytes_before;
-  result["compressed_bytes_after"] = stats.compressed_bytes_after;
-  result["seconds"] = seconds;
-  return result;
-}
-
 void register_backend(py::module_& module) {
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
   using Inner = std::tuple<std::string, BackendPtr, std::vector<BackendPtr>>;
@@ -88,17 +67,9 @@ void register_backend(py::module_& module) {
            py::arg("rank"), py::arg("size"), py::arg("inners"), py::arg("options"), py::arg("log"))
       .def_property_readonly("options", &BackendPowerSGD::getBackendOptions)
       .def_property_readonly("ended", &BackendPowerSGD::ended)
-      .def_property(
-          "grad_scale", [](const BackendPowerSGD& self) { return self.session()->grad_scale(); },
-          [](BackendPowerSGD& self, double scale) { self.session()->set_grad_scale(scale); })
       .def("stats",
            [](BackendPowerSGD& self) {
-             StatsSnapshot stats;
-             {
-               const py::gil_scoped_release no_gil;
-               stats = self.session()->snapshot();
-             }
-             return to_dict(stats);
+             return stats_dict([&] { return self.session()->snapshot(); });
            })
       .def(
           "reset_stats", [](BackendPowerSGD& self) { self.session()->reset_stats(); }, NoGil())
@@ -108,8 +79,6 @@ void register_backend(py::module_& module) {
           "not_started",
           [](BackendPowerSGD& self, int64_t soon) { return self.session()->not_started(soon); },
           py::arg("soon") = 0)
-      .def(
-          "models", [](const BackendPowerSGD& self) { return self.session()->models(); }, NoGil())
       // torch calls it on the parent for ranks that are not in a new group; only NCCL needs it.
       .def("perform_nocolor_split", [](BackendPowerSGD&, const at::Device&) {})
       .def(

@@ -10,20 +10,79 @@
 #include <vector>
 
 #include "bindings/register.h"
-#include "powersgd/attached_model.h"
+#include "bindings/stats.h"
 #include "powersgd/backend.h"
+#include "powersgd/bucket_reducer.h"
 #include "powersgd/ddp_hook.h"
 #include "powersgd/named_tensors.h"
+#include "powersgd/model_states.h"
 #include "powersgd/options.h"
+#include "powersgd/outline.h"
 #include "powersgd/reducer_members.h"
 
 namespace py = pybind11;
 
 namespace powersgd {
-py::dict to_dict(const StatsSnapshot& stats);
 namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
+
+void register_states(py::module_& module) {
+  py::class_<ModelStates, std::shared_ptr<ModelStates>>(module, "ModelStates")
+      .def_property_readonly("names",
+                             [](const ModelStates& self) { return self.parameters().names(); })
+      .def_property_readonly("options", &ModelStates::options)
+      .def_property_readonly("compresses", &ModelStates::compresses)
+      .def_property_readonly("step", &ModelStates::step)
+      .def_property("grad_scale", py::cpp_function(&ModelStates::grad_scale, NoGil()),
+                    py::cpp_function(&ModelStates::set_grad_scale, NoGil()))
+      .def_property("loss_scale", &ModelStates::loss_scale, &ModelStates::set_loss_scale)
+      .def("outline",
+           [](const ModelStates& self) { return outline_of(self.parameters(), self.options()); })
+      .def("export_state", &ModelStates::export_state, NoGil())
+      .def("check_state", &ModelStates::check_state, py::arg("saved"), NoGil())
+      .def("load_state", &ModelStates::load_state, py::arg("saved"), py::arg("step"),
+           py::arg("grad_scale"), NoGil())
+      .def("export_local", &ModelStates::export_local, NoGil())
+      .def("check_local", &ModelStates::check_local, py::arg("saved"), NoGil())
+      .def("load_local", &ModelStates::load_local, py::arg("saved"), py::arg("step"), NoGil())
+      .def(
+          "step_skipped",
+          [](ModelStates& self, const std::optional<at::Tensor>& dropped,
+             const std::vector<size_t>& parameters) {
+            self.step_skipped(dropped.value_or(at::Tensor()), parameters);
+          },
+          py::arg("dropped") = std::nullopt, py::arg("parameters") = std::vector<size_t>(), NoGil())
+      .def("discard_step", &ModelStates::discard_step, NoGil())
+      .def("layers", &ModelStates::layers, NoGil());
+}
+
+void register_reducer(py::module_& module) {
+  py::class_<BucketReducer, std::shared_ptr<BucketReducer>>(module, "BucketReducer")
+      .def(py::init([](const BackendPowerSGD& backend, std::vector<std::string> names,
+                       const std::vector<at::Tensor>& parameters, const Options& options) {
+             return BucketReducer::attach(backend.session(), std::move(names), parameters, options);
+           }),
+           py::arg("backend"), py::arg("names"), py::arg("parameters"), py::arg("options"), NoGil())
+      .def_property_readonly("states", &BucketReducer::states)
+      .def(
+          "reduce",
+          [](BucketReducer& self, size_t bucket, at::Tensor buffer,
+             const std::vector<size_t>& parameters,
+             int divisor) { return self.reduce(bucket, buffer, parameters, divisor); },
+          py::arg("bucket"), py::arg("buffer"), py::arg("parameters"), py::arg("divisor"), NoGil())
+      .def("expect", &BucketReducer::expect, py::arg("bucket"), py::arg("buffer"),
+           py::arg("parameters"), py::arg("divided_after"))
+      .def("end_step", &BucketReducer::end_step, NoGil())
+      .def_property("active", &BucketReducer::active, &BucketReducer::set_active)
+      .def("detach", &BucketReducer::detach, NoGil())
+      .def_property_readonly("detached", &BucketReducer::detached)
+      .def("stats", [](BucketReducer& self) { return stats_dict([&] { return self.snapshot(); }); })
+      .def("reset_stats", &BucketReducer::reset_stats, NoGil())
+      .def_property_readonly("compressing", &BucketReducer::compressing)
+      .def_property_readonly("starts_at", &BucketReducer::starts_at)
+      .def("not_started", &BucketReducer::not_started, py::arg("soon") = 0);
+}
 
 }  // namespace
 
@@ -59,73 +118,10 @@ void register_model(py::module_& module) {
       .def_readonly("residual", &LayerStats::residual)
       .def_readonly("gradient", &LayerStats::gradient)
       .def_readonly("captured", &LayerStats::captured);
-  py::class_<AttachedModel, std::shared_ptr<AttachedModel>>(module, "AttachedModel")
-      .def(py::init([](const BackendPowerSGD& backend, std::vector<std::string> names,
-                       const std::vector<at::Tensor>& parameters, const Options& options) {
-             return AttachedModel::attach(backend.session(), std::move(names), parameters, options);
-           }),
-           py::arg("backend"), py::arg("names"), py::arg("parameters"), py::arg("options"), NoGil())
-      .def(
-          "reduce",
-          [](AttachedModel& self, size_t bucket, at::Tensor buffer,
-             const std::vector<size_t>& parameters,
-             int divisor) { return self.reduce(bucket, buffer, parameters, divisor); },
-          py::arg("bucket"), py::arg("buffer"), py::arg("parameters"), py::arg("divisor"), NoGil())
-      .def("expect", &AttachedModel::expect, py::arg("bucket"), py::arg("buffer"),
-           py::arg("parameters"), py::arg("divided_after"))
-      .def("end_step", &AttachedModel::end_step, NoGil())
-      .def("outline", &AttachedModel::outline)
-      .def_property_readonly("compresses", &AttachedModel::compresses)
-      .def_property("active", &AttachedModel::active, &AttachedModel::set_active)
-      .def_property_readonly("step", &AttachedModel::step)
-      .def_property("grad_scale", &AttachedModel::grad_scale, &AttachedModel::set_grad_scale)
-      .def_property(
-          "loss_scale",
-          [](const AttachedModel& self) {
-            return self.loss_scale().defined() ? std::optional(self.loss_scale()) : std::nullopt;
-          },
-          [](AttachedModel& self, const std::optional<at::Tensor>& scale) {
-            self.set_loss_scale(scale.value_or(at::Tensor()));
-          })
-      .def_property_readonly("names", &AttachedModel::names)
-      .def_property_readonly("options", &AttachedModel::options)
-      .def("export_state", &AttachedModel::export_state, NoGil())
-      .def("check_state", &AttachedModel::check_state, py::arg("saved"), NoGil())
-      .def("load_state", &AttachedModel::load_state, py::arg("saved"), py::arg("step"),
-           py::arg("grad_scale"), NoGil())
-      .def("export_local", &AttachedModel::export_local, NoGil())
-      .def("check_local", &AttachedModel::check_local, py::arg("saved"), NoGil())
-      .def("load_local", &AttachedModel::load_local, py::arg("saved"), py::arg("step"), NoGil())
-      .def(
-          "step_skipped",
-          [](AttachedModel& self, const std::optional<at::Tensor>& dropped,
-             const std::vector<size_t>& parameters) {
-            self.step_skipped(dropped.value_or(at::Tensor()), parameters);
-          },
-          py::arg("dropped") = std::nullopt, py::arg("parameters") = std::vector<size_t>(), NoGil())
-      .def("discard_step", &AttachedModel::discard_step, NoGil())
-      .def("layers", &AttachedModel::layers, NoGil())
-      .def("stats", [](AttachedModel& self) {
-             StatsSnapshot stats;
-             {
-               const py::gil_scoped_release no_gil;
-               stats = self.session().snapshot();
-             }
-             return to_dict(stats);
-           })
-      .def("reset_stats", [](AttachedModel& self) { self.session().reset_stats(); }, NoGil())
-      .def("detach", [](AttachedModel& self) { self.set_active(false); })
-      .def_property_readonly("compressing", [](AttachedModel& self) { return self.session().compressing(); })
-      .def_property_readonly("starts_at", [](AttachedModel& self) { return self.session().starts_at(); })
-      .def_property_readonly("detached", [](AttachedModel& self) { return !self.active(); })
-      .def_property_readonly("on_cpu", [](AttachedModel& self) { return true; })
-      .def("not_started", [](AttachedModel& self, int64_t soon) { return self.session().not_started(soon); });
-  py::class_<NamedTensors>(module, "NamedTensors")
-      .def(py::init<std::shared_ptr<AttachedModel>, size_t>(), py::arg("model"),
-           py::arg("bucket_bytes"), NoGil())
-      .def("all_reduce", &NamedTensors::all_reduce, py::arg("tensors"), NoGil());
+  register_states(module);
+  register_reducer(module);
   py::class_<DdpBuckets>(module, "DdpBuckets")
-      .def(py::init<std::shared_ptr<AttachedModel>, const c10d::Reducer&>(), py::arg("model"),
+      .def(py::init<std::shared_ptr<BucketReducer>, const c10d::Reducer&>(), py::arg("buckets"),
            py::arg("reducer"))
       .def(
           "reduce",
@@ -133,7 +129,11 @@ void register_model(py::module_& module) {
             return self.reduce(reducer, bucket);
           },
           py::arg("reducer"), py::arg("bucket"), NoGil());
-  module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("model"));
+  py::class_<NamedTensors>(module, "NamedTensors")
+      .def(py::init<std::shared_ptr<BucketReducer>, size_t>(), py::arg("reducer"),
+           py::arg("bucket_bytes"), NoGil())
+      .def("all_reduce", &NamedTensors::all_reduce, py::arg("tensors"), NoGil());
+  module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("buckets"));
   module.def("reduced_parameters", &ReducerMembers::parameters, py::arg("reducer"));
   module.def("converted_parameter", &ReducerMembers::converted_parameter, py::arg("reducer"));
   module.def("synchronized_passes", &ReducerMembers::synchronized_passes, py::arg("reducer"));

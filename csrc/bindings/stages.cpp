@@ -106,11 +106,11 @@ void register_stages(py::module_& module) {
       .def(
           "project",
           [](BucketCompressor& self, const at::Tensor& gradient, uint64_t step, double output_scale,
-             double grad_scale) {
-            return sum_alone(self.project(gradient, {output_scale, grad_scale, step}));
+             double units) {
+            return sum_alone(self.project(gradient, {output_scale, units, step}));
           },
           py::arg("gradient"), py::arg("step"), py::arg("output_scale") = 1.0,
-          py::arg("grad_scale") = 1.0, NoGil())
+          py::arg("units") = 1.0, NoGil())
       .def("orthogonalize", &BucketCompressor::orthogonalize, NoGil())
       .def(
           "back_project", [](BucketCompressor& self) { return sum_alone(self.back_project()); },

@@ -100,7 +100,7 @@ std::vector<kernels::Matrix> matrix_table(const BucketPlan& plan,
     matrix.q_local = state.q_local.data_ptr();
     matrix.q_warm = state.q_warm.data_ptr();
     matrix.random_id = state.random_id;
-    matrix.grad_scale = state.grad_scale.data_ptr<double>();
+    matrix.memory_units = state.memory_units.data_ptr<double>();
     matrix.q_norms = state.q_norms.data_ptr<double>();
   }
   return table;
@@ -214,8 +214,7 @@ void BucketTables::begin_step(const BucketPlan& plan, const at::Tensor& gradient
   }
   bucket_.gradient = gradient.data_ptr();
   bucket_.loss_scale = step.loss_scale.defined() ? step.loss_scale.data_ptr<float>() : nullptr;
-  bucket_.grad_scale = step.grad_scale;
-  bucket_.drop_residual = step.drop_residual;
+  bucket_.units = step.units;
   bucket_.output_scale = step.output_scale;
   bucket_.step = is_captured ? kernels::kNextStep : step.step;
 }

@@ -97,6 +97,7 @@ class StagesCompressor final : public BucketCompressor {
     for (kernels::Packets* packets : {&p, &q}) {
       packets->num_factors = static_cast<int32_t>(spec_.plan.matrices.size());
       packets->factor_dtype = to_dtype(factors.dtype().toScalarType());
+      packets->raw_dtype = kernels::raw_dtype_of(to_dtype(spec_.gradient_type));
       packets->ranks = spec_.ranks.count;
       packets->own_chunk = spec_.ranks.own;
     }

@@ -8,25 +8,26 @@
 namespace powersgd {
 namespace {
 
-// A gather of W packets of S bytes sends (W - 1) S, and two hops send 2 (W - 1) / W S. At 1 Gbit/s
-// this many bytes take half a millisecond, which is about what a hop takes.
-constexpr int64_t kWorthAHop = 64 * 1024;
+// With W packets of S bytes, one-shot sends (W - 1) S and two-shot 2 (W - 1) / W S. At 1 Gbit/s
+// this many bytes take half a millisecond, about as long as another collective.
+constexpr int64_t kWorthACollective = 64 * 1024;
 
 PayloadPlan plan_packets(const BucketSpec& spec, int64_t numel, int64_t groups, int64_t raw_numel,
                          int64_t flags) {
   const Ranks& ranks = spec.ranks;
   const auto layout_of = [&](int32_t chunks) {
-    return kernels::packet_layout(chunks, *spec.packet_dtype(), groups,
-                                  to_dtype(factor_type(spec.gradient_type)), raw_numel, flags);
+    const DType raw_dtype = kernels::raw_dtype_of(to_dtype(spec.gradient_type));
+    return kernels::packet_layout(chunks, *spec.packet_dtype(), groups, raw_dtype, raw_numel,
+                                  flags);
   };
   PayloadPlan plan{numel};
   plan.layout = layout_of(1);
   plan.schedule = choose_schedule(ranks, plan.layout.bytes());
-  if (plan.schedule == Schedule::kTwoHops) plan.layout = layout_of(ranks.count);
+  if (plan.schedule == Schedule::kTwoShot) plan.layout = layout_of(ranks.count);
   const int64_t bytes = plan.layout.bytes();
   if (ranks.count == 1) {
     plan.buffer_bytes = bytes;
-  } else if (plan.schedule == Schedule::kGather) {
+  } else if (plan.schedule == Schedule::kOneShot) {
     plan.buffer_bytes = bytes + ranks.count * bytes;
   } else {
     plan.buffer_bytes = bytes + bytes + plan.layout.chunk_bytes;
@@ -37,9 +38,9 @@ PayloadPlan plan_packets(const BucketSpec& spec, int64_t numel, int64_t groups, 
 }  // namespace
 
 Schedule choose_schedule(const Ranks& ranks, int64_t bytes) {
-  if (ranks.count == 1) return Schedule::kGather;
+  if (ranks.count == 1) return Schedule::kOneShot;
   const int64_t extra = int64_t{ranks.count - 1} * (ranks.count - 2) * bytes / ranks.count;
-  const Schedule shorter = extra <= kWorthAHop ? Schedule::kGather : Schedule::kTwoHops;
+  const Schedule shorter = extra <= kWorthACollective ? Schedule::kOneShot : Schedule::kTwoShot;
   return ranks.schedule.value_or(shorter);
 }
 
@@ -67,7 +68,7 @@ BucketPayload::BucketPayload(const PayloadPlan& plan, at::Tensor elements,
 at::Tensor BucketPayload::received() {
   const int64_t bytes = plan_.layout.bytes();
   if (packets_.ranks == 1) return sent();
-  return buffer(bytes, schedule() == Schedule::kGather ? packets_.ranks * bytes : bytes);
+  return buffer(bytes, schedule() == Schedule::kOneShot ? packets_.ranks * bytes : bytes);
 }
 
 at::Tensor BucketPayload::reduced() {
@@ -82,7 +83,7 @@ const kernels::Packets& BucketPayload::with_buffers() {
   const int64_t bytes = plan_.layout.bytes();
   packets_.sent = static_cast<uint8_t*>(workspace_->data());
   packets_.received = packets_.sent + (packets_.ranks == 1 ? 0 : bytes);
-  packets_.reduced = schedule() == Schedule::kTwoHops ? packets_.sent + 2 * bytes : nullptr;
+  packets_.reduced = schedule() == Schedule::kTwoShot ? packets_.sent + 2 * bytes : nullptr;
   return packets_;
 }
 

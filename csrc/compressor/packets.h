@@ -33,8 +33,8 @@ struct PayloadPlans {
 };
 PayloadPlans plan_payloads(const BucketSpec& spec);
 
-// Returns how packets of `bytes` bytes travel: in a gather if that sends hardly more than two hops
-// would, because a hop takes its time as well.
+// Returns how packets of `bytes` bytes travel: one-shot if that sends hardly more than two-shot
+// would, because a second collective takes its time as well.
 Schedule choose_schedule(const Ranks& ranks, int64_t bytes);
 
 // A payload whose packets lie in a workspace.

@@ -82,12 +82,12 @@ void ParameterState::allocate(const std::vector<Layout>& layouts, const Options&
   int64_t ranks = 0;
   for (const Layout& layout : layouts) ranks += layout.rank;
   const auto doubles = at::device(device).dtype(at::kDouble);
-  const at::Tensor grad_scales = at::ones({count}, doubles);
+  const at::Tensor units = at::ones({count}, doubles);
   const at::Tensor q_norms = at::zeros({ranks}, doubles);
   for (int64_t i = 0, k = 0; i < count; ++i) {
     const Layout& layout = layouts[static_cast<size_t>(i)];
     allocate_one(layout, options, device);
-    layout.state->grad_scale = grad_scales.select(0, i);
+    layout.state->memory_units = units.select(0, i);
     layout.state->q_norms = q_norms.narrow(0, k, layout.rank);
     k += layout.rank;
   }
@@ -104,7 +104,7 @@ void ParameterState::convert(at::ScalarType gradient_type, const Options& option
   for (at::Tensor* tensor : {&p_hat, &q_local, &q_warm}) {
     *tensor = tensor->to(device, factor_type(gradient_type));
   }
-  grad_scale = grad_scale.to(device);
+  memory_units = memory_units.to(device);
   q_norms = q_norms.to(device);
   if (!before.empty()) allocate_before(*this);
   last_step.reset();
@@ -122,6 +122,11 @@ void ParameterState::set_residual(const at::Tensor& value) {
   mark_undelivered();
 }
 
+void ParameterState::drop_residual() {
+  if (memory.defined()) memory.zero_();
+  mark_undelivered();
+}
+
 void ParameterState::mark_undelivered() { q_local.zero_(); }
 
 void ParameterState::mark_undelivered(const std::vector<ParameterStatePtr>& states,
@@ -135,7 +140,7 @@ void ParameterState::mark_undelivered(const std::vector<ParameterStatePtr>& stat
 }
 
 std::vector<at::Tensor> ParameterState::step_tensors() const {
-  Tensors tensors = {p_hat, q_local, q_warm, grad_scale};
+  Tensors tensors = {p_hat, q_local, q_warm, memory_units};
   if (memory.defined()) tensors.push_back(memory);
   return tensors;
 }

@@ -16,8 +16,8 @@ int64_t factor_width(at::ScalarType gradient_type) {
 Traffic traffic_of_payload(const PayloadPlan& plan, int64_t width, int64_t ranks) {
   const int64_t bytes = plan.wire_bytes(width);
   const int64_t others = ranks - 1;
-  const bool gathers = plan.schedule == Schedule::kGather;
-  return {plan.schedule, bytes, gathers ? others * bytes : 2 * others * bytes / ranks};
+  const bool one_shot = plan.schedule == Schedule::kOneShot;
+  return {plan.schedule, bytes, one_shot ? others * bytes : 2 * others * bytes / ranks};
 }
 
 }  // namespace
@@ -26,10 +26,10 @@ std::string to_string(Schedule schedule) {
   switch (schedule) {
     case Schedule::kAllreduce:
       return "all-reduce";
-    case Schedule::kGather:
-      return "gather";
-    case Schedule::kTwoHops:
-      return "two hops";
+    case Schedule::kOneShot:
+      return "one-shot";
+    case Schedule::kTwoShot:
+      return "two-shot";
   }
   return "unknown";
 }
@@ -51,7 +51,8 @@ int64_t content_bytes(const BucketPlan& plan, const Options& options,
   const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);
   const int64_t groups =
       kernels::p_packet_factors(matrices).groups + kernels::q_packet_factors(matrices).groups;
-  return groups * kernels::group_bytes(*wire) + plan.raw_numel() * width;
+  const DType raw_dtype = kernels::raw_dtype_of(to_dtype(gradient_type));
+  return groups * kernels::group_bytes(*wire) + plan.raw_numel() * size_of(raw_dtype);
 }
 
 }  // namespace powersgd

@@ -162,7 +162,7 @@ std::vector<at::Tensor> CombinedWork::result() {
   for (const auto& work : works_) {
     for (at::Tensor& tensor : work->result()) tensors.push_back(std::move(tensor));
   }
-  return tensors;
+  return tensors_.empty() ? tensors : tensors_;
 }
 
 void CombinedWork::synchronize() {

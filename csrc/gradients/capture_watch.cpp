@@ -2,6 +2,7 @@
 #include "gradients/capture_watch.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <iterator>
@@ -68,6 +69,20 @@ void CaptureWatch::count(const Look& look) {
     int& low = low_in_a_row_[look.states[i].get()];
     if (delivered) low = q * q < kLeastCaptured * m * m ? low + 1 : 0;
   }
+}
+
+std::string low_capture_warning(const std::vector<std::string>& names, const Options& options) {
+  constexpr size_t kShown = 3;
+  std::string shown;
+  for (size_t i = 0; i < std::min(names.size(), kShown); ++i) {
+    shown += (i > 0 ? ", '" : "'") + names[i] + "'";
+  }
+  if (names.size() > kShown) shown += ", ...";
+  return c10::str(shown, ": each step of the last ", CaptureWatch::kInterval * CaptureWatch::kLooks,
+                  " has sent less than ", CaptureWatch::kLeastCaptured,
+                  " of the gradient and the residual, by squared norms, so that gradients arrive "
+                  "late. A higher matrix_approximation_rank than ",
+                  options.matrix_approximation_rank, " sends more");
 }
 
 }  // namespace powersgd

@@ -8,6 +8,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "powersgd/parameter_state.h"
@@ -45,5 +46,8 @@ class CaptureWatch {
   std::deque<Look> looks_;
   std::map<const ParameterState*, int> low_in_a_row_;
 };
+
+// What a user is told of the parameters of these names.
+std::string low_capture_warning(const std::vector<std::string>& names, const Options& options);
 
 }  // namespace powersgd

@@ -5,7 +5,7 @@
 
 #include "engine/engine.h"
 #include "powersgd/compressor.h"
-#include "powersgd/session.h"
+#include "powersgd/stage_probe.h"
 #include "powersgd/stats.h"
 
 namespace powersgd {

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
+#include <mutex>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -10,9 +12,20 @@
 #include "powersgd/reducer_members.h"
 
 namespace powersgd {
+namespace {
 
-DdpBuckets::DdpBuckets(std::shared_ptr<AttachedModel> model, const c10d::Reducer& reducer)
-    : model_(std::move(model)), group_(ReducerMembers::group(reducer)) {}
+// The hooks that are alive, by their reducers, whose own member is private. Never destroyed: DDP
+// modules may outlive the statics of this library.
+std::mutex hooks_mutex;
+std::unordered_map<const c10d::Reducer*, DdpHook*>& hooks() {
+  static auto* const hooks = new std::unordered_map<const c10d::Reducer*, DdpHook*>;
+  return *hooks;
+}
+
+}  // namespace
+
+DdpBuckets::DdpBuckets(std::shared_ptr<BucketReducer> buckets, const c10d::Reducer& reducer)
+    : buckets_(std::move(buckets)), group_(ReducerMembers::group(reducer)) {}
 
 c10::intrusive_ptr<c10d::Work> DdpBuckets::reduce(const c10d::Reducer& reducer,
                                                   c10d::GradBucket& bucket, bool overlaps) {
@@ -22,16 +35,38 @@ c10::intrusive_ptr<c10d::Work> DdpBuckets::reduce(const c10d::Reducer& reducer,
               "the new group, and attach that");
   const std::vector<at::Tensor> parameters = bucket.getParameters();
   const size_t number = ReducerMembers::bucket_number(reducer, parameters);
-  if (previous_ && number <= *previous_) model_->abandon_step();
+  if (previous_ && number <= *previous_) buckets_->abandon_step();
   const bool last = ReducerMembers::is_last(reducer, number);
   const int divided_by = ReducerMembers::divisor(reducer);
-  auto work = model_->reduce(number, bucket.getBufferRef(), model_->find(parameters),
-                             divided_by > 0 ? divided_by : model_->session().size(),
-                             /*more_follow=*/overlaps && !last,
-                             ReducerMembers::uses(reducer, number, parameters));
+  auto work = buckets_->reduce(
+      number, bucket.getBufferRef(), buckets_->states()->parameters().find(parameters),
+      divided_by > 0 ? divided_by : buckets_->session().size(),
+      /*more_follow=*/overlaps && !last, ReducerMembers::uses(reducer, number, parameters));
   previous_ = last ? std::nullopt : std::optional(number);
-  if (last) model_->end_step();
+  if (last) buckets_->end_step();
   return work;
+}
+
+DdpHook::DdpHook(std::shared_ptr<BucketReducer> buckets, const c10d::Reducer& reducer)
+    : CppCommHookInterface({std::move(buckets), reducer}), reducer_(reducer) {
+  const std::lock_guard<std::mutex> lock(hooks_mutex);
+  hooks().emplace(&reducer, this);
+}
+
+DdpHook::~DdpHook() {
+  const std::lock_guard<std::mutex> lock(hooks_mutex);
+  const auto own = hooks().find(&reducer_);
+  if (own != hooks().end() && own->second == this) hooks().erase(own);
+}
+
+DdpHook* DdpHook::of(const c10d::Reducer& reducer) {
+  const std::lock_guard<std::mutex> lock(hooks_mutex);
+  const auto found = hooks().find(&reducer);
+  return found != hooks().end() ? found->second : nullptr;
+}
+
+void DdpHook::replace(std::shared_ptr<BucketReducer> buckets) {
+  state_ = DdpBuckets(std::move(buckets), reducer_);
 }
 
 // DDP waits for the futures of a backward pass once it has called the hook with the last bucket,
@@ -42,8 +77,16 @@ c10::intrusive_ptr<c10::ivalue::Future> DdpHook::runHook(c10d::GradBucket& bucke
   return stream_work != nullptr ? stream_work->future_without_flush() : work->getFuture();
 }
 
-void register_ddp_hook(c10d::Reducer& reducer, std::shared_ptr<AttachedModel> model) {
-  reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(model), reducer));
+void register_ddp_hook(c10d::Reducer& reducer, std::shared_ptr<BucketReducer> buckets) {
+  DdpHook* const hook = DdpHook::of(reducer);
+  if (hook == nullptr) {
+    reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(buckets), reducer));
+    return;
+  }
+  TORCH_CHECK_VALUE(hook->detached(),
+                    "this module is attached already: use what attach returned, or call its "
+                    "detach() first");
+  hook->replace(std::move(buckets));
 }
 
 }  // namespace powersgd

@@ -14,7 +14,7 @@ void sum_over_ranks(Payload& payload, Channel& channel) {
   if (payload.schedule() == Schedule::kAllreduce) return channel.allreduce(payload.elements());
   payload.quantize();
   at::Tensor sent = payload.sent(), received = payload.received();
-  if (payload.schedule() == Schedule::kGather) {
+  if (payload.schedule() == Schedule::kOneShot) {
     channel.allgather(received, sent);
   } else {
     channel.alltoall(received, sent);

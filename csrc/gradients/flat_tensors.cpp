@@ -51,7 +51,7 @@ bool comes_back(std::vector<BufferPlace>& buffers, const at::Tensor& tensor) {
 FlatTensors::FlatTensors(std::shared_ptr<Session> session)
     : session_(std::move(session)),
       options_(session_->options()),
-      step_counter_(session_->make_step_counter()) {}
+      step_counter_(session_->stats()->make_step_counter()) {}
 
 c10::intrusive_ptr<c10d::Work> FlatTensors::reduce(const std::vector<at::Tensor>& tensors,
                                                    const c10d::AllreduceOptions& opts) {
@@ -63,22 +63,27 @@ c10::intrusive_ptr<c10d::Work> FlatTensors::reduce(const std::vector<at::Tensor>
   }
   const at::Tensor& tensor = tensors.front();
   const bool captured = is_capturing(tensor.device());
-  if (admitted->new_pass) session_->end_step(options_, captured);
+  if (admitted->new_pass) session_->end_step(*session_->stats(), options_, captured);
   if (!admitted->to_check.empty() && !captured) {
-    session_->check_replicas(std::move(admitted->to_check), tensor.device());
+    session_->check_replicas(std::move(admitted->to_check), tensor.device(), session_->stats());
   }
   report(*admitted, tensor);
   if (admitted->to_prepare) {
     session_->run_after_steps(tensor.device(), [&] { admitted->to_prepare->prepare(); });
   }
   if (!admitted->compressor) {
-    session_->stats().add_exact(static_cast<int64_t>(tensor.nbytes()));
+    session_->stats()->add_exact(static_cast<int64_t>(tensor.nbytes()));
     return nullptr;
+  }
+  if (!admitted->to_drop.empty()) {
+    session_->start_after_steps(tensor.device(), [states = std::move(admitted->to_drop)] {
+      for (const ParameterStatePtr& state : states) state->drop_residual();
+    });
   }
   const bool average = opts.reduceOp == c10d::ReduceOp::AVG;
   admitted->step.output_scale = average ? 1.0 / session_->size() : 1.0;
-  admitted->step.grad_scale = session_->grad_scale();
-  return session_->allreduce_compressed(admitted->compressor, tensor, admitted->step, opts.timeout);
+  return session_->allreduce_compressed(admitted->compressor, tensor, admitted->step,
+                                        session_->stats(), opts.timeout);
 }
 
 std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Tensor>& tensors,
@@ -97,7 +102,7 @@ std::optional<FlatTensors::Admitted> FlatTensors::admit(const std::vector<at::Te
 }
 
 bool FlatTensors::takes_flat_gradients() const {
-  return options_.scope == Scope::kBackward && !session_->had_model();
+  return options_.scope == Scope::kBackward && !session_->was_attached();
 }
 
 FlatTensors::Pass FlatTensors::current_pass(const at::Tensor& tensor) const {
@@ -159,10 +164,10 @@ FlatTensors::Admitted FlatTensors::admit_in_pass(const at::Tensor& tensor, const
   }
   if (admitted.step.step < static_cast<uint64_t>(options_.start_powerSGD_iter)) return admitted;
   admitted.compressor = entry.compressor;
-  admitted.step.drop_residual = entry.takes_turns;
+  if (entry.takes_turns) admitted.to_drop = entry.states;
   admitted.first_turn = entry.takes_turns && !std::exchange(warned_of_turns_, true);
   admitted.first_flat =
-      pass.first == Mode::kBackward && !session_->had_model() && !std::exchange(advised_, true);
+      pass.first == Mode::kBackward && !session_->was_attached() && !std::exchange(advised_, true);
   return admitted;
 }
 

@@ -69,6 +69,7 @@ class FlatTensors {
     bool first_turn = false;        // buffers were first seen to take turns: time to warn
     int64_t dropped = 0;            // states dropped because long unused
     std::vector<Replica> to_check;  // before this call; on its device
+    std::vector<ParameterStatePtr> to_drop;  // their residuals are of another tensor
   };
 
   struct Less {

@@ -34,10 +34,7 @@ class UnpackingWork final : public CombinedWork {
     return true;
   }
 
-  void synchronize() override {
-    CombinedWork::synchronize();
-    unpack();
-  }
+  void synchronize() override { wait(kNoTimeout); }
 
  private:
   void unpack() {
@@ -76,37 +73,40 @@ void check(const at::Tensor& tensor, const at::Tensor& attached, const std::stri
   const auto describe = [](const at::Tensor& of) {
     return c10::str(of.scalar_type(), " ", of.sizes(), " on ", of.device());
   };
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.sizes() == attached.sizes() &&
-                        tensor.scalar_type() == attached.scalar_type() &&
-                        tensor.device() == attached.device(),
-                    "'", name, "' must be as in attach, ", describe(attached), ", got ",
-                    describe(tensor));
+  TORCH_CHECK_VALUE(
+      tensor.layout() == at::kStrided && tensor.sizes() == attached.sizes() &&
+          tensor.scalar_type() == attached.scalar_type() && tensor.device() == attached.device(),
+      "'", name, "' must be as in attach, ", describe(attached), ", got ", describe(tensor));
 }
 
-std::vector<std::vector<size_t>> assign(const std::vector<at::Tensor>& tensors, size_t bytes) {
+std::vector<std::vector<size_t>> assign(const NamedParameters& parameters, size_t bytes) {
+  std::vector<at::Tensor> tensors;
+  for (size_t i = 0; i < parameters.size(); ++i) tensors.push_back(parameters[i]);
   return std::get<0>(c10d::compute_bucket_assignment_by_size(tensors, {bytes}));
 }
 
 }  // namespace
 
-NamedTensors::NamedTensors(std::shared_ptr<AttachedModel> model, size_t bucket_bytes)
-    : model_(std::move(model)), buckets_(assign(model_->parameters(), bucket_bytes)) {}
+NamedTensors::NamedTensors(std::shared_ptr<BucketReducer> reducer, size_t bucket_bytes)
+    : reducer_(std::move(reducer)),
+      buckets_(assign(reducer_->states()->parameters(), bucket_bytes)) {}
 
 c10::intrusive_ptr<c10d::Work> NamedTensors::all_reduce(const std::vector<at::Tensor>& tensors) {
-  const std::vector<at::Tensor>& attached = model_->parameters();
+  const NamedParameters& attached = reducer_->states()->parameters();
   TORCH_CHECK_VALUE(tensors.size() == attached.size(), "all_reduce takes the ", attached.size(),
                     " tensors of attach, got ", tensors.size());
   std::vector<at::Tensor> reals;
   for (const at::Tensor& tensor : as_reals(tensors)) reals.push_back(tensor.detach());
-  for (size_t i = 0; i < reals.size(); ++i) check(reals[i], attached[i], model_->names()[i]);
+  for (size_t i = 0; i < reals.size(); ++i) check(reals[i], attached[i], attached.names()[i]);
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   std::vector<Packed> packed;
+  const int size = reducer_->session().size();
   for (size_t i = 0; i < buckets_.size(); ++i) {
     packed.push_back(pack(reals, buckets_[i]));
-    works.push_back(model_->reduce(i, packed.back().buffer, buckets_[i], model_->session().size(),
-                                   /*more_follow=*/i + 1 < buckets_.size()));
+    works.push_back(reducer_->reduce(i, packed.back().buffer, buckets_[i], size,
+                                     /*more_follow=*/i + 1 < buckets_.size()));
   }
-  model_->end_step();
+  reducer_->end_step();
   return c10::make_intrusive<UnpackingWork>(std::move(works), std::move(packed), tensors);
 }
 

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <utility>
 
 #include "engine/stream_engine.h"
@@ -26,11 +25,6 @@ void check_served(bool served, c10::Device device) {
 }
 
 }  // namespace
-
-void check_grad_scale(double scale) {
-  TORCH_CHECK_VALUE(scale > 0 && std::isfinite(scale),
-                    "grad_scale must be a finite number > 0, got ", scale);
-}
 
 Session::Session(int rank, int size, std::vector<InnerAndChannels> inners,
                  powersgd::Options options, LogSink log)
@@ -68,6 +62,7 @@ Engine& Session::engine_of(c10::Device device) const {
 
 Session::WorkPtr Session::allreduce_compressed(const std::shared_ptr<BucketCompressor>& compressor,
                                                const at::Tensor& gradient, const StepInfo& step,
+                                               const std::shared_ptr<Stats>& stats,
                                                std::chrono::milliseconds timeout,
                                                bool more_follow) {
   std::shared_ptr<const StageProbe> probe;
@@ -75,7 +70,7 @@ Session::WorkPtr Session::allreduce_compressed(const std::shared_ptr<BucketCompr
     const std::lock_guard<std::mutex> lock(mutex_);
     probe = probe_;
   }
-  Job job = compressed_step(compressor, gradient, step, stats_, std::move(probe));
+  Job job = compressed_step(compressor, gradient, step, stats, std::move(probe));
   job.more_follow = more_follow;
   return engine_of(gradient.device())
       .submit({gradient}, std::move(job), gradient.device(), timeout);
@@ -85,7 +80,7 @@ void Session::flush() {
   for (const auto& [device, engine] : engines_) engine->flush();
 }
 
-Session::WorkPtr Session::average_exact(at::Tensor gradient, int divisor) {
+Session::WorkPtr Session::average_exact(at::Tensor gradient, int divisor, Stats& stats) {
   const auto found = std::find_if(inners_.begin(), inners_.end(), [&](const auto& inner) {
     return inner.device == gradient.device().type();
   });
@@ -93,7 +88,7 @@ Session::WorkPtr Session::average_exact(at::Tensor gradient, int divisor) {
   // Divided first and by multiplication, as DDP does without a hook: the bits are the same.
   gradient.mul_(1.0 / divisor);
   const int64_t numel = gradient.is_sparse() ? gradient._values().numel() : gradient.numel();
-  stats_->add_exact(numel * static_cast<int64_t>(gradient.element_size()));
+  stats.add_exact(numel * static_cast<int64_t>(gradient.element_size()));
   std::vector<at::Tensor> tensors = {std::move(gradient)};
   return found->inner->allreduce(tensors);
 }
@@ -119,25 +114,15 @@ void Session::run_after_steps(c10::Device device, const std::function<void()>& j
   start_after_steps(device, job)->wait();
 }
 
-void Session::check_replicas(std::vector<Replica> replicas, c10::Device device) {
-  auto job = [replicas = std::move(replicas), rank = rank_, size = size_, stats = stats_,
+void Session::check_replicas(std::vector<Replica> replicas, c10::Device device,
+                             const std::shared_ptr<Stats>& stats) {
+  auto job = [replicas = std::move(replicas), rank = rank_, size = size_, stats,
               warnings = warnings_](Channel& channel) {
     std::vector<std::string> found = restore_agreement(channel, rank, size, replicas);
     stats->add_differences(static_cast<int64_t>(found.size()));
     warnings->add(std::move(found));
   };
   engine_of(device).submit({}, job_alone(std::move(job)), device, c10d::kUnsetTimeout);
-}
-
-void Session::set_grad_scale(double scale) {
-  check_grad_scale(scale);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  grad_scale_ = scale;
-}
-
-double Session::grad_scale() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return grad_scale_;
 }
 
 bool Session::admits_attached(const powersgd::Options& options) const {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "powersgd/stats.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <string>
 
@@ -31,40 +32,98 @@ StatsSnapshot operator-(StatsSnapshot now, const StatsSnapshot& base) {
   return now;
 }
 
+template <typename Change>
+void Stats::change(const Change& change) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    change(now_);
+  }
+  if (whole_) whole_->change(change);
+}
+
 int64_t Stats::add_step() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return ++now_.steps;
+  int64_t steps = 0;
+  change([&](StatsSnapshot& now) { steps = ++now.steps; });
+  return steps;
 }
 
 void Stats::add_compressed(int64_t bytes_before, int64_t bytes_after) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  ++now_.compressed_calls;
-  now_.bytes_before += bytes_before;
-  now_.bytes_after += bytes_after;
-  now_.compressed_bytes_before += bytes_before;
-  now_.compressed_bytes_after += bytes_after;
+  change([=](StatsSnapshot& now) {
+    ++now.compressed_calls;
+    now.bytes_before += bytes_before;
+    now.bytes_after += bytes_after;
+    now.compressed_bytes_before += bytes_before;
+    now.compressed_bytes_after += bytes_after;
+  });
 }
 
 void Stats::add_exact(int64_t bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  ++now_.exact_calls;
-  now_.bytes_before += bytes;
-  now_.bytes_after += bytes;
+  change([=](StatsSnapshot& now) {
+    ++now.exact_calls;
+    now.bytes_before += bytes;
+    now.bytes_after += bytes;
+  });
 }
 
 void Stats::add_differences(int64_t count) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  now_.differences += count;
+  change([=](StatsSnapshot& now) { now.differences += count; });
 }
 
 void Stats::add_seconds(Stage stage, double seconds) {
+  change([=](StatsSnapshot& now) { now.seconds[static_cast<size_t>(stage)] += seconds; });
+}
+
+std::shared_ptr<StepCounter> Stats::make_step_counter() {
+  auto counter = std::make_shared<StepCounter>();
+  for (Stats* stats = this; stats != nullptr; stats = stats->whole_.get()) {
+    const std::lock_guard<std::mutex> lock(stats->mutex_);
+    stats->step_counters_.push_back(counter);
+  }
+  return counter;
+}
+
+StatsSnapshot Stats::host_counts() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  now_.seconds[static_cast<size_t>(stage)] += seconds;
+  return now_;
 }
 
 StatsSnapshot Stats::snapshot() const {
+  const StatsSnapshot now = total();
   const std::lock_guard<std::mutex> lock(mutex_);
-  return now_;
+  return now - base_;
+}
+
+void Stats::reset() {
+  const StatsSnapshot now = total();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  base_ = now;
+}
+
+std::vector<at::Device> Stats::devices() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<at::Device> all;
+  for (const auto& counter : step_counters_) {
+    for (const at::Device device : counter->devices()) {
+      if (std::find(all.begin(), all.end(), device) == all.end()) all.push_back(device);
+    }
+  }
+  return all;
+}
+
+// The counters are read without the lock, for the host waits for their devices.
+StatsSnapshot Stats::total() const {
+  std::vector<std::shared_ptr<StepCounter>> counters;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    counters = step_counters_;
+  }
+  StatsSnapshot total = host_counts();
+  for (const auto& counter : counters) {
+    const StepCounter::Totals totals = counter->totals();
+    total.skipped_steps += totals.skipped;
+    total.saturated_steps += totals.saturated;
+  }
+  return total;
 }
 
 std::string summary(const StatsSnapshot& stats) {

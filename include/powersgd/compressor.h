@@ -30,13 +30,12 @@ enum class Use : int8_t {
 // The facts of one step that the stages need.
 struct StepInfo {
   double output_scale = 1;  // 1 for SUM, 1 / world size for AVG
-  double grad_scale = 1;    // the loss scale of this step's gradient
+  double units = 1;         // the gradient is this many times the mean gradient at its loss scale
   uint64_t step = 0;
-  int64_t bucket = 0;          // the bucket's number in the pass, which a profiler shows
-  bool drop_residual = false;  // every residual is another tensor's, so project leaves it out
-  bool same_start = false;     // without warm_start: every step starts from the numbers of step 0
-  // One float32 on the gradient's device, by which the device multiplies grad_scale: it may change
-  // without the host's knowledge. It stays as it is until the step ends.
+  int64_t bucket = 0;       // the bucket's number in the pass, which a profiler shows
+  bool same_start = false;  // without warm_start: every step starts from the numbers of step 0
+  // The loss scale: one float32 on the gradient's device, which project reads. It stays as it is
+  // until the step ends. Undefined: 1.
   at::Tensor loss_scale = {};
   std::vector<Use> uses = {};  // by parameter of the bucket. Empty: this rank has used them all
 };

@@ -6,7 +6,7 @@
 #include <memory>
 #include <optional>
 
-#include "powersgd/attached_model.h"
+#include "powersgd/bucket_reducer.h"
 
 namespace c10d {
 class ProcessGroup;
@@ -15,7 +15,7 @@ class Reducer;
 
 namespace powersgd {
 
-// Purpose: averages the buckets of one DDP module by an attached model, and tells it what only DDP
+// Purpose: averages the buckets of one DDP module by a BucketReducer, and tells it what only DDP
 // knows: the divisor, which parameters were used, and where a pass ends.
 //
 // Contract: reduce() is called for every bucket in DDP's order. It throws if the reducer's process
@@ -24,34 +24,41 @@ namespace powersgd {
 // Threads: one at a time, with the reducer's lock held.
 class DdpBuckets {
  public:
-  DdpBuckets(std::shared_ptr<AttachedModel> model, const c10d::Reducer& reducer);
+  DdpBuckets(std::shared_ptr<BucketReducer> buckets, const c10d::Reducer& reducer);
 
   // If `overlaps`, the result may stay incomplete until the last bucket of the pass is reduced, so
   // that buckets overlap on streams.
   c10::intrusive_ptr<c10d::Work> reduce(const c10d::Reducer& reducer, c10d::GradBucket& bucket,
                                         bool overlaps = false);
+  bool detached() const { return buckets_->detached(); }
 
  private:
-  const std::shared_ptr<AttachedModel> model_;
-  const c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<BucketReducer> buckets_;
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
   std::optional<size_t> previous_;  // the last bucket that was reduced in an unfinished pass
 };
 
-// Gives DDP's buckets, with their parameters, to an attached model. No Python runs in backward.
+// Gives DDP's buckets, with their parameters, to a BucketReducer. No Python runs in backward.
 //
-// Owned by `reducer`.
+// Owned by `reducer`, which keeps its first hook for ever. Once what the hook gives its buckets to
+// was detached, another can take its place.
 class DdpHook final : public c10d::CppCommHookInterface<DdpBuckets> {
  public:
-  DdpHook(std::shared_ptr<AttachedModel> model, const c10d::Reducer& reducer)
-      : CppCommHookInterface({std::move(model), reducer}), reducer_(reducer) {}
+  DdpHook(std::shared_ptr<BucketReducer> buckets, const c10d::Reducer& reducer);
+  ~DdpHook() override;
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override;
+
+  // The hook of a reducer. Null if it has none, or not one of this class.
+  static DdpHook* of(const c10d::Reducer& reducer);
+  bool detached() const { return state_.detached(); }
+  void replace(std::shared_ptr<BucketReducer> buckets);
 
  private:
   const c10d::Reducer& reducer_;
 };
 
-// Registers the hook. Throws if `reducer` has one already. DDP cannot remove a hook, but
-// AttachedModel::set_active can make it average exactly.
-void register_ddp_hook(c10d::Reducer& reducer, std::shared_ptr<AttachedModel> model);
+// Makes `reducer` give its buckets to `buckets`. Throws if it gives them to another one that is not
+// detached, or has another kind of hook.
+void register_ddp_hook(c10d::Reducer& reducer, std::shared_ptr<BucketReducer> buckets);
 
 }  // namespace powersgd

@@ -19,7 +19,7 @@
 //   reconstruct    G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm, plus noise ;
 //                  q_norms = the norms of the rows of Q
 //
-// S is the loss scale. memory holds M of the last step. The residual is memory less the product of
+// S is the loss scale times Bucket::units. memory holds M of the last step. The residual is memory less the product of
 // the factors that this rank sent, which the next step subtracts.
 //
 // Contract, the same for every implementation:
@@ -31,8 +31,8 @@
 //   - Products are accumulated in the factor dtype (float; double for double gradients).
 //   - project packs the raw segments into the P payload. There it also writes which matrices this
 //     rank has used, and whether the gradient has non-finite elements.
-//   - project reads the S_old of each matrix from its grad_scale. It writes S_new there once all of
-//     memory is in the new units, also in a step that is skipped later.
+//   - project reads the S_old of each matrix from its memory_units. It writes S_new there once all
+//     of memory is in the new units, also in a step that is skipped later.
 //   - An element of M beyond the largest value of memory's dtype is stored as that value. With a
 //     float16 memory the step then counts as saturated, because the excess is lost.
 //   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the
@@ -59,9 +59,9 @@ struct Matrix {
   void* p_hat;    // [rows, rank]: orthonormal columns. 0 before the first step
   void* q_local;  // [rank, cols]: this rank's q of the last step; 0: nothing to subtract
   void* q_warm;   // [rank, cols]: the factor that the next project multiplies by (Q transposed)
-  uint64_t random_id;            // names the matrix to the random generator, the same on all ranks
-  int64_t use_offset = -1;       // in Bucket::p_payload: 1 if this rank has used it; -1: nowhere
-  double* grad_scale = nullptr;  // the loss scale in whose units memory and q_local are; never null
+  uint64_t random_id;       // names the matrix to the random generator, the same on all ranks
+  int64_t use_offset = -1;  // in Bucket::p_payload: 1 if this rank has used it; -1: nowhere
+  double* memory_units = nullptr;  // the S of memory and q_local. project needs it
   double* q_norms = nullptr;  // [rank]: the norms of the rows of Q, of the ranks' sum; may be null
 };
 
@@ -151,13 +151,10 @@ struct Bucket {
   // is exact all the same, so that the residual holds what the products lose.
   bool bfloat16_products;
 
-  // The loss scale of this step's gradient: grad_scale, times *loss_scale if that is not null. A
-  // replayed CUDA graph reads it anew. project multiplies memory by the loss scale, and divides by
-  // *Matrix::grad_scale.
+  // The loss scale of this step's gradient, which a replayed CUDA graph reads anew. Null: 1.
   const float* loss_scale;
-  double grad_scale;
+  double units;         // by which the loss scale is multiplied, the same in every step
   const int32_t* used;  // by matrix: 0 if this rank has not used it. Null: it has used all
-  bool drop_residual;   // memory and q_local count as zeros: they are another tensor's
   double output_scale;  // 1 for SUM, 1 / world size for AVG
   double epsilon;       // a pivot at or below max(2^-46, epsilon) * trace is dead
   // The standard deviation of the noise in an element of q_warm, times sqrt(cols). 0: no noise. All

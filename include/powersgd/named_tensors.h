@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "powersgd/attached_model.h"
+#include "powersgd/bucket_reducer.h"
 
 namespace powersgd {
 
@@ -16,21 +16,21 @@ namespace powersgd {
 //
 // Contract: every rank reduces the same tensors in the same order.
 //
-// Ownership: shares the attached model.
+// Ownership: shares the reducer of the buckets.
 //
 // Threads: one at a time.
 class NamedTensors {
  public:
   // A bucket holds tensors of one dtype and device, of `bucket_bytes` in all or little more.
-  NamedTensors(std::shared_ptr<AttachedModel> model, size_t bucket_bytes);
+  NamedTensors(std::shared_ptr<BucketReducer> reducer, size_t bucket_bytes);
 
-  // Makes each tensor its mean over ranks, and ends a step. The tensors are those of the model, in
+  // Makes each tensor its mean over ranks, and ends a step. The tensors are those of attach, in
   // its order. They hold the means once the Work was waited for. Throws before anything is sent if
   // one has another shape, dtype or device.
   c10::intrusive_ptr<c10d::Work> all_reduce(const std::vector<at::Tensor>& tensors);
 
  private:
-  const std::shared_ptr<AttachedModel> model_;
+  const std::shared_ptr<BucketReducer> reducer_;
   const std::vector<std::vector<size_t>> buckets_;  // indices of the tensors
 };
 

@@ -12,16 +12,17 @@
 // A packet is a payload in the wire dtype. Integers cannot be added on the wire, and floats would
 // be rounded there. So ranks exchange packets, and add them themselves, in one of two schedules:
 //
-//   gather     quantize ; all-gather the packets ; dequantize their sum
-//   two hops   quantize ; all-to-all: rank k, the owner of chunk k, gets chunk k of every packet ;
+//   one-shot   quantize ; all-gather the packets ; dequantize their sum
+//   two-shot   quantize ; all-to-all: rank k, the owner of chunk k, gets chunk k of every packet ;
 //              requantize their sum ; all-gather the sums ; dequantize
 //
-// A packet has one chunk in a gather, and one for each rank in two hops. A single rank gathers.
+// A one-shot packet has one chunk, and a two-shot packet one for each rank. A single rank takes the
+// one-shot schedule.
 //
 //   chunk = [ codes of the factors | scales | raw elements | flags ]
 //
-// Factors are cut into groups of 64 elements. Raw elements travel in the factor dtype, which rounds
-// nothing, and flags are bytes. Each chunk has as many groups, raw elements and flags as the
+// Factors are cut into groups of 64 elements. Raw elements travel in their own dtype, those of
+// float16 in float32, whose sums may be beyond 65504. Flags are bytes. Each chunk has as many groups, raw elements and flags as the
 // others; the last ones may be padding.
 //
 // Contract, the same on the CPU and on CUDA:
@@ -35,13 +36,13 @@
 //   - A group whose scale would be below the smallest normal float has scale 0: its elements count
 //     as 0. A group with an element that is not finite sums to NaN, if its dtype has scales.
 //   - Sums are made in the factor dtype, in the order of the ranks. So all ranks get the same bits.
-//     Those of raw elements are not rounded any further.
+//     requantize rounds those of raw elements to their dtype.
 //   - quantize makes q_local the value that was sent.
 //   - requantize gives the owner the rounding of the sum, for the factors of its chunk: q_local
 //     += (new sum) - (exact sum). So the local q of all ranks add up to the Q that all apply.
 //   - A q_local that would not be finite stays as it was: such a step is skipped.
 //   - A flag is 1 if the payload's element is not 0. requantize makes it 1 if any rank's is 1.
-//     dequantize writes the sum of the flags that it reads: in a gather those of all ranks.
+//     dequantize writes the sum of the flags that it reads: one-shot, those of all ranks.
 namespace powersgd::kernels {
 
 constexpr int64_t kGroup = 64;  // elements that share a scale
@@ -76,9 +77,12 @@ struct PacketLayout {
   int64_t bytes() const { return chunks * chunk_bytes; }
 };
 
+// The dtype in which raw elements travel: float32, float64 or bfloat16.
+DType raw_dtype_of(DType gradient_dtype);
+
 // Lays out the packets of a payload with so many groups, raw elements and flags.
-PacketLayout packet_layout(int32_t chunks, WireDType wire, int64_t factor_groups,
-                           DType factor_dtype, int64_t raw_numel, int64_t flags);
+PacketLayout packet_layout(int32_t chunks, WireDType wire, int64_t factor_groups, DType raw_dtype,
+                           int64_t raw_numel, int64_t flags);
 
 // P or Q of one matrix in a payload: `rank` vectors (columns of P, rows of Q) of `size` elements.
 // Element i of vector k is at offset + k * vector_stride + i * element_stride. Elements [64 b,
@@ -108,21 +112,22 @@ struct Packets {
   int32_t num_factors;
 
   DType factor_dtype;  // float32 or float64
+  DType raw_dtype;     // of raw elements in packets
   void* payload;       // factor dtype: [ factors | raw segments | flags ]
   int64_t raw_offset;  // in the payload, of the raw segments; the flags follow them
 
   int32_t ranks;
-  int32_t own_chunk;  // in two hops: this rank's number
-  uint8_t* sent;      // layout.bytes(): the packet of this rank, and in the end of two hops the sum
-  uint8_t* received;  // gather: the packets of all ranks. Two hops: their chunks `own_chunk`
-  uint8_t* reduced;   // two hops: chunk `own_chunk` of the sum
+  int32_t own_chunk;  // two-shot: this rank's number
+  uint8_t* sent;      // layout.bytes(): the packet of this rank, and at the end of two-shot the sum
+  uint8_t* received;  // one-shot: the packets of all ranks. Two-shot: their chunks `own_chunk`
+  uint8_t* reduced;   // two-shot: chunk `own_chunk` of the sum
 };
 
 namespace cpu {
 
 void quantize(const Packets& packets, const ParallelFor& parallel_for);    // payload -> sent
 void requantize(const Packets& packets, const ParallelFor& parallel_for);  // received -> reduced
-// gather: received -> payload. Two hops: sent -> payload.
+// One-shot: received -> payload. Two-shot: sent -> payload.
 void dequantize(const Packets& packets, const ParallelFor& parallel_for);
 
 }  // namespace cpu

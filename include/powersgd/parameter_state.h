@@ -42,7 +42,7 @@ struct ParameterState {
     int64_t rank;
     at::ScalarType gradient_type;
   };
-  // Allocates all tensors: q_warm holds a random start, grad_scale holds 1, the others hold zeros.
+  // Allocates all tensors: q_warm holds a random start, memory_units holds 1, the others hold zeros.
   // One launch fills all the random starts of a dtype. The host does not wait for the device.
   static void allocate(const std::vector<Layout>& layouts, const Options& options,
                        at::Device device);
@@ -64,7 +64,13 @@ struct ParameterState {
   static void mark_undelivered(const std::vector<std::shared_ptr<ParameterState>>& states,
                                const at::Tensor& dropped);
 
-  // The tensors that a step changes: p_hat, q_local, q_warm, grad_scale, and memory if there
+  // Makes the residual 0.
+  void drop_residual();
+
+  // Frees all tensors.
+  void release() { *this = ParameterState(random_id); }
+
+  // The tensors that a step changes: p_hat, q_local, q_warm, memory_units, and memory if there
   // is one.
   std::vector<at::Tensor> step_tensors() const;
   // Copies step_tensors() of each state to its `before`, unless that is empty.
@@ -78,12 +84,12 @@ struct ParameterState {
 
   uint64_t random_id = 0;             // names the parameter to the random generator
   std::optional<uint64_t> last_step;  // that was projected; empty: none that can be taken back
-  at::Tensor memory;      // [rows, cols] in the residual dtype; undefined without error feedback
-  at::Tensor p_hat;       // [rows, rank] in the factor dtype
-  at::Tensor q_local;     // [rank, cols] in the factor dtype
-  at::Tensor q_warm;      // [rank, cols] in the factor dtype
-  at::Tensor grad_scale;  // one float64: the loss scale of the residual. project writes it
-  at::Tensor q_norms;     // [rank] in float64: the norms of the rows of the ranks' last summed Q
+  at::Tensor memory;        // [rows, cols] in the residual dtype; undefined without error feedback
+  at::Tensor p_hat;         // [rows, rank] in the factor dtype
+  at::Tensor q_local;       // [rank, cols] in the factor dtype
+  at::Tensor q_warm;        // [rank, cols] in the factor dtype
+  at::Tensor memory_units;  // one float64: the loss scale of memory and q_local. project writes it
+  at::Tensor q_norms;       // [rank] in float64: the norms of the rows of the ranks' last summed Q
   std::vector<at::Tensor> before;  // step_tensors() before the last step; empty: not kept
 };
 using ParameterStatePtr = std::shared_ptr<ParameterState>;

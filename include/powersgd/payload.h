@@ -11,8 +11,8 @@ namespace powersgd {
 // The collectives that sum a payload over the ranks.
 enum class Schedule {
   kAllreduce,  // of the elements themselves
-  kGather,     // of whole packets, which each rank adds
-  kTwoHops,    // each rank adds one chunk of all packets, and sends the sum to all
+  kOneShot,    // every rank gets all packets whole and adds them
+  kTwoShot,    // every rank adds one chunk of all packets and sends the sum to all
 };
 
 // This rank's number, and how many ranks sum their payloads.
@@ -25,14 +25,14 @@ struct Ranks {
 // Purpose: a payload of one step, which the caller sums over the ranks by schedule():
 //
 //   all-reduce   all-reduce elements()
-//   gather       quantize ; all-gather sent() to received() ; dequantize
-//   two hops     quantize ; all-to-all sent() to received() ; requantize ;
+//   one-shot     quantize ; all-gather sent() to received() ; dequantize
+//   two-shot     quantize ; all-to-all sent() to received() ; requantize ;
 //                all-gather reduced() to sent() ; dequantize
 //
 // elements() then holds the sum. Packets are bytes (powersgd/packets.h).
 //
 // Contract: all ranks have equal schedules and equal sizes. Packets last until the end of the part
-// of the step that has the payload. A rank that is alone gathers nothing: its received() is its
+// of the step that has the payload. A rank that is alone sends nothing: its received() is its
 // sent().
 //
 // Ownership: the compressor owns it.

@@ -14,11 +14,12 @@
 
 #include "powersgd/compressor.h"
 #include "powersgd/options.h"
+#include "powersgd/stage_probe.h"
 #include "powersgd/stats.h"
 
 namespace powersgd {
 
-class AttachedModel;
+class AllreduceTaker;
 class Engine;
 class Messages;
 struct Replica;
@@ -27,9 +28,6 @@ enum class LogLevel { kInfo, kWarning };
 
 // Called on the thread that calls a collective, never on a worker.
 using LogSink = std::function<void(LogLevel, const std::string&)>;
-
-// Called on an engine's thread before each stage with its name. An exception fails the step.
-using StageProbe = std::function<void(const char* stage)>;
 
 // The backends that serve one device type. If `inner` blocks the host, the `channels` are two more
 // instances of the same backend: the engine's threads sum the P and the Q payloads on them while
@@ -41,17 +39,14 @@ struct InnerAndChannels {
   std::vector<c10::intrusive_ptr<c10d::Backend>> channels;
 };
 
-// Throws if `scale` is not finite and > 0.
-void check_grad_scale(double scale);
-
 // Purpose: reduces the gradients of one process group, and knows what its steps have in common: an
-// engine for each device type, the counts, the log, the loss scale and the attached models.
+// engine for each device type, the counts and the log.
 //
 // Contract: every rank makes its session with equal options and calls the reductions in the same
 // order.
 //
-// Ownership: shared by the group's BackendPowerSGD and by each AttachedModel, so that either may
-// end first. Owns the engines and the channels, shares the inner backends, knows the models weakly.
+// Ownership: shared by the group's BackendPowerSGD and by each attached model, so that either may
+// end first. Owns the engines and the channels, shares the inner backends.
 //
 // Threads: reductions may be called from any one thread at a time, as on Gloo. Everything else is
 // safe from any thread.
@@ -74,29 +69,27 @@ class Session {
 
   // Reductions. Each of the first two returns at once.
 
-  // Takes one step of docs/algorithm.md for one bucket. If `more_follow`, the caller promises to
-  // make another such call, or to call flush(), in the same backward pass.
+  // Takes one step of docs/algorithm.md for one bucket, which counts in `stats`. If `more_follow`,
+  // the caller promises to make another such call, or to call flush(), in the same backward pass.
   WorkPtr allreduce_compressed(const std::shared_ptr<BucketCompressor>& compressor,
                                const at::Tensor& gradient, const StepInfo& step,
+                               const std::shared_ptr<Stats>& stats,
                                std::chrono::milliseconds timeout = c10d::kUnsetTimeout,
                                bool more_follow = false);
   // Begins what allreduce_compressed has put off because more calls were to follow.
   void flush();
   // Makes `gradient` the sum over ranks divided by `divisor`, by the inner backend.
-  WorkPtr average_exact(at::Tensor gradient, int divisor);
+  WorkPtr average_exact(at::Tensor gradient, int divisor, Stats& stats);
   // Makes each tensor its mean over ranks, on a channel, after all submitted steps. Blocks.
   void average_over_channel(std::vector<at::Tensor>& tensors);
   // Runs `job` on the engine of `device` after all submitted steps. The second one blocks.
   WorkPtr start_after_steps(c10::Device device, std::function<void()> job);
   void run_after_steps(c10::Device device, const std::function<void()>& job);
   // Compares state that must agree on all ranks, after all submitted steps, and gives every rank
-  // that of rank 0 where it differs. The next step or snapshot() logs the differences. Collective.
-  void check_replicas(std::vector<Replica> replicas, c10::Device device);
-
-  // The loss scale of the gradients to come, > 0. The next step that reads a residual rescales it.
-  // Flat tensors use it, and attached models that have no scale of their own.
-  void set_grad_scale(double scale);
-  double grad_scale() const;
+  // that of rank 0 where it differs. The next step or snapshot() logs the differences, which count
+  // in `stats`. Collective.
+  void check_replicas(std::vector<Replica> replicas, c10::Device device,
+                      const std::shared_ptr<Stats>& stats);
 
   // True if `compression(...)` of the calling thread, or else `scope`, admits an attached model's
   // bucket.
@@ -104,37 +97,42 @@ class Session {
 
   // Steps and counts.
 
-  // Counts a step, and logs the statistics every compression_stats_logging_frequency steps. A CUDA
-  // graph that is being captured (`captured`) admits no reading from the device: such a step logs
-  // none.
-  void end_step(const powersgd::Options& options, bool captured = false);
-  Stats& stats() { return *stats_; }
-  // Makes the counter of one owner of buckets. snapshot() includes it as long as the session lives.
-  std::shared_ptr<StepCounter> make_step_counter();
-  // Counts since the session was made or since reset_stats(). Both wait for submitted steps.
-  StatsSnapshot snapshot();
-  void reset_stats();
+  // Counts a step in `stats`, and logs the group's every compression_stats_logging_frequency steps.
+  // A CUDA graph that is being captured (`captured`) admits no reading from the device: such a step
+  // logs none.
+  void end_step(Stats& stats, const powersgd::Options& options, bool captured = false);
+  // The counts of the whole group. A model has its own, which add to these.
+  const std::shared_ptr<Stats>& stats() const { return stats_; }
+  // Counts since the start or since reset_stats(). Both wait for submitted steps.
+  StatsSnapshot snapshot() { return snapshot(*stats_); }
+  StatsSnapshot snapshot(Stats& stats);
+  void reset_stats() { reset_stats(*stats_); }
+  void reset_stats(Stats& stats);
   void log(LogLevel level, const std::string& message) const;
   void set_stage_probe(StageProbe probe);
 
-  // Attached models, and when compression starts.
+  // What is attached, and when compression starts.
 
-  void add_model(const std::shared_ptr<AttachedModel>& model);
-  std::vector<std::shared_ptr<AttachedModel>> models() const;
-  // True once a model was attached, which all ranks did between the same two collectives. It stays
-  // true when the model is gone: ranks do not drop theirs at the same time.
-  bool had_model() const;
-  // The model that expects an all-reduce of these tensors. Null if there is none.
-  std::shared_ptr<AttachedModel> model_that_expects(const std::vector<at::Tensor>& tensors) const;
-  // The step from which gradients are compressed: the first of the attached models' that compress
-  // any, or the group's if no model was ever attached. Empty if nothing will be compressed.
+  // Notes that something was attached, which all ranks do between the same two collectives, and
+  // from which of its steps on it is compressed. Empty: never.
+  void note_attached(std::optional<int64_t> starts_at);
+  // True once something was attached. It stays true when that is gone: ranks do not drop theirs at
+  // the same time.
+  bool was_attached() const;
+  // Asks `taker` about every all-reduce from now on, as long as it lives.
+  void add_taker(const std::weak_ptr<AllreduceTaker>& taker);
+  // The taker that expects an all-reduce of these tensors. Null if there is none.
+  std::shared_ptr<AllreduceTaker> taker_of(const std::vector<at::Tensor>& tensors) const;
+  // The step from which gradients are compressed: the first of what is attached, or the group's if
+  // nothing ever was. Empty if nothing will be compressed.
   std::optional<int64_t> starts_at() const;
-  // True if the next step of an attached model is compressed. Without attached models: true if a
-  // flat gradient has been compressed.
-  bool compressing() const;
+  // True if anything has been compressed since the start.
+  bool compressing() const { return stats_->host_counts().compressed_calls > 0; }
   // Says that steps were trained before the one from which gradients are compressed. Empty if that
   // is not so, was said before, or compression starts within `soon` steps.
   std::string not_started(int64_t soon = 0);
+  // The same of one of the attached, by its own counts and start. The caller says it only once.
+  std::string not_started(const Stats& stats, std::optional<int64_t> starts_at, int64_t soon);
 
   // Channels, and ends.
 
@@ -149,7 +147,6 @@ class Session {
   void abort();
 
  private:
-  StatsSnapshot total();
   // Waits for the submitted steps, and makes the current stream wait for those that are enqueued.
   void wait_for_steps(c10::Device device) const;
   void log_warnings();
@@ -165,13 +162,10 @@ class Session {
   std::map<c10::DeviceType, std::unique_ptr<Engine>> engines_;
 
   mutable std::mutex mutex_;  // guards the members below
-  std::vector<std::shared_ptr<StepCounter>> step_counters_;
-  double grad_scale_ = 1;
-  std::vector<std::weak_ptr<AttachedModel>> models_;
-  bool had_model_ = false;
-  std::optional<int64_t> first_start_;  // of all attached models that compress any parameter
+  std::vector<std::weak_ptr<AllreduceTaker>> takers_;
+  bool was_attached_ = false;
+  std::optional<int64_t> first_start_;  // of all that was attached and is compressed
   bool said_not_started_ = false;
-  StatsSnapshot stats_base_;  // the counts that reset_stats() found
   std::shared_ptr<const StageProbe> probe_;
 };
 

@@ -4,8 +4,13 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
+
+#include "powersgd/step_counter.h"
 
 namespace powersgd {
 
@@ -37,20 +42,42 @@ struct StatsSnapshot {
 // Subtracts the counts of `base` from those of `now`.
 StatsSnapshot operator-(StatsSnapshot now, const StatsSnapshot& base);
 
-// The counts of one session. Safe from any thread.
+// The counts of one owner of steps: a model, the flat tensors, or a whole group. Safe from any
+// thread.
 class Stats {
  public:
-  // Returns the number of steps including this one.
+  // Whatever is counted here counts in `whole` as well, if there is one.
+  explicit Stats(std::shared_ptr<Stats> whole = nullptr) : whole_(std::move(whole)) {}
+
+  // Returns the number of steps including this one, of the whole if there is one.
   int64_t add_step();
   void add_compressed(int64_t bytes_before, int64_t bytes_after);
   void add_exact(int64_t bytes);
   void add_differences(int64_t count);
   void add_seconds(Stage stage, double seconds);
+  // Makes the counter of steps that only the devices count. It counts as long as this object lives.
+  std::shared_ptr<StepCounter> make_step_counter();
+
+  // What the host has counted since the start.
+  StatsSnapshot host_counts() const;
+
+  // All counts since the start or since reset(). Both read from devices(), on which no step may be
+  // in flight.
   StatsSnapshot snapshot() const;
+  void reset();
+  // The devices that count.
+  std::vector<at::Device> devices() const;
 
  private:
+  template <typename Change>
+  void change(const Change& change);
+  StatsSnapshot total() const;
+
+  const std::shared_ptr<Stats> whole_;
   mutable std::mutex mutex_;
   StatsSnapshot now_;
+  StatsSnapshot base_;  // what reset() found
+  std::vector<std::shared_ptr<StepCounter>> step_counters_;
 };
 
 // One line for the log.

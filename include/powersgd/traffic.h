@@ -19,7 +19,7 @@ struct Traffic {
   int64_t sent_bytes = 0;     // what leaves this rank, if an all-reduce is a ring
 };
 
-// "all-reduce", "gather" or "two hops".
+// "all-reduce", "one-shot" or "two-shot".
 std::string to_string(Schedule schedule);
 
 struct StepTraffic {

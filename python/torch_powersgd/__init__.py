@@ -20,8 +20,8 @@ from torch_powersgd.scope import scope
 from torch_powersgd.stats import stats
 
 if TYPE_CHECKING:
-    from torch_powersgd.tools.comparison import ShadowedLayer
     from torch_powersgd.tools.shadow import Shadow, shadow
+    from torch_powersgd.tools.shadow_compressors import ShadowedLayer
 
 __all__ = [
     "Compression",

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from torch_powersgd import log, watch
+from torch_powersgd import log
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import CollectiveCall, count_call, store_of_call
 from torch_powersgd.lookup import PLAIN_BACKENDS, device_types, find_backend
 from torch_powersgd.options import Options, resolve
+from torch_powersgd.store_agreement import CollectiveCall, count_call, store_of_call
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
@@ -61,8 +61,6 @@ def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.
     store = store_of_call(groups, count_call(groups, rank))
     # torch gives the creator no device, so a backend serves every device that this process has.
     options = _agree(dist_options, store, pg_options)
-    if size > 1:
-        watch.start()
     inners = []
     for device in device_types():
         name = _inner_name(options, device)

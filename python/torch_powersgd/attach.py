@@ -68,12 +68,12 @@ def attach(
     group = found.group(group)
     agreed = agree(found, options, scaler, group)
     names, gradients = list(agreed.gradients), list(agreed.gradients.values())
-    model = _C.AttachedModel(agreed.backend, names, gradients, agreed.options._core())
+    reducer = _C.BucketReducer(agreed.backend, names, gradients, agreed.options._core())
     if register_hook:
-        found.register(model, group)
+        found.register(reducer, group)
     if scaler is not None:
-        grad_scaler.follow(scaler, model, found.parameters())
-    compression = Compression(found, model, group)
+        grad_scaler.follow(scaler, reducer.states, found.parameters())
+    compression = Compression(found, reducer, group)
     if compression._speaks:
         _announce(compression)
     return compression
@@ -89,7 +89,7 @@ def _announce(compression: Compression) -> None:
         log.notice("attached; scope='never' compresses nothing")
         return
     rank, rate = options.matrix_approximation_rank, options.min_compression_rate
-    outline = compression._model.outline()
+    outline = compression._reducer.states.outline()
     if outline.compressed_parameters == 0:
         log.warning(
             f"no parameter is compressed at matrix_approximation_rank={rank}: the factors of none "

@@ -12,24 +12,24 @@ from torch_powersgd.checkpoint_checks import LOCAL_FIELDS, VERSION
 from torch_powersgd.options import Options
 
 
-def of_model(model: _C.AttachedModel, per_rank: bool) -> dict[str, Any]:
-    """Returns the state of a model. Collective without ``per_rank``."""
+def of_states(states: _C.ModelStates, per_rank: bool) -> dict[str, Any]:
+    """Returns the state of a checkpoint. Collective without ``per_rank``."""
     state: dict[str, Any] = {
         "version": VERSION,
-        "options": Options._from_core(model.options)._plain(),
-        "step": model.step,
-        "grad_scale": model.grad_scale,
+        "options": Options._from_core(states.options)._plain(),
+        "step": states.step,
+        "grad_scale": states.grad_scale,
         "per_rank": per_rank,
     }
     if per_rank:
         state["parameters"] = {
             local.name: {field: getattr(local, field) for field in LOCAL_FIELDS}
-            for local in model.export_local()
+            for local in states.export_local()
         }
     else:
         state["parameters"] = {
             mean.name: {"residual": mean.residual, "q": mean.q}
-            for mean in model.export_state()
+            for mean in states.export_state()
             if mean.residual is not None
         }
     checksum.add(state)
@@ -38,7 +38,7 @@ def of_model(model: _C.AttachedModel, per_rank: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A state that fits a model.
+    """A state that fits.
 
     Attributes:
         step: Number of steps before it was saved.
@@ -67,19 +67,19 @@ class Loaded:
             "content": 0 if per_rank else self.content,
         }
 
-    def into(self, model: _C.AttachedModel) -> None:
-        """Makes it the state of a model."""
+    def into(self, states: _C.ModelStates) -> None:
+        """Makes it the state of a states."""
         if self.mean is None:
-            model.load_local(self.local, self.step)
+            states.load_local(self.local, self.step)
         else:
-            model.load_state(self.mean, self.step, self.grad_scale)
+            states.load_state(self.mean, self.step, self.grad_scale)
 
 
-def read(model: _C.AttachedModel, state: Any, keys: dict[bool, str]) -> Loaded:
+def read(states: _C.ModelStates, state: Any, keys: dict[bool, str]) -> Loaded:
     """Returns a saved state, which may hold anything, once it has been checked.
 
     Args:
-        model: Model that it must fit.
+        states: States that it must fit.
         state: Argument of ``load_state_dict``.
         keys: Key of this process's state, with ``per_rank`` and without. It may be empty.
 
@@ -96,9 +96,9 @@ def read(model: _C.AttachedModel, state: Any, keys: dict[bool, str]) -> Loaded:
         mean = [checkpoint_checks.to_mean(*entry, saved) for entry in saved.parameters.items()]
     content = checksum.check(own)
     if mean is None:
-        model.check_local(local)
+        states.check_local(local)
     else:
-        model.check_state(mean)
+        states.check_state(mean)
     return Loaded(saved.step, saved.grad_scale, mean, local, content)
 
 

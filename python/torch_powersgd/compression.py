@@ -21,7 +21,7 @@ from torch_powersgd import (
     stats,
 )
 from torch_powersgd._core import _C
-from torch_powersgd.agreement import Compare, equality_of, error_as_arguments, next_call
+from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments, next_call
 from torch_powersgd.ddp import Hook, python_hook
 from torch_powersgd.lookup import check_alive, find_backends
 from torch_powersgd.option_values import positive
@@ -42,27 +42,27 @@ class Compression(Stateful):
     with the module.
     """
 
-    def __init__(self, target: Target, model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
+    def __init__(self, target: Target, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.options = Options._from_core(model.options)
-        self._attached: _C.AttachedModel | None = model
+        self.options = Options._from_core(reducer.states.options)
+        self._attached: _C.BucketReducer | None = reducer
         self._module: ref[torch.nn.Module] | None = None
         self._tensors: _C.NamedTensors | None = None
         self._shard = target.shard(group)
         self._ended = "its module is gone"
         module = target.module
         if module is None:
-            self._tensors = _C.NamedTensors(model, BUCKET_BYTES)
+            self._tensors = _C.NamedTensors(reducer, BUCKET_BYTES)
             return
         self._module = ref(module)
         finalize(module, _call, WeakMethod(self._let_go)).atexit = False
         if isinstance(module, DistributedDataParallel):
-            rewrapping.note_wrapper(module, model)
+            rewrapping.note_wrapper(module, reducer)
         if group.size() > 1:
-            reduction_checks.check(module, model, warns=group.rank() == 0)
+            reduction_checks.check(module, reducer, warns=group.rank() == 0)
 
     @property
-    def _model(self) -> _C.AttachedModel:
+    def _reducer(self) -> _C.BucketReducer:
         if self._attached is None:
             raise ValueError(f"this compression has ended: {self._ended}")
         return self._attached
@@ -93,10 +93,10 @@ class Compression(Stateful):
             hook = hook_with_zero_step(compression.comm_hook, ddp, zero)
             ddp.register_comm_hook(None, hook)
         """
-        model, ddp = self._model, self._ddp
+        reducer, ddp = self._reducer, self._ddp
         if ddp is None:
             raise ValueError("only a compression of a DDP module has a comm_hook")
-        return python_hook(ddp, model)
+        return python_hook(ddp, reducer)
 
     def all_reduce(
         self, tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
@@ -114,19 +114,23 @@ class Compression(Stateful):
             ValueError: If a tensor is missing, unknown, or of another shape, dtype or device; or if
                 a module was attached, whose gradients are averaged in its backward pass.
         """
-        model = self._model
+        names = self._reducer.states.names
         if self._tensors is None:
             raise ValueError(
                 "all_reduce is for tensors that were attached by name; the gradients of a module "
                 "are averaged in its backward pass"
             )
         if isinstance(tensors, Mapping):
-            unknown = [name for name in tensors if name not in set(model.names)]
-            missing = [name for name in model.names if name not in tensors]
+            known = set(names)
+            unknown = [name for name in tensors if name not in known]
+            missing = [name for name in names if name not in tensors]
             if unknown or missing:
                 what = f"lack {missing[0]!r}" if missing else f"have {unknown[0]!r}, which is new"
                 raise ValueError(f"the tensors of all_reduce must be those of attach: they {what}")
-            tensors = [tensors[name] for name in model.names]
+            tensors = [tensors[name] for name in names]
+        for name, tensor in zip(names, tensors, strict=False):  # the core checks the number
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"{name!r} must be a tensor, got {type(tensor).__name__}")
         return self._tensors.all_reduce(list(tensors))
 
     def stats(
@@ -173,14 +177,14 @@ class Compression(Stateful):
             three are None where the step delivered nothing as factors, and ``captured`` is None
             without error feedback.
         """
-        model = self._model
+        reducer = self._reducer
         if self._speaks:
-            stats.notify_if_not_started(model)
-        return stats.of_model(model, per_layer, residual_norms, flat)
+            stats.notify_if_not_started(reducer)
+        return stats.of_attached(reducer, per_layer, residual_norms, flat)
 
     def reset_stats(self) -> None:
         """Starts the counts of ``stats`` again from zero, except ``steps``."""
-        self._model.reset_stats()
+        self._reducer.reset_stats()
 
     def state_dict(self, per_rank: bool = False) -> dict[str, Any]:
         """Returns the residuals and factors. Collective.
@@ -212,11 +216,11 @@ class Compression(Stateful):
         Raises:
             ValueError: If a process of the group does not call it. It is raised on every process.
         """
-        model = self._model
-        self._agree("state_dict", {"step": model.step, "per_rank": per_rank})
-        state = checkpoint.of_model(model, per_rank)
+        states = self._reducer.states
+        self._agree("state_dict", {"step": states.step, "per_rank": per_rank})
+        state = checkpoint.of_states(states, per_rank)
         if (ddp := self._ddp) is not None:
-            rewrapping.note_saved(ddp, model)
+            rewrapping.note_saved(ddp, self._reducer)
         key = self._key(per_rank)
         return {key: state} if key else state
 
@@ -239,17 +243,17 @@ class Compression(Stateful):
                 without ``per_rank``, of different content. A state of ``per_rank`` fits only its
                 own process and number of processes.
         """
-        model = self._model
+        states = self._reducer.states
         keys = {per_rank: self._key(per_rank) for per_rank in (False, True)}
         loaded: checkpoint.Loaded | None = None
         try:
-            loaded = checkpoint.read(model, state_dict, keys)
+            loaded = checkpoint.read(states, state_dict, keys)
             mine = loaded.plain()
         except Exception as invalid:  # The other processes wait for this error, of any type.
             mine = error_as_arguments(invalid)
         self._agree("load_state_dict", mine, checkpoint.compare)
         assert loaded is not None  # else the processes did not agree
-        loaded.into(model)
+        loaded.into(states)
         if self._speaks:
             log.notice(
                 f"the state of step {loaded.step} is loaded, with the residuals of "
@@ -270,7 +274,7 @@ class Compression(Stateful):
         synchronized backward pass) and before the next one. ``attach(module, scaler=...)`` does it
         by itself.
         """
-        self._model.step_skipped()
+        self._reducer.states.step_skipped()
 
     def discard_step(self) -> None:
         """Forgets the gradients of the last step.
@@ -282,7 +286,7 @@ class Compression(Stateful):
         Raises:
             ValueError: If the options lack ``allow_discard``.
         """
-        self._model.discard_step()
+        self._reducer.states.discard_step()
 
     @property
     def grad_scale(self) -> float:
@@ -291,11 +295,11 @@ class Compression(Stateful):
         Set it to the same on all processes before a backward pass that has another scale. A module
         that is attached with a scaler needs none. A value that is not allowed is a ``ValueError``.
         """
-        return self._model.grad_scale
+        return self._reducer.states.grad_scale
 
     @grad_scale.setter
     def grad_scale(self, scale: float) -> None:
-        self._model.grad_scale = positive("grad_scale", scale)
+        self._reducer.states.grad_scale = positive("grad_scale", scale)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -303,12 +307,12 @@ class Compression(Stateful):
 
         Every process must enter it between the same two steps.
         """
-        model = self._model
-        before, model.active = model.active, False
+        reducer = self._reducer
+        before, reducer.active = reducer.active, False
         try:
             yield
         finally:
-            model.active = before
+            reducer.active = before
 
     def detach(self) -> None:
         """Ends the compression: gradients are averaged exactly from now on. Collective.
@@ -319,16 +323,18 @@ class Compression(Stateful):
         Raises:
             ValueError: If a process of the group does not call it. It is raised on every process.
         """
-        model = self._model
-        self._agree("detach", {"step": model.step})
-        model.detach()
+        reducer = self._reducer
+        self._agree("detach", {"step": reducer.states.step})
+        reducer.detach()
+        if (ddp := self._ddp) is not None:
+            rewrapping.note_detached(ddp, reducer)
         self._let_go()
         self._ended = "it was detached"
 
     def __str__(self) -> str:
         if self.ended:
             return f"{type(self).__name__}: {self._ended}"
-        return summary(self._model, self.group, self.options)
+        return summary(self._reducer, self.group, self.options)
 
     __repr__ = __str__
 

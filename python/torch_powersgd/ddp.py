@@ -80,10 +80,10 @@ def named_parameters_of(ddp: DistributedDataParallel) -> Iterator[tuple[str, tor
             yield name, parameter
 
 
-def register_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
-    """Registers the C++ hook, which reduces each bucket by ``model``."""
+def register_hook(ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> None:
+    """Registers the C++ hook, which reduces each bucket by ``reducer``."""
     with refuse_second_hook():
-        _C.register_ddp_hook(ddp.reducer, model)
+        _C.register_ddp_hook(ddp.reducer, reducer)
     if ddp.logger is not None:
         ddp.logger._set_comm_hook_name("torch_powersgd")
 
@@ -101,10 +101,10 @@ def refuse_second_hook() -> Iterator[None]:
         ) from error
 
 
-def python_hook(ddp: DistributedDataParallel, model: _C.AttachedModel) -> Hook:
+def python_hook(ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> Hook:
     """Returns a Python hook that does the same as the C++ hook."""
     reference = weakref.ref(ddp)  # The module owns the hook.
-    buckets = _C.DdpBuckets(model, ddp.reducer)
+    buckets = _C.DdpBuckets(reducer, ddp.reducer)
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         module = reference()

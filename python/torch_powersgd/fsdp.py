@@ -79,13 +79,6 @@ def shards_of(module: FSDPModule) -> dict[str, torch.Tensor]:
     }
 
 
-def shard_place(module: FSDPModule) -> list[int]:
-    """Returns the index of this rank's shard and the number of shards."""
-    info = groups_of(units_of(module)[0])[0].mesh_info
-    # replicate() makes no shards.
-    return [getattr(info, "shard_mesh_rank", 0), getattr(info, "shard_mesh_size", 1)]
-
-
 def place_of(module: FSDPModule) -> dict[str, Any]:
     """Returns this rank's coordinate in the parameters' mesh, and the number of coordinates.
 

@@ -20,14 +20,14 @@ from torch_powersgd.ddp import ATTACHED_ALREADY
 from torch_powersgd.fsdp import groups_of, only_subset, own_replicas, packed, trainable, units_of
 
 
-def set_hooks(module: FSDPModule, model: _C.AttachedModel, replicas: int) -> None:
-    """Sets the hooks of the units. The parameters of ``model`` are ``shards_of(module)``."""
+def set_hooks(module: FSDPModule, reducer: _C.BucketReducer, replicas: int) -> None:
+    """Sets the hooks of the units. The parameters of ``reducer`` are ``shards_of(module)``."""
     number_of = {id(shard): i for i, (_, _, shard) in enumerate(trainable(module))}
-    steps = _Steps(model.end_step)
+    steps = _Steps(reducer.end_step)
     native = own_replicas(module) is not None
     buckets: dict[tuple[int, ...], int] = {}
     for unit in units_of(module):
-        mine = _Unit(model, groups_of(unit)[0], number_of, buckets, steps)
+        mine = _Unit(reducer, groups_of(unit)[0], number_of, buckets, steps)
         if native:
             unit.set_custom_reduce_scatter(_Announcer(mine))
         else:
@@ -41,7 +41,7 @@ def check_hooks(module: FSDPModule) -> None:
         group = groups_of(unit)[0]
         hook = group._reduce_scatter_comm if native else group._all_reduce_hook
         if isinstance(hook, (_AllReduce, _Announcer)):
-            if not hook.unit.model.detached:
+            if not hook.unit.reducer.detached:
                 raise ValueError(ATTACHED_ALREADY)
         elif hook is not None and not native:
             raise ValueError("an all-reduce hook of this FSDP2 module is set already")
@@ -52,13 +52,13 @@ class _Unit:
 
     def __init__(
         self,
-        model: _C.AttachedModel,
+        reducer: _C.BucketReducer,
         group: Any,
         number_of: dict[int, int],
         buckets: dict[tuple[int, ...], int],
         steps: _Steps,
     ) -> None:
-        self.model, self.group, self.number_of = model, group, number_of
+        self.reducer, self.group, self.number_of = reducer, group, number_of
         self.buckets, self.steps = buckets, steps
 
     @property
@@ -113,7 +113,7 @@ class _AllReduce:
             gradients.record_stream(torch.accelerator.current_stream(gradients.device))
         numbers = unit.numbers(gradients)
         unit.steps.enter(unit, numbers)
-        unit.model.reduce(unit.bucket(numbers), gradients, numbers, self.replicas).wait()
+        unit.reducer.reduce(unit.bucket(numbers), gradients, numbers, self.replicas).wait()
 
 
 class _Announcer:
@@ -139,7 +139,7 @@ class _Announcer:
             numbers = unit.numbers(tensor)
             unit.steps.enter(unit, numbers)
             divided = _divided_after(unit.group, dtype)
-            unit.model.expect(unit.bucket(numbers), tensor, numbers, divided)
+            unit.reducer.expect(unit.bucket(numbers), tensor, numbers, divided)
         return tensor
 
     def _is_output(self, numel: int) -> bool:

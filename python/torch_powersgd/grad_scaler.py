@@ -13,7 +13,7 @@ from torch_powersgd._core import _C
 
 
 def follow(
-    scaler: torch.amp.GradScaler, model: _C.AttachedModel, parameters: Mapping[str, torch.Tensor]
+    scaler: torch.amp.GradScaler, model: _C.ModelStates, parameters: Mapping[str, torch.Tensor]
 ) -> None:
     """Makes ``model``, which has these parameters, follow the scaler's scale and skipped steps.
 
@@ -25,7 +25,7 @@ def follow(
         _wrap_getstate(scaler)
 
 
-def _wrap_scale(scaler: torch.amp.GradScaler, model: _C.AttachedModel) -> None:
+def _wrap_scale(scaler: torch.amp.GradScaler, model: _C.ModelStates) -> None:
     inner = scaler.scale
 
     @functools.wraps(inner)
@@ -41,7 +41,7 @@ def _wrap_scale(scaler: torch.amp.GradScaler, model: _C.AttachedModel) -> None:
 
 
 def _wrap_step(
-    scaler: torch.amp.GradScaler, model: _C.AttachedModel, parameters: Mapping[str, torch.Tensor]
+    scaler: torch.amp.GradScaler, model: _C.ModelStates, parameters: Mapping[str, torch.Tensor]
 ) -> None:
     inner = scaler.step
     device = next(iter(parameters.values())).device

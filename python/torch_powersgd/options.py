@@ -66,7 +66,8 @@ class Options:
             torch before. ``"auto"``: gloo on a CPU, nccl on CUDA.
         wire_dtype: Data type in which factors travel: float32, bfloat16, float16, ``"int8"`` or
             ``"int4"``. The residual keeps what is rounded off. None: float32, or float64 for
-            float64 gradients. What is not compressed travels in that type on every wire.
+            float64 gradients. What is not compressed is never rounded on its way: with integers it
+            travels in the gradients' type (float16 in float32), without in the factors'.
         residual_dtype: Data type of the residual: float32, bfloat16 or float16. Residuals of
             float64 gradients are always float64. A value beyond the type's largest is cut off.
             ``Compression.stats()["saturated_steps"]`` counts the steps in which that happens in

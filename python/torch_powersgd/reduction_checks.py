@@ -36,17 +36,17 @@ class _Check:
 
     Args:
         module: Attached module.
-        model: Core's side of the module.
+        reducer: Reducer of its buckets.
         warns: Whether this rank warns. Errors are raised on every rank.
     """
 
-    def __init__(self, module: torch.nn.Module, model: _C.AttachedModel, warns: bool) -> None:
-        self.module, self.model, self.warns = ref(module), ref(model), warns
+    def __init__(self, module: torch.nn.Module, reducer: _C.BucketReducer, warns: bool) -> None:
+        self.module, self.reducer, self.warns = ref(module), ref(reducer), warns
         # The reducer keeps its parameters, and FSDP2 its shards, so that no other has their ids.
         self.averaged = {id(parameter) for parameter in _averaged_parameters(module)}
         self.passes = 0  # the synchronized passes up to the last one that was found in order
         self.steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        # The model's step at the first step of each optimizer. None: an average was seen.
+        # The step at the first step of each optimizer. None: an average was seen.
         self.first: WeakKeyDictionary[Optimizer, int] | None = WeakKeyDictionary()
         self.named: set[str] = set()
 
@@ -63,21 +63,22 @@ class _Check:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer, which may hold the parameters of other modules."""
-        module, model = self.module(), self.model()
-        if not self.warns or module is None or model is None:
+        module, reducer = self.module(), self.reducer()
+        if not self.warns or module is None or reducer is None:
             return
         self.steps[optimizer] = count = self.steps.get(optimizer, 0) + 1
         if self.first is not None:
-            self._look_for_an_average(module, model, optimizer)
+            self._look_for_an_average(module, reducer, optimizer)
         if count % INTERVAL == 0 and isinstance(module, DistributedDataParallel):
             trained = (p for p in _parameters_of(optimizer) if p.grad is not None)
             self.name_what_is_not_averaged(module, trained)
 
     def _look_for_an_average(
-        self, module: torch.nn.Module, model: _C.AttachedModel, optimizer: Optimizer
+        self, module: torch.nn.Module, reducer: _C.BucketReducer, optimizer: Optimizer
     ) -> None:
         assert self.first is not None
-        if not model.active or model.step != self.first.setdefault(optimizer, model.step):
+        step = reducer.states.step
+        if not reducer.active or step != self.first.setdefault(optimizer, step):
             self.first = None
         elif self.steps[optimizer] > INTERVAL and self._holds(optimizer):
             self.first = None
@@ -119,14 +120,14 @@ _checks: WeakKeyDictionary[torch.nn.Module, _Check] = WeakKeyDictionary()
 _registered = False
 
 
-def check(module: torch.nn.Module, model: _C.AttachedModel, warns: bool) -> None:
+def check(module: torch.nn.Module, reducer: _C.BucketReducer, warns: bool) -> None:
     """Checks an attached module now, and from now on at each step of its optimizers."""
     global _registered
     if not _registered:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         _registered = True
-    of_module = _Check(module, model, warns)
+    of_module = _Check(module, reducer, warns)
     if isinstance(module, DistributedDataParallel):
         _checks[module.module] = of_module
         if warns:

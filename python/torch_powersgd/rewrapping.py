@@ -15,8 +15,8 @@ from torch_powersgd._core import _C
 class _Wrapper:
     """The residual of one attached wrapper, as far as the next one must know of it."""
 
-    def __init__(self, model: _C.AttachedModel) -> None:
-        self.model: _C.AttachedModel | None = model
+    def __init__(self, model: _C.BucketReducer) -> None:
+        self.model: _C.BucketReducer | None = model
         self.saved_at = -1
         self.had_residual = False
 
@@ -24,12 +24,12 @@ class _Wrapper:
         """True if steps have left a residual that ``state_dict`` has not returned since."""
         if self.model is None:
             return self.had_residual
-        options = self.model.options
+        states = self.model.states
         return (
-            options.use_error_feedback
-            and self.model.step > options.start_powerSGD_iter
-            and self.model.step != self.saved_at
-            and self.model.compresses
+            states.options.use_error_feedback
+            and states.step > states.options.start_powerSGD_iter
+            and states.step != self.saved_at
+            and states.compresses
         )
 
     def let_go(self) -> None:
@@ -42,7 +42,7 @@ class _Wrapper:
 _wrappers: WeakKeyDictionary[torch.nn.Module, _Wrapper] = WeakKeyDictionary()
 
 
-def note_wrapper(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
+def note_wrapper(ddp: DistributedDataParallel, model: _C.BucketReducer) -> None:
     """Notes that a wrapper is attached, and warns if it takes the place of one with a residual."""
     before = _wrappers.get(ddp.module)
     _wrappers[ddp.module] = wrapper = _Wrapper(model)
@@ -50,13 +50,20 @@ def note_wrapper(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
     if before is not None and before.has_residual() and ddp.process_group.rank() == 0:
         log.warning(
             f"{type(ddp.module).__name__} was wrapped anew, and the part of its gradients that the "
-            "old wrapper has not sent yet is lost. To keep it, call state_dict(old) after the old "
-            "wrapper's last step, and load_state_dict(new, state) after attach"
+            "old wrapper has not sent yet is lost. To keep it, pass state_dict() of the old "
+            "compression to load_state_dict() of the new one"
         )
 
 
-def note_saved(ddp: DistributedDataParallel, model: _C.AttachedModel) -> None:
+def note_detached(ddp: DistributedDataParallel, model: _C.BucketReducer) -> None:
+    """Forgets a wrapper whose residual was given up by ``detach``."""
+    wrapper = _wrappers.get(ddp.module)
+    if wrapper is not None and wrapper.model is model:
+        del _wrappers[ddp.module]
+
+
+def note_saved(ddp: DistributedDataParallel, model: _C.BucketReducer) -> None:
     """Notes that ``state_dict`` has returned the residual of a wrapper."""
     wrapper = _wrappers.get(ddp.module)
     if wrapper is not None and wrapper.model is model:
-        wrapper.saved_at = model.step
+        wrapper.saved_at = model.states.step

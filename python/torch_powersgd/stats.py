@@ -46,17 +46,17 @@ def stats(group: dist.ProcessGroup | None = None, *, flat: bool = False) -> dict
     return dict(_scalars(total)) if flat else total
 
 
-def of_model(
-    model: _C.AttachedModel, per_layer: bool, residual_norms: bool, flat: bool
+def of_attached(
+    reducer: _C.BucketReducer, per_layer: bool, residual_norms: bool, flat: bool
 ) -> dict[str, Any]:
-    """Returns the counts of a model, as ``Compression.stats`` documents them."""
+    """Returns the counts of what was attached, as ``Compression.stats`` documents them."""
     total = {
-        "compressing": model.compressing,
-        "starts_at": model.starts_at,
-        **_with_ratios(model.stats()),
-        "steps": model.step,
+        "compressing": reducer.compressing,
+        "starts_at": reducer.starts_at,
+        **_with_ratios(reducer.stats()),
+        "steps": reducer.states.step,
     }
-    layers = model.layers() if residual_norms or per_layer else []
+    layers = reducer.states.layers() if residual_norms or per_layer else []
     if residual_norms:
         total["residual_norms"] = {layer.name: layer.residual for layer in layers}
     if per_layer:
@@ -64,7 +64,7 @@ def of_model(
     return dict(_scalars(total)) if flat else total
 
 
-def notify_if_not_started(counted: _C.BackendPowerSGD | _C.AttachedModel) -> None:
+def notify_if_not_started(counted: _C.BackendPowerSGD | _C.BucketReducer) -> None:
     """Logs once that steps were trained long before compression starts."""
     if message := counted.not_started(SOON):
         log.notice(message)

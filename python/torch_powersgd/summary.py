@@ -15,9 +15,10 @@ from torch_powersgd.units import size_text
 _COMPUTED = ("project", "orthogonalize", "back_project", "reconstruct")
 
 
-def summary(model: _C.AttachedModel, group: dist.ProcessGroup, options: Options) -> str:
+def summary(reducer: _C.BucketReducer, group: dist.ProcessGroup, options: Options) -> str:
     """Returns up to four lines of text."""
-    outline, counts = model.outline(), model.stats()
+    states, counts = reducer.states, reducer.stats()
+    outline = states.outline()
     wire = "float32" if options.wire_dtype is None else dtype_name(options.wire_dtype)
     lines = [
         f"Compression over {group.size()} processes: {outline.compressed_parameters} of "
@@ -25,15 +26,15 @@ def summary(model: _C.AttachedModel, group: dist.ProcessGroup, options: Options)
         f"{wire}, from step {options.start_powerSGD_iter} on"
     ]
     if counts["steps"] == 0:
-        return "\n  ".join([*lines, f"step {model.step}: nothing was reduced so far"])
+        return "\n  ".join([*lines, f"step {states.step}: nothing was reduced so far"])
     before, after = counts["bytes_before"], counts["bytes_after"]
     skipped = f", {counts['skipped_steps']} skipped" if counts["skipped_steps"] else ""
     lines.append(
-        f"step {model.step}{skipped}: the next one is "
-        f"{'compressed' if model.compressing else 'exact'}; sent {size_text(after)} in place of "
+        f"step {states.step}{skipped}: the next one is "
+        f"{'compressed' if reducer.compressing else 'exact'}; sent {size_text(after)} in place of "
         f"{size_text(before)} ({before / after if after else 1:.1f} x fewer)"
     )
-    if model.on_cpu:
+    if states.loss_scale.device.type == "cpu":
         lines += _benefit(counts, group.size())
     return "\n  ".join(lines)
 

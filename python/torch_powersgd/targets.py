@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import ddp, fsdp, fsdp_hooks
 from torch_powersgd._core import _C
+from torch_powersgd.store_agreement import global_ranks
 from torch_powersgd.option_values import is_unicode, shown
 
 
@@ -49,8 +50,8 @@ class Target(ABC):
         """Returns the name of that part in a checkpoint. It is empty if there is one part."""
         return ""
 
-    def register(self, model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
-        """Registers the hooks that hand the gradients to ``model``."""
+    def register(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
+        """Registers the hooks that hand the gradients to ``reducer``."""
 
 
 def target_of(given: object) -> Target:
@@ -94,8 +95,17 @@ class DdpTarget(Target):
     def parameters(self) -> dict[str, torch.Tensor]:
         return ddp.parameters_of(self.module)
 
-    def register(self, model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
-        ddp.register_hook(self.module, model)
+    def shard(self, group: dist.ProcessGroup) -> str:
+        mesh = getattr(self.module, "device_mesh", None)
+        if mesh is None or not mesh.mesh_dim_names:
+            return ""
+        # The other dimensions split the tensors (tensor parallelism) or the layers (a pipeline).
+        whole = mesh._get_root_mesh()
+        known = mesh.mesh_dim_names[0] in (whole.mesh_dim_names or ())
+        return _shard_name(whole, group) if known else ""
+
+    def register(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
+        ddp.register_hook(self.module, reducer)
 
 
 class FsdpTarget(Target):
@@ -126,25 +136,20 @@ class FsdpTarget(Target):
 
     def shard(self, group: dist.ProcessGroup) -> str:
         meshes = [p.device_mesh for p in self.module.parameters() if isinstance(p, DTensor)]
-        if not meshes:
-            return ""
-        mesh = max(meshes, key=lambda mesh: mesh.ndim)
-        replicas = dist.get_process_group_ranks(group)
-        # The dimension of the replicas is none of a shard's.
-        split = [
-            i
-            for i in range(mesh.ndim)
-            if dist.get_process_group_ranks(mesh.get_group(i)) != replicas
-        ]
-        coordinate = mesh.get_coordinate() or []
-        index = 0
-        for i in split:
-            index = index * mesh.size(i) + coordinate[i]
-        count = math.prod(mesh.size(i) for i in split)
-        return f"shard {index} of {count}" if count > 1 else ""
+        return _shard_name(max(meshes, key=lambda mesh: mesh.ndim), group) if meshes else ""
 
-    def register(self, model: _C.AttachedModel, group: dist.ProcessGroup) -> None:
-        fsdp_hooks.set_hooks(self.units, model, group.size())
+    def register(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
+        fsdp_hooks.set_hooks(self.units, reducer, group.size())
+
+
+def _shard_name(mesh: DeviceMesh, group: dist.ProcessGroup) -> str:
+    """Returns the name of this process's part, by its place in a mesh without the replicas."""
+    replicas = list(global_ranks(group))
+    index, count = 0, 1
+    for i, place in enumerate(mesh.get_coordinate() or []):
+        if dist.get_process_group_ranks(mesh.get_group(i)) != replicas:
+            index, count = index * mesh.size(i) + place, count * mesh.size(i)
+    return f"shard {index} of {count}" if count > 1 else ""
 
 
 class NamedTensors(Target):

@@ -43,7 +43,7 @@ if(POWERSGD_boost_context)
         Simt.* Races.* Launches* TensorCores.* *.MatchesTheReference/*
         All/Project.WithoutErrorFeedback/* *.WithoutErrorFeedbackReadsTheGradient/*
         *.RandomColumns/* *.MoreColumnsThanNumericRank/* *.SkipsWhenAnElementOfQIsNotFinite/*
-        *.QuantizeRoundsEveryGroup/* *.TwoHopsRoundTheSumOnce/* *.RanksAgreeBitForBit/*
+        *.QuantizeRoundsEveryGroup/* *.TwoShotRoundsTheSumOnce/* *.RanksAgreeBitForBit/*
         -*.WithoutErrorFeedback*33000x5r2 *.WithoutErrorFeedback*17001r1
         *.SkipsWhen*33000x5r2 *.SkipsWhen*17001r1)
   endif()

@@ -34,10 +34,10 @@ inline void write_uses(const Bucket& bucket) {
   }
 }
 
-// Notes the loss scale in whose units memory is from now on.
+// Notes the units in which memory is from now on.
 inline void note_units(const Bucket& bucket) {
   for (int32_t i = 0; i < bucket.num_matrices; ++i) {
-    *bucket.matrices[i].grad_scale = loss_scale(bucket);
+    *bucket.matrices[i].memory_units = units_of(bucket);
   }
 }
 

@@ -126,15 +126,15 @@ POWERSGD_TILE_FUNCTION inline void sum_group(WireDType dtype, const GroupPlace& 
   }
 }
 
-// Adds `count` raw elements of the sources, from `place` on.
-template <class F>
+// Adds `count` raw elements of the sources, from `place` on, which are stored as Raw.
+template <class Raw, class Sum>
 POWERSGD_TILE_FUNCTION inline void sum_raw(const Sources& sources, int64_t place, int64_t count,
-                                           F* sum) {
+                                           Sum* sum) {
   const auto source = [&](int32_t rank) {
-    return reinterpret_cast<const F*>(sources.first + rank * sources.bytes + place);
+    return reinterpret_cast<const Raw*>(sources.first + rank * sources.bytes + place);
   };
-  for_each_vector<F>(count, [&](int64_t j, int64_t n) {
-    Vector<F> total = load_first(source(0) + j, n);
+  for_each_vector<ComputeOf<Raw>>(count, [&](int64_t j, int64_t n) {
+    Computed<Raw> total = load_first(source(0) + j, n);
     for (int32_t rank = 1; rank < sources.count; ++rank) {
       total = total + load_first(source(rank) + j, n);
     }

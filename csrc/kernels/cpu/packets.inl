@@ -4,7 +4,7 @@
 // buffer in the L1 cache. There it computes, and then puts the results where they belong. Its raw
 // elements it copies, or adds, from one to the other.
 #include <algorithm>
-#include <cstring>
+#include <type_traits>
 
 #include "kernels/cpu/packet_groups.h"
 #include "kernels/cpu/simd/convert.h"
@@ -39,6 +39,15 @@ struct PacketWork {
   F* payload() const { return static_cast<F*>(packets.payload); }
   F* raw() const { return payload() + packets.raw_offset; }
   F* flags() const { return raw() + layout.raw.count; }
+
+  // Calls function(Raw{}) with the type that stores raw elements in packets.
+  template <class Function>
+  void with_raw(const Function& function) const {
+    if constexpr (std::is_same_v<F, float>) {
+      if (packets.raw_dtype == DType::kBFloat16) return function(BFloat16{});
+    }
+    function(F{});
+  }
 
   // Calls body(group, place) for each group of the factors in the range.
   template <class Body>
@@ -99,7 +108,12 @@ struct PacketWork {
         {0, layout.factors.groups}, {0, layout.raw.count}, parallel_for,
         [&](const auto& group, const GroupPlace& place) { send(group, place); },
         [&](const F* elements, int64_t count, int64_t place) {
-          std::memcpy(packets.sent + place, elements, static_cast<size_t>(count) * sizeof(F));
+          with_raw([&](auto raw) {
+            auto* sent = reinterpret_cast<decltype(raw)*>(packets.sent + place);
+            for_each_vector<F>(count, [&](int64_t j, int64_t n) {
+              store_first(sent + j, n, load_first(elements + j, n));
+            });
+          });
         });
     for (int64_t i = 0; i < layout.flags.count; ++i) {
       packets.sent[place_of(layout, layout.flags, i)] = flags()[i] != 0 ? 1 : 0;
@@ -128,8 +142,11 @@ struct PacketWork {
           reduce(group, {place.codes - chunk, place.scale - chunk}, sources);
         },
         [&](const F*, int64_t count, int64_t place) {
-          place -= chunk;
-          sum_raw(sources, place, count, reinterpret_cast<F*>(packets.reduced + place));
+          with_raw([&](auto raw) {
+            using Raw = decltype(raw);
+            auto* reduced = reinterpret_cast<Raw*>(packets.reduced + place - chunk);
+            sum_raw<Raw>(sources, place - chunk, count, reduced);
+          });
         });
     const Range flags = part_of_chunk(layout.flags.count, layout.flags.per_chunk, own);
     for (int64_t i = flags.begin; i < flags.end; ++i) {
@@ -161,7 +178,7 @@ struct PacketWork {
         {0, layout.factors.groups}, {0, layout.raw.count}, parallel_for,
         [&](const auto& group, const GroupPlace& place) { receive(group, place, sources); },
         [&](F* elements, int64_t count, int64_t place) {
-          sum_raw(sources, place, count, elements);
+          with_raw([&](auto raw) { sum_raw<decltype(raw)>(sources, place, count, elements); });
         });
     for (int64_t i = 0; i < layout.flags.count; ++i) {
       flags()[i] = static_cast<F>(flags_set(sources, place_of(layout, layout.flags, i)));

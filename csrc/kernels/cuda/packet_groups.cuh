@@ -141,13 +141,29 @@ __device__ __forceinline__ void add_sources(const Sources& sources, const Group<
   }
 }
 
+// Raw elements in packets: of F, or bfloat16.
+template <typename F>
+__device__ __forceinline__ F read_raw(const uint8_t* address, DType dtype) {
+  if (dtype == DType::kBFloat16)
+    return bfloat16_to_float(*reinterpret_cast<const uint16_t*>(global(address)));
+  return *reinterpret_cast<const F*>(global(address));
+}
+
+template <typename F>
+__device__ __forceinline__ void write_raw(uint8_t* address, F value, DType dtype) {
+  if (dtype == DType::kBFloat16)
+    *reinterpret_cast<uint16_t*>(global(address)) = float_to_bfloat16(static_cast<float>(value));
+  else
+    *reinterpret_cast<F*>(global(address)) = value;
+}
+
 // Returns the sum of the raw elements that the sources have sent at `place`.
 template <typename F>
-__device__ __forceinline__ F sum_raw(const Sources& sources, int64_t place) {
+__device__ __forceinline__ F sum_raw(const Sources& sources, int64_t place, DType dtype) {
   F sum{-0.0f};
   POWERSGD_UNROLL_4
   for (int32_t i = 0; i < sources.count; ++i)
-    sum += *reinterpret_cast<const F*>(global(sources.first + i * sources.bytes + place));
+    sum += read_raw<F>(sources.first + i * sources.bytes + place, dtype);
   return sum;
 }
 

@@ -50,7 +50,7 @@ struct Quantize {
   template <typename F>
   static __device__ __forceinline__ void take_raw(const Packets& packets, int64_t place,
                                                   F* element) {
-    *reinterpret_cast<F*>(global(packets.sent + place)) = *element;
+    write_raw(packets.sent + place, *element, packets.raw_dtype);
   }
 
   template <typename F>
@@ -80,7 +80,8 @@ struct Requantize {
 
   template <typename F>
   static __device__ __forceinline__ void take_raw(const Packets& packets, int64_t place, F*) {
-    *reinterpret_cast<F*>(global(packets.reduced + place)) = sum_raw<F>(sources(packets), place);
+    write_raw(packets.reduced + place, sum_raw<F>(sources(packets), place, packets.raw_dtype),
+              packets.raw_dtype);
   }
 
   template <typename F>
@@ -114,7 +115,7 @@ struct Dequantize {
   template <typename F>
   static __device__ __forceinline__ void take_raw(const Packets& packets, int64_t place,
                                                   F* element) {
-    *element = sum_raw<F>(sources(packets), place);
+    *element = sum_raw<F>(sources(packets), place, packets.raw_dtype);
   }
 
   template <typename F>

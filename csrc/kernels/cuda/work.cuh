@@ -87,8 +87,8 @@ __device__ void write_flags(const Bucket& bucket) {
     if (item < bucket.num_matrices && bucket.matrices[item].use_offset >= 0)
       p[bucket.matrices[item].use_offset] = static_cast<F>(use_of(bucket, item));
     *flags = 0;
-    if (item < bucket.num_matrices && bucket.matrices[item].grad_scale != nullptr)
-      *bucket.matrices[item].grad_scale = loss_scale(bucket);
+    if (item < bucket.num_matrices && bucket.matrices[item].memory_units != nullptr)
+      *bucket.matrices[item].memory_units = units_of(bucket);
   }
   const bool non_finite = __syncthreads_or(all & kNonFinite) != 0;
   const bool saturated = __syncthreads_or(all & kSaturated) != 0;

@@ -46,13 +46,17 @@ PacketFactors packet_factors(const std::vector<Matrix>& matrices,
 
 int64_t group_bytes(WireDType dtype) { return code_bytes(dtype) + (has_scales(dtype) ? 2 : 0); }
 
-PacketLayout packet_layout(int32_t chunks, WireDType wire, int64_t factor_groups,
-                           DType factor_dtype, int64_t raw_numel, int64_t flags) {
+DType raw_dtype_of(DType gradient_dtype) {
+  return gradient_dtype == DType::kFloat16 ? DType::kFloat32 : gradient_dtype;
+}
+
+PacketLayout packet_layout(int32_t chunks, WireDType wire, int64_t factor_groups, DType raw_dtype,
+                           int64_t raw_numel, int64_t flags) {
   PacketLayout layout{};
   int64_t end = 0;
   layout.chunks = chunks;
   layout.factors = section_at(end, chunks, wire, factor_groups);
-  layout.raw = words_at(end, chunks, size_of(factor_dtype), raw_numel);
+  layout.raw = words_at(end, chunks, size_of(raw_dtype), raw_numel);
   layout.flags = words_at(end, chunks, 1, flags);
   layout.chunk_bytes = round_up(end, kChunkAlignment);
   return layout;

@@ -11,17 +11,15 @@ POWERSGD_HOST_DEVICE inline uint64_t begun_step(const Bucket& bucket) {
   return bucket.step == kNextStep ? bucket.state->step + 1 : bucket.step;
 }
 
-// The loss scale of the step's gradient.
-POWERSGD_HOST_DEVICE inline double loss_scale(const Bucket& bucket) {
-  return bucket.loss_scale == nullptr ? bucket.grad_scale
-                                      : bucket.grad_scale * double{*bucket.loss_scale};
+// The units of the step's gradient.
+POWERSGD_HOST_DEVICE inline double units_of(const Bucket& bucket) {
+  return bucket.loss_scale == nullptr ? bucket.units : bucket.units * double{*bucket.loss_scale};
 }
 
 // The factor that converts the matrix's residual to the units of the gradient. A loss scale of 0,
 // at which a GradScaler that has halved too often ends, leaves no residual. So M stays finite.
 POWERSGD_HOST_DEVICE inline double residual_scale(const Bucket& bucket, const Matrix& matrix) {
-  if (bucket.drop_residual || !(*matrix.grad_scale > 0)) return 0;
-  return loss_scale(bucket) / *matrix.grad_scale;
+  return *matrix.memory_units > 0 ? units_of(bucket) / *matrix.memory_units : 0;
 }
 
 // Counts the bucket's step, unless another bucket did. One thread of the bucket calls it.

@@ -283,16 +283,6 @@ TEST(BackendPowerSGD, CoalescedTensorsAreCompressedOnlyInScopeAlways) {
   }
 }
 
-TEST(BackendPowerSGD, GradScaleMustBePositiveAndFinite) {
-  run(1, always(), [](int, const BackendRef& backend, auto&&) {
-    for (const double bad : {0.0, -1.0, std::numeric_limits<double>::infinity(),
-                             std::numeric_limits<double>::quiet_NaN()}) {
-      EXPECT_THROW(backend->session()->set_grad_scale(bad), c10::ValueError);
-    }
-    EXPECT_EQ(backend->session()->grad_scale(), 1);
-  });
-}
-
 TEST(BackendPowerSGD, ASplitGroupCompressesToo) {
   run(4, always(), [](int rank, const BackendRef& backend, auto&&) {
     const auto store = c10::make_intrusive<c10d::HashStore>();

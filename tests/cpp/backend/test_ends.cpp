@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "engine/thread_engine.h"
-#include "powersgd/attached_model.h"
 #include "powersgd/backend.h"
+#include "powersgd/bucket_reducer.h"
 #include "powersgd/stats.h"
 #include "support/errors.h"
 #include "support/fake_device.h"
@@ -31,7 +31,7 @@ constexpr size_t kBuckets = 3;
 // One owner of a group of two equal ranks, and of a model that is attached in it.
 struct Owner {
   c10::intrusive_ptr<BackendPowerSGD> backend;
-  std::shared_ptr<AttachedModel> model;
+  std::shared_ptr<BucketReducer> model;
   std::vector<at::Tensor> parameters;
   std::vector<WorkPtr> works;
 
@@ -50,7 +50,7 @@ struct Owner {
       names.push_back("layer " + std::to_string(i));
       parameters.push_back(at::zeros({24, 32}, device));
     }
-    model = AttachedModel::attach(backend->session(), names, parameters, options);
+    model = BucketReducer::attach(backend->session(), names, parameters, options);
   }
 
   // Reduces the buckets of a backward pass.
@@ -81,8 +81,8 @@ const std::vector<Act>& acts() {
       {"destruction", [](Owner& owner) { owner.leave(); }},
       {"exit", [](Owner&) { shutdown_all_engines(); }},
       {"submit", [](Owner& owner) { owner.submit(); }, /*trains=*/true},
-      {"state_dict", [](Owner& owner) { owner.model->export_state(); }, /*trains=*/true},
-      {"layers", [](Owner& owner) { owner.model->layers(); }, /*trains=*/true},
+      {"state_dict", [](Owner& owner) { owner.model->states()->export_state(); }, /*trains=*/true},
+      {"layers", [](Owner& owner) { owner.model->states()->layers(); }, /*trains=*/true},
       {"end of a step", [](Owner& owner) { owner.model->end_step(); }, /*trains=*/true},
       {"questions",
        [](Owner& owner) {
@@ -90,9 +90,14 @@ const std::vector<Act>& acts() {
          session.compressing();
          session.starts_at();
          session.not_started();
-         session.set_grad_scale(2);
          session.reset_stats();
+         owner.model->compressing();
+         owner.model->not_started();
+         owner.model->reset_stats();
        }},
+      {"loss scale", [](Owner& owner) { owner.model->states()->set_grad_scale(2); },
+       /*trains=*/true},
+      {"detach", [](Owner& owner) { owner.model->detach(); }, /*trains=*/true},
       {"stats", [](Owner& owner) { owner.backend->session()->snapshot(); }},
       {"wait", [](Owner& owner) {
          for (const WorkPtr& work : owner.works) work->wait();

@@ -152,7 +152,7 @@ TEST_P(Wires, TheLossScaleTakesResidualsAlong) {
     // A power of two changes no rounding.
     StepInfo info{1, 1, step};
     if (step % 2 == 0) {
-      info.grad_scale = scale;
+      info.units = scale;
     } else {
       info.loss_scale = at::full({1}, scale);
     }
@@ -177,7 +177,7 @@ TEST_P(Wires, TheBytesAreThoseOfThePackets) {
   OneRank rank(on_wire(GetParam()));
   rank.compressor->prepare();
   const Payload& p = rank.compressor->project(at::randn({rank.plan.gradient_numel}), {});
-  EXPECT_EQ(p.schedule(), Schedule::kGather);
+  EXPECT_EQ(p.schedule(), Schedule::kOneShot);
   // One of 64 elements for each column of P and each row of Q.
   const int64_t group = kernels::group_bytes(GetParam());
   const int64_t least = 8 * group + 4 * OneRank::kBiasNumel + 3;
@@ -221,7 +221,7 @@ TEST(Compressor, TheOldGradientOfAParameterOutOfUseCountsNowhere) {
   OneRank rank(make_options());
   rank.step(at::randn({rank.plan.gradient_numel}), {1, 1, 0});
   StepInfo info;
-  info.grad_scale = 4;  // the loss scale has changed, too
+  info.units = 4;  // the loss scale has changed, too
   info.uses = {Use::kStale, Use::kUsed, Use::kUsed};
   std::vector<at::Tensor> before;
   for (const at::Tensor& tensor : rank.states[0]->step_tensors()) before.push_back(tensor.clone());

@@ -80,8 +80,8 @@ TEST(ParameterState, StatesThatAreAllocatedTogetherAreAsThoseAllocatedAlone) {
   EXPECT_TRUE(at::equal(third.q_warm, allocated(5)->q_warm));
   EXPECT_EQ(second.q_warm.scalar_type(), at::kDouble);
   EXPECT_GT(second.q_warm.norm().item<double>(), 0);
-  third.grad_scale.fill_(8);
-  EXPECT_EQ(first.grad_scale.item<double>(), 1);
+  third.memory_units.fill_(8);
+  EXPECT_EQ(first.memory_units.item<double>(), 1);
 }
 
 TEST(ParameterState, AStateOfOtherUnitsIsConvertedToThoseOfItsBucket) {
@@ -92,7 +92,7 @@ TEST(ParameterState, AStateOfOtherUnitsIsConvertedToThoseOfItsBucket) {
     const at::Tensor gradient = at::randn({same.plan.gradient_numel});
     if (step == 1) {  // a power of two changes no rounding
       ParameterState& state = *joined.states[1];
-      for (const at::Tensor& tensor : {state.memory, state.q_local, state.grad_scale}) {
+      for (const at::Tensor& tensor : {state.memory, state.q_local, state.memory_units}) {
         tensor.mul_(512);
       }
     }

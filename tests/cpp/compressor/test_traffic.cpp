@@ -62,10 +62,10 @@ TEST(Traffic, PacketsAreGatheredWhileThatSendsLittleMore) {
     const BucketPlan plan = plan_bucket({{{rows, 200}, {}}}, options);
     for (const int64_t ranks : {2, 3, 4, 9}) {
       const Traffic p = traffic_of(plan, options, at::kFloat, {0, static_cast<int32_t>(ranks)}).p;
-      const bool gathers = ranks == 2 || rows == 100;
-      EXPECT_EQ(to_string(p.schedule), gathers ? "gather" : "two hops") << rows << " " << ranks;
-      EXPECT_EQ(p.sent_bytes, gathers ? (ranks - 1) * p.payload_bytes
-                                      : 2 * (ranks - 1) * p.payload_bytes / ranks);
+      const bool one_shot = ranks == 2 || rows == 100;
+      EXPECT_EQ(to_string(p.schedule), one_shot ? "one-shot" : "two-shot") << rows << " " << ranks;
+      EXPECT_EQ(p.sent_bytes, one_shot ? (ranks - 1) * p.payload_bytes
+                                       : 2 * (ranks - 1) * p.payload_bytes / ranks);
     }
   }
 }

@@ -14,7 +14,7 @@
 
 #include "gradients/capture_watch.h"
 #include "gradients/flat_tensors.h"
-#include "powersgd/attached_model.h"
+#include "powersgd/bucket_reducer.h"
 #include "powersgd/scope_override.h"
 #include "support/fake_device.h"
 #include "support/session_of_equal_ranks.h"
@@ -146,7 +146,7 @@ TEST_P(CapturedSteps, OfAPipelineOfBuckets) {
     const Options options = make_options(Scope::kBackward);
     const std::vector<at::Tensor> parameters = {
         at::zeros({24, 32}, device), at::zeros({24, 32}, device), at::zeros({24, 32}, device)};
-    const auto model = AttachedModel::attach(test::make_session_of_equal_ranks(device, options),
+    const auto model = BucketReducer::attach(test::make_session_of_equal_ranks(device, options),
                                              {"one", "two", "three"}, parameters, options);
     const at::Tensor dropped = at::zeros({}, device);  // as a GradScaler says on the device
     const Reduce reduce = [&](at::Tensor& tensor) {
@@ -157,7 +157,7 @@ TEST_P(CapturedSteps, OfAPipelineOfBuckets) {
       }
       model->end_step();
       for (const auto& work : works) work->wait();
-      model->step_skipped(dropped);
+      model->states()->step_skipped(dropped);
     };
     return third_output(reduce, 3 * 24 * 32, replayed ? std::function<void()>([] {}) : nullptr);
   };
@@ -170,16 +170,17 @@ TEST_P(CapturedSteps, AreDiscardedAsOthersAre) {
     Options options = make_options(Scope::kBackward);
     options.allow_discard = true;
     const std::vector<at::Tensor> parameters = {at::zeros({24, 32}, device)};
-    const auto model = AttachedModel::attach(test::make_session_of_equal_ranks(device, options),
+    const auto model = BucketReducer::attach(test::make_session_of_equal_ranks(device, options),
                                              {"one"}, parameters, options);
     const Reduce reduce = [&](at::Tensor& tensor) {
       model->reduce(0, tensor, {0}, 2)->wait();
       model->end_step();
-      if (!replayed && model->step() == 2) model->discard_step();
+      if (!replayed && model->states()->step() == 2) model->states()->discard_step();
     };
     const auto discard = [&] {
-      model->discard_step();
-      model->discard_step();  // the host does not see replays, so that it may be called for each
+      // The host does not see replays, so that it may be called for each.
+      model->states()->discard_step();
+      model->states()->discard_step();
     };
     return third_output(reduce, 24 * 32, replayed ? discard : std::function<void()>());
   };
@@ -192,7 +193,7 @@ TEST_P(CapturedSteps, OfABucketThatHasBeenRebuilt) {
     const Options options = make_options(Scope::kBackward);
     const std::vector<at::Tensor> parameters = {at::zeros({24, 32}, device),
                                                 at::zeros({40, 30}, device)};
-    const auto model = AttachedModel::attach(test::make_session_of_equal_ranks(device, options),
+    const auto model = BucketReducer::attach(test::make_session_of_equal_ranks(device, options),
                                              {"one", "two"}, parameters, options);
     const Reduce reduce = [&](at::Tensor& tensor) {
       model->reduce(0, tensor, {0}, 2)->wait();
@@ -209,12 +210,28 @@ TEST_P(CapturedSteps, OfABucketThatHasBeenRebuilt) {
   expect_same_output(output(false), output(true));
 }
 
+TEST_P(CapturedSteps, OfAModelThatHasBeenDetached) {
+  const auto output = [](bool replayed) {
+    const c10::Device device = fake::device(0);
+    const Options options = make_options(Scope::kBackward);
+    const auto model = BucketReducer::attach(test::make_session_of_equal_ranks(device, options),
+                                             {"one"}, {at::zeros({24, 32}, device)}, options);
+    const Reduce reduce = [&](at::Tensor& tensor) {
+      model->reduce(0, tensor, {0}, 2)->wait();
+      model->end_step();
+    };
+    const auto detach = [&] { model->detach(); };
+    return third_output(reduce, 24 * 32, replayed ? detach : std::function<void()>());
+  };
+  expect_same_output(output(false), output(true));
+}
+
 // The look that the step before has started is read later.
 TEST_P(CapturedSteps, ThatFollowALookAtTheResiduals) {
   const auto output = [](bool replayed) {
     const c10::Device device = fake::device(0);
     const Options options = make_options(Scope::kBackward);
-    const auto model = AttachedModel::attach(test::make_session_of_equal_ranks(device, options),
+    const auto model = BucketReducer::attach(test::make_session_of_equal_ranks(device, options),
                                              {"one"}, {at::zeros({24, 32}, device)}, options);
     const Reduce reduce = [&](at::Tensor& tensor) {
       model->reduce(0, tensor, {0}, 2)->wait();
@@ -232,7 +249,7 @@ TEST_P(CapturedSteps, LeaveALoadedResidualToTheNextStep) {
   const c10::Device device = fake::device(0);
   Options options = make_options(Scope::kBackward);
   const auto model =
-      AttachedModel::attach(test::make_session_of_equal_ranks(device, options), {"weight", "bias"},
+      BucketReducer::attach(test::make_session_of_equal_ranks(device, options), {"weight", "bias"},
                             {at::zeros({24, 32}, device), at::zeros({8}, device)}, options);
   Gradient gradient(24 * 32 + 8);
   const auto bias_after_step = [&] {
@@ -242,7 +259,8 @@ TEST_P(CapturedSteps, LeaveALoadedResidualToTheNextStep) {
     return [&] { return gradient.read().narrow(0, 24 * 32, 8); };
   };
   const at::Tensor exact = bias_after_step()();
-  model->load_state({{"bias", at::ones({8}), at::zeros({1, 8})}}, model->step(), 1);
+  model->states()->load_state({{"bias", at::ones({8}), at::zeros({1, 8})}}, model->states()->step(),
+                              1);
   fake::begin_capture(device);
   const auto bias = bias_after_step();
   fake::end_capture();

@@ -151,8 +151,8 @@ TEST_F(CompressedStep, SumsBothPayloads) {
 }
 
 TEST_F(CompressedStep, ExchangesPacketsByTheirSchedules) {
-  schedule_of_p_ = Schedule::kTwoHops;
-  schedule_of_q_ = Schedule::kGather;
+  schedule_of_p_ = Schedule::kTwoShot;
+  schedule_of_q_ = Schedule::kOneShot;
   EXPECT_EQ(run(),
             (Events{"project", "quantize P", "exchange P sent as P received", "requantize P",
                     "gather P reduced as P sent", "dequantize P", "orthogonalize", "back_project",
@@ -164,7 +164,7 @@ TEST_F(CompressedStep, PassesItsGradientAndInfoOn) {
   run();
   EXPECT_TRUE(compressor_->seen_gradient.is_same(gradient_));
   EXPECT_EQ(compressor_->seen_step.output_scale, 0.5);
-  EXPECT_EQ(compressor_->seen_step.grad_scale, 8);
+  EXPECT_EQ(compressor_->seen_step.units, 8);
   EXPECT_EQ(compressor_->seen_step.step, 3u);
 }
 
@@ -191,7 +191,7 @@ TEST_F(CompressedStep, TheProbeSeesEachStageBeforeItRuns) {
 }
 
 TEST_F(CompressedStep, WhateverFailsIsRolledBackOnceAndThrown) {
-  schedule_of_p_ = Schedule::kTwoHops;
+  schedule_of_p_ = Schedule::kTwoShot;
   const StageProbe probe = [this](const char* stage) { log_.add(std::string("> ") + stage); };
   const Events all = run(probe);
   for (size_t i = 0; i < all.size(); ++i) {

@@ -177,14 +177,14 @@ TEST_P(Exchange, RunsTheCollectivesOfItsSchedule) {
     self.step(self.gradient_of(backend.getRank(), 0), 0);
     const auto [wire, type] = std::get<0>(GetParam());
     const DType factors = type == at::kDouble ? DType::kFloat64 : DType::kFloat32;
-    const bool gathers = std::get<2>(GetParam()) == Schedule::kGather;
-    const int32_t chunks = gathers ? 1 : size();
+    const bool one_shot = std::get<2>(GetParam()) == Schedule::kOneShot;
+    const int32_t chunks = one_shot ? 1 : size();
     const int64_t p_groups = 3 * (3 + 1 + 1), q_groups = 3 * (2 + 1 + 2);
     const auto p = kernels::packet_layout(chunks, wire, p_groups, factors, 130 + 7, 3 + 1);
     const auto q = kernels::packet_layout(chunks, wire, q_groups, factors, 0, 0);
     std::vector<std::pair<std::string, int64_t>> expected, calls;
     for (const auto& layout : {p, q}) {
-      if (!gathers) expected.emplace_back("alltoall_base", layout.bytes());
+      if (!one_shot) expected.emplace_back("alltoall_base", layout.bytes());
       expected.emplace_back("_allgather_base", layout.chunk_bytes);
     }
     for (const auto& call : backend.calls()) {
@@ -198,7 +198,7 @@ TEST_P(Exchange, RunsTheCollectivesOfItsSchedule) {
 std::string name_of(const testing::TestParamInfo<Case>& info) {
   const auto& [wire, size, schedule] = info.param;
   return to_string(wire.first) + (wire.second == at::kDouble ? "_of_float64_" : "_") +
-         std::to_string(size) + (schedule == Schedule::kGather ? "_gather" : "_two_hops");
+         std::to_string(size) + (schedule == Schedule::kOneShot ? "_one_shot" : "_two_shot");
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -210,7 +210,7 @@ INSTANTIATE_TEST_SUITE_P(
                                      std::pair(WireDType::kFloat32, at::kDouble),
                                      std::pair(WireDType::kInt8, at::kDouble)),
                      testing::Values(2, 3, 4, 9),
-                     testing::Values(Schedule::kGather, Schedule::kTwoHops)),
+                     testing::Values(Schedule::kOneShot, Schedule::kTwoShot)),
     name_of);
 
 TEST(Schedule, FollowsFromTheSize) {
@@ -218,16 +218,16 @@ TEST(Schedule, FollowsFromTheSize) {
     return choose_schedule({0, ranks}, bytes);
   };
   for (const int64_t bytes : {int64_t{64}, int64_t{1} << 40}) {
-    EXPECT_EQ(schedule(1, bytes), Schedule::kGather);
-    EXPECT_EQ(schedule(2, bytes), Schedule::kGather);
+    EXPECT_EQ(schedule(1, bytes), Schedule::kOneShot);
+    EXPECT_EQ(schedule(2, bytes), Schedule::kOneShot);
   }
-  // W ranks send (W - 1) (W - 2) / W times the bytes more in a gather, at most 65536 bytes.
-  EXPECT_EQ(schedule(3, 98304), Schedule::kGather);
-  EXPECT_EQ(schedule(3, 98304 + 64), Schedule::kTwoHops);
-  EXPECT_EQ(schedule(8, 12480), Schedule::kGather);
-  EXPECT_EQ(schedule(8, 12544), Schedule::kTwoHops);
-  EXPECT_EQ(schedule(1024, 64), Schedule::kGather);
-  EXPECT_EQ(schedule(1024, 128), Schedule::kTwoHops);
+  // W ranks send (W - 1) (W - 2) / W times the bytes more one-shot, at most 65536 bytes.
+  EXPECT_EQ(schedule(3, 98304), Schedule::kOneShot);
+  EXPECT_EQ(schedule(3, 98304 + 64), Schedule::kTwoShot);
+  EXPECT_EQ(schedule(8, 12480), Schedule::kOneShot);
+  EXPECT_EQ(schedule(8, 12544), Schedule::kTwoShot);
+  EXPECT_EQ(schedule(1024, 64), Schedule::kOneShot);
+  EXPECT_EQ(schedule(1024, 128), Schedule::kTwoShot);
 }
 
 }  // namespace

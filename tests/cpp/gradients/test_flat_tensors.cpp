@@ -249,19 +249,6 @@ TEST(FlatTensors, AnAverageIsTheSumOverTheRanks) {
   EXPECT_TRUE(at::equal(flat.output_of(gradient, average) * 2, flat.output_of(gradient)));
 }
 
-TEST(FlatTensors, TheLossScaleTakesResidualsAlong) {
-  Flat plain(make_options(Scope::kBackward)), scaled(make_options(Scope::kBackward));
-  for (int step = 0; step < 4; ++step) {
-    const double scale = step < 2 ? 1 : 1024;  // a power of two changes no rounding
-    scaled.session().set_grad_scale(scale);
-    const at::Tensor gradient = random(step, {kRows, kCols});
-    in_block(true, [&] {
-      const at::Tensor expected = plain.output_of(gradient) * scale;
-      EXPECT_TRUE(at::equal(scaled.output_of(gradient * scale), expected)) << step;
-    });
-  }
-}
-
 // Ranks in DDP's join().
 
 TEST(FlatTensors, AnExactSumLikeAFlatGradientWarnsOnce) {

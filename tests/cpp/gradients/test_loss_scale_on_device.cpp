@@ -7,12 +7,13 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "powersgd/attached_model.h"
+#include "powersgd/bucket_reducer.h"
 #include "powersgd/stats.h"
 #include "support/device_outcomes.h"
 #include "support/fake_device.h"
@@ -38,7 +39,7 @@ class Model {
  public:
   explicit Model(at::Device device, int64_t start = 0)
       : session(test::make_session_of_equal_ranks(device, make_options(start))),
-        model(AttachedModel::attach(
+        model(BucketReducer::attach(
             session, {"weight", "bias", "other"},
             {at::zeros({24, 32}, device), at::zeros({24}, device), at::zeros({20, 36}, device)},
             session->options())),
@@ -56,7 +57,7 @@ class Model {
   }
 
   const std::shared_ptr<Session> session;
-  const std::shared_ptr<AttachedModel> model;
+  const std::shared_ptr<BucketReducer> model;
   at::Tensor buffer;
 };
 
@@ -72,21 +73,28 @@ std::vector<at::Tensor> unscaled_outputs(at::Device device) {
   return outputs;
 }
 
-// A GradScaler changes its tensor in place, or has another one after load_state_dict().
-enum class Scaler { kInPlace, kReplaced };
+// A GradScaler changes its tensor in place, or has another one after load_state_dict(). A number
+// comes from the host.
+enum class Scaler { kInPlace, kReplaced, kNumber };
+
+std::string name_of(const testing::TestParamInfo<Scaler>& scaler) {
+  static constexpr const char* kNames[] = {"InPlace", "Replaced", "Number"};
+  return kNames[static_cast<int>(scaler.param)];
+}
 
 std::vector<at::Tensor> outputs_of_scaled(at::Device device, Scaler scaler) {
   Model scaled(device);
   at::Tensor scale = at::zeros({}, device);
-  scaled.model->set_loss_scale(scale);
+  if (scaler != Scaler::kNumber) scaled.model->states()->set_loss_scale(scale);
   std::vector<at::Tensor> outputs;
   for (size_t step = 0; step < kScales.size(); ++step) {
     scale.fill_(kScales[step]);
+    if (scaler == Scaler::kNumber) scaled.model->states()->set_grad_scale(kScales[step]);
     scaled.put_gradient(step, kScales[step]);
     const auto work = scaled.reduce();
     if (scaler == Scaler::kReplaced) {
       scale = at::zeros({}, device);
-      scaled.model->set_loss_scale(scale);  // releases the one that the step reads
+      scaled.model->states()->set_loss_scale(scale);  // releases the one that the step reads
     }
     work->wait();
     outputs.push_back(scaled.buffer / kScales[step]);
@@ -111,10 +119,8 @@ TEST_P(LossScaleOnDevice, TakesResidualsAlongWithoutAWaitOfTheHost) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Scalers, LossScaleOnDevice,
-                         testing::Values(Scaler::kInPlace, Scaler::kReplaced),
-                         [](const auto& scaler) {
-                           return scaler.param == Scaler::kInPlace ? "InPlace" : "Replaced";
-                         });
+                         testing::Values(Scaler::kInPlace, Scaler::kReplaced, Scaler::kNumber),
+                         name_of);
 
 TEST(LossScale, OnTheCpuIsReadWhenTheStepRuns) {
   const std::vector<at::Tensor> expected = unscaled_outputs(at::kCPU);
@@ -124,13 +130,25 @@ TEST(LossScale, OnTheCpuIsReadWhenTheStepRuns) {
 
 TEST(LossScale, MustBeAFloat32) {
   Model model(at::kCPU);
-  EXPECT_THROW(model.model->set_loss_scale(at::ones({2})), c10::ValueError);
-  EXPECT_THROW(model.model->set_loss_scale(at::ones({}, at::kDouble)), c10::ValueError);
-  model.model->set_loss_scale(at::full({}, 8.0F));
-  EXPECT_EQ(model.model->grad_scale(), 8);
-  model.model->set_grad_scale(4);
-  EXPECT_FALSE(model.model->loss_scale().defined());
-  EXPECT_EQ(model.model->grad_scale(), 4);
+  ModelStates& states = *model.model->states();
+  EXPECT_THROW(states.set_loss_scale(at::ones({2})), c10::ValueError);
+  EXPECT_THROW(states.set_loss_scale(at::ones({}, at::kDouble)), c10::ValueError);
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (const double bad : {0.0, -1.0, kInfinity, std::nan(""), 1e39, 1e-46}) {
+    EXPECT_THROW(states.set_grad_scale(bad), c10::ValueError) << bad;
+  }
+  EXPECT_EQ(states.grad_scale(), 1);
+}
+
+TEST(LossScale, ThatIsANumberLeavesTheScalersOwnAlone) {
+  Model model(at::kCPU);
+  ModelStates& states = *model.model->states();
+  const at::Tensor scalers = at::full({}, 8.0F);
+  states.set_loss_scale(scalers);
+  EXPECT_EQ(states.grad_scale(), 8);
+  states.set_grad_scale(4);
+  EXPECT_EQ(states.grad_scale(), 4);
+  EXPECT_EQ(scalers.item<double>(), 8);
 }
 
 TEST(LossScale, OfAnotherDeviceIsCopiedInOrder) {
@@ -139,7 +157,7 @@ TEST(LossScale, OfAnotherDeviceIsCopiedInOrder) {
   const at::Device here = fake::device(0), there = fake::device(1);
   Model plain(here), scaled(here);
   const at::Tensor scale = at::zeros({}, there);
-  scaled.model->set_loss_scale(scale);
+  scaled.model->states()->set_loss_scale(scale);
   std::vector<at::Tensor> expected, outputs;
   for (size_t step = 0; step < kScales.size(); ++step) {
     plain.put_gradient(step, 1);
@@ -157,13 +175,16 @@ TEST(LossScale, OfAnotherDeviceIsCopiedInOrder) {
 }
 
 // As a CUDA graph: the replayed operations are those of one step, to the last argument.
-TEST(LossScale, AReplayedStepReadsThePresentOne) {
+class ReplayedLossScale : public testing::TestWithParam<Scaler> {};
+
+TEST_P(ReplayedLossScale, IsThePresentOne) {
   fake::add_operators();
   fake::reset(1, fake::Host::kMayNotWait);
   const at::Device device = fake::device(0);
   Model eager(device), replayed(device);
   const at::Tensor scale = at::zeros({}, device);
-  replayed.model->set_loss_scale(scale);
+  const bool is_number = GetParam() == Scaler::kNumber;
+  if (!is_number) replayed.model->states()->set_loss_scale(scale);
   std::vector<at::Tensor> expected, outputs;
   constexpr size_t kCaptured = 2, kFirstBad = 4, kLastBad = 5;
   for (size_t step = 0; step < 9; ++step) {
@@ -174,6 +195,7 @@ TEST(LossScale, AReplayedStepReadsThePresentOne) {
     expected.push_back(eager.buffer.clone());
     const double of_step = kScales[step % kScales.size()];
     scale.fill_(of_step);
+    if (is_number) replayed.model->states()->set_grad_scale(of_step);
     replayed.put_gradient(step, of_step, factor);
     const bool is_last = step == 8;  // an eager step after the replays
     if (step == kCaptured) fake::begin_capture(device);
@@ -195,6 +217,9 @@ TEST(LossScale, AReplayedStepReadsThePresentOne) {
   }
   EXPECT_EQ(replayed.session->snapshot().skipped_steps, 2);
 }
+
+INSTANTIATE_TEST_SUITE_P(Scalers, ReplayedLossScale,
+                         testing::Values(Scaler::kInPlace, Scaler::kNumber), name_of);
 
 TEST(LossScale, ABucketThatIsNewCannotBeCaptured) {
   fake::add_operators();

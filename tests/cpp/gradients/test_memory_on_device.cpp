@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "gradients/flat_tensors.h"
-#include "powersgd/attached_model.h"
+#include "powersgd/bucket_reducer.h"
 #include "support/fake_device.h"
 #include "support/session_of_equal_ranks.h"
 
@@ -51,7 +51,7 @@ class MemoryOnDevice : public testing::Test {
   }
 
   void attach() {
-    model_ = AttachedModel::attach(session_, {"first", "bias", "second"}, parameters_,
+    model_ = BucketReducer::attach(session_, {"first", "bias", "second"}, parameters_,
                                    session_->options());
   }
 
@@ -98,7 +98,7 @@ class MemoryOnDevice : public testing::Test {
   const at::Device device_ = fake::device(0);
   std::vector<at::Tensor> parameters_, buffers_;
   std::shared_ptr<Session> session_;
-  std::shared_ptr<AttachedModel> model_;
+  std::shared_ptr<BucketReducer> model_;
   fake::Usage before_;
 };
 
@@ -115,8 +115,16 @@ TEST_F(MemoryOnDevice, IsAllocatedWhenALayoutIsFirstSeen) {
   const size_t of_both = allocations();
   EXPECT_GT(of_both, of_first);
   for (int64_t i = 3; i < kStart + 3; ++i) step(kRebuilt);
-  EXPECT_GT(session_->stats().snapshot().compressed_calls, 0);
+  EXPECT_GT(session_->stats()->host_counts().compressed_calls, 0);
   EXPECT_EQ(allocations(), of_both);
+}
+
+TEST_F(MemoryOnDevice, IsFreedByDetachExceptForTheScaleAndTheCounts) {
+  attach();
+  for (int64_t i = 0; i < kStart + 3; ++i) step(kRebuilt);
+  model_->detach();
+  step(kRebuilt);
+  EXPECT_LE(fake::usage().bytes - before_.bytes, 64);
 }
 
 TEST_F(MemoryOnDevice, IsFilledByOneCopyPerBucket) {
@@ -180,7 +188,7 @@ TEST_F(MemoryOnDevice, OfTablesAndWorkspacesIsWithinOnePercent) {
   }
   before_ = fake::usage();
   session_ = test::make_session_of_equal_ranks(device_, options);
-  model_ = AttachedModel::attach(session_, names, parameters, options);
+  model_ = BucketReducer::attach(session_, names, parameters, options);
   for (size_t i = 0; i < kBlocks; ++i) model_->reduce(i, buffer, layout[i], 2)->wait();
   fake::run();
   const MemoryNeeds needs =
@@ -192,12 +200,12 @@ TEST_F(MemoryOnDevice, OfTablesAndWorkspacesIsWithinOnePercent) {
   EXPECT_GE(taken, without);
 }
 
-TEST_F(MemoryOnDevice, OfAModelThatIsNeverCompressedIsNone) {
+TEST_F(MemoryOnDevice, OfAModelThatIsNeverCompressedIsItsLossScale) {
   Options options = make_options();
   options.scope = Scope::kNever;
-  model_ = AttachedModel::attach(session_, {"first", "bias", "second"}, parameters_, options);
+  model_ = BucketReducer::attach(session_, {"first", "bias", "second"}, parameters_, options);
   step(kFirst);
-  EXPECT_EQ(allocations(), 0u);
+  EXPECT_EQ(allocations(), 1u);
 }
 
 TEST_F(MemoryOnDevice, OfAFlatTensorIsAllocatedAtItsFirstCall) {

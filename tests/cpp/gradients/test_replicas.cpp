@@ -65,7 +65,7 @@ TEST_P(ReplicasDiffer, AreFoundAndMadeTheFirstRanks) {
     if (rank == 2 && GetParam().q) bad->q_warm.view(at::kInt)[1][29].bitwise_xor_(1);
     if (rank == 2 && GetParam().p) bad->p_hat.view(at::kInt)[0][0].bitwise_xor_(1);
     const at::Tensor kept = bad->residual(), memory = good->memory.clone();
-    session.check_replicas({{"good", good}, {"'bad'", bad}}, at::kCPU);
+    session.check_replicas({{"good", good}, {"'bad'", bad}}, at::kCPU, session.stats());
     session.run_after_steps(at::kCPU, [] {});
     EXPECT_EQ(session.snapshot().differences, 1);
     ASSERT_EQ(log.lines.size(), 1u);
@@ -89,7 +89,8 @@ INSTANTIATE_TEST_SUITE_P(All, ReplicasDiffer,
 
 TEST(Replicas, ThoseNotYetStartedAreLeftOut) {
   run([](int, Session& session, const Log& log) {
-    session.check_replicas({{"empty", std::make_shared<ParameterState>()}}, at::kCPU);
+    session.check_replicas({{"empty", std::make_shared<ParameterState>()}}, at::kCPU,
+                           session.stats());
     session.run_after_steps(at::kCPU, [] {});
     EXPECT_EQ(session.snapshot().differences, 0);
     EXPECT_TRUE(log.lines.empty());

@@ -40,7 +40,7 @@ class SessionTest : public testing::Test {
     test::OneRank bucket(session.options(), at::kFloat, at::kCPU, session.ranks());
     const at::Tensor gradient = at::ones({bucket.plan.gradient_numel});
     const std::shared_ptr<BucketCompressor> compressor = std::move(bucket.compressor);
-    session.allreduce_compressed(compressor, gradient, {})->wait();
+    session.allreduce_compressed(compressor, gradient, {}, session.stats())->wait();
   }
 
   std::vector<std::string> log_;
@@ -57,7 +57,8 @@ TEST_F(SessionTest, AnErrorNamesADeviceWithoutAnInnerBackend) {
   const auto session = make(make_options());
   const at::Tensor elsewhere = at::zeros({2}, c10::DeviceType::Meta);
   const std::string part = "no inner backend for meta";
-  EXPECT_TRUE(contains(error_of([&] { session->average_exact(elsewhere, 2); }), part));
+  EXPECT_TRUE(
+      contains(error_of([&] { session->average_exact(elsewhere, 2, *session->stats()); }), part));
   std::vector<at::Tensor> tensors = {elsewhere};
   EXPECT_TRUE(contains(error_of([&] { session->average_over_channel(tensors); }), part));
 }
@@ -65,7 +66,7 @@ TEST_F(SessionTest, AnErrorNamesADeviceWithoutAnInnerBackend) {
 TEST_F(SessionTest, ExactAveragesAreDividedFirstAndCounted) {
   const auto session = make(make_options());
   const at::Tensor gradient = at::tensor({3e38F, 1.0F});  // whose sum would overflow
-  session->average_exact(gradient, 4);
+  session->average_exact(gradient, 4, *session->stats());
   EXPECT_TRUE(at::equal(gradient, at::tensor({3e38F * 0.25F, 0.25F}) * 2));
   EXPECT_EQ(session->snapshot().exact_calls, 1);
   EXPECT_EQ(session->snapshot().bytes_after, 8);
@@ -95,7 +96,7 @@ TEST_F(SessionTest, StatisticsAreLoggedEveryFewSteps) {
   Options options = make_options();
   options.compression_stats_logging_frequency = 3;
   const auto session = make(options);
-  for (int step = 0; step < 7; ++step) session->end_step(options);
+  for (int step = 0; step < 7; ++step) session->end_step(*session->stats(), options);
   ASSERT_EQ(log_.size(), 2u);
   EXPECT_EQ(log_[0].rfind("info: 3 steps", 0), 0u) << log_[0];
   EXPECT_EQ(log_[1].rfind("info: 6 steps", 0), 0u) << log_[1];
@@ -104,7 +105,7 @@ TEST_F(SessionTest, StatisticsAreLoggedEveryFewSteps) {
 TEST_F(SessionTest, ResetStatisticsCountFromHere) {
   const auto session = make(make_options());
   reduce_compressed(*session);
-  session->end_step(session->options());
+  session->end_step(*session->stats(), session->options());
   EXPECT_EQ(session->snapshot().compressed_calls, 1);
   session->reset_stats();
   EXPECT_EQ(session->snapshot().compressed_calls, 0);
@@ -118,7 +119,7 @@ TEST_F(SessionTest, TrainingThatEndsBeforeCompressionStartsIsReportedOnce) {
   const auto session = make(make_options(/*start=*/5));
   EXPECT_EQ(session->starts_at(), 5);
   EXPECT_EQ(session->not_started(), "") << "nothing was trained";
-  for (int step = 0; step < 3; ++step) session->end_step(session->options());
+  for (int step = 0; step < 3; ++step) session->end_step(*session->stats(), session->options());
   EXPECT_EQ(session->not_started(/*soon=*/2), "") << "it starts within two steps";
   session->shutdown();
   ASSERT_EQ(log_.size(), 1u);
@@ -133,14 +134,14 @@ TEST_F(SessionTest, ALogThatFailsDoesNotKeepAShutdown) {
   const auto session = test::make_session_of_equal_ranks(
       at::kCPU, make_options(/*start=*/5),
       [](LogLevel, const std::string&) { throw std::runtime_error("of the log"); });
-  session->end_step(session->options());
+  session->end_step(*session->stats(), session->options());
   EXPECT_EQ(error_of([&] { session->shutdown(); }), "of the log");
   EXPECT_TRUE(contains(error_of([&] { reduce_compressed(*session); }), "shut down or aborted"));
 }
 
 TEST_F(SessionTest, TrainingThatCompressedHasNothingToReport) {
   const auto session = make(make_options(/*start=*/5));
-  session->end_step(session->options());
+  session->end_step(*session->stats(), session->options());
   reduce_compressed(*session);
   EXPECT_EQ(session->not_started(), "");
 }

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "gradients/compressed_step.h"
-#include "powersgd/attached_model.h"
+#include "powersgd/bucket_reducer.h"
 #include "powersgd/stats.h"
 #include "support/fake_device.h"
 #include "support/one_rank.h"
@@ -56,14 +56,14 @@ class StepOperators : public testing::TestWithParam<Case> {
 // Two ranks gather.
 TEST_P(StepOperators, OfAnAttachedModelAreNone) {
   const auto session = test::make_session_of_equal_ranks(device_, options_);
-  const auto model = AttachedModel::attach(
+  const auto model = BucketReducer::attach(
       session, {"weight", "bias", "other"},
       {at::zeros({24, 32}, device_), at::zeros({24}, device_), at::zeros({20, 36}, device_)},
       options_);
   at::Tensor buffer = at::ones({24 * 32 + 24 + 20 * 36}, device_);
-  if (scale() == Scale::kOfDevice) model->set_loss_scale(loss_scale_);
+  if (scale() == Scale::kOfDevice) model->states()->set_loss_scale(loss_scale_);
   for (uint64_t step = 0; step < kSteps; ++step) {
-    if (scale() == Scale::kOfHost) model->set_grad_scale(1 << step);
+    if (scale() == Scale::kOfHost) model->states()->set_grad_scale(1 << step);
     if (scale() == Scale::kOfDevice) loss_scale_.fill_(1 << step);
     const auto called = operators_of([&] {
       model->reduce(0, buffer, {0, 1, 2}, 2)->wait();
@@ -74,7 +74,7 @@ TEST_P(StepOperators, OfAnAttachedModelAreNone) {
     }
     fake::run();
   }
-  EXPECT_EQ(session->stats().snapshot().compressed_calls, static_cast<int64_t>(kSteps));
+  EXPECT_EQ(session->stats()->host_counts().compressed_calls, static_cast<int64_t>(kSteps));
 }
 
 // A channel of three ranks. What it delivers does not matter here.
@@ -85,14 +85,14 @@ struct SilentChannel : Channel {
   std::vector<std::string> calls;
 };
 
-TEST_P(StepOperators, OfTwoHopsAreNone) {
+TEST_P(StepOperators, OfTwoShotAreNone) {
   if (!options_.wire_dtype) return;  // elements are all-reduced
-  test::OneRank rank(options_, at::kFloat, device_, {0, 3, Schedule::kTwoHops});
+  test::OneRank rank(options_, at::kFloat, device_, {0, 3, Schedule::kTwoShot});
   const std::shared_ptr<BucketCompressor> compressor = std::move(rank.compressor);
   const at::Tensor gradient = at::ones({rank.plan.gradient_numel}, device_);
   for (uint64_t step = 0; step < kSteps; ++step) {
     StepInfo info{1.0 / 3, 1, step};
-    if (scale() == Scale::kOfHost) info.grad_scale = 1 << step;
+    if (scale() == Scale::kOfHost) info.units = 1 << step;
     if (scale() == Scale::kOfDevice) info.loss_scale = loss_scale_;
     const Job job = compressed_step(compressor, gradient, info, std::make_shared<Stats>(), nullptr);
     SilentChannel channel;

@@ -22,7 +22,7 @@ class Packets : public PacketTest {
  protected:
   // Quantizes a payload of one rank, or of the first of several owners, and checks every group.
   void expect_quantized_payload(TestPackets& rank, const Values& values) {
-    rank.payload->set(values);
+    rank.set_payload(values);
     const Values exact = rank.payload->get();
     const Values before = rank.q_local();
     rank.run(PacketStage::kQuantize);
@@ -60,7 +60,7 @@ TEST_P(Packets, RawElementsTravelAsTheyAre) {
     for (size_t i = 0; i < values.size(); i += 7) {
       values[i] = (i % 2 == 0 ? 1 : -1) * (i % 3 == 0 ? tiny : i % 3 == 1 ? huge : kInfinity);
     }
-    rank.payload->set(values);
+    rank.set_payload(values);
     const Values exact = rank.payload->get();
     rank.run(PacketStage::kQuantize);
     EXPECT_EQ(rank.raw_of(rank.values_sent()), rank.raw_of(exact));
@@ -102,7 +102,7 @@ TEST_P(Packets, TiesGoToEven) {
     for (size_t i = 1; i < group.elements.size(); ++i) {
       values[group.elements[i]] = 4 * (std::fmod(static_cast<double>(i), most) - 0.5);
     }
-    rank.payload->set(values);
+    rank.set_payload(values);
     rank.run(PacketStage::kQuantize);
     const Values sent = rank.values_sent();
     for (const size_t i : group.elements) {
@@ -131,7 +131,7 @@ TEST_P(Packets, FlagsAreOneWhereTheElementIsNotZero) {
     Values values(static_cast<size_t>(rank.numel()));
     const Values flags = {0.25, 0, kNaN};
     std::copy(flags.begin(), flags.end(), values.end() - 3);
-    rank.payload->set(values);
+    rank.set_payload(values);
     rank.run(PacketStage::kQuantize);
     const Values sent = rank.values_sent();
     EXPECT_EQ(Values(sent.end() - 3, sent.end()), (Values{1, 0, 1}));
@@ -141,7 +141,7 @@ TEST_P(Packets, FlagsAreOneWhereTheElementIsNotZero) {
 // The scale of a group, by the bytes of the packet.
 TEST_P(Packets, ScalesTravelAsBFloat16) {
   TestPackets rank(*runner_, spec(), {});
-  rank.payload->set(wide_values(rank.numel(), 4));
+  rank.set_payload(wide_values(rank.numel(), 4));
   const Values exact = rank.payload->get();
   rank.run(PacketStage::kQuantize);
   const std::vector<uint8_t> bytes = rank.read(rank.packets.sent, rank.packets.layout.bytes());

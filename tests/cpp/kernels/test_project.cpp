@@ -24,10 +24,10 @@ struct Before {
         p_hat(matrix.p_hat->get()),
         q_local(matrix.q_local->get()),
         q_warm(matrix.q_warm->get()),
-        grad_scale(matrix.grad_scale->get().front()) {}
+        memory_units(matrix.memory_units->get().front()) {}
 
   Values memory, p_hat, q_local, q_warm;
-  double grad_scale;
+  double memory_units;
 };
 
 class Project : public KernelTest {
@@ -51,7 +51,7 @@ class Project : public KernelTest {
     const Part& part = matrix.part;
     const Values gradient = bucket_.gradient_of(matrix);
     Checked m = reference_m(part, gradient, before.memory, before.p_hat, before.q_local,
-                            bucket_.bucket.drop_residual ? 0 : loss_scale / before.grad_scale);
+                            loss_scale / before.memory_units);
     if (matrix.memory) {
       // The product is a chain of `rank` additions, and four operations follow. Then M is rounded
       // to the residual dtype: a relative error, or half the smallest subnormal of float16.
@@ -73,7 +73,7 @@ class Project : public KernelTest {
     EXPECT_EQ(matrix.q_local->get(), before.q_local);
     EXPECT_EQ(matrix.p_hat->get(), before.p_hat);
     EXPECT_EQ(matrix.q_warm->get(), before.q_warm);
-    EXPECT_EQ(matrix.grad_scale->get().front(), loss_scale);
+    EXPECT_EQ(matrix.memory_units->get().front(), loss_scale);
   }
 
   // Raw segments travel exactly: the factor dtype holds every value of the gradient dtype.
@@ -112,25 +112,18 @@ TEST_P(Project, ScalesTheResidual) {
   for (const bool on_device : {false, true}) {
     randomize(bucket_, 2);
     double old_scale = 8;  // each matrix has its own
-    for (DeviceMatrix& matrix : bucket_.matrices) matrix.grad_scale->set({old_scale /= 2});
-    bucket_.bucket.grad_scale = on_device ? 2 : 0.375;
+    for (DeviceMatrix& matrix : bucket_.matrices) matrix.memory_units->set({old_scale /= 2});
+    bucket_.bucket.units = on_device ? 2 : 0.375;
     if (on_device) bucket_.put_loss_scale(0.1875);
     run_and_check(0, 0.375);
   }
-}
-
-TEST_P(Project, DropsTheResidual) {
-  randomize(bucket_, 2);
-  bucket_.bucket.drop_residual = true;
-  bucket_.bucket.grad_scale = 4;
-  run_and_check(0, 4);
 }
 
 // At a loss scale of 0 the gradient is 0 too. Nothing may become 0 / 0, which memory would keep.
 TEST_P(Project, StaysFiniteAfterALossScaleOfZero) {
   randomize(bucket_, 2);
   for (const double scale : {0.0, 0.0, 2.0}) {
-    bucket_.bucket.grad_scale = scale;
+    bucket_.bucket.units = scale;
     bucket_.run(Stage::kProject);
     for (const DeviceMatrix& matrix : bucket_.matrices) {
       if (!matrix.memory) continue;

@@ -271,7 +271,7 @@ TEST_P(Step, LossScaleCarriesOver) {
         for (double& value : values) value *= scale;
       }
       for (auto& rank : scaled.ranks) {
-        rank->bucket.grad_scale = on_device ? 1 : scale;
+        rank->bucket.units = on_device ? 1 : scale;
         if (on_device) rank->put_loss_scale(scale);
       }
       Values actual = scaled.step(g);
@@ -292,7 +292,7 @@ TEST_P(Step, AReplayedStepIsTheNextOne) {
     Values g =
         reference_product({24, 40, 1}, random_values(24, step), random_values(40, step)).value;
     for (double& value : g) value *= scale;
-    eager.ranks[0]->bucket.grad_scale = scale;
+    eager.ranks[0]->bucket.units = scale;
     bucket.put_loss_scale(scale);
     bucket.bucket.step = step == 0 ? 0 : kernels::kNextStep;
     EXPECT_EQ(replayed.step({g}), eager.step({g})) << "step " << step;

@@ -14,7 +14,9 @@ std::vector<PacketSpec> packet_specs() {
                                WireDType::kFloat16, WireDType::kFloat32}) {
     for (const DType factor : {DType::kFloat32, DType::kFloat64}) {
       for (const bool is_q : {false, true}) {
-        PacketSpec spec{parts, is_q, factor, wire};
+        PacketSpec spec{parts, is_q, factor, factor, wire};
+        // The Q payload has no raw elements in training. Here it has some, in bfloat16.
+        if (is_q && factor == DType::kFloat32) spec.raw_dtype = DType::kBFloat16;
         spec.misalignment = static_cast<int64_t>(specs.size() % 3);
         specs.push_back(spec);
       }

@@ -62,7 +62,7 @@ void TestBucket::lay_out() {
                           array(factor, part.cols * part.rank),
                           std::make_unique<DeviceArray>(runner_, DType::kFloat64, 1, 0),
                           std::make_unique<DeviceArray>(runner_, DType::kFloat64, part.rank, 0)});
-      matrices.back().grad_scale->set({1});
+      matrices.back().memory_units->set({1});
       bucket.p_numel += part.rows * part.rank;
       bucket.q_numel += part.cols * part.rank;
     }
@@ -93,7 +93,7 @@ void TestBucket::build_tables() {
         {part.rows, part.cols, part.rank, matrix.gradient_offset, matrix.p_offset, matrix.q_offset,
          matrix.memory ? matrix.memory->data() : nullptr, matrix.p_hat->data(),
          matrix.q_local->data(), matrix.q_warm->data(), 100 + matrix_table.size(),
-         matrix.use_offset, static_cast<double*>(matrix.grad_scale->data()),
+         matrix.use_offset, static_cast<double*>(matrix.memory_units->data()),
          static_cast<double*>(matrix.q_norms->data())});
   }
   std::vector<kernels::RawSegment> raw_table;
@@ -120,7 +120,7 @@ void TestBucket::build_tables() {
   bucket.bfloat16_products = spec.bfloat16_products;
   bucket.p_payload = p_payload->data();
   bucket.q_payload = q_payload->data();
-  bucket.grad_scale = bucket.output_scale = 1;
+  bucket.units = bucket.output_scale = 1;
   bucket.seed = 42;
 }
 
@@ -210,7 +210,7 @@ std::vector<uint8_t> TestBucket::state_bytes() const {
   for (const DeviceMatrix& matrix : matrices) {
     for (const DeviceArray* array :
          {matrix.memory.get(), matrix.p_hat.get(), matrix.q_local.get(), matrix.q_warm.get(),
-          matrix.grad_scale.get(), matrix.q_norms.get()}) {
+          matrix.memory_units.get(), matrix.q_norms.get()}) {
       append(array);
     }
   }

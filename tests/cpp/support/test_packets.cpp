@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "support/dtypes.h"
+
 namespace powersgd::test {
 namespace {
 
@@ -58,14 +60,15 @@ TestPackets::TestPackets(StageRunner& runner, const PacketSpec& packet_spec,
     packets.raw_offset += (spec.is_q ? part.cols : part.rows) * part.rank;
     matrices.push_back(matrix);
   }
-  packets.own_chunk = exchange.two_hops ? own_rank : 0;
+  packets.own_chunk = exchange.two_shot ? own_rank : 0;
   allocate(spec.is_q ? kernels::q_packet_factors(matrices) : kernels::p_packet_factors(matrices));
 }
 
 void TestPackets::allocate(const kernels::PacketFactors& factors) {
   packets.layout = kernels::packet_layout(exchange.chunks(), spec.wire, factors.groups,
-                                          spec.factor_dtype, raw_numel_, spec.flags);
+                                          spec.raw_dtype, raw_numel_, spec.flags);
   packets.factor_dtype = spec.factor_dtype;
+  packets.raw_dtype = spec.raw_dtype;
   packets.num_factors = static_cast<int32_t>(factors.factors.size());
   packets.ranks = exchange.ranks;
 
@@ -76,7 +79,7 @@ void TestPackets::allocate(const kernels::PacketFactors& factors) {
   payload = std::make_unique<DeviceArray>(runner_, spec.factor_dtype, numel(), spec.misalignment);
   packets.payload = payload->data();
 
-  const int64_t sources = exchange.two_hops ? packets.layout.chunk_bytes : packets.layout.bytes();
+  const int64_t sources = exchange.two_shot ? packets.layout.chunk_bytes : packets.layout.bytes();
   packets.sent = allocate_bytes(runner_, packets.layout.bytes());
   packets.received = allocate_bytes(runner_, exchange.ranks * sources);
   packets.reduced = allocate_bytes(runner_, packets.layout.chunk_bytes);
@@ -90,6 +93,14 @@ std::vector<uint8_t> TestPackets::read(const uint8_t* bytes, int64_t count) cons
 
 void TestPackets::write(uint8_t* bytes, const std::vector<uint8_t>& values) {
   runner_.copy_in(bytes, values.data(), values.size());
+}
+
+void TestPackets::set_payload(Values values) {
+  const auto raw = values.begin() + packets.raw_offset;
+  for (auto value = raw; value != raw + raw_numel_; ++value) {
+    *value = round_to(spec.raw_dtype, *value);
+  }
+  payload->set(values);
 }
 
 Values TestPackets::values_sent() {

@@ -17,6 +17,7 @@ struct PacketSpec {
   std::vector<Part> parts;
   bool is_q = false;
   DType factor_dtype = DType::kFloat32;
+  DType raw_dtype = DType::kFloat32;  // float64 for factors in float64
   WireDType wire = WireDType::kInt8;
   int64_t flags = 3;
   int64_t misalignment = 0;  // elements by which every array starts past an aligned address
@@ -27,15 +28,15 @@ std::string describe(const PacketSpec& spec);
 // How ranks exchange packets.
 struct Exchange {
   int32_t ranks = 1;
-  bool two_hops = false;
+  bool two_shot = false;
 
-  int32_t chunks() const { return two_hops ? ranks : 1; }
+  int32_t chunks() const { return two_shot ? ranks : 1; }
 };
 
 // The elements of a group, by their numbers in the payload, and the rank that owns the group.
 struct PacketGroup {
   std::vector<size_t> elements;
-  int64_t owner;  // always 0 in a gather
+  int64_t owner;  // always 0 one-shot
 };
 
 // The packets of one rank, in the memory of a runner. All values are zeros at first.
@@ -49,6 +50,9 @@ class TestPackets {
   // The bytes of `sent`, `received` and `reduced`.
   std::vector<uint8_t> read(const uint8_t* bytes, int64_t count) const;
   void write(uint8_t* bytes, const std::vector<uint8_t>& values);
+
+  // Sets the payload, with raw elements that their dtype holds.
+  void set_payload(Values values);
 
   // Returns the payload that this rank's packet stands for. The payload itself stays.
   Values values_sent();

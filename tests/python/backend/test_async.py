@@ -20,7 +20,7 @@ from support.call_observer import exception_of
 from support.synthetic import gradient
 
 # Every matrix is compressed, without a residual of earlier calls.
-ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0)
+ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
 
 
 def _rank_one(rank: int, key: object, rows: int = 48, cols: int = 40) -> torch.Tensor:

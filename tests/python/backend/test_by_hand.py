@@ -32,7 +32,7 @@ from support.synthetic import (
     mean_gradients,
 )
 
-OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2, min_numel=64)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=2, min_numel=64)
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 # As in test_identity, gradients that are almost zero let the residual drain. Each step takes two of
 # at most 16 dimensions.
@@ -57,7 +57,7 @@ def _gradient_loop(
         model.zero_grad()
         model({name: quiet * g for name, g in gradients(SHAPES, rank, i).items()}).backward()
         found = {name: parameter.grad for name, parameter in model.weights.items()}
-        with tp.compression(True):
+        with tp.scope("always"):
             _average(found, asynchronous)
         means = mean_gradients(SHAPES, dist.get_world_size(), i)
         ledger.add(found, {name: quiet * mean for name, mean in means.items()})
@@ -90,7 +90,7 @@ def _outside_of_a_block(rank: int) -> tuple[bool, int]:
 
 
 def test_a_loop_outside_of_a_block_is_exact() -> None:
-    options = tp.Options(start_powerSGD_iter=0, min_numel=64)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=0, min_numel=64)
     assert ranks.run(2, _outside_of_a_block, options=options) == [(True, 0)] * 2
 
 
@@ -174,7 +174,7 @@ def _diloco(rank: int, compress: bool) -> tuple[list[bool], dict[str, float], li
             dist.all_reduce(tensor, group=gloo())
             tensor /= dist.get_world_size()
         if compress:
-            with tp.compression(True):
+            with tp.scope("always"):
                 _average(changed)
         else:
             _average(changed)

@@ -24,6 +24,7 @@ from support.synthetic import (
     gradient,
     gradients,
     make_attached,
+    make_compressed,
     make_ddp,
     mean_gradients,
     reduce_in_backward,
@@ -34,8 +35,8 @@ from support.synthetic import (
 from torch_powersgd.lookup import find_backends
 
 STAGES = ("project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "reconstruct")
-OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=4096)
-ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=4096)
+ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
 
 # A rollback recomputes the residual as M - G: one rounding of M in float32.
 ROLLBACK_TOLERANCE = 1e-6
@@ -45,13 +46,13 @@ def _fail_at(stage: str) -> None:
     find_backends(None)[0]._fail_at(stage)
 
 
-def _norms() -> dict[str, float]:
-    norms: dict[str, float] = tp.stats()["residual_norms"]
+def _norms(compression: tp.Compression) -> dict[str, float]:
+    norms: dict[str, float] = compression.stats()["residual_norms"]
     return norms
 
 
 def _attached_ddp(rank: int) -> None:
-    ddp = make_attached(SHAPES, bucket_cap_mb=0.002)  # several buckets
+    ddp, compression = make_compressed(SHAPES, bucket_cap_mb=0.002)  # several buckets
     ledger = Ledger()
 
     def deliver(i: int) -> None:
@@ -61,18 +62,18 @@ def _attached_ddp(rank: int) -> None:
         deliver(i)
     delivered = 3
     for stage in STAGES:
-        before = _norms()
+        before = _norms(compression)
         _fail_at(stage)
         with pytest.raises(RuntimeError, match=f"injected failure in {stage}"):
             step(ddp, gradients(SHAPES, rank, 1000 + delivered))
         _fail_at("")
-        for name, norm in _norms().items():
+        for name, norm in _norms(compression).items():
             assert norm == pytest.approx(before[name], rel=ROLLBACK_TOLERANCE, abs=1e-6), name
         deliver(delivered)
         deliver(delivered + 1)
         delivered += 2
     # The ledger has all of the steps that worked, and nothing of those that failed.
-    assert max(ledger.errors(residuals_of(ddp)).values()) < 1e-5
+    assert max(ledger.errors(residuals_of(compression)).values()) < 1e-5
 
 
 def test_ddp_goes_on_after_a_failure_in_each_stage() -> None:

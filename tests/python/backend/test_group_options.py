@@ -15,7 +15,6 @@ import torch_powersgd as tp
 from support import ranks
 from support.synthetic import SHAPES, make_ddp
 from torch_powersgd import _C
-from torch_powersgd.attach import attachment_of
 from torch_powersgd.lookup import find_backends
 
 
@@ -48,12 +47,12 @@ RANK_2 = {"POWERSGD_MATRIX_APPROXIMATION_RANK": "2"}
 @pytest.mark.parametrize(
     ("environment", "configured", "given", "expected"),
     [
-        ({}, None, None, (1, "backward", "float32")),
+        ({}, None, None, (16, "backward", "float32")),
         (RANK_2, None, None, (2, "backward", "float32")),
-        (RANK_2, tp.Options(scope="never"), None, (1, "never", "float32")),
-        (RANK_2, tp.Options(scope="never"), {"scope": "always"}, (1, "always", "float32")),
+        (RANK_2, tp.Options(scope="never"), None, (16, "never", "float32")),
+        (RANK_2, tp.Options(scope="never"), {"scope": "always"}, (16, "always", "float32")),
         (RANK_2, None, {"residual_dtype": torch.bfloat16}, (2, "backward", "bfloat16")),
-        (RANK_2, None, tp.Options(scope="attached"), (1, "attached", "float32")),
+        (RANK_2, None, tp.Options(scope="attached"), (16, "attached", "float32")),
         ({}, None, {"matrix_approximation_rank": np.int64(3)}, (3, "backward", "float32")),
     ],
 )
@@ -93,9 +92,7 @@ def _options_of_model(rank: int, given: dict[str, dict[str, Any]], complete: str
         for source in ("pg_options", "attach")
     }
     ranks.init_group("cpu:powersgd", options["pg_options"])
-    ddp = make_ddp(SHAPES)
-    tp.attach(ddp, options["attach"])
-    return tp.Options._from_core(attachment_of(ddp).model.options)
+    return tp.attach(make_ddp(SHAPES), options["attach"]).options
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from support.synthetic import (
     Ledger,
     Tensors,
     gradients,
-    make_attached,
+    make_compressed,
     outputs_of,
     residuals_of,
     step,
@@ -29,7 +29,7 @@ TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 
 
 def _options(rank: int, **fields: Any) -> tp.Options:
-    return tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=rank, **fields)
+    return tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=rank, **fields)
 
 
 def _mean(members: list[int] | range, i: int) -> Tensors:
@@ -43,25 +43,26 @@ def _several(rank: int) -> tuple[list[dict[str, float]], list[int], list[set[int
         dist.new_group(pair, backend="cpu:powersgd", pg_options=_options(1, warm_start=False))
         for pair in ([0, 1], [2, 3])
     ]
-    exact = dist.new_group(backend="cpu:powersgd", pg_options=tp.Options(scope="never"))
+    exact = dist.new_group(backend="cpu:powersgd", pg_options=tp.Options.hook_defaults(scope="never"))
     groups = [dist.group.WORLD, pairs[rank // 2], exact]
-    models = [make_attached(SHAPES, process_group=group) for group in groups]
+    models = [make_compressed(SHAPES, process_group=group) for group in groups]
     ledgers = [Ledger() for _ in models]
     for i in range(6):
         mine = gradients(SHAPES, rank, i)
-        for ddp in models:
+        for ddp, _ in models:
             ddp.zero_grad()
         # One backward pass serves all models: their collectives are in flight together.
-        sum(ddp(mine) for ddp in models).backward()
-        for ddp, ledger, group in zip(models, ledgers, groups, strict=True):
+        sum(ddp(mine) for ddp, _ in models).backward()
+        for (ddp, _), ledger, group in zip(models, ledgers, groups, strict=True):
             ledger.add(outputs_of(ddp), _mean(dist.get_process_group_ranks(group), i))
-    errors = [o.errors(residuals_of(d)) for o, d in zip(ledgers, models, strict=True)]
-    stats = [tp.stats(group) for group in groups]
+    handles = [compression for _, compression in models]
+    errors = [o.errors(residuals_of(c)) for o, c in zip(ledgers, handles, strict=True)]
+    calls = [compression.stats()["compressed_calls"] for compression in handles]
     q_ranks = [
-        {saved["q"].shape[0] for saved in tp.state_dict(ddp)["parameters"].values()}
-        for ddp in models
+        {saved["q"].shape[0] for saved in compression.state_dict()["parameters"].values()}
+        for compression in handles
     ]
-    return errors, [s["compressed_calls"] for s in stats], q_ranks
+    return errors, calls, q_ranks
 
 
 def test_several_groups_with_options_of_their_own() -> None:
@@ -82,7 +83,7 @@ def _mesh(rank: int) -> tuple[dict[str, float], bool, int]:
         backend_override=override,
     )
     replicate, shard = mesh.get_group("replicate"), mesh.get_group("shard")
-    ddp = make_attached(SHAPES, process_group=replicate)
+    ddp, compression = make_compressed(SHAPES, process_group=replicate)
     ledger, exact = Ledger(), []
     for i in range(6):
         mine = gradients(SHAPES, rank, i)
@@ -93,7 +94,8 @@ def _mesh(rank: int) -> tuple[dict[str, float], bool, int]:
         exact.append(all(mine[n].equal(by_rank[0][n] + by_rank[1][n]) for n in SHAPES))
         # The mean over one dimension of the sum over the other.
         ledger.add(step(ddp, mine), {name: 2 * g for name, g in _mean(range(4), i).items()})
-    return ledger.errors(residuals_of(ddp)), all(exact), tp.stats(replicate)["compressed_calls"]
+    calls = compression.stats()["compressed_calls"]
+    return ledger.errors(residuals_of(compression)), all(exact), calls
 
 
 def test_a_mesh_with_compression_in_one_dimension() -> None:
@@ -108,10 +110,11 @@ def _split(rank: int) -> tuple[dict[str, float], int, int]:
     dist.barrier()
     members = [0, 1] if rank < 2 else [2, 3]
     group = world().split_group(members, timedelta(seconds=60), group_name=f"{members}")
-    ddp, ledger = make_attached(SHAPES, process_group=group), Ledger()
+    (ddp, compression), ledger = make_compressed(SHAPES, process_group=group), Ledger()
     for i in range(5):
         ledger.add(step(ddp, gradients(SHAPES, rank, i)), _mean(members, i))
-    return ledger.errors(residuals_of(ddp)), tp.stats()["steps"], tp.stats(group)["steps"]
+    steps = tp.stats()["steps"], tp.stats(group)["steps"]
+    return ledger.errors(residuals_of(compression)), *steps
 
 
 def test_training_in_a_split_group() -> None:
@@ -123,14 +126,14 @@ def test_training_in_a_split_group() -> None:
 def _interrupted(rank: int, interruptions: tuple[int, ...]) -> list[Arrays]:
     """A job that destroys its group and makes it again, with the state carried over."""
     ranks.init_group("cpu:powersgd", _options(2))
-    ddp, outputs = make_attached(SHAPES), []
+    (ddp, compression), outputs = make_compressed(SHAPES), []
     for i in range(9):
         if i in interruptions:
-            state = tp.state_dict(ddp)
+            state = compression.state_dict()
             dist.destroy_process_group()
             ranks.init_group("cpu:powersgd", _options(2))
-            ddp = make_attached(SHAPES)
-            tp.load_state_dict(ddp, state)
+            ddp, compression = make_compressed(SHAPES)
+            compression.load_state_dict(state)
         mine = gradients(SHAPES, 0, i)  # equal on all ranks, and so are their residuals
         outputs.append(to_numpy(step(ddp, mine)))
     return outputs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""stats(per_layer=True), against norms that the test computes in float64."""
+"""Compression.stats(per_layer=True), against norms that the test computes in float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
@@ -18,11 +17,12 @@ from support.synthetic import (
     Shapes,
     Tensors,
     gradients,
-    make_attached,
+    make_compressed,
+    own_part,
     step,
 )
 
-OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
 FIELDS = {
     "rows",
     "cols",
@@ -36,13 +36,13 @@ FIELDS = {
 }
 
 
-def _layers() -> dict[str, dict[str, Any]]:
-    layers = tp.stats(per_layer=True)["layers"]
+def _layers(compression: tp.Compression) -> dict[str, dict[str, Any]]:
+    layers = compression.stats(per_layer=True)["layers"]
     return {name.removeprefix("weights."): layer for name, layer in layers.items()}
 
 
-def _local_residuals(ddp: DistributedDataParallel) -> Tensors:
-    saved = tp.state_dict(ddp, per_rank=True)["parameters"]
+def _local_residuals(compression: tp.Compression) -> Tensors:
+    saved = own_part(compression.state_dict(per_rank=True))["parameters"]
     return {
         name.removeprefix("weights."): state["memory"].double()
         - state["p_hat"].double() @ state["q_local"].double()
@@ -52,9 +52,9 @@ def _local_residuals(ddp: DistributedDataParallel) -> Tensors:
 
 
 def _checked(rank: int, options: tp.Options, shapes: Shapes, rel: float) -> None:
-    ddp = make_attached(shapes, options)
+    ddp, compression = make_compressed(shapes, options)
     step(ddp, gradients(shapes, rank, 0))  # exact
-    for layer in _layers().values():
+    for layer in _layers(compression).values():
         assert layer.keys() == FIELDS
         assert layer["residual"] == 0
         assert layer["captured"] is layer["gradient"] is layer["residual_ratio"] is None
@@ -62,8 +62,8 @@ def _checked(rank: int, options: tp.Options, shapes: Shapes, rel: float) -> None
     for i in range(1, 6):
         mine = gradients(shapes, rank, i)
         outputs = step(ddp, mine)
-        layers = _layers()
-        before, residuals = residuals, _local_residuals(ddp)
+        layers = _layers(compression)
+        before, residuals = residuals, _local_residuals(compression)
         for name in COMPRESSED:
             layer, residual = layers[name], residuals[name]
             m = mine[name].double().view_as(residual) + before[name]
@@ -95,10 +95,10 @@ def test_norms_of_the_last_step(world_size: int, fields: dict[str, Any], rel: fl
 
 
 def _bytes(rank: int) -> None:
-    ddp = make_attached(SHAPES)
+    ddp, compression = make_compressed(SHAPES)
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
-    layers = _layers()
+    layers = _layers(compression)
     assert layers.keys() == SHAPES.keys()
     sent = {"conv": (16 + 75) * 2, "wide": (12 + 41) * 2, "tall": (50 + 9) * 2}
     sent |= {"bias": 16, "small": 12}
@@ -107,10 +107,10 @@ def _bytes(rank: int) -> None:
         assert layer["bytes_after"] == pytest.approx(4 * sent[name], abs=8)  # a use
         assert (layer["rank"] == 0) == (name not in COMPRESSED)
     assert layers["bias"]["captured"] is None
-    flat = tp.stats(per_layer=True, flat=True)
+    flat = compression.stats(per_layer=True, flat=True)
     assert flat["layers/weights.wide/captured"] == layers["wide"]["captured"]
     assert "layers/weights.bias/captured" not in flat
-    assert "layers" not in tp.stats()
+    assert "layers" not in compression.stats()
 
 
 def test_bytes_of_each_layer_and_flat_names() -> None:
@@ -119,11 +119,11 @@ def test_bytes_of_each_layer_and_flat_names() -> None:
 
 def _of_exact_rank(rank: int) -> None:
     """A gradient of rank 1 is captured whole from the second step on."""
-    ddp = make_attached({"weight": (40, 30)})
+    ddp, compression = make_compressed({"weight": (40, 30)})
     for i in range(4):
         left, right = torch.arange(1.0, 41), torch.linspace(-1, 1, 30)
         step(ddp, {"weight": torch.outer(left, right) * (1 + rank + i)})
-    layer = _layers()["weight"]
+    layer = _layers(compression)["weight"]
     assert layer["captured"] == pytest.approx(1, abs=1e-5)
     assert layer["residual_ratio"] < 1e-3
 
@@ -133,18 +133,18 @@ def test_a_gradient_of_low_rank_is_captured_whole() -> None:
 
 
 def _nothing_delivered(rank: int) -> None:
-    ddp = make_attached(SHAPES, find_unused_parameters=True)
+    ddp, compression = make_compressed(SHAPES, find_unused_parameters=True)
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
     used = gradients(SHAPES, rank, 3)
     del used["wide"]
     step(ddp, used)
-    layers = _layers()
+    layers = _layers(compression)
     assert layers["wide"]["captured"] is layers["wide"]["gradient"] is None
     assert layers["wide"]["residual"] > 0
     assert layers["tall"]["captured"] > 0
     step(ddp, {name: g * float("nan") for name, g in gradients(SHAPES, rank, 4).items()})
-    assert all(layer["captured"] is None for layer in _layers().values())
+    assert all(layer["captured"] is None for layer in _layers(compression).values())
 
 
 def test_a_step_that_delivered_nothing_captured_nothing() -> None:
@@ -152,10 +152,10 @@ def test_a_step_that_delivered_nothing_captured_nothing() -> None:
 
 
 def _without_feedback(rank: int) -> None:
-    ddp = make_attached(SHAPES)
+    ddp, compression = make_compressed(SHAPES)
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
-    layer = _layers()["wide"]
+    layer = _layers(compression)["wide"]
     assert layer["captured"] is None
     assert layer["residual"] == 0
     assert layer["gradient"] > 0
@@ -166,12 +166,12 @@ def test_without_error_feedback_nothing_is_known_of_m() -> None:
 
 
 def _scaled(rank: int) -> None:
-    ddp = make_attached(SHAPES)
+    ddp, compression = make_compressed(SHAPES)
     for i in range(3):
         step(ddp, {name: 8 * g for name, g in gradients(SHAPES, rank, i).items()})
-    before = _layers()["wide"]
-    tp.set_grad_scale(0.125)
-    after = _layers()["wide"]
+    before = _layers(compression)["wide"]
+    compression.grad_scale = 0.125
+    after = _layers(compression)["wide"]
     for name in ("residual", "gradient"):
         assert after[name] == pytest.approx(before[name] / 8, rel=1e-6)
     for name in ("residual_ratio", "captured"):

@@ -15,15 +15,22 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions
-from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
 from support.groups import backend_of_world, world
-from support.synthetic import SHAPES, gradient, gradients, make_attached, make_ddp, step
+from support.synthetic import (
+    SHAPES,
+    gradient,
+    gradients,
+    make_attached,
+    make_compressed,
+    make_ddp,
+    step,
+)
 from torch_powersgd._backend import _create
 
-ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0)
+ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
 
 # A shutdown waits for 10 s and an abort for 1 s; a busy machine takes some more.
 SHUTDOWN_BOUND, ABORT_BOUND = 16, 8
@@ -120,19 +127,21 @@ def _abort_from_a_thread(rank: int) -> None:
     store = ranks.side_store()
     for end in [dist.destroy_process_group, _shut_down, _abort]:
         ranks.init_group("cpu:powersgd", ALWAYS)
-        ddp = make_attached(SHAPES)
+        ddp, compression = make_compressed(SHAPES)
         step(ddp, gradients(SHAPES, rank, 0))
         ended = f"rank 0 has ended its group by {end.__name__}"
         if rank == 1:
             store.wait([ended])
         else:
-            _end_while_threads_use_the_group(ddp, end)
+            _end_while_threads_use_the_group(compression, end)
             store.set(ended, "1")
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _end_while_threads_use_the_group(ddp: DistributedDataParallel, end: Callable[[], None]) -> None:
+def _end_while_threads_use_the_group(
+    compression: tp.Compression, end: Callable[[], None]
+) -> None:
     works = [_start(0) for _ in range(3)]  # the peer never answers
     abort, stats = world().abort, backend_of_world().stats
 
@@ -142,7 +151,7 @@ def _end_while_threads_use_the_group(ddp: DistributedDataParallel, end: Callable
 
     with ThreadPoolExecutor() as threads:
         aborted = threads.submit(abort_during_the_end)
-        uses = [threads.submit(use) for use in (works[1].wait, stats, lambda: tp.state_dict(ddp))]
+        uses = [threads.submit(use) for use in (works[1].wait, stats, compression.stats)]
         end()
         aborted.result()
         for use in uses:
@@ -191,14 +200,15 @@ def test_a_module_outlives_its_group() -> None:
 
 
 def _attach_after_the_end(rank: int, end: Callable[[], None]) -> None:
-    ddp, known = make_ddp(SHAPES), make_attached(SHAPES)
+    ddp, (known, compression) = make_ddp(SHAPES), make_compressed(SHAPES)
     dist.barrier()
     end()
     for module in (ddp, known):
         with pytest.raises(ValueError, match="group of this module was destroyed or aborted"):
             tp.attach(module)
-    with pytest.raises(ValueError, match="destroyed or aborted"):
-        tp.comm_hook(ddp)
+    for collective in (compression.state_dict, compression.detach):
+        with pytest.raises(ValueError, match="group of this module was destroyed or aborted"):
+            collective()
 
 
 @END

@@ -47,7 +47,7 @@ def _attached(rank: int) -> None:
 
 
 def test_the_configuration_once_when_compression_starts() -> None:
-    options = tp.Options(start_powerSGD_iter=3, matrix_approximation_rank=2)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=3, matrix_approximation_rank=2)
     ranks.run(2, _attached, options=options)
 
 
@@ -66,7 +66,7 @@ def _statistics(rank: int, attached: bool) -> None:
 
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "flat"])
 def test_statistics_every_n_steps(attached: bool) -> None:
-    options = tp.Options(start_powerSGD_iter=0, min_numel=64, compression_stats_logging_frequency=4)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=0, min_numel=64, compression_stats_logging_frequency=4)
     ranks.run(2, _statistics, attached, options=options)
 
 
@@ -86,7 +86,7 @@ def _flat(rank: int) -> None:
 
 
 def test_the_advice_to_attach_once() -> None:
-    ranks.run(2, _flat, options=tp.Options(start_powerSGD_iter=4, min_numel=4096))
+    ranks.run(2, _flat, options=tp.Options.hook_defaults(start_powerSGD_iter=4, min_numel=4096))
 
 
 def _no_advice(rank: int) -> None:
@@ -94,13 +94,13 @@ def _no_advice(rank: int) -> None:
     records = LogRecords()
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
-    with tp.compression(True):  # the caller asked for compression, so this is no unattached module
+    with tp.scope("always"):  # the caller asked for compression, so this is no unattached module
         dist.all_reduce(gradient([64, 64], rank))
     assert records.matching("attach") == []
 
 
 def test_no_advice_where_there_is_nothing_to_attach() -> None:
-    ranks.run(2, _no_advice, options=tp.Options(start_powerSGD_iter=0))
+    ranks.run(2, _no_advice, options=tp.Options.hook_defaults(start_powerSGD_iter=0))
 
 
 def _layout_change(rank: int) -> None:
@@ -124,7 +124,7 @@ def _layout_change(rank: int) -> None:
 
 
 def test_dropped_state() -> None:
-    ranks.run(2, _layout_change, options=tp.Options(start_powerSGD_iter=0, min_numel=4096))
+    ranks.run(2, _layout_change, options=tp.Options.hook_defaults(start_powerSGD_iter=0, min_numel=4096))
 
 
 def _nothing(rank: int) -> None:
@@ -136,4 +136,4 @@ def _nothing(rank: int) -> None:
 
 
 def test_silence_when_nothing_is_compressed() -> None:
-    ranks.run(2, _nothing, options=tp.Options(scope="never", start_powerSGD_iter=0))
+    ranks.run(2, _nothing, options=tp.Options.hook_defaults(scope="never", start_powerSGD_iter=0))

@@ -65,7 +65,7 @@ def test_no_model_gets_the_residual_of_another(
 ) -> None:
     # start counts the passes of all: two of each model, with a static graph three, since DDP
     # rebuilds its buckets in the one before.
-    options = tp.Options(
+    options = tp.Options.hook_defaults(
         start_powerSGD_iter=start,
         matrix_approximation_rank=4,
         min_numel=500,
@@ -80,7 +80,7 @@ def test_no_model_gets_the_residual_of_another(
 
 
 def test_an_attached_model_keeps_its_residual() -> None:
-    options = tp.Options(start_powerSGD_iter=4, matrix_approximation_rank=4)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=4, matrix_approximation_rank=4)
     for errors, drained, warnings in ranks.run(2, _train, 2, True, {}, options=options):
         assert max(errors) < TOLERANCE
         assert drained[0] > 0.01

@@ -15,7 +15,7 @@ from support.synthetic import Tensors, gradient, make_attached, step
 
 # The largest of 400 x 400 normal numbers' singular values has 1 % of their squared norm.
 SHAPES = {"noise": (400, 400), "smooth": (60, 80), "rare": (400, 400)}
-OPTIONS = tp.Options(start_powerSGD_iter=10, matrix_approximation_rank=1)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=10, matrix_approximation_rank=1)
 
 
 def _gradients(rank: int, i: int) -> Tensors:

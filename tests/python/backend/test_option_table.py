@@ -59,8 +59,8 @@ def test_the_table_has_the_fields() -> None:
     assert [n for n, v in vars(_C.Options).items() if isinstance(v, property)] == list(FIELDS)
 
 
-def test_the_defaults_are_the_same() -> None:
-    core, ours = _C.Options(), tp.Options()._plain()
+def test_the_cores_defaults_are_those_of_torchs_hook() -> None:
+    core, ours = _C.Options(), tp.Options.hook_defaults()._plain()
     assert {name: getattr(core, name) for name in FIELDS} == ours
     assert {name: type(getattr(core, name)) for name in FIELDS} == {
         name: type(value) for name, value in ours.items()
@@ -97,7 +97,7 @@ def test_the_command_line_has_what_changes_the_payload(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The 16 x 12 weight is compressed at this rate and rank, and not at higher ones.
-    base = tp.Options(min_compression_rate=3.25, matrix_approximation_rank=2)
+    base = tp.Options.hook_defaults(min_compression_rate=3.25, matrix_approximation_rank=2)
     value = base.min_compression_rate + 0.25 if name == "min_compression_rate" else _changed(name)
     fields: dict[str, Any] = {name: 3 if name == "matrix_approximation_rank" else value}
     changed = dataclasses.replace(base, **fields)

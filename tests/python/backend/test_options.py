@@ -49,6 +49,8 @@ VALUES: dict[str, tuple[Any, str, list[Any]]] = {
     "check_every": (50, "50", [-1, 1.5, "often", None]),
     "allow_discard": (True, "true", ["on demand", None, 3, 0.5, []]),
 }
+# The fields in which the defaults of torch's hook differ from ours.
+HOOKS = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 1000, "wire_dtype": None}
 BAD = [(name, value) for name, (_, _, bad) in VALUES.items() for value in bad]
 
 
@@ -60,9 +62,18 @@ def test_every_field_is_covered() -> None:
     assert VALUES.keys() == FIELDS.keys()
 
 
-def test_defaults_are_the_hooks() -> None:
-    hook = PowerSGDState(process_group=None)
+def test_the_defaults() -> None:
     ours = tp.Options()
+    assert (ours.matrix_approximation_rank, ours.start_powerSGD_iter) == (16, 10)
+    assert (ours.wire_dtype, ours.residual_dtype) == ("int8", torch.float32)
+    assert (ours.scope, ours.min_numel, ours.inner) == ("backward", 131_072, "auto")
+    assert (ours.warm_start_noise, ours.check_every, ours.allow_discard) == (0, 0, False)
+    assert dataclasses.replace(ours, **HOOKS) == tp.Options.hook_defaults()
+
+
+def test_hook_defaults_are_the_hooks() -> None:
+    hook = PowerSGDState(process_group=None)
+    ours = tp.Options.hook_defaults()
     shared = [
         "matrix_approximation_rank",
         "start_powerSGD_iter",
@@ -78,13 +89,8 @@ def test_defaults_are_the_hooks() -> None:
     # The hook keeps a generator and not its seed, which is 0 by default.
     expected = np.random.RandomState(ours.random_seed).randint(1_000_000_000)
     assert hook.rng.randint(1_000_000_000) == expected
-
-
-def test_defaults_of_the_fields_that_the_hook_has_not() -> None:
-    ours = tp.Options()
-    assert (ours.scope, ours.min_numel, ours.inner) == ("backward", 131_072, "auto")
-    assert (ours.wire_dtype, ours.residual_dtype) == (None, torch.float32)
-    assert (ours.warm_start_noise, ours.check_every, ours.allow_discard) == (0, 0, False)
+    on_top = tp.Options.hook_defaults(matrix_approximation_rank=8, min_numel=9)
+    assert on_top == dataclasses.replace(ours, matrix_approximation_rank=8, min_numel=9)
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -169,24 +175,17 @@ def test_fields_that_need_another_one() -> None:
         tp.Options(warm_start=False, warm_start_noise=0.1)
 
 
-def test_the_recommended_options() -> None:
-    ours = tp.Options.recommended()
-    assert ours == tp.Options(
-        matrix_approximation_rank=16, wire_dtype="int8", start_powerSGD_iter=10
-    )
-    on_top = tp.Options.recommended(matrix_approximation_rank=8, min_numel=9)
-    assert on_top == dataclasses.replace(ours, matrix_approximation_rank=8, min_numel=9)
-
-
 def test_options_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         tp.Options().scope = "never"  # type: ignore[misc]
 
 
 def test_an_unknown_field_is_an_error() -> None:
-    with pytest.raises(TypeError, match="rank"):
-        tp.Options(rank=4)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match=r"'rank'.*matrix_approximation_rank"):
+    message = "'rank' is not an option; did you mean matrix_approximation_rank[?]; allowed: "
+    for make in (tp.Options, tp.Options.hook_defaults):
+        with pytest.raises(TypeError, match=message):
+            make(rank=4)
+    with pytest.raises(ValueError, match=message):
         resolve({"rank": 4})
 
 
@@ -328,6 +327,7 @@ def test_from_hook_state() -> None:
     )
     expected = tp.Options(
         matrix_approximation_rank=3,
+        wire_dtype=None,
         start_powerSGD_iter=12,
         min_compression_rate=1.25,
         use_error_feedback=False,
@@ -338,7 +338,7 @@ def test_from_hook_state() -> None:
     assert tp.Options.from_hook_state(state) == expected
     on_top = tp.Options.from_hook_state(state, random_seed=5, warm_start=True)
     assert on_top == dataclasses.replace(expected, random_seed=5, warm_start=True)
-    assert tp.Options.from_hook_state(PowerSGDState(None)) == tp.Options()
+    assert tp.Options.from_hook_state(PowerSGDState(None)) == tp.Options.hook_defaults()
 
 
 def test_torchs_own_entry_points_name_no_inner_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,15 +40,15 @@ def _override(rank: int) -> dict[str, int]:
         found[name] = calls
 
     count("before")
-    with tp.compression(True):
+    with tp.scope("always"):
         count("on")
         count("on, in backward", in_backward)
         count("on, small", outside, flat, rank, MIN_NUMEL // 2)
         count("on, too small to pay", outside, flat, rank, 9)
         count("on, integers", outside, torch.arange, 20_000)
-        with tp.compression(False):
+        with tp.scope("never"):
             count("on, off")
-            with tp.compression(True):
+            with tp.scope("always"):
                 count("on, off, on")
             count("on, off again")
         count("on again")
@@ -56,15 +56,15 @@ def _override(rank: int) -> dict[str, int]:
         on_thread.start()
         on_thread.join()
     count("after")
-    with tp.compression(False):
+    with tp.scope("never"):
         count("off, in backward", in_backward)
 
     def enable_inside() -> None:
-        with tp.compression(True):
+        with tp.scope("always"):
             count("on inside backward")
 
     def disable_inside() -> None:
-        with tp.compression(False):
+        with tp.scope("never"):
             count("off inside backward")
         count("after off inside backward")
 
@@ -72,7 +72,7 @@ def _override(rank: int) -> dict[str, int]:
         in_backward(enable_inside)
     for _ in range(SETTLE_PASSES + 1):
         in_backward(disable_inside)
-    with pytest.raises(KeyError), tp.compression(True):
+    with pytest.raises(KeyError), tp.scope("always"):
         raise KeyError
     count("after an exception")
     return found
@@ -104,12 +104,12 @@ def test_override(scope: str) -> None:
         assert found == expected
 
 
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("block", ["always", "never"])
 @pytest.mark.parametrize("make", [attached, unattached])
 @pytest.mark.parametrize("scope", ["backward", "never"])
 def test_override_around_backward_of_ddp(
-    scope: str, make: Callable[[], torch.nn.Module], enabled: bool
+    scope: str, make: Callable[[], torch.nn.Module], block: str
 ) -> None:
-    expected = (int(enabled), not enabled)
-    arguments = (observe_ddp, make, enabled)
+    expected = (1, False) if block == "always" else (0, True)
+    arguments = (observe_ddp, make, block)
     assert ranks.run(2, *arguments, options=options_of(scope)) == [expected] * 2

@@ -33,7 +33,7 @@ Results = dict[str, dict[str, tuple[str, Any]]]
 def _run_all(rank: int) -> Results:
     groups = {"gloo": dist.new_group(backend="gloo")}
     for scope in SCOPES:
-        options = tp.Options(scope=scope, start_powerSGD_iter=0)
+        options = tp.Options.hook_defaults(scope=scope, start_powerSGD_iter=0)
         groups[scope] = dist.new_group(backend="cpu:powersgd", pg_options=options)
     results = {
         name: {key: run_case(name, group) for key, group in groups.items()} for name in CASES

@@ -22,7 +22,7 @@ from torch_powersgd._backend import _create_inner
 from torch_powersgd._core import _C
 from torch_powersgd.lookup import find_backend
 
-ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0)
+ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
 CPU = torch.device("cpu")
 
 
@@ -251,7 +251,7 @@ def test_inner(inner: str, extended: bool, expected: int) -> None:
 
 def _error_of_init(rank: int, inner: str) -> str:
     with pytest.raises(ValueError, match="inner") as raised:
-        ranks.init_group("cpu:powersgd", tp.Options(inner=inner))
+        ranks.init_group("cpu:powersgd", tp.Options.hook_defaults(inner=inner))
     return str(raised.value)
 
 

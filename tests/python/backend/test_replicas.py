@@ -12,7 +12,14 @@ import torch
 import torch_powersgd as tp
 from support import ranks
 from support.call_observer import SETTLE_PASSES
-from support.synthetic import gradients, make_attached, make_ddp, reduce_in_backward, step
+from support.synthetic import (
+    gradients,
+    make_attached,
+    make_compressed,
+    make_ddp,
+    reduce_in_backward,
+    step,
+)
 
 # "wide" and "tall" are cut into several tiles, so that two threads do share the work.
 SHAPES = {"wide": (40, 700), "tall": (900, 30), "conv": (16, 3, 5, 5), "bias": (37,)}
@@ -32,10 +39,10 @@ def _cycle(rank: int, shapes: Any, period: Any) -> Any:
 
 def _attached(rank: int, threads: Any, options: tp.Options) -> Any:
     torch.set_num_threads(threads[rank])
-    ddp = make_attached(SHAPES, options)
+    ddp, compression = make_compressed(SHAPES, options)
     inputs = _cycle(rank, SHAPES, 7)
     digests = [_digest(step(ddp, inputs[i % 7]).values()) for i in range(STEPS)]
-    state = tp.state_dict(ddp)["parameters"].values()
+    state = compression.state_dict()["parameters"].values()
     assert torch.get_num_threads() == threads[rank]
     return digests, _digest([saved[key] for saved in state for key in ("residual", "q")])
 
@@ -45,7 +52,7 @@ def _first_difference(a: Any, b: Any) -> Any:
 
 
 def test_attached_replicas_stay_equal_for_1000_steps() -> None:
-    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=4)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=4)
     runs = [result for threads in THREADS for result in ranks.run(2, _attached, threads, options)]
     digests, state = runs[0]
     assert len(set(digests)) == STEPS  # the outputs do change
@@ -90,7 +97,7 @@ def _short(rank: int, kind: str, options: tp.Options, steps: int) -> Any:
 def test_replicas_stay_equal_in_training(
     world_size: int, kind: str, fields: dict[str, Any]
 ) -> None:
-    options = tp.Options(
+    options = tp.Options.hook_defaults(
         start_powerSGD_iter=0, matrix_approximation_rank=3, min_numel=1000, **fields
     )
     steps = 200 if world_size == 2 else 50  # more ranks than cores are slow
@@ -103,7 +110,7 @@ def _dead_columns(rank: int) -> Any:
     """Gradients of rank 1 at rank 4: the other columns are random, and zero steps come between."""
     torch.set_num_threads(1 + rank)
     ddp = make_attached(
-        {"w": (60, 80)}, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=4)
+        {"w": (60, 80)}, tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=4)
     )
     digests = []
     for i in range(50):

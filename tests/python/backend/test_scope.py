@@ -174,11 +174,11 @@ def test_buckets_of_ddp(make: Any, scope: str, compressed: Any) -> None:
     assert ranks.run(2, observe_ddp, make, options=options_of(scope)) == [expected] * 2
 
 
-def _observe_coalesced(rank: int, override: bool | None) -> tuple[int, bool]:
+def _observe_coalesced(rank: int, override: str | None) -> tuple[int, bool]:
     tensors = [flat(rank), flat(rank).view(128, -1), flat(rank, 5)]
     exact = [tensor.clone() for tensor in tensors]
     dist.all_reduce_coalesced(exact, group=gloo())
-    with nullcontext() if override is None else tp.compression(override):
+    with nullcontext() if override is None else tp.scope(override):
         for _ in range(SETTLE_PASSES):
             in_backward(lambda: dist.all_reduce_coalesced([tensor.clone() for tensor in tensors]))
         before = compressed_calls()
@@ -187,10 +187,10 @@ def _observe_coalesced(rank: int, override: bool | None) -> tuple[int, bool]:
     return compressed_calls() - before, same
 
 
-@pytest.mark.parametrize("override", [None, True, False])
+@pytest.mark.parametrize("override", [None, "always", "never"])
 @pytest.mark.parametrize("scope", SCOPES)
 def test_coalesced_is_exact_unless_always(scope: str, override: Any) -> None:
-    compressed = scope == "always" and override is not False
+    compressed = scope == "always" and override != "never"
     expected = (2, False) if compressed else (0, True)
     arguments = (_observe_coalesced, override)
     assert ranks.run(2, *arguments, options=options_of(scope)) == [expected] * 2

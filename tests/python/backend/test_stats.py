@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The statistics of the backend: bytes, calls, steps, seconds, residuals."""
+"""The statistics of a handle and of a group: bytes, calls, steps, seconds, residuals."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import math
 from typing import Any
 
 import pytest
@@ -14,12 +12,10 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
-from support.log_records import LogRecords
 from support.synthetic import (
     gradient,
     gradients,
-    make_attached,
-    outputs_of,
+    make_compressed,
     reduce_in_backward,
     residuals_of,
     step,
@@ -50,13 +46,14 @@ KEYS = {
     "residual_norms",
 }
 
-OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=2)
 
 
 def _attached(rank: int, dtype: torch.dtype, width: int, factor_width: int) -> None:
-    ddp = make_attached(SHAPES, dtype=dtype)
-    fresh = tp.stats()
+    ddp, compression = make_compressed(SHAPES, dtype=dtype)
+    fresh = compression.stats()
     assert fresh.keys() == KEYS
+    assert tp.stats().keys() == KEYS - {"residual_norms"}
     assert fresh["residual_norms"] == {f"weights.{name}": 0 for name in SHAPES}
     assert fresh["seconds"] == dict.fromkeys(STAGES, 0)
     assert fresh["ratio"] == fresh["compressed_ratio"] == 1
@@ -68,7 +65,7 @@ def _attached(rank: int, dtype: torch.dtype, width: int, factor_width: int) -> N
     exact = 0
     for i in range(7):
         step(ddp, gradients(SHAPES, rank, i, dtype))
-        now = tp.stats()
+        now = compression.stats()
         if i < 2:  # warm-up sends all of it
             exact = now["exact_calls"]
             assert exact > 0
@@ -96,20 +93,18 @@ def test_bytes_of_an_attached_model(dtype: torch.dtype, width: Any, factor_width
 
 
 def _reset(rank: int) -> None:
-    ddp = make_attached(SHAPES)
+    ddp, compression = make_compressed(SHAPES)
     for i in range(5):
         step(ddp, gradients(SHAPES, rank, i))
-    assert tp.stats()["steps"] == 5
-    tp.reset_stats()
-    now = tp.stats()
-    assert now["starts_at"] == 2
-    assert now["compressing"] is True
+    compression.reset_stats()
+    now = compression.stats()
+    assert (now["starts_at"], now["compressing"], now["steps"]) == (2, True, 5)
     assert now["seconds"] == dict.fromkeys(STAGES, 0)
-    for key in ("steps", "compressed_calls", "exact_calls", "bytes_before", "bytes_after"):
+    for key in ("compressed_calls", "exact_calls", "bytes_before", "bytes_after"):
         assert now[key] == 0
     step(ddp, gradients(SHAPES, rank, 5))
-    now = tp.stats()
-    assert (now["steps"], now["compressed_calls"], now["exact_calls"]) == (1, 1, 0)
+    now = compression.stats()
+    assert (now["steps"], now["compressed_calls"], now["exact_calls"]) == (6, 1, 0)
     assert (now["bytes_before"], now["bytes_after"]) == (4 * NUMEL, 4 * SENT)
     assert now["ratio"] == now["compressed_ratio"] == pytest.approx(NUMEL / SENT, rel=1e-12)
 
@@ -119,15 +114,16 @@ def test_counts_start_anew_after_a_reset() -> None:
 
 
 def _scalars(rank: int) -> None:
-    ddp = make_attached(SHAPES)
+    ddp, compression = make_compressed(SHAPES)
     step(ddp, gradients(SHAPES, rank, 0))
-    nested, flat = tp.stats(), tp.stats(flat=True)
+    nested, flat = compression.stats(), compression.stats(flat=True)
     assert all(isinstance(value, float) for value in flat.values())
     assert flat["steps"] == 1
     assert flat["seconds/project"] == nested["seconds"]["project"]
     assert flat["residual_norms/weights.weight"] == nested["residual_norms"]["weights.weight"]
     leaves = sum(len(value) if isinstance(value, dict) else 1 for value in nested.values())
     assert len(flat) == leaves
+    assert tp.stats(flat=True).keys() == {name for name in flat if "residual_norms" not in name}
 
 
 def test_flat_stats_are_scalars() -> None:
@@ -143,23 +139,22 @@ def _flat(rank: int) -> None:
     assert (now["steps"], now["compressed_calls"], now["exact_calls"]) == (4, 2, 2)
     assert now["bytes_before"] == 4 * 4 * 62_500
     assert now["bytes_after"] == 2 * 4 * 62_500 + 2 * 4 * (250 + 250 + 2)
-    assert now["residual_norms"] == {}
     dist.all_reduce(torch.ones(100_000))
     assert tp.stats()["bytes_before"] == now["bytes_before"], "not a gradient"
 
 
 def test_bytes_of_flat_tensors() -> None:
-    ranks.run(2, _flat, options=tp.Options(start_powerSGD_iter=1, min_numel=1))
+    ranks.run(2, _flat, options=tp.Options.hook_defaults(start_powerSGD_iter=1, min_numel=1))
 
 
 def _large(rank: int, residual_dtype: torch.dtype) -> int:
     """Rank 0's gradients are beyond 65504 in the last step."""
     options = dataclasses.replace(OPTIONS, residual_dtype=residual_dtype)
-    ddp = make_attached(SHAPES, options)
+    ddp, compression = make_compressed(SHAPES, options)
     for i in range(6):
         large = 1e5 if rank == 0 and i == 5 else 1e-3
         step(ddp, {name: large * g for name, g in gradients(SHAPES, rank, i).items()})
-    return int(tp.stats()["saturated_steps"])
+    return int(compression.stats()["saturated_steps"])
 
 
 def test_saturated_residuals_are_counted_on_the_rank_that_has_them() -> None:
@@ -168,12 +163,12 @@ def test_saturated_residuals_are_counted_on_the_rank_that_has_them() -> None:
 
 
 def _several_buckets(rank: int) -> None:
-    ddp = make_attached(SHAPES, bucket_cap_mb=1e-6)  # one for each parameter
+    ddp, compression = make_compressed(SHAPES, bucket_cap_mb=1e-6)  # one for each parameter
     for i in range(4):
         step(ddp, gradients(SHAPES, rank, i))
-    before = tp.stats()
+    before = compression.stats()
     step(ddp, gradients(SHAPES, rank, 4))
-    now = tp.stats()
+    now = compression.stats()
     assert now["steps"] - before["steps"] == 1
     assert now["compressed_calls"] - before["compressed_calls"] == 2
     assert now["exact_calls"] - before["exact_calls"] == 2
@@ -183,103 +178,86 @@ def _several_buckets(rank: int) -> None:
 
 
 def test_bytes_of_several_buckets() -> None:
-    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
     ranks.run(2, _several_buckets, options=options)
 
 
 def _norms(rank: int) -> None:
-    ddp = make_attached(SHAPES)
+    ddp, compression = make_compressed(SHAPES)
     same = {name: gradient(shape, name) for name, shape in SHAPES.items()}
     outputs = step(ddp, same)
     # Ranks with the same gradients have the same residuals: the gradients less the outputs.
-    norms = tp.stats()["residual_norms"]
+    norms = compression.stats()["residual_norms"]
     assert norms.keys() == {f"weights.{name}" for name in SHAPES}
     for name in ("weight", "conv"):
         expected = (same[name] - outputs[name]).norm().item()
         assert norms[f"weights.{name}"] == pytest.approx(expected, rel=1e-4)
         assert expected > 1
     assert norms["weights.bias"] == norms["weights.small"] == 0
-    assert "residual_norms" not in tp.stats(residual_norms=False)
+    assert "residual_norms" not in compression.stats(residual_norms=False)
     # In the units of the loss scale.
-    tp.set_grad_scale(8.0)
-    for name, norm in tp.stats()["residual_norms"].items():
+    compression.grad_scale = 8.0
+    for name, norm in compression.stats()["residual_norms"].items():
         assert norm == pytest.approx(8 * norms[name], rel=1e-6)
-    tp.set_grad_scale(1.0)
-    for name, residual in residuals_of(ddp).items():
+    compression.grad_scale = 1.0
+    for name, residual in residuals_of(compression).items():
         assert norms[f"weights.{name}"] == pytest.approx(residual.norm().item(), rel=1e-4)
 
 
 def test_residual_norms() -> None:
-    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
     ranks.run(2, _norms, options=options)
 
 
 def _two_models(rank: int) -> None:
-    first, second = make_attached(SHAPES), make_attached({"weight": (40, 50)})
-    step(first, gradients(SHAPES, rank, 0))
-    norms = tp.stats()["residual_norms"]
-    assert norms.keys() == {*(f"0:weights.{name}" for name in SHAPES), "1:weights.weight"}
-    assert norms["0:weights.weight"] > 0
-    assert norms["1:weights.weight"] == 0
-    assert tp.stats()["steps"] == 1
-    step(second, gradients({"weight": (40, 50)}, rank, 0))
-    assert tp.stats()["steps"] == 2
-    assert tp.stats()["residual_norms"]["1:weights.weight"] > 0
-    assert outputs_of(first).keys() == SHAPES.keys()
+    other = {"weight": (40, 50)}
+    (first, of_first), (second, of_second) = make_compressed(SHAPES), make_compressed(other)
+    fresh = of_second.stats()
+    for i in range(2):
+        step(first, gradients(SHAPES, rank, i))
+    assert of_first.stats()["compressed_calls"] == of_first.stats()["steps"] == 2
+    assert of_first.stats()["residual_norms"]["weights.weight"] > 0
+    assert of_second.stats() == fresh
+    step(second, gradients(other, rank, 0))
+    assert of_first.stats()["steps"] == 2
+    assert of_second.stats()["steps"] == of_second.stats()["compressed_calls"] == 1
+    assert of_second.stats()["residual_norms"].keys() == {"weights.weight"}
+    group = tp.stats()
+    assert group["steps"] == group["compressed_calls"] == 3
+    for name in ("bytes_before", "bytes_after"):
+        assert group[name] == of_first.stats()[name] + of_second.stats()[name]
+    of_first.reset_stats()
+    assert of_first.stats()["compressed_calls"] == 0
+    assert of_second.stats()["compressed_calls"] == 1
+    assert tp.stats() == group
 
 
-def test_two_models() -> None:
-    ranks.run(2, _two_models, options=tp.Options(start_powerSGD_iter=0))
+def test_each_model_has_counts_of_its_own_and_the_group_has_all() -> None:
+    ranks.run(2, _two_models, options=tp.Options.hook_defaults(start_powerSGD_iter=0))
 
 
 def _of_a_group(rank: int) -> None:
-    options = tp.Options(scope="always", start_powerSGD_iter=0)
+    options = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
     group = dist.new_group(backend="cpu:powersgd", pg_options=options)
     dist.all_reduce(gradient([64, 64], rank), group=group)
     assert tp.stats(group)["compressed_calls"] == 1
     assert tp.stats()["compressed_calls"] == 0
-    gloo = dist.new_group(backend="gloo")
-    for function in (tp.stats, lambda group: tp.set_grad_scale(1.0, group)):
-        with pytest.raises(ValueError, match="no powersgd backend"):
-            function(gloo)
-    for scale in (0, -1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="grad_scale must be .* got"):
-            tp.set_grad_scale(scale)
+    with pytest.raises(ValueError, match="no powersgd backend"):
+        tp.stats(dist.new_group(backend="gloo"))
 
 
 def test_stats_of_a_group() -> None:
     ranks.run(2, _of_a_group)
 
 
-def _attached_in_another_group(rank: int) -> list[str]:
-    records = LogRecords(logging.INFO)
-    tp.stats()
-    group = dist.new_group([0, 1], backend="cpu:powersgd")
-    ddp = make_attached(SHAPES, process_group=group)
-    for _ in range(2):
-        tp.stats()
-        tp.stats(group)
-    assert tp.stats(ddp.process_group)["residual_norms"].keys()
-    return [message for _, message in records.seen if "stats()" in message]
-
-
-def test_stats_name_the_group_in_which_a_module_is_attached() -> None:
-    first, second = ranks.run(2, _attached_in_another_group)
-    assert len(first) == 1
-    assert "group of the ranks [0, 1]: pass that group to stats" in first[0]
-    assert second == []
-
-
 def test_without_a_process_group() -> None:
-    for function in (tp.stats, lambda: tp.set_grad_scale(1.0)):
-        with pytest.raises(ValueError, match="init_process_group"):
-            function()
+    with pytest.raises(ValueError, match="init_process_group"):
+        tp.stats()
 
 
 def _with_gloo_alone(rank: int) -> None:
-    for function in (tp.stats, lambda: tp.set_grad_scale(1.0)):
-        with pytest.raises(ValueError, match="no powersgd backend"):
-            function()
+    with pytest.raises(ValueError, match="no powersgd backend"):
+        tp.stats()
     dist.barrier()
 
 

@@ -14,7 +14,7 @@ from support.stages import run_stages
 from torch_powersgd._core import _C
 
 torch.set_num_threads(1)
-options = tp.Options(matrix_approximation_rank=2)._core()
+options = tp.Options.hook_defaults(matrix_approximation_rank=2)._core()
 compressor = _C.BucketCompressor([[2000, 1000]], options, torch.float32)
 gradient = torch.ones(2000 * 1000)
 counts = []

@@ -35,7 +35,7 @@ WARM_UP, STEPS = 2, 6
 # A rank's batch has 8 tokens. A layer's gradient is a sum of outer products, one for each token.
 # So the rank of the mean over four ranks is 32 at most, and compression returns it whole.
 TOKENS, WORLD_SIZE = 8, 4
-FULL = tp.Options(
+FULL = tp.Options.hook_defaults(
     start_powerSGD_iter=WARM_UP,
     matrix_approximation_rank=TOKENS * WORLD_SIZE,
     min_compression_rate=1,

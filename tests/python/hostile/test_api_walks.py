@@ -59,8 +59,7 @@ DAMAGES = st.builds(
             ("version",),
             ("grad_scale",),
             ("parameters",),
-            ("rank",),
-            ("world_size",),
+            ("per_rank",),
             *(("parameters", i) for i in range(5)),
             *(("parameters", i, k) for i in range(5) for k in range(5)),
         ]
@@ -78,7 +77,7 @@ class Walk(RuleBasedStateMachine):
         self.clear()
 
     def clear(self) -> None:
-        self.grouped = self.made = self.attached = False
+        self.grouped = self.made = self.handled = self.attached = False
         self.others = self.destroyed = self.saved = 0
 
     def all_ranks(self, method: str, *args: Any) -> Any:
@@ -117,26 +116,30 @@ class Walk(RuleBasedStateMachine):
     )
     def make(self, dtype: str, arguments: dict[str, Any]) -> None:
         self.all_ranks("make", dtype, arguments)
-        self.made, self.attached = True, False
+        self.made, self.handled, self.attached = True, False, False
 
     @precondition(lambda self: self.made and self.grouped)
     @rule(options=GIVEN)
     def attach(self, options: Any) -> None:
-        self.attached = self.tries("attach", options) or self.attached
+        begins = self.tries("attach", options)
+        assert not (begins and self.attached), "a second attach is an error"
+        self.handled, self.attached = self.handled or begins, self.attached or begins
 
     @precondition(lambda self: self.made and self.grouped)
     @rule()
     def attach_with_the_options_of_the_group(self) -> None:
         self.attach(None)
 
-    @precondition(lambda self: self.made)
+    @precondition(lambda self: self.handled and self.grouped)
     @rule()
     def detach(self) -> None:
+        self.all_ranks("check")
         assert self.tries("detach") == self.attached
+        self.attached = False
 
     @precondition(lambda self: self.made and self.grouped)
-    @rule(override=st.sampled_from([None, None, None, True, False]), count=st.integers(1, 3))
-    def step(self, override: bool | None, count: int) -> None:
+    @rule(override=st.sampled_from([None, None, None, "always", "never"]), count=st.integers(1, 3))
+    def step(self, override: str | None, count: int) -> None:
         for _ in range(count):
             self.all_ranks("step", override)
 
@@ -151,29 +154,30 @@ class Walk(RuleBasedStateMachine):
         kind, _ = self.all_ranks("fail", where)
         assert kind in ("AttributeError", "KeyError", "ArithmeticError", "dead"), kind
 
-    @precondition(lambda self: self.made and self.grouped)
+    @precondition(lambda self: self.handled and self.grouped)
     @rule()
     def skip(self) -> None:
         assert self.tries("skip") == self.attached
 
+    @precondition(lambda self: self.handled and self.grouped)
     @rule(scale=st.sampled_from([1.0, 4, 2.0**15, 0, -1, None, "2", float("nan"), 10**400, []]))
     def set_scale(self, scale: Any) -> None:
-        assert self.tries("set_scale", scale) == (scale in (1.0, 4, 2.0**15) and self.grouped)
+        assert self.tries("set_scale", scale) == (scale in (1.0, 4, 2.0**15) and self.attached)
 
-    @precondition(lambda self: self.made and self.grouped)
+    @precondition(lambda self: self.handled and self.grouped)
     @rule(per_rank=st.booleans())
     def save(self, per_rank: bool) -> None:
         saved = self.tries("save", per_rank)
         assert saved == self.attached
         self.saved += saved
 
-    @precondition(lambda self: self.saved and self.made and self.grouped)
+    @precondition(lambda self: self.saved and self.handled and self.grouped)
     @rule(index=st.integers(0, 9))
     def load(self, index: int) -> None:
         kind, message = self.all_ranks("load", index, None)
         assert kind in ("", "other options") or not self.attached or "per" in message, message
 
-    @precondition(lambda self: self.saved and self.made and self.grouped)
+    @precondition(lambda self: self.saved and self.handled and self.grouped)
     @rule(index=st.integers(0, 9), damage=DAMAGES)
     def load_something_else(self, index: int, damage: Damage) -> None:
         self.tries("load", index, damage)
@@ -188,14 +192,18 @@ class Walk(RuleBasedStateMachine):
     def stats(self, reset: bool) -> None:
         self.all_ranks("stats", reset)
 
-    @rule(options=st.sampled_from([None, 5, {}, "x", tp.Options(scope="never"), tp.Options()]))
+    @rule(
+        options=st.sampled_from(
+            [None, 5, {}, "x", tp.Options.hook_defaults(scope="never"), tp.Options.hook_defaults()]
+        )
+    )
     def configure(self, options: Any) -> None:
         assert self.tries("configure", options) == (
             options is None or isinstance(options, tp.Options)
         )
 
     @rule()
-    def functions_without_a_module(self) -> None:
+    def attach_what_has_no_gradients(self) -> None:
         for kind, message in self.all_ranks("no_module"):
             assert kind == "ValueError", message
 
@@ -237,7 +245,7 @@ class Walk(RuleBasedStateMachine):
         self.grouped = False
         self.others = self.destroyed = 0
 
-    @precondition(lambda self: self.made and not self.grouped)
+    @precondition(lambda self: self.handled and not self.grouped)
     @rule()
     def use_a_module_whose_group_is_gone(self) -> None:
         self.all_ranks("use_orphan")

@@ -113,7 +113,10 @@ def check_field(name: str, value: Any) -> None:
     assert name in message
     assert "must be" in message
     assert len(message) < LONGEST, "the message is cut"
-    for source in (lambda: resolve(fields), lambda: lay_over(tp.Options(), fields, "here")):
+    for source in (
+        lambda: resolve(fields),
+        lambda: lay_over(tp.Options.hook_defaults(), fields, "here"),
+    ):
         assert message_of(source).endswith(message)
 
 
@@ -139,17 +142,17 @@ def test_a_field_of_an_odd_value(name: str, make: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("value", [torch.tensor(1.5), np.array(1.5)])
 def test_a_fraction_in_a_tensor_is_no_integer(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^matrix_approximation_rank must be of type int, got"):
-        tp.Options(matrix_approximation_rank=value)
+        tp.Options.hook_defaults(matrix_approximation_rank=value)
 
 
 def test_a_number_that_no_float_holds_names_its_field() -> None:
     with pytest.raises(ValueError, match="^min_compression_rate must be of type float, got 1000"):
-        tp.Options(min_compression_rate=10**400)
+        tp.Options.hook_defaults(min_compression_rate=10**400)
 
 
 def test_text_that_is_no_unicode_names_its_field() -> None:
     with pytest.raises(ValueError, match="^scope must be of type str, got"):
-        tp.Options(scope="\ud800")
+        tp.Options.hook_defaults(scope="\ud800")
 
 
 @FIXED
@@ -178,7 +181,7 @@ def test_options_of_any_type(value: Any) -> None:
 
 
 def test_a_state_of_the_hook_is_taken() -> None:
-    assert tp.Options.from_hook_state(PowerSGDState(None)) == tp.Options()
+    assert tp.Options.from_hook_state(PowerSGDState(None)) == tp.Options.hook_defaults()
 
 
 # An environment variable holds no null character, and its bytes may be no UTF-8.
@@ -212,23 +215,21 @@ def test_an_environment_variable_of_any_text(name: str, text: str) -> None:
 
 @FIXED
 @given(value=ANYTHING)
-def test_compression_of_any_value(value: Any) -> None:
+def test_a_scope_of_any_value(value: Any) -> None:
     def block() -> None:
-        with tp.compression(value):
+        with tp.scope(value):
             pass
 
     message = message_of(block)
-    truth = isinstance(value, (bool, np.bool_)) or getattr(value, "dtype", None) == torch.bool
-    assert truth == (not message)
-    assert truth or message.startswith("enabled must be True or False, got")
+    allowed = isinstance(value, str) and value in ("always", "never")
+    assert allowed == (not message)
+    assert allowed or message.startswith("scope must be 'always' or 'never' in a block, got")
 
 
 @FIXED
-@given(value=ANYTHING)
-def test_groups_and_scales_of_any_value(value: Any) -> None:
-    if value is not None:
-        for function in (tp.stats, tp.reset_stats, lambda group: tp.set_grad_scale(1, group)):
-            message = message_of(lambda f=function: f(value))  # type: ignore[misc]
-            assert message.startswith("group must be a process group that this process is in, got")
-    message = message_of(lambda: tp.set_grad_scale(value))
-    assert message.startswith(("grad_scale must be a finite number > 0", "there is no process"))
+@given(value=ANYTHING.filter(lambda value: value is not None))
+def test_a_group_of_any_value(value: Any) -> None:
+    tensors = {"w": torch.ones(3)}
+    for function in (tp.stats, lambda group: tp.attach(tensors, group=group)):
+        message = message_of(lambda f=function: f(value))  # type: ignore[misc]
+        assert message.startswith("group must be a process group that this ")

@@ -25,7 +25,7 @@ from support import ranks
 pytest.importorskip("expecttest", reason="the helpers of torch's tests need expecttest")
 
 # A reduction would be compressed from the first step on, if it were one of gradients.
-OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=1, min_numel=16)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=1, min_numel=16)
 BACKENDS: tuple[Any, ...] = ("gloo", ("cpu:powersgd", OPTIONS))
 PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial("sum"))
 Operation = Callable[..., Any]

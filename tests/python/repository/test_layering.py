@@ -30,8 +30,9 @@ LAYERS = {
     "torch compat": r"include/powersgd/torch_compat\.h",
     "engine": r"include/powersgd/(first_error|interpreter)\.h|csrc/engine/",
     "forwarding": r"include/powersgd/(forwarding_backend|inner_backends)\.h|csrc/forwarding/",
-    "gradients": r"include/powersgd/(session|stats|attached_model|ddp_hook|scope_override)\.h"
-    r"|include/powersgd/reducer_members\.h|csrc/gradients/",
+    "gradients": r"include/powersgd/(session|stats|stage_probe|ddp_hook|scope_override)\.h"
+    r"|include/powersgd/(reducer_members|allreduce_taker|bucket_reducer|model_states)\.h"
+    r"|include/powersgd/(named_parameters|outline)\.h|csrc/gradients/",
     "backend": r"include/powersgd/backend\.h|csrc/backend/",
     "bindings": r"csrc/bindings/",
 }

@@ -74,18 +74,28 @@ class ApiWalk:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.ddp: DistributedDataParallel | None = None
+        self.compression: tp.Compression | None = None
         self.groups: list[Any] = []
         self.destroyed: list[Any] = []
         self.saved: list[tuple[bytes, Ledger, bool, Any]] = []
         self._forget()
 
     def _forget(self) -> None:
+        self.compression = None
         self.ledger, self.known = Ledger(), True  # known: the ledger accounts for every step
-        self.attached = self.dead = False
+        self.dead = False
         # DDP reduces in the pass after one that raised before its gradients, also under no_sync.
         self.reduces_next = False
         self.scale, self.steps = 1.0, 0
-        self.options: tp.Options | None = None
+
+    @property
+    def attached(self) -> bool:
+        return self.compression is not None and not self.compression.ended
+
+    @property
+    def handle(self) -> tp.Compression:
+        assert self.compression is not None
+        return self.compression
 
     # Groups.
 
@@ -129,8 +139,7 @@ class ApiWalk:
         group = self.destroyed[-1]
         calls: list[Callable[[], Any]] = [
             lambda: tp.stats(group),
-            lambda: tp.reset_stats(group),
-            lambda: tp.set_grad_scale(2.0, group),
+            lambda: tp.attach({"w": torch.ones(3)}, group=group),
             lambda: dist.all_reduce(torch.ones(3), group=group),
         ]
         return [(outcome_of(call)[0], "") for call in calls]
@@ -138,38 +147,34 @@ class ApiWalk:
     # The module.
 
     def make(self, dtype: str, arguments: Mapping[str, Any]) -> None:
-        scale = self.scale
         self._forget()
-        self.scale = scale
         self.ddp = make_ddp(SHAPES, getattr(torch, dtype), **arguments)
 
     def attach(self, options: Any) -> Outcome:
-        outcome = outcome_of(lambda: tp.attach(self.ddp, options))  # type: ignore[arg-type]
-        if not outcome[0]:
-            self.attached = True
-            if self.options is None:
-                self.options = self._options_of_module()
-                # A residual in a narrower type is rounded at every step.
-                exact = self.options.residual_dtype == torch.float32
-                self.known = self.known and exact and self.options.use_error_feedback
-        return outcome
+        return outcome_of(lambda: self._attach(options))
+
+    def _attach(self, options: Any) -> None:
+        assert self.ddp is not None
+        self.compression = tp.attach(self.ddp, options)
+        used = self.compression.options
+        # A residual in a narrower type is rounded at every step.
+        self.known = used.residual_dtype == torch.float32 and used.use_error_feedback
+        self.ledger, self.scale = Ledger(), 1.0
 
     def detach(self) -> Outcome:
-        return outcome_of(lambda: tp.detach(self.ddp))  # type: ignore[arg-type]
+        outcome = outcome_of(lambda: self.handle.detach())
+        self.scale = 1.0
+        return outcome
 
-    def _options_of_module(self) -> tp.Options:
-        assert self.ddp is not None
-        return tp.Options(**tp.state_dict(self.ddp)["options"])
-
-    def step(self, override: bool | None, no_sync: bool = False) -> str:
-        """One step, in a compression block or not. Returns a hash of the averaged gradients."""
+    def step(self, override: str | None, no_sync: bool = False) -> str:
+        """One step, in a block with a scope or not. Returns a hash of the averaged gradients."""
         assert self.ddp is not None
         if self.dead:
             return "dead: " + outcome_of(lambda: self._backward(gradients(SHAPES, 0, 0)))[0]
         mine = self._scaled(gradients(SHAPES, self.rank, self.steps))
         means = mean_gradients(SHAPES, WORLD_SIZE, self.steps)
         self.steps += 1
-        block = contextlib.nullcontext() if override is None else tp.compression(override)
+        block = contextlib.nullcontext() if override is None else tp.scope(override)
         with self.ddp.no_sync() if no_sync else block:
             outputs = self._backward(mine)
         if no_sync and not self.reduces_next:
@@ -189,11 +194,10 @@ class ApiWalk:
         self.ddp(coefficients).backward()
         return outputs_of(self.ddp)
 
-    def _account(self, outputs: Tensors, means: Tensors, override: bool | None) -> None:
+    def _account(self, outputs: Tensors, means: Tensors, override: str | None) -> None:
         assert all(bool(value.isfinite().all()) for value in outputs.values())
         if not self.attached:
-            scope = self._default_options().scope
-            if override is False or (override is None and scope != "always"):
+            if (override or self._default_options().scope) != "always":
                 errors = {name: relative_error(outputs[name], means[name]) for name in means}
                 assert max(errors.values()) < EXACT, errors
             else:
@@ -224,12 +228,12 @@ class ApiWalk:
 
     def skip(self) -> Outcome:
         """The optimizer has not applied the last step."""
-        outcome = outcome_of(lambda: tp.step_skipped(self.ddp))  # type: ignore[arg-type]
+        outcome = outcome_of(lambda: self.handle.step_skipped())
         self.known = False
         return outcome
 
     def set_scale(self, scale: Any) -> Outcome:
-        outcome = outcome_of(lambda: tp.set_grad_scale(scale))
+        outcome = outcome_of(lambda: setattr(self.handle, "grad_scale", scale))
         if not outcome[0]:
             self.scale = float(scale)
         return outcome
@@ -239,9 +243,11 @@ class ApiWalk:
         assert self.ddp is not None
         calls: list[Callable[[], Any]] = [
             lambda: self._backward(gradients(SHAPES, self.rank, 0)),
-            lambda: tp.state_dict(self.ddp, True),  # type: ignore[arg-type]
-            lambda: tp.step_skipped(self.ddp),  # type: ignore[arg-type]
-            lambda: tp.attach(self.ddp) if self.attached else None,  # type: ignore[arg-type]
+            lambda: self.handle.state_dict(True),
+            lambda: self.handle.step_skipped(),
+            lambda: self.handle.stats(),
+            lambda: self.handle.detach(),
+            lambda: tp.attach(self.ddp),  # type: ignore[arg-type]
             lambda: tp.stats(self.ddp.process_group),  # type: ignore[union-attr]
         ]
         return [outcome_of(call)[0] for call in calls]
@@ -250,38 +256,37 @@ class ApiWalk:
 
     def check(self) -> bool:
         """Checks that the sum of outputs and the residual is the sum of the gradients."""
-        if self.ddp is None or not self.attached or not self.known or not self.ledger.means:
+        if not self.attached or not self.known or not self.ledger.means:
             return False
-        state = tp.state_dict(self.ddp)
+        state = self.handle.state_dict()
         residuals = {
             name.removeprefix("weights."): saved["residual"].double() / state["grad_scale"]
             for name, saved in state["parameters"].items()
         }
         errors = self.ledger.errors(residuals)
-        assert max(errors.values()) < TOLERANCE, (errors, self.options)
+        assert max(errors.values()) < TOLERANCE, (errors, self.handle.options)
         return True
 
     def save(self, per_rank: bool) -> Outcome:
-        outcome = outcome_of(lambda: tp.state_dict(self.ddp, per_rank))  # type: ignore[arg-type]
-        if not outcome[0]:
-            assert self.ddp is not None
-            data = to_bytes(tp.state_dict(self.ddp, per_rank))
+        states: list[Any] = []
+        outcome = outcome_of(lambda: states.append(self.handle.state_dict(per_rank)))
+        for state in states:
             ledger = copy.deepcopy(self.ledger)
-            self.saved.append((data, ledger, self.known, self.options))
+            self.saved.append((to_bytes(state), ledger, self.known, self.handle.options))
         return outcome
 
     def load(self, index: int, damage: Damage | None) -> Outcome:
         """Loads an earlier state of a module with the same options, or a damaged one."""
         data, ledger, known, options = self.saved[index % len(self.saved)]
-        if options != self.options and damage is None:
+        if options != self.handle.options and damage is None:
             return "other options", ""
         state = from_bytes(data)
-        before = to_bytes(tp.state_dict(self.ddp, True)) if self.attached else b""  # type: ignore
+        before = to_bytes(self.handle.state_dict(True)) if self.attached else b""
         if damage is not None:
             state = damage.apply(state, self.rank)
-        outcome = outcome_of(lambda: tp.load_state_dict(self.ddp, state))  # type: ignore[arg-type]
+        outcome = outcome_of(lambda: self.handle.load_state_dict(state))
         if outcome[0] and self.attached:
-            after = to_bytes(tp.state_dict(self.ddp, True))  # type: ignore[arg-type]
+            after = to_bytes(self.handle.state_dict(True))
             assert before == after, "a refused state has changed something"
         elif not outcome[0] and damage is None:
             self.ledger, self.known = copy.deepcopy(ledger), known and not self.dead
@@ -290,11 +295,11 @@ class ApiWalk:
         return outcome
 
     def stats(self, reset: bool) -> tuple[int, int]:
-        found = tp.stats(per_layer=True)
+        found = self.handle.stats(per_layer=True) if self.attached else tp.stats()
         assert found["bytes_before"] >= 0
         assert found["bytes_after"] >= 0
-        if reset:
-            tp.reset_stats()
+        if reset and self.attached:
+            self.handle.reset_stats()
         return found["compressed_calls"], found["exact_calls"]
 
     def configure(self, options: Any) -> Outcome:
@@ -315,13 +320,11 @@ class ApiWalk:
         return outcome_of(calls[which % len(calls)])[0]
 
     def no_module(self) -> list[Outcome]:
-        """Functions of a module, with things that are none."""
-        outcomes = []
-        for thing in (None, 5, "module", [], object(), torch.nn.Linear(2, 2)):
-            for function in (tp.attach, tp.detach, tp.state_dict, tp.step_skipped, tp.comm_hook):
-                outcomes.append(outcome_of(lambda f=function, t=thing: f(t)))  # type: ignore
-            outcomes.append(outcome_of(lambda t=thing: tp.load_state_dict(t, {})))  # type: ignore
-        return outcomes
+        """Attaches things that have no gradients."""
+        linear = torch.nn.Linear(2, 2)
+        tensors = {}, {5: torch.ones(3)}, {"w": 5}, {"w": torch.ones(3).int()}
+        things: list[Any] = [None, 5, "module", [], object(), linear, *tensors]
+        return [outcome_of(lambda t=thing: tp.attach(t)) for thing in things]  # type: ignore[misc]
 
 
 def _raise(gradient: torch.Tensor) -> None:

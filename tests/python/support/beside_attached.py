@@ -52,6 +52,7 @@ class Peer:
     Attributes:
         attaches: Whether the group compresses, so that its modules are attached.
         ddp: A module that trains in the group, or None once it is gone.
+        compression: That of the module, where it is attached.
         trained: The steps of modules that were to be attached.
         kept: The objects that the case keeps from step to step.
     """
@@ -60,6 +61,7 @@ class Peer:
     group: dist.ProcessGroup
     attaches: bool
     ddp: DistributedDataParallel | None = None
+    compression: tp.Compression | None = None
     trained: int = 0
     kept: dict[str, Any] = field(default_factory=dict)
 
@@ -74,7 +76,7 @@ class Peer:
     def wrap(self, shapes: Shapes, attach: bool) -> DistributedDataParallel:
         ddp = make_ddp(shapes, process_group=self.group)
         if attach and self.attaches:
-            tp.attach(ddp)
+            self.compression = tp.attach(ddp)
         return ddp
 
     def train(self, i: int) -> None:
@@ -249,8 +251,8 @@ def averaged_parameters(peer: Peer, i: int) -> list[torch.Tensor]:
 
 @case
 def after_detach(peer: Peer, i: int) -> list[torch.Tensor]:
-    if peer.attaches and peer.ddp is not None:
-        tp.detach(peer.ddp)
+    if peer.compression is not None and not peer.compression.ended:
+        peer.compression.detach()
     return [peer.reduced_in_backward(peer.tensor(i, NUMEL))]
 
 
@@ -268,7 +270,7 @@ class BesideAttached:
             Whether all is as over Gloo; the warnings; whether the module was compressed; and its
             steps, as ``stats`` counts them and as they were.
         """
-        options = tp.Options(start_powerSGD_iter=0, min_numel=MIN_NUMEL)
+        options = tp.Options.hook_defaults(start_powerSGD_iter=0, min_numel=MIN_NUMEL)
         ours = dist.new_group(backend="cpu:powersgd", pg_options=options)
         mine = Peer(self.rank, ours, attaches=True)
         plain = Peer(self.rank, dist.new_group(backend="gloo"), attaches=False)
@@ -282,7 +284,7 @@ class BesideAttached:
                 peer.train(i)
                 results.append(CASES[name](peer, i))
             equal.append(same(*results))
-        counts = tp.stats(ours, residual_norms=False)
+        counts = tp.stats(ours)
         logging.getLogger("torch_powersgd").removeHandler(warnings)
         said = [message for _, message in warnings.seen]
         return all(equal), said, counts["compressed_calls"] > 0, counts["steps"], mine.trained

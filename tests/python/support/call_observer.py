@@ -23,7 +23,7 @@ Run = Callable[[Callable[[], object]], None]  # calls a function somewhere
 
 
 def options_of(scope: str) -> tp.Options:
-    return tp.Options(scope=scope, start_powerSGD_iter=0, min_numel=MIN_NUMEL)
+    return tp.Options.hook_defaults(scope=scope, start_powerSGD_iter=0, min_numel=MIN_NUMEL)
 
 
 def flat(rank: int, numel: int = 3 * MIN_NUMEL) -> torch.Tensor:
@@ -62,7 +62,7 @@ def outside(function: Callable[[], object]) -> None:
 
 
 def compressed_calls() -> int:
-    calls: int = tp.stats(residual_norms=False)["compressed_calls"]
+    calls: int = tp.stats()["compressed_calls"]
     return calls
 
 
@@ -98,7 +98,7 @@ def attached() -> torch.nn.Module:
 
 
 def attached_with_scope_never() -> torch.nn.Module:
-    return make_attached(SHAPES, tp.Options(scope="never", start_powerSGD_iter=0))
+    return make_attached(SHAPES, tp.Options.hook_defaults(scope="never", start_powerSGD_iter=0))
 
 
 def unattached() -> torch.nn.Module:
@@ -106,12 +106,12 @@ def unattached() -> torch.nn.Module:
 
 
 def observe_ddp(
-    rank: int, make: Callable[[], torch.nn.Module], override: bool | None = None
+    rank: int, make: Callable[[], torch.nn.Module], override: str | None = None
 ) -> tuple[int, bool]:
     """The same facts about the bucket of a DDP module.
 
     Args:
-        override: the override of the scope around backward; None: there is none.
+        override: the scope of a block around backward; None: there is no block.
     """
     fed = {name: gradient(shape, name, rank) for name, shape in SHAPES.items()}
     gradients: list[list[torch.Tensor]] = []
@@ -120,7 +120,7 @@ def observe_ddp(
             ddp.zero_grad()
             loss = ddp(fed)
             before = compressed_calls()
-            with nullcontext() if override is None else tp.compression(override):
+            with nullcontext() if override is None else tp.scope(override):
                 loss.backward()
         gradients.append([p.grad for p in ddp.parameters() if p.grad is not None])
     same = all(a.equal(b) for a, b in zip(*gradients, strict=True))

@@ -22,7 +22,7 @@ INNERS = ("auto", "gloo")  # auto: NCCL, ordered by streams; Gloo runs on the en
 
 def options_of(inner: str = "auto", **fields: Any) -> tp.Options:
     fields = {"start_powerSGD_iter": 0, "matrix_approximation_rank": 2, **fields}
-    return tp.Options(inner=inner, **fields)
+    return tp.Options.hook_defaults(inner=inner, **fields)
 
 
 def _main(rank: int, function: Any, backend: str, options: Any, args: tuple[Any, ...]) -> Any:
@@ -54,7 +54,7 @@ def run(
 
 def compress(tensor: torch.Tensor, **arguments: Any) -> Any:
     """An all-reduce whose state is kept from call to call."""
-    with tp.compression(True):
+    with tp.scope("always"):
         return dist.all_reduce(tensor, **arguments)
 
 

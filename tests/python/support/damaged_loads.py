@@ -21,13 +21,13 @@ from support.synthetic import (
     SHAPES,
     from_bytes,
     gradients,
-    make_attached,
+    make_compressed,
     step,
     to_bytes,
     without_checksums,
 )
 
-OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
 FIELDS = ["residual", "q", "memory", "p_hat", "q_local", "q_warm", "grad_scale"]
 STEPS = 3
 
@@ -39,42 +39,42 @@ class DamagedLoads:
         warnings.simplefilter("ignore")
         self.rank = rank
         ranks.init_group("cpu:powersgd", OPTIONS, 300)
-        self.modules: dict[str | None, DistributedDataParallel] = {}
+        self.models: dict[str | None, tuple[DistributedDataParallel, tp.Compression]] = {}
         self.states: dict[tuple[str | None, bool], bytes] = {}
         for wire in (None, "int8"):
-            ddp = self.modules[wire] = make_attached(SHAPES, {"wire_dtype": wire})  # type: ignore[arg-type]
+            ddp, compression = self.models[wire] = make_compressed(SHAPES, {"wire_dtype": wire})
             for i in range(STEPS):
                 step(ddp, gradients(SHAPES, rank, i))
             for per_rank in (False, True):
                 # With checksums, every damage would be found by them alone.
-                state = without_checksums(tp.state_dict(ddp, per_rank))
+                state = without_checksums(compression.state_dict(per_rank))
                 self.states[wire, per_rank] = to_bytes(state)
 
     def load(self, damage: Damage, per_rank: bool, wire: str | None) -> Outcome:
         """Loads a damaged state. If it is refused nothing may change, else training goes on."""
-        ddp = self.modules[wire]
+        ddp, compression = self.models[wire]
         state = from_bytes(self.states[wire, per_rank])
         try:
             state = damage.apply(state, self.rank)
         except Exception:
             return "", ""  # The state has no such place.
-        before = to_bytes(tp.state_dict(ddp, True))
-        outcome = outcome_of(lambda: tp.load_state_dict(ddp, state))
+        before = to_bytes(compression.state_dict(True))
+        outcome = outcome_of(lambda: compression.load_state_dict(state))
         if outcome[0]:
-            assert before == to_bytes(tp.state_dict(ddp, True)), "something has changed"
+            assert before == to_bytes(compression.state_dict(True)), "something has changed"
             return outcome
         for i in range(2):
             outputs = step(ddp, gradients(SHAPES, self.rank, i))
             assert all(bool(output.isfinite().all()) for output in outputs.values()), damage
-        for entry in tp.state_dict(ddp)["parameters"].values():
+        for entry in compression.state_dict()["parameters"].values():
             assert bool(entry["residual"].isfinite().all())
             assert not entry["residual"].requires_grad
-        tp.load_state_dict(ddp, from_bytes(self.states[wire, True]))
+        compression.load_state_dict(from_bytes(self.states[wire, True]))
         return outcome
 
     def load_with_little_memory(self) -> bool:
         """Loads states that claim much more than there is, where no memory is left for it."""
-        ddp, data = self.modules[None], self.states[None, False]
+        compression, data = self.models[None][1], self.states[None, False]
         for value in ("claims 2**50 rows", "no rows", "one row more"):
             for field in ("residual", "q"):
                 for index in range(3):
@@ -82,17 +82,11 @@ class DamagedLoads:
                         from_bytes(data), self.rank
                     )
                     with _address_space(512 * 2**20):
-                        outcome = outcome_of(lambda s=state: tp.load_state_dict(ddp, s))  # type: ignore
+                        outcome = outcome_of(lambda s=state: compression.load_state_dict(s))  # type: ignore[misc]
                     assert outcome[0] in ("", "ValueError"), outcome
                     assert outcome[0] or value == "one row more"
-        tp.load_state_dict(ddp, from_bytes(data))
+        compression.load_state_dict(from_bytes(data))
         return True
-
-    def load_scales(self) -> Outcome:
-        """Loads a state whose loss scale is another on each rank."""
-        state: dict[str, Any] = from_bytes(self.states[None, False])
-        state["grad_scale"] = 1.0 + self.rank
-        return outcome_of(lambda: tp.load_state_dict(self.modules[None], state))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 
 STEPS, SAVE_EVERY = 12, 3
-OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,6 +33,7 @@ def save(
     rank: int,
     step: int,
     ddp: DistributedDataParallel,
+    compression: tp.Compression,
     optimizer: torch.optim.Optimizer,
 ) -> None:
     """Writes under another name first, so that a killed rank leaves no half of a file."""
@@ -40,7 +41,7 @@ def save(
         "step": step,
         "model": ddp.module.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "powersgd": tp.state_dict(ddp, per_rank=True),
+        "powersgd": compression.state_dict(per_rank=True),
     }
     torch.save(state, folder / f"{step}.{rank}.partial")
     (folder / f"{step}.{rank}.partial").rename(folder / f"{step}.{rank}")
@@ -62,14 +63,14 @@ def train(rank: int, folder: Path, kill_at: int = -1) -> None:
     first = torch.nn.Linear(32, 64)
     net = torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Linear(64, 1))
     ddp = DistributedDataParallel(net, bucket_cap_mb=1e-3)
-    tp.attach(ddp)
+    compression = tp.attach(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
     begin = last_saved(folder, dist.get_world_size())
     if begin:
         state = torch.load(folder / f"{begin}.{rank}")
         net.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        tp.load_state_dict(ddp, state["powersgd"])
+        compression.load_state_dict(state["powersgd"])
     for step in range(begin, STEPS):
         inputs, target = batch(rank, step)
         if step == kill_at and rank == 1:
@@ -78,7 +79,7 @@ def train(rank: int, folder: Path, kill_at: int = -1) -> None:
         torch.nn.functional.mse_loss(ddp(inputs), target).backward()
         optimizer.step()
         if (step + 1) % SAVE_EVERY == 0:
-            save(folder, rank, step + 1, ddp, optimizer)
+            save(folder, rank, step + 1, ddp, compression, optimizer)
     weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
     torch.save({"weights": weights, "began": begin}, folder / f"result.{rank}")
 

@@ -60,7 +60,7 @@ def init(rank: int, store: str) -> None:
         rank=rank,
         world_size=2,
         timeout=timedelta(seconds=HANG),
-        pg_options=tp.Options(scope="always", start_powerSGD_iter=0),
+        pg_options=tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0),
     )
     dist.barrier()
 
@@ -94,7 +94,7 @@ def trains_and_does_not_destroy(rank: int) -> None:
 
 def does_not_compress_and_does_not_destroy(rank: int) -> None:
     """A job that is too short for its warm-up."""
-    ddp = make_attached(SHAPES, tp.Options())
+    ddp = make_attached(SHAPES, tp.Options.hook_defaults())
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
 

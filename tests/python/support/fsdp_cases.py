@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-import torch_powersgd as tp
 from support.fsdp_pairs import (
     Sharded,
     TrainingPair,
@@ -46,8 +45,7 @@ def case_of_both(function: Callable[..., Facts]) -> None:
 def plain(rank: int, native: bool) -> Facts:
     pair = make_pair(native=native)
     facts = pair.train(rank)
-    stats = tp.stats(pair.group)
-    facts.extra = stats["steps"], stats["compressed_calls"], sorted(stats["residual_norms"])
+    facts.extra = pair.compression.stats(), str(pair.compression)
     return facts
 
 
@@ -75,8 +73,7 @@ def native_compiled_blocks(rank: int, backend: str = "aot_eager") -> Facts:
 
 @case
 def replicated(rank: int) -> Facts:
-    attached, group = replicas(("cpu:powersgd", OPTIONS))
-    return TrainingPair(attached, replicas("gloo")[0], group, native=True).train(rank)
+    return TrainingPair(replicas(("cpu:powersgd", OPTIONS)), replicas("gloo")).train(rank)
 
 
 @case_of_both
@@ -133,7 +130,7 @@ def unit_of_modules(rank: int, native: bool) -> Facts:
     """A unit of a block and the output layer."""
     pair = make_pair(native=native, units=[["blocks.1", "out"]])
     facts = pair.train(rank)
-    facts.extra = tp.stats(pair.group)["steps"]
+    facts.extra = pair.compression.stats()["steps"]
     return facts
 
 
@@ -146,7 +143,7 @@ def output_backward_by_itself(rank: int, native: bool) -> Facts:
             module.zero_grad()
             backward_in_two_passes(module, gradient((6, 25), "input", rank, i))
         pair.record(i)
-    pair.facts.extra = tp.stats(pair.group)["steps"]
+    pair.facts.extra = pair.compression.stats()["steps"]
     return pair.finish()
 
 
@@ -203,10 +200,10 @@ def discarded_and_late(rank: int, native: bool) -> Facts:
         pair.equalize()
         if i > WARM_UP:
             backward(pair.attached, rank, f"discarded {i}", scale=1e4 if rank == 1 else 1.0)
-            tp.discard_step(pair.attached)
+            pair.compression.discard_step()
             for module in (pair.attached, pair.plain):
                 backward(module, rank, f"late {i}")
-            tp.step_skipped(pair.attached)
+            pair.compression.step_skipped()
             late = {n: g.double() for n, g in gradients(pair.plain).items() if "weight" in n}
             pair.ledger.add({name: torch.zeros_like(g) for name, g in late.items()}, late)
         for module in (pair.attached, pair.plain):
@@ -221,9 +218,8 @@ def loss_scale(rank: int, native: bool) -> Facts:
 
     It reaches the first block's gradients. The compressed gradients of the others stay residual.
     """
-    pair = make_pair(native=native)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
-    tp.attach(pair.attached, scaler=scaler)
+    pair = make_pair(native=native, scaler=scaler)
     still = torch.optim.SGD(pair.attached.parameters(), lr=0.0)  # record() applies the gradients
     for i in range(STEPS + 1):
         pair.equalize()

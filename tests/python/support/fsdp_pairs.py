@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 import torch_powersgd as tp
 from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts, digest, same
-from support.synthetic import Ledger, Tensors, gradient
+from support.synthetic import Ledger, Tensors, gradient, own_part
 
 REPLICAS, SHARDS = 2, 2
 
@@ -55,13 +56,15 @@ class Net(nn.Module):
 
 
 def mesh_of(replicate: Any, *others: tuple[str, int]) -> DeviceMesh:
-    """A mesh with a dimension of replicas.
+    """A mesh of all ranks with a dimension of replicas.
 
     Args:
         replicate: the backend of the replicas, or a tuple of it and its options.
         others: name and size of each other dimension, over Gloo; default: one of shards.
     """
-    names, sizes = zip(("replicate", REPLICAS), *(others or [("shard", SHARDS)]), strict=True)
+    others = others or (("shard", SHARDS),)
+    replicas = dist.get_world_size() // math.prod(size for _, size in others)
+    names, sizes = zip(("replicate", replicas), *others, strict=True)
     backends = {**dict.fromkeys(names, "gloo"), "replicate": replicate}
     return init_device_mesh("cpu", sizes, mesh_dim_names=names, backend_override=backends)
 
@@ -105,10 +108,14 @@ class TrainingPair:
     """The same training, attached, and by FSDP2's own HSDP over Gloo."""
 
     def __init__(
-        self, attached: Sharded, plain: Sharded, group: dist.ProcessGroup, native: bool = False
+        self,
+        attached: Sharded,
+        plain: Sharded,
+        group: dist.ProcessGroup | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        self.attached, self.plain, self.group = attached, plain, group
-        tp.attach(self.attached, group=None if native else self.group)
+        self.attached, self.plain = attached, plain
+        self.compression = tp.attach(attached, scaler=scaler, group=group)
         self.facts, self.ledger = Facts(), Ledger()
 
     def equalize(self) -> None:
@@ -161,7 +168,7 @@ class TrainingPair:
 
     def residuals(self) -> Tensors:
         """The mean residuals of the replicas, without the padding and the loss scale."""
-        shards, state = locals_of(self.attached), tp.state_dict(self.attached)
+        shards, state = locals_of(self.attached), own_part(self.compression.state_dict())
         return {
             name: saved["residual"][: len(shards[name])].double() / state["grad_scale"]
             for name, saved in state["parameters"].items()
@@ -179,13 +186,17 @@ class TrainingPair:
 
 
 def make_pair(
-    options: tp.Options = OPTIONS, native: bool = False, **arguments: Any
+    options: tp.Options = OPTIONS,
+    native: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+    **arguments: Any,
 ) -> TrainingPair:
     """A module that is attached on its shards, or if it is native on the whole mesh."""
     mesh = mesh_of(("cpu:powersgd", options))
     attached = sharded(mesh if native else mesh["shard"], **arguments)
     plain = sharded(mesh_of("gloo"), **arguments)
-    return TrainingPair(attached, plain, mesh.get_group("replicate"), native)
+    group = None if native else mesh.get_group("replicate")
+    return TrainingPair(attached, plain, group, scaler)
 
 
 def summed(module: Sharded) -> None:
@@ -196,8 +207,8 @@ def summed(module: Sharded) -> None:
             unit.set_gradient_divide_factor(2.0)
 
 
-def replicas(backend: Any) -> tuple[Sharded, dist.ProcessGroup]:
-    """A module of which each rank is a replica, by ``replicate()``, and its group."""
+def replicas(backend: Any) -> Sharded:
+    """A module of which each rank is a replica, by ``replicate()``."""
     mesh = init_device_mesh(
         "cpu",
         (dist.get_world_size(),),
@@ -208,7 +219,7 @@ def replicas(backend: Any) -> tuple[Sharded, dist.ProcessGroup]:
     net = Net()
     for block in net.blocks:
         replicate(block, mesh=mesh)
-    return replicate(net, mesh=mesh), mesh.get_group()
+    return replicate(net, mesh=mesh)
 
 
 def backward_in_two_passes(module: Sharded, x: torch.Tensor) -> None:
@@ -237,12 +248,14 @@ def backward(
     return list(gradients(module).values())
 
 
-def make_modules(native: bool = False, units: Units = None) -> tuple[Sharded, Sharded]:
-    """An attached module and FSDP2's own HSDP, which begin with the same parameters.
+def make_modules(
+    native: bool = False, units: Units = None
+) -> tuple[Sharded, Sharded, tp.Compression]:
+    """An attached module and FSDP2's own HSDP, which begin with the same parameters, and the handle.
 
     FSDP2 all-reduces the attached one by itself too if it is native.
     """
     mesh = mesh_of(("cpu:powersgd", OPTIONS))
     attached = sharded(mesh if native else mesh["shard"], units=units)
-    tp.attach(attached, group=mesh.get_group("replicate"))
-    return attached, sharded(mesh_of("gloo"), units=units)
+    compression = tp.attach(attached, group=mesh.get_group("replicate"))
+    return attached, sharded(mesh_of("gloo"), units=units), compression

@@ -24,7 +24,7 @@ from torch_powersgd.tools.footprint import as_reals
 
 STEPS = 9
 WARM_UP = 3  # steps that are exact
-OPTIONS = tp.Options(start_powerSGD_iter=WARM_UP, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=WARM_UP, matrix_approximation_rank=2)
 
 # Makes the module, given the process group that it trains in.
 Make = Callable[[dist.ProcessGroup], torch.nn.Module]
@@ -81,7 +81,7 @@ class TrainingPair:
             torch.manual_seed(0)
             ddp = DistributedDataParallel(make(group), process_group=group, **ddp_arguments)
             if group is world:
-                tp.attach(ddp, OPTIONS)
+                self.compression = tp.attach(ddp, OPTIONS)
             self.modules.append(ddp)
             self.callables.append(wrap(ddp))
         self.attached, self.plain = self.modules
@@ -112,7 +112,7 @@ class TrainingPair:
 
     def residuals(self) -> Tensors:
         """The mean residual of each compressed parameter. Collective."""
-        saved = tp.state_dict(self.attached)["parameters"]
+        saved = self.compression.state_dict()["parameters"]
         return {name: state["residual"].double() for name, state in saved.items()}
 
     def gradients(self, ddp: DistributedDataParallel) -> Tensors:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 
 EXACT, SAVED, KILLED, STEPS = 3, 6, 8, 12
-OPTIONS = tp.Options(start_powerSGD_iter=EXACT, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=EXACT, matrix_approximation_rank=2)
 
 
 class Job:

@@ -104,7 +104,8 @@ class Damage:
     """A change of a state.
 
     Attributes:
-        place: The keys that lead to the value. A number counts the keys of a dictionary.
+        place: The keys that lead to the value in a process's part of the state. A number counts the
+            keys of a dictionary.
         value: A key of ``VALUES``, "gone" or "renamed".
         only: The one rank that has the damage, or None for all.
     """
@@ -117,10 +118,10 @@ class Damage:
         """Changes the state, and returns it or what takes its place."""
         if self.only is not None and rank != self.only:
             return state
-        if not self.place:
+        keys = [*self.place] if "version" in state else [0, *self.place]
+        if not keys:
             return VALUES[self.value](state)
         holder: Any = state
-        keys = [*self.place]
         for key in keys[:-1]:
             holder = holder[_key(holder, key)]
         last = _key(holder, keys[-1])

@@ -68,13 +68,24 @@ def make_ddp(
 
 def make_attached(
     shapes: Shapes,
-    options: tp.Options | None = None,
+    options: tp.Options | Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
     **ddp_arguments: Any,
 ) -> DistributedDataParallel:
+    """The module alone, where a test needs no handle."""
+    return make_compressed(shapes, options, dtype, **ddp_arguments)[0]
+
+
+def make_compressed(
+    shapes: Shapes,
+    options: tp.Options | Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    scaler: torch.amp.GradScaler | None = None,
+    **ddp_arguments: Any,
+) -> tuple[DistributedDataParallel, tp.Compression]:
+    """An attached DDP module of zeros, and the handle of its compression."""
     ddp = make_ddp(shapes, dtype, **ddp_arguments)
-    tp.attach(ddp, options)
-    return ddp
+    return ddp, tp.attach(ddp, options, scaler=scaler)
 
 
 def gradient(
@@ -126,11 +137,11 @@ def outputs_of(ddp: DistributedDataParallel) -> Tensors:
     }
 
 
-def residuals_of(ddp: DistributedDataParallel) -> Tensors:
+def residuals_of(compression: tp.Compression) -> Tensors:
     """The mean residual of each compressed parameter, in float64. Collective."""
     return {
         name.removeprefix("weights."): saved["residual"].double()
-        for name, saved in tp.state_dict(ddp)["parameters"].items()
+        for name, saved in compression.state_dict()["parameters"].items()
     }
 
 
@@ -216,8 +227,14 @@ def from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
+def own_part(state: dict[str, Any]) -> dict[str, Any]:
+    """This process's part of a state, which lies under a key if there are several."""
+    return state if "version" in state else next(iter(state.values()))
+
+
 def without_checksums(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as versions without checksums saved it. It may be changed."""
-    for part in (state, *state["parameters"].values()):
+    """The state without its checksums, which would reveal every change."""
+    own = own_part(state)
+    for part in (own, *own["parameters"].values()):
         del part["crc32"]
     return state

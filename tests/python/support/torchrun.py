@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 
 # Parts of the lines that every job may show.
-NOTICES = ("are compressed at matrix rank", "nothing has been compressed in")
+NOTICES = (
+    "are compressed at matrix rank",
+    "is loaded, with the residuals",
+    "nothing has been compressed in",
+)
 
 
 def torchrun(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +33,6 @@ from support.fsdp_pairs import (
 from support.log_records import LogRecords
 from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts, same
 from support.synthetic import Ledger, gradient
-from torch_powersgd.attach import attachment_of
 from torch_powersgd.fsdp import only_subset, packed
 
 WORLD_SIZE = REPLICAS * SHARDS
@@ -73,12 +74,15 @@ def test_blocks_compiled_by_inductor() -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "native_plain"])
-def test_stats_count_steps_and_units(results: list[dict[str, Facts]], name: str) -> None:
+def test_stats_say_what_was_compressed(results: list[dict[str, Facts]], name: str) -> None:
     for result in results:
-        steps, calls, names = result[name].extra
-        assert steps == STEPS
-        assert calls == 3 * (STEPS - WARM_UP)
-        assert names == sorted(name for name, _ in Net().named_parameters())
+        stats, text = result[name].extra
+        assert (stats["compressing"], stats["starts_at"], stats["steps"]) == (True, WARM_UP, STEPS)
+        assert stats["compressed_calls"] == 3 * (STEPS - WARM_UP)  # one for each unit
+        assert stats["residual_norms"].keys() == {name for name, _ in Net().named_parameters()}
+        assert stats["compressed_ratio"] > 3
+        assert "3 of 7 parameters at matrix rank 2" in text
+        assert f"step {STEPS}: the next one is compressed" in text
 
 
 @pytest.mark.parametrize("name", ["unit_of_modules", "output_backward_by_itself"])
@@ -101,7 +105,8 @@ def _by_hand(rank: int) -> tuple[list[bool], int, int]:
     Returns:
         Whether all is equal, and the bytes of the gradients and those sent between replicas.
     """
-    native, by_hand = make_modules(native=True)[0], make_modules()[0]
+    native, _, of_native = make_modules(native=True)
+    by_hand, _, of_by_hand = make_modules()
     equal = []
     for i in range(STEPS):
         equal.append(same(*(backward(module, rank, i) for module in (native, by_hand))))
@@ -110,7 +115,7 @@ def _by_hand(rank: int) -> tuple[list[bool], int, int]:
         ]
         equal.append(same(*([norm.full_tensor()] for norm in norms)))
     before, after = (
-        {tp.stats(attachment_of(module).group)[name] for module in (native, by_hand)}
+        {compression.stats()[name] for compression in (of_native, of_by_hand)}
         for name in ("bytes_before", "bytes_after")
     )
     equal.append(len(before) == len(after) == 1)
@@ -147,7 +152,7 @@ def _unused(
 
     FSDP2's hooks do not learn which. As a part of one unit, the block is as large as another.
     """
-    attached, plain = make_modules(native, units=() if one_unit else None)
+    attached, plain, compression = make_modules(native, units=() if one_unit else None)
     arguments: dict[str, Any] = {"skip": 0} if one_unit else {"gained": False}
     warnings = LogRecords(logging.WARNING).seen
     exact = {}
@@ -159,7 +164,7 @@ def _unused(
                 backward(module, rank, i, **arguments)
         found, wanted = gradients(attached), gradients(plain)
         exact[told] = [n for n, g in found.items() if "weight" in n and same([g], [wanted[n]])]
-    return exact, warnings, tp.state_dict(attached)["step"]
+    return exact, warnings, compression.stats()["steps"]
 
 
 @pytest.mark.skipif(
@@ -192,27 +197,31 @@ def test_a_part_of_a_unit_is_known_by_its_size_if_no_other_part_has_it() -> None
 
 
 def _detached(rank: int, native: bool) -> list[bool]:
-    attached, plain = make_modules(native)
+    attached, plain, compression = make_modules(native)
     exact = []
     for i in range(12):
         if i == 6:
-            tp.detach(attached)
+            compression.detach()
         if i == 9:
-            tp.attach(attached)  # the group is known
+            options = {"start_powerSGD_iter": 1}
+            compression = tp.attach(attached, options, group=compression.group)
+            with pytest.raises(ValueError, match="attached already"):
+                tp.attach(attached, group=compression.group)
         exact.append(same(*(backward(m, rank, i) for m in (attached, plain))))
+    assert compression.stats()["steps"] == 3
     return exact
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_detach_is_exact(native: bool) -> None:
+def test_a_detached_module_is_exact_until_it_is_attached_again(native: bool) -> None:
     for exact in ranks.run(WORLD_SIZE, _detached, native, backend="gloo"):
-        assert exact == [True] * WARM_UP + [False] * 3 + [True] * 3 + [False] * 3
+        assert exact == [True] * WARM_UP + [False] * 3 + [True] * 4 + [False] * 2
 
 
 # All units have flat gradients of more elements than min_numel. As in test_identity, each step
 # whose gradients are almost zero drains two of some 20 dimensions of each unit's matrix.
 DRAIN_STEPS, QUIET = 24, 1e-20
-FLAT = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=64)
+FLAT = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=64)
 
 
 def _native(rank: int) -> tuple[list[bool], float, float, int]:
@@ -247,6 +256,19 @@ def test_native_hsdp_is_compressed_flat() -> None:
         assert calls == 3 * (STEPS + DRAIN_STEPS - 2)
 
 
+def _attach_lines(rank: int) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
+        make_modules(native=True)
+        make_modules(native=False)
+    return heard.getvalue()
+
+
+def test_attach_says_once_what_it_will_do_and_not_once_for_each_shard() -> None:
+    first, *others = ranks.run(WORLD_SIZE, _attach_lines, backend="gloo")
+    assert first.count("3 of 7 parameters") == 2
+    assert others == [""] * (WORLD_SIZE - 1)
+
+
 def _refused(rank: int) -> list[str]:
     mesh = mesh_of(("cpu:powersgd", OPTIONS))
     replicate, shard = mesh.get_group("replicate"), mesh.get_group("shard")
@@ -257,6 +279,7 @@ def _refused(rank: int) -> list[str]:
     for module, group in (
         (sharded(mesh["shard"]), None),
         (sharded(mesh["shard"]), shard),
+        (sharded(mesh_of("gloo")), None),
         (sharded(mesh), shard),
         (hooked, replicate),
         (sharded(one["shard"]), dist.group.WORLD),
@@ -268,7 +291,9 @@ def _refused(rank: int) -> list[str]:
 
 
 def test_refusals_say_why() -> None:
-    parts = ["group=mesh.get_group", "'gloo'", "be left out", "set already", "no replicas"]
+    on_gloo = "has 'gloo'. Use"
+    remedy = 'init_device_mesh(..., backend_override={"replicate": "cpu:powersgd"})'
+    parts = ["group=mesh.get_group", on_gloo, remedy, "be left out", "set already", "no replicas"]
     for messages in ranks.run(WORLD_SIZE, _refused, backend="gloo"):
         for message, part in zip(messages, parts, strict=True):
             assert part in message

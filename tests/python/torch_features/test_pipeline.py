@@ -103,7 +103,7 @@ def _train(rank: int, schedule: Any, stage_backend: Any, ddp: bool) -> Trained:
     mesh = _mesh(("cpu:powersgd", OPTIONS), stage_backend)
     attached = _Stage(mesh, schedule, ddp)
     plain = _Stage(_mesh("gloo", "gloo"), schedule, ddp)
-    tp.attach(attached.module)
+    compression = tp.attach(attached.module)
     ledger, exact, equal, digests = Ledger(), [], [], []
     for i in range(STEPS):
         for name, mine in plain.parameters().items():
@@ -116,10 +116,10 @@ def _train(rank: int, schedule: Any, stage_backend: Any, ddp: bool) -> Trained:
         for name, parameter in attached.parameters().items():
             parameter.sub_(found[name], alpha=0.05)
         digests.append(digest([*found.values(), *attached.parameters().values()]))
-    saved = tp.state_dict(attached.module)["parameters"]
+    saved = compression.state_dict()["parameters"]
     residuals = {n: state["residual"].double() / MICRO_BATCHES for n, state in saved.items()}
     assert set(residuals) == {"0.weight"}
-    steps = tp.stats(mesh.get_group("replicate"))["steps"]
+    steps = compression.stats()["steps"]
     return ledger.errors(residuals), exact, equal, digests, steps
 
 

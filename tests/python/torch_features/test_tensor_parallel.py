@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 from support import ranks
 from support.paired_training import OPTIONS, STEPS, WARM_UP, digest, same
-from support.synthetic import Ledger, gradient
+from support.synthetic import Ledger, gradient, own_part
 
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 # Every all-reduce of activations has more elements than this: only its kind keeps it exact.
-SMALL = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=16)
+SMALL = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=16)
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
@@ -68,7 +68,7 @@ class _Trained:
 def _train(rank: int, tensor_backend: str | tuple[str, tp.Options]) -> tuple[Any, ...]:
     mesh = _mesh(("cpu:powersgd", OPTIONS), tensor_backend)
     attached, plain = _Trained(mesh), _Trained(_mesh("gloo", "gloo"))
-    tp.attach(attached.ddp)
+    compression = tp.attach(attached.ddp)
     replica = mesh.get_local_rank("replicate")
     ledger, exact, equal, digests = Ledger(), [], [], []
     for i in range(STEPS):
@@ -83,7 +83,9 @@ def _train(rank: int, tensor_backend: str | tuple[str, tp.Options]) -> tuple[Any
             for name, shard in attached.shards.items():
                 shard.sub_(found[name], alpha=0.05)
         digests.append(digest([*found.values(), *attached.shards.values()]))
-    saved = tp.state_dict(attached.ddp)["parameters"]
+    state = compression.state_dict()
+    assert list(state) == [f"shard {mesh.get_local_rank('tensor')} of 2"]
+    saved = own_part(state)["parameters"]
     residuals = {name: state["residual"].double() for name, state in saved.items()}
     assert set(residuals) == {"0.weight", "2.weight"}
     others = tp.stats(mesh.get_group("tensor")) if tensor_backend != "gloo" else {}

@@ -18,7 +18,7 @@ from support.synthetic import (
     Ledger,
     Tensors,
     gradients,
-    make_attached,
+    make_compressed,
     mean_gradients,
     outputs_of,
     residuals_of,
@@ -26,7 +26,7 @@ from support.synthetic import (
     to_numpy,
 )
 
-OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
 MICRO_BATCHES = 4
 STEPS = 6
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
@@ -40,7 +40,7 @@ def _integers(rank: int, i: int) -> Tensors:
 def _job(
     rank: int, micro_batches: bool, ddp_arguments: dict[str, Any], wire: str | None = None
 ) -> tuple[list[Arrays], Arrays, int]:
-    ddp = make_attached(SHAPES, replace(OPTIONS, wire_dtype=wire), **ddp_arguments)
+    ddp, compression = make_compressed(SHAPES, replace(OPTIONS, wire_dtype=wire), **ddp_arguments)
     outputs = []
     for i in range(0, STEPS * MICRO_BATCHES, MICRO_BATCHES):
         parts = [_integers(rank, i + k) for k in range(MICRO_BATCHES)]
@@ -51,7 +51,7 @@ def _job(
             with ddp.no_sync() if part is not parts[-1] else nullcontext():
                 ddp(part).backward()
         outputs.append(to_numpy(outputs_of(ddp)))
-    return outputs, to_numpy(residuals_of(ddp)), tp.stats()["steps"]
+    return outputs, to_numpy(residuals_of(compression)), compression.stats()["steps"]
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8", "int4"])
@@ -72,7 +72,7 @@ def test_micro_batches_are_the_whole_batch(ddp_arguments: dict[str, Any], wire: 
 
 def _always_synchronized(rank: int) -> tuple[dict[str, float], int]:
     """Trains without no_sync: each pass reduces the sum that .grad then holds."""
-    ddp = make_attached(SHAPES, OPTIONS)
+    ddp, compression = make_compressed(SHAPES, OPTIONS)
     ledger = Ledger()
     for i in range(0, 12, 3):
         ddp.zero_grad()
@@ -80,7 +80,7 @@ def _always_synchronized(rank: int) -> tuple[dict[str, float], int]:
             ddp(gradients(SHAPES, rank, i + k)).backward()
         means = [mean_gradients(SHAPES, 2, i + k) for k in range(3)]
         ledger.add(outputs_of(ddp), {name: sum_of(mean[name] for mean in means) for name in SHAPES})
-    return ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
+    return ledger.errors(residuals_of(compression)), compression.stats()["steps"]
 
 
 def test_accumulation_that_is_always_synchronized_loses_nothing() -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""attach and detach: their refusals, several models in a process, a state that outlives detach."""
+"""attach: its refusals, several models in a process, groups of some ranks."""
 
 from __future__ import annotations
 
-import gc
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +23,7 @@ from support.synthetic import (
     Ledger,
     Synthetic,
     gradients,
-    make_attached,
+    make_compressed,
     make_ddp,
     mean_gradients,
     outputs_of,
@@ -34,8 +34,8 @@ from support.synthetic import (
 )
 from torch_powersgd import _C
 
-OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
-OTHER = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=1, random_seed=3)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
+OTHER = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=1, random_seed=3)
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 MAKES_A_CUDA_STREAM = pytest.mark.skipif(
     torch.version.cuda is not None and not torch.cuda.is_available(),
@@ -115,66 +115,10 @@ def test_refusals_say_why_on_every_rank_and_change_nothing(kind: str, parts: lis
         assert unharmed
 
 
-def _not_attached(rank: int) -> list[str]:
-    ddp = make_ddp(SHAPES)
-    return [
-        _message(tp.detach, ddp),
-        _message(tp.state_dict, ddp),
-        _message(tp.load_state_dict, ddp, {}),
-    ]
-
-
-def test_what_needs_an_attached_module_says_so() -> None:
-    for messages in ranks.run(1, _not_attached):
-        assert all("attach" in message for message in messages)
-
-
-def _attach_again(rank: int) -> tuple[str, str, int]:
-    ddp = make_attached(SHAPES, OPTIONS)
-    step(ddp, gradients(SHAPES, rank, 0))
-    tp.attach(ddp, OPTIONS)  # it does nothing
-    changed = _message(tp.attach, ddp, OTHER)
-    hook = _message(ddp.register_comm_hook, None, allreduce_hook, error=RuntimeError)
-    return changed, hook, tp.state_dict(ddp)["step"]
-
-
-def test_attach_again_goes_on_and_options_stay() -> None:
-    for changed, hook, steps in ranks.run(2, _attach_again):
-        assert "cannot be changed: matrix_approximation_rank is 2, got 1" in changed
-        assert "hook" in hook
-        assert steps == 1
-
-
-def _detach(rank: int) -> tuple[list[bool], list[Arrays], dict[str, float]]:
-    ddp = make_attached(SHAPES, OPTIONS)
-    ledger = Ledger()
-    exact, residuals = [], []
-    for i in range(9):
-        if i == 3:
-            tp.detach(ddp)
-        if i == 6:
-            tp.attach(ddp, OPTIONS)
-        outputs, means = step(ddp, gradients(SHAPES, rank, i)), mean_gradients(SHAPES, 2, i)
-        ledger.add(outputs, means)
-        exact.append(max(relative_error(outputs[name], means[name]) for name in SHAPES) < 1e-6)
-        residuals.append(to_numpy(residuals_of(ddp)))
-    return exact, residuals, ledger.errors(residuals_of(ddp))
-
-
-def test_detach_is_exact_and_keeps_the_state_for_attach() -> None:
-    for exact, residuals, errors in ranks.run(2, _detach):
-        assert exact == [False] * 3 + [True] * 3 + [False] * 3
-        for name, kept in residuals[2].items():
-            assert (kept == residuals[5][name]).all()
-            assert (kept != residuals[6][name]).any()
-        assert max(errors.values()) < TOLERANCE, errors
-
-
-def _two_models(
-    rank: int, how: str
-) -> tuple[list[tuple[dict[str, Any], dict[str, Any]]], list[str], list[int]]:
+def _two_models(rank: int, how: str) -> tuple[list[tuple[Arrays, Arrays]], list[int]]:
     """The outputs of two models, one after the other or together."""
-    first, second = make_attached(SHAPES, OPTIONS), make_attached(SHAPES, OTHER)
+    first, first_compression = make_compressed(SHAPES, OPTIONS)
+    second, second_compression = make_compressed(SHAPES, OTHER)
     pairs = [(gradients(SHAPES, rank, i), gradients(SHAPES, rank, -1 - i)) for i in range(5)]
     if how == "apart":
         ones = [step(first, one) for one, _ in pairs]
@@ -192,20 +136,19 @@ def _two_models(
                 for loss in losses:
                     loss.backward()
             outputs.append((outputs_of(first), outputs_of(second)))
-    norms = tp.stats()["residual_norms"]
-    ranks_used = [
-        tp.state_dict(ddp)["parameters"]["weights.tall"]["q"].shape[0] for ddp in (first, second)
+    used = [
+        compression.stats(per_layer=True)["layers"]["weights.tall"]["rank"]
+        for compression in (first_compression, second_compression)
     ]
-    return [(to_numpy(a), to_numpy(b)) for a, b in outputs], sorted(norms), ranks_used
+    return [(to_numpy(a), to_numpy(b)) for a, b in outputs], used
 
 
 @pytest.mark.parametrize("how", ["interleaved", "one backward"])
 def test_two_models_do_not_disturb_each_other(how: str) -> None:
     apart = ranks.run(2, _two_models, "apart")
     together = ranks.run(2, _two_models, how)
-    for (expected, _, _), (outputs, norms, ranks_used) in zip(apart, together, strict=True):
-        assert ranks_used == [2, 1]  # options per model
-        assert {"0:weights.tall", "1:weights.tall"} < set(norms)
+    for (expected, _), (outputs, used) in zip(apart, together, strict=True):
+        assert used == [2, 1]  # options per model
         for i, (wanted, mine) in enumerate(zip(expected, outputs, strict=True)):
             for k in (0, 1):
                 for name in SHAPES:
@@ -213,22 +156,15 @@ def test_two_models_do_not_disturb_each_other(how: str) -> None:
         assert (outputs[0][0]["tall"] != outputs[0][1]["tall"]).any()
 
 
-def _options_of(rank: int) -> tuple[list[int], list[str]]:
-    """The ranks of a model with its own options, of one with the group's, and of a deleted one."""
-    inherited = make_attached(SHAPES)
-    own = make_attached(SHAPES, OTHER)
-    fields = [
-        tp.state_dict(ddp)["options"]["matrix_approximation_rank"] for ddp in (inherited, own)
-    ]
-    del own
-    gc.collect()
-    return fields, sorted(tp.stats()["residual_norms"])
+def _options_of(rank: int) -> list[tp.Options]:
+    """The options of a model that was given none, some fields, or all."""
+    given: list[Any] = [None, {"random_seed": 7}, OTHER]
+    return [make_compressed(SHAPES, options)[1].options for options in given]
 
 
 def test_a_model_takes_the_groups_options_unless_it_has_its_own() -> None:
-    for fields, norms in ranks.run(2, _options_of, options=OPTIONS):
-        assert fields == [2, 1]
-        assert norms == sorted(f"weights.{name}" for name in SHAPES)  # one model is left
+    expected = [OPTIONS, dataclasses.replace(OPTIONS, random_seed=7), OTHER]
+    assert ranks.run(2, _options_of, options=OPTIONS) == [expected, expected]
 
 
 def _frozen(rank: int) -> tuple[dict[str, float], set[str]]:
@@ -237,13 +173,13 @@ def _frozen(rank: int) -> tuple[dict[str, float], set[str]]:
     module.weights["frozen"].requires_grad_(False)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["weights.ignored"])
     ddp = DistributedDataParallel(module)
-    tp.attach(ddp, OPTIONS)
+    compression = tp.attach(ddp, OPTIONS)
     for name in ("frozen", "ignored"):
         del shapes[name]
     ledger = Ledger()
     for i in range(4):
         ledger.add(step(ddp, gradients(shapes, rank, i)), mean_gradients(shapes, 2, i))
-    residuals = residuals_of(ddp)
+    residuals = residuals_of(compression)
     return ledger.errors(residuals), set(residuals)
 
 
@@ -264,12 +200,13 @@ def _subgroup(rank: int, detail: bool) -> dict[str, float]:
     group = dist.new_group([1, 2], backend="cpu:powersgd", pg_options=OPTIONS)
     if rank == 0:
         return {}
-    ddp = make_attached(SHAPES, process_group=group)
+    ddp, compression = make_compressed(SHAPES, process_group=group)
     ledger = Ledger()
     for i in range(5):
         ledger.add(step(ddp, gradients(SHAPES, rank - 1, i)), mean_gradients(SHAPES, 2, i))
+    assert compression.group is group
     assert tp.stats(group)["compressed_calls"] == 5
-    return ledger.errors(residuals_of(ddp))
+    return ledger.errors(residuals_of(compression))
 
 
 @pytest.mark.parametrize("detail", [False, True])
@@ -281,10 +218,10 @@ def test_a_group_of_some_ranks(detail: bool) -> None:
 def _laid_out_anew(rank: int) -> tuple[str, str]:
     layer = torch.nn.Linear(24, 40, bias=False)
     ddp = DistributedDataParallel(layer)
-    tp.attach(ddp, OPTIONS)
+    compression = tp.attach(ddp, OPTIONS)
     ddp(torch.ones(2, 24)).sum().backward()
     layer.weight.data = layer.weight.data.t().contiguous().t()  # DDP rebuilds its buckets next
-    saving = _message(tp.state_dict, ddp, error=RuntimeError)
+    saving = _message(compression.state_dict, error=RuntimeError)
     return saving, _message(lambda: ddp(torch.ones(2, 24)).sum().backward(), error=RuntimeError)
 
 

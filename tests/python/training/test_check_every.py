@@ -7,7 +7,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
@@ -17,15 +16,16 @@ from support.synthetic import (
     Ledger,
     gradients,
     make_attached,
+    make_compressed,
     mean_gradients,
+    own_part,
     reduce_in_backward,
     step,
+    without_checksums,
 )
-from torch_powersgd.attach import attachment_of
-from torch_powersgd.loading import to_local
 
 SHAPES = {"first": (30, 40), "second": (35, 25), "bias": (30,)}
-OPTIONS = tp.Options(
+OPTIONS = tp.Options.hook_defaults(
     start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=500, check_every=3
 )
 
@@ -34,12 +34,12 @@ def _differences(records: LogRecords) -> list[str]:
     return [line for level, line in records.seen if level == "WARNING" and "differed" in line]
 
 
-def _corrupt(ddp: DistributedDataParallel, name: str, field: str) -> None:
-    """Flips one bit of this rank's state, the lowest of one number."""
-    state = tp.state_dict(ddp, per_rank=True)
-    state["parameters"][f"weights.{name}"][field].view(-1).view(torch.int32)[5] ^= 1
-    locals_ = [to_local(name, tensors) for name, tensors in state["parameters"].items()]
-    attachment_of(ddp).model.load_local(locals_, state["step"])
+def _corrupt(compression: tp.Compression, name: str, field: str, mine: bool) -> None:
+    """Flips the lowest bit of one number of this rank's state, if it is mine. Collective."""
+    state = without_checksums(compression.state_dict(per_rank=True))
+    values = own_part(state)["parameters"][f"weights.{name}"][field]
+    values.view(-1).view(torch.int32)[5] ^= mine
+    compression.load_state_dict(state)
 
 
 def unused(
@@ -56,19 +56,19 @@ def unused(
         the warnings; the count after each step; Q and P, in bytes; the identity's errors.
     """
     records, ledger, seen = LogRecords(), Ledger(), []
-    ddp = make_attached(SHAPES, OPTIONS, find_unused_parameters=True, device=device)
+    ddp, compression = make_compressed(SHAPES, OPTIONS, find_unused_parameters=True, device=device)
     for i in range(9):
         mine, means = gradients(SHAPES, rank, i), mean_gradients(SHAPES, world_size, i)
         if i >= 4:
             del mine["second"], means["second"]
         outputs = step(ddp, {name: tensor.to(device) for name, tensor in mine.items()})
         ledger.add({name: tensor.cpu() for name, tensor in outputs.items()}, means)
-        if i == 3 and rank == damage:
-            _corrupt(ddp, "second", "q_warm")
-        seen.append(tp.stats()["differences"])
-    saved = tp.state_dict(ddp)["parameters"]
+        if i == 3:
+            _corrupt(compression, "second", "q_warm", rank == damage)
+        seen.append(compression.stats()["differences"])
+    saved = compression.state_dict()["parameters"]
     residuals = {n.removeprefix("weights."): s["residual"].cpu().double() for n, s in saved.items()}
-    state = tp.state_dict(ddp, per_rank=True)["parameters"]
+    state = own_part(compression.state_dict(per_rank=True))["parameters"]
     replicas = {
         (name, field): tensors[field].cpu().numpy().tobytes()
         for name, tensors in state.items()
@@ -102,7 +102,7 @@ def _same_training(rank: int, options: tp.Options) -> tuple[list[bytes], int]:
     outputs: list[torch.Tensor] = []
     for i in range(7):
         outputs += step(ddp, gradients(SHAPES, rank, i)).values()
-        with tp.compression(True):
+        with tp.scope("always"):
             outputs += reduce_in_backward([gradients({"flat": (1000,)}, rank, i)["flat"]])
     return [output.numpy().tobytes() for output in outputs], tp.stats()["compressed_calls"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
@@ -23,14 +23,15 @@ from support.synthetic import (
     Arrays,
     from_bytes,
     gradients,
-    make_attached,
+    make_compressed,
+    own_part,
     step,
     to_bytes,
     to_numpy,
     without_checksums,
 )
 
-OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no-feedback": {"use_error_feedback": False},
@@ -41,36 +42,43 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 SAVED, ENDED = 4, 8  # steps
 
-State = dict[str, Any]  # as torch_powersgd.state_dict returns it
+State = dict[str, Any]
 Spoil = Callable[[int, list[State]], State]
 
 
-def _outputs(
-    ddp: DistributedDataParallel, rank: int, steps: range, scale: float = 1.0
+def _train(
+    rank: int, ddp: DistributedDataParallel, compression: tp.Compression, steps: range
 ) -> list[Arrays]:
-    result = []
+    outputs = []
     for i in steps:
-        tp.set_grad_scale(scale * 2 ** (i % 3))  # changes the units of the residual
-        result.append(to_numpy(step(ddp, gradients(SHAPES, rank, i))))
-    return result
+        compression.grad_scale = 2 ** (i % 3)  # changes the units of the residual
+        outputs.append(to_numpy(step(ddp, gradients(SHAPES, rank, i))))
+    return outputs
 
 
 def _uninterrupted(
     rank: int, options: tp.Options, ddp_arguments: dict[str, Any]
 ) -> tuple[bytes, list[Arrays]]:
     """This rank's state at SAVED, and the outputs after it."""
-    ddp = make_attached(SHAPES, options, **ddp_arguments)
-    _outputs(ddp, rank, range(SAVED))
-    state = to_bytes(tp.state_dict(ddp, per_rank=True))
-    return state, _outputs(ddp, rank, range(SAVED, ENDED))
+    ddp, compression = make_compressed(SHAPES, options, **ddp_arguments)
+    _train(rank, ddp, compression, range(SAVED))
+    state = to_bytes(compression.state_dict(per_rank=True))
+    return state, _train(rank, ddp, compression, range(SAVED, ENDED))
 
 
 def _resumed(
     rank: int, states: list[bytes], options: tp.Options, ddp_arguments: dict[str, Any]
 ) -> list[Arrays]:
-    ddp = make_attached(SHAPES, options, **ddp_arguments)
-    tp.load_state_dict(ddp, from_bytes(states[rank]))
-    return _outputs(ddp, rank, range(SAVED, ENDED))
+    ddp, compression = make_compressed(SHAPES, options, **ddp_arguments)
+    compression.load_state_dict(from_bytes(states[rank]))
+    return _train(rank, ddp, compression, range(SAVED, ENDED))
+
+
+def _assert_same(expected: list[Arrays], outputs: list[Arrays]) -> None:
+    for one, other in zip(expected, outputs, strict=True):
+        assert one.keys() == other.keys() == SHAPES.keys()
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name], err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +95,7 @@ def test_resumes_bit_for_bit(variant: str, world_size: int) -> None:
         assert states[0] != states[1], "each rank's own"
     resumed = ranks.run(world_size, _resumed, states, options, fixed_buckets)
     for (_, expected), outputs in zip(jobs, resumed, strict=True):
-        for one, other in zip(expected, outputs, strict=True):
-            assert one.keys() == other.keys() == SHAPES.keys()
-            for name in one:
-                np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+        _assert_same(expected, outputs)
 
 
 def test_resumes_bit_for_bit_with_other_buckets() -> None:
@@ -99,9 +104,7 @@ def test_resumes_bit_for_bit_with_other_buckets() -> None:
     states = [state for state, _ in jobs]
     resumed = ranks.run(2, _resumed, states, OPTIONS, {"bucket_cap_mb": 1e-4})
     for (_, expected), outputs in zip(jobs, resumed, strict=True):
-        for one, other in zip(expected, outputs, strict=True):
-            for name in one:
-                np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+        _assert_same(expected, outputs)
 
 
 @pytest.fixture(scope="module")
@@ -110,60 +113,46 @@ def states() -> list[bytes]:
 
 
 def _refused(
-    rank: int,
-    states: list[bytes],
-    spoil: Spoil,
-    options: tp.Options = OPTIONS,
+    rank: int, states: list[bytes], spoil: Spoil, options: tp.Options = OPTIONS
 ) -> tuple[str, bool]:
     """The message of load_state_dict, and whether it left everything unchanged."""
-    ddp = make_attached(SHAPES, options)
-    _outputs(ddp, rank, range(2))
-    before = to_bytes(tp.state_dict(ddp, per_rank=True))
+    ddp, compression = make_compressed(SHAPES, options)
+    _train(rank, ddp, compression, range(2))
+    before = to_bytes(compression.state_dict(per_rank=True))
     state = spoil(rank, [without_checksums(from_bytes(state)) for state in states])
     with pytest.raises(ValueError, match="checkpoint|per-rank") as raised:
-        tp.load_state_dict(ddp, state)
-    return str(raised.value), before == to_bytes(tp.state_dict(ddp, per_rank=True))
+        compression.load_state_dict(state)
+    return str(raised.value), before == to_bytes(compression.state_dict(per_rank=True))
 
 
 def _own(rank: int, states: list[State]) -> State:
     return states[rank]
 
 
-def _swapped(rank: int, states: list[State]) -> State:
-    return states[(rank + 1) % 2]
-
-
-def _one_swapped(rank: int, states: list[State]) -> State:
+def _first(rank: int, states: list[State]) -> State:
     return states[0]
 
 
 def _one_older(rank: int, states: list[State]) -> State:
-    states[rank]["step"] -= rank
+    own_part(states[rank])["step"] -= rank
     return states[rank]
 
 
 def _one_shape(rank: int, states: list[State]) -> State:
     if rank == 1:
-        first = next(iter(states[1]["parameters"].values()))
+        first = next(iter(own_part(states[1])["parameters"].values()))
         first["p_hat"] = first["p_hat"][:-1]
     return states[rank]
 
 
 def _one_missing(rank: int, states: list[State]) -> State:
     if rank == 0:
-        del next(iter(states[0]["parameters"].values()))["memory"]
-    return states[rank]
-
-
-def _sent_p(rank: int, states: list[State], sent_p: bool = True) -> State:
-    """The state as the option ``alternating`` saved it, after a step that sent P or Q."""
-    for saved in states[rank]["parameters"].values():
-        saved |= {"p_local": saved["p_hat"].clone(), "sent_p": sent_p}
+        del next(iter(own_part(states[0])["parameters"].values()))["memory"]
     return states[rank]
 
 
 def _renamed(rank: int, states: list[State]) -> State:
-    parameters = states[rank]["parameters"]
+    parameters = own_part(states[rank])["parameters"]
     parameters["weights.other"] = parameters.pop("weights.conv")
     return states[rank]
 
@@ -171,15 +160,13 @@ def _renamed(rank: int, states: list[State]) -> State:
 @pytest.mark.parametrize(
     ("spoil", "parts"),
     [
-        (_swapped, ["rank", "this rank's own"]),
-        (_one_swapped, ["this rank's own, 1, got 0"]),
+        (_first, ["rank 1: ", "must have the part 'process 1 of 2'", "process 0 of 2"]),
         (_one_older, ["step 4", "3 on rank 1"]),
         (_one_shape, ["weights.", "saved with other options"]),
         (_one_missing, ["must have", "memory"]),
         (_renamed, ["'weights.other' is not in the model"]),
-        (_sent_p, ["sent_p", "'weights.", "must be False, got True"]),
     ],
-    ids=["swapped", "one-swapped", "one-older", "one-shape", "one-missing", "renamed", "sent-p"],
+    ids=["another-process", "one-older", "one-shape", "one-missing", "renamed"],
 )
 def test_a_state_that_is_not_this_ranks_is_refused_everywhere(
     states: list[bytes], spoil: Spoil, parts: list[str]
@@ -191,65 +178,48 @@ def test_a_state_that_is_not_this_ranks_is_refused_everywhere(
 
 
 def test_another_number_of_ranks_or_rank_of_the_factors_is_refused(states: list[bytes]) -> None:
-    three = [*states, states[0]]
-    for message, unchanged in ranks.run(3, _refused, three, _own):
+    for message, unchanged in ranks.run(3, _refused, [*states, states[0]], _own):
         assert unchanged
-        assert "world_size" in message
-        assert "any number of ranks" in message
+        assert "must have the part 'process 0 of 3'" in message
+        assert "without per_rank it can be loaded on any number of processes" in message
     higher = dataclasses.replace(OPTIONS, matrix_approximation_rank=3)
     for message, unchanged in ranks.run(2, _refused, states, _own, higher):
         assert unchanged
         assert "saved with other options" in message
 
 
-def _loaded(rank: int, states: list[bytes]) -> bool:
-    ddp = make_attached(SHAPES, OPTIONS)
-    earlier = [without_checksums(from_bytes(state)) for state in states]
-    tp.load_state_dict(ddp, _sent_p(rank, earlier, sent_p=False))
-    return to_bytes(tp.state_dict(ddp, per_rank=True)) == states[rank]
+# torch.distributed.checkpoint, to which every process gives its part under the same name.
 
 
-def test_a_state_that_alternating_saved_after_it_sent_q_is_loaded(states: list[bytes]) -> None:
-    assert all(ranks.run(2, _loaded, states))
+def _stateful(compression: tp.Compression, per_rank: bool) -> dict[str, Stateful]:
+    return {"powersgd": compression.per_rank if per_rank else compression}
 
 
-# torch.distributed.checkpoint.
+def _saves(rank: int, folder: str, per_rank: bool) -> tuple[bytes, list[Arrays]]:
+    ddp, compression = make_compressed(SHAPES, OPTIONS)
+    _train(rank, ddp, compression, range(SAVED))
+    dcp.save(_stateful(compression, per_rank), checkpoint_id=folder)
+    state = to_bytes(compression.state_dict(per_rank))
+    return state, _train(rank, ddp, compression, range(SAVED, ENDED))
 
 
-def _saves(rank: int, folder: Path, per_rank: bool) -> tuple[bytes, list[Arrays]]:
-    ddp = make_attached(SHAPES, OPTIONS)
-    _outputs(ddp, rank, range(SAVED))
-    state = tp.CompressionState(ddp, per_rank)
-    key = f"powersgd.{rank}" if per_rank else "powersgd"
-    dcp.save({key: state}, checkpoint_id=folder)
-    return to_bytes(state.state_dict()), _outputs(ddp, rank, range(SAVED, ENDED))
-
-
-def _loads(rank: int, folder: Path, per_rank: bool) -> tuple[bytes, list[Arrays]]:
-    ddp = make_attached(SHAPES, OPTIONS)
-    key = f"powersgd.{rank}" if per_rank else "powersgd"
-    state = tp.CompressionState(ddp, per_rank)
-    dcp.load({key: state}, checkpoint_id=folder)
-    loaded = to_bytes(state.state_dict())
-    dist.barrier()
-    return loaded, _outputs(ddp, rank, range(SAVED, ENDED))
-
-
-def _assert_same_state(one: bytes, other: bytes) -> None:
-    state, loaded = from_bytes(one), from_bytes(other)
-    assert state["step"] == loaded["step"] == SAVED
-    assert len(state["parameters"]) == len(COMPRESSED)
-    for name, tensors in state["parameters"].items():
-        for field, value in tensors.items():
-            if torch.is_tensor(value):
-                torch.testing.assert_close(loaded["parameters"][name][field], value)
+def _loads(rank: int, folder: str, per_rank: bool) -> tuple[bytes, list[Arrays]]:
+    ddp, compression = make_compressed(SHAPES, OPTIONS)
+    dcp.load(_stateful(compression, per_rank), checkpoint_id=folder)
+    state = to_bytes(compression.state_dict(per_rank))
+    return state, _train(rank, ddp, compression, range(SAVED, ENDED))
 
 
 def test_distributed_checkpoint_of_the_mean(tmp_path: Path) -> None:
-    saved = ranks.run(2, _saves, str(tmp_path), False)
+    saved = from_bytes(ranks.run(2, _saves, str(tmp_path), False)[0][0])
+    assert saved["parameters"].keys() == {f"weights.{name}" for name in COMPRESSED}
     for world_size in (2, 3):
-        for loaded, _ in ranks.run(world_size, _loads, str(tmp_path), False):
-            _assert_same_state(saved[0][0], loaded)
+        for state, _ in ranks.run(world_size, _loads, str(tmp_path), False):
+            loaded = from_bytes(state)
+            assert loaded["step"] == SAVED
+            for name, entry in saved["parameters"].items():
+                for field in ("residual", "q"):
+                    torch.testing.assert_close(loaded["parameters"][name][field], entry[field])
 
 
 def test_distributed_checkpoint_of_each_rank(tmp_path: Path) -> None:
@@ -257,7 +227,5 @@ def test_distributed_checkpoint_of_each_rank(tmp_path: Path) -> None:
     for (state, expected), (loaded, outputs) in zip(
         saved, ranks.run(2, _loads, str(tmp_path), True), strict=True
     ):
-        _assert_same_state(state, loaded)
-        for one, other in zip(expected, outputs, strict=True):
-            for name in one:
-                np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+        assert loaded == state
+        _assert_same(expected, outputs)

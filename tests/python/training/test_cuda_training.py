@@ -14,10 +14,10 @@ from support.cuda_ranks import INNERS, needs_cuda, options_of, run
 from support.synthetic import (
     SHAPES,
     gradients,
-    make_attached,
+    make_compressed,
+    own_part,
     step,
 )
-from torch_powersgd.attach import attachment_of
 
 pytestmark = needs_cuda
 
@@ -37,20 +37,26 @@ def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(inner: str, case
 
 def _no_synchronization(rank: int) -> tuple[bool, bool]:
     """Takes a skipped step back on the device, by a found_inf that the host has not read."""
-    ddp = make_attached(SHAPES, options_of(), device="cuda")
-    model = attachment_of(ddp).model
+    ddp, compression = make_compressed(SHAPES, options_of(), device="cuda")
+    model = compression._model
     for i in range(2):
         mine = {name: g.cuda() for name, g in gradients(SHAPES, rank, i).items()}
         step(ddp, mine)
         model.step_skipped(torch.zeros((), device="cuda"))
-    before = {n: s["q_local"] for n, s in tp.state_dict(ddp, per_rank=True)["parameters"].items()}
+    before = _sent(compression)
     torch.cuda.synchronize()
     found_inf = torch.ones((), device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     model.step_skipped(found_inf)
     torch.cuda.set_sync_debug_mode("default")
-    after = {n: s["q_local"] for n, s in tp.state_dict(ddp, per_rank=True)["parameters"].items()}
-    return all(q.any() for q in before.values()), any(q.any() for q in after.values())
+    after = _sent(compression)
+    return all(q.any() for q in before), any(q.any() for q in after)
+
+
+def _sent(compression: tp.Compression) -> list[torch.Tensor]:
+    """What this rank has sent of each parameter in its last step."""
+    state = own_part(compression.state_dict(per_rank=True))
+    return [entry["q_local"] for entry in state["parameters"].values()]
 
 
 def test_a_skipped_step_is_taken_back_without_the_host() -> None:
@@ -59,10 +65,8 @@ def test_a_skipped_step_is_taken_back_without_the_host() -> None:
 
 def _scale_is_not_read(rank: int) -> tuple[bool, float]:
     """Reduces gradients of a changing scale. The host may wait only in the scaler's own step."""
-    ddp = make_attached(SHAPES, options_of(), device="cuda")
-    tp.detach(ddp)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8, growth_interval=1)
-    tp.attach(ddp, options_of(), scaler=scaler)
+    ddp, compression = make_compressed(SHAPES, options_of(), scaler=scaler, device="cuda")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     for i in range(6):
         loss = ddp({name: g.cuda() for name, g in gradients(SHAPES, rank, i).items()})
@@ -72,7 +76,7 @@ def _scale_is_not_read(rank: int) -> tuple[bool, float]:
         scaler.step(optimizer)
         scaler.update()
     finite = all(p.grad.isfinite().all() for p in ddp.parameters() if p.grad is not None)
-    return finite, tp.state_dict(ddp)["grad_scale"]
+    return finite, compression.grad_scale
 
 
 def test_a_changing_scale_is_followed_without_the_host() -> None:
@@ -101,7 +105,7 @@ def test_what_a_rank_rounds_off_is_part_of_its_residual(inner: str, wire: test_w
 
 
 @pytest.mark.parametrize("inner", INNERS)
-def test_four_ranks_exchange_in_two_hops(inner: str) -> None:
+def test_four_ranks_exchange_two_shot(inner: str) -> None:
     """Two ranks gather. Here NCCL's all_to_all runs."""
     shapes = test_wire.WITH_LARGE
     results = run(

@@ -21,6 +21,7 @@ from support.synthetic import (
     gradient,
     gradients,
     make_attached,
+    make_compressed,
     make_ddp,
     mean_gradients,
     outputs_of,
@@ -31,7 +32,7 @@ from support.synthetic import (
 )
 from torch_powersgd._core import _C
 
-OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
 # As in test_identity.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
 # The parameters are used in another order than they are registered in. DDP's rebuilt buckets then
@@ -45,15 +46,15 @@ Facts = tuple[dict[str, float], list[Arrays], list[int]]
 
 
 def _variant(rank: int, ddp_arguments: dict[str, Any]) -> Facts:
-    ddp = make_attached(SHAPES, OPTIONS, **ddp_arguments)
+    ddp, compression = make_compressed(SHAPES, OPTIONS, **ddp_arguments)
     ledger = Ledger()
     outputs, calls = [], []
     for i in range(6):
-        stats = tp.stats()
+        stats = compression.stats()
         calls.append(stats["compressed_calls"] + stats["exact_calls"])
         outputs.append(step(ddp, gradients(MIXED, rank, i)))
         ledger.add(outputs[-1], mean_gradients(MIXED, 2, i))
-    errors = ledger.errors(residuals_of(ddp))
+    errors = ledger.errors(residuals_of(compression))
     return errors, [to_numpy(output) for output in outputs], calls
 
 
@@ -95,7 +96,7 @@ def test_ddp_variants_give_the_same_bits(plain: list[Facts], name: str) -> None:
 
 
 def _accumulate(rank: int) -> tuple[dict[str, float], int]:
-    ddp = make_attached(SHAPES, OPTIONS)
+    ddp, compression = make_compressed(SHAPES, OPTIONS)
     ledger = Ledger()
     for i in range(0, 12, 3):
         for parameter in ddp.parameters():
@@ -106,7 +107,7 @@ def _accumulate(rank: int) -> tuple[dict[str, float], int]:
         ddp(gradients(SHAPES, rank, i + 2)).backward()
         means = [mean_gradients(SHAPES, 2, i + k) for k in range(3)]
         ledger.add(outputs_of(ddp), {name: sum_of(mean[name] for mean in means) for name in SHAPES})
-    return ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
+    return ledger.errors(residuals_of(compression)), compression.stats()["steps"]
 
 
 def test_no_sync_accumulates_and_compresses_once() -> None:
@@ -130,7 +131,7 @@ def _layouts(rank: int) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
             }
         )
     )
-    tp.attach(ddp, OPTIONS)
+    compression = tp.attach(ddp, OPTIONS)
     shapes = {name: p.shape for name, p in ddp.module.weights.items()}
     ledger = Ledger()
     for i in range(6):
@@ -139,8 +140,8 @@ def _layouts(rank: int) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
             mine["conv"] = mine["conv"].to(memory_format=last)
             mine["transposed"] = mine["transposed"].t().contiguous().t()
         ledger.add(step(ddp, mine), mean_gradients(shapes, 2, i))
-    q_shapes = {n: tuple(s["q"].shape) for n, s in tp.state_dict(ddp)["parameters"].items()}
-    return ledger.errors(residuals_of(ddp)), q_shapes
+    q_shapes = {n: tuple(s["q"].shape) for n, s in compression.state_dict()["parameters"].items()}
+    return ledger.errors(residuals_of(compression)), q_shapes
 
 
 def test_weights_that_are_not_contiguous() -> None:
@@ -157,7 +158,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 def _dtypes(rank: int) -> tuple[dict[str, float], dict[str, str]]:
     module = Synthetic({n: torch.zeros(30, 40, dtype=dtype) for n, dtype in DTYPES.items()})
     ddp = DistributedDataParallel(module)
-    tp.attach(ddp, OPTIONS)
+    compression = tp.attach(ddp, OPTIONS)
     ledger = Ledger()
     for i in range(8):
         by_rank = [
@@ -166,9 +167,9 @@ def _dtypes(rank: int) -> tuple[dict[str, float], dict[str, str]]:
         ]
         means = {n: (by_rank[0][n].double() + by_rank[1][n].double()) / 2 for n in DTYPES}
         ledger.add(step(ddp, by_rank[rank]), means)
-    saved = tp.state_dict(ddp)["parameters"]
+    saved = compression.state_dict()["parameters"]
     kinds = {n: str(saved[f"weights.{n}"]["residual"].dtype) for n in DTYPES}
-    return ledger.errors(residuals_of(ddp)), kinds
+    return ledger.errors(residuals_of(compression)), kinds
 
 
 def test_mixed_dtypes_in_one_model() -> None:
@@ -214,7 +215,7 @@ def _against_gloo(
     + [(3, False, False), (3, False, True), (3, True, False)],
 )
 def test_warm_up_is_exact(world_size: int, views: bool, zero: bool) -> None:
-    options = tp.Options(start_powerSGD_iter=4, matrix_approximation_rank=2)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=4, matrix_approximation_rank=2)
     arguments = {"gradient_as_bucket_view": views}
     for same, stats in ranks.run(
         world_size, _against_gloo, world_size, SHAPES, options, 6, arguments, zero
@@ -233,14 +234,14 @@ def test_a_model_without_anything_to_compress_is_exact() -> None:
 
 
 def _alone(rank: int) -> tuple[list[bool], bool, int]:
-    ddp = make_attached(SHAPES, OPTIONS)
+    ddp, compression = make_compressed(SHAPES, OPTIONS)
     exact = []
     for i in range(3):
         mine = gradients(SHAPES, rank, i)
         outputs = step(ddp, mine)
         exact.append(all(torch.equal(outputs[name], mine[name]) for name in SHAPES))
-    left = any(residual.any().item() for residual in residuals_of(ddp).values())
-    return exact, left, tp.stats()["compressed_calls"]
+    left = any(residual.any().item() for residual in residuals_of(compression).values())
+    return exact, left, compression.stats()["compressed_calls"]
 
 
 def test_one_rank_has_nothing_to_send() -> None:

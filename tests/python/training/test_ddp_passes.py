@@ -19,22 +19,25 @@ from support.synthetic import (
     Tensors,
     add_to,
     gradients,
-    make_attached,
+    make_compressed,
     make_ddp,
     mean_gradients,
     outputs_of,
+    own_part,
     residuals_of,
     step,
     weights_of,
 )
 
-OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
 TOLERANCE = 1e-5  # float32, as in test_identity
 
 
 def _unused(rank: int, ddp_arguments: dict[str, Any]) -> tuple[dict[str, float], set[str]]:
     shapes = {"always": (20, 30), "sometimes": (25, 40), "never": (30, 22)}
-    ddp = make_attached(shapes, OPTIONS, find_unused_parameters=True, **ddp_arguments)
+    ddp, compression = make_compressed(
+        shapes, OPTIONS, find_unused_parameters=True, **ddp_arguments
+    )
     ledger = Ledger()
     left = set()
     for i in range(8):
@@ -45,7 +48,7 @@ def _unused(rank: int, ddp_arguments: dict[str, Any]) -> tuple[dict[str, float],
         if i % 2 == 0:
             by_rank[1]["sometimes"] = torch.zeros(25, 40)
         ledger.add(outputs, {n: (by_rank[0][n] + by_rank[1][n]) / 2 for n in outputs})
-    return ledger.errors(residuals_of(ddp)), left
+    return ledger.errors(residuals_of(compression)), left
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -60,14 +63,14 @@ def test_unused_parameters(views: bool) -> None:
 
 def _unused_on_all_ranks(rank: int) -> dict[str, float]:
     shapes = {"always": (20, 30), "sometimes": (25, 40)}
-    ddp = make_attached(shapes, OPTIONS, find_unused_parameters=True)
+    ddp, compression = make_compressed(shapes, OPTIONS, find_unused_parameters=True)
     ledger = Ledger()
     for i in range(9):
         used = shapes if i % 3 == 0 else {"always": shapes["always"]}
         outputs = step(ddp, gradients(used, rank, i))
         assert set(outputs) == set(used)
         ledger.add(outputs, mean_gradients(used, 2, i))
-    return ledger.errors(residuals_of(ddp))
+    return ledger.errors(residuals_of(compression))
 
 
 def test_a_parameter_that_no_rank_uses_loses_nothing() -> None:
@@ -98,7 +101,7 @@ def _stale(rank: int, name: str) -> tuple[list[str], dict[str, float]]:
         What differs after a pass in which no rank used it, and the errors of the identity.
     """
     options, arguments = STALE[name]
-    ddp = make_attached(BRANCHES, options, find_unused_parameters=True, **arguments)
+    ddp, compression = make_compressed(BRANCHES, options, find_unused_parameters=True, **arguments)
     weights, ledger, changed = weights_of(ddp), Ledger(), []
     last: Tensors = {}  # outputs, which ranks add to unless they zero them
     for i, by_rank in enumerate(USES * 2):
@@ -109,9 +112,9 @@ def _stale(rank: int, name: str) -> tuple[list[str], dict[str, float]]:
             for branch in set(BRANCHES) - used:  # as a scaler leaves them after an overflow
                 weights[branch].grad = torch.full(BRANCHES[branch], float("nan"))
                 last.pop(branch, None)  # where another rank goes on with it, it counts as zero
-        before = _of_unused(ddp, used)
+        before = _of_unused(ddp, compression, used)
         ddp(gradients({n: BRANCHES[n] for n in by_rank[rank]}, rank, i)).backward()
-        after = _of_unused(ddp, used)
+        after = _of_unused(ddp, compression, used)
         changed += [
             f"{field} in {i}"
             for field, tensor in before.items()
@@ -124,18 +127,20 @@ def _stale(rank: int, name: str) -> tuple[list[str], dict[str, float]]:
         outputs = {n: outputs_of(ddp)[n] for n in used}
         last |= {n: output.clone() for n, output in outputs.items()}
         ledger.add(outputs, means)
-    residuals = residuals_of(ddp) if options.use_error_feedback else None
+    residuals = residuals_of(compression) if options.use_error_feedback else None
     return changed, ledger.errors(residuals)
 
 
-def _of_unused(ddp: DistributedDataParallel, used: set[str]) -> Tensors:
+def _of_unused(
+    ddp: DistributedDataParallel, compression: tp.Compression, used: set[str]
+) -> Tensors:
     """This rank's gradients and states of the branches that no rank uses."""
     found: Tensors = {
         f"{n}.grad": w.grad.clone()
         for n, w in weights_of(ddp).items()
         if n not in used and w.grad is not None
     }
-    for name, entry in tp.state_dict(ddp, per_rank=True)["parameters"].items():
+    for name, entry in own_part(compression.state_dict(per_rank=True))["parameters"].items():
         if name.removeprefix("weights.") not in used:
             tensors = {f: t for f, t in entry.items() if isinstance(t, torch.Tensor)}
             found |= {f"{name}.{field}": tensor for field, tensor in tensors.items()}
@@ -160,7 +165,7 @@ def test_an_old_gradient_of_a_parameter_that_no_rank_uses_changes_nothing() -> N
 
 def _zeros(rank: int, ddp_arguments: dict[str, Any]) -> tuple[dict[str, float], list[float]]:
     """After three steps the gradient of a parameter is zero on all ranks, which do use it."""
-    ddp = make_attached(BRANCHES, OPTIONS, **ddp_arguments)
+    ddp, compression = make_compressed(BRANCHES, OPTIONS, **ddp_arguments)
     ledger, norms = Ledger(), []
     for i in range(20):
         mine = gradients(BRANCHES, rank, i)
@@ -169,8 +174,8 @@ def _zeros(rank: int, ddp_arguments: dict[str, Any]) -> tuple[dict[str, float], 
             mine["a"] = torch.zeros(BRANCHES["a"])
             means["a"] = torch.zeros(BRANCHES["a"])
         ledger.add(step(ddp, mine), means)
-        norms.append(residuals_of(ddp)["a"].norm().item())
-    return ledger.errors(residuals_of(ddp)), norms
+        norms.append(residuals_of(compression)["a"].norm().item())
+    return ledger.errors(residuals_of(compression)), norms
 
 
 @pytest.mark.parametrize("looks", [False, True])
@@ -189,7 +194,7 @@ LAYERS = {"first": (30, 40), "second": (35, 25), "third": (20, 33)}
 def _skipped_buckets(rank: int) -> tuple[dict[str, float], list[tuple[int, int, int]]]:
     """DDP leaves out the buckets of parameters that no rank uses, the last one at times."""
     options = dataclasses.replace(OPTIONS, start_powerSGD_iter=2)
-    ddp = make_attached(
+    ddp, compression = make_compressed(
         LAYERS,
         options,
         bucket_cap_mb=1e-4,
@@ -200,9 +205,9 @@ def _skipped_buckets(rank: int) -> tuple[dict[str, float], list[tuple[int, int, 
     for i in range(8):
         used = {name: LAYERS[name] for name in list(LAYERS)[i % 3 :]}
         ledger.add(step(ddp, gradients(used, rank, i)), mean_gradients(used, 2, i))
-        stats = tp.stats()
+        stats = compression.stats()
         counts.append((stats["steps"], stats["exact_calls"], stats["compressed_calls"]))
-    return ledger.errors(residuals_of(ddp)), counts
+    return ledger.errors(residuals_of(compression)), counts
 
 
 def test_a_step_counts_though_ddp_skips_its_last_bucket() -> None:
@@ -219,14 +224,14 @@ def _static_dtypes(rank: int) -> tuple[dict[str, float], list[tuple[int, int]]]:
     dtypes = {"first": torch.float32, "second": torch.float64, "third": torch.float64}
     parameters = {name: torch.zeros(LAYERS[name], dtype=dtypes[name]) for name in LAYERS}
     ddp = DistributedDataParallel(Synthetic(parameters), static_graph=True)
-    tp.attach(ddp, OPTIONS)
+    compression = tp.attach(ddp, OPTIONS)
     ledger, counts = Ledger(), []
     for i in range(5):
         mine = {n: g.to(dtypes[n]) for n, g in gradients(LAYERS, rank, i).items()}
         ledger.add(step(ddp, mine), mean_gradients(LAYERS, 2, i))
-        stats = tp.stats()
+        stats = compression.stats()
         counts.append((stats["steps"], stats["compressed_calls"]))
-    return ledger.errors(residuals_of(ddp)), counts
+    return ledger.errors(residuals_of(compression)), counts
 
 
 def test_the_first_pass_of_a_static_graph_is_a_step() -> None:
@@ -242,10 +247,9 @@ def _failed_pass(rank: int, by_python: bool) -> tuple[dict[str, float], dict[str
         The errors of the identity after the pass, if it was reported, and at the end; the steps.
     """
     ddp = make_ddp(LAYERS, bucket_cap_mb=1e-4)
+    compression = tp.attach(ddp, OPTIONS, register_hook=not by_python)
     if by_python:
-        ddp.register_comm_hook(None, tp.comm_hook(ddp, OPTIONS))
-    else:
-        tp.attach(ddp, OPTIONS)
+        ddp.register_comm_hook(None, compression.comm_hook)
 
     def fail(_: torch.Tensor) -> None:
         raise ArithmeticError
@@ -261,13 +265,13 @@ def _failed_pass(rank: int, by_python: bool) -> tuple[dict[str, float], dict[str
             step(ddp, gradients(LAYERS, rank, i))
         hook.remove()
         ddp.reducer._reset_state()
-        tp.stats()  # waits for the steps in flight, which use DDP's buckets
+        compression.stats()  # waits for the steps in flight, which use DDP's buckets
         # The next steps deliver those gradients that were reduced.
         ledger.add({}, {name: means[name] for name in ("second", "third")})
         if by_python:
-            tp.step_skipped(ddp)
-        reported = ledger.errors(residuals_of(ddp))
-    return reported, ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
+            compression.step_skipped()
+        reported = ledger.errors(residuals_of(compression))
+    return reported, ledger.errors(residuals_of(compression)), compression.stats()["steps"]
 
 
 @pytest.mark.parametrize("by_python", [False, True])
@@ -280,10 +284,9 @@ def test_a_pass_that_fails_after_some_buckets_loses_nothing_of_them(by_python: b
 
 def _another_group(rank: int, by_python: bool) -> str:
     ddp = make_ddp(LAYERS)
+    compression = tp.attach(ddp, OPTIONS, register_hook=not by_python)
     if by_python:
-        ddp.register_comm_hook(None, tp.comm_hook(ddp, OPTIONS))
-    else:
-        tp.attach(ddp, OPTIONS)
+        ddp.register_comm_hook(None, compression.comm_hook)
     step(ddp, gradients(LAYERS, rank, 0))
     ddp._update_process_group(dist.new_group([0, 1], backend="gloo"))
     with pytest.raises(RuntimeError) as raised:

@@ -23,15 +23,18 @@ from support.synthetic import (
     Ledger,
     Tensors,
     gradients,
-    make_attached,
+    make_compressed,
     make_ddp,
     mean_gradients,
     outputs_of,
+    own_part,
     residuals_of,
 )
 
 SHAPES = {"first": (30, 40), "second": (35, 25)}
-OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, allow_discard=True)
+OPTIONS = tp.Options.hook_defaults(
+    start_powerSGD_iter=0, matrix_approximation_rank=2, allow_discard=True
+)
 TOLERANCE = 1e-5  # float32, as in test_identity
 SPIKE = 1e4
 CHOICES = ["discard", "apply", "later", "discard", "discard", "apply", "later", "apply"] * 2
@@ -65,68 +68,68 @@ class Loop:
 
     Attributes:
         backward: Its backward passes.
-        attach: The function that makes the module.
+        by_python: Whether the hook is the one in Python.
         fields: Options that differ.
     """
 
     backward: Backward = _once
-    attach: Callable[[tp.Options], DistributedDataParallel] = lambda options: make_attached(
-        SHAPES, options, bucket_cap_mb=1e-3
-    )
+    by_python: bool = False
     fields: tuple[tuple[str, Any], ...] = ()
 
-
-def _by_python_hook(options: tp.Options) -> DistributedDataParallel:
-    ddp = make_ddp(SHAPES)
-    ddp.register_comm_hook(None, tp.comm_hook(ddp, options))
-    return ddp
+    def attach(self) -> tuple[DistributedDataParallel, tp.Compression]:
+        ddp = make_ddp(SHAPES, bucket_cap_mb=1e-3)
+        options = dataclasses.replace(OPTIONS, **dict(self.fields))
+        compression = tp.attach(ddp, options, register_hook=not self.by_python)
+        if self.by_python:
+            ddp.register_comm_hook(None, compression.comm_hook)
+        return ddp, compression
 
 
 LOOPS = {
     "plain": Loop(),
     "accumulated": Loop(_accumulated),
     "clipped": Loop(_clipped),
-    "python_hook": Loop(attach=_by_python_hook),
+    "python_hook": Loop(by_python=True),
     "int8_wire": Loop(fields=(("wire_dtype", "int8"),)),
     "no_warm_start": Loop(fields=(("warm_start", False),)),
     "float16_residual": Loop(fields=(("residual_dtype", "float16"),)),
 }
 
 
-def _tensors(ddp: DistributedDataParallel) -> list[torch.Tensor]:
-    parameters = tp.state_dict(ddp, per_rank=True)["parameters"]
+def _tensors(compression: tp.Compression) -> list[torch.Tensor]:
+    parameters = own_part(compression.state_dict(per_rank=True))["parameters"]
     fields = ("memory", "p_hat", "q_local", "q_warm")
     return [entry[field] for entry in parameters.values() for field in fields]
 
 
 @contextmanager
-def _changes_nothing(ddp: DistributedDataParallel) -> Iterator[None]:
-    before = _tensors(ddp)
+def _changes_nothing(compression: tp.Compression) -> Iterator[None]:
+    before = _tensors(compression)
     yield
-    for mine, other in zip(_tensors(ddp), before, strict=True):
+    for mine, other in zip(_tensors(compression), before, strict=True):
         assert torch.equal(mine, other)
 
 
 def _train(rank: int, name: str) -> dict[str, float]:
     loop = LOOPS[name]
-    ddp = loop.attach(dataclasses.replace(OPTIONS, **dict(loop.fields)))
+    ddp, compression = loop.attach()
     ledger = Ledger()
     for i, choice in enumerate(CHOICES):
         mine, means = gradients(SHAPES, rank, i), mean_gradients(SHAPES, 2, i)
         ddp.zero_grad()
         if choice == "discard":
-            with _changes_nothing(ddp):
+            with _changes_nothing(compression):
                 scale = SPIKE if rank == 1 else 1
                 loop.backward(ddp, {n: tensor * scale for n, tensor in mine.items()})
-                tp.discard_step(ddp)
-                tp.discard_step(ddp)  # a second call changes nothing
-                tp.step_skipped(ddp)  # nor is there a step to deliver later
+                compression.discard_step()
+                compression.discard_step()  # a second call changes nothing
+                compression.step_skipped()  # nor is there a step to deliver later
             continue
         outputs = loop.backward(ddp, mine)
         if choice == "later":
-            tp.step_skipped(ddp)
+            compression.step_skipped()
         ledger.add(outputs if choice == "apply" else {}, means)
-    return ledger.errors(residuals_of(ddp))
+    return ledger.errors(residuals_of(compression))
 
 
 def _train_all(rank: int) -> dict[str, dict[str, float]]:
@@ -143,9 +146,8 @@ def test_what_is_discarded_leaves_nothing_and_what_is_late_is_not_lost() -> None
 
 def _with_scaler(rank: int) -> dict[str, float]:
     """Discards a spike that is finite, while the scaler skips an overflow by itself."""
-    ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-    tp.attach(ddp, scaler=scaler)
+    ddp, compression = make_compressed(SHAPES, OPTIONS, scaler=scaler, bucket_cap_mb=1e-3)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     ledger = Ledger()
     for i in range(12):
@@ -161,13 +163,13 @@ def _with_scaler(rank: int) -> dict[str, float]:
         scaler.unscale_(optimizer)
         applied = {} if overflow else outputs_of(ddp)
         if spike:
-            tp.discard_step(ddp)
+            compression.discard_step()
         else:
             ledger.add(applied, means)
             scaler.step(optimizer)
         scaler.update()
-    state = tp.state_dict(ddp)
-    residuals = residuals_of(ddp)
+    state = compression.state_dict()
+    residuals = residuals_of(compression)
     return ledger.errors({name: r / state["grad_scale"] for name, r in residuals.items()})
 
 
@@ -177,30 +179,30 @@ def test_a_finite_spike_is_discarded_under_a_scaler() -> None:
 
 
 def _outside_of_steps(rank: int) -> None:
-    ddp = make_attached(SHAPES, dataclasses.replace(OPTIONS, start_powerSGD_iter=2))
-    tp.discard_step(ddp)
+    ddp, compression = make_compressed(SHAPES, dataclasses.replace(OPTIONS, start_powerSGD_iter=2))
+    compression.discard_step()
     for i in range(2):  # sent exactly
-        with _changes_nothing(ddp):
+        with _changes_nothing(compression):
             ddp(gradients(SHAPES, rank, i)).backward()
-            tp.discard_step(ddp)
+            compression.discard_step()
     for i in range(2, 4):
         ddp(gradients(SHAPES, rank, i)).backward()
     # A state that was loaded belongs to no step, whatever its number.
     for per_rank in (False, True):
-        saved = tp.state_dict(ddp, per_rank)
+        saved = compression.state_dict(per_rank)
         ddp(gradients(SHAPES, rank, 4)).backward()
-        tp.load_state_dict(ddp, saved)
-        with _changes_nothing(ddp):
-            tp.discard_step(ddp)
-            tp.step_skipped(ddp)
+        compression.load_state_dict(saved)
+        with _changes_nothing(compression):
+            compression.discard_step()
+            compression.step_skipped()
 
-    refusing = make_attached(SHAPES, dataclasses.replace(OPTIONS, allow_discard=False))
-    refusing(gradients(SHAPES, rank, 0)).backward()
+    ddp, refusing = make_compressed(SHAPES, dataclasses.replace(OPTIONS, allow_discard=False))
+    ddp(gradients(SHAPES, rank, 0)).backward()
     with (
         _changes_nothing(refusing),
         pytest.raises(ValueError, match=r"Options\(allow_discard=True\)"),
     ):
-        tp.discard_step(refusing)
+        refusing.discard_step()
 
 
 def test_discard_where_there_is_nothing_to_discard() -> None:

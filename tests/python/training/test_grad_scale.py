@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from support import ranks
 from support.synthetic import (
     SHAPES,
     Arrays,
+    Tensors,
     from_bytes,
     gradients,
-    make_attached,
-    reduce_in_backward,
+    make_compressed,
     relative_error,
     residuals_of,
     step,
@@ -24,8 +25,7 @@ from support.synthetic import (
     to_numpy,
 )
 
-OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=500)
-FLAT = {"flat": (1000,)}
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
 # Powers of two scale exactly in floating point. The other scales round each gradient, residual and
 # output once more, as in test_reference.
 TOLERANCE = 2e-5
@@ -38,23 +38,21 @@ SCALES = {
 
 
 def _outputs(
-    rank: int, kind: str, scales: list[float], announced: bool, wire: str | None = None
+    rank: int, scales: list[float], announced: bool, wire: str | None = None
 ) -> tuple[list[Arrays], dict[str, float]]:
     """The outputs in the units of the unscaled gradient."""
-    shapes = FLAT if kind == "flat" else SHAPES
-    options = replace(OPTIONS, wire_dtype=wire)
-    ddp = None if kind == "flat" else make_attached(SHAPES, options)
+    ddp, compression = make_compressed(SHAPES, replace(OPTIONS, wire_dtype=wire))
     outputs = []
     for i, scale in enumerate(scales):
         if announced:
-            tp.set_grad_scale(scale)
-        mine = {name: scale * g for name, g in gradients(shapes, rank, i).items()}
-        if ddp is None:
-            scaled = dict(zip(mine, reduce_in_backward(mine.values()), strict=True))
-        else:
-            scaled = step(ddp, mine)
+            compression.grad_scale = scale
+        scaled = step(ddp, _scaled(scale, rank, i))
         outputs.append(to_numpy({name: output / scale for name, output in scaled.items()}))
-    return outputs, tp.stats()["residual_norms"]
+    return outputs, compression.stats()["residual_norms"]
+
+
+def _scaled(scale: float, rank: int, i: int) -> Tensors:
+    return {name: scale * g for name, g in gradients(SHAPES, rank, i).items()}
 
 
 def _worst(outputs: list[Arrays], expected: list[Arrays]) -> float:
@@ -66,48 +64,44 @@ def _worst(outputs: list[Arrays], expected: list[Arrays]) -> float:
 
 
 @pytest.mark.parametrize("name", SCALES)
-@pytest.mark.parametrize("kind", ["attached", "flat"])
-def test_a_scaled_run_is_the_unscaled_one(kind: str, name: str) -> None:
-    expected, norms = ranks.run(2, _outputs, kind, [1.0] * 6, True, options=OPTIONS)[0]
+def test_a_scaled_run_is_the_unscaled_one(name: str) -> None:
+    expected, norms = ranks.run(2, _outputs, [1.0] * 6, True)[0]
     scales = SCALES[name]
-    outputs, scaled_norms = ranks.run(2, _outputs, kind, scales, True, options=OPTIONS)[0]
+    outputs, scaled_norms = ranks.run(2, _outputs, scales, True)[0]
     assert _worst(outputs, expected) < TOLERANCE
     for parameter, norm in norms.items():
         assert scaled_norms[parameter] == pytest.approx(norm * scales[-1], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8", "int4"])
-@pytest.mark.parametrize("kind", ["attached", "flat"])
-def test_a_scaled_run_on_a_wire_that_rounds(kind: str, wire: str) -> None:
-    options = replace(OPTIONS, wire_dtype=wire)
-    expected, _ = ranks.run(2, _outputs, kind, [1.0] * 6, True, wire, options=options)[0]
+def test_a_scaled_run_on_a_wire_that_rounds(wire: str) -> None:
+    expected, _ = ranks.run(2, _outputs, [1.0] * 6, True, wire)[0]
     scales = SCALES["powers"]  # others would round to other codes
-    outputs, _ = ranks.run(2, _outputs, kind, scales, True, wire, options=options)[0]
+    outputs, _ = ranks.run(2, _outputs, scales, True, wire)[0]
     assert _worst(outputs, expected) < TOLERANCE
 
 
 def test_the_backend_must_know_the_scale() -> None:
     # Otherwise the test above would prove nothing.
-    expected, _ = ranks.run(2, _outputs, "attached", [1.0] * 6, True, options=OPTIONS)[0]
-    outputs, _ = ranks.run(2, _outputs, "attached", SCALES["powers"], False, options=OPTIONS)[0]
+    expected, _ = ranks.run(2, _outputs, [1.0] * 6, True)[0]
+    outputs, _ = ranks.run(2, _outputs, SCALES["powers"], False)[0]
     assert _worst(outputs, expected) > 0.1
 
 
 def _overflow(rank: int, bad: bool) -> list[Arrays]:
     """Trains as with a GradScaler: a step overflows and the scale is halved."""
-    ddp = make_attached(SHAPES, OPTIONS)
+    ddp, compression = make_compressed(SHAPES, OPTIONS)
     scale, outputs = 4096.0, []
     for i in range(6):
         if i == 3:
             if bad:
-                tp.set_grad_scale(scale)
+                compression.grad_scale = scale
                 mine = gradients(SHAPES, rank, "bad")
                 mine["wide"][0, 0] = float("inf") if rank == 1 else 0
                 assert step(ddp, mine)["wide"].isnan().all()
             scale /= 2
-        tp.set_grad_scale(scale)
-        mine = {name: scale * g for name, g in gradients(SHAPES, rank, i).items()}
-        outputs.append(to_numpy(step(ddp, mine)))
+        compression.grad_scale = scale
+        outputs.append(to_numpy(step(ddp, _scaled(scale, rank, i))))
     return outputs
 
 
@@ -120,17 +114,17 @@ def _checkpoint(
     rank: int, state: bytes | None, scale: float
 ) -> tuple[float, bytes | Arrays, Arrays]:
     """Two steps at a scale and the state, or the residuals after loading it at this scale."""
-    tp.set_grad_scale(scale)
-    ddp = make_attached(SHAPES, OPTIONS)
+    ddp, compression = make_compressed(SHAPES, OPTIONS)
+    compression.grad_scale = scale
     if state is None:
         for i in range(3):
-            step(ddp, {name: scale * g for name, g in gradients(SHAPES, rank, i).items()})
-        saved = tp.state_dict(ddp)
-        return saved["grad_scale"], to_bytes(saved), to_numpy(residuals_of(ddp))
-    tp.load_state_dict(ddp, from_bytes(state))
-    residuals = to_numpy(residuals_of(ddp))
-    mine = {name: scale * g for name, g in gradients(SHAPES, rank, 3).items()}
-    return tp.state_dict(ddp)["grad_scale"], residuals, to_numpy(step(ddp, mine))
+            step(ddp, _scaled(scale, rank, i))
+        saved = compression.state_dict()
+        return saved["grad_scale"], to_bytes(saved), to_numpy(residuals_of(compression))
+    compression.load_state_dict(from_bytes(state))
+    residuals = to_numpy(residuals_of(compression))
+    output = to_numpy(step(ddp, _scaled(scale, rank, 3)))
+    return compression.state_dict()["grad_scale"], residuals, output
 
 
 def test_a_checkpoint_keeps_its_scale() -> None:
@@ -147,14 +141,14 @@ def test_a_checkpoint_keeps_its_scale() -> None:
         assert _worst([unscaled], [runs[1024.0][2]]) < TOLERANCE
 
 
-def _bad_scale(rank: int, scale: float) -> float:
-    with pytest.raises(ValueError, match="scale"):
-        tp.set_grad_scale(scale)
-    ddp = make_attached(SHAPES, OPTIONS)
-    kept: float = tp.state_dict(ddp)["grad_scale"]
-    return kept
+def _bad_scales(rank: int) -> float:
+    _, compression = make_compressed(SHAPES, OPTIONS)
+    scales: list[Any] = [0.0, -2.0, float("inf"), float("nan"), 10**400, None, "2", []]
+    for scale in scales:
+        with pytest.raises(ValueError, match="^grad_scale must be a finite number > 0"):
+            compression.grad_scale = scale
+    return compression.grad_scale
 
 
-@pytest.mark.parametrize("scale", [0.0, -2.0, float("inf"), float("nan")])
-def test_a_bad_scale_is_refused(scale: float) -> None:
-    assert ranks.run(1, _bad_scale, scale) == [1.0]
+def test_a_bad_scale_is_refused() -> None:
+    assert ranks.run(1, _bad_scales) == [1.0]

@@ -20,6 +20,7 @@ from support.synthetic import (
     gradient,
     gradients,
     make_attached,
+    make_compressed,
     make_ddp,
     mean_gradients,
     reduce_in_backward,
@@ -39,14 +40,14 @@ STEPS = 12
 def _attached(
     rank: int, world_size: int, options: tp.Options, dtype: torch.dtype
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float], dict[str, Any]]:
-    ddp = make_attached(SHAPES, options, dtype)
+    ddp, compression = make_compressed(SHAPES, options, dtype)
     ledger = Ledger()
     for i in range(STEPS):
         outputs = step(ddp, gradients(SHAPES, rank, i, dtype))
         ledger.add(outputs, mean_gradients(SHAPES, world_size, i, dtype))
-    residuals = residuals_of(ddp)
+    residuals = residuals_of(compression)
     sizes = {name: residuals[name].norm().item() for name in residuals}
-    return ledger.errors(residuals), ledger.errors(), sizes, tp.stats()
+    return ledger.errors(residuals), ledger.errors(), sizes, compression.stats()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -54,7 +55,7 @@ def _attached(
 def test_attached_outputs_and_residual_add_up(
     world_size: int, rank: int, dtype: torch.dtype
 ) -> None:
-    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=rank)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=rank)
     for errors, without, sizes, stats in ranks.run(
         world_size, _attached, world_size, options, dtype
     ):
@@ -75,25 +76,29 @@ def test_attached_identity_of_half_gradients(
     # outputs is lost: half a unit in the last place of each of 12 outputs. Together they are less
     # than 12 times the norm of their sum. Rounding is as often up as down, so a quarter of that
     # bound leaves room. A residual in the gradient's dtype would lose as much again at every step.
-    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2, wire_dtype=wire)
+    options = tp.Options.hook_defaults(
+        start_powerSGD_iter=0, matrix_approximation_rank=2, wire_dtype=wire
+    )
     for errors, *_ in ranks.run(2, _attached, 2, options, dtype):
         assert max(errors.values()) < STEPS / 4 * torch.finfo(dtype).eps / 2, errors
 
 
 def _switched_off_now_and_then(rank: int) -> tuple[dict[str, float], float]:
-    ddp = make_attached(SHAPES, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2))
+    ddp, compression = make_compressed(
+        SHAPES, tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
+    )
     ledger = Ledger()
     exact = []
     for i in range(9):
         means = mean_gradients(SHAPES, 2, i)
         if i % 3 == 1:
-            with tp.compression(False):
+            with tp.scope("never"):
                 outputs = step(ddp, gradients(SHAPES, rank, i))
             exact += [relative_error(outputs[name], means[name]) for name in means]
         else:
             outputs = step(ddp, gradients(SHAPES, rank, i))
         ledger.add(outputs, means)
-    return ledger.errors(residuals_of(ddp)), max(exact)
+    return ledger.errors(residuals_of(compression)), max(exact)
 
 
 def test_exact_steps_between_compressed_ones_keep_the_residual() -> None:
@@ -138,7 +143,7 @@ def _flat(
 def test_flat_outputs_deliver_everything_in_the_end(
     world_size: int, op: dist.ReduceOp.RedOpType, warm_start: bool
 ) -> None:
-    options = tp.Options(
+    options = tp.Options.hook_defaults(
         start_powerSGD_iter=0, matrix_approximation_rank=4, min_numel=500, warm_start=warm_start
     )
     for errors, before_drain, stats in ranks.run(
@@ -186,7 +191,9 @@ def test_unattached_ddp_delivers_everything_across_the_rebuild(
     # DDP reorders its bucket by the arrival of the gradients, before the second step, or the third
     # with a static graph. The residual of the first layout must not reach the wrong elements of the
     # next.
-    options = tp.Options(start_powerSGD_iter=start, matrix_approximation_rank=4, min_numel=500)
+    options = tp.Options.hook_defaults(
+        start_powerSGD_iter=start, matrix_approximation_rank=4, min_numel=500
+    )
     for errors, before_drain in ranks.run(
         2, _unattached, forward_order, ddp_arguments, options=options
     ):
@@ -224,14 +231,18 @@ def _low_rank(rank: int, true_rank: int, options: tp.Options, constant: bool) ->
 @pytest.mark.parametrize("true_rank", [1, 2, 4])
 def test_a_gradient_of_low_rank_comes_back_exactly(true_rank: int, constant: bool) -> None:
     # The gradient's rank may be lower than the factors': the idle columns must not disturb.
-    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=4, min_compression_rate=1)
+    options = tp.Options.hook_defaults(
+        start_powerSGD_iter=0, matrix_approximation_rank=4, min_compression_rate=1
+    )
     for errors in ranks.run(2, _low_rank, true_rank, options, constant):
         assert max(errors[1:]) < 1e-5, errors
 
 
 def _constant(rank: int) -> dict[int, float]:
     shapes = {"w": (24, 36)}
-    ddp = make_attached(shapes, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2))
+    ddp = make_attached(
+        shapes, tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
+    )
     mean = mean_gradients(shapes, 2, 0)["w"]
     total, errors = torch.zeros(24, 36, dtype=torch.float64), {}
     for i in range(1, 241):
@@ -251,7 +262,9 @@ def test_a_constant_gradient_converges_to_itself() -> None:
 
 def _non_iid(rank: int, steps: int) -> list[float]:
     shapes = {"w": (16, 40)}
-    ddp = make_attached(shapes, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2))
+    ddp, compression = make_compressed(
+        shapes, tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
+    )
     # The ranks' gradients differ from the mean by 5 times its size, always in the same direction. A
     # little noise reaches every dimension.
     mean = gradient((16, 40), "mean")
@@ -260,7 +273,7 @@ def _non_iid(rank: int, steps: int) -> list[float]:
     for i in range(steps):
         mine = mean + apart + 0.3 * gradient((16, 40), "noise", rank, i)
         step(ddp, {"w": mine})
-        ratios.append(tp.stats()["residual_norms"]["weights.w"] / mine.norm().item())
+        ratios.append(compression.stats()["residual_norms"]["weights.w"] / mine.norm().item())
     return ratios
 
 
@@ -283,7 +296,7 @@ def _quadratic(rank: int, dtype: torch.dtype, steps: int) -> tuple[float, float]
         |x - mean c| at the beginning and at the end.
     """
     shapes = {"w": (16, 40)}
-    options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
     ddp = make_attached(shapes, options, dtype)
     optimum = gradient((16, 40), "optimum")
     center = optimum + 5 * gradient((16, 40), "apart") * (1 if rank == 0 else -1)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 from support import ranks
 
-OPTIONS = tp.Options(start_powerSGD_iter=1, matrix_approximation_rank=1)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=1)
 
 
 def _as_torchrun(rank: int, backend: str | None) -> None:
@@ -70,7 +70,7 @@ def test_a_trainer_without_ddp_is_refused() -> None:
     from torch_powersgd.integrations.transformers import Compression
 
     trainer: Any = SimpleNamespace(model_wrapped=torch.nn.Linear(2, 2))
-    compression = Compression(trainer, tp.Options())
+    compression = Compression(trainer, tp.Options.hook_defaults())
     with pytest.raises(ValueError, match="must wrap its model in DistributedDataParallel, got Lin"):
         compression.on_train_begin(None, None, None)
 

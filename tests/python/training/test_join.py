@@ -26,6 +26,7 @@ from support.synthetic import (
     Tensors,
     gradients,
     make_attached,
+    make_compressed,
     make_ddp,
     mean_gradients,
     outputs_of,
@@ -35,7 +36,7 @@ from support.synthetic import (
 )
 
 # Compression starts while a rank has joined.
-OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=2)
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 # One rank has a single input, so that it has joined before DDP rebuilds its buckets.
 INPUTS = (6, 1, 4)
@@ -63,7 +64,7 @@ Uneven = tuple[dict[str, float], dict[str, float], dict[str, float], list[str], 
 
 
 def _uneven(rank: int, static: bool, ddp_arguments: dict[str, Any]) -> Uneven:
-    ddp = make_attached(SHAPES, OPTIONS, **ddp_arguments)
+    ddp, compression = make_compressed(SHAPES, OPTIONS, **ddp_arguments)
     ledger = Ledger()
     with ddp.join(divide_by_initial_world_size=static):
         for i in range(INPUTS[rank]):
@@ -71,7 +72,7 @@ def _uneven(rank: int, static: bool, ddp_arguments: dict[str, Any]) -> Uneven:
             # The ledger has the units of the sum, because the divisor changes from step to step.
             scale = WORLD_SIZE if static else _active(i)
             ledger.add({name: scale * g for name, g in outputs.items()}, _joined_means(i, 1))
-    residuals = residuals_of(ddp)
+    residuals = residuals_of(compression)
     joined = ledger.errors({name: WORLD_SIZE * r for name, r in residuals.items()})
     without = ledger.errors()
     # All ranks train on together: their states are still the same.
@@ -81,9 +82,9 @@ def _uneven(rank: int, static: bool, ddp_arguments: dict[str, Any]) -> Uneven:
         outputs = step(ddp, gradients(SHAPES, rank, i))
         later.add(outputs, mean_gradients(SHAPES, WORLD_SIZE, i))
         replica.append(digest(outputs.values()))
-    left = residuals_of(ddp)
+    left = residuals_of(compression)
     errors = later.errors({name: left[name] - residuals[name] for name in left})
-    return joined, without, errors, replica, tp.stats()["steps"]
+    return joined, without, errors, replica, compression.stats()["steps"]
 
 
 @pytest.mark.parametrize("static", [True, False], ids=["world-size", "remaining-ranks"])
@@ -110,7 +111,9 @@ def _delivered(rank: int, still: int) -> dict[str, float]:
     """Each rank has one gradient. Then rank 0 alone still has inputs, whose gradients are almost
     zero.
     """
-    ddp = make_attached(SHAPES, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2))
+    ddp = make_attached(
+        SHAPES, tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
+    )
     ledger = Ledger()
     with ddp.join():
         for i in range(still if rank == 0 else 1):
@@ -130,7 +133,7 @@ def test_the_residual_of_a_joined_rank_is_sent() -> None:
 def _against_gloo(
     rank: int, static: bool, ddp_arguments: dict[str, Any]
 ) -> tuple[list[bool], Arrays]:
-    options = tp.Options(start_powerSGD_iter=100)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=100)
     plain = make_ddp(SHAPES, process_group=gloo_group(), **ddp_arguments)
     attached = make_attached(SHAPES, options, **ddp_arguments)
     found = []
@@ -163,9 +166,10 @@ EVEN_INPUTS = (6, 2, 4)
 
 def _two_models(rank: int) -> tuple[list[dict[str, float]], int]:
     """Trains two models in one join context. Every other micro-batch is not synchronized."""
-    models = make_attached(SHAPES, OPTIONS), make_attached(SHAPES, OPTIONS)
+    pairs = [make_compressed(SHAPES, OPTIONS) for _ in range(2)]
+    models = [ddp for ddp, _ in pairs]
     ledgers = Ledger(), Ledger()
-    with Join(list(models)):
+    with Join(models):
         for i in range(EVEN_INPUTS[rank]):
             for ddp, ledger in zip(models, ledgers, strict=True):
                 if i % 2 == 0:
@@ -176,7 +180,7 @@ def _two_models(rank: int) -> tuple[list[dict[str, float]], int]:
                     means = [_joined_means(k, WORLD_SIZE, EVEN_INPUTS) for k in (i - 1, i)]
                     total = {name: means[0][name] + means[1][name] for name in SHAPES}
                     ledger.add(outputs_of(ddp), total)
-    errors = [o.errors(residuals_of(d)) for o, d in zip(ledgers, models, strict=True)]
+    errors = [o.errors(residuals_of(c)) for o, (_, c) in zip(ledgers, pairs, strict=True)]
     return errors, tp.stats()["steps"]
 
 
@@ -188,7 +192,7 @@ def test_two_models_and_accumulation() -> None:
 
 
 def _thrown(rank: int) -> tuple[dict[str, float], int]:
-    ddp = make_attached(SHAPES, OPTIONS)
+    ddp, compression = make_compressed(SHAPES, OPTIONS)
     ledger = Ledger()
 
     def train(steps: range) -> None:
@@ -198,7 +202,7 @@ def _thrown(rank: int) -> tuple[dict[str, float], int]:
     with pytest.raises(RuntimeError, match="exhausted"), ddp.join(throw_on_early_termination=True):
         train(range(3 + rank))
     train(range(10, 14))
-    return ledger.errors(residuals_of(ddp)), tp.stats()["steps"]
+    return ledger.errors(residuals_of(compression)), compression.stats()["steps"]
 
 
 def test_training_goes_on_after_an_early_termination() -> None:
@@ -228,16 +232,18 @@ def _flat(rank: int) -> list[tuple[str, str]]:
 def test_a_rank_that_leaves_an_unattached_module_alone_says_so() -> None:
     # Without a hook DDP sends a joined rank's zeros outside of backward, where nothing is
     # compressed. The others wait for its factors. A warning is all that can be done.
-    for warnings in ranks.run(2, _flat, options=tp.Options(start_powerSGD_iter=0, min_numel=4000)):
+    for warnings in ranks.run(
+        2, _flat, options=tp.Options.hook_defaults(start_powerSGD_iter=0, min_numel=4000)
+    ):
         assert [level for level, _ in warnings] == ["WARNING"]
-        for part in ("5000", "join()", "attach", "compression(False)"):
+        for part in ("5000", "join()", "attach", 'scope("never")'):
             assert part in warnings[0][1]
 
 
 def _unattached_uncompressed(rank: int) -> tuple[list[float], int]:
     ddp = make_ddp(SHAPES)
     errors = []
-    with tp.compression(False), ddp.join():
+    with tp.scope("never"), ddp.join():
         for i in range(INPUTS[rank]):
             ledger = Ledger()
             ledger.add(step(ddp, gradients(SHAPES, rank, i)), _joined_means(i, WORLD_SIZE))
@@ -246,7 +252,7 @@ def _unattached_uncompressed(rank: int) -> tuple[list[float], int]:
 
 
 def test_an_unattached_module_without_compression_joins() -> None:
-    options = tp.Options(start_powerSGD_iter=0, min_numel=500)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=0, min_numel=500)
     for errors, calls in ranks.run(WORLD_SIZE, _unattached_uncompressed, options=options):
         assert max(errors) < 1e-6  # a sum of three in float32
         assert calls == 0

@@ -10,12 +10,12 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_powersgd as tp
@@ -25,7 +25,8 @@ from support.synthetic import (
     Tensors,
     gradient,
     gradients,
-    make_attached,
+    make_compressed,
+    make_ddp,
     mean_gradients,
     relative_error,
     step,
@@ -36,21 +37,21 @@ from torch_powersgd import grad_scaler
 # Each has a bucket of its own. "bias" is a raw segment and has no residual.
 SHAPES = {"first": (30, 40), "second": (35, 25), "bias": (30,)}
 MATRICES = ("first", "second")
-OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
 TOLERANCE = 1e-5  # float32, as in test_identity; scales are powers of 2 and round nothing
 INF = float("inf")
 
 
-def _residuals(ddp: DistributedDataParallel) -> Tensors:
-    state = tp.state_dict(ddp)
+def _residuals(compression: tp.Compression) -> Tensors:
+    state = compression.state_dict()
     return {
         name.removeprefix("weights."): saved["residual"].cpu().double() / state["grad_scale"]
         for name, saved in state["parameters"].items()
     }
 
 
-def _errors(ledger: Ledger, ddp: DistributedDataParallel) -> dict[str, float]:
-    found = ledger.errors(_residuals(ddp))
+def _errors(ledger: Ledger, compression: tp.Compression) -> dict[str, float]:
+    found = ledger.errors(_residuals(compression))
     return {name: found[name] for name in MATRICES}
 
 
@@ -65,10 +66,11 @@ def with_scaler(
     Args:
         bad: the gradient that is not finite at a step, and on which rank: {step: (name, rank)}.
     """
-    ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4, device=device)
-    tp.detach(ddp)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**8, growth_interval=2)
-    tp.attach(ddp, OPTIONS, scaler=scaler if attached_with_scaler else None)
+    known = scaler if attached_with_scaler else None
+    ddp, compression = make_compressed(
+        SHAPES, OPTIONS, scaler=known, bucket_cap_mb=1e-4, device=device
+    )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     ledger, scales = Ledger(), []
     for i in range(8):
@@ -88,7 +90,7 @@ def with_scaler(
         ledger.add(applied if finite else {}, means)
         scaler.update()
         scales.append(scaler.get_scale())
-    return _errors(ledger, ddp), scales, tp.stats()["skipped_steps"]
+    return _errors(ledger, compression), scales, compression.stats()["skipped_steps"]
 
 
 BAD = {
@@ -115,9 +117,8 @@ def test_without_the_scaler_the_residual_is_in_other_units() -> None:
 
 def _two_optimizers_of_one(rank: int) -> dict[str, float]:
     """A scaler skips the step of one optimizer of two, and the outputs of the other are applied."""
-    ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-    tp.attach(ddp, scaler=scaler)
+    ddp, compression = make_compressed(SHAPES, OPTIONS, scaler=scaler, bucket_cap_mb=1e-4)
     weights = weights_of(ddp)
     optimizers = [torch.optim.SGD([weights[name]], lr=1.0) for name in MATRICES]
     ledger = Ledger()
@@ -134,7 +135,7 @@ def _two_optimizers_of_one(rank: int) -> dict[str, float]:
             scaler.step(optimizer)
         scaler.update()
         ledger.add({name: before[name] - weights[name].detach() for name in MATRICES}, means)
-    return _errors(ledger, ddp)
+    return _errors(ledger, compression)
 
 
 def test_a_scaler_that_skips_one_optimizer_of_two_delivers_nothing_twice() -> None:
@@ -155,10 +156,8 @@ class _NoReading(TorchDispatchMode):
 
 def _not_read(rank: int) -> tuple[dict[str, float], list[float]]:
     """Scales and reduces gradients under a changing scale, which another scaler then loads."""
-    ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4)
-    tp.detach(ddp)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-    tp.attach(ddp, OPTIONS, scaler=scaler)
+    ddp, compression = make_compressed(SHAPES, OPTIONS, scaler=scaler, bucket_cap_mb=1e-4)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     ledger, scales = Ledger(), []
     for i in range(8):
@@ -174,7 +173,7 @@ def _not_read(rank: int) -> tuple[dict[str, float], list[float]]:
         scales.append(scaler.get_scale())
         if i == 4:  # another tensor takes the place of the scale
             scaler._scale = torch.full((), 4.0)
-    return _errors(ledger, ddp), scales
+    return _errors(ledger, compression), scales
 
 
 def test_the_host_never_reads_the_scale() -> None:
@@ -185,17 +184,17 @@ def test_the_host_never_reads_the_scale() -> None:
 
 def _dropped(rank: int, announced: bool) -> dict[str, float]:
     """The optimizer drops the outputs of steps 0, 3 and 4 for a reason of its own."""
-    ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4)
+    ddp, compression = make_compressed(SHAPES, OPTIONS, bucket_cap_mb=1e-4)
     ledger = Ledger()
     for i in range(7):
         outputs = step(ddp, gradients(SHAPES, rank, i))
         if i in (0, 3, 4):
             outputs = {}
             if announced:
-                tp.step_skipped(ddp)
-                tp.step_skipped(ddp)  # a second call changes nothing
+                compression.step_skipped()
+                compression.step_skipped()  # a second call changes nothing
         ledger.add(outputs, mean_gradients(SHAPES, 2, i))
-    return _errors(ledger, ddp)
+    return _errors(ledger, compression)
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -206,17 +205,17 @@ def test_step_skipped(announced: bool) -> None:
 
 def _exact_between(rank: int) -> dict[str, float]:
     """A parameter that was not compressed in the dropped step keeps nothing of an earlier one."""
-    ddp = make_attached(SHAPES, OPTIONS, bucket_cap_mb=1e-4)
+    ddp, compression = make_compressed(SHAPES, OPTIONS, bucket_cap_mb=1e-4)
     ledger = Ledger()
     for i in range(4):
-        with tp.compression(i != 2):
+        with tp.scope("never") if i == 2 else nullcontext():
             outputs = step(ddp, gradients(SHAPES, rank, i))
         means = mean_gradients(SHAPES, 2, i)
         if i == 2:  # sent exactly and dropped: gone, as it is without compression
-            tp.step_skipped(ddp)
+            compression.step_skipped()
         else:
             ledger.add(outputs, means)
-    return _errors(ledger, ddp)
+    return _errors(ledger, compression)
 
 
 def test_step_skipped_after_an_exact_step() -> None:
@@ -234,12 +233,14 @@ def _half(rank: int) -> tuple[float, list[int], float]:
     rows = torch.tensor([1.0, -1.0]).repeat(16)
     columns = torch.tensor([1.0, 1.0, -1.0, -1.0]).repeat(8)
     both = torch.outer(torch.ones(32), columns) + torch.outer(rows, torch.ones(32)) * 0.99
-    ddp = make_attached(
-        shapes, tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=1), torch.float16
+    ddp, compression = make_compressed(
+        shapes,
+        tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=1),
+        torch.float16,
     )
     scale, ledger, dropped = 2.0**15, Ledger(), []
     for i in range(8):
-        tp.set_grad_scale(scale)
+        compression.grad_scale = scale
         mine = (both * 1.003).half()
         outputs = {n: out.double() / scale for n, out in step(ddp, {"first": mine * scale}).items()}
         ledger.means["first"] = ledger.means.get("first", 0) + mine.double()
@@ -247,9 +248,9 @@ def _half(rank: int) -> tuple[float, list[int], float]:
             ledger.outputs["first"] = ledger.outputs.get("first", 0) + outputs["first"]
         else:
             dropped.append(i)
-            tp.step_skipped(ddp)
+            compression.step_skipped()
             scale /= 2
-    return ledger.errors(_residuals(ddp))["first"], dropped, scale
+    return ledger.errors(_residuals(compression))["first"], dropped, scale
 
 
 def test_half_precision_outputs_that_overflow_are_not_lost() -> None:
@@ -265,15 +266,11 @@ def _two_optimizers(rank: int) -> tuple[list[dict[str, float]], float]:
     """One scaler and two models: the second skips a step, the first does not."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
     shapes = {"first": (30, 40), "second": (35, 25)}
-    models = [make_attached(shapes, OPTIONS, bucket_cap_mb=1e-4) for _ in range(2)]
-    optimizers = []
-    for ddp in models:
-        tp.detach(ddp)
-        tp.attach(ddp, OPTIONS, scaler=scaler)
-        optimizers.append(torch.optim.SGD(ddp.parameters(), lr=0.0))
+    models = [make_compressed(shapes, OPTIONS, scaler=scaler, bucket_cap_mb=1e-4) for _ in "ab"]
+    optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.0) for ddp, _ in models]
     ledgers = [Ledger(), Ledger()]
     for i in range(5):
-        for k, (ddp, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        for k, ((ddp, _), optimizer) in enumerate(zip(models, optimizers, strict=True)):
             mine = {n: gradient(s, n, rank, i, k) for n, s in shapes.items()}
             both = [{n: gradient(s, n, r, i, k) for n, s in shapes.items()} for r in range(2)]
             means = {n: (both[0][n].double() + both[1][n].double()) / 2 for n in shapes}
@@ -288,7 +285,7 @@ def _two_optimizers(rank: int) -> tuple[list[dict[str, float]], float]:
             scaler.step(optimizer)
             ledgers[k].add({} if bad else applied, means)
         scaler.update()
-    errors = [_errors(ledger, ddp) for ledger, ddp in zip(ledgers, models, strict=True)]
+    errors = [_errors(ledger, c) for ledger, (_, c) in zip(ledgers, models, strict=True)]
     return errors, scaler.get_scale()
 
 
@@ -335,7 +332,7 @@ def test_autocast_trains_as_without_compression() -> None:
 
 
 def _refused(rank: int) -> float:
-    ddp = make_attached(SHAPES, OPTIONS)
+    ddp = make_ddp(SHAPES)
     wrong: list[Any] = ["auto", 1024.0]
     for scaler in wrong:
         with pytest.raises(ValueError, match=r"scaler must be a torch\.amp\.GradScaler, got"):
@@ -345,9 +342,6 @@ def _refused(rank: int) -> float:
     loss = disabled.scale(ddp(gradients(SHAPES, rank, 0)))
     loss.backward()
     disabled.step(torch.optim.SGD(ddp.parameters(), lr=0.1))
-    other = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="not attached"):
-        tp.step_skipped(other)
     return relative_error(ddp.module.weights["bias"], -0.1 * mean_gradients(SHAPES, 2, 0)["bias"])
 
 

@@ -21,6 +21,7 @@ from support.synthetic import (
     Tensors,
     gradients,
     make_attached,
+    make_compressed,
     reduce_in_backward,
     relative_error,
     residuals_of,
@@ -32,7 +33,9 @@ from support.synthetic import (
 SHAPES = {"matrix": (20, 45), "bias": (20,), "second": (33, 18)}
 FLAT = {"flat": (1000,)}  # a matrix of 32 x 31 and a tail of 8
 GOOD_STEPS = 7
-OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=3, min_numel=500)
+OPTIONS = tp.Options.hook_defaults(
+    start_powerSGD_iter=0, matrix_approximation_rank=3, min_numel=500
+)
 
 # A skipped step leaves the residual as (E + G) - G. That is E to within one rounding of E + G: 6e-8
 # of a few times the gradient's norm. The steps after it carry that on. Seven steps of the
@@ -172,16 +175,16 @@ def test_flat_goes_on_as_if_the_step_had_not_been(
 
 def _state(rank: int, case: Case) -> list[tuple[dict[str, Any], dict[str, float]]]:
     """The state before and after a bad step, each with this rank's own residual norms."""
-    ddp = make_attached(SHAPES, OPTIONS)
+    ddp, compression = make_compressed(SHAPES, OPTIONS)
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
     seen = []
     for _ in range(2):
-        saved = without_checksums(tp.state_dict(ddp))
+        saved = without_checksums(compression.state_dict())
         seen.append(
             (
                 {name: to_numpy(parts) for name, parts in saved["parameters"].items()},
-                tp.stats()["residual_norms"],
+                compression.stats()["residual_norms"],
             )
         )
         step(ddp, _bad_gradients(SHAPES, rank, 3, case))
@@ -204,17 +207,17 @@ def test_q_and_residual_are_kept(where: str) -> None:
 def _overflow(rank: int, columns: int, value: float) -> tuple[bool, bool, Array, Array, int]:
     """A finite gradient whose factors are not finite."""
     shapes = {"matrix": (20, 45)}
-    ddp = make_attached(shapes, OPTIONS)
+    ddp, compression = make_compressed(shapes, OPTIONS)
     for i in range(2):
         step(ddp, gradients(shapes, rank, i))
-    before = residuals_of(ddp)["matrix"].numpy()
+    before = residuals_of(compression)["matrix"].numpy()
     huge = torch.zeros(20, 45)
     huge[:, :columns] = value
     spoilt = step(ddp, {"matrix": huge})["matrix"]
-    after = residuals_of(ddp)["matrix"].numpy()
+    after = residuals_of(compression)["matrix"].numpy()
     output = step(ddp, gradients(shapes, rank, 2))["matrix"]
     all_nan, finite = bool(spoilt.isnan().all()), bool(output.isfinite().all())
-    return all_nan, finite, before, after, tp.stats()["skipped_steps"]
+    return all_nan, finite, before, after, compression.stats()["skipped_steps"]
 
 
 @pytest.mark.parametrize(("columns", "value"), [(45, 3e38), (1, 6e37)], ids=["P", "Q"])
@@ -256,13 +259,13 @@ def test_only_the_bucket_is_lost() -> None:
 def _grad_scaler(rank: int) -> tuple[list[bool], list[float], Array]:
     """torch.amp.GradScaler skips the step on both ranks, though one gradient was fine."""
     shapes = {"w": (24, 32)}
-    ddp = make_attached(shapes, OPTIONS)
+    ddp, compression = make_compressed(shapes, OPTIONS)
     weight = ddp.module.weights["w"]
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=10**6)
     moved, scales = [], []
     for i in range(5):
-        tp.set_grad_scale(scaler.get_scale())
+        compression.grad_scale = scaler.get_scale()
         optimizer.zero_grad()
         mine = gradients(shapes, rank, i)
         if i == 2 and rank == 1:

@@ -32,11 +32,13 @@ def _model(attached: bool, wire: str) -> DistributedDataParallel:
 
 
 def _options(wire: str) -> tp.Options:
-    return tp.Options(RANK, start_powerSGD_iter=0, wire_dtype=wire, min_numel=1000)
+    return tp.Options.hook_defaults(
+        matrix_approximation_rank=RANK, start_powerSGD_iter=0, wire_dtype=wire, min_numel=1000
+    )
 
 
-def _trace(rank: int, file: str, attached: bool, wire: str, shapes: bool) -> dict[str, Any]:
-    """Writes the trace of one step. Returns the statistics of that step."""
+def _trace(rank: int, file: str, attached: bool, wire: str, shapes: bool) -> dict[str, int]:
+    """Writes the trace of one step. Returns the counts of that step."""
     ddp = _model(attached, wire)
 
     def step() -> None:
@@ -44,13 +46,14 @@ def _trace(rank: int, file: str, attached: bool, wire: str, shapes: bool) -> dic
 
     for _ in range(4):
         step()
-    tp.reset_stats()
+    before = tp.stats()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=shapes) as profiler:
         step()
-    stats = tp.stats(residual_norms=False)
+    stats = tp.stats()
     step()  # A profiler that has ended is no longer called.
     profiler.export_chrome_trace(f"{file}.{rank}")
-    return stats
+    counts = ("compressed_calls", "bytes_before", "bytes_after")
+    return {name: stats[name] - before[name] for name in counts}
 
 
 def _spans(file: str, rank: int) -> tuple[list[Event], list[Event]]:

@@ -18,6 +18,7 @@ from support.log_records import LogRecords
 from support.synthetic import without_checksums
 from torch_powersgd.reduction_checks import INTERVAL
 
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2)
 DRIFT = "the gradients of Sequential were not averaged in 20 steps of its optimizer"
 MISSED = "DDP does not average the gradients of"
 LONG = 2 * INTERVAL + 5
@@ -28,10 +29,15 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 3))
 
 
-def _attached(net: nn.Module, **ddp_arguments: Any) -> DistributedDataParallel:
+def _compressed(
+    net: nn.Module, **ddp_arguments: Any
+) -> tuple[DistributedDataParallel, tp.Compression]:
     ddp = DistributedDataParallel(net, **ddp_arguments)
-    tp.attach(ddp, {"start_powerSGD_iter": 2})
-    return ddp
+    return ddp, tp.attach(ddp, OPTIONS)
+
+
+def _attached(net: nn.Module, **ddp_arguments: Any) -> DistributedDataParallel:
+    return _compressed(net, **ddp_arguments)[0]
 
 
 def _train(forward: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -51,9 +57,9 @@ def _the_inner_module_is_trained() -> None:
 
 
 def _the_inner_module_is_trained_from_a_checkpoint_on() -> None:
-    ddp = _attached(_net())
-    state = without_checksums(tp.state_dict(ddp))
-    tp.load_state_dict(ddp, {**state, "step": 40})
+    ddp, compression = _compressed(_net())
+    state = without_checksums(compression.state_dict())
+    compression.load_state_dict({**state, "step": 40})
     _train(ddp.module, _sgd(ddp), LONG)
 
 
@@ -82,8 +88,8 @@ def _many_optimizers() -> None:
 
 
 def _detached() -> None:
-    ddp = _attached(_net())
-    tp.detach(ddp)
+    ddp, compression = _compressed(_net())
+    compression.detach()
     _train(ddp.module, _sgd(ddp), LONG)
 
 
@@ -98,7 +104,7 @@ def _unfrozen_before_attach() -> None:
     net[2].requires_grad_(False)
     ddp = DistributedDataParallel(net)
     net[2].requires_grad_(True)
-    tp.attach(ddp)
+    tp.attach(ddp, OPTIONS)
     _train(ddp, _sgd(ddp), LONG)
 
 
@@ -149,7 +155,7 @@ def _frozen_before_attach() -> None:
     net = _net()
     ddp = DistributedDataParallel(net, find_unused_parameters=True)
     net[2].requires_grad_(False)
-    tp.attach(ddp, {"start_powerSGD_iter": 2})
+    tp.attach(ddp, OPTIONS)
     _train(ddp, _sgd(ddp), 5)
     net[2].requires_grad_(True)
     _train(ddp, _sgd(ddp), LONG)
@@ -159,12 +165,12 @@ def _unfrozen_and_wrapped_anew() -> None:
     """The old wrapper lives on, and knows nothing of the parameters that are trained now."""
     net = _net()
     net[2].requires_grad_(False)
-    old = _attached(net)
+    old, compression = _compressed(net)
     _train(old, _sgd(old), 5)
     net[2].requires_grad_(True)
-    state = tp.state_dict(old)
-    new = _attached(net)
-    tp.load_state_dict(new, state)
+    state = compression.state_dict()
+    new, compression = _compressed(net)
+    compression.load_state_dict(state)
     _train(new, _sgd(new), LONG)
 
 

@@ -16,7 +16,7 @@ from support.synthetic import (
     Array,
     Arrays,
     gradients,
-    make_attached,
+    make_compressed,
     mean_gradients,
     step,
     to_numpy,
@@ -41,10 +41,10 @@ ALWAYS = 1e-3
 
 
 def _outputs(rank: int, options: tp.Options, dtype: torch.dtype) -> tuple[list[Arrays], Arrays]:
-    ddp = make_attached(SHAPES, options, dtype)
+    ddp, compression = make_compressed(SHAPES, options, dtype)
     outputs = [to_numpy(step(ddp, gradients(SHAPES, rank, i, dtype))) for i in range(STEPS)]
     return outputs, to_numpy(
-        {name: saved["residual"] for name, saved in tp.state_dict(ddp)["parameters"].items()}
+        {name: saved["residual"] for name, saved in compression.state_dict()["parameters"].items()}
     )
 
 
@@ -54,7 +54,7 @@ def _core_start(cols: int, index: int, options: tp.Options, dtype: torch.dtype, 
     The projection of the identity matrix is Q itself. The matrices before it give it its index.
     """
     shapes = [(2, 2)] * index + [(cols, cols)]
-    cold = tp.Options(
+    cold = tp.Options.hook_defaults(
         matrix_approximation_rank=options.matrix_approximation_rank,
         min_compression_rate=ALWAYS,
         warm_start=False,
@@ -140,7 +140,7 @@ def _id(value: dict[str, int] | torch.dtype) -> str:
 
 @pytest.mark.parametrize(("dtype", "fields"), CASES, ids=_id)
 def test_outputs_follow_the_reference(dtype: torch.dtype, fields: dict[str, Any]) -> None:
-    options = tp.Options(start_powerSGD_iter=0, min_compression_rate=ALWAYS, **fields)
+    options = tp.Options.hook_defaults(start_powerSGD_iter=0, min_compression_rate=ALWAYS, **fields)
     (outputs, residuals), (other_outputs, _) = ranks.run(WORLD_SIZE, _outputs, options, dtype)
     assert "weights.square" in residuals
     for name in SHAPES:
@@ -160,7 +160,7 @@ def test_outputs_follow_the_reference(dtype: torch.dtype, fields: dict[str, Any]
 
 def test_full_rank_is_exact() -> None:
     # With r = min(n, m) nothing is left out: the output is the mean.
-    options = tp.Options(
+    options = tp.Options.hook_defaults(
         start_powerSGD_iter=0, min_compression_rate=ALWAYS, matrix_approximation_rank=2
     )
     outputs, _ = ranks.run(WORLD_SIZE, _outputs, options, torch.float32)[0]
@@ -173,9 +173,9 @@ def test_full_rank_is_exact() -> None:
 def test_the_reference_would_see_another_algorithm() -> None:
     # Residual, warm start and random start must change the reference's outputs. Otherwise agreement
     # with the core would prove nothing.
-    plain = tp.Options(matrix_approximation_rank=3)
+    plain = tp.Options.hook_defaults(matrix_approximation_rank=3)
     expected, _ = _reference_outputs("square", plain, torch.float64)
     for fields in ({"use_error_feedback": False}, {"warm_start": False}, {"random_seed": 1}):
-        changed = tp.Options(matrix_approximation_rank=3, **fields)
+        changed = tp.Options.hook_defaults(matrix_approximation_rank=3, **fields)
         outputs, _ = _reference_outputs("square", changed, torch.float64)
         assert _relative(outputs[-1], expected[-1]) > 0.1, fields

@@ -5,33 +5,32 @@ from __future__ import annotations
 
 import gc
 import logging
-import weakref
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
 from support.log_records import LogRecords
-from support.synthetic import SHAPES, gradients, make_ddp, step
-from torch_powersgd.attach import attachment_of
+from support.synthetic import SHAPES, gradients, make_compressed, step
 
-OPTIONS: dict[str, Any] = {"start_powerSGD_iter": 2}
+OPTIONS: dict[str, Any] = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 1}
 LOST = "Synthetic was wrapped anew"
 
 
-def _wrapper_of_a_trained_module(rank: int, steps: int, **options: Any) -> Any:
-    ddp = make_ddp(SHAPES)
-    tp.attach(ddp, {**OPTIONS, **options})
+def _trained(
+    rank: int, steps: int, **options: Any
+) -> tuple[DistributedDataParallel, tp.Compression]:
+    ddp, compression = make_compressed(SHAPES, {**OPTIONS, **options})
     for i in range(steps):
         step(ddp, gradients(SHAPES, rank, i))
-    return ddp
+    return ddp, compression
 
 
-def _attach_anew(ddp: DistributedDataParallel) -> DistributedDataParallel:
-    new = DistributedDataParallel(ddp.module)
-    tp.attach(new, OPTIONS)
-    return new
+def _attach_anew(module: torch.nn.Module) -> tuple[DistributedDataParallel, tp.Compression]:
+    new = DistributedDataParallel(module)
+    return new, tp.attach(new, OPTIONS)
 
 
 def _wrap_anew(rank: int) -> dict[str, int]:
@@ -42,46 +41,51 @@ def _wrap_anew(rank: int) -> dict[str, int]:
         heard[case] = len(records.matching(LOST))
         records.seen.clear()
 
-    old = _wrapper_of_a_trained_module(rank, 4)
-    new = _attach_anew(old)
+    old, _ = _trained(rank, 4)
+    new, _ = _attach_anew(old.module)
     count("while the old wrapper is there")
 
     step(new, gradients(SHAPES, rank, 0))
-    _attach_anew(new)
+    _attach_anew(new.module)
     count("before the new one compresses")
 
-    old = _wrapper_of_a_trained_module(rank, 4)
-    module, core = old.module, weakref.ref(attachment_of(old).model)
+    old, compression = _trained(rank, 4)
+    module = old.module
     del old
     gc.collect()
-    assert core() is None  # the record of the residual does not keep it
-    tp.attach(DistributedDataParallel(module), OPTIONS)
+    assert compression.ended  # the record of the residual does not keep it
+    _attach_anew(module)
     count("when the old wrapper is gone")
 
-    old = _wrapper_of_a_trained_module(rank, 4)
-    state = tp.state_dict(old)
-    tp.load_state_dict(_attach_anew(old), state)
+    old, compression = _trained(rank, 4)
+    state = compression.state_dict()
+    _, compression = _attach_anew(old.module)
+    compression.load_state_dict(state)
     count("with the state")
 
-    old = _wrapper_of_a_trained_module(rank, 4)
+    old, compression = _trained(rank, 4)
     module = old.module
-    tp.state_dict(old, per_rank=True)
+    compression.state_dict(per_rank=True)
     del old
-    tp.attach(DistributedDataParallel(module), OPTIONS)
+    _attach_anew(module)
     count("with the state of a wrapper that is gone")
 
-    old = _wrapper_of_a_trained_module(rank, 4)
-    tp.state_dict(old)
+    old, compression = _trained(rank, 4)
+    compression.state_dict()
     step(old, gradients(SHAPES, rank, 4))
-    _attach_anew(old)
+    _attach_anew(old.module)
     count("with an old state")
 
-    _attach_anew(_wrapper_of_a_trained_module(rank, 2))
+    _attach_anew(_trained(rank, 2)[0].module)
     count("before compression")
-    _attach_anew(_wrapper_of_a_trained_module(rank, 4, use_error_feedback=False))
+    _attach_anew(_trained(rank, 4, use_error_feedback=False)[0].module)
     count("without error feedback")
-    old = _wrapper_of_a_trained_module(rank, 4)
-    tp.detach(old)
+    old, compression = _trained(rank, 4)
+    compression.detach()
+    _attach_anew(old.module)
+    count("after detach")
+    old, compression = _trained(rank, 4)
+    compression.detach()
     tp.attach(old)
     count("the same wrapper")
     return heard

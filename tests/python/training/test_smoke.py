@@ -25,7 +25,7 @@ CUDA = pytest.param("cuda", marks=needs_cuda)
 EXACT_STEPS = 3
 STEPS = 8
 WIDTH = 64
-OPTIONS = tp.Options.recommended(start_powerSGD_iter=EXACT_STEPS)  # int8 on the wire
+OPTIONS = tp.Options(start_powerSGD_iter=EXACT_STEPS)  # int8 on the wire
 
 
 def _train(rank: int, device: str) -> tuple[list[str], list[float], dict[str, Any]]:
@@ -82,7 +82,7 @@ def test_two_ranks_agree(device: str, inner: str) -> None:
 
 
 @pytest.mark.parametrize("device", [CUDA, "cpu"])
-def test_four_ranks_agree_in_two_hops(device: str) -> None:
+def test_four_ranks_agree_two_shot(device: str) -> None:
     p, _ = _C.traffic_of([(4096, WIDTH)], OPTIONS._core(), torch.float32, 4)
-    assert p.schedule == "two hops"
+    assert p.schedule == "two-shot"
     _check(4, device)

@@ -16,14 +16,17 @@ from support.synthetic import (
     Arrays,
     Ledger,
     gradients,
-    make_attached,
+    make_compressed,
     mean_gradients,
+    own_part,
     residuals_of,
     step,
     to_numpy,
 )
 
-OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=3, warm_start_noise=0.5)
+OPTIONS = tp.Options.hook_defaults(
+    start_powerSGD_iter=0, matrix_approximation_rank=3, warm_start_noise=0.5
+)
 STEPS = 12
 IDENTITY_TOLERANCE = 1e-5  # as in test_identity.py
 
@@ -32,15 +35,15 @@ def _trained(
     rank: int, world_size: int, options: tp.Options
 ) -> tuple[dict[str, float], list[bytes], Arrays]:
     """The errors of the identity, the outputs of all steps, and Q at the end."""
-    ddp = make_attached(SHAPES, options)
+    ddp, compression = make_compressed(SHAPES, options)
     ledger, outputs = Ledger(), []
     for i in range(STEPS):
         output = step(ddp, gradients(SHAPES, rank, i))
         ledger.add(output, mean_gradients(SHAPES, world_size, i))
         outputs += [tensor.numpy().tobytes() for tensor in output.values()]
-    state = tp.state_dict(ddp, per_rank=True)["parameters"]
+    state = own_part(compression.state_dict(per_rank=True))["parameters"]
     q_warm = to_numpy({n: tensors["q_warm"] for n, tensors in state.items() if "q_warm" in tensors})
-    return ledger.errors(residuals_of(ddp)), outputs, q_warm
+    return ledger.errors(residuals_of(compression)), outputs, q_warm
 
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16, torch.int8], ids=str)

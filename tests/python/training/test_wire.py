@@ -20,6 +20,7 @@ from support.synthetic import (
     Shapes,
     gradients,
     make_attached,
+    make_compressed,
     make_ddp,
     mean_gradients,
     relative_error,
@@ -28,7 +29,7 @@ from support.synthetic import (
     to_numpy,
 )
 
-OPTIONS = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
 Wire = torch.dtype | str | None
 # The largest error of an element, relative to the largest of its group of 64 elements, and the bits
 # of an element with its share of the group's scale.
@@ -58,15 +59,15 @@ def identity(
     device: str = "cpu",
 ) -> tuple[dict[str, float], dict[str, Any], list[Arrays]]:
     """Trains and returns the identity's errors, the statistics and the outputs."""
-    ddp = make_attached(shapes, _options(wire), device=device)
+    ddp, compression = make_compressed(shapes, _options(wire), device=device)
     ledger, outputs = Ledger(), []
     for i in range(STEPS):
         mine, mean = gradients(shapes, rank, i), mean_gradients(shapes, world_size, i)
         fed = {name: (tensor * scale).to(device) for name, tensor in mine.items()}
         outputs.append({name: tensor.cpu() for name, tensor in step(ddp, fed).items()})
         ledger.add(outputs[-1], {name: tensor * scale for name, tensor in mean.items()})
-    stats = tp.stats()
-    residuals = {name: residual.cpu() for name, residual in residuals_of(ddp).items()}
+    stats = compression.stats()
+    residuals = {name: residual.cpu() for name, residual in residuals_of(compression).items()}
     assert residuals.keys() == set(COMPRESSED), "what is not compressed is exact"
     errors = ledger.errors(residuals)
     return errors, stats, [to_numpy(output) for output in outputs]
@@ -151,7 +152,7 @@ def test_a_gradient_of_low_rank_comes_back(wire: Wire) -> None:
 
 def _grows(rank: int, wire: Wire, name: str) -> tuple[float, int]:
     """A gradient becomes 2^20 times larger from one step to the next."""
-    ddp = make_attached(SHAPES, _options(wire))
+    ddp, compression = make_compressed(SHAPES, _options(wire))
     ledger = Ledger()
     for i in range(8):
         mine, mean = gradients(SHAPES, rank, i), mean_gradients(SHAPES, 2, i)
@@ -159,7 +160,7 @@ def _grows(rank: int, wire: Wire, name: str) -> tuple[float, int]:
             mine[name] = mine[name] * 2.0**20
             mean[name] = mean[name] * 2.0**20
         ledger.add(step(ddp, mine), mean)
-    return ledger.errors(residuals_of(ddp))[name], tp.stats()["skipped_steps"]
+    return ledger.errors(residuals_of(compression))[name], compression.stats()["skipped_steps"]
 
 
 @pytest.mark.parametrize("name", ["wide", "bias"])
@@ -190,12 +191,12 @@ def test_a_sum_that_overflows_costs_one_step(wire: Wire) -> None:
 
 
 def _float64(rank: int, wire: Wire) -> dict[str, float]:
-    ddp = make_attached(SHAPES, _options(wire), torch.float64)
+    ddp, compression = make_compressed(SHAPES, _options(wire), torch.float64)
     ledger = Ledger()
     for i in range(STEPS):
         outputs = step(ddp, gradients(SHAPES, rank, i, torch.float64))
         ledger.add(outputs, mean_gradients(SHAPES, 2, i, torch.float64))
-    return ledger.errors(residuals_of(ddp))
+    return ledger.errors(residuals_of(compression))
 
 
 @pytest.mark.parametrize("wire", [torch.float32, "int8"], ids=str)

@@ -75,10 +75,9 @@ class CollectiveCall:
             # Only one rank compares and looks for absent ranks, so that n ranks make n requests.
             everyone = [str(rank) for rank in range(len(self.global_ranks))]
             self._wait(everyone)
-            if not self.store.check([_VERDICT]):
-                given = [json.loads(self.store.get(key)) for key in everyone]
-                self.store.set(_VERDICT, error_of(given) or compare(given))
-                self._forget_before(everyone)
+            given = [json.loads(self.store.get(key)) for key in everyone]
+            self.store.set(_VERDICT, error_of(given) or compare(given))
+            self._forget_before(everyone)
         else:
             self._wait([_VERDICT])
         verdict = self.store.get(_VERDICT).decode()
@@ -115,14 +114,14 @@ class CollectiveCall:
                     self.before.delete_key(key)
 
     def _wait(self, keys: list[str]) -> None:
-        """Waits for the keys, or for a verdict without them. A warning names late ranks."""
+        """Waits for the keys. A warning names the ranks that are late."""
         start = time.monotonic()
         try:
             self.store.wait(keys, min(PATIENCE, self.timeout))
             return
         except RuntimeError:  # The time-out has no type of its own in every kind of store.
             named = False
-        while not self.store.check(keys) and not self.store.check([_VERDICT]):
+        while not self.store.check(keys):
             late = self.absent()
             if late and not named:
                 named = True
@@ -141,10 +140,9 @@ def next_call(
     group: dist.ProcessGroup,
     function: str,
     timeout: timedelta,
-    explain: Callable[[CollectiveCall, list[int]], str] = lambda call, absent: "",
 ) -> CollectiveCall:
     """This rank's next call of a function that every rank of the group must call."""
-    calls = calls_store(group, function)
+    calls = PrefixStore(f"powersgd/{function}", group.get_group_store())
     number = count_call(calls, group.rank())
     return CollectiveCall(
         store_of_call(calls, number),
@@ -152,8 +150,7 @@ def next_call(
         global_ranks(group),
         f"called {function}",
         timeout,
-        explain,
-        store_of_call(calls, number - 1) if number > 1 else None,
+        before=store_of_call(calls, number - 1) if number > 1 else None,
     )
 
 
@@ -169,11 +166,6 @@ def equality_of(things: str) -> Compare:
     return compare
 
 
-def calls_store(group: dist.ProcessGroup, function: str) -> PrefixStore:
-    """The part of the group's store that belongs to the calls of one function."""
-    return PrefixStore(f"powersgd/{function}", group.get_group_store())
-
-
 def global_ranks(group: dist.ProcessGroup) -> Sequence[int]:
     """The group's ranks as the whole job counts them, or from 0 on if torch does not know them."""
     # A group that ProcessGroup.split_group made is not registered.
@@ -186,22 +178,12 @@ def count_call(store: Store, rank: int) -> int:
     return store.add(f"calls/{rank}", 1)
 
 
-def calls_of(store: Store, rank: int) -> int:
-    """The number of calls that were counted."""
-    return store.add(f"calls/{rank}", 0)
-
-
 def store_of_call(store: Store, number: int) -> PrefixStore:
     """The part of the store that belongs to one call.
 
     A store may outlive a group. A later group on it must not find the keys of the first.
     """
     return PrefixStore(str(number), store)
-
-
-def fail(store: Store, message: str) -> None:
-    """Makes the ranks that wait in the call of this store raise a ValueError."""
-    store.set(_VERDICT, message)
 
 
 def error_as_arguments(error: Exception) -> dict[str, Any]:

@@ -12,7 +12,7 @@
 #include <tuple>
 #include <vector>
 
-#include "powersgd/attached_model.h"
+#include "powersgd/bucket_reducer.h"
 #include "powersgd/stats.h"
 #include "support/device_outcomes.h"
 #include "support/fake_device.h"
@@ -50,13 +50,14 @@ Outcome train(const Place& place, const Options& options) {
   const auto session = test::make_session_of_equal_ranks(place.first, options);
   const auto parameters = make_parameters(place);
   Outcome outcome;
-  const auto step = [&](AttachedModel& model, const at::Tensor& gradient,
+  const auto step = [&](BucketReducer& model, const at::Tensor& gradient,
                         Use use_of_weight = Use::kUsed, Use use_of_embedding = Use::kUsed) {
     at::Tensor first = gradient.narrow(0, 0, kFirst).to(place.first, false, /*copy=*/true);
     at::Tensor second = gradient.narrow(0, kFirst, kSecond).to(place.second, false, /*copy=*/true);
-    const auto one = model.reduce(0, first, model.find({parameters[0], parameters[1]}), 2,
-                                  /*more_follow=*/true, {use_of_weight, Use::kUsed});
-    const auto two = model.reduce(1, second, model.find({parameters[2]}), 2,
+    const auto one =
+        model.reduce(0, first, model.states()->parameters().find({parameters[0], parameters[1]}), 2,
+                     /*more_follow=*/true, {use_of_weight, Use::kUsed});
+    const auto two = model.reduce(1, second, model.states()->parameters().find({parameters[2]}), 2,
                                   /*more_follow=*/true, {use_of_embedding});
     model.end_step();
     for (const auto& work : {one, two}) {
@@ -68,12 +69,12 @@ Outcome train(const Place& place, const Options& options) {
     }
     for (const at::Tensor& output : {first, second}) outcome.tensors.push_back(output.clone());
   };
-  const auto model = AttachedModel::attach(session, kNames, parameters, options);
+  const auto model = BucketReducer::attach(session, kNames, parameters, options);
   step(*model, gradient(0));
   step(*model, gradient(1));
-  model->step_skipped(at::ones({}, place.first));
+  model->states()->step_skipped(at::ones({}, place.first));
   step(*model, gradient(2));
-  model->step_skipped(at::zeros({}, place.first));  // the step was not skipped
+  model->states()->step_skipped(at::zeros({}, place.first));  // the step was not skipped
   at::Tensor bad = gradient(3);
   bad[5] = std::numeric_limits<float>::infinity();
   step(*model, bad);
@@ -88,15 +89,15 @@ Outcome train(const Place& place, const Options& options) {
   step(*model, gradient(4));
   step(*model, gradient(6), Use::kUsed, Use::kStale);
   step(*model, 1e4 * gradient(7), Use::kStale);
-  model->discard_step();
+  model->states()->discard_step();
   step(*model, gradient(8));
 
   fake::let_host_wait();  // a checkpoint waits
   // The caller's stream reads an exported tensor, which is then released.
-  const auto resumed = AttachedModel::attach(session, kNames, parameters, options);
+  const auto resumed = BucketReducer::attach(session, kNames, parameters, options);
   {
-    const auto of_all = model->export_state();
-    resumed->load_state(of_all, model->step(), 1);
+    const auto of_all = model->states()->export_state();
+    resumed->states()->load_state(of_all, model->states()->step(), 1);
     for (const auto& saved : of_all) {
       for (const at::Tensor& tensor : {saved.residual, saved.q}) {
         if (tensor.defined()) outcome.tensors.push_back(tensor.clone());
@@ -104,8 +105,8 @@ Outcome train(const Place& place, const Options& options) {
     }
   }
   step(*resumed, gradient(5));
-  const auto continued = AttachedModel::attach(session, kNames, parameters, options);
-  continued->load_local(model->export_local(), model->step());
+  const auto continued = BucketReducer::attach(session, kNames, parameters, options);
+  continued->states()->load_local(model->states()->export_local(), model->states()->step());
   step(*continued, gradient(5));
   step(*model, gradient(5));
 
@@ -117,9 +118,9 @@ Outcome train(const Place& place, const Options& options) {
 }
 
 // true: spread over two devices, with checks, for which alone a step waits for the device
-class AttachedModelOnDevice : public testing::TestWithParam<bool> {};
+class BucketReducerOnDevice : public testing::TestWithParam<bool> {};
 
-TEST_P(AttachedModelOnDevice, IsTheSameInAnyOrderOfStreams) {
+TEST_P(BucketReducerOnDevice, IsTheSameInAnyOrderOfStreams) {
   fake::add_operators();
   const bool spread = GetParam();
   Options options;
@@ -145,7 +146,7 @@ TEST_P(AttachedModelOnDevice, IsTheSameInAnyOrderOfStreams) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Modes, AttachedModelOnDevice, testing::Bool(), [](const auto& mode) {
+INSTANTIATE_TEST_SUITE_P(Modes, BucketReducerOnDevice, testing::Bool(), [](const auto& mode) {
   return mode.param ? "SpreadAndChecked" : "Plain";
 });
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
-from support.synthetic import gradients, make_ddp, step
+from support.synthetic import gradients, make_compressed, make_ddp, step
 from torch_powersgd.units import size_text
 
 # Rank 2 compresses the two weights of 128 x 64 and 32 x 144, but no bias and no small weight.
@@ -25,6 +26,7 @@ RAW = 128 + 64
 SENT = 2 * (128 + 64) + 2 * (32 + 144) + RAW  # without the counts
 FACTORS_IN_GROUPS = 64 * 2 * (2 + 1 + 1 + 3)  # groups of 64 elements, for a wire that rounds
 OPTIONS: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
+FLOAT32 = tp.Options.hook_defaults()  # of the group
 NOT_STARTED = "nothing has been compressed in {} steps: compression starts at step {}"
 
 
@@ -34,7 +36,7 @@ def _heard(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> st
     return heard.getvalue()
 
 
-def _attach_line(rank: int) -> tuple[str, ...]:
+def _attach_lines(rank: int) -> tuple[str, ...]:
     quiet = _heard(tp.attach, make_ddp(SHAPES), OPTIONS)
     half = _heard(tp.attach, make_ddp(SHAPES), {**OPTIONS, "wire_dtype": torch.bfloat16})
     nothing = _heard(tp.attach, make_ddp(SHAPES), {"matrix_approximation_rank": 600})
@@ -48,12 +50,12 @@ def _attach_line(rank: int) -> tuple[str, ...]:
 
 
 def test_attach_says_once_what_it_will_do() -> None:
-    first, second = ranks.run(2, _attach_line)
+    first, second = ranks.run(2, _attach_lines, options=FLOAT32)
     quiet, half, nothing, never, logged, stderr = first
     share = 100 * (128 * 64 + 32 * 144) / NUMEL
     expected = (
-        f"2 of 4 parameters ({share:.1f} % of the elements) are compressed at rank 2; a step sends "
-        f"{size_text(4 * SENT)} in place of {size_text(4 * NUMEL)}, from step 4 on"
+        f"2 of 4 parameters ({share:.1f} % of the elements) are compressed at matrix rank 2; a "
+        f"step sends {size_text(4 * SENT)} in place of {size_text(4 * NUMEL)}, from step 4 on"
     )
     assert quiet == f"torch_powersgd: {expected}\n"
     assert f"sends {size_text(2 * FACTORS_IN_GROUPS + 4 * RAW)} in place" in half
@@ -65,8 +67,21 @@ def test_attach_says_once_what_it_will_do() -> None:
 
 
 def test_attach_in_a_group_of_one_says_that_nothing_is_sent() -> None:
-    ((quiet, *_),) = ranks.run(1, _attach_line)
-    assert "one rank" in quiet
+    ((quiet, *_),) = ranks.run(1, _attach_lines)
+    assert "one process" in quiet
+
+
+def _attach_line_of_torchrun(rank: int, on_this_host: int) -> str:
+    os.environ.update({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(on_this_host)})
+    return _heard(tp.attach, make_ddp(SHAPES), OPTIONS)
+
+
+def test_attach_on_one_host_says_that_it_may_gain_nothing() -> None:
+    end = "; all processes are on this host, where plain averaging is likely to be as fast\n"
+    for on_this_host in (1, 2):
+        first, second = ranks.run(2, _attach_line_of_torchrun, on_this_host)
+        assert first.endswith(end) == (on_this_host == 2)
+        assert second == ""
 
 
 def _nothing_to_compress(rank: int) -> str:
@@ -88,17 +103,19 @@ def test_a_model_that_is_not_compressed_does_not_say_that_compression_starts() -
 def _short_job(rank: int, attached: bool, steps: int, read: bool) -> tuple[str, str, str]:
     """Trains; returns the lines of stats, of stats again, and of the end of the group."""
     ddp = make_ddp(SHAPES)
+    stats: Callable[[], object] = tp.stats
     if attached:
-        _heard(tp.attach, ddp)
+        with contextlib.redirect_stderr(io.StringIO()):
+            stats = tp.attach(ddp).stats
     for i in range(steps):
         step(ddp, gradients(SHAPES, rank, i))
-    stats = [_heard(tp.stats) if read else "" for _ in range(2)]
-    return stats[0], stats[1], _heard(dist.destroy_process_group)
+    said = [_heard(stats) if read else "" for _ in range(2)]
+    return said[0], said[1], _heard(dist.destroy_process_group)
 
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_a_job_that_ends_before_compression_starts_says_so_once(attached: bool) -> None:
-    options = tp.Options(matrix_approximation_rank=2, start_powerSGD_iter=40, min_numel=64)
+    options = tp.Options.hook_defaults(matrix_approximation_rank=2, start_powerSGD_iter=40, min_numel=64)
     said = NOT_STARTED.format(3, 40)
     for read in (True, False):
         first, second = ranks.run(2, _short_job, attached, 3, read, options=options)
@@ -107,7 +124,7 @@ def test_a_job_that_ends_before_compression_starts_says_so_once(attached: bool) 
 
 
 def test_stats_say_nothing_if_compression_starts_soon() -> None:
-    options = tp.Options(**OPTIONS, min_numel=64)
+    options = tp.Options.hook_defaults(**OPTIONS, min_numel=64)
     first, _ = ranks.run(2, _short_job, True, 3, True, options=options)
     assert first[:2] == ("", "")
     assert first[2].count(NOT_STARTED.format(3, 4)) == 1
@@ -115,7 +132,7 @@ def test_stats_say_nothing_if_compression_starts_soon() -> None:
 
 def test_a_job_that_compresses_says_nothing_at_its_end() -> None:
     for attached in (True, False):
-        options = tp.Options(**OPTIONS, min_numel=64)
+        options = tp.Options.hook_defaults(**OPTIONS, min_numel=64)
         for _, _, end in ranks.run(2, _short_job, attached, 6, True, options=options):
             assert NOT_STARTED[:20] not in end
 
@@ -129,24 +146,52 @@ def test_a_group_without_attach_ends_without_a_warning(capfd: pytest.CaptureFixt
     assert "No backend of type" not in capfd.readouterr().err
 
 
-def _flags(rank: int) -> list[tuple[bool, int | None]]:
+def _starts(stats: dict[str, Any]) -> tuple[bool, int | None]:
+    return stats["compressing"], stats["starts_at"]
+
+
+def _flags(rank: int) -> tuple[list[Any], list[Any], Any]:
+    """What stats say before each step: of the group, of a module, and of one that never starts."""
     ddp = make_ddp(SHAPES)
-    seen = [(tp.stats()["compressing"], tp.stats()["starts_at"])]
-    tp.attach(ddp, OPTIONS)
+    of_group = [_starts(tp.stats())]
+    compression = tp.attach(ddp, OPTIONS)
+    of_module = []
     for i in range(5):
-        seen.append((tp.stats()["compressing"], tp.stats()["starts_at"]))
+        of_module.append(_starts(compression.stats()))
+        of_group.append(_starts(tp.stats()))
         step(ddp, gradients(SHAPES, rank, i))
-    tp.detach(ddp)
-    seen.append((tp.stats()["compressing"], tp.stats()["starts_at"]))
-    none = dist.new_group(backend="cpu:powersgd")
-    tp.attach(make_ddp(SHAPES, process_group=none), {"matrix_approximation_rank": 600})
-    seen.append((tp.stats(none)["compressing"], tp.stats(none)["starts_at"]))
-    return seen
+    of_group.append(_starts(tp.stats()))
+    _never, none = make_compressed(SHAPES, {"matrix_approximation_rank": 600})
+    return of_group, of_module, _starts(none.stats())
 
 
 def test_stats_say_whether_and_when_compression_starts() -> None:
-    expected = [(False, 1000)] + [(False, 4)] * 4 + [(True, 4)] + [(False, 4), (False, None)]
-    assert ranks.run(2, _flags) == [expected] * 2
+    of_group = [(False, 10), *[(False, 4)] * 5, (True, 4)]
+    of_module = [*[(False, 4)] * 4, (True, 4)]
+    assert ranks.run(2, _flags) == [(of_group, of_module, (False, None))] * 2
+
+
+def _two_modules(rank: int) -> list[Any]:
+    """The counts and the notices of two modules of one group, of which one compresses."""
+    ddps = [make_ddp(SHAPES) for _ in range(2)]
+    handles = [
+        tp.attach(ddp, {**OPTIONS, "start_powerSGD_iter": start})
+        for ddp, start in zip(ddps, (1, 40), strict=True)
+    ]
+    for ddp, steps in zip(ddps, (3, 2), strict=True):
+        for i in range(steps):
+            step(ddp, gradients(SHAPES, rank, i))
+    counts, total = [handle.stats() for handle in handles], tp.stats()
+    for name in ("steps", "compressed_calls", "exact_calls", "bytes_before", "bytes_after"):
+        assert sum(count[name] for count in counts) == total[name], name
+    handles[0].reset_stats()
+    after = handles[0].stats()
+    return [[count["steps"] for count in counts], after["steps"], after["compressed_calls"]]
+
+
+def test_each_module_has_its_own_counts() -> None:
+    assert ranks.run(2, _two_modules) == [[[3, 2], 3, 0]] * 2
+
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class Comparison:
         backend = find_backend(self.group, device)
         assert backend is not None
         self.models = [
-            _C.AttachedModel(backend, self.names, self.parameters, each._core()) for each in options
+            _C.BucketReducer(backend, self.names, self.parameters, each._core()) for each in options
         ]
         self._sizes = [as_reals(parameter).numel() for parameter in self.parameters]
         # Squared norms by parameter: those of each setting's errors, and of the gradients.

@@ -3,7 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
-#include "powersgd/attached_model.h"
+#include "powersgd/bucket_reducer.h"
 #include "powersgd/stats.h"
 #include "support/thread_ranks.h"
 
@@ -29,7 +29,7 @@ class Model {
   Model(int rank, const std::shared_ptr<Session>& session, const Options& options) : rank_(rank) {
     parameters = {at::zeros({24, 32}), at::zeros({24}),
                   at::zeros({32, 6, 3, 3}).contiguous(at::MemoryFormat::ChannelsLast)};
-    model = AttachedModel::attach(session, std::vector<std::string>{"weight", "bias", "conv"},
+    model = BucketReducer::attach(session, std::vector<std::string>{"weight", "bias", "conv"},
                                   parameters, options);
   }
 
@@ -51,13 +51,13 @@ class Model {
   }
 
   std::vector<at::Tensor> parameters;
-  std::shared_ptr<AttachedModel> model;
+  std::shared_ptr<BucketReducer> model;
 
  private:
   void reduce(size_t index, size_t count, at::Tensor buffer, const std::vector<size_t>& which) {
     std::vector<at::Tensor> members;
     for (const size_t i : which) members.push_back(parameters[i]);
-    model->reduce(index, buffer, model->find(members), kRanks)->wait();
+    model->reduce(index, buffer, model->states()->parameters().find(members), kRanks)->wait();
     if (index + 1 == count) model->end_step();
   }
 
@@ -101,22 +101,22 @@ double relative(const at::Tensor& a, const at::Tensor& b) {
   return ((a - b).norm() / b.norm()).item<double>();
 }
 
-TEST(AttachedModel, NothingIsLostWhenBucketsAreRebuilt) {
+TEST(BucketReducer, NothingIsLostWhenBucketsAreRebuilt) {
   run(make_options(), [](Model& model, const auto&) {
     at::Tensor sent = at::zeros({24 * 32 + 24 + 32 * 54}), asked = at::zeros_like(sent);
     for (int step = 0; step < 8; ++step) {
       sent += model.step(step, /*two_buckets=*/step >= 3);
       asked += Model::mean_gradient(step);
     }
-    const at::Tensor left = flat(model, model.model->export_state());
+    const at::Tensor left = flat(model, model.model->states()->export_state());
     EXPECT_GT(left.norm().item<double>(), 1);
     EXPECT_LT(relative(sent + left, asked), 1e-5);
-    EXPECT_EQ(model.model->step(), 8);
+    EXPECT_EQ(model.model->states()->step(), 8);
   });
 }
 
 // FSDP2 reduces in another dtype if its module is converted before its first pass.
-TEST(AttachedModel, NothingIsLostWhenBucketsChangeTheirDtype) {
+TEST(BucketReducer, NothingIsLostWhenBucketsChangeTheirDtype) {
   run(make_options(), [](Model& model, const auto&) {
     at::Tensor sent = at::zeros({24 * 32 + 24 + 32 * 54}, at::kDouble);
     at::Tensor asked = at::zeros_like(sent);
@@ -124,13 +124,13 @@ TEST(AttachedModel, NothingIsLostWhenBucketsChangeTheirDtype) {
       sent += model.step(step, /*two_buckets=*/false, step / 3 == 1 ? at::kDouble : at::kFloat);
       asked += Model::mean_gradient(step);
     }
-    const at::Tensor left = flat(model, model.model->export_state());
+    const at::Tensor left = flat(model, model.model->states()->export_state());
     EXPECT_GT(left.norm().item<double>(), 1);
     EXPECT_LT(relative(sent + left, asked), 1e-5);
   });
 }
 
-TEST(AttachedModel, WarmUpIsExact) {
+TEST(BucketReducer, WarmUpIsExact) {
   run(make_options(/*start=*/2), [](Model& model, const auto& session) {
     EXPECT_TRUE(at::equal(model.step(0, false), Model::mean_gradient(0)));
     EXPECT_TRUE(at::equal(model.step(1, false), Model::mean_gradient(1)));
@@ -140,21 +140,21 @@ TEST(AttachedModel, WarmUpIsExact) {
   });
 }
 
-TEST(AttachedModel, DetachedIsExact) {
+TEST(BucketReducer, DetachedIsExact) {
   run(make_options(), [](Model& model, const auto&) {
     model.model->set_active(false);
     EXPECT_TRUE(at::equal(model.step(0, false), Model::mean_gradient(0)));
   });
 }
 
-TEST(AttachedModel, AStateThatIsLoadedIsTheOneThatWasSaved) {
+TEST(BucketReducer, AStateThatIsLoadedIsTheOneThatWasSaved) {
   run(make_options(), [](Model& model, const auto& session) {
     for (int step = 0; step < 3; ++step) model.step(step, false);
-    const auto saved = model.model->export_state();
+    const auto saved = model.model->states()->export_state();
     Model other(0, session, make_options());
-    other.model->load_state(saved, 3, 1.0);
-    EXPECT_EQ(other.model->step(), 3);
-    const auto loaded = other.model->export_state();
+    other.model->states()->load_state(saved, 3, 1.0);
+    EXPECT_EQ(other.model->states()->step(), 3);
+    const auto loaded = other.model->states()->export_state();
     for (size_t i = 0; i < saved.size(); ++i) {
       ASSERT_EQ(loaded[i].residual.defined(), saved[i].residual.defined()) << saved[i].name;
       if (!saved[i].residual.defined()) continue;
@@ -165,7 +165,7 @@ TEST(AttachedModel, AStateThatIsLoadedIsTheOneThatWasSaved) {
   });
 }
 
-TEST(AttachedModel, AParameterThatWasNotAttachedIsAnError) {
+TEST(BucketReducer, AParameterThatWasNotAttachedIsAnError) {
   run(make_options(), [](Model& model, const auto&) {
     model.parameters[1] = at::zeros({24});
     EXPECT_THROW(model.step(0, false), c10::Error);

@@ -3,7 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
-#include "powersgd/attached_model.h"
+#include "powersgd/bucket_reducer.h"
 #include "support/thread_ranks.h"
 
 namespace powersgd {
@@ -17,9 +17,9 @@ at::Tensor noise(int rank, int step) {
   return at::randn({kNumel}, at::detail::createCPUGenerator(seed));
 }
 
-std::shared_ptr<AttachedModel> attach(const std::shared_ptr<Session>& session,
+std::shared_ptr<BucketReducer> attach(const std::shared_ptr<Session>& session,
                                       const Options& options) {
-  return AttachedModel::attach(session, {"weight", "bias"}, {at::zeros({24, 32}), at::zeros({24})},
+  return BucketReducer::attach(session, {"weight", "bias"}, {at::zeros({24, 32}), at::zeros({24})},
                                options);
 }
 
@@ -54,9 +54,9 @@ c10d::AllreduceOptions reduced_by(c10d::ReduceOp::RedOpType op) {
 }
 
 // The mean residual of the weight.
-at::Tensor residual(AttachedModel& model) { return model.export_state()[0].residual; }
+at::Tensor residual(BucketReducer& model) { return model.states()->export_state()[0].residual; }
 
-TEST(AttachedModelExpected, AnAllreduceByItsOwnerIsReduceToTheBit) {
+TEST(BucketReducerExpected, AnAllreduceByItsOwnerIsReduceToTheBit) {
   struct Case {
     c10d::ReduceOp::RedOpType op;
     double divided_after;
@@ -72,7 +72,7 @@ TEST(AttachedModelExpected, AnAllreduceByItsOwnerIsReduceToTheBit) {
         reducing->reduce(0, wanted, {0, 1}, kRanks)->wait();
         reducing->end_step();
         expecting->expect(0, buffer, {0, 1}, each.divided_after);
-        EXPECT_EQ(session->model_that_expects({buffer}), expecting);
+        EXPECT_EQ(session->taker_of({buffer}), expecting);
         const auto work = expecting->reduce_expected(buffer, reduced_by(each.op));
         ASSERT_TRUE(work);
         work->wait();
@@ -86,23 +86,23 @@ TEST(AttachedModelExpected, AnAllreduceByItsOwnerIsReduceToTheBit) {
   }
 }
 
-TEST(AttachedModelExpected, OnlyTheAnnouncedMemoryIsExpectedAndOnlyOnce) {
+TEST(BucketReducerExpected, OnlyTheAnnouncedMemoryIsExpectedAndOnlyOnce) {
   run(make_options(), [](int rank, const auto& session) {
     const auto model = attach(session, make_options());
     const at::Tensor buffer = noise(rank, 0), both = at::zeros({2 * kNumel});
-    EXPECT_FALSE(session->model_that_expects({buffer}));
+    EXPECT_FALSE(session->taker_of({buffer}));
     model->expect(0, both.narrow(0, kNumel, kNumel), {0, 1}, 1);
     EXPECT_FALSE(model->expects(buffer));
     EXPECT_FALSE(model->expects(both.narrow(0, 0, kNumel)));
     const at::Tensor again = both.narrow(0, kNumel, kNumel);
     EXPECT_TRUE(model->expects(again));
-    EXPECT_FALSE(session->model_that_expects({again, buffer}));
+    EXPECT_FALSE(session->taker_of({again, buffer}));
     model->reduce_expected(again, reduced_by(c10d::ReduceOp::AVG))->wait();
     EXPECT_FALSE(model->expects(again));
   });
 }
 
-TEST(AttachedModelExpected, ExactStepsAndOtherReductionsAreLeftToTheCaller) {
+TEST(BucketReducerExpected, ExactStepsAndOtherReductionsAreLeftToTheCaller) {
   run(make_options(/*start=*/1), [](int rank, const auto& session) {
     const auto model = attach(session, make_options(/*start=*/1));
     const at::Tensor gradient = noise(rank, 0), buffer = gradient.clone();

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace powersgd {
+
+// Which tensor is which parameter of a model. A parameter's index is its place in the list of the
+// constructor, and its name is what a checkpoint calls it.
+class NamedParameters {
+ public:
+  NamedParameters(std::vector<std::string> names, const std::vector<at::Tensor>& parameters);
+
+  size_t size() const { return parameters_.size(); }
+  const std::vector<std::string>& names() const { return names_; }
+  // A complex parameter as pairs of real numbers.
+  const at::Tensor& operator[](size_t index) const { return parameters_[index]; }
+  // The devices of the parameters, which are several if a model is spread over them, and the first.
+  std::vector<c10::Device> devices() const;
+  c10::Device device() const { return parameters_.empty() ? at::kCPU : parameters_[0].device(); }
+
+  // Returns the indices of the constructor's own tensors. Throws for any other tensor.
+  std::vector<size_t> find(const std::vector<at::Tensor>& parameters) const;
+  std::optional<size_t> find_name(const std::string& name) const;
+  // Throws unless the parameter has the memory layout that it had in the constructor.
+  void check_layout(size_t index) const;
+
+  // Returns views of the gradients that a bucket holds one after the other.
+  std::vector<at::Tensor> split(const at::Tensor& bucket, const std::vector<size_t>& indices) const;
+
+ private:
+  std::vector<std::string> names_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<std::vector<int64_t>> strides_;  // in the constructor; empty: contiguous
+  std::unordered_map<const c10::TensorImpl*, size_t> index_of_;
+};
+
+}  // namespace powersgd

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tensors that are attached by name, for training loops of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_powersgd as tp
+import torch_powersgd.compression
+from support import ranks
+from support.call_observer import gloo
+from support.synthetic import (
+    Arrays,
+    Ledger,
+    Tensors,
+    from_bytes,
+    gradient,
+    make_ddp,
+    own_part,
+    relative_error,
+    to_bytes,
+    to_numpy,
+)
+from torch_powersgd.tools.footprint import as_reals
+
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
+WIRES = (None, "int8")
+BUCKETS = (25 << 20, 4000)  # bytes: one for each dtype, and several
+STEPS = 6
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "wide": (11, 67),
+    "tall": (83, 13),
+    "conv": (16, 3, 5, 5),
+    "transposed": (24, 50),
+    "gaps": (20, 33),
+    "bias": (16,),
+    "scalar": (),
+    "empty": (0, 5),
+    "double": (30, 25),
+    "half": (32, 28),
+    "complex": (20, 24),
+}
+DTYPES = {"double": torch.float64, "half": torch.bfloat16, "complex": torch.complex64}
+RAW = {"bias", "scalar", "empty"}
+# The identity's bounds, as in test_identity.
+TOLERANCE = {"double": 1e-13, "half": STEPS / 4 * torch.finfo(torch.bfloat16).eps / 2}
+
+
+def _values(rank: int, i: object) -> Tensors:
+    """The gradients of a rank at a step, some of them with gaps or another order in memory."""
+    found = {name: gradient(shape, name, rank, i) for name, shape in SHAPES.items()}
+    found["conv"] = found["conv"].to(memory_format=torch.channels_last)
+    found["transposed"] = found["transposed"].t().contiguous().t()
+    found["gaps"] = torch.stack([found["gaps"]] * 2, 2)[:, :, 0]
+    imaginary = gradient(SHAPES["complex"], "imaginary", rank, i)
+    found["complex"] = torch.complex(found["complex"], imaginary)
+    return {name: value.to(DTYPES.get(name, value.dtype)) for name, value in found.items()}
+
+
+def _reals(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    return {name: as_reals(tensor.clone()).double() for name, tensor in tensors.items()}
+
+
+def _means(i: object) -> Tensors:
+    by_rank = [_reals(_values(rank, i)) for rank in range(dist.get_world_size())]
+    return {name: torch.stack([v[name] for v in by_rank]).mean(0) for name in SHAPES}
+
+
+def _attach(**fields: Any) -> tp.Compression:
+    return tp.attach(_values(0, "attach"), dataclasses.replace(OPTIONS, **fields))
+
+
+def _residuals(compression: tp.Compression) -> Tensors:
+    state = compression.state_dict()
+    return {
+        name: entry["residual"].double() / state["grad_scale"]
+        for name, entry in state["parameters"].items()
+    }
+
+
+def _step(compression: tp.Compression, rank: int, i: object, scale: float = 1.0) -> Tensors:
+    tensors = _values(rank, i)
+    for tensor in tensors.values():
+        tensor *= scale
+    compression.all_reduce(tensors).wait()
+    return {name: tensor / scale for name, tensor in tensors.items()}
+
+
+def _check(ledger: Ledger, compression: tp.Compression) -> None:
+    for name, error in ledger.errors(_residuals(compression)).items():
+        assert error < TOLERANCE.get(name, 1e-5), (name, error)
+
+
+# Each of these runs on all ranks of one launch, and asserts there.
+CASES: list[Callable[[int], None]] = []
+
+
+def case(function: Callable[[int], None]) -> Callable[[int], None]:
+    CASES.append(function)
+    return function
+
+
+@case
+def nothing_is_lost(rank: int) -> None:
+    for wire in WIRES:
+        compression, ledger = _attach(wire_dtype=wire), Ledger()
+        for i in range(STEPS):
+            ledger.add(_reals(_step(compression, rank, i)), _means(i))
+        _check(ledger, compression)
+        without = ledger.errors()
+        assert all(without[name] > 0.1 for name in SHAPES.keys() - RAW), without
+        assert _residuals(compression).keys() == SHAPES.keys() - RAW
+        stats = compression.stats()
+        assert stats["steps"] == STEPS
+        assert stats["compressed_ratio"] > 1.5
+
+
+@case
+def the_memory_of_a_tensor_does_not_matter(rank: int) -> None:
+    one, other = _attach(), _attach()
+    for i in range(3):
+        outputs = _step(one, rank, i)
+        tensors = {name: value.contiguous() for name, value in _values(rank, i).items()}
+        given = dict(reversed(tensors.items())) if i % 2 else [*tensors.values()]
+        other.all_reduce(given).wait()
+        assert all(torch.equal(outputs[name], tensors[name]) for name in SHAPES)
+    layers = other.stats(per_layer=True)["layers"]
+    assert (layers["conv"]["rows"], layers["conv"]["cols"]) == (16, 75)
+    assert (layers["transposed"]["rows"], layers["transposed"]["cols"]) == (24, 50)
+
+
+@case
+def the_first_steps_are_exact(rank: int) -> None:
+    compression = _attach(start_powerSGD_iter=2, wire_dtype="int8")
+    for i in range(3):
+        expected = _values(rank, i)
+        if dist.get_world_size() == 3:  # whose sums depend on the order otherwise
+            expected = {name: 3 * value.real.round() for name, value in expected.items()}
+            expected["complex"] = expected["complex"].to(torch.complex64)
+        tensors = {name: value.clone() for name, value in expected.items()}
+        for tensor in expected.values():
+            flat = as_reals(tensor).contiguous()
+            dist.all_reduce(flat, group=gloo())
+            as_reals(tensor).copy_(flat / dist.get_world_size())
+        compression.all_reduce(tensors).wait()
+        equal = {name for name in SHAPES if torch.equal(tensors[name], expected[name])}
+        assert equal >= (RAW if i == 2 else SHAPES.keys()), (i, SHAPES.keys() - equal)
+        assert (equal == SHAPES.keys()) is (i < 2)
+
+
+@case
+def a_work_ends_in_any_way(rank: int) -> None:
+    waited, other = _attach(), _attach()
+    for i, end in enumerate(("wait", "synchronize", "get_future", "wait")):
+        outputs, tensors = _step(waited, rank, i), _values(rank, i)
+        work = other.all_reduce(tensors)
+        ended = getattr(work, end)()
+        if end == "get_future":
+            ended.wait()
+        for returned in (work.get_future().wait(), work.get_future().wait(), work.result()):
+            assert all(a is b for a, b in zip(tensors.values(), returned, strict=True))
+            assert all(torch.equal(tensors[name], outputs[name]) for name in SHAPES)
+        work.wait()  # again, which changes nothing
+        assert all(torch.equal(tensors[name], outputs[name]) for name in SHAPES)
+        assert work.is_completed()
+
+
+@case
+def a_loop_may_deliver_later_discard_or_scale(rank: int) -> None:
+    for wire in WIRES:
+        compression, ledger = _attach(wire_dtype=wire, allow_discard=True), Ledger()
+        for i, choice in enumerate(("apply", "later", "discard", "apply", "discard", "apply")):
+            compression.grad_scale = scale = 2.0 ** (3 * i)
+            spike = 1e4 if choice == "discard" and rank == 1 else 1.0
+            outputs = _reals(_step(compression, rank, i, scale * spike))
+            if choice == "discard":
+                compression.discard_step()
+                continue
+            if choice == "later" and i > 0:
+                compression.step_skipped()
+                # What is sent exactly and not applied is gone.
+                outputs = {
+                    n: torch.zeros_like(o) if n not in RAW else o for n, o in outputs.items()
+                }
+            ledger.add(outputs, _means(i))
+        _check(ledger, compression)
+
+
+@case
+def the_tensors_of_attach_are_not_kept(rank: int) -> None:
+    tensors = _values(rank, "attach")
+    alive = [weakref.ref(tensor) for tensor in tensors.values()]
+    compression = tp.attach(tensors, OPTIONS)
+    tensors.clear()
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)
+    _step(compression, rank, 0)
+
+
+def _message(call: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError, match="") as raised:
+        call()
+    return str(raised.value)
+
+
+@case
+def what_does_not_fit_is_refused(rank: int) -> None:
+    compression = _attach()
+    tensors = _values(rank, 0)
+    less = {name: tensor for name, tensor in tensors.items() if name != "tall"}
+    wrong: list[tuple[Any, str]] = [
+        (less, "they lack 'tall'"),
+        ({**tensors, "new": torch.ones(3)}, "they have 'new', which is new"),
+        ([*less.values()], "takes the 11 tensors of attach, got 10"),
+        ({**tensors, "wide": torch.ones(67, 11)}, "'wide' must be as in attach"),
+        ({**tensors, "wide": tensors["wide"].double()}, "'wide' must be as in attach"),
+        ({**tensors, "wide": tensors["wide"].to_sparse()}, "'wide' must be as in attach"),
+        ({**tensors, "wide": tensors["wide"].int()}, "'wide' must be as in attach"),
+        ({**tensors, "wide": None}, "'wide' must be a tensor, got NoneType"),
+        ([1.5] * 11, "'wide' must be a tensor, got float"),
+    ]
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    for given, part in wrong:
+        assert part in _message(lambda g=given: compression.all_reduce(g))  # type: ignore[misc]
+    assert all(torch.equal(tensors[name], before[name]) for name in SHAPES)
+    assert compression.stats()["steps"] == 0
+
+    scaler = torch.amp.GradScaler("cpu")
+    assert "a scaler only with a module" in _message(lambda: tp.attach(tensors, scaler=scaler))
+    for given, part in [
+        ({}, "at least one tensor"),
+        ({5: torch.ones(3)}, "must be text, got 5"),
+        ({"w": torch.ones(3).int()}, "must be floating or complex, got torch.int32"),
+        ({"w": torch.ones(3, 3).to_sparse()}, "must be a dense tensor, got torch.sparse_coo"),
+        ({"w": [1.0]}, "must be a dense tensor, got list"),
+    ]:
+        assert part in _message(lambda g=given: tp.attach(g))  # type: ignore[misc]
+    one_differs = {**tensors, "wide": torch.ones(rank + 2, 3)}
+    assert "wide" in _message(lambda: tp.attach(one_differs))
+    ddp = make_ddp({"w": (20, 30)})
+    attached = tp.attach(ddp)
+    assert "attached by name" in _message(lambda: attached.all_reduce(tensors))
+    assert "DDP module" in _message(lambda: compression.comm_hook)
+
+
+def _run_cases(rank: int, bucket_bytes: int) -> None:
+    torch_powersgd.compression.BUCKET_BYTES = bucket_bytes
+    for run in CASES:
+        try:
+            run(rank)
+        except Exception as error:
+            raise AssertionError(f"in {run.__name__}") from error
+
+
+@pytest.mark.parametrize("bucket_bytes", BUCKETS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_named_tensors(world_size: int, bucket_bytes: int) -> None:
+    ranks.run(world_size, _run_cases, bucket_bytes)
+
+
+def _resumed(
+    rank: int, states: list[bytes] | None, per_rank: bool, same: bool
+) -> tuple[bytes, list[Arrays]]:
+    """Trains and saves, or loads. Returns the outputs after that, while another handle trains."""
+    compression, other = _attach(wire_dtype="int8"), _attach()
+    fed = 0 if same else rank
+    if states is None:
+        for i in range(4):
+            _step(compression, fed, i)
+        state = to_bytes(compression.state_dict(per_rank))
+    else:
+        state = states[rank]
+        compression.load_state_dict(from_bytes(state))
+    outputs = []
+    for i in range(4, 7):
+        _step(other, rank, i)
+        outputs.append(to_numpy(_reals(_step(compression, fed, i))))
+    assert compression.stats()["steps"] == 7
+    return state, outputs
+
+
+@pytest.mark.parametrize("per_rank", [False, True], ids=["mean", "per-rank"])
+def test_a_state_goes_on(per_rank: bool) -> None:
+    # The mean residual is a process's own where all have the same gradients.
+    first = ranks.run(2, _resumed, None, per_rank, not per_rank)
+    states = [state for state, _ in first]
+    assert (states[0] == states[1]) is not per_rank
+    second = ranks.run(2, _resumed, states, per_rank, not per_rank)
+    for (_, expected), (_, outputs) in zip(first, second, strict=True):
+        for wanted, found in zip(expected, outputs, strict=True):
+            for name in SHAPES:
+                np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
