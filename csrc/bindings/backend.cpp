@@ -49,8 +49,12 @@ ConnectChannels make_connect(std::optional<py::function> connect) {
   if (!connect) return nullptr;
   return [connect = shared_function(std::move(*connect))](const auto&... arguments) {
     const py::gil_scoped_acquire gil;
-    return (*connect)(arguments...)
-        .template cast<std::array<c10::intrusive_ptr<c10d::Backend>, 2>>();
+    try {
+      const py::object channels = (*connect)(arguments...);
+      return channels.cast<std::array<c10::intrusive_ptr<c10d::Backend>, 2>>();
+    } catch (const py::error_already_set& error) {
+      throw std::runtime_error(py::str(error.value()));  // without the lines of Python's stack
+    }
   };
 }
 

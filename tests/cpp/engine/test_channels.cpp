@@ -42,12 +42,6 @@ struct Rendezvous {
   }
 };
 
-std::vector<std::string> methods(const RecordingBackend& backend) {
-  std::vector<std::string> names;
-  for (const auto& call : backend.calls) names.push_back(call.method);
-  return names;
-}
-
 c10::intrusive_ptr<c10d::Work> submit(Engine& engine, std::function<void(Channel&)> second) {
   return engine.submit({}, job_alone(std::move(second)), at::kCPU, c10d::kUnsetTimeout);
 }
@@ -101,17 +95,23 @@ TEST(Channels, AFailureToConnectIsTheErrorOfEveryUse) {
 }
 
 TEST(Channels, AJobWithoutACollectiveConnectsNothing) {
-  Rendezvous rendezvous;
-  rendezvous.end.set_value();
-  ThreadEngine engine(0, std::make_shared<Channels>(rendezvous.connect()));
-  submit(engine, [](Channel&) {})->wait();
-  EXPECT_TRUE(rendezvous.timeouts.empty());
-  engine.connect(at::kCPU);
-  submit(engine, [](Channel&) {})->wait();
-  EXPECT_EQ(rendezvous.timeouts.size(), 1u);
-  submit(engine, sum)->wait();
-  EXPECT_EQ(methods(*rendezvous.q), std::vector<std::string>{"allreduce"});
-  EXPECT_TRUE(rendezvous.p->calls.empty());
+  const auto backend = c10::make_intrusive<test::HostBackend>();
+  int connections = 0;
+  const auto connect = [&](auto&&) {
+    ++connections;
+    return Channels::Pair{backend, backend};
+  };
+  for (const bool ahead : {false, true}) {
+    connections = 0;
+    ThreadEngine engine(0, std::make_shared<Channels>(connect));
+    submit(engine, [](Channel&) {})->wait();
+    EXPECT_EQ(connections, 0);
+    if (ahead) engine.connect(at::kCPU);
+    submit(engine, [](Channel&) {})->wait();
+    EXPECT_EQ(connections, ahead ? 1 : 0);
+    submit(engine, sum)->wait();
+    EXPECT_EQ(connections, 1);
+  }
 }
 
 TEST(Channels, AnEndWhileTheyConnectDoesNotWaitAndFailsTheStep) {
