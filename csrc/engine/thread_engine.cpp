@@ -196,7 +196,7 @@ struct ThreadEngine::Shared {
     changed.notify_all();
   }
 
-  // Connects the channels if they are not. An abort may have come meanwhile, which did not find them.
+  // Connects the channels if they are not. An abort may have come meanwhile, and not found them.
   c10d::Backend& channel(size_t part) {
     c10d::Backend& connected = channels->at(part);
     const std::lock_guard<std::mutex> lock(mutex);

@@ -47,8 +47,8 @@ Session::Session(int rank, int size, std::vector<InnerAndChannels> inners,
       engines_[of.device] = std::make_unique<StreamEngine>(rank, of.inner);
       continue;
     }
-    // Waiting on a store keeps its other users waiting, in some stores, and the ranks' other threads
-    // wait for each other there as well. A clone has a connection of its own.
+    // A thread that waits on a store keeps the others from using it, and those may be what another
+    // rank waits for. A clone has a connection of its own.
     auto connect = [of, rank, size](std::optional<std::chrono::milliseconds> timeout) {
       return of.connect_channels(of.store ? of.store->clone() : nullptr, rank, size, timeout);
     };

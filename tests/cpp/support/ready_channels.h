@@ -8,7 +8,7 @@
 
 namespace powersgd::test {
 
-// What connects the channels of a session or an engine: to these backends, without waiting.
+// Returns what connects the channels of a session or an engine, to these backends at once.
 inline auto ready_channels(c10::intrusive_ptr<c10d::Backend> p,
                            c10::intrusive_ptr<c10d::Backend> q) {
   return [channels = std::array{std::move(p), std::move(q)}](auto&&...) { return channels; };
