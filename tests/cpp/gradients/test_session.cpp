@@ -46,13 +46,6 @@ class SessionTest : public testing::Test {
   std::vector<std::string> log_;
 };
 
-TEST_F(SessionTest, RefusesOneChannel) {
-  const auto backend = c10::make_intrusive<test::HostBackend>();
-  const std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, backend, {backend}}};
-  const std::string error = error_of([&] { Session(0, 2, inners, make_options(), {}); });
-  EXPECT_TRUE(contains(error, "two channels or none, got 1")) << error;
-}
-
 TEST_F(SessionTest, AnErrorNamesADeviceWithoutAnInnerBackend) {
   const auto session = make(make_options());
   const at::Tensor elsewhere = at::zeros({2}, c10::DeviceType::Meta);
