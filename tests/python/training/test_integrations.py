@@ -87,13 +87,13 @@ def _accelerated_anew(rank: int, folder: str) -> tuple[list[str], int]:
         accelerator.free_memory()
         ddp = accelerator.prepare(torch.nn.Linear(48, 48))
         assert not isinstance(ddp, DistributedDataParallel)
-        attach(accelerator, ddp, OPTIONS)
+        compression = attach(accelerator, ddp, OPTIONS)
         for _ in range(3):
             accelerator.backward(ddp(torch.randn(4, 48)).square().sum())
     accelerator.save_state(folder)
     ddp(torch.randn(4, 48)).square().sum().backward()
     accelerator.load_state(folder)
-    step = tp.state_dict(ddp._orig_mod)["step"]
+    step = compression.stats()["steps"]
     return sorted(path.name for path in Path(folder).glob("custom*")), step
 
 
