@@ -313,7 +313,8 @@ class Compression(Stateful):
         try:
             yield
         finally:
-            model.active = before
+            if not self.ended:
+                model.active = before
 
     def detach(self) -> None:
         """Ends the compression: gradients are averaged exactly from now on. Collective.

@@ -67,12 +67,13 @@ def test_the_package_imports_none_of_the_libraries() -> None:
 
 def test_a_trainer_without_ddp_is_refused() -> None:
     _needs("transformers")
-    from torch_powersgd.integrations.transformers import Compression
+    from torch_powersgd.integrations.transformers import CompressionCallback
 
-    trainer: Any = SimpleNamespace(model_wrapped=torch.nn.Linear(2, 2))
-    compression = Compression(trainer, tp.Options.hook_defaults())
+    accelerator = SimpleNamespace(scaler=None)
+    trainer: Any = SimpleNamespace(model_wrapped=torch.nn.Linear(2, 2), accelerator=accelerator)
+    callback = CompressionCallback(trainer, tp.Options())
     with pytest.raises(ValueError, match="must wrap its model in DistributedDataParallel, got Lin"):
-        compression.on_train_begin(None, None, None)
+        callback.on_train_begin(None, None, None)
 
 
 def _accelerated_anew(rank: int, folder: str) -> tuple[list[str], int]:
