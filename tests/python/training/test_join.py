@@ -169,7 +169,7 @@ def _two_models(rank: int) -> tuple[list[dict[str, float]], int]:
     pairs = [make_compressed(SHAPES, OPTIONS) for _ in range(2)]
     models = [ddp for ddp, _ in pairs]
     ledgers = Ledger(), Ledger()
-    with Join(models):
+    with Join([*models]):
         for i in range(EVEN_INPUTS[rank]):
             for ddp, ledger in zip(models, ledgers, strict=True):
                 if i % 2 == 0:
