@@ -44,7 +44,7 @@ def test_the_example_compresses_within_its_steps_and_says_so() -> None:
     ended = torchrun(MINIMAL)
     said = [line for line in ended.stderr.splitlines() if line.startswith("torch_powersgd:")]
     assert len(said) == 1  # by one rank
-    assert said[0].endswith(f"from step {EXACT_STEPS} on")
+    assert f"from step {EXACT_STEPS} on" in said[0]
     ratio = re.search(r"sent (\S+) times fewer bytes", ended.stdout)
     assert ratio, ended.stdout
     assert float(ratio[1]) > 40
@@ -60,7 +60,7 @@ def test_the_readme_has_all_of_its_figures() -> None:
 
 def test_the_readme_shows_the_head_of_the_example() -> None:
     shown = _side("+").strip("\n")
-    assert "torch_powersgd.attach(ddp, options)" in shown
+    assert "torch_powersgd.attach(ddp)" in shown
     before, _, after = MINIMAL.read_text().partition(shown)
     assert after
     assert "import" not in before

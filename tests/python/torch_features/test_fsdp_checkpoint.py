@@ -66,9 +66,7 @@ def test_torchs_checkpoint_of_the_shards_goes_on(
         assert steps == STEPS + 3
 
 
-def _job(
-    rank: int, native: bool, folder: str, ledgers: list[bytes] | None
-) -> tuple[Facts, bytes]:
+def _job(rank: int, native: bool, folder: str, ledgers: list[bytes] | None) -> tuple[Facts, bytes]:
     """Trains, from torch's checkpoint in the folder if the ledgers of its shards are given.
 
     Returns:
