@@ -153,7 +153,7 @@ def _starts(stats: dict[str, Any]) -> tuple[bool, int | None]:
 
 
 def _flags(rank: int) -> tuple[list[Any], list[Any], Any]:
-    """What stats say before each step: of the group, of a module, and of one that never starts."""
+    """Returns the flags of the group and of a module at each step, and of one that never starts."""
     ddp = make_ddp(SHAPES)
     of_group = [_starts(tp.stats())]
     compression = tp.attach(ddp, OPTIONS)

@@ -50,7 +50,11 @@ VALUES: dict[str, tuple[Any, str, list[Any]]] = {
     "allow_discard": (True, "true", ["on demand", None, 3, 0.5, []]),
 }
 # The fields in which the defaults of torch's hook differ from ours.
-HOOKS: dict[str, Any] = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 1000, "wire_dtype": None}
+HOOKS: dict[str, Any] = {
+    "matrix_approximation_rank": 1,
+    "start_powerSGD_iter": 1000,
+    "wire_dtype": None,
+}
 BAD = [(name, value) for name, (_, _, bad) in VALUES.items() for value in bad]
 
 
