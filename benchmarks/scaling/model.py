@@ -44,7 +44,7 @@ class Link:
 
     def seconds(self, schedule: str, sent_bytes: int) -> float:
         """The seconds of a reduction by its schedule, and by the bytes that leave a rank."""
-        waits = {"gather": self.gather, "two hops": self.scatter + self.gather}
+        waits = {"one-shot": self.gather, "two-shot": self.scatter + self.gather}
         return waits.get(schedule, self.latency) + sent_bytes * self.per_byte
 
 

@@ -143,7 +143,10 @@ class LayerStats:
 
 class ModelStates:
     grad_scale: float
-    loss_scale: torch.Tensor
+    @property
+    def loss_scale(self) -> torch.Tensor: ...
+    @loss_scale.setter
+    def loss_scale(self, scale: torch.Tensor | None) -> None: ...
     @property
     def names(self) -> list[str]: ...
     @property

@@ -20,7 +20,6 @@ LOSS = (
     'before you rely on a setting: see "Choose your settings" in the documentation.'
 )
 RECOMMENDED = Options()
-_CONSTRUCTOR = "torch_powersgd.Options.recommended"
 
 
 def print_advice(measured: Sequence[Measured], introduction: str) -> None:
@@ -96,7 +95,7 @@ def line_to_copy(options: Options) -> str:
         if value != usual[name] and name != "start_powerSGD_iter"
     }
     arguments = ", ".join(f"{name}={_as_code(value)}" for name, value in fields.items())
-    return f"torch_powersgd.attach(ddp, {_CONSTRUCTOR}({arguments}))"
+    return f"torch_powersgd.attach(ddp, torch_powersgd.Options({arguments}))"
 
 
 def _gain(plain: Measured, setting: Measured) -> float:

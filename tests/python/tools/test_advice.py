@@ -143,4 +143,4 @@ def test_the_line_to_copy_sets_what_was_measured(fields: dict[str, Any]) -> None
             given.extend(arguments)
 
     eval(line, {"torch_powersgd": Package, "ddp": "ddp", "torch": torch})
-    assert given == ["ddp", tp.Options.recommended(**fields)]
+    assert given == ["ddp", tp.Options(**fields)]

@@ -31,7 +31,7 @@ from support.synthetic import (
     residuals_of,
     step,
 )
-from torch_powersgd import agreement
+from torch_powersgd import store_agreement
 
 OPTIONS = tp.Options(start_powerSGD_iter=2, matrix_approximation_rank=2)
 OTHER = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=3)
@@ -76,7 +76,7 @@ def test_it_says_where_it_is() -> None:
 def _ends_with_its_module(rank: int) -> None:
     ddp, compression = make_compressed(SHAPES, OPTIONS)
     step(ddp, gradients(SHAPES, rank, 0))
-    core = weakref.ref(compression._model)
+    core = weakref.ref(compression._reducer)
     assert not compression.ended
     del ddp
     gc.collect()
@@ -113,7 +113,7 @@ def _is_not_needed(rank: int) -> None:
 def _outlived_by_its_scaler(rank: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     ddp, compression = make_compressed(SHAPES, OTHER, scaler=scaler)
-    core = weakref.ref(compression._model)
+    core = weakref.ref(compression._reducer)
     del ddp
     gc.collect()
     assert core() is None
@@ -246,7 +246,7 @@ def test_a_detached_module_is_exact_until_it_is_attached_again() -> None:
 
 def _alone(rank: int, method: str) -> tuple[str, list[str]]:
     """Calls a method on rank 0 alone. Returns its error and its warnings."""
-    agreement.PATIENCE, agreement.INTERVAL = timedelta(seconds=0.2), timedelta(seconds=0.1)
+    store_agreement.PATIENCE, store_agreement.INTERVAL = timedelta(seconds=0.2), timedelta(seconds=0.1)
     records = LogRecords(logging.WARNING)
     _ddp, compression = make_compressed(SHAPES, OPTIONS)
     state = compression.state_dict()
