@@ -13,8 +13,8 @@ and talk over NCCL's sockets. There a model takes some 6 minutes by estimate, an
 70 GB: --methods names fewer for a smaller GPU. Every method has ranks of its own, freshly started
 for each setting. They take turns of a few steps, in an order that rotates, and sleep meanwhile;
 what is compared is from the same round of turns. All is removed at the end, however it comes; what
-a killed run left, when the next one starts. Before the turns, torch_powersgd advise predicts what
-they will show.
+a killed run left, when the next one starts. Before the turns, torch_powersgd advise measures the
+same, and the tables show both.
 
 With --delays, a frame takes that much longer from host to host, one way. The links are then TAP
 devices that one process forwards between, because netem is a module that many kernels lack; see

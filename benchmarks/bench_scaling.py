@@ -10,8 +10,8 @@ It counts bytes on the wire, collectives, memory, threads, sockets and checkpoin
 programs on the machine do not change. Its seconds are those of ranks that share the machine.
 
 A run starts only if the machine has the memory for it, and ends if the memory runs out. The part
-"model" measures nothing: it is what `torch_powersgd advise` would predict for links of an ideal
-ring, of these rates and of this latency.
+"model" measures nothing: it is a model of links of an ideal ring, of these rates and of this
+latency.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def requirements(torch_version: str | None = None) -> list[str]:
     python/torch_powersgd/_core.py compares the same part of the version, without "+cpu".
     """
     if torch_version is None:
-        return ["rich", f"torch>={OLDEST_TORCH}"]
-    return ["rich", f"torch=={torch_version.split('+')[0]}"]
+        return [f"torch>={OLDEST_TORCH}"]
+    return [f"torch=={torch_version.split('+')[0]}"]
 
 
 def repository(pyproject: Path) -> str:

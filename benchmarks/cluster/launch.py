@@ -70,9 +70,10 @@ def predict(
     contenders: Sequence[str],
     **job: Any,
 ) -> dict[str, float]:
-    """Returns advise's predictions on these hosts for plain and for these contenders.
+    """Returns what synchronization adds to a step, as advise measures it on these hosts.
 
-    They are in milliseconds, by name. There are none if advise fails.
+    It is in milliseconds, by name, for plain and for these contenders. There is nothing if advise
+    fails.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"{hosts.owner()}-"))
     processes = []

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The prediction of `advise` for the communication of a step in groups of up to 1024 ranks.
+"""A model of the communication of a step in groups of up to 1024 ranks.
 
-The bytes and schedules are the core's own, and the seconds those of torch_powersgd.tools. Only the
-link is made up here: `advise` measures it, and there is no such group to measure.
+The bytes and schedules are the core's own. The link is made up: there is no such group to measure.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from scaling.settings import METHODS, ONE_BUCKET, WIRES, Setting, layout_of, options_of
 from torch_powersgd._core import _C
-from torch_powersgd.tools.costs import Link, StageSeconds, bytes_in_ring
 from torch_powersgd.tools.footprint import Layout, elements_of, footprint_of, matrices_of
-from torch_powersgd.tools.prediction import Model
 
 WORLDS = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 MODELS = ("100 M", "1 B")
@@ -27,6 +24,33 @@ MEASURED_MODEL = "10 M"  # whose bytes are measured up to 16 ranks
 # The bytes that Gloo sends besides a payload, to synchronize, for each other rank. They are what
 # the part "ranks" has measured at 2 to 16 ranks, the same at all of them.
 GLOO_BYTES = {"all-reduce": 576, "gather": 288, "two hops": 432}
+
+
+@dataclass(frozen=True)
+class Link:
+    """The costs of collectives, in seconds.
+
+    Attributes:
+        latency: a small all-reduce.
+        gather: a small all-gather.
+        scatter: a small all-to-all, which waits less than an all-gather among many ranks.
+        per_byte: each byte that a rank sends.
+    """
+
+    latency: float
+    gather: float
+    scatter: float
+    per_byte: float
+
+    def seconds(self, schedule: str, sent_bytes: int) -> float:
+        """The seconds of a reduction by its schedule, and by the bytes that leave a rank."""
+        waits = {"gather": self.gather, "two hops": self.scatter + self.gather}
+        return waits.get(schedule, self.latency) + sent_bytes * self.per_byte
+
+
+def bytes_in_ring(size: int, world_size: int) -> int:
+    """The bytes that leave a rank in an all-reduce of ``size`` bytes."""
+    return 2 * (world_size - 1) * size // world_size
 
 
 def link_of(world: int, gbit: float, message_us: float) -> Link:
@@ -40,6 +64,26 @@ def link_of(world: int, gbit: float, message_us: float) -> Link:
     return Link(ring, gather=ring, scatter=2 * message, per_byte=8 / (gbit * 1e9))
 
 
+def reductions_of(
+    layout: Layout, method: str, world: int, dtype: torch.dtype = torch.float32
+) -> list[tuple[str, int]]:
+    """The schedule of each reduction of a step, and the bytes that it makes a rank send.
+
+    The bytes are those of the payloads. torch's hook, whose factors are in float32, sends raw
+    gradients in one more reduction, which this project sends together with P.
+    """
+    options = options_of(method) if method in WIRES else options_of("float32")
+    found = []
+    for shapes in layout:
+        if method != "plain" and matrices_of(shapes, options):
+            payloads = _C.traffic_of(shapes, options._core(), dtype, world)
+            found += [(payload.schedule, payload.sent_bytes) for payload in payloads]
+        else:
+            sent = bytes_in_ring(dtype.itemsize * elements_of(shapes), world)
+            found.append(("all-reduce", sent))
+    return [*found, ("all-reduce", 0)] if method == "hook" else found
+
+
 def bytes_of(
     layout: Layout, method: str, world: int, dtype: torch.dtype = torch.float32
 ) -> tuple[int, list[str]]:
@@ -47,17 +91,9 @@ def bytes_of(
 
     Those of Gloo are among them. The headers of TCP come on top.
     """
-    options = options_of(method) if method in WIRES else options_of("float32")
-    total, schedules = 0, []
-    for shapes in layout:
-        if method != "plain" and matrices_of(shapes, options):
-            payloads = _C.traffic_of(shapes, options._core(), dtype, world)
-            total += sum(payload.sent_bytes for payload in payloads)
-            schedules += [payload.schedule for payload in payloads]
-        else:
-            total += bytes_in_ring(dtype.itemsize * elements_of(shapes), world)
-            schedules.append("all-reduce")
-    schedules += ["all-reduce"] if method == "hook" else []  # of raw gradients
+    reductions = reductions_of(layout, method, world, dtype)
+    schedules = [schedule for schedule, _ in reductions]
+    total = sum(sent for _, sent in reductions)
     return total + (world - 1) * sum(map(GLOO_BYTES.__getitem__, schedules)), schedules
 
 
@@ -76,13 +112,7 @@ def predict_run(setting: Setting) -> dict[str, Any]:
 
 def seconds_of(layout: Layout, method: str, link: Link, world: int) -> float:
     """The seconds that the collectives of a step take on a link that does nothing else."""
-    options = options_of(method) if method in WIRES else options_of("float32")
-    if method == "plain":  # no weight is worth compressing at this rate
-        options = dataclasses.replace(options, min_compression_rate=1e12)
-    model = Model(layout, torch.float32, 0.0, link, world)
-    # torch's hook sends raw gradients, P and Q apart, and this project the first two together.
-    more = link.latency if method == "hook" else 0.0
-    return model.seconds(options, [StageSeconds()] * len(layout)) + more
+    return sum(link.seconds(*each) for each in reductions_of(layout, method, world))
 
 
 def predict(rates: Sequence[float], message_us: float) -> dict[str, Any]:

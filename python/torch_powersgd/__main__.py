@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import itertools
 import math
 import os
@@ -22,18 +23,19 @@ import torch
 
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
-from torch_powersgd.lookup import PLAIN_BACKENDS
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
-from torch_powersgd.tools import advise, doctor, report
+from torch_powersgd.tools import advise, doctor
+from torch_powersgd.tools.advice import RECOMMENDED, print_advice
 from torch_powersgd.tools.plan import print_plan
-from torch_powersgd.tools.quality import errors_of_training
-from torch_powersgd.tools.rehearsal import UserStep
-from torch_powersgd.tools.verdict import RECOMMENDED_RANK, wire_of
+from torch_powersgd.tools.stand_in import StandIn
+from torch_powersgd.tools.tables import progress
+from torch_powersgd.units import size_text
 
-RANKS = [1, 2, 4, 8, 16, 32]
+RANKS = [4, 8, 16, 32]
 WIRES = ["float32", "bfloat16", "float16", "int8", "int4"]
-COMPARED_WIRES = ["float32", "bfloat16", "int8", "int4"]
+RECOMMENDED_WIRE = dtype_name(RECOMMENDED.wire_dtype or torch.float32)
+GUESSED_BACKWARD_MS = 200.0
 
 PLAN = """\
 Shows which parameters of a model PowerSGD compresses, and how many bytes a step then sends.
@@ -45,25 +47,33 @@ would be refused here and why. An issue on this package should have this output.
 It needs no process group. The exit status is 1 if there is a problem.
 """
 ADVISE = """\
-Says whether compression pays on this group of machines, and which setting to take.
-Start it with torchrun, on the machines and with the number of ranks that will train.
-It rehearses steps of DDP for about a minute: without averaging, with the plain all-reduce
-and at each rank. It predicts those of the other wires. It recommends the highest rank whose
-step is within 5 % of the fastest. A stand-in computes in place of your backward pass; give
---step or --backward-ms, so that it takes as long as yours.
+Measures if compression pays on this group of machines, and with which setting.
+Start it with torchrun, on the machines and with the number of processes that will train.
+For about a minute, it runs steps of DDP in turns: without averaging, with the plain backend, and
+with each setting. It recommends the highest matrix rank whose step is within 5 % of the fastest.
+Give --step, so that the steps are your own; otherwise a stand-in computes in place of your model.
 """
 ADVISE_EXAMPLE = """\
-example of a step, in mymodels.py:
+example, in mymodels.py:
   def make_model(): return MyModel()
   def train_step(model): model(BATCH).mean().backward()
 
   torchrun --nproc_per_node 2 -m torch_powersgd advise mymodels:make_model \\
       --step mymodels:train_step
 """
+FACTORY_FORM = "def make_model(): return MyModel()"
+STEP_FORM = "def train_step(model): model(inputs).mean().backward()"
 
 
-def _callable(path: str, placeholder: str) -> Callable[..., Any]:
-    """The callable that MODULE:NAME names. The working directory is searched first."""
+def _callable(path: str, placeholder: str, form: str, *arguments: object) -> Callable[..., Any]:
+    """The callable that MODULE:NAME names. The working directory is searched first.
+
+    Args:
+        path: MODULE:NAME.
+        placeholder: the name of ``path`` in the usage.
+        form: an example of such a function.
+        arguments: what it is called with.
+    """
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ValueError(f"{placeholder} must name a module and a callable in it, got {path!r}")
@@ -72,13 +82,18 @@ def _callable(path: str, placeholder: str) -> Callable[..., Any]:
     found = getattr(importlib.import_module(module_name), name)
     if not callable(found):
         raise ValueError(f"{path} must be a callable, got {type(found).__name__}")
+    signature = inspect.signature(found)
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise ValueError(f"{path} must be of the form {form!r}, got {name}{signature}") from None
     result: Callable[..., Any] = found
     return result
 
 
 def _make_model(path: str) -> torch.nn.Module:
     """Calls FACTORY of MODULE, which takes no arguments and returns a module."""
-    model = _callable(path, "MODULE:FACTORY")()
+    model = _callable(path, "MODULE:FACTORY", FACTORY_FORM)()
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"{path} must return a torch.nn.Module, got {type(model).__name__}")
     return model
@@ -109,11 +124,12 @@ def _add_plan(commands: Any) -> None:
         "plan", help="parameters that are compressed, and bytes of a step", description=PLAN
     )
     plan.add_argument(
-        "--rank", type=int, default=RECOMMENDED_RANK, help="rank of the factors (%(default)s)"
-    )
+        "--rank", type=int, default=RECOMMENDED.matrix_approximation_rank,
+        help="matrix rank of the factors (%(default)s)",
+    )  # fmt: skip
     plan.add_argument(
-        "--wire-dtype", choices=WIRES, default=dtype_name(wire_of(Options.recommended())),
-        metavar="DTYPE", help=f"dtype in which factors travel: {', '.join(WIRES)} (%(default)s)",
+        "--wire-dtype", choices=WIRES, default=RECOMMENDED_WIRE, metavar="DTYPE",
+        help=f"dtype in which factors travel: {', '.join(WIRES)} (%(default)s)",
     )  # fmt: skip
     shown = plan.add_mutually_exclusive_group()
     shown.add_argument(
@@ -132,28 +148,23 @@ def _add_advise(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
-        "--ranks", type=int, nargs="+", metavar="RANK",
-        default=RANKS, help="ranks to compare (1 2 4 8 16 32)",
+        "--ranks", type=int, nargs="+", default=RANKS, metavar="RANK",
+        help="matrix ranks to compare (4 8 16 32)",
     )  # fmt: skip
     command.add_argument(
-        "--wire-dtype", choices=WIRES, nargs="+", default=COMPARED_WIRES, metavar="DTYPE",
-        help=f"dtypes to compare, in which factors travel: {', '.join(WIRES)} (all but float16)",
+        "--wire-dtype", choices=WIRES, nargs="+", default=[RECOMMENDED_WIRE], metavar="DTYPE",
+        help=f"dtypes to compare, in which factors travel: {', '.join(WIRES)} ({RECOMMENDED_WIRE})",
     )  # fmt: skip
     step = command.add_mutually_exclusive_group()
     step.add_argument(
         "--step", metavar="MODULE:FUNCTION",
-        help="function that takes the model, runs its forward pass and calls backward() on the "
-        "loss, once; each rank times it",
+        help="function of one argument, the model wrapped in DDP, on the device that trains: it "
+        f"runs a forward pass and calls backward() on the loss, as in '{STEP_FORM}'",
     )  # fmt: skip
     step.add_argument(
         "--backward-ms", type=_milliseconds, metavar="MS",
-        help="milliseconds that the backward pass of your model takes on one rank, without "
-        "averaging (200)",
-    )  # fmt: skip
-    command.add_argument(
-        "--shadow", type=_count, metavar="STEPS",
-        help="number of steps that train exactly with AdamW, to measure the error of each rank's "
-        "gradients beside; it needs --step, and memory for a residual of each rank",
+        help="milliseconds of the stand-in's backward pass, without averaging "
+        f"({GUESSED_BACKWARD_MS:.0f})",
     )  # fmt: skip
     command.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="device that trains (%(default)s)"
@@ -194,72 +205,52 @@ def _plan(arguments: argparse.Namespace) -> None:
     print_plan(_make_model(arguments.model), options, None if arguments.all else arguments.top)
 
 
-def _options_of(arguments: argparse.Namespace) -> list[Options]:
-    """The settings that advise compares."""
-    ranks = sorted(set(arguments.ranks))
-    wires = dict.fromkeys(arguments.wire_dtype)
-    return [
+def _job_of(arguments: argparse.Namespace, device: torch.device) -> advise.Job:
+    """The steps and settings that advise compares."""
+    settings = [
         Options(
             matrix_approximation_rank=rank,
             min_compression_rate=arguments.min_compression_rate,
             start_powerSGD_iter=0,
             wire_dtype=wire,
         )
-        for wire, rank in itertools.product(wires, ranks)
-    ]
-
-
-def _step_of(
-    arguments: argparse.Namespace, model: torch.nn.Module, device: torch.device
-) -> tuple[UserStep, str]:
-    """The step to rehearse, and a sentence on it. Collective."""
-    if arguments.step is not None:
-        function = advise.on_every_rank(lambda: _callable(arguments.step, "MODULE:FUNCTION"))
-        step = advise.time_on_all_ranks(model, function, device)
-        return step, (
-            f"The step is that of {arguments.step}: {1e3 * step.backward:.1f} ms of backward and "
-            f"{1e3 * step.rest:.1f} ms before it, on the slowest rank."
+        for wire, rank in itertools.product(
+            dict.fromkeys(arguments.wire_dtype), sorted(set(arguments.ranks))
         )
-    if arguments.backward_ms is not None:
-        step = UserStep(arguments.backward_ms / 1e3)
-        return step, f"The step is a backward pass of {arguments.backward_ms:g} ms."
-    step = advise.STAND_IN
-    return step, (
-        f"The step is a backward pass of {1e3 * step.backward:.0f} ms, which is a guess: --step "
-        "measures yours."
-    )
+    ]
+    model = _make_model(arguments.model).to(device)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("the model has no parameter that requires a gradient")
+    if arguments.step is not None:
+        step = _callable(arguments.step, "MODULE:FUNCTION", STEP_FORM, "model")
+        return advise.Job(model, step, settings)
+    stand_in = StandIn(model, _backward_ms(arguments) / 1e3, device)
+    return advise.Job(stand_in, lambda ddp: ddp().backward(), settings)
 
 
-def _errors_of(
-    arguments: argparse.Namespace,
-    model: torch.nn.Module,
-    options: list[Options],
-    device: torch.device,
-) -> dict[Options, float]:
-    """The errors that --shadow asks for. Collective."""
-    if arguments.shadow is None:
-        return {}
-    function = _callable(arguments.step, "MODULE:FUNCTION")
-    known = advise.measured_options(options)
-    errors = errors_of_training(model, function, known, device, arguments.shadow)
-    return dict(zip(known, errors, strict=True))
+def _backward_ms(arguments: argparse.Namespace) -> float:
+    given = arguments.backward_ms
+    return GUESSED_BACKWARD_MS if given is None else float(given)
+
+
+def _introduction(arguments: argparse.Namespace, job: advise.Job, world: int) -> str:
+    """Says what was measured."""
+    if arguments.step is not None:
+        step = f"that of {arguments.step}, forward and backward"
+    else:
+        step = f"a stand-in, whose backward pass takes {_backward_ms(arguments):g} ms"
+        step += "" if arguments.backward_ms is not None else ", a guess: --step measures yours"
+    return f"{world} processes, {size_text(job.gradient_bytes)} of gradients. The step is {step}."
 
 
 def _advise(arguments: argparse.Namespace) -> None:
     with advise.joined(arguments.device) as device:
-        options = advise.on_every_rank(lambda: _options_of(arguments))
-        model = advise.on_every_rank(lambda: _make_model(arguments.model))
-        step, note = _step_of(arguments, model, device)
-        errors = _errors_of(arguments, model, options, device)
-        job = advise.job_of(model, step, options)
+        job = advise.on_every_process(lambda: _job_of(arguments, device), advise.Job.outline)
         world, first = torch.distributed.get_world_size(), torch.distributed.get_rank() == 0
-        advise.quiet()
-        with report.progress(first) as progress:
-            measured = advise.measure(job, device, report=progress)
-    if first:  # the group is gone, so that no rank waits for this one
-        measured = advise.with_errors(measured, errors)
-        inner = PLAIN_BACKENDS[arguments.device]
-        report.print_advice(measured, note, world, inner)
+        with progress("measuring steps", shown=first) as report:
+            measured = advise.measure(job, device, report=report)
+    if first:  # The group has ended, so no process waits for this one.
+        print_advice(measured, _introduction(arguments, job, world))
 
 
 def main() -> int:
@@ -267,14 +258,12 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.command == "doctor":
         return 0 if doctor.print_report() else 1
-    if arguments.command == "advise" and arguments.shadow and not arguments.step:
-        parser.error("--shadow needs --step, which computes the gradients")
     try:
         (_plan if arguments.command == "plan" else _advise)(arguments)
-    except advise.RanksError as error:
+    except advise.SharedError as error:
         if os.environ["RANK"] == "0":
             parser.error(str(error))
-        return 2  # rank 0 has said it
+        return 2  # The first process has said it.
     except (ValueError, ImportError, AttributeError) as error:
         parser.error(str(error))
     return 0

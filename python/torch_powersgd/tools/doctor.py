@@ -14,14 +14,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 from torch_powersgd._backend import NAME
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
 from torch_powersgd.lookup import device_types
 from torch_powersgd.options import Options, from_environment, unknown_variables
+from torch_powersgd.tools.tables import say
 
 Rows = list[tuple[str, str]]
 PACKAGES = (
@@ -66,25 +65,19 @@ def problems() -> list[Problem]:
 
 def print_report() -> bool:
     """Prints the facts and the problems. Returns whether there are no problems."""
-    console = Console(highlight=False, markup=False, soft_wrap=False)
     for title, rows in sections().items():
-        console.print(title, style="bold")
-        console.print(_table(rows or [("none", "")]))
+        _print(title, rows)
     found = problems()
-    rows = [(f"{number}.", str(problem)) for number, problem in enumerate(found, 1)]
-    console.print("problems", style="bold")
-    console.print(_table(rows or [("none", "")]))
+    _print("problems", [(f"{number}.", str(problem)) for number, problem in enumerate(found, 1)])
     return not found
 
 
-def _table(rows: Rows) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(width=2)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+def _print(title: str, rows: Rows) -> None:
+    print(title)
+    rows = rows or [("none", "")]
+    width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        table.add_row("", name, value)
-    return table
+        say(f"{name:{width}}  {value}", indent="  ", hanging=" " * (width + 4))
 
 
 def _counts(variable: str) -> bool:

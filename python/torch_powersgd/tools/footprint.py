@@ -21,7 +21,7 @@ Layout = list[list[Shape]]  # the shapes of each bucket
 
 @dataclass(frozen=True)
 class Footprint:
-    """The costs of one step on one rank.
+    """The costs of one step on one process.
 
     The memory is what compression adds. It is also the peak, because a step allocates nothing. The
     tables depend on the kernels: they are those of CUDA if this build has them, else of the CPU.
@@ -33,7 +33,6 @@ class Footprint:
         factor_bytes: the memory of the factors and of the buffers that carry them.
         table_bytes: the memory of the kernels' tables.
         workspace_bytes: the memory of the kernels' workspaces, which all buckets share.
-        multiplications: the multiply-adds of one pass over the compressed matrices.
         compressed: the number of compressed parameters.
         compressed_elements: the elements of those.
     """
@@ -44,7 +43,6 @@ class Footprint:
     factor_bytes: int = 0
     table_bytes: int = 0
     workspace_bytes: int = 0
-    multiplications: int = 0
     compressed: int = 0
     compressed_elements: int = 0
 
@@ -132,7 +130,6 @@ def _bucket_footprint(
         memory.factors + memory.payloads,
         memory.tables,
         2 * memory.workspace,  # one for each part of a step
-        sum(n * m * r for n, m, r in matrices),
         len(matrices),
         sum(n * m for n, m, _ in matrices),
     )

@@ -10,14 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from torch_powersgd._core import _C
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
 from torch_powersgd.tools.footprint import Footprint, as_reals, assign_buckets, footprint_of
+from torch_powersgd.tools.tables import GAP, Table, say, terminal_width
 from torch_powersgd.units import size_text
 
 SHORTEST_NAME = 12  # columns of the terminal
@@ -31,7 +29,7 @@ class Row:
         name: the name, in which a star stands for each number that differs.
         count: the number of parameters.
         shape: the shape of each.
-        rank: the rank of the factors. It is 0 if the parameter is sent whole.
+        rank: the matrix rank of the factors. It is 0 if the parameter is sent whole.
         gradient_bytes: the bytes of the gradients.
         sent_bytes: the bytes that are sent for them.
     """
@@ -68,7 +66,7 @@ def rows_of(model: torch.nn.Module, options: Options) -> list[Row]:
 
 
 def highest_rank(model: torch.nn.Module, options: Options) -> int:
-    """The highest rank at which any weight is compressed. It is 0 if there is none."""
+    """The highest matrix rank at which any weight is compressed. It is 0 if there is none."""
     highest = 0
     for parameter in model.parameters():
         rows, cols = _C.matrix_shape(list(as_reals(parameter).shape), [])
@@ -140,11 +138,6 @@ def print_plan(model: torch.nn.Module, options: Options, top: int | None) -> Non
     if not rows:
         raise ValueError("the model has no parameter that requires a gradient")
     footprint = footprint_of_model(model, options)
-    console = Console()
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
     for sentence in summary(model, len(rows), footprint, options):
         say(sentence)
     if not footprint.compressed:
@@ -156,7 +149,8 @@ def print_plan(model: torch.nn.Module, options: Options, top: int | None) -> Non
     prefix = common_prefix([row.name for row in rows]) if len(rows) > 1 else ""
     if prefix:
         say(f"All names begin with {prefix}, which the table leaves out.")
-    console.print(_table(shown, others, footprint, len(prefix), console.width))
+    print()
+    _table(shown, others, footprint, len(prefix)).print()
 
 
 def summary(
@@ -164,18 +158,19 @@ def summary(
 ) -> list[str]:
     """The totals, in sentences."""
     wire = dtype_name(options.wire_dtype or torch.float32)
-    setting = f"rank {options.matrix_approximation_rank}, {wire} on the wire"
+    setting = f"matrix rank {options.matrix_approximation_rank} with factors in {wire}"
     frozen = sum(1 for p in model.parameters() if not p.requires_grad)
     ignored = [f"{frozen} parameters require no gradient and are left out."] if frozen else []
     if not footprint.compressed:
         highest = highest_rank(model, options)
         return [
             f"Nothing is compressed at {setting}: each step sends "
-            f"{size_text(footprint.gradient_bytes)} per rank, as without compression. A weight "
-            "of n x m is compressed only if (n + m) * rank * min_compression_rate < n * m.",
-            f"The highest rank that compresses a weight of this model is {highest}."
+            f"{size_text(footprint.gradient_bytes)} per process, as without compression. A "
+            "weight of n x m is compressed only if "
+            "(n + m) * matrix rank * min_compression_rate < n * m.",
+            f"The highest matrix rank that compresses a weight of this model is {highest}."
             if highest
-            else "This model has no weight that any rank compresses.",
+            else "This model has no weight that any matrix rank compresses.",
             *ignored,
         ]
     elements = sum(as_reals(p).numel() for p in model.parameters() if p.requires_grad)
@@ -184,10 +179,10 @@ def summary(
     return [
         f"{footprint.compressed} of {parameters} parameters ({share:.1f} % of {elements:,} "
         f"elements) are compressed at {setting}.",
-        f"Each step sends {size_text(footprint.sent_bytes)} per rank in place of "
+        f"Each step sends {size_text(footprint.sent_bytes)} per process in place of "
         f"{size_text(footprint.gradient_bytes)}: "
         f"{footprint.gradient_bytes / footprint.sent_bytes:.1f} times less.",
-        f"Each rank needs {size_text(footprint.memory_bytes)} more memory than without "
+        f"Each process needs {size_text(footprint.memory_bytes)} more memory than without "
         "compression: "
         f"{size_text(footprint.residual_bytes)} for the residual, "
         f"{size_text(footprint.factor_bytes)} for factors and their buffers, "
@@ -196,34 +191,26 @@ def summary(
     ]
 
 
-def _table(
-    shown: list[Row], others: list[Row], footprint: Footprint, prefix: int, width: int
-) -> Table:
+def _table(shown: list[Row], others: list[Row], footprint: Footprint, prefix: int) -> Table:
     rows = [_cells(row, prefix) for row in shown]
     if others:
         count = sum(row.count for row in others)
         raw = sum(row.count for row in others if not row.rank)
-        sent_as = "raw" if raw == count else f"{raw} raw"
-        rows.append((f"{count} others", "", sent_as, *_numbers(others)))
+        rank = "raw" if raw == count else f"{raw} raw"
+        rows.append((f"{count} others", "", rank, *_numbers(others)))
     totals = (footprint.gradient_bytes, footprint.sent_bytes)
     last = ("all", "", "", *map(size_text, totals), f"{totals[0] / totals[1]:.1f}")
-    headings = ("parameter", "shape", "sent as", "gradient", "sent", "ratio")
+    headings = ("parameter", "shape", "matrix rank", "gradient", "sent", "ratio")
     columns = list(zip(headings, *rows, last, strict=True))
-    # The box takes three columns of the terminal between two of the table.
-    taken = sum(max(map(len, column)) + 3 for column in columns[1:])
-    for_name = max(width - taken - 4, SHORTEST_NAME)
-    table = Table(box=box.SIMPLE, show_footer=True)
-    for i, (heading, footer) in enumerate(zip(headings, last, strict=True)):
-        table.add_column(heading, footer, justify="right" if i else "left", no_wrap=True)
-    for name, *rest in rows:
-        table.add_row(wrapped(name, for_name), *rest)
-    return table
+    taken = sum(max(map(len, column)) + GAP for column in columns[1:])
+    for_name = max(terminal_width() - taken, SHORTEST_NAME)
+    return Table(headings, [(wrapped(name, for_name), *rest) for name, *rest in rows], last)
 
 
 def _cells(row: Row, prefix: int) -> tuple[str, ...]:
     name = row.name[prefix:] + (f" ({row.count})" if row.count > 1 else "")
     shape = " x ".join(map(str, row.shape)) or "scalar"
-    return (name, shape, f"rank {row.rank}" if row.rank else "raw", *_numbers([row]))
+    return (name, shape, str(row.rank or "raw"), *_numbers([row]))
 
 
 def _numbers(rows: list[Row]) -> tuple[str, str, str]:

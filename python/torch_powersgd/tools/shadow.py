@@ -17,8 +17,8 @@ from torch_powersgd import log
 from torch_powersgd.ddp import Hook, check_module, parameters_of, refuse_second_hook
 from torch_powersgd.options import Options, lay_over
 from torch_powersgd.store_agreement import equality_of, next_call
-from torch_powersgd.tools.costs import milliseconds_of
 from torch_powersgd.tools.shadow_compressors import Comparison, ShadowedLayer, average_exactly
+from torch_powersgd.tools.stage_times import milliseconds_of
 
 RANKS = (1, 4, 16)
 STEPS = 50
@@ -122,7 +122,9 @@ class Shadow:
             ]
         found.close()
         if self._averaging.rank() == 0:
-            each = ", ".join(f"{error:.2f} at rank {rank}" for rank, error in self._errors.items())
+            each = ", ".join(
+                f"{self._errors[rank]:.2f} at matrix rank {rank}" for rank in self.ranks
+            )
             log.notice(f"error of the compressed gradients over {self.steps} steps: {each}")
 
 

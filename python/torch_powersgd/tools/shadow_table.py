@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The table of a shadow: the error, the bytes and the time of each layer at each rank."""
+"""The table of a shadow: the error, the bytes and the time of each layer at each matrix rank."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from torch_powersgd.tools.plan import common_prefix, wrapped
 from torch_powersgd.tools.shadow_compressors import ShadowedLayer
+from torch_powersgd.tools.tables import Table
 from torch_powersgd.units import size_text
 
 LARGEST = 10  # layers that the table shows
 NAME_WIDTH = 30
-WIDTH = 100
+HEADINGS = ("parameter", "shape", "matrix rank", "error", "gradient", "sent", "ms")
 
 
 def table_of(
@@ -25,36 +21,30 @@ def table_of(
     """The largest compressed layers, then the whole model, as text.
 
     Args:
-        layers_at: the layers at each rank.
-        errors: the error of the whole model at each rank.
+        layers_at: the layers at each matrix rank.
+        errors: the error of the whole model at each of them.
         steps: the number of steps.
     """
     by_layer = list(zip(*layers_at.values(), strict=True))
     compressed = [layers for layers in by_layer if any(layer.rank for layer in layers)]
     shown = sorted(compressed, key=lambda layers: -layers[0].bytes_before)[:LARGEST]
     prefix = common_prefix([layers[0].name for layers in shown]) if len(shown) > 1 else ""
-    table = Table(box=box.SIMPLE)
-    for heading in ("parameter", "shape", "rank", "error", "gradient", "sent", "ms"):
-        table.add_column(heading, justify="left" if heading == "parameter" else "right")
+    rows = []
     for layers in shown:
-        first = layers[0]
-        name = wrapped(first.name[len(prefix) :], NAME_WIDTH)
-        shape = " x ".join(map(str, first.shape)) or "scalar"
-        for i, layer in enumerate(layers):
-            labels = ("", "") if i else (name, shape)
-            table.add_row(*labels, *_cells(layer), end_section=i + 1 == len(layers))
+        name = wrapped(layers[0].name[len(prefix) :], NAME_WIDTH)
+        shape = " x ".join(map(str, layers[0].shape)) or "scalar"
+        labels = [(name, shape), *[("", "")] * (len(layers) - 1)]
+        rows += [(*label, *_cells(layer)) for label, layer in zip(labels, layers, strict=True)]
     for i, (rank, error) in enumerate(errors.items()):
         label = f"all {len(by_layer)} parameters" if i == 0 else ""
-        table.add_row(label, "", str(rank), *_numbers(error, layers_at[rank]))
-    text = io.StringIO()
+        rows.append((label, "", str(rank), *_numbers(error, layers_at[rank])))
     title = f"Error of the compressed gradients over {steps} steps, which stayed exact."
-    text.write(title + (f" All names begin with {prefix}.\n" if prefix else "\n"))
-    Console(file=text, width=WIDTH).print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+    about_names = f" All names begin with {prefix}." if prefix else ""
+    return f"{title}{about_names}\n\n{Table(HEADINGS, rows)}"
 
 
 def _cells(layer: ShadowedLayer) -> tuple[str, ...]:
-    return (str(layer.rank) if layer.rank else "raw", *_numbers(layer.error, [layer]))
+    return (str(layer.rank or "raw"), *_numbers(layer.error, [layer]))
 
 
 def _numbers(error: float, layers: Sequence[ShadowedLayer]) -> tuple[str, ...]:

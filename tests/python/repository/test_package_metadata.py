@@ -90,7 +90,7 @@ def test_the_sdist_is_quiet(sdist: tuple[Path, str]) -> None:
 def test_the_sdist_takes_any_supported_torch(sdist: tuple[Path, str]) -> None:
     unpacked, _ = sdist
     message = read_metadata(unpacked / "PKG-INFO")
-    assert own_requirements(message) == ["rich", f"torch>={metadata.OLDEST_TORCH}"]
+    assert own_requirements(message) == [f"torch>={metadata.OLDEST_TORCH}"]
     assert message["Version"] == VERSION
     assert "requires-dist" in message.get_all("Dynamic", [])
 
@@ -103,20 +103,20 @@ def test_a_wheel_takes_the_torch_that_it_was_built_with(
     run_setup(unpacked, "dist_info", f"--output-dir={tmp_path}")
     (file,) = tmp_path.glob("*.dist-info/METADATA")
     message = read_metadata(file)
-    assert own_requirements(message) == ["rich", f"torch=={TORCH}"]
+    assert own_requirements(message) == [f"torch=={TORCH}"]
     assert re.fullmatch(rf"{VERSION}\+torch{re.escape(TORCH)}\.(cpu|cu\d+)", message["Version"])
     assert f"Repository, {REPOSITORY}" in message.get_all("Project-URL", [])
     assert message["Description-Content-Type"] == "text/markdown"
     for minor in range(10, 15):
         assert f"Programming Language :: Python :: 3.{minor}" in message.get_all("Classifier", [])
-    extras = {"bench", "demo", "docs", "lint", "test", "test-long"}
+    extras = {"bench", "demo", "docs", "lint", "rich", "test", "test-long"}
     assert set(message.get_all("Provides-Extra", [])) == extras
     assert relative_targets(str(message.get_payload())) == []
 
 
 def test_a_requirement_has_no_local_version() -> None:
-    assert metadata.requirements("2.13.0+cpu") == ["rich", "torch==2.13.0"]
-    assert metadata.requirements("2.15.0.dev1+cu130") == ["rich", "torch==2.15.0.dev1"]
+    assert metadata.requirements("2.13.0+cpu") == ["torch==2.13.0"]
+    assert metadata.requirements("2.15.0.dev1+cu130") == ["torch==2.15.0.dev1"]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@
 ``python bare_environment.py [plan ... | advise ...]``.
 
 The names of the dependencies come from setup.py's own list, those of theirs from the installed
-metadata.
-Modules of the working directory are allowed: they are the user's.
+metadata. Modules of the working directory are the user's.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from setup_support.metadata import requirements
@@ -37,35 +37,39 @@ def closure(declared: list[str]) -> set[str]:
     return names
 
 
-def allowed_modules() -> set[str]:
-    """The names of the modules that may be imported."""
-    distributions = closure(requirements())
-    found = {
+def hidden_modules() -> set[str]:
+    """The modules of all distributions that are installed here and none of the dependencies."""
+    kept = {"torch-powersgd", *closure(requirements())}
+    return {
         module
         for module, owners in importlib.metadata.packages_distributions().items()
-        if distributions & {_normalized(owner) for owner in owners}
+        if not kept & {_normalized(owner) for owner in owners}
     }
-    local = {path.stem for path in Path.cwd().glob("*.py")}
-    return found | local | {"torch_powersgd"} | set(sys.stdlib_module_names)
 
 
 def _normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-class Refusal(importlib.abc.MetaPathFinder):
-    """A finder that raises for each module that is not allowed, and finds no other."""
+class Hiding(importlib.abc.MetaPathFinder):
+    """A finder that does not find some of the modules that another one finds."""
 
-    def __init__(self, allowed: set[str]) -> None:
-        self._allowed = allowed
+    def __init__(self, finder: Any, hidden: set[str]) -> None:
+        self._finder = finder
+        self._hidden = hidden
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        if path is None and fullname.partition(".")[0] not in self._allowed:
-            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._finder, name)
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if path is None and fullname.partition(".")[0] in self._hidden:
+            return None
+        return self._finder.find_spec(fullname, path, target)
 
 
 if __name__ == "__main__":
-    sys.meta_path.insert(0, Refusal(allowed_modules()))
+    hidden = hidden_modules()
+    sys.meta_path[:] = [Hiding(finder, hidden) for finder in sys.meta_path]
     for module in set(sys.modules) & {"numpy", "rich"}:
-        raise SystemExit(f"{module} is imported before the refusal")
+        raise SystemExit(f"{module} is imported before it is hidden")
     runpy.run_module("torch_powersgd", run_name="__main__", alter_sys=True)

@@ -44,6 +44,9 @@ def broken():
     raise ValueError("the factory's own error")
 
 constant = 3
+
+def of_width(width):
+    return torch.nn.Linear(width, width)
 """
 
 # Rank 4 sends 1000 x 128 and 32 x 144 as factors, the bias raw, two uses and a count.
@@ -80,8 +83,8 @@ def test_prints_the_plan(
     printed = capsys.readouterr().out
     sent = 4 * (P_NUMEL + Q_NUMEL + TAIL)
     rows = _rows(printed)
-    assert rows["2.weight"] == ["1000 x 128", "rank 4", "512 kB", "18.0 kB", "28.4"]
-    assert rows["0.weight"] == ["32 x 16 x 3 x 3", "rank 4", "18.4 kB", "2.82 kB", "6.5"]
+    assert rows["2.weight"] == ["1000 x 128", "4", "512 kB", "18.0 kB", "28.4"]
+    assert rows["0.weight"] == ["32 x 16 x 3 x 3", "4", "18.4 kB", "2.82 kB", "6.5"]
     assert rows["0.bias"] == ["32", "raw", "128 B", "128 B", "1.0"]
     ratio = f"{4 * TOTAL / sent:.1f}"
     assert rows["all"] == [f"{4 * TOTAL / 1e3:.0f} kB", f"{sent / 1e3:.1f} kB", ratio]
@@ -89,8 +92,8 @@ def test_prints_the_plan(
     text = " ".join(printed.split())
     share = 100 * (TOTAL - 32) / TOTAL
     assert f"2 of 3 parameters ({share:.1f} % of {TOTAL:,} elements) are compressed" in text
-    assert "at rank 4, float32 on the wire." in text
-    assert f"sends {sent / 1e3:.1f} kB per rank in place of 531 kB: {ratio} times less" in text
+    assert "at matrix rank 4 with factors in float32." in text
+    assert f"sends {sent / 1e3:.1f} kB per process in place of 531 kB: {ratio} times less" in text
     residual, factors = 4 * (TOTAL - 32), 4 * (P_NUMEL + 2 * Q_NUMEL + P_NUMEL + Q_NUMEL + TAIL)
     assert f"{residual / 1e3:.0f} kB for the residual, {factors / 1e3:.1f} kB for factors" in text
     found = re.search(r"needs (\d+) kB more memory .* buffers, ([\d.]+) kB for the kernels", text)
@@ -144,7 +147,7 @@ def test_every_parameter(
     assert _run(monkeypatch, "plan", "models_of_test:layers", "--rank", "4", "--all") == 0
     rows = _rows(capsys.readouterr().out)
     for i in range(11):
-        assert rows[f"{i}.weight"][1] == "rank 4"
+        assert rows[f"{i}.weight"][1] == "4"
     assert "11.weight" not in rows
     assert rows["11.bias"][1] == "raw"
     assert "scale" in rows
@@ -155,9 +158,9 @@ def test_a_rank_that_compresses_nothing(
 ) -> None:
     assert _run(monkeypatch, "plan", "models_of_test:model", "--rank", "600") == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Nothing is compressed at rank 600" in printed
-    assert "each step sends 531 kB per rank" in printed
-    highest = int(re.findall(r"highest rank that compresses .* is (\d+)", printed)[0])
+    assert "Nothing is compressed at matrix rank 600" in printed
+    assert "each step sends 531 kB per process" in printed
+    highest = int(re.findall(r"highest matrix rank that compresses .* is (\d+)", printed)[0])
     for rank, nothing in ((highest, False), (highest + 1, True)):
         _run(monkeypatch, "plan", "models_of_test:model", "--rank", str(rank))
         assert ("Nothing is compressed" in capsys.readouterr().out) == nothing
@@ -167,7 +170,7 @@ def test_a_model_without_weights(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(monkeypatch, "plan", "models_of_test:biases") == 0
-    assert "no weight that any rank compresses" in " ".join(capsys.readouterr().out.split())
+    assert "no weight that any matrix rank compresses" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_least_compression_rate(
@@ -177,7 +180,7 @@ def test_the_least_compression_rate(
     assert _run(monkeypatch, "plan", "models_of_test:model", *arguments) == 0
     rows = _rows(capsys.readouterr().out)
     assert rows["0.weight"][1] == "raw"
-    assert rows["2.weight"][1] == "rank 4"
+    assert rows["2.weight"][1] == "4"
 
 
 @pytest.mark.parametrize("width", [5, 9, 14, 60])
@@ -200,6 +203,10 @@ def test_a_long_name_goes_on_below(width: int) -> None:
         (["models_of_test:no_such_factory"], "no_such_factory"),
         (["models_of_test:nothing"], "torch.nn.Module, got NoneType"),
         (["models_of_test:constant"], "constant.*int"),
+        (
+            ["models_of_test:of_width"],
+            r"must be of the form 'def make_model\(\).*of_width\(width\)",
+        ),
         (["models_of_test:frozen"], "no parameter that requires a gradient"),
         (["models_of_test:model", "--wire-dtype", "int2"], "wire-dtype.*'int2'.*bfloat16"),
         (["models_of_test:model", "--top", "0"], "--top.*at least 1"),

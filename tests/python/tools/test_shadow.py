@@ -27,7 +27,6 @@ from support.synthetic import (
 )
 from support.training_cases import Spectral
 from torch_powersgd.tools.plan import rows_of
-from torch_powersgd.tools.quality import errors_of_training
 
 STEPS = 5
 Errors = dict[str, float]
@@ -109,9 +108,8 @@ def _complex(rank: int) -> None:
     """Complex parameters count as pairs of real numbers, in the plan and in errors as well."""
     options = tp.Options(start_powerSGD_iter=0, matrix_approximation_rank=2)
     torch.manual_seed(0)
-    models = [Spectral(), Spectral(), Spectral()]
-    for model in models[1:]:
-        model.load_state_dict(models[0].state_dict())
+    models = [Spectral(), Spectral()]
+    models[1].load_state_dict(models[0].state_dict())
     shadowed = DistributedDataParallel(models[0])
     shadow = tp.shadow(shadowed, ranks=[2], steps=3, options=options)
     plain = DistributedDataParallel(models[1], process_group=dist.new_group(backend="gloo"))
@@ -130,12 +128,6 @@ def _complex(rank: int) -> None:
         assert layers[name].bytes_before == planned[name].gradient_bytes == size * numel
         assert layers[name].milliseconds > 0
     assert layers["modes"].bytes_after == planned["modes"].sent_bytes == 4 * 2 * (24 + 40)
-
-    def train(model: torch.nn.Module) -> None:
-        model(gradient((8, 24), "input", rank, 0)).square().mean().backward()
-
-    [error] = errors_of_training(models[2], train, [options], torch.device("cpu"), steps=2)
-    assert 0.1 < error < 1.5
 
 
 def test_complex_parameters() -> None:

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The output of ``advise``: a table of the measured steps, the verdict, and a line to copy."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from torch_powersgd.options import Options
+from torch_powersgd.tools.advise import Measured
+from torch_powersgd.tools.tables import Table, say
+from torch_powersgd.units import size_text
+
+LEAST_GAIN = 1.05  # times faster than plain; less is not worth a change
+WORTH_OF_RANK = 1.05  # times the fastest step; a higher matrix rank is worth so much
+
+HEADINGS = ("", "step\nms", "quartiles\nms", "sent\nper step", "times faster\nthan plain")
+LOSS = (
+    "A higher matrix rank trains more like plain averaging. Compare the losses of your own model "
+    'before you rely on a setting: see "Choose your settings" in the documentation.'
+)
+RECOMMENDED = Options.recommended()
+_CONSTRUCTOR = "torch_powersgd.Options.recommended"
+
+
+def print_advice(measured: Sequence[Measured], introduction: str) -> None:
+    """Prints a sentence on what was measured, the table, and what to do."""
+    chosen, sentences = verdict(measured)
+    say(introduction)
+    print()
+    table_of(measured, chosen).print()
+    print()
+    for sentence in sentences:
+        say(sentence)
+    if chosen is not None and chosen.options is not None:
+        print(f"\n{line_to_copy(chosen.options)}\n")
+        say(LOSS)
+
+
+def verdict(measured: Sequence[Measured]) -> tuple[Measured | None, list[str]]:
+    """Returns the recommended setting, if any pays, and the verdict in words.
+
+    A setting pays if its steps are shorter than plain's in every round, and by 5 % on the whole.
+
+    Args:
+        measured: a step without averaging, the plain one, and the settings, as ``measure`` has it.
+    """
+    _, plain, *settings = measured
+    fastest = min(settings, key=lambda each: each.median)
+    paying = [each for each in settings if _pays(plain, each)]
+    if not paying and _gain(plain, fastest) >= LEAST_GAIN:
+        return None, [
+            f"Too noisy to tell: with {fastest.name} the typical step is shorter than with "
+            f"{plain.name}, but not in every round.",
+            "Stop other programs on these machines and run it again.",
+        ]
+    if not paying:
+        return None, [
+            f"Compression does not pay here: {plain.name} is as fast. With it a step takes "
+            f"{_ms(plain.median)} ms, and with {fastest.name}, the fastest setting, "
+            f"{_ms(fastest.median)} ms."
+        ]
+    best = min(each.median for each in paying)
+    close = [each for each in paying if each.median <= WORTH_OF_RANK * best]
+    chosen = max(close, key=_worth)
+    return chosen, [
+        f"Compression pays here: with {chosen.name} a step takes {_ms(chosen.median)} ms in place "
+        f"of {_ms(plain.median)} ms. It is the highest matrix rank whose step is within 5 % of the "
+        "fastest."
+    ]
+
+
+def table_of(measured: Sequence[Measured], chosen: Measured | None) -> Table:
+    _, plain, *settings = measured
+    rows = [
+        (
+            each.name,
+            _ms(each.median),
+            _quartiles(each),
+            size_text(each.sent_bytes) if each.averages else "",
+            f"{_gain(plain, each):.2f}" if each in settings else "",
+        )
+        for each in measured
+    ]
+    marked = next((i for i, each in enumerate(measured) if each is chosen), None)
+    return Table(HEADINGS, rows, marked=marked)
+
+
+def line_to_copy(options: Options) -> str:
+    """The call of ``attach`` that sets these options, with the usual exact steps before them."""
+    usual = vars(RECOMMENDED)
+    fields = {"matrix_approximation_rank": options.matrix_approximation_rank}
+    fields |= {
+        name: value
+        for name, value in vars(options).items()
+        if value != usual[name] and name != "start_powerSGD_iter"
+    }
+    arguments = ", ".join(f"{name}={_as_code(value)}" for name, value in fields.items())
+    return f"torch_powersgd.attach(ddp, {_CONSTRUCTOR}({arguments}))"
+
+
+def _gain(plain: Measured, setting: Measured) -> float:
+    return plain.median / setting.median
+
+
+def _pays(plain: Measured, setting: Measured) -> bool:
+    rounds = zip(plain.rounds, setting.rounds, strict=True)
+    always = all(statistics.median(theirs) > statistics.median(own) for theirs, own in rounds)
+    return always and _gain(plain, setting) >= LEAST_GAIN
+
+
+def _worth(setting: Measured) -> tuple[int, int]:
+    """The order of settings that are about as fast: by matrix rank, then by precision."""
+    assert setting.options is not None
+    return setting.options.matrix_approximation_rank, setting.sent_bytes
+
+
+def _quartiles(setting: Measured) -> str:
+    lower, _, upper = statistics.quantiles(setting.seconds, n=4, method="inclusive")
+    return f"{_ms(lower)} to {_ms(upper)}"
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2}f}"
+
+
+def _as_code(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The verdict of advise on measured steps, and its table."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import torch_powersgd as tp
+from torch_powersgd.tools import advise
+from torch_powersgd.tools.advice import line_to_copy, print_advice, table_of, verdict
+from torch_powersgd.tools.advise import Measured, name_of
+
+ROUNDS = advise.ROUNDS[0]
+NOISE = (0.99, 1.0, 1.01)  # of the steps of a round
+
+
+def _steps(milliseconds: float, drift: float = 0.0) -> list[list[float]]:
+    """Steps of some rounds, during which the machines get slower by a share."""
+    rounds = [1 + drift * i / ROUNDS for i in range(ROUNDS)]
+    return [[milliseconds / 1e3 * slower * noise for noise in NOISE] for slower in rounds]
+
+
+def _setting(rank: int, milliseconds: float, wire: str = "int8", sent: int = 0) -> Measured:
+    options = tp.Options(matrix_approximation_rank=rank, wire_dtype=wire, start_powerSGD_iter=0)
+    sent = sent or 10_000 * rank
+    return Measured(name_of(options), options, sent_bytes=sent, rounds=_steps(milliseconds))
+
+
+def _measured(plain: float, *settings: Measured) -> list[Measured]:
+    alone = Measured("no averaging", averages=False, rounds=_steps(50))
+    return [alone, Measured("plain gloo", sent_bytes=38_000_000, rounds=_steps(plain)), *settings]
+
+
+def _chosen(*measured: Measured) -> Measured | None:
+    chosen, _ = verdict(measured)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "rank"),
+    [((100, 100, 100), 32), ((100, 104, 106), 16), ((100, 106, 120), 8), ((104, 100, 104), 32)],
+)
+def test_the_highest_rank_within_5_percent_of_the_fastest(
+    milliseconds: tuple[float, ...], rank: int
+) -> None:
+    settings = [_setting(*each) for each in zip((8, 16, 32), milliseconds, strict=True)]
+    chosen, sentences = verdict(_measured(200, *settings))
+    assert chosen is not None
+    assert chosen.name == f"matrix rank {rank}, int8"
+    assert sentences[0].startswith(f"Compression pays here: with matrix rank {rank}, int8")
+    assert "in place of 200 ms" in sentences[0]
+
+
+def test_of_two_wires_that_are_as_fast_the_more_precise_is_taken() -> None:
+    precise = _setting(16, 101, "bfloat16", sent=320_000)
+    assert _chosen(*_measured(200, _setting(16, 100), precise)) is precise
+    fast = _setting(16, 100)
+    slow = _setting(16, 120, "bfloat16", sent=320_000)
+    assert _chosen(*_measured(200, fast, slow)) is fast
+
+
+@pytest.mark.parametrize("milliseconds", [97, 100, 300])
+def test_plain_is_kept_where_it_is_as_fast(milliseconds: float) -> None:
+    chosen, [sentence] = verdict(_measured(100, _setting(16, milliseconds)))
+    assert chosen is None
+    assert sentence.startswith("Compression does not pay here: plain gloo is as fast.")
+    assert "100 ms, and with matrix rank 16, int8" in sentence
+
+
+def test_a_gain_that_a_round_contradicts_is_none() -> None:
+    setting = _setting(16, 100)
+    setting.rounds[2] = [0.3] * 3
+    chosen, sentences = verdict(_measured(200, setting))
+    assert chosen is None
+    assert sentences[0].startswith("Too noisy to tell: with matrix rank 16, int8")
+
+
+def test_a_drift_that_hits_all_alike_hides_no_gain() -> None:
+    alone, plain, setting = _measured(110, _setting(16, 100))
+    plain.rounds, setting.rounds = _steps(110, drift=1), _steps(100, drift=1)
+    assert _chosen(alone, plain, setting) is setting
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_nothing_is_recommended_out_of_noise(seed: int) -> None:
+    """Of so many settings that are as fast as plain, the luckiest is none that pays."""
+    noise = random.Random(seed)
+
+    def steps() -> list[list[float]]:
+        return [[noise.gauss(0.1, 0.01) for _ in range(5)] for _ in range(ROUNDS)]
+
+    measured = _measured(100, *(_setting(rank, 100) for rank in (4, 8, 16, 32)))
+    for each in measured:
+        each.rounds = steps()
+    assert _chosen(*measured) is None
+
+
+def test_the_table() -> None:
+    measured = _measured(200, _setting(8, 100), _setting(16, 101.5), _setting(32, 150))
+    table = table_of(measured, measured[3])
+    assert table.rows == [
+        ("no averaging", "50.0", "49.5 to 50.5", "", ""),
+        ("plain gloo", "200", "198 to 202", "38.0 MB", ""),
+        ("matrix rank 8, int8", "100", "99.0 to 101", "80.0 kB", "2.00"),
+        ("matrix rank 16, int8", "102", "100 to 103", "160 kB", "1.97"),
+        ("matrix rank 32, int8", "150", "148 to 152", "320 kB", "1.33"),
+    ]
+    assert table.marked == 3
+
+
+def test_the_line_is_printed_if_a_setting_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    print_advice(_measured(200, _setting(16, 100)), "Two processes.")
+    said = capsys.readouterr().out
+    assert said.startswith("Two processes.\n")
+    assert "\ntorch_powersgd.attach(ddp, " in said
+    print_advice(_measured(100, _setting(16, 100)), "Two processes.")
+    assert "attach" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"matrix_approximation_rank": 16},
+        {"matrix_approximation_rank": 32, "wire_dtype": torch.bfloat16},
+        {"matrix_approximation_rank": 4, "wire_dtype": "int4", "min_compression_rate": 3.0},
+    ],
+)
+def test_the_line_to_copy_sets_what_was_measured(fields: dict[str, Any]) -> None:
+    measured = tp.Options(**{"wire_dtype": "int8", **fields, "start_powerSGD_iter": 0})
+    line = line_to_copy(measured)
+    assert f"(matrix_approximation_rank={fields['matrix_approximation_rank']}" in line
+    given: list[Any] = []
+
+    class Package:
+        Options = tp.Options
+
+        @staticmethod
+        def attach(*arguments: Any) -> None:
+            given.extend(arguments)
+
+    eval(line, {"torch_powersgd": Package, "ddp": "ddp", "torch": torch})
+    assert given == ["ddp", tp.Options.recommended(**fields)]
