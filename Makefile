@@ -102,7 +102,7 @@ bench: build  ## every figure that the docs quote, on a quiet machine, as root (
 	  --methods none ddp-alone plain hook-1-bucket author attached bf16-wire \
 	  --json $(BENCH_RESULTS)/cluster_cpu_4.json
 	$(PYTHON) benchmarks/bench_cluster.py --quick --rounds 3 \
-	  --methods none plain attached:4 int8-wire:16 --json $(BENCH_RESULTS)/prediction.json
+	  --methods none plain attached:4 int8-wire:16 --json $(BENCH_RESULTS)/advised.json
 	$(PYTHON) benchmarks/bench_starts.py --methods attached --json $(BENCH_RESULTS)/starts.json
 	$(PYTHON) benchmarks/bench_starts.py --starts 1000 --ranks 2 --steps 6 --late-ms 300 \
 	  --jitter-ms 1 --methods attached --json $(BENCH_RESULTS)/starts_late.json

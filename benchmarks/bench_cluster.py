@@ -115,7 +115,7 @@ class Bench:
                     for contender in self.contenders
                 }
                 setting = self._setting(model, cluster, learned, marks)
-                setting["predicted_ms"] = launch.predict(
+                setting["advised_ms"] = launch.advised(
                     cluster,
                     self.variables,
                     limit,
@@ -226,9 +226,9 @@ class Bench:
                 if number == 0 or run.failures:
                     _tell(where, contender, run)
             compared = figures.compare(rounds, learned, marks)
-            for method, milliseconds in setting["predicted_ms"].items():
+            for method, milliseconds in setting["advised_ms"].items():
                 if method in compared:
-                    compared[method]["predicted_ms"] = milliseconds
+                    compared[method]["advised_ms"] = milliseconds
             setting["methods"] = {
                 contender.name: compared[contender.name]
                 for contender in self.contenders

@@ -63,7 +63,7 @@ def environment(rank: int, variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def predict(
+def advised(
     cluster: hosts.Hosts,
     variables: Mapping[str, str],
     limit: float,
@@ -86,7 +86,7 @@ def predict(
             }
             method = " ".join(contenders)
             this = Job(**fields, timeout=START_SECONDS, method=method, approximation=0, **job)
-            command = this.command(folder / f"results{rank}", "cluster.predict")
+            command = this.command(folder / f"results{rank}", "cluster.advised")
             env = environment(rank, variables)
             processes.append(cluster.start(rank, command, env, cwd=_BENCHMARKS))
         deadline = time.monotonic() + START_SECONDS + limit

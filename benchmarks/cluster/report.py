@@ -58,7 +58,7 @@ COLUMNS: dict[str, Cell] = {
     "above none": _number("above_none_ms", "{:+.0f}"),
     "quartiles ": _spread("above_none_by_round_ms", "{:+.0f}"),
     "above DDP": _number("above_ddp_alone_ms", "{:+.0f}"),
-    "advise": _number("predicted_ms", "{:+.0f}"),
+    "advise": _number("advised_ms", "{:+.0f}"),
     "sent, MB": _number("tx_bytes_per_step", "{:.3f}", 1e-6),
     "times fewer": _number("times_fewer_bytes", "{:.1f}"),
     "loss": _number("final_loss", "{:.3f}"),

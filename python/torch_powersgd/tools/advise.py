@@ -45,7 +45,7 @@ class SharedError(ValueError):
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured.
+    """A step and the settings to measure it with.
 
     Attributes:
         model: the model, on the device that trains.

@@ -120,10 +120,10 @@ class _Cluster:
             process.wait()
 
 
-def test_a_prediction_ends_with_the_first_rank_that_fails() -> None:
+def test_advise_ends_with_the_first_rank_that_fails() -> None:
     cluster: Any = _Cluster()
     job = {"model": "demo", "device": "cpu"}
-    assert launch.predict(cluster, {}, 60, ["attached:4"], **job) == {}
+    assert launch.advised(cluster, {}, 60, ["attached:4"], **job) == {}
     assert cluster.slept_when_killed
 
 
@@ -309,9 +309,9 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
     assert bf16["tx_bytes_per_step"] < 0.6 * attached["tx_bytes_per_step"]
     assert 3 * bf16["tx_bytes_per_step"] < recommended["tx_bytes_per_step"] < size / 20
     assert plain["above_none_ms"] > 0
-    # advise rehearses compressed steps. Exact ones would take as long as plain's.
+    # advise measures compressed steps. Exact ones would take as long as plain's.
     for compressed in (attached, bf16, recommended):
-        assert 0 < compressed["predicted_ms"] < plain["predicted_ms"]
+        assert 0 < compressed["advised_ms"] < plain["advised_ms"]
     for picture in pictures.values():
         assert picture.stat().st_size > 0
 

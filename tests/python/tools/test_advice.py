@@ -87,7 +87,7 @@ def test_a_drift_that_hits_all_alike_hides_no_gain() -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_nothing_is_recommended_out_of_noise(seed: int) -> None:
-    """Of so many settings that are as fast as plain, the luckiest is none that pays."""
+    """Several settings are as fast as plain, of which one is the luckiest."""
     noise = random.Random(seed)
 
     def steps() -> list[list[float]]:

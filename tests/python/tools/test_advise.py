@@ -155,7 +155,7 @@ def test_a_stand_in_gives_every_parameter_a_gradient_after_its_products() -> Non
     stand_in().backward()
     assert [p.grad is None for p in model.parameters()] == [False, True, False, False]
     assert len(multiplied) == 3
-    # The weights, which are as large as each other, take all of the time but for rounding.
+    # The weights have as many elements as each other, and the bias next to none.
     bias, last, first = multiplied
     assert 0 <= bias <= 1
     assert abs(last - first) <= 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The figures of `torch_powersgd advise` on the hosts: `python -m cluster.predict JOB RESULTS`.
+"""The figures of `torch_powersgd advise` on the hosts: `python -m cluster.advised JOB RESULTS`.
 
 Each rank writes the milliseconds that synchronization adds to a step, by contender; all the same.
 The job's method names the contenders: "attached:4 bf16-wire:16".
@@ -16,7 +16,7 @@ from cluster.rank import Job, group_of, this_job
 SHORTEST_MS = 0.001  # the least figure; less is lost in noise
 
 
-def _predictions(job: Job) -> dict[str, float]:
+def _added_ms(job: Job) -> dict[str, float]:
     import torch
 
     from cluster import contenders, models
@@ -48,9 +48,9 @@ def main() -> None:
     from cluster import methods
 
     with group_of(job, methods.POWERSGD[job.device]):
-        predictions = _predictions(job)
+        added = _added_ms(job)
         with open(sys.argv[2], "w") as results:
-            print(json.dumps(predictions), file=results)
+            print(json.dumps(added), file=results)
 
 
 if __name__ == "__main__":
