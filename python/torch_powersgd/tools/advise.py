@@ -243,7 +243,10 @@ class _Rehearsal:
         self._seconds(ddp)
         unused = sum(p.grad is None for p in self._job.parameters)
         if unused == len(self._job.parameters):
-            raise ValueError("the step must call backward() on its loss, and it did not")
+            raise ValueError(
+                "the step must call backward() on its loss and keep the gradients: after it, no "
+                "parameter has one"
+            )
         return unused
 
     def _seconds(self, ddp: DistributedDataParallel) -> float:

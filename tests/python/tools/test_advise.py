@@ -104,7 +104,10 @@ def _of_another_width(model: torch.nn.Module) -> None:
 
 
 def test_a_step_without_a_backward_pass_is_an_error_on_all_processes() -> None:
-    message = "the step must call backward() on its loss, and it did not"
+    message = (
+        "the step must call backward() on its loss and keep the gradients: after it, no parameter "
+        "has one"
+    )
     assert ranks.run(2, _fails, _forward, None) == [message] * 2
     assert ranks.run(2, _fails, _forward, 1) == [f"rank 1: {message}"] * 2
 
