@@ -41,10 +41,10 @@ using ConnectChannels = std::function<std::array<c10::intrusive_ptr<c10d::Backen
     std::optional<std::chrono::milliseconds> timeout)>;
 
 // The backends that serve one device type. If `inner` blocks the host, `connect_channels` makes two
-// more instances of the same backend when the group first compresses there: the engine's threads sum
-// the P and the Q payloads on them while `inner` serves the caller, because two threads that issue
-// on one Gloo context corrupt each other's data. If `inner` is ordered by streams, it serves all and
-// `connect_channels` is null.
+// more instances of the same backend when the group first compresses there: the engine's threads
+// sum the P and the Q payloads on them while `inner` serves the caller, because two threads that
+// issue on one Gloo context corrupt each other's data. If `inner` is ordered by streams, it serves
+// all and `connect_channels` is null.
 struct InnerAndChannels {
   c10::DeviceType device;
   c10::intrusive_ptr<c10d::Backend> inner;
