@@ -35,7 +35,7 @@ using LogSink = std::function<void(LogLevel, const std::string&)>;
 using StageProbe = std::function<void(const char* stage)>;
 
 // Connects the two channels of an engine on a store that nothing else uses, within `timeout` or the
-// one that the group was made with. Called on an engine's thread.
+// one that the group was made with, which is the channels' own. Called on an engine's thread.
 using ConnectChannels = std::function<std::array<c10::intrusive_ptr<c10d::Backend>, 2>(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::optional<std::chrono::milliseconds> timeout)>;
