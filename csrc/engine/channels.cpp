@@ -9,11 +9,11 @@
 
 namespace powersgd {
 
-c10d::Backend& Channels::at(size_t part) {
+c10d::Backend& Channels::at(size_t part, std::chrono::milliseconds timeout) {
   const std::lock_guard<std::mutex> lock(connecting_);
   if (connect_) {
     try {
-      connect();
+      connect(timeout);
     } catch (const std::exception& error) {
       const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
       error_ = std::make_exception_ptr(
@@ -27,15 +27,15 @@ c10d::Backend& Channels::at(size_t part) {
   return *channels_[part];
 }
 
-void Channels::connect() {
-  std::optional<std::chrono::milliseconds> timeout;
-  {
+void Channels::connect(std::chrono::milliseconds timeout) {
+  std::optional<std::chrono::milliseconds> within = timeout;
+  if (timeout == c10d::kUnsetTimeout) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    timeout = timeout_;
+    within = timeout_;
   }
-  Pair made = connect_(timeout);
+  Pair made = connect_(within);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (timeout_ != timeout) {
+  if (timeout_) {
     for (const BackendPtr& channel : made) channel->setTimeout(*timeout_);
   }
   channels_ = std::move(made);

@@ -30,8 +30,9 @@ class Channels {
 
   explicit Channels(Connect connect) : connect_(std::move(connect)) {}
 
-  // The channel of the first parts (0) or the second (1).
-  c10d::Backend& at(size_t part);
+  // The channel of the first parts (0) or the second (1). A call that connects does so within its
+  // own `timeout`, or the group's if it is unset.
+  c10d::Backend& at(size_t part, std::chrono::milliseconds timeout = c10d::kUnsetTimeout);
   // Sets the time-out of the channels that there are, and of those to come.
   void set_timeout(std::chrono::milliseconds timeout);
   // Calls it on every channel that is connected, even if it throws on one. Then rethrows the first
@@ -39,7 +40,7 @@ class Channels {
   void each(const std::function<void(c10d::Backend&)>& action) const;
 
  private:
-  void connect();
+  void connect(std::chrono::milliseconds timeout);
 
   std::mutex connecting_;  // guards the members below
   Connect connect_;        // null once it was called

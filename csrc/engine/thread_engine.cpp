@@ -82,7 +82,7 @@ struct ThreadEngine::Shared {
     }
 
    private:
-    BackendChannel connected() { return {shared_.channel(part_), timeout_}; }
+    BackendChannel connected() { return {shared_.channel(part_, timeout_), timeout_}; }
 
     Shared& shared_;
     const size_t part_;
@@ -197,8 +197,8 @@ struct ThreadEngine::Shared {
   }
 
   // Connects the channels if they are not. An abort may have come meanwhile, and not found them.
-  c10d::Backend& channel(size_t part) {
-    c10d::Backend& connected = channels->at(part);
+  c10d::Backend& channel(size_t part, std::chrono::milliseconds timeout) {
+    c10d::Backend& connected = channels->at(part, timeout);
     const std::lock_guard<std::mutex> lock(mutex);
     if (aborted) throw_closed();
     return connected;

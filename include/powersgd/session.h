@@ -33,16 +33,16 @@ enum class LogLevel { kInfo, kWarning };
 using LogSink = std::function<void(LogLevel, const std::string&)>;
 
 // Connects the two channels of an engine on a store that nothing else uses, within `timeout` or the
-// one that the group was made with. Called on an engine's thread.
+// one that the group was made with, which is the channels' own. Called on an engine's thread.
 using ConnectChannels = std::function<std::array<c10::intrusive_ptr<c10d::Backend>, 2>(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::optional<std::chrono::milliseconds> timeout)>;
 
-// The backends that serve one device type. If `inner` blocks the host, `connect_channels` makes two more
-// instances of the same backend when the group first compresses there: the engine's threads sum the
-// P and the Q payloads on them while `inner` serves the caller, because two threads that issue on
-// one Gloo context corrupt each other's data. If `inner` is ordered by streams, it serves all and
-// `connect_channels` is null.
+// The backends that serve one device type. If `inner` blocks the host, `connect_channels` makes two
+// more instances of the same backend when the group first compresses there: the engine's threads
+// sum the P and the Q payloads on them while `inner` serves the caller, because two threads that
+// issue on one Gloo context corrupt each other's data. If `inner` is ordered by streams, it serves
+// all and `connect_channels` is null.
 struct InnerAndChannels {
   c10::DeviceType device;
   c10::intrusive_ptr<c10d::Backend> inner;

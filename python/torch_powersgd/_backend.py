@@ -201,7 +201,11 @@ def _connect_channels(
     group.group_id = parent.group_id
     if size == parent.group_size:  # else the ranks are known to the inner backend alone
         group.global_ranks_in_group = parent.global_ranks_in_group
-    return [_create_inner(name, PrefixStore(role, store), group) for role in ("p", "q")]
+    channels = [_create_inner(name, PrefixStore(role, store), group) for role in ("p", "q")]
+    if timeout is not None:  # it may be that of one call
+        for channel in channels:
+            channel._set_default_timeout(parent.timeout)
+    return channels
 
 
 def _set(options: object, values: dict[str, Any]) -> None:
