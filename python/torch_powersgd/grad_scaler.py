@@ -34,7 +34,8 @@ def _wrap_scale(scaler: torch.amp.GradScaler, model: _C.ModelStates) -> None:
         # The device reads the scale, because the host would have to wait for it. The scaler makes
         # its tensor in the first scale() and changes it in update(). That comes after the
         # optimizer's step, which waits for the gradients: no reduction reads the tensor any more.
-        model.loss_scale = scaler._scale
+        if scaler._scale is not None:
+            model.loss_scale = scaler._scale
         return scaled
 
     scaler.scale = scale  # type: ignore[method-assign]

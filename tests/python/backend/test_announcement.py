@@ -135,7 +135,7 @@ Flags = tuple[bool, int | None]
 
 
 def _flags(rank: int) -> tuple[list[Flags], list[Flags]]:
-    """Whether compression has begun and when it does, in the group and in its first model."""
+    """The answers of the group and of its first model: whether it compresses, and from when on."""
 
     def of_group(group: dist.ProcessGroup | None = None) -> Flags:
         now = tp.stats(group)

@@ -137,7 +137,9 @@ def test_a_step_is_made_of_its_buckets(
     waits = {"one-shot": 1.0, "two-shot": 1.25}
     expected = 100 + 10 + 20 + 30.0
     for each in (p, q):
-        copies = world_size - 1 if each.schedule == "one-shot" else 2 * (world_size - 1) / world_size
+        copies = (
+            world_size - 1 if each.schedule == "one-shot" else 2 * (world_size - 1) / world_size
+        )
         assert each.sent_bytes == int(copies * each.payload_bytes)
         expected += waits[each.schedule] + LINK.per_byte * each.sent_bytes
     model = Model(layout, torch.float32, 100.0, LINK, world_size)
