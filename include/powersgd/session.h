@@ -122,7 +122,7 @@ class Session {
   void log(LogLevel level, const std::string& message) const;
   void set_stage_probe(StageProbe probe);
 
-  // What is attached, and when compression starts.
+  // Attachments, and when compression starts.
 
   // Notes that something was attached, which all ranks do between the same two collectives, and
   // from which of its steps on it is compressed. Empty: never.

@@ -39,7 +39,7 @@ def _wrap_scale(scaler: torch.amp.GradScaler, reference: ref[_C.BucketReducer]) 
         # The device reads the scale, because the host would have to wait for it. The scaler makes
         # its tensor in the first scale() and changes it in update(). That comes after the
         # optimizer's step, which waits for the gradients: no reduction reads the tensor any more.
-        if (reducer := reference()) is not None:
+        if (reducer := reference()) is not None and scaler._scale is not None:
             reducer.states.loss_scale = scaler._scale
         return scaled
 

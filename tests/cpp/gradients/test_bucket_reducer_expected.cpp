@@ -97,6 +97,12 @@ TEST(BucketReducerExpected, OnlyTheAnnouncedMemoryIsExpectedAndOnlyOnce) {
     const at::Tensor again = both.narrow(0, kNumel, kNumel);
     EXPECT_TRUE(model->expects(again));
     EXPECT_FALSE(session->taker_of({again, buffer}));
+    {
+      const auto gone = attach(session, make_options());
+      gone->expect(0, buffer, {0, 1}, 1);
+      EXPECT_EQ(session->taker_of({buffer}), gone);
+    }
+    EXPECT_FALSE(session->taker_of({buffer}));
     model->reduce_expected(again, reduced_by(c10d::ReduceOp::AVG))->wait();
     EXPECT_FALSE(model->expects(again));
   });

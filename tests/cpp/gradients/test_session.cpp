@@ -108,6 +108,18 @@ TEST_F(SessionTest, ResetStatisticsCountFromHere) {
   EXPECT_TRUE(session->compressing());
 }
 
+TEST_F(SessionTest, OnceSomethingWasAttachedItSaysWhenCompressionStarts) {
+  const auto session = make(make_options(/*start=*/5));
+  EXPECT_FALSE(session->was_attached());
+  EXPECT_EQ(session->starts_at(), 5);
+  session->note_attached(std::nullopt);
+  EXPECT_TRUE(session->was_attached());
+  EXPECT_EQ(session->starts_at(), std::nullopt) << "nothing attached is compressed";
+  session->note_attached(7);
+  session->note_attached(9);
+  EXPECT_EQ(session->starts_at(), 7);
+}
+
 TEST_F(SessionTest, TrainingThatEndsBeforeCompressionStartsIsReportedOnce) {
   const auto session = make(make_options(/*start=*/5));
   EXPECT_EQ(session->starts_at(), 5);
