@@ -72,30 +72,27 @@ c10::intrusive_ptr<c10d::Backend::Options> BackendPowerSGD::getBackendOptions() 
 c10::intrusive_ptr<c10d::Backend> BackendPowerSGD::split(
     const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
-  std::vector<InnerAndChannels> children;
-  for (auto& [device, inner] : split_inners(store, ranks, opts)) {
-    children.push_back({device, inner, {}});
-  }
+  Inners inners = split_inners(store, ranks, opts);
   const auto channel_store = child_store(store);
   const std::vector<InnerAndChannels>& own = session_->inners();
+  std::vector<InnerAndChannels> children;
   for (size_t i = 0; i < own.size(); ++i) {
-    for (size_t k = 0; k < own[i].channels.size(); ++k) {
-      const auto prefixed =
-          c10::make_intrusive<c10d::PrefixStore>(c10::str("channel/", i, "/", k), channel_store);
-      children[i].channels.push_back(split_inner(own[i].channels[k], prefixed, ranks, opts));
-    }
+    children.push_back({own[i].device, inners[i].second, own[i].connect_channels,
+                        c10::make_intrusive<c10d::PrefixStore>(std::to_string(i), channel_store)});
   }
   const BackendPtr& first = children.front().inner;
   if (!first) return nullptr;
   const auto* given = dynamic_cast<const BackendOptions*>(opts.get());
-  return c10::make_intrusive<BackendPowerSGD>(
+  auto child = c10::make_intrusive<BackendPowerSGD>(
       first->getRank(), first->getSize(), std::move(children),
       given ? given->compression : session_->options(), session_->log_sink());
+  if (opts) child->session()->set_timeout(opts->timeout);
+  return child;
 }
 
 void BackendPowerSGD::setTimeout(std::chrono::milliseconds timeout) {
   ForwardingBackend::setTimeout(timeout);
-  session_->for_each_channel([&](c10d::Backend& channel) { channel.setTimeout(timeout); });
+  session_->set_timeout(timeout);
 }
 
 #ifdef POWERSGD_BACKEND_HAS_LIFECYCLE

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
+#include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -41,11 +44,25 @@ LogSink make_log_sink(py::function log) {
   };
 }
 
+ConnectChannels make_connect(std::optional<py::function> connect) {
+  if (!connect) return nullptr;
+  return [connect = shared_function(std::move(*connect))](const auto&... arguments) {
+    const py::gil_scoped_acquire gil;
+    try {
+      const py::object channels = (*connect)(arguments...);
+      return channels.cast<std::array<c10::intrusive_ptr<c10d::Backend>, 2>>();
+    } catch (const py::error_already_set& error) {
+      throw std::runtime_error(py::str(error.value()));  // without the lines of Python's stack
+    }
+  };
+}
+
 }  // namespace
 
 void register_backend(py::module_& module) {
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
-  using Inner = std::tuple<std::string, BackendPtr, std::vector<BackendPtr>>;
+  using StorePtr = c10::intrusive_ptr<c10d::Store>;
+  using Inner = std::tuple<std::string, BackendPtr, std::optional<py::function>, StorePtr>;
   py::class_<BackendOptions, c10::intrusive_ptr<BackendOptions>, c10d::Backend::Options>(
       module, "BackendOptions")
       .def_readwrite("compression", &BackendOptions::compression)
@@ -58,8 +75,8 @@ void register_backend(py::module_& module) {
       .def(py::init([](int rank, int size, const std::vector<Inner>& inners, const Options& options,
                        py::function log) {
              std::vector<InnerAndChannels> all;
-             for (const auto& [device, inner, channels] : inners) {
-               all.push_back({at::Device(device).type(), inner, channels});
+             for (const auto& [device, inner, connect, store] : inners) {
+               all.push_back({at::Device(device).type(), inner, make_connect(connect), store});
              }
              return c10::make_intrusive<BackendPowerSGD>(rank, size, std::move(all), options,
                                                          make_log_sink(std::move(log)));

@@ -78,6 +78,10 @@ class Engine {
                                                 c10::Device device,
                                                 std::chrono::milliseconds timeout) = 0;
 
+  // Connects to the other ranks ahead of the first job on `device` that communicates, if the engine
+  // has channels. All ranks call it alike. Returns at once.
+  virtual void connect(c10::Device device) = 0;
+
   // Begins the parts of submitted jobs that were put off because more jobs were to follow.
   virtual void flush() = 0;
 

@@ -33,6 +33,7 @@ class StreamEngine final : public Engine {
   c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,
                                         c10::Device device,
                                         std::chrono::milliseconds timeout) override;
+  void connect(c10::Device) override {}  // the inner backend does when it is first used
   void flush() override;
   void shutdown() override;
   void abort() override;

@@ -67,6 +67,28 @@ std::set<ThreadEngine*>& engines() {
 }  // namespace
 
 struct ThreadEngine::Shared {
+  // The channel of one part of a job.
+  class PartChannel final : public Channel {
+   public:
+    PartChannel(Shared& shared, size_t part, std::chrono::milliseconds timeout)
+        : shared_(shared), part_(part), timeout_(timeout) {}
+
+    void allreduce(at::Tensor& payload) override { connected().allreduce(payload); }
+    void allgather(at::Tensor& output, at::Tensor& input) override {
+      connected().allgather(output, input);
+    }
+    void alltoall(at::Tensor& output, at::Tensor& input) override {
+      connected().alltoall(output, input);
+    }
+
+   private:
+    BackendChannel connected() { return {shared_.channel(part_, timeout_), timeout_}; }
+
+    Shared& shared_;
+    const size_t part_;
+    const std::chrono::milliseconds timeout_;
+  };
+
   struct QueuedJob {
     c10::intrusive_ptr<WorkPowerSGD> work;
     Job job;
@@ -79,15 +101,17 @@ struct ThreadEngine::Shared {
     std::exception_ptr error;
   };
 
-  std::array<c10::intrusive_ptr<c10d::Backend>, 2> channels;
+  explicit Shared(std::shared_ptr<Channels> channels) : channels(std::move(channels)) {}
+
+  const std::shared_ptr<Channels> channels;
   std::mutex mutex;
   std::condition_variable changed;              // notified when a member below changes
   std::array<std::deque<QueuedJob>, 2> queues;  // by the part that is to run next
   uint64_t submitted = 0;
-  uint64_t ended = 0;    // jobs end in the order of submission
-  bool closed = false;   // no more jobs
-  bool aborted = false;  // jobs that have not begun are failed
-  std::array<bool, 2> worker_ended{};
+  uint64_t ended = 0;                            // jobs end in the order of submission
+  bool closed = false;                           // no more jobs
+  bool aborted = false;                          // jobs that have not begun are failed
+  std::array<bool, 2> worker_ended{true, true};  // until they are started
   // Until then, whoever ends the engine waits for the workers. An abort makes it sooner.
   std::chrono::steady_clock::time_point grace_ends = std::chrono::steady_clock::time_point::max();
   int num_threads = 0;
@@ -172,17 +196,25 @@ struct ThreadEngine::Shared {
     changed.notify_all();
   }
 
+  // Connects the channels if they are not. An abort may have come meanwhile, and not found them.
+  c10d::Backend& channel(size_t part, std::chrono::milliseconds timeout) {
+    c10d::Backend& connected = channels->at(part, timeout);
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (aborted) throw_closed();
+    return connected;
+  }
+
   void run(size_t part, QueuedJob& next) {
     std::function<void(Channel&)>& body = part == 0 ? next.job.first : next.job.second;
     if (body && !next.error) {
       try {
         std::optional<ProfilerContext::Guard> observed;
         if (next.profiler) observed.emplace(*next.profiler);
-        BackendChannel channel(*channels[part], next.timeout);
+        PartChannel part_channel(*this, part, next.timeout);
         if (next.ready) {
-          run_on_side_stream(next.device, *next.ready, [&] { body(channel); });
+          run_on_side_stream(next.device, *next.ready, [&] { body(part_channel); });
         } else {
-          body(channel);
+          body(part_channel);
         }
       } catch (...) {
         next.error = std::current_exception();
@@ -192,13 +224,8 @@ struct ThreadEngine::Shared {
   }
 };
 
-ThreadEngine::ThreadEngine(int rank, std::array<c10::intrusive_ptr<c10d::Backend>, 2> channels,
-                           Grace grace)
-    : rank_(rank), grace_(grace), shared_(std::make_shared<Shared>()) {
-  shared_->channels = std::move(channels);
-  for (size_t part = 0; part < workers_.size(); ++part) {
-    workers_[part] = std::thread([shared = shared_, part] { shared->serve(part); });
-  }
+ThreadEngine::ThreadEngine(int rank, std::shared_ptr<Channels> channels, Grace grace)
+    : rank_(rank), grace_(grace), shared_(std::make_shared<Shared>(std::move(channels))) {
   const std::lock_guard<std::mutex> lock(engines_mutex);
   engines().insert(this);
 }
@@ -217,6 +244,7 @@ c10::intrusive_ptr<c10d::Work> ThreadEngine::submit(std::vector<at::Tensor> tens
   auto work = c10::make_intrusive<WorkPowerSGD>(rank_, std::move(tensors));
   const std::lock_guard<std::mutex> lock(shared_->mutex);
   if (shared_->closed) throw_closed();
+  start_workers();
   shared_->num_threads = at::get_num_threads();
   const uint64_t number = ++shared_->submitted;
   uint64_t after = job.alone ? number - 1 : 0;
@@ -228,6 +256,19 @@ c10::intrusive_ptr<c10d::Work> ThreadEngine::submit(std::vector<at::Tensor> tens
                                 ProfilerContext::current(), timeout, number, after, nullptr});
   shared_->changed.notify_all();
   return work;
+}
+
+void ThreadEngine::start_workers() {
+  for (size_t part = 0; part < workers_.size(); ++part) {
+    if (workers_[part].joinable()) continue;
+    workers_[part] = std::thread([shared = shared_, part] { shared->serve(part); });
+    shared_->worker_ended[part] = false;
+  }
+}
+
+void ThreadEngine::connect(c10::Device device) {
+  Job job = job_alone([channels = shared_->channels](Channel&) { channels->at(1); });
+  submit({}, std::move(job), device, c10d::kUnsetTimeout);
 }
 
 void ThreadEngine::shutdown() {

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <array>
 #include <chrono>
 #include <memory>
 #include <thread>
 
+#include "engine/channels.h"
 #include "engine/engine.h"
 
 namespace powersgd {
@@ -17,21 +16,20 @@ namespace powersgd {
 // It is a pipeline of two worker threads, each first in, first out and each with a channel of its
 // own. One runs the jobs' first parts, the other their second parts. While the Q payload of a
 // bucket is on the wire, the next bucket is projected and its P sent. The order on each channel is
-// that of submission and never depends on timing.
+// that of submission and never depends on timing. The workers start with the first job.
 //
 // Nothing here can hang a process. A collective in flight cannot be interrupted. Workers that do
 // not end within the grace period are left behind with all that they use, and end by themselves at
 // the inner backend's timeout.
 class ThreadEngine final : public Engine {
  public:
-  // The first parts use the first channel, the second parts the second.
-  ThreadEngine(int rank, std::array<c10::intrusive_ptr<c10d::Backend>, 2> channels,
-               Grace grace = {});
+  ThreadEngine(int rank, std::shared_ptr<Channels> channels, Grace grace = {});
   ~ThreadEngine() override;
 
   c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,
                                         c10::Device device,
                                         std::chrono::milliseconds timeout) override;
+  void connect(c10::Device device) override;
   void flush() override {}  // it puts nothing off
   void shutdown() override;
   void abort() override;
@@ -41,6 +39,7 @@ class ThreadEngine final : public Engine {
 
   friend void shutdown_all_engines();
 
+  void start_workers();  // unless they run; under the mutex of shared_
   // Refuses new jobs. Those in flight have `grace`, or what is left of an earlier one, to end.
   void close(std::chrono::milliseconds grace);
   void fail_queued();

@@ -47,7 +47,7 @@ class CaptureWatch {
   std::map<const ParameterState*, int> low_in_a_row_;
 };
 
-// What a user is told of the parameters of these names.
+// Returns the warning of the parameters that have been low for too long.
 std::string low_capture_warning(const std::vector<std::string>& names, const Options& options);
 
 }  // namespace powersgd

@@ -14,8 +14,8 @@
 namespace powersgd {
 namespace {
 
-// The hooks that are alive, by their reducers, whose own member is private. Never destroyed: DDP
-// modules may outlive the statics of this library.
+// The hooks that are alive, by their reducers: a reducer's own member is private. Never destroyed,
+// for DDP modules may live until the process ends.
 std::mutex hooks_mutex;
 std::unordered_map<const c10d::Reducer*, DdpHook*>& hooks() {
   static auto* const hooks = new std::unordered_map<const c10d::Reducer*, DdpHook*>;

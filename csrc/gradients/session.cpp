@@ -6,9 +6,9 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
+#include "engine/channels.h"
 #include "engine/stream_engine.h"
 #include "engine/thread_engine.h"
 #include "gradients/compressed_step.h"
@@ -36,20 +36,25 @@ Session::Session(int rank, int size, std::vector<InnerAndChannels> inners,
       warnings_(std::make_shared<Messages>()),
       inners_(std::move(inners)) {
   validate(options_);
-  for (const auto& [device, inner, channels] : inners_) {
-    TORCH_CHECK(channels.empty() || channels.size() == 2, "powersgd: two channels or none, got ",
-                channels.size());
-    if (channels.empty()) {
-      engines_[device] = std::make_unique<StreamEngine>(rank, inner);
-    } else {
-      engines_[device] = std::make_unique<ThreadEngine>(rank, std::array{channels[0], channels[1]});
+  for (const InnerAndChannels& of : inners_) {
+    if (!of.connect_channels) {
+      engines_[of.device] = std::make_unique<StreamEngine>(rank, of.inner);
+      continue;
     }
+    // A thread that waits on a store keeps the others from using it, and those may be what another
+    // rank waits for. A clone has a connection of its own.
+    auto connect = [of, rank, size](std::optional<std::chrono::milliseconds> timeout) {
+      return of.connect_channels(of.store ? of.store->clone() : nullptr, rank, size, timeout);
+    };
+    channels_.push_back(std::make_shared<Channels>(std::move(connect)));
+    engines_[of.device] = std::make_unique<ThreadEngine>(rank, channels_.back());
   }
 }
 
 Session::~Session() {
   run_unlocked([this] {
     engines_.clear();
+    channels_.clear();
     inners_.clear();
   });
 }
@@ -136,11 +141,17 @@ void Session::set_stage_probe(StageProbe probe) {
   probe_ = std::make_shared<const StageProbe>(std::move(probe));
 }
 
+void Session::connect(c10::Device device) { engine_of(device).connect(device); }
+
+void Session::set_timeout(std::chrono::milliseconds timeout) {
+  FirstError error;
+  for (const auto& of : channels_) error.run([&] { of->set_timeout(timeout); });
+  error.rethrow();
+}
+
 void Session::for_each_channel(const std::function<void(c10d::Backend&)>& action) const {
   FirstError error;
-  for (const InnerAndChannels& of : inners_) {
-    for (const auto& channel : of.channels) error.run([&] { action(*channel); });
-  }
+  for (const auto& of : channels_) error.run([&] { of->each(action); });
   error.rethrow();
 }
 

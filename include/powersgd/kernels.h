@@ -19,8 +19,8 @@
 //   reconstruct    G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm, plus noise ;
 //                  q_norms = the norms of the rows of Q
 //
-// S is the loss scale times Bucket::units. memory holds M of the last step. The residual is memory less the product of
-// the factors that this rank sent, which the next step subtracts.
+// S is the loss scale times Bucket::units. memory holds M of the last step. The residual is memory
+// less the product of the factors that this rank sent, which the next step subtracts.
 //
 // Contract, the same for every implementation:
 //   - A stage never allocates, never synchronizes and keeps no state. It gets pointers, sizes, and

@@ -105,7 +105,7 @@ class ModelStates {
   // The last step of each parameter. It takes a pass over the model, and the host waits for it.
   std::vector<LayerStats> layers();
 
-  // For the reducer, in the backward pass.
+  // For the reducer.
 
   const ParameterStatePtr& of(size_t index) const { return states_[index]; }
   // Adds residuals to gradients that are not compressed, each once: a checkpoint had them.

@@ -12,8 +12,8 @@
 
 namespace powersgd {
 
-// Which tensor is which parameter of a model. A parameter's index is its place in the list of the
-// constructor, and its name is what a checkpoint calls it.
+// Says which tensor is which parameter of a model. A parameter's index is its place in the
+// constructor's list, and its name is what a checkpoint calls it.
 class NamedParameters {
  public:
   NamedParameters(std::vector<std::string> names, const std::vector<at::Tensor>& parameters);

@@ -42,7 +42,7 @@ struct ParameterState {
     int64_t rank;
     at::ScalarType gradient_type;
   };
-  // Allocates all tensors: q_warm holds a random start, memory_units holds 1, the others hold zeros.
+  // Allocates all tensors: q_warm holds a random start, memory_units 1, and the others hold zeros.
   // One launch fills all the random starts of a dtype. The host does not wait for the device.
   static void allocate(const std::vector<Layout>& layouts, const Options& options,
                        at::Device device);

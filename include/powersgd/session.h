@@ -2,7 +2,9 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <array>
 #include <chrono>
 #include <functional>
 #include <map>
@@ -20,6 +22,7 @@
 namespace powersgd {
 
 class AllreduceTaker;
+class Channels;
 class Engine;
 class Messages;
 struct Replica;
@@ -29,14 +32,22 @@ enum class LogLevel { kInfo, kWarning };
 // Called on the thread that calls a collective, never on a worker.
 using LogSink = std::function<void(LogLevel, const std::string&)>;
 
-// The backends that serve one device type. If `inner` blocks the host, the `channels` are two more
-// instances of the same backend: the engine's threads sum the P and the Q payloads on them while
-// `inner` serves the caller, because two threads that issue on one Gloo context corrupt each
-// other's data. If `inner` is ordered by streams, it serves all and there are no channels.
+// Connects the two channels of an engine on a store that nothing else uses, within `timeout` or the
+// one that the group was made with, which is the channels' own. Called on an engine's thread.
+using ConnectChannels = std::function<std::array<c10::intrusive_ptr<c10d::Backend>, 2>(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    std::optional<std::chrono::milliseconds> timeout)>;
+
+// The backends that serve one device type. If `inner` blocks the host, `connect_channels` makes two
+// more instances of the same backend when the group first compresses there: the engine's threads
+// sum the P and the Q payloads on them while `inner` serves the caller, because two threads that
+// issue on one Gloo context corrupt each other's data. If `inner` is ordered by streams, it serves
+// all and `connect_channels` is null.
 struct InnerAndChannels {
   c10::DeviceType device;
   c10::intrusive_ptr<c10d::Backend> inner;
-  std::vector<c10::intrusive_ptr<c10d::Backend>> channels;
+  ConnectChannels connect_channels;
+  c10::intrusive_ptr<c10d::Store> store;  // of the channels
 };
 
 // Purpose: reduces the gradients of one process group, and knows what its steps have in common: an
@@ -111,7 +122,7 @@ class Session {
   void log(LogLevel level, const std::string& message) const;
   void set_stage_probe(StageProbe probe);
 
-  // What is attached, and when compression starts.
+  // Attachments, and when compression starts.
 
   // Notes that something was attached, which all ranks do between the same two collectives, and
   // from which of its steps on it is compressed. Empty: never.
@@ -136,7 +147,13 @@ class Session {
 
   // Channels, and ends.
 
-  // Calls it on every channel, even if it throws on one. Then rethrows the first exception.
+  // Connects the channels of a device ahead of its first step. All ranks call it alike. Returns at
+  // once: an error is that of the first step.
+  void connect(c10::Device device);
+  // Sets the time-out of the channels, also of those that are not connected yet.
+  void set_timeout(std::chrono::milliseconds timeout);
+  // Calls it on every connected channel, even if it throws on one. Then rethrows the first
+  // exception.
   void for_each_channel(const std::function<void(c10d::Backend&)>& action) const;
   // Both do all that they can, then rethrow the first exception. One thread may call them while
   // another is in them: an abort ends the wait of a shutdown.
@@ -159,6 +176,7 @@ class Session {
   const std::shared_ptr<Stats> stats_;
   const std::shared_ptr<Messages> warnings_;
   std::vector<InnerAndChannels> inners_;
+  std::vector<std::shared_ptr<Channels>> channels_;
   std::map<c10::DeviceType, std::unique_ptr<Engine>> engines_;
 
   mutable std::mutex mutex_;  // guards the members below

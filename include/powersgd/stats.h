@@ -58,7 +58,7 @@ class Stats {
   // Makes the counter of steps that only the devices count. It counts as long as this object lives.
   std::shared_ptr<StepCounter> make_step_counter();
 
-  // What the host has counted since the start.
+  // The counts that the host knows, since the start.
   StatsSnapshot host_counts() const;
 
   // All counts since the start or since reset(). Both read from devices(), on which no step may be

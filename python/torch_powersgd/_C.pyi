@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Backend, GradBucket, Work
+from torch._C._distributed_c10d import Backend, GradBucket, Store, Work
 
 kernels_version: str  # of this package, with a hash of the kernels' sources
 torch_version: str
@@ -81,7 +82,14 @@ class BackendPowerSGD(Backend):
         self,
         rank: int,
         size: int,
-        inners: Sequence[tuple[str, Backend, Sequence[Backend]]],
+        inners: Sequence[
+            tuple[
+                str,
+                Backend,
+                Callable[[Store, int, int, timedelta | None], Sequence[Backend]] | None,
+                Store,
+            ]
+        ],
         options: Options,
         log: Callable[[bool, str], None],
     ) -> None: ...
@@ -135,7 +143,10 @@ class LayerStats:
 
 class ModelStates:
     grad_scale: float
-    loss_scale: torch.Tensor
+    @property
+    def loss_scale(self) -> torch.Tensor: ...
+    @loss_scale.setter
+    def loss_scale(self, scale: torch.Tensor | None) -> None: ...
     @property
     def names(self) -> list[str]: ...
     @property

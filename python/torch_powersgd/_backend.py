@@ -4,21 +4,22 @@
 from __future__ import annotations
 
 import atexit
+import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, _DistributedBackendOptions
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
-from torch_powersgd.lookup import PLAIN_BACKENDS, device_types, find_backend
+from torch_powersgd.lookup import PLAIN_BACKENDS, device_types, find_backend, served_device_types
 from torch_powersgd.options import Options, resolve
 from torch_powersgd.store_agreement import CollectiveCall, count_call, store_of_call
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Backend, Store, _DistributedBackendOptions
+    from torch._C._distributed_c10d import Backend, Store
 
 NAME = "powersgd"
 STREAM_ORDERED = {"nccl"}  # Collectives of these backends do not block the host.
@@ -59,18 +60,15 @@ def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.
     rank, size = dist_options.group_rank, dist_options.group_size
     groups = PrefixStore("powersgd", dist_options.store)
     store = store_of_call(groups, count_call(groups, rank))
-    # torch gives the creator no device, so a backend serves every device that this process has.
     options = _agree(dist_options, store, pg_options)
     inners = []
-    for device in device_types():
+    for device in served_device_types(NAME):
         name = _inner_name(options, device)
+        inner = _create_inner(name, PrefixStore(f"{device}/inner", store), dist_options)
         # A backend that blocks the host needs an instance for each of the engine's threads.
-        channels = [] if name in STREAM_ORDERED else ["p_channel", "q_channel"]
-        inner, *made = (
-            _create_inner(name, PrefixStore(f"{device}/{role}", store), dist_options)
-            for role in ["inner", *channels]
-        )
-        inners.append((device, inner, made))
+        blocks = name not in STREAM_ORDERED
+        connect = functools.partial(_connect_channels, name, dist_options) if blocks else None
+        inners.append((device, inner, connect, PrefixStore(f"{device}/channels", store)))
     return _C.BackendPowerSGD(rank, size, inners, options._core(), _log)
 
 
@@ -183,6 +181,31 @@ def _create_inner(name: str, store: Store, dist_options: _DistributedBackendOpti
         f"inner must be 'auto' or one of {sorted(set(registered) - {NAME})}, got {name!r}, which "
         "this build of torch does not have"
     )
+
+
+def _connect_channels(
+    name: str,
+    parent: _DistributedBackendOptions,
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta | None,
+) -> list[Backend]:
+    """Makes the two channels of a group, or of one that was split from it.
+
+    An engine's thread calls it when the group first compresses.
+    """
+    group = _DistributedBackendOptions()
+    group.group_rank, group.group_size = rank, size
+    group.timeout = timeout or parent.timeout
+    group.group_id = parent.group_id
+    if size == parent.group_size:  # else the ranks are known to the inner backend alone
+        group.global_ranks_in_group = parent.global_ranks_in_group
+    channels = [_create_inner(name, PrefixStore(role, store), group) for role in ("p", "q")]
+    if timeout is not None:  # it may be that of one call
+        for channel in channels:
+            channel._set_default_timeout(parent.timeout)
+    return channels
 
 
 def _set(options: object, values: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def attach(
     if register_hook:
         found.register(reducer, group)
     if scaler is not None:
-        grad_scaler.follow(scaler, reducer.states, found.parameters())
+        grad_scaler.follow(scaler, reducer, found.parameters())
     compression = Compression(found, reducer, group)
     if compression._speaks:
         _announce(compression)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch_powersgd._backend import compare_options
 from torch_powersgd._core import _C
 from torch_powersgd.store_agreement import error_as_arguments, next_call
 from torch_powersgd.lookup import check_alive, find_backend
+from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options, lay_over
 from torch_powersgd.targets import NamedTensors, Target
 
@@ -38,11 +40,14 @@ class Proposal:
 
     def plain(self) -> dict[str, Any]:
         """Returns the arguments in JSON types."""
-        shapes = {name: list(gradient.shape) for name, gradient in self.gradients.items()}
         devices = sorted({gradient.device.type for gradient in self.gradients.values()})
         kernels = f"{' and '.join(devices)} {_C.kernels_version}"
-        options = {"kernels": kernels, **self.options._plain(), "parameters": shapes}
-        return {"options": options, "place": self.place}
+        gradients = [
+            f"{name!r} {dtype_name(gradient.dtype)} {list(gradient.shape)}"
+            for name, gradient in self.gradients.items()
+        ]
+        options = {"kernels": kernels, **self.options._plain()}
+        return {"options": options, "gradients": gradients, "place": self.place}
 
 
 def agree(
@@ -99,9 +104,22 @@ def _propose(
 
 
 def _compare(everyone: list[dict[str, Any]]) -> str:
-    return fsdp.compare_places([given["place"] for given in everyone]) or compare_options(
-        [given["options"] for given in everyone]
+    return (
+        fsdp.compare_places([given["place"] for given in everyone])
+        or compare_options([given["options"] for given in everyone])
+        or _compare_gradients([given["gradients"] for given in everyone])
     )
+
+
+def _compare_gradients(everyone: list[list[str]]) -> str:
+    for rank, gradients in enumerate(everyone):
+        for first, mine in zip_longest(everyone[0], gradients, fillvalue="nothing"):
+            if mine != first:
+                return (
+                    "the gradients must be the same on all ranks, in one order: there is "
+                    f"{first} on rank 0 and {mine} on rank {rank}"
+                )
+    return ""
 
 
 def _backend_of(group: dist.ProcessGroup, device: torch.device) -> _C.BackendPowerSGD:

@@ -312,7 +312,8 @@ class Compression(Stateful):
         try:
             yield
         finally:
-            reducer.active = before
+            if not self.ended:
+                reducer.active = before
 
     def detach(self) -> None:
         """Ends the compression: gradients are averaged exactly from now on. Collective.

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 import torch.distributed as dist
 
@@ -18,6 +20,22 @@ PLAIN_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 def device_types() -> list[str]:
     """The types of the devices that this process has."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def served_device_types(name: str) -> list[str]:
+    """The types of the devices that a backend of this name, which torch is creating, will serve.
+
+    torch gives the creator of a backend no device. The function that calls it knows them. If that
+    cannot be found, it is every type that this process has.
+    """
+    frame = inspect.currentframe()
+    # Not the locals of this frame: they would hold it, and it would hold the group.
+    while frame is not None and (frame := frame.f_back) is not None:
+        config = frame.f_locals.get("backend_config")
+        if isinstance(config, dist.distributed_c10d.BackendConfig):
+            backends = config.get_device_backend_map()
+            return [d for d in device_types() if backends.get(d) == name] or device_types()
+    return device_types()
 
 
 def find_backend(

@@ -50,8 +50,8 @@ class Target(ABC):
         """Returns the name of that part in a checkpoint. It is empty if there is one part."""
         return ""
 
-    def register(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
-        """Registers the hooks that hand the gradients to ``reducer``."""
+    def register(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:  # noqa: B027
+        """Registers the hooks, if any, that hand the gradients to ``reducer``."""
 
 
 def target_of(given: object) -> Target:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,13 +62,21 @@ def attach(
 
 
 class _State:
-    """The state of a compression, which is empty once its module is gone."""
+    """The state of a compression, with all shards of its module. It is empty once that is gone."""
 
     def __init__(self, compression: Compression) -> None:
         self.compression = compression
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.compression.ended else self.compression.state_dict()
+        if self.compression.ended:
+            return {}
+        state = self.compression.state_dict()
+        if "version" in state:
+            return state
+        # Accelerate saves what the main process returns, which has one shard.
+        everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, state if self.compression.group.rank() == 0 else {})
+        return {key: shard for shards in everyone for key, shard in shards.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not self.compression.ended:

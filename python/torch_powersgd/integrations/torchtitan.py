@@ -63,7 +63,11 @@ def compressed(config: Trainer.Config, options: Options | None = None) -> Traine
 
 
 class CompressedTrainer(Trainer):  # type: ignore[misc]
-    """torchtitan's Trainer over powersgd groups, with its model attached and the state saved."""
+    """torchtitan's Trainer over powersgd groups, with its model attached and the state saved.
+
+    Attributes:
+        compressions: What ``attach`` returned for each of ``model_parts``.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):  # type: ignore[misc]
@@ -72,9 +76,9 @@ class CompressedTrainer(Trainer):  # type: ignore[misc]
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        for i, part in enumerate(self.model_parts):
-            compression = attach(part)
-            if config.checkpoint.enable:
+        self.compressions = [attach(part) for part in self.model_parts]
+        if config.checkpoint.enable:
+            for i, compression in enumerate(self.compressions):
                 self.checkpointer.states[f"{KEY}_{i}" if i > 0 else KEY] = compression
 
     def init_distributed(self) -> ParallelDims:

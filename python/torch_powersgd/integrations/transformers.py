@@ -77,7 +77,8 @@ class CompressionCallback(TrainerCallback):
         scaler = self.trainer.accelerator.scaler
         self.compression = attach_module(self._ddp(), self.options, scaler=scaler)
         if self.resumed:
-            self._load(self.compression, _folder(args, state) if self.resumed is True else Path(self.resumed))
+            last = self.resumed is True
+            self._load(self.compression, _folder(args, state) if last else Path(self.resumed))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         assert self.compression is not None

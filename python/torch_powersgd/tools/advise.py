@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd.attach import attach
 from torch_powersgd.lookup import BACKENDS, PLAIN_BACKENDS, find_backends
+from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
 from torch_powersgd.store_agreement import equality_of, error_as_arguments, next_call
 from torch_powersgd.tools.tables import Report
@@ -161,10 +162,9 @@ def measure(
     """
     logging.getLogger("torch_powersgd").setLevel(logging.ERROR)  # Nobody trains these models.
     rehearsal = _Rehearsal(job, device)
-    plain = PLAIN_BACKENDS[device.type]
     measured = [
         Measured("no averaging", averages=False),
-        Measured(f"plain {plain}", sent_bytes=job.gradient_bytes),
+        Measured(f"plain {PLAIN_BACKENDS[device.type]}", sent_bytes=job.gradient_bytes),
         *(Measured(name_of(options), options) for options in job.settings),
     ]
     start, rounds = time.perf_counter(), ROUNDS[0]
@@ -182,8 +182,7 @@ def measure(
 
 
 def name_of(options: Options) -> str:
-    plain = options._plain()
-    wire = plain["wire_dtype"] or "float32"
+    wire = dtype_name(options.wire_dtype or torch.float32)
     return f"matrix rank {options.matrix_approximation_rank}, {wire}"
 
 

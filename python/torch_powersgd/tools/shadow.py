@@ -117,7 +117,7 @@ class Shadow:
                     spent,
                 )
                 for layer, parameter, error, spent in zip(
-                    model.layers(), found.parameters, errors[i], milliseconds, strict=True
+                    model.states.layers(), found.parameters, errors[i], milliseconds, strict=True
                 )
             ]
         found.close()

@@ -37,7 +37,7 @@ void run(int size, const Options& options,
          const std::function<void(int, BackendRef, const test::Channels&)>& fn) {
   const test::Channels channels(size);
   test::run_ranks(size, [&](int rank, const c10::intrusive_ptr<ThreadBackend>& inner) {
-    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank)}};
+    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank), {}}};
     auto backend = c10::make_intrusive<BackendPowerSGD>(rank, size, std::move(inners), options);
     try {
       fn(rank, backend, channels);
@@ -89,8 +89,10 @@ struct Recorded {
   Recorded() {
     for (int i = 0; i < 3; ++i) recorders.push_back(c10::make_intrusive<test::RecordingBackend>());
     std::vector<InnerAndChannels> inners = {
-        {c10::DeviceType::CPU, recorders[0], {recorders[1], recorders[2]}}};
+        {c10::DeviceType::CPU, recorders[0], test::ready_channels(recorders[1], recorders[2]), {}}};
     backend = c10::make_intrusive<BackendPowerSGD>(0, 2, std::move(inners), always());
+    backend->session()->connect(at::kCPU);
+    backend->session()->run_after_steps(at::kCPU, [] {});
   }
 
   void expect_one_call_each(const std::string& method) const {

@@ -10,6 +10,7 @@
 
 #include "powersgd/backend.h"
 #include "powersgd/stats.h"
+#include "support/ready_channels.h"
 #include "support/recording_backend.h"
 #include "support/two_equal_ranks.h"
 
@@ -26,7 +27,8 @@ class Coalescing : public testing::TestWithParam<bool> {  // whether the inner b
     options.scope = Scope::kAlways;
     options.start_powerSGD_iter = 0;
     const auto channel = c10::make_intrusive<test::HostBackend>();
-    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner_, {channel, channel}}};
+    std::vector<InnerAndChannels> inners = {
+        {c10::DeviceType::CPU, inner_, test::ready_channels(channel, channel), {}}};
     backend_ = c10::make_intrusive<BackendPowerSGD>(0, 2, std::move(inners), options);
   }
 

@@ -16,6 +16,7 @@
 #include "powersgd/stats.h"
 #include "support/errors.h"
 #include "support/fake_device.h"
+#include "support/ready_channels.h"
 #include "support/two_equal_ranks.h"
 #include "support/two_threads.h"
 
@@ -39,10 +40,10 @@ struct Owner {
     Options options;
     options.matrix_approximation_rank = 2;
     options.start_powerSGD_iter = 0;
-    InnerAndChannels inner{device.type(), c10::make_intrusive<test::StreamBackend>(), {}};
+    InnerAndChannels inner{device.type(), c10::make_intrusive<test::StreamBackend>(), {}, {}};
     if (device.is_cpu()) {
       inner.inner = c10::make_intrusive<test::HostBackend>();
-      inner.channels = {inner.inner, inner.inner};
+      inner.connect_channels = test::ready_channels(inner.inner, inner.inner);
     }
     backend = c10::make_intrusive<BackendPowerSGD>(0, 2, std::vector{inner}, options);
     std::vector<std::string> names;

@@ -60,8 +60,8 @@ Job job_of(std::function<void(Channel&)> second) {
 }
 
 std::shared_ptr<ThreadEngine> make_thread_engine(Grace grace) {
-  const auto channels = test::Channels(1).of(0);
-  return std::make_shared<ThreadEngine>(0, std::array{channels[0], channels[1]}, grace);
+  return std::make_shared<ThreadEngine>(0, std::make_shared<Channels>(test::Channels(1).of(0)),
+                                        grace);
 }
 
 WorkPtr submit(Engine& engine, Job job, c10::Device device = at::kCPU) {

@@ -23,8 +23,7 @@ using std::chrono::steady_clock;
 constexpr auto kNoJobTimeout = c10d::kUnsetTimeout;
 
 std::unique_ptr<ThreadEngine> make_engine() {
-  const auto channels = test::Channels(1).of(0);
-  return std::make_unique<ThreadEngine>(0, std::array{channels[0], channels[1]});
+  return std::make_unique<ThreadEngine>(0, std::make_shared<Channels>(test::Channels(1).of(0)));
 }
 
 Job second_part(std::function<void(Channel&)> body) { return {{}, std::move(body), {}, false}; }
@@ -173,8 +172,7 @@ TEST(ThreadEngine, AJobAloneDoesNotOverlap) {
 
 TEST(ThreadEngine, EachPartHasItsChannel) {
   const test::Channels channels(1);
-  const auto of = channels.of(0);
-  ThreadEngine engine(0, {of[0], of[1]});
+  ThreadEngine engine(0, std::make_shared<Channels>(channels.of(0)));
   at::Tensor p = at::ones({3}), q = at::ones({5});
   Job job;
   job.first = [&](Channel& channel) { channel.allreduce(p); };
@@ -243,7 +241,8 @@ TEST(ThreadEngine, AJobHasTheThreadCountOfItsSubmitter) {
 TEST(ThreadEngine, AJobFollowsTheCallersStreamAndIsDoneWhenWaitReturns) {
   namespace fake = test::fake_device;
   using test::HostBackend;
-  ThreadEngine engine(0, {c10::make_intrusive<HostBackend>(), c10::make_intrusive<HostBackend>()});
+  const auto backend = c10::make_intrusive<HostBackend>();
+  ThreadEngine engine(0, std::make_shared<Channels>(test::ready_channels(backend, backend)));
   for (unsigned seed = 0; seed < 200; ++seed) {
     fake::reset(seed, fake::Host::kMayWait);
     test::AffineJob here(fake::device(0)), there(fake::device(1));

@@ -68,7 +68,7 @@ void run(const Options& options,
          const std::function<void(Model&, const std::shared_ptr<Session>&)>& fn) {
   const test::Channels channels(kRanks);
   test::run_ranks(kRanks, [&](int rank, const auto& inner) {
-    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank)}};
+    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank), {}}};
     const auto session =
         std::make_shared<Session>(rank, kRanks, std::move(inners), options, LogSink());
     Model model(rank, session, options);

@@ -27,7 +27,7 @@ void run(const Options& options,
          const std::function<void(int rank, const std::shared_ptr<Session>&)>& fn) {
   const test::Channels channels(kRanks);
   test::run_ranks(kRanks, [&](int rank, const auto& inner) {
-    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank)}};
+    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank), {}}};
     const auto session =
         std::make_shared<Session>(rank, kRanks, std::move(inners), options, LogSink());
     try {
@@ -97,6 +97,12 @@ TEST(BucketReducerExpected, OnlyTheAnnouncedMemoryIsExpectedAndOnlyOnce) {
     const at::Tensor again = both.narrow(0, kNumel, kNumel);
     EXPECT_TRUE(model->expects(again));
     EXPECT_FALSE(session->taker_of({again, buffer}));
+    {
+      const auto gone = attach(session, make_options());
+      gone->expect(0, buffer, {0, 1}, 1);
+      EXPECT_EQ(session->taker_of({buffer}), gone);
+    }
+    EXPECT_FALSE(session->taker_of({buffer}));
     model->reduce_expected(again, reduced_by(c10d::ReduceOp::AVG))->wait();
     EXPECT_FALSE(model->expects(again));
   });

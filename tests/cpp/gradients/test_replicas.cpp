@@ -35,7 +35,7 @@ void run(const std::function<void(int, Session&, const Log&)>& fn) {
   const test::Channels channels(kRanks);
   test::run_ranks(kRanks, [&](int rank, const auto& inner) {
     const auto log = std::make_shared<Log>();
-    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank)}};
+    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank), {}}};
     Session session(rank, kRanks, std::move(inners), Options(),
                     [log](LogLevel level, const std::string& message) {
                       EXPECT_EQ(level, LogLevel::kWarning);

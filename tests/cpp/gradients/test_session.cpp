@@ -46,13 +46,6 @@ class SessionTest : public testing::Test {
   std::vector<std::string> log_;
 };
 
-TEST_F(SessionTest, RefusesOneChannel) {
-  const auto backend = c10::make_intrusive<test::HostBackend>();
-  const std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, backend, {backend}}};
-  const std::string error = error_of([&] { Session(0, 2, inners, make_options(), {}); });
-  EXPECT_TRUE(contains(error, "two channels or none, got 1")) << error;
-}
-
 TEST_F(SessionTest, AnErrorNamesADeviceWithoutAnInnerBackend) {
   const auto session = make(make_options());
   const at::Tensor elsewhere = at::zeros({2}, c10::DeviceType::Meta);
@@ -113,6 +106,18 @@ TEST_F(SessionTest, ResetStatisticsCountFromHere) {
   reduce_compressed(*session);
   EXPECT_EQ(session->snapshot().compressed_calls, 1);
   EXPECT_TRUE(session->compressing());
+}
+
+TEST_F(SessionTest, OnceSomethingWasAttachedItSaysWhenCompressionStarts) {
+  const auto session = make(make_options(/*start=*/5));
+  EXPECT_FALSE(session->was_attached());
+  EXPECT_EQ(session->starts_at(), 5);
+  session->note_attached(std::nullopt);
+  EXPECT_TRUE(session->was_attached());
+  EXPECT_EQ(session->starts_at(), std::nullopt) << "nothing attached is compressed";
+  session->note_attached(7);
+  session->note_attached(9);
+  EXPECT_EQ(session->starts_at(), 7);
 }
 
 TEST_F(SessionTest, TrainingThatEndsBeforeCompressionStartsIsReportedOnce) {

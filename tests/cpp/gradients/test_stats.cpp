@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <set>
 #include <string>
 #include <thread>
@@ -41,6 +42,22 @@ TEST(Stats, CallsAreCountedByTheirKind) {
   const StatsSnapshot now = stats.snapshot();
   EXPECT_EQ(counts_of(now), (Counts{0, 0, 0, 2, 1, 2000, 1050, 1000, 50, 2}));
   EXPECT_DOUBLE_EQ(now.ratio(), 2000.0 / 1050.0);
+}
+
+TEST(Stats, WhatAnOwnerCountsCountsInTheWhole) {
+  const auto whole = std::make_shared<Stats>();
+  Stats one(whole), other(whole);
+  EXPECT_EQ(one.add_step(), 1);
+  EXPECT_EQ(other.add_step(), 2) << "the number of the whole's step";
+  one.add_exact(1000);
+  other.add_compressed(400, 30);
+  other.add_seconds(Stage::kProject, 0.5);
+  EXPECT_EQ(counts_of(one.snapshot()), (Counts{1, 0, 0, 0, 1, 1000, 1000, 0, 0, 0}));
+  EXPECT_EQ(counts_of(other.snapshot()), (Counts{1, 0, 0, 1, 0, 400, 30, 400, 30, 0}));
+  one.reset();
+  EXPECT_EQ(counts_of(one.snapshot()), Counts{});
+  EXPECT_EQ(counts_of(whole->snapshot()), (Counts{2, 0, 0, 1, 1, 1400, 1030, 400, 30, 0}));
+  EXPECT_EQ(whole->snapshot().seconds[0], 0.5);
 }
 
 TEST(Stats, TheRatioOfNothingIsOne) { EXPECT_EQ(StatsSnapshot().ratio(), 1); }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "powersgd/session.h"
+#include "support/ready_channels.h"
 #include "support/two_equal_ranks.h"
 
 namespace powersgd::test {
@@ -15,10 +16,10 @@ namespace powersgd::test {
 inline std::shared_ptr<Session> make_session_of_equal_ranks(at::Device device,
                                                             const Options& options,
                                                             LogSink log = {}) {
-  InnerAndChannels inner{device.type(), c10::make_intrusive<StreamBackend>(), {}};
+  InnerAndChannels inner{device.type(), c10::make_intrusive<StreamBackend>(), {}, {}};
   if (device.is_cpu()) {
     inner.inner = c10::make_intrusive<HostBackend>();
-    inner.channels = {inner.inner, inner.inner};
+    inner.connect_channels = ready_channels(inner.inner, inner.inner);
   }
   return std::make_shared<Session>(0, 2, std::vector{inner}, options, std::move(log));
 }

@@ -80,7 +80,7 @@ struct DeviceMatrix {
   std::unique_ptr<DeviceArray> memory;  // null without error feedback
   std::unique_ptr<DeviceArray> p_hat, q_local, q_warm;
   std::unique_ptr<DeviceArray> memory_units;  // one element, 1 at first
-  std::unique_ptr<DeviceArray> q_norms;     // [rank] in float64
+  std::unique_ptr<DeviceArray> q_norms;       // [rank] in float64
 };
 
 struct DeviceRaw {

@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "support/ready_channels.h"
 #include "support/thread_backend.h"
 
 namespace powersgd::test {
@@ -14,8 +15,8 @@ class Channels {
  public:
   explicit Channels(int size) : p_(make_thread_backends(size)), q_(make_thread_backends(size)) {}
 
-  std::vector<c10::intrusive_ptr<c10d::Backend>> of(int rank) const {
-    return {p_[static_cast<size_t>(rank)], q_[static_cast<size_t>(rank)]};
+  auto of(int rank) const {
+    return ready_channels(p_[static_cast<size_t>(rank)], q_[static_cast<size_t>(rank)]);
   }
   ThreadBackend& p(int rank) const { return *p_[static_cast<size_t>(rank)]; }
   ThreadBackend& q(int rank) const { return *q_[static_cast<size_t>(rank)]; }

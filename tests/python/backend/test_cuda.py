@@ -39,12 +39,11 @@ STEPS = 50
 STAGES = ("project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "reconstruct")
 
 
-def _make_attached(
+def _make_compressed(
     shapes: Shapes, options: tp.Options, dtype: torch.dtype = torch.float32
-) -> DistributedDataParallel:
+) -> tuple[DistributedDataParallel, tp.Compression]:
     ddp = make_ddp(shapes, dtype, device="cuda")
-    tp.attach(ddp, options)
-    return ddp
+    return ddp, tp.attach(ddp, options)
 
 
 def _step(ddp: DistributedDataParallel, mine: Tensors) -> Tensors:
@@ -52,21 +51,21 @@ def _step(ddp: DistributedDataParallel, mine: Tensors) -> Tensors:
     return {name: tensor.cpu() for name, tensor in outputs.items()}
 
 
-def _residuals(ddp: DistributedDataParallel) -> Tensors:
-    saved = tp.state_dict(ddp)["parameters"]
+def _residuals(compression: tp.Compression) -> Tensors:
+    saved = compression.state_dict()["parameters"]
     return {n.removeprefix("weights."): s["residual"].double().cpu() for n, s in saved.items()}
 
 
 def _attached(
     rank: int, options: tp.Options, dtype: torch.dtype, world_size: int
 ) -> tuple[dict[str, float], dict[str, float], list[list[bytes]], dict[str, Any]]:
-    ddp = _make_attached(SHAPES, options, dtype)
+    ddp, compression = _make_compressed(SHAPES, options, dtype)
     ledger, digests = Ledger(), []
     for i in range(STEPS):
         outputs = _step(ddp, gradients(SHAPES, rank, i, dtype))
         ledger.add(outputs, mean_gradients(SHAPES, world_size, i, dtype))
         digests.append([bits(outputs[name]) for name in SHAPES])
-    return ledger.errors(_residuals(ddp)), ledger.errors(), digests, tp.stats()
+    return ledger.errors(_residuals(compression)), ledger.errors(), digests, compression.stats()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ def test_a_bucket_of_many_layers_takes_as_few_launches_as_one_of_two() -> None:
 
 
 def _low_rank(rank: int, options: tp.Options) -> list[float]:
-    ddp = _make_attached({"wide": (70, 90)}, options)
+    ddp, _ = _make_compressed({"wide": (70, 90)}, options)
     errors = []
     for i in range(4):
         left = gradient((70, 2), "left", i)
@@ -165,7 +164,7 @@ def test_a_gradient_of_low_rank_comes_back_exactly(inner: str) -> None:
 
 
 def _trajectory(rank: int, options: tp.Options, bad: bool) -> tuple[list[Arrays], int]:
-    ddp = _make_attached(SHAPES, options)
+    ddp, compression = _make_compressed(SHAPES, options)
     good = []
     for i in range(6):
         if bad and i == 3:
@@ -174,7 +173,7 @@ def _trajectory(rank: int, options: tp.Options, bad: bool) -> tuple[list[Arrays]
                 spoilt["wide"].view(-1)[100] = float("inf")
             assert all(output.isnan().all() for output in _step(ddp, spoilt).values())
         good.append({n: t.numpy() for n, t in _step(ddp, gradients(SHAPES, rank, i)).items()})
-    return good, tp.stats()["skipped_steps"]
+    return good, compression.stats()["skipped_steps"]
 
 
 @pytest.mark.parametrize("inner", INNERS)
@@ -194,7 +193,7 @@ def test_a_gradient_that_is_not_finite_costs_one_step(inner: str) -> None:
 def _unused(rank: int, options: tp.Options) -> dict[str, float]:
     """A parameter that no rank uses for a while keeps its residual."""
     ddp = make_ddp(SHAPES, device="cuda", find_unused_parameters=True)
-    tp.attach(ddp, options)
+    compression = tp.attach(ddp, options)
     ledger = Ledger()
     for i in range(9):
         mine = gradients(SHAPES, rank, i)
@@ -207,7 +206,7 @@ def _unused(rank: int, options: tp.Options) -> dict[str, float]:
         ddp({name: tensor.cuda() for name, tensor in mine.items()}).backward()
         outputs = {name: tensor.cpu() for name, tensor in outputs_of(ddp).items()}
         ledger.add({name: outputs[name] for name in means}, means)
-    return ledger.errors(_residuals(ddp))
+    return ledger.errors(_residuals(compression))
 
 
 def test_the_residual_of_an_unused_parameter_waits() -> None:
@@ -217,13 +216,13 @@ def test_the_residual_of_an_unused_parameter_waits() -> None:
 
 
 def _state(rank: int, options: tp.Options) -> tuple[bytes, float, list[str]]:
-    first = _make_attached(SHAPES, options)
+    first, of_first = _make_compressed(SHAPES, options)
     for i in range(3):
         _step(first, gradients(SHAPES, rank, i))
-    saved = tp.state_dict(first)
-    second = _make_attached(SHAPES, options)
-    tp.load_state_dict(second, saved)
-    again = tp.state_dict(second)["parameters"]
+    saved = of_first.state_dict()
+    _second, of_second = _make_compressed(SHAPES, options)
+    of_second.load_state_dict(saved)
+    again = of_second.state_dict()["parameters"]
     errors = [
         relative_error(again[name]["residual"], kept["residual"])
         for name, kept in saved["parameters"].items()

@@ -35,7 +35,9 @@ from support.synthetic import (
 from torch_powersgd.lookup import find_backends
 
 STAGES = ("project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "reconstruct")
-OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=4096)
+OPTIONS = tp.Options.hook_defaults(
+    start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=4096
+)
 ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
 
 # A rollback recomputes the residual as M - G: one rounding of M in float32.

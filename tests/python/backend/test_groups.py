@@ -43,7 +43,7 @@ def _several(rank: int) -> tuple[list[dict[str, float]], list[int], list[set[int
         dist.new_group(pair, backend="cpu:powersgd", pg_options=_options(1, warm_start=False))
         for pair in ([0, 1], [2, 3])
     ]
-    exact = dist.new_group(backend="cpu:powersgd", pg_options=tp.Options.hook_defaults(scope="never"))
+    exact = dist.new_group(backend="cpu:powersgd", pg_options=_options(1, scope="never"))
     groups = [dist.group.WORLD, pairs[rank // 2], exact]
     models = [make_compressed(SHAPES, process_group=group) for group in groups]
     ledgers = [Ledger() for _ in models]

@@ -139,9 +139,7 @@ def _abort_from_a_thread(rank: int) -> None:
             dist.destroy_process_group()
 
 
-def _end_while_threads_use_the_group(
-    compression: tp.Compression, end: Callable[[], None]
-) -> None:
+def _end_while_threads_use_the_group(compression: tp.Compression, end: Callable[[], None]) -> None:
     works = [_start(0) for _ in range(3)]  # the peer never answers
     abort, stats = world().abort, backend_of_world().stats
 

@@ -66,7 +66,9 @@ def _statistics(rank: int, attached: bool) -> None:
 
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "flat"])
 def test_statistics_every_n_steps(attached: bool) -> None:
-    options = tp.Options.hook_defaults(start_powerSGD_iter=0, min_numel=64, compression_stats_logging_frequency=4)
+    options = tp.Options.hook_defaults(
+        start_powerSGD_iter=0, min_numel=64, compression_stats_logging_frequency=4
+    )
     ranks.run(2, _statistics, attached, options=options)
 
 
@@ -124,7 +126,9 @@ def _layout_change(rank: int) -> None:
 
 
 def test_dropped_state() -> None:
-    ranks.run(2, _layout_change, options=tp.Options.hook_defaults(start_powerSGD_iter=0, min_numel=4096))
+    ranks.run(
+        2, _layout_change, options=tp.Options.hook_defaults(start_powerSGD_iter=0, min_numel=4096)
+    )
 
 
 def _nothing(rank: int) -> None:

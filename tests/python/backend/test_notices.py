@@ -115,7 +115,9 @@ def _short_job(rank: int, attached: bool, steps: int, read: bool) -> tuple[str, 
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_a_job_that_ends_before_compression_starts_says_so_once(attached: bool) -> None:
-    options = tp.Options.hook_defaults(matrix_approximation_rank=2, start_powerSGD_iter=40, min_numel=64)
+    options = tp.Options.hook_defaults(
+        matrix_approximation_rank=2, start_powerSGD_iter=40, min_numel=64
+    )
     said = NOT_STARTED.format(3, 40)
     for read in (True, False):
         first, second = ranks.run(2, _short_job, attached, 3, read, options=options)
@@ -151,7 +153,7 @@ def _starts(stats: dict[str, Any]) -> tuple[bool, int | None]:
 
 
 def _flags(rank: int) -> tuple[list[Any], list[Any], Any]:
-    """What stats say before each step: of the group, of a module, and of one that never starts."""
+    """Returns the flags of the group and of a module at each step, and of one that never starts."""
     ddp = make_ddp(SHAPES)
     of_group = [_starts(tp.stats())]
     compression = tp.attach(ddp, OPTIONS)

@@ -50,7 +50,11 @@ VALUES: dict[str, tuple[Any, str, list[Any]]] = {
     "allow_discard": (True, "true", ["on demand", None, 3, 0.5, []]),
 }
 # The fields in which the defaults of torch's hook differ from ours.
-HOOKS = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 1000, "wire_dtype": None}
+HOOKS: dict[str, Any] = {
+    "matrix_approximation_rank": 1,
+    "start_powerSGD_iter": 1000,
+    "wire_dtype": None,
+}
 BAD = [(name, value) for name, (_, _, bad) in VALUES.items() for value in bad]
 
 
@@ -182,7 +186,8 @@ def test_options_do_not_change() -> None:
 
 def test_an_unknown_field_is_an_error() -> None:
     message = "'rank' is not an option; did you mean matrix_approximation_rank[?]; allowed: "
-    for make in (tp.Options, tp.Options.hook_defaults):
+    makers: list[Any] = [tp.Options, tp.Options.hook_defaults]
+    for make in makers:
         with pytest.raises(TypeError, match=message):
             make(rank=4)
     with pytest.raises(ValueError, match=message):

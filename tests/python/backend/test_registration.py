@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from datetime import timedelta
@@ -235,7 +236,7 @@ def _create_gloo_extended(options: Any, pg_options: object) -> dist.ProcessGroup
 def _inner(rank: int, inner: str, extended: bool) -> int:
     creator = _create_gloo_extended if extended else _create_gloo
     dist.Backend.register_backend("plugin", creator, extended_api=extended, devices=["cpu"])
-    ranks.init_group("cpu:powersgd", {"inner": inner, "scope": "always", "start_powerSGD_iter": 0})
+    ranks.init_group("cpu:powersgd", dataclasses.replace(ALWAYS, inner=inner))
     assert _compresses(rank)
     return len(made)
 

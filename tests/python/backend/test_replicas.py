@@ -110,7 +110,8 @@ def _dead_columns(rank: int) -> Any:
     """Gradients of rank 1 at rank 4: the other columns are random, and zero steps come between."""
     torch.set_num_threads(1 + rank)
     ddp = make_attached(
-        {"w": (60, 80)}, tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=4)
+        {"w": (60, 80)},
+        tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=4),
     )
     digests = []
     for i in range(50):

@@ -21,7 +21,7 @@ from support.groups import world
 from support.synthetic import SHAPES, gradients, make_ddp, mean_gradients, relative_error, step
 from torch_powersgd import _C, store_agreement
 from torch_powersgd._backend import compare_options
-from torch_powersgd.proposal import Proposal
+from torch_powersgd.attach_checks import Proposal
 
 OPTIONS = tp.Options(start_powerSGD_iter=0)
 OP_TIMEOUT = 40  # the messages would show a hang until the group's time-out
@@ -212,10 +212,10 @@ def test_a_group_that_is_made_again_knows_nothing_of_the_first() -> None:
 def _calls_often(rank: int) -> list[int]:
     """The number of keys in the store after each of some calls."""
     ddp, keys = make_ddp(SHAPES), []
-    tp.attach(ddp)
     for _ in range(8):
-        tp.attach(ddp)
-        tp.load_state_dict(ddp, tp.state_dict(ddp))
+        compression = tp.attach(ddp)
+        compression.load_state_dict(compression.state_dict())
+        compression.detach()
         dist.barrier()
         keys.append(world().get_group_store().num_keys())
         dist.barrier()

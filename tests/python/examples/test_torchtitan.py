@@ -51,7 +51,8 @@ class Trained:
     gradients: bytes = b""  # of the first step that is compressed, or would be
     digests: list[str] = field(default_factory=list)
     backends: set[str] = field(default_factory=set)
-    stats: list[dict[str, Any]] = field(default_factory=list)  # of the replicas first
+    stats: dict[str, Any] = field(default_factory=dict)  # of the model
+    others: list[int] = field(default_factory=list)  # compressed calls of the other groups
     warnings: list[str] = field(default_factory=list)
 
 
@@ -101,8 +102,14 @@ def _train(
     groups = [mesh.get_group(), *dist.distributed_c10d._world.pg_map]
     trained.backends = {dist.get_backend(group) for group in groups}
     if options is not None:
-        mine = {id(group): group for group in groups if dist.get_backend(group) == "powersgd"}
-        trained.stats = [tp.stats(group) for group in mine.values()]
+        (compression,) = trainer.compressions
+        trained.stats = compression.stats()
+        others = [group for group in groups if group is not compression.group]
+        trained.others = [
+            tp.stats(group)["compressed_calls"]
+            for group in others
+            if dist.get_backend(group) == "powersgd"
+        ]
     trained.warnings = [message for _, message in warnings]
     trainer.close()
     return trained
@@ -159,14 +166,15 @@ def test_replicas_stay_equal_and_everything_is_compressed(both: Any) -> None:
     for rank, mine in enumerate(trained):
         assert mine.digests == trained[rank % shards].digests
         assert not [message for message in mine.warnings if "FSDP2" in message]
-        stats, *others = mine.stats
+        stats = mine.stats
         assert stats["steps"] == STEPS
         compressed = STEPS - WARM_UP
         assert stats["compressed_calls"] == UNITS * compressed
         assert stats["exact_calls"] == (UNITS + TORN) * WARM_UP + TORN * compressed
         assert stats["compressed_ratio"] > 3
         # The groups of the shards, the loss and the world compress nothing.
-        assert not any(other["compressed_calls"] for other in others)
+        assert mine.others
+        assert not any(mine.others)
 
 
 @pytest.mark.long

@@ -322,8 +322,8 @@ class ApiWalk:
     def no_module(self) -> list[Outcome]:
         """Attaches things that have no gradients."""
         linear = torch.nn.Linear(2, 2)
-        tensors = {}, {5: torch.ones(3)}, {"w": 5}, {"w": torch.ones(3).int()}
-        things: list[Any] = [None, 5, "module", [], object(), linear, *tensors]
+        tensors: list[Any] = [{}, {5: torch.ones(3)}, {"w": 5}, {"w": torch.ones(3).int()}]
+        things = [None, 5, "module", [], object(), linear, *tensors]
         return [outcome_of(lambda t=thing: tp.attach(t)) for thing in things]  # type: ignore[misc]
 
 

@@ -251,7 +251,7 @@ def backward(
 def make_modules(
     native: bool = False, units: Units = None
 ) -> tuple[Sharded, Sharded, tp.Compression]:
-    """An attached module and FSDP2's own HSDP, which begin with the same parameters, and the handle.
+    """An attached module, FSDP2's own HSDP with the same parameters, and the handle of the first.
 
     FSDP2 all-reduces the attached one by itself too if it is native.
     """

@@ -48,17 +48,17 @@ class Job:
         values: list[float] = vector.tolist()
         return values
 
-    def state(self, ddp: DistributedDataParallel) -> dict[str, Any]:
+    def state(self, compression: tp.Compression) -> dict[str, Any]:
         return {
             "model": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "powersgd": tp.state_dict(ddp),
+            "powersgd": compression.state_dict(),
         }
 
-    def load(self, ddp: DistributedDataParallel, state: dict[str, Any]) -> None:
+    def load(self, compression: tp.Compression, state: dict[str, Any]) -> None:
         self.net.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        tp.load_state_dict(ddp, state["powersgd"])
+        compression.load_state_dict(state["powersgd"])
 
 
 def exact_weights(_: int) -> list[float]:
@@ -72,13 +72,12 @@ def final_weights(_: int) -> list[float]:
     """The weights after all steps, of a job that goes on from its own state at SAVED."""
     first = Job()
     ddp = DistributedDataParallel(first.net)
-    tp.attach(ddp, OPTIONS)
+    compression = tp.attach(ddp, OPTIONS)
     first.train(ddp, 0, SAVED)
-    state = first.state(ddp)
+    state = first.state(compression)
     second = Job()
     ddp = DistributedDataParallel(second.net)
-    tp.attach(ddp, OPTIONS)
-    second.load(ddp, state)
+    second.load(tp.attach(ddp, OPTIONS), state)
     second.train(ddp, SAVED, STEPS)
     return second.weights()
 
@@ -90,13 +89,13 @@ def worker(config: dict[str, Any]) -> None:
     rank, folder = dist.get_rank(), Path(config["folder"])
     job = Job()
     ddp = ray.train.torch.prepare_model(job.net)
-    tp.attach(ddp, OPTIONS)
+    compression = tp.attach(ddp, OPTIONS)
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         job.train(ddp, 0, EXACT)
         torch.save(job.weights(), folder / f"exact.{rank}")
         job.train(ddp, EXACT, SAVED)
-        state = job.state(ddp)
+        state = job.state(compression)
         with tempfile.TemporaryDirectory() as temporary:
             torch.save(state, Path(temporary, "state.pt"))
             mine = ray.train.Checkpoint.from_directory(temporary) if rank == 0 else None
@@ -107,9 +106,9 @@ def worker(config: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     else:
         with checkpoint.as_directory() as saved:
-            job.load(ddp, torch.load(Path(saved, "state.pt")))
+            job.load(compression, torch.load(Path(saved, "state.pt")))
     job.train(ddp, SAVED, STEPS)  # the rank that is not killed waits for the other one
-    stats = tp.stats(residual_norms=False)
+    stats = compression.stats(residual_norms=False)
     result = {"weights": job.weights(), "stats": stats, "backend": dist.get_backend()}
     torch.save(result, folder / f"result.{rank}")
 

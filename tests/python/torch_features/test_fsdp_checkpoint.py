@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import torch_powersgd as tp
@@ -24,6 +27,7 @@ from support.fsdp_pairs import (
 )
 from support.paired_training import OPTIONS, STEPS, Facts
 from support.synthetic import from_bytes, own_part, relative_error, to_bytes
+from torch_powersgd.integrations import accelerate
 
 WORLD_SIZE = REPLICAS * SHARDS
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
@@ -66,9 +70,7 @@ def test_torchs_checkpoint_of_the_shards_goes_on(
         assert steps == STEPS + 3
 
 
-def _job(
-    rank: int, native: bool, folder: str, ledgers: list[bytes] | None
-) -> tuple[Facts, bytes]:
+def _job(rank: int, native: bool, folder: str, ledgers: list[bytes] | None) -> tuple[Facts, bytes]:
     """Trains, from torch's checkpoint in the folder if the ledgers of its shards are given.
 
     Returns:
@@ -102,6 +104,36 @@ def test_another_job_goes_on_with_as_many_replicas_or_more(native: bool, tmp_pat
         for facts, _ in ranks.run(world_size, _job, *arguments, backend="gloo"):
             assert facts.compressed == [False] * STEPS  # the steps are counted on
             assert max(facts.errors.values()) < TOLERANCE, facts.errors
+
+
+def _saved_by_the_main_process(rank: int, file: str) -> tuple[float, int]:
+    """Saves and loads as Accelerate does: the main process writes one file, which all read."""
+    mesh = mesh_of(("cpu:powersgd", OPTIONS))
+    modules, handles, states = [sharded(mesh) for _ in range(2)], [], []
+    for module in modules:
+        registered: list[Any] = []
+        accelerator: Any = SimpleNamespace(
+            scaler=None, _custom_objects=[], register_for_checkpointing=registered.append
+        )
+        handles.append(accelerate.attach(accelerator, module))
+        states += registered
+    for i in range(STEPS):
+        backward(modules[0], rank % SHARDS, i)
+    saved = states[0].state_dict()
+    if rank == 0:
+        torch.save(saved, file)
+    dist.barrier()
+    states[1].load_state_dict(torch.load(file))
+    first, second = (backward(module, rank % SHARDS, STEPS) for module in modules)
+    pairs = [pair for pair in zip(second, first, strict=True) if pair[0].numel()]
+    return max(relative_error(*pair) for pair in pairs), handles[1].stats()["steps"]
+
+
+def test_accelerates_one_file_has_all_shards(tmp_path: Path) -> None:
+    arguments = (_saved_by_the_main_process, str(tmp_path / "state"))
+    for error, steps in ranks.run(WORLD_SIZE, *arguments, backend="gloo"):
+        assert error <= 1e-4  # as above
+        assert steps == STEPS + 1
 
 
 def _keys(rank: int) -> list[list[str]]:

@@ -105,7 +105,7 @@ def _refused(rank: int, kind: str) -> tuple[str, bool]:
         ("no kernels", ["no kernels for cpu", "POWERSGD_BUILD_CUDA"]),
         ("options", ["matrix_approximation_rank", "2 on rank 0", "1 on rank 1"]),
         ("kernels", ["kernels", f"'cpu {_C.kernels_version}' on rank 0", "'cpu 0.0.1' on rank 1"]),
-        ("models", ["parameters", "weights.tall", "weights.renamed", "rank 0", "rank 1"]),
+        ("models", ["'weights.tall' float32 [50, 9] on rank 0", "'weights.renamed' float32"]),
     ],
 )
 def test_refusals_say_why_on_every_rank_and_change_nothing(kind: str, parts: list[str]) -> None:

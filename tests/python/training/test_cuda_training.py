@@ -38,7 +38,7 @@ def test_a_scaler_that_skips_loses_nothing_of_the_other_buckets(inner: str, case
 def _no_synchronization(rank: int) -> tuple[bool, bool]:
     """Takes a skipped step back on the device, by a found_inf that the host has not read."""
     ddp, compression = make_compressed(SHAPES, options_of(), device="cuda")
-    model = compression._model
+    model = compression._reducer.states
     for i in range(2):
         mine = {name: g.cuda() for name, g in gradients(SHAPES, rank, i).items()}
         step(ddp, mine)

@@ -27,7 +27,6 @@ from support.synthetic import (
     outputs_of,
     residuals_of,
     step,
-    sum_of,
     to_numpy,
 )
 from torch_powersgd._core import _C
@@ -93,27 +92,6 @@ def test_ddp_variants_give_the_same_bits(plain: list[Facts], name: str) -> None:
             assert calls[5] - calls[4] > 2  # several buckets a step
         if name.startswith("rebuilt"):
             assert calls[1] - calls[0] == 1  # the first layout had one bucket
-
-
-def _accumulate(rank: int) -> tuple[dict[str, float], int]:
-    ddp, compression = make_compressed(SHAPES, OPTIONS)
-    ledger = Ledger()
-    for i in range(0, 12, 3):
-        for parameter in ddp.parameters():
-            parameter.grad = None
-        with ddp.no_sync():
-            ddp(gradients(SHAPES, rank, i)).backward()
-            ddp(gradients(SHAPES, rank, i + 1)).backward()
-        ddp(gradients(SHAPES, rank, i + 2)).backward()
-        means = [mean_gradients(SHAPES, 2, i + k) for k in range(3)]
-        ledger.add(outputs_of(ddp), {name: sum_of(mean[name] for mean in means) for name in SHAPES})
-    return ledger.errors(residuals_of(compression)), compression.stats()["steps"]
-
-
-def test_no_sync_accumulates_and_compresses_once() -> None:
-    for errors, steps in ranks.run(2, _accumulate):
-        assert steps == 4
-        assert max(errors.values()) < TOLERANCE[torch.float32], errors
 
 
 def _layouts(rank: int) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:

@@ -112,9 +112,9 @@ def _stale(rank: int, name: str) -> tuple[list[str], dict[str, float]]:
             for branch in set(BRANCHES) - used:  # as a scaler leaves them after an overflow
                 weights[branch].grad = torch.full(BRANCHES[branch], float("nan"))
                 last.pop(branch, None)  # where another rank goes on with it, it counts as zero
-        before = _of_unused(ddp, compression, used)
+        before = _of_unused(weights, compression, used)
         ddp(gradients({n: BRANCHES[n] for n in by_rank[rank]}, rank, i)).backward()
-        after = _of_unused(ddp, compression, used)
+        after = _of_unused(weights, compression, used)
         changed += [
             f"{field} in {i}"
             for field, tensor in before.items()
@@ -132,14 +132,11 @@ def _stale(rank: int, name: str) -> tuple[list[str], dict[str, float]]:
 
 
 def _of_unused(
-    ddp: DistributedDataParallel, compression: tp.Compression, used: set[str]
+    weights: torch.nn.ParameterDict, compression: tp.Compression, used: set[str]
 ) -> Tensors:
     """This rank's gradients and states of the branches that no rank uses."""
-    found: Tensors = {
-        f"{n}.grad": w.grad.clone()
-        for n, w in weights_of(ddp).items()
-        if n not in used and w.grad is not None
-    }
+    unused = {name: weight.grad for name, weight in weights.items() if name not in used}
+    found = {f"{name}.grad": grad.clone() for name, grad in unused.items() if grad is not None}
     for name, entry in own_part(compression.state_dict(per_rank=True))["parameters"].items():
         if name.removeprefix("weights.") not in used:
             tensors = {f: t for f, t in entry.items() if isinstance(t, torch.Tensor)}

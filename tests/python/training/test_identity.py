@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from support.synthetic import (
 # float64 is in the same proportion to its rounding.
 IDENTITY_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
 STEPS = 12
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
 
 
 def _attached(
@@ -55,7 +57,7 @@ def _attached(
 def test_attached_outputs_and_residual_add_up(
     world_size: int, rank: int, dtype: torch.dtype
 ) -> None:
-    options = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=rank)
+    options = replace(OPTIONS, matrix_approximation_rank=rank)
     for errors, without, sizes, stats in ranks.run(
         world_size, _attached, world_size, options, dtype
     ):
@@ -76,17 +78,13 @@ def test_attached_identity_of_half_gradients(
     # outputs is lost: half a unit in the last place of each of 12 outputs. Together they are less
     # than 12 times the norm of their sum. Rounding is as often up as down, so a quarter of that
     # bound leaves room. A residual in the gradient's dtype would lose as much again at every step.
-    options = tp.Options.hook_defaults(
-        start_powerSGD_iter=0, matrix_approximation_rank=2, wire_dtype=wire
-    )
+    options = replace(OPTIONS, wire_dtype=wire)
     for errors, *_ in ranks.run(2, _attached, 2, options, dtype):
         assert max(errors.values()) < STEPS / 4 * torch.finfo(dtype).eps / 2, errors
 
 
 def _switched_off_now_and_then(rank: int) -> tuple[dict[str, float], float]:
-    ddp, compression = make_compressed(
-        SHAPES, tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
-    )
+    ddp, compression = make_compressed(SHAPES, OPTIONS)
     ledger = Ledger()
     exact = []
     for i in range(9):
@@ -143,9 +141,7 @@ def _flat(
 def test_flat_outputs_deliver_everything_in_the_end(
     world_size: int, op: dist.ReduceOp.RedOpType, warm_start: bool
 ) -> None:
-    options = tp.Options.hook_defaults(
-        start_powerSGD_iter=0, matrix_approximation_rank=4, min_numel=500, warm_start=warm_start
-    )
+    options = replace(OPTIONS, matrix_approximation_rank=4, min_numel=500, warm_start=warm_start)
     for errors, before_drain, stats in ranks.run(
         world_size, _flat, world_size, op, options=options
     ):
@@ -231,18 +227,14 @@ def _low_rank(rank: int, true_rank: int, options: tp.Options, constant: bool) ->
 @pytest.mark.parametrize("true_rank", [1, 2, 4])
 def test_a_gradient_of_low_rank_comes_back_exactly(true_rank: int, constant: bool) -> None:
     # The gradient's rank may be lower than the factors': the idle columns must not disturb.
-    options = tp.Options.hook_defaults(
-        start_powerSGD_iter=0, matrix_approximation_rank=4, min_compression_rate=1
-    )
+    options = replace(OPTIONS, matrix_approximation_rank=4, min_compression_rate=1)
     for errors in ranks.run(2, _low_rank, true_rank, options, constant):
         assert max(errors[1:]) < 1e-5, errors
 
 
 def _constant(rank: int) -> dict[int, float]:
     shapes = {"w": (24, 36)}
-    ddp = make_attached(
-        shapes, tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
-    )
+    ddp = make_attached(shapes, OPTIONS)
     mean = mean_gradients(shapes, 2, 0)["w"]
     total, errors = torch.zeros(24, 36, dtype=torch.float64), {}
     for i in range(1, 241):
@@ -262,9 +254,7 @@ def test_a_constant_gradient_converges_to_itself() -> None:
 
 def _non_iid(rank: int, steps: int) -> list[float]:
     shapes = {"w": (16, 40)}
-    ddp, compression = make_compressed(
-        shapes, tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
-    )
+    ddp, compression = make_compressed(shapes, OPTIONS)
     # The ranks' gradients differ from the mean by 5 times its size, always in the same direction. A
     # little noise reaches every dimension.
     mean = gradient((16, 40), "mean")
@@ -296,8 +286,7 @@ def _quadratic(rank: int, dtype: torch.dtype, steps: int) -> tuple[float, float]
         |x - mean c| at the beginning and at the end.
     """
     shapes = {"w": (16, 40)}
-    options = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
-    ddp = make_attached(shapes, options, dtype)
+    ddp = make_attached(shapes, OPTIONS, dtype)
     optimum = gradient((16, 40), "optimum")
     center = optimum + 5 * gradient((16, 40), "apart") * (1 if rank == 0 else -1)
     x = torch.zeros(16, 40)

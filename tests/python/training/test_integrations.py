@@ -67,12 +67,13 @@ def test_the_package_imports_none_of_the_libraries() -> None:
 
 def test_a_trainer_without_ddp_is_refused() -> None:
     _needs("transformers")
-    from torch_powersgd.integrations.transformers import Compression
+    from torch_powersgd.integrations.transformers import CompressionCallback
 
-    trainer: Any = SimpleNamespace(model_wrapped=torch.nn.Linear(2, 2))
-    compression = Compression(trainer, tp.Options.hook_defaults())
+    accelerator = SimpleNamespace(scaler=None)
+    trainer: Any = SimpleNamespace(model_wrapped=torch.nn.Linear(2, 2), accelerator=accelerator)
+    callback = CompressionCallback(trainer, tp.Options())
     with pytest.raises(ValueError, match="must wrap its model in DistributedDataParallel, got Lin"):
-        compression.on_train_begin(None, None, None)
+        callback.on_train_begin(None, None, None)
 
 
 def _accelerated_anew(rank: int, folder: str) -> tuple[list[str], int]:
@@ -87,13 +88,13 @@ def _accelerated_anew(rank: int, folder: str) -> tuple[list[str], int]:
         accelerator.free_memory()
         ddp = accelerator.prepare(torch.nn.Linear(48, 48))
         assert not isinstance(ddp, DistributedDataParallel)
-        attach(accelerator, ddp, OPTIONS)
+        compression = attach(accelerator, ddp, OPTIONS)
         for _ in range(3):
             accelerator.backward(ddp(torch.randn(4, 48)).square().sum())
     accelerator.save_state(folder)
     ddp(torch.randn(4, 48)).square().sum().backward()
     accelerator.load_state(folder)
-    step = tp.state_dict(ddp._orig_mod)["step"]
+    step = compression.stats()["steps"]
     return sorted(path.name for path in Path(folder).glob("custom*")), step
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,9 +112,7 @@ def _delivered(rank: int, still: int) -> dict[str, float]:
     """Each rank has one gradient. Then rank 0 alone still has inputs, whose gradients are almost
     zero.
     """
-    ddp = make_attached(
-        SHAPES, tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
-    )
+    ddp = make_attached(SHAPES, replace(OPTIONS, start_powerSGD_iter=0))
     ledger = Ledger()
     with ddp.join():
         for i in range(still if rank == 0 else 1):
@@ -169,7 +168,7 @@ def _two_models(rank: int) -> tuple[list[dict[str, float]], int]:
     pairs = [make_compressed(SHAPES, OPTIONS) for _ in range(2)]
     models = [ddp for ddp, _ in pairs]
     ledgers = Ledger(), Ledger()
-    with Join(models):
+    with Join([*models]):
         for i in range(EVEN_INPUTS[rank]):
             for ddp, ledger in zip(models, ledgers, strict=True):
                 if i % 2 == 0:
@@ -232,9 +231,8 @@ def _flat(rank: int) -> list[tuple[str, str]]:
 def test_a_rank_that_leaves_an_unattached_module_alone_says_so() -> None:
     # Without a hook DDP sends a joined rank's zeros outside of backward, where nothing is
     # compressed. The others wait for its factors. A warning is all that can be done.
-    for warnings in ranks.run(
-        2, _flat, options=tp.Options.hook_defaults(start_powerSGD_iter=0, min_numel=4000)
-    ):
+    options = replace(OPTIONS, start_powerSGD_iter=0, min_numel=4000)
+    for warnings in ranks.run(2, _flat, options=options):
         assert [level for level, _ in warnings] == ["WARNING"]
         for part in ("5000", "join()", "attach", 'scope("never")'):
             assert part in warnings[0][1]

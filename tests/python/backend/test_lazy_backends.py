@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A group has the Gloo contexts and threads that it uses: counts of both, at each stage."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_powersgd as tp
+from support import ranks
+from support.groups import backend_of_world, world
+from support.synthetic import SHAPES, gradient, make_attached
+
+ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0, inner="gloo")
+
+
+class _Contexts:
+    """Counts the Gloo contexts that this package makes from Python, from now on."""
+
+    def __init__(self) -> None:
+        self.timeouts: list[timedelta] = []
+        make = dist.ProcessGroupGloo
+
+        def record(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+            self.timeouts.append(timeout)
+            return make(store, rank, size, timeout=timeout)
+
+        dist.ProcessGroupGloo = record  # type: ignore[assignment,misc]
+
+    def __call__(self) -> int:
+        """The number of contexts since the last call."""
+        count = len(self.timeouts)
+        self.timeouts.clear()
+        return count
+
+
+def _engine_threads() -> int:
+    names = [Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")]
+    return sum(name.read_text().strip() in ("powersgd_p", "powersgd_q") for name in names)
+
+
+def _compress(rank: int, group: dist.ProcessGroup | None = None) -> None:
+    dist.all_reduce(gradient([64, 64], rank), group=group)
+
+
+def _by_string(rank: int, backend: str) -> int:
+    contexts = _Contexts()
+    torch.cuda.is_available = lambda: True
+    ranks.init_group(backend, ALWAYS)
+    dist.all_reduce(torch.ones(3))
+    assert _engine_threads() == 0
+    return contexts()
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("cpu:gloo,cuda:powersgd", 1),
+        ("cpu:powersgd,cuda:gloo", 1),
+        ("cpu:powersgd", 1),
+        ("powersgd", 2),
+        ("cpu:powersgd,cuda:powersgd", 2),
+    ],
+)
+def test_a_backend_wraps_one_of_each_device_that_it_serves(backend: str, expected: int) -> None:
+    assert ranks.run(2, _by_string, backend, backend=None) == [expected] * 2
+
+
+def _steps(rank: int) -> None:
+    contexts = _Contexts()
+    ranks.init_group("cpu:powersgd", ALWAYS)
+    dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    tp.stats()
+    assert (contexts(), _engine_threads()) == (1, 0)
+    _compress(rank)
+    assert (contexts(), _engine_threads()) == (2, 2)
+    _compress(rank)
+    tp.stats()
+    assert (contexts(), _engine_threads()) == (0, 2)
+
+
+def test_channels_connect_at_the_first_compressed_step() -> None:
+    ranks.run(2, _steps, backend=None)
+
+
+def _attach(rank: int) -> None:
+    contexts = _Contexts()
+    ranks.init_group("cpu:powersgd")
+    make_attached(SHAPES)
+    while len(contexts.timeouts) < 3:  # attach does not wait for them
+        time.sleep(0.01)
+    assert _engine_threads() == 2
+
+
+def test_channels_connect_in_attach() -> None:
+    ranks.run(2, _attach, backend=None)
+
+
+def _new_group(members: list[int]) -> Any:
+    return dist.new_group(members, backend="cpu:powersgd", pg_options=ALWAYS)
+
+
+def _split_group(members: list[int]) -> Any:
+    return world().split_group(members, timedelta(seconds=21), group_name=f"{members}")
+
+
+def _mesh(members: list[int]) -> dist.ProcessGroup:
+    override: Any = {"rows": ("cpu:powersgd", ALWAYS), "cols": ("cpu:powersgd", ALWAYS)}
+    mesh = init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("rows", "cols"), backend_override=override
+    )
+    return mesh.get_group("cols")
+
+
+def _groups(rank: int, make: Callable[[list[int]], Any], inner: int) -> None:
+    contexts = _Contexts()
+    halves = [[0, 1], [2, 3]]
+    mine = halves[rank // 2]
+    if make is _new_group:
+        group = next(g for g in map(make, halves) if isinstance(g, dist.ProcessGroup))
+    else:
+        group = make(mine)
+    dist.all_reduce(count := torch.ones(1, dtype=torch.int64), group=group)
+    assert count.item() == 2
+    assert (contexts(), _engine_threads()) == (inner, 0)
+    _compress(rank, group)
+    if make is _split_group:
+        assert contexts.timeouts == [timedelta(seconds=21)] * 2
+    assert (contexts(), _engine_threads()) == (2, 2)
+    assert tp.stats(group)["compressed_calls"] == 1
+    assert tp.stats()["compressed_calls"] == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "inner"),
+    # The inner backend of a split group comes from the one that is split. A mesh has two groups.
+    [(_new_group, 1), (_split_group, 0), (_mesh, 2)],
+)
+def test_a_group_of_some_ranks(make: Callable[..., Any], inner: int) -> None:
+    ranks.run(4, _groups, make, inner, options=ALWAYS)
+
+
+def _timeouts(rank: int) -> None:
+    contexts = _Contexts()
+    ranks.init_group("cpu:powersgd", ALWAYS, op_timeout=31)
+    world().set_timeout(timedelta(seconds=32))
+    _compress(rank)
+    assert contexts.timeouts == [timedelta(seconds=seconds) for seconds in (31, 32, 32)]
+
+
+def test_channels_connect_within_the_groups_timeout() -> None:
+    ranks.run(2, _timeouts, backend=None)
+
+
+def _alone(rank: int) -> None:
+    ranks.init_group("cpu:powersgd", ALWAYS, op_timeout=3)
+    dist.barrier()
+    if rank == 0:
+        for _ in range(2):  # what failed once is not tried again
+            with pytest.raises(RuntimeError, match="could not connect for compressed steps"):
+                _compress(rank)
+        ranks.side_store().set("failed", "")
+    ranks.side_store().get("failed")
+    dist.all_reduce(torch.ones(1, dtype=torch.int64))  # what is exact goes on
+
+
+def test_a_rank_that_does_not_come_is_an_error() -> None:
+    ranks.run(2, _alone, backend=None)
+
+
+def _end_while_connecting(rank: int, end: str) -> None:
+    ranks.init_group("cpu:powersgd", ALWAYS, op_timeout=3)
+    if rank == 0:
+        work = dist.all_reduce(gradient([64, 64], rank), async_op=True)
+        getattr(backend_of_world(), end)()
+        with pytest.raises(RuntimeError, match="could not connect|shut down or aborted"):
+            work.wait()
+        with pytest.raises(RuntimeError, match="shut down or aborted"):
+            _compress(rank)
+        ranks.side_store().set("ended", "")
+    ranks.side_store().get("ended")
+
+
+@pytest.mark.parametrize("end", ["abort", "shutdown"])
+def test_an_end_while_the_other_rank_does_not_come(end: str) -> None:
+    ranks.run(2, _end_while_connecting, end, backend=None, timeout=60)
