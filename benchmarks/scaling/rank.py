@@ -165,13 +165,11 @@ def _steps(
 
 
 def _checkpoints(compression: tp.Compression) -> dict[str, int]:
-    """The bytes of both checkpoints. Only one rank at a time holds its own."""
-    sizes = {"mean_checkpoint_bytes": _saved_bytes(compression.state_dict())}
-    for rank in range(dist.get_world_size()):
-        if rank == dist.get_rank():
-            sizes["rank_checkpoint_bytes"] = _saved_bytes(compression.state_dict(per_rank=True))
-        dist.barrier()
-    return sizes
+    """The bytes of both checkpoints."""
+    return {
+        "mean_checkpoint_bytes": _saved_bytes(compression.state_dict()),
+        "rank_checkpoint_bytes": _saved_bytes(compression.state_dict(per_rank=True)),
+    }
 
 
 def _saved_bytes(state: dict[str, Any]) -> int:
