@@ -53,33 +53,6 @@ def bytes_in_ring(size: int, world_size: int) -> int:
     return 2 * (world_size - 1) * size // world_size
 
 
-@dataclass(frozen=True)
-class Link:
-    """The costs of collectives, in seconds.
-
-    Attributes:
-        latency: a small all-reduce.
-        gather: a small all-gather.
-        scatter: a small all-to-all, which waits less than an all-gather among many ranks.
-        per_byte: each byte that a rank sends.
-    """
-
-    latency: float
-    gather: float
-    scatter: float
-    per_byte: float
-
-    def seconds(self, schedule: str, sent_bytes: int) -> float:
-        """The seconds of a reduction by its schedule, and by the bytes that leave a rank."""
-        waits = {"gather": self.gather, "two hops": self.scatter + self.gather}
-        return waits.get(schedule, self.latency) + sent_bytes * self.per_byte
-
-
-def bytes_in_ring(size: int, world_size: int) -> int:
-    """The bytes that leave a rank in an all-reduce of ``size`` bytes."""
-    return 2 * (world_size - 1) * size // world_size
-
-
 def link_of(world: int, gbit: float, message_us: float) -> Link:
     """A link of this rate on which small collectives wait as Gloo's do.
 
