@@ -40,7 +40,7 @@ WORLD_SIZE = 2
 
 
 def _texts(rank: int) -> list[str]:
-    """What the handle says before any step, after each of five, and once it is detached."""
+    """The handle as text: before any step, after each of five, and once it is detached."""
     ddp, compression = make_compressed(SHAPES, OPTIONS)
     texts = [str(compression)]
     for i in range(5):
