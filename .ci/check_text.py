@@ -76,8 +76,6 @@ RULES = [
     Rule(r"\bkStream\b", "kNonTemporal, store_nontemporal", where=r"csrc/kernels/"),
     Rule(r"\bskipped_total\b", "nothing: what is dropped has no counter"),
     # Language.
-    Rule(r"(//|#|\"\"\") ?(Of|What|Which|Whether) ", "a sentence, subject first"),
-    Rule(r"[.:;] Of [a-z]", "a sentence, subject first", where=ANY),
     Rule(r"\bbut for\b", "except for", where=ANY),
     Rule(r", for (to|want of)\b", "because", where=ANY),
     # Comments cite what a reader can open.
