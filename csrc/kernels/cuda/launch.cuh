@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include "kernels/cuda/block_tiles.h"
 #include "kernels/cuda/shared_memory.cuh"
-#include "kernels/cuda/tiles.h"
 #include "powersgd/kernels.h"
 
 // How kernels are launched, and the few things that depend on the compiler.
