@@ -32,7 +32,7 @@ LAYERS = {
     "forwarding": r"include/powersgd/(forwarding_backend|inner_backends)\.h|csrc/forwarding/",
     "gradients": r"include/powersgd/(session|stats|stage_probe|ddp_hook|scope_override)\.h"
     r"|include/powersgd/(reducer_members|allreduce_taker|bucket_reducer|model_states)\.h"
-    r"|include/powersgd/(named_parameters|outline)\.h|csrc/gradients/",
+    r"|include/powersgd/(named_parameters|named_tensors|outline)\.h|csrc/gradients/",
     "backend": r"include/powersgd/backend\.h|csrc/backend/",
     "bindings": r"csrc/bindings/",
 }
