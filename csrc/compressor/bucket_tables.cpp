@@ -9,7 +9,7 @@
 #include <optional>
 #include <utility>
 
-#include "compressor/stages.h"
+#include "compressor/device_stages.h"
 
 namespace powersgd {
 namespace {

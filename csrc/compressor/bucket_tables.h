@@ -5,8 +5,8 @@
 
 #include <vector>
 
+#include "compressor/bucket_payload.h"
 #include "compressor/bucket_spec.h"
-#include "compressor/packets.h"
 #include "powersgd/compressor.h"
 #include "powersgd/kernels.h"
 #include "powersgd/workspace.h"

@@ -7,11 +7,11 @@
 #include <optional>
 #include <utility>
 
+#include "compressor/bucket_payload.h"
 #include "compressor/bucket_spec.h"
 #include "compressor/bucket_states.h"
 #include "compressor/bucket_tables.h"
-#include "compressor/packets.h"
-#include "compressor/stages.h"
+#include "compressor/device_stages.h"
 #include "compressor/streams.h"
 
 namespace powersgd {

@@ -7,7 +7,7 @@
 #include <map>
 
 #include "compressor/bucket_tables.h"
-#include "compressor/stages.h"
+#include "compressor/device_stages.h"
 #include "powersgd/dtypes.h"
 
 namespace powersgd {

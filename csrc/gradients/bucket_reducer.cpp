@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "compressor/stages.h"
+#include "compressor/device_stages.h"
 #include "gradients/buffer_place.h"
 #include "gradients/parameter_layout.h"
 #include "gradients/replicas.h"

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "compressor/stages.h"
+#include "compressor/device_stages.h"
 #include "powersgd/scope_override.h"
 
 namespace powersgd {

@@ -46,6 +46,7 @@ void ModelStates::allocate() {
     if (layouts.empty()) continue;
     // The memory belongs to the engine's stream, as that of the buckets does.
     session_->run_after_steps(device, [&] { ParameterState::allocate(layouts, options_, device); });
+    session_->connect(device);
   }
 }
 

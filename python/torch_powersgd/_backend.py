@@ -14,7 +14,12 @@ from torch._C._distributed_c10d import PrefixStore, _DistributedBackendOptions
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
-from torch_powersgd.lookup import PLAIN_BACKENDS, device_types, find_backend, served_device_types
+from torch_powersgd.group_backends import (
+    PLAIN_BACKENDS,
+    device_types,
+    find_backend,
+    served_device_types,
+)
 from torch_powersgd.options import Options, resolve
 from torch_powersgd.store_agreement import CollectiveCall, count_call, store_of_call
 

@@ -15,10 +15,10 @@ from torch.distributed.constants import default_pg_timeout
 from torch_powersgd import fsdp
 from torch_powersgd._backend import compare_options
 from torch_powersgd._core import _C
-from torch_powersgd.store_agreement import error_as_arguments, next_call
-from torch_powersgd.lookup import check_alive, find_backend
+from torch_powersgd.group_backends import check_alive, find_backend
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options, lay_over
+from torch_powersgd.store_agreement import error_as_arguments, next_call
 from torch_powersgd.targets import NamedTensors, Target
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The state of a compression: its residuals and factors. ``Compression.state_dict`` documents it."""
+"""The state of a compression, which ``Compression.state_dict`` documents."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def own_state(state: Any, keys: dict[bool, str]) -> dict[str, Any]:
 
     Args:
         state: Argument of ``load_state_dict``.
-        keys: Key of the part, with ``per_rank`` and without. It is empty where a state has no parts.
+        keys: Key of the part, with ``per_rank`` and without. Empty: a state has no parts.
     """
     if not isinstance(state, dict):
         raise ValueError(f"the checkpoint must be a dict, got {type(state).__name__}")

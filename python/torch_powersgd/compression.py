@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,11 +22,11 @@ from torch_powersgd import (
     stats,
 )
 from torch_powersgd._core import _C
-from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments, next_call
 from torch_powersgd.ddp import Hook, python_hook
-from torch_powersgd.lookup import check_alive, find_backends
+from torch_powersgd.group_backends import check_alive, find_backends
 from torch_powersgd.option_values import positive
 from torch_powersgd.options import Options
+from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments, next_call
 from torch_powersgd.summary import summary
 from torch_powersgd.targets import Target
 
@@ -89,18 +90,16 @@ class Compression(Stateful):
     def comm_hook(self) -> Hook:
         """The hook that ``attach`` registers, in Python, for hooks of torch that wrap another.
 
-            compression = torch_powersgd.attach(ddp, register_hook=False)
-            hook = hook_with_zero_step(compression.comm_hook, ddp, zero)
-            ddp.register_comm_hook(None, hook)
+        compression = torch_powersgd.attach(ddp, register_hook=False)
+        hook = hook_with_zero_step(compression.comm_hook, ddp, zero)
+        ddp.register_comm_hook(None, hook)
         """
         reducer, ddp = self._reducer, self._ddp
         if ddp is None:
             raise ValueError("only a compression of a DDP module has a comm_hook")
         return python_hook(ddp, reducer)
 
-    def all_reduce(
-        self, tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
-    ) -> dist.Work:
+    def all_reduce(self, tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> dist.Work:
         """Averages the attached tensors in place, compressed, and counts a step. Collective.
 
         Returns at once. The tensors hold the averages when the returned work's ``wait`` has
@@ -343,14 +342,15 @@ class Compression(Stateful):
         own = f"process {self.group.rank()} of {self.group.size()}" if per_rank else ""
         return ", ".join(filter(None, (self._shard, own)))
 
-    def _agree(
-        self, function: str, mine: dict[str, Any], compare: Compare | None = None
-    ) -> None:
+    def _agree(self, function: str, mine: dict[str, Any], compare: Compare | None = None) -> None:
         """Waits until all processes have made the same call, so that one that does not is named."""
         check_alive(self.group)
         timeout = find_backends(self.group)[0].options._timeout
+        # Another compression of the group counts the same calls.
+        names = zlib.crc32(repr(self._reducer.states.names).encode())
         call = next_call(self.group, function, timeout)
-        call.agree(mine, compare or equality_of(f"the arguments of {function}, or the steps,"))
+        same = equality_of(f"the module, the step or the arguments of {function}")
+        call.agree({**mine, "names": names}, compare or same)
 
 
 class _PerRank(Stateful):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torch_powersgd import log
 from torch_powersgd._core import _C
-from torch_powersgd.lookup import find_backends
+from torch_powersgd.group_backends import find_backends
 
 SOON = 20  # A start of compression within so many steps needs no notice.
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PATIENCE = timedelta(seconds=8)
 INTERVAL = timedelta(seconds=0.5)
 
-# A function of the arguments of all ranks. It returns the message of the error to raise, or nothing.
+# Takes the arguments of all ranks, and returns the message of the error to raise, or nothing.
 Compare = Callable[[list[dict[str, Any]]], str]
 
 _VERDICT = "verdict"

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd import ddp, fsdp, fsdp_hooks
 from torch_powersgd._core import _C
-from torch_powersgd.store_agreement import global_ranks
 from torch_powersgd.option_values import is_unicode, shown
+from torch_powersgd.store_agreement import global_ranks
 
 
 class Target(ABC):

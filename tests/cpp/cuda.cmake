@@ -4,7 +4,7 @@
 # `make gpu-programs` builds them.
 
 file(GLOB cuda_kernels CONFIGURE_DEPENDS "${ROOT}/csrc/kernels/cuda/*.cu")
-set(cuda_host "${ROOT}/csrc/kernels/cuda/tiles.cpp" "${ROOT}/csrc/kernels/shared/packets.cpp"
+set(cuda_host "${ROOT}/csrc/kernels/cuda/block_tiles.cpp" "${ROOT}/csrc/kernels/shared/packet_layout.cpp"
     "${ROOT}/csrc/plan/options.cpp")
 
 find_library(POWERSGD_boost_context boost_context)

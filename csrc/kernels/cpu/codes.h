@@ -6,7 +6,7 @@
 
 #include "kernels/cpu/largest.h"
 #include "kernels/cpu/simd/convert.h"
-#include "kernels/shared/packets.h"
+#include "kernels/shared/packet_layout.h"
 
 // The codes of one group: kGroup floats, rounded to a wire dtype and back. Every target writes the
 // same codes.

@@ -7,7 +7,7 @@
 
 #include "kernels/cpu/codes.h"
 #include "kernels/cpu/simd/convert.h"
-#include "kernels/shared/packets.h"
+#include "kernels/shared/packet_layout.h"
 
 // One group at a time: from a payload to a buffer in the L1 cache, then to a packet, and back. Raw
 // elements need no buffer.

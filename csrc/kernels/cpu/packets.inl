@@ -8,7 +8,7 @@
 
 #include "kernels/cpu/packet_groups.h"
 #include "kernels/cpu/simd/convert.h"
-#include "kernels/shared/packets.h"
+#include "kernels/shared/packet_layout.h"
 
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 

@@ -169,8 +169,7 @@ Status launch_back_project(const Bucket& bucket, Stream stream) {
   const int64_t count = begin[kBackProjectTiles + 1] - begin[kBackProjectTiles];
   if constexpr (R > 8) {
     bool bfloat16 = false;
-    const Status status =
-        takes_bfloat16_products<back_project_bfloat16_kernel<R>>(bucket, &bfloat16);
+    const Status status = takes_bfloat16_products(bucket, &bfloat16);
     if (status != 0) return status;
     if (bfloat16 && bucket.largest_rank <= R)
       return launch<back_project_bfloat16_kernel<R>>(count, kBfloat16BytesOfBackProject<R>, stream,

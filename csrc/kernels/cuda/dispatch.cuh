@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
+#include "kernels/cuda/block_tiles.h"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/tiles.h"
 
 // Picks the kernels that a stage runs, by the ranks and dtypes of the bucket.
 

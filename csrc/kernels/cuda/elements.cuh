@@ -7,8 +7,8 @@
 #include <cfloat>
 #include <cstdint>
 
+#include "kernels/cuda/block_tiles.h"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/tiles.h"
 
 // Elements as memory holds them, and as the kernels compute with them.
 //

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include "kernels/cuda/block_tiles.h"
 #include "kernels/cuda/elements.cuh"
-#include "kernels/cuda/tiles.h"
 #include "kernels/shared/numerics.h"
 
 // Gram matrices and their Cholesky factors, by one block, in double. Both ways of orthogonalize.cu

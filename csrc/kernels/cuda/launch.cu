@@ -1,9 +1,42 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The questions about launches that host code without CUDA's headers asks.
+// What is decided once for all launches, and what host code without CUDA's headers asks.
 #include "kernels/cuda/launch.cuh"
 
+#include <array>
+#include <cstdlib>
+
 namespace powersgd::kernels::cuda {
+namespace {
+
+// All kernels are compiled for the same architectures, so that one answers for all.
+__global__ void any_kernel() {}
+
+}  // namespace
+
+Status find_code_version(int* version) {
+  static std::array<std::atomic<int>, 64> known{};
+  int device = 0;
+  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
+  std::atomic<int>& answer = known[static_cast<size_t>(device) % known.size()];
+  if (answer == 0) {
+    cudaFuncAttributes attributes{};
+    const cudaError_t status =
+        cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(any_kernel));
+    if (status != cudaSuccess) return status;
+    answer = attributes.ptxVersion;
+  }
+  *version = answer;
+  return cudaSuccess;
+}
+
+bool dependent_launch_wanted() {
+  static const bool wanted = [] {
+    const char* value = std::getenv("POWERSGD_DEPENDENT_LAUNCH");
+    return value == nullptr || value[0] != '0';
+  }();
+  return wanted;
+}
 
 int64_t launch_count() { return launches; }
 

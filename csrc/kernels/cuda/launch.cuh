@@ -3,14 +3,12 @@
 
 #include <cuda_runtime.h>
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 
+#include "kernels/cuda/block_tiles.h"
 #include "kernels/cuda/shared_memory.cuh"
-#include "kernels/cuda/tiles.h"
 #include "powersgd/kernels.h"
 
 // How kernels are launched, and the few things that depend on the compiler.
@@ -56,33 +54,12 @@ __device__ __forceinline__ void hide_from_optimizer([[maybe_unused]] int& value)
 
 inline std::atomic<int64_t> launches{0};  // of this process, see launch_count()
 
-// POWERSGD_DEPENDENT_LAUNCH=0 turns dependent launches off, and is read once.
-inline bool dependent_launch_wanted() {
-  static const bool wanted = [] {
-    const char* value = std::getenv("POWERSGD_DEPENDENT_LAUNCH");
-    return value == nullptr || value[0] != '0';
-  }();
-  return wanted;
-}
+// Finds the architecture that the current device's kernels were compiled for, such as 90. The device
+// does not tell: code for an older one runs on a newer one. The driver is asked once per device.
+Status find_code_version(int* version);
 
-// The architecture that a kernel's code was compiled for, such as 90. The device does not tell:
-// code for an older one runs on a newer one. The driver is asked once per kernel and device.
-template <auto kKernel>
-Status ptx_version(int* version) {
-  static std::array<std::atomic<int>, 64> known{};
-  int device = 0;
-  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
-  std::atomic<int>& answer = known[static_cast<size_t>(device) % known.size()];
-  if (answer == 0) {
-    cudaFuncAttributes attributes{};
-    const cudaError_t status =
-        cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel));
-    if (status != cudaSuccess) return status;
-    answer = attributes.ptxVersion;
-  }
-  *version = answer;
-  return cudaSuccess;
-}
+// True unless POWERSGD_DEPENDENT_LAUNCH=0, which is read once per process.
+bool dependent_launch_wanted();
 
 enum class Predecessor { kAnything, kAllowsSuccessor };
 
@@ -95,7 +72,7 @@ Status launch(int64_t blocks, size_t shared_bytes, Stream stream, Predecessor pr
   bool dependent = false;
   if (predecessor == Predecessor::kAllowsSuccessor && dependent_launch_wanted()) {
     int version = 0;
-    const Status status = ptx_version<kKernel>(&version);
+    const Status status = find_code_version(&version);
     if (status != cudaSuccess) return status;
     dependent = version >= 90;  // older code does not wait in wait_for_predecessor()
   }

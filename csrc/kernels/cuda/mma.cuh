@@ -7,14 +7,13 @@
 
 namespace powersgd::kernels::cuda {
 
-// Says whether a bucket takes the products of a kernel that rounds them to bfloat16. Code for GPUs
-// before Ampere has none, whatever device it runs on.
-template <auto kKernel>
-Status takes_bfloat16_products(const Bucket& bucket, bool* takes) {
+// Says whether a bucket takes the products that are rounded to bfloat16. Code for GPUs before Ampere
+// has none, whatever device it runs on.
+inline Status takes_bfloat16_products(const Bucket& bucket, bool* takes) {
   *takes = false;
   if (!bucket.bfloat16_products) return cudaSuccess;
   int version = 0;
-  const Status status = ptx_version<kKernel>(&version);
+  const Status status = find_code_version(&version);
   *takes = version >= 80;
   return status;
 }

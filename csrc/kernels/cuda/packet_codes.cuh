@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/elements.cuh"
-#include "kernels/shared/packets.h"
+#include "kernels/shared/packet_layout.h"
 
 // Codes of elements, in each wire dtype. A warp takes a group. Its lane l has the elements l and
 // l + 32, so that every access to memory is to neighbors, at any alignment of the payload.

@@ -64,8 +64,7 @@ struct LaunchProject {
     } else {
       if constexpr (R > 8) {
         bool bfloat16 = false;
-        const Status status =
-            takes_bfloat16_products<project_kernel<R, Way::kBfloat16, F, G, M>>(bucket, &bfloat16);
+        const Status status = takes_bfloat16_products(bucket, &bfloat16);
         if (status != 0) return status;
         if (bfloat16) return launch_tile<R, Way::kBfloat16, G, M>(bucket, stream);
       }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include "kernels/cuda/block_tiles.h"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/tiles.h"
 
 // Sums over the lanes of a warp and the threads of a block, in a fixed order.
 

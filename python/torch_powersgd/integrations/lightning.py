@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd.attach import attach
 from torch_powersgd.compression import Compression
-from torch_powersgd.lookup import BACKENDS
+from torch_powersgd.group_backends import BACKENDS
 from torch_powersgd.options import Options
 
 try:

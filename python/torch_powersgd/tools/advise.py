@@ -24,7 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd.attach import attach
-from torch_powersgd.lookup import BACKENDS, PLAIN_BACKENDS, find_backends
+from torch_powersgd.group_backends import BACKENDS, PLAIN_BACKENDS, find_backends
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
 from torch_powersgd.store_agreement import equality_of, error_as_arguments, next_call

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch_powersgd._backend import NAME
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
-from torch_powersgd.lookup import device_types
+from torch_powersgd.group_backends import device_types
 from torch_powersgd.options import Options, from_environment, unknown_variables
 from torch_powersgd.tools.tables import say
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from torch_powersgd._core import _C
-from torch_powersgd.scope import scope
-from torch_powersgd.lookup import BACKENDS, find_backend
+from torch_powersgd.group_backends import BACKENDS, find_backend
 from torch_powersgd.options import Options
+from torch_powersgd.scope import scope
 from torch_powersgd.tools.footprint import as_reals
 
 

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "compressor/packets.h"
+#include "compressor/bucket_payload.h"
 #include "engine/backend_channel.h"
 #include "gradients/compressed_step.h"
 #include "support/one_rank.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <thread>
 
-#include "kernels/cpu/stages.h"
+#include "kernels/cpu/targets/stage_table.h"
 #include "support/stage_runner.h"
 
 namespace powersgd::test {

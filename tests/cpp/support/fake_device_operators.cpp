@@ -10,7 +10,7 @@
 
 #include <memory>
 
-#include "compressor/stages.h"
+#include "compressor/device_stages.h"
 #include "support/fake_device.h"
 #include "support/stage_runner.h"
 

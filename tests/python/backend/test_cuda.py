@@ -31,7 +31,7 @@ from support.synthetic import (
 )
 from support.synthetic import step as cpu_step
 from torch_powersgd._core import _C
-from torch_powersgd.lookup import find_backend
+from torch_powersgd.group_backends import find_backend
 
 pytestmark = needs_cuda
 

@@ -32,7 +32,7 @@ from support.synthetic import (
     residuals_of,
     step,
 )
-from torch_powersgd.lookup import find_backends
+from torch_powersgd.group_backends import find_backends
 
 STAGES = ("project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "reconstruct")
 OPTIONS = tp.Options.hook_defaults(

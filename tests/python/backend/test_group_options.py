@@ -15,7 +15,7 @@ import torch_powersgd as tp
 from support import ranks
 from support.synthetic import SHAPES, make_ddp
 from torch_powersgd import _C
-from torch_powersgd.lookup import find_backends
+from torch_powersgd.group_backends import find_backends
 
 
 def _text_of(value: object) -> str:

@@ -195,7 +195,6 @@ def test_each_module_has_its_own_counts() -> None:
     assert ranks.run(2, _two_modules) == [[[3, 2], 3, 0]] * 2
 
 
-
 @pytest.mark.parametrize(
     ("size", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (18_432, "18.4 kB"), (999_700, "1000 kB")],

@@ -21,7 +21,7 @@ from support.groups import backend_of_world, world
 from support.synthetic import gradient, sum_of
 from torch_powersgd._backend import _create_inner
 from torch_powersgd._core import _C
-from torch_powersgd.lookup import find_backend
+from torch_powersgd.group_backends import find_backend
 
 ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
 CPU = torch.device("cpu")

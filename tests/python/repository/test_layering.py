@@ -32,7 +32,7 @@ LAYERS = {
     "forwarding": r"include/powersgd/(forwarding_backend|inner_backends)\.h|csrc/forwarding/",
     "gradients": r"include/powersgd/(session|stats|stage_probe|ddp_hook|scope_override)\.h"
     r"|include/powersgd/(reducer_members|allreduce_taker|bucket_reducer|model_states)\.h"
-    r"|include/powersgd/(named_parameters|outline)\.h|csrc/gradients/",
+    r"|include/powersgd/(named_parameters|named_tensors|outline)\.h|csrc/gradients/",
     "backend": r"include/powersgd/backend\.h|csrc/backend/",
     "bindings": r"csrc/bindings/",
 }
@@ -214,8 +214,8 @@ def test_no_imports_run_in_a_circle() -> None:
         ("csrc/kernels/cpu/project.inl", '"powersgd/plan.h"'),
         ("csrc/kernels/cpu/project.inl", '"kernels/cuda/launch.cuh"'),
         ("csrc/kernels/cuda/project.cu", "<c10/cuda/CUDAStream.h>"),
-        ("csrc/compressor/stages.cpp", "<torch/csrc/distributed/c10d/Work.hpp>"),
-        ("csrc/compressor/stages.cpp", "<c10/cuda/CUDAGuard.h>"),
+        ("csrc/compressor/device_stages.cpp", "<torch/csrc/distributed/c10d/Work.hpp>"),
+        ("csrc/compressor/device_stages.cpp", "<c10/cuda/CUDAGuard.h>"),
         ("csrc/engine/work.cpp", "<pybind11/pybind11.h>"),
         ("csrc/engine/work.cpp", "<torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>"),
         ("csrc/engine/engine.h", '"powersgd/compressor.h"'),

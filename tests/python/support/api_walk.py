@@ -205,7 +205,7 @@ class ApiWalk:
         self.ledger.add(outputs, means)
 
     def _default_options(self) -> tp.Options:
-        from torch_powersgd.lookup import find_backends
+        from torch_powersgd.group_backends import find_backends
 
         return tp.Options._from_core(find_backends(None)[0].options.compression)
 

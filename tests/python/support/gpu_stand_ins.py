@@ -135,7 +135,7 @@ def make_machine(folder: Path) -> Machine:
     for file in ROOT.glob("tests/python/*/test_cuda*.py"):
         (root / file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         (root / file.relative_to(ROOT)).touch()
-    for name in ("csrc/plan/options.cpp", "csrc/kernels/shared/packets.cpp", "setup.py"):
+    for name in ("csrc/plan/options.cpp", "csrc/kernels/shared/packet_layout.cpp", "setup.py"):
         (root / name).touch()
     (root / "benchmarks/bench_kernels.cu").touch()
     for name in ("behaves", "json", "bin", "toolkit/bin"):

@@ -40,7 +40,7 @@ WORLD_SIZE = 2
 
 
 def _texts(rank: int) -> list[str]:
-    """What the handle says before any step, after each of five, and once it is detached."""
+    """The handle as text: before any step, after each of five, and once it is detached."""
     ddp, compression = make_compressed(SHAPES, OPTIONS)
     texts = [str(compression)]
     for i in range(5):
@@ -246,7 +246,8 @@ def test_a_detached_module_is_exact_until_it_is_attached_again() -> None:
 
 def _alone(rank: int, method: str) -> tuple[str, list[str]]:
     """Calls a method on rank 0 alone. Returns its error and its warnings."""
-    store_agreement.PATIENCE, store_agreement.INTERVAL = timedelta(seconds=0.2), timedelta(seconds=0.1)
+    store_agreement.PATIENCE = timedelta(seconds=0.2)
+    store_agreement.INTERVAL = timedelta(seconds=0.1)
     records = LogRecords(logging.WARNING)
     _ddp, compression = make_compressed(SHAPES, OPTIONS)
     state = compression.state_dict()

@@ -54,7 +54,7 @@ def _no_synchronization(rank: int) -> tuple[bool, bool]:
 
 
 def _sent(compression: tp.Compression) -> list[torch.Tensor]:
-    """What this rank has sent of each parameter in its last step."""
+    """The factors that this rank has sent of each parameter in its last step."""
     state = own_part(compression.state_dict(per_rank=True))
     return [entry["q_local"] for entry in state["parameters"].values()]
 

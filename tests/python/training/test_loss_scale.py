@@ -11,8 +11,8 @@ import copy
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -356,7 +356,7 @@ def test_a_copy_of_a_scaler_is_one_of_its_own(
     copied: Callable[[torch.amp.GradScaler], torch.amp.GradScaler],
 ) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    model: Any = SimpleNamespace(loss_scale=None, names=["weight"])
+    model: Any = Mock(loss_scale=None, names=["weight"])
     for _ in range(2):  # two models
         grad_scaler.follow(scaler, model, {"weight": torch.ones(1)})
     scaler.scale(torch.ones(1))

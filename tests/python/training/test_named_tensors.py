@@ -185,7 +185,7 @@ def a_loop_may_deliver_later_discard_or_scale(rank: int) -> None:
                 continue
             if choice == "later" and i > 0:
                 compression.step_skipped()
-                # What is sent exactly and not applied is gone.
+                # Gradients that are sent exactly and not applied are gone.
                 outputs = {
                     n: torch.zeros_like(o) if n not in RAW else o for n, o in outputs.items()
                 }

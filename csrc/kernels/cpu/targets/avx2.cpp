@@ -13,7 +13,7 @@
 
 #define POWERSGD_TARGET avx2
 #define POWERSGD_VECTOR_BYTES 32
-#include "kernels/cpu/targets/stages.inl"
+#include "kernels/cpu/targets/all_stages.inl"
 
 #if defined(__clang__)
 #pragma clang attribute pop

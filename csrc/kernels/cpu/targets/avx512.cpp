@@ -15,7 +15,7 @@
 
 #define POWERSGD_TARGET avx512
 #define POWERSGD_VECTOR_BYTES 64
-#include "kernels/cpu/targets/stages.inl"
+#include "kernels/cpu/targets/all_stages.inl"
 
 #if defined(__clang__)
 #pragma clang attribute pop

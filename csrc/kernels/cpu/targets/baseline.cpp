@@ -5,4 +5,4 @@
 
 #define POWERSGD_TARGET baseline
 #define POWERSGD_VECTOR_BYTES 16
-#include "kernels/cpu/targets/stages.inl"
+#include "kernels/cpu/targets/all_stages.inl"

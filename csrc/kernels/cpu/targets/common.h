@@ -26,11 +26,11 @@
 
 #include "kernels/cpu/blocking/tiles.h"
 #include "kernels/cpu/simd/storage.h"
-#include "kernels/cpu/stages.h"
+#include "kernels/cpu/targets/stage_table.h"
 #include "kernels/cpu/with_storage.h"
 #include "kernels/shared/layout.h"
 #include "kernels/shared/numerics.h"
-#include "kernels/shared/packets.h"
+#include "kernels/shared/packet_layout.h"
 #include "kernels/shared/philox.h"
 #include "kernels/shared/steps.h"
 #include "kernels/shared/warm_start_noise.h"

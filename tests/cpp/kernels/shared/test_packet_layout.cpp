@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "kernels/shared/packets.h"
+#include "kernels/shared/packet_layout.h"
 
 namespace powersgd::kernels {
 namespace {

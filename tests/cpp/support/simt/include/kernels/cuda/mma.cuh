@@ -9,8 +9,7 @@
 // In place of csrc/kernels/cuda/mma.cuh: the same instructions, with the roundings of a GPU.
 namespace powersgd::kernels::cuda {
 
-template <auto kKernel>
-Status takes_bfloat16_products(const Bucket& bucket, bool* takes) {
+inline Status takes_bfloat16_products(const Bucket& bucket, bool* takes) {
   *takes = bucket.bfloat16_products;
   return cudaSuccess;
 }

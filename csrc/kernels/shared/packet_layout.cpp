@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "kernels/shared/packets.h"
+#include "kernels/shared/packet_layout.h"
 
 #include <algorithm>
 

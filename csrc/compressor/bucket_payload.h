@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "compressor/bucket_spec.h"
-#include "compressor/stages.h"
+#include "compressor/device_stages.h"
 #include "powersgd/packets.h"
 #include "powersgd/payload.h"
 #include "powersgd/workspace.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "kernels/cpu/stages.h"
+#include "kernels/cpu/targets/stage_table.h"
 
 namespace powersgd::kernels::cpu {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "kernels/cuda/tiles.h"
+#include "kernels/cuda/block_tiles.h"
 
 #include <algorithm>
 #include <array>

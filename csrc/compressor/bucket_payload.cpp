@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "compressor/packets.h"
+#include "compressor/bucket_payload.h"
 
 #include <ATen/ATen.h>
 

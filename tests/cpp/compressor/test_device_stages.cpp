@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "compressor/stages.h"
+#include "compressor/device_stages.h"
 
 #include <gtest/gtest.h>
 
