@@ -22,8 +22,8 @@
 //   chunk = [ codes of the factors | scales | raw elements | flags ]
 //
 // Factors are cut into groups of 64 elements. Raw elements travel in their own dtype, those of
-// float16 in float32, whose sums may be beyond 65504. Flags are bytes. Each chunk has as many groups, raw elements and flags as the
-// others; the last ones may be padding.
+// float16 in float32, whose sums may be beyond 65504. Flags are bytes. Each chunk has as many
+// groups, raw elements and flags as the others; the last ones may be padding.
 //
 // Contract, the same on the CPU and on CUDA:
 //   - quantize and requantize round to nearest, ties to even. A double is rounded to float first.

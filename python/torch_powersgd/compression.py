@@ -186,7 +186,7 @@ class Compression(Stateful):
         self._reducer.reset_stats()
 
     def state_dict(self, per_rank: bool = False) -> dict[str, Any]:
-        """Returns the residuals and factors. Collective.
+        """Returns the residuals and factors. Collective without ``per_rank``.
 
         Args:
             per_rank: False: the state is the same on all processes, and any number of processes can
@@ -213,10 +213,11 @@ class Compression(Stateful):
             but ``parameters``. ``load_state_dict`` compares them.
 
         Raises:
-            ValueError: If a process of the group does not call it. It is raised on every process.
+            ValueError: Without ``per_rank``, on every process, if one of the group does not call it.
         """
         states = self._reducer.states
-        self._agree("state_dict", {"step": states.step, "per_rank": per_rank})
+        if not per_rank:
+            self._agree("state_dict", {"step": states.step})
         state = checkpoint.of_states(states, per_rank)
         if (ddp := self._ddp) is not None:
             rewrapping.note_saved(ddp, self._reducer)

@@ -54,8 +54,9 @@ __device__ __forceinline__ void hide_from_optimizer([[maybe_unused]] int& value)
 
 inline std::atomic<int64_t> launches{0};  // of this process, see launch_count()
 
-// Finds the architecture that the current device's kernels were compiled for, such as 90. The device
-// does not tell: code for an older one runs on a newer one. The driver is asked once per device.
+// Finds the architecture that the kernels of the current device were compiled for, such as 90. The
+// device does not tell: code for an older one runs on a newer one. The driver is asked once per
+// device.
 Status find_code_version(int* version);
 
 // True unless POWERSGD_DEPENDENT_LAUNCH=0, which is read once per process.

@@ -7,8 +7,8 @@
 
 namespace powersgd::kernels::cuda {
 
-// Says whether a bucket takes the products that are rounded to bfloat16. Code for GPUs before Ampere
-// has none, whatever device it runs on.
+// Says whether a bucket takes the products that are rounded to bfloat16. Code for GPUs before
+// Ampere has none, whatever device it runs on.
 inline Status takes_bfloat16_products(const Bucket& bucket, bool* takes) {
   *takes = false;
   if (!bucket.bfloat16_products) return cudaSuccess;

@@ -57,10 +57,10 @@ class PacketSums : public PacketTest {
     return sums;
   }
 
-  // The sums of the raw elements. Two hops send them in the dtype of the elements.
+  // The sums of the raw elements. Two-shot sends them in the dtype of the elements.
   Values sent_sums(const AllPackets& all, const std::vector<Values>& of_ranks) const {
     Values sums = all[0]->raw_of(in_rank_order(of_ranks));
-    if (all[0]->exchange.two_hops) {
+    if (all[0]->exchange.two_shot) {
       for (double& sum : sums) sum = round_to(spec().raw_dtype, sum);
     }
     return sums;

@@ -20,7 +20,7 @@ from support import ranks
 from support.groups import backend_of_world, world
 from support.synthetic import SHAPES, gradient, make_attached
 
-ALWAYS = tp.Options(scope="always", start_powerSGD_iter=0, inner="gloo")
+ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0, inner="gloo")
 
 
 class _Contexts:
@@ -96,7 +96,7 @@ def test_channels_connect_at_the_first_compressed_step() -> None:
 def _attach(rank: int) -> None:
     contexts = _Contexts()
     ranks.init_group("cpu:powersgd")
-    make_attached(SHAPES)
+    make_attached(SHAPES, tp.Options.hook_defaults())
     while len(contexts.timeouts) < 3:  # attach does not wait for them
         time.sleep(0.01)
     assert _engine_threads() == 2

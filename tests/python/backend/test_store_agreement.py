@@ -23,7 +23,7 @@ from torch_powersgd import _C, store_agreement
 from torch_powersgd._backend import compare_options
 from torch_powersgd.attach_checks import Proposal
 
-OPTIONS = tp.Options(start_powerSGD_iter=0)
+OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0)
 OP_TIMEOUT = 40  # the messages would show a hang until the group's time-out
 
 
