@@ -224,7 +224,7 @@ def _failing_kernels() -> Iterator[Problem]:
         gradient = torch.outer(rows, columns).to(device).flatten() / (48 * 32)
         output = gradient.clone()
         try:
-            core = Options(matrix_approximation_rank=1, start_powerSGD_iter=0)._core()
+            core = Options.hook_defaults(start_powerSGD_iter=0)._core()
             compressor = _C.BucketCompressor([[48, 32]], core, torch.float32, device)
             compressor.project(output, 0)
             compressor.orthogonalize()

@@ -34,7 +34,7 @@ def is_compiled_for_the_target(name: str, csrc: Path) -> bool:
 def included_too_late(csrc: Path) -> set[str]:
     """The headers of the stages that are neither the target's nor included before its options."""
     before = set(includes_of(csrc / TARGETS / "common.h"))
-    late, seen, todo = set(), set(), includes_of(csrc / TARGETS / "stages.inl")
+    late, seen, todo = set(), set(), includes_of(csrc / TARGETS / "all_stages.inl")
     while todo:
         name = todo.pop()
         if name in seen:
@@ -55,7 +55,7 @@ def test_shared_headers_come_before_the_options_of_a_target() -> None:
 def test_a_header_that_comes_too_late_is_found(tmp_path: Path, late: str) -> None:
     for name, text in {
         f"{TARGETS}/common.h": "#include <cmath>\n",
-        f"{TARGETS}/stages.inl": '#include "kernels/cpu/project.inl"\n',
+        f"{TARGETS}/all_stages.inl": '#include "kernels/cpu/project.inl"\n',
         "kernels/cpu/project.inl": f"#include <cmath>\n#include <{late}>\n"
         "namespace powersgd::kernels::cpu::POWERSGD_TARGET {\n",
         "kernels/shared/philox.h": "namespace powersgd::kernels {\n",
@@ -68,4 +68,4 @@ def test_a_header_that_comes_too_late_is_found(tmp_path: Path, late: str) -> Non
 @pytest.mark.parametrize("target", ["baseline", "avx2", "avx512"])
 def test_a_target_includes_nothing_else(target: str) -> None:
     included = includes_of(CSRC / TARGETS / f"{target}.cpp")
-    assert included == [f"{TARGETS}/common.h", f"{TARGETS}/stages.inl"]
+    assert included == [f"{TARGETS}/common.h", f"{TARGETS}/all_stages.inl"]
