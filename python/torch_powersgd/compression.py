@@ -213,7 +213,7 @@ class Compression(Stateful):
             but ``parameters``. ``load_state_dict`` compares them.
 
         Raises:
-            ValueError: Without ``per_rank``, on every process, if one of the group does not call it.
+            ValueError: Without ``per_rank``, on every process, if one does not call it.
         """
         states = self._reducer.states
         if not per_rank:
