@@ -114,6 +114,7 @@ int main(int argc, char** argv) {
   const DType dtype = parse_dtype(argv[1]);
   Options options;
   options.matrix_approximation_rank = std::stol(argv[2]);
+  options.wire_dtype.reset();
   std::vector<std::vector<ParameterShape>> buckets(1);
   for (std::string line; std::getline(std::cin, line);) {
     std::istringstream words(line);

@@ -24,6 +24,17 @@ void check_served(bool served, c10::Device device) {
   TORCH_CHECK(served, "powersgd: this group has no inner backend for ", device, " tensors");
 }
 
+// A thread that waits on a store keeps the others from using it, and those may be what another rank
+// waits for. A clone has a connection of its own. A store that is written in Python may have none.
+c10::intrusive_ptr<c10d::Store> clone_of(const c10::intrusive_ptr<c10d::Store>& store) {
+  if (!store) return nullptr;
+  try {
+    return store->clone();
+  } catch (const std::exception&) {
+    return store;
+  }
+}
+
 }  // namespace
 
 Session::Session(int rank, int size, std::vector<InnerAndChannels> inners,
@@ -41,10 +52,8 @@ Session::Session(int rank, int size, std::vector<InnerAndChannels> inners,
       engines_[of.device] = std::make_unique<StreamEngine>(rank, of.inner);
       continue;
     }
-    // A thread that waits on a store keeps the others from using it, and those may be what another
-    // rank waits for. A clone has a connection of its own.
     auto connect = [of, rank, size](std::optional<std::chrono::milliseconds> timeout) {
-      return of.connect_channels(of.store ? of.store->clone() : nullptr, rank, size, timeout);
+      return of.connect_channels(clone_of(of.store), rank, size, timeout);
     };
     channels_.push_back(std::make_shared<Channels>(std::move(connect)));
     engines_[of.device] = std::make_unique<ThreadEngine>(rank, channels_.back());

@@ -22,12 +22,12 @@ enum class Scope : int32_t {
   kNever,     // nothing
 };
 
-// The configuration of one process group or one attached model. The names and defaults of the first
-// block are those of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState.
+// The configuration of one process group or of what was attached. The names of the first block are
+// those of torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState.
 // torch_powersgd.Options documents the fields. Each field has a row in option_table.h.
 struct Options {
-  int64_t matrix_approximation_rank = 1;
-  int64_t start_powerSGD_iter = 1000;
+  int64_t matrix_approximation_rank = 16;
+  int64_t start_powerSGD_iter = 10;
   double min_compression_rate = 2;
   bool use_error_feedback = true;
   bool warm_start = true;
@@ -38,7 +38,7 @@ struct Options {
   Scope scope = Scope::kBackward;
   int64_t min_numel = int64_t{1} << 17;
   std::string inner = "auto";
-  std::optional<WireDType> wire_dtype;
+  std::optional<WireDType> wire_dtype = WireDType::kInt8;
   DType residual_dtype = DType::kFloat32;
   double warm_start_noise = 0;
   int64_t check_every = 0;

@@ -97,7 +97,7 @@ def _announce(compression: Compression) -> None:
         )
         return
     on_one_host = (
-        "; all processes are on this host, where plain averaging is likely to be as fast"
+        "; all processes are on this host, where plain averaging may be as fast"
         if os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
         else ""
     )

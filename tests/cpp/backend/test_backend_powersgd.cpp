@@ -14,6 +14,7 @@
 #include "powersgd/scope_override.h"
 #include "powersgd/stats.h"
 
+#include "support/hook_defaults.h"
 #include "support/recording_backend.h"
 #include "support/thread_ranks.h"
 
@@ -25,7 +26,7 @@ using test::ThreadBackends;
 using BackendRef = c10::intrusive_ptr<BackendPowerSGD>;
 
 Options always(int64_t rank = 2) {
-  Options options;
+  Options options = test::hook_defaults();
   options.scope = Scope::kAlways;
   options.matrix_approximation_rank = rank;
   options.start_powerSGD_iter = 0;

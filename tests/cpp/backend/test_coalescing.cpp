@@ -10,6 +10,7 @@
 
 #include "powersgd/backend.h"
 #include "powersgd/stats.h"
+#include "support/hook_defaults.h"
 #include "support/ready_channels.h"
 #include "support/recording_backend.h"
 #include "support/two_equal_ranks.h"
@@ -23,7 +24,7 @@ class Coalescing : public testing::TestWithParam<bool> {  // whether the inner b
  protected:
   Coalescing() {
     inner_->coalesces = GetParam();
-    Options options;
+    Options options = test::hook_defaults();
     options.scope = Scope::kAlways;
     options.start_powerSGD_iter = 0;
     const auto channel = c10::make_intrusive<test::HostBackend>();

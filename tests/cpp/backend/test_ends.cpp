@@ -16,6 +16,7 @@
 #include "powersgd/stats.h"
 #include "support/errors.h"
 #include "support/fake_device.h"
+#include "support/hook_defaults.h"
 #include "support/ready_channels.h"
 #include "support/two_equal_ranks.h"
 #include "support/two_threads.h"
@@ -37,7 +38,7 @@ struct Owner {
   std::vector<WorkPtr> works;
 
   explicit Owner(c10::Device device) {
-    Options options;
+    Options options = test::hook_defaults();
     options.matrix_approximation_rank = 2;
     options.start_powerSGD_iter = 0;
     InnerAndChannels inner{device.type(), c10::make_intrusive<test::StreamBackend>(), {}, {}};

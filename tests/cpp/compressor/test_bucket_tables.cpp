@@ -9,6 +9,7 @@
 #include <string>
 
 #include "compressor/bucket_states.h"
+#include "support/hook_defaults.h"
 
 namespace powersgd {
 namespace {
@@ -18,7 +19,7 @@ using Wire = std::optional<WireDType>;
 // Returns the field of a bucket with one matrix.
 bool has_bfloat16_products(const Wire& wire, at::ScalarType gradient_type = at::kFloat,
                            bool error_feedback = true) {
-  Options options;
+  Options options = test::hook_defaults();
   options.wire_dtype = wire;
   options.use_error_feedback = error_feedback;
   const BucketSpec spec{plan_bucket({{{40, 24}, {}}}, options), options, gradient_type, at::kCPU,

@@ -7,13 +7,14 @@
 
 #include "powersgd/compressor.h"
 #include "powersgd/packets.h"
+#include "support/hook_defaults.h"
 #include "support/one_rank.h"
 
 namespace powersgd {
 namespace {
 
 Options make_options(int64_t rank = 2) {
-  Options options;
+  Options options = test::hook_defaults();
   options.matrix_approximation_rank = rank;
   return options;
 }

@@ -6,6 +6,7 @@
 
 #include <limits>
 
+#include "support/hook_defaults.h"
 #include "support/one_rank.h"
 
 namespace powersgd {
@@ -85,7 +86,7 @@ TEST(ParameterState, StatesThatAreAllocatedTogetherAreAsThoseAllocatedAlone) {
 }
 
 TEST(ParameterState, AStateOfOtherUnitsIsConvertedToThoseOfItsBucket) {
-  Options options;
+  Options options = test::hook_defaults();
   options.matrix_approximation_rank = 2;
   test::OneRank same(options), joined(options);
   for (uint64_t step = 0; step < 3; ++step) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "powersgd/compressor.h"
+#include "support/hook_defaults.h"
 
 namespace powersgd {
 namespace {
@@ -20,7 +21,7 @@ BucketPlan make_plan(const Options& options) {
 }
 
 Options make_options(std::optional<WireDType> wire) {
-  Options options;
+  Options options = test::hook_defaults();
   options.matrix_approximation_rank = 3;
   options.wire_dtype = wire;
   return options;

@@ -10,6 +10,7 @@
 
 #include "powersgd/compressor.h"
 #include "support/fake_device.h"
+#include "support/hook_defaults.h"
 #include "support/one_rank.h"
 
 namespace powersgd {
@@ -59,7 +60,7 @@ TEST_F(WorkspaceTest, OfAPipelineIsOneForEachPart) {
 
 // The engine runs a first part beside the second part of another bucket.
 TEST(Workspaces, EachPartOfAStepUsesItsOwn) {
-  const Options options;
+  const Options options = test::hook_defaults();
   const test::OneRank rank(options);
   const Workspaces workspaces = Workspaces::of_pipeline();
   const auto compressor = make_compressor(rank.plan, rank.states, options, at::kFloat, at::kCPU,

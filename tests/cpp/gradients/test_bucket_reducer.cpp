@@ -5,6 +5,7 @@
 
 #include "powersgd/bucket_reducer.h"
 #include "powersgd/stats.h"
+#include "support/hook_defaults.h"
 #include "support/thread_ranks.h"
 
 namespace powersgd {
@@ -13,7 +14,7 @@ namespace {
 constexpr int kRanks = 2;
 
 Options make_options(int64_t start = 0) {
-  Options options;
+  Options options = test::hook_defaults();
   options.matrix_approximation_rank = 2;
   options.start_powerSGD_iter = start;
   return options;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "powersgd/bucket_reducer.h"
+#include "support/hook_defaults.h"
 #include "support/thread_ranks.h"
 
 namespace powersgd {
@@ -41,7 +42,7 @@ void run(const Options& options,
 }
 
 Options make_options(int64_t start = 0) {
-  Options options;
+  Options options = test::hook_defaults();
   options.matrix_approximation_rank = 2;
   options.start_powerSGD_iter = start;
   return options;

@@ -16,6 +16,7 @@
 #include "powersgd/stats.h"
 #include "support/device_outcomes.h"
 #include "support/fake_device.h"
+#include "support/hook_defaults.h"
 #include "support/session_of_equal_ranks.h"
 
 namespace powersgd {
@@ -123,7 +124,7 @@ class BucketReducerOnDevice : public testing::TestWithParam<bool> {};
 TEST_P(BucketReducerOnDevice, IsTheSameInAnyOrderOfStreams) {
   fake::add_operators();
   const bool spread = GetParam();
-  Options options;
+  Options options = test::hook_defaults();
   options.matrix_approximation_rank = 2;
   options.start_powerSGD_iter = 0;
   options.check_every = spread ? 3 : 0;

@@ -17,6 +17,7 @@
 #include "powersgd/bucket_reducer.h"
 #include "powersgd/scope_override.h"
 #include "support/fake_device.h"
+#include "support/hook_defaults.h"
 #include "support/session_of_equal_ranks.h"
 
 namespace powersgd {
@@ -84,7 +85,7 @@ class CapturedSteps : public testing::TestWithParam<std::optional<WireDType>> {
 
   // Statistics are logged and replicas compared at every step.
   static Options make_options(Scope scope) {
-    Options options;
+    Options options = test::hook_defaults();
     options.scope = scope;
     options.matrix_approximation_rank = 2;
     options.start_powerSGD_iter = 0;

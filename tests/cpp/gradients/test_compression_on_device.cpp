@@ -17,6 +17,7 @@
 #include "powersgd/stats.h"
 #include "support/device_outcomes.h"
 #include "support/fake_device.h"
+#include "support/hook_defaults.h"
 #include "support/one_rank.h"
 #include "support/session_of_equal_ranks.h"
 #include "support/two_equal_ranks.h"
@@ -102,7 +103,7 @@ class CompressionOnDevice : public testing::TestWithParam<std::optional<WireDTyp
 
 TEST_P(CompressionOnDevice, IsTheSameInAnyOrderOfStreams) {
   fake::add_operators();
-  Options options;
+  Options options = test::hook_defaults();
   options.matrix_approximation_rank = 2;
   options.wire_dtype = GetParam();
   // An element may be rounded to the other of two values.
@@ -132,7 +133,7 @@ INSTANTIATE_TEST_SUITE_P(Wires, CompressionOnDevice,
 
 // Returns the outputs of tensors without an attached model.
 std::vector<at::Tensor> reduce_flat(at::Device device) {
-  Options options;
+  Options options = test::hook_defaults();
   options.scope = Scope::kAlways;
   options.start_powerSGD_iter = 0;
   options.min_numel = 1000;

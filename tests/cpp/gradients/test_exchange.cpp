@@ -18,6 +18,7 @@
 #include "compressor/bucket_payload.h"
 #include "engine/backend_channel.h"
 #include "gradients/compressed_step.h"
+#include "support/hook_defaults.h"
 #include "support/one_rank.h"
 #include "support/thread_ranks.h"
 
@@ -39,7 +40,7 @@ at::Tensor raw_part(const BucketPlan& plan, const at::Tensor& gradient) {
 }
 
 Options on_wire(WireDType wire) {
-  Options options;
+  Options options = test::hook_defaults();
   options.matrix_approximation_rank = 3;
   options.wire_dtype = wire;
   return options;

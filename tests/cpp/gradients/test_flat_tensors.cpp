@@ -13,6 +13,7 @@
 #include "powersgd/scope_override.h"
 #include "support/backward.h"
 #include "support/errors.h"
+#include "support/hook_defaults.h"
 #include "support/session_of_equal_ranks.h"
 
 namespace powersgd {
@@ -42,7 +43,7 @@ void in_block(bool enabled, const std::function<void()>& body) {
 }
 
 Options make_options(Scope scope) {
-  Options options;
+  Options options = test::hook_defaults();
   options.scope = scope;
   options.matrix_approximation_rank = 1;
   options.start_powerSGD_iter = 0;

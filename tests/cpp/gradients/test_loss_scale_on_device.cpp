@@ -17,6 +17,7 @@
 #include "powersgd/stats.h"
 #include "support/device_outcomes.h"
 #include "support/fake_device.h"
+#include "support/hook_defaults.h"
 #include "support/session_of_equal_ranks.h"
 
 namespace powersgd {
@@ -28,7 +29,7 @@ const std::vector<double> kScales = {1, 1, 4, 0.5, 0.5, 1024, 2};
 constexpr int64_t kNumel = 24 * 32 + 24 + 20 * 36;
 
 Options make_options(int64_t start = 0) {
-  Options options;
+  Options options = test::hook_defaults();
   options.matrix_approximation_rank = 2;
   options.start_powerSGD_iter = start;
   return options;

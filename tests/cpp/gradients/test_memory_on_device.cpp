@@ -13,6 +13,7 @@
 #include "gradients/flat_tensors.h"
 #include "powersgd/bucket_reducer.h"
 #include "support/fake_device.h"
+#include "support/hook_defaults.h"
 #include "support/session_of_equal_ranks.h"
 
 namespace powersgd {
@@ -27,7 +28,7 @@ const Layout kFirst = {{0, 1, 2}};
 const Layout kRebuilt = {{2}, {1, 0}};  // as DDP rebuilds its buckets after the first step
 
 Options make_options() {
-  Options options;
+  Options options = test::hook_defaults();
   options.matrix_approximation_rank = 2;
   options.start_powerSGD_iter = kStart;
   return options;

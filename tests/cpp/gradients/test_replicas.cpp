@@ -7,6 +7,7 @@
 #include "powersgd/session.h"
 #include "powersgd/stats.h"
 #include "support/errors.h"
+#include "support/hook_defaults.h"
 #include "support/thread_ranks.h"
 
 namespace powersgd {
@@ -24,7 +25,8 @@ struct Log {
 // A state whose Q and P are the same on all ranks, and whose memory is not.
 ParameterStatePtr make_state(int rank) {
   auto state = std::make_shared<ParameterState>();
-  ParameterState::allocate({{state.get(), {20, 30}, 2, at::kFloat}}, Options(), at::kCPU);
+  ParameterState::allocate({{state.get(), {20, 30}, 2, at::kFloat}}, test::hook_defaults(),
+                           at::kCPU);
   state->p_hat.copy_(at::sin(at::arange(40, at::kFloat)).view({20, 2}));
   state->q_local.copy_(at::cos(at::arange(60, at::kFloat) * (rank + 1)).view({2, 30}));
   state->memory.copy_(at::sin(at::arange(600, at::kFloat) * (rank + 2)).view({20, 30}));
@@ -36,7 +38,7 @@ void run(const std::function<void(int, Session&, const Log&)>& fn) {
   test::run_ranks(kRanks, [&](int rank, const auto& inner) {
     const auto log = std::make_shared<Log>();
     std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank), {}}};
-    Session session(rank, kRanks, std::move(inners), Options(),
+    Session session(rank, kRanks, std::move(inners), test::hook_defaults(),
                     [log](LogLevel level, const std::string& message) {
                       EXPECT_EQ(level, LogLevel::kWarning);
                       log->lines.push_back(message);

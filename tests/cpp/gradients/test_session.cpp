@@ -12,6 +12,7 @@
 
 #include "powersgd/scope_override.h"
 #include "support/errors.h"
+#include "support/hook_defaults.h"
 #include "support/one_rank.h"
 #include "support/session_of_equal_ranks.h"
 
@@ -25,7 +26,7 @@ using test::error_of;
 class SessionTest : public testing::Test {
  protected:
   static Options make_options(int64_t start = 0) {
-    Options options;
+    Options options = test::hook_defaults();
     options.matrix_approximation_rank = 2;
     options.start_powerSGD_iter = start;
     return options;

@@ -15,6 +15,7 @@
 #include "powersgd/bucket_reducer.h"
 #include "powersgd/stats.h"
 #include "support/fake_device.h"
+#include "support/hook_defaults.h"
 #include "support/one_rank.h"
 #include "support/session_of_equal_ranks.h"
 
@@ -50,7 +51,7 @@ class StepOperators : public testing::TestWithParam<Case> {
   static Scale scale() { return std::get<1>(GetParam()); }
   const at::Device device_ = fake::device(0);
   at::Tensor loss_scale_;
-  Options options_;
+  Options options_ = test::hook_defaults();
 };
 
 // Two ranks gather.

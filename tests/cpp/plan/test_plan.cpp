@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "powersgd/plan.h"
+#include "support/hook_defaults.h"
 
 namespace powersgd {
 namespace {
@@ -16,7 +17,7 @@ Pair shape_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& str
 }
 
 Options with_rank(int64_t rank, double rate = 2) {
-  Options options;
+  Options options = test::hook_defaults();
   options.matrix_approximation_rank = rank;
   options.min_compression_rate = rate;
   return options;

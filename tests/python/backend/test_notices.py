@@ -77,7 +77,7 @@ def _attach_line_of_torchrun(rank: int, on_this_host: int) -> str:
 
 
 def test_attach_on_one_host_says_that_it_may_gain_nothing() -> None:
-    end = "; all processes are on this host, where plain averaging is likely to be as fast\n"
+    end = "; all processes are on this host, where plain averaging may be as fast\n"
     for on_this_host in (1, 2):
         first, second = ranks.run(2, _attach_line_of_torchrun, on_this_host)
         assert first.endswith(end) == (on_this_host == 2)

@@ -41,9 +41,10 @@ def test_a_run_counts_what_its_setting_predicts(
     plain, ours = by_method["plain"], by_method["int8"]
     assert plain["collectives"] == {"gloo:all_reduce": 1}
     assert ours["collectives"] == {"gloo:all_gather": 2}
-    # Each context has a connection to every other rank, and a socket that listens.
+    # Each context has a connection to every other rank, and a socket that listens. The store has
+    # one, and the channels were connected over a clone of it.
     assert plain["sockets"] == WORLD - 1 + 2
-    assert ours["sockets"] == 3 * (WORLD - 1) + 4
+    assert ours["sockets"] == 3 * (WORLD - 1) + 5
     assert ours["memory_bytes"] > plain["memory_bytes"]
     predicted = ours["predicted"]
     for name in ("mean_checkpoint_bytes", "rank_checkpoint_bytes"):
