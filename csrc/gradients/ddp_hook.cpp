@@ -77,16 +77,18 @@ c10::intrusive_ptr<c10::ivalue::Future> DdpHook::runHook(c10d::GradBucket& bucke
   return stream_work != nullptr ? stream_work->future_without_flush() : work->getFuture();
 }
 
+bool is_attached(const c10d::Reducer& reducer) {
+  const DdpHook* const hook = DdpHook::of(reducer);
+  return hook != nullptr && !hook->detached();
+}
+
 void register_ddp_hook(c10d::Reducer& reducer, std::shared_ptr<BucketReducer> buckets) {
-  DdpHook* const hook = DdpHook::of(reducer);
-  if (hook == nullptr) {
+  TORCH_INTERNAL_ASSERT(!is_attached(reducer));
+  if (DdpHook* const hook = DdpHook::of(reducer)) {
+    hook->replace(std::move(buckets));
+  } else {
     reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(buckets), reducer));
-    return;
   }
-  TORCH_CHECK_VALUE(hook->detached(),
-                    "this module is attached already: use what attach returned, or call its "
-                    "detach() first");
-  hook->replace(std::move(buckets));
 }
 
 }  // namespace powersgd

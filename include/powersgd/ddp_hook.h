@@ -57,8 +57,11 @@ class DdpHook final : public c10d::CppCommHookInterface<DdpBuckets> {
   const c10d::Reducer& reducer_;
 };
 
-// Makes `reducer` give its buckets to `buckets`. Throws if it gives them to another one that is not
-// detached, or has another kind of hook.
+// True if `reducer` gives its buckets to a hook that was not detached.
+bool is_attached(const c10d::Reducer& reducer);
+
+// Makes `reducer`, which is not attached, give its buckets to `buckets`. Throws if it has another
+// kind of hook.
 void register_ddp_hook(c10d::Reducer& reducer, std::shared_ptr<BucketReducer> buckets);
 
 }  // namespace powersgd

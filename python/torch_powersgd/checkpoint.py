@@ -106,6 +106,8 @@ def compare(everyone: list[dict[str, Any]]) -> str:
     """Returns nothing if the processes load the same, else the message of the error."""
     first = everyone[0]
     for rank, mine in enumerate(everyone):
+        if mine["names"] != first["names"]:
+            return f"the modules that load on rank 0 and on rank {rank} have other parameters"
         if (mine["step"], mine["per_rank"]) != (first["step"], first["per_rank"]):
             return (
                 f"the checkpoints must be of one step and kind, got step {first['step']} on rank 0 "

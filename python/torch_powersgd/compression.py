@@ -88,11 +88,15 @@ class Compression(Stateful):
 
     @property
     def comm_hook(self) -> Hook:
-        """The hook that ``attach`` registers, in Python, for hooks of torch that wrap another.
+        """The hook that ``attach`` registers, in Python.
 
-        compression = torch_powersgd.attach(ddp, register_hook=False)
-        hook = hook_with_zero_step(compression.comm_hook, ddp, zero)
-        ddp.register_comm_hook(None, hook)
+        It is for hooks of torch that wrap another:
+
+            compression = torch_powersgd.attach(ddp, register_hook=False)
+            hook = hook_with_zero_step(compression.comm_hook, ddp, zero)
+            ddp.register_comm_hook(None, hook)
+
+        A compression of another module, or of tensors, has none: that is a ``ValueError``.
         """
         reducer, ddp = self._reducer, self._ddp
         if ddp is None:

@@ -24,6 +24,8 @@ ATTACHED_ALREADY = (
 
 def check_module(ddp: DistributedDataParallel) -> None:
     """Raises a ValueError if a hook cannot reduce the module's gradients."""
+    if _C.is_attached(ddp.reducer):
+        raise ValueError(ATTACHED_ALREADY)
     if ddp.mixed_precision is not None:
         raise ValueError(
             "attach does not work with DDP's own mixed_precision, which takes the one hook that "

@@ -246,6 +246,26 @@ def test_a_detached_module_is_exact_until_it_is_attached_again() -> None:
         assert max(errors.values()) < TOLERANCE, errors
 
 
+def _mixed_up(rank: int) -> list[str]:
+    """The errors where each process calls a method of another compression of the group."""
+    handles = [tp.attach({name: torch.zeros(64, 64)}, OTHER) for name in ("first", "second")]
+    states = [handle.state_dict() for handle in handles]
+    calls = (handles[rank].state_dict, lambda: handles[rank].load_state_dict(states[rank]))
+    errors = []
+    for call in (*calls, handles[rank].detach):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
+            call()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_processes_that_call_of_different_compressions_are_told_so() -> None:
+    for saving, loading, ending in ranks.run(WORLD_SIZE, _mixed_up):
+        for method, error in {"state_dict": saving, "detach": ending}.items():
+            assert error.startswith(f"the module, the step or the arguments of {method} on rank 1")
+        assert loading.endswith("rank 0 and on rank 1 have other parameters")
+
+
 def _alone(rank: int, method: str) -> tuple[str, list[str]]:
     """Calls a method on rank 0 alone. Returns its error and its warnings."""
     store_agreement.PATIENCE = timedelta(seconds=0.2)
