@@ -5,8 +5,8 @@
 
 namespace powersgd::test {
 
-// The defaults of torch's PowerSGD hook, as Options.hook_defaults() of the Python module: factors in
-// float32, with which identities are tight.
+// The defaults of torch's PowerSGD hook, as Options.hook_defaults() of the Python module: float32
+// factors, with which identities are tight.
 inline Options hook_defaults() {
   Options options;
   options.matrix_approximation_rank = 1;
