@@ -53,7 +53,7 @@ TEST(Launches, PacketsTakeOnePerFunction) {
   const auto runner = stage_runners().front().make();
   for (const Exchange& exchange : {Exchange{}, {3, true}}) {
     for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
-      TestPackets packets(*runner, {{{70, 30, 4}, Part::raw(9)}, false, dtype}, exchange);
+      TestPackets packets(*runner, {{{70, 30, 4}, Part::raw(9)}, false, dtype, dtype}, exchange);
       for (const PacketStage stage :
            {PacketStage::kQuantize, PacketStage::kRequantize, PacketStage::kDequantize}) {
         const int64_t before = kernels::cuda::launch_count();
