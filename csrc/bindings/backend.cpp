@@ -88,8 +88,6 @@ void register_backend(py::module_& module) {
            [](BackendPowerSGD& self) {
              return stats_dict([&] { return self.session()->snapshot(); });
            })
-      .def(
-          "reset_stats", [](BackendPowerSGD& self) { self.session()->reset_stats(); }, NoGil())
       .def("compressing", [](const BackendPowerSGD& self) { return self.session()->compressing(); })
       .def("starts_at", [](const BackendPowerSGD& self) { return self.session()->starts_at(); })
       .def(

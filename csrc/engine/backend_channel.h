@@ -5,6 +5,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <chrono>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "engine/engine.h"
@@ -15,25 +17,30 @@ namespace powersgd {
 // backend.
 class BackendChannel final : public Channel {
  public:
-  // A backend that is ordered by streams runs its collectives on the current stream itself if they
-  // are `on_current_stream`. Others ignore it.
+  using Find = std::function<c10d::Backend&()>;
+
+  // `find` returns the backend when a collective needs it. A backend that is ordered by streams runs
+  // its collectives on the current stream itself if they are `on_current_stream`. Others ignore it.
+  BackendChannel(Find find, std::chrono::milliseconds timeout, bool on_current_stream = false)
+      : find_(std::move(find)), timeout_(timeout), on_current_stream_(on_current_stream) {}
   BackendChannel(c10d::Backend& backend, std::chrono::milliseconds timeout,
                  bool on_current_stream = false)
-      : backend_(backend), timeout_(timeout), on_current_stream_(on_current_stream) {}
+      : BackendChannel([&backend]() -> c10d::Backend& { return backend; }, timeout,
+                       on_current_stream) {}
 
   void allreduce(at::Tensor& payload) override {
     std::vector<at::Tensor> tensors = {payload};
     c10d::AllreduceOptions options;
     options.timeout = timeout_;
     options.asyncOp = !on_current_stream_;
-    wait(backend_.allreduce(tensors, options));
+    wait(find_().allreduce(tensors, options));
   }
 
   void allgather(at::Tensor& output, at::Tensor& input) override {
     c10d::AllgatherOptions options;
     options.timeout = timeout_;
     options.asyncOp = !on_current_stream_;
-    wait(backend_._allgather_base(output, input, options));
+    wait(find_()._allgather_base(output, input, options));
   }
 
   void alltoall(at::Tensor& output, at::Tensor& input) override {
@@ -43,7 +50,7 @@ class BackendChannel final : public Channel {
     options.timeout = timeout_;
     options.asyncOp = !on_current_stream_;
     std::vector<int64_t> equal_outputs, equal_inputs;  // empty: parts of equal size
-    wait(backend_.alltoall_base(output, input, equal_outputs, equal_inputs, options));
+    wait(find_().alltoall_base(output, input, equal_outputs, equal_inputs, options));
   }
 
  private:
@@ -59,7 +66,7 @@ class BackendChannel final : public Channel {
     output.copy_(output_on_host);
   }
 
-  c10d::Backend& backend_;
+  const Find find_;
   const std::chrono::milliseconds timeout_;
   const bool on_current_stream_;
 };

@@ -67,28 +67,6 @@ std::set<ThreadEngine*>& engines() {
 }  // namespace
 
 struct ThreadEngine::Shared {
-  // The channel of one part of a job.
-  class PartChannel final : public Channel {
-   public:
-    PartChannel(Shared& shared, size_t part, std::chrono::milliseconds timeout)
-        : shared_(shared), part_(part), timeout_(timeout) {}
-
-    void allreduce(at::Tensor& payload) override { connected().allreduce(payload); }
-    void allgather(at::Tensor& output, at::Tensor& input) override {
-      connected().allgather(output, input);
-    }
-    void alltoall(at::Tensor& output, at::Tensor& input) override {
-      connected().alltoall(output, input);
-    }
-
-   private:
-    BackendChannel connected() { return {shared_.channel(part_, timeout_), timeout_}; }
-
-    Shared& shared_;
-    const size_t part_;
-    const std::chrono::milliseconds timeout_;
-  };
-
   struct QueuedJob {
     c10::intrusive_ptr<WorkPowerSGD> work;
     Job job;
@@ -210,7 +188,8 @@ struct ThreadEngine::Shared {
       try {
         std::optional<ProfilerContext::Guard> observed;
         if (next.profiler) observed.emplace(*next.profiler);
-        PartChannel part_channel(*this, part, next.timeout);
+        BackendChannel part_channel([&]() -> c10d::Backend& { return channel(part, next.timeout); },
+                                    next.timeout);
         if (next.ready) {
           run_on_side_stream(next.device, *next.ready, [&] { body(part_channel); });
         } else {

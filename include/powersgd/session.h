@@ -102,7 +102,7 @@ class Session {
   void check_replicas(std::vector<Replica> replicas, c10::Device device,
                       const std::shared_ptr<Stats>& stats);
 
-  // True if `compression(...)` of the calling thread, or else `scope`, admits an attached model's
+  // True if `scope(...)` of the calling thread, or else `scope`, admits an attached model's
   // bucket.
   bool admits_attached(const powersgd::Options& options) const;
 
@@ -117,7 +117,6 @@ class Session {
   // Counts since the start or since reset_stats(). Both wait for submitted steps.
   StatsSnapshot snapshot() { return snapshot(*stats_); }
   StatsSnapshot snapshot(Stats& stats);
-  void reset_stats() { reset_stats(*stats_); }
   void reset_stats(Stats& stats);
   void log(LogLevel level, const std::string& message) const;
   void set_stage_probe(StageProbe probe);

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakMethod, finalize, ref
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,7 @@ class Compression(Stateful):
     It is torch's ``Stateful``, so that ``dcp.save({"powersgd": compression}, ...)`` saves it. As
     text it says what is compressed, what was sent, and whether that helps.
 
-    The module does not depend on it: compression goes on if the handle is dropped. The handle ends
-    with the module.
+    Compression goes on if the handle is dropped. The handle ends with the module.
     """
 
     def __init__(self, target: Target, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
@@ -56,7 +55,8 @@ class Compression(Stateful):
             self._tensors = _C.NamedTensors(reducer, BUCKET_BYTES)
             return
         self._module = ref(module)
-        finalize(module, _call, WeakMethod(self._let_go)).atexit = False
+        # The module keeps the handle, as checks and scalers refer weakly to its reducer.
+        finalize(module, self._let_go).atexit = False
         if isinstance(module, DistributedDataParallel):
             rewrapping.note_wrapper(module, reducer)
         if group.size() > 1:
@@ -74,7 +74,7 @@ class Compression(Stateful):
     @property
     def _speaks(self) -> bool:
         """Whether this process logs for all: the first one of the first shard."""
-        return self.group.rank() == 0 and f"{self._shard or 'shard 0'} ".startswith("shard 0 ")
+        return self.group.rank() == 0 and (not self._shard or self._shard.startswith("shard 0 "))
 
     @property
     def _ddp(self) -> DistributedDataParallel | None:
@@ -367,8 +367,3 @@ class _PerRank(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.compression.load_state_dict(state_dict)
-
-
-def _call(method: WeakMethod[Any]) -> None:
-    if (function := method()) is not None:
-        function()

@@ -97,12 +97,13 @@ def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _with_ratios(counts: dict[str, Any]) -> dict[str, Any]:
     before, after = counts.pop("compressed_bytes_before"), counts.pop("compressed_bytes_after")
-    counts["ratio"] = _ratio(counts["bytes_before"], counts["bytes_after"])
-    counts["compressed_ratio"] = _ratio(before, after)
+    counts["ratio"] = ratio(counts["bytes_before"], counts["bytes_after"])
+    counts["compressed_ratio"] = ratio(before, after)
     return counts
 
 
-def _ratio(before: int, after: int) -> float:
+def ratio(before: int, after: int) -> float:
+    """Returns how many times fewer bytes were sent."""
     return before / after if after else 1.0
 
 

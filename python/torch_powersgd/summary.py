@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch_powersgd._core import _C
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
+from torch_powersgd.stats import ratio
 from torch_powersgd.units import size_text
 
 _COMPUTED = ("project", "orthogonalize", "back_project", "reconstruct")
@@ -30,14 +31,14 @@ def summary(reducer: _C.BucketReducer, group: dist.ProcessGroup, options: Option
         return "\n  ".join([*lines, f"step {states.step}: nothing was reduced so far"])
     before, after = counts["bytes_before"], counts["bytes_after"]
     whole, packed = counts["compressed_bytes_before"], counts["compressed_bytes_after"]
-    ratio = f"{before / after if after else 1:.1f} x fewer"
+    fewer = f"{ratio(before, after):.1f} x fewer"
     if packed:
-        ratio += f", {whole / packed:.1f} x where compressed"
+        fewer += f", {ratio(whole, packed):.1f} x where compressed"
     skipped = f", {counts['skipped_steps']} skipped" if counts["skipped_steps"] else ""
     following = "compressed" if reducer.compressing else "exact"
     lines += [
         f"step {states.step}{skipped}: the next one is {following}",
-        f"sent {size_text(after)} in place of {size_text(before)} ({ratio})",
+        f"sent {size_text(after)} in place of {size_text(before)} ({fewer})",
     ]
     if states.loss_scale.device.type == "cpu":
         lines += _benefit(counts, group.size())

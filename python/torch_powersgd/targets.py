@@ -114,32 +114,30 @@ class FsdpTarget(Target):
     nothing = "this module has no trainable parameters"
 
     def __init__(self, module: FSDPModule) -> None:
-        assert isinstance(module, torch.nn.Module)
-        self.module: torch.nn.Module = module
-        self.units = module
+        self.module: Any = module  # an nn.Module as well
 
     def group(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        return fsdp.group_of(self.units, given)
+        return fsdp.group_of(self.module, given)
 
     def check(self) -> None:
-        fsdp.check_module(self.units)
-        fsdp_hooks.check_hooks(self.units)
+        fsdp.check_module(self.module)
+        fsdp_hooks.check_hooks(self.module)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        return fsdp.parameters_of(self.units)
+        return fsdp.parameters_of(self.module)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return fsdp.shards_of(self.units)
+        return fsdp.shards_of(self.module)
 
     def place(self) -> dict[str, Any]:
-        return fsdp.place_of(self.units)
+        return fsdp.place_of(self.module)
 
     def shard(self, group: dist.ProcessGroup) -> str:
         meshes = [p.device_mesh for p in self.module.parameters() if isinstance(p, DTensor)]
         return _shard_name(max(meshes, key=lambda mesh: mesh.ndim), group) if meshes else ""
 
     def register(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
-        fsdp_hooks.set_hooks(self.units, reducer, group.size())
+        fsdp_hooks.set_hooks(self.module, reducer, group.size())
 
 
 def _shard_name(mesh: DeviceMesh, group: dist.ProcessGroup) -> str:

@@ -92,7 +92,7 @@ const std::vector<Act>& acts() {
          session.compressing();
          session.starts_at();
          session.not_started();
-         session.reset_stats();
+         session.reset_stats(*session.stats());
          owner.model->compressing();
          owner.model->not_started();
          owner.model->reset_stats();

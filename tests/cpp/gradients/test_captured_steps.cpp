@@ -95,6 +95,18 @@ class CapturedSteps : public testing::TestWithParam<std::optional<WireDType>> {
     options.check_every = 1;
     return options;
   }
+
+  // A model of one matrix, and its step.
+  static std::pair<std::shared_ptr<BucketReducer>, Reduce> attach_one() {
+    const c10::Device device = fake::device(0);
+    const Options options = make_options(Scope::kBackward);
+    auto model = BucketReducer::attach(test::make_session_of_equal_ranks(device, options), {"one"},
+                                       {at::zeros({24, 32}, device)}, options);
+    return {model, [model](at::Tensor& tensor) {
+              model->reduce(0, tensor, {0}, 2)->wait();
+              model->end_step();
+            }};
+  }
 };
 
 INSTANTIATE_TEST_SUITE_P(Wires, CapturedSteps, testing::Values(std::nullopt, WireDType::kInt8),
@@ -213,15 +225,8 @@ TEST_P(CapturedSteps, OfABucketThatHasBeenRebuilt) {
 
 TEST_P(CapturedSteps, OfAModelThatHasBeenDetached) {
   const auto output = [](bool replayed) {
-    const c10::Device device = fake::device(0);
-    const Options options = make_options(Scope::kBackward);
-    const auto model = BucketReducer::attach(test::make_session_of_equal_ranks(device, options),
-                                             {"one"}, {at::zeros({24, 32}, device)}, options);
-    const Reduce reduce = [&](at::Tensor& tensor) {
-      model->reduce(0, tensor, {0}, 2)->wait();
-      model->end_step();
-    };
-    const auto detach = [&] { model->detach(); };
+    const auto [model, reduce] = attach_one();
+    const auto detach = [model = model] { model->detach(); };
     return third_output(reduce, 24 * 32, replayed ? detach : std::function<void()>());
   };
   expect_same_output(output(false), output(true));
@@ -230,14 +235,7 @@ TEST_P(CapturedSteps, OfAModelThatHasBeenDetached) {
 // The look that the step before has started is read later.
 TEST_P(CapturedSteps, ThatFollowALookAtTheResiduals) {
   const auto output = [](bool replayed) {
-    const c10::Device device = fake::device(0);
-    const Options options = make_options(Scope::kBackward);
-    const auto model = BucketReducer::attach(test::make_session_of_equal_ranks(device, options),
-                                             {"one"}, {at::zeros({24, 32}, device)}, options);
-    const Reduce reduce = [&](at::Tensor& tensor) {
-      model->reduce(0, tensor, {0}, 2)->wait();
-      model->end_step();
-    };
+    const auto [model, reduce] = attach_one();
     Gradient gradient(24 * 32);
     for (uint64_t step = 1; step < CaptureWatch::kInterval; ++step) reduce(gradient.filled(step));
     return third_output(reduce, 24 * 32, replayed ? std::function<void()>([] {}) : nullptr);

@@ -101,7 +101,7 @@ TEST_F(SessionTest, ResetStatisticsCountFromHere) {
   reduce_compressed(*session);
   session->end_step(*session->stats(), session->options());
   EXPECT_EQ(session->snapshot().compressed_calls, 1);
-  session->reset_stats();
+  session->reset_stats(*session->stats());
   EXPECT_EQ(session->snapshot().compressed_calls, 0);
   EXPECT_EQ(session->snapshot().steps, 0);
   reduce_compressed(*session);
