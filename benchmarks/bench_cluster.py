@@ -115,15 +115,15 @@ class Bench:
                     for contender in self.contenders
                 }
                 setting = self._setting(model, cluster, learned, marks)
-                setting["advised_ms"] = launch.advised(
-                    cluster,
-                    self.variables,
-                    limit,
-                    [contender.name for contender in self.contenders if contender.how.attached],
-                    model=model,
-                    device=self.arguments.device,
-                )
+                setting["advised_ms"] = self._advised(cluster, limit, model)
                 self._play(players, setting, learned, marks)
+
+    def _advised(self, cluster: hosts.Hosts, limit: float, model: str) -> dict[str, float]:
+        if not self.arguments.advise:
+            return {}
+        names = [contender.name for contender in self.contenders if contender.how.attached]
+        job = {"model": model, "device": self.arguments.device}
+        return launch.advised(cluster, self.variables, limit, names, **job)
 
     def _ranks(
         self, cluster: hosts.Hosts, limit: float, model: str, contender: Contender, seed: int = 0

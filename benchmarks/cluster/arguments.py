@@ -110,6 +110,7 @@ def _parser(doc: str) -> argparse.ArgumentParser:
     )
     add("--losses", "results whose losses are taken, in place of such runs", type=Path)
     add("--loss", "loss to time, in place of plain's at each quarter of its steps", type=float)
+    add("--no-advise", "does not run advise", action="store_false", dest="advise")
     add("--quick", "two rounds, 2 ranks, 1gbit, no loss", action="store_true")
     add("--json", "file for the results, written after every round", type=Path)
     add("--logs", "folder for the logs of ranks that fail, and of the GPU's MPS daemon", type=Path)

@@ -33,9 +33,18 @@ struct Layout {
   }
 };
 
+inline const std::vector<Shape> kGpt2 = {{3072, 768}, {768, 3072}, {2304, 768}, {768, 768}};
+
+inline std::vector<Shape> repeated(const std::vector<Shape>& shapes, int times) {
+  std::vector<Shape> out;
+  for (int i = 0; i < times; ++i) out.insert(out.end(), shapes.begin(), shapes.end());
+  return out;
+}
+
 inline const std::vector<Layout> kLayouts = {
     {"square", "25 MB square", std::vector<Shape>(6, {1024, 1024})},
-    {"gpt2", "25 MB GPT-2", {{3072, 768}, {768, 3072}, {2304, 768}, {768, 768}}},
+    {"gpt2", "25 MB GPT-2", kGpt2},
+    {"gpt2x4", "100 MB GPT-2", repeated(kGpt2, 4)},
     {"resnet50", "25 MB ResNet-50", {{512, 4608}, {2048, 512}, {512, 2048}, {1000, 2048}}},
     {"embedding", "GPT-2 embedding", {{50257, 768}}},
     {"llama", "Llama-7B layer", {{4096, 4096}, {4096, 4096}, {11008, 4096}, {4096, 11008}}},
