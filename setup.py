@@ -99,7 +99,9 @@ def extension(cuda: toolkit.Toolkit) -> Any:
         depends=headers(),
         define_macros=macros,
         extra_compile_args=flags,
-        extra_link_args=["-fopenmp"],
+        # torch's own libstdc++, also where the compiler would link its archive: streams of two copies
+        # do not know each other's locales, and crash.
+        extra_link_args=["-fopenmp", "-l:libstdc++.so.6"],
     )
 
 

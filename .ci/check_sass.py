@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from sass import Instruction, Kernel, read
 
-FIRST_LOAD_OF_G = 100  # by this instruction project has begun to load the gradient
+FIRST_LOAD_OF_G = 120  # by this instruction project has begun to load the gradient
 # The addresses at which back_project reads its tables: those of its tile and its matrix, where the
 # threads of begin_work each take a word of these, and read the tile's first as well.
 TABLES = {"back_project": 2, "back_project_bfloat16": 3}
@@ -126,44 +126,44 @@ def unfenced_posts(kernel: Kernel) -> Iterator[str]:
             yield f"{kernel.code[i]}: an arrival without a fence after it"
 
 
-def vectors(kernel: Kernel) -> tuple[str, dict[int, int]]:
-    """The accesses that the hot loop has to have: the opcode, and how many of each width."""
+def vectors(kernel: Kernel) -> dict[str, int]:
+    """The accesses to four elements that the hot loop has to have: patterns of opcodes, counts."""
     if "double" in kernel.arguments:
-        return "", {}
+        return {}
     if kernel.family == "project":
-        return r"LDG\.E\.EF", Counter(
-            WIDTH[storage] for storage in kernel.arguments[-2:] for _ in range(LOADED_ROWS)
-        )
+        gradient, memory = (WIDTH[storage] for storage in kernel.arguments[-2:])
+        loads = Counter(width for width in (gradient, memory) for _ in range(LOADED_ROWS))
+        stores = {rf"STG\.E\.{memory}": LOADED_ROWS}
+        return stores | {rf"LDG\.E\.EF\.{width}": count for width, count in loads.items()}
     if kernel.family in TABLES:
         plain = kernel.family == "back_project"
         rows = BATCH.get(kernel.rank, 4) if plain else BFLOAT16_BATCH
-        return r"LDG\.E\.EF", {128: rows, 64: rows}
+        return {r"LDG\.E\.EF\.128": rows, r"LDG\.E\.EF\.64": rows}
     if kernel.family == "reconstruct":
-        return r"STG\.E\.EF", {WIDTH[kernel.arguments[1]]: 1}
-    return "", {}
+        return {rf"STG\.E\.EF\.{WIDTH[kernel.arguments[1]]}": 1}
+    return {}
 
 
-def vectors_of_loops(kernel: Kernel) -> dict[int, int]:
-    """The most accesses of each expected width that one loop has."""
-    opcode, widths = vectors(kernel)
-    loops = kernel.loops() if widths else []
+def vectors_of_loops(kernel: Kernel) -> dict[str, int]:
+    """The most accesses of each expected kind that one loop has."""
+    wanted = vectors(kernel)
+    loops = kernel.loops() if wanted else []
     most = {}
-    for width in widths:
+    for pattern in wanted:
         found: Counter[range] = Counter()
-        for i in kernel.numbers(rf"{opcode}\.{width}$"):
+        for i in kernel.numbers(rf"{pattern}\b"):
             found.update([loop for loop in loops if i in loop][:1])
-        most[width] = max(found.values(), default=0)
+        most[pattern] = max(found.values(), default=0)
     return most
 
 
 def narrow_accesses(kernel: Kernel) -> Iterator[str]:
     """The hot loops access four elements of G and M at a time."""
-    opcode, widths = vectors(kernel)
     found = vectors_of_loops(kernel)
-    for width, count in widths.items():
-        if found[width] < count:
-            name = f"{opcode}.{width}".replace("\\", "")
-            yield f"{found[width]} {name} in its loop, not {count}"
+    for pattern, count in vectors(kernel).items():
+        if found[pattern] < count:
+            name = pattern.replace("\\", "")
+            yield f"{found[pattern]} {name} in its loop, not {count}"
 
 
 def local_accesses(kernel: Kernel) -> Iterator[str]:

@@ -30,32 +30,19 @@ class BackProjectInBfloat16 {
         m_(bucket, matrix),
         shared_(shared_memory() + sizeof(Work)),
         columns_{is_aligned(m_.base, matrix.cols),
-                 static_cast<int>(tile.col_end - tile.col_begin) - column()} {}
+                 static_cast<int>(tile.col_end - tile.col_begin) - column()},
+        whole_(columns_.aligned && tile.col_end - tile.col_begin == kStrip &&
+               (tile.row_end - tile.row_begin) % (kRowGroups * kRows) == 0) {}
 
   // Loads the lane's first part of M.
   __device__ __forceinline__ void load_first() {
-    load(tile_.row_begin, rows_of_chunk(tile_, tile_.row_begin), first_row());
+    const int rows = rows_of_chunk(tile_, tile_.row_begin);
+    whole_ ? load<true>(tile_.row_begin, rows, first_row())
+           : load<false>(tile_.row_begin, rows, first_row());
   }
 
   // Adds up q. `load_first` was called.
-  __device__ __forceinline__ void run() {
-    bool loaded = true;
-    for (int64_t begin = tile_.row_begin; begin < tile_.row_end; begin += kStagedRows) {
-      const int rows = rows_of_chunk(tile_, begin);
-      __syncthreads();
-      stage_p(begin, rows);
-      __syncthreads();
-      POWERSGD_NO_UNROLL
-      for (int row = first_row(); row < rows; row += kRowGroups * kRows) {
-        if (!loaded) load(begin, rows, row);
-        loaded = false;
-        POWERSGD_UNROLL
-        for (int step = 0; step < kSteps; ++step) multiply(step, row + step * kInner);
-      }
-      loaded = false;
-    }
-  }
-
+  __device__ __forceinline__ void run() { whole_ ? add_up<true>() : add_up<false>(); }
   // Adds the sums of the groups, and writes q.
   template <typename Write>
   __device__ __forceinline__ void finish(const Write& write) {
@@ -84,13 +71,37 @@ class BackProjectInBfloat16 {
   __device__ static int warp_column() { return warp_id() % 4 * kWarpSize; }
   __device__ static int column() { return warp_column() + 4 * lane_group(); }
 
+  template <bool kWhole>
+  __device__ __forceinline__ void add_up() {
+    bool loaded = true;
+    for (int64_t begin = tile_.row_begin; begin < tile_.row_end; begin += kStagedRows) {
+      const int rows = rows_of_chunk(tile_, begin);
+      __syncthreads();
+      stage_p(begin, rows);
+      __syncthreads();
+      POWERSGD_NO_UNROLL
+      for (int row = first_row(); row < rows; row += kRowGroups * kRows) {
+        if (!loaded) load<kWhole>(begin, rows, row);
+        loaded = false;
+        POWERSGD_UNROLL
+        for (int step = 0; step < kSteps; ++step) multiply(step, row + step * kInner);
+      }
+      loaded = false;
+    }
+  }
+
   // Loads rows [row, row + kRows) of a chunk. A row beyond the last repeats it; its factors in
-  // shared memory are 0.
+  // shared memory are 0. A whole tile has them all, and vector accesses reach them.
+  template <bool kWhole>
   __device__ __forceinline__ void load(int64_t begin, int rows, int row) {
     const S* const chunk = m_.base + begin * matrix_.cols + tile_.col_begin + column();
     POWERSGD_UNROLL
     for (int i = 0; i < kSteps * 4; ++i) {
       const int wanted = row + i / 4 * kInner + 4 * lane_in_group() + i % 4;
+      if (kWhole) {
+        load_stored<Access::kNonTemporal>(chunk + wanted * matrix_.cols, stored_[i]);
+        continue;
+      }
       POWERSGD_UNROLL
       for (int j = 0; j < 4; ++j) stored_[i][j] = 0;
       if (columns_.count > 0 && rows > 0)
@@ -109,22 +120,23 @@ class BackProjectInBfloat16 {
       const int k = i % 4 + i / kWarpSize % (R / 4) * 4;
       const int pair = i / 4 % 8 + i / (8 * R) * 8;
       const auto at = [&](int row) { return k < rank && row < rows ? p_hat[row * rank + k] : 0; };
-      staged[k * kPairStride + pair] = element_pair(at(2 * pair), at(2 * pair + 1));
+      staged[k * kPairStride + pair] = pack_bfloat16(at(2 * pair), at(2 * pair + 1));
     }
   }
 
   // Adds the products of kInner loaded rows, whose factors begin at row `row` of those staged.
   __device__ __forceinline__ void multiply(int step, int row) {
     float m[4][4];
+    with_dtype<S>(m_.dtype, [&](DType dtype) {
+      POWERSGD_UNROLL
+      for (int i = 0; i < 4; ++i) widen_columns(stored_[4 * step + i], dtype, m[i]);
+    });
     POWERSGD_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      widen_columns(stored_[4 * step + i], m_.dtype, m[i]);
-      keep_finite(m[i], m_.is_gradient);
-    }
+    for (int i = 0; i < 4; ++i) keep_finite(m[i], m_.is_gradient);
     FragmentB right[4];
     POWERSGD_UNROLL
     for (int i = 0; i < 8; ++i)
-      right[i / 2][i % 2] = element_pair(m[i % 2 * 2][i / 2], m[i % 2 * 2 + 1][i / 2]);
+      right[i / 2][i % 2] = pack_bfloat16(m[i % 2 * 2][i / 2], m[i % 2 * 2 + 1][i / 2]);
     const uint32_t* const p = reinterpret_cast<const uint32_t*>(shared_) +
                               lane_group() * kPairStride + row / 2 + 2 * lane_in_group();
     POWERSGD_UNROLL
@@ -142,6 +154,7 @@ class BackProjectInBfloat16 {
   const StoredM<S> m_;
   unsigned char* const shared_;
   const LaneColumns columns_;
+  const bool whole_;
   S stored_[kSteps * 4][4];
   FragmentC sums_[R / 16][4] = {};
 };

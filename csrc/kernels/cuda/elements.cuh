@@ -13,8 +13,8 @@
 // Elements as memory holds them, and as the kernels compute with them.
 //
 // Storage is float, double, or uint16_t for both 16-bit types. A DType, the same for a whole
-// launch, says at run time which of the two it is. That halves the number of kernels, at the cost
-// of two instructions per element.
+// launch, says at run time which of the two it is. That halves the number of kernels. Loops branch
+// on it once for several elements, in with_dtype().
 
 namespace powersgd::kernels::cuda {
 
@@ -55,6 +55,17 @@ __device__ __forceinline__ Storage narrow(Factor<Storage> value, DType dtype) {
     return dtype == DType::kBFloat16 ? float_to_bfloat16(value) : float_to_half(value);
   else
     return value;
+}
+
+// Calls body(dtype), in which the compiler knows the dtype.
+template <typename Storage, typename Body>
+__device__ __forceinline__ void with_dtype(DType dtype, const Body& body) {
+  if (sizeof(Storage) > 2 || dtype == DType::kBFloat16)
+    body(sizeof(Storage) == 2   ? DType::kBFloat16
+         : sizeof(Storage) == 4 ? DType::kFloat32
+                                : DType::kFloat64);
+  else
+    body(DType::kFloat16);
 }
 
 __device__ __forceinline__ bool is_finite(float value) { return fabsf(value) <= FLT_MAX; }
@@ -109,7 +120,7 @@ __device__ __forceinline__ T* global(T* pointer) {
 
 // Elements that this kernel or the next one needs again soon are accessed with kReuse, so that they
 // stay in the caches.
-enum class Access { kReuse, kNonTemporal };
+enum class Access { kShared, kReuse, kNonTemporal };
 
 template <Access kAccess, typename Vector>
 __device__ __forceinline__ Vector load_vector(const void* address) {
@@ -120,11 +131,13 @@ __device__ __forceinline__ Vector load_vector(const void* address) {
 template <Access kAccess, typename Vector>
 __device__ __forceinline__ void store_vector(void* address, Vector value) {
   Vector* vector = static_cast<Vector*>(address);
-  if constexpr (kAccess == Access::kReuse) *vector = value;
+  if constexpr (kAccess == Access::kShared) *vector = value;
+  // By an intrinsic, as nvcc takes many a plain store apart.
+  if constexpr (kAccess == Access::kReuse) __stwb(vector, value);
   if constexpr (kAccess == Access::kNonTemporal) __stcs(vector, value);
 }
 
-// A lane's columns: four adjacent ones, or one where vector accesses are not possible.
+// A lane's columns, four adjacent ones.
 template <Access kAccess>
 __device__ __forceinline__ void load_stored(const float* address, float (&out)[4]) {
   const float4 v = load_vector<kAccess, float4>(address);
@@ -141,46 +154,31 @@ __device__ __forceinline__ void load_stored(const uint16_t* address, uint16_t (&
   const ushort4 v = load_vector<kAccess, ushort4>(address);
   out[0] = v.x, out[1] = v.y, out[2] = v.z, out[3] = v.w;
 }
-template <Access kAccess, typename Storage>
-__device__ __forceinline__ void load_stored(const Storage* address, Storage (&out)[1]) {
-  out[0] = load_vector<kAccess, Storage>(address);
-}
-
-template <typename Storage, int W>
-__device__ __forceinline__ void widen_columns(const Storage (&in)[W], DType dtype,
-                                              Factor<Storage> (&out)[W]) {
-  POWERSGD_UNROLL
-  for (int j = 0; j < W; ++j) out[j] = widen(in[j], dtype);
-}
-
-template <Access kAccess, typename Storage, int W>
-__device__ __forceinline__ void load_columns(const Storage* address, DType dtype,
-                                             Factor<Storage> (&out)[W]) {
-  Storage stored[W];
-  load_stored<kAccess>(address, stored);
-  widen_columns(stored, dtype, out);
-}
-
 template <Access kAccess>
-__device__ __forceinline__ void store_columns(float* address, DType, const float (&in)[4]) {
+__device__ __forceinline__ void store_stored(float* address, const float (&in)[4]) {
   store_vector<kAccess>(address, make_float4(in[0], in[1], in[2], in[3]));
 }
 template <Access kAccess>
-__device__ __forceinline__ void store_columns(double* address, DType, const double (&in)[4]) {
+__device__ __forceinline__ void store_stored(double* address, const double (&in)[4]) {
   store_vector<kAccess>(address, make_double2(in[0], in[1]));
   store_vector<kAccess>(address + 2, make_double2(in[2], in[3]));
 }
 template <Access kAccess>
-__device__ __forceinline__ void store_columns(uint16_t* address, DType dtype,
-                                              const float (&in)[4]) {
-  store_vector<kAccess>(
-      address, make_ushort4(narrow<uint16_t>(in[0], dtype), narrow<uint16_t>(in[1], dtype),
-                            narrow<uint16_t>(in[2], dtype), narrow<uint16_t>(in[3], dtype)));
+__device__ __forceinline__ void store_stored(uint16_t* address, const uint16_t (&in)[4]) {
+  store_vector<kAccess>(address, make_ushort4(in[0], in[1], in[2], in[3]));
 }
-template <Access kAccess, typename Storage>
-__device__ __forceinline__ void store_columns(Storage* address, DType dtype,
-                                              const Factor<Storage> (&in)[1]) {
-  store_vector<kAccess>(address, narrow<Storage>(in[0], dtype));
+
+template <typename Storage>
+__device__ __forceinline__ void widen_columns(const Storage (&in)[4], DType dtype,
+                                              Factor<Storage> (&out)[4]) {
+  POWERSGD_UNROLL
+  for (int j = 0; j < 4; ++j) out[j] = widen(in[j], dtype);
+}
+template <typename Storage>
+__device__ __forceinline__ void narrow_columns(const Factor<Storage> (&in)[4], DType dtype,
+                                               Storage (&out)[4]) {
+  POWERSGD_UNROLL
+  for (int j = 0; j < 4; ++j) out[j] = narrow<Storage>(in[j], dtype);
 }
 
 // How many of a lane's four columns exist, and whether vector accesses reach them.
@@ -210,16 +208,23 @@ __device__ __forceinline__ void load_columns(const Storage* address, const LaneC
   widen_columns(stored, dtype, out);
 }
 template <Access kAccess, typename Storage>
-__device__ __forceinline__ void store_columns(Storage* address, const LaneColumns& columns,
-                                              DType dtype, const Factor<Storage> (&in)[4]) {
+__device__ __forceinline__ void store_stored(Storage* address, const LaneColumns& columns,
+                                             const Storage (&in)[4]) {
   if (columns.aligned) {
-    store_columns<kAccess>(address, dtype, in);
+    store_stored<kAccess>(address, in);
   } else {
     POWERSGD_UNROLL
     for (int j = 0; j < 4; ++j) {
-      if (j < columns.count) store_vector<kAccess>(address + j, narrow<Storage>(in[j], dtype));
+      if (j < columns.count) store_vector<kAccess>(address + j, in[j]);
     }
   }
+}
+template <Access kAccess, typename Storage>
+__device__ __forceinline__ void store_columns(Storage* address, const LaneColumns& columns,
+                                              DType dtype, const Factor<Storage> (&in)[4]) {
+  Storage stored[4];
+  with_dtype<Storage>(dtype, [&](DType known) { narrow_columns(in, known, stored); });
+  store_stored<kAccess>(address, columns, stored);
 }
 
 // True if the rows of a matrix at this address can be accessed four elements at a time.

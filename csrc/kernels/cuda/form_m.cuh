@@ -90,25 +90,31 @@ struct StoredElements {
 };
 
 template <typename F>
-__device__ __forceinline__ bool replace_non_finite(F (&value)[4]) {
-  bool bad = false;
+__device__ __forceinline__ void replace_non_finite(F (&value)[4]) {
   POWERSGD_UNROLL
-  for (int j = 0; j < 4; ++j) {
-    const bool finite = is_finite(value[j]);
-    bad = bad || !finite;
-    value[j] = finite ? value[j] : F{0};
+  for (int j = 0; j < 4; ++j) value[j] = is_finite(value[j]) ? value[j] : F{0};
+}
+
+// One instruction an element: 0 times what is not finite is NaN.
+template <typename F>
+__device__ __forceinline__ bool are_finite(const F (&values)[kLoadedRows][4]) {
+  F zeros[4] = {};
+  POWERSGD_UNROLL
+  for (int i = 0; i < kLoadedRows; ++i) {
+    POWERSGD_UNROLL
+    for (int j = 0; j < 4; ++j) zeros[j] += values[i][j] * F{0};
   }
-  return bad;
+  return zeros[0] + zeros[1] + (zeros[2] + zeros[3]) == 0;
 }
 
 // Replaces the non-finite elements of the gradient by 0, and notes that there are some.
 template <typename F>
 __device__ __forceinline__ void examine_gradient(F (&gradient)[kLoadedRows][4],
                                                  ElementFlags* flags) {
-  bool bad = false;
+  if (are_finite(gradient)) return;
   POWERSGD_UNROLL
-  for (int i = 0; i < kLoadedRows; ++i) bad = replace_non_finite(gradient[i]) || bad;
-  if (bad) flags->non_finite = 1;
+  for (int i = 0; i < kLoadedRows; ++i) replace_non_finite(gradient[i]);
+  flags->non_finite = 1;
 }
 
 // m = scale * memory + gradient, where memory still holds M of the last step.
@@ -116,18 +122,21 @@ template <int kRows, typename F, typename G, typename M>
 __device__ __forceinline__ void add_gradient(const Rows<kRows, F, G, M>& rows,
                                              const StoredElements<G, M>& stored,
                                              F (&m)[kLoadedRows][4], ElementFlags* flags) {
-  POWERSGD_UNROLL
-  for (int i = 0; i < kLoadedRows; ++i)
-    widen_columns(stored.gradient[i], rows.gradient_dtype, m[i]);
+  with_dtype<G>(rows.gradient_dtype, [&](DType dtype) {
+    POWERSGD_UNROLL
+    for (int i = 0; i < kLoadedRows; ++i) widen_columns(stored.gradient[i], dtype, m[i]);
+  });
   examine_gradient(m, flags);
   if (!rows.has_memory()) return;
-  POWERSGD_UNROLL
-  for (int i = 0; i < kLoadedRows; ++i) {
-    F memory[4];
-    widen_columns(stored.memory[i], rows.residual_dtype, memory);
+  with_dtype<M>(rows.residual_dtype, [&](DType dtype) {
     POWERSGD_UNROLL
-    for (int j = 0; j < 4; ++j) m[i][j] = rows.scale() * memory[j] + m[i][j];
-  }
+    for (int i = 0; i < kLoadedRows; ++i) {
+      F memory[4];
+      widen_columns(stored.memory[i], dtype, memory);
+      POWERSGD_UNROLL
+      for (int j = 0; j < 4; ++j) m[i][j] = rows.scale() * memory[j] + m[i][j];
+    }
+  });
 }
 
 // m -= p q for one row q of q_local at a lane's columns. p points to kLoadedRows elements of a
@@ -143,29 +152,39 @@ __device__ __forceinline__ void subtract_product(const F* p, const F (&q)[4],
   }
 }
 
-// Stores M in memory, and makes m what memory holds: rounded, and within memory's range.
+// Makes a row of M what memory can hold: within its range, and rounded. Returns true if an element
+// was beyond the range.
+template <typename F, typename M>
+__device__ __forceinline__ bool round_to_memory(DType dtype, F (&m)[4], M (&stored)[4]) {
+  const F limit = largest<M>(dtype);
+  bool fits = true;
+  POWERSGD_UNROLL
+  for (int j = 0; j < 4; ++j) fits = fits & (fabs(m[j]) <= limit);
+  if (!fits) {
+    POWERSGD_UNROLL
+    for (int j = 0; j < 4; ++j) m[j] = clamp_to(m[j], limit);
+  }
+  narrow_columns(m, dtype, stored);
+  widen_columns(stored, dtype, m);
+  return !fits;
+}
+
+// Stores M in memory, and makes m what memory holds.
 template <int kRows, typename F, typename G, typename M>
 __device__ __forceinline__ void store_m(const Rows<kRows, F, G, M>& rows, int first, int col,
                                         const LaneColumns& columns, F (&m)[kLoadedRows][4],
                                         ElementFlags* flags) {
   if (!rows.has_memory()) return;
-  int dtype = static_cast<int>(rows.residual_dtype);
-  if constexpr (sizeof(M) == 2) hide_from_optimizer(dtype);  // no register holds the limit
-  const F limit = largest<M>(static_cast<DType>(dtype));
-  bool saturated = false;
-  POWERSGD_UNROLL
-  for (int i = 0; i < kLoadedRows; ++i) {
+  with_dtype<M>(rows.residual_dtype, [&](DType dtype) {
     POWERSGD_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      saturated = saturated || fabs(m[i][j]) > limit;
-      m[i][j] =
-          widen(narrow<M>(clamp_to(m[i][j], limit), rows.residual_dtype), rows.residual_dtype);
+    for (int i = 0; i < kLoadedRows; ++i) {
+      M stored[4];
+      const bool saturated = round_to_memory(dtype, m[i], stored);
+      if (dtype == DType::kFloat16 && saturated) flags->saturated = 1;
+      if (first + i < rows.count)
+        store_stored<Access::kReuse>(rows.memory + rows.offset(first + i) + col, columns, stored);
     }
-    if (first + i < rows.count)
-      store_columns<Access::kReuse>(rows.memory + rows.offset(first + i) + col, columns,
-                                    rows.residual_dtype, m[i]);
-  }
-  if (sizeof(M) == 2 && rows.residual_dtype == DType::kFloat16 && saturated) flags->saturated = 1;
+  });
 }
 
 }  // namespace powersgd::kernels::cuda

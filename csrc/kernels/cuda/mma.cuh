@@ -18,12 +18,13 @@ inline Status takes_bfloat16_products(const Bucket& bucket, bool* takes) {
   return status;
 }
 
-// Two finite numbers, rounded to nearest, the first in the lower half.
+// Two numbers, rounded to nearest, the first in the lower half. What would round to infinity becomes
+// the largest bfloat16, as M may be as large as a float can be.
 __device__ __forceinline__ uint32_t pack_bfloat16([[maybe_unused]] float first,
                                                   [[maybe_unused]] float second) {
   uint32_t pair = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
 #endif
   return pair;
 }

@@ -162,7 +162,7 @@ __device__ __forceinline__ bool reconstruct_any_rank(const Bucket& bucket, const
       POWERSGD_UNROLL_2
       for (int k = 0; k < ranks; ++k) {
         F factor[4];
-        load_columns<Access::kReuse>(staged_q + k * kStrip + lane_col, DType::kFloat32, factor);
+        load_stored<Access::kShared>(staged_q + k * kStrip + lane_col, factor);
         POWERSGD_UNROLL
         for (int i = 0; i < kRowsAnyRank; ++i) {
           const F p = staged[k * kStagedStride + first + i];

@@ -11,6 +11,7 @@ namespace powersgd::kernels::cuda {
 
 constexpr int kStagedRows = 256;  // of p_hat, in shared memory at a time
 
+// Memory is finite. Without it M is the gradient.
 template <typename F>
 __device__ __forceinline__ void keep_finite(F (&m)[4], bool is_gradient) {
   if (!is_gradient) return;

@@ -29,8 +29,8 @@ __device__ __forceinline__ void reduce_warps(const F (&sums)[R][4], F* shared, c
     __syncthreads();
     POWERSGD_UNROLL
     for (int k = 0; k < kRanks; ++k)
-      store_columns<Access::kReuse>(shared + (warp * kRanks + k) * kStrip + lane * 4,
-                                    DType::kFloat32, sums[first + k]);
+      store_stored<Access::kShared>(shared + (warp * kRanks + k) * kStrip + lane * 4,
+                                    sums[first + k]);
     __syncthreads();
     for (int i = threadIdx.x; i < kRanks * kStrip; i += kThreads) {
       F sum = 0;

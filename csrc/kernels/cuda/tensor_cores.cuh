@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "kernels/cuda/elements.cuh"
 #include "kernels/cuda/mma.cuh"
 
 // Products of matrices in bfloat16, whose sums are float.
@@ -28,13 +27,6 @@ __device__ __forceinline__ int lane_group() {  // g
 }
 __device__ __forceinline__ int lane_in_group() {  // t
   return lane_id() % 4;
-}
-
-// Two elements of a fragment. A value that would round to infinity becomes the largest bfloat16, as
-// M may be as large as a float can be.
-__device__ __forceinline__ uint32_t element_pair(float first, float second) {
-  const float limit = largest<uint16_t>(DType::kBFloat16);
-  return pack_bfloat16(clamp_to(first, limit), clamp_to(second, limit));
 }
 
 }  // namespace powersgd::kernels::cuda

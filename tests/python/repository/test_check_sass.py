@@ -33,7 +33,8 @@ def _check(code: str) -> tuple[int, str]:
 
 
 LOADS_OF_G = ["LDG.E.EF.128 R20, desc[UR6][R2.64]"] * 8
-PROJECT = [*LOADS_OF_G, "STG.E.128 desc[UR6][R2.64], R20", "@P0 BRA @0", "EXIT"]
+STORES_OF_M = ["STG.E.128.STRONG.SM desc[UR6][R2.64], R20"] * 4
+PROJECT = [*LOADS_OF_G, *STORES_OF_M, "@P0 BRA @0", "EXIT"]
 
 TABLES = [
     "LDC.64 R2, c[0x0][0x220]",
@@ -123,12 +124,15 @@ FAULTS = {
     "7 LDG.E.EF.128 in its loop, not 8": _code(
         PROJECT_NAME, "LDG.E.EF R20, desc[UR6][R2.64]", *PROJECT[1:]
     ),
+    "3 STG.E.128 in its loop, not 4": _code(
+        PROJECT_NAME, *LOADS_OF_G, "STG.E desc[UR6][R2.64], R20", *STORES_OF_M[1:], *PROJECT[12:]
+    ),
     "0 STG.E.EF.64 in its loop, not 1": SOUND["reconstruct"].replace("<4, float", "<4, u16"),
     "1 accesses to local memory": _code(PROJECT_NAME, *PROJECT[:-1], "LDL R4, [R1+0x8]", "EXIT"),
     "PREEXIT at instruction 0, before it has waited (at 3)": _orthogonalize(
         ["PREEXIT", *_without(ORTHOGONALIZE, 10)]
     ),
-    "its first load of G is instruction 101": _code(PROJECT_NAME, *["NOP"] * 101, *PROJECT),
+    "its first load of G is instruction 121": _code(PROJECT_NAME, *["NOP"] * 121, *PROJECT),
 }
 
 

@@ -26,7 +26,7 @@ void multiply(Product& product) {
   simt::launch({1, 32, 0}, [&] {
     const auto g = static_cast<size_t>(lane_group()), t = static_cast<size_t>(lane_in_group());
     const auto pair_of = [](const Values& values, size_t at, size_t step) {
-      return element_pair(static_cast<float>(values[at]), static_cast<float>(values[at + step]));
+      return pack_bfloat16(static_cast<float>(values[at]), static_cast<float>(values[at + step]));
     };
     FragmentA a;
     FragmentB b;

@@ -87,6 +87,10 @@ T __ldcs(const T* address) {
   return *address;
 }
 template <typename T>
+void __stwb(T* address, T value) {
+  *address = value;
+}
+template <typename T>
 void __stcs(T* address, T value) {
   *address = value;
 }

@@ -3,6 +3,9 @@
 
 #include <cuda_bf16.h>
 
+#include <algorithm>
+#include <cmath>
+
 #include "kernels/cuda/launch.cuh"
 #include "support/simt/simt.h"
 
@@ -16,7 +19,9 @@ inline Status takes_bfloat16_products(const Bucket& bucket, bool* takes) {
 
 inline uint32_t pack_bfloat16(float first, float second) {
   const auto bits = [](float value) {
-    return uint32_t{__bfloat16_as_ushort(__float2bfloat16_rn(value))};
+    constexpr float kLargest = 3.38953139e38f;
+    const float finite = std::isnan(value) ? value : std::clamp(value, -kLargest, kLargest);
+    return uint32_t{__bfloat16_as_ushort(__float2bfloat16_rn(finite))};
   };
   return bits(first) | bits(second) << 16;
 }
