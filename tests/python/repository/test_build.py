@@ -292,3 +292,18 @@ def test_a_file_that_stays_as_it_was_keeps_its_date(tmp_path: Path) -> None:
     assert file.stat().st_mtime == 1
     together.compiled_together(["csrc/engine/engine.cpp"], ["engine"], tmp_path, {})
     assert file.stat().st_mtime > 1
+
+
+# Streams of the archive's copy crash in a process that has torch's. A machine whose compiler finds
+# the archive alone links it as -static-libstdc++ does.
+def test_libstdcxx_is_shared_where_the_compiler_would_link_its_archive(
+    setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(setup_py, "CUDA_CHOICE", "0")
+    source, library = tmp_path / "prints.cpp", tmp_path / "prints.so"
+    source.write_text("#include <iostream>\nvoid print(long value) { std::cout << value; }\n")
+    flags = setup_py.extension(setup_py.CUDA).extra_link_args
+    command = ["g++", "-shared", "-fPIC", str(source), *flags, "-static-libstdc++", "-o", library]
+    subprocess.run(command, check=True)
+    assert b"libstdc++.so.6\0" in library.read_bytes()
+    assert library.stat().st_size < 100_000  # the archive's streams alone are larger
