@@ -192,7 +192,9 @@ __device__ void skip_tile(const Bucket& bucket, const Matrix& matrix, const Tile
 }
 
 template <int R>
-constexpr int kBlocksPerProcessor = R == kAnyRank ? 2 : 4;
+constexpr int kBlocksPerProcessor = kIsLowRank<R>   ? 4
+                                    : R == kAnyRank ? 2
+                                                    : 3;
 
 template <int R, typename G>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
@@ -238,7 +240,7 @@ Status launch_reconstruct(const Bucket& bucket, Stream stream) {
 
 template <typename G>
 Status launch_by_rank(const Bucket& bucket, Stream stream) {
-  return with_rank<1, 2, 4, 8>(
+  return with_rank<1, 2, 4, 8, 16, 32>(
       bucket, [&](auto rank) { return launch_reconstruct<rank, G>(bucket, stream); });
 }
 

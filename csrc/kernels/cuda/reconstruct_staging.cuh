@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include "kernels/cuda/grid.cuh"
+#include "kernels/cuda/payload.cuh"
+
+// What a block of reconstruct has in shared memory: rows of p_hat and, above rank 8, a strip of Q.
+
+namespace powersgd::kernels::cuda {
+
+constexpr int kMostRanksInRegisters = 8;  // of Q, which at higher ranks is in shared memory
+constexpr int kAnyRank = 0;               // with_rank's R for ranks above 32
+constexpr size_t kTicketBytes = 16;       // of shared memory, in front of all else
+static_assert(sizeof(Ticket) <= kTicketBytes);
+
+template <int R>
+constexpr bool kIsLowRank = R != kAnyRank && R <= kMostRanksInRegisters;
+
+// Rows that a warp takes at a time above rank 8, and those of a block.
+constexpr int kRowsOfWarp = 8;
+constexpr int kRowsOfBlock = kWarps * kRowsOfWarp;
+// Ranks and rows of p_hat in shared memory at a time. At any rank, the rows are those whose sums
+// are in registers, as these wait for the other ranks.
+template <int R, typename F>
+constexpr int kStagedRanks = R != kAnyRank    ? R
+                             : sizeof(F) == 8 ? 16
+                                              : 32;
+template <int R>
+constexpr int kStagedRows = kIsLowRank<R>   ? 256
+                            : R == kAnyRank ? kRowsOfBlock
+                                            : 4096 / R;
+
+// Shared memory has p_hat as [rows][ranks] and, above rank 8, Q as [ranks][kStrip].
+template <int R, typename G>
+constexpr size_t kReconstructBytes = sizeof(Factor<G>) * kStagedRanks<R, Factor<G>> *
+                                     (kStagedRows<R> + (kIsLowRank<R> ? 0 : kStrip));
+
+template <typename F>
+__device__ __forceinline__ F* staged_p() {
+  return reinterpret_cast<F*>(shared_memory() + kTicketBytes);
+}
+
+template <int R, typename F>
+__device__ __forceinline__ F* staged_q() {
+  return staged_p<F>() + kStagedRows<R> * kStagedRanks<R, F>;
+}
+
+// The rows of a tile from `begin` on, at most `most` of them.
+__device__ __forceinline__ int rows_from(const Tile& tile, int64_t begin, int most) {
+  const int64_t left = tile.row_end - begin;
+  return left < most ? static_cast<int>(left) : most;
+}
+
+// The factor of p_hat in the output.
+template <typename F>
+__device__ __forceinline__ F scale_of_p(const Bucket& bucket, const Matrix& matrix) {
+  return out_of_use<F>(bucket, matrix) ? F{0} : static_cast<F>(bucket.output_scale);
+}
+
+}  // namespace powersgd::kernels::cuda
