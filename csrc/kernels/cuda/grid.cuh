@@ -6,7 +6,7 @@
 
 // How the blocks of one launch wait for each other, without a further launch.
 //
-// Both ways count in Bucket::counters, of which nothing has to be set back between launches.
+// Both ways count in Bucket::counters, which need no launch of their own to be set back.
 //   - The last of several blocks to arrive goes on with their joint result.
 //   - Blocks take tickets when they start, and wait only for blocks of smaller tickets. These run
 //     already, so that no order in which a device places blocks can make them wait forever.
@@ -24,14 +24,17 @@ __device__ __forceinline__ void raise_to(uint64_t* counter, uint64_t value) {
   atomicMax(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(value));
 }
 
-// All threads of `parts` blocks call it, each block once per launch. Returns true to the threads of
-// the block that comes last, which then sees what the others wrote before.
-__device__ __forceinline__ bool is_last_to_arrive(uint64_t* counter, uint64_t parts) {
+// All threads of a block call it, each block once per launch, and arrive for `arrivals` of `all`.
+// Returns true to the threads of the block that comes last, which then sees what the others wrote
+// before. It sets the counter back: a remainder of 64 bits would take longer than the fences.
+__device__ __forceinline__ bool is_last_to_arrive(uint64_t* counter, uint64_t all,
+                                                  uint64_t arrivals = 1) {
   __syncthreads();
   bool last = false;
   if (threadIdx.x == 0) {
     __threadfence();
-    last = increment(counter) % parts == parts - 1;
+    last = increment(counter, arrivals) + arrivals == all;
+    if (last) *counter = 0;
     __threadfence();
   }
   return __syncthreads_or(last) != 0;

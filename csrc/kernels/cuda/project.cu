@@ -43,10 +43,12 @@ __global__ void __launch_bounds__(kThreads, (kBlocksPerProcessor<R, kWay>))
       project_tile_of_any_rank<R, F, G, M>(bucket, work);
     else
       ProjectTile<ProductsOf<R, kWay>, G, M>(bucket, work).run(bucket);
-    add_column_ranges<F>(bucket, *work);
   }
   add_flags(bucket, *work);
-  if (is_last_to_arrive(&bucket.counters[kProjectArrivals], static_cast<uint64_t>(count)))
+  // The last block of a row group arrives for all of them. A raw segment's blocks have no group.
+  if (!add_column_ranges<F>(bucket, *work)) return;
+  if (is_last_to_arrive(&bucket.counters[kProjectArrivals], static_cast<uint64_t>(count),
+                        static_cast<uint64_t>(work->tile.parts)))
     write_flags<F>(bucket);
 }
 

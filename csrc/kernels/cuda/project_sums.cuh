@@ -43,12 +43,13 @@ __device__ __forceinline__ void write_lane_sums(const Bucket& bucket, const Work
   visit_lane_sums(sums, [&](int index, F sum) { write(first + index / R, k0 + index % R, sum); });
 }
 
-// The last block of a row group adds the column ranges in their order.
+// The last block of a row group adds the column ranges in their order. Returns true to that block.
 template <typename F>
-__device__ __forceinline__ void add_column_ranges(const Bucket& bucket, const Work& work) {
+__device__ __forceinline__ bool add_column_ranges(const Bucket& bucket, const Work& work) {
   const Tile& tile = work.tile;
-  if (tile.parts == 1) return;
-  if (!is_last_to_arrive(&bucket.counters[tile.counter], static_cast<uint64_t>(tile.parts))) return;
+  if (tile.parts == 1) return true;
+  if (!is_last_to_arrive(&bucket.counters[tile.counter], static_cast<uint64_t>(tile.parts)))
+    return false;
   const int64_t rank = work.matrix.rank;
   F* const p = p_payload<F>(bucket);
   const F* const partial = partial_p<F>(bucket, work, 0);
@@ -59,6 +60,7 @@ __device__ __forceinline__ void add_column_ranges(const Bucket& bucket, const Wo
     for (int64_t part = 0; part < tile.parts; ++part) sum += partial[part * stride + i];
     p[work.matrix.p_offset + tile.row_begin * rank + i] = sum;
   }
+  return true;
 }
 
 }  // namespace powersgd::kernels::cuda
