@@ -19,7 +19,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 
 constexpr int kStrip = 128;            // columns that a warp takes at a time, 4 per lane
 constexpr int64_t kMaxFastRank = 32;   // above, plain loops
-constexpr int kMaxTilesToFactor = 32;  // of a matrix in orthogonalize
+constexpr int kMaxTilesToFactor = 64;  // of a matrix in orthogonalize
 
 // The lists of a TileTable. Only those that say so hold another kind than kMatrix.
 enum TileList : int {
@@ -32,9 +32,9 @@ enum TileList : int {
 };
 static_assert(kReconstructTiles < kTileLists, "the interface has room for all lists");
 
-// Bucket::counters. After these come, for each matrix, the flags of its tiles in project and the
-// count of its tiles in orthogonalize, then the flags of all raw segments, and then the counters
-// that tiles name.
+// Bucket::counters. After these come, for each matrix, the flags of its tiles in project, the count
+// of its tiles in orthogonalize and the last pass that these have needed, then the flags of all raw
+// segments, and then the counters that tiles name.
 enum Counter : int {
   kProjectArrivals = 0,
   kOrthogonalizeTickets,
@@ -45,7 +45,7 @@ enum Counter : int {
   kFirstOfMatrices,
 };
 POWERSGD_HOST_DEVICE inline int64_t flags_counter(int64_t matrix) {
-  return kFirstOfMatrices + 2 * matrix;
+  return kFirstOfMatrices + 3 * matrix;
 }
 POWERSGD_HOST_DEVICE inline int64_t passes_counter(int64_t matrix) {
   return flags_counter(matrix) + 1;
@@ -77,7 +77,6 @@ POWERSGD_HOST_DEVICE inline int64_t gram_slots(int64_t rank) {
 }
 // The message of one pass over a matrix to the next.
 struct PassPlan {
-  int32_t needed;               // 0: the columns are orthonormal
   int32_t order[kMaxFastRank];  // of the columns, in which they are orthogonalized
 };
 POWERSGD_HOST_DEVICE inline int64_t pass_plan_slots() {

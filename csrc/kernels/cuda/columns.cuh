@@ -5,22 +5,9 @@
 #include "kernels/shared/numerics.h"
 #include "kernels/shared/philox.h"
 
-// The columns of P in orthogonalize, and what takes the place of dead ones.
+// What takes the place of dead columns in orthogonalize, and the order of columns after that.
 
 namespace powersgd::kernels::cuda {
-
-// Elements of P, as the ranks' sum has come back.
-template <typename F>
-struct ReducedP {
-  const F* elements;
-  int64_t rank;
-
-  __device__ ReducedP(const Bucket& bucket, const Matrix& matrix)
-      : elements(p_payload<F>(bucket) + matrix.p_offset), rank(matrix.rank) {}
-  __device__ F operator()(int64_t row, int64_t column) const {
-    return elements[row * rank + column];
-  }
-};
 
 // An element of the random column that replaces a dead one, of about unit norm and another in each
 // pass. A column that is still dead in the last pass becomes 0: with more columns than rows, there

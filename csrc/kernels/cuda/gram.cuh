@@ -1,170 +1,135 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include "kernels/cuda/block_tiles.h"
-#include "kernels/cuda/elements.cuh"
-#include "kernels/shared/numerics.h"
+#include "kernels/cuda/reduce.cuh"
+#include "kernels/shared/layout.h"
 
-// Gram matrices and their Cholesky factors, by one block, in double. Both ways of orthogonalize.cu
-// are made of them. All threads of the block call every function.
+// Gram matrices in double. Both ways of orthogonalize.cu are made of them.
+//
+// The columns are cut into panels of 8. A product of two panels is the 8x8 that the lanes of a warp
+// hold: with g = lane / 4 and t = lane % 4, elements (g, 2t) and (g, 2t + 1).
 
 namespace powersgd::kernels::cuda {
 
-// Threads hold square blocks of the Gram matrix, kGramBlock<rank> wide.
-constexpr int64_t kGramBlock = 4;
-constexpr size_t kGramSharedBytes = sizeof(double) * kThreads * kGramBlock * kGramBlock;
+constexpr int kPanel = 8;
+constexpr int kProductElements = kPanel * kPanel;
+constexpr int kRowsPerStep = 4;
+constexpr int kGramBatch = 4;  // steps whose loads are under way at a time
 
-// The row and column of the i-th element of a lower triangle.
-__device__ inline void locate_in_triangle(int64_t i, int64_t* row, int64_t* column) {
-  *row = static_cast<int64_t>((sqrtf(8.0f * static_cast<float>(i) + 1) - 1) / 2);
-  while (triangle(*row + 1) <= i) ++*row;
-  while (triangle(*row) > i) --*row;
-  *column = i - triangle(*row);
-}
+template <int N>
+constexpr int kProducts = N * (N + 1) / 2;  // of N panels, a lower triangle
 
-// Adds the sums of `groups` groups of threads, `distance` threads apart, pairwise and always in the
-// same order, in shared memory of kGramSharedBytes. The first group has the result.
-template <int B>
-__device__ __forceinline__ void add_groups(double (&sum)[B][B], bool active, int groups,
-                                           int distance, double* shared) {
-  double* const cell = shared + threadIdx.x * B * B;
-  const int group = threadIdx.x / distance;
-  for (int count = groups; count > 1;) {
-    const int half = (count + 1) / 2;
-    __syncthreads();
-    if (active && group >= half && group < count) {
-      POWERSGD_UNROLL
-      for (int i = 0; i < B * B; ++i) cell[i] = sum[i / B][i % B];
-    }
-    __syncthreads();
-    if (active && group + half < count) {
-      POWERSGD_UNROLL
-      for (int i = 0; i < B * B; ++i) sum[i / B][i % B] += cell[half * distance * B * B + i];
-    }
-    count = half;
-  }
-}
-
-// A block of B x B elements of X^T X: products of the columns at left and right, over every
-// step-th row. x(row, column) returns an element of X.
-template <int B, typename X>
-__device__ __forceinline__ void accumulate_block(const X& x, int64_t begin, int64_t end,
-                                                 int64_t step, const int64_t (&left)[B],
-                                                 const int64_t (&right)[B], double (&sum)[B][B]) {
-  POWERSGD_UNROLL_4
-  for (int64_t row = begin; row < end; row += step) {
-    double a[B], b[B];
-    POWERSGD_UNROLL
-    for (int i = 0; i < B; ++i) a[i] = x(row, left[i]), b[i] = x(row, right[i]);
-    POWERSGD_UNROLL
-    for (int i = 0; i < B; ++i) {
-      POWERSGD_UNROLL
-      for (int j = 0; j < B; ++j) sum[i][j] += a[i] * b[j];
-    }
-  }
-}
-
-// The lower triangle of X^T X over rows [begin, end) of X: element (i, j) to out(i, j, value).
-// Column c of the product is column order[c] of X.
-//
-// The triangle is cut into blocks of B x B, one per thread; threads that are left over form further
-// groups, which share the rows with the first.
-template <int B, typename X, typename Out>
-__device__ __forceinline__ void gram_blocks(const X& x, int64_t begin, int64_t end, int64_t rank,
-                                            const int32_t* order, double* shared, const Out& out) {
-  const int64_t blocks = triangle(ceil_div(rank, B));
-  const int at_once = blocks < kThreads ? static_cast<int>(blocks) : kThreads;
-  const int groups = kThreads / at_once;
-  const int group = threadIdx.x / at_once;
-  for (int64_t first = 0; first < blocks; first += at_once) {
-    const int64_t block = first + threadIdx.x % at_once;
-    const bool active = group < groups && block < blocks;
-    int64_t block_row, block_column;
-    locate_in_triangle(block, &block_row, &block_column);
-    int64_t left[B], right[B];
-    POWERSGD_UNROLL
-    for (int i = 0; i < B; ++i) {
-      // Columns beyond the rank repeat the last one and are not written.
-      left[i] = order[block_row * B + i < rank ? block_row * B + i : rank - 1];
-      right[i] = order[block_column * B + i < rank ? block_column * B + i : rank - 1];
-    }
-    double sum[B][B] = {};
-    if (active) accumulate_block(x, begin + group, end, groups, left, right, sum);
-    add_groups(sum, active, groups, at_once, shared);
-    if (!active || group > 0) continue;
-    POWERSGD_UNROLL
-    for (int i = 0; i < B * B; ++i) {
-      const int64_t row = block_row * B + i / B, column = block_column * B + i % B;
-      if (row < rank && column <= row) out(row, column, sum[i / B][i % B]);
-    }
-  }
-  __syncthreads();
-}
-
-template <typename X, typename Out>
-__device__ void gram(const X& x, int64_t begin, int64_t end, int64_t rank, const int32_t* order,
-                     double* shared, const Out& out) {
-  if (rank == 1)
-    gram_blocks<1>(x, begin, end, rank, order, shared, out);
-  else if (rank == 2)
-    gram_blocks<2>(x, begin, end, rank, order, shared, out);
-  else
-    gram_blocks<kGramBlock>(x, begin, end, rank, order, shared, out);
-}
-
-// The pivots that a Cholesky factorization found.
-struct Pivots {
-  int32_t dead;  // 1: a column depends on those before it
-  int32_t weak;  // 1: a pivot has lost too many of its digits
-};
-
-// The pivots below which a column is dead, or weak. The first pass compares with the trace
-// (threshold), later ones with the column's own square (own_threshold).
-struct PivotLimits {
-  double threshold, own_threshold, weak;
-};
-
-template <typename F>
-__device__ __forceinline__ PivotLimits pivot_limits(const Bucket& bucket, int pass, double trace) {
-  if (pass == 0) return {dead_share(bucket.epsilon) * trace, 0, kWeakPivot<F>};
-  return {0, kDeadPivot, kWeakPivot<F>};
-}
-
-// Column j of the Cholesky factor, by one warp: square roots and divisions in double are dear where
-// a processor has two units for them.
-__device__ inline void finish_column(double* a, double* inverse, const double* square, int n, int j,
-                                     const PivotLimits& limits, Pivots* pivots) {
-  const int lane = static_cast<int>(threadIdx.x);
-  const double pivot = a[j * n + j];
-  const bool dead = !(pivot > limits.threshold && pivot > limits.own_threshold * square[j]);
-  const double scale = dead ? 0 : 1 / sqrt(pivot);
-  for (int i = j + 1 + lane; i < n; i += kWarpSize) a[i * n + j] *= scale;
-  if (lane != 0) return;
-  inverse[j] = scale;
-  if (dead) pivots->dead = 1;
-  if (pivot < limits.weak * square[j]) pivots->weak = 1;
-}
-
-// The Cholesky factor L of a Gram matrix in place: a[i * rank + j], j <= i. inverse[j] becomes
-// 1 / L[j][j], or 0 if column j is dead; it then takes no further part. `pivots` lies in shared
-// memory.
-__device__ inline void cholesky(double* a, double* inverse, double* square, int64_t rank,
-                                const PivotLimits& limits, Pivots* pivots) {
-  const int n = static_cast<int>(rank);
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+// c += a b for a warp, as 8x8 += 8x4 4x8. The lanes hold a(g, t) and b(t, g).
+__device__ __forceinline__ void multiply_add(double (&c)[2], double a, double b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+      : "+d"(c[0]), "+d"(c[1])
+      : "d"(a), "d"(b));
+#else
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  for (int j = threadIdx.x; j < n; j += kThreads) square[j] = a[j * n + j];
-  if (threadIdx.x == 0) *pivots = {0, 0};
-  __syncthreads();
-  for (int j = 0; j < n; ++j) {
-    if (warp == 0) finish_column(a, inverse, square, n, j, limits, pivots);
-    __syncthreads();
-    for (int i = j + 1 + warp; i < n; i += kWarps) {
-      for (int k = j + 1 + lane; k <= i; k += kWarpSize)
-        a[i * n + k] -= a[i * n + j] * a[k * n + j];
-    }
-    __syncthreads();
+  POWERSGD_UNROLL
+  for (int k = 0; k < 4; ++k) {
+    const double left = __shfl_sync(kAllLanes, a, lane / 4 * 4 + k);
+    POWERSGD_UNROLL
+    for (int i = 0; i < 2; ++i)
+      c[i] += left * __shfl_sync(kAllLanes, b, (lane % 4 * 2 + i) * 4 + k);
   }
+#endif
+}
+
+// Adds the products of N panels, over every step-th kRowsPerStep rows from `begin` on. In each
+// panel the lane takes one column, or none (-1), at whose place there is a 0.
+template <int N, typename F>
+__device__ __forceinline__ void multiply_panels(const TallFactor<F>& x, int64_t begin, int64_t end,
+                                                int64_t step, const int64_t (&column)[N],
+                                                double (&sum)[kProducts<N>][2]) {
+  POWERSGD_NO_UNROLL
+  for (int64_t first = begin; first < end; first += kGramBatch * step) {
+    F a[kGramBatch][N];
+    POWERSGD_UNROLL
+    for (int k = 0; k < kGramBatch; ++k) {
+      const int64_t row = first + k * step + lane_id() % kRowsPerStep;
+      POWERSGD_UNROLL
+      for (int i = 0; i < N; ++i) a[k][i] = row < end && column[i] >= 0 ? x.at(row, column[i]) : 0;
+    }
+    POWERSGD_UNROLL
+    for (int k = 0; k < kGramBatch; ++k) {
+      POWERSGD_UNROLL
+      for (int i = 0; i < N; ++i) {
+        POWERSGD_UNROLL
+        for (int j = 0; j <= i; ++j) multiply_add(sum[i * (i + 1) / 2 + j], a[k][i], a[k][j]);
+      }
+    }
+  }
+}
+
+// The lane's column in a panel. Column c of the product is column order[c] of X, or c itself.
+__device__ __forceinline__ int64_t column_in_panel(int64_t panel, int64_t rank,
+                                                   const int32_t* order) {
+  const int64_t column = panel * kPanel + lane_id() / 4;
+  if (column >= rank) return -1;
+  return order == nullptr ? column : order[column];
+}
+
+// The lower triangle of X^T X over rows [begin, end) of X, at ranks up to R: element (i, j) to
+// out(i, j, value). All threads of the block call it. The warps share the rows; their sums are
+// added in `shared`, of kGramSharedBytes<R>, always in the same order.
+template <int R>
+constexpr int kGramElements = kProducts<(R + kPanel - 1) / kPanel> * kProductElements;
+template <int R>
+constexpr size_t kGramSharedBytes = sizeof(double) * kWarps * kGramElements<R>;
+
+template <int R, typename F, typename Out>
+__device__ __forceinline__ void gram(const TallFactor<F>& x, int64_t begin, int64_t end,
+                                     int64_t rank, const int32_t* order, double* shared,
+                                     const Out& out) {
+  constexpr int kPanels = (R + kPanel - 1) / kPanel;
+  int64_t column[kPanels];
+  POWERSGD_UNROLL
+  for (int i = 0; i < kPanels; ++i) column[i] = column_in_panel(i, rank, order);
+  double sum[kProducts<kPanels>][2] = {};
+  multiply_panels(x, begin + warp_id() * kRowsPerStep, end, kWarps * kRowsPerStep, column, sum);
+  POWERSGD_UNROLL
+  for (int i = 0; i < kProducts<kPanels>; ++i)
+    reinterpret_cast<double2*>(
+        shared)[(warp_id() * kProducts<kPanels> + i) * kWarpSize + lane_id()] =
+        make_double2(sum[i][0], sum[i][1]);
+  __syncthreads();
+  for (int i = threadIdx.x; i < kGramElements<R>; i += kThreads) {
+    double total = 0;
+    POWERSGD_UNROLL
+    for (int warp = 0; warp < kWarps; ++warp) total += shared[warp * kGramElements<R> + i];
+    const int product = i / kProductElements, element = i % kProductElements;
+    int panel = 0;
+    POWERSGD_UNROLL
+    for (int next = 1; next < kPanels; ++next) panel += product >= next * (next + 1) / 2 ? 1 : 0;
+    const int row = panel * kPanel + element / kPanel;
+    const int other = (product - panel * (panel + 1) / 2) * kPanel + element % kPanel;
+    if (row < rank && other <= row) out(row, other, total);
+  }
+}
+
+// The same over all rows of X, at any rank. Each warp forms one product at a time.
+template <typename F, typename Out>
+__device__ void gram_plainly(const TallFactor<F>& x, int64_t rows, int64_t rank,
+                             const int32_t* order, const Out& out) {
+  int64_t left = 0, right = warp_id();  // panels of the product's rows and columns
+  while (true) {
+    while (right > left) right -= ++left;
+    if (left * kPanel >= rank) break;
+    const int64_t column[2] = {column_in_panel(right, rank, order),
+                               column_in_panel(left, rank, order)};
+    double sum[kProducts<2>][2] = {};
+    multiply_panels(x, 0, rows, kRowsPerStep, column, sum);
+    POWERSGD_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int64_t row = left * kPanel + lane_id() / 4;
+      const int64_t other = right * kPanel + lane_id() % 4 * 2 + i;
+      if (row < rank && other <= row) out(row, other, sum[1][i]);
+    }
+    right += kWarps;
+  }
+  __syncthreads();
 }
 
 }  // namespace powersgd::kernels::cuda

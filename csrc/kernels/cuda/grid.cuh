@@ -66,12 +66,13 @@ __device__ __forceinline__ Ticket take_ticket(uint64_t* counter, int32_t blocks,
   return *ticket;
 }
 
-// Tells await() that this block has written its result. All threads call it.
-__device__ __forceinline__ void post(uint64_t* counter) {
+// Tells await() that this block has written its result. All threads call it. It may count as more
+// than one post.
+__device__ __forceinline__ void post(uint64_t* counter, uint64_t count = 1) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  __threadfence();
-  increment(counter);
+  release_fence();
+  increment(counter, count);
 }
 
 // Waits for `count` posts. All threads call it, and then see what was written before them.

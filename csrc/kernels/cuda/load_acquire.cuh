@@ -16,4 +16,12 @@ __device__ __forceinline__ uint64_t load_acquire([[maybe_unused]] const uint64_t
   return value;
 }
 
+// What the thread has written or seen before goes before what it writes to a counter afterwards.
+// __threadfence() also orders all such fences among each other, which takes longer.
+__device__ __forceinline__ void release_fence() {
+#if defined(__CUDA_ARCH__)
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
+
 }  // namespace powersgd::kernels::cuda

@@ -12,7 +12,10 @@
 //      block computes the Gram matrix of its new rows. Another block for each tile goes on as in 2.
 //      The dead columns come last, so that they are made orthogonal to the live ones.
 //   4. The same, for the last time.
-// Where there is no need for 3. and 4., their blocks end at once.
+// Where there is no need for 3. and 4., their blocks end once enough tiles have said so.
+//
+// The rows are few and the launch is a chain of waits. So what does not depend on other blocks is
+// loaded before the wait for them, barriers are few, and one warp factorizes.
 //
 // Fukaya, Nakatsukasa, Yanagisawa, Yamamoto, "CholeskyQR2: a simple and communication-avoiding
 // algorithm" (ScalA 2014). A double Gram matrix of float columns leaves an error of 1e-16 times the
@@ -33,89 +36,92 @@ struct Tickets {
   __host__ __device__ int32_t all() const { return tiles > 0 ? (1 + kMaxPasses) * tiles : 1; }
 };
 
-template <typename F>
-__device__ void check_matrix(const Bucket& bucket, const Tile& tile) {
+template <int R, typename F>
+__device__ __forceinline__ void check_matrix(const Bucket& bucket, const Tile& tile) {
   const Matrix matrix = bucket.matrices[tile.item];
-  const ReducedP<F> p(bucket, matrix);
+  const TallFactor<F> p = p_of<F>(bucket, matrix);
   bool bad = false;
   if (matrix.rank <= kMaxFastRank) {
-    if (threadIdx.x < kMaxFastRank) shared()->order[threadIdx.x] = static_cast<int>(threadIdx.x);
-    __syncthreads();
-    bad = gram_of_tile(bucket, matrix, tile, p, shared()->order, 0);
+    bad = gram_of_tile<R>(bucket, matrix, tile, p, nullptr, 0);
   } else {
     const int64_t end = tile.row_end * matrix.rank;
     for (int64_t i = tile.row_begin * matrix.rank + threadIdx.x; i < end; i += kThreads)
-      bad = !is_finite(p.elements[i]) || bad;
+      bad = !is_finite(p.data[i]) || bad;
   }
   // Notes in Bucket::counters that this launch has found such an element.
-  if (__syncthreads_or(bad) != 0 && threadIdx.x == 0)
-    raise_to(&bucket.counters[kNonFiniteP], shared()->ticket.launch + 1);
+  if (bad) raise_to(&bucket.counters[kNonFiniteP], shared()->ticket.launch + 1);
 }
 
 // A matrix of high rank is done in the first pass, in a kernel for any rank.
 template <int R, bool kAnyRank, typename F>
-__device__ bool run_pass(const Bucket& bucket, const Matrix& matrix, const Tile& tile, int pass) {
+__device__ __forceinline__ bool run_pass(const Bucket& bucket, const Matrix& matrix,
+                                         const Tile& tile, StagedRows<R, F>& rows, int pass,
+                                         bool skip) {
   if (kAnyRank && matrix.rank > kMaxFastRank) {
-    if (pass == 0)
-      orthogonalize_plainly<F>(bucket, matrix, slot_pointer<double>(bucket, tile.slot),
-                               &shared()->pivots, scratch());
+    if (skip) return false;
+    orthogonalize_plainly<F>(bucket, matrix, slot_pointer<double>(bucket, tile.slot),
+                             &shared()->pivots);
     return false;
   }
-  if (pass == 0)
-    return orthogonalize_tile<R, F>(bucket, matrix, tile, ReducedP<F>(bucket, matrix), pass);
-  if (pass_plan(bucket, tile, pass).needed == 0) return false;
-  const TallFactor<F> p_hat = p_hat_of<F>(matrix);
-  return orthogonalize_tile<R, F>(
-      bucket, matrix, tile, [&](int64_t row, int64_t column) { return p_hat.at(row, column); },
-      pass);
+  return orthogonalize_tile<R, F>(bucket, matrix, tile, rows, pass, skip);
 }
 
 // Each block of a matrix finds the same, and one says so.
 __device__ __forceinline__ void plan_next_pass(const Bucket& bucket, const Matrix& matrix,
-                                               const Tile& tile, int pass, bool needed) {
-  if (tile.part != 0 || pass + 1 == kMaxPasses || matrix.rank > kMaxFastRank) return;
-  PassPlan& plan = pass_plan(bucket, tile, pass + 1);
-  if (threadIdx.x == 0) plan.needed = needed ? 1 : 0;
-  if (needed && threadIdx.x < matrix.rank)
-    plan.order[threadIdx.x] = shared()->next_order[threadIdx.x];
+                                               const Tile& tile, int pass, uint64_t number) {
+  if (tile.part != 0) return;
+  if (threadIdx.x == 0) raise_to(&bucket.counters[tile.counter + 1], number + 1);
+  if (threadIdx.x < matrix.rank)
+    pass_plan(bucket, tile, pass + 1).order[threadIdx.x] = shared()->next_order[threadIdx.x];
 }
 
-// At least so many blocks are resident. 0 leaves the choice to the compiler, which would rather
-// spill than have a single block at rank 32.
-template <int R>
-constexpr int kBlocksPerProcessor = R > 16 ? 1 : 0;
+// At least so many blocks are resident. Those of 2. should be there when 1. ends, but none may
+// spill.
+template <int R, typename F>
+constexpr int kBlocksPerProcessor = sizeof(F) == 8 ? 1
+                                    : R > 8        ? 2
+                                                   : 4;
 
 template <int R, bool kAnyRank, typename F>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R>)
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor<R, F>)
     orthogonalize_kernel(const __grid_constant__ Bucket bucket, Tickets tickets) {
   const Ticket ticket =
       take_ticket(&bucket.counters[kOrthogonalizeTickets], tickets.all(), &shared()->ticket);
   if (ticket.order < tickets.tiles) {
-    check_matrix<F>(bucket, bucket.tiles[tickets.first_tile + ticket.order]);
+    check_matrix<R, F>(bucket, bucket.tiles[tickets.first_tile + ticket.order]);
     post(&bucket.counters[kGramsWritten]);
     return;
   }
-  const auto checks = static_cast<uint64_t>(tickets.tiles);
-  await(&bucket.counters[kGramsWritten], (ticket.launch + 1) * checks);
+  const bool told_to_skip = !(p_payload<F>(bucket)[bucket.p_numel - 1] == 0);
+  if (tickets.tiles == 0) {
+    if (threadIdx.x == 0) bucket.state->skipped = told_to_skip ? 1 : 0;
+    return;
+  }
+  const int32_t index = ticket.order - tickets.tiles;
+  const int pass = index / tickets.tiles;
+  const Tile tile = bucket.tiles[tickets.first_tile + index % tickets.tiles];
+  const Matrix matrix = bucket.matrices[tile.item];
+  const bool unused = out_of_use<F>(bucket, matrix);
+  StagedRows<R, F> rows(solve_arrays<R, F>().rows, matrix.rank, tile);
+  if (pass == 0 && matrix.rank <= kMaxFastRank) rows.load(p_of<F>(bucket, matrix));
+  await(&bucket.counters[kGramsWritten],
+        (ticket.launch + 1) * static_cast<uint64_t>(tickets.tiles));
   // Not before: the successor's blocks would wait on every processor for as long as this kernel
   // runs, and leave no room for the backward pass.
   allow_successor();
-  const bool skip = bucket.counters[kNonFiniteP] == ticket.launch + 1 ||
-                    !(p_payload<F>(bucket)[bucket.p_numel - 1] == 0);
-  if (ticket.order == tickets.tiles && threadIdx.x == 0) bucket.state->skipped = skip ? 1 : 0;
-  if (tickets.tiles == 0) return;
-  const int32_t index = ticket.order - tickets.tiles;
-  const Tile tile = bucket.tiles[tickets.first_tile + index % tickets.tiles];
-  const Matrix matrix = bucket.matrices[tile.item];
-  const int pass = index / tickets.tiles;
+  const bool skip = told_to_skip || bucket.counters[kNonFiniteP] == ticket.launch + 1;
   uint64_t* const passes = &bucket.counters[tile.counter];
-  await(passes, (ticket.launch * kMaxPasses + static_cast<uint64_t>(pass)) *
-                    static_cast<uint64_t>(tile.parts));
-  bool again = false;
-  if (!skip && !out_of_use<F>(bucket, matrix))
-    again = run_pass<R, kAnyRank, F>(bucket, matrix, tile, pass);
-  plan_next_pass(bucket, matrix, tile, pass, again);
-  post(passes);
+  const uint64_t number = ticket.launch * kMaxPasses + static_cast<uint64_t>(pass);
+  if (pass > 0) {
+    await(passes, number * static_cast<uint64_t>(tile.parts));
+    if (load_acquire(&bucket.counters[tile.counter + 1]) < number) return;
+  }
+  const bool again = run_pass<R, kAnyRank, F>(bucket, matrix, tile, rows, pass, skip || unused);
+  if (index == 0 && threadIdx.x == 0) bucket.state->skipped = skip ? 1 : 0;
+  if (again) plan_next_pass(bucket, matrix, tile, pass, number);
+  // The last pass of a matrix counts for those that are not needed, so that their blocks end
+  // without another wait.
+  post(passes, again ? 1 : static_cast<uint64_t>(kMaxPasses - pass));
 }
 
 template <int R, bool kAnyRank, typename F>
@@ -124,7 +130,7 @@ Status launch_orthogonalize(const Bucket& bucket, Stream stream) {
   const Tickets tickets{
       begin[kOrthogonalizeTiles],
       static_cast<int32_t>(begin[kOrthogonalizeTiles + 1] - begin[kOrthogonalizeTiles])};
-  return launch<orthogonalize_kernel<R, kAnyRank, F>>(tickets.all(), kSharedBytes, stream,
+  return launch<orthogonalize_kernel<R, kAnyRank, F>>(tickets.all(), kSharedBytes<R, F>, stream,
                                                       Predecessor::kAnything, bucket, tickets);
 }
 

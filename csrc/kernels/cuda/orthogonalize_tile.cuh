@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include "kernels/cuda/cholesky.cuh"
 #include "kernels/cuda/columns.cuh"
 #include "kernels/cuda/gram.cuh"
 #include "kernels/cuda/grid.cuh"
+#include "kernels/cuda/staged_rows.cuh"
 
 // One pass of orthogonalize over a tile of rows, at ranks up to kMaxFastRank. The phases are those
 // of orthogonalize.cu.
@@ -15,12 +17,27 @@ struct alignas(16) Shared {
   Pivots pivots;
   int32_t order[kMaxFastRank], next_order[kMaxFastRank];
 };
-constexpr size_t kSharedBytes = sizeof(Shared) + kGramSharedBytes;
-static_assert(sizeof(double) * (kThreads + kMaxFastRank * (kMaxFastRank + 2)) <= kGramSharedBytes,
-              "shared memory holds the factor");
+
+// What phase 2 has in shared memory.
+template <int R, typename F>
+struct alignas(16) SolveArrays {
+  double factor[R * R], scratch[kThreads];
+  double reciprocal[R], gram[R * (R + 1) / 2];
+  F rows[kWarps * kStagedElements<R, F>];
+};
+
+template <int R, typename F>
+constexpr size_t kSharedBytes =
+    sizeof(Shared) + std::max(kGramSharedBytes<R>, sizeof(SolveArrays<R, F>));
+static_assert(std::max(kSharedBytes<kMaxFastRank, float>, kSharedBytes<kMaxFastRank, double>) <=
+                  48 * 1024,
+              "more has to be asked for");
 
 __device__ __forceinline__ Shared* shared() { return reinterpret_cast<Shared*>(shared_memory()); }
-__device__ __forceinline__ double* scratch() { return reinterpret_cast<double*>(shared() + 1); }
+template <int R, typename F>
+__device__ __forceinline__ SolveArrays<R, F>& solve_arrays() {
+  return *reinterpret_cast<SolveArrays<R, F>*>(shared() + 1);
+}
 
 // The partial Gram matrix of a tile, a lower triangle. Even and odd passes have arrays of their
 // own, because a block may be a pass ahead of another.
@@ -35,110 +52,160 @@ __device__ __forceinline__ PassPlan& pass_plan(const Bucket& bucket, const Tile&
 }
 
 // Phase 1 and 3. Returns true if an element is not finite: it has a square that is not.
-template <typename X>
+template <int R, typename F>
 __device__ bool gram_of_tile(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
-                             const X& x, const int32_t* order, int pass) {
+                             const TallFactor<F>& x, const int32_t* order, int pass) {
   double* const partial = partial_gram(bucket, matrix, tile, tile.part, pass);
   bool bad = false;
-  gram(x, tile.row_begin, tile.row_end, matrix.rank, order, scratch(),
-       [&](int64_t i, int64_t j, double value) {
-         partial[triangle(i) + j] = value;
-         bad = bad || !is_finite(value);
-       });
+  gram<R>(x, tile.row_begin, tile.row_end, matrix.rank, order,
+          reinterpret_cast<double*>(shared() + 1), [&](int row, int column, double value) {
+            partial[row * (row + 1) / 2 + column] = value;
+            bad = bad || !is_finite(value);
+          });
   return bad;
 }
 
-// Phase 2. gram is [rank, rank] in shared memory, behind the first kThreads doubles. Returns the
-// trace. If there are more threads than elements, several share the tiles, as in gram_blocks.
-__device__ inline double sum_gram(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
-                                  int pass, double* gram) {
-  const int rank = static_cast<int>(matrix.rank);
-  const int64_t stride = gram_slots(matrix.rank) * (kSlotBytes / int64_t{sizeof(double)});
-  const double* const partial = partial_gram(bucket, matrix, tile, 0, pass);
-  const int elements = static_cast<int>(triangle(rank));
-  const int at_once = elements < kThreads ? elements : kThreads;
-  const int groups = kThreads / at_once < tile.parts ? kThreads / at_once : tile.parts;
-  const int group = threadIdx.x / at_once;
-  for (int first = 0; first < elements; first += at_once) {
-    const int element = first + threadIdx.x % at_once;
-    const bool active = group < groups && element < elements;
-    double sum[1][1] = {};
-    if (active) {
-      POWERSGD_UNROLL_4
-      for (int64_t t = group; t < tile.parts; t += groups)
-        sum[0][0] += partial[t * stride + element];
+// How a block adds the tiles' Gram matrices at ranks up to R. As there are more threads than
+// elements at low ranks, groups of threads share the tiles.
+template <int R>
+struct SumShape {
+  static constexpr int kElements = R * (R + 1) / 2;
+  static constexpr int kAtOnce = kElements > 64 ? kThreads : kElements > 16 ? 64 : 16;
+  static constexpr int kPerThread = (kElements + kAtOnce - 1) / kAtOnce;
+  static constexpr int kGroups = kThreads / kAtOnce;
+  // Loads of a thread that are under way at a time.
+  static constexpr int kBatch = kPerThread > 1 ? 8 : kGroups > 4 ? kMaxTilesToFactor / kGroups : 16;
+};
+
+// Phase 2.
+template <int R>
+__device__ __forceinline__ void sum_gram(const Bucket& bucket, const Matrix& matrix,
+                                         const Tile& tile, int pass, double* sums, double* gram) {
+  constexpr int kAtOnce = SumShape<R>::kAtOnce, kGroups = SumShape<R>::kGroups;
+  constexpr int kPerThread = SumShape<R>::kPerThread, kBatch = SumShape<R>::kBatch;
+  const int elements = static_cast<int>(triangle(matrix.rank));
+  const int group = static_cast<int>(threadIdx.x) / kAtOnce;
+  const int element = static_cast<int>(threadIdx.x) % kAtOnce;
+  const double* const partial = partial_gram(bucket, matrix, tile, 0, pass) + element;
+  const int stride =
+      static_cast<int>(gram_slots(matrix.rank)) * static_cast<int>(kSlotBytes / sizeof(double));
+  double sum[kPerThread] = {};
+  POWERSGD_NO_UNROLL
+  for (int first = group; first < tile.parts; first += kBatch * kGroups) {
+    double value[kBatch][kPerThread];
+    POWERSGD_UNROLL
+    for (int k = 0; k < kBatch; ++k) {
+      const int part = first + k * kGroups;
+      POWERSGD_UNROLL
+      for (int i = 0; i < kPerThread; ++i)
+        value[k][i] = part < tile.parts && element + i * kAtOnce < elements
+                          ? partial[part * stride + i * kAtOnce]
+                          : 0;
     }
-    add_groups(sum, active, groups, at_once, scratch());
-    if (!active || group > 0) continue;
-    int64_t row, column;
-    locate_in_triangle(element, &row, &column);
-    gram[row * rank + column] = sum[0][0];
+    POWERSGD_UNROLL
+    for (int k = 0; k < kBatch; ++k) {
+      POWERSGD_UNROLL
+      for (int i = 0; i < kPerThread; ++i) sum[i] += value[k][i];
+    }
   }
-  __syncthreads();
-  double trace = 0;
-  for (int i = 0; i < rank; ++i) trace += gram[i * (rank + 1)];
-  return trace;
+  if constexpr (kGroups > 1) {
+    sums[threadIdx.x] = sum[0];
+    __syncthreads();
+    if (group > 0) return;
+    POWERSGD_UNROLL
+    for (int i = 1; i < kGroups; ++i) sum[0] += sums[i * kAtOnce + element];
+  }
+  POWERSGD_UNROLL
+  for (int i = 0; i < kPerThread; ++i) {
+    if (element + i * kAtOnce < elements) gram[element + i * kAtOnce] = sum[i];
+  }
 }
 
-// x L^T = p for one row, in place. The element of a dead column becomes 0.
+// x L^T = p for one row, in place. The element of a dead column becomes 0. What a column adds to
+// those after it does not depend on what it adds to others, so that no long chain of sums forms.
 template <int R>
 __device__ __forceinline__ void solve_row(const double* factor, const double* reciprocal, int rank,
                                           double (&x)[R]) {
   POWERSGD_UNROLL
   for (int j = 0; j < R; ++j) {
     if (j >= rank) continue;
-    POWERSGD_UNROLL
-    for (int i = 0; i < j; ++i) x[j] -= factor[j * rank + i] * x[i];
     x[j] *= reciprocal[j];
+    POWERSGD_UNROLL
+    for (int i = j + 1; i < R; ++i) x[i] -= factor[j * R + i] * x[j];
   }
 }
 
-template <int R, typename F, typename X>
-__device__ void solve_rows(const Bucket& bucket, const Matrix& matrix, const Tile& tile, const X& p,
-                           const double* factor, const double* reciprocal, int pass) {
-  const int rank = static_cast<int>(matrix.rank);
-  const TallFactor<F> p_hat = p_hat_of<F>(matrix);
+template <int R, typename F>
+__device__ __forceinline__ void solve_own_row(int rank, const StagedRows<R, F>& rows) {
+  const SolveArrays<R, F>& arrays = solve_arrays<R, F>();
   const int32_t* const order = shared()->order;
-  for (int64_t row = tile.row_begin + threadIdx.x; row < tile.row_end; row += kThreads) {
-    double x[R] = {};
-    POWERSGD_UNROLL
-    for (int j = 0; j < R; ++j) {
-      if (j < rank) x[j] = static_cast<double>(p(row, order[j]));
-    }
-    solve_row<R>(factor, reciprocal, rank, x);
-    POWERSGD_UNROLL
-    for (int j = 0; j < R; ++j) {
-      if (j >= rank) continue;
-      const int32_t column = order[j];
-      p_hat.at(row, column) = reciprocal[j] == 0 ? replacement<F>(bucket, matrix, pass, column, row)
-                                                 : static_cast<F>(x[j]);
-    }
+  double x[R] = {};
+  POWERSGD_UNROLL
+  for (int j = 0; j < R; ++j) {
+    if (j < rank) x[j] = static_cast<double>(rows.own(order[j]));
+  }
+  solve_row<R>(arrays.factor, arrays.reciprocal, rank, x);
+  POWERSGD_UNROLL
+  for (int j = 0; j < R; ++j) {
+    if (j < rank) rows.own(order[j]) = static_cast<F>(x[j]);
   }
 }
 
-// Phases 2 to 4 for one tile. Returns true if another pass is needed.
-template <int R, typename F, typename X>
-__device__ bool orthogonalize_tile(const Bucket& bucket, const Matrix& matrix, const Tile& tile,
-                                   const X& p, int pass) {
-  const int64_t rank = matrix.rank;
-  double* const factor = scratch() + kThreads;
-  double* const reciprocal = factor + rank * rank;
-  if (threadIdx.x < rank)
+// `rows` has the warp's first rows of the tile; in the first pass they are in shared memory.
+template <int R, typename F>
+__device__ __forceinline__ void solve_rows(const Bucket& bucket, const Matrix& matrix,
+                                           StagedRows<R, F>& rows, int pass) {
+  const TallFactor<F> p_hat = p_hat_of<F>(matrix);
+  const TallFactor<F> x = pass == 0 ? p_of<F>(bucket, matrix) : p_hat;
+  for (bool first = true; rows.left(); rows.next(), first = false) {
+    if (!first || pass > 0) rows.load(x);
+    __syncwarp();
+    if (rows.has_own()) solve_own_row(static_cast<int>(matrix.rank), rows);
+    __syncwarp();
+    rows.store(p_hat);
+  }
+}
+
+// Dead columns become random. This is rare: what it needs is loaded again, not held in registers.
+template <typename F>
+__device__ __forceinline__ void replace_dead(const Bucket& bucket, const Tile& tile,
+                                             const double* reciprocal, int pass) {
+  const Matrix matrix = bucket.matrices[tile.item];
+  const TallFactor<F> p_hat = p_hat_of<F>(matrix);
+  __syncthreads();  // the solution had zeros there
+  for (int j = 0; j < matrix.rank; ++j) {
+    if (reciprocal[j] != 0) continue;
+    const int32_t column = shared()->order[j];
+    for (int64_t row = tile.row_begin + threadIdx.x; row < tile.row_end; row += kThreads)
+      p_hat.at(row, column) = replacement<F>(bucket, matrix, pass, column, row);
+  }
+}
+
+// Phases 2 to 4 for one tile. Returns true if another pass is needed. See solve_rows on `rows`.
+template <int R, typename F>
+__device__ __forceinline__ bool orthogonalize_tile(const Bucket& bucket, const Matrix& matrix,
+                                                   const Tile& tile, StagedRows<R, F>& rows,
+                                                   int pass, bool skip) {
+  SolveArrays<R, F>& arrays = solve_arrays<R, F>();
+  if (threadIdx.x < matrix.rank)
     shared()->order[threadIdx.x] = pass == 0 ? static_cast<int32_t>(threadIdx.x)
                                              : pass_plan(bucket, tile, pass).order[threadIdx.x];
-  const double trace = sum_gram(bucket, matrix, tile, pass, factor);
-  cholesky(factor, reciprocal, reciprocal + rank, rank, pivot_limits<F>(bucket, pass, trace),
-           &shared()->pivots);
-  solve_rows<R, F>(bucket, matrix, tile, p, factor, reciprocal, pass);
+  sum_gram<R>(bucket, matrix, tile, pass, arrays.scratch, arrays.gram);
+  __syncthreads();
+  if (skip) return false;  // not before, as this has only just been loaded
+  if (warp_id() == 0)
+    factorize<R, F>(bucket, arrays.gram, static_cast<int>(matrix.rank), pass, arrays.scratch,
+                    arrays.factor, arrays.reciprocal, &shared()->pivots);
+  __syncthreads();
+  solve_rows(bucket, matrix, rows, pass);
+  if (shared()->pivots.dead != 0) replace_dead<F>(bucket, tile, arrays.reciprocal, pass);
   const bool again =
       (shared()->pivots.dead != 0 || shared()->pivots.weak != 0) && pass + 1 < kMaxPasses;
   if (!again) return false;
-  if (threadIdx.x == 0) live_first(reciprocal, shared()->order, rank, shared()->next_order);
+  if (threadIdx.x == 0)
+    live_first(arrays.reciprocal, shared()->order, matrix.rank, shared()->next_order);
   __syncthreads();
-  const TallFactor<F> p_hat = p_hat_of<F>(matrix);
-  gram_of_tile(
-      bucket, matrix, tile, [&](int64_t row, int64_t column) { return p_hat.at(row, column); },
-      shared()->next_order, pass + 1);
+  gram_of_tile<R>(bucket, matrix, tile, p_hat_of<F>(matrix), shared()->next_order, pass + 1);
   return true;
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include "kernels/cuda/cholesky.cuh"
 #include "kernels/cuda/columns.cuh"
 #include "kernels/cuda/gram.cuh"
 
@@ -27,6 +28,43 @@ struct PlainArrays {
         next(map + rank) {}
 };
 
+// Column j of the Cholesky factor, by one warp: square roots and divisions in double are dear where
+// a processor has two units for them.
+__device__ inline void finish_column(double* a, double* inverse, const double* square, int n, int j,
+                                     const PivotLimits& limits, Pivots* pivots) {
+  const int lane = static_cast<int>(threadIdx.x);
+  const double pivot = a[j * n + j];
+  const bool dead = !(pivot > limits.threshold && pivot > limits.own_threshold * square[j]);
+  const double scale = dead ? 0 : 1 / sqrt(pivot);
+  for (int i = j + 1 + lane; i < n; i += kWarpSize) a[i * n + j] *= scale;
+  if (lane != 0) return;
+  inverse[j] = scale;
+  if (dead) pivots->dead = 1;
+  if (pivot < limits.weak * square[j]) pivots->weak = 1;
+}
+
+// The Cholesky factor L of a Gram matrix in place: a[i * rank + j], j <= i. inverse[j] becomes
+// 1 / L[j][j], or 0 if column j is dead; it then takes no further part. `pivots` lies in shared
+// memory.
+__device__ inline void cholesky(double* a, double* inverse, double* square, int64_t rank,
+                                const PivotLimits& limits, Pivots* pivots) {
+  const int n = static_cast<int>(rank);
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  for (int j = threadIdx.x; j < n; j += kThreads) square[j] = a[j * n + j];
+  if (threadIdx.x == 0) *pivots = {0, 0};
+  __syncthreads();
+  for (int j = 0; j < n; ++j) {
+    if (warp == 0) finish_column(a, inverse, square, n, j, limits, pivots);
+    __syncthreads();
+    for (int i = j + 1 + warp; i < n; i += kWarps) {
+      for (int k = j + 1 + lane; k <= i; k += kWarpSize)
+        a[i * n + k] -= a[i * n + j] * a[k * n + j];
+    }
+    __syncthreads();
+  }
+}
+
 // inverse = L^-T for the Cholesky factor L; the rows of dead columns are 0. One thread per column.
 __device__ inline void invert(const PlainArrays& arrays, int64_t rank) {
   for (int64_t c = threadIdx.x; c < rank; c += kThreads) {
@@ -44,8 +82,8 @@ __device__ inline void invert(const PlainArrays& arrays, int64_t rank) {
 
 // p_hat = x times the inverse, columns in the order of the map. x may be p_hat: the last column in
 // that order needs all others, and is the first to be written.
-template <typename F, typename X>
-__device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const X& x,
+template <typename F>
+__device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const TallFactor<F>& x,
                               const PlainArrays& arrays, int pass) {
   const TallFactor<F> p_hat = p_hat_of<F>(matrix);
   const int64_t rank = matrix.rank;
@@ -59,7 +97,7 @@ __device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const 
       }
       double sum = 0;
       for (int64_t k = 0; k <= position; ++k)
-        sum += x(row, arrays.map[k]) * arrays.inverse[k * rank + position];
+        sum += x.at(row, arrays.map[k]) * arrays.inverse[k * rank + position];
       p_hat.at(row, column) = static_cast<F>(sum);
     }
   }
@@ -67,12 +105,12 @@ __device__ void apply_inverse(const Bucket& bucket, const Matrix& matrix, const 
 }
 
 // One pass from x to p_hat. Returns true if another one is needed.
-template <typename F, typename X>
-__device__ bool pass_plainly(const Bucket& bucket, const Matrix& matrix, const X& x,
-                             PlainArrays* arrays, int pass, Pivots* pivots, double* shared) {
+template <typename F>
+__device__ bool pass_plainly(const Bucket& bucket, const Matrix& matrix, const TallFactor<F>& x,
+                             PlainArrays* arrays, int pass, Pivots* pivots) {
   const int64_t rank = matrix.rank;
-  gram(x, 0, matrix.rows, rank, arrays->map, shared,
-       [&](int64_t i, int64_t j, double value) { arrays->gram[i * rank + j] = value; });
+  gram_plainly(x, matrix.rows, rank, arrays->map,
+               [&](int64_t i, int64_t j, double value) { arrays->gram[i * rank + j] = value; });
   double trace = 0;
   for (int64_t i = 0; i < rank; ++i) trace += arrays->gram[i * rank + i];
   __syncthreads();
@@ -89,23 +127,20 @@ __device__ bool pass_plainly(const Bucket& bucket, const Matrix& matrix, const X
   return true;
 }
 
-// `workspace` has room for plain_slots(rank), `shared` for kGramSharedBytes.
+// `workspace` has room for plain_slots(rank).
 template <typename F>
 __device__ __attribute__((noinline)) void orthogonalize_plainly(const Bucket& bucket,
                                                                 const Matrix& matrix,
-                                                                double* workspace, Pivots* pivots,
-                                                                double* shared) {
+                                                                double* workspace, Pivots* pivots) {
   PlainArrays arrays(workspace, matrix.rank);
   for (int64_t i = threadIdx.x; i < matrix.rank; i += kThreads)
     arrays.map[i] = static_cast<int32_t>(i);
   __syncthreads();
-  const ReducedP<F> p(bucket, matrix);
-  const TallFactor<F> p_hat = p_hat_of<F>(matrix);
-  bool again = pass_plainly<F>(bucket, matrix, p, &arrays, 0, pivots, shared);
-  for (int pass = 1; again && pass < kMaxPasses; ++pass)
-    again = pass_plainly<F>(
-        bucket, matrix, [&](int64_t row, int64_t column) { return p_hat.at(row, column); }, &arrays,
-        pass, pivots, shared);
+  bool again = true;
+  for (int pass = 0; again && pass < kMaxPasses; ++pass)
+    again =
+        pass_plainly<F>(bucket, matrix, pass == 0 ? p_of<F>(bucket, matrix) : p_hat_of<F>(matrix),
+                        &arrays, pass, pivots);
 }
 
 }  // namespace powersgd::kernels::cuda

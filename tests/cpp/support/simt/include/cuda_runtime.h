@@ -75,6 +75,8 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
   return simt_shuffle(simt::WarpOp::kShuffleXor, mask, value, lane_mask);
 }
 
+inline double rsqrt(double value) { return 1 / std::sqrt(value); }
+
 // Rounds toward zero.
 inline float __double2float_rz(double value) {
   const float nearest = static_cast<float>(value);

@@ -13,4 +13,6 @@ inline uint64_t load_acquire(const uint64_t* counter) {
   return __atomic_load_n(counter, __ATOMIC_RELAXED);
 }
 
+inline void release_fence() { simt::fence(); }
+
 }  // namespace powersgd::kernels::cuda
