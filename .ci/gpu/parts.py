@@ -87,7 +87,7 @@ def second_call(first: Mapping[str, Verdict]) -> list[Part]:
         *_again(first),
         *left,
         program("bench-step", 50, "benchmarks/bench_step.py", {"": {}, "-serial": SERIAL}),
-        program("bench-cluster", 90, cluster, {"": {}}),
+        program("bench-cluster", 150, cluster, {"": {}}),
         profiled("ncu", 40, ["project", "orthogonalize", "back_project", "reconstruct"], gpt2),
         program("bench-model", 60, "benchmarks/bench_model.py", {"": {}}),
         sanitized("racecheck", 40, "racecheck", CHECKED_KERNELS, PROGRAMS),

@@ -89,9 +89,9 @@ class Builder {
     const Matrix& matrix = matrices_[static_cast<size_t>(item)];
     const int64_t rows = kWarps * project_rows_per_warp(largest_rank_, factor_bytes_ == 8);
     // Partial results cost as many bytes more as ranges are narrower.
-    const int64_t narrowest = std::clamp<int64_t>(32 * matrix.rank, kStrip, 4 * kStrip);
+    const int64_t narrowest = std::clamp<int64_t>(32 * matrix.rank, 2 * kStrip, 4 * kStrip);
     const int64_t widest =
-        std::min(target_elements(1536, rows * narrowest, INT64_MAX) / rows, kWidestProjectTile);
+        std::min(target_elements(3072, rows * narrowest, INT64_MAX) / rows, kWidestProjectTile);
     const int64_t ranges = std::max<int64_t>(1, ceil_div(matrix.cols, round_up(widest, kStrip)));
     const int64_t width =
         std::max<int64_t>(kStrip, round_up(ceil_div(matrix.cols, ranges), kStrip));
