@@ -99,8 +99,8 @@ def extension(cuda: toolkit.Toolkit) -> Any:
         depends=headers(),
         define_macros=macros,
         extra_compile_args=flags,
-        # torch's own libstdc++, also where the compiler would link its archive: streams of two copies
-        # do not know each other's locales, and crash.
+        # torch's own libstdc++, also where the compiler would link its archive: the streams of two
+        # copies do not know each other's locales, and crash.
         extra_link_args=["-fopenmp", "-l:libstdc++.so.6"],
     )
 

@@ -35,7 +35,13 @@ _TABLE = re.compile(
     r"(<!-- table: (\w+)((?: \S+)*?) of (\S+) -->\n).*?(<!-- end of table -->)", flags=re.DOTALL
 )
 _RATES = {"mbit": "Mbit/s", "gbit": "Gbit/s"}
-_MODELS = {"resnet18": "ResNet-18", "demo": "the demo's GPT", "gpt2": "GPT-2"}
+_MODELS = {
+    "resnet18": "ResNet-18",
+    "resnet50": "ResNet-50",
+    "demo": "the demo's GPT",
+    "gpt2": "GPT-2",
+    "llama": "4 layers of Llama-7B",
+}
 _STAGES = ("project", "orthogonalize", "back_project", "reconstruct")
 
 
@@ -130,12 +136,36 @@ def stages_by_rank(record: Record) -> str:
     headings += ["ours / floor", "hook / ours"]
     rows = [
         [_MODELS[each["model"]], str(each["rank"])]
-        + [f"{ms:.0f}" for ms in (each["ours"]["ms"], each["hook"]["ms"], floor_ms(each))]
+        + [_rounded(ms) for ms in (each["ours"]["ms"], each["hook"]["ms"], floor_ms(each))]
         + [f"{each['ours']['queued_ms'] / floor_ms(each):.1f}", f"{each['hook_over_ours']:.1f}"]
         for each in record["results"]
         if each["dtype"] == "float32"
     ]
     return _markdown(headings, rows)
+
+
+def _rounded(ms: float) -> str:
+    return f"{ms:.0f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def buckets_by_rank(record: Record) -> str:
+    """The four stages of a bucket over the floor, with float32 gradients."""
+    titles = {
+        "gpt2": "25 MB of GPT-2",
+        "gpt2x4": "100 MB of GPT-2",
+        "embedding": "GPT-2's embedding, 154 MB",
+        "llama": "a layer of Llama-7B, 495 MB",
+    }
+    found = {
+        (each["model"], each["rank"]): each["ratio"]
+        for each in record["results"]
+        if each["kind"] == "float32"
+    }
+    ranks = sorted({rank for _, rank in found})
+    rows = [
+        [title, *(f"{found[model, rank]:.2f}" for rank in ranks)] for model, title in titles.items()
+    ]
+    return _markdown(["bucket", *(f"rank {rank}" for rank in ranks)], rows)
 
 
 def _in_markdown(table: Callable[..., Table]) -> Callable[..., str]:
@@ -155,7 +185,10 @@ _OF_BENCHMARKS: tuple[Callable[..., Table], ...] = (
 )
 
 TABLES: dict[str, Callable[..., str]] = {
-    **{made.__name__: made for made in (links, learning, on_the_way, stages, stages_by_rank)},
+    **{
+        made.__name__: made
+        for made in (links, learning, on_the_way, stages, stages_by_rank, buckets_by_rank)
+    },
     **{made.__name__: _in_markdown(made) for made in _OF_BENCHMARKS},
 }
 

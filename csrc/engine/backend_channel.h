@@ -19,8 +19,9 @@ class BackendChannel final : public Channel {
  public:
   using Find = std::function<c10d::Backend&()>;
 
-  // `find` returns the backend when a collective needs it. A backend that is ordered by streams runs
-  // its collectives on the current stream itself if they are `on_current_stream`. Others ignore it.
+  // `find` returns the backend when a collective needs it. A backend that is ordered by streams
+  // runs its collectives on the current stream itself if they are `on_current_stream`. Others
+  // ignore it.
   BackendChannel(Find find, std::chrono::milliseconds timeout, bool on_current_stream = false)
       : find_(std::move(find)), timeout_(timeout), on_current_stream_(on_current_stream) {}
   BackendChannel(c10d::Backend& backend, std::chrono::milliseconds timeout,

@@ -98,15 +98,15 @@ class BackProjectInBfloat16 {
     POWERSGD_UNROLL
     for (int i = 0; i < kSteps * 4; ++i) {
       const int wanted = row + i / 4 * kInner + 4 * lane_in_group() + i % 4;
-      if (kWhole) {
+      if constexpr (kWhole) {
         load_stored<Access::kNonTemporal>(chunk + wanted * matrix_.cols, stored_[i]);
-        continue;
+      } else {
+        POWERSGD_UNROLL
+        for (int j = 0; j < 4; ++j) stored_[i][j] = 0;
+        if (columns_.count > 0 && rows > 0)
+          load_stored<Access::kNonTemporal>(
+              chunk + (wanted < rows ? wanted : rows - 1) * matrix_.cols, columns_, stored_[i]);
       }
-      POWERSGD_UNROLL
-      for (int j = 0; j < 4; ++j) stored_[i][j] = 0;
-      if (columns_.count > 0 && rows > 0)
-        load_stored<Access::kNonTemporal>(
-            chunk + (wanted < rows ? wanted : rows - 1) * matrix_.cols, columns_, stored_[i]);
     }
   }
 

@@ -18,8 +18,8 @@ inline Status takes_bfloat16_products(const Bucket& bucket, bool* takes) {
   return status;
 }
 
-// Two numbers, rounded to nearest, the first in the lower half. What would round to infinity becomes
-// the largest bfloat16, as M may be as large as a float can be.
+// Two numbers, rounded to nearest, the first in the lower half. What would round to infinity
+// becomes the largest bfloat16, as M may be as large as a float can be.
 __device__ __forceinline__ uint32_t pack_bfloat16([[maybe_unused]] float first,
                                                   [[maybe_unused]] float second) {
   uint32_t pair = 0;

@@ -77,8 +77,14 @@ __device__ __forceinline__ void plan_next_pass(const Bucket& bucket, const Matri
 
 // At least so many blocks are resident. Those of 2. should be there when 1. ends, but none may
 // spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kBlocksAtHighestRank = 1;
+#else
+constexpr int kBlocksAtHighestRank = 2;
+#endif
 template <int R, typename F>
 constexpr int kBlocksPerProcessor = sizeof(F) == 8 ? 1
+                                    : R > 16       ? kBlocksAtHighestRank
                                     : R > 8        ? 2
                                                    : 4;
 

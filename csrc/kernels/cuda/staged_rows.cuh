@@ -14,8 +14,8 @@ constexpr int kRowsOfWarp = kWarpSize * int{sizeof(float)} / int{sizeof(F)};
 template <int R, typename F>
 constexpr int kStagedElements = kRowsOfWarp<F> * R * (kWarpSize + 1) / kWarpSize;
 
-// A warp's rows of a tile on their way through shared memory: to global memory neighbouring lanes
-// access neighbouring elements, where a lane per row would touch a line per lane.
+// A warp's rows of a tile on their way through shared memory: to global memory neighboring lanes
+// access neighboring elements, where a lane per row would touch a line per lane.
 template <int R, typename F>
 class StagedRows {
  public:
