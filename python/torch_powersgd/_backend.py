@@ -120,9 +120,9 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
 def compare_options(everyone: list[dict[str, Any]]) -> str:
     """Returns nothing if all ranks' options are equal, else the message of the error.
 
-    "kernels", which comes first among the fields, is the version of the core: from the same sums,
-    it gives every rank the same P^ and Q, to the bit. The CPU's instruction set and the release of
-    torch need not be equal, as neither changes these bits.
+    "kernels", which comes first among the fields, is the version of the core and, in ``attach``,
+    the kind of device: from the same sums, it gives every rank the same P^ and Q, to the bit. The
+    CPU's instruction set and the release of torch need not be equal, as neither changes these bits.
     """
     for rank, fields in enumerate(everyone):
         for name, value in fields.items():
@@ -133,7 +133,7 @@ def compare_options(everyone: list[dict[str, Any]]) -> str:
                 return (
                     "the kernels of a powersgd group must be the same on all ranks: kernels is "
                     f"{first!r} on rank 0 and {value!r} on rank {rank}. Use one version of "
-                    "torch_powersgd and one type of device"
+                    "torch_powersgd and one kind of device"
                 )
             return (
                 f"the options of a powersgd group must be equal on all ranks: {name} is "

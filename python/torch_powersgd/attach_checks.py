@@ -40,7 +40,7 @@ class Proposal:
 
     def plain(self) -> dict[str, Any]:
         """Returns the arguments in JSON types."""
-        devices = sorted({gradient.device.type for gradient in self.gradients.values()})
+        devices = sorted({_kind_of(gradient.device) for gradient in self.gradients.values()})
         kernels = f"{' and '.join(devices)} {_C.kernels_version}"
         gradients = [
             f"{name!r} {dtype_name(gradient.dtype)} {list(gradient.shape)}"
@@ -48,6 +48,18 @@ class Proposal:
         ]
         options = {"kernels": kernels, **self.options._plain()}
         return {"options": options, "gradients": gradients, "place": self.place}
+
+
+def _kind_of(device: torch.device) -> str:
+    """The type of the device and, of a GPU, its compute capability.
+
+    That chooses among instructions for the same sums, such as those of tensor cores in double, and
+    so decides the bits that all processes must have alike.
+    """
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"cuda sm_{major}{minor}"
 
 
 def agree(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from support.synthetic import (
     to_numpy,
 )
 from torch_powersgd import _C
+from torch_powersgd.attach_checks import Proposal
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
 OTHER = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=1, random_seed=3)
@@ -113,6 +115,19 @@ def test_refusals_say_why_on_every_rank_and_change_nothing(kind: str, parts: lis
         for part in parts:
             assert part in message, message
         assert unharmed
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", "cpu"), ("cuda:1", "cuda sm_86")])
+def test_gpus_of_another_compute_capability_have_other_kernels(
+    device: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    gradient: Any = SimpleNamespace(
+        device=torch.device(device), dtype=torch.float32, shape=torch.Size([2, 3])
+    )
+    backend: Any = None
+    proposal = Proposal(backend, tp.Options(), {"weight": gradient}, {})
+    assert proposal.plain()["options"]["kernels"] == f"{kind} {_C.kernels_version}"
 
 
 def _two_models(rank: int, how: str) -> tuple[list[tuple[Arrays, Arrays]], list[int]]:
