@@ -8,11 +8,11 @@ namespace powersgd::kernels::cuda {
 
 // The rows that a warp has in shared memory at a time, one per lane or, in double, per other lane.
 template <typename F>
-constexpr int kRowsOfWarp = kWarpSize * int{sizeof(float)} / int{sizeof(F)};
+constexpr int kRowsAtATime = kWarpSize * int{sizeof(float)} / int{sizeof(F)};
 
 // A gap follows every kWarpSize elements, so that the lanes find their rows in different banks.
 template <int R, typename F>
-constexpr int kStagedElements = kRowsOfWarp<F> * R * (kWarpSize + 1) / kWarpSize;
+constexpr int kStagedElements = kRowsAtATime<F> * R * (kWarpSize + 1) / kWarpSize;
 
 // A warp's rows of a tile on their way through shared memory: to global memory neighboring lanes
 // access neighboring elements, where a lane per row would touch a line per lane.
@@ -24,11 +24,11 @@ class StagedRows {
       : offset_(static_cast<int>(reinterpret_cast<unsigned char*>(staged) - shared_memory()) +
                 warp_id() * kStagedElements<R, F> * static_cast<int>(sizeof(F))),
         rank_(static_cast<int>(rank)),
-        begin_(tile.row_begin + warp_id() * kRowsOfWarp<F>),
+        begin_(tile.row_begin + warp_id() * kRowsAtATime<F>),
         end_(tile.row_end) {}
 
   __device__ bool left() const { return begin_ < end_; }
-  __device__ void next() { begin_ += kWarps * kRowsOfWarp<F>; }
+  __device__ void next() { begin_ += kWarps * kRowsAtATime<F>; }
 
   // The lane's own row, if it has one.
   __device__ bool has_own() const { return lane_id() < count(); }
@@ -62,7 +62,7 @@ class StagedRows {
 
  private:
   __device__ int count() const {
-    return end_ - begin_ < kRowsOfWarp<F> ? static_cast<int>(end_ - begin_) : kRowsOfWarp<F>;
+    return end_ - begin_ < kRowsAtATime<F> ? static_cast<int>(end_ - begin_) : kRowsAtATime<F>;
   }
   // Computed anew, so that the compiler sees that it points to shared memory.
   __device__ F* staged() const { return reinterpret_cast<F*>(shared_memory() + offset_); }
