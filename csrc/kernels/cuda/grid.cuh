@@ -34,8 +34,8 @@ __device__ __forceinline__ bool is_last_to_arrive(uint64_t* counter, uint64_t al
   if (threadIdx.x == 0) {
     __threadfence();
     last = increment(counter, arrivals) + arrivals == all;
-    if (last) *counter = 0;
     __threadfence();
+    if (last) *counter = 0;
   }
   return __syncthreads_or(last) != 0;
 }
