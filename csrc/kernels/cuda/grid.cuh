@@ -35,7 +35,7 @@ __device__ __forceinline__ bool is_last_to_arrive(uint64_t* counter, uint64_t al
     __threadfence();
     last = increment(counter, arrivals) + arrivals == all;
     __threadfence();
-    if (last) *counter = 0;
+    if (last) atomicExch(reinterpret_cast<unsigned long long*>(counter), 0ull);
   }
   return __syncthreads_or(last) != 0;
 }

@@ -112,6 +112,9 @@ T simt_update(T* address, const Update& update) {
 inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
   return simt_update(address, [&](unsigned long long old) { return old + value; });
 }
+inline unsigned long long atomicExch(unsigned long long* address, unsigned long long value) {
+  return simt_update(address, [&](unsigned long long) { return value; });
+}
 inline unsigned long long atomicMax(unsigned long long* address, unsigned long long value) {
   return simt_update(address, [&](unsigned long long old) { return value > old ? value : old; });
 }
