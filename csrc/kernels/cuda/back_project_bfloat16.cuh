@@ -43,6 +43,7 @@ class BackProjectInBfloat16 {
 
   // Adds up q. `load_first` was called.
   __device__ __forceinline__ void run() { whole_ ? add_up<true>() : add_up<false>(); }
+
   // Adds the sums of the groups, and writes q.
   template <typename Write>
   __device__ __forceinline__ void finish(const Write& write) {

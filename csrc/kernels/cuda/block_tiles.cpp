@@ -168,13 +168,13 @@ class Builder {
   }
 
   // The first tile of a strip also writes its columns of q_warm, and needs the sums of squares.
-  // Above rank 8 a tile begins with much to copy, and its block takes 64 rows at a time.
+  // With Q in shared memory a tile begins with much to copy.
   void add_reconstruct() {
     for (size_t i = 0; i < matrices_.size(); ++i) add_q_checks(static_cast<int32_t>(i));
     add_raw(kReconstructTiles);
-    const bool low_rank = largest_rank_ <= 8;
-    const int64_t rows =
-        round_up(target_elements(low_rank ? 4096 : 2048, 8192, 32768) / kStrip, low_rank ? 32 : 64);
+    const bool low_rank = largest_rank_ <= kMostRanksInRegisters;
+    const int64_t rows = round_up(target_elements(low_rank ? 4096 : 2048, 8192, 32768) / kStrip,
+                                  low_rank ? 32 : kRowsOfBlock);
     int64_t check = 0;
     for (size_t i = 0; i < matrices_.size(); ++i) {
       const Matrix& matrix = matrices_[i];

@@ -60,6 +60,11 @@ POWERSGD_HOST_DEVICE constexpr int project_rows_per_warp(int64_t largest_rank, b
   return largest_rank <= 4 && !is_double ? 8 : 4;
 }
 
+// reconstruct holds so many ranks of Q in registers. At higher ranks Q is in shared memory, and a
+// block takes so many rows at a time.
+constexpr int kMostRanksInRegisters = 8;
+constexpr int kRowsOfBlock = 64;
+
 // The rows of a tile of orthogonalize. A matrix of high rank takes the plain way, and so is one
 // tile. Every block adds up the results of all tiles of its matrix, so there are only so many.
 POWERSGD_HOST_DEVICE inline int64_t orthogonalize_rows(int64_t rows, int64_t rank) {

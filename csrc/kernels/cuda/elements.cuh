@@ -71,6 +71,12 @@ __device__ __forceinline__ void with_dtype(DType dtype, const Body& body) {
 __device__ __forceinline__ bool is_finite(float value) { return fabsf(value) <= FLT_MAX; }
 __device__ __forceinline__ bool is_finite(double value) { return fabs(value) <= DBL_MAX; }
 
+template <typename F>
+__device__ __forceinline__ void replace_non_finite(F (&value)[4]) {
+  POWERSGD_UNROLL
+  for (int j = 0; j < 4; ++j) value[j] = is_finite(value[j]) ? value[j] : F{0};
+}
+
 // The largest finite value of a storage type. memory is kept within it, because an infinity would
 // stay there.
 template <typename Storage>
@@ -119,7 +125,7 @@ __device__ __forceinline__ T* global(T* pointer) {
 }
 
 // Elements that this kernel or the next one needs again soon are accessed with kReuse, so that they
-// stay in the caches.
+// stay in the caches. Those in shared memory are accessed with kShared.
 enum class Access { kShared, kReuse, kNonTemporal };
 
 template <Access kAccess, typename Vector>

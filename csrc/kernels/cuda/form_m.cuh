@@ -89,12 +89,6 @@ struct StoredElements {
   }
 };
 
-template <typename F>
-__device__ __forceinline__ void replace_non_finite(F (&value)[4]) {
-  POWERSGD_UNROLL
-  for (int j = 0; j < 4; ++j) value[j] = is_finite(value[j]) ? value[j] : F{0};
-}
-
 // One instruction an element: 0 times what is not finite is NaN.
 template <typename F>
 __device__ __forceinline__ bool are_finite(const F (&values)[kLoadedRows][4]) {

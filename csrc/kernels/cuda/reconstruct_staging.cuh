@@ -8,17 +8,14 @@
 
 namespace powersgd::kernels::cuda {
 
-constexpr int kMostRanksInRegisters = 8;  // of Q, which at higher ranks is in shared memory
-constexpr int kAnyRank = 0;               // with_rank's R for ranks above 32
-constexpr size_t kTicketBytes = 16;       // of shared memory, in front of all else
+constexpr int kAnyRank = 0;          // with_rank's R for ranks above 32
+constexpr size_t kTicketBytes = 16;  // of shared memory, in front of all else
 static_assert(sizeof(Ticket) <= kTicketBytes);
 
 template <int R>
 constexpr bool kIsLowRank = R != kAnyRank && R <= kMostRanksInRegisters;
 
-// Rows that a warp takes at a time above rank 8, and those of a block.
-constexpr int kRowsOfWarp = 8;
-constexpr int kRowsOfBlock = kWarps * kRowsOfWarp;
+constexpr int kRowsOfWarp = kRowsOfBlock / kWarps;
 // Ranks and rows of p_hat in shared memory at a time. At any rank, the rows are those whose sums
 // are in registers, as these wait for the other ranks.
 template <int R, typename F>

@@ -14,9 +14,7 @@ constexpr int kStagedRows = 256;  // of p_hat, in shared memory at a time
 // Memory is finite. Without it M is the gradient.
 template <typename F>
 __device__ __forceinline__ void keep_finite(F (&m)[4], bool is_gradient) {
-  if (!is_gradient) return;
-  POWERSGD_UNROLL
-  for (int j = 0; j < 4; ++j) m[j] = is_finite(m[j]) ? m[j] : F{0};
+  if (is_gradient) replace_non_finite(m);
 }
 
 // Where a tile's M lies: in memory or, without error feedback, in the gradient.

@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
-#include <cuda_bf16.h>
-
-#include <algorithm>
 #include <cmath>
 
-#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/elements.cuh"
 #include "support/simt/simt.h"
 
 // In place of csrc/kernels/cuda/mma.cuh: the same instructions, with the roundings of a GPU.
@@ -19,9 +16,8 @@ inline Status takes_bfloat16_products(const Bucket& bucket, bool* takes) {
 
 inline uint32_t pack_bfloat16(float first, float second) {
   const auto bits = [](float value) {
-    constexpr float kLargest = 3.38953139e38f;
-    const float finite = std::isnan(value) ? value : std::clamp(value, -kLargest, kLargest);
-    return uint32_t{__bfloat16_as_ushort(__float2bfloat16_rn(finite))};
+    const float limit = largest<uint16_t>(DType::kBFloat16);
+    return uint32_t{float_to_bfloat16(std::isnan(value) ? value : clamp_to(value, limit))};
   };
   return bits(first) | bits(second) << 16;
 }
