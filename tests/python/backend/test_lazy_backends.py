@@ -153,10 +153,10 @@ def test_a_group_of_some_ranks(make: Callable[..., Any], inner: int) -> None:
 
 def _timeouts(rank: int) -> None:
     contexts = _Contexts()
-    ranks.init_group("cpu:powersgd", ALWAYS, op_timeout=31)
-    world().set_timeout(timedelta(seconds=32))
+    ranks.init_group("cpu:powersgd", ALWAYS, op_timeout=61)
+    world().set_timeout(timedelta(seconds=62))
     _compress(rank)
-    assert contexts.timeouts == [timedelta(seconds=seconds) for seconds in (31, 32, 32)]
+    assert contexts.timeouts == [timedelta(seconds=seconds) for seconds in (61, 62, 62)]
 
 
 def test_channels_connect_within_the_groups_timeout() -> None:

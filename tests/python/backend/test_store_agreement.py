@@ -85,8 +85,9 @@ def _never_comes(rank: int) -> str:
     """Rank 2 of the job, which is rank 1 of a group, neither calls attach nor anything else."""
     _hurry()
     store, raised = ranks.side_store(), ""
-    group = dist.new_group([0, 2], backend="cpu:powersgd", timeout=timedelta(seconds=3))
+    group = dist.new_group([0, 2], backend="cpu:powersgd")
     if rank == 0:
+        group.set_timeout(timedelta(seconds=3))
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
             tp.attach(make_ddp(SHAPES, process_group=group))
         raised = str(caught.value)

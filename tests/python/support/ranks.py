@@ -172,8 +172,15 @@ _place: tuple[int, int, str]  # rank, world size and the path of the store, in a
 _groups_made = 0
 
 
-def init_group(backend: str | None, options: Any = None, op_timeout: float = 60) -> None:
-    """Makes the default process group of a rank, once more after destroy_process_group."""
+# Seconds that the ranks have to start a group. A processor that others share needs some.
+_TO_START = 60
+
+
+def init_group(backend: str | None, options: Any = None, op_timeout: float = _TO_START) -> None:
+    """Makes the default process group of a rank, once more after destroy_process_group.
+
+    A short ``op_timeout`` holds for what the group does, and not for the start.
+    """
     import torch.distributed as dist
 
     import torch_powersgd  # noqa: F401 - registers the backend
@@ -187,8 +194,10 @@ def init_group(backend: str | None, options: Any = None, op_timeout: float = 60)
         rank=rank,
         world_size=world_size,
         pg_options=options,
-        timeout=timedelta(seconds=op_timeout),
+        timeout=timedelta(seconds=max(op_timeout, _TO_START)),
     )
+    if op_timeout < _TO_START:
+        dist.group.WORLD.set_timeout(timedelta(seconds=op_timeout))
 
 
 def side_store() -> Any:
