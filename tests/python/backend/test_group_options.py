@@ -24,7 +24,7 @@ def _text_of(value: object) -> str:
 
 def _error_of_init(rank: int, options: list[Any]) -> str:
     try:
-        ranks.init_group("cpu:powersgd", options[rank], op_timeout=20)
+        ranks.init_group("cpu:powersgd", options[rank])
     except ValueError as error:
         return str(error)
     return ""
