@@ -268,11 +268,12 @@ def test_processes_that_call_of_different_compressions_are_told_so() -> None:
 
 def _alone(rank: int, method: str) -> tuple[str, list[str]]:
     """Calls a method on rank 0 alone. Returns its error and its warnings."""
+    _ddp, compression = make_compressed(SHAPES, OPTIONS)
+    state = compression.state_dict()
+    # From here on, as a rank that is only a little late would be named above.
     store_agreement.PATIENCE = timedelta(seconds=0.2)
     store_agreement.INTERVAL = timedelta(seconds=0.1)
     records = LogRecords(logging.WARNING)
-    _ddp, compression = make_compressed(SHAPES, OPTIONS)
-    state = compression.state_dict()
     arguments = (state,) if method == "load_state_dict" else ()
     store = ranks.side_store()
     if rank == 1:
