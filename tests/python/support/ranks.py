@@ -184,6 +184,7 @@ def init_group(backend: str | None, options: Any = None, op_timeout: float = _TO
     import torch.distributed as dist
 
     import torch_powersgd  # noqa: F401 - registers the backend
+    from support.groups import world
 
     global _groups_made
     _groups_made += 1
@@ -197,7 +198,7 @@ def init_group(backend: str | None, options: Any = None, op_timeout: float = _TO
         timeout=timedelta(seconds=max(op_timeout, _TO_START)),
     )
     if op_timeout < _TO_START:
-        dist.group.WORLD.set_timeout(timedelta(seconds=op_timeout))
+        world().set_timeout(timedelta(seconds=op_timeout))
 
 
 def side_store() -> Any:
