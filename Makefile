@@ -61,7 +61,7 @@ test-cpp: env | system-packages  ## GoogleTest
 	ctest --test-dir build/cpp --parallel $(JOBS) --output-on-failure
 
 test-python: tools  ## pytest
-	$(PYTHON) -m pytest tests/python
+	$(PYTHON) -m pytest tests/python -n $(JOBS)
 
 test-long: tools  ## the tests that take more than ten seconds each
 	@$(PIP) 'torch-powersgd[test-long]'

@@ -29,9 +29,9 @@ if ! "$python" -c 'import torch, rich, pytest, hypothesis' 2>/dev/null; then
     exit 0
   fi
 fi
-# Tests skip without this. An environment that is kept may lack it.
-"$python" -c 'import expecttest' 2>/dev/null ||
-  "$python" -m pip --disable-pip-version-check install --quiet expecttest || true
+# An environment that is kept may lack these. Tests skip without expecttest.
+"$python" -c 'import expecttest, xdist' 2>/dev/null ||
+  "$python" -m pip --disable-pip-version-check install --quiet expecttest pytest-xdist
 "$python" -c 'import torch; assert torch.version.cuda, f"{torch.__version__} has no CUDA"'
 
 CUDA_HOME=$(.ci/cuda_home)
@@ -58,7 +58,7 @@ CHECK
 
 # The folders that depend on torch, without the tests that take long and do not.
 cd tests/python
-"$python" -m pytest -q backend training torch_features hostile other_suites \
-  tools/test_advise_command.py \
+"$python" -m pytest -q -n "${JOBS:-2}" \
+  backend training torch_features hostile other_suites tools/test_advise_command.py \
   --ignore=backend/test_threads.py --ignore=backend/test_replicas.py \
   --ignore=torch_features/test_elastic.py
