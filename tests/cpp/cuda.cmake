@@ -18,21 +18,21 @@ if(POWERSGD_boost_context)
     list(APPEND simt_sources "${source}")
   endforeach()
   # Tests of headers that kernels include.
-  add_library(powersgd_simt_device_tests OBJECT support/simt/test_tensor_cores.cpp)
+  add_library(powersgd_simt_device_tests OBJECT kernels/cuda/test_tensor_cores.cpp)
   target_link_libraries(powersgd_simt_device_tests PRIVATE powersgd_kernel_test)
-  add_library(powersgd_simt STATIC ${simt_sources} "${cuda_host}" support/simt/grid.cpp
-              support/simt/simt.cpp support/simt/races.cpp)
+  add_library(powersgd_simt STATIC ${simt_sources} "${cuda_host}" simt/grid.cpp
+              simt/simt.cpp simt/races.cpp)
   foreach(target powersgd_simt powersgd_simt_device_tests)
-    target_include_directories(${target} BEFORE PRIVATE support/simt/include)  # CUDA's headers
+    target_include_directories(${target} BEFORE PRIVATE simt/include)  # CUDA's headers
     target_compile_options(${target} PRIVATE -Wno-unknown-pragmas)  # unroll
   endforeach()
   set(simt_filter "")
   if(checks_threads)
     # The threads to check are those of CUDA, see races.h. The runtime is none of their code.
     set_source_files_properties(
-      support/simt/grid.cpp support/simt/simt.cpp support/simt/races.cpp
+      simt/grid.cpp simt/simt.cpp simt/races.cpp
       PROPERTIES COMPILE_OPTIONS "-fno-sanitize=thread;-DPOWERSGD_CHECK_RACES")
-    target_sources(powersgd_simt_device_tests PRIVATE support/simt/test_races.cpp)
+    target_sources(powersgd_simt_device_tests PRIVATE simt/test_races.cpp)
     foreach(target powersgd_simt powersgd_simt_device_tests)
       target_compile_options(${target} PRIVATE --param=tsan-distinguish-volatile=1
                              -g1)  # reports name lines
@@ -49,11 +49,11 @@ if(POWERSGD_boost_context)
   endif()
   target_link_libraries(powersgd_simt PUBLIC powersgd_options "${POWERSGD_boost_context}")
   powersgd_test(kernels_simt SOURCES $<TARGET_OBJECTS:powersgd_kernel_tests>
-                $<TARGET_OBJECTS:powersgd_simt_device_tests> support/simt/test_simt.cpp
-                support/simt/test_launches.cpp
-                support/simt_runners.cpp
+                $<TARGET_OBJECTS:powersgd_simt_device_tests> simt/test_simt.cpp
+                kernels/cuda/test_launches.cpp
+                kernels/runners/simt_runners.cpp
                 LIBRARIES powersgd_kernel_test powersgd_simt FILTER ${simt_filter})
-  target_include_directories(kernels_simt BEFORE PRIVATE support/simt/include)
+  target_include_directories(kernels_simt BEFORE PRIVATE simt/include)
 else()
   message(WARNING "libboost-context-dev is not installed: the CUDA kernels are not tested")
 endif()

@@ -2,9 +2,8 @@
 #
 # The tests of the layers without torch: the plan and the kernels.
 
-add_library(powersgd_kernel_test STATIC support/dtypes.cpp support/kernel_test.cpp
-            support/packet_reference.cpp support/packet_test.cpp support/reference.cpp
-            support/test_bucket.cpp support/test_packets.cpp)
+file(GLOB kernel_fixtures CONFIGURE_DEPENDS kernels/fixtures/*.cpp)
+add_library(powersgd_kernel_test STATIC ${kernel_fixtures})
 target_link_libraries(powersgd_kernel_test PUBLIC powersgd_options GTest::gtest)
 
 file(GLOB kernel_tests CONFIGURE_DEPENDS kernels/test_*.cpp kernels/shared/test_*.cpp)  # any runner
@@ -18,7 +17,7 @@ if(NOT checks_threads)
   file(GLOB plan_tests CONFIGURE_DEPENDS plan/test_*.cpp)
   powersgd_test(plan SOURCES ${plan_tests} LIBRARIES powersgd_core)
   powersgd_test(kernels SOURCES $<TARGET_OBJECTS:powersgd_kernel_tests> ${cpu_kernel_tests}
-                support/cpu_runners.cpp
+                kernels/runners/cpu_runners.cpp
                 LIBRARIES powersgd_kernel_test powersgd_core)
 endif()
 

@@ -14,9 +14,9 @@
 #include "powersgd/scope_override.h"
 #include "powersgd/stats.h"
 
+#include "ranks/thread_ranks.h"
 #include "support/hook_defaults.h"
 #include "support/recording_backend.h"
-#include "support/thread_ranks.h"
 
 namespace powersgd {
 namespace {

@@ -10,10 +10,10 @@
 
 #include "powersgd/backend.h"
 #include "powersgd/stats.h"
+#include "ranks/ready_channels.h"
+#include "ranks/two_equal_ranks.h"
 #include "support/hook_defaults.h"
-#include "support/ready_channels.h"
 #include "support/recording_backend.h"
-#include "support/two_equal_ranks.h"
 
 namespace powersgd {
 namespace {

@@ -11,15 +11,15 @@
 #include <vector>
 
 #include "engine/thread_engine.h"
+#include "fake_device/fake_device.h"
 #include "powersgd/backend.h"
 #include "powersgd/bucket_reducer.h"
 #include "powersgd/stats.h"
+#include "ranks/ready_channels.h"
+#include "ranks/thread_ranks.h"
+#include "ranks/two_equal_ranks.h"
 #include "support/errors.h"
-#include "support/fake_device.h"
 #include "support/hook_defaults.h"
-#include "support/ready_channels.h"
-#include "support/two_equal_ranks.h"
-#include "support/two_threads.h"
 
 namespace powersgd {
 namespace {

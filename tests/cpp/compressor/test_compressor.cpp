@@ -7,8 +7,8 @@
 
 #include "powersgd/compressor.h"
 #include "powersgd/packets.h"
+#include "ranks/one_rank.h"
 #include "support/hook_defaults.h"
-#include "support/one_rank.h"
 
 namespace powersgd {
 namespace {

@@ -6,8 +6,8 @@
 
 #include <limits>
 
+#include "ranks/one_rank.h"
 #include "support/hook_defaults.h"
-#include "support/one_rank.h"
 
 namespace powersgd {
 namespace {

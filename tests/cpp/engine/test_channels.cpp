@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "engine/thread_engine.h"
+#include "ranks/two_equal_ranks.h"
 #include "support/errors.h"
 #include "support/recording_backend.h"
-#include "support/two_equal_ranks.h"
 
 namespace powersgd {
 namespace {

@@ -18,11 +18,10 @@
 #include "engine/stream_engine.h"
 #include "engine/thread_engine.h"
 #include "engine/work.h"
+#include "fake_device/fake_device.h"
+#include "ranks/thread_ranks.h"
+#include "ranks/two_equal_ranks.h"
 #include "support/errors.h"
-#include "support/fake_device.h"
-#include "support/thread_ranks.h"
-#include "support/two_equal_ranks.h"
-#include "support/two_threads.h"
 
 namespace powersgd {
 namespace {

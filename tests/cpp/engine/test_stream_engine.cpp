@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The engine on a device (support/fake_device.h) that runs enqueued operations in any order that
-// streams and events admit. An order that the engine fails to set shows as a wrong number.
+// The engine on a device (fake_device/fake_device.h) that runs enqueued operations in any order
+// that streams and events admit. An order that the engine fails to set shows as a wrong number.
 #include "engine/stream_engine.h"
 
 #include <ATen/ATen.h>
@@ -15,9 +15,9 @@
 #include <thread>
 #include <vector>
 
-#include "support/affine_job.h"
-#include "support/fake_device.h"
-#include "support/two_equal_ranks.h"
+#include "engine/affine_job.h"
+#include "fake_device/fake_device.h"
+#include "ranks/two_equal_ranks.h"
 
 namespace powersgd {
 namespace {

@@ -10,13 +10,13 @@
 #include <utility>
 #include <vector>
 
+#include "engine/affine_job.h"
+#include "engine/pipeline.h"
 #include "engine/stream_engine.h"
 #include "engine/work.h"
-#include "support/affine_job.h"
+#include "fake_device/fake_device.h"
+#include "ranks/two_equal_ranks.h"
 #include "support/errors.h"
-#include "support/fake_device.h"
-#include "support/pipeline.h"
-#include "support/two_equal_ranks.h"
 
 namespace powersgd {
 namespace {

@@ -10,11 +10,11 @@
 #include <thread>
 #include <vector>
 
+#include "engine/affine_job.h"
 #include "engine/thread_engine.h"
-#include "support/affine_job.h"
-#include "support/fake_device.h"
-#include "support/thread_ranks.h"
-#include "support/two_equal_ranks.h"
+#include "fake_device/fake_device.h"
+#include "ranks/thread_ranks.h"
+#include "ranks/two_equal_ranks.h"
 
 namespace powersgd {
 namespace {

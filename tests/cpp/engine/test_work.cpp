@@ -16,9 +16,9 @@
 #include <utility>
 #include <vector>
 
+#include "fake_device/fake_device.h"
 #include "support/backward.h"
 #include "support/errors.h"
-#include "support/fake_device.h"
 
 namespace powersgd {
 namespace {

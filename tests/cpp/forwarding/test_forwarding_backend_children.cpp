@@ -6,8 +6,8 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "powersgd/forwarding_backend.h"
+#include "ranks/thread_ranks.h"
 #include "support/recording_backend.h"
-#include "support/thread_ranks.h"
 
 namespace powersgd {
 namespace {

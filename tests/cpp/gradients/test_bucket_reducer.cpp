@@ -5,8 +5,8 @@
 
 #include "powersgd/bucket_reducer.h"
 #include "powersgd/stats.h"
+#include "ranks/thread_ranks.h"
 #include "support/hook_defaults.h"
-#include "support/thread_ranks.h"
 
 namespace powersgd {
 namespace {

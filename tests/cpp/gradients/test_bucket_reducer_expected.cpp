@@ -4,8 +4,8 @@
 #include <gtest/gtest.h>
 
 #include "powersgd/bucket_reducer.h"
+#include "ranks/thread_ranks.h"
 #include "support/hook_defaults.h"
-#include "support/thread_ranks.h"
 
 namespace powersgd {
 namespace {

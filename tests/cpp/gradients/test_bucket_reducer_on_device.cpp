@@ -12,12 +12,12 @@
 #include <tuple>
 #include <vector>
 
+#include "fake_device/fake_device.h"
+#include "gradients/device_outcomes.h"
+#include "gradients/session_of_equal_ranks.h"
 #include "powersgd/bucket_reducer.h"
 #include "powersgd/stats.h"
-#include "support/device_outcomes.h"
-#include "support/fake_device.h"
 #include "support/hook_defaults.h"
-#include "support/session_of_equal_ranks.h"
 
 namespace powersgd {
 namespace {

@@ -6,9 +6,9 @@
 #include <memory>
 #include <vector>
 
+#include "fake_device/fake_device.h"
 #include "gradients/capture_watch.h"
-#include "support/fake_device.h"
-#include "support/session_of_equal_ranks.h"
+#include "gradients/session_of_equal_ranks.h"
 
 namespace powersgd {
 namespace {

@@ -12,15 +12,15 @@
 #include <vector>
 
 #include "engine/stream_engine.h"
+#include "fake_device/fake_device.h"
 #include "gradients/compressed_step.h"
+#include "gradients/device_outcomes.h"
 #include "gradients/flat_tensors.h"
+#include "gradients/session_of_equal_ranks.h"
 #include "powersgd/stats.h"
-#include "support/device_outcomes.h"
-#include "support/fake_device.h"
+#include "ranks/one_rank.h"
+#include "ranks/two_equal_ranks.h"
 #include "support/hook_defaults.h"
-#include "support/one_rank.h"
-#include "support/session_of_equal_ranks.h"
-#include "support/two_equal_ranks.h"
 
 namespace powersgd {
 namespace {

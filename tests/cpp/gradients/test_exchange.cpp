@@ -18,9 +18,9 @@
 #include "compressor/bucket_payload.h"
 #include "engine/backend_channel.h"
 #include "gradients/compressed_step.h"
+#include "ranks/one_rank.h"
+#include "ranks/thread_ranks.h"
 #include "support/hook_defaults.h"
-#include "support/one_rank.h"
-#include "support/thread_ranks.h"
 
 namespace powersgd {
 namespace {

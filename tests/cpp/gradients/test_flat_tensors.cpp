@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
+#include "gradients/session_of_equal_ranks.h"
 #include "powersgd/scope_override.h"
 #include "support/backward.h"
 #include "support/errors.h"
 #include "support/hook_defaults.h"
-#include "support/session_of_equal_ranks.h"
 
 namespace powersgd {
 namespace {

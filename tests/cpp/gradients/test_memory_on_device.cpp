@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
+#include "fake_device/fake_device.h"
 #include "gradients/flat_tensors.h"
+#include "gradients/session_of_equal_ranks.h"
 #include "powersgd/bucket_reducer.h"
-#include "support/fake_device.h"
 #include "support/hook_defaults.h"
-#include "support/session_of_equal_ranks.h"
 
 namespace powersgd {
 namespace {

@@ -6,9 +6,9 @@
 
 #include "powersgd/session.h"
 #include "powersgd/stats.h"
+#include "ranks/thread_ranks.h"
 #include "support/errors.h"
 #include "support/hook_defaults.h"
-#include "support/thread_ranks.h"
 
 namespace powersgd {
 namespace {

@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
+#include "gradients/session_of_equal_ranks.h"
 #include "powersgd/scope_override.h"
+#include "ranks/one_rank.h"
 #include "support/errors.h"
 #include "support/hook_defaults.h"
-#include "support/one_rank.h"
-#include "support/session_of_equal_ranks.h"
 
 namespace powersgd {
 namespace {

@@ -11,13 +11,13 @@
 #include <tuple>
 #include <vector>
 
+#include "fake_device/fake_device.h"
 #include "gradients/compressed_step.h"
+#include "gradients/session_of_equal_ranks.h"
 #include "powersgd/bucket_reducer.h"
 #include "powersgd/stats.h"
-#include "support/fake_device.h"
+#include "ranks/one_rank.h"
 #include "support/hook_defaults.h"
-#include "support/one_rank.h"
-#include "support/session_of_equal_ranks.h"
 
 namespace powersgd {
 namespace {

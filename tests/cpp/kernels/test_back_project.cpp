@@ -4,9 +4,9 @@
 #include <cmath>
 #include <limits>
 
-#include "support/dtypes.h"
-#include "support/kernel_test.h"
-#include "support/reference.h"
+#include "kernels/fixtures/dtypes.h"
+#include "kernels/fixtures/kernel_test.h"
+#include "kernels/fixtures/reference.h"
 
 namespace powersgd::test {
 namespace {
@@ -15,7 +15,7 @@ class BackProject : public KernelTest {
  protected:
   double roundoff() const { return unit_roundoff(bucket_.spec.factor_dtype()); }
 
-  void expect_q(const TestBucket& bucket, const DeviceMatrix& matrix, const Values& m) const {
+  void expect_q(const DeviceBucket& bucket, const DeviceMatrix& matrix, const Values& m) const {
     const BucketSpec& spec = bucket.spec;
     expect_close(bucket.q_of(matrix),
                  reference_q(matrix.part, spec.operand(m), spec.operand(matrix.p_hat->get())),
@@ -42,7 +42,7 @@ TEST_P(BackProject, WritesPayloadAndLocalCopyAlike) {
 TEST_P(BackProject, WithoutErrorFeedbackReadsTheGradient) {
   BucketSpec spec = GetParam().spec;
   spec.error_feedback = false;
-  TestBucket bucket(*runner_, spec);
+  DeviceBucket bucket(*runner_, spec);
   randomize(bucket, 3);
   Values gradient = bucket.gradient->get();
   for (size_t i = 0; i < gradient.size(); i += 97) {
@@ -74,7 +74,7 @@ TEST_P(BackProject, SkippedStepSendsZeros) {
 TEST_P(BackProject, MatrixOutOfUseSendsZeros) {
   BucketSpec spec = GetParam().spec;
   spec.tells_use = true;
-  TestBucket bucket(*runner_, spec);
+  DeviceBucket bucket(*runner_, spec);
   const size_t count = bucket.matrices.size();
   for (size_t idle = 0; idle <= count; ++idle) {
     randomize(bucket, 6);
@@ -116,7 +116,7 @@ TEST(BackProjectOfManyRows, MatchesTheReference) {
   spec.bfloat16_products = !run_cpu_kernels();
   for (const RunnerFactory& factory : stage_runners()) {
     const auto runner = factory.make();
-    TestBucket bucket(*runner, spec);
+    DeviceBucket bucket(*runner, spec);
     randomize(bucket, 1);
     bucket.run(Stage::kBackProject);
     const DeviceMatrix& matrix = bucket.matrices.front();

@@ -4,9 +4,9 @@
 #include <cmath>
 #include <limits>
 
-#include "support/dtypes.h"
-#include "support/kernel_test.h"
-#include "support/reference.h"
+#include "kernels/fixtures/dtypes.h"
+#include "kernels/fixtures/kernel_test.h"
+#include "kernels/fixtures/reference.h"
 
 namespace powersgd::test {
 namespace {
@@ -121,7 +121,7 @@ class Orthogonalize : public ::testing::TestWithParam<OrthogonalizeCase> {
   // orthonormal to what such a sum may lose, and columns in float to 1e-5, a hundred roundoffs.
   const double allowed_ =
       GetParam().dtype == DType::kFloat64 ? kSumTolerance * unit_roundoff(DType::kFloat64) : 1e-5;
-  TestBucket bucket_;
+  DeviceBucket bucket_;
 };
 
 TEST_P(Orthogonalize, RandomColumns) {
@@ -322,7 +322,7 @@ TEST_P(Orthogonalize, TheSkipOfTheLastStepIsOverwritten) {
 TEST_P(Orthogonalize, MatrixOutOfUseKeepsItsColumns) {
   BucketSpec telling = spec();
   telling.tells_use = true;
-  TestBucket bucket(*runner_, telling);
+  DeviceBucket bucket(*runner_, telling);
   randomize(bucket, 21);
   const Values before = bucket.matrices[1].p_hat->get();
   Values payload = random_values(bucket.bucket.p_numel, 22);

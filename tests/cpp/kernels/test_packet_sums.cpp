@@ -8,9 +8,9 @@
 #include <limits>
 #include <vector>
 
-#include "support/dtypes.h"
-#include "support/packet_reference.h"
-#include "support/packet_test.h"
+#include "kernels/fixtures/dtypes.h"
+#include "kernels/fixtures/packet_reference.h"
+#include "kernels/fixtures/packet_test.h"
 
 namespace powersgd::test {
 namespace {

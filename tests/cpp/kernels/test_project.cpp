@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "support/dtypes.h"
-#include "support/kernel_test.h"
-#include "support/reference.h"
+#include "kernels/fixtures/dtypes.h"
+#include "kernels/fixtures/kernel_test.h"
+#include "kernels/fixtures/reference.h"
 
 namespace powersgd::test {
 namespace {
@@ -78,8 +78,8 @@ class Project : public KernelTest {
 
   // Raw segments travel exactly: the factor dtype holds every value of the gradient dtype.
   void check_raw(const DeviceRaw& raw, const Values& gradient) {
-    const Values sent = TestBucket::slice(bucket_.p_payload->get(), raw.p_offset, raw.numel);
-    const Values expected = TestBucket::slice(gradient, raw.gradient_offset, raw.numel);
+    const Values sent = DeviceBucket::slice(bucket_.p_payload->get(), raw.p_offset, raw.numel);
+    const Values expected = DeviceBucket::slice(gradient, raw.gradient_offset, raw.numel);
     for (size_t i = 0; i < sent.size(); ++i) {
       if (!std::isfinite(expected[i])) continue;
       ASSERT_EQ(sent[i], expected[i]);
@@ -237,7 +237,7 @@ TEST_P(Project, ASumThatTheProductBringsBackIsNotSaturated) {
 TEST_P(Project, WithoutErrorFeedback) {
   BucketSpec spec = GetParam().spec;
   spec.error_feedback = false;
-  TestBucket bucket(*runner_, spec);
+  DeviceBucket bucket(*runner_, spec);
   randomize(bucket, 7);
   for (const double value : {1.0, kNaN}) {
     Values gradient = bucket.gradient->get();
@@ -260,7 +260,7 @@ TEST_P(Project, WithoutErrorFeedback) {
 class ProjectUse : public KernelTest {
  protected:
   // The uses that project tells of a bucket whose gradient is zero in every other matrix.
-  Values uses_after_project(TestBucket& bucket) {
+  Values uses_after_project(DeviceBucket& bucket) {
     randomize(bucket, 8);
     Values gradient = bucket.gradient->get();
     for (size_t i = 0; i < bucket.matrices.size(); i += 2) {
@@ -286,7 +286,7 @@ TEST_P(ProjectUse, IsThatOfTheCallerWhateverTheGradientHolds) {
   BucketSpec spec = telling();
   for (const bool error_feedback : {true, false}) {
     spec.error_feedback = error_feedback;
-    TestBucket bucket(*runner_, spec);
+    DeviceBucket bucket(*runner_, spec);
     const size_t count = bucket.matrices.size();
     EXPECT_EQ(uses_after_project(bucket), Values(count, 1));
     for (size_t unused = 0; unused < count; ++unused) {

@@ -5,9 +5,9 @@
 #include <limits>
 #include <tuple>
 
-#include "support/dtypes.h"
-#include "support/kernel_test.h"
-#include "support/reference.h"
+#include "kernels/fixtures/dtypes.h"
+#include "kernels/fixtures/kernel_test.h"
+#include "kernels/fixtures/reference.h"
 
 namespace powersgd::test {
 namespace {
@@ -91,11 +91,11 @@ TEST_P(Reconstruct, MatchesTheReference) {
     }
     const Values payload = bucket_.p_payload->get();
     for (const DeviceRaw& raw : bucket_.raws) {
-      Values expected = TestBucket::slice(payload, raw.p_offset, raw.numel);
+      Values expected = DeviceBucket::slice(payload, raw.p_offset, raw.numel);
       for (double& value : expected) value *= scale;
       Values magnitude = expected;
       for (double& value : magnitude) value = std::fabs(value);
-      expect_gradient(TestBucket::slice(bucket_.gradient->get(), raw.gradient_offset, raw.numel),
+      expect_gradient(DeviceBucket::slice(bucket_.gradient->get(), raw.gradient_offset, raw.numel),
                       {expected, magnitude}, 3);
     }
   }
@@ -109,12 +109,12 @@ TEST_P(Reconstruct, WarmStartHasUnitRows) {
     const Values q = bucket_.q_of(matrix);
     const Values q_warm = matrix.q_warm->get();
     for (int64_t k = 0; k < matrix.part.rank; ++k) {
-      Values expected = TestBucket::slice(q, k * matrix.part.cols, matrix.part.cols);
+      Values expected = DeviceBucket::slice(q, k * matrix.part.cols, matrix.part.cols);
       const double length = norm(expected);
       for (double& value : expected) value /= length;
       Values magnitude = expected;
       for (double& value : magnitude) value = std::fabs(value);
-      expect_close(TestBucket::slice(q_warm, k * matrix.part.cols, matrix.part.cols),
+      expect_close(DeviceBucket::slice(q_warm, k * matrix.part.cols, matrix.part.cols),
                    {expected, magnitude}, 4 * roundoff());
     }
   }
@@ -129,7 +129,7 @@ TEST_P(Reconstruct, NormsAreThoseOfTheRowsOfQ) {
     const Values norms = matrix.q_norms->get();
     ASSERT_EQ(static_cast<int64_t>(norms.size()), matrix.part.rank);
     for (int64_t k = 0; k < matrix.part.rank; ++k) {
-      const double expected = norm(TestBucket::slice(q, k * matrix.part.cols, matrix.part.cols));
+      const double expected = norm(DeviceBucket::slice(q, k * matrix.part.cols, matrix.part.cols));
       EXPECT_NEAR(norms[static_cast<size_t>(k)], expected, 1e-13 * expected);
     }
   }
@@ -164,7 +164,7 @@ TEST_P(Reconstruct, LeavesMemoryAndLocalFactorsAlone) {
 TEST_P(Reconstruct, MatrixOutOfUseGetsZerosAndKeepsItsResidual) {
   BucketSpec spec = GetParam().spec;
   spec.tells_use = true;
-  TestBucket bucket(*runner_, spec);
+  DeviceBucket bucket(*runner_, spec);
   for (size_t idle = 0; idle < bucket.matrices.size(); ++idle) {
     randomize(bucket, 10);
     bucket.bucket.warm_start_noise = 0.25;
@@ -220,7 +220,7 @@ TEST_P(Reconstruct, BucketsShareTheCountOfSkippedSteps) {
     bool first, second;
     uint64_t expected;
   };
-  TestBucket second(*runner_, GetParam().spec);
+  DeviceBucket second(*runner_, GetParam().spec);
   randomize_step(9);
   randomize(second, 9);
   SharedStepCounts shared(*runner_);
@@ -228,7 +228,7 @@ TEST_P(Reconstruct, BucketsShareTheCountOfSkippedSteps) {
        {Skip{0, true, true, 1}, Skip{1, false, true, 2}, Skip{2, false, false, 2},
         Skip{3, true, false, 3}, Skip{7, true, true, 4}}) {
     for (auto& [bucket, skipped] :
-         {std::pair<TestBucket&, bool>{bucket_, skip.first}, {second, skip.second}}) {
+         {std::pair<DeviceBucket&, bool>{bucket_, skip.first}, {second, skip.second}}) {
       bucket.bucket.step_counts = shared.data();
       bucket.set_step(skip.step);
       bucket.set_skipped(skipped);
@@ -243,7 +243,7 @@ TEST_P(Reconstruct, BucketsShareTheCountOfSkippedSteps) {
 TEST_P(Reconstruct, SkipsWithoutErrorFeedback) {
   BucketSpec spec = GetParam().spec;
   spec.error_feedback = false;
-  TestBucket bucket(*runner_, spec);
+  DeviceBucket bucket(*runner_, spec);
   randomize(bucket, 8);
   bucket.set_skipped(true);
   bucket.run(Stage::kReconstruct);

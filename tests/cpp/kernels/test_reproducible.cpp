@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "support/kernel_test.h"
+#include "kernels/fixtures/kernel_test.h"
 
 namespace powersgd::test {
 namespace {
@@ -35,7 +35,7 @@ std::vector<BucketSpec> specs() {
 std::vector<uint8_t> run_all_stages(const RunnerFactory& factory, const BucketSpec& spec,
                                     bool deficient) {
   const std::unique_ptr<StageRunner> runner = factory.make();
-  TestBucket bucket(*runner, spec);
+  DeviceBucket bucket(*runner, spec);
   if (deficient)
     bucket.gradient->set(Values(bucket.gradient->get().size(), 1));
   else
@@ -71,7 +71,7 @@ TEST(Reproducible, AnyNumberOfThreadsWhereColumnsAreDead) {
 std::vector<uint8_t> run_shared_stages(const RunnerFactory& factory, const BucketSpec& spec,
                                        bool ill_conditioned) {
   const std::unique_ptr<StageRunner> runner = factory.make();
-  TestBucket bucket(*runner, spec);
+  DeviceBucket bucket(*runner, spec);
   randomize(bucket, 2);
   Values p = random_values(bucket.bucket.p_numel, 3);
   for (size_t i = 0; ill_conditioned && i < p.size(); i += 2) p[i] *= 1e-6;

@@ -8,9 +8,9 @@
 #include <limits>
 #include <memory>
 
-#include "support/dtypes.h"
-#include "support/kernel_test.h"
-#include "support/reference.h"
+#include "kernels/fixtures/dtypes.h"
+#include "kernels/fixtures/kernel_test.h"
+#include "kernels/fixtures/reference.h"
 
 namespace powersgd::test {
 namespace {
@@ -22,7 +22,7 @@ class World {
   World(const RunnerFactory& factory, int size, const BucketSpec& spec) {
     for (int rank = 0; rank < size; ++rank) {
       runners_.push_back(factory.make());
-      ranks.push_back(std::make_unique<TestBucket>(*runners_.back(), spec));
+      ranks.push_back(std::make_unique<DeviceBucket>(*runners_.back(), spec));
       ranks.back()->bucket.output_scale = 1.0 / size;
       ranks.back()->run(Stage::kRandomStart);
     }
@@ -34,10 +34,10 @@ class World {
       ranks[i]->gradient->set(gradients[i]);
       ranks[i]->run(Stage::kProject);
     }
-    all_reduce(&TestBucket::p_payload);
+    all_reduce(&DeviceBucket::p_payload);
     for (auto& rank : ranks) rank->run(Stage::kOrthogonalize);
     for (auto& rank : ranks) rank->run(Stage::kBackProject);
-    all_reduce(&TestBucket::q_payload);
+    all_reduce(&DeviceBucket::q_payload);
     for (auto& rank : ranks) {
       rank->run(Stage::kReconstruct);
       ++rank->bucket.step;
@@ -62,10 +62,10 @@ class World {
     return mean;
   }
 
-  std::vector<std::unique_ptr<TestBucket>> ranks;
+  std::vector<std::unique_ptr<DeviceBucket>> ranks;
 
  private:
-  void all_reduce(std::unique_ptr<DeviceArray> TestBucket::* payload) {
+  void all_reduce(std::unique_ptr<DeviceArray> DeviceBucket::* payload) {
     Values sum = (*ranks[0].*payload).get()->get();
     for (size_t i = 1; i < ranks.size(); ++i) {
       const Values other = (*ranks[i].*payload).get()->get();
@@ -94,9 +94,9 @@ double distance(Values a, const Values& b) {
 
 // The outputs and the factors that must agree are the same on all ranks.
 void expect_agreement(const World& world) {
-  const TestBucket& first = *world.ranks[0];
+  const DeviceBucket& first = *world.ranks[0];
   for (size_t rank = 1; rank < world.ranks.size(); ++rank) {
-    const TestBucket& other = *world.ranks[rank];
+    const DeviceBucket& other = *world.ranks[rank];
     ASSERT_EQ(other.gradient->bytes(), first.gradient->bytes());
     for (size_t i = 0; i < first.matrices.size(); ++i) {
       ASSERT_EQ(other.matrices[i].p_hat->bytes(), first.matrices[i].p_hat->bytes());
@@ -286,7 +286,7 @@ TEST_P(Step, AReplayedStepIsTheNextOne) {
   // A rank above the gradient's makes dead columns, whose numbers depend on the step.
   const BucketSpec spec{{{24, 40, 3}}};
   World eager(GetParam(), 1, spec), replayed(GetParam(), 1, spec);
-  TestBucket& bucket = *replayed.ranks[0];
+  DeviceBucket& bucket = *replayed.ranks[0];
   for (uint64_t step = 0; step < 6; ++step) {
     const double scale = step < 3 ? 1 : 4;
     Values g =

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <utility>
+#include <vector>
+
+#include "kernels/runners/stage_runner.h"
+
+namespace powersgd::test {
+
+// Compares the results of a device in different orders of its streams. All orders give the same
+// bits. They are the host's if the device runs the CPU's kernels. Other kernels round otherwise.
+class DeviceOutcomes {
+ public:
+  // `tolerance` holds for other kernels, relative to the largest element of a tensor.
+  DeviceOutcomes(std::vector<at::Tensor> of_host, double tolerance)
+      : of_host_(std::move(of_host)), tolerance_(tolerance) {
+    if (run_cpu_kernels()) of_first_order_ = of_host_;
+  }
+
+  void expect_same(const std::vector<at::Tensor>& outcome) {
+    ASSERT_EQ(outcome.size(), of_host_.size());
+    if (of_first_order_.empty()) of_first_order_ = outcome;
+    for (size_t i = 0; i < outcome.size(); ++i) {
+      EXPECT_TRUE(at::allclose(outcome[i], of_first_order_[i], 0, 0, /*equal_nan=*/true))
+          << "tensor " << i;
+      const at::Tensor& host = of_host_[i];
+      const double largest = host.nan_to_num().abs().max().item<double>();
+      EXPECT_TRUE(at::allclose(outcome[i], host, 0, tolerance_ * largest, /*equal_nan=*/true))
+          << "tensor " << i << " is off by "
+          << (outcome[i] - host).nan_to_num().abs().max().item<double>() << " of " << largest;
+    }
+  }
+
+ private:
+  const std::vector<at::Tensor> of_host_;
+  const double tolerance_;
+  std::vector<at::Tensor> of_first_order_;
+};
+
+}  // namespace powersgd::test
