@@ -11,20 +11,22 @@
 #include <vector>
 
 #include "engine/affine_job.h"
+#include "engine/jobs.h"
 #include "engine/stream_engine.h"
 #include "fake_device/fake_device.h"
 #include "ranks/two_equal_ranks.h"
 
-// Passes of jobs that a stream engine runs on the fake device.
+// Jobs that a stream engine runs on the fake device.
 namespace powersgd::test {
 
 using Names = std::vector<std::string>;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 constexpr unsigned kOrders = 200;
 
 struct Group {
   c10::intrusive_ptr<StreamBackend> backend = c10::make_intrusive<StreamBackend>();
   StreamEngine engine{0, backend};
+
+  WorkPtr submit(Job job) { return test::submit(engine, std::move(job), fake_device::device(0)); }
 };
 
 // Calls body(group) with a new group for each of many orders in which the device may run.
@@ -71,7 +73,6 @@ class Pass {
   }
 
   const std::vector<WorkPtr>& works() const { return works_; }
-  AffineJob& job(size_t i) { return *jobs_[i]; }
 
  private:
   std::vector<std::unique_ptr<AffineJob>> jobs_;
@@ -79,19 +80,15 @@ class Pass {
 };
 
 // A job whose parts note when the device runs them.
-inline Job noted(std::string name, Names& ran, bool more_follow = true) {
+inline Job noted(const std::string& name, Names& ran, bool more_follow = true) {
   const auto note = [&ran](const std::string& what) {
-    fake_device::enqueue(fake_device::device(0), [&ran, what] { ran.push_back(what); });
+    return [&ran, what](Channel&) {
+      fake_device::enqueue(fake_device::device(0), [&ran, what] { ran.push_back(what); });
+    };
   };
-  Job job;
-  job.first = [=](Channel&) { note("project " + name); };
-  job.second = [=](Channel&) { note("orthogonalize " + name); };
+  Job job = job_of(note("project " + name), note("orthogonalize " + name));
   job.more_follow = more_follow;
   return job;
-}
-
-inline WorkPtr submit_job(Engine& engine, Job job) {
-  return engine.submit({}, std::move(job), fake_device::device(0), c10d::kUnsetTimeout);
 }
 
 inline bool is_before(const Names& ran, const std::string& one, const std::string& other) {

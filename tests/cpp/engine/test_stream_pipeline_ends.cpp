@@ -10,12 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/affine_job.h"
 #include "engine/pipeline.h"
-#include "engine/stream_engine.h"
 #include "engine/work.h"
-#include "fake_device/fake_device.h"
-#include "ranks/two_equal_ranks.h"
 #include "support/errors.h"
 
 namespace powersgd {
@@ -132,11 +128,10 @@ TEST(StreamPipelineEnds, AFailedFirstPartLeavesTheJobBeforeItAlone) {
     AffineJob good(fake::device(0));
     good.fill(1);
     const auto before = good.submit(group.engine, /*more_follow=*/true);
-    Job job;
-    job.first = [](Channel&) { throw std::runtime_error("bad"); };
-    job.second = [](Channel&) { FAIL() << "ran after a failure"; };
+    Job job = test::job_of([](Channel&) { throw std::runtime_error("bad"); },
+                           [](Channel&) { FAIL() << "ran after a failure"; });
     job.more_follow = true;
-    const auto bad = test::submit_job(group.engine, std::move(job));
+    const auto bad = group.submit(std::move(job));
     EXPECT_EQ(test::error_of([&] { bad->wait(); }), "bad");
     EXPECT_FALSE(bad->isSuccess());
     before->wait();
@@ -148,10 +143,9 @@ TEST(StreamPipelineEnds, AFailedFirstPartLeavesTheJobBeforeItAlone) {
 
 TEST(StreamPipelineEnds, AFailedSecondPartIsItsOwnWorksAndTheNextJobRuns) {
   in_many_orders([](Group& group) {
-    Job job;
-    job.second = [](Channel&) { throw std::runtime_error("bad"); };
+    Job job = test::job_of([](Channel&) { throw std::runtime_error("bad"); });
     job.more_follow = true;
-    const auto bad = test::submit_job(group.engine, std::move(job));
+    const auto bad = group.submit(std::move(job));
     AffineJob good(fake::device(0));
     good.fill(1);
     const auto after = good.submit(group.engine);
