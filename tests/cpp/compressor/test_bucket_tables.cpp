@@ -19,8 +19,7 @@ using Wire = std::optional<WireDType>;
 // Returns the field of a bucket with one matrix.
 bool has_bfloat16_products(const Wire& wire, at::ScalarType gradient_type = at::kFloat,
                            bool error_feedback = true) {
-  Options options = test::hook_defaults();
-  options.wire_dtype = wire;
+  Options options = test::compressing(1, wire);
   options.use_error_feedback = error_feedback;
   const BucketSpec spec{plan_bucket({{{40, 24}, {}}}, options), options, gradient_type, at::kCPU,
                         Ranks{}};

@@ -6,7 +6,6 @@
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "forwarding/recorded_group.h"
-#include "ranks/thread_ranks.h"
 
 namespace powersgd {
 namespace {
@@ -15,7 +14,6 @@ using c10d::Backend;
 using test::kAccelerator;
 using test::kCpu;
 using test::RecordingBackend;
-using test::ThreadBackend;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 struct OtherOptions : Backend::Options {
@@ -126,33 +124,6 @@ TEST_F(ChildrenTest, MergeAndShrinkAskEveryInner) {
   direct.shrink(excluded, 4, nullptr);
   EXPECT_EQ(accel_->calls.back(), direct.calls.back());
   EXPECT_EQ(accel_->child_options.back().get(), nullptr);
-}
-
-// Over ThreadBackend, whose split reads the global ranks of its own options, as Gloo's does. The
-// groups work: two of one parent, and one of a child.
-TEST(SplitThreads, GroupsOfGroups) {
-  test::run_ranks(4, [](int rank, const c10::intrusive_ptr<ThreadBackend>& inner) {
-    const auto world = c10::make_intrusive<ForwardingBackend>(rank, 4, Inners{{kCpu, inner}});
-    const auto sum_over = [&](const BackendPtr& group) {
-      std::vector<at::Tensor> tensors{at::full({3}, rank + 1.0)};
-      group->allreduce(tensors)->wait();
-      return tensors[0][0].item<double>();
-    };
-    const StorePtr store = c10::make_intrusive<c10d::HashStore>();
-    const std::vector<int> pair = rank < 2 ? std::vector<int>{0, 1} : std::vector<int>{2, 3};
-    const auto half = world->split(store, pair, world->getBackendOptions());
-    ASSERT_TRUE(half);
-    EXPECT_EQ(half->getRank(), rank % 2);
-    EXPECT_EQ(sum_over(half), rank < 2 ? 3 : 7);
-
-    const std::vector<int> all{0, 1, 2, 3};
-    const auto whole =
-        world->split(c10::make_intrusive<c10d::HashStore>(), all, world->getBackendOptions());
-    EXPECT_EQ(sum_over(whole), 10);
-    const auto single = half->split(store, {0}, half->getBackendOptions());
-    EXPECT_EQ(static_cast<bool>(single), rank % 2 == 0);
-    EXPECT_EQ(sum_over(world), 10);
-  });
 }
 
 }  // namespace

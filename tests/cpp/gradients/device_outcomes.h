@@ -4,12 +4,26 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <functional>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "fake_device/fake_device.h"
 #include "kernels/runners/stage_runner.h"
 
 namespace powersgd::test {
+
+// Calls body() for many orders in which the device may run what its streams and events admit. A few
+// do for kernels other than the CPU's, which are operations of a stream like these.
+inline void in_any_order(fake_device::Host host, const std::function<void()>& body) {
+  const unsigned orders = run_cpu_kernels() ? 12 : 2;
+  for (unsigned seed = 0; seed < orders; ++seed) {
+    SCOPED_TRACE("order " + std::to_string(seed));
+    fake_device::reset(seed, host);
+    body();
+  }
+}
 
 // Compares the results of a device in different orders of its streams. All orders give the same
 // bits. They are the host's if the device runs the CPU's kernels. Other kernels round otherwise.

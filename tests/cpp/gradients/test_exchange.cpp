@@ -4,7 +4,6 @@
 #include "gradients/exchange.h"
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -21,6 +20,7 @@
 #include "ranks/one_rank.h"
 #include "ranks/thread_ranks.h"
 #include "support/hook_defaults.h"
+#include "support/random.h"
 
 namespace powersgd {
 namespace {
@@ -39,13 +39,6 @@ at::Tensor raw_part(const BucketPlan& plan, const at::Tensor& gradient) {
   return at::cat(parts);
 }
 
-Options on_wire(WireDType wire) {
-  Options options = test::hook_defaults();
-  options.matrix_approximation_rank = 3;
-  options.wire_dtype = wire;
-  return options;
-}
-
 // One rank of a group, with its residuals.
 class Rank {
  public:
@@ -61,8 +54,7 @@ class Rank {
   }
 
   at::Tensor gradient_of(int rank, uint64_t step) const {
-    auto generator = at::detail::createCPUGenerator(1000 * step + static_cast<uint64_t>(rank));
-    return at::randn({plan.gradient_numel}, generator).to(type_);
+    return test::random(1000 * step + static_cast<uint64_t>(rank), {plan.gradient_numel}).to(type_);
   }
   at::Tensor mean_gradient(uint64_t step) const {
     at::Tensor sum = at::zeros({plan.gradient_numel}, at::kDouble);
@@ -109,7 +101,8 @@ class Exchange : public testing::TestWithParam<Case> {
   static void run(const std::function<void(Rank&, test::ThreadBackend&)>& fn) {
     test::run_ranks(size(), [&](int rank, const c10::intrusive_ptr<test::ThreadBackend>& backend) {
       const auto [dtype, type] = std::get<0>(GetParam());
-      Rank self(on_wire(dtype), type, {rank, size(), std::get<2>(GetParam())}, *backend);
+      Rank self(test::compressing(3, dtype), type, {rank, size(), std::get<2>(GetParam())},
+                *backend);
       fn(self, *backend);
     });
   }
@@ -213,23 +206,6 @@ INSTANTIATE_TEST_SUITE_P(
                      testing::Values(2, 3, 4, 9),
                      testing::Values(Schedule::kOneShot, Schedule::kTwoShot)),
     name_of);
-
-TEST(Schedule, FollowsFromTheSize) {
-  const auto schedule = [](int32_t ranks, int64_t bytes) {
-    return choose_schedule({0, ranks}, bytes);
-  };
-  for (const int64_t bytes : {int64_t{64}, int64_t{1} << 40}) {
-    EXPECT_EQ(schedule(1, bytes), Schedule::kOneShot);
-    EXPECT_EQ(schedule(2, bytes), Schedule::kOneShot);
-  }
-  // W ranks send (W - 1) (W - 2) / W times the bytes more one-shot, at most 65536 bytes.
-  EXPECT_EQ(schedule(3, 98304), Schedule::kOneShot);
-  EXPECT_EQ(schedule(3, 98304 + 64), Schedule::kTwoShot);
-  EXPECT_EQ(schedule(8, 12480), Schedule::kOneShot);
-  EXPECT_EQ(schedule(8, 12544), Schedule::kTwoShot);
-  EXPECT_EQ(schedule(1024, 64), Schedule::kOneShot);
-  EXPECT_EQ(schedule(1024, 128), Schedule::kTwoShot);
-}
 
 }  // namespace
 }  // namespace powersgd

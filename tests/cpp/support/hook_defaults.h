@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <optional>
+
 #include "powersgd/options.h"
 
 namespace powersgd::test {
@@ -12,6 +14,15 @@ inline Options hook_defaults() {
   options.matrix_approximation_rank = 1;
   options.start_powerSGD_iter = 1000;
   options.wire_dtype.reset();
+  return options;
+}
+
+// The same with another rank, on any wire and from the first step on.
+inline Options compressing(int64_t rank, std::optional<WireDType> wire = {}) {
+  Options options = hook_defaults();
+  options.matrix_approximation_rank = rank;
+  options.start_powerSGD_iter = 0;
+  options.wire_dtype = wire;
   return options;
 }
 
