@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <limits>
 #include <memory>
 #include <vector>
 
@@ -14,9 +13,6 @@
 
 namespace powersgd::test {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 class Packets : public PacketTest {
  protected:
@@ -96,15 +92,17 @@ TEST_P(Packets, TiesGoToEven) {
   DevicePackets rank(*runner_, spec(), {});
   if (spec().wire != WireDType::kInt8 && spec().wire != WireDType::kInt4) return;
   const double most = spec().wire == WireDType::kInt8 ? 127 : 7;
+  Values values(static_cast<size_t>(rank.numel()));
   for_each_group(rank, [&](const PacketGroup& group) {
-    Values values(static_cast<size_t>(rank.numel()));
     values[group.elements[0]] = -4 * most;
     for (size_t i = 1; i < group.elements.size(); ++i) {
       values[group.elements[i]] = 4 * (std::fmod(static_cast<double>(i), most) - 0.5);
     }
-    rank.set_payload(values);
-    rank.run(PacketStage::kQuantize);
-    const Values sent = rank.values_sent();
+  });
+  rank.set_payload(values);
+  rank.run(PacketStage::kQuantize);
+  const Values sent = rank.values_sent();
+  for_each_group(rank, [&](const PacketGroup& group) {
     for (const size_t i : group.elements) {
       EXPECT_EQ(sent[i], 4 * std::nearbyint(values[i] / 4)) << values[i];
     }
@@ -154,7 +152,7 @@ TEST_P(Packets, ScalesTravelAsBFloat16) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Packets, ::testing::ValuesIn(packet_cases()), packet_case_name);
+POWERSGD_INSTANTIATE(Packets, packet_specs());
 
 }  // namespace
 }  // namespace powersgd::test

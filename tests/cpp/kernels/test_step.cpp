@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <limits>
 #include <memory>
 
 #include "kernels/fixtures/dtypes.h"
@@ -85,6 +84,14 @@ int64_t numel_of(const std::vector<Part>& parts) {
 
 void add_scaled(Values& sum, const Values& values, double scale) {
   for (size_t i = 0; i < sum.size(); ++i) sum[i] += scale * values[i];
+}
+
+Values mean_of(const std::vector<Values>& of_ranks) {
+  Values mean(of_ranks[0].size());
+  for (const Values& values : of_ranks) {
+    add_scaled(mean, values, 1 / static_cast<double>(of_ranks.size()));
+  }
+  return mean;
 }
 
 double distance(Values a, const Values& b) {
@@ -170,9 +177,7 @@ TEST_P(Step, GradientOfLowRankComesBackExactly) {
     g.push_back(
         reference_product(factors, random_values(80, 1), random_values(100, 2 + rank)).value);
   }
-  Values mean = g[0];
-  add_scaled(mean, g[1], 1);
-  for (double& value : mean) value /= 2;
+  const Values mean = mean_of(g);
   for (int step = 0; step < 3; ++step) {
     EXPECT_LE(distance(world.step(g), mean), 1e-5 * norm(mean)) << "step " << step;
   }
@@ -198,17 +203,14 @@ TEST_P(Step, LargeGradientComesBack) {
 TEST_P(Step, ConstantGradientConvergesToItself) {
   World world(GetParam(), 2, {{{20, 24, 2}}});
   const std::vector<Values> g = {random_values(480, 1), random_values(480, 2)};
-  Values mean = g[0];
-  add_scaled(mean, g[1], 1);
-  for (double& value : mean) value /= 2;
+  const Values mean = mean_of(g);
   Values sum(480);
   double residual = 0;
   for (int step = 1; step <= 200; ++step) {
     add_scaled(sum, world.step(g), 1);
     if (step == 100) residual = norm(world.mean_residual());
   }
-  for (double& value : sum) value /= 200;
-  EXPECT_LE(distance(sum, mean), 0.1 * norm(mean));
+  EXPECT_LE(distance(scaled(sum, 1.0 / 200), mean), 0.1 * norm(mean));
   EXPECT_LE(norm(world.mean_residual()), 1.5 * residual);
 }
 
@@ -228,7 +230,7 @@ TEST_P(Step, OneBadStepIsAsIfItHadNotBeen) {
     for (uint64_t step = 0; step < 6; ++step) {
       std::vector<Values> g = gradients(2, step);
       if (step == 2) {
-        g[1][in_raw ? 3 : 200] = std::numeric_limits<double>::quiet_NaN();
+        g[1][in_raw ? 3 : 200] = kNaN;
         for (const double value : with.step(g)) ASSERT_TRUE(std::isnan(value));
         continue;
       }
@@ -242,7 +244,7 @@ TEST_P(Step, OneBadStepIsAsIfItHadNotBeen) {
 TEST_P(Step, FirstStepMayBeBad) {
   World world(GetParam(), 2, {kParts});
   std::vector<Values> g = gradients(2, 0);
-  g[0].back() = std::numeric_limits<double>::infinity();
+  g[0].back() = kInfinity;
   world.step(g);
   // In float (0 + G) - G is 0 exactly.
   EXPECT_EQ(norm(world.mean_residual()), 0);
@@ -262,21 +264,17 @@ TEST_P(Step, ZeroGradientGivesZeroAndKeepsQ) {
 TEST_P(Step, LossScaleCarriesOver) {
   for (const bool on_device : {false, true}) {
     World plain(GetParam(), 2, {kParts});
-    World scaled(GetParam(), 2, {kParts});
+    World world(GetParam(), 2, {kParts});
     for (uint64_t step = 0; step < 6; ++step) {
       std::vector<Values> g = gradients(2, step);
       const Values expected = plain.step(g);
       const double scale = step < 2 ? 1 : step < 4 ? 2 : 0.25;
-      for (Values& values : g) {
-        for (double& value : values) value *= scale;
-      }
-      for (auto& rank : scaled.ranks) {
+      for (Values& values : g) values = scaled(values, scale);
+      for (auto& rank : world.ranks) {
         rank->bucket.units = on_device ? 1 : scale;
         if (on_device) rank->put_loss_scale(scale);
       }
-      Values actual = scaled.step(g);
-      for (double& value : actual) value /= scale;
-      EXPECT_EQ(actual, expected) << "step " << step;
+      EXPECT_EQ(scaled(world.step(g), 1 / scale), expected) << "step " << step;
     }
   }
 }
@@ -289,9 +287,9 @@ TEST_P(Step, AReplayedStepIsTheNextOne) {
   DeviceBucket& bucket = *replayed.ranks[0];
   for (uint64_t step = 0; step < 6; ++step) {
     const double scale = step < 3 ? 1 : 4;
-    Values g =
-        reference_product({24, 40, 1}, random_values(24, step), random_values(40, step)).value;
-    for (double& value : g) value *= scale;
+    const Values g = scaled(
+        reference_product({24, 40, 1}, random_values(24, step), random_values(40, step)).value,
+        scale);
     eager.ranks[0]->bucket.units = scale;
     bucket.put_loss_scale(scale);
     bucket.bucket.step = step == 0 ? 0 : kernels::kNextStep;
@@ -302,9 +300,7 @@ TEST_P(Step, AReplayedStepIsTheNextOne) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Step, ::testing::ValuesIn(stage_runners()),
-                         [](const ::testing::TestParamInfo<RunnerFactory>& info) {
-                           return info.param.name;
-                         });
+                         [](const auto& test) { return test.param.name; });
 
 }  // namespace
 }  // namespace powersgd::test

@@ -35,7 +35,6 @@ double reference_noise(uint64_t seed, uint64_t random_id, uint64_t step, int64_t
 class WarmStartNoise : public KernelTest {};
 
 TEST_P(WarmStartNoise, MatchesTheReference) {
-  const double roundoff = unit_roundoff(bucket_.spec.factor_dtype());
   for (const double sigma : {0.05, 3.0}) {
     randomize(bucket_, 1);
     bucket_.q_payload->set(random_values(bucket_.bucket.q_numel, 2));
@@ -57,16 +56,16 @@ TEST_P(WarmStartNoise, MatchesTheReference) {
           expected.value[i] = q[i] / length + noise;
           // The noise is of float, whatever the factors are.
           expected.magnitude[i] = std::fabs(q[i] / length) +
-                                  unit_roundoff(DType::kFloat32) / roundoff * std::fabs(noise);
+                                  unit_roundoff(DType::kFloat32) / roundoff() * std::fabs(noise);
         }
       }
-      expect_close(matrix.q_warm->get(), expected, 4 * roundoff);
+      expect_close(matrix.q_warm->get(), expected, 4 * roundoff());
       ++random_id;
     }
   }
 }
 
-POWERSGD_INSTANTIATE_KERNEL_TEST(WarmStartNoise);
+POWERSGD_INSTANTIATE(WarmStartNoise, bucket_specs());
 
 constexpr double kSigma = 0.2;
 constexpr int64_t kCols = 4096;

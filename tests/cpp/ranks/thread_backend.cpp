@@ -65,26 +65,13 @@ Tensors copies(const Tensors& tensors) {
 }
 
 void accumulate(at::Tensor& sum, const at::Tensor& next, ReduceOp::RedOpType op) {
-  switch (op) {
-    case ReduceOp::SUM:
-    case ReduceOp::AVG:
-      sum.add_(next);
-      return;
-    case ReduceOp::PRODUCT:
-      sum.mul_(next);
-      return;
-    case ReduceOp::MIN:
-      at::minimum_out(sum, sum, next);
-      return;
-    case ReduceOp::MAX:
-      at::maximum_out(sum, sum, next);
-      return;
-    case ReduceOp::BOR:
-      sum.bitwise_or_(next);
-      return;
-    default:
-      TORCH_CHECK(false, "ThreadBackend does not know reduce op ", static_cast<int>(op));
+  if (op == ReduceOp::MAX) {
+    at::maximum_out(sum, sum, next);
+    return;
   }
+  TORCH_CHECK(op == ReduceOp::SUM || op == ReduceOp::AVG, "ThreadBackend does not know reduce op ",
+              static_cast<int>(op));
+  sum.add_(next);
 }
 
 // Returns the reduction of every rank's i-th tensor, in rank order.
@@ -207,16 +194,6 @@ ThreadBackend::WorkPtr ThreadBackend::broadcast(Tensors& tensors,
   });
 }
 
-ThreadBackend::WorkPtr ThreadBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                                const c10d::AllgatherOptions& opts) {
-  TORCH_CHECK(outputs.size() == 1 && inputs.size() == 1, "allgather: one input per rank");
-  TORCH_CHECK(outputs[0].size() == static_cast<size_t>(getSize()), "allgather: one output a rank");
-  return run("allgather", inputs, OpType::ALLGATHER, [&] {
-    const auto all = exchange("allgather", inputs, copies(inputs), opts.timeout);
-    for (size_t rank = 0; rank < all.size(); ++rank) outputs[0][rank].copy_(all[rank][0]);
-  });
-}
-
 ThreadBackend::WorkPtr ThreadBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                       const c10d::AllgatherOptions& opts) {
   TORCH_CHECK(output.is_contiguous() && output.numel() == input.numel() * getSize(),
@@ -245,32 +222,8 @@ ThreadBackend::WorkPtr ThreadBackend::alltoall_base(at::Tensor& output, at::Tens
   });
 }
 
-ThreadBackend::WorkPtr ThreadBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                                           const c10d::ReduceScatterOptions& opts) {
-  TORCH_CHECK(output.is_contiguous() && input.numel() == output.numel() * getSize(),
-              "_reduce_scatter_base: the output has ", output.numel(), " elements");
-  return run("_reduce_scatter_base", {input}, OpType::_REDUCE_SCATTER_BASE, [&] {
-    const auto all = exchange("_reduce_scatter_base", {input}, copies({input}), opts.timeout);
-    const at::Tensor rows = reduction(all, 0, opts.reduceOp).reshape({getSize(), -1});
-    output.copy_(rows[getRank()].view_as(output));
-  });
-}
-
 ThreadBackend::WorkPtr ThreadBackend::barrier(const c10d::BarrierOptions& opts) {
   return run("barrier", {}, OpType::BARRIER, [&] { exchange("barrier", {}, {}, opts.timeout); });
-}
-
-ThreadBackend::WorkPtr ThreadBackend::send(Tensors& tensors, int destination, int tag) {
-  check_dense("send", tensors);
-  return run("send", tensors, OpType::SEND,
-             [&] { group_->send(getRank(), destination, tag, tensors.front().detach().clone()); });
-}
-
-ThreadBackend::WorkPtr ThreadBackend::recv(Tensors& tensors, int source, int tag) {
-  check_dense("recv", tensors);
-  return run("recv", tensors, OpType::RECV, [&] {
-    tensors.front().copy_(group_->receive(source, getRank(), tag, options_->timeout));
-  });
 }
 
 c10::intrusive_ptr<c10d::Backend> ThreadBackend::split(

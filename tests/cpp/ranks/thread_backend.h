@@ -71,19 +71,13 @@ class ThreadBackend : public c10d::Backend {
   WorkPtr allreduce_coalesced(Tensors& tensors,
                               const c10d::AllreduceCoalescedOptions& opts = {}) override;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts = {}) override;
-  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                    const c10d::AllgatherOptions& opts = {}) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& opts = {}) override;
   // Parts of equal size alone.
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,
                         const c10d::AllToAllOptions& opts = {}) override;
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                               const c10d::ReduceScatterOptions& opts = {}) override;
   WorkPtr barrier(const c10d::BarrierOptions& opts = {}) override;
-  WorkPtr send(Tensors& tensors, int destination, int tag) override;
-  WorkPtr recv(Tensors& tensors, int source, int tag) override;
 
  private:
   // Logs the call and runs `body`. An exception becomes the Work's.

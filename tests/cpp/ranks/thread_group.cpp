@@ -66,25 +66,6 @@ std::vector<ThreadGroup::Tensors> ThreadGroup::exchange(int rank, const std::str
   return all;
 }
 
-void ThreadGroup::send(int source, int destination, int tag, at::Tensor tensor) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(failure_.empty(), failure_);
-  mail_[{source, destination, tag}].push_back(std::move(tensor));
-  changed_.notify_all();
-}
-
-at::Tensor ThreadGroup::receive(int source, int destination, int tag,
-                                std::chrono::milliseconds timeout) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  auto& box = mail_[{source, destination, tag}];
-  wait_until(
-      lock, timeout, [&] { return !box.empty(); },
-      [&] { return c10::str("recv on rank ", destination, " from rank ", source, " tag ", tag); });
-  at::Tensor tensor = std::move(box.front());
-  box.pop_front();
-  return tensor;
-}
-
 std::shared_ptr<ThreadGroup> ThreadGroup::subgroup(const std::vector<int>& ranks, int nth) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto& group = subgroups_[{ranks, nth}];

@@ -6,13 +6,11 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -32,10 +30,6 @@ class ThreadGroup {
   // difference, a time-out or a failed group. The first two fail the group.
   std::vector<Tensors> exchange(int rank, const std::string& operation, Tensors tensors,
                                 std::chrono::milliseconds timeout);
-
-  // Sends by a mailbox per (source, destination, tag). `send` returns at once, `receive` waits.
-  void send(int source, int destination, int tag, at::Tensor tensor);
-  at::Tensor receive(int source, int destination, int tag, std::chrono::milliseconds timeout);
 
   // Makes every waiting call, now and later, throw `why`, or the reason of an earlier failure.
   void fail(const std::string& why);
@@ -64,7 +58,6 @@ class ThreadGroup {
   std::string failure_;
   std::vector<int64_t> next_;  // the round that each rank enters next
   std::map<int64_t, Round> rounds_;
-  std::map<std::tuple<int, int, int>, std::deque<at::Tensor>> mail_;
   std::map<std::pair<std::vector<int>, int>, std::shared_ptr<ThreadGroup>> subgroups_;
 };
 

@@ -33,7 +33,7 @@ class LaunchesOfAStep : public testing::TestWithParam<std::tuple<DType, int64_t>
 
 TEST_P(LaunchesOfAStep, AreFour) {
   const auto [gradient, rank] = GetParam();
-  BucketSpec spec{{{700, 300, rank}, Part::raw(9), {40, 17000, 2}, {900, 40, 1}}, gradient};
+  BucketSpec spec{{{70, 300, rank}, Part::raw(9), {4, 17000, 2}, {900, 40, 1}}, gradient};
   spec.residual_dtype = gradient == DType::kFloat64 ? gradient : DType::kFloat32;
   spec.tells_use = true;
   const auto runner = stage_runners().front().make();

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+#include <array>
 #include <thread>
 
 #include "kernels/cpu/targets/stage_table.h"
@@ -7,7 +8,6 @@
 namespace powersgd::test {
 namespace {
 
-using kernels::Bucket;
 using kernels::cpu::Isa;
 
 // Every instruction set of this machine, and a number of threads.
@@ -21,34 +21,17 @@ class CpuRunner : public HostMemoryRunner {
     return kernels::cpu::make_tiles(matrices, raw, factor_dtype);
   }
 
-  void run(Stage stage, const Bucket& bucket) override {
-    const kernels::cpu::ParallelFor parallel_for = on_threads();
-    const kernels::cpu::StageFunctions& stages = kernels::cpu::stages_on(isa_);
-    switch (stage) {
-      case Stage::kRandomStart:
-        return kernels::cpu::random_start(bucket, parallel_for);
-      case Stage::kProject:
-        return stages.project(bucket, parallel_for);
-      case Stage::kOrthogonalize:
-        return stages.orthogonalize(bucket, parallel_for);
-      case Stage::kBackProject:
-        return stages.back_project(bucket, parallel_for);
-      case Stage::kReconstruct:
-        return stages.reconstruct(bucket, parallel_for);
-    }
+  void run(Stage stage, const kernels::Bucket& bucket) override {
+    const kernels::cpu::StageFunctions& on_isa = kernels::cpu::stages_on(isa_);
+    const std::array stages{&kernels::cpu::random_start, on_isa.project, on_isa.orthogonalize,
+                            on_isa.back_project, on_isa.reconstruct};
+    stages[static_cast<size_t>(stage)](bucket, on_threads());
   }
 
   void run(PacketStage stage, const kernels::Packets& packets) override {
-    const kernels::cpu::ParallelFor parallel_for = on_threads();
-    const kernels::cpu::PacketFunctions& functions = kernels::cpu::packets_on(isa_);
-    switch (stage) {
-      case PacketStage::kQuantize:
-        return functions.quantize(packets, parallel_for);
-      case PacketStage::kRequantize:
-        return functions.requantize(packets, parallel_for);
-      case PacketStage::kDequantize:
-        return functions.dequantize(packets, parallel_for);
-    }
+    const kernels::cpu::PacketFunctions& on_isa = kernels::cpu::packets_on(isa_);
+    const std::array stages{on_isa.quantize, on_isa.requantize, on_isa.dequantize};
+    stages[static_cast<size_t>(stage)](packets, on_threads());
   }
 
  private:

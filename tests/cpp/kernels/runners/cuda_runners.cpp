@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/runners/stage_runner.h"
+#include "kernels/runners/cuda_launchers.h"
 
 namespace powersgd::test {
 namespace {
@@ -55,8 +55,10 @@ class CudaRunner : public StageRunner {
     return kernels::cuda::make_tiles(matrices, raw, factor_dtype);
   }
 
-  void run(Stage stage, const kernels::Bucket& bucket) override { launch(stage, bucket); }
-  void run(PacketStage stage, const kernels::Packets& packets) override { launch(stage, packets); }
+  void run(Stage stage, const kernels::Bucket& bucket) override { run_kernel(stage, bucket); }
+  void run(PacketStage stage, const kernels::Packets& packets) override {
+    run_kernel(stage, packets);
+  }
 
  private:
   void copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) const {
@@ -66,37 +68,9 @@ class CudaRunner : public StageRunner {
   }
 
   template <class AnyStage, class Input>
-  void launch(AnyStage stage, const Input& input) const {
-    check(static_cast<cudaError_t>(run_stage(stage, input)));
+  void run_kernel(AnyStage stage, const Input& input) const {
+    check(static_cast<cudaError_t>(launch(stage, input, stream_)));
     if (waits_ == Waits::kForEachStage) check(cudaStreamSynchronize(stream_));
-  }
-
-  kernels::cuda::Status run_stage(Stage stage, const kernels::Bucket& bucket) const {
-    switch (stage) {
-      case Stage::kRandomStart:
-        return kernels::cuda::random_start(bucket, stream_);
-      case Stage::kProject:
-        return kernels::cuda::project(bucket, stream_);
-      case Stage::kOrthogonalize:
-        return kernels::cuda::orthogonalize(bucket, stream_);
-      case Stage::kBackProject:
-        return kernels::cuda::back_project(bucket, stream_);
-      case Stage::kReconstruct:
-        return kernels::cuda::reconstruct(bucket, stream_);
-    }
-    return cudaErrorInvalidValue;
-  }
-
-  kernels::cuda::Status run_stage(PacketStage stage, const kernels::Packets& packets) const {
-    switch (stage) {
-      case PacketStage::kQuantize:
-        return kernels::cuda::quantize(packets, stream_);
-      case PacketStage::kRequantize:
-        return kernels::cuda::requantize(packets, stream_);
-      case PacketStage::kDequantize:
-        return kernels::cuda::dequantize(packets, stream_);
-    }
-    return cudaErrorInvalidValue;
   }
 
   const Waits waits_;

@@ -16,6 +16,7 @@
 
 namespace powersgd::test {
 
+// The runners have tables of the stages in this order.
 enum class Stage { kRandomStart, kProject, kOrthogonalize, kBackProject, kReconstruct };
 enum class PacketStage { kQuantize, kRequantize, kDequantize };
 
