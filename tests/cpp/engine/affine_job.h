@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <algorithm>
@@ -53,6 +54,13 @@ class AffineJob {
     auto seen = std::make_shared<float>(-1.0F);
     fake_device::enqueue(device_, [this, seen] { *seen = x_.back(); });
     return seen;
+  }
+
+  // Lets the device run, and compares what read() gives here.
+  void expect(float value) {
+    const auto seen = read();
+    fake_device::run();
+    EXPECT_EQ(*seen, value);
   }
 
   const at::Tensor& tensor() const { return tensor_; }

@@ -54,7 +54,9 @@ TEST_P(AnyEngine, WhatAPartThrowsIsItsWorksAndTheNextJobRuns) {
     EXPECT_FALSE(bad->isSuccess());
     EXPECT_TRUE(bad->exception());
     EXPECT_EQ(error_of([&] { bad->getFuture()->waitAndThrow(); }), "bad");
-    if (!GetParam()) EXPECT_EQ(error_of([&] { bad->result(); }), "bad");
+    if (!GetParam()) {  // else the result is in the order of the stream
+      EXPECT_EQ(error_of([&] { bad->result(); }), "bad");
+    }
   }
   EXPECT_TRUE(good->wait());
   EXPECT_TRUE(good->isSuccess());

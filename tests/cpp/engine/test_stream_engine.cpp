@@ -74,9 +74,7 @@ TEST(StreamEngine, TheFutureOrdersTheStreamsOfItsUsers) {
     future->addCallback([&](c10::ivalue::Future&) { in_callback = job.read(); });
     fake::use_new_stream(fake::device(0));
     future->wait();
-    const auto seen = job.read();
-    fake::run();
-    EXPECT_EQ(*seen, 6);
+    job.expect(6);
     EXPECT_EQ(*in_callback, 6);
     EXPECT_TRUE(future->value().toTensorVector().front().is_same(job.tensor()));
   });
@@ -89,9 +87,7 @@ TEST(StreamEngine, AWaitOrdersTheStreamOfTheTensorsDeviceWhicheverIsCurrent) {
     fake::set_current_device(fake::device(0));
     job.fill(1);
     job.submit(group.engine)->wait();
-    const auto seen = job.read();
-    fake::run();
-    EXPECT_EQ(*seen, 6);
+    job.expect(6);
   });
 }
 
@@ -103,9 +99,7 @@ TEST(StreamEngine, JobsOfADeviceFollowEachOtherWhateverIsBetweenThem) {
     here.submit(group.engine);
     there.submit(group.engine);
     here.submit(group.engine)->wait();  // nobody has waited for the first
-    const auto seen = here.read();
-    fake::run();
-    EXPECT_EQ(*seen, 4 * 6 + 2);
+    here.expect(4 * 6 + 2);
   });
 }
 

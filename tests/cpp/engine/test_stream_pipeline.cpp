@@ -107,9 +107,7 @@ TEST(StreamPipeline, JobsThatShareAnObjectDoNotOverlap) {
     for (int i = 0; i < 2; ++i) shared.submit(group.engine, /*more_follow=*/true);
     other.submit(group.engine, /*more_follow=*/true);
     shared.submit(group.engine, /*more_follow=*/true)->wait();  // shared with an ended job as well
-    const auto seen = shared.read();
-    fake::run();
-    EXPECT_EQ(*seen, 4 * (4 * 6 + 2) + 2);
+    shared.expect(4 * (4 * 6 + 2) + 2);
     EXPECT_EQ(group.backend->ran, (Names{"1", "1", "1", "2", "1", "2", "1", "1"}));
   });
 }

@@ -45,9 +45,7 @@ TEST(StreamPipelineEnds, WhoeverAsksBeforeTheFlushGetsTheResult) {
       job.fill(1);
       const auto work = job.submit(group.engine, /*more_follow=*/true);
       use(*work);
-      const auto seen = job.read();
-      fake::run();
-      EXPECT_EQ(*seen, 6);
+      job.expect(6);
       EXPECT_TRUE(work->isCompleted());
     });
   }
@@ -70,9 +68,7 @@ TEST(StreamPipelineEnds, AFutureThatWasTakenBeforeTheFlushIsCompletedByIt) {
     EXPECT_TRUE(called);
     ASSERT_TRUE(future->completed());
     future->wait();
-    const auto seen = job.read();
-    fake::run();
-    EXPECT_EQ(*seen, 6);
+    job.expect(6);
   });
 }
 
@@ -103,9 +99,7 @@ TEST(StreamPipelineEnds, TheEndOfTheEngineCompletesWhatWasPutOff) {
     const auto future = static_cast<StreamWork&>(*work).future_without_flush();
     ASSERT_TRUE(future && future->completed());
     work->wait();
-    const auto seen = job.read();
-    fake::run();
-    EXPECT_EQ(*seen, 6);
+    job.expect(6);
   }
 }
 
@@ -135,9 +129,7 @@ TEST(StreamPipelineEnds, AFailedFirstPartLeavesTheJobBeforeItAlone) {
     EXPECT_EQ(test::error_of([&] { bad->wait(); }), "bad");
     EXPECT_FALSE(bad->isSuccess());
     before->wait();
-    const auto seen = good.read();
-    fake::run();
-    EXPECT_EQ(*seen, 6);
+    good.expect(6);
   });
 }
 

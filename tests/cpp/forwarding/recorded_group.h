@@ -17,12 +17,6 @@ constexpr c10::DeviceType kAccelerator = c10::DeviceType::Meta;  // stands for o
 using Recorder = c10::intrusive_ptr<RecordingBackend>;
 using Methods = std::vector<std::string>;
 
-inline Methods methods(const Recorder& recorder) {
-  Methods names;
-  for (const auto& call : recorder->calls) names.push_back(call.method);
-  return names;
-}
-
 // A rank of a group over two inner backends that record their calls. The CPU's comes first, so that
 // it is primary until a device is bound.
 class RecordedGroup : public ::testing::Test {

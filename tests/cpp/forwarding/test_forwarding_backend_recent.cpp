@@ -23,7 +23,7 @@ class RecentTest : public test::RecordedGroup {};
 TEST_F(RecentTest, AbortHooksGoToThePrimaryInner) {
   backend_->registerAbortHook(1, [] {});
   backend_->unregisterAbortHook(1);
-  EXPECT_EQ(methods(cpu_), (Methods{"registerAbortHook", "unregisterAbortHook"}));
+  EXPECT_EQ(cpu_->methods(), (Methods{"registerAbortHook", "unregisterAbortHook"}));
   EXPECT_TRUE(accel_->calls.empty());
 }
 
@@ -33,7 +33,7 @@ TEST_F(RecentTest, CompletionHooksGoToThePrimaryInner) {
   EXPECT_TRUE(backend_->supportsCompletionHooks());
   backend_->registerCompletionHook(2, [](const c10d::CompletionHookArgs&) {});
   backend_->unregisterCompletionHook(2);
-  EXPECT_EQ(methods(cpu_), (Methods{"registerCompletionHook", "unregisterCompletionHook"}));
+  EXPECT_EQ(cpu_->methods(), (Methods{"registerCompletionHook", "unregisterCompletionHook"}));
   EXPECT_TRUE(accel_->calls.empty());
 }
 #endif
@@ -43,7 +43,7 @@ TEST_F(RecentTest, EstimatesAreTheAccelerators) {
   EXPECT_TRUE(backend_->supportsTimeEstimation());
   backend_->startTimeEstimate();
   EXPECT_EQ(backend_->endTimeEstimate(), 2.5F);
-  EXPECT_EQ(methods(accel_), (Methods{"startTimeEstimate", "endTimeEstimate"}));
+  EXPECT_EQ(accel_->methods(), (Methods{"startTimeEstimate", "endTimeEstimate"}));
   EXPECT_TRUE(cpu_->calls.empty());
 }
 #endif
@@ -59,16 +59,16 @@ TEST_F(RecentTest, IsInitializedOnceAllInnersAre) {
 TEST_F(RecentTest, WindowsAreTheAcceleratorsOrTheTensors) {
   EXPECT_TRUE(backend_->supportsWindow());
   EXPECT_TRUE(backend_->new_window(std::nullopt));
-  EXPECT_EQ(methods(accel_), Methods{"new_window"});
+  EXPECT_EQ(accel_->methods(), Methods{"new_window"});
   EXPECT_TRUE(backend_->new_window(at::ones({2})));
-  EXPECT_EQ(methods(cpu_), Methods{"new_window"});
+  EXPECT_EQ(cpu_->methods(), Methods{"new_window"});
 }
 
 TEST_F(RecentTest, LifecycleConcernsEveryInner) {
   backend_->addEphemeralTimeout(std::chrono::milliseconds(5));
   backend_->setBoundDeviceId(c10::Device(kAccelerator, 1));
   for (const auto& inner : {cpu_, accel_}) {
-    EXPECT_EQ(methods(inner), Methods{"addEphemeralTimeout"});
+    EXPECT_EQ(inner->methods(), Methods{"addEphemeralTimeout"});
     EXPECT_EQ(inner->getBoundDeviceId(), c10::Device(kAccelerator, 1));
   }
   EXPECT_EQ(backend_->getBoundDeviceId(), c10::Device(kAccelerator, 1));

@@ -110,9 +110,7 @@ class CapturedSteps : public testing::TestWithParam<std::optional<WireDType>> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Wires, CapturedSteps, testing::Values(std::nullopt, WireDType::kInt8),
-                         [](const auto& wire) {
-                           return wire.param ? to_string(*wire.param) : "as_it_is";
-                         });
+                         [](const auto& wire) { return test::name_of(wire.param); });
 
 TEST_P(CapturedSteps, OfAFlatTensorThatIsNotReducedForLong) {
   expect_that_a_replay_is_a_step([&] {

@@ -189,7 +189,7 @@ TEST_P(Exchange, RunsTheCollectivesOfItsSchedule) {
   });
 }
 
-std::string name_of(const testing::TestParamInfo<Case>& info) {
+std::string name_of_exchange(const testing::TestParamInfo<Case>& info) {
   const auto& [wire, size, schedule] = info.param;
   return to_string(wire.first) + (wire.second == at::kDouble ? "_of_float64_" : "_") +
          std::to_string(size) + (schedule == Schedule::kOneShot ? "_one_shot" : "_two_shot");
@@ -205,7 +205,7 @@ INSTANTIATE_TEST_SUITE_P(
                                      std::pair(WireDType::kInt8, at::kDouble)),
                      testing::Values(2, 3, 4, 9),
                      testing::Values(Schedule::kOneShot, Schedule::kTwoShot)),
-    name_of);
+    name_of_exchange);
 
 }  // namespace
 }  // namespace powersgd

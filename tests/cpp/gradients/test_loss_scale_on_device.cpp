@@ -64,7 +64,7 @@ std::vector<at::Tensor> unscaled_outputs(at::Device device) {
 // another device. A number comes from the host.
 enum class Scaler { kInPlace, kReplaced, kElsewhere, kNumber };
 
-std::string name_of(const testing::TestParamInfo<Scaler>& scaler) {
+std::string name_of_scaler(const testing::TestParamInfo<Scaler>& scaler) {
   static constexpr const char* kNames[] = {"InPlace", "Replaced", "Elsewhere", "Number"};
   return kNames[static_cast<int>(scaler.param)];
 }
@@ -106,7 +106,7 @@ TEST_P(LossScaleOnDevice, TakesResidualsAlongWithoutAWaitOfTheHost) {
 INSTANTIATE_TEST_SUITE_P(Scalers, LossScaleOnDevice,
                          testing::Values(Scaler::kInPlace, Scaler::kReplaced, Scaler::kElsewhere,
                                          Scaler::kNumber),
-                         name_of);
+                         name_of_scaler);
 
 TEST(LossScale, OnTheCpuIsReadWhenTheStepRuns) {
   const std::vector<at::Tensor> expected = unscaled_outputs(at::kCPU);
@@ -172,7 +172,7 @@ TEST_P(ReplayedLossScale, IsThePresentOne) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Scalers, ReplayedLossScale,
-                         testing::Values(Scaler::kInPlace, Scaler::kNumber), name_of);
+                         testing::Values(Scaler::kInPlace, Scaler::kNumber), name_of_scaler);
 
 TEST(LossScale, ABucketThatIsNewCannotBeCaptured) {
   fake::add_operators();

@@ -103,10 +103,10 @@ TEST_P(StepOperators, OfTwoShotAreNone) {
   }
 }
 
-std::string name_of(const testing::TestParamInfo<WireAndScale>& info) {
+std::string name_of_case(const testing::TestParamInfo<WireAndScale>& info) {
   const auto& [wire, scale] = info.param;
   const char* scales[] = {"", "_scale_of_host", "_scale_of_device"};
-  return (wire ? to_string(*wire) : "as_it_is") + scales[static_cast<size_t>(scale)];
+  return test::name_of(wire) + scales[static_cast<size_t>(scale)];
 }
 
 INSTANTIATE_TEST_SUITE_P(Wires, StepOperators,
@@ -114,7 +114,7 @@ INSTANTIATE_TEST_SUITE_P(Wires, StepOperators,
                                                           WireDType::kInt8, WireDType::kInt4),
                                           testing::Values(Scale::kNone, Scale::kOfHost,
                                                           Scale::kOfDevice)),
-                         name_of);
+                         name_of_case);
 
 }  // namespace
 }  // namespace powersgd

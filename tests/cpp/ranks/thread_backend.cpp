@@ -3,8 +3,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
-
 namespace powersgd::test {
 namespace {
 
@@ -92,9 +90,8 @@ void check_dense(const std::string& operation, const Tensors& tensors) {
 
 }  // namespace
 
-ThreadBackend::ThreadBackend(int rank, std::shared_ptr<ThreadGroup> group,
-                             c10::intrusive_ptr<Options> options)
-    : Backend(rank, group->size()), group_(std::move(group)), options_(std::move(options)) {}
+ThreadBackend::ThreadBackend(int rank, std::shared_ptr<ThreadGroup> group)
+    : Backend(rank, group->size()), group_(std::move(group)) {}
 
 std::vector<ThreadBackend::Call> ThreadBackend::calls() const {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -224,29 +221,6 @@ ThreadBackend::WorkPtr ThreadBackend::alltoall_base(at::Tensor& output, at::Tens
 
 ThreadBackend::WorkPtr ThreadBackend::barrier(const c10d::BarrierOptions& opts) {
   return run("barrier", {}, OpType::BARRIER, [&] { exchange("barrier", {}, {}, opts.timeout); });
-}
-
-c10::intrusive_ptr<c10d::Backend> ThreadBackend::split(
-    const c10::intrusive_ptr<c10d::Store>& /*store*/, const std::vector<int>& ranks,
-    const c10::intrusive_ptr<c10d::Backend::Options>& options) {
-  const auto member = std::find(ranks.begin(), ranks.end(), getRank());
-  if (member == ranks.end()) return nullptr;
-  const auto own = c10::dynamic_intrusive_pointer_cast<Options>(options);
-  TORCH_CHECK(own, "split: the options are not a ThreadBackend::Options");
-  std::vector<uint64_t> global_ranks;
-  for (const int rank : ranks) {
-    TORCH_CHECK(static_cast<size_t>(rank) < options_->global_ranks_in_group.size(),
-                "split: the parent's global_ranks_in_group lacks rank ", rank);
-    global_ranks.push_back(options_->global_ranks_in_group[rank]);
-  }
-  own->global_ranks_in_group = std::move(global_ranks);
-  int nth = 0;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    nth = splits_[ranks]++;
-  }
-  return c10::make_intrusive<ThreadBackend>(static_cast<int>(member - ranks.begin()),
-                                            group_->subgroup(ranks, nth), own);
 }
 
 ThreadBackends make_thread_backends(int size) {

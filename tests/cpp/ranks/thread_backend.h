@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -45,8 +44,7 @@ class ThreadBackend : public c10d::Backend {
     at::ScalarType dtype;
   };
 
-  ThreadBackend(int rank, std::shared_ptr<ThreadGroup> group,
-                c10::intrusive_ptr<Options> options = c10::make_intrusive<Options>());
+  ThreadBackend(int rank, std::shared_ptr<ThreadGroup> group);
 
   // All calls so far, in order.
   std::vector<Call> calls() const;
@@ -60,11 +58,6 @@ class ThreadBackend : public c10d::Backend {
   const std::string getBackendName() const override { return "thread"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   void setTimeout(Milliseconds timeout) override { options_->timeout = timeout; }
-  bool supportsSplitting() const override { return true; }
-  // As in Gloo, reads the global ranks from its own options and writes the child's to `options`.
-  c10::intrusive_ptr<c10d::Backend> split(
-      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-      const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
   void abort() override { kill("aborted"); }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts = {}) override;
@@ -90,7 +83,7 @@ class ThreadBackend : public c10d::Backend {
   void check_alive(const std::string& operation);
 
   const std::shared_ptr<ThreadGroup> group_;
-  const c10::intrusive_ptr<Options> options_;
+  const c10::intrusive_ptr<Options> options_ = c10::make_intrusive<Options>();
   std::atomic<bool> in_use_{false};
 
   mutable std::mutex mutex_;  // guards the members below
@@ -98,7 +91,6 @@ class ThreadBackend : public c10d::Backend {
   std::function<void(const Call&)> hook_;
   int64_t allreduces_until_failure_ = -1;  // -1: none injected
   std::string cause_of_death_;             // empty while the rank lives
-  std::map<std::vector<int>, int> splits_;
 };
 
 using ThreadBackends = std::vector<c10::intrusive_ptr<ThreadBackend>>;

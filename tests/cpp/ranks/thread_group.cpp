@@ -66,11 +66,4 @@ std::vector<ThreadGroup::Tensors> ThreadGroup::exchange(int rank, const std::str
   return all;
 }
 
-std::shared_ptr<ThreadGroup> ThreadGroup::subgroup(const std::vector<int>& ranks, int nth) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  auto& group = subgroups_[{ranks, nth}];
-  if (!group) group = std::make_shared<ThreadGroup>(static_cast<int>(ranks.size()));
-  return group;
-}
-
 }  // namespace powersgd::test

@@ -34,9 +34,6 @@ class ThreadGroup {
   // Makes every waiting call, now and later, throw `why`, or the reason of an earlier failure.
   void fail(const std::string& why);
 
-  // Returns the same group to all who want a group of these members for the n-th time.
-  std::shared_ptr<ThreadGroup> subgroup(const std::vector<int>& ranks, int nth);
-
  private:
   struct Round {
     explicit Round(int size) : has_arrived(size), tensors(size) {}
@@ -58,7 +55,6 @@ class ThreadGroup {
   std::string failure_;
   std::vector<int64_t> next_;  // the round that each rank enters next
   std::map<int64_t, Round> rounds_;
-  std::map<std::pair<std::vector<int>, int>, std::shared_ptr<ThreadGroup>> subgroups_;
 };
 
 }  // namespace powersgd::test

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 
 #include "powersgd/options.h"
 
@@ -24,6 +25,11 @@ inline Options compressing(int64_t rank, std::optional<WireDType> wire = {}) {
   options.start_powerSGD_iter = 0;
   options.wire_dtype = wire;
   return options;
+}
+
+// Names a case of a test.
+inline std::string name_of(const std::optional<WireDType>& wire) {
+  return wire ? to_string(*wire) : "as_it_is";
 }
 
 }  // namespace powersgd::test
