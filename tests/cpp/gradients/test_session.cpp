@@ -33,10 +33,9 @@ class SessionTest : public testing::Test {
     return make(options);
   }
   static void reduce_compressed(Session& session) {
-    test::OneRank bucket(session.options(), at::kFloat, at::kCPU, session.ranks());
+    const test::OneRank bucket(session.options(), at::kFloat, at::kCPU, session.ranks());
     const at::Tensor gradient = at::ones({bucket.plan.gradient_numel});
-    const std::shared_ptr<BucketCompressor> compressor = std::move(bucket.compressor);
-    session.allreduce_compressed(compressor, gradient, {}, session.stats())->wait();
+    session.allreduce_compressed(bucket.compressor, gradient, {}, session.stats())->wait();
   }
 
   test::Log log_;

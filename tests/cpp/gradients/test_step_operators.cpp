@@ -81,14 +81,14 @@ struct SilentChannel : Channel {
 
 TEST_P(StepOperators, OfTwoShotAreNone) {
   if (!options_.wire_dtype) return;  // elements are all-reduced
-  test::OneRank rank(options_, at::kFloat, device_, {0, 3, Schedule::kTwoShot});
-  const std::shared_ptr<BucketCompressor> compressor = std::move(rank.compressor);
+  const test::OneRank rank(options_, at::kFloat, device_, {0, 3, Schedule::kTwoShot});
   const at::Tensor gradient = at::ones({rank.plan.gradient_numel}, device_);
   for (uint64_t step = 0; step < kCounted; ++step) {
     StepInfo info{1.0 / 3, 1, step};
     if (scale() == Scale::kOfHost) info.units = 1 << step;
     if (scale() == Scale::kOfDevice) info.loss_scale = loss_scale_;
-    const Job job = compressed_step(compressor, gradient, info, std::make_shared<Stats>(), nullptr);
+    const Job job =
+        compressed_step(rank.compressor, gradient, info, std::make_shared<Stats>(), nullptr);
     SilentChannel channel;
     const auto called = operators_of([&] {
       job.first(channel);

@@ -10,13 +10,16 @@
 
 namespace powersgd::test {
 
-// A bucket with a matrix, a bias and another matrix. step() takes it for a group of one rank, in
-// which sums over ranks change nothing.
+// A bucket with a matrix, a bias and another matrix, or with other shapes. step() takes it for a
+// group of one rank, in which sums over ranks change nothing.
 class OneRank {
  public:
   explicit OneRank(const Options& options, at::ScalarType type = at::kFloat,
-                   at::Device device = at::kCPU, Ranks ranks = {})
-      : plan(plan_bucket({{{17, 33}, {}}, {{5}, {}}, {{40, 24}, {}}}, options)) {
+                   at::Device device = at::kCPU, Ranks ranks = {},
+                   const std::vector<ParameterShape>& shapes = {{{17, 33}, {}},
+                                                                {{5}, {}},
+                                                                {{40, 24}, {}}})
+      : plan(plan_bucket(shapes, options)) {
     for (size_t i = 0; i < plan.matrices.size(); ++i) {
       states.push_back(std::make_shared<ParameterState>(i));
     }
@@ -46,7 +49,7 @@ class OneRank {
   static constexpr int64_t kBias = 17 * 33, kBiasNumel = 5;  // in the gradient
   BucketPlan plan;
   std::vector<ParameterStatePtr> states;
-  std::unique_ptr<BucketCompressor> compressor;
+  std::shared_ptr<BucketCompressor> compressor;
 };
 
 // Returns the distance of a from b, in the Frobenius norm, relative to the norm of b.
