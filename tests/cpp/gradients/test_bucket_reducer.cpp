@@ -80,16 +80,19 @@ class AttachedModel {
   const int rank_;
 };
 
-void run_models(const std::function<void(AttachedModel&)>& fn) {
-  test::run_sessions(kReducers, test::compressing(2),
-                     [&](int rank, const std::shared_ptr<Session>& session, auto&&) {
-                       AttachedModel model(rank, session);
-                       fn(model);
-                     });
+using SessionPtr = std::shared_ptr<Session>;
+
+// Calls fn(rank, session) on both ranks. Steps before `start` are exact.
+void run_reducers(const std::function<void(int, const SessionPtr&)>& fn, int64_t start = 0) {
+  Options options = test::compressing(2);
+  options.start_powerSGD_iter = start;
+  test::run_sessions(kReducers, options,
+                     [&](int rank, const SessionPtr& session, auto&&) { fn(rank, session); });
 }
 
 TEST(BucketReducer, NothingIsLostWhenBucketsAreRebuilt) {
-  run_models([](AttachedModel& model) {
+  run_reducers([](int rank, const SessionPtr& session) {
+    AttachedModel model(rank, session);
     model.expect_that_nothing_is_lost(8,
                                       [&](int i) { return model.step(i, /*two_buckets=*/i >= 3); });
   });
@@ -97,7 +100,8 @@ TEST(BucketReducer, NothingIsLostWhenBucketsAreRebuilt) {
 
 // FSDP2 reduces in another dtype if its module is converted before its first pass.
 TEST(BucketReducer, NothingIsLostWhenBucketsChangeTheirDtype) {
-  run_models([](AttachedModel& model) {
+  run_reducers([](int rank, const SessionPtr& session) {
+    AttachedModel model(rank, session);
     model.expect_that_nothing_is_lost(9, [&](int i) {
       return model.step(i, /*two_buckets=*/false, i / 3 == 1 ? at::kDouble : at::kFloat);
     });
@@ -105,7 +109,8 @@ TEST(BucketReducer, NothingIsLostWhenBucketsChangeTheirDtype) {
 }
 
 TEST(BucketReducer, AParameterThatWasNotAttachedIsAnError) {
-  run_models([](AttachedModel& model) {
+  run_reducers([](int rank, const SessionPtr& session) {
+    AttachedModel model(rank, session);
     model.parameters[1] = at::zeros({24});
     EXPECT_THROW(model.step(0, /*two_buckets=*/false), c10::Error);
   });
@@ -113,19 +118,12 @@ TEST(BucketReducer, AParameterThatWasNotAttachedIsAnError) {
 
 // All-reduces of its buckets that their owner calls itself, as FSDP2 does. The model expects them.
 
-using SessionPtr = std::shared_ptr<Session>;
-
 at::Tensor gradient_of_two(int rank, int step) {
   return gradient_of(rank, step).narrow(0, 0, kFirstTwo).clone();
 }
 
 std::shared_ptr<BucketReducer> attach_two(const SessionPtr& session) {
   return test::attach(session, test::zeros({{24, 32}, {24}}, at::kCPU));
-}
-
-void run_two(const Options& options, const std::function<void(int rank, const SessionPtr&)>& fn) {
-  test::run_sessions(2, options,
-                     [&](int rank, const SessionPtr& session, auto&&) { fn(rank, session); });
 }
 
 c10d::AllreduceOptions reduced_by(c10d::ReduceOp::RedOpType op) {
@@ -146,7 +144,7 @@ TEST(ExpectedAllreduce, AnAllreduceByItsOwnerIsReduceToTheBit) {
   };
   for (const Case& each : {Case{c10d::ReduceOp::AVG, 1, 1}, Case{c10d::ReduceOp::SUM, 2, 1},
                            Case{c10d::ReduceOp::SUM, 1, 2}, Case{c10d::ReduceOp::AVG, 4, 0.25}}) {
-    run_two(test::compressing(2), [&](int rank, const auto& session) {
+    run_reducers([&](int rank, const SessionPtr& session) {
       const auto expecting = attach_two(session);
       const auto reducing = attach_two(session);
       for (int step = 0; step < 5; ++step) {
@@ -170,7 +168,7 @@ TEST(ExpectedAllreduce, AnAllreduceByItsOwnerIsReduceToTheBit) {
 }
 
 TEST(ExpectedAllreduce, OnlyTheAnnouncedMemoryIsExpectedAndOnlyOnce) {
-  run_two(test::compressing(2), [](int rank, const auto& session) {
+  run_reducers([](int rank, const SessionPtr& session) {
     const auto model = attach_two(session);
     const at::Tensor buffer = gradient_of_two(rank, 0), both = at::zeros({2 * kFirstTwo});
     EXPECT_FALSE(session->taker_of({buffer}));
@@ -192,9 +190,7 @@ TEST(ExpectedAllreduce, OnlyTheAnnouncedMemoryIsExpectedAndOnlyOnce) {
 }
 
 TEST(ExpectedAllreduce, ExactStepsAndOtherReductionsAreLeftToTheCaller) {
-  Options options = test::compressing(2);
-  options.start_powerSGD_iter = 1;
-  run_two(options, [](int rank, const auto& session) {
+  const auto expect_what_is_left = [](int rank, const SessionPtr& session) {
     const auto model = attach_two(session);
     const at::Tensor gradient = gradient_of_two(rank, 0), buffer = gradient.clone();
     const auto is_left = [&](std::vector<size_t> parameters, c10d::ReduceOp::RedOpType op) {
@@ -207,7 +203,8 @@ TEST(ExpectedAllreduce, ExactStepsAndOtherReductionsAreLeftToTheCaller) {
     EXPECT_TRUE(is_left({0, 1}, c10d::ReduceOp::MAX));
     EXPECT_TRUE(is_left({}, c10d::ReduceOp::SUM));  // unknown parameters
     EXPECT_FALSE(is_left({0, 1}, c10d::ReduceOp::SUM));
-  });
+  };
+  run_reducers(expect_what_is_left, /*start=*/1);
 }
 
 }  // namespace
