@@ -28,7 +28,7 @@ EXCLUDED = (
     r"|.*\.(png|svg|json)$"
 )
 # A lane is one element of a vector register, or one thread of a warp.
-LANES = r"csrc/kernels/|tests/cpp/kernels/|tests/cpp/support/simt|benchmarks/bench_kernels\.cu"
+LANES = r"csrc/kernels/|tests/cpp/kernels/|tests/cpp/simt|benchmarks/bench_kernels\.cu"
 STEMS = (
     "character|equal|factor|final|general|initial|local|maxim|memor|minim|normal|optim|organ"
     "|orthogonal|parallel|prior|quant|random|real|recogn|serial|special|summar|symmetr|synchron"

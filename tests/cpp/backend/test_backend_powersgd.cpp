@@ -1,78 +1,50 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <map>
 #include <mutex>
-#include <set>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include "gradients/sessions.h"
 #include "powersgd/backend.h"
-#include "powersgd/scope_override.h"
 #include "powersgd/stats.h"
-
 #include "support/hook_defaults.h"
+#include "support/random.h"
 #include "support/recording_backend.h"
-#include "support/thread_ranks.h"
 
 namespace powersgd {
 namespace {
 
-using test::ThreadBackend;
-using test::ThreadBackends;
 using BackendRef = c10::intrusive_ptr<BackendPowerSGD>;
 
-Options always(int64_t rank = 2) {
-  Options options = test::hook_defaults();
+Options always() {
+  Options options = test::compressing(2);
   options.scope = Scope::kAlways;
-  options.matrix_approximation_rank = rank;
-  options.start_powerSGD_iter = 0;
   return options;
 }
 
-// Runs fn(rank, backend, channels) on `size` ranks, each with its BackendPowerSGD.
-void run(int size, const Options& options,
-         const std::function<void(int, BackendRef, const test::Channels&)>& fn) {
-  const test::Channels channels(size);
-  test::run_ranks(size, [&](int rank, const c10::intrusive_ptr<ThreadBackend>& inner) {
-    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank), {}}};
-    auto backend = c10::make_intrusive<BackendPowerSGD>(rank, size, std::move(inners), options);
-    try {
-      fn(rank, backend, channels);
-    } catch (...) {
-      channels.kill(rank);
-      throw;
-    }
-  });
-}
-
-at::Tensor gradient_of(int rank, int64_t rows = 32, int64_t cols = 48) {
-  auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(rank) + 1);
-  return at::randn({rows, cols}, generator);
-}
+at::Tensor gradient_of(int rank) { return test::random(static_cast<uint64_t>(rank), {32, 48}); }
 
 void allreduce(const BackendRef& backend, const at::Tensor& tensor) {
   std::vector<at::Tensor> tensors = {tensor};
   backend->allreduce(tensors)->wait();
 }
 
-TEST(BackendPowerSGD, ExactRankComesBackExactly) {
-  run(4, always(), [](int rank, const BackendRef& backend, auto&&) {
-    const at::Tensor left = gradient_of(100, 32, 2), right = gradient_of(101, 2, 48);
-    at::Tensor expected = at::zeros({32, 48});
-    for (int r = 1; r <= 4; ++r) expected += left.matmul(right) * r;
-    at::Tensor out = left.matmul(right) * (rank + 1);
-    allreduce(backend, out);
-    EXPECT_TRUE(at::allclose(out, expected, 1e-5, 1e-4));
-    EXPECT_EQ(backend->session()->snapshot().compressed_calls, 1);
+// Several ranks, each with its backend.
+
+// Runs fn(rank, backend, channels) on each of `size` ranks.
+void run(int size, const std::function<void(int, const BackendRef&, const test::Channels&)>& fn) {
+  test::run_with_channels(size, [&](int rank, InnerAndChannels inner, const auto& channels) {
+    fn(rank, c10::make_intrusive<BackendPowerSGD>(rank, size, std::vector{inner}, always()),
+       channels);
+    EXPECT_TRUE(dynamic_cast<test::ThreadBackend&>(*inner.inner).calls().empty());
   });
 }
 
 TEST(BackendPowerSGD, OneCollectiveOnEachChannelAndNoneOnTheInner) {
-  run(2, always(), [](int rank, const BackendRef& backend, const test::Channels& channels) {
+  run(2, [](int rank, const BackendRef& backend, const test::Channels& channels) {
     allreduce(backend, gradient_of(rank));
     const auto p = channels.p(rank).calls(), q = channels.q(rank).calls();
     ASSERT_EQ(p.size(), 1u);
@@ -82,69 +54,10 @@ TEST(BackendPowerSGD, OneCollectiveOnEachChannelAndNoneOnTheInner) {
   });
 }
 
-// A backend over an inner backend and two channels that record their calls.
-struct Recorded {
-  std::vector<c10::intrusive_ptr<test::RecordingBackend>> recorders;
-  BackendRef backend;
-
-  Recorded() {
-    for (int i = 0; i < 3; ++i) recorders.push_back(c10::make_intrusive<test::RecordingBackend>());
-    std::vector<InnerAndChannels> inners = {
-        {c10::DeviceType::CPU, recorders[0], test::ready_channels(recorders[1], recorders[2]), {}}};
-    backend = c10::make_intrusive<BackendPowerSGD>(0, 2, std::move(inners), always());
-    backend->session()->connect(at::kCPU);
-    backend->session()->run_after_steps(at::kCPU, [] {});
-  }
-
-  void expect_one_call_each(const std::string& method) const {
-    for (const auto& recorder : recorders) {
-      ASSERT_EQ(recorder->calls.size(), 1u);
-      EXPECT_EQ(recorder->calls[0].method, method);
-    }
-  }
-};
-
-TEST(BackendPowerSGD, TimeoutReachesTheChannels) {
-  const Recorded recorded;
-  recorded.backend->setTimeout(std::chrono::milliseconds(1234));
-  recorded.expect_one_call_each("setTimeout");
-}
-
-#ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
-TEST(BackendPowerSGD, EphemeralTimeoutReachesTheChannels) {
-  const Recorded recorded;
-  recorded.backend->addEphemeralTimeout(std::chrono::milliseconds(5));
-  recorded.expect_one_call_each("addEphemeralTimeout");
-}
-#endif
-
-TEST(BackendPowerSGD, AnEndThatFailsInOnePlaceReachesTheOthers) {
-  using End = void (BackendPowerSGD::*)();
-  const std::map<std::string, End> ends = {{"shutdown", &BackendPowerSGD::shutdown},
-                                           {"abort", &BackendPowerSGD::abort}};
-  for (const auto& [method, end] : ends) {
-    const Recorded recorded;
-    for (const auto& recorder : recorded.recorders) recorder->fails = true;
-    EXPECT_THROW((*recorded.backend.*end)(), c10::Error);
-    recorded.expect_one_call_each(method);
-    EXPECT_THROW(allreduce(recorded.backend, gradient_of(0)), c10::Error);
-  }
-}
-
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
-TEST(BackendPowerSGD, CannotBeReconfigured) {
-  const Recorded recorded;
-  EXPECT_FALSE(recorded.backend->supportsReconfigure());
-  EXPECT_THROW(recorded.backend->get_reconfigure_handle(), c10::Error);
-  EXPECT_THROW(recorded.backend->reconfigure({}), c10::Error);
-  for (const auto& recorder : recorded.recorders) EXPECT_TRUE(recorder->calls.empty());
-}
-#endif
-
 TEST(BackendPowerSGD, OutputsAreBitIdenticalOverRanks) {
   std::mutex mutex;
   std::vector<at::Tensor> outputs;
-  run(4, always(), [&](int rank, const BackendRef& backend, auto&&) {
+  run(4, [&](int rank, const BackendRef& backend, auto&&) {
     at::Tensor out;
     for (int step = 0; step < 10; ++step) {
       out = gradient_of(rank * 100 + step);
@@ -156,67 +69,11 @@ TEST(BackendPowerSGD, OutputsAreBitIdenticalOverRanks) {
   for (const at::Tensor& output : outputs) EXPECT_TRUE(at::equal(output, outputs[0]));
 }
 
-TEST(BackendPowerSGD, AverageIsTheSumOverTheRanks) {
-  run(2, always(), [](int rank, const BackendRef& backend, auto&&) {
-    at::Tensor sum = gradient_of(rank), average = sum.clone();
-    allreduce(backend, sum);
-    std::vector<at::Tensor> tensors = {average};
-    c10d::AllreduceOptions opts;
-    opts.reduceOp = c10d::ReduceOp::AVG;
-    backend->allreduce(tensors, opts)->wait();
-    EXPECT_TRUE(at::allclose(average * 2, sum, 1e-5, 1e-6));
-  });
-}
-
-TEST(BackendPowerSGD, WhatIsNotAdmittedIsForwardedExactly) {
-  Options options = always();
-  options.scope = Scope::kBackward;
-  run(2, options, [](int rank, const BackendRef& backend, auto&&) {
-    at::Tensor out = gradient_of(rank);
-    allreduce(backend, out);
-    EXPECT_TRUE(at::equal(out, gradient_of(0) + gradient_of(1)));
-    push_override(true);
-    out = gradient_of(rank);
-    allreduce(backend, out);
-    pop_override();
-    EXPECT_FALSE(at::equal(out, gradient_of(0) + gradient_of(1)));
-    EXPECT_EQ(backend->session()->snapshot().compressed_calls, 1);
-  });
-}
-
-TEST(BackendPowerSGD, ErrorFeedbackDeliversEverythingInABlock) {
-  run(2, always(1), [](int rank, const BackendRef& backend, auto&&) {
-    at::Tensor sent = at::zeros({32, 48});
-    for (int step = 0; step < 60; ++step) {
-      at::Tensor out = step == 0 ? gradient_of(rank) : at::full({32, 48}, 1e-20);
-      push_override(true);  // one block per step: the tensor keeps its identity
-      allreduce(backend, out);
-      pop_override();
-      sent += out;
-    }
-    // Each step sends at least the residual's leading direction; 32 of them are all there is.
-    const at::Tensor asked = gradient_of(0) + gradient_of(1);
-    EXPECT_LT(((sent - asked).norm() / asked.norm()).item<double>(), 1e-3);
-  });
-}
-
-TEST(BackendPowerSGD, ANonFiniteGradientSkipsTheStepEverywhere) {
-  run(2, always(), [](int rank, const BackendRef& backend, auto&&) {
-    at::Tensor out = gradient_of(rank);
-    if (rank == 1) out[3][5] = std::numeric_limits<float>::infinity();
-    allreduce(backend, out);
-    EXPECT_TRUE(at::isnan(out).all().item<bool>());
-    EXPECT_EQ(backend->session()->snapshot().skipped_steps, 1);
-    out = gradient_of(rank);
-    allreduce(backend, out);
-    EXPECT_TRUE(at::isfinite(out).all().item<bool>());
-  });
-}
-
 TEST(BackendPowerSGD, AnErrorInAnyStageReachesTheWorkAndItsFuture) {
   for (const Stage stage : {Stage::kProject, Stage::kReduceP, Stage::kOrthogonalize,
                             Stage::kBackProject, Stage::kReduceQ, Stage::kReconstruct}) {
-    run(2, always(), [stage](int rank, const BackendRef& backend, auto&&) {
+    SCOPED_TRACE(to_string(stage));
+    run(2, [stage](int rank, const BackendRef& backend, auto&&) {
       backend->session()->set_stage_probe([stage](const char* reached) {
         if (std::string(reached) == to_string(stage)) throw std::runtime_error("injected");
       });
@@ -224,8 +81,8 @@ TEST(BackendPowerSGD, AnErrorInAnyStageReachesTheWorkAndItsFuture) {
       std::vector<at::Tensor> tensors = {gradient.clone()};
       const auto work = backend->allreduce(tensors);
       const auto future = work->getFuture();
-      EXPECT_THROW(work->wait(), std::runtime_error) << to_string(stage);
-      EXPECT_THROW(future->waitAndThrow(), std::exception) << to_string(stage);
+      EXPECT_THROW(work->wait(), std::runtime_error);
+      EXPECT_THROW(future->waitAndThrow(), std::exception);
       EXPECT_TRUE(work->isCompleted());
       EXPECT_FALSE(work->isSuccess());
       EXPECT_TRUE(at::equal(tensors[0], gradient));
@@ -235,70 +92,64 @@ TEST(BackendPowerSGD, AnErrorInAnyStageReachesTheWorkAndItsFuture) {
   }
 }
 
-TEST(BackendPowerSGD, AFailedPeerIsAnErrorAndNotAHang) {
-  std::atomic<int> failed{0};
-  run(2, always(), [&](int rank, const BackendRef& backend, const test::Channels& channels) {
-    if (rank == 0) channels.q(rank).inject_failure(0);
-    try {
-      allreduce(backend, gradient_of(rank));
-    } catch (const std::exception&) {
-      ++failed;
-    }
-  });
-  EXPECT_EQ(failed, 2);
-}
+// One backend over an inner backend and two channels that record their calls.
 
-TEST(BackendPowerSGD, ACallbackMayWaitForAnotherAllreduce) {
-  run(2, always(), [](int rank, const BackendRef& backend, auto&&) {
-    std::vector<at::Tensor> tensors = {gradient_of(rank)};
-    const auto chained = backend->allreduce(tensors)->getFuture()->then(
-        [&](c10::ivalue::Future&) {
-          std::vector<at::Tensor> more = {gradient_of(rank + 7)};
-          backend->allreduce(more)->getFuture()->waitAndThrow();
-          return c10::IValue(1);
-        },
-        c10::IntType::get());
-    chained->waitAndThrow();
-    EXPECT_EQ(chained->value().toInt(), 1);
-  });
-}
-
-TEST(BackendPowerSGD, AfterShutdownACompressedCallIsAnError) {
-  run(2, always(), [](int rank, const BackendRef& backend, auto&&) {
-    allreduce(backend, gradient_of(rank));
-    backend->shutdown();
-    EXPECT_THROW(allreduce(backend, gradient_of(rank)), c10::Error);
-  });
-}
-
-TEST(BackendPowerSGD, CoalescedTensorsAreCompressedOnlyInScopeAlways) {
-  for (const Scope scope : {Scope::kAlways, Scope::kBackward}) {
-    Options options = always();
-    options.scope = scope;
-    run(2, options, [scope](int rank, const BackendRef& backend, auto&&) {
-      std::vector<at::Tensor> tensors = {gradient_of(rank), at::ones({3})};
-      const auto work = backend->allreduce_coalesced(tensors);
-      work->wait();
-      EXPECT_TRUE(work->isCompleted() && work->isSuccess());
-      EXPECT_TRUE(at::equal(tensors[1], at::full({3}, 2)));
-      EXPECT_EQ(backend->session()->snapshot().compressed_calls, scope == Scope::kAlways ? 1 : 0);
-    });
+class RecordedBackend : public testing::Test {
+ protected:
+  RecordedBackend() {
+    for (int i = 0; i < 3; ++i) recorders_.push_back(c10::make_intrusive<test::RecordingBackend>());
+    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU,
+                                             recorders_[0],
+                                             test::ready_channels(recorders_[1], recorders_[2]),
+                                             {}}};
+    backend_ = c10::make_intrusive<BackendPowerSGD>(0, 2, std::move(inners), always());
+    backend_->session()->connect(at::kCPU);
+    backend_->session()->run_after_steps(at::kCPU, [] {});
   }
+
+  void expect_one_call_each(const std::string& method) {
+    for (const auto& recorder : recorders_) {
+      ASSERT_EQ(recorder->calls.size(), 1u);
+      EXPECT_EQ(recorder->calls[0].method, method);
+      recorder->calls.clear();
+    }
+  }
+
+  std::vector<c10::intrusive_ptr<test::RecordingBackend>> recorders_;
+  BackendRef backend_;
+};
+
+TEST_F(RecordedBackend, TimeoutsReachTheChannels) {
+  backend_->setTimeout(std::chrono::milliseconds(1234));
+  expect_one_call_each("setTimeout");
+#ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
+  backend_->addEphemeralTimeout(std::chrono::milliseconds(5));
+  expect_one_call_each("addEphemeralTimeout");
+#endif
 }
 
-TEST(BackendPowerSGD, ASplitGroupCompressesToo) {
-  run(4, always(), [](int rank, const BackendRef& backend, auto&&) {
-    const auto store = c10::make_intrusive<c10d::HashStore>();
-    const std::vector<int> ranks = {rank & ~1, rank | 1};
-    const auto child = backend->split(store, ranks, nullptr);
-    auto* const half = dynamic_cast<BackendPowerSGD*>(child.get());
-    ASSERT_NE(half, nullptr);
-    EXPECT_EQ(half->getSize(), 2);
-    std::vector<at::Tensor> tensors = {gradient_of(rank)};
-    half->allreduce(tensors)->wait();
-    EXPECT_EQ(half->session()->snapshot().compressed_calls, 1);
-  });
+TEST_F(RecordedBackend, AShutdownThatFailsInOnePlaceReachesTheOthers) {
+  for (const auto& recorder : recorders_) recorder->fails = true;
+  EXPECT_THROW(backend_->shutdown(), c10::Error);
+  expect_one_call_each("shutdown");
+  EXPECT_THROW(allreduce(backend_, gradient_of(0)), c10::Error);
 }
+
+TEST_F(RecordedBackend, AnAbortThatFailsInOnePlaceReachesTheOthers) {
+  for (const auto& recorder : recorders_) recorder->fails = true;
+  EXPECT_THROW(backend_->abort(), c10::Error);
+  expect_one_call_each("abort");
+  EXPECT_THROW(allreduce(backend_, gradient_of(0)), c10::Error);
+}
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+TEST_F(RecordedBackend, CannotBeReconfigured) {
+  EXPECT_FALSE(backend_->supportsReconfigure());
+  EXPECT_THROW(backend_->get_reconfigure_handle(), c10::Error);
+  EXPECT_THROW(backend_->reconfigure({}), c10::Error);
+  for (const auto& recorder : recorders_) EXPECT_TRUE(recorder->calls.empty());
+}
+#endif
 
 }  // namespace
 }  // namespace powersgd

@@ -11,24 +11,18 @@
 #include <vector>
 
 #include "engine/thread_engine.h"
+#include "fake_device/fake_device.h"
+#include "gradients/sessions.h"
 #include "powersgd/backend.h"
-#include "powersgd/bucket_reducer.h"
 #include "powersgd/stats.h"
 #include "support/errors.h"
-#include "support/fake_device.h"
 #include "support/hook_defaults.h"
-#include "support/ready_channels.h"
-#include "support/two_equal_ranks.h"
-#include "support/two_threads.h"
 
 namespace powersgd {
 namespace {
 
 namespace fake = test::fake_device;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-constexpr int64_t kNumel = 24 * 32;
-constexpr size_t kBuckets = 3;
 
 // One owner of a group of two equal ranks, and of a model that is attached in it.
 struct Owner {
@@ -38,28 +32,17 @@ struct Owner {
   std::vector<WorkPtr> works;
 
   explicit Owner(c10::Device device) {
-    Options options = test::hook_defaults();
-    options.matrix_approximation_rank = 2;
-    options.start_powerSGD_iter = 0;
-    InnerAndChannels inner{device.type(), c10::make_intrusive<test::StreamBackend>(), {}, {}};
-    if (device.is_cpu()) {
-      inner.inner = c10::make_intrusive<test::HostBackend>();
-      inner.connect_channels = test::ready_channels(inner.inner, inner.inner);
-    }
-    backend = c10::make_intrusive<BackendPowerSGD>(0, 2, std::vector{inner}, options);
-    std::vector<std::string> names;
-    for (size_t i = 0; i < kBuckets; ++i) {
-      names.push_back("layer " + std::to_string(i));
-      parameters.push_back(at::zeros({24, 32}, device));
-    }
-    model = BucketReducer::attach(backend->session(), names, parameters, options);
+    backend = c10::make_intrusive<BackendPowerSGD>(
+        0, 2, std::vector{test::inner_of_equal_ranks(device)}, test::compressing(2));
+    parameters = test::zeros({{24, 32}, {24, 32}, {24, 32}}, device);
+    model = test::attach(backend->session(), parameters);
   }
 
   // Reduces the buckets of a backward pass.
   void submit() {
-    for (size_t i = 0; i < kBuckets; ++i) {
-      at::Tensor bucket = at::ones({kNumel}, parameters[i].device());
-      works.push_back(model->reduce(i, bucket, {i}, 2, /*more_follow=*/i + 1 < kBuckets));
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      at::Tensor bucket = at::ones({24 * 32}, parameters[i].device());
+      works.push_back(model->reduce(i, bucket, {i}, 2, /*more_follow=*/i + 1 < parameters.size()));
     }
   }
 

@@ -19,8 +19,7 @@ using Wire = std::optional<WireDType>;
 // Returns the field of a bucket with one matrix.
 bool has_bfloat16_products(const Wire& wire, at::ScalarType gradient_type = at::kFloat,
                            bool error_feedback = true) {
-  Options options = test::hook_defaults();
-  options.wire_dtype = wire;
+  Options options = test::compressing(1, wire);
   options.use_error_feedback = error_feedback;
   const BucketSpec spec{plan_bucket({{{40, 24}, {}}}, options), options, gradient_type, at::kCPU,
                         Ranks{}};
@@ -34,18 +33,16 @@ bool has_bfloat16_products(const Wire& wire, at::ScalarType gradient_type = at::
   return tables.bucket().bfloat16_products;
 }
 
-std::string name_of(const Wire& wire) { return wire ? to_string(*wire) : "none"; }
-
 TEST(BucketTables, ProductsMayBeRoundedWhereTheWireRoundsMore) {
   for (const Wire wire : {WireDType::kInt8, WireDType::kInt4, WireDType::kBFloat16}) {
-    SCOPED_TRACE(name_of(wire));
+    SCOPED_TRACE(test::name_of(wire));
     EXPECT_TRUE(has_bfloat16_products(wire));
     EXPECT_TRUE(has_bfloat16_products(wire, at::kBFloat16));
     EXPECT_FALSE(has_bfloat16_products(wire, at::kDouble));
     EXPECT_FALSE(has_bfloat16_products(wire, at::kFloat, /*error_feedback=*/false));
   }
   for (const Wire& wire : {Wire(), Wire(WireDType::kFloat32), Wire(WireDType::kFloat16)}) {
-    SCOPED_TRACE(name_of(wire));
+    SCOPED_TRACE(test::name_of(wire));
     EXPECT_FALSE(has_bfloat16_products(wire));
     EXPECT_FALSE(has_bfloat16_products(wire, at::kDouble));
   }

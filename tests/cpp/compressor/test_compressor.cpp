@@ -3,27 +3,16 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "powersgd/compressor.h"
 #include "powersgd/packets.h"
+#include "ranks/one_rank.h"
 #include "support/hook_defaults.h"
-#include "support/one_rank.h"
 
 namespace powersgd {
 namespace {
-
-Options make_options(int64_t rank = 2) {
-  Options options = test::hook_defaults();
-  options.matrix_approximation_rank = rank;
-  return options;
-}
-
-Options on_wire(WireDType wire) {
-  Options options = make_options();
-  options.wire_dtype = wire;
-  return options;
-}
 
 using test::OneRank;
 using test::relative;
@@ -32,42 +21,109 @@ at::Tensor bias_of(const at::Tensor& bucket) {
   return bucket.narrow(0, OneRank::kBias, OneRank::kBiasNumel);
 }
 
-TEST(Compressor, OutputsAndResidualsAddUpToTheGradients) {
-  OneRank rank(make_options());
-  ASSERT_EQ(rank.plan.matrices.size(), 2u);
+// Takes steps. Returns by how much the outputs and what is left miss the gradients.
+double error_of_steps(OneRank& rank, uint64_t steps, at::ScalarType type = at::kFloat) {
   at::Tensor sent = at::zeros({rank.plan.gradient_numel}, at::kDouble);
   at::Tensor gradients = at::zeros_like(sent);
-  for (uint64_t step = 0; step < 20; ++step) {
-    const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
+  for (uint64_t step = 0; step < steps; ++step) {
+    const at::Tensor gradient = at::randn({rank.plan.gradient_numel}, type);
     gradients += gradient;
     sent += rank.step(gradient, {1, 1, step});
   }
-  // The tolerance is the float32 rounding of 20 sums.
-  EXPECT_LT(relative(sent + rank.residuals(), gradients), 1e-5);
-  // The residual holds a part of them: else this shows nothing.
-  EXPECT_GT(rank.residuals().norm().item<double>(), 1);
+  return relative(sent + rank.residuals(), gradients);
 }
 
-TEST(Compressor, RawSegmentsAreExactAndScaled) {
-  OneRank rank(make_options());
-  const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
-  const at::Tensor out = rank.step(gradient, {0.5, 1, 0});
+// The wire. A rank that is alone sends what it has rounded, and keeps the rest.
+class Wires : public testing::TestWithParam<std::optional<WireDType>> {
+ protected:
+  const Options options_ = test::compressing(2, GetParam());
+  OneRank rank_{options_};
+};
+
+INSTANTIATE_TEST_SUITE_P(Compressor, Wires,
+                         testing::Values(std::nullopt, WireDType::kBFloat16, WireDType::kFloat16,
+                                         WireDType::kInt8, WireDType::kInt4),
+                         [](const auto& wire) { return test::name_of(wire.param); });
+
+TEST_P(Wires, OutputsAndResidualsAddUpToTheGradients) {
+  ASSERT_EQ(rank_.plan.matrices.size(), 2u);
+  // The tolerance is the float32 rounding of 20 sums.
+  EXPECT_LT(error_of_steps(rank_, 20), 1e-5);
+  // The residual holds a part of them: else this shows nothing.
+  EXPECT_GT(rank_.residuals().norm().item<double>(), 1);
+}
+
+TEST_P(Wires, RawSegmentsAreExactAndScaled) {
+  const at::Tensor gradient = at::randn({rank_.plan.gradient_numel});
+  const at::Tensor out = rank_.step(gradient, {0.5, 1, 0});
   EXPECT_TRUE(at::equal(bias_of(out), bias_of(gradient) * 0.5));
 }
 
-TEST(Compressor, TheLossScaleTakesResidualsAlong) {
-  OneRank plain(make_options()), scaled(make_options());
+// The scale is a number of the host or of the device. A power of two changes no rounding.
+TEST_P(Wires, TheLossScaleTakesResidualsAlong) {
+  OneRank scaled(options_);
   for (uint64_t step = 0; step < 6; ++step) {
     const double scale = step < 3 ? 1.0 : 1024.0;
-    const at::Tensor gradient = at::randn({plain.plan.gradient_numel});
-    const at::Tensor expected = plain.step(gradient, {1, 1, step}) * scale;
-    // A power of two changes no rounding.
-    EXPECT_TRUE(at::equal(scaled.step(gradient * scale, {1, scale, step}), expected)) << step;
+    const at::Tensor gradient = at::randn({rank_.plan.gradient_numel});
+    const at::Tensor expected = rank_.step(gradient, {1, 1, step}) * scale;
+    StepInfo info{1, 1, step};
+    if (step % 2 == 0) {
+      info.units = scale;
+    } else {
+      info.loss_scale = at::full({1}, scale);
+    }
+    EXPECT_TRUE(at::equal(scaled.step(gradient * scale, info), expected)) << step;
   }
 }
 
+TEST_P(Wires, AStepThatDeliversNothingLeavesTheResiduals) {
+  const at::Tensor gradient = at::randn({rank_.plan.gradient_numel});
+  rank_.step(gradient, {1, 1, 0});
+  const at::Tensor before = rank_.residuals();
+  for (const int64_t place : {int64_t{3}, OneRank::kBias + 3}) {
+    at::Tensor bad = gradient.clone();
+    bad[place] = std::numeric_limits<float>::infinity();
+    EXPECT_TRUE(rank_.step(bad, {1, 1, 1}).isnan().all().item<bool>());
+    EXPECT_LT(relative(rank_.residuals(), before), 1e-6);  // one rounding of M
+  }
+}
+
+TEST_P(Wires, CountsTheBytesThatItSends) {
+  EXPECT_EQ(rank_.compressor->gradient_bytes(), 4 * (17 * 33 + 5 + 40 * 24));
+  const int64_t sent = rank_.compressor->payload_bytes();
+  if (!GetParam()) {
+    const int64_t p = 2 * (17 + 40) + 5 + 2 + 1, q = 2 * (33 + 24);
+    EXPECT_EQ(sent, 4 * (p + q));
+    return;
+  }
+  // A group of 64 elements for each column of P and each row of Q.
+  const int64_t least = 8 * kernels::group_bytes(*GetParam()) + 4 * OneRank::kBiasNumel + 3;
+  EXPECT_GE(sent, least);
+  EXPECT_LE(sent, least + 2 * 64 + 8 * 16);  // alignment
+}
+
+// Other dtypes.
+
+TEST(Compressor, ResidualsOfHalfPrecisionLoseTheirRoundingAlone) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    Options options = test::compressing(2);
+    options.residual_dtype = dtype;
+    OneRank rank(options);
+    // Rounding M loses 2^-9 of it in bfloat16, once a step.
+    EXPECT_LT(error_of_steps(rank, 5), 2e-2);
+    EXPECT_EQ(rank.states[0]->memory.scalar_type(), to_scalar_type(dtype));
+  }
+}
+
+TEST(Compressor, DoubleGradientsStayDouble) {
+  OneRank rank(test::compressing(2), at::kDouble);
+  EXPECT_LT(error_of_steps(rank, 1, at::kDouble), 1e-14);
+}
+
+// States.
+
 TEST(Compressor, RollbackLosesNothing) {
-  OneRank rank(make_options());
+  OneRank rank(test::compressing(2));
   const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
   rank.step(gradient, {1, 1, 0});
   const at::Tensor before = rank.residuals();
@@ -82,7 +138,7 @@ TEST(Compressor, RollbackLosesNothing) {
 }
 
 TEST(Compressor, ABucketThatIsRebuiltKeepsItsResiduals) {
-  const Options options = make_options();
+  const Options options = test::compressing(2);
   OneRank rank(options);
   rank.step(at::randn({rank.plan.gradient_numel}), {1, 1, 0});
   const at::Tensor before = rank.states[1]->residual().clone();
@@ -100,7 +156,7 @@ TEST(Compressor, ABucketThatIsRebuiltKeepsItsResiduals) {
 }
 
 TEST(Compressor, WithoutErrorFeedbackThereIsNoMemory) {
-  Options options = make_options();
+  Options options = test::compressing(2);
   options.use_error_feedback = false;
   OneRank rank(options);
   rank.step(at::randn({rank.plan.gradient_numel}));
@@ -108,99 +164,8 @@ TEST(Compressor, WithoutErrorFeedbackThereIsNoMemory) {
   EXPECT_EQ(rank.residuals().norm().item<double>(), 0);
 }
 
-TEST(Compressor, ResidualDtypes) {
-  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-    Options options = make_options();
-    options.residual_dtype = dtype;
-    OneRank rank(options);
-    at::Tensor sent = at::zeros({rank.plan.gradient_numel}, at::kDouble);
-    at::Tensor gradients = at::zeros_like(sent);
-    for (uint64_t step = 0; step < 5; ++step) {
-      const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
-      gradients += gradient;
-      sent += rank.step(gradient, {1, 1, step});
-    }
-    EXPECT_EQ(rank.states[0]->memory.scalar_type(), to_scalar_type(dtype));
-    // Rounding M loses 2^-9 of it in bfloat16, once a step.
-    EXPECT_LT(relative(sent + rank.residuals(), gradients), 2e-2);
-  }
-}
-
-using Wires = testing::TestWithParam<WireDType>;
-
-// A rank that is alone sends what it has rounded, and keeps the rest.
-TEST_P(Wires, WhatIsRoundedOffIsSentLater) {
-  OneRank rank(on_wire(GetParam()));
-  at::Tensor sent = at::zeros({rank.plan.gradient_numel}, at::kDouble);
-  at::Tensor gradients = at::zeros_like(sent);
-  for (uint64_t step = 0; step < 20; ++step) {
-    const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
-    const at::Tensor out = rank.step(gradient, {1, 1, step});
-    EXPECT_TRUE(at::equal(bias_of(out), bias_of(gradient)));  // nothing of it is rounded
-    gradients += gradient;
-    sent += out;
-  }
-  // The tolerance is the float32 rounding of 20 sums.
-  EXPECT_LT(relative(sent + rank.residuals(), gradients), 1e-5);
-}
-
-TEST_P(Wires, TheLossScaleTakesResidualsAlong) {
-  OneRank plain(on_wire(GetParam())), scaled(on_wire(GetParam()));
-  for (uint64_t step = 0; step < 6; ++step) {
-    const double scale = step < 3 ? 1.0 : 1024.0;
-    const at::Tensor gradient = at::randn({plain.plan.gradient_numel});
-    const at::Tensor expected = plain.step(gradient, {1, 1, step}) * scale;
-    // A power of two changes no rounding.
-    StepInfo info{1, 1, step};
-    if (step % 2 == 0) {
-      info.units = scale;
-    } else {
-      info.loss_scale = at::full({1}, scale);
-    }
-    EXPECT_TRUE(at::equal(scaled.step(gradient * scale, info), expected)) << step;
-  }
-}
-
-TEST_P(Wires, AStepThatDeliversNothingLeavesTheResiduals) {
-  OneRank rank(on_wire(GetParam()));
-  const at::Tensor gradient = at::randn({rank.plan.gradient_numel});
-  rank.step(gradient, {1, 1, 0});
-  const at::Tensor before = rank.residuals();
-  for (const int64_t place : {int64_t{3}, OneRank::kBias + 3}) {
-    at::Tensor bad = gradient.clone();
-    bad[place] = std::numeric_limits<float>::infinity();
-    EXPECT_TRUE(rank.step(bad, {1, 1, 1}).isnan().all().item<bool>());
-    EXPECT_LT(relative(rank.residuals(), before), 1e-6);  // one rounding of M
-  }
-}
-
-TEST_P(Wires, TheBytesAreThoseOfThePackets) {
-  OneRank rank(on_wire(GetParam()));
-  rank.compressor->prepare();
-  const Payload& p = rank.compressor->project(at::randn({rank.plan.gradient_numel}), {});
-  EXPECT_EQ(p.schedule(), Schedule::kOneShot);
-  // One of 64 elements for each column of P and each row of Q.
-  const int64_t group = kernels::group_bytes(GetParam());
-  const int64_t least = 8 * group + 4 * OneRank::kBiasNumel + 3;
-  EXPECT_GE(rank.compressor->payload_bytes(), least);
-  EXPECT_LE(rank.compressor->payload_bytes(), least + 2 * 64 + 8 * 16);  // alignment
-  rank.compressor->rollback();
-}
-
-INSTANTIATE_TEST_SUITE_P(Compressor, Wires,
-                         testing::Values(WireDType::kBFloat16, WireDType::kFloat16,
-                                         WireDType::kInt8, WireDType::kInt4),
-                         [](const auto& wire) { return to_string(wire.param); });
-
-TEST(Compressor, DoubleGradientsStayDouble) {
-  OneRank rank(make_options(), at::kDouble);
-  const at::Tensor gradient = at::randn({rank.plan.gradient_numel}, at::kDouble);
-  const at::Tensor out = rank.step(gradient);
-  EXPECT_LT(relative(out + rank.residuals(), gradient), 1e-14);
-}
-
 TEST(Compressor, AParameterOutOfUseKeepsItsResidual) {
-  OneRank rank(make_options());
+  OneRank rank(test::compressing(2));
   rank.step(at::randn({rank.plan.gradient_numel}), {1, 1, 0});
   const at::Tensor before = rank.states[0]->residual();
   const at::Tensor warm = rank.states[0]->q_warm.clone();
@@ -219,7 +184,7 @@ TEST(Compressor, AParameterOutOfUseKeepsItsResidual) {
 }
 
 TEST(Compressor, TheOldGradientOfAParameterOutOfUseCountsNowhere) {
-  OneRank rank(make_options());
+  OneRank rank(test::compressing(2));
   rank.step(at::randn({rank.plan.gradient_numel}), {1, 1, 0});
   StepInfo info;
   info.units = 4;  // the loss scale has changed, too
@@ -243,7 +208,7 @@ TEST(Compressor, TheOldGradientOfAParameterOutOfUseCountsNowhere) {
 
 TEST(Compressor, ADiscardedStepLeavesNothing) {
   for (const bool feedback : {true, false}) {
-    Options options = make_options();
+    Options options = test::compressing(2);
     options.allow_discard = true;
     options.use_error_feedback = feedback;
     OneRank rank(options), other(options);
@@ -257,18 +222,11 @@ TEST(Compressor, ADiscardedStepLeavesNothing) {
 }
 
 TEST(Compressor, SetResidualIsReadBack) {
-  OneRank rank(make_options());
+  OneRank rank(test::compressing(2));
   rank.step(at::randn({rank.plan.gradient_numel}));
   const at::Tensor value = at::randn({17, 33});
   rank.states[0]->set_residual(value);
   EXPECT_TRUE(at::equal(rank.states[0]->residual(), value));
-}
-
-TEST(Compressor, CountsWhatItSends) {
-  OneRank rank(make_options());
-  const int64_t p = 2 * (17 + 40) + 5 + 2 + 1, q = 2 * (33 + 24);
-  EXPECT_EQ(rank.compressor->payload_bytes(), 4 * (p + q));
-  EXPECT_EQ(rank.compressor->gradient_bytes(), 4 * (17 * 33 + 5 + 40 * 24));
 }
 
 TEST(Compressor, OtherDtypesAreAnError) {

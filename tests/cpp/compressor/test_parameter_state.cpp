@@ -6,8 +6,8 @@
 
 #include <limits>
 
+#include "ranks/one_rank.h"
 #include "support/hook_defaults.h"
-#include "support/one_rank.h"
 
 namespace powersgd {
 namespace {
@@ -86,9 +86,7 @@ TEST(ParameterState, StatesThatAreAllocatedTogetherAreAsThoseAllocatedAlone) {
 }
 
 TEST(ParameterState, AStateOfOtherUnitsIsConvertedToThoseOfItsBucket) {
-  Options options = test::hook_defaults();
-  options.matrix_approximation_rank = 2;
-  test::OneRank same(options), joined(options);
+  test::OneRank same(test::compressing(2)), joined(test::compressing(2));
   for (uint64_t step = 0; step < 3; ++step) {
     const at::Tensor gradient = at::randn({same.plan.gradient_numel});
     if (step == 1) {  // a power of two changes no rounding

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "compressor/bucket_payload.h"
 #include "powersgd/compressor.h"
 #include "support/hook_defaults.h"
 
@@ -20,17 +21,10 @@ BucketPlan make_plan(const Options& options) {
   return plan_bucket({{{130, 70}, {}}, {{9}, {}}, {{40, 300}, {}}}, options);
 }
 
-Options make_options(std::optional<WireDType> wire) {
-  Options options = test::hook_defaults();
-  options.matrix_approximation_rank = 3;
-  options.wire_dtype = wire;
-  return options;
-}
-
 constexpr int64_t kPayloadNumel = 3 * (130 + 40) + 9 + 2 + 1 + 3 * (70 + 300);
 
 TEST(Traffic, FactorsTravelAsTheyAre) {
-  const Options options = make_options(std::nullopt);
+  const Options options = test::compressing(3, std::nullopt);
   for (const int32_t ranks : {1, 2, 3, 4, 9}) {
     for (const auto& [type, width] : {std::pair{at::kFloat, 4}, std::pair{at::kDouble, 8}}) {
       const auto [p, q] = traffic_of(make_plan(options), options, type, {0, ranks});
@@ -44,7 +38,7 @@ TEST(Traffic, FactorsTravelAsTheyAre) {
 TEST(Traffic, IsThatOfTheCompressor) {
   for (const WireDType wire : {WireDType::kFloat32, WireDType::kBFloat16, WireDType::kFloat16,
                                WireDType::kInt8, WireDType::kInt4}) {
-    const Options options = make_options(wire);
+    const Options options = test::compressing(3, wire);
     const BucketPlan plan = make_plan(options);
     for (const int32_t ranks : {1, 2, 9}) {
       const auto [p, q] = traffic_of(plan, options, at::kFloat, {0, ranks});
@@ -59,7 +53,7 @@ TEST(Traffic, IsThatOfTheCompressor) {
 
 TEST(Traffic, PacketsAreGatheredWhileThatSendsLittleMore) {
   for (const int64_t rows : {100, 100'000}) {
-    Options options = make_options(WireDType::kInt8);
+    Options options = test::compressing(3, WireDType::kInt8);
     const BucketPlan plan = plan_bucket({{{rows, 200}, {}}}, options);
     for (const int64_t ranks : {2, 3, 4, 9}) {
       const Traffic p = traffic_of(plan, options, at::kFloat, {0, static_cast<int32_t>(ranks)}).p;
@@ -75,7 +69,7 @@ TEST(Traffic, PacketsAreGatheredWhileThatSendsLittleMore) {
 TEST(Traffic, ContentIsWithoutCountsAndPadding) {
   constexpr int64_t kGroups = 3 * (3 + 1 + 2 + 5);
   const auto content = [](std::optional<WireDType> wire) {
-    const Options options = make_options(wire);
+    const Options options = test::compressing(3, wire);
     return content_bytes(make_plan(options), options, at::kFloat);
   };
   EXPECT_EQ(content(std::nullopt), 4 * (kPayloadNumel - 3));
@@ -83,8 +77,25 @@ TEST(Traffic, ContentIsWithoutCountsAndPadding) {
   EXPECT_EQ(content(WireDType::kFloat16), (128 + 2) * kGroups + 4 * 9);
   EXPECT_EQ(content(WireDType::kInt8), (64 + 2) * kGroups + 4 * 9);
   EXPECT_EQ(content(WireDType::kInt4), (32 + 2) * kGroups + 4 * 9);
-  const Options options = make_options(WireDType::kInt8);
+  const Options options = test::compressing(3, WireDType::kInt8);
   EXPECT_EQ(content_bytes(make_plan(options), options, at::kDouble), (64 + 2) * kGroups + 8 * 9);
+}
+
+TEST(Schedule, FollowsFromTheSize) {
+  const auto schedule = [](int32_t ranks, int64_t bytes) {
+    return choose_schedule({0, ranks}, bytes);
+  };
+  for (const int64_t bytes : {int64_t{64}, int64_t{1} << 40}) {
+    EXPECT_EQ(schedule(1, bytes), Schedule::kOneShot);
+    EXPECT_EQ(schedule(2, bytes), Schedule::kOneShot);
+  }
+  // W ranks send (W - 1) (W - 2) / W times the bytes more one-shot, at most 65536 bytes.
+  EXPECT_EQ(schedule(3, 98304), Schedule::kOneShot);
+  EXPECT_EQ(schedule(3, 98304 + 64), Schedule::kTwoShot);
+  EXPECT_EQ(schedule(8, 12480), Schedule::kOneShot);
+  EXPECT_EQ(schedule(8, 12544), Schedule::kTwoShot);
+  EXPECT_EQ(schedule(1024, 64), Schedule::kOneShot);
+  EXPECT_EQ(schedule(1024, 128), Schedule::kTwoShot);
 }
 
 }  // namespace

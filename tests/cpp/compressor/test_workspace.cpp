@@ -8,10 +8,10 @@
 #include <memory>
 #include <string>
 
+#include "fake_device/fake_device.h"
 #include "powersgd/compressor.h"
-#include "support/fake_device.h"
+#include "ranks/one_rank.h"
 #include "support/hook_defaults.h"
-#include "support/one_rank.h"
 
 namespace powersgd {
 namespace {

@@ -13,10 +13,12 @@
 #include <thread>
 #include <vector>
 
+#include "engine/jobs.h"
+
 namespace powersgd {
 namespace {
 
-constexpr std::chrono::seconds kNeverReached(20);  // a hang becomes a failure
+using test::kNeverReached;
 
 // Each callback waits for the next one to begin.
 TEST(CallbackThreads, NoCallbackWaitsForAnotherToEnd) {

@@ -10,10 +10,11 @@
 #include <utility>
 #include <vector>
 
+#include "engine/jobs.h"
 #include "engine/thread_engine.h"
+#include "ranks/two_equal_ranks.h"
 #include "support/errors.h"
 #include "support/recording_backend.h"
-#include "support/two_equal_ranks.h"
 
 namespace powersgd {
 namespace {
@@ -22,8 +23,6 @@ using std::chrono::milliseconds;
 using test::contains;
 using test::error_of;
 using test::RecordingBackend;
-
-const Grace kShort{milliseconds(20), milliseconds(5)};
 
 // Connects to two recording backends when it is let go, as ranks do that wait for each other.
 struct Rendezvous {
@@ -42,13 +41,15 @@ struct Rendezvous {
   }
 };
 
-c10::intrusive_ptr<c10d::Work> submit(Engine& engine, std::function<void(Channel&)> second) {
-  return engine.submit({}, job_alone(std::move(second)), at::kCPU, c10d::kUnsetTimeout);
+test::WorkPtr submit_without_collective(Engine& engine) {
+  return test::submit(engine, job_alone([](Channel&) {}));
 }
 
-void sum(Channel& channel) {
-  at::Tensor payload = at::ones({3});
-  channel.allreduce(payload);
+test::WorkPtr submit_sum(Engine& engine) {
+  return test::submit(engine, job_alone([](Channel& channel) {
+                        at::Tensor payload = at::ones({3});
+                        channel.allreduce(payload);
+                      }));
 }
 
 TEST(Channels, ConnectOnceAtTheFirstUse) {
@@ -104,12 +105,12 @@ TEST(Channels, AJobWithoutACollectiveConnectsNothing) {
   for (const bool ahead : {false, true}) {
     connections = 0;
     ThreadEngine engine(0, std::make_shared<Channels>(connect));
-    submit(engine, [](Channel&) {})->wait();
+    submit_without_collective(engine)->wait();
     EXPECT_EQ(connections, 0);
     if (ahead) engine.connect(at::kCPU);
-    submit(engine, [](Channel&) {})->wait();
+    submit_without_collective(engine)->wait();
     EXPECT_EQ(connections, ahead ? 1 : 0);
-    submit(engine, sum)->wait();
+    submit_sum(engine)->wait();
     EXPECT_EQ(connections, 1);
   }
 }
@@ -117,8 +118,8 @@ TEST(Channels, AJobWithoutACollectiveConnectsNothing) {
 TEST(Channels, AnEndWhileTheyConnectDoesNotWaitAndFailsTheStep) {
   for (auto end : {&Engine::shutdown, &Engine::abort}) {
     Rendezvous rendezvous;
-    ThreadEngine engine(0, std::make_shared<Channels>(rendezvous.connect()), kShort);
-    const auto connecting = submit(engine, sum), queued = submit(engine, sum);
+    ThreadEngine engine(0, std::make_shared<Channels>(rendezvous.connect()), test::kShort);
+    const auto connecting = submit_sum(engine), queued = submit_sum(engine);
     rendezvous.reached.get_future().wait();
     (engine.*end)();
     EXPECT_TRUE(contains(error_of([&] { queued->wait(); }), "shut down or aborted"));

@@ -15,57 +15,29 @@
 #include <utility>
 #include <vector>
 
+#include "engine/jobs.h"
 #include "engine/stream_engine.h"
 #include "engine/thread_engine.h"
 #include "engine/work.h"
+#include "fake_device/fake_device.h"
+#include "ranks/thread_ranks.h"
+#include "ranks/two_equal_ranks.h"
 #include "support/errors.h"
-#include "support/fake_device.h"
-#include "support/thread_ranks.h"
-#include "support/two_equal_ranks.h"
-#include "support/two_threads.h"
 
 namespace powersgd {
 namespace {
 
 namespace fake = test::fake_device;
 using std::chrono::milliseconds;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-constexpr Grace kShort{milliseconds(20), milliseconds(5)};
-constexpr std::chrono::seconds kNeverReached(20);  // a hang becomes a failure
-
-// A part of a job that hangs until it is let go.
-class Hang {
- public:
-  std::function<void(Channel&)> part() const {
-    return [state = state_](Channel&) {
-      state->reached.set_value();
-      state->end.get_future().wait();
-    };
-  }
-  void wait_until_reached() const { state_->reached.get_future().wait(); }
-  void let_go() const { state_->end.set_value(); }
-
- private:
-  struct State {
-    std::promise<void> reached, end;
-  };
-  const std::shared_ptr<State> state_ = std::make_shared<State>();
-};
-
-Job job_of(std::function<void(Channel&)> second) {
-  Job job;
-  job.second = std::move(second);
-  return job;
-}
+using test::Gate;
+using test::job_of;
+using test::kNeverReached;
+using test::kShort;
+using test::submit;
+using test::WorkPtr;
 
 std::shared_ptr<ThreadEngine> make_thread_engine(Grace grace) {
-  return std::make_shared<ThreadEngine>(0, std::make_shared<Channels>(test::Channels(1).of(0)),
-                                        grace);
-}
-
-WorkPtr submit(Engine& engine, Job job, c10::Device device = at::kCPU) {
-  return engine.submit({}, std::move(job), device, c10d::kUnsetTimeout);
+  return std::make_shared<ThreadEngine>(0, test::channels_of_one(), grace);
 }
 
 void wait_until_refused(Engine& engine) {
@@ -89,9 +61,9 @@ TEST(EngineEnds, EveryPairOfEndsReturnsWhileAJobHangs) {
     for (const auto& [other, run_other] : ends) {
       SCOPED_TRACE(one + " and then " + other);
       Owner engine = make_thread_engine(kShort);
-      const Hang hang;
-      std::vector<WorkPtr> works = {submit(*engine, job_of(hang.part()))};
-      hang.wait_until_reached();
+      const Gate gate;
+      std::vector<WorkPtr> works = {submit(*engine, job_of(gate.part()))};
+      gate.wait_until_reached();
       for (int i = 0; i < 3; ++i) {
         works.push_back(submit(*engine, job_of([](Channel&) { FAIL() << "ran after the end"; })));
       }
@@ -100,7 +72,7 @@ TEST(EngineEnds, EveryPairOfEndsReturnsWhileAJobHangs) {
                      [&, end = run_other] { end(std::move(of_other)); });
       EXPECT_FALSE(works[0]->isCompleted());
       for (size_t i = 1; i < works.size(); ++i) EXPECT_THROW(works[i]->wait(), c10::Error);
-      hang.let_go();
+      gate.open();
       EXPECT_TRUE(works[0]->wait());
     }
   }
@@ -108,31 +80,30 @@ TEST(EngineEnds, EveryPairOfEndsReturnsWhileAJobHangs) {
 
 TEST(EngineEnds, AnAbortEndsTheWaitOfAShutdown) {
   const auto engine = make_thread_engine({std::chrono::hours(1), milliseconds(5)});
-  const Hang hang;
-  const auto work = submit(*engine, job_of(hang.part()));
-  hang.wait_until_reached();
+  const Gate gate;
+  const auto work = submit(*engine, job_of(gate.part()));
+  gate.wait_until_reached();
   test::run_both([&] { engine->shutdown(); },
                  [&] {
                    wait_until_refused(*engine);
                    engine->abort();
                  });
-  hang.let_go();
+  gate.open();
   EXPECT_TRUE(work->wait());
 }
 
 TEST(EngineEnds, WhatAJobOwnsMayUseTheEngineWhenItIsDestroyed) {
   const auto engine = make_thread_engine(kShort);
-  const Hang hang;
+  const Gate gate;
   std::promise<std::string> said;
   const auto use_engine = [&](void*) {
     said.set_value(test::error_of([&] { submit(*engine, job_of([](Channel&) {})); }));
   };
-  Job job = job_of([owned = std::shared_ptr<void>(&said, use_engine)](Channel&) {});
-  job.first = hang.part();
-  submit(*engine, std::move(job));
-  hang.wait_until_reached();
+  submit(*engine,
+         job_of(gate.part(), [owned = std::shared_ptr<void>(&said, use_engine)](Channel&) {}));
+  gate.wait_until_reached();
   engine->abort();
-  hang.let_go();
+  gate.open();
   auto error = said.get_future();
   ASSERT_EQ(error.wait_for(kNeverReached), std::future_status::ready);
   EXPECT_TRUE(test::contains(error.get(), "shut down or aborted"));
@@ -141,8 +112,7 @@ TEST(EngineEnds, WhatAJobOwnsMayUseTheEngineWhenItIsDestroyed) {
 // A stream engine.
 
 Job job_that_more_follow(std::function<void(Channel&)> first = {}) {
-  Job job = job_of([](Channel&) {});
-  job.first = std::move(first);
+  Job job = job_of(std::move(first), [](Channel&) {});
   job.more_follow = true;
   return job;
 }
@@ -177,14 +147,14 @@ TEST(EngineEnds, ASubmitterThatHangsLongerThanTheEndWaitsLeavesNothingPutOff) {
   for (const EndOf end : {&StreamEngine::shutdown, &StreamEngine::abort}) {
     fake::reset(0, fake::Host::kMayNotWait);
     StreamEngine engine(0, c10::make_intrusive<test::StreamBackend>(), kShort);
-    const Hang hang;
+    const Gate gate;
     WorkPtr work;
     test::run_both(
-        [&] { work = submit(engine, job_that_more_follow(hang.part()), fake::device(0)); },
+        [&] { work = submit(engine, job_that_more_follow(gate.part()), fake::device(0)); },
         [&] {
-          hang.wait_until_reached();
+          gate.wait_until_reached();
           (engine.*end)();
-          hang.let_go();
+          gate.open();
         });
     EXPECT_TRUE(has_ended(work));
   }

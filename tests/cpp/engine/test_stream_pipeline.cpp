@@ -5,14 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <optional>
 #include <vector>
 
-#include "engine/stream_engine.h"
-#include "support/affine_job.h"
-#include "support/fake_device.h"
-#include "support/pipeline.h"
-#include "support/two_equal_ranks.h"
+#include "engine/pipeline.h"
 
 namespace powersgd {
 namespace {
@@ -67,8 +62,8 @@ unsigned count_overlaps(bool more_follow) {
   unsigned overlaps = 0;
   in_many_orders([&](Group& group) {
     Names ran;
-    test::submit_job(group.engine, noted("0", ran, more_follow));
-    test::submit_job(group.engine, noted("1", ran, more_follow));
+    group.submit(noted("0", ran, more_follow));
+    group.submit(noted("1", ran, more_follow));
     group.engine.flush();
     fake::run();
     ASSERT_EQ(ran.size(), 4U);
@@ -94,9 +89,9 @@ TEST(StreamPipeline, JobsWithoutThePromiseAreSerial) {
 TEST(StreamPipeline, TheNextPassBeginsAfterAllSecondParts) {
   in_many_orders([](Group& group) {
     Names ran;
-    test::submit_job(group.engine, noted("0", ran));
-    test::submit_job(group.engine, noted("1", ran, /*more_follow=*/false));
-    test::submit_job(group.engine, noted("2", ran));
+    group.submit(noted("0", ran));
+    group.submit(noted("1", ran, /*more_follow=*/false));
+    group.submit(noted("2", ran));
     group.engine.flush();
     fake::run();
     EXPECT_TRUE(is_before(ran, "orthogonalize 1", "project 2"));
@@ -112,9 +107,7 @@ TEST(StreamPipeline, JobsThatShareAnObjectDoNotOverlap) {
     for (int i = 0; i < 2; ++i) shared.submit(group.engine, /*more_follow=*/true);
     other.submit(group.engine, /*more_follow=*/true);
     shared.submit(group.engine, /*more_follow=*/true)->wait();  // shared with an ended job as well
-    const auto seen = shared.read();
-    fake::run();
-    EXPECT_EQ(*seen, 4 * (4 * 6 + 2) + 2);
+    shared.expect(4 * (4 * 6 + 2) + 2);
     EXPECT_EQ(group.backend->ran, (Names{"1", "1", "1", "2", "1", "2", "1", "1"}));
   });
 }
@@ -122,12 +115,12 @@ TEST(StreamPipeline, JobsThatShareAnObjectDoNotOverlap) {
 TEST(StreamPipeline, AJobThatIsAloneRunsAfterWhatWasPutOff) {
   in_many_orders([](Group& group) {
     Names ran;
-    test::submit_job(group.engine, noted("0", ran));
-    test::submit_job(group.engine, noted("1", ran));
+    group.submit(noted("0", ran));
+    group.submit(noted("1", ran));
     Job alone = job_alone(
         [&](Channel&) { fake::enqueue(fake::device(0), [&ran] { ran.emplace_back("alone"); }); });
-    test::submit_job(group.engine, std::move(alone));
-    test::submit_job(group.engine, noted("2", ran));
+    group.submit(std::move(alone));
+    group.submit(noted("2", ran));
     group.engine.flush();
     fake::run();
     EXPECT_TRUE(is_before(ran, "orthogonalize 1", "alone"));
@@ -140,10 +133,9 @@ TEST(StreamPipeline, ALocalJobLeavesTheOrderOfCollectives) {
   in_many_orders([](Group& group) {
     Pass jobs(3);
     jobs.submit(group.engine, 2);
-    Job local;
-    local.second = [](Channel&) {};
+    Job local = test::job_of([](Channel&) {});
     local.local = true;
-    test::submit_job(group.engine, std::move(local))->wait();
+    group.submit(std::move(local))->wait();
     fake::run();
     EXPECT_EQ(group.backend->ran, (Names{"1", "2", "1"}));
     group.engine.flush();
@@ -151,65 +143,53 @@ TEST(StreamPipeline, ALocalJobLeavesTheOrderOfCollectives) {
   });
 }
 
-TEST(StreamPipeline, BothStreamsAreUsersOfTheMemory) {
+// The streams that the allocator is told to use a job's memory.
+std::vector<c10::Stream> users_of_memory(bool more_follow) {
   fake::reset(0, fake::Host::kMayNotWait);
   Group group;
-  AffineJob job(fake::device(0));
-  job.submit(group.engine, /*more_follow=*/true);
+  AffineJob job(fake::device(1));
+  job.submit(group.engine, more_follow);
   group.engine.flush();
   std::vector<c10::Stream> streams;
   for (const auto& [memory, stream] : fake::recorded_uses()) {
     if (memory == job.tensor().data_ptr()) streams.push_back(stream);
   }
-  ASSERT_EQ(streams.size(), 2U);
-  EXPECT_NE(streams[0], streams[1]);
+  return streams;
 }
 
-TEST(StreamPipeline, MemoryThatIsReleasedBeforeTheFlushStaysUntilTheSecondPartHasReadIt) {
+TEST(StreamPipeline, TheAllocatorKnowsTheStreamsThatUseTheMemory) {
+  const auto alone = users_of_memory(/*more_follow=*/false);
+  ASSERT_EQ(alone.size(), 1U);
+  EXPECT_NE(alone[0].id(), 0);
+  EXPECT_EQ(alone[0].device(), fake::device(1));
+  const auto both = users_of_memory(/*more_follow=*/true);
+  ASSERT_EQ(both.size(), 2U);
+  EXPECT_NE(both[0], both[1]);
+}
+
+// Also if the second part is put off.
+TEST(StreamPipeline, MemoryThatIsReleasedStaysUntilTheJobHasReadIt) {
   fake::add_operators();
   const c10::Device device = fake::device(0);
-  in_many_orders([&](Group& group) {
-    std::vector<float> copied(1000, -1.0F);
-    const at::Tensor copy = fake::tensor(device, copied);
-    {
-      const at::Tensor tensor = at::ones({1000}, device);
-      Job job;
-      job.second = [data = tensor.data_ptr(), &copy](Channel&) {
-        fake::enqueue(copy.device(), [data, to = copy.data_ptr()] {
-          std::copy_n(static_cast<const float*>(data), 1000, static_cast<float*>(to));
+  for (const bool more_follow : {false, true}) {
+    in_many_orders([&](Group& group) {
+      std::vector<float> copied(1000, -1.0F);
+      {
+        const at::Tensor tensor = at::ones({1000}, device);
+        Job job = test::job_of([&, data = tensor.data_ptr()](Channel&) {
+          fake::enqueue(device, [&, data] {
+            std::copy_n(static_cast<const float*>(data), copied.size(), copied.data());
+          });
         });
-      };
-      job.more_follow = true;
-      group.engine.submit({tensor}, std::move(job), device, c10d::kUnsetTimeout);
-    }
-    AffineJob next(device);
-    next.submit(group.engine);
-    fake::run();
-    EXPECT_EQ(copied, std::vector<float>(1000, 1.0F));
-  });
-}
-
-// Keeps whether the last collective was asked for as an asynchronous one.
-class AsyncBackend : public c10d::Backend {
- public:
-  AsyncBackend() : Backend(0, 2) {}
-
-  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& /*tensors*/,
-                                           const c10d::AllreduceOptions& options) override {
-    async = options.asyncOp;
-    return nullptr;
+        job.more_follow = more_follow;
+        group.engine.submit({tensor}, std::move(job), device, c10d::kUnsetTimeout);
+      }
+      AffineJob next(device);
+      next.submit(group.engine);
+      fake::run();
+      EXPECT_EQ(copied, std::vector<float>(1000, 1.0F));
+    });
   }
-
-  std::optional<bool> async;
-};
-
-TEST(StreamPipeline, CollectivesRunOnTheSideStreamsThemselves) {
-  fake::reset(0, fake::Host::kMayNotWait);
-  const auto backend = c10::make_intrusive<AsyncBackend>();
-  StreamEngine engine(0, backend);
-  AffineJob job(fake::device(0));
-  job.submit(engine);
-  EXPECT_EQ(backend->async, std::optional(false));
 }
 
 }  // namespace

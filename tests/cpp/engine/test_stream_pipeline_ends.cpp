@@ -10,13 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "engine/stream_engine.h"
+#include "engine/pipeline.h"
 #include "engine/work.h"
-#include "support/affine_job.h"
 #include "support/errors.h"
-#include "support/fake_device.h"
-#include "support/pipeline.h"
-#include "support/two_equal_ranks.h"
 
 namespace powersgd {
 namespace {
@@ -49,9 +45,7 @@ TEST(StreamPipelineEnds, WhoeverAsksBeforeTheFlushGetsTheResult) {
       job.fill(1);
       const auto work = job.submit(group.engine, /*more_follow=*/true);
       use(*work);
-      const auto seen = job.read();
-      fake::run();
-      EXPECT_EQ(*seen, 6);
+      job.expect(6);
       EXPECT_TRUE(work->isCompleted());
     });
   }
@@ -74,9 +68,7 @@ TEST(StreamPipelineEnds, AFutureThatWasTakenBeforeTheFlushIsCompletedByIt) {
     EXPECT_TRUE(called);
     ASSERT_TRUE(future->completed());
     future->wait();
-    const auto seen = job.read();
-    fake::run();
-    EXPECT_EQ(*seen, 6);
+    job.expect(6);
   });
 }
 
@@ -107,9 +99,7 @@ TEST(StreamPipelineEnds, TheEndOfTheEngineCompletesWhatWasPutOff) {
     const auto future = static_cast<StreamWork&>(*work).future_without_flush();
     ASSERT_TRUE(future && future->completed());
     work->wait();
-    const auto seen = job.read();
-    fake::run();
-    EXPECT_EQ(*seen, 6);
+    job.expect(6);
   }
 }
 
@@ -132,26 +122,22 @@ TEST(StreamPipelineEnds, AFailedFirstPartLeavesTheJobBeforeItAlone) {
     AffineJob good(fake::device(0));
     good.fill(1);
     const auto before = good.submit(group.engine, /*more_follow=*/true);
-    Job job;
-    job.first = [](Channel&) { throw std::runtime_error("bad"); };
-    job.second = [](Channel&) { FAIL() << "ran after a failure"; };
+    Job job = test::job_of([](Channel&) { throw std::runtime_error("bad"); },
+                           [](Channel&) { FAIL() << "ran after a failure"; });
     job.more_follow = true;
-    const auto bad = test::submit_job(group.engine, std::move(job));
+    const auto bad = group.submit(std::move(job));
     EXPECT_EQ(test::error_of([&] { bad->wait(); }), "bad");
     EXPECT_FALSE(bad->isSuccess());
     before->wait();
-    const auto seen = good.read();
-    fake::run();
-    EXPECT_EQ(*seen, 6);
+    good.expect(6);
   });
 }
 
 TEST(StreamPipelineEnds, AFailedSecondPartIsItsOwnWorksAndTheNextJobRuns) {
   in_many_orders([](Group& group) {
-    Job job;
-    job.second = [](Channel&) { throw std::runtime_error("bad"); };
+    Job job = test::job_of([](Channel&) { throw std::runtime_error("bad"); });
     job.more_follow = true;
-    const auto bad = test::submit_job(group.engine, std::move(job));
+    const auto bad = group.submit(std::move(job));
     AffineJob good(fake::device(0));
     good.fill(1);
     const auto after = good.submit(group.engine);

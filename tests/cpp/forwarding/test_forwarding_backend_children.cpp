@@ -5,22 +5,16 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include "powersgd/forwarding_backend.h"
-#include "support/recording_backend.h"
-#include "support/thread_ranks.h"
+#include "forwarding/recorded_group.h"
 
 namespace powersgd {
 namespace {
 
 using c10d::Backend;
+using test::kAccelerator;
+using test::kCpu;
 using test::RecordingBackend;
-using test::ThreadBackend;
-using OptionsPtr = c10::intrusive_ptr<Backend::Options>;
-using Recorder = c10::intrusive_ptr<RecordingBackend>;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
-
-constexpr c10::DeviceType kAccelerator = c10::DeviceType::Meta;
-constexpr c10::DeviceType kCpu = c10::DeviceType::CPU;
 
 struct OtherOptions : Backend::Options {
   OtherOptions() : Backend::Options("other") {}
@@ -37,24 +31,18 @@ std::vector<std::string> keys_after_setting(const std::vector<StorePtr>& stores)
   return values;
 }
 
-class ChildrenTest : public ::testing::Test {
+class ChildrenTest : public test::RecordedGroup {
  protected:
-  void SetUp() override {
+  ChildrenTest() : RecordedGroup(2, 4) {
     cpu_->child = c10::make_intrusive<RecordingBackend>(1, 2, "slow child");
     accel_->child = c10::make_intrusive<RecordingBackend>(1, 2, "fast child");
   }
-  c10::intrusive_ptr<ForwardingBackend> make() {
-    return c10::make_intrusive<ForwardingBackend>(2, 4,
-                                                  Inners{{kCpu, cpu_}, {kAccelerator, accel_}});
-  }
-  Recorder cpu_ = c10::make_intrusive<RecordingBackend>(2, 4, "slow");
-  Recorder accel_ = c10::make_intrusive<RecordingBackend>(2, 4, "fast");
-  StorePtr store_ = c10::make_intrusive<c10d::HashStore>();
+  const StorePtr store_ = c10::make_intrusive<c10d::HashStore>();
   const std::vector<int> ranks_{0, 2};
 };
 
 TEST_F(ChildrenTest, SplitHoldsTheChildrenOfTheInners) {
-  const auto child = make()->split(store_, ranks_, cpu_->options);
+  const auto child = backend_->split(store_, ranks_, cpu_->options);
   EXPECT_EQ(child->getRank(), 1);
   EXPECT_EQ(child->getSize(), 2);
   const auto& inners = as_forwarding(child).inners();
@@ -65,15 +53,14 @@ TEST_F(ChildrenTest, SplitHoldsTheChildrenOfTheInners) {
 TEST_F(ChildrenTest, NoChildOnARankThatIsNoMember) {
   cpu_->child = nullptr;
   accel_->child = nullptr;
-  EXPECT_EQ(make()->split(store_, {0, 1}, cpu_->options).get(), nullptr);
+  EXPECT_EQ(backend_->split(store_, {0, 1}, cpu_->options).get(), nullptr);
   EXPECT_EQ(accel_->stores.size(), 1u);  // NCCL's split needs every rank
 }
 
 TEST_F(ChildrenTest, EveryChildHasItsOwnKeys) {
-  const auto backend = make();
-  backend->split(store_, ranks_, cpu_->options);
-  backend->split(store_, ranks_, cpu_->options);  // splitGroup, for its second device type
-  backend->merge(store_, cpu_->options, 0, 8);
+  backend_->split(store_, ranks_, cpu_->options);
+  backend_->split(store_, ranks_, cpu_->options);  // splitGroup, for its second device type
+  backend_->merge(store_, cpu_->options, 0, 8);
   std::vector<StorePtr> all = cpu_->stores;
   all.insert(all.end(), accel_->stores.begin(), accel_->stores.end());
   ASSERT_EQ(all.size(), 6u);
@@ -82,9 +69,8 @@ TEST_F(ChildrenTest, EveryChildHasItsOwnKeys) {
 
 // Rank 2 was in an earlier split without rank 3. The keys of their common group must agree.
 TEST_F(ChildrenTest, KeysDoNotDependOnEarlierSplits) {
-  const auto here = make();
-  here->split(c10::make_intrusive<c10d::HashStore>(), {1, 2}, cpu_->options);
-  here->split(store_, {2, 3}, cpu_->options);
+  backend_->split(c10::make_intrusive<c10d::HashStore>(), {1, 2}, cpu_->options);
+  backend_->split(store_, {2, 3}, cpu_->options);
   const auto peer = c10::make_intrusive<RecordingBackend>(3, 4);
   peer->child = c10::make_intrusive<RecordingBackend>(1, 2);
   const auto there = c10::make_intrusive<ForwardingBackend>(3, 4, Inners{{kCpu, peer}});
@@ -95,7 +81,7 @@ TEST_F(ChildrenTest, KeysDoNotDependOnEarlierSplits) {
 
 TEST_F(ChildrenTest, OptionsOfTheInnersOwnTypeArePassedOn) {
   const auto given = c10::make_intrusive<Backend::Options>("recording");
-  make()->split(store_, ranks_, given);
+  backend_->split(store_, ranks_, given);
   EXPECT_EQ(cpu_->child_options.back().get(), given.get());
 }
 
@@ -104,18 +90,18 @@ TEST_F(ChildrenTest, OtherOptionsBecomeTheInnersWithTheCallersNameAndTimeout) {
   given->timeout = std::chrono::milliseconds(77);
   given->group_name = "child";
   given->group_desc = "a child";
-  make()->split(store_, ranks_, given);
-  const OptionsPtr& passed = accel_->child_options.back();
+  backend_->split(store_, ranks_, given);
+  const auto& passed = accel_->child_options.back();
   EXPECT_EQ(passed->backend, "recording");
   EXPECT_EQ(passed->timeout, std::chrono::milliseconds(77));
   EXPECT_EQ(passed->group_name, "child");
   EXPECT_EQ(passed->group_desc, "a child");
-  make()->split(store_, ranks_, nullptr);
+  backend_->split(store_, ranks_, nullptr);
   EXPECT_EQ(accel_->child_options.back()->backend, "recording");
 }
 
 TEST_F(ChildrenTest, GlobalRanksAreThereForGlooToRead) {
-  make()->split(store_, ranks_, cpu_->options);
+  backend_->split(store_, ranks_, cpu_->options);
   EXPECT_EQ(cpu_->options->global_ranks_in_group, (std::vector<uint64_t>{0, 1, 2, 3}));
 
   accel_->options->global_ranks_in_group = {8, 9, 10, 11};  // those that it was made with stay
@@ -127,45 +113,17 @@ TEST_F(ChildrenTest, GlobalRanksAreThereForGlooToRead) {
 }
 
 TEST_F(ChildrenTest, MergeAndShrinkAskEveryInner) {
-  const auto backend = make();
-  const auto merged = backend->merge(store_, cpu_->options, 1, 2);
+  const auto merged = backend_->merge(store_, cpu_->options, 1, 2);
   EXPECT_EQ(as_forwarding(merged).inners().at(kCpu).get(), cpu_->child.get());
   EXPECT_EQ(accel_->calls.back().method, "merge");
 
   const std::vector<int64_t> excluded{3};
-  const auto shrunk = backend->shrink(excluded, 4, nullptr);
+  const auto shrunk = backend_->shrink(excluded, 4, nullptr);
   EXPECT_EQ(as_forwarding(shrunk).inners().at(kAccelerator).get(), accel_->child.get());
   RecordingBackend direct;
   direct.shrink(excluded, 4, nullptr);
   EXPECT_EQ(accel_->calls.back(), direct.calls.back());
   EXPECT_EQ(accel_->child_options.back().get(), nullptr);
-}
-
-// Over ThreadBackend, whose split reads the global ranks of its own options, as Gloo's does. The
-// groups work: two of one parent, and one of a child.
-TEST(SplitThreads, GroupsOfGroups) {
-  test::run_ranks(4, [](int rank, const c10::intrusive_ptr<ThreadBackend>& inner) {
-    const auto world = c10::make_intrusive<ForwardingBackend>(rank, 4, Inners{{kCpu, inner}});
-    const auto sum_over = [&](const BackendPtr& group) {
-      std::vector<at::Tensor> tensors{at::full({3}, rank + 1.0)};
-      group->allreduce(tensors)->wait();
-      return tensors[0][0].item<double>();
-    };
-    const StorePtr store = c10::make_intrusive<c10d::HashStore>();
-    const std::vector<int> pair = rank < 2 ? std::vector<int>{0, 1} : std::vector<int>{2, 3};
-    const auto half = world->split(store, pair, world->getBackendOptions());
-    ASSERT_TRUE(half);
-    EXPECT_EQ(half->getRank(), rank % 2);
-    EXPECT_EQ(sum_over(half), rank < 2 ? 3 : 7);
-
-    const std::vector<int> all{0, 1, 2, 3};
-    const auto whole =
-        world->split(c10::make_intrusive<c10d::HashStore>(), all, world->getBackendOptions());
-    EXPECT_EQ(sum_over(whole), 10);
-    const auto single = half->split(store, {0}, half->getBackendOptions());
-    EXPECT_EQ(static_cast<bool>(single), rank % 2 == 0);
-    EXPECT_EQ(sum_over(world), 10);
-  });
 }
 
 }  // namespace

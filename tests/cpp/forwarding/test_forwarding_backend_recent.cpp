@@ -9,99 +9,84 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "powersgd/forwarding_backend.h"
-#include "support/recording_backend.h"
+#include "forwarding/recorded_group.h"
 
 namespace powersgd {
 namespace {
 
-using test::RecordingBackend;
-using Methods = std::vector<std::string>;
+using test::kAccelerator;
+using test::kCpu;
+using test::Methods;
 
-constexpr c10::DeviceType kAccelerator = c10::DeviceType::Meta;
-constexpr c10::DeviceType kCpu = c10::DeviceType::CPU;
-
-class RecentTest : public ::testing::Test {
- protected:
-  static Methods methods(const c10::intrusive_ptr<RecordingBackend>& recorder) {
-    Methods names;
-    for (const auto& call : recorder->calls) names.push_back(call.method);
-    return names;
-  }
-  c10::intrusive_ptr<RecordingBackend> cpu_ = c10::make_intrusive<RecordingBackend>(0, 2, "slow");
-  c10::intrusive_ptr<RecordingBackend> accel_ = c10::make_intrusive<RecordingBackend>(0, 2, "fast");
-  c10::intrusive_ptr<ForwardingBackend> both_ =
-      c10::make_intrusive<ForwardingBackend>(0, 2, Inners{{kCpu, cpu_}, {kAccelerator, accel_}});
-  c10::intrusive_ptr<ForwardingBackend> one_ =
-      c10::make_intrusive<ForwardingBackend>(0, 2, Inners{{kCpu, cpu_}});
-};
+class RecentTest : public test::RecordedGroup {};
 
 TEST_F(RecentTest, AbortHooksGoToThePrimaryInner) {
-  both_->registerAbortHook(1, [] {});
-  both_->unregisterAbortHook(1);
-  EXPECT_EQ(methods(cpu_), (Methods{"registerAbortHook", "unregisterAbortHook"}));
+  backend_->registerAbortHook(1, [] {});
+  backend_->unregisterAbortHook(1);
+  EXPECT_EQ(cpu_->methods(), (Methods{"registerAbortHook", "unregisterAbortHook"}));
   EXPECT_TRUE(accel_->calls.empty());
 }
 
 #ifdef POWERSGD_BACKEND_HAS_COMPLETION_HOOKS
 TEST_F(RecentTest, CompletionHooksGoToThePrimaryInner) {
-  EXPECT_TRUE(both_->supportsAbortHooks());
-  EXPECT_TRUE(both_->supportsCompletionHooks());
-  both_->registerCompletionHook(2, [](const c10d::CompletionHookArgs&) {});
-  both_->unregisterCompletionHook(2);
-  EXPECT_EQ(methods(cpu_), (Methods{"registerCompletionHook", "unregisterCompletionHook"}));
+  EXPECT_TRUE(backend_->supportsAbortHooks());
+  EXPECT_TRUE(backend_->supportsCompletionHooks());
+  backend_->registerCompletionHook(2, [](const c10d::CompletionHookArgs&) {});
+  backend_->unregisterCompletionHook(2);
+  EXPECT_EQ(cpu_->methods(), (Methods{"registerCompletionHook", "unregisterCompletionHook"}));
   EXPECT_TRUE(accel_->calls.empty());
 }
 #endif
 
 #ifdef POWERSGD_BACKEND_HAS_TIME_ESTIMATE
 TEST_F(RecentTest, EstimatesAreTheAccelerators) {
-  EXPECT_TRUE(both_->supportsTimeEstimation());
-  both_->startTimeEstimate();
-  EXPECT_EQ(both_->endTimeEstimate(), 2.5F);
-  EXPECT_EQ(methods(accel_), (Methods{"startTimeEstimate", "endTimeEstimate"}));
+  EXPECT_TRUE(backend_->supportsTimeEstimation());
+  backend_->startTimeEstimate();
+  EXPECT_EQ(backend_->endTimeEstimate(), 2.5F);
+  EXPECT_EQ(accel_->methods(), (Methods{"startTimeEstimate", "endTimeEstimate"}));
   EXPECT_TRUE(cpu_->calls.empty());
 }
 #endif
 
 #ifdef POWERSGD_BACKEND_HAS_IS_INITIALIZED
 TEST_F(RecentTest, IsInitializedOnceAllInnersAre) {
-  EXPECT_TRUE(both_->isInitialized());
+  EXPECT_TRUE(backend_->isInitialized());
   accel_->initialized = false;
-  EXPECT_FALSE(both_->isInitialized());
+  EXPECT_FALSE(backend_->isInitialized());
 }
 #endif
 
 TEST_F(RecentTest, WindowsAreTheAcceleratorsOrTheTensors) {
-  EXPECT_TRUE(both_->supportsWindow());
-  EXPECT_TRUE(both_->new_window(std::nullopt));
-  EXPECT_EQ(methods(accel_), Methods{"new_window"});
-  EXPECT_TRUE(both_->new_window(at::ones({2})));
-  EXPECT_EQ(methods(cpu_), Methods{"new_window"});
+  EXPECT_TRUE(backend_->supportsWindow());
+  EXPECT_TRUE(backend_->new_window(std::nullopt));
+  EXPECT_EQ(accel_->methods(), Methods{"new_window"});
+  EXPECT_TRUE(backend_->new_window(at::ones({2})));
+  EXPECT_EQ(cpu_->methods(), Methods{"new_window"});
 }
 
 TEST_F(RecentTest, LifecycleConcernsEveryInner) {
-  both_->addEphemeralTimeout(std::chrono::milliseconds(5));
-  both_->setBoundDeviceId(c10::Device(kAccelerator, 1));
+  backend_->addEphemeralTimeout(std::chrono::milliseconds(5));
+  backend_->setBoundDeviceId(c10::Device(kAccelerator, 1));
   for (const auto& inner : {cpu_, accel_}) {
-    EXPECT_EQ(methods(inner), Methods{"addEphemeralTimeout"});
+    EXPECT_EQ(inner->methods(), Methods{"addEphemeralTimeout"});
     EXPECT_EQ(inner->getBoundDeviceId(), c10::Device(kAccelerator, 1));
   }
-  EXPECT_EQ(both_->getBoundDeviceId(), c10::Device(kAccelerator, 1));
+  EXPECT_EQ(backend_->getBoundDeviceId(), c10::Device(kAccelerator, 1));
 }
 
 TEST_F(RecentTest, ReconfigureTakesTheInnersNewRank) {
-  EXPECT_TRUE(one_->supportsReconfigure());
-  EXPECT_EQ(one_->get_reconfigure_handle(), "handle of slow");
-  one_->reconfigure({});
-  EXPECT_EQ(one_->getRank(), 3);
-  EXPECT_EQ(one_->getSize(), 5);
+  ForwardingBackend one(0, 2, {{kCpu, cpu_}});
+  EXPECT_TRUE(one.supportsReconfigure());
+  EXPECT_EQ(one.get_reconfigure_handle(), "handle of slow");
+  one.reconfigure({});
+  EXPECT_EQ(one.getRank(), 3);
+  EXPECT_EQ(one.getSize(), 5);
 }
 
 TEST_F(RecentTest, SeveralInnersCannotBeReconfigured) {
-  EXPECT_FALSE(both_->supportsReconfigure());
-  EXPECT_THROW(both_->get_reconfigure_handle(), c10::Error);
-  EXPECT_THROW(both_->reconfigure({}), c10::Error);
+  EXPECT_FALSE(backend_->supportsReconfigure());
+  EXPECT_THROW(backend_->get_reconfigure_handle(), c10::Error);
+  EXPECT_THROW(backend_->reconfigure({}), c10::Error);
 }
 
 }  // namespace

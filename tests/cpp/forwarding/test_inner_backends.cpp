@@ -7,24 +7,24 @@
 #include <utility>
 #include <vector>
 
+#include "forwarding/recorded_group.h"
 #include "support/errors.h"
-#include "support/recording_backend.h"
 
 namespace powersgd {
 namespace {
 
 using test::contains;
 using test::error_of;
+using test::kAccelerator;
+using test::kCpu;
 using test::RecordingBackend;
 
-// Two device types of accelerators, and the CPU.
-constexpr c10::DeviceType kAccelerator = c10::DeviceType::Meta, kOther = c10::DeviceType::XPU;
-constexpr c10::DeviceType kCpu = c10::DeviceType::CPU;
+constexpr c10::DeviceType kOther = c10::DeviceType::XPU;  // a second type of accelerators
 
 class InnerBackendsTest : public testing::Test {
  protected:
-  c10::intrusive_ptr<RecordingBackend> slow_ = c10::make_intrusive<RecordingBackend>(0, 2, "slow");
-  c10::intrusive_ptr<RecordingBackend> fast_ = c10::make_intrusive<RecordingBackend>(0, 2, "fast");
+  test::Recorder slow_ = c10::make_intrusive<RecordingBackend>(0, 2, "slow");
+  test::Recorder fast_ = c10::make_intrusive<RecordingBackend>(0, 2, "fast");
   // The CPU and an accelerator share a backend.
   const InnerBackends shared_{0, 2, {{kCpu, slow_}, {kOther, fast_}, {kAccelerator, slow_}}};
 };

@@ -1,176 +1,210 @@
 // SPDX-License-Identifier: BSD-3-Clause
+#include "powersgd/bucket_reducer.h"
+
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
-#include "powersgd/bucket_reducer.h"
+#include "gradients/parameter_layout.h"
+#include "gradients/sessions.h"
 #include "powersgd/stats.h"
+#include "ranks/one_rank.h"
 #include "support/hook_defaults.h"
-#include "support/thread_ranks.h"
+#include "support/random.h"
 
 namespace powersgd {
 namespace {
 
-constexpr int kRanks = 2;
+constexpr int kReducers = 2;  // ranks
+constexpr int64_t kFirstTwo = 24 * 32 + 24, kConv = 32 * 54;
 
-Options make_options(int64_t start = 0) {
-  Options options = test::hook_defaults();
-  options.matrix_approximation_rank = 2;
-  options.start_powerSGD_iter = start;
-  return options;
-}
-
-at::Tensor noise(int seed, int64_t numel) {
-  return at::randn({numel}, at::detail::createCPUGenerator(static_cast<uint64_t>(seed)));
+at::Tensor gradient_of(int rank, int step) {
+  return test::random(static_cast<uint64_t>(step * kReducers + rank), {kFirstTwo + kConv});
 }
 
 // A weight, a bias and a channels_last weight. They are reduced as in DDP, in one bucket or in two.
-class Model {
+class AttachedModel {
  public:
-  Model(int rank, const std::shared_ptr<Session>& session, const Options& options) : rank_(rank) {
-    parameters = {at::zeros({24, 32}), at::zeros({24}),
-                  at::zeros({32, 6, 3, 3}).contiguous(at::MemoryFormat::ChannelsLast)};
-    model = BucketReducer::attach(session, std::vector<std::string>{"weight", "bias", "conv"},
-                                  parameters, options);
+  AttachedModel(int rank, const std::shared_ptr<Session>& session)
+      : reducer(test::attach(session, parameters)), rank_(rank) {}
+
+  // Takes steps 0, 1, ... as `step` does. Their outputs and what is left add up to the gradients.
+  void expect_that_nothing_is_lost(int steps, const std::function<at::Tensor(int)>& step) {
+    at::Tensor sent = at::zeros({kFirstTwo + kConv}, at::kDouble), asked = at::zeros_like(sent);
+    for (int i = 0; i < steps; ++i) {
+      sent += step(i);
+      for (int rank = 0; rank < kReducers; ++rank) asked += gradient_of(rank, i) / kReducers;
+    }
+    const at::Tensor left = residuals();
+    EXPECT_GT(left.norm().item<double>(), 1);
+    EXPECT_LT(test::relative(sent + left, asked), 1e-5);
+    EXPECT_EQ(reducer->states()->step(), steps);
   }
 
-  // Returns the averaged gradients of one step, in the order of the parameters.
+  // Returns the averaged gradients of one step.
   at::Tensor step(int number, bool two_buckets, at::ScalarType dtype = at::kFloat) {
-    const at::Tensor all = noise(number * kRanks + rank_, 24 * 32 + 24 + 32 * 54).to(dtype);
+    const at::Tensor all = gradient_of(rank_, number).to(dtype);
     if (!two_buckets) {
-      reduce(0, 1, all, {0, 1, 2});
+      reduce(0, all, {0, 1, 2});
     } else {
-      reduce(0, 2, all.narrow(0, 0, 24 * 32 + 24), {0, 1});
-      reduce(1, 2, all.narrow(0, 24 * 32 + 24, 32 * 54), {2});
+      reduce(0, all.narrow(0, 0, kFirstTwo), {0, 1});
+      reduce(1, all.narrow(0, kFirstTwo, kConv), {2});
     }
+    reducer->end_step();
     return all;
   }
 
-  static at::Tensor mean_gradient(int number) {
-    const int64_t numel = 24 * 32 + 24 + 32 * 54;
-    return (noise(number * kRanks, numel) + noise(number * kRanks + 1, numel)) / kRanks;
-  }
-
-  std::vector<at::Tensor> parameters;
-  std::shared_ptr<BucketReducer> model;
+  std::vector<at::Tensor> parameters = {
+      at::zeros({24, 32}), at::zeros({24}),
+      at::zeros({32, 6, 3, 3}).contiguous(at::MemoryFormat::ChannelsLast)};
+  const std::shared_ptr<BucketReducer> reducer;
 
  private:
-  void reduce(size_t index, size_t count, at::Tensor buffer, const std::vector<size_t>& which) {
+  void reduce(size_t index, at::Tensor buffer, const std::vector<size_t>& which) {
     std::vector<at::Tensor> members;
     for (const size_t i : which) members.push_back(parameters[i]);
-    model->reduce(index, buffer, model->states()->parameters().find(members), kRanks)->wait();
-    if (index + 1 == count) model->end_step();
+    reducer->reduce(index, buffer, reducer->states()->parameters().find(members), kReducers)
+        ->wait();
+  }
+  // In the order of a bucket's memory.
+  at::Tensor residuals() const {
+    std::vector<at::Tensor> parts;
+    const auto state = reducer->states()->export_state();
+    for (size_t i = 0; i < state.size(); ++i) {
+      const at::Tensor& residual = state[i].residual;
+      parts.push_back(residual.defined() ? to_memory_order(residual, parameters[i]).flatten()
+                                         : at::zeros({parameters[i].numel()}));
+    }
+    return at::cat(parts);
   }
 
   const int rank_;
 };
 
-void run(const Options& options,
-         const std::function<void(Model&, const std::shared_ptr<Session>&)>& fn) {
-  const test::Channels channels(kRanks);
-  test::run_ranks(kRanks, [&](int rank, const auto& inner) {
-    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank), {}}};
-    const auto session =
-        std::make_shared<Session>(rank, kRanks, std::move(inners), options, LogSink());
-    Model model(rank, session, options);
-    try {
-      fn(model, session);
-    } catch (...) {
-      channels.kill(rank);
-      throw;
-    }
-  });
-}
+using SessionPtr = std::shared_ptr<Session>;
 
-// In the order of a bucket's memory.
-at::Tensor flat(const Model& model, const std::vector<ParameterExport>& state) {
-  std::vector<at::Tensor> parts;
-  for (size_t i = 0; i < state.size(); ++i) {
-    const at::Tensor& residual = state[i].residual;
-    if (!residual.defined()) {
-      parts.push_back(at::zeros({model.parameters[i].numel()}));
-    } else if (residual.dim() == 4) {
-      parts.push_back(residual.permute({0, 2, 3, 1}).flatten());
-    } else {
-      parts.push_back(residual.flatten());
-    }
-  }
-  return at::cat(parts);
-}
-
-double relative(const at::Tensor& a, const at::Tensor& b) {
-  return ((a - b).norm() / b.norm()).item<double>();
+// Calls fn(rank, session) on both ranks. Steps before `start` are exact.
+void run_reducers(const std::function<void(int, const SessionPtr&)>& fn, int64_t start = 0) {
+  Options options = test::compressing(2);
+  options.start_powerSGD_iter = start;
+  test::run_sessions(kReducers, options,
+                     [&](int rank, const SessionPtr& session, auto&&) { fn(rank, session); });
 }
 
 TEST(BucketReducer, NothingIsLostWhenBucketsAreRebuilt) {
-  run(make_options(), [](Model& model, const auto&) {
-    at::Tensor sent = at::zeros({24 * 32 + 24 + 32 * 54}), asked = at::zeros_like(sent);
-    for (int step = 0; step < 8; ++step) {
-      sent += model.step(step, /*two_buckets=*/step >= 3);
-      asked += Model::mean_gradient(step);
-    }
-    const at::Tensor left = flat(model, model.model->states()->export_state());
-    EXPECT_GT(left.norm().item<double>(), 1);
-    EXPECT_LT(relative(sent + left, asked), 1e-5);
-    EXPECT_EQ(model.model->states()->step(), 8);
+  run_reducers([](int rank, const SessionPtr& session) {
+    AttachedModel model(rank, session);
+    model.expect_that_nothing_is_lost(8,
+                                      [&](int i) { return model.step(i, /*two_buckets=*/i >= 3); });
   });
 }
 
 // FSDP2 reduces in another dtype if its module is converted before its first pass.
 TEST(BucketReducer, NothingIsLostWhenBucketsChangeTheirDtype) {
-  run(make_options(), [](Model& model, const auto&) {
-    at::Tensor sent = at::zeros({24 * 32 + 24 + 32 * 54}, at::kDouble);
-    at::Tensor asked = at::zeros_like(sent);
-    for (int step = 0; step < 9; ++step) {
-      sent += model.step(step, /*two_buckets=*/false, step / 3 == 1 ? at::kDouble : at::kFloat);
-      asked += Model::mean_gradient(step);
-    }
-    const at::Tensor left = flat(model, model.model->states()->export_state());
-    EXPECT_GT(left.norm().item<double>(), 1);
-    EXPECT_LT(relative(sent + left, asked), 1e-5);
-  });
-}
-
-TEST(BucketReducer, WarmUpIsExact) {
-  run(make_options(/*start=*/2), [](Model& model, const auto& session) {
-    EXPECT_TRUE(at::equal(model.step(0, false), Model::mean_gradient(0)));
-    EXPECT_TRUE(at::equal(model.step(1, false), Model::mean_gradient(1)));
-    EXPECT_FALSE(at::equal(model.step(2, false), Model::mean_gradient(2)));
-    EXPECT_EQ(session->snapshot().exact_calls, 2);
-    EXPECT_EQ(session->snapshot().compressed_calls, 1);
-  });
-}
-
-TEST(BucketReducer, DetachedIsExact) {
-  run(make_options(), [](Model& model, const auto&) {
-    model.model->set_active(false);
-    EXPECT_TRUE(at::equal(model.step(0, false), Model::mean_gradient(0)));
-  });
-}
-
-TEST(BucketReducer, AStateThatIsLoadedIsTheOneThatWasSaved) {
-  run(make_options(), [](Model& model, const auto& session) {
-    for (int step = 0; step < 3; ++step) model.step(step, false);
-    const auto saved = model.model->states()->export_state();
-    Model other(0, session, make_options());
-    other.model->states()->load_state(saved, 3, 1.0);
-    EXPECT_EQ(other.model->states()->step(), 3);
-    const auto loaded = other.model->states()->export_state();
-    for (size_t i = 0; i < saved.size(); ++i) {
-      ASSERT_EQ(loaded[i].residual.defined(), saved[i].residual.defined()) << saved[i].name;
-      if (!saved[i].residual.defined()) continue;
-      EXPECT_EQ(loaded[i].residual.sizes(), model.parameters[i].sizes());
-      EXPECT_LT(relative(loaded[i].residual, saved[i].residual), 1e-6) << saved[i].name;
-      EXPECT_TRUE(at::equal(loaded[i].q, saved[i].q)) << saved[i].name;
-    }
+  run_reducers([](int rank, const SessionPtr& session) {
+    AttachedModel model(rank, session);
+    model.expect_that_nothing_is_lost(9, [&](int i) {
+      return model.step(i, /*two_buckets=*/false, i / 3 == 1 ? at::kDouble : at::kFloat);
+    });
   });
 }
 
 TEST(BucketReducer, AParameterThatWasNotAttachedIsAnError) {
-  run(make_options(), [](Model& model, const auto&) {
+  run_reducers([](int rank, const SessionPtr& session) {
+    AttachedModel model(rank, session);
     model.parameters[1] = at::zeros({24});
-    EXPECT_THROW(model.step(0, false), c10::Error);
+    EXPECT_THROW(model.step(0, /*two_buckets=*/false), c10::Error);
   });
+}
+
+// All-reduces of its buckets that their owner calls itself, as FSDP2 does. The model expects them.
+
+at::Tensor gradient_of_two(int rank, int step) {
+  return gradient_of(rank, step).narrow(0, 0, kFirstTwo).clone();
+}
+
+std::shared_ptr<BucketReducer> attach_two(const SessionPtr& session) {
+  return test::attach(session, test::zeros({{24, 32}, {24}}, at::kCPU));
+}
+
+c10d::AllreduceOptions reduced_by(c10d::ReduceOp::RedOpType op) {
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  return options;
+}
+
+at::Tensor mean_residual_of_weight(BucketReducer& model) {
+  return model.states()->export_state()[0].residual;
+}
+
+TEST(ExpectedAllreduce, AnAllreduceByItsOwnerIsReduceToTheBit) {
+  struct Case {
+    c10d::ReduceOp::RedOpType op;
+    double divided_after;
+    double times_mean;  // what the owner gets, over the mean. Powers of two change no rounding.
+  };
+  for (const Case& each : {Case{c10d::ReduceOp::AVG, 1, 1}, Case{c10d::ReduceOp::SUM, 2, 1},
+                           Case{c10d::ReduceOp::SUM, 1, 2}, Case{c10d::ReduceOp::AVG, 4, 0.25}}) {
+    run_reducers([&](int rank, const SessionPtr& session) {
+      const auto expecting = attach_two(session);
+      const auto reducing = attach_two(session);
+      for (int step = 0; step < 5; ++step) {
+        at::Tensor wanted = gradient_of_two(rank, step), buffer = wanted.clone();
+        reducing->reduce(0, wanted, {0, 1}, 2)->wait();
+        reducing->end_step();
+        expecting->expect(0, buffer, {0, 1}, each.divided_after);
+        EXPECT_EQ(session->taker_of({buffer}), expecting);
+        const auto work = expecting->reduce_expected(buffer, reduced_by(each.op));
+        ASSERT_TRUE(work);
+        work->wait();
+        expecting->end_step();
+        buffer.div_(each.divided_after);
+        EXPECT_TRUE(at::equal(buffer, wanted * each.times_mean)) << "step " << step;
+      }
+      // In the units of what the owner gets.
+      EXPECT_TRUE(at::equal(mean_residual_of_weight(*expecting),
+                            mean_residual_of_weight(*reducing) * each.times_mean));
+    });
+  }
+}
+
+TEST(ExpectedAllreduce, OnlyTheAnnouncedMemoryIsExpectedAndOnlyOnce) {
+  run_reducers([](int rank, const SessionPtr& session) {
+    const auto model = attach_two(session);
+    const at::Tensor buffer = gradient_of_two(rank, 0), both = at::zeros({2 * kFirstTwo});
+    EXPECT_FALSE(session->taker_of({buffer}));
+    model->expect(0, both.narrow(0, kFirstTwo, kFirstTwo), {0, 1}, 1);
+    EXPECT_FALSE(model->expects(buffer));
+    EXPECT_FALSE(model->expects(both.narrow(0, 0, kFirstTwo)));
+    const at::Tensor again = both.narrow(0, kFirstTwo, kFirstTwo);
+    EXPECT_TRUE(model->expects(again));
+    EXPECT_FALSE(session->taker_of({again, buffer}));
+    {
+      const auto gone = attach_two(session);
+      gone->expect(0, buffer, {0, 1}, 1);
+      EXPECT_EQ(session->taker_of({buffer}), gone);
+    }
+    EXPECT_FALSE(session->taker_of({buffer}));
+    model->reduce_expected(again, reduced_by(c10d::ReduceOp::AVG))->wait();
+    EXPECT_FALSE(model->expects(again));
+  });
+}
+
+TEST(ExpectedAllreduce, ExactStepsAndOtherReductionsAreLeftToTheCaller) {
+  const auto expect_what_is_left = [](int rank, const SessionPtr& session) {
+    const auto model = attach_two(session);
+    const at::Tensor gradient = gradient_of_two(rank, 0), buffer = gradient.clone();
+    const auto is_left = [&](std::vector<size_t> parameters, c10d::ReduceOp::RedOpType op) {
+      model->expect(0, buffer, std::move(parameters), 1);
+      return !model->reduce_expected(buffer, reduced_by(op)) && at::equal(buffer, gradient);
+    };
+    EXPECT_TRUE(is_left({0, 1}, c10d::ReduceOp::AVG));  // the first step is exact
+    EXPECT_EQ(session->snapshot().exact_calls, 1);
+    model->end_step();
+    EXPECT_TRUE(is_left({0, 1}, c10d::ReduceOp::MAX));
+    EXPECT_TRUE(is_left({}, c10d::ReduceOp::SUM));  // unknown parameters
+    EXPECT_FALSE(is_left({0, 1}, c10d::ReduceOp::SUM));
+  };
+  run_reducers(expect_what_is_left, /*start=*/1);
 }
 
 }  // namespace

@@ -6,9 +6,9 @@
 #include <memory>
 #include <vector>
 
+#include "fake_device/fake_device.h"
 #include "gradients/capture_watch.h"
-#include "support/fake_device.h"
-#include "support/session_of_equal_ranks.h"
+#include "gradients/sessions.h"
 
 namespace powersgd {
 namespace {
@@ -16,8 +16,8 @@ namespace {
 namespace fake = test::fake_device;
 
 // A state whose last step captured so much of M, or delivered nothing.
-ParameterStatePtr make_state(at::Device device, double captured, bool delivered = true,
-                             at::ScalarType residual = at::kFloat) {
+ParameterStatePtr make_watched(at::Device device, double captured, bool delivered = true,
+                               at::ScalarType residual = at::kFloat) {
   auto state = std::make_shared<ParameterState>();
   state->memory = at::full({4, 25}, 2, residual).to(device);  // |M|^2 = 400
   state->q_local = at::full({1, 25}, std::sqrt(captured * 400 / 25)).to(device);
@@ -31,7 +31,7 @@ class CaptureWatchOn : public testing::TestWithParam<bool> {
   CaptureWatchOn() {
     fake::add_operators();
     fake::reset(1, fake::Host::kMayNotWait);
-    session_ = test::make_session_of_equal_ranks(device_, {});
+    session_ = test::session_of_equal_ranks(device_, {});
   }
   ~CaptureWatchOn() override { session_->shutdown(); }
 
@@ -51,11 +51,11 @@ class CaptureWatchOn : public testing::TestWithParam<bool> {
 };
 
 TEST_P(CaptureWatchOn, AStateIsReportedOnceAfterSoManyLowLooksInARow) {
-  const auto lower = make_state(device_, 0.9 * CaptureWatch::kLeastCaptured);
-  const auto higher = make_state(device_, 1.1 * CaptureWatch::kLeastCaptured);
+  const auto lower = make_watched(device_, 0.9 * CaptureWatch::kLeastCaptured);
+  const auto higher = make_watched(device_, 1.1 * CaptureWatch::kLeastCaptured);
   const auto rounded =
-      make_state(device_, 0.9 * CaptureWatch::kLeastCaptured, /*delivered=*/true, at::kBFloat16);
-  const auto unused = make_state(device_, 0, /*delivered=*/false);
+      make_watched(device_, 0.9 * CaptureWatch::kLeastCaptured, /*delivered=*/true, at::kBFloat16);
+  const auto unused = make_watched(device_, 0, /*delivered=*/false);
   const auto raw = std::make_shared<ParameterState>();
   for (int i = 1; i <= CaptureWatch::kLooks + 2; ++i) {
     look({lower, higher, raw, unused, rounded});
@@ -66,7 +66,7 @@ TEST_P(CaptureWatchOn, AStateIsReportedOnceAfterSoManyLowLooksInARow) {
 }
 
 TEST_P(CaptureWatchOn, AHigherShareInBetweenBeginsAnew) {
-  const auto state = make_state(device_, 0.01);
+  const auto state = make_watched(device_, 0.01);
   for (int i = 1; i < CaptureWatch::kLooks; ++i) look({state});
   EXPECT_TRUE(low().empty());
   state->q_local.fill_(2);
@@ -83,8 +83,8 @@ TEST(CaptureWatch, TheHostReadsNoLookThatHasNotEnded) {
   fake::add_operators();
   fake::reset(1, fake::Host::kMayNotWait);
   const at::Device device = fake::device(0);
-  const auto session = test::make_session_of_equal_ranks(device, {});
-  const auto state = make_state(device, 0);
+  const auto session = test::session_of_equal_ranks(device, {});
+  const auto state = make_watched(device, 0);
   CaptureWatch watch;
   for (int i = 0; i < CaptureWatch::kLooks; ++i) watch.look(*session, device, {state});
   EXPECT_TRUE(watch.low().empty());

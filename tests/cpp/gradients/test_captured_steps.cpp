@@ -3,7 +3,6 @@
 // Steps that a graph holds, on the fake device, which overwrites released memory: a replay gives
 // what a new step would, whatever has been reduced in between.
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,13 +11,13 @@
 #include <string>
 #include <vector>
 
+#include "fake_device/fake_device.h"
 #include "gradients/capture_watch.h"
 #include "gradients/flat_tensors.h"
-#include "powersgd/bucket_reducer.h"
+#include "gradients/sessions.h"
 #include "powersgd/scope_override.h"
-#include "support/fake_device.h"
 #include "support/hook_defaults.h"
-#include "support/session_of_equal_ranks.h"
+#include "support/random.h"
 
 namespace powersgd {
 namespace {
@@ -32,8 +31,7 @@ class Gradient {
       : memory_(static_cast<size_t>(numel)), tensor_(fake::tensor(fake::device(0), memory_)) {}
 
   at::Tensor& filled(uint64_t seed) {
-    const at::Tensor values = at::randn({tensor_.numel()}, at::detail::createCPUGenerator(seed));
-    fake::enqueue(fake::device(0), [this, values] {
+    fake::enqueue(fake::device(0), [this, values = test::random(seed, {tensor_.numel()})] {
       std::copy_n(values.const_data_ptr<float>(), memory_.size(), memory_.data());
     });
     return tensor_;
@@ -48,32 +46,31 @@ class Gradient {
   at::Tensor tensor_;
 };
 
-using Reduce = std::function<void(at::Tensor&)>;
+// Steps of one gradient.
+struct Steps {
+  int64_t numel;
+  std::function<void(at::Tensor&)> reduce;
+  std::function<void()> before_replay = [] {};      // of the second step, as a third one
+  std::function<void()> before_third_step = [] {};  // where the third one is no replay
+};
 
-// Returns the output of a third step: of a new one, or if `between` is given of a replay of the
-// second one after it.
-at::Tensor third_output(const Reduce& reduce, int64_t numel, const std::function<void()>& between) {
-  Gradient gradient(numel);
-  reduce(gradient.filled(1));
+at::Tensor third_output(const Steps& steps, bool replayed) {
+  Gradient gradient(steps.numel);
+  steps.reduce(gradient.filled(1));
   gradient.read();
-  if (between) fake::begin_capture(fake::device(0));
-  reduce(gradient.filled(2));
-  if (between) fake::end_capture();
+  if (replayed) fake::begin_capture(fake::device(0));
+  steps.reduce(gradient.filled(2));
+  if (replayed) fake::end_capture();
   gradient.read();
-  if (between) {
-    between();
+  if (replayed) {
+    steps.before_replay();
     fake::run();
     fake::replay(fake::device(0));
-    gradient.read();
   } else {
-    reduce(gradient.filled(2));
+    steps.before_third_step();
+    steps.reduce(gradient.filled(2));
   }
   return gradient.read();
-}
-
-void expect_same_output(const at::Tensor& expected, const at::Tensor& replayed) {
-  EXPECT_TRUE(expected.isfinite().all().item<bool>());
-  EXPECT_TRUE(at::equal(expected, replayed)) << "a released memory was read, or a state was lost";
 }
 
 class CapturedSteps : public testing::TestWithParam<std::optional<WireDType>> {
@@ -81,193 +78,162 @@ class CapturedSteps : public testing::TestWithParam<std::optional<WireDType>> {
   CapturedSteps() {
     fake::add_operators();
     fake::reset(0, fake::Host::kMayWait);  // which only a captured step may not
+    options_.min_numel = 1000;
+    options_.compression_stats_logging_frequency = 1;
+    options_.check_every = 1;
   }
 
-  // Statistics are logged and replicas compared at every step.
-  static Options make_options(Scope scope) {
-    Options options = test::hook_defaults();
-    options.scope = scope;
-    options.matrix_approximation_rank = 2;
-    options.start_powerSGD_iter = 0;
-    options.min_numel = 1000;
-    options.wire_dtype = GetParam();
-    options.compression_stats_logging_frequency = 1;
-    options.check_every = 1;
-    return options;
+  std::shared_ptr<Session> session(Scope scope = Scope::kBackward) {
+    options_.scope = scope;
+    return test::session_of_equal_ranks(fake::device(0), options_);
   }
-
-  // A model of one matrix, and its step.
-  static std::pair<std::shared_ptr<BucketReducer>, Reduce> attach_one() {
-    const c10::Device device = fake::device(0);
-    const Options options = make_options(Scope::kBackward);
-    auto model = BucketReducer::attach(test::make_session_of_equal_ranks(device, options), {"one"},
-                                       {at::zeros({24, 32}, device)}, options);
-    return {model, [model](at::Tensor& tensor) {
+  // A model of matrices, the first of which is the one bucket of a step.
+  std::shared_ptr<BucketReducer> attach(const test::Shapes& shapes = {{24, 32}}) {
+    return test::attach(session(), test::zeros(shapes, fake::device(0)));
+  }
+  static Steps steps_of(const std::shared_ptr<BucketReducer>& model) {
+    return {24 * 32, [model](at::Tensor& tensor) {
               model->reduce(0, tensor, {0}, 2)->wait();
               model->end_step();
             }};
   }
+
+  static void expect_that_a_replay_is_a_step(const std::function<Steps()>& begin) {
+    const at::Tensor expected = third_output(begin(), /*replayed=*/false);
+    EXPECT_TRUE(expected.isfinite().all().item<bool>());
+    EXPECT_TRUE(at::equal(third_output(begin(), /*replayed=*/true), expected))
+        << "a released memory was read, or a state was lost";
+  }
+
+  // Statistics are logged and replicas compared at every step.
+  Options options_ = test::compressing(2, GetParam());
 };
 
 INSTANTIATE_TEST_SUITE_P(Wires, CapturedSteps, testing::Values(std::nullopt, WireDType::kInt8),
-                         [](const auto& wire) {
-                           return wire.param ? to_string(*wire.param) : "as_it_is";
-                         });
+                         [](const auto& wire) { return test::name_of(wire.param); });
 
 TEST_P(CapturedSteps, OfAFlatTensorThatIsNotReducedForLong) {
-  const auto output = [](bool replayed) {
-    FlatTensors flat(
-        test::make_session_of_equal_ranks(fake::device(0), make_options(Scope::kBackward)));
-    const Reduce reduce = [&](at::Tensor& tensor) {
+  expect_that_a_replay_is_a_step([&] {
+    const auto reduce = [flat = std::make_shared<FlatTensors>(session())](at::Tensor& tensor) {
       push_override(true);  // a block is a pass
-      flat.reduce({tensor}, {})->wait();
+      flat->reduce({tensor}, {})->wait();
       pop_override();
     };
-    const auto other_passes = [&] {
-      Gradient other(3000);
-      for (uint64_t pass = 0; pass < 102; ++pass) {
-        reduce(other.filled(pass));
-        fake::run();
-      }
-    };
-    return third_output(reduce, 2517, replayed ? other_passes : std::function<void()>());
-  };
-  expect_same_output(output(false), output(true));
+    return Steps{2517, reduce, /*before_replay=*/[reduce] {
+                   Gradient other(3000);
+                   for (uint64_t pass = 0; pass < 102; ++pass) {
+                     reduce(other.filled(pass));
+                     fake::run();
+                   }
+                 }};
+  });
 }
 
 TEST_P(CapturedSteps, OfAFlatTensorWithoutState) {
-  const auto output = [](bool replayed) {
-    FlatTensors flat(
-        test::make_session_of_equal_ranks(fake::device(0), make_options(Scope::kAlways)));
-    const Reduce reduce = [&](at::Tensor& tensor) { flat.reduce({tensor}, {})->wait(); };
-    const auto other_shapes = [&] {
-      for (int64_t numel = 1000; numel < 1000 + 65 * 50; numel += 50) {
-        Gradient other(numel);
-        reduce(other.filled(0));
-        fake::run();
-      }
-    };
-    return third_output(reduce, 777 * 5, replayed ? other_shapes : std::function<void()>());
-  };
-  expect_same_output(output(false), output(true));
+  expect_that_a_replay_is_a_step([&] {
+    const auto reduce = [flat = std::make_shared<FlatTensors>(session(Scope::kAlways))](
+                            at::Tensor& tensor) { flat->reduce({tensor}, {})->wait(); };
+    return Steps{777 * 5, reduce, /*before_replay=*/[reduce] {
+                   for (int64_t numel = 1000; numel < 1000 + 65 * 50; numel += 50) {
+                     Gradient other(numel);
+                     reduce(other.filled(0));
+                     fake::run();
+                   }
+                 }};
+  });
 }
 
 // The side streams may wait for nothing outside of the graph, and all of a pass is joined.
 TEST_P(CapturedSteps, OfAPipelineOfBuckets) {
-  const auto output = [](bool replayed) {
-    const c10::Device device = fake::device(0);
-    const Options options = make_options(Scope::kBackward);
-    const std::vector<at::Tensor> parameters = {
-        at::zeros({24, 32}, device), at::zeros({24, 32}, device), at::zeros({24, 32}, device)};
-    const auto model = BucketReducer::attach(test::make_session_of_equal_ranks(device, options),
-                                             {"one", "two", "three"}, parameters, options);
-    const at::Tensor dropped = at::zeros({}, device);  // as a GradScaler says on the device
-    const Reduce reduce = [&](at::Tensor& tensor) {
-      std::vector<c10::intrusive_ptr<c10d::Work>> works;
-      for (size_t bucket = 0; bucket < 3; ++bucket) {
-        at::Tensor part = tensor.narrow(0, static_cast<int64_t>(bucket) * 24 * 32, 24 * 32);
-        works.push_back(model->reduce(bucket, part, {bucket}, 2, /*more_follow=*/true));
-      }
-      model->end_step();
-      for (const auto& work : works) work->wait();
-      model->states()->step_skipped(dropped);
-    };
-    return third_output(reduce, 3 * 24 * 32, replayed ? std::function<void()>([] {}) : nullptr);
-  };
-  expect_same_output(output(false), output(true));
+  expect_that_a_replay_is_a_step([&] {
+    const auto model = attach({{24, 32}, {24, 32}, {24, 32}});
+    const at::Tensor dropped = at::zeros({}, fake::device(0));  // as a GradScaler says there
+    return Steps{
+        3 * 24 * 32, [model, dropped](at::Tensor& tensor) {
+          std::vector<c10::intrusive_ptr<c10d::Work>> works;
+          for (size_t bucket = 0; bucket < 3; ++bucket) {
+            at::Tensor part = tensor.view({3, -1})[static_cast<int64_t>(bucket)];
+            works.push_back(model->reduce(bucket, part, {bucket}, 2, /*more_follow=*/true));
+          }
+          model->end_step();
+          for (const auto& work : works) work->wait();
+          model->states()->step_skipped(dropped);
+        }};
+  });
 }
 
 TEST_P(CapturedSteps, AreDiscardedAsOthersAre) {
-  const auto output = [](bool replayed) {
-    const c10::Device device = fake::device(0);
-    Options options = make_options(Scope::kBackward);
-    options.allow_discard = true;
-    const std::vector<at::Tensor> parameters = {at::zeros({24, 32}, device)};
-    const auto model = BucketReducer::attach(test::make_session_of_equal_ranks(device, options),
-                                             {"one"}, parameters, options);
-    const Reduce reduce = [&](at::Tensor& tensor) {
-      model->reduce(0, tensor, {0}, 2)->wait();
-      model->end_step();
-      if (!replayed && model->states()->step() == 2) model->states()->discard_step();
-    };
-    const auto discard = [&] {
+  options_.allow_discard = true;
+  expect_that_a_replay_is_a_step([&] {
+    const auto model = attach();
+    Steps steps = steps_of(model);
+    steps.before_third_step = [model] { model->states()->discard_step(); };
+    steps.before_replay = [model] {
       // The host does not see replays, so that it may be called for each.
       model->states()->discard_step();
       model->states()->discard_step();
     };
-    return third_output(reduce, 24 * 32, replayed ? discard : std::function<void()>());
-  };
-  expect_same_output(output(false), output(true));
+    return steps;
+  });
 }
 
 TEST_P(CapturedSteps, OfABucketThatHasBeenRebuilt) {
-  const auto output = [](bool replayed) {
-    const c10::Device device = fake::device(0);
-    const Options options = make_options(Scope::kBackward);
-    const std::vector<at::Tensor> parameters = {at::zeros({24, 32}, device),
-                                                at::zeros({40, 30}, device)};
-    const auto model = BucketReducer::attach(test::make_session_of_equal_ranks(device, options),
-                                             {"one", "two"}, parameters, options);
-    const Reduce reduce = [&](at::Tensor& tensor) {
-      model->reduce(0, tensor, {0}, 2)->wait();
-      model->end_step();
-    };
-    const auto rebuild = [&] {
+  expect_that_a_replay_is_a_step([&] {
+    const auto model = attach({{24, 32}, {40, 30}});
+    Steps steps = steps_of(model);
+    steps.before_replay = [model] {
       Gradient other(40 * 30);
       model->reduce(0, other.filled(0), {1}, 2)->wait();
       model->end_step();
       fake::run();
     };
-    return third_output(reduce, 24 * 32, replayed ? rebuild : std::function<void()>());
-  };
-  expect_same_output(output(false), output(true));
+    return steps;
+  });
 }
 
 TEST_P(CapturedSteps, OfAModelThatHasBeenDetached) {
-  const auto output = [](bool replayed) {
-    const auto [model, reduce] = attach_one();
-    const auto detach = [model = model] { model->detach(); };
-    return third_output(reduce, 24 * 32, replayed ? detach : std::function<void()>());
-  };
-  expect_same_output(output(false), output(true));
+  expect_that_a_replay_is_a_step([&] {
+    const auto model = attach();
+    Steps steps = steps_of(model);
+    steps.before_replay = [model] { model->detach(); };
+    return steps;
+  });
 }
 
 // The look that the step before has started is read later.
 TEST_P(CapturedSteps, ThatFollowALookAtTheResiduals) {
-  const auto output = [](bool replayed) {
-    const auto [model, reduce] = attach_one();
+  expect_that_a_replay_is_a_step([&] {
+    const Steps steps = steps_of(attach());
     Gradient gradient(24 * 32);
-    for (uint64_t step = 1; step < CaptureWatch::kInterval; ++step) reduce(gradient.filled(step));
-    return third_output(reduce, 24 * 32, replayed ? std::function<void()>([] {}) : nullptr);
-  };
-  expect_same_output(output(false), output(true));
+    for (uint64_t i = 1; i < CaptureWatch::kInterval; ++i) steps.reduce(gradient.filled(i));
+    fake::run();
+    return steps;
+  });
 }
 
 // A replay would add it again.
 TEST_P(CapturedSteps, LeaveALoadedResidualToTheNextStep) {
-  const c10::Device device = fake::device(0);
-  Options options = make_options(Scope::kBackward);
-  const auto model =
-      BucketReducer::attach(test::make_session_of_equal_ranks(device, options), {"weight", "bias"},
-                            {at::zeros({24, 32}, device), at::zeros({8}, device)}, options);
+  const auto model = attach({{24, 32}, {8}});
   Gradient gradient(24 * 32 + 8);
-  const auto bias_after_step = [&] {
-    at::Tensor& tensor = gradient.filled(1);
-    model->reduce(0, tensor, {0, 1}, 2)->wait();
+  const auto take_step = [&] {
+    model->reduce(0, gradient.filled(1), {0, 1}, 2)->wait();
     model->end_step();
-    return [&] { return gradient.read().narrow(0, 24 * 32, 8); };
   };
-  const at::Tensor exact = bias_after_step()();
-  model->states()->load_state({{"bias", at::ones({8}), at::zeros({1, 8})}}, model->states()->step(),
+  const auto bias = [&] { return gradient.read().narrow(0, 24 * 32, 8); };
+  take_step();
+  const at::Tensor exact = bias();
+  model->states()->load_state({{"1", at::ones({8}), at::zeros({1, 8})}}, model->states()->step(),
                               1);
-  fake::begin_capture(device);
-  const auto bias = bias_after_step();
+  fake::begin_capture(fake::device(0));
+  take_step();
   fake::end_capture();
   EXPECT_TRUE(at::equal(bias(), exact));
-  fake::replay(device);
+  fake::replay(fake::device(0));
   EXPECT_TRUE(at::equal(bias(), exact));
-  EXPECT_TRUE(at::equal(bias_after_step()(), exact + 1));
-  EXPECT_TRUE(at::equal(bias_after_step()(), exact));
+  take_step();
+  EXPECT_TRUE(at::equal(bias(), exact + 1));
+  take_step();
+  EXPECT_TRUE(at::equal(bias(), exact));
 }
 
 }  // namespace

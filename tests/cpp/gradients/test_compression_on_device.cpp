@@ -5,144 +5,167 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <memory>
+#include <limits>
 #include <optional>
+#include <stdexcept>
 #include <string>
-#include <tuple>
 #include <vector>
 
-#include "engine/stream_engine.h"
-#include "gradients/compressed_step.h"
+#include "fake_device/fake_device.h"
+#include "gradients/device_outcomes.h"
 #include "gradients/flat_tensors.h"
+#include "gradients/sessions.h"
 #include "powersgd/stats.h"
-#include "support/device_outcomes.h"
-#include "support/fake_device.h"
 #include "support/hook_defaults.h"
-#include "support/one_rank.h"
-#include "support/session_of_equal_ranks.h"
-#include "support/two_equal_ranks.h"
+#include "support/random.h"
 
 namespace powersgd {
 namespace {
 
 namespace fake = test::fake_device;
 
-constexpr uint64_t kSteps = 4;
+// An attached model.
 
-at::Tensor gradient_of(uint64_t step, int64_t numel) {
-  at::manual_seed(step + 1);
-  return at::randn({numel});
-}
+// The devices of the model's first layer and of its second.
+struct Place {
+  at::Device first, second;
+};
+// The embedding is tall enough for a CUDA kernel to share its rows between blocks.
+constexpr int64_t kTall = 1030, kOfFirst = 24 * 32 + 24, kOfSecond = kTall * 33;  // elements
 
-// Returns the outputs of `kSteps` steps on the CPU.
-std::vector<at::Tensor> outputs_on_host(const Options& options) {
-  struct HostChannel : Channel {
-    void allreduce(at::Tensor& payload) override { test::sum_over_ranks(payload); }
-    void allgather(at::Tensor& output, at::Tensor& input) override {
-      test::gather_from_ranks(output, input);
-    }
-    void alltoall(at::Tensor&, at::Tensor&) override { FAIL() << "two ranks gather"; }
-  } channel;
-  test::OneRank rank(options, at::kFloat, at::kCPU, {0, 2});
-  const std::shared_ptr<BucketCompressor> compressor = std::move(rank.compressor);
-  std::vector<at::Tensor> outputs;
-  for (uint64_t step = 0; step < kSteps; ++step) {
-    outputs.push_back(gradient_of(step, rank.plan.gradient_numel));
-    const Job job = compressed_step(compressor, outputs.back(), {0.5, 1, step},
-                                    std::make_shared<Stats>(), nullptr);
-    job.first(channel);
-    job.second(channel);
-  }
-  return outputs;
-}
+at::Tensor gradient(uint64_t step) { return test::random(step, {kOfFirst + kOfSecond}); }
 
-// A bucket with its gradients and outputs, by step.
-struct Bucket {
-  std::shared_ptr<BucketCompressor> compressor;
-  std::vector<std::vector<float>> gradients;
-  std::vector<at::Tensor> outputs;
+struct Outcome {
+  std::vector<at::Tensor> tensors;  // outputs of all steps, then states
+  int64_t failed = 0, skipped = 0, differences = 0;
 };
 
-// Submits the same steps of each of some buckets on the device, on the caller's stream.
-std::vector<Bucket> submit_steps(Engine& engine, const Options& options, c10::Device device,
-                                 size_t count) {
-  std::vector<Bucket> buckets(count);
-  for (Bucket& bucket : buckets) {
-    bucket.compressor = std::move(test::OneRank(options, at::kFloat, device, {0, 2}).compressor);
-    bucket.gradients.resize(kSteps);
-    bucket.outputs.resize(kSteps);
-  }
-  const int64_t numel = test::OneRank(options).plan.gradient_numel;
-  for (uint64_t step = 0; step < kSteps; ++step) {
-    std::vector<c10::intrusive_ptr<c10d::Work>> works;
-    for (Bucket& bucket : buckets) {
-      std::vector<float>& memory = bucket.gradients[step];
-      memory.assign(static_cast<size_t>(numel), -1.0F);
-      const at::Tensor tensor = fake::tensor(device, memory);
-      fake::enqueue(device, [&memory, gradient = gradient_of(step, numel)] {
-        std::copy_n(gradient.const_data_ptr<float>(), memory.size(), memory.data());
-      });
-      Job job = compressed_step(bucket.compressor, tensor, {0.5, 1, step},
-                                std::make_shared<Stats>(), nullptr);
-      job.more_follow = &bucket != &buckets.back();
-      works.push_back(engine.submit({tensor}, std::move(job), device, c10d::kUnsetTimeout));
+// Takes steps of all kinds, makes a checkpoint of each kind, and trains the loaded models.
+Outcome train(const Place& place, const Options& options) {
+  const auto session = test::session_of_equal_ranks(place.first, options);
+  const std::vector<at::Tensor> parameters = {at::zeros({24, 32}, place.first),
+                                              at::zeros({24}, place.first),
+                                              at::zeros({kTall, 33}, place.second)};
+  Outcome outcome;
+  const auto step = [&](BucketReducer& model, const at::Tensor& gradient,
+                        Use use_of_weight = Use::kUsed, Use use_of_embedding = Use::kUsed) {
+    at::Tensor first = gradient.narrow(0, 0, kOfFirst).to(place.first, false, /*copy=*/true);
+    at::Tensor second =
+        gradient.narrow(0, kOfFirst, kOfSecond).to(place.second, false, /*copy=*/true);
+    const auto one =
+        model.reduce(0, first, {0, 1}, 2, /*more_follow=*/true, {use_of_weight, Use::kUsed});
+    const auto two = model.reduce(1, second, {2}, 2, /*more_follow=*/true, {use_of_embedding});
+    model.end_step();
+    for (const auto& work : {one, two}) {
+      try {
+        work->wait();
+      } catch (const std::runtime_error&) {
+        ++outcome.failed;
+      }
     }
-    for (size_t i = 0; i < count; ++i) {
-      works[i]->wait();
-      Bucket& bucket = buckets[i];
-      fake::enqueue(device, [&memory = bucket.gradients[step], &output = bucket.outputs[step]] {
-        output = at::tensor(memory);
-      });
+    for (const at::Tensor& output : {first, second}) outcome.tensors.push_back(output.clone());
+  };
+  const auto model = test::attach(session, parameters);
+  step(*model, gradient(0));
+  step(*model, gradient(1));
+  model->states()->step_skipped(at::ones({}, place.first));
+  step(*model, gradient(2));
+  model->states()->step_skipped(at::zeros({}, place.first));  // the step was not skipped
+  at::Tensor bad = gradient(3);
+  bad[5] = std::numeric_limits<float>::infinity();
+  step(*model, bad);
+  for (const std::string stage : {"project", "reduce_p", "orthogonalize", "reconstruct"}) {
+    session->set_stage_probe([&stage](const std::string& entered) {
+      if (entered == stage) throw std::runtime_error("injected failure");
+    });
+    step(*model, gradient(4));
+    session->set_stage_probe(nullptr);
+    step(*model, gradient(5));
+  }
+  step(*model, gradient(4));
+  step(*model, gradient(6), Use::kUsed, Use::kStale);
+  step(*model, 1e4 * gradient(7), Use::kStale);
+  model->states()->discard_step();
+  step(*model, gradient(8));
+
+  fake::let_host_wait();  // a checkpoint waits
+  // The caller's stream reads an exported tensor, which is then released.
+  const auto resumed = test::attach(session, parameters);
+  {
+    const auto of_all = model->states()->export_state();
+    resumed->states()->load_state(of_all, model->states()->step(), 1);
+    for (const auto& saved : of_all) {
+      for (const at::Tensor& tensor : {saved.residual, saved.q}) {
+        if (tensor.defined()) outcome.tensors.push_back(tensor.clone());
+      }
     }
   }
-  return buckets;
+  step(*resumed, gradient(5));
+  const auto continued = test::attach(session, parameters);
+  continued->states()->load_local(model->states()->export_local(), model->states()->step());
+  step(*continued, gradient(5));
+  step(*model, gradient(5));
+
+  const StatsSnapshot stats = session->snapshot();
+  outcome.skipped = stats.skipped_steps;
+  outcome.differences = stats.differences;
+  for (at::Tensor& tensor : outcome.tensors) tensor = tensor.cpu();
+  return outcome;
 }
 
-class CompressionOnDevice : public testing::TestWithParam<std::optional<WireDType>> {
-};  // wire_dtype
+struct Mode {
+  const char* name;
+  std::optional<WireDType> wire;
+  // The model is spread over two devices, and its replicas are compared, for which alone a step
+  // waits for the device.
+  bool spread = false;
+  // Of other kernels than the CPU's. An element may be rounded to the other of two values.
+  double tolerance = 1e-4;
+};
 
-TEST_P(CompressionOnDevice, IsTheSameInAnyOrderOfStreams) {
+class ModelOnDevice : public testing::TestWithParam<Mode> {};
+
+TEST_P(ModelOnDevice, IsTheSameInAnyOrderOfStreams) {
   fake::add_operators();
-  Options options = test::hook_defaults();
-  options.matrix_approximation_rank = 2;
-  options.wire_dtype = GetParam();
-  // An element may be rounded to the other of two values.
-  double tolerance = options.wire_dtype ? 2e-2 : 1e-4;
-  if (options.wire_dtype == WireDType::kInt4) tolerance = 0.5;
-  test::DeviceOutcomes outcomes(outputs_on_host(options), tolerance);
-  for (unsigned seed = 0; seed < 25; ++seed) {
-    SCOPED_TRACE("order " + std::to_string(seed));
-    fake::reset(seed, fake::Host::kMayNotWait);
-    StreamEngine engine(0, c10::make_intrusive<test::StreamBackend>());
-    const auto here = submit_steps(engine, options, fake::device(0), 1);
+  const Mode& mode = GetParam();
+  Options options = test::compressing(2, mode.wire);
+  options.check_every = mode.spread ? 3 : 0;
+  options.allow_discard = true;
+  const Outcome expected = train({at::kCPU, at::kCPU}, options);
+  EXPECT_EQ(expected.skipped, 1);
+  EXPECT_EQ(expected.differences, 0);
+  EXPECT_EQ(expected.failed, 8);
+  test::DeviceOutcomes outcomes(expected.tensors, mode.tolerance);
+  test::in_any_order(mode.spread ? fake::Host::kMayWait : fake::Host::kMayNotWait, [&] {
     fake::use_new_stream(fake::device(0));
-    const auto there = submit_steps(engine, options, fake::device(1), 3);
-    fake::run();
-    for (const auto* buckets : {&here, &there}) {
-      for (const Bucket& bucket : *buckets) outcomes.expect_same(bucket.outputs);
-    }
-  }
+    fake::use_new_stream(fake::device(1));
+    const Outcome outcome = train({fake::device(0), fake::device(mode.spread ? 1 : 0)}, options);
+    EXPECT_EQ(outcome.skipped, expected.skipped);
+    EXPECT_EQ(outcome.differences, expected.differences);
+    EXPECT_EQ(outcome.failed, expected.failed);
+    outcomes.expect_same(outcome.tensors);
+  });
 }
 
-INSTANTIATE_TEST_SUITE_P(Wires, CompressionOnDevice,
-                         testing::Values(std::nullopt, WireDType::kBFloat16, WireDType::kFloat16,
-                                         WireDType::kInt8, WireDType::kInt4),
-                         [](const auto& wire) {
-                           return wire.param ? to_string(*wire.param) : "as_it_is";
-                         });
+INSTANTIATE_TEST_SUITE_P(Modes, ModelOnDevice,
+                         testing::Values(Mode{"as_it_is", std::nullopt},
+                                         Mode{"spread_and_checked", std::nullopt, true},
+                                         Mode{"bfloat16", WireDType::kBFloat16, false, 2e-2},
+                                         Mode{"int8", WireDType::kInt8, false, 2e-2}),
+                         [](const auto& mode) { return mode.param.name; });
 
-// Returns the outputs of tensors without an attached model.
+// Tensors without an attached model.
+
 std::vector<at::Tensor> reduce_flat(at::Device device) {
-  Options options = test::hook_defaults();
+  Options options = test::compressing(1);
   options.scope = Scope::kAlways;
-  options.start_powerSGD_iter = 0;
   options.min_numel = 1000;
-  const auto session = test::make_session_of_equal_ranks(device, options);
+  const auto session = test::session_of_equal_ranks(device, options);
   FlatTensors flat_tensors(session);
   std::vector<at::Tensor> outputs;
-  for (uint64_t step = 0; step < kSteps; ++step) {
+  for (uint64_t step = 0; step < 4; ++step) {
     for (const int64_t numel : {2500, 3000, 2500}) {
-      std::vector<at::Tensor> tensors = {gradient_of(step, numel).to(device)};
+      std::vector<at::Tensor> tensors = {test::random(step, {numel}).to(device)};
       const auto work = flat_tensors.reduce(tensors, {});
       EXPECT_TRUE(work);
       work->wait();
@@ -150,7 +173,7 @@ std::vector<at::Tensor> reduce_flat(at::Device device) {
     }
   }
   fake::let_host_wait();
-  EXPECT_EQ(session->snapshot().compressed_calls, 3 * static_cast<int64_t>(kSteps));
+  EXPECT_EQ(session->snapshot().compressed_calls, 3 * 4);
   for (at::Tensor& output : outputs) output = output.cpu();
   return outputs;
 }
@@ -158,12 +181,10 @@ std::vector<at::Tensor> reduce_flat(at::Device device) {
 TEST(FlatTensorsOnDevice, AreTheSameInAnyOrderOfStreams) {
   fake::add_operators();
   test::DeviceOutcomes outcomes(reduce_flat(at::kCPU), 1e-4);
-  for (unsigned seed = 0; seed < 20; ++seed) {
-    SCOPED_TRACE("order " + std::to_string(seed));
-    fake::reset(seed, fake::Host::kMayNotWait);
+  test::in_any_order(fake::Host::kMayNotWait, [&] {
     fake::use_new_stream(fake::device(1));
     outcomes.expect_same(reduce_flat(fake::device(1)));
-  }
+  });
 }
 
 }  // namespace

@@ -4,7 +4,6 @@
 #include "gradients/exchange.h"
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -18,9 +17,10 @@
 #include "compressor/bucket_payload.h"
 #include "engine/backend_channel.h"
 #include "gradients/compressed_step.h"
+#include "ranks/one_rank.h"
+#include "ranks/thread_ranks.h"
 #include "support/hook_defaults.h"
-#include "support/one_rank.h"
-#include "support/thread_ranks.h"
+#include "support/random.h"
 
 namespace powersgd {
 namespace {
@@ -39,65 +39,44 @@ at::Tensor raw_part(const BucketPlan& plan, const at::Tensor& gradient) {
   return at::cat(parts);
 }
 
-Options on_wire(WireDType wire) {
-  Options options = test::hook_defaults();
-  options.matrix_approximation_rank = 3;
-  options.wire_dtype = wire;
-  return options;
-}
-
-// One rank of a group, with its residuals.
-class Rank {
+// One rank of a group, which exchanges its payloads with the others.
+class Rank : public test::OneRank {
  public:
   Rank(const Options& options, at::ScalarType type, Ranks ranks, c10d::Backend& backend)
-      : plan(plan_bucket(kShapes, options)),
+      : OneRank(options, type, at::kCPU, ranks, kShapes),
         ranks_(ranks),
         type_(type),
-        channel_(backend, test::kDefaultTimeout) {
-    for (size_t i = 0; i < plan.matrices.size(); ++i) {
-      states_.push_back(std::make_shared<ParameterState>(i));
-    }
-    compressor_ = make_compressor(plan, states_, options, type, at::kCPU, ranks);
-  }
+        channel_(backend, test::kDefaultTimeout) {}
 
   at::Tensor gradient_of(int rank, uint64_t step) const {
-    auto generator = at::detail::createCPUGenerator(1000 * step + static_cast<uint64_t>(rank));
-    return at::randn({plan.gradient_numel}, generator).to(type_);
+    return test::random(1000 * step + static_cast<uint64_t>(rank), {plan.gradient_numel}).to(type_);
   }
-  at::Tensor mean_gradient(uint64_t step) const {
-    at::Tensor sum = at::zeros({plan.gradient_numel}, at::kDouble);
-    for (int rank = 0; rank < ranks_.count; ++rank) sum += gradient_of(rank, step);
-    return sum / ranks_.count;
+  // In the dtype of the gradients, and in the order in which the ranks are added.
+  at::Tensor sum_of_gradients(uint64_t step) const {
+    at::Tensor sum = gradient_of(0, step);
+    for (int rank = 1; rank < ranks_.count; ++rank) sum += gradient_of(rank, step);
+    return sum;
   }
 
-  // Returns the output.
-  at::Tensor step(at::Tensor gradient, uint64_t step) {
-    const Job job = compressed_step(compressor_, gradient, {1.0 / ranks_.count, 1, step},
+  // Makes the gradient the output.
+  void exchange(at::Tensor& gradient, uint64_t step) {
+    const Job job = compressed_step(compressor, gradient, {1.0 / ranks_.count, 1, step},
                                     std::make_shared<Stats>(), nullptr);
     job.first(channel_);
     job.second(channel_);
-    return gradient;
   }
 
   // Returns the mean of the residuals over the ranks, in the layout of the gradient.
   at::Tensor mean_residual() {
-    at::Tensor all = at::zeros({plan.gradient_numel}, at::kDouble);
-    for (size_t i = 0; i < states_.size(); ++i) {
-      const at::Tensor residual = states_[i]->residual().flatten();
-      all.narrow(0, plan.matrices[i].gradient_offset, residual.numel()).copy_(residual);
-    }
+    at::Tensor all = residuals();
     channel_.allreduce(all);
     return all / ranks_.count;
   }
-
-  const BucketPlan plan;
 
  private:
   const Ranks ranks_;
   const at::ScalarType type_;
   BackendChannel channel_;
-  std::vector<ParameterStatePtr> states_;
-  std::shared_ptr<BucketCompressor> compressor_;
 };
 
 // The wire, the dtype of the gradients, the number of ranks and the schedule.
@@ -109,7 +88,8 @@ class Exchange : public testing::TestWithParam<Case> {
   static void run(const std::function<void(Rank&, test::ThreadBackend&)>& fn) {
     test::run_ranks(size(), [&](int rank, const c10::intrusive_ptr<test::ThreadBackend>& backend) {
       const auto [dtype, type] = std::get<0>(GetParam());
-      Rank self(on_wire(dtype), type, {rank, size(), std::get<2>(GetParam())}, *backend);
+      Rank self(test::compressing(3, dtype), type, {rank, size(), std::get<2>(GetParam())},
+                *backend);
       fn(self, *backend);
     });
   }
@@ -119,17 +99,31 @@ class Exchange : public testing::TestWithParam<Case> {
   static double tolerance() { return std::get<0>(GetParam()).second == at::kDouble ? 1e-12 : 1e-5; }
 };
 
+// A step that is not finite on one rank is lost on all, and nothing else is.
 TEST_P(Exchange, OutputsAreEqualAndAddUpWithTheResiduals) {
   run([](Rank& self, test::ThreadBackend& backend) {
     at::Tensor sent = at::zeros({self.plan.gradient_numel}, at::kDouble);
     at::Tensor gradients = at::zeros_like(sent);
     for (uint64_t step = 0; step < kSteps; ++step) {
-      at::Tensor output = self.step(self.gradient_of(backend.getRank(), step), step);
+      SCOPED_TRACE("rank " + std::to_string(backend.getRank()));
+      at::Tensor output = self.gradient_of(backend.getRank(), step);
+      const bool is_bad = step == kBadStep;
+      if (is_bad && backend.getRank() == 1) {
+        output[150 * 70 + 4] = std::numeric_limits<float>::infinity();  // in a raw segment
+        output[2] = std::numeric_limits<float>::quiet_NaN();
+      }
+      self.exchange(output, step);
+      EXPECT_EQ(output.isnan().any().item<bool>(), is_bad);
+      EXPECT_EQ(output.isnan().all().item<bool>(), is_bad);
+      if (is_bad) continue;
       std::vector<at::Tensor> of_first = {output.clone()};
       backend.broadcast(of_first)->wait();
-      EXPECT_TRUE(at::equal(output, of_first[0])) << "rank " << backend.getRank();
+      EXPECT_TRUE(at::equal(output, of_first[0]));
+      const at::Tensor mean = self.sum_of_gradients(step) * (1.0 / size());
+      EXPECT_TRUE(at::equal(raw_part(self.plan, output), raw_part(self.plan, mean)))
+          << "not the bits of an all-reduce";
       sent += output;
-      gradients += self.mean_gradient(step);
+      gradients += mean;
     }
     EXPECT_LT(test::relative(sent + self.mean_residual(), gradients), tolerance());
     // Without the residual the identity fails by far.
@@ -137,45 +131,11 @@ TEST_P(Exchange, OutputsAreEqualAndAddUpWithTheResiduals) {
   });
 }
 
-TEST_P(Exchange, AStepThatIsNotFiniteOnOneRankCostsThatStep) {
-  run([](Rank& self, test::ThreadBackend& backend) {
-    at::Tensor sent = at::zeros({self.plan.gradient_numel}, at::kDouble);
-    at::Tensor gradients = at::zeros_like(sent);
-    for (uint64_t step = 0; step < kSteps; ++step) {
-      at::Tensor gradient = self.gradient_of(backend.getRank(), step);
-      const bool is_bad = step == kBadStep;
-      if (is_bad && backend.getRank() == 1) {
-        gradient[150 * 70 + 4] = std::numeric_limits<float>::infinity();  // in a raw segment
-        gradient[2] = std::numeric_limits<float>::quiet_NaN();
-      }
-      const at::Tensor output = self.step(gradient, step);
-      EXPECT_EQ(output.isnan().any().item<bool>(), is_bad);
-      EXPECT_EQ(output.isnan().all().item<bool>(), is_bad);
-      if (is_bad) continue;
-      sent += output;
-      gradients += self.mean_gradient(step);
-    }
-    EXPECT_LT(test::relative(sent + self.mean_residual(), gradients), tolerance());
-  });
-}
-
-// As an all-reduce of the elements does, which has no other order of two ranks.
-TEST_P(Exchange, RawSegmentsAreAddedAsTheyAre) {
-  run([](Rank& self, test::ThreadBackend& backend) {
-    for (uint64_t step = 0; step < kSteps; ++step) {
-      at::Tensor sum = self.gradient_of(0, step);
-      for (int rank = 1; rank < size(); ++rank) sum += self.gradient_of(rank, step);
-      const at::Tensor output = self.step(self.gradient_of(backend.getRank(), step), step);
-      EXPECT_TRUE(
-          at::equal(raw_part(self.plan, output), raw_part(self.plan, sum * (1.0 / size()))));
-    }
-  });
-}
-
 // The bytes of packets follow from the groups of 64 elements.
 TEST_P(Exchange, RunsTheCollectivesOfItsSchedule) {
   run([](Rank& self, test::ThreadBackend& backend) {
-    self.step(self.gradient_of(backend.getRank(), 0), 0);
+    at::Tensor gradient = self.gradient_of(backend.getRank(), 0);
+    self.exchange(gradient, 0);
     const auto [wire, type] = std::get<0>(GetParam());
     const DType factors = type == at::kDouble ? DType::kFloat64 : DType::kFloat32;
     const bool one_shot = std::get<2>(GetParam()) == Schedule::kOneShot;
@@ -196,7 +156,7 @@ TEST_P(Exchange, RunsTheCollectivesOfItsSchedule) {
   });
 }
 
-std::string name_of(const testing::TestParamInfo<Case>& info) {
+std::string name_of_exchange(const testing::TestParamInfo<Case>& info) {
   const auto& [wire, size, schedule] = info.param;
   return to_string(wire.first) + (wire.second == at::kDouble ? "_of_float64_" : "_") +
          std::to_string(size) + (schedule == Schedule::kOneShot ? "_one_shot" : "_two_shot");
@@ -212,24 +172,7 @@ INSTANTIATE_TEST_SUITE_P(
                                      std::pair(WireDType::kInt8, at::kDouble)),
                      testing::Values(2, 3, 4, 9),
                      testing::Values(Schedule::kOneShot, Schedule::kTwoShot)),
-    name_of);
-
-TEST(Schedule, FollowsFromTheSize) {
-  const auto schedule = [](int32_t ranks, int64_t bytes) {
-    return choose_schedule({0, ranks}, bytes);
-  };
-  for (const int64_t bytes : {int64_t{64}, int64_t{1} << 40}) {
-    EXPECT_EQ(schedule(1, bytes), Schedule::kOneShot);
-    EXPECT_EQ(schedule(2, bytes), Schedule::kOneShot);
-  }
-  // W ranks send (W - 1) (W - 2) / W times the bytes more one-shot, at most 65536 bytes.
-  EXPECT_EQ(schedule(3, 98304), Schedule::kOneShot);
-  EXPECT_EQ(schedule(3, 98304 + 64), Schedule::kTwoShot);
-  EXPECT_EQ(schedule(8, 12480), Schedule::kOneShot);
-  EXPECT_EQ(schedule(8, 12544), Schedule::kTwoShot);
-  EXPECT_EQ(schedule(1024, 64), Schedule::kOneShot);
-  EXPECT_EQ(schedule(1024, 128), Schedule::kTwoShot);
-}
+    name_of_exchange);
 
 }  // namespace
 }  // namespace powersgd

@@ -2,7 +2,6 @@
 #include "gradients/flat_tensors.h"
 
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -10,26 +9,22 @@
 #include <string>
 #include <vector>
 
+#include "gradients/sessions.h"
 #include "powersgd/scope_override.h"
 #include "support/backward.h"
-#include "support/errors.h"
 #include "support/hook_defaults.h"
-#include "support/session_of_equal_ranks.h"
+#include "support/random.h"
 
 namespace powersgd {
 namespace {
 
-using test::contains;
 using test::in_backward;
+using test::random;
 
 constexpr int64_t kRows = 32, kCols = 48;
 
-at::Tensor random(int seed, at::IntArrayRef sizes) {
-  return at::randn(sizes, at::detail::createCPUGenerator(static_cast<uint64_t>(seed)));
-}
-
 // Two random matrices of rank 2 differ in all of their directions.
-at::Tensor random_of_rank_2(int seed) {
+at::Tensor random_of_rank_2(uint64_t seed) {
   return random(seed, {kRows, 2}).matmul(random(seed + 1000, {2, kCols}));
 }
 
@@ -42,11 +37,9 @@ void in_block(bool enabled, const std::function<void()>& body) {
   pop_override();
 }
 
-Options make_options(Scope scope) {
-  Options options = test::hook_defaults();
+Options in_scope(Scope scope) {
+  Options options = test::compressing(1);
   options.scope = scope;
-  options.matrix_approximation_rank = 1;
-  options.start_powerSGD_iter = 0;
   options.min_numel = 1000;
   return options;
 }
@@ -55,9 +48,7 @@ Options make_options(Scope scope) {
 class Flat {
  public:
   explicit Flat(const Options& options)
-      : session_(test::make_session_of_equal_ranks(
-            at::kCPU, options,
-            [this](LogLevel, const std::string& line) { log_.push_back(line); })),
+      : session_(test::session_of_equal_ranks(at::kCPU, options, log_.sink())),
         flat_tensors_(session_) {}
 
   // True if the tensor was reduced compressed.
@@ -75,16 +66,11 @@ class Flat {
   // The number of tensors that are compressed or will be, once the warm-up is over.
   int64_t admitted() { return stats().compressed_calls + stats().exact_calls; }
   StatsSnapshot stats() { return session_->snapshot(); }
-  int lines_with(const std::string& part) const {
-    int count = 0;
-    for (const std::string& line : log_) count += contains(line, part);
-    return count;
-  }
-  Session& session() { return *session_; }
+  int lines_with(const std::string& part) const { return log_.count(part); }
   FlatTensors& operator*() { return flat_tensors_; }
 
  private:
-  std::vector<std::string> log_;
+  test::Log log_;
   const std::shared_ptr<Session> session_;
   FlatTensors flat_tensors_;
 };
@@ -93,7 +79,7 @@ class Flat {
 
 TEST(FlatTensors, TheScopeSaysWhichTensorsAreAdmitted) {
   const auto admitted = [](Scope scope, const at::Tensor& tensor, auto&& where) {
-    Flat flat(make_options(scope));
+    Flat flat(in_scope(scope));
     where([&] { flat.reduce(tensor.clone()); });
     return flat.admitted() == 1;
   };
@@ -119,7 +105,7 @@ TEST(FlatTensors, TheScopeSaysWhichTensorsAreAdmitted) {
 }
 
 TEST(FlatTensors, OtherCallsAreForwarded) {
-  Flat flat(make_options(Scope::kAlways));
+  Flat flat(in_scope(Scope::kAlways));
   const at::Tensor matrix = random(0, {kRows, kCols});
   c10d::AllreduceOptions largest;
   largest.reduceOp = c10d::ReduceOp::MAX;
@@ -135,14 +121,14 @@ TEST(FlatTensors, OtherCallsAreForwarded) {
 
 TEST(FlatTensors, AGroupOfOneForwardsAll) {
   FlatTensors flat_tensors(std::make_shared<Session>(0, 1, std::vector<InnerAndChannels>(),
-                                                     make_options(Scope::kAlways), LogSink()));
+                                                     in_scope(Scope::kAlways), LogSink()));
   EXPECT_FALSE(flat_tensors.reduce({random(0, {kRows, kCols})}, {}));
 }
 
 // The steps in which a tensor is compressed.
 
 TEST(FlatTensors, AreExactUntilCompressionStarts) {
-  Options options = make_options(Scope::kBackward);
+  Options options = in_scope(Scope::kBackward);
   options.start_powerSGD_iter = 2;
   Flat flat(options);
   for (int pass = 0; pass < 4; ++pass) {
@@ -157,7 +143,7 @@ TEST(FlatTensors, AreExactUntilCompressionStarts) {
 }
 
 TEST(FlatTensors, AFlatGradientIsExactUntilDdpHasRebuiltItsBuckets) {
-  Flat flat(make_options(Scope::kBackward));
+  Flat flat(in_scope(Scope::kBackward));
   const at::Tensor bucket = random(1, {2000});
   for (int pass = 0; pass < 4; ++pass) {
     in_backward([&] { EXPECT_EQ(flat.reduce(bucket), pass >= 2); });
@@ -170,7 +156,7 @@ TEST(FlatTensors, AFlatGradientIsExactUntilDdpHasRebuiltItsBuckets) {
 // The first output holds one direction of two, and those of negligible gradients the rest: of each
 // tensor its own, although both have the same shape.
 TEST(FlatTensors, ATensorIsKnownByItsOrderInThePass) {
-  Flat flat(make_options(Scope::kBackward));
+  Flat flat(in_scope(Scope::kBackward));
   const std::vector<at::Tensor> gradients = {random_of_rank_2(1), random_of_rank_2(2)};
   std::vector<at::Tensor> sent = {at::zeros({kRows, kCols}), at::zeros({kRows, kCols})};
   for (int pass = 0; pass < 4; ++pass) {
@@ -190,7 +176,7 @@ TEST(FlatTensors, ATensorIsKnownByItsOrderInThePass) {
 }
 
 TEST(FlatTensors, OutsideOfAnyPassNothingIsKept) {
-  Flat flat(make_options(Scope::kAlways));
+  Flat flat(in_scope(Scope::kAlways));
   const at::Tensor gradient = random_of_rank_2(1), first = flat.output_of(gradient);
   EXPECT_TRUE(at::equal(flat.output_of(gradient), first));
   EXPECT_LT(flat.output_of(negligible()).abs().max().item<float>(), 1e-15);
@@ -198,7 +184,7 @@ TEST(FlatTensors, OutsideOfAnyPassNothingIsKept) {
 }
 
 TEST(FlatTensors, AStateThatManyPassesHaveNotUsedIsDropped) {
-  Flat flat(make_options(Scope::kBackward));
+  Flat flat(in_scope(Scope::kBackward));
   const auto pass = [&](const at::Tensor& tensor) {
     in_block(true, [&] { flat.output_of(tensor); });
   };
@@ -214,13 +200,13 @@ TEST(FlatTensors, AStateThatManyPassesHaveNotUsedIsDropped) {
 
 // Two models that look alike run backward one after the other, in buffers of their own.
 TEST(FlatTensors, BuffersThatTakeTurnsGetNoResidualOfEachOther) {
-  Flat flat(make_options(Scope::kBackward));
+  Flat flat(in_scope(Scope::kBackward));
   const std::vector<at::Tensor> buffers = {at::zeros({kRows * kCols}), at::zeros({kRows * kCols})};
   const auto backward = [&](size_t model, const at::Tensor& gradient) {
     buffers[model].copy_(gradient.flatten());
     in_backward([&] { flat.reduce(buffers[model]); });
   };
-  for (int step = 0; step < 4; ++step) {
+  for (uint64_t step = 0; step < 4; ++step) {
     backward(0, random(step, {kRows, kCols}));
     backward(1, random(step + 10, {kRows, kCols}));
   }
@@ -230,9 +216,9 @@ TEST(FlatTensors, BuffersThatTakeTurnsGetNoResidualOfEachOther) {
 }
 
 TEST(FlatTensors, ABufferThatIsReplacedKeepsItsResidual) {
-  Flat flat(make_options(Scope::kBackward));
+  Flat flat(in_scope(Scope::kBackward));
   at::Tensor last;
-  for (int step = 0; step < 5; ++step) {
+  for (uint64_t step = 0; step < 5; ++step) {
     last = (step < 4 ? random(step, {kRows, kCols}) : negligible()).flatten();
     in_backward([&] { flat.reduce(last); });
   }
@@ -245,7 +231,7 @@ TEST(FlatTensors, ABufferThatIsReplacedKeepsItsResidual) {
 TEST(FlatTensors, AnAverageIsTheSumOverTheRanks) {
   c10d::AllreduceOptions average;
   average.reduceOp = c10d::ReduceOp::AVG;
-  Flat flat(make_options(Scope::kAlways));
+  Flat flat(in_scope(Scope::kAlways));
   const at::Tensor gradient = random(1, {kRows, kCols});
   EXPECT_TRUE(at::equal(flat.output_of(gradient, average) * 2, flat.output_of(gradient)));
 }
@@ -253,7 +239,7 @@ TEST(FlatTensors, AnAverageIsTheSumOverTheRanks) {
 // Ranks in DDP's join().
 
 TEST(FlatTensors, AnExactSumLikeAFlatGradientWarnsOnce) {
-  Flat flat(make_options(Scope::kBackward));
+  Flat flat(in_scope(Scope::kBackward));
   c10d::AllreduceOptions async, sync;
   async.asyncOp = true;
   sync.asyncOp = false;

@@ -4,26 +4,17 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "powersgd/session.h"
+#include "gradients/sessions.h"
 #include "powersgd/stats.h"
-#include "support/errors.h"
 #include "support/hook_defaults.h"
-#include "support/thread_ranks.h"
 
 namespace powersgd {
 namespace {
 
-using test::contains;
-
-constexpr int kRanks = 3;
-
-// The lines that one rank logged.
-struct Log {
-  std::vector<std::string> lines;
-};
+constexpr int kReplicas = 3;
 
 // A state whose Q and P are the same on all ranks, and whose memory is not.
-ParameterStatePtr make_state(int rank) {
+ParameterStatePtr make_replica(int rank) {
   auto state = std::make_shared<ParameterState>();
   ParameterState::allocate({{state.get(), {20, 30}, 2, at::kFloat}}, test::hook_defaults(),
                            at::kCPU);
@@ -31,25 +22,6 @@ ParameterStatePtr make_state(int rank) {
   state->q_local.copy_(at::cos(at::arange(60, at::kFloat) * (rank + 1)).view({2, 30}));
   state->memory.copy_(at::sin(at::arange(600, at::kFloat) * (rank + 2)).view({20, 30}));
   return state;
-}
-
-void run(const std::function<void(int, Session&, const Log&)>& fn) {
-  const test::Channels channels(kRanks);
-  test::run_ranks(kRanks, [&](int rank, const auto& inner) {
-    const auto log = std::make_shared<Log>();
-    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU, inner, channels.of(rank), {}}};
-    Session session(rank, kRanks, std::move(inners), test::hook_defaults(),
-                    [log](LogLevel level, const std::string& message) {
-                      EXPECT_EQ(level, LogLevel::kWarning);
-                      log->lines.push_back(message);
-                    });
-    try {
-      fn(rank, session, *log);
-    } catch (...) {
-      channels.kill(rank);
-      throw;
-    }
-  });
 }
 
 struct Damage {
@@ -61,25 +33,25 @@ class ReplicasDiffer : public ::testing::TestWithParam<Damage> {};
 
 // One unit in the last place of one number, on rank 2.
 TEST_P(ReplicasDiffer, AreFoundAndMadeTheFirstRanks) {
-  run([&](int rank, Session& session, const Log& log) {
-    const auto good = make_state(rank), bad = make_state(rank);
-    const at::Tensor q = bad->q_warm.clone(), p = bad->p_hat.clone();
-    if (rank == 2 && GetParam().q) bad->q_warm.view(at::kInt)[1][29].bitwise_xor_(1);
-    if (rank == 2 && GetParam().p) bad->p_hat.view(at::kInt)[0][0].bitwise_xor_(1);
-    const at::Tensor kept = bad->residual(), memory = good->memory.clone();
-    session.check_replicas({{"good", good}, {"'bad'", bad}}, at::kCPU, session.stats());
-    session.run_after_steps(at::kCPU, [] {});
-    EXPECT_EQ(session.snapshot().differences, 1);
-    ASSERT_EQ(log.lines.size(), 1u);
-    const std::string what = GetParam().name;
-    EXPECT_TRUE(
-        contains(log.lines[0], "the " + what + " of 'bad' differed from rank 0's on rank 2"))
-        << log.lines[0];
-    EXPECT_TRUE(at::equal(bad->q_warm, q));
-    EXPECT_TRUE(at::equal(bad->p_hat, p));
-    EXPECT_TRUE(at::equal(bad->residual(), kept)) << "to the bit: it is folded into the memory";
-    EXPECT_TRUE(at::equal(good->memory, memory)) << "one that agrees is left alone";
-  });
+  test::run_sessions(
+      kReplicas, test::hook_defaults(), [&](int rank, const auto& session, const auto& log) {
+        const auto good = make_replica(rank), bad = make_replica(rank);
+        const at::Tensor q = bad->q_warm.clone(), p = bad->p_hat.clone();
+        if (rank == 2 && GetParam().q) bad->q_warm.view(at::kInt)[1][29].bitwise_xor_(1);
+        if (rank == 2 && GetParam().p) bad->p_hat.view(at::kInt)[0][0].bitwise_xor_(1);
+        const at::Tensor kept = bad->residual(), memory = good->memory.clone();
+        session->check_replicas({{"good", good}, {"'bad'", bad}}, at::kCPU, session->stats());
+        session->run_after_steps(at::kCPU, [] {});
+        EXPECT_EQ(session->snapshot().differences, 1);
+        const std::string what = GetParam().name;
+        EXPECT_EQ(log.lines.size(), 1u);
+        EXPECT_EQ(log.count("warning: "), 1);
+        EXPECT_EQ(log.count("the " + what + " of 'bad' differed from rank 0's on rank 2"), 1);
+        EXPECT_TRUE(at::equal(bad->q_warm, q));
+        EXPECT_TRUE(at::equal(bad->p_hat, p));
+        EXPECT_TRUE(at::equal(bad->residual(), kept)) << "to the bit: it is folded into the memory";
+        EXPECT_TRUE(at::equal(good->memory, memory)) << "one that agrees is left alone";
+      });
 }
 
 INSTANTIATE_TEST_SUITE_P(All, ReplicasDiffer,
@@ -90,13 +62,14 @@ INSTANTIATE_TEST_SUITE_P(All, ReplicasDiffer,
                          });
 
 TEST(Replicas, ThoseNotYetStartedAreLeftOut) {
-  run([](int, Session& session, const Log& log) {
-    session.check_replicas({{"empty", std::make_shared<ParameterState>()}}, at::kCPU,
-                           session.stats());
-    session.run_after_steps(at::kCPU, [] {});
-    EXPECT_EQ(session.snapshot().differences, 0);
-    EXPECT_TRUE(log.lines.empty());
-  });
+  test::run_sessions(kReplicas, test::hook_defaults(),
+                     [](int, const auto& session, const auto& log) {
+                       session->check_replicas({{"empty", std::make_shared<ParameterState>()}},
+                                               at::kCPU, session->stats());
+                       session->run_after_steps(at::kCPU, [] {});
+                       EXPECT_EQ(session->snapshot().differences, 0);
+                       EXPECT_TRUE(log.lines.empty());
+                     });
 }
 
 }  // namespace

@@ -10,11 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include "gradients/sessions.h"
 #include "powersgd/scope_override.h"
-#include "support/errors.h"
+#include "ranks/one_rank.h"
 #include "support/hook_defaults.h"
-#include "support/one_rank.h"
-#include "support/session_of_equal_ranks.h"
 
 namespace powersgd {
 namespace {
@@ -25,30 +24,25 @@ using test::error_of;
 // The session of rank 0 of two equal ranks, and its log.
 class SessionTest : public testing::Test {
  protected:
-  static Options make_options(int64_t start = 0) {
-    Options options = test::hook_defaults();
-    options.matrix_approximation_rank = 2;
-    options.start_powerSGD_iter = start;
-    return options;
+  std::shared_ptr<Session> make(const Options& options = test::compressing(2)) {
+    return test::session_of_equal_ranks(at::kCPU, options, log_.sink());
   }
-  std::shared_ptr<Session> make(const Options& options) {
-    return test::make_session_of_equal_ranks(
-        at::kCPU, options, [this](LogLevel level, const std::string& line) {
-          log_.push_back((level == LogLevel::kWarning ? "warning: " : "info: ") + line);
-        });
+  std::shared_ptr<Session> make_starting_at(int64_t step) {
+    Options options = test::compressing(2);
+    options.start_powerSGD_iter = step;
+    return make(options);
   }
   static void reduce_compressed(Session& session) {
-    test::OneRank bucket(session.options(), at::kFloat, at::kCPU, session.ranks());
+    const test::OneRank bucket(session.options(), at::kFloat, at::kCPU, session.ranks());
     const at::Tensor gradient = at::ones({bucket.plan.gradient_numel});
-    const std::shared_ptr<BucketCompressor> compressor = std::move(bucket.compressor);
-    session.allreduce_compressed(compressor, gradient, {}, session.stats())->wait();
+    session.allreduce_compressed(bucket.compressor, gradient, {}, session.stats())->wait();
   }
 
-  std::vector<std::string> log_;
+  test::Log log_;
 };
 
 TEST_F(SessionTest, AnErrorNamesADeviceWithoutAnInnerBackend) {
-  const auto session = make(make_options());
+  const auto session = make();
   const at::Tensor elsewhere = at::zeros({2}, c10::DeviceType::Meta);
   const std::string part = "no inner backend for meta";
   EXPECT_TRUE(
@@ -58,7 +52,7 @@ TEST_F(SessionTest, AnErrorNamesADeviceWithoutAnInnerBackend) {
 }
 
 TEST_F(SessionTest, ExactAveragesAreDividedFirstAndCounted) {
-  const auto session = make(make_options());
+  const auto session = make();
   const at::Tensor gradient = at::tensor({3e38F, 1.0F});  // whose sum would overflow
   session->average_exact(gradient, 4, *session->stats());
   EXPECT_TRUE(at::equal(gradient, at::tensor({3e38F * 0.25F, 0.25F}) * 2));
@@ -72,7 +66,7 @@ TEST_F(SessionTest, ExactAveragesAreDividedFirstAndCounted) {
 
 TEST_F(SessionTest, TheOverrideOfTheThreadComesBeforeTheScope) {
   for (const Scope scope : {Scope::kNever, Scope::kBackward, Scope::kAlways}) {
-    Options options = make_options();
+    Options options = test::compressing(2);
     options.scope = scope;
     const auto session = make(options);
     EXPECT_EQ(session->admits_attached(options), scope != Scope::kNever);
@@ -87,17 +81,17 @@ TEST_F(SessionTest, TheOverrideOfTheThreadComesBeforeTheScope) {
 }
 
 TEST_F(SessionTest, StatisticsAreLoggedEveryFewSteps) {
-  Options options = make_options();
+  Options options = test::compressing(2);
   options.compression_stats_logging_frequency = 3;
   const auto session = make(options);
   for (int step = 0; step < 7; ++step) session->end_step(*session->stats(), options);
-  ASSERT_EQ(log_.size(), 2u);
-  EXPECT_EQ(log_[0].rfind("info: 3 steps", 0), 0u) << log_[0];
-  EXPECT_EQ(log_[1].rfind("info: 6 steps", 0), 0u) << log_[1];
+  EXPECT_EQ(log_.lines.size(), 2u);
+  EXPECT_EQ(log_.count("info: 3 steps"), 1);
+  EXPECT_EQ(log_.count("info: 6 steps"), 1);
 }
 
 TEST_F(SessionTest, ResetStatisticsCountFromHere) {
-  const auto session = make(make_options());
+  const auto session = make();
   reduce_compressed(*session);
   session->end_step(*session->stats(), session->options());
   EXPECT_EQ(session->snapshot().compressed_calls, 1);
@@ -110,7 +104,7 @@ TEST_F(SessionTest, ResetStatisticsCountFromHere) {
 }
 
 TEST_F(SessionTest, OnceSomethingWasAttachedItSaysWhenCompressionStarts) {
-  const auto session = make(make_options(/*start=*/5));
+  const auto session = make_starting_at(5);
   EXPECT_FALSE(session->was_attached());
   EXPECT_EQ(session->starts_at(), 5);
   session->note_attached(std::nullopt);
@@ -122,23 +116,24 @@ TEST_F(SessionTest, OnceSomethingWasAttachedItSaysWhenCompressionStarts) {
 }
 
 TEST_F(SessionTest, TrainingThatEndsBeforeCompressionStartsIsReportedOnce) {
-  const auto session = make(make_options(/*start=*/5));
+  const auto session = make_starting_at(5);
   EXPECT_EQ(session->starts_at(), 5);
   EXPECT_EQ(session->not_started(), "") << "nothing was trained";
   for (int step = 0; step < 3; ++step) session->end_step(*session->stats(), session->options());
   EXPECT_EQ(session->not_started(/*soon=*/2), "") << "it starts within two steps";
   session->shutdown();
-  ASSERT_EQ(log_.size(), 1u);
-  EXPECT_TRUE(contains(log_[0],
-                       "warning: nothing has been compressed in 3 steps: compression starts at "
-                       "step 5"))
-      << log_[0];
+  EXPECT_EQ(log_.lines.size(), 1u);
+  EXPECT_EQ(log_.count("warning: nothing has been compressed in 3 steps: compression starts at "
+                       "step 5"),
+            1);
   EXPECT_EQ(session->not_started(), "");
 }
 
 TEST_F(SessionTest, ALogThatFailsDoesNotKeepAShutdown) {
-  const auto session = test::make_session_of_equal_ranks(
-      at::kCPU, make_options(/*start=*/5),
+  Options options = test::compressing(2);
+  options.start_powerSGD_iter = 5;
+  const auto session = test::session_of_equal_ranks(
+      at::kCPU, options,
       [](LogLevel, const std::string&) { throw std::runtime_error("of the log"); });
   session->end_step(*session->stats(), session->options());
   EXPECT_EQ(error_of([&] { session->shutdown(); }), "of the log");
@@ -146,17 +141,17 @@ TEST_F(SessionTest, ALogThatFailsDoesNotKeepAShutdown) {
 }
 
 TEST_F(SessionTest, TrainingThatCompressedHasNothingToReport) {
-  const auto session = make(make_options(/*start=*/5));
+  const auto session = make_starting_at(5);
   session->end_step(*session->stats(), session->options());
   reduce_compressed(*session);
   EXPECT_EQ(session->not_started(), "");
 }
 
 TEST_F(SessionTest, NothingStartsInAGroupThatNeverCompresses) {
-  Options never = make_options();
+  Options never = test::compressing(2);
   never.scope = Scope::kNever;
   EXPECT_EQ(make(never)->starts_at(), std::nullopt);
-  EXPECT_EQ(Session(0, 1, {}, make_options(), {}).starts_at(), std::nullopt);
+  EXPECT_EQ(Session(0, 1, {}, test::compressing(2), {}).starts_at(), std::nullopt);
 }
 
 }  // namespace

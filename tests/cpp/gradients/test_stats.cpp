@@ -91,21 +91,11 @@ TEST(Stats, ATimerAddsItsLifeToItsStageAlone) {
     const auto start = std::chrono::steady_clock::now();
     while (std::chrono::steady_clock::now() == start) continue;
   }
-  const auto seconds = stats.snapshot().seconds;
-  for (int stage = 0; stage < kStages; ++stage) {
-    if (stage == static_cast<int>(Stage::kReduceQ)) {
-      EXPECT_GT(seconds[static_cast<size_t>(stage)], 0.5);
-    } else {
-      EXPECT_EQ(seconds[static_cast<size_t>(stage)], 0);
-    }
-  }
-}
-
-TEST(Stats, StagesHaveTheirNamesInTheOrderOfAStep) {
-  std::vector<std::string> names;
-  for (int stage = 0; stage < kStages; ++stage) names.push_back(to_string(Stage(stage)));
-  EXPECT_EQ(names, (std::vector<std::string>{"project", "reduce_p", "orthogonalize", "back_project",
-                                             "reduce_q", "reconstruct"}));
+  auto seconds = stats.snapshot().seconds;
+  double& of_stage = seconds[static_cast<size_t>(Stage::kReduceQ)];
+  EXPECT_GT(of_stage, 0.5);
+  of_stage = 0;
+  EXPECT_EQ(seconds, decltype(seconds){});
 }
 
 TEST(Stats, TheSummaryNamesSaturatedStepsWhereThereAreAny) {

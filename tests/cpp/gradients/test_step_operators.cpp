@@ -11,20 +11,19 @@
 #include <tuple>
 #include <vector>
 
+#include "fake_device/fake_device.h"
 #include "gradients/compressed_step.h"
-#include "powersgd/bucket_reducer.h"
+#include "gradients/sessions.h"
 #include "powersgd/stats.h"
-#include "support/fake_device.h"
+#include "ranks/one_rank.h"
 #include "support/hook_defaults.h"
-#include "support/one_rank.h"
-#include "support/session_of_equal_ranks.h"
 
 namespace powersgd {
 namespace {
 
 namespace fake = test::fake_device;
 
-constexpr uint64_t kSteps = 4;
+constexpr uint64_t kCounted = 4;  // steps
 
 // Returns the number of torch's operators on the device that `step` has called.
 size_t operators_of(const std::function<void()>& step) {
@@ -35,35 +34,29 @@ size_t operators_of(const std::function<void()>& step) {
 
 enum class Scale { kNone, kOfHost, kOfDevice };
 
-using Case = std::tuple<std::optional<WireDType>, Scale>;
+using WireAndScale = std::tuple<std::optional<WireDType>, Scale>;
 
-class StepOperators : public testing::TestWithParam<Case> {
+class StepOperators : public testing::TestWithParam<WireAndScale> {
  protected:
   StepOperators() {
     fake::add_operators();
     fake::reset(1, fake::Host::kMayNotWait);
     loss_scale_ = at::ones({}, device_);
-    options_.matrix_approximation_rank = 2;
-    options_.start_powerSGD_iter = 0;
-    options_.wire_dtype = std::get<0>(GetParam());
   }
 
   static Scale scale() { return std::get<1>(GetParam()); }
   const at::Device device_ = fake::device(0);
   at::Tensor loss_scale_;
-  Options options_ = test::hook_defaults();
+  const Options options_ = test::compressing(2, std::get<0>(GetParam()));
 };
 
 // Two ranks gather.
 TEST_P(StepOperators, OfAnAttachedModelAreNone) {
-  const auto session = test::make_session_of_equal_ranks(device_, options_);
-  const auto model = BucketReducer::attach(
-      session, {"weight", "bias", "other"},
-      {at::zeros({24, 32}, device_), at::zeros({24}, device_), at::zeros({20, 36}, device_)},
-      options_);
+  const auto session = test::session_of_equal_ranks(device_, options_);
+  const auto model = test::attach(session, test::zeros({{24, 32}, {24}, {20, 36}}, device_));
   at::Tensor buffer = at::ones({24 * 32 + 24 + 20 * 36}, device_);
   if (scale() == Scale::kOfDevice) model->states()->set_loss_scale(loss_scale_);
-  for (uint64_t step = 0; step < kSteps; ++step) {
+  for (uint64_t step = 0; step < kCounted; ++step) {
     if (scale() == Scale::kOfHost) model->states()->set_grad_scale(1 << step);
     if (scale() == Scale::kOfDevice) loss_scale_.fill_(1 << step);
     const auto called = operators_of([&] {
@@ -75,7 +68,7 @@ TEST_P(StepOperators, OfAnAttachedModelAreNone) {
     }
     fake::run();
   }
-  EXPECT_EQ(session->stats()->host_counts().compressed_calls, static_cast<int64_t>(kSteps));
+  EXPECT_EQ(session->stats()->host_counts().compressed_calls, static_cast<int64_t>(kCounted));
 }
 
 // A channel of three ranks. What it delivers does not matter here.
@@ -88,14 +81,14 @@ struct SilentChannel : Channel {
 
 TEST_P(StepOperators, OfTwoShotAreNone) {
   if (!options_.wire_dtype) return;  // elements are all-reduced
-  test::OneRank rank(options_, at::kFloat, device_, {0, 3, Schedule::kTwoShot});
-  const std::shared_ptr<BucketCompressor> compressor = std::move(rank.compressor);
+  const test::OneRank rank(options_, at::kFloat, device_, {0, 3, Schedule::kTwoShot});
   const at::Tensor gradient = at::ones({rank.plan.gradient_numel}, device_);
-  for (uint64_t step = 0; step < kSteps; ++step) {
+  for (uint64_t step = 0; step < kCounted; ++step) {
     StepInfo info{1.0 / 3, 1, step};
     if (scale() == Scale::kOfHost) info.units = 1 << step;
     if (scale() == Scale::kOfDevice) info.loss_scale = loss_scale_;
-    const Job job = compressed_step(compressor, gradient, info, std::make_shared<Stats>(), nullptr);
+    const Job job =
+        compressed_step(rank.compressor, gradient, info, std::make_shared<Stats>(), nullptr);
     SilentChannel channel;
     const auto called = operators_of([&] {
       job.first(channel);
@@ -110,10 +103,10 @@ TEST_P(StepOperators, OfTwoShotAreNone) {
   }
 }
 
-std::string name_of(const testing::TestParamInfo<Case>& info) {
+std::string name_of_case(const testing::TestParamInfo<WireAndScale>& info) {
   const auto& [wire, scale] = info.param;
   const char* scales[] = {"", "_scale_of_host", "_scale_of_device"};
-  return (wire ? to_string(*wire) : "as_it_is") + scales[static_cast<size_t>(scale)];
+  return test::name_of(wire) + scales[static_cast<size_t>(scale)];
 }
 
 INSTANTIATE_TEST_SUITE_P(Wires, StepOperators,
@@ -121,7 +114,7 @@ INSTANTIATE_TEST_SUITE_P(Wires, StepOperators,
                                                           WireDType::kInt8, WireDType::kInt4),
                                           testing::Values(Scale::kNone, Scale::kOfHost,
                                                           Scale::kOfDevice)),
-                         name_of);
+                         name_of_case);
 
 }  // namespace
 }  // namespace powersgd

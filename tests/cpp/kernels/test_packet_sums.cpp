@@ -5,17 +5,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <vector>
 
-#include "support/dtypes.h"
-#include "support/packet_reference.h"
-#include "support/packet_test.h"
+#include "kernels/fixtures/dtypes.h"
+#include "kernels/fixtures/packet_reference.h"
+#include "kernels/fixtures/packet_test.h"
+#include "kernels/fixtures/reference.h"
 
 namespace powersgd::test {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 class PacketSums : public PacketTest {
  protected:
@@ -101,7 +99,9 @@ TEST_P(PacketSums, TwoShotRoundsTheSumOnce) {
   }
 }
 
-TEST_P(PacketSums, RawElementsAreAddedInTheOrderOfTheRanks) {
+class RawSums : public PacketSums {};
+
+TEST_P(RawSums, AreAddedInTheOrderOfTheRanks) {
   for (const Exchange& exchange :
        {Exchange{2, false}, {9, false}, {2, true}, {3, true}, {9, true}}) {
     const AllPackets all = quantized(exchange);
@@ -114,7 +114,7 @@ TEST_P(PacketSums, RawElementsAreAddedInTheOrderOfTheRanks) {
 }
 
 // Chunks have as many as each other, and the last ones may have fewer or none.
-TEST_P(PacketSums, OfAnyNumberOfRawElements) {
+TEST_P(RawSums, OfAnyNumberOfElements) {
   for (const int64_t count : {0, 1, 2, 8, 9, 10, 63, 65, 1000, 40'001}) {
     PacketSpec few = spec();
     few.parts = {{3, 5, 2}, Part::raw(count)};
@@ -213,7 +213,7 @@ TEST_P(PacketSums, AValueThatIsNotFiniteReachesAll) {
     });
     EXPECT_EQ(sums[raw], kInfinity);
     for (const Values& values : q_locals(all)) {
-      EXPECT_TRUE(std::all_of(values.begin(), values.end(), [](double x) { return x - x == 0; }));
+      EXPECT_EQ(finite(values), values);
     }
   }
 }
@@ -234,21 +234,25 @@ TEST_P(PacketSums, ASumMayOverflow) {
   });
   EXPECT_EQ(all[0]->raw_of(sums), all[0]->raw_of(exact));
   for (const Values& values : q_locals(all)) {
-    EXPECT_TRUE(std::all_of(values.begin(), values.end(), [](double x) { return x - x == 0; }));
+    EXPECT_EQ(finite(values), values);
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, PacketSums, ::testing::ValuesIn(packet_cases()), packet_case_name);
-
-std::vector<PacketCase> cases_of_q() {
-  std::vector<PacketCase> cases;
-  for (const PacketCase& test_case : packet_cases()) {
-    if (test_case.spec.is_q) cases.push_back(test_case);
+template <class Matches>
+std::vector<PacketSpec> specs_that(const Matches& matches) {
+  std::vector<PacketSpec> specs;
+  for (const PacketSpec& spec : packet_specs()) {
+    if (matches(spec)) specs.push_back(spec);
   }
-  return cases;
+  return specs;
 }
 
-INSTANTIATE_TEST_SUITE_P(All, LocalFactors, ::testing::ValuesIn(cases_of_q()), packet_case_name);
+POWERSGD_INSTANTIATE(PacketSums, packet_specs());
+POWERSGD_INSTANTIATE(LocalFactors, specs_that([](const PacketSpec& spec) { return spec.is_q; }));
+// Raw elements travel as they are, whatever the wire dtype of the factors.
+POWERSGD_INSTANTIATE(RawSums, specs_that([](const PacketSpec& spec) {
+                       return spec.wire == WireDType::kInt8;
+                     }));
 
 // All that two-shot writes, with what a step leaves for the next one.
 std::vector<uint8_t> two_steps(const RunnerFactory& factory, const PacketSpec& spec) {
@@ -272,15 +276,23 @@ std::vector<uint8_t> two_steps(const RunnerFactory& factory, const PacketSpec& s
 }
 
 TEST(PacketSums, AreTheSameOnAnyNumberOfThreadsAndAnyInstructionSet) {
-  for (PacketSpec spec : packet_specs()) {
+  bool is_q = false;
+  for (const WireDType wire : {WireDType::kInt8, WireDType::kInt4, WireDType::kBFloat16,
+                               WireDType::kFloat16, WireDType::kFloat32}) {
+    is_q = !is_q;
     // Enough groups for several threads, of P or of Q.
-    spec.parts = {{40'001, 300, 1}, {200, 7000, 5}, Part::raw(20'000)};
+    const PacketSpec spec{{{40'001, 300, 1}, {200, 7000, 5}, Part::raw(20'000)},
+                          is_q,
+                          DType::kFloat32,
+                          DType::kFloat32,
+                          wire};
     std::vector<std::vector<RunnerFactory>> groups = runners_equal_in_all_stages();
     groups.push_back(runners_equal_in_shared_stages());
     for (const std::vector<RunnerFactory>& group : groups) {
       const std::vector<uint8_t> expected = two_steps(group[0], spec);
-      for (const RunnerFactory& other : group) {
-        EXPECT_TRUE(two_steps(other, spec) == expected) << other.name << "_" << describe(spec);
+      for (size_t i = 1; i < group.size(); ++i) {
+        EXPECT_TRUE(two_steps(group[i], spec) == expected)
+            << group[i].name << "_" << describe(spec);
       }
     }
   }

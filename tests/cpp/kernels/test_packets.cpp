@@ -4,24 +4,20 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <limits>
 #include <memory>
 #include <vector>
 
-#include "support/dtypes.h"
-#include "support/packet_reference.h"
-#include "support/packet_test.h"
+#include "kernels/fixtures/dtypes.h"
+#include "kernels/fixtures/packet_reference.h"
+#include "kernels/fixtures/packet_test.h"
 
 namespace powersgd::test {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
 class Packets : public PacketTest {
  protected:
   // Quantizes a payload of one rank, or of the first of several owners, and checks every group.
-  void expect_quantized_payload(TestPackets& rank, const Values& values) {
+  void expect_quantized_payload(DevicePackets& rank, const Values& values) {
     rank.set_payload(values);
     const Values exact = rank.payload->get();
     const Values before = rank.q_local();
@@ -33,7 +29,7 @@ class Packets : public PacketTest {
     EXPECT_EQ(rank.q_local(), expected_q_local(rank, sent, before));
   }
 
-  Values expected_q_local(const TestPackets& rank, const Values& sent, Values q_local) const {
+  Values expected_q_local(const DevicePackets& rank, const Values& sent, Values q_local) const {
     if (!spec().is_q) return q_local;
     for_each_group(rank, [&](const PacketGroup& group) {
       for (const size_t i : group.elements) {
@@ -46,7 +42,7 @@ class Packets : public PacketTest {
 
 TEST_P(Packets, QuantizeRoundsEveryGroup) {
   for (const Exchange& exchange : {Exchange{}, {3, true}, {9, true}}) {
-    TestPackets rank(*runner_, spec(), exchange);
+    DevicePackets rank(*runner_, spec(), exchange);
     expect_quantized_payload(rank, wide_values(rank.numel(), 1));
   }
 }
@@ -55,7 +51,7 @@ TEST_P(Packets, RawElementsTravelAsTheyAre) {
   const double tiny = spec().factor_dtype == DType::kFloat64 ? 0x1p-1074 : 0x1p-149;
   const double huge = largest(spec().factor_dtype);
   for (const Exchange& exchange : {Exchange{}, {3, true}, {9, true}}) {
-    TestPackets rank(*runner_, spec(), exchange);
+    DevicePackets rank(*runner_, spec(), exchange);
     Values values = wide_values(rank.numel(), 5);
     for (size_t i = 0; i < values.size(); i += 7) {
       values[i] = (i % 2 == 0 ? 1 : -1) * (i % 3 == 0 ? tiny : i % 3 == 1 ? huge : kInfinity);
@@ -68,7 +64,7 @@ TEST_P(Packets, RawElementsTravelAsTheyAre) {
 }
 
 TEST_P(Packets, AGroupOfZerosIsZeros) {
-  TestPackets rank(*runner_, spec(), {});
+  DevicePackets rank(*runner_, spec(), {});
   expect_quantized_payload(rank, Values(static_cast<size_t>(rank.numel())));
   EXPECT_EQ(rank.values_sent(), Values(static_cast<size_t>(rank.numel())));
 }
@@ -81,7 +77,7 @@ TEST_P(Packets, ValuesOfAllMagnitudes) {
     const bool is_double = spec().factor_dtype == DType::kFloat64;
     if (magnitude > largest(DType::kFloat32) && !is_double) continue;
     SCOPED_TRACE(::testing::Message() << "magnitude " << magnitude);
-    TestPackets rank(*runner_, spec(), {});
+    DevicePackets rank(*runner_, spec(), {});
     Values values(static_cast<size_t>(rank.numel()));
     for (size_t i = 0; i < values.size(); ++i) {
       const double part = 1 - static_cast<double>(i % 67) / 67;
@@ -93,18 +89,20 @@ TEST_P(Packets, ValuesOfAllMagnitudes) {
 
 // Halves of a step round to even codes: the scale is a power of two, and products are exact.
 TEST_P(Packets, TiesGoToEven) {
-  TestPackets rank(*runner_, spec(), {});
+  DevicePackets rank(*runner_, spec(), {});
   if (spec().wire != WireDType::kInt8 && spec().wire != WireDType::kInt4) return;
   const double most = spec().wire == WireDType::kInt8 ? 127 : 7;
+  Values values(static_cast<size_t>(rank.numel()));
   for_each_group(rank, [&](const PacketGroup& group) {
-    Values values(static_cast<size_t>(rank.numel()));
     values[group.elements[0]] = -4 * most;
     for (size_t i = 1; i < group.elements.size(); ++i) {
       values[group.elements[i]] = 4 * (std::fmod(static_cast<double>(i), most) - 0.5);
     }
-    rank.set_payload(values);
-    rank.run(PacketStage::kQuantize);
-    const Values sent = rank.values_sent();
+  });
+  rank.set_payload(values);
+  rank.run(PacketStage::kQuantize);
+  const Values sent = rank.values_sent();
+  for_each_group(rank, [&](const PacketGroup& group) {
     for (const size_t i : group.elements) {
       EXPECT_EQ(sent[i], 4 * std::nearbyint(values[i] / 4)) << values[i];
     }
@@ -113,7 +111,7 @@ TEST_P(Packets, TiesGoToEven) {
 
 TEST_P(Packets, AValueThatIsNotFiniteLeavesQLocal) {
   for (const double value : {kInfinity, -kInfinity, kNaN}) {
-    TestPackets rank(*runner_, spec(), {});
+    DevicePackets rank(*runner_, spec(), {});
     rank.set_q_local(wide_values(rank.numel(), 2));
     Values values = wide_values(rank.numel(), 3);
     size_t number = 0;
@@ -127,7 +125,7 @@ TEST_P(Packets, AValueThatIsNotFiniteLeavesQLocal) {
 
 TEST_P(Packets, FlagsAreOneWhereTheElementIsNotZero) {
   for (const Exchange& exchange : {Exchange{}, {2, true}, {5, true}}) {
-    TestPackets rank(*runner_, spec(), exchange);
+    DevicePackets rank(*runner_, spec(), exchange);
     Values values(static_cast<size_t>(rank.numel()));
     const Values flags = {0.25, 0, kNaN};
     std::copy(flags.begin(), flags.end(), values.end() - 3);
@@ -140,7 +138,7 @@ TEST_P(Packets, FlagsAreOneWhereTheElementIsNotZero) {
 
 // The scale of a group, by the bytes of the packet.
 TEST_P(Packets, ScalesTravelAsBFloat16) {
-  TestPackets rank(*runner_, spec(), {});
+  DevicePackets rank(*runner_, spec(), {});
   rank.set_payload(wide_values(rank.numel(), 4));
   const Values exact = rank.payload->get();
   rank.run(PacketStage::kQuantize);
@@ -154,7 +152,7 @@ TEST_P(Packets, ScalesTravelAsBFloat16) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Packets, ::testing::ValuesIn(packet_cases()), packet_case_name);
+POWERSGD_INSTANTIATE(Packets, packet_specs());
 
 }  // namespace
 }  // namespace powersgd::test

@@ -2,23 +2,17 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <limits>
 #include <tuple>
 
-#include "support/dtypes.h"
-#include "support/kernel_test.h"
-#include "support/reference.h"
+#include "kernels/fixtures/dtypes.h"
+#include "kernels/fixtures/kernel_test.h"
+#include "kernels/fixtures/reference.h"
 
 namespace powersgd::test {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
 class Reconstruct : public KernelTest {
  protected:
-  double roundoff() const { return unit_roundoff(bucket_.spec.factor_dtype()); }
-
   // The state of a bucket after both reductions. The noise may change q_warm alone, and only where
   // q_warm changes at all.
   void randomize_step(uint64_t seed) {
@@ -63,10 +57,10 @@ class Reconstruct : public KernelTest {
   // memory = M - G, q_local = 0, q_warm as before.
   void check_taken_back(const DeviceMatrix& matrix, const Before& before) const {
     Checked expected{before.memory, before.memory};
-    for (size_t i = 0; i < before.memory.size(); ++i) {
-      const double g = std::isfinite(before.gradient[i]) ? before.gradient[i] : 0;
-      expected.value[i] -= g;
-      expected.magnitude[i] = std::fabs(before.memory[i]) + std::fabs(g);
+    const Values gradient = finite(before.gradient);
+    for (size_t i = 0; i < gradient.size(); ++i) {
+      expected.value[i] -= gradient[i];
+      expected.magnitude[i] = std::fabs(before.memory[i]) + std::fabs(gradient[i]);
     }
     const DType residual = bucket_.bucket.residual_dtype;
     expect_close(matrix.memory->get(), expected, roundoff() + unit_roundoff(residual),
@@ -84,19 +78,17 @@ TEST_P(Reconstruct, MatchesTheReference) {
     bucket_.run(Stage::kReconstruct);
     EXPECT_EQ(bucket_.state().skipped, 0);
     for (const DeviceMatrix& matrix : bucket_.matrices) {
-      Checked expected = reference_product(matrix.part, matrix.p_hat->get(), bucket_.q_of(matrix));
-      for (double& value : expected.value) value *= scale;
-      for (double& value : expected.magnitude) value *= scale;
-      expect_gradient(bucket_.gradient_of(matrix), expected, matrix.part.rank + 3);
+      const Checked product =
+          reference_product(matrix.part, matrix.p_hat->get(), bucket_.q_of(matrix));
+      expect_gradient(bucket_.gradient_of(matrix),
+                      {scaled(product.value, scale), scaled(product.magnitude, scale)},
+                      matrix.part.rank + 3);
     }
     const Values payload = bucket_.p_payload->get();
     for (const DeviceRaw& raw : bucket_.raws) {
-      Values expected = TestBucket::slice(payload, raw.p_offset, raw.numel);
-      for (double& value : expected) value *= scale;
-      Values magnitude = expected;
-      for (double& value : magnitude) value = std::fabs(value);
-      expect_gradient(TestBucket::slice(bucket_.gradient->get(), raw.gradient_offset, raw.numel),
-                      {expected, magnitude}, 3);
+      expect_gradient(DeviceBucket::slice(bucket_.gradient->get(), raw.gradient_offset, raw.numel),
+                      checked(scaled(DeviceBucket::slice(payload, raw.p_offset, raw.numel), scale)),
+                      3);
     }
   }
 }
@@ -109,13 +101,9 @@ TEST_P(Reconstruct, WarmStartHasUnitRows) {
     const Values q = bucket_.q_of(matrix);
     const Values q_warm = matrix.q_warm->get();
     for (int64_t k = 0; k < matrix.part.rank; ++k) {
-      Values expected = TestBucket::slice(q, k * matrix.part.cols, matrix.part.cols);
-      const double length = norm(expected);
-      for (double& value : expected) value /= length;
-      Values magnitude = expected;
-      for (double& value : magnitude) value = std::fabs(value);
-      expect_close(TestBucket::slice(q_warm, k * matrix.part.cols, matrix.part.cols),
-                   {expected, magnitude}, 4 * roundoff());
+      const Values row = DeviceBucket::slice(q, k * matrix.part.cols, matrix.part.cols);
+      expect_close(DeviceBucket::slice(q_warm, k * matrix.part.cols, matrix.part.cols),
+                   checked(scaled(row, 1 / norm(row))), 4 * roundoff());
     }
   }
 }
@@ -129,7 +117,7 @@ TEST_P(Reconstruct, NormsAreThoseOfTheRowsOfQ) {
     const Values norms = matrix.q_norms->get();
     ASSERT_EQ(static_cast<int64_t>(norms.size()), matrix.part.rank);
     for (int64_t k = 0; k < matrix.part.rank; ++k) {
-      const double expected = norm(TestBucket::slice(q, k * matrix.part.cols, matrix.part.cols));
+      const double expected = norm(DeviceBucket::slice(q, k * matrix.part.cols, matrix.part.cols));
       EXPECT_NEAR(norms[static_cast<size_t>(k)], expected, 1e-13 * expected);
     }
   }
@@ -164,7 +152,7 @@ TEST_P(Reconstruct, LeavesMemoryAndLocalFactorsAlone) {
 TEST_P(Reconstruct, MatrixOutOfUseGetsZerosAndKeepsItsResidual) {
   BucketSpec spec = GetParam().spec;
   spec.tells_use = true;
-  TestBucket bucket(*runner_, spec);
+  DeviceBucket bucket(*runner_, spec);
   for (size_t idle = 0; idle < bucket.matrices.size(); ++idle) {
     randomize(bucket, 10);
     bucket.bucket.warm_start_noise = 0.25;
@@ -213,44 +201,46 @@ TEST_P(Reconstruct, SkipsWhenAnElementOfQIsNotFinite) {
   }
 }
 
-// A step counts once, even if it is skipped in several buckets.
-TEST_P(Reconstruct, BucketsShareTheCountOfSkippedSteps) {
-  struct Skip {
-    uint64_t step;
-    bool first, second;
-    uint64_t expected;
-  };
-  TestBucket second(*runner_, GetParam().spec);
-  randomize_step(9);
-  randomize(second, 9);
-  SharedStepCounts shared(*runner_);
-  for (const Skip& skip :
-       {Skip{0, true, true, 1}, Skip{1, false, true, 2}, Skip{2, false, false, 2},
-        Skip{3, true, false, 3}, Skip{7, true, true, 4}}) {
-    for (auto& [bucket, skipped] :
-         {std::pair<TestBucket&, bool>{bucket_, skip.first}, {second, skip.second}}) {
-      bucket.bucket.step_counts = shared.data();
-      bucket.set_step(skip.step);
-      bucket.set_skipped(skipped);
-      bucket.run(Stage::kReconstruct);
-      EXPECT_EQ(bucket.state().skipped, skipped ? 1 : 0);
-    }
-    EXPECT_EQ(shared.get().skipped.count, skip.expected) << "after step " << skip.step;
-    EXPECT_EQ(shared.get().saturated.count, 0);
-  }
-}
-
 TEST_P(Reconstruct, SkipsWithoutErrorFeedback) {
   BucketSpec spec = GetParam().spec;
   spec.error_feedback = false;
-  TestBucket bucket(*runner_, spec);
+  DeviceBucket bucket(*runner_, spec);
   randomize(bucket, 8);
   bucket.set_skipped(true);
   bucket.run(Stage::kReconstruct);
   for (const double g : bucket.gradient->get()) ASSERT_TRUE(std::isnan(g));
 }
 
-POWERSGD_INSTANTIATE_KERNEL_TEST(Reconstruct);
+POWERSGD_INSTANTIATE(Reconstruct, bucket_specs());
+
+// A step counts once, even if it is skipped in several buckets.
+TEST(SkippedSteps, AreCountedOnceForAllBuckets) {
+  struct Skip {
+    uint64_t step;
+    bool first, second;
+    uint64_t expected;
+  };
+  for (const RunnerFactory& factory : stage_runners()) {
+    const auto runner = factory.make();
+    const BucketSpec spec{{{17, 33, 4}}};
+    DeviceBucket first(*runner, spec), second(*runner, spec);
+    SharedStepCounts counts(*runner);
+    for (const Skip& skip :
+         {Skip{0, true, true, 1}, Skip{1, false, true, 2}, Skip{2, false, false, 2},
+          Skip{3, true, false, 3}, Skip{7, true, true, 4}}) {
+      for (auto& [bucket, skipped] :
+           {std::pair<DeviceBucket&, bool>{first, skip.first}, {second, skip.second}}) {
+        bucket.bucket.step_counts = counts.data();
+        bucket.set_step(skip.step);
+        bucket.set_skipped(skipped);
+        bucket.run(Stage::kReconstruct);
+        EXPECT_EQ(bucket.state().skipped, skipped ? 1 : 0);
+      }
+      EXPECT_EQ(counts.get().skipped.count, skip.expected) << "after step " << skip.step;
+      EXPECT_EQ(counts.get().saturated.count, 0);
+    }
+  }
+}
 
 }  // namespace
 }  // namespace powersgd::test

@@ -5,12 +5,11 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <limits>
 #include <memory>
 
-#include "support/dtypes.h"
-#include "support/kernel_test.h"
-#include "support/reference.h"
+#include "kernels/fixtures/dtypes.h"
+#include "kernels/fixtures/kernel_test.h"
+#include "kernels/fixtures/reference.h"
 
 namespace powersgd::test {
 namespace {
@@ -22,7 +21,7 @@ class World {
   World(const RunnerFactory& factory, int size, const BucketSpec& spec) {
     for (int rank = 0; rank < size; ++rank) {
       runners_.push_back(factory.make());
-      ranks.push_back(std::make_unique<TestBucket>(*runners_.back(), spec));
+      ranks.push_back(std::make_unique<DeviceBucket>(*runners_.back(), spec));
       ranks.back()->bucket.output_scale = 1.0 / size;
       ranks.back()->run(Stage::kRandomStart);
     }
@@ -34,10 +33,10 @@ class World {
       ranks[i]->gradient->set(gradients[i]);
       ranks[i]->run(Stage::kProject);
     }
-    all_reduce(&TestBucket::p_payload);
+    all_reduce(&DeviceBucket::p_payload);
     for (auto& rank : ranks) rank->run(Stage::kOrthogonalize);
     for (auto& rank : ranks) rank->run(Stage::kBackProject);
-    all_reduce(&TestBucket::q_payload);
+    all_reduce(&DeviceBucket::q_payload);
     for (auto& rank : ranks) {
       rank->run(Stage::kReconstruct);
       ++rank->bucket.step;
@@ -62,10 +61,10 @@ class World {
     return mean;
   }
 
-  std::vector<std::unique_ptr<TestBucket>> ranks;
+  std::vector<std::unique_ptr<DeviceBucket>> ranks;
 
  private:
-  void all_reduce(std::unique_ptr<DeviceArray> TestBucket::* payload) {
+  void all_reduce(std::unique_ptr<DeviceArray> DeviceBucket::* payload) {
     Values sum = (*ranks[0].*payload).get()->get();
     for (size_t i = 1; i < ranks.size(); ++i) {
       const Values other = (*ranks[i].*payload).get()->get();
@@ -87,6 +86,14 @@ void add_scaled(Values& sum, const Values& values, double scale) {
   for (size_t i = 0; i < sum.size(); ++i) sum[i] += scale * values[i];
 }
 
+Values mean_of(const std::vector<Values>& of_ranks) {
+  Values mean(of_ranks[0].size());
+  for (const Values& values : of_ranks) {
+    add_scaled(mean, values, 1 / static_cast<double>(of_ranks.size()));
+  }
+  return mean;
+}
+
 double distance(Values a, const Values& b) {
   add_scaled(a, b, -1);
   return norm(a);
@@ -94,9 +101,9 @@ double distance(Values a, const Values& b) {
 
 // The outputs and the factors that must agree are the same on all ranks.
 void expect_agreement(const World& world) {
-  const TestBucket& first = *world.ranks[0];
+  const DeviceBucket& first = *world.ranks[0];
   for (size_t rank = 1; rank < world.ranks.size(); ++rank) {
-    const TestBucket& other = *world.ranks[rank];
+    const DeviceBucket& other = *world.ranks[rank];
     ASSERT_EQ(other.gradient->bytes(), first.gradient->bytes());
     for (size_t i = 0; i < first.matrices.size(); ++i) {
       ASSERT_EQ(other.matrices[i].p_hat->bytes(), first.matrices[i].p_hat->bytes());
@@ -170,9 +177,7 @@ TEST_P(Step, GradientOfLowRankComesBackExactly) {
     g.push_back(
         reference_product(factors, random_values(80, 1), random_values(100, 2 + rank)).value);
   }
-  Values mean = g[0];
-  add_scaled(mean, g[1], 1);
-  for (double& value : mean) value /= 2;
+  const Values mean = mean_of(g);
   for (int step = 0; step < 3; ++step) {
     EXPECT_LE(distance(world.step(g), mean), 1e-5 * norm(mean)) << "step " << step;
   }
@@ -198,17 +203,14 @@ TEST_P(Step, LargeGradientComesBack) {
 TEST_P(Step, ConstantGradientConvergesToItself) {
   World world(GetParam(), 2, {{{20, 24, 2}}});
   const std::vector<Values> g = {random_values(480, 1), random_values(480, 2)};
-  Values mean = g[0];
-  add_scaled(mean, g[1], 1);
-  for (double& value : mean) value /= 2;
+  const Values mean = mean_of(g);
   Values sum(480);
   double residual = 0;
   for (int step = 1; step <= 200; ++step) {
     add_scaled(sum, world.step(g), 1);
     if (step == 100) residual = norm(world.mean_residual());
   }
-  for (double& value : sum) value /= 200;
-  EXPECT_LE(distance(sum, mean), 0.1 * norm(mean));
+  EXPECT_LE(distance(scaled(sum, 1.0 / 200), mean), 0.1 * norm(mean));
   EXPECT_LE(norm(world.mean_residual()), 1.5 * residual);
 }
 
@@ -228,7 +230,7 @@ TEST_P(Step, OneBadStepIsAsIfItHadNotBeen) {
     for (uint64_t step = 0; step < 6; ++step) {
       std::vector<Values> g = gradients(2, step);
       if (step == 2) {
-        g[1][in_raw ? 3 : 200] = std::numeric_limits<double>::quiet_NaN();
+        g[1][in_raw ? 3 : 200] = kNaN;
         for (const double value : with.step(g)) ASSERT_TRUE(std::isnan(value));
         continue;
       }
@@ -242,7 +244,7 @@ TEST_P(Step, OneBadStepIsAsIfItHadNotBeen) {
 TEST_P(Step, FirstStepMayBeBad) {
   World world(GetParam(), 2, {kParts});
   std::vector<Values> g = gradients(2, 0);
-  g[0].back() = std::numeric_limits<double>::infinity();
+  g[0].back() = kInfinity;
   world.step(g);
   // In float (0 + G) - G is 0 exactly.
   EXPECT_EQ(norm(world.mean_residual()), 0);
@@ -262,21 +264,17 @@ TEST_P(Step, ZeroGradientGivesZeroAndKeepsQ) {
 TEST_P(Step, LossScaleCarriesOver) {
   for (const bool on_device : {false, true}) {
     World plain(GetParam(), 2, {kParts});
-    World scaled(GetParam(), 2, {kParts});
+    World world(GetParam(), 2, {kParts});
     for (uint64_t step = 0; step < 6; ++step) {
       std::vector<Values> g = gradients(2, step);
       const Values expected = plain.step(g);
       const double scale = step < 2 ? 1 : step < 4 ? 2 : 0.25;
-      for (Values& values : g) {
-        for (double& value : values) value *= scale;
-      }
-      for (auto& rank : scaled.ranks) {
+      for (Values& values : g) values = scaled(values, scale);
+      for (auto& rank : world.ranks) {
         rank->bucket.units = on_device ? 1 : scale;
         if (on_device) rank->put_loss_scale(scale);
       }
-      Values actual = scaled.step(g);
-      for (double& value : actual) value /= scale;
-      EXPECT_EQ(actual, expected) << "step " << step;
+      EXPECT_EQ(scaled(world.step(g), 1 / scale), expected) << "step " << step;
     }
   }
 }
@@ -286,12 +284,12 @@ TEST_P(Step, AReplayedStepIsTheNextOne) {
   // A rank above the gradient's makes dead columns, whose numbers depend on the step.
   const BucketSpec spec{{{24, 40, 3}}};
   World eager(GetParam(), 1, spec), replayed(GetParam(), 1, spec);
-  TestBucket& bucket = *replayed.ranks[0];
+  DeviceBucket& bucket = *replayed.ranks[0];
   for (uint64_t step = 0; step < 6; ++step) {
     const double scale = step < 3 ? 1 : 4;
-    Values g =
-        reference_product({24, 40, 1}, random_values(24, step), random_values(40, step)).value;
-    for (double& value : g) value *= scale;
+    const Values g = scaled(
+        reference_product({24, 40, 1}, random_values(24, step), random_values(40, step)).value,
+        scale);
     eager.ranks[0]->bucket.units = scale;
     bucket.put_loss_scale(scale);
     bucket.bucket.step = step == 0 ? 0 : kernels::kNextStep;
@@ -302,9 +300,7 @@ TEST_P(Step, AReplayedStepIsTheNextOne) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Step, ::testing::ValuesIn(stage_runners()),
-                         [](const ::testing::TestParamInfo<RunnerFactory>& info) {
-                           return info.param.name;
-                         });
+                         [](const auto& test) { return test.param.name; });
 
 }  // namespace
 }  // namespace powersgd::test

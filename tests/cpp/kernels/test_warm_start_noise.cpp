@@ -7,10 +7,10 @@
 #include <numeric>
 #include <vector>
 
+#include "kernels/fixtures/dtypes.h"
+#include "kernels/fixtures/kernel_test.h"
+#include "kernels/fixtures/reference.h"
 #include "kernels/shared/philox.h"
-#include "support/dtypes.h"
-#include "support/kernel_test.h"
-#include "support/reference.h"
 
 namespace powersgd::test {
 namespace {
@@ -35,7 +35,6 @@ double reference_noise(uint64_t seed, uint64_t random_id, uint64_t step, int64_t
 class WarmStartNoise : public KernelTest {};
 
 TEST_P(WarmStartNoise, MatchesTheReference) {
-  const double roundoff = unit_roundoff(bucket_.spec.factor_dtype());
   for (const double sigma : {0.05, 3.0}) {
     randomize(bucket_, 1);
     bucket_.q_payload->set(random_values(bucket_.bucket.q_numel, 2));
@@ -49,7 +48,7 @@ TEST_P(WarmStartNoise, MatchesTheReference) {
       const Values q = bucket_.q_of(matrix);
       Checked expected{Values(q.size()), Values(q.size())};
       for (int64_t k = 0; k < rank; ++k) {
-        const double length = norm(TestBucket::slice(q, k * cols, cols));
+        const double length = norm(DeviceBucket::slice(q, k * cols, cols));
         for (int64_t j = 0; j < cols; ++j) {
           const auto i = static_cast<size_t>(k * cols + j);
           const double noise = sigma / std::sqrt(static_cast<double>(cols)) *
@@ -57,16 +56,16 @@ TEST_P(WarmStartNoise, MatchesTheReference) {
           expected.value[i] = q[i] / length + noise;
           // The noise is of float, whatever the factors are.
           expected.magnitude[i] = std::fabs(q[i] / length) +
-                                  unit_roundoff(DType::kFloat32) / roundoff * std::fabs(noise);
+                                  unit_roundoff(DType::kFloat32) / roundoff() * std::fabs(noise);
         }
       }
-      expect_close(matrix.q_warm->get(), expected, 4 * roundoff);
+      expect_close(matrix.q_warm->get(), expected, 4 * roundoff());
       ++random_id;
     }
   }
 }
 
-POWERSGD_INSTANTIATE_KERNEL_TEST(WarmStartNoise);
+POWERSGD_INSTANTIATE(WarmStartNoise, bucket_specs());
 
 constexpr double kSigma = 0.2;
 constexpr int64_t kCols = 4096;
@@ -74,7 +73,7 @@ constexpr int64_t kRank = 4;
 
 // Returns the rows of the noise of one step, brought to standard deviation 1.
 std::vector<Values> noise_of_step(StageRunner& runner, uint64_t seed, uint64_t step) {
-  TestBucket bucket(runner, {{{8, kCols, kRank}, {8, kCols, kRank}}});
+  DeviceBucket bucket(runner, {{{8, kCols, kRank}, {8, kCols, kRank}}});
   bucket.bucket.seed = seed;
   bucket.q_payload->set(random_values(bucket.bucket.q_numel, 3));
   bucket.set_step(step);
@@ -85,7 +84,7 @@ std::vector<Values> noise_of_step(StageRunner& runner, uint64_t seed, uint64_t s
     for (const DeviceMatrix& matrix : bucket.matrices) {
       for (int64_t k = 0; k < kRank; ++k) {
         (sigma == 0 ? plain : rows)
-            .push_back(TestBucket::slice(matrix.q_warm->get(), k * kCols, kCols));
+            .push_back(DeviceBucket::slice(matrix.q_warm->get(), k * kCols, kCols));
       }
     }
   }
@@ -112,12 +111,12 @@ TEST(WarmStartNoiseStatistics, RowsAreIndependentWithMean0AndVariance1) {
     for (const auto& [seed, step] : {std::pair{1, 5}, {1, 6}, {2, 5}}) {
       for (Values& row : noise_of_step(*runner, seed, step)) rows.push_back(std::move(row));
     }
-    TestBucket start(*runner, {{{8, kCols, kRank}}});
+    DeviceBucket start(*runner, {{{8, kCols, kRank}}});
     start.bucket.seed = 1;
     start.set_step(5);
     start.run(Stage::kRandomStart);
     for (int64_t k = 0; k < kRank; ++k) {
-      rows.push_back(TestBucket::slice(start.matrices[0].q_warm->get(), k * kCols, kCols));
+      rows.push_back(DeviceBucket::slice(start.matrices[0].q_warm->get(), k * kCols, kCols));
       for (double& value : rows.back()) value *= std::sqrt(3.0);
     }
     const Values ones(static_cast<size_t>(kCols), 1);

@@ -1,136 +1,119 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <gtest/gtest.h>
 
-#include <functional>
 #include <limits>
-#include <optional>
 #include <stdexcept>
 #include <string>
 
 #include "powersgd/options.h"
+#include "support/errors.h"
 
 namespace powersgd {
 namespace {
 
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const std::invalid_argument& error) {
-    return error.what();
-  }
-  return "no error";
-}
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-std::string error_with(const std::function<void(Options&)>& change) {
-  return error_of([&] {
-    Options options;
-    change(options);
-    validate(options);
-  });
+// The error of the defaults with another value of a field.
+template <class Field, class Value>
+std::string error_with(Field Options::* field, Value value) {
+  Options options;
+  options.*field = value;
+  return test::error_of([&] { validate(options); });
 }
 
 TEST(Options, DefaultsAreValid) {
-  EXPECT_EQ(error_with([](Options&) {}), "no error");
+  EXPECT_EQ(test::error_of([] { validate({}); }), "no error");
 }
 
 TEST(Options, RankIsFrom1To1024) {
-  EXPECT_EQ(error_with([](Options& o) { o.matrix_approximation_rank = 0; }),
+  EXPECT_EQ(error_with(&Options::matrix_approximation_rank, 0),
             "matrix_approximation_rank must be an integer >= 1, got 0");
-  EXPECT_EQ(error_with([](Options& o) { o.matrix_approximation_rank = -3; }),
+  EXPECT_EQ(error_with(&Options::matrix_approximation_rank, -3),
             "matrix_approximation_rank must be an integer >= 1, got -3");
-  EXPECT_EQ(error_with([](Options& o) { o.matrix_approximation_rank = 1025; }),
+  EXPECT_EQ(error_with(&Options::matrix_approximation_rank, 1025),
             "matrix_approximation_rank must be an integer <= 1024, got 1025");
-  EXPECT_EQ(error_with([](Options& o) { o.matrix_approximation_rank = 1024; }), "no error");
+  EXPECT_EQ(error_with(&Options::matrix_approximation_rank, 1024), "no error");
 }
 
 TEST(Options, StartIsNotNegative) {
-  EXPECT_EQ(error_with([](Options& o) { o.start_powerSGD_iter = -1; }),
+  EXPECT_EQ(error_with(&Options::start_powerSGD_iter, -1),
             "start_powerSGD_iter must be an integer >= 0, got -1");
-  EXPECT_EQ(error_with([](Options& o) { o.start_powerSGD_iter = 0; }), "no error");
+  EXPECT_EQ(error_with(&Options::start_powerSGD_iter, 0), "no error");
 }
 
 TEST(Options, CompressionRateIsPositiveAndFinite) {
-  EXPECT_EQ(error_with([](Options& o) { o.min_compression_rate = 0; }),
+  EXPECT_EQ(error_with(&Options::min_compression_rate, 0),
             "min_compression_rate must be a finite number > 0, got 0");
-  EXPECT_EQ(error_with([](Options& o) {
-              o.min_compression_rate = std::numeric_limits<double>::infinity();
-            }),
+  EXPECT_EQ(error_with(&Options::min_compression_rate, kInfinity),
             "min_compression_rate must be a finite number > 0, got inf");
-  EXPECT_EQ(error_with([](Options& o) {
-              o.min_compression_rate = std::numeric_limits<double>::quiet_NaN();
-            }),
+  EXPECT_EQ(error_with(&Options::min_compression_rate, kNaN),
             "min_compression_rate must be a finite number > 0, got nan");
-  EXPECT_EQ(error_with([](Options& o) { o.min_compression_rate = 0.5; }), "no error");
+  EXPECT_EQ(error_with(&Options::min_compression_rate, 0.5), "no error");
 }
 
 TEST(Options, EpsilonIsAShare) {
-  EXPECT_EQ(error_with([](Options& o) { o.orthogonalization_epsilon = 1; }),
+  EXPECT_EQ(error_with(&Options::orthogonalization_epsilon, 1),
             "orthogonalization_epsilon must be a number >= 0 and < 1, got 1");
-  EXPECT_EQ(error_with([](Options& o) { o.orthogonalization_epsilon = -0.5; }),
+  EXPECT_EQ(error_with(&Options::orthogonalization_epsilon, -0.5),
             "orthogonalization_epsilon must be a number >= 0 and < 1, got -0.5");
-  EXPECT_EQ(error_with([](Options& o) {
-              o.orthogonalization_epsilon = std::numeric_limits<double>::quiet_NaN();
-            }),
+  EXPECT_EQ(error_with(&Options::orthogonalization_epsilon, kNaN),
             "orthogonalization_epsilon must be a number >= 0 and < 1, got nan");
 }
 
 TEST(Options, OtherIntegers) {
-  EXPECT_EQ(error_with([](Options& o) { o.random_seed = -1; }),
-            "random_seed must be an integer >= 0, got -1");
-  EXPECT_EQ(error_with([](Options& o) { o.compression_stats_logging_frequency = 0; }),
+  EXPECT_EQ(error_with(&Options::random_seed, -1), "random_seed must be an integer >= 0, got -1");
+  EXPECT_EQ(error_with(&Options::compression_stats_logging_frequency, 0),
             "compression_stats_logging_frequency must be an integer >= 1, got 0");
-  EXPECT_EQ(error_with([](Options& o) { o.min_numel = 0; }),
-            "min_numel must be an integer >= 1, got 0");
+  EXPECT_EQ(error_with(&Options::min_numel, 0), "min_numel must be an integer >= 1, got 0");
 }
 
 TEST(Options, Names) {
-  EXPECT_EQ(error_with([](Options& o) { o.inner = ""; }),
+  EXPECT_EQ(error_with(&Options::inner, ""),
             "inner must be 'auto' or the name of a backend, got ''");
-  EXPECT_EQ(error_with([](Options& o) { o.scope = static_cast<Scope>(9); }),
+  EXPECT_EQ(error_with(&Options::scope, static_cast<Scope>(9)),
             "scope must be 'backward', 'attached', 'always' or 'never', got 'unknown (9)'");
 }
 
 TEST(Options, DTypes) {
-  EXPECT_EQ(error_with([](Options& o) { o.residual_dtype = DType::kFloat64; }),
+  EXPECT_EQ(error_with(&Options::residual_dtype, DType::kFloat64),
             "residual_dtype must be float32, bfloat16 or float16 (float64 gradients keep a float64 "
             "residual), got float64");
-  EXPECT_EQ(error_with([](Options& o) { o.residual_dtype = DType::kBFloat16; }), "no error");
+  EXPECT_EQ(error_with(&Options::residual_dtype, DType::kBFloat16), "no error");
 }
 
 TEST(Options, WireDTypes) {
-  EXPECT_EQ(error_with([](Options& o) { o.wire_dtype = static_cast<WireDType>(9); }),
+  EXPECT_EQ(error_with(&Options::wire_dtype, static_cast<WireDType>(9)),
             "wire_dtype must be None, float32, bfloat16, float16, int8 or int4 (None sends float64 "
             "gradients in float64), got unknown (9)");
   for (const WireDType wire : {WireDType::kFloat32, WireDType::kBFloat16, WireDType::kFloat16,
                                WireDType::kInt8, WireDType::kInt4}) {
-    EXPECT_EQ(error_with([wire](Options& o) { o.wire_dtype = wire; }), "no error");
+    EXPECT_EQ(error_with(&Options::wire_dtype, wire), "no error");
   }
 }
 
 TEST(Options, NoiseIsFiniteAndNeedsAWarmStart) {
-  EXPECT_EQ(error_with([](Options& o) { o.warm_start_noise = 0.2; }), "no error");
-  EXPECT_EQ(error_with([](Options& o) { o.warm_start_noise = -0.5; }),
+  EXPECT_EQ(error_with(&Options::warm_start_noise, 0.2), "no error");
+  EXPECT_EQ(error_with(&Options::warm_start_noise, -0.5),
             "warm_start_noise must be a finite number >= 0, got -0.5");
-  EXPECT_EQ(
-      error_with([](Options& o) { o.warm_start_noise = std::numeric_limits<double>::infinity(); }),
-      "warm_start_noise must be a finite number >= 0, got inf");
-  EXPECT_EQ(error_with([](Options& o) {
-              o.warm_start = false;
-              o.warm_start_noise = 0.25;
-            }),
+  EXPECT_EQ(error_with(&Options::warm_start_noise, kInfinity),
+            "warm_start_noise must be a finite number >= 0, got inf");
+  Options options;
+  options.warm_start = false;
+  options.warm_start_noise = 0.25;
+  EXPECT_EQ(test::error_of([&] { validate(options); }),
             "warm_start_noise must be 0 without warm_start, got 0.25");
 }
 
 TEST(Options, CheckEveryIsNotNegative) {
-  EXPECT_EQ(error_with([](Options& o) { o.check_every = -1; }),
-            "check_every must be an integer >= 0, got -1");
+  EXPECT_EQ(error_with(&Options::check_every, -1), "check_every must be an integer >= 0, got -1");
 }
 
 TEST(Options, ScopeNamesRoundTrip) {
   for (const char* name : {"backward", "attached", "always", "never"}) {
     EXPECT_EQ(to_string(parse_scope(name)), name);
   }
-  EXPECT_EQ(error_of([] { parse_scope("all"); }),
+  EXPECT_EQ(test::error_of([] { parse_scope("all"); }),
             "scope must be 'backward', 'attached', 'always' or 'never', got 'all'");
 }
 
@@ -138,7 +121,7 @@ TEST(Options, DTypeNamesRoundTrip) {
   for (const char* name : {"float32", "float64", "bfloat16", "float16"}) {
     EXPECT_EQ(to_string(parse_dtype(name)), name);
   }
-  EXPECT_EQ(error_of([] { parse_dtype("int8"); }),
+  EXPECT_EQ(test::error_of([] { parse_dtype("int8"); }),
             "dtype must be 'float32', 'float64', 'bfloat16' or 'float16', got 'int8'");
   EXPECT_EQ(size_of(DType::kFloat32), 4);
   EXPECT_EQ(size_of(DType::kFloat64), 8);
@@ -150,8 +133,17 @@ TEST(Options, WireDTypeNamesRoundTrip) {
   for (const char* name : {"float32", "bfloat16", "float16", "int8", "int4"}) {
     EXPECT_EQ(to_string(parse_wire_dtype(name)), name);
   }
-  EXPECT_EQ(error_of([] { parse_wire_dtype("float64"); }),
+  EXPECT_EQ(test::error_of([] { parse_wire_dtype("float64"); }),
             "wire dtype must be 'float32', 'bfloat16', 'float16', 'int8' or 'int4', got 'float64'");
+}
+
+TEST(Options, AnInvalidOneIsAnInvalidArgument) {
+  Options options;
+  options.min_numel = 0;
+  EXPECT_THROW(validate(options), std::invalid_argument);
+  EXPECT_THROW(parse_scope("all"), std::invalid_argument);
+  EXPECT_THROW(parse_dtype("int8"), std::invalid_argument);
+  EXPECT_THROW(parse_wire_dtype("float64"), std::invalid_argument);
 }
 
 }  // namespace

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <optional>
+#include <string>
+
 #include "powersgd/options.h"
 
 namespace powersgd::test {
@@ -13,6 +16,20 @@ inline Options hook_defaults() {
   options.start_powerSGD_iter = 1000;
   options.wire_dtype.reset();
   return options;
+}
+
+// The same with another rank, on any wire and from the first step on.
+inline Options compressing(int64_t rank, std::optional<WireDType> wire = {}) {
+  Options options = hook_defaults();
+  options.matrix_approximation_rank = rank;
+  options.start_powerSGD_iter = 0;
+  options.wire_dtype = wire;
+  return options;
+}
+
+// Names a case of a test.
+inline std::string name_of(const std::optional<WireDType>& wire) {
+  return wire ? to_string(*wire) : "as_it_is";
 }
 
 }  // namespace powersgd::test

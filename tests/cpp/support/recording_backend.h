@@ -41,6 +41,12 @@ class RecordingBackend : public c10d::Backend {
   explicit RecordingBackend(int rank = 0, int size = 2, std::string name = "recording")
       : Backend(rank, size), name_(std::move(name)) {}
 
+  std::vector<std::string> methods() const {
+    std::vector<std::string> names;
+    for (const Call& call : calls) names.push_back(call.method);
+    return names;
+  }
+
   std::vector<Call> calls;
   WorkPtr work;            // the last one returned
   bool coalesces = false;  // endCoalescing then returns a Work

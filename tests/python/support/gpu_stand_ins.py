@@ -58,7 +58,7 @@ _TOOLS = (
     "basename bash cat cp cut dirname env find head ls mkdir nice nproc printf rm sed sh sha256sum"
 )
 _TOOLS += " sleep sort touch tr wc xargs"
-_COPIED = (".ci", "include", "csrc/kernels/cuda", "tests/cpp/kernels", "tests/cpp/support")
+_COPIED = (".ci", "include", "csrc/kernels/cuda", "tests/cpp/kernels")
 
 
 @dataclass

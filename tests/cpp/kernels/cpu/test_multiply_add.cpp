@@ -8,7 +8,7 @@
 #include <functional>
 #include <random>
 
-#include "support/kernel_test.h"
+#include "kernels/fixtures/kernel_test.h"
 
 namespace powersgd::test {
 namespace {
@@ -48,7 +48,7 @@ void expect_std_fma(const std::function<Factors(std::mt19937_64&)>& make) {
   }
   for (const RunnerFactory& factory : stage_runners()) {
     const std::unique_ptr<StageRunner> runner = factory.make();
-    TestBucket bucket(*runner, {{kPart}});
+    DeviceBucket bucket(*runner, {{kPart}});
     bucket.matrices[0].p_hat->set(p);
     bucket.q_payload->set(q);
     bucket.bucket.output_scale = 1;

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <future>
+#include <memory>
+#include <utility>
+
+#include "engine/channels.h"
+#include "engine/engine.h"
+#include "ranks/thread_ranks.h"
+
+// Jobs for engines, and what ends them.
+namespace powersgd::test {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+constexpr Grace kShort{std::chrono::milliseconds(20), std::chrono::milliseconds(5)};
+constexpr std::chrono::seconds kNeverReached(20);  // a hang becomes a failure
+
+// The channels of a group of one rank.
+inline std::shared_ptr<powersgd::Channels> channels_of_one() {
+  return std::make_shared<powersgd::Channels>(Channels(1).of(0));
+}
+
+inline Job job_of(std::function<void(Channel&)> first, std::function<void(Channel&)> second) {
+  Job job;
+  job.first = std::move(first);
+  job.second = std::move(second);
+  return job;
+}
+inline Job job_of(std::function<void(Channel&)> second) { return job_of({}, std::move(second)); }
+
+inline WorkPtr submit(Engine& engine, Job job, c10::Device device = at::kCPU) {
+  return engine.submit({}, std::move(job), device, c10d::kUnsetTimeout);
+}
+
+// Holds a part of a job until it opens.
+class Gate {
+ public:
+  std::function<void(Channel&)> part() const {
+    return [state = state_](Channel&) {
+      state->reached.set_value();
+      state->open.get_future().wait();
+    };
+  }
+  void wait_until_reached() const { state_->reached.get_future().wait(); }
+  void open() const { state_->open.set_value(); }
+
+ private:
+  struct State {
+    std::promise<void> reached, open;
+  };
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+}  // namespace powersgd::test
