@@ -6,64 +6,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
+from support.on_ranks import on_ranks
 from support.synthetic import SHAPES, make_ddp
 from torch_powersgd import _C
-from torch_powersgd.group_backends import find_backends
 
 
 def _text_of(value: object) -> str:
     return str(value).removeprefix("torch.")
-
-
-def _error_of_init(rank: int, options: list[Any]) -> str:
-    try:
-        ranks.init_group("cpu:powersgd", options[rank])
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _options_of_group(
-    rank: int, environment: dict[str, str], configured: tp.Options | None, given: Any
-) -> tuple[int, str, str]:
-    os.environ.update(environment)
-    tp.configure(configured)
-    ranks.init_group("cpu:powersgd", given)
-    core = find_backends(None)[0].options.compression
-    dist.all_reduce(torch.ones(3))
-    return core.matrix_approximation_rank, core.scope, core.residual_dtype
-
-
-RANK_2 = {"POWERSGD_MATRIX_APPROXIMATION_RANK": "2"}
-
-
-@pytest.mark.parametrize(
-    ("environment", "configured", "given", "expected"),
-    [
-        ({}, None, None, (16, "backward", "float32")),
-        (RANK_2, None, None, (2, "backward", "float32")),
-        (RANK_2, tp.Options(scope="never"), None, (16, "never", "float32")),
-        (RANK_2, tp.Options(scope="never"), {"scope": "always"}, (16, "always", "float32")),
-        (RANK_2, None, {"residual_dtype": torch.bfloat16}, (2, "backward", "bfloat16")),
-        (RANK_2, None, tp.Options(scope="attached"), (16, "attached", "float32")),
-        ({}, None, {"matrix_approximation_rank": np.int64(3)}, (3, "backward", "float32")),
-    ],
-)
-def test_a_group_has_the_options_that_apply(
-    environment: dict[str, str],
-    configured: tp.Options | None,
-    given: dict[str, Any] | tp.Options | None,
-    expected: tuple[int, str, str],
-) -> None:
-    arguments = (environment, configured, given)
-    assert ranks.run(2, _options_of_group, *arguments, backend=None) == [expected] * 2
 
 
 # Every source, the highest first, gives one field more than the one above it. A field that no
@@ -81,54 +35,36 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
-def _options_of_model(rank: int, given: dict[str, dict[str, Any]], complete: str) -> tp.Options:
-    """The options of an attached model. The source `complete` gives Options, others a mapping."""
-    for name, value in given.get("environment", {}).items():
-        os.environ[f"POWERSGD_{name.upper()}"] = str(value)
-    if "configure" in given:
-        tp.configure(tp.Options(**given["configure"]))
-    options: dict[str, Any] = {
-        source: tp.Options(**given[source]) if source == complete else given.get(source)
-        for source in ("pg_options", "attach")
-    }
-    ranks.init_group("cpu:powersgd", options["pg_options"])
-    return tp.attach(make_ddp(SHAPES), options["attach"]).options
+# The sources that are given, the one that gives complete Options in place of a mapping, and the
+# sources that then apply, the lowest first.
+ORDERS = [
+    (["environment"], "", ["environment"]),
+    (["configure", "environment"], "", ["configure"]),
+    (["pg_options", "environment"], "", ["environment", "pg_options"]),
+    (["attach", "pg_options", "configure"], "", ["configure", "pg_options", "attach"]),
+    (["attach", "pg_options", "environment"], "attach", ["attach"]),
+    (["attach", "pg_options", "environment"], "pg_options", ["pg_options", "attach"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("sources", "complete", "expected"),
-    [
-        (["environment"], "", SOURCES["environment"]),
-        (["configure", "environment"], "", SOURCES["configure"]),
-        (
-            ["pg_options", "environment"],
-            "",
-            {**SOURCES["environment"], **SOURCES["pg_options"]},
-        ),
-        (
-            ["attach", "pg_options", "environment"],
-            "",
-            {**SOURCES["environment"], **SOURCES["pg_options"], **SOURCES["attach"]},
-        ),
-        (
-            ["attach", "pg_options", "configure", "environment"],
-            "",
-            {**SOURCES["configure"], **SOURCES["pg_options"], **SOURCES["attach"]},
-        ),
-        (["attach", "pg_options", "environment"], "attach", SOURCES["attach"]),
-        (
-            ["attach", "pg_options", "environment"],
-            "pg_options",
-            {**SOURCES["pg_options"], **SOURCES["attach"]},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("given", "complete", "apply"), ORDERS)
+@on_ranks(backend=None)
 def test_the_order_of_the_sources(
-    sources: list[str], complete: str, expected: dict[str, Any]
+    rank: int, given: list[str], complete: str, apply: list[str]
 ) -> None:
-    given = {source: SOURCES[source] for source in sources}
-    wanted = tp.Options(**expected)
-    assert ranks.run(2, _options_of_model, given, complete, backend=None) == [wanted] * 2
+    if "environment" in given:
+        for name, value in SOURCES["environment"].items():
+            os.environ[f"POWERSGD_{name.upper()}"] = str(value)
+    if "configure" in given:
+        tp.configure(tp.Options(**SOURCES["configure"]))
+    options: dict[str, Any] = {source: SOURCES[source] for source in given}
+    if complete:
+        options[complete] = tp.Options(**SOURCES[complete])
+    ranks.init_group("cpu:powersgd", options.get("pg_options"))
+    expected: dict[str, Any] = {}
+    for source in apply:
+        expected |= SOURCES[source]
+    assert tp.attach(make_ddp(SHAPES), options.get("attach")).options == tp.Options(**expected)
 
 
 @pytest.mark.parametrize(
@@ -137,34 +73,23 @@ def test_the_order_of_the_sources(
         ("matrix_approximation_rank", (2, 2, 3)),
         ("scope", ("always", "never", "always")),
         ("residual_dtype", (torch.float32, torch.bfloat16, torch.float32)),
-        ("random_seed", (0, 1, 1)),
-        ("inner", ("auto", "auto", "gloo")),
     ],
 )
 def test_ranks_that_disagree_all_get_the_same_error(
     field: str, values: tuple[Any, Any, Any]
 ) -> None:
-    options = [tp.Options(**{field: value}) for value in values]
-    messages = ranks.run(3, _error_of_init, options, backend=None, timeout=30)
-    assert len(set(messages)) == 1
+    message = _one_error([{field: value} for value in values])
     other = next(rank for rank in range(3) if values[rank] != values[0])
     for part in (field, f"rank {other}", "rank 0", *map(_text_of, (values[0], values[other]))):
-        assert part in messages[0]
-
-
-def _error_of_kernels(rank: int, versions: list[str], options: list[Any]) -> str:
-    _C.kernels_version = versions[rank]
-    return _error_of_init(rank, options)
+        assert part in message
 
 
 def test_ranks_with_other_kernels_all_get_an_error_before_their_options() -> None:
     options = [{"random_seed": 0}, {"random_seed": 0}, {"random_seed": 1}]
-    versions = ["1.0", "1.0", "2.0"]
-    messages = ranks.run(3, _error_of_kernels, versions, options, backend=None, timeout=30)
-    assert len(set(messages)) == 1
+    message = _one_error(options, ["1.0", "1.0", "2.0"])
     for part in ("kernels", "'1.0' on rank 0", "'2.0' on rank 2", "one version of torch_powersgd"):
-        assert part in messages[0]
-    assert "random_seed" not in messages[0]
+        assert part in message
+    assert "random_seed" not in message
 
 
 @pytest.mark.parametrize(
@@ -173,6 +98,20 @@ def test_ranks_with_other_kernels_all_get_an_error_before_their_options() -> Non
     ids=["value", "name", "type", "mapping"],
 )
 def test_invalid_options_on_one_rank_are_an_error_on_every_rank(bad: int | dict[str, Any]) -> None:
-    messages = ranks.run(3, _error_of_init, [None, bad, None], backend=None, timeout=30)
+    assert "rank 1" in _one_error([None, bad, None])
+
+
+def _one_error(options: list[Any], versions: list[str] | None = None) -> str:
+    """The error of starting a group with each rank's options, which is the same on all ranks."""
+    messages = ranks.run(3, _error_of_init, options, versions, backend=None, timeout=30)
     assert len(set(messages)) == 1
-    assert "rank 1" in messages[0]
+    message: str = messages[0]
+    return message
+
+
+def _error_of_init(rank: int, options: list[Any], versions: list[str] | None) -> str:
+    if versions:
+        _C.kernels_version = versions[rank]
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the caller compares the message
+        ranks.init_group("cpu:powersgd", options[rank])
+    return str(raised.value)

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 import torch_powersgd as tp
@@ -110,44 +108,6 @@ def test_refuses_a_bad_value(name: str, value: Any) -> None:
     message = str(raised.value)
     assert _text_of(value) in message, "names the value"
     assert re.search(r"must be .+", message.split(", got")[0]), "names what is allowed"
-
-
-WRONG_TYPES = st.one_of(st.none(), st.binary(max_size=3), st.tuples(), st.complex_numbers())
-
-
-@settings(deadline=None)
-@given(name=st.sampled_from(sorted(set(FIELDS) - {"wire_dtype"})), value=WRONG_TYPES)
-def test_refuses_any_other_type(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=name):
-        tp.Options(**{name: value})
-
-
-@settings(deadline=None)
-@given(rank=st.integers())
-def test_rank_is_1_to_1024(rank: int) -> None:
-    if 1 <= rank <= 1024:
-        assert tp.Options(matrix_approximation_rank=rank).matrix_approximation_rank == rank
-    else:
-        with pytest.raises(ValueError, match="matrix_approximation_rank"):
-            tp.Options(matrix_approximation_rank=rank)
-
-
-@settings(deadline=None)
-@given(rate=st.floats())
-def test_compression_rate_is_finite_and_positive(rate: float) -> None:
-    if math.isfinite(rate) and rate > 0:
-        assert tp.Options(min_compression_rate=rate).min_compression_rate == rate
-    else:
-        with pytest.raises(ValueError, match="min_compression_rate"):
-            tp.Options(min_compression_rate=rate)
-
-
-@settings(deadline=None)
-@given(scope=st.text(max_size=12))
-def test_scope_is_one_of_four(scope: str) -> None:
-    if scope not in ("backward", "attached", "always", "never"):
-        with pytest.raises(ValueError, match="scope"):
-            tp.Options(scope=scope)
 
 
 @pytest.mark.parametrize(

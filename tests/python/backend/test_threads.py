@@ -3,35 +3,29 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-PROGRAM = """
 import os
+
 import torch
+
 import torch_powersgd as tp
+from support.on_ranks import on_ranks
 from support.stages import run_stages
 from torch_powersgd._core import _C
 
-torch.set_num_threads(1)
-options = tp.Options.hook_defaults(matrix_approximation_rank=2)._core()
-compressor = _C.BucketCompressor([[2000, 1000]], options, torch.float32)
-gradient = torch.ones(2000 * 1000)
-counts = []
-for step in range(3):  # the first one allocates
-    counts.append(len(os.listdir("/proc/self/task")))
-    run_stages(compressor, gradient, step)
-    if step == 1:
-        torch.set_num_threads(4)
-counts.append(len(os.listdir("/proc/self/task")))
-print(*counts)
-"""
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
-def test_the_stages_run_on_as_many_threads_as_torch_has() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100, check=True
-    )
-    _, before, with_one, with_four = map(int, ended.stdout.split())
-    assert with_one == before
-    assert with_four == with_one + 3
+@on_ranks(1, backend=None)
+def test_the_stages_run_on_as_many_threads_as_torch_has(rank: int) -> None:
+    options = tp.Options.hook_defaults(matrix_approximation_rank=2)._core()
+    compressor = _C.BucketCompressor([[2000, 1000]], options, torch.float32)
+    gradient = torch.ones(2000 * 1000)
+    run_stages(compressor, gradient, 0)  # allocates
+    before = _threads()
+    run_stages(compressor, gradient, 1)
+    assert _threads() == before, "torch has one thread"
+    torch.set_num_threads(4)
+    run_stages(compressor, gradient, 2)
+    assert _threads() == before + 3

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
-from support.state_damage import Damage
+from support.state_damage import Damage, Outcome, outcome_of
 from support.synthetic import (
     SHAPES,
     Ledger,
@@ -39,9 +39,6 @@ SECONDS = 300  # the time-out of the groups, longer than the patience of the poo
 # The identity over some 20 steps in float32, as in test_identity; loading rounds once more.
 TOLERANCE = 5e-5
 EXACT = 1e-6  # a mean of two float32 numbers is rounded once or twice
-NO_NAMES = "incompatible function arguments"  # the beginning of an error of pybind11
-
-Outcome = tuple[str, str]  # the type of an error and its message, both empty without one
 
 
 class Raise(torch.autograd.Function):
@@ -54,18 +51,6 @@ class Raise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         raise ArithmeticError("this backward pass fails")
-
-
-def outcome_of(call: Callable[[], Any]) -> Outcome:
-    """The error of a call. An error that names C++ types in place of the cause fails the walk."""
-    try:
-        call()
-    except Exception as error:
-        found = type(error).__name__, str(error)
-    else:
-        return "", ""
-    assert NO_NAMES not in found[1], found
-    return found
 
 
 class ApiWalk:
