@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
-import torch.distributed.nn.functional as differentiable
 
 
 @dataclass
@@ -138,13 +136,6 @@ def all_reduce_of_other_shapes_and_values(peer: Peer) -> Any:
     for work in reversed(works):
         work.wait()
     return [large, _all_reduce(peer, dist.ReduceOp.SUM, *small, not_finite)]
-
-
-@case
-def all_reduce_sparse(peer: Peer) -> Any:
-    indices = torch.tensor([[peer.rank, peer.rank + 1]])
-    tensor = torch.sparse_coo_tensor(indices, peer.tensor(2, 3), (peer.size + 1, 3))
-    return _all_reduce(peer, dist.ReduceOp.SUM, tensor)
 
 
 @case
@@ -281,32 +272,6 @@ def object_collectives(peer: Peer) -> Any:
     scattered: list[Any] = [None]
     dist.scatter_object_list(scattered, given, group_src=0, group=peer.group)
     return [gathered, at_one, everyone, scattered]
-
-
-@case
-def functional_collectives(peer: Peer) -> Any:
-    group, two = peer.group, [2 * peer.size, 3 * peer.size]
-    results = [functional.all_reduce(peer.tensor(5), op, group) for op in ("sum", "avg", "max")]
-    results += functional.all_reduce_coalesced([peer.tensor(3), peer.tensor(4)], "sum", group)
-    results += [functional.all_gather_tensor(peer.tensor(4, 3), dim, group) for dim in (0, 1)]
-    results += functional.all_gather_into_tensor_coalesced([peer.tensor(n) for n in two], group)
-    inputs = [peer.tensor(n) for n in two]
-    results += functional.reduce_scatter_tensor_coalesced(inputs, "sum", [0, 0], group)
-    results.append(functional.reduce_scatter_tensor(peer.tensor(two[0]), "sum", 0, group))
-    results.append(functional.all_to_all_single(peer.tensor(two[0]), None, None, group))
-    results.append(functional.broadcast(peer.tensor(5), 1, group))
-    order = [(rank + 1) % peer.size for rank in range(peer.size)]
-    results.append(functional.permute_tensor(peer.tensor(5), order, group))
-    return [functional.wait_tensor(result) for result in results]
-
-
-@case
-def differentiable_collectives(peer: Peer) -> Any:
-    leaf = peer.tensor(6).requires_grad_()
-    reduced = differentiable.all_reduce(leaf * (peer.rank + 1), group=peer.group)
-    gathered = differentiable.all_gather(leaf * 2, group=peer.group)
-    (reduced.square().sum() + sum(part.sum() for part in gathered)).backward()
-    return [reduced, *gathered, leaf.grad]
 
 
 @case

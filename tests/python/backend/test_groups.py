@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
-from support import ranks
 from support.groups import world
 from support.on_ranks import on_ranks
 from support.synthetic import (
     SHAPES,
-    Arrays,
     Ledger,
     Tensors,
     gradients,
@@ -23,7 +21,6 @@ from support.synthetic import (
     outputs_of,
     residuals_of,
     step,
-    to_numpy,
 )
 from torch_powersgd.group_backends import find_backend
 
@@ -112,31 +109,3 @@ def test_training_in_a_split_group(rank: int) -> None:
     none = world().split_group([0, 1, 2], timedelta(seconds=30), group_name="three")
     assert (none is None) == (rank == 3)
     dist.barrier()
-
-
-def _interrupted(rank: int, interruptions: tuple[int, ...]) -> list[Arrays]:
-    """A job that destroys its group and makes it again, with the state carried over."""
-    ranks.init_group("cpu:powersgd", _options(2))
-    (ddp, compression), outputs = make_compressed(SHAPES), []
-    for i in range(9):
-        if i in interruptions:
-            state = compression.state_dict()
-            dist.destroy_process_group()
-            ranks.init_group("cpu:powersgd", _options(2))
-            ddp, compression = make_compressed(SHAPES)
-            compression.load_state_dict(state)
-        mine = gradients(SHAPES, 0, i)  # equal on all ranks, and so are their residuals
-        outputs.append(to_numpy(step(ddp, mine)))
-    return outputs
-
-
-def test_a_group_that_is_made_again_goes_on() -> None:
-    # A rank's own residual comes back as the mean of all. They are equal here, to the rounding of a
-    # mean of two. The saved residual M - P^ q is rounded too.
-    whole = ranks.run(2, _interrupted, (), backend=None)[0]
-    for outputs in ranks.run(2, _interrupted, (3, 6), backend=None):
-        for i, (mine, wanted) in enumerate(zip(outputs, whole, strict=True)):
-            for name in SHAPES:
-                error = abs(mine[name] - wanted[name]).max()
-                assert error <= 1e-4 * abs(wanted[name]).max(), (i, name, error)
-                assert i >= 3 or error == 0

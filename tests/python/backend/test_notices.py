@@ -136,15 +136,6 @@ def test_stats_say_nothing_if_compression_starts_soon_or_has_started() -> None:
             assert NOT_STARTED[:20] not in "".join(lines)
 
 
-def _destroy(rank: int) -> None:
-    dist.all_reduce(torch.ones(3))
-
-
-def test_a_group_without_attach_ends_without_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
-    ranks.run(2, _destroy)
-    assert "No backend of type" not in capfd.readouterr().err
-
-
 def _starts(stats: dict[str, Any]) -> tuple[bool, int | None]:
     return stats["compressing"], stats["starts_at"]
 

@@ -15,8 +15,6 @@ from support import ranks
 
 SCOPES = ("backward", "never")
 
-GLOO_LACKS_ALL_TO_ALL = torch.__version__ < "2.12"
-
 # Gloo may refuse these, depending on its release. An error of any other case would mean that the
 # case itself is wrong and compares nothing.
 MAY_RAISE = re.compile("AVG|BAND|BOR|BXOR|int16|complex|premultiplied|wrong|different")
@@ -47,15 +45,12 @@ def ended() -> list[tuple[list[str], list[str]]]:
 
 def test_all_collectives_give_what_gloo_gives(ended: list[tuple[list[str], list[str]]]) -> None:
     for _, different in ended:
-        if GLOO_LACKS_ALL_TO_ALL:
-            # torch emulates what Gloo lacks in groups whose backend is named gloo.
-            different = [each for each in different if "differentiable" not in each]
         assert different == []
 
 
 def test_the_cases_run(ended: list[tuple[list[str], list[str]]]) -> None:
     raising = ended[0][0]
-    if GLOO_LACKS_ALL_TO_ALL:
+    if torch.__version__ < "2.12":  # Gloo lacked it.
         raising.remove("all_to_all")
     assert [name for name in raising if not MAY_RAISE.search(name)] == []
     # The cases also have calls that Gloo lacks.
