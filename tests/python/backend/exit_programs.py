@@ -105,15 +105,6 @@ def keeps_everything(rank: int) -> None:
     kept.extend([train(rank), dist.group.WORLD, work, future])
 
 
-def destroys_and_keeps_everything(rank: int) -> None:
-    keeps_everything(rank)
-    dist.destroy_process_group()
-
-
-def leaves_answered_works(rank: int) -> None:
-    kept.extend(start_work(rank) for _ in range(20))
-
-
 def destroys_with_answered_works(rank: int) -> None:
     works = [start_work(rank) for _ in range(20)]
     dist.destroy_process_group()
@@ -174,10 +165,6 @@ def exits_while_a_callback_runs(rank: int) -> None:
 
     start_work(rank).get_future().then(callback)
     started.wait()
-
-
-def exits_with_an_exact_work_in_flight(rank: int) -> None:
-    kept.append(dist.all_reduce(torch.ones(3, dtype=torch.int64), async_op=True))
 
 
 class InRank(Exception):

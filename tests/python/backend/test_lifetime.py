@@ -71,6 +71,7 @@ def test_what_is_left_of_a_group_that_has_ended(rank: int, end: Callable[[], Non
     uses: list[Callable[[], object]] = [
         lambda: group.allreduce([gradient([64, 64], rank)]).wait(),
         lambda: step(ddp, gradients(SHAPES, rank, 1)),
+        lambda: tp.stats(group),
     ]
     for use in uses:
         with pytest.raises(RuntimeError, match="shut down or aborted"):

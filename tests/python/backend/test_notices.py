@@ -85,22 +85,6 @@ def test_attach_on_one_host_says_that_it_may_gain_nothing() -> None:
         assert second == ""
 
 
-def _nothing_to_compress(rank: int) -> str:
-    logging.getLogger("torch_powersgd").addHandler(logging.StreamHandler(logs := io.StringIO()))
-    logging.getLogger("torch_powersgd").setLevel(logging.INFO)
-    ddp = make_ddp(SHAPES)
-    tp.attach(ddp, {"matrix_approximation_rank": 600, "start_powerSGD_iter": 1})
-    for i in range(3):
-        step(ddp, gradients(SHAPES, rank, i))
-    return logs.getvalue()
-
-
-def test_a_model_that_is_not_compressed_does_not_say_that_compression_starts() -> None:
-    first, second = ranks.run(2, _nothing_to_compress)
-    assert "no parameter is compressed" in first
-    assert "compression starts" not in first + second
-
-
 def _short_job(rank: int, attached: bool, steps: int, read: bool) -> tuple[str, str, str]:
     """Trains; returns the lines of stats, of stats again, and of the end of the group."""
     ddp = make_ddp(SHAPES)

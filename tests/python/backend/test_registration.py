@@ -77,25 +77,6 @@ def test_what_the_backend_says_of_itself(rank: int) -> None:
     dist.barrier()
 
 
-@on_ranks(backend=None)
-def test_over_a_tcp_store(rank: int) -> None:
-    side = ranks.side_store()
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-        side.set("port", str(store.port))
-    else:
-        store = dist.TCPStore("127.0.0.1", int(side.get("port")), 2)
-    dist.init_process_group("cpu:powersgd", store=store, rank=rank, world_size=2, pg_options=ALWAYS)
-    assert _compresses(rank)
-    # Rank 0 serves the store, so it has to leave last.
-    dist.barrier()
-    dist.destroy_process_group()
-    if rank == 0:
-        side.wait(["rank 1 has left"])
-    else:
-        side.set("rank 1 has left", "1")
-
-
 @on_ranks()
 def test_new_group(rank: int) -> None:
     assert not _compresses(rank), "the default group has the default options"
@@ -108,21 +89,6 @@ def test_new_group(rank: int) -> None:
     assert not _compresses(rank, without), "pg_options are not inherited"
     assert not _compresses(rank, dist.new_group(backend="gloo"))
     assert tp.stats()["compressed_calls"] == 0
-
-
-@on_ranks(3)
-def test_new_group_of_some_ranks(rank: int) -> None:
-    some = dist.new_group([0, 2], backend="cpu:powersgd", pg_options=ALWAYS)
-    pairs = [dist.new_group(pair, backend="cpu:powersgd") for pair in ([0, 1], [1, 2])]
-    if rank == 1:
-        assert some == dist.GroupMember.NON_GROUP_MEMBER
-    else:
-        assert _compresses(rank, some)
-        assert some._get_backend(CPU).rank() == rank // 2
-    for pair in pairs:
-        if rank in dist.get_process_group_ranks(pair):
-            assert not _compresses(rank, pair)
-    dist.barrier()
 
 
 @on_ranks(backend=None)

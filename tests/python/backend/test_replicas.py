@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 import torch_powersgd as tp
 from support import ranks
 from support.call_observer import SETTLE_PASSES
+from support.on_ranks import on_ranks
 from support.paired_training import digest
+from support.stages import run_stages
 from support.synthetic import (
     Shapes,
     Tensors,
@@ -22,6 +25,7 @@ from support.synthetic import (
     reduce_in_backward,
     step,
 )
+from torch_powersgd._core import _C
 
 # "wide" and "tall" are cut into several tiles, so that two threads do share the work.
 SHAPES = {"wide": (40, 700), "tall": (900, 30), "conv": (16, 3, 5, 5), "bias": (37,)}
@@ -119,3 +123,21 @@ def _dead_columns(rank: int) -> list[str]:
 def test_replicas_stay_equal_with_dead_columns() -> None:
     one, two = ranks.run(2, _dead_columns)
     assert _first_difference(one, two) is None
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@on_ranks(1, backend=None)
+def test_the_stages_run_on_as_many_threads_as_torch_has(rank: int) -> None:
+    options = tp.Options.hook_defaults(matrix_approximation_rank=2)._core()
+    compressor = _C.BucketCompressor([[2000, 1000]], options, torch.float32)
+    gradient = torch.ones(2000 * 1000)
+    run_stages(compressor, gradient, 0)  # allocates
+    before = _threads()
+    run_stages(compressor, gradient, 1)
+    assert _threads() == before, "torch has one thread"
+    torch.set_num_threads(4)
+    run_stages(compressor, gradient, 2)
+    assert _threads() == before + 3

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Set
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 import torch_powersgd as tp
@@ -22,9 +20,7 @@ from support.call_observer import (
     Run,
     attached,
     attached_with_scope_never,
-    compressed_calls,
     flat,
-    gloo,
     in_backward,
     observe,
     observe_ddp,
@@ -123,35 +119,6 @@ def test_buckets_of_ddp(
 ) -> None:
     expected = (int(compressed), not compressed)
     assert ranks.run(2, observe_ddp, make, block, options=options_of(scope)) == [expected] * 2
-
-
-def _observe_coalesced(rank: int, block: str | None) -> tuple[int, bool]:
-    tensors = [flat(rank), _matrix(rank), flat(rank, 5)]
-    exact = [tensor.clone() for tensor in tensors]
-    dist.all_reduce_coalesced(exact, group=gloo())
-    with nullcontext() if block is None else tp.scope(block):
-        for _ in range(SETTLE_PASSES):
-            in_backward(lambda: dist.all_reduce_coalesced([tensor.clone() for tensor in tensors]))
-        before = compressed_calls()
-        in_backward(lambda: dist.all_reduce_coalesced(tensors))
-    same = all(a.equal(b) for a, b in zip(tensors, exact, strict=True))
-    return compressed_calls() - before, same
-
-
-@pytest.mark.parametrize(
-    ("scope", "block", "expected"),
-    [
-        ("backward", None, (0, True)),
-        ("backward", "always", (0, True)),
-        ("always", None, (2, False)),
-        ("always", "never", (0, True)),
-    ],
-)
-def test_coalesced_is_exact_unless_always(
-    scope: str, block: str | None, expected: tuple[int, bool]
-) -> None:
-    arguments = (_observe_coalesced, block)
-    assert ranks.run(2, *arguments, options=options_of(scope)) == [expected] * 2
 
 
 @pytest.mark.parametrize("scope", ["backward", "always"])

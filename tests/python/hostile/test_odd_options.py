@@ -8,6 +8,7 @@ import decimal
 import fractions
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 import torch_powersgd as tp
 from support.examples import FIXED, check_examples, examples
+from support.on_ranks import on_ranks
 from support.state_damage import Unprintable
 from torch_powersgd.options import lay_over, resolve
 
@@ -188,3 +190,11 @@ def test_a_group_of_any_value(value: Any) -> None:
     for function in (tp.stats, lambda group: tp.attach(tensors, group=group)):
         message = message_of(lambda f=function: f(value))  # type: ignore[misc]
         assert message.startswith("group must be a process group that this ")
+
+
+@on_ranks(1)
+def test_what_has_no_gradients_is_not_attached(rank: int) -> None:
+    linear = torch.nn.Linear(2, 2)
+    tensors: list[Any] = [{}, {5: torch.ones(3)}, {"w": 5}, {"w": torch.ones(3).int()}]
+    for thing in (None, 5, "module", [], object(), linear, *tensors):
+        assert message_of(partial(tp.attach, thing)), thing
