@@ -18,7 +18,6 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support import ranks
 from support.call_observer import compressed_calls, gloo
 from support.on_ranks import on_ranks
 from support.paired_training import digest, same
@@ -72,51 +71,38 @@ def test_a_loop_outside_of_a_block_is_exact(rank: int) -> None:
 LOCAL_FROM = 5  # from this step on the ranks' gradients are not averaged
 
 
-def _post_local_sgd(rank: int) -> tuple[list[int], list[bool], list[str]]:
+class _Compared(PeriodicModelAverager):
+    """Compares the parameters that it makes with those that Gloo makes."""
+
+    def average_parameters(self, params: Any) -> None:
+        parameters = [p for group in params for p in group["params"]]
+        copies = [nn.Parameter(p.detach().clone()) for p in parameters]
+        before = digest(copies)
+        super().average_parameters(params)
+        if digest(parameters) != before:
+            average_parameters(iter(copies), gloo())
+            assert same(parameters, copies)
+
+
+@on_ranks(options=OPTIONS)
+def test_post_local_sgd_averages_parameters_exactly(rank: int) -> None:
     """torch's recipe: averaged gradients at first, then local steps, and averaged parameters."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
     ddp = DistributedDataParallel(net)
-    alone = [dist.new_group([member], backend="gloo") for member in range(dist.get_world_size())]
+    alone = [dist.new_group([member], backend="gloo") for member in range(2)]
     state = PostLocalSGDState(None, alone[rank], LOCAL_FROM, post_local_gradient_allreduce=False)
     ddp.register_comm_hook(state, post_localSGD_hook)
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    averager = PeriodicModelAverager(period=3, warmup_steps=LOCAL_FROM)
-    optimizer = PostLocalSGDOptimizer(sgd, averager)
-    averaged: list[bool] = []
-    optimizer.averager = _Compared(averager, averaged)  # type: ignore[assignment]
-    calls, replica = [], []
+    optimizer = PostLocalSGDOptimizer(sgd, _Compared(period=3, warmup_steps=LOCAL_FROM))
+    calls = []
     for i in range(14):
         ddp.zero_grad()
         ddp(gradient((6, 24), "input", rank, i)).square().mean().backward()
         optimizer.step()
         calls.append(compressed_calls())
-        replica.append(digest(net.parameters()))
-    return calls, averaged, replica
-
-
-class _Compared:
-    """Compares the parameters that an averager makes with those that Gloo makes."""
-
-    def __init__(self, averager: PeriodicModelAverager, equal: list[bool]) -> None:
-        self.averager, self.equal = averager, equal
-
-    def average_parameters(self, params: list[dict[str, Any]]) -> None:
-        parameters = [p for group in params for p in group["params"]]
-        copies = [nn.Parameter(p.detach().clone()) for p in parameters]
-        before = digest(copies)
-        self.averager.average_parameters(params)
-        if digest(parameters) != before:
-            average_parameters(iter(copies), gloo())
-            self.equal.append(same(parameters, copies))
-
-
-def test_post_local_sgd_averages_parameters_exactly() -> None:
-    first, second = ranks.run(2, _post_local_sgd, options=OPTIONS)
-    for calls, averaged, _ in (first, second):
-        assert calls[LOCAL_FROM - 1] > 0  # flat gradients
-        assert len(set(calls[LOCAL_FROM:])) == 1  # and no parameters
-        assert averaged == [True] * 3
-    # Equal while gradients are averaged, then whenever parameters are.
-    equal = [a == b for a, b in zip(first[2], second[2], strict=True)]
-    assert equal == [i < LOCAL_FROM or (i - LOCAL_FROM) % 3 == 0 for i in range(14)]
+        dist.all_gather_object(digests := ["", ""], digest(net.parameters()))
+        averages = i < LOCAL_FROM or (i - LOCAL_FROM) % 3 == 0
+        assert (digests[0] == digests[1]) == averages
+    assert calls[LOCAL_FROM - 1] > 0  # flat gradients
+    assert calls[LOCAL_FROM] == calls[-1]  # and no parameters

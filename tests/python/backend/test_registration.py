@@ -92,17 +92,6 @@ def test_new_group(rank: int) -> None:
 
 
 @on_ranks(backend=None)
-def test_init_destroy_and_init_again(rank: int) -> None:
-    for options, compresses in ((ALWAYS, True), (None, False), (ALWAYS, True)):
-        ranks.init_group("cpu:powersgd", options)
-        assert _compresses(rank) is compresses
-        assert tp.stats()["compressed_calls"] == int(compresses)
-        dist.barrier()
-        dist.destroy_process_group()
-    assert not dist.is_initialized()
-
-
-@on_ranks(backend=None)
 def test_debug_level_detail(rank: int) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     ranks.init_group("cpu:powersgd", ALWAYS)

@@ -156,20 +156,12 @@ def test_callbacks_wait_without_a_deadlock(rank: int, callbacks: Callable[[int],
 
 
 @on_ranks(options=ALWAYS)
-def test_works_are_awaited_in_any_order(rank: int) -> None:
-    started = [_start(rank, i, rows=20 + 7 * i) for i in range(40)]
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(rank)).tolist()
-    for i in order:
-        started[i][1].wait()
-        _check_sum(started[i][0], i)
+def test_works_are_awaited_in_any_order_and_keep_their_tensors(rank: int) -> None:
+    works = [_start(rank, i, rows=20 + 7 * i)[1] for i in range(40)]
+    for i in torch.randperm(40, generator=torch.Generator().manual_seed(rank)).tolist():
+        works[i].wait()
+        _check_sum(works[i].result()[0], i)
     _check_all_compressed(40)
-
-
-@on_ranks(options=ALWAYS)
-def test_a_work_keeps_its_tensor_alive(rank: int) -> None:
-    futures = [_start(rank, i, rows=256, cols=256)[1].get_future() for i in range(8)]
-    for i, future in enumerate(futures):
-        _check_sum(future.wait()[0], i)
 
 
 @on_ranks(options=ALWAYS)
