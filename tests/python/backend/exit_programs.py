@@ -105,13 +105,6 @@ def keeps_everything(rank: int) -> None:
     kept.extend([train(rank), dist.group.WORLD, work, future])
 
 
-def destroys_with_answered_works(rank: int) -> None:
-    works = [start_work(rank) for _ in range(20)]
-    dist.destroy_process_group()
-    for work in works:
-        work.wait()
-
-
 def linger(done: torch.futures.Future[Any]) -> None:
     """A callback that asks for the GIL again and again, for half a second."""
     for _ in range(500):

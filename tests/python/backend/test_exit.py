@@ -18,7 +18,6 @@ EXPECTED = {
     "trains_and_does_not_destroy": [0, 0],
     "does_not_compress_and_does_not_destroy": [0, 0],
     "keeps_everything": [0, 0],
-    "destroys_with_answered_works": [0, 0],
     "leaves_a_work_that_nobody_answers": [0, 0],
     "leaves_a_work_while_the_peer_lives": [0, 0],
     "aborts_while_the_peer_lives": [0, 0],
