@@ -122,16 +122,6 @@ def _raises_in_time(match: str = "") -> Iterator[None]:
     assert time.monotonic() - started < OP_TIMEOUT + SLACK
 
 
-@contextmanager
-def _rank_0_alone(rank: int) -> Iterator[bool]:
-    """Keeps the other ranks until rank 0 has run the body."""
-    store = ranks.side_store()
-    yield rank == 0
-    if rank == 0:
-        store.set("rank 0 is done", "1")
-    store.wait(["rank 0 is done"])
-
-
 def _train_until_an_error(rank: int, waits: bool) -> None:
     ddp = make_attached(SHAPES)
     _set_timeout(OP_TIMEOUT)
@@ -171,12 +161,13 @@ def _timeout_of_one_call(rank: int) -> None:
 @on_ranks(options=ALWAYS, timeout=40)
 def test_a_rank_that_never_calls_is_a_timeout(rank: int, call: Callable[[int], None]) -> None:
     dist.barrier()
-    with _rank_0_alone(rank) as calls:
-        if calls:
-            started = time.monotonic()
-            with _raises_in_time("(?i)timed? ?out"):
-                call(rank)
-            assert time.monotonic() - started > 0.5 * OP_TIMEOUT
+    if rank == 0:
+        started = time.monotonic()
+        with _raises_in_time("(?i)timed? ?out"):
+            call(rank)
+        assert time.monotonic() - started > 0.5 * OP_TIMEOUT
+        ranks.side_store().set("rank 0 has its error", "1")
+    ranks.side_store().wait(["rank 0 has its error"])
 
 
 @on_ranks(options=ALWAYS, timeout=40)

@@ -46,22 +46,20 @@ def _compresses(rank: int, group: dist.ProcessGroup | None = None) -> bool:
     return bool(different > 0.1)
 
 
-def _start(rank: int, name: str) -> tuple[str, bool]:
-    ranks.init_group(name, ALWAYS)
-    return type(backend_of_world()).__name__, _compresses(rank)
-
-
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "kind", "compresses"),
     [
-        ("cpu:powersgd", ("BackendPowerSGD", True)),
-        ("powersgd", ("BackendPowerSGD", True)),
-        ("cpu:powersgd,cuda:powersgd", ("BackendPowerSGD", True)),
-        ("cpu:gloo,cuda:powersgd", ("ProcessGroupGloo", False)),
+        ("cpu:powersgd", "BackendPowerSGD", True),
+        ("powersgd", "BackendPowerSGD", True),
+        ("cpu:powersgd,cuda:powersgd", "BackendPowerSGD", True),
+        ("cpu:gloo,cuda:powersgd", "ProcessGroupGloo", False),
     ],
 )
-def test_init_process_group(name: str, expected: tuple[str, bool]) -> None:
-    assert ranks.run(2, _start, name, backend=None) == [expected] * 2
+@on_ranks(backend=None)
+def test_init_process_group(rank: int, name: str, kind: str, compresses: bool) -> None:
+    ranks.init_group(name, ALWAYS)
+    assert type(backend_of_world()).__name__ == kind
+    assert _compresses(rank) == compresses
 
 
 @on_ranks(op_timeout=41)
@@ -123,21 +121,18 @@ def _create_gloo_extended(options: Any, pg_options: object) -> dist.ProcessGroup
     return _create_gloo(options.store, options.group_rank, options.group_size, options.timeout)
 
 
-def _inner(rank: int, inner: str, extended: bool) -> int:
-    creator = _create_gloo_extended if extended else _create_gloo
-    dist.Backend.register_backend("plugin", creator, extended_api=extended, devices=["cpu"])
-    ranks.init_group("cpu:powersgd", dataclasses.replace(ALWAYS, inner=inner))
-    assert _compresses(rank)
-    return len(made)
-
-
 @pytest.mark.parametrize(
     ("inner", "extended", "expected"),
     [("auto", False, 0), ("gloo", False, 0), ("plugin", False, 3), ("plugin", True, 3)],
 )
-def test_inner(inner: str, extended: bool, expected: int) -> None:
+@on_ranks(backend=None)
+def test_inner(rank: int, inner: str, extended: bool, expected: int) -> None:
     """A plugin makes three backends: one passes calls through, and each worker has one."""
-    assert ranks.run(2, _inner, inner, extended, backend=None) == [expected] * 2
+    creator = _create_gloo_extended if extended else _create_gloo
+    dist.Backend.register_backend("plugin", creator, extended_api=extended, devices=["cpu"])
+    ranks.init_group("cpu:powersgd", dataclasses.replace(ALWAYS, inner=inner))
+    assert _compresses(rank)
+    assert len(made) == expected
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has nccl")
