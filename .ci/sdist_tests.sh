@@ -21,4 +21,4 @@ tar -xzf "$folder"/dist/*.tar.gz -C "$folder"
 cd "$folder"/torch_powersgd-*
 # The installed package is tested, not that of the folder.
 rm -r python
-"$python" -m pytest -q tests/python/backend tests/python/training
+"$python" -m pytest -q tests/python/{backend,options,stats,training}

@@ -23,7 +23,6 @@ from support.synthetic import (
     gradients,
     make_ddp,
     mean_gradients,
-    outputs_of,
     reduce_in_backward,
     relative_error,
     sum_of,
@@ -145,24 +144,6 @@ def test_a_bucket_of_many_layers_takes_as_few_launches_as_one_of_two() -> None:
     assert 0 < two == many <= 8
 
 
-def _low_rank(rank: int, options: tp.Options) -> list[float]:
-    ddp, _ = _make_compressed({"wide": (70, 90)}, options)
-    errors = []
-    for i in range(4):
-        left = gradient((70, 2), "left", i)
-        by_rank = [left @ gradient((2, 90), "right", i, other) for other in range(WORLD_SIZE)]
-        output = _step(ddp, {"wide": by_rank[rank]})["wide"]
-        errors.append(relative_error(output, sum_of(by_rank) / WORLD_SIZE))
-    return errors
-
-
-@pytest.mark.parametrize("inner", INNERS)
-def test_a_gradient_of_low_rank_comes_back_exactly(inner: str) -> None:
-    options = options_of(inner, matrix_approximation_rank=4)
-    for errors in run(_low_rank, options, options=options):
-        assert max(errors[1:]) < 1e-5, errors
-
-
 def _trajectory(rank: int, options: tp.Options, bad: bool) -> tuple[list[Arrays], int]:
     ddp, compression = _make_compressed(SHAPES, options)
     good = []
@@ -188,31 +169,6 @@ def test_a_gradient_that_is_not_finite_costs_one_step(inner: str) -> None:
             for name in SHAPES:
                 error = relative_error(torch.from_numpy(mine[name]), torch.from_numpy(wanted[name]))
                 assert error < 2e-5, name  # M - G is rounded once
-
-
-def _unused(rank: int, options: tp.Options) -> dict[str, float]:
-    """A parameter that no rank uses for a while keeps its residual."""
-    ddp = make_ddp(SHAPES, device="cuda", find_unused_parameters=True)
-    compression = tp.attach(ddp, options)
-    ledger = Ledger()
-    for i in range(9):
-        mine = gradients(SHAPES, rank, i)
-        means = mean_gradients(SHAPES, WORLD_SIZE, i)
-        if 3 <= i < 6:
-            mine.pop("tall")
-            means.pop("tall")
-        for parameter in ddp.parameters():
-            parameter.grad = None
-        ddp({name: tensor.cuda() for name, tensor in mine.items()}).backward()
-        outputs = {name: tensor.cpu() for name, tensor in outputs_of(ddp).items()}
-        ledger.add({name: outputs[name] for name in means}, means)
-    return ledger.errors(_residuals(compression))
-
-
-def test_the_residual_of_an_unused_parameter_waits() -> None:
-    options = options_of()
-    for errors in run(_unused, options, options=options):
-        assert max(errors.values()) < 1e-5, errors
 
 
 def _state(rank: int, options: tp.Options) -> tuple[bytes, float, list[str]]:

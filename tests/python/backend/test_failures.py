@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch_powersgd as tp
 from support import ranks
 from support.call_observer import exception_of
 from support.groups import world
+from support.on_ranks import on_ranks
 from support.synthetic import (
     SHAPES,
     Ledger,
@@ -25,10 +27,7 @@ from support.synthetic import (
     gradients,
     make_attached,
     make_compressed,
-    make_ddp,
     mean_gradients,
-    reduce_in_backward,
-    relative_error,
     residuals_of,
     step,
 )
@@ -44,16 +43,20 @@ ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
 ROLLBACK_TOLERANCE = 1e-6
 
 
-def _fail_at(stage: str) -> None:
-    find_backends(None)[0]._fail_at(stage)
+@contextmanager
+def _failing_at(stage: str) -> Iterator[None]:
+    backend = find_backends(None)[0]
+    backend._fail_at(stage)
+    yield
+    backend._fail_at("")
 
 
-def _norms(compression: tp.Compression) -> dict[str, float]:
-    norms: dict[str, float] = compression.stats()["residual_norms"]
-    return norms
+def _raises_failure_in(stage: str) -> Any:
+    return pytest.raises(RuntimeError, match=f"injected failure in {stage}")
 
 
-def _attached_ddp(rank: int) -> None:
+@on_ranks(options=OPTIONS)
+def test_ddp_goes_on_after_a_failure_in_each_stage(rank: int) -> None:
     ddp, compression = make_compressed(SHAPES, bucket_cap_mb=0.002)  # several buckets
     ledger = Ledger()
 
@@ -62,101 +65,43 @@ def _attached_ddp(rank: int) -> None:
 
     for i in range(3):  # DDP rebuilds its buckets meanwhile
         deliver(i)
-    delivered = 3
-    for stage in STAGES:
-        before = _norms(compression)
-        _fail_at(stage)
-        with pytest.raises(RuntimeError, match=f"injected failure in {stage}"):
-            step(ddp, gradients(SHAPES, rank, 1000 + delivered))
-        _fail_at("")
-        for name, norm in _norms(compression).items():
+    for i, stage in enumerate(STAGES):
+        before = compression.stats()["residual_norms"]
+        with _failing_at(stage), _raises_failure_in(stage):
+            step(ddp, gradients(SHAPES, rank, "never delivered"))
+        for name, norm in compression.stats()["residual_norms"].items():
             assert norm == pytest.approx(before[name], rel=ROLLBACK_TOLERANCE, abs=1e-6), name
-        deliver(delivered)
-        deliver(delivered + 1)
-        delivered += 2
+        deliver(3 + i)
     # The ledger has all of the steps that worked, and nothing of those that failed.
     assert max(ledger.errors(residuals_of(compression)).values()) < 1e-5
 
 
-def test_ddp_goes_on_after_a_failure_in_each_stage() -> None:
-    ranks.run(2, _attached_ddp, options=OPTIONS)
-
-
-def _unattached_ddp(rank: int) -> None:
-    ddp = make_ddp(SHAPES)
-    for _ in range(3):  # compressed from the third on
-        before = step(ddp, gradients(SHAPES, rank, 0))
+@on_ranks(options=ALWAYS)
+def test_wait_future_result_and_callback_get_the_failure(rank: int) -> None:
     for stage in STAGES:
-        _fail_at(stage)
-        with pytest.raises(RuntimeError, match=f"injected failure in {stage}"):
-            step(ddp, gradients(SHAPES, rank, 0))
-        _fail_at("")
-        after = step(ddp, gradients(SHAPES, rank, 0))
-        assert after.keys() == before.keys()
-        assert all(torch.isfinite(tensor).all() for tensor in after.values())
-    # Nothing had been sent yet when the stage project failed.
-    assert tp.stats()["compressed_calls"] == 1 + 2 * len(STAGES) - 1
-
-
-def test_unattached_ddp_goes_on_after_a_failure_in_each_stage() -> None:
-    ranks.run(2, _unattached_ddp, options=dataclasses.replace(OPTIONS, min_numel=1024))
-
-
-def _flat_outputs(rank: int, failing: str | None) -> list[torch.Tensor]:
-    outputs = []
-    for i in range(4):
-        if i == 2 and failing is not None:
-            _fail_at(failing)
-            with pytest.raises(RuntimeError, match=f"injected failure in {failing}"):
-                reduce_in_backward([gradient([5000], "never delivered", rank)])
-            _fail_at("")
-        outputs += reduce_in_backward([gradient([5000], rank, i)])
-    return outputs
-
-
-def _flat(rank: int) -> None:
-    expected = _flat_outputs(rank, None)
-    for stage in STAGES:
-        dist.destroy_process_group()
-        ranks.init_group("cpu:powersgd", OPTIONS)
-        for got, wanted in zip(_flat_outputs(rank, stage), expected, strict=True):
-            assert relative_error(got, wanted) < 1e-5, stage
-
-
-def test_a_flat_tensor_goes_on_as_if_the_failed_step_had_not_been() -> None:
-    ranks.run(2, _flat, options=OPTIONS)
-
-
-def _reaches(rank: int) -> None:
-    for stage in STAGES:
-        _fail_at(stage)
-        tensor = gradient([64, 64], rank)
-        work = dist.all_reduce(tensor, async_op=True)
-        with pytest.raises(RuntimeError, match=f"injected failure in {stage}"):
-            work.wait()
-        assert work.is_completed()
-        assert not work.is_success()
-        assert stage in str(exception_of(work, stage))
-        with pytest.raises(RuntimeError, match=f"injected failure in {stage}"):
-            work.get_future().wait()
-        with pytest.raises(RuntimeError, match=f"injected failure in {stage}"):
-            work.result()
-        called: list[Any] = []
-        chained = work.get_future().then(lambda done, called=called: called.append(done.value()))
-        with pytest.raises(RuntimeError, match=f"injected failure in {stage}"):
-            chained.wait()
-        assert called == []
-        with pytest.raises(RuntimeError, match=f"injected failure in {stage}"):
-            dist.all_reduce(gradient([64, 64], rank))
-        # Exact collectives do not pass through the stages.
-        dist.all_reduce(total := torch.tensor([rank]))
-        assert total.item() == 1
-        _fail_at("")
+        with _failing_at(stage):
+            work = dist.all_reduce(gradient([64, 64], rank), async_op=True)
+            called: list[Any] = []
+            ask: list[Callable[[], object]] = [
+                work.wait,
+                work.get_future().wait,
+                work.result,
+                work.get_future()
+                .then(lambda done, called=called: called.append(done.value()))
+                .wait,
+                lambda: dist.all_reduce(gradient([64, 64], rank)),
+            ]
+            for each in ask:
+                with _raises_failure_in(stage):
+                    each()
+            assert called == []
+            assert work.is_completed()
+            assert not work.is_success()
+            assert stage in str(exception_of(work, stage))
+            # Exact collectives do not pass through the stages.
+            dist.all_reduce(total := torch.tensor([rank]))
+            assert total.item() == 1
         dist.all_reduce(gradient([64, 64], rank))
-
-
-def test_wait_future_result_and_callback_get_the_failure() -> None:
-    ranks.run(2, _reaches, options=ALWAYS)
 
 
 # Peers.
@@ -169,8 +114,15 @@ def _set_timeout(seconds: float) -> None:
     world().set_timeout(timedelta(seconds=seconds))
 
 
-def _train_until_an_error(rank: int, ending: str) -> float:
-    """The seconds from the death of rank 1 to the error on this rank."""
+@contextmanager
+def _raises_in_time(match: str = "") -> Iterator[None]:
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=match):
+        yield
+    assert time.monotonic() - started < OP_TIMEOUT + SLACK
+
+
+def _train_until_an_error(rank: int, waits: bool) -> None:
     ddp = make_attached(SHAPES)
     _set_timeout(OP_TIMEOUT)
 
@@ -180,89 +132,51 @@ def _train_until_an_error(rank: int, ending: str) -> float:
 
     train(3)
     if rank == 1:
-        if ending == "while others wait":
-            time.sleep(0.3)
-        if ending == "os._exit":
-            os._exit(7)
+        time.sleep(0.3 * waits)
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    with pytest.raises(RuntimeError):
+    with _raises_in_time():
         train(100)
-    return time.monotonic() - started
 
 
-@pytest.mark.parametrize("ending", ["os._exit", "SIGKILL", "while others wait"])
-def test_a_peer_that_dies_is_an_error_on_the_others(ending: str) -> None:
-    first, dead, last = ranks.outcomes(
-        3, _train_until_an_error, ending, options=OPTIONS, timeout=40
-    )
-    assert dead.exitcode == (7 if ending == "os._exit" else -signal.SIGKILL)
+@pytest.mark.parametrize("waits", [False, True], ids=["at-once", "while-others-wait"])
+def test_a_peer_that_dies_is_an_error_on_the_others(waits: bool) -> None:
+    first, dead, last = ranks.outcomes(3, _train_until_an_error, waits, options=OPTIONS, timeout=40)
+    assert dead.exitcode == -signal.SIGKILL
     for survivor in (first, last):
-        assert survivor.error == ""
-        assert survivor.exitcode == 0
-        assert survivor.value < OP_TIMEOUT + SLACK
+        assert (survivor.error, survivor.exitcode) == ("", 0)
 
 
-def _never_called_by_rank_1(rank: int, asynchronous: bool) -> float:
-    store = ranks.side_store()
-    dist.barrier()
+def _wait_for_the_future(rank: int) -> None:
     _set_timeout(OP_TIMEOUT)
-    if rank == 1:
-        store.wait(["rank 0 has its error"])
-        return 0.0
-    started = time.monotonic()
-    if asynchronous:
-        future = dist.all_reduce(gradient([64, 64], rank), async_op=True).get_future()
-        with pytest.raises(RuntimeError, match="(?i)timed? ?out"):
-            future.wait()
-    else:
-        with pytest.raises(RuntimeError, match="(?i)timed? ?out"):
-            dist.all_reduce(gradient([64, 64], rank))
-    elapsed = time.monotonic() - started
-    store.set("rank 0 has its error", "1")
-    return elapsed
+    dist.all_reduce(gradient([64, 64], rank), async_op=True).get_future().wait()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_rank_that_never_calls_is_a_timeout(asynchronous: bool) -> None:
-    elapsed, _ = ranks.run(2, _never_called_by_rank_1, asynchronous, options=ALWAYS, timeout=40)
-    assert 0.5 * OP_TIMEOUT < elapsed < OP_TIMEOUT + SLACK
-
-
-def _timeout_of_one_call(rank: int) -> float:
-    store = ranks.side_store()
-    if rank == 1:
-        store.wait(["rank 0 has its error"])
-        return 0.0
+def _timeout_of_one_call(rank: int) -> None:
     call = dist.AllreduceOptions()
     call.timeout = timedelta(seconds=OP_TIMEOUT)
-    started = time.monotonic()
-    with pytest.raises(RuntimeError, match="(?i)timed? ?out"):
-        world().allreduce([gradient([64, 64], rank)], call).wait()
-    elapsed = time.monotonic() - started
-    store.set("rank 0 has its error", "1")
-    return elapsed
+    world().allreduce([gradient([64, 64], rank)], call).wait()
 
 
-def test_the_timeout_of_one_call() -> None:
-    elapsed, _ = ranks.run(2, _timeout_of_one_call, options=ALWAYS, op_timeout=60, timeout=40)
-    assert 0.5 * OP_TIMEOUT < elapsed < OP_TIMEOUT + SLACK
+@pytest.mark.parametrize("call", [_wait_for_the_future, _timeout_of_one_call])
+@on_ranks(options=ALWAYS, timeout=40)
+def test_a_rank_that_never_calls_is_a_timeout(rank: int, call: Callable[[int], None]) -> None:
+    dist.barrier()
+    if rank == 0:
+        started = time.monotonic()
+        with _raises_in_time("(?i)timed? ?out"):
+            call(rank)
+        assert time.monotonic() - started > 0.5 * OP_TIMEOUT
+        ranks.side_store().set("rank 0 has its error", "1")
+    ranks.side_store().wait(["rank 0 has its error"])
 
 
-def _fails_on_rank_0_alone(rank: int, stage: str) -> None:
+@on_ranks(options=ALWAYS, timeout=40)
+def test_a_failure_on_one_rank_is_an_error_on_the_others(rank: int) -> None:
     dist.barrier()
     _set_timeout(OP_TIMEOUT)
     if rank == 0:
-        _fail_at(stage)
-    expected = f"injected failure in {stage}" if rank == 0 else "(?i)timed? ?out|closed"
-    with pytest.raises(RuntimeError, match=expected):
+        find_backends(None)[0]._fail_at("project")
+    with _raises_in_time("injected failure in project" if rank == 0 else "(?i)timed? ?out|closed"):
         dist.all_reduce(gradient([64, 64], rank))
-    if rank == 0:  # stay until the other has its error
-        ranks.side_store().wait(["rank 1 has its error"])
-    else:
-        ranks.side_store().set("rank 1 has its error", "1")
-
-
-@pytest.mark.parametrize("stage", ["project", "back_project"])
-def test_a_failure_on_one_rank_is_an_error_on_the_others(stage: str) -> None:
-    ranks.run(2, _fails_on_rank_0_alone, stage, options=ALWAYS, timeout=40)
+    ranks.side_store().set(f"rank {rank} has its error", "1")
+    ranks.side_store().wait([f"rank {1 - rank} has its error"])

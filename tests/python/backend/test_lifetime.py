@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions
 import torch_powersgd as tp
 from support import ranks
 from support.groups import backend_of_world, world
+from support.on_ranks import on_ranks
 from support.synthetic import (
     SHAPES,
     gradient,
@@ -58,28 +59,36 @@ def _shut_down() -> None:
     world().shutdown()
 
 
-END = pytest.mark.parametrize("end", [dist.destroy_process_group, _shut_down, _abort])
-
-
-def _idle(rank: int, end: Callable[[], None]) -> None:
-    group = world()
-    _start(rank).wait()
+@pytest.mark.parametrize("end", [dist.destroy_process_group, _shut_down, _abort])
+@on_ranks(options=ALWAYS)
+def test_what_is_left_of_a_group_that_has_ended(rank: int, end: Callable[[], None]) -> None:
+    group, fresh, (ddp, compression) = world(), make_ddp(SHAPES), make_compressed(SHAPES)
+    step(ddp, gradients(SHAPES, rank, 0))
     dist.barrier()
     started = time.monotonic()
     end()
     assert time.monotonic() - started < 5
-    with pytest.raises(RuntimeError, match="shut down or aborted"):
-        group.allreduce([gradient([64, 64], rank)]).wait()
-    end_again = group.abort if end is _abort else group.shutdown
-    end_again()
+    uses: list[Callable[[], object]] = [
+        lambda: group.allreduce([gradient([64, 64], rank)]).wait(),
+        lambda: step(ddp, gradients(SHAPES, rank, 1)),
+        lambda: tp.stats(group),
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match="shut down or aborted"):
+            use()
+    for call in (
+        lambda: tp.attach(fresh),
+        lambda: tp.attach(ddp),
+        compression.state_dict,
+        compression.detach,
+    ):
+        with pytest.raises(ValueError, match="group of this module was destroyed or aborted"):
+            call()
+    (group.abort if end is _abort else group.shutdown)()  # once more
 
 
-@END
-def test_an_idle_group(end: Callable[[], None]) -> None:
-    ranks.run(2, _idle, end, options=ALWAYS)
-
-
-def _destroy_with_works_in_flight(rank: int) -> None:
+@on_ranks(options=ALWAYS)
+def test_a_destruction_lets_works_end_that_the_peer_answers(rank: int) -> None:
     tensors = [gradient([64, 64], "same") for _ in range(30)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     callbacks = [work.get_future().then(lambda done: done.value()[0]) for work in works]
@@ -91,11 +100,17 @@ def _destroy_with_works_in_flight(rank: int) -> None:
         assert tensor.equal(tensors[0])
 
 
-def test_a_destruction_lets_works_end_that_the_peer_answers() -> None:
-    ranks.run(2, _destroy_with_works_in_flight, options=ALWAYS)
-
-
-def _end_without_the_peer(rank: int, end: Callable[[], None], bound: float) -> None:
+@pytest.mark.parametrize(
+    ("end", "bound"),
+    [
+        (_abort, ABORT_BOUND),
+        pytest.param(dist.destroy_process_group, SHUTDOWN_BOUND, marks=pytest.mark.long),
+    ],
+)
+@on_ranks(options=ALWAYS)
+def test_works_that_the_peer_never_answers(
+    rank: int, end: Callable[[], None], bound: float
+) -> None:
     store = ranks.side_store()
     _start(rank).wait()
     if rank == 1:
@@ -108,22 +123,15 @@ def _end_without_the_peer(rank: int, end: Callable[[], None], bound: float) -> N
     # The first is on the wire, where only Gloo's time-out ends it; the others never began.
     for work in works[1:]:
         assert work.is_completed()
-        with pytest.raises(RuntimeError, match="shut down or aborted"):
-            work.wait()
-        with pytest.raises(RuntimeError, match="shut down or aborted"):
-            work.get_future().wait()
+        for wait in (work.wait, work.get_future().wait):
+            with pytest.raises(RuntimeError, match="shut down or aborted"):
+                wait()
     store.set("rank 0 has ended its group", "1")
     assert elapsed < bound
 
 
-@pytest.mark.parametrize(
-    ("end", "bound"), [(_abort, ABORT_BOUND), (dist.destroy_process_group, SHUTDOWN_BOUND)]
-)
-def test_works_that_the_peer_never_answers(end: Callable[[], None], bound: int) -> None:
-    ranks.run(2, _end_without_the_peer, end, bound, options=ALWAYS, op_timeout=60)
-
-
-def _abort_from_a_thread(rank: int) -> None:
+@on_ranks(backend=None)
+def test_a_thread_aborts_while_others_end_and_use_the_group(rank: int) -> None:
     store = ranks.side_store()
     for end in [dist.destroy_process_group, _shut_down, _abort]:
         ranks.init_group("cpu:powersgd", ALWAYS)
@@ -159,61 +167,6 @@ def _end_while_threads_use_the_group(compression: tp.Compression, end: Callable[
         works[2].get_future().wait()
 
 
-def test_a_thread_aborts_while_others_end_and_use_the_group() -> None:
-    ranks.run(2, _abort_from_a_thread, backend=None)
-
-
-def _start_over(rank: int, end: Callable[[], None]) -> None:
-    counts = []
-    for _ in range(6):
-        ranks.init_group("cpu:powersgd", ALWAYS)
-        dist.all_reduce(gradient([64, 64], rank))
-        assert tp.stats()["compressed_calls"] == 1
-        dist.barrier()
-        end()
-        counts.append(_threads_and_files())
-    # The first backend makes threads that later ones use. Gloo may still close its last connection.
-    assert max(counts[2:]) <= max(counts[:2]), counts
-
-
-@pytest.mark.parametrize("end", [dist.destroy_process_group, _abort])
-def test_a_new_group_after_the_end(end: Callable[[], None]) -> None:
-    ranks.run(2, _start_over, end, backend=None)
-
-
-def _module_outlives_its_group(rank: int) -> None:
-    ddp = make_attached(SHAPES)
-    step(ddp, gradients(SHAPES, rank, 0))
-    dist.barrier()
-    dist.destroy_process_group()
-    with pytest.raises(RuntimeError, match="shut down or aborted"):
-        step(ddp, gradients(SHAPES, rank, 1))
-    del ddp
-    gc.collect()
-    gc.freeze()  # the next collection need not walk the many objects of now
-
-
-def test_a_module_outlives_its_group() -> None:
-    ranks.run(2, _module_outlives_its_group, options=ALWAYS)
-
-
-def _attach_after_the_end(rank: int, end: Callable[[], None]) -> None:
-    ddp, (known, compression) = make_ddp(SHAPES), make_compressed(SHAPES)
-    dist.barrier()
-    end()
-    for module in (ddp, known):
-        with pytest.raises(ValueError, match="group of this module was destroyed or aborted"):
-            tp.attach(module)
-    for collective in (compression.state_dict, compression.detach):
-        with pytest.raises(ValueError, match="group of this module was destroyed or aborted"):
-            collective()
-
-
-@END
-def test_attach_to_a_group_that_has_ended(end: Callable[[], None]) -> None:
-    ranks.run(2, _attach_after_the_end, end)
-
-
 def _destroyed_group(rank: int, number: int) -> None:
     group = dist.new_group(backend="cpu:powersgd", pg_options=ALWAYS)
     work = dist.all_reduce(gradient([64, 64], rank), group=group, async_op=True)
@@ -222,47 +175,58 @@ def _destroyed_group(rank: int, number: int) -> None:
     dist.destroy_process_group(group)
 
 
-def _make_backend(rank: int, number: int) -> Any:
-    """A backend without a group: torch's tables keep a group alive that is not destroyed."""
-    store = dist.distributed_c10d._get_default_store()
+def _aborted_default_group(rank: int, number: int) -> None:
+    ranks.init_group("cpu:powersgd", ALWAYS)
+    _start(rank).wait()
+    assert tp.stats()["compressed_calls"] == 1
+    dist.barrier()
+    _abort()
+
+
+def _lost_backend(rank: int, number: int) -> None:
+    """A backend without a group: torch's tables keep a group alive that is not destroyed.
+
+    It goes idle or with works in flight.
+    """
     options = _DistributedBackendOptions()
-    options.store = dist.PrefixStore(f"backend {number}", store)
+    options.store = dist.PrefixStore(f"backend {number}", ranks.side_store())
     options.group_rank, options.group_size = rank, 2
     options.timeout = timedelta(seconds=60)
-    return _create(options, ALWAYS)
-
-
-def _idle_backend(rank: int, number: int) -> None:
-    backend = _make_backend(rank, number)
-    work = backend.allreduce([gradient([64, 64], rank)])
-    work.get_future().then(lambda done: done.value()).wait()
-    dist.barrier()
-
-
-def _working_backend(rank: int, number: int) -> None:
-    backend = _make_backend(rank, number)
-    works = [backend.allreduce([gradient([64, 64], rank)]) for _ in range(10)]
+    backend: Any = _create(options, ALWAYS)
+    backend.allreduce([gradient([64, 64], rank)]).get_future().then(lambda done: None).wait()
+    works = [backend.allreduce([gradient([64, 64], rank)]) for _ in range(10 * (number % 2))]
     del backend
     for work in works:
         work.wait()
 
 
+@pytest.mark.parametrize(
+    ("make_and_lose", "backend"),
+    [
+        (_destroyed_group, "cpu:powersgd"),
+        (_aborted_default_group, None),
+        (_lost_backend, "cpu:powersgd"),
+    ],
+)
+def test_a_group_that_is_gone_leaves_nothing(
+    make_and_lose: Callable[[int, int], None], backend: str | None
+) -> None:
+    ranks.run(2, _leaves_nothing, make_and_lose, backend=backend)
+
+
 def _leaves_nothing(rank: int, make_and_lose: Callable[[int, int], None]) -> None:
-    counts = []
+    store, counts = ranks.side_store(), []
     for number in range(6):
         make_and_lose(rank, number)
-        dist.barrier()
+        store.set(f"{number} of rank {rank}", "1")
+        store.wait([f"{number} of rank {1 - rank}"])
         counts.append(_threads_and_files())
+    # The first backend makes threads that later ones use. Gloo may still close its last connection.
     assert max(counts[2:]) <= max(counts[:2]), counts
-    _start(rank).wait()
 
 
-@pytest.mark.parametrize("make_and_lose", [_destroyed_group, _idle_backend, _working_backend])
-def test_a_group_that_is_gone_leaves_nothing(make_and_lose: Callable[..., Any]) -> None:
-    ranks.run(2, _leaves_nothing, make_and_lose, options=ALWAYS)
-
-
-def _drop_a_model_last(rank: int) -> None:
+@on_ranks(timeout=30)
+def test_a_model_that_outlives_its_group(rank: int) -> None:
     ddp = make_attached(SHAPES)
     if rank == 1:
         time.sleep(1)
@@ -273,15 +237,8 @@ def _drop_a_model_last(rank: int) -> None:
     del ddp  # torch's reducer, which holds the GIL meanwhile, has the last reference to the group
 
 
-def test_a_model_that_outlives_its_group() -> None:
-    ranks.run(2, _drop_a_model_last, timeout=30)
-
-
-def _destroy_while_a_callback_runs(rank: int) -> None:
+@on_ranks(options=ALWAYS)
+def test_a_destruction_while_a_callback_runs(rank: int) -> None:
     future = _start(rank).get_future().then(lambda done: time.sleep(0.5))
     dist.destroy_process_group()
     future.wait()
-
-
-def test_a_destruction_while_a_callback_runs() -> None:
-    ranks.run(2, _destroy_while_a_callback_runs, options=ALWAYS)

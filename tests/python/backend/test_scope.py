@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The table of scopes says which all-reduces are compressed."""
+"""The scope says which all-reduces are compressed, and a block overrides it."""
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Set
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 import torch_powersgd as tp
@@ -19,11 +17,10 @@ from support.call_observer import (
     MIN_NUMEL,
     SCOPES,
     SETTLE_PASSES,
+    Run,
     attached,
     attached_with_scope_never,
-    compressed_calls,
     flat,
-    gloo,
     in_backward,
     observe,
     observe_ddp,
@@ -32,165 +29,167 @@ from support.call_observer import (
     unattached,
 )
 
-NOTHING: frozenset[str] = frozenset()
+Make = Callable[..., torch.Tensor]
+SUM, AVG = ReduceOp.SUM, ReduceOp.AVG
 
-# The place of the call, its tensor on a rank, the op, and the scopes that compress it.
-Kind = tuple[Any, Any, Any, AbstractSet[str]]
-KINDS: dict[str, Kind] = {
-    "flat in backward": (in_backward, flat, ReduceOp.SUM, {"backward", "always"}),
-    "flat average in backward": (in_backward, flat, ReduceOp.AVG, {"backward", "always"}),
-    "flat of min_numel in backward": (
-        in_backward,
-        lambda rank: flat(rank, MIN_NUMEL),
-        ReduceOp.SUM,
-        {"backward", "always"},
-    ),
-    "flat below min_numel in backward": (
-        in_backward,
-        lambda rank: flat(rank, MIN_NUMEL - 1),
-        ReduceOp.SUM,
-        {"always"},
-    ),
-    "flat outside of backward": (outside, flat, ReduceOp.SUM, {"always"}),
-    "flat average outside of backward": (outside, flat, ReduceOp.AVG, {"always"}),
-    "matrix in backward": (
-        in_backward,
-        lambda rank: flat(rank).view(128, -1),
-        ReduceOp.SUM,
-        {"always"},
-    ),
-    "convolution outside of backward": (
-        outside,
-        lambda rank: flat(rank).view(64, -1, 4, 4),
-        ReduceOp.SUM,
-        {"always"},
-    ),
-    "half precision in backward": (
-        in_backward,
-        lambda rank: flat(rank).half(),
-        ReduceOp.SUM,
-        {"backward", "always"},
-    ),
-    "bfloat16 in backward": (
-        in_backward,
-        lambda rank: flat(rank).bfloat16(),
-        ReduceOp.SUM,
-        {"backward", "always"},
-    ),
-    "double precision in backward": (
-        in_backward,
-        lambda rank: flat(rank).double(),
-        ReduceOp.SUM,
-        {"backward", "always"},
-    ),
-    "complex in backward": (
-        in_backward,
-        lambda rank: torch.complex(flat(rank), flat(rank)),
-        ReduceOp.SUM,
-        NOTHING,
-    ),
-    "integers in backward": (
-        in_backward,
-        lambda rank: flat(rank).mul(100).int(),
-        ReduceOp.SUM,
-        NOTHING,
-    ),
-    "maximum in backward": (in_backward, flat, ReduceOp.MAX, NOTHING),
-    "product in backward": (in_backward, flat, ReduceOp.PRODUCT, NOTHING),
-    "transposed in backward": (
-        in_backward,
-        lambda rank: flat(rank).view(128, -1).t(),
-        ReduceOp.SUM,
-        NOTHING,
-    ),
-    "every other element in backward": (
-        in_backward,
-        lambda rank: flat(rank)[::2],
-        ReduceOp.SUM,
-        NOTHING,
-    ),
-    "sparse in backward": (
-        in_backward,
-        lambda rank: flat(rank).view(128, -1).to_sparse(),
-        ReduceOp.SUM,
-        NOTHING,
-    ),
+
+def _matrix(rank: int) -> torch.Tensor:
+    return flat(rank).view(128, -1)
+
+
+def _to(dtype: torch.dtype) -> Make:
+    return lambda rank: flat(rank).mul(100).to(dtype)
+
+
+# The scopes that compress a gradient, a matrix and nothing.
+GRADIENT, MATRIX = {"backward", "always"}, {"always"}
+NOTHING: set[str] = set()
+
+# The place of the call, its tensor on a rank, the operation, and the scopes that compress it.
+KINDS: dict[str, tuple[Run, Make, object, Set[str]]] = {
+    "flat in backward": (in_backward, flat, SUM, GRADIENT),
+    "flat average in backward": (in_backward, flat, AVG, GRADIENT),
+    "flat of min_numel": (in_backward, lambda rank: flat(rank, MIN_NUMEL), SUM, GRADIENT),
+    "flat below min_numel": (in_backward, lambda rank: flat(rank, MIN_NUMEL - 1), SUM, MATRIX),
+    "flat outside of backward": (outside, flat, SUM, MATRIX),
+    "flat average outside of backward": (outside, flat, AVG, MATRIX),
+    "matrix in backward": (in_backward, _matrix, SUM, MATRIX),
+    "convolution": (outside, lambda rank: flat(rank).view(64, -1, 4, 4), SUM, MATRIX),
+    "half precision": (in_backward, _to(torch.float16), SUM, GRADIENT),
+    "bfloat16": (in_backward, _to(torch.bfloat16), SUM, GRADIENT),
+    "double precision": (in_backward, _to(torch.float64), SUM, GRADIENT),
+    "complex": (in_backward, _to(torch.complex64), SUM, NOTHING),
+    "integers": (in_backward, _to(torch.int32), SUM, NOTHING),
+    "maximum": (in_backward, flat, ReduceOp.MAX, NOTHING),
+    "product": (in_backward, flat, ReduceOp.PRODUCT, NOTHING),
+    "transposed": (in_backward, lambda rank: _matrix(rank).t(), SUM, NOTHING),
+    "every other element": (in_backward, lambda rank: flat(rank)[::2], SUM, NOTHING),
+    "sparse": (in_backward, lambda rank: _matrix(rank).to_sparse(), SUM, NOTHING),
     # SyncBatchNorm reduces this in its backward: the sums of two gradients per channel.
-    "batch norm statistics in backward": (
-        in_backward,
-        lambda rank: flat(rank, 2 * 256),
-        ReduceOp.SUM,
-        {"always"},
-    ),
-    "found_inf": (outside, lambda rank: torch.tensor([float(rank)]), ReduceOp.SUM, NOTHING),
-    "loss": (outside, lambda rank: torch.tensor(1.5 + rank), ReduceOp.AVG, NOTHING),
-    "clip norms": (outside, lambda rank: flat(rank, 8), ReduceOp.SUM, NOTHING),
-    "counters": (outside, lambda rank: torch.arange(20_000), ReduceOp.SUM, NOTHING),
+    "batch norm statistics": (in_backward, lambda rank: flat(rank, 2 * 256), SUM, MATRIX),
+    "found_inf": (outside, lambda rank: torch.tensor([float(rank)]), SUM, NOTHING),
+    "loss": (outside, lambda rank: torch.tensor(1.5 + rank), AVG, NOTHING),
+    "clip norms": (outside, lambda rank: flat(rank, 8), SUM, NOTHING),
+    "counters": (outside, lambda rank: torch.arange(20_000), SUM, NOTHING),
 }
 
 
 def _observe_kinds(rank: int) -> dict[str, tuple[int, bool]]:
+    """By kind: the compressed calls, and whether the result is exact."""
     return {
         name: observe(where, partial(make, rank), op)
         for name, (where, make, op, _) in KINDS.items()
     }
 
 
-@pytest.fixture(scope="module")
-def observed() -> Any:
-    """By scope, rank and kind: the compressed calls, and whether the result is exact."""
-    return {scope: ranks.run(2, _observe_kinds, options=options_of(scope)) for scope in SCOPES}
-
-
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_table(observed: Any, scope: str, kind: str) -> None:
-    compressed = scope in KINDS[kind][3]
-    for mine in observed[scope]:
-        assert mine[kind] == (int(compressed), not compressed)
+def test_table(scope: str) -> None:
+    expected = {
+        name: (1, False) if scope in scopes else (0, True)
+        for name, (_, _, _, scopes) in KINDS.items()
+    }
+    assert ranks.run(2, _observe_kinds, options=options_of(scope)) == [expected] * 2
 
 
 def test_nothing_is_compressed_alone() -> None:
     (alone,) = ranks.run(1, _observe_kinds, options=options_of("always"))
-    assert {name: alone[name] for name in KINDS} == dict.fromkeys(KINDS, (0, True))
+    assert alone == dict.fromkeys(KINDS, (0, True))
 
 
 @pytest.mark.parametrize(
-    ("make", "scope", "compressed"),
+    ("make", "scope", "block", "compressed"),
     [
-        (attached, "backward", True),
-        (attached, "attached", True),
-        (attached, "always", True),
-        (attached, "never", False),
-        (attached_with_scope_never, "backward", False),
-        (unattached, "backward", True),
-        (unattached, "attached", False),
-        (unattached, "always", True),
-        (unattached, "never", False),
+        (attached, "backward", None, True),
+        (attached, "attached", None, True),
+        (attached, "always", None, True),
+        (attached, "never", None, False),
+        (attached, "backward", "never", False),
+        (attached, "never", "always", True),
+        (attached_with_scope_never, "backward", None, False),
+        (unattached, "backward", None, True),
+        (unattached, "attached", None, False),
+        (unattached, "always", None, True),
+        (unattached, "never", None, False),
+        (unattached, "backward", "never", False),
+        (unattached, "never", "always", True),
     ],
 )
-def test_buckets_of_ddp(make: Any, scope: str, compressed: Any) -> None:
+def test_buckets_of_ddp(
+    make: Callable[[], torch.nn.Module], scope: str, block: str | None, compressed: bool
+) -> None:
     expected = (int(compressed), not compressed)
-    assert ranks.run(2, observe_ddp, make, options=options_of(scope)) == [expected] * 2
+    assert ranks.run(2, observe_ddp, make, block, options=options_of(scope)) == [expected] * 2
 
 
-def _observe_coalesced(rank: int, override: str | None) -> tuple[int, bool]:
-    tensors = [flat(rank), flat(rank).view(128, -1), flat(rank, 5)]
-    exact = [tensor.clone() for tensor in tensors]
-    dist.all_reduce_coalesced(exact, group=gloo())
-    with nullcontext() if override is None else tp.scope(override):
-        for _ in range(SETTLE_PASSES):
-            in_backward(lambda: dist.all_reduce_coalesced([tensor.clone() for tensor in tensors]))
-        before = compressed_calls()
-        in_backward(lambda: dist.all_reduce_coalesced(tensors))
-    same = all(a.equal(b) for a, b in zip(tensors, exact, strict=True))
-    return compressed_calls() - before, same
+@pytest.mark.parametrize("scope", ["backward", "always"])
+def test_blocks(scope: str) -> None:
+    default = int(scope == "always")
+    expected = {
+        "before": default,
+        "on": 1,
+        "on, in backward": 1,
+        "on, small": 1,
+        "on, too small to pay": 0,
+        "on, integers": 0,
+        "on, off": 0,
+        "on, off, on": 1,
+        "on, off again": 0,
+        "on again": 1,
+        "on in another thread": default,
+        "after": default,
+        "off, in backward": 0,
+        "on inside backward": 1,
+        "off inside backward": 0,
+        "after off inside backward": 1,
+        "after an exception": default,
+    }
+    for found in ranks.run(2, _observe_blocks, options=options_of(scope)):
+        assert found == expected
 
 
-@pytest.mark.parametrize("override", [None, "always", "never"])
-@pytest.mark.parametrize("scope", SCOPES)
-def test_coalesced_is_exact_unless_always(scope: str, override: Any) -> None:
-    compressed = scope == "always" and override != "never"
-    expected = (2, False) if compressed else (0, True)
-    arguments = (_observe_coalesced, override)
-    assert ranks.run(2, *arguments, options=options_of(scope)) == [expected] * 2
+def _observe_blocks(rank: int) -> dict[str, int]:
+    """The compressed calls of one flat tensor, in blocks of several kinds."""
+    found: dict[str, int] = {}
+
+    def count(name: str, where: Run = outside, make: Make = flat, *args: int) -> None:
+        calls, exact = observe(where, partial(make, *(args or [rank])))
+        assert exact == (calls == 0), name
+        found[name] = calls
+
+    count("before")
+    with tp.scope("always"):
+        count("on")
+        count("on, in backward", in_backward)
+        count("on, small", outside, flat, rank, MIN_NUMEL // 2)
+        count("on, too small to pay", outside, flat, rank, 9)
+        count("on, integers", outside, torch.arange, 20_000)
+        with tp.scope("never"):
+            count("on, off")
+            with tp.scope("always"):
+                count("on, off, on")
+            count("on, off again")
+        count("on again")
+        on_thread = threading.Thread(target=count, args=("on in another thread",))
+        on_thread.start()
+        on_thread.join()
+    count("after")
+    with tp.scope("never"):
+        count("off, in backward", in_backward)
+
+    def enable_inside() -> None:
+        with tp.scope("always"):
+            count("on inside backward")
+
+    def disable_inside() -> None:
+        with tp.scope("never"):
+            count("off inside backward")
+        count("after off inside backward")
+
+    for _ in range(SETTLE_PASSES + 1):
+        in_backward(enable_inside)
+    for _ in range(SETTLE_PASSES + 1):
+        in_backward(disable_inside)
+    with pytest.raises(KeyError), tp.scope("always"):
+        raise KeyError
+    count("after an exception")
+    return found

@@ -7,7 +7,6 @@ import contextlib
 import io
 import os
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 import torch_powersgd as tp
 from support import ranks
 from support.groups import world
+from support.on_ranks import on_ranks
 from support.synthetic import SHAPES, gradients, make_ddp, mean_gradients, relative_error, step
 from torch_powersgd import _C, store_agreement
 from torch_powersgd._backend import compare_options
@@ -29,7 +29,7 @@ OP_TIMEOUT = 40  # the messages would show a hang until the group's time-out
 
 def _hurry() -> None:
     """Lets the waits end sooner than a user's."""
-    store_agreement.PATIENCE = timedelta(seconds=1)
+    store_agreement.PATIENCE = timedelta(seconds=0.3)
     store_agreement.INTERVAL = timedelta(seconds=0.1)
 
 
@@ -37,7 +37,7 @@ def _forgets_attach(rank: int) -> tuple[str, str]:
     """The messages and errors of each rank if rank 2 trains without attach."""
     _hurry()
     dist.destroy_process_group()
-    ranks.init_group("cpu:powersgd", OPTIONS, op_timeout=4)
+    ranks.init_group("cpu:powersgd", OPTIONS, op_timeout=2)
     ddp, raised = make_ddp(SHAPES), ""
     with contextlib.redirect_stderr(io.StringIO()) as heard:
         try:
@@ -55,52 +55,50 @@ def test_every_waiting_rank_names_the_one_that_forgets_attach() -> None:
     for rank, outcome in enumerate(outcomes[:2]):
         raised, heard = outcome.value
         assert f"rank 2 has not called attach; rank {rank} waits" in heard
-        assert "rank 2 has not called attach within 4 seconds" in raised
+        assert "rank 2 has not called attach within 2 seconds" in raised
 
 
-def _comes_late(rank: int) -> tuple[str, float]:
+class _Heard(io.StringIO):
+    """Keeps what a rank says, and lets the others know that it has said something."""
+
+    def write(self, text: str) -> int:
+        ranks.side_store().set("heard", "1")
+        return super().write(text)
+
+
+@on_ranks()
+def test_a_rank_that_comes_late_is_waited_for(rank: int) -> None:
     """Rank 1 is busy for longer than the others wait, with another group's collectives too."""
     _hurry()
     dist.destroy_process_group()
     ranks.init_group("cpu:powersgd", OPTIONS)
     gloo = dist.new_group([1], backend="gloo")
     ddp = make_ddp(SHAPES)
-    with contextlib.redirect_stderr(io.StringIO()) as heard:
+    with contextlib.redirect_stderr(_Heard()) as heard:
         if rank == 1:
-            time.sleep(3)
+            ranks.side_store().wait(["heard"])
             dist.all_reduce(torch.ones(3), group=gloo)
         tp.attach(ddp)
+    waits = "rank 1 has not called attach; rank 0 waits"
+    assert waits in heard.getvalue() if rank == 0 else "waits" not in heard.getvalue()
     outputs, means = step(ddp, gradients(SHAPES, rank, 0)), mean_gradients(SHAPES, 2, 0)
-    return heard.getvalue(), relative_error(outputs["bias"], means["bias"])
+    assert relative_error(outputs["bias"], means["bias"]) < 1e-6  # the bias is a raw segment
 
 
-def test_a_rank_that_comes_late_is_waited_for() -> None:
-    (first, error), (second, _) = ranks.run(2, _comes_late)
-    assert "rank 1 has not called attach; rank 0 waits" in first
-    assert "waits" not in second
-    assert error < 1e-6  # the bias is a raw segment
-
-
-def _never_comes(rank: int) -> str:
+@on_ranks(3)
+def test_waiting_ends_with_the_groups_time_out(rank: int) -> None:
     """Rank 2 of the job, which is rank 1 of a group, neither calls attach nor anything else."""
     _hurry()
-    store, raised = ranks.side_store(), ""
-    group = dist.new_group([0, 2], backend="cpu:powersgd")
+    store, group = ranks.side_store(), dist.new_group([0, 2], backend="cpu:powersgd")
     if rank == 0:
-        group.set_timeout(timedelta(seconds=3))
-        with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
+        group.set_timeout(timedelta(seconds=2))
+        with pytest.raises(ValueError, match="rank 2 has not called attach within 2 seconds"):
             tp.attach(make_ddp(SHAPES, process_group=group))
-        raised = str(caught.value)
         store.set("done", "1")
     else:
         if rank == 2:
             make_ddp(SHAPES, process_group=group)
         store.wait(["done"])
-    return raised
-
-
-def test_waiting_ends_with_the_groups_time_out() -> None:
-    assert "rank 2 has not called attach within 3 seconds" in ranks.run(3, _never_comes)[0]
 
 
 def test_absent_ranks_are_named_in_the_plural() -> None:
@@ -136,36 +134,29 @@ def test_a_rank_that_starts_another_backend_is_named() -> None:
         assert f"rank 2 started a gloo group where rank {rank} starts a powersgd group" in message
 
 
-def _bad_argument(rank: int, kind: str) -> tuple[str, int]:
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ({"scaler": 3}, "scaler must be .* int"),
+        (
+            {"options": {"matrix_approximation_rank": 0}},
+            "options of attach: matrix_approximation_rank .*>= 1.* got 0",
+        ),
+        ({"options": {"rank": 4}}, "options of attach: 'rank' is not an option"),
+        ({"options": 4}, "options of attach must be .* got int"),
+    ],
+)
+@on_ranks()
+def test_a_bad_argument_on_one_rank_is_an_error_on_every_rank(
+    rank: int, bad: dict[str, Any], error: str
+) -> None:
     ddp = make_ddp(SHAPES)
-    by_kind: dict[str, dict[str, Any]] = {
-        "scaler": {"scaler": 3},
-        "field": {"options": {"matrix_approximation_rank": 0}},
-        "name": {"options": {"rank": 4}},
-        "type": {"options": 4},
-    }
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
-        tp.attach(ddp, **(by_kind[kind] if rank == 1 else {}))
+    with pytest.raises(ValueError, match=f"rank 1: .*{error}"):
+        tp.attach(ddp, **(bad if rank == 1 else {}))
     # Nothing has happened: the right call still works.
     tp.attach(ddp, OPTIONS)
     step(ddp, gradients(SHAPES, rank, 0))
-    return str(caught.value), tp.stats()["compressed_calls"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "parts"),
-    [
-        ("scaler", ["scaler must be", "int"]),
-        ("field", ["options of attach: matrix_approximation_rank", ">= 1", "got 0"]),
-        ("name", ["options of attach: 'rank' is not an option", "matrix_approximation_rank?"]),
-        ("type", ["options of attach must be", "got int"]),
-    ],
-)
-def test_a_bad_argument_on_one_rank_is_an_error_on_every_rank(kind: str, parts: list[str]) -> None:
-    for message, calls in ranks.run(2, _bad_argument, kind):
-        for part in ["rank 1: ", *parts]:
-            assert part in message
-        assert calls == 1
+    assert tp.stats()["compressed_calls"] == 1
 
 
 def _options_of_proposal(device: str) -> dict[str, Any]:
@@ -181,37 +172,29 @@ def test_devices_of_two_types_have_other_kernels() -> None:
     assert f"'cpu {version}' on rank 0 and 'meta {version}' on rank 2" in message
 
 
-def _second_life(rank: int) -> list[str]:
-    """Makes a group again over the store of the first, in which attach and options differed."""
+@on_ranks(backend=None)
+def test_a_group_that_is_made_again_knows_nothing_of_the_first(rank: int) -> None:
+    """Both share a store. Their options differ at first, and those of attach in the first one."""
     store = ranks.side_store()
-    errors = []
-    for rank_of_approximation in (1 + rank, 2):
-        for group_options in ({"random_seed": rank}, {}):
-            try:
-                dist.init_process_group(
-                    "cpu:powersgd", store=store, rank=rank, world_size=2, pg_options=group_options
-                )
-            except ValueError as error:
-                errors.append(str(error))
-                continue
-            try:
-                tp.attach(make_ddp(SHAPES), {"matrix_approximation_rank": rank_of_approximation})
-            except ValueError as error:
-                errors.append(str(error))
-            dist.barrier()
-            dist.destroy_process_group()
-    return errors
+
+    def init(**options: int) -> None:
+        dist.init_process_group(
+            "cpu:powersgd", store=store, rank=rank, world_size=2, pg_options=options
+        )
+
+    for attached in ([1, 2], [2, 2]):
+        with pytest.raises(ValueError, match="random_seed"):
+            init(random_seed=rank)
+        init()
+        differs = pytest.raises(ValueError, match="matrix_approximation_rank")
+        with differs if attached[0] != attached[1] else contextlib.nullcontext():
+            tp.attach(make_ddp(SHAPES), {"matrix_approximation_rank": attached[rank]})
+        dist.barrier()
+        dist.destroy_process_group()
 
 
-def test_a_group_that_is_made_again_knows_nothing_of_the_first() -> None:
-    for errors in ranks.run(2, _second_life, backend=None):
-        fields = ["random_seed", "matrix_approximation_rank", "random_seed"]
-        assert len(errors) == len(fields)
-        assert all(field in error for field, error in zip(fields, errors, strict=True))
-
-
-def _calls_often(rank: int) -> list[int]:
-    """The number of keys in the store after each of some calls."""
+@on_ranks(options=OPTIONS)
+def test_calls_leave_no_keys_in_the_store(rank: int) -> None:
     ddp, keys = make_ddp(SHAPES), []
     for _ in range(8):
         compression = tp.attach(ddp)
@@ -220,9 +203,4 @@ def _calls_often(rank: int) -> list[int]:
         dist.barrier()
         keys.append(world().get_group_store().num_keys())
         dist.barrier()
-    return keys
-
-
-def test_calls_leave_no_keys_in_the_store() -> None:
-    for keys in ranks.run(2, _calls_often, options=OPTIONS):
-        assert len(set(keys[1:])) == 1, keys
+    assert len(set(keys[1:])) == 1, keys

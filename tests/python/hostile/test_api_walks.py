@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from api_walk import WORLD_SIZE, ApiWalk
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,8 +21,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import torch_powersgd as tp
-from support.api_walk import WORLD_SIZE, ApiWalk
 from support.examples import FIXED
 from support.rank_pool import RankPool
 from support.state_damage import VALUES, Damage
@@ -69,6 +68,11 @@ DAMAGES = st.builds(
 )
 
 
+in_group = precondition(lambda self: self.grouped)
+with_module = precondition(lambda self: self.made and self.grouped)
+with_handle = precondition(lambda self: self.handled and self.grouped)
+
+
 class Walk(RuleBasedStateMachine):
     """The parent's side: it draws the calls, and compares the ranks' replies."""
 
@@ -78,7 +82,7 @@ class Walk(RuleBasedStateMachine):
 
     def clear(self) -> None:
         self.grouped = self.made = self.handled = self.attached = False
-        self.others = self.destroyed = self.saved = 0
+        self.others = self.saved = 0
 
     def all_ranks(self, method: str, *args: Any) -> Any:
         """Calls a method on all ranks, and returns what all of them reply."""
@@ -109,7 +113,7 @@ class Walk(RuleBasedStateMachine):
     def begin_again(self, options: dict[str, Any], module: bool) -> None:
         self.begin(options, module)
 
-    @precondition(lambda self: self.grouped)
+    @in_group
     @rule(
         dtype=st.sampled_from(["float32", "float32", "float64"]),
         arguments=st.sampled_from([{}, {"bucket_cap_mb": 0.002}, {"find_unused_parameters": True}]),
@@ -118,53 +122,48 @@ class Walk(RuleBasedStateMachine):
         self.all_ranks("make", dtype, arguments)
         self.made, self.handled, self.attached = True, False, False
 
-    @precondition(lambda self: self.made and self.grouped)
+    @with_module
     @rule(options=GIVEN)
     def attach(self, options: Any) -> None:
         begins = self.tries("attach", options)
         assert not (begins and self.attached), "a second attach is an error"
         self.handled, self.attached = self.handled or begins, self.attached or begins
 
-    @precondition(lambda self: self.made and self.grouped)
-    @rule()
-    def attach_with_the_options_of_the_group(self) -> None:
-        self.attach(None)
-
-    @precondition(lambda self: self.handled and self.grouped)
+    @with_handle
     @rule()
     def detach(self) -> None:
         self.all_ranks("check")
         assert self.tries("detach") == self.attached
         self.attached = False
 
-    @precondition(lambda self: self.made and self.grouped)
+    @with_module
     @rule(override=st.sampled_from([None, None, None, "always", "never"]), count=st.integers(1, 3))
     def step(self, override: str | None, count: int) -> None:
         for _ in range(count):
             self.all_ranks("step", override)
 
-    @precondition(lambda self: self.made and self.grouped)
+    @with_module
     @rule()
     def step_without_synchronization(self) -> None:
         self.all_ranks("step", None, True)
 
-    @precondition(lambda self: self.made and self.grouped)
+    @with_module
     @rule(where=st.sampled_from(["forward", "early", "late"]))
     def fail(self, where: str) -> None:
         kind, _ = self.all_ranks("fail", where)
         assert kind in ("AttributeError", "KeyError", "ArithmeticError", "dead"), kind
 
-    @precondition(lambda self: self.handled and self.grouped)
+    @with_handle
     @rule()
     def skip(self) -> None:
         assert self.tries("skip") == self.attached
 
-    @precondition(lambda self: self.handled and self.grouped)
+    @with_handle
     @rule(scale=st.sampled_from([1.0, 4, 2.0**15, 0, -1, None, "2", float("nan"), 10**400, []]))
     def set_scale(self, scale: Any) -> None:
         assert self.tries("set_scale", scale) == (scale in (1.0, 4, 2.0**15) and self.attached)
 
-    @precondition(lambda self: self.handled and self.grouped)
+    @with_handle
     @rule(per_rank=st.booleans())
     def save(self, per_rank: bool) -> None:
         saved = self.tries("save", per_rank)
@@ -182,30 +181,15 @@ class Walk(RuleBasedStateMachine):
     def load_something_else(self, index: int, damage: Damage) -> None:
         self.tries("load", index, damage)
 
-    @precondition(lambda self: self.grouped)
+    @in_group
     @rule()
     def check(self) -> None:
         self.all_ranks("check")
 
-    @precondition(lambda self: self.grouped)
+    @in_group
     @rule(reset=st.booleans())
     def stats(self, reset: bool) -> None:
         self.all_ranks("stats", reset)
-
-    @rule(
-        options=st.sampled_from(
-            [None, 5, {}, "x", tp.Options.hook_defaults(scope="never"), tp.Options.hook_defaults()]
-        )
-    )
-    def configure(self, options: Any) -> None:
-        assert self.tries("configure", options) == (
-            options is None or isinstance(options, tp.Options)
-        )
-
-    @rule()
-    def attach_what_has_no_gradients(self) -> None:
-        for kind, message in self.all_ranks("no_module"):
-            assert kind == "ValueError", message
 
     @precondition(lambda self: self.grouped and self.others < 3)
     @rule(options=GIVEN)
@@ -217,14 +201,8 @@ class Walk(RuleBasedStateMachine):
     def destroy_a_group(self, index: int) -> None:
         self.all_ranks("destroy_group", index)
         self.others -= 1
-        self.destroyed += 1
 
-    @precondition(lambda self: self.destroyed)
-    @rule()
-    def use_a_destroyed_group(self) -> None:
-        self.all_ranks("use_destroyed")
-
-    @precondition(lambda self: self.grouped)
+    @in_group
     @rule(
         index=st.integers(0, 9),
         numel=st.sampled_from([0, 1, 7, 300]),
@@ -233,17 +211,17 @@ class Walk(RuleBasedStateMachine):
     def all_reduce(self, index: int, numel: int, op: str) -> None:
         self.all_ranks("all_reduce", index, numel, op)
 
-    @precondition(lambda self: self.grouped)
-    @rule(which=st.integers(0, 7))
+    @in_group
+    @rule(which=st.integers(0, 4))
     def wrong_collective(self, which: int) -> None:
         assert self.all_ranks("wrong_collective", which)
 
-    @precondition(lambda self: self.grouped)
+    @in_group
     @rule()
     def end(self) -> None:
         self.all_ranks("end")
         self.grouped = False
-        self.others = self.destroyed = 0
+        self.others = 0
 
     @precondition(lambda self: self.handled and not self.grouped)
     @rule()
@@ -261,14 +239,10 @@ def _pool() -> Iterator[None]:
     POOL.close()
 
 
-def test_walks() -> None:
+@pytest.mark.parametrize(
+    ("walks", "calls"), [(20, 25), pytest.param(400, 50, marks=pytest.mark.long)]
+)
+def test_walks(walks: int, calls: int) -> None:
     run_state_machine_as_test(
-        Walk, settings=settings(FIXED, max_examples=40, stateful_step_count=25)
-    )
-
-
-@pytest.mark.long
-def test_many_walks() -> None:
-    run_state_machine_as_test(
-        Walk, settings=settings(FIXED, max_examples=400, stateful_step_count=50)
+        Walk, settings=settings(FIXED, max_examples=walks, stateful_step_count=calls)
     )

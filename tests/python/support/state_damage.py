@@ -27,6 +27,21 @@ class Unprintable:
     __hash__ = None  # type: ignore[assignment]
 
 
+Outcome = tuple[str, str]  # the type of an error and its message, both empty without one
+
+
+def outcome_of(call: Callable[[], Any]) -> Outcome:
+    """The error of a call. An error that names C++ types in place of the cause fails the test."""
+    try:
+        call()
+    except Exception as error:
+        found = type(error).__name__, str(error)
+    else:
+        return "", ""
+    assert "incompatible function arguments" not in found[1], found
+    return found
+
+
 def _like(value: Any) -> torch.Tensor:
     """The tensor that is replaced, or one where there is another value."""
     return value.clone() if isinstance(value, torch.Tensor) else torch.ones(3, 4)

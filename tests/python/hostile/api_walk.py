@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
-from support.state_damage import Damage
+from support.state_damage import Damage, Outcome, outcome_of
 from support.synthetic import (
     SHAPES,
     Ledger,
@@ -39,9 +39,6 @@ SECONDS = 300  # the time-out of the groups, longer than the patience of the poo
 # The identity over some 20 steps in float32, as in test_identity; loading rounds once more.
 TOLERANCE = 5e-5
 EXACT = 1e-6  # a mean of two float32 numbers is rounded once or twice
-NO_NAMES = "incompatible function arguments"  # the beginning of an error of pybind11
-
-Outcome = tuple[str, str]  # the type of an error and its message, both empty without one
 
 
 class Raise(torch.autograd.Function):
@@ -56,18 +53,6 @@ class Raise(torch.autograd.Function):
         raise ArithmeticError("this backward pass fails")
 
 
-def outcome_of(call: Callable[[], Any]) -> Outcome:
-    """The error of a call. An error that names C++ types in place of the cause fails the walk."""
-    try:
-        call()
-    except Exception as error:
-        found = type(error).__name__, str(error)
-    else:
-        return "", ""
-    assert NO_NAMES not in found[1], found
-    return found
-
-
 class ApiWalk:
     """The groups and the module of one rank."""
 
@@ -76,7 +61,6 @@ class ApiWalk:
         self.ddp: DistributedDataParallel | None = None
         self.compression: tp.Compression | None = None
         self.groups: list[Any] = []
-        self.destroyed: list[Any] = []
         self.saved: list[tuple[bytes, Ledger, bool, Any]] = []
         self._forget()
 
@@ -108,8 +92,7 @@ class ApiWalk:
         return repr(tp.stats()["starts_at"])
 
     def end(self) -> None:
-        tp.configure(None)
-        self.groups, self.destroyed = [], []
+        self.groups = []
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -120,9 +103,7 @@ class ApiWalk:
         )
 
     def destroy_group(self, index: int) -> None:
-        group = self.groups.pop(index % len(self.groups))
-        self.destroyed.append(group)
-        dist.destroy_process_group(group)
+        dist.destroy_process_group(self.groups.pop(index % len(self.groups)))
 
     def all_reduce(self, index: int, numel: int, op: str) -> str:
         """Sums integers, which no scope compresses."""
@@ -133,16 +114,6 @@ class ApiWalk:
         expected = {"SUM": 2 * plain + 1, "MAX": plain + 1, "MIN": plain}[op]
         assert torch.equal(tensor, expected), (op, numel)
         return op
-
-    def use_destroyed(self) -> list[Outcome]:
-        """Uses a group that was destroyed. Any error will do, as torch itself has several."""
-        group = self.destroyed[-1]
-        calls: list[Callable[[], Any]] = [
-            lambda: tp.stats(group),
-            lambda: tp.attach({"w": torch.ones(3)}, group=group),
-            lambda: dist.all_reduce(torch.ones(3), group=group),
-        ]
-        return [(outcome_of(call)[0], "") for call in calls]
 
     # The module.
 
@@ -302,29 +273,16 @@ class ApiWalk:
             self.handle.reset_stats()
         return found["compressed_calls"], found["exact_calls"]
 
-    def configure(self, options: Any) -> Outcome:
-        return outcome_of(lambda: tp.configure(options))
-
     def wrong_collective(self, which: int) -> str:
         """A collective whose arguments no backend takes, or that it refuses on every rank."""
         calls: list[Callable[[], Any]] = [
             lambda: dist.broadcast(torch.ones(3), group_src=WORLD_SIZE),
-            lambda: dist.all_gather([torch.empty(3)], torch.ones(3)),
             lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND),
             lambda: dist.all_reduce(torch.ones(3).to(torch.float8_e4m3fn)),
             lambda: dist.all_to_all_single(torch.empty(3), torch.ones(4)),
-            lambda: dist.reduce_scatter_tensor(torch.empty(3), torch.ones(5)),
-            lambda: dist.send(torch.ones(3), self.rank),
             lambda: dist.all_reduce_coalesced([torch.ones(3), torch.ones(3).int()]),
         ]
-        return outcome_of(calls[which % len(calls)])[0]
-
-    def no_module(self) -> list[Outcome]:
-        """Attaches things that have no gradients."""
-        linear = torch.nn.Linear(2, 2)
-        tensors: list[Any] = [{}, {5: torch.ones(3)}, {"w": 5}, {"w": torch.ones(3).int()}]
-        things = [None, 5, "module", [], object(), linear, *tensors]
-        return [outcome_of(lambda t=thing: tp.attach(t)) for thing in things]  # type: ignore[misc]
+        return outcome_of(calls[which])[0]
 
 
 def _raise(gradient: torch.Tensor) -> None:

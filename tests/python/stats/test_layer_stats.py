@@ -11,10 +11,10 @@ import torch
 
 import torch_powersgd as tp
 from support import ranks
+from support.on_ranks import on_ranks
 from support.synthetic import (
     COMPRESSED,
     SHAPES,
-    Shapes,
     Tensors,
     gradients,
     make_compressed,
@@ -24,15 +24,8 @@ from support.synthetic import (
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=2)
 FIELDS = {
-    "rows",
-    "cols",
-    "rank",
-    "bytes_before",
-    "bytes_after",
-    "residual",
-    "gradient",
-    "residual_ratio",
-    "captured",
+    *("rows", "cols", "rank", "bytes_before", "bytes_after"),
+    *("residual", "gradient", "residual_ratio", "captured"),
 }
 
 
@@ -51,16 +44,16 @@ def _local_residuals(compression: tp.Compression) -> Tensors:
     }
 
 
-def _checked(rank: int, options: tp.Options, shapes: Shapes, rel: float) -> None:
-    ddp, compression = make_compressed(shapes, options)
-    step(ddp, gradients(shapes, rank, 0))  # exact
+def _check_norms(rank: int, fields: dict[str, Any], rel: float) -> None:
+    ddp, compression = make_compressed(SHAPES, fields)
+    step(ddp, gradients(SHAPES, rank, 0))  # exact
     for layer in _layers(compression).values():
         assert layer.keys() == FIELDS
         assert layer["residual"] == 0
         assert layer["captured"] is layer["gradient"] is layer["residual_ratio"] is None
     residuals = {name: torch.zeros(()) for name in COMPRESSED}
     for i in range(1, 6):
-        mine = gradients(shapes, rank, i)
+        mine = gradients(SHAPES, rank, i)
         outputs = step(ddp, mine)
         layers = _layers(compression)
         before, residuals = residuals, _local_residuals(compression)
@@ -81,20 +74,19 @@ def _checked(rank: int, options: tp.Options, shapes: Shapes, rel: float) -> None
 
 
 @pytest.mark.parametrize(
-    ("fields", "rel"),
+    ("world_size", "fields", "rel"),
     [
-        pytest.param({}, 1e-4, id="float32"),
-        pytest.param({"wire_dtype": torch.int8}, 0.02, id="int8"),
-        pytest.param({"residual_dtype": torch.bfloat16}, 0.02, id="bfloat16 residual"),
+        pytest.param(3, {}, 1e-4, id="float32"),
+        pytest.param(2, {"wire_dtype": torch.int8}, 0.02, id="int8"),
+        pytest.param(2, {"residual_dtype": torch.bfloat16}, 0.02, id="bfloat16 residual"),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
 def test_norms_of_the_last_step(world_size: int, fields: dict[str, Any], rel: float) -> None:
-    options = dataclasses.replace(OPTIONS, **fields)
-    ranks.run(world_size, _checked, options, SHAPES, rel, options=options)
+    ranks.run(world_size, _check_norms, fields, rel, options=OPTIONS)
 
 
-def _bytes(rank: int) -> None:
+@on_ranks(options=OPTIONS)
+def test_bytes_of_each_layer_and_flat_names(rank: int) -> None:
     ddp, compression = make_compressed(SHAPES)
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
@@ -113,26 +105,8 @@ def _bytes(rank: int) -> None:
     assert "layers" not in compression.stats()
 
 
-def test_bytes_of_each_layer_and_flat_names() -> None:
-    ranks.run(2, _bytes, options=OPTIONS)
-
-
-def _of_exact_rank(rank: int) -> None:
-    """A gradient of rank 1 is captured whole from the second step on."""
-    ddp, compression = make_compressed({"weight": (40, 30)})
-    for i in range(4):
-        left, right = torch.arange(1.0, 41), torch.linspace(-1, 1, 30)
-        step(ddp, {"weight": torch.outer(left, right) * (1 + rank + i)})
-    layer = _layers(compression)["weight"]
-    assert layer["captured"] == pytest.approx(1, abs=1e-5)
-    assert layer["residual_ratio"] < 1e-3
-
-
-def test_a_gradient_of_low_rank_is_captured_whole() -> None:
-    ranks.run(2, _of_exact_rank, options=OPTIONS)
-
-
-def _nothing_delivered(rank: int) -> None:
+@on_ranks(options=OPTIONS)
+def test_a_step_that_delivered_nothing_captured_nothing(rank: int) -> None:
     ddp, compression = make_compressed(SHAPES, find_unused_parameters=True)
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
@@ -147,11 +121,8 @@ def _nothing_delivered(rank: int) -> None:
     assert all(layer["captured"] is None for layer in _layers(compression).values())
 
 
-def test_a_step_that_delivered_nothing_captured_nothing() -> None:
-    ranks.run(2, _nothing_delivered, options=OPTIONS)
-
-
-def _without_feedback(rank: int) -> None:
+@on_ranks(options=dataclasses.replace(OPTIONS, use_error_feedback=False))
+def test_without_error_feedback_nothing_is_known_of_m(rank: int) -> None:
     ddp, compression = make_compressed(SHAPES)
     for i in range(3):
         step(ddp, gradients(SHAPES, rank, i))
@@ -161,11 +132,8 @@ def _without_feedback(rank: int) -> None:
     assert layer["gradient"] > 0
 
 
-def test_without_error_feedback_nothing_is_known_of_m() -> None:
-    ranks.run(2, _without_feedback, options=dataclasses.replace(OPTIONS, use_error_feedback=False))
-
-
-def _scaled(rank: int) -> None:
+@on_ranks(options=OPTIONS)
+def test_norms_are_in_the_units_of_the_loss_scale(rank: int) -> None:
     ddp, compression = make_compressed(SHAPES)
     for i in range(3):
         step(ddp, {name: 8 * g for name, g in gradients(SHAPES, rank, i).items()})
@@ -176,7 +144,3 @@ def _scaled(rank: int) -> None:
         assert after[name] == pytest.approx(before[name] / 8, rel=1e-6)
     for name in ("residual_ratio", "captured"):
         assert after[name] == pytest.approx(before[name], rel=1e-6)
-
-
-def test_norms_are_in_the_units_of_the_loss_scale() -> None:
-    ranks.run(2, _scaled, options=OPTIONS)

@@ -49,11 +49,6 @@ def test_the_struct_has_the_fields() -> None:
     assert _members_of_struct(header.read_text()) == list(FIELDS)
 
 
-def test_members_of_a_struct_are_found() -> None:
-    source = "struct Options {\n  bool a = true;  // b = 3;\n\n  std::optional<DType> c;\n};\n"
-    assert _members_of_struct(source) == ["a", "c"]
-
-
 def test_the_table_has_the_fields() -> None:
     # The bindings define a property for each row of the table.
     assert [n for n, v in vars(_C.Options).items() if isinstance(v, property)] == list(FIELDS)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
+from support.on_ranks import on_ranks
 from support.synthetic import gradients, make_compressed, make_ddp, step
 from torch_powersgd.units import size_text
 
@@ -71,33 +72,14 @@ def test_attach_in_a_group_of_one_says_that_nothing_is_sent() -> None:
     assert "one process" in quiet
 
 
-def _attach_line_of_torchrun(rank: int, on_this_host: int) -> str:
+@pytest.mark.parametrize("on_this_host", [1, 2])
+@on_ranks()
+def test_attach_on_one_host_says_that_it_may_gain_nothing(rank: int, on_this_host: int) -> None:
     os.environ.update({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(on_this_host)})
-    return _heard(tp.attach, make_ddp(SHAPES), OPTIONS)
-
-
-def test_attach_on_one_host_says_that_it_may_gain_nothing() -> None:
+    said = _heard(tp.attach, make_ddp(SHAPES), OPTIONS)
     end = "; all processes are on this host, where plain averaging may be as fast\n"
-    for on_this_host in (1, 2):
-        first, second = ranks.run(2, _attach_line_of_torchrun, on_this_host)
-        assert first.endswith(end) == (on_this_host == 2)
-        assert second == ""
-
-
-def _nothing_to_compress(rank: int) -> str:
-    logging.getLogger("torch_powersgd").addHandler(logging.StreamHandler(logs := io.StringIO()))
-    logging.getLogger("torch_powersgd").setLevel(logging.INFO)
-    ddp = make_ddp(SHAPES)
-    tp.attach(ddp, {"matrix_approximation_rank": 600, "start_powerSGD_iter": 1})
-    for i in range(3):
-        step(ddp, gradients(SHAPES, rank, i))
-    return logs.getvalue()
-
-
-def test_a_model_that_is_not_compressed_does_not_say_that_compression_starts() -> None:
-    first, second = ranks.run(2, _nothing_to_compress)
-    assert "no parameter is compressed" in first
-    assert "compression starts" not in first + second
+    assert (said != "") == (rank == 0)
+    assert said.endswith(end) == (rank == 0 and on_this_host == 2)
 
 
 def _short_job(rank: int, attached: bool, steps: int, read: bool) -> tuple[str, str, str]:
@@ -114,85 +96,43 @@ def _short_job(rank: int, attached: bool, steps: int, read: bool) -> tuple[str, 
 
 
 @pytest.mark.parametrize("attached", [True, False])
-def test_a_job_that_ends_before_compression_starts_says_so_once(attached: bool) -> None:
+@pytest.mark.parametrize("read", [True, False])
+def test_a_job_that_ends_before_compression_starts_says_so_once(attached: bool, read: bool) -> None:
     options = tp.Options.hook_defaults(
         matrix_approximation_rank=2, start_powerSGD_iter=40, min_numel=64
     )
-    said = NOT_STARTED.format(3, 40)
-    for read in (True, False):
-        first, second = ranks.run(2, _short_job, attached, 3, read, options=options)
-        assert [text.count(said) for text in first] == ([1, 0, 0] if read else [0, 0, 1])
-        assert second == ("", "", "")  # one rank speaks
+    first, second = ranks.run(2, _short_job, attached, 3, read, options=options)
+    said = [text.count(NOT_STARTED.format(3, 40)) for text in first]
+    assert said == ([1, 0, 0] if read else [0, 0, 1])
+    assert second == ("", "", "")  # one rank speaks
 
 
-def test_stats_say_nothing_if_compression_starts_soon() -> None:
+def test_stats_say_nothing_if_compression_starts_soon_or_has_started() -> None:
     options = tp.Options.hook_defaults(**OPTIONS, min_numel=64)
     first, _ = ranks.run(2, _short_job, True, 3, True, options=options)
     assert first[:2] == ("", "")
     assert first[2].count(NOT_STARTED.format(3, 4)) == 1
-
-
-def test_a_job_that_compresses_says_nothing_at_its_end() -> None:
     for attached in (True, False):
-        options = tp.Options.hook_defaults(**OPTIONS, min_numel=64)
-        for _, _, end in ranks.run(2, _short_job, attached, 6, True, options=options):
-            assert NOT_STARTED[:20] not in end
-
-
-def _destroy(rank: int) -> None:
-    dist.all_reduce(torch.ones(3))
-
-
-def test_a_group_without_attach_ends_without_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
-    ranks.run(2, _destroy)
-    assert "No backend of type" not in capfd.readouterr().err
+        for lines in ranks.run(2, _short_job, attached, 6, True, options=options):
+            assert NOT_STARTED[:20] not in "".join(lines)
 
 
 def _starts(stats: dict[str, Any]) -> tuple[bool, int | None]:
     return stats["compressing"], stats["starts_at"]
 
 
-def _flags(rank: int) -> tuple[list[Any], list[Any], Any]:
-    """Returns the flags of the group and of a module at each step, and of one that never starts."""
+@on_ranks()
+def test_stats_say_whether_and_when_compression_starts(rank: int) -> None:
     ddp = make_ddp(SHAPES)
-    of_group = [_starts(tp.stats())]
+    assert _starts(tp.stats()) == (False, 10)
     compression = tp.attach(ddp, OPTIONS)
-    of_module = []
     for i in range(5):
-        of_module.append(_starts(compression.stats()))
-        of_group.append(_starts(tp.stats()))
+        assert _starts(compression.stats()) == (i == 4, 4)
+        assert _starts(tp.stats()) == (False, 4)
         step(ddp, gradients(SHAPES, rank, i))
-    of_group.append(_starts(tp.stats()))
+    assert _starts(tp.stats()) == (True, 4)
     _never, none = make_compressed(SHAPES, {"matrix_approximation_rank": 600})
-    return of_group, of_module, _starts(none.stats())
-
-
-def test_stats_say_whether_and_when_compression_starts() -> None:
-    of_group = [(False, 10), *[(False, 4)] * 5, (True, 4)]
-    of_module = [*[(False, 4)] * 4, (True, 4)]
-    assert ranks.run(2, _flags) == [(of_group, of_module, (False, None))] * 2
-
-
-def _two_modules(rank: int) -> list[Any]:
-    """The counts and the notices of two modules of one group, of which one compresses."""
-    ddps = [make_ddp(SHAPES) for _ in range(2)]
-    handles = [
-        tp.attach(ddp, {**OPTIONS, "start_powerSGD_iter": start})
-        for ddp, start in zip(ddps, (1, 40), strict=True)
-    ]
-    for ddp, steps in zip(ddps, (3, 2), strict=True):
-        for i in range(steps):
-            step(ddp, gradients(SHAPES, rank, i))
-    counts, total = [handle.stats() for handle in handles], tp.stats()
-    for name in ("steps", "compressed_calls", "exact_calls", "bytes_before", "bytes_after"):
-        assert sum(count[name] for count in counts) == total[name], name
-    handles[0].reset_stats()
-    after = handles[0].stats()
-    return [[count["steps"] for count in counts], after["steps"], after["compressed_calls"]]
-
-
-def test_each_module_has_its_own_counts() -> None:
-    assert ranks.run(2, _two_modules) == [[[3, 2], 3, 0]] * 2
+    assert _starts(none.stats()) == (False, None)
 
 
 @pytest.mark.parametrize(

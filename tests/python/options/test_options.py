@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 import torch_powersgd as tp
@@ -28,26 +26,22 @@ FIELDS = {field.name: field for field in dataclasses.fields(tp.Options)}
 # Another type is bad even where C++ would convert it. The options are compared between ranks, and
 # printed, as they were given.
 VALUES: dict[str, tuple[Any, str, list[Any]]] = {
-    "matrix_approximation_rank": (4, "4", [0, -1, 1025, 2**40, 2**70, 1.5, "4", None, math.nan]),
-    "start_powerSGD_iter": (7, "7", [-1, 2**70, 1.5, "7", None]),
-    "min_compression_rate": (1.5, "1.5", [0, -2.5, math.inf, math.nan, "2", None, 1j]),
-    "use_error_feedback": (False, "false", ["no", None, 2, 0.5, []]),
-    "warm_start": (False, "0", ["yes", None, -1, 0.0, {}]),
-    "orthogonalization_epsilon": (1e-6, "1e-6", [-1e-9, 1.5, math.inf, math.nan, "0", None]),
-    "random_seed": (3, "3", [-1, 2**70, 0.5, "3", None]),
-    "compression_stats_logging_frequency": (5, "5", [0, -3, 2**70, 2.5, "5", None]),
-    "scope": ("always", "always", ["", "Always", "some", None, 3, b"always"]),
-    "min_numel": (9, "9", [0, -9, 2**70, 9.5, "9", None]),
-    "inner": ("gloo", "gloo", ["", None, 3, b"gloo", "mpi", "powersgd", "glo"]),
-    "wire_dtype": (
-        torch.bfloat16,
-        "bfloat16",
-        [torch.float64, torch.int32, torch.complex64, "float64", "int2", "", 3, b"int8"],
-    ),
-    "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int8", None, 3]),
-    "warm_start_noise": (0.2, "0.2", [-0.1, math.inf, math.nan, "0", None]),
-    "check_every": (50, "50", [-1, 1.5, "often", None]),
-    "allow_discard": (True, "true", ["on demand", None, 3, 0.5, []]),
+    "matrix_approximation_rank": (4, "4", [0, -1, 1025, 2**40, 2**70, 1.5, "4", math.nan]),
+    "start_powerSGD_iter": (7, "7", [-1, 2**70]),
+    "min_compression_rate": (1.5, "1.5", [0, -2.5, math.inf, math.nan, "2", 1j]),
+    "use_error_feedback": (False, "FALSE", ["no", 2, 0.5]),
+    "warm_start": (False, "0", [None, -1]),
+    "orthogonalization_epsilon": (1e-6, "1e-6", [-1e-9, 1.5, math.inf, math.nan]),
+    "random_seed": (3, "3", [-1, 2**70]),
+    "compression_stats_logging_frequency": (5, "5", [0, -3, 2**70]),
+    "scope": ("always", "always", ["", "Always", "some", 3, b"always"]),
+    "min_numel": (9, "9", [0, -9, 2**70]),
+    "inner": ("gloo", "gloo", ["", b"gloo", "mpi", "powersgd", "glo", "Gloo"]),
+    "wire_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int2", "", b"int8"]),
+    "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int8", 3]),
+    "warm_start_noise": (0.2, "0.2", [-0.1, math.inf, math.nan]),
+    "check_every": (50, "50", [-1]),
+    "allow_discard": (True, "1", ["on demand", 3]),
 }
 # The fields in which the defaults of torch's hook differ from ours.
 HOOKS: dict[str, Any] = {
@@ -55,6 +49,12 @@ HOOKS: dict[str, Any] = {
     "start_powerSGD_iter": 1000,
     "wire_dtype": None,
 }
+# The fields that the hook has as well.
+SHARED = [
+    *("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate"),
+    *("use_error_feedback", "warm_start", "orthogonalization_epsilon"),
+    "compression_stats_logging_frequency",
+]
 BAD = [(name, value) for name, (_, _, bad) in VALUES.items() for value in bad]
 
 
@@ -78,29 +78,14 @@ def test_the_defaults() -> None:
 def test_hook_defaults_are_the_hooks() -> None:
     hook = PowerSGDState(process_group=None)
     ours = tp.Options.hook_defaults()
-    shared = [
-        "matrix_approximation_rank",
-        "start_powerSGD_iter",
-        "min_compression_rate",
-        "use_error_feedback",
-        "warm_start",
-        "orthogonalization_epsilon",
-        "compression_stats_logging_frequency",
-    ]
-    assert {name: getattr(ours, name) for name in shared} == {
-        name: getattr(hook, name) for name in shared
+    assert {name: getattr(ours, name) for name in SHARED} == {
+        name: getattr(hook, name) for name in SHARED
     }
     # The hook keeps a generator and not its seed, which is 0 by default.
     expected = np.random.RandomState(ours.random_seed).randint(1_000_000_000)
     assert hook.rng.randint(1_000_000_000) == expected
     on_top = tp.Options.hook_defaults(matrix_approximation_rank=8, min_numel=9)
     assert on_top == dataclasses.replace(ours, matrix_approximation_rank=8, min_numel=9)
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_accepts_a_good_value(name: str) -> None:
-    value = VALUES[name][0]
-    assert getattr(tp.Options(**{name: value}), name) == value
 
 
 @pytest.mark.parametrize(("name", "value"), BAD)
@@ -110,44 +95,6 @@ def test_refuses_a_bad_value(name: str, value: Any) -> None:
     message = str(raised.value)
     assert _text_of(value) in message, "names the value"
     assert re.search(r"must be .+", message.split(", got")[0]), "names what is allowed"
-
-
-WRONG_TYPES = st.one_of(st.none(), st.binary(max_size=3), st.tuples(), st.complex_numbers())
-
-
-@settings(deadline=None)
-@given(name=st.sampled_from(sorted(set(FIELDS) - {"wire_dtype"})), value=WRONG_TYPES)
-def test_refuses_any_other_type(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=name):
-        tp.Options(**{name: value})
-
-
-@settings(deadline=None)
-@given(rank=st.integers())
-def test_rank_is_1_to_1024(rank: int) -> None:
-    if 1 <= rank <= 1024:
-        assert tp.Options(matrix_approximation_rank=rank).matrix_approximation_rank == rank
-    else:
-        with pytest.raises(ValueError, match="matrix_approximation_rank"):
-            tp.Options(matrix_approximation_rank=rank)
-
-
-@settings(deadline=None)
-@given(rate=st.floats())
-def test_compression_rate_is_finite_and_positive(rate: float) -> None:
-    if math.isfinite(rate) and rate > 0:
-        assert tp.Options(min_compression_rate=rate).min_compression_rate == rate
-    else:
-        with pytest.raises(ValueError, match="min_compression_rate"):
-            tp.Options(min_compression_rate=rate)
-
-
-@settings(deadline=None)
-@given(scope=st.text(max_size=12))
-def test_scope_is_one_of_four(scope: str) -> None:
-    if scope not in ("backward", "attached", "always", "never"):
-        with pytest.raises(ValueError, match="scope"):
-            tp.Options(scope=scope)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +114,6 @@ def test_a_wire_dtype_has_one_form(given: Any, held: Any) -> None:
     assert ours.wire_dtype == held
     assert type(ours.wire_dtype) is type(held)
     assert tp.Options(**json.loads(json.dumps(ours._plain()))) == ours
-
-
-def test_the_other_dtypes_may_be_names() -> None:
-    ours = tp.Options(wire_dtype="float16", residual_dtype="bfloat16")
-    assert (ours.wire_dtype, ours.residual_dtype) == (torch.float16, torch.bfloat16)
 
 
 def test_fields_that_need_another_one() -> None:
@@ -214,24 +156,15 @@ def test_environment_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     ("name", "text"),
     [
         ("matrix_approximation_rank", "0"),
-        ("matrix_approximation_rank", "four"),
         ("matrix_approximation_rank", "1.5"),
         ("matrix_approximation_rank", ""),
         ("min_compression_rate", "nan"),
         ("min_compression_rate", "two"),
-        ("use_error_feedback", "2"),
         ("warm_start", "perhaps"),
-        ("orthogonalization_epsilon", "1"),
-        ("random_seed", "-1"),
-        ("compression_stats_logging_frequency", "0"),
         ("scope", "everything"),
         ("min_numel", "1e6"),
-        ("inner", ""),
-        ("wire_dtype", "int2"),
         ("wire_dtype", "float64"),
         ("residual_dtype", "none"),
-        ("warm_start_noise", "-0.5"),
-        ("check_every", "-1"),
     ],
 )
 def test_bad_environment_variable(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,22 +195,10 @@ def test_an_unknown_variable_is_warned_of_once(
     assert record.levelname == "WARNING"
     assert "POWERSGD_RANK is not an option and has no effect" in record.getMessage()
     assert "did you mean POWERSGD_MATRIX_APPROXIMATION_RANK?" in record.getMessage()
-
-
-@pytest.mark.usefixtures("_first_look")
-def test_one_rank_of_a_machine_warns(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("POWERSGD_RANK", "4")
+    options._warn_of_unknown_variables.cache_clear()
     monkeypatch.setenv("LOCAL_RANK", "1")
     resolve(None)
-    assert caplog.records == []
-
-
-@pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("0", False)])
-def test_truth_in_the_environment(text: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POWERSGD_WARM_START", text)
-    assert resolve(None).warm_start is value
+    assert caplog.records == [record], "one rank of a machine warns"
 
 
 def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,14 +214,6 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve(None) == tp.Options(matrix_approximation_rank=2, min_numel=22)
 
 
-def test_a_mapping_sets_fields_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POWERSGD_MIN_NUMEL", "22")
-    assert resolve({"scope": "always"}) == tp.Options(scope="always", min_numel=22)
-    tp.configure(tp.Options(matrix_approximation_rank=3))
-    assert resolve({"scope": "always"}) == tp.Options(scope="always", matrix_approximation_rank=3)
-    assert resolve({}) == tp.Options(matrix_approximation_rank=3)
-
-
 def test_a_mapping_is_validated() -> None:
     with pytest.raises(ValueError, match="^pg_options: scope must be"):
         resolve({"scope": "some"})
@@ -308,41 +221,22 @@ def test_a_mapping_is_validated() -> None:
         dataclasses.replace(tp.Options(), scope="some")
 
 
-@pytest.mark.parametrize("given", [3, "always", [("scope", "always")], object()])
-def test_what_pg_options_may_be(given: Any) -> None:
-    with pytest.raises(ValueError, match="pg_options"):
-        resolve(given)
-
-
-def test_configure_takes_options_only() -> None:
-    with pytest.raises(ValueError, match="configure"):
-        tp.configure({"scope": "always"})  # type: ignore[arg-type]
-
-
 def test_from_hook_state() -> None:
-    state = PowerSGDState(
-        process_group=None,
-        matrix_approximation_rank=3,
-        start_powerSGD_iter=12,
-        min_compression_rate=1.25,
-        use_error_feedback=False,
-        warm_start=False,
-        orthogonalization_epsilon=1e-8,
-        compression_stats_logging_frequency=17,
-    )
-    expected = tp.Options(
-        matrix_approximation_rank=3,
-        wire_dtype=None,
-        start_powerSGD_iter=12,
-        min_compression_rate=1.25,
-        use_error_feedback=False,
-        warm_start=False,
-        orthogonalization_epsilon=1e-8,
-        compression_stats_logging_frequency=17,
-    )
-    assert tp.Options.from_hook_state(state) == expected
+    fields: dict[str, Any] = {
+        "matrix_approximation_rank": 3,
+        "start_powerSGD_iter": 12,
+        "min_compression_rate": 1.25,
+        "use_error_feedback": False,
+        "warm_start": False,
+        "orthogonalization_epsilon": 1e-8,
+        "compression_stats_logging_frequency": 17,
+    }
+    assert fields.keys() == set(SHARED)
+    state = PowerSGDState(process_group=None, **fields)
+    assert tp.Options.from_hook_state(state) == tp.Options(wire_dtype=None, **fields)
+    fields |= {"random_seed": 5, "warm_start": True}
     on_top = tp.Options.from_hook_state(state, random_seed=5, warm_start=True)
-    assert on_top == dataclasses.replace(expected, random_seed=5, warm_start=True)
+    assert on_top == tp.Options(wire_dtype=None, **fields)
     assert tp.Options.from_hook_state(PowerSGDState(None)) == tp.Options.hook_defaults()
 
 

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
-from support import ranks
+from support.on_ranks import on_ranks
 from support.synthetic import (
     gradient,
     gradients,
@@ -29,27 +26,25 @@ NUMEL = 128 * 64 + 128 + 32 * 144 + 64
 SENT = 2 * (128 + 64) + 2 * (32 + 144) + 128 + 64 + 2 + 1
 
 STAGES = {"project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "reconstruct"}
-KEYS = {
-    "compressing",
-    "starts_at",
-    "steps",
-    "skipped_steps",
-    "saturated_steps",
-    "differences",
-    "compressed_calls",
-    "exact_calls",
-    "bytes_before",
-    "bytes_after",
-    "ratio",
-    "compressed_ratio",
-    "seconds",
-    "residual_norms",
+COUNTS = {
+    *("steps", "skipped_steps", "saturated_steps", "differences"),
+    *("compressed_calls", "exact_calls", "bytes_before", "bytes_after"),
 }
+KEYS = COUNTS | {"compressing", "starts_at", "ratio", "compressed_ratio", "seconds"}
+KEYS |= {"residual_norms"}
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=2)
 
 
-def _attached(rank: int, dtype: torch.dtype, width: int, factor_width: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "width", "factor_width"),
+    [(torch.float32, 4, 4), (torch.float64, 8, 8), (torch.bfloat16, 2, 4)],
+    ids=str,
+)
+@on_ranks(options=OPTIONS)
+def test_bytes_of_an_attached_model(
+    rank: int, dtype: torch.dtype, width: int, factor_width: int
+) -> None:
     ddp, compression = make_compressed(SHAPES, dtype=dtype)
     fresh = compression.stats()
     assert fresh.keys() == KEYS
@@ -57,11 +52,8 @@ def _attached(rank: int, dtype: torch.dtype, width: int, factor_width: int) -> N
     assert fresh["residual_norms"] == {f"weights.{name}": 0 for name in SHAPES}
     assert fresh["seconds"] == dict.fromkeys(STAGES, 0)
     assert fresh["ratio"] == fresh["compressed_ratio"] == 1
-    assert fresh["compressing"] is False
-    assert fresh["starts_at"] == 2
-    counters = KEYS - {"residual_norms", "seconds"}
-    counters -= {"ratio", "compressed_ratio", "compressing", "starts_at"}
-    assert {fresh[key] for key in counters} == {0}
+    assert (fresh["compressing"], fresh["starts_at"]) == (False, 2)
+    assert {fresh[key] for key in COUNTS} == {0}
     exact = 0
     for i in range(7):
         step(ddp, gradients(SHAPES, rank, i, dtype))
@@ -83,37 +75,8 @@ def _attached(rank: int, dtype: torch.dtype, width: int, factor_width: int) -> N
     assert all(seconds > 0 for seconds in now["seconds"].values())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width", "factor_width"),
-    [(torch.float32, 4, 4), (torch.float64, 8, 8), (torch.float16, 2, 4), (torch.bfloat16, 2, 4)],
-    ids=str,
-)
-def test_bytes_of_an_attached_model(dtype: torch.dtype, width: Any, factor_width: Any) -> None:
-    ranks.run(2, _attached, dtype, width, factor_width, options=OPTIONS)
-
-
-def _reset(rank: int) -> None:
-    ddp, compression = make_compressed(SHAPES)
-    for i in range(5):
-        step(ddp, gradients(SHAPES, rank, i))
-    compression.reset_stats()
-    now = compression.stats()
-    assert (now["starts_at"], now["compressing"], now["steps"]) == (2, True, 5)
-    assert now["seconds"] == dict.fromkeys(STAGES, 0)
-    for key in ("compressed_calls", "exact_calls", "bytes_before", "bytes_after"):
-        assert now[key] == 0
-    step(ddp, gradients(SHAPES, rank, 5))
-    now = compression.stats()
-    assert (now["steps"], now["compressed_calls"], now["exact_calls"]) == (6, 1, 0)
-    assert (now["bytes_before"], now["bytes_after"]) == (4 * NUMEL, 4 * SENT)
-    assert now["ratio"] == now["compressed_ratio"] == pytest.approx(NUMEL / SENT, rel=1e-12)
-
-
-def test_counts_start_anew_after_a_reset() -> None:
-    ranks.run(2, _reset, options=OPTIONS)
-
-
-def _scalars(rank: int) -> None:
+@on_ranks(options=OPTIONS)
+def test_flat_stats_are_scalars(rank: int) -> None:
     ddp, compression = make_compressed(SHAPES)
     step(ddp, gradients(SHAPES, rank, 0))
     nested, flat = compression.stats(), compression.stats(flat=True)
@@ -126,11 +89,8 @@ def _scalars(rank: int) -> None:
     assert tp.stats(flat=True).keys() == {name for name in flat if "residual_norms" not in name}
 
 
-def test_flat_stats_are_scalars() -> None:
-    ranks.run(2, _scalars, options=OPTIONS)
-
-
-def _flat(rank: int) -> None:
+@on_ranks(options=tp.Options.hook_defaults(start_powerSGD_iter=1, min_numel=1))
+def test_bytes_of_flat_tensors(rank: int) -> None:
     # 250 x 250 elements are a matrix. One less than 4 x 4 is 5 x 3, which does not pay, so it is no
     # gradient at all.
     for i in range(4):  # two of them are exact until the buckets have settled
@@ -143,26 +103,22 @@ def _flat(rank: int) -> None:
     assert tp.stats()["bytes_before"] == now["bytes_before"], "not a gradient"
 
 
-def test_bytes_of_flat_tensors() -> None:
-    ranks.run(2, _flat, options=tp.Options.hook_defaults(start_powerSGD_iter=1, min_numel=1))
-
-
-def _large(rank: int, residual_dtype: torch.dtype) -> int:
+@pytest.mark.parametrize("residual_dtype", ["float16", "bfloat16"])
+@on_ranks(options=OPTIONS)
+def test_saturated_residuals_are_counted_on_the_rank_that_has_them(
+    rank: int, residual_dtype: str
+) -> None:
     """Rank 0's gradients are beyond 65504 in the last step."""
-    options = dataclasses.replace(OPTIONS, residual_dtype=residual_dtype)
-    ddp, compression = make_compressed(SHAPES, options)
+    ddp, compression = make_compressed(SHAPES, {"residual_dtype": residual_dtype})
     for i in range(6):
         large = 1e5 if rank == 0 and i == 5 else 1e-3
         step(ddp, {name: large * g for name, g in gradients(SHAPES, rank, i).items()})
-    return int(compression.stats()["saturated_steps"])
+    saturated = rank == 0 and residual_dtype == "float16"
+    assert compression.stats()["saturated_steps"] == saturated
 
 
-def test_saturated_residuals_are_counted_on_the_rank_that_has_them() -> None:
-    assert ranks.run(2, _large, torch.float16) == [1, 0]
-    assert ranks.run(2, _large, torch.bfloat16) == [0, 0]
-
-
-def _several_buckets(rank: int) -> None:
+@on_ranks(options=tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2))
+def test_bytes_of_several_buckets(rank: int) -> None:
     ddp, compression = make_compressed(SHAPES, bucket_cap_mb=1e-6)  # one for each parameter
     for i in range(4):
         step(ddp, gradients(SHAPES, rank, i))
@@ -177,12 +133,8 @@ def _several_buckets(rank: int) -> None:
     assert now["bytes_after"] - before["bytes_after"] == 4 * (SENT + 1)
 
 
-def test_bytes_of_several_buckets() -> None:
-    options = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
-    ranks.run(2, _several_buckets, options=options)
-
-
-def _norms(rank: int) -> None:
+@on_ranks(options=tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2))
+def test_residual_norms(rank: int) -> None:
     ddp, compression = make_compressed(SHAPES)
     same = {name: gradient(shape, name) for name, shape in SHAPES.items()}
     outputs = step(ddp, same)
@@ -204,12 +156,8 @@ def _norms(rank: int) -> None:
         assert norms[f"weights.{name}"] == pytest.approx(residual.norm().item(), rel=1e-4)
 
 
-def test_residual_norms() -> None:
-    options = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
-    ranks.run(2, _norms, options=options)
-
-
-def _two_models(rank: int) -> None:
+@on_ranks(options=tp.Options.hook_defaults(start_powerSGD_iter=0))
+def test_each_model_has_counts_of_its_own_and_the_group_has_all(rank: int) -> None:
     other = {"weight": (40, 50)}
     (first, of_first), (second, of_second) = make_compressed(SHAPES), make_compressed(other)
     fresh = of_second.stats()
@@ -227,16 +175,17 @@ def _two_models(rank: int) -> None:
     for name in ("bytes_before", "bytes_after"):
         assert group[name] == of_first.stats()[name] + of_second.stats()[name]
     of_first.reset_stats()
-    assert of_first.stats()["compressed_calls"] == 0
+    anew = of_first.stats()
+    assert anew["seconds"] == dict.fromkeys(STAGES, 0)
+    assert anew["ratio"] == 1
+    assert {anew[key] for key in COUNTS - {"steps"}} == {0}
+    assert (anew["starts_at"], anew["compressing"], anew["steps"]) == (0, True, 2)
     assert of_second.stats()["compressed_calls"] == 1
     assert tp.stats() == group
 
 
-def test_each_model_has_counts_of_its_own_and_the_group_has_all() -> None:
-    ranks.run(2, _two_models, options=tp.Options.hook_defaults(start_powerSGD_iter=0))
-
-
-def _of_a_group(rank: int) -> None:
+@on_ranks()
+def test_stats_of_a_group(rank: int) -> None:
     options = tp.Options.hook_defaults(scope="always", start_powerSGD_iter=0)
     group = dist.new_group(backend="cpu:powersgd", pg_options=options)
     dist.all_reduce(gradient([64, 64], rank), group=group)
@@ -246,21 +195,6 @@ def _of_a_group(rank: int) -> None:
         tp.stats(dist.new_group(backend="gloo"))
 
 
-def test_stats_of_a_group() -> None:
-    ranks.run(2, _of_a_group)
-
-
 def test_without_a_process_group() -> None:
     with pytest.raises(ValueError, match="init_process_group"):
         tp.stats()
-
-
-def _with_gloo_alone(rank: int) -> None:
-    with pytest.raises(ValueError, match="no powersgd backend"):
-        tp.stats()
-    dist.barrier()
-
-
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:gloo"])
-def test_without_a_powersgd_group(backend: Any) -> None:
-    ranks.run(2, _with_gloo_alone, backend=backend)

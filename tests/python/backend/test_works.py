@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch_powersgd as tp
 from support import ranks
 from support.call_observer import exception_of
+from support.on_ranks import on_ranks
 from support.synthetic import gradient
 
 # Every matrix is compressed, without a residual of earlier calls.
@@ -29,12 +30,8 @@ def _rank_one(rank: int, key: object, rows: int = 48, cols: int = 40) -> torch.T
     return (rank + 1) * left * right
 
 
-def _sum_over_two(key: object, rows: int = 48, cols: int = 40) -> torch.Tensor:
-    return 3 * _rank_one(0, key, rows, cols)
-
-
 def _check_sum(tensor: torch.Tensor, key: object) -> None:
-    expected = _sum_over_two(key, *tensor.shape)
+    expected = 3 * _rank_one(0, key, *tensor.shape)
     torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
@@ -61,7 +58,8 @@ def _early(rank: int, key: object, late: int) -> Iterator[None]:
         store.set(f"{key}", "1")
 
 
-def _work(rank: int) -> None:
+@on_ranks(options=ALWAYS)
+def test_a_work_is_complete_after_its_wait(rank: int) -> None:
     tensor, work = _start(rank, 0)
     assert work.wait() is True
     assert work.is_completed()
@@ -74,15 +72,14 @@ def _work(rank: int) -> None:
     _check_all_compressed(1)
 
 
-def _future(rank: int) -> None:
+@on_ranks(options=ALWAYS)
+def test_a_future_holds_the_tensor_and_can_be_chained(rank: int) -> None:
     tensor, work = _start(rank, 0)
     future = work.get_future()
     (value,) = future.wait()
     assert future.done()
     assert value.data_ptr() == tensor.data_ptr()
     _check_sum(value, 0)
-    chained = future.then(lambda done: done.value()[0] * 2).then(lambda done: done.value() + 1)
-    _check_sum((chained.wait() - 1) / 2, 0)
     for late in range(2):
         with _early(rank, late, late):
             _, work = _start(rank, late)
@@ -92,7 +89,8 @@ def _future(rank: int) -> None:
         assert work.is_completed()
 
 
-def _not_before_the_peer(rank: int) -> None:
+@on_ranks(options=ALWAYS)
+def test_a_work_is_not_complete_before_the_peer_calls(rank: int) -> None:
     with _early(rank, 0, late=1):
         tensor, work = _start(rank, 0)
         if rank == 0:
@@ -106,7 +104,8 @@ def _not_before_the_peer(rank: int) -> None:
     _check_sum(tensor, 0)
 
 
-def _raise_in_callback(rank: int) -> None:
+@on_ranks(options=ALWAYS)
+def test_a_callback_that_raises_fails_its_own_future(rank: int) -> None:
     _, work = _start(rank, 0)
 
     def fail(done: torch.futures.Future[Any]) -> None:
@@ -119,24 +118,11 @@ def _raise_in_callback(rank: int) -> None:
     _check_sum(tensor, 1)
 
 
-def _callback_waits_for_another(rank: int) -> None:
-    for i in range(20):
+def _nested_callbacks(rank: int) -> None:
+    """Each callback starts the next work and waits for its callback."""
 
-        def reduce_again(done: torch.futures.Future[Any], i: int = i) -> torch.Tensor:
-            _check_sum(done.value()[0], i)
-            tensor, work = _start(rank, ("inner", i))
-            work.wait()
-            return tensor
-
-        with _early(rank, i, late=i % 2):
-            future = _start(rank, i)[1].get_future().then(reduce_again)
-        _check_sum(future.wait(), ("inner", i))
-    _check_all_compressed(40)
-
-
-def _callbacks_to_a_depth(rank: int) -> None:
     def descend(depth: int) -> torch.Tensor:
-        with _early(rank, depth, late=0):
+        with _early(rank, depth, late=depth % 2):
             tensor, work = _start(rank, depth)
             if depth < 8:
                 deeper = work.get_future().then(lambda _: descend(depth + 1))
@@ -162,27 +148,24 @@ def _callbacks_that_wait_for_later_works(rank: int) -> None:
             _check_sum(future.wait(), (late, i + 1))
 
 
-def _with_one_interop_thread(rank: int, function: Callable[[int], None]) -> None:
-    torch.set_num_interop_threads(1)
-    function(rank)
+@pytest.mark.parametrize("callbacks", [_nested_callbacks, _callbacks_that_wait_for_later_works])
+@on_ranks(options=ALWAYS, timeout=40)
+def test_callbacks_wait_without_a_deadlock(rank: int, callbacks: Callable[[int], None]) -> None:
+    torch.set_num_interop_threads(1)  # Callbacks that share a thread would block each other.
+    callbacks(rank)
 
 
-def _out_of_order(rank: int) -> None:
-    started = [_start(rank, i, rows=20 + 7 * i) for i in range(40)]
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(rank)).tolist()
-    for i in order:
-        started[i][1].wait()
-        _check_sum(started[i][0], i)
+@on_ranks(options=ALWAYS)
+def test_works_are_awaited_in_any_order_and_keep_their_tensors(rank: int) -> None:
+    works = [_start(rank, i, rows=20 + 7 * i)[1] for i in range(40)]
+    for i in torch.randperm(40, generator=torch.Generator().manual_seed(rank)).tolist():
+        works[i].wait()
+        _check_sum(works[i].result()[0], i)
     _check_all_compressed(40)
 
 
-def _tensor_is_kept_alive(rank: int) -> None:
-    futures = [_start(rank, i, rows=256, cols=256)[1].get_future() for i in range(8)]
-    for i, future in enumerate(futures):
-        _check_sum(future.wait()[0], i)
-
-
-def _unusual_tensors(rank: int) -> None:
+@on_ranks(options=ALWAYS)
+def test_tensors_of_inference_leaves_and_views(rank: int) -> None:
     with torch.inference_mode():
         dist.all_reduce(of_inference := _rank_one(rank, 0))
     _check_sum(of_inference, 0)
@@ -196,15 +179,15 @@ def _unusual_tensors(rank: int) -> None:
     _check_all_compressed(3)
 
 
-def _beside_exact_collectives(rank: int) -> None:
-    """The main thread exchanges data with the peer beside the worker: one Gloo context would mix
-    it.
+@on_ranks(options=ALWAYS)
+def test_exact_collectives_beside_works_in_flight(rank: int) -> None:
+    """The main thread and the worker exchange data at the same time. One Gloo context would mix
+    them.
     """
     peer = 1 - rank
-    for i in range(300):
-        tensor, work = _start(rank, i)
-        counts = torch.full([33], rank + i)
-        dist.all_reduce(counts)
+    for i in range(60):
+        started = [_start(rank, (i, k), rows=16 + 8 * k) for k in range(3)]
+        dist.all_reduce(counts := torch.full([33], rank + i))
         gathered = [torch.empty(5), torch.empty(5)]
         dist.all_gather(gathered, torch.full([5], 10.0 * i + rank))
         received = torch.empty(7)
@@ -212,86 +195,25 @@ def _beside_exact_collectives(rank: int) -> None:
         dist.recv(received, peer)
         sending.wait()
         dist.broadcast(root := torch.tensor([i if rank == 0 else -1]), 0)
-        work.wait()
         assert counts.tolist() == [2 * i + 1] * 33
         assert [part.tolist() for part in gathered] == [[10.0 * i] * 5, [10.0 * i + 1] * 5]
         assert received.tolist() == [float(peer)] * 7
         assert root.item() == i
-        _check_sum(tensor, i)
-    _check_all_compressed(300)
-
-
-def _several_in_flight_beside_exact_collectives(rank: int) -> None:
-    for i in range(60):
-        started = [_start(rank, (i, k), rows=16 + 8 * k) for k in range(5)]
-        for k in range(5):
-            total = torch.arange(100) * (rank + k)
-            dist.all_reduce(total)
-            assert total.equal(torch.arange(100) * (2 * k + 1))
         for k, (tensor, work) in enumerate(started):
             work.wait()
             _check_sum(tensor, (i, k))
+    _check_all_compressed(180)
 
 
-def _two_groups(rank: int) -> None:
-    """Works of two groups in flight at once. The two ranks wait for them in opposite orders."""
-    other = dist.new_group(backend="cpu:powersgd", pg_options=ALWAYS)
+@on_ranks(options=ALWAYS)
+def test_works_of_two_groups_are_awaited_in_opposite_orders(rank: int) -> None:
+    groups = [dist.group.WORLD, dist.new_group(backend="cpu:powersgd", pg_options=ALWAYS)]
     for i in range(30):
         tensors = [_rank_one(rank, (i, k)) for k in range(2)]
         works = [
-            dist.all_reduce(tensors[0], async_op=True),
-            dist.all_reduce(tensors[1], group=other, async_op=True),
+            dist.all_reduce(tensor, group=group, async_op=True)
+            for tensor, group in zip(tensors, groups, strict=True)
         ]
         for k in (0, 1) if rank == 0 else (1, 0):
             works[k].wait()
             _check_sum(tensors[k], (i, k))
-
-
-def _profiler(rank: int) -> None:
-    with torch.profiler.profile(record_shapes=True) as profile:
-        tensor, work = _start(rank, 0)
-        dist.all_reduce(torch.ones(3))
-        work.wait()
-        blocking = _rank_one(rank, 1)
-        dist.all_reduce(blocking)
-    _check_sum(tensor, 0)
-    _check_sum(blocking, 1)
-    assert any("all_reduce" in event.key for event in profile.key_averages())
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        _work,
-        _future,
-        _not_before_the_peer,
-        _raise_in_callback,
-        _out_of_order,
-        _tensor_is_kept_alive,
-        _unusual_tensors,
-        _beside_exact_collectives,
-        _several_in_flight_beside_exact_collectives,
-        _two_groups,
-        _profiler,
-    ],
-    ids=lambda function: function.__name__.removeprefix("_"),
-)
-def test_works(function: Callable[..., Any]) -> None:
-    ranks.run(2, function, options=ALWAYS)
-
-
-CALLBACKS = [
-    _callback_waits_for_another,
-    _callbacks_to_a_depth,
-    _callbacks_that_wait_for_later_works,
-]
-
-
-@pytest.mark.parametrize("function", CALLBACKS, ids=lambda f: f.__name__.removeprefix("_"))
-def test_callbacks(function: Callable[..., Any]) -> None:
-    ranks.run(2, function, options=ALWAYS, timeout=40)
-
-
-@pytest.mark.parametrize("function", CALLBACKS, ids=lambda f: f.__name__.removeprefix("_"))
-def test_callbacks_with_one_interop_thread(function: Callable[..., Any]) -> None:
-    ranks.run(2, _with_one_interop_thread, function, options=ALWAYS, timeout=40)

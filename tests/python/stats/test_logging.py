@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 
-import pytest
+import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
 from support import ranks
 from support.log_records import LogRecords
+from support.on_ranks import on_ranks
 from support.synthetic import (
     SHAPES,
     gradient,
@@ -24,10 +26,14 @@ from support.synthetic import (
 
 STARTS = r"compression starts at step (\d+)"
 STATISTICS = r"(\d+) steps \((\d+) skipped\).*ratio ([\d.]+)"
-DROPPED = r"dropped the state of (\d+)"
+
+# Shapes of which little is sent, and one of which all is. The largest of 400 x 400 normal numbers'
+# singular values has 1 % of their squared norm.
+LOW = {"noise": (400, 400), "smooth": (60, 80), "rare": (400, 400)}
 
 
-def _attached(rank: int) -> None:
+@on_ranks(options=tp.Options.hook_defaults(start_powerSGD_iter=3, matrix_approximation_rank=2))
+def test_the_configuration_once_when_compression_starts(rank: int) -> None:
     records = LogRecords()
     ddp = make_attached(SHAPES)
     records.seen.clear()  # the messages of attach
@@ -46,14 +52,12 @@ def _attached(rank: int) -> None:
     assert records.threads == {threading.get_ident()}
 
 
-def test_the_configuration_once_when_compression_starts() -> None:
-    options = tp.Options.hook_defaults(start_powerSGD_iter=3, matrix_approximation_rank=2)
-    ranks.run(2, _attached, options=options)
-
-
-def _statistics(rank: int, attached: bool) -> None:
+@on_ranks(
+    options=tp.Options.hook_defaults(start_powerSGD_iter=0, compression_stats_logging_frequency=4)
+)
+def test_statistics_every_n_steps(rank: int) -> None:
     records = LogRecords()
-    ddp = make_attached(SHAPES) if attached else make_ddp(SHAPES)
+    ddp = make_attached(SHAPES)
     for i in range(11):
         step(ddp, gradients(SHAPES, rank, i))
     found = records.matching(STATISTICS)
@@ -64,15 +68,8 @@ def _statistics(rank: int, attached: bool) -> None:
     assert all(float(match[3]) > 1 for _, match in found)
 
 
-@pytest.mark.parametrize("attached", [True, False], ids=["attached", "flat"])
-def test_statistics_every_n_steps(attached: bool) -> None:
-    options = tp.Options.hook_defaults(
-        start_powerSGD_iter=0, min_numel=64, compression_stats_logging_frequency=4
-    )
-    ranks.run(2, _statistics, attached, options=options)
-
-
-def _flat(rank: int) -> None:
+@on_ranks(options=tp.Options.hook_defaults(start_powerSGD_iter=4, min_numel=4096))
+def test_the_advice_to_attach_once(rank: int) -> None:
     records = LogRecords()
     for i in range(4):
         reduce_in_backward([gradient([5000], rank, i, k) for k in range(2)])
@@ -87,11 +84,8 @@ def _flat(rank: int) -> None:
     assert records.threads == {threading.get_ident()}
 
 
-def test_the_advice_to_attach_once() -> None:
-    ranks.run(2, _flat, options=tp.Options.hook_defaults(start_powerSGD_iter=4, min_numel=4096))
-
-
-def _no_advice(rank: int) -> None:
+@on_ranks(options=tp.Options.hook_defaults(start_powerSGD_iter=0))
+def test_no_advice_where_there_is_nothing_to_attach(rank: int) -> None:
     ddp = make_attached(SHAPES)
     records = LogRecords()
     for i in range(3):
@@ -101,37 +95,8 @@ def _no_advice(rank: int) -> None:
     assert records.matching("attach") == []
 
 
-def test_no_advice_where_there_is_nothing_to_attach() -> None:
-    ranks.run(2, _no_advice, options=tp.Options.hook_defaults(start_powerSGD_iter=0))
-
-
-def _layout_change(rank: int) -> None:
-    records = LogRecords()
-    old = [gradient([5000], rank), gradient([6000], rank), gradient([5000], rank, 2)]
-    for _ in range(3):
-        reduce_in_backward(old)
-    # The first tensor stays and the rest of the layout changes: two states are not used any more.
-    new = [gradient([5000], rank), gradient([7000], rank)]
-    for _ in range(100):
-        reduce_in_backward(new)
-    assert records.matching(DROPPED) == []
-    reduce_in_backward(new)
-    ((level, match),) = records.matching(DROPPED)
-    assert (level, match[1]) == ("INFO", "2")
-    for _ in range(105):
-        reduce_in_backward(new)
-    assert len(records.matching(DROPPED)) == 1
-    # A layout that comes back starts anew.
-    reduce_in_backward(old)
-
-
-def test_dropped_state() -> None:
-    ranks.run(
-        2, _layout_change, options=tp.Options.hook_defaults(start_powerSGD_iter=0, min_numel=4096)
-    )
-
-
-def _nothing(rank: int) -> None:
+@on_ranks(options=tp.Options.hook_defaults(scope="never", start_powerSGD_iter=0))
+def test_silence_when_nothing_is_compressed(rank: int) -> None:
     records = LogRecords()
     ddp = make_ddp(SHAPES)
     for i in range(3):
@@ -139,5 +104,30 @@ def _nothing(rank: int) -> None:
     assert records.seen == []
 
 
-def test_silence_when_nothing_is_compressed() -> None:
-    ranks.run(2, _nothing, options=tp.Options.hook_defaults(scope="never", start_powerSGD_iter=0))
+def _low_capture_warnings(rank: int, approximation: int, steps: int) -> list[str]:
+    records = LogRecords(logging.WARNING)
+    options = {"matrix_approximation_rank": approximation, "start_powerSGD_iter": 10}
+    ddp = make_attached(LOW, tp.Options.hook_defaults(**options), find_unused_parameters=True)
+    for i in range(steps + 1):
+        mine = {"smooth": torch.outer(torch.arange(1.0, 61), torch.linspace(-1, 1, 80))}
+        mine["noise"] = gradient(LOW["noise"], rank, i)
+        if i % 25 != 24:  # not used in any step that is looked at
+            mine["rare"] = gradient(LOW["rare"], rank, i)
+        tp.stats()  # all steps have ended
+        step(ddp, mine)
+    return [message for _, message in records.seen]
+
+
+def test_one_warning_names_the_layer_of_which_little_is_sent_and_the_remedy() -> None:
+    first, second = ranks.run(2, _low_capture_warnings, 1, 150)
+    assert second == [], "the first rank alone warns"
+    assert first == [
+        "'weights.noise': each step of the last 100 has sent less than 0.02 of the gradient and "
+        "the residual, by squared norms, so that gradients arrive late. A higher "
+        "matrix_approximation_rank than 1 sends more"
+    ]
+
+
+def test_no_warning_before_a_hundred_steps_or_where_enough_is_sent() -> None:
+    assert ranks.run(2, _low_capture_warnings, 1, 99) == [[], []]
+    assert ranks.run(2, _low_capture_warnings, 16, 130) == [[], []]

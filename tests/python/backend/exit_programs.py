@@ -7,9 +7,8 @@ A multiprocessing child leaves by os._exit, which skips all that can go wrong at
 functions, the end of the interpreter, static destructors. So this program imports torch once and
 then forks its ranks. Each rank runs off the end of the script, as a user's program does.
 
-The programs named run once each, all at the same time. A name followed by * and a number runs so
-many times, one after the other. The output is JSON:
-{program: [[exit code of rank 0, exit code of rank 1, seconds], ...]}.
+The programs run at the same time. One that is named more than once runs as often. The output is
+JSON: {program: [[exit code of rank 0, exit code of rank 1] of each run]}.
 """
 
 from __future__ import annotations
@@ -106,22 +105,6 @@ def keeps_everything(rank: int) -> None:
     kept.extend([train(rank), dist.group.WORLD, work, future])
 
 
-def destroys_and_keeps_everything(rank: int) -> None:
-    keeps_everything(rank)
-    dist.destroy_process_group()
-
-
-def leaves_answered_works(rank: int) -> None:
-    kept.extend(start_work(rank) for _ in range(20))
-
-
-def destroys_with_answered_works(rank: int) -> None:
-    works = [start_work(rank) for _ in range(20)]
-    dist.destroy_process_group()
-    for work in works:
-        work.wait()
-
-
 def linger(done: torch.futures.Future[Any]) -> None:
     """A callback that asks for the GIL again and again, for half a second."""
     for _ in range(500):
@@ -160,11 +143,6 @@ def aborts_while_the_peer_lives(rank: int) -> None:
         dist.distributed_c10d._abort_process_group()
 
 
-def raises_with_a_work_in_flight(rank: int) -> None:
-    start_work(rank)
-    raise RuntimeError("an uncaught exception, as it should be")
-
-
 def exits_with_a_work_in_flight(rank: int) -> None:
     start_work(rank)
     sys.exit(3)
@@ -182,26 +160,22 @@ def exits_while_a_callback_runs(rank: int) -> None:
     started.wait()
 
 
-def exits_with_an_exact_work_in_flight(rank: int) -> None:
-    kept.append(dist.all_reduce(torch.ones(3, dtype=torch.int64), async_op=True))
-
-
 class InRank(Exception):
     """Leaves the starter's loop in a fork. The end of the script runs the program that it names."""
 
 
-def start(name: str, store: str) -> tuple[list[int], float]:
+def start(name: str, store: str) -> list[int]:
     pids = []
     for rank in range(2):
         pid = os.fork()
         if pid == 0:
             raise InRank(name, rank, store)
         pids.append(pid)
-    return pids, time.monotonic()
+    return pids
 
 
-def wait(pids: list[int], started: float) -> list[float]:
-    """The exit codes and the seconds. A rank that hangs is killed, which gives -SIGKILL."""
+def wait(pids: list[int], deadline: float) -> list[int]:
+    """The exit codes. A rank that hangs is killed, which gives -SIGKILL."""
     codes: dict[int, int] = {}
     while len(codes) < len(pids):
         for pid in pids:
@@ -209,27 +183,25 @@ def wait(pids: list[int], started: float) -> list[float]:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     codes[pid] = os.waitstatus_to_exitcode(status)
-                elif time.monotonic() - started > HANG:
+                elif time.monotonic() > deadline:
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
-    return [*(codes[pid] for pid in pids), round(time.monotonic() - started, 2)]
+    return [codes[pid] for pid in pids]
 
 
-def run_all(folder: str, programs: list[str]) -> dict[str, list[list[float]]]:
-    once = [name for name in programs if "*" not in name]
-    running = {name: start(name, f"{folder}/{name}") for name in once}
-    results = {name: [wait(*started)] for name, started in running.items()}
-    for repeated in set(programs) - set(once):
-        name, times = repeated.split("*")
-        results[name] = [wait(*start(name, f"{folder}/{name}{i}")) for i in range(int(times))]
+def run_all(folder: str, programs: list[str]) -> dict[str, list[list[int]]]:
+    running = [(name, start(name, f"{folder}/{i}")) for i, name in enumerate(programs)]
+    deadline = time.monotonic() + HANG
+    results: dict[str, list[list[int]]] = {name: [] for name in programs}
+    for name, pids in running:
+        results[name].append(wait(pids, deadline))
     return results
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, *programs = sys.argv[1:]
-    if any("train" in name or "everything" in name for name in programs):
-        importlib.import_module("torch._dynamo")  # otherwise DDP imports it in each fork
+    importlib.import_module("torch._dynamo")  # otherwise DDP imports it in each fork
     # Frozen objects are neither walked nor copied by the collections at the end of a fork.
     gc.collect()
     gc.freeze()
