@@ -93,16 +93,11 @@ def compared(
     assert rows[0][5] == f"{shadow.layers[1][1].error:.3f}"
 
 
-@pytest.mark.parametrize("backend", ["gloo", "cpu:powersgd"])
-def test_errors_are_those_of_attached_training(backend: str) -> None:
-    options = {"wire_dtype": "float32"}
-    ranks.run(2, compared, 2, options, backend)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_errors_in_int8(world_size: int) -> None:
-    options = {"wire_dtype": "int8"}
-    ranks.run(world_size, compared, world_size, options, "gloo")
+@pytest.mark.parametrize(
+    ("world_size", "wire", "backend"), [(2, "float32", "cpu:powersgd"), (3, "int8", "gloo")]
+)
+def test_errors_are_those_of_attached_training(world_size: int, wire: str, backend: str) -> None:
+    ranks.run(world_size, compared, world_size, {"wire_dtype": wire}, backend)
 
 
 def _complex(rank: int) -> None:
