@@ -6,17 +6,14 @@ CONTRIBUTING.md describes the grammar of the comments, "Documentation".
 
 from __future__ import annotations
 
-import gc
-import os
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support import ranks, rendezvous
+from support import launch
 from support.repository import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -128,33 +125,17 @@ def _block(page: str, line: int, language: str, code: str, mark: str) -> Block:
     return Block(page, line, language, code, preamble=run["preamble"] or "", world_size=size)
 
 
-def run_program(source: str, folder: Path, block: Block | None = None) -> list[tuple[str, str]]:
-    """Executes Python on two ranks, or those of its block, each a process as torchrun makes them.
-
-    Returns:
-        What each rank has written to its standard output and its standard error.
-    """
-    block = block or Block("program", 0, "python", source)
-    job = (source, folder, block, rendezvous.free_port())
-    return ranks.run(block.world_size, _run_rank, *job, backend=None, timeout=120)
+def run_block(block: Block, folder: Path) -> None:
+    """Executes a block of Python on its ranks."""
+    launch.run(block.world_size, _execute, block, folder=folder)
 
 
-def _run_rank(rank: int, source: str, folder: Path, block: Block, port: int) -> tuple[str, str]:
-    rendezvous.enter(rank, block.world_size, port)
-    os.chdir(folder)
-    written = Path(f"stdout.{rank}"), Path(f"stderr.{rank}")
-    for descriptor, file in enumerate(written, start=1):
-        with file.open("w") as opened:
-            os.dup2(opened.fileno(), descriptor)
+def _execute(block: Block) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     if block.preamble:
         import preambles
 
         names |= preambles.PREAMBLES[block.preamble]()
     # Line numbers in a traceback are those of the page.
-    exec(compile("\n" * block.line + source, block.page, "exec"), names)
-    # Modules end before their group, as they do in the examples.
+    exec(compile("\n" * block.line + block.program(), block.page, "exec"), names)
     names.clear()
-    gc.collect()
-    sys.stdout.flush()
-    return written[0].read_text(), written[1].read_text()

@@ -17,7 +17,7 @@ from markdown_blocks import (
     Block,
     blocks_of,
     blocks_of_page,
-    run_program,
+    run_block,
 )
 
 import torch_powersgd
@@ -46,7 +46,7 @@ def _to_run(languages: set[str]) -> list[object]:
 
 @pytest.mark.parametrize("block", _to_run(PROGRAMS))
 def test_a_program_runs(block: Block, tmp_path: Path) -> None:
-    run_program(block.program(), tmp_path, block)
+    run_block(block, tmp_path)
 
 
 @pytest.mark.parametrize("block", _to_run(SHELL))
@@ -130,4 +130,4 @@ def test_a_block_without_a_right_comment_is_found(text: str) -> None:
 def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
     block = Block("page.md", 41, "python", "import torch\ntorch.no_such_function()\n")
     with pytest.raises(Exception, match=r'page.md", line 43'):
-        run_program(block.program(), tmp_path, block)
+        run_block(block, tmp_path)

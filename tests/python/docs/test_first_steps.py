@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from markdown_blocks import blocks_of_page, run_program
+from markdown_blocks import blocks_of_page
 
+from support.launch import run_program
 from support.repository import ROOT
 from support.torchrun import warnings_in
 
@@ -39,28 +40,28 @@ def test_a_first_step_is_as_its_page_says(page: str, traces: str, tmp_path: Path
     (shown,) = (block for block in blocks if block.language == "text")
     command, said, *printed = shown.code.splitlines()
     assert command == "$ torchrun --nproc-per-node 2 train.py"
-    (stdout, stderr), (_, other) = run_program(program.code, tmp_path)
-    assert said in stderr.splitlines()
-    assert not warnings_in(stderr + other)
-    assert stdout.splitlines() == printed
+    (tmp_path / "train.py").write_text(program.code)
+    first, second = run_program(tmp_path / "train.py", folder=tmp_path)
+    assert said in first.stderr.splitlines()
+    assert not warnings_in(first.stderr + second.stderr)
+    assert first.stdout.splitlines() == printed
     for rank in range(2):
         events = json.loads((tmp_path / traces.format(rank)).read_text())["traceEvents"]
         assert {event["name"] for event in events} >= SPANS
 
 
 def test_the_minimal_example_prints_what_the_readme_shows(tmp_path: Path) -> None:
-    source = MINIMAL.read_text()
-    assert len(source.splitlines()) <= 40
-    (stdout, stderr), others = run_program(source, tmp_path)
-    assert "torch_powersgd" not in "".join(others)
-    (said,) = (line for line in stderr.splitlines() if line.startswith("torch_powersgd:"))
+    assert len(MINIMAL.read_text().splitlines()) <= 40
+    first, second = run_program(MINIMAL, folder=tmp_path)
+    assert "torch_powersgd" not in second.stderr
+    (said,) = (line for line in first.stderr.splitlines() if line.startswith("torch_powersgd:"))
     assert f"from step {EXACT_STEPS} on; all processes are on this host" in said
-    ratio = re.search(r"sent (\S+) times fewer bytes", stdout)
-    assert ratio, stdout
+    ratio = re.search(r"sent (\S+) times fewer bytes", first.stdout)
+    assert ratio, first.stdout
     assert float(ratio[1]) > 40
     command = "$ torchrun --nproc-per-node 2 examples/minimal.py\n"
     shown = README.read_text().partition(command)[2].partition("```")[0]
-    assert shown.split() == [*said.split(), *stdout.split()]
+    assert shown.split() == [*said.split(), *first.stdout.split()]
 
 
 def test_the_readme_shows_the_minimal_example_as_a_diff(tmp_path: Path) -> None:
@@ -73,7 +74,8 @@ def test_the_readme_shows_the_minimal_example_as_a_diff(tmp_path: Path) -> None:
     assert "import" not in before
     ordinary = diff.program(dropped="+")
     assert "powersgd" not in ordinary
-    run_program(ordinary, tmp_path)
+    (tmp_path / "ordinary.py").write_text(ordinary)
+    run_program(tmp_path / "ordinary.py", folder=tmp_path)
 
 
 def test_the_readme_is_short() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
-from support import ranks, rendezvous
+from support import launch, ranks
 from support.log_records import LogRecords
 from support.paired_training import digest
 from support.repository import ROOT
@@ -73,7 +73,7 @@ def _config(replicas: int, options: tp.Options | None, folder: str) -> Any:
 def _train(
     rank: int, world_size: int, port: int, folder: str, replicas: int, options: tp.Options | None
 ) -> Trained:
-    rendezvous.enter(rank, world_size, port)
+    launch.enter(rank, world_size, port)
     warnings = LogRecords(logging.WARNING).seen
     trainer = _config(replicas, options, folder).build()
     if replicas < WORLD_SIZE:
@@ -114,7 +114,7 @@ def _train(
 def _run(
     folder: Path, replicas: int, options: tp.Options | None, world_size: int = WORLD_SIZE
 ) -> list[Trained]:
-    arguments = (world_size, rendezvous.free_port(), str(folder), replicas, options)
+    arguments = (world_size, launch.free_port(), str(folder), replicas, options)
     return ranks.run(world_size, _train, *arguments, backend=None, timeout=150)
 
 

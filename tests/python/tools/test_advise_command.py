@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import torch_powersgd.__main__
-from support import ranks, rendezvous
+from support import launch, ranks
 
 MODULE = """
 import os
@@ -67,15 +67,13 @@ def _run(*arguments: str) -> tuple[object, str]:
 
 
 def _run_rank(rank: int, folder: Path, port: int, arguments: list[str]) -> tuple[object, str]:
-    rendezvous.enter(rank, 2, port)
+    launch.enter(rank, 2, port)
     sys.path.insert(0, str(folder))
     return _run(*arguments)
 
 
 def _two(folder: Path, *arguments: str) -> list[ranks.Outcome]:
-    return ranks.outcomes(
-        2, _run_rank, folder, rendezvous.free_port(), list(arguments), backend=None
-    )
+    return ranks.outcomes(2, _run_rank, folder, launch.free_port(), list(arguments), backend=None)
 
 
 def test_one_process_says_what_was_measured(folder: Path) -> None:
