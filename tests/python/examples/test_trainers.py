@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_driver import ray_driver
 
 from support.launch import run_program
-from support.ray_driver import ray_driver
 from support.repository import ROOT
 from support.torchrun import warnings_in
 

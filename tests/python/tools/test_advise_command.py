@@ -24,9 +24,6 @@ advise.ROUNDS = (2, 2)
 def model():
     return torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 300))
 
-def forward(model):
-    model(torch.ones(2, 300))
-
 def step(model):
     model(torch.randn(8, 300)).square().mean().backward()
 
@@ -88,7 +85,6 @@ def test_one_process_says_what_was_measured(folder: Path) -> None:
     ("arguments", "message"),
     [
         (["models_of_advise:missing_on_rank_0"], "error: rank 0: FileNotFoundError: the weights"),
-        ([MODEL, "--step", "models_of_advise:forward"], "must call backward"),
         ([MODEL, "--step", "models_of_advise:nothing"], "nothing"),
         (
             [MODEL, "--step", "models_of_advise:without_arguments"],
@@ -120,7 +116,7 @@ def test_a_process_that_fails_in_the_measurement_leaves_none_waiting(folder: Pat
         (["--backward-ms", "-1"], "--backward-ms: milliseconds must be at least 0, got -1"),
         (["--backward-ms", "nan"], "--backward-ms: milliseconds must be at least 0, got nan"),
         (["--backward-ms", "soon"], "--backward-ms: invalid _milliseconds value: 'soon'"),
-        (["--backward-ms", "10", "--step", "models_of_advise:forward"], "not allowed with"),
+        (["--backward-ms", "10", "--step", "models_of_advise:step"], "not allowed with"),
         ([], "torchrun"),
     ],
 )
