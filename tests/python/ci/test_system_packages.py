@@ -109,17 +109,13 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_root_has_all_installed_in_one_line(machine: Machine) -> None:
-    packages = " ".join(REQUIRED + OPTIONAL)
-    assert machine.run("tests", user=0) == (0, [f"installing with apt: {packages}"])
-    assert machine.run("tests", user=0) == (0, [])
-    assert machine.installed_by_apt() == [packages]
-
-
-def test_sudo_without_a_password_serves_as_well(machine: Machine) -> None:
+@pytest.mark.parametrize("user", [0, 1000])
+def test_root_and_sudo_install_all_in_one_line(machine: Machine, user: int) -> None:
     (machine.folder / "may_sudo").touch()
-    assert machine.run("build", user=1000)[0] == 0
-    assert machine.installed_by_apt() == [" ".join(BUILD)]
+    packages = " ".join(REQUIRED + OPTIONAL)
+    assert machine.run("tests", user) == (0, [f"installing with apt: {packages}"])
+    assert machine.run("tests", user) == (0, [])
+    assert machine.installed_by_apt() == [packages]
 
 
 def test_a_user_is_told_the_one_command(machine: Machine) -> None:

@@ -144,7 +144,7 @@ def _compare(gloo: Outcomes, ours: Outcomes, backend: str, ranks: int) -> None:
     ("backend", "names"), [(POWERSGD, [*COLLECTIVES, *PASSES]), (ATTACHED, PASSES)]
 )
 def test_quick_tests_end_as_over_gloo(backend: str, names: list[str]) -> None:
-    passed = {name: ("passed", "") for name in names}
+    passed = dict.fromkeys(names, ("passed", ""))
     _compare(passed, outcomes(backend, 2, names, 600), backend, 2)
 
 
