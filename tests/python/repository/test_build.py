@@ -100,19 +100,6 @@ def test_one_line_says_what_is_built() -> None:
     assert toolkit.describe("", [], flags) == said
 
 
-@pytest.mark.parametrize(
-    ("release", "expected"),
-    [
-        ("12.6", "7.5;8.0;9.0+PTX"),
-        ("12.8", "7.5;8.0;9.0;10.0;12.0+PTX"),
-        ("14.1", "8.0;9.0;10.0;12.0+PTX"),
-        ("", "7.5;8.0;9.0+PTX"),
-    ],
-)
-def test_a_release_of_cuda_has_its_default_architectures(release: str, expected: str) -> None:
-    assert toolkit.default_architectures(release) == expected
-
-
 def test_a_choice_that_is_none_is_refused() -> None:
     with pytest.raises(SystemExit, match="POWERSGD_BUILD_CUDA is 'yes'; allowed are 0, 1 and"):
         toolkit.is_wanted("yes", [])
@@ -145,15 +132,24 @@ def setup_py(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.parametrize(
+    ("release", "expected"),
+    [
+        ("12.6", "7.5;8.0;9.0+PTX"),
+        ("12.8", "7.5;8.0;9.0;10.0;12.0+PTX"),
+        ("14.1", "8.0;9.0;10.0;12.0+PTX"),
+        ("", "7.5;8.0;9.0+PTX"),
+    ],
+)
 def test_without_a_gpu_the_default_architectures_are_built(
-    setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch
+    setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch, release: str, expected: str
 ) -> None:
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
     monkeypatch.setattr(setup_py.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(setup_py.torch.version, "cuda", "12.8")
+    monkeypatch.setattr(setup_py.torch.version, "cuda", release)
     monkeypatch.setattr(setup_py.cpp_extension, "CUDAExtension", lambda *args, **rest: None)
     setup_py.extension(setup_py.CUDA)
-    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "7.5;8.0;9.0;10.0;12.0+PTX"
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == expected
 
 
 def test_a_failure_ends_with_a_hint_if_cuda_was_built(

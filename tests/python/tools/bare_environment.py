@@ -8,7 +8,6 @@ metadata. Modules of the working directory are the user's.
 
 from __future__ import annotations
 
-import importlib.abc
 import importlib.metadata
 import re
 import runpy
@@ -20,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from setup_support.metadata import requirements
 
 
-def closure(declared: list[str]) -> set[str]:
-    """The distributions that these requirements install, by normalized name."""
+def dependencies() -> set[str]:
+    """The distributions that the package needs, by normalized name."""
     names: set[str] = set()
-    waiting = list(declared)
+    waiting = requirements()
     while waiting:
         requirement = waiting.pop()
         name = _normalized(re.split(r"[^\w.-]", requirement, maxsplit=1)[0])
@@ -37,39 +36,16 @@ def closure(declared: list[str]) -> set[str]:
     return names
 
 
-def hidden_modules() -> set[str]:
-    """The modules of all distributions that are installed here and none of the dependencies."""
-    kept = {"torch-powersgd", *closure(requirements())}
-    return {
-        module
-        for module, owners in importlib.metadata.packages_distributions().items()
-        if not kept & {_normalized(owner) for owner in owners}
-    }
-
-
 def _normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-class Hiding(importlib.abc.MetaPathFinder):
-    """A finder that does not find some of the modules that another one finds."""
-
-    def __init__(self, finder: Any, hidden: set[str]) -> None:
-        self._finder = finder
-        self._hidden = hidden
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._finder, name)
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if path is None and fullname.partition(".")[0] in self._hidden:
-            return None
-        return self._finder.find_spec(fullname, path, target)
-
-
 if __name__ == "__main__":
-    hidden = hidden_modules()
-    sys.meta_path[:] = [Hiding(finder, hidden) for finder in sys.meta_path]
-    for module in set(sys.modules) & {"numpy", "rich"}:
-        raise SystemExit(f"{module} is imported before it is hidden")
+    kept = {"torch-powersgd", *dependencies()}
+    modules: dict[str, Any] = sys.modules
+    for module, owners in importlib.metadata.packages_distributions().items():
+        if not kept & {_normalized(owner) for owner in owners}:
+            if module in modules:
+                raise SystemExit(f"{module} is imported before it is hidden")
+            modules[module] = None
     runpy.run_module("torch_powersgd", run_name="__main__", alter_sys=True)

@@ -15,7 +15,6 @@ import torch
 
 import torch_powersgd as tp
 import torch_powersgd.__main__
-from setup_support.metadata import requirements
 from support.torchrun import torchrun
 from torch_powersgd._core import _C
 
@@ -67,7 +66,7 @@ def _lines(folder: Path, *arguments: str, **variables: str) -> list[str]:
 
 
 def test_the_dependencies_are_those_of_the_package() -> None:
-    names = bare_environment.closure(requirements())
+    names = bare_environment.dependencies()
     assert {"torch", "sympy"} <= names
     assert not {"numpy", "pytest", "matplotlib", "rich"} & names
 
