@@ -163,7 +163,6 @@ def test_links_of_the_readme_lead_to_files_of_the_repository() -> None:
     [
         ("[a](docs/a.md#b)", "[a](U/blob/HEAD/docs/a.md#b)"),
         ("[a](./LICENSE) [b](#c)", "[a](U/blob/HEAD/LICENSE) [b](U#c)"),
-        ("![a](docs/a.png)", "![a](U/raw/HEAD/docs/a.png)"),
         (
             "[![a](docs/a.png)](docs/a.md)",
             "[![a](U/raw/HEAD/docs/a.png)](U/blob/HEAD/docs/a.md)",
@@ -172,7 +171,6 @@ def test_links_of_the_readme_lead_to_files_of_the_repository() -> None:
         ('<a href="docs/a.md">', '<a href="U/blob/HEAD/docs/a.md">'),
         ("x\n[a]: docs/a.md", "x\n[a]: U/blob/HEAD/docs/a.md"),
         ("[a](https://b.c/d) <m@n.o>", "[a](https://b.c/d) <m@n.o>"),
-        ("[a](mailto:b@c.d)", "[a](mailto:b@c.d)"),
         ("`f[i](x)` [a](b)", "`f[i](x)` [a](U/blob/HEAD/b)"),
         ("```python\nf[i](x)\n```\n[a](b)", "```python\nf[i](x)\n```\n[a](U/blob/HEAD/b)"),
     ],
