@@ -54,27 +54,14 @@ class Rule:
 
 
 RULES = [
-    # Names that pose a riddle.
-    Rule(r"\b[Mm]et\b", "flags or ElementFlags; in prose: found, or has had"),
-    Rule(r"\btell(_all)?\(", "a name that says who writes what, such as write_flag"),
-    Rule(r"\blook_at\w*", "examine"),
-    Rule(r"\bforget\(", "hide_from_optimizer"),
-    Rule(r"\bask_for\(", "prefetch"),
-    Rule(r"\brun_as_told\b", "run_unlocked_hook"),
-    Rule(r"\blooks_joined\b", "a name that says what is compared"),
-    Rule(r"\blet_follow\b", "order_after"),
-    Rule(r"\btake_first\b", "copy_from_first_rank"),
     # One word, one meaning.
     Rule(r"\bowed_?\b|\bowes\b", "residual", where=ANY),
-    Rule(r"\bmemory_(dtype|base)\b", "residual_dtype, residual", where=CPP),
     Rule(
         r"\b(Backend)?Lanes?\b|\blanes?_?\b",
         "channel; a lane is SIMD's alone",
         where=ANY,
         apart=LANES,
     ),
-    Rule(r"\bkStream\b", "kNonTemporal, store_nontemporal", where=r"csrc/kernels/"),
-    Rule(r"\bskipped_total\b", "nothing: what is dropped has no counter"),
     # Language.
     Rule(r"\bbut for\b", "except for", where=ANY),
     Rule(r", for (to|want of)\b", "because", where=ANY),

@@ -125,7 +125,10 @@ def show(kernels: dict[tuple[str, int], Kernel]) -> list[str]:
 
 
 def main() -> None:
-    if bad := show(read(sys.stdin)):
+    kernels = read(sys.stdin)
+    if not kernels:
+        sys.exit("there is no kernel in the input")
+    if bad := show(kernels):
         sys.exit(f"float kernels spill: {', '.join(bad)}")
 
 

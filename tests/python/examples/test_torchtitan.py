@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import re
-import socket
 import sys
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
-from support import ranks
+from support import launch, ranks
 from support.log_records import LogRecords
 from support.paired_training import digest
 from support.repository import ROOT
@@ -75,9 +73,7 @@ def _config(replicas: int, options: tp.Options | None, folder: str) -> Any:
 def _train(
     rank: int, world_size: int, port: int, folder: str, replicas: int, options: tp.Options | None
 ) -> Trained:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ["MASTER_ADDR"] = "localhost"
+    launch.enter(rank, world_size, port)
     warnings = LogRecords(logging.WARNING).seen
     trainer = _config(replicas, options, folder).build()
     if replicas < WORLD_SIZE:
@@ -118,10 +114,7 @@ def _train(
 def _run(
     folder: Path, replicas: int, options: tp.Options | None, world_size: int = WORLD_SIZE
 ) -> list[Trained]:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    arguments = (world_size, port, str(folder), replicas, options)
+    arguments = (world_size, launch.free_port(), str(folder), replicas, options)
     return ranks.run(world_size, _train, *arguments, backend=None, timeout=150)
 
 

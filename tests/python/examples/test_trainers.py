@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray_driver import ray_driver
 
-from support.ray_driver import ray_driver
+from support.launch import run_program
 from support.repository import ROOT
-from support.torchrun import torchrun
+from support.torchrun import warnings_in
 
 EXAMPLES = ROOT / "examples"
 WARM_UP = 10  # start_powerSGD_iter of the examples
@@ -28,12 +30,18 @@ PACKAGES = {
 
 
 def _start(library: str, arguments: tuple[Any, ...]) -> tuple[float, int, int, float]:
-    start = ray_driver if library == "ray" else torchrun
-    ended = start(EXAMPLES / f"with_{library}.py", *arguments)
+    program = EXAMPLES / f"with_{library}.py"
+    if library == "ray":
+        stdout = ray_driver(program, *arguments).stdout
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            first, second = run_program(program, *arguments, folder=Path(folder))
+        assert not warnings_in(first.stderr + second.stderr)
+        stdout = first.stdout
     said = re.search(
-        r"loss (\S+); (\d+) buckets sent exactly, (\d+) compressed, (\S+) times", ended.stdout
+        r"loss (\S+); (\d+) buckets sent exactly, (\d+) compressed, (\S+) times", stdout
     )
-    assert said, ended.stdout
+    assert said, stdout
     return float(said[1]), int(said[2]), int(said[3]), float(said[4])
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """DTensor and FSDP2 give gloo's bits over this backend.
 
-The tensors, shardings and the model come from the helpers of torch's own tests.
+The model comes from the helpers of torch's own tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,6 @@ pytest.importorskip("expecttest", reason="the helpers of torch's tests need expe
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=1, min_numel=16)
 BACKENDS: tuple[Any, ...] = ("gloo", ("cpu:powersgd", OPTIONS))
 PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial("sum"))
-Operation = Callable[..., Any]
-
-OPERATIONS: dict[str, tuple[Operation, tuple[int, ...]]] = {
-    "matmul": (torch.matmul, (2, 12, 12)),
-    "add": (torch.add, (2, 7, 12)),
-    "softmax": (lambda x: torch.softmax(x, dim=-1), (1, 6, 9)),
-    "mean": (lambda x: x.mean(dim=0), (1, 5, 9)),
-    "layer_norm": (lambda x: torch.nn.functional.layer_norm(x, (12,)), (1, 6, 12)),
-    "transposed": (lambda x: x.t().contiguous(), (1, 5, 9)),
-}
 
 
 def _mesh(backend: Any) -> DeviceMesh:
@@ -70,24 +60,11 @@ def _redistributed(mesh: DeviceMesh) -> Iterator[bytes]:
                 yield _bits(local.grad)
 
 
-def _operated(mesh: DeviceMesh) -> Iterator[bytes]:
-    from torch.testing._internal.distributed._tensor.common_dtensor import DTensorConverter
-
-    for operation, (count, *shape) in OPERATIONS.values():
-        torch.manual_seed(0)
-        tensors: Any = tuple(torch.randn(shape, requires_grad=True) for _ in range(count))
-        for arguments, keywords in DTensorConverter(mesh, tensors, {}):
-            result = operation(*arguments, **keywords).redistribute(mesh, [Replicate()])
-            result.to_local().square().sum().backward()
-            yield _bits(result.to_local())
-            yield from (_bits(each.grad.full_tensor()) for each in tensors if each.grad is not None)
-
-
 def _dtensors(rank: int) -> list[list[bytes]]:
     found = []
     for backend in BACKENDS:
         mesh = _mesh(backend)
-        found.append([*_redistributed(mesh), *_operated(mesh)])
+        found.append([*_redistributed(mesh)])
     assert tp.stats(mesh.get_group())["compressed_calls"] == 0
     return found
 
@@ -95,7 +72,7 @@ def _dtensors(rank: int) -> list[list[bytes]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_dtensors_have_the_bits_of_gloo(world_size: int) -> None:
     for over_gloo, ours in ranks.run(world_size, _dtensors, backend="gloo"):
-        assert len(over_gloo) > 60
+        assert len(over_gloo) > 50
         assert ours == over_gloo
 
 
@@ -131,8 +108,7 @@ def _steps(rank: int, mixed: bool) -> list[list[bytes]]:
     return found
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "mixed"), [(2, True), (3, False)])
 def test_sharded_steps_have_the_bits_of_gloo(world_size: int, mixed: bool) -> None:
     """A model without replicas sends no gradient that could be compressed."""
     results = ranks.run(world_size, _steps, mixed, backend="gloo")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import re
 import tempfile
+from pathlib import Path
 
 import pytest
+import suite_record
+from torch_suite import ATTACHED, GLOO, POWERSGD
 
-from support import suite_record
-from support.torch_suite import ATTACHED, GLOO, POWERSGD
 from support.torchrun import torchrun
 
 pytest.importorskip("accelerate")
@@ -28,11 +29,8 @@ def _said(script: str, backend: str) -> list[str]:
     """The lines that name a test or its success, sorted, because ranks print in any order."""
     module = f"accelerate.test_utils.scripts.{script}"
     with tempfile.TemporaryDirectory() as folder:
-        ended = torchrun(
-            *("-m", "support.library_script", backend, module),
-            ACCELERATE_USE_CPU="true",
-            HF_HOME=folder,
-        )
+        program = Path(__file__).with_name("library_script.py")
+        ended = torchrun(program, backend, module, ACCELERATE_USE_CPU="true", HF_HOME=folder)
     return sorted(line for line in ended.stdout.splitlines() if re.search("[Tt]est|pass", line))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -36,62 +37,51 @@ def make_toolkit(home: Path, files: list[str], release: str = "13.0") -> str:
 
 
 @pytest.mark.parametrize(
-    ("files", "include", "library"),
+    ("include", "library"),
     [
-        (WHOLE, "include", "lib64"),
-        ([NVCC, HEADER, "lib/libcudart.so"], "include", "lib"),
-        ([NVCC, HEADER, "lib/x86_64-linux-gnu/libcudart.so"], "include", "lib/x86_64-linux-gnu"),
-        (
-            [
-                NVCC,
-                "targets/x86_64-linux/include/cuda_runtime.h",
-                "targets/x86_64-linux/lib/libcudart.so",
-            ],
-            "targets/x86_64-linux/include",
-            "targets/x86_64-linux/lib",
-        ),
+        ("include", "lib64"),
+        ("include", "lib"),
+        ("include", "lib/x86_64-linux-gnu"),
+        ("targets/x86_64-linux/include", "targets/x86_64-linux/lib"),
     ],
 )
-def test_a_whole_toolkit_is_found(
-    tmp_path: Path, files: list[str], include: str, library: str
-) -> None:
+def test_a_whole_toolkit_is_found(tmp_path: Path, include: str, library: str) -> None:
+    files = [NVCC, f"{include}/cuda_runtime.h", f"{library}/libcudart.so"]
     found = toolkit.examine(make_toolkit(tmp_path, files), "13.2")
     assert found == toolkit.Toolkit(tmp_path / include, tmp_path / library, [])
-    assert toolkit.is_wanted("", found.missing)
-    assert toolkit.is_wanted("1", found.missing)
-    assert not toolkit.is_wanted("0", found.missing)
+    assert [toolkit.is_wanted(choice, found.missing) for choice in ("", "1", "0")] == [1, 1, 0]
 
 
 @pytest.mark.parametrize(
-    ("absent", "said"),
+    ("files", "said"),
     [
-        (NVCC, "no nvcc in bin"),
-        (HEADER, "no cuda_runtime.h in include, targets/*/include"),
-        (LIBRARY, "no libcudart.so in lib64, lib, lib/*-linux-gnu, targets/*/lib"),
+        ([HEADER, LIBRARY], "no nvcc in bin"),
+        ([NVCC, LIBRARY], "no cuda_runtime.h in include, targets/*/include"),
+        (
+            # The linker does not find the name with a version.
+            [NVCC, HEADER, "lib/libcudart.so.13"],
+            "no libcudart.so in lib64, lib, lib/*-linux-gnu, targets/*/lib",
+        ),
+        (
+            [NVCC],
+            "no cuda_runtime.h in include, targets/*/include; "
+            "no libcudart.so in lib64, lib, lib/*-linux-gnu, targets/*/lib",
+        ),
     ],
 )
-def test_what_is_missing_is_named_with_the_places(tmp_path: Path, absent: str, said: str) -> None:
-    home = make_toolkit(tmp_path, [file for file in WHOLE if file != absent])
+def test_what_is_missing_is_named_with_the_places(
+    tmp_path: Path, files: list[str], said: str
+) -> None:
+    home = make_toolkit(tmp_path, files)
     missing = toolkit.examine(home, "13.0").missing
     assert missing == [f"no CUDA toolkit: CUDA_HOME={home} has {said}"]
-
-
-def test_a_library_without_the_linkers_name_is_missing(tmp_path: Path) -> None:
-    home = make_toolkit(tmp_path, [NVCC, HEADER, "lib/libcudart.so.13"])
-    assert "no libcudart.so in" in toolkit.examine(home, "13.0").missing[0]
-
-
-def test_a_wrapper_of_nvcc_alone_is_no_toolkit(tmp_path: Path) -> None:
-    home = make_toolkit(tmp_path, [NVCC])
-    said = toolkit.describe("", toolkit.examine(home, "13.0").missing, [])
-    assert said.startswith(f"CPU only (no CUDA toolkit: CUDA_HOME={home} has no cuda_runtime.h in ")
-    assert "; no libcudart.so in " in said
-    assert "\n" not in said
+    assert toolkit.describe("", missing, []) == f"CPU only ({missing[0]})"
 
 
 def test_without_cuda_in_torch_or_without_a_toolkit() -> None:
     assert toolkit.examine("/usr", None).missing == ["the installed torch has no CUDA"]
     assert "CUDA_HOME is unset" in toolkit.examine(None, "13.0").missing[0]
+    assert toolkit.describe("0", [], []) == "CPU only (POWERSGD_BUILD_CUDA=0)"
 
 
 def test_a_toolkit_of_another_major_release_does_not_fit(tmp_path: Path) -> None:
@@ -99,61 +89,15 @@ def test_a_toolkit_of_another_major_release_does_not_fit(tmp_path: Path) -> None
     missing = toolkit.examine(home, "13.0").missing
     assert missing == [f"{home}/bin/nvcc is of CUDA 12.4, the installed torch of 13.0"]
     assert toolkit.examine(home, "12.8").missing == []
-
-
-def test_an_nvcc_that_does_not_run_is_named(tmp_path: Path) -> None:
-    home = make_toolkit(tmp_path, WHOLE)
     (tmp_path / NVCC).write_text("#!/bin/sh\nexit 3\n")
     assert toolkit.examine(home, "13.0").missing[0].startswith(f"{home}/bin/nvcc does not run: ")
 
 
-@pytest.mark.parametrize(
-    ("choice", "missing", "flags", "said"),
-    [
-        ("0", [], [], "CPU only (POWERSGD_BUILD_CUDA=0)"),
-        ("", ["no CUDA toolkit: why"], [], "CPU only (no CUDA toolkit: why)"),
-        (
-            "",
-            [],
-            [
-                "-gencode=arch=compute_100,code=sm_100",
-                "-gencode=arch=compute_80,code=sm_80",
-                "-gencode=arch=compute_90,code=compute_90",
-                "-gencode=arch=compute_90,code=sm_90",
-            ],
-            "CUDA for sm_80, sm_90, sm_100, PTX of compute_90",
-        ),
-    ],
-)
-def test_one_line_says_what_is_built(
-    choice: str, missing: list[str], flags: list[str], said: str
-) -> None:
-    assert toolkit.describe(choice, missing, flags) == said
-
-
-@pytest.mark.parametrize(
-    ("release", "expected"),
-    [
-        ("12.6", "7.5;8.0;9.0+PTX"),
-        ("12.8", "7.5;8.0;9.0;10.0;12.0+PTX"),
-        ("13.0", "7.5;8.0;9.0;10.0;12.0+PTX"),
-        ("14.1", "8.0;9.0;10.0;12.0+PTX"),
-        ("", "7.5;8.0;9.0+PTX"),
-    ],
-)
-def test_a_release_of_cuda_has_its_default_architectures(release: str, expected: str) -> None:
-    assert toolkit.default_architectures(release) == expected
-
-
-def test_without_a_gpu_the_default_architectures_are_built(
-    setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
-    monkeypatch.setattr(setup_py.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(setup_py.torch.version, "cuda", "12.8")
-    monkeypatch.setattr(setup_py.cpp_extension, "CUDAExtension", lambda *args, **rest: None)
-    setup_py.extension(setup_py.CUDA)
-    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "7.5;8.0;9.0;10.0;12.0+PTX"
+def test_one_line_says_what_is_built() -> None:
+    targets = ["100,code=sm_100", "80,code=sm_80", "90,code=compute_90", "90,code=sm_90"]
+    flags = [f"-gencode=arch=compute_{target}" for target in targets]
+    said = "CUDA for sm_80, sm_90, sm_100, PTX of compute_90"
+    assert toolkit.describe("", [], flags) == said
 
 
 def test_a_choice_that_is_none_is_refused() -> None:
@@ -188,14 +132,33 @@ def setup_py(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def _fails(self: object) -> None:
-    raise RuntimeError("command 'g++' failed")
+@pytest.mark.parametrize(
+    ("release", "expected"),
+    [
+        ("12.6", "7.5;8.0;9.0+PTX"),
+        ("12.8", "7.5;8.0;9.0;10.0;12.0+PTX"),
+        ("14.1", "8.0;9.0;10.0;12.0+PTX"),
+        ("", "7.5;8.0;9.0+PTX"),
+    ],
+)
+def test_without_a_gpu_the_default_architectures_are_built(
+    setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch, release: str, expected: str
+) -> None:
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    monkeypatch.setattr(setup_py.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(setup_py.torch.version, "cuda", release)
+    monkeypatch.setattr(setup_py.cpp_extension, "CUDAExtension", lambda *args, **rest: None)
+    setup_py.extension(setup_py.CUDA)
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == expected
 
 
-def test_a_failure_with_cuda_ends_with_a_hint(
+def test_a_failure_ends_with_a_hint_if_cuda_was_built(
     setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(setup_py.cpp_extension.BuildExtension, "run", _fails)
+    def fails(self: object) -> None:
+        raise RuntimeError("command 'g++' failed")
+
+    monkeypatch.setattr(setup_py.cpp_extension.BuildExtension, "run", fails)
     with pytest.raises(SystemExit) as failure:
         setup_py.Build(Distribution()).run()
     first, hint = str(failure.value).splitlines()
@@ -205,12 +168,6 @@ def test_a_failure_with_cuda_ends_with_a_hint(
     assert "CUDA_HOME=<folder>" in hint
     said = "CUDA for sm_80, sm_90, PTX of compute_90"
     assert f"torch {torch.__version__}: {said}\n" in capsys.readouterr().out
-
-
-def test_a_failure_without_cuda_has_no_hint(
-    setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(setup_py.cpp_extension.BuildExtension, "run", _fails)
     monkeypatch.setattr(setup_py, "CUDA_CHOICE", "0")
     with pytest.raises(RuntimeError, match="^command 'g\\+\\+' failed$"):
         setup_py.Build(Distribution()).run()
@@ -241,35 +198,36 @@ def test_dependencies_are_relative_paths(setup_py: ModuleType) -> None:
     assert not any(Path(header).is_absolute() for header in headers)
 
 
-@pytest.mark.parametrize(
-    ("line", "shown"),
-    [
-        ("[3/45] g++ -MMD -c -c /r/csrc/plan/a.cpp -o /t/a.o -O3\n", "[3/45] csrc/plan/a.cpp\n"),
-        ("[4/45] /c/nvcc -I/r -c /r/csrc/k/b.cu -o /t/b.o -O3\n", "[4/45] csrc/k/b.cu\n"),
-        ("/r/csrc/plan/a.cpp:3:1: warning: unused\n", "/r/csrc/plan/a.cpp:3:1: warning: unused\n"),
-        ("FAILED: /t/a.o\n", "FAILED: /t/a.o\n"),
-        ("g++ -c /r/csrc/plan/a.cpp -o /t/a.o\n", "g++ -c /r/csrc/plan/a.cpp -o /t/a.o\n"),
-    ],
-)
-def test_progress_is_a_short_line(line: str, shown: str) -> None:
-    assert progress.shortened(line, Path("/r")) == shown
-
-
-def test_progress_is_that_of_child_processes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_short_lines_of_child_processes(capfd: pytest.CaptureFixture[str]) -> None:
+    said = [
+        "[3/45] g++ -MMD -c -c /r/csrc/plan/a.cpp -o /t/a.o -O3",
+        "[4/45] /c/nvcc -I/r -c /r/csrc/k/b.cu -o /t/b.o -O3",
+        "/r/csrc/plan/a.cpp:3:1: warning: unused",
+        "FAILED: /t/a.o",
+        "g++ -c /r/csrc/plan/a.cpp -o /t/a.o",
+    ]
     with progress.short_commands(Path("/r")):
         print("before", flush=True)
-        subprocess.run("echo '[1/2] c++ -c /r/a.cpp -o a.o -O3'; echo a warning", shell=True)
+        subprocess.run(["echo", "\n".join(said)])
     print("after", flush=True)
-    assert capfd.readouterr().out == "before\n[1/2] a.cpp\na warning\nafter\n"
+    shown = ["before", "[3/45] csrc/plan/a.cpp", "[4/45] csrc/k/b.cu", *said[2:], "after"]
+    assert capfd.readouterr().out.splitlines() == shown
 
 
 def test_the_sources_of_a_folder_are_compiled_together(tmp_path: Path) -> None:
     sources = ["csrc/plan/plan.cpp", "csrc/engine/work.cpp", "csrc/engine/engine.cpp"]
     heads = {"engine": "// head\n"}
-    made = together.compiled_together(sources, ["engine", "backend"], tmp_path, heads)
-    assert made == ["csrc/plan/plan.cpp", str(tmp_path / "engine.cpp")]
+    together_in = functools.partial(together.compiled_together, build=tmp_path, heads=heads)
+    made = together_in(sources, ["engine", "backend"])
+    file = tmp_path / "engine.cpp"
+    assert made == ["csrc/plan/plan.cpp", str(file)]
     text = '// head\n#include "engine/work.cpp"\n#include "engine/engine.cpp"\n'
-    assert (tmp_path / "engine.cpp").read_text() == text
+    assert file.read_text() == text
+    os.utime(file, (1, 1))
+    together_in(sources, ["engine"])
+    assert file.stat().st_mtime == 1, "ninja would compile it again"
+    together_in(sources[:2], ["engine"])
+    assert file.stat().st_mtime > 1
 
 
 def test_the_hash_of_the_kernels_is_that_of_their_contents(tmp_path: Path) -> None:
@@ -282,16 +240,6 @@ def test_the_hash_of_the_kernels_is_that_of_their_contents(tmp_path: Path) -> No
         (tmp_path / file).write_text(file)
         found.add(together.hash_of_kernels(tmp_path))
     assert len(found) == 1 + len(files)
-
-
-def test_a_file_that_stays_as_it_was_keeps_its_date(tmp_path: Path) -> None:
-    file = tmp_path / "engine.cpp"
-    together.compiled_together(["csrc/engine/work.cpp"], ["engine"], tmp_path, {})
-    os.utime(file, (1, 1))
-    together.compiled_together(["csrc/engine/work.cpp"], ["engine"], tmp_path, {})
-    assert file.stat().st_mtime == 1
-    together.compiled_together(["csrc/engine/engine.cpp"], ["engine"], tmp_path, {})
-    assert file.stat().st_mtime > 1
 
 
 # Streams of the archive's copy crash in a process that has torch's. A machine whose compiler finds

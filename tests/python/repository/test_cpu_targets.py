@@ -6,16 +6,15 @@ crash on another CPU. A header is therefore either in the target's namespace, or
 targets/common.h before the target's options are in force.
 """
 
-import re
 from pathlib import Path
 
 import pytest
+from test_layering import INCLUDE
 
 from support.repository import ROOT
 
 CSRC = ROOT / "csrc"
 TARGETS = "kernels/cpu/targets"
-INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 # They define nothing themselves.
 WITHOUT_DEFINITIONS = {"kernels/cpu/simd/exact.h", "kernels/cpu/simd/instructions.h"}
 
@@ -49,6 +48,9 @@ def included_too_late(csrc: Path) -> set[str]:
 
 def test_shared_headers_come_before_the_options_of_a_target() -> None:
     assert included_too_late(CSRC) == set()
+    for target in ("baseline", "avx2", "avx512"):
+        included = includes_of(CSRC / TARGETS / f"{target}.cpp")
+        assert included == [f"{TARGETS}/common.h", f"{TARGETS}/all_stages.inl"]
 
 
 @pytest.mark.parametrize("late", ["vector", "kernels/shared/philox.h"])
@@ -63,9 +65,3 @@ def test_a_header_that_comes_too_late_is_found(tmp_path: Path, late: str) -> Non
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert included_too_late(tmp_path) == {late}
-
-
-@pytest.mark.parametrize("target", ["baseline", "avx2", "avx512"])
-def test_a_target_includes_nothing_else(target: str) -> None:
-    included = includes_of(CSRC / TARGETS / f"{target}.cpp")
-    assert included == [f"{TARGETS}/common.h", f"{TARGETS}/all_stages.inl"]

@@ -24,8 +24,12 @@ def _without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
 
 
-def test_a_plain_table_is_aligned() -> None:
-    assert str(TABLE).splitlines() == [
+def test_a_plain_table_is_aligned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _without_rich(monkeypatch)
+    TABLE.print()
+    assert capsys.readouterr().out.splitlines() == [
         "name                 number",
         "                     of all",
         "-------------------  ------",
@@ -36,14 +40,6 @@ def test_a_plain_table_is_aligned() -> None:
         "-------------------  ------",
         "all                    1001",
     ]
-
-
-def test_a_table_is_printed_without_rich(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _without_rich(monkeypatch)
-    TABLE.print()
-    assert capsys.readouterr().out == f"{TABLE}\n"
 
 
 def test_rich_shows_the_same_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,22 +51,29 @@ def of_width(width):
 # Rank 4 sends 1000 x 128 and 32 x 144 as factors, the bias raw, two uses and a count.
 TOTAL = 128_000 + 4608 + 32
 P_NUMEL, Q_NUMEL, TAIL = 4 * (1000 + 32), 4 * (128 + 144), 32 + 2 + 1
-FLOAT32 = ("--rank", "4", "--wire-dtype", "float32")
+MODEL, LAYERS = "models_of_test:model", "models_of_test:layers"
+
+
+Plan = Callable[..., str]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Plan]:
+    """Runs the command for one of the models; returns its output."""
     (tmp_path / "models_of_test.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("COLUMNS", "160")
-    yield tmp_path
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["torch_powersgd", "plan", *arguments])
+        assert torch_powersgd.__main__.main() == 0
+        return capsys.readouterr().out
+
+    yield run
     sys.modules.pop("models_of_test", None)
-
-
-def _run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["torch_powersgd", *arguments])
-    return torch_powersgd.__main__.main()
 
 
 def _rows(table: str) -> dict[str, list[str]]:
@@ -76,11 +82,8 @@ def _rows(table: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows if len(row) > 3}
 
 
-def test_prints_the_plan(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch, "plan", "models_of_test:model", *FLOAT32) == 0
-    printed = capsys.readouterr().out
+def test_prints_the_plan(plan: Plan) -> None:
+    printed = plan(MODEL, "--rank", "4", "--wire-dtype", "float32")
     sent = 4 * (P_NUMEL + Q_NUMEL + TAIL)
     rows = _rows(printed)
     assert rows["2.weight"] == ["1000 x 128", "4", "512 kB", "18.0 kB", "28.4"]
@@ -101,13 +104,8 @@ def test_prints_the_plan(
     assert float(found[1]) == pytest.approx((residual + factors) / 1e3 + float(found[2]), abs=1)
 
 
-def test_the_wire(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ("--rank", "4", "--wire-dtype", "bfloat16")
-    assert _run(monkeypatch, "plan", "models_of_test:model", *arguments) == 0
-    printed = capsys.readouterr().out
-    rows = _rows(printed)
+def test_the_wire(plan: Plan) -> None:
+    rows = _rows(plan(MODEL, "--rank", "4", "--wire-dtype", "bfloat16"))
     # Packets have groups of 64 elements. Vectors of 1000, 128, 32 and 144 have 16, 2, 1 and 3.
     assert rows["2.weight"][3] == f"{2 * 64 * 4 * (16 + 2) / 1e3:.2f} kB"
     assert rows["0.bias"][3] == "128 B"
@@ -116,11 +114,8 @@ def test_the_wire(
     assert rows["all"][1] == f"{(64 * math.ceil(p / 64) + q) / 1e3:.1f} kB"
 
 
-def test_layers_of_one_kind_share_a_row(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch, "plan", "models_of_test:layers", "--rank", "4") == 0
-    printed = capsys.readouterr().out
+def test_layers_of_one_kind_share_a_row(plan: Plan) -> None:
+    printed = plan(LAYERS, "--rank", "4")
     assert "All names begin with trunk." in printed
     assert "1 parameters require no gradient" in printed
     rows = _rows(printed)
@@ -131,56 +126,44 @@ def test_layers_of_one_kind_share_a_row(
     assert not [name for name in rows if "others" in name]
 
 
-def test_the_largest_and_all_others(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch, "plan", "models_of_test:layers", "--rank", "4", "--top", "1") == 0
-    rows = _rows(capsys.readouterr().out)
+def test_the_largest_and_all_others(plan: Plan) -> None:
+    rows = _rows(plan(LAYERS, "--rank", "4", "--top", "1"))
     assert rows["18 others"][0] == "13 raw"
     gradient = 4 * (6 * 64 * 64 + 5 * 64 * 72 + 12 * 64 + 7)
     assert rows["all"][0] == f"{gradient / 1e3:.0f} kB"
 
 
-def test_every_parameter(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch, "plan", "models_of_test:layers", "--rank", "4", "--all") == 0
-    rows = _rows(capsys.readouterr().out)
-    for i in range(11):
-        assert rows[f"{i}.weight"][1] == "4"
+def test_every_parameter(plan: Plan) -> None:
+    rows = _rows(plan(LAYERS, "--rank", "4", "--all"))
+    assert all(rows[f"{i}.weight"][1] == "4" for i in range(11))
     assert "11.weight" not in rows
     assert rows["11.bias"][1] == "raw"
-    assert "scale" in rows
 
 
-def test_a_rank_that_compresses_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch, "plan", "models_of_test:model", "--rank", "600") == 0
-    printed = " ".join(capsys.readouterr().out.split())
+def test_what_compresses_nothing(plan: Plan) -> None:
+    printed = " ".join(plan(MODEL, "--rank", "600").split())
     assert "Nothing is compressed at matrix rank 600" in printed
     assert "each step sends 531 kB per process" in printed
     highest = int(re.findall(r"highest matrix rank that compresses .* is (\d+)", printed)[0])
-    for rank, nothing in ((highest, False), (highest + 1, True)):
-        _run(monkeypatch, "plan", "models_of_test:model", "--rank", str(rank))
-        assert ("Nothing is compressed" in capsys.readouterr().out) == nothing
+    assert "Nothing is compressed" not in plan(MODEL, "--rank", str(highest))
+    assert "Nothing is compressed" in plan(MODEL, "--rank", str(highest + 1))
+    printed = " ".join(plan("models_of_test:biases").split())
+    assert "no weight that any matrix rank compresses" in printed
 
 
-def test_a_model_without_weights(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _run(monkeypatch, "plan", "models_of_test:biases") == 0
-    assert "no weight that any matrix rank compresses" in " ".join(capsys.readouterr().out.split())
-
-
-def test_the_least_compression_rate(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ("--rank", "4", "--min-compression-rate", "10")
-    assert _run(monkeypatch, "plan", "models_of_test:model", *arguments) == 0
-    rows = _rows(capsys.readouterr().out)
+def test_the_least_compression_rate(plan: Plan) -> None:
+    rows = _rows(plan(MODEL, "--rank", "4", "--min-compression-rate", "10"))
     assert rows["0.weight"][1] == "raw"
     assert rows["2.weight"][1] == "4"
+
+
+def test_nothing_is_cut_off_on_a_narrow_terminal(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    printed = plan(LAYERS, "--rank", "4")
+    assert max(map(len, printed.splitlines())) <= 60
+    assert "…" not in printed
 
 
 @pytest.mark.parametrize("width", [5, 9, 14, 60])
@@ -207,42 +190,23 @@ def test_a_long_name_goes_on_below(width: int) -> None:
             ["models_of_test:of_width"],
             r"must be of the form 'def make_model\(\).*of_width\(width\)",
         ),
+        (["models_of_test:broken"], "the factory's own error"),
         (["models_of_test:frozen"], "no parameter that requires a gradient"),
-        (["models_of_test:model", "--wire-dtype", "int2"], "wire-dtype.*'int2'.*bfloat16"),
-        (["models_of_test:model", "--top", "0"], "--top.*at least 1"),
-        (["models_of_test:model", "--top", "3", "--all"], "not allowed with"),
-        (["models_of_test:model", "--rank", "0"], "matrix_approximation_rank.*got 0"),
-        (["models_of_test:model", "--rank", "four"], "four"),
-        (["models_of_test:model", "--min-compression-rate", "nan"], "min_compression_rate"),
+        ([MODEL, "--wire-dtype", "int2"], "wire-dtype.*'int2'.*bfloat16"),
+        ([MODEL, "--top", "0"], "--top.*at least 1"),
+        ([MODEL, "--top", "3", "--all"], "not allowed with"),
+        ([MODEL, "--rank", "0"], "matrix_approximation_rank.*got 0"),
+        ([MODEL, "--rank", "four"], "four"),
+        ([MODEL, "--min-compression-rate", "nan"], "min_compression_rate"),
         ([], "MODULE:FACTORY"),
     ],
 )
 def test_a_wrong_argument_is_a_usage_error(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
+    plan: Plan, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        _run(monkeypatch, "plan", *arguments)
+        plan(*arguments)
     assert ended.value.code == 2
-    assert re.search(message, capsys.readouterr().err, re.DOTALL)
-
-
-def test_the_factorys_own_error_is_not_hidden(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        _run(monkeypatch, "plan", "models_of_test:broken")
-    except (SystemExit, ValueError) as error:
-        told = str(error) + capsys.readouterr().err
-    assert "the factory's own error" in told
-
-
-def test_as_a_program(folder: Path) -> None:
-    command = [sys.executable, "-m", "torch_powersgd", "plan", "models_of_test:nothing"]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 2
-    assert "usage: python -m torch_powersgd" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    said = capsys.readouterr().err
+    assert said.startswith("usage: python -m torch_powersgd")
+    assert re.search(message, said, re.DOTALL)

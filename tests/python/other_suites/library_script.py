@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Runs a test script of another library, whose ranks torchrun starts, over one of the backends.
 
-    torchrun --nproc-per-node 2 -m support.library_script \\
+    torchrun --nproc-per-node 2 library_script.py \\
       cpu:powersgd accelerate.test_utils.scripts.test_ops
 """
 
@@ -11,7 +11,7 @@ import io
 import runpy
 import sys
 
-from support.torch_suite import IN_RANKS
+from torch_suite import IN_RANKS
 
 if __name__ == "__main__":
     backend, module = sys.argv[1:]

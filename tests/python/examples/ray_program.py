@@ -61,13 +61,6 @@ class Job:
         compression.load_state_dict(state["powersgd"])
 
 
-def exact_weights(_: int) -> list[float]:
-    """The weights after the exact steps, from DDP alone."""
-    job = Job()
-    job.train(DistributedDataParallel(job.net), 0, EXACT)
-    return job.weights()
-
-
 def final_weights(_: int) -> list[float]:
     """The weights after all steps, of a job that goes on from its own state at SAVED."""
     first = Job()
@@ -92,9 +85,7 @@ def worker(config: dict[str, Any]) -> None:
     compression = tp.attach(ddp, OPTIONS)
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
-        job.train(ddp, 0, EXACT)
-        torch.save(job.weights(), folder / f"exact.{rank}")
-        job.train(ddp, EXACT, SAVED)
+        job.train(ddp, 0, SAVED)
         state = job.state(compression)
         with tempfile.TemporaryDirectory() as temporary:
             torch.save(state, Path(temporary, "state.pt"))
@@ -115,7 +106,7 @@ def worker(config: dict[str, Any]) -> None:
 
 def start(config: dict[str, Any]) -> None:
     """Names nothing of the package, so that a worker does not import it with this function."""
-    from support import ray_program
+    import ray_program
 
     ray_program.worker(config)
 

@@ -7,7 +7,7 @@ torch has them. They ask for a backend named gloo in many places, and skip or fa
 name. So this backend stands behind the name gloo in the ranks' processes. A test then runs and
 checks all that it does with gloo. ``cuda_on_cpu`` lets tests run that name a GPU.
 
-    python -m support.torch_suite --ranks 2 --backend cpu:powersgd --json outcomes.json
+    python tests/python/other_suites/torch_suite.py --ranks 2 --backend cpu:powersgd
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import unittest
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import cuda_on_cpu
 
 GLOO = "gloo"
 POWERSGD = "cpu:powersgd"
@@ -40,7 +42,7 @@ def outcomes(
     """Runs tests, or all of them, in a process that torch reads its variables in."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "outcomes.json")
-        command = [sys.executable, "-m", "support.torch_suite", f"--ranks={world_size}"]
+        command = [sys.executable, __file__, f"--ranks={world_size}"]
         ended = subprocess.run(
             [*command, f"--backend={backend}", f"--json={file}", *names],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -62,8 +64,6 @@ def _suite(world_size: int) -> Any:
     import torch
     import torch._dynamo
     from torch.testing._internal import common_distributed
-
-    from support import cuda_on_cpu
 
     common_distributed.TIMEOUT_OVERRIDE.clear()
     cuda_on_cpu.open_gates(common_distributed)

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The errors and log lines of the sources: texts in which each variable part is an ellipsis."""
+"""docs/troubleshooting.md explains every message of the sources, and pages quote no others.
+
+A message is an error or a log line, in which each variable part is an ellipsis.
+"""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from markdown_blocks import PAGES
+
 from support.repository import ROOT
 
-GAP = "…"
+_GAP = "…"
 _LOGGING = {"debug", "info", "notice", "warning", "error", "warn", "log"}
 # A text of fewer characters between two gaps says too little to be looked for.
 _SHORTEST = 4
@@ -34,28 +40,29 @@ class Message:
     @property
     def parts(self) -> list[str]:
         """The fixed parts, in their order."""
-        return parts_of(self.text)
+        return _parts_of(self.text)
 
 
-def parts_of(text: str) -> list[str]:
+def _parts_of(text: str) -> list[str]:
     """The fixed parts of a text, in their order, without those that say too little."""
-    parts = [" ".join(part.split()) for part in text.split(GAP)]
+    parts = [" ".join(part.split()) for part in text.split(_GAP)]
     return [part for part in parts if len(part) >= _SHORTEST]
 
 
-def all_messages() -> list[Message]:
+@functools.cache
+def _all_messages() -> list[Message]:
     """The messages of the package and of its core. Kernels and bindings have no messages."""
     found = []
     for path in sorted((ROOT / "python").rglob("*.py")):
-        found += python_messages(path.read_text(), str(path.relative_to(ROOT)))
+        found += _python_messages(path.read_text(), str(path.relative_to(ROOT)))
     for folder in ("csrc", "include"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in {".h", ".cpp"} and not {"kernels", "bindings"} & {*path.parts}:
-                found += cpp_messages(path.read_text(), str(path.relative_to(ROOT)))
+                found += _cpp_messages(path.read_text(), str(path.relative_to(ROOT)))
     return [message for message in found if message.parts]
 
 
-def python_messages(source: str, place: str) -> list[Message]:
+def _python_messages(source: str, place: str) -> list[Message]:
     """The texts of all raised errors and log lines, and the sentences that are kept or returned."""
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -69,14 +76,14 @@ def python_messages(source: str, place: str) -> list[Message]:
         else:
             continue
         for text in map(_text_of, texts):
-            if text.strip(f" {GAP}").count(" ") >= fewest:
+            if text.strip(f" {_GAP}").count(" ") >= fewest:
                 found.append(Message(f"{place}:{node.lineno}", text))
     return found
 
 
 def _text_of(node: ast.expr) -> str:
     if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else GAP
+        return node.value if isinstance(node.value, str) else _GAP
     if isinstance(node, ast.JoinedStr):
         return "".join(_text_of(value) for value in node.values)
     if isinstance(node, ast.IfExp):
@@ -84,11 +91,11 @@ def _text_of(node: ast.expr) -> str:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _text_of(node.left) + _text_of(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
-        return _CPP_FORMAT.sub(GAP, _text_of(node.left))
-    return GAP
+        return _CPP_FORMAT.sub(_GAP, _text_of(node.left))
+    return _GAP
 
 
-def cpp_messages(source: str, place: str) -> list[Message]:
+def _cpp_messages(source: str, place: str) -> list[Message]:
     """The texts of all checks, log lines, and other statements with a literal of four words."""
     source = re.sub(r"^[ \t]*(//|#include).*$", "", source, flags=re.MULTILINE)
     found, read = [], 0
@@ -101,7 +108,7 @@ def cpp_messages(source: str, place: str) -> list[Message]:
         start, end = call or _statement(source, literal.start())
         text = _literals(source[start:end])
         read = max(end, literal.end())
-        if " " in text.strip(f" {GAP}"):
+        if " " in text.strip(f" {_GAP}"):
             found.append(Message(f"{place}:{source.count(chr(10), 0, literal.start()) + 1}", text))
     return found
 
@@ -147,31 +154,87 @@ def _literals(arguments: str) -> str:
     pieces, end = [], 0
     for literal in _CPP_LITERAL.finditer(arguments):
         between = arguments[end : literal.start()]
-        pieces += [GAP if between.strip(" ,\n") else "", literal[1].replace('\\"', '"')]
+        pieces += [_GAP if between.strip(" ,\n") else "", literal[1].replace('\\"', '"')]
         end = literal.end()
-    pieces.append(GAP if arguments[end:].strip() else "")
-    return _CPP_FORMAT.sub(GAP, "".join(pieces))
+    pieces.append(_GAP if arguments[end:].strip() else "")
+    return _CPP_FORMAT.sub(_GAP, "".join(pieces))
 
 
-def quoted_on(page: str) -> Iterator[str]:
+def _quotations(page: str) -> Iterator[str]:
     """The messages that a page of Markdown quotes: code in the first column of its tables."""
-    for line in page.splitlines():
-        first = re.match(r"^\| (`+)(.+?)\1 \|", line)
-        if first:
-            yield first[2].replace("\\|", "|").strip()
+    for found in re.finditer(r"^\| (`+)(.+?)\1 \|", page, re.MULTILINE):
+        yield found[2].replace("\\|", "|").strip()
 
 
-def is_from(quoted: str, message: Message) -> bool:
+def _is_from(quoted: str, message: Message) -> bool:
     """True if the message has all fixed parts of a quotation, in their order."""
     position, whole = 0, " ".join(message.text.split())
-    for part in parts_of(quoted):
+    for part in _parts_of(quoted):
         position = whole.find(part, position)
         if position < 0:
             return False
         position += len(part)
-    return bool(parts_of(quoted))
+    return bool(_parts_of(quoted))
 
 
-def shows(quoted: str, message: Message) -> bool:
-    """True if a quotation is of this message and has its longest fixed part."""
-    return is_from(quoted, message) and max(message.parts, key=len) in quoted
+def _has_longest_part(line: str, message: Message) -> bool:
+    """True if a line has the longest fixed part of a message. Others may be optional."""
+    return max(message.parts, key=len) in line
+
+
+QUOTED = list(_quotations((ROOT / "docs" / "troubleshooting.md").read_text()))
+# Messages of torch and of the tools around it, which the page explains as well.
+OF_OTHERS = ("Unknown c10d backend type", "Timed out waiting", "No backend of type", "/usr/bin/ld")
+# All checks of options in the core have one form, which has one row. Commands explain their errors
+# themselves. The rest becomes part of other messages, or asserts what no user can break.
+NOT_EXPLAINED = (
+    "csrc/plan/options.cpp",
+    "include/powersgd/option_table.h",
+    "csrc/gradients/flat_tensors.cpp",
+    "csrc/engine/work.cpp",
+    "python/torch_powersgd/summary.py",
+    "python/torch_powersgd/__main__.py",
+    "python/torch_powersgd/tools/",
+)
+
+
+def test_every_message_is_explained() -> None:
+    missing = [
+        f"{message.place}: {message.text}"
+        for message in _all_messages()
+        if not message.place.startswith(NOT_EXPLAINED)
+        and not any(_is_from(q, message) and _has_longest_part(q, message) for q in QUOTED)
+    ]
+    assert missing == []
+
+
+def test_explained_messages_exist() -> None:
+    assert len(QUOTED) > 50
+    own = [text for text in QUOTED if not text.startswith(OF_OTHERS)]
+    assert [text for text in own if not any(_is_from(text, m) for m in _all_messages())] == []
+
+
+def test_log_lines_on_pages_exist() -> None:
+    shown = re.compile(r"^(?:torch_powersgd: |[A-Z]+:torch_powersgd:)(.*)", flags=re.MULTILINE)
+    lines = [line for page in PAGES for line in shown.findall(page.read_text())]
+    assert lines
+    assert [
+        line for line in lines if not any(_has_longest_part(line, m) for m in _all_messages())
+    ] == []
+
+
+def test_messages_are_read_from_sources() -> None:
+    python = 'raise ValueError(f"no {x} here, " "sorry")\nmessage = f"all {y} is well"\n'
+    assert [message.text for message in _python_messages(python, "a.py")] == [
+        "no … here, sorry",
+        "all … is well",
+    ]
+    cpp = 'TORCH_CHECK(a > f("b"), "no ", x, " here; (so)"\n " sorry");\nx = "three words here";'
+    messages = _cpp_messages(cpp, "a.cpp")
+    assert [message.parts for message in messages] == [
+        ["here; (so) sorry"],
+        ["three words here"],
+    ]
+    assert _is_from("… here; (so) sorry", messages[0])
+    assert not _is_from("… there; (so) sorry", messages[0])
+    assert not _has_longest_part("here; sorry", messages[0])

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd
@@ -32,15 +33,6 @@ OPTIONS: dict[str, Any] = {
     "start_powerSGD_iter": 2,
     "allow_discard": True,
 }
-
-
-def names_of(preamble: str) -> Names:
-    """The names that a preamble defines.
-
-    Raises:
-        KeyError: if there is no preamble of this name.
-    """
-    return PREAMBLES[preamble]()
 
 
 def _common() -> Names:
@@ -153,13 +145,20 @@ def zero() -> Names:
 
 def mesh() -> Names:
     """A model in layers, and the functions that shard it, on four ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     names = group() | {"init_device_mesh": init_device_mesh, "fully_shard": fully_shard}
     model = names["model"]
     model.layers = [layer for layer in model if isinstance(layer, nn.Linear)]
     return names
+
+
+def _beside_replicas(dim: str) -> DeviceMesh:
+    """A mesh of two replicas, whose gradients are compressed, and of another dimension."""
+    options = torch_powersgd.Options(**OPTIONS)
+    override: Any = {"replicate": ("cpu:powersgd", options), dim: "gloo"}
+    dims = ("replicate", dim)
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=dims, backend_override=override)
 
 
 def tensor_parallel() -> Names:
@@ -170,42 +169,34 @@ def tensor_parallel() -> Names:
         parallelize_module,
     )
 
-    names = mesh()
-    override = {"replicate": ("cpu:powersgd", names["options"]), "tensor": "gloo"}
-    dims = ("replicate", "tensor")
-    made = names["init_device_mesh"]("cpu", (2, 2), mesh_dim_names=dims, backend_override=override)
+    names = mesh() | {"parallelize_module": parallelize_module}
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    return names | {"parallelize_module": parallelize_module, "mesh": made, "plan": plan}
+    return names | {"mesh": _beside_replicas("tensor"), "plan": plan}
 
 
 def pipeline() -> Names:
     """A mesh of replicas and pipeline stages, on four ranks."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    names = mesh()
-    override = {"replicate": ("cpu:powersgd", names["options"]), "stage": "gloo"}
-    made = names["init_device_mesh"](
-        "cpu", (2, 2), mesh_dim_names=("replicate", "stage"), backend_override=override
-    )
-    stage_names = {"stage_module": nn.Linear(WIDTH, WIDTH), "n_microbatches": 2}
+    names = group() | {"PipelineStage": PipelineStage, "ScheduleGPipe": ScheduleGPipe}
+    made = _beside_replicas("stage")
     first = made.get_local_rank("stage") == 0
-    micro = {
+    return names | {
+        "mesh": made,
+        "stage_module": nn.Linear(WIDTH, WIDTH),
+        "n_microbatches": 2,
         "micro_input": torch.empty(4, WIDTH, requires_grad=not first),
         "micro_output": torch.empty(4, WIDTH, requires_grad=True),
+        "batch": torch.randn(8, WIDTH),
+        "loss_fn": nn.MSELoss(),
+        "target": torch.randn(8, WIDTH),
     }
-    data = micro | {"batch": torch.randn(8, WIDTH)}
-    library = {"PipelineStage": PipelineStage, "ScheduleGPipe": ScheduleGPipe}
-    loss = {"loss_fn": nn.MSELoss(), "target": torch.randn(8, WIDTH)}
-    return names | library | stage_names | data | loss | {"mesh": made}
 
 
 def replicas() -> Names:
     """An attached model on a mesh of replicas and shards, on four ranks."""
     names = mesh()
-    override = {"replicate": ("cpu:powersgd", names["options"]), "shard": "gloo"}
-    dims = ("replicate", "shard")
-    made = names["init_device_mesh"]("cpu", (2, 2), mesh_dim_names=dims, backend_override=override)
-    model = names["fully_shard"](names["model"], mesh=made)
+    model = names["fully_shard"](names["model"], mesh=_beside_replicas("shard"))
     return names | {"compression": torch_powersgd.attach(model)}
 
 

@@ -27,6 +27,8 @@ def ray_driver(program: Path, *arguments: object) -> subprocess.CompletedProcess
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
         # Ray also writes a file to the home folder.
         own = {"HOME": folder, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        # Workers import the modules beside the program as it does.
+        own["PYTHONPATH"] = os.pathsep.join([str(program.parent), os.environ["PYTHONPATH"]])
         try:
             ended = subprocess.run(
                 [sys.executable, str(program), *map(str, arguments)],

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: BSD-3-Clause
+""".ci/run runs every step, and its exit status tells of each that fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.repository import ROOT
+
+# The last three need nvcc, for which there is a stand-in.
+STEPS = ["tools", "lint", "docs", "test-python", "test-cpp", "test-sanitized"]
+STEPS += ["gpu-programs", ".ci/nvcc_report.sh", ".ci/cuda_torch.sh"]
+
+
+STAND_IN = """#!/bin/sh
+step=${1:-$0}
+echo "output of $step"
+case " $FAILING " in *" $step "*) exit 1 ;; esac
+"""
+
+
+@pytest.mark.parametrize("failing", [[], ["docs", "test-cpp", ".ci/cuda_torch.sh"]])
+def test_all_steps_run_and_those_that_fail_are_named(tmp_path: Path, failing: list[str]) -> None:
+    for file in ("bin/make", "bin/nvcc", ".ci/nvcc_report.sh", ".ci/cuda_torch.sh"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(STAND_IN)
+        (tmp_path / file).chmod(0o755)
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+    ended = subprocess.run(
+        [tmp_path / ".ci" / "run"],
+        env={**os.environ, "PATH": path, "FAILING": " ".join(failing)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    verdicts = re.findall(r"^(ok|FAILED) \d+ s: (?:make )?(\S+)$", ended.stdout, re.MULTILINE)
+    assert sorted(step for _, step in verdicts) == sorted(STEPS)
+    assert [step for step in STEPS if ("FAILED", step) in verdicts] == failing
+    assert all(f"output of {step}\n" in ended.stdout for step in STEPS)
+    assert ended.returncode == bool(failing)
