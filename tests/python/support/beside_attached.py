@@ -26,6 +26,7 @@ import torch_powersgd as tp
 from support import ranks
 from support.call_observer import in_backward
 from support.log_records import LogRecords
+from support.models import SyncedNorm
 from support.paired_training import same
 from support.synthetic import (
     Shapes,
@@ -36,7 +37,6 @@ from support.synthetic import (
     step,
     weights_of,
 )
-from support.training_cases import SyncedNorm
 
 STEPS = 4  # a flat gradient would be compressed from its third pass on
 MIN_NUMEL = 4096

@@ -4,67 +4,170 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
-from support import ranks, training_cases
-from support.paired_training import OPTIONS, STEPS, WARM_UP, Facts
+from support import ranks
+from support.models import Blocks, Branches, Dtypes, Images, OddShapes, Spectral, SyncedNorm, Tied
+from support.paired_training import OPTIONS, STEPS, ddp_pair
+from support.rank_tests import all_agree, on_ranks
+from support.synthetic import TOLERANCE, gradient
 
-WORLD_SIZE = 2
-# The identity's bounds, as in test_identity: in float32, in float64, and for outputs that are each
-# rounded to bfloat16 once.
-TOLERANCE = 1e-5
-OTHER_DTYPES = {"fp64.weight": 1e-13, "precise": 1e-13, "bf16.weight": STEPS / 4 * 2**-9}
+# Each output in bfloat16 is rounded once.
+TOLERANCES = {
+    "fp64.weight": TOLERANCE[torch.float64],
+    "precise": TOLERANCE[torch.float64],
+    "bf16.weight": STEPS / 4 * 2**-9,
+}
 
-
-def _run_all(rank: int, names: list[str]) -> dict[str, Facts]:
-    return {name: training_cases.CASES[name](rank) for name in names}
-
-
-def _launch(names: list[str]) -> list[dict[str, Facts]]:
-    return ranks.run(WORLD_SIZE, _run_all, names, options=OPTIONS, timeout=240)
+Passed = list[torch.Tensor | None]  # what a backward pass returns: see paired_training
 
 
-def _launch_sparse(names: list[str]) -> list[dict[str, Facts]]:
-    """Launches them, and once more if a rank dies: torch's own sparse all-reduce can crash.
+def _inputs(i: int) -> torch.Tensor:
+    return gradient((8, 24), "input", dist.get_rank(), i).requires_grad_()
+
+
+def _square(forward: Callable[[torch.Tensor], torch.Tensor], i: int) -> Passed:
+    x = _inputs(i)
+    loss = forward(x).square().mean()
+    loss.backward()
+    return [loss, x.grad]
+
+
+# In torch a reentrant backward and a parameter used twice need a static graph.
+MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
+    "static graph": (lambda _: Blocks(), {"static_graph": True}),
+    "static graph, small buckets": (
+        lambda _: Blocks(),
+        {"static_graph": True, "bucket_cap_mb": 1e-3},
+    ),
+    "checkpointing": (lambda _: Blocks(False), {"bucket_cap_mb": 1e-3}),
+    "reentrant checkpointing": (lambda _: Blocks(True), {"static_graph": True}),
+    "dtypes": (lambda _: Dtypes(), {}),
+    "complex": (lambda _: Spectral(), {}),
+    "odd shapes": (lambda _: OddShapes(), {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(2, options=OPTIONS)
+def test_models(rank: int, name: str) -> None:
+    make, ddp_arguments = MODELS[name]
+    pair = ddp_pair(make, **ddp_arguments)
+    pair.train(_square)
+    pair.check(TOLERANCES)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@on_ranks(2, options=OPTIONS)
+def test_clipping(rank: int, autocast: bool) -> None:
+    """The averaged gradient is clipped, by the same norm on all ranks, with autocast as without."""
+    pair = ddp_pair(lambda _: Blocks())
+    norms = []
+
+    def clipped(ddp: nn.Module, i: int) -> Passed:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                output: torch.Tensor = ddp(x)
+            return output
+
+        loss, of_input = _square(forward, i)
+        norms.append(nn.utils.clip_grad_norm_(ddp.parameters(), 0.01).item())
+        return [loss, of_input]
+
+    pair.train(clipped)
+    assert min(norms) > 0.01, "there is something to clip"
+    assert all_agree(norms)
+
+
+@on_ranks(2, options=OPTIONS)
+def test_unused_set_changes(rank: int) -> None:
+    """Ranks use different branches, and no rank uses some. One is frozen after five steps."""
+    # Plain DDP, too, would wait for a rank whose loss reached no parameter at all.
+    used = [((0, 1), (0, 2)), ((0, 1, 3), (1,)), ((2, 0), (2, 3)), ((1,), (1, 0))]
+
+    def backward(ddp: Any, i: int) -> Passed:
+        if i == 5:
+            ddp.module.branches[2].requires_grad_(False)
+        return _square(lambda x: ddp(x, used[i % 4][rank]) * 4, i)
+
+    pair = ddp_pair(lambda _: Branches(), find_unused_parameters=True, bucket_cap_mb=1e-3)
+    pair.train(backward, steps=15)
+    pair.check()
+
+
+def _next_token(forward: Callable[[torch.Tensor], torch.Tensor], i: int) -> Passed:
+    tokens = torch.randint(40, (4, 9))
+    loss = F.cross_entropy(forward(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    return [loss]
+
+
+def _language_model(rank: int, sparse: bool) -> None:
+    pair = ddp_pair(lambda _: Tied(sparse))
+    pair.train(_next_token)
+    pair.check()
+
+
+def test_shared_parameters() -> None:
+    ranks.run(2, _language_model, False, options=OPTIONS)
+
+
+def test_sparse_gradients() -> None:
+    """DDP gives a parameter with sparse gradients its own bucket, which is never compressed.
 
     Plain DDP over Gloo, without this package, dies by a signal in about one of 10 000 backward
     passes with sparse gradients on a busy machine (torch 2.11 to 2.13, AsyncSparseAllreduceWork).
+    So they are launched once more if a rank dies.
     """
     try:
-        return _launch(names)
+        ranks.run(2, _language_model, True, options=OPTIONS)
     except ranks.RankFailed as failure:
         if "died with exit code -" not in str(failure):
             raise
         warnings.warn(f"launched once more: {failure}", stacklevel=1)
-        return _launch(names)
+        ranks.run(2, _language_model, True, options=OPTIONS)
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict[str, Facts]]:
-    """The facts of each case, by rank. One launch runs all cases but the sparse one."""
-    sparse = ["sparse_gradients"]
-    others = _launch([name for name in training_cases.CASES if name not in sparse])
-    return [a | b for a, b in zip(others, _launch_sparse(sparse), strict=True)]
+@on_ranks(2, options=OPTIONS)
+def test_channels_last_and_buffers(rank: int) -> None:
+    def make(_: dist.ProcessGroup) -> nn.Module:
+        images: Any = Images()  # the type of Module.to lacks memory_format
+        module: nn.Module = images.to(memory_format=torch.channels_last)
+        return module
+
+    def backward(ddp: Any, i: int) -> Passed:
+        x = gradient((6, 3, 8, 8), "image", rank, i).to(memory_format=torch.channels_last)
+        x.requires_grad_()
+        loss = F.cross_entropy(ddp(x), torch.randint(10, (6,)))
+        loss.backward()
+        return [loss, x.grad]
+
+    pair = ddp_pair(make)
+    pair.train(backward)
+    pair.check()
 
 
-@pytest.mark.parametrize("name", training_cases.CASES)
-def test_case(results: list[dict[str, Facts]], name: str) -> None:
-    for facts in (result[name] for result in results):
-        # During warm-up all of the training is exact. At all times the forward pass, the buffers
-        # and the gradients of the inputs are.
-        assert facts.warm_up == [True] * WARM_UP
-        assert all(facts.exact)
-        # Compressed gradients differ, and nothing of them is lost.
-        assert not any(facts.compressed)
-        for parameter, error in facts.errors.items():
-            assert error < OTHER_DTYPES.get(parameter, TOLERANCE), (parameter, error)
-    first, second = (result[name].replica for result in results)
-    assert first == second
-    assert len(set(first)) == len(first)  # the parameters do change
+@on_ranks(2, options=OPTIONS)
+def test_synced_batch_norm(rank: int) -> None:
+    def make(group: dist.ProcessGroup) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(24, 32), SyncedNorm(32, group), nn.Tanh(), nn.Linear(32, 24),
+            SyncedNorm(24, group),
+        )  # fmt: skip
 
+    def backward(ddp: Any, i: int) -> Passed:
+        x = _inputs(i)
+        loss = (ddp(x) * gradient((8, 24), "coefficients", rank)).sum()
+        loss.backward()
+        return [loss, x.grad]
 
-def test_clipped_by_the_same_norm_on_all_ranks(results: list[dict[str, Facts]]) -> None:
-    first, second = (result["clipping"].extra for result in results)
-    assert first == second
-    assert min(first) > 0.01  # there was something to clip
+    pair = ddp_pair(make)
+    pair.train(backward)
+    pair.check()
