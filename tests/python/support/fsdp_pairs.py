@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,10 +22,15 @@ from torch.distributed.tensor.parallel import (
 import torch_powersgd as tp
 from support.meshes import mesh_of
 from support.paired_training import OPTIONS, TrainingPair
+from support.rank_tests import on_ranks
 from support.synthetic import gradient
 
 REPLICAS, SHARDS = 2, 2
 WORLD_SIZE = REPLICAS * SHARDS
+
+on_mesh = on_ranks(WORLD_SIZE, backend="gloo")
+# A test of modules that are attached on the shards, and of native ones, on the whole mesh.
+both = pytest.mark.parametrize("native", [False, True])
 
 # A Net that is an FSDPModule as well: fully_shard changes the class of its argument.
 Sharded = Any

@@ -87,11 +87,19 @@ def make_compressed(
     options: tp.Options | Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
     scaler: torch.amp.GradScaler | None = None,
+    by_python: bool = False,
     **ddp_arguments: Any,
 ) -> tuple[DistributedDataParallel, tp.Compression]:
-    """An attached DDP module of zeros, and the handle of its compression."""
+    """An attached DDP module of zeros, and the handle of its compression.
+
+    Args:
+        by_python: whether its hook is the one in Python.
+    """
     ddp = make_ddp(shapes, dtype, **ddp_arguments)
-    return ddp, tp.attach(ddp, options, scaler=scaler)
+    compression = tp.attach(ddp, options, scaler=scaler, register_hook=not by_python)
+    if by_python:
+        ddp.register_comm_hook(None, compression.comm_hook)
+    return ddp, compression
 
 
 def gradient(

@@ -23,7 +23,9 @@ from support.fsdp_pairs import (
     WORLD_SIZE,
     Net,
     Sharded,
+    both,
     make_pair,
+    on_mesh,
     passes,
     replicas,
     sharded,
@@ -35,9 +37,6 @@ from support.paired_training import OPTIONS, STEPS, WARM_UP, TrainingPair, same
 from support.rank_tests import on_ranks
 from support.synthetic import TOLERANCE, Ledger, gradient
 from torch_powersgd.fsdp import packed
-
-both = pytest.mark.parametrize("native", [False, True])
-on_mesh = on_ranks(WORLD_SIZE, backend="gloo")
 
 
 @both

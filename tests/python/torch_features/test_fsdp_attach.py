@@ -15,18 +15,17 @@ from torch.distributed.device_mesh import init_device_mesh
 import torch_powersgd as tp
 from support.fsdp_pairs import (
     WORLD_SIZE,
+    both,
     make_pair,
+    on_mesh,
     sharded,
     step,
 )
 from support.meshes import mesh_of
 from support.paired_training import OPTIONS, WARM_UP, same
-from support.rank_tests import on_ranks
-
-on_mesh = on_ranks(WORLD_SIZE, backend="gloo")
 
 
-@pytest.mark.parametrize("native", [False, True])
+@both
 @on_mesh
 def test_a_detached_module_is_exact_until_it_is_attached_again(rank: int, native: bool) -> None:
     pair = make_pair(native=native)

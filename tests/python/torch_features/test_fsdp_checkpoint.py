@@ -18,7 +18,9 @@ from support.fsdp_pairs import (
     SHARDS,
     WORLD_SIZE,
     Sharded,
+    both,
     make_pair,
+    on_mesh,
     replicas,
     sharded,
     step,
@@ -26,12 +28,9 @@ from support.fsdp_pairs import (
 )
 from support.meshes import mesh_of
 from support.paired_training import OPTIONS, STEPS, TrainingPair
-from support.rank_tests import on_ranks
 from support.synthetic import from_bytes, own_part, relative_error, to_bytes
 from torch_powersgd.integrations import accelerate
 
-both = pytest.mark.parametrize("native", [False, True])
-on_mesh = on_ranks(WORLD_SIZE, backend="gloo")
 # The mean state differs by the rounding of the saved residual M - P^ q, as in test_groups.
 MEAN_TOLERANCE = 1e-4
 

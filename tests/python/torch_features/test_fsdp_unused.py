@@ -11,15 +11,12 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from support.fsdp_pairs import WORLD_SIZE, Sharded, make_pair, passes, step
+from support.fsdp_pairs import WORLD_SIZE, Sharded, both, make_pair, on_mesh, passes, step
 from support.log_records import LogRecords
 from support.paired_training import OPTIONS, STEPS, same
-from support.rank_tests import on_ranks
 from support.synthetic import gradient
 from torch_powersgd.fsdp import only_subset
 
-both = pytest.mark.parametrize("native", [False, True])
-on_mesh = on_ranks(WORLD_SIZE, backend="gloo")
 # torch 2.11 does not have it, and its own FSDP2 fails where a unit goes backward in two passes.
 needs_recent_torch = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch is too old"

@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support.call_observer import gloo
@@ -19,7 +17,6 @@ from support.synthetic import (
     SHAPES,
     Ledger,
     Shapes,
-    Synthetic,
     Tensors,
     gradients,
     make_attached,
@@ -68,33 +65,6 @@ def test_variants_give_the_same_bits(rank: int, name: str) -> None:
         assert calls[6] - calls[5] > 2  # several buckets a step
     if name.startswith("rebuilt"):
         assert calls[1] == 1  # the first layout had one bucket
-
-
-@on_ranks(2)
-def test_weights_that_are_not_contiguous(rank: int) -> None:
-    """Weights that are dense; their gradients have the same layout or another."""
-    last = torch.channels_last
-    weights = {
-        "conv": torch.zeros(12, 6, 3, 3).to(memory_format=last),
-        "transposed": torch.zeros(40, 25).t(),
-        "pointwise": torch.zeros(20, 24, 1, 1).to(memory_format=last),
-        "plain": torch.zeros(20, 30),
-    }
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    ddp = DistributedDataParallel(Synthetic(weights))
-    compression, ledger = tp.attach(ddp, OPTIONS), Ledger()
-    for i in range(6):
-        mine = gradients(shapes, rank, i)
-        if i % 2:
-            mine["conv"] = mine["conv"].to(memory_format=last)
-            mine["transposed"] = mine["transposed"].t().contiguous().t()
-        ledger.add(step(ddp, mine), mean_gradients(shapes, 2, i))
-    ledger.check(compression)
-    saved = compression.state_dict()["parameters"]
-    q_shapes = {name: tuple(entry["q"].shape) for name, entry in saved.items()}
-    assert q_shapes["weights.conv"] == (2, 54)  # the output channels stay the rows
-    assert q_shapes["weights.transposed"] == (2, 25)  # the rows are the outermost in memory
-    assert q_shapes["weights.pointwise"] == (2, 24)
 
 
 def _exact_steps(

@@ -22,7 +22,6 @@ from support.synthetic import (
     add_to,
     gradients,
     make_compressed,
-    make_ddp,
     mean_gradients,
     outputs_of,
     own_part,
@@ -158,22 +157,13 @@ def test_the_first_pass_of_a_static_graph_is_a_step(rank: int) -> None:
     ledger.check(compression)
 
 
-def _attached(by_python: bool) -> tuple[DistributedDataParallel, tp.Compression]:
-    """A module with the hook that attach registers, or with the one of Python."""
-    ddp = make_ddp(LAYERS, bucket_cap_mb=1e-4)
-    compression = tp.attach(ddp, OPTIONS, register_hook=not by_python)
-    if by_python:
-        ddp.register_comm_hook(None, compression.comm_hook)
-    return ddp, compression
-
-
 @pytest.mark.parametrize("by_python", [False, True])
 @on_ranks(2)
 def test_a_pass_that_fails_after_some_buckets_loses_nothing_of_them(
     rank: int, by_python: bool
 ) -> None:
     """A pass fails on all ranks once two buckets of three have been reduced."""
-    ddp, compression = _attached(by_python)
+    ddp, compression = make_compressed(LAYERS, OPTIONS, by_python=by_python, bucket_cap_mb=1e-4)
 
     def fail(_: torch.Tensor) -> None:
         raise ArithmeticError
@@ -200,7 +190,7 @@ def test_a_pass_that_fails_after_some_buckets_loses_nothing_of_them(
 @pytest.mark.parametrize("by_python", [False, True])
 @on_ranks(2)
 def test_another_group_than_the_attached_one_is_an_error(rank: int, by_python: bool) -> None:
-    ddp, _compression = _attached(by_python)
+    ddp, _compression = make_compressed(LAYERS, OPTIONS, by_python=by_python)
     train(ddp, [0])
     ddp._update_process_group(dist.new_group([0, 1], backend="gloo"))
     with pytest.raises(RuntimeError, match="group of this DDP module has changed since attach"):

@@ -18,7 +18,6 @@ from support.synthetic import (
     SHAPES,
     TOLERANCE,
     Ledger,
-    Tensors,
     gradient,
     gradients,
     make_attached,
@@ -26,7 +25,6 @@ from support.synthetic import (
     make_ddp,
     mean_gradients,
     own_part,
-    relative_error,
     residuals_of,
     step,
     train,
@@ -140,21 +138,6 @@ def test_what_is_not_compressed_has_the_bits_of_plain_ddp(
             assert torch.equal(ours[name], expected[name]), (name, i)
 
 
-@on_ranks(2)
-def test_exact_steps_between_compressed_ones_keep_the_residual(rank: int) -> None:
-    ddp, compression = make_compressed(SHAPES, OPTIONS)
-    ledger = Ledger()
-    for i in range(9):
-        if i % 3 == 1:
-            with tp.scope("never"):
-                [outputs] = train(ddp, [i], ledger)
-            for name, mean in mean_gradients(SHAPES, 2, i).items():
-                assert relative_error(outputs[name], mean) < 1e-6  # two roundings in float32
-        else:
-            train(ddp, [i], ledger)
-    ledger.check(compression)
-
-
 def _rows_of_q(options: tp.Options) -> torch.Tensor:
     """The norms of the rows of Q after some steps."""
     ddp, compression = make_compressed(SHAPES, options)
@@ -169,31 +152,6 @@ def test_a_warm_start_has_noise_only_where_it_is_asked_for(rank: int) -> None:
     # A squared norm is 1 + 0.25 + the product of the row and its noise, of mean 0.
     noisy = _rows_of_q(replace(OPTIONS, warm_start_noise=0.5))
     assert 1.01 < noisy.square().mean() < 1.7
-
-
-LOW_RANK = {"square": (30, 30), "wide": (14, 70), "tall": (90, 12)}
-
-
-def _of_low_rank(rank: int, true_rank: int, i: int) -> Tensors:
-    """Gradients whose mean has exactly this rank: all ranks share the column space."""
-    return {
-        name: gradient((rows, true_rank), name, i) @ gradient((true_rank, cols), name, rank)
-        for name, (rows, cols) in LOW_RANK.items()
-    }
-
-
-@on_ranks(2)
-def test_a_gradient_of_low_rank_comes_back_exactly(rank: int) -> None:
-    # The gradient's rank may be lower than the factors': the idle columns must not disturb.
-    options = replace(OPTIONS, matrix_approximation_rank=4, min_compression_rate=1)
-    for true_rank in (1, 2, 4):
-        ddp = make_attached(LOW_RANK, options)
-        for i in range(5):
-            by_rank = [_of_low_rank(other, true_rank, i) for other in (0, 1)]
-            outputs = step(ddp, by_rank[rank])
-            for name in LOW_RANK if i > 0 else ():
-                error = relative_error(outputs[name], (by_rank[0][name] + by_rank[1][name]) / 2)
-                assert error < 1e-5, (true_rank, i, name, error)
 
 
 @on_ranks(2)
