@@ -24,8 +24,8 @@ from support.rank_tests import all_agree
 from support.synthetic import TOLERANCE, Ledger, Tensors, residuals_of
 from torch_powersgd.tools.footprint import as_reals
 
-STEPS = 9
-WARM_UP = 3  # steps that are exact
+STEPS = 6
+WARM_UP = 2  # steps that are exact
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=WARM_UP, matrix_approximation_rank=2)
 
 # Runs the passes of a step, given a module and the step's number. Returns tensors that compression

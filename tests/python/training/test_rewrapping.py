@@ -29,21 +29,22 @@ def _attach_anew(module: torch.nn.Module) -> tuple[DistributedDataParallel, tp.C
     return new, tp.attach(new, OPTIONS)
 
 
+def _count(records: LogRecords) -> int:
+    """The warnings since the last call."""
+    said = len(records.matching("Synthetic was wrapped anew"))
+    records.seen.clear()
+    return said
+
+
 @on_ranks(2)
 def test_a_residual_that_is_lost_is_said_once(rank: int) -> None:
-    records = LogRecords(logging.WARNING)
-
-    def expect(lost: bool, case: str) -> None:
-        said = records.matching("Synthetic was wrapped anew")
-        assert len(said) == (lost and rank == 0), case  # one rank speaks
-        records.seen.clear()
-
+    records, speaks = LogRecords(logging.WARNING), int(rank == 0)
     old, _ = _trained()
     new, _ = _attach_anew(old.module)
-    expect(True, "while the old wrapper is there")
+    assert _count(records) == speaks, "while the old wrapper is there"
     train(new, [0])
     _attach_anew(new.module)
-    expect(False, "before the new one compresses")
+    assert _count(records) == 0, "before the new one compresses"
 
     old, compression = _trained()
     module = old.module
@@ -51,35 +52,39 @@ def test_a_residual_that_is_lost_is_said_once(rank: int) -> None:
     gc.collect()
     assert compression.ended  # the record of the residual does not keep it
     _attach_anew(module)
-    expect(True, "when the old wrapper is gone")
+    assert _count(records) == speaks, "when the old wrapper is gone"
 
+    old, compression = _trained()
+    compression.state_dict()
+    train(old, [4])
+    _attach_anew(old.module)
+    assert _count(records) == speaks, "with an old state"
+
+
+@on_ranks(2)
+def test_where_no_residual_is_lost_nothing_is_said(rank: int) -> None:
+    records = LogRecords(logging.WARNING)
     old, compression = _trained()
     state = compression.state_dict()
     _, compression = _attach_anew(old.module)
     compression.load_state_dict(state)
-    expect(False, "with the state")
+    assert _count(records) == 0, "with the state"
 
     old, compression = _trained()
     module = old.module
     compression.state_dict(per_rank=True)
     del old
     _attach_anew(module)
-    expect(False, "with the state of a wrapper that is gone")
-
-    old, compression = _trained()
-    compression.state_dict()
-    train(old, [4])
-    _attach_anew(old.module)
-    expect(True, "with an old state")
+    assert _count(records) == 0, "with the state of a wrapper that is gone"
 
     _attach_anew(_trained(steps=2)[0].module)
-    expect(False, "before compression")
+    assert _count(records) == 0, "before compression"
     _attach_anew(_trained(use_error_feedback=False)[0].module)
-    expect(False, "without error feedback")
+    assert _count(records) == 0, "without error feedback"
 
     old, compression = _trained()
     compression.detach()
     tp.attach(old)
-    expect(False, "the same wrapper, after detach")
-    new, _ = _attach_anew(old.module)
-    expect(False, "after detach")
+    assert _count(records) == 0, "the same wrapper, after detach"
+    _attach_anew(old.module)
+    assert _count(records) == 0, "after detach"
