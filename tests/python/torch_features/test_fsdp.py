@@ -253,7 +253,7 @@ def test_loss_scale(rank: int, native: bool) -> None:
     assert scaler.get_scale() == 8.0 * 2 * 2 * 0.5 * 2
 
 
-# All units have flat gradients of more elements than min_numel. As in test_unattached, each step
+# All units have flat gradients of more elements than min_numel. As in test_identity, each step
 # whose gradients are almost zero drains two of some 20 dimensions of each unit's matrix.
 DRAIN_STEPS, QUIET = 24, 1e-20
 FLAT = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2, min_numel=64)

@@ -82,14 +82,13 @@ def test_a_difference_is_found_mended_and_counted(inner: str) -> None:
 
 
 @pytest.mark.parametrize("inner", INNERS)
-@pytest.mark.parametrize("wire", test_identity.WIRES)
-def test_what_a_rank_rounds_off_is_part_of_its_residual(inner: str, wire: str) -> None:
-    options = options_of(inner, wire_dtype=wire)
-    run(test_identity.identity, options, 1.0, 1.0, "cuda", options=options)
-
-
-@pytest.mark.parametrize("inner", INNERS)
-def test_four_ranks_exchange_two_shot(inner: str) -> None:
-    """Two ranks gather. Here NCCL's all_to_all runs."""
-    options = options_of(inner, wire_dtype="int8")
-    run(test_identity.identity, options, 1.0, 1.0, "cuda", options=options, world_size=4)
+@pytest.mark.parametrize(
+    ("wire", "world_size"), [*((wire, 2) for wire in test_identity.WIRES), ("int8", 4)]
+)
+def test_a_wire_that_rounds_loses_nothing(inner: str, wire: str, world_size: int) -> None:
+    """Two ranks gather. With four, NCCL's all_to_all runs."""
+    run(
+        *(test_identity.identity, options_of(wire_dtype=wire), 1.0, 1.0, "cuda"),
+        options=options_of(inner),
+        world_size=world_size,
+    )

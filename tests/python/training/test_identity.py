@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The identity: the sum of outputs and the mean residual are the sum of mean gradients."""
+"""The identity: the sum of outputs and the mean residual are the sum of mean gradients.
+
+Where there is no handle, which knows the residual, gradients of almost zero drain it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 import torch_powersgd as tp
+from support import ranks
+from support.call_observer import SETTLE_PASSES
 from support.paired_training import digest
 from support.rank_tests import all_agree, on_ranks
 from support.synthetic import (
@@ -18,6 +25,8 @@ from support.synthetic import (
     SHAPES,
     TOLERANCE,
     Ledger,
+    Shapes,
+    Tensors,
     gradient,
     gradients,
     make_attached,
@@ -25,6 +34,7 @@ from support.synthetic import (
     make_ddp,
     mean_gradients,
     own_part,
+    reduce_in_backward,
     residuals_of,
     step,
     train,
@@ -173,3 +183,73 @@ def test_the_residual_stays_bounded_on_unlike_data(rank: int) -> None:
     assert max(ratios) < 2 * 16 / 2, max(ratios)
     assert max(ratios[70:]) < 1.2 * max(ratios[20:70])
     assert min(ratios[10:]) > 0.1  # there is a residual to be bounded
+
+
+# Gradients that nobody has attached: flat tensors in backward, and the buckets of plain DDP.
+
+# A matrix of 32 x 31 and a tail of 8 hold 1000 elements, one of 34 x 33 and a tail of 25 hold 1147.
+# Only the order distinguishes the two tensors of one size.
+FLAT = {"first": (1000,), "second": (1147,), "third": (1000,)}
+# Rank 4 takes 4 of 34 rows' dimensions out of the mean residual at each step without a gradient.
+# Only rounding is left after 9 steps.
+DRAIN_STEPS = 24
+# These gradients add nothing but are not zero: a gradient that is zero on all ranks is not sent.
+QUIET = 1e-20
+
+
+def _flat_options(**fields: Any) -> tp.Options:
+    return tp.Options.hook_defaults(matrix_approximation_rank=4, min_numel=500, **fields)
+
+
+def _check_delivery(
+    shapes: Shapes, reduce: Callable[[Tensors], Tensors], steps: int, scale: float = 1
+) -> None:
+    """Reduces gradients for some steps, and then drains what compression has held back."""
+    ledger, rank, world_size = Ledger(), dist.get_rank(), dist.get_world_size()
+    for i in range(steps + DRAIN_STEPS):
+        if i == steps:
+            assert min(ledger.errors().values()) > 0.05, "compression did delay"
+        quiet = QUIET if i >= steps else 1
+        outputs = reduce({name: quiet * g for name, g in gradients(shapes, rank, i).items()})
+        means = mean_gradients(shapes, world_size, i)
+        ledger.add(outputs, {name: quiet * scale * mean for name, mean in means.items()})
+    errors = ledger.errors()
+    assert max(errors.values()) < TOLERANCE[torch.float32], errors
+
+
+@pytest.mark.parametrize(
+    ("world_size", "op", "warm_start"),
+    [(2, dist.ReduceOp.SUM, True), (4, dist.ReduceOp.AVG, False)],
+    ids=["SUM", "AVG, cold"],
+)
+@on_ranks(backend=None)
+def test_flat_tensors_deliver_everything_in_the_end(
+    rank: int, world_size: int, op: Any, warm_start: bool
+) -> None:
+    ranks.init_group("cpu:powersgd", _flat_options(start_powerSGD_iter=0, warm_start=warm_start))
+
+    def reduce(mine: Tensors) -> Tensors:
+        return dict(zip(mine, reduce_in_backward(mine.values(), op), strict=True))
+
+    _check_delivery(FLAT, reduce, 8, world_size if op == dist.ReduceOp.SUM else 1)
+    stats = tp.stats()
+    assert stats["steps"] == 8 + DRAIN_STEPS
+    assert stats["compressed_calls"] == len(FLAT) * (8 + DRAIN_STEPS - SETTLE_PASSES)
+
+
+UNATTACHED = {"a": (40, 30), "bias": (30,), "b": (25, 36), "c": (17, 19)}
+USED_IN_ORDER = {name: UNATTACHED[name] for name in ("b", "a", "c", "bias")}
+
+
+@pytest.mark.parametrize(
+    ("start", "ddp_arguments"), [(0, {}), (1, {"static_graph": True}), (4, {})], ids=str
+)
+@on_ranks(backend=None)
+def test_unattached_ddp_delivers_everything_across_the_rebuild(
+    rank: int, start: int, ddp_arguments: dict[str, Any]
+) -> None:
+    # DDP reorders its bucket by the arrival of the gradients, before the second step, or the third
+    # with a static graph. The residual of the first layout must not reach the wrong elements of the
+    # next.
+    ranks.init_group("cpu:powersgd", _flat_options(start_powerSGD_iter=start))
+    _check_delivery(USED_IN_ORDER, partial(step, make_ddp(UNATTACHED, **ddp_arguments)), 6)
