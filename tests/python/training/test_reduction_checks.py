@@ -94,9 +94,10 @@ def _detached() -> None:
 
 
 def _the_optimizer_of_another_module() -> None:
-    _attached(_net())
+    attached = _attached(_net())
     other = _net()
     _train(other, _sgd(other))
+    del attached  # Without a name its check would have ended before.
 
 
 def _unfrozen_before_attach() -> None:
