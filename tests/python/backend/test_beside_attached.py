@@ -27,7 +27,7 @@ from support.log_records import LogRecords
 from support.paired_training import same
 from support.rank_pool import RankPool
 from support.synthetic import Shapes, Synthetic, gradient, gradients, make_ddp, step, weights_of
-from support.training_cases import SyncedNorm
+from support.models import SyncedNorm
 
 STEPS = 4  # a flat gradient would be compressed from its third pass on
 MIN_NUMEL = 4096

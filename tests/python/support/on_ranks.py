@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tests that run on each of several ranks, where no result has to leave its rank."""
+"""Tests whose bodies run on the ranks: an assertion that fails on any rank fails the test."""
 
 from __future__ import annotations
 
@@ -7,34 +7,49 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
+
+import torch.distributed as dist
 
 from support import ranks
 
-Test = Callable[..., None]
+P = ParamSpec("P")
 
 
-def on_ranks(world_size: int = 2, **settings: Any) -> Callable[[Test], Test]:
-    """Decorates a test whose body runs on each rank, and takes the rank as its first argument.
+def on_ranks(
+    world_size: int = 2, **setup: Any
+) -> Callable[[Callable[Concatenate[int, P], None]], Callable[P, None]]:
+    """Makes a test of a function of the rank, which every rank calls in its own process.
+
+    The function's other arguments are fixtures and parameters, as those of any test. If one of them
+    is ``world_size``, it is the number of ranks.
 
     Args:
-        settings: the keyword arguments of ``ranks.run``.
+        world_size: Number of ranks otherwise.
+        setup: Keyword arguments of ``ranks.run``.
     """
 
-    def decorate(function: Test) -> Test:
+    def decorate(function: Callable[Concatenate[int, P], None]) -> Callable[P, None]:
         @functools.wraps(function)
-        def test(**arguments: Any) -> None:
-            place = function.__module__, function.__name__
-            ranks.run(world_size, _call, *place, arguments, **settings)
+        def test(*_: P.args, **arguments: P.kwargs) -> None:
+            size: Any = arguments.get("world_size", world_size)
+            ranks.run(size, _call, function.__module__, function.__name__, arguments, **setup)
 
-        # pytest passes an argument for each parameter that it sees.
-        _, *parameters = inspect.signature(function).parameters.values()
-        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        signature = inspect.signature(function)
+        parameters = list(signature.parameters.values())[1:]  # without the rank
+        test.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return test
 
     return decorate
 
 
 def _call(rank: int, module: str, name: str, arguments: dict[str, Any]) -> None:
-    # The name is that of the decorated function, so the body itself cannot be pickled.
-    getattr(importlib.import_module(module), name).__wrapped__(rank, **arguments)
+    test = getattr(importlib.import_module(module), name)
+    test.__wrapped__(rank, **arguments)
+
+
+def all_agree(value: Any, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all ranks have an equal value. Collective."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return all(other == values[0] for other in values)

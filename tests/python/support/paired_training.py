@@ -1,35 +1,36 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The same training twice in one job: by an attached module, and by plain DDP over Gloo.
+"""The same training twice in one job: by an attached module, and by a plain one over Gloo.
 
-Before each compressed step the plain module takes over the parameters and buffers of the attached
-one. Its gradients are then the mean gradients that the attached module would have without
-compression, bit for bit.
+Before each step the plain module takes over the parameters and buffers of the attached one. Its
+gradients are then the mean gradients that the attached module would have without compression, bit
+for bit.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support.call_observer import gloo
-from support.synthetic import Ledger, Tensors
+from support.on_ranks import all_agree
+from support.synthetic import TOLERANCE, Ledger, Tensors, residuals_of
 from torch_powersgd.tools.footprint import as_reals
 
-STEPS = 9
-WARM_UP = 3  # steps that are exact
+STEPS = 6
+WARM_UP = 2  # steps that are exact
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=WARM_UP, matrix_approximation_rank=2)
 
-# Makes the module, given the process group that it trains in.
-Make = Callable[[dist.ProcessGroup], torch.nn.Module]
-# Takes a module, this rank and a step; returns the loss and the inputs of the forward pass.
-Loss = Callable[[Any, int, int], tuple[torch.Tensor, list[torch.Tensor]]]
+# Runs the passes of a step, given a module and the step's number. Returns tensors that compression
+# leaves as they are, such as the loss and the gradients of the inputs.
+Backward = Callable[[Any, int], Iterable[torch.Tensor | None]]
 
 
 def same(a: Iterable[torch.Tensor | None], b: Iterable[torch.Tensor | None]) -> bool:
@@ -50,123 +51,127 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-@dataclass
-class Facts:
-    """The facts that a rank has found."""
-
-    # By step: whether both modules have the same gradients in warm-up; the same loss, buffers and
-    # gradients of the inputs; the same gradients after warm-up.
-    warm_up: list[bool] = field(default_factory=list)
-    exact: list[bool] = field(default_factory=list)
-    compressed: list[bool] = field(default_factory=list)
-    errors: dict[str, float] = field(default_factory=dict)  # of the identity, by parameter
-    replica: list[str] = field(default_factory=list)  # digest of gradients and parameters, by step
-    extra: Any = None
-
-
 class TrainingPair:
-    """The two modules, which begin with the same parameters."""
+    """The two modules, which begin with the same parameters.
 
-    def __init__(
-        self,
-        make: Make,
-        wrap: Callable[[DistributedDataParallel], Any] = lambda ddp: ddp,
-        **ddp_arguments: Any,
-    ) -> None:
-        world = dist.group.WORLD
-        assert world is not None
-        self.modules: list[DistributedDataParallel] = []
-        self.callables: list[Any] = []
-        for group in (world, gloo()):
-            torch.manual_seed(0)
-            ddp = DistributedDataParallel(make(group), process_group=group, **ddp_arguments)
-            if group is world:
-                self.compression = tp.attach(ddp, OPTIONS)
-            self.modules.append(ddp)
-            self.callables.append(wrap(ddp))
-        self.attached, self.plain = self.modules
-        self.facts, self.ledger, self.steps = Facts(), Ledger(), 0
+    Attributes:
+        modules: The attached module and the plain one. Either may be wrapped by DDP.
+        compression: That of the attached module.
+        ledger: The gradients of both.
+        steps: Number of steps so far.
+    """
+
+    def __init__(self, attached: nn.Module, plain: nn.Module, compression: tp.Compression) -> None:
+        self.modules: tuple[Any, Any] = (attached, plain)
+        self.compression = compression
+        self.ledger = Ledger()
+        self.steps = 0
+        self._replica: list[str] = []  # the digest of gradients and parameters after each step
+        # Taken now: beside tensor parallelism DDP's forward pass puts others in their place.
+        self._parameters = [dict(_inner(module).named_parameters()) for module in self.modules]
 
     def equalize(self) -> None:
-        """The plain module takes over the attached one's parameters and buffers after warm-up.
-
-        During warm-up both have the same anyway.
-        """
-        if self.steps < WARM_UP:
-            return
+        """The plain module takes over the attached one's parameters and buffers."""
         with torch.no_grad():
-            pairs = zip(_state(self.plain), _state(self.attached), strict=True)
-            for mine, other in pairs:
+            for mine, other in zip(self._state(1), self._state(0), strict=True):
                 mine.copy_(other)
 
-    def record(self, exact: bool) -> None:
-        """Compares the gradients of both after a backward pass and begins the next step."""
-        found, wanted = (self.gradients(ddp) for ddp in self.modules)
-        assert found.keys() == wanted.keys()
-        self.ledger.add(found, {name: gradient.double() for name, gradient in wanted.items()})
-        equal = same(found.values(), wanted.values())
-        (self.facts.warm_up if self.steps < WARM_UP else self.facts.compressed).append(equal)
-        self.facts.exact.append(exact)
-        self.facts.replica.append(digest([*found.values(), *self.attached.parameters()]))
-        self.steps += 1
-
-    def residuals(self) -> Tensors:
-        """The mean residual of each compressed parameter. Collective."""
-        saved = self.compression.state_dict()["parameters"]
-        return {name: state["residual"].double() for name, state in saved.items()}
-
-    def gradients(self, ddp: DistributedDataParallel) -> Tensors:
-        """The gradients by name. Complex ones are pairs of real numbers, as they are reduced."""
+    def gradients(self, which: int) -> Tensors:
+        """This rank's gradients of the attached module (0) or the plain one (1), by name."""
         return {
-            name: as_reals(_dense(parameter.grad.detach())).clone()
-            for name, parameter in ddp.module.named_parameters()
+            name: _numbers(parameter.grad).clone()
+            for name, parameter in self._parameters[which].items()
             if parameter.grad is not None
         }
 
-    def finish(self) -> Facts:
-        residuals = self.residuals()
+    def record(self) -> None:
+        """Ends a step: both have the same gradients in warm-up, and others after that."""
+        found, wanted = self.gradients(0), self.gradients(1)
+        assert found.keys() == wanted.keys()
+        self.ledger.add(found, wanted)
+        equal = same(found.values(), wanted.values())
+        assert equal is (self.steps < WARM_UP), f"the gradients of step {self.steps}"
+        self._replica.append(digest([*found.values(), *self._numbers_of(0).values()]))
+        self.steps += 1
+
+    def descend(self) -> None:
+        """Applies the attached module's gradients to it."""
+        gradients = self.gradients(0)
+        with torch.no_grad():
+            for name, numbers in self._numbers_of(0).items():
+                if name in gradients:
+                    numbers.sub_(gradients[name], alpha=0.05)
+
+    def train(self, backward: Backward, steps: int = STEPS) -> None:
+        """Trains both by SGD, and checks that all but the gradients is as without compression."""
+        for i in range(steps):
+            self.equalize()
+            seen = []
+            for module, parameters in zip(self.modules, self._parameters, strict=True):
+                for parameter in parameters.values():
+                    parameter.grad = None
+                torch.manual_seed(100 * i + dist.get_rank())
+                seen.append([*backward(module, i), *module.buffers()])
+            assert same(*seen), f"the forward pass of step {i}"
+            self.record()
+            self.descend()
+
+    def residuals(self) -> Tensors:
+        """The mean residuals of this rank's shards, without their padding. Collective."""
+        shards = self._numbers_of(0)
+        residuals = residuals_of(self.compression)
+        return {name: residual[: len(shards[name])] for name, residual in residuals.items()}
+
+    def check(
+        self,
+        tolerances: Mapping[str, float] | None = None,
+        default: float = TOLERANCE[torch.float32],
+        scale: float = 1,
+    ) -> None:
+        """Asserts that no gradient is lost, and that all replicas are equal. Collective.
+
+        Args:
+            tolerances: The identity's bounds of some parameters.
+            default: That of all others.
+            scale: What the averaged gradients were multiplied by in the end.
+        """
+        residuals = {name: scale * residual for name, residual in self.residuals().items()}
         assert residuals, "nothing was compressed"
-        self.facts.errors = self.ledger.errors(residuals)
-        return self.facts
+        for name, error in self.ledger.errors(residuals).items():
+            assert error < (tolerances or {}).get(name, default), (name, error)
+        assert all_agree(self._replica, self.compression.group)
+        assert len(set(self._replica)) == len(self._replica), "the parameters do change"
+
+    def _numbers_of(self, which: int) -> Tensors:
+        return {name: _numbers(p.detach()) for name, p in self._parameters[which].items()}
+
+    def _state(self, which: int) -> list[torch.Tensor]:
+        return [*self._numbers_of(which).values(), *self.modules[which].buffers()]
 
 
-def train(
-    pair: TrainingPair, loss_of: Loss, rank: int, steps: int = STEPS, clip: float = 0
-) -> Facts:
-    """Trains both by SGD.
+def _inner(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """A rank's part of a tensor as it is reduced: dense, with complex numbers as pairs."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return as_reals(tensor.to_dense() if tensor.is_sparse else tensor.detach())
+
+
+def ddp_pair(make: Callable[[dist.ProcessGroup], nn.Module], **ddp_arguments: Any) -> TrainingPair:
+    """A pair of DDP modules.
 
     Args:
-        clip: the largest norm of the gradients; 0 clips nothing.
+        make: Makes the module of a process group.
+        ddp_arguments: Arguments of DDP.
     """
-    norms = []
-    for i in range(steps):
-        pair.equalize()
-        seen = []
-        for ddp, forward in zip(pair.modules, pair.callables, strict=True):
-            ddp.zero_grad()
-            torch.manual_seed(100 * i + rank)
-            loss, inputs = loss_of(forward, rank, i)
-            loss.backward()
-            seen.append([loss, *ddp.buffers(), *(x.grad for x in inputs)])
-        pair.record(same(*seen))
-        for ddp in pair.modules:
-            if clip:
-                norms.append(torch.nn.utils.clip_grad_norm_(ddp.parameters(), clip).item())
-            descend(ddp)
-    pair.facts.extra = norms
-    return pair.finish()
-
-
-def descend(ddp: torch.nn.Module, rate: float = 0.05) -> None:
-    with torch.no_grad():
-        for parameter in ddp.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(_dense(parameter.grad), alpha=rate)
-
-
-def _state(ddp: torch.nn.Module) -> list[torch.Tensor]:
-    return [*ddp.parameters(), *ddp.buffers()]
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_dense() if tensor.is_sparse else tensor
+    world = dist.group.WORLD
+    assert world is not None
+    modules = []
+    for group in (world, gloo()):
+        torch.manual_seed(0)
+        modules.append(DistributedDataParallel(make(group), process_group=group, **ddp_arguments))
+    attached, plain = modules
+    return TrainingPair(attached, plain, tp.attach(attached, OPTIONS))

@@ -34,6 +34,12 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 COMPRESSED = ("conv", "wide", "tall")  # at rank <= 3 and the default min_compression_rate
 
+# These bound the error of "sum of outputs + mean residual = sum of mean gradients". Each step
+# rounds M, the factors and the output once. In float32 that is an error of about 6e-8 * |M|, where
+# |M| is a few times the gradient's norm. Some ten steps add such errors at random. The bound for
+# float64 is in the same proportion to its rounding.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
+
 
 class Synthetic(torch.nn.Module):
     """A module whose loss is the sum of parameter * coefficient: each gradient is its coefficient.
@@ -81,11 +87,19 @@ def make_compressed(
     options: tp.Options | Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
     scaler: torch.amp.GradScaler | None = None,
+    by_python: bool = False,
     **ddp_arguments: Any,
 ) -> tuple[DistributedDataParallel, tp.Compression]:
-    """An attached DDP module of zeros, and the handle of its compression."""
+    """An attached DDP module of zeros, and the handle of its compression.
+
+    Args:
+        by_python: whether its hook is the one in Python.
+    """
     ddp = make_ddp(shapes, dtype, **ddp_arguments)
-    return ddp, tp.attach(ddp, options, scaler=scaler)
+    compression = tp.attach(ddp, options, scaler=scaler, register_hook=not by_python)
+    if by_python:
+        ddp.register_comm_hook(None, compression.comm_hook)
+    return ddp, compression
 
 
 def gradient(
@@ -122,6 +136,24 @@ def step(ddp: DistributedDataParallel, coefficients: Mapping[str, torch.Tensor])
     return outputs_of(ddp)
 
 
+def train(
+    ddp: DistributedDataParallel, steps: Iterable[int], ledger: Ledger | None = None
+) -> list[Tensors]:
+    """Takes the steps of these numbers with ``gradients``, and returns their outputs.
+
+    Args:
+        ledger: Gets the outputs and the mean gradients.
+    """
+    shapes = {n: weight.shape for n, weight in weights_of(ddp).items() if weight.requires_grad}
+    dtype, group = next(ddp.parameters()).dtype, ddp.process_group
+    outputs = []
+    for i in steps:
+        outputs.append(step(ddp, gradients(shapes, group.rank(), i, dtype)))
+        if ledger is not None:
+            ledger.add(outputs[-1], mean_gradients(shapes, group.size(), i, dtype))
+    return outputs
+
+
 def weights_of(ddp: DistributedDataParallel) -> torch.nn.ParameterDict:
     """The parameters of a DDP module that ``make_ddp`` made, by name."""
     weights = ddp.module.weights
@@ -138,10 +170,14 @@ def outputs_of(ddp: DistributedDataParallel) -> Tensors:
 
 
 def residuals_of(compression: tp.Compression) -> Tensors:
-    """The mean residual of each compressed parameter, in float64. Collective."""
+    """The mean residual of each compressed parameter, in float64 and without the loss scale.
+
+    Collective.
+    """
+    state = own_part(compression.state_dict())
     return {
-        name.removeprefix("weights."): saved["residual"].double()
-        for name, saved in compression.state_dict()["parameters"].items()
+        name.removeprefix("weights."): saved["residual"].cpu().double() / state["grad_scale"]
+        for name, saved in state["parameters"].items()
     }
 
 
@@ -162,6 +198,16 @@ class Ledger:
             name: relative_error(self.outputs[name] + (residuals or {}).get(name, 0), mean)
             for name, mean in self.means.items()
         }
+
+    def check(
+        self,
+        compression: tp.Compression,
+        tolerance: float = TOLERANCE[torch.float32],
+        **tolerances: float,
+    ) -> None:
+        """Asserts the identity, with tolerances of their own for some parameters. Collective."""
+        for name, error in self.errors(residuals_of(compression)).items():
+            assert error < tolerances.get(name, tolerance), (name, error)
 
 
 def add_to(totals: Tensors, tensors: Mapping[str, torch.Tensor]) -> None:

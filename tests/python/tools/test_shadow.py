@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
+from support.models import Spectral
 from support.paired_training import same
 from support.synthetic import (
     COMPRESSED,
@@ -27,7 +28,6 @@ from support.synthetic import (
     mean_gradients,
     step,
 )
-from support.training_cases import Spectral
 from torch_powersgd.tools.plan import rows_of
 
 STEPS = 5

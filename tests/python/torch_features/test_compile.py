@@ -11,11 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support import ranks
-from support.paired_training import OPTIONS, WARM_UP, Facts, TrainingPair, train
+from support.paired_training import OPTIONS, ddp_pair
+from support.on_ranks import on_ranks
 from support.synthetic import gradient
-
-TOLERANCE = 1e-5  # the identity in float32, as in test_identity
 
 
 class Layers(nn.Module):
@@ -32,12 +30,10 @@ class Layers(nn.Module):
         return output
 
 
-def _loss(forward: Any, rank: int, i: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    x = gradient((8, 512), "input", rank, i).requires_grad_()
-    return forward(x).square().mean(), [x]
-
-
-def _compiled(rank: int, backend: str, optimize_ddp: bool) -> Facts:
+@pytest.mark.parametrize("optimize_ddp", [True, False])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@on_ranks(2, options=OPTIONS, timeout=400)
+def test_a_compiled_module(rank: int, backend: str, optimize_ddp: bool) -> None:
     torch._dynamo.config.optimize_ddp = optimize_ddp
     graphs: list[torch.fx.GraphModule] = []
 
@@ -45,36 +41,23 @@ def _compiled(rank: int, backend: str, optimize_ddp: bool) -> Facts:
         graphs.append(graph)
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
-    def wrap(ddp: DistributedDataParallel) -> Any:
-        return torch.compile(ddp, backend=counting)
+    def backward(ddp: DistributedDataParallel, i: int) -> list[torch.Tensor | None]:
+        x = gradient((8, 512), "input", rank, i).requires_grad_()
+        loss = compiled[ddp](x).square().mean()
+        loss.backward()
+        return [loss, x.grad]
 
-    pair = TrainingPair(lambda _: Layers(), wrap, bucket_cap_mb=1)
-    facts = train(pair, _loss, rank)
-    facts.extra = len(graphs), tp.stats()["compressed_calls"]
-    return facts
-
-
-@pytest.mark.parametrize("optimize_ddp", [True, False])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_a_compiled_module(backend: str, optimize_ddp: bool) -> None:
-    results = ranks.run(2, _compiled, backend, optimize_ddp, options=OPTIONS, timeout=400)
-    for facts in results:
-        assert facts.warm_up == [True] * WARM_UP
-        assert all(facts.exact)
-        assert not any(facts.compressed)
-        assert max(facts.errors.values()) < TOLERANCE, facts.errors
-        graphs, calls = facts.extra
-        assert (graphs > 1) == optimize_ddp  # DDPOptimizer splits the graph
-        assert calls > 6  # several buckets a step
-    assert results[0].replica == results[1].replica
+    pair = ddp_pair(lambda _: Layers(), bucket_cap_mb=1)
+    compiled: dict[Any, Any] = {ddp: torch.compile(ddp, backend=counting) for ddp in pair.modules}
+    pair.train(backward)
+    pair.check()
+    assert (len(graphs) > 1) == optimize_ddp  # DDPOptimizer splits the graph
+    assert tp.stats()["compressed_calls"] > 6  # several buckets a step
 
 
-def _python_reducer(rank: int) -> None:
+@on_ranks(1)
+def test_the_python_reducer_is_refused(rank: int) -> None:
     torch._dynamo.config.optimize_ddp = "python_reducer"
     ddp = DistributedDataParallel(Layers())
     with pytest.raises(ValueError, match="python_reducer"):
         tp.attach(ddp)
-
-
-def test_the_python_reducer_is_refused() -> None:
-    ranks.run(1, _python_reducer)

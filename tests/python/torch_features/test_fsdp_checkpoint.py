@@ -15,98 +15,89 @@ import torch.distributed.checkpoint as dcp
 import torch_powersgd as tp
 from support import ranks
 from support.fsdp_pairs import (
-    REPLICAS,
     SHARDS,
-    backward,
-    make_modules,
+    WORLD_SIZE,
+    Sharded,
+    both,
     make_pair,
-    mesh_of,
+    on_mesh,
     replicas,
     sharded,
+    step,
     summed,
 )
-from support.paired_training import OPTIONS, STEPS, Facts
+from support.meshes import mesh_of
+from support.paired_training import OPTIONS, STEPS, TrainingPair
 from support.synthetic import from_bytes, own_part, relative_error, to_bytes
 from torch_powersgd.integrations import accelerate
 
-WORLD_SIZE = REPLICAS * SHARDS
-TOLERANCE = 1e-5  # the identity in float32, as in test_identity
+# The mean state differs by the rounding of the saved residual M - P^ q, as in test_groups.
+MEAN_TOLERANCE = 1e-4
 
 
-def _resumed(rank: int, per_rank: bool, native: bool, folder: str) -> tuple[float, int]:
-    """Another module goes on from torch's checkpoint of the first.
+def _difference(first: Sharded, second: Sharded, i: int, fed: int) -> float:
+    """The largest relative difference of the gradients of a step."""
+    pairs = zip(step(second, i, fed), step(first, i, fed), strict=True)
+    return max(relative_error(mine, wanted) for mine, wanted in pairs)
 
-    Returns:
-        The largest relative difference of their gradients, and the steps of the second.
-    """
-    first, _, of_first = make_modules(native)
-    second, _, of_second = make_modules(native)
+
+@both
+@pytest.mark.parametrize("per_rank", [True, False])
+@on_mesh
+def test_torchs_checkpoint_of_the_shards_goes_on(
+    rank: int, per_rank: bool, native: bool, tmp_path: Path
+) -> None:
+    """Another module goes on from torch's checkpoint of the first, to the bit with ``per_rank``."""
+    pairs = [make_pair(native=native) for _ in range(2)]
+    first, second = (pair.modules[0] for pair in pairs)
+    saved, loaded = (
+        {"powersgd": pair.compression.per_rank if per_rank else pair.compression} for pair in pairs
+    )
     # A rank's own residual is the mean where the replicas have the same inputs.
     fed = rank if per_rank else rank % SHARDS
     for i in range(STEPS):
-        backward(first, fed, i)
-    dcp.save({"powersgd": of_first.per_rank if per_rank else of_first}, checkpoint_id=folder)
-    dcp.load({"powersgd": of_second.per_rank if per_rank else of_second}, checkpoint_id=folder)
-    pairs = [(backward(first, fed, i), backward(second, fed, i)) for i in range(3)]
-    errors = [
-        relative_error(mine, wanted)
-        for wanted_all, mine_all in pairs
-        for wanted, mine in zip(wanted_all, mine_all, strict=True)
-        if wanted.numel()  # a shard may have none
-    ]
-    return max(errors), of_second.stats()["steps"]
+        step(first, i, fed)
+    dcp.save(saved, checkpoint_id=tmp_path)
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    for i in range(3):
+        assert _difference(first, second, i, fed) <= (0 if per_rank else MEAN_TOLERANCE)
+    assert pairs[1].compression.stats()["steps"] == STEPS + 3
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize(("per_rank", "tolerance"), [(True, 0), (False, 1e-4)])
-def test_torchs_checkpoint_of_the_shards_goes_on(
-    per_rank: bool, tolerance: float, native: bool, tmp_path: Path
-) -> None:
-    # Each rank's own state is restored bit for bit. The mean state differs by the rounding of the
-    # saved residual M - P^ q, as in test_groups.
-    arguments = (per_rank, native, str(tmp_path))
-    for error, steps in ranks.run(WORLD_SIZE, _resumed, *arguments, backend="gloo"):
-        assert error <= tolerance
-        assert steps == STEPS + 3
-
-
-def _job(rank: int, native: bool, folder: str, ledgers: list[bytes] | None) -> tuple[Facts, bytes]:
+def _job(rank: int, native: bool, folder: str, ledgers: list[bytes] | None) -> bytes:
     """Trains, from torch's checkpoint in the folder if the ledgers of its shards are given.
 
     Returns:
-        The facts, whose errors cover all steps so far, and the ledger of this rank's shard.
+        The ledger of this rank's shard.
     """
     pair = make_pair(native=native)
-    begin = 0
+    state = {"model": pair.modules[0].state_dict(), "powersgd": pair.compression}
     if ledgers is not None:
-        state = {"model": pair.attached.state_dict(), "powersgd": pair.compression}
         dcp.load(state, checkpoint_id=folder)
-        pair.attached.load_state_dict(state["model"])
+        pair.modules[0].load_state_dict(state["model"])
         pair.ledger.outputs, pair.ledger.means = from_bytes(ledgers[rank % SHARDS])
-        begin = pair.compression.stats()["steps"]
-    for i in range(begin, begin + STEPS):
+        pair.steps = pair.compression.stats()["steps"]
+    for i in range(pair.steps, pair.steps + STEPS):
         pair.equalize()
-        for module in (pair.attached, pair.plain):
-            backward(module, rank, i)
-        pair.record(i)
+        for module in pair.modules:
+            step(module, i)
+        pair.record()
+        pair.descend()
     if ledgers is None:
-        state = {"model": pair.attached.state_dict(), "powersgd": pair.compression}
         dcp.save(state, checkpoint_id=folder)
-    return pair.finish(), to_bytes((pair.ledger.outputs, pair.ledger.means))
+    pair.check()
+    return to_bytes((pair.ledger.outputs, pair.ledger.means))
 
 
-@pytest.mark.parametrize("native", [False, True])
+@both
 def test_another_job_goes_on_with_as_many_replicas_or_more(native: bool, tmp_path: Path) -> None:
-    saved = ranks.run(WORLD_SIZE, _job, native, str(tmp_path), None, backend="gloo")
-    ledgers = [ledger for _, ledger in saved[:SHARDS]]
+    ledgers = ranks.run(WORLD_SIZE, _job, native, str(tmp_path), None, backend="gloo")[:SHARDS]
     for world_size in (WORLD_SIZE, WORLD_SIZE + SHARDS):
-        arguments = (native, str(tmp_path), ledgers)
-        for facts, _ in ranks.run(world_size, _job, *arguments, backend="gloo"):
-            assert facts.compressed == [False] * STEPS  # the steps are counted on
-            assert max(facts.errors.values()) < TOLERANCE, facts.errors
+        ranks.run(world_size, _job, native, str(tmp_path), ledgers, backend="gloo")
 
 
-def _saved_by_the_main_process(rank: int, file: str) -> tuple[float, int]:
+@on_mesh
+def test_accelerates_one_file_has_all_shards(rank: int, tmp_path: Path) -> None:
     """Saves and loads as Accelerate does: the main process writes one file, which all read."""
     mesh = mesh_of(("cpu:powersgd", OPTIONS))
     modules, handles, states = [sharded(mesh) for _ in range(2)], [], []
@@ -118,108 +109,71 @@ def _saved_by_the_main_process(rank: int, file: str) -> tuple[float, int]:
         handles.append(accelerate.attach(accelerator, module))
         states += registered
     for i in range(STEPS):
-        backward(modules[0], rank % SHARDS, i)
+        step(modules[0], i, rank % SHARDS)
     saved = states[0].state_dict()
     if rank == 0:
-        torch.save(saved, file)
+        torch.save(saved, tmp_path / "state")
     dist.barrier()
-    states[1].load_state_dict(torch.load(file))
-    first, second = (backward(module, rank % SHARDS, STEPS) for module in modules)
-    pairs = [pair for pair in zip(second, first, strict=True) if pair[0].numel()]
-    return max(relative_error(*pair) for pair in pairs), handles[1].stats()["steps"]
+    states[1].load_state_dict(torch.load(tmp_path / "state"))
+    assert _difference(modules[0], modules[1], STEPS, rank % SHARDS) <= MEAN_TOLERANCE
+    assert handles[1].stats()["steps"] == STEPS + 1
 
 
-def test_accelerates_one_file_has_all_shards(tmp_path: Path) -> None:
-    arguments = (_saved_by_the_main_process, str(tmp_path / "state"))
-    for error, steps in ranks.run(WORLD_SIZE, *arguments, backend="gloo"):
-        assert error <= 1e-4  # as above
-        assert steps == STEPS + 1
-
-
-def _keys(rank: int) -> list[list[str]]:
-    """The keys of the states of shards, of tensor-parallel shards, and of whole replicas."""
+@on_mesh
+def test_the_state_of_a_shard_has_a_key_of_its_own(rank: int) -> None:
+    """Of shards, of tensor-parallel shards, and of whole replicas, which need none."""
     backend = ("cpu:powersgd", OPTIONS)
     mesh, tensor_mesh = mesh_of(backend), mesh_of(backend, ("shard", 1), ("tensor", 2))
-    found: list[list[str]] = []
+    tensor = tensor_mesh["tensor"]
+    shard, process = f"shard {rank % SHARDS} of {SHARDS}", f"process {rank // SHARDS} of 2"
     for module, group in (
         (sharded(mesh), None),
         (sharded(mesh["shard"]), mesh.get_group("replicate")),
-        (sharded(tensor_mesh["replicate", "shard"], tensor_mesh["tensor"]), None),
-        (
-            sharded(tensor_mesh["shard"], tensor_mesh["tensor"]),
-            tensor_mesh.get_group("replicate"),
-        ),
-        (replicas(backend), None),
+        (sharded(tensor_mesh["replicate", "shard"], tensor), None),
+        (sharded(tensor_mesh["shard"], tensor), tensor_mesh.get_group("replicate")),
     ):
         compression = tp.attach(module, OPTIONS, group=group)
-        for per_rank in (False, True):
-            state = compression.state_dict(per_rank)
-            found.append([] if "version" in state else list(state))
-    return found
+        assert list(compression.state_dict()) == [shard]
+        assert list(compression.state_dict(per_rank=True)) == [f"{shard}, {process}"]
+    compression = tp.attach(replicas(backend), OPTIONS)
+    assert "version" in compression.state_dict()
+    assert list(compression.state_dict(per_rank=True)) == [f"process {rank} of {WORLD_SIZE}"]
 
 
-def test_the_state_of_a_shard_has_a_key_of_its_own() -> None:
-    for rank, found in enumerate(ranks.run(WORLD_SIZE, _keys, backend="gloo")):
-        shard, process = f"shard {rank % SHARDS} of {SHARDS}", f"process {rank // SHARDS} of 2"
-        of_shard = [[shard], [f"{shard}, {process}"]]
-        assert found == 4 * of_shard + [[], [f"process {rank} of {WORLD_SIZE}"]]
-
-
-def _refused(rank: int) -> list[str]:
-    module, _, compression = make_modules(native=True)
-    backward(module, rank, 0)
-    mine, number = own_part(compression.state_dict()), rank % SHARDS
+@on_mesh
+def test_the_state_of_another_shard_is_refused(rank: int) -> None:
+    pair = make_pair(native=True)
+    step(pair.modules[0], 0)
+    mine, number = own_part(pair.compression.state_dict()), rank % SHARDS
     states: list[dict[str, Any]] = [
         {f"shard {1 - number} of {SHARDS}": mine},
         {f"shard {number} of {SHARDS + 1}": mine},
         mine,
     ]
-    messages = []
     for state in states:
-        with pytest.raises(ValueError, match="checkpoint") as caught:
-            compression.load_state_dict(state)
-        messages.append(str(caught.value))
-    return messages
+        with pytest.raises(ValueError, match=f"must have the part 'shard {number} of {SHARDS}'"):
+            pair.compression.load_state_dict(state)
 
 
-def test_the_state_of_another_shard_is_refused() -> None:
-    for rank, messages in enumerate(ranks.run(WORLD_SIZE, _refused, backend="gloo")):
-        for message in messages:
-            assert f"must have the part 'shard {rank % SHARDS} of {SHARDS}'" in message
-
-
-def _of_several_replicas(
-    rank: int, begin: int, before: bytes | None, saved: bytes | None
-) -> tuple[bytes, bytes, float]:
-    """Goes on from a state, with gradients that FSDP2 sums and halves.
-
-    Returns:
-        The sum of the exact gradients less the outputs, the state, and the error of the identity.
-    """
+def _of_several_replicas(rank: int, saved: tuple[bytes, bytes] | None) -> tuple[bytes, bytes]:
+    """Goes on from a state and a ledger, with gradients that FSDP2 sums and halves."""
     attached, plain = replicas(("cpu:powersgd", OPTIONS)), replicas("gloo")
     for module in (attached, plain):
         summed(module)
-    compression = tp.attach(attached)
+    pair = TrainingPair(attached, plain, tp.attach(attached))
     if saved is not None:
-        compression.load_state_dict(from_bytes(saved))
-    unsent = None if before is None else from_bytes(before)
-    for i in range(begin, begin + STEPS):
-        found = [backward(module, rank, i) for module in (attached, plain)]
-        left = [g.double() - out.double() for out, g in zip(*found, strict=True)]
-        unsent = left if unsent is None else [a + b for a, b in zip(unsent, left, strict=True)]
-    assert unsent is not None
-    state = compression.state_dict()
-    errors = [
-        relative_error(state["parameters"][name]["residual"].double(), residual)
-        for (name, _), residual in zip(attached.named_parameters(), unsent, strict=True)
-        if name in state["parameters"]
-    ]
-    return to_bytes(unsent), to_bytes(state), max(errors)
+        pair.compression.load_state_dict(from_bytes(saved[0]))
+        pair.ledger.outputs, pair.ledger.means = from_bytes(saved[1])
+        pair.steps = STEPS
+    for i in range(pair.steps, pair.steps + STEPS):
+        for module in pair.modules:
+            step(module, i)
+        pair.record()
+    pair.check()
+    ledger = pair.ledger.outputs, pair.ledger.means
+    return to_bytes(pair.compression.state_dict()), to_bytes(ledger)
 
 
 def test_a_mean_checkpoint_moves_to_more_replicas_whose_gradients_are_summed() -> None:
-    unsent, state, error = ranks.run(2, _of_several_replicas, 0, None, None, backend="gloo")[0]
-    # The expected residual is a sum of differences of float32 numbers, each with its rounding.
-    assert error < 1e-4
-    for _, _, error in ranks.run(4, _of_several_replicas, STEPS, unsent, state, backend="gloo"):
-        assert error < 1e-4
+    saved = ranks.run(2, _of_several_replicas, None, backend="gloo")[0]
+    ranks.run(4, _of_several_replicas, saved, backend="gloo")

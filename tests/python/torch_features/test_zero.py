@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""ZeroRedundancyOptimizer beside compressed gradients: on its own, and overlapped with DDP."""
+"""ZeroRedundancyOptimizer, whose parts lie on the ranks, with DDP."""
 
 from __future__ import annotations
 
@@ -13,22 +13,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support import ranks
 from support.paired_training import digest, same
-from support.synthetic import gradient
+from support.on_ranks import all_agree, on_ranks
+from support.synthetic import gradient, residuals_of
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=2)
 STEPS = 8
 # An overlapped optimizer waits until DDP has rebuilt its buckets and it has seen them once.
 STEPS_BEFORE_OVERLAP = 2
-# Each case says if a bucket's parameters are spread over the ranks, and if the graph is static.
-OVERLAPPED = [(False, False), (True, False), (False, True)]
-
-
-# Comparisons, a digest of the parameters, and the compressed calls or the parameters at first.
-Facts = tuple[list[bool], str, int]
-Overlapped = tuple[list[bool], str, str]
-Hooked = tuple[list[bool], bool, int]
 
 
 def _make(static_graph: bool = False) -> DistributedDataParallel:
@@ -46,12 +38,8 @@ def _backward(ddp: DistributedDataParallel, rank: int, i: int) -> list[torch.Ten
     return [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
 
 
-def _state(compression: tp.Compression) -> list[torch.Tensor]:
-    saved = compression.state_dict()["parameters"].values()
-    return [tensor for parameter in saved for tensor in (parameter["residual"], parameter["q"])]
-
-
-def _beside(rank: int) -> Facts:
+@on_ranks(2)
+def test_in_parts_is_as_whole(rank: int) -> None:
     """Trains with the whole optimizer on each rank, and with its parts, which are resumed."""
     whole, parts = _make(), _make()
     arguments: dict[str, Any] = {"lr": 1e-2, "weight_decay": 1e-3}
@@ -60,7 +48,7 @@ def _beside(rank: int) -> Facts:
     def make_zero() -> ZeroRedundancyOptimizer:
         return ZeroRedundancyOptimizer(parts.parameters(), torch.optim.AdamW, **arguments)
 
-    zero, equal = make_zero(), []
+    zero = make_zero()
     for ddp in (whole, parts):
         tp.attach(ddp, OPTIONS)
     for i in range(STEPS):
@@ -69,17 +57,26 @@ def _beside(rank: int) -> Facts:
             saved: list[Any] = [zero.state_dict() if rank == 0 else None]
             dist.broadcast_object_list(saved, src=0)
             moments = [saved[0]["state"][k]["exp_avg"] for k in sorted(saved[0]["state"])]
-            equal.append(same(moments, [s["exp_avg"] for s in adam.state_dict()["state"].values()]))
+            assert same(moments, [s["exp_avg"] for s in adam.state_dict()["state"].values()])
             zero = make_zero()
             zero.load_state_dict(saved[0])
-        equal.append(same(_backward(whole, rank, i), _backward(parts, rank, i)))
+        assert same(_backward(whole, rank, i), _backward(parts, rank, i))
         adam.step()
         zero.step()
-        equal.append(same(whole.parameters(), parts.parameters()))
-    return equal, digest(parts.parameters()), tp.stats()["compressed_calls"]
+        assert same(whole.parameters(), parts.parameters())
+    assert tp.stats()["compressed_calls"] > 0
+    assert all_agree(digest(parts.parameters()))
 
 
-def _overlapped(rank: int, shard_buckets: bool, static_graph: bool) -> Overlapped:
+@pytest.mark.parametrize(
+    ("shard_buckets", "static_graph"),
+    [(False, False), (True, False), (False, True)],
+    ids=["buckets", "spread buckets", "static graph"],
+)
+@on_ranks(2)
+def test_overlapped_is_as_after_backward(
+    rank: int, shard_buckets: bool, static_graph: bool
+) -> None:
     """Compares with training without overlap, which leaves out the steps that torch leaves out."""
     plain, overlapped = _make(static_graph), _make(static_graph)
     arguments: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
@@ -91,61 +88,12 @@ def _overlapped(rank: int, shard_buckets: bool, static_graph: bool) -> Overlappe
     of_overlapped = tp.attach(overlapped, OPTIONS, register_hook=False)
     hook = hook_with_zero_step(of_overlapped.comm_hook, overlapped, zero, shard_buckets)
     overlapped.register_comm_hook(None, hook)
-    equal = []
+    before = digest(overlapped.parameters())
     for i in range(STEPS):
-        equal.append(same(_backward(plain, rank, i), _backward(overlapped, rank, i)))
+        assert same(_backward(plain, rank, i), _backward(overlapped, rank, i))
         if i >= STEPS_BEFORE_OVERLAP + static_graph:
             sgd.step()
-        equal.append(same(plain.parameters(), overlapped.parameters()))
-    equal.append(same(_state(of_plain), _state(of_overlapped)))
-    return equal, digest(overlapped.parameters()), digest(_make().parameters())
-
-
-def _plain_hook(rank: int) -> Hooked:
-    """Registering the hook in Python has the effect of attach."""
-    attached, hooked = _make(), _make()
-    of_attached = tp.attach(attached, OPTIONS)
-    of_hooked = tp.attach(hooked, OPTIONS, register_hook=False)
-    hooked.register_comm_hook(None, of_hooked.comm_hook)
-    equal = []
-    for i in range(STEPS):
-        equal.append(same(_backward(attached, rank, i), _backward(hooked, rank, i)))
-    state, steps = same(_state(of_attached), _state(of_hooked)), of_hooked.stats()["steps"]
-    of_attached.detach()
-    of_hooked.detach()
-    for i in range(STEPS):
-        equal.append(same(_backward(attached, rank, i), _backward(hooked, rank, i)))
-    return equal, state, steps
-
-
-def _all(rank: int) -> tuple[Facts, list[Overlapped], Hooked]:
-    overlapped = [_overlapped(rank, *case) for case in OVERLAPPED]
-    return _beside(rank), overlapped, _plain_hook(rank)
-
-
-@pytest.fixture(scope="module")
-def results() -> list[Any]:
-    """The results of each function on both ranks. One launch runs all functions."""
-    return list(zip(*ranks.run(2, _all), strict=True))
-
-
-def test_in_parts_is_as_whole(results: list[Any]) -> None:
-    first, second = results[0]
-    for equal, _, compressed in (first, second):
-        assert all(equal), equal
-        assert compressed > 0
-    assert first[1] == second[1]
-
-
-def test_overlapped_is_as_after_backward(results: list[Any]) -> None:
-    for mine, other in zip(*results[1], strict=True):
-        for equal, _, _ in (mine, other):
-            assert all(equal), equal
-        assert mine[1] == other[1] != mine[2]
-
-
-def test_comm_hook_is_what_attach_registers(results: list[Any]) -> None:
-    for equal, state, steps in results[2]:
-        assert all(equal)
-        assert state
-        assert steps == STEPS
+        assert same(plain.parameters(), overlapped.parameters())
+    assert same(residuals_of(of_plain).values(), residuals_of(of_overlapped).values())
+    assert all_agree(digest(overlapped.parameters()))
+    assert digest(overlapped.parameters()) != before

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -14,13 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 from support import ranks
 from support.log_records import LogRecords
+from support.paired_training import same
+from support.on_ranks import all_agree, on_ranks
 from support.synthetic import (
     COMPRESSED,
     SHAPES,
-    Array,
-    Arrays,
     Ledger,
     Synthetic,
+    Tensors,
     from_bytes,
     gradients,
     make_compressed,
@@ -30,220 +29,158 @@ from support.synthetic import (
     residuals_of,
     step,
     to_bytes,
-    to_numpy,
+    train,
 )
 
 # Two exact steps come first: a job that resumes must not begin its warm-up again.
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=2)
 WEIGHTS = {f"weights.{name}" for name in COMPRESSED}
+SAVED = 6  # steps
+# The reference's, because the residuals are rounded differently.
+OUTPUT_TOLERANCE = 2e-5
 
-# The state after loading and at the end; the outputs of each step; the sums of all outputs and of
-# all mean gradients.
-Job = tuple[bytes, bytes, list[Arrays], tuple[Arrays, Arrays]]
 
-
-def _job(
-    rank: int, world_size: int, steps: range, state: bytes | None, options: tp.Options = OPTIONS
-) -> Job:
-    """Runs steps of a job, from a saved state or from nothing."""
+def _saved(rank: int, options: tp.Options = OPTIONS) -> tuple[bytes, bytes]:
+    """Trains. Returns the state and the ledger."""
     ddp, compression = make_compressed(SHAPES, options)
-    if state is not None:
-        compression.load_state_dict(from_bytes(state))
-    loaded = to_bytes(compression.state_dict())
-    ledger, outputs = Ledger(), []
-    for i in steps:
-        outputs.append(step(ddp, gradients(SHAPES, rank, i)))
-        ledger.add(outputs[-1], mean_gradients(SHAPES, world_size, i))
-    ended = to_bytes(compression.state_dict())
-    sums = to_numpy(ledger.outputs), to_numpy(ledger.means)
-    return loaded, ended, [to_numpy(output) for output in outputs], sums
+    train(ddp, range(SAVED), ledger := Ledger())
+    state = compression.state_dict()
+    assert all_agree(to_bytes(state))
+    assert state["parameters"].keys() == WEIGHTS
+    return to_bytes(state), to_bytes((ledger.outputs, ledger.means))
 
 
-def _residuals(state: bytes) -> Arrays:
-    return {n: saved["residual"].numpy() for n, saved in from_bytes(state)["parameters"].items()}
+def _resumed(rank: int, saved: tuple[bytes, bytes], options: tp.Options = OPTIONS) -> None:
+    """Trains on from a saved state, and loses nothing."""
+    ddp, compression = make_compressed(SHAPES, options)
+    compression.load_state_dict(from_bytes(saved[0]))
+    _assert_loaded(compression, from_bytes(saved[0])["parameters"])
+    ledger = Ledger()
+    ledger.outputs, ledger.means = from_bytes(saved[1])
+    train(ddp, range(SAVED, SAVED + 5), ledger)
+    ledger.check(compression)
+    assert compression.state_dict()["step"] == SAVED + 5
 
 
-def _identity_errors(jobs: list[Job], state: bytes) -> dict[str, float]:
-    """The identity's errors over jobs that followed each other and ended in `state`."""
-    errors = {}
-    residuals = _residuals(state)
-    for name in SHAPES:
-        outputs = sum(sums[0][name] for _, _, _, sums in jobs)
-        means = sum(sums[1][name] for _, _, _, sums in jobs)
-        lost = means - outputs - residuals.get(f"weights.{name}", 0)
-        errors[name] = float(np.linalg.norm(lost) / np.linalg.norm(means))
-    return errors
+def _assert_loaded(compression: tp.Compression, saved: dict[str, Tensors]) -> None:
+    """The mean of equal residuals is rounded once. Q is cut, or its new rows are random."""
+    entries = compression.state_dict()["parameters"]
+    assert entries.keys() == WEIGHTS
+    for name, entry in entries.items():
+        assert relative_error(entry["residual"], saved[name]["residual"]) < 1e-6
+        old, q = saved[name]["q"], entry["q"]
+        assert len(q) == compression.options.matrix_approximation_rank
+        assert torch.equal(q[: len(old)], old[: len(q)])
+        assert (q.norm(dim=1) > 0.1).all(), "new rows can be used"
 
 
 @pytest.fixture(scope="module")
-def first_job() -> list[Job]:
-    """The results of two ranks after six steps."""
-    return ranks.run(2, _job, 2, range(6), None)
-
-
-def test_the_state_is_equal_on_all_ranks_and_complete(
-    first_job: list[Job],
-) -> None:
-    states = [from_bytes(ended) for _, ended, _, _ in first_job]
-    for state in states:
-        assert state["version"] == 1
-        assert state["step"] == 6
-        assert state["grad_scale"] == 1
-        assert state["options"]["matrix_approximation_rank"] == 2
-        assert set(state["options"]) == {field.name for field in dataclasses.fields(tp.Options)}
-        assert set(state["parameters"]) == WEIGHTS
-        for name, saved in state["parameters"].items():
-            shape = SHAPES[name.removeprefix("weights.")]
-            assert saved["residual"].shape == shape
-            assert saved["q"].shape == (2, saved["residual"][0].numel())
-            assert saved["residual"].norm() > 1
-            for key in ("residual", "q"):
-                assert torch.equal(saved[key], states[0]["parameters"][name][key])
+def saved() -> tuple[bytes, bytes]:
+    """The state and the ledger of two ranks after some steps."""
+    found: tuple[bytes, bytes] = ranks.run(2, _saved)[0]
+    return found
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2), (2, 1)])
 def test_resume_keeps_the_residuals(before: int, after: int) -> None:
-    first = ranks.run(before, _job, before, range(6), None)[0]
-    for second in ranks.run(after, _job, after, range(6, 11), first[1]):
-        loaded, ended, _, _ = second
-        saved = _residuals(first[1])
-        for name, residual in _residuals(loaded).items():
-            error = np.linalg.norm(residual - saved[name]) / np.linalg.norm(saved[name])
-            assert error < 1e-6, (name, error)  # the mean of equal values is rounded once
-        assert set(_residuals(loaded)) == WEIGHTS
-        # As in test_identity, over 11 steps.
-        errors = _identity_errors([first, second], ended)
-        assert max(errors.values()) < 1e-5, errors
-        assert from_bytes(ended)["step"] == 11
+    ranks.run(after, _resumed, ranks.run(before, _saved)[0])
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2)])
-@pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("wire", "before", "after"), [("bfloat16", 2, 3), ("int8", 4, 2), ("int4", 2, 3)]
+)
 def test_resume_keeps_what_a_wire_has_rounded_off(wire: str, before: int, after: int) -> None:
     options = dataclasses.replace(OPTIONS, wire_dtype=wire)
-    first = ranks.run(before, _job, before, range(6), None, options)[0]
-    assert set(_residuals(first[1])) == WEIGHTS
+    found = ranks.run(before, _saved, options)[0]
     for resumed in (options, OPTIONS):  # on the same wire, and without it
-        for second in ranks.run(after, _job, after, range(6, 11), first[1], resumed):
-            errors = _identity_errors([first, second], second[1])
-            assert max(errors.values()) < 1e-5, errors
-
-
-def test_resume_goes_on_as_if_there_had_been_no_end(
-    first_job: list[Job],
-) -> None:
-    # The outputs depend on the mean residual, on Q and on the step alone. The tolerance is the
-    # reference's, because the residuals are rounded differently.
-    for whole, resumed in zip(
-        ranks.run(2, _job, 2, range(11), None),
-        ranks.run(2, _job, 2, range(6, 11), first_job[0][1]),
-        strict=True,
-    ):
-        for i in range(5):
-            for name, output in resumed[2][i].items():
-                expected = whole[2][6 + i][name]
-                assert np.linalg.norm(output - expected) < 2e-5 * np.linalg.norm(expected), name
+        ranks.run(after, _resumed, found, resumed)
 
 
 @pytest.mark.parametrize("new_rank", [1, 3])
-def test_another_rank_takes_over_residual_and_q(
-    first_job: list[Job],
-    new_rank: int,
+def test_another_rank_takes_over_residual_and_q(saved: tuple[bytes, bytes], new_rank: int) -> None:
+    options = dataclasses.replace(OPTIONS, matrix_approximation_rank=new_rank)
+    ranks.run(2, _resumed, saved, options)
+
+
+def test_the_state_is_complete(saved: tuple[bytes, bytes]) -> None:
+    state = from_bytes(saved[0])
+    assert (state["version"], state["step"], state["grad_scale"]) == (1, SAVED, 1)
+    assert state["options"]["matrix_approximation_rank"] == 2
+    assert state["options"].keys() == {field.name for field in dataclasses.fields(tp.Options)}
+    for name, entry in state["parameters"].items():
+        assert entry["residual"].shape == SHAPES[name.removeprefix("weights.")]
+        assert entry["q"].shape == (2, entry["residual"][0].numel())
+        assert entry["residual"].norm() > 1
+
+
+@on_ranks(2)
+def test_resume_goes_on_as_if_there_had_been_no_end(rank: int, saved: tuple[bytes, bytes]) -> None:
+    # The outputs depend on the mean residual, on Q and on the step alone.
+    whole, _ = make_compressed(SHAPES, OPTIONS)
+    train(whole, range(SAVED))
+    resumed, compression = make_compressed(SHAPES, OPTIONS)
+    compression.load_state_dict(from_bytes(saved[0]))
+    steps = range(SAVED, SAVED + 5)
+    for expected, outputs in zip(train(whole, steps), train(resumed, steps), strict=True):
+        for name, output in outputs.items():
+            assert relative_error(output, expected[name]) < OUTPUT_TOLERANCE, name
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_not_in_the_model_is_dropped_with_a_warning(
+    rank: int, saved: tuple[bytes, bytes]
 ) -> None:
-    options = tp.Options.hook_defaults(start_powerSGD_iter=2, matrix_approximation_rank=new_rank)
-    saved = from_bytes(first_job[0][1])["parameters"]
-    for second in ranks.run(2, _job, 2, range(6, 10), first_job[0][1], options):
-        loaded = from_bytes(second[0])["parameters"]
-        for name, parameter in loaded.items():
-            kept = min(2, new_rank)
-            assert parameter["q"].shape[0] == new_rank
-            assert torch.equal(parameter["q"][:kept], saved[name]["q"][:kept])
-            assert (parameter["q"].norm(dim=1) > 0.1).all()  # new rows can be used
-            assert relative_error(parameter["residual"], saved[name]["residual"]) < 1e-6
-        errors = _identity_errors([first_job[0], second], second[1])
-        assert max(errors.values()) < 1e-5, errors
-
-
-def _load(compression: tp.Compression, data: bytes) -> tuple[Arrays, list[tuple[str, str]]]:
-    """The residuals after loading, and the log records of loading."""
-    records = LogRecords()
-    compression.load_state_dict(from_bytes(data))
-    return to_numpy(residuals_of(compression)), records.seen
-
-
-def _load_without_tall(rank: int, data: bytes) -> tuple[Arrays, list[tuple[str, str]]]:
     shapes = {name: SHAPES[name] for name in SHAPES if name != "tall"}
     _ddp, compression = make_compressed(shapes, OPTIONS)
-    return _load(compression, data)
-
-
-def test_a_parameter_that_is_not_in_the_model_is_dropped_with_a_warning(
-    first_job: list[Job],
-) -> None:
-    for residuals, log in ranks.run(2, _load_without_tall, first_job[0][1]):
-        assert set(residuals) == set(COMPRESSED) - {"tall"}
-        assert any(level == "WARNING" and "weights.tall" in text for level, text in log), log
-
-
-def _no_longer_compressed(
-    rank: int, data: bytes, scale: float
-) -> tuple[dict[str, Any], list[tuple[str, str]], list[Arrays]]:
-    """The outputs of two steps after loading, less the mean gradients: the saved residual."""
-    # No matrix pays at rank 12.
-    options = dataclasses.replace(OPTIONS, matrix_approximation_rank=12)
-    ddp, compression = make_compressed(SHAPES, options)
-    residuals, log = _load(compression, data)
-    compression.grad_scale = scale
-    extra = []
-    for i in range(2):
-        mine = {name: tensor * scale for name, tensor in gradients(SHAPES, rank, i).items()}
-        outputs, means = step(ddp, mine), mean_gradients(SHAPES, 2, i)
-        extra.append({name: outputs[name].double() / scale - means[name] for name in SHAPES})
-    return residuals, log, [to_numpy(tensors) for tensors in extra]
+    records = LogRecords()
+    compression.load_state_dict(from_bytes(saved[0]))
+    assert residuals_of(compression).keys() == set(COMPRESSED) - {"tall"}
+    assert [level for level, _ in records.matching("weights.tall")] == ["WARNING"]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
+@on_ranks(2)
 def test_a_residual_that_is_no_longer_compressed_is_added_to_the_next_gradient(
-    first_job: list[Job],
-    scale: float,
+    rank: int, saved: tuple[bytes, bytes], scale: float
 ) -> None:
-    saved = _residuals(first_job[0][1])
-    for residuals, log, (first, second) in ranks.run(
-        2, _no_longer_compressed, first_job[0][1], scale
-    ):
-        assert residuals == {}
-        assert any(level == "INFO" and "weights.tall" in text for level, text in log), log
+    # No matrix pays at rank 12.
+    options = dataclasses.replace(OPTIONS, matrix_approximation_rank=12)
+    ddp, compression = make_compressed(SHAPES, options)
+    records = LogRecords()
+    compression.load_state_dict(from_bytes(saved[0]))
+    assert residuals_of(compression) == {}
+    assert [level for level, _ in records.matching("weights.tall")] == ["INFO"]
+    compression.grad_scale = scale
+    for i in range(2):
+        mine = {name: tensor * scale for name, tensor in gradients(SHAPES, rank, i).items()}
+        outputs, means = step(ddp, mine), mean_gradients(SHAPES, 2, i)
         for name in SHAPES:
-            expected = saved.get(f"weights.{name}", 0)
+            added = outputs[name].double() / scale - means[name]
+            if i == 0 and name in COMPRESSED:
+                added -= from_bytes(saved[0])["parameters"][f"weights.{name}"]["residual"]
             # The sum is rounded once, in float32, and its elements are below 10.
-            assert abs(first[name] - expected).max() < 10 * 2**-23, name
-            assert abs(second[name]).max() < 10 * 2**-23, name
+            assert added.abs().max() < 10 * 2**-23, (i, name)
 
 
-def _keep_what_is_not_named(rank: int, data: bytes) -> tuple[bool, float, int]:
+@on_ranks(2)
+def test_parameters_that_are_not_named_keep_what_they_have(
+    rank: int, saved: tuple[bytes, bytes]
+) -> None:
     ddp, compression = make_compressed(SHAPES, OPTIONS)
-    for i in range(4):
-        step(ddp, gradients(SHAPES, rank, i))
+    train(ddp, range(4))
     before = residuals_of(compression)
-    state = from_bytes(data)
+    state = from_bytes(saved[0])
     state["parameters"] = {"weights.tall": state["parameters"]["weights.tall"]}
     compression.load_state_dict(state)
     after = residuals_of(compression)
-    saved = state["parameters"]["weights.tall"]["residual"]
-    kept = all(torch.equal(before[name], after[name]) for name in ("conv", "wide"))
-    return kept, relative_error(after["tall"], saved), compression.state_dict()["step"]
+    assert all(torch.equal(before[name], after[name]) for name in ("conv", "wide"))
+    loaded = state["parameters"]["weights.tall"]["residual"]
+    assert relative_error(after["tall"], loaded) < 1e-6
+    assert compression.stats()["steps"] == SAVED
 
 
-def test_parameters_that_are_not_named_keep_what_they_have(
-    first_job: list[Job],
-) -> None:
-    for kept, error, step_count in ranks.run(2, _keep_what_is_not_named, first_job[0][1]):
-        assert kept
-        assert error < 1e-6
-        assert step_count == 6
-
-
-def _complex(rank: int) -> None:
+@on_ranks(2)
+def test_complex_parameters_resume(rank: int) -> None:
     """A complex parameter's state is real, and goes on to the bit."""
 
     def make() -> tuple[DistributedDataParallel, tp.Compression]:
@@ -251,87 +188,57 @@ def _complex(rank: int) -> None:
         ddp = DistributedDataParallel(Synthetic(values))
         return ddp, tp.attach(ddp, OPTIONS)
 
-    def train(ddp: DistributedDataParallel, i: int) -> torch.Tensor:
+    def take_step(ddp: DistributedDataParallel, i: int) -> torch.Tensor:
         pairs = gradients({"c": (24, 20, 2)}, rank, i)["c"]
-        ddp.zero_grad()
-        ddp({"c": torch.view_as_complex(pairs)}).backward()
-        [weight] = ddp.parameters()
-        assert weight.grad is not None
-        return weight.grad
+        return step(ddp, {"c": torch.view_as_complex(pairs)})["c"]
 
     first, compression = make()
     for i in range(3):
-        train(first, i)
+        take_step(first, i)
     states = [from_bytes(to_bytes(compression.state_dict(per_rank))) for per_rank in (False, True)]
     mean = states[0]["parameters"]["weights.c"]
     assert mean["residual"].shape == (24, 20, 2)
     assert mean["q"].shape == (2, 2 * 24)  # The matrix has the order of the memory: 20 x 48.
-    expected = train(first, 3)
+    expected = take_step(first, 3)
     for per_rank in (False, True):
         ddp, compression = make()
         compression.load_state_dict(states[per_rank])
         again = own_part(compression.state_dict(per_rank))["parameters"]["weights.c"]
-        saved = own_part(states[per_rank])["parameters"]["weights.c"]
-        assert again["crc32"] == saved["crc32"]
-        output = train(ddp, 3)
+        assert again["crc32"] == own_part(states[per_rank])["parameters"]["weights.c"]["crc32"]
+        output = take_step(ddp, 3)
         assert torch.equal(output, expected) if per_rank else torch.allclose(output, expected)
 
 
-def test_complex_parameters_resume() -> None:
-    ranks.run(2, _complex)
-
-
-def _untouched(rank: int, load_fresh: bool) -> tuple[bool, bytes]:
-    """A state is a copy. Before the first compressed step it is the state that this step starts
-    from.
-    """
-    ddp, compression = make_compressed(SHAPES, OPTIONS)
-    fresh = compression.state_dict()["parameters"]
-    assert fresh.keys() == WEIGHTS
-    assert not any(saved["residual"].any() for saved in fresh.values())
-    assert all(saved["q"].any() for saved in fresh.values())
-    if load_fresh:
-        compression.load_state_dict(compression.state_dict())
-    for i in range(4):
-        step(ddp, gradients(SHAPES, rank, i))
+@on_ranks(2)
+def test_a_saved_state_is_a_copy_and_that_before_any_step_can_be_loaded(rank: int) -> None:
+    """Before the first compressed step it is the state that this step starts from."""
+    (ddp, compression), (other, of_other) = (make_compressed(SHAPES, OPTIONS) for _ in "ab")
+    fresh = compression.state_dict()
+    assert not any(entry["residual"].any() for entry in fresh["parameters"].values())
+    assert all(entry["q"].any() for entry in fresh["parameters"].values())
+    compression.load_state_dict(fresh)
+    outputs, expected = train(ddp, range(4)), train(other, range(4))
+    assert all(same(a.values(), b.values()) for a, b in zip(outputs, expected, strict=True))
     state = compression.state_dict()
     before = to_bytes(state)
+    assert before == to_bytes(of_other.state_dict())
     compression.load_state_dict(state)
-    for i in range(4, 7):
-        step(ddp, gradients(SHAPES, rank, i))
-    return before == to_bytes(state), before
-
-
-def test_a_saved_state_does_not_change_any_more() -> None:
-    (kept, one), _ = loaded = ranks.run(2, _untouched, True)
-    assert kept
-    assert loaded[1][0]
-    assert ranks.run(2, _untouched, False)[0][1] == one
-
-
-def _next_output(
-    rank: int, data: bytes | None, last: bool, new_options: tp.Options
-) -> tuple[bytes, Array]:
-    """Resumes with a weight of this memory format, or begins with it; returns the next output."""
-    conv = torch.zeros(16, 5, 3, 3)
-    if last:
-        conv = conv.to(memory_format=torch.channels_last)
-    ddp = DistributedDataParallel(Synthetic({"conv": conv}))
-    compression = tp.attach(ddp, new_options)
-    shapes = {"conv": conv.shape}
-    if data is None:
-        for i in range(4):
-            step(ddp, gradients(shapes, rank, i))
-        data = to_bytes(compression.state_dict())
-    else:
-        compression.load_state_dict(from_bytes(data))
-    return data, to_numpy(step(ddp, gradients(shapes, rank, 9)))["conv"]
+    train(ddp, range(4, 7))
+    assert to_bytes(state) == before
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["from-contiguous", "from-channels-last"])
-def test_the_state_does_not_depend_on_the_memory_format(last: bool) -> None:
+@on_ranks(2)
+def test_the_state_does_not_depend_on_the_memory_format(rank: int, last: bool) -> None:
     # The columns of a channels_last weight are permuted. Residual and Q are saved in the order of
-    # the contiguous weight, or the next output would differ. The tolerance is the reference's.
-    (data, expected), _ = ranks.run(2, _next_output, None, last, OPTIONS)
-    _, output = ranks.run(2, _next_output, data, not last, OPTIONS)[0]
-    assert np.linalg.norm(output - expected) < 2e-5 * np.linalg.norm(expected)
+    # the contiguous weight, or the next output would differ.
+    shapes = {"conv": (16, 5, 3, 3)}
+    contiguous, permuted = torch.zeros(shapes["conv"]), torch.zeros(shapes["conv"])
+    permuted = permuted.to(memory_format=torch.channels_last)
+    weights = (permuted, contiguous) if last else (contiguous, permuted)
+    first, second = (DistributedDataParallel(Synthetic({"conv": weight})) for weight in weights)
+    of_first, of_second = (tp.attach(ddp, OPTIONS) for ddp in (first, second))
+    train(first, range(4))
+    of_second.load_state_dict(of_first.state_dict())
+    expected, output = (train(ddp, [9])[0]["conv"] for ddp in (first, second))
+    assert relative_error(output, expected) < OUTPUT_TOLERANCE

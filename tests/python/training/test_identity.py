@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The identity of outputs and residuals, exact gradients of low rank, and bounded residuals."""
+"""The identity: the sum of outputs and the mean residual are the sum of mean gradients.
+
+Where there is no handle, which knows the residual, gradients of almost zero drain it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +18,14 @@ import torch.distributed as dist
 import torch_powersgd as tp
 from support import ranks
 from support.call_observer import SETTLE_PASSES
+from support.paired_training import digest
+from support.on_ranks import all_agree, on_ranks
 from support.synthetic import (
     COMPRESSED,
     SHAPES,
+    TOLERANCE,
     Ledger,
+    Shapes,
     Tensors,
     gradient,
     gradients,
@@ -24,86 +33,159 @@ from support.synthetic import (
     make_compressed,
     make_ddp,
     mean_gradients,
+    own_part,
     reduce_in_backward,
-    relative_error,
     residuals_of,
     step,
+    train,
 )
 
-# These bound the error of "sum of outputs + mean residual = sum of mean gradients". Each step
-# rounds M, the factors and the output once. In float32 that is an error of about 6e-8 * |M|, where
-# |M| is a few times the gradient's norm. Some ten steps add such errors at random. The bound for
-# float64 is in the same proportion to its rounding.
-IDENTITY_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13}
 STEPS = 12
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, matrix_approximation_rank=2)
+WIRES = ("bfloat16", "float16", "int8", "int4")
+# The raw segment of this shape is so large that three ranks or more do not gather its payload.
+WITH_LARGE = {**SHAPES, "large": (70_000,)}
 
 
-def _attached(
-    rank: int, world_size: int, options: tp.Options, dtype: torch.dtype
-) -> tuple[dict[str, float], dict[str, float], dict[str, float], dict[str, Any]]:
-    ddp, compression = make_compressed(SHAPES, options, dtype)
-    ledger = Ledger()
+def identity(
+    rank: int,
+    options: tp.Options,
+    scale: float = 1.0,
+    growth: float = 1.0,
+    device: str = "cpu",
+) -> None:
+    """Trains with gradients of one scale, to which "wide" is not held in the second half."""
+    ddp, compression = make_compressed(WITH_LARGE, options, device=device)
+    ledger, outputs = Ledger(), []
     for i in range(STEPS):
-        outputs = step(ddp, gradients(SHAPES, rank, i, dtype))
-        ledger.add(outputs, mean_gradients(SHAPES, world_size, i, dtype))
-    residuals = residuals_of(compression)
-    sizes = {name: residuals[name].norm().item() for name in residuals}
-    return ledger.errors(residuals), ledger.errors(), sizes, compression.stats()
+        mine = gradients(WITH_LARGE, rank, i)
+        means = mean_gradients(WITH_LARGE, dist.get_world_size(), i)
+        scales = dict.fromkeys(WITH_LARGE, scale)
+        scales["wide"] *= growth if i >= STEPS // 2 else 1
+        found = step(ddp, {name: (g * scales[name]).to(device) for name, g in mine.items()})
+        outputs += [output.cpu() for output in found.values()]
+        ledger.add(
+            {name: output.cpu() for name, output in found.items()},
+            {name: mean * scales[name] for name, mean in means.items()},
+        )
+    ledger.check(compression)
+    # Without the residual the identity fails by far, so a missing residual would show.
+    assert min(ledger.errors()[name] for name in COMPRESSED) > 0.1
+    assert residuals_of(compression).keys() == set(COMPRESSED), "what is not compressed is exact"
+    stats = compression.stats()
+    assert (stats["steps"], stats["skipped_steps"]) == (STEPS, 0)
+    assert stats["compressed_calls"] >= STEPS
+    assert all_agree(digest(outputs))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("world_size", "rank"), [(2, 1), (2, 3), (4, 2)])
-def test_attached_outputs_and_residual_add_up(
-    world_size: int, rank: int, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("world_size", "fields"),
+    [
+        (2, {"matrix_approximation_rank": 1}),
+        (4, {"matrix_approximation_rank": 3}),
+        (2, {"warm_start": False}),
+        (3, {"warm_start_noise": 0.5}),
+        (2, {"warm_start_noise": 0.5, "wire_dtype": "int8"}),
+    ],
+    ids=str,
+)
+@on_ranks()
+def test_outputs_and_residual_add_up(rank: int, world_size: int, fields: dict[str, Any]) -> None:
+    identity(rank, replace(OPTIONS, **fields))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "scale", "growth"), [(2, 2.0**40, 1), (3, 1, 2.0**20), (4, 2.0**-40, 1)]
+)
+@pytest.mark.parametrize("wire", WIRES)
+@on_ranks()
+def test_a_wire_that_rounds_loses_nothing(
+    rank: int, wire: str, world_size: int, scale: float, growth: float
 ) -> None:
-    options = replace(OPTIONS, matrix_approximation_rank=rank)
-    for errors, without, sizes, stats in ranks.run(
-        world_size, _attached, world_size, options, dtype
-    ):
-        assert set(sizes) == set(COMPRESSED)
-        assert max(errors.values()) < IDENTITY_TOLERANCE[dtype], errors
-        # Without the residual the identity fails by far, so a missing residual would show.
-        assert min(without[name] for name in COMPRESSED) > 0.1, without
-        assert stats["steps"] == STEPS
-        assert stats["ratio"] > 1.5
+    """Two ranks gather their packets. More exchange the large ones two-shot."""
+    identity(rank, replace(OPTIONS, wire_dtype=wire), scale, growth)
 
 
-@pytest.mark.parametrize("wire", [None, torch.bfloat16, torch.float16, "int8", "int4"], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_attached_identity_of_half_gradients(
-    dtype: torch.dtype, wire: torch.dtype | str | None
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [
+        (torch.float64, None),
+        (torch.float64, "int8"),
+        (torch.bfloat16, None),
+        (torch.bfloat16, "int8"),
+        (torch.float16, None),
+        (torch.float16, "bfloat16"),
+        (torch.float16, "int4"),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_other_dtypes(rank: int, dtype: torch.dtype, wire: str | None) -> None:
+    # The residual of half gradients is float32 and is taken before the output is rounded. So only
+    # the rounding of the outputs is lost: half a unit in the last place of each of 12 outputs.
+    # Together they are less than 12 times the norm of their sum. Rounding is as often up as down,
+    # so a quarter of that bound leaves room. A residual in the gradient's dtype would lose as much
+    # again at every step.
+    bound = TOLERANCE.get(dtype, STEPS / 4 * torch.finfo(dtype).eps / 2)
+    ddp, compression = make_compressed(SHAPES, replace(OPTIONS, wire_dtype=wire), dtype)
+    train(ddp, range(STEPS), ledger := Ledger())
+    ledger.check(compression, bound)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("wire", [None, "int8"])
+@on_ranks()
+def test_what_is_not_compressed_has_the_bits_of_plain_ddp(
+    rank: int, wire: str | None, world_size: int
 ) -> None:
-    # The residual is float32 and is taken before the output is rounded. So only the rounding of the
-    # outputs is lost: half a unit in the last place of each of 12 outputs. Together they are less
-    # than 12 times the norm of their sum. Rounding is as often up as down, so a quarter of that
-    # bound leaves room. A residual in the gradient's dtype would lose as much again at every step.
-    options = replace(OPTIONS, wire_dtype=wire)
-    for errors, *_ in ranks.run(2, _attached, 2, options, dtype):
-        assert max(errors.values()) < STEPS / 4 * torch.finfo(dtype).eps / 2, errors
+    attached = make_attached(WITH_LARGE, replace(OPTIONS, wire_dtype=wire))
+    plain = make_ddp(WITH_LARGE, process_group=dist.new_group(backend="gloo"))
+    for i in range(3):
+        # Integers have sums that are exact in any order.
+        mine = {n: g.mul(16).round() for n, g in gradients(WITH_LARGE, rank, i).items()}
+        ours, expected = step(attached, mine), step(plain, mine)
+        for name in ("bias", "small", "large"):
+            assert torch.equal(ours[name], expected[name]), (name, i)
 
 
-def _switched_off_now_and_then(rank: int) -> tuple[dict[str, float], float]:
-    ddp, compression = make_compressed(SHAPES, OPTIONS)
-    ledger = Ledger()
-    exact = []
-    for i in range(9):
-        means = mean_gradients(SHAPES, 2, i)
-        if i % 3 == 1:
-            with tp.scope("never"):
-                outputs = step(ddp, gradients(SHAPES, rank, i))
-            exact += [relative_error(outputs[name], means[name]) for name in means]
-        else:
-            outputs = step(ddp, gradients(SHAPES, rank, i))
-        ledger.add(outputs, means)
-    return ledger.errors(residuals_of(compression)), max(exact)
+def _rows_of_q(options: tp.Options) -> torch.Tensor:
+    """The norms of the rows of Q after some steps."""
+    ddp, compression = make_compressed(SHAPES, options)
+    train(ddp, range(4))
+    entries = own_part(compression.state_dict(per_rank=True))["parameters"].values()
+    return torch.cat([entry["q_warm"].norm(dim=1) for entry in entries])
 
 
-def test_exact_steps_between_compressed_ones_keep_the_residual() -> None:
-    for errors, exact in ranks.run(2, _switched_off_now_and_then):
-        assert exact < 1e-6  # two roundings in float32
-        assert max(errors.values()) < IDENTITY_TOLERANCE[torch.float32], errors
+@on_ranks(2)
+def test_a_warm_start_has_noise_only_where_it_is_asked_for(rank: int) -> None:
+    torch.testing.assert_close(plain := _rows_of_q(OPTIONS), torch.ones_like(plain))
+    # A squared norm is 1 + 0.25 + the product of the row and its noise, of mean 0.
+    noisy = _rows_of_q(replace(OPTIONS, warm_start_noise=0.5))
+    assert 1.01 < noisy.square().mean() < 1.7
 
+
+@on_ranks(2)
+def test_the_residual_stays_bounded_on_unlike_data(rank: int) -> None:
+    # Each of 16 dimensions is sent about every 16 / 2 steps and gathers a gradient meanwhile,
+    # whatever the number of steps. Twice that is the bound. The second half of the run must not
+    # exceed the first by more than chance. A residual of the average, as in torch's hook, never
+    # loses the difference of the ranks. It grows by one gradient a step, here to some 120.
+    ddp, compression = make_compressed({"w": (16, 40)}, OPTIONS)
+    # The ranks' gradients differ from the mean by 5 times its size, always in the same direction. A
+    # little noise reaches every dimension.
+    mean = gradient((16, 40), "mean")
+    apart = 5 * gradient((16, 40), "apart") * (1 if rank == 0 else -1)
+    ratios = []
+    for i in range(120):
+        mine = mean + apart + 0.3 * gradient((16, 40), "noise", rank, i)
+        step(ddp, {"w": mine})
+        ratios.append(compression.stats()["residual_norms"]["weights.w"] / mine.norm().item())
+    assert max(ratios) < 2 * 16 / 2, max(ratios)
+    assert max(ratios[70:]) < 1.2 * max(ratios[20:70])
+    assert min(ratios[10:]) > 0.1  # there is a residual to be bounded
+
+
+# Gradients that nobody has attached: flat tensors in backward, and the buckets of plain DDP.
 
 # A matrix of 32 x 31 and a tail of 8 hold 1000 elements, one of 34 x 33 and a tail of 25 hold 1147.
 # Only the order distinguishes the two tensors of one size.
@@ -115,193 +197,59 @@ DRAIN_STEPS = 24
 QUIET = 1e-20
 
 
-def _flat(
-    rank: int, world_size: int, op: dist.ReduceOp.RedOpType
-) -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
-    ledger = Ledger()
-    scale = world_size if op == dist.ReduceOp.SUM else 1
-    for i in range(8 + DRAIN_STEPS):
-        quiet = QUIET if i >= 8 else 1
-        mine = gradients(FLAT, rank, i)
-        outputs = reduce_in_backward([quiet * mine[name] for name in FLAT], op)
-        means = mean_gradients(FLAT, world_size, i)
-        ledger.add(
-            dict(zip(FLAT, outputs, strict=True)),
-            {name: quiet * scale * mean for name, mean in means.items()},
-        )
-        if i == 7:
-            before_drain = ledger.errors()
-    return ledger.errors(), before_drain, tp.stats()
+def _flat_options(**fields: Any) -> tp.Options:
+    return tp.Options.hook_defaults(matrix_approximation_rank=4, min_numel=500, **fields)
 
 
-@pytest.mark.parametrize("warm_start", [True, False])
-@pytest.mark.parametrize(
-    ("world_size", "op"), [(2, dist.ReduceOp.SUM), (4, dist.ReduceOp.AVG)], ids=["2-SUM", "4-AVG"]
-)
-def test_flat_outputs_deliver_everything_in_the_end(
-    world_size: int, op: dist.ReduceOp.RedOpType, warm_start: bool
+def _check_delivery(
+    shapes: Shapes, reduce: Callable[[Tensors], Tensors], steps: int, scale: float = 1
 ) -> None:
-    options = replace(OPTIONS, matrix_approximation_rank=4, min_numel=500, warm_start=warm_start)
-    for errors, before_drain, stats in ranks.run(
-        world_size, _flat, world_size, op, options=options
-    ):
-        assert min(before_drain.values()) > 0.1  # compression did delay
-        assert max(errors.values()) < 1e-5, errors
-        assert stats["steps"] == 8 + DRAIN_STEPS
-        assert stats["compressed_calls"] == len(FLAT) * (8 + DRAIN_STEPS - SETTLE_PASSES)
+    """Reduces gradients for some steps, and then drains what compression has held back."""
+    ledger, rank, world_size = Ledger(), dist.get_rank(), dist.get_world_size()
+    for i in range(steps + DRAIN_STEPS):
+        if i == steps:
+            assert min(ledger.errors().values()) > 0.05, "compression did delay"
+        quiet = QUIET if i >= steps else 1
+        outputs = reduce({name: quiet * g for name, g in gradients(shapes, rank, i).items()})
+        means = mean_gradients(shapes, world_size, i)
+        ledger.add(outputs, {name: quiet * scale * mean for name, mean in means.items()})
+    errors = ledger.errors()
+    assert max(errors.values()) < TOLERANCE[torch.float32], errors
+
+
+@pytest.mark.parametrize(
+    ("world_size", "op", "warm_start"),
+    [(2, dist.ReduceOp.SUM, True), (4, dist.ReduceOp.AVG, False)],
+    ids=["SUM", "AVG, cold"],
+)
+@on_ranks(backend=None)
+def test_flat_tensors_deliver_everything_in_the_end(
+    rank: int, world_size: int, op: Any, warm_start: bool
+) -> None:
+    ranks.init_group("cpu:powersgd", _flat_options(start_powerSGD_iter=0, warm_start=warm_start))
+
+    def reduce(mine: Tensors) -> Tensors:
+        return dict(zip(mine, reduce_in_backward(mine.values(), op), strict=True))
+
+    _check_delivery(FLAT, reduce, 8, world_size if op == dist.ReduceOp.SUM else 1)
+    stats = tp.stats()
+    assert stats["steps"] == 8 + DRAIN_STEPS
+    assert stats["compressed_calls"] == len(FLAT) * (8 + DRAIN_STEPS - SETTLE_PASSES)
 
 
 UNATTACHED = {"a": (40, 30), "bias": (30,), "b": (25, 36), "c": (17, 19)}
-
-
-def _unattached(
-    rank: int, forward_order: tuple[str, str, str, str], ddp_arguments: dict[str, Any]
-) -> tuple[dict[str, float], dict[str, float]]:
-    ddp = make_ddp(UNATTACHED, **ddp_arguments)
-    shapes = {name: UNATTACHED[name] for name in forward_order}
-    ledger = Ledger()
-    for i in range(6 + DRAIN_STEPS):
-        quiet = QUIET if i >= 6 else 1
-        mine = {name: quiet * g for name, g in gradients(shapes, rank, i).items()}
-        outputs = step(ddp, mine)
-        means = {name: quiet * g for name, g in mean_gradients(shapes, 2, i).items()}
-        ledger.add(outputs, means)
-        if i == 5:
-            before_drain = ledger.errors()
-    return ledger.errors(), before_drain
+USED_IN_ORDER = {name: UNATTACHED[name] for name in ("b", "a", "c", "bias")}
 
 
 @pytest.mark.parametrize(
-    ("forward_order", "start", "ddp_arguments"),
-    [
-        (tuple(UNATTACHED), 0, {}),
-        (("b", "a", "c", "bias"), 0, {}),
-        (("b", "a", "c", "bias"), 1, {"static_graph": True}),
-        (("b", "a", "c", "bias"), 4, {}),
-    ],
-    ids=["registered-0", "mixed-0", "static-1", "mixed-4"],
+    ("start", "ddp_arguments"), [(0, {}), (1, {"static_graph": True}), (4, {})], ids=str
 )
+@on_ranks(backend=None)
 def test_unattached_ddp_delivers_everything_across_the_rebuild(
-    forward_order: tuple[str, str, str, str], start: int, ddp_arguments: dict[str, Any]
+    rank: int, start: int, ddp_arguments: dict[str, Any]
 ) -> None:
     # DDP reorders its bucket by the arrival of the gradients, before the second step, or the third
     # with a static graph. The residual of the first layout must not reach the wrong elements of the
     # next.
-    options = tp.Options.hook_defaults(
-        start_powerSGD_iter=start, matrix_approximation_rank=4, min_numel=500
-    )
-    for errors, before_drain in ranks.run(
-        2, _unattached, forward_order, ddp_arguments, options=options
-    ):
-        assert min(before_drain.values()) > 0.05, before_drain
-        assert max(errors.values()) < 1e-5, errors
-
-
-LOW_RANK = {"square": (30, 30), "wide": (14, 70), "tall": (90, 12)}
-
-
-def _low_rank_gradient(rank: int, true_rank: int, i: int) -> Tensors:
-    """Gradients whose mean has exactly this rank: all ranks share the column space."""
-    return {
-        name: gradient((shape[0], true_rank), name, i) @ gradient((true_rank, shape[1]), name, rank)
-        for name, shape in LOW_RANK.items()
-    }
-
-
-def _low_rank(rank: int, true_rank: int, options: tp.Options, constant: bool) -> list[float]:
-    ddp = make_attached(LOW_RANK, options)
-    errors = []
-    for i in range(5):
-        by_rank = [_low_rank_gradient(other, true_rank, 0 if constant else i) for other in (0, 1)]
-        outputs = step(ddp, by_rank[rank])
-        errors.append(
-            max(
-                relative_error(outputs[name], (by_rank[0][name] + by_rank[1][name]) / 2)
-                for name in LOW_RANK
-            )
-        )
-    return errors
-
-
-@pytest.mark.parametrize("constant", [True, False])
-@pytest.mark.parametrize("true_rank", [1, 2, 4])
-def test_a_gradient_of_low_rank_comes_back_exactly(true_rank: int, constant: bool) -> None:
-    # The gradient's rank may be lower than the factors': the idle columns must not disturb.
-    options = replace(OPTIONS, matrix_approximation_rank=4, min_compression_rate=1)
-    for errors in ranks.run(2, _low_rank, true_rank, options, constant):
-        assert max(errors[1:]) < 1e-5, errors
-
-
-def _constant(rank: int) -> dict[int, float]:
-    shapes = {"w": (24, 36)}
-    ddp = make_attached(shapes, OPTIONS)
-    mean = mean_gradients(shapes, 2, 0)["w"]
-    total, errors = torch.zeros(24, 36, dtype=torch.float64), {}
-    for i in range(1, 241):
-        total += step(ddp, gradients(shapes, rank, 0))["w"].double()
-        errors[i] = relative_error(total / i, mean)
-    return errors
-
-
-def test_a_constant_gradient_converges_to_itself() -> None:
-    # The mean output differs from G by the mean residual / steps. The residual is bounded: each of
-    # the 24 dimensions is sent about every 24 / 2 steps, and twice that leaves room. So the error
-    # falls as 1 / steps.
-    for errors in ranks.run(2, _constant):
-        for i in (60, 120, 240):
-            assert errors[i] < 2 * 12 / i, (i, errors[i])
-
-
-def _non_iid(rank: int, steps: int) -> list[float]:
-    shapes = {"w": (16, 40)}
-    ddp, compression = make_compressed(shapes, OPTIONS)
-    # The ranks' gradients differ from the mean by 5 times its size, always in the same direction. A
-    # little noise reaches every dimension.
-    mean = gradient((16, 40), "mean")
-    apart = 5 * gradient((16, 40), "apart") * (1 if rank == 0 else -1)
-    ratios = []
-    for i in range(steps):
-        mine = mean + apart + 0.3 * gradient((16, 40), "noise", rank, i)
-        step(ddp, {"w": mine})
-        ratios.append(compression.stats()["residual_norms"]["weights.w"] / mine.norm().item())
-    return ratios
-
-
-def test_the_residual_stays_bounded_on_unlike_data() -> None:
-    # Each of 16 dimensions is sent about every 16 / 2 steps and gathers a gradient meanwhile,
-    # whatever the number of steps. Twice that is the bound. The second half of the run must not
-    # exceed the first by more than chance. A residual of the average, as in torch's hook, never
-    # loses the difference of the ranks. It grows by one gradient a step, here to some 300.
-    for ratios in ranks.run(2, _non_iid, 300):
-        first, second = max(ratios[50:175]), max(ratios[175:])
-        assert max(ratios) < 2 * 16 / 2, max(ratios)
-        assert second < 1.2 * first, (first, second)
-        assert min(ratios[10:]) > 0.1  # there is a residual to be bounded
-
-
-def _quadratic(rank: int, dtype: torch.dtype, steps: int) -> tuple[float, float]:
-    """Runs noisy SGD on the mean over ranks of |x - c_rank|^2 / 2.
-
-    Returns:
-        |x - mean c| at the beginning and at the end.
-    """
-    shapes = {"w": (16, 40)}
-    ddp = make_attached(shapes, OPTIONS, dtype)
-    optimum = gradient((16, 40), "optimum")
-    center = optimum + 5 * gradient((16, 40), "apart") * (1 if rank == 0 else -1)
-    x = torch.zeros(16, 40)
-    errors = []
-    for i in range(steps):
-        noisy = x - center + 0.5 * gradient((16, 40), "noise", rank, i)
-        x -= 0.05 * step(ddp, {"w": noisy.to(dtype)})["w"].float()
-        errors.append((x - optimum).norm().item())
-    return errors[0], sum(errors[-50:]) / 50
-
-
-def test_bfloat16_gradients_train_as_well_as_float32() -> None:
-    # The ranks' gradients differ by far more than their mean. A residual in half precision, or a
-    # residual of the average, loses the mean there. The error may be twice that of float32.
-    first, last = ranks.run(2, _quadratic, torch.float32, 400)[0]
-    _, last_half = ranks.run(2, _quadratic, torch.bfloat16, 400)[0]
-    assert last < first / 10
-    assert last_half < 2 * last, (last_half, last)
+    ranks.init_group("cpu:powersgd", _flat_options(start_powerSGD_iter=start))
+    _check_delivery(USED_IN_ORDER, partial(step, make_ddp(UNATTACHED, **ddp_arguments)), 6)

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,23 +16,21 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support import ranks
+from support.on_ranks import on_ranks
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=1)
 
 
-def _as_torchrun(rank: int, backend: str | None) -> None:
-    """Sets the variables of torchrun, which the libraries read, and makes the group if asked to."""
+def _as_torchrun(rank: int) -> None:
+    """Sets the variables of torchrun, which the libraries read."""
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
         os.environ[name] = str(value)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "test"}
-    ranks.init_group(backend)
 
 
-def _needs(*packages: str) -> None:
-    for package in packages:
-        if find_spec(package) is None:  # importing them takes seconds
-            pytest.skip(f"needs {package}")
+def needs(*packages: str) -> pytest.MarkDecorator:
+    missing = [package for package in packages if find_spec(package) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
 @pytest.mark.parametrize(
@@ -44,29 +42,25 @@ def _needs(*packages: str) -> None:
         ("transformers", "transformers"),
     ],
 )
-def test_a_missing_library_is_named(library: str, package: str) -> None:
-    program = (
-        f"import sys; sys.modules[{library!r}] = None\nimport torch_powersgd.integrations.{library}"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    last = ended.stderr.splitlines()[-1]
-    assert last.startswith(f"ModuleNotFoundError: torch_powersgd.integrations.{library} needs")
-    assert f"pip install {package}" in last
+@on_ranks(1, backend=None)
+def test_a_missing_library_is_named(rank: int, library: str, package: str) -> None:
+    modules: dict[str, Any] = sys.modules
+    modules[library] = None  # so that it cannot be imported
+    with pytest.raises(ModuleNotFoundError) as raised:
+        import_module(f"torch_powersgd.integrations.{library}")
+    assert str(raised.value).startswith(f"torch_powersgd.integrations.{library} needs")
+    assert f"pip install {package}" in str(raised.value)
 
 
-def test_the_package_imports_none_of_the_libraries() -> None:
-    program = (
-        "import sys, torch_powersgd, torch_powersgd.integrations.accelerate\n"
-        "libraries = {'accelerate', 'lightning', 'ray', 'torchtitan', 'transformers'}\n"
-        "print(*libraries & {*sys.modules})"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.strip() == ""
+@on_ranks(1, backend=None)
+def test_the_package_imports_none_of_the_libraries(rank: int) -> None:
+    import_module("torch_powersgd.integrations.accelerate")
+    assert not {"accelerate", "lightning", "ray", "torchtitan", "transformers"} & {*sys.modules}
 
 
-def test_a_trainer_without_ddp_is_refused() -> None:
-    _needs("transformers")
+@needs("transformers")
+@on_ranks(1, backend=None)
+def test_a_trainer_without_ddp_is_refused(rank: int) -> None:
     from torch_powersgd.integrations.transformers import CompressionCallback
 
     accelerator = SimpleNamespace(scaler=None)
@@ -76,9 +70,11 @@ def test_a_trainer_without_ddp_is_refused() -> None:
         callback.on_train_begin(None, None, None)
 
 
-def _accelerated_anew(rank: int, folder: str) -> tuple[list[str], int]:
+@needs("accelerate")
+@on_ranks(2)
+def test_accelerate_compiles_a_model_and_frees_it_with_its_state(rank: int, tmp_path: Path) -> None:
     """Prepares a second compiled model in place of the first, as after an error of memory."""
-    _as_torchrun(rank, "cpu:powersgd")
+    _as_torchrun(rank)
     from accelerate import Accelerator
 
     from torch_powersgd.integrations.accelerate import attach
@@ -91,21 +87,17 @@ def _accelerated_anew(rank: int, folder: str) -> tuple[list[str], int]:
         compression = attach(accelerator, ddp, OPTIONS)
         for _ in range(3):
             accelerator.backward(ddp(torch.randn(4, 48)).square().sum())
-    accelerator.save_state(folder)
+    accelerator.save_state(str(tmp_path))
     ddp(torch.randn(4, 48)).square().sum().backward()
-    accelerator.load_state(folder)
-    step = compression.stats()["steps"]
-    return sorted(path.name for path in Path(folder).glob("custom*")), step
+    accelerator.load_state(str(tmp_path))
+    assert compression.stats()["steps"] == 3
+    assert [path.name for path in tmp_path.glob("custom*")] == ["custom_checkpoint_0.pkl"]
 
 
-def test_accelerate_compiles_a_model_and_frees_it_with_its_state(tmp_path: Path) -> None:
-    _needs("accelerate")
-    found = ranks.run(2, _accelerated_anew, str(tmp_path), backend=None)
-    assert found == [(["custom_checkpoint_0.pkl"], 3)] * 2
-
-
-def _saved_after_fit(rank: int, folder: str) -> tuple[int, int]:
-    _as_torchrun(rank, "cpu:powersgd")
+@needs("lightning")
+@on_ranks(2)
+def test_lightning_saves_after_fit(rank: int, tmp_path: Path) -> None:
+    _as_torchrun(rank)
     from lightning.pytorch import LightningModule, Trainer
 
     from torch_powersgd.integrations.lightning import KEY, PowerSGDStrategy
@@ -128,7 +120,7 @@ def _saved_after_fit(rank: int, folder: str) -> tuple[int, int]:
             devices=2,
             strategy=PowerSGDStrategy(OPTIONS),
             max_steps=steps,
-            default_root_dir=folder,
+            default_root_dir=tmp_path,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -137,20 +129,12 @@ def _saved_after_fit(rank: int, folder: str) -> tuple[int, int]:
 
     vectors: Any = torch.randn(64, 48)
     batches: Any = torch.utils.data.DataLoader(vectors, batch_size=4)
-    file = f"{folder}/saved.ckpt"
-    first = trainer(3)
-    first.fit(Module(), batches)
-    first.save_checkpoint(file)
-    state = torch.load(file, weights_only=False)[KEY]
-    second = trainer(5)
-    second.fit(Module(), batches, ckpt_path=file)
-    second.save_checkpoint(file)
-    return state["step"], torch.load(file, weights_only=False)[KEY]["step"]
-
-
-def test_lightning_saves_after_fit(tmp_path: Path) -> None:
-    _needs("lightning")
-    assert ranks.run(2, _saved_after_fit, str(tmp_path), backend=None) == [(3, 5)] * 2
+    file = tmp_path / "saved.ckpt"
+    for steps, resumed in ((3, None), (5, file)):
+        fitted = trainer(steps)
+        fitted.fit(Module(), batches, ckpt_path=resumed)
+        fitted.save_checkpoint(file)
+        assert torch.load(file, weights_only=False)[KEY]["step"] == steps
 
 
 class _Loss(torch.nn.Module):
@@ -163,14 +147,16 @@ class _Loss(torch.nn.Module):
         return {"loss": (self.layer(x) - labels).square().mean()}
 
 
-def _resumed_elsewhere(rank: int, folder: str) -> bool:
+@needs("transformers", "accelerate")
+@on_ranks(2)
+def test_transformers_resumes_from_another_folder(rank: int, tmp_path: Path) -> None:
     """Trains 6 steps, and the last 3 of them again, with another folder to save to, compiled.
 
     Each rank is the only one of its machine, which has folders of its own.
     """
-    _as_torchrun(rank, "cpu:powersgd")
+    _as_torchrun(rank)
     os.environ["LOCAL_RANK"] = "0"
-    folder = f"{folder}/{rank}"
+    folder = tmp_path / str(rank)
     from transformers import Trainer, TrainingArguments
 
     from torch_powersgd.integrations.transformers import attach
@@ -180,7 +166,7 @@ def _resumed_elsewhere(rank: int, folder: str) -> bool:
 
     def train(name: str, resumed: str | None) -> torch.Tensor:
         settings = TrainingArguments(
-            f"{folder}/{name}",
+            str(folder / name),
             use_cpu=True,
             per_device_train_batch_size=4,
             max_steps=6,
@@ -202,10 +188,5 @@ def _resumed_elsewhere(rank: int, folder: str) -> bool:
         return model.layer.weight.detach()
 
     whole = train("first", None)
-    saved = f"{folder}/first/checkpoint-3"
-    return torch.allclose(train("second", saved), whole, rtol=0, atol=1e-6)
-
-
-def test_transformers_resumes_from_another_folder(tmp_path: Path) -> None:
-    _needs("transformers", "accelerate")
-    assert ranks.run(2, _resumed_elsewhere, str(tmp_path), backend=None) == [True, True]
+    resumed = train("second", str(folder / "first/checkpoint-3"))
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=1e-6)

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import torch_powersgd as tp
 from support import ranks
+from support.on_ranks import on_ranks
 
 STAGES = ("project", "reduce_p", "orthogonalize", "back_project", "reduce_q", "reconstruct")
 RANK = 2
@@ -37,8 +38,10 @@ def _options(wire: str) -> tp.Options:
     )
 
 
-def _trace(rank: int, file: str, attached: bool, wire: str, shapes: bool) -> dict[str, int]:
-    """Writes the trace of one step. Returns the counts of that step."""
+def _trace(
+    file: Path, attached: bool, wire: str, shapes: bool
+) -> tuple[list[Event], dict[str, int]]:
+    """The spans of one step, and the counts of that step."""
     ddp = _model(attached, wire)
 
     def step() -> None:
@@ -51,43 +54,44 @@ def _trace(rank: int, file: str, attached: bool, wire: str, shapes: bool) -> dic
         step()
     stats = tp.stats()
     step()  # A profiler that has ended is no longer called.
-    profiler.export_chrome_trace(f"{file}.{rank}")
+    profiler.export_chrome_trace(str(file))
+    events = json.loads(file.read_text())["traceEvents"]
     counts = ("compressed_calls", "bytes_before", "bytes_after")
-    return {name: stats[name] - before[name] for name in counts}
+    return (
+        [event for event in events if event.get("ph") == "X"],
+        {name: stats[name] - before[name] for name in counts},
+    )
 
 
-def _spans(file: str, rank: int) -> tuple[list[Event], list[Event]]:
-    """The spans of this package in a trace, and all."""
-    events = json.loads(Path(f"{file}.{rank}").read_text())["traceEvents"]
-    spans = [event for event in events if event.get("ph") == "X"]
-    return [span for span in spans if span["name"].startswith("powersgd::")], spans
+def _own(spans: list[Event]) -> list[Event]:
+    return [span for span in spans if span["name"].startswith("powersgd::")]
 
 
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "flat"])
-def test_a_trace_has_each_stage_of_each_bucket(attached: bool, wire: str, tmp_path: Path) -> None:
-    file = str(tmp_path / "trace.json")
-    results = ranks.run(2, _trace, file, attached, wire, True, options=_options(wire))
-    for rank, stats in enumerate(results):
-        own, spans = _spans(file, rank)
-        buckets = stats["compressed_calls"]
-        assert buckets >= 3
-        for stage in STAGES:
-            named = [span for span in own if span["name"] == f"powersgd::{stage}"]
-            assert sorted(span["args"]["bucket"] for span in named) == [*range(buckets)]
-            assert {span["args"]["matrix_approximation_rank"] for span in named} == {RANK}
-            if "reduce" not in stage:
-                assert sum(span["args"]["bytes"] for span in named) == stats["bytes_before"]
-        reduced = [span for span in own if "reduce" in span["name"]]
-        sent = sum(span["args"]["bytes"] for span in reduced)
-        assert sent == stats["bytes_after"]
-        # The two threads of the engine reduce P and Q, and neither is the one that runs the model.
-        threads = {span["tid"] for span in reduced}
-        assert len(threads) == 2
-        forward = [s for s in spans if s["name"] == "DistributedDataParallel.forward"]
-        assert forward
-        assert not threads & {span["tid"] for span in forward}
-        _check_collectives(reduced, spans, COLLECTIVES[wire])
+@on_ranks(2, backend=None)
+def test_a_trace_has_each_stage_of_each_bucket(
+    rank: int, attached: bool, wire: str, tmp_path: Path
+) -> None:
+    ranks.init_group("cpu:powersgd", _options(wire))
+    spans, stats = _trace(tmp_path / f"trace.{rank}", attached, wire, True)
+    own, buckets = _own(spans), stats["compressed_calls"]
+    assert buckets >= 3
+    for stage in STAGES:
+        named = [span for span in own if span["name"] == f"powersgd::{stage}"]
+        assert sorted(span["args"]["bucket"] for span in named) == [*range(buckets)]
+        assert {span["args"]["matrix_approximation_rank"] for span in named} == {RANK}
+        if "reduce" not in stage:
+            assert sum(span["args"]["bytes"] for span in named) == stats["bytes_before"]
+    reduced = [span for span in own if "reduce" in span["name"]]
+    assert sum(span["args"]["bytes"] for span in reduced) == stats["bytes_after"]
+    # The two threads of the engine reduce P and Q, and neither is the one that runs the model.
+    threads = {span["tid"] for span in reduced}
+    assert len(threads) == 2
+    forward = [s for s in spans if s["name"] == "DistributedDataParallel.forward"]
+    assert forward
+    assert not threads & {span["tid"] for span in forward}
+    _check_collectives(reduced, spans, COLLECTIVES[wire])
 
 
 def _check_collectives(reduced: list[Event], spans: list[Event], collective: str) -> None:
@@ -103,9 +107,8 @@ def _check_collectives(reduced: list[Event], spans: list[Event], collective: str
         assert str(outer["args"]["bytes"] // width) in str(sizes)
 
 
-def test_spans_without_shapes_have_no_arguments(tmp_path: Path) -> None:
-    file = str(tmp_path / "trace.json")
-    ranks.run(2, _trace, file, True, "float32", False)
-    own, _ = _spans(file, 0)
+@on_ranks(2)
+def test_spans_without_shapes_have_no_arguments(rank: int, tmp_path: Path) -> None:
+    own = _own(_trace(tmp_path / f"trace.{rank}", True, "float32", False)[0])
     assert {span["name"] for span in own} == {f"powersgd::{stage}" for stage in STAGES}
     assert not any("bucket" in span["args"] for span in own)

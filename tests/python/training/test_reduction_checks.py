@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support import ranks
 from support.log_records import LogRecords
+from support.on_ranks import on_ranks
 from support.synthetic import without_checksums
 from torch_powersgd.reduction_checks import INTERVAL
 
@@ -40,7 +40,7 @@ def _attached(net: nn.Module, **ddp_arguments: Any) -> DistributedDataParallel:
     return _compressed(net, **ddp_arguments)[0]
 
 
-def _train(forward: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def _train(forward: Any, optimizer: torch.optim.Optimizer, steps: int = LONG) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         forward(torch.randn(8, 6)).square().sum().backward()
@@ -53,14 +53,14 @@ def _sgd(module: nn.Module) -> torch.optim.SGD:
 
 def _the_inner_module_is_trained() -> None:
     ddp = _attached(_net())
-    _train(ddp.module, _sgd(ddp), LONG)
+    _train(ddp.module, _sgd(ddp))
 
 
 def _the_inner_module_is_trained_from_a_checkpoint_on() -> None:
     ddp, compression = _compressed(_net())
     state = without_checksums(compression.state_dict())
     compression.load_state_dict({**state, "step": 40})
-    _train(ddp.module, _sgd(ddp), LONG)
+    _train(ddp.module, _sgd(ddp))
 
 
 def _some_steps_without_an_average() -> None:
@@ -68,12 +68,12 @@ def _some_steps_without_an_average() -> None:
     optimizer = _sgd(ddp)
     with ddp.no_sync():
         _train(ddp, optimizer, INTERVAL - 1)
-    _train(ddp, optimizer, LONG)
+    _train(ddp, optimizer)
 
 
 def _plain_training() -> None:
     ddp = _attached(_net())
-    _train(ddp, _sgd(ddp), LONG)
+    _train(ddp, _sgd(ddp))
 
 
 def _many_optimizers() -> None:
@@ -90,13 +90,14 @@ def _many_optimizers() -> None:
 def _detached() -> None:
     ddp, compression = _compressed(_net())
     compression.detach()
-    _train(ddp.module, _sgd(ddp), LONG)
+    _train(ddp.module, _sgd(ddp))
 
 
 def _the_optimizer_of_another_module() -> None:
-    _attached(_net())
+    attached = _attached(_net())
     other = _net()
-    _train(other, _sgd(other), LONG)
+    _train(other, _sgd(other))
+    del attached  # Without a name its check would have ended before.
 
 
 def _unfrozen_before_attach() -> None:
@@ -105,7 +106,7 @@ def _unfrozen_before_attach() -> None:
     ddp = DistributedDataParallel(net)
     net[2].requires_grad_(True)
     tp.attach(ddp, OPTIONS)
-    _train(ddp, _sgd(ddp), LONG)
+    _train(ddp, _sgd(ddp))
 
 
 def _unfrozen_after_attach() -> None:
@@ -114,14 +115,14 @@ def _unfrozen_after_attach() -> None:
     ddp = _attached(net)
     _train(ddp, _sgd(ddp), 3)
     net[2].requires_grad_(True)
-    _train(ddp, _sgd(ddp), LONG)
+    _train(ddp, _sgd(ddp))
 
 
 def _replaced() -> None:
     net = _net()
     ddp = _attached(net, find_unused_parameters=True)
     net[3] = nn.Linear(4, 3)
-    _train(ddp, _sgd(ddp), LONG)
+    _train(ddp, _sgd(ddp))
 
 
 def _frozen_again() -> None:
@@ -130,7 +131,7 @@ def _frozen_again() -> None:
     ddp = _attached(net, find_unused_parameters=True)
     _train(ddp, _sgd(ddp), 3)
     net[2].requires_grad_(False)
-    _train(ddp, _sgd(ddp), LONG)
+    _train(ddp, _sgd(ddp))
 
 
 def _ignored() -> None:
@@ -138,7 +139,7 @@ def _ignored() -> None:
     ignored = ["2.weight", "2.bias"]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
     ddp = _attached(net)
-    _train(ddp, _sgd(ddp), LONG)
+    _train(ddp, _sgd(ddp))
 
 
 def _delayed() -> None:
@@ -148,7 +149,7 @@ def _delayed() -> None:
         delay_all_reduce_named_params=[("0.weight", net[0].weight), ("0.bias", net[0].bias)],
         param_to_hook_all_reduce=net[3].weight,
     )
-    _train(ddp, _sgd(ddp), LONG)
+    _train(ddp, _sgd(ddp))
 
 
 def _frozen_before_attach() -> None:
@@ -158,7 +159,7 @@ def _frozen_before_attach() -> None:
     tp.attach(ddp, OPTIONS)
     _train(ddp, _sgd(ddp), 5)
     net[2].requires_grad_(True)
-    _train(ddp, _sgd(ddp), LONG)
+    _train(ddp, _sgd(ddp))
 
 
 def _unfrozen_and_wrapped_anew() -> None:
@@ -171,21 +172,21 @@ def _unfrozen_and_wrapped_anew() -> None:
     state = compression.state_dict()
     new, compression = _compressed(net)
     compression.load_state_dict(state)
-    _train(new, _sgd(new), LONG)
+    _train(new, _sgd(new))
 
 
 def _converted_and_wrapped_anew() -> None:
     old = _attached(_net())
     _train(old, _sgd(old), 2)
     new = _attached(old.module.double())
-    _train(lambda x: new(x.double()), _sgd(new), LONG)
+    _train(lambda x: new(x.double()), _sgd(new))
 
 
 def _converted_and_trained_alone() -> None:
     ddp = _attached(_net())
     _train(ddp, _sgd(ddp), 5)
     module = ddp.module.double()
-    _train(lambda x: module(x.double()), _sgd(module), LONG)
+    _train(lambda x: module(x.double()), _sgd(module))
 
 
 def _compiled_step() -> None:
@@ -220,28 +221,13 @@ JOBS: dict[Callable[[], None], str] = {
 }
 
 
-def _run_jobs(rank: int) -> dict[str, list[str]]:
-    records = LogRecords(logging.WARNING)
-    heard = {}
-    for job in JOBS:
-        records.seen.clear()
-        job()
-        heard[job.__name__] = [message for _, message in records.seen]
-    return heard
-
-
-@pytest.fixture(scope="module")
-def heard() -> list[dict[str, list[str]]]:
-    return ranks.run(2, _run_jobs, timeout=180)
-
-
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__.lstrip("_"))
-def test_a_warning_once_where_ranks_drift(
-    heard: list[dict[str, list[str]]], job: Callable[[], None]
-) -> None:
-    first, second = (messages[job.__name__] for messages in heard)
-    assert [message[: len(JOBS[job])] for message in first] == [JOBS[job]] * bool(JOBS[job])
-    assert second == []  # one rank speaks
+@on_ranks(2)
+def test_a_warning_once_where_ranks_drift(rank: int, job: Callable[[], None]) -> None:
+    records = LogRecords(logging.WARNING)
+    job()
+    expected = [JOBS[job]] if JOBS[job] and rank == 0 else []  # one rank speaks
+    assert [message[: len(JOBS[job])] for _, message in records.seen] == expected
 
 
 # By the step before which the module is converted; 0 is right after attach.
@@ -256,7 +242,8 @@ CONVERSIONS: list[tuple[int, Callable[[DistributedDataParallel], torch.nn.Module
 ]
 
 
-def _converted(rank: int) -> None:
+@on_ranks(2)
+def test_a_converted_module_is_an_error_on_every_rank(rank: int) -> None:
     for before, convert in CONVERSIONS:
         ddp = _attached(_net())
         optimizer = _sgd(ddp)
@@ -269,7 +256,3 @@ def _converted(rank: int) -> None:
     ddp = DistributedDataParallel(_net()).double()
     with pytest.raises(ValueError, match="'0.weight' was converted"):
         tp.attach(ddp)
-
-
-def test_a_converted_module_is_an_error_on_every_rank() -> None:
-    ranks.run(2, _converted)

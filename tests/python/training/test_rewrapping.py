@@ -11,20 +11,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support import ranks
 from support.log_records import LogRecords
-from support.synthetic import SHAPES, gradients, make_compressed, step
+from support.on_ranks import on_ranks
+from support.synthetic import SHAPES, make_compressed, train
 
 OPTIONS: dict[str, Any] = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 1}
-LOST = "Synthetic was wrapped anew"
 
 
-def _trained(
-    rank: int, steps: int, **options: Any
-) -> tuple[DistributedDataParallel, tp.Compression]:
+def _trained(steps: int = 4, **options: Any) -> tuple[DistributedDataParallel, tp.Compression]:
     ddp, compression = make_compressed(SHAPES, {**OPTIONS, **options})
-    for i in range(steps):
-        step(ddp, gradients(SHAPES, rank, i))
+    train(ddp, range(steps))
     return ddp, compression
 
 
@@ -33,66 +29,62 @@ def _attach_anew(module: torch.nn.Module) -> tuple[DistributedDataParallel, tp.C
     return new, tp.attach(new, OPTIONS)
 
 
-def _wrap_anew(rank: int) -> dict[str, int]:
-    records = LogRecords(logging.WARNING)
-    heard = {}
+def _count(records: LogRecords) -> int:
+    """The warnings since the last call."""
+    said = len(records.matching("Synthetic was wrapped anew"))
+    records.seen.clear()
+    return said
 
-    def count(case: str) -> None:
-        heard[case] = len(records.matching(LOST))
-        records.seen.clear()
 
-    old, _ = _trained(rank, 4)
+@on_ranks(2)
+def test_a_residual_that_is_lost_is_said_once(rank: int) -> None:
+    records, speaks = LogRecords(logging.WARNING), int(rank == 0)
+    old, _ = _trained()
     new, _ = _attach_anew(old.module)
-    count("while the old wrapper is there")
-
-    step(new, gradients(SHAPES, rank, 0))
+    assert _count(records) == speaks, "while the old wrapper is there"
+    train(new, [0])
     _attach_anew(new.module)
-    count("before the new one compresses")
+    assert _count(records) == 0, "before the new one compresses"
 
-    old, compression = _trained(rank, 4)
+    old, compression = _trained()
     module = old.module
     del old
     gc.collect()
     assert compression.ended  # the record of the residual does not keep it
     _attach_anew(module)
-    count("when the old wrapper is gone")
+    assert _count(records) == speaks, "when the old wrapper is gone"
 
-    old, compression = _trained(rank, 4)
+    old, compression = _trained()
+    compression.state_dict()
+    train(old, [4])
+    _attach_anew(old.module)
+    assert _count(records) == speaks, "with an old state"
+
+
+@on_ranks(2)
+def test_where_no_residual_is_lost_nothing_is_said(rank: int) -> None:
+    records = LogRecords(logging.WARNING)
+    old, compression = _trained()
     state = compression.state_dict()
     _, compression = _attach_anew(old.module)
     compression.load_state_dict(state)
-    count("with the state")
+    assert _count(records) == 0, "with the state"
 
-    old, compression = _trained(rank, 4)
+    old, compression = _trained()
     module = old.module
     compression.state_dict(per_rank=True)
     del old
     _attach_anew(module)
-    count("with the state of a wrapper that is gone")
+    assert _count(records) == 0, "with the state of a wrapper that is gone"
 
-    old, compression = _trained(rank, 4)
-    compression.state_dict()
-    step(old, gradients(SHAPES, rank, 4))
-    _attach_anew(old.module)
-    count("with an old state")
+    _attach_anew(_trained(steps=2)[0].module)
+    assert _count(records) == 0, "before compression"
+    _attach_anew(_trained(use_error_feedback=False)[0].module)
+    assert _count(records) == 0, "without error feedback"
 
-    _attach_anew(_trained(rank, 2)[0].module)
-    count("before compression")
-    _attach_anew(_trained(rank, 4, use_error_feedback=False)[0].module)
-    count("without error feedback")
-    old, compression = _trained(rank, 4)
-    compression.detach()
-    _attach_anew(old.module)
-    count("after detach")
-    old, compression = _trained(rank, 4)
+    old, compression = _trained()
     compression.detach()
     tp.attach(old)
-    count("the same wrapper")
-    return heard
-
-
-def test_a_residual_that_is_lost_is_said_once() -> None:
-    lost = {"while the old wrapper is there", "when the old wrapper is gone", "with an old state"}
-    first, second = ranks.run(2, _wrap_anew)
-    assert first == {case: int(case in lost) for case in first}
-    assert not any(second.values())  # one rank speaks
+    assert _count(records) == 0, "the same wrapper, after detach"
+    _attach_anew(old.module)
+    assert _count(records) == 0, "after detach"
