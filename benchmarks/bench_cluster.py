@@ -46,10 +46,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cluster import arguments as command_line
-from cluster import emulated_links, figures, hosts, launch, models, mps, signals
+from cluster import emulated_links, figures, hosts, launch, models, mps, signals, tables
 from cluster.contenders import Contender
 from cluster.methods import EXACT_STEPS
-from provenance import PROVENANCE, processor, provenance, write
+from report import processor, provenance, show, write
 
 # The first steps are not measured: they are exact, rebuild buckets and allocate.
 WARMUP_STEPS = EXACT_STEPS + 3
@@ -80,8 +80,6 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, variables: Mapping[str, str]) -> None:
         self.arguments = arguments
         self.variables = variables  # the environment of the ranks
-        losses = arguments.losses
-        self.earlier: dict[str, Any] = json.loads(losses.read_text()) if losses else {}
         lacks = {contender: contender.how.lacks() for contender in arguments.contenders}
         self.contenders = [contender for contender, why in lacks.items() if not why]
         self.record: dict[str, Any] = {
@@ -95,8 +93,6 @@ class Bench:
             "left_out": {contender.title: why for contender, why in lacks.items() if why},
             "settings": [],
         }
-        if self.earlier:
-            self.record["losses_of"] = {key: self.earlier[key] for key in PROVENANCE}
 
     def measure(self, model: str, ranks: int) -> None:
         """Measures at every rate and delay."""
@@ -114,7 +110,7 @@ class Bench:
                     contender: stack.enter_context(self._ranks(cluster, limit, model, contender))
                     for contender in self.contenders
                 }
-                setting = self._setting(model, cluster, learned, marks)
+                setting = self._setting(model, cluster, marks)
                 setting["advised_ms"] = self._advised(cluster, limit, model)
                 self._play(players, setting, learned, marks)
 
@@ -142,10 +138,7 @@ class Bench:
         )
 
     def _learned(self, model: str, ranks: int) -> dict[str, list[launch.Run]]:
-        """Returns the runs for the loss, one for each seed: new ones, or those of --losses."""
-        if self.earlier:
-            of_earlier = figures.learned(self.earlier, model, ranks)
-            return {c.name: of_earlier[c.name] for c in self.contenders if c.name in of_earlier}
+        """Returns the runs for the loss, one for each seed."""
         learned: dict[str, list[launch.Run]] = {}
         if self.arguments.learning_steps:
             learners = [c for c in self.contenders if c in self.arguments.learning and c.learns]
@@ -176,13 +169,7 @@ class Bench:
         _tell(f"{model}, {len(cluster)} ranks, loss of seed {seed}", contender, run)
         return run
 
-    def _setting(
-        self,
-        model: str,
-        cluster: hosts.Hosts,
-        learned: Mapping[str, Sequence[launch.Run]],
-        marks: figures.Marks,
-    ) -> dict[str, Any]:
+    def _setting(self, model: str, cluster: hosts.Hosts, marks: figures.Marks) -> dict[str, Any]:
         setting: dict[str, Any] = {
             "model": model,
             "ranks": len(cluster),
@@ -191,13 +178,6 @@ class Bench:
             "congestion_control": cluster.congestion_control,
             "load_average_before": os.getloadavg()[0],
             **marks.record(),
-            "learning_failures": {
-                name: [run.failures for run in runs] for name, runs in learned.items()
-            },
-            "losses": {
-                name: [[round(loss, 4) for loss in run.losses] for run in runs]
-                for name, runs in learned.items()
-            },
             "methods": {},
         }
         self.record["settings"].append(setting)
@@ -248,25 +228,20 @@ def _tell(where: str, contender: Contender, run: launch.Run) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    draws = arguments.picture or arguments.picture_of_all
-    packages = ["rich", "matplotlib"] if draws else ["rich"]
+    packages = ["rich", "matplotlib"] if arguments.picture else ["rich"]
     lacks = [f"the package {name}" for name in packages if not importlib.util.find_spec(name)]
     lacks += [] if arguments.show else missing(arguments.device, delayed=any(arguments.delays))
     if lacks:
         sys.exit(f"bench_cluster cannot run here; missing: {', '.join(lacks)}")
     record = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
-    from cluster import report
-
-    report.show(record)
-    if not draws:
-        return
-    from cluster import pictures
-
+    console = show(record, tables.everything(record))
+    for title, why in record["left_out"].items():
+        console.print(f"left out: {title}: {why}", highlight=False)
     if arguments.picture:
+        from cluster import pictures
+
         names = [contender.name for contender in arguments.pictured]
         pictures.draw_links(record, names, arguments.picture)
-    if arguments.picture_of_all:
-        pictures.draw_all(record, arguments.picture_of_all)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

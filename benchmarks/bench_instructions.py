@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
+import itertools
 import math
 import re
 import shutil
@@ -20,24 +20,23 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import shapes
 import torch
-from provenance import processor, provenance
+from report import Record, Table, add_files, in_turn, processor, provenance, recorded, show, write
+from stages.contestants import STAGES
 
 from torch_powersgd.tools.footprint import buckets_of
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = ("project", "orthogonalize", "back_project", "reconstruct")
 DTYPES = ("float32", "bfloat16")
 
 
 def build(folder: Path) -> Path:
     """The program that callgrind runs, with the flags of setup.py."""
-    program = folder / "stages_once"
+    program = folder / "once"
     sources = [*ROOT.glob("csrc/plan/*.cpp"), *ROOT.glob("csrc/kernels/cpu/**/*.cpp")]
-    sources.append(ROOT / "benchmarks/stages_once.cpp")
+    sources.append(ROOT / "benchmarks/stages/once.cpp")
     includes = [f"-I{ROOT / name}" for name in ("include", "csrc")]
     command = ["c++", "-std=c++17", "-O3", *includes, *map(str, sources), "-o", str(program)]
     subprocess.run(command, check=True)
@@ -67,33 +66,39 @@ def count(program: Path, model: str, rank: int, dtype: str) -> dict[str, float]:
     return {stage: totals[stage] / elements for stage in STAGES}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["resnet18"], choices=shapes.MODELS)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=DTYPES)
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    arguments = parser.parse_args()
+def measure(arguments: argparse.Namespace) -> Record:
     lacks = [name for name in ("valgrind", "c++") if not shutil.which(name)]
     if lacks:
         sys.exit(f"bench_instructions cannot run here; missing: {', '.join(lacks)}")
-    record: dict[str, Any] = {**provenance(processor()), "results": []}
-    print("instructions per element, under callgrind")
-    headings = ("model", "dtype", "rank", *STAGES, "all")
-    print("".join(heading.rjust(15) for heading in headings))
+    record: Record = {**provenance(processor()), "results": []}
+    todo = list(itertools.product(arguments.models, arguments.dtypes, arguments.ranks))
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
-        for model in arguments.models:
-            for dtype in arguments.dtypes:
-                for rank in arguments.ranks:
-                    counted = count(program, model, rank, dtype)
-                    result = {"model": model, "dtype": dtype, "rank": rank}
-                    record["results"].append({**result, "per_element": counted})
-                    numbers = (*counted.values(), sum(counted.values()))
-                    cells = (*map(str, result.values()), *(f"{number:.2f}" for number in numbers))
-                    print("".join(cell.rjust(15) for cell in cells), flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        for model, dtype, rank in in_turn(todo, lambda case: f"{case[0]}, {case[1]}, {case[2]}"):
+            counted = count(program, model, rank, dtype)
+            case = {"model": model, "dtype": dtype, "rank": rank}
+            record["results"].append({**case, "per_element": counted})
+            write(record, arguments.json)
+    return record
+
+
+def table(record: Record) -> Table:
+    rows = []
+    for result in record["results"]:
+        numbers = [*result["per_element"].values(), sum(result["per_element"].values())]
+        case = [result["model"], result["dtype"], str(result["rank"])]
+        rows.append([*case, *(f"{number:.2f}" for number in numbers)])
+    return ["model", "dtype", "rank", *STAGES, "all"], rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=["resnet18"], choices=shapes.MODELS)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=DTYPES)
+    add_files(parser, "after every case")
+    record = recorded(parser.parse_args(), measure)
+    show(record, {"instructions per element, under callgrind": table(record)})
 
 
 if __name__ == "__main__":

@@ -31,10 +31,10 @@ import shapes
 import torch
 import torch.distributed as dist
 from clock import Clock, PeakMemory, profile
-from contestants import STAGES, Hook, Ours
-from floor import floor_ms
 from groups import default_group
-from provenance import processor, provenance, write
+from report import processor, provenance, write
+from stages.contestants import STAGES, Hook, Ours
+from stages.floor import floor_ms
 
 import torch_powersgd
 from torch_powersgd._core import _C

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from clock import Clock
 from cluster import methods, models
-from contestants import Ours
 from groups import default_group
-from provenance import processor, provenance, write
+from report import processor, provenance, write
+from stages.contestants import Ours
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd

@@ -108,7 +108,6 @@ def _parser(doc: str) -> argparse.ArgumentParser:
         type=_at_least(1),
         default=1,
     )
-    add("--losses", "results whose losses are taken, in place of such runs", type=Path)
     add("--loss", "loss to time, in place of plain's at each quarter of its steps", type=float)
     add("--no-advise", "does not run advise", action="store_false", dest="advise")
     add("--quick", "two rounds, 2 ranks, 1gbit, no loss", action="store_true")
@@ -117,7 +116,6 @@ def _parser(doc: str) -> argparse.ArgumentParser:
     add("--picture", "file for a picture of the step's time by link, see --pictured", type=Path)
     pictured: dict[str, Any] = {"default": [contenders.parse(word) for word in PICTURED.split()]}
     add_methods("--pictured", f"methods of that picture, ours last ({PICTURED})", **pictured)
-    add("--picture-of-all", "file for a picture of all methods' synchronization", type=Path)
     add("--show", "results to show; nothing is measured", type=Path, metavar="JSON")
     return parser
 

@@ -3,7 +3,7 @@
 // One step of the CPU stages under callgrind, for bench_instructions.py. Nothing but the stages is
 // counted, each dumped under its name; a step before it has touched all memory.
 //
-//   stages_once DTYPE RANK <SHAPES     a line per tensor, its sizes; DDP's buckets apart by a blank
+//   once DTYPE RANK <SHAPES     a line per tensor, its sizes; DDP's buckets apart by a blank
 #include <valgrind/callgrind.h>
 
 #include <algorithm>

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The parts of the benchmarks of the four stages: bench_stages, bench_instructions, bench_model."""
