@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""bench_all.py measures what is not of this tree, and goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import bench_all
+import pytest
+
+from support.repository import ROOT
+
+# It fails in its first call, which leaves an unfinished record.
+PROGRAM = """
+import json, pathlib, sys
+file = pathlib.Path(sys.argv[-1])
+runs = json.loads(file.read_text())["runs"] if file.exists() else 0
+file.write_text(json.dumps({"commit": sys.argv[1], "runs": runs + 1}))
+sys.exit(runs == 0)
+"""
+
+
+class _Checkout:
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
+        self.root, self.patch = root, patch
+        self.results = root / "results"
+        patch.setattr(bench_all, "ROOT", root)
+        patch.setattr(bench_all, "RESULTS", self.results)
+        patch.setattr(bench_all, "UNFINISHED", root / "build")
+        for folder in ("csrc", "include", "python", "benchmarks", "results"):
+            (root / folder).mkdir()
+        (root / "measure.py").write_text(PROGRAM)
+        self._git("init", "--quiet")
+        self.change("first")
+
+    def change(self, text: str) -> None:
+        """Commits another product."""
+        (self.root / "csrc" / "stage.cpp").write_text(text)
+        self._git("add", "csrc")
+        self._git("-c", "user.name=x", "-c", "user.email=x", "commit", "--quiet", "-m", text)
+        command = f"{self.root / 'measure.py'} {self._git('rev-parse', 'HEAD')}"
+        measurement = bench_all.Measurement("figures", 90, command)
+        self.patch.setattr(bench_all, "PARTS", {"one": [measurement]})
+
+    def _git(self, *words: str) -> str:
+        done = subprocess.run(
+            ["git", *words], cwd=self.root, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    def runs(self) -> int:
+        found: int = json.loads((self.results / "figures.json").read_text())["runs"]
+        return found
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_it_goes_on_until_the_results_are_of_this_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkout = _Checkout(tmp_path, monkeypatch)
+    with pytest.raises(SystemExit, match="not measured: figures"):
+        bench_all.main([])
+    assert list(checkout.results.iterdir()) == []
+    bench_all.main(["one"])
+    assert checkout.runs() == 2
+    capsys.readouterr()
+    bench_all.main([])  # there is nothing to do
+    assert "1.5 hours; to measure: nothing" in capsys.readouterr().out
+    assert checkout.runs() == 2
+
+    checkout.change("second")
+    bench_all.main(["--list"])
+    assert "to measure: figures" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench_all.main([])
+    checkout.change("third")  # an unfinished record of another product is not gone on with
+    with pytest.raises(SystemExit):
+        bench_all.main([])
+    assert checkout.runs() == 2
+
+
+def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_all.main(["clusters"])
+    assert "no part clusters; there are stages, cluster, faults" in capsys.readouterr().err
+
+
+def test_every_record_of_a_table_is_measured() -> None:
+    """A GPU is measured by .ci/gpu, and other people's suites by their tests."""
+    quoted = {
+        name
+        for page in (ROOT / "docs").glob("*.md")
+        for name in re.findall(r"<!-- table: .* of (\w+)\.json -->", page.read_text())
+    }
+    measured = {each.name for part in bench_all.PARTS.values() for each in part}
+    assert quoted - measured == {"stages_h100", "kernels_h100", "other_suites"}
+    for part in bench_all.PARTS.values():
+        for each in part:
+            assert (ROOT / "benchmarks" / each.command.split()[0]).exists()
