@@ -77,7 +77,7 @@ test-sanitized: env | system-packages  ## GoogleTest under sanitizers
 	  ctest --test-dir $$folder --parallel $(JOBS) --output-on-failure || exit 1; \
 	done
 
-bench: build  ## measure what the docs quote and what has changed since: PART=stages: that only
+bench: build  ## measure again what has changed of what the docs quote; PART=stages: one part
 	$(PYTHON) benchmarks/bench_all.py $(PART)
 
 # It uses the python at hand (PYTHON=...) and no environment of its own, so it downloads nothing.

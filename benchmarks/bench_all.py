@@ -84,7 +84,6 @@ PARTS = {
         Measurement(
             "stages_by_rank", 5, "bench_stages.py --models resnet18 gpt2 --ranks 4 8 16 32"
         ),
-        Measurement("instructions", 10, "bench_instructions.py --dtypes float32 bfloat16"),
     ],
     "cluster": [
         Measurement(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The parts of the benchmarks of the four stages: bench_stages, bench_instructions, bench_model."""
+"""The parts of bench_stages.py, bench_model.py and bench_step.py."""

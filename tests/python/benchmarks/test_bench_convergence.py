@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The examples train, and benchmarks/bench_convergence.py measures them."""
+"""bench_convergence.py: all parts, on tiny models."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-import torch_powersgd as tp
-from support.repository import ROOT
-from support.torchrun import torchrun
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
@@ -235,30 +230,3 @@ def test_unlike_data_keep_our_residual_bounded(tmp_path: Path) -> None:
             # in test_identity.py.
             assert 0 < run["last_ratio"] <= run["largest_ratio"] < 2 * 16 / 2
             assert run["distances"][-1] < 3  # x starts at 25
-
-
-@pytest.mark.parametrize("example", ["train_lm", "train_digits"])
-def test_an_example_has_the_default_options(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    arguments = importlib.import_module(example).options().parse_args([])
-    defaults = tp.Options()
-    assert arguments.rank == defaults.matrix_approximation_rank
-    assert tp.Options(wire_dtype=arguments.wire_dtype).wire_dtype == defaults.wire_dtype
-    assert arguments.exact_steps < arguments.steps / 20
-
-
-def test_the_digits_example_saves_and_resumes(tmp_path: Path) -> None:
-    metrics, checkpoint = tmp_path / "metrics.jsonl", tmp_path / "checkpoint.pt"
-    script = [ROOT / "examples" / "train_digits.py", "--channels", 32, "--exact-steps", 3]
-    files = ["--metrics", metrics, "--checkpoint", checkpoint]
-    for steps in (5, 8):
-        result = torchrun(*script, *files, "--steps", steps)
-        assert "validation accuracy" in result.stdout
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, 9))
-    sent = [record["bytes_sent"] for record in records]
-    by_step = [after - before for before, after in zip([0, *sent], sent, strict=False)]
-    # A resumed run goes on from its step: the exact steps are the first three of all.
-    assert by_step[:3] == [by_step[0]] * 3
-    assert by_step[3:] == [by_step[3]] * 5
-    assert 0 < by_step[3] < by_step[0] / 8

@@ -11,7 +11,6 @@ from typing import Any
 import bench_model
 import bench_stages
 import bench_step
-import compare_kernels
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,6 +50,7 @@ def test_a_step_is_timed_with_the_stages_and_without(
 ) -> None:
     words = "--device cpu --model demo --batch 1 --tokens 4 --ranks 2 --caps 25 --repeats 1"
     monkeypatch.setattr(bench_step, "TURNS", 2)
+    monkeypatch.setattr(bench_step, "WARMUPS", 1)
     record = _run(bench_step, words, tmp_path / "step.json", monkeypatch)
     cases = [(found["rank"], found["bucket_cap_mb"]) for found in record["results"]]
     assert cases == [(None, 25), (2, 25)]
@@ -124,16 +124,3 @@ def test_the_floor_counts_the_bytes_of_each_dtype(
     copied = {"elements": 1000, "copy_gbyte_per_s": 2.0}
     result = {"dtype": dtype, "residual_dtype": residual_dtype, **copied}
     assert floor_ms(result) == pytest.approx(1000 * per_element / 2e6)
-
-
-def test_kernels_are_compared_side_by_side() -> None:
-    def record(*ratios: tuple[str, int, float]) -> dict[str, Any]:
-        case = {"kind": "float32", "products": "bfloat16"}
-        return {"results": [{"model": m, "rank": r, **case, "ratio": x} for m, r, x in ratios]}
-
-    both = {"on": record(("gpt2", 4, 1.5), ("gpt2", 8, 1.75)), "off": record(("gpt2", 8, 2.0))}
-    assert compare_kernels.table(both) == [
-        ["model", "rank", "gradient", "products", "on", "off"],
-        ["gpt2", "4", "float32", "bfloat16", "1.50", "-"],
-        ["gpt2", "8", "float32", "bfloat16", "1.75", "2.00"],
-    ]
