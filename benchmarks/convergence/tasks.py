@@ -91,12 +91,10 @@ LANGUAGE = Task(
     "--layers 3 --width 192 --heads 6 --batch 2 --steps 300 --lr 1e-3",
     "--layers 1 --width 64 --heads 2 --steps 12 --characters 200000",
 )
-DEMO_LANGUAGE = Task(
-    "the demo's character GPT on the standard library",
-    _language,
-    "AdamW",
-    "--layers 3 --width 512 --heads 8 --batch 2 --steps 300 --lr 2.5e-4",
-    "--layers 1 --width 64 --heads 2 --steps 12 --characters 200000",
+DEMO_LANGUAGE = replace(
+    LANGUAGE,
+    model="the demo's character GPT on the standard library",
+    arguments="--layers 3 --width 512 --heads 8 --batch 2 --steps 300 --lr 2.5e-4",
 )
 DIGITS = Task(
     "convolutional net on scikit-learn's digits",
