@@ -11,30 +11,18 @@ python benchmarks/bench_convergence.py unlike-data --show unlike_data.json --pic
 
 from __future__ import annotations
 
-import argparse
-
 from convergence import losses, shadow, unlike_data
-from report import add_files, recorded, show
+from report import part_of, recorded, show
 
 PARTS = {"losses": losses, "shadow": shadow, "unlike-data": unlike_data}
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parts = parser.add_subparsers(dest="part", required=True)
-    for name, part in PARTS.items():
-        doc = part.__doc__ or ""
-        of_part = parts.add_parser(name, help=doc.splitlines()[0], description=doc)
-        part.add_arguments(of_part)
-        add_files(of_part, "after every run")
-    arguments = parser.parse_args(words)
-    chosen = PARTS[arguments.part]
-    record = recorded(arguments, chosen.measure)
-    show(record, chosen.tables_of(record))
+    part, arguments = part_of(__doc__, PARTS, "after every run", words)
+    record = recorded(arguments, part.measure)
+    show(record, part.tables_of(record))
     if getattr(arguments, "picture", None):
-        chosen.draw(record, arguments.picture)
+        part.draw(record, arguments.picture)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -57,6 +58,29 @@ def provenance(device: str) -> dict[str, str]:
         "commit": commit(),
         "torch": torch.__version__,
     }
+
+
+def part_of(
+    doc: str | None, parts: Mapping[str, ModuleType], written: str, words: Sequence[str] | None
+) -> tuple[ModuleType, argparse.Namespace]:
+    """The part of a program that the command line names, and its arguments.
+
+    Args:
+        doc: the program's docstring.
+        parts: modules with add_arguments(parser), measure(arguments) and tables_of(record).
+        written: when the file of --json is written.
+        words: the command line, if it is not that of the process.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    named = parser.add_subparsers(dest="part", required=True)
+    for name, part in parts.items():
+        about = part.__doc__ or ""
+        of_part = named.add_parser(name, help=about.splitlines()[0], description=about)
+        part.add_arguments(of_part)
+        add_files(of_part, written)
+    arguments = parser.parse_args(words)
+    return parts[arguments.part], arguments
 
 
 def add_files(parser: argparse.ArgumentParser, written: str = "at the end") -> None:

@@ -53,10 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     stages = list(matrix.STAGES)
     parts = f"parts of the matrix of runs, in their order ({' '.join(stages)})"
-    add("--stages", nargs="+", choices=stages, default=stages, help=parts)
+    add("--stages", nargs="+", choices=stages, default=stages, metavar="STAGE", help=parts)
     methods = "methods in place of the matrix"
     add("--methods", nargs="+", type=_compared, metavar="METHOD", help=methods)
-    add("--tasks", nargs="+", choices=TASKS, help="tasks to train (all of the matrix; 3 models)")
+    tasks = f"tasks to train, of {' '.join(TASKS)} (all of the matrix; with --methods 3 models)"
+    add("--tasks", nargs="+", choices=TASKS, metavar="TASK", help=tasks)
     add("--seeds", type=int, default=5, metavar="N", help="number of seeds, 0 to N - 1 (5)")
     add("--lr", type=float, help="learning rate (the best of three for plain, by task)")
     add("--quick", action="store_true", help="one seed, tiny models and twelve steps")
