@@ -36,13 +36,13 @@ def test_an_example_has_the_default_options(example: str, monkeypatch: pytest.Mo
 
 def _script(rank: int, words: list[str]) -> str:
     """Runs train_digits.py on a rank, whose store is the tests'. Returns its output."""
-    make_group = dist.init_process_group
+    patch = pytest.MonkeyPatch()
 
     def init_process_group(backend: str) -> None:
-        dist.init_process_group = make_group
+        patch.undo()
         ranks.init_group(backend)
 
-    dist.init_process_group = init_process_group
+    patch.setattr(dist, "init_process_group", init_process_group)
     sys.path.insert(0, str(EXAMPLES))
     sys.argv = ["train_digits.py", *words]
     with contextlib.redirect_stdout(io.StringIO()) as output:
