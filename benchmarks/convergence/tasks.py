@@ -89,7 +89,8 @@ LANGUAGE = Task(
     _language,
     "AdamW",
     "--layers 3 --width 192 --heads 6 --batch 2 --steps 300 --lr 1e-3",
-    "--layers 1 --width 64 --heads 2 --steps 12 --characters 200000",
+    "--layers 1 --width 64 --heads 2 --context 64 --steps 12 --characters 100000"
+    " --validation-batches 4",
 )
 DEMO_LANGUAGE = replace(
     LANGUAGE,
@@ -108,7 +109,7 @@ LSTM = Task(
     _recurrent,
     "AdamW",
     "--layers 1 --width 256 --context 64 --batch 8 --steps 300 --lr 2e-2",
-    "--width 64 --context 16 --steps 12 --characters 200000",
+    "--width 64 --context 16 --steps 12 --characters 100000 --validation-batches 4",
     demo_lr=3e-2,
 )
 # The names of the models, and of the variants of the three small ones: the other optimizer, and a
