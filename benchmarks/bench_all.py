@@ -2,7 +2,7 @@
 """Measures what the docs quote, part by part: `make bench`, or `make bench PART=cluster`.
 
     python benchmarks/bench_all.py --list
-    python benchmarks/bench_all.py cluster faults
+    python benchmarks/bench_all.py cluster reliability
 
 It skips the results of a commit since which neither the product nor a benchmark has changed. A
 record goes to build/bench first, and to benchmarks/results when it is complete. After an
@@ -108,17 +108,17 @@ PARTS = {
             " --methods none ddp-alone plain hook-1-bucket author attached bf16-wire",
         ),
     ],
-    "faults": [
-        Measurement("faults", 20, "bench_faults.py"),
-        Measurement("restarts", 20, "bench_restarts.py"),
-        Measurement("starts", 35, "bench_starts.py --methods attached"),
+    "reliability": [
+        Measurement("faults", 20, "bench_reliability.py faults"),
+        Measurement("restarts", 20, "bench_reliability.py restarts"),
+        Measurement("starts", 35, "bench_reliability.py starts"),
         Measurement(
             "starts_late",
             60,
-            "bench_starts.py --starts 1000 --ranks 2 --steps 6 --late-ms 300 --jitter-ms 1"
-            " --methods attached",
+            "bench_reliability.py starts --starts 1000 --ranks 2 --steps 6 --late-ms 300"
+            " --jitter-ms 1",
         ),
-        Measurement("endurance", 60, "bench_endurance.py"),
+        Measurement("endurance", 60, "bench_reliability.py endurance"),
     ],
     "scaling": [Measurement("scaling", 30, "bench_scaling.py --resume")],
     "convergence": [

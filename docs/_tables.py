@@ -22,9 +22,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from cluster import tables as of_cluster  # noqa: E402
 from convergence import tables as of_convergence  # noqa: E402
-from endurance import tables as of_endurance  # noqa: E402
-from faults import tables as of_faults  # noqa: E402
-from other_suites import TABLES as OF_OTHER_SUITES  # noqa: E402
+from reliability import tables as of_reliability  # noqa: E402
 from report import Table, markdown  # noqa: E402
 from scaling import tables as of_scaling  # noqa: E402
 from stages import tables as of_stages  # noqa: E402
@@ -45,10 +43,8 @@ _OF_BENCHMARKS: tuple[Callable[..., Table], ...] = (
     of_convergence.noise,
     of_convergence.shadow,
     of_convergence.unlike_data,
-    of_faults.faults,
+    *of_reliability.TABLES,
     *of_scaling.TABLES,
-    *of_endurance.TABLES,
-    *OF_OTHER_SUITES,
 )
 TABLES = {table.__name__: table for table in _OF_BENCHMARKS}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from report import quartiles
 
-from cluster.launch import Run
+from cluster.player import Run
 
 # Methods that average nothing. A figure says how much longer a step is than theirs.
 REFERENCES = {"none": "above_none", "ddp-alone": "above_ddp_alone"}

@@ -23,11 +23,13 @@ class Task:
     data: Callable[[int, int, int], Callable[[int], Batch]]
 
 
-def _text(batch: int, context: int) -> Callable[[int, int, int], Callable[[int], Batch]]:
+def _text(
+    batch: int, context: int, characters: int = 4_000_000
+) -> Callable[[int, int, int], Callable[[int], Batch]]:
     """Windows of the demo's text. Each rank has a part of its own."""
 
     def data(rank: int, world: int, seed: int) -> Callable[[int], Batch]:
-        shard = read_text(4_000_000).chunk(world)[rank]
+        shard = read_text(characters).chunk(world)[rank]
 
         def at(step: int) -> Batch:
             generator = torch.Generator().manual_seed((seed << _SEED_SHIFT) + step * world + rank)
@@ -114,6 +116,8 @@ def loss_of(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
 TASKS = {
     # The optimizer is that of examples/train_lm.py.
     "demo": Task(_gpt(layers=3, width=512, heads=8, context=128), _text(2, 128)),
+    # For machines with few cores, and for tests.
+    "gpt-1M": Task(_gpt(layers=3, width=160, heads=5, context=128), _text(1, 64, 400_000)),
     # GPT-2 small (without biases) on characters, which are the first 128 of its tokens.
     "gpt2": Task(
         _gpt(layers=12, width=768, heads=12, context=1024, vocabulary=50257), _text(4, 256)

@@ -26,7 +26,7 @@ from cluster import contenders
 from cluster.contenders import Wanted
 from cluster.figures import REFERENCES
 from cluster.methods import EXACT_STEPS
-from local_ranks import bytes_written
+from process import bytes_written
 from report import Record, Table, in_turn, processor, provenance, write
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

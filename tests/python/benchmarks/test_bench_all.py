@@ -86,7 +86,7 @@ def test_it_goes_on_until_the_results_are_of_this_tree(
 def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_all.main(["clusters"])
-    assert "no part clusters; there are stages, cluster, faults" in capsys.readouterr().err
+    assert "no part clusters; there are stages, cluster, reliability" in capsys.readouterr().err
 
 
 def test_every_record_of_a_table_is_measured() -> None:

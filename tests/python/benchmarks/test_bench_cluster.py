@@ -7,8 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +21,12 @@ pytest.importorskip("rich")
 import bench_cluster
 import report
 import shapes
-from cluster import hosts, launch, models
+from cluster import models, mps, player
+from cluster.rank import Job
+from launcher import hosts
 
 import torch_powersgd as tp
 from support.shaped_links import needs_hosts, needs_taps
-
-BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.mark.parametrize(
@@ -96,47 +96,15 @@ def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert thing in str(ended.value)
 
 
-class _Cluster:
-    """Hosts whose first process sleeps and whose second fails."""
-
-    def __init__(self) -> None:
-        self.slept_when_killed = False
-
-    def __len__(self) -> int:
-        return 2
-
-    def start(
-        self, host: int, command: list[str], env: dict[str, str], **popen: Any
-    ) -> subprocess.Popen[Any]:
-        program = ["false"] if host else ["sleep", "60"]
-        return subprocess.Popen(program, stdin=popen.get("stdin"), text=True)
-
-    def kill(self, processes: list[subprocess.Popen[Any]]) -> None:
-        self.slept_when_killed = processes[0].poll() is None
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def test_advise_ends_with_the_first_rank_that_fails() -> None:
-    cluster: Any = _Cluster()
-    job = {"model": "demo", "device": "cpu"}
-    assert launch.advised(cluster, {}, 60, ["attached:4"], **job) == {}
-    assert cluster.slept_when_killed
-
-
-def test_the_logs_of_ranks_that_fail_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "_GRACE_SECONDS", 0)
-    cluster: Any = _Cluster()
-    ranks = launch.Ranks(
-        cluster, {}, 60, 1, tmp_path, method="plain", model="demo", device="cpu", approximation=0
-    )
-    run = ranks.turn(2)
-    assert len(run.failures) == launch.ATTEMPTS
-    kept = sorted(tmp_path.glob("demo-plain-*/log*"))
-    assert [log.name for log in kept] == ["log0", "log1"] * launch.ATTEMPTS
+def test_the_logs_of_ranks_that_fail_are_kept(tmp_path: Path) -> None:
+    job = Job("carrier-pigeon", 0, "gpt-1M", "cpu")
+    with player.Player(2, job, step_limit=60, warmup=1, logs=tmp_path) as failing:
+        run = failing.turn(2)
+        assert failing.exhausted
+    assert len(run.failures) == player.ATTEMPTS
+    assert all("ValueError: invalid choice: 'carrier-pigeon'" in why for why in run.failures)
+    kept = sorted(tmp_path.glob("gpt-1M-carrier-pigeon-*/log*"))
+    assert [log.name for log in kept] == ["log0", "log1"] * player.ATTEMPTS
 
 
 def test_the_table_needs_no_matplotlib(
@@ -165,18 +133,20 @@ def test_models_are_of_the_published_shapes(model: str, expected: list[shapes.Sh
     assert [tuple(parameter.shape) for parameter in made.parameters()] == expected
 
 
+# A link on which synchronization takes longer than the small model's step.
+QUICK = [sys.executable, str(ROOT / "benchmarks" / "bench_cluster.py"), "--quick"]
+QUICK += ["--models", "gpt-1M", "--rates", "200mbit", "--steps", "2"]
+
+
 @needs_hosts
 def test_measures_what_is_sent(tmp_path: Path) -> None:
     """With two ranks, a ring all-reduce sends every gradient once."""
-    output = tmp_path / "record.json"
-    script = [sys.executable, str(BENCHMARKS / "bench_cluster.py"), "--quick"]
-    methods = ["none", "ddp-alone", "plain", "attached:4", "bf16-wire:4,16"]
-    picture = tmp_path / "links.png"
-    options = ["--methods", *methods, "--steps", "2", "--json", str(output)]
-    options += ["--picture", str(picture)]
-    subprocess.run([*script, *options], check=True, timeout=500)
+    output, picture = tmp_path / "record.json", tmp_path / "links.png"
+    methods = ["none", "ddp-alone", "plain", "attached:4", "bf16-wire:16"]
+    options = ["--methods", *methods, "--json", str(output), "--picture", str(picture)]
+    subprocess.run([*QUICK, *options], check=True, timeout=500)
     (setting,) = json.loads(output.read_text())["settings"]
-    none, alone, plain, attached, bf16, recommended = setting["methods"].values()
+    none, alone, plain, attached, bf16 = setting["methods"].values()
     size = plain["gradient_bytes"]
     assert none["tx_bytes_per_step"] < 10_000
     assert alone["tx_bytes_per_step"] < 10_000
@@ -184,12 +154,8 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
     assert attached["tx_bytes_per_step"] < size / 20
     # A payload is half as long in bfloat16, and four times as long at four times the rank. The
     # headers and the parameters that are not compressed are a part of it at any rank.
-    assert bf16["tx_bytes_per_step"] < 0.6 * attached["tx_bytes_per_step"]
-    assert 3 * bf16["tx_bytes_per_step"] < recommended["tx_bytes_per_step"] < size / 20
+    assert 1.5 < bf16["tx_bytes_per_step"] / attached["tx_bytes_per_step"] < 2.5
     assert plain["above_none_ms"] > 0
-    # advise measures compressed steps. Exact ones would take as long as plain's.
-    for compressed in (attached, bf16, recommended):
-        assert 0 < compressed["advised_ms"] < plain["advised_ms"]
     assert picture.stat().st_size > 0
 
 
@@ -197,12 +163,10 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
 @needs_taps
 def test_learns_with_every_seed_and_measures_with_a_delay(tmp_path: Path) -> None:
     output = tmp_path / "record.json"
-    script = [sys.executable, str(BENCHMARKS / "bench_cluster.py"), "--quick"]
     compressed = "bf16-wire:4"
-    learning = ["--learning-steps", "20", "--seeds", "2", "--loss", "10"]
-    learning += ["--learning-methods", compressed]
-    options = ["--methods", "plain", compressed, "--delays", "1", "--steps", "2"]
-    subprocess.run([*script, *options, *learning, "--json", str(output)], check=True, timeout=500)
+    options = ["--methods", "plain", compressed, "--delays", "1", "--json", str(output)]
+    options += ["--learning-steps", "20", "--seeds", "2", "--loss", "10"]
+    subprocess.run([*QUICK, *options, "--learning-methods", compressed], check=True, timeout=500)
     (setting,) = json.loads(output.read_text())["settings"]
     assert setting["delay_ms"] == 1
     assert setting["learning_steps"] == 20
@@ -214,15 +178,40 @@ def test_learns_with_every_seed_and_measures_with_a_delay(tmp_path: Path) -> Non
     assert ours["tx_bytes_per_step"] < size / 20
 
 
-@needs_hosts
-def test_many_starts_end_alike(tmp_path: Path) -> None:
-    output = tmp_path / "record.json"
-    script = [sys.executable, str(BENCHMARKS / "bench_starts.py"), "--json", str(output)]
-    options = ["--starts", "2", "--steps", "4", "--ranks", "2"]
-    methods = ["--methods", "attached", "bf16-wire"]
-    subprocess.run([*script, *options, *methods], check=True, timeout=300, cwd=tmp_path)
-    results = json.loads(output.read_text())["results"]
-    assert [result["method"] for result in results] == ["ours, attached", "ours, bf16 wire"]
-    for result in results:
-        assert result["endings"] == {"finished": 2}
-        assert result["results"] == 1  # the same parameters in both starts
+# Stands in for NVIDIA's program. With -d it leaves a daemon behind. Otherwise it reads commands,
+# and obeys them unless it was told not to.
+FAKE_CONTROL = """#!/bin/sh
+if [ "$1" = -d ]; then
+  sleep 1000 </dev/null >/dev/null 2>&1 &
+  echo $! >"$CUDA_MPS_PIPE_DIRECTORY/daemon"
+elif [ -z "$DEAF" ]; then
+  read command && [ "$command" = quit ] && kill "$(cat "$CUDA_MPS_PIPE_DIRECTORY/daemon")"
+fi
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+@pytest.mark.parametrize("deaf", ["", "1"], ids=["quits", "is killed"])
+def test_the_mps_daemon_ends(deaf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = tmp_path / mps.CONTROL
+    control.write_text(FAKE_CONTROL)
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("DEAF", deaf)
+    folders = []
+
+    def serve_until_interrupted() -> None:
+        with mps.service() as variables:
+            folders.append(Path(variables["CUDA_MPS_PIPE_DIRECTORY"]))
+            daemon = int((folders[0] / "daemon").read_text())
+            # A process that has just begun has no environment yet by which it can be found.
+            deadline = time.monotonic() + 30
+            while mps.daemons(folders[0]) != [daemon] and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert mps.daemons(folders[0]) == [daemon]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        serve_until_interrupted()
+    assert mps.daemons(folders[0]) == []
+    assert not folders[0].exists()

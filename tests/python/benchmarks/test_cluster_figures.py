@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from cluster import figures, launch, tables
+from cluster import figures, tables
+from cluster.player import Run
 
 
 def test_figures() -> None:
-    def run(*milliseconds: float, sent: float = 0, losses: list[float] | None = None) -> launch.Run:
-        return launch.Run([], list(milliseconds), losses or [], sent, gradient_bytes=100)
+    def run(*milliseconds: float, sent: float = 0, losses: list[float] | None = None) -> Run:
+        return Run([], list(milliseconds), losses or [], sent, gradient_bytes=100)
 
     # The whole second round is slower. The difference by round does not see that.
     rounds = [
@@ -16,7 +17,7 @@ def test_figures() -> None:
             "none": run(10, 12, 11),
             "ddp-alone": run(9, 9, 9),
             "plain": run(31, 30, 32, sent=200),
-            "hook": launch.Run(["hung"]),
+            "hook": Run(["hung"]),
         },
         {
             "none": run(20, 22, 21),
@@ -41,9 +42,9 @@ def test_figures() -> None:
 def test_figures_over_seeds() -> None:
     """The times are medians, and a run that never reaches the loss is longer than any other."""
     falling = [[start - step for step in range(100)] for start in (100.0, 110.0, 1000.0)]
-    learned = {"plain": [launch.Run([], losses=losses) for losses in falling]}
+    learned = {"plain": [Run([], losses=losses) for losses in falling]}
     learned["plain"][0].failures.append("hung")
-    rounds = [{"plain": launch.Run([], [500.0, 500.0])}]
+    rounds = [{"plain": Run([], [500.0, 500.0])}]
     plain = figures.compare(rounds, learned, figures.marks(learned, 70.0))["plain"]
     assert plain["failures"] == ["hung"]
     (mark,) = plain["marks"]
@@ -58,9 +59,9 @@ def test_each_seed_is_timed_to_its_own_plain_run() -> None:
     """The losses of ours fall half as fast, and its steps take a fifth of the time."""
     starts = (100.0, 300.0, 500.0)
     learned = {
-        "plain": [launch.Run(losses=[start - step for step in range(100)]) for start in starts],
-        "ours": [launch.Run(losses=[start - step / 2 for step in range(150)]) for start in starts],
-        "slow": [launch.Run(losses=[start] * 150) for start in starts],
+        "plain": [Run(losses=[start - step for step in range(100)]) for start in starts],
+        "ours": [Run(losses=[start - step / 2 for step in range(150)]) for start in starts],
+        "slow": [Run(losses=[start] * 150) for start in starts],
     }
     marks = figures.marks(learned, None)
     # The mean of the last ten losses is 4.5 above the last of them.
@@ -69,9 +70,9 @@ def test_each_seed_is_timed_to_its_own_plain_run() -> None:
     assert marks.record()["learning_steps"] == 100
     rounds = [
         {
-            "plain": launch.Run([], [500.0, 500.0]),
-            "ours": launch.Run([], [100.0, 100.0]),
-            "slow": launch.Run([], [100.0, 100.0]),
+            "plain": Run([], [500.0, 500.0]),
+            "ours": Run([], [100.0, 100.0]),
+            "slow": Run([], [100.0, 100.0]),
         }
     ]
     compared = figures.compare(rounds, learned, marks)
@@ -92,13 +93,13 @@ def test_each_seed_is_timed_to_its_own_plain_run() -> None:
 
 def test_the_tables_show_links_times_and_seconds_to_the_loss() -> None:
     """Plain is timed at 0.5 s a step, and ours at 0.1. Both have the same losses."""
-    runs = [launch.Run(losses=[float(start - step) for step in range(60)]) for start in (90, 95)]
+    runs = [Run(losses=[float(start - step) for step in range(60)]) for start in (90, 95)]
     learned = {"plain": runs, "ours": runs}
     rounds = [
         {
-            "none": launch.Run([], [80.0, 80.0]),
-            "plain": launch.Run([], [400.0, 500.0, 600.0], tx_bytes_per_step=2e6),
-            "ours": launch.Run(["hung"], [100.0], tx_bytes_per_step=2e5),
+            "none": Run([], [80.0, 80.0]),
+            "plain": Run([], [400.0, 500.0, 600.0], tx_bytes_per_step=2e6),
+            "ours": Run(["hung"], [100.0], tx_bytes_per_step=2e5),
         }
     ]
     marks = figures.marks(learned, 60.0)

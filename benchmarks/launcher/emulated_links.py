@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Links that delay, lose and reorder: `python -m cluster.emulated_links LINK NAME NAME [...]`.
+"""Links that delay, lose and reorder: `python -m launcher.emulated_links LINK NAME NAME [...]`.
 
 The usual tool is tc's netem, a kernel module that many machines lack. This process emulates it with
 TAP devices only: it holds both ends of every link, two names after one another. Each frame that an
 end sends is written to the other end after the delay. The process makes the devices in its own
-network namespace, prints a line, and forwards until it is killed. LINK is a `Link` in JSON.
+network namespace, prints a line, and forwards until its standard input ends. LINK is a `Link` in
+JSON.
 
 Large TCP segments stay whole (IFF_VNET_HDR and TUNSETOFFLOAD), so the frames are few. A link that
 loses or reorders gets frames of the MTU instead, so that it loses no more at once than a real one.
@@ -39,6 +40,7 @@ _TUN_F_CSUM, _TUN_F_TSO4, _TUN_F_TSO6 = 1, 2, 4
 _LARGEST_FRAME = 1 << 17  # bytes: more than a segment of 64 KiB and its headers
 _FRAMES_AT_ONCE = 64  # frames of one device, so that none starves the others
 _PRIORITY = 10
+_STDIN = 0
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,16 @@ class Schedule:
 
 
 def forward(ends: Sequence[int], link: Link) -> None:
-    """Passes on every frame that is not lost, forever. Each two descriptors are a link."""
+    """Passes on every frame that is not lost, until standard input ends. Two `ends` are a link."""
     peer = {end: ends[i ^ 1] for i, end in enumerate(ends)}
     first_ends = set(ends[::2])
     schedule = Schedule(link)
     while True:
-        for end in select.select(ends, [], [], schedule.patience(time.monotonic()))[0]:
+        patience = schedule.patience(time.monotonic())
+        ready = select.select([_STDIN, *ends], [], [], patience)[0]
+        if _STDIN in ready:
+            return
+        for end in ready:
             with suppress(BlockingIOError):
                 for _ in range(_FRAMES_AT_ONCE):
                     frame = os.read(end, _LARGEST_FRAME)
@@ -133,9 +139,6 @@ def forward(ends: Sequence[int], link: Link) -> None:
 
 
 def main() -> None:
-    from cluster import hosts
-
-    hosts.die_with_parent()
     link, names = Link(**json.loads(sys.argv[1])), sys.argv[2:]
     with suppress(PermissionError):  # the ranks keep the cores busy, and a frame must not wait
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(_PRIORITY))

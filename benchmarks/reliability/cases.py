@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The faults that bench_faults.py tries, each with what happens to the hosts and when."""
+"""The faults that are tried, each with what happens to the hosts and when."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.emulated_links import Link
+from launcher.emulated_links import Link
 
-from faults import kills
+from reliability import kills
+
+METHODS = ("plain", "ours")
 
 RATE = "100mbit"
 DROPPED_RATE = "1mbit"
 SLOW_RATE = "100kbit"  # at which a stage takes seconds, so that a kill can be aimed
 MOST_STEPS = 60
 TIMEOUT = 20.0  # seconds, of the process group
+EXACT_STEPS = 6
+FAULT_STEP = 12
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Case:
     def slowed(self) -> bool:
         """True if the links become slow at the step of the fault."""
         return self.stage in kills.AIMED
+
+    @property
+    def fault_step(self) -> int:
+        """The step of the fault."""
+        return EXACT_STEPS // 2 if self.stage == kills.EXACT else FAULT_STEP
 
     def undisturbed(self) -> Case:
         """The run whose digests this one must have. Many cases share it."""

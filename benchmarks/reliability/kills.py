@@ -8,10 +8,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from cluster import hosts
+from launcher import hosts
 
 IN_STATE_DICT = "in state_dict"
 ONE_BUCKET = ("while P is on its way", "while q is on its way")
@@ -32,9 +32,9 @@ STAGES = (
 class Killer:
     """Ends this process at a stage, if it is the stage of this trial and the process its victim."""
 
-    def __init__(self, stage: str, folder: Path) -> None:
+    def __init__(self, stage: str, pipe: Connection) -> None:
         self.stage = stage  # "": this process stays alive
-        self._folder = folder
+        self._pipe = pipe
         self._armed = False
 
     def at(self, stage: str) -> None:
@@ -42,8 +42,8 @@ class Killer:
             self.kill()
 
     def kill(self, *_: Any, **__: Any) -> NoReturn:
-        """Notes the time, and ends the process."""
-        note_time(self._folder / "fault")
+        """Tells the time, and ends the process."""
+        self._pipe.send(("fault_time", time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("the process has ended")
 
@@ -55,10 +55,10 @@ class Killer:
     def after_bytes(self, stage: str, count: int) -> None:
         """Ends the process once its interface has sent so many bytes more, if this is the stage."""
         if stage == self.stage:
-            limit = _sent() + count
+            limit = hosts.sent_bytes() + count
 
             def watch() -> None:
-                while _sent() < limit:
+                while hosts.sent_bytes() < limit:
                     time.sleep(1e-3)
                 self.kill()
 
@@ -69,17 +69,3 @@ class Killer:
         if stage == self.stage and not self._armed:
             self._armed = True
             register(self.kill)
-
-
-def note_time(file: Path) -> None:
-    """Writes the time of the monotonic clock, which all processes share."""
-    file.write_text(str(time.monotonic()))
-
-
-def _sent() -> int:
-    """The bytes that this host has sent. The files of /sys would be those of another namespace."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == hosts.INTERFACE:
-            return int(counts.split()[8])
-    raise RuntimeError(f"there is no {hosts.INTERFACE}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import math
 from collections.abc import Mapping
 from datetime import timedelta
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bits import digest
+from launcher.ranks import Rank
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from endurance.resources import Sample, sample
+from reliability.resources import Sample, sample, summary
 
 WORLD = 2
 TURN = 500  # steps
@@ -140,24 +142,24 @@ class Turn:
 
 
 def train(
-    rank: int, folder: Path, steps: int, compressed: bool, length: int = TURN
+    rank: Rank, steps: int, compressed: bool, warm_up: int, length: int = TURN
 ) -> dict[str, Any]:
-    """Trains on one rank, in turns. Returns its samples, the hashes and the identity's errors."""
-    _join(rank, folder / "store", compressed)
+    """Trains on one rank, in turns. Returns its resources, a hash and the identity's errors."""
+    _join(rank, rank.folder / "store", compressed)
     pools = [_pool(other) for other in range(WORLD)]
     means = _means(pools)
     values = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     state: dict[str, Any] | None = None
     samples: list[Sample] = []
-    hashes: list[str] = []
-    turns: list[dict[str, Any]] = []
+    parameters = hashlib.sha256()  # those after each turn
+    turns: dict[str, list[float]] = {}  # the errors of the turns by their titles
     whole = _zeros()  # the sum of all outputs less all mean gradients
     scale_of_sums = _zeros()  # the sum of all mean gradients
     for number in range(math.ceil(steps / length)):
         turn = Turn(number, length, values, state, compressed)
         lost, total = _zeros(), _zeros()
         for i in range(turn.first, min(steps, turn.first + length)):
-            outputs = turn.step(i, pools[rank][i % POOL])
+            outputs = turn.step(i, pools[rank.number][i % POOL])
             for name, mean in means[i % POOL].items():
                 lost[name] += outputs[name].double() - mean
                 total[name] += mean
@@ -168,24 +170,28 @@ def train(
             turn.compression.grad_scale = 1.0
             state = turn.compression.state_dict()
         added = {name: residual - before[name] for name, residual in _residuals(state).items()}
-        turns.append({"title": turn.title, "error": _error(lost, added, total)})
+        turns.setdefault(turn.title, []).append(_error(lost, added, total))
         for name in SHAPES:
             whole[name] += lost[name]
             scale_of_sums[name] += total[name]
         values = turn.values()
-        hashes.append(digest(values[name] for name in sorted(values)))
+        parameters.update(digest(values[name] for name in sorted(values)).encode())
     dist.barrier()  # or a rank would count its files while the other closes its sockets
     dist.destroy_process_group()
-    error = _error(whole, _residuals(state), scale_of_sums)
-    return {"samples": samples, "hashes": hashes, "turns": turns, "error": error}
+    return {
+        **summary(samples, warm_up),
+        "parameters": parameters.hexdigest()[:16],
+        "turns": {title: [len(each), max(each)] for title, each in turns.items()},
+        "error": _error(whole, _residuals(state), scale_of_sums),
+    }
 
 
-def groups(rank: int, folder: Path, count: int, compressed: bool) -> dict[str, Any]:
+def groups(rank: Rank, count: int, compressed: bool, warm_up: int) -> dict[str, Any]:
     """Makes and destroys groups on one rank, each with a module that trains a few steps."""
     samples = []
-    pool = _pool(rank)
+    pool = _pool(rank.number)
     for number in range(count):
-        _join(rank, folder / f"store{number}", compressed)
+        _join(rank, rank.folder / f"store{number}", compressed)
         zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         turn = Turn(0, TURN, zeros, None, False)
         if compressed:
@@ -197,16 +203,16 @@ def groups(rank: int, folder: Path, count: int, compressed: bool) -> dict[str, A
         dist.barrier()  # or a rank would end its sockets while the other still reads
         dist.destroy_process_group()
         samples.append(sample(number + 1))
-    return {"samples": samples}
+    return summary(samples, warm_up)
 
 
-def _join(rank: int, file: Path, compressed: bool) -> None:
-    torch.set_num_threads(1)
+def _join(rank: Rank, file: Path, compressed: bool) -> None:
     gc.freeze()  # a collection need not walk the many objects of torch's modules
+    # Not rank.group, which keeps a group to the end of the process.
     dist.init_process_group(
         "cpu:powersgd" if compressed else "gloo",
         store=dist.FileStore(str(file), WORLD),
-        rank=rank,
+        rank=rank.number,
         world_size=WORLD,
         timeout=timedelta(seconds=300),
     )

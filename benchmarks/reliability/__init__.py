@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The parts of benchmarks/bench_reliability.py, for docs/reliability.md.
+
+faults.py tries the faults of cases.py, each in a trial.py, whose ranks run training.py; kills.py
+ends one of them. starts.py starts many jobs, restarts.py kills ranks of job.py, and endurance.py
+trains for long. tables.py has the tables of the page.
+"""
