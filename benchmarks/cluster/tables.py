@@ -81,7 +81,6 @@ _step = _number("step_ms", "{:.0f}")
 _COSTS: dict[str, Cell] = {
     "above none, ms": _number("above_none_ms", "{:+.0f}"),
     "above DDP, ms": _number("above_ddp_alone_ms", "{:+.0f}"),
-    "advise, ms": _number("advised_ms", "{:+.0f}"),
     "times fewer bytes": _number("times_fewer_bytes", "{:.1f}"),
     "peak, MB": _number("peak_memory_bytes", "{:.0f}", 1e-6),
     "beyond plain / gradient": _number("memory_beyond_plain_in_gradients", "{:+.2f}"),
@@ -92,8 +91,8 @@ _COSTS: dict[str, Cell] = {
 def costs(record: Record, setting: Record) -> Table:
     """What each method adds to a step on one link. Columns without any figure are left out.
 
-    Above none, above DDP: less the step without synchronization, and less that of DDP which
-    averages nothing. The latter is what advise measures beforehand.
+    Above none, above DDP: beyond the step without synchronization, and that of DDP which averages
+    nothing.
     """
     rows = {
         method: {heading: cell(figures) for heading, cell in _COSTS.items()}
