@@ -25,7 +25,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rounds": 10,
     },
     "cuda": {
-        "models": ["gpt2", "resnet50"],
+        "models": ["gpt2"],
         "methods": "none ddp-alone plain bf16 hook:4 attached:4 int8-wire:16",
         "ranks": [4],
         "rates": ["10gbit"],

@@ -67,7 +67,7 @@ def run(folder: Path, steps: int, orders: Sequence[dict[str, Any]]) -> dict[str,
     own = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (folder / "log").open("wb") as log:
         agent = subprocess.Popen(
-            [sys.executable, *launcher, "reliability.job", str(folder)],
+            [sys.executable, *launcher, "reliability.fate", str(folder)],
             cwd=_BENCHMARKS,
             env={**os.environ, **own},
             stdout=log,
