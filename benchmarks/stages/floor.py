@@ -18,9 +18,6 @@ def floor_bytes(elements: int, dtype: str, residual_dtype: str) -> int:
 
 
 def floor_ms(result: dict[str, Any]) -> float:
-    """The floor of a result of bench_stages.py, by the copy speed of its run.
-
-    Results of before this definition hold a floor_ms of five passes over the gradient.
-    """
+    """The floor of a result of bench_stages.py, by the copy speed of its run."""
     moved = floor_bytes(result["elements"], result["dtype"], result["residual_dtype"])
     return moved / (float(result["copy_gbyte_per_s"]) * 1e6)

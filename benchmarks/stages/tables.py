@@ -9,7 +9,6 @@ from __future__ import annotations
 from report import Record, Table
 
 from stages.contestants import STAGES
-from stages.floor import floor_ms
 
 _MODELS = {
     "resnet18": "ResNet-18",
@@ -36,9 +35,9 @@ def stages(record: Record) -> Table:
             continue
         name = f"{_MODELS[each['model']]}, {each['elements'] / 1e6:.1f} M"
         times = [each["stage_ms"][stage] for stage in STAGES]
-        times += [each["ours"]["ms"], each["hook"]["ms"], floor_ms(each)]
+        times += [each["ours"]["ms"], each["hook"]["ms"], each["floor_ms"]]
         pays = f"{each['break_even_gbyte_per_s']:.0f}"
-        ratios = [f"{_over_floor(each):.2f}", f"{each['hook_over_ours']:.1f}", pays]
+        ratios = [f"{each['ours_over_floor']:.2f}", f"{each['hook_over_ours']:.1f}", pays]
         rows.append([name, each["dtype"], *(f"{ms:.1f}" for ms in times), *ratios])
     return headings, rows
 
@@ -49,8 +48,8 @@ def stages_by_rank(record: Record) -> Table:
     headings += ["ours / floor", "hook / ours"]
     rows = [
         [_MODELS[each["model"]], str(each["rank"])]
-        + [_rounded(ms) for ms in (each["ours"]["ms"], each["hook"]["ms"], floor_ms(each))]
-        + [f"{_over_floor(each):.1f}", f"{each['hook_over_ours']:.1f}"]
+        + [_rounded(ms) for ms in (each["ours"]["ms"], each["hook"]["ms"], each["floor_ms"])]
+        + [f"{each['ours_over_floor']:.1f}", f"{each['hook_over_ours']:.1f}"]
         for each in record["results"]
         if each["dtype"] == "float32"
     ]
@@ -70,10 +69,6 @@ def buckets_by_rank(record: Record) -> Table:
         for model, title in _BUCKETS.items()
     ]
     return ["bucket", *(f"rank {rank}" for rank in ranks)], rows
-
-
-def _over_floor(result: Record) -> float:
-    return float(result["ours"]["queued_ms"]) / floor_ms(result)
 
 
 def _rounded(ms: float) -> str:
