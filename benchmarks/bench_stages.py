@@ -23,14 +23,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import shapes
 import torch
 import torch.distributed as dist
 from clock import Clock, PeakMemory
 from groups import default_group
-from report import processor, provenance, write
+from report import Record, processor, provenance, write
 from stages.contestants import STAGES, Hook, Ours
 from stages.floor import floor_ms
 
@@ -97,7 +96,7 @@ def copy_bytes_per_ms(gradients: Gradients, clock: Clock, repeats: int) -> float
     return 2 * COPIED_BYTES / clock.median(lambda: copy.copy_(source), repeats, ahead=True)
 
 
-def bench(case: Case, repeats: int) -> dict[str, Any]:
+def bench(case: Case, repeats: int) -> Record:
     clock = Clock(case.device)
     gradients = Gradients(case)
 
@@ -120,7 +119,7 @@ def bench(case: Case, repeats: int) -> dict[str, Any]:
     hook_result = measure(case.hook(), max(3, repeats // 3))
     copied_per_ms = copy_bytes_per_ms(gradients, clock, repeats)
     gradient_bytes = sum(compressor.gradient_bytes for compressor in ours.buckets)
-    result: dict[str, Any] = {
+    result: Record = {
         "model": case.model,
         "rank": case.options.matrix_approximation_rank,
         "dtype": dtype_name(case.dtype),
@@ -141,7 +140,7 @@ def bench(case: Case, repeats: int) -> dict[str, Any]:
     return result
 
 
-def cells(r: dict[str, Any]) -> dict[str, str]:
+def cells(r: Record) -> dict[str, str]:
     """A line of the table, by its headings."""
     ours, hook = r["ours"], r["hook"]
     milliseconds = {
@@ -204,12 +203,11 @@ def cases_of(arguments: argparse.Namespace, device: torch.device) -> list[Case]:
     return cases
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def measure(arguments: argparse.Namespace) -> Record:
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-    record: dict[str, Any] = {**provenance(name), "threads": arguments.threads, "results": []}
+    record: Record = {**provenance(name), "threads": arguments.threads, "results": []}
     threads = f", {arguments.threads} thread(s)" if device.type == "cpu" else ""
     print(f"ms per step, {name}{threads}; launches per bucket; peak memory / gradient")
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -221,6 +219,11 @@ def main() -> None:
             print_line(line.values(), line)
             record["results"].append(result)
             write(record, arguments.json)
+    return record
+
+
+def main() -> None:
+    measure(parse_arguments())
 
 
 if __name__ == "__main__":

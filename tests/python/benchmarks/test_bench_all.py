@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""bench_all.py measures what is not of this tree, and goes on where it was interrupted."""
+"""bench_all.py: what it measures, how it goes on after an interruption, and its command lines."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import bench_all
 import pytest
+from launcher import signals
 
 from support.repository import ROOT
 
@@ -89,6 +94,41 @@ def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no part clusters; there are stages, cluster, reliability" in capsys.readouterr().err
 
 
+ALL = [each for part in bench_all.PARTS.values() for each in part]
+
+
+class _Measured(Exception):
+    pass
+
+
+def _parts(program: Any) -> Iterable[Any]:
+    parts = getattr(program, "PARTS", ())
+    return parts.values() if isinstance(parts, dict) else ()
+
+
+@pytest.mark.parametrize("measurement", ALL, ids=lambda each: each.name)
+def test_a_program_accepts_its_command_line(
+    measurement: bench_all.Measurement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("sklearn")
+    name, *words = measurement.command.split()
+    program = importlib.import_module(name.removesuffix(".py"))
+
+    def measure(arguments: object) -> None:
+        raise _Measured
+
+    for module in (program, *_parts(program)):
+        if hasattr(module, "measure"):
+            monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(program, "missing", lambda *_, **__: [], raising=False)
+    monkeypatch.setattr(signals, "unwind_on_signals", lambda: None)
+    picture = ["--picture", "picture.png"] if measurement.picture else []
+    monkeypatch.setattr(sys, "argv", [name, *words, "--json", "record.json", *picture])
+    with pytest.raises(_Measured):
+        program.main()
+
+
 def test_every_record_of_a_table_is_measured() -> None:
     """A GPU is measured by .ci/gpu, and other people's suites by their tests."""
     quoted = {
@@ -96,8 +136,4 @@ def test_every_record_of_a_table_is_measured() -> None:
         for page in (ROOT / "docs").glob("*.md")
         for name in re.findall(r"<!-- table: .* of (\w+)\.json -->", page.read_text())
     }
-    measured = {each.name for part in bench_all.PARTS.values() for each in part}
-    assert quoted - measured == {"stages_h100", "kernels_h100", "other_suites"}
-    for part in bench_all.PARTS.values():
-        for each in part:
-            assert (ROOT / "benchmarks" / each.command.split()[0]).exists()
+    assert quoted - {each.name for each in ALL} == {"stages_h100", "kernels_h100", "other_suites"}

@@ -48,7 +48,7 @@ def test_the_stages_of_a_model_are_a_share_of_its_dense_step(
 def test_a_step_is_timed_with_the_stages_and_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "--device cpu --model demo --batch 1 --tokens 4 --ranks 2 --caps 25 --repeats 1"
+    words = "--device cpu --model gpt-1M --batch 1 --tokens 4 --ranks 2 --caps 25 --repeats 1"
     monkeypatch.setattr(bench_step, "TURNS", 2)
     monkeypatch.setattr(bench_step, "WARMUPS", 1)
     record = _run(bench_step, words, tmp_path / "step.json", monkeypatch)
