@@ -22,8 +22,8 @@ Figures = dict[str, Any]
 
 def link(setting: Mapping[str, Any]) -> str:
     """Returns the rate of a setting's links, and the one-way delay where there is one."""
-    delay_ms = setting.get("delay_ms", 0)  # older records have none
-    return f"{setting['rate']}, {delay_ms:g} ms" if delay_ms else str(setting["rate"])
+    rate, delay_ms = setting["rate"], setting["delay_ms"]
+    return f"{rate}, {delay_ms:g} ms" if delay_ms else str(rate)
 
 
 def title(setting: Mapping[str, Any]) -> str:

@@ -103,7 +103,7 @@ def test_the_tables_show_links_times_and_seconds_to_the_loss() -> None:
         }
     ]
     marks = figures.marks(learned, 60.0)
-    setting = {"model": "demo", "ranks": 2, "rate": "1gbit", **marks.record()}
+    setting = {"model": "demo", "ranks": 2, "rate": "1gbit", "delay_ms": 0, **marks.record()}
     setting["methods"] = figures.compare(rounds, learned, marks)
     record = {
         "titles": {"none": "none", "plain": "plain all-reduce", "ours": "ours"},
