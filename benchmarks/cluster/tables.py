@@ -115,7 +115,8 @@ def everything(record: Record) -> dict[str, Table]:
         part = {**record, "settings": settings}
         tables[f"{title}: a step"] = links(part)
         tables[f"{title}: seconds to the loss of plain"] = learning(part)
-        tables[f"{title}: losses on the way"] = on_the_way(part, settings[0]["rate"])
+        if settings[0]["mark_shares"]:  # there are none if the loss is given
+            tables[f"{title}: losses on the way"] = on_the_way(part, settings[0]["rate"])
         for setting in settings:
             tables[f"{figures_of.title(setting)}: what a method costs"] = costs(record, setting)
     return {title: table for title, table in tables.items() if table[1]}

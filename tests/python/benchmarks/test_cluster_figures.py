@@ -107,7 +107,10 @@ def test_the_tables_show_links_times_and_seconds_to_the_loss() -> None:
     setting["methods"] = figures.compare(rounds, learned, marks)
     record = {
         "titles": {"none": "none", "plain": "plain all-reduce", "ours": "ours"},
-        "settings": [setting, {**setting, "delay_ms": 0.1, "methods": {"ours": {}}}],
+        "settings": [
+            setting,
+            {**setting, "delay_ms": 0.1, "methods": {"ours": {"failures": ["hung"]}}},
+        ],
     }
     assert tables.links(record) == (
         ["method", "sent per step, MB", "1 Gbit/s, ms", "1 Gbit/s, 0.1 ms, ms"],
@@ -117,6 +120,10 @@ def test_the_tables_show_links_times_and_seconds_to_the_loss() -> None:
             ["ours", "0.20", "100 (100 to 100)", ""],
         ],
     )
+    titles = [title.partition(": ")[2] for title in tables.everything(record)]
+    # With a given loss there are none on the way. The second link has failed.
+    costs = ["what a method costs"] * 2
+    assert titles == ["a step", "seconds to the loss of plain", *costs]
     # 36 and 41 steps.
     assert tables.learning({**record, "settings": [setting]}) == (
         ["method", "loss after 60 steps", "seconds to a loss of 60.00, 1 Gbit/s"],
