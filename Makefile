@@ -77,42 +77,8 @@ test-sanitized: env | system-packages  ## GoogleTest under sanitizers
 	  ctest --test-dir $$folder --parallel $(JOBS) --output-on-failure || exit 1; \
 	done
 
-# bench_cluster needs root for its network namespaces. It compares the author's powersgd if a clone of
-# https://github.com/epfml/powersgd is on PYTHONPATH, as the package that pip installs is empty.
-# bench_convergence compares DeMo if the folder of a clone of https://github.com/bloc97/DeMo is there.
-BENCH_RESULTS := benchmarks/results
-bench: build  ## every figure that the docs quote, on a quiet machine, as root (about nine hours)
-	$(PYTHON) benchmarks/bench_stages.py --models resnet18 demo gpt2 --ranks 1 2 4 8 \
-	  --dtypes float32 bfloat16 bfloat16/bfloat16 --json $(BENCH_RESULTS)/stages_cpu.json
-	$(PYTHON) benchmarks/bench_stages.py --models resnet18 gpt2 --ranks 4 --threads 2 \
-	  --json $(BENCH_RESULTS)/stages_cpu_2_threads.json
-	$(PYTHON) benchmarks/bench_stages.py --models resnet18 gpt2 --ranks 4 8 16 32 \
-	  --json $(BENCH_RESULTS)/stages_by_rank.json
-	$(PYTHON) benchmarks/bench_instructions.py --dtypes float32 bfloat16 \
-	  --json $(BENCH_RESULTS)/instructions.json
-	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rounds 5 --learning-steps 300 --seeds 3 \
-	  --methods none ddp-alone plain fp16 hook-1-bucket:4,16 attached:4 bf16-wire:16 \
-	  int8-wire:8,16,32 int4-wire:32 \
-	  --learning-methods plain hook-1-bucket:16 bf16-wire:16 int8-wire:16,32 \
-	  --json $(BENCH_RESULTS)/cluster_links.json --picture docs/images/cluster_links.png
-	$(PYTHON) benchmarks/bench_cluster.py --ranks 2 --rounds 7 --learning-steps 80 --rank 4 \
-	  --methods none ddp-alone plain fp16 hook-1-bucket author attached flat bf16-wire \
-	  --json $(BENCH_RESULTS)/cluster_cpu.json
-	$(PYTHON) benchmarks/bench_cluster.py --ranks 4 --rounds 5 --learning-steps 0 --rank 4 \
-	  --methods none ddp-alone plain hook-1-bucket author attached bf16-wire \
-	  --json $(BENCH_RESULTS)/cluster_cpu_4.json
-	$(PYTHON) benchmarks/bench_cluster.py --quick --rounds 3 \
-	  --methods none plain attached:4 int8-wire:16 --json $(BENCH_RESULTS)/advised.json
-	$(PYTHON) benchmarks/bench_starts.py --methods attached --json $(BENCH_RESULTS)/starts.json
-	$(PYTHON) benchmarks/bench_starts.py --starts 1000 --ranks 2 --steps 6 --late-ms 300 \
-	  --jitter-ms 1 --methods attached --json $(BENCH_RESULTS)/starts_late.json
-	$(PYTHON) benchmarks/bench_faults.py --json $(BENCH_RESULTS)/faults.json
-	$(PYTHON) benchmarks/bench_scaling.py --json $(BENCH_RESULTS)/scaling.json
-	$(PYTHON) benchmarks/bench_convergence.py \
-	  --json $(BENCH_RESULTS)/convergence.json --picture docs/images/convergence.png
-	$(PYTHON) benchmarks/bench_shadow.py --json $(BENCH_RESULTS)/shadow.json
-	$(PYTHON) benchmarks/bench_noniid.py \
-	  --json $(BENCH_RESULTS)/noniid.json --picture docs/images/noniid.png
+bench: build  ## measure again what has changed of what the docs quote; PART=stages: one part
+	$(PYTHON) benchmarks/bench_all.py $(PART)
 
 # It uses the python at hand (PYTHON=...) and no environment of its own, so it downloads nothing.
 # CALL=second goes on where the first call has ended.

@@ -2,6 +2,7 @@
 """Compares the ways to average gradients by the time of a training step on a slow network.
 
     python benchmarks/bench_cluster.py --ranks 2 --rates 1gbit
+    python benchmarks/bench_cluster.py --quick --models gpt-1M
     python benchmarks/bench_cluster.py --methods none plain hook-1-bucket:4 bf16-wire:8,16,32
     python benchmarks/bench_cluster.py --rates 1gbit --delays 0.1 5 20 50 --seeds 3
     python benchmarks/bench_cluster.py --device cuda --models gpt2 --json gpt2.json --logs logs
@@ -13,20 +14,18 @@ and talk over NCCL's sockets. There a model takes some 6 minutes by estimate, an
 70 GB: --methods names fewer for a smaller GPU. Every method has ranks of its own, freshly started
 for each setting. They take turns of a few steps, in an order that rotates, and sleep meanwhile;
 what is compared is from the same round of turns. All is removed at the end, however it comes; what
-a killed run left, when the next one starts. Before the turns, torch_powersgd advise measures the
-same, and the tables show both.
+a killed run left, when the next one starts.
 
 With --delays, a frame takes that much longer from host to host, one way. The links are then TAP
 devices that one process forwards between, because netem is a module that many kernels lack; see
-cluster/emulated_links.py. TCP's windows are the machine's own, and so is its congestion control
-unless --congestion-control names one.
+launcher/emulated_links.py. TCP's windows and its congestion control are the machine's own.
 
 The loss is from longer runs on unshaped links, on the same text for every method. The seconds to a
 loss are the steps to it times the median step. The losses are those of plain at each quarter of its
 steps, a seed's against the same seed's; with --seeds, a figure is the median over the seeds. A
 method that has not reached plain's last loss by plain's last step trains half as long again. The
-bytes are the interface's count, which knows
-large segments before they are cut: a few per cent of headers less than on a cable.
+bytes are the interface's count, which knows large segments before they are cut: a few per cent of
+headers less than on a cable.
 """
 
 from __future__ import annotations
@@ -41,15 +40,17 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from cluster import arguments as command_line
-from cluster import emulated_links, figures, hosts, launch, models, mps, signals
+from cluster import figures, models, mps, tables
 from cluster.contenders import Contender
 from cluster.methods import EXACT_STEPS
-from provenance import PROVENANCE, processor, provenance, write
+from cluster.player import Player, Run
+from cluster.rank import Job
+from launcher import emulated_links, hosts, signals
+from report import Record, processor, provenance, show, write
 
 # The first steps are not measured: they are exact, rebuild buckets and allocate.
 WARMUP_STEPS = EXACT_STEPS + 3
@@ -80,11 +81,9 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, variables: Mapping[str, str]) -> None:
         self.arguments = arguments
         self.variables = variables  # the environment of the ranks
-        losses = arguments.losses
-        self.earlier: dict[str, Any] = json.loads(losses.read_text()) if losses else {}
         lacks = {contender: contender.how.lacks() for contender in arguments.contenders}
         self.contenders = [contender for contender, why in lacks.items() if not why]
-        self.record: dict[str, Any] = {
+        self.record: Record = {
             **provenance(processor()),
             "on": arguments.device,
             "cores": len(os.sched_getaffinity(0)),
@@ -95,58 +94,32 @@ class Bench:
             "left_out": {contender.title: why for contender, why in lacks.items() if why},
             "settings": [],
         }
-        if self.earlier:
-            self.record["losses_of"] = {key: self.earlier[key] for key in PROVENANCE}
 
     def measure(self, model: str, ranks: int) -> None:
         """Measures at every rate and delay."""
         with torch.device("meta"):
-            parameters = models.TASKS[model].make().parameters()
-            gradient_bytes = sum(p.numel() * p.element_size() for p in parameters)
+            gradient_bytes = sum(p.nbytes for p in models.TASKS[model].make().parameters())
         learned = self._learned(model, ranks)
         marks = figures.marks(learned, self.arguments.loss)
         for rate, delay_ms in itertools.product(self.arguments.rates, self.arguments.delays):
             # Six times the seconds that a ring all-reduce needs on the link.
             limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
-            network = hosts.Hosts(ranks, rate, delay_ms, self.arguments.congestion_control)
-            with network as cluster, contextlib.ExitStack() as stack:
+            with hosts.Hosts(ranks, rate, delay_ms) as cluster, contextlib.ExitStack() as stack:
                 players = {
-                    contender: stack.enter_context(self._ranks(cluster, limit, model, contender))
+                    contender: stack.enter_context(self._player(cluster, limit, model, contender))
                     for contender in self.contenders
                 }
-                setting = self._setting(model, cluster, learned, marks)
-                setting["advised_ms"] = self._advised(cluster, limit, model)
-                self._play(players, setting, learned, marks)
+                self._play(players, self._setting(model, cluster, marks), learned, marks)
 
-    def _advised(self, cluster: hosts.Hosts, limit: float, model: str) -> dict[str, float]:
-        if not self.arguments.advise:
-            return {}
-        names = [contender.name for contender in self.contenders if contender.how.attached]
-        job = {"model": model, "device": self.arguments.device}
-        return launch.advised(cluster, self.variables, limit, names, **job)
-
-    def _ranks(
+    def _player(
         self, cluster: hosts.Hosts, limit: float, model: str, contender: Contender, seed: int = 0
-    ) -> launch.Ranks:
-        return launch.Ranks(
-            cluster,
-            self.variables,
-            limit,
-            WARMUP_STEPS,
-            self.arguments.logs,
-            method=contender.method,
-            model=model,
-            device=self.arguments.device,
-            approximation=contender.rank or 0,
-            seed=seed,
-        )
+    ) -> Player:
+        job = Job(contender.method, contender.rank or 0, model, self.arguments.device, seed)
+        return Player(cluster, job, limit, WARMUP_STEPS, self.variables, self.arguments.logs)
 
-    def _learned(self, model: str, ranks: int) -> dict[str, list[launch.Run]]:
-        """Returns the runs for the loss, one for each seed: new ones, or those of --losses."""
-        if self.earlier:
-            of_earlier = figures.learned(self.earlier, model, ranks)
-            return {c.name: of_earlier[c.name] for c in self.contenders if c.name in of_earlier}
-        learned: dict[str, list[launch.Run]] = {}
+    def _learned(self, model: str, ranks: int) -> dict[str, list[Run]]:
+        """Returns the runs for the loss, one for each seed."""
+        learned: dict[str, list[Run]] = {}
         if self.arguments.learning_steps:
             learners = [c for c in self.contenders if c in self.arguments.learning and c.learns]
             learners.sort(key=lambda contender: contender.method != "plain")
@@ -164,40 +137,27 @@ class Bench:
         model: str,
         contender: Contender,
         seed: int,
-        plain: Sequence[launch.Run] | None,
-    ) -> launch.Run:
+        plain: Sequence[Run] | None,
+    ) -> Run:
         """Trains for the steps of plain, and half as many more if plain's loss needs them."""
         steps = self.arguments.learning_steps
-        with self._ranks(cluster, 20, model, contender, seed) as ranks:
-            run = ranks.turn(steps - WARMUP_STEPS - 1)
+        with self._player(cluster, 20, model, contender, seed) as player:
+            run = player.turn(steps - WARMUP_STEPS - 1)
             if plain and run.succeeded and not figures.catches_up(run, plain[seed], steps):
-                more = ranks.turn(steps // 2 - 1)
+                more = player.turn(steps // 2 - 1)
                 run = max(run, more, key=lambda run: len(run.losses))  # a failure starts anew
         _tell(f"{model}, {len(cluster)} ranks, loss of seed {seed}", contender, run)
         return run
 
-    def _setting(
-        self,
-        model: str,
-        cluster: hosts.Hosts,
-        learned: Mapping[str, Sequence[launch.Run]],
-        marks: figures.Marks,
-    ) -> dict[str, Any]:
-        setting: dict[str, Any] = {
+    def _setting(self, model: str, cluster: hosts.Hosts, marks: figures.Marks) -> Record:
+        setting: Record = {
             "model": model,
             "ranks": len(cluster),
             "rate": cluster.rate,
             "delay_ms": cluster.delay_ms,
-            "congestion_control": cluster.congestion_control,
+            "congestion_control": hosts.congestion_control(),
             "load_average_before": os.getloadavg()[0],
             **marks.record(),
-            "learning_failures": {
-                name: [run.failures for run in runs] for name, runs in learned.items()
-            },
-            "losses": {
-                name: [[round(loss, 4) for loss in run.losses] for run in runs]
-                for name, runs in learned.items()
-            },
             "methods": {},
         }
         self.record["settings"].append(setting)
@@ -205,14 +165,14 @@ class Bench:
 
     def _play(
         self,
-        players: Mapping[Contender, launch.Ranks],
-        setting: dict[str, Any],
-        learned: Mapping[str, Sequence[launch.Run]],
+        players: Mapping[Contender, Player],
+        setting: Record,
+        learned: Mapping[str, Sequence[Run]],
         marks: figures.Marks,
     ) -> None:
         """Measures the rounds of a setting."""
         where = figures.title(setting)
-        rounds: list[dict[str, launch.Run]] = []
+        rounds: list[dict[str, Run]] = []
         for number in range(self.arguments.rounds):
             rounds.append({})
             shift = number % len(self.contenders)
@@ -226,50 +186,21 @@ class Bench:
                 if number == 0 or run.failures:
                     _tell(where, contender, run)
             compared = figures.compare(rounds, learned, marks)
-            for method, milliseconds in setting["advised_ms"].items():
-                if method in compared:
-                    compared[method]["advised_ms"] = milliseconds
             setting["methods"] = {
                 contender.name: compared[contender.name]
                 for contender in self.contenders
                 if contender.name in compared
             }
-            self._write()
-
-    def _write(self) -> None:
-        write(self.record, self.arguments.json)
+            write(self.record, self.arguments.json)
 
 
-def _tell(where: str, contender: Contender, run: launch.Run) -> None:
+def _tell(where: str, contender: Contender, run: Run) -> None:
     times = [f"{run.median:.0f} ms"] if run.succeeded else []
     failures = (f"failed: {why}" for why in run.failures)
     print(f"{where}: {contender.title}", *times, *failures, sep="; ", flush=True)
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    draws = arguments.picture or arguments.picture_of_all
-    packages = ["rich", "matplotlib"] if draws else ["rich"]
-    lacks = [f"the package {name}" for name in packages if not importlib.util.find_spec(name)]
-    lacks += [] if arguments.show else missing(arguments.device, delayed=any(arguments.delays))
-    if lacks:
-        sys.exit(f"bench_cluster cannot run here; missing: {', '.join(lacks)}")
-    record = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
-    from cluster import report
-
-    report.show(record)
-    if not draws:
-        return
-    from cluster import pictures
-
-    if arguments.picture:
-        names = [contender.name for contender in arguments.pictured]
-        pictures.draw_links(record, names, arguments.picture)
-    if arguments.picture_of_all:
-        pictures.draw_all(record, arguments.picture_of_all)
-
-
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> Record:
     """The record of the measurements."""
     signals.unwind_on_signals()
     try:
@@ -278,16 +209,33 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"removed what an earlier run left: {', '.join(left)}")
         with contextlib.ExitStack() as stack:
             on_gpu = arguments.device == "cuda"
-            service = mps.service(arguments.logs)
-            bench = Bench(arguments, stack.enter_context(service) if on_gpu else {})
-            for model in arguments.models:
-                for ranks in arguments.ranks:
-                    bench.measure(model, ranks)
+            variables = stack.enter_context(mps.service(arguments.logs)) if on_gpu else {}
+            bench = Bench(arguments, variables)
+            for model, ranks in itertools.product(arguments.models, arguments.ranks):
+                bench.measure(model, ranks)
     except hosts.ClusterError as error:
         sys.exit(f"bench_cluster: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     return bench.record
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    packages = ["rich", "matplotlib"] if arguments.picture else ["rich"]
+    lacks = [f"the package {name}" for name in packages if not importlib.util.find_spec(name)]
+    lacks += [] if arguments.show else missing(arguments.device, delayed=any(arguments.delays))
+    if lacks:
+        sys.exit(f"bench_cluster cannot run here; missing: {', '.join(lacks)}")
+    record = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
+    console = show(record, tables.everything(record))
+    for title, why in record["left_out"].items():
+        console.print(f"left out: {title}: {why}", highlight=False)
+    if arguments.picture:
+        from cluster import pictures
+
+        names = [contender.name for contender in arguments.pictured]
+        pictures.draw_links(record, names, arguments.picture)
 
 
 if __name__ == "__main__":

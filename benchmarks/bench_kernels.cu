@@ -13,7 +13,7 @@
 // launches, so that a busy host, such as one that compiles meanwhile, changes no figure.
 //
 // The kernels read POWERSGD_DEPENDENT_LAUNCH once per process. To compare its values, run the
-// program once with each; compare_kernels.py shows the results side by side.
+// program once with each.
 #include <cuda_runtime.h>
 
 #include <algorithm>

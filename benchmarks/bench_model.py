@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from clock import Clock, PeakMemory
-from contestants import Ours
-from provenance import processor, provenance, write
+from report import processor, provenance, write
+from stages.contestants import Ours
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -11,8 +11,7 @@ at which the device copies.
 
 On a GPU, "all" and "hook" begin on an idle device and include the launches. The stages and "queued"
 are measured while the host is ahead of the device, as it is in a backward pass. "launches" are the
-kernels of this project. With --profile torch's profiler also counts all that both launch. It runs
-after everything is timed, because the profiler stays loaded and makes launches slower.
+kernels of this project.
 """
 
 from __future__ import annotations
@@ -21,20 +20,18 @@ import argparse
 import functools
 import itertools
 import math
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import shapes
 import torch
 import torch.distributed as dist
-from clock import Clock, PeakMemory, profile
-from contestants import STAGES, Hook, Ours
-from floor import floor_ms
+from clock import Clock, PeakMemory
 from groups import default_group
-from provenance import processor, provenance, write
+from report import Record, processor, provenance, write
+from stages.contestants import STAGES, Hook, Ours
+from stages.floor import floor_ms
 
 import torch_powersgd
 from torch_powersgd._core import _C
@@ -99,7 +96,7 @@ def copy_bytes_per_ms(gradients: Gradients, clock: Clock, repeats: int) -> float
     return 2 * COPIED_BYTES / clock.median(lambda: copy.copy_(source), repeats, ahead=True)
 
 
-def bench(case: Case, repeats: int) -> dict[str, Any]:
+def bench(case: Case, repeats: int) -> Record:
     clock = Clock(case.device)
     gradients = Gradients(case)
 
@@ -122,7 +119,7 @@ def bench(case: Case, repeats: int) -> dict[str, Any]:
     hook_result = measure(case.hook(), max(3, repeats // 3))
     copied_per_ms = copy_bytes_per_ms(gradients, clock, repeats)
     gradient_bytes = sum(compressor.gradient_bytes for compressor in ours.buckets)
-    result: dict[str, Any] = {
+    result: Record = {
         "model": case.model,
         "rank": case.options.matrix_approximation_rank,
         "dtype": dtype_name(case.dtype),
@@ -143,67 +140,35 @@ def bench(case: Case, repeats: int) -> dict[str, Any]:
     return result
 
 
-def profiled(case: Case) -> dict[str, dict[str, float]]:
-    """All that a step of either contestant launches, as the profiler sees it."""
-    gradients = Gradients(case)
-    result = {}
-    for name, contestant in (("ours", case.ours()), ("hook", case.hook())):
-        gradients.warm_up(contestant)
-        gradients.refill()
-        result[name] = profile(functools.partial(contestant.run, gradients.tensors))
-    return result
-
-
-HEADINGS = {
-    "model": 18,
-    "rank": 4,
-    "gradient": 8,
-    "residual": 8,
-    **dict.fromkeys(["project", "orth.", "back", "recon."], 8),
-    **dict.fromkeys(["all", "queued", "hook", "floor"], 8),
-    "/ floor": 7,
-    "hook / all": 10,
-    "GB/s": 5,
-    "launches": 8,
-    "memory": 6,
-    "hook's m.": 9,
-}
-
-
-def row(r: dict[str, Any]) -> list[str]:
+def cells(r: Record) -> dict[str, str]:
+    """A line of the table, by its headings."""
     ours, hook = r["ours"], r["hook"]
-    cells = [f"{r['model']} ({r['elements'] / 1e6:.1f} M)", str(r["rank"])]
-    cells += [r["dtype"], r["residual_dtype"]]
-    cells += [f"{r['stage_ms'][stage]:.3f}" for stage in STAGES]
-    cells += [f"{ms:.3f}" for ms in (ours["ms"], ours["queued_ms"], hook["ms"], r["floor_ms"])]
-    cells += [f"{r['ours_over_floor']:.2f}", f"{r['hook_over_ours']:.1f}"]
-    cells += [f"{r['break_even_gbyte_per_s']:.0f}"]
-    cells += [f"{ours['launches'] / r['buckets']:.1f}" if ours["launches"] else "-"]
-    cells += [f"{who['memory_bytes'] / r['gradient_bytes']:.2f}" for who in (ours, hook)]
-    return cells
+    milliseconds = {
+        **{stage: r["stage_ms"][stage] for stage in STAGES},
+        "all": ours["ms"],
+        "queued": ours["queued_ms"],
+        "hook": hook["ms"],
+        "floor": r["floor_ms"],
+    }
+    return {
+        "model": f"{r['model']} ({r['elements'] / 1e6:.1f} M)",
+        "rank": str(r["rank"]),
+        "gradient": r["dtype"],
+        "residual": r["residual_dtype"],
+        **{name: f"{ms:.3f}" for name, ms in milliseconds.items()},
+        "/ floor": f"{r['ours_over_floor']:.2f}",
+        "hook / all": f"{r['hook_over_ours']:.1f}",
+        "GB/s": f"{r['break_even_gbyte_per_s']:.0f}",
+        "launches": f"{ours['launches'] / r['buckets']:.1f}" if ours["launches"] else "-",
+        "memory": f"{ours['memory_bytes'] / r['gradient_bytes']:.2f}",
+        "hook's": f"{hook['memory_bytes'] / r['gradient_bytes']:.2f}",
+    }
 
 
-def print_line(cells: Iterable[str]) -> None:
+def print_line(words: Iterable[str], headings: Iterable[str]) -> None:
     """Prints a line of the table at once, so that a time limit leaves the lines before it."""
-    (first, width), *others = zip(cells, HEADINGS.values(), strict=True)
-    print(first.ljust(width), *(cell.rjust(width) for cell, width in others), sep="  ", flush=True)
-
-
-def print_heading(where: str) -> None:
-    """Prints what follows: milliseconds per step, launches per bucket, memory over gradient."""
-    print(f"ms per step, {where}; launches per bucket; peak memory / gradient")
-    print_line(HEADINGS)
-
-
-def print_profiles(results: list[dict[str, Any]]) -> None:
-    print("launches per bucket, by torch's profiler")
-    for r in results:
-        counts = [
-            f"{name} {found['launches'] / r['buckets']:.1f}"
-            for name, found in r["profile"].items()
-            if found
-        ]
-        print(f"{r['model']}, rank {r['rank']}:", *counts or ["nothing seen"])
+    (first, _), *others = zip(words, headings, strict=True)
+    print(first.ljust(18), *(w.rjust(max(8, len(heading))) for w, heading in others), flush=True)
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
@@ -221,12 +186,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     add("--threads", type=int, default=1, help="number of threads on a CPU (1)")
     add("--repeats", type=int, default=15, help="number of timed steps (15)")
-    add("--profile", action="store_true", help="launches by torch's profiler, in the end")
     add("--json", type=Path, help="file for the results, written after every configuration")
-    arguments = parser.parse_args(words)
-    if arguments.profile and arguments.device == "cpu":
-        parser.error("--profile counts launches, so it needs --device cuda")
-    return arguments
+    return parser.parse_args(words)
 
 
 def cases_of(arguments: argparse.Namespace, device: torch.device) -> list[Case]:
@@ -242,33 +203,27 @@ def cases_of(arguments: argparse.Namespace, device: torch.device) -> list[Case]:
     return cases
 
 
-def run(cases: list[Case], arguments: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Measures the cases, and fills and writes the record."""
-    for case in cases:
-        record["results"].append(bench(case, arguments.repeats))
-        print_line(row(record["results"][-1]))
-        write(record, arguments.json)
-    if not arguments.profile:
-        return
-    for case, result in zip(cases, record["results"], strict=True):
-        result["profile"] = profiled(case)
-        write(record, arguments.json)
-    print_profiles(record["results"])
-
-
-def main() -> None:
-    arguments = parse_arguments()
+def measure(arguments: argparse.Namespace) -> Record:
     torch.set_num_threads(arguments.threads)
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-    record: dict[str, Any] = {**provenance(name), "threads": arguments.threads, "results": []}
+    record: Record = {**provenance(name), "threads": arguments.threads, "results": []}
     threads = f", {arguments.threads} thread(s)" if device.type == "cpu" else ""
-    print_heading(record["device"] + threads)
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        with default_group(backend, store=store, rank=0, world_size=1):
-            run(cases_of(arguments, device), arguments, record)
+    print(f"ms per step, {name}{threads}; launches per bucket; peak memory / gradient")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    with default_group(backend, store=dist.HashStore(), rank=0, world_size=1):
+        for case in cases_of(arguments, device):
+            line = cells(result := bench(case, arguments.repeats))
+            if not record["results"]:
+                print_line(line, line)
+            print_line(line.values(), line)
+            record["results"].append(result)
+            write(record, arguments.json)
+    return record
+
+
+def main() -> None:
+    measure(parse_arguments())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import os
 import statistics
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,9 @@ import torch
 import torch.distributed as dist
 from clock import Clock
 from cluster import methods, models
-from contestants import Ours
 from groups import default_group
-from provenance import processor, provenance, write
+from report import processor, provenance, write
+from stages.contestants import Ours
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd
@@ -114,7 +113,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--device", default="cuda", choices=["cpu", "cuda"], help="device that computes (cuda)")
-    add("--model", default="gpt2", choices=["demo", "gpt2"], help="model that is trained (gpt2)")
+    add("--model", default="gpt2", choices=models.TASKS, help="model that is trained (gpt2)")
     add("--batch", type=int, default=8, help="sequences of a step (8)")
     add("--tokens", type=int, default=512, help="tokens of a sequence (512)")
     add("--ranks", nargs="+", type=int, default=[4, 16], help="ranks of the approximation (4 16)")
@@ -133,11 +132,9 @@ def main() -> None:
         "model": arguments.model,
         "batch": [arguments.batch, arguments.tokens],
     }
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
-        backend = methods.PLAIN[arguments.device]
-        with default_group(backend, store=store, rank=0, world_size=1):
-            measure(arguments, record)
+    backend = methods.PLAIN[arguments.device]
+    with default_group(backend, store=dist.HashStore(), rank=0, world_size=1):
+        measure(arguments, record)
     for found in record["results"]:
         what = f"stages, rank {found['rank']}" if found["rank"] else "no stages"
         print(f"{what}, buckets of {found['bucket_cap_mb']} MB: {found['ms']:.2f} ms")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
 
 # The device sleeps for about 10 ms, in which the host launches a whole step.
 AHEAD_CYCLES = 20_000_000
@@ -59,24 +58,6 @@ class Clock:
             run()
             times.append(self.milliseconds(start, self.mark()))
         return statistics.median(times)
-
-
-def profile(run: Callable[[], object]) -> dict[str, float]:
-    """The number of kernels, copies and fills that run() launches, and their milliseconds.
-
-    The result is empty where the profiler sees nothing, which is the case on a CPU.
-    """
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        run()
-        torch.cuda.synchronize()
-    on_device = [e for e in profiler.events() if e.device_type == DeviceType.CUDA]
-    if not on_device:
-        return {}
-    return {
-        "launches": len(on_device),
-        "busy_ms": sum(event.time_range.elapsed_us() for event in on_device) / 1e3,
-    }
 
 
 class PeakMemory:

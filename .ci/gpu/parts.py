@@ -85,7 +85,7 @@ def second_call(first: Mapping[str, Verdict]) -> list[Part]:
     gpt2 = "--kinds float32 --models gpt2 --ranks 4"
     # The figures without synchronization, and of torch's hook, are in the same run.
     cluster = "benchmarks/bench_cluster.py --device cuda --models gpt2 --rounds 2 --steps 3"
-    cluster += " --no-advise --methods none hook:4 attached:4 int8-wire:16"
+    cluster += " --methods none hook:4 attached:4 int8-wire:16"
     cluster += f" --logs {LOGS}/bench-cluster"
     parts = [
         *_again(first),

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.launch import Run
+from report import quartiles
+
+from cluster.player import Run
 
 # Methods that average nothing. A figure says how much longer a step is than theirs.
 REFERENCES = {"none": "above_none", "ddp-alone": "above_ddp_alone"}
@@ -20,8 +22,8 @@ Figures = dict[str, Any]
 
 def link(setting: Mapping[str, Any]) -> str:
     """Returns the rate of a setting's links, and the one-way delay where there is one."""
-    delay_ms = setting.get("delay_ms", 0)  # older records have none
-    return f"{setting['rate']}, {delay_ms:g} ms" if delay_ms else str(setting["rate"])
+    rate, delay_ms = setting["rate"], setting["delay_ms"]
+    return f"{rate}, {delay_ms:g} ms" if delay_ms else str(rate)
 
 
 def title(setting: Mapping[str, Any]) -> str:
@@ -99,24 +101,6 @@ def catches_up(run: Run, plain: Run, steps: int) -> bool:
     return steps_to(smoothed(plain.losses[:steps], size)[-1], run.losses, size) is not None
 
 
-def learned(record: Mapping[str, Any], model: str, ranks: int) -> dict[str, list[Run]]:
-    """Returns the runs, one a seed, that a record has of a model on so many ranks.
-
-    An older record has one run, and not a list of runs.
-    """
-    runs: dict[str, list[Run]] = {}
-    for setting in record["settings"]:
-        if (setting["model"], setting["ranks"]) == (model, ranks):
-            for name, losses in setting["losses"].items():
-                failures = setting["learning_failures"].get(name, [])
-                if not losses or not isinstance(losses[0], list):
-                    losses, failures = [losses], [failures]
-                runs[name] = [
-                    Run(why, losses=values) for why, values in zip(failures, losses, strict=True)
-                ]
-    return runs
-
-
 def compare(
     rounds: Sequence[Mapping[str, Run]], learned: Mapping[str, Sequence[Run]], marks: Marks
 ) -> dict[str, Figures]:
@@ -131,58 +115,18 @@ def compare(
     result = {method: _times(method, rounds) for method in methods}
     plain = result.get("plain", {})
     for method, figures in result.items():
-        if figures.get("tx_bytes_per_step") and plain.get("tx_bytes_per_step"):
-            ratio = plain["tx_bytes_per_step"] / figures["tx_bytes_per_step"]
-            figures["times_fewer_bytes"] = ratio if method not in REFERENCES else None
+        if method not in REFERENCES and figures.get("tx_bytes_per_step") and plain.get("step_ms"):
+            figures["times_fewer_bytes"] = plain["tx_bytes_per_step"] / figures["tx_bytes_per_step"]
         if figures.get("peak_memory_bytes") and plain.get("peak_memory_bytes"):
             beyond = figures["peak_memory_bytes"] - plain["peak_memory_bytes"]
             figures["memory_beyond_plain_in_gradients"] = beyond / figures["gradient_bytes"]
         runs = learned.get(method, [])
         if any(run.losses for run in runs):
-            figures.update(_learning(runs, marks, figures.get("step_ms")))
+            figures.update(_learning(runs, marks))
+            figures["failures"] += [why for run in runs for why in run.failures]
     for figures in result.values():
-        _against_plain(figures, plain)
+        _add_seconds(figures, plain)
     return result
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    """The median, where None is a run that never comes so far and counts as longer than any."""
-    median = statistics.median(math.inf if value is None else value for value in values)
-    return median if median < math.inf else None
-
-
-def _learning(runs: Sequence[Run], marks: Marks, step_ms: float | None) -> Figures:
-    """Returns the figures of a method's runs for the loss: medians over the seeds, and by seed."""
-    size = window(marks.steps)
-    ends = [smoothed(run.losses[: marks.steps], size)[-1] for run in runs if run.losses]
-    figures: Figures = {"final_loss": statistics.median(ends), "marks": []}
-    for losses in marks.losses:
-        # A loss is that of a seed, or of all seeds.
-        pairs = zip(losses, runs, strict=False)
-        steps = [steps_to(loss, run.losses, size) if run.losses else None for loss, run in pairs]
-        mark: Figures = {"steps_to_loss": _median(steps), "steps_to_loss_by_seed": steps}
-        if step_ms is not None:
-            by_seed = [None if number is None else number * step_ms / 1e3 for number in steps]
-            mark["seconds_to_loss_by_seed"] = by_seed
-            mark["seconds_to_loss"] = _median(by_seed)
-        figures["marks"].append(mark)
-    if figures["marks"]:
-        figures.update(figures["marks"][-1])
-    return figures
-
-
-def _against_plain(figures: Figures, plain: Figures) -> None:
-    """Adds how many times sooner than plain a method is at each mark: a median over the seeds."""
-    by_seed = "seconds_to_loss_by_seed"
-    for ours, theirs in zip(figures.get("marks", []), plain.get("marks", []), strict=False):
-        if by_seed in ours and by_seed in theirs:
-            pairs = zip(ours[by_seed], theirs[by_seed], strict=False)
-            # Zero stands for a run that never reaches the loss.
-            ratios = [their / our if our and their else 0.0 for our, their in pairs]
-            ours["times_sooner_by_seed"] = ratios
-            ours["times_sooner"] = statistics.median(ratios)
-    if figures.get("marks"):
-        figures.update(figures["marks"][-1])
 
 
 def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:
@@ -192,8 +136,8 @@ def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:
     if not done:
         return figures
     milliseconds = [ms for run in done for ms in run.milliseconds]
-    figures["milliseconds"] = [[round(ms, 2) for ms in run.milliseconds] for run in done]
     figures["step_ms"] = statistics.median(milliseconds)
+    figures["step_ms_quartiles"] = quartiles(milliseconds)
     figures["tx_bytes_per_step"] = statistics.mean(run.tx_bytes_per_step for run in done)
     figures["gradient_bytes"] = done[0].gradient_bytes
     if done[0].peak_memory_bytes:
@@ -208,5 +152,37 @@ def _times(method: str, rounds: Sequence[Mapping[str, Run]]) -> Figures:
         ]
         if above and method != reference:
             figures[f"{name}_ms"] = statistics.median(above)
-            figures[f"{name}_by_round_ms"] = above
+            figures[f"{name}_ms_quartiles"] = quartiles(above)
     return figures
+
+
+def _learning(runs: Sequence[Run], marks: Marks) -> Figures:
+    """Returns the loss after all steps, a median over the seeds, and the steps to each mark."""
+    size = window(marks.steps)
+    ends = [smoothed(run.losses[: marks.steps], size)[-1] for run in runs if run.losses]
+    # A loss is that of a seed, or of all seeds.
+    steps = [
+        [steps_to(loss, run.losses, size) for loss, run in zip(losses, runs, strict=False)]
+        for losses in marks.losses
+    ]
+    return {
+        "final_loss": statistics.median(ends),
+        "marks": [{"steps_to_loss": by_seed} for by_seed in steps],
+    }
+
+
+def _add_seconds(figures: Figures, plain: Figures) -> None:
+    """Adds to each mark the seconds, and how many times sooner than plain: medians over seeds."""
+    if figures.get("step_ms") is None:
+        return
+    # A run that never reaches the loss counts as longer than any.
+    for mark in figures.get("marks", []):
+        steps = statistics.median(math.inf if n is None else n for n in mark["steps_to_loss"])
+        mark["seconds_to_loss"] = steps * figures["step_ms"] / 1e3 if steps < math.inf else None
+    if plain.get("step_ms") is None:
+        return
+    for ours, theirs in zip(figures.get("marks", []), plain.get("marks", []), strict=False):
+        pairs = zip(ours["steps_to_loss"], theirs["steps_to_loss"], strict=False)
+        ratios = [their / our if our and their else 0.0 for our, their in pairs]
+        faster = plain["step_ms"] / figures["step_ms"]
+        ours["times_sooner"] = statistics.median(ratios) * faster

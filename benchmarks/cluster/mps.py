@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cluster import hosts, signals
+from launcher import hosts, signals
 
 CONTROL = "nvidia-cuda-mps-control"
+_PATIENCE_SECONDS = 10
 
 
 @contextmanager
@@ -62,8 +65,26 @@ def _stop(folder: Path) -> None:
             timeout=30,
             start_new_session=True,
         )
-    hosts.kill_marked(folder.name.removesuffix("-mps"))  # if it does not heed the command
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while left := daemons(folder):  # which do not heed the command
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise hosts.ClusterError(f"processes {left} do not end")
+        time.sleep(0.05)
     shutil.rmtree(folder)
+
+
+def daemons(folder: Path) -> list[int]:
+    """The processes that were started with this folder in their environment."""
+    wanted = f"CUDA_MPS_PIPE_DIRECTORY={folder}".encode()
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if wanted in environment.read_bytes().split(b"\0"):
+                found.append(int(environment.parent.name))
+    return found
 
 
 def _variables(folder: Path) -> dict[str, str]:
@@ -71,4 +92,4 @@ def _variables(folder: Path) -> dict[str, str]:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    return {**os.environ, **_variables(folder), hosts.MARK: folder.name.removesuffix("-mps")}
+    return {**os.environ, **_variables(folder)}

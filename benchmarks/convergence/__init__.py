@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The parts of benchmarks/bench_convergence.py and bench_noniid.py."""
+"""The parts of benchmarks/bench_convergence.py."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The picture of a record that bench_convergence.py has written: loss against bytes."""
+"""The pictures of docs/convergence.md, from the records of bench_convergence.py."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import report
 from cluster.methods import METHODS, find
 
-from convergence.report import AS_GOOD, Methods, beyond_plain, by_method, curve, plain_of
-from convergence.report import times_fewer as fewer
-
-matplotlib.use("Agg")  # a file is written: no display is needed
-from matplotlib import pyplot, ticker
+from convergence import tables
 
 # Okabe and Ito's colors, which color-blind readers can distinguish.
 STYLES: dict[str, dict[str, Any]] = {
@@ -27,29 +23,30 @@ STYLES: dict[str, dict[str, Any]] = {
     "int8-wire": {"color": "#d55e00", "marker": "o"},
     "int4-wire": {"color": "#e69f00", "marker": "o"},
 }
+UNLIKE_COLORS = {"plain": "#000000", "hook-1-bucket": "#0072b2", "attached": "#d55e00"}
 COLUMNS = 3
+AS_GOOD = 0.01  # the mean loss above plain's up to which a method counts as good as plain
 LINEAR = 0.02  # the losses about plain's within which the vertical axis is linear
 Point = tuple[float, list[float], int | None]  # times fewer bytes, losses above plain, rank
 
 
-def draw(record: dict[str, Any], path: Path) -> None:
+def draw_losses(record: report.Record, path: Path) -> None:
     """Draws a panel for each task: the loss above plain's against the bytes, a line a method.
 
     A line goes through the mean of the seeds at each rank. A bar is from the least to the greatest.
     Methods with other options than their own are not drawn.
     """
-    tasks = [name for name in record["tasks"] if plain_of(by_method(record, name))]
+    tasks = [task for task in record["tasks"].values() if "plain" in task["methods"]]
     columns = 2 if len(tasks) == 4 else min(COLUMNS, len(tasks))  # no panel is left empty
     rows = -(-len(tasks) // columns)
-    figure, panels = pyplot.subplots(
-        rows, columns, figsize=(1 + 4.4 * columns, 1.2 + 3.6 * rows), squeeze=False, sharex=True
-    )
+    width, height = 1 + 4.4 * columns, 1.2 + 3.6 * rows
+    figure, panels = report.panels(rows, columns, width, height, sharex=True)
     for axes in panels.flat[len(tasks) :]:
         axes.remove()
     labels: dict[str, Any] = {}
-    for axes, name in zip(panels.flat, tasks, strict=False):
-        _draw_task(axes, by_method(record, name))
-        axes.set_title(record["tasks"][name]["title"].replace(", ", ",\n", 1), fontsize=9)
+    for axes, task in zip(panels.flat, tasks, strict=False):
+        _draw_task(axes, task["methods"])
+        axes.set_title(task["title"].replace(", ", ",\n", 1), fontsize=9)
         labels.update(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     for row in panels:
         row[0].set_ylabel("loss above plain's of the same seed")
@@ -59,21 +56,21 @@ def draw(record: dict[str, Any], path: Path) -> None:
     shown = sorted(labels, key=order.index)
     where: dict[str, Any] = {"loc": "upper center", "ncols": min(4, 2 * columns)}
     figure.legend([labels[each] for each in shown], shown, frameon=False, fontsize=8, **where)
-    finish(figure, path, top=1 - 0.55 / figure.get_figheight())
+    _finish(figure, path, top=1 - 0.55 / height)
 
 
-def _lines(methods: Methods) -> dict[str, list[Point]]:
+def _lines(methods: tables.Methods) -> dict[str, list[Point]]:
     """The points of each method that is drawn, by rank."""
-    plain = plain_of(methods)
     lines: dict[str, list[Point]] = {}
-    for runs in methods.values():
-        ratio, beyond = fewer(runs, plain), beyond_plain(runs, plain)
-        if (name := curve(runs[0])) in STYLES and ratio is not None and beyond:
-            lines.setdefault(name, []).append((ratio, beyond, runs[0]["rank"]))
+    for name in tables.in_order(methods):
+        method, rank = tables.contender(name)
+        if method in STYLES:
+            point = (tables.times_fewer(methods, name), tables.beyond_plain(methods, name), rank)
+            lines.setdefault(method, []).append(point)
     return lines
 
 
-def _draw_task(axes: Any, methods: Methods) -> None:
+def _draw_task(axes: Any, methods: tables.Methods) -> None:
     lines = _lines(methods)
     axes.axhspan(-AS_GOOD, AS_GOOD, color="#009e73", alpha=0.12, linewidth=0)
     axes.axhline(0, color="black", linewidth=0.6)
@@ -103,32 +100,46 @@ def _draw_task(axes: Any, methods: Methods) -> None:
 def _scales(axes: Any, losses: list[list[float]]) -> None:
     """Makes the axes logarithmic, the vertical one on both sides of plain's loss."""
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    report.log_scale(axes.xaxis)
     axes.tick_params(labelbottom=True)  # shared axes have none but in the last row
     axes.set_yscale("symlog", linthresh=LINEAR)
-    axes.set_yticks([-0.1, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1])
+    axes.set_yticks([-0.1, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1], minor=False)
+    axes.set_yticks([], minor=True)
     axes.yaxis.set_major_formatter("{x:+g}")
-    axes.yaxis.set_minor_locator(ticker.NullLocator())
     ends = [-LINEAR, LINEAR, *(end for each in losses for end in (min(each), max(each)))]
     axes.set_ylim(1.2 * min(ends), 1.2 * max(ends))
 
 
-def log_scale(axes: Any) -> None:
-    """Makes the vertical axis logarithmic, with numbers that can be read."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+def draw_unlike_data(record: report.Record, path: Path) -> None:
+    """Draws the residual over the gradient, and the distance from the optimum, against steps."""
+    figure, ((left, right),) = report.panels(1, 2, 11, 4.2)
+    for run in record["runs"]:
+        style = {
+            "color": UNLIKE_COLORS[run["method"]],
+            "linestyle": "-" if run["dtype"] == "float32" else "--",
+            "label": f"{METHODS[run['method']].title}, {run['dtype']}",
+        }
+        for axes, name in ((left, "ratios"), (right, "distances")):
+            points = [
+                (record["sample_every"] * number, value)
+                for number, value in enumerate(run[name], 1)
+                if value is not None
+            ]
+            if points:
+                axes.plot(*zip(*points, strict=True), **style)
+    left.set(ylabel="|residual| / |gradient|")
+    right.set(ylabel="|x - optimum|")
+    right.legend(frameon=False, fontsize=8)
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.set_yscale("log")
+        report.log_scale(axes.yaxis)
+    _finish(figure, path)
 
 
-def finish(figure: Any, path: Path, top: float = 1) -> None:
+def _finish(figure: Any, path: Path, top: float = 1) -> None:
     """Writes the figure, whose panels take the part of it that is below `top`."""
     for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.2)
     figure.tight_layout(rect=(0, 0, 1, top))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    report.save(figure, path)

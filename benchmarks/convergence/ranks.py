@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import local_ranks
-import torch
-import torch.distributed as dist
 from cluster.methods import Trainee, find
-from groups import default_group
+from launcher import ranks
 from torch import nn
 
 WORLD = 2
 _LIMIT_SECONDS = 1800  # for a run; one that hangs is ended by the limit of its collectives
 _COLLECTIVE_SECONDS = 120
+
+ranks.preload("sklearn.datasets")  # of the image classifier
 
 Make = Callable[[nn.Module], Trainee]
 
@@ -35,26 +32,18 @@ def run(
         args: further arguments of the function.
     """
     chosen = (function, method, approximation, seed, args)
-    return local_ranks.call(_rank, WORLD, *chosen, what=method, seconds=_LIMIT_SECONDS)[0]
+    return ranks.call(_rank, WORLD, *chosen, what=method, seconds=_LIMIT_SECONDS)[0]
 
 
 def _rank(
-    rank: int,
-    folder: Path,
+    rank: ranks.Rank,
     function: Callable[..., Any],
     method: str,
     approximation: int,
     seed: int,
     args: tuple[Any, ...],
 ) -> Any:
-    torch.set_num_threads(1)
     chosen = find(method)
-    with default_group(
-        chosen.backend["cpu"],
-        store=dist.FileStore(str(folder / "store"), WORLD),
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=_COLLECTIVE_SECONDS),
-        pg_options=chosen.options(approximation, seed) if chosen.options else None,
-    ):
+    options = chosen.options(approximation, seed) if chosen.options else None
+    with rank.group(chosen.backend["cpu"], _COLLECTIVE_SECONDS, options):
         return function(lambda model: chosen.make(model, approximation, seed), *args)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tables of docs/convergence.md, from a record that bench_convergence.py has written.
+"""The tables of docs/convergence.md, from the records of bench_convergence.py.
 
 A cell is the mean over the seeds of the last loss above plain's, with the smallest and the largest.
 """
@@ -7,15 +7,16 @@ A cell is the mean over the seeds of the last loss above plain's, with the small
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
 
-from text_tables import Table
+from cluster import contenders
+from cluster.contenders import Contender
+from cluster.methods import METHODS
+from report import Record, Table
 
 from convergence.matrix import STAGES
-from convergence.report import Run, beyond_plain, times_fewer
 
-Runs = dict[str, list[Run]]  # of a task by the name of the method, one for each seed
+Methods = Mapping[str, Record]  # the bytes and the losses of a task, by the name of the contender
 _WIRES = {
     "hook-1-bucket": "torch's hook",
     "attached": "float32",
@@ -25,62 +26,97 @@ _WIRES = {
 }
 
 
-def front(record: dict[str, Any], *tasks: str) -> Table:
-    """The table `losses` of the front."""
-    return losses(record, "front", *tasks)
+def contender(name: str) -> Contender:
+    (found,) = contenders.expand([contenders.parse(name)], ())
+    return found
 
 
-def losses(record: dict[str, Any], stage: str, *tasks: str) -> Table:
-    """A row for each method of a stage: the losses, and how many times fewer bytes it sends."""
-    runs = [_of_task(record, task) for task in tasks]
-    titles = {run["name"]: run["method"] for run in record["runs"]}
-    plain = ["plain's loss", *(_spread([_last(run) for run in each["plain"]]) for each in runs)]
-    rows = [
-        [titles[name], *(f"{_loss(each, name)}, {_fewer(each, name)}" for each in runs)]
-        for name in (contender.name for contender in STAGES[stage].contenders)
-        if name != "plain" and all(name in each for each in runs)
-    ]
-    return ["", *tasks], [plain, *rows]
+def in_order(methods: Methods) -> list[str]:
+    """The names: methods in METHODS' order, then by options and rank."""
+
+    def place(name: str) -> tuple[int, str, int]:
+        method, rank = contender(name)
+        base, _, options = method.partition("+")
+        return list(METHODS).index(base), options, rank or 0
+
+    return sorted(methods, key=place)
 
 
-def curve(record: dict[str, Any], task: str) -> Table:
+def beyond_plain(methods: Methods, name: str) -> list[float]:
+    """The losses above plain's of the same seed, or nothing if there is no such run."""
+    if name not in methods:
+        return []
+    pairs = zip(methods[name]["losses"], methods["plain"]["losses"], strict=False)
+    return [loss - of_plain for loss, of_plain in pairs]
+
+
+def times_fewer(methods: Methods, name: str) -> float:
+    """How many times fewer bytes than plain a method sends."""
+    return float(methods["plain"]["bytes_per_step"] / methods[name]["bytes_per_step"])
+
+
+def losses(record: Record, stage: str, *tasks: str) -> Table:
+    """A row for each method of a stage that all of these tasks have."""
+    return _losses(record, [each.name for each in STAGES[stage].contenders], tasks)
+
+
+def all_losses(record: Record, task: str) -> Table:
+    """A row for each method that the task has."""
+    return _losses(record, in_order(record["tasks"][task]["methods"]), [task])
+
+
+def _losses(record: Record, names: Iterable[str], tasks: Sequence[str]) -> Table:
+    """The losses of each method, and how many times fewer bytes it sends."""
+    of_tasks = [record["tasks"][task]["methods"] for task in tasks]
+    rows = [["plain's loss", *(_spread(methods["plain"]["losses"]) for methods in of_tasks)]]
+    for name in names:
+        if name != "plain" and all(name in methods for methods in of_tasks):
+            cells = (f"{_loss(methods, name)}, {_fewer(methods, name)}" for methods in of_tasks)
+            rows.append([contender(name).title, *cells])
+    return ["", *tasks], rows
+
+
+def curve(record: Record, task: str) -> Table:
     """The mean loss and the bytes by rank, a row for each, and by wire, a column for each."""
-    runs = _of_task(record, task)
-    ranks = {run["rank"] for each in runs.values() for run in each if _wire(run) in _WIRES}
+    methods = record["tasks"][task]["methods"]
+    ranks = {rank for method, rank in map(contender, methods) if method in _WIRES and rank}
 
     def cell(name: str) -> str:
-        beyond = beyond_plain(runs.get(name, []), runs["plain"])
-        if not beyond:
+        if not (beyond := beyond_plain(methods, name)):
             return ""
-        return f"{statistics.mean(beyond):+.3f}, {_fewer(runs, name)}{_seeds(beyond, runs)}"
+        mean = f"{statistics.mean(beyond):+.3f}"
+        return f"{mean}, {_fewer(methods, name)}{_seeds(beyond, methods)}"
 
     rows = [[str(rank), *(cell(f"{wire}:{rank}") for wire in _WIRES)] for rank in sorted(ranks)]
     return [f"{task}: rank", *_WIRES.values()], rows
 
 
-def noise(record: dict[str, Any], wire: str) -> Table:
+def noise(record: Record, wire: str) -> Table:
     """A row for each task and rank, a column for each size of the noise of the warm start."""
     start = f"{wire}+warm_start_noise="
-    names = {run["name"] for run in record["runs"] if run["name"].startswith(start)}
-    sizes, ranks = (
-        sorted({word(name.removeprefix(start).split(":")) for name in names})
-        for word in (lambda words: float(words[0]), lambda words: int(words[1]))
-    )
+    words = {
+        tuple(name.removeprefix(start).split(":"))
+        for task in record["tasks"].values()
+        for name in task["methods"]
+        if name.startswith(start)
+    }
+    sizes = sorted({size for size, _ in words}, key=float)
+    ranks = sorted({rank for _, rank in words}, key=int)
     rows = []
-    for task in record["tasks"]:
-        runs = _of_task(record, task)
+    for task, about in record["tasks"].items():
+        methods = about["methods"]
         for rank in ranks:
-            noisy = [_loss(runs, f"{start}{size}:{rank}") for size in sizes]
+            noisy = [_loss(methods, f"{start}{size}:{rank}") for size in sizes]
             if any(noisy):
-                rows.append([task, str(rank), _loss(runs, f"{wire}:{rank}"), *noisy])
+                rows.append([task, rank, _loss(methods, f"{wire}:{rank}"), *noisy])
     return ["", "rank", "no noise", *(f"noise {size}" for size in sizes)], rows
 
 
-def shadow(record: dict[str, Any], *tasks: str) -> Table:
+def shadow(record: Record, *tasks: str) -> Table:
     """A row for each rank: the error of shadow mode, and the loss above plain, of each task."""
     runs = {(run["task"], run["rank"]): run for run in record["runs"]}
 
-    def cell(run: Run) -> str:
+    def cell(run: Record) -> str:
         return f"{statistics.mean(run['errors']):.2f}, {run['loss_above_plain']:+.3f}"
 
     ranks = sorted({rank for _, rank in runs})
@@ -88,33 +124,27 @@ def shadow(record: dict[str, Any], *tasks: str) -> Table:
     return ["rank", *tasks], rows
 
 
-def _of_task(record: dict[str, Any], task: str) -> Runs:
-    result: Runs = {}
+def unlike_data(record: Record) -> Table:
+    """The residual over the gradient, and the distance from the optimum at the end."""
+    headings = ["", "gradients", "largest residual / gradient", "last"]
+    headings.append("distance from the optimum, last 100 steps")
+    rows = []
     for run in record["runs"]:
-        if run["task"] == task:
-            result.setdefault(run["name"], []).append(run)
-    return result
+        figures = [run[name] for name in ("largest_ratio", "last_ratio", "last_distance")]
+        cells = ["" if value is None else _three_digits(value) for value in figures]
+        rows.append([METHODS[run["method"]].title, run["dtype"], *cells])
+    return headings, rows
 
 
-def _wire(run: Run) -> str:
-    return cast(str, run["name"]).split(":")[0]
-
-
-def _last(run: Run) -> float:
-    return cast(float, run["validation_loss"][-1])
-
-
-def _loss(runs: Runs, name: str) -> str:
+def _loss(methods: Methods, name: str) -> str:
     """The loss above plain's, with the number of seeds where plain has more, or nothing."""
-    beyond = beyond_plain(runs.get(name, []), runs["plain"])
-    if not beyond:
-        return ""
-    return _spread(beyond, "+") + _seeds(beyond, runs)
+    beyond = beyond_plain(methods, name)
+    return _spread(beyond, "+") + _seeds(beyond, methods) if beyond else ""
 
 
-def _seeds(beyond: Sequence[float], runs: Runs) -> str:
+def _seeds(beyond: Sequence[float], methods: Methods) -> str:
     """The number of seeds where plain has more, or nothing."""
-    if len(beyond) == len(runs["plain"]):
+    if len(beyond) == len(methods["plain"]["losses"]):
         return ""
     return f", {len(beyond)} seeds" if len(beyond) > 1 else ", 1 seed"
 
@@ -126,7 +156,9 @@ def _spread(values: Sequence[float], sign: str = "") -> str:
     return f"{mean} ({low}..{high})"
 
 
-def _fewer(runs: Runs, name: str) -> str:
-    ratio = times_fewer(runs[name], runs["plain"])
-    assert ratio is not None  # as there is a plain run
-    return f"{ratio:.0f} x"
+def _fewer(methods: Methods, name: str) -> str:
+    return f"{times_fewer(methods, name):.0f} x"
+
+
+def _three_digits(value: float) -> str:
+    return f"{float(f'{value:.3g}'):g}"

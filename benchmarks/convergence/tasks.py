@@ -88,29 +88,28 @@ LANGUAGE = Task(
     "character GPT on the standard library",
     _language,
     "AdamW",
-    "--layers 3 --width 192 --heads 6 --batch 2 --steps 300 --validate-every 100 --lr 1e-3",
-    "--layers 1 --width 64 --heads 2 --steps 12 --characters 200000 --validate-every 12",
+    "--layers 3 --width 192 --heads 6 --batch 2 --steps 300 --lr 1e-3",
+    "--layers 1 --width 64 --heads 2 --context 64 --steps 12 --characters 100000"
+    " --validation-batches 4",
 )
-DEMO_LANGUAGE = Task(
-    "the demo's character GPT on the standard library",
-    _language,
-    "AdamW",
-    "--layers 3 --width 512 --heads 8 --batch 2 --steps 300 --validate-every 100 --lr 2.5e-4",
-    "--layers 1 --width 64 --heads 2 --steps 12 --characters 200000 --validate-every 12",
+DEMO_LANGUAGE = replace(
+    LANGUAGE,
+    model="the demo's character GPT on the standard library",
+    arguments="--layers 3 --width 512 --heads 8 --batch 2 --steps 300 --lr 2.5e-4",
 )
 DIGITS = Task(
     "convolutional net on scikit-learn's digits",
     _digits,
     "SGD with momentum",
-    "--batch 32 --steps 300 --validate-every 100 --lr 0.05",
-    "--channels 16 --width 64 --steps 12 --warmup 3 --validate-every 12",
+    "--batch 32 --steps 300 --lr 0.05",
+    "--channels 16 --width 64 --steps 12 --warmup 3",
 )
 LSTM = Task(
     "character LSTM on the standard library",
     _recurrent,
     "AdamW",
-    "--layers 1 --width 256 --context 64 --batch 8 --steps 300 --validate-every 100 --lr 2e-2",
-    "--width 64 --context 16 --steps 12 --characters 200000 --validate-every 12",
+    "--layers 1 --width 256 --context 64 --batch 8 --steps 300 --lr 2e-2",
+    "--width 64 --context 16 --steps 12 --characters 100000 --validation-batches 4",
     demo_lr=3e-2,
 )
 # The names of the models, and of the variants of the three small ones: the other optimizer, and a

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cuda_runtime.h>
-#include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -39,19 +39,6 @@ inline std::string quoted(const std::string& text) {
   return out + '"';
 }
 
-// The POWERSGD_* variables, as they choose among the kernels' variants.
-inline std::string environment() {
-  std::string out;
-  for (char** entry = environ; *entry; ++entry) {
-    const std::string text = *entry;
-    const size_t equals = text.find('=');
-    if (text.rfind("POWERSGD_", 0) != 0 || equals == std::string::npos) continue;
-    out += (out.empty() ? "" : ", ") + quoted(text.substr(0, equals)) + ": " +
-           quoted(text.substr(equals + 1));
-  }
-  return "{" + out + "}";
-}
-
 // A file is replaced as a whole, so that whoever reads it meanwhile, or after a crash, finds JSON.
 inline void write(const std::string& path, double copy, const std::vector<Row>& rows) {
   cudaDeviceProp device{};
@@ -59,15 +46,16 @@ inline void write(const std::string& path, double copy, const std::vector<Row>& 
   check(cudaGetDeviceProperties(&device, 0));
   check(cudaRuntimeGetVersion(&runtime));
   check(cudaDriverGetVersion(&driver));
+  const char* const launch = std::getenv("POWERSGD_DEPENDENT_LAUNCH");
   const std::string part = path + ".part";
   std::FILE* const file = std::fopen(part.c_str(), "w");
   if (!file) fail("cannot write " + part);
   std::fprintf(file,
                "{\n \"device\": %s,\n \"capability\": \"%d.%d\",\n \"multiprocessors\": %d,\n"
-               " \"cuda_runtime\": %d,\n \"cuda_driver\": %d,\n \"environment\": %s,\n"
+               " \"cuda_runtime\": %d,\n \"cuda_driver\": %d,\n \"dependent_launch\": %s,\n"
                " \"copy_tbyte_per_s\": %.4f,\n \"results\": [",
                quoted(device.name).c_str(), device.major, device.minor, device.multiProcessorCount,
-               runtime, driver, environment().c_str(), copy / 1e9);
+               runtime, driver, quoted(launch ? launch : "1").c_str(), copy / 1e9);
   for (size_t i = 0; i < rows.size(); ++i) {
     const Row& row = rows[i];
     const Case& of = row.measured;

@@ -7,17 +7,14 @@ small collective's time over the delay is the length of its longest chain of mes
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import local_ranks
 import torch
 import torch.distributed as dist
-from cluster import hosts, namespace, signals
+from launcher import hosts, ranks, signals
 
 DELAY_MS = 20.0
 REPEATS = 5
@@ -32,18 +29,13 @@ def measure(worlds: Sequence[int]) -> list[dict[str, Any]]:
     for world in worlds:
         with hosts.Hosts(world, None, DELAY_MS) as cluster:
             what = f"{world} hosts with a delay"
-            ranks = local_ranks.call(_rank, world, cluster.names, what=what, seconds=_LIMIT_SECONDS)
-        chains.append({"world": world, **ranks[0]})
+            found = ranks.call(chains_of, cluster, what=what, seconds=_LIMIT_SECONDS)
+        chains.append({"world": world, **found[0]})
     return chains
 
 
-def _rank(rank: int, folder: Path, names: list[str]) -> dict[str, float]:
-    namespace.enter(names[rank])
-    os.environ["GLOO_SOCKET_IFNAME"] = hosts.INTERFACE
-    torch.set_num_threads(1)
-    world = len(names)
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+def chains_of(rank: ranks.Rank) -> dict[str, float]:
+    world = rank.world
     one, each = torch.zeros(1), torch.zeros(world)
     out, chunks = torch.zeros(world), list(torch.zeros(world).split(1))
     collectives: dict[str, Callable[[], object]] = {
@@ -51,9 +43,8 @@ def _rank(rank: int, folder: Path, names: list[str]) -> dict[str, float]:
         "all_gather": lambda: dist.all_gather(chunks, one),
         "all_to_all": lambda: dist.all_to_all_single(out, each),
     }
-    result = {name: round(_delays(run), 2) for name, run in collectives.items()}
-    dist.destroy_process_group()
-    return result
+    with rank.group("gloo", _LIMIT_SECONDS):
+        return {name: round(_delays(run), 2) for name, run in collectives.items()}
 
 
 def _delays(collective: Callable[[], object]) -> float:

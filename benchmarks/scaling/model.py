@@ -6,7 +6,6 @@ The bytes and schedules are the core's own. The link is made up: there is no suc
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,11 @@ import torch
 
 from scaling.settings import METHODS, ONE_BUCKET, WIRES, Setting, layout_of, options_of
 from torch_powersgd._core import _C
-from torch_powersgd.tools.footprint import Layout, elements_of, footprint_of, matrices_of
+from torch_powersgd.tools.footprint import Layout, elements_of, matrices_of
 
-WORLDS = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
-MODELS = ("100 M", "1 B")
-MEASURED_MODEL = "10 M"  # whose bytes are measured up to 16 ranks
+TIMED_WORLDS = (2, 8, 32, 128, 512, 1024)
+TIMED_MODELS = ("100 M", "1 B")
+COUNTED_WORLDS = (64, 256, 1024)  # beside the bytes that are measured
 
 # The bytes that Gloo sends besides a payload, to synchronize, for each other rank. They are what
 # the part "ranks" has measured at 2 to 16 ranks, the same at all of them.
@@ -97,16 +96,17 @@ def bytes_of(
     return total + (world - 1) * sum(map(GLOO_BYTES.__getitem__, schedules)), schedules
 
 
-def predict_run(setting: Setting) -> dict[str, Any]:
+def predict_run(setting: Setting) -> dict[str, int]:
     """The prediction of `plan` for a run, and that of the bytes on the wire."""
-    dtype = getattr(torch, setting.dtype)
-    sent, schedules = bytes_of(setting.layout, setting.method, setting.world, dtype)
+    sent, _ = bytes_of(setting.layout, setting.method, setting.world, getattr(torch, setting.dtype))
     footprint = setting.footprint
     return {
-        **vars(footprint),
+        "gradient_bytes": footprint.gradient_bytes,
+        "residual_bytes": footprint.residual_bytes,
+        "factor_bytes": footprint.factor_bytes,
+        "kernel_bytes": footprint.table_bytes + footprint.workspace_bytes,
         "memory_bytes": footprint.memory_bytes,
         "wire_bytes": sent,
-        "schedules": dict(Counter(schedules)),
     }
 
 
@@ -115,38 +115,25 @@ def seconds_of(layout: Layout, method: str, link: Link, world: int) -> float:
     return sum(link.seconds(*each) for each in reductions_of(layout, method, world))
 
 
-def predict(rates: Sequence[float], message_us: float) -> dict[str, Any]:
-    """The bytes, memory and milliseconds of every model, method, rate and number of ranks."""
+def predict(measured: str, rates: Sequence[float], message_us: float) -> dict[str, Any]:
+    """The bytes of the model that is measured, and the milliseconds of the larger ones."""
     return {
-        "worlds": WORLDS,
         "message_us": message_us,
-        "bytes": _all_bytes(),
-        "packet_memory": _packet_memory(),
+        "counted_worlds": COUNTED_WORLDS,
+        "sent_bytes": {method: _sent(measured, method) for method in METHODS},
+        "timed_worlds": TIMED_WORLDS,
         "milliseconds": [
             {"model": name, "gbit": gbit, **line}
-            for name in MODELS
+            for name in TIMED_MODELS
             for gbit in rates
             for line in _lines(name, gbit, message_us)
         ],
     }
 
 
-def _all_bytes() -> list[dict[str, Any]]:
-    lines = []
-    for name in (MEASURED_MODEL, *MODELS):
-        for method in METHODS:
-            cap = ONE_BUCKET if method == "hook" else None
-            layout = layout_of(name, cap)
-            sent = [bytes_of(layout, method, world)[0] for world in WORLDS]
-            lines.append({"model": name, "method": method, "sent": sent})
-    return lines
-
-
-def _packet_memory() -> list[int]:
-    """The bytes of memory of the measured model in int8, by the number of ranks."""
-    layout = layout_of(MEASURED_MODEL, None)
-    options = options_of("int8")
-    return [footprint_of(layout, options, torch.float32, each).memory_bytes for each in WORLDS]
+def _sent(model: str, method: str) -> list[int]:
+    layout = layout_of(model, ONE_BUCKET if method == "hook" else None)
+    return [bytes_of(layout, method, world)[0] for world in COUNTED_WORLDS]
 
 
 def _lines(name: str, gbit: float, message_us: float) -> list[dict[str, Any]]:
@@ -159,7 +146,7 @@ def _lines(name: str, gbit: float, message_us: float) -> list[dict[str, Any]]:
         layout = layout_of(name, cap)
         ms = [
             round(1e3 * seconds_of(layout, method, link_of(world, gbit, message_us), world), 2)
-            for world in WORLDS
+            for world in TIMED_WORLDS
         ]
         lines.append({"method": method, "one_bucket": cap is not None, "ms": ms})
     return lines

@@ -7,24 +7,22 @@ writes the parameters, so that the system gives them no memory.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter as Counts
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
+import process
 import torch
 import torch.distributed as dist
-from groups import default_group
-from local_ranks import bytes_written
+from groups import default_group, tcp_store
+from launcher.ranks import Rank
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from scaling import process
 from scaling.settings import EXACT_STEPS, RANK, Setting
 
 STEPS = 2  # that are counted
@@ -57,17 +55,48 @@ class Model(nn.Module):
         return torch.stack([apply(weight) for weight in self.weights]).sum()
 
 
-def measure(rank: int, folder: Path, setting: Setting, checkpoints: bool) -> dict[str, Any]:
+class Counter:
+    """A file that only counts the bytes that are written to it."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self.bytes += size
+        return size
+
+    def flush(self) -> None:
+        """Keeps nothing back."""
+
+
+class Laps:
+    """The seconds, and the processor's seconds, of parts of a run that follow each other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.processor: dict[str, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        self._wall, self._processor = time.monotonic(), time.process_time()
+
+    def end(self, name: str) -> None:
+        self.seconds[name] = round(time.monotonic() - self._wall, 3)
+        self.processor[name] = round(time.process_time() - self._processor, 3)
+        self.start()
+
+
+def measure(rank: Rank, setting: Setting, checkpoints: bool) -> dict[str, Any]:
     """Runs the rank. All of its figures are this rank's own."""
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)
-    store = _store(rank, folder, setting.world)
-    before, laps = process.touched_memory(), process.Laps()
+    torch.manual_seed(rank.number)
+    store = tcp_store(rank.folder, rank.number)
+    before, laps = process.touched_memory(), Laps()
     with default_group(
         "gloo" if setting.options is None else "cpu:powersgd",
         store=store,
-        rank=rank,
-        world_size=setting.world,
+        rank=rank.number,
+        world_size=rank.world,
         timeout=timedelta(seconds=_COLLECTIVE_SECONDS),
     ):
         laps.end("init")
@@ -77,9 +106,7 @@ def measure(rank: int, folder: Path, setting: Setting, checkpoints: bool) -> dic
     return result
 
 
-def _trained(
-    setting: Setting, checkpoints: bool, laps: process.Laps, store_port: int
-) -> dict[str, Any]:
+def _trained(setting: Setting, checkpoints: bool, laps: Laps, store_port: int) -> dict[str, Any]:
     """The figures of a DDP module, which ends with this function."""
     cap: dict[str, Any] = {} if setting.cap is None else {"bucket_cap_mb": setting.cap}
     model = Model(setting.shapes, getattr(torch, setting.dtype))
@@ -87,9 +114,7 @@ def _trained(
     laps.start()
     compression = _attach(ddp, setting)
     laps.end("attach")
-    _step(ddp)
-    laps.end("first step")
-    for _ in range(EXACT_STEPS):  # the last one is compressed
+    for _ in range(1 + EXACT_STEPS):  # the last one is compressed
         _step(ddp)
     dist.barrier()
     result = {
@@ -97,27 +122,13 @@ def _trained(
         "processor_seconds": laps.processor,
         "store_bytes": process.bytes_to_port(store_port),
         "memory_bytes": process.touched_memory(),
-        **process.handles(),
+        "threads": len(process.threads()),
+        "sockets": len(process.sockets()),
         **_steps(ddp, setting, compression),
     }
     if checkpoints and compression is not None:
         result |= _checkpoints(compression)
     return result
-
-
-def _store(rank: int, folder: Path, world: int) -> dist.TCPStore:
-    """A store that rank 0 serves, on a port that is free."""
-    file = folder / "port"
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
-        part = folder / "port.part"
-        part.write_text(str(store.port))
-        part.replace(file)
-        return store
-    while not file.exists():
-        time.sleep(0.01)
-    port = int(file.read_text())
-    return dist.TCPStore("127.0.0.1", port, world, is_master=False, wait_for_workers=False)
 
 
 def _attach(ddp: DistributedDataParallel, setting: Setting) -> tp.Compression | None:
@@ -139,22 +150,17 @@ def _step(ddp: DistributedDataParallel) -> None:
 def _steps(
     ddp: DistributedDataParallel, setting: Setting, compression: tp.Compression | None
 ) -> dict[str, Any]:
-    """The bytes, seconds and collectives of a step."""
+    """The bytes and collectives of a step, and of this project the buckets and stages."""
     if compression is not None:
         compression.reset_stats()
-    sent, took = bytes_written(), []
+    sent = process.bytes_written()
     for _ in range(STEPS):
-        began = time.monotonic()
         _step(ddp)
-        took.append(time.monotonic() - began)
-    result: dict[str, Any] = {
-        "step_seconds": round(statistics.median(took), 4),
-        "wire_bytes": round((bytes_written() - sent) / STEPS),
-    }
+    result: dict[str, Any] = {"wire_bytes": round((process.bytes_written() - sent) / STEPS)}
     if compression is not None:
         counts = compression.stats(residual_norms=False)
-        seconds = {name: round(value / STEPS, 5) for name, value in counts["seconds"].items()}
-        result |= {"stage_seconds": seconds, "payload_bytes": counts["bytes_after"] // STEPS}
+        stages = [value for name, value in counts["seconds"].items() if "reduce" not in name]
+        result["stage_seconds"] = round(sum(stages) / STEPS, 5)
         result["buckets"] = (counts["compressed_calls"] + counts["exact_calls"]) // STEPS
     if setting.method == "hook":  # torch's profiler can crash on its callbacks
         return result
@@ -173,6 +179,6 @@ def _checkpoints(compression: tp.Compression) -> dict[str, int]:
 
 
 def _saved_bytes(state: dict[str, Any]) -> int:
-    counter = process.Counter()
+    counter = Counter()
     torch.save(state, cast(Any, counter))
     return counter.bytes

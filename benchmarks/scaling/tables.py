@@ -6,15 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from text_tables import Table
+from report import Record, Table
 
 from scaling.settings import METHODS, MODELS, TITLES, WIRES
 
-Record = dict[str, Any]
 Run = dict[str, Any]
 
-MODELED = (64, 256, 1024)  # ranks whose bytes are shown beside the measured ones
-SHOWN = (2, 8, 32, 128, 512, 1024)  # ranks whose milliseconds are shown
 _SHORT = {"gloo:all_reduce": "all-reduces", "gloo:all_gather": "all-gathers"}
 _SHORT["gloo:all_to_all"] = "all-to-alls"
 
@@ -22,20 +19,16 @@ _SHORT["gloo:all_to_all"] = "all-to-alls"
 def sent_by_ranks(record: Record) -> Table:
     """The kB that a rank sends in a step: measured over modeled, and modeled for more ranks."""
     worlds = _worlds(record)
-    model = record.get("model", {"bytes": [], "worlds": []})
-    modeled = {each["method"]: each["sent"] for each in model["bytes"] if each["model"] == "10 M"}
+    model = record.get("model")
     headings = ["method", *(f"{world} ranks, kB" for world in worlds)]
-    headings += [f"{world}, modeled" for world in MODELED if modeled]
+    headings += [f"{world}, modeled" for world in (model["counted_worlds"] if model else ())]
     rows = []
     for method in METHODS:
         runs = [_find(record, part="ranks", world=world, method=method) for world in worlds]
-        if not any(runs):
-            continue
-        cells = [_measured(run, "wire_bytes", 1e3) if run else "" for run in runs]
-        if modeled:
-            places = [model["worlds"].index(world) for world in MODELED]
-            cells += [f"{modeled[method][place] / 1e3:,.0f}" for place in places]
-        rows.append([TITLES[method], *cells])
+        if any(runs):
+            cells = [_measured(run, "wire_bytes", 1e3) if run else "" for run in runs]
+            modeled = model["sent_bytes"][method] if model else ()
+            rows.append([TITLES[method], *cells, *(f"{sent / 1e3:,.0f}" for sent in modeled)])
     return headings, rows
 
 
@@ -63,7 +56,7 @@ def process(record: Record) -> Table:
         both = (plain, ours)
         row = [str(world)]
         row += [" / ".join(str(each[name]) for each in both) for name in ("sockets", "threads")]
-        row.append(" / ".join(f"{each['store_bytes']['last'] / 1e3:.1f}" for each in both))
+        row.append(" / ".join(f"{each['store_bytes'] / 1e3:.1f}" for each in both))
         row += [_beyond(ours, plain), _checkpoint(ours)]
         row.append(" / ".join(f"{1e3 * _start(each['processor_seconds']):.0f}" for each in both))
         row.append(" / ".join(f"{_start(each['seconds']):.1f}" for each in both))
@@ -88,7 +81,7 @@ def parameters(record: Record) -> Table:
                 f"{plain['wire_bytes'] / ours['wire_bytes']:.0f} x",
                 _checkpoint(ours),
                 f"{1e3 * ours['processor_seconds']['attach']:.0f}",
-                f"{1e3 * _stages(ours):.0f}",
+                f"{1e3 * ours['stage_seconds']:.0f}",
             ]
         )
     return headings, rows
@@ -100,15 +93,13 @@ def buckets(record: Record) -> Table:
     headings += ["sent, kB", "tables and workspaces, MB", "memory beyond plain, MB"]
     rows = []
     for plain, ours in _pairs(record, "buckets"):
-        predicted = ours["predicted"]
-        kernels = predicted["table_bytes"] + predicted["workspace_bytes"]
         rows.append(
             [
                 str(ours["cap"]),
                 str(ours["buckets"]),
                 *(str(sum(each["collectives"].values())) for each in (plain, ours)),
                 _measured(ours, "wire_bytes", 1e3),
-                _mb(kernels),
+                _mb(ours["predicted"]["kernel_bytes"]),
                 _beyond(ours, plain),
             ]
         )
@@ -128,24 +119,17 @@ def chains(record: Record) -> Table:
 def larger_groups(record: Record, model: str) -> Table:
     """Modeled milliseconds of a step's communication. The least of each link is bold."""
     modeled = record["model"]
-    places = [modeled["worlds"].index(world) for world in SHOWN]
-    headings = [
-        "link",
-        f"{model.replace('_', ' ')}: method",
-        *(f"{world} ranks" for world in SHOWN),
-    ]
-    lines = [each for each in modeled["milliseconds"] if each["model"] == model.replace("_", " ")]
+    name = model.replace("_", " ")
+    headings = ["link", f"{name}: method", *(f"{w} ranks" for w in modeled["timed_worlds"])]
+    lines = [each for each in modeled["milliseconds"] if each["model"] == name]
     rows = []
     for gbit in dict.fromkeys(line["gbit"] for line in lines):
         of_link = [line for line in lines if line["gbit"] == gbit]
-        least = [min(line["ms"][place] for line in of_link) for place in places]
+        least = [min(times) for times in zip(*(line["ms"] for line in of_link), strict=True)]
         for line in of_link:
             one = ", one bucket" if line["one_bucket"] and line["method"] != "hook" else ""
-            cells = [line["ms"][place] for place in places]
-            rows.append(
-                [f"{gbit:g} Gbit/s", TITLES[line["method"]] + one]
-                + [_bold(ms, ms == best) for ms, best in zip(cells, least, strict=True)]
-            )
+            cells = [_bold(ms, ms == best) for ms, best in zip(line["ms"], least, strict=True)]
+            rows.append([f"{gbit:g} Gbit/s", TITLES[line["method"]] + one, *cells])
     return headings, rows
 
 
@@ -212,11 +196,6 @@ def _collectives(run: Run) -> str:
 
 def _start(seconds: dict[str, float]) -> float:
     return seconds["init"] + seconds["attach"]
-
-
-def _stages(run: Run) -> float:
-    """The seconds of the stages of a step, without those of the network."""
-    return float(sum(value for name, value in run["stage_seconds"].items() if "reduce" not in name))
 
 
 def _mb(size: float) -> str:

@@ -1,78 +1,74 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The examples train, and benchmarks/bench_convergence.py and bench_noniid.py measure them."""
+"""bench_convergence.py: all parts, on tiny models."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import torch_powersgd as tp
-from support.repository import ROOT
-from support.torchrun import torchrun
-
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 pytest.importorskip("sklearn")
 
+import bench_convergence
 from cluster import contenders, methods
-from convergence import matrix, pictures, report, tables, tasks
-
-OURS = "ours, attached"
-HOOK = "torch's PowerSGD hook, one bucket"
+from convergence import matrix, pictures, tables, tasks
 
 
-def _measure(program: str, folder: Path, *options: str) -> list[dict[str, Any]]:
-    output, picture = folder / "result.json", folder / "picture.png"
-    script = [sys.executable, str(ROOT / "benchmarks" / program), "--quick"]
-    files = ["--json", str(output), "--picture", str(picture)]
-    subprocess.run([*script, *files, *options], check=True, timeout=400)
+def _measure(folder: Path, part: str, *options: str) -> dict[str, Any]:
+    file = folder / "result.json"
+    bench_convergence.main([part, "--quick", "--json", str(file), *options])
+    record: dict[str, Any] = json.loads(file.read_text())
+    return record
+
+
+def _assert_learned(task: dict[str, Any]) -> None:
+    for name, method in task["methods"].items():
+        (loss,) = method["losses"]
+        assert loss < task["untrained"], name
+
+
+def test_every_method_learns(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    record = _measure(tmp_path, "losses", "--tasks", "digits", "--picture", str(picture))
     assert picture.stat().st_size > 0
-    runs: list[dict[str, Any]] = json.loads(output.read_text())["runs"]
-    return runs
-
-
-def test_every_method_learns_every_task(tmp_path: Path) -> None:
-    runs = _measure("bench_convergence.py", tmp_path)
-    by_name = {(run["task"], run["method"]): run for run in runs}
-    methods = (
-        "plain all-reduce",
-        "torch's bf16 hook",
-        f"{HOOK}, rank 1",
-        f"{OURS}, rank 1",
-        "ours, bf16 wire, rank 16",
-        "ours, int8 wire, rank 4",
+    (digits,) = record["tasks"].values()
+    _assert_learned(digits)
+    assert " ".join(digits["methods"]) == (
+        "plain bf16 hook-1-bucket:1 attached:1 bf16-wire:16 int8-wire:4"
     )
-    names = ("language", "digits", "lstm")
-    assert set(by_name) == {(task, method) for task in names for method in methods}
-    for run in runs:
-        assert run["validation_loss"][-1] < run["validation_loss"][0], run
-    for task in names:
-        plain, bf16, _, ours, _, int8 = (by_name[task, method] for method in methods)
-        # Each of two ranks sends the whole payload, and Gloo's headers: 64 bytes for each of some
-        # tens of segments.
-        size = plain["gradient_bytes"]
-        assert size <= plain["bytes_sent_per_step"] < size + 10_000
-        assert size / 2 <= bf16["bytes_sent_per_step"] < size / 2 + 10_000
-        assert ours["bytes_sent_per_step"] < size / 6
-        # Four columns of one byte are as long as one column of float32. The raw segments are half
-        # as long, and there is a scale for each column.
-        assert int8["bytes_sent_per_step"] < ours["bytes_sent_per_step"] + 5_000
+    plain, bf16, _, ours, _, int8 = (each["bytes_per_step"] for each in digits["methods"].values())
+    # Each of two ranks sends the whole payload, and Gloo's headers: 64 bytes for each of some tens
+    # of segments.
+    size = 4 * digits["parameters"]
+    assert size <= plain < size + 10_000
+    assert size / 2 <= bf16 < size / 2 + 10_000
+    assert ours < size / 6
+    # Four columns of one byte are as long as one column of float32. The raw segments are as long,
+    # and there is a scale for each column.
+    assert int8 < ours + 5_000
+
+
+def test_every_model_learns(tmp_path: Path) -> None:
+    options = ("--tasks", "language", "lstm", "--methods", "plain", "int8-wire:4")
+    record = _measure(tmp_path, "losses", *options)
+    assert list(record["tasks"]) == ["language", "lstm"]
+    for task in record["tasks"].values():
+        _assert_learned(task)
+        plain, int8 = (method["bytes_per_step"] for method in task["methods"].values())
+        assert int8 < plain / 6
 
 
 @pytest.mark.long
 def test_every_variant_learns(tmp_path: Path) -> None:
     names = [name for name in tasks.TASKS if name not in matrix.MODELS]
-    options = ("--tasks", *names, "--methods", "plain")
-    runs = _measure("bench_convergence.py", tmp_path, *options)
-    assert [run["task"] for run in runs] == names
-    for run in runs:
-        assert run["validation_loss"][-1] < run["validation_loss"][0], run
+    record = _measure(tmp_path, "losses", "--tasks", *names, "--methods", "plain")
+    assert list(record["tasks"]) == names
+    for task in record["tasks"].values():
+        _assert_learned(task)
 
 
 def test_the_matrix_has_what_each_figure_needs() -> None:
@@ -131,47 +127,30 @@ def _record() -> dict[str, Any]:
         "hook-1-bucket:4": (0.1, 0.2, 0.3),
         "int8-wire:16": (-0.01, 0.03, 0.005),
         "int8-wire:8": (0.0, 0.01, 0.005),
-        "int8-wire+warm_start_noise=0.2:8": (0.0, 0.0, 0.02),
+        "int8-wire+warm_start_noise=0.2:8": (0.0, 0.0),
     }
     sent = dict(zip(beyond, (1000, 50, 20, 10, 10), strict=True))
-    runs = []
-    for text, gaps in beyond.items():
-        (contender,) = contenders.expand([contenders.parse(text)], ())
-        about = {"task": "lstm", "name": text, "method": contender.title, "rank": contender.rank}
-        for seed, gap in enumerate(gaps):
-            losses = {"validation_loss": [9.0, 1.0 + seed + gap], "step": [0, 300]}
-            sizes = {"bytes_sent_per_step": sent[text], "gradient_bytes": 1000, "parameters": 250}
-            runs.append({**about, "seed": seed, **losses, **sizes})
-    return {"tasks": {"lstm": tasks.TASKS["lstm"].about}, "runs": runs, "world": 2}
-
-
-def test_a_verdict_says_what_is_as_good_as_plain() -> None:
-    by_title = report.by_method(_record(), "lstm")
-    plain = next(iter(by_title.values()))
-    verdicts = {
-        runs[0]["name"]: report.verdict(report.beyond_plain(runs, plain))
-        for runs in by_title.values()
+    measured = {
+        name: {
+            "bytes_per_step": sent[name],
+            "losses": [1.0 + seed + gap for seed, gap in enumerate(gaps)],
+        }
+        for name, gaps in beyond.items()
     }
-    assert list(verdicts.items()) == [
-        ("plain", "yes, every seed"),
-        ("hook-1-bucket:4", "no"),
-        ("int8-wire:8", "yes, every seed"),
-        ("int8-wire:16", "yes"),
-        ("int8-wire+warm_start_noise=0.2:8", "yes"),
-    ]
+    return {"tasks": {"lstm": {**tasks.TASKS["lstm"].about, "methods": measured}}}
 
 
 def test_the_tables_have_the_losses_above_plain_and_the_bytes() -> None:
     record = _record()
-    assert tables.front(record, "lstm") == (
-        ["", "lstm"],
-        [
-            ["plain's loss", "2.000 (1.000..3.000)"],
-            ["torch's PowerSGD hook, one bucket, rank 4", "+0.200 (+0.100..+0.300), 20 x"],
-            ["ours, int8 wire, rank 8", "+0.005 (+0.000..+0.010), 100 x"],
-            ["ours, int8 wire, rank 16", "+0.008 (-0.010..+0.030), 50 x"],
-        ],
-    )
+    plain = ["plain's loss", "2.000 (1.000..3.000)"]
+    hook = ["torch's PowerSGD hook, one bucket, rank 4", "+0.200 (+0.100..+0.300), 20 x"]
+    rank_8 = ["ours, int8 wire, rank 8", "+0.005 (+0.000..+0.010), 100 x"]
+    rank_16 = ["ours, int8 wire, rank 16", "+0.008 (-0.010..+0.030), 50 x"]
+    rows = [plain, hook, rank_8, rank_16]
+    assert tables.losses(record, "front", "lstm") == (["", "lstm"], rows)
+    headings, rows_of_all = tables.all_losses(record, "lstm")
+    assert rows_of_all[:4] == rows
+    assert rows_of_all[4][0] == "ours, int8 wire, warm start noise 0.2, rank 8"
     assert tables.curve(record, "lstm") == (
         ["lstm: rank", "torch's hook", "float32", "bfloat16", "int8", "int4"],
         [
@@ -180,99 +159,74 @@ def test_the_tables_have_the_losses_above_plain_and_the_bytes() -> None:
             ["16", "", "", "", "+0.008, 50 x", ""],
         ],
     )
-    del record["runs"][-1]  # the noisy run of the last seed
     noisy = ["+0.005 (+0.000..+0.010)", "+0.000 (+0.000..+0.000), 2 seeds"]
-    headings, rows = tables.noise(record, "int8-wire")
-    assert headings == ["", "rank", "no noise", "noise 0.2"]
-    assert rows == [["lstm", "8", *noisy]]
+    assert tables.noise(record, "int8-wire") == (
+        ["", "rank", "no noise", "noise 0.2"],
+        [["lstm", "8", *noisy]],
+    )
 
 
-def test_the_picture_is_written(tmp_path: Path) -> None:
-    pictures.draw(_record(), tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").stat().st_size > 0
+def test_the_picture_has_a_line_for_each_method(tmp_path: Path) -> None:
+    record = _record()
+    lines = pictures._lines(record["tasks"]["lstm"]["methods"])
+    assert {name: [rank for _, _, rank in points] for name, points in lines.items()} == {
+        "hook-1-bucket": [4],
+        "int8-wire": [8, 16],
+    }
+    pictures.draw_losses(record, tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").stat().st_size > 0
 
 
-def test_a_measurement_resumes_with_other_methods(tmp_path: Path) -> None:
+def test_a_measurement_resumes_with_other_methods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The file's runs stay as they are, and a file of another task's arguments is refused."""
     options = ("--tasks", "digits", "--resume", "--methods")
-    first = _measure("bench_convergence.py", tmp_path, *options, "plain", "bf16-wire:2")
-    runs = _measure("bench_convergence.py", tmp_path, *options, "bf16-wire", "--ranks", "2", "4")
-    assert runs[: len(first)] == first
-    titles = ["plain all-reduce", "ours, bf16 wire, rank 2", "ours, bf16 wire, rank 4"]
-    assert [run["method"] for run in runs] == titles
-    assert [run["name"] for run in runs] == ["plain", "bf16-wire:2", "bf16-wire:4"]
-    assert all(run["seconds"] > 0 for run in runs)
-    assert [run["rank"] for run in runs] == [None, 2, 4]
-
-    script = [sys.executable, str(ROOT / "benchmarks" / "bench_convergence.py")]
-    shown = subprocess.run(
-        [*script, "--show", str(tmp_path / "result.json")],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    ).stdout
-    for title in titles:
+    first = _measure(tmp_path, "losses", *options, "plain", "bf16-wire:2")
+    again = _measure(tmp_path, "losses", *options, "bf16-wire:2,4")
+    before, after = (record["tasks"]["digits"]["methods"] for record in (first, again))
+    assert list(after) == ["plain", "bf16-wire:2", "bf16-wire:4"]
+    assert {name: after[name] for name in before} == before
+    assert len(again["resumed"]) == 1
+    shown = capsys.readouterr().out
+    for title in ("plain's loss", "ours, bf16 wire, rank 2", "ours, bf16 wire, rank 4"):
         assert title in shown
-    left = subprocess.run(
-        [*script, "--quick", *options[:-1], "--left", "--methods", "plain", "bf16-wire:8"]
-        + ["--json", str(tmp_path / "result.json")],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    ).stdout
-    assert left.startswith("digits: 1 runs, ")
 
-    record = json.loads((tmp_path / "result.json").read_text())
-    record["tasks"]["digits"]["arguments"] = "--steps 1000000"
-    (tmp_path / "other.json").write_text(json.dumps(record))
-    refused = subprocess.run(
-        [*script, *options, "plain", "--quick", "--json", str(tmp_path / "other.json")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert refused.returncode == 1
-    assert "has other settings: digits is" in refused.stderr
+    again["tasks"]["digits"]["arguments"] = "--steps 1000000"
+    (tmp_path / "result.json").write_text(json.dumps(again))
+    with pytest.raises(SystemExit, match="has other settings: digits is --steps 1000000"):
+        _measure(tmp_path, "losses", *options, "plain")
+
+
+def test_the_errors_of_shadow_mode_stand_beside_the_losses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = _measure(tmp_path, "shadow")
+    assert [(run["task"], run["rank"]) for run in record["runs"]] == [
+        (task, rank) for task in ("language", "digits", "lstm") for rank in (1, 2, 4, 8, 16, 32)
+    ]
+    # The tiny models have no weight that rank 32 compresses, and rank 1 leaves most out.
+    for run in record["runs"]:
+        (error,) = run["errors"]
+        assert 0 <= error < {1: 2, 32: 0.01}.get(run["rank"], 2)
+        assert run["rank"] > 1 or error > 0.1
+    capsys.readouterr()
+    bench_convergence.main(["shadow", "--show", str(tmp_path / "result.json")])
+    assert f"correlation of the two: {record['spearman']:.3f}" in capsys.readouterr().out
 
 
 def test_unlike_data_keep_our_residual_bounded(tmp_path: Path) -> None:
-    runs = _measure("bench_noniid.py", tmp_path)
-    by_name = {(run["method"], run["dtype"]): run for run in runs}
-    methods, dtypes = ("plain", "hook-1-bucket", "attached"), ("float32", "bfloat16")
-    assert set(by_name) == {(method, dtype) for method in methods for dtype in dtypes}
-    for dtype in dtypes:
-        run = by_name["attached", dtype]
-        # Rank 2 serves 2 of 16 dimensions a step. Twice the 8 steps of a turn is the bound, as in
-        # test_identity.py.
-        assert 0 < max(ratio for ratio in run["ratio"] if ratio is not None) < 2 * 16 / 2
-        assert run["distance"][-1] < run["distance"][0] / 2
-
-
-@pytest.mark.parametrize("example", ["train_lm", "train_digits"])
-def test_an_example_has_the_default_options(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    arguments = importlib.import_module(example).options().parse_args([])
-    defaults = tp.Options()
-    assert arguments.rank == defaults.matrix_approximation_rank
-    assert tp.Options(wire_dtype=arguments.wire_dtype).wire_dtype == defaults.wire_dtype
-    assert arguments.exact_steps < arguments.steps / 20
-
-
-def test_the_digits_example_saves_and_resumes(tmp_path: Path) -> None:
-    metrics, checkpoint = tmp_path / "metrics.jsonl", tmp_path / "checkpoint.pt"
-    script = [ROOT / "examples" / "train_digits.py", "--channels", 32, "--exact-steps", 3]
-    files = ["--metrics", metrics, "--checkpoint", checkpoint]
-    for steps in (5, 8):
-        result = torchrun(*script, *files, "--steps", steps)
-        assert "validation accuracy" in result.stdout
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, 9))
-    sent = [record["bytes_sent"] for record in records]
-    by_step = [after - before for before, after in zip([0, *sent], sent, strict=False)]
-    # A resumed run goes on from its step: the exact steps are the first three of all.
-    assert by_step[:3] == [by_step[0]] * 3
-    assert by_step[3:] == [by_step[3]] * 5
-    assert 0 < by_step[3] < by_step[0] / 8
+    picture = tmp_path / "picture.png"
+    record = _measure(tmp_path, "unlike-data", "--picture", str(picture))
+    assert picture.stat().st_size > 0
+    assert [(run["method"], run["dtype"]) for run in record["runs"]] == [
+        (method, dtype)
+        for dtype in ("float32", "bfloat16")
+        for method in ("plain", "hook-1-bucket", "attached")
+    ]
+    for run in record["runs"]:
+        if run["method"] == "attached":
+            # Rank 2 serves 2 of 16 dimensions a step. Twice the 8 steps of a turn is the bound, as
+            # in test_identity.py.
+            assert 0 < run["last_ratio"] <= run["largest_ratio"] < 2 * 16 / 2
+            assert run["distances"][-1] < 3  # x starts at 25

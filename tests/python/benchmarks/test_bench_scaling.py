@@ -17,7 +17,7 @@ from support.repository import ROOT
 pytest.importorskip("rich")
 
 import bench_scaling
-from scaling import model, process, settings, tables
+from scaling import model, rank, settings, tables
 
 from torch_powersgd.tools.footprint import elements_of
 
@@ -99,7 +99,7 @@ def test_a_cap_holds_for_the_first_bucket_as_in_ddp() -> None:
 
 def test_a_checkpoint_is_counted_as_it_is_saved(tmp_path: Path) -> None:
     state = {"weight": torch.zeros(1000), "name": "x"}
-    counter = process.Counter()
+    counter = rank.Counter()
     torch.save(state, counter)  # type: ignore[arg-type]
     torch.save(state, tmp_path / "archive")  # torch's name for a file that has none
     assert counter.bytes == (tmp_path / "archive").stat().st_size

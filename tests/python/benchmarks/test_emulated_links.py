@@ -1,21 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Emulated links lose, reorder and delay frames as stated, and a host can be cut off."""
+"""Emulated links lose, reorder and delay frames as stated."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from typing import Any
-
 import pytest
+from launcher import hosts
+from launcher.emulated_links import HELD_BACK, Link, Schedule
 
-pytest.importorskip("rich")
-
-from cluster import hosts
-from cluster.emulated_links import HELD_BACK, Link, Schedule
-
-from support.shaped_links import needs_hosts, needs_taps
+from support.shaped_links import needs_hosts, needs_taps, said, start
 
 FRAMES = 2000
 _END = 7
@@ -89,17 +81,6 @@ else:
     rows = [line.split() for line in open("/proc/self/net/snmp") if line.startswith("Tcp:")]
     print(rows[1][rows[0].index("RetransSegs")])
 """
-_PIPES: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-
-
-def _start(cluster: hosts.Hosts, program: str) -> list[subprocess.Popen[str]]:
-    processes = [
-        cluster.start(host, [sys.executable, "-c", program, str(host)], os.environ, **_PIPES)
-        for host in range(2)
-    ]
-    assert processes[1].stdout
-    assert processes[1].stdout.readline() == "listening\n"
-    return processes
 
 
 @needs_hosts
@@ -107,7 +88,8 @@ def _start(cluster: hosts.Hosts, program: str) -> list[subprocess.Popen[str]]:
 def test_a_lossy_link_loses_frames_of_the_mtu_and_tcp_sends_them_again() -> None:
     size = 1_000_000
     with hosts.Hosts(2, None, link=Link(loss=0.05, seed=1)) as cluster:
-        sender, receiver = _start(cluster, TRANSFER)
+        receiver, sender = (start(cluster, host, TRANSFER) for host in (1, 0))
+        assert said(receiver) == "listening"
         again = sender.communicate("\n", timeout=60)[0]
         total, frames = receiver.communicate(timeout=60)[0].split()
     assert int(total) == sum(i % 251 for i in range(size))
@@ -115,48 +97,34 @@ def test_a_lossy_link_loses_frames_of_the_mtu_and_tcp_sends_them_again() -> None
     assert int(again) > 0
 
 
-# Host 1 returns every datagram. Host 0 sends one for each line, and prints how many came back.
-DATAGRAMS = """
-import socket, sys
-link = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+# Host 1 returns every byte to host 0, which prints how long the quickest took.
+ECHO = """
+import socket, sys, time
 if sys.argv[1] == "1":
-    link.bind(("", 7000))
-    print("listening", flush=True)
-    while True:
-        link.sendto(*link.recvfrom(100))
-for i, line in enumerate(sys.stdin):
-    link.settimeout(float(line))
-    link.sendto(str(i).encode(), ("10.77.0.2", 7000))
-    try:
-        while link.recv(100) != str(i).encode(): pass
-        print(1, flush=True)
-    except TimeoutError:
-        print(0, flush=True)
+    with socket.create_server(("", 7000)) as listener:
+        print("listening", flush=True)
+        connection = listener.accept()[0]
+    while byte := connection.recv(1): connection.sendall(byte)
+else:
+    sys.stdin.readline()
+    connection, times = socket.create_connection(("10.77.0.2", 7000)), []
+    for _ in range(10):
+        began = time.monotonic()
+        connection.sendall(b"x")
+        connection.recv(1)
+        times.append(time.monotonic() - began)
+    print(min(times))
 """
 
 
 @needs_hosts
-def test_a_host_is_cut_off_and_comes_back_at_another_rate() -> None:
-    with hosts.Hosts(2, "100mbit") as cluster:
-        sender, _ = _start(cluster, DATAGRAMS)
-        assert sender.stdin
-        assert sender.stdout
-
-        def echoes(patience: float) -> bool:
-            assert sender.stdin
-            assert sender.stdout
-            sender.stdin.write(f"{patience}\n")
-            sender.stdin.flush()
-            return sender.stdout.readline() == "1\n"
-
-        assert echoes(30)
-        cluster.cut(1)
-        assert not echoes(0.3)
-        cluster.mend(1)
-        assert echoes(30)
-        cluster.set_rate(1, "1mbit")
-        assert echoes(30)
-        for host, device in ((1, "eth0"), (0, "eth0")):
-            command = ["tc", "-n", cluster.names[host], "qdisc", "show", "dev", device]
-            shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            assert ("rate 1Mbit" in shown) == (host == 1), shown
+@needs_taps
+def test_a_delay_is_no_shorter_than_it_says() -> None:
+    """Both directions have the delay, and the process that makes it ends with the hosts."""
+    with hosts.Hosts(2, None, delay_ms=20) as cluster:
+        receiver, sender = (start(cluster, host, ECHO) for host in (1, 0))
+        assert said(receiver) == "listening"
+        seconds = float(sender.communicate("\n", timeout=60)[0])
+        assert cluster.emulation
+    assert seconds >= 2 * 20e-3
+    assert cluster.emulation.returncode is not None

@@ -11,11 +11,10 @@ from typing import Any
 import bench_model
 import bench_stages
 import bench_step
-import compare_kernels
 import pytest
 import torch
 import torch.distributed as dist
-from floor import floor_bytes, floor_ms
+from stages.floor import floor_bytes, floor_ms
 
 
 def _run(program: Any, words: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -42,15 +41,16 @@ def test_the_stages_of_a_model_are_a_share_of_its_dense_step(
     for found in record["stages"]:
         for dense in record["dense"]:
             share = found["share"][str(dense["batch"])]
-            assert share == pytest.approx(found["ms"] / dense["ms"])
+            assert share == pytest.approx(found["ms"] / dense["ms"], rel=1e-5)
     assert "of batch 2" in capsys.readouterr().out
 
 
 def test_a_step_is_timed_with_the_stages_and_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "--device cpu --model demo --batch 1 --tokens 4 --ranks 2 --caps 25 --repeats 1"
+    words = "--device cpu --model gpt-1M --batch 1 --tokens 4 --ranks 2 --caps 25 --repeats 1"
     monkeypatch.setattr(bench_step, "TURNS", 2)
+    monkeypatch.setattr(bench_step, "WARMUPS", 1)
     record = _run(bench_step, words, tmp_path / "step.json", monkeypatch)
     cases = [(found["rank"], found["bucket_cap_mb"]) for found in record["results"]]
     assert cases == [(None, 25), (2, 25)]
@@ -98,8 +98,8 @@ def test_the_rows_of_a_run_that_is_cut_off_are_there(
     dist.destroy_process_group()
     (result,) = json.loads(file.read_text())["results"]
     assert result["ours"]["launches"] == 0  # there is no GPU
-    floor_bytes = 5 * 4 * result["elements"]
-    assert result["floor_ms"] * result["copy_gbyte_per_s"] * 1e6 == pytest.approx(floor_bytes)
+    moved = result["floor_ms"] * result["copy_gbyte_per_s"] * 1e6
+    assert moved == pytest.approx(5 * 4 * result["elements"], rel=1e-5)
     heading, row = capsys.readouterr().out.splitlines()[1:]
     assert heading.startswith("model ")
     assert row.startswith("demo (9.6 M) ")
@@ -124,16 +124,3 @@ def test_the_floor_counts_the_bytes_of_each_dtype(
     copied = {"elements": 1000, "copy_gbyte_per_s": 2.0}
     result = {"dtype": dtype, "residual_dtype": residual_dtype, **copied}
     assert floor_ms(result) == pytest.approx(1000 * per_element / 2e6)
-
-
-def test_kernels_are_compared_side_by_side() -> None:
-    def record(*ratios: tuple[str, int, float]) -> dict[str, Any]:
-        case = {"kind": "float32", "products": "bfloat16"}
-        return {"results": [{"model": m, "rank": r, **case, "ratio": x} for m, r, x in ratios]}
-
-    both = {"on": record(("gpt2", 4, 1.5), ("gpt2", 8, 1.75)), "off": record(("gpt2", 8, 2.0))}
-    assert compare_kernels.table(both) == [
-        ["model", "rank", "gradient", "products", "on", "off"],
-        ["gpt2", "4", "float32", "bfloat16", "1.50", "-"],
-        ["gpt2", "8", "float32", "bfloat16", "1.75", "2.00"],
-    ]

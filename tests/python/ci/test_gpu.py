@@ -241,24 +241,3 @@ def test_programs_from_elsewhere_are_used_if_they_fit(machine: Machine) -> None:
         ended = machine.call("--parts", "kernels")
         assert ended.verdicts["kernels"].startswith("NOT RUN")
         assert ended.status == 0, ended.output
-
-
-def test_results_are_json_at_any_time(tmp_path: Path) -> None:
-    from provenance import write
-
-    file = tmp_path / "new" / "results.json"
-    for count in range(3):
-        write({"results": [0] * count}, file)
-        assert json.loads(file.read_text()) == {"results": [0] * count}
-        assert os.listdir(file.parent) == ["results.json"]
-    write({}, None)
-
-
-def test_the_commit_needs_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    from provenance import commit
-
-    monkeypatch.delenv("POWERSGD_COMMIT", raising=False)
-    monkeypatch.setenv("PATH", "")
-    assert commit() == ""
-    monkeypatch.setenv("POWERSGD_COMMIT", "abc1234")
-    assert commit() == "abc1234"

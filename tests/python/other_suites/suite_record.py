@@ -19,7 +19,7 @@ def add(suite: str, backend: str, ranks: int, ended: dict[str, Any]) -> None:
     """Adds a row, or replaces it. It does nothing without a file."""
     if not (named := os.environ.get("POWERSGD_SUITES_RECORD")):
         return
-    import provenance  # of the benchmarks, which are not everywhere where the tests run
+    import report  # of the benchmarks, which are not everywhere where the tests run
 
     file = Path(named)
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
@@ -27,4 +27,4 @@ def add(suite: str, backend: str, ranks: int, ended: dict[str, Any]) -> None:
     rows = [row for row in rows if any(row[field] != key[field] for field in key)]
     rows.append({**key, **ended})
     rows.sort(key=lambda row: (row["suite"] != "torch", row["suite"], row["backend"], row["ranks"]))
-    provenance.write({**provenance.provenance(provenance.processor()), "rows": rows}, file)
+    report.write({**report.provenance(report.processor()), "rows": rows}, file)

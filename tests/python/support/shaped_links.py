@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The marks of tests that need the benchmarks' hosts or the emulated links."""
+"""Programs on the benchmarks' hosts, and the marks of tests that need hosts or emulated links."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
-from cluster import emulated_links, hosts
+from launcher import emulated_links, hosts
 
 
 def _missing() -> list[str]:
@@ -26,3 +28,24 @@ needs_hosts = pytest.mark.skipif(bool(_MISSING), reason=f"missing: {', '.join(_M
 needs_taps = pytest.mark.skipif(
     not os.access(emulated_links.CONTROL, os.W_OK), reason=f"needs {emulated_links.CONTROL}"
 )
+
+
+def start(
+    cluster: hosts.Hosts, host: int, program: str, *arguments: object
+) -> subprocess.Popen[str]:
+    """Starts a Python program on a host, with its number as the first argument."""
+    words = [sys.executable, "-c", program, str(host), *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        ["ip", "netns", "exec", cluster.names[host], *words], stdin=pipe, stdout=pipe, text=True
+    )
+
+
+def said(process: subprocess.Popen[str], line: str = "") -> str:
+    """What the program says next, once it is told a line."""
+    assert process.stdin
+    assert process.stdout
+    if line:
+        process.stdin.write(f"{line}\n")
+        process.stdin.flush()
+    return process.stdout.readline().strip()

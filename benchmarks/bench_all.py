@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Measures what the docs quote, part by part: `make bench`, or `make bench PART=cluster`.
+
+    python benchmarks/bench_all.py --list
+    python benchmarks/bench_all.py cluster reliability
+
+It skips the results of a commit since which neither the product nor a benchmark has changed. A
+record goes to build/bench first, and to benchmarks/results when it is complete. After an
+interruption the same call goes on: the programs that take hours resume from that file.
+
+The machine must be quiet. Links between hosts need root, ip and tc. bench_cluster compares the
+author's powersgd if a clone of https://github.com/epfml/powersgd is on PYTHONPATH, as the package
+that pip installs is empty. bench_convergence compares DeMo if the folder of a clone of
+https://github.com/bloc97/DeMo is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, UNFINISHED = ROOT / "benchmarks" / "results", ROOT / "build" / "bench"
+PICTURES = ROOT / "docs" / "images"
+MEASURED = ("csrc", "include", "python", "benchmarks", ":!benchmarks/results")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    name: str  # of the record, and of the picture if there is one
+    minutes: int  # on two cores
+    command: str  # in benchmarks/, without the files
+    picture: bool = False
+
+    @property
+    def result(self) -> Path:
+        return RESULTS / f"{self.name}.json"
+
+    def is_current(self) -> bool:
+        return _measures_this_tree(self.result)
+
+    def run(self) -> bool:
+        """Measures, or goes on. Returns whether the result is complete."""
+        record, picture = UNFINISHED / self.result.name, UNFINISHED / f"{self.name}.png"
+        if not _measures_this_tree(record):
+            record.unlink(missing_ok=True)
+        program, *words = self.command.split()
+        words += ["--json", str(record), *(["--picture", str(picture)] if self.picture else [])]
+        command = [sys.executable, str(ROOT / "benchmarks" / program), *words]
+        print("\n", *command, flush=True)
+        if subprocess.run(command, check=False).returncode:
+            return False
+        record.replace(self.result)
+        if self.picture:
+            picture.replace(PICTURES / picture.name)
+        return True
+
+
+def _measures_this_tree(record: Path) -> bool:
+    """Returns whether what is measured has not changed since the commit of a record."""
+    if not record.exists() or not (commit := json.loads(record.read_text()).get("commit")):
+        return False
+    changed = ["git", "diff", "--quiet", commit, "--", *MEASURED]
+    return subprocess.run(changed, cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
+PARTS = {
+    "stages": [
+        Measurement(
+            "stages_cpu",
+            20,
+            "bench_stages.py --models resnet18 demo gpt2 --ranks 1 2 4 8"
+            " --dtypes float32 bfloat16 bfloat16/bfloat16",
+        ),
+        Measurement(
+            "stages_cpu_2_threads",
+            2,
+            "bench_stages.py --models resnet18 gpt2 --ranks 4 --threads 2",
+        ),
+        Measurement(
+            "stages_by_rank", 5, "bench_stages.py --models resnet18 gpt2 --ranks 4 8 16 32"
+        ),
+    ],
+    "cluster": [
+        Measurement(
+            "cluster_links",
+            60,
+            "bench_cluster.py --ranks 2 --rounds 5 --learning-steps 300 --seeds 3"
+            " --methods none ddp-alone plain fp16 hook-1-bucket:4,16 attached:4 bf16-wire:16"
+            " int8-wire:8,16,32 int4-wire:32"
+            " --learning-methods plain hook-1-bucket:16 bf16-wire:16 int8-wire:16,32",
+            picture=True,
+        ),
+        Measurement(
+            "cluster_cpu",
+            30,
+            "bench_cluster.py --ranks 2 --rounds 7 --learning-steps 80 --rank 4"
+            " --methods none ddp-alone plain fp16 hook-1-bucket author attached flat bf16-wire",
+        ),
+        Measurement(
+            "cluster_cpu_4",
+            20,
+            "bench_cluster.py --ranks 4 --rounds 5 --learning-steps 0 --rank 4"
+            " --methods none ddp-alone plain hook-1-bucket author attached bf16-wire",
+        ),
+    ],
+    "reliability": [
+        Measurement("faults", 20, "bench_reliability.py faults"),
+        Measurement("restarts", 20, "bench_reliability.py restarts"),
+        Measurement("starts", 35, "bench_reliability.py starts"),
+        Measurement(
+            "starts_late",
+            60,
+            "bench_reliability.py starts --starts 1000 --ranks 2 --steps 6 --late-ms 300"
+            " --jitter-ms 1",
+        ),
+        Measurement("endurance", 60, "bench_reliability.py endurance"),
+    ],
+    "scaling": [Measurement("scaling", 30, "bench_scaling.py --resume")],
+    "convergence": [
+        Measurement("convergence", 360, "bench_convergence.py losses --resume", picture=True),
+        Measurement("shadow", 10, "bench_convergence.py shadow"),
+        Measurement("unlike_data", 5, "bench_convergence.py unlike-data", picture=True),
+    ],
+}
+
+
+def listed() -> str:
+    """The parts with their hours, and the results that are to be measured."""
+    lines = []
+    for name, part in PARTS.items():
+        hours = sum(each.minutes for each in part) / 60
+        todo = [each.name for each in part if not each.is_current()]
+        lines.append(f"{name:12}{hours:5.1f} hours; to measure: {', '.join(todo) or 'nothing'}")
+    return "\n".join(lines)
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (all)")
+    parser.add_argument("--list", action="store_true", help="show the parts, and measure nothing")
+    arguments = parser.parse_args(words)
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    print(listed(), flush=True)
+    if arguments.list:
+        return
+    UNFINISHED.mkdir(parents=True, exist_ok=True)
+    chosen = [each for name in arguments.parts or PARTS for each in PARTS[name]]
+    failed = [each.name for each in chosen if not each.is_current() and not each.run()]
+    if failed:
+        sys.exit(f"not measured: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

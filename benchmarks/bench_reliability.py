@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Trains where networks and processes fail, and for long: the trials of docs/reliability.md.
+
+    python benchmarks/bench_reliability.py faults --only stopped killed
+    python benchmarks/bench_reliability.py starts --starts 200 --ranks 2 4
+    python benchmarks/bench_reliability.py restarts --json restarts.json
+    python benchmarks/bench_reliability.py endurance --steps 7000 --groups 50
+    python benchmarks/bench_reliability.py endurance --show endurance.json
+    python benchmarks/bench_reliability.py faults --help
+
+The program fails if a part finds what must not be.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from launcher import hosts, signals
+from reliability import endurance, faults, restarts, starts
+from report import part_of, recorded, show
+
+PARTS = {"faults": faults, "starts": starts, "restarts": restarts, "endurance": endurance}
+
+
+def main(words: list[str] | None = None) -> None:
+    part, arguments = part_of(__doc__, PARTS, "after every trial", words)
+    signals.unwind_on_signals()
+    try:
+        record = recorded(arguments, part.measure)
+    except hosts.ClusterError as error:
+        sys.exit(f"bench_reliability: {error}")
+    show(record, part.tables_of(record))
+    if found := part.problems(record):
+        sys.exit(f"bench_reliability: {'; '.join(found)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The loss that each method ends at, by the bytes that it sends.
+
+It trains the language model of the examples, smaller than the demo's, their image classifier, and
+an LSTM, on two local ranks. Each also trains with the other of two optimizers, and with a global
+batch that is four times larger. The methods are a plain all-reduce, torch's hooks and this project.
+Runs of one seed have the same initial weights and batches. All methods have the same learning
+rates, and all PowerSGD methods the same few exact steps at the start. The seed also sets the random
+start of PowerSGD, which alone makes a difference to a short run.
+
+The runs are those of convergence/matrix.py, the most telling first, or those of --methods, which
+are METHOD, METHOD:RANK,RANK or METHOD+OPTION=VALUE:RANK. A run takes some seconds, all of them take
+hours: --resume goes on where the last measurement ended.
+
+The bytes sent are those that a rank writes to its sockets, from the first compressed step on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from cluster import contenders
+from cluster.contenders import Wanted
+from cluster.figures import REFERENCES
+from cluster.methods import EXACT_STEPS
+from process import bytes_written
+from report import Record, Table, in_turn, processor, provenance, write
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from convergence import matrix, pictures, ranks, tables
+from convergence.matrix import Run
+from convergence.tasks import TASKS, Task
+
+NOT_COMPARED = (*REFERENCES, "author")  # the author's code does not use DDP
+RANK = 16  # of the approximation, for methods that name none
+QUICK_METHODS = "plain bf16 hook-1-bucket:1 attached:1 bf16-wire:16 int8-wire:4"
+
+draw = pictures.draw_losses
+
+
+def _compared(text: str) -> Wanted:
+    wanted = contenders.parse(text)
+    if wanted.method in NOT_COMPARED:
+        raise argparse.ArgumentTypeError(f"{wanted.method} does not train a DDP module")
+    return wanted
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    stages = list(matrix.STAGES)
+    parts = f"parts of the matrix of runs, in their order ({' '.join(stages)})"
+    add("--stages", nargs="+", choices=stages, default=stages, metavar="STAGE", help=parts)
+    methods = "methods in place of the matrix"
+    add("--methods", nargs="+", type=_compared, metavar="METHOD", help=methods)
+    tasks = f"tasks to train, of {' '.join(TASKS)} (all of the matrix; with --methods 3 models)"
+    add("--tasks", nargs="+", choices=TASKS, metavar="TASK", help=tasks)
+    add("--seeds", type=int, default=5, metavar="N", help="number of seeds, 0 to N - 1 (5)")
+    add("--lr", type=float, help="learning rate (the best of three for plain, by task)")
+    add("--quick", action="store_true", help="one seed, tiny models and twelve steps")
+    add("--resume", action="store_true", help="keep the runs that the file of --json has")
+    add("--picture", type=Path, help="file for the picture")
+
+
+def tables_of(record: Record) -> dict[str, Table]:
+    return {
+        f"{task['title']}: {task['parameters'] / 1e6:.2f} M parameters, {record['world']} ranks\n"
+        f"{task['arguments']}": tables.all_losses(record, name)
+        for name, task in record["tasks"].items()
+        if "plain" in task["methods"]
+    }
+
+
+def measure(arguments: argparse.Namespace) -> Record:
+    """The record of all runs, those that --resume finds included."""
+    if arguments.quick:
+        arguments.seeds = 1
+        arguments.methods = arguments.methods or [_compared(w) for w in QUICK_METHODS.split()]
+    wanted = wanted_runs(arguments)
+    tasks = {name: _task(name, arguments) for name in dict.fromkeys(run.task for run in wanted)}
+    record = _record(arguments, tasks)
+
+    def methods_of(run: Run) -> Record:
+        methods: Record = record["tasks"][run.task]["methods"]
+        return methods
+
+    # The seeds of a method come one after the other, so that a seed is a place in the list.
+    done: Record = {"losses": []}
+    todo = [
+        run
+        for run in wanted
+        if run.seed >= len(methods_of(run).get(run.contender.name, done)["losses"])
+    ]
+    for run in in_turn(todo, lambda run: f"{run.task}, seed {run.seed}, {run.contender.title}"):
+        how, task = run.contender, tasks[run.task]
+        found = ranks.run(train, how.method, how.rank or 0, run.seed, task, run.seed)
+        record["tasks"][run.task] |= {name: found[name] for name in ("parameters", "untrained")}
+        new = {"bytes_per_step": found["bytes_per_step"], "losses": []}
+        methods_of(run).setdefault(how.name, new)["losses"].append(found["loss"])
+        write(record, arguments.json)
+    return record
+
+
+def wanted_runs(arguments: argparse.Namespace) -> list[Run]:
+    """The runs that the command line asks for, without methods that cannot run here."""
+    stages = [matrix.STAGES[name] for name in arguments.stages]
+    if arguments.methods:
+        chosen = contenders.expand(arguments.methods, [RANK])
+        tasks = arguments.tasks or matrix.MODELS
+        stages = [matrix.Stage(tasks, " ".join(contender.name for contender in chosen))]
+    runs = [
+        run
+        for run in matrix.runs(stages, arguments.seeds)
+        if not arguments.tasks or run.task in arguments.tasks
+    ]
+    lacks = {run.contender: run.contender.how.lacks() for run in runs}
+    for contender, why in lacks.items():
+        if why:
+            print(f"left out: {contender.title}: {why}")
+    return [run for run in runs if not lacks[run.contender]]
+
+
+def _task(name: str, arguments: argparse.Namespace) -> Task:
+    task = TASKS[name]
+    if arguments.quick:
+        task = task.with_arguments(task.quick)
+    return task.with_arguments(f"--lr {arguments.lr}") if arguments.lr else task
+
+
+def _record(arguments: argparse.Namespace, tasks: dict[str, Task]) -> Record:
+    """The record to add runs to: an empty one, or that of --json if its tasks are the same."""
+    here = provenance(processor())
+    about = {name: {**task.about, "methods": {}} for name, task in tasks.items()}
+    if not (arguments.resume and arguments.json and arguments.json.exists()):
+        return {**here, "world": ranks.WORLD, "exact_steps": EXACT_STEPS, "tasks": about}
+    record: Record = json.loads(arguments.json.read_text())
+    for name, task in about.items():
+        before = record["tasks"].setdefault(name, task)["arguments"]
+        if before != task["arguments"]:
+            raise SystemExit(f"{arguments.json} has other settings: {name} is {before}")
+    if here not in (resumed := record.setdefault("resumed", [])):
+        resumed.append(here)
+    return record
+
+
+def train(make: ranks.Make, task: Task, seed: int) -> dict[str, Any]:
+    """Trains on every rank. Returns the validation losses, and the bytes that this rank sends."""
+    trainees = []
+
+    def wrap(model: nn.Module) -> DistributedDataParallel:
+        trainees.append(make(model))
+        module = trainees[0].module
+        assert isinstance(module, DistributedDataParallel)
+        return module
+
+    trainer = task.trainer(seed, wrap)
+    args = trainer.args
+    if optimizer := trainees[0].optimizer:
+        trainer.optimizer, args.lr = optimizer, task.demo_lr
+    untrained = trainer.validate()["validation_loss"]
+    sent = 0
+    for step in range(args.steps):
+        before = bytes_written()
+        loss = trainer.train_step()
+        if step >= EXACT_STEPS:
+            sent += bytes_written() - before
+        trainer.mean(loss)  # keeps the ranks in step
+    return {
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "bytes_per_step": round(sent / (args.steps - EXACT_STEPS)),
+        "untrained": round(untrained, 5),
+        "loss": round(trainer.validate()["validation_loss"], 5),
+    }

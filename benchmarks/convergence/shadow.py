@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The errors of shadow mode beside the losses that compression ends at.
+
+It trains the three models exactly. After as many steps as are exact in the part `losses`, shadow
+mode compresses beside the training, with float32 factors of each rank. The losses are those that
+the part `losses` has recorded for 300 steps. Spearman's correlation compares the order of the
+errors with that of the losses, over all ranks and tasks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+from cluster.methods import EXACT_STEPS
+from report import Record, Table, in_turn, processor, provenance, write
+from scipy.stats import spearmanr
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd as tp
+from convergence import ranks, tables
+from convergence.matrix import MODELS
+from convergence.tasks import TASKS, Task
+from torch_powersgd.tools.shadow import STEPS
+
+RANKS = (1, 2, 4, 8, 16, 32)
+LOSSES = Path(__file__).parents[1] / "results" / "convergence.json"
+METHOD = "attached"  # float32 factors, as the shadow's
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--steps", type=int, default=STEPS, help=f"steps of the shadow ({STEPS})")
+    add("--seeds", type=int, default=3, metavar="N", help="number of seeds, 0 to N - 1 (3)")
+    add("--losses", type=Path, default=LOSSES, help="record of the losses (results/)")
+    add("--quick", action="store_true", help="one seed, tiny models and two steps")
+
+
+def tables_of(record: Record) -> dict[str, Table]:
+    title = f"error over {record['steps']} steps, and loss above plain after 300"
+    correlation = f"Spearman's correlation of the two: {record['spearman']:.3f}"
+    return {f"{title}\n{correlation}": tables.shadow(record, *MODELS)}
+
+
+def measure(arguments: argparse.Namespace) -> Record:
+    if arguments.quick:
+        arguments.seeds, arguments.steps = 1, 2
+    losses = json.loads(arguments.losses.read_text())
+    record: Record = {**provenance(processor()), "steps": arguments.steps, "runs": []}
+    runs = {(task, rank): list[float]() for task in MODELS for rank in RANKS}
+    todo = [(task, seed) for task in MODELS for seed in range(arguments.seeds)]
+    for name, seed in in_turn(todo, lambda run: f"{run[0]}, seed {run[1]}"):
+        task = TASKS[name].with_arguments(TASKS[name].quick if arguments.quick else "")
+        found = ranks.run(errors, "plain", 0, seed, task, seed, list(RANKS), arguments.steps)
+        for rank, error in zip(RANKS, found, strict=True):
+            runs[name, rank].append(error)
+    for (name, rank), found in runs.items():
+        above = tables.beyond_plain(losses["tasks"][name]["methods"], f"{METHOD}:{rank}")
+        of_rank = {"errors": found, "loss_above_plain": statistics.mean(above)}
+        record["runs"].append({"task": name, "rank": rank, **of_rank})
+    error = [statistics.mean(run["errors"]) for run in record["runs"]]
+    loss = [run["loss_above_plain"] for run in record["runs"]]
+    record["spearman"] = round(float(spearmanr(error, loss).statistic), 3)
+    write(record, arguments.json)
+    return record
+
+
+def errors(make: ranks.Make, task: Task, seed: int, compared: list[int], steps: int) -> list[float]:
+    """Trains on every rank. Returns the error at each rank of the approximation."""
+    modules: list[DistributedDataParallel] = []
+
+    def wrap(model: nn.Module) -> DistributedDataParallel:
+        module = make(model).module
+        assert isinstance(module, DistributedDataParallel)
+        modules.append(module)
+        return module
+
+    trainer = task.trainer(seed, wrap)
+
+    def train(number: int) -> None:
+        for _ in range(number):
+            trainer.mean(trainer.train_step())
+
+    train(EXACT_STEPS)
+    shadow = tp.shadow(modules[0], compared, steps, {"wire_dtype": torch.float32})
+    train(steps)
+    return [round(shadow.error(rank), 5) for rank in compared]

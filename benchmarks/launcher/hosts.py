@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Hosts on one machine: network namespaces around a switch, each on a link of a given rate.
+
+All that a run makes carries its owner's name, psgd-<pid>-<start time>, by which sweep() finds and
+removes what a killed owner left. No interface is made outside the namespaces: the machine's own and
+its firewall have no part.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from launcher.emulated_links import Link
+from launcher.signals import uninterrupted
+
+INTERFACE = "eth0"
+
+_OWNED = re.compile(r"psgd-(\d+)-(\d+)\b")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
+_BENCHMARKS = Path(__file__).resolve().parents[1]
+_serial = itertools.count()
+
+
+class ClusterError(Exception):
+    """An error whose text names what cannot be made or run, and why."""
+
+
+def missing() -> list[str]:
+    """Returns the things that this machine lacks for hosts, each in a few words."""
+    lacks = [] if os.geteuid() == 0 else ["root (network namespaces are made)"]
+    return lacks + [f"the program {name}" for name in ("ip", "tc") if not shutil.which(name)]
+
+
+def bits_per_second(rate: str) -> float:
+    """The value of a rate as tc writes it.
+
+    Raises:
+        ValueError: names the rate and what is allowed.
+    """
+    match = _RATE.fullmatch(rate)
+    if not match or float(match[1]) == 0:
+        raise ValueError(f"a rate is a number and kbit, mbit or gbit (1gbit), got {rate!r}")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
+
+
+def owner() -> str:
+    """The name of all that this process makes."""
+    return f"psgd-{os.getpid()}-{_start_time(os.getpid())}"
+
+
+def is_left(name: str) -> bool:
+    """True if the name belongs to a run that is no longer alive."""
+    match = _OWNED.match(name)
+    return match is not None and _start_time(int(match[1])) != int(match[2])
+
+
+def sweep() -> list[str]:
+    """Removes what runs have left that are no longer alive. Returns the namespaces' names."""
+    left = [name for name in namespaces() if is_left(name)]
+    for name in left:
+        _remove(name)
+    for folder in Path(tempfile.gettempdir()).glob("psgd-*"):
+        if is_left(folder.name):
+            shutil.rmtree(folder)
+    return left
+
+
+def namespaces() -> list[str]:
+    """The names of the namespaces that any run has made."""
+    lines = _run("ip", "netns", "list").splitlines()
+    return [line.split()[0] for line in lines if _OWNED.match(line)]
+
+
+def processes_in(namespace: str) -> list[int]:
+    """The processes in a network namespace."""
+    return [int(pid) for pid in _run("ip", "netns", "pids", namespace).split()]
+
+
+def congestion_control() -> str:
+    """The congestion control of the machine's TCP, which is that of the hosts."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
+def enter(namespace: str) -> None:
+    """Moves this thread, and the processes and threads that it starts, to a network namespace."""
+    new_network = 0x40000000  # CLONE_NEWNET
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{namespace}") as handle:
+        if libc.setns(handle.fileno(), new_network):
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
+
+
+def sent_bytes() -> int:
+    """The bytes that this process's host has sent. The files of /sys would be the machine's."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counts.split()[8])
+    raise ClusterError(f"there is no {INTERFACE}")
+
+
+class Hosts:
+    """`count` hosts, 10.77.0.1 onwards, on a switch; use it in a with statement.
+
+    Every link sends at most `rate` in either direction; None: as fast as the machine can.
+    A frame from a host to another takes `delay_ms` milliseconds more, half of it on either link.
+    `link` holds what else goes wrong with frames, once on the way from a host to another.
+    """
+
+    def __init__(
+        self, count: int, rate: str | None, delay_ms: float = 0, link: Link | None = None
+    ) -> None:
+        prefix = f"{owner()}-{next(_serial)}"
+        self._switch = f"{prefix}-switch"
+        self.names = [f"{prefix}-{i}" for i in range(count)]  # of the network namespaces
+        self.rate = rate
+        self.delay_ms = delay_ms
+        self._link = dataclasses.replace(link or Link(), delay=delay_ms / 2e3)
+        self.emulation: subprocess.Popen[str] | None = None  # of links, if they need it
+
+    def __enter__(self) -> Hosts:
+        try:
+            with uninterrupted():
+                self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._remove()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def set_rate(self, host: int, rate: str) -> None:
+        """Changes the rate of a host's link, which must have one, in both directions."""
+        self._shape("change", rate, self.names[host], INTERFACE)
+        self._shape("change", rate, self._switch, f"port{host}")
+
+    def cut(self, host: int) -> None:
+        """Lets the switch drop what a host sends and is sent. Its interface notices nothing."""
+        _run("ip", "-n", self._switch, "link", "set", f"port{host}", "nomaster")
+
+    def mend(self, host: int) -> None:
+        """Undoes `cut`."""
+        _run("ip", "-n", self._switch, "link", "set", f"port{host}", "master", "br0")
+
+    def _make(self) -> None:
+        for name in [*self.names, self._switch]:
+            _run("ip", "netns", "add", name)
+        _run("ip", "-n", self._switch, "link", "add", "br0", "up", "type", "bridge")
+        ports = [f"port{i}" for i in range(len(self.names))]
+        if self._link == Link():
+            for name, port in zip(self.names, ports, strict=True):
+                ends = f"{INTERFACE} netns {name} type veth peer {port} netns {self._switch}"
+                _run("ip", "link", "add", *ends.split())
+        else:
+            self._make_emulated_links(ports)
+        for i, (name, port) in enumerate(zip(self.names, ports, strict=True)):
+            _run("ip", "-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", INTERFACE)
+            for interface in ("lo", INTERFACE):
+                _run("ip", "-n", name, "link", "set", interface, "up")
+            _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
+            if self.rate:
+                self._shape("add", self.rate, name, INTERFACE)  # what the host sends
+                self._shape("add", self.rate, self._switch, port)  # what the host receives
+
+    def _make_emulated_links(self, ports: Sequence[str]) -> None:
+        far_ends = [f"far{i}" for i in range(len(ports))]
+        ends = [end for link in zip(far_ends, ports, strict=True) for end in link]
+        link = json.dumps(dataclasses.asdict(self._link))
+        program = [sys.executable, "-m", "launcher.emulated_links", link, *ends]
+        pipe = subprocess.PIPE
+        self.emulation = subprocess.Popen(
+            ["ip", "netns", "exec", self._switch, *program],
+            stdin=pipe,  # the process ends when it is closed, as it is if this one is killed
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            cwd=_BENCHMARKS,
+            start_new_session=True,  # Ctrl-C reaches the parent alone
+        )
+        assert self.emulation.stdout
+        if not self.emulation.stdout.readline():
+            raise ClusterError(f"emulated links: {self.emulation.communicate()[1].strip()}")
+        for name, end in zip(self.names, far_ends, strict=True):
+            _run("ip", "-n", self._switch, "link", "set", end, "netns", name, "name", INTERFACE)
+
+    def _shape(self, verb: str, rate: str, namespace: str, device: str) -> None:
+        burst = _burst(rate)
+        if self._link != Link():
+            # Whole segments must fit into a burst. Otherwise each piece is forwarded by itself.
+            size = str(min(burst, 1 << 16) - 1000)
+            _run("ip", "-n", namespace, "link", "set", device, "gso_max_size", size)
+        shape = f"tbf rate {rate} burst {burst}b latency 100ms".split()
+        _run("tc", "-n", namespace, "qdisc", verb, "dev", device, "root", *shape)
+
+    def _remove(self) -> None:
+        with uninterrupted():
+            if self.emulation:
+                self.emulation.kill()
+                self.emulation.communicate()
+            there = namespaces()
+            for name in [*self.names, self._switch]:
+                if name in there:
+                    _remove(name)
+
+
+def _remove(namespace: str) -> None:
+    """Removes a namespace, and ends the processes that are still in it."""
+    for pid in processes_in(namespace):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _run("ip", "netns", "del", namespace)
+
+
+def _burst(rate: str) -> int:
+    """The bytes of a token bucket: 2 ms, which is below a step and above a timer's tick."""
+    return max(4 << 10, int(bits_per_second(rate) / 8 * 2e-3))
+
+
+def _run(*command: str) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    if result.returncode:
+        raise ClusterError(f"{' '.join(command)}: {result.stderr.strip()}")
+    return result.stdout
+
+
+def _start_time(pid: int) -> int | None:
+    """The start of a process in ticks since boot. None means that the process has ended.
+
+    Together with the pid it names a process forever.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat.rpartition(")")[2].split()  # the name before it may hold any character
+    return int(fields[19]) if fields[0] not in "ZX" else None

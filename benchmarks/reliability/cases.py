@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The faults that are tried, each with what happens to the hosts and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.emulated_links import Link
+
+from reliability import kills
+
+METHODS = ("plain", "ours")
+
+RATE = "100mbit"
+DROPPED_RATE = "1mbit"
+SLOW_RATE = "100kbit"  # at which a stage takes seconds, so that a kill can be aimed
+MOST_STEPS = 60
+TIMEOUT = 20.0  # seconds, of the process group
+EXACT_STEPS = 6
+FAULT_STEP = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault.
+
+    Attributes:
+        name: the words of the table.
+        kind: "link": the links are bad all the time. "slow", "cut", "stop": what happens to the
+            victim for some seconds. "kill": the victim ends itself. "none": nothing happens.
+        seconds: how long the fault lasts.
+        stage: the stage of a kill.
+        one_bucket: DDP has one bucket, and not one for each layer.
+    """
+
+    name: str
+    kind: str
+    world: int = 2
+    victim: int = 1
+    seconds: float = 0
+    stage: str = ""
+    link: Link | None = None
+    delay_ms: float = 0
+    steps: int = 30
+    one_bucket: bool = False
+
+    @property
+    def needs_links(self) -> bool:
+        """True if local processes will not do."""
+        return self.slowed or self.kind not in ("kill", "none")
+
+    @property
+    def slowed(self) -> bool:
+        """True if the links become slow at the step of the fault."""
+        return self.stage in kills.AIMED
+
+    @property
+    def fault_step(self) -> int:
+        """The step of the fault."""
+        return EXACT_STEPS // 2 if self.stage == kills.EXACT else FAULT_STEP
+
+    def undisturbed(self) -> Case:
+        """The run whose digests this one must have. Many cases share it."""
+        one_bucket = self.one_bucket
+        return Case("nothing happens", "none", self.world, one_bucket=one_bucket, steps=MOST_STEPS)
+
+
+def _kill(stage: str, victim: int = 1) -> Case:
+    whom = "rank 0, which serves the store," if victim == 0 else "a rank"
+    name = f"{whom} killed {stage}"
+    one_bucket = stage in kills.ONE_BUCKET
+    return Case(name, "kill", 3, victim, stage=stage, one_bucket=one_bucket)
+
+
+def _lossy(percent: float) -> Case:
+    link = Link(loss=percent / 100, seed=1)
+    return Case(f"{percent:g} % of the frames are lost", "link", link=link, steps=MOST_STEPS)
+
+
+def _lasting(name: str, kind: str, seconds: float, world: int = 2) -> Case:
+    return Case(f"{name} for {seconds:g} s", kind, world, seconds=seconds)
+
+
+_REORDERED = Link(reordering=0.1, seed=1)
+_JITTERY = Link(jitter=0.195, seed=1)
+
+CASES = (
+    *(_lossy(percent) for percent in (0.1, 1, 5)),
+    Case("10 % of the frames are overtaken", "link", link=_REORDERED, steps=MOST_STEPS),
+    Case("delays of 5 to 200 ms", "link", link=_JITTERY, delay_ms=5, steps=20),
+    _lasting("the links drop to 1 Mbit/s", "slow", 10),
+    *(_lasting("a rank is cut off", "cut", seconds) for seconds in (2, 10, 40)),
+    _lasting("one rank of three is cut off", "cut", 40, world=3),
+    *(_lasting("a rank is stopped", "stop", seconds) for seconds in (2, 40)),
+    *(_kill(stage) for stage in kills.STAGES),
+    *(_kill(stage, victim=0) for stage in (kills.STAGES[0], kills.STAGES[2])),
+)

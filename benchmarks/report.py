@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What all benchmarks write: records as JSON, with their provenance, tables, and pictures.
+
+rich and matplotlib are imported where they are used: a machine with a GPU may have neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+T = TypeVar("T")
+Record = dict[str, Any]
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # headings and rows
+
+PROVENANCE = ("date", "device", "commit", "torch")  # the first fields of a record
+WIDTH = 100  # of the lines of a record
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The commit, which POWERSGD_COMMIT names where there is no git. It is empty if none does."""
+    if named := os.environ.get("POWERSGD_COMMIT"):
+        return named
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # there is no git
+        return ""
+    return result.stdout.strip()
+
+
+def provenance(device: str) -> dict[str, str]:
+    return {
+        "date": date.today().isoformat(),
+        "device": device,
+        "commit": commit(),
+        "torch": torch.__version__,
+    }
+
+
+def part_of(
+    doc: str | None, parts: Mapping[str, ModuleType], written: str, words: Sequence[str] | None
+) -> tuple[ModuleType, argparse.Namespace]:
+    """The part of a program that the command line names, and its arguments.
+
+    Args:
+        doc: the program's docstring.
+        parts: modules with add_arguments(parser), measure(arguments) and tables_of(record).
+        written: when the file of --json is written.
+        words: the command line, if it is not that of the process.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    named = parser.add_subparsers(dest="part", required=True)
+    for name, part in parts.items():
+        about = part.__doc__ or ""
+        of_part = named.add_parser(name, help=about.splitlines()[0], description=about)
+        part.add_arguments(of_part)
+        add_files(of_part, written)
+    arguments = parser.parse_args(words)
+    return parts[arguments.part], arguments
+
+
+def add_files(parser: argparse.ArgumentParser, written: str = "at the end") -> None:
+    """Adds --json and --show, which `recorded` obeys.
+
+    Args:
+        parser: the program's or its part's.
+        written: when the file of --json is written.
+    """
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--json", type=Path, help=f"file for the results, written {written}")
+    parser.add_argument("--show", type=Path, metavar="JSON", help="results to show, not to measure")
+
+
+def recorded(
+    arguments: argparse.Namespace, measure: Callable[[argparse.Namespace], Record]
+) -> Record:
+    """The record of --show, or a new one, which is also written."""
+    if arguments.show:
+        shown: Record = json.loads(arguments.show.read_text())
+        return shown
+    record = measure(arguments)
+    write(record, arguments.json)
+    return record
+
+
+def write(record: Record, file: Path | None, digits: int = 6) -> None:
+    """Writes a record, as JSON, if there is a file for it.
+
+    Benchmarks call it whenever they have measured something, so that a time limit loses nothing.
+    The file is replaced as a whole, and is JSON at any time.
+
+    Args:
+        record: the record.
+        file: the file.
+        digits: significant digits of the numbers.
+    """
+    if file is None:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f"{file.name}.part")
+    rounded = json.loads(
+        json.dumps(record), parse_float=lambda text: float(f"{float(text):.{digits}g}")
+    )
+    part.write_text(_text(rounded, WIDTH) + "\n")
+    part.replace(file)
+
+
+def _text(value: Any, room: int, key: str = "") -> str:
+    """JSON in lines of at most `room` columns. What fits on one line, with its key, is on one."""
+    line = key + json.dumps(value)
+    if len(line) < room or not isinstance(value, dict | list):
+        return line
+    if isinstance(value, dict):
+        parts = [_text(each, room - 2, f"{json.dumps(name)}: ") for name, each in value.items()]
+    else:
+        parts = [_text(each, room - 2) for each in value]
+    apart = "}" if isinstance(value, dict) else "]}"
+    text = re.sub("^", "  ", _joined(parts, room - 2, apart), flags=re.MULTILINE)
+    return f"{line[: len(key) + 1]}\n{text}\n{line[-1]}"
+
+
+def _joined(parts: Sequence[str], room: int, apart: str) -> str:
+    """The parts with commas between them. Those that end with these brackets share no line."""
+    text = parts[0]
+    for previous, part in zip(parts, parts[1:], strict=False):
+        alone = any(each[-1] in apart or "\n" in each for each in (previous, part))
+        used = len(text) - text.rfind("\n") - 1
+        text += (",\n" if alone or used + len(part) + 3 > room else ", ") + part
+    return text
+
+
+def show(record: Record, tables: Mapping[str, Table], *about: str) -> Console:
+    """Prints the provenance of a record and tables by their titles. Returns rich's console."""
+    from rich import console, table
+
+    printer = console.Console()
+    if not printer.is_terminal:
+        printer.width = 180  # rich takes 80
+    origin = (f"{name} {record[name]}" for name in PROVENANCE)
+    printer.print(*origin, *about, sep=", ", highlight=False)
+    for title, (headings, rows) in tables.items():
+        printed = table.Table(title=title, title_justify="left")
+        for i, text in enumerate(headings):
+            printed.add_column(text, justify="right" if i else "left", no_wrap=i == 0)
+        for row in rows:
+            printed.add_row(*row)
+        printer.print(printed)
+    return printer
+
+
+def markdown(table: Table) -> str:
+    """A table of docs/."""
+    headings, rows = table
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "".join(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(line)} |\n") for line in lines)
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The first and the third quartile, which are the value itself if it is the only one."""
+    if len(values) < 2:
+        return [*values, *values]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return [first, third]
+
+
+def in_turn(todo: Sequence[T], title: Callable[[T], str]) -> Iterator[T]:
+    """Yields what is to be done, below a bar that shows the title of each."""
+    from rich import progress
+
+    columns = (
+        progress.TextColumn("{task.description:<56}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+    )
+    with progress.Progress(*columns) as bars:
+        bar = bars.add_task("", total=len(todo))
+        for each in todo:
+            bars.update(bar, description=title(each))
+            yield each
+            bars.advance(bar)
+
+
+def panels(rows: int, columns: int, width: float, height: float, **options: Any) -> Any:
+    """matplotlib's figure, and an array of the axes of its panels. No display is needed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = (width, height)
+    return pyplot.subplots(rows, columns, figsize=size, squeeze=False, **options)
+
+
+def log_scale(axis: Any) -> None:
+    """Makes an axis logarithmic, with numbers that can be read."""
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def save(figure: Any, path: Path, dpi: int = 150) -> None:
+    """Writes the figure, and closes it."""
+    from matplotlib import pyplot
+
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
+    pyplot.close(figure)
