@@ -24,10 +24,10 @@ import torch_powersgd as tp
 from support import ranks
 from support.call_observer import in_backward
 from support.log_records import LogRecords
+from support.models import SyncedNorm
 from support.paired_training import same
 from support.rank_pool import RankPool
 from support.synthetic import Shapes, Synthetic, gradient, gradients, make_ddp, step, weights_of
-from support.models import SyncedNorm
 
 STEPS = 4  # a flat gradient would be compressed from its third pass on
 MIN_NUMEL = 4096

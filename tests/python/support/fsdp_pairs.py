@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
 
 import torch_powersgd as tp
 from support.meshes import mesh_of
-from support.paired_training import OPTIONS, TrainingPair
 from support.on_ranks import on_ranks
+from support.paired_training import OPTIONS, TrainingPair
 from support.synthetic import gradient
 
 REPLICAS, SHARDS = 2, 2

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.paired_training import OPTIONS, ddp_pair
 from support.on_ranks import on_ranks
+from support.paired_training import OPTIONS, ddp_pair
 from support.synthetic import gradient
 
 

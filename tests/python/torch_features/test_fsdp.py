@@ -33,8 +33,8 @@ from support.fsdp_pairs import (
     summed,
 )
 from support.meshes import mesh_of
-from support.paired_training import OPTIONS, STEPS, WARM_UP, TrainingPair, same
 from support.on_ranks import on_ranks
+from support.paired_training import OPTIONS, STEPS, WARM_UP, TrainingPair, same
 from support.synthetic import TOLERANCE, Ledger, gradient
 from torch_powersgd.fsdp import packed
 

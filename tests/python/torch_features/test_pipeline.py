@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support.meshes import mesh_of
-from support.paired_training import OPTIONS, STEPS, TrainingPair
 from support.on_ranks import on_ranks
+from support.paired_training import OPTIONS, STEPS, TrainingPair
 from support.synthetic import gradient
 
 MICRO_BATCHES, MICRO_SIZE = 4, 3

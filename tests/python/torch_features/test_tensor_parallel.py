@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support.meshes import mesh_of
-from support.paired_training import OPTIONS, TrainingPair
 from support.on_ranks import on_ranks
+from support.paired_training import OPTIONS, TrainingPair
 from support.synthetic import gradient
 
 # Every all-reduce of activations has more elements than this: only its kind keeps it exact.

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import torch_powersgd as tp
-from support.paired_training import same
 from support.on_ranks import on_ranks
+from support.paired_training import same
 from support.synthetic import (
     SHAPES,
     Ledger,

@@ -13,8 +13,8 @@ import torch_powersgd as tp
 from support import ranks
 from support.call_observer import SETTLE_PASSES
 from support.log_records import LogRecords
-from support.paired_training import digest
 from support.on_ranks import all_agree, on_ranks
+from support.paired_training import digest
 from support.synthetic import (
     Ledger,
     gradients,

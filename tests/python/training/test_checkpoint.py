@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_powersgd as tp
 from support import ranks
 from support.log_records import LogRecords
-from support.paired_training import same
 from support.on_ranks import all_agree, on_ranks
+from support.paired_training import same
 from support.synthetic import (
     COMPRESSED,
     SHAPES,

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support import ranks
-from support.paired_training import same
 from support.on_ranks import all_agree, on_ranks
+from support.paired_training import same
 from support.synthetic import (
     SHAPES,
     from_bytes,

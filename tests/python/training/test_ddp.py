@@ -11,8 +11,8 @@ import pytest
 
 import torch_powersgd as tp
 from support.call_observer import gloo
-from support.paired_training import same
 from support.on_ranks import on_ranks
+from support.paired_training import same
 from support.synthetic import (
     SHAPES,
     Ledger,

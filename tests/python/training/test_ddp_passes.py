@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.paired_training import same
 from support.on_ranks import on_ranks
+from support.paired_training import same
 from support.synthetic import (
     TOLERANCE,
     Ledger,

@@ -17,8 +17,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.paired_training import same
 from support.on_ranks import on_ranks
+from support.paired_training import same
 from support.synthetic import (
     TOLERANCE,
     Ledger,

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch_powersgd as tp
 from support import ranks
 from support.call_observer import SETTLE_PASSES
-from support.paired_training import digest
 from support.on_ranks import all_agree, on_ranks
+from support.paired_training import digest
 from support.synthetic import (
     COMPRESSED,
     SHAPES,

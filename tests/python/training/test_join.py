@@ -16,8 +16,8 @@ from torch.distributed.algorithms.join import Join
 import torch_powersgd as tp
 from support.call_observer import SETTLE_PASSES, gloo, in_backward
 from support.log_records import LogRecords
-from support.paired_training import digest, same
 from support.on_ranks import all_agree, on_ranks
+from support.paired_training import digest, same
 from support.synthetic import (
     COMPRESSED,
     SHAPES,

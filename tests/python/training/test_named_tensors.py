@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import torch_powersgd as tp
 import torch_powersgd.compression
-from support.paired_training import same
 from support.on_ranks import all_agree, on_ranks
+from support.paired_training import same
 from support.synthetic import (
     TOLERANCE,
     Ledger,

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import torch_powersgd as tp
-from support.paired_training import digest
 from support.on_ranks import all_agree, on_ranks
+from support.paired_training import digest
 from support.synthetic import gradients, make_compressed, residuals_of, to_numpy, train
 from torch_powersgd._core import _C
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from support import ranks
 from support.models import Blocks, Branches, Dtypes, Images, OddShapes, Spectral, SyncedNorm, Tied
-from support.paired_training import OPTIONS, STEPS, WARM_UP, Backward, ddp_pair, same
 from support.on_ranks import all_agree, on_ranks
+from support.paired_training import OPTIONS, STEPS, WARM_UP, Backward, ddp_pair, same
 from support.synthetic import TOLERANCE, Ledger, gradient
 
 # Each output in bfloat16 is rounded once.
