@@ -71,10 +71,14 @@ def sweep() -> list[str]:
     """Removes what runs have left that are no longer alive. Returns the namespaces' names."""
     left = [name for name in namespaces() if is_left(name)]
     for name in left:
-        _remove(name)
+        try:
+            _remove(name)
+        except ClusterError:  # another run may have swept it
+            if name in namespaces():
+                raise
     for folder in Path(tempfile.gettempdir()).glob("psgd-*"):
         if is_left(folder.name):
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
     return left
 
 

@@ -151,11 +151,9 @@ def test_leaves_nothing_behind(number: int) -> None:
         process.wait()
     if number == signal.SIGKILL:
         assert _until(lambda: not _processes(process.pid), 30)  # the ranks ended by themselves
-        assert len(_of(process.pid)) == 3
         with hosts.Hosts(2, "1gbit"):
             mine = _of(os.getpid())
-            swept = hosts.sweep()
+            hosts.sweep()  # if no other run has done it
             assert _of(os.getpid()) == mine  # a living process keeps its namespaces
-        assert len([name for name in swept if name.startswith(f"psgd-{process.pid}-")]) == 3
     assert _of(process.pid) == []
     assert _until(lambda: not any(os.path.exists(f"/proc/{rank}") for rank in ranks), 30)
