@@ -28,8 +28,8 @@ export CCACHE_SLOPPINESS := pch_defines,time_macros
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env build tools wheel sdist demo test test-cpp test-python test-long test-sanitized \
-        bench gpu gpu-programs lint docs format clean system-packages FORCE
+.PHONY: help env build tools wheel sdist demo test test-cpp test-python test-quick test-long \
+        test-sanitized bench gpu gpu-programs lint docs format clean system-packages FORCE
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -62,6 +62,11 @@ test-cpp: env | system-packages  ## GoogleTest
 
 test-python: tools  ## pytest
 	$(PYTHON) -m pytest tests/python -n $(JOBS)
+
+# What tests the product, without the programs, the libraries and the scripts around it.
+QUICK := $(addprefix tests/python/,options backend training torch_features stats hostile)
+test-quick: tools  ## one case of each Python test of the product, in two minutes
+	$(PYTHON) -m pytest --quick $(QUICK) -n $(JOBS)
 
 test-long: tools  ## the tests that take more than ten seconds each
 	@$(PIP) 'torch-powersgd[test-long]'
