@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 
 @dataclass
@@ -272,6 +273,21 @@ def object_collectives(peer: Peer) -> Any:
     scattered: list[Any] = [None]
     dist.scatter_object_list(scattered, given, group_src=0, group=peer.group)
     return [gathered, at_one, everyone, scattered]
+
+
+@case
+def functional_collectives(peer: Peer) -> Any:
+    group, parts = peer.group, peer.tensors(4, 3)
+    tensor, whole = peer.tensor(4, 3), torch.cat(parts)
+    results = [functional.all_reduce(tensor, op, group) for op in ("sum", "avg", "max")]
+    results += [functional.all_gather_tensor(tensor, dim, group) for dim in (0, 1)]
+    results.append(functional.reduce_scatter_tensor(whole, "sum", 0, group))
+    results.append(functional.all_to_all_single(whole, None, None, group))
+    results.append(functional.broadcast(tensor, 1, group))
+    results += functional.all_reduce_coalesced(parts, "sum", group)
+    results += functional.all_gather_into_tensor_coalesced(parts, group)
+    results += functional.reduce_scatter_tensor_coalesced([whole, 2 * whole], "sum", [0, 0], group)
+    return [functional.wait_tensor(result) for result in results]
 
 
 @case

@@ -7,8 +7,8 @@ A multiprocessing child leaves by os._exit, which skips all that can go wrong at
 functions, the end of the interpreter, static destructors. So this program imports torch once and
 then forks its ranks. Each rank runs off the end of the script, as a user's program does.
 
-The programs run at the same time. One that is named more than once runs as often. The output is
-JSON: {program: [[exit code of rank 0, exit code of rank 1] of each run]}.
+The programs run at the same time. One that is named more than once runs as often, in a row. The
+output is JSON: {program: [[exit code of rank 0, exit code of rank 1] of each run]}.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -105,6 +106,22 @@ def keeps_everything(rank: int) -> None:
     kept.extend([train(rank), dist.group.WORLD, work, future])
 
 
+def destroys_and_keeps_everything(rank: int) -> None:
+    keeps_everything(rank)
+    dist.destroy_process_group()
+
+
+def leaves_answered_works(rank: int) -> None:
+    kept.extend(start_work(rank) for _ in range(20))
+
+
+def destroys_with_answered_works(rank: int) -> None:
+    leaves_answered_works(rank)
+    dist.destroy_process_group()
+    for work in kept:
+        work.wait()
+
+
 def linger(done: torch.futures.Future[Any]) -> None:
     """A callback that asks for the GIL again and again, for half a second."""
     for _ in range(500):
@@ -146,6 +163,10 @@ def aborts_while_the_peer_lives(rank: int) -> None:
 def exits_with_a_work_in_flight(rank: int) -> None:
     start_work(rank)
     sys.exit(3)
+
+
+def exits_with_an_exact_work_in_flight(rank: int) -> None:
+    kept.append(dist.all_reduce(torch.ones(3, dtype=torch.int64), async_op=True))
 
 
 def exits_while_a_callback_runs(rank: int) -> None:
@@ -190,11 +211,14 @@ def wait(pids: list[int], deadline: float) -> list[int]:
 
 
 def run_all(folder: str, programs: list[str]) -> dict[str, list[list[int]]]:
-    running = [(name, start(name, f"{folder}/{i}")) for i, name in enumerate(programs)]
-    deadline = time.monotonic() + HANG
     results: dict[str, list[list[int]]] = {name: [] for name in programs}
-    for name, pids in running:
-        results[name].append(wait(pids, deadline))
+    left = Counter(programs)
+    while left:
+        running = {name: start(name, f"{folder}/{name}{left[name]}") for name in left}
+        deadline = time.monotonic() + HANG
+        for name, pids in running.items():
+            results[name].append(wait(pids, deadline))
+        left -= Counter(running.keys())
     return results
 
 

@@ -89,11 +89,12 @@ def _short(rank: int, kind: str, options: tp.Options, steps: int) -> str:
     [
         (4, "attached", {}),
         (2, "attached", {"warm_start": False}),
+        (2, "attached", {"use_error_feedback": False}),
         (2, "attached", {"residual_dtype": torch.bfloat16}),
         (2, "flat", {}),
         (2, "unattached", {}),
     ],
-    ids=["four-ranks", "cold-start", "bfloat16-residual", "flat", "unattached"],
+    ids=["four-ranks", "cold-start", "no-feedback", "bfloat16-residual", "flat", "unattached"],
 )
 def test_replicas_stay_equal_in_training(
     world_size: int, kind: str, fields: dict[str, Any]

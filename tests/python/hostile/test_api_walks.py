@@ -240,7 +240,7 @@ def _pool() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("walks", "calls"), [(20, 25), pytest.param(400, 50, marks=pytest.mark.long)]
+    ("walks", "calls"), [(40, 25), pytest.param(400, 50, marks=pytest.mark.long)]
 )
 def test_walks(walks: int, calls: int) -> None:
     run_state_machine_as_test(
