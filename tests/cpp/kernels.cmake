@@ -7,6 +7,10 @@ file(GLOB_RECURSE core_sources CONFIGURE_DEPENDS "${ROOT}/csrc/plan/*.cpp"
      "${ROOT}/csrc/kernels/cpu/*.cpp" "${ROOT}/csrc/kernels/shared/*.cpp")
 add_library(powersgd_core STATIC ${core_sources})
 target_link_libraries(powersgd_core PUBLIC powersgd_options)
+if(POWERSGD_SANITIZE)  # inlined as in a release, each instruction set takes minutes to compile
+  target_compile_definitions(powersgd_core PRIVATE POWERSGD_TILE_FUNCTION=)
+  target_compile_options(powersgd_core PRIVATE -O1)
+endif()
 add_library(powersgd_cpu_runners STATIC kernels/runners/cpu_runners.cpp)
 target_link_libraries(powersgd_cpu_runners PUBLIC powersgd_core)
 

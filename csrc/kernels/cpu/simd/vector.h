@@ -21,8 +21,10 @@ constexpr size_t kVectorBytes = POWERSGD_VECTOR_BYTES;
 constexpr int kRegisters = kVectorBytes == 64 ? 32 : 16;
 
 // In front of a function that works on a tile: all that it calls is inlined into it, so that
-// vectors stay in registers.
+// vectors stay in registers. Builds with sanitizers define it as nothing.
+#ifndef POWERSGD_TILE_FUNCTION
 #define POWERSGD_TILE_FUNCTION __attribute__((flatten))
+#endif
 
 // Unrolls the loop that follows; 16 must be at least its constant number of iterations.
 #define POWERSGD_UNROLL _Pragma("GCC unroll 16")
