@@ -63,7 +63,7 @@ if(checks_threads)
       *.QuantizeRoundsEveryGroup/* *.TwoShotRoundsTheSumOnce/* *.RanksAgreeBitForBit/*
       -*.WithoutErrorFeedback*17001r1 *.SkipsWhen*17001r1)
 endif()
-powersgd_test(kernels_simt SOURCES ${simt_tests} LIBRARIES powersgd_kernel_tests powersgd_simt
+powersgd_test(kernels_simt HALVES SOURCES ${simt_tests} LIBRARIES powersgd_kernel_tests powersgd_simt
               FILTER ${simt_filter})
 foreach(target powersgd_simt kernels_simt)
   target_include_directories(${target} BEFORE PRIVATE simt/include)  # CUDA's headers

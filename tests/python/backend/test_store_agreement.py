@@ -36,8 +36,6 @@ def _hurry() -> None:
 def _forgets_attach(rank: int) -> tuple[str, str]:
     """The messages and errors of each rank if rank 2 trains without attach."""
     _hurry()
-    dist.destroy_process_group()
-    ranks.init_group("cpu:powersgd", OPTIONS, op_timeout=2)
     ddp, raised = make_ddp(SHAPES), ""
     with contextlib.redirect_stderr(io.StringIO()) as heard:
         try:
@@ -51,11 +49,11 @@ def _forgets_attach(rank: int) -> tuple[str, str]:
 
 
 def test_every_waiting_rank_names_the_one_that_forgets_attach() -> None:
-    outcomes = ranks.outcomes(3, _forgets_attach, op_timeout=OP_TIMEOUT)
+    outcomes = ranks.outcomes(3, _forgets_attach, options=OPTIONS, op_timeout=4)
     for rank, outcome in enumerate(outcomes[:2]):
         raised, heard = outcome.value
         assert f"rank 2 has not called attach; rank {rank} waits" in heard
-        assert "rank 2 has not called attach within 2 seconds" in raised
+        assert "rank 2 has not called attach within 4 seconds" in raised
 
 
 class _Heard(io.StringIO):
@@ -66,12 +64,10 @@ class _Heard(io.StringIO):
         return super().write(text)
 
 
-@on_ranks()
+@on_ranks(options=OPTIONS)
 def test_a_rank_that_comes_late_is_waited_for(rank: int) -> None:
     """Rank 1 is busy for longer than the others wait, with another group's collectives too."""
     _hurry()
-    dist.destroy_process_group()
-    ranks.init_group("cpu:powersgd", OPTIONS)
     gloo = dist.new_group([1], backend="gloo")
     ddp = make_ddp(SHAPES)
     with contextlib.redirect_stderr(_Heard()) as heard:
