@@ -18,20 +18,18 @@ log=$(mktemp)
 tree=$(mktemp -d)
 trap 'rm -rf "$log" "$tree"' EXIT
 
-if ! "$python" -c 'import torch, rich, pytest, hypothesis' 2>/dev/null; then
+if ! "$python" -c 'import torch, rich, pytest, xdist, hypothesis, expecttest' 2>/dev/null; then
   rm -rf "$env"
   if ! { python3 -m venv "$env" &&
     "$env/bin/pip" --disable-pip-version-check --no-cache-dir install --quiet \
-      "$torch" numpy ninja 'setuptools>=77,<82' rich pytest hypothesis; } >"$log" 2>&1; then
+      "$torch" numpy ninja 'setuptools>=77,<82' rich pytest pytest-xdist hypothesis \
+      expecttest; } >"$log" 2>&1; then
     tail -n 3 "$log"
     rm -rf "$env"
     echo "NOT CHECKED: the build and the tests against a torch with CUDA: $torch could not be installed"
     exit 0
   fi
 fi
-# An environment that is kept may lack these. Tests skip without expecttest.
-"$python" -c 'import expecttest, xdist' 2>/dev/null ||
-  "$python" -m pip --disable-pip-version-check install --quiet expecttest pytest-xdist
 "$python" -c 'import torch; assert torch.version.cuda, f"{torch.__version__} has no CUDA"'
 
 CUDA_HOME=$(.ci/cuda_home)
