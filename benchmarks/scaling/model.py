@@ -75,7 +75,7 @@ def reductions_of(
     found = []
     for shapes in layout:
         if method != "plain" and matrices_of(shapes, options):
-            payloads = _C.traffic_of(shapes, options._core(), dtype, world)
+            payloads = _C.traffic_of(shapes, options._core(), dtype, "cpu", world)
             found += [(payload.schedule, payload.sent_bytes) for payload in payloads]
         else:
             sent = bytes_in_ring(dtype.itemsize * elements_of(shapes), world)

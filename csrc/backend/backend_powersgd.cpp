@@ -15,17 +15,17 @@
 namespace powersgd {
 namespace {
 
-Inners without_channels(const std::vector<InnerAndChannels>& inners) {
+Inners without_connect(const std::vector<InnerAndConnect>& inners) {
   Inners result;
-  for (const InnerAndChannels& of : inners) result.emplace_back(of.device, of.inner);
+  for (const InnerAndConnect& of : inners) result.emplace_back(of.device, of.inner);
   return result;
 }
 
 }  // namespace
 
-BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerAndChannels> inners,
+BackendPowerSGD::BackendPowerSGD(int rank, int size, std::vector<InnerAndConnect> inners,
                                  powersgd::Options options, LogSink log)
-    : ForwardingBackend(rank, size, without_channels(inners)),
+    : ForwardingBackend(rank, size, without_connect(inners)),
       session_(std::make_shared<Session>(rank, size, std::move(inners), std::move(options),
                                          std::move(log))),
       flat_tensors_(std::make_unique<FlatTensors>(session_)) {}
@@ -73,12 +73,12 @@ c10::intrusive_ptr<c10d::Backend> BackendPowerSGD::split(
     const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
   Inners inners = split_inners(store, ranks, opts);
-  const auto channel_store = child_store(store);
-  const std::vector<InnerAndChannels>& own = session_->inners();
-  std::vector<InnerAndChannels> children;
+  const auto engine_store = child_store(store);
+  const std::vector<InnerAndConnect>& own = session_->inners();
+  std::vector<InnerAndConnect> children;
   for (size_t i = 0; i < own.size(); ++i) {
-    children.push_back({own[i].device, inners[i].second, own[i].connect_channels,
-                        c10::make_intrusive<c10d::PrefixStore>(std::to_string(i), channel_store)});
+    children.push_back({own[i].device, inners[i].second, own[i].connect,
+                        c10::make_intrusive<c10d::PrefixStore>(std::to_string(i), engine_store)});
   }
   const BackendPtr& first = children.front().inner;
   if (!first) return nullptr;
@@ -98,7 +98,8 @@ void BackendPowerSGD::setTimeout(std::chrono::milliseconds timeout) {
 #ifdef POWERSGD_BACKEND_HAS_LIFECYCLE
 void BackendPowerSGD::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
   ForwardingBackend::addEphemeralTimeout(timeout);
-  session_->for_each_channel([&](c10d::Backend& channel) { channel.addEphemeralTimeout(timeout); });
+  session_->for_each_connected(
+      [&](c10d::Backend& backend) { backend.addEphemeralTimeout(timeout); });
 }
 #endif
 

@@ -44,13 +44,12 @@ LogSink make_log_sink(py::function log) {
   };
 }
 
-ConnectChannels make_connect(std::optional<py::function> connect) {
+Connect make_connect(std::optional<py::function> connect) {
   if (!connect) return nullptr;
   return [connect = shared_function(std::move(*connect))](const auto&... arguments) {
     const py::gil_scoped_acquire gil;
     try {
-      const py::object channels = (*connect)(arguments...);
-      return channels.cast<std::array<c10::intrusive_ptr<c10d::Backend>, 2>>();
+      return (*connect)(arguments...).template cast<c10::intrusive_ptr<c10d::Backend>>();
     } catch (const py::error_already_set& error) {
       throw std::runtime_error(py::str(error.value()));  // without the lines of Python's stack
     }
@@ -74,7 +73,7 @@ void register_backend(py::module_& module) {
   BackendClass(module, "BackendPowerSGD")
       .def(py::init([](int rank, int size, const std::vector<Inner>& inners, const Options& options,
                        py::function log) {
-             std::vector<InnerAndChannels> all;
+             std::vector<InnerAndConnect> all;
              for (const auto& [device, inner, connect, store] : inners) {
                all.push_back({at::Device(device).type(), inner, make_connect(connect), store});
              }

@@ -28,6 +28,13 @@ BucketPlan plan_of(const std::vector<std::vector<int64_t>>& shapes, const Option
   return plan_bucket(bucket, options);
 }
 
+// NCCL sums on GPUs, and this project's packets elsewhere.
+Ranks ranks_on(c10::DeviceType device, int32_t count) {
+  Ranks ranks{0, count};
+  ranks.backend_sums = device == c10::DeviceType::CUDA;
+  return ranks;
+}
+
 // The launches of CUDA kernels since the start of the process: 0 in a build without them.
 int64_t cuda_launch_count() {
 #ifdef POWERSGD_WITH_CUDA
@@ -65,8 +72,9 @@ void register_stages(py::module_& module) {
       "memory_needs",
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
          at::ScalarType dtype, const std::string& device, int32_t world_size) {
-        return memory_needs(plan_of(shapes, options), options, dtype, at::Device(device).type(),
-                            {0, world_size});
+        const c10::DeviceType type = at::Device(device).type();
+        return memory_needs(plan_of(shapes, options), options, dtype, type,
+                            ranks_on(type, world_size));
       },
       py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("device"),
       py::arg("world_size"));
@@ -78,12 +86,13 @@ void register_stages(py::module_& module) {
   module.def(
       "traffic_of",
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,
-         at::ScalarType dtype, int32_t world_size) {
-        const StepTraffic step =
-            traffic_of(plan_of(shapes, options), options, dtype, {0, world_size});
+         at::ScalarType dtype, const std::string& device, int32_t world_size) {
+        const StepTraffic step = traffic_of(plan_of(shapes, options), options, dtype,
+                                            ranks_on(at::Device(device).type(), world_size));
         return std::make_pair(step.p, step.q);
       },
-      py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("world_size"));
+      py::arg("shapes"), py::arg("options"), py::arg("dtype"), py::arg("device"),
+      py::arg("world_size"));
   module.def(
       "content_bytes",
       [](const std::vector<std::vector<int64_t>>& shapes, const Options& options,

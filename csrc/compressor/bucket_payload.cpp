@@ -3,6 +3,8 @@
 
 #include <ATen/ATen.h>
 
+#include <utility>
+
 #include "compressor/bucket_tables.h"
 
 namespace powersgd {
@@ -30,7 +32,7 @@ PayloadPlan plan_packets(const BucketSpec& spec, int64_t numel, int64_t groups, 
   } else if (plan.schedule == Schedule::kOneShot) {
     plan.buffer_bytes = bytes + ranks.count * bytes;
   } else {
-    plan.buffer_bytes = bytes + bytes + plan.layout.chunk_bytes;
+    plan.buffer_bytes = 3 * bytes + plan.layout.chunk_bytes;
   }
   return plan;
 }
@@ -54,15 +56,20 @@ PayloadPlans plan_payloads(const BucketSpec& spec) {
 }
 
 BucketPayload::BucketPayload(const PayloadPlan& plan, at::Tensor elements,
-                             const kernels::Packets& packets, const Stages& stages,
-                             std::shared_ptr<Workspace> workspace)
+                             const kernels::Packets& packets, const Stages& stages)
     : plan_(plan),
       elements_(std::move(elements)),
+      buffers_(at::empty({plan.buffer_bytes}, elements_.options().dtype(at::kByte))),
       packets_(packets),
-      stages_(stages),
-      workspace_(std::move(workspace)) {
+      stages_(stages) {
   packets_.layout = plan_.layout;
   packets_.payload = elements_.data_ptr();
+  if (schedule() == Schedule::kAllreduce) return;
+  packets_.sent = static_cast<uint8_t*>(buffers_.data_ptr());
+  packets_.received = static_cast<uint8_t*>(received().data_ptr());
+  if (schedule() == Schedule::kTwoShot) {
+    packets_.reduced = static_cast<uint8_t*>(reduced().data_ptr());
+  }
 }
 
 at::Tensor BucketPayload::received() {
@@ -71,20 +78,20 @@ at::Tensor BucketPayload::received() {
   return buffer(bytes, schedule() == Schedule::kOneShot ? packets_.ranks * bytes : bytes);
 }
 
+at::Tensor BucketPayload::gathered() {
+  return buffer(2 * plan_.layout.bytes(), plan_.layout.bytes());
+}
+
 at::Tensor BucketPayload::reduced() {
-  return buffer(2 * plan_.layout.bytes(), plan_.layout.chunk_bytes);
+  return buffer(3 * plan_.layout.bytes(), plan_.layout.chunk_bytes);
 }
 
-at::Tensor BucketPayload::buffer(int64_t offset, int64_t bytes) const {
-  return workspace_->memory().narrow(0, offset, bytes);
-}
-
-const kernels::Packets& BucketPayload::with_buffers() {
-  const int64_t bytes = plan_.layout.bytes();
-  packets_.sent = static_cast<uint8_t*>(workspace_->data());
-  packets_.received = packets_.sent + (packets_.ranks == 1 ? 0 : bytes);
-  packets_.reduced = schedule() == Schedule::kTwoShot ? packets_.sent + 2 * bytes : nullptr;
-  return packets_;
+void BucketPayload::dequantize() {
+  kernels::Packets packets = packets_;
+  if (schedule() == Schedule::kTwoShot) {
+    packets.sent = static_cast<uint8_t*>(gathered().data_ptr());
+  }
+  stages_.dequantize(packets);
 }
 
 }  // namespace powersgd

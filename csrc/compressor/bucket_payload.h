@@ -4,14 +4,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <memory>
-#include <utility>
 
 #include "compressor/bucket_spec.h"
 #include "compressor/device_stages.h"
 #include "powersgd/packets.h"
 #include "powersgd/payload.h"
-#include "powersgd/workspace.h"
 
 namespace powersgd {
 
@@ -20,7 +17,7 @@ struct PayloadPlan {
   int64_t numel;
   Schedule schedule = Schedule::kAllreduce;
   kernels::PacketLayout layout{};  // of packets
-  int64_t buffer_bytes = 0;        // of the packets that are sent, received and reduced
+  int64_t buffer_bytes = 0;        // of all packets
 
   // The payload's bytes on the wire.
   int64_t wire_bytes(int64_t factor_width) const {
@@ -37,32 +34,33 @@ PayloadPlans plan_payloads(const BucketSpec& spec);
 // would, because a second collective takes its time as well.
 Schedule choose_schedule(const Ranks& ranks, int64_t bytes);
 
-// A payload whose packets lie in a workspace.
+// A payload of one bucket, with the buffers of its packets.
 class BucketPayload final : public Payload {
  public:
   // `packets` is complete except for its layout and buffers.
   BucketPayload(const PayloadPlan& plan, at::Tensor elements, const kernels::Packets& packets,
-                const Stages& stages, std::shared_ptr<Workspace> workspace);
+                const Stages& stages);
 
   Schedule schedule() const override { return plan_.schedule; }
   at::Tensor& elements() override { return elements_; }
   at::Tensor sent() override { return buffer(0, plan_.layout.bytes()); }
   at::Tensor received() override;
   at::Tensor reduced() override;
-  void quantize() override { stages_.quantize(with_buffers()); }
-  void requantize() override { stages_.requantize(with_buffers()); }
-  void dequantize() override { stages_.dequantize(with_buffers()); }
+  at::Tensor gathered() override;
+  void quantize() override { stages_.quantize(packets_); }
+  void requantize() override { stages_.requantize(packets_); }
+  void dequantize() override;
 
  private:
-  at::Tensor buffer(int64_t offset, int64_t bytes) const;
-  // A bucket that was made since the last step may have moved the workspace.
-  const kernels::Packets& with_buffers();
+  at::Tensor buffer(int64_t offset, int64_t bytes) const {
+    return buffers_.narrow(0, offset, bytes);
+  }
 
   const PayloadPlan plan_;
   at::Tensor elements_;
+  const at::Tensor buffers_;  // sent, received, and two-shot gathered and reduced
   kernels::Packets packets_;
   const Stages& stages_;
-  const std::shared_ptr<Workspace> workspace_;
 };
 
 }  // namespace powersgd

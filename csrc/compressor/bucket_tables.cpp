@@ -120,12 +120,6 @@ HostTables host_tables(const BucketSpec& spec, std::vector<kernels::Matrix> matr
   return tables;
 }
 
-// Packets lie where no stage runs meanwhile.
-int64_t workspace_bytes(const HostTables& tables, const PayloadPlans& payloads) {
-  return std::max({static_cast<int64_t>(tables.tiles.workspace_bytes), payloads.p.buffer_bytes,
-                   payloads.q.buffer_bytes});
-}
-
 }  // namespace
 
 std::vector<kernels::Matrix> matrices_without_states(const BucketPlan& plan) {
@@ -159,24 +153,24 @@ DeviceTables upload_tables(kernels::Bucket& bucket, const HostTables& tables, at
           reinterpret_cast<const kernels::PacketFactor*>(start + places.q_factors)};
 }
 
-BytesOfTables bytes_of_tables(const BucketSpec& spec, const PayloadPlans& payloads) {
+BytesOfTables bytes_of_tables(const BucketSpec& spec) {
   const HostTables tables = host_tables(spec, matrices_without_states(spec.plan));
   Joined joined;
   join(joined, tables);
   return {static_cast<int64_t>(joined.size()) +
               tables.tiles.num_counters * static_cast<int64_t>(sizeof(uint64_t)) +
               static_cast<int64_t>(sizeof(kernels::BucketState)),
-          workspace_bytes(tables, payloads)};
+          static_cast<int64_t>(tables.tiles.workspace_bytes)};
 }
 
 BucketTables::BucketTables(const BucketSpec& spec, const std::vector<ParameterStatePtr>& states,
                            StepCounter* step_counter, const Workspaces& workspaces,
-                           const PayloadPlans& payload_plans, const Payloads& payloads)
+                           const Payloads& payloads)
     : bucket_(bucket_without_tables(spec, step_counter)), workspaces_(workspaces) {
   const HostTables tables = host_tables(spec, matrix_table(spec.plan, states));
   tables_ = upload_tables(bucket_, tables, spec.device);
   for (const auto& workspace : {workspaces_.first, workspaces_.second}) {
-    workspace->reserve(workspace_bytes(tables, payload_plans), spec.device);
+    workspace->reserve(static_cast<int64_t>(tables.tiles.workspace_bytes), spec.device);
   }
   const auto words = at::TensorOptions(spec.device).dtype(at::kLong);
   counters_ = at::zeros({tables.tiles.num_counters}, words);

@@ -35,9 +35,9 @@ DeviceTables upload_tables(kernels::Bucket& bucket, const HostTables& tables, at
 
 struct BytesOfTables {
   int64_t tables;     // all that a BucketTables owns
-  int64_t workspace;  // what it reserves of each workspace, for stages and packets
+  int64_t workspace;  // what it reserves of each workspace
 };
-BytesOfTables bytes_of_tables(const BucketSpec& spec, const PayloadPlans& payloads);
+BytesOfTables bytes_of_tables(const BucketSpec& spec);
 
 // The table of a bucket's matrices without what belongs to their states.
 std::vector<kernels::Matrix> matrices_without_states(const BucketPlan& plan);
@@ -53,10 +53,9 @@ class BucketTables {
  public:
   BucketTables() = default;
   // Builds all of a bucket: its tables, tiles, counters and a state. Its states are allocated. The
-  // workspaces get room for the stages and for packets.
+  // workspaces get room for the stages.
   BucketTables(const BucketSpec& spec, const std::vector<ParameterStatePtr>& states,
-               StepCounter* step_counter, const Workspaces& workspaces,
-               const PayloadPlans& payload_plans, const Payloads& payloads);
+               StepCounter* step_counter, const Workspaces& workspaces, const Payloads& payloads);
 
   // Sets what differs from step to step. The steps of a graph that is being captured are numbered
   // by the device, one by one at each replay.

@@ -89,8 +89,7 @@ class StagesCompressor final : public BucketCompressor {
     const at::TensorOptions factors = spec_.factor_options();
     const Payloads elements{at::zeros({plans_.p.numel}, factors),
                             at::zeros({plans_.q.numel}, factors)};
-    tables_ = BucketTables(spec_, states_.of_matrices(), step_counter_.get(), workspaces_, plans_,
-                           elements);
+    tables_ = BucketTables(spec_, states_.of_matrices(), step_counter_.get(), workspaces_, elements);
     kernels::Packets p{}, q{};
     p.factors = tables_.tables().p_factors;
     q.factors = tables_.tables().q_factors;
@@ -103,8 +102,8 @@ class StagesCompressor final : public BucketCompressor {
     }
     p.raw_offset = spec_.plan.raw_offset();
     q.raw_offset = plans_.q.numel;
-    p_.emplace(plans_.p, elements.p, p, stages_, workspaces_.first);
-    q_.emplace(plans_.q, elements.q, q, stages_, workspaces_.second);
+    p_.emplace(plans_.p, elements.p, p, stages_);
+    q_.emplace(plans_.q, elements.q, q, stages_);
   }
 
   const BucketSpec spec_;
@@ -142,8 +141,10 @@ MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
     needs.factors *= 2;
     needs.residual *= 2;
   }
-  needs.payloads = (plan.p_numel + plan.q_numel) * factor;
-  const BytesOfTables bytes = bytes_of_tables(spec, plan_payloads(spec));
+  const PayloadPlans payloads = plan_payloads(spec);
+  needs.payloads = (plan.p_numel + plan.q_numel) * factor + payloads.p.buffer_bytes +
+                   payloads.q.buffer_bytes;
+  const BytesOfTables bytes = bytes_of_tables(spec);
   needs.tables = bytes.tables;
   needs.workspace = bytes.workspace;
   return needs;

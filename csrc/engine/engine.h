@@ -7,13 +7,16 @@
 #include <chrono>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <utility>
 #include <vector>
 
 namespace powersgd {
 
-// The communicator of a job. All tensors are contiguous. A collective comes in order with the job's
-// own operations.
+// The communicator of a job. All tensors are contiguous.
+//
+// A collective begins when it is called, after the job's own operations, and has ended when the
+// next part of the job runs. Until then the part leaves its tensors alone and begins no other.
 class Channel {
  public:
   virtual ~Channel() = default;
@@ -26,26 +29,32 @@ class Channel {
   virtual void alltoall(at::Tensor& output, at::Tensor& input) = 0;
 };
 
-// A job has two parts, each with a channel of its own: the first part sums a step's P payload, the
-// second its Q payload. An engine may run the first part of a job beside the second part of the job
-// before it.
+// What an engine runs: parts, one after the other, each of which may begin a collective. An engine
+// runs parts of other jobs in between, while the collective is on its way.
 struct Job {
-  std::function<void(Channel&)> first;  // may be null
-  std::function<void(Channel&)> second;
+  std::vector<std::function<void(Channel&)>> parts;
+  // The parts that a stream engine may run beside the later parts of the job before it.
+  size_t parts_ahead = 0;
+  // Called once if a part that has begun, or a collective, fails.
+  std::function<void()> undo;
   // The addresses of the objects that the job changes. Jobs that share one do not overlap.
   std::vector<const void*> changes;
-  bool alone = false;  // overlaps with no other job
+  // What the job's collectives belong to. Jobs of one exchange run the same collectives, on the same
+  // memory, and share an object that they change. Null: the job is alone, or runs no collective.
+  std::shared_ptr<const void> exchange;
+  // Overlaps with no other job. Its all-reduces have ended when they return.
+  bool alone = false;
   // The submitter promises to submit another job, or to call flush(), in the same backward pass.
   bool more_follow = false;
-  // The job has no collective, and may run before the second part of an earlier job. So a single
-  // rank may submit it at any time, and the order of the other jobs' collectives stays.
+  // The job has no collective, and may run before later parts of an earlier job. So a single rank
+  // may submit it at any time, and the order of the other jobs' collectives stays.
   bool local = false;
 };
 
-// A job of one part that overlaps with no other job.
+// Makes a job of one part that overlaps with no other job.
 inline Job job_alone(std::function<void(Channel&)> body) {
   Job job;
-  job.second = std::move(body);
+  job.parts.push_back(std::move(body));
   job.alone = true;
   return job;
 }
@@ -59,11 +68,10 @@ struct Grace {
 
 // Purpose: runs the jobs of one device type, without blocking the thread that submits them.
 //
-// Contract: jobs run in the order of submission, which is the same on all ranks. So the collectives
-// of a channel come in that order, whatever the timing. An exception of a part becomes that of the
-// job's Work. If the first part throws, the second one does not run.
+// Contract: jobs begin and end in the order of submission, which is the same on all ranks. An
+// exception of a part or a collective becomes that of the job's Work, and later parts do not run.
 //
-// Ownership: an engine keeps a job, its tensors and its channels until the job has ended.
+// Ownership: an engine keeps a job, its tensors and its channel until the job has ended.
 //
 // Threads: submit() may be called from any thread. Ranks that submit from several threads must
 // agree on the order themselves.
@@ -79,7 +87,7 @@ class Engine {
                                                 std::chrono::milliseconds timeout) = 0;
 
   // Connects to the other ranks ahead of the first job on `device` that communicates, if the engine
-  // has channels. All ranks call it alike. Returns at once.
+  // has a channel of its own. All ranks call it alike. Returns at once.
   virtual void connect(c10::Device device) = 0;
 
   // Begins the parts of submitted jobs that were put off because more jobs were to follow.

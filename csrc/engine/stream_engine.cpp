@@ -48,8 +48,8 @@ struct StreamEngine::Shared {
     explicit SideStreams(c10::Device device)
         : ahead(new_side_stream(device)), behind(new_side_stream(device)) {}
 
-    const c10::Stream ahead;   // runs the first parts of a pipeline
-    const c10::Stream behind;  // runs the second parts, and jobs outside of a pipeline
+    const c10::Stream ahead;   // runs the parts of a pipeline's jobs that run ahead
+    const c10::Stream behind;  // runs all others
 
     // The members below are those of the pipeline in progress.
     bool begun = false;
@@ -62,8 +62,8 @@ struct StreamEngine::Shared {
       last_collective.reset();
     }
 
-    // Makes both streams wait for the caller's, and the first parts for all earlier second parts.
-    // They share states with these, and the allocator gives them memory that these have released.
+    // Makes both streams wait for the caller's, and the parts ahead for all earlier parts. They
+    // share states with these, and the allocator gives them memory that these have released.
     // `behind` waits for `ready` first: a stream that is being captured into a graph may only wait
     // for streams that are, and waiting for the caller's stream makes it one.
     void begin(c10::Event& ready) {
@@ -77,7 +77,7 @@ struct StreamEngine::Shared {
   class SideChannel final : public Channel {
    public:
     SideChannel(SideStreams& side, c10d::Backend& backend, std::chrono::milliseconds timeout)
-        : side_(side), channel_(backend, timeout, /*on_current_stream=*/true) {}
+        : side_(side), channel_(backend, timeout) {}
 
     void allreduce(at::Tensor& payload) override {
       in_order([&] { channel_.allreduce(payload); });
@@ -106,12 +106,12 @@ struct StreamEngine::Shared {
     BackendChannel channel_;
   };
 
-  // A job whose second part is yet to be enqueued. The Work keeps the job's tensors until then.
+  // A job whose later parts are yet to be enqueued. The Work keeps the job's tensors until then.
   struct Begun {
     StreamWorkPtr work;
     Job job;
     SideStreams* side;
-    std::optional<c10::Event> first_done;  // unset if both parts are on one stream
+    std::optional<c10::Event> ahead_done;  // unset if all parts are on one stream
     std::chrono::milliseconds timeout;
     std::exception_ptr error;
   };
@@ -124,20 +124,22 @@ struct StreamEngine::Shared {
 
   std::timed_mutex mutex;  // guards the members below, so that collectives follow submit()'s order
   std::map<c10::DeviceIndex, SideStreams> side_streams;
-  std::optional<Begun> pending;  // the job whose second part was put off
+  std::optional<Begun> pending;  // the job whose later parts were put off
 
   // Enqueued jobs, whose futures are completed without the mutex: a callback may submit a job.
   using Ended = std::vector<std::pair<StreamWorkPtr, c10::Stream>>;
 
-  void run(const std::function<void(Channel&)>& part, const c10::Stream& stream, Begun& job) {
-    if (!part || job.error) return;
+  // Runs the parts [begin, end).
+  void run(size_t begin, size_t end, const c10::Stream& stream, Begun& job) {
+    if (job.error) return;
     const at::NoGradGuard no_grad;
     const c10::StreamGuard guard(stream);
     try {
       SideChannel side_channel(*job.side, *channel, job.timeout);
-      part(side_channel);
+      for (size_t part = begin; part < end; ++part) job.job.parts[part](side_channel);
     } catch (...) {
       job.error = std::current_exception();
+      if (job.job.undo) job.job.undo();
     }
   }
 
@@ -158,8 +160,8 @@ struct StreamEngine::Shared {
       if (in_pipeline) impl.recordDataPtrOnStream(memory, side.ahead);
     }
     Begun begun{std::move(work), std::move(job), &side, std::nullopt, timeout, nullptr};
-    run(begun.job.first, in_pipeline ? side.ahead : side.behind, begun);
-    if (in_pipeline) begun.first_done.emplace(record(side.ahead));
+    run(0, begun.job.parts_ahead, in_pipeline ? side.ahead : side.behind, begun);
+    if (in_pipeline) begun.ahead_done.emplace(record(side.ahead));
     side.changed.insert(begun.job.changes.begin(), begun.job.changes.end());
     return begun;
   }
@@ -167,8 +169,8 @@ struct StreamEngine::Shared {
   void end(Begun begun, Ended& ended) {
     const c10::Stream stream = begun.side->behind;
     if (aborted && !begun.error) begun.error = closed_error();
-    if (begun.first_done) begun.first_done->block(stream);
-    run(begun.job.second, stream, begun);
+    if (begun.ahead_done) begun.ahead_done->block(stream);
+    run(begun.job.parts_ahead, begun.job.parts.size(), stream, begun);
     begun.work->enqueued(record(stream), begun.error);
     ended.emplace_back(std::move(begun.work), stream);
   }
@@ -196,7 +198,7 @@ struct StreamEngine::Shared {
     }
     Begun begun = begin(work, std::move(job), device, timeout);
     if (!begun.job.local) end_pending(ended);
-    // While the first part was enqueued, a shutdown may have waited for the mutex in vain.
+    // While its first parts were enqueued, a shutdown may have waited for the mutex in vain.
     if (begun.job.more_follow && !begun.job.alone && !begun.error && !closed) {
       pending = std::move(begun);
     } else {
@@ -204,7 +206,7 @@ struct StreamEngine::Shared {
     }
   }
 
-  // Enqueues the second part that was put off, or fails it after abort.
+  // Enqueues the parts that were put off, or fails them after abort.
   void flush() { flush(std::unique_lock<std::timed_mutex>(mutex)); }
 
   // Does so unless another thread, which hangs in the backend, keeps the mutex for so long.

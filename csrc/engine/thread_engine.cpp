@@ -2,60 +2,30 @@
 #include "engine/thread_engine.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/core/grad_mode.h>
-#include <c10/core/Event.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/thread_name.h>
 
 #include <algorithm>
-#include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <mutex>
-#include <optional>
 #include <set>
+#include <thread>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
-#include "engine/backend_channel.h"
-#include "engine/profiler_context.h"
-#include "engine/work.h"
+#include "engine/flight.h"
+#include "engine/mailboxes.h"
 
 namespace powersgd {
 namespace {
 
+using FlightPtr = std::shared_ptr<Flight>;
+
 // Objects that an engine remembers before it drops those that no job waits for.
 constexpr size_t kManyObjects = 4096;
-
-std::shared_ptr<c10::Event> record_current_stream(c10::Device device) {
-  if (device.is_cpu()) return nullptr;
-  auto event = std::make_shared<c10::Event>(device.type());
-  event->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  return event;
-}
-
-// Runs a part on a side stream of the accelerator, after `ready`. The part has ended on the device
-// when this returns, so that later parts and waiters need no stream.
-void run_on_side_stream(c10::Device device, c10::Event& ready, const std::function<void()>& part) {
-  const c10::impl::VirtualGuardImpl impl(device.type());
-  const c10::Stream side = impl.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
-  const c10::StreamGuard guard(side);
-  ready.block(side);
-  const auto synchronize = [&] {
-    c10::Event done(device.type());
-    done.record(side);
-    done.synchronize();
-  };
-  try {
-    part();
-  } catch (...) {
-    synchronize();
-    throw;
-  }
-  synchronize();
-}
 
 // The engines that are alive in this process.
 std::mutex engines_mutex;
@@ -66,145 +36,235 @@ std::set<ThreadEngine*>& engines() {
 
 }  // namespace
 
-struct ThreadEngine::Shared {
-  struct QueuedJob {
-    c10::intrusive_ptr<WorkPowerSGD> work;
-    Job job;
-    c10::Device device;
-    std::shared_ptr<c10::Event> ready;        // recorded on the caller's stream; null on the CPU
-    std::optional<ProfilerContext> profiler;  // of the thread that submitted the job
-    std::chrono::milliseconds timeout;
-    uint64_t number;  // 1, 2, ... in the order of submission
-    uint64_t after;   // the job that must have ended before this one begins
-    std::exception_ptr error;
-  };
+class ThreadEngine::Shared : public std::enable_shared_from_this<Shared> {
+ public:
+  explicit Shared(std::shared_ptr<Connection> connection) : connection_(std::move(connection)) {}
 
-  explicit Shared(std::shared_ptr<Channels> channels) : channels(std::move(channels)) {}
+  const std::shared_ptr<Connection>& connection() const { return connection_; }
 
-  const std::shared_ptr<Channels> channels;
-  std::mutex mutex;
-  std::condition_variable changed;              // notified when a member below changes
-  std::array<std::deque<QueuedJob>, 2> queues;  // by the part that is to run next
-  uint64_t submitted = 0;
-  uint64_t ended = 0;                            // jobs end in the order of submission
-  bool closed = false;                           // no more jobs
-  bool aborted = false;                          // jobs that have not begun are failed
-  std::array<bool, 2> worker_ended{true, true};  // until they are started
-  // Until then, whoever ends the engine waits for the workers. An abort makes it sooner.
-  std::chrono::steady_clock::time_point grace_ends = std::chrono::steady_clock::time_point::max();
-  int num_threads = 0;
-  std::unordered_map<const void*, uint64_t> last_job;  // the last job that changes an object
+  void submit(const FlightPtr& flight, const Job& job) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (closed_) throw_closed();
+    flight->number = ++submitted_;
+    if (job.exchange) flight->in_series = ++exchanges_;
+    flight->after = job.alone ? submitted_ - 1 : last_alone_;
+    if (job.alone) last_alone_ = submitted_;
+    for (const void* object : job.changes) {
+      flight->after = std::max(flight->after, std::exchange(last_job_[object], submitted_));
+    }
+    drop_ended_jobs();
+    num_threads_ = at::get_num_threads();
+    ready_[0].push_back(flight);
+    if (submitted_ == 1) {
+      worker_runs_ = true;
+      start([this] { work(); });
+    }
+    changed_.notify_all();
+  }
 
-  // Bounds last_job. No job waits for an object whose last job has ended.
+  // Refuses new jobs. Those in flight have `grace`, or what is left of an earlier one, to end.
+  void close(std::chrono::milliseconds grace) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = true;
+    grace_ends_ = std::min(grace_ends_, std::chrono::steady_clock::now() + grace);
+    changed_.notify_all();
+  }
+
+  // Fails the jobs that no thread holds, and ends the waits of those in flight.
+  void abort() {
+    std::vector<FlightPtr> failed, done, in_flight;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      aborted_ = true;
+      for (auto& [part, queue] : ready_) move_all(queue, failed);
+      for (auto& [number, flight] : done_) done.push_back(std::move(flight));
+      done_.clear();
+      for (const auto& [part, queue] : in_flight_) {
+        in_flight.insert(in_flight.end(), queue.begin(), queue.end());
+      }
+      changed_.notify_all();
+    }
+    for (const FlightPtr& flight : in_flight) flight->abort();
+    for (const FlightPtr& flight : done) flight->complete();
+    for (const FlightPtr& flight : failed) cancel(flight);
+  }
+
+  // Returns the threads once they have ended, or when the grace has: then they still run.
+  std::pair<std::vector<std::thread>, bool> wait_for_threads() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (running_ > 0 && std::chrono::steady_clock::now() < grace_ends_) {
+      changed_.wait_until(lock, grace_ends_);
+    }
+    return {std::exchange(threads_, {}), running_ == 0};
+  }
+
+ private:
+  static void move_all(std::deque<FlightPtr>& from, std::vector<FlightPtr>& to) {
+    for (; !from.empty(); from.pop_front()) to.push_back(std::move(from.front()));
+  }
+
+  void start(std::function<void()> body) {
+    ++running_;
+    threads_.emplace_back([self = shared_from_this(), body = std::move(body)] {
+      body();
+      const std::lock_guard<std::mutex> lock(self->mutex_);
+      --self->running_;
+      self->changed_.notify_all();
+    });
+  }
+
+  // Bounds last_job_. No job waits for an object whose last job has ended.
   void drop_ended_jobs() {
-    if (last_job.size() < kManyObjects) return;
-    for (auto it = last_job.begin(); it != last_job.end();) {
-      it = it->second <= ended ? last_job.erase(it) : std::next(it);
+    if (last_job_.size() < kManyObjects) return;
+    for (auto it = last_job_.begin(); it != last_job_.end();) {
+      it = it->second <= ended_ ? last_job_.erase(it) : std::next(it);
     }
   }
 
-  // Runs one worker: it takes part 0 or part 1 of every job.
-  void serve(size_t part) {
-    c10::setThreadName(part == 0 ? "powersgd_p" : "powersgd_q");
-    // Grad mode is thread-local, and autograd must never record kernels or payloads.
-    const at::NoGradGuard no_grad;
-    std::unique_lock<std::mutex> lock(mutex);
+  // The worker.
+
+  void work() {
+    c10::setThreadName("powersgd");
     int threads_set = 0;
-    while (std::optional<QueuedJob> next = take(part, lock)) {
-      const int threads_wanted = num_threads;
-      const uint64_t number = next->number;
-      const bool alone = next->job.alone;
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (FlightPtr flight = take(lock)) {
+      const int threads_wanted = num_threads_;
       lock.unlock();
       // OpenMP counts threads per thread as well, so the worker takes over the submitter's count.
       if (threads_wanted != threads_set) at::set_num_threads(threads_set = threads_wanted);
-      run(part, *next);
-      if (part == 0) {
-        pass_on(std::move(*next));
-      } else {
-        end(*next);
-      }
-      next.reset();  // destroying what it owns may take other locks
+      if (flight->parts_begun() == 0) open(*flight);
+      flight->run();
       lock.lock();
-      if (part == 0 && alone) changed.wait(lock, [&] { return aborted || ended >= number; });
+      if (aborted_) {
+        lock.unlock();
+        cancel(flight);
+        lock.lock();
+      } else if (flight->in_flight()) {
+        put_in_flight(std::move(flight));
+      } else if (flight->done()) {
+        const uint64_t number = flight->number;
+        done_.emplace(number, std::move(flight));
+        end_in_order(lock);
+      } else {
+        const size_t part = flight->parts_begun();
+        ready_[part].push_front(std::move(flight));
+      }
     }
-    worker_ended[part] = true;
-    changed.notify_all();
+    worker_runs_ = false;
+    lock.unlock();
+    mailboxes_.clear();
   }
 
-  // Returns true if both workers end before the grace does.
-  bool wait_for_workers(std::unique_lock<std::mutex>& lock) {
-    const auto ended = [this] { return worker_ended[0] && worker_ended[1]; };
-    while (!ended() && std::chrono::steady_clock::now() < grace_ends) {
-      changed.wait_until(lock, grace_ends);
-    }
-    return ended();
+  void open(Flight& flight) {
+    auto connect = [this](std::chrono::milliseconds timeout) {
+      DirectChannel::BackendPtr backend = connection_->backend(timeout);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (aborted_) throw_closed();  // which came meanwhile, and did not find the backend
+      return backend;
+    };
+    flight.open(std::move(connect), mailboxes_.take(flight));
   }
 
-  // Returns the next job once it may begin, or nothing if there will be no more.
-  std::optional<QueuedJob> take(size_t part, std::unique_lock<std::mutex>& lock) {
-    std::deque<QueuedJob>& queue = queues[part];
-    changed.wait(lock, [&] {
-      if (aborted) return true;
-      if (!queue.empty()) return part == 1 || ended >= queue.front().after;
-      return part == 0 ? closed : worker_ended[0];
+  // Returns the next job once it may run, or null if there will be no more.
+  FlightPtr take(std::unique_lock<std::mutex>& lock) {
+    std::deque<FlightPtr>* queue = nullptr;
+    changed_.wait(lock, [&] {
+      queue = next_queue();
+      return aborted_ || queue != nullptr || (closed_ && ended_ == submitted_);
     });
-    if (queue.empty() || aborted) return std::nullopt;
-    QueuedJob next = std::move(queue.front());
-    queue.pop_front();
-    return next;
+    if (aborted_ || queue == nullptr) return nullptr;
+    FlightPtr flight = std::move(queue->front());
+    queue->pop_front();
+    return flight;
   }
 
-  // Queues a job for its second part, or fails it after abort.
-  void pass_on(QueuedJob job) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex);
-      if (!aborted) {
-        queues[1].push_back(std::move(job));
-        changed.notify_all();
-        return;
+  std::deque<FlightPtr>* next_queue() {
+    for (auto& [part, queue] : ready_) {
+      if (!queue.empty() && (part > 0 || ended_ >= queue.front()->after)) return &queue;
+    }
+    return nullptr;
+  }
+
+  void put_in_flight(FlightPtr flight) {
+    const size_t part = flight->parts_begun() - 1;
+    if (in_flight_.count(part) == 0) start([this, part] { wait_for_messages(part); });
+    in_flight_[part].push_back(std::move(flight));
+    changed_.notify_all();
+  }
+
+  void end_in_order(std::unique_lock<std::mutex>& lock) {
+    while (!done_.empty() && done_.begin()->first == ended_ + 1) {
+      const FlightPtr flight = std::move(done_.begin()->second);
+      done_.erase(done_.begin());
+      lock.unlock();
+      flight->complete();  // what it frees may take other locks
+      lock.lock();
+      ++ended_;
+      const bool more = !closed_;
+      changed_.notify_all();
+      lock.unlock();
+      const bool posted = mailboxes_.put(*flight, more);
+      lock.lock();
+      if (flight->failed() || !posted) lost_.push_back(flight);
+    }
+  }
+
+  // The threads that wait.
+
+  void wait_for_messages(size_t part) {
+    c10::setThreadName("powersgd_wait");
+    std::unique_lock<std::mutex> lock(mutex_);
+    std::deque<FlightPtr>& queue = in_flight_[part];
+    while (true) {
+      changed_.wait(lock, [&] { return aborted_ || !worker_runs_ || !queue.empty(); });
+      if (queue.empty()) return;
+      const FlightPtr flight = queue.front();
+      lock.unlock();
+      flight->wait();
+      lock.lock();
+      queue.pop_front();
+      if (aborted_) {
+        lock.unlock();
+        cancel(flight);
+        lock.lock();
+      } else {
+        ready_[part + 1].push_back(flight);
+        changed_.notify_all();
       }
     }
-    job.work->complete(closed_error());
   }
 
-  void end(const QueuedJob& job) {
-    job.work->complete(job.error);
-    const std::lock_guard<std::mutex> lock(mutex);
-    ended = job.number;
-    changed.notify_all();
+  void cancel(const FlightPtr& flight) {
+    if (!flight->done()) flight->cancel();
+    flight->complete();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    lost_.push_back(flight);
   }
 
-  // Connects the channels if they are not. An abort may have come meanwhile, and not found them.
-  c10d::Backend& channel(size_t part, std::chrono::milliseconds timeout) {
-    c10d::Backend& connected = channels->at(part, timeout);
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (aborted) throw_closed();
-    return connected;
-  }
+  const std::shared_ptr<Connection> connection_;
+  Mailboxes mailboxes_;  // the worker's
 
-  void run(size_t part, QueuedJob& next) {
-    std::function<void(Channel&)>& body = part == 0 ? next.job.first : next.job.second;
-    if (body && !next.error) {
-      try {
-        std::optional<ProfilerContext::Guard> observed;
-        if (next.profiler) observed.emplace(*next.profiler);
-        BackendChannel part_channel([&]() -> c10d::Backend& { return channel(part, next.timeout); },
-                                    next.timeout);
-        if (next.ready) {
-          run_on_side_stream(next.device, *next.ready, [&] { body(part_channel); });
-        } else {
-          body(part_channel);
-        }
-      } catch (...) {
-        next.error = std::current_exception();
-      }
-    }
-    body = nullptr;  // frees what it holds
-  }
+  std::mutex mutex_;                 // guards the members below
+  std::condition_variable changed_;  // notified when one of them changes
+  std::map<size_t, std::deque<FlightPtr>> ready_;      // by the part that is to run next
+  std::map<size_t, std::deque<FlightPtr>> in_flight_;  // by the part that began the collective
+  std::map<uint64_t, FlightPtr> done_;                 // by number, until those before have ended
+  std::vector<FlightPtr> lost_;  // whose messages may still come, to memory that they keep
+  uint64_t submitted_ = 0, exchanges_ = 0, last_alone_ = 0;
+  uint64_t ended_ = 0;
+  std::unordered_map<const void*, uint64_t> last_job_;  // the last job that changes an object
+  bool closed_ = false;                                 // no more jobs
+  bool aborted_ = false;                                // jobs that have not ended are failed
+  bool worker_runs_ = false;
+  int num_threads_ = 0;
+  // Until then, whoever ends the engine waits for the threads. An abort makes it sooner.
+  std::chrono::steady_clock::time_point grace_ends_ = std::chrono::steady_clock::time_point::max();
+  std::vector<std::thread> threads_;
+  int running_ = 0;  // threads
 };
 
-ThreadEngine::ThreadEngine(int rank, std::shared_ptr<Channels> channels, Grace grace)
-    : rank_(rank), grace_(grace), shared_(std::make_shared<Shared>(std::move(channels))) {
+ThreadEngine::ThreadEngine(int rank, std::shared_ptr<Connection> connection, Grace grace)
+    : rank_(rank), grace_(grace), shared_(std::make_shared<Shared>(std::move(connection))) {
   const std::lock_guard<std::mutex> lock(engines_mutex);
   engines().insert(this);
 }
@@ -221,83 +281,31 @@ c10::intrusive_ptr<c10d::Work> ThreadEngine::submit(std::vector<at::Tensor> tens
                                                     c10::Device device,
                                                     std::chrono::milliseconds timeout) {
   auto work = c10::make_intrusive<WorkPowerSGD>(rank_, std::move(tensors));
-  const std::lock_guard<std::mutex> lock(shared_->mutex);
-  if (shared_->closed) throw_closed();
-  start_workers();
-  shared_->num_threads = at::get_num_threads();
-  const uint64_t number = ++shared_->submitted;
-  uint64_t after = job.alone ? number - 1 : 0;
-  for (const void* object : job.changes) {
-    after = std::max(after, std::exchange(shared_->last_job[object], number));
-  }
-  shared_->drop_ended_jobs();
-  shared_->queues[0].push_back({work, std::move(job), device, record_current_stream(device),
-                                ProfilerContext::current(), timeout, number, after, nullptr});
-  shared_->changed.notify_all();
+  const auto flight = std::make_shared<Flight>(work, std::move(job), device, timeout);
+  shared_->submit(flight, flight->job());
   return work;
 }
 
-void ThreadEngine::start_workers() {
-  for (size_t part = 0; part < workers_.size(); ++part) {
-    if (workers_[part].joinable()) continue;
-    workers_[part] = std::thread([shared = shared_, part] { shared->serve(part); });
-    shared_->worker_ended[part] = false;
-  }
-}
-
 void ThreadEngine::connect(c10::Device device) {
-  Job job = job_alone([channels = shared_->channels](Channel&) { channels->at(1); });
+  Job job = job_alone([connection = shared_->connection()](Channel&) { connection->backend(); });
   submit({}, std::move(job), device, c10d::kUnsetTimeout);
 }
 
 void ThreadEngine::shutdown() {
-  close(grace_.shutdown);
-  end_workers();
+  shared_->close(grace_.shutdown);
+  end_threads();
 }
 
 void ThreadEngine::abort() {
-  close(grace_.abort);
-  fail_queued();
-  end_workers();
+  shared_->close(grace_.abort);
+  shared_->abort();
+  end_threads();
 }
 
-void ThreadEngine::close(std::chrono::milliseconds grace) {
-  const std::lock_guard<std::mutex> lock(shared_->mutex);
-  shared_->closed = true;
-  shared_->grace_ends = std::min(shared_->grace_ends, std::chrono::steady_clock::now() + grace);
-  shared_->changed.notify_all();
-}
-
-void ThreadEngine::fail_queued() {
-  std::deque<Shared::QueuedJob> failed;
-  {
-    const std::lock_guard<std::mutex> lock(shared_->mutex);
-    shared_->aborted = true;
-    for (std::deque<Shared::QueuedJob>& queue : shared_->queues) {
-      for (; !queue.empty(); queue.pop_front()) failed.push_back(std::move(queue.front()));
-    }
-    shared_->changed.notify_all();
-  }
-  for (Shared::QueuedJob& job : failed) job.work->complete(closed_error());
-}
-
-void ThreadEngine::end_workers() {
-  std::array<std::thread, 2> workers;
-  bool ended = false;
-  {
-    std::unique_lock<std::mutex> lock(shared_->mutex);
-    ended = shared_->wait_for_workers(lock);
-    workers.swap(workers_);
-  }
-  if (!ended) fail_queued();
-  for (std::thread& worker : workers) {
-    if (!worker.joinable()) continue;  // another thread has them
-    if (ended) {
-      worker.join();
-    } else {
-      worker.detach();
-    }
-  }
+void ThreadEngine::end_threads() {
+  auto [threads, ended] = shared_->wait_for_threads();
+  if (!ended) shared_->abort();
+  for (std::thread& thread : threads) ended ? thread.join() : thread.detach();
 }
 
 std::exception_ptr closed_error() {
@@ -311,8 +319,8 @@ void throw_closed() { std::rethrow_exception(closed_error()); }
 
 void shutdown_all_engines() {
   const std::lock_guard<std::mutex> lock(engines_mutex);
-  for (ThreadEngine* engine : engines()) engine->close(engine->grace_.shutdown);
-  for (ThreadEngine* engine : engines()) engine->end_workers();
+  for (ThreadEngine* engine : engines()) engine->shared_->close(engine->grace_.shutdown);
+  for (ThreadEngine* engine : engines()) engine->end_threads();
 }
 
 }  // namespace powersgd

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "gradients/compressed_step.h"
 
+#include <optional>
 #include <utility>
 
 #include "gradients/exchange.h"
@@ -9,72 +10,99 @@
 namespace powersgd {
 namespace {
 
-// Times a stage, and lets the probe and a profiler see it.
-class Observed {
+// One step on its way through the parts of a job.
+class Step {
  public:
-  Observed(std::shared_ptr<Stats> stats, std::shared_ptr<const StageProbe> probe,
-           SpanArguments arguments)
-      : stats_(std::move(stats)), probe_(std::move(probe)), arguments_(arguments) {}
+  Step(std::shared_ptr<BucketCompressor> compressor, at::Tensor gradient, const StepInfo& info,
+       std::shared_ptr<Stats> stats, std::shared_ptr<const StageProbe> probe)
+      : compressor_(std::move(compressor)),
+        gradient_(std::move(gradient)),
+        info_(info),
+        stats_(std::move(stats)),
+        probe_(std::move(probe)) {}
 
-  template <typename Body>
-  decltype(auto) operator()(Stage stage, Body&& body) const {
-    return (*this)(stage, [this] { return arguments_; }, std::forward<Body>(body));
+  void begin(Channel& channel) {
+    run(Stage::kProject, [&] { payload_ = &compressor_->project(gradient_, info_); });
+    stats_->add_compressed(compressor_->gradient_bytes(), compressor_->payload_bytes());
+    begin_reduction(Stage::kReduceP, channel);
   }
 
-  template <typename Arguments, typename Body>
-  decltype(auto) operator()(Stage stage, const Arguments& arguments, Body&& body) const {
-    if (probe_ && *probe_) (*probe_)(to_string(stage));
-    const StageTimer timer(*stats_, stage);
-    const Span span(stage, arguments);
-    return std::forward<Body>(body)();
+  void reach_owners(Channel& channel) { continue_sum(*payload_, channel); }
+
+  void middle(Channel& channel) {
+    end_reduction();
+    run(Stage::kOrthogonalize, [&] { compressor_->orthogonalize(); });
+    run(Stage::kBackProject, [&] { payload_ = &compressor_->back_project(); });
+    begin_reduction(Stage::kReduceQ, channel);
   }
 
-  void reduce(Stage stage, Payload& payload, Channel& channel) const {
-    const auto arguments = [&] {
-      SpanArguments of_payload = arguments_;
-      of_payload.bytes = bytes_on_wire(payload);
-      return of_payload;
-    };
-    (*this)(stage, arguments, [&] { sum_over_ranks(payload, channel); });
+  void end() {
+    end_reduction();
+    run(Stage::kReconstruct, [&] { compressor_->reconstruct(); });
   }
 
  private:
-  std::shared_ptr<Stats> stats_;
-  std::shared_ptr<const StageProbe> probe_;
-  SpanArguments arguments_;
+  // Times a stage, and shows it to a profiler.
+  struct Observed {
+    template <typename Arguments>
+    Observed(Stats& stats, Stage stage, const Arguments& arguments)
+        : timer(stats, stage), span(stage, arguments) {}
+    StageTimer timer;
+    Span span;
+  };
+
+  void tell_probe(Stage stage) const {
+    if (probe_ && *probe_) (*probe_)(to_string(stage));
+  }
+
+  SpanArguments arguments(int64_t bytes) const {
+    return {info_.bucket, bytes, compressor_->approximation_rank()};
+  }
+
+  template <typename Body>
+  void run(Stage stage, const Body& body) {
+    tell_probe(stage);
+    const Observed observed(*stats_, stage,
+                            [this] { return arguments(compressor_->gradient_bytes()); });
+    body();
+  }
+
+  void begin_reduction(Stage stage, Channel& channel) {
+    tell_probe(stage);
+    reduction_.emplace(*stats_, stage, [this] { return arguments(bytes_on_wire(*payload_)); });
+    begin_sum(*payload_, channel);
+  }
+
+  void end_reduction() {
+    end_sum(*payload_);
+    reduction_.reset();
+  }
+
+  const std::shared_ptr<BucketCompressor> compressor_;
+  const at::Tensor gradient_;
+  const StepInfo info_;
+  const std::shared_ptr<Stats> stats_;
+  const std::shared_ptr<const StageProbe> probe_;
+  Payload* payload_ = nullptr;         // the one that is reduced
+  std::optional<Observed> reduction_;  // from the sending until the sum is there
 };
 
 }  // namespace
 
 Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const at::Tensor& gradient,
-                    const StepInfo& step, const std::shared_ptr<Stats>& stats,
+                    const StepInfo& info, const std::shared_ptr<Stats>& stats,
                     std::shared_ptr<const StageProbe> probe) {
-  const auto or_rollback = [compressor](auto part) {
-    return [compressor, part = std::move(part)](Channel& channel) {
-      try {
-        part(channel);
-      } catch (...) {
-        compressor->rollback();
-        throw;
-      }
-    };
-  };
-  const Observed run(stats, std::move(probe),
-                     {step.bucket, compressor->gradient_bytes(), compressor->approximation_rank()});
+  const auto step = std::make_shared<Step>(compressor, gradient, info, stats, std::move(probe));
   Job job;
-  job.first = or_rollback([compressor, gradient, step, run, stats](Channel& channel) {
-    Payload& p =
-        run(Stage::kProject, [&]() -> Payload& { return compressor->project(gradient, step); });
-    stats->add_compressed(compressor->gradient_bytes(), compressor->payload_bytes());
-    run.reduce(Stage::kReduceP, p, channel);
-  });
-  job.second = or_rollback([compressor, run](Channel& channel) {
-    run(Stage::kOrthogonalize, [&] { compressor->orthogonalize(); });
-    Payload& q = run(Stage::kBackProject, [&]() -> Payload& { return compressor->back_project(); });
-    run.reduce(Stage::kReduceQ, q, channel);
-    run(Stage::kReconstruct, [&] { compressor->reconstruct(); });
-  });
+  job.parts = {[step](Channel& channel) { step->begin(channel); },
+               [step](Channel& channel) { step->reach_owners(channel); },
+               [step](Channel& channel) { step->middle(channel); },
+               [step](Channel& channel) { step->reach_owners(channel); },
+               [step](Channel&) { step->end(); }};
+  job.parts_ahead = 2;
+  job.undo = [compressor] { compressor->rollback(); };
   for (const ParameterStatePtr& state : compressor->states()) job.changes.push_back(state.get());
+  job.exchange = compressor;
   return job;
 }
 

@@ -14,7 +14,7 @@ namespace powersgd {
 // gradient was not delivered and the residual is as before. The job adds its bytes and the seconds
 // of each stage to `stats`.
 Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const at::Tensor& gradient,
-                    const StepInfo& step, const std::shared_ptr<Stats>& stats,
+                    const StepInfo& info, const std::shared_ptr<Stats>& stats,
                     std::shared_ptr<const StageProbe> probe);
 
 }  // namespace powersgd

@@ -10,7 +10,7 @@ int64_t bytes_on_wire(Payload& payload) {
   return static_cast<int64_t>(whole ? payload.elements().nbytes() : payload.sent().nbytes());
 }
 
-void sum_over_ranks(Payload& payload, Channel& channel) {
+void begin_sum(Payload& payload, Channel& channel) {
   if (payload.schedule() == Schedule::kAllreduce) return channel.allreduce(payload.elements());
   payload.quantize();
   at::Tensor sent = payload.sent(), received = payload.received();
@@ -18,11 +18,18 @@ void sum_over_ranks(Payload& payload, Channel& channel) {
     channel.allgather(received, sent);
   } else {
     channel.alltoall(received, sent);
-    payload.requantize();
-    at::Tensor reduced = payload.reduced();
-    channel.allgather(sent, reduced);
   }
-  payload.dequantize();
+}
+
+void continue_sum(Payload& payload, Channel& channel) {
+  if (payload.schedule() != Schedule::kTwoShot) return;
+  payload.requantize();
+  at::Tensor reduced = payload.reduced(), gathered = payload.gathered();
+  channel.allgather(gathered, reduced);
+}
+
+void end_sum(Payload& payload) {
+  if (payload.schedule() != Schedule::kAllreduce) payload.dequantize();
 }
 
 }  // namespace powersgd

@@ -11,7 +11,10 @@ namespace powersgd {
 // Returns the bytes of this rank's elements or packets.
 int64_t bytes_on_wire(Payload& payload);
 
-// Sums a payload over the ranks by its schedule.
-void sum_over_ranks(Payload& payload, Channel& channel);
+// These sum a payload over the ranks by its schedule. Each belongs to a part of a job of its own,
+// because the next one needs the collective that it may begin.
+void begin_sum(Payload& payload, Channel& channel);
+void continue_sum(Payload& payload, Channel& channel);
+void end_sum(Payload& payload);
 
 }  // namespace powersgd

@@ -206,7 +206,8 @@ std::shared_ptr<BucketCompressor> FlatTensors::make_compressor(
   options.use_error_feedback = options_.use_error_feedback && keeps_state;
   options.warm_start = options_.warm_start && keeps_state;
   return powersgd::make_compressor(plan, std::move(states), options, tensor.scalar_type(),
-                                   tensor.device(), session_->ranks(), step_counter_);
+                                   tensor.device(), session_->ranks_on(tensor.device()),
+                                   step_counter_);
 }
 
 std::vector<Replica> FlatTensors::replicas(const at::Device& device) const {

@@ -42,7 +42,7 @@ std::vector<ParameterExport> ModelStates::export_state() {
       mean[0] = state.residual().mul_(grad_scale() / state.memory_units.item<double>());
       exported[i].q = q_to_parameter_order(state.q_warm.clone(), parameter);
     });
-    session_->average_over_channel(mean);
+    session_->average_after_steps(mean);
     use_on_current_stream(mean[0]);
     use_on_current_stream(exported[i].q);
     exported[i].residual = to_parameter_order(mean[0], parameter);

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/channels.h"
+#include "engine/connection.h"
 #include "engine/stream_engine.h"
 #include "engine/thread_engine.h"
 #include "gradients/compressed_step.h"
@@ -37,7 +37,7 @@ c10::intrusive_ptr<c10d::Store> clone_of(const c10::intrusive_ptr<c10d::Store>& 
 
 }  // namespace
 
-Session::Session(int rank, int size, std::vector<InnerAndChannels> inners,
+Session::Session(int rank, int size, std::vector<InnerAndConnect> inners,
                  powersgd::Options options, LogSink log)
     : rank_(rank),
       size_(size),
@@ -47,23 +47,23 @@ Session::Session(int rank, int size, std::vector<InnerAndChannels> inners,
       warnings_(std::make_shared<Messages>()),
       inners_(std::move(inners)) {
   validate(options_);
-  for (const InnerAndChannels& of : inners_) {
-    if (!of.connect_channels) {
+  for (const InnerAndConnect& of : inners_) {
+    if (!of.connect) {
       engines_[of.device] = std::make_unique<StreamEngine>(rank, of.inner);
       continue;
     }
     auto connect = [of, rank, size](std::optional<std::chrono::milliseconds> timeout) {
-      return of.connect_channels(clone_of(of.store), rank, size, timeout);
+      return of.connect(clone_of(of.store), rank, size, timeout);
     };
-    channels_.push_back(std::make_shared<Channels>(std::move(connect)));
-    engines_[of.device] = std::make_unique<ThreadEngine>(rank, channels_.back());
+    connections_.push_back(std::make_shared<Connection>(std::move(connect)));
+    engines_[of.device] = std::make_unique<ThreadEngine>(rank, connections_.back());
   }
 }
 
 Session::~Session() {
   run_unlocked([this] {
     engines_.clear();
-    channels_.clear();
+    connections_.clear();
     inners_.clear();
   });
 }
@@ -72,6 +72,13 @@ Engine& Session::engine_of(c10::Device device) const {
   const auto found = engines_.find(device.type());
   check_served(found != engines_.end(), device);
   return *found->second;
+}
+
+Ranks Session::ranks_on(c10::Device device) const {
+  const bool has_streams = std::any_of(inners_.begin(), inners_.end(), [&](const auto& of) {
+    return of.device == device.type() && !of.connect;
+  });
+  return {rank_, size_, /*backend_sums=*/has_streams};
 }
 
 Session::WorkPtr Session::allreduce_compressed(const std::shared_ptr<BucketCompressor>& compressor,
@@ -107,7 +114,7 @@ Session::WorkPtr Session::average_exact(at::Tensor gradient, int divisor, Stats&
   return found->inner->allreduce(tensors);
 }
 
-void Session::average_over_channel(std::vector<at::Tensor>& tensors) {
+void Session::average_after_steps(std::vector<at::Tensor>& tensors) {
   if (tensors.empty() || size_ == 1) return;
   const at::Device device = tensors.front().device();
   auto job = [&tensors, size = size_](Channel& channel) {
@@ -154,13 +161,13 @@ void Session::connect(c10::Device device) { engine_of(device).connect(device); }
 
 void Session::set_timeout(std::chrono::milliseconds timeout) {
   FirstError error;
-  for (const auto& of : channels_) error.run([&] { of->set_timeout(timeout); });
+  for (const auto& of : connections_) error.run([&] { of->set_timeout(timeout); });
   error.rethrow();
 }
 
-void Session::for_each_channel(const std::function<void(c10d::Backend&)>& action) const {
+void Session::for_each_connected(const std::function<void(c10d::Backend&)>& action) const {
   FirstError error;
-  for (const auto& of : channels_) error.run([&] { of->each(action); });
+  for (const auto& of : connections_) error.run([&] { of->if_connected(action); });
   error.rethrow();
 }
 
@@ -174,14 +181,14 @@ void Session::shutdown() {
     });
   }
   for (const auto& of : engines_) error.run([&] { of.second->shutdown(); });
-  error.run([&] { for_each_channel([](c10d::Backend& channel) { channel.shutdown(); }); });
+  error.run([&] { for_each_connected([](c10d::Backend& backend) { backend.shutdown(); }); });
   error.rethrow();
 }
 
 void Session::abort() {
   FirstError error;
-  // The channels first: that ends what is in flight, where the inner backend can.
-  error.run([&] { for_each_channel([](c10d::Backend& channel) { channel.abort(); }); });
+  // The backends first: that ends what is in flight, where the inner backend can.
+  error.run([&] { for_each_connected([](c10d::Backend& backend) { backend.abort(); }); });
   for (const auto& of : engines_) error.run([&] { of.second->abort(); });
   error.rethrow();
 }

@@ -47,7 +47,7 @@ void Session::end_step(Stats& stats, const powersgd::Options& options, bool capt
 // the order of the steps' collectives as it is.
 void Session::wait_for_steps(c10::Device device) const {
   Job job;
-  job.second = [](Channel&) {};
+  job.parts = {[](Channel&) {}};
   job.local = true;
   engine_of(device).submit({}, std::move(job), device, c10d::kUnsetTimeout)->wait();
 }

@@ -42,7 +42,7 @@ struct BackendOptions : c10d::Backend::Options {
 // are safe from any thread.
 class BackendPowerSGD : public ForwardingBackend {
  public:
-  BackendPowerSGD(int rank, int size, std::vector<InnerAndChannels> inners,
+  BackendPowerSGD(int rank, int size, std::vector<InnerAndConnect> inners,
                   powersgd::Options options, LogSink log = {});
   ~BackendPowerSGD() override;
 

@@ -99,9 +99,9 @@ class BucketCompressor {
 struct MemoryNeeds {
   int64_t residual = 0;
   int64_t factors = 0;  // those that are kept from step to step
-  int64_t payloads = 0;
+  int64_t payloads = 0;   // with their packets
   int64_t tables = 0;     // those of the kernels, which depend on the device type
-  int64_t workspace = 0;  // with the packets
+  int64_t workspace = 0;
 
   // All that no other bucket shares.
   int64_t own() const { return residual + factors + payloads + tables; }

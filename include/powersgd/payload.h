@@ -10,7 +10,7 @@ namespace powersgd {
 
 // The collectives that sum a payload over the ranks.
 enum class Schedule {
-  kAllreduce,  // of the elements themselves
+  kAllreduce,  // of the elements themselves, by the backend
   kOneShot,    // every rank gets all packets whole and adds them
   kTwoShot,    // every rank adds one chunk of all packets and sends the sum to all
 };
@@ -19,6 +19,9 @@ enum class Schedule {
 struct Ranks {
   int32_t own = 0;
   int32_t count = 1;
+  // True if the backend's all-reduce is the best sum of elements (NCCL). Otherwise (Gloo) they travel
+  // as packets on every wire, straight to the ranks that add them.
+  bool backend_sums = true;
   std::optional<Schedule> schedule = {};  // of packets, for tests; null: chosen by their size
 };
 
@@ -27,13 +30,13 @@ struct Ranks {
 //   all-reduce   all-reduce elements()
 //   one-shot     quantize ; all-gather sent() to received() ; dequantize
 //   two-shot     quantize ; all-to-all sent() to received() ; requantize ;
-//                all-gather reduced() to sent() ; dequantize
+//                all-gather reduced() to gathered() ; dequantize
 //
 // elements() then holds the sum. Packets are bytes (powersgd/packets.h).
 //
-// Contract: all ranks have equal schedules and equal sizes. Packets last until the end of the part
-// of the step that has the payload. A rank that is alone sends nothing: its received() is its
-// sent().
+// Contract: all ranks have equal schedules and equal sizes. Every buffer is the same memory in every
+// step, and none overlaps with another, so that a message may arrive before the step asks for it. A
+// rank that is alone sends nothing: its received() is its sent().
 //
 // Ownership: the compressor owns it.
 //
@@ -51,6 +54,7 @@ class Payload {
   virtual at::Tensor sent() = 0;
   virtual at::Tensor received() = 0;
   virtual at::Tensor reduced() = 0;
+  virtual at::Tensor gathered() = 0;
   virtual void quantize() = 0;
   virtual void requantize() = 0;
   virtual void dequantize() = 0;

@@ -22,7 +22,7 @@
 namespace powersgd {
 
 class AllreduceTaker;
-class Channels;
+class Connection;
 class Engine;
 class Messages;
 struct Replica;
@@ -32,22 +32,21 @@ enum class LogLevel { kInfo, kWarning };
 // Called on the thread that calls a collective, never on a worker.
 using LogSink = std::function<void(LogLevel, const std::string&)>;
 
-// Connects the two channels of an engine on a store that nothing else uses, within `timeout` or the
-// one that the group was made with, which is the channels' own. Called on an engine's thread.
-using ConnectChannels = std::function<std::array<c10::intrusive_ptr<c10d::Backend>, 2>(
+// Connects the backend of an engine on a store that nothing else uses, within `timeout` or the one
+// that the group was made with, which is the backend's own. Called on an engine's thread.
+using Connect = std::function<c10::intrusive_ptr<c10d::Backend>(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::optional<std::chrono::milliseconds> timeout)>;
 
-// The backends that serve one device type. If `inner` blocks the host, `connect_channels` makes two
-// more instances of the same backend when the group first compresses there: the engine's threads
-// sum the P and the Q payloads on them while `inner` serves the caller, because two threads that
-// issue on one Gloo context corrupt each other's data. If `inner` is ordered by streams, it serves
-// all and `connect_channels` is null.
-struct InnerAndChannels {
+// The backends that serve one device type. If `inner` blocks the host, `connect` makes another
+// instance of the same backend when the group first compresses there: the engine exchanges payloads
+// on it while `inner` serves the caller, because two threads that issue on one Gloo context corrupt
+// each other's data. If `inner` is ordered by streams, it serves all and `connect` is null.
+struct InnerAndConnect {
   c10::DeviceType device;
   c10::intrusive_ptr<c10d::Backend> inner;
-  ConnectChannels connect_channels;
-  c10::intrusive_ptr<c10d::Store> store;  // of the channels
+  Connect connect;
+  c10::intrusive_ptr<c10d::Store> store;  // for connect
 };
 
 // Purpose: reduces the gradients of one process group, and knows what its steps have in common: an
@@ -57,7 +56,7 @@ struct InnerAndChannels {
 // order.
 //
 // Ownership: shared by the group's BackendPowerSGD and by each attached model, so that either may
-// end first. Owns the engines and the channels, shares the inner backends.
+// end first. Owns the engines and their connections, shares the inner backends.
 //
 // Threads: reductions may be called from any one thread at a time, as on Gloo. Everything else is
 // safe from any thread.
@@ -65,7 +64,7 @@ class Session {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  Session(int rank, int size, std::vector<InnerAndChannels> inners, powersgd::Options options,
+  Session(int rank, int size, std::vector<InnerAndConnect> inners, powersgd::Options options,
           LogSink log);
   ~Session();
   Session(const Session&) = delete;
@@ -73,10 +72,11 @@ class Session {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  Ranks ranks() const { return {rank_, size_}; }
+  // The ranks that sum payloads of a device.
+  Ranks ranks_on(c10::Device device) const;
   const powersgd::Options& options() const { return options_; }
   const LogSink& log_sink() const { return log_; }
-  const std::vector<InnerAndChannels>& inners() const { return inners_; }
+  const std::vector<InnerAndConnect>& inners() const { return inners_; }
 
   // Reductions. Each of the first two returns at once.
 
@@ -91,8 +91,8 @@ class Session {
   void flush();
   // Makes `gradient` the sum over ranks divided by `divisor`, by the inner backend.
   WorkPtr average_exact(at::Tensor gradient, int divisor, Stats& stats);
-  // Makes each tensor its mean over ranks, on a channel, after all submitted steps. Blocks.
-  void average_over_channel(std::vector<at::Tensor>& tensors);
+  // Makes each tensor its mean over ranks, by the engine, after all submitted steps. Blocks.
+  void average_after_steps(std::vector<at::Tensor>& tensors);
   // Runs `job` on the engine of `device` after all submitted steps. The second one blocks.
   WorkPtr start_after_steps(c10::Device device, std::function<void()> job);
   void run_after_steps(c10::Device device, const std::function<void()>& job);
@@ -146,14 +146,14 @@ class Session {
 
   // Channels, and ends.
 
-  // Connects the channels of a device ahead of its first step. All ranks call it alike. Returns at
+  // Connects the engine of a device ahead of its first step. All ranks call it alike. Returns at
   // once: an error is that of the first step.
   void connect(c10::Device device);
-  // Sets the time-out of the channels, also of those that are not connected yet.
+  // Sets the time-out of the engines, also of those that are not connected yet.
   void set_timeout(std::chrono::milliseconds timeout);
-  // Calls it on every connected channel, even if it throws on one. Then rethrows the first
-  // exception.
-  void for_each_channel(const std::function<void(c10d::Backend&)>& action) const;
+  // Calls it on every engine's backend that is connected, even if it throws on one. Then rethrows
+  // the first exception.
+  void for_each_connected(const std::function<void(c10d::Backend&)>& action) const;
   // Both do all that they can, then rethrow the first exception. One thread may call them while
   // another is in them: an abort ends the wait of a shutdown.
 
@@ -174,8 +174,8 @@ class Session {
   const LogSink log_;
   const std::shared_ptr<Stats> stats_;
   const std::shared_ptr<Messages> warnings_;
-  std::vector<InnerAndChannels> inners_;
-  std::vector<std::shared_ptr<Channels>> channels_;
+  std::vector<InnerAndConnect> inners_;
+  std::vector<std::shared_ptr<Connection>> connections_;
   std::map<c10::DeviceType, std::unique_ptr<Engine>> engines_;
 
   mutable std::mutex mutex_;  // guards the members below

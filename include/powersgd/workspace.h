@@ -9,9 +9,8 @@
 
 namespace powersgd {
 
-// Purpose: the kernels' workspace on one device, which buckets use one after the other. Between two
-// stages it holds the packets of a payload. Nothing in it outlives the part of a step that wrote
-// it.
+// Purpose: the kernels' workspace on one device, which buckets use one after the other. Nothing in
+// it outlives the part of a step that wrote it.
 //
 // Threads: reserve() runs while no step of these buckets is in flight, in the order of the engine's
 // jobs. Its stream follows all earlier steps.
@@ -34,15 +33,15 @@ class Workspace {
   std::vector<at::Tensor> of_graphs_;  // each larger than the one before
 };
 
-// The workspaces of both parts of a step. The engine runs a first part beside the second part of
-// another bucket, and two first parts or two second parts one after the other.
+// The workspaces of a step. A stream engine runs the projection of a bucket beside the later stages
+// of another, and those of a kind one after the other.
 struct Workspaces {
-  std::shared_ptr<Workspace> first;   // of project and the sum of P
+  std::shared_ptr<Workspace> first;   // of project
   std::shared_ptr<Workspace> second;  // of all that follows
 
   // For the buckets of a model.
   static Workspaces of_pipeline();
-  // For a single bucket, whose parts do not overlap.
+  // For a single bucket, whose stages do not overlap.
   static Workspaces of_one_bucket();
 };
 

@@ -46,7 +46,11 @@ class Traffic:
     sent_bytes: int
 
 def traffic_of(
-    shapes: Sequence[Sequence[int]], options: Options, dtype: torch.dtype, world_size: int
+    shapes: Sequence[Sequence[int]],
+    options: Options,
+    dtype: torch.dtype,
+    device: str,
+    world_size: int,
 ) -> tuple[Traffic, Traffic]: ...
 def content_bytes(shapes: Sequence[Sequence[int]], options: Options, dtype: torch.dtype) -> int: ...
 

@@ -70,10 +70,10 @@ def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.
     for device in served_device_types(NAME):
         name = _inner_name(options, device)
         inner = _create_inner(name, PrefixStore(f"{device}/inner", store), dist_options)
-        # A backend that blocks the host needs an instance for each of the engine's threads.
+        # A backend that blocks the host needs an instance for the engine's thread.
         blocks = name not in STREAM_ORDERED
-        connect = functools.partial(_connect_channels, name, dist_options) if blocks else None
-        inners.append((device, inner, connect, PrefixStore(f"{device}/channels", store)))
+        connect = functools.partial(_connect_engine, name, dist_options) if blocks else None
+        inners.append((device, inner, connect, PrefixStore(f"{device}/engine", store)))
     return _C.BackendPowerSGD(rank, size, inners, options._core(), _log)
 
 
@@ -188,17 +188,17 @@ def _create_inner(name: str, store: Store, dist_options: _DistributedBackendOpti
     )
 
 
-def _connect_channels(
+def _connect_engine(
     name: str,
     parent: _DistributedBackendOptions,
     store: Store,
     rank: int,
     size: int,
     timeout: timedelta | None,
-) -> list[Backend]:
-    """Makes the two channels of a group, or of one that was split from it.
+) -> Backend:
+    """Makes the backend of a group's engine, or of that of a group that was split from it.
 
-    An engine's thread calls it when the group first compresses.
+    The engine's thread calls it when the group first compresses.
     """
     group = _DistributedBackendOptions()
     group.group_rank, group.group_size = rank, size
@@ -206,11 +206,10 @@ def _connect_channels(
     group.group_id = parent.group_id
     if size == parent.group_size:  # else the ranks are known to the inner backend alone
         group.global_ranks_in_group = parent.global_ranks_in_group
-    channels = [_create_inner(name, PrefixStore(role, store), group) for role in ("p", "q")]
+    backend = _create_inner(name, store, group)
     if timeout is not None:  # it may be that of one call
-        for channel in channels:
-            channel._set_default_timeout(parent.timeout)
-    return channels
+        backend._set_default_timeout(parent.timeout)
+    return backend
 
 
 def _set(options: object, values: dict[str, Any]) -> None:

@@ -123,9 +123,10 @@ def _bucket_footprint(
     core = options._core()
     device = "cuda" if _C.has_kernels("cuda") else "cpu"
     memory = _C.memory_needs(shapes, core, dtype, device, world_size)
+    reduced = _C.traffic_of(shapes, core, dtype, device, world_size)
     return Footprint(
         gradient_bytes,
-        sum(reduced.payload_bytes for reduced in _C.traffic_of(shapes, core, dtype, world_size)),
+        sum(payload.payload_bytes for payload in reduced),
         memory.residual,
         memory.factors + memory.payloads,
         memory.tables,

@@ -34,23 +34,25 @@ void allreduce(const BackendRef& backend, const at::Tensor& tensor) {
 
 // Several ranks, each with its backend.
 
-// Runs fn(rank, backend, channels) on each of `size` ranks.
-void run(int size, const std::function<void(int, const BackendRef&, const test::Channels&)>& fn) {
-  test::run_with_channels(size, [&](int rank, InnerAndChannels inner, const auto& channels) {
+// Runs fn(rank, backend, engines) on each of `size` ranks.
+void run(int size,
+         const std::function<void(int, const BackendRef&, const test::ThreadBackends&)>& fn) {
+  test::run_with_engines(size, [&](int rank, InnerAndConnect inner, const auto& engines) {
     fn(rank, c10::make_intrusive<BackendPowerSGD>(rank, size, std::vector{inner}, always()),
-       channels);
+       engines);
     EXPECT_TRUE(dynamic_cast<test::ThreadBackend&>(*inner.inner).calls().empty());
   });
 }
 
-TEST(BackendPowerSGD, OneCollectiveOnEachChannelAndNoneOnTheInner) {
-  run(2, [](int rank, const BackendRef& backend, const test::Channels& channels) {
+TEST(BackendPowerSGD, OneMessageForEachPayloadAndNoneOnTheInner) {
+  run(2, [](int rank, const BackendRef& backend, const test::ThreadBackends& engines) {
     allreduce(backend, gradient_of(rank));
-    const auto p = channels.p(rank).calls(), q = channels.q(rank).calls();
-    ASSERT_EQ(p.size(), 1u);
-    ASSERT_EQ(q.size(), 1u);
-    EXPECT_EQ(p[0].numel, 2 * 32 + 2);  // P, its use and the non-finite count
-    EXPECT_EQ(q[0].numel, 2 * 48);      // Q
+    std::vector<int64_t> sent;
+    for (const auto& call : engines[static_cast<size_t>(rank)]->calls()) {
+      if (call.operation == "send") sent.push_back(call.numel);
+    }
+    // In bytes: the flags, which are P's use and the non-finite count, are rounded up to 64.
+    EXPECT_EQ(sent, (std::vector<int64_t>{4 * 2 * 64 + 64, 4 * 2 * 64}));
   });
 }
 
@@ -92,16 +94,14 @@ TEST(BackendPowerSGD, AnErrorInAnyStageReachesTheWorkAndItsFuture) {
   }
 }
 
-// One backend over an inner backend and two channels that record their calls.
+// One backend over an inner backend and an engine's, which record their calls.
 
 class RecordedBackend : public testing::Test {
  protected:
   RecordedBackend() {
-    for (int i = 0; i < 3; ++i) recorders_.push_back(c10::make_intrusive<test::RecordingBackend>());
-    std::vector<InnerAndChannels> inners = {{c10::DeviceType::CPU,
-                                             recorders_[0],
-                                             test::ready_channels(recorders_[1], recorders_[2]),
-                                             {}}};
+    for (int i = 0; i < 2; ++i) recorders_.push_back(c10::make_intrusive<test::RecordingBackend>());
+    std::vector<InnerAndConnect> inners = {
+        {c10::DeviceType::CPU, recorders_[0], test::connected(recorders_[1]), {}}};
     backend_ = c10::make_intrusive<BackendPowerSGD>(0, 2, std::move(inners), always());
     backend_->session()->connect(at::kCPU);
     backend_->session()->run_after_steps(at::kCPU, [] {});
@@ -119,7 +119,7 @@ class RecordedBackend : public testing::Test {
   BackendRef backend_;
 };
 
-TEST_F(RecordedBackend, TimeoutsReachTheChannels) {
+TEST_F(RecordedBackend, TimeoutsReachTheEngines) {
   backend_->setTimeout(std::chrono::milliseconds(1234));
   expect_one_call_each("setTimeout");
 #ifdef POWERSGD_BACKEND_HAS_LIFECYCLE

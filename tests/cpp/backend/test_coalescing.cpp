@@ -10,7 +10,7 @@
 
 #include "powersgd/backend.h"
 #include "powersgd/stats.h"
-#include "ranks/ready_channels.h"
+#include "ranks/connected.h"
 #include "ranks/two_equal_ranks.h"
 #include "support/hook_defaults.h"
 #include "support/recording_backend.h"
@@ -26,9 +26,9 @@ class Coalescing : public testing::TestWithParam<bool> {  // whether the inner b
     inner_->coalesces = GetParam();
     Options options = test::compressing(1);
     options.scope = Scope::kAlways;
-    const auto channel = c10::make_intrusive<test::HostBackend>();
-    std::vector<InnerAndChannels> inners = {
-        {c10::DeviceType::CPU, inner_, test::ready_channels(channel, channel), {}}};
+    const auto engine = c10::make_intrusive<test::HostBackend>();
+    std::vector<InnerAndConnect> inners = {
+        {c10::DeviceType::CPU, inner_, test::connected(engine), {}}};
     backend_ = c10::make_intrusive<BackendPowerSGD>(0, 2, std::move(inners), options);
   }
 

@@ -29,7 +29,7 @@ bool has_bfloat16_products(const Wire& wire, at::ScalarType gradient_type = at::
   const Payloads payloads{at::zeros({plans.p.numel}, spec.factor_options()),
                           at::zeros({plans.q.numel}, spec.factor_options())};
   const BucketTables tables(spec, states.of_matrices(), /*step_counter=*/nullptr,
-                            Workspaces::of_one_bucket(), plans, payloads);
+                            Workspaces::of_one_bucket(), payloads);
   return tables.bucket().bfloat16_products;
 }
 

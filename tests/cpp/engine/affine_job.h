@@ -16,8 +16,8 @@
 namespace powersgd::test {
 
 // A tensor x on the fake device and a job that makes it 4 x + 2 in a group of two equal ranks. Its
-// first part makes the payload x + 0.5 and sums it; its second part sums the payload again and
-// copies it to x. A missing order between streams shows as another number.
+// first part makes the payload x + 0.5 and sums it, its second part sums the payload again, and its
+// third copies it to x. A missing order between streams shows as another number.
 class AffineJob {
  public:
   explicit AffineJob(c10::Device device, int64_t numel = 2)
@@ -34,16 +34,16 @@ class AffineJob {
 
   c10::intrusive_ptr<c10d::Work> submit(Engine& engine, bool more_follow = false) {
     Job job;
-    job.first = [this](Channel& channel) {
+    job.parts_ahead = 1;
+    job.parts.emplace_back([this](Channel& channel) {
       fake_device::enqueue(device_, [this] {
         for (size_t i = 0; i < x_.size(); ++i) payload_memory_[i] = x_[i] + 0.5F;
       });
       channel.allreduce(payload_);
-    };
-    job.second = [this](Channel& channel) {
-      channel.allreduce(payload_);
-      fake_device::enqueue(device_, [this] { x_ = payload_memory_; });
-    };
+    });
+    job.parts.emplace_back([this](Channel& channel) { channel.allreduce(payload_); });
+    job.parts.emplace_back(
+        [this](Channel&) { fake_device::enqueue(device_, [this] { x_ = payload_memory_; }); });
     job.changes = {this};
     job.more_follow = more_follow;
     return engine.submit({tensor_}, std::move(job), device_, c10d::kUnsetTimeout);

@@ -7,7 +7,7 @@
 #include <memory>
 #include <utility>
 
-#include "engine/channels.h"
+#include "engine/connection.h"
 #include "engine/engine.h"
 #include "ranks/thread_ranks.h"
 
@@ -19,18 +19,24 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 constexpr Grace kShort{std::chrono::milliseconds(20), std::chrono::milliseconds(5)};
 constexpr std::chrono::seconds kNeverReached(20);  // a hang becomes a failure
 
-// The channels of a group of one rank.
-inline std::shared_ptr<powersgd::Channels> channels_of_one() {
-  return std::make_shared<powersgd::Channels>(Channels(1).of(0));
+// The connection of a group of one rank.
+inline std::shared_ptr<Connection> connection_of_one() {
+  return std::make_shared<Connection>(connected(make_thread_backends(1)[0]));
 }
 
-inline Job job_of(std::function<void(Channel&)> first, std::function<void(Channel&)> second) {
+using Part = std::function<void(Channel&)>;
+
+inline Job job_of(Part part) {
   Job job;
-  job.first = std::move(first);
-  job.second = std::move(second);
+  job.parts = {std::move(part)};
   return job;
 }
-inline Job job_of(std::function<void(Channel&)> second) { return job_of({}, std::move(second)); }
+inline Job job_of(Part first, Part second) {
+  Job job;
+  job.parts = {std::move(first), std::move(second)};
+  job.parts_ahead = 1;
+  return job;
+}
 
 inline WorkPtr submit(Engine& engine, Job job, c10::Device device = at::kCPU) {
   return engine.submit({}, std::move(job), device, c10d::kUnsetTimeout);
@@ -39,7 +45,7 @@ inline WorkPtr submit(Engine& engine, Job job, c10::Device device = at::kCPU) {
 // Holds a part of a job until it opens.
 class Gate {
  public:
-  std::function<void(Channel&)> part() const {
+  Part part() const {
     return [state = state_](Channel&) {
       state->reached.set_value();
       state->open.get_future().wait();

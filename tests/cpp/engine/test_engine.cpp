@@ -31,7 +31,7 @@ class AnyEngine : public testing::TestWithParam<bool> {  // whether it is ordere
     if (GetParam()) {
       engine_ = std::make_unique<StreamEngine>(0, c10::make_intrusive<test::StreamBackend>());
     } else {
-      engine_ = std::make_unique<ThreadEngine>(0, test::channels_of_one());
+      engine_ = std::make_unique<ThreadEngine>(0, test::connection_of_one());
     }
   }
   test::WorkPtr submit(Job job) { return test::submit(*engine_, std::move(job), device_); }

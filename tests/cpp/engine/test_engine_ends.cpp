@@ -37,7 +37,7 @@ using test::submit;
 using test::WorkPtr;
 
 std::shared_ptr<ThreadEngine> make_thread_engine(Grace grace) {
-  return std::make_shared<ThreadEngine>(0, test::channels_of_one(), grace);
+  return std::make_shared<ThreadEngine>(0, test::connection_of_one(), grace);
 }
 
 void wait_until_refused(Engine& engine) {
@@ -111,7 +111,7 @@ TEST(EngineEnds, WhatAJobOwnsMayUseTheEngineWhenItIsDestroyed) {
 
 // A stream engine.
 
-Job job_that_more_follow(std::function<void(Channel&)> first = {}) {
+Job job_that_more_follow(test::Part first = [](Channel&) {}) {
   Job job = job_of(std::move(first), [](Channel&) {});
   job.more_follow = true;
   return job;

@@ -14,7 +14,7 @@
 #include "engine/affine_job.h"
 #include "engine/jobs.h"
 #include "fake_device/fake_device.h"
-#include "ranks/ready_channels.h"
+#include "ranks/connected.h"
 #include "ranks/two_equal_ranks.h"
 
 namespace powersgd {
@@ -27,7 +27,7 @@ using test::submit;
 
 class ThreadEngineTest : public testing::Test {
  protected:
-  ThreadEngine engine_{0, test::channels_of_one(), Grace{std::chrono::seconds(10), kShort.abort}};
+  ThreadEngine engine_{0, test::connection_of_one(), Grace{std::chrono::seconds(10), kShort.abort}};
 };
 
 TEST_F(ThreadEngineTest, RunsJobsInOrderOffTheCallersThread) {
@@ -63,50 +63,7 @@ TEST_F(ThreadEngineTest, AbortEndsAJobBetweenItsParts) {
   EXPECT_THROW(work->wait(), c10::Error);
 }
 
-// The pipeline.
-
-// Returns true if one job begins while another is held in its second part.
-bool begins_beside(Job one, Job other) {
-  ThreadEngine engine(0, test::channels_of_one());
-  const Gate gate;
-  std::promise<void> begun;
-  auto seen = begun.get_future();
-  one.second = gate.part();
-  other.first = [&](Channel&) { begun.set_value(); };
-  other.second = [](Channel&) {};
-  const auto first = submit(engine, std::move(one)), second = submit(engine, std::move(other));
-  gate.wait_until_reached();
-  // A job that must not begin is given the time to.
-  const bool beside = seen.wait_for(std::chrono::milliseconds(50)) == std::future_status::ready;
-  EXPECT_FALSE(second->isCompleted()) << "jobs end in the order of submission";
-  gate.open();
-  first->wait();
-  second->wait();
-  return beside;
-}
-
-TEST(ThreadPipeline, TheNextJobBeginsWhileOneIsInItsSecondPart) {
-  bool beside = false;  // a machine under load may need more than one attempt
-  for (int attempt = 0; attempt < 100 && !beside; ++attempt) beside = begins_beside({}, {});
-  EXPECT_TRUE(beside);
-}
-
-TEST(ThreadPipeline, JobsThatShareAStateDoNotOverlap) {
-  const int shared = 0, own = 0;
-  Job one, other;
-  one.changes = {&shared};
-  other.changes = {&own, &shared};
-  EXPECT_FALSE(begins_beside(one, other));
-}
-
-TEST(ThreadPipeline, AJobAloneDoesNotOverlap) {
-  Job alone;
-  alone.alone = true;
-  EXPECT_FALSE(begins_beside(alone, {}));
-  EXPECT_FALSE(begins_beside({}, alone));
-}
-
-// The worker threads.
+// The worker thread.
 
 TEST_F(ThreadEngineTest, AJobHasTheThreadCountOfItsSubmitter) {
   const int before = at::get_num_threads();
@@ -124,7 +81,7 @@ TEST_F(ThreadEngineTest, AJobHasTheThreadCountOfItsSubmitter) {
 TEST(ThreadEngineOnDevice, AJobFollowsTheCallersStreamAndIsDoneWhenWaitReturns) {
   namespace fake = test::fake_device;
   const auto backend = c10::make_intrusive<test::HostBackend>();
-  ThreadEngine engine(0, std::make_shared<Channels>(test::ready_channels(backend, backend)));
+  ThreadEngine engine(0, std::make_shared<Connection>(test::connected(backend)));
   for (unsigned seed = 0; seed < 200; ++seed) {
     fake::reset(seed, fake::Host::kMayWait);
     test::AffineJob here(fake::device(0)), there(fake::device(1));

@@ -11,7 +11,7 @@
 
 #include "powersgd/bucket_reducer.h"
 #include "powersgd/session.h"
-#include "ranks/ready_channels.h"
+#include "ranks/connected.h"
 #include "ranks/thread_ranks.h"
 #include "ranks/two_equal_ranks.h"
 #include "support/errors.h"
@@ -37,10 +37,10 @@ class Log {
 
 // Rank 0 of two equal ranks: with a stream engine on the fake device, with a thread engine on the
 // CPU.
-inline InnerAndChannels inner_of_equal_ranks(at::Device device) {
+inline InnerAndConnect inner_of_equal_ranks(at::Device device) {
   if (!device.is_cpu()) return {device.type(), c10::make_intrusive<StreamBackend>(), {}, {}};
   const auto host = c10::make_intrusive<HostBackend>();
-  return {device.type(), host, ready_channels(host, host), {}};
+  return {device.type(), host, connected(host), {}};
 }
 
 inline std::shared_ptr<Session> session_of_equal_ranks(at::Device device, const Options& options,
@@ -49,16 +49,17 @@ inline std::shared_ptr<Session> session_of_equal_ranks(at::Device device, const 
                                    std::move(log));
 }
 
-// Calls fn(rank, inner, channels) on a thread for each of `size` ranks. A rank that throws ends the
-// waiting of its peers.
-inline void run_with_channels(
-    int size, const std::function<void(int, InnerAndChannels, const Channels&)>& fn) {
-  const Channels channels(size);
+// Calls fn(rank, inner, engines) on a thread for each of `size` ranks: `engines` are the backends
+// that the ranks' engines connect to. A rank that throws ends the waiting of its peers.
+inline void run_with_engines(
+    int size, const std::function<void(int, InnerAndConnect, const ThreadBackends&)>& fn) {
+  const ThreadBackends engines = make_thread_backends(size);
   run_ranks(size, [&](int rank, const auto& inner) {
+    const auto& own = engines[static_cast<size_t>(rank)];
     try {
-      fn(rank, {c10::DeviceType::CPU, inner, channels.of(rank), {}}, channels);
+      fn(rank, {c10::DeviceType::CPU, inner, connected(own), {}}, engines);
     } catch (...) {
-      channels.kill(rank);
+      own->kill("a rank threw");
       throw;
     }
   });
@@ -68,7 +69,7 @@ inline void run_with_channels(
 inline void run_sessions(
     int size, const Options& options,
     const std::function<void(int, const std::shared_ptr<Session>&, const Log&)>& fn) {
-  run_with_channels(size, [&](int rank, InnerAndChannels inner, const Channels&) {
+  run_with_engines(size, [&](int rank, InnerAndConnect inner, const ThreadBackends&) {
     Log log;
     const auto session =
         std::make_shared<Session>(rank, size, std::vector{std::move(inner)}, options, log.sink());

@@ -17,6 +17,7 @@
 #include "compressor/bucket_payload.h"
 #include "engine/backend_channel.h"
 #include "gradients/compressed_step.h"
+#include "gradients/sessions.h"
 #include "ranks/one_rank.h"
 #include "ranks/thread_ranks.h"
 #include "support/hook_defaults.h"
@@ -62,8 +63,7 @@ class Rank : public test::OneRank {
   void exchange(at::Tensor& gradient, uint64_t step) {
     const Job job = compressed_step(compressor, gradient, {1.0 / ranks_.count, 1, step},
                                     std::make_shared<Stats>(), nullptr);
-    job.first(channel_);
-    job.second(channel_);
+    for (const auto& part : job.parts) part(channel_);
   }
 
   // Returns the mean of the residuals over the ranks, in the layout of the gradient.
@@ -88,7 +88,7 @@ class Exchange : public testing::TestWithParam<Case> {
   static void run(const std::function<void(Rank&, test::ThreadBackend&)>& fn) {
     test::run_ranks(size(), [&](int rank, const c10::intrusive_ptr<test::ThreadBackend>& backend) {
       const auto [dtype, type] = std::get<0>(GetParam());
-      Rank self(test::compressing(3, dtype), type, {rank, size(), std::get<2>(GetParam())},
+      Rank self(test::compressing(3, dtype), type, {rank, size(), /*backend_sums=*/false, std::get<2>(GetParam())},
                 *backend);
       fn(self, *backend);
     });
@@ -164,7 +164,8 @@ std::string name_of_exchange(const testing::TestParamInfo<Case>& info) {
 
 INSTANTIATE_TEST_SUITE_P(
     Wires, Exchange,
-    testing::Combine(testing::Values(std::pair(WireDType::kBFloat16, at::kFloat),
+    testing::Combine(testing::Values(std::pair(WireDType::kFloat32, at::kFloat),
+                                     std::pair(WireDType::kBFloat16, at::kFloat),
                                      std::pair(WireDType::kFloat16, at::kFloat),
                                      std::pair(WireDType::kInt8, at::kFloat),
                                      std::pair(WireDType::kInt4, at::kFloat),
@@ -173,6 +174,49 @@ INSTANTIATE_TEST_SUITE_P(
                      testing::Values(2, 3, 4, 9),
                      testing::Values(Schedule::kOneShot, Schedule::kTwoShot)),
     name_of_exchange);
+
+// A step waits for two exchanges, whatever the number of buckets and ranks: the network delivers
+// what it holds once every bucket of every rank has sent its packets.
+TEST(ExchangesOfAStep, FollowEachOtherOnceForEachPayload) {
+  constexpr size_t kBuckets = 5;
+  for (const int size : {2, 3, 8, 16}) {
+    for (const Schedule schedule : {Schedule::kOneShot, Schedule::kTwoShot}) {
+      const Options options = test::compressing(4, WireDType::kInt8);
+      std::vector<at::Tensor> outputs(static_cast<size_t>(size));
+      test::run_with_engines(size, [&](int rank, InnerAndConnect inner, const auto& engines) {
+        const auto session = std::make_shared<Session>(rank, size, std::vector{inner}, options,
+                                                       LogSink());
+        std::vector<std::unique_ptr<test::OneRank>> buckets;
+        for (size_t i = 0; i < kBuckets; ++i) {
+          Ranks ranks = session->ranks_on(at::kCPU);
+          ranks.schedule = schedule;
+          buckets.push_back(
+              std::make_unique<test::OneRank>(options, at::kFloat, at::kCPU, ranks, kShapes));
+        }
+        test::ThreadGroup& network = engines[0]->group();
+        network.hold_messages();
+        std::vector<at::Tensor> gradients;
+        for (uint64_t step = 0; step < 2; ++step) {
+          std::vector<Session::WorkPtr> works;
+          for (const auto& bucket : buckets) {
+            gradients.push_back(test::random(step + static_cast<uint64_t>(rank),
+                                             {bucket->plan.gradient_numel}));
+            works.push_back(session->allreduce_compressed(
+                bucket->compressor, gradients.back(), {1.0 / size, 1, step}, session->stats()));
+          }
+          const int rounds = schedule == Schedule::kOneShot ? 2 : 4;
+          for (int round = 0; round < rounds && rank == 0; ++round) {
+            network.deliver(kBuckets * static_cast<size_t>(size * (size - 1)),
+                            test::kDefaultTimeout);
+          }
+          for (const auto& work : works) work->wait();
+        }
+        outputs[static_cast<size_t>(rank)] = at::cat(gradients);
+      });
+      for (const at::Tensor& output : outputs) EXPECT_TRUE(at::equal(output, outputs[0]));
+    }
+  }
+}
 
 }  // namespace
 }  // namespace powersgd

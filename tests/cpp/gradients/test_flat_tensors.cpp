@@ -120,7 +120,7 @@ TEST(FlatTensors, OtherCallsAreForwarded) {
 }
 
 TEST(FlatTensors, AGroupOfOneForwardsAll) {
-  FlatTensors flat_tensors(std::make_shared<Session>(0, 1, std::vector<InnerAndChannels>(),
+  FlatTensors flat_tensors(std::make_shared<Session>(0, 1, std::vector<InnerAndConnect>(),
                                                      in_scope(Scope::kAlways), LogSink()));
   EXPECT_FALSE(flat_tensors.reduce({random(0, {kRows, kCols})}, {}));
 }

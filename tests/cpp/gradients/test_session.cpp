@@ -33,7 +33,7 @@ class SessionTest : public testing::Test {
     return make(options);
   }
   static void reduce_compressed(Session& session) {
-    const test::OneRank bucket(session.options(), at::kFloat, at::kCPU, session.ranks());
+    const test::OneRank bucket(session.options(), at::kFloat, at::kCPU, session.ranks_on(at::kCPU));
     const at::Tensor gradient = at::ones({bucket.plan.gradient_numel});
     session.allreduce_compressed(bucket.compressor, gradient, {}, session.stats())->wait();
   }
@@ -48,7 +48,7 @@ TEST_F(SessionTest, AnErrorNamesADeviceWithoutAnInnerBackend) {
   EXPECT_TRUE(
       contains(error_of([&] { session->average_exact(elsewhere, 2, *session->stats()); }), part));
   std::vector<at::Tensor> tensors = {elsewhere};
-  EXPECT_TRUE(contains(error_of([&] { session->average_over_channel(tensors); }), part));
+  EXPECT_TRUE(contains(error_of([&] { session->average_after_steps(tensors); }), part));
 }
 
 TEST_F(SessionTest, ExactAveragesAreDividedFirstAndCounted) {
@@ -59,7 +59,7 @@ TEST_F(SessionTest, ExactAveragesAreDividedFirstAndCounted) {
   EXPECT_EQ(session->snapshot().exact_calls, 1);
   EXPECT_EQ(session->snapshot().bytes_after, 8);
   std::vector<at::Tensor> tensors = {at::ones({3}), at::full({2}, 5.0)};
-  session->average_over_channel(tensors);
+  session->average_after_steps(tensors);
   EXPECT_TRUE(at::equal(tensors[0], at::ones({3})));
   EXPECT_TRUE(at::equal(tensors[1], at::full({2}, 5.0)));
 }

@@ -33,6 +33,40 @@ class DoneWork : public c10d::Work {
   const c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// A Work that waits for a message.
+class ReceiveWork : public c10d::Work {
+ public:
+  using Address = ThreadGroup::Address;
+  ReceiveWork(std::shared_ptr<ThreadGroup> group, const Address& address, at::Tensor tensor,
+              std::chrono::milliseconds timeout)
+      : Work(address.to, OpType::RECV),
+        group_(std::move(group)),
+        address_(address),
+        tensor_(std::move(tensor)),
+        timeout_(timeout) {}
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    const at::Tensor message =
+        group_->receive(address_, timeout == kNoTimeout ? timeout_ : timeout, aborted_);
+    if (!message.defined()) return false;
+    TORCH_CHECK(message.numel() == tensor_.numel(), "recv: a message of ", message.numel(),
+                " elements for ", tensor_.numel());
+    tensor_.copy_(message);
+    return true;
+  }
+  void abort() override {
+    aborted_ = true;
+    group_->wake();
+  }
+
+ private:
+  const std::shared_ptr<ThreadGroup> group_;
+  const Address address_;
+  at::Tensor tensor_;
+  const std::chrono::milliseconds timeout_;
+  std::atomic<bool> aborted_{false};
+};
+
 // Marks a backend as in use during one call. A second call meanwhile is an error.
 class InUse {
  public:
@@ -221,6 +255,19 @@ ThreadBackend::WorkPtr ThreadBackend::alltoall_base(at::Tensor& output, at::Tens
 
 ThreadBackend::WorkPtr ThreadBackend::barrier(const c10d::BarrierOptions& opts) {
   return run("barrier", {}, OpType::BARRIER, [&] { exchange("barrier", {}, {}, opts.timeout); });
+}
+
+ThreadBackend::WorkPtr ThreadBackend::send(Tensors& tensors, int to, int tag) {
+  check_dense("send", tensors);
+  return run("send", tensors, OpType::SEND,
+             [&] { group_->send({getRank(), to, tag}, tensors[0].detach().clone()); });
+}
+
+ThreadBackend::WorkPtr ThreadBackend::recv(Tensors& tensors, int from, int tag) {
+  check_dense("recv", tensors);
+  run("recv", tensors, OpType::RECV, [] {});
+  return c10::make_intrusive<ReceiveWork>(group_, ThreadGroup::Address{from, getRank(), tag},
+                                          tensors[0], options_->timeout);
 }
 
 ThreadBackends make_thread_backends(int size) {

@@ -71,6 +71,11 @@ class ThreadBackend : public c10d::Backend {
                         std::vector<int64_t>& input_splits,
                         const c10d::AllToAllOptions& opts = {}) override;
   WorkPtr barrier(const c10d::BarrierOptions& opts = {}) override;
+  // Messages, whose Works may be waited for by other threads. That of a receive can be aborted.
+  WorkPtr send(Tensors& tensors, int to, int tag) override;
+  WorkPtr recv(Tensors& tensors, int from, int tag) override;
+
+  ThreadGroup& group() const { return *group_; }
 
  private:
   // Logs the call and runs `body`. An exception becomes the Work's.

@@ -66,4 +66,59 @@ std::vector<ThreadGroup::Tensors> ThreadGroup::exchange(int rank, const std::str
   return all;
 }
 
+void ThreadGroup::send(const Address& address, at::Tensor message) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(failure_.empty(), failure_);
+  if (holds_) {
+    held_.emplace_back(address, std::move(message));
+  } else {
+    arrived_[address].push_back(std::move(message));
+  }
+  changed_.notify_all();
+}
+
+at::Tensor ThreadGroup::receive(const Address& address, std::chrono::milliseconds timeout,
+                                const std::atomic<bool>& aborted) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  std::deque<at::Tensor>& queue = arrived_[address];
+  wait_until(
+      lock, timeout, [&] { return aborted || !queue.empty(); },
+      [&] { return c10::str("recv on rank ", address.to, " from rank ", address.from); });
+  if (queue.empty()) return {};
+  at::Tensor message = std::move(queue.front());
+  queue.pop_front();
+  return message;
+}
+
+void ThreadGroup::wake() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  changed_.notify_all();
+}
+
+void ThreadGroup::hold_messages() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  holds_ = true;
+}
+
+void ThreadGroup::expect_held_locked(std::unique_lock<std::mutex>& lock, size_t count,
+                                     std::chrono::milliseconds timeout) {
+  const bool held = changed_.wait_for(
+      lock, timeout, [&] { return held_.size() >= count || !failure_.empty(); });
+  TORCH_CHECK(held && failure_.empty(), held_.size(), " messages are on their way, expected ",
+              count, " ", failure_);
+}
+
+void ThreadGroup::expect_held(size_t count, std::chrono::milliseconds timeout) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  expect_held_locked(lock, count, timeout);
+}
+
+void ThreadGroup::deliver(size_t count, std::chrono::milliseconds timeout) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  expect_held_locked(lock, count, timeout);
+  for (auto& [address, message] : held_) arrived_[address].push_back(std::move(message));
+  held_.clear();
+  changed_.notify_all();
+}
+
 }  // namespace powersgd::test

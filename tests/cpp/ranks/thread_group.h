@@ -3,14 +3,17 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -31,6 +34,26 @@ class ThreadGroup {
   std::vector<Tensors> exchange(int rank, const std::string& operation, Tensors tensors,
                                 std::chrono::milliseconds timeout);
 
+  // Messages, of which those between two ranks with one tag arrive in their order.
+  struct Address {
+    int from, to, tag;
+    bool operator<(const Address& other) const {
+      return std::tie(from, to, tag) < std::tie(other.from, other.to, other.tag);
+    }
+  };
+  void send(const Address& address, at::Tensor message);
+  // Waits for a message. Returns an undefined tensor once `aborted`.
+  at::Tensor receive(const Address& address, std::chrono::milliseconds timeout,
+                     const std::atomic<bool>& aborted);
+  void wake();  // who waits for a message
+
+  // Keeps the messages that are sent from now on until deliver().
+  void hold_messages();
+  // Waits until so many are held. Throws if they are not in time.
+  void expect_held(size_t count, std::chrono::milliseconds timeout);
+  // Does so and delivers them.
+  void deliver(size_t count, std::chrono::milliseconds timeout);
+
   // Makes every waiting call, now and later, throw `why`, or the reason of an earlier failure.
   void fail(const std::string& why);
 
@@ -46,6 +69,8 @@ class ThreadGroup {
   // Waits until `done` holds. On a time-out, fails the group with `what` and throws.
   void wait_until(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds timeout,
                   const std::function<bool()>& done, const std::function<std::string()>& what);
+  void expect_held_locked(std::unique_lock<std::mutex>& lock, size_t count,
+                          std::chrono::milliseconds timeout);
   void fail_locked(const std::string& why);
   std::string missing_ranks(const Round& round) const;
 
@@ -55,6 +80,9 @@ class ThreadGroup {
   std::string failure_;
   std::vector<int64_t> next_;  // the round that each rank enters next
   std::map<int64_t, Round> rounds_;
+  bool holds_ = false;
+  std::vector<std::pair<Address, at::Tensor>> held_;
+  std::map<Address, std::deque<at::Tensor>> arrived_;
 };
 
 }  // namespace powersgd::test

@@ -5,30 +5,10 @@
 #include <functional>
 #include <vector>
 
-#include "ranks/ready_channels.h"
+#include "ranks/connected.h"
 #include "ranks/thread_backend.h"
 
 namespace powersgd::test {
-
-// Two more groups of the same ranks: the channels of each rank's session.
-class Channels {
- public:
-  explicit Channels(int size) : p_(make_thread_backends(size)), q_(make_thread_backends(size)) {}
-
-  auto of(int rank) const {
-    return ready_channels(p_[static_cast<size_t>(rank)], q_[static_cast<size_t>(rank)]);
-  }
-  ThreadBackend& p(int rank) const { return *p_[static_cast<size_t>(rank)]; }
-  ThreadBackend& q(int rank) const { return *q_[static_cast<size_t>(rank)]; }
-  // Ends the waiting of the peers of a rank that threw.
-  void kill(int rank) const {
-    p(rank).kill("a rank threw");
-    q(rank).kill("a rank threw");
-  }
-
- private:
-  const ThreadBackends p_, q_;
-};
 
 // Runs fn(rank, backend) on a thread per rank, waits for all, and rethrows the first exception. A
 // rank that throws or stops at a failed ASSERT is killed, so that its peers do not wait for it. If

@@ -83,6 +83,6 @@ def test_two_ranks_agree(device: str, inner: str) -> None:
 
 @pytest.mark.parametrize("device", [CUDA, "cpu"])
 def test_four_ranks_agree_two_shot(device: str) -> None:
-    p, _ = _C.traffic_of([(4096, WIDTH)], OPTIONS._core(), torch.float32, 4)
+    p, _ = _C.traffic_of([(4096, WIDTH)], OPTIONS._core(), torch.float32, device, 4)
     assert p.schedule == "two-shot"
     _check(4, device)

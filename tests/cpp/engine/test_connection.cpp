@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "engine/channels.h"
+#include "engine/connection.h"
 
 #include <gtest/gtest.h>
 
@@ -24,19 +24,18 @@ using test::contains;
 using test::error_of;
 using test::RecordingBackend;
 
-// Connects to two recording backends when it is let go, as ranks do that wait for each other.
+// Connects to a recording backend when it is let go, as ranks do that wait for each other.
 struct Rendezvous {
-  c10::intrusive_ptr<RecordingBackend> p = c10::make_intrusive<RecordingBackend>();
-  c10::intrusive_ptr<RecordingBackend> q = c10::make_intrusive<RecordingBackend>();
+  c10::intrusive_ptr<RecordingBackend> backend = c10::make_intrusive<RecordingBackend>();
   std::vector<std::optional<milliseconds>> timeouts;  // of the calls
   std::promise<void> reached, end;
 
-  Channels::Connect connect() {
+  Connection::Connect connect() {
     return [this](std::optional<milliseconds> timeout) {
       timeouts.push_back(timeout);
       reached.set_value();
       end.get_future().wait();
-      return Channels::Pair{p, q};
+      return backend;
     };
   }
 };
@@ -52,59 +51,56 @@ test::WorkPtr submit_sum(Engine& engine) {
                       }));
 }
 
-TEST(Channels, ConnectOnceAtTheFirstUse) {
+TEST(Connection, IsMadeAtTheFirstUse) {
   Rendezvous rendezvous;
   rendezvous.end.set_value();
-  Channels channels(rendezvous.connect());
+  Connection connection(rendezvous.connect());
   EXPECT_TRUE(rendezvous.timeouts.empty());
-  EXPECT_EQ(&channels.at(1), rendezvous.q.get());
-  EXPECT_EQ(&channels.at(0), rendezvous.p.get());
+  for (int use = 0; use < 2; ++use) EXPECT_EQ(connection.backend(), rendezvous.backend);
   EXPECT_EQ(rendezvous.timeouts, std::vector<std::optional<milliseconds>>{std::nullopt});
 }
 
-TEST(Channels, ATimeoutIsThatOfTheConnectionAndOfTheChannels) {
+TEST(Connection, ATimeoutIsThatOfConnectingAndOfTheBackend) {
   Rendezvous rendezvous;
-  Channels channels(rendezvous.connect());
-  channels.set_timeout(milliseconds(7));
-  auto connected = std::async(std::launch::async, [&] { channels.at(0); });
+  Connection connection(rendezvous.connect());
+  connection.set_timeout(milliseconds(7));
+  auto connected = std::async(std::launch::async, [&] { connection.backend(); });
   rendezvous.reached.get_future().wait();
-  channels.set_timeout(milliseconds(8));  // does not wait for the connection
-  channels.each([](c10d::Backend&) { FAIL() << "not connected yet"; });
-  EXPECT_TRUE(rendezvous.p->calls.empty());
+  connection.set_timeout(milliseconds(8));  // does not wait until it is connected
+  connection.if_connected([](c10d::Backend&) { FAIL() << "not connected yet"; });
+  EXPECT_TRUE(rendezvous.backend->calls.empty());
   rendezvous.end.set_value();
   connected.get();
-  channels.set_timeout(milliseconds(9));
+  connection.set_timeout(milliseconds(9));
   EXPECT_EQ(rendezvous.timeouts, std::vector<std::optional<milliseconds>>{milliseconds(7)});
-  for (const auto& channel : {rendezvous.p, rendezvous.q}) {
-    const std::vector<RecordingBackend::Call> expected = {{"setTimeout", {8}}, {"setTimeout", {9}}};
-    EXPECT_EQ(channel->calls, expected);
-  }
+  const std::vector<RecordingBackend::Call> expected = {{"setTimeout", {8}}, {"setTimeout", {9}}};
+  EXPECT_EQ(rendezvous.backend->calls, expected);
 }
 
-TEST(Channels, AFailureToConnectIsTheErrorOfEveryUse) {
+TEST(Connection, AFailureToConnectIsTheErrorOfEveryUse) {
   int calls = 0;
-  Channels channels([&](auto&&) -> Channels::Pair {
+  Connection connection([&](auto&&) -> Connection::BackendPtr {
     ++calls;
     throw std::runtime_error("rank 1 is not there");
   });
   for (int i = 0; i < 2; ++i) {
-    const std::string error = error_of([&] { channels.at(0); });
+    const std::string error = error_of([&] { connection.backend(); });
     EXPECT_TRUE(contains(error, "could not connect for compressed steps: rank 1 is not there"))
         << error;
   }
   EXPECT_EQ(calls, 1);
 }
 
-TEST(Channels, AJobWithoutACollectiveConnectsNothing) {
+TEST(Connection, AJobWithoutACollectiveConnectsNothing) {
   const auto backend = c10::make_intrusive<test::HostBackend>();
   int connections = 0;
   const auto connect = [&](auto&&) {
     ++connections;
-    return Channels::Pair{backend, backend};
+    return backend;
   };
   for (const bool ahead : {false, true}) {
     connections = 0;
-    ThreadEngine engine(0, std::make_shared<Channels>(connect));
+    ThreadEngine engine(0, std::make_shared<Connection>(connect));
     submit_without_collective(engine)->wait();
     EXPECT_EQ(connections, 0);
     if (ahead) engine.connect(at::kCPU);
@@ -115,10 +111,10 @@ TEST(Channels, AJobWithoutACollectiveConnectsNothing) {
   }
 }
 
-TEST(Channels, AnEndWhileTheyConnectDoesNotWaitAndFailsTheStep) {
+TEST(Connection, AnEndWhileItIsMadeDoesNotWaitAndFailsTheStep) {
   for (auto end : {&Engine::shutdown, &Engine::abort}) {
     Rendezvous rendezvous;
-    ThreadEngine engine(0, std::make_shared<Channels>(rendezvous.connect()), test::kShort);
+    ThreadEngine engine(0, std::make_shared<Connection>(rendezvous.connect()), test::kShort);
     const auto connecting = submit_sum(engine), queued = submit_sum(engine);
     rendezvous.reached.get_future().wait();
     (engine.*end)();
@@ -126,7 +122,7 @@ TEST(Channels, AnEndWhileTheyConnectDoesNotWaitAndFailsTheStep) {
     EXPECT_FALSE(connecting->isCompleted());
     rendezvous.end.set_value();
     EXPECT_TRUE(contains(error_of([&] { connecting->wait(); }), "shut down or aborted"));
-    EXPECT_TRUE(rendezvous.q->calls.empty());
+    EXPECT_TRUE(rendezvous.backend->calls.empty());
   }
 }
 

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "engine/channels.h"
+#include "engine/connection.h"
 
 #include <c10/util/Exception.h>
 
 #include <utility>
 
-#include "powersgd/first_error.h"
-
 namespace powersgd {
 
-c10d::Backend& Channels::at(size_t part, std::chrono::milliseconds timeout) {
+const Connection::BackendPtr& Connection::backend(std::chrono::milliseconds timeout) {
   const std::lock_guard<std::mutex> lock(connecting_);
   if (connect_) {
     try {
@@ -24,42 +22,36 @@ c10d::Backend& Channels::at(size_t part, std::chrono::milliseconds timeout) {
     connect_ = nullptr;
   }
   if (error_) std::rethrow_exception(error_);
-  return *channels_[part];
+  return backend_;
 }
 
-void Channels::connect(std::chrono::milliseconds timeout) {
+void Connection::connect(std::chrono::milliseconds timeout) {
   std::optional<std::chrono::milliseconds> within = timeout;
   if (timeout == c10d::kUnsetTimeout) {
     const std::lock_guard<std::mutex> lock(mutex_);
     within = timeout_;
   }
-  Pair made = connect_(within);
+  BackendPtr made = connect_(within);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (timeout_) {
-    for (const BackendPtr& channel : made) channel->setTimeout(*timeout_);
-  }
-  channels_ = std::move(made);
+  if (timeout_) made->setTimeout(*timeout_);
+  backend_ = std::move(made);
 }
 
-void Channels::set_timeout(std::chrono::milliseconds timeout) {
+void Connection::set_timeout(std::chrono::milliseconds timeout) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     timeout_ = timeout;
   }
-  each([&](c10d::Backend& channel) { channel.setTimeout(timeout); });
+  if_connected([&](c10d::Backend& backend) { backend.setTimeout(timeout); });
 }
 
-void Channels::each(const std::function<void(c10d::Backend&)>& action) const {
-  Pair channels;
+void Connection::if_connected(const std::function<void(c10d::Backend&)>& action) const {
+  BackendPtr connected;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    channels = channels_;
+    connected = backend_;
   }
-  FirstError error;
-  for (const BackendPtr& channel : channels) {
-    if (channel) error.run([&] { action(*channel); });
-  }
-  error.rethrow();
+  if (connected) action(*connected);
 }
 
 }  // namespace powersgd

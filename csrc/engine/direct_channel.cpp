@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "engine/direct_channel.h"
+
+#include <ATen/ATen.h>
+
+#include "engine/backend_channel.h"
+
+namespace powersgd {
+namespace {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+at::Tensor rows(const at::Tensor& tensor, int64_t count) { return tensor.view({count, -1}); }
+
+}  // namespace
+
+c10d::Backend& DirectChannel::backend() {
+  if (!backend_) backend_ = connect_();
+  return *backend_;
+}
+
+// All ranks add in the order of the ranks, and so get the same bits.
+void DirectChannel::allreduce(at::Tensor& payload) {
+  if (!has_exchange_) return BackendChannel(backend(), timeout_).allreduce(payload);
+  const bool posted = begun_ < mail_.rounds.size();
+  at::Tensor output = posted ? mail_.rounds[begun_].output
+                             : at::empty({backend().getSize() * payload.numel()}, payload.options());
+  begin(output, payload, /*scatters=*/false);
+  sum_ = payload;
+}
+
+void DirectChannel::allgather(at::Tensor& output, at::Tensor& input) {
+  begin(output, input, /*scatters=*/false);
+}
+
+void DirectChannel::alltoall(at::Tensor& output, at::Tensor& input) {
+  begin(output, input, /*scatters=*/true);
+}
+
+void DirectChannel::begin(at::Tensor output, const at::Tensor& input, bool scatters) {
+  TORCH_INTERNAL_ASSERT(has_exchange_);
+  const int size = backend().getSize(), own = backend().getRank();
+  const int32_t tag = mail_.tag + static_cast<int32_t>(begun_);
+  next_round(output);
+  in_flight_ = true;
+  const auto part_for = [&](const at::Tensor& all, int rank) {
+    return scatters ? rows(all, size)[rank] : all.flatten();
+  };
+  rows(output, size)[own].copy_(part_for(input, own));
+  const at::Tensor on_host = input.cpu();
+  sent_.push_back(on_host);
+  for (int i = 1; i < size; ++i) {  // each rank begins with another one
+    const int peer = (own + i) % size;
+    std::vector<at::Tensor> part = {part_for(on_host, peer)};
+    sends_.push_back(backend().send(part, peer, tag));
+  }
+}
+
+Mail::Round& DirectChannel::next_round(const at::Tensor& output) {
+  if (begun_ == mail_.rounds.size()) {
+    const at::Tensor landing =
+        output.is_cpu() ? output : at::empty(output.sizes(), output.options().device(at::kCPU));
+    mail_.rounds.push_back({output, landing, {}});
+    post(mail_.rounds.back(), mail_.tag + static_cast<int32_t>(begun_));
+  }
+  Mail::Round& round = mail_.rounds[begun_++];
+  TORCH_INTERNAL_ASSERT(round.output.data_ptr() == output.data_ptr() &&
+                        round.output.nbytes() == output.nbytes());
+  return round;
+}
+
+void DirectChannel::post(Mail::Round& round, int32_t tag) {
+  const int size = backend().getSize(), own = backend().getRank();
+  for (int i = 1; i < size; ++i) {
+    const int peer = (own + size - i) % size;
+    std::vector<at::Tensor> part = {rows(round.landing, size)[peer]};
+    round.receives.push_back(backend().recv(part, peer, tag));
+  }
+}
+
+void DirectChannel::wait() {
+  const auto wait_for = [this](const std::vector<WorkPtr>& works) {
+    for (const WorkPtr& work : works) {
+      if (!work->wait(timeout_ == c10d::kUnsetTimeout ? kNoTimeout : timeout_)) throw_closed();
+    }
+  };
+  wait_for(mail_.rounds[begun_ - 1].receives);
+  wait_for(sends_);
+}
+
+void DirectChannel::abort() {
+  const auto abort_all = [](const std::vector<WorkPtr>& works) {
+    for (const WorkPtr& work : works) {
+      try {
+        work->abort();
+      } catch (const std::exception&) {  // a backend that cannot: the wait ends by its time-out
+        return;
+      }
+    }
+  };
+  abort_all(mail_.rounds[begun_ - 1].receives);
+  abort_all(sends_);
+}
+
+void DirectChannel::end() {
+  in_flight_ = false;
+  sends_.clear();
+  sent_.clear();
+  Mail::Round& round = mail_.rounds[begun_ - 1];
+  round.receives.clear();
+  if (!round.output.is_cpu()) {
+    const int64_t size = backend().getSize(), own = backend().getRank();
+    const at::Tensor output = rows(round.output, size), landing = rows(round.landing, size);
+    output.narrow(0, 0, own).copy_(landing.narrow(0, 0, own));
+    output.narrow(0, own + 1, size - own - 1).copy_(landing.narrow(0, own + 1, size - own - 1));
+  }
+  if (!sum_) return;
+  const at::Tensor terms = rows(round.output, backend().getSize());
+  at::Tensor sum = sum_->view({-1});
+  sum.copy_(terms[0]);
+  for (int64_t rank = 1; rank < terms.size(0); ++rank) sum.add_(terms[rank]);
+  sum_.reset();
+}
+
+Mail DirectChannel::post_ahead(int32_t tag) {
+  mail_.tag = tag;
+  for (size_t i = 0; i < mail_.rounds.size(); ++i) {
+    post(mail_.rounds[i], tag + static_cast<int32_t>(i));
+  }
+  return std::move(mail_);
+}
+
+}  // namespace powersgd
