@@ -24,12 +24,12 @@ struct BucketSpec {
   at::TensorOptions factor_options() const {
     return at::TensorOptions(device).dtype(factor_type(gradient_type));
   }
-  // The dtype of the factors in packets. Null if payloads travel as they are.
+  // The dtype of the factors in packets. Null if the wire rounds nothing: payloads then travel as
+  // they are.
   std::optional<WireDType> packet_dtype() const {
-    if (factor_type(gradient_type) == at::kDouble) return options.wire_dtype;
-    const WireDType wire = options.wire_dtype.value_or(WireDType::kFloat32);
-    const bool as_they_are = ranks.backend_sums && wire == WireDType::kFloat32;
-    return as_they_are ? std::nullopt : std::optional(wire);
+    const bool rounds =
+        factor_type(gradient_type) == at::kDouble || options.wire_dtype != WireDType::kFloat32;
+    return rounds ? options.wire_dtype : std::nullopt;
   }
   int64_t gradient_bytes() const {
     return plan.gradient_numel * static_cast<int64_t>(c10::elementSize(gradient_type));

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "compressor/bucket_payload.h"
+#include "compressor/payloads.h"
 #include "compressor/bucket_spec.h"
 #include "powersgd/compressor.h"
 #include "powersgd/kernels.h"

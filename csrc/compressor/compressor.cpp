@@ -4,10 +4,10 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <optional>
+#include <memory>
 #include <utility>
 
-#include "compressor/bucket_payload.h"
+#include "compressor/payloads.h"
 #include "compressor/bucket_spec.h"
 #include "compressor/bucket_states.h"
 #include "compressor/bucket_tables.h"
@@ -72,10 +72,7 @@ class StagesCompressor final : public BucketCompressor {
 
   void rollback() override { states_.rollback(spec_.plan); }
 
-  int64_t payload_bytes() const override {
-    const auto width = static_cast<int64_t>(spec_.factor_options().dtype().itemsize());
-    return plans_.p.wire_bytes(width) + plans_.q.wire_bytes(width);
-  }
+  int64_t payload_bytes() const override { return plans_.p.wire_bytes + plans_.q.wire_bytes; }
   int64_t gradient_bytes() const override { return spec_.gradient_bytes(); }
   int64_t approximation_rank() const override {
     int64_t largest = 0;
@@ -87,8 +84,8 @@ class StagesCompressor final : public BucketCompressor {
  private:
   void make_payloads() {
     const at::TensorOptions factors = spec_.factor_options();
-    const Payloads elements{at::zeros({plans_.p.numel}, factors),
-                            at::zeros({plans_.q.numel}, factors)};
+    const Payloads elements{at::zeros({plans_.p.padded_numel(spec_.ranks.count)}, factors),
+                            at::zeros({plans_.q.padded_numel(spec_.ranks.count)}, factors)};
     tables_ = BucketTables(spec_, states_.of_matrices(), step_counter_.get(), workspaces_, elements);
     kernels::Packets p{}, q{};
     p.factors = tables_.tables().p_factors;
@@ -102,8 +99,8 @@ class StagesCompressor final : public BucketCompressor {
     }
     p.raw_offset = spec_.plan.raw_offset();
     q.raw_offset = plans_.q.numel;
-    p_.emplace(plans_.p, elements.p, p, stages_);
-    q_.emplace(plans_.q, elements.q, q, stages_);
+    p_ = make_payload(plans_.p, elements.p, p, stages_);
+    q_ = make_payload(plans_.q, elements.q, q, stages_);
   }
 
   const BucketSpec spec_;
@@ -114,7 +111,7 @@ class StagesCompressor final : public BucketCompressor {
   BucketStates states_;
   bool prepared_ = false;  // prepare() makes all that follows
   BucketTables tables_;
-  std::optional<BucketPayload> p_, q_;
+  std::unique_ptr<Payload> p_, q_;
 };
 
 }  // namespace
@@ -142,8 +139,9 @@ MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
     needs.residual *= 2;
   }
   const PayloadPlans payloads = plan_payloads(spec);
-  needs.payloads = (plan.p_numel + plan.q_numel) * factor + payloads.p.buffer_bytes +
-                   payloads.q.buffer_bytes;
+  for (const PayloadPlan& payload : {payloads.p, payloads.q}) {
+    needs.payloads += payload.padded_numel(ranks.count) * factor + payload.buffer_bytes;
+  }
   const BytesOfTables bytes = bytes_of_tables(spec);
   needs.tables = bytes.tables;
   needs.workspace = bytes.workspace;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "powersgd/traffic.h"
 
-#include "compressor/bucket_payload.h"
+#include "compressor/payloads.h"
 #include "compressor/bucket_spec.h"
 #include "compressor/bucket_tables.h"
 #include "powersgd/packets.h"
@@ -9,12 +9,8 @@
 namespace powersgd {
 namespace {
 
-int64_t factor_width(at::ScalarType gradient_type) {
-  return static_cast<int64_t>(c10::elementSize(factor_type(gradient_type)));
-}
-
-Traffic traffic_of_payload(const PayloadPlan& plan, int64_t width, int64_t ranks) {
-  const int64_t bytes = plan.wire_bytes(width);
+Traffic traffic_of_payload(const PayloadPlan& plan, int64_t ranks) {
+  const int64_t bytes = plan.wire_bytes;
   const int64_t others = ranks - 1;
   const bool one_shot = plan.schedule == Schedule::kOneShot;
   return {plan.schedule, bytes, one_shot ? others * bytes : 2 * others * bytes / ranks};
@@ -37,15 +33,13 @@ std::string to_string(Schedule schedule) {
 StepTraffic traffic_of(const BucketPlan& plan, const Options& options, at::ScalarType gradient_type,
                        Ranks ranks) {
   const PayloadPlans plans = plan_payloads({plan, options, gradient_type, at::kCPU, ranks});
-  const int64_t width = factor_width(gradient_type);
-  return {traffic_of_payload(plans.p, width, ranks.count),
-          traffic_of_payload(plans.q, width, ranks.count)};
+  return {traffic_of_payload(plans.p, ranks.count), traffic_of_payload(plans.q, ranks.count)};
 }
 
 int64_t content_bytes(const BucketPlan& plan, const Options& options,
                       at::ScalarType gradient_type) {
   const BucketSpec spec{plan, options, gradient_type, at::kCPU, {}};
-  const int64_t width = factor_width(gradient_type);
+  const auto width = static_cast<int64_t>(spec.factor_options().dtype().itemsize());
   const auto wire = spec.packet_dtype();
   if (!wire) return (plan.counts_offset() + plan.q_numel) * width;
   const std::vector<kernels::Matrix> matrices = matrices_without_states(plan);

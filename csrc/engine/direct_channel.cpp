@@ -19,14 +19,8 @@ c10d::Backend& DirectChannel::backend() {
   return *backend_;
 }
 
-// All ranks add in the order of the ranks, and so get the same bits.
 void DirectChannel::allreduce(at::Tensor& payload) {
-  if (!has_exchange_) return BackendChannel(backend(), timeout_).allreduce(payload);
-  const bool posted = begun_ < mail_.rounds.size();
-  at::Tensor output = posted ? mail_.rounds[begun_].output
-                             : at::empty({backend().getSize() * payload.numel()}, payload.options());
-  begin(output, payload, /*scatters=*/false);
-  sum_ = payload;
+  BackendChannel(backend(), timeout_).allreduce(payload);
 }
 
 void DirectChannel::allgather(at::Tensor& output, at::Tensor& input) {
@@ -37,36 +31,33 @@ void DirectChannel::alltoall(at::Tensor& output, at::Tensor& input) {
   begin(output, input, /*scatters=*/true);
 }
 
-void DirectChannel::begin(at::Tensor output, const at::Tensor& input, bool scatters) {
-  TORCH_INTERNAL_ASSERT(has_exchange_);
+void DirectChannel::begin(const at::Tensor& output, const at::Tensor& input, bool scatters) {
   const int size = backend().getSize(), own = backend().getRank();
   const int32_t tag = mail_.tag + static_cast<int32_t>(begun_);
-  next_round(output);
-  in_flight_ = true;
+  begin_round(output);
   const auto part_for = [&](const at::Tensor& all, int rank) {
     return scatters ? rows(all, size)[rank] : all.flatten();
   };
   rows(output, size)[own].copy_(part_for(input, own));
-  const at::Tensor on_host = input.cpu();
-  sent_.push_back(on_host);
+  sent_ = input.cpu();
   for (int i = 1; i < size; ++i) {  // each rank begins with another one
     const int peer = (own + i) % size;
-    std::vector<at::Tensor> part = {part_for(on_host, peer)};
+    std::vector<at::Tensor> part = {part_for(sent_, peer)};
     sends_.push_back(backend().send(part, peer, tag));
   }
 }
 
-Mail::Round& DirectChannel::next_round(const at::Tensor& output) {
+void DirectChannel::begin_round(const at::Tensor& output) {
   if (begun_ == mail_.rounds.size()) {
     const at::Tensor landing =
         output.is_cpu() ? output : at::empty(output.sizes(), output.options().device(at::kCPU));
     mail_.rounds.push_back({output, landing, {}});
     post(mail_.rounds.back(), mail_.tag + static_cast<int32_t>(begun_));
   }
-  Mail::Round& round = mail_.rounds[begun_++];
+  const Mail::Round& round = mail_.rounds[begun_++];
   TORCH_INTERNAL_ASSERT(round.output.data_ptr() == output.data_ptr() &&
                         round.output.nbytes() == output.nbytes());
-  return round;
+  in_flight_ = true;
 }
 
 void DirectChannel::post(Mail::Round& round, int32_t tag) {
@@ -105,21 +96,14 @@ void DirectChannel::abort() {
 void DirectChannel::end() {
   in_flight_ = false;
   sends_.clear();
-  sent_.clear();
+  sent_.reset();
   Mail::Round& round = mail_.rounds[begun_ - 1];
   round.receives.clear();
-  if (!round.output.is_cpu()) {
-    const int64_t size = backend().getSize(), own = backend().getRank();
-    const at::Tensor output = rows(round.output, size), landing = rows(round.landing, size);
-    output.narrow(0, 0, own).copy_(landing.narrow(0, 0, own));
-    output.narrow(0, own + 1, size - own - 1).copy_(landing.narrow(0, own + 1, size - own - 1));
-  }
-  if (!sum_) return;
-  const at::Tensor terms = rows(round.output, backend().getSize());
-  at::Tensor sum = sum_->view({-1});
-  sum.copy_(terms[0]);
-  for (int64_t rank = 1; rank < terms.size(0); ++rank) sum.add_(terms[rank]);
-  sum_.reset();
+  if (round.output.is_cpu()) return;
+  const int64_t size = backend().getSize(), own = backend().getRank();
+  const at::Tensor output = rows(round.output, size), landing = rows(round.landing, size);
+  output.narrow(0, 0, own).copy_(landing.narrow(0, 0, own));
+  output.narrow(0, own + 1, size - own - 1).copy_(landing.narrow(0, own + 1, size - own - 1));
 }
 
 Mail DirectChannel::post_ahead(int32_t tag) {

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -27,9 +26,10 @@ struct Mail {
   std::vector<Round> rounds;
 };
 
-// Purpose: collectives of one job as messages that go straight from each rank to each other one, all
-// at once. They take as long as one message, whatever the number of ranks. Those of other jobs may
-// be on their way as well: tags tell them apart.
+// Purpose: gathers and all-to-alls of one job as messages that go straight from each rank to each
+// other one, all at once. They take as long as one message, whatever the number of ranks. Those of
+// other jobs may be on their way as well: tags tell them apart. An all-reduce is the backend's own,
+// and has ended when it returns, so that only a job which runs alone may have one.
 //
 // A receive that is posted early spares its message a question: Gloo sends once it knows that the
 // receiver is ready, which takes the time of another message. So all receives of a job are posted
@@ -40,13 +40,8 @@ class DirectChannel final : public Channel {
  public:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
   // `connect` returns the backend when a collective needs it. `mail` has a tag, and what is posted.
-  // A job that has no exchange is alone, and sums by the backend's own all-reduce.
-  DirectChannel(std::function<BackendPtr()> connect, std::chrono::milliseconds timeout,
-                bool has_exchange, Mail mail)
-      : connect_(std::move(connect)),
-        timeout_(timeout),
-        has_exchange_(has_exchange),
-        mail_(std::move(mail)) {}
+  DirectChannel(std::function<BackendPtr()> connect, std::chrono::milliseconds timeout, Mail mail)
+      : connect_(std::move(connect)), timeout_(timeout), mail_(std::move(mail)) {}
 
   void allreduce(at::Tensor& payload) override;
   void allgather(at::Tensor& output, at::Tensor& input) override;
@@ -66,21 +61,19 @@ class DirectChannel final : public Channel {
   Mail post_ahead(int32_t tag);
 
  private:
-  Mail::Round& next_round(const at::Tensor& output);
+  void begin_round(const at::Tensor& output);
   void post(Mail::Round& round, int32_t tag);
-  void begin(at::Tensor output, const at::Tensor& input, bool scatters);
+  void begin(const at::Tensor& output, const at::Tensor& input, bool scatters);
   c10d::Backend& backend();
 
   const std::function<BackendPtr()> connect_;
   const std::chrono::milliseconds timeout_;
-  const bool has_exchange_;
   BackendPtr backend_;
   Mail mail_;
   size_t begun_ = 0;  // rounds
   bool in_flight_ = false;
   std::vector<c10::intrusive_ptr<c10d::Work>> sends_;  // of the round in flight
-  std::vector<at::Tensor> sent_;                       // what they send
-  std::optional<at::Tensor> sum_;                      // what an all-reduce makes of the output
+  at::Tensor sent_;                                    // what they send
 };
 
 }  // namespace powersgd

@@ -42,7 +42,7 @@ struct Job {
   // What the job's collectives belong to. Jobs of one exchange run the same collectives, on the same
   // memory, and share an object that they change. Null: the job is alone, or runs no collective.
   std::shared_ptr<const void> exchange;
-  // Overlaps with no other job. Its all-reduces have ended when they return.
+  // Overlaps with no other job. An all-reduce of it has ended when it returns.
   bool alone = false;
   // The submitter promises to submit another job, or to call flush(), in the same backward pass.
   bool more_follow = false;

@@ -32,7 +32,7 @@ Flight::Flight(c10::intrusive_ptr<WorkPowerSGD> work, Job job, c10::Device devic
 void Flight::open(std::function<DirectChannel::BackendPtr(std::chrono::milliseconds)> connect,
                   Mail mail) {
   channel_.emplace([connect = std::move(connect), timeout = timeout_] { return connect(timeout); },
-                   timeout_, job_.exchange != nullptr, std::move(mail));
+                   timeout_, std::move(mail));
 }
 
 void Flight::run() {

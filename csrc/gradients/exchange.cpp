@@ -13,19 +13,17 @@ int64_t bytes_on_wire(Payload& payload) {
 void begin_sum(Payload& payload, Channel& channel) {
   if (payload.schedule() == Schedule::kAllreduce) return channel.allreduce(payload.elements());
   payload.quantize();
-  at::Tensor sent = payload.sent(), received = payload.received();
   if (payload.schedule() == Schedule::kOneShot) {
-    channel.allgather(received, sent);
+    channel.allgather(payload.received(), payload.sent());
   } else {
-    channel.alltoall(received, sent);
+    channel.alltoall(payload.received(), payload.sent());
   }
 }
 
 void continue_sum(Payload& payload, Channel& channel) {
   if (payload.schedule() != Schedule::kTwoShot) return;
   payload.requantize();
-  at::Tensor reduced = payload.reduced(), gathered = payload.gathered();
-  channel.allgather(gathered, reduced);
+  channel.allgather(payload.gathered(), payload.reduced());
 }
 
 void end_sum(Payload& payload) {

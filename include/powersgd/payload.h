@@ -20,9 +20,9 @@ struct Ranks {
   int32_t own = 0;
   int32_t count = 1;
   // True if the backend's all-reduce is the best sum of elements (NCCL). Otherwise (Gloo) they travel
-  // as packets on every wire, straight to the ranks that add them.
+  // straight to the ranks that add them, as packets do.
   bool backend_sums = true;
-  std::optional<Schedule> schedule = {};  // of packets, for tests; null: chosen by their size
+  std::optional<Schedule> schedule = {};  // for tests; null: chosen by the bytes that are sent
 };
 
 // Purpose: a payload of one step, which the caller sums over the ranks by schedule():
@@ -32,7 +32,8 @@ struct Ranks {
 //   two-shot     quantize ; all-to-all sent() to received() ; requantize ;
 //                all-gather reduced() to gathered() ; dequantize
 //
-// elements() then holds the sum. Packets are bytes (powersgd/packets.h).
+// elements() then holds the sum. What is sent are packets (powersgd/packets.h) if the wire rounds,
+// and otherwise the elements themselves.
 //
 // Contract: all ranks have equal schedules and equal sizes. Every buffer is the same memory in every
 // step, and none overlaps with another, so that a message may arrive before the step asks for it. A
@@ -51,10 +52,10 @@ class Payload {
   virtual Schedule schedule() const = 0;
   virtual at::Tensor& elements() = 0;  // in the factor dtype
 
-  virtual at::Tensor sent() = 0;
-  virtual at::Tensor received() = 0;
-  virtual at::Tensor reduced() = 0;
-  virtual at::Tensor gathered() = 0;
+  virtual at::Tensor& sent() = 0;
+  virtual at::Tensor& received() = 0;
+  virtual at::Tensor& reduced() = 0;
+  virtual at::Tensor& gathered() = 0;
   virtual void quantize() = 0;
   virtual void requantize() = 0;
   virtual void dequantize() = 0;

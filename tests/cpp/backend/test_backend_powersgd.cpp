@@ -51,8 +51,8 @@ TEST(BackendPowerSGD, OneMessageForEachPayloadAndNoneOnTheInner) {
     for (const auto& call : engines[static_cast<size_t>(rank)]->calls()) {
       if (call.operation == "send") sent.push_back(call.numel);
     }
-    // In bytes: the flags, which are P's use and the non-finite count, are rounded up to 64.
-    EXPECT_EQ(sent, (std::vector<int64_t>{4 * 2 * 64 + 64, 4 * 2 * 64}));
+    // P, its use and the non-finite count, and Q.
+    EXPECT_EQ(sent, (std::vector<int64_t>{2 * 32 + 2, 2 * 48}));
   });
 }
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "compressor/bucket_payload.h"
+#include "compressor/payloads.h"
 #include "powersgd/compressor.h"
 #include "support/hook_defaults.h"
 

@@ -265,30 +265,5 @@ TEST(Messages, OfTheNextJobAreNotThoseOfOneThatFailed) {
   ranks.expect_result(0);
 }
 
-// What does not travel as packets: every rank gets the bits of the sum in the order of the ranks.
-TEST(Messages, OfAnAllreduceAreAddedInTheOrderOfTheRanks) {
-  Engines ranks(4);
-  std::vector<at::Tensor> terms;
-  for (int rank = 0; rank < 4; ++rank) terms.push_back(at::rand({37}, at::kDouble));
-  at::Tensor expected = terms[0].clone();
-  for (int rank = 1; rank < 4; ++rank) expected += terms[rank];
-  const auto exchange = std::make_shared<int>();
-  for (int pass = 0; pass < 2; ++pass) {
-    std::vector<WorkPtr> works;
-    std::vector<at::Tensor> payloads;
-    for (int rank = 0; rank < 4; ++rank) {
-      Job job;
-      payloads.push_back(terms[rank].clone());
-      job.parts = {[payload = payloads.back()](Channel& channel) mutable {
-        channel.allreduce(payload);
-      }};
-      job.exchange = exchange;
-      works.push_back(test::submit(*ranks.engines[rank], std::move(job)));
-    }
-    wait_for(works);
-    for (const at::Tensor& payload : payloads) EXPECT_TRUE(at::equal(payload, expected));
-  }
-}
-
 }  // namespace
 }  // namespace powersgd

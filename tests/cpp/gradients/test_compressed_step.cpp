@@ -38,10 +38,10 @@ class RecordingPayload : public Payload {
 
   Schedule schedule() const override { return chosen; }
   at::Tensor& elements() override { return numbers; }
-  at::Tensor sent() override { return all_sent; }
-  at::Tensor received() override { return all_received; }
-  at::Tensor reduced() override { return all_reduced; }
-  at::Tensor gathered() override { return all_gathered; }
+  at::Tensor& sent() override { return all_sent; }
+  at::Tensor& received() override { return all_received; }
+  at::Tensor& reduced() override { return all_reduced; }
+  at::Tensor& gathered() override { return all_gathered; }
   void quantize() override { log_.add("quantize " + name); }
   void requantize() override { log_.add("requantize " + name); }
   void dequantize() override { log_.add("dequantize " + name); }
@@ -49,7 +49,7 @@ class RecordingPayload : public Payload {
   const std::string name;
   Schedule chosen = Schedule::kAllreduce;
   at::Tensor numbers = at::zeros({1});
-  const at::Tensor all_sent = at::zeros({2}), all_received = at::zeros({3}),
+  at::Tensor all_sent = at::zeros({2}), all_received = at::zeros({3}),
                    all_reduced = at::zeros({4}), all_gathered = at::zeros({5});
 
  private:

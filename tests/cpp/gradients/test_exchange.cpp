@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Payloads that travel as packets, with ranks as threads.
+// Payloads that travel straight to the ranks that add them, with ranks as threads.
 #include "gradients/exchange.h"
 
 #include <ATen/ATen.h>
@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "compressor/bucket_payload.h"
+#include "compressor/payloads.h"
 #include "engine/backend_channel.h"
 #include "gradients/compressed_step.h"
 #include "gradients/sessions.h"
@@ -80,7 +80,8 @@ class Rank : public test::OneRank {
 };
 
 // The wire, the dtype of the gradients, the number of ranks and the schedule.
-using Case = std::tuple<std::pair<WireDType, at::ScalarType>, int, Schedule>;
+using Wire = std::optional<WireDType>;
+using Case = std::tuple<std::pair<Wire, at::ScalarType>, int, Schedule>;
 
 class Exchange : public testing::TestWithParam<Case> {
  protected:
@@ -88,8 +89,8 @@ class Exchange : public testing::TestWithParam<Case> {
   static void run(const std::function<void(Rank&, test::ThreadBackend&)>& fn) {
     test::run_ranks(size(), [&](int rank, const c10::intrusive_ptr<test::ThreadBackend>& backend) {
       const auto [dtype, type] = std::get<0>(GetParam());
-      Rank self(test::compressing(3, dtype), type, {rank, size(), /*backend_sums=*/false, std::get<2>(GetParam())},
-                *backend);
+      const Ranks ranks{rank, size(), /*backend_sums=*/false, std::get<2>(GetParam())};
+      Rank self(test::compressing(3, dtype), type, ranks, *backend);
       fn(self, *backend);
     });
   }
@@ -131,25 +132,33 @@ TEST_P(Exchange, OutputsAreEqualAndAddUpWithTheResiduals) {
   });
 }
 
-// The bytes of packets follow from the groups of 64 elements.
+// The bytes of packets follow from the groups of 64 elements. Elements are cut into equal chunks.
 TEST_P(Exchange, RunsTheCollectivesOfItsSchedule) {
   run([](Rank& self, test::ThreadBackend& backend) {
     at::Tensor gradient = self.gradient_of(backend.getRank(), 0);
     self.exchange(gradient, 0);
     const auto [wire, type] = std::get<0>(GetParam());
-    const DType factors = type == at::kDouble ? DType::kFloat64 : DType::kFloat32;
-    const bool one_shot = std::get<2>(GetParam()) == Schedule::kOneShot;
-    const int32_t chunks = one_shot ? 1 : size();
-    const int64_t p_groups = 3 * (3 + 1 + 1), q_groups = 3 * (2 + 1 + 2);
-    const auto p = kernels::packet_layout(chunks, wire, p_groups, factors, 130 + 7, 3 + 1);
-    const auto q = kernels::packet_layout(chunks, wire, q_groups, factors, 0, 0);
+    const int32_t chunks = std::get<2>(GetParam()) == Schedule::kOneShot ? 1 : size();
+    std::vector<int64_t> of_a_chunk;  // of P and Q
+    const bool rounds = wire && (wire != WireDType::kFloat32 || type == at::kDouble);
+    if (rounds) {
+      const DType raw = type == at::kDouble ? DType::kFloat64 : DType::kFloat32;
+      const int64_t p_groups = 3 * (3 + 1 + 1), q_groups = 3 * (2 + 1 + 2);
+      of_a_chunk = {
+          kernels::packet_layout(chunks, *wire, p_groups, raw, 130 + 7, 3 + 1).chunk_bytes,
+          kernels::packet_layout(chunks, *wire, q_groups, raw, 0, 0).chunk_bytes};
+    } else {
+      for (const int64_t numel : {self.plan.p_numel, self.plan.q_numel}) {
+        of_a_chunk.push_back((numel + chunks - 1) / chunks);
+      }
+    }
     std::vector<std::pair<std::string, int64_t>> expected, calls;
-    for (const auto& layout : {p, q}) {
-      if (!one_shot) expected.emplace_back("alltoall_base", layout.bytes());
-      expected.emplace_back("_allgather_base", layout.chunk_bytes);
+    for (const int64_t numel : of_a_chunk) {
+      if (chunks > 1) expected.emplace_back("alltoall_base", chunks * numel);
+      expected.emplace_back("_allgather_base", numel);
     }
     for (const auto& call : backend.calls()) {
-      EXPECT_EQ(call.dtype, at::kByte);
+      EXPECT_EQ(call.dtype, rounds ? at::kByte : type);
       calls.emplace_back(call.operation, call.numel);
     }
     EXPECT_EQ(calls, expected);
@@ -158,19 +167,20 @@ TEST_P(Exchange, RunsTheCollectivesOfItsSchedule) {
 
 std::string name_of_exchange(const testing::TestParamInfo<Case>& info) {
   const auto& [wire, size, schedule] = info.param;
-  return to_string(wire.first) + (wire.second == at::kDouble ? "_of_float64_" : "_") +
+  return test::name_of(wire.first) + (wire.second == at::kDouble ? "_of_float64_" : "_") +
          std::to_string(size) + (schedule == Schedule::kOneShot ? "_one_shot" : "_two_shot");
 }
 
 INSTANTIATE_TEST_SUITE_P(
     Wires, Exchange,
-    testing::Combine(testing::Values(std::pair(WireDType::kFloat32, at::kFloat),
-                                     std::pair(WireDType::kBFloat16, at::kFloat),
-                                     std::pair(WireDType::kFloat16, at::kFloat),
-                                     std::pair(WireDType::kInt8, at::kFloat),
-                                     std::pair(WireDType::kInt4, at::kFloat),
-                                     std::pair(WireDType::kFloat32, at::kDouble),
-                                     std::pair(WireDType::kInt8, at::kDouble)),
+    testing::Combine(testing::Values(std::pair(Wire(), at::kFloat),
+                                     std::pair(Wire(WireDType::kBFloat16), at::kFloat),
+                                     std::pair(Wire(WireDType::kFloat16), at::kFloat),
+                                     std::pair(Wire(WireDType::kInt8), at::kFloat),
+                                     std::pair(Wire(WireDType::kInt4), at::kFloat),
+                                     std::pair(Wire(), at::kDouble),
+                                     std::pair(Wire(WireDType::kFloat32), at::kDouble),
+                                     std::pair(Wire(WireDType::kInt8), at::kDouble)),
                      testing::Values(2, 3, 4, 9),
                      testing::Values(Schedule::kOneShot, Schedule::kTwoShot)),
     name_of_exchange);
