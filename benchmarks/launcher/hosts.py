@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +30,7 @@ INTERFACE = "eth0"
 
 _OWNED = re.compile(r"psgd-(\d+)-(\d+)\b")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
+_TCP = "/proc/sys/net/ipv4/tcp_"
 _BENCHMARKS = Path(__file__).resolve().parents[1]
 _serial = itertools.count()
 
@@ -93,11 +94,6 @@ def processes_in(namespace: str) -> list[int]:
     return [int(pid) for pid in _run("ip", "netns", "pids", namespace).split()]
 
 
-def congestion_control() -> str:
-    """The congestion control of the machine's TCP, which is that of the hosts."""
-    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-
-
 def enter(namespace: str) -> None:
     """Moves this thread, and the processes and threads that it starts, to a network namespace."""
     new_network = 0x40000000  # CLONE_NEWNET
@@ -122,10 +118,16 @@ class Hosts:
     Every link sends at most `rate` in either direction; None: as fast as the machine can.
     A frame from a host to another takes `delay_ms` milliseconds more, half of it on either link.
     `link` holds what else goes wrong with frames, once on the way from a host to another.
+    `tcp` holds settings of the hosts' TCP: the name after net.ipv4.tcp_, and the value.
     """
 
     def __init__(
-        self, count: int, rate: str | None, delay_ms: float = 0, link: Link | None = None
+        self,
+        count: int,
+        rate: str | None,
+        delay_ms: float = 0,
+        link: Link | None = None,
+        tcp: Mapping[str, object] | None = None,
     ) -> None:
         prefix = f"{owner()}-{next(_serial)}"
         self._switch = f"{prefix}-switch"
@@ -133,6 +135,7 @@ class Hosts:
         self.rate = rate
         self.delay_ms = delay_ms
         self._link = dataclasses.replace(link or Link(), delay=delay_ms / 2e3)
+        self._tcp = tcp or {}
         self.emulation: subprocess.Popen[str] | None = None  # of links, if they need it
 
     def __enter__(self) -> Hosts:
@@ -149,6 +152,10 @@ class Hosts:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def tcp(self, name: str) -> str:
+        """A setting of the hosts' TCP, which without `tcp` are those of a new namespace."""
+        return _run("ip", "netns", "exec", self.names[0], "cat", _TCP + name).strip()
 
     def set_rate(self, host: int, rate: str) -> None:
         """Changes the rate of a host's link, which must have one, in both directions."""
@@ -176,6 +183,8 @@ class Hosts:
             self._make_emulated_links(ports)
         for i, (name, port) in enumerate(zip(self.names, ports, strict=True)):
             _run("ip", "-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", INTERFACE)
+            for setting, value in self._tcp.items():
+                _run("ip", "netns", "exec", name, "sh", "-c", f"echo {value} >{_TCP}{setting}")
             for interface in ("lo", INTERFACE):
                 _run("ip", "-n", name, "link", "set", interface, "up")
             _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
