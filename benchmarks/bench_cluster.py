@@ -109,10 +109,7 @@ class Bench:
         for rate, delay_ms, idle in links:
             # Six times the seconds that a ring all-reduce needs on the link.
             limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
-            tcp = {"slow_start_after_idle": idle}
-            if of.congestion_control:
-                tcp["congestion_control"] = of.congestion_control
-            network = hosts.Hosts(ranks, rate, delay_ms, tcp=tcp)
+            network = hosts.Hosts(ranks, rate, delay_ms, None, of.congestion_control, idle)
             with network as cluster, contextlib.ExitStack() as stack:
                 players = {
                     contender: stack.enter_context(self._player(cluster, limit, model, contender))
@@ -166,8 +163,8 @@ class Bench:
             "ranks": len(cluster),
             "rate": cluster.rate,
             "delay_ms": cluster.delay_ms,
-            "congestion_control": cluster.tcp("congestion_control"),
-            "slow_start_after_idle": int(cluster.tcp("slow_start_after_idle")),
+            "congestion_control": cluster.congestion_control,
+            "slow_start_after_idle": cluster.slow_start_after_idle,
             "load_average_before": os.getloadavg()[0],
             **marks.record(),
             "methods": {},

@@ -85,7 +85,7 @@ def _parser(doc: str) -> argparse.ArgumentParser:
     delays = "one-way delays from host to host in milliseconds (0)"
     add("--delays", delays, nargs="+", type=_delay, default=[0.0], metavar="MS")
     congestion = "congestion control of the hosts' TCP, as Linux names it (the machine's)"
-    add("--congestion-control", congestion, metavar="NAME")
+    add("--congestion-control", congestion, metavar="NAME", default="")
     idle = "whether TCP's window is small again after a pause, tcp_slow_start_after_idle (1)"
     add("--slow-start-after-idle", idle, nargs="+", type=int, choices=(0, 1), default=[1])
     add("--rounds", "number of rounds of turns", type=count)

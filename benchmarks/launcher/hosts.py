@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -118,7 +118,8 @@ class Hosts:
     Every link sends at most `rate` in either direction; None: as fast as the machine can.
     A frame from a host to another takes `delay_ms` milliseconds more, half of it on either link.
     `link` holds what else goes wrong with frames, once on the way from a host to another.
-    `tcp` holds settings of the hosts' TCP: the name after net.ipv4.tcp_, and the value.
+    The hosts' TCP has this congestion control, or the machine's, and this value of
+    net.ipv4.tcp_slow_start_after_idle.
     """
 
     def __init__(
@@ -127,7 +128,8 @@ class Hosts:
         rate: str | None,
         delay_ms: float = 0,
         link: Link | None = None,
-        tcp: Mapping[str, object] | None = None,
+        congestion_control: str = "",
+        slow_start_after_idle: int = 1,
     ) -> None:
         prefix = f"{owner()}-{next(_serial)}"
         self._switch = f"{prefix}-switch"
@@ -135,7 +137,9 @@ class Hosts:
         self.rate = rate
         self.delay_ms = delay_ms
         self._link = dataclasses.replace(link or Link(), delay=delay_ms / 2e3)
-        self._tcp = tcp or {}
+        machines = Path(f"{_TCP}congestion_control").read_text().strip()
+        self.congestion_control = congestion_control or machines
+        self.slow_start_after_idle = slow_start_after_idle
         self.emulation: subprocess.Popen[str] | None = None  # of links, if they need it
 
     def __enter__(self) -> Hosts:
@@ -152,10 +156,6 @@ class Hosts:
 
     def __len__(self) -> int:
         return len(self.names)
-
-    def tcp(self, name: str) -> str:
-        """A setting of the hosts' TCP, which without `tcp` are those of a new namespace."""
-        return _run("ip", "netns", "exec", self.names[0], "cat", _TCP + name).strip()
 
     def set_rate(self, host: int, rate: str) -> None:
         """Changes the rate of a host's link, which must have one, in both directions."""
@@ -183,10 +183,13 @@ class Hosts:
             self._make_emulated_links(ports)
         for i, (name, port) in enumerate(zip(self.names, ports, strict=True)):
             _run("ip", "-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", INTERFACE)
-            for setting, value in self._tcp.items():
-                _run("ip", "netns", "exec", name, "sh", "-c", f"echo {value} >{_TCP}{setting}")
+            idle = f"echo {self.slow_start_after_idle} >{_TCP}slow_start_after_idle"
+            _run("ip", "netns", "exec", name, "sh", "-c", idle)
             for interface in ("lo", INTERFACE):
                 _run("ip", "-n", name, "link", "set", interface, "up")
+            # A namespace's sysctl takes only what the machine allows to all users, a route takes all.
+            route = f"10.77.0.0/24 dev {INTERFACE} congctl {self.congestion_control}"
+            _run("ip", "-n", name, "route", "replace", *route.split())
             _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
             if self.rate:
                 self._shape("add", self.rate, name, INTERFACE)  # what the host sends

@@ -44,7 +44,7 @@ def measure(worlds: Sequence[int]) -> list[dict[str, float]]:
 
 def _seconds(world: int, delay_ms: float) -> dict[str, float]:
     # A payload must not wait for TCP's window, which the first steps open.
-    with hosts.Hosts(world, None, delay_ms, tcp={"slow_start_after_idle": 0}) as cluster:
+    with hosts.Hosts(world, None, delay_ms, slow_start_after_idle=0) as cluster:
         found: dict[str, float] = {}
         for part in (collectives, steps):
             what = f"{part.__name__} of {world} hosts with a delay of {delay_ms:g} ms"
