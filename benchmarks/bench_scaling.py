@@ -52,8 +52,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--caps", nargs="+", type=int, default=[1, 5, 25, 100], help="MiB of buckets (1 5 25 100)")
     add("--rates", nargs="+", type=float, default=[1, 10, 100], help="Gbit/s to model (1 10 100)")
     add("--message-us", type=float, default=50, help="microseconds of a small message (50)")
-    handling = "microseconds of the processor for a message that is sent and received (10)"
-    add("--handling-us", type=float, default=10, help=handling)
+    handling = "microseconds of the processor for a message that is sent and received (25)"
+    add("--handling-us", type=float, default=25, help=handling)
     add("--quick", action="store_true", help="two ranks and a tiny model")
     add("--resume", action="store_true", help="keep the runs that the file of --json has")
     add_files(parser, "after every run")

@@ -187,7 +187,7 @@ class Hosts:
             _run("ip", "netns", "exec", name, "sh", "-c", idle)
             for interface in ("lo", INTERFACE):
                 _run("ip", "-n", name, "link", "set", interface, "up")
-            # A namespace's sysctl takes only what the machine allows to all users, a route takes all.
+            # Unlike a namespace's sysctl, it takes also what the machine does not allow to users.
             route = f"10.77.0.0/24 dev {INTERFACE} congctl {self.congestion_control}"
             _run("ip", "-n", name, "route", "replace", *route.split())
             _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
