@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Measures how many messages follow each other in Gloo's collectives and in steps of this project.
 
-The hosts are network namespaces, which need root. What a longer delay adds, over how much
-longer it is, is the length of the longest chain of messages.
+The hosts are network namespaces, which need root. What a longer delay adds, over how much longer it
+is, is the length of the longest chain of messages.
 """
 
 from __future__ import annotations
