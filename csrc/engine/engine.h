@@ -37,6 +37,9 @@ struct Job {
   size_t parts_ahead = 0;
   // Called once if a part that has begun, or a collective, fails.
   std::function<void()> undo;
+  // Called where the time of a collective is spent: on the thread that waits for it, or that puts it
+  // on a stream. What it returns lives until that has ended.
+  std::function<std::shared_ptr<void>()> observe;
   // The addresses of the objects that the job changes. Jobs that share one do not overlap.
   std::vector<const void*> changes;
   // What the job's collectives belong to. Jobs of one exchange run the same collectives, on the same

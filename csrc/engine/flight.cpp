@@ -38,8 +38,8 @@ void Flight::open(std::function<DirectChannel::BackendPtr(std::chrono::milliseco
 void Flight::run() {
   // Grad mode is thread-local, and autograd must never record kernels or payloads.
   const at::NoGradGuard no_grad;
-  std::optional<ProfilerContext::Guard> observed;
-  if (profiler_) observed.emplace(*profiler_);
+  std::optional<ProfilerContext::Guard> profiled;
+  if (profiler_) profiled.emplace(*profiler_);
   on_device([this] {
     try {
       run_part();
@@ -75,6 +75,9 @@ void Flight::on_device(const std::function<void()>& body) {
 
 void Flight::wait() {
   try {
+    std::optional<ProfilerContext::Guard> profiled;
+    if (profiler_) profiled.emplace(*profiler_);
+    const std::shared_ptr<void> observed = job_.observe ? job_.observe() : nullptr;
     channel_->wait();
   } catch (...) {
     lost_ = std::current_exception();

@@ -27,6 +27,8 @@ using FlightPtr = std::shared_ptr<Flight>;
 // Objects that an engine remembers before it drops those that no job waits for.
 constexpr size_t kManyObjects = 4096;
 
+constexpr const char* kWorkerName = "powersgd";
+
 // The engines that are alive in this process.
 std::mutex engines_mutex;
 std::set<ThreadEngine*>& engines() {
@@ -124,7 +126,7 @@ class ThreadEngine::Shared : public std::enable_shared_from_this<Shared> {
   // The worker.
 
   void work() {
-    c10::setThreadName("powersgd");
+    c10::setThreadName(kWorkerName);
     int threads_set = 0;
     std::unique_lock<std::mutex> lock(mutex_);
     while (FlightPtr flight = take(lock)) {
@@ -158,6 +160,7 @@ class ThreadEngine::Shared : public std::enable_shared_from_this<Shared> {
   void open(Flight& flight) {
     auto connect = [this](std::chrono::milliseconds timeout) {
       DirectChannel::BackendPtr backend = connection_->backend(timeout);
+      c10::setThreadName(kWorkerName);  // torch 2.11 renames the thread that makes a Gloo backend
       const std::lock_guard<std::mutex> lock(mutex_);
       if (aborted_) throw_closed();  // which came meanwhile, and did not find the backend
       return backend;
