@@ -5,6 +5,7 @@
     python benchmarks/bench_cluster.py --quick --models gpt-1M
     python benchmarks/bench_cluster.py --methods none plain hook-1-bucket:4 bf16-wire:8,16,32
     python benchmarks/bench_cluster.py --rates 1gbit --delays 0.1 5 20 50 --seeds 3
+    python benchmarks/bench_cluster.py --before ../last-week --models gpt-1M --ranks 8 --delays 20
     python benchmarks/bench_cluster.py --device cuda --models gpt2 --json gpt2.json --logs logs
     python benchmarks/bench_cluster.py --show gpt2.json --picture gpt2.png
 
@@ -18,7 +19,8 @@ a killed run left, when the next one starts.
 
 With --delays, a frame takes that much longer from host to host, one way. The links are then TAP
 devices that one process forwards between, because netem is a module that many kernels lack; see
-launcher/emulated_links.py. TCP's windows and its congestion control are the machine's own.
+launcher/emulated_links.py. TCP's windows are the machine's own, and so is its congestion control
+unless --congestion-control names one.
 
 The loss is from longer runs on unshaped links, on the same text for every method. The seconds to a
 loss are the steps to it times the median step. The losses are those of plain at each quarter of its
@@ -50,7 +52,7 @@ from cluster.methods import EXACT_STEPS
 from cluster.player import Player, Run
 from cluster.rank import Job
 from launcher import emulated_links, hosts, signals
-from report import Record, processor, provenance, show, write
+from report import Record, commit, processor, provenance, show, write
 
 # The first steps are not measured: they are exact, rebuild buckets and allocate.
 WARMUP_STEPS = EXACT_STEPS + 3
@@ -91,20 +93,24 @@ class Bench:
             "steps_per_round": arguments.steps,
             "warmup_steps": WARMUP_STEPS,
             "titles": {contender.name: contender.title for contender in self.contenders},
+            **({"before": commit(arguments.before)} if arguments.before else {}),
             "left_out": {contender.title: why for contender, why in lacks.items() if why},
             "settings": [],
         }
 
     def measure(self, model: str, ranks: int) -> None:
-        """Measures at every rate and delay."""
+        """Measures at every rate and delay, with and without slow start after idle."""
         with torch.device("meta"):
             gradient_bytes = sum(p.nbytes for p in models.TASKS[model].make().parameters())
         learned = self._learned(model, ranks)
         marks = figures.marks(learned, self.arguments.loss)
-        for rate, delay_ms in itertools.product(self.arguments.rates, self.arguments.delays):
+        of = self.arguments
+        links = itertools.product(of.rates, of.delays, of.slow_start_after_idle)
+        for rate, delay_ms, idle in links:
             # Six times the seconds that a ring all-reduce needs on the link.
             limit = 20 + 6 * 2 * gradient_bytes * 8 / hosts.bits_per_second(rate)
-            with hosts.Hosts(ranks, rate, delay_ms) as cluster, contextlib.ExitStack() as stack:
+            network = hosts.Hosts(ranks, rate, delay_ms, None, of.congestion_control, idle)
+            with network as cluster, contextlib.ExitStack() as stack:
                 players = {
                     contender: stack.enter_context(self._player(cluster, limit, model, contender))
                     for contender in self.contenders
@@ -115,7 +121,9 @@ class Bench:
         self, cluster: hosts.Hosts, limit: float, model: str, contender: Contender, seed: int = 0
     ) -> Player:
         job = Job(contender.method, contender.rank or 0, model, self.arguments.device, seed)
-        return Player(cluster, job, limit, WARMUP_STEPS, self.variables, self.arguments.logs)
+        packages = self.arguments.before / "python" if contender.before else None
+        logs = self.arguments.logs
+        return Player(cluster, job, limit, WARMUP_STEPS, self.variables, logs, packages)
 
     def _learned(self, model: str, ranks: int) -> dict[str, list[Run]]:
         """Returns the runs for the loss, one for each seed."""
@@ -155,7 +163,8 @@ class Bench:
             "ranks": len(cluster),
             "rate": cluster.rate,
             "delay_ms": cluster.delay_ms,
-            "congestion_control": hosts.congestion_control(),
+            "congestion_control": cluster.congestion_control,
+            "slow_start_after_idle": cluster.slow_start_after_idle,
             "load_average_before": os.getloadavg()[0],
             **marks.record(),
             "methods": {},

@@ -10,8 +10,7 @@ It counts bytes on the wire, collectives, memory, threads, sockets and checkpoin
 programs on the machine do not change. Its seconds are those of ranks that share the machine.
 
 A run starts only if the machine has the memory for it, and ends if the memory runs out. The part
-"model" measures nothing: it is a model of links of an ideal ring, of these rates and of this
-latency.
+"model" measures nothing: it is a model of links of these rates and costs of a message.
 """
 
 from __future__ import annotations
@@ -53,6 +52,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--caps", nargs="+", type=int, default=[1, 5, 25, 100], help="MiB of buckets (1 5 25 100)")
     add("--rates", nargs="+", type=float, default=[1, 10, 100], help="Gbit/s to model (1 10 100)")
     add("--message-us", type=float, default=50, help="microseconds of a small message (50)")
+    handling = "microseconds of the processor for a message that is sent and received (25)"
+    add("--handling-us", type=float, default=25, help=handling)
     add("--quick", action="store_true", help="two ranks and a tiny model")
     add("--resume", action="store_true", help="keep the runs that the file of --json has")
     add_files(parser, "after every run")
@@ -107,7 +108,9 @@ def measure(arguments: argparse.Namespace) -> Record:
             record["hops"] = hops.measure([each for each in arguments.ranks if each <= MOST_HOSTS])
             write(record, arguments.json)
     if "model" in arguments.parts:
-        record["model"] = model.predict(MEASURED_MODEL, arguments.rates, arguments.message_us)
+        record["model"] = model.predict(
+            MEASURED_MODEL, arguments.rates, arguments.message_us, arguments.handling_us
+        )
     return record
 
 

@@ -39,13 +39,13 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def commit() -> str:
+def commit(checkout: Path | None = None) -> str:
     """The commit, which POWERSGD_COMMIT names where there is no git. It is empty if none does."""
-    if named := os.environ.get("POWERSGD_COMMIT"):
+    if not checkout and (named := os.environ.get("POWERSGD_COMMIT")):
         return named
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=checkout)
     except OSError:  # there is no git
         return ""
     return result.stdout.strip()

@@ -77,11 +77,17 @@ def _parser(doc: str) -> argparse.ArgumentParser:
     add("--models", "models", nargs="+", choices=models.TASKS)
     add("--methods", "methods and their ranks of approximation", **of_methods)
     rank = "ranks of the approximation for methods that name none (16)"
+    before = "also this project's methods with the package of this checkout, which is built"
+    add("--before", before, type=Path, metavar="PATH")
     add("--rank", rank, nargs="+", type=count, default=[16])
     add("--ranks", "numbers of hosts, a rank on each", nargs="+", type=steps, metavar="N")
     add("--rates", "rates of the links", nargs="+", type=_rate, metavar="RATE")
     delays = "one-way delays from host to host in milliseconds (0)"
     add("--delays", delays, nargs="+", type=_delay, default=[0.0], metavar="MS")
+    congestion = "congestion control of the hosts' TCP, as Linux names it (the machine's)"
+    add("--congestion-control", congestion, metavar="NAME", default="")
+    idle = "whether TCP's window is small again after a pause, tcp_slow_start_after_idle (1)"
+    add("--slow-start-after-idle", idle, nargs="+", type=int, choices=(0, 1), default=[1])
     add("--rounds", "number of rounds of turns", type=count)
     measured = "number of steps measured per turn, after one that is not (4)"
     add("--steps", measured, type=steps, default=4)
@@ -108,6 +114,8 @@ def parse(doc: str) -> argparse.Namespace:
                 value = [contenders.parse(word) for word in value.split()]
             setattr(arguments, name, value)
     arguments.contenders = contenders.expand(arguments.methods, arguments.rank)
+    if arguments.before:
+        arguments.contenders = contenders.with_before(arguments.contenders)
     learning = arguments.learning_methods or arguments.methods
     arguments.learning = contenders.expand(learning, arguments.rank)
     arguments.pictured = contenders.expand(arguments.pictured, arguments.rank)

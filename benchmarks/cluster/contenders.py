@@ -15,20 +15,26 @@ from cluster.methods import Method, find
 
 
 class Contender(NamedTuple):
-    """A method at a rank of the approximation. The rank is None if nothing is approximated."""
+    """A method at a rank of the approximation. The rank is None if nothing is approximated.
+
+    `before` is true of this project's methods with the package of an earlier checkout.
+    """
 
     method: str
     rank: int | None
+    before: bool = False
 
     @property
     def name(self) -> str:
         """The name of the contender on the command line and in a record."""
-        return self.method if self.rank is None else f"{self.method}:{self.rank}"
+        name = self.method if self.rank is None else f"{self.method}:{self.rank}"
+        return name + " before" * self.before
 
     @property
     def title(self) -> str:
         how = self.how
-        return how.title if self.rank is None else f"{how.title}, {how.measure} {self.rank}"
+        title = how.title if self.rank is None else f"{how.title}, {how.measure} {self.rank}"
+        return title + ", before" * self.before
 
     @property
     def how(self) -> Method:
@@ -71,3 +77,12 @@ def expand(wanted: Iterable[Wanted], ranks: Sequence[int]) -> list[Contender]:
         of_method = (own or ranks) if find(method).approximates else [None]
         result.update(dict.fromkeys(Contender(method, rank) for rank in of_method))
     return list(result)
+
+
+def with_before(contenders: Iterable[Contender]) -> list[Contender]:
+    """The contenders, and before each of this project's its twin of an earlier checkout."""
+    return [
+        twin
+        for each in contenders
+        for twin in ([each._replace(before=True), each] if each.how.options else [each])
+    ]

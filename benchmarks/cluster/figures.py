@@ -21,9 +21,10 @@ Figures = dict[str, Any]
 
 
 def link(setting: Mapping[str, Any]) -> str:
-    """Returns the rate of a setting's links, and the one-way delay where there is one."""
-    rate, delay_ms = setting["rate"], setting["delay_ms"]
-    return f"{rate}, {delay_ms:g} ms" if delay_ms else str(rate)
+    """Returns the rate of a setting's links, and what else is not as usual."""
+    delay = f", {setting['delay_ms']:g} ms" if setting["delay_ms"] else ""
+    idle = "" if setting.get("slow_start_after_idle", 1) else ", no slow start after idle"
+    return f"{setting['rate']}{delay}{idle}"
 
 
 def title(setting: Mapping[str, Any]) -> str:

@@ -59,6 +59,7 @@ class Player:
         warmup: steps after a start that are not measured.
         variables: added to the ranks' environment.
         logs: the folder that keeps what ranks have printed before a failure; None: none does.
+        packages: a folder in which the ranks look for modules first.
     """
 
     def __init__(
@@ -69,10 +70,11 @@ class Player:
         warmup: int,
         variables: Mapping[str, str] | None = None,
         logs: Path | None = None,
+        packages: Path | None = None,
     ) -> None:
         self._where, self._job, self._logs = where, job, logs
         self._step_limit, self._warmup = step_limit, warmup
-        self._variables = variables
+        self._start: dict[str, Any] = {"variables": variables, "packages": packages}
         self._attempts_left = ATTEMPTS
         self._ranks: Ranks | None = None
         self._losses: list[float] = []
@@ -95,7 +97,7 @@ class Player:
             try:
                 if self._ranks is None:
                     self._losses = []
-                    self._ranks = Ranks(train, self._where, self._job, variables=self._variables)
+                    self._ranks = Ranks(train, self._where, self._job, **self._start)
                     self._stack.enter_context(self._ranks)
                     self._train(self._ranks, self._warmup, GROUP_SECONDS)
                 self._gather(result, *self._train(self._ranks, 1 + steps, self._step_limit))

@@ -30,6 +30,7 @@ INTERFACE = "eth0"
 
 _OWNED = re.compile(r"psgd-(\d+)-(\d+)\b")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
+_TCP = "/proc/sys/net/ipv4/tcp_"
 _BENCHMARKS = Path(__file__).resolve().parents[1]
 _serial = itertools.count()
 
@@ -93,11 +94,6 @@ def processes_in(namespace: str) -> list[int]:
     return [int(pid) for pid in _run("ip", "netns", "pids", namespace).split()]
 
 
-def congestion_control() -> str:
-    """The congestion control of the machine's TCP, which is that of the hosts."""
-    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-
-
 def enter(namespace: str) -> None:
     """Moves this thread, and the processes and threads that it starts, to a network namespace."""
     new_network = 0x40000000  # CLONE_NEWNET
@@ -122,10 +118,18 @@ class Hosts:
     Every link sends at most `rate` in either direction; None: as fast as the machine can.
     A frame from a host to another takes `delay_ms` milliseconds more, half of it on either link.
     `link` holds what else goes wrong with frames, once on the way from a host to another.
+    The hosts' TCP has this congestion control, or the machine's, and this value of
+    net.ipv4.tcp_slow_start_after_idle.
     """
 
     def __init__(
-        self, count: int, rate: str | None, delay_ms: float = 0, link: Link | None = None
+        self,
+        count: int,
+        rate: str | None,
+        delay_ms: float = 0,
+        link: Link | None = None,
+        congestion_control: str = "",
+        slow_start_after_idle: int = 1,
     ) -> None:
         prefix = f"{owner()}-{next(_serial)}"
         self._switch = f"{prefix}-switch"
@@ -133,6 +137,9 @@ class Hosts:
         self.rate = rate
         self.delay_ms = delay_ms
         self._link = dataclasses.replace(link or Link(), delay=delay_ms / 2e3)
+        machines = Path(f"{_TCP}congestion_control").read_text().strip()
+        self.congestion_control = congestion_control or machines
+        self.slow_start_after_idle = slow_start_after_idle
         self.emulation: subprocess.Popen[str] | None = None  # of links, if they need it
 
     def __enter__(self) -> Hosts:
@@ -176,8 +183,13 @@ class Hosts:
             self._make_emulated_links(ports)
         for i, (name, port) in enumerate(zip(self.names, ports, strict=True)):
             _run("ip", "-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", INTERFACE)
+            idle = f"echo {self.slow_start_after_idle} >{_TCP}slow_start_after_idle"
+            _run("ip", "netns", "exec", name, "sh", "-c", idle)
             for interface in ("lo", INTERFACE):
                 _run("ip", "-n", name, "link", "set", interface, "up")
+            # Unlike a namespace's sysctl, it takes also what the machine does not allow to users.
+            route = f"10.77.0.0/24 dev {INTERFACE} congctl {self.congestion_control}"
+            _run("ip", "-n", name, "route", "replace", *route.split())
             _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
             if self.rate:
                 self._shape("add", self.rate, name, INTERFACE)  # what the host sends

@@ -14,10 +14,11 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -43,10 +44,11 @@ _GRACE_SECONDS = 5  # for the last words of the other ranks once one has failed
 
 
 def preload(*modules: str) -> None:
-    """Lets the server import these modules too, if it has not been started yet."""
-    _context.set_forkserver_preload(
-        ["torch._dynamo", "torch.nn.parallel", "torch_powersgd", *modules]
-    )
+    """Lets the server import these modules too, if it has not been started yet.
+
+    It leaves torch_powersgd to the ranks, which may have different ones.
+    """
+    _context.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", *modules])
 
 
 preload()
@@ -94,6 +96,7 @@ class Ranks:
         where: the number of local ranks, or the hosts, each of which gets one.
         args: further arguments of the function.
         variables: what the ranks' environment has besides this process's.
+        packages: a folder in which the ranks look for modules first.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Ranks:
         where: int | hosts.Hosts,
         *args: Any,
         variables: Mapping[str, str] | None = None,
+        packages: Path | None = None,
     ) -> None:
         namespaces = [""] * where if isinstance(where, int) else where.names
         self.folder = Path(tempfile.mkdtemp(prefix=f"{hosts.owner()}-"))
@@ -113,7 +117,7 @@ class Ranks:
             call = (rank, namespace, variables or {}, function, args)
             self.processes.append(_context.Process(target=_run, args=call, daemon=True))
             self.pipes.append(pipe)
-            with uninterrupted():
+            with uninterrupted(), _first_on_path(packages):
                 self.processes[-1].start()
             far_end.close()
 
@@ -209,6 +213,15 @@ def call(
         if ranks.failed:
             raise RuntimeError(f"{what}: {ranks.complaints()}\n{ranks.log_of_failed()}")
         return [ranks.result(number) for number in range(len(ranks.processes))]
+
+
+@contextmanager
+def _first_on_path(folder: Path | None) -> Iterator[None]:
+    """Processes that start meanwhile take over this process's sys.path."""
+    before = sys.path[:]
+    sys.path[:0] = [str(folder.resolve())] if folder else []
+    yield
+    sys.path[:] = before
 
 
 def _run(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measures how many messages follow each other in Gloo's collectives, on links with a delay.
+"""Measures how many messages follow each other in Gloo's collectives and in steps of this project.
 
-The hosts are network namespaces, which need root. The delay is far longer than all else, so that a
-small collective's time over the delay is the length of its longest chain of messages.
+The hosts are network namespaces, which need root. What a delay far longer than all else adds, over
+the delay, is the length of the longest chain of messages.
 """
 
 from __future__ import annotations
@@ -10,51 +10,98 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from launcher import hosts, ranks, signals
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd as tp
+from scaling.rank import Model, step
+from scaling.settings import EXACT_STEPS, options_of
 
 DELAY_MS = 20.0
-REPEATS = 5
+REPEATS = 9
 _LIMIT_SECONDS = 300
+_AHEAD_SECONDS = 0.5  # more than an all-reduce takes
+# The parameters of a bucket. Both payloads of the second have 80 kB, which take two rounds of
+# messages from four ranks on.
+BUCKETS = {"small": [[128, 128]], "80 kB": [[64, 5120], [20480]]}
+COUNTS = (1, 6)  # of buckets
 
 
-def measure(worlds: Sequence[int]) -> list[dict[str, Any]]:
-    """The length of each collective's chain, by the number of ranks."""
+def measure(worlds: Sequence[int]) -> list[dict[str, float]]:
+    """The length of each chain, by the number of ranks."""
     signals.unwind_on_signals()
     hosts.sweep()
     chains = []
     for world in worlds:
-        with hosts.Hosts(world, None, DELAY_MS) as cluster:
-            what = f"{world} hosts with a delay"
-            found = ranks.call(chains_of, cluster, what=what, seconds=_LIMIT_SECONDS)
-        chains.append({"world": world, **found[0]})
+        base, delayed = (_seconds(world, delay_ms) for delay_ms in (0, DELAY_MS))
+        found = {name: round(1e3 * (delayed[name] - base[name]) / DELAY_MS, 2) for name in base}
+        chains.append({"world": world, **found})
     return chains
 
 
-def chains_of(rank: ranks.Rank) -> dict[str, float]:
+def _seconds(world: int, delay_ms: float) -> dict[str, float]:
+    # A payload must not wait for TCP's window, which the first steps open.
+    with hosts.Hosts(world, None, delay_ms, slow_start_after_idle=0) as cluster:
+        found: dict[str, float] = {}
+        for part in (collectives, steps):
+            what = f"{part.__name__} of {world} hosts with a delay of {delay_ms:g} ms"
+            found |= ranks.call(part, cluster, what=what, seconds=_LIMIT_SECONDS)[0]
+        return found
+
+
+def collectives(rank: ranks.Rank) -> dict[str, float]:
+    """The seconds of Gloo's."""
     world = rank.world
     one, each = torch.zeros(1), torch.zeros(world)
     out, chunks = torch.zeros(world), list(torch.zeros(world).split(1))
-    collectives: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(one),
-        "all_gather": lambda: dist.all_gather(chunks, one),
-        "all_to_all": lambda: dist.all_to_all_single(out, each),
-    }
     with rank.group("gloo", _LIMIT_SECONDS):
-        return {name: round(_delays(run), 2) for name, run in collectives.items()}
+        return {
+            "all-reduce": _timed(lambda: dist.all_reduce(one)),
+            "all-gather": _timed(lambda: dist.all_gather(chunks, one)),
+            "all-to-all": _timed(lambda: dist.all_to_all_single(out, each)),
+        }
 
 
-def _delays(collective: Callable[[], object]) -> float:
-    """The time of the slowest rank, in delays."""
+def steps(rank: ranks.Rank) -> dict[str, float]:
+    """The seconds of compressed steps."""
+    with rank.group("cpu:powersgd", _LIMIT_SECONDS):
+        return {
+            f"step of {count} x {name}": _step(shapes, count)
+            for name, shapes in BUCKETS.items()
+            for count in COUNTS
+        }
+
+
+def _step(bucket: list[list[int]], count: int) -> float:
+    model = Model(bucket * count, torch.float32)
+    cap = sum(parameter.nbytes for parameter in model.parameters()) / count / (1 << 20)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
+    compression = tp.attach(ddp, options_of("int8"))
+    for _ in range(EXACT_STEPS + REPEATS):
+        step(ddp)
+    compression.reset_stats()
+    seconds = _timed(lambda: step(ddp))
+    calls = compression.stats(residual_norms=False)["compressed_calls"]
+    assert calls == count * (1 + REPEATS), f"{calls} calls for {count} buckets"
+    return seconds
+
+
+def _timed(run: Callable[[], object]) -> float:
+    """The time of the slowest rank, from an instant at which all begin."""
     times = []
-    for _ in range(REPEATS + 1):  # the first one makes connections
-        dist.barrier()
-        began = time.monotonic()
-        collective()
-        took = torch.tensor(time.monotonic() - began)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        times.append(float(took))
-    return statistics.median(times[1:]) / (DELAY_MS / 1e3)
+    for _ in range(1 + REPEATS):  # the first one makes connections
+        began = _latest(time.monotonic()) + _AHEAD_SECONDS
+        time.sleep(max(0.0, began - time.monotonic()))
+        run()
+        times.append(_latest(time.monotonic()) - began)
+    return statistics.median(times[1:])
+
+
+def _latest(moment: float) -> float:
+    """The latest moment of any rank. One machine has all hosts, and one clock."""
+    latest = torch.tensor(moment, dtype=torch.float64)
+    dist.all_reduce(latest, dist.ReduceOp.MAX)
+    return float(latest)

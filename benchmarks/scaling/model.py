@@ -20,31 +20,50 @@ TIMED_WORLDS = (2, 8, 32, 128, 512, 1024)
 TIMED_MODELS = ("100 M", "1 B")
 COUNTED_WORLDS = (64, 256, 1024)  # beside the bytes that are measured
 
-# The bytes that Gloo sends besides a payload, to synchronize, for each other rank. They are what
-# the part "ranks" has measured at 2 to 16 ranks, the same at all of them.
-GLOO_BYTES = {"all-reduce": 576, "one-shot": 288, "two-shot": 432}
+# The rounds of messages of a payload. In each a rank sends one to every other rank.
+ROUNDS = {"one-shot": 1, "two-shot": 2}
+
+# The bytes that Gloo sends besides a payload, to synchronize, for each other rank. They are the
+# most that the part "ranks" has measured: 48 of a message are saved if its receive is posted early.
+GLOO_BYTES = {"all-reduce": 576, "one-shot": 144, "two-shot": 288}
+
+Bucket = list[
+    tuple[str, int]
+]  # the schedule of each payload, and the bytes that it makes a rank send
 
 
 @dataclass(frozen=True)
 class Link:
-    """The costs of collectives, in seconds.
+    """The costs of a rank's messages, in seconds.
 
     Attributes:
-        latency: a small all-reduce.
-        gather: a small all-gather.
-        scatter: a small all-to-all, which waits less than an all-gather among many ranks.
+        message: the way of a message to another rank.
+        handling: the processor's work for a message that is sent and one that is received.
         per_byte: each byte that a rank sends.
+        posted: True if the receives of a step are posted before it. Otherwise Gloo asks whether the
+            receiver is ready, in one more message at the beginning of a step.
     """
 
-    latency: float
-    gather: float
-    scatter: float
+    message: float
+    handling: float
     per_byte: float
+    posted: bool = True
 
-    def seconds(self, schedule: str, sent_bytes: int) -> float:
-        """The seconds of a reduction by its schedule, and by the bytes that leave a rank."""
-        waits = {"one-shot": self.gather, "two-shot": self.scatter + self.gather}
-        return waits.get(schedule, self.latency) + sent_bytes * self.per_byte
+    def seconds(self, buckets: Sequence[Bucket], world: int) -> float:
+        """The seconds of a step.
+
+        An all-reduce is a ring, a chain of 2 (W - 1) messages, and they follow each other. The
+        messages of other payloads are sent straight to all ranks, those of all buckets at once: a
+        step waits for P and Q of the bucket that has the most rounds. "hops" measures it.
+        """
+        payloads = [payload for bucket in buckets for payload in bucket]
+        rings = sum(schedule == "all-reduce" for schedule, _ in payloads)
+        rounds = [sum(ROUNDS.get(schedule, 0) for schedule, _ in bucket) for bucket in buckets]
+        asked = any(rounds) and not self.posted
+        chain = 2 * (world - 1) * rings + max(rounds) + asked
+        handled = (world - 1) * sum(rounds)
+        sent = sum(sent for _, sent in payloads)
+        return chain * self.message + handled * self.handling + sent * self.per_byte
 
 
 def bytes_in_ring(size: int, world_size: int) -> int:
@@ -52,35 +71,26 @@ def bytes_in_ring(size: int, world_size: int) -> int:
     return 2 * (world_size - 1) * size // world_size
 
 
-def link_of(world: int, gbit: float, message_us: float) -> Link:
-    """A link of this rate on which small collectives wait as Gloo's do.
-
-    A chain of 2 (W - 1) messages makes an all-reduce, as it does an all-gather. An all-to-all has
-    about two: a rank sends once it hears that the other is ready. The part "hops" measures it.
-    """
-    message = message_us * 1e-6
-    ring = 2 * (world - 1) * message
-    return Link(ring, gather=ring, scatter=2 * message, per_byte=8 / (gbit * 1e9))
-
-
 def reductions_of(
     layout: Layout, method: str, world: int, dtype: torch.dtype = torch.float32
-) -> list[tuple[str, int]]:
-    """The schedule of each reduction of a step, and the bytes that it makes a rank send.
+) -> list[Bucket]:
+    """What the reductions of a step send, in payloads.
 
-    The bytes are those of the payloads. torch's hook, whose factors are in float32, sends raw
-    gradients in one more reduction, which this project sends together with P.
+    torch's hook, whose factors are in float32, all-reduces them, and raw gradients in one more
+    reduction, which this project sends together with P.
     """
-    options = options_of(method) if method in WIRES else options_of("float32")
-    found = []
+    options = options_of(method if method in WIRES else "float32")
+    # A backend that sums, as NCCL does, all-reduces float32.
+    device = "cuda" if method == "hook" else "cpu"
+    found: list[Bucket] = []
     for shapes in layout:
         if method != "plain" and matrices_of(shapes, options):
-            payloads = _C.traffic_of(shapes, options._core(), dtype, "cpu", world)
-            found += [(payload.schedule, payload.sent_bytes) for payload in payloads]
+            payloads = _C.traffic_of(shapes, options._core(), dtype, device, world)
+            found.append([(payload.schedule, payload.sent_bytes) for payload in payloads])
         else:
             sent = bytes_in_ring(dtype.itemsize * elements_of(shapes), world)
-            found.append(("all-reduce", sent))
-    return [*found, ("all-reduce", 0)] if method == "hook" else found
+            found.append([("all-reduce", sent)])
+    return [*found, [("all-reduce", 0)]] if method == "hook" else found
 
 
 def bytes_of(
@@ -90,9 +100,9 @@ def bytes_of(
 
     Those of Gloo are among them. The headers of TCP come on top.
     """
-    reductions = reductions_of(layout, method, world, dtype)
-    schedules = [schedule for schedule, _ in reductions]
-    total = sum(sent for _, sent in reductions)
+    payloads = [each for bucket in reductions_of(layout, method, world, dtype) for each in bucket]
+    schedules = [schedule for schedule, _ in payloads]
+    total = sum(sent for _, sent in payloads)
     return total + (world - 1) * sum(map(GLOO_BYTES.__getitem__, schedules)), schedules
 
 
@@ -110,15 +120,13 @@ def predict_run(setting: Setting) -> dict[str, int]:
     }
 
 
-def seconds_of(layout: Layout, method: str, link: Link, world: int) -> float:
-    """The seconds that the collectives of a step take on a link that does nothing else."""
-    return sum(link.seconds(*each) for each in reductions_of(layout, method, world))
-
-
-def predict(measured: str, rates: Sequence[float], message_us: float) -> dict[str, Any]:
+def predict(
+    measured: str, rates: Sequence[float], message_us: float, handling_us: float
+) -> dict[str, Any]:
     """The bytes of the model that is measured, and the milliseconds of the larger ones."""
     return {
         "message_us": message_us,
+        "handling_us": handling_us,
         "counted_worlds": COUNTED_WORLDS,
         "sent_bytes": {method: _sent(measured, method) for method in METHODS},
         "timed_worlds": TIMED_WORLDS,
@@ -126,7 +134,7 @@ def predict(measured: str, rates: Sequence[float], message_us: float) -> dict[st
             {"model": name, "gbit": gbit, **line}
             for name in TIMED_MODELS
             for gbit in rates
-            for line in _lines(name, gbit, message_us)
+            for line in _lines(name, Link(message_us / 1e6, handling_us / 1e6, 8 / (gbit * 1e9)))
         ],
     }
 
@@ -136,7 +144,7 @@ def _sent(model: str, method: str) -> list[int]:
     return [bytes_of(layout, method, world)[0] for world in COUNTED_WORLDS]
 
 
-def _lines(name: str, gbit: float, message_us: float) -> list[dict[str, Any]]:
+def _lines(name: str, link: Link) -> list[dict[str, Any]]:
     """A line for each method with the buckets of DDP, and for some with all in one bucket."""
     wanted: list[tuple[str, int | None]]
     wanted = [(method, None) for method in METHODS if method not in ("hook", "int4")]
@@ -145,7 +153,7 @@ def _lines(name: str, gbit: float, message_us: float) -> list[dict[str, Any]]:
     for method, cap in wanted:
         layout = layout_of(name, cap)
         ms = [
-            round(1e3 * seconds_of(layout, method, link_of(world, gbit, message_us), world), 2)
+            round(1e3 * link.seconds(reductions_of(layout, method, world), world), 2)
             for world in TIMED_WORLDS
         ]
         lines.append({"method": method, "one_bucket": cap is not None, "ms": ms})

@@ -115,7 +115,7 @@ def _trained(setting: Setting, checkpoints: bool, laps: Laps, store_port: int) -
     compression = _attach(ddp, setting)
     laps.end("attach")
     for _ in range(1 + EXACT_STEPS):  # the last one is compressed
-        _step(ddp)
+        step(ddp)
     dist.barrier()
     result = {
         "seconds": laps.seconds,
@@ -142,7 +142,7 @@ def _attach(ddp: DistributedDataParallel, setting: Setting) -> tp.Compression | 
     return None
 
 
-def _step(ddp: DistributedDataParallel) -> None:
+def step(ddp: DistributedDataParallel) -> None:
     ddp.zero_grad(set_to_none=True)
     ddp().backward()
 
@@ -155,7 +155,7 @@ def _steps(
         compression.reset_stats()
     sent = process.bytes_written()
     for _ in range(STEPS):
-        _step(ddp)
+        step(ddp)
     result: dict[str, Any] = {"wire_bytes": round((process.bytes_written() - sent) / STEPS)}
     if compression is not None:
         counts = compression.stats(residual_norms=False)
@@ -165,7 +165,7 @@ def _steps(
     if setting.method == "hook":  # torch's profiler can crash on its callbacks
         return result
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        _step(ddp)
+        step(ddp)
     names = Counts(event.name for event in profiler.events() if event.name.startswith("gloo:"))
     return {**result, "collectives": dict(sorted(names.items()))}
 

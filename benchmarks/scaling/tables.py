@@ -13,7 +13,7 @@ from scaling.settings import METHODS, MODELS, TITLES, WIRES
 Run = dict[str, Any]
 
 _SHORT = {"gloo:all_reduce": "all-reduces", "gloo:all_gather": "all-gathers"}
-_SHORT["gloo:all_to_all"] = "all-to-alls"
+_SHORT |= {"gloo:all_to_all": "all-to-alls", "gloo:send": "messages"}
 
 
 def sent_by_ranks(record: Record) -> Table:
@@ -107,11 +107,10 @@ def buckets(record: Record) -> Table:
 
 
 def chains(record: Record) -> Table:
-    """The messages that follow each other in a small collective, by the number of ranks."""
-    names = ("all_reduce", "all_gather", "all_to_all")
-    headings = ["ranks", *(name.replace("_", "-") for name in names)]
+    """The messages that follow each other, by the number of ranks."""
     found = record.get("hops", [])
-    return headings, [
+    names = [name for name in (found[0] if found else ()) if name != "world"]
+    return ["ranks", *names], [
         [str(each["world"]), *(f"{each[name]:.1f}" for name in names)] for each in found
     ]
 
@@ -141,7 +140,7 @@ def everything(record: Record) -> dict[str, Table]:
         "a rank of plain / of int8": process(record),
         "by parameters": parameters(record),
         "by buckets": buckets(record),
-        "messages that follow each other in a small collective": chains(record),
+        "messages that follow each other": chains(record),
     }
     if "model" in record:
         for model in ("100 M", "1 B"):

@@ -163,12 +163,18 @@ def test_measures_what_is_sent(tmp_path: Path) -> None:
 @needs_taps
 def test_learns_with_every_seed_and_measures_with_a_delay(tmp_path: Path) -> None:
     output = tmp_path / "record.json"
+    (tmp_path / "python").symlink_to(Path(tp.__file__).parents[1])
     compressed = "bf16-wire:4"
     options = ["--methods", "plain", compressed, "--delays", "1", "--json", str(output)]
+    options += ["--before", str(tmp_path), "--slow-start-after-idle", "0"]
+    options += ["--congestion-control", "reno"]  # which every machine has
     options += ["--learning-steps", "20", "--seeds", "2", "--loss", "10"]
     subprocess.run([*QUICK, *options, "--learning-methods", compressed], check=True, timeout=500)
     (setting,) = json.loads(output.read_text())["settings"]
     assert setting["delay_ms"] == 1
+    assert setting["slow_start_after_idle"] == 0
+    assert setting["congestion_control"] == "reno"
+    before = setting["methods"].pop(f"{compressed} before")
     assert setting["learning_steps"] == 20
     plain, ours = setting["methods"].values()
     assert "final_loss" not in plain
@@ -176,6 +182,7 @@ def test_learns_with_every_seed_and_measures_with_a_delay(tmp_path: Path) -> Non
     size = plain["gradient_bytes"]
     assert size < plain["tx_bytes_per_step"] < 1.1 * size
     assert ours["tx_bytes_per_step"] < size / 20
+    assert before["tx_bytes_per_step"] == pytest.approx(ours["tx_bytes_per_step"], rel=0.1)
 
 
 # Stands in for NVIDIA's program. With -d it leaves a daemon behind. Otherwise it reads commands,

@@ -33,18 +33,20 @@ def test_a_run_counts_what_its_setting_predicts(
     record: dict[str, Any] = json.loads(file.read_text())
     by_method = {run["method"]: run for run in record["runs"]}
     assert list(by_method) == ["plain", "hook", "int8"]
-    for run in by_method.values():
-        # torch's hook sends none of this project's counts, one element for each matrix and one.
-        counts = 4 * 7 if run["method"] == "hook" else 0
-        assert run["wire_bytes"] == run["predicted"]["wire_bytes"] - counts, run["method"]
+    # torch's hook sends none of this project's counts, one element for each matrix and one. Of a
+    # message whose receive is posted early Gloo sends 48 bytes less.
+    for method, most in (("plain", 0), ("hook", 4 * 7), ("int8", 2 * 48)):
+        run = by_method[method]
+        less = run["predicted"]["wire_bytes"] - run["wire_bytes"]
+        assert 0 <= less <= most, (method, less)
     # The tiny model has one bucket.
     plain, ours = by_method["plain"], by_method["int8"]
     assert plain["collectives"] == {"gloo:all_reduce": 1}
-    assert ours["collectives"] == {"gloo:all_gather": 2}
+    assert ours["collectives"] == {"gloo:send": 2}
     # Each context has a connection to every other rank, and a socket that listens. The store has
-    # one, and the channels were connected over a clone of it.
+    # one, and the context for exchanges was connected over a clone of it.
     assert plain["sockets"] == WORLD - 1 + 2
-    assert ours["sockets"] == 3 * (WORLD - 1) + 5
+    assert ours["sockets"] == 2 * (WORLD - 1) + 4
     assert ours["memory_bytes"] > plain["memory_bytes"]
     predicted = ours["predicted"]
     for name in ("mean_checkpoint_bytes", "rank_checkpoint_bytes"):
@@ -67,25 +69,39 @@ def test_one_rank_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--ranks: integers of at least 2, got 1" in capsys.readouterr().err
 
 
+def _seconds(layout: model.Layout, method: str, link: model.Link, world: int) -> float:
+    return link.seconds(model.reductions_of(layout, method, world), world)
+
+
 @pytest.mark.parametrize("world", [2, 16, 1024])
 def test_the_modeled_plain_step_is_a_ring(world: int) -> None:
     layout = [[[1000, 64]], [[2000, 64], [100]]]
-    link = model.link_of(world, gbit=8, message_us=10)  # a byte takes a nanosecond
+    link = model.Link(message=10e-6, handling=1, per_byte=1e-9)
     size = 4 * (3000 * 64 + 100)
     sent, schedules = model.bytes_of(layout, "plain", world)
     assert schedules == ["all-reduce"] * 2
     sent -= 2 * (world - 1) * model.GLOO_BYTES["all-reduce"]
     assert sent == pytest.approx(2 * (world - 1) / world * size, abs=2)
     messages = 2 * 2 * (world - 1)
-    seconds = model.seconds_of(layout, "plain", link, world)
+    seconds = _seconds(layout, "plain", link, world)
     assert seconds == pytest.approx(messages * 10e-6 + sent * 1e-9)  # without Gloo's own bytes
 
 
-def test_the_modeled_hook_has_one_collective_more() -> None:
+def test_the_modeled_hook_has_three_all_reduces() -> None:
     layout = settings.layout_of("tiny", settings.ONE_BUCKET)
-    link = model.link_of(4, gbit=1, message_us=1000)
-    more = model.seconds_of(layout, "hook", link, 4) - model.seconds_of(layout, "float32", link, 4)
-    assert more == pytest.approx(2 * 3 * 1e-3)
+    link = model.Link(message=1e-3, handling=1, per_byte=0)
+    assert _seconds(layout, "hook", link, 4) == pytest.approx(3 * 2 * 3 * 1e-3)
+
+
+@pytest.mark.parametrize("posted", [True, False])
+@pytest.mark.parametrize("buckets", [1, 6])
+def test_a_modeled_step_waits_for_its_longest_bucket(buckets: int, posted: bool) -> None:
+    """On four ranks P takes one round of messages in the first buckets, and two in the last."""
+    layout = [[[64, 64, 4]]] * (buckets - 1) + [[[64, 64, 4], [100_000]]]
+    link = model.Link(message=1, handling=1e-6, per_byte=0, posted=posted)
+    rounds = 2 * (buckets - 1) + 3
+    chain = 3 + (not posted)
+    assert _seconds(layout, "int8", link, 4) == pytest.approx(chain + rounds * 3 * 1e-6)
 
 
 def test_a_cap_holds_for_the_first_bucket_as_in_ddp() -> None:
