@@ -63,7 +63,7 @@ def _lines(methods: tables.Methods) -> dict[str, list[Point]]:
     """The points of each method that is drawn, by rank."""
     lines: dict[str, list[Point]] = {}
     for name in tables.in_order(methods):
-        method, rank = tables.contender(name)
+        method, rank, _ = tables.contender(name)
         if method in STYLES:
             point = (tables.times_fewer(methods, name), tables.beyond_plain(methods, name), rank)
             lines.setdefault(method, []).append(point)

@@ -35,7 +35,7 @@ def in_order(methods: Methods) -> list[str]:
     """The names: methods in METHODS' order, then by options and rank."""
 
     def place(name: str) -> tuple[int, str, int]:
-        method, rank = contender(name)
+        method, rank, _ = contender(name)
         base, _, options = method.partition("+")
         return list(METHODS).index(base), options, rank or 0
 
@@ -79,7 +79,7 @@ def _losses(record: Record, names: Iterable[str], tasks: Sequence[str]) -> Table
 def curve(record: Record, task: str) -> Table:
     """The mean loss and the bytes by rank, a row for each, and by wire, a column for each."""
     methods = record["tasks"][task]["methods"]
-    ranks = {rank for method, rank in map(contender, methods) if method in _WIRES and rank}
+    ranks = {rank for method, rank, _ in map(contender, methods) if method in _WIRES and rank}
 
     def cell(name: str) -> str:
         if not (beyond := beyond_plain(methods, name)):
