@@ -40,13 +40,23 @@ void Flight::run() {
   const at::NoGradGuard no_grad;
   std::optional<ProfilerContext::Guard> profiled;
   if (profiler_) profiled.emplace(*profiler_);
-  on_device([this] {
-    try {
-      run_part();
-    } catch (...) {
-      fail();
-    }
-  });
+  attempt([this] { run_part(); });
+}
+
+// An exception fails the job. So does one of the device, or of undo.
+void Flight::attempt(const std::function<void()>& body) {
+  try {
+    on_device([&] {
+      try {
+        body();
+      } catch (...) {
+        error_ = std::current_exception();
+        if (next_ > 0 && job_.undo) job_.undo();
+      }
+    });
+  } catch (...) {
+    if (!error_) error_ = std::current_exception();
+  }
 }
 
 void Flight::run_part() {
@@ -84,24 +94,13 @@ void Flight::wait() {
   }
 }
 
-void Flight::fail() {
-  error_ = std::current_exception();
-  if (next_ > 0 && job_.undo) job_.undo();
-}
-
 void Flight::cancel() {
   if (next_ == 0) {
     error_ = closed_error();
     return;
   }
   const at::NoGradGuard no_grad;
-  on_device([this] {
-    try {
-      throw_closed();
-    } catch (...) {
-      fail();
-    }
-  });
+  attempt([] { throw_closed(); });
 }
 
 void Flight::complete() {

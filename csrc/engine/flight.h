@@ -55,7 +55,7 @@ class Flight {
   std::weak_ptr<const void> exchange;
 
  private:
-  void fail();  // in a catch block
+  void attempt(const std::function<void()>& body);
   void run_part();
   void on_device(const std::function<void()>& body);
 

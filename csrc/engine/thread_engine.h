@@ -9,6 +9,8 @@
 
 namespace powersgd {
 
+class Pipeline;
+
 // The engine over a backend whose collectives block the host (Gloo, MPI).
 //
 // One worker thread runs the parts of all jobs, one part at a time. A part that begins a collective
@@ -36,17 +38,11 @@ class ThreadEngine final : public Engine {
   void abort() override;
 
  private:
-  class Shared;  // used by the threads, and may outlive the engine
-
   friend void shutdown_all_engines();
-
-  // Waits for the threads until the grace ends. Several callers may wait. The first that returns
-  // joins the threads or leaves them behind.
-  void end_threads();
 
   const int rank_;
   const Grace grace_;
-  const std::shared_ptr<Shared> shared_;
+  const std::shared_ptr<Pipeline> pipeline_;
 };
 
 // Shuts down every engine of the process, all at once.
