@@ -41,9 +41,7 @@ class Flight {
 
   bool in_flight() const { return !failed() && channel_->in_flight(); }
   bool failed() const { return error_ != nullptr; }
-  bool done() const {
-    return failed() || (next_ == job_.parts.size() && !channel_->in_flight());
-  }
+  bool done() const { return failed() || (next_ == job_.parts.size() && !channel_->in_flight()); }
   size_t parts_begun() const { return next_; }
   DirectChannel& channel() { return *channel_; }
   const Job& job() const { return job_; }

@@ -59,10 +59,10 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   const std::shared_ptr<Connection> connection_;
   Mailboxes mailboxes_;  // the worker's
 
-  std::mutex mutex_;                   // guards the members below
-  std::condition_variable changed_;    // notified when one of them changes
-  std::map<size_t, Queue> ready_;      // by the part that is to run next
-  std::map<size_t, Queue> in_flight_;  // by the part that began the collective
+  std::mutex mutex_;                    // guards the members below
+  std::condition_variable changed_;     // notified when one of them changes
+  std::map<size_t, Queue> ready_;       // by the part that is to run next
+  std::map<size_t, Queue> in_flight_;   // by the part that began the collective
   std::map<uint64_t, FlightPtr> done_;  // by number, until those before have ended
   std::vector<FlightPtr> lost_;         // whose messages may still come, to memory that they keep
   uint64_t submitted_ = 0, exchanges_ = 0, last_alone_ = 0;

@@ -149,13 +149,13 @@ TEST_P(ModelOnDevice, IsTheSameInAnyOrderOfStreams) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Modes, ModelOnDevice,
-                         testing::Values(Mode{"as_it_is", std::nullopt},
-                                         Mode{"spread_and_checked", std::nullopt, true},
-                                         Mode{"bfloat16", WireDType::kBFloat16, false, 2e-2},
-                                         Mode{"int8", WireDType::kInt8, false, 2e-2},
-                                         Mode{"int8_over_gloo", WireDType::kInt8, true, 2e-2, true}),
-                         [](const auto& mode) { return mode.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Modes, ModelOnDevice,
+    testing::Values(Mode{"as_it_is", std::nullopt}, Mode{"spread_and_checked", std::nullopt, true},
+                    Mode{"bfloat16", WireDType::kBFloat16, false, 2e-2},
+                    Mode{"int8", WireDType::kInt8, false, 2e-2},
+                    Mode{"int8_over_gloo", WireDType::kInt8, true, 2e-2, true}),
+    [](const auto& mode) { return mode.param.name; });
 
 // Tensors without an attached model.
 

@@ -19,7 +19,7 @@ pytest.importorskip("rich")
 import bench_scaling
 from scaling import model, rank, settings, tables
 
-from torch_powersgd.tools.footprint import elements_of
+from torch_powersgd.tools.footprint import Layout, elements_of
 
 WORLD = 2
 
@@ -69,7 +69,7 @@ def test_one_rank_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--ranks: integers of at least 2, got 1" in capsys.readouterr().err
 
 
-def _seconds(layout: model.Layout, method: str, link: model.Link, world: int) -> float:
+def _seconds(layout: Layout, method: str, link: model.Link, world: int) -> float:
     return link.seconds(model.reductions_of(layout, method, world), world)
 
 
