@@ -15,9 +15,9 @@ class Pipeline;
 //
 // One worker thread runs the parts of all jobs, one part at a time. A part that begins a collective
 // does not wait for it: the worker goes on with another job. For each part there is a thread that
-// waits for the collectives which that part has begun, one after the other. So the collectives of all
-// jobs are on their way at once, and a job waits for its own alone. Parts that begin more messages
-// come first.
+// waits for the collectives which that part has begun, one after the other. So the collectives of
+// all jobs are on their way at once, and a job waits for its own alone. Parts that begin more
+// messages come first.
 //
 // Jobs begin and end in the order of submission. Their parts in between may run in any order, which
 // no result depends on. The threads start with the first job that needs them.
