@@ -5,8 +5,8 @@
 
 #include <vector>
 
-#include "compressor/payloads.h"
 #include "compressor/bucket_spec.h"
+#include "compressor/payloads.h"
 #include "powersgd/compressor.h"
 #include "powersgd/kernels.h"
 #include "powersgd/workspace.h"

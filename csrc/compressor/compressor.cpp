@@ -7,11 +7,11 @@
 #include <memory>
 #include <utility>
 
-#include "compressor/payloads.h"
 #include "compressor/bucket_spec.h"
 #include "compressor/bucket_states.h"
 #include "compressor/bucket_tables.h"
 #include "compressor/device_stages.h"
+#include "compressor/payloads.h"
 #include "compressor/streams.h"
 
 namespace powersgd {
@@ -86,7 +86,8 @@ class StagesCompressor final : public BucketCompressor {
     const at::TensorOptions factors = spec_.factor_options();
     const Payloads elements{at::zeros({plans_.p.padded_numel(spec_.ranks.count)}, factors),
                             at::zeros({plans_.q.padded_numel(spec_.ranks.count)}, factors)};
-    tables_ = BucketTables(spec_, states_.of_matrices(), step_counter_.get(), workspaces_, elements);
+    tables_ =
+        BucketTables(spec_, states_.of_matrices(), step_counter_.get(), workspaces_, elements);
     kernels::Packets p{}, q{};
     p.factors = tables_.tables().p_factors;
     q.factors = tables_.tables().q_factors;

@@ -3,6 +3,8 @@
 
 #include <ATen/ATen.h>
 
+#include <utility>
+
 #include "compressor/bucket_tables.h"
 #include "kernels/shared/layout.h"
 
@@ -57,7 +59,9 @@ class Buffered : public Payload {
   // `sent` is the whole of it, as long as the step lasts, `buffers` what follows.
   Buffered(const PayloadPlan& plan, const at::Tensor& elements, at::Tensor sent,
            const at::Tensor& buffers, int64_t ranks)
-      : schedule_(plan.schedule), elements_(elements.narrow(0, 0, plan.numel)), sent_(sent) {
+      : schedule_(plan.schedule),
+        elements_(elements.narrow(0, 0, plan.numel)),
+        sent_(std::move(sent)) {
     if (schedule_ == Schedule::kAllreduce) return;
     received_ = sent_;
     if (ranks == 1) return;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "powersgd/traffic.h"
 
-#include "compressor/payloads.h"
 #include "compressor/bucket_spec.h"
 #include "compressor/bucket_tables.h"
+#include "compressor/payloads.h"
 #include "powersgd/packets.h"
 
 namespace powersgd {

@@ -12,8 +12,8 @@
 
 namespace powersgd {
 
-// A backend's own collectives as a channel. They run on the current stream if the backend is ordered
-// by streams. Otherwise each has ended when it returns.
+// A backend's own collectives as a channel. They run on the current stream if the backend is
+// ordered by streams. Otherwise each has ended when it returns.
 class BackendChannel final : public Channel {
  public:
   BackendChannel(c10d::Backend& backend, std::chrono::milliseconds timeout)

@@ -28,8 +28,8 @@ class Connection {
 
   explicit Connection(Connect connect) : connect_(std::move(connect)) {}
 
-  // Returns the backend. A call that connects does so within its own `timeout`, or the group's if it
-  // is unset.
+  // Returns the backend. A call that connects does so within its own `timeout`, or the group's if
+  // it is unset.
   const BackendPtr& backend(std::chrono::milliseconds timeout = c10d::kUnsetTimeout);
   // Sets the time-out of the backend, also of one that is yet to connect.
   void set_timeout(std::chrono::milliseconds timeout);

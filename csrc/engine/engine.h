@@ -37,10 +37,14 @@ struct Job {
   size_t parts_ahead = 0;
   // Called once if a part that has begun, or a collective, fails.
   std::function<void()> undo;
+  // Called where the time of a collective is spent: on the thread that waits for it, or that puts
+  // it on a stream. What it returns lives until that has ended.
+  std::function<std::shared_ptr<void>()> observe;
   // The addresses of the objects that the job changes. Jobs that share one do not overlap.
   std::vector<const void*> changes;
-  // What the job's collectives belong to. Jobs of one exchange run the same collectives, on the same
-  // memory, and share an object that they change. Null: the job is alone, or runs no collective.
+  // What the job's collectives belong to. Jobs of one exchange run the same collectives, on the
+  // same memory, and share an object that they change. Null: the job is alone, or runs no
+  // collective.
   std::shared_ptr<const void> exchange;
   // Overlaps with no other job. An all-reduce of it has ended when it returns.
   bool alone = false;

@@ -38,15 +38,25 @@ void Flight::open(std::function<DirectChannel::BackendPtr(std::chrono::milliseco
 void Flight::run() {
   // Grad mode is thread-local, and autograd must never record kernels or payloads.
   const at::NoGradGuard no_grad;
-  std::optional<ProfilerContext::Guard> observed;
-  if (profiler_) observed.emplace(*profiler_);
-  on_device([this] {
-    try {
-      run_part();
-    } catch (...) {
-      fail();
-    }
-  });
+  std::optional<ProfilerContext::Guard> profiled;
+  if (profiler_) profiled.emplace(*profiler_);
+  attempt([this] { run_part(); });
+}
+
+// An exception fails the job. So does one of the device, or of undo.
+void Flight::attempt(const std::function<void()>& body) {
+  try {
+    on_device([&] {
+      try {
+        body();
+      } catch (...) {
+        error_ = std::current_exception();
+        if (next_ > 0 && job_.undo) job_.undo();
+      }
+    });
+  } catch (...) {
+    if (!error_) error_ = std::current_exception();
+  }
 }
 
 void Flight::run_part() {
@@ -75,15 +85,13 @@ void Flight::on_device(const std::function<void()>& body) {
 
 void Flight::wait() {
   try {
+    std::optional<ProfilerContext::Guard> profiled;
+    if (profiler_) profiled.emplace(*profiler_);
+    const std::shared_ptr<void> observed = job_.observe ? job_.observe() : nullptr;
     channel_->wait();
   } catch (...) {
     lost_ = std::current_exception();
   }
-}
-
-void Flight::fail() {
-  error_ = std::current_exception();
-  if (next_ > 0 && job_.undo) job_.undo();
 }
 
 void Flight::cancel() {
@@ -92,13 +100,7 @@ void Flight::cancel() {
     return;
   }
   const at::NoGradGuard no_grad;
-  on_device([this] {
-    try {
-      throw_closed();
-    } catch (...) {
-      fail();
-    }
-  });
+  attempt([] { throw_closed(); });
 }
 
 void Flight::complete() {

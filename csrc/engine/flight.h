@@ -41,9 +41,7 @@ class Flight {
 
   bool in_flight() const { return !failed() && channel_->in_flight(); }
   bool failed() const { return error_ != nullptr; }
-  bool done() const {
-    return failed() || (next_ == job_.parts.size() && !channel_->in_flight());
-  }
+  bool done() const { return failed() || (next_ == job_.parts.size() && !channel_->in_flight()); }
   size_t parts_begun() const { return next_; }
   DirectChannel& channel() { return *channel_; }
   const Job& job() const { return job_; }
@@ -55,7 +53,7 @@ class Flight {
   std::weak_ptr<const void> exchange;
 
  private:
-  void fail();  // in a catch block
+  void attempt(const std::function<void()>& body);
   void run_part();
   void on_device(const std::function<void()>& body);
 

@@ -76,8 +76,9 @@ struct StreamEngine::Shared {
   // Runs collectives on the current stream, which is one of the device's side streams.
   class SideChannel final : public Channel {
    public:
-    SideChannel(SideStreams& side, c10d::Backend& backend, std::chrono::milliseconds timeout)
-        : side_(side), channel_(backend, timeout) {}
+    SideChannel(SideStreams& side, c10d::Backend& backend, const Job& job,
+                std::chrono::milliseconds timeout)
+        : side_(side), job_(job), channel_(backend, timeout) {}
 
     void allreduce(at::Tensor& payload) override {
       in_order([&] { channel_.allreduce(payload); });
@@ -95,6 +96,7 @@ struct StreamEngine::Shared {
     // no wait to those that the communicator makes.
     template <typename Collective>
     void in_order(const Collective& collective) {
+      const std::shared_ptr<void> observed = job_.observe ? job_.observe() : nullptr;
       if (!side_.begun) return collective();
       const c10::Stream stream = current_stream(side_.ahead.device());
       if (side_.last_collective) side_.last_collective->block(stream);
@@ -103,6 +105,7 @@ struct StreamEngine::Shared {
     }
 
     SideStreams& side_;
+    const Job& job_;
     BackendChannel channel_;
   };
 
@@ -135,7 +138,7 @@ struct StreamEngine::Shared {
     const at::NoGradGuard no_grad;
     const c10::StreamGuard guard(stream);
     try {
-      SideChannel side_channel(*job.side, *channel, job.timeout);
+      SideChannel side_channel(*job.side, *channel, job.job, job.timeout);
       for (size_t part = begin; part < end; ++part) job.job.parts[part](side_channel);
     } catch (...) {
       job.error = std::current_exception();

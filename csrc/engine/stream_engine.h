@@ -15,12 +15,12 @@ namespace powersgd {
 // submit() enqueues a job on side streams, which wait for the caller's stream, and returns. Waiting
 // for the Work makes the waiter's stream wait for the side streams.
 //
-// The jobs of a backward pass are a pipeline over two side streams, one for the parts that run ahead
-// and one for the others. Those of a job whose `more_follow` are put off until the next job's parts
-// ahead are enqueued. So a bucket is projected while the bucket before it is orthogonalized, and the
-// collectives of every rank come in the order P0, P1, Q0, P2, Q1, ..., Qn. That order depends on the
-// calls alone and never on timing. A job that is alone, or that changes an object which an
-// unfinished job changes, begins after all of these.
+// The jobs of a backward pass are a pipeline over two side streams, one for the parts that run
+// ahead and one for the others. Those of a job whose `more_follow` are put off until the next job's
+// parts ahead are enqueued. So a bucket is projected while the bucket before it is orthogonalized,
+// and the collectives of every rank come in the order P0, P1, Q0, P2, Q1, ..., Qn. That order
+// depends on the calls alone and never on timing. A job that is alone, or that changes an object
+// which an unfinished job changes, begins after all of these.
 //
 // The channel is the inner backend that also serves the caller. It runs the collectives of one
 // communicator in the order of issue. So the jobs' and the caller's never overlap on it, and no

@@ -9,13 +9,15 @@
 
 namespace powersgd {
 
+class Pipeline;
+
 // The engine over a backend whose collectives block the host (Gloo, MPI).
 //
 // One worker thread runs the parts of all jobs, one part at a time. A part that begins a collective
 // does not wait for it: the worker goes on with another job. For each part there is a thread that
-// waits for the collectives which that part has begun, one after the other. So the collectives of all
-// jobs are on their way at once, and a job waits for its own alone. Parts that begin more messages
-// come first.
+// waits for the collectives which that part has begun, one after the other. So the collectives of
+// all jobs are on their way at once, and a job waits for its own alone. Parts that begin more
+// messages come first.
 //
 // Jobs begin and end in the order of submission. Their parts in between may run in any order, which
 // no result depends on. The threads start with the first job that needs them.
@@ -36,17 +38,11 @@ class ThreadEngine final : public Engine {
   void abort() override;
 
  private:
-  class Shared;  // used by the threads, and may outlive the engine
-
   friend void shutdown_all_engines();
-
-  // Waits for the threads until the grace ends. Several callers may wait. The first that returns
-  // joins the threads or leaves them behind.
-  void end_threads();
 
   const int rank_;
   const Grace grace_;
-  const std::shared_ptr<Shared> shared_;
+  const std::shared_ptr<Pipeline> pipeline_;
 };
 
 // Shuts down every engine of the process, all at once.

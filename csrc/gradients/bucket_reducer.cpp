@@ -147,10 +147,9 @@ BucketReducer::Bucket BucketReducer::make_bucket(const at::Tensor& buffer,
     for (const PlannedMatrix& matrix : plan.matrices) {
       states.push_back(states_->of(parameters[static_cast<size_t>(matrix.parameter)]));
     }
-    made.compressor = make_compressor(std::move(plan), std::move(states), options_,
-                                      buffer.scalar_type(), buffer.device(),
-                                      session_->ranks_on(buffer.device()), step_counter_,
-                                      workspaces_on(buffer.device()));
+    made.compressor = make_compressor(
+        std::move(plan), std::move(states), options_, buffer.scalar_type(), buffer.device(),
+        session_->ranks_on(buffer.device()), step_counter_, workspaces_on(buffer.device()));
     session_->run_after_steps(buffer.device(), [&made] { made.compressor->prepare(); });
   }
   made.parameters = parameters;

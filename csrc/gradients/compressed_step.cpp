@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "gradients/compressed_step.h"
 
-#include <optional>
+#include <memory>
 #include <utility>
 
 #include "gradients/exchange.h"
@@ -27,7 +27,10 @@ class Step {
     begin_reduction(Stage::kReduceP, channel);
   }
 
-  void reach_owners(Channel& channel) { continue_sum(*payload_, channel); }
+  void reach_owners(Channel& channel) {
+    const StageTimer timer(*stats_, reduction_);
+    continue_sum(*payload_, channel);
+  }
 
   void middle(Channel& channel) {
     end_reduction();
@@ -39,6 +42,12 @@ class Step {
   void end() {
     end_reduction();
     run(Stage::kReconstruct, [&] { compressor_->reconstruct(); });
+  }
+
+  // Watches a collective of the reduction.
+  std::shared_ptr<void> observe() const {
+    return std::make_shared<Observed>(*stats_, reduction_,
+                                      [this] { return arguments(bytes_on_wire(*payload_)); });
   }
 
  private:
@@ -69,13 +78,14 @@ class Step {
 
   void begin_reduction(Stage stage, Channel& channel) {
     tell_probe(stage);
-    reduction_.emplace(*stats_, stage, [this] { return arguments(bytes_on_wire(*payload_)); });
+    reduction_ = stage;
+    const StageTimer timer(*stats_, stage);
     begin_sum(*payload_, channel);
   }
 
   void end_reduction() {
+    const StageTimer timer(*stats_, reduction_);
     end_sum(*payload_);
-    reduction_.reset();
   }
 
   const std::shared_ptr<BucketCompressor> compressor_;
@@ -84,7 +94,7 @@ class Step {
   const std::shared_ptr<Stats> stats_;
   const std::shared_ptr<const StageProbe> probe_;
   Payload* payload_ = nullptr;         // the one that is reduced
-  std::optional<Observed> reduction_;  // from the sending until the sum is there
+  Stage reduction_ = Stage::kReduceP;  // of it
 };
 
 }  // namespace
@@ -100,6 +110,7 @@ Job compressed_step(const std::shared_ptr<BucketCompressor>& compressor, const a
                [step](Channel& channel) { step->reach_owners(channel); },
                [step](Channel&) { step->end(); }};
   job.parts_ahead = 2;
+  job.observe = [step] { return step->observe(); };
   job.undo = [compressor] { compressor->rollback(); };
   for (const ParameterStatePtr& state : compressor->states()) job.changes.push_back(state.get());
   job.exchange = compressor;

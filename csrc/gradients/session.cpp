@@ -37,8 +37,8 @@ c10::intrusive_ptr<c10d::Store> clone_of(const c10::intrusive_ptr<c10d::Store>& 
 
 }  // namespace
 
-Session::Session(int rank, int size, std::vector<InnerAndConnect> inners,
-                 powersgd::Options options, LogSink log)
+Session::Session(int rank, int size, std::vector<InnerAndConnect> inners, powersgd::Options options,
+                 LogSink log)
     : rank_(rank),
       size_(size),
       options_(std::move(options)),

@@ -98,9 +98,9 @@ class BucketCompressor {
 // The buckets of a model take two workspaces together, each as large as the largest of theirs.
 struct MemoryNeeds {
   int64_t residual = 0;
-  int64_t factors = 0;  // those that are kept from step to step
-  int64_t payloads = 0;   // with their packets
-  int64_t tables = 0;     // those of the kernels, which depend on the device type
+  int64_t factors = 0;   // those that are kept from step to step
+  int64_t payloads = 0;  // with their packets
+  int64_t tables = 0;    // those of the kernels, which depend on the device type
   int64_t workspace = 0;
 
   // All that no other bucket shares.

@@ -19,8 +19,8 @@ enum class Schedule {
 struct Ranks {
   int32_t own = 0;
   int32_t count = 1;
-  // True if the backend's all-reduce is the best sum of elements (NCCL). Otherwise (Gloo) they travel
-  // straight to the ranks that add them, as packets do.
+  // True if the backend's all-reduce is the best sum of elements (NCCL). Otherwise (Gloo) they
+  // travel straight to the ranks that add them, as packets do.
   bool backend_sums = true;
   std::optional<Schedule> schedule = {};  // for tests; null: chosen by the bytes that are sent
 };
@@ -35,9 +35,9 @@ struct Ranks {
 // elements() then holds the sum. What is sent are packets (powersgd/packets.h) if the wire rounds,
 // and otherwise the elements themselves.
 //
-// Contract: all ranks have equal schedules and equal sizes. Every buffer is the same memory in every
-// step, and none overlaps with another, so that a message may arrive before the step asks for it. A
-// rank that is alone sends nothing: its received() is its sent().
+// Contract: all ranks have equal schedules and equal sizes. Every buffer is the same memory in
+// every step, and none overlaps with another, so that a message may arrive before the step asks for
+// it. A rank that is alone sends nothing: its received() is its sent().
 //
 // Ownership: the compressor owns it.
 //

@@ -90,7 +90,7 @@ class BackendPowerSGD(Backend):
             tuple[
                 str,
                 Backend,
-                Callable[[Store, int, int, timedelta | None], Sequence[Backend]] | None,
+                Callable[[Store, int, int, timedelta | None], Backend] | None,
                 Store,
             ]
         ],

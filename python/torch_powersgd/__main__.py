@@ -25,8 +25,8 @@ from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
-from torch_powersgd.tools import advise, doctor
-from torch_powersgd.tools.advice import RECOMMENDED, print_advice
+from torch_powersgd.tools import advice, advise, doctor
+from torch_powersgd.tools.advice import RECOMMENDED
 from torch_powersgd.tools.plan import print_plan
 from torch_powersgd.tools.stand_in import StandIn
 from torch_powersgd.tools.tables import progress
@@ -233,24 +233,33 @@ def _backward_ms(arguments: argparse.Namespace) -> float:
     return GUESSED_BACKWARD_MS if given is None else float(given)
 
 
-def _introduction(arguments: argparse.Namespace, job: advise.Job, world: int) -> str:
+def _introduction(arguments: argparse.Namespace, job: advise.Job, world: int, delay: float) -> str:
     """Says what was measured."""
     if arguments.step is not None:
         step = f"that of {arguments.step}, forward and backward"
     else:
         step = f"a stand-in, whose backward pass takes {_backward_ms(arguments):g} ms"
         step += "" if arguments.backward_ms is not None else ", a guess: --step measures yours"
-    return f"{world} processes, {size_text(job.gradient_bytes)} of gradients. The step is {step}."
+    processes = f"{world} processes, {1e3 * delay:.2g} ms apart one way"
+    return f"{processes}, {size_text(job.gradient_bytes)} of gradients. The step is {step}."
 
 
 def _advise(arguments: argparse.Namespace) -> None:
     with advise.joined(arguments.device) as device:
         job = advise.on_every_process(lambda: _job_of(arguments, device), advise.Job.outline)
         world, first = torch.distributed.get_world_size(), torch.distributed.get_rank() == 0
+        rehearsal = advise.Rehearsal(job, device)
+        delay, measured = rehearsal.delay(), advise.settings_of(job, device)
         with progress("measuring steps", shown=first) as report:
-            measured = advise.measure(job, device, report=report)
+            advise.measure(rehearsal, measured, report=report)
+        chosen, _ = advice.verdict(measured)  # the same on all processes
+        sizes = advise.bucket_sizes(job, chosen) if chosen else []
+        if len(sizes) > 1:
+            with progress("measuring buckets", shown=first) as report:
+                advise.measure(rehearsal, sizes, advise.BUDGET_SECONDS / 3, report)
+        del rehearsal  # before the group
     if first:  # The group has ended, so no process waits for this one.
-        print_advice(measured, _introduction(arguments, job, world))
+        advice.print_advice(measured, _introduction(arguments, job, world, delay), sizes)
 
 
 def main() -> int:

@@ -22,8 +22,16 @@ LOSS = (
 RECOMMENDED = Options()
 
 
-def print_advice(measured: Sequence[Measured], introduction: str) -> None:
-    """Prints a sentence on what was measured, the table, and what to do."""
+def print_advice(
+    measured: Sequence[Measured], introduction: str, sizes: Sequence[Measured] = ()
+) -> None:
+    """Prints a sentence on what was measured, the table, and what to do.
+
+    Args:
+        measured: a step without averaging, the plain one, and the settings.
+        introduction: the sentence.
+        sizes: the recommended setting with DDP's own buckets, and with others.
+    """
     chosen, sentences = verdict(measured)
     say(introduction)
     print()
@@ -32,8 +40,20 @@ def print_advice(measured: Sequence[Measured], introduction: str) -> None:
     for sentence in sentences:
         say(sentence)
     if chosen is not None and chosen.options is not None:
-        print(f"\n{line_to_copy(chosen.options)}\n")
+        size = best_size(sizes)
+        if size is not None:
+            say(
+                f"With bucket_cap_mb={size.bucket_cap_mb} a step takes {_ms(size.median)} ms, in "
+                f"place of {_ms(sizes[0].median)} ms with DDP's own buckets."
+            )
+        print(f"\n{lines_to_copy(chosen.options, size.bucket_cap_mb if size else None)}\n")
         say(LOSS)
+
+
+def best_size(sizes: Sequence[Measured]) -> Measured | None:
+    """The fastest size of buckets if it pays, as a setting does. None: DDP's own."""
+    paying = [each for each in sizes[1:] if _pays(sizes[0], each)]
+    return min(paying, key=lambda each: each.median, default=None)
 
 
 def verdict(measured: Sequence[Measured]) -> tuple[Measured | None, list[str]]:
@@ -85,8 +105,11 @@ def table_of(measured: Sequence[Measured], chosen: Measured | None) -> Table:
     return Table(HEADINGS, rows, marked=marked)
 
 
-def line_to_copy(options: Options) -> str:
-    """The call of ``attach`` that sets these options, with the usual exact steps before them."""
+def lines_to_copy(options: Options, bucket_cap_mb: int | None = None) -> str:
+    """The call of ``attach`` that sets these options, with the usual exact steps before them.
+
+    Before it the call of DDP, if the size of its buckets is not the default.
+    """
     usual = vars(RECOMMENDED)
     fields = {"matrix_approximation_rank": options.matrix_approximation_rank}
     fields |= {
@@ -95,7 +118,10 @@ def line_to_copy(options: Options) -> str:
         if value != usual[name] and name != "start_powerSGD_iter"
     }
     arguments = ", ".join(f"{name}={_as_code(value)}" for name, value in fields.items())
-    return f"torch_powersgd.attach(ddp, torch_powersgd.Options({arguments}))"
+    attached = f"torch_powersgd.attach(ddp, torch_powersgd.Options({arguments}))"
+    if bucket_cap_mb is None:
+        return attached
+    return f"ddp = DistributedDataParallel(model, bucket_cap_mb={bucket_cap_mb})\n{attached}"
 
 
 def _gain(plain: Measured, setting: Measured) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import statistics
 import time
@@ -34,6 +35,9 @@ BUDGET_SECONDS = 45.0  # for all rounds; the fewest rounds may take longer
 ROUNDS = (7, 12)
 BLOCK_SECONDS = 1.0  # for the steps of one setting in one round, without averaging
 BLOCK_STEPS = (2, 10)
+DEFAULT_CAP_MB = 25  # of DDP
+CAPS_MB = (5, 100)
+PEERS, PINGS = 8, 5  # processes whose delay is measured, and messages to each
 WARM_UP_STEPS = 2  # DDP rebuilds its buckets after the first one, and their tables are allocated
 
 Step = Callable[[torch.nn.Module], object]
@@ -78,6 +82,7 @@ class Measured:
     Attributes:
         name: the setting in words.
         options: the options of ``attach``. None: nothing is attached.
+        bucket_cap_mb: the size of DDP's buckets. None: DDP's default.
         averages: False if the gradients stay as they are on each process.
         sent_bytes: the bytes that a process gives to the backend in a step.
         rounds: the seconds of each step on the slowest process, by round.
@@ -85,6 +90,7 @@ class Measured:
 
     name: str
     options: Options | None = None
+    bucket_cap_mb: int | None = None
     averages: bool = True
     sent_bytes: int = 0
     rounds: list[list[float]] = field(default_factory=list)
@@ -146,27 +152,44 @@ def on_every_process(make: Callable[[], T], outline: Callable[[T], str] = lambda
     return made
 
 
-def measure(
-    job: Job,
-    device: torch.device,
-    budget: float = BUDGET_SECONDS,
-    report: Report = lambda done, parts: None,
-) -> list[Measured]:
-    """Measures a step without averaging, one of the plain backend, and one of each setting.
-
-    Collective, on the default group, whose backend is powersgd. Each round visits all of them, so
-    that a drift of the machines hits all alike.
-
-    Raises:
-        SharedError: on every process alike, if the step fails or runs no backward pass.
-    """
-    logging.getLogger("torch_powersgd").setLevel(logging.ERROR)  # Nobody trains these models.
-    rehearsal = _Rehearsal(job, device)
-    measured = [
+def settings_of(job: Job, device: torch.device) -> list[Measured]:
+    """A step without averaging, one of the plain backend, and one of each setting."""
+    return [
         Measured("no averaging", averages=False),
         Measured(f"plain {PLAIN_BACKENDS[device.type]}", sent_bytes=job.gradient_bytes),
         *(Measured(name_of(options), options) for options in job.settings),
     ]
+
+
+def bucket_sizes(job: Job, setting: Measured) -> list[Measured]:
+    """A setting with DDP's own buckets, and with others that are not as many."""
+    counts = {_buckets(job, DEFAULT_CAP_MB)}
+    found = [Measured(setting.name, setting.options)]
+    for cap in CAPS_MB:
+        if (count := _buckets(job, cap)) not in counts:
+            counts.add(count)
+            name = f"{setting.name}, buckets of {cap} MB"
+            found.append(Measured(name, setting.options, bucket_cap_mb=cap))
+    return found
+
+
+def _buckets(job: Job, cap_mb: int) -> int:
+    return math.ceil(job.gradient_bytes / (cap_mb << 20))
+
+
+def measure(
+    rehearsal: Rehearsal,
+    measured: Sequence[Measured],
+    budget: float = BUDGET_SECONDS,
+    report: Report = lambda done, parts: None,
+) -> None:
+    """Measures steps of each of these. Collective.
+
+    Each round visits all of them, so that a drift of the machines hits all alike.
+
+    Raises:
+        SharedError: on every process alike, if the step fails or runs no backward pass.
+    """
     start, rounds = time.perf_counter(), ROUNDS[0]
     for done in range(ROUNDS[1]):
         if done == 1:
@@ -178,7 +201,6 @@ def measure(
         for i, setting in enumerate(measured if done % 2 == 0 else measured[::-1], 1):
             setting.rounds.append(rehearsal.block(setting))
             report(done * len(measured) + i, rounds * len(measured))
-    return measured
 
 
 def name_of(options: Options) -> str:
@@ -186,15 +208,19 @@ def name_of(options: Options) -> str:
     return f"matrix rank {options.matrix_approximation_rank}, {wire}"
 
 
-class _Rehearsal:
-    """Steps of a job, one setting after the other. All methods are collective."""
+class Rehearsal:
+    """Steps of a job, one setting after the other. All methods are collective.
+
+    The default group's backend is powersgd.
+    """
 
     def __init__(self, job: Job, device: torch.device) -> None:
+        logging.getLogger("torch_powersgd").setLevel(logging.ERROR)  # Nobody trains these models.
         self._job = job
         self._device = device
         self._plain = dist.new_group(backend=PLAIN_BACKENDS[device.type])
         self._finds_unused = False
-        ddp = self._wrap(None)
+        ddp = self._wrap(None, None)
         with ddp.no_sync():
             unused = on_every_process(lambda: self._first_step(ddp))
             self._finds_unused = self.slowest([unused])[0] > 0
@@ -206,7 +232,7 @@ class _Rehearsal:
 
         The setting holds memory only for as long.
         """
-        ddp = self._wrap(setting.options)
+        ddp = self._wrap(setting.options, setting.bucket_cap_mb)
         with contextlib.nullcontext() if setting.averages else ddp.no_sync():
             for _ in range(WARM_UP_STEPS):
                 self._seconds(ddp)
@@ -224,13 +250,33 @@ class _Rehearsal:
         largest: list[float] = each.tolist()
         return largest
 
-    def _wrap(self, options: Options | None) -> DistributedDataParallel:
+    def delay(self) -> float:
+        """The seconds that a small message takes, one way: to the farthest of some processes."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        token = torch.zeros(1, device=self._device)
+        farthest = 0.0
+        for peer in range(1, world, math.ceil((world - 1) / PEERS)):
+            seconds = []
+            for _ in range(1 + PINGS):  # the first one may make a connection
+                start = time.perf_counter()
+                if rank in (0, peer):
+                    other = peer if rank == 0 else 0
+                    for sends in (True, False) if rank == 0 else (False, True):
+                        (dist.send if sends else dist.recv)(token, other, group=self._plain)
+                    self._synchronize()
+                seconds.append(time.perf_counter() - start)
+            if rank == 0:
+                farthest = max(farthest, statistics.median(seconds[1:]) / 2)
+        return self.slowest([farthest])[0]
+
+    def _wrap(self, options: Options | None, cap_mb: int | None) -> DistributedDataParallel:
         """A new DDP module around the model. The one before it must be out of use."""
         gc.collect()  # Its hooks would run beside the new one's.
         ddp = DistributedDataParallel(
             self._job.model,
             process_group=self._plain if options is None else None,
             init_sync=False,  # The weights do not matter, and take long on a slow link.
+            bucket_cap_mb=cap_mb,
             find_unused_parameters=self._finds_unused,
         )
         if options is not None:

@@ -20,6 +20,7 @@ from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
 from torch_powersgd.group_backends import device_types
 from torch_powersgd.options import Options, from_environment, unknown_variables
+from torch_powersgd.tools import tcp
 from torch_powersgd.tools.tables import say
 
 Rows = list[tuple[str, str]]
@@ -142,7 +143,8 @@ def _network() -> Rows:
         known = speed.isdigit() and int(speed) > 0
         about = [_read(folder / "operstate"), f"{speed} Mbit/s" if known else "speed unknown"]
         rows.append((name, ", ".join(filter(None, about))))
-    return rows
+    pause = tcp.after_a_pause()
+    return [*rows, ("TCP", pause)] if pause else rows
 
 
 def _read(file: Path) -> str:

@@ -33,7 +33,8 @@ struct Owner {
 
   explicit Owner(c10::Device device) {
     backend = c10::make_intrusive<BackendPowerSGD>(
-        0, 2, std::vector{test::inner_of_equal_ranks(device)}, test::compressing(2));
+        0, 2, std::vector{test::inner_of_equal_ranks(device, device.is_cpu())},
+        test::compressing(2));
     parameters = test::zeros({{24, 32}, {24, 32}, {24, 32}}, device);
     model = test::attach(backend->session(), parameters);
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Thread engines whose jobs exchange messages. The test holds the messages, and so sees how many are
-// on their way at once.
+// Thread engines whose jobs exchange messages. The test holds the messages, and so sees how many
+// are on their way at once.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -249,7 +249,8 @@ TEST(Messages, ThatDoNotArriveFailTheJobAndUndoIt) {
   for (const auto& of_rank : ranks.buckets[0]) EXPECT_EQ(of_rank->undone, 1);
 }
 
-// A job that fails on all ranks alike, before its second exchange, leaves the next one its messages.
+// A job that fails on all ranks alike, before its second exchange, leaves the next one its
+// messages.
 TEST(Messages, OfTheNextJobAreNotThoseOfOneThatFailed) {
   Engines ranks(2);
   ranks.add_bucket(Kind::kOneShot);

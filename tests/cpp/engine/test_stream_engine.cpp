@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/pipeline.h"
+#include "engine/stream_pipeline.h"
 
 namespace powersgd {
 namespace {

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "engine/pipeline.h"
+#include "engine/stream_pipeline.h"
 
 namespace powersgd {
 namespace {

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/pipeline.h"
+#include "engine/stream_pipeline.h"
 #include "engine/work.h"
 #include "support/errors.h"
 

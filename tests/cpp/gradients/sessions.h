@@ -35,18 +35,19 @@ class Log {
   std::vector<std::string> lines;
 };
 
-// Rank 0 of two equal ranks: with a stream engine on the fake device, with a thread engine on the
-// CPU.
-inline InnerAndConnect inner_of_equal_ranks(at::Device device) {
-  if (!device.is_cpu()) return {device.type(), c10::make_intrusive<StreamBackend>(), {}, {}};
+// Rank 0 of two equal ranks: with a thread engine if the backend `blocks` the host, as Gloo does,
+// and otherwise with a stream engine.
+inline InnerAndConnect inner_of_equal_ranks(at::Device device, bool blocks) {
+  if (!blocks) return {device.type(), c10::make_intrusive<StreamBackend>(), {}, {}};
   const auto host = c10::make_intrusive<HostBackend>();
   return {device.type(), host, connected(host), {}};
 }
 
 inline std::shared_ptr<Session> session_of_equal_ranks(at::Device device, const Options& options,
-                                                       LogSink log = {}) {
-  return std::make_shared<Session>(0, 2, std::vector{inner_of_equal_ranks(device)}, options,
-                                   std::move(log));
+                                                       LogSink log = {}, bool blocks = false) {
+  return std::make_shared<Session>(
+      0, 2, std::vector{inner_of_equal_ranks(device, blocks || device.is_cpu())}, options,
+      std::move(log));
 }
 
 // Calls fn(rank, inner, engines) on a thread for each of `size` ranks: `engines` are the backends

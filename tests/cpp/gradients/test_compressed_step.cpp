@@ -49,8 +49,8 @@ class RecordingPayload : public Payload {
   const std::string name;
   Schedule chosen = Schedule::kAllreduce;
   at::Tensor numbers = at::zeros({1});
-  at::Tensor all_sent = at::zeros({2}), all_received = at::zeros({3}),
-                   all_reduced = at::zeros({4}), all_gathered = at::zeros({5});
+  at::Tensor all_sent = at::zeros({2}), all_received = at::zeros({3}), all_reduced = at::zeros({4}),
+             all_gathered = at::zeros({5});
 
  private:
   Log& log_;
@@ -155,10 +155,10 @@ TEST_F(CompressedStep, SumsBothPayloads) {
 TEST_F(CompressedStep, ExchangesPacketsByTheirSchedules) {
   schedule_of_p_ = Schedule::kTwoShot;
   schedule_of_q_ = Schedule::kOneShot;
-  EXPECT_EQ(run(),
-            (Events{"project", "quantize P", "exchange P sent as P received", "requantize P",
-                    "gather P reduced as P gathered", "dequantize P", "orthogonalize", "back_project",
-                    "quantize Q", "gather Q sent as Q received", "dequantize Q", "reconstruct"}));
+  EXPECT_EQ(run(), (Events{"project", "quantize P", "exchange P sent as P received", "requantize P",
+                           "gather P reduced as P gathered", "dequantize P", "orthogonalize",
+                           "back_project", "quantize Q", "gather Q sent as Q received",
+                           "dequantize Q", "reconstruct"}));
   EXPECT_EQ(error_, "no error");
 }
 

@@ -194,8 +194,8 @@ TEST(ExchangesOfAStep, FollowEachOtherOnceForEachPayload) {
       const Options options = test::compressing(4, WireDType::kInt8);
       std::vector<at::Tensor> outputs(static_cast<size_t>(size));
       test::run_with_engines(size, [&](int rank, InnerAndConnect inner, const auto& engines) {
-        const auto session = std::make_shared<Session>(rank, size, std::vector{inner}, options,
-                                                       LogSink());
+        const auto session =
+            std::make_shared<Session>(rank, size, std::vector{inner}, options, LogSink());
         std::vector<std::unique_ptr<test::OneRank>> buckets;
         for (size_t i = 0; i < kBuckets; ++i) {
           Ranks ranks = session->ranks_on(at::kCPU);
@@ -209,10 +209,10 @@ TEST(ExchangesOfAStep, FollowEachOtherOnceForEachPayload) {
         for (uint64_t step = 0; step < 2; ++step) {
           std::vector<Session::WorkPtr> works;
           for (const auto& bucket : buckets) {
-            gradients.push_back(test::random(step + static_cast<uint64_t>(rank),
-                                             {bucket->plan.gradient_numel}));
-            works.push_back(session->allreduce_compressed(
-                bucket->compressor, gradients.back(), {1.0 / size, 1, step}, session->stats()));
+            gradients.push_back(
+                test::random(step + static_cast<uint64_t>(rank), {bucket->plan.gradient_numel}));
+            works.push_back(session->allreduce_compressed(bucket->compressor, gradients.back(),
+                                                          {1.0 / size, 1, step}, session->stats()));
           }
           const int rounds = schedule == Schedule::kOneShot ? 2 : 4;
           for (int round = 0; round < rounds && rank == 0; ++round) {

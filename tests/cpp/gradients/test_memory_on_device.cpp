@@ -69,7 +69,8 @@ class MemoryOnDevice : public testing::Test {
     std::vector<ParameterShape> shapes;
     for (const size_t i : bucket) shapes.push_back({kParameters[i], {}});
     const BucketPlan plan = plan_bucket(shapes, session_->options());
-    return memory_needs(plan, session_->options(), at::kFloat, device_.type(), session_->ranks_on(device_));
+    return memory_needs(plan, session_->options(), at::kFloat, device_.type(),
+                        session_->ranks_on(device_));
   }
 
   // The needs of all buckets of a layout, with workspaces for the largest bucket of both layouts.

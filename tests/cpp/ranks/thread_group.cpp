@@ -102,8 +102,8 @@ void ThreadGroup::hold_messages() {
 
 void ThreadGroup::expect_held_locked(std::unique_lock<std::mutex>& lock, size_t count,
                                      std::chrono::milliseconds timeout) {
-  const bool held = changed_.wait_for(
-      lock, timeout, [&] { return held_.size() >= count || !failure_.empty(); });
+  const bool held =
+      changed_.wait_for(lock, timeout, [&] { return held_.size() >= count || !failure_.empty(); });
   TORCH_CHECK(held && failure_.empty(), held_.size(), " messages are on their way, expected ",
               count, " ", failure_);
 }

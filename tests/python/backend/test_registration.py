@@ -123,11 +123,11 @@ def _create_gloo_extended(options: Any, pg_options: object) -> dist.ProcessGroup
 
 @pytest.mark.parametrize(
     ("inner", "extended", "expected"),
-    [("auto", False, 0), ("gloo", False, 0), ("plugin", False, 3), ("plugin", True, 3)],
+    [("auto", False, 0), ("gloo", False, 0), ("plugin", False, 2), ("plugin", True, 2)],
 )
 @on_ranks(backend=None)
 def test_inner(rank: int, inner: str, extended: bool, expected: int) -> None:
-    """A plugin makes three backends: one passes calls through, and each worker has one."""
+    """A plugin makes two backends: one passes calls through, and the engine has one."""
     creator = _create_gloo_extended if extended else _create_gloo
     dist.Backend.register_backend("plugin", creator, extended_api=extended, devices=["cpu"])
     ranks.init_group("cpu:powersgd", dataclasses.replace(ALWAYS, inner=inner))

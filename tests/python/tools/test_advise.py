@@ -45,7 +45,10 @@ def _step(model: torch.nn.Module) -> None:
 def _measure(job: advise.Job, **arguments: Any) -> list[advise.Measured]:
     """A short measurement: its times do not matter here."""
     advise.ROUNDS, advise.BLOCK_STEPS = (ROUNDS, ROUNDS), (STEPS, STEPS)
-    return advise.measure(job, CPU, 0.0, **arguments)
+    rehearsal, measured = advise.Rehearsal(job, CPU), advise.settings_of(job, CPU)
+    assert 0 < rehearsal.delay() < 1
+    advise.measure(rehearsal, measured, 0.0, **arguments)
+    return measured
 
 
 def _measured(rank: int) -> tuple[list[advise.Measured], list[tuple[int, int]], dict[str, Any]]:
@@ -75,6 +78,28 @@ def test_every_setting_is_measured_in_every_round() -> None:
         assert stats["steps"] == 2 * ROUNDS * (advise.WARM_UP_STEPS + STEPS)
         assert stats["exact_calls"] == stats["skipped_steps"] == 0
     assert results[0][0] == results[1][0], "alike on all processes"
+
+
+def _buckets_of(rank: int) -> int:
+    """The compressed buckets of a model with 16 MB of gradients, in buckets of 5 MB."""
+    layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(4)]
+    job = advise.Job(torch.nn.Sequential(*layers), _step_of_layers, _settings(1))
+    default, small = advise.bucket_sizes(job, advise.settings_of(job, CPU)[-1])
+    assert (default.bucket_cap_mb, small.bucket_cap_mb) == (None, 5)
+    assert small.name == "matrix rank 1, float32, buckets of 5 MB"
+    advise.ROUNDS, advise.BLOCK_STEPS = (1, 1), (1, 1)
+    rehearsal = advise.Rehearsal(job, CPU)
+    advise.measure(rehearsal, [small], 0.0)
+    return int(backend_of_world().stats()["compressed_calls"])
+
+
+def _step_of_layers(model: torch.nn.Module) -> None:
+    model(torch.randn(2, 1000)).square().mean().backward()
+
+
+def test_buckets_have_the_size_that_is_measured() -> None:
+    # In the first pass DDP has one bucket. Then it fills each up to the size: two layers of 4 MB.
+    assert ranks.run(2, _buckets_of) == [1 + 2 * advise.WARM_UP_STEPS] * 2
 
 
 def _fails(rank: int, step: Any) -> str:

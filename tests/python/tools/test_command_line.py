@@ -104,7 +104,8 @@ def test_advise_under_torchrun(folder: Path) -> None:
     setting = ["--ranks", 1, 4, "--wire-dtype", "float32"]
     ended = torchrun(PROGRAM, "advise", *job, *setting, cwd=folder)
     said = " ".join(ended.stdout.split())
-    assert "2 processes, 482 kB of gradients. The step is that of models_of_user:step" in said
+    assert re.search(r"2 processes, \S+ ms apart one way, 482 kB of gradients", said)
+    assert "The step is that of models_of_user:step" in said
     row = r"^(\w.*?)  +[\d.]+  +[\d.]+ to [\d.]+(?:  +([\d.]+ kB))?"
     rows = re.findall(row, ended.stdout, re.MULTILINE)
     assert rows == [
