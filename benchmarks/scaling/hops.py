@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Measures how many messages follow each other in Gloo's collectives and in steps of this project.
 
-The hosts are network namespaces, which need root. What a delay far longer than all else adds, over
-the delay, is the length of the longest chain of messages.
+The hosts are network namespaces, which need root. What a longer delay adds, over how much longer it
+is, is the length of the longest chain of messages.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch_powersgd as tp
 from scaling.rank import Model, step
 from scaling.settings import EXACT_STEPS, options_of
 
-DELAY_MS = 20.0
-REPEATS = 9
+DELAYS_MS = (20.0, 60.0)  # with a short one, the processes of many hosts are what is waited for
+REPEATS = 5
 _LIMIT_SECONDS = 300
-_AHEAD_SECONDS = 0.5  # more than an all-reduce takes
+_AHEAD_SECONDS = 1.0  # more than an all-reduce takes
 # The parameters of a bucket. Both payloads of the second have 80 kB, which take two rounds of
 # messages from four ranks on.
 BUCKETS = {"small": [[128, 128]], "80 kB": [[64, 5120], [20480]]}
@@ -36,15 +36,16 @@ def measure(worlds: Sequence[int]) -> list[dict[str, float]]:
     hosts.sweep()
     chains = []
     for world in worlds:
-        base, delayed = (_seconds(world, delay_ms) for delay_ms in (0, DELAY_MS))
-        found = {name: round(1e3 * (delayed[name] - base[name]) / DELAY_MS, 2) for name in base}
+        base, delayed = (_seconds(world, delay_ms) for delay_ms in DELAYS_MS)
+        added = (DELAYS_MS[1] - DELAYS_MS[0]) / 1e3
+        found = {name: round((delayed[name] - base[name]) / added, 2) for name in base}
         chains.append({"world": world, **found})
     return chains
 
 
 def _seconds(world: int, delay_ms: float) -> dict[str, float]:
-    # A payload must not wait for TCP's window, which the first steps open.
-    with hosts.Hosts(world, None, delay_ms, slow_start_after_idle=0) as cluster:
+    # A payload must not wait for TCP: the first steps open its window, and reno does not pace.
+    with hosts.Hosts(world, None, delay_ms, None, "reno", slow_start_after_idle=0) as cluster:
         found: dict[str, float] = {}
         for part in (collectives, steps):
             what = f"{part.__name__} of {world} hosts with a delay of {delay_ms:g} ms"
