@@ -96,6 +96,18 @@ PARTS = {
             picture=True,
         ),
         Measurement(
+            "cluster_delays",
+            10,
+            "bench_cluster.py --models demo --ranks 2 --rates 1gbit --delays 0.1 5 20 50"
+            " --rounds 4 --learning-steps 0 --methods none plain hook-1-bucket:16 int8-wire:16",
+        ),
+        Measurement(
+            "cluster_delays_hosts",
+            10,
+            "bench_cluster.py --models gpt-1M --ranks 2 4 8 --rates 1gbit --delays 0.1 5 20 50"
+            " --rounds 4 --learning-steps 0 --methods none plain hook-1-bucket:16 int8-wire:16",
+        ),
+        Measurement(
             "cluster_cpu",
             30,
             "bench_cluster.py --ranks 2 --rounds 7 --learning-steps 80 --rank 4"

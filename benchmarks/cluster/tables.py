@@ -105,6 +105,23 @@ def costs(record: Record, setting: Record) -> Table:
     ]
 
 
+def by_hosts(record: Record) -> Table:
+    """Milliseconds beyond the step without synchronization, by the number of hosts and the link."""
+    of_links: dict[str, dict[int, Record]] = {}
+    for setting in record["settings"]:
+        of_links.setdefault(link(setting), {})[setting["ranks"]] = setting["methods"]
+    ranks = dict.fromkeys(setting["ranks"] for setting in record["settings"])
+    above = _COSTS["above none, ms"]
+    rows = [
+        [str(count), record["titles"][method]]
+        + [above(found.get(count, {}).get(method, {})) for found in of_links.values()]
+        for count in ranks
+        for method in _methods(record)
+        if method not in figures_of.REFERENCES
+    ]
+    return ["hosts", "method", *(f"{each}, ms" for each in of_links)], rows
+
+
 def everything(record: Record) -> dict[str, Table]:
     """All tables that the record has figures for, by their titles."""
     groups: dict[str, list[Record]] = {}
