@@ -34,7 +34,7 @@ from torch_powersgd.tools.tables import Report
 
 BUDGET_SECONDS, BUCKETS_SECONDS = 30.0, 15.0  # for all rounds; the fewest may take longer
 ROUNDS = (7, 12)
-BLOCK_SECONDS = 1.0  # for the steps of one setting in one round, without averaging
+BLOCK_SECONDS = 1.0  # for the steps of one setting in one round
 BLOCK_STEPS = (2, 10)
 CAPS_MB = (5, 100)  # beside DDP's default
 PEERS, PINGS = 8, 5  # processes whose delay is measured, and messages to each
@@ -224,9 +224,7 @@ class Rehearsal:
         ddp = self._wrap(None, None)
         with ddp.no_sync():
             unused = on_every_process(lambda: self._first_step(ddp))
-            self._finds_unused = self.slowest([unused])[0] > 0
-            alone = max(self.slowest([self._seconds(ddp)])[0], 1e-6)
-        self._steps = min(max(round(BLOCK_SECONDS / alone), BLOCK_STEPS[0]), BLOCK_STEPS[1])
+        self._finds_unused = self.slowest([unused])[0] > 0
 
     def block(self, setting: Measured) -> list[float]:
         """The seconds of some steps of a setting. Its ``sent_bytes`` are counted if it has options.
@@ -235,13 +233,13 @@ class Rehearsal:
         """
         ddp = self._wrap(setting.options, setting.bucket_cap_mb)
         with contextlib.nullcontext() if setting.averages else ddp.no_sync():
-            for _ in range(WARM_UP_STEPS):
-                self._seconds(ddp)
-            dist.barrier(self._plain)
+            warm = [self._seconds(ddp) for _ in range(WARM_UP_STEPS)]
+            last = self.slowest(warm)[-1]  # the processes start together as well
             before = _sent_bytes()
-            seconds = [self._seconds(ddp) for _ in range(self._steps)]
+            steps = min(max(round(BLOCK_SECONDS / max(last, 1e-6)), BLOCK_STEPS[0]), BLOCK_STEPS[1])
+            seconds = [self._seconds(ddp) for _ in range(steps)]
         if setting.options is not None:
-            setting.sent_bytes = (_sent_bytes() - before) // self._steps
+            setting.sent_bytes = (_sent_bytes() - before) // steps
         return self.slowest(seconds)
 
     def slowest(self, values: Sequence[float]) -> list[float]:
