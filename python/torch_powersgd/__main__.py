@@ -10,6 +10,7 @@ torchrun ... -m torch_powersgd advise MODULE:FACTORY --step MODULE:FUNCTION
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import inspect
 import itertools
@@ -30,7 +31,7 @@ from torch_powersgd.tools.advice import RECOMMENDED
 from torch_powersgd.tools.plan import print_plan
 from torch_powersgd.tools.stand_in import StandIn
 from torch_powersgd.tools.tables import progress
-from torch_powersgd.units import size_text
+from torch_powersgd.units import ms_text, size_text
 
 RANKS = [4, 8, 16, 32]
 WIRES = ["float32", "bfloat16", "float16", "int8", "int4"]
@@ -50,7 +51,9 @@ ADVISE = """\
 Measures if compression pays on this group of machines, and with which setting.
 Start it with torchrun, on the machines and with the number of processes that will train.
 For about a minute, it runs steps of DDP in turns: without averaging, with the plain backend, and
-with each setting. It recommends the highest matrix rank whose step is within 5 % of the fastest.
+with each setting. It recommends the highest matrix rank whose step is within 5 % of the fastest,
+and another size of DDP's buckets if that is faster still. It also says how far apart the processes
+are: the delay of a small message, one way.
 Give --step, so that the steps are your own; otherwise a stand-in computes in place of your model.
 """
 ADVISE_EXAMPLE = """\
@@ -240,7 +243,7 @@ def _introduction(arguments: argparse.Namespace, job: advise.Job, world: int, de
     else:
         step = f"a stand-in, whose backward pass takes {_backward_ms(arguments):g} ms"
         step += "" if arguments.backward_ms is not None else ", a guess: --step measures yours"
-    processes = f"{world} processes, {1e3 * delay:.2g} ms apart one way"
+    processes = f"{world} processes, {ms_text(delay)} ms apart one way"
     return f"{processes}, {size_text(job.gradient_bytes)} of gradients. The step is {step}."
 
 
@@ -256,7 +259,8 @@ def _advise(arguments: argparse.Namespace) -> None:
         sizes = advise.bucket_sizes(job, chosen) if chosen else []
         if len(sizes) > 1:
             with progress("measuring buckets", shown=first) as report:
-                advise.measure(rehearsal, sizes, advise.BUDGET_SECONDS / 3, report)
+                may_pay = functools.partial(advice.may_pay, sizes)
+                advise.measure(rehearsal, sizes, advise.BUCKETS_SECONDS, report, may_pay)
         del rehearsal  # before the group
     if first:  # The group has ended, so no process waits for this one.
         advice.print_advice(measured, _introduction(arguments, job, world, delay), sizes)

@@ -6,6 +6,14 @@ def size_text(size: float) -> str:
     """The number of bytes with three digits and a decimal unit, such as "8.40 MB"."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
-            value = size / factor
-            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+            return f"{_three_digits(size / factor)} {unit}"
     return f"{size} B"
+
+
+def ms_text(seconds: float) -> str:
+    """The milliseconds with three digits, and at most two behind the point."""
+    return _three_digits(1e3 * seconds)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"

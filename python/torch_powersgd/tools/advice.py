@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch_powersgd.options import Options
 from torch_powersgd.tools.advise import Measured
 from torch_powersgd.tools.tables import Table, say
-from torch_powersgd.units import size_text
+from torch_powersgd.units import ms_text, size_text
 
 LEAST_GAIN = 1.05  # times faster than plain; less is not worth a change
 WORTH_OF_RANK = 1.05  # times the fastest step; a higher matrix rank is worth so much
@@ -43,11 +43,16 @@ def print_advice(
         size = best_size(sizes)
         if size is not None:
             say(
-                f"With bucket_cap_mb={size.bucket_cap_mb} a step takes {_ms(size.median)} ms, in "
-                f"place of {_ms(sizes[0].median)} ms with DDP's own buckets."
+                f"With bucket_cap_mb={size.bucket_cap_mb} a step takes {ms_text(size.median)} ms, "
+                f"in place of {ms_text(sizes[0].median)} ms with DDP's own buckets."
             )
         print(f"\n{lines_to_copy(chosen.options, size.bucket_cap_mb if size else None)}\n")
         say(LOSS)
+
+
+def may_pay(sizes: Sequence[Measured]) -> bool:
+    """Whether a size of buckets has been faster than DDP's own in every round so far."""
+    return any(_always_faster(sizes[0], each) for each in sizes[1:])
 
 
 def best_size(sizes: Sequence[Measured]) -> Measured | None:
@@ -76,16 +81,16 @@ def verdict(measured: Sequence[Measured]) -> tuple[Measured | None, list[str]]:
     if not paying:
         return None, [
             f"Compression does not pay here: {plain.name} is as fast. With it a step takes "
-            f"{_ms(plain.median)} ms, and with {fastest.name}, the fastest setting, "
-            f"{_ms(fastest.median)} ms."
+            f"{ms_text(plain.median)} ms, and with {fastest.name}, the fastest setting, "
+            f"{ms_text(fastest.median)} ms."
         ]
     best = min(each.median for each in paying)
     close = [each for each in paying if each.median <= WORTH_OF_RANK * best]
     chosen = max(close, key=_worth)
     return chosen, [
-        f"Compression pays here: with {chosen.name} a step takes {_ms(chosen.median)} ms in place "
-        f"of {_ms(plain.median)} ms. It is the highest matrix rank whose step is within 5 % of the "
-        "fastest."
+        f"Compression pays here: with {chosen.name} a step takes {ms_text(chosen.median)} ms in "
+        f"place of {ms_text(plain.median)} ms. It is the highest matrix rank whose step is within "
+        "5 % of the fastest."
     ]
 
 
@@ -94,7 +99,7 @@ def table_of(measured: Sequence[Measured], chosen: Measured | None) -> Table:
     rows = [
         (
             each.name,
-            _ms(each.median),
+            ms_text(each.median),
             _quartiles(each),
             size_text(each.sent_bytes) if each.averages else "",
             f"{_gain(plain, each):.2f}" if each in settings else "",
@@ -129,9 +134,12 @@ def _gain(plain: Measured, setting: Measured) -> float:
 
 
 def _pays(plain: Measured, setting: Measured) -> bool:
+    return _always_faster(plain, setting) and _gain(plain, setting) >= LEAST_GAIN
+
+
+def _always_faster(plain: Measured, setting: Measured) -> bool:
     rounds = zip(plain.rounds, setting.rounds, strict=True)
-    always = all(statistics.median(theirs) > statistics.median(own) for theirs, own in rounds)
-    return always and _gain(plain, setting) >= LEAST_GAIN
+    return all(statistics.median(theirs) > statistics.median(own) for theirs, own in rounds)
 
 
 def _worth(setting: Measured) -> tuple[int, int]:
@@ -142,12 +150,7 @@ def _worth(setting: Measured) -> tuple[int, int]:
 
 def _quartiles(setting: Measured) -> str:
     lower, _, upper = statistics.quantiles(setting.seconds, n=4, method="inclusive")
-    return f"{_ms(lower)} to {_ms(upper)}"
-
-
-def _ms(seconds: float) -> str:
-    milliseconds = 1e3 * seconds
-    return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2}f}"
+    return f"{ms_text(lower)} to {ms_text(upper)}"
 
 
 def _as_code(value: object) -> str:

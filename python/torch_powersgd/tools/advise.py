@@ -29,14 +29,14 @@ from torch_powersgd.group_backends import BACKENDS, PLAIN_BACKENDS, find_backend
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
 from torch_powersgd.store_agreement import equality_of, error_as_arguments, next_call
+from torch_powersgd.tools.footprint import as_reals, assign_buckets
 from torch_powersgd.tools.tables import Report
 
-BUDGET_SECONDS = 45.0  # for all rounds; the fewest rounds may take longer
+BUDGET_SECONDS, BUCKETS_SECONDS = 30.0, 15.0  # for all rounds; the fewest may take longer
 ROUNDS = (7, 12)
-BLOCK_SECONDS = 1.0  # for the steps of one setting in one round, without averaging
+BLOCK_SECONDS = 1.0  # for the steps of one setting in one round
 BLOCK_STEPS = (2, 10)
-DEFAULT_CAP_MB = 25  # of DDP
-CAPS_MB = (5, 100)
+CAPS_MB = (5, 100)  # beside DDP's default
 PEERS, PINGS = 8, 5  # processes whose delay is measured, and messages to each
 WARM_UP_STEPS = 2  # DDP rebuilds its buckets after the first one, and their tables are allocated
 
@@ -163,18 +163,15 @@ def settings_of(job: Job, device: torch.device) -> list[Measured]:
 
 def bucket_sizes(job: Job, setting: Measured) -> list[Measured]:
     """A setting with DDP's own buckets, and with others that are not as many."""
-    counts = {_buckets(job, DEFAULT_CAP_MB)}
+    gradients = [as_reals(p) for p in job.parameters]
+    counts = {len(assign_buckets(gradients))}
     found = [Measured(setting.name, setting.options)]
     for cap in CAPS_MB:
-        if (count := _buckets(job, cap)) not in counts:
+        if (count := len(assign_buckets(gradients, [cap << 20]))) not in counts:
             counts.add(count)
             name = f"{setting.name}, buckets of {cap} MB"
             found.append(Measured(name, setting.options, bucket_cap_mb=cap))
     return found
-
-
-def _buckets(job: Job, cap_mb: int) -> int:
-    return math.ceil(job.gradient_bytes / (cap_mb << 20))
 
 
 def measure(
@@ -182,10 +179,12 @@ def measure(
     measured: Sequence[Measured],
     budget: float = BUDGET_SECONDS,
     report: Report = lambda done, parts: None,
+    open_question: Callable[[], bool] = lambda: True,
 ) -> None:
     """Measures steps of each of these. Collective.
 
-    Each round visits all of them, so that a drift of the machines hits all alike.
+    Each round visits all of them, so that a drift of the machines hits all alike. After it,
+    ``open_question`` says whether another one may change the verdict.
 
     Raises:
         SharedError: on every process alike, if the step fails or runs no backward pass.
@@ -201,6 +200,8 @@ def measure(
         for i, setting in enumerate(measured if done % 2 == 0 else measured[::-1], 1):
             setting.rounds.append(rehearsal.block(setting))
             report(done * len(measured) + i, rounds * len(measured))
+        if not open_question():
+            break
 
 
 def name_of(options: Options) -> str:
@@ -223,9 +224,7 @@ class Rehearsal:
         ddp = self._wrap(None, None)
         with ddp.no_sync():
             unused = on_every_process(lambda: self._first_step(ddp))
-            self._finds_unused = self.slowest([unused])[0] > 0
-            alone = max(self.slowest([self._seconds(ddp)])[0], 1e-6)
-        self._steps = min(max(round(BLOCK_SECONDS / alone), BLOCK_STEPS[0]), BLOCK_STEPS[1])
+        self._finds_unused = self.slowest([unused])[0] > 0
 
     def block(self, setting: Measured) -> list[float]:
         """The seconds of some steps of a setting. Its ``sent_bytes`` are counted if it has options.
@@ -234,13 +233,13 @@ class Rehearsal:
         """
         ddp = self._wrap(setting.options, setting.bucket_cap_mb)
         with contextlib.nullcontext() if setting.averages else ddp.no_sync():
-            for _ in range(WARM_UP_STEPS):
-                self._seconds(ddp)
-            dist.barrier(self._plain)
+            warm = [self._seconds(ddp) for _ in range(WARM_UP_STEPS)]
+            last = self.slowest(warm)[-1]  # the processes start together as well
             before = _sent_bytes()
-            seconds = [self._seconds(ddp) for _ in range(self._steps)]
+            steps = min(max(round(BLOCK_SECONDS / max(last, 1e-6)), BLOCK_STEPS[0]), BLOCK_STEPS[1])
+            seconds = [self._seconds(ddp) for _ in range(steps)]
         if setting.options is not None:
-            setting.sent_bytes = (_sent_bytes() - before) // self._steps
+            setting.sent_bytes = (_sent_bytes() - before) // steps
         return self.slowest(seconds)
 
     def slowest(self, values: Sequence[float]) -> list[float]:

@@ -11,7 +11,14 @@ import torch
 
 import torch_powersgd as tp
 from torch_powersgd.tools import advise
-from torch_powersgd.tools.advice import best_size, lines_to_copy, print_advice, table_of, verdict
+from torch_powersgd.tools.advice import (
+    best_size,
+    lines_to_copy,
+    may_pay,
+    print_advice,
+    table_of,
+    verdict,
+)
 from torch_powersgd.tools.advise import Measured, name_of
 
 ROUNDS = advise.ROUNDS[0]
@@ -132,6 +139,8 @@ def test_buckets_of_another_size_are_recommended_if_they_pay(
     assert best_size([]) is None
     small.rounds[1] = [0.2] * 3  # a round contradicts
     assert best_size([default, small]) is None
+    assert not may_pay([default, small]), "more rounds change nothing"
+    assert may_pay([default, small, large])
     print_advice(_measured(200, default), "Two processes.", [default, large])
     said = capsys.readouterr().out
     assert "With bucket_cap_mb=100 a step takes 80.0 ms, in place of 100 ms" in said

@@ -46,7 +46,6 @@ def _measure(job: advise.Job, **arguments: Any) -> list[advise.Measured]:
     """A short measurement: its times do not matter here."""
     advise.ROUNDS, advise.BLOCK_STEPS = (ROUNDS, ROUNDS), (STEPS, STEPS)
     rehearsal, measured = advise.Rehearsal(job, CPU), advise.settings_of(job, CPU)
-    assert 0 < rehearsal.delay() < 1
     advise.measure(rehearsal, measured, 0.0, **arguments)
     return measured
 
@@ -80,26 +79,62 @@ def test_every_setting_is_measured_in_every_round() -> None:
     assert results[0][0] == results[1][0], "alike on all processes"
 
 
-def _buckets_of(rank: int) -> int:
-    """The compressed buckets of a model with 16 MB of gradients, in buckets of 5 MB."""
-    layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(4)]
-    job = advise.Job(torch.nn.Sequential(*layers), _step_of_layers, _settings(1))
-    default, small = advise.bucket_sizes(job, advise.settings_of(job, CPU)[-1])
-    assert (default.bucket_cap_mb, small.bucket_cap_mb) == (None, 5)
-    assert small.name == "matrix rank 1, float32, buckets of 5 MB"
-    advise.ROUNDS, advise.BLOCK_STEPS = (1, 1), (1, 1)
-    rehearsal = advise.Rehearsal(job, CPU)
-    advise.measure(rehearsal, [small], 0.0)
-    return int(backend_of_world().stats()["compressed_calls"])
+def _job_of_layers(width: int) -> advise.Job:
+    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(8)]
+
+    def step(model: torch.nn.Module) -> None:
+        model(torch.randn(2, width)).square().mean().backward()
+
+    return advise.Job(torch.nn.Sequential(*layers), step, _settings(1))
 
 
-def _step_of_layers(model: torch.nn.Module) -> None:
-    model(torch.randn(2, 1000)).square().mean().backward()
+def _sizes_of(job: advise.Job) -> list[advise.Measured]:
+    return advise.bucket_sizes(job, advise.settings_of(job, CPU)[-1])
 
 
-def test_buckets_have_the_size_that_is_measured() -> None:
-    # In the first pass DDP has one bucket. Then it fills each up to the size: two layers of 4 MB.
-    assert ranks.run(2, _buckets_of) == [1 + 2 * advise.WARM_UP_STEPS] * 2
+@pytest.mark.parametrize(
+    ("width", "caps"),
+    [
+        (100, [None]),  # 40 kB a layer: one bucket in any case
+        (300, [None, 5]),  # 360 kB: DDP's first bucket has 1 MB, so there are two, or else one
+        (700, [None, 5, 100]),  # 2 MB: two, three, one
+    ],
+)
+def test_only_sizes_that_make_other_numbers_of_buckets_are_measured(
+    width: int, caps: list[int | None]
+) -> None:
+    sizes = _sizes_of(_job_of_layers(width))
+    assert [size.bucket_cap_mb for size in sizes] == caps
+    names = ["matrix rank 1, float32"]
+    names += [f"matrix rank 1, float32, buckets of {cap} MB" for cap in caps[1:]]
+    assert [size.name for size in sizes] == names
+
+
+def _buckets_of(rank: int) -> tuple[int, int]:
+    """The compressed buckets of three rounds of a step in buckets of 5 MB, and the rounds."""
+    job = _job_of_layers(700)
+    advise.ROUNDS, advise.BLOCK_STEPS = (3, 3), (1, 1)
+    small = _sizes_of(job)[1]
+    advise.measure(
+        advise.Rehearsal(job, CPU), [small], 0.0, open_question=lambda: len(small.rounds) < 2
+    )
+    return int(backend_of_world().stats()["compressed_calls"]), len(small.rounds)
+
+
+def test_buckets_have_the_size_that_is_measured_until_no_question_is_open() -> None:
+    # In the first pass DDP has one bucket. Then it fills each up to the size: layers of 2 MB.
+    assert ranks.run(2, _buckets_of) == [(2 * (1 + 3 * advise.WARM_UP_STEPS), 2)] * 2
+
+
+def _delay(rank: int) -> float:
+    return advise.Rehearsal(_job_of_layers(10), CPU).delay()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_processes_know_the_delay(world: int) -> None:
+    delays = ranks.run(world, _delay)
+    assert delays[0] > 0
+    assert delays == delays[:1] * world
 
 
 def _fails(rank: int, step: Any) -> str:

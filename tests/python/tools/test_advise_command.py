@@ -17,12 +17,16 @@ MODULE = """
 import os
 import torch
 
-from torch_powersgd.tools import advise
+from torch_powersgd.tools import advice, advise
 
 advise.ROUNDS = (2, 2)
 
 def model():
     return torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 300))
+
+def two_buckets_that_pay():
+    advice.LEAST_GAIN, advice._always_faster = 0, lambda plain, setting: True
+    return torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.Linear(600, 600))
 
 def step(model):
     model(torch.randn(8, 300)).square().mean().backward()
@@ -78,6 +82,16 @@ def test_one_process_says_what_was_measured(folder: Path) -> None:
     status, said = first.value
     assert status == 0
     assert "The step is a stand-in, whose backward pass takes 2 ms." in " ".join(said.split())
+    assert second.value == (0, "")
+
+
+def test_a_size_of_buckets_that_pays_is_in_the_lines_to_copy(folder: Path) -> None:
+    model = "models_of_advise:two_buckets_that_pay"
+    first, second = _two(folder, model, "--backward-ms", "2", "--ranks", "4")
+    status, said = first.value
+    assert status == 0
+    assert "With bucket_cap_mb=5 a step takes" in said
+    assert "\nddp = DistributedDataParallel(model, bucket_cap_mb=5)\ntorch_powersgd.attach(" in said
     assert second.value == (0, "")
 
 

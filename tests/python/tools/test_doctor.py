@@ -43,9 +43,13 @@ def test_a_bad_environment_is_named(
 @pytest.mark.parametrize(
     ("control", "restarts", "said"),
     [
-        ("cubic", "1", "4 round trips in place of one"),
-        ("cubic", "0", "cubic, the window stays open"),
-        ("bbr", "1", "bbr, the window stays open"),
+        (
+            "cubic",
+            "1",
+            "idle=1: after a pause of a second, a message of 200 kB takes 4 round trips",
+        ),
+        ("cubic", "0", "control=cubic, tcp_slow_start_after_idle=0: the window stays open"),
+        ("bbr", "1", "control=bbr, tcp_slow_start_after_idle=1: the window stays open"),
     ],
 )
 def test_tcp_after_a_pause(
