@@ -12,8 +12,7 @@ from scaling.settings import METHODS, MODELS, TITLES, WIRES
 
 Run = dict[str, Any]
 
-_SHORT = {"gloo:all_reduce": "all-reduces", "gloo:all_gather": "all-gathers"}
-_SHORT |= {"gloo:all_to_all": "all-to-alls", "gloo:send": "messages"}
+_SHORT = {"gloo:all_reduce": "all-reduces", "gloo:send": "messages"}
 
 
 def sent_by_ranks(record: Record) -> Table:
@@ -89,7 +88,7 @@ def parameters(record: Record) -> Table:
 
 def buckets(record: Record) -> Table:
     """Collectives and memory by the size of DDP's buckets, in int8 on two ranks."""
-    headings = ["`bucket_cap_mb`", "buckets", "collectives, plain", "collectives, int8"]
+    headings = ["`bucket_cap_mb`", "buckets", "collectives, plain", "messages, int8"]
     headings += ["sent, kB", "tables and workspaces, MB", "memory beyond plain, MB"]
     rows = []
     for plain, ours in _pairs(record, "buckets"):
