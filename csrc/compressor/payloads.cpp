@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "compressor/bucket_tables.h"
-#include "kernels/shared/layout.h"
 
 namespace powersgd {
 namespace {
@@ -26,7 +25,9 @@ PayloadPlan plan_elements(const BucketSpec& spec, int64_t numel) {
   const auto width = static_cast<int64_t>(spec.factor_options().dtype().itemsize());
   PayloadPlan plan{numel};
   if (!ranks.backend_sums) plan.schedule = choose_schedule(ranks, numel * width);
-  if (plan.schedule == Schedule::kTwoShot) plan.chunk_numel = kernels::ceil_div(numel, ranks.count);
+  if (plan.schedule == Schedule::kTwoShot) {
+    plan.chunk_numel = (numel + ranks.count - 1) / ranks.count;
+  }
   plan.wire_bytes = plan.padded_numel(ranks.count) * width;
   if (plan.schedule != Schedule::kAllreduce) {
     plan.buffer_bytes = bytes_to_receive(plan.schedule, ranks.count, plan.wire_bytes);
