@@ -31,8 +31,8 @@ bool Mailboxes::put(Flight& flight, bool more) {
   }
   if (flight.in_series == 0 || flight.exchange.expired()) return true;
   Mailbox& mailbox = mailboxes_[flight.exchange];
-  mailbox.last = flight.in_series;
-  if (flight.failed() || !more) return true;
+  const bool recurs = std::exchange(mailbox.last, flight.in_series) > 0;
+  if (!recurs || !more || flight.failed()) return true;
   try {
     mailbox.mail = flight.channel().post_ahead(tag_of(flight.in_series, /*is_next=*/true));
   } catch (const std::exception&) {  // the next job's sends fail for the same reason

@@ -18,7 +18,8 @@ class Mailboxes {
  public:
   // Returns the mail of a job that begins.
   Mail take(const Flight& flight);
-  // Posts the receives of the next job after one that has ended, unless there will be none. Drops
+  // Posts the receives of the next job after one that has ended, from the second one of an exchange
+  // on: Gloo keeps a trace of receives that are never used. There will be none unless `more`. Drops
   // those of exchanges that are gone. Returns false if the backend failed.
   bool put(Flight& flight, bool more);
   void clear() { mailboxes_.clear(); }
