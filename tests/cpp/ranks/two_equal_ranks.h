@@ -8,6 +8,7 @@
 
 #include <functional>
 #include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -127,14 +128,17 @@ class HostBackend : public c10d::Backend {
     sum_over_ranks(tensors[0]);
     return nullptr;
   }
-  // What this rank sends, the other one sends as well.
+  // What this rank sends, the other one sends as well. Other threads may wait for it.
   c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int, int tag) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
     sent_[tag] = tensors[0].clone();
     return c10::make_intrusive<Message>(nullptr);
   }
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int, int tag) override {
-    return c10::make_intrusive<Message>(
-        [this, output = tensors[0], tag] { output.copy_(sent_.at(tag)); });
+    return c10::make_intrusive<Message>([this, output = tensors[0], tag] {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      output.copy_(sent_.at(tag));
+    });
   }
 
  private:
@@ -157,7 +161,8 @@ class HostBackend : public c10d::Backend {
     ready.synchronize();
   }
 
-  std::map<int, at::Tensor> sent_;  // by tag
+  std::mutex mutex_;
+  std::map<int, at::Tensor> sent_;  // by tag, under the mutex
 };
 
 }  // namespace powersgd::test
