@@ -114,7 +114,7 @@ def _trained(setting: Setting, checkpoints: bool, laps: Laps, store_port: int) -
     laps.start()
     compression = _attach(ddp, setting)
     laps.end("attach")
-    for _ in range(1 + EXACT_STEPS):  # the last one is compressed
+    for _ in range(2 + EXACT_STEPS):  # two compressed ones, after which receives are posted ahead
         step(ddp)
     dist.barrier()
     result = {
