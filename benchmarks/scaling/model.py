@@ -27,9 +27,8 @@ ROUNDS = {"one-shot": 1, "two-shot": 2}
 # most that the part "ranks" has measured: 48 of a message are saved if its receive is posted early.
 GLOO_BYTES = {"all-reduce": 576, "one-shot": 144, "two-shot": 288}
 
-Bucket = list[
-    tuple[str, int]
-]  # the schedule of each payload, and the bytes that it makes a rank send
+# The schedule of each payload of a bucket, and the bytes that it makes a rank send.
+Bucket = list[tuple[str, int]]
 
 
 @dataclass(frozen=True)

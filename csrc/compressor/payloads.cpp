@@ -14,7 +14,8 @@ namespace {
 // this many bytes take half a millisecond, about as long as another exchange.
 constexpr int64_t kWorthAnExchange = 64 * 1024;
 
-// The bytes of `one` part from each rank, and two-shot of what is gathered and reduced.
+// The bytes of what arrives, and two-shot of what is gathered and reduced, if each rank sends
+// `bytes`.
 int64_t bytes_to_receive(Schedule schedule, int64_t ranks, int64_t bytes) {
   if (ranks == 1) return 0;
   return schedule == Schedule::kOneShot ? ranks * bytes : 2 * bytes + bytes / ranks;
@@ -57,7 +58,7 @@ PayloadPlan plan_packets(const BucketSpec& spec, int64_t numel, int64_t groups, 
 // What both kinds of payloads have: buffers for what is sent and what arrives.
 class Buffered : public Payload {
  public:
-  // `sent` is the whole of it, as long as the step lasts, `buffers` what follows.
+  // `sent` is what this rank sends, `buffers` the memory of all that arrives or is made of it.
   Buffered(const PayloadPlan& plan, const at::Tensor& elements, at::Tensor sent,
            const at::Tensor& buffers, int64_t ranks)
       : schedule_(plan.schedule),

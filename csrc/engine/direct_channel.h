@@ -32,8 +32,8 @@ struct Mail {
 // and has ended when it returns, so that only a job which runs alone may have one.
 //
 // A receive that is posted early spares its message a question: Gloo sends once it knows that the
-// receiver is ready, which takes the time of another message. So all receives of a job are posted
-// when the job before it of the same exchange has ended.
+// receiver is ready, which takes the time of another message. So the receives of a job can be
+// posted when the job before it of the same exchange has ended: post_ahead().
 //
 // Threads: one at a time, and abort() beside wait().
 class DirectChannel final : public Channel {
