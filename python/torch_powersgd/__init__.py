@@ -15,6 +15,7 @@ from torch_powersgd._backend import register
 from torch_powersgd._version import __version__
 from torch_powersgd.attach import attach
 from torch_powersgd.compression import Compression
+from torch_powersgd.local_steps import DiLoCo, LocalSGD
 from torch_powersgd.options import Options, configure
 from torch_powersgd.scope import scope
 from torch_powersgd.stats import stats
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Compression",
+    "DiLoCo",
+    "LocalSGD",
     "Options",
     "Shadow",
     "ShadowedLayer",

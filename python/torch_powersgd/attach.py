@@ -17,7 +17,7 @@ from torch_powersgd._core import _C
 from torch_powersgd.attach_checks import agree
 from torch_powersgd.compression import Compression
 from torch_powersgd.options import Options
-from torch_powersgd.targets import target_of
+from torch_powersgd.targets import Target, target_of
 from torch_powersgd.units import size_text
 
 
@@ -65,18 +65,28 @@ def attach(
             except if the group was destroyed on this one.
     """
     found = target_of(target)
-    group = found.group(group)
-    agreed = agree(found, options, scaler, group)
-    names, gradients = list(agreed.gradients), list(agreed.gradients.values())
-    reducer = _C.BucketReducer(agreed.backend, names, gradients, agreed.options._core())
-    if register_hook:
-        found.register(reducer, group)
-    if scaler is not None:
-        grad_scaler.follow(scaler, reducer, found.parameters())
-    compression = Compression(found, reducer, group)
+    compression = compress(found, options, found.group(group), scaler, register_hook)
     if compression._speaks:
         _announce(compression)
     return compression
+
+
+def compress(
+    target: Target,
+    options: Options | Mapping[str, Any] | None,
+    group: dist.ProcessGroup,
+    scaler: torch.amp.GradScaler | None = None,
+    register_hook: bool = True,
+) -> Compression:
+    """Does what ``attach`` does, without a message."""
+    agreed = agree(target, options, scaler, group)
+    names, gradients = list(agreed.gradients), list(agreed.gradients.values())
+    reducer = _C.BucketReducer(agreed.backend, names, gradients, agreed.options._core())
+    if register_hook:
+        target.register(reducer, group)
+    if scaler is not None:
+        grad_scaler.follow(scaler, reducer, target.parameters())
+    return Compression(target, reducer, group)
 
 
 def _announce(compression: Compression) -> None:

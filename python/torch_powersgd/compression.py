@@ -28,7 +28,7 @@ from torch_powersgd.option_values import positive
 from torch_powersgd.options import Options
 from torch_powersgd.store_agreement import Compare, equality_of, error_as_arguments, next_call
 from torch_powersgd.summary import summary
-from torch_powersgd.targets import Target
+from torch_powersgd.targets import Target, shard_of
 
 BUCKET_BYTES = 25 << 20  # of named tensors, as DDP's bucket_cap_mb
 
@@ -134,7 +134,7 @@ class Compression(Stateful):
         for name, tensor in zip(names, tensors, strict=False):  # the core checks the number
             if not isinstance(tensor, torch.Tensor):
                 raise ValueError(f"{name!r} must be a tensor, got {type(tensor).__name__}")
-        return self._tensors.all_reduce(list(tensors))
+        return self._tensors.all_reduce([shard_of(tensor) for tensor in tensors])
 
     def stats(
         self, *, per_layer: bool = False, residual_norms: bool = True, flat: bool = False
@@ -247,27 +247,30 @@ class Compression(Stateful):
                 without ``per_rank``, of different content. A state of ``per_rank`` fits only its
                 own process and number of processes.
         """
-        states = self._reducer.states
-        keys = {per_rank: self._key(per_rank) for per_rank in (False, True)}
         loaded: checkpoint.Loaded | None = None
         try:
-            loaded = checkpoint.read(states, state_dict, keys)
+            loaded = self._read(state_dict)
             mine = loaded.plain()
         except Exception as invalid:  # The other processes wait for this error, of any type.
             mine = error_as_arguments(invalid)
         self._agree("load_state_dict", mine, checkpoint.compare)
         assert loaded is not None  # else the processes did not agree
-        loaded.into(states)
+        loaded.into(self._reducer.states)
         if self._speaks:
             log.notice(
                 f"the state of step {loaded.step} is loaded, with the residuals of "
                 f"{loaded.parameters} parameters"
             )
 
+    def _read(self, state_dict: dict[str, Any]) -> checkpoint.Loaded:
+        """Returns this process's part, checked. It raises a ValueError if it does not fit."""
+        keys = {per_rank: self._key(per_rank) for per_rank in (False, True)}
+        return checkpoint.read(self._reducer.states, state_dict, keys)
+
     @property
     def per_rank(self) -> Stateful:
         """A view whose ``state_dict`` has ``per_rank``: ``dcp.save({"powersgd": c.per_rank})``."""
-        return _PerRank(self)
+        return PerRank(self)
 
     def step_skipped(self) -> None:
         """Delivers the gradients of the last step later.
@@ -358,12 +361,15 @@ class Compression(Stateful):
         call.agree({**mine, "names": names}, compare or same)
 
 
-class _PerRank(Stateful):
-    def __init__(self, compression: Compression) -> None:
-        self.compression = compression
+class PerRank(Stateful):
+    """A view whose ``state_dict`` has ``per_rank``."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
 
     def state_dict(self) -> dict[str, Any]:
-        return self.compression.state_dict(per_rank=True)
+        state: dict[str, Any] = self.whole.state_dict(per_rank=True)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.compression.load_state_dict(state_dict)
+        self.whole.load_state_dict(state_dict)

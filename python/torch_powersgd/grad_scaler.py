@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ref
 
@@ -26,8 +26,26 @@ def follow(
         device = next(iter(parameters.values())).device
         reference = ref(reducer)  # The scaler may outlive the module.
         _wrap_scale(scaler, reference)
-        _wrap_step(scaler, reference, index_of, device)
-        _wrap_getstate(scaler)
+        _follow_steps(scaler, reference, index_of, device)
+
+
+def call_after_step(
+    scaler: torch.amp.GradScaler, call: Callable[[torch.optim.Optimizer], None]
+) -> None:
+    """Calls a function with the optimizer after each ``scaler.step``, also if that skips the step.
+
+    It wraps ``step`` of this one object.
+    """
+    inner = scaler.step
+
+    @functools.wraps(inner)
+    def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = inner(optimizer, *args, **kwargs)
+        call(optimizer)
+        return result
+
+    scaler.step = step  # type: ignore[method-assign]
+    _wrap_getstate(scaler)
 
 
 def _wrap_scale(scaler: torch.amp.GradScaler, reference: ref[_C.BucketReducer]) -> None:
@@ -46,27 +64,22 @@ def _wrap_scale(scaler: torch.amp.GradScaler, reference: ref[_C.BucketReducer]) 
     scaler.scale = scale  # type: ignore[method-assign]
 
 
-def _wrap_step(
+def _follow_steps(
     scaler: torch.amp.GradScaler,
     reference: ref[_C.BucketReducer],
     index_of: Mapping[int, int],
     device: torch.device,
 ) -> None:
-    inner = scaler.step
-
-    @functools.wraps(inner)
-    def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = inner(optimizer, *args, **kwargs)
+    def note_skipped(optimizer: torch.optim.Optimizer) -> None:
         if (reducer := reference()) is None:
-            return result
+            return
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
         if indices := [index_of[p] for p in held if p in index_of]:
             found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             infs = [inf.to(device, non_blocking=True) for inf in found.values()]
             reducer.states.step_skipped(torch.stack(infs).sum(), indices)
-        return result
 
-    scaler.step = step  # type: ignore[method-assign]
+    call_after_step(scaler, note_skipped)
 
 
 def _wrap_getstate(scaler: torch.amp.GradScaler) -> None:

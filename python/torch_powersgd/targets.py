@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,10 +134,15 @@ class FsdpTarget(Target):
 
     def shard(self, group: dist.ProcessGroup) -> str:
         meshes = [p.device_mesh for p in self.module.parameters() if isinstance(p, DTensor)]
-        return _shard_name(max(meshes, key=lambda mesh: mesh.ndim), group) if meshes else ""
+        return _name_by(meshes, group)
 
     def register(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
         fsdp_hooks.set_hooks(self.module, reducer, group.size())
+
+
+def _name_by(meshes: Sequence[DeviceMesh], group: dist.ProcessGroup) -> str:
+    """Returns the name of this process's part, by the mesh of the most dimensions."""
+    return _shard_name(max(meshes, key=lambda mesh: mesh.ndim), group) if meshes else ""
 
 
 def _shard_name(mesh: DeviceMesh, group: dist.ProcessGroup) -> str:
@@ -157,6 +162,7 @@ class NamedTensors(Target):
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = tensors
+        self.meshes = [t.device_mesh for t in tensors.values() if isinstance(t, DTensor)]
 
     def group(self, given: dist.ProcessGroup | None) -> dist.ProcessGroup:
         group = given if given is not None else dist.group.WORLD
@@ -180,7 +186,16 @@ class NamedTensors(Target):
 
     def parameters(self) -> dict[str, torch.Tensor]:
         # Without memory: the core would keep the caller's tensors.
+        shards = {name: shard_of(tensor) for name, tensor in self.tensors.items()}
         return {
-            name: tensor.new_empty(()).expand(tensor.shape).requires_grad_()
-            for name, tensor in self.tensors.items()
+            name: shard.new_empty(()).expand(shard.shape).requires_grad_()
+            for name, shard in shards.items()
         }
+
+    def shard(self, group: dist.ProcessGroup) -> str:
+        return _name_by(self.meshes, group)
+
+
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this process's part of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

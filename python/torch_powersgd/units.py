@@ -15,5 +15,10 @@ def ms_text(seconds: float) -> str:
     return _three_digits(1e3 * seconds)
 
 
+def times_text(ratio: float) -> str:
+    """A ratio with three digits, such as "375 x"."""
+    return f"{_three_digits(ratio)} x"
+
+
 def _three_digits(value: float) -> str:
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The arguments of local steps: checked, and the same on all processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torch_powersgd import fsdp
+from torch_powersgd.group_backends import check_alive, find_backends
+from torch_powersgd.local_steps.fragment import Tensors
+from torch_powersgd.option_values import is_bool, shown
+from torch_powersgd.store_agreement import equality_of, error_as_arguments, next_call
+from torch_powersgd.targets import NamedTensors, shard_of
+
+if TYPE_CHECKING:
+    from torch_powersgd.local_steps.steps import LocalSGD
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When rounds begin and end, by the arguments of ``LocalSGD``."""
+
+    sync_every: int
+    fragments: int = 1
+    fragment_sync_delay: int = 0
+    warmup_steps: int = 0
+
+    def check(self) -> None:
+        """Raises a ValueError that names a field, its value and what is allowed."""
+        for name, least in (
+            ("sync_every", 1),
+            ("warmup_steps", 0),
+            ("fragments", 1),
+            ("fragment_sync_delay", 0),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or is_bool(value) or value < least:
+                raise ValueError(
+                    f"{name} must be an integer of at least {least}, got {shown(value)}"
+                )
+        if self.sync_every % self.fragments:
+            raise ValueError(
+                f"fragments must divide sync_every={self.sync_every}, got {self.fragments}"
+            )
+        if self.fragment_sync_delay >= self.interval:
+            raise ValueError(
+                f"fragment_sync_delay must be less than sync_every / fragments = {self.interval}, "
+                f"got {self.fragment_sync_delay}"
+            )
+
+    @property
+    def interval(self) -> int:
+        """The number of steps from the end of a round to the end of the next, of any fragment."""
+        return self.sync_every // self.fragments
+
+    def due(self, step: int) -> tuple[int | None, int | None]:
+        """Returns the fragments whose rounds begin and end after a step, counted from 1."""
+        number, place = divmod(step - self.warmup_steps - 1, self.interval)
+        fragment = number % self.fragments
+        begins = place + 1 == self.interval - self.fragment_sync_delay
+        ends = place + 1 == self.interval
+        return fragment if begins else None, fragment if ends else None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The parts of a model that take local steps."""
+
+    group: dist.ProcessGroup
+    model: torch.nn.Module  # inside of DDP
+    parts: list[Tensors]
+    buffers: list[torch.Tensor]  # those to average
+    shared: list[torch.Tensor]  # all that must be equal at the start
+
+
+def agree(
+    steps: LocalSGD,
+    model: torch.nn.Module,
+    average_buffers: bool,
+    group: dist.ProcessGroup | None,
+    scaler: torch.amp.GradScaler | None,
+) -> Found:
+    """Returns what takes local steps, once all processes have brought the same. Collective.
+
+    Raises:
+        ValueError: On every process, if an argument is not valid or differs.
+    """
+    group = NamedTensors({}).group(group)
+    check_alive(group)
+    timeout = find_backends(group)[0].options._timeout
+    found = None
+    try:
+        found = _find(steps, model, average_buffers, group, scaler)
+        mine = {**dataclasses.asdict(steps.schedule), "buffers": len(found.buffers)}
+    except Exception as invalid:  # The other processes wait for this error, of any type.
+        mine = error_as_arguments(invalid)
+    function = type(steps).__name__
+    compare = equality_of(f"the arguments or buffers of {function}")
+    next_call(group, function, timeout).agree(mine, compare)
+    assert found is not None  # else the processes did not agree
+    return found
+
+
+def _find(
+    steps: LocalSGD,
+    model: torch.nn.Module,
+    average_buffers: bool,
+    group: dist.ProcessGroup,
+    scaler: torch.amp.GradScaler | None,
+) -> Found:
+    schedule = steps.schedule
+    for name, value, kind, text in (
+        ("model", model, torch.nn.Module, "a module"),
+        ("optimizer", steps.optimizer, Optimizer, "a torch optimizer"),
+        ("scaler", scaler, torch.amp.GradScaler | None, "a torch.amp.GradScaler"),
+        ("average_buffers", average_buffers, bool, "a bool"),
+    ):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be {text}, got {type(value).__name__}")
+    schedule.check()
+    _check_unaveraged(model, group)
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    everything = dict(module.named_parameters())
+    trained = {name: p for name, p in everything.items() if p.requires_grad and p.numel()}
+    if len(trained) < schedule.fragments:
+        raise ValueError(
+            f"fragments must be at most the number of trainable parameters, {len(trained)}, got "
+            f"{schedule.fragments}"
+        )
+    steps._check(trained)
+    kept = module.state_dict(keep_vars=True)
+    floating = [
+        buffer
+        for name, buffer in module.named_buffers()
+        if name in kept and buffer.is_floating_point()
+    ]
+    return Found(
+        group,
+        module,
+        split(trained, schedule.fragments),
+        floating if average_buffers else [],
+        [shard_of(tensor.detach()) for tensor in (*everything.values(), *module.buffers())],
+    )
+
+
+def _check_unaveraged(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
+    """Raises a ValueError if the gradients are averaged over the same processes in every step."""
+    if isinstance(model, DistributedDataParallel):
+        averages = model.process_group is group and not model._comm_hooks
+    else:
+        averages = isinstance(model, FSDPModule) and fsdp.own_replicas(model) is group
+    if averages:
+        raise ValueError(
+            f"{type(model).__name__} averages the gradients over the processes of this group in "
+            "every step, so that local steps have nothing to average: pass the module inside of "
+            "it, or a group of processes that it does not average over"
+        )
+
+
+def split(parameters: Tensors, count: int) -> list[Tensors]:
+    """Returns the parameters in so many parts of about the same number of elements, in order."""
+    named = list(parameters.items())
+    reached = list(itertools.accumulate(parameter.numel() for _, parameter in named))
+    parts, begin = [], 0
+    for part in range(1, count + 1):
+        end, last = begin + 1, len(named) - (count - part)  # each part after it gets a parameter
+        while end < last and (part == count or reached[end - 1] * count < reached[-1] * part):
+            end += 1
+        parts.append(dict(named[begin:end]))
+        begin = end
+    return parts
+
+
+def lay_under(options: Any, warmup_steps: int) -> Any:
+    """Returns the options of ``attach``: compression starts with the rounds after the warm-up."""
+    if options is None or isinstance(options, Mapping):
+        return {"start_powerSGD_iter": warmup_steps, **(options or {})}
+    return options

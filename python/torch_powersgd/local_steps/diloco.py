@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""DiLoCo: an outer optimizer takes the averaged changes for gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from torch_powersgd.local_steps.fragment import Fragment, Tensors
+from torch_powersgd.local_steps.steps import LocalSGD
+from torch_powersgd.options import Options
+
+
+class DiLoCo(LocalSGD):
+    """Local steps whose mean changes are the gradients of an outer optimizer, compressed.
+
+    It does as ``LocalSGD`` does, but in a round: the mean of anchor - parameter, where the anchor
+    is the parameter after the round before, is the gradient with which ``outer_optimizer`` moves
+    the anchor. In DiLoCo (Douillard et al., arXiv:2311.08105) that is SGD with a learning rate of
+    0.7 and Nesterov momentum of 0.9; over few processes less momentum learns better.
+
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
+        with torch_powersgd.DiLoCo(model, optimizer, outer, sync_every=10):
+            ...
+
+    Args:
+        outer_optimizer: Optimizer of the model's parameters. It gets the anchors in their place,
+            which are in float32 or wider. Schedulers of its learning rate go on working. Warm-up
+            rounds average without it.
+        others: Those of ``LocalSGD``.
+
+    Raises:
+        ValueError: As ``LocalSGD``, or if the outer optimizer lacks a trainable parameter.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        outer_optimizer: Optimizer,
+        sync_every: int,
+        options: Options | Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> None:
+        self.outer_optimizer = outer_optimizer
+        super().__init__(model, optimizer, sync_every, options, **others)
+        self._hold_anchors()
+
+    def _check(self, trained: Tensors) -> None:
+        outer = self.outer_optimizer
+        if not isinstance(outer, Optimizer):
+            raise ValueError(
+                f"outer_optimizer must be a torch optimizer, got {type(outer).__name__}"
+            )
+        held = {id(p) for group in outer.param_groups for p in group["params"]}
+        if missing := [name for name, p in trained.items() if id(p) not in held]:
+            raise ValueError(
+                f"outer_optimizer must hold all trainable parameters of the model, it lacks "
+                f"{missing[0]!r}"
+            )
+
+    def _hold_anchors(self) -> None:
+        """Puts the anchors in the place of the parameters in the outer optimizer."""
+        outer = self.outer_optimizer
+        anchor_of = {
+            id(fragment.parameters[name]): anchor
+            for fragment in self._fragments
+            for name, anchor in fragment.anchors.items()
+        }
+        for group in outer.param_groups:
+            held = [p for p in group["params"] if id(p) in anchor_of]
+            group["params"] = [anchor_of[id(p)] for p in held]
+            for p in held:
+                if p in outer.state:  # of a checkpoint that was loaded before
+                    outer.state[anchor_of[id(p)]] = outer.state.pop(p)
+
+    def _move(self, fragment: Fragment, means: Tensors) -> None:
+        for name, mean in means.items():
+            fragment.anchors[name].grad = mean
+        self.outer_optimizer.step()
+        for name in means:
+            fragment.anchors[name].grad = None
+
+    def _outer_state(self) -> dict[str, Any]:
+        return self.outer_optimizer.state_dict()
+
+    def _load_outer_state(self, state: dict[str, Any]) -> None:
+        self.outer_optimizer.load_state_dict(state)

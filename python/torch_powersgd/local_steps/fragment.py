@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One round of some parameters: what has changed is sent, and its mean comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_powersgd.attach import compress
+from torch_powersgd.options import Options
+from torch_powersgd.targets import NamedTensors, shard_of
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Fragment:
+    """Parameters that are averaged together.
+
+    Their *anchor* is the value that they had on all processes after the last round. What is
+    averaged is how far the local steps have moved them from it: anchor - parameter, which DiLoCo
+    calls the pseudo-gradient. The anchor of a parameter in less than float32 is in float32, so that
+    small averages add up.
+
+    Args:
+        parameters: Trainable parameters by name, the same values on all processes.
+        options: Options of the compression, as in ``attach``.
+        group: Group to average over.
+    """
+
+    def __init__(
+        self,
+        parameters: Tensors,
+        options: Options | Mapping[str, Any] | None,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.parameters = parameters
+        self.anchors = {name: at_least_float32(p).clone() for name, p in parameters.items()}
+        self.compression = compress(NamedTensors(self.anchors), options, group)
+        self._work: dist.Work | None = None
+        self._changes: Tensors = {}
+        self._begun_at: Tensors = {}  # the parameters when their changes were sent
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes that averaging the gradients in one step would send."""
+        return sum(shard_of(parameter).nbytes for parameter in self.parameters.values())
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round has begun that has not finished."""
+        return self._work is not None
+
+    @torch.no_grad()
+    def begin(self, overlaps: bool = False) -> str:
+        """Sends the changes, and does not wait.
+
+        If a parameter is not finite here, nothing of this process's round can be averaged: all of
+        it is sent as NaN, and all processes drop it.
+
+        Args:
+            overlaps: Whether local steps are taken before ``finish``.
+
+        Returns:
+            The name of a parameter that is not finite, or nothing.
+        """
+        for name, parameter in self.parameters.items():
+            anchor = self.anchors[name]
+            self._changes[name] = anchor.to(parameter.dtype).to(anchor.dtype) - parameter
+        if overlaps:
+            self._begun_at = {name: p.detach().clone() for name, p in self.parameters.items()}
+        not_finite = _first_of(_finite(self._changes))
+        if not_finite:
+            for change in self._changes.values():
+                change.fill_(torch.nan)
+        self._work = self.compression.all_reduce(self._changes)
+        return not_finite
+
+    @torch.no_grad()
+    def finish(self, update: Callable[[Fragment, Tensors], None]) -> str:
+        """Waits for the means, and moves the anchors and the parameters.
+
+        A parameter whose mean is not finite goes back to its anchor, as if there had been no round.
+
+        Args:
+            update: Function of the fragment and the finite means, which moves the anchors.
+
+        Returns:
+            The name of a parameter whose mean is not finite, or nothing.
+        """
+        assert self._work is not None
+        self._work.wait()
+        self._work, means = None, self._changes
+        begun_at, self._begun_at, self._changes = self._begun_at, {}, {}
+        finite = _finite(means)
+        update(self, {name: mean for name, mean in means.items() if finite[name]})
+        for name, parameter in self.parameters.items():
+            anchor = self.anchors[name].to(parameter.dtype)
+            overlapped = finite[name] and name in begun_at
+            parameter.copy_(anchor + (parameter - begun_at[name]) if overlapped else anchor)
+        return _first_of(finite)
+
+    def subtract(self, means: Tensors) -> None:
+        """Moves the anchors to the mean of the processes' parameters."""
+        for name, mean in means.items():
+            self.anchors[name] -= mean
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Makes the parameters what the anchors are."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.anchors[name])
+
+
+def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor in float32, or itself if its type is as wide."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _finite(tensors: Tensors) -> dict[str, bool]:
+    """Whether all elements that this process holds are finite, by name."""
+    found = [shard_of(tensor).isfinite().all() for tensor in tensors.values()]
+    return dict(zip(tensors, torch.stack(found).tolist(), strict=True))
+
+
+def _first_of(finite: Mapping[str, bool]) -> str:
+    """The first name that is not finite, or nothing."""
+    return next((name for name, fits in finite.items() if not fits), "")

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Local steps: the processes train by themselves, and average at intervals what has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from torch_powersgd import grad_scaler, log
+from torch_powersgd.compression import PerRank
+from torch_powersgd.local_steps import checks, state
+from torch_powersgd.local_steps.checks import Schedule
+from torch_powersgd.local_steps.fragment import Fragment, Tensors, at_least_float32
+from torch_powersgd.options import Options
+from torch_powersgd.stats import ratio
+from torch_powersgd.units import size_text, times_text
+
+_BROADCAST_BYTES = 250 << 20  # as DDP's
+
+
+class LocalSGD(Stateful):
+    """Averages every ``sync_every`` steps how far the parameters have moved, compressed.
+
+    Between two rounds each process trains by itself, and nothing is sent. A round makes the
+    parameters of all processes equal: those of the round before plus the mean of the changes since.
+    What the low-rank factors miss of the changes stays in the residual for later rounds, so that
+    nothing is lost. Local SGD (Stich, arXiv:1805.09767) averages the parameters themselves, of
+    which a residual would be out of date.
+
+    It begins where it is made: all processes get rank 0's parameters and buffers. A hook of the
+    optimizer counts the steps, so that the training loop stays as it is:
+
+        model = MyModel()  # without DDP over the same processes
+        optimizer = torch.optim.AdamW(model.parameters())
+        with torch_powersgd.LocalSGD(model, optimizer, sync_every=10):
+            for batch in batches:
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+
+    At the end of the block a last round makes the models equal. Without a block, ``detach`` does.
+    Every process must take the same number of steps. It is torch's ``Stateful``, for ``dcp.save``.
+
+    Args:
+        model: Module whose trainable parameters are averaged. Where processes average gradients
+            among themselves, it is wrapped in DDP or FSDP2 over a group of theirs.
+        optimizer: Optimizer whose steps are counted.
+        sync_every: Number of steps from one round of a parameter to its next.
+        options: As in ``attach``, which gets the changes by name. A step of the options is a round.
+            Unless they name ``start_powerSGD_iter``, only the rounds of the warm-up are exact.
+        fragments: Number of parts of the model, of about the same size, that have rounds in turns,
+            one every ``sync_every / fragments`` steps (Streaming DiLoCo, arXiv:2501.18512). It must
+            divide ``sync_every``.
+        fragment_sync_delay: Number of steps that go on while a round is on its way. They are added
+            to what the round yields. It is less than ``sync_every / fragments``.
+        warmup_steps: Number of steps at the start after each of which all parameters have a round.
+        average_buffers: Whether rounds also average the persistent floating buffers, such as the
+            statistics of a batch normalization, exactly. Others are left alone.
+        group: Group to average over, with a powersgd backend for the parameters' device. None is
+            the default group. Where DDP or FSDP2 is inside, it has one process of each replica.
+        scaler: ``GradScaler`` of the training, whose skipped steps then count as well.
+
+    Raises:
+        ValueError: On every process, if an argument is not valid, the model's gradients are
+            averaged over the group anyway, or the processes' arguments or parameters differ.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        sync_every: int,
+        options: Options | Mapping[str, Any] | None = None,
+        *,
+        fragments: int = 1,
+        fragment_sync_delay: int = 0,
+        warmup_steps: int = 0,
+        average_buffers: bool = True,
+        group: dist.ProcessGroup | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.schedule = Schedule(sync_every, fragments, fragment_sync_delay, warmup_steps)
+        found = checks.agree(self, model, average_buffers, group, scaler)
+        self.group = found.group
+        self._model = found.model
+        self._buffers = found.buffers
+        dist._broadcast_coalesced(self.group, found.shared, _BROADCAST_BYTES, 0)
+        options = checks.lay_under(options, warmup_steps)
+        self._fragments = [Fragment(part, options, self.group) for part in found.parts]
+        self._step = self._rounds = self._dropped = 0
+        self._buffer_bytes = 0  # sent so far
+        self._heard = False  # whether the optimizer has told of its step since the scaler's last
+        self._ended = False
+        self._last_stats: dict[str, Any] = {}  # once it has ended
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+        if scaler is not None:
+            grad_scaler.call_after_step(scaler, self._after_scaler)
+        if self.group.rank() == 0:
+            self._announce()
+
+    def sync(self) -> None:
+        """Averages now what has changed since the last round, in all fragments. Collective.
+
+        The model is then the same on all processes, as before a checkpoint or at the end. The
+        rounds to come stay where they are.
+        """
+        self._finish_all()
+        for fragment in self._fragments:
+            self._begin(fragment)
+        self._finish_all()
+        self._average_buffers()
+
+    def step_skipped(self) -> None:
+        """Counts a step that this process's optimizer did not take.
+
+        The processes count their own steps to know when a round is due. Call it where one of them
+        may skip ``optimizer.step()``, as for a gradient that is not finite. ``scaler=`` does it by
+        itself.
+        """
+        self._count_step()
+
+    def stats(self) -> dict[str, Any]:
+        """Returns this process's counts. It is not collective.
+
+        Returns:
+            A dictionary. ``steps`` of the optimizer and ``rounds`` of a fragment, both from the
+            start of training on; ``dropped_rounds``, in which a parameter was not finite.
+            ``bytes_before``: what averaging the gradients in every step would have sent, in their
+            own type; ``bytes_after``: what was sent; ``ratio`` of the two. ``round_ratio``: the
+            same for a compressed round against the steps between two rounds.
+        """
+        if self._last_stats:
+            return dict(self._last_stats)
+        counts = [fragment.compression._reducer.stats() for fragment in self._fragments]
+        before = self._step * sum(fragment.gradient_bytes for fragment in self._fragments)
+        after = self._buffer_bytes + sum(count["bytes_after"] for count in counts)
+        whole = sum(count["compressed_bytes_before"] for count in counts)
+        packed = sum(count["compressed_bytes_after"] for count in counts)
+        return {
+            "steps": self._step,
+            "rounds": self._rounds,
+            "dropped_rounds": self._dropped,
+            "bytes_before": before,
+            "bytes_after": after,
+            "ratio": ratio(before, after),
+            "round_ratio": self.schedule.sync_every * ratio(whole, packed),
+        }
+
+    def state_dict(self, per_rank: bool = False) -> dict[str, Any]:
+        """Returns the state. Collective without ``per_rank``. A round in flight ends first.
+
+        Args:
+            per_rank: As in ``Compression.state_dict``. False: any number of processes can load the
+                state, and goes on from the last round; call ``sync`` before, so that no local step
+                is lost. True: each process saves its own, with its model and optimizer, and goes on
+                bit for bit.
+        """
+        self._finish_all()
+        return state.of(self, per_rank)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what ``state_dict`` returned. Collective.
+
+        Without ``per_rank``, the parameters become those of the last round on all processes. With
+        it, load the model and the optimizer as well.
+
+        Raises:
+            ValueError: On every process alike and before anything changes, if the state does not
+                fit.
+        """
+        self._finish_all()
+        state.load(self, state_dict)
+
+    @property
+    def per_rank(self) -> Stateful:
+        """A view whose ``state_dict`` has ``per_rank``, for ``dcp.save``."""
+        return PerRank(self)
+
+    def detach(self) -> None:
+        """Ends the local steps with a last round of all parameters. Collective.
+
+        What is in the residuals after that is lost, unless ``state_dict`` is called before.
+        """
+        self.sync()
+        self._last_stats = self.stats()
+        self._end()
+        for fragment in self._fragments:
+            fragment.compression.detach()
+
+    def _end(self) -> None:
+        self._hook.remove()
+        self._ended = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_type is None:
+            self.detach()
+        else:  # The other processes may not get here.
+            self._end()
+
+    def __str__(self) -> str:
+        counts, every = self.stats(), self.schedule.sync_every
+        name = type(self).__name__
+        return (
+            f"{name} over {self.group.size()} processes: a round every {every} steps\n"
+            f"  step {counts['steps']}, {counts['rounds']} rounds\n"
+            f"  sent {size_text(counts['bytes_after'])} in place of "
+            f"{size_text(counts['bytes_before'])} ({times_text(counts['ratio'])} fewer, "
+            f"{times_text(counts['round_ratio'])} where compressed)"
+        )
+
+    def _move(self, fragment: Fragment, means: Tensors) -> None:
+        """Moves the anchors of a fragment by the mean changes."""
+        fragment.subtract(means)
+
+    def _check(self, trained: Tensors) -> None:
+        """Raises a ValueError if an argument does not go with these parameters."""
+
+    def _outer_state(self) -> dict[str, Any] | None:
+        """Returns the state of the outer optimizer, if there is one."""
+        return None
+
+    def _load_outer_state(self, state: dict[str, Any]) -> None:
+        """Loads what ``_outer_state`` returned."""
+
+    def _after_step(self, *_: object) -> None:
+        self._heard = True
+        self._count_step()
+
+    def _count_step(self) -> None:
+        if self._ended:
+            return
+        self._step += 1
+        if self._step <= self.schedule.warmup_steps:
+            self.sync()
+            return
+        begins, ends = self.schedule.due(self._step)
+        if begins is not None:
+            self._begin(self._fragments[begins], self.schedule.fragment_sync_delay > 0)
+        if ends is not None:
+            self._finish(self._fragments[ends])
+            if ends + 1 == len(self._fragments):
+                self._average_buffers()
+
+    def _begin(self, fragment: Fragment, overlaps: bool = False) -> None:
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward pass without a backward pass leaves the root whole
+        self._check_trainable()
+        if name := fragment.begin(overlaps):
+            log.warning(
+                f"{name!r} is not finite on rank {self.group.rank()}: this round is dropped, and "
+                "all processes go back to the parameters of the round before"
+            )
+
+    def _check_trainable(self) -> None:
+        """Raises a RuntimeError if a parameter is trained that was frozen at first."""
+        averaged = {id(p) for fragment in self._fragments for p in fragment.parameters.values()}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and parameter.numel() and id(parameter) not in averaged:
+                raise RuntimeError(
+                    f"{name!r} is trained, but was frozen when {type(self).__name__} was made, so "
+                    "that it is not averaged. Call detach() and make another one"
+                )
+
+    def _finish(self, fragment: Fragment) -> None:
+        if not fragment.in_flight:
+            return
+        warming = self._step <= self.schedule.warmup_steps
+        if fragment.finish(Fragment.subtract if warming else self._move):
+            self._dropped += 1
+        self._rounds += 1
+
+    def _finish_all(self) -> None:
+        for fragment in self._fragments:
+            self._finish(fragment)
+
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        if not self._buffers:
+            return
+        flat = torch.cat([at_least_float32(buffer).reshape(-1) for buffer in self._buffers])
+        dist.all_reduce(flat, group=self.group)
+        flat /= self.group.size()
+        self._buffer_bytes += flat.nbytes
+        parts = flat.split([buffer.numel() for buffer in self._buffers])
+        for buffer, mean in zip(self._buffers, parts, strict=True):
+            mean = mean.view_as(buffer)
+            buffer.copy_(torch.where(mean.isfinite(), mean, buffer))
+
+    def _after_scaler(self, optimizer: Optimizer) -> None:
+        """Counts a step that the scaler has skipped. Most optimizers do not hear of it."""
+        if optimizer is self.optimizer and not self._heard:
+            self._count_step()
+        self._heard = False
+
+    def _announce(self) -> None:
+        name, every = type(self).__name__, self.schedule.sync_every
+        if self.group.size() == 1:
+            log.notice(f"{name}: the group has one process, so nothing is sent")
+            return
+        outlines = [f.compression._reducer.states.outline() for f in self._fragments]
+        before = every * sum(f.gradient_bytes for f in self._fragments)
+        after = sum(outline.bytes_after for outline in outlines)
+        log.notice(
+            f"{name}: a round every {every} steps sends {size_text(after)} in place of "
+            f"{size_text(before)} ({times_text(ratio(before, after))} fewer)"
+        )

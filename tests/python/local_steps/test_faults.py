@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Local steps that go wrong: skipped steps, numbers that are not finite, arguments that are not."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd as tp
+from support.on_ranks import all_agree, on_ranks
+from support.paired_training import same
+from support.synthetic import gradient
+from support.groups import world
+
+EVERY = 4
+OPTIONS = {"matrix_approximation_rank": 2}
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _backward(model: nn.Module, rank: int, i: int, scale: float = 1.0) -> None:
+    model.zero_grad()
+    (model(gradient((6, 24), "input", rank, i)).square().mean() * scale).backward()
+
+
+def _equal_on_ranks(model: nn.Module) -> bool:
+    return all_agree([parameter.tolist() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["skipped by the scaler", "by the optimizer"])
+@on_ranks(2)
+def test_a_scaler_that_skips_on_one_rank_keeps_the_rounds(rank: int, fused: bool) -> None:
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, scaler=scaler)
+    for i in range(3 * EVERY):
+        _backward(model, rank, i, float(scaler.scale(torch.ones(()))))
+        if rank == 1 and i % 5 == 2:
+            model[0].weight.grad[3, 3] = torch.inf  # type: ignore[union-attr,index]
+        scaler.step(optimizer)
+        scaler.update()
+        assert _equal_on_ranks(model) is ((i + 1) % EVERY == 0)
+    assert steps.stats()["steps"] == 3 * EVERY
+    copied = copy.deepcopy(scaler)  # for another training, whose steps do not count here
+    steps.detach()
+    for other in (copied, scaler):
+        _backward(model, rank, 0, float(other.scale(torch.ones(()))))
+        other.step(optimizer)
+        other.update()
+    assert steps.stats()["steps"] == 3 * EVERY
+
+
+@on_ranks(2)
+def test_a_loop_that_skips_on_one_rank_says_so(rank: int) -> None:
+    model = _net()
+    optimizer = _sgd(model)
+    steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS)
+    for i in range(2 * EVERY):
+        _backward(model, rank, i)
+        if rank == 1 and i in (2, 3):
+            steps.step_skipped()
+        else:
+            optimizer.step()
+        assert _equal_on_ranks(model) is ((i + 1) % EVERY == 0)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@on_ranks(2)
+def test_a_round_that_is_not_finite_might_as_well_not_have_been(rank: int, delay: int) -> None:
+    """All ranks are where they were after the round before, to the bit, with their residuals."""
+    models = [_net(), _net()]
+    optimizers = [_sgd(model) for model in models]
+    broken, other = (
+        tp.LocalSGD(m, o, EVERY, OPTIONS, fragment_sync_delay=delay)
+        for m, o in zip(models, optimizers, strict=True)
+    )
+
+    def one_round(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        for i in range(EVERY):
+            _backward(model, rank, number * EVERY + i)
+            optimizer.step()
+
+    for number in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            one_round(model, optimizer, number)
+    for steps in (broken, other):
+        steps.sync()  # or the steps beside a round would be kept
+    before = [parameter.detach().clone() for parameter in models[0].parameters()]
+    if rank == 1:
+        with torch.no_grad():
+            models[0][2].bias[5] = torch.nan  # type: ignore[index]
+    one_round(models[0], optimizers[0], 7)
+    assert same(models[0].parameters(), before)
+    assert broken.stats()["dropped_rounds"] == 1
+    for number in range(2, 4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            one_round(model, optimizer, number)
+    assert same(models[0].parameters(), models[1].parameters())
+    assert other.stats()["dropped_rounds"] == 0
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_trained_later_is_named(rank: int) -> None:
+    model = _net()
+    model[0].weight.requires_grad_(False)  # type: ignore[union-attr,operator]
+    optimizer = _sgd(model)
+    tp.LocalSGD(model, optimizer, 2, OPTIONS)
+    _backward(model, rank, 0)
+    optimizer.step()
+    model[0].weight.requires_grad_(True)  # type: ignore[union-attr,operator]
+    _backward(model, rank, 1)
+    with pytest.raises(RuntimeError, match=r"'0.weight' is trained, but was frozen when LocalSGD"):
+        optimizer.step()
+
+
+def _refuses(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+@on_ranks(2)
+def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
+    model = _net()
+    sgd, ddp = _sgd(model), DistributedDataParallel(_net())
+    part = torch.optim.SGD(model[0].parameters(), lr=1.0)  # type: ignore[index]
+    scaler: Any = "scaler"
+    wrong: list[tuple[Callable[[], Any], str]] = [
+        (lambda: tp.LocalSGD(model, sgd, 0), "sync_every must be an integer of at least 1, got 0"),
+        (lambda: tp.LocalSGD(model, sgd, 1.5), "sync_every must be an integer of at least 1, got"),  # type: ignore[arg-type]
+        (lambda: tp.LocalSGD(model, sgd, 4, fragments=3), "fragments must divide sync_every=4"),
+        (lambda: tp.LocalSGD(model, sgd, 6, fragments=6), "number of trainable parameters, 4"),
+        (
+            lambda: tp.LocalSGD(model, sgd, 4, fragments=2, fragment_sync_delay=2),
+            "fragment_sync_delay must be less than sync_every / fragments = 2, got 2",
+        ),
+        (lambda: tp.LocalSGD(model, sgd, 4, warmup_steps=-1), "warmup_steps must be an integer of"),
+        (lambda: tp.LocalSGD(ddp, _sgd(ddp), 4), "averages the gradients over the processes of"),
+        (lambda: tp.LocalSGD({}, sgd, 4), "model must be a module, got dict"),  # type: ignore[arg-type]
+        (lambda: tp.LocalSGD(model, model, 4), "optimizer must be a torch optimizer, got Sequ"),  # type: ignore[arg-type]
+        (lambda: tp.LocalSGD(model, sgd, 4, scaler=scaler), "scaler must be a torch.amp.GradSc"),
+        (lambda: tp.DiLoCo(model, sgd, part, 4), "model, it lacks '2.weight'"),
+        (lambda: tp.DiLoCo(model, sgd, None, 4), "outer_optimizer must be a torch optimizer, got"),  # type: ignore[arg-type]
+        (lambda: tp.LocalSGD(model, sgd, 4 + rank), "the arguments or buffers of LocalSGD on rank"),
+        (lambda: tp.LocalSGD(model, sgd, 4 * (1 - rank)), "rank 1: sync_every must be an integer"),
+        (lambda: tp.LocalSGD(model, sgd, 4, {"bits": 4}), "'bits' is not an option"),
+    ]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for call, message in wrong:
+        _refuses(call, message)
+    assert same(model.parameters(), before)
+    assert not sgd._optimizer_step_post_hooks
+    assert world().size() == 2

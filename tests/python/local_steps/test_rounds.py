@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Rounds of local steps: what is averaged, when, and that nothing of it is lost.
+
+The optimizer is SGD with a learning rate of 1, so that a gradient is how far a step moves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_powersgd as tp
+from support.on_ranks import all_agree, on_ranks
+from support.synthetic import (
+    SHAPES,
+    TOLERANCE,
+    Ledger,
+    Synthetic,
+    Tensors,
+    gradient,
+    gradients,
+    relative_error,
+    residuals_of,
+    step,
+)
+
+EVERY = 4
+OPTIONS = {"matrix_approximation_rank": 2}
+EXACT = tp.Options(scope="never")
+# Rounds of two parameters each, the second of them on its way for a step.
+IN_TURNS = {"fragments": 2, "fragment_sync_delay": 1}
+
+
+def _zeros(dtype: torch.dtype = torch.float32) -> Synthetic:
+    return Synthetic({name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()})
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def _move(model: Synthetic, optimizer: torch.optim.Optimizer, rank: int, i: int) -> None:
+    """Takes a step by the negative gradients of ``rank`` at ``i``."""
+    for name, value in gradients(SHAPES, rank, i).items():
+        parameter = model.weights[name]
+        parameter.grad = -value.to(parameter.dtype)
+    optimizer.step()
+
+
+def _values(model: Synthetic) -> Tensors:
+    return {name: parameter.detach().clone() for name, parameter in model.weights.items()}
+
+
+def _residuals(steps: tp.LocalSGD) -> Tensors:
+    """What no round has sent yet of the movement, which is the negative change."""
+    found: Tensors = {}
+    for fragment in steps._fragments:
+        found |= {name: -value for name, value in residuals_of(fragment.compression).items()}
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("turns", [{}, IN_TURNS], ids=["whole", "in turns"])
+@on_ranks()
+def test_nothing_is_lost(rank: int, world_size: int, turns: dict[str, int]) -> None:
+    """The parameters + the mean residual = the sum of the mean movements."""
+    for wire in (None, "int8"):
+        model = _zeros()
+        optimizer = _sgd(model)
+        steps = tp.LocalSGD(model, optimizer, EVERY, {**OPTIONS, "wire_dtype": wire}, **turns)
+        ledger = Ledger()
+        for i in range(3 * EVERY):
+            _move(model, optimizer, rank, i)
+            mine = [gradients(SHAPES, r, i) for r in range(world_size)]
+            means = {n: torch.stack([g[n].double() for g in mine]).mean(0) for n in SHAPES}
+            ledger.add({n: torch.zeros(()) for n in SHAPES}, means)
+        assert not all_agree({n: v.tolist() for n, v in _values(model).items()}) or not turns
+        steps.sync()
+        assert all_agree({n: v.tolist() for n, v in _values(model).items()})
+        ledger.outputs = {n: value.double() for n, value in _values(model).items()}
+        residuals = _residuals(steps)
+        assert residuals and all(residual.norm() > 0.1 for residual in residuals.values())
+        errors = ledger.errors(residuals)
+        assert all(error < TOLERANCE[torch.float32] for error in errors.values()), errors
+        steps.detach()
+
+
+@on_ranks(2)
+def test_a_round_in_every_step_is_the_training_of_attach(rank: int) -> None:
+    """With SGD, up to the rounding of parameter - change, which is not the gradient to the bit."""
+    model, ddp = _zeros(), nn.parallel.DistributedDataParallel(_zeros())
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, ddp))
+    tp.LocalSGD(model, optimizer, 1, OPTIONS)
+    tp.attach(ddp, {**OPTIONS, "start_powerSGD_iter": 0})
+    for i in range(8):
+        values = gradients(SHAPES, rank, i)
+        for name, value in values.items():
+            model.weights[name].grad = value
+        optimizer.step()
+        step(ddp, values)
+        other.step()
+    for (name, mine), theirs in zip(model.weights.items(), ddp.parameters(), strict=True):
+        assert relative_error(mine, theirs) < 1e-4, name
+
+
+def _outer(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@on_ranks(2)
+def test_diloco_is_an_outer_optimizer_over_the_mean_changes(rank: int) -> None:
+    """Exact rounds equal the algorithm, written down in float64 for all processes."""
+    dtype = torch.float64
+    model = _zeros(dtype)
+    optimizer = _sgd(model)
+    outer = _outer(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(outer, 1, gamma=0.9)
+    steps = tp.DiLoCo(model, optimizer, outer, EVERY, EXACT, warmup_steps=1)
+    anchor = _zeros(dtype)
+    reference = _outer(anchor.parameters())
+    wanted = torch.optim.lr_scheduler.StepLR(reference, 1, gamma=0.9)
+    for i in range(1):
+        _move(model, optimizer, rank, i)
+        for name, parameter in anchor.weights.items():
+            parameter.data += sum(gradients(SHAPES, r, i)[name].double() for r in range(2)) / 2
+    for round_ in range(3):
+        moved: Tensors = {name: torch.zeros((), dtype=dtype) for name in SHAPES}
+        for i in range(1 + round_ * EVERY, 1 + (round_ + 1) * EVERY):
+            _move(model, optimizer, rank, i)
+            for name in SHAPES:
+                both = [gradients(SHAPES, r, i)[name].double() for r in range(2)]
+                moved[name] = moved[name] + torch.stack(both).mean(0)
+        for name, parameter in anchor.weights.items():
+            parameter.grad = -moved[name]
+        reference.step()
+        scheduler.step()
+        wanted.step()
+        for name, parameter in anchor.weights.items():
+            assert relative_error(model.weights[name], parameter) < TOLERANCE[dtype], name
+    assert steps.stats()["rounds"] == 4
+
+
+@on_ranks(2)
+def test_steps_beside_a_round_are_kept(rank: int) -> None:
+    """A round of three steps before counts the steps since in the next round, once."""
+    model = _zeros(torch.float64)
+    optimizer = _sgd(model)
+    steps = tp.LocalSGD(model, optimizer, 5, EXACT, fragment_sync_delay=3)
+    for i in range(10):
+        _move(model, optimizer, rank, i)
+        if i == 4:  # the mean of two steps, and three of its own
+            for name, parameter in model.weights.items():
+                both = [gradients(SHAPES, r, j)[name].double() for r in range(2) for j in range(2)]
+                own = [gradients(SHAPES, rank, j)[name].double() for j in range(2, 5)]
+                expected = torch.stack(both).sum(0) / 2 + torch.stack(own).sum(0)
+                assert relative_error(parameter, expected) < TOLERANCE[torch.float64], name
+    steps.sync()
+    for name, parameter in model.weights.items():
+        both = [gradients(SHAPES, r, j)[name].double() for r in range(2) for j in range(10)]
+        expected = torch.stack(both).sum(0) / 2
+        assert relative_error(parameter, expected) < TOLERANCE[torch.float64], name
+
+
+class Odd(nn.Module):
+    """Frozen, tied and unused parameters, several types, and buffers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(24)
+        self.first = nn.Linear(24, 24, bias=False)
+        self.last = nn.Linear(24, 24, bias=False)
+        self.last.weight = self.first.weight
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.unused = nn.Linear(24, 30)
+        self.low = nn.Parameter(0.1 * torch.randn(24, 40).bfloat16())
+        self.complex = nn.Parameter(0.1 * torch.randn(24, 26, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.zeros(0, 5))
+        self.register_buffer("constant", torch.randn(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.last(torch.tanh(self.first(self.norm(x)))))
+        total: torch.Tensor = (x @ self.complex.abs()).square().mean()
+        return total + (x.bfloat16() @ self.low).float().square().mean()
+
+
+@pytest.mark.parametrize("average", [True, False], ids=["buffers averaged", "buffers left"])
+@on_ranks(2)
+def test_a_model_of_all_sorts(rank: int, average: bool) -> None:
+    torch.manual_seed(rank)  # rank 1's parameters are not those of rank 0 at first
+    model = Odd()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    steps = tp.LocalSGD(
+        model, optimizer, EVERY, OPTIONS, fragments=2, average_buffers=average, warmup_steps=2
+    )
+    at_first = copy.deepcopy(model.state_dict())
+    assert all_agree({n: v.tolist() for n, v in _floats(at_first).items()})
+    for i in range(2 + 2 * EVERY):
+        optimizer.zero_grad()
+        model(gradient((8, 24), "input", rank, i)).backward()
+        optimizer.step()
+    steps.detach()
+    after = model.state_dict()
+    assert all_agree({n: v.tolist() for n, v in _floats(dict(model.named_parameters())).items()})
+    assert all_agree(_floats(after)["norm.running_mean"].tolist()) is average
+    assert int(after["norm.num_batches_tracked"]) == 2 + 2 * EVERY
+    for name, value in at_first.items():
+        same = torch.equal(value, after[name])
+        # weight decay moves an unused parameter in no process: it has no gradient
+        assert same is (name.startswith(("frozen", "unused", "empty", "constant"))), name
+
+
+def _floats(tensors: dict[str, torch.Tensor]) -> Tensors:
+    return {
+        name: torch.view_as_real(t.detach()) if t.is_complex() else t.detach().float()
+        for name, t in tensors.items()
+    }
+
+
+@on_ranks(2)
+def test_small_averages_add_up_in_bfloat16(rank: int) -> None:
+    """The mean of half a unit of bfloat16 moves nothing in the first round, two units in four."""
+    parameter = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    model = nn.ParameterList([parameter])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    tp.LocalSGD(model, optimizer, 1, EXACT)
+    unit = 2.0**-7  # the distance of 1 to the next larger number
+    for i in range(4):
+        parameter.grad = torch.full_like(parameter, 0 if rank else -unit)
+        optimizer.step()
+        assert torch.equal(parameter, torch.ones_like(parameter)) is (i == 0)
+    assert torch.equal(parameter, torch.full_like(parameter, 1 + 2 * unit))

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""States of local steps: resumed to the bit, or by another number of ranks with nothing lost."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_powersgd as tp
+from support import ranks
+from support.on_ranks import all_agree, on_ranks
+from support.paired_training import same
+from support.synthetic import (
+    TOLERANCE,
+    from_bytes,
+    gradient,
+    relative_error,
+    residuals_of,
+    to_bytes,
+)
+
+EVERY = 4
+OPTIONS = {"matrix_approximation_rank": 2}
+
+
+class Job:
+    """A model that takes local steps, of any rank's data."""
+
+    def __init__(self, outer: bool, **arguments: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        of_outer = torch.optim.SGD(self.model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
+        self.steps = (
+            tp.DiLoCo(self.model, self.optimizer, of_outer, EVERY, OPTIONS, **arguments)
+            if outer
+            else tp.LocalSGD(self.model, self.optimizer, EVERY, OPTIONS, **arguments)
+        )
+
+    def train(self, rank: int, first: int, last: int) -> None:
+        for i in range(first, last):
+            self.optimizer.zero_grad()
+            self.model(gradient((6, 24), "input", rank, i)).square().mean().backward()
+            self.optimizer.step()
+
+    def save(self) -> bytes:
+        return to_bytes(
+            {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "steps": self.steps.per_rank.state_dict(),
+            }
+        )
+
+    def load(self, saved: bytes) -> None:
+        state = from_bytes(saved)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps.per_rank.load_state_dict(state["steps"])
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["LocalSGD", "DiLoCo"])
+@on_ranks(2)
+def test_each_process_goes_on_to_the_bit(rank: int, outer: bool) -> None:
+    """Also in the middle of a round, and with fragments that have had different rounds."""
+    for end in (EVERY, 2 * EVERY + 3):
+        whole, resumed = (Job(outer, fragments=2) for _ in range(2))
+        whole.train(rank, 0, end)
+        saved = whole.save()
+        resumed.load(saved)
+        for job in (whole, resumed):
+            job.train(rank, end, end + 2 * EVERY + 1)
+        assert same(resumed.model.parameters(), whole.model.parameters())
+        assert resumed.steps.stats()["rounds"] == whole.steps.stats()["rounds"]
+
+
+def _saved(rank: int) -> tuple[bytes, bytes]:
+    """The state that all ranks share, and what the parameters would be with nothing unsent."""
+    job = Job(outer=False, fragments=2)
+    job.train(rank, 0, 2 * EVERY + 3)
+    job.steps.sync()
+    return to_bytes(job.steps.state_dict()), to_bytes(_whole(job))
+
+
+def _whole(job: Job) -> dict[str, torch.Tensor]:
+    residuals: dict[str, torch.Tensor] = {}
+    for fragment in job.steps._fragments:
+        residuals |= residuals_of(fragment.compression)
+    assert residuals
+    return {
+        name: parameter.detach().double() - residuals.get(name, 0)
+        for name, parameter in job.model.named_parameters()
+    }
+
+
+def _resumed(rank: int, saved: tuple[bytes, bytes]) -> None:
+    job = Job(outer=False, fragments=2)
+    job.train(rank, 0, 1)  # its parameters are its own
+    job.steps.load_state_dict(from_bytes(saved[0]))
+    assert all_agree([parameter.tolist() for parameter in job.model.parameters()])
+    for name, wanted in from_bytes(saved[1]).items():
+        assert relative_error(_whole(job)[name], wanted) < TOLERANCE[torch.float32]
+    if dist.get_world_size() == 1:  # It sends nothing, and keeps the residual for others.
+        return
+    for _ in range(40):  # rounds without steps send what is left, a rank of 2 in each
+        job.steps.sync()
+    for name, parameter in job.model.named_parameters():
+        error = relative_error(parameter, from_bytes(saved[1])[name])
+        assert error < 1e-3, (name, error)
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_any_number_of_ranks_takes_over(after: int) -> None:
+    ranks.run(after, _resumed, ranks.run(2, _saved)[0])
+
+
+def _damaged(state: dict[str, Any], how: str) -> Any:
+    part = state["fragments"]["0"]
+    name = next(iter(part["anchors"]))
+    if how == "a list":
+        return [state]
+    if how == "no step":
+        del state["step"]
+    elif how == "of DiLoCo":
+        state["kind"] = "DiLoCo"
+    elif how == "another number of fragments":
+        del state["fragments"]["1"]
+    elif how == "a missing anchor":
+        del part["anchors"][name]
+    elif how == "an anchor of another shape":
+        part["anchors"][name] = torch.zeros(3)
+    elif how == "an anchor that is not finite":
+        part["anchors"][name][0] = torch.nan
+    else:
+        part["compression"]["step"] = 7
+    return state
+
+
+@pytest.mark.parametrize("by", [1, 2], ids=["damaged on one rank", "on both"])
+@on_ranks(2)
+def test_a_state_that_does_not_fit_changes_nothing(rank: int, by: int) -> None:
+    job = Job(outer=False, fragments=2)
+    job.train(rank, 0, EVERY)
+    state = job.steps.state_dict()
+    job.train(rank, EVERY, EVERY + 2)
+    before = [parameter.detach().clone() for parameter in job.model.parameters()]
+    messages = {
+        "a list": "the state must be a dict, got list",
+        "no step": "step of the state must be an integer >= 0, got None",
+        "of DiLoCo": "kind of the state must be 'LocalSGD', got 'DiLoCo'",
+        "another number of fragments": "fragments of the state must be 2",
+        "a missing anchor": "the anchors of the state must be those of the model's parameters",
+        "an anchor of another shape": "must be finite, torch.float32 [40, 24]",
+        "an anchor that is not finite": "must be finite, torch.float32 [40, 24]",
+        "a damaged residual": "does not match its crc32",
+    }
+    for how, message in messages.items():
+        mine = from_bytes(to_bytes(state))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            job.steps.load_state_dict(_damaged(mine, how) if rank < by else mine)
+        assert same(job.model.parameters(), before)
+    job.steps.load_state_dict(state)
+    assert job.steps.stats()["steps"] == EVERY
