@@ -48,9 +48,9 @@ import torch.distributed as dist
 from cluster import arguments as command_line
 from cluster import figures, models, mps, tables
 from cluster.contenders import Contender
-from cluster.methods import EXACT_STEPS
 from cluster.player import Player, Run
 from cluster.rank import Job
+from cluster.trainees import EXACT_STEPS
 from launcher import emulated_links, hosts, signals
 from report import Record, commit, processor, provenance, show, write
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from clock import Clock
 from cluster import methods, models
+from cluster.trainees import PLAIN
 from groups import default_group
 from report import processor, provenance, write
 from stages.contestants import Ours
@@ -132,7 +133,7 @@ def main() -> None:
         "model": arguments.model,
         "batch": [arguments.batch, arguments.tokens],
     }
-    backend = methods.PLAIN[arguments.device]
+    backend = PLAIN[arguments.device]
     with default_group(backend, store=dist.HashStore(), rank=0, world_size=1):
         measure(arguments, record)
     for found in record["results"]:

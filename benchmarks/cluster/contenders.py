@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from cluster.figures import REFERENCES
-from cluster.methods import Method, find
+from cluster.methods import find
+from cluster.trainees import Method
 
 
 class Contender(NamedTuple):

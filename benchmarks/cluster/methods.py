@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The ways to average gradients that are compared. A new one is an entry of METHODS.
 
-find() also knows this project's methods with other options: "int8-wire+warm_start_noise=0.2".
+find() also knows this project's methods with other options, "int8-wire+warm_start_noise=0.2", and
+its local steps with other arguments, "local-sgd+sync_every=30".
 """
 
 from __future__ import annotations
@@ -9,49 +10,17 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-
-# Steps at the start that every compressing method averages exactly.
-EXACT_STEPS = 10
-PLAIN = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-POWERSGD = {"cpu": "cpu:powersgd", "cuda": "cpu:gloo,cuda:powersgd"}
-
-
-class Trainee:
-    """A model that is trained alone."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.module = model  # the module to call
-        self.optimizer: torch.optim.Optimizer | None = None  # the one that the method brings
-        self.compression: tp.Compression | None = None  # this project's, layer by layer
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Within the context the gradients are the averages. After it they are as before."""
-        return contextlib.nullcontext()
-
-    def clear(self) -> None:
-        self.model.zero_grad()
-
-
-class Parallel(Trainee):
-    """A model in DistributedDataParallel, which spares itself a copy of the gradients."""
-
-    def __init__(self, model: nn.Module, **ddp: Any) -> None:
-        super().__init__(model)
-        self.module = self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **ddp)
-        self.hook_state: Any = None  # torch's PowerSGD hook's
+from cluster import local_methods
+from cluster.trainees import EXACT_STEPS, PLAIN, POWERSGD, Make, Method, Parallel, Trainee
 
 
 class Author(Trainee):
@@ -77,23 +46,6 @@ class Author(Trainee):
 
     def clear(self) -> None:
         """Leaves the residual in .grad, to which backward adds the next gradient."""
-
-
-# Arguments: the model, the matrix rank of the approximation, and the seed of its random start.
-Make = Callable[[nn.Module, int, int], Trainee]
-
-
-@dataclass(frozen=True)
-class Method:
-    title: str
-    backend: dict[str, str]
-    make: Make
-    options: Callable[[int, int], tp.Options] | None = None  # of the group; matrix rank, seed
-    lacks: Callable[[], str] = lambda: ""  # why it cannot run here
-    attached: bool = False  # this project's, layer by layer
-    approximates: bool = True  # by factors, which have a rank, or by what `measure` says
-    measure: str = "rank"
-    fields: Mapping[str, Any] = field(default_factory=dict)  # options that are not the default
 
 
 def _parallel(model: nn.Module, rank: int, seed: int) -> Trainee:
@@ -237,6 +189,7 @@ METHODS = {
         lambda model, rank, seed: Author(model, rank),
         lacks=_author_lacks,
     ),
+    **local_methods.METHODS,
     "demo": Method("DeMo", PLAIN, _demo, lacks=_demo_lacks, measure="top"),
     "attached": _attached("ours, attached"),
     "flat": Method("ours, flat", POWERSGD, _parallel, _options),
@@ -258,9 +211,13 @@ def find(name: str) -> Method:
     method = METHODS[base]
     if not settings:
         return method
+    fields = dict(map(_option, settings))
+    if base in local_methods.OURS:
+        return local_methods.with_settings(*local_methods.OURS[base], fields)
     if not method.attached:
         raise ValueError(f"{base} has no options, got {name!r}")
-    fields = dict(map(_option, settings))
+    if unknown := [option for option in fields if option not in tp.Options.__dataclass_fields__]:
+        raise ValueError(f"a field of Options, got {unknown[0]!r}")
     titles = [f"{option.replace('_', ' ')} {value}" for option, value in fields.items()]
     return _attached(", ".join([method.title, *titles]), **{**method.fields, **fields})
 
@@ -268,8 +225,8 @@ def find(name: str) -> Method:
 def _option(setting: str) -> tuple[str, Any]:
     """Reads OPTION=VALUE. A value that is not JSON is a text, as that of a dtype."""
     option, equals, value = setting.partition("=")
-    if not equals or option not in tp.Options.__dataclass_fields__:
-        raise ValueError(f"OPTION=VALUE with a field of Options, got {setting!r}")
+    if not equals:
+        raise ValueError(f"OPTION=VALUE, got {setting!r}")
     try:
         return option, json.loads(value)
     except json.JSONDecodeError:

@@ -25,11 +25,10 @@ from typing import Any
 from cluster import contenders
 from cluster.contenders import Wanted
 from cluster.figures import REFERENCES
-from cluster.methods import EXACT_STEPS
+from cluster.trainees import EXACT_STEPS
 from process import bytes_written
 from report import Record, Table, in_turn, processor, provenance, write
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from convergence import matrix, pictures, ranks, tables
 from convergence.matrix import Run
@@ -150,16 +149,15 @@ def train(make: ranks.Make, task: Task, seed: int) -> dict[str, Any]:
     """Trains on every rank. Returns the validation losses, and the bytes that this rank sends."""
     trainees = []
 
-    def wrap(model: nn.Module) -> DistributedDataParallel:
+    def wrap(model: nn.Module) -> nn.Module:
         trainees.append(make(model))
-        module = trainees[0].module
-        assert isinstance(module, DistributedDataParallel)
-        return module
+        return trainees[0].module
 
     trainer = task.trainer(seed, wrap)
     args = trainer.args
     if optimizer := trainees[0].optimizer:
         trainer.optimizer, args.lr = optimizer, task.demo_lr
+    trainer.optimizer = trainees[0].optimized_by(trainer.optimizer)
     untrained = trainer.validate()["validation_loss"]
     sent = 0
     for step in range(args.steps):
@@ -168,6 +166,7 @@ def train(make: ranks.Make, task: Task, seed: int) -> dict[str, Any]:
         if step >= EXACT_STEPS:
             sent += bytes_written() - before
         trainer.mean(loss)  # keeps the ranks in step
+    trainees[0].end()
     return {
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "bytes_per_step": round(sent / (args.steps - EXACT_STEPS)),

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cluster.methods import Trainee, find
+from cluster.methods import find
+from cluster.trainees import Trainee
 from launcher import ranks
 from torch import nn
 

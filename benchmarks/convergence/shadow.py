@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 
 import torch
-from cluster.methods import EXACT_STEPS
+from cluster.trainees import EXACT_STEPS
 from report import Record, Table, in_turn, processor, provenance, write
 from scipy.stats import spearmanr
 from torch import nn

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cluster.methods import EXACT_STEPS, Trainee
+from cluster.trainees import EXACT_STEPS, Trainee
 from report import Record, Table, in_turn, processor, provenance
 from torch import Tensor, nn
 

@@ -15,6 +15,7 @@ pytest.importorskip("sklearn")
 
 import bench_convergence
 from cluster import contenders, methods
+from cluster.trainees import EXACT_STEPS
 from convergence import matrix, pictures, tables, tasks
 
 
@@ -101,7 +102,7 @@ def test_a_method_takes_options() -> None:
     options = wanted.how.options(4, 7)
     assert (options.wire_dtype, options.warm_start_noise) == ("int8", 0.2)
     assert (options.matrix_approximation_rank, options.random_seed) == (4, 7)
-    assert options.start_powerSGD_iter == methods.EXACT_STEPS
+    assert options.start_powerSGD_iter == EXACT_STEPS
     later = methods.find("int8-wire+start_powerSGD_iter=30").options
     assert later is not None
     assert later(4, 7).start_powerSGD_iter == 30

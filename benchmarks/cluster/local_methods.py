@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Methods that take local steps: this project's, torch's, and torchft's DiLoCo."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+
+import torch_powersgd as tp
+from cluster.trainees import EXACT_STEPS, PLAIN, POWERSGD, Method, Parallel, Trainee
+
+EVERY = 10  # steps between two rounds
+# Arguments of LocalSGD, and those of the outer SGD, with which it is a DiLoCo.
+_SCHEDULE = {"sync_every": EVERY, "fragments": 1, "fragment_sync_delay": 0, "warmup_steps": 10}
+_OUTER = ("lr", "momentum")
+_PAPER = {"lr": 0.7, "momentum": 0.9}  # DiLoCo's
+
+
+class Local(Trainee):
+    """A model whose steps are counted, once its optimizer is known."""
+
+    def __init__(
+        self, model: nn.Module, begin: Callable[[nn.Module, torch.optim.Optimizer], Any]
+    ) -> None:
+        super().__init__(model)
+        self._begin = begin
+        self._steps: Any = None
+
+    def optimized_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        self._steps = self._begin(self.model, optimizer)
+        return optimizer
+
+    def end(self) -> None:
+        self._steps.sync()
+
+
+def _outer(parameters: Iterable[nn.Parameter], lr: float, momentum: float) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr, momentum, nesterov=momentum > 0)
+
+
+def local(title: str, **settings: Any) -> Method:
+    """This project's local steps. ``settings``: its arguments, the outer SGD's, and options."""
+    schedule = {name: settings.get(name, value) for name, value in _SCHEDULE.items()}
+    outer = {name: settings[name] for name in _OUTER if name in settings}
+    fields = {n: v for n, v in settings.items() if n not in _SCHEDULE and n not in _OUTER}
+
+    def options(rank: int, seed: int) -> tp.Options:
+        chosen = {"start_powerSGD_iter": schedule["warmup_steps"], "random_seed": seed, **fields}
+        return tp.Options(matrix_approximation_rank=rank, **chosen)
+
+    def make(model: nn.Module, rank: int, seed: int) -> Trainee:
+        def begin(module: nn.Module, optimizer: torch.optim.Optimizer) -> tp.LocalSGD:
+            if not outer:
+                return tp.LocalSGD(module, optimizer, options=options(rank, seed), **schedule)
+            by = _outer(module.parameters(), **{"momentum": 0.0, **outer})
+            return tp.DiLoCo(module, optimizer, by, options=options(rank, seed), **schedule)
+
+        return Local(model, begin)
+
+    def lacks() -> str:
+        try:
+            options(1, 0)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return ""
+
+    return Method(title, POWERSGD, make, options, lacks, every=schedule["sync_every"])
+
+
+def with_settings(title: str, base: Mapping[str, Any], settings: Mapping[str, Any]) -> Method:
+    """The method with other settings, of which its title tells.
+
+    Raises:
+        ValueError: If there is no such setting.
+    """
+    allowed = (*_SCHEDULE, *_OUTER, *tp.Options.__dataclass_fields__)
+    if unknown := [name for name in settings if name not in allowed]:
+        raise ValueError(f"a setting of local steps, got {unknown[0]!r}")
+    told = [f"{name.replace('_', ' ')} {value}" for name, value in settings.items()]
+    return local(", ".join([title, *told]), **{**base, **settings})
+
+
+class _PostLocal(Parallel):
+    """torch's recipe: averaged gradients at first, then averages of the parameters."""
+
+    def __init__(self, model: nn.Module, every: int) -> None:
+        super().__init__(model)
+        alone = [dist.new_group([member]) for member in range(dist.get_world_size())]
+        state = PostLocalSGDState(None, alone[dist.get_rank()], EXACT_STEPS, False)
+        self.ddp.register_comm_hook(state, post_localSGD_hook)
+        self._averager = PeriodicModelAverager(every, EXACT_STEPS)
+
+    def optimized_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return PostLocalSGDOptimizer(optimizer, self._averager)
+
+    def end(self) -> None:
+        self._averager.period = 1
+        self._averager.average_parameters(self.model.parameters())
+
+
+class _Torchft(Trainee):
+    """torchft's DiLoCo, which has neither warm-up nor compression on a CPU."""
+
+    def __init__(self, model: nn.Module, every: int, lr: float, momentum: float) -> None:
+        super().__init__(model)
+        self._every, self._lr, self._momentum = every, lr, momentum
+
+    def optimized_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        from torchft.coordination import LighthouseServer
+        from torchft.local_sgd import DiLoCo
+        from torchft.manager import Manager
+        from torchft.process_group import ProcessGroupGloo
+
+        rank, world = dist.get_rank(), dist.get_world_size()
+        address = [""]
+        if rank == 0:
+            self._lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=world)
+            address[0] = self._lighthouse.address()
+        dist.broadcast_object_list(address)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        limit = timedelta(seconds=120)
+        self._manager = Manager(
+            pg=ProcessGroupGloo(timeout=limit),
+            load_state_dict=lambda state: None,
+            state_dict=dict,
+            min_replica_size=world,
+            use_async_quorum=False,
+            timeout=limit,
+            quorum_timeout=limit,
+            rank=0,
+            world_size=1,
+            store_addr="127.0.0.1",
+            store_port=self._store.port,
+            lighthouse_addr=address[0],
+            replica_id=f"replica {rank}",
+            init_sync=False,
+        )
+        by = _outer(self.model.parameters(), self._lr, self._momentum)
+        self._steps = DiLoCo(self._manager, [self.model], optimizer, by, self._every)
+        self._steps.__enter__()
+        return optimizer
+
+    def end(self) -> None:
+        self._manager.shutdown()
+
+
+def _torchft_lacks() -> str:
+    return "" if importlib.util.find_spec("torchft") else "no module torchft: pip install torchft"
+
+
+def _torchft(title: str, **outer: float) -> Method:
+    return Method(
+        title,
+        PLAIN,
+        lambda model, every, seed: _Torchft(model, every, **outer),
+        lacks=_torchft_lacks,
+        measure="every",
+    )
+
+
+OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    "local-sgd": ("ours, LocalSGD", {}),
+    "diloco": ("ours, DiLoCo", {"lr": 0.8, "momentum": 0.3, "fragments": 5}),
+}
+METHODS = {
+    **{name: local(title, **settings) for name, (title, settings) in OURS.items()},
+    "post-local-sgd": Method(
+        "torch's PostLocalSGDOptimizer",
+        PLAIN,
+        lambda model, every, seed: _PostLocal(model, every),
+        measure="every",
+    ),
+    "torchft": _torchft("torchft's DiLoCo, exact", **_PAPER),
+    "torchft-0.8-0.3": _torchft(
+        "torchft's DiLoCo, exact, outer SGD 0.8 with 0.3", lr=0.8, momentum=0.3
+    ),
+}
