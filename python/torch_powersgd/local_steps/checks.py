@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_powersgd import fsdp
+from torch_powersgd._core import _C
 from torch_powersgd.group_backends import check_alive, find_backends
 from torch_powersgd.local_steps.fragment import Tensors
 from torch_powersgd.option_values import is_bool, shown
@@ -78,6 +79,7 @@ class Found:
 
     group: dist.ProcessGroup
     model: torch.nn.Module  # inside of DDP
+    ddp: DistributedDataParallel | None  # what averages gradients over the group otherwise
     parts: list[Tensors]
     buffers: list[torch.Tensor]  # those to average
     shared: list[torch.Tensor]  # all that must be equal at the start
@@ -128,7 +130,7 @@ def _find(
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be {text}, got {type(value).__name__}")
     schedule.check()
-    _check_unaveraged(model, group)
+    ddp = _averages_over(model, group)
     module = model.module if isinstance(model, DistributedDataParallel) else model
     everything = dict(module.named_parameters())
     trained = {name: p for name, p in everything.items() if p.requires_grad and p.numel()}
@@ -147,24 +149,30 @@ def _find(
     return Found(
         group,
         module,
+        ddp,
         split(trained, schedule.fragments),
         floating if average_buffers else [],
         [shard_of(tensor.detach()) for tensor in (*everything.values(), *module.buffers())],
     )
 
 
-def _check_unaveraged(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Raises a ValueError if the gradients are averaged over the same processes in every step."""
-    if isinstance(model, DistributedDataParallel):
-        averages = model.process_group is group and not model._comm_hooks
-    else:
-        averages = isinstance(model, FSDPModule) and fsdp.own_replicas(model) is group
-    if averages:
+def _averages_over(
+    model: torch.nn.Module, group: dist.ProcessGroup
+) -> DistributedDataParallel | None:
+    """Returns the DDP module that averages gradients over the group in every step, if it is one.
+
+    One with a hook, such as torch's post_localSGD_hook, averages what the hook says.
+    """
+    if isinstance(model, FSDPModule) and fsdp.own_replicas(model) is group:
         raise ValueError(
-            f"{type(model).__name__} averages the gradients over the processes of this group in "
-            "every step, so that local steps have nothing to average: pass the module inside of "
-            "it, or a group of processes that it does not average over"
+            "FSDP2 averages the gradients over the replicas in this module's mesh in every step; "
+            'for local steps, call fully_shard with the mesh of the shards alone (mesh["shard"])'
         )
+    if not isinstance(model, DistributedDataParallel):
+        return None
+    if _C.is_attached(model.reducer):
+        raise ValueError("this module is attached: local steps compress by themselves")
+    return model if model.process_group is group and not model._comm_hooks else None
 
 
 def split(parameters: Tensors, count: int) -> list[Tensors]:

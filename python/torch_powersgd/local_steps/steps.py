@@ -34,23 +34,25 @@ class LocalSGD(Stateful):
     nothing is lost. Local SGD (Stich, arXiv:1805.09767) averages the parameters themselves, of
     which a residual would be out of date.
 
-    It begins where it is made: all processes get rank 0's parameters and buffers. A hook of the
-    optimizer counts the steps, so that the training loop stays as it is:
+    It begins where it is made: all processes get rank 0's parameters and buffers, and DDP averages
+    no gradients from then on. A hook of the optimizer counts the steps, so that the training loop
+    stays as it is:
 
-        model = MyModel()  # without DDP over the same processes
-        optimizer = torch.optim.AdamW(model.parameters())
-        with torch_powersgd.LocalSGD(model, optimizer, sync_every=10):
+        ddp = DistributedDataParallel(model)  # or the model itself
+        optimizer = torch.optim.AdamW(ddp.parameters())
+        with torch_powersgd.LocalSGD(ddp, optimizer, sync_every=10):
             for batch in batches:
                 optimizer.zero_grad()
-                loss_of(model, batch).backward()
+                loss_of(ddp, batch).backward()
                 optimizer.step()
 
     At the end of the block a last round makes the models equal. Without a block, ``detach`` does.
     Every process must take the same number of steps. It is torch's ``Stateful``, for ``dcp.save``.
 
     Args:
-        model: Module whose trainable parameters are averaged. Where processes average gradients
-            among themselves, it is wrapped in DDP or FSDP2 over a group of theirs.
+        model: Module whose trainable parameters are averaged. DDP over the processes of ``group``
+            is as the module inside of it. DDP over other processes, or FSDP2, goes on averaging
+            gradients in every step, within a host or a replica.
         optimizer: Optimizer whose steps are counted.
         sync_every: Number of steps from one round of a parameter to its next.
         options: As in ``attach``, which gets the changes by name. A step of the options is a round.
@@ -68,8 +70,8 @@ class LocalSGD(Stateful):
         scaler: ``GradScaler`` of the training, whose skipped steps then count as well.
 
     Raises:
-        ValueError: On every process, if an argument is not valid, the model's gradients are
-            averaged over the group anyway, or the processes' arguments or parameters differ.
+        ValueError: On every process, if an argument is not valid, or the processes' arguments or
+            parameters differ.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class LocalSGD(Stateful):
         *,
         fragments: int = 1,
         fragment_sync_delay: int = 0,
-        warmup_steps: int = 0,
+        warmup_steps: int = 10,
         average_buffers: bool = True,
         group: dist.ProcessGroup | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -90,7 +92,7 @@ class LocalSGD(Stateful):
         self.schedule = Schedule(sync_every, fragments, fragment_sync_delay, warmup_steps)
         found = checks.agree(self, model, average_buffers, group, scaler)
         self.group = found.group
-        self._model = found.model
+        self._model, self._ddp = found.model, found.ddp
         self._buffers = found.buffers
         dist._broadcast_coalesced(self.group, found.shared, _BROADCAST_BYTES, 0)
         options = checks.lay_under(options, warmup_steps)
@@ -100,6 +102,8 @@ class LocalSGD(Stateful):
         self._heard = False  # whether the optimizer has told of its step since the scaler's last
         self._ended = False
         self._last_stats: dict[str, Any] = {}  # once it has ended
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = False  # as in DDP's no_sync()
         self._hook = optimizer.register_step_post_hook(self._after_step)
         if scaler is not None:
             grad_scaler.call_after_step(scaler, self._after_scaler)
@@ -180,6 +184,11 @@ class LocalSGD(Stateful):
         state.load(self, state_dict)
 
     @property
+    def ended(self) -> bool:
+        """Whether ``detach`` was called, or a ``with`` block has ended."""
+        return self._ended
+
+    @property
     def per_rank(self) -> Stateful:
         """A view whose ``state_dict`` has ``per_rank``, for ``dcp.save``."""
         return PerRank(self)
@@ -187,7 +196,8 @@ class LocalSGD(Stateful):
     def detach(self) -> None:
         """Ends the local steps with a last round of all parameters. Collective.
 
-        What is in the residuals after that is lost, unless ``state_dict`` is called before.
+        DDP averages gradients again. What is in the residuals after that is lost, unless
+        ``state_dict`` is called before.
         """
         self.sync()
         self._last_stats = self.stats()
@@ -197,6 +207,8 @@ class LocalSGD(Stateful):
 
     def _end(self) -> None:
         self._hook.remove()
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = True
         self._ended = True
 
     def __enter__(self) -> Self:

@@ -47,7 +47,7 @@ def test_a_scaler_that_skips_on_one_rank_keeps_the_rounds(rank: int, fused: bool
     model = _net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, scaler=scaler)
+    steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0, scaler=scaler)
     for i in range(3 * EVERY):
         _backward(model, rank, i, float(scaler.scale(torch.ones(()))))
         if rank == 1 and i % 5 == 2:
@@ -69,7 +69,7 @@ def test_a_scaler_that_skips_on_one_rank_keeps_the_rounds(rank: int, fused: bool
 def test_a_loop_that_skips_on_one_rank_says_so(rank: int) -> None:
     model = _net()
     optimizer = _sgd(model)
-    steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS)
+    steps = tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=0)
     for i in range(2 * EVERY):
         _backward(model, rank, i)
         if rank == 1 and i in (2, 3):
@@ -86,7 +86,7 @@ def test_a_round_that_is_not_finite_might_as_well_not_have_been(rank: int, delay
     models = [_net(), _net()]
     optimizers = [_sgd(model) for model in models]
     broken, other = (
-        tp.LocalSGD(m, o, EVERY, OPTIONS, fragment_sync_delay=delay)
+        tp.LocalSGD(m, o, EVERY, OPTIONS, fragment_sync_delay=delay, warmup_steps=0)
         for m, o in zip(models, optimizers, strict=True)
     )
 
@@ -119,7 +119,7 @@ def test_a_parameter_that_is_trained_later_is_named(rank: int) -> None:
     model = _net()
     next(model.parameters()).requires_grad_(False)
     optimizer = _sgd(model)
-    tp.LocalSGD(model, optimizer, 2, OPTIONS)
+    tp.LocalSGD(model, optimizer, 2, OPTIONS, warmup_steps=0)
     _backward(model, rank, 0)
     optimizer.step()
     next(model.parameters()).requires_grad_(True)
@@ -137,6 +137,7 @@ def _refuses(call: Callable[[], Any], message: str) -> None:
 def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
     model = _net()
     sgd, ddp = _sgd(model), DistributedDataParallel(_net())
+    tp.attach(ddp)
     part = torch.optim.SGD(model[0].parameters(), lr=1.0)
     scaler: Any = "scaler"
     wrong: list[tuple[Callable[[], Any], str]] = [
@@ -149,7 +150,7 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
             "fragment_sync_delay must be less than sync_every / fragments = 2, got 2",
         ),
         (lambda: tp.LocalSGD(model, sgd, 4, warmup_steps=-1), "warmup_steps must be an integer of"),
-        (lambda: tp.LocalSGD(ddp, _sgd(ddp), 4), "averages the gradients over the processes of"),
+        (lambda: tp.LocalSGD(ddp, _sgd(ddp), 4), "this module is attached: local steps compress"),
         (lambda: tp.LocalSGD({}, sgd, 4), "model must be a module, got dict"),  # type: ignore[arg-type]
         (lambda: tp.LocalSGD(model, model, 4), "optimizer must be a torch optimizer, got Sequ"),  # type: ignore[arg-type]
         (lambda: tp.LocalSGD(model, sgd, 4, scaler=scaler), "scaler must be a torch.amp.GradSc"),

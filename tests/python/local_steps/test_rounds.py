@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
 from support.on_ranks import all_agree, on_ranks
+from support.paired_training import same
 from support.synthetic import (
     SHAPES,
     TOLERANCE,
@@ -33,7 +35,7 @@ EVERY = 4
 OPTIONS = {"matrix_approximation_rank": 2}
 EXACT = tp.Options(scope="never")
 # Rounds of two parameters each, the second of them on its way for a step.
-IN_TURNS = {"fragments": 2, "fragment_sync_delay": 1}
+IN_TURNS = {"fragments": 2, "fragment_sync_delay": 1, "warmup_steps": 0}
 
 
 def _zeros(dtype: torch.dtype = torch.float32) -> Synthetic:
@@ -73,7 +75,7 @@ def _residuals(steps: tp.LocalSGD) -> Tensors:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("turns", [{}, IN_TURNS], ids=["whole", "in turns"])
+@pytest.mark.parametrize("turns", [{"warmup_steps": 3}, IN_TURNS], ids=["whole", "in turns"])
 @on_ranks()
 def test_nothing_is_lost(rank: int, world_size: int, turns: dict[str, Any]) -> None:
     """The parameters + the mean residual = the sum of the mean movements."""
@@ -82,12 +84,12 @@ def test_nothing_is_lost(rank: int, world_size: int, turns: dict[str, Any]) -> N
         optimizer = _sgd(model)
         steps = tp.LocalSGD(model, optimizer, EVERY, {**OPTIONS, "wire_dtype": wire}, **turns)
         ledger = Ledger()
-        for i in range(3 * EVERY):
+        for i in range(3 + 3 * EVERY):
             _move(model, optimizer, rank, i)
             mine = [gradients(SHAPES, r, i) for r in range(world_size)]
             means = {n: torch.stack([g[n].double() for g in mine]).mean(0) for n in SHAPES}
             ledger.add({n: torch.zeros(()) for n in SHAPES}, means)
-        assert _equal_on_ranks(model) is not bool(turns)
+        assert _equal_on_ranks(model) is ("fragments" not in turns)
         steps.sync()
         assert _equal_on_ranks(model)
         ledger.outputs = {n: value.double() for n, value in _values(model).items()}
@@ -102,9 +104,9 @@ def test_nothing_is_lost(rank: int, world_size: int, turns: dict[str, Any]) -> N
 @on_ranks(2)
 def test_a_round_in_every_step_is_the_training_of_attach(rank: int) -> None:
     """With SGD, up to the rounding of parameter - change, which is not the gradient to the bit."""
-    model, ddp = _zeros(), nn.parallel.DistributedDataParallel(_zeros())
+    model, ddp = _zeros(), DistributedDataParallel(_zeros())
     optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, ddp))
-    tp.LocalSGD(model, optimizer, 1, OPTIONS)
+    tp.LocalSGD(model, optimizer, 1, OPTIONS, warmup_steps=0)
     tp.attach(ddp, {**OPTIONS, "start_powerSGD_iter": 0})
     for i in range(8):
         values = gradients(SHAPES, rank, i)
@@ -115,6 +117,30 @@ def test_a_round_in_every_step_is_the_training_of_attach(rank: int) -> None:
         other.step()
     for (name, mine), theirs in zip(model.weights.items(), ddp.parameters(), strict=True):
         assert relative_error(mine, theirs) < 1e-4, name
+
+
+@on_ranks(2)
+def test_ddp_averages_nothing_until_the_end(rank: int) -> None:
+    """DDP trains to the bit as the module inside of it, and averages again after detach."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(24, 40), nn.BatchNorm1d(40), nn.Linear(40, 24))
+    inside = copy.deepcopy(alone)
+    ended = []
+    for model in (alone, DistributedDataParallel(inside)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=2) as steps:
+            for i in range(3 * EVERY):
+                optimizer.zero_grad()
+                model(gradient((6, 24), "input", rank, i)).square().mean().backward()
+                assert not all_agree([p.grad.tolist() for p in model.parameters()])  # type: ignore[union-attr]
+                optimizer.step()
+        ended.append(model)
+        assert steps.ended
+        assert steps.stats()["rounds"] == 2 + 2 + 1
+    assert same(alone.state_dict().values(), inside.state_dict().values())
+    ended[1].zero_grad()
+    ended[1](gradient((6, 24), "input", rank, 0)).square().mean().backward()
+    assert all_agree([p.grad.tolist() for p in inside.parameters()])  # type: ignore[union-attr]
 
 
 def _outer(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -159,7 +185,7 @@ def test_steps_beside_a_round_are_kept(rank: int) -> None:
     """A round of three steps before counts the steps since in the next round, once."""
     model = _zeros(torch.float64)
     optimizer = _sgd(model)
-    steps = tp.LocalSGD(model, optimizer, 5, EXACT, fragment_sync_delay=3)
+    steps = tp.LocalSGD(model, optimizer, 5, EXACT, fragment_sync_delay=3, warmup_steps=0)
     for i in range(10):
         _move(model, optimizer, rank, i)
         if i == 4:  # the mean of two steps, and three of its own
@@ -229,7 +255,7 @@ def test_small_averages_add_up_in_bfloat16(rank: int) -> None:
     parameter = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
     model = nn.ParameterList([parameter])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    tp.LocalSGD(model, optimizer, 1, EXACT)
+    tp.LocalSGD(model, optimizer, 1, EXACT, warmup_steps=0)
     unit = 2.0**-7  # the distance of 1 to the next larger number
     for i in range(4):
         parameter.grad = torch.full_like(parameter, 0 if rank else -unit)

@@ -31,10 +31,11 @@ OPTIONS = {"matrix_approximation_rank": 2}
 class Job:
     """A model that takes local steps, of any rank's data."""
 
-    def __init__(self, outer: bool, **arguments: Any) -> None:
+    def __init__(self, outer: bool = False) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        arguments: dict[str, Any] = {"fragments": 2, "warmup_steps": 0}
         of_outer = torch.optim.SGD(self.model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
         self.steps = (
             tp.DiLoCo(self.model, self.optimizer, of_outer, EVERY, OPTIONS, **arguments)
@@ -69,7 +70,7 @@ class Job:
 def test_each_process_goes_on_to_the_bit(rank: int, outer: bool) -> None:
     """Also in the middle of a round, and with fragments that have had different rounds."""
     for end in (EVERY, 2 * EVERY + 3):
-        whole, resumed = (Job(outer, fragments=2) for _ in range(2))
+        whole, resumed = (Job(outer) for _ in range(2))
         whole.train(rank, 0, end)
         saved = whole.save()
         resumed.load(saved)
@@ -81,7 +82,7 @@ def test_each_process_goes_on_to_the_bit(rank: int, outer: bool) -> None:
 
 def _saved(rank: int) -> tuple[bytes, bytes]:
     """The state that all ranks share, and what the parameters would be with nothing unsent."""
-    job = Job(outer=False, fragments=2)
+    job = Job()
     job.train(rank, 0, 2 * EVERY + 3)
     job.steps.sync()
     return to_bytes(job.steps.state_dict()), to_bytes(_whole(job))
@@ -99,7 +100,7 @@ def _whole(job: Job) -> dict[str, torch.Tensor]:
 
 
 def _resumed(rank: int, saved: tuple[bytes, bytes]) -> None:
-    job = Job(outer=False, fragments=2)
+    job = Job()
     job.train(rank, 0, 1)  # its parameters are its own
     job.steps.load_state_dict(from_bytes(saved[0]))
     assert all_agree([parameter.tolist() for parameter in job.model.parameters()])
@@ -144,7 +145,7 @@ def _damaged(state: dict[str, Any], how: str) -> Any:
 @pytest.mark.parametrize("by", [1, 2], ids=["damaged on one rank", "on both"])
 @on_ranks(2)
 def test_a_state_that_does_not_fit_changes_nothing(rank: int, by: int) -> None:
-    job = Job(outer=False, fragments=2)
+    job = Job()
     job.train(rank, 0, EVERY)
     state = job.steps.state_dict()
     job.train(rank, EVERY, EVERY + 2)
