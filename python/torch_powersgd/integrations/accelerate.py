@@ -8,6 +8,11 @@
     ddp, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     attach(accelerator, ddp)
 
+With local steps, an average every ten steps in place of one in each, nothing of this is needed:
+
+    steps = torch_powersgd.LocalSGD(ddp, optimizer, sync_every=10, scaler=accelerator.scaler)
+    accelerator.register_for_checkpointing(steps)
+
 examples/with_accelerate.py is a whole program.
 """
 

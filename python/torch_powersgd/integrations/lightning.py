@@ -5,11 +5,17 @@
 
     trainer = Trainer(strategy=PowerSGDStrategy(), ...)
 
+With local steps, an average every ten steps in place of one in each:
+
+    every_ten = functools.partial(torch_powersgd.LocalSGD, sync_every=10)
+    trainer = Trainer(strategy=PowerSGDStrategy(local_steps=every_ten), ...)
+
 examples/with_lightning.py is a whole program.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -17,10 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_powersgd.attach import attach
 from torch_powersgd.compression import Compression
 from torch_powersgd.group_backends import BACKENDS
+from torch_powersgd.local_steps import LocalSGD
 from torch_powersgd.options import Options
 
 try:
     from lightning.fabric.utilities import move_data_to_device
+    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -39,13 +47,22 @@ class PowerSGDStrategy(DDPStrategy):
 
     Args:
         options: Options, or None for those of the process group.
+        local_steps: Function of the DDP module, the optimizer and ``scaler=`` that returns a
+            ``LocalSGD`` or ``DiLoCo``, which then takes the place of ``attach`` and has its own
+            options. None: every step is averaged.
         ddp_arguments: Arguments of ``DDPStrategy``.
     """
 
-    def __init__(self, options: Options | None = None, **ddp_arguments: Any) -> None:
+    def __init__(
+        self,
+        options: Options | None = None,
+        local_steps: Callable[..., LocalSGD] | None = None,
+        **ddp_arguments: Any,
+    ) -> None:
         super().__init__(**ddp_arguments)
         self.options = options
-        self.compression: Compression | None = None  # of the module, while it trains
+        self.local_steps = local_steps
+        self.compression: Compression | LocalSGD | None = None  # of the module, while it trains
         self._loaded: dict[str, Any] | None = None  # until the module is attached
         self._trained: dict[str, Any] | None = None  # at the end of the last fit
 
@@ -55,11 +72,24 @@ class PowerSGDStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         super().configure_ddp()
         self._trained = None
-        assert isinstance(self.model, DistributedDataParallel)
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        self.compression = attach(self.model, self.options, scaler=scaler)
+        if self.local_steps is None:
+            assert isinstance(self.model, DistributedDataParallel)
+            self._begin(attach(self.model, self.options, scaler=self._scaler))
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.local_steps is not None:
+            (optimizer,) = self.optimizers
+            self._begin(self.local_steps(self.model, optimizer, scaler=self._scaler))
+
+    @property
+    def _scaler(self) -> Any:
+        return getattr(self.precision_plugin, "scaler", None)
+
+    def _begin(self, compression: Compression | LocalSGD) -> None:
+        self.compression = compression
         if self._loaded is not None:
-            self.compression.load_state_dict(self._loaded)
+            compression.load_state_dict(self._loaded)
             self._loaded = None
 
     # Lightning saves on all ranks, and loads before it wraps the module.
@@ -74,6 +104,8 @@ class PowerSGDStrategy(DDPStrategy):
         super().on_train_end()
         # Lightning then unwraps the module and frees the GPU, and may still save checkpoints.
         assert self.compression is not None
+        if isinstance(self.compression, LocalSGD):
+            self.compression.sync(exact=True)
         self._trained = move_data_to_device(self.compression.state_dict(), "cpu")
         self.compression = None
 

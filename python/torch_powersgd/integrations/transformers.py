@@ -7,12 +7,17 @@
     trainer = Trainer(model, TrainingArguments(...), ...)
     attach(trainer)
 
+With local steps, an average every ten steps in place of one in each:
+
+    local_steps(trainer, functools.partial(torch_powersgd.LocalSGD, sync_every=10))
+
 examples/with_transformers.py is a whole program.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_powersgd.attach import attach as attach_module
 from torch_powersgd.compression import Compression
+from torch_powersgd.local_steps import LocalSGD
 from torch_powersgd.options import Options
 
 try:
@@ -45,7 +51,22 @@ def attach(trainer: Trainer, options: Options | None = None) -> None:
         trainer: The Trainer, before ``train``.
         options: Options, or None for those of the process group.
     """
-    callback = CompressionCallback(trainer, options)
+    _add(CompressionCallback(trainer, options))
+
+
+def local_steps(trainer: Trainer, make: Callable[..., LocalSGD]) -> None:
+    """Makes a trainer take local steps, with checkpoints and ends as ``attach``.
+
+    Args:
+        trainer: The Trainer, before ``train``.
+        make: Function of the DDP module, the optimizer and ``scaler=`` that returns a ``LocalSGD``
+            or ``DiLoCo``.
+    """
+    _add(CompressionCallback(trainer, None, make))
+
+
+def _add(callback: CompressionCallback) -> None:
+    trainer = callback.trainer
     trainer.add_callback(callback)
     train = trainer.train
 
@@ -59,23 +80,32 @@ def attach(trainer: Trainer, options: Options | None = None) -> None:
 
 
 class CompressionCallback(TrainerCallback):
-    """The callback that ``attach`` adds.
+    """The callback that ``attach`` and ``local_steps`` add.
 
     Attributes:
-        compression: What ``torch_powersgd.attach`` returned, once training has begun.
+        compression: What ``torch_powersgd.attach`` or ``make`` returned, once training has begun.
         resumed: What ``trainer.train`` resumes from: a folder, True for the last of its own, or
             False or None.
     """
 
-    def __init__(self, trainer: Trainer, options: Options | None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        options: Options | None,
+        make: Callable[..., LocalSGD] | None = None,
+    ) -> None:
         self.trainer = trainer
         self.options = options
-        self.compression: Compression | None = None
+        self.make = make
+        self.compression: Compression | LocalSGD | None = None
         self.resumed: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         scaler = self.trainer.accelerator.scaler
-        self.compression = attach_module(self._ddp(), self.options, scaler=scaler)
+        if self.make is None:
+            self.compression = attach_module(self._ddp(), self.options, scaler=scaler)
+        else:
+            self.compression = self.make(self._ddp(), self.trainer.optimizer, scaler=scaler)
         if self.resumed:
             last = self.resumed is True
             self._load(self.compression, _folder(args, state) if last else Path(self.resumed))
@@ -86,7 +116,11 @@ class CompressionCallback(TrainerCallback):
         if args.should_save:
             torch.save(saved, _folder(args, state) / FILE)
 
-    def _load(self, compression: Compression, folder: Path) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if isinstance(self.compression, LocalSGD):
+            self.compression.detach()
+
+    def _load(self, compression: Compression | LocalSGD, folder: Path) -> None:
         file = folder / FILE
         saved: Any = torch.load(file, weights_only=True) if file.exists() else None
         everyone = [False] * compression.group.size()

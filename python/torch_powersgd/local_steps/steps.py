@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -46,7 +47,8 @@ class LocalSGD(Stateful):
                 loss_of(ddp, batch).backward()
                 optimizer.step()
 
-    At the end of the block a last round makes the models equal. Without a block, ``detach`` does.
+    At the end of the block a last, exact round makes the models equal. Without a block, ``detach``
+    does.
     Every process must take the same number of steps. It is torch's ``Stateful``, for ``dcp.save``.
 
     Args:
@@ -88,6 +90,8 @@ class LocalSGD(Stateful):
         group: dist.ProcessGroup | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
+        while isinstance(wrapped := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = wrapped  # Accelerate's has no hooks of its own
         self.optimizer = optimizer
         self.schedule = Schedule(sync_every, fragments, fragment_sync_delay, warmup_steps)
         found = checks.agree(self, model, average_buffers, group, scaler)
@@ -100,6 +104,7 @@ class LocalSGD(Stateful):
         self._step = self._rounds = self._dropped = 0
         self._buffer_bytes = 0  # sent so far
         self._heard = False  # whether the optimizer has told of its step since the scaler's last
+        self._moved = False  # whether a step was taken since ``sync``
         self._ended = False
         self._last_stats: dict[str, Any] = {}  # once it has ended
         if self._ddp is not None:
@@ -110,17 +115,25 @@ class LocalSGD(Stateful):
         if self.group.rank() == 0:
             self._announce()
 
-    def sync(self) -> None:
+    def sync(self, exact: bool = False) -> None:
         """Averages now what has changed since the last round, in all fragments. Collective.
 
-        The model is then the same on all processes, as before a checkpoint or at the end. The
+        The model is then the same on all processes, as for a checkpoint or an evaluation. The
         rounds to come stay where they are.
+
+        Args:
+            exact: Whether to send the changes whole, so that no part of them waits for a later
+                round.
         """
         self._finish_all()
-        for fragment in self._fragments:
-            self._begin(fragment)
-        self._finish_all()
+        with contextlib.ExitStack() as paused:
+            for fragment in self._fragments:
+                if exact:
+                    paused.enter_context(fragment.compression.paused())
+                self._begin(fragment)
+            self._finish_all()
         self._average_buffers()
+        self._moved = False
 
     def step_skipped(self) -> None:
         """Counts a step that this process's optimizer did not take.
@@ -194,12 +207,13 @@ class LocalSGD(Stateful):
         return PerRank(self)
 
     def detach(self) -> None:
-        """Ends the local steps with a last round of all parameters. Collective.
+        """Ends the local steps, with an exact round of what has changed since the last. Collective.
 
-        DDP averages gradients again. What is in the residuals after that is lost, unless
-        ``state_dict`` is called before.
+        DDP averages gradients again. What is in the residuals is lost, unless ``state_dict`` is
+        called before.
         """
-        self.sync()
+        if self._moved:
+            self.sync(exact=True)
         self._last_stats = self.stats()
         self._end()
         for fragment in self._fragments:
@@ -258,6 +272,7 @@ class LocalSGD(Stateful):
         if self._ended:
             return
         self._step += 1
+        self._moved = True
         if self._step <= self.schedule.warmup_steps:
             self.sync()
             return

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from importlib import import_module
@@ -16,9 +17,15 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.on_ranks import on_ranks
+from support.on_ranks import all_agree, on_ranks
 
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=1, matrix_approximation_rank=1)
+EVERY_THREE = functools.partial(
+    tp.LocalSGD,
+    sync_every=3,
+    options={"matrix_approximation_rank": 1, "wire_dtype": None},
+    warmup_steps=0,
+)
 
 
 def _as_torchrun(rank: int) -> None:
@@ -94,9 +101,34 @@ def test_accelerate_compiles_a_model_and_frees_it_with_its_state(rank: int, tmp_
     assert [path.name for path in tmp_path.glob("custom*")] == ["custom_checkpoint_0.pkl"]
 
 
+@needs("accelerate")
+@on_ranks(2)
+def test_accelerate_takes_local_steps(rank: int, tmp_path: Path) -> None:
+    _as_torchrun(rank)
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(48, 48)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp, optimizer = accelerator.prepare(model, sgd)
+    steps = EVERY_THREE(ddp, optimizer, scaler=accelerator.scaler)
+    accelerator.register_for_checkpointing(steps)
+    torch.manual_seed(rank)
+    for i in range(6):
+        if i == 3:
+            accelerator.save_state(str(tmp_path))
+        accelerator.backward(ddp(torch.randn(4, 48)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all_agree(model.weight.tolist()) is ((i + 1) % 3 == 0)
+    accelerator.load_state(str(tmp_path))
+    assert steps.stats()["steps"] == 3
+
+
+@pytest.mark.parametrize("make", [None, EVERY_THREE], ids=["every step", "local steps"])
 @needs("lightning")
 @on_ranks(2)
-def test_lightning_saves_after_fit(rank: int, tmp_path: Path) -> None:
+def test_lightning_saves_after_fit(rank: int, make: Any, tmp_path: Path) -> None:
     _as_torchrun(rank)
     from lightning.pytorch import LightningModule, Trainer
 
@@ -118,7 +150,7 @@ def test_lightning_saves_after_fit(rank: int, tmp_path: Path) -> None:
         return Trainer(
             accelerator="cpu",
             devices=2,
-            strategy=PowerSGDStrategy(OPTIONS),
+            strategy=PowerSGDStrategy(OPTIONS, make),
             max_steps=steps,
             default_root_dir=tmp_path,
             logger=False,
@@ -132,7 +164,9 @@ def test_lightning_saves_after_fit(rank: int, tmp_path: Path) -> None:
     file = tmp_path / "saved.ckpt"
     for steps, resumed in ((3, None), (5, file)):
         fitted = trainer(steps)
-        fitted.fit(Module(), batches, ckpt_path=resumed)
+        module = Module()
+        fitted.fit(module, batches, ckpt_path=resumed)
+        assert all_agree(module.layer.weight.tolist())
         fitted.save_checkpoint(file)
         assert torch.load(file, weights_only=False)[KEY]["step"] == steps
 
@@ -147,9 +181,10 @@ class _Loss(torch.nn.Module):
         return {"loss": (self.layer(x) - labels).square().mean()}
 
 
+@pytest.mark.parametrize("make", [None, EVERY_THREE], ids=["every step", "local steps"])
 @needs("transformers", "accelerate")
 @on_ranks(2)
-def test_transformers_resumes_from_another_folder(rank: int, tmp_path: Path) -> None:
+def test_transformers_resumes_from_another_folder(rank: int, make: Any, tmp_path: Path) -> None:
     """Trains 6 steps, and the last 3 of them again, with another folder to save to, compiled.
 
     Each rank is the only one of its machine, which has folders of its own.
@@ -159,7 +194,7 @@ def test_transformers_resumes_from_another_folder(rank: int, tmp_path: Path) -> 
     folder = tmp_path / str(rank)
     from transformers import Trainer, TrainingArguments
 
-    from torch_powersgd.integrations.transformers import attach
+    from torch_powersgd.integrations.transformers import attach, local_steps
 
     torch.manual_seed(1)
     data = [{"x": torch.randn(48), "labels": torch.randn(48)} for _ in range(64)]
@@ -183,8 +218,9 @@ def test_transformers_resumes_from_another_folder(rank: int, tmp_path: Path) -> 
         )
         model = _Loss()
         trainer = Trainer(model, settings, train_dataset=data)
-        attach(trainer, OPTIONS)
+        attach(trainer, OPTIONS) if make is None else local_steps(trainer, make)
         trainer.train(resume_from_checkpoint=resumed)
+        assert all_agree(model.layer.weight.tolist())
         return model.layer.weight.detach()
 
     whole = train("first", None)
