@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -76,7 +77,8 @@ def local(title: str, **settings: Any) -> Method:
             return str(error)
         return ""
 
-    return Method(title, POWERSGD, make, options, lacks, every=schedule["sync_every"])
+    every = schedule["sync_every"]
+    return Method(title, POWERSGD, make, options, lacks, every=lambda rank: every)
 
 
 def with_settings(title: str, base: Mapping[str, Any], settings: Mapping[str, Any]) -> Method:
@@ -126,10 +128,11 @@ class _Torchft(Trainee):
         rank, world = dist.get_rank(), dist.get_world_size()
         address = [""]
         if rank == 0:
-            self._lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=world)
-            address[0] = self._lighthouse.address()
+            self._lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=world)
+            port = self._lighthouse.address().rpartition(":")[2]
+            address[0] = f"http://{_own_address()}:{port}"
         dist.broadcast_object_list(address)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(_own_address(), 0, is_master=True, wait_for_workers=False)
         limit = timedelta(seconds=120)
         self._manager = Manager(
             pg=ProcessGroupGloo(timeout=limit),
@@ -141,7 +144,8 @@ class _Torchft(Trainee):
             quorum_timeout=limit,
             rank=0,
             world_size=1,
-            store_addr="127.0.0.1",
+            store_addr=_own_address(),
+            hostname=_own_address(),
             store_port=self._store.port,
             lighthouse_addr=address[0],
             replica_id=f"replica {rank}",
@@ -156,6 +160,16 @@ class _Torchft(Trainee):
         self._manager.shutdown()
 
 
+def _own_address() -> str:
+    """The address that the others reach this host by."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.77.0.254", 9))  # sends nothing
+        except OSError:  # no emulated hosts, and no other network
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
 def _torchft_lacks() -> str:
     return "" if importlib.util.find_spec("torchft") else "no module torchft: pip install torchft"
 
@@ -167,6 +181,7 @@ def _torchft(title: str, **outer: float) -> Method:
         lambda model, every, seed: _Torchft(model, every, **outer),
         lacks=_torchft_lacks,
         measure="every",
+        every=lambda every: every,
     )
 
 
@@ -181,6 +196,7 @@ METHODS = {
         PLAIN,
         lambda model, every, seed: _PostLocal(model, every),
         measure="every",
+        every=lambda every: every,
     ),
     "torchft": _torchft("torchft's DiLoCo, exact", **_PAPER),
     "torchft-0.8-0.3": _torchft(

@@ -15,6 +15,7 @@ from typing import Any
 from launcher import hosts
 from launcher.ranks import Ranks
 
+from cluster import methods
 from cluster.rank import GROUP_SECONDS, Job, train
 
 ATTEMPTS = 3
@@ -74,6 +75,7 @@ class Player:
     ) -> None:
         self._where, self._job, self._logs = where, job, logs
         self._step_limit, self._warmup = step_limit, warmup
+        self._every = methods.find(job.method).every(job.approximation)
         self._start: dict[str, Any] = {"variables": variables, "packages": packages}
         self._attempts_left = ATTEMPTS
         self._ranks: Ranks | None = None
@@ -91,7 +93,10 @@ class Player:
         return not self._attempts_left
 
     def turn(self, steps: int) -> Run:
-        """Trains for one step, and then the measured ones. A failed turn is repeated."""
+        """Trains for one step, and then the measured ones. A failed turn is repeated.
+
+        Of local steps, each time is the mean of those from one average to the next.
+        """
         result = Run()
         while self._attempts_left:
             try:
@@ -100,7 +105,9 @@ class Player:
                     self._ranks = Ranks(train, self._where, self._job, **self._start)
                     self._stack.enter_context(self._ranks)
                     self._train(self._ranks, self._warmup, GROUP_SECONDS)
-                self._gather(result, *self._train(self._ranks, 1 + steps, self._step_limit))
+                self._gather(
+                    result, *self._train(self._ranks, self._every + steps, self._step_limit)
+                )
                 return result
             except Failed as failure:
                 result.failures.append(str(failure))
@@ -154,7 +161,8 @@ class Player:
 
     def _gather(self, result: Run, by_step: Records, counted: list[dict[str, Any]]) -> None:
         milliseconds = [statistics.mean(r["ms"] for r in records) for records in by_step]
-        result.milliseconds = milliseconds[1:]
+        ends = range(2 * self._every, len(milliseconds) + 1, self._every)
+        result.milliseconds = [statistics.mean(milliseconds[e - self._every : e]) for e in ends]
         result.losses = list(self._losses)
         result.tx_bytes_per_step = statistics.mean(c["tx_bytes"] for c in counted) / len(by_step)
         result.gradient_bytes = counted[0]["gradient_bytes"]

@@ -60,12 +60,13 @@ class _Trainer:
         self._model = task.make().to(self._device)
         self._trainee = methods.find(job.method).make(self._model, job.approximation, job.seed)
         self._batches = task.data(rank.number, rank.world, job.seed)
-        self._optimizer = torch.optim.AdamW(
+        self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=5e-4, betas=(0.9, 0.95), fused=True
         )
         self._rising = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer, lambda step: min(1.0, (step + 1) / 20)
         )
+        self._optimizer = self._trainee.optimized_by(self._optimizer)
         self._done = 0  # steps
 
     def turn(self, steps: int, write: Callable[[dict[str, Any]], None]) -> None:

@@ -68,5 +68,6 @@ class Method:
     attached: bool = False  # this project's, layer by layer
     approximates: bool = True  # by factors, which have a rank, or by what `measure` says
     measure: str = "rank"
-    every: int = 1  # steps after which each is averaged once
+    # By the rank: the number of steps of which one waits for the others.
+    every: Callable[[int], int] = lambda rank: 1
     fields: Mapping[str, Any] = field(default_factory=dict)  # options that are not the default

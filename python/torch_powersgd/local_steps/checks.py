@@ -53,24 +53,20 @@ class Schedule:
             raise ValueError(
                 f"fragments must divide sync_every={self.sync_every}, got {self.fragments}"
             )
-        if self.fragment_sync_delay >= self.interval:
+        if self.fragment_sync_delay >= self.sync_every:
             raise ValueError(
-                f"fragment_sync_delay must be less than sync_every / fragments = {self.interval}, "
-                f"got {self.fragment_sync_delay}"
+                f"fragment_sync_delay must be less than sync_every={self.sync_every}, got "
+                f"{self.fragment_sync_delay}"
             )
-
-    @property
-    def interval(self) -> int:
-        """The number of steps from the end of a round to the end of the next, of any fragment."""
-        return self.sync_every // self.fragments
 
     def due(self, step: int) -> tuple[int | None, int | None]:
         """Returns the fragments whose rounds begin and end after a step, counted from 1."""
-        number, place = divmod(step - self.warmup_steps - 1, self.interval)
-        fragment = number % self.fragments
-        begins = place + 1 == self.interval - self.fragment_sync_delay
-        ends = place + 1 == self.interval
-        return fragment if begins else None, fragment if ends else None
+        begins = step > self.warmup_steps
+        return self._ends(step + self.fragment_sync_delay) if begins else None, self._ends(step)
+
+    def _ends(self, step: int) -> int | None:
+        number, place = divmod(step - self.warmup_steps, self.sync_every // self.fragments)
+        return (number - 1) % self.fragments if number > 0 and place == 0 else None
 
 
 @dataclass(frozen=True)

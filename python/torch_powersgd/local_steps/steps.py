@@ -62,8 +62,8 @@ class LocalSGD(Stateful):
         fragments: Number of parts of the model, of about the same size, that have rounds in turns,
             one every ``sync_every / fragments`` steps (Streaming DiLoCo, arXiv:2501.18512). It must
             divide ``sync_every``.
-        fragment_sync_delay: Number of steps that go on while a round is on its way. They are added
-            to what the round yields. It is less than ``sync_every / fragments``.
+        fragment_sync_delay: Number of steps that go on while a round is on its way, less than
+            ``sync_every``. They are added to what the round yields.
         warmup_steps: Number of steps at the start after each of which all parameters have a round.
         average_buffers: Whether rounds also average the persistent floating buffers, such as the
             statistics of a batch normalization, exactly. Others are left alone.

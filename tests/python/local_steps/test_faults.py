@@ -146,8 +146,8 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
         (lambda: tp.LocalSGD(model, sgd, 4, fragments=3), "fragments must divide sync_every=4"),
         (lambda: tp.LocalSGD(model, sgd, 6, fragments=6), "number of trainable parameters, 4"),
         (
-            lambda: tp.LocalSGD(model, sgd, 4, fragments=2, fragment_sync_delay=2),
-            "fragment_sync_delay must be less than sync_every / fragments = 2, got 2",
+            lambda: tp.LocalSGD(model, sgd, 4, fragments=2, fragment_sync_delay=4),
+            "fragment_sync_delay must be less than sync_every=4, got 4",
         ),
         (lambda: tp.LocalSGD(model, sgd, 4, warmup_steps=-1), "warmup_steps must be an integer of"),
         (lambda: tp.LocalSGD(ddp, _sgd(ddp), 4), "this module is attached: local steps compress"),

@@ -34,8 +34,8 @@ from support.synthetic import (
 EVERY = 4
 OPTIONS = {"matrix_approximation_rank": 2}
 EXACT = tp.Options(scope="never")
-# Rounds of two parameters each, the second of them on its way for a step.
-IN_TURNS = {"fragments": 2, "fragment_sync_delay": 1, "warmup_steps": 0}
+# Two rounds in four steps, on their way for three of them, so that two are at once.
+IN_TURNS = {"fragments": 2, "fragment_sync_delay": 3, "warmup_steps": 0}
 
 
 def _zeros(dtype: torch.dtype = torch.float32) -> Synthetic:
