@@ -261,9 +261,12 @@ def _advise(arguments: argparse.Namespace) -> None:
             with progress("measuring buckets", shown=first) as report:
                 may_pay = functools.partial(advice.may_pay, sizes)
                 advise.measure(rehearsal, sizes, advise.BUCKETS_SECONDS, report, may_pay)
+        waits = advice.waits(measured, sizes)
+        round_seconds = rehearsal.round_seconds(advice.OF_A_ROUND) if waits else 0.0
         del rehearsal  # before the group
     if first:  # The group has ended, so no process waits for this one.
-        advice.print_advice(measured, _introduction(arguments, job, world, delay), sizes)
+        introduction = _introduction(arguments, job, world, delay)
+        advice.print_advice(measured, introduction, sizes, round_seconds)
 
 
 def main() -> int:

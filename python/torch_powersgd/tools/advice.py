@@ -12,6 +12,8 @@ from torch_powersgd.tools.tables import Table, say
 from torch_powersgd.units import ms_text, size_text
 
 LEAST_GAIN = 1.05  # times faster than plain; less is not worth a change
+HIDDEN = 1.05  # times a step without averaging; the network is hidden in a step that takes less
+EVERY = (5, 10, 20, 30, 50, 100)  # steps between two rounds of local steps
 WORTH_OF_RANK = 1.05  # times the fastest step; a higher matrix rank is worth so much
 
 HEADINGS = ("", "step\nms", "quartiles\nms", "sent\nper step", "times faster\nthan plain")
@@ -20,10 +22,14 @@ LOSS = (
     'before you rely on a setting: see "Choose your settings" in the documentation.'
 )
 RECOMMENDED = Options()
+OF_A_ROUND = Options(start_powerSGD_iter=0)
 
 
 def print_advice(
-    measured: Sequence[Measured], introduction: str, sizes: Sequence[Measured] = ()
+    measured: Sequence[Measured],
+    introduction: str,
+    sizes: Sequence[Measured] = (),
+    round_seconds: float = 0.0,
 ) -> None:
     """Prints a sentence on what was measured, the table, and what to do.
 
@@ -31,6 +37,7 @@ def print_advice(
         measured: a step without averaging, the plain one, and the settings.
         introduction: the sentence.
         sizes: the recommended setting with DDP's own buckets, and with others.
+        round_seconds: a round of local steps with the default options, or 0.
     """
     chosen, sentences = verdict(measured)
     say(introduction)
@@ -48,6 +55,34 @@ def print_advice(
             )
         print(f"\n{lines_to_copy(chosen.options, size.bucket_cap_mb if size else None)}\n")
         say(LOSS)
+    if sentence := local_steps(measured, sizes, round_seconds):
+        print()
+        say(sentence)
+
+
+def waits(measured: Sequence[Measured], sizes: Sequence[Measured] = ()) -> bool:
+    """Whether the best step that averages waits for the network, so that local steps may pay."""
+    alone, *averaging = measured
+    best = min(each.median for each in (*averaging, *sizes) if each.rounds)
+    return best > HIDDEN * alone.median
+
+
+def local_steps(
+    measured: Sequence[Measured], sizes: Sequence[Measured], round_seconds: float
+) -> str:
+    """Says after how many local steps an average is hidden, or nothing where none is needed."""
+    alone = measured[0].median
+    if not round_seconds or not waits(measured, sizes):
+        return ""
+    hidden = (HIDDEN - 1) * alone
+    every = next((n for n in EVERY if round_seconds / n <= hidden), EVERY[-1])
+    return (
+        f"The step still waits for the network: without averaging it takes {ms_text(alone)} ms. "
+        f"With local steps and a round every {every}, which takes {ms_text(round_seconds)} ms, it "
+        f"takes {ms_text(alone + round_seconds / every)} ms, and costs more in loss: "
+        f'torch_powersgd.LocalSGD(ddp, optimizer, sync_every={every}). See "Slow or far links" '
+        "in the documentation."
+    )
 
 
 def may_pay(sizes: Sequence[Measured]) -> bool:

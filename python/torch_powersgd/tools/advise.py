@@ -242,6 +242,20 @@ class Rehearsal:
             setting.sent_bytes = (_sent_bytes() - before) // steps
         return self.slowest(seconds)
 
+    def round_seconds(self, options: Options) -> float:
+        """The seconds of a round of local steps: an average of all parameters beside no step."""
+        changes = {str(i): p.detach().clone() for i, p in enumerate(self._job.parameters)}
+        compression = attach(changes, options)
+        seconds = []
+        for _ in range(WARM_UP_STEPS + ROUNDS[0]):
+            self._synchronize()
+            start = time.perf_counter()
+            compression.all_reduce(changes).wait()
+            self._synchronize()
+            seconds.append(time.perf_counter() - start)
+        compression.detach()
+        return statistics.median(self.slowest(seconds[WARM_UP_STEPS:]))
+
     def slowest(self, values: Sequence[float]) -> list[float]:
         """The largest of all processes', element by element."""
         each = torch.tensor(values, dtype=torch.float64, device=self._device)

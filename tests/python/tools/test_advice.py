@@ -14,10 +14,12 @@ from torch_powersgd.tools import advise
 from torch_powersgd.tools.advice import (
     best_size,
     lines_to_copy,
+    local_steps,
     may_pay,
     print_advice,
     table_of,
     verdict,
+    waits,
 )
 from torch_powersgd.tools.advise import Measured, name_of
 
@@ -68,6 +70,20 @@ def test_of_two_wires_that_are_as_fast_the_more_precise_is_taken() -> None:
     fast = _setting(16, 100)
     slow = _setting(16, 120, "bfloat16", sent=320_000)
     assert _chosen(*_measured(200, fast, slow)) is fast
+
+
+@pytest.mark.parametrize(
+    ("fastest", "round_ms", "every"), [(52, 100, None), (60, 12, 5), (60, 100, 50), (60, 9e4, 100)]
+)
+def test_the_fewest_local_steps_that_hide_the_network(
+    fastest: float, round_ms: float, every: int | None
+) -> None:
+    """A step without averaging takes 50 ms here, and hides 2.5 ms."""
+    measured = _measured(200, _setting(16, fastest))
+    assert waits(measured) is (every is not None)
+    said = local_steps(measured, [], round_ms / 1e3)
+    assert bool(said) is (every is not None)
+    assert every is None or f"sync_every={every})" in said
 
 
 @pytest.mark.parametrize("milliseconds", [97, 100, 300])

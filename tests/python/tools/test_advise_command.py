@@ -81,7 +81,9 @@ def test_one_process_says_what_was_measured(folder: Path) -> None:
     first, second = _two(folder, MODEL, "--backward-ms", "2", "--ranks", "4")
     status, said = first.value
     assert status == 0
-    assert "The step is a stand-in, whose backward pass takes 2 ms." in " ".join(said.split())
+    words = " ".join(said.split())
+    assert "The step is a stand-in, whose backward pass takes 2 ms." in words
+    assert "torch_powersgd.LocalSGD(ddp, optimizer, sync_every=" in words
     assert second.value == (0, "")
 
 
