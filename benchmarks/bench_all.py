@@ -135,6 +135,9 @@ PARTS = {
     "scaling": [Measurement("scaling", 30, "bench_scaling.py --resume")],
     "convergence": [
         Measurement("convergence", 360, "bench_convergence.py losses --resume", picture=True),
+        Measurement(
+            "local_steps", 45, "bench_convergence.py losses --stages local --resume", picture=True
+        ),
         Measurement("shadow", 10, "bench_convergence.py shadow"),
         Measurement("unlike_data", 5, "bench_convergence.py unlike-data", picture=True),
     ],

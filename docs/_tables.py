@@ -27,7 +27,7 @@ from report import Table, markdown  # noqa: E402
 from scaling import tables as of_scaling  # noqa: E402
 from stages import tables as of_stages  # noqa: E402
 
-PAGES = ("performance", "convergence", "scaling", "reliability")
+PAGES = ("performance", "convergence", "local-steps", "scaling", "reliability")
 _TABLE = re.compile(
     r"(<!-- table: (\w+)((?: \S+)*?) of (\S+) -->\n).*?(<!-- end of table -->)", flags=re.DOTALL
 )

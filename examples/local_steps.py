@@ -13,8 +13,7 @@ torch.manual_seed(dist.get_rank())  # each process draws its own data
 model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
 ddp = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(ddp.parameters())
-outer = torch.optim.SGD(ddp.parameters(), lr=0.8, momentum=0.3, nesterov=True)
-with torch_powersgd.DiLoCo(ddp, optimizer, outer, sync_every=10, fragments=2) as steps:
+with torch_powersgd.LocalSGD(ddp, optimizer, sync_every=10, fragments=2) as steps:
     for _ in range(50):
         inputs = torch.randn(32, 512)
         loss = nn.functional.mse_loss(ddp(inputs), inputs.roll(1, dims=1))
@@ -23,5 +22,5 @@ with torch_powersgd.DiLoCo(ddp, optimizer, outer, sync_every=10, fragments=2) as
         optimizer.step()  # at every fifth, half of the model is averaged
 
 if dist.get_rank() == 0:
-    print(f"Between two rounds, {steps.stats()['round_ratio']:.0f} times fewer bytes were sent.")
+    print(f"Ten local steps sent {steps.stats()['round_ratio']:.0f} times fewer bytes.")
 dist.destroy_process_group()

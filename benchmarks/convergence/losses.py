@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     stages = list(matrix.STAGES)
     parts = f"parts of the matrix of runs, in their order ({' '.join(stages)})"
-    add("--stages", nargs="+", choices=stages, default=stages, metavar="STAGE", help=parts)
+    usual = [stage for stage in stages if stage != matrix.LOCAL]
+    add("--stages", nargs="+", choices=stages, default=usual, metavar="STAGE", help=parts)
     methods = "methods in place of the matrix"
     add("--methods", nargs="+", type=_compared, metavar="METHOD", help=methods)
     tasks = f"tasks to train, of {' '.join(TASKS)} (all of the matrix; with --methods 3 models)"
@@ -159,13 +161,14 @@ def train(make: ranks.Make, task: Task, seed: int) -> dict[str, Any]:
         trainer.optimizer, args.lr = optimizer, task.demo_lr
     trainer.optimizer = trainees[0].optimized_by(trainer.optimizer)
     untrained = trainer.validate()["validation_loss"]
-    sent = 0
+    before = 0
     for step in range(args.steps):
-        before = bytes_written()
+        if step == EXACT_STEPS:
+            before = bytes_written()
         loss = trainer.train_step()
-        if step >= EXACT_STEPS:
-            sent += bytes_written() - before
         trainer.mean(loss)  # keeps the ranks in step
+    # A round of local steps may be on its way beside the mean, so that both are counted.
+    sent = bytes_written() - before - (args.steps - EXACT_STEPS) * _bytes_of(trainer.mean)
     trainees[0].end()
     return {
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
@@ -173,3 +176,11 @@ def train(make: ranks.Make, task: Task, seed: int) -> dict[str, Any]:
         "untrained": round(untrained, 5),
         "loss": round(trainer.validate()["validation_loss"], 5),
     }
+
+
+def _bytes_of(mean: Callable[[float], float]) -> float:
+    """The bytes that this rank sends for a mean."""
+    count, before = 8, bytes_written()
+    for _ in range(count):
+        mean(0.0)
+    return (bytes_written() - before) / count

@@ -20,6 +20,8 @@ _VARIANTS = [name for name in TASKS if name not in (*MODELS, *_LARGE)]
 _TEXTS = [name for name in MODELS if name != "digits"]
 _NOISES = (0.05, 0.2, 0.5)
 
+LOCAL = "local"  # the stage of local steps, which have a record of their own
+
 
 @dataclass(frozen=True)
 class Run:
@@ -65,6 +67,12 @@ STAGES = {
         _VARIANTS, "plain hook-1-bucket:4,16 bf16-wire:16 int8-wire:8,16,32 int4-wire:16,32"
     ),
     "peers": Stage(_TEXTS, "demo:1,4,32"),
+    LOCAL: Stage(
+        MODELS,
+        "plain int8-wire:1,16 local-sgd:16 local-sgd+fragments=5:16 diloco:16 "
+        "diloco+fragment_sync_delay=5:16 diloco+wire_dtype=int4:32 diloco+sync_every=30:16,32 "
+        "diloco+sync_every=100:32 post-local-sgd:10 torchft-0.8-0.3:10 torchft:30",
+    ),
     "more-noise": Stage(
         MODELS,
         f"{_noise('attached bf16-wire int4-wire', '2,4,8,16', (0.2,))} "

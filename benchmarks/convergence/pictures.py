@@ -23,18 +23,26 @@ STYLES: dict[str, dict[str, Any]] = {
     "int8-wire": {"color": "#d55e00", "marker": "o"},
     "int4-wire": {"color": "#e69f00", "marker": "o"},
 }
+# Local steps, with any arguments. Their points have the number of steps between two rounds.
+LOCAL_STYLES: dict[str, dict[str, Any]] = {
+    "local-sgd": {"color": "#0072b2", "marker": "^", "linestyle": "none"},
+    "diloco": {"color": "#009e73", "marker": "^", "linestyle": "none"},
+    "post-local-sgd": {"color": "#999999", "marker": "P", "linestyle": "none"},
+    "torchft-0.8-0.3": {"color": "#cc79a7", "marker": "X", "linestyle": "none"},
+    "torchft": {"color": "#000000", "marker": "X", "linestyle": "none"},
+}
 UNLIKE_COLORS = {"plain": "#000000", "hook-1-bucket": "#0072b2", "attached": "#d55e00"}
 COLUMNS = 3
 AS_GOOD = 0.01  # the mean loss above plain's up to which a method counts as good as plain
 LINEAR = 0.02  # the losses about plain's within which the vertical axis is linear
-Point = tuple[float, list[float], int | None]  # times fewer bytes, losses above plain, rank
+Point = tuple[float, list[float], str]  # times fewer bytes, losses above plain, what it tells
 
 
 def draw_losses(record: report.Record, path: Path) -> None:
     """Draws a panel for each task: the loss above plain's against the bytes, a line a method.
 
     A line goes through the mean of the seeds at each rank. A bar is from the least to the greatest.
-    Methods with other options than their own are not drawn.
+    Methods with other options than their own are not drawn, but for local steps.
     """
     tasks = [task for task in record["tasks"].values() if "plain" in task["methods"]]
     columns = 2 if len(tasks) == 4 else min(COLUMNS, len(tasks))  # no panel is left empty
@@ -52,7 +60,7 @@ def draw_losses(record: report.Record, path: Path) -> None:
         row[0].set_ylabel("loss above plain's of the same seed")
     for axes in panels[-1]:
         axes.set_xlabel("times fewer bytes than plain")
-    order = [METHODS[name].title for name in STYLES]
+    order = [METHODS[name].title for name in (*STYLES, *LOCAL_STYLES)]
     shown = sorted(labels, key=order.index)
     where: dict[str, Any] = {"loc": "upper center", "ncols": min(4, 2 * columns)}
     figure.legend([labels[each] for each in shown], shown, frameon=False, fontsize=8, **where)
@@ -64,9 +72,13 @@ def _lines(methods: tables.Methods) -> dict[str, list[Point]]:
     lines: dict[str, list[Point]] = {}
     for name in tables.in_order(methods):
         method, rank, _ = tables.contender(name)
-        if method in STYLES:
-            point = (tables.times_fewer(methods, name), tables.beyond_plain(methods, name), rank)
-            lines.setdefault(method, []).append(point)
+        base = method.partition("+")[0]
+        drawn = base if base in LOCAL_STYLES else method
+        if drawn in (*STYLES, *LOCAL_STYLES):
+            tells = find(method).every(rank or 0) if base in LOCAL_STYLES else rank
+            told = "" if tells is None else str(tells)
+            point = (tables.times_fewer(methods, name), tables.beyond_plain(methods, name), told)
+            lines.setdefault(drawn, []).append(point)
     return lines
 
 
@@ -75,6 +87,7 @@ def _draw_task(axes: Any, methods: tables.Methods) -> None:
     axes.axhspan(-AS_GOOD, AS_GOOD, color="#009e73", alpha=0.12, linewidth=0)
     axes.axhline(0, color="black", linewidth=0.6)
     for name, points in lines.items():
+        style = {**STYLES, **LOCAL_STYLES}[name]
         ratios = [ratio for ratio, _, _ in points]
         means = [statistics.mean(beyond) for _, beyond, _ in points]
         bars = [
@@ -89,11 +102,11 @@ def _draw_task(axes: Any, methods: tables.Methods) -> None:
             linewidth=1.4,
             elinewidth=0.7,
             markersize=3.5,
-            **STYLES[name],
+            **style,
         )
-        for ratio, mean, (_, _, rank) in zip(ratios, means, points, strict=True):
-            at = {"xytext": (3, 3), "textcoords": "offset points", "color": STYLES[name]["color"]}
-            axes.annotate("" if rank is None else str(rank), (ratio, mean), fontsize=6, **at)
+        for ratio, mean, (_, _, told) in zip(ratios, means, points, strict=True):
+            at = {"xytext": (3, 3), "textcoords": "offset points", "color": style["color"]}
+            axes.annotate(told, (ratio, mean), fontsize=6, **at)
     _scales(axes, [beyond for line in lines.values() for _, beyond, _ in line])
 
 

@@ -44,7 +44,8 @@ def attach(
 
     Args:
         target: A DDP module; the root of a module that FSDP2 has sharded or replicated; or dense
-            floating or complex tensors by name, of which only the shapes, dtypes and devices count.
+            floating or complex tensors by name, of which only the shapes, dtypes and devices count,
+            and of a DTensor this process's shard.
         options: A complete ``Options``, or a mapping of some of its fields, which is laid over the
             options of the process group. None: those of the process group.
         scaler: The GradScaler that the module is trained with, if any. The residuals then follow

@@ -170,9 +170,9 @@ def test_the_tables_have_the_losses_above_plain_and_the_bytes() -> None:
 def test_the_picture_has_a_line_for_each_method(tmp_path: Path) -> None:
     record = _record()
     lines = pictures._lines(record["tasks"]["lstm"]["methods"])
-    assert {name: [rank for _, _, rank in points] for name, points in lines.items()} == {
-        "hook-1-bucket": [4],
-        "int8-wire": [8, 16],
+    assert {name: [told for _, _, told in points] for name, points in lines.items()} == {
+        "hook-1-bucket": ["4"],
+        "int8-wire": ["8", "16"],
     }
     pictures.draw_losses(record, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").stat().st_size > 0

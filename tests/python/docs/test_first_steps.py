@@ -64,6 +64,17 @@ def test_the_minimal_example_prints_what_the_readme_shows(tmp_path: Path) -> Non
     assert shown.split() == [*said.split(), *first.stdout.split()]
 
 
+def test_the_local_steps_example_prints_what_its_page_shows(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "local_steps.py"
+    assert len(example.read_text().splitlines()) <= 40
+    first, _ = run_program(example, folder=tmp_path)
+    page = blocks_of_page(ROOT / "docs" / "local-steps.md")
+    (shown,) = (block.code for block in page if block.language == "text")
+    command, *said = shown.splitlines()
+    assert command == "$ torchrun --nproc-per-node 2 examples/local_steps.py"
+    assert said == [*first.stderr.splitlines(), *first.stdout.splitlines()]
+
+
 def test_the_readme_shows_the_minimal_example_as_a_diff(tmp_path: Path) -> None:
     (diff,) = (block for block in blocks_of_page(README) if block.language == "diff")
     assert "@@" not in diff.code
