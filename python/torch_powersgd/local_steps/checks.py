@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,6 @@ from torch_powersgd.local_steps.fragment import Tensors
 from torch_powersgd.option_values import is_bool, shown
 from torch_powersgd.store_agreement import equality_of, error_as_arguments, next_call
 from torch_powersgd.targets import NamedTensors, shard_of
-
-if TYPE_CHECKING:
-    from torch_powersgd.local_steps.steps import LocalSGD
 
 
 @dataclass(frozen=True)
@@ -81,48 +78,53 @@ class Found:
     shared: list[torch.Tensor]  # all that must be equal at the start
 
 
-def agree(
-    steps: LocalSGD,
-    model: torch.nn.Module,
-    average_buffers: bool,
-    group: dist.ProcessGroup | None,
-    scaler: torch.amp.GradScaler | None,
-) -> Found:
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of ``LocalSGD`` or ``DiLoCo``, as they were given.
+
+    Attributes:
+        check_trained: Raises a ValueError if other arguments do not go with these parameters.
+    """
+
+    model: torch.nn.Module
+    optimizer: Optimizer
+    schedule: Schedule
+    average_buffers: bool
+    group: dist.ProcessGroup | None
+    scaler: torch.amp.GradScaler | None
+    check_trained: Callable[[Tensors], None]
+
+
+def agree(function: str, arguments: Arguments) -> Found:
     """Returns what takes local steps, once all processes have brought the same. Collective.
 
     Raises:
         ValueError: On every process, if an argument is not valid or differs.
     """
-    group = NamedTensors({}).group(group)
+    group = NamedTensors({}).group(arguments.group)
     check_alive(group)
     timeout = find_backends(group)[0].options._timeout
     found = None
     try:
-        found = _find(steps, model, average_buffers, group, scaler)
-        mine = {**dataclasses.asdict(steps.schedule), "buffers": len(found.buffers)}
+        found = _find(arguments, group)
+        mine = {**dataclasses.asdict(arguments.schedule), "buffers": len(found.buffers)}
     except Exception as invalid:  # The other processes wait for this error, of any type.
         mine = error_as_arguments(invalid)
-    function = type(steps).__name__
     compare = equality_of(f"the arguments or buffers of {function}")
     next_call(group, function, timeout).agree(mine, compare)
     assert found is not None  # else the processes did not agree
     return found
 
 
-def _find(
-    steps: LocalSGD,
-    model: torch.nn.Module,
-    average_buffers: bool,
-    group: dist.ProcessGroup,
-    scaler: torch.amp.GradScaler | None,
-) -> Found:
-    schedule = steps.schedule
-    for name, value, kind, text in (
-        ("model", model, torch.nn.Module, "a module"),
-        ("optimizer", steps.optimizer, Optimizer, "a torch optimizer"),
-        ("scaler", scaler, torch.amp.GradScaler | None, "a torch.amp.GradScaler"),
-        ("average_buffers", average_buffers, bool, "a bool"),
+def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
+    model, schedule = arguments.model, arguments.schedule
+    for name, kind, text in (
+        ("model", torch.nn.Module, "a module"),
+        ("optimizer", Optimizer, "a torch optimizer"),
+        ("scaler", torch.amp.GradScaler | None, "a torch.amp.GradScaler"),
+        ("average_buffers", bool, "a bool"),
     ):
+        value = getattr(arguments, name)
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be {text}, got {type(value).__name__}")
     schedule.check()
@@ -135,7 +137,7 @@ def _find(
             f"fragments must be at most the number of trainable parameters, {len(trained)}, got "
             f"{schedule.fragments}"
         )
-    steps._check(trained)
+    arguments.check_trained(trained)
     kept = module.state_dict(keep_vars=True)
     floating = [
         buffer
@@ -147,7 +149,7 @@ def _find(
         module,
         ddp,
         split(trained, schedule.fragments),
-        floating if average_buffers else [],
+        floating if arguments.average_buffers else [],
         [shard_of(tensor.detach()) for tensor in (*everything.values(), *module.buffers())],
     )
 

@@ -49,7 +49,7 @@ class DiLoCo(LocalSGD):
         super().__init__(model, optimizer, sync_every, options, **others)
         self._hold_anchors()
 
-    def _check(self, trained: Tensors) -> None:
+    def _check_trained(self, trained: Tensors) -> None:
         outer = self.outer_optimizer
         if not isinstance(outer, Optimizer):
             raise ValueError(
@@ -84,8 +84,8 @@ class DiLoCo(LocalSGD):
         for name in means:
             fragment.anchors[name].grad = None
 
-    def _outer_state(self) -> dict[str, Any]:
+    def _outer_optimizer_state(self) -> dict[str, Any]:
         return self.outer_optimizer.state_dict()
 
-    def _load_outer_state(self, state: dict[str, Any]) -> None:
+    def _load_outer_optimizer(self, state: dict[str, Any]) -> None:
         self.outer_optimizer.load_state_dict(state)

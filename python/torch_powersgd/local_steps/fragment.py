@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,11 @@ class Fragment:
     def gradient_bytes(self) -> int:
         """The bytes that averaging the gradients in one step would send."""
         return sum(shard_of(parameter).nbytes for parameter in self.parameters.values())
+
+    @property
+    def round_bytes(self) -> int:
+        """The bytes that a compressed round sends."""
+        return self.compression._reducer.states.outline().bytes_after
 
     @property
     def in_flight(self) -> bool:
@@ -112,6 +117,21 @@ class Fragment:
         """Makes the parameters what the anchors are."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self.anchors[name])
+
+
+@torch.no_grad()
+def average_exactly(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
+    """Averages tensors in place, but for numbers whose mean is not finite. Returns the bytes."""
+    if not tensors:
+        return 0
+    flat = torch.cat([at_least_float32(tensor).reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    flat /= group.size()
+    means = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, mean in zip(tensors, means, strict=True):
+        mean = mean.view_as(tensor)
+        tensor.copy_(torch.where(mean.isfinite(), mean, tensor))
+    return flat.nbytes
 
 
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,106 +3,108 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torch_powersgd.group_backends import find_backends
+from torch_powersgd.local_steps.fragment import Fragment
 from torch_powersgd.option_values import shown
 from torch_powersgd.store_agreement import equality_of, error_as_arguments, next_call
 from torch_powersgd.targets import shard_of
 
-if TYPE_CHECKING:
-    from torch_powersgd.local_steps.steps import LocalSGD
-
 VERSION = 1
 
 
-def of(steps: LocalSGD, per_rank: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Progress:
+    """The part of a state that is not the fragments'.
+
+    Attributes:
+        kind: Name of the class.
+        step, rounds: Numbers of those taken.
+        outer_optimizer: State of the outer optimizer, if there is one.
+    """
+
+    kind: str
+    step: int
+    rounds: int
+    outer_optimizer: dict[str, Any] | None
+
+
+def of(progress: Progress, fragments: Sequence[Fragment], per_rank: bool) -> dict[str, Any]:
     """Returns the state. Collective without ``per_rank``."""
-    found: dict[str, Any] = {
-        "version": VERSION,
-        "kind": type(steps).__name__,
-        "step": steps._step,
-        "rounds": steps._rounds,
-        "fragments": {},
-    }
-    for i, fragment in enumerate(steps._fragments):
-        found["fragments"][str(i)] = {
+    parts = {
+        str(i): {
             "anchors": dict(fragment.anchors),
             "compression": fragment.compression.state_dict(per_rank),
         }
-    outer = steps._outer_state()
-    if outer is not None:
-        found["outer_optimizer"] = outer
-    return found
+        for i, fragment in enumerate(fragments)
+    }
+    return {"version": VERSION, **vars(progress), "fragments": parts}
 
 
-def load(steps: LocalSGD, state: Any) -> None:
-    """Makes a saved state, which may hold anything, that of the steps. Collective."""
-    mine: dict[str, Any]
+def load(
+    kind: str, group: dist.ProcessGroup, fragments: Sequence[Fragment], state: Any
+) -> Progress:
+    """Makes a saved state, which may hold anything, that of the fragments. Collective."""
     per_rank = False
     try:
-        per_rank = _check(steps, state)
+        per_rank = _check(kind, fragments, state)
         mine = {"step": state["step"], "rounds": state["rounds"], "per_rank": per_rank}
     except Exception as invalid:  # The other processes wait for this error, of any type.
         mine = error_as_arguments(invalid)
-    function = f"{type(steps).__name__}.load_state_dict"
-    timeout = find_backends(steps.group)[0].options._timeout
+    function = f"{kind}.load_state_dict"
+    timeout = find_backends(group)[0].options._timeout
     same = equality_of(f"the states of {function}")
-    next_call(steps.group, function, timeout).agree(mine, same)
-    for fragment, saved in zip(steps._fragments, state["fragments"].values(), strict=True):
+    next_call(group, function, timeout).agree(mine, same)
+    for fragment, saved in zip(fragments, state["fragments"].values(), strict=True):
         fragment.compression.load_state_dict(saved["compression"])
         with torch.no_grad():
             for name, anchor in fragment.anchors.items():
                 anchor.copy_(saved["anchors"][name])
         if not per_rank:
             fragment.reset()
-    if "outer_optimizer" in state:
-        steps._load_outer_state(state["outer_optimizer"])
-    steps._step, steps._rounds = state["step"], state["rounds"]
+    return Progress(**{field.name: state[field.name] for field in fields(Progress)})
 
 
-def _check(steps: LocalSGD, state: Any) -> bool:
+def _check(kind: str, fragments: Sequence[Fragment], state: Any) -> bool:
     """Returns whether a state is one of ``per_rank``. It raises a ValueError if it does not fit."""
-    if not isinstance(state, dict):
-        raise ValueError(f"the state must be a dict, got {type(state).__name__}")
-    for field, wanted in (("version", VERSION), ("kind", type(steps).__name__)):
-        if state.get(field) != wanted:
-            raise ValueError(
-                f"{field} of the state must be {wanted!r}, got {shown(state.get(field))}"
-            )
+    _require(isinstance(state, dict), "type", "a dict", type(state).__name__)
+    for field, wanted in (("version", VERSION), ("kind", kind)):
+        _require(state.get(field) == wanted, field, repr(wanted), state.get(field))
     for field in ("step", "rounds"):
         value = state.get(field)
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{field} of the state must be an integer >= 0, got {shown(value)}")
+        _require(type(value) is int and value >= 0, field, "an integer >= 0", value)
     saved = state.get("fragments")
-    if not isinstance(saved, dict) or list(saved) != [str(i) for i in range(len(steps._fragments))]:
-        raise ValueError(
-            f"fragments of the state must be {len(steps._fragments)}, as of this {state['kind']}, "
-            f"got {shown(saved)}"
-        )
+    names = [str(i) for i in range(len(fragments))]
+    fits = isinstance(saved, dict) and list(saved) == names
+    _require(fits, "fragments", f"{len(names)}, as here", saved)
     kinds = set()
-    for fragment, part in zip(steps._fragments, saved.values(), strict=True):
+    for fragment, part in zip(fragments, saved.values(), strict=True):
         _check_anchors(fragment.anchors, part["anchors"])
         kinds.add(fragment.compression._read(part["compression"]).mean is None)
-    if len(kinds) != 1:
-        raise ValueError("the fragments of the state must all be of per_rank, or none")
+    _require(len(kinds) == 1, "per_rank", "the same in all fragments", kinds)
     return kinds.pop()
 
 
 def _check_anchors(anchors: dict[str, torch.Tensor], saved: Any) -> None:
-    if not isinstance(saved, dict) or saved.keys() != anchors.keys():
-        raise ValueError("the anchors of the state must be those of the model's parameters")
+    fits = isinstance(saved, dict) and saved.keys() == anchors.keys()
+    _require(fits, "anchors", "those of the model's parameters", saved)
     for name, anchor in anchors.items():
         found = saved[name]
-        if (
-            not isinstance(found, torch.Tensor)
-            or found.shape != anchor.shape
-            or found.dtype != anchor.dtype
-            or not shard_of(found).isfinite().all()
-        ):
-            raise ValueError(
-                f"the anchor of {name!r} must be finite, {anchor.dtype} {list(anchor.shape)}, got "
-                f"{shown(found)}"
-            )
+        fits = (
+            isinstance(found, torch.Tensor)
+            and found.shape == anchor.shape
+            and found.dtype == anchor.dtype
+            and bool(shard_of(found).isfinite().all())
+        )
+        _require(fits, f"anchor {name!r}", f"finite, {anchor.dtype} {list(anchor.shape)}", found)
+
+
+def _require(fits: bool, field: str, wanted: str, got: object) -> None:
+    if not fits:
+        raise ValueError(f"{field} of the state of local steps must be {wanted}, got {shown(got)}")

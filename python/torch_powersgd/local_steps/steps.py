@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from torch_powersgd import grad_scaler, log
 from torch_powersgd.compression import PerRank
-from torch_powersgd.local_steps import checks, state
-from torch_powersgd.local_steps.checks import Schedule
-from torch_powersgd.local_steps.fragment import Fragment, Tensors, at_least_float32
+from torch_powersgd.local_steps import checks, state, summary
+from torch_powersgd.local_steps.checks import Arguments, Schedule
+from torch_powersgd.local_steps.fragment import Fragment, Tensors, average_exactly
+from torch_powersgd.local_steps.state import Progress
 from torch_powersgd.options import Options
 from torch_powersgd.stats import ratio
-from torch_powersgd.units import size_text, times_text
 
 _BROADCAST_BYTES = 250 << 20  # as DDP's
 
@@ -94,7 +94,10 @@ class LocalSGD(Stateful):
             optimizer = wrapped  # Accelerate's has no hooks of its own
         self.optimizer = optimizer
         self.schedule = Schedule(sync_every, fragments, fragment_sync_delay, warmup_steps)
-        found = checks.agree(self, model, average_buffers, group, scaler)
+        arguments = Arguments(
+            model, optimizer, self.schedule, average_buffers, group, scaler, self._check_trained
+        )
+        found = checks.agree(type(self).__name__, arguments)
         self.group = found.group
         self._model, self._ddp = found.model, found.ddp
         self._buffers = found.buffers
@@ -113,7 +116,7 @@ class LocalSGD(Stateful):
         if scaler is not None:
             grad_scaler.call_after_step(scaler, self._after_scaler)
         if self.group.rank() == 0:
-            self._announce()
+            log.notice(summary.announcement(*self._described, self._fragments))
 
     def sync(self, exact: bool = False) -> None:
         """Averages now what has changed since the last round, in all fragments. Collective.
@@ -132,7 +135,7 @@ class LocalSGD(Stateful):
                     paused.enter_context(fragment.compression.paused())
                 self._begin(fragment)
             self._finish_all()
-        self._average_buffers()
+        self._buffer_bytes += average_exactly(self._buffers, self.group)
         self._moved = False
 
     def step_skipped(self) -> None:
@@ -181,7 +184,10 @@ class LocalSGD(Stateful):
                 bit for bit.
         """
         self._finish_all()
-        return state.of(self, per_rank)
+        progress = Progress(
+            type(self).__name__, self._step, self._rounds, self._outer_optimizer_state()
+        )
+        return state.of(progress, self._fragments, per_rank)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what ``state_dict`` returned. Collective.
@@ -194,7 +200,10 @@ class LocalSGD(Stateful):
                 fit.
         """
         self._finish_all()
-        state.load(self, state_dict)
+        found = state.load(type(self).__name__, self.group, self._fragments, state_dict)
+        self._step, self._rounds = found.step, found.rounds
+        if found.outer_optimizer is not None:
+            self._load_outer_optimizer(found.outer_optimizer)
 
     @property
     def ended(self) -> bool:
@@ -240,29 +249,25 @@ class LocalSGD(Stateful):
             self._end()
 
     def __str__(self) -> str:
-        counts, every = self.stats(), self.schedule.sync_every
-        name = type(self).__name__
-        return (
-            f"{name} over {self.group.size()} processes: a round every {every} steps\n"
-            f"  step {counts['steps']}, {counts['rounds']} rounds\n"
-            f"  sent {size_text(counts['bytes_after'])} in place of "
-            f"{size_text(counts['bytes_before'])} ({times_text(counts['ratio'])} fewer, "
-            f"{times_text(counts['round_ratio'])} where compressed)"
-        )
+        return summary.text_of(*self._described, self.stats())
+
+    @property
+    def _described(self) -> tuple[str, int, Schedule]:
+        return type(self).__name__, self.group.size(), self.schedule
 
     def _move(self, fragment: Fragment, means: Tensors) -> None:
         """Moves the anchors of a fragment by the mean changes."""
         fragment.subtract(means)
 
-    def _check(self, trained: Tensors) -> None:
+    def _check_trained(self, trained: Tensors) -> None:
         """Raises a ValueError if an argument does not go with these parameters."""
 
-    def _outer_state(self) -> dict[str, Any] | None:
+    def _outer_optimizer_state(self) -> dict[str, Any] | None:
         """Returns the state of the outer optimizer, if there is one."""
         return None
 
-    def _load_outer_state(self, state: dict[str, Any]) -> None:
-        """Loads what ``_outer_state`` returned."""
+    def _load_outer_optimizer(self, state: dict[str, Any]) -> None:
+        """Loads what ``_outer_optimizer_state`` returned."""
 
     def _after_step(self, *_: object) -> None:
         self._heard = True
@@ -282,7 +287,7 @@ class LocalSGD(Stateful):
         if ends is not None:
             self._finish(self._fragments[ends])
             if ends + 1 == len(self._fragments):
-                self._average_buffers()
+                self._buffer_bytes += average_exactly(self._buffers, self.group)
 
     def _begin(self, fragment: Fragment, overlaps: bool = False) -> None:
         for module in self._model.modules():
@@ -317,34 +322,8 @@ class LocalSGD(Stateful):
         for fragment in self._fragments:
             self._finish(fragment)
 
-    @torch.no_grad()
-    def _average_buffers(self) -> None:
-        if not self._buffers:
-            return
-        flat = torch.cat([at_least_float32(buffer).reshape(-1) for buffer in self._buffers])
-        dist.all_reduce(flat, group=self.group)
-        flat /= self.group.size()
-        self._buffer_bytes += flat.nbytes
-        parts = flat.split([buffer.numel() for buffer in self._buffers])
-        for buffer, mean in zip(self._buffers, parts, strict=True):
-            mean = mean.view_as(buffer)
-            buffer.copy_(torch.where(mean.isfinite(), mean, buffer))
-
     def _after_scaler(self, optimizer: Optimizer) -> None:
         """Counts a step that the scaler has skipped. Most optimizers do not hear of it."""
         if optimizer is self.optimizer and not self._heard:
             self._count_step()
         self._heard = False
-
-    def _announce(self) -> None:
-        name, every = type(self).__name__, self.schedule.sync_every
-        if self.group.size() == 1:
-            log.notice(f"{name}: the group has one process, so nothing is sent")
-            return
-        outlines = [f.compression._reducer.states.outline() for f in self._fragments]
-        before = every * sum(f.gradient_bytes for f in self._fragments)
-        after = sum(outline.bytes_after for outline in outlines)
-        log.notice(
-            f"{name}: a round every {every} steps sends {size_text(after)} in place of "
-            f"{size_text(before)} ({times_text(ratio(before, after))} fewer)"
-        )

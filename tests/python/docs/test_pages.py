@@ -90,7 +90,8 @@ def test_the_api_page_has_every_public_name() -> None:
     shown = re.findall(r"^::: torch_powersgd\.(?:\w+\.)?(\w+)$", page, flags=re.MULTILINE)
     assert sorted(shown) == sorted(names)
     listed = re.findall(r"^\| `(\w+)", page, flags=re.MULTILINE)
-    methods = [name for name in vars(torch_powersgd.Compression) if not name.startswith("_")]
-    attributes = ["group", "options", "str"]  # and what str() returns
-    heads = ["torch_powersgd", "compression"]
+    of_handles = (torch_powersgd.Compression, torch_powersgd.LocalSGD)
+    methods = [name for each in of_handles for name in vars(each) if not name.startswith("_")]
+    attributes = ["group", "options", "str", "str"]  # and what str() returns
+    heads = ["torch_powersgd", "compression", "steps"]
     assert sorted(listed) == sorted([*names, *methods, *attributes, *heads])

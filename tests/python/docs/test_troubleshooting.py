@@ -193,6 +193,7 @@ NOT_EXPLAINED = (
     "csrc/gradients/flat_tensors.cpp",
     "csrc/engine/work.cpp",
     "python/torch_powersgd/summary.py",
+    "python/torch_powersgd/local_steps/summary.py",
     "python/torch_powersgd/__main__.py",
     "python/torch_powersgd/tools/",
 )

@@ -151,11 +151,11 @@ def test_a_state_that_does_not_fit_changes_nothing(rank: int, by: int) -> None:
     job.train(rank, EVERY, EVERY + 2)
     before = [parameter.detach().clone() for parameter in job.model.parameters()]
     messages = {
-        "a list": "the state must be a dict, got list",
-        "no step": "step of the state must be an integer >= 0, got None",
-        "of DiLoCo": "kind of the state must be 'LocalSGD', got 'DiLoCo'",
-        "another number of fragments": "fragments of the state must be 2",
-        "a missing anchor": "the anchors of the state must be those of the model's parameters",
+        "a list": "type of the state of local steps must be a dict, got 'list'",
+        "no step": "step of the state of local steps must be an integer >= 0, got None",
+        "of DiLoCo": "kind of the state of local steps must be 'LocalSGD', got 'DiLoCo'",
+        "another number of fragments": "of the state of local steps must be 2, as here",
+        "a missing anchor": "must be those of the model's parameters",
         "an anchor of another shape": "must be finite, torch.float32 [40, 24]",
         "an anchor that is not finite": "must be finite, torch.float32 [40, 24]",
         "a damaged residual": "does not match its crc32",
