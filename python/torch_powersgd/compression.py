@@ -247,6 +247,15 @@ class Compression(Stateful):
                 without ``per_rank``, of different content. A state of ``per_rank`` fits only its
                 own process and number of processes.
         """
+        loaded = self._load(state_dict)
+        if self._speaks:
+            log.notice(
+                f"the state of step {loaded.step} is loaded, with the residuals of "
+                f"{loaded.parameters} parameters"
+            )
+
+    def _load(self, state_dict: dict[str, Any]) -> checkpoint.Loaded:
+        """Does what ``load_state_dict`` does, without a message."""
         loaded: checkpoint.Loaded | None = None
         try:
             loaded = self._read(state_dict)
@@ -256,11 +265,7 @@ class Compression(Stateful):
         self._agree("load_state_dict", mine, checkpoint.compare)
         assert loaded is not None  # else the processes did not agree
         loaded.into(self._reducer.states)
-        if self._speaks:
-            log.notice(
-                f"the state of step {loaded.step} is loaded, with the residuals of "
-                f"{loaded.parameters} parameters"
-            )
+        return loaded
 
     def _read(self, state_dict: dict[str, Any]) -> checkpoint.Loaded:
         """Returns this process's part, checked. It raises a ValueError if it does not fit."""

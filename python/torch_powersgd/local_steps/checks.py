@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from torch_powersgd.local_steps.fragment import Tensors
 from torch_powersgd.option_values import is_bool, shown
 from torch_powersgd.store_agreement import equality_of, error_as_arguments, next_call
 from torch_powersgd.targets import NamedTensors, shard_of
+
+counted: WeakSet[Optimizer] = WeakSet()  # those that take local steps
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,8 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
         value = getattr(arguments, name)
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be {text}, got {type(value).__name__}")
+    if arguments.optimizer in counted:
+        raise ValueError("this optimizer takes local steps already: call detach() of them first")
     schedule.check()
     ddp = _averages_over(model, group)
     module = model.module if isinstance(model, DistributedDataParallel) else model

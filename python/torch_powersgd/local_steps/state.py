@@ -62,7 +62,7 @@ def load(
     same = equality_of(f"the states of {function}")
     next_call(group, function, timeout).agree(mine, same)
     for fragment, saved in zip(fragments, state["fragments"].values(), strict=True):
-        fragment.compression.load_state_dict(saved["compression"])
+        fragment.compression._load(saved["compression"])
         with torch.no_grad():
             for name, anchor in fragment.anchors.items():
                 anchor.copy_(saved["anchors"][name])

@@ -104,7 +104,8 @@ class LocalSGD(Stateful):
         dist._broadcast_coalesced(self.group, found.shared, _BROADCAST_BYTES, 0)
         options = checks.lay_under(options, warmup_steps)
         self._fragments = [Fragment(part, options, self.group) for part in found.parts]
-        self._step = self._rounds = self._dropped = 0
+        self._step = self._rounds = 0  # from the start of training on
+        self._taken = self._dropped = 0  # here
         self._buffer_bytes = 0  # sent so far
         self._heard = False  # whether the optimizer has told of its step since the scaler's last
         self._moved = False  # whether a step was taken since ``sync``
@@ -113,6 +114,7 @@ class LocalSGD(Stateful):
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = False  # as in DDP's no_sync()
         self._hook = optimizer.register_step_post_hook(self._after_step)
+        checks.counted.add(optimizer)
         if scaler is not None:
             grad_scaler.call_after_step(scaler, self._after_scaler)
         if self.group.rank() == 0:
@@ -151,16 +153,16 @@ class LocalSGD(Stateful):
         """Returns this process's counts. It is not collective.
 
         Returns:
-            A dictionary. ``steps`` of the optimizer and ``rounds`` of a fragment, both from the
-            start of training on; ``dropped_rounds``, in which a parameter was not finite.
-            ``bytes_before``: what averaging the gradients in every step would have sent, in their
-            own type; ``bytes_after``: what was sent; ``ratio`` of the two. ``round_ratio``: the
-            same for a compressed round against the steps between two rounds.
+            A dictionary. ``steps`` of the optimizer and ``rounds`` of a fragment, which include
+            those before a checkpoint that was loaded; ``dropped_rounds``, in which a parameter was
+            not finite. ``bytes_before``: what averaging the gradients in every step would have
+            sent, in their own type; ``bytes_after``: what was sent; ``ratio`` of the two.
+            ``round_ratio``: the same for the compressed rounds, against the steps between them.
         """
         if self._last_stats:
             return dict(self._last_stats)
         counts = [fragment.compression._reducer.stats() for fragment in self._fragments]
-        before = self._step * sum(fragment.gradient_bytes for fragment in self._fragments)
+        before = self._taken * sum(fragment.gradient_bytes for fragment in self._fragments)
         after = self._buffer_bytes + sum(count["bytes_after"] for count in counts)
         whole = sum(count["compressed_bytes_before"] for count in counts)
         packed = sum(count["compressed_bytes_after"] for count in counts)
@@ -201,7 +203,7 @@ class LocalSGD(Stateful):
         """
         self._finish_all()
         found = state.load(type(self).__name__, self.group, self._fragments, state_dict)
-        self._step, self._rounds = found.step, found.rounds
+        self._step, self._rounds, self._moved = found.step, found.rounds, True
         if found.outer_optimizer is not None:
             self._load_outer_optimizer(found.outer_optimizer)
 
@@ -230,6 +232,7 @@ class LocalSGD(Stateful):
 
     def _end(self) -> None:
         self._hook.remove()
+        checks.counted.discard(self.optimizer)
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = True
         self._ended = True
@@ -277,6 +280,7 @@ class LocalSGD(Stateful):
         if self._ended:
             return
         self._step += 1
+        self._taken += 1
         self._moved = True
         if self._step <= self.schedule.warmup_steps:
             self.sync()

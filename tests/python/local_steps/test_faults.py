@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.groups import world
 from support.on_ranks import all_agree, on_ranks
 from support.paired_training import same
 from support.synthetic import gradient
@@ -137,6 +136,8 @@ def _refuses(call: Callable[[], Any], message: str) -> None:
 def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
     model = _net()
     sgd, ddp = _sgd(model), DistributedDataParallel(_net())
+    taken = _sgd(model)
+    first = tp.LocalSGD(model, taken, 4)
     tp.attach(ddp)
     part = torch.optim.SGD(model[0].parameters(), lr=1.0)
     scaler: Any = "scaler"
@@ -151,6 +152,7 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
         ),
         (lambda: tp.LocalSGD(model, sgd, 4, warmup_steps=-1), "warmup_steps must be an integer of"),
         (lambda: tp.LocalSGD(ddp, _sgd(ddp), 4), "this module is attached: local steps compress"),
+        (lambda: tp.LocalSGD(model, taken, 4), "this optimizer takes local steps already"),
         (lambda: tp.LocalSGD({}, sgd, 4), "model must be a module, got dict"),  # type: ignore[arg-type]
         (lambda: tp.LocalSGD(model, model, 4), "optimizer must be a torch optimizer, got Sequ"),  # type: ignore[arg-type]
         (lambda: tp.LocalSGD(model, sgd, 4, scaler=scaler), "scaler must be a torch.amp.GradSc"),
@@ -165,4 +167,5 @@ def test_arguments_that_do_not_fit_are_refused_on_every_rank(rank: int) -> None:
         _refuses(call, message)
     assert same(model.parameters(), before)
     assert not sgd._optimizer_step_post_hooks
-    assert world().size() == 2
+    first.detach()
+    tp.LocalSGD(model, taken, 4).detach()

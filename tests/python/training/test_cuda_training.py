@@ -11,8 +11,10 @@ import torch
 
 import torch_powersgd as tp
 from support.cuda_ranks import INNERS, needs_cuda, options_of, run
+from support.on_ranks import all_agree
 from support.synthetic import (
     SHAPES,
+    gradient,
     gradients,
     make_compressed,
     own_part,
@@ -92,3 +94,26 @@ def test_a_wire_that_rounds_loses_nothing(inner: str, wire: str, world_size: int
         options=options_of(inner),
         world_size=world_size,
     )
+
+
+def _local_steps(rank: int) -> None:
+    """Takes local steps whose rounds go on beside them, and ends with equal models."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Linear(64, 48)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    outer = torch.optim.SGD(model.parameters(), lr=0.8, momentum=0.3, nesterov=True)
+    arguments = {"fragments": 2, "fragment_sync_delay": 3, "warmup_steps": 2}
+    options = {"matrix_approximation_rank": 2, "wire_dtype": "int8"}
+    with tp.DiLoCo(model, optimizer, outer, 4, options, **arguments) as steps:
+        for i in range(15):
+            optimizer.zero_grad()
+            model(gradient((6, 48), "input", rank, i).cuda()).square().mean().backward()
+            optimizer.step()
+        steps.load_state_dict(steps.state_dict())
+    assert steps.stats()["round_ratio"] > 4
+    assert all_agree([parameter.tolist() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_local_steps(inner: str) -> None:
+    run(_local_steps, options=options_of(inner))
