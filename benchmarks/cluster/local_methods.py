@@ -26,7 +26,6 @@ EVERY = 10  # steps between two rounds
 # Arguments of LocalSGD, and those of the outer SGD, with which it is a DiLoCo.
 _SCHEDULE = {"sync_every": EVERY, "fragments": 1, "fragment_sync_delay": 0, "warmup_steps": 10}
 _OUTER = ("lr", "momentum")
-_PAPER = {"lr": 0.7, "momentum": 0.9}  # DiLoCo's
 
 
 class Local(Trainee):
@@ -79,19 +78,6 @@ def local(title: str, **settings: Any) -> Method:
 
     every = schedule["sync_every"]
     return Method(title, POWERSGD, make, options, lacks, every=lambda rank: every)
-
-
-def with_settings(title: str, base: Mapping[str, Any], settings: Mapping[str, Any]) -> Method:
-    """The method with other settings, of which its title tells.
-
-    Raises:
-        ValueError: If there is no such setting.
-    """
-    allowed = (*_SCHEDULE, *_OUTER, *tp.Options.__dataclass_fields__)
-    if unknown := [name for name in settings if name not in allowed]:
-        raise ValueError(f"a setting of local steps, got {unknown[0]!r}")
-    told = [f"{name.replace('_', ' ')} {value}" for name, value in settings.items()]
-    return local(", ".join([title, *told]), **{**base, **settings})
 
 
 class _PostLocal(Parallel):
@@ -185,21 +171,41 @@ def _torchft(title: str, **outer: float) -> Method:
     )
 
 
-OURS: dict[str, tuple[str, dict[str, Any]]] = {
-    "local-sgd": ("ours, LocalSGD", {}),
-    "diloco": ("ours, DiLoCo", {"lr": 0.8, "momentum": 0.3, "fragments": 5}),
+_TITLES = {
+    "local-sgd": "ours, LocalSGD",
+    "diloco": "ours, DiLoCo",
+    "torchft": "torchft's DiLoCo, exact",
 }
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "local-sgd": {},
+    "diloco": {"lr": 0.8, "momentum": 0.3, "fragments": 5},
+    "torchft": {"lr": 0.7, "momentum": 0.9},  # DiLoCo's
+}
+
+
+def with_settings(name: str, settings: Mapping[str, Any]) -> Method:
+    """One of TAKE_SETTINGS with others than its own, of which its title tells.
+
+    Raises:
+        ValueError: If there is no such setting.
+    """
+    theirs = name == "torchft"
+    allowed = _OUTER if theirs else (*_SCHEDULE, *_OUTER, *tp.Options.__dataclass_fields__)
+    if unknown := [setting for setting in settings if setting not in allowed]:
+        raise ValueError(f"a setting of {name}, got {unknown[0]!r}")
+    told = [f"{setting.replace('_', ' ')} {value}" for setting, value in settings.items()]
+    make = _torchft if theirs else local
+    return make(", ".join([_TITLES[name], *told]), **{**_SETTINGS[name], **settings})
+
+
+TAKE_SETTINGS = tuple(_TITLES)
 METHODS = {
-    **{name: local(title, **settings) for name, (title, settings) in OURS.items()},
+    **{name: with_settings(name, {}) for name in TAKE_SETTINGS},
     "post-local-sgd": Method(
         "torch's PostLocalSGDOptimizer",
         PLAIN,
         lambda model, every, seed: _PostLocal(model, every),
         measure="every",
         every=lambda every: every,
-    ),
-    "torchft": _torchft("torchft's DiLoCo, exact", **_PAPER),
-    "torchft-0.8-0.3": _torchft(
-        "torchft's DiLoCo, exact, outer SGD 0.8 with 0.3", lr=0.8, momentum=0.3
     ),
 }

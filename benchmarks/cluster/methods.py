@@ -212,8 +212,8 @@ def find(name: str) -> Method:
     if not settings:
         return method
     fields = dict(map(_option, settings))
-    if base in local_methods.OURS:
-        return local_methods.with_settings(*local_methods.OURS[base], fields)
+    if base in local_methods.TAKE_SETTINGS:
+        return local_methods.with_settings(base, fields)
     if not method.attached:
         raise ValueError(f"{base} has no options, got {name!r}")
     if unknown := [option for option in fields if option not in tp.Options.__dataclass_fields__]:

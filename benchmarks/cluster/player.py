@@ -75,7 +75,6 @@ class Player:
     ) -> None:
         self._where, self._job, self._logs = where, job, logs
         self._step_limit, self._warmup = step_limit, warmup
-        self._every = methods.find(job.method).every(job.approximation)
         self._start: dict[str, Any] = {"variables": variables, "packages": packages}
         self._attempts_left = ATTEMPTS
         self._ranks: Ranks | None = None
@@ -91,6 +90,10 @@ class Player:
     @property
     def exhausted(self) -> bool:
         return not self._attempts_left
+
+    @property
+    def _every(self) -> int:
+        return methods.find(self._job.method).every(self._job.approximation)
 
     def turn(self, steps: int) -> Run:
         """Trains for one step, and then the measured ones. A failed turn is repeated.

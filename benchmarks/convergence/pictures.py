@@ -28,8 +28,7 @@ LOCAL_STYLES: dict[str, dict[str, Any]] = {
     "local-sgd": {"color": "#0072b2", "marker": "^", "linestyle": "none"},
     "diloco": {"color": "#009e73", "marker": "^", "linestyle": "none"},
     "post-local-sgd": {"color": "#999999", "marker": "P", "linestyle": "none"},
-    "torchft-0.8-0.3": {"color": "#cc79a7", "marker": "X", "linestyle": "none"},
-    "torchft": {"color": "#000000", "marker": "X", "linestyle": "none"},
+    "torchft": {"color": "#cc79a7", "marker": "X", "linestyle": "none"},
 }
 UNLIKE_COLORS = {"plain": "#000000", "hook-1-bucket": "#0072b2", "attached": "#d55e00"}
 COLUMNS = 3

@@ -63,6 +63,17 @@ def test_every_model_learns(tmp_path: Path) -> None:
         assert int8 < plain / 6
 
 
+def test_local_steps_learn(tmp_path: Path) -> None:
+    methods = ("post-local-sgd:2", "local-sgd+sync_every=2:4", "diloco+sync_every=2+fragments=2:4")
+    record = _measure(tmp_path, "losses", "--tasks", "digits", "--methods", "plain", *methods)
+    (digits,) = record["tasks"].values()
+    _assert_learned(digits)
+    plain, *averages = (method["bytes_per_step"] for method in digits["methods"].values())
+    theirs, *ours = (plain / sent for sent in averages)
+    assert 1.9 < theirs < 2.1
+    assert min(ours) > 6
+
+
 @pytest.mark.long
 def test_every_variant_learns(tmp_path: Path) -> None:
     names = [name for name in tasks.TASKS if name not in matrix.MODELS]
@@ -112,8 +123,10 @@ def test_a_method_takes_options() -> None:
     ("name", "message"),
     [
         ("plain+rank=4", "plain has no options"),
-        ("int8-wire+warm_start_noise", "a field of Options, got 'warm_start_noise'"),
-        ("int8-wire+noise=0.1", "a field of Options, got 'noise=0.1'"),
+        ("int8-wire+warm_start_noise", "OPTION=VALUE, got 'warm_start_noise'"),
+        ("int8-wire+noise=0.1", "a field of Options, got 'noise'"),
+        ("local-sgd+steps=3", "a setting of local-sgd, got 'steps'"),
+        ("torchft+sync_every=10", "a setting of torchft, got 'sync_every'"),
     ],
 )
 def test_a_bad_option_of_a_method_is_named(name: str, message: str) -> None:
