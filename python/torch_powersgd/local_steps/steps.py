@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -47,9 +47,8 @@ class LocalSGD(Stateful):
                 loss_of(ddp, batch).backward()
                 optimizer.step()
 
-    At the end of the block a last, exact round makes the models equal. Without a block, ``detach``
-    does.
-    Every process must take the same number of steps. It is torch's ``Stateful``, for ``dcp.save``.
+    At the end of the block, or in ``detach`` without one, the models become their exact mean. Every
+    process must take the same number of steps. It is torch's ``Stateful``, for ``dcp.save``.
 
     Args:
         model: Module whose trainable parameters are averaged. DDP over the processes of ``group``
@@ -127,16 +126,16 @@ class LocalSGD(Stateful):
         rounds to come stay where they are.
 
         Args:
-            exact: Whether to send the changes whole, so that no part of them waits for a later
-                round.
+            exact: Whether the parameters become the mean of the processes' parameters itself: the
+                changes are sent whole, and an outer optimizer takes no part.
         """
         self._finish_all()
         with contextlib.ExitStack() as paused:
-            for fragment in self._fragments:
-                if exact:
+            if exact:
+                for fragment in self._fragments:
                     paused.enter_context(fragment.compression.paused())
-                self._begin(fragment)
-            self._finish_all()
+            self._begin(self._fragments)
+            self._finish_all(averages=exact)
         self._buffer_bytes += average_exactly(self._buffers, self.group)
         self._moved = False
 
@@ -218,7 +217,7 @@ class LocalSGD(Stateful):
         return PerRank(self)
 
     def detach(self) -> None:
-        """Ends the local steps, with an exact round of what has changed since the last. Collective.
+        """Ends the local steps with ``sync(exact=True)``, if any was taken. Collective.
 
         DDP averages gradients again. What is in the residuals is lost, unless ``state_dict`` is
         called before.
@@ -287,22 +286,23 @@ class LocalSGD(Stateful):
             return
         begins, ends = self.schedule.due(self._step)
         if begins is not None:
-            self._begin(self._fragments[begins], self.schedule.fragment_sync_delay > 0)
+            self._begin([self._fragments[begins]], self.schedule.fragment_sync_delay > 0)
         if ends is not None:
             self._finish(self._fragments[ends])
             if ends + 1 == len(self._fragments):
                 self._buffer_bytes += average_exactly(self._buffers, self.group)
 
-    def _begin(self, fragment: Fragment, overlaps: bool = False) -> None:
+    def _begin(self, fragments: Sequence[Fragment], overlaps: bool = False) -> None:
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward pass without a backward pass leaves the root whole
         self._check_trainable()
-        if name := fragment.begin(overlaps):
-            log.warning(
-                f"{name!r} is not finite on rank {self.group.rank()}: this round is dropped, and "
-                "all processes go back to the parameters of the round before"
-            )
+        for fragment in fragments:
+            if name := fragment.begin(overlaps):
+                log.warning(
+                    f"{name!r} is not finite on rank {self.group.rank()}: this round is dropped, "
+                    "and all processes go back to the parameters of the round before"
+                )
 
     def _check_trainable(self) -> None:
         """Raises a RuntimeError if a parameter is trained that was frozen at first."""
@@ -314,17 +314,17 @@ class LocalSGD(Stateful):
                     "that it is not averaged. Call detach() and make another one"
                 )
 
-    def _finish(self, fragment: Fragment) -> None:
+    def _finish(self, fragment: Fragment, averages: bool = False) -> None:
         if not fragment.in_flight:
             return
-        warming = self._step <= self.schedule.warmup_steps
-        if fragment.finish(Fragment.subtract if warming else self._move):
+        averages = averages or self._step <= self.schedule.warmup_steps
+        if fragment.finish(Fragment.subtract if averages else self._move):
             self._dropped += 1
         self._rounds += 1
 
-    def _finish_all(self) -> None:
+    def _finish_all(self, averages: bool = False) -> None:
         for fragment in self._fragments:
-            self._finish(fragment)
+            self._finish(fragment, averages)
 
     def _after_scaler(self, optimizer: Optimizer) -> None:
         """Counts a step that the scaler has skipped. Most optimizers do not hear of it."""

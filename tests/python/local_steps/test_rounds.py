@@ -181,6 +181,21 @@ def test_diloco_is_an_outer_optimizer_over_the_mean_changes(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_the_end_is_the_exact_mean_whatever_the_outer_optimizer(rank: int) -> None:
+    """Also of what was loaded in place of the trained parameters, as the best of a training."""
+    model = _zeros()
+    optimizer = _sgd(model)
+    with tp.DiLoCo(model, optimizer, _outer(model.parameters()), EVERY, OPTIONS, warmup_steps=0):
+        for i in range(EVERY + 1):
+            _move(model, optimizer, rank, i)
+        for name, parameter in model.weights.items():
+            parameter.data.copy_(gradient(parameter.shape, "best", name, rank))
+    for name, parameter in model.weights.items():
+        both = [gradient(parameter.shape, "best", name, r).double() for r in range(2)]
+        assert relative_error(parameter, torch.stack(both).mean(0)) < TOLERANCE[torch.float32]
+
+
+@on_ranks(2)
 def test_steps_beside_a_round_are_kept(rank: int) -> None:
     """A round of three steps before counts the steps since in the next round, once."""
     model = _zeros(torch.float64)
