@@ -138,6 +138,13 @@ PARTS = {
         Measurement(
             "local_steps", 45, "bench_convergence.py losses --stages local --resume", picture=True
         ),
+        Measurement(
+            "local_steps_4",
+            15,
+            "bench_convergence.py losses --ranks 4 --seeds 3 --tasks language --resume"
+            " --methods plain int8-wire:16 diloco:16 diloco+wire_dtype=int4:32"
+            " torchft+lr=0.8+momentum=0.3:10",
+        ),
         Measurement("shadow", 10, "bench_convergence.py shadow"),
         Measurement("unlike_data", 5, "bench_convergence.py unlike-data", picture=True),
     ],

@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tasks = f"tasks to train, of {' '.join(TASKS)} (all of the matrix; with --methods 3 models)"
     add("--tasks", nargs="+", choices=TASKS, metavar="TASK", help=tasks)
     add("--seeds", type=int, default=5, metavar="N", help="number of seeds, 0 to N - 1 (5)")
+    add("--ranks", type=int, default=ranks.WORLD, help="local ranks that train (2)")
     add("--lr", type=float, help="learning rate (the best of three for plain, by task)")
     add("--quick", action="store_true", help="one seed, tiny models and twelve steps")
     add("--resume", action="store_true", help="keep the runs that the file of --json has")
@@ -97,7 +98,8 @@ def measure(arguments: argparse.Namespace) -> Record:
     ]
     for run in in_turn(todo, lambda run: f"{run.task}, seed {run.seed}, {run.contender.title}"):
         how, task = run.contender, tasks[run.task]
-        found = ranks.run(train, how.method, how.rank or 0, run.seed, task, run.seed)
+        chosen = (how.method, how.rank or 0, run.seed)
+        found = ranks.run(train, *chosen, task, run.seed, world=record["world"])
         record["tasks"][run.task] |= {name: found[name] for name in ("parameters", "untrained")}
         new = {"bytes_per_step": found["bytes_per_step"], "losses": []}
         methods_of(run).setdefault(how.name, new)["losses"].append(found["loss"])
@@ -136,7 +138,7 @@ def _record(arguments: argparse.Namespace, tasks: dict[str, Task]) -> Record:
     here = provenance(processor())
     about = {name: {**task.about, "methods": {}} for name, task in tasks.items()}
     if not (arguments.resume and arguments.json and arguments.json.exists()):
-        return {**here, "world": ranks.WORLD, "exact_steps": EXACT_STEPS, "tasks": about}
+        return {**here, "world": arguments.ranks, "exact_steps": EXACT_STEPS, "tasks": about}
     record: Record = json.loads(arguments.json.read_text())
     for name, task in about.items():
         before = record["tasks"].setdefault(name, task)["arguments"]

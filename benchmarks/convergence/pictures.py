@@ -41,7 +41,7 @@ def draw_losses(record: report.Record, path: Path) -> None:
     """Draws a panel for each task: the loss above plain's against the bytes, a line a method.
 
     A line goes through the mean of the seeds at each rank. A bar is from the least to the greatest.
-    Methods with other options than their own are not drawn, but for local steps.
+    Methods with other options than their own are not drawn, except those of local steps.
     """
     tasks = [task for task in record["tasks"].values() if "plain" in task["methods"]]
     columns = 2 if len(tasks) == 4 else min(COLUMNS, len(tasks))  # no panel is left empty

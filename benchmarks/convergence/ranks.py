@@ -21,7 +21,12 @@ Make = Callable[[nn.Module], Trainee]
 
 
 def run(
-    function: Callable[..., Any], method: str, approximation: int, seed: int, *args: Any
+    function: Callable[..., Any],
+    method: str,
+    approximation: int,
+    seed: int,
+    *args: Any,
+    world: int = WORLD,
 ) -> Any:
     """Calls function(make, *args) on every rank, and returns the result of the first rank.
 
@@ -31,9 +36,10 @@ def run(
         approximation: the rank of the approximation.
         seed: the seed of the method's random start.
         args: further arguments of the function.
+        world: the number of ranks.
     """
     chosen = (function, method, approximation, seed, args)
-    return ranks.call(_rank, WORLD, *chosen, what=method, seconds=_LIMIT_SECONDS)[0]
+    return ranks.call(_rank, world, *chosen, what=method, seconds=_LIMIT_SECONDS)[0]
 
 
 def _rank(

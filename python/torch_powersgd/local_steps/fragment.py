@@ -121,7 +121,7 @@ class Fragment:
 
 @torch.no_grad()
 def average_exactly(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
-    """Averages tensors in place, but for numbers whose mean is not finite. Returns the bytes."""
+    """Averages tensors in place, except numbers whose mean is not finite. Returns the bytes."""
     if not tensors:
         return 0
     flat = torch.cat([at_least_float32(tensor).reshape(-1) for tensor in tensors])
