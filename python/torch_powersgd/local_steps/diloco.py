@@ -22,7 +22,7 @@ class DiLoCo(LocalSGD):
     the anchor. In DiLoCo (Douillard et al., arXiv:2311.08105) that is SGD with a learning rate of
     0.7 and Nesterov momentum of 0.9; over few processes less momentum learns better.
 
-        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.5, nesterov=True)
+        outer = torch.optim.SGD(model.parameters(), lr=0.8, momentum=0.3, nesterov=True)
         with torch_powersgd.DiLoCo(model, optimizer, outer, sync_every=10):
             ...
 

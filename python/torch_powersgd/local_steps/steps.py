@@ -89,6 +89,7 @@ class LocalSGD(Stateful):
         group: dist.ProcessGroup | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
+        model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
         while isinstance(wrapped := getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = wrapped  # Accelerate's has no hooks of its own
         self.optimizer = optimizer

@@ -124,23 +124,24 @@ def test_ddp_averages_nothing_until_the_end(rank: int) -> None:
     """DDP trains to the bit as the module inside of it, and averages again after detach."""
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(24, 40), nn.BatchNorm1d(40), nn.Linear(40, 24))
-    inside = copy.deepcopy(alone)
-    ended = []
-    for model in (alone, DistributedDataParallel(inside)):
+    inside, compiled = copy.deepcopy(alone), copy.deepcopy(alone)
+    wrapped = torch.compile(DistributedDataParallel(compiled), backend="eager")
+    models: list[Any] = [alone, DistributedDataParallel(inside), wrapped]
+    for model in models:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         with tp.LocalSGD(model, optimizer, EVERY, OPTIONS, warmup_steps=2) as steps:
             for i in range(3 * EVERY):
                 optimizer.zero_grad()
                 model(gradient((6, 24), "input", rank, i)).square().mean().backward()
-                assert not all_agree([p.grad.tolist() for p in model.parameters()])  # type: ignore[union-attr]
+                assert not all_agree([p.grad.tolist() for p in model.parameters()])
                 optimizer.step()
-        ended.append(model)
         assert steps.ended
         assert steps.stats()["rounds"] == 2 + 2 + 1
-    assert same(alone.state_dict().values(), inside.state_dict().values())
-    ended[1].zero_grad()
-    ended[1](gradient((6, 24), "input", rank, 0)).square().mean().backward()
-    assert all_agree([p.grad.tolist() for p in inside.parameters()])  # type: ignore[union-attr]
+    for other in (inside, compiled):
+        assert same(alone.state_dict().values(), other.state_dict().values())
+    models[1].zero_grad()
+    models[1](gradient((6, 24), "input", rank, 0)).square().mean().backward()
+    assert all_agree([p.grad.tolist() for p in models[1].parameters()])
 
 
 def _outer(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
