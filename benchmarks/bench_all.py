@@ -108,6 +108,24 @@ PARTS = {
             " --rounds 4 --learning-steps 0 --methods none plain hook-1-bucket:16 int8-wire:16",
         ),
         Measurement(
+            "cluster_local_far",
+            20,
+            "bench_cluster.py --models demo --ranks 2 --rates 100mbit --delays 50 --rounds 3"
+            " --steps 10 --learning-steps 200 --methods none plain hook-1-bucket:16 int8-wire:16"
+            " local-sgd+fragments=5:16 diloco+wire_dtype=int4:32 diloco+fragment_sync_delay=5:16"
+            " torchft+lr=0.8+momentum=0.3:10 --learning-methods plain hook-1-bucket:16"
+            " int8-wire:16 diloco+wire_dtype=int4:32 diloco+fragment_sync_delay=5:16"
+            " torchft+lr=0.8+momentum=0.3:10",
+        ),
+        Measurement(
+            "cluster_local",
+            10,
+            "bench_cluster.py --models demo --ranks 2 --rates 1gbit --delays 20 50 --rounds 3"
+            " --steps 10 --learning-steps 0 --methods none plain hook-1-bucket:16 int8-wire:16"
+            " local-sgd:16 local-sgd+fragments=5:16 diloco+wire_dtype=int4:32"
+            " diloco+fragment_sync_delay=5:16 torchft+lr=0.8+momentum=0.3:10",
+        ),
+        Measurement(
             "cluster_cpu",
             30,
             "bench_cluster.py --ranks 2 --rounds 7 --learning-steps 80 --rank 4"
