@@ -13,6 +13,7 @@ from torch_powersgd.units import ms_text, size_text
 
 LEAST_GAIN = 1.05  # times faster than plain; less is not worth a change
 HIDDEN = 1.05  # times a step without averaging; the network is hidden in a step that takes less
+WAITS = 1.2  # times such a step; the loss that local steps cost is not worth a shorter wait
 EVERY = (5, 10, 20, 30, 50, 100)  # steps between two rounds of local steps
 WORTH_OF_RANK = 1.05  # times the fastest step; a higher matrix rank is worth so much
 
@@ -64,7 +65,7 @@ def waits(measured: Sequence[Measured], sizes: Sequence[Measured] = ()) -> bool:
     """Whether the best step that averages waits for the network, so that local steps may pay."""
     alone, *averaging = measured
     best = min(each.median for each in (*averaging, *sizes) if each.rounds)
-    return best > HIDDEN * alone.median
+    return best > WAITS * alone.median
 
 
 def local_steps(

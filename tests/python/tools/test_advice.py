@@ -73,7 +73,7 @@ def test_of_two_wires_that_are_as_fast_the_more_precise_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fastest", "round_ms", "every"), [(52, 100, None), (60, 12, 5), (60, 100, 50), (60, 9e4, 100)]
+    ("fastest", "round_ms", "every"), [(59, 100, None), (61, 12, 5), (61, 100, 50), (61, 9e4, 100)]
 )
 def test_the_fewest_local_steps_that_hide_the_network(
     fastest: float, round_ms: float, every: int | None

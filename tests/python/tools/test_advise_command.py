@@ -20,6 +20,7 @@ import torch
 from torch_powersgd.tools import advice, advise
 
 advise.ROUNDS = (2, 2)
+advice.WAITS = 0
 
 def model():
     return torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 300))
