@@ -107,6 +107,8 @@ class PowerSGDStrategy(DDPStrategy):
         if isinstance(self.compression, LocalSGD):
             self.compression.sync(exact=True)
         self._trained = move_data_to_device(self.compression.state_dict(), "cpu")
+        if isinstance(self.compression, LocalSGD):
+            self.compression.detach()
         self.compression = None
 
     def load_checkpoint(self, *arguments: Any, **named: Any) -> dict[str, Any]:
