@@ -20,11 +20,15 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import torch_powersgd as tp
-from cluster.trainees import EXACT_STEPS, PLAIN, POWERSGD, Method, Parallel, Trainee
+from cluster.trainees import EXACT_STEPS, PLAIN, POWERSGD, Method, Parallel, Trainee, refusal
 
-EVERY = 10  # steps between two rounds
 # Arguments of LocalSGD, and those of the outer SGD, with which it is a DiLoCo.
-_SCHEDULE = {"sync_every": EVERY, "fragments": 1, "fragment_sync_delay": 0, "warmup_steps": 10}
+_SCHEDULE = {
+    "sync_every": 10,
+    "fragments": 1,
+    "fragment_sync_delay": 0,
+    "warmup_steps": EXACT_STEPS,
+}
 _OUTER = ("lr", "momentum")
 
 
@@ -69,15 +73,10 @@ def local(title: str, **settings: Any) -> Method:
 
         return Local(model, begin)
 
-    def lacks() -> str:
-        try:
-            options(1, 0)
-        except (TypeError, ValueError) as error:
-            return str(error)
-        return ""
-
     every = schedule["sync_every"]
-    return Method(title, POWERSGD, make, options, lacks, every=lambda rank: every)
+    return Method(
+        title, POWERSGD, make, options, lambda: refusal(options), every=lambda rank: every
+    )
 
 
 class _PostLocal(Parallel):

@@ -20,7 +20,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import torch_powersgd as tp
 from cluster import local_methods
-from cluster.trainees import EXACT_STEPS, PLAIN, POWERSGD, Make, Method, Parallel, Trainee
+from cluster.trainees import (
+    EXACT_STEPS,
+    PLAIN,
+    POWERSGD,
+    Make,
+    Method,
+    Parallel,
+    Trainee,
+    refusal,
+)
 
 
 class Author(Trainee):
@@ -105,19 +114,15 @@ def _attached(title: str, **fields: Any) -> Method:
         trainee.compression = tp.attach(trainee.ddp, _options(rank, seed, **fields))
         return trainee
 
-    def lacks() -> str:
-        try:
-            _options(1, 0, **fields)
-        except ValueError as error:
-            return str(error)
-        return ""
+    def options(rank: int, seed: int) -> tp.Options:
+        return _options(rank, seed, **fields)
 
     return Method(
         title,
         POWERSGD,
         make,
-        lambda rank, seed: _options(rank, seed, **fields),
-        lacks,
+        options,
+        lambda: refusal(options),
         attached=True,
         fields=fields,
     )

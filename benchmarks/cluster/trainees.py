@@ -71,3 +71,12 @@ class Method:
     # By the rank: the number of steps of which one waits for the others.
     every: Callable[[int], int] = lambda rank: 1
     fields: Mapping[str, Any] = field(default_factory=dict)  # options that are not the default
+
+
+def refusal(options: Callable[[int, int], tp.Options]) -> str:
+    """Why a method's options are not allowed, or nothing."""
+    try:
+        options(1, 0)
+    except ValueError as error:
+        return str(error)
+    return ""

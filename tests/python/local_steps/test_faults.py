@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_powersgd as tp
-from support.on_ranks import all_agree, on_ranks
+from support.on_ranks import models_agree, on_ranks
 from support.paired_training import same
 from support.synthetic import gradient
 
@@ -36,10 +36,6 @@ def _backward(model: nn.Module, rank: int, i: int, scale: float = 1.0) -> None:
     (model(gradient((6, 24), "input", rank, i)).square().mean() * scale).backward()
 
 
-def _equal_on_ranks(model: nn.Module) -> bool:
-    return all_agree([parameter.tolist() for parameter in model.parameters()])
-
-
 @pytest.mark.parametrize("fused", [False, True], ids=["skipped by the scaler", "by the optimizer"])
 @on_ranks(2)
 def test_a_scaler_that_skips_on_one_rank_keeps_the_rounds(rank: int, fused: bool) -> None:
@@ -53,7 +49,7 @@ def test_a_scaler_that_skips_on_one_rank_keeps_the_rounds(rank: int, fused: bool
             list(model.parameters())[0].grad.fill_(torch.inf)  # type: ignore[union-attr]
         scaler.step(optimizer)
         scaler.update()
-        assert _equal_on_ranks(model) is ((i + 1) % EVERY == 0)
+        assert models_agree(model) is ((i + 1) % EVERY == 0)
     assert steps.stats()["steps"] == 3 * EVERY
     copied = copy.deepcopy(scaler)  # for another training, whose steps do not count here
     steps.detach()
@@ -75,7 +71,7 @@ def test_a_loop_that_skips_on_one_rank_says_so(rank: int) -> None:
             steps.step_skipped()
         else:
             optimizer.step()
-        assert _equal_on_ranks(model) is ((i + 1) % EVERY == 0)
+        assert models_agree(model) is ((i + 1) % EVERY == 0)
 
 
 @pytest.mark.parametrize("delay", [0, 2])

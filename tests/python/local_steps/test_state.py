@@ -13,7 +13,7 @@ from torch import nn
 
 import torch_powersgd as tp
 from support import ranks
-from support.on_ranks import all_agree, on_ranks
+from support.on_ranks import models_agree, on_ranks
 from support.paired_training import same
 from support.synthetic import (
     TOLERANCE,
@@ -106,7 +106,7 @@ def _resumed(rank: int, saved: tuple[bytes, bytes]) -> None:
     job = Job()
     job.train(rank, 0, 1)  # its parameters are its own
     job.steps.load_state_dict(from_bytes(saved[0]))
-    assert all_agree([parameter.tolist() for parameter in job.model.parameters()])
+    assert models_agree(job.model)
     for name, wanted in from_bytes(saved[1]).items():
         assert relative_error(_whole(job)[name], wanted) < TOLERANCE[torch.float32]
     if dist.get_world_size() == 1:  # It sends nothing, and keeps the residual for others.

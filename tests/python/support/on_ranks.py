@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec
 
+import torch
 import torch.distributed as dist
 
 from support import ranks
@@ -53,3 +54,9 @@ def all_agree(value: Any, group: dist.ProcessGroup | None = None) -> bool:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return all(other == values[0] for other in values)
+
+
+def models_agree(model: torch.nn.Module) -> bool:
+    """Whether all ranks have equal parameters. Collective."""
+    parts = (torch.view_as_real(p) if p.is_complex() else p for p in model.parameters())
+    return all_agree([part.tolist() for part in parts])

@@ -11,7 +11,7 @@ import torch
 
 import torch_powersgd as tp
 from support.cuda_ranks import INNERS, needs_cuda, options_of, run
-from support.on_ranks import all_agree
+from support.on_ranks import models_agree
 from support.synthetic import (
     SHAPES,
     gradient,
@@ -111,7 +111,7 @@ def _local_steps(rank: int) -> None:
             optimizer.step()
         steps.load_state_dict(steps.state_dict())
     assert steps.stats()["round_ratio"] > 4
-    assert all_agree([parameter.tolist() for parameter in model.parameters()])
+    assert models_agree(model)
 
 
 @pytest.mark.parametrize("inner", INNERS)
