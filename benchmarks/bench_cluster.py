@@ -62,9 +62,9 @@ def parse_arguments() -> argparse.Namespace:
     return command_line.parse(__doc__ or "")
 
 
-def missing(device: str, delayed: bool) -> list[str]:
+def missing(device: str, delayed: bool, named: Sequence[str] = ()) -> list[str]:
     """Returns the things that this machine lacks to measure, each in a few words."""
-    lacks = hosts.missing()
+    lacks = hosts.missing() + [why for model in named if (why := models.lacks(model))]
     if delayed and not os.access(emulated_links.CONTROL, os.W_OK):
         lacks.append(f"{emulated_links.CONTROL} (links with a delay are made of it)")
     if device == "cuda":
@@ -233,7 +233,8 @@ def main() -> None:
     arguments = parse_arguments()
     packages = ["rich", "matplotlib"] if arguments.picture else ["rich"]
     lacks = [f"the package {name}" for name in packages if not importlib.util.find_spec(name)]
-    lacks += [] if arguments.show else missing(arguments.device, delayed=any(arguments.delays))
+    if not arguments.show:
+        lacks += missing(arguments.device, any(arguments.delays), arguments.models)
     if lacks:
         sys.exit(f"bench_cluster cannot run here; missing: {', '.join(lacks)}")
     record = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)

@@ -114,7 +114,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--device", default="cuda", choices=["cpu", "cuda"], help="device that computes (cuda)")
-    add("--model", default="gpt2", choices=models.TASKS, help="model that is trained (gpt2)")
+    texts = [name for name, task in models.TASKS.items() if isinstance(task, models.Text)]
+    add("--model", default="gpt2", choices=texts, help="model that is trained (gpt2)")
     add("--batch", type=int, default=8, help="sequences of a step (8)")
     add("--tokens", type=int, default=512, help="tokens of a sequence (512)")
     add("--ranks", nargs="+", type=int, default=[4, 16], help="ranks of the approximation (4 16)")

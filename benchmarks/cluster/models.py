@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The training tasks of the ranks: GPTs, and batches of the demo's text."""
+"""The training tasks of the ranks: GPTs on the demo's text, and ResNet-50 on random images."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from char_gpt import CharGPT, Shape, read_text, sample
@@ -14,19 +16,26 @@ Batch = tuple[Tensor, Tensor]
 _SEED_SHIFT = 20  # a seed's batches are numbered below 2**20
 
 
+class Task(Protocol):
+    def make(self) -> nn.Module:
+        """A module whose forward(*batch) is the loss."""
+
+    def data(self, rank: int, world: int, seed: int) -> Callable[[int], Batch]:
+        """The batch of each step, the same for every method. Each rank has data of its own."""
+
+
 @dataclass(frozen=True)
-class Task:
+class Text:
     shape: Shape
     batch: int
     context: int  # of the batches
     characters: int = 4_000_000
 
     def make(self) -> nn.Module:
-        """A module whose forward(*batch) is the loss."""
         return CharGPT(self.shape)
 
     def data(self, rank: int, world: int, seed: int) -> Callable[[int], Batch]:
-        """The batch of each step, the same for every method. Each rank has a part of the text."""
+        """Each rank has a part of the text."""
         shard = read_text(self.characters).chunk(world)[rank]
 
         def at(step: int) -> Batch:
@@ -37,6 +46,39 @@ class Task:
         return at
 
 
+@dataclass(frozen=True)
+class Images:
+    """Of noise: for the time of a step, and not for a loss."""
+
+    batch: int
+
+    def make(self) -> nn.Module:
+        import torchvision
+
+        return _Classifier(torchvision.models.resnet50())
+
+    def data(self, rank: int, world: int, seed: int) -> Callable[[int], Batch]:
+        generator = torch.Generator().manual_seed((seed << _SEED_SHIFT) + rank)
+        images = torch.randn(self.batch, 3, 224, 224, generator=generator)
+        labels = torch.randint(1000, (self.batch,), generator=generator)
+        return lambda step: (images, labels)
+
+
+class _Classifier(nn.Module):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.network(images), labels)
+
+
+def lacks(model: str) -> str:
+    """The module that this model needs and this Python has not, or nothing."""
+    needs = "torchvision" if isinstance(TASKS[model], Images) else "torch"
+    return "" if importlib.util.find_spec(needs) else f"the module {needs} (for {model})"
+
+
 def loss_of(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     """A model that computes in 16 bits on a GPU, as such models train."""
     device_type = batch[0].device.type
@@ -45,11 +87,12 @@ def loss_of(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return loss
 
 
-TASKS = {
+TASKS: dict[str, Task] = {
     # The optimizer is that of examples/train_lm.py.
-    "demo": Task(Shape(layers=3, width=512, heads=8, context=128), 2, 128),
+    "demo": Text(Shape(layers=3, width=512, heads=8, context=128), 2, 128),
     # For machines with few cores, and for tests.
-    "gpt-1M": Task(Shape(layers=3, width=160, heads=5, context=128), 1, 64, 400_000),
+    "gpt-1M": Text(Shape(layers=3, width=160, heads=5, context=128), 1, 64, 400_000),
     # GPT-2 small (without biases) on characters, which are the first 128 of its tokens.
-    "gpt2": Task(Shape(layers=12, width=768, heads=12, context=1024, vocabulary=50257), 4, 256),
+    "gpt2": Text(Shape(layers=12, width=768, heads=12, context=1024, vocabulary=50257), 4, 256),
+    "resnet50": Images(32),
 }
