@@ -9,7 +9,8 @@ PASSED, FAILED, SKIPPED, NO_END = "passed", "FAILED", "skipped", "NO END"
 HARMLESS = (PASSED, SKIPPED)
 
 _GOOGLETEST = re.compile(r"^\[ +(RUN|OK|FAILED|SKIPPED) +\] ([^\s,]+\.[^\s,]+)", re.MULTILINE)
-# pytest -v names a test when it begins, and completes the line when it ends.
+# pytest -v names a test when it begins, and completes the line when it ends. Its list of warnings
+# names tests once more.
 _PYTEST = re.compile(r"^(\S+\.py::.+?)(?: (PASSED|FAILED|ERROR|SKIPPED)\b.*)?$", re.MULTILINE)
 _ENDS = {"RUN": NO_END, "": NO_END, "OK": PASSED, "PASSED": PASSED, "SKIPPED": SKIPPED}
 
@@ -19,4 +20,5 @@ def googletest(log: str) -> dict[str, str]:
 
 
 def pytest(log: str) -> dict[str, str]:
+    log = log.partition(" warnings summary ")[0]
     return {name.rstrip(): _ENDS.get(word, FAILED) for name, word in _PYTEST.findall(log)}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The ways to average gradients that are compared. A new one is an entry of METHODS.
 
-find() also knows this project's methods with other options, "int8-wire+warm_start_noise=0.2", and
-its local steps with other arguments, "local-sgd+sync_every=30".
+find() also knows this project's methods with other options, "int8-wire+warm_start_noise=0.2", or
+DDP's bucket_cap_mb, and its local steps with other arguments, "local-sgd+sync_every=30".
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ def _options(rank: int, seed: int, **fields: Any) -> tp.Options:
     return tp.Options.hook_defaults(matrix_approximation_rank=rank, **chosen)
 
 
-def _attached(title: str, **fields: Any) -> Method:
+def _attached(title: str, bucket_cap_mb: int | None = None, **fields: Any) -> Method:
     """This project, attached with these options. It is lacking if they are not allowed."""
 
     def make(model: nn.Module, rank: int, seed: int) -> Trainee:
-        trainee = Parallel(model)
+        trainee = Parallel(model, bucket_cap_mb=bucket_cap_mb)
         trainee.compression = tp.attach(trainee.ddp, _options(rank, seed, **fields))
         return trainee
 
@@ -221,8 +221,9 @@ def find(name: str) -> Method:
         return local_methods.with_settings(base, fields)
     if not method.attached:
         raise ValueError(f"{base} has no options, got {name!r}")
-    if unknown := [option for option in fields if option not in tp.Options.__dataclass_fields__]:
-        raise ValueError(f"a field of Options, got {unknown[0]!r}")
+    allowed = (*tp.Options.__dataclass_fields__, "bucket_cap_mb")
+    if unknown := [option for option in fields if option not in allowed]:
+        raise ValueError(f"a field of Options or bucket_cap_mb, got {unknown[0]!r}")
     titles = [f"{option.replace('_', ' ')} {value}" for option, value in fields.items()]
     return _attached(", ".join([method.title, *titles]), **{**method.fields, **fields})
 

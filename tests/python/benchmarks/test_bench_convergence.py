@@ -124,7 +124,7 @@ def test_a_method_takes_options() -> None:
     [
         ("plain+rank=4", "plain has no options"),
         ("int8-wire+warm_start_noise", "OPTION=VALUE, got 'warm_start_noise'"),
-        ("int8-wire+noise=0.1", "a field of Options, got 'noise'"),
+        ("int8-wire+noise=0.1", "a field of Options or bucket_cap_mb, got 'noise'"),
         ("local-sgd+steps=3", "a setting of local-sgd, got 'steps'"),
         ("torchft+sync_every=10", "a setting of torchft, got 'sync_every'"),
     ],
