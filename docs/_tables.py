@@ -34,6 +34,7 @@ _TABLE = re.compile(
 _OF_BENCHMARKS: tuple[Callable[..., Table], ...] = (
     of_cluster.links,
     of_cluster.by_hosts,
+    of_cluster.by_model,
     of_cluster.learning,
     of_cluster.on_the_way,
     of_stages.stages,

@@ -66,6 +66,14 @@ def bench_stages() -> Part:
     return program("bench-stages", 60, words, {"": {}})
 
 
+def bench_cluster(model: str, limit: float) -> Part:
+    """These methods' processes fit into 80 GB."""
+    words = f"benchmarks/bench_cluster.py --device cuda --models {model} --rounds 2 --steps 4"
+    words += " --methods none plain hook:4 attached+bucket_cap_mb=100:4"
+    words += f" --logs {LOGS}/bench-cluster"
+    return program(f"bench-cluster-{model}", limit, words, {"": {}})
+
+
 def after_smoke(verdict: Verdict, pending: list[Part]) -> list[Part]:
     """Returns the parts that are left after the smoke test: if NCCL fails, first the reason."""
     if not verdict.is_failure or (verdict.failed and TWO_RANKS not in verdict.failed):
@@ -83,15 +91,12 @@ def second_call(first: Mapping[str, Verdict]) -> list[Part]:
     """First the tests that failed in the first call, and what it had no time for."""
     left = [part for part in first_call() if first.get(part.name, Verdict("")).no_time]
     gpt2 = "--kinds float32 --models gpt2 --ranks 4"
-    # The figures without synchronization, and of torch's hook, are in the same run.
-    cluster = "benchmarks/bench_cluster.py --device cuda --models gpt2 --rounds 2 --steps 3"
-    cluster += " --methods none hook:4 attached:4 int8-wire:16"
-    cluster += f" --logs {LOGS}/bench-cluster"
     parts = [
         *_again(first),
         *left,
         program("bench-step", 50, "benchmarks/bench_step.py", {"": {}, "-serial": SERIAL}),
-        program("bench-cluster", 150, cluster, {"": {}}),
+        bench_cluster("gpt2", 90),
+        bench_cluster("resnet50", 70),
         profiled("ncu", 40, ["project", "orthogonalize", "back_project", "reconstruct"], gpt2),
         program("bench-model", 60, "benchmarks/bench_model.py", {"": {}}),
         sanitized("racecheck", 40, "racecheck", CHECKED_KERNELS, PROGRAMS),

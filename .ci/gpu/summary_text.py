@@ -114,7 +114,7 @@ def _steps(output: Path) -> list[str]:
 def _cluster(output: Path) -> list[str]:
     rows = [
         (f"{setting['model']} {name}", "step", float(figures["step_ms"]))
-        for record in _read(output, "bench_cluster.json").values()
+        for record in _read(output, "bench_cluster*.json").values()
         for setting in record["settings"]
         for name, figures in setting["methods"].items()
         if figures.get("step_ms")

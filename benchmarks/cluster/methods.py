@@ -31,6 +31,8 @@ from cluster.trainees import (
     refusal,
 )
 
+_CAP = "bucket_cap_mb"  # DDP's
+
 
 class Author(Trainee):
     """github.com/epfml/powersgd, which averages after backward and keeps its residual in .grad."""
@@ -221,10 +223,13 @@ def find(name: str) -> Method:
         return local_methods.with_settings(base, fields)
     if not method.attached:
         raise ValueError(f"{base} has no options, got {name!r}")
-    allowed = (*tp.Options.__dataclass_fields__, "bucket_cap_mb")
+    allowed = (*tp.Options.__dataclass_fields__, _CAP)
     if unknown := [option for option in fields if option not in allowed]:
-        raise ValueError(f"a field of Options or bucket_cap_mb, got {unknown[0]!r}")
-    titles = [f"{option.replace('_', ' ')} {value}" for option, value in fields.items()]
+        raise ValueError(f"a field of Options or {_CAP}, got {unknown[0]!r}")
+    titles = [
+        f"buckets of {value} MB" if option == _CAP else f"{option.replace('_', ' ')} {value}"
+        for option, value in fields.items()
+    ]
     return _attached(", ".join([method.title, *titles]), **{**method.fields, **fields})
 
 

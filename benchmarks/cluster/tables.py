@@ -122,6 +122,24 @@ def by_hosts(record: Record) -> Table:
     return ["hosts", "method", *(f"{each}, ms" for each in of_links)], rows
 
 
+def by_model(record: Record) -> Table:
+    """Milliseconds of a step, and those beyond the step without synchronization of the same run."""
+    models: dict[str, Record] = {}
+    for setting in record["settings"]:  # a method's first run is the one that counts
+        models[setting["model"]] = {**setting["methods"], **models.get(setting["model"], {})}
+    above = _COSTS["above none, ms"]
+    rows = []
+    for method in _methods(record):
+        found = [_without_quartiles(methods.get(method, {})) for methods in models.values()]
+        cells = [f"{_step(each)} ({above(each)})" if above(each) else _step(each) for each in found]
+        rows.append([record["titles"][method], *cells])
+    return ["method", *(f"{model}, ms" for model in models)], rows
+
+
+def _without_quartiles(figures: Figures) -> Figures:
+    return {name: value for name, value in figures.items() if not name.endswith("_quartiles")}
+
+
 def everything(record: Record) -> dict[str, Table]:
     """All tables that the record has figures for, by their titles."""
     groups: dict[str, list[Record]] = {}

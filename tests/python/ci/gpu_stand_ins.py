@@ -40,7 +40,8 @@ for word; do
     *" -print-file-name="*) echo /libgtest.a ;;
     "smoke "*.py) echo "$word::test_one_rank_trains[cuda] PASSED [ 50%]"
       printf %s "$word::test_two_ranks_agree[cuda-auto]"; ending=" PASSED [100%]" ;;
-    "nccl "*.py* | "pytest "*.py*) printf %s "$word::test_it[a b]"; ending=" PASSED [100%]" ;;
+    "nccl "*.py* | "pytest "*.py*) printf %s "$word::test_it[a b]"; ending=" PASSED [100%]"
+      warned=$word::test_it ;;
     "bench_kernels --help") exit 2 ;;
     "kernels_cuda --gtest_list_tests") printf 'All/Project.\n  A/1\nAll/Step.\n  B\n'; exit ;;
     "kernels_cuda --gtest_filter="*) test=${word#*=}; test=${test%\*}A
@@ -52,6 +53,7 @@ done
 [[ $name != nvcc || $* != *--dryrun* ]] || echo "#\$ _HERE_=$STAND_INS/toolkit/bin" >&2
 [[ ! -x $STAND_INS/behaves/$name ]] || . "$STAND_INS/behaves/$name"
 echo "${ending:-output of $name}"
+[[ ! -v warned ]] || printf '%s\n' "= warnings summary =" "$warned" "  of something"
 """
 _PROGRAMS = ("nvidia-smi", "python3", "nvcc", "g++", "compute-sanitizer", "ncu")
 _TOOLS = (

@@ -31,7 +31,8 @@ FIRST = [
     *("kernels", "kernels-float32", "kernels-products", "kernels-serial", "kernels-bfloat16"),
     *("smoke", "test-nccl", "test-cuda", "bench-stages", "memcheck"),
 ]
-SECOND = ["bench-step", "bench-cluster", "ncu", "bench-model", "racecheck"]
+CLUSTERS = ["bench-cluster-gpt2", "bench-cluster-resnet50"]
+SECOND = ["bench-step", *CLUSTERS, "ncu", "bench-model", "racecheck"]
 OF_EXTENSION = ["smoke", "test-nccl", "test-cuda", "bench-stages"]
 SMOKE = "tests/python/training/test_smoke.py::test_two_ranks_agree[cuda-auto]"
 NCCL = "tests/python/backend/test_cuda_nccl.py::test_it[a b]"
@@ -99,7 +100,7 @@ def _check_results(ended: Ending) -> None:
     assert "[       OK ] All/Step.A" in files["logs/kernels/All_Step.txt"]
     assert "output of bench_stages" in files["logs/bench-stages.txt"]
     assert json.loads(files["bench_step_serial.json"]) == FIGURES["bench_step"]
-    assert len([name for name in files if name.endswith(".json")]) == 10
+    assert len([name for name in files if name.endswith(".json")]) == 11
     assert "numpy" in files["machine.txt"]
 
 
@@ -113,10 +114,10 @@ def _check_command_lines(machine: Machine) -> None:
     for program in (bench_stages, bench_step, bench_model):
         for call in machine.calls(program.__name__):
             assert program.parse_arguments(call["words"].split()[1:]).device == "cuda"
-    (cluster,) = machine.calls("bench_cluster")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", cluster["words"].split())
-        assert bench_cluster.parse_arguments().rates == ["10gbit"]
+    for call in machine.calls("bench_cluster"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", call["words"].split())
+            assert bench_cluster.parse_arguments().rates == ["10gbit"]
     cases = (ROOT / "benchmarks/kernels/cases.h").read_text()
     for call in machine.calls("bench_kernels"):
         names = call["words"].split(" --json")[0].removeprefix("--help").split()
