@@ -158,10 +158,15 @@ PARTS = {
         ),
         Measurement(
             "local_steps_4",
-            15,
-            "bench_convergence.py losses --ranks 4 --seeds 3 --tasks language --resume"
+            30,
+            "bench_convergence.py losses --ranks 4 --seeds 3 --resume"
             " --methods plain int8-wire:16 diloco:16 diloco+wire_dtype=int4:32"
             " torchft+lr=0.8+momentum=0.3:10",
+        ),
+        Measurement(
+            "local_steps_long",
+            40,
+            "bench_convergence.py losses --stages local-long --seeds 3 --resume",
         ),
         Measurement("shadow", 10, "bench_convergence.py shadow"),
         Measurement("unlike_data", 5, "bench_convergence.py unlike-data", picture=True),

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     stages = list(matrix.STAGES)
     parts = f"parts of the matrix of runs, in their order ({' '.join(stages)})"
-    usual = [stage for stage in stages if stage != matrix.LOCAL]
+    usual = [stage for stage in stages if stage not in (matrix.LOCAL, matrix.LONG)]
     add("--stages", nargs="+", choices=stages, default=usual, metavar="STAGE", help=parts)
     methods = "methods in place of the matrix"
     add("--methods", nargs="+", type=_compared, metavar="METHOD", help=methods)

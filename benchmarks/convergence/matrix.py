@@ -16,11 +16,13 @@ from convergence.tasks import DEMO_LANGUAGE, DIGITS, LANGUAGE, LSTM, TASKS
 
 MODELS = [name for name, task in TASKS.items() if task in (LANGUAGE, DIGITS, LSTM)]
 _LARGE = [name for name, task in TASKS.items() if task is DEMO_LANGUAGE]
-_VARIANTS = [name for name in TASKS if name not in (*MODELS, *_LARGE)]
+_LONG = ["language-long"]
+_VARIANTS = [name for name in TASKS if name not in (*MODELS, *_LARGE, *_LONG)]
 _TEXTS = [name for name in MODELS if name != "digits"]
 _NOISES = (0.05, 0.2, 0.5)
 
-LOCAL = "local"  # the stage of local steps, which have a record of their own
+# The stages of local steps, which have records of their own.
+LOCAL, LONG = "local", "local-long"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ STAGES = {
         "plain int8-wire:1,16 local-sgd:16 local-sgd+fragments=5:16 diloco:16 "
         "diloco+fragment_sync_delay=5:16 diloco+wire_dtype=int4:32 diloco+sync_every=30:16,32 "
         "diloco+sync_every=100:32 post-local-sgd:10 torchft+lr=0.8+momentum=0.3:10 torchft:30",
+    ),
+    LONG: Stage(
+        _LONG,
+        "plain int8-wire:16 diloco+wire_dtype=int4:32 diloco+sync_every=30:32 "
+        "diloco+sync_every=100:32 torchft+lr=0.8+momentum=0.3:10",
     ),
     "more-noise": Stage(
         MODELS,

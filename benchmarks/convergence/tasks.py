@@ -75,6 +75,9 @@ class Task:
     def with_large_batch(self, more: str) -> Task:
         return replace(self.with_arguments(more), note=", 4 times the batch")
 
+    def with_steps(self, steps: int) -> Task:
+        return replace(self.with_arguments(f"--steps {steps}"), note=f", {steps} steps")
+
     def trainer(self, seed: int, wrap: Callable[[nn.Module], nn.Module]) -> Any:
         parser, trainer_of = self.example()
         trainer = trainer_of(
@@ -112,8 +115,8 @@ LSTM = Task(
     "--width 64 --context 16 --steps 12 --characters 100000 --validation-batches 4",
     demo_lr=3e-2,
 )
-# The names of the models, and of the variants of the three small ones: the other optimizer, and a
-# global batch that is four times larger.
+# The names of the models, and of the variants of the three small ones: the other optimizer, a
+# global batch that is four times larger, and longer training.
 TASKS = {
     "language": LANGUAGE,
     "digits": DIGITS,
@@ -125,4 +128,5 @@ TASKS = {
     "language-4x": LANGUAGE.with_large_batch("--batch 8"),
     "digits-4x": DIGITS.with_large_batch("--batch 128"),
     "lstm-4x": LSTM.with_large_batch("--batch 32"),
+    "language-long": LANGUAGE.with_steps(2000),
 }
