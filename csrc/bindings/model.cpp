@@ -54,16 +54,20 @@ void register_states(py::module_& module) {
           },
           py::arg("dropped") = std::nullopt, py::arg("parameters") = std::vector<size_t>(), NoGil())
       .def("discard_step", &ModelStates::discard_step, NoGil())
+      .def("agree_with", &ModelStates::agree_with, py::arg("source"), py::arg("step"), NoGil())
       .def("layers", &ModelStates::layers, NoGil());
 }
 
 void register_reducer(py::module_& module) {
   py::class_<BucketReducer, std::shared_ptr<BucketReducer>>(module, "BucketReducer")
       .def(py::init([](const BackendPowerSGD& backend, std::vector<std::string> names,
-                       const std::vector<at::Tensor>& parameters, const Options& options) {
-             return BucketReducer::attach(backend.session(), std::move(names), parameters, options);
+                       const std::vector<at::Tensor>& parameters, const Options& options,
+                       BucketReducer* previous) {
+             return BucketReducer::attach(backend.session(), std::move(names), parameters, options,
+                                          previous);
            }),
-           py::arg("backend"), py::arg("names"), py::arg("parameters"), py::arg("options"), NoGil())
+           py::arg("backend"), py::arg("names"), py::arg("parameters"), py::arg("options"),
+           py::arg("previous") = nullptr, NoGil())
       .def_property_readonly("states", &BucketReducer::states)
       .def(
           "reduce",
@@ -128,7 +132,13 @@ void register_model(py::module_& module) {
           [](DdpBuckets& self, const c10d::Reducer& reducer, c10d::GradBucket& bucket) {
             return self.reduce(reducer, bucket);
           },
-          py::arg("reducer"), py::arg("bucket"), NoGil());
+          py::arg("reducer"), py::arg("bucket"), NoGil())
+      .def(
+          "sum",
+          [](DdpBuckets& self, const c10d::Reducer& reducer, size_t number, at::Tensor buffer) {
+            return self.sum(reducer, number, buffer);
+          },
+          py::arg("reducer"), py::arg("number"), py::arg("buffer"), NoGil());
   py::class_<NamedTensors>(module, "NamedTensors")
       .def(py::init<std::shared_ptr<BucketReducer>, size_t>(), py::arg("reducer"),
            py::arg("bucket_bytes"), NoGil())
@@ -136,6 +146,7 @@ void register_model(py::module_& module) {
   module.def("is_attached", &is_attached, py::arg("reducer"));
   module.def("register_ddp_hook", &register_ddp_hook, py::arg("reducer"), py::arg("buckets"));
   module.def("reduced_parameters", &ReducerMembers::parameters, py::arg("reducer"));
+  module.def("bucket_in", &ReducerMembers::bucket_in, py::arg("reducer"), py::arg("buffer"));
   module.def("converted_parameter", &ReducerMembers::converted_parameter, py::arg("reducer"));
   module.def("synchronized_passes", &ReducerMembers::synchronized_passes, py::arg("reducer"));
 }

@@ -110,6 +110,16 @@ void ParameterState::convert(at::ScalarType gradient_type, const Options& option
   last_step.reset();
 }
 
+ParameterState ParameterState::copy() const {
+  ParameterState made = *this;
+  for (at::Tensor* tensor :
+       {&made.memory, &made.p_hat, &made.q_local, &made.q_warm, &made.memory_units, &made.q_norms}) {
+    if (tensor->defined()) *tensor = tensor->clone();
+  }
+  for (at::Tensor& tensor : made.before) tensor = tensor.clone();
+  return made;
+}
+
 at::Tensor ParameterState::residual() const {
   const at::Tensor delivered = at::matmul(p_hat, q_local);
   if (!memory.defined()) return at::zeros_like(delivered);

@@ -24,11 +24,16 @@ struct BucketReducer::Expected {
 std::shared_ptr<BucketReducer> BucketReducer::attach(const std::shared_ptr<Session>& session,
                                                      std::vector<std::string> names,
                                                      const std::vector<at::Tensor>& parameters,
-                                                     Options options) {
+                                                     Options options, BucketReducer* previous) {
   validate(options);
   auto reducer = std::make_shared<BucketReducer>(
-      session, std::make_shared<ModelStates>(session, NamedParameters(std::move(names), parameters),
-                                             std::move(options)));
+      session, std::make_shared<ModelStates>(
+                   session, NamedParameters(std::move(names), parameters), std::move(options),
+                   previous != nullptr ? previous->states_.get() : nullptr));
+  if (previous != nullptr) {
+    reducer->stats_->add(previous->stats_->snapshot());
+    previous->detach();
+  }
   session->note_attached(reducer->starts_at());
   session->add_taker(reducer);
   return reducer;

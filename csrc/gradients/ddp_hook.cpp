@@ -32,15 +32,27 @@ c10::intrusive_ptr<c10d::Work> DdpBuckets::reduce(const c10d::Reducer& reducer,
   TORCH_CHECK(group_._unsafe_get_target() == ReducerMembers::group(reducer).get(),
               "powersgd: the process group of this DDP module has changed since attach, which "
               "averages over the former one. Wrap the model in a new DistributedDataParallel over "
-              "the new group, and attach that");
+              "the new group, and attach that with previous=");
   const std::vector<at::Tensor> parameters = bucket.getParameters();
-  const size_t number = ReducerMembers::bucket_number(reducer, parameters);
+  const int divided_by = ReducerMembers::divisor(reducer);
+  return reduce(reducer, ReducerMembers::bucket_number(reducer, parameters), bucket.getBufferRef(),
+                parameters, divided_by > 0 ? divided_by : buckets_->session().size(), overlaps);
+}
+
+c10::intrusive_ptr<c10d::Work> DdpBuckets::sum(const c10d::Reducer& reducer, size_t number,
+                                               at::Tensor& buffer) {
+  return reduce(reducer, number, buffer, ReducerMembers::parameters_of(reducer, number),
+                /*divisor=*/1, /*overlaps=*/false);
+}
+
+c10::intrusive_ptr<c10d::Work> DdpBuckets::reduce(const c10d::Reducer& reducer, size_t number,
+                                                  at::Tensor& buffer,
+                                                  const std::vector<at::Tensor>& parameters,
+                                                  int divisor, bool overlaps) {
   if (previous_ && number <= *previous_) buckets_->abandon_step();
   const bool last = ReducerMembers::is_last(reducer, number);
-  const int divided_by = ReducerMembers::divisor(reducer);
   auto work = buckets_->reduce(
-      number, bucket.getBufferRef(), buckets_->states()->parameters().find(parameters),
-      divided_by > 0 ? divided_by : buckets_->session().size(),
+      number, buffer, buckets_->states()->parameters().find(parameters), divisor,
       /*more_follow=*/overlaps && !last, ReducerMembers::uses(reducer, number, parameters));
   previous_ = last ? std::nullopt : std::optional(number);
   if (last) buckets_->end_step();

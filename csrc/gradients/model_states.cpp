@@ -2,6 +2,7 @@
 #include "powersgd/model_states.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +18,7 @@
 namespace powersgd {
 
 ModelStates::ModelStates(std::shared_ptr<Session> session, NamedParameters parameters,
-                         Options options)
+                         Options options, ModelStates* previous)
     : session_(std::move(session)),
       parameters_(std::move(parameters)),
       options_(std::move(options)),
@@ -29,6 +30,7 @@ ModelStates::ModelStates(std::shared_ptr<Session> session, NamedParameters param
   for (size_t i = 0; i < parameters_.size(); ++i) {
     states_.push_back(std::make_shared<ParameterState>(i));
   }
+  if (previous != nullptr) take_over(*previous);
   if (session_->size() > 1 && options_.scope != Scope::kNever) allocate();
 }
 
@@ -39,15 +41,47 @@ void ModelStates::allocate() {
     if (!has_kernels(device.type())) continue;
     std::vector<ParameterState::Layout> layouts;
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      const bool here =
-          parameters_[i].device() == device && is_compressible(parameters_[i].scalar_type());
+      const bool here = parameters_[i].device() == device && !states_[i]->allocated() &&
+                        is_compressible(parameters_[i].scalar_type());
       if (here && is_compressed(i)) layouts.push_back(layout_of(*states_[i], i));
     }
-    if (layouts.empty()) continue;
-    // The memory belongs to the engine's stream, as that of the buckets does.
-    session_->run_after_steps(device, [&] { ParameterState::allocate(layouts, options_, device); });
-    session_->connect(device);
+    if (!layouts.empty()) {
+      // The memory belongs to the engine's stream, as that of the buckets does.
+      session_->run_after_steps(device,
+                                [&] { ParameterState::allocate(layouts, options_, device); });
+    }
+    if (compresses_) session_->connect(device);
   }
+}
+
+// One parameter after the other, so that the memory of both is needed for one only. They are copies
+// because memory belongs to the streams of an engine, and an aborted one may still hold its states.
+void ModelStates::take_over(ModelStates& previous) {
+  TORCH_INTERNAL_ASSERT(previous.parameters_.names() == parameters_.names());
+  TORCH_CHECK_VALUE(!previous.captured_,
+                    "a CUDA graph holds steps of the previous compression, so its residuals cannot "
+                    "go on in another group");
+  previous.check_held();
+  for (const c10::Device device : parameters_.devices()) {
+    try {
+      previous.session_->run_after_steps(device, [] {});
+    } catch (const c10::DistBackendError&) {  // the former group has ended
+    }
+    if (!device.is_cpu()) {
+      c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+    }
+    session_->run_after_steps(device, [&] {
+      for (size_t i = 0; i < states_.size(); ++i) {
+        if (parameters_[i].device() != device) continue;
+        *states_[i] = previous.states_[i]->copy();
+        previous.states_[i] = std::make_shared<ParameterState>(i);
+      }
+    });
+  }
+  previous.released_ = true;
+  unsent_residuals_ = std::move(previous.unsent_residuals_);
+  set_grad_scale(previous.grad_scale());
+  step_ = previous.step_.load();
 }
 
 bool ModelStates::is_compressed(size_t index) const {
@@ -151,6 +185,21 @@ void ModelStates::discard_step() {
       if (!captured_) state->last_step.reset();
     }
   });
+}
+
+void ModelStates::agree_with(int source, int64_t step) {
+  const auto agreed = static_cast<uint64_t>(step);
+  for (const ParameterStatePtr& state : states_) {
+    if (state->last_step) *state->last_step += agreed - step_;
+  }
+  step_ = agreed;
+  if (session_->size() == 1) return;
+  for (const c10::Device device : parameters_.devices()) {
+    std::vector<Replica> all = replicas(device);
+    // P^ may belong to another step on each rank. It goes with the rank's own residual.
+    for (Replica& replica : all) replica.has_p = false;
+    session_->share_replicas(std::move(all), device, source);
+  }
 }
 
 void ModelStates::watch_captured(bool compressed) {

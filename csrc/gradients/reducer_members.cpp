@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "gradients/buffer_place.h"
+
 namespace powersgd {
 
 std::optional<size_t> ReducerMembers::converted_parameter(const c10d::Reducer& reducer) {
@@ -24,6 +26,16 @@ size_t ReducerMembers::bucket_number(const c10d::Reducer& reducer, const Paramet
   TORCH_INTERNAL_ASSERT(found != all.end());
   const auto& locators = reducer.*(&ReducerMembers::variable_locators_);
   return locators[static_cast<size_t>(found - all.begin())].bucket_index;
+}
+
+std::optional<size_t> ReducerMembers::bucket_in(const c10d::Reducer& reducer,
+                                                const at::Tensor& buffer) {
+  const BufferPlace place(buffer);
+  const auto& buckets = reducer.*(&ReducerMembers::buckets_);
+  for (size_t i = 0; i < buckets.size(); ++i) {
+    if (buckets[i].gradients.defined() && place.is_of(buckets[i].gradients)) return i;
+  }
+  return std::nullopt;
 }
 
 std::vector<Use> ReducerMembers::uses(const c10d::Reducer& reducer, size_t bucket,

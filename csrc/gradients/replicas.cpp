@@ -33,12 +33,12 @@ at::Tensor hashes_of_all(Channel& channel, int rank, int size,
   return hashes.cpu();
 }
 
-void copy_from_first_rank(Channel& channel, int rank, at::Tensor& tensor) {
-  if (rank != 0) tensor.zero_();
+void copy_from(bool is_source, Channel& channel, at::Tensor& tensor) {
+  if (!is_source) tensor.zero_();
   channel.allreduce(tensor);
 }
 
-std::string describe(const Replica& replica, const at::Tensor& differs) {
+std::string describe(const Replica& replica, const at::Tensor& differs, int source) {
   std::ostringstream ranks;
   for (int64_t r = 0, named = 0; r < differs.size(0); ++r) {
     if (differs[r].any().item<bool>()) ranks << (named++ == 0 ? "" : ", ") << r;
@@ -49,21 +49,22 @@ std::string describe(const Replica& replica, const at::Tensor& differs) {
          std::string(q && p ? "Q and P"
                      : q    ? "Q"
                             : "P") +
-         " of " + replica.name + " differed from rank 0's on rank " + ranks.str() +
-         "; all ranks have taken rank 0's. The model's own parameters may differ as well";
+         " of " + replica.name + " differed from rank " + std::to_string(source) + "'s on rank " +
+         ranks.str() + "; all ranks have taken rank " + std::to_string(source) +
+         "'s. The model's own parameters may differ as well";
 }
 
 }  // namespace
 
 std::vector<std::string> restore_agreement(Channel& channel, int rank, int size,
-                                           const std::vector<Replica>& replicas) {
+                                           const std::vector<Replica>& replicas, int source) {
   std::vector<Replica> started;
   for (const Replica& replica : replicas) {
     if (replica.state->allocated()) started.push_back(replica);
   }
   if (started.empty()) return {};
   const at::Tensor hashes = hashes_of_all(channel, rank, size, started);
-  const at::Tensor differs = hashes.ne(hashes[0]);
+  const at::Tensor differs = hashes.ne(hashes[source]);
   std::vector<std::string> lines;
   for (size_t i = 0; i < started.size(); ++i) {
     const at::Tensor here = differs.select(1, static_cast<int64_t>(i));
@@ -71,9 +72,9 @@ std::vector<std::string> restore_agreement(Channel& channel, int rank, int size,
     ParameterState& state = *started[i].state;
     // The residual is made of this rank's own factors, so it is taken first.
     if (started[i].has_p) state.set_residual(state.residual());
-    copy_from_first_rank(channel, rank, state.q_warm);
-    if (started[i].has_p) copy_from_first_rank(channel, rank, state.p_hat);
-    lines.push_back(describe(started[i], here));
+    copy_from(rank == source, channel, state.q_warm);
+    if (started[i].has_p) copy_from(rank == source, channel, state.p_hat);
+    lines.push_back(describe(started[i], here, source));
   }
   return lines;
 }

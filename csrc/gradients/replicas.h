@@ -18,11 +18,11 @@ struct Replica {
   bool has_p = true;  // false if P^ belongs to another step on each rank
 };
 
-// Compares replicas over the ranks by a hash of each, and gives every rank those of rank 0 where
-// they differ. No residual is lost. It runs as an engine's job, is collective, and waits for the
-// device. Returns a line for each replica that differed, the same on all ranks.
+// Compares replicas over the ranks by a hash of each, and gives every rank those of rank `source`
+// where they differ. No residual is lost. It runs as an engine's job, is collective, and waits for
+// the device. Returns a line for each replica that differed, the same on all ranks.
 std::vector<std::string> restore_agreement(Channel& channel, int rank, int size,
-                                           const std::vector<Replica>& replicas);
+                                           const std::vector<Replica>& replicas, int source = 0);
 
 // Keeps the messages of an engine's thread until a caller's thread logs them. Safe from any thread.
 class Messages {

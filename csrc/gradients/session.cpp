@@ -146,6 +146,14 @@ void Session::check_replicas(std::vector<Replica> replicas, c10::Device device,
   engine_of(device).submit({}, job_alone(std::move(job)), device, c10d::kUnsetTimeout);
 }
 
+void Session::share_replicas(std::vector<Replica> replicas, c10::Device device, int source) {
+  auto job = [replicas = std::move(replicas), rank = rank_, size = size_,
+              source](Channel& channel) {
+    restore_agreement(channel, rank, size, replicas, source);
+  };
+  engine_of(device).submit({}, job_alone(std::move(job)), device, c10d::kUnsetTimeout)->wait();
+}
+
 bool Session::admits_attached(const powersgd::Options& options) const {
   if (size_ == 1) return false;
   if (const auto override = current_override()) return override->enabled;

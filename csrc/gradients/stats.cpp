@@ -18,17 +18,26 @@ const char* to_string(Stage stage) {
   return span_name(stage) + std::char_traits<char>::length("powersgd::");
 }
 
-StatsSnapshot operator-(StatsSnapshot now, const StatsSnapshot& base) {
+namespace {
+
+// Adds `sign` times the counts of `other`.
+void add_times(StatsSnapshot& now, const StatsSnapshot& other, int sign) {
   for (const auto count :
        {&StatsSnapshot::steps, &StatsSnapshot::skipped_steps, &StatsSnapshot::saturated_steps,
         &StatsSnapshot::compressed_calls, &StatsSnapshot::exact_calls, &StatsSnapshot::bytes_before,
         &StatsSnapshot::bytes_after, &StatsSnapshot::compressed_bytes_before,
         &StatsSnapshot::compressed_bytes_after, &StatsSnapshot::differences}) {
-    now.*count -= base.*count;
+    now.*count += sign * (other.*count);
   }
   for (size_t stage = 0; stage < now.seconds.size(); ++stage) {
-    now.seconds[stage] -= base.seconds[stage];
+    now.seconds[stage] += sign * other.seconds[stage];
   }
+}
+
+}  // namespace
+
+StatsSnapshot operator-(StatsSnapshot now, const StatsSnapshot& base) {
+  add_times(now, base, -1);
   return now;
 }
 
@@ -71,6 +80,11 @@ void Stats::add_differences(int64_t count) {
 
 void Stats::add_seconds(Stage stage, double seconds) {
   change([=](StatsSnapshot& now) { now.seconds[static_cast<size_t>(stage)] += seconds; });
+}
+
+void Stats::add(const StatsSnapshot& counted) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  add_times(now_, counted, 1);
 }
 
 std::shared_ptr<StepCounter> Stats::make_step_counter() {

@@ -34,11 +34,12 @@ namespace powersgd {
 // user's thread calls everything else, outside of it.
 class BucketReducer final : public AllreduceTaker {
  public:
-  // Makes a reducer and notes in `session` that it is attached.
+  // Makes a reducer and notes in `session` that it is attached. With `previous`, of the same
+  // parameters in a former group, it takes over the states and the counts, and detaches that.
   static std::shared_ptr<BucketReducer> attach(const std::shared_ptr<Session>& session,
                                                std::vector<std::string> names,
                                                const std::vector<at::Tensor>& parameters,
-                                               Options options);
+                                               Options options, BucketReducer* previous = nullptr);
   BucketReducer(std::shared_ptr<Session> session, std::shared_ptr<ModelStates> states);
 
   // Makes `buffer` its sum over ranks divided by `divisor`: the number of ranks, except in DDP's

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "powersgd/bucket_reducer.h"
 
@@ -18,8 +19,8 @@ namespace powersgd {
 // Purpose: averages the buckets of one DDP module by a BucketReducer, and tells it what only DDP
 // knows: the divisor, which parameters were used, and where a pass ends.
 //
-// Contract: reduce() is called for every bucket in DDP's order. It throws if the reducer's process
-// group is no longer that of the constructor.
+// Contract: reduce() or sum() is called for every bucket in DDP's order. reduce() throws if the
+// reducer's process group is no longer that of the constructor.
 //
 // Threads: one at a time, with the reducer's lock held.
 class DdpBuckets {
@@ -30,9 +31,18 @@ class DdpBuckets {
   // that buckets overlap on streams.
   c10::intrusive_ptr<c10d::Work> reduce(const c10d::Reducer& reducer, c10d::GradBucket& bucket,
                                         bool overlaps = false);
+  // Makes `buffer`, which holds the bucket of this number, its sum over the ranks, for a hook that
+  // averages by itself over another group than the reducer's.
+  c10::intrusive_ptr<c10d::Work> sum(const c10d::Reducer& reducer, size_t number,
+                                     at::Tensor& buffer);
   bool detached() const { return buckets_->detached(); }
 
  private:
+  c10::intrusive_ptr<c10d::Work> reduce(const c10d::Reducer& reducer, size_t number,
+                                        at::Tensor& buffer,
+                                        const std::vector<at::Tensor>& parameters, int divisor,
+                                        bool overlaps);
+
   std::shared_ptr<BucketReducer> buckets_;
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group_;
   std::optional<size_t> previous_;  // the last bucket that was reduced in an unfinished pass

@@ -63,7 +63,10 @@ class ModelStates {
  public:
   // Allocates the state of every parameter that will be compressed, so that a job which lacks the
   // memory ends here and not after the exact steps.
-  ModelStates(std::shared_ptr<Session> session, NamedParameters parameters, Options options);
+  // With `previous`, the states of the same parameters in a former group, it takes these over and
+  // empties them there. They are as the steps that the former group has ended have left them.
+  ModelStates(std::shared_ptr<Session> session, NamedParameters parameters, Options options,
+              ModelStates* previous = nullptr);
   ~ModelStates();
 
   const NamedParameters& parameters() const { return parameters_; }
@@ -102,6 +105,11 @@ class ModelStates {
   // have allow_discard.
   void discard_step();
 
+  // Makes Q and the number of the step those of rank `source` of the group, which is at `step`.
+  // Collective. The last step of this rank is still that which step_skipped() and discard_step()
+  // speak of.
+  void agree_with(int source, int64_t step);
+
   // The last step of each parameter. It takes a pass over the model, and the host waits for it.
   std::vector<LayerStats> layers();
 
@@ -126,6 +134,7 @@ class ModelStates {
  private:
   using States = std::vector<ParameterStatePtr>;
   void allocate();
+  void take_over(ModelStates& previous);
   // Throws after release().
   void check_held() const;
   // Calls `change` for each device after all submitted steps, with those states of the parameters

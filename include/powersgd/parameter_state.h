@@ -67,6 +67,9 @@ struct ParameterState {
   // Makes the residual 0.
   void drop_residual();
 
+  // A copy in memory of its own, which the current stream allocates.
+  ParameterState copy() const;
+
   // Frees all tensors.
   void release() { *this = ParameterState(random_id); }
 

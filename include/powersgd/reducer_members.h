@@ -45,6 +45,12 @@ class ReducerMembers : public c10d::Reducer {
   // their numbers. In the first pass of a static graph, GradBucket::getIndex() is 0 for all.
   static size_t bucket_number(const c10d::Reducer& reducer, const Parameters& parameters);
 
+  // The number of the bucket whose gradients `buffer` holds, and its parameters. Empty: none.
+  static std::optional<size_t> bucket_in(const c10d::Reducer& reducer, const at::Tensor& buffer);
+  static const Parameters& parameters_of(const c10d::Reducer& reducer, size_t bucket) {
+    return (reducer.*(&ReducerMembers::buckets_))[bucket].variables;
+  }
+
   // The use that this rank has made of each parameter of a bucket since the last synchronization.
   // Empty: it has used them all. DDP looks for unused parameters with find_unused_parameters and in
   // a static graph, and drops the output of those that no rank has used. The bucket holds what

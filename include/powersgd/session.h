@@ -102,6 +102,10 @@ class Session {
   void check_replicas(std::vector<Replica> replicas, c10::Device device,
                       const std::shared_ptr<Stats>& stats);
 
+  // Gives every rank rank `source`'s Q where they differ. Collective, after all submitted steps.
+  // Blocks.
+  void share_replicas(std::vector<Replica> replicas, c10::Device device, int source);
+
   // True if `scope(...)` of the calling thread, or else `scope`, admits an attached model's
   // bucket.
   bool admits_attached(const powersgd::Options& options) const;

@@ -55,6 +55,8 @@ class Stats {
   void add_exact(int64_t bytes);
   void add_differences(int64_t count);
   void add_seconds(Stage stage, double seconds);
+  // Counts what another owner has counted, of which this one takes the place.
+  void add(const StatsSnapshot& counted);
   // Makes the counter of steps that only the devices count. It counts as long as this object lives.
   std::shared_ptr<StepCounter> make_step_counter();
 

@@ -28,6 +28,7 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     group: dist.ProcessGroup | None = None,
     register_hook: bool = True,
+    previous: Compression | None = None,
 ) -> Compression:
     """Compresses gradients layer by layer. Collective.
 
@@ -55,6 +56,11 @@ def attach(
             default group. It needs a powersgd backend for their device. A DDP module has its own.
         register_hook: False leaves DDP's hook to the caller, who registers
             ``Compression.comm_hook``. It has no meaning for other targets.
+        previous: The compression of the same gradients over a former group, which may have ended:
+            its residuals, factors, step, counts and options go on in this one, and it ends. A
+            process that is new in the group has none, and takes over the factors and the step. If
+            a process's optimizer did not apply the last step, every process then calls
+            ``step_skipped`` or ``discard_step`` of what is returned.
 
     Returns:
         The handle of the compression: statistics, checkpoints, steps that are not applied. The
@@ -62,11 +68,12 @@ def attach(
 
     Raises:
         ValueError: If the target cannot be attached or is attached already, the processes' targets
-            or options differ, or a process does not call ``attach``. It is raised on every process,
-            except if the group was destroyed on this one.
+            or options differ or are not those of ``previous``, or a process does not call
+            ``attach``. It is raised on every process, except if the group was destroyed on this
+            one.
     """
     found = target_of(target)
-    compression = compress(found, options, found.group(group), scaler, register_hook)
+    compression = compress(found, options, found.group(group), scaler, register_hook, previous)
     if compression._speaks:
         _announce(compression)
     return compression
@@ -78,16 +85,39 @@ def compress(
     group: dist.ProcessGroup,
     scaler: torch.amp.GradScaler | None = None,
     register_hook: bool = True,
+    previous: Compression | None = None,
 ) -> Compression:
     """Does what ``attach`` does, without a message."""
-    agreed = agree(target, options, scaler, group)
-    names, gradients = list(agreed.gradients), list(agreed.gradients.values())
-    reducer = _C.BucketReducer(agreed.backend, names, gradients, agreed.options._core())
+    reducer, described = make_reducer(target, options, group, scaler, previous)
+    if previous is not None:
+        previous._hand_over()
     if register_hook:
         target.register(reducer, group)
     if scaler is not None:
         grad_scaler.follow(scaler, reducer, target.parameters())
-    return Compression(target, reducer, group)
+    return Compression(target, reducer, group, described)
+
+
+def make_reducer(
+    target: Target,
+    options: Options | Mapping[str, Any] | None,
+    group: dist.ProcessGroup,
+    scaler: torch.amp.GradScaler | None = None,
+    previous: Compression | None = None,
+) -> tuple[_C.BucketReducer, list[str]]:
+    """Returns the reducer of ``attach``, and its gradients in words. Collective."""
+    of_previous = previous._as_previous() if previous is not None else None
+    agreed, source = agree(target, options, scaler, group, of_previous)
+    reducer = _C.BucketReducer(
+        agreed.backend,
+        list(agreed.gradients),
+        list(agreed.gradients.values()),
+        agreed.options._core(),
+        of_previous.reducer if of_previous is not None else None,
+    )
+    if source is not None:
+        reducer.states.agree_with(source.rank, source.step)
+    return reducer, agreed.described
 
 
 def _announce(compression: Compression) -> None:

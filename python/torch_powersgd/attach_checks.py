@@ -38,16 +38,20 @@ class Proposal:
     gradients: dict[str, torch.Tensor]
     place: dict[str, Any]
 
+    @property
+    def described(self) -> list[str]:
+        """The gradients in words."""
+        return [
+            f"{name!r} {dtype_name(gradient.dtype)} {list(gradient.shape)}"
+            for name, gradient in self.gradients.items()
+        ]
+
     def plain(self) -> dict[str, Any]:
         """Returns the arguments in JSON types."""
         devices = sorted({_kind_of(gradient.device) for gradient in self.gradients.values()})
         kernels = f"{' and '.join(devices)} {_C.kernels_version}"
-        gradients = [
-            f"{name!r} {dtype_name(gradient.dtype)} {list(gradient.shape)}"
-            for name, gradient in self.gradients.items()
-        ]
         options = {"kernels": kernels, **self.options._plain()}
-        return {"options": options, "gradients": gradients, "place": self.place}
+        return {"options": options, "gradients": self.described, "place": self.place}
 
 
 def _kind_of(device: torch.device) -> str:
@@ -62,19 +66,47 @@ def _kind_of(device: torch.device) -> str:
     return f"cuda sm_{major}{minor}"
 
 
+@dataclass(frozen=True)
+class Previous:
+    """The compression that this one takes over on a process.
+
+    Attributes:
+        reducer: Its reducer, or None if it has ended.
+        described: Its gradients, as ``Proposal.described``.
+        ended: Why it has ended.
+    """
+
+    reducer: _C.BucketReducer | None
+    described: list[str]
+    ended: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """The process whose factors all take over, and its step."""
+
+    rank: int
+    step: int
+
+
 def agree(
     target: Target,
     given: Options | Mapping[str, Any] | None,
     scaler: torch.amp.GradScaler | None,
     group: dist.ProcessGroup,
-) -> Proposal:
+    previous: Previous | None = None,
+) -> tuple[Proposal, Source | None]:
     """Returns this process's proposal once all processes have made the same. Collective.
+
+    If any of them takes over a compression, it also returns the first one of those that have taken
+    the most steps.
 
     Args:
         target: Gradients to compress.
         given: Options of ``attach``.
         scaler: GradScaler of ``attach``.
         group: Group to average over.
+        previous: What this process takes over.
 
     Raises:
         ValueError: On every process, if a proposal is invalid or differs from that of rank 0, or a
@@ -83,14 +115,21 @@ def agree(
     check_alive(group)
     proposal = None
     try:
-        proposal = _propose(target, given, scaler, group)
+        proposal = _propose(target, given, scaler, group, previous)
         plain = proposal.plain()
+        if previous is not None and previous.reducer is not None:
+            plain["step"] = previous.reducer.states.step
     except Exception as invalid:  # The other processes wait for this error, of any type.
         plain = error_as_arguments(invalid)
     timeout = default_pg_timeout if proposal is None else proposal.backend.options._timeout
-    next_call(group, "attach", timeout).agree(plain, _compare)
+    source = next_call(group, "attach", timeout).agree(plain, _compare, _source)
     assert proposal is not None  # else the processes did not agree
-    return proposal
+    return proposal, Source(*source) if source else None
+
+
+def _source(everyone: list[dict[str, Any]]) -> tuple[int, int] | None:
+    steps = ((rank, given["step"]) for rank, given in enumerate(everyone) if "step" in given)
+    return max(steps, key=lambda of: of[1], default=None)
 
 
 def _propose(
@@ -98,6 +137,7 @@ def _propose(
     given: Options | Mapping[str, Any] | None,
     scaler: torch.amp.GradScaler | None,
     group: dist.ProcessGroup,
+    previous: Previous | None,
 ) -> Proposal:
     target.check()
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -110,9 +150,23 @@ def _propose(
     if not gradients:
         raise ValueError(target.nothing)
     backend = _backend_of(group, next(iter(gradients.values())).device)
-    base = Options._from_core(backend.options.compression)
-    options = lay_over(base, given, "options of attach")
-    return Proposal(backend, options, gradients, target.place())
+    if previous is None:
+        base = Options._from_core(backend.options.compression)
+        options = lay_over(base, given, "options of attach")
+        return Proposal(backend, options, gradients, target.place())
+    if previous.reducer is None:
+        raise ValueError(f"previous has ended: {previous.ended}")
+    options = Options._from_core(previous.reducer.states.options)
+    if lay_over(options, given, "options of attach") != options:
+        raise ValueError("with previous, the options must be its own, or left out")
+    proposal = Proposal(backend, options, gradients, target.place())
+    if differing := _first_difference(previous.described, proposal.described):
+        before, now = differing
+        raise ValueError(
+            "the gradients must be those of previous, in one order: there is "
+            f"{before} in previous and {now} now"
+        )
+    return proposal
 
 
 def _compare(everyone: list[dict[str, Any]]) -> str:
@@ -125,13 +179,18 @@ def _compare(everyone: list[dict[str, Any]]) -> str:
 
 def _compare_gradients(everyone: list[list[str]]) -> str:
     for rank, gradients in enumerate(everyone):
-        for first, mine in zip_longest(everyone[0], gradients, fillvalue="nothing"):
-            if mine != first:
-                return (
-                    "the gradients must be the same on all ranks, in one order: there is "
-                    f"{first} on rank 0 and {mine} on rank {rank}"
-                )
+        if differing := _first_difference(everyone[0], gradients):
+            first, mine = differing
+            return (
+                "the gradients must be the same on all ranks, in one order: there is "
+                f"{first} on rank 0 and {mine} on rank {rank}"
+            )
     return ""
+
+
+def _first_difference(one: list[str], other: list[str]) -> tuple[str, str] | None:
+    pairs = zip_longest(one, other, fillvalue="nothing")
+    return next((pair for pair in pairs if pair[0] != pair[1]), None)
 
 
 def _backend_of(group: dist.ProcessGroup, device: torch.device) -> _C.BackendPowerSGD:

@@ -22,6 +22,7 @@ from torch_powersgd import (
     stats,
 )
 from torch_powersgd._core import _C
+from torch_powersgd.attach_checks import Previous
 from torch_powersgd.ddp import Hook, python_hook
 from torch_powersgd.group_backends import check_alive, find_backends
 from torch_powersgd.option_values import positive
@@ -42,10 +43,19 @@ class Compression(Stateful):
     Compression goes on if the handle is dropped. The handle ends with the module.
     """
 
-    def __init__(self, target: Target, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        target: Target,
+        reducer: _C.BucketReducer,
+        group: dist.ProcessGroup,
+        described: list[str],
+    ) -> None:
         self.group = group
+        self._described = described  # the gradients
         self.options = Options._from_core(reducer.states.options)
         self._attached: _C.BucketReducer | None = reducer
+        self._left: _C.BucketReducer | None = None  # once the module is gone
+        self._wrapper: rewrapping.Wrapper | None = None
         self._module: ref[torch.nn.Module] | None = None
         self._tensors: _C.NamedTensors | None = None
         self._shard = target.shard(group)
@@ -58,7 +68,7 @@ class Compression(Stateful):
         # The module keeps the handle, as checks and scalers refer weakly to its reducer.
         finalize(module, self._let_go).atexit = False
         if isinstance(module, DistributedDataParallel):
-            rewrapping.note_wrapper(module, reducer)
+            self._wrapper = rewrapping.note_wrapper(module, reducer)
         if group.size() > 1:
             reduction_checks.check(module, reducer, warns=group.rank() == 0)
 
@@ -69,7 +79,8 @@ class Compression(Stateful):
         return self._attached
 
     def _let_go(self) -> None:
-        self._attached = self._tensors = None
+        """Ends it with its module. The states stay as long as the handle, for a next one."""
+        self._left, self._attached, self._tensors = self._attached, None, None
 
     @property
     def _speaks(self) -> bool:
@@ -223,8 +234,8 @@ class Compression(Stateful):
         if not per_rank:
             self._agree("state_dict", {"step": states.step})
         state = checkpoint.of_states(states, per_rank)
-        if (ddp := self._ddp) is not None:
-            rewrapping.note_saved(ddp, self._reducer)
+        if self._wrapper is not None:
+            self._wrapper.note_saved()
         key = self._key(per_rank)
         return {key: state} if key else state
 
@@ -339,10 +350,20 @@ class Compression(Stateful):
         reducer = self._reducer
         self._agree("detach", {"step": reducer.states.step})
         reducer.detach()
-        if (ddp := self._ddp) is not None:
-            rewrapping.note_detached(ddp, reducer)
-        self._let_go()
-        self._ended = "it was detached"
+        self._end("it was detached")
+
+    def _as_previous(self) -> Previous:
+        return Previous(self._attached or self._left, self._described, self._ended)
+
+    def _hand_over(self) -> None:
+        """Ends it, because another has taken over its reducer's states."""
+        self._end("another compression has taken it over as previous")
+
+    def _end(self, why: str) -> None:
+        if self._wrapper is not None:
+            self._wrapper.note_ended()
+        self._attached = self._left = self._tensors = None
+        self._ended = why
 
     def __str__(self) -> str:
         if self.ended:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Modules that are wrapped in DDP anew. The residual belongs to the wrapper and is lost with it."""
+"""Modules that are wrapped in DDP anew. The residual belongs to the compression of a wrapper."""
 
 from __future__ import annotations
 
@@ -12,58 +12,54 @@ from torch_powersgd import log
 from torch_powersgd._core import _C
 
 
-class _Wrapper:
+class Wrapper:
     """The residual of one attached wrapper, as far as the next one must know of it."""
 
-    def __init__(self, reducer: _C.BucketReducer) -> None:
-        self.reducer: _C.BucketReducer | None = reducer
-        self.saved_at = -1
-        self.had_residual = False
+    def __init__(self, ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> None:
+        self._reducer: _C.BucketReducer | None = reducer
+        self._saved_at = -1
+        self._had_residual = False
+        finalize(ddp, self._let_go).atexit = False
+
+    def note_saved(self) -> None:
+        """Notes that ``state_dict`` has returned the residual."""
+        if self._reducer is not None:
+            self._saved_at = self._reducer.states.step
+
+    def note_ended(self) -> None:
+        """Notes that ``detach`` has given the residual up, or another compression has it now."""
+        self._reducer, self._had_residual = None, False
 
     def has_residual(self) -> bool:
         """True if steps have left a residual that ``state_dict`` has not returned since."""
-        if self.reducer is None:
-            return self.had_residual
-        states = self.reducer.states
+        if self._reducer is None:
+            return self._had_residual
+        states = self._reducer.states
         return (
             states.options.use_error_feedback
             and states.step > states.options.start_powerSGD_iter
-            and states.step != self.saved_at
+            and states.step != self._saved_at
             and states.compresses
         )
 
-    def let_go(self) -> None:
+    def _let_go(self) -> None:
         """Keeps the fact alone, once the wrapper is gone."""
-        self.had_residual = self.has_residual()
-        self.reducer = None
+        self._had_residual = self.has_residual()
+        self._reducer = None
 
 
 # The last wrapper of each module.
-_wrappers: WeakKeyDictionary[torch.nn.Module, _Wrapper] = WeakKeyDictionary()
+_wrappers: WeakKeyDictionary[torch.nn.Module, Wrapper] = WeakKeyDictionary()
 
 
-def note_wrapper(ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> None:
+def note_wrapper(ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> Wrapper:
     """Notes that a wrapper is attached, and warns if it takes the place of one with a residual."""
     before = _wrappers.get(ddp.module)
-    _wrappers[ddp.module] = wrapper = _Wrapper(reducer)
-    finalize(ddp, wrapper.let_go).atexit = False
+    _wrappers[ddp.module] = wrapper = Wrapper(ddp, reducer)
     if before is not None and before.has_residual() and ddp.process_group.rank() == 0:
         log.warning(
             f"{type(ddp.module).__name__} was wrapped anew, and the part of its gradients that the "
-            "old wrapper has not sent yet is lost. To keep it, pass state_dict() of the old "
-            "compression to load_state_dict() of the new one"
+            "old wrapper has not sent yet is lost. To keep it, attach the new wrapper with "
+            "previous=, the compression of the old one"
         )
-
-
-def note_detached(ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> None:
-    """Forgets a wrapper whose residual was given up by ``detach``."""
-    wrapper = _wrappers.get(ddp.module)
-    if wrapper is not None and wrapper.reducer is reducer:
-        del _wrappers[ddp.module]
-
-
-def note_saved(ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> None:
-    """Notes that ``state_dict`` has returned the residual of a wrapper."""
-    wrapper = _wrappers.get(ddp.module)
-    if wrapper is not None and wrapper.reducer is reducer:
-        wrapper.saved_at = reducer.states.step
+    return wrapper

@@ -30,8 +30,11 @@ INTERVAL = timedelta(seconds=0.5)
 
 # Takes the arguments of all ranks, and returns the message of the error to raise, or nothing.
 Compare = Callable[[list[dict[str, Any]]], str]
+# Takes the arguments of all ranks, and returns what follows from them, in JSON types.
+Conclude = Callable[[list[dict[str, Any]]], Any]
 
 _VERDICT = "verdict"
+_CONCLUSION = "conclusion"
 _ABSENT = "absent"  # The ranks whose keys rank 0 does not find.
 
 
@@ -58,13 +61,20 @@ class CollectiveCall:
     explain: Callable[[CollectiveCall, list[int]], str] = lambda call, absent: ""
     before: Store | None = None
 
-    def agree(self, mine: dict[str, Any], compare: Compare) -> None:
+    def agree(
+        self,
+        mine: dict[str, Any],
+        compare: Compare,
+        conclude: Conclude = lambda everyone: None,
+    ) -> Any:
         """Returns once all ranks have called and ``compare`` has no objection.
 
         Args:
             mine: Arguments of this rank in JSON types, or {"error": text} if they are invalid.
             compare: Function of the arguments of all ranks, which rank 0 calls. It returns the
                 message of the error to raise, or nothing.
+            conclude: Function of the same, which rank 0 calls then. Its result is that of ``agree``
+                on every rank.
 
         Raises:
             ValueError: If a rank has an error, ``compare`` returns one, or a rank does not call. It
@@ -76,13 +86,16 @@ class CollectiveCall:
             everyone = [str(rank) for rank in range(len(self.global_ranks))]
             self._wait(everyone)
             given = [json.loads(self.store.get(key)) for key in everyone]
-            self.store.set(_VERDICT, error_of(given) or compare(given))
+            error = error_of(given) or compare(given)
+            self.store.set(_CONCLUSION, json.dumps(None if error else conclude(given)))
+            self.store.set(_VERDICT, error)
             self._forget_before(everyone)
         else:
             self._wait([_VERDICT])
         verdict = self.store.get(_VERDICT).decode()
         if verdict:
             raise ValueError(verdict)
+        return json.loads(self.store.get(_CONCLUSION))
 
     def absent(self) -> list[int]:
         """The ranks that have not called yet, as far as rank 0 knows."""
@@ -110,7 +123,7 @@ class CollectiveCall:
         """Deletes the keys of the call before. All ranks have left it, as they are in this one."""
         if self.before is not None:
             with contextlib.suppress(RuntimeError):  # Some kinds of store cannot delete.
-                for key in (*everyone, _VERDICT, _ABSENT):
+                for key in (*everyone, _VERDICT, _CONCLUSION, _ABSENT):
                     self.before.delete_key(key)
 
     def _wait(self, keys: list[str]) -> None:

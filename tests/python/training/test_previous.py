@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``attach(previous=...)``: a job that goes on in a group of other processes loses no residual.
+
+The gradients count in sums over the processes, because their number changes: the sum of outputs
+times processes + the residuals of all processes = the sum of all gradients.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_powersgd as tp
+from support import ranks
+from support.groups import world
+from support.on_ranks import all_agree, on_ranks
+from support.synthetic import (
+    SHAPES,
+    TOLERANCE,
+    Synthetic,
+    Tensors,
+    add_to,
+    gradients,
+    outputs_of,
+    relative_error,
+)
+
+OPTIONS: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
+
+
+def _group(members: Iterable[int]) -> dist.ProcessGroup:
+    group = dist.new_group(list(members), backend="cpu:powersgd", use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+class _Job:
+    """One process's part of a job whose gradients are known, of DDP or of named tensors."""
+
+    def __init__(self, target: str, group: dist.ProcessGroup, **options: Any) -> None:
+        self.model = Synthetic({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+        self.target = target
+        self.attach(group, {**OPTIONS, **options})
+
+    def attach(self, group: dist.ProcessGroup, options: Any = None, previous: Any = None) -> None:
+        self.ddp: DistributedDataParallel | None = None
+        if self.target == "ddp":
+            self.ddp = DistributedDataParallel(self.model, process_group=group)
+            self.compression = tp.attach(self.ddp, options, previous=previous)
+        else:
+            tensors = {name: weight.detach() for name, weight in self.model.weights.items()}
+            self.compression = tp.attach(tensors, options, group=group, previous=previous)
+
+    def move(self, group: dist.ProcessGroup) -> None:
+        self.attach(group, previous=self.compression)
+
+    def step(self, rank: int, i: int) -> Tensors:
+        """The average of a step."""
+        mine = gradients(SHAPES, rank, i)
+        if self.ddp is None:
+            self.compression.all_reduce(mine).wait()
+            return mine
+        for parameter in self.ddp.parameters():
+            parameter.grad = None
+        self.ddp(mine).backward()
+        return outputs_of(self.ddp)
+
+    def local(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The state of each compressed parameter in this process."""
+        saved = self.compression.state_dict(per_rank=True)
+        (own,) = (v for k, v in saved.items() if k.startswith("process"))
+        return {name.removeprefix("weights."): s for name, s in own["parameters"].items()}
+
+    def residuals(self) -> Tensors:
+        found: Tensors = {}
+        for name, state in self.local().items():
+            sent = state["p_hat"].double() @ state["q_local"].double()
+            found[name] = (state["memory"].double() - sent).view(SHAPES[name])
+        return found
+
+
+def _sum_over(tensors: Tensors, group: dist.ProcessGroup | None = None) -> Tensors:
+    summed = {name: tensor.double().clone() for name, tensor in tensors.items()}
+    for tensor in summed.values():
+        dist.all_reduce(tensor, group=group)
+    return summed
+
+
+@pytest.mark.parametrize("target", ["ddp", "tensors"])
+@pytest.mark.parametrize("wire", [None, "int8"])
+@on_ranks(3)
+def test_who_stays_keeps_its_residual_and_who_joins_starts_with_none(
+    rank: int, target: str, wire: str | None
+) -> None:
+    """Process 1 leaves after 5 steps, and a new one takes its place after 10."""
+    sent, wanted, residuals = {}, {}, {}
+
+    def train(job: _Job, steps: range, members: list[int]) -> None:
+        for i in steps:
+            add_to(sent, {n: len(members) * out for n, out in job.step(rank, i).items()})
+            for member in members:
+                add_to(wanted, gradients(SHAPES, member, i))
+
+    job = _Job(target, world(), wire_dtype=wire)
+    train(job, range(5), [0, 1, 2])
+    mine = job.residuals()
+    left = _sum_over({name: residual * (rank == 1) for name, residual in mine.items()})
+    everyone = _group([0, 1, 2])
+    if rank != 1:
+        pair, former = _group([0, 2]), job.compression
+        job.move(pair)
+        assert former.ended
+        assert job.compression.group is pair
+        train(job, range(5, 10), [0, 2])
+        assert job.compression.stats()["steps"] == 10
+        assert all_agree([state["q_warm"].tolist() for state in job.local().values()], pair)
+        job.move(everyone)
+    else:
+        job = _Job(target, everyone, wire_dtype=wire)
+    assert all_agree(job.compression._reducer.states.step)
+    assert all_agree([state["q_warm"].tolist() for state in job.local().values()])
+    train(job, range(10, 15), [0, 1, 2])
+    residuals = _sum_over(job.residuals())
+    assert all(residual.norm() > 0.1 for residual in residuals.values())
+    if rank == 1:
+        return  # it has not seen all steps
+    for name, total in wanted.items():
+        found = sent[name] + residuals.get(name, 0) + left.get(name, 0)
+        assert relative_error(found, total) < 3 * TOLERANCE[torch.float32], name
+
+
+def _dies_in_a_step(rank: int, discards: bool) -> dict[str, float] | None:
+    """Process 1 dies in step 4. The others go on without it."""
+    job = _Job("ddp", world(), allow_discard=discards)
+    for i in range(4):
+        job.step(rank, i)
+    before = job.residuals()
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises((RuntimeError, dist.DistBackendError)):
+        job.step(rank, 4)
+    job.move(_group([0, 2]))
+    if discards:
+        job.compression.discard_step()
+        return {name: relative_error(r, before[name]) for name, r in job.residuals().items()}
+    job.compression.step_skipped()
+    return {name: float(r.isfinite().all()) for name, r in job.residuals().items()}
+
+
+@pytest.mark.parametrize("discards", [True, False])
+def test_a_step_that_a_dead_process_has_broken_off(discards: bool) -> None:
+    ended = ranks.outcomes(3, _dies_in_a_step, discards, op_timeout=10, timeout=60)
+    assert ended[1].exitcode == 1
+    for rank in (0, 2):
+        assert ended[rank].value, ended[rank].error
+        for value in ended[rank].value.values():
+            assert value == (0 if discards else 1)
+
+
+@on_ranks(2)
+def test_an_error_is_one_on_every_process_and_changes_nothing(rank: int) -> None:
+    job = _Job("tensors", world())
+    job.step(rank, 0)
+    tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    fewer = dict(list(tensors.items())[:-1])
+    group = _group([0, 1])
+    other = tp.attach(fewer, OPTIONS, group=group)
+    for previous, given, options, text in (
+        (job.compression, fewer, None, "there is 'small' float32 .* in previous and nothing now"),
+        (other, tensors, None, "there is nothing in previous and 'small' float32"),
+        (job.compression, tensors, {"matrix_approximation_rank": 3}, "the options must be its own"),
+    ):
+        if rank == 1:  # the other one learns it
+            with pytest.raises(ValueError, match=text):
+                tp.attach(given, options, group=group, previous=previous)
+        else:
+            with pytest.raises(ValueError, match=f"rank 1: .*{text}"):
+                tp.attach(tensors, group=group, previous=job.compression)
+    ended = tp.attach(fewer, OPTIONS, group=group)
+    ended.detach()
+    with pytest.raises(ValueError, match="previous has ended: it was detached"):
+        tp.attach(fewer, group=group, previous=ended)
+    residuals = job.residuals()
+    job.move(group)
+    assert all(torch.equal(r, residuals[name]) for name, r in job.residuals().items())
