@@ -82,6 +82,7 @@ void ModelStates::take_over(ModelStates& previous) {
   unsent_residuals_ = std::move(previous.unsent_residuals_);
   set_grad_scale(previous.grad_scale());
   step_ = previous.step_.load();
+  step_begun_ = previous.step_begun_.load();
 }
 
 bool ModelStates::is_compressed(size_t index) const {
@@ -154,13 +155,11 @@ void ModelStates::after_last_step(const std::vector<size_t>& parameters,
   }
   for (const c10::Device device : parameters_.devices()) {
     session_->run_after_steps(device, [&] {
-      // A pass that failed has projected some buckets and not ended its step.
-      const auto is_of_open_step = [this](const auto& state) { return state->last_step == step_; };
-      const bool open = std::any_of(states_.begin(), states_.end(), is_of_open_step);
       States states;
       for (const size_t i : indices) {
         const std::optional<uint64_t> last = states_[i]->last_step;
-        const bool in_last_step = last && *last + (open ? 0 : 1) == step_;
+        // A pass that failed has begun its step and not ended it.
+        const bool in_last_step = last && *last + (step_begun_ ? 0 : 1) == step_;
         if (in_last_step && parameters_[i].device() == device) states.push_back(states_[i]);
       }
       change(device, states);

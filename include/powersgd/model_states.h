@@ -121,7 +121,12 @@ class ModelStates {
                             const StepInfo& step);
   // Notes that a CUDA graph holds steps. The host does not see them replayed.
   void note_captured() { captured_ = true; }
-  void count_step() { ++step_; }
+  // Says that the next step has begun. Some of its buckets may never come.
+  void begin_step() { step_begun_ = true; }
+  void count_step() {
+    ++step_;
+    step_begun_ = false;
+  }
   // Warns once of parameters of which the first rank sends little for long. `compressed`: the last
   // step was.
   void watch_captured(bool compressed);
@@ -163,6 +168,7 @@ class ModelStates {
   at::Tensor loss_scale_;                        // own_scale_, or what set_loss_scale() got
   std::unique_ptr<CaptureWatch> capture_watch_;  // null once it has warned, and on other ranks
   std::atomic<uint64_t> step_ = 0;
+  std::atomic<bool> step_begun_ = false;
   bool captured_ = false;
   bool released_ = false;
 };

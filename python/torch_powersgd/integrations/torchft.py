@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torchft, with which a job goes on when replicas leave and join.
 
-    from torchft import DistributedDataParallel, Manager, Optimizer
-    from torch_powersgd.integrations.torchft import ProcessGroupPowerSGD
+    from torch_powersgd.integrations.torchft import DistributedDataParallel, ProcessGroupPowerSGD
+    from torchft import Manager, Optimizer
 
     group = ProcessGroupPowerSGD(timeout=timedelta(seconds=30))
     manager = Manager(pg=group, ...)
@@ -15,15 +15,15 @@ examples/with_torchft.py is a whole program.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
+import torchft
 from torch._C._distributed_c10d import HashStore, Store, _DistributedBackendOptions
-from torch.nn.parallel import DistributedDataParallel
 from torchft.process_group import ProcessGroupWrapper
 
 from torch_powersgd import _backend
@@ -36,6 +36,25 @@ from torch_powersgd.targets import DdpTarget
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
+
+
+class DistributedDataParallel(torchft.DistributedDataParallel):
+    """torchft's module, whose hook goes on after an error, as the manager does.
+
+    The hook of torchft 0.2.0 fails an assertion in the bucket that another replica has left, and in
+    each bucket after it. That ends the process, over any process group.
+    """
+
+    @staticmethod
+    def _comm_hook(state: Manager, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        state.allreduce(buffer).wait()  # the manager keeps the error
+        devices = [] if buffer.device.type == "cpu" else [buffer.device]
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        done.set_result(buffer)
+        return done
+
+    _comm_hook.__annotations__.clear()  # DDP compares them with types, and these are strings.
 
 
 class ProcessGroupPowerSGD(ProcessGroupWrapper):
@@ -66,13 +85,14 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
         self._options = dataclasses.replace(chosen, scope="attached", allow_discard=True)
         self._attached: list[_Attached] = []
 
-    def attach(self, module: DistributedDataParallel, manager: Manager) -> Compression:
-        """Compresses the gradients of torchft's ``DistributedDataParallel`` layer by layer.
+    def attach(self, module: torchft.DistributedDataParallel, manager: Manager) -> Compression:
+        """Compresses the gradients of a module layer by layer.
 
         Every replica calls it before its first quorum, with the same modules in one order.
 
         Args:
-            module: A module of torchft's class, made with this manager.
+            module: A ``DistributedDataParallel`` module of this page, made with this manager. One
+                of torchft's class trains alike, until a replica leaves in a step.
             manager: The manager whose process group this is.
 
         Returns:
@@ -84,13 +104,12 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
         """
         if self._pg is not None:
             raise ValueError("attach must be called before the manager's first quorum")
-        if not isinstance(module, DistributedDataParallel):
+        if not isinstance(module, torchft.DistributedDataParallel):
             raise ValueError(
-                "attach takes a torchft.DistributedDataParallel module, got "
+                "attach takes a DistributedDataParallel module of torchft, got "
                 f"{type(module).__name__}"
             )
-        alone = _make_group(HashStore(), 0, 1, self._timeout, self._options)
-        compression = compress(DdpTarget(module), None, alone, register_hook=False)
+        compression = compress(DdpTarget(module), None, self._alone(), register_hook=False)
         self._attached.append(_Attached(module, manager, compression))
         return compression
 
@@ -108,8 +127,22 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
             for attached in self._attached:
                 work = attached.sum(tensors[0])
                 if work is not None:
-                    return _WithFuture(work)
+                    return _Work(work, self._leave)
         return super().allreduce(tensors, opts)
+
+    def _leave(self) -> None:
+        """Leaves the group after an error, so that no other replica waits for this one.
+
+        A replica that has died is noticed by those that wait for it. The others wait for these.
+        """
+        group, self._pg = self._pg, None
+        if group is not None:
+            group.abort()
+        for attached in self._attached:
+            attached.move(self._alone())
+
+    def _alone(self) -> dist.ProcessGroup:
+        return _make_group(HashStore(), 0, 1, self._timeout, self._options)
 
     def shutdown(self) -> None:
         """Ends the group. ``abort`` may be called meanwhile from another thread."""
@@ -128,7 +161,7 @@ class _Attached:
     """A module of torchft's DDP, whose hook sums each bucket by the process group."""
 
     def __init__(
-        self, module: DistributedDataParallel, manager: Manager, compression: Compression
+        self, module: torchft.DistributedDataParallel, manager: Manager, compression: Compression
     ) -> None:
         self.module, self.manager, self.compression = ref(module), manager, compression
         self.buckets = _C.DdpBuckets(compression._reducer, module.reducer)
@@ -150,7 +183,7 @@ class _Attached:
         return self.buckets.sum(module.reducer, number, buffer)
 
     def move(self, group: dist.ProcessGroup) -> None:
-        """Goes on in the group of a new quorum."""
+        """Goes on in another group."""
         module, compression = self.module(), self.compression
         if module is None or compression.ended:
             return
@@ -167,16 +200,25 @@ class _Attached:
             self.compression.discard_step()
 
 
-class _WithFuture(dist._Work):
-    """A work whose future is complete once ``wait`` has returned, as the manager expects."""
+class _Work(dist._Work):
+    """A work whose future is complete once ``wait`` has returned, as the manager expects.
 
-    def __init__(self, work: dist.Work) -> None:
+    Args:
+        work: The work.
+        failed: Called if it has failed.
+    """
+
+    def __init__(self, work: dist.Work, failed: Callable[[], None]) -> None:
         super().__init__()
-        self._work, self._future = work, work.get_future()
+        self._work, self._future, self._failed = work, work.get_future(), failed
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._work.wait() if timeout is None else self._work.wait(timeout)
-        self._future.wait()
+        try:
+            self._work.wait() if timeout is None else self._work.wait(timeout)
+            self._future.wait()
+        except Exception:
+            self._failed()
+            raise
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -199,8 +241,6 @@ def _make_group(
     backend = _backend._create(made, options)
     group = dist.ProcessGroup(store, rank, size)
     for device in device_types():
-        group._register_backend(
-            torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend
-        )
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     return group
