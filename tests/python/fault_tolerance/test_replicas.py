@@ -20,30 +20,35 @@ def test_a_replica_dies_at_every_place_of_a_step_and_comes_back() -> None:
     deaths = [Death(EVERY * (i + 1), place) for i, place in enumerate(PLACES)]
     deaths.append(Death(0, HEALING))
     with Replicas() as replicas:
-        for name in ("a0", "b1"):
-            replicas.start(name)
+        replicas.start("b1")
         for i, death in enumerate(deaths):
             replicas.start("c2", death)
             replicas.run_until_deaths(i + 1)
         replicas.start("c2")
         replicas.end(participants=3)
-    assert all(len(weights) == 1 for weights in replicas.weights_by_step().values())
-    survivors = [s for s in replicas.summaries if s["name"] != "c2"]
-    assert len(survivors) == 2
-    assert all(summary["moves"] >= len(deaths) for summary in survivors)
-    assert all(summary["compressed_calls"] > EVERY * len(PLACES) for summary in survivors)
-    assert any(summary["dropped"] for summary in survivors)
-    assert all(summary["residual"] > 0 for summary in replicas.summaries)
+    _check(replicas)
+    for summary in replicas.summaries:
+        if summary["name"] != "c2":
+            assert summary["moves"] > 0, summary
+            assert summary["compressed_calls"] > EVERY, summary
+    assert any(summary["dropped"] for summary in replicas.summaries)
 
 
 def test_two_die_at_once() -> None:
     with Replicas() as replicas:
-        replicas.start("a0")
         replicas.start("b1", Death(EVERY, "exchange"))
         replicas.start("c2", Death(EVERY, "exchange"))
         replicas.run_until_deaths(2)
         replicas.start("b1")
         replicas.start("c2")
         replicas.end(participants=3)
-    assert all(len(weights) == 1 for weights in replicas.weights_by_step().values())
-    assert len(replicas.summaries) == 3
+    _check(replicas)
+
+
+def _check(replicas: Replicas) -> None:
+    differing = {step: w for step, w in replicas.weights_by_step().items() if len(w) > 1}
+    assert not differing
+    assert {summary["name"] for summary in replicas.summaries} == {"a0", "b1", "c2"}
+    for summary in replicas.summaries:
+        assert not summary["changed"], summary
+        assert summary["residual"] > 0, summary
