@@ -49,7 +49,7 @@ class DistributedDataParallel(torchft.DistributedDataParallel):
     def _comm_hook(state: Manager, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         state.allreduce(buffer).wait()  # the manager keeps the error
-        devices = [] if buffer.device.type == "cpu" else [buffer.device]
+        devices: Any = [] if buffer.device.type == "cpu" else [buffer.device]
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         done.set_result(buffer)
         return done
@@ -81,6 +81,7 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
         options: Options | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(timeout)
+        self._pg: dist.ProcessGroup | None
         chosen = lay_over(resolve(None), options, "options of ProcessGroupPowerSGD")
         self._options = dataclasses.replace(chosen, scope="attached", allow_discard=True)
         self._attached: list[_Attached] = []
@@ -115,10 +116,13 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
 
     def configure(self, *arguments: Any, **named: Any) -> None:
         """Makes the group of a new quorum, and moves what is attached there."""
-        super().configure(*arguments, **named)
-        group = self.parent
-        for attached in self._attached:
-            attached.move(group)
+        try:
+            super().configure(*arguments, **named)
+            for attached in self._attached:
+                attached.move(self.parent)
+        except Exception:
+            self._leave()
+            raise
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> dist.Work:
         """Sums the tensors over the replicas: buckets of attached modules compressed."""

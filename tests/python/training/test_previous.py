@@ -99,7 +99,8 @@ def test_who_stays_keeps_its_residual_and_who_joins_starts_with_none(
     rank: int, target: str, wire: str | None
 ) -> None:
     """Process 1 leaves after 5 steps, and a new one takes its place after 10."""
-    sent, wanted, residuals = {}, {}, {}
+    sent: Tensors = {}
+    wanted: Tensors = {}
 
     def train(job: _Job, steps: range, members: list[int]) -> None:
         for i in steps:

@@ -7,11 +7,21 @@ that was dropped none of it.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch.distributed as dist
+
+from support.repository import ROOT
 
 pytest.importorskip("torchft")
 
 from replicas import HEALING, PLACES, Death, Replicas
+from torchft.coordination import LighthouseServer
 
 EVERY = 5  # steps from one death to the next
 
@@ -52,3 +62,28 @@ def _check(replicas: Replicas) -> None:
     for summary in replicas.summaries:
         assert not summary["changed"], summary
         assert summary["residual"] > 0, summary
+
+
+def test_the_example_prints_what_its_page_shows(tmp_path: Path) -> None:
+    page = (ROOT / "docs/torchft.md").read_text()
+    shown = page.split("ends with\n\n```text\n")[1].split("```")[0].splitlines()
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=10_000)
+    stores = [
+        dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(2)
+    ]
+    started: list[Any] = []
+    for store in stores:  # as torchrun would
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+        variables = {**place, "RANK": "0", "WORLD_SIZE": "1", "STEPS": "100"}
+        variables["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+        program = [sys.executable, str(ROOT / "examples/with_torchft.py")]
+        output = (tmp_path / f"output{len(started)}").open("w+")
+        environment = {**os.environ, **variables}
+        ended = subprocess.Popen(program, env=environment, stdout=output)
+        started.append((ended, output))
+    for process, output in started:
+        assert process.wait(60) == 0
+        output.seek(0)
+        assert output.read().splitlines()[: len(shown)] == shown
+        output.close()
+    lighthouse.shutdown()

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``ProcessGroupPowerSGD`` by hand, with a manager that does what a test says.
+
+The sum of outputs times participants + the residuals of all replicas = the sum of all gradients of
+the steps that were committed.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("torchft")
+
+from support.on_ranks import on_ranks
+from support.synthetic import (
+    SHAPES,
+    TOLERANCE,
+    Synthetic,
+    Tensors,
+    add_to,
+    gradients,
+    relative_error,
+)
+from torch_powersgd.integrations.torchft import (
+    DistributedDataParallel,
+    ProcessGroupPowerSGD,
+)
+
+LIMIT = timedelta(seconds=20)
+
+
+class _Manager:
+    """Averages over the replicas of the process group, and counts what it is told to commit."""
+
+    def __init__(self, group: ProcessGroupPowerSGD) -> None:
+        self.group, self.step, self.participates = group, 0, True
+        self.participants = 1
+
+    def current_step(self) -> int:
+        return self.step
+
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        if not self.participates:
+            tensor.zero_()
+        work = self.group.allreduce([tensor], dist.ReduceOp.SUM)
+        work.wait()
+        tensor /= self.participants
+        return work
+
+
+class _Replica:
+    def __init__(self, rank: int, wire: str | None) -> None:
+        self.rank = rank
+        options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1, "wire_dtype": wire}
+        self.group = ProcessGroupPowerSGD(LIMIT, options)
+        self.manager = _Manager(self.group)
+        model = Synthetic({name: torch.zeros(shape) for name, shape in SHAPES.items()})
+        stand_in: Any = self.manager
+        self.ddp = DistributedDataParallel(stand_in, model, bucket_cap_mb=0.002)
+        self.compression = self.group.attach(self.ddp, stand_in)
+        self.sent: Tensors = {}
+        self.wanted: Tensors = {}
+
+    def join(self, address: str, quorum: int, members: list[int], new: list[int]) -> None:
+        store = f"{address}/{quorum}"
+        self.group.configure(store, "replica", members.index(self.rank), len(members), quorum)
+        # A new one gets the model in its first step, and has no part in it.
+        self.manager.participates = self.rank not in new
+        self.participating = [member for member in members if member not in new]
+        self.manager.participants = len(self.participating)
+
+    def step(self, i: int, commit: bool = True) -> Tensors:
+        model = self.ddp.module
+        for parameter in model.parameters():
+            parameter.grad = None
+        self.ddp(gradients(SHAPES, self.rank, i)).backward()
+        outputs = {n: w.grad.detach().clone() for n, w in model.weights.items()}
+        if commit:
+            self.manager.step += 1
+            add_to(self.sent, {n: len(self.participating) * out for n, out in outputs.items()})
+            for member in self.participating:
+                add_to(self.wanted, gradients(SHAPES, member, i))
+        return outputs
+
+    def residuals(self) -> Tensors:
+        saved = next(iter(self.compression.state_dict(per_rank=True).values()))
+        return {
+            name.split(".")[-1]: (
+                s["memory"].double() - s["p_hat"].double() @ s["q_local"].double()
+            ).view(SHAPES[name.split(".")[-1]])
+            for name, s in saved["parameters"].items()
+        }
+
+
+def _sum(tensors: Tensors) -> Tensors:
+    for tensor in tensors.values():
+        dist.all_reduce(tensor)
+    return tensors
+
+
+@pytest.mark.parametrize("wire", [None, "int8"])
+@on_ranks(3, backend="gloo")
+def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, wire: str | None) -> None:
+    address = [""]
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        address[0] = f"localhost:{store.port}"
+    dist.broadcast_object_list(address)
+    replica = _Replica(rank, wire)
+    replica.join(address[0], 1, [0, 1, 2], new=[])
+    for i in range(4):
+        replica.step(i)
+    before = replica.residuals()
+    replica.step(4, commit=False)  # nobody applies it
+    replica.join(address[0], 2, [0, 1, 2], new=[])
+    assert all(torch.equal(r, before[name]) for name, r in replica.residuals().items())
+    for i in range(5, 8):
+        replica.step(i)
+    left = _sum({name: r * (rank == 1) for name, r in replica.residuals().items()})
+    if rank == 1:  # it begins anew
+        steps, sent, wanted = replica.manager.step, replica.sent, replica.wanted
+        replica = _Replica(rank, wire)
+    else:
+        replica.join(address[0], 3, [0, 2], new=[])
+        for i in range(8, 11):
+            replica.step(i)
+    replica.join(address[0], 4, [0, 1, 2], new=[1])
+    if rank == 1:
+        replica.manager.step, replica.sent, replica.wanted = steps, sent, wanted
+    outputs = replica.step(11)
+    shared = _sum({name: output.clone() for name, output in outputs.items()})
+    assert all(torch.allclose(shared[name], 3 * output) for name, output in outputs.items())
+    replica.join(address[0], 5, [0, 1, 2], new=[])
+    for i in range(12, 15):
+        replica.step(i)
+    residuals = _sum(replica.residuals())
+    assert all(residual.norm() > 0.1 for residual in residuals.values())
+    if rank != 1:  # which has not seen all steps
+        for name, total in replica.wanted.items():
+            found = replica.sent[name] + residuals.get(name, 0) + left.get(name, 0)
+            assert relative_error(found, total) < 3 * TOLERANCE[torch.float32], name
+
+
+def test_what_cannot_be_attached_is_said() -> None:
+    with pytest.raises(ValueError, match="options of ProcessGroupPowerSGD: .*matrix_approx"):
+        ProcessGroupPowerSGD(options={"matrix_approximation_rank": 0})
+    group = ProcessGroupPowerSGD()
+    other: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="takes a DistributedDataParallel module of torchft, got"):
+        group.attach(other, other)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    group.configure(f"localhost:{store.port}/x", "replica", 0, 1)
+    with pytest.raises(ValueError, match="before the manager's first quorum"):
+        group.attach(other, other)
+    group.shutdown()
