@@ -112,8 +112,8 @@ void ParameterState::convert(at::ScalarType gradient_type, const Options& option
 
 ParameterState ParameterState::copy() const {
   ParameterState made = *this;
-  for (at::Tensor* tensor :
-       {&made.memory, &made.p_hat, &made.q_local, &made.q_warm, &made.memory_units, &made.q_norms}) {
+  for (at::Tensor* tensor : {&made.memory, &made.p_hat, &made.q_local, &made.q_warm,
+                             &made.memory_units, &made.q_norms}) {
     if (tensor->defined()) *tensor = tensor->clone();
   }
   for (at::Tensor& tensor : made.before) tensor = tensor.clone();

@@ -38,7 +38,7 @@ void copy_from(bool is_source, Channel& channel, at::Tensor& tensor) {
   channel.allreduce(tensor);
 }
 
-std::string describe(const Replica& replica, const at::Tensor& differs, int source) {
+std::string describe(const Replica& replica, const at::Tensor& differs) {
   std::ostringstream ranks;
   for (int64_t r = 0, named = 0; r < differs.size(0); ++r) {
     if (differs[r].any().item<bool>()) ranks << (named++ == 0 ? "" : ", ") << r;
@@ -49,9 +49,8 @@ std::string describe(const Replica& replica, const at::Tensor& differs, int sour
          std::string(q && p ? "Q and P"
                      : q    ? "Q"
                             : "P") +
-         " of " + replica.name + " differed from rank " + std::to_string(source) + "'s on rank " +
-         ranks.str() + "; all ranks have taken rank " + std::to_string(source) +
-         "'s. The model's own parameters may differ as well";
+         " of " + replica.name + " differed from rank 0's on rank " + ranks.str() +
+         "; all ranks have taken rank 0's. The model's own parameters may differ as well";
 }
 
 }  // namespace
@@ -74,7 +73,7 @@ std::vector<std::string> restore_agreement(Channel& channel, int rank, int size,
     if (started[i].has_p) state.set_residual(state.residual());
     copy_from(rank == source, channel, state.q_warm);
     if (started[i].has_p) copy_from(rank == source, channel, state.p_hat);
-    lines.push_back(describe(started[i], here, source));
+    lines.push_back(describe(started[i], here));
   }
   return lines;
 }

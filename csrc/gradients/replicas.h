@@ -20,7 +20,8 @@ struct Replica {
 
 // Compares replicas over the ranks by a hash of each, and gives every rank those of rank `source`
 // where they differ. No residual is lost. It runs as an engine's job, is collective, and waits for
-// the device. Returns a line for each replica that differed, the same on all ranks.
+// the device. Returns a line for each replica that differed from that of rank 0, the same on all
+// ranks.
 std::vector<std::string> restore_agreement(Channel& channel, int rank, int size,
                                            const std::vector<Replica>& replicas, int source = 0);
 

@@ -147,10 +147,8 @@ void Session::check_replicas(std::vector<Replica> replicas, c10::Device device,
 }
 
 void Session::share_replicas(std::vector<Replica> replicas, c10::Device device, int source) {
-  auto job = [replicas = std::move(replicas), rank = rank_, size = size_,
-              source](Channel& channel) {
-    restore_agreement(channel, rank, size, replicas, source);
-  };
+  auto job = [replicas = std::move(replicas), rank = rank_, size = size_, source](
+                 Channel& channel) { restore_agreement(channel, rank, size, replicas, source); };
   engine_of(device).submit({}, job_alone(std::move(job)), device, c10d::kUnsetTimeout)->wait();
 }
 

@@ -350,20 +350,21 @@ class Compression(Stateful):
         reducer = self._reducer
         self._agree("detach", {"step": reducer.states.step})
         reducer.detach()
-        self._end("it was detached")
+        self._ended = "it was detached"
+        self._end()
 
     def _as_previous(self) -> Previous:
         return Previous(self._attached or self._left, self._described, self._ended)
 
     def _hand_over(self) -> None:
         """Ends it, because another has taken over its reducer's states."""
-        self._end("another compression has taken it over as previous")
+        self._ended = "another compression has taken it over as previous"
+        self._end()
 
-    def _end(self, why: str) -> None:
+    def _end(self) -> None:
         if self._wrapper is not None:
             self._wrapper.note_ended()
         self._attached = self._left = self._tensors = None
-        self._ended = why
 
     def __str__(self) -> str:
         if self.ended:
