@@ -8,6 +8,7 @@
 
 #include "compressor/bucket_tables.h"
 #include "compressor/device_stages.h"
+#include "compressor/streams.h"
 #include "powersgd/dtypes.h"
 
 namespace powersgd {
@@ -60,6 +61,11 @@ void allocate_before(ParameterState& state) {
 }
 
 using Tensors = std::vector<at::Tensor>;
+
+at::Tensor copied(const at::Tensor& tensor) {
+  use_on_current_stream(tensor);
+  return tensor.clone();
+}
 
 // `dropped` is a tensor of one element on the device, or undefined, which stands for 1.
 void zero_if(const at::Tensor& dropped, at::ScalarType type, const Tensors& tensors) {
@@ -114,9 +120,9 @@ ParameterState ParameterState::copy() const {
   ParameterState made = *this;
   for (at::Tensor* tensor : {&made.memory, &made.p_hat, &made.q_local, &made.q_warm,
                              &made.memory_units, &made.q_norms}) {
-    if (tensor->defined()) *tensor = tensor->clone();
+    if (tensor->defined()) *tensor = copied(*tensor);
   }
-  for (at::Tensor& tensor : made.before) tensor = tensor.clone();
+  for (at::Tensor& tensor : made.before) tensor = copied(tensor);
   return made;
 }
 

@@ -65,10 +65,11 @@ void ModelStates::take_over(ModelStates& previous) {
   for (const c10::Device device : parameters_.devices()) {
     try {
       previous.session_->run_after_steps(device, [] {});
-    } catch (const c10::DistBackendError&) {  // the former group has ended
-    }
-    if (!device.is_cpu()) {
-      c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+    } catch (const c10::DistBackendError&) {
+      // The former group has ended, and its streams cannot be waited for.
+      if (!device.is_cpu()) {
+        c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+      }
     }
     session_->run_after_steps(device, [&] {
       for (size_t i = 0; i < states_.size(); ++i) {

@@ -67,7 +67,7 @@ struct ParameterState {
   // Makes the residual 0.
   void drop_residual();
 
-  // A copy in memory of its own, which the current stream allocates.
+  // A copy in memory of its own, which the current stream allocates. The state's may then be freed.
   ParameterState copy() const;
 
   // Frees all tensors.

@@ -88,10 +88,11 @@ inline std::vector<at::Tensor> zeros(const Shapes& shapes, at::Device device) {
 
 // Attaches parameters, whose names are "0", "1", ...
 inline std::shared_ptr<BucketReducer> attach(const std::shared_ptr<Session>& session,
-                                             const std::vector<at::Tensor>& parameters) {
+                                             const std::vector<at::Tensor>& parameters,
+                                             BucketReducer* previous = nullptr) {
   std::vector<std::string> names;
   for (size_t i = 0; i < parameters.size(); ++i) names.push_back(std::to_string(i));
-  return BucketReducer::attach(session, names, parameters, session->options());
+  return BucketReducer::attach(session, names, parameters, session->options(), previous);
 }
 
 }  // namespace powersgd::test

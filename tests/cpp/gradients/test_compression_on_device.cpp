@@ -105,6 +105,17 @@ Outcome train(const Place& place, const Options& options, bool blocks = false) {
   step(*continued, gradient(5));
   step(*model, gradient(5));
 
+  // The group ends, with a step that has not.
+  at::Tensor broken_off = gradient(9).narrow(0, 0, kOfFirst).to(place.first, false, /*copy=*/true);
+  const auto unfinished = model->reduce(0, broken_off, {0, 1}, 2);
+  const auto other = test::session_of_equal_ranks(place.first, options, {}, blocks);
+  const auto moved = test::attach(other, parameters, model.get());
+  moved->states()->agree_with(0, model->states()->step() + 3);
+  moved->states()->discard_step();
+  step(*moved, gradient(10));
+  EXPECT_TRUE(model->detached());
+  EXPECT_EQ(moved->snapshot().steps, model->snapshot().steps + 1);
+
   const StatsSnapshot stats = session->snapshot();
   outcome.skipped = stats.skipped_steps;
   outcome.differences = stats.differences;
