@@ -108,6 +108,24 @@ TEST(BucketReducer, NothingIsLostWhenBucketsChangeTheirDtype) {
   });
 }
 
+// Its first bucket has nothing that is compressed.
+TEST(BucketReducer, AStepThatBrokeOffIsTheLastOne) {
+  run_reducers([](int rank, const SessionPtr& session) {
+    AttachedModel model(rank, session);
+    model.step(0, /*two_buckets=*/false);
+    const auto before = model.reducer->states()->export_local();
+    at::Tensor bias = at::ones({24});
+    model.reducer->reduce(1, bias, {1}, kReducers)->wait();
+    model.reducer->states()->step_skipped();
+    const auto after = model.reducer->states()->export_local();
+    ASSERT_EQ(after.size(), before.size());
+    for (size_t i = 0; i < after.size(); ++i) {
+      EXPECT_GT(after[i].q_local.norm().item<double>(), 0);
+      EXPECT_TRUE(at::equal(after[i].q_local, before[i].q_local));
+    }
+  });
+}
+
 TEST(BucketReducer, AParameterThatWasNotAttachedIsAnError) {
   run_reducers([](int rank, const SessionPtr& session) {
     AttachedModel model(rank, session);
