@@ -6,6 +6,7 @@
     python benchmarks/bench_reliability.py restarts --json restarts.json
     python benchmarks/bench_reliability.py endurance --steps 7000 --groups 50
     python benchmarks/bench_reliability.py endurance --show endurance.json
+    python benchmarks/bench_reliability.py replicas --every 30
     python benchmarks/bench_reliability.py faults --help
 
 The program fails if a part finds what must not be.
@@ -16,10 +17,16 @@ from __future__ import annotations
 import sys
 
 from launcher import hosts, signals
-from reliability import endurance, faults, restarts, starts
+from reliability import endurance, faults, replicas, restarts, starts
 from report import part_of, recorded, show
 
-PARTS = {"faults": faults, "starts": starts, "restarts": restarts, "endurance": endurance}
+PARTS = {
+    "faults": faults,
+    "starts": starts,
+    "restarts": restarts,
+    "endurance": endurance,
+    "replicas": replicas,
+}
 
 
 def main(words: list[str] | None = None) -> None:

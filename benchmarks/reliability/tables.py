@@ -169,6 +169,25 @@ def _range(values: Sequence[float], form: str) -> str:
     return least if least == most else f"{least} to {most}"
 
 
+def replicas(record: Record) -> Table:
+    """The goodput and the loss of a torchft job whose replicas are killed."""
+    headings = ["process group", "a kill every", "kills", "seconds", "goodput", "loss"]
+    of = {"ours": "`ProcessGroupPowerSGD`", "gloo": "torchft's `ProcessGroupGloo`"}
+    quiet = {row["method"]: row["seconds"] for row in record["results"] if not row["every"]}
+    rows = [
+        [
+            of[row["method"]],
+            f"{row['every']:g} s" if row["every"] else "never",
+            str(row["kills"]),
+            f"{row['seconds']:.0f}",
+            f"{100 * quiet[row['method']] / row['seconds']:.0f} %" if row["every"] else "",
+            f"{row['loss']:.3f}",
+        ]
+        for row in record["results"]
+    ]
+    return headings, rows
+
+
 TABLES: Sequence[Callable[..., Table]] = (
     suites,
     suite_differences,
@@ -177,4 +196,5 @@ TABLES: Sequence[Callable[..., Table]] = (
     restart_ends,
     endurance_memory,
     endurance_turns,
+    replicas,
 )
