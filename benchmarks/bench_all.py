@@ -149,6 +149,7 @@ PARTS = {
             " --jitter-ms 1",
         ),
         Measurement("endurance", 60, "bench_reliability.py endurance"),
+        Measurement("replicas", 20, "bench_reliability.py replicas"),
     ],
     "scaling": [Measurement("scaling", 30, "bench_scaling.py --resume")],
     "convergence": [

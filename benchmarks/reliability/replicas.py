@@ -124,7 +124,8 @@ class _Job:
         kills = 0
         while max(losses, default=0) < self._steps:
             pipes: list[Any] = [replica.pipes[0] for replica in self._replicas]
-            for pipe in connection.wait(pipes, timeout=0.2):
+            ready: list[Any] = connection.wait(pipes, timeout=0.2)
+            for pipe in ready:
                 try:
                     step, loss = pipe.recv()
                 except EOFError:

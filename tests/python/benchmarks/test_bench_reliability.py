@@ -125,6 +125,17 @@ def test_a_rank_that_is_back_in_time_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_replicas_that_are_killed_cost_some_time(tmp_path: Path) -> None:
+    pytest.importorskip("torchft")
+    file = tmp_path / "replicas.json"
+    words = ["--methods", "ours", "--steps", "200", "--every", "4", "--json", str(file)]
+    subprocess.run([*PROGRAM, "replicas", *words], check=True, timeout=200)
+    quiet, disturbed = json.loads(file.read_text())["results"]
+    assert (quiet["kills"], disturbed["kills"] > 0) == (0, True)
+    assert disturbed["loss"] == pytest.approx(quiet["loss"], abs=0.2)
+
+
+@pytest.mark.long
 def test_other_parameters_than_the_undisturbed_run_has_are_wrong() -> None:
     case = Case("nothing happens", "none", steps=3)
     trial = _run(case)
