@@ -249,8 +249,9 @@ class Replicas:
         self.run(lambda: self.deaths == count)
 
     def end(self, participants: int) -> None:
-        """Ends the job ten steps after the one at which so many replicas are there."""
-        self.run(lambda: self.reports[-1].participants == participants)
+        """Ends the job ten steps after a next one at which so many replicas are there."""
+        seen = len(self.reports)
+        self.run(lambda: any(r.participants == participants for r in self.reports[seen:]))
         last = max(report.step for report in self.reports) + 10
         for pipe in self._running:
             pipe.send(last)
