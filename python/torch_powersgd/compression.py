@@ -40,7 +40,8 @@ class Compression(Stateful):
     It is torch's ``Stateful``, so that ``dcp.save({"powersgd": compression}, ...)`` saves it. As
     text it says what is compressed, what was sent, and whether that helps.
 
-    Compression goes on if the handle is dropped. The handle ends with the module.
+    Compression goes on if the handle is dropped. The handle ends with the module. It keeps the
+    residuals, for ``attach(previous=...)``, until it is dropped.
     """
 
     def __init__(
