@@ -40,8 +40,8 @@ class Compression(Stateful):
     It is torch's ``Stateful``, so that ``dcp.save({"powersgd": compression}, ...)`` saves it. As
     text it says what is compressed, what was sent, and whether that helps.
 
-    Compression goes on if the handle is dropped. The handle ends with the module. It keeps the
-    residuals, for ``attach(previous=...)``, until it is dropped.
+    Compression goes on if the handle is dropped. The handle ends with the module. If that is a DDP
+    wrapper, it keeps the residuals for ``attach(previous=...)``, as long as the model lives.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class Compression(Stateful):
         self._described = described  # the gradients
         self.options = Options._from_core(reducer.states.options)
         self._attached: _C.BucketReducer | None = reducer
-        self._left: _C.BucketReducer | None = None  # once the module is gone
+        self._left: _C.BucketReducer | None = None  # once the wrapper is gone, not the model
+        self._model: ref[torch.nn.Module] | None = None
         self._wrapper: rewrapping.Wrapper | None = None
         self._module: ref[torch.nn.Module] | None = None
         self._tensors: _C.NamedTensors | None = None
@@ -70,6 +71,8 @@ class Compression(Stateful):
         finalize(module, self._let_go).atexit = False
         if isinstance(module, DistributedDataParallel):
             self._wrapper = rewrapping.note_wrapper(module, reducer)
+            self._model = ref(module.module)
+            finalize(module.module, _forget_states, ref(self)).atexit = False
         if group.size() > 1:
             reduction_checks.check(module, reducer, warns=group.rank() == 0)
 
@@ -80,8 +83,10 @@ class Compression(Stateful):
         return self._attached
 
     def _let_go(self) -> None:
-        """Ends it with its module. The states stay as long as the handle, for a next one."""
-        self._left, self._attached, self._tensors = self._attached, None, None
+        """Ends it with its module. With the model in a DDP wrapper, the states stay for a next."""
+        if self._model is not None and self._model() is not None:
+            self._left = self._attached
+        self._attached = self._tensors = None
 
     @property
     def _speaks(self) -> bool:
@@ -387,6 +392,11 @@ class Compression(Stateful):
         call = next_call(self.group, function, timeout)
         same = equality_of(f"the module, the step or the arguments of {function}")
         call.agree({**mine, "names": names}, compare or same)
+
+
+def _forget_states(compression: ref[Compression]) -> None:
+    if (found := compression()) is not None:
+        found._left = None
 
 
 class PerRank(Stateful):
