@@ -112,9 +112,10 @@ Outcome train(const Place& place, const Options& options, bool blocks = false) {
   const auto moved = test::attach(other, parameters, model.get());
   moved->states()->agree_with(0, model->states()->step() + 3);
   moved->states()->discard_step();
-  step(*moved, gradient(10));
   EXPECT_TRUE(model->detached());
-  EXPECT_EQ(moved->snapshot().steps, model->snapshot().steps + 1);
+  const int64_t steps = model->snapshot().steps;
+  step(*moved, gradient(10));
+  EXPECT_EQ(moved->snapshot().steps, steps + 1);
 
   const StatsSnapshot stats = session->snapshot();
   outcome.skipped = stats.skipped_steps;
