@@ -34,7 +34,6 @@ Compare = Callable[[list[dict[str, Any]]], str]
 Conclude = Callable[[list[dict[str, Any]]], Any]
 
 _VERDICT = "verdict"
-_CONCLUSION = "conclusion"
 _ABSENT = "absent"  # The ranks whose keys rank 0 does not find.
 
 
@@ -87,15 +86,15 @@ class CollectiveCall:
             self._wait(everyone)
             given = [json.loads(self.store.get(key)) for key in everyone]
             error = error_of(given) or compare(given)
-            self.store.set(_CONCLUSION, json.dumps(None if error else conclude(given)))
-            self.store.set(_VERDICT, error)
+            verdict = {"error": error, "conclusion": None if error else conclude(given)}
+            self.store.set(_VERDICT, json.dumps(verdict))
             self._forget_before(everyone)
         else:
             self._wait([_VERDICT])
-        verdict = self.store.get(_VERDICT).decode()
-        if verdict:
-            raise ValueError(verdict)
-        return json.loads(self.store.get(_CONCLUSION))
+        verdict = json.loads(self.store.get(_VERDICT))
+        if verdict["error"]:
+            raise ValueError(verdict["error"])
+        return verdict["conclusion"]
 
     def absent(self) -> list[int]:
         """The ranks that have not called yet, as far as rank 0 knows."""
@@ -123,7 +122,7 @@ class CollectiveCall:
         """Deletes the keys of the call before. All ranks have left it, as they are in this one."""
         if self.before is not None:
             with contextlib.suppress(RuntimeError):  # Some kinds of store cannot delete.
-                for key in (*everyone, _VERDICT, _CONCLUSION, _ABSENT):
+                for key in (*everyone, _VERDICT, _ABSENT):
                     self.before.delete_key(key)
 
     def _wait(self, keys: list[str]) -> None:

@@ -21,6 +21,7 @@ from torchft import Manager, Optimizer
 from torchft.coordination import LighthouseServer
 
 from support import ranks
+from support.synthetic import own_residuals_of
 from torch_powersgd.integrations.torchft import DistributedDataParallel, ProcessGroupPowerSGD
 
 LIMIT = timedelta(seconds=15)
@@ -132,11 +133,7 @@ class _Job:
     def residuals(self) -> dict[str, torch.Tensor]:
         if self.compression.group.size() == 1 and not self.compression.stats()["compressed_calls"]:
             return {}
-        saved = self.compression.state_dict(per_rank=True)
-        own = next(iter(saved.values()))
-        return {
-            name: s["memory"] - s["p_hat"] @ s["q_local"] for name, s in own["parameters"].items()
-        }
+        return own_residuals_of(self.compression)
 
     def summary(self) -> dict[str, Any]:
         counts = self.compression.stats()

@@ -24,7 +24,9 @@ from support.synthetic import (
     Tensors,
     add_to,
     gradients,
+    own_residuals_of,
     relative_error,
+    step,
 )
 from torch_powersgd.integrations.torchft import (
     DistributedDataParallel,
@@ -75,11 +77,7 @@ class _Replica:
         self.manager.participants = len(self.participating)
 
     def step(self, i: int, commit: bool = True) -> Tensors:
-        model = self.ddp.module
-        for parameter in model.parameters():
-            parameter.grad = None
-        self.ddp(gradients(SHAPES, self.rank, i)).backward()
-        outputs = {n: w.grad.detach().clone() for n, w in model.weights.items()}
+        outputs = step(self.ddp, gradients(SHAPES, self.rank, i))
         if commit:
             self.manager.step += 1
             add_to(self.sent, {n: len(self.participating) * out for n, out in outputs.items()})
@@ -88,13 +86,8 @@ class _Replica:
         return outputs
 
     def residuals(self) -> Tensors:
-        saved = next(iter(self.compression.state_dict(per_rank=True).values()))
-        return {
-            name.split(".")[-1]: (
-                s["memory"].double() - s["p_hat"].double() @ s["q_local"].double()
-            ).view(SHAPES[name.split(".")[-1]])
-            for name, s in saved["parameters"].items()
-        }
+        found = own_residuals_of(self.compression)
+        return {name: residual.view(SHAPES[name]) for name, residual in found.items()}
 
 
 def _sum(tensors: Tensors) -> Tensors:

@@ -15,10 +15,9 @@ from support.on_ranks import on_ranks
 from support.synthetic import (
     COMPRESSED,
     SHAPES,
-    Tensors,
     gradients,
     make_compressed,
-    own_part,
+    own_residuals_of,
     step,
 )
 
@@ -34,16 +33,6 @@ def _layers(compression: tp.Compression) -> dict[str, dict[str, Any]]:
     return {name.removeprefix("weights."): layer for name, layer in layers.items()}
 
 
-def _local_residuals(compression: tp.Compression) -> Tensors:
-    saved = own_part(compression.state_dict(per_rank=True))["parameters"]
-    return {
-        name.removeprefix("weights."): state["memory"].double()
-        - state["p_hat"].double() @ state["q_local"].double()
-        for name, state in saved.items()
-        if state.get("memory") is not None
-    }
-
-
 def _check_norms(rank: int, fields: dict[str, Any], rel: float) -> None:
     ddp, compression = make_compressed(SHAPES, fields)
     step(ddp, gradients(SHAPES, rank, 0))  # exact
@@ -56,7 +45,7 @@ def _check_norms(rank: int, fields: dict[str, Any], rel: float) -> None:
         mine = gradients(SHAPES, rank, i)
         outputs = step(ddp, mine)
         layers = _layers(compression)
-        before, residuals = residuals, _local_residuals(compression)
+        before, residuals = residuals, own_residuals_of(compression)
         for name in COMPRESSED:
             layer, residual = layers[name], residuals[name]
             m = mine[name].double().view_as(residual) + before[name]

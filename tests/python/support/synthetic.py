@@ -181,6 +181,17 @@ def residuals_of(compression: tp.Compression) -> Tensors:
     }
 
 
+def own_residuals_of(compression: tp.Compression) -> Tensors:
+    """This process's residual of each parameter that has one, as [n, m] in float64."""
+    saved = own_part(compression.state_dict(per_rank=True))["parameters"]
+    return {
+        name.removeprefix("weights."): state["memory"].double()
+        - state["p_hat"].double() @ state["q_local"].double()
+        for name, state in saved.items()
+        if state.get("memory") is not None
+    }
+
+
 class Ledger:
     """Checks the identity: the sum of outputs + the mean residual = the sum of mean gradients."""
 

@@ -27,8 +27,10 @@ from support.synthetic import (
     Tensors,
     add_to,
     gradients,
-    outputs_of,
+    own_part,
+    own_residuals_of,
     relative_error,
+    step,
 )
 
 OPTIONS: dict[str, Any] = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1}
@@ -66,23 +68,16 @@ class _Job:
         if self.ddp is None:
             self.compression.all_reduce(mine).wait()
             return mine
-        for parameter in self.ddp.parameters():
-            parameter.grad = None
-        self.ddp(mine).backward()
-        return outputs_of(self.ddp)
+        return step(self.ddp, mine)
 
     def local(self) -> dict[str, dict[str, torch.Tensor]]:
         """The state of each compressed parameter in this process."""
-        saved = self.compression.state_dict(per_rank=True)
-        (own,) = (v for k, v in saved.items() if k.startswith("process"))
+        own = own_part(self.compression.state_dict(per_rank=True))
         return {name.removeprefix("weights."): s for name, s in own["parameters"].items()}
 
     def residuals(self) -> Tensors:
-        found: Tensors = {}
-        for name, state in self.local().items():
-            sent = state["p_hat"].double() @ state["q_local"].double()
-            found[name] = (state["memory"].double() - sent).view(SHAPES[name])
-        return found
+        found = own_residuals_of(self.compression)
+        return {name: residual.view(SHAPES[name]) for name, residual in found.items()}
 
 
 def _sum_over(tensors: Tensors, group: dist.ProcessGroup | None = None) -> Tensors:
