@@ -98,17 +98,21 @@ class _PostLocal(Parallel):
 
 
 class _Torchft(Trainee):
-    """torchft's DiLoCo, which has neither warm-up nor compression on a CPU."""
+    """torchft's DiLoCo, which has no warm-up. With options, this project compresses its changes."""
 
-    def __init__(self, model: nn.Module, every: int, lr: float, momentum: float) -> None:
+    def __init__(
+        self, model: nn.Module, every: int, lr: float, momentum: float, options: Mapping[str, Any]
+    ) -> None:
         super().__init__(model)
-        self._every, self._lr, self._momentum = every, lr, momentum
+        self._every, self._lr, self._momentum, self._options = every, lr, momentum, options
 
     def optimized_by(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         from torchft.coordination import LighthouseServer
         from torchft.local_sgd import DiLoCo
         from torchft.manager import Manager
         from torchft.process_group import ProcessGroupGloo
+
+        from torch_powersgd.integrations.torchft import ProcessGroupPowerSGD
 
         rank, world = dist.get_rank(), dist.get_world_size()
         address = [""]
@@ -119,8 +123,9 @@ class _Torchft(Trainee):
         dist.broadcast_object_list(address)
         self._store = dist.TCPStore(_own_address(), 0, is_master=True, wait_for_workers=False)
         limit = timedelta(seconds=120)
+        ours = ProcessGroupPowerSGD(limit, self._options) if self._options else None
         self._manager = Manager(
-            pg=ProcessGroupGloo(timeout=limit),
+            pg=ours or ProcessGroupGloo(timeout=limit),
             load_state_dict=lambda state: None,
             state_dict=dict,
             min_replica_size=world,
@@ -138,6 +143,8 @@ class _Torchft(Trainee):
         )
         by = _outer(self.model.parameters(), self._lr, self._momentum)
         self._steps = DiLoCo(self._manager, [self.model], optimizer, by, self._every)
+        if ours:
+            ours.attach(self._steps, self._manager)
         self._steps.__enter__()
         return optimizer
 
@@ -159,11 +166,11 @@ def _torchft_lacks() -> str:
     return "" if importlib.util.find_spec("torchft") else "no module torchft: pip install torchft"
 
 
-def _torchft(title: str, **outer: float) -> Method:
+def _torchft(title: str, lr: float, momentum: float, **options: Any) -> Method:
     return Method(
-        title,
+        title.replace("exact", "compressed") if options else title,
         PLAIN,
-        lambda model, every, seed: _Torchft(model, every, **outer),
+        lambda model, every, seed: _Torchft(model, every, lr, momentum, options),
         lacks=_torchft_lacks,
         measure="every",
         every=lambda every: every,
@@ -189,7 +196,8 @@ def with_settings(name: str, settings: Mapping[str, Any]) -> Method:
         ValueError: If there is no such setting.
     """
     theirs = name == "torchft"
-    allowed = _OUTER if theirs else (*_SCHEDULE, *_OUTER, *tp.Options.__dataclass_fields__)
+    schedule = () if theirs else tuple(_SCHEDULE)
+    allowed = (*schedule, *_OUTER, *tp.Options.__dataclass_fields__)
     if unknown := [setting for setting in settings if setting not in allowed]:
         raise ValueError(f"a setting of {name}, got {unknown[0]!r}")
     told = [f"{setting.replace('_', ' ')} {value}" for setting, value in settings.items()]

@@ -92,6 +92,15 @@ NamedTensors::NamedTensors(std::shared_ptr<BucketReducer> reducer, size_t bucket
       buckets_(assign(reducer_->states()->parameters(), bucket_bytes)) {}
 
 c10::intrusive_ptr<c10d::Work> NamedTensors::all_reduce(const std::vector<at::Tensor>& tensors) {
+  return reduce(tensors, reducer_->session().size());
+}
+
+c10::intrusive_ptr<c10d::Work> NamedTensors::sum(const std::vector<at::Tensor>& tensors) {
+  return reduce(tensors, /*divisor=*/1);
+}
+
+c10::intrusive_ptr<c10d::Work> NamedTensors::reduce(const std::vector<at::Tensor>& tensors,
+                                                    int divisor) {
   const NamedParameters& attached = reducer_->states()->parameters();
   TORCH_CHECK_VALUE(tensors.size() == attached.size(), "all_reduce takes the ", attached.size(),
                     " tensors of attach, got ", tensors.size());
@@ -100,10 +109,9 @@ c10::intrusive_ptr<c10d::Work> NamedTensors::all_reduce(const std::vector<at::Te
   for (size_t i = 0; i < reals.size(); ++i) check(reals[i], attached[i], attached.names()[i]);
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   std::vector<Packed> packed;
-  const int size = reducer_->session().size();
   for (size_t i = 0; i < buckets_.size(); ++i) {
     packed.push_back(pack(reals, buckets_[i]));
-    works.push_back(reducer_->reduce(i, packed.back().buffer, buckets_[i], size,
+    works.push_back(reducer_->reduce(i, packed.back().buffer, buckets_[i], divisor,
                                      /*more_follow=*/i + 1 < buckets_.size()));
   }
   reducer_->end_step();

@@ -28,8 +28,12 @@ class NamedTensors {
   // its order. They hold the means once the Work was waited for. Throws before anything is sent if
   // one has another shape, dtype or device.
   c10::intrusive_ptr<c10d::Work> all_reduce(const std::vector<at::Tensor>& tensors);
+  // Makes each tensor its sum over the ranks, for a caller that averages by itself.
+  c10::intrusive_ptr<c10d::Work> sum(const std::vector<at::Tensor>& tensors);
 
  private:
+  c10::intrusive_ptr<c10d::Work> reduce(const std::vector<at::Tensor>& tensors, int divisor);
+
   const std::shared_ptr<BucketReducer> reducer_;
   const std::vector<std::vector<size_t>> buckets_;  // indices of the tensors
 };

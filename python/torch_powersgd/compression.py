@@ -362,6 +362,12 @@ class Compression(Stateful):
     def _as_previous(self) -> Previous:
         return Previous(self._attached or self._left, self._described, self._ended)
 
+    def _go_on(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
+        """Goes on with a reducer that has taken over its states, in another group."""
+        self._attached, self.group = reducer, group
+        if self._tensors is not None:
+            self._tensors = _C.NamedTensors(reducer, BUCKET_BYTES)
+
     def _hand_over(self) -> None:
         """Ends it, because another has taken over its reducer's states."""
         self._ended = "another compression has taken it over as previous"

@@ -46,6 +46,16 @@ def own_replicas(module: FSDPModule) -> dist.ProcessGroup | None:
 
 
 def check_module(module: FSDPModule) -> None:
+    """Raises a ValueError if the gradients of the units cannot be compressed over replicas here."""
+    check_units(module)
+    if own_replicas(module) is None and place_of(module)["of"] == dist.get_world_size():
+        raise ValueError(
+            "this module is sharded over all ranks and has no replicas: FSDP2 does not all-reduce "
+            "its gradients, so there is nothing to compress"
+        )
+
+
+def check_units(module: FSDPModule) -> None:
     """Raises a ValueError if the gradients of the units cannot be compressed."""
     own = own_replicas(module)
     for unit in units_of(module):
@@ -54,11 +64,6 @@ def check_module(module: FSDPModule) -> None:
             raise ValueError("attach does not work with parameters of one module on several meshes")
         if _replicas_of(groups[0]) is not own:
             raise ValueError("attach does not work with units of several groups of replicas")
-    if own is None and place_of(module)["of"] == dist.get_world_size():
-        raise ValueError(
-            "this module is sharded over all ranks and has no replicas: FSDP2 does not all-reduce "
-            "its gradients, so there is nothing to compress"
-        )
 
 
 def parameters_of(module: FSDPModule) -> dict[str, torch.Tensor]:

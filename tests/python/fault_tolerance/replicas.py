@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing.connection
 import os
 import signal
 import time
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -17,12 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torchft import Manager, Optimizer
 from torchft.coordination import LighthouseServer
+from torchft.local_sgd import DiLoCo
 
 from support import ranks
-from support.synthetic import own_residuals_of
+from support.synthetic import Tensors, own_residuals_of
 from torch_powersgd.integrations.torchft import DistributedDataParallel, ProcessGroupPowerSGD
+from torch_powersgd.integrations.torchft.attached import Attached
+from torch_powersgd.targets import shard_of
 
 LIMIT = timedelta(seconds=15)
 # The places at which a replica can die, in the order of a step. Healing is that of a new replica.
@@ -32,118 +38,150 @@ HEALING = "healing"
 
 @dataclass(frozen=True)
 class Death:
-    """Where a replica kills itself, in the first of its passes from this step on."""
+    """Where a replica kills itself, in the first of its steps from this one on."""
 
     step: int
     place: str
 
 
-@dataclass
-class Report:
-    """One committed step of a replica."""
+@dataclass(frozen=True)
+class Kind:
+    """What the replicas average, and who they are.
+
+    Attributes:
+        averages: "ddp", "fsdp" or "diloco".
+        processes: Those of a replica.
+        manager: More arguments of torchft's manager.
+    """
+
+    averages: str = "ddp"
+    processes: int = 1
+    manager: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process of a replica."""
 
     name: str
+    rank: int  # in the replica
+    port: int  # of the replica's store
+
+    def __str__(self) -> str:
+        return f"{self.name}.{self.rank}"
+
+
+@dataclass
+class Report:
+    """One committed step of a process."""
+
+    place: Place
     step: int
-    participants: int
     weights: int  # a checksum
-    loss: float
 
 
-def train(pipe: Any, name: str, lighthouse: str, death: Death | None) -> None:
+def train(pipe: Any, place: Place, kind: Kind, lighthouse: str, death: Death | None) -> None:
     """Trains, and sends a report of each committed step, until it is told the last one."""
     torch.set_num_threads(1)
-    job = _Job(name, lighthouse, death)
     try:
+        job = _Job(place, kind, lighthouse, death)
         last = None
         while last is None or job.manager.current_step() < last:
             last = pipe.recv() if pipe.poll() else last
             if report := job.step():
                 pipe.send(report)
         pipe.send(job.summary())
+        dist.barrier()  # one of them has the replica's manager
     except Exception as error:  # the parent raises it
         pipe.send(error)
         raise
-    finally:
-        job.manager.shutdown(wait=False)
     pipe.close()
     os._exit(0)  # torchft's threads wait for others
 
 
 class _Job:
-    def __init__(self, name: str, lighthouse: str, death: Death | None) -> None:
-        self.name, self.death = name, death
+    def __init__(self, place: Place, kind: Kind, lighthouse: str, death: Death | None) -> None:
+        self.place, self.death = place, death
+        store = dist.TCPStore("localhost", place.port)
+        own = dist.PrefixStore("torch", store)
+        dist.init_process_group("gloo", store=own, rank=place.rank, world_size=kind.processes)
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 24))
+        self.model: Any = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 24))
+        self.forward = self.model
+        if kind.averages == "fsdp":
+            mesh = init_device_mesh("cpu", (kind.processes,))
+            for layer in self.model:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
         inner = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self.group = _Group(self, LIMIT, {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2})
-        self.manager = Manager(
+        self.group = _Group(self)
+        self.manager = _Manager(
             pg=self.group,
             load_state_dict=self._load,
             state_dict=lambda: {"model": self.model.state_dict(), "inner": inner.state_dict()},
-            min_replica_size=1,
             timeout=LIMIT,
-            rank=0,
-            world_size=1,
+            rank=place.rank,
+            world_size=kind.processes,
             store_addr="localhost",
-            store_port=store.port,
+            store_port=place.port,
             lighthouse_addr=lighthouse,
-            replica_id=name,
+            replica_id=place.name,
+            **{"min_replica_size": 1, **kind.manager},
         )
+        self.manager.job = self
         self.store, self.inner = store, inner
-        # Two buckets, so that a replica can die between them.
-        self.ddp = DistributedDataParallel(self.manager, self.model, bucket_cap_mb=0.001)
-        self.compression = self.group.attach(self.ddp, self.manager)
-        self.optimizer = Optimizer(self.manager, inner)
-        self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        self.last_bucket = len(self.ddp.reducer._get_zeros_like_grad_buckets()) - 1
-        self.before: dict[str, torch.Tensor] = {}  # the residuals before the pass
+        self.optimizer: Any = Optimizer(self.manager, inner)
+        self.shared = list(self.model.parameters())
+        target = self.model
+        if kind.averages == "ddp":  # two buckets, so that a replica can die between them
+            target = DistributedDataParallel(self.manager, self.model, bucket_cap_mb=0.001)
+            self.forward = target
+        elif kind.averages == "diloco":
+            self.optimizer, target = inner, self._diloco()
+            fragments = target._fragments
+            self.shared = [p for f in fragments for p in f.original_parameters.values()]
+        handles = self.group.attach(target, self.manager)
+        self.compressions = handles if isinstance(handles, list) else [handles]
+        self.generator = torch.Generator().manual_seed(zlib.crc32(str(place).encode()))
         self.dropped = 0
+
+    def _diloco(self) -> DiLoCo:
+        parts = [self.model[0], self.model[2]]
+        outer = [torch.optim.SGD(p.parameters(), lr=0.8, momentum=0.3) for p in parts]
+        steps: Any = DiLoCo(self.manager, parts, self.inner, outer, 4, fragment_sync_delay=1)
+        return steps.__enter__()
 
     def step(self) -> Report | None:
         """Takes a step, and reports it if it was committed."""
         inputs = torch.randn(16, 24, generator=self.generator)
+        step, failed = self.manager.current_step(), self.manager.failed
         self.optimizer.zero_grad()
         self.die_at("forward")
-        loss = (self.ddp(inputs) - inputs.roll(1, 1)).square().mean()
+        loss = (self.forward(inputs) - inputs.roll(1, 1)).square().mean()
         loss.backward()
-        self.die_at("vote")
-        step = self.manager.current_step()
         self.optimizer.step()
-        self.die_at("committed")
-        if self.manager.current_step() == step:
-            self.dropped += 1
+        self.dropped += self.manager.failed > failed
+        if self.manager.current_step() == step or self.manager.failed > failed:
             return None
         weights = 0
-        for parameter in self.model.parameters():
-            weights = zlib.crc32(parameter.detach().numpy().tobytes(), weights)
-        return Report(
-            self.name,
-            self.manager.current_step(),
-            self.manager.num_participants(),
-            weights,
-            loss.item(),
-        )
+        for parameter in self.shared:
+            weights = zlib.crc32(shard_of(parameter.detach()).numpy().tobytes(), weights)
+        return Report(self.place, self.manager.current_step(), weights)
 
     def die_at(self, place: str) -> None:
         death = self.death
         if death and place == death.place and self.manager.current_step() >= death.step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def residuals(self) -> dict[str, torch.Tensor]:
-        if self.compression.group.size() == 1 and not self.compression.stats()["compressed_calls"]:
-            return {}
-        return own_residuals_of(self.compression)
-
     def summary(self) -> dict[str, Any]:
-        counts = self.compression.stats()
+        counts = [compression.stats() for compression in self.compressions]
         return {
-            "name": self.name,
+            "place": self.place,
             "dropped": self.dropped,
             "moves": self.group.moves,
             "changed": self.group.changed,
-            "compressed_calls": counts["compressed_calls"],
-            "residual": max(counts["residual_norms"].values(), default=0.0),
+            "compressed_calls": min(count["compressed_calls"] for count in counts),
+            "residual": min(max(count["residual_norms"].values()) for count in counts),
         }
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -152,54 +190,90 @@ class _Job:
         self.inner.load_state_dict(state["inner"])
 
 
+class _Manager(Manager):
+    """Dies before or after the vote."""
+
+    job: _Job
+    failed = 0
+
+    def should_commit(self, *arguments: Any) -> bool:
+        self.job.die_at("vote")
+        commits = super().should_commit(*arguments)
+        self.job.die_at("committed")
+        self.failed += not commits
+        return commits
+
+
 class _Group(ProcessGroupPowerSGD):
     """Checks that another group leaves the residuals, and a step that was dropped nothing in them.
 
     That is so to the bit.
     """
 
-    def __init__(self, job: _Job, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.job, self.moves = job, 0
+    def __init__(self, job: _Job) -> None:
+        super().__init__(LIMIT, {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2})
+        self.job, self.moves, self.calls = job, 0, 0
         self.changed: set[str] = set()
+        self.before: dict[Attached, Tensors] = {}  # the residuals before the last step
+
+    def attach(self, *arguments: Any) -> Any:
+        handles = super().attach(*arguments)
+        for attached in self._attached:
+            attached.begin_step = functools.partial(self._begin_step, attached)
+        return handles
+
+    def _begin_step(self, attached: Attached) -> None:
+        Attached.begin_step(attached)
+        self.before[attached], self.calls = _residuals(attached), 0
 
     def configure(self, *arguments: Any, **named: Any) -> None:
-        (attached,) = self._attached
-        dropped = attached.step is not None and self.job.manager.current_step() <= attached.step
-        expected = self.job.before if dropped else self.job.residuals()
+        expected = [self._expected(attached) for attached in self._attached]
         super().configure(*arguments, **named)
         self._check(expected)
-        self.moves += bool(expected)
+        self.moves += any(expected)
 
     def _leave(self) -> None:
+        expected = [self._expected(attached) for attached in self._attached]
         super()._leave()
-        self._check(self.job.before)
+        self._check(expected)
 
-    def _check(self, expected: dict[str, torch.Tensor]) -> None:
+    def _expected(self, attached: Attached) -> Tensors:
+        dropped = attached.step is not None and self.job.manager.current_step() <= attached.step
+        return self.before[attached] if dropped else _residuals(attached)
+
+    def _check(self, expected: list[Tensors]) -> None:
         # The manager would swallow an exception.
-        found = self.job.residuals()
-        self.changed |= {n for n, before in expected.items() if not torch.equal(found[n], before)}
+        for attached, before in zip(self._attached, expected, strict=True):
+            found = _residuals(attached)
+            self.changed |= {name for name in before if not torch.equal(found[name], before[name])}
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> dist.Work:
-        (attached,) = self._attached
-        if attached.bucket is None or attached.bucket == self.job.last_bucket:
-            self.job.before = self.job.residuals()
-        if attached.bucket == self.job.last_bucket - 1:
-            self.job.die_at("exchange")  # with a bucket done, and one to come
+        self.calls += 1
+        if self.calls == 2:
+            self.job.die_at("exchange")  # with a tensor given, and another to come
         return super().allreduce(tensors, opts)
+
+
+def _residuals(attached: Attached) -> Tensors:
+    compression = attached.compression
+    if compression.group.size() == 1 and not compression.stats()["compressed_calls"]:
+        return {}
+    return own_residuals_of(compression)
 
 
 class Replicas:
     """A lighthouse, and the replicas that a test starts; use it in a with statement.
 
-    It starts one, "a0", so that the job does not begin anew when others die.
+    It starts the first ones, of which "a0" never dies, so that the job does not begin anew.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind | None = None, **first: Death | None) -> None:
+        self.kind, self.first = kind or Kind(), first
         self.reports: list[Report] = []
         self.summaries: list[dict[str, Any]] = []
         self.deaths = 0
-        self._running: dict[Any, Any] = {}
+        self._running: dict[Any, tuple[Place, Any]] = {}
+        self._stores: list[Any] = []
 
     def __enter__(self) -> Replicas:
         self._lighthouse = LighthouseServer(
@@ -209,7 +283,8 @@ class Replicas:
             heartbeat_timeout_ms=800,
             quorum_tick_ms=20,
         )
-        self.start("a0")
+        for name, death in {"a0": None, **self.first}.items():
+            self.start(name, death)
         self.run(lambda: bool(self.reports))
         return self
 
@@ -219,18 +294,24 @@ class Replicas:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for process in self._running.values():
+        for _, process in self._running.values():
             process.kill()
             process.join()
         self._lighthouse.shutdown()
 
     def start(self, name: str, death: Death | None = None) -> None:
-        receiver, sender = ranks.context.Pipe()
-        arguments = (sender, name, self._lighthouse.address(), death)
-        process = ranks.context.Process(target=train, args=arguments)
-        process.start()
-        sender.close()
-        self._running[receiver] = process
+        """Starts a replica, of which the first process dies."""
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._stores.append(store)
+        for rank in range(self.kind.processes):
+            place = Place(name, rank, store.port)
+            receiver, sender = ranks.context.Pipe()
+            dies = death if rank == 0 else None
+            arguments = (sender, place, self.kind, self._lighthouse.address(), dies)
+            process = ranks.context.Process(target=train, args=arguments)
+            process.start()
+            sender.close()
+            self._running[receiver] = place, process
 
     def run(self, until: Callable[[], bool], seconds: float = 60) -> None:
         """Collects reports until this is so."""
@@ -245,29 +326,46 @@ class Replicas:
     def run_until_deaths(self, count: int) -> None:
         self.run(lambda: self.deaths == count)
 
-    def end(self, participants: int) -> None:
-        """Ends the job ten steps after a next one at which so many replicas are there."""
+    def end(self, *names: str) -> None:
+        """Ends the job ten steps after a next one that all of these replicas have committed."""
         seen = len(self.reports)
-        self.run(lambda: any(r.participants == participants for r in self.reports[seen:]))
+
+        def all_are_there() -> bool:
+            committed: dict[int, set[str]] = {}
+            for report in self.reports[seen:]:
+                committed.setdefault(report.step, set()).add(report.place.name)
+            return any(found >= {*names} for found in committed.values())
+
+        self.run(all_are_there)
         last = max(report.step for report in self.reports) + 10
         for pipe in self._running:
             pipe.send(last)
         self.run(lambda: not self._running)
+        assert {summary["place"].name for summary in self.summaries} == {*names}
 
     def _take(self, pipe: Any) -> None:
         try:
             told = pipe.recv()
         except EOFError:
-            process = self._running.pop(pipe)
+            place, process = self._running.pop(pipe)
             process.join()
-            self.deaths += process.exitcode == -signal.SIGKILL
+            if process.exitcode == -signal.SIGKILL and place.rank == 0:
+                self.deaths += 1
+                self._kill_all_of(place)
             return
         if isinstance(told, Exception):
             raise told
         (self.reports if isinstance(told, Report) else self.summaries).append(told)
 
-    def weights_by_step(self) -> dict[int, set[int]]:
-        found: dict[int, set[int]] = {}
+    def _kill_all_of(self, dead: Place) -> None:
+        """Kills the other processes of a replica, as torchrun would."""
+        for place, process in self._running.values():
+            if place.name == dead.name and place.port == dead.port:
+                process.kill()
+
+    def weights_by_step(self) -> dict[tuple[int, int], set[int]]:
+        """The checksums of the replicas' weights, by step and rank in the replica."""
+        found: dict[tuple[int, int], set[int]] = {}
         for report in self.reports:
-            found.setdefault(report.step, set()).add(report.weights)
+            found.setdefault((report.step, report.place.rank), set()).add(report.weights)
         return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +21,38 @@ from support.repository import ROOT
 
 pytest.importorskip("torchft")
 
-from replicas import HEALING, PLACES, Death, Replicas
+from replicas import HEALING, PLACES, Death, Kind, Replicas
+from torchft.manager import WorldSizeMode
 from torchft.coordination import LighthouseServer
 
 EVERY = 5  # steps from one death to the next
 
 
 def test_a_replica_dies_at_every_place_of_a_step_and_comes_back() -> None:
-    deaths = [Death(EVERY * (i + 1), place) for i, place in enumerate(PLACES)]
-    deaths.append(Death(0, HEALING))
-    with Replicas() as replicas:
+    _test_deaths(Kind(), PLACES)
+
+
+def test_a_replica_of_diloco_dies_at_every_place() -> None:
+    _test_deaths(Kind("diloco", manager={"use_async_quorum": False}), PLACES)
+
+
+def test_a_replica_of_two_processes_with_fsdp_dies() -> None:
+    with Replicas(Kind("fsdp", processes=2)) as replicas:
+        replicas.start("b1", Death(EVERY, "exchange"))
+        replicas.run_until_deaths(1)
         replicas.start("b1")
-        for i, death in enumerate(deaths):
-            replicas.start("c2", death)
-            replicas.run_until_deaths(i + 1)
-        replicas.start("c2")
-        replicas.end(participants=3)
+        replicas.end("a0", "b1")
     _check(replicas)
-    for summary in replicas.summaries:
-        if summary["name"] != "c2":
-            assert summary["moves"] > 0, summary
-            assert summary["compressed_calls"] > EVERY, summary
-    assert any(summary["dropped"] for summary in replicas.summaries)
+
+
+def test_a_spare_replica_takes_the_place_of_one_that_dies() -> None:
+    fixed = {"min_replica_size": 2, "world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}
+    with Replicas(Kind(manager=fixed), b1=Death(3 * EVERY, "exchange")) as replicas:
+        replicas.start("c2")
+        replicas.run_until_deaths(1)
+        replicas.start("b1")
+        replicas.end("a0", "b1", "c2")
+    _check(replicas)
 
 
 def test_two_die_at_once() -> None:
@@ -51,14 +62,31 @@ def test_two_die_at_once() -> None:
         replicas.run_until_deaths(2)
         replicas.start("b1")
         replicas.start("c2")
-        replicas.end(participants=3)
+        replicas.end("a0", "b1", "c2")
     _check(replicas)
+
+
+def _test_deaths(kind: Kind, places: Sequence[str]) -> None:
+    deaths = [Death(EVERY * (i + 1), place) for i, place in enumerate(places)]
+    deaths.append(Death(0, HEALING))
+    with Replicas(kind) as replicas:
+        replicas.start("b1")
+        for i, death in enumerate(deaths):
+            replicas.start("c2", death)
+            replicas.run_until_deaths(i + 1)
+        replicas.start("c2")
+        replicas.end("a0", "b1", "c2")
+    _check(replicas)
+    for summary in replicas.summaries:
+        if summary["place"].name != "c2":
+            assert summary["moves"] > 0, summary
+            assert summary["compressed_calls"] > EVERY, summary
+    assert any(summary["dropped"] for summary in replicas.summaries)
 
 
 def _check(replicas: Replicas) -> None:
     differing = {step: w for step, w in replicas.weights_by_step().items() if len(w) > 1}
     assert not differing
-    assert {summary["name"] for summary in replicas.summaries} == {"a0", "b1", "c2"}
     for summary in replicas.summaries:
         assert not summary["changed"], summary
         assert summary["residual"] > 0, summary

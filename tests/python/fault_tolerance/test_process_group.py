@@ -16,8 +16,13 @@ import torch.distributed as dist
 
 pytest.importorskip("torchft")
 
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torchft.local_sgd import DiLoCo
+
 from support.on_ranks import on_ranks
 from support.synthetic import (
+    COMPRESSED,
     SHAPES,
     TOLERANCE,
     Synthetic,
@@ -26,12 +31,12 @@ from support.synthetic import (
     gradients,
     own_residuals_of,
     relative_error,
-    step,
 )
 from torch_powersgd.integrations.torchft import (
     DistributedDataParallel,
     ProcessGroupPowerSGD,
 )
+from torch_powersgd.targets import shard_of
 
 LIMIT = timedelta(seconds=20)
 
@@ -39,32 +44,95 @@ LIMIT = timedelta(seconds=20)
 class _Manager:
     """Averages over the replicas of the process group, and counts what it is told to commit."""
 
+    _use_async_quorum = False
+
     def __init__(self, group: ProcessGroupPowerSGD) -> None:
         self.group, self.step, self.participates = group, 0, True
         self.participants = 1
+        self.commits = True
 
     def current_step(self) -> int:
         return self.step
 
-    def allreduce(self, tensor: torch.Tensor) -> Any:
+    def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> Any:
         if not self.participates:
             tensor.zero_()
         work = self.group.allreduce([tensor], dist.ReduceOp.SUM)
-        work.wait()
-        tensor /= self.participants
-        return work
+        return _Mean(work, tensor, self.participants)
+
+    def should_commit(self) -> bool:
+        self.step += self.commits
+        return self.commits
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None  # what else a DiLoCo calls
+
+
+class _Mean:
+    def __init__(self, work: Any, tensor: torch.Tensor, participants: int) -> None:
+        self.work, self.tensor, self.participants = work, tensor, participants
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.tensor /= self.participants
+
+
+class _Gradients:
+    """Gradients that the backward pass of a module averages."""
+
+    def __init__(self, module: Any, manager: _Manager) -> None:
+        self.module, self.manager = module, manager
+
+    def average(self, coefficients: Tensors) -> Tensors:
+        self.module(coefficients).backward()
+        self.manager.should_commit()
+        weights = self.module.get_parameter
+        prefix = "module.weights." if isinstance(self.module, DistributedDataParallel) else "weights."
+        outputs = {name: shard_of(weights(prefix + name).grad).clone() for name in coefficients}
+        self.module.zero_grad()
+        return outputs
+
+
+class _Changes:
+    """Changes that a DiLoCo of one step averages."""
+
+    def __init__(self, model: Synthetic, manager: Any) -> None:
+        self.model, self.manager, self.outputs = model, manager, Tensors()
+        self.inner = torch.optim.SGD(model.parameters(), lr=1)
+        outer = torch.optim.SGD(model.parameters(), lr=1)
+        outer.register_step_pre_hook(self._note)
+        self.diloco = DiLoCo(manager, [model], self.inner, outer, sync_every=1)
+
+    def average(self, coefficients: Tensors) -> Tensors:
+        self.model(coefficients).backward()
+        with self.diloco:
+            self.inner.step()
+        return self.outputs
+
+    def _note(self, *_: Any) -> None:
+        self.outputs = {name: weight.grad for name, weight in self.model.weights.items()}
 
 
 class _Replica:
-    def __init__(self, rank: int, wire: str | None) -> None:
+    def __init__(self, rank: int, kind: str, wire: str | None) -> None:
         self.rank = rank
         options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 1, "wire_dtype": wire}
         self.group = ProcessGroupPowerSGD(LIMIT, options)
         self.manager = _Manager(self.group)
         model = Synthetic({name: torch.zeros(shape) for name, shape in SHAPES.items()})
         stand_in: Any = self.manager
-        self.ddp = DistributedDataParallel(stand_in, model, bucket_cap_mb=0.002)
-        self.compression = self.group.attach(self.ddp, stand_in)
+        if kind == "ddp":
+            ddp = DistributedDataParallel(stand_in, model, bucket_cap_mb=0.002)
+            self.averages: Any = _Gradients(ddp, stand_in)
+            self.compression = self.group.attach(ddp, stand_in)
+        elif kind == "fsdp":
+            own = dist.new_group([rank], use_local_synchronization=True)
+            sharded = fully_shard(model, mesh=DeviceMesh.from_group(own, "cpu"))
+            self.averages = _Gradients(sharded, stand_in)
+            self.compression = self.group.attach(sharded, stand_in)
+        else:
+            self.averages = _Changes(model, stand_in)
+            (self.compression,) = self.group.attach(self.averages.diloco, stand_in)
         self.sent: Tensors = {}
         self.wanted: Tensors = {}
 
@@ -77,9 +145,9 @@ class _Replica:
         self.manager.participants = len(self.participating)
 
     def step(self, i: int, commit: bool = True) -> Tensors:
-        outputs = step(self.ddp, gradients(SHAPES, self.rank, i))
+        self.manager.commits = commit
+        outputs = self.averages.average(gradients(SHAPES, self.rank, i))
         if commit:
-            self.manager.step += 1
             add_to(self.sent, {n: len(self.participating) * out for n, out in outputs.items()})
             for member in self.participating:
                 add_to(self.wanted, gradients(SHAPES, member, i))
@@ -96,15 +164,19 @@ def _sum(tensors: Tensors) -> Tensors:
     return tensors
 
 
-@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize(
+    ("kind", "wire"), [("ddp", None), ("ddp", "int8"), ("fsdp", "int8"), ("diloco", "int8")]
+)
 @on_ranks(3, backend="gloo")
-def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, wire: str | None) -> None:
+def test_nothing_is_lost_as_replicas_leave_and_join(
+    rank: int, kind: str, wire: str | None
+) -> None:
     address = [""]
     if rank == 0:
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         address[0] = f"localhost:{store.port}"
     dist.broadcast_object_list(address)
-    replica = _Replica(rank, wire)
+    replica = _Replica(rank, kind, wire)
     replica.join(address[0], 1, [0, 1, 2], new=[])
     for i in range(4):
         replica.step(i)
@@ -117,7 +189,7 @@ def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, wire: str | None)
     left = _sum({name: r * (rank == 1) for name, r in replica.residuals().items()})
     if rank == 1:  # it begins anew
         steps, sent, wanted = replica.manager.step, replica.sent, replica.wanted
-        replica = _Replica(rank, wire)
+        replica = _Replica(rank, kind, wire)
     else:
         replica.join(address[0], 3, [0, 2], new=[])
         for i in range(8, 11):
@@ -132,6 +204,7 @@ def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, wire: str | None)
     for i in range(12, 15):
         replica.step(i)
     residuals = _sum(replica.residuals())
+    assert residuals.keys() == {*COMPRESSED}
     assert all(residual.norm() > 0.1 for residual in residuals.values())
     if rank != 1:  # which has not seen all steps
         for name, total in replica.wanted.items():
@@ -144,8 +217,13 @@ def test_what_cannot_be_attached_is_said() -> None:
         ProcessGroupPowerSGD(options={"matrix_approximation_rank": 0})
     group = ProcessGroupPowerSGD()
     other: Any = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="takes a DistributedDataParallel module of torchft, got"):
+    with pytest.raises(ValueError, match="or a module that fully_shard was called with, got Linear"):
         group.attach(other, other)
+    manager: Any = _Manager(group)
+    optimizer = torch.optim.SGD(other.parameters())
+    packed = DiLoCo(manager, [other], optimizer, optimizer, 1, use_bucketization=True)
+    with pytest.raises(ValueError, match="without use_bucketization and should_quantize"):
+        group.attach(packed, manager)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     group.configure(f"localhost:{store.port}/x", "replica", 0, 1)
     with pytest.raises(ValueError, match="before the manager's first quorum"):

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""torchft, with which a job goes on when replicas leave and join.
+
+    from torch_powersgd.integrations.torchft import DistributedDataParallel, ProcessGroupPowerSGD
+    from torchft import Manager, Optimizer
+
+    group = ProcessGroupPowerSGD(timeout=timedelta(seconds=30))
+    manager = Manager(pg=group, ...)
+    ddp = DistributedDataParallel(manager, model)
+    compression = group.attach(ddp, manager)
+
+examples/with_torchft.py is a whole program.
+"""
+
+from torch_powersgd.integrations.torchft.ddp import DistributedDataParallel
+from torch_powersgd.integrations.torchft.process_group import ProcessGroupPowerSGD
+
+__all__ = ["DistributedDataParallel", "ProcessGroupPowerSGD"]

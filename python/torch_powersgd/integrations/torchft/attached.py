@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a process group of torchft compresses: its averages go through torchft's manager.
+
+The manager calls the group's ``allreduce`` with a tensor, and divides the sum. Each class here
+knows the tensors of its own kind: buckets of DDP, shards of FSDP2, changes of DiLoCo.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+import torchft
+from torch.distributed.fsdp import FSDPModule
+
+from torch_powersgd import fsdp, fsdp_hooks
+from torch_powersgd._core import _C
+from torch_powersgd.attach import compress, make_reducer
+from torch_powersgd.targets import DdpTarget, FsdpTarget, NamedTensors, Target, shard_of
+
+if TYPE_CHECKING:
+    from torchft.manager import Manager
+
+Leave = Callable[[], None]  # the group, after an error
+
+
+class Attached(ABC):
+    """Gradients whose compression goes on in every group that a quorum makes.
+
+    A step is all that the manager averages of them until it counts on.
+
+    Args:
+        target: The gradients.
+        manager: The manager that averages them.
+        group: A group of this process alone.
+        leave: Function to call if an average has failed.
+    """
+
+    def __init__(
+        self, target: Target, manager: Manager, group: dist.ProcessGroup, leave: Leave
+    ) -> None:
+        self.manager, self.leave = manager, leave
+        self.compression = compress(target, None, group, register_hook=False)
+        self.step: int | None = None  # the manager's, of the last one that was begun
+
+    @abstractmethod
+    def target(self) -> Target | None:
+        """Returns the gradients, or None if what has them is gone."""
+
+    @abstractmethod
+    def sum(self, tensor: torch.Tensor) -> dist.Work | None:
+        """Sums the tensor over the group, if it is one of these."""
+
+    def moved(self) -> None:  # noqa: B027
+        """Called when the compression has a new reducer."""
+
+    def move(self, group: dist.ProcessGroup) -> None:
+        """Goes on in another group. Collective in that."""
+        target = self.target()
+        if target is None or self.compression.ended:
+            return
+        reducer, _ = make_reducer(target, None, group, previous=self.compression)
+        self.compression._go_on(reducer, group)
+        self.moved()
+        self.settle()
+
+    def begin_step(self) -> None:
+        self.settle()
+        self.step = self.manager.current_step()
+
+    def settle(self) -> None:
+        """Undoes the last step unless it was committed, which makes the manager count on."""
+        dropped = self.step is not None and self.manager.current_step() <= self.step
+        self.step = None
+        if dropped:
+            self.compression.discard_step()
+
+
+class AttachedDdp(Attached):
+    """The buckets of torchft's DDP, whose hook hands them to the manager."""
+
+    def __init__(self, module: torchft.DistributedDataParallel, *others: Any) -> None:
+        super().__init__(DdpTarget(module), *others)
+        self.module = ref(module)
+        self.moved()
+        self.bucket: int | None = None  # the last one of the step
+
+    def target(self) -> Target | None:
+        module = self.module()
+        return DdpTarget(module) if module is not None else None
+
+    def moved(self) -> None:
+        module = self.module()
+        assert module is not None
+        self.buckets = _C.DdpBuckets(self.compression._reducer, module.reducer)
+
+    def sum(self, tensor: torch.Tensor) -> dist.Work | None:
+        module = self.module()
+        if module is None or self.compression.ended:
+            return None
+        number = _C.bucket_in(module.reducer, tensor)
+        if number is None:
+            return None
+        if self.bucket is None or number <= self.bucket:  # DDP reduces them in order
+            self.begin_step()
+        self.bucket = number
+        return Sum(self.leave, self.buckets.sum(module.reducer, number, tensor))
+
+    def settle(self) -> None:
+        self.bucket = None
+        super().settle()
+
+
+class AttachedShards(Attached):
+    """The shards of an FSDP2 module. Its hooks take this for the reducer of the replicas."""
+
+    def __init__(self, module: FSDPModule, *others: Any) -> None:
+        fsdp_hooks.check_hooks(module)
+        super().__init__(_ShardsOfReplica(module), *others)
+        self.module = ref(module)
+        self.in_pass = False
+        self.next: tuple[torch.Tensor, int, Sequence[int]] | None = None
+        hooked: Any = self
+        fsdp_hooks.set_hooks(module, hooked, replicas=1)
+
+    def target(self) -> Target | None:
+        module = self.module()
+        return _ShardsOfReplica(module) if module is not None else None
+
+    def reduce(
+        self, bucket: int, buffer: torch.Tensor, parameters: Sequence[int], _: int
+    ) -> dist.Work:
+        self.next = buffer, bucket, parameters
+        return self.manager.allreduce(buffer)
+
+    def sum(self, tensor: torch.Tensor) -> dist.Work | None:
+        if self.next is None or self.next[0] is not tensor or self.compression.ended:
+            return None
+        (_, bucket, parameters), self.next = self.next, None
+        if not self.in_pass:
+            self.begin_step()
+        self.in_pass = True
+        reducer = self.compression._reducer
+        return Sum(self.leave, reducer.reduce(bucket, tensor, parameters, divisor=1))
+
+    def end_step(self) -> None:
+        if self.in_pass:
+            self.compression._reducer.end_step()
+        self.in_pass = False
+
+    def settle(self) -> None:
+        self.in_pass = False
+        super().settle()
+
+    @property
+    def detached(self) -> bool:
+        return self.compression.ended
+
+
+class _ShardsOfReplica(FsdpTarget):
+    """The shards of a module that FSDP2 knows no replicas of."""
+
+    def check(self) -> None:
+        if fsdp.own_replicas(self.module) is not None:
+            raise ValueError(
+                "this module's mesh has a dimension of replicas, which torchft keeps: call "
+                "fully_shard with the mesh of one replica's processes"
+            )
+        fsdp.check_units(self.module)
+
+
+class AttachedFragment(Attached):
+    """A fragment of torchft's DiLoCo, which averages its changes parameter by parameter.
+
+    They are sent together, once the manager has given the last.
+    """
+
+    def __init__(self, fragment: Any, *others: Any) -> None:
+        if fragment.use_bucketization or fragment.should_quantize:
+            raise ValueError(
+                "attach takes a DiLoCo without use_bucketization and should_quantize: the changes "
+                "are packed and compressed here"
+            )
+        self.fragment = ref(fragment)
+        self.names = [name for name, _ in fragment._model_fragment.named_parameters()]
+        super().__init__(self._target(fragment), *others)
+        self.round = Sum(self.leave)
+
+    def target(self) -> Target | None:
+        fragment = self.fragment()
+        return self._target(fragment) if fragment is not None else None
+
+    def _target(self, fragment: Any) -> Target:
+        parameters = fragment._model_fragment.named_parameters()
+        return NamedTensors({name: shard_of(parameter.detach()) for name, parameter in parameters})
+
+    def sum(self, tensor: torch.Tensor) -> dist.Work | None:
+        fragment = self.fragment()
+        if fragment is None or self.compression.ended:
+            return None
+        changes = [fragment._grads.get(name) for name in self.names]
+        if tensor is changes[0]:
+            self.round = Sum(self.leave)
+        if tensor is changes[-1]:
+            self.begin_step()
+            tensors = self.compression._tensors
+            assert tensors is not None  # as it has not ended
+            self.round.begin(tensors.sum(changes))
+        return self.round if any(tensor is change for change in changes) else None
+
+
+class Sum(dist._Work):
+    """A sum over the group. Its future is complete once ``wait`` has returned, as torchft expects.
+
+    Args:
+        leave: Called once if it has failed.
+        work: The sum, if it has begun.
+    """
+
+    def __init__(self, leave: Leave, work: dist.Work | None = None) -> None:
+        super().__init__()
+        self._leave: Leave | None = leave
+        self._work: dist.Work | None = None
+        if work is not None:
+            self.begin(work)
+
+    def begin(self, work: dist.Work) -> None:
+        self._work, self._future = work, work.get_future()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        try:
+            work = self._begun()
+            work.wait() if timeout is None else work.wait(timeout)
+            self._future.wait()
+        except Exception:
+            leave, self._leave = self._leave, None
+            if leave is not None:
+                leave()
+            raise
+        return True
+
+    def _begun(self) -> dist.Work:
+        if self._work is None:
+            raise RuntimeError("not all changes of the fragment were given to the manager")
+        return self._work
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        self._begun()
+        return self._future
+
+    def synchronize(self) -> None:
+        self._begun().synchronize()
+
+    def block_current_stream(self) -> None:
+        self._begun().block_current_stream()
