@@ -123,7 +123,8 @@ class _Torchft(Trainee):
         dist.broadcast_object_list(address)
         self._store = dist.TCPStore(_own_address(), 0, is_master=True, wait_for_workers=False)
         limit = timedelta(seconds=120)
-        ours = ProcessGroupPowerSGD(limit, self._options) if self._options else None
+        options = {"start_powerSGD_iter": 1, **self._options}  # a round of ten steps
+        ours = ProcessGroupPowerSGD(limit, options) if self._options else None
         self._manager = Manager(
             pg=ours or ProcessGroupGloo(timeout=limit),
             load_state_dict=lambda state: None,
@@ -144,7 +145,7 @@ class _Torchft(Trainee):
         by = _outer(self.model.parameters(), self._lr, self._momentum)
         self._steps = DiLoCo(self._manager, [self.model], optimizer, by, self._every)
         if ours:
-            ours.attach(self._steps, self._manager)
+            ours.attach_diloco(self._steps, self._manager)
         self._steps.__enter__()
         return optimizer
 

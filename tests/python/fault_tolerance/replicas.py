@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -26,6 +26,7 @@ from torchft.local_sgd import DiLoCo
 
 from support import ranks
 from support.synthetic import Tensors, own_residuals_of
+from torch_powersgd import Compression
 from torch_powersgd.integrations.torchft import DistributedDataParallel, ProcessGroupPowerSGD
 from torch_powersgd.integrations.torchft.attached import Attached
 from torch_powersgd.targets import shard_of
@@ -132,16 +133,15 @@ class _Job:
         self.store, self.inner = store, inner
         self.optimizer: Any = Optimizer(self.manager, inner)
         self.shared = list(self.model.parameters())
-        target = self.model
         if kind.averages == "ddp":  # two buckets, so that a replica can die between them
-            target = DistributedDataParallel(self.manager, self.model, bucket_cap_mb=0.001)
-            self.forward = target
-        elif kind.averages == "diloco":
-            self.optimizer, target = inner, self._diloco()
-            fragments = target._fragments
+            self.forward = DistributedDataParallel(self.manager, self.model, bucket_cap_mb=0.001)
+        if kind.averages == "diloco":
+            self.optimizer, diloco = inner, self._diloco()
+            fragments = diloco._fragments
             self.shared = [p for f in fragments for p in f.original_parameters.values()]
-        handles = self.group.attach(target, self.manager)
-        self.compressions = handles if isinstance(handles, list) else [handles]
+            self.compressions = self.group.attach_diloco(diloco, self.manager)
+        else:
+            self.compressions = [self.group.attach(self.forward, self.manager)]
         self.generator = torch.Generator().manual_seed(zlib.crc32(str(place).encode()))
         self.dropped = 0
 
@@ -216,11 +216,11 @@ class _Group(ProcessGroupPowerSGD):
         self.changed: set[str] = set()
         self.before: dict[Attached, Tensors] = {}  # the residuals before the last step
 
-    def attach(self, *arguments: Any) -> Any:
-        handles = super().attach(*arguments)
-        for attached in self._attached:
-            attached.begin_step = functools.partial(self._begin_step, attached)
-        return handles
+    def _attach(self, *arguments: Any) -> Compression:
+        compression = super()._attach(*arguments)
+        attached: Any = self._attached[-1]
+        attached.begin_step = functools.partial(self._begin_step, attached)
+        return compression
 
     def _begin_step(self, attached: Attached) -> None:
         Attached.begin_step(attached)
@@ -267,7 +267,7 @@ class Replicas:
     It starts the first ones, of which "a0" never dies, so that the job does not begin anew.
     """
 
-    def __init__(self, kind: Kind | None = None, **first: Death | None) -> None:
+    def __init__(self, kind: Kind | None = None, first: Sequence[str] = ("a0",)) -> None:
         self.kind, self.first = kind or Kind(), first
         self.reports: list[Report] = []
         self.summaries: list[dict[str, Any]] = []
@@ -283,8 +283,8 @@ class Replicas:
             heartbeat_timeout_ms=800,
             quorum_tick_ms=20,
         )
-        for name, death in {"a0": None, **self.first}.items():
-            self.start(name, death)
+        for name in self.first:
+            self.start(name)
         self.run(lambda: bool(self.reports))
         return self
 
@@ -312,6 +312,11 @@ class Replicas:
             process.start()
             sender.close()
             self._running[receiver] = place, process
+
+    def kill(self, name: str) -> None:
+        for place, process in self._running.values():
+            if place.name == name:
+                process.kill()
 
     def run(self, until: Callable[[], bool], seconds: float = 60) -> None:
         """Collects reports until this is so."""

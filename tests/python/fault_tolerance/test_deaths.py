@@ -22,8 +22,8 @@ from support.repository import ROOT
 pytest.importorskip("torchft")
 
 from replicas import HEALING, PLACES, Death, Kind, Replicas
-from torchft.manager import WorldSizeMode
 from torchft.coordination import LighthouseServer
+from torchft.manager import WorldSizeMode
 
 EVERY = 5  # steps from one death to the next
 
@@ -47,8 +47,10 @@ def test_a_replica_of_two_processes_with_fsdp_dies() -> None:
 
 def test_a_spare_replica_takes_the_place_of_one_that_dies() -> None:
     fixed = {"min_replica_size": 2, "world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}
-    with Replicas(Kind(manager=fixed), b1=Death(3 * EVERY, "exchange")) as replicas:
+    with Replicas(Kind(manager=fixed), first=("a0", "b1")) as replicas:
         replicas.start("c2")
+        replicas.run(lambda: any(report.place.name == "c2" for report in replicas.reports))
+        replicas.kill("b1")
         replicas.run_until_deaths(1)
         replicas.start("b1")
         replicas.end("a0", "b1", "c2")

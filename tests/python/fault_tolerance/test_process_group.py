@@ -86,9 +86,8 @@ class _Gradients:
     def average(self, coefficients: Tensors) -> Tensors:
         self.module(coefficients).backward()
         self.manager.should_commit()
-        weights = self.module.get_parameter
-        prefix = "module.weights." if isinstance(self.module, DistributedDataParallel) else "weights."
-        outputs = {name: shard_of(weights(prefix + name).grad).clone() for name in coefficients}
+        model = getattr(self.module, "module", self.module)
+        outputs = {name: shard_of(model.weights[name].grad).clone() for name in coefficients}
         self.module.zero_grad()
         return outputs
 
@@ -132,7 +131,7 @@ class _Replica:
             self.compression = self.group.attach(sharded, stand_in)
         else:
             self.averages = _Changes(model, stand_in)
-            (self.compression,) = self.group.attach(self.averages.diloco, stand_in)
+            (self.compression,) = self.group.attach_diloco(self.averages.diloco, stand_in)
         self.sent: Tensors = {}
         self.wanted: Tensors = {}
 
@@ -168,9 +167,7 @@ def _sum(tensors: Tensors) -> Tensors:
     ("kind", "wire"), [("ddp", None), ("ddp", "int8"), ("fsdp", "int8"), ("diloco", "int8")]
 )
 @on_ranks(3, backend="gloo")
-def test_nothing_is_lost_as_replicas_leave_and_join(
-    rank: int, kind: str, wire: str | None
-) -> None:
+def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, kind: str, wire: str | None) -> None:
     address = [""]
     if rank == 0:
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -217,15 +214,18 @@ def test_what_cannot_be_attached_is_said() -> None:
         ProcessGroupPowerSGD(options={"matrix_approximation_rank": 0})
     group = ProcessGroupPowerSGD()
     other: Any = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="or a module that fully_shard was called with, got Linear"):
+    with pytest.raises(ValueError, match="that fully_shard was called with, got Linear"):
         group.attach(other, other)
     manager: Any = _Manager(group)
     optimizer = torch.optim.SGD(other.parameters())
     packed = DiLoCo(manager, [other], optimizer, optimizer, 1, use_bucketization=True)
     with pytest.raises(ValueError, match="without use_bucketization and should_quantize"):
-        group.attach(packed, manager)
+        group.attach_diloco(packed, manager)
+    with pytest.raises(ValueError, match="takes torchft's DiLoCo, got Linear"):
+        group.attach_diloco(other, manager)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     group.configure(f"localhost:{store.port}/x", "replica", 0, 1)
+    whole = DiLoCo(manager, [other], optimizer, optimizer, 1)
     with pytest.raises(ValueError, match="before the manager's first quorum"):
-        group.attach(other, other)
+        group.attach_diloco(whole, manager)
     group.shutdown()

@@ -181,11 +181,6 @@ class AttachedFragment(Attached):
     """
 
     def __init__(self, fragment: Any, *others: Any) -> None:
-        if fragment.use_bucketization or fragment.should_quantize:
-            raise ValueError(
-                "attach takes a DiLoCo without use_bucketization and should_quantize: the changes "
-                "are packed and compressed here"
-            )
         self.fragment = ref(fragment)
         self.names = [name for name, _ in fragment._model_fragment.named_parameters()]
         super().__init__(self._target(fragment), *others)

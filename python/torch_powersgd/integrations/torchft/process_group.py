@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -60,54 +60,65 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
         self._options = dataclasses.replace(chosen, scope="attached", allow_discard=True)
         self._attached: list[Attached] = []
 
-    @overload
     def attach(
-        self, target: torchft.DistributedDataParallel | FSDPModule, manager: Manager
-    ) -> Compression: ...
+        self, module: torchft.DistributedDataParallel | FSDPModule, manager: Manager
+    ) -> Compression:
+        """Compresses the gradients of a module layer by layer.
 
-    @overload
-    def attach(self, target: DiLoCo, manager: Manager) -> list[Compression]: ...
-
-    def attach(
-        self, target: torchft.DistributedDataParallel | FSDPModule | DiLoCo, manager: Manager
-    ) -> Compression | list[Compression]:
-        """Compresses what the replicas average, layer by layer.
-
-        Every replica calls it before its first quorum, with the same targets in one order.
+        Every replica calls it before its first quorum, with the same modules in one order.
 
         Args:
-            target: A ``DistributedDataParallel`` module of this package, made with this manager;
+            module: A ``DistributedDataParallel`` module of this package, made with this manager;
                 one of torchft's class trains alike, until a replica leaves in a step. Or the root
                 of a module that FSDP2 has sharded over the processes of one replica: its all-reduce
-                hooks then average over the replicas. Or torchft's ``DiLoCo``, whose changes are
-                compressed; a step of the options is a round of a fragment.
+                hooks then average over the replicas.
             manager: The manager whose process group this is.
 
         Returns:
-            The handle of the compression, and of ``DiLoCo`` one for each fragment. Its
-            ``state_dict`` needs ``per_rank=True``: without, it waits for replicas that may be gone.
+            The handle of the compression. Its ``state_dict`` needs ``per_rank=True``: without, it
+            waits for replicas that may be gone.
 
         Raises:
-            ValueError: If the target cannot be attached, or a quorum was there before.
+            ValueError: If the module cannot be attached, or a quorum was there before.
         """
-        if self._pg is not None:
-            raise ValueError("attach must be called before the manager's first quorum")
-        given: Any = target
-        if isinstance(target, DiLoCo):
-            kind, parts = AttachedFragment, target._fragments
-        elif isinstance(target, torchft.DistributedDataParallel):
-            kind, parts = AttachedDdp, [given]
-        elif isinstance(target, FSDPModule):
-            kind, parts = AttachedShards, [given]
+        kind: Callable[..., Attached]
+        if isinstance(module, torchft.DistributedDataParallel):
+            kind = AttachedDdp
+        elif isinstance(module, FSDPModule):
+            kind = AttachedShards
         else:
             raise ValueError(
-                "attach takes a DistributedDataParallel module or a DiLoCo of torchft, or a module "
-                f"that fully_shard was called with, got {type(target).__name__}"
+                "attach takes a DistributedDataParallel module of torchft, or one that "
+                f"fully_shard was called with, got {type(module).__name__}"
             )
-        added = [kind(part, manager, self._alone(), self._leave) for part in parts]
-        self._attached += added
-        handles = [attached.compression for attached in added]
-        return handles if isinstance(target, DiLoCo) else handles[0]
+        return self._attach(kind, module, manager)
+
+    def attach_diloco(self, diloco: DiLoCo, manager: Manager) -> list[Compression]:
+        """Compresses the changes that torchft's ``DiLoCo`` averages. As ``attach``.
+
+        A fragment's changes are sent together. Its rounds are the steps of the options.
+
+        Returns:
+            The handle of each fragment's compression.
+
+        Raises:
+            ValueError: If it packs or quantizes the changes, or a quorum was there before.
+        """
+        if not isinstance(diloco, DiLoCo):
+            raise ValueError(f"attach_diloco takes torchft's DiLoCo, got {type(diloco).__name__}")
+        if any(part.use_bucketization or part.should_quantize for part in diloco._fragments):
+            raise ValueError(
+                "attach_diloco takes a DiLoCo without use_bucketization and should_quantize: the "
+                "changes are packed and compressed here"
+            )
+        return [self._attach(AttachedFragment, part, manager) for part in diloco._fragments]
+
+    def _attach(self, kind: Callable[..., Attached], *given: Any) -> Compression:
+        if self._pg is not None:
+            raise ValueError("attach must be called before the manager's first quorum")
+        attached = kind(*given, self._alone(), self._leave)
+        self._attached.append(attached)
+        return attached.compression
 
     def configure(self, *arguments: Any, **named: Any) -> None:
         """Makes the group of a new quorum, and moves what is attached there."""
