@@ -273,6 +273,7 @@ class Replicas:
         self.summaries: list[dict[str, Any]] = []
         self.deaths = 0
         self._running: dict[Any, tuple[Place, Any]] = {}
+        self._first: dict[int, Any] = {}  # the first process of a replica, by the store's port
         self._stores: list[Any] = []
 
     def __enter__(self) -> Replicas:
@@ -312,6 +313,7 @@ class Replicas:
             process.start()
             sender.close()
             self._running[receiver] = place, process
+            self._first.setdefault(store.port, process)
 
     def kill(self, name: str) -> None:
         for place, process in self._running.values():
@@ -359,7 +361,11 @@ class Replicas:
                 self._kill_all_of(place)
             return
         if isinstance(told, Exception):
-            raise told
+            first = self._first[self._running[pipe][0].port]
+            first.join(10)
+            if first.exitcode != -signal.SIGKILL:  # else the others of the replica miss it
+                raise told
+            return
         (self.reports if isinstance(told, Report) else self.summaries).append(told)
 
     def _kill_all_of(self, dead: Place) -> None:
