@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The outputs of attached DDP, step by step, against PowerSGD in numpy and float64.
+"""The outputs of attached DDP, step by step, against the class of docs/algorithm.md in float64.
 
-The reference follows the description of the algorithm and shares no code with the core. Its
-orthonormal basis comes from Householder QR, the core's from Cholesky QR. The outputs depend on the
-span of the basis alone, so they can be compared; the factors cannot.
+That shares no code with the core. Its orthonormal basis comes from Householder QR, the core's from
+Cholesky QR. The outputs depend on the span of the basis alone, so they can be compared; the factors
+cannot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 import torch_powersgd as tp
 from support.on_ranks import all_agree, on_ranks
 from support.paired_training import digest
+from support.repository import ROOT
 from support.synthetic import gradients, make_compressed, residuals_of, to_numpy, train
 from torch_powersgd._core import _C
 
@@ -43,53 +43,12 @@ ALWAYS = 1e-3
 OPTIONS = tp.Options.hook_defaults(start_powerSGD_iter=0, min_compression_rate=ALWAYS)
 
 
-class PowerSGD:
-    """One gradient matrix of n x m elements on every rank, compressed at rank r.
-
-    Args:
-        start: [m, r], the factor Q of the first step.
-        options: Those that say whether there is error feedback and a warm start.
-    """
-
-    def __init__(self, start: Matrix, options: tp.Options) -> None:
-        self._q = start
-        self._residuals = [np.zeros(()) for _ in range(WORLD_SIZE)]
-        self._options = options
-
-    def step(self, gradients: Sequence[Matrix], start: Matrix) -> Matrix:
-        """The average that every rank gets for its gradients.
-
-        Args:
-            gradients: one per rank, each [n, m].
-            start: [m, r], a random Q that replaces the last one without warm start.
-        """
-        if not self._options.warm_start:
-            self._q = start
-        matrices = [g + e for g, e in zip(gradients, self._residuals, strict=True)]
-
-        # Project. An all-reduce adds the ranks' factors P.
-        p = _sum([matrix @ self._q for matrix in matrices])
-
-        # Orthogonalize. The columns of p_hat span what the columns of P span.
-        p_hat = np.linalg.qr(p).Q
-
-        # Back-project. An all-reduce adds the ranks' factors q.
-        local_q = [matrix.T @ p_hat for matrix in matrices]
-        self._q = _sum(local_q)
-        if self._options.use_error_feedback:
-            self._residuals = [m - p_hat @ q.T for m, q in zip(matrices, local_q, strict=True)]
-
-        # Reconstruct.
-        return p_hat @ self._q.T / len(matrices)
-
-    def mean_residual(self) -> Matrix:
-        return _sum(self._residuals) / len(self._residuals)
-
-
-def _sum(matrices: Sequence[Matrix]) -> Matrix:
-    """The sum over the ranks, in their order."""
-    total: Matrix = np.sum(matrices, axis=0)
-    return total
+def _power_sgd() -> Any:
+    """The class that docs/algorithm.md begins with."""
+    code = (ROOT / "docs/algorithm.md").read_text().split("```python\n")[1].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["PowerSGD"]
 
 
 def _core_start(cols: int, index: int, options: tp.Options, dtype: torch.dtype, i: int) -> Matrix:
@@ -125,9 +84,14 @@ def _reference_outputs(
     cols = by_step[0][0].shape[1]
     r = min(options.matrix_approximation_rank, rows, cols)
     starts = [_core_start(cols, index, options, dtype, i)[:, :r] for i in range(STEPS)]
-    model = PowerSGD(starts[0], options)
-    outputs = [model.step(by_step[i], starts[i]).reshape(shape) for i in range(STEPS)]
-    return outputs, np.broadcast_to(model.mean_residual(), (rows, cols)).reshape(shape)
+    model = _power_sgd()(starts[0], WORLD_SIZE, options.use_error_feedback)
+    outputs = []
+    for i in range(STEPS):
+        if not options.warm_start:
+            model.q = starts[i]
+        outputs.append(model.step(by_step[i]).reshape(shape))
+    residual = np.broadcast_to(sum(model.residuals) / WORLD_SIZE, (rows, cols))
+    return outputs, residual.reshape(shape)
 
 
 # The span of P = M Q is known to the rounding of P times its condition number, some tens for these
