@@ -32,45 +32,43 @@ def attach(
 ) -> Compression:
     """Compresses gradients layer by layer. Collective.
 
-    Each weight is compressed by its own shape (shape[0] x the rest), and its residual and factors
-    belong to the parameter: they survive DDP's rebuilding of buckets.
+    Each weight is compressed as a matrix of shape[0] rows. Its residual and factors belong to the
+    parameter, so they survive when DDP rebuilds its buckets.
 
-    On a DDP module, ``attach`` registers a C++ communication hook, so that no Python runs in
-    backward. In a module that ``fully_shard`` or ``replicate`` (FSDP2) was called with, it
-    compresses the average of this process's shards over its replicas, after FSDP2's own
-    reduce-scatter. Tensors by name are averaged by ``Compression.all_reduce``.
+    For a DDP module, ``attach`` registers a C++ communication hook, so no Python runs in the
+    backward pass. For a module that FSDP2's ``fully_shard`` or ``replicate`` was called with, it
+    compresses the average over the replicas, after FSDP2's own reduce-scatter. Average named
+    tensors yourself, with ``Compression.all_reduce``.
 
-    Every process of the group must call it. If one does not, all of them raise an error that names
+    Every process of the group must call it. If one doesn't, all of them raise an error that names
     it.
 
     Args:
-        target: A DDP module; the root of a module that FSDP2 has sharded or replicated; or dense
-            floating or complex tensors by name, of which only the shapes, dtypes and devices count,
-            and of a DTensor this process's shard.
-        options: A complete ``Options``, or a mapping of some of its fields, which is laid over the
-            options of the process group. None: those of the process group.
-        scaler: The GradScaler that the module is trained with, if any. The residuals then follow
-            its scale, and keep what was sent in a step that it skips.
-        group: For an FSDP2 module, the group of the processes that hold the same shards, unless its
-            mesh has a dimension of replicas. For tensors, the group to average over; None is the
-            default group. It needs a powersgd backend for their device. A DDP module has its own.
-        register_hook: False leaves DDP's hook to the caller, who registers
-            ``Compression.comm_hook``. It has no meaning for other targets.
-        previous: The compression of the same gradients over a former group, which may have ended:
-            its residuals, factors, step, counts and options go on in this one, and it ends. A
-            process that is new in the group has none, and takes over the factors and the step. If
-            a process's optimizer did not apply the last step, every process then calls
-            ``step_skipped`` or ``discard_step`` of what is returned.
+        target: A DDP module, the root of a module that FSDP2 has sharded or replicated, or dense
+            floating-point or complex tensors by name. Only the shapes, dtypes and devices of
+            tensors count. Of a DTensor, this process's shard is averaged.
+        options: A complete ``Options``, or a mapping of the fields that differ from the options of
+            the process group. None: the options of the process group.
+        scaler: The GradScaler of the training, if any. The residuals then follow its scale, and
+            keep what was sent in a step that it skips.
+        group: For an FSDP2 module whose mesh has no dimension of replicas, the group of the
+            processes that hold the same shards. For tensors, the group to average over, with a
+            powersgd backend for their device; None is the default group. A DDP module has its own.
+        register_hook: If False, register ``Compression.comm_hook`` yourself. For DDP modules only.
+        previous: The compression of the same gradients over a former group, which may have ended.
+            Its residuals, factors, step, counts and options go on in this group, and it ends.
+            Processes that are new in the group leave it out, and take over the factors and the
+            step. If an optimizer did not apply the last step, call ``step_skipped`` or
+            ``discard_step`` of the returned handle on every process.
 
     Returns:
-        The handle of the compression: statistics, checkpoints, steps that are not applied. The
-        compression lasts as long as the module, whether or not the handle is kept.
+        A handle, for statistics, checkpoints and steps that are not applied. The compression lasts
+        as long as the module, even if you drop the handle.
 
     Raises:
-        ValueError: If the target cannot be attached or is attached already, the processes' targets
-            or options differ or are not those of ``previous``, or a process does not call
-            ``attach``. It is raised on every process, except if the group was destroyed on this
-            one.
+        ValueError: If the target can't be attached or already is, if targets or options differ
+            between processes or from those of ``previous``, or if a process doesn't call
+            ``attach``. It is raised on every process, unless the group was destroyed on this one.
     """
     found = target_of(target)
     compression = compress(found, options, found.group(group), scaler, register_hook, previous)
@@ -87,7 +85,7 @@ def compress(
     register_hook: bool = True,
     previous: Compression | None = None,
 ) -> Compression:
-    """Does what ``attach`` does, without a message."""
+    """``attach`` without the message."""
     reducer, described = make_reducer(target, options, group, scaler, previous)
     if previous is not None:
         previous._hand_over()

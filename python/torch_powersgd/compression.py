@@ -35,13 +35,13 @@ BUCKET_BYTES = 25 << 20  # of named tensors, as DDP's bucket_cap_mb
 
 
 class Compression(Stateful):
-    """The compression of the gradients that ``attach`` was called with.
+    """A handle for what ``attach`` compresses.
 
-    It is torch's ``Stateful``, so that ``dcp.save({"powersgd": compression}, ...)`` saves it. As
-    text it says what is compressed, what was sent, and whether that helps.
+    Print it to see what is compressed, what was sent, and whether that helps. It is a torch
+    ``Stateful``, so ``dcp.save({"powersgd": compression}, ...)`` saves it.
 
-    Compression goes on if the handle is dropped. The handle ends with the module. If that is a DDP
-    wrapper, it keeps the residuals for ``attach(previous=...)``, as long as the model lives.
+    Dropping the handle doesn't end the compression; the end of the module does. After a DDP wrapper
+    is gone, the handle keeps the residuals for ``attach(previous=...)`` as long as the model lives.
     """
 
     def __init__(
@@ -107,13 +107,14 @@ class Compression(Stateful):
     def comm_hook(self) -> Hook:
         """The hook that ``attach`` registers, in Python.
 
-        It is for hooks of torch that wrap another:
+        Use it with those of torch's hooks that wrap another:
 
             compression = torch_powersgd.attach(ddp, register_hook=False)
             hook = hook_with_zero_step(compression.comm_hook, ddp, zero)
             ddp.register_comm_hook(None, hook)
 
-        A compression of another module, or of tensors, has none: that is a ``ValueError``.
+        Raises:
+            ValueError: If something other than a DDP module was attached.
         """
         reducer, ddp = self._reducer, self._ddp
         if ddp is None:
@@ -123,12 +124,12 @@ class Compression(Stateful):
     def all_reduce(self, tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> dist.Work:
         """Averages the attached tensors in place, compressed, and counts a step. Collective.
 
-        Returns at once. The tensors hold the averages when the returned work's ``wait`` has
-        returned, and must not be used before. They travel in buckets that overlap, as DDP's do.
+        Returns immediately. Don't use the tensors until the returned work's ``wait`` has returned;
+        they then hold the averages. They are sent in buckets that overlap, like DDP's.
 
         Args:
-            tensors: All tensors that ``attach`` was given: by name, or in the same order. They have
-                the shapes, dtypes and devices of then, and may lie elsewhere.
+            tensors: All tensors that were passed to ``attach``, by name or in the same order. They
+                must have the same shapes, dtypes and devices, but may be other tensors.
 
         Raises:
             ValueError: If a tensor is missing, unknown, or of another shape, dtype or device; or if
@@ -158,44 +159,42 @@ class Compression(Stateful):
     ) -> dict[str, Any]:
         """Returns this process's counts of the attached gradients. It is not collective.
 
-        If steps were trained and compression does not start soon, the group's first process logs
-        that once.
+        If compression won't start soon, the first process of the group logs that once.
 
         Args:
             per_layer: Whether to return ``layers`` as well.
             residual_norms: Whether to compute the residuals' norms, which takes a pass over the
                 residuals. Without them and ``layers``, ``stats`` is cheap enough for every step.
-            flat: Whether to return numbers alone, as ``SummaryWriter`` and the like want them.
-                Names of nested entries are joined by "/" (``seconds/project``), and ``starts_at``
-                is left out where it is None.
+            flat: Whether to return only numbers, as ``SummaryWriter`` and other loggers expect.
+                Names of nested entries are joined by "/" (``seconds/project``), and a ``starts_at``
+                of None is left out.
 
         Returns:
-            A dictionary. ``compressing``: whether the next step is compressed; ``starts_at``: the
-            step from which on, None if none will be.
+            A dictionary. ``compressing``: whether the next step is compressed. ``starts_at``: the
+            first step that is, or None if none will be. ``steps``: the steps so far, including
+            those before a checkpoint that was loaded.
 
-            ``steps``, which include those before a checkpoint that was loaded. The other counts
-            are this process's, since ``attach`` or ``reset_stats``:
+            The other counts are this process's, since ``attach`` or ``reset_stats``:
 
-            ``skipped_steps`` (a gradient was not finite on some process); ``saturated_steps`` (a
-            residual was beyond 65504, the largest value of ``residual_dtype=torch.float16``, and
-            was cut off there, so that the rest of it is lost); ``differences`` (factors that
-            ``check_every`` found to differ between processes, and mended).
+            ``skipped_steps``: steps in which a gradient was not finite on some process.
+            ``saturated_steps``: steps in which a residual exceeded 65504, the largest float16, and
+            lost the excess. ``differences``: factors that differed between processes, which
+            ``check_every`` found and repaired.
 
-            ``compressed_calls``, ``exact_calls`` (buckets sent whole); ``bytes_before`` of the
-            gradients and ``bytes_after`` of this process's payloads in their place, in the form in
-            which they travel; ``ratio`` of the two; ``compressed_ratio``: the ratio of the
-            compressed calls alone.
+            ``compressed_calls`` and ``exact_calls``: buckets that were compressed, or sent whole.
+            ``bytes_before``: the gradients. ``bytes_after``: what this process sent instead, in
+            the form in which it travels. ``ratio`` of the two, and ``compressed_ratio``, the same
+            for the compressed calls alone.
 
-            ``seconds`` per stage; ``residual_norms``: {parameter: Frobenius norm}.
+            ``seconds`` of each stage. ``residual_norms``: {parameter: Frobenius norm}.
 
-            ``layers``: {parameter: its last step on this process}. ``rows`` and ``cols`` of its
-            matrix; ``rank`` of its factors, 0 if it is sent raw; ``bytes_before`` and
-            ``bytes_after`` of a compressed step; ``residual`` and ``gradient``: the Frobenius norms
-            of the residual and of the averaged gradient that the step delivered, both in the units
-            of the loss scale; ``residual_ratio``: the first over the second; ``captured``:
-            |q|^2 / |M|^2, the share of M = gradient + residual that this process sent. The last
-            three are None where the step delivered nothing as factors, and ``captured`` is None
-            without error feedback.
+            ``layers``: {parameter: its last step on this process}, with ``rows`` and ``cols`` of
+            the matrix; ``rank`` of its factors, 0 if it is sent raw; ``bytes_before`` and
+            ``bytes_after`` of a compressed step; ``residual`` and ``gradient``, the Frobenius norms
+            of the residual and of the averaged gradient, both in units of the loss scale;
+            ``residual_ratio``, the first over the second; and ``captured``, |q|^2 / |M|^2, the
+            share of M = gradient + residual that this process sent. The last three are None if the
+            last step sent no factors, and ``captured`` also without error feedback.
         """
         reducer = self._reducer
         if self._speaks:
@@ -203,38 +202,38 @@ class Compression(Stateful):
         return stats.of_attached(reducer, per_layer, residual_norms, flat)
 
     def reset_stats(self) -> None:
-        """Starts the counts of ``stats`` again from zero, except ``steps``."""
+        """Sets the counts of ``stats`` to zero, except ``steps``."""
         self._reducer.reset_stats()
 
     def state_dict(self, per_rank: bool = False) -> dict[str, Any]:
         """Returns the residuals and factors. Collective without ``per_rank``.
 
         Args:
-            per_rank: False: the state is the same on all processes, and any number of processes can
-                load it. True: the state is this process's own. Each process saves it and loads it
-                again, and the job goes on bit for bit as if it had not been interrupted.
+            per_rank: If False, the state is the same on all processes, and any number of processes
+                can load it. If True, it is this process's own: save and load it on every process,
+                and the job continues bit for bit as if it had not been interrupted.
 
         Returns:
             A dictionary of ``version``, ``options`` (field: value), ``step``, ``grad_scale`` and
-            ``parameters``, which has an entry for every compressed parameter. Its ``residual``, in
-            the parameter's shape and in units of the averaged gradient at ``grad_scale``, is the
-            mean over the processes: the part of its gradients that no step has sent yet. Its ``q``
-            is the factor that the next step starts from, [r, m] for a parameter seen as n x m.
+            ``parameters``, which has an entry for every compressed parameter. Its ``residual`` is
+            the mean over the processes of what no step has sent yet, in the parameter's shape and
+            in units of the averaged gradient at ``grad_scale``. Its ``q`` is the factor that the
+            next step starts from, [r, m] for a parameter seen as n x m.
 
             With ``per_rank``, an entry is this process's ``memory`` [n, m] (None without error
             feedback), ``p_hat`` [n, r], ``q_local`` and ``q_warm`` [r, m], and ``grad_scale``.
 
-            A state of one process or of one shard lies under a key that names it, such as ``"shard
-            0 of 2"``, ``"process 1 of 4"`` or ``"shard 0 of 2, process 1 of 2"``, so that
-            ``torch.distributed.checkpoint`` keeps all of them apart. The parameters of an FSDP2
-            module are this process's shards, padded as FSDP2 pads them.
+            A state of one process or shard is nested under a key that names it, such as ``"shard 0
+            of 2"``, ``"process 1 of 4"`` or ``"shard 0 of 2, process 1 of 2"``. This is how
+            ``torch.distributed.checkpoint`` keeps them apart. The parameters of an FSDP2 module are
+            this process's shards, padded as FSDP2 pads them.
 
-            A complex parameter is seen as ``torch.view_as_real`` shows it, here and in its factors.
-            Every entry has the checksum ``crc32`` of its content, and the dictionary has one of all
-            but ``parameters``. ``load_state_dict`` compares them.
+            Complex parameters are seen through ``torch.view_as_real``. Every entry has a checksum
+            ``crc32`` of its content, and the dictionary has one of everything except
+            ``parameters``; ``load_state_dict`` verifies them.
 
         Raises:
-            ValueError: Without ``per_rank``, on every process, if one does not call it.
+            ValueError: Without ``per_rank``, on every process, if one doesn't call it.
         """
         states = self._reducer.states
         if not per_rank:
@@ -248,21 +247,19 @@ class Compression(Stateful):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what ``state_dict`` returned. Collective.
 
-        A state without ``per_rank`` is the same on all processes, of this or another number. Every
-        process takes the mean residual, so that the mean over the processes is what it was. A ``q``
-        of another matrix rank r is cut, or extended by the random start. The steps are counted on
-        from those of the state.
+        A state without ``per_rank`` fits any number of processes. Every process takes the mean
+        residual, which leaves the mean over the processes unchanged. If the matrix rank differs,
+        ``q`` is cut, or extended with random columns. Counting of steps continues from the state.
 
         Args:
-            state_dict: Dictionary that ``state_dict`` returned. It may hold the states of other
-                processes and shards as well.
+            state_dict: Dictionary that ``state_dict`` returned. It may also hold the states of
+                other processes and shards.
 
         Raises:
-            ValueError: On every process alike and before anything changes, if the state does not
-                fit. A state of another form or shape does not fit, nor does one that is damaged or
-                has a number that is not finite, nor do the processes' states of different steps or,
-                without ``per_rank``, of different content. A state of ``per_rank`` fits only its
-                own process and number of processes.
+            ValueError: On every process and before anything changes, if the state doesn't fit:
+                it is of another form or shape, it is damaged, a number in it is not finite, or the
+                processes have states of different steps or, without ``per_rank``, of different
+                content. A state with ``per_rank`` fits only its own process, of as many processes.
         """
         loaded = self._load(state_dict)
         if self._speaks:
@@ -272,7 +269,7 @@ class Compression(Stateful):
             )
 
     def _load(self, state_dict: dict[str, Any]) -> checkpoint.Loaded:
-        """Does what ``load_state_dict`` does, without a message."""
+        """``load_state_dict`` without the message."""
         loaded: checkpoint.Loaded | None = None
         try:
             loaded = self._read(state_dict)
@@ -295,22 +292,21 @@ class Compression(Stateful):
         return PerRank(self)
 
     def step_skipped(self) -> None:
-        """Delivers the gradients of the last step later.
+        """Sends the gradients of the last step again in the next one.
 
-        Call it if they were good and the optimizer did not apply them. The residuals keep what the
-        step sent, and the next step sends it again. If the gradients were bad, call
-        ``discard_step``. Every process must call it after the step (of a module: the last
-        synchronized backward pass) and before the next one. ``attach(module, scaler=...)`` does it
-        by itself.
+        Call it if the optimizer did not apply gradients that were good. If they were bad, call
+        ``discard_step`` instead. Every process must call it after the step (for a module, its last
+        synchronized backward pass) and before the next one. ``attach(module, scaler=...)`` calls it
+        for you.
         """
         self._reducer.states.step_skipped()
 
     def discard_step(self) -> None:
         """Forgets the gradients of the last step.
 
-        Call it if they were bad, such as those of a loss spike, and the optimizer did not apply
-        them. The residuals and factors become what they were before the step, to the bit. Every
-        process must call it after the step and before the next one.
+        Call it if the optimizer did not apply them because they were bad, as in a loss spike. The
+        residuals and factors become what they were before the step, to the bit. Every process must
+        call it after the step and before the next one.
 
         Raises:
             ValueError: If the options lack ``allow_discard``.
@@ -319,10 +315,13 @@ class Compression(Stateful):
 
     @property
     def grad_scale(self) -> float:
-        """The loss scale of the next gradients, finite and > 0, which the residuals then follow.
+        """The loss scale of the next gradients, finite and > 0.
 
-        Set it to the same on all processes before a backward pass that has another scale. A module
-        that is attached with a scaler needs none. A value that is not allowed is a ``ValueError``.
+        Set it, to the same value on all processes, before a backward pass with another scale. The
+        residuals follow. You don't need it for a module that was attached with a scaler.
+
+        Raises:
+            ValueError: If the value set is not allowed.
         """
         return self._reducer.states.grad_scale
 
@@ -332,7 +331,7 @@ class Compression(Stateful):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Averages exactly in a ``with`` block. The residuals stay for the steps after it.
+        """A context in which gradients are averaged exactly. The residuals wait for its end.
 
         Every process must enter it between the same two steps.
         """
@@ -345,13 +344,13 @@ class Compression(Stateful):
                 reducer.active = before
 
     def detach(self) -> None:
-        """Ends the compression: gradients are averaged exactly from now on. Collective.
+        """Ends the compression, so gradients are averaged exactly from now on. Collective.
 
-        What was not sent yet is lost, unless ``state_dict`` is called before. The memory of the
-        residuals and factors is freed. The module can be attached again, with any options.
+        This frees the residuals and factors. What was not sent yet is lost unless you call
+        ``state_dict`` first. The module can be attached again, with any options.
 
         Raises:
-            ValueError: If a process of the group does not call it. It is raised on every process.
+            ValueError: On every process, if one doesn't call it.
         """
         reducer = self._reducer
         self._agree("detach", {"step": reducer.states.step})

@@ -32,57 +32,53 @@ _OTHER_VARIABLES = tuple(
 
 @dataclass(frozen=True)
 class Options:
-    """The configuration of one process group, or of what was attached.
+    """The configuration of a process group or of an attached model.
 
-    The first eight fields have the names and meanings of
-    ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState``. The defaults are
-    the setting that the measurements favor where nothing is known of the job: matrix rank 16 with
-    factors in int8, after 10 exact steps. docs/convergence.md has the losses and bytes of this and
-    other settings. ``hook_defaults`` has the defaults of torch's hook.
+    The first eight fields have the names and meanings of torch's
+    ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState``. The defaults are a
+    good start for most jobs: matrix rank 16 with factors in int8, after 10 exact steps.
+    docs/convergence.md has the losses and bytes of this and other settings. ``hook_defaults``
+    returns the defaults of torch's hook.
 
     Args:
-        matrix_approximation_rank: Matrix rank r of the factors that are sent for each weight, 1 to
-            1024. A higher one sends more and approximates better.
+        matrix_approximation_rank: Matrix rank r of the factors of each weight, from 1 to 1024. A
+            higher rank approximates better and sends more.
         start_powerSGD_iter: Number of steps that are averaged exactly before compression starts.
-        min_compression_rate: Least gain for which a weight is compressed. An n x m weight is
+        min_compression_rate: Least gain that is worth compressing a weight for. An n x m weight is
             compressed only if (n + m) * r * min_compression_rate < n * m.
-        use_error_feedback: Whether the part of a gradient that a step does not send is added to the
-            next step's gradient.
-        warm_start: Whether a step starts from the last step's Q. Otherwise it starts from a random
-            Q.
-        orthogonalization_epsilon: Relative size at which a column counts as zero: its squared norm
-            outside of the columns before it, over the sum of all squared norms. The least value in
-            effect is 2**-46.
-        random_seed: Seed of the random start and of the noise. torch's own generators are not
-            touched.
+        use_error_feedback: Whether to add what a step doesn't send to the next step's gradient.
+        warm_start: Whether each step starts from the Q of the last one, instead of a random Q.
+        orthogonalization_epsilon: Relative size below which a column of P counts as zero: its
+            squared norm outside the span of the columns before it, over the sum of all squared
+            norms. Values below 2**-46 act as 2**-46.
+        random_seed: Seed of the random start and of the noise. torch's own generators are not used.
         compression_stats_logging_frequency: Number of steps between two summaries in the log.
-        scope: Tensors that may be compressed. ``"backward"``: attached models, or in a group where
-            nothing was ever attached, large flat tensors that are reduced during a backward pass.
-            ``"attached"``: attached models alone. ``"always"``: every eligible tensor.
+        scope: Which tensors may be compressed. ``"backward"``: attached models and, in a group
+            where nothing was ever attached, large flat tensors that are reduced during a backward
+            pass. ``"attached"``: attached models only. ``"always"``: every eligible tensor.
             ``"never"``: nothing.
-        min_numel: Least number of elements of a flat tensor that ``"backward"`` compresses where
-            nothing was ever attached.
+        min_numel: Least number of elements of a flat tensor that ``"backward"`` compresses.
         inner: Name of the backend to wrap: ``"gloo"``, ``"nccl"``, or one that was registered with
-            torch before. ``"auto"``: gloo on a CPU, nccl on CUDA.
-        wire_dtype: Data type in which factors travel: float32, bfloat16, float16, ``"int8"`` or
-            ``"int4"``. The residual keeps what is rounded off. None: float32, or float64 for
-            float64 gradients. What is not compressed is never rounded on its way: with integers it
-            travels in the gradients' type (float16 in float32), without in the factors'.
+            torch before. ``"auto"``: gloo for CPUs, nccl for CUDA.
+        wire_dtype: Data type in which factors are sent: float32, bfloat16, float16, ``"int8"`` or
+            ``"int4"``. The quantization error goes to the residual. None: float32, or float64 for
+            float64 gradients. Gradients that aren't compressed are never rounded: with an integer
+            type they are sent in their own type (float16 as float32), otherwise in the factors'.
         residual_dtype: Data type of the residual: float32, bfloat16 or float16. Residuals of
-            float64 gradients are always float64. A value beyond the type's largest is cut off.
+            float64 gradients are always float64. Values beyond the type's largest are cut off;
             ``Compression.stats()["saturated_steps"]`` counts the steps in which that happens in
             float16.
-        warm_start_noise: Standard deviation of the noise that a warm start adds to Q's rows, as a
-            share of the root mean square of a row's elements. It needs ``warm_start``.
-        check_every: Number of steps between two comparisons of the factors, which are equal on all
-            processes. Where they differ, a warning names the parameter and the ranks, all processes
-            take rank 0's, and ``Compression.stats()["differences"]`` counts it. 0: no comparison.
+        warm_start_noise: Standard deviation of the noise that is added to each row of the warm
+            start's Q, relative to the RMS of the row's elements. Requires ``warm_start``.
+        check_every: Number of steps between two checks that the factors are equal on all processes.
+            If they differ, a warning names the parameter and the ranks, all processes take rank
+            0's factors, and ``Compression.stats()["differences"]`` counts it. 0: never check.
         allow_discard: Whether ``Compression.discard_step`` may be called. Each step then keeps a
-            copy of the residuals and factors before it, which takes their memory once more.
+            copy of its residuals and factors, which doubles their memory.
 
     Raises:
-        ValueError: If a value is not allowed, alone or in combination with another field. The
-            message names the field, the value and what is allowed.
+        ValueError: If a value is not allowed, alone or in combination with others. The message
+            names the field, the value and what is allowed.
     """
 
     matrix_approximation_rank: int = 16
@@ -151,7 +147,7 @@ class Options:
         """Returns the defaults of torch's powerSGD_hook: rank 1 in float32, after 1000 exact steps.
 
         Args:
-            fields: Values of fields that replace those defaults.
+            fields: Fields that differ from those defaults.
         """
         torchs = {
             "matrix_approximation_rank": 1,
@@ -162,14 +158,14 @@ class Options:
 
     @classmethod
     def from_hook_state(cls, state: PowerSGDState, **fields: Any) -> Options:
-        """Returns the options that match the state of torch's powerSGD_hook, as in float32.
+        """Returns the options that match the state of torch's powerSGD_hook, in float32.
 
         Args:
-            state: State of the hook. It holds a random generator and not its seed.
-            fields: Values of fields that replace those of the state.
+            state: State of the hook. Its random seed can't be read and is not copied.
+            fields: Fields that differ from the state's.
 
         Raises:
-            ValueError: If ``state`` has none of a hook's fields, or a value is not allowed.
+            ValueError: If ``state`` is not the state of such a hook, or a value is not allowed.
         """
         if not hasattr(state, _NAMES[0]):
             raise ValueError(f"state must be a PowerSGDState, got {type(state).__name__}")
@@ -190,11 +186,11 @@ _configured: Options | None = None
 def configure(options: Options | None) -> None:
     """Sets the options of the process groups that this process creates from now on.
 
-    The options replace the ``POWERSGD_*`` environment variables. The ``pg_options`` of a group
-    replace the options.
+    They take precedence over the ``POWERSGD_*`` environment variables. A group's ``pg_options``
+    take precedence over them.
 
     Args:
-        options: Options of all later groups. None restores those of the environment.
+        options: Options of all later groups. None goes back to those of the environment.
 
     Raises:
         ValueError: If ``options`` is neither ``Options`` nor None.

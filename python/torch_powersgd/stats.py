@@ -18,17 +18,17 @@ SOON = 20  # A start of compression within so many steps needs no notice.
 def stats(group: dist.ProcessGroup | None = None, *, flat: bool = False) -> dict[str, Any]:
     """Returns this process's counts of a group since it was created. It is not collective.
 
-    They cover all that was reduced in the group, attached or not. ``Compression.stats``, of what
-    ``attach`` returns, has those of one module, and its layers.
+    They cover everything that was reduced in the group, attached or not. For the counts of one
+    module and its layers, use ``Compression.stats`` of the handle that ``attach`` returned.
 
     Args:
         group: The process group. None is the default group.
-        flat: Whether to return numbers alone, as in ``Compression.stats``.
+        flat: Whether to return only numbers, as in ``Compression.stats``.
 
     Returns:
-        The dictionary of ``Compression.stats`` without the residuals and layers. ``compressing`` is
-        whether anything was compressed; ``starts_at`` the first step that is, where several modules
-        are attached.
+        The dictionary of ``Compression.stats`` without residuals and layers. ``compressing``:
+        whether anything was compressed. ``starts_at``: the first step of any attached module that
+        is.
 
     Raises:
         ValueError: If the group has no powersgd backend.

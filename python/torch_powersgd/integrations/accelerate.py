@@ -8,7 +8,7 @@
     ddp, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     attach(accelerator, ddp)
 
-With local steps, an average every ten steps in place of one in each, nothing of this is needed:
+For local steps, which average every ten steps, you need none of this:
 
     steps = torch_powersgd.LocalSGD(ddp, optimizer, sync_every=10, scaler=accelerator.scaler)
     accelerator.register_for_checkpointing(steps)
@@ -40,7 +40,7 @@ def attach(
     """Compresses the gradients of a module, and saves the state with the accelerator's. Collective.
 
     The residuals follow the accelerator's GradScaler, if it has one. ``accelerator.save_state`` and
-    ``load_state`` then have the state of compression as well.
+    ``load_state`` save and load the state of the compression too.
 
     Args:
         accelerator: The Accelerator that has prepared the module.
@@ -51,8 +51,7 @@ def attach(
         What ``torch_powersgd.attach`` returns.
 
     Raises:
-        ValueError: If the module cannot be attached, as ``torch_powersgd.attach`` says. It is
-            raised on every rank.
+        ValueError: On every process, as ``torch_powersgd.attach``.
     """
     module = getattr(module, "_orig_mod", module)  # Accelerate compiles the wrapped module.
     compression = attach_module(module, options, scaler=accelerator.scaler)

@@ -5,7 +5,7 @@
 
     trainer = Trainer(strategy=PowerSGDStrategy(), ...)
 
-With local steps, an average every ten steps in place of one in each:
+With local steps, to average every ten steps:
 
     every_ten = functools.partial(torch_powersgd.LocalSGD, sync_every=10)
     trainer = Trainer(strategy=PowerSGDStrategy(local_steps=every_ten), ...)
@@ -41,15 +41,15 @@ KEY = "torch_powersgd"  # of the state in a checkpoint
 class PowerSGDStrategy(DDPStrategy):
     """Lightning's DDP over a powersgd group, with the module attached and its state saved.
 
-    The backend is ``"cpu:powersgd"`` where Lightning trains on CPUs, and
-    ``"cpu:gloo,cuda:powersgd"`` on GPUs. The residuals follow the scaler of ``"16-mixed"``. Every
-    checkpoint has the state, and a checkpoint without it starts compression anew.
+    The backend is ``"cpu:powersgd"`` if Lightning trains on CPUs, and ``"cpu:gloo,cuda:powersgd"``
+    on GPUs. The residuals follow the scaler of ``"16-mixed"``. Checkpoints include the state. From
+    a checkpoint without one, compression starts anew.
 
     Args:
         options: Options, or None for those of the process group.
         local_steps: Function of the DDP module, the optimizer and ``scaler=`` that returns a
-            ``LocalSGD`` or ``DiLoCo``, which then takes the place of ``attach`` and has its own
-            options. None: every step is averaged.
+            ``LocalSGD`` or ``DiLoCo``. It replaces ``attach``, and has options of its own. None:
+            average in every step.
         ddp_arguments: Arguments of ``DDPStrategy``.
     """
 

@@ -7,7 +7,7 @@
     trainer = Trainer(model, TrainingArguments(...), ...)
     attach(trainer)
 
-With local steps, an average every ten steps in place of one in each:
+With local steps, to average every ten steps:
 
     local_steps(trainer, functools.partial(torch_powersgd.LocalSGD, sync_every=10))
 
@@ -42,10 +42,10 @@ FILE = "powersgd.pt"  # in the folder of a checkpoint
 
 
 def attach(trainer: Trainer, options: Options | None = None) -> None:
-    """Compresses the gradients of a trainer's model. Each of its checkpoints holds the state.
+    """Compresses the gradients of a trainer's model, and saves the state in its checkpoints.
 
-    The module is attached when ``trainer.train`` has made it, and resumes from the checkpoint that
-    the trainer resumes from. A checkpoint without the state starts compression anew.
+    The module is attached once ``trainer.train`` has made it. If the trainer resumes from a
+    checkpoint, so does the compression; from a checkpoint without its state, it starts anew.
 
     Args:
         trainer: The Trainer, before ``train``.
@@ -55,7 +55,7 @@ def attach(trainer: Trainer, options: Options | None = None) -> None:
 
 
 def local_steps(trainer: Trainer, make: Callable[..., LocalSGD]) -> None:
-    """Makes a trainer take local steps, with checkpoints and ends as ``attach``.
+    """Makes a trainer take local steps, and saves their state in its checkpoints.
 
     Args:
         trainer: The Trainer, before ``train``.

@@ -17,20 +17,20 @@ from torch_powersgd.options import Options
 class DiLoCo(LocalSGD):
     """Local steps whose mean changes are the gradients of an outer optimizer, compressed.
 
-    It does as ``LocalSGD`` does, but in a round: the mean of anchor - parameter, where the anchor
-    is the parameter after the round before, is the gradient with which ``outer_optimizer`` moves
-    the anchor. In DiLoCo (Douillard et al., arXiv:2311.08105) that is SGD with a learning rate of
-    0.7 and Nesterov momentum of 0.9; over few processes less momentum learns better.
+    It works like ``LocalSGD`` except in a round. There, the mean of anchor - parameter becomes the
+    gradient with which ``outer_optimizer`` moves the anchor, which is the parameter as of the last
+    round. DiLoCo (Douillard et al., arXiv:2311.08105) uses SGD with a learning rate of 0.7 and
+    Nesterov momentum of 0.9. With few processes, less momentum learns better.
 
         outer = torch.optim.SGD(model.parameters(), lr=0.8, momentum=0.3, nesterov=True)
         with torch_powersgd.DiLoCo(model, optimizer, outer, sync_every=10):
             ...
 
     Args:
-        outer_optimizer: Optimizer of the model's parameters. It gets the anchors in their place,
-            which are in float32 or wider. Schedulers of its learning rate go on working. Warm-up
-            rounds average without it.
-        others: Those of ``LocalSGD``.
+        outer_optimizer: Optimizer of the model's parameters. Its parameters are replaced by the
+            anchors, which are float32 or wider. Schedulers of its learning rate keep working. The
+            rounds of the warm-up don't use it.
+        others: The other arguments of ``LocalSGD``.
 
     Raises:
         ValueError: As ``LocalSGD``, or if the outer optimizer lacks a trainable parameter.

@@ -29,15 +29,15 @@ _BROADCAST_BYTES = 250 << 20  # as DDP's
 class LocalSGD(Stateful):
     """Averages every ``sync_every`` steps how far the parameters have moved, compressed.
 
-    Between two rounds each process trains by itself, and nothing is sent. A round makes the
-    parameters of all processes equal: those of the round before plus the mean of the changes since.
-    What the low-rank factors miss of the changes stays in the residual for later rounds, so that
-    nothing is lost. Local SGD (Stich, arXiv:1805.09767) averages the parameters themselves, of
-    which a residual would be out of date.
+    Between two rounds each process trains on its own, and nothing is sent. In a round, the mean of
+    the processes' changes since the last round is added to the parameters of that round, which
+    makes the parameters equal on all processes. What the low-rank factors miss of the changes stays
+    in the residual for later rounds, so nothing is lost. (Local SGD as in Stich, arXiv:1805.09767,
+    averages the parameters themselves. A residual of those would soon be out of date.)
 
-    It begins where it is made: all processes get rank 0's parameters and buffers, and DDP averages
-    no gradients from then on. A hook of the optimizer counts the steps, so that the training loop
-    stays as it is:
+    It starts when you create it: all processes get rank 0's parameters and buffers, and DDP stops
+    averaging gradients. A hook of the optimizer counts the steps, so your training loop stays as it
+    is:
 
         ddp = DistributedDataParallel(model)  # or the model itself
         optimizer = torch.optim.AdamW(ddp.parameters())
@@ -47,32 +47,32 @@ class LocalSGD(Stateful):
                 loss_of(ddp, batch).backward()
                 optimizer.step()
 
-    At the end of the block, or in ``detach`` without one, the models become their exact mean. Every
-    process must take the same number of steps. It is torch's ``Stateful``, for ``dcp.save``.
+    At the end of the block, or in ``detach`` if there is none, the models become their exact mean.
+    Every process must take the same number of steps. It is a torch ``Stateful``, for ``dcp.save``.
 
     Args:
         model: Module whose trainable parameters are averaged. DDP over the processes of ``group``
-            is as the module inside of it. DDP over other processes, or FSDP2, goes on averaging
+            counts as the module inside it. DDP over other processes, or FSDP2, keeps averaging
             gradients in every step, within a host or a replica.
         optimizer: Optimizer whose steps are counted.
         sync_every: Number of steps from one round of a parameter to its next.
-        options: As in ``attach``, which gets the changes by name. A step of the options is a round.
-            Unless they name ``start_powerSGD_iter``, only the rounds of the warm-up are exact.
-        fragments: Number of parts of the model, of about the same size, that have rounds in turns,
-            one every ``sync_every / fragments`` steps (Streaming DiLoCo, arXiv:2501.18512). It must
-            divide ``sync_every``.
-        fragment_sync_delay: Number of steps that go on while a round is on its way, less than
-            ``sync_every``. They are added to what the round yields.
-        warmup_steps: Number of steps at the start after each of which all parameters have a round.
-        average_buffers: Whether rounds also average the persistent floating buffers, such as the
-            statistics of a batch normalization, exactly. Others are left alone.
+        options: As in ``attach``. A step of the options is a round. Unless you set
+            ``start_powerSGD_iter``, only the rounds of the warm-up are exact.
+        fragments: Number of parts of the model, of about the same size, that take turns: one of
+            them has a round every ``sync_every / fragments`` steps (Streaming DiLoCo,
+            arXiv:2501.18512). It must divide ``sync_every``.
+        fragment_sync_delay: Number of steps that training continues while a round is in flight,
+            less than ``sync_every``. The round keeps what they have changed.
+        warmup_steps: Number of steps at the start that each end with a round of all parameters.
+        average_buffers: Whether rounds also average persistent floating-point buffers, such as the
+            statistics of batch normalization. They are sent whole.
         group: Group to average over, with a powersgd backend for the parameters' device. None is
-            the default group. Where DDP or FSDP2 is inside, it has one process of each replica.
-        scaler: ``GradScaler`` of the training, whose skipped steps then count as well.
+            the default group. If DDP or FSDP2 works inside, it has one process of each replica.
+        scaler: ``GradScaler`` of the training. The steps that it skips then count as well.
 
     Raises:
-        ValueError: On every process, if an argument is not valid, or the processes' arguments or
-            parameters differ.
+        ValueError: On every process, if an argument is not valid, or if arguments or parameters
+            differ between processes.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class LocalSGD(Stateful):
             log.notice(summary.announcement(*self._described, self._fragments))
 
     def sync(self, exact: bool = False) -> None:
-        """Averages now what has changed since the last round, in all fragments. Collective.
+        """Has a round of all fragments now. Collective.
 
-        The model is then the same on all processes, as for a checkpoint or an evaluation. The
-        rounds to come stay where they are.
+        It makes the model the same on all processes, for a checkpoint or an evaluation. The
+        schedule of later rounds doesn't change.
 
         Args:
-            exact: Whether the parameters become the mean of the processes' parameters itself: the
-                changes are sent whole, and an outer optimizer takes no part.
+            exact: Whether to set the parameters to their exact mean over the processes: the changes
+                are sent whole, and an outer optimizer isn't used.
         """
         self._finish_all()
         with contextlib.ExitStack() as paused:
@@ -143,9 +143,9 @@ class LocalSGD(Stateful):
     def step_skipped(self) -> None:
         """Counts a step that this process's optimizer did not take.
 
-        The processes count their own steps to know when a round is due. Call it where one of them
-        may skip ``optimizer.step()``, as for a gradient that is not finite. ``scaler=`` does it by
-        itself.
+        Each process counts its own steps to know when a round is due. Call this in place of
+        ``optimizer.step()`` on a process that skips it, for example because a gradient is not
+        finite. ``scaler=`` calls it for you.
         """
         self._count_step()
 
@@ -153,11 +153,11 @@ class LocalSGD(Stateful):
         """Returns this process's counts. It is not collective.
 
         Returns:
-            A dictionary. ``steps`` of the optimizer and ``rounds`` of a fragment, which include
-            those before a checkpoint that was loaded; ``dropped_rounds``, in which a parameter was
-            not finite. ``bytes_before``: what averaging the gradients in every step would have
-            sent, in their own type; ``bytes_after``: what was sent; ``ratio`` of the two.
-            ``round_ratio``: the same for the compressed rounds, against the steps between them.
+            A dictionary. ``steps`` of the optimizer and ``rounds`` of fragments, including those
+            before a checkpoint that was loaded. ``dropped_rounds``, in which a parameter was not
+            finite. ``bytes_before``: what averaging the gradients in every step would have sent, in
+            their own type. ``bytes_after``: what was sent. ``ratio`` of the two. ``round_ratio``:
+            the same for compressed rounds and the steps between them.
         """
         if self._last_stats:
             return dict(self._last_stats)
@@ -180,10 +180,10 @@ class LocalSGD(Stateful):
         """Returns the state. Collective without ``per_rank``. A round in flight ends first.
 
         Args:
-            per_rank: As in ``Compression.state_dict``. False: any number of processes can load the
-                state, and goes on from the last round; call ``sync`` before, so that no local step
-                is lost. True: each process saves its own, with its model and optimizer, and goes on
-                bit for bit.
+            per_rank: As in ``Compression.state_dict``. If False, any number of processes can load
+                the state, and they continue from the last round; call ``sync`` first to keep the
+                local steps since. If True, each process saves its own state, along with its model
+                and optimizer, and continues bit for bit.
         """
         self._finish_all()
         progress = Progress(
@@ -194,8 +194,8 @@ class LocalSGD(Stateful):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what ``state_dict`` returned. Collective.
 
-        Without ``per_rank``, the parameters become those of the last round on all processes. With
-        it, load the model and the optimizer as well.
+        A state without ``per_rank`` sets the parameters to those of the last round on all
+        processes. With ``per_rank``, load the model and the optimizer as well.
 
         Raises:
             ValueError: On every process alike and before anything changes, if the state does not
@@ -218,10 +218,9 @@ class LocalSGD(Stateful):
         return PerRank(self)
 
     def detach(self) -> None:
-        """Ends the local steps with ``sync(exact=True)``, if any was taken. Collective.
+        """Ends the local steps, with ``sync(exact=True)`` if any was taken. Collective.
 
-        DDP averages gradients again. What is in the residuals is lost, unless ``state_dict`` is
-        called before.
+        DDP averages gradients again. The residuals are lost unless you call ``state_dict`` first.
         """
         if self._moved:
             self.sync(exact=True)

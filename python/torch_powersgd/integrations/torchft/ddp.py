@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class DistributedDataParallel(torchft.DistributedDataParallel):
-    """torchft's module, whose hook goes on after an error, as the manager does.
+    """torchft's module, with a hook that survives an error.
 
-    The hook of torchft 0.2.0 fails an assertion in the bucket that another replica has left, and in
-    each bucket after it. That ends the process, over any process group.
+    The hook of torchft 0.2.0 fails an assertion in the bucket in which another replica leaves, and
+    in each bucket after it. That ends the process, with any process group.
     """
 
     @staticmethod

@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 class ProcessGroupPowerSGD(ProcessGroupWrapper):
     """The process group of torchft's ``Manager``, which compresses what is attached to it.
 
-    Everything else is exact. A new quorum keeps the residual of each replica that stays: what it
-    has not sent yet is sent to the replicas of then. All take over the factors of one that has
-    taken the most steps. A step that ``should_commit`` drops is undone: residual and factors become
-    what they were before it, to the bit, at the cost of a copy of both (``allow_discard``).
+    Everything else is averaged exactly. A replica that stays keeps its residual through every
+    quorum, and sends it to whichever replicas are there. All replicas take over the factors of one
+    that has taken the most steps. If ``should_commit`` drops a step, residuals and factors go back
+    to what they were before it, to the bit. This takes a copy of both (``allow_discard``).
 
     Args:
-        timeout: Time that a collective or the making of a group may take.
-        options: A complete ``Options``, or a mapping of some of its fields, which is laid over
-            those of ``configure`` and the environment. ``scope`` is "attached" and
-            ``allow_discard`` True in any case.
+        timeout: Time limit of a collective, and of creating a group.
+        options: A complete ``Options``, or a mapping of the fields that differ from those of
+            ``configure`` and the environment. ``scope`` is always "attached", and
+            ``allow_discard`` True.
 
     Raises:
         ValueError: If the options are not valid.
@@ -65,21 +65,21 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
     ) -> Compression:
         """Compresses the gradients of a module layer by layer.
 
-        Every replica calls it before its first quorum, with the same modules in one order.
+        Every replica must call it before its first quorum, with the same modules in one order.
 
         Args:
-            module: A ``DistributedDataParallel`` module of this package, made with this manager;
-                one of torchft's class trains alike, until a replica leaves in a step. Or the root
-                of a module that FSDP2 has sharded over the processes of one replica: its all-reduce
-                hooks then average over the replicas.
+            module: A ``DistributedDataParallel`` module of this package, made with this manager.
+                (torchft's own class works too, until a replica leaves in the middle of a step.) Or
+                the root of a module that FSDP2 has sharded over the processes of one replica, whose
+                all-reduce hooks then average over the replicas.
             manager: The manager whose process group this is.
 
         Returns:
-            The handle of the compression. Its ``state_dict`` needs ``per_rank=True``: without, it
-            waits for replicas that may be gone.
+            A handle. Call its ``state_dict`` with ``per_rank=True``; without, it would wait for
+            replicas that may be gone.
 
         Raises:
-            ValueError: If the module cannot be attached, or a quorum was there before.
+            ValueError: If the module can't be attached, or there was a quorum before.
         """
         kind: Callable[..., Attached]
         if isinstance(module, torchft.DistributedDataParallel):
@@ -94,15 +94,15 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
         return self._attach(kind, module, manager)
 
     def attach_diloco(self, diloco: DiLoCo, manager: Manager) -> list[Compression]:
-        """Compresses the changes that torchft's ``DiLoCo`` averages. As ``attach``.
+        """Like ``attach``, for what torchft's ``DiLoCo`` averages.
 
-        A fragment's changes are sent together. Its rounds are the steps of the options.
+        A step of the options is a round of a fragment.
 
         Returns:
-            The handle of each fragment's compression.
+            A handle for each fragment.
 
         Raises:
-            ValueError: If it packs or quantizes the changes, or a quorum was there before.
+            ValueError: If it packs or quantizes what it sends, or there was a quorum before.
         """
         if not isinstance(diloco, DiLoCo):
             raise ValueError(f"attach_diloco takes torchft's DiLoCo, got {type(diloco).__name__}")
