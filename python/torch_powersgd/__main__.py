@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command line.
+"""The command line: ``powersgd``, or ``python -m torch_powersgd``.
 
-python -m torch_powersgd --version
-python -m torch_powersgd doctor
-python -m torch_powersgd plan MODULE:FACTORY --rank 16 --wire-dtype int8
+powersgd --version
+powersgd doctor
+powersgd plan MODULE:FACTORY --rank 16 --wire-dtype int8
 torchrun ... -m torch_powersgd advise MODULE:FACTORY --step MODULE:FUNCTION
 """
 
@@ -14,10 +14,13 @@ import functools
 import importlib
 import inspect
 import itertools
+import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,8 +46,8 @@ Shows which parameters of a model PowerSGD compresses, and how many bytes a step
 It needs no process group and no GPU.
 """
 DOCTOR = """\
-Shows versions, kernels, inner backends, network interfaces and environment variables, and what
-would be refused here and why. An issue on this package should have this output.
+Says what would be refused here and why, and shows versions, kernels, inner backends, network
+interfaces and environment variables. An issue on this package should have this output.
 It needs no process group. The exit status is 1 if there is a problem.
 """
 ADVISE = """\
@@ -188,13 +191,13 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m torch_powersgd")
+    parser = argparse.ArgumentParser(prog="powersgd")
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, dest="command")
     _add_plan(commands)
     _add_advise(commands)
     commands.add_parser(
-        "doctor", help="versions, kernels and network here, and what is refused", description=DOCTOR
+        "doctor", help="what is refused here, versions, kernels and network", description=DOCTOR
     )
     return parser
 
@@ -269,6 +272,13 @@ def _advise(arguments: argparse.Namespace) -> None:
         advice.print_advice(measured, introduction, sizes, round_seconds)
 
 
+def _tell_torchrun(error: Exception) -> None:
+    """Makes the error the end of torchrun's report, which would hide it otherwise."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        said = {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": said}))
+
+
 def main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
@@ -276,11 +286,10 @@ def main() -> int:
         return 0 if doctor.print_report() else 1
     try:
         (_plan if arguments.command == "plan" else _advise)(arguments)
-    except advise.SharedError as error:
-        if os.environ["RANK"] == "0":
-            parser.error(str(error))
-        return 2  # The first process has said it.
     except (ValueError, ImportError, AttributeError) as error:
+        _tell_torchrun(error)
+        if isinstance(error, advise.SharedError) and os.environ["RANK"] != "0":
+            return 2  # The first process says it.
         parser.error(str(error))
     return 0
 

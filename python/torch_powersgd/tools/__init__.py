@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The commands ``python -m torch_powersgd plan`` and ``advise``; training does without them."""
+"""The commands ``powersgd plan``, ``advise`` and ``doctor``; training does without them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The output of ``advise``: a table of the measured steps, the verdict, and a line to copy."""
+"""The output of ``advise``: the verdict, a line to copy, and a table of the measured steps."""
 
 from __future__ import annotations
 
@@ -32,19 +32,15 @@ def print_advice(
     sizes: Sequence[Measured] = (),
     round_seconds: float = 0.0,
 ) -> None:
-    """Prints a sentence on what was measured, the table, and what to do.
+    """Prints the verdict and what to do, what was measured, and the table.
 
     Args:
         measured: a step without averaging, the plain one, and the settings.
-        introduction: the sentence.
+        introduction: says what was measured.
         sizes: the recommended setting with DDP's own buckets, and with others.
         round_seconds: a round of local steps with the default options, or 0.
     """
     chosen, sentences = verdict(measured)
-    say(introduction)
-    print()
-    table_of(measured, chosen).print()
-    print()
     for sentence in sentences:
         say(sentence)
     if chosen is not None and chosen.options is not None:
@@ -54,11 +50,15 @@ def print_advice(
                 f"With bucket_cap_mb={size.bucket_cap_mb} a step takes {ms_text(size.median)} ms, "
                 f"in place of {ms_text(sizes[0].median)} ms with DDP's own buckets."
             )
-        print(f"\n{lines_to_copy(chosen.options, size.bucket_cap_mb if size else None)}\n")
-        say(LOSS)
-    if sentence := local_steps(measured, sizes, round_seconds):
-        print()
-        say(sentence)
+        print(f"\n{lines_to_copy(chosen.options, size.bucket_cap_mb if size else None)}")
+    print()
+    say(introduction)
+    print()
+    table_of(measured, chosen).print()
+    for note in (LOSS if chosen else "", local_steps(measured, sizes, round_seconds)):
+        if note:
+            print()
+            say(note)
 
 
 def waits(measured: Sequence[Measured], sizes: Sequence[Measured] = ()) -> bool:

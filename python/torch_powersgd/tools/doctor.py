@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Says what this installation is and what it would refuse: ``python -m torch_powersgd doctor``."""
+"""Says what this installation would refuse, and what it is: ``powersgd doctor``."""
 
 from __future__ import annotations
 
@@ -65,11 +65,16 @@ def problems() -> list[Problem]:
 
 
 def print_report() -> bool:
-    """Prints the facts and the problems. Returns whether there are no problems."""
+    """Prints the problems and the facts. Returns whether there are no problems."""
+    if found := problems():
+        rows = [(f"{number}.", str(problem)) for number, problem in enumerate(found, 1)]
+        _print("Something is refused or fails here:", rows)
+    else:
+        devices = " and ".join(filter(_C.has_kernels, device_types()))
+        say(f"Nothing is refused here: gradients on {devices} can be compressed.")
+    print()
     for title, rows in sections().items():
         _print(title, rows)
-    found = problems()
-    _print("problems", [(f"{number}.", str(problem)) for number, problem in enumerate(found, 1)])
     return not found
 
 

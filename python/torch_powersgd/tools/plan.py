@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Shows how far each parameter of a model is compressed: ``python -m torch_powersgd plan``."""
+"""Shows how far each parameter of a model is compressed: ``powersgd plan``."""
 
 from __future__ import annotations
 

@@ -59,7 +59,12 @@ def test_a_command_runs(block: Block, tmp_path: Path) -> None:
         (tmp_path / module).parent.mkdir(exist_ok=True)
         (tmp_path / module).write_text(MODELS)
     package = str(Path(torch_powersgd.__file__).parents[1])
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    script = tmp_path / "bin" / "powersgd"  # of the package that is tested, installed or not
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m torch_powersgd "$@"\n')
+    script.chmod(0o755)
+    folders = script.parent, Path(sys.executable).parent, os.environ["PATH"]
+    path = os.pathsep.join(map(str, folders))
     ended = subprocess.run(
         ["bash", "-eu", "-c", block.code],
         cwd=tmp_path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import email
 import email.message
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import torch_powersgd as tp
+import torch_powersgd.__main__
 from setup_support import metadata
 from support.repository import ROOT
 from torch_powersgd._core import _C
@@ -107,6 +109,9 @@ def test_a_wheel_takes_the_torch_that_it_was_built_with(
     extras = {"bench", "demo", "docs", "lint", "rich", "test", "test-long"}
     assert set(message.get_all("Provides-Extra", [])) == extras
     assert relative_targets(str(message.get_payload())) == []
+    scripts = importlib.metadata.PathDistribution(file.parent).entry_points
+    (command,) = scripts.select(group="console_scripts")
+    assert (command.name, command.load()) == ("powersgd", torch_powersgd.__main__.main)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,7 @@ def test_a_wheel_is_imported_where_there_is_no_compiler(
     assert re.match(rf"torch_powersgd-{VERSION}\+torch{re.escape(TORCH)}\.\w+-cp", wheel.name)
     subprocess.run([*pip, "install", "--no-deps", f"--target={installed}", wheel], check=True)
     ended = subprocess.run(
-        [sys.executable, "-m", "torch_powersgd", "doctor"],
+        [installed / "bin" / "powersgd", "doctor"],
         cwd=tmp_path,
         env={"PATH": "", "PYTHONPATH": str(installed)},
         capture_output=True,

@@ -133,9 +133,10 @@ def test_the_table() -> None:
 
 def test_the_line_is_printed_if_a_setting_pays(capsys: pytest.CaptureFixture[str]) -> None:
     print_advice(_measured(200, _setting(16, 100)), "Two processes.")
-    said = capsys.readouterr().out
-    assert said.startswith("Two processes.\n")
-    assert "\ntorch_powersgd.attach(ddp, " in said
+    verdict_of, table_and_notes = capsys.readouterr().out.split("\nTwo processes.\n")
+    assert verdict_of.startswith("Compression pays here")
+    assert "\ntorch_powersgd.attach(ddp, " in verdict_of
+    assert "plain gloo" in table_and_notes
     print_advice(_measured(100, _setting(16, 100)), "Two processes.")
     assert "attach" not in capsys.readouterr().out
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import torch_powersgd.__main__
 from support import launch, ranks
@@ -71,6 +73,7 @@ def _run(*arguments: str) -> tuple[object, str]:
 def _run_rank(rank: int, folder: Path, port: int, arguments: list[str]) -> tuple[object, str]:
     launch.enter(rank, 2, port)
     sys.path.insert(0, str(folder))
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error_{rank}.json")
     return _run(*arguments)
 
 
@@ -119,6 +122,9 @@ def test_an_error_ends_all_processes_and_one_says_it(
     assert (code_0, code_1) == (2, 2)
     assert message in said
     assert "error" not in silent
+    for rank in range(2):
+        reported = ProcessFailure(rank, 0, 2, str(folder / f"error_{rank}.json"))
+        assert str(reported.error_file_data["message"]["message"]) in said, "torchrun says the same"
 
 
 def test_a_process_that_fails_in_the_measurement_leaves_none_waiting(folder: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m torch_powersgd doctor: what is installed, and what would be refused."""
+"""powersgd doctor: what would be refused, and what is installed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_a_bad_environment_is_named(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,no-such0")
     monkeypatch.setattr(sys, "argv", ["torch_powersgd", "doctor"])
     assert torch_powersgd.__main__.main() == 1
-    said = " ".join(capsys.readouterr().out.split("problems")[1].split())
+    said = " ".join(capsys.readouterr().out.split("\nversions\n")[0].split())
+    assert said.startswith("Something is refused or fails here: 1. ")
     assert "1. No group starts: environment variable POWERSGD_WIRE_DTYPE: wire_dtype" in said
     assert "got 'int9'. Correct or unset the variable." in said
     assert "2. POWERSGD_RANK is not an option and has no effect" in said

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""python -m torch_powersgd plan: which parameters are compressed, and how far."""
+"""powersgd plan: which parameters are compressed, and how far."""
 
 from __future__ import annotations
 
@@ -209,5 +209,5 @@ def test_a_wrong_argument_is_a_usage_error(
         plan(*arguments)
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("usage: python -m torch_powersgd")
+    assert said.startswith("usage: powersgd ")
     assert re.search(message, said, re.DOTALL)
