@@ -42,6 +42,10 @@ class Compression(Stateful):
 
     Dropping the handle doesn't end the compression; the end of the module does. After a DDP wrapper
     is gone, the handle keeps the residuals for ``attach(previous=...)`` as long as the model lives.
+
+    Attributes:
+        group: The process group that is averaged over.
+        options: The options in effect.
     """
 
     def __init__(
