@@ -45,8 +45,8 @@ def _table(directives: str) -> str:
         source = f"[{file.name}](../{file.relative_to(SOURCES.parent)})"
         rows.append(_row(name + _call_of(node), _docstring(node), source))
         if isinstance(node, ast.ClassDef):
-            members = re.search(r"members: (.*)", options)
-            shown = re.findall(r"\w+", members[1]) if members else None
+            members = re.search(r"members: (?:false|\[(.*)\])", options)
+            shown = re.findall(r"\w+", members[1] or "") if members else None
             rows += [_row(f".{member}", text) for member, text in _members(node, shown)]
     return "\n".join(rows) + "\n"
 

@@ -15,7 +15,7 @@ import torch_powersgd
 from support.repository import ROOT
 
 DOCS = ROOT / "docs"
-MARKDOWN = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+MARKDOWN = sorted({*PAGES, *ROOT.glob("*.md")})
 
 
 def _anchors(text: str) -> set[str]:

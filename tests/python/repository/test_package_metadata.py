@@ -159,8 +159,20 @@ def test_links_of_the_readme_lead_to_files_of_the_repository() -> None:
     assert relative_targets(readme) != []
     text = metadata.absolute_links(readme, REPOSITORY)
     assert relative_targets(text) == []
-    paths = re.findall(rf"{re.escape(REPOSITORY)}/(?:blob|raw)/HEAD/([^)\"'\s#]+)", text)
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert missing_files(text) == []
+
+
+def missing_files(text: str) -> list[str]:
+    """The paths of the repository's links that lead nowhere."""
+    paths = re.findall(rf"{re.escape(REPOSITORY)}/(?:blob|raw|tree)/HEAD/([^)\"'\s#]+)", text)
+    return [path for path in paths if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("file", ["pyproject.toml", ".github/ISSUE_TEMPLATE/config.yml"])
+def test_links_to_the_repository_lead_to_files(file: str) -> None:
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert REPOSITORY in text
+    assert missing_files(text) == []
 
 
 @pytest.mark.parametrize(
