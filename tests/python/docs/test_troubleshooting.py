@@ -184,7 +184,13 @@ def _has_longest_part(line: str, message: Message) -> bool:
 
 QUOTED = list(_quotations((ROOT / "docs" / "troubleshooting.md").read_text()))
 # Messages of torch and of the tools around it, which the page explains as well.
-OF_OTHERS = ("Unknown c10d backend type", "Timed out waiting", "No backend of type", "/usr/bin/ld")
+OF_OTHERS = (
+    "Unknown c10d backend type",
+    "Timed out waiting",
+    "No backend of type",
+    "No matching distribution found",
+    "/usr/bin/ld",
+)
 # All checks of options in the core have one form, which has one row. Commands explain their errors
 # themselves. The rest becomes part of other messages, or asserts what no user can break.
 NOT_EXPLAINED = (

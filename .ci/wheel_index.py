@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Makes the indexes that pip installs wheels from (PEP 503).
+
+    python .ci/wheel_index.py FOLDER < LINKS
+
+LINKS has a link to a wheel on each line, .../NAME.whl#sha256=HASH. The wheels stay where they are.
+
+pip takes the highest version of an index and replaces the installed torch if that version requires
+another one. So the wheels of one torch and device have an index of their own. torch.__version__
+tells which: 2.13.0+cu130 that of FOLDER/torch2.13.0/cu130.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import unquote
+
+_LINK = re.compile(
+    r"(?:.*/)?(?P<wheel>torch_powersgd-[^-+]+\+torch(?P<torch>[^-]+)\.(?P<device>cpu|cu\d+)-[^/]+\.whl)"
+    r"#sha256=[0-9a-f]{64}"
+)
+
+
+def make_indexes(folder: Path, links: Iterable[str]) -> None:
+    """Writes a page for each torch and device, and those that lead there, to `folder`."""
+    pages: defaultdict[Path, dict[str, str]] = defaultdict(dict)  # texts by link, by folder
+    for link in links:
+        match = _LINK.fullmatch(unquote(link))
+        if match is None:
+            raise SystemExit(
+                "a link must be .../torch_powersgd-VERSION+torchVERSION.DEVICE-TAGS.whl#sha256=HASH"
+                f" with the device cpu or cuNNN, got {link}"
+            )
+        place = folder / f"torch{match['torch']}" / match["device"] / "torch-powersgd"
+        pages[place][link] = match["wheel"]
+        while place != folder:
+            pages[place.parent][f"{place.name}/"] = place.name
+            place = place.parent
+    for place, texts in pages.items():
+        place.mkdir(parents=True, exist_ok=True)
+        anchors = (
+            f'<a href="{html.escape(link)}">{text}</a><br>\n' for link, text in texts.items()
+        )
+        (place / "index.html").write_text(
+            "<!DOCTYPE html>\n<title>Wheels of torch-powersgd</title>\n" + "".join(sorted(anchors))
+        )
+
+
+if __name__ == "__main__":
+    make_indexes(Path(sys.argv[1]), sys.stdin.read().split())
