@@ -81,7 +81,7 @@ c10::intrusive_ptr<c10d::Work> BucketReducer::reduce_expected(const at::Tensor& 
   if (compressor) {
     return session_->allreduce_compressed(compressor, gradient, step, stats_, opts.timeout);
   }
-  stats_->add_exact(static_cast<int64_t>(buffer.nbytes()));
+  session_->count_exact(static_cast<int64_t>(buffer.nbytes()), *stats_);
   return nullptr;
 }
 

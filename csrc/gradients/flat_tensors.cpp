@@ -72,7 +72,7 @@ c10::intrusive_ptr<c10d::Work> FlatTensors::reduce(const std::vector<at::Tensor>
     session_->run_after_steps(tensor.device(), [&] { admitted->to_prepare->prepare(); });
   }
   if (!admitted->compressor) {
-    session_->stats()->add_exact(static_cast<int64_t>(tensor.nbytes()));
+    session_->count_exact(static_cast<int64_t>(tensor.nbytes()), *session_->stats());
     return nullptr;
   }
   if (!admitted->to_drop.empty()) {

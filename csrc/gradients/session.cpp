@@ -109,7 +109,7 @@ Session::WorkPtr Session::average_exact(at::Tensor gradient, int divisor, Stats&
   // Divided first and by multiplication, as DDP does without a hook: the bits are the same.
   gradient.mul_(1.0 / divisor);
   const int64_t numel = gradient.is_sparse() ? gradient._values().numel() : gradient.numel();
-  stats.add_exact(numel * static_cast<int64_t>(gradient.element_size()));
+  count_exact(numel * static_cast<int64_t>(gradient.element_size()), stats);
   std::vector<at::Tensor> tensors = {std::move(gradient)};
   return found->inner->allreduce(tensors);
 }

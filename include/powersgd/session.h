@@ -91,6 +91,10 @@ class Session {
   void flush();
   // Makes `gradient` the sum over ranks divided by `divisor`, by the inner backend.
   WorkPtr average_exact(at::Tensor gradient, int divisor, Stats& stats);
+  // Counts a gradient that is sent whole. A rank alone sends nothing.
+  void count_exact(int64_t bytes, Stats& stats) const {
+    if (size_ > 1) stats.add_exact(bytes);
+  }
   // Makes each tensor its mean over ranks, by the engine, after all submitted steps. Blocks.
   void average_after_steps(std::vector<at::Tensor>& tensors);
   // Runs `job` on the engine of `device` after all submitted steps. The second one blocks.
