@@ -166,7 +166,8 @@ struct Bucket {
 
 namespace cpu {
 
-// Returns the name of the instruction set that the stages run with here: avx512, avx2 or baseline.
+// Returns the name of the instruction set that the stages run with here: avx512, avx2, neon or
+// baseline.
 const char* instruction_set();
 
 // Runs body(begin, end) over disjoint ranges that cover [0, count); returns when all have ended.

@@ -61,7 +61,7 @@ MAY_INCLUDE = {
 
 # Other headers that a layer may include. One of the C++ library has neither a slash nor a suffix.
 STANDARD = r"[a-z_0-9]+"
-INTRINSICS = r"immintrin\.h"
+INTRINSICS = r"(immintrin|arm_neon)\.h"
 CUDA_RUNTIME = (
     r"(cuda_runtime|cuda_runtime_api|cuda_bf16|cuda_fp16|cuda_pipeline_primitives)\.h"
     r"|cooperative_groups.*|mma\.h"

@@ -19,6 +19,8 @@
 #include "kernels/cpu/simd/avx512.h"
 #elif POWERSGD_VECTOR_BYTES == 32
 #include "kernels/cpu/simd/avx2.h"
+#elif defined(__aarch64__)
+#include "kernels/cpu/simd/neon.h"
 #else
 #include "kernels/cpu/simd/baseline.h"
 #endif

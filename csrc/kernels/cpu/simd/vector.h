@@ -18,7 +18,11 @@
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 constexpr size_t kVectorBytes = POWERSGD_VECTOR_BYTES;
-constexpr int kRegisters = kVectorBytes == 64 ? 32 : 16;
+#if POWERSGD_VECTOR_BYTES == 64 || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
 
 // In front of a function that works on a tile: all that it calls is inlined into it, so that
 // vectors stay in registers. Builds with sanitizers define it as nothing.

@@ -30,7 +30,11 @@ const char* instruction_set() {
     case Isa::kBaseline:
       break;
   }
+#if defined(__aarch64__)
+  return "neon";
+#else
   return "baseline";
+#endif
 }
 
 void project(const Bucket& bucket, const ParallelFor& parallel_for) {
