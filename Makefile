@@ -17,7 +17,8 @@ PYTHON_FILES = setup.py setup_support python tests/python examples benchmarks do
 TEXT_FILES = $(shell git ls-files ':!LICENSE' ':!docs/images' ':!benchmarks/results' \
   ':!.ci/check_text.py' ':!*/test_check_text.py')
 # One call of .ci/system_packages names all that the goals need.
-PACKAGES_FOR := $(if $(filter test test-cpp test-sanitized,$(MAKECMDGOALS)),tests,build)
+PACKAGES_FOR := $(if $(filter test-aarch64,$(MAKECMDGOALS)),aarch64,$(if \
+  $(filter test test-cpp test-sanitized,$(MAKECMDGOALS)),tests,build))
 
 export MAX_JOBS := $(JOBS)
 # ccache, where there is one, also finds what another folder has compiled.
@@ -29,7 +30,8 @@ export CCACHE_SLOPPINESS := pch_defines,time_macros
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env build tools wheel sdist demo test test-cpp test-python test-quick test-long \
-        test-sanitized bench gpu gpu-programs lint docs format clean system-packages FORCE
+        test-sanitized test-aarch64 bench gpu gpu-programs lint docs format clean system-packages \
+        FORCE
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -81,6 +83,11 @@ test-sanitized: env | system-packages  ## GoogleTest under sanitizers
 	  cmake --build $$folder --parallel $(JOBS) && \
 	  ctest --test-dir $$folder --parallel $(JOBS) --output-on-failure || exit 1; \
 	done
+
+test-aarch64: env | system-packages  ## the CPU kernels' tests on 64-bit ARM, which qemu emulates
+	cmake -S tests/cpp -B build/aarch64 -G Ninja -DCMAKE_TOOLCHAIN_FILE=aarch64.cmake
+	cmake --build build/aarch64 --parallel $(JOBS) --target kernels
+	ctest --test-dir build/aarch64 --parallel $(JOBS) --output-on-failure --tests-regex kernels
 
 bench: build  ## measure again what has changed of what the docs quote; PART=stages: one part
 	$(PYTHON) benchmarks/bench_all.py $(PART)

@@ -13,10 +13,11 @@ import pytest
 
 from support.repository import ROOT
 
-# The last three need nvcc, for which there is a stand-in.
 STEPS = ["tools", "lint", "docs", "test-python", "test-cpp", "test-sanitized"]
-STEPS += ["gpu-programs", ".ci/nvcc_report.sh", ".ci/cuda_torch.sh"]
-
+# These need compilers and an emulator, for which there are stand-ins.
+STEPS += ["gpu-programs", ".ci/nvcc_report.sh", ".ci/cuda_torch.sh", "test-aarch64"]
+TOOLS = ["nvcc", "aarch64-linux-gnu-g++", "qemu-aarch64"]
+SCRIPTS = [".ci/nvcc_report.sh", ".ci/cuda_torch.sh"]
 
 STAND_IN = """#!/bin/sh
 step=${1:-$0}
@@ -27,7 +28,7 @@ case " $FAILING " in *" $step "*) exit 1 ;; esac
 
 @pytest.mark.parametrize("failing", [[], ["docs", "test-cpp", ".ci/cuda_torch.sh"]])
 def test_all_steps_run_and_those_that_fail_are_named(tmp_path: Path, failing: list[str]) -> None:
-    for file in ("bin/make", "bin/nvcc", ".ci/nvcc_report.sh", ".ci/cuda_torch.sh"):
+    for file in (*SCRIPTS, *(f"bin/{tool}" for tool in ["make", *TOOLS])):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(STAND_IN)
         (tmp_path / file).chmod(0o755)

@@ -139,6 +139,16 @@ def test_googletest_and_ccache_stop_nobody(machine: Machine) -> None:
     assert machine.run("tests", user=0)[0] == 0
 
 
+def test_arm_takes_a_cross_compiler_and_an_emulator(machine: Machine) -> None:
+    machine.install(*REQUIRED)
+    status, (missing, _) = machine.run("aarch64", user=1000)
+    assert status == 1
+    assert missing.startswith("The system lacks g++-aarch64-linux-gnu qemu-user ")
+    machine.script("bin/aarch64-linux-gnu-g++", "")
+    machine.script("bin/qemu-aarch64", "")
+    assert machine.run("aarch64", user=1000) == (0, [])
+
+
 def test_an_apt_that_fails_is_reported(machine: Machine) -> None:
     (machine.folder / "offline").touch()
     status, (_, error, remedy) = machine.run("build", user=0)
@@ -153,7 +163,9 @@ def test_another_python_has_packages_of_its_own(machine: Machine) -> None:
     assert machine.installed_by_apt() == ["python3.12-venv python3.12-dev"]
 
 
-@pytest.mark.parametrize(("goal", "packages"), [("test", "tests"), ("demo", "build")])
+@pytest.mark.parametrize(
+    ("goal", "packages"), [("test", "tests"), ("test-aarch64", "aarch64"), ("demo", "build")]
+)
 def test_make_asks_once_for_all(goal: str, packages: str) -> None:
     if shutil.which("make") is None:
         pytest.skip("there is no make")
