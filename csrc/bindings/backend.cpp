@@ -17,6 +17,7 @@
 #include "bindings/stats.h"
 #include "powersgd/backend.h"
 #include "powersgd/interpreter.h"
+#include "powersgd/listening_ports.h"
 #include "powersgd/options.h"
 #include "powersgd/scope_override.h"
 
@@ -104,6 +105,7 @@ void register_backend(py::module_& module) {
           },
           "Makes every step fail before `stage`; '' ends it. For tests.");
   module.def("shutdown_at_exit", &shutdown_at_exit, NoGil());
+  module.def("listen_within", &listen_within, py::arg("first"), py::arg("last"));
   module.def("push_override", &push_override);
   module.def("pop_override", &pop_override);
 }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, _DistributedBackendOptions
 
-from torch_powersgd import log
+from torch_powersgd import log, ports
 from torch_powersgd._core import _C
 from torch_powersgd.group_backends import (
     PLAIN_BACKENDS,
@@ -39,6 +40,9 @@ def register() -> None:
     # key is in upper case and never found. So a group made from a "device:backend" string has no
     # default backend and warns when it is destroyed. torch finds a key in lower case in front.
     dist.Backend._plugins = {NAME: dist.Backend._plugins[NAME.upper()], **dist.Backend._plugins}
+    # Now, for Gloo groups of torch's own as well. A group of this backend raises what is wrong.
+    with contextlib.suppress(ValueError):
+        ports.apply()
     atexit.register(_at_exit)
 
 
@@ -89,6 +93,7 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
     """
     options = Options()
     try:
+        ports.apply()
         options = resolve(pg_options)
         mine = {"kernels": _C.kernels_version, **options._plain()}
     except Exception as error:  # The other ranks wait for this rank's error, of any type.
@@ -166,7 +171,8 @@ def _create_inner(name: str, store: Store, dist_options: _DistributedBackendOpti
         "group_name": dist_options.group_id,
     }
     if name == "gloo" and dist.is_gloo_available():
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        with ports.named():
+            gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         _set(gloo.options, group)
         return cast("Backend", gloo)
     if name == "nccl" and dist.is_nccl_available():
