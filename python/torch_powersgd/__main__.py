@@ -2,7 +2,7 @@
 """The command line: ``powersgd``, or ``python -m torch_powersgd``.
 
 powersgd --version
-powersgd doctor
+powersgd doctor [--listen | --peer HOST]
 powersgd plan MODULE:FACTORY --rank 16 --wire-dtype int8
 torchrun ... -m torch_powersgd advise MODULE:FACTORY --step MODULE:FUNCTION
 """
@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 
+from torch_powersgd import ports
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.options import Options
-from torch_powersgd.tools import advice, advise, doctor
+from torch_powersgd.tools import advice, advise, doctor, peer
 from torch_powersgd.tools.advice import RECOMMENDED
 from torch_powersgd.tools.plan import print_plan
 from torch_powersgd.tools.stand_in import StandIn
@@ -49,6 +50,8 @@ DOCTOR = """\
 Says what would be refused here and why, and shows versions, kernels, inner backends, network
 interfaces and environment variables. An issue on this package should have this output.
 It needs no process group. The exit status is 1 if there is a problem.
+With --listen on one host and --peer on another, it examines the link between the two instead: the
+ports, the addresses, the round trip and the bandwidth. Start it in the environment of the training.
 """
 ADVISE = """\
 Measures if compression pays on this group of machines, and with which setting.
@@ -110,6 +113,17 @@ def _milliseconds(value: str) -> float:
     if not 0 <= milliseconds < math.inf:
         raise argparse.ArgumentTypeError(f"milliseconds must be at least 0, got {value}")
     return milliseconds
+
+
+def _port(value: str) -> int:
+    if not value.isdecimal() or not 1 <= int(value) <= 65535:
+        raise argparse.ArgumentTypeError(f"a port must be 1 to 65535, got {value!r}")
+    return int(value)
+
+
+def _peer(value: str) -> tuple[str, int]:
+    host, _, port = value.partition(":")
+    return host, _port(port) if port else peer.STORE_PORT
 
 
 def _count(value: str) -> int:
@@ -190,15 +204,38 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _add_doctor(commands: Any) -> None:
+    command = commands.add_parser(
+        "doctor", help="what is refused here, versions, kernels and network", description=DOCTOR
+    )
+    side = command.add_mutually_exclusive_group()
+    side.add_argument(
+        "--listen", type=_port, nargs="?", const=peer.STORE_PORT, metavar="PORT",
+        help=f"wait for --peer of another host, on the port of the training ({peer.STORE_PORT})",
+    )  # fmt: skip
+    side.add_argument(
+        "--peer", type=_peer, metavar="HOST[:PORT]",
+        help="examine the link to the host where --listen waits",
+    )  # fmt: skip
+
+
+def _doctor(arguments: argparse.Namespace) -> bool:
+    if arguments.listen is None and arguments.peer is None:
+        return doctor.print_report()
+    ports.allowed()  # raises an error if POWERSGD_PORTS is wrong
+    if found := [*doctor.network_refused()]:
+        doctor.print_verdict(found)
+        return False
+    return peer.visit(*arguments.peer) if arguments.peer else peer.listen(arguments.listen)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="powersgd")
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, dest="command")
     _add_plan(commands)
     _add_advise(commands)
-    commands.add_parser(
-        "doctor", help="what is refused here, versions, kernels and network", description=DOCTOR
-    )
+    _add_doctor(commands)
     return parser
 
 
@@ -282,9 +319,9 @@ def _tell_torchrun(error: Exception) -> None:
 def main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
-    if arguments.command == "doctor":
-        return 0 if doctor.print_report() else 1
     try:
+        if arguments.command == "doctor":
+            return 0 if _doctor(arguments) else 1
         (_plan if arguments.command == "plan" else _advise)(arguments)
     except (ValueError, ImportError, AttributeError) as error:
         _tell_torchrun(error)

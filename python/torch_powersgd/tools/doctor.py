@@ -15,12 +15,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torch_powersgd import ports
 from torch_powersgd._backend import NAME
 from torch_powersgd._core import _C
 from torch_powersgd._version import __version__
 from torch_powersgd.group_backends import device_types
 from torch_powersgd.options import Options, from_environment, unknown_variables
 from torch_powersgd.tools import tcp
+from torch_powersgd.tools.interfaces import host_address
 from torch_powersgd.tools.tables import say
 
 Rows = list[tuple[str, str]]
@@ -61,24 +63,30 @@ def sections() -> dict[str, Rows]:
 
 def problems() -> list[Problem]:
     """Everything that is refused or fails with this build, on this machine and environment."""
-    return [*_options_refused(), *_kernels_refused(), *_network_refused(), *_failing_kernels()]
+    return [*_options_refused(), *_kernels_refused(), *network_refused(), *_failing_kernels()]
 
 
 def print_report() -> bool:
     """Prints the problems and the facts. Returns whether there are no problems."""
-    if found := problems():
-        rows = [(f"{number}.", str(problem)) for number, problem in enumerate(found, 1)]
-        _print("Something is refused or fails here:", rows)
-    else:
-        devices = " and ".join(filter(_C.has_kernels, device_types()))
-        say(f"Nothing is refused here: gradients on {devices} can be compressed.")
-    print()
+    found = problems()
+    devices = " and ".join(filter(_C.has_kernels, device_types()))
+    print_verdict(found, f"Nothing is refused here: gradients on {devices} can be compressed.")
     for title, rows in sections().items():
-        _print(title, rows)
+        print_rows(title, rows)
     return not found
 
 
-def _print(title: str, rows: Rows) -> None:
+def print_verdict(
+    found: list[Problem], good: str = "", bad: str = "Something is refused or fails here:"
+) -> None:
+    if found:
+        print_rows(bad, [(f"{number}.", str(problem)) for number, problem in enumerate(found, 1)])
+    else:
+        say(good)
+    print()
+
+
+def print_rows(title: str, rows: Rows) -> None:
     print(title)
     rows = rows or [("none", "")]
     width = max(len(name) for name, _ in rows)
@@ -139,7 +147,7 @@ def _inner_backends() -> Rows:
 
 
 def _network() -> Rows:
-    address = _own_address() or "not resolved"
+    address = host_address() or "not resolved"
     local = "" if address[0].isdigit() and not address.startswith("127.") else ONLY_LOCAL
     rows = [("hostname", f"{socket.gethostname()}, {address}{local}")]
     for _, name in socket.if_nameindex():
@@ -159,19 +167,12 @@ def _read(file: Path) -> str:
         return ""
 
 
-def _own_address() -> str:
-    """The address that Gloo listens on, unless a variable names an interface."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return ""
-
-
 def _options_refused() -> Iterator[Problem]:
-    try:
-        from_environment()
-    except ValueError as error:
-        yield Problem(f"No group starts: {error}", "Correct or unset the variable")
+    for read in (from_environment, ports.allowed):
+        try:
+            read()
+        except ValueError as error:
+            yield Problem(f"No group starts: {error}", "Correct or unset the variable")
     for message in unknown_variables():
         yield Problem(message, "Correct or unset the variable")
 
@@ -211,7 +212,7 @@ def runs_on(architectures: str, major: int, minor: int) -> bool:
     return False
 
 
-def _network_refused() -> Iterator[Problem]:
+def network_refused() -> Iterator[Problem]:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     names = {name for _, name in socket.if_nameindex()}
     for name in filter(None, interface.split(",")):

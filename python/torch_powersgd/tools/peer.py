@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What keeps two hosts from training together: ``doctor --listen`` and ``doctor --peer HOST``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch_powersgd import ports
+from torch_powersgd.tools.doctor import Problem, Rows, print_problems, print_rows
+from torch_powersgd.tools.interfaces import gloo_address, interface_of, is_loopback
+from torch_powersgd.tools.line import Line
+from torch_powersgd.units import ms_text
+
+STORE_PORT = 29500  # of torchrun's --master-port
+CONNECT_SECONDS = 5.0
+WAIT_SECONDS = 600.0
+COMMAND = "python -m torch_powersgd doctor"
+FAILURES = (OSError, ValueError, TypeError)  # of a connection, and of what another program sends
+HELLO = {"torch_powersgd": "doctor", "protocol": 1}
+FAR_SECONDS = 0.02  # of a round trip
+EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
+
+
+@dataclass(frozen=True)
+class Host:
+    """What one side tells the other of itself.
+
+    Attributes:
+        name: of the host.
+        own: the address of this side of the connection, as the host itself knows it.
+        sees: the other side's address, as this host sees it.
+        listens: the address that Gloo would listen on.
+        interface: that of ``own``.
+        ports: those that it listens on now, as a group would.
+        open: the ports that must be open, in words.
+        token: what these ports greet with, so that no other host is taken for this one.
+    """
+
+    name: str
+    own: str
+    sees: str
+    listens: str
+    interface: str
+    ports: list[int]
+    open: str
+    token: str
+
+
+def listen(port: int) -> bool:
+    """Waits for the other host's doctor, and prints what it finds. Returns whether all is well."""
+    try:
+        server = socket.create_server(("", port))
+    except OSError as error:
+        problem = Problem(
+            f"This host cannot listen on port {port}: {os.strerror(error.errno or 0)}",
+            f"Stop what does, or name another port: --listen PORT there, --peer {_name()}:PORT",
+        )
+        return _print([], [problem])
+    with server:
+        server.settimeout(WAIT_SECONDS)
+        print(f"waiting {WAIT_SECONDS / 60:.0f} minutes for, on the other host:")
+        print(f"  {COMMAND} --peer {_name()}:{port}", flush=True)
+        while True:
+            try:
+                connection, address = server.accept()
+            except TimeoutError:
+                what = f"No host came to port {port} in {WAIT_SECONDS / 60:.0f} minutes"
+                return _print([], [Problem(what, "See what the other host's doctor says")])
+            try:
+                return _examine(connection, port, dials=False)
+            except FAILURES as error:  # It may have been a scanner of ports.
+                print(f"{address[0]} came and went ({error}); waiting on", flush=True)
+
+
+def visit(name: str, port: int) -> bool:
+    """Examines the link to a host whose doctor listens. Returns whether all is well."""
+    try:
+        connection = socket.create_connection((name, port), CONNECT_SECONDS)
+    except OSError as error:
+        return _print([], [_unreachable(name, port, error)])
+    try:
+        return _examine(connection, port, dials=True)
+    except FAILURES as error:
+        what = f"Port {port} of {name} is open, but no doctor answers there to the end ({error})"
+        return _print([], [Problem(what, f"Start {COMMAND} --listen there, of this version")])
+
+
+def _unreachable(name: str, port: int, error: OSError) -> Problem:
+    where = f"Port {port} of {name}"
+    if isinstance(error, socket.gaierror):
+        return Problem(
+            f"{name} has no address here ({error.strerror})",
+            "Give its address in place of its name, or add it to DNS or /etc/hosts",
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return Problem(
+            f"{where} refuses the connection",
+            f"Start {COMMAND} --listen there. If it runs, a firewall rejects the port: open it",
+        )
+    if isinstance(error, TimeoutError):
+        return Problem(
+            f"{where} does not answer within {CONNECT_SECONDS:g} seconds",
+            f"Open TCP port {port} in the firewall or security group of {name}. If it is open, no "
+            "route leads there, as to a host behind NAT: join both to a VPN",
+        )
+    return Problem(f"{where} cannot be reached: {error.strerror}", "Check the route to it")
+
+
+def _examine(connection: socket.socket, port: int, dials: bool) -> bool:
+    """Both hosts do the same, except that the one that has dialed measures first."""
+    with connection, _listening(connection) as mine:
+        line = Line(connection)
+        if line.exchange(HELLO) != HELLO:
+            raise ValueError("another version")
+        theirs = Host(**line.exchange(vars(mine)))
+        blocked = _blocked(theirs)
+        blocked_theirs = line.exchange(blocked)
+        for turn in (True, False):
+            if dials is turn:
+                trip, rate = line.measure()
+            else:
+                line.echo()
+        rate_theirs = float(line.exchange(rate))
+    rows = [
+        ("this host", _about(mine)),
+        ("the other", _about(theirs)),
+        ("store", f"port {port} of {(theirs if dials else mine).name} is open"),
+        ("round trip", f"{ms_text(trip)} ms"),
+        ("bandwidth", f"{_rate_text(rate)} to the other, {_rate_text(rate_theirs)} from it"),
+    ]
+    found = [*_refused(mine, theirs, blocked), *_refused(theirs, mine, blocked_theirs)]
+    return _print(rows, found, trip)
+
+
+@contextlib.contextmanager
+def _listening(connection: socket.socket) -> Iterator[Host]:
+    """Listens as a group would, on the address of the connection where Gloo has none."""
+    own, sees = connection.getsockname()[0], connection.getpeername()[0]
+    listens, allowed, token = gloo_address() or own, ports.allowed(), secrets.token_hex(8)
+    with contextlib.ExitStack() as stack:
+        servers = list(_servers(listens, allowed))
+        for server in servers:
+            stack.enter_context(server)
+            threading.Thread(target=_greet, args=(server, token), daemon=True).start()
+        yield Host(
+            _name(), own, sees, listens, interface_of(own),
+            [server.getsockname()[1] for server in servers], _open(allowed), token,
+        )  # fmt: skip
+
+
+def _servers(address: str, allowed: range | None) -> Iterator[socket.socket]:
+    """Sockets that listen on the first and the last free port, or on one that the system takes."""
+    orders = [allowed, reversed(allowed)] if allowed else [range(1)]
+    for order in orders:
+        for port in order:
+            with contextlib.suppress(OSError):
+                yield socket.create_server((address, port))
+                break
+
+
+def _open(allowed: range | None) -> str:
+    if allowed:
+        return f"{allowed[0]}-{allowed[-1]} ({ports.VARIABLE})"
+    with open(EPHEMERAL) as file:
+        first, last = file.read().split()
+    return f"{first}-{last} (net.ipv4.ip_local_port_range), or those of {ports.VARIABLE}"
+
+
+def _greet(server: socket.socket, token: str) -> None:
+    with contextlib.suppress(OSError):  # It is closed at the end.
+        while True:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(token.encode())
+
+
+def _blocked(host: Host) -> list[tuple[int, str]]:
+    """The ports of a host that cannot be reached from here, and why."""
+    if is_loopback(host.listens) and not is_loopback(host.own):
+        return [(port, "an address of that host alone") for port in host.ports]
+    found = []
+    for port in host.ports:
+        try:
+            with socket.create_connection((host.listens, port), CONNECT_SECONDS) as connection:
+                greeting = connection.makefile().read(len(host.token))
+            if greeting != host.token:
+                found.append((port, "another host answers"))
+        except OSError as error:
+            found.append((port, error.strerror or str(error)))
+    return found
+
+
+def _refused(here: Host, there: Host, blocked: list[Any]) -> Iterator[Problem]:
+    """The problems on the way from one host to the ports of the other."""
+    if not there.ports:
+        yield Problem(
+            f"{there.name} cannot listen on {there.listens}: no port of {there.open} is free",
+            f"Set {ports.VARIABLE} to a longer range there",
+        )
+    for why in dict.fromkeys(why for _, why in blocked):
+        which = " and ".join(str(port) for port, reason in blocked if reason == why)
+        what = f"{here.name} does not reach {there.name} on {there.listens} port {which}: {why}"
+        if there.interface and there.listens != there.own:
+            yield Problem(what, f"On {there.name}, export GLOO_SOCKET_IFNAME={there.interface}")
+        elif there.own != here.sees:
+            yield Problem(
+                what,
+                f"{there.name} is behind NAT, as {here.sees}. Join both to a VPN such as WireGuard",
+            )
+        else:
+            yield Problem(what, f"Open TCP ports {there.open} of {there.name} to {here.name}")
+
+
+def _about(host: Host) -> str:
+    there = " and ".join(map(str, host.ports)) or "none"
+    where = f"{host.own} on {host.interface or 'an unknown interface'}"
+    return f"{host.name}, {where}. Gloo listens on {host.listens}, here on port {there}"
+
+
+def _rate_text(rate: float) -> str:
+    megabits = 8e-6 * rate
+    return f"{megabits / 1e3:.1f} Gbit/s" if megabits >= 1e3 else f"{megabits:.1f} Mbit/s"
+
+
+def _name() -> str:
+    return socket.gethostname()
+
+
+def _print(rows: Rows, found: list[Problem], trip: float = 0.0) -> bool:
+    if rows:
+        print_rows("link", rows)
+    print_problems(found)
+    verdict = "these hosts cannot train together yet" if found else "these hosts can train together"
+    if not found and trip >= FAR_SECONDS:
+        verdict += (
+            f". A compressed step waits {ms_text(trip)} ms or more for its messages, whatever the "
+            "bandwidth: docs/local-steps.md averages less often"
+        )
+    print_rows("verdict", [("", verdict)])
+    return not found
