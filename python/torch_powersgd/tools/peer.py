@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_powersgd import ports
-from torch_powersgd.tools.doctor import Problem, Rows, print_problems, print_rows
+from torch_powersgd.tools.doctor import Problem, Rows, print_rows, print_verdict
 from torch_powersgd.tools.interfaces import gloo_address, interface_of, is_loopback
 from torch_powersgd.tools.line import Line
 from torch_powersgd.units import ms_text
@@ -21,7 +21,7 @@ from torch_powersgd.units import ms_text
 STORE_PORT = 29500  # of torchrun's --master-port
 CONNECT_SECONDS = 5.0
 WAIT_SECONDS = 600.0
-COMMAND = "python -m torch_powersgd doctor"
+COMMAND = "powersgd doctor"
 FAILURES = (OSError, ValueError, TypeError)  # of a connection, and of what another program sends
 HELLO = {"torch_powersgd": "doctor", "protocol": 1}
 FAR_SECONDS = 0.02  # of a round trip
@@ -234,14 +234,15 @@ def _name() -> str:
 
 
 def _print(rows: Rows, found: list[Problem], trip: float = 0.0) -> bool:
+    far = (
+        f" A compressed step waits {ms_text(trip)} ms or more for its messages, whatever the "
+        "bandwidth: docs/local-steps.md averages less often."
+    )
+    print_verdict(
+        found,
+        "These hosts can train together." + (far if trip >= FAR_SECONDS else ""),
+        "These hosts cannot train together yet:",
+    )
     if rows:
         print_rows("link", rows)
-    print_problems(found)
-    verdict = "these hosts cannot train together yet" if found else "these hosts can train together"
-    if not found and trip >= FAR_SECONDS:
-        verdict += (
-            f". A compressed step waits {ms_text(trip)} ms or more for its messages, whatever the "
-            "bandwidth: docs/local-steps.md averages less often"
-        )
-    print_rows("verdict", [("", verdict)])
     return not found
