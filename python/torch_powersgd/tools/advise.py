@@ -105,17 +105,17 @@ class Measured:
 
 
 @contextlib.contextmanager
-def joined(device_type: str) -> Iterator[torch.device]:
-    """The default group, within torchrun, for as long as it is in use.
+def joined(command: str, device_type: str) -> Iterator[torch.device]:
+    """The default group, within torchrun, for as long as a command uses it.
 
     Raises:
         ValueError: if torchrun did not start this process, or started no other.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise ValueError(
-            "advise measures a group of processes: start at least two with torchrun, on all "
+            f"{command} measures a group of processes: start at least two with torchrun, on all "
             "machines that will train, for example torchrun --nproc_per_node 2 -m torch_powersgd "
-            "advise ..."
+            f"{command} ..."
         )
     device = torch.device(device_type)
     if device_type == "cuda":

@@ -201,6 +201,7 @@ NOT_EXPLAINED = (
     "python/torch_powersgd/summary.py",
     "python/torch_powersgd/local_steps/summary.py",
     "python/torch_powersgd/__main__.py",
+    "python/torch_powersgd/commands/",
     "python/torch_powersgd/tools/",
 )
 

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchrun ... -m torch_powersgd advise``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+from typing import Any
+
+import torch
+
+from torch_powersgd.commands.arguments import (
+    RANKS,
+    RECOMMENDED_WIRE,
+    STEP_FORM,
+    WIRES,
+    add_device,
+    add_model,
+    add_rate,
+    callable_of,
+    make_model,
+)
+from torch_powersgd.options import Options
+from torch_powersgd.tools import advice, advise
+from torch_powersgd.tools.stand_in import StandIn
+from torch_powersgd.tools.tables import progress
+from torch_powersgd.units import ms_text, size_text
+
+GUESSED_BACKWARD_MS = 200.0
+
+ADVISE = """\
+Measures if compression pays on this group of machines, and with which setting.
+Start it with torchrun, on the machines and with the number of processes that will train.
+For about a minute, it runs steps of DDP in turns: without averaging, with the plain backend, and
+with each setting. It recommends the highest matrix rank whose step is within 5 % of the fastest,
+and another size of DDP's buckets if that is faster still. It also says how far apart the processes
+are: the delay of a small message, one way.
+Give --step, so that the steps are your own; otherwise a stand-in computes in place of your model.
+"""
+ADVISE_EXAMPLE = """\
+example, in mymodels.py:
+  def make_model(): return MyModel()
+  def train_step(model): model(BATCH).mean().backward()
+
+  torchrun --nproc_per_node 2 -m torch_powersgd advise mymodels:make_model \\
+      --step mymodels:train_step
+"""
+
+
+def _milliseconds(value: str) -> float:
+    milliseconds = float(value)
+    if not 0 <= milliseconds < math.inf:
+        raise argparse.ArgumentTypeError(f"milliseconds must be at least 0, got {value}")
+    return milliseconds
+
+
+def add(commands: Any) -> None:
+    command = commands.add_parser(
+        "advise",
+        help="measurement, under torchrun, of whether compression pays and with which setting",
+        description=ADVISE,
+        epilog=ADVISE_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "--ranks", type=int, nargs="+", default=RANKS, metavar="RANK",
+        help="matrix ranks to compare (4 8 16 32)",
+    )  # fmt: skip
+    command.add_argument(
+        "--wire-dtype", choices=WIRES, nargs="+", default=[RECOMMENDED_WIRE], metavar="DTYPE",
+        help=f"dtypes to compare, in which factors travel: {', '.join(WIRES)} ({RECOMMENDED_WIRE})",
+    )  # fmt: skip
+    step = command.add_mutually_exclusive_group()
+    step.add_argument(
+        "--step", metavar="MODULE:FUNCTION",
+        help="function of one argument, the model wrapped in DDP, on the device that trains: it "
+        f"runs a forward pass and calls backward() on the loss, as in '{STEP_FORM}'",
+    )  # fmt: skip
+    step.add_argument(
+        "--backward-ms", type=_milliseconds, metavar="MS",
+        help="milliseconds of the stand-in's backward pass, without averaging "
+        f"({GUESSED_BACKWARD_MS:.0f})",
+    )  # fmt: skip
+    add_device(command)
+    add_model(command)
+    add_rate(command)
+    command.set_defaults(run=run)
+
+
+def _job_of(arguments: argparse.Namespace, device: torch.device) -> advise.Job:
+    """The steps and settings that advise compares."""
+    settings = [
+        Options(
+            matrix_approximation_rank=rank,
+            min_compression_rate=arguments.min_compression_rate,
+            start_powerSGD_iter=0,
+            wire_dtype=wire,
+        )
+        for wire, rank in itertools.product(
+            dict.fromkeys(arguments.wire_dtype), sorted(set(arguments.ranks))
+        )
+    ]
+    model = make_model(arguments.model).to(device)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("the model has no parameter that requires a gradient")
+    if arguments.step is not None:
+        step = callable_of(arguments.step, "MODULE:FUNCTION", STEP_FORM, "model")
+        return advise.Job(model, step, settings)
+    stand_in = StandIn(model, _backward_ms(arguments) / 1e3, device)
+    return advise.Job(stand_in, lambda ddp: ddp().backward(), settings)
+
+
+def _backward_ms(arguments: argparse.Namespace) -> float:
+    given = arguments.backward_ms
+    return GUESSED_BACKWARD_MS if given is None else float(given)
+
+
+def _introduction(arguments: argparse.Namespace, job: advise.Job, world: int, delay: float) -> str:
+    """Says what was measured."""
+    if arguments.step is not None:
+        step = f"that of {arguments.step}, forward and backward"
+    else:
+        step = f"a stand-in, whose backward pass takes {_backward_ms(arguments):g} ms"
+        step += "" if arguments.backward_ms is not None else ", a guess: --step measures yours"
+    processes = f"{world} processes, {ms_text(delay)} ms apart one way"
+    return f"{processes}, {size_text(job.gradient_bytes)} of gradients. The step is {step}."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with advise.joined("advise", arguments.device) as device:
+        job = advise.on_every_process(lambda: _job_of(arguments, device), advise.Job.outline)
+        world, first = torch.distributed.get_world_size(), torch.distributed.get_rank() == 0
+        rehearsal = advise.Rehearsal(job, device)
+        delay, measured = rehearsal.delay(), advise.settings_of(job, device)
+        with progress("measuring steps", shown=first) as report:
+            advise.measure(rehearsal, measured, report=report)
+        chosen, _ = advice.verdict(measured)  # the same on all processes
+        sizes = advise.bucket_sizes(job, chosen) if chosen else []
+        if len(sizes) > 1:
+            with progress("measuring buckets", shown=first) as report:
+                may_pay = functools.partial(advice.may_pay, sizes)
+                advise.measure(rehearsal, sizes, advise.BUCKETS_SECONDS, report, may_pay)
+        waits = advice.waits(measured, sizes)
+        round_seconds = rehearsal.round_seconds(advice.OF_A_ROUND) if waits else 0.0
+        del rehearsal  # before the group
+    if first:  # The group has ended, so no process waits for this one.
+        introduction = _introduction(arguments, job, world, delay)
+        advice.print_advice(measured, introduction, sizes, round_seconds)
+    return 0

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchrun ... -m torch_powersgd shadow``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_powersgd.commands.arguments import (
+    add_device,
+    add_model,
+    callable_of,
+    count,
+    make_model,
+)
+from torch_powersgd.tools.advise import joined, on_every_process
+from torch_powersgd.tools.shadow import RANKS, STEPS, Shadow, shadow
+from torch_powersgd.tools.tables import Report, progress, say
+
+WARMUP_STEPS = 100
+LARGE = 0.1  # error from which on the loss is likely to suffer
+STEP_FORM = "def train_step(model): ...; optimizer.step()"
+
+SHADOW = """\
+Trains exactly, and measures in copies of the gradients the error that compression would make.
+Start it with torchrun. The steps before the measurement should be as many as the warm-up of the
+learning rate has, as gradients are unlike later ones until then.
+"""
+EXAMPLE = """\
+example, in mymodels.py:
+  def make_model():
+      global optimizer
+      model = MyModel()
+      optimizer = torch.optim.AdamW(model.parameters())
+      return model
+  def train_step(model):
+      optimizer.zero_grad()
+      model(BATCH).mean().backward()
+      optimizer.step()
+
+  torchrun --nproc_per_node 2 -m torch_powersgd shadow mymodels:make_model \\
+      --step mymodels:train_step
+"""
+
+
+def add(commands: Any) -> None:
+    command = commands.add_parser(
+        "shadow",
+        help="measurement, under torchrun, of the error that compression would make",
+        description=SHADOW,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "--step", required=True, metavar="MODULE:FUNCTION",
+        help="function of one argument, the model wrapped in DDP, on the device that trains: it "
+        f"takes a whole step of the training, as in '{STEP_FORM}'",
+    )  # fmt: skip
+    command.add_argument(
+        "--ranks", type=int, nargs="+", default=RANKS, metavar="RANK",
+        help=f"matrix ranks to compare ({' '.join(map(str, RANKS))})",
+    )  # fmt: skip
+    command.add_argument(
+        "--warmup-steps", type=count, default=WARMUP_STEPS, metavar="N",
+        help="steps before the measurement (%(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--steps", type=count, default=STEPS, metavar="N", help="steps to measure (%(default)s)"
+    )
+    add_device(command)
+    add_model(command)
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    logging.getLogger("torch_powersgd").setLevel(logging.ERROR)  # The verdict has it all.
+    with joined("shadow", arguments.device) as device:
+        make = lambda: (make_model(arguments.model).to(device), _step(arguments.step))  # noqa: E731
+        model, step = on_every_process(make)
+        first = torch.distributed.get_rank() == 0
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        ddp = DistributedDataParallel(model)
+        with progress("training", shown=first) as report:
+            _train(ddp, step, arguments.warmup_steps, report)
+        trained = any(map(_differ, before, model.parameters()))
+        measured = shadow(ddp, sorted(set(arguments.ranks)), arguments.steps)
+        with progress("measuring", shown=first) as report:
+            _train(ddp, step, arguments.steps, report)
+        if first:
+            say(verdict(measured))
+            if not trained:
+                say(
+                    f"{arguments.step} changed no parameter, so these are the errors of a model "
+                    "that is not trained: call optimizer.step() in it."
+                )
+            print(f"\n{measured}")
+    return 0
+
+
+def verdict(measured: Shadow) -> str:
+    """Returns the lowest matrix rank with a small error, in words."""
+    errors = {rank: measured.error(rank) for rank in measured.ranks}
+    small = [rank for rank, error in errors.items() if error < LARGE]
+    if small:
+        return (
+            f"Matrix rank {small[0]} is enough: the error of the gradients is "
+            f"{errors[small[0]]:.2f}, and below {LARGE:g} the loss hardly suffers."
+        )
+    rank = max(errors)
+    return (
+        f"No matrix rank up to {rank} is enough: there the error of the gradients is "
+        f"{errors[rank]:.2f}, and above {LARGE:g} the loss is likely to suffer. Try higher --ranks."
+    )
+
+
+def _step(path: str) -> Callable[..., Any]:
+    return callable_of(path, "MODULE:FUNCTION", STEP_FORM, "model")
+
+
+def _train(
+    ddp: DistributedDataParallel, step: Callable[..., Any], steps: int, report: Report
+) -> None:
+    for done in range(1, steps + 1):
+        step(ddp)
+        report(done, steps)
+
+
+def _differ(before: torch.Tensor, after: torch.Tensor) -> bool:
+    return not torch.equal(before, after)

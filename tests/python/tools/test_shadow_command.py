@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The shadow command on two ranks: its verdict, and its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_powersgd.__main__
+from support import launch, ranks
+
+MODULE = """
+import torch
+
+def model():
+    global optimizer
+    torch.manual_seed(0)
+    model = torch.nn.Linear(60, 50)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model
+
+def backward(model):
+    model.zero_grad()
+    (model(torch.randn(8, 60)) - 1).square().mean().backward()
+
+def step(model):
+    backward(model)
+    optimizer.step()
+
+def without_arguments():
+    pass
+"""
+MODEL = "models_of_shadow:model"
+
+
+def _run_rank(rank: int, folder: Path, port: int, arguments: list[str]) -> tuple[object, str]:
+    launch.enter(rank, 2, port)
+    (folder / "models_of_shadow.py").write_text(MODULE)
+    sys.path.insert(0, str(folder))
+    sys.argv = ["torch_powersgd", "shadow", MODEL, "--warmup-steps", "5", *arguments]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            return torch_powersgd.__main__.main(), said.getvalue()
+        except SystemExit as error:
+            return error.code, said.getvalue()
+
+
+def _two(folder: Path, *arguments: str) -> list[tuple[object, str]]:
+    started = ranks.outcomes(2, _run_rank, folder, launch.free_port(), arguments, backend=None)
+    return [outcome.value for outcome in started]
+
+
+@pytest.mark.parametrize(
+    ("step", "allowed", "verdict"),
+    [
+        ("step", ["1", "50"], "Matrix rank 50 is enough: the error of the gradients is 0.0"),
+        ("backward", ["1", "2"], "No matrix rank up to 2 is enough: there the error of the"),
+    ],
+)
+def test_the_verdict_comes_first(
+    step: str, allowed: list[str], verdict: str, tmp_path: Path
+) -> None:
+    options = ["--steps", "20", "--ranks", *allowed]
+    (status, said), other = _two(tmp_path, "--step", f"models_of_shadow:{step}", *options)
+    assert status == 0
+    words = " ".join(said.split())
+    assert words.startswith(verdict), words
+    assert "weight" in words
+    unchanged = "models_of_shadow:backward changed no parameter"
+    assert (unchanged in words) == (step == "backward")
+    assert other == (0, "")
+
+
+def test_a_step_of_another_form_is_refused(tmp_path: Path) -> None:
+    step = ["--step", "models_of_shadow:without_arguments"]
+    (status, said), (other_status, _) = _two(tmp_path, *step)
+    assert (status, other_status) == (2, 2)
+    assert "must be of the form" in said
