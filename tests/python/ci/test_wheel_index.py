@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -25,7 +26,8 @@ from programs import load
 
 from support.repository import ROOT
 
-pip = pytest.importorskip("pip", reason="needs pip")
+PIP = importlib.util.find_spec("pip")  # its import would break that of setuptools
+pytestmark = pytest.mark.skipif(PIP is None, reason="needs pip")
 wheel_index = load("wheel_index")
 
 SITE = "https://torch-powersgd.github.io/torch-powersgd"
@@ -117,7 +119,9 @@ class Environment:
         self.folder = folder
         venv.create(folder, symlinks=True)
         (self.packages,) = folder.glob("lib/python*/site-packages")
-        (self.packages / "pip").symlink_to(Path(pip.__file__).parent)
+        assert PIP is not None
+        assert PIP.origin is not None
+        (self.packages / "pip").symlink_to(Path(PIP.origin).parent)
         self.add(make_torch(folder, torch))
         self.before = self.installed
 
