@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import os
 import re
 import subprocess
+import sysconfig
 import threading
 import venv
 import zipfile
@@ -26,8 +26,8 @@ from programs import load
 
 from support.repository import ROOT
 
-PIP = importlib.util.find_spec("pip")  # its import would break that of setuptools
-pytestmark = pytest.mark.skipif(PIP is None, reason="needs pip")
+PIP = Path(sysconfig.get_path("purelib"), "pip")  # its import would break that of setuptools
+pytestmark = pytest.mark.skipif(not PIP.exists(), reason="needs pip")
 wheel_index = load("wheel_index")
 
 SITE = "https://torch-powersgd.github.io/torch-powersgd"
@@ -119,9 +119,7 @@ class Environment:
         self.folder = folder
         venv.create(folder, symlinks=True)
         (self.packages,) = folder.glob("lib/python*/site-packages")
-        assert PIP is not None
-        assert PIP.origin is not None
-        (self.packages / "pip").symlink_to(Path(PIP.origin).parent)
+        (self.packages / "pip").symlink_to(PIP)
         self.add(make_torch(folder, torch))
         self.before = self.installed
 
