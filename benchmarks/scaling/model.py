@@ -39,14 +39,11 @@ class Link:
         message: the way of a message to another rank.
         handling: the processor's work for a message that is sent and one that is received.
         per_byte: each byte that a rank sends.
-        posted: True if the receives of a step are posted before it. Otherwise Gloo asks whether the
-            receiver is ready, in one more message at the beginning of a step.
     """
 
     message: float
     handling: float
     per_byte: float
-    posted: bool = True
 
     def seconds(self, buckets: Sequence[Bucket], world: int) -> float:
         """The seconds of a step.
@@ -58,8 +55,7 @@ class Link:
         payloads = [payload for bucket in buckets for payload in bucket]
         rings = sum(schedule == "all-reduce" for schedule, _ in payloads)
         rounds = [sum(ROUNDS.get(schedule, 0) for schedule, _ in bucket) for bucket in buckets]
-        asked = any(rounds) and not self.posted
-        chain = 2 * (world - 1) * rings + max(rounds) + asked
+        chain = 2 * (world - 1) * rings + max(rounds)
         handled = (world - 1) * sum(rounds)
         sent = sum(sent for _, sent in payloads)
         return chain * self.message + handled * self.handling + sent * self.per_byte

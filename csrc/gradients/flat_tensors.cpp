@@ -222,6 +222,7 @@ std::vector<Replica> FlatTensors::replicas(const at::Device& device) const {
 }
 
 void FlatTensors::report(const Admitted& admitted, const at::Tensor& tensor) const {
+  if (session_->rank() != 0) return;  // all ranks decide alike
   if (admitted.dropped > 0) {
     session_->log(LogLevel::kInfo, c10::str("dropped the state of ", admitted.dropped,
                                             " flat tensors that had not been reduced for a while"));

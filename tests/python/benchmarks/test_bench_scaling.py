@@ -93,15 +93,13 @@ def test_the_modeled_hook_has_three_all_reduces() -> None:
     assert _seconds(layout, "hook", link, 4) == pytest.approx(3 * 2 * 3 * 1e-3)
 
 
-@pytest.mark.parametrize("posted", [True, False])
 @pytest.mark.parametrize("buckets", [1, 6])
-def test_a_modeled_step_waits_for_its_longest_bucket(buckets: int, posted: bool) -> None:
+def test_a_modeled_step_waits_for_its_longest_bucket(buckets: int) -> None:
     """On four ranks P takes one round of messages in the first buckets, and two in the last."""
     layout = [[[64, 64, 4]]] * (buckets - 1) + [[[64, 64, 4], [100_000]]]
-    link = model.Link(message=1, handling=1e-6, per_byte=0, posted=posted)
+    link = model.Link(message=1, handling=1e-6, per_byte=0)
     rounds = 2 * (buckets - 1) + 3
-    chain = 3 + (not posted)
-    assert _seconds(layout, "int8", link, 4) == pytest.approx(chain + rounds * 3 * 1e-6)
+    assert _seconds(layout, "int8", link, 4) == pytest.approx(3 + rounds * 3 * 1e-6)
 
 
 def test_a_cap_holds_for_the_first_bucket_as_in_ddp() -> None:
