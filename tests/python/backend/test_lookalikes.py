@@ -47,4 +47,4 @@ def test_no_model_gets_the_residual_of_another(
                 assert all(output.norm() < 1e-16 for output in outputs.values()), "no residual"
     for ledger in ledgers[:-1]:  # What rank 4 left out is lost, and the user is told.
         assert max(ledger.errors().values()) > 0.01
-    assert sum("take turns" in message for _, message in warnings) == 1
+    assert sum("take turns" in message for _, message in warnings) == int(rank == 0)
