@@ -209,6 +209,16 @@ def test_nothing_is_lost_as_replicas_leave_and_join(rank: int, kind: str, wire: 
             assert relative_error(found, total) < 3 * TOLERANCE[torch.float32], name
 
 
+@on_ranks(2, backend="gloo")
+def test_a_mesh_with_replicas_of_its_own_is_refused(rank: int) -> None:
+    module: Any = torch.nn.Linear(4, 4)
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
+    fully_shard(module, mesh=mesh)
+    group = ProcessGroupPowerSGD(LIMIT)
+    with pytest.raises(ValueError, match="this module's mesh has a dimension of replicas"):
+        group.attach(module, _Manager(group))
+
+
 def test_what_cannot_be_attached_is_said() -> None:
     with pytest.raises(ValueError, match="options of ProcessGroupPowerSGD: .*matrix_approx"):
         ProcessGroupPowerSGD(options={"matrix_approximation_rank": 0})
