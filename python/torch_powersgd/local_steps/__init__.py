@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Local steps: the processes train by themselves, and average at intervals what has changed.
+"""Local steps: each process trains on its own, and the changes are averaged at intervals.
 
 ``steps.py`` counts the steps and makes the rounds, ``fragment.py`` is one round of some parameters,
 and ``diloco.py`` has an outer optimizer.

@@ -24,7 +24,7 @@ from torch_powersgd.option_values import is_bool, shown
 from torch_powersgd.store_agreement import equality_of, error_as_arguments, next_call
 from torch_powersgd.targets import NamedTensors, shard_of
 
-counted: WeakSet[Optimizer] = WeakSet()  # those that take local steps
+counted: WeakSet[Optimizer] = WeakSet()  # the optimizers that take local steps
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Found:
 
     group: dist.ProcessGroup
     model: torch.nn.Module  # inside of DDP
-    ddp: DistributedDataParallel | None  # what averages gradients over the group otherwise
+    ddp: DistributedDataParallel | None  # what would average gradients over the group
     parts: list[Tensors]
     buffers: list[torch.Tensor]  # those to average
     shared: list[torch.Tensor]  # all that must be equal at the start
@@ -86,7 +86,7 @@ class Arguments:
     """The arguments of ``LocalSGD`` or ``DiLoCo``, as they were given.
 
     Attributes:
-        check_trained: Raises a ValueError if other arguments do not go with these parameters.
+        check_trained: Raises a ValueError if other arguments don't fit these parameters.
     """
 
     model: torch.nn.Module
@@ -99,7 +99,7 @@ class Arguments:
 
 
 def agree(function: str, arguments: Arguments) -> Found:
-    """Returns what takes local steps, once all processes have brought the same. Collective.
+    """Returns what takes local steps, once all processes have passed the same. Collective.
 
     Raises:
         ValueError: On every process, if an argument is not valid or differs.
@@ -111,11 +111,11 @@ def agree(function: str, arguments: Arguments) -> Found:
     try:
         found = _find(arguments, group)
         mine = {**dataclasses.asdict(arguments.schedule), "buffers": len(found.buffers)}
-    except Exception as invalid:  # The other processes wait for this error, of any type.
+    except Exception as invalid:  # Of any type: the other processes wait for it.
         mine = error_as_arguments(invalid)
     compare = equality_of(f"the arguments or buffers of {function}")
     next_call(group, function, timeout).agree(mine, compare)
-    assert found is not None  # else the processes did not agree
+    assert found is not None  # otherwise agree() raised
     return found
 
 
@@ -162,9 +162,9 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
 def _averages_over(
     model: torch.nn.Module, group: dist.ProcessGroup
 ) -> DistributedDataParallel | None:
-    """Returns the DDP module that averages gradients over the group in every step, if it is one.
+    """Returns the module if it is DDP and averages gradients over the group in every step.
 
-    One with a hook, such as torch's post_localSGD_hook, averages what the hook says.
+    A module with a hook, such as torch's post_localSGD_hook, averages what the hook says.
     """
     if isinstance(model, FSDPModule) and fsdp.own_replicas(model) is group:
         raise ValueError(
@@ -179,12 +179,12 @@ def _averages_over(
 
 
 def split(parameters: Tensors, count: int) -> list[Tensors]:
-    """Returns the parameters in so many parts of about the same number of elements, in order."""
+    """Splits the parameters, in order, into ``count`` parts of about as many elements each."""
     named = list(parameters.items())
     reached = list(itertools.accumulate(parameter.numel() for _, parameter in named))
     parts, begin = [], 0
     for part in range(1, count + 1):
-        end, last = begin + 1, len(named) - (count - part)  # each part after it gets a parameter
+        end, last = begin + 1, len(named) - (count - part)  # leaves one for each later part
         while end < last and (part == count or reached[end - 1] * count < reached[-1] * part):
             end += 1
         parts.append(dict(named[begin:end]))

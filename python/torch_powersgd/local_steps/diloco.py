@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""DiLoCo: an outer optimizer takes the averaged changes for gradients."""
+"""DiLoCo: an outer optimizer uses the averaged changes as gradients."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class DiLoCo(LocalSGD):
             )
 
     def _hold_anchors(self) -> None:
-        """Puts the anchors in the place of the parameters in the outer optimizer."""
+        """Replaces the parameters in the outer optimizer with the anchors."""
         outer = self.outer_optimizer
         anchor_of = {
             id(fragment.parameters[name]): anchor
@@ -74,7 +74,7 @@ class DiLoCo(LocalSGD):
             held = [p for p in group["params"] if id(p) in anchor_of]
             group["params"] = [anchor_of[id(p)] for p in held]
             for p in held:
-                if p in outer.state:  # of a checkpoint that was loaded before
+                if p in outer.state:  # from a checkpoint that was loaded earlier
                     outer.state[anchor_of[id(p)]] = outer.state.pop(p)
 
     def _move(self, fragment: Fragment, means: Tensors) -> None:

@@ -21,8 +21,8 @@ class Fragment:
 
     Their *anchor* is the value that they had on all processes after the last round. What is
     averaged is how far the local steps have moved them from it: anchor - parameter, which DiLoCo
-    calls the pseudo-gradient. The anchor of a parameter in less than float32 is in float32, so that
-    small averages add up.
+    calls the pseudo-gradient. The anchor of a parameter narrower than float32 is in float32, so
+    that small averages add up.
 
     Args:
         parameters: Trainable parameters by name, the same values on all processes.
@@ -55,12 +55,12 @@ class Fragment:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a round has begun that has not finished."""
+        """Whether a round has begun and not finished."""
         return self._work is not None
 
     @torch.no_grad()
     def begin(self, overlaps: bool = False) -> str:
-        """Sends the changes, and does not wait.
+        """Sends the changes without waiting.
 
         If a parameter is not finite here, nothing of this process's round can be averaged: all of
         it is sent as NaN, and all processes drop it.
@@ -114,7 +114,7 @@ class Fragment:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Makes the parameters what the anchors are."""
+        """Sets the parameters to the anchors."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self.anchors[name])
 
@@ -135,7 +135,7 @@ def average_exactly(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -
 
 
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor in float32, or itself if its type is as wide."""
+    """Returns the tensor in float32, or itself if its type is at least as wide."""
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -21,11 +21,11 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Progress:
-    """The part of a state that is not the fragments'.
+    """The part of a state that doesn't belong to the fragments.
 
     Attributes:
         kind: Name of the class.
-        step, rounds: Numbers of those taken.
+        step, rounds: Numbers of steps and rounds taken.
         outer_optimizer: State of the outer optimizer, if there is one.
     """
 
@@ -50,12 +50,12 @@ def of(progress: Progress, fragments: Sequence[Fragment], per_rank: bool) -> dic
 def load(
     kind: str, group: dist.ProcessGroup, fragments: Sequence[Fragment], state: Any
 ) -> Progress:
-    """Makes a saved state, which may hold anything, that of the fragments. Collective."""
+    """Loads a saved state, which may hold anything, into the fragments. Collective."""
     per_rank = False
     try:
         per_rank = _check(kind, fragments, state)
         mine = {"step": state["step"], "rounds": state["rounds"], "per_rank": per_rank}
-    except Exception as invalid:  # The other processes wait for this error, of any type.
+    except Exception as invalid:  # Of any type: the other processes wait for it.
         mine = error_as_arguments(invalid)
     function = f"{kind}.load_state_dict"
     timeout = find_backends(group)[0].options._timeout

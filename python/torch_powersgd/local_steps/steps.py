@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Local steps: the processes train by themselves, and average at intervals what has changed."""
+"""Local steps: each process trains on its own, and the changes are averaged at intervals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BROADCAST_BYTES = 250 << 20  # as DDP's
 
 
 class LocalSGD(Stateful):
-    """Averages every ``sync_every`` steps how far the parameters have moved, compressed.
+    """Averages how far the parameters have moved, compressed, every ``sync_every`` steps.
 
     Between two rounds each process trains on its own, and nothing is sent. In a round, the mean of
     the processes' changes since the last round is added to the parameters of that round, which
@@ -104,10 +104,10 @@ class LocalSGD(Stateful):
         dist._broadcast_coalesced(self.group, found.shared, _BROADCAST_BYTES, 0)
         options = checks.lay_under(options, warmup_steps)
         self._fragments = [Fragment(part, options, self.group) for part in found.parts]
-        self._step = self._rounds = 0  # from the start of training on
-        self._taken = self._dropped = 0  # here
+        self._step = self._rounds = 0  # since the start of training
+        self._taken = self._dropped = 0  # by this object
         self._buffer_bytes = 0  # sent so far
-        self._heard = False  # whether the optimizer has told of its step since the scaler's last
+        self._heard = False  # whether the optimizer's hook ran since the scaler's last step
         self._moved = False  # whether a step was taken since ``sync``
         self._ended = False
         self._last_stats: dict[str, Any] = {}  # once it has ended
@@ -121,7 +121,7 @@ class LocalSGD(Stateful):
             log.notice(summary.announcement(*self._described, self._fragments))
 
     def sync(self, exact: bool = False) -> None:
-        """Has a round of all fragments now. Collective.
+        """Runs a round of all fragments now. Collective.
 
         It makes the model the same on all processes, for a checkpoint or an evaluation. The
         schedule of later rounds doesn't change.
@@ -262,7 +262,7 @@ class LocalSGD(Stateful):
         fragment.subtract(means)
 
     def _check_trained(self, trained: Tensors) -> None:
-        """Raises a ValueError if an argument does not go with these parameters."""
+        """Raises a ValueError if an argument doesn't fit these parameters."""
 
     def _outer_optimizer_state(self) -> dict[str, Any] | None:
         """Returns the state of the outer optimizer, if there is one."""
@@ -295,7 +295,7 @@ class LocalSGD(Stateful):
     def _begin(self, fragments: Sequence[Fragment], overlaps: bool = False) -> None:
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a forward pass without a backward pass leaves the root whole
+                module.reshard()  # a forward pass without a backward pass leaves the root unsharded
         self._check_trainable()
         for fragment in fragments:
             if name := fragment.begin(overlaps):
@@ -305,7 +305,7 @@ class LocalSGD(Stateful):
                 )
 
     def _check_trainable(self) -> None:
-        """Raises a RuntimeError if a parameter is trained that was frozen at first."""
+        """Raises a RuntimeError if a parameter that was frozen at first is trained now."""
         averaged = {id(p) for fragment in self._fragments for p in fragment.parameters.values()}
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.numel() and id(parameter) not in averaged:
@@ -327,7 +327,7 @@ class LocalSGD(Stateful):
             self._finish(fragment, averages)
 
     def _after_scaler(self, optimizer: Optimizer) -> None:
-        """Counts a step that the scaler has skipped. Most optimizers do not hear of it."""
+        """Counts a step that the scaler has skipped, in which most optimizers' hooks don't run."""
         if optimizer is self.optimizer and not self._heard:
             self._count_step()
         self._heard = False

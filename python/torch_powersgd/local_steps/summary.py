@@ -13,7 +13,7 @@ from torch_powersgd.units import size_text, times_text
 
 
 def announcement(name: str, size: int, schedule: Schedule, fragments: Sequence[Fragment]) -> str:
-    """Returns what compressed rounds of so many processes send."""
+    """Returns what compressed rounds of ``size`` processes send."""
     if size == 1:
         return f"{name}: the group has one process, so nothing is sent"
     every = schedule.sync_every
@@ -26,7 +26,7 @@ def announcement(name: str, size: int, schedule: Schedule, fragments: Sequence[F
 
 
 def text_of(name: str, size: int, schedule: Schedule, counts: Mapping[str, Any]) -> str:
-    """Returns what was sent so far, by ``LocalSGD.stats``."""
+    """Returns what was sent so far, according to ``LocalSGD.stats``."""
     dropped = f", {counts['dropped_rounds']} dropped" if counts["dropped_rounds"] else ""
     parts = f", in {schedule.fragments} parts" if schedule.fragments > 1 else ""
     lines = (
