@@ -15,7 +15,7 @@ LEAST_GAIN = 1.05  # times faster than plain; less is not worth a change
 HIDDEN = 1.05  # times a step without averaging; the network is hidden in a step that takes less
 WAITS = 1.2  # times such a step; the loss that local steps cost is not worth a shorter wait
 EVERY = (5, 10, 20, 30, 50, 100)  # steps between two rounds of local steps
-WORTH_OF_RANK = 1.05  # times the fastest step; a higher matrix rank is worth so much
+WORTH_OF_RANK = 1.05  # times the fastest step; a higher matrix rank is worth this much
 
 HEADINGS = ("", "step\nms", "quartiles\nms", "sent\nper step", "times faster\nthan plain")
 LOSS = (
@@ -71,7 +71,7 @@ def waits(measured: Sequence[Measured], sizes: Sequence[Measured] = ()) -> bool:
 def local_steps(
     measured: Sequence[Measured], sizes: Sequence[Measured], round_seconds: float
 ) -> str:
-    """Says after how many local steps an average is hidden, or nothing where none is needed."""
+    """Says after how many local steps an average is hidden, or nothing if none are needed."""
     alone = measured[0].median
     if not round_seconds or not waits(measured, sizes):
         return ""
@@ -100,7 +100,7 @@ def best_size(sizes: Sequence[Measured]) -> Measured | None:
 def verdict(measured: Sequence[Measured]) -> tuple[Measured | None, list[str]]:
     """Returns the recommended setting, if any pays, and the verdict in words.
 
-    A setting pays if its steps are shorter than plain's in every round, and by 5 % on the whole.
+    A setting pays if its steps are shorter than plain's in every round, and by 5 % overall.
 
     Args:
         measured: a step without averaging, the plain one, and the settings, as ``measure`` has it.
@@ -149,7 +149,7 @@ def table_of(measured: Sequence[Measured], chosen: Measured | None) -> Table:
 def lines_to_copy(options: Options, bucket_cap_mb: int | None = None) -> str:
     """The call of ``attach`` that sets these options, with the usual exact steps before them.
 
-    Before it the call of DDP, if the size of its buckets is not the default.
+    The call of DDP precedes it if the size of its buckets is not the default.
     """
     usual = vars(RECOMMENDED)
     fields = {"matrix_approximation_rank": options.matrix_approximation_rank}
@@ -179,7 +179,7 @@ def _always_faster(plain: Measured, setting: Measured) -> bool:
 
 
 def _worth(setting: Measured) -> tuple[int, int]:
-    """The order of settings that are about as fast: by matrix rank, then by precision."""
+    """The order of settings that are about equally fast: by matrix rank, then by precision."""
     assert setting.options is not None
     return setting.options.matrix_approximation_rank, setting.sent_bytes
 

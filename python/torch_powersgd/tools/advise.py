@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measures if compression pays on this group: ``torchrun ... -m torch_powersgd advise``.
+"""Measures whether compression pays on this group: ``torchrun ... -m torch_powersgd advise``.
 
-Every setting trains in turns, in real steps of DDP: without averaging, with the plain backend, and
-with each setting of ``attach``. advice.py has the table and the verdict.
+The settings take turns at real DDP steps: without averaging, with the plain backend, and with each
+setting of ``attach``. advice.py has the table and the verdict.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from torch_powersgd.store_agreement import equality_of, error_as_arguments, next
 from torch_powersgd.tools.footprint import as_reals, assign_buckets
 from torch_powersgd.tools.tables import Report
 
-BUDGET_SECONDS, BUCKETS_SECONDS = 30.0, 15.0  # for all rounds; the fewest may take longer
+BUDGET_SECONDS, BUCKETS_SECONDS = 30.0, 15.0  # for all rounds; the minimum number may take longer
 ROUNDS = (7, 12)
 BLOCK_SECONDS = 1.0  # for the steps of one setting in one round
 BLOCK_STEPS = (2, 10)
-CAPS_MB = (5, 100)  # beside DDP's default
+CAPS_MB = (5, 100)  # besides DDP's default
 PEERS, PINGS = 8, 5  # processes whose delay is measured, and messages to each
 WARM_UP_STEPS = 2  # DDP rebuilds its buckets after the first one, and their tables are allocated
 
@@ -131,8 +131,8 @@ def on_every_process(make: Callable[[], T], outline: Callable[[T], str] = lambda
     """Calls ``make`` on this process. Collective.
 
     Raises:
-        SharedError: on every process alike, if the call fails on any of them, which the message
-            names, or their outlines differ.
+        SharedError: on every process alike, if the call fails on any process (the message names
+            it) or the outlines differ.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -162,7 +162,7 @@ def settings_of(job: Job, device: torch.device) -> list[Measured]:
 
 
 def bucket_sizes(job: Job, setting: Measured) -> list[Measured]:
-    """A setting with DDP's own buckets, and with others that are not as many."""
+    """A setting with DDP's own buckets, and with sizes that give other numbers of buckets."""
     gradients = [as_reals(p) for p in job.parameters]
     counts = {len(assign_buckets(gradients))}
     found = [Measured(setting.name, setting.options)]
@@ -183,8 +183,8 @@ def measure(
 ) -> None:
     """Measures steps of each of these. Collective.
 
-    Each round visits all of them, so that a drift of the machines hits all alike. After it,
-    ``open_question`` says whether another one may change the verdict.
+    Each round measures every setting, so that drift of the machines affects all alike. After a
+    round, ``open_question`` says whether another one may change the verdict.
 
     Raises:
         SharedError: on every process alike, if the step fails or runs no backward pass.
@@ -229,7 +229,7 @@ class Rehearsal:
     def block(self, setting: Measured) -> list[float]:
         """The seconds of some steps of a setting. Its ``sent_bytes`` are counted if it has options.
 
-        The setting holds memory only for as long.
+        The setting holds memory only during the call.
         """
         ddp = self._wrap(setting.options, setting.bucket_cap_mb)
         with contextlib.nullcontext() if setting.averages else ddp.no_sync():
@@ -243,7 +243,7 @@ class Rehearsal:
         return self.slowest(seconds)
 
     def round_seconds(self, options: Options) -> float:
-        """The seconds of a round of local steps: an average of all parameters beside no step."""
+        """The seconds of a round of local steps: an average of all parameters, without a step."""
         changes = {str(i): p.detach().clone() for i, p in enumerate(self._job.parameters)}
         compression = attach(changes, options)
         seconds = []
@@ -257,14 +257,14 @@ class Rehearsal:
         return statistics.median(self.slowest(seconds[WARM_UP_STEPS:]))
 
     def slowest(self, values: Sequence[float]) -> list[float]:
-        """The largest of all processes', element by element."""
+        """The element-wise maximum over all processes."""
         each = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(each, dist.ReduceOp.MAX, group=self._plain)
         largest: list[float] = each.tolist()
         return largest
 
     def delay(self) -> float:
-        """The seconds that a small message takes, one way: to the farthest of some processes."""
+        """The seconds that a small message takes one way, to the farthest of some processes."""
         rank, world = dist.get_rank(), dist.get_world_size()
         token = torch.zeros(1, device=self._device)
         farthest = 0.0
@@ -283,12 +283,12 @@ class Rehearsal:
         return self.slowest([farthest])[0]
 
     def _wrap(self, options: Options | None, cap_mb: int | None) -> DistributedDataParallel:
-        """A new DDP module around the model. The one before it must be out of use."""
-        gc.collect()  # Its hooks would run beside the new one's.
+        """A new DDP module around the model. The previous one must no longer be in use."""
+        gc.collect()  # The old one's hooks would run as well.
         ddp = DistributedDataParallel(
             self._job.model,
             process_group=self._plain if options is None else None,
-            init_sync=False,  # The weights do not matter, and take long on a slow link.
+            init_sync=False,  # The weights don't matter, and are slow to send on a slow link.
             bucket_cap_mb=cap_mb,
             find_unused_parameters=self._finds_unused,
         )

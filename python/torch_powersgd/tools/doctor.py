@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Says what this installation would refuse, and what it is: ``powersgd doctor``."""
+"""Reports what this installation would refuse, and what it consists of: ``powersgd doctor``."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _network() -> Rows:
 def _read(file: Path) -> str:
     try:
         return file.read_text().strip()
-    except OSError:  # The kernel knows no speed of a virtual interface.
+    except OSError:  # The kernel reports no speed for a virtual interface.
         return ""
 
 
@@ -224,7 +224,7 @@ def network_refused() -> Iterator[Problem]:
 
 
 def _failing_kernels() -> Iterator[Problem]:
-    """Compresses a matrix of rank 1 on each device, which comes back whole."""
+    """Compresses a matrix of rank 1 on each device, which must come back intact."""
     rows, columns = torch.arange(1.0, 49), torch.arange(1.0, 33)
     for device in device_types():
         if not _C.has_kernels(device):

@@ -24,7 +24,7 @@ class Footprint:
     """The costs of one step on one process.
 
     The memory is what compression adds. It is also the peak, because a step allocates nothing. The
-    tables depend on the kernels: they are those of CUDA if this build has them, else of the CPU.
+    tables depend on the kernels: CUDA's if this build has them, otherwise the CPU's.
 
     Attributes:
         gradient_bytes: the bytes of the gradients.
@@ -34,7 +34,7 @@ class Footprint:
         table_bytes: the memory of the kernels' tables.
         workspace_bytes: the memory of the kernels' workspaces, which all buckets share.
         compressed: the number of compressed parameters.
-        compressed_elements: the elements of those.
+        compressed_elements: the number of their elements.
     """
 
     gradient_bytes: int = 0
@@ -118,7 +118,7 @@ def _bucket_footprint(
     gradient_bytes = elements_of(shapes) * dtype.itemsize
     matrices = matrices_of(shapes, options) if options is not None else []
     if options is None or not matrices:
-        # A bucket without a compressed matrix travels whole, in its own dtype.
+        # A bucket without a compressed matrix is sent whole, in its own dtype.
         return Footprint(gradient_bytes, gradient_bytes)
     core = options._core()
     device = "cuda" if _C.has_kernels("cuda") else "cpu"

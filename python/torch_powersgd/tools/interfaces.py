@@ -42,7 +42,7 @@ def address_of(interface: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has an IPv4 address. Empty if none of this host's has it."""
+    """The interface that has an IPv4 address. Empty if no interface of this host has it."""
     names = (name for _, name in socket.if_nameindex())
     return next((name for name in names if address_of(name) == address), "")
 

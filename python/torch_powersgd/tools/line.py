@@ -17,7 +17,7 @@ LONG_ENOUGH = 0.5  # seconds
 
 
 class Line:
-    """Messages of JSON, one a line, and plain bytes between them. Every wait is bounded."""
+    """JSON messages, one per line, and plain bytes between them. Every wait is bounded."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(ANSWER_SECONDS)
@@ -40,7 +40,7 @@ class Line:
         return self.receive()
 
     def measure(self) -> tuple[float, float]:
-        """The round trip in seconds, and the bytes a second to the other side, which echoes."""
+        """The round trip in seconds, and the bytes per second to the other side, which echoes."""
         trips = [self._timed(0) for _ in range(ROUND_TRIPS)]
         trip, size = statistics.median(trips), SMALLEST
         while (seconds := self._timed(size)) < LONG_ENOUGH and size < LARGEST:

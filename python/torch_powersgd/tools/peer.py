@@ -30,17 +30,17 @@ EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
 
 @dataclass(frozen=True)
 class Host:
-    """What one side tells the other of itself.
+    """What one side tells the other about itself.
 
     Attributes:
         name: of the host.
         own: the address of this side of the connection, as the host itself knows it.
         sees: the other side's address, as this host sees it.
         listens: the address that Gloo would listen on.
-        interface: that of ``own``.
-        ports: those that it listens on now, as a group would.
+        interface: the interface of ``own``.
+        ports: the ports that it listens on now, as a group would.
         open: the ports that must be open, in words.
-        token: what these ports greet with, so that no other host is taken for this one.
+        token: the greeting of these ports, which no other host sends.
     """
 
     name: str
@@ -75,7 +75,7 @@ def listen(port: int) -> bool:
                 return _print([], [Problem(what, "See what the other host's doctor says")])
             try:
                 return _examine(connection, port, dials=False)
-            except FAILURES as error:  # It may have been a scanner of ports.
+            except FAILURES as error:  # It may have been a port scanner.
                 print(f"{address[0]} came and went ({error}); waiting on", flush=True)
 
 
@@ -114,7 +114,7 @@ def _unreachable(name: str, port: int, error: OSError) -> Problem:
 
 
 def _examine(connection: socket.socket, port: int, dials: bool) -> bool:
-    """Both hosts do the same, except that the one that has dialed measures first."""
+    """Both hosts do the same, except that the one that dialed measures first."""
     with connection, _listening(connection) as mine:
         line = Line(connection)
         if line.exchange(HELLO) != HELLO:
@@ -141,7 +141,7 @@ def _examine(connection: socket.socket, port: int, dials: bool) -> bool:
 
 @contextlib.contextmanager
 def _listening(connection: socket.socket) -> Iterator[Host]:
-    """Listens as a group would, on the address of the connection where Gloo has none."""
+    """Listens as a group would, or on the connection's address if Gloo has none."""
     own, sees = connection.getsockname()[0], connection.getpeername()[0]
     listens, allowed, token = gloo_address() or own, ports.allowed(), secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
@@ -156,7 +156,7 @@ def _listening(connection: socket.socket) -> Iterator[Host]:
 
 
 def _servers(address: str, allowed: range | None) -> Iterator[socket.socket]:
-    """Sockets that listen on the first and the last free port, or on one that the system takes."""
+    """Sockets that listen on the first and the last free port, or on one that the system picks."""
     orders = [allowed, reversed(allowed)] if allowed else [range(1)]
     for order in orders:
         for port in order:

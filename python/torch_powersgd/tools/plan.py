@@ -23,10 +23,10 @@ SHORTEST_NAME = 12  # columns of the terminal
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter, or several whose names differ in numbers alone.
+    """A parameter, or several whose names differ only in numbers.
 
     Attributes:
-        name: the name, in which a star stands for each number that differs.
+        name: the name, with a star for each number that differs.
         count: the number of parameters.
         shape: the shape of each.
         rank: the matrix rank of the factors. It is 0 if the parameter is sent whole.
@@ -57,7 +57,7 @@ def rows_of(model: torch.nn.Module, options: Options) -> list[Row]:
         compressed = any(ranks[i] for i in bucket)
         for i in bucket:
             p = reals[i]
-            # A bucket without a compressed matrix travels whole, in its own dtype.
+            # A bucket without a compressed matrix is sent whole, in its own dtype.
             size = p.numel() * p.dtype.itemsize
             sent = _C.content_bytes([list(p.shape)], core, p.dtype) if compressed else size
             name, parameter = named[i]
@@ -76,7 +76,7 @@ def highest_rank(model: torch.nn.Module, options: Options) -> int:
 
 
 def grouped(rows: Iterable[Row]) -> list[Row]:
-    """One row for the parameters whose shapes are the same and whose names differ in numbers."""
+    """One row for the parameters of the same shape whose names differ only in numbers."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((_pattern(row.name), row.shape, row.rank), []).append(row)
@@ -104,14 +104,14 @@ def footprint_of_model(model: torch.nn.Module, options: Options) -> Footprint:
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """The parts of the names, each with its dot, with which all names begin."""
+    """The leading parts, each with its dot, that all names share."""
     parts = [name.split(".")[:-1] for name in names]
     alike = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
     return "".join(f"{level[0]}." for level in alike)
 
 
 def wrapped(name: str, width: int) -> str:
-    """The name in lines of at most so many columns, which begin at its dots where they can."""
+    """The name in lines of at most ``width`` columns, broken before its dots where possible."""
     lines = [""]
     for part in re.findall(r"^[^.]*|\.[^.]*", name):
         if len(lines[-1] + part) > width and lines[-1]:
@@ -123,13 +123,13 @@ def wrapped(name: str, width: int) -> str:
 
 
 def print_plan(model: torch.nn.Module, options: Options, top: int | None) -> None:
-    """Prints the largest parameters, the form in which each is sent, and the totals.
+    """Prints the largest parameters, how each is sent, and the totals.
 
     Args:
         model: the model.
         options: the options under which it trains.
-        top: the number of rows, of which one may stand for several layers. None stands for a row
-            for each parameter.
+        top: the number of rows, each of which may stand for several layers. None: a row for each
+            parameter.
 
     Raises:
         ValueError: if no parameter of the model requires a gradient.
@@ -225,6 +225,6 @@ def _pattern(name: str) -> str:
 
 
 def _name_of_all(names: list[str]) -> str:
-    """A name for names of one pattern, with a star for each number that differs."""
+    """A common name for names of one pattern, with a star for each number that differs."""
     parts = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(level[0] if len(set(level)) == 1 else "*" for level in parts)

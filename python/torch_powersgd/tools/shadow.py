@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Shadow mode: training stays exact, and the compressor runs beside it on copies."""
+"""Shadow mode: training stays exact, and the compressor runs on copies of the gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 50
 
 
 class Shadow:
-    """The compressors that run beside a model's exact training. ``shadow`` makes it.
+    """The compressors that run alongside a model's exact training. ``shadow`` returns it.
 
     ``print(shadow)`` shows a table once it is done.
 
@@ -56,7 +56,7 @@ class Shadow:
         return self.step == self.steps
 
     def error(self, rank: int) -> float:
-        """Returns the error of the whole model at one of the ranks, as ``ShadowedLayer`` has it.
+        """Returns the whole model's error at one of the ranks, as ``ShadowedLayer`` defines it.
 
         Raises:
             ValueError: If the steps are not all taken, or the rank was not compared.
@@ -100,7 +100,7 @@ class Shadow:
         return buffer
 
     def _finish(self) -> None:
-        """Makes the layers' records, and says what was found."""
+        """Makes the layers' records, and reports what was found."""
         found = self._comparison
         self._errors = dict(zip(self.ranks, found.errors(), strict=True))
         errors = found.errors_of_parameters()
@@ -136,20 +136,20 @@ def shadow(
 ) -> Shadow:
     """Measures the error that compression would make, while training stays exact. Collective.
 
-    Train on as always. In each of the next ``steps`` synchronized backward passes, the gradients
-    are averaged exactly, and PowerSGD compresses copies of them at each of the ranks. Its factors
-    travel, so that these steps take longer. Afterwards ``print(shadow)`` shows the error, the bytes
-    and the time of each layer at each rank, and training goes on exactly.
+    Keep training as usual. In each of the next ``steps`` synchronized backward passes, the
+    gradients are averaged exactly, and PowerSGD compresses copies of them at each of the ranks. Its
+    factors are sent, so these steps take longer. Afterwards ``print(shadow)`` shows the error, the
+    bytes and the time of each layer at each rank, and training continues exactly.
 
-    The module's group needs no powersgd backend. Its one communication hook is taken, so wrap the
-    model in DDP anew to attach it.
+    The module's group needs no powersgd backend. This takes the module's only communication hook,
+    so wrap the model in DDP again before you attach it.
 
     Args:
         ddp: DDP module without a communication hook.
         ranks: Ranks of the approximation to compare.
         steps: Number of synchronized backward passes.
-        options: Some fields of ``Options`` as a mapping, or a complete ``Options``, for all else
-            than the rank. None is ``Options()``.
+        options: Some fields of ``Options`` as a mapping, or a complete ``Options``, for everything
+            except the rank. None is ``Options()``.
 
     Returns:
         The shadow, whose ``layers`` and ``error`` have the numbers.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compressors at several settings beside an exact average, and the errors that they make."""
+"""Compressors at several settings alongside an exact average, and their errors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ShadowedLayer:
         shape: Shape of the parameter.
         rank: Rank of its factors. It is 0 if the parameter is sent raw.
         error: Error of its compressed gradients: the square root of sum |out - g|^2 / sum |g|^2
-            over the steps. g is the average of the ranks' gradients, and out that of PowerSGD with
-            error feedback. The error may exceed 1, as out also has what earlier steps left.
+            over the steps. g is the average of the ranks' gradients, and out is PowerSGD's, with
+            error feedback. The error may exceed 1, because out also has what earlier steps left.
         bytes_before: Bytes of its gradient.
         bytes_after: Bytes that a step sends in its place.
         milliseconds: Milliseconds that the stages take for it alone, on the slowest rank.
@@ -42,7 +42,7 @@ class ShadowedLayer:
 
 
 class Comparison:
-    """Compressors of one model at several settings, and the errors that they make.
+    """Compressors of one model at several settings, and their errors.
 
     Attributes:
         names: Names of the parameters.
@@ -70,13 +70,13 @@ class Comparison:
             _C.BucketReducer(backend, self.names, self.parameters, each._core()) for each in options
         ]
         self._sizes = [as_reals(parameter).numel() for parameter in self.parameters]
-        # Squared norms by parameter: those of each setting's errors, and of the gradients.
+        # Squared norms by parameter, of each setting's errors and of the gradients.
         count = len(self.parameters)
         self._errors = torch.zeros(len(options), count, dtype=torch.float64, device=device)
         self._gradients = torch.zeros(count, dtype=torch.float64, device=device)
 
     def average(self, bucket: int, buffer: torch.Tensor, parameters: list[int]) -> None:
-        """Makes the buffer its average over the ranks, and compares each setting's with it.
+        """Averages the buffer over the ranks in place, and compares each setting's average.
 
         Args:
             bucket: Number of the buffer in the backward pass.
@@ -111,25 +111,25 @@ class Comparison:
         return ratios
 
     def close(self) -> None:
-        """Gives the compressors' memory and their group back."""
+        """Frees the compressors' memory and their group."""
         self.models = []
         dist.destroy_process_group(self.group)
 
 
 def average_exactly(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Makes the buffer its average over the group, with the bits of DDP without a hook."""
+    """Averages the buffer over the group in place, bitwise as DDP does without a hook."""
     buffer.mul_(1 / group.size())
     with scope("never"):
         dist.all_reduce(buffer, group=group)
 
 
 def _add_finite(total: torch.Tensor, value: torch.Tensor) -> None:
-    """Adds it, unless the gradient has overflowed: then PowerSGD skips the step."""
+    """Adds the value, unless the gradient overflowed: PowerSGD skips that step."""
     total += torch.where(value.isfinite(), value, 0)
 
 
 def _group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Makes a powersgd group of the same ranks, whose counts and models are its own."""
+    """Makes a powersgd group of the same ranks, with its own counts and models."""
     members = dist.get_process_group_ranks(group)
     made = dist.new_group(members, backend=BACKENDS[device.type], use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)

@@ -17,7 +17,7 @@ CALIBRATIONS = 7
 
 
 class StandIn(torch.nn.Module):
-    """Matrix products in place of a model's own backward pass. They compete for cores as it does.
+    """Matrix products that replace a model's backward pass and compete for cores just the same.
 
     The gradients come in the order of the parameters, from the last to the first.
 

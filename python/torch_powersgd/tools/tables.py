@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 GAP = 2  # characters between two columns
 
-Report = Callable[[int, int], None]  # takes the number of parts that are done, and of all parts
+Report = Callable[[int, int], None]  # takes the number of parts done, and of all parts
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under headings, of which only the first column is aligned on the left.
+    """Rows of text under headings. Only the first column is left-aligned.
 
     ``str(table)`` never needs rich.
 
@@ -99,7 +99,7 @@ def progress(what: str, shown: bool) -> Iterator[Report]:
             flush=True,
         )
         return
-    # No automatic refresh: its thread would compute beside what is measured.
+    # No automatic refresh: its thread would compete with what is measured.
     with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, parts: bar.update(task, completed=done, total=parts, refresh=True)
