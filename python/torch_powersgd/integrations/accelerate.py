@@ -55,7 +55,7 @@ def attach(
     """
     module = getattr(module, "_orig_mod", module)  # Accelerate compiles the wrapped module.
     compression = attach_module(module, options, scaler=accelerator.scaler)
-    # accelerator.free_memory forgets the modules, and not what was registered for them.
+    # accelerator.free_memory forgets the modules, but not what was registered for them.
     accelerator._custom_objects = [
         registered
         for registered in accelerator._custom_objects
@@ -66,7 +66,7 @@ def attach(
 
 
 class _State:
-    """The state of a compression, with all shards of its module. It is empty once that is gone."""
+    """A compression's state, with all shards of its module. It is empty once the module is gone."""
 
     def __init__(self, compression: Compression) -> None:
         self.compression = compression

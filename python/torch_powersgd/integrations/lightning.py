@@ -94,7 +94,7 @@ class PowerSGDStrategy(DDPStrategy):
 
     # Lightning saves on all ranks, and loads before it wraps the module.
     def save_checkpoint(self, checkpoint: dict[str, Any], *arguments: Any, **named: Any) -> None:
-        if "optimizer_states" in checkpoint:  # one of weights alone has none
+        if "optimizer_states" in checkpoint:  # a weights-only checkpoint has none
             state = self._trained if self.compression is None else self.compression.state_dict()
             if state is not None:
                 checkpoint = {**checkpoint, KEY: state}

@@ -41,7 +41,7 @@ class PowerSGDConfig(TorchConfig):  # type: ignore[misc]
     arguments are those of ``TorchConfig``.
     """
 
-    backend: str | None = NAME  # Ray would replace None by "gloo" or "nccl"
+    backend: str | None = NAME  # Ray would replace None with "gloo" or "nccl"
 
     @property
     def backend_cls(self) -> type[Any]:
@@ -52,7 +52,7 @@ class PowerSGDBackend(_TORCH_BACKEND):  # type: ignore[misc]
     """The class that ``PowerSGDConfig`` names. Ray calls it where it starts the workers."""
 
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
-        # A worker imports the package to unpickle this function. Workers of Ray Train V2 have done
-        # so with the configuration, but those of RAY_TRAIN_V2_ENABLED=0 have not.
+        # A worker imports the package to unpickle this function. With Ray Train V2 it already has,
+        # to unpickle the configuration, but not with RAY_TRAIN_V2_ENABLED=0.
         worker_group.execute(register)
         super().on_start(worker_group, backend_config)

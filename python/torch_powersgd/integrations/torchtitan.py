@@ -40,8 +40,8 @@ def compressed(config: Trainer.Config, options: Options | None = None) -> Traine
 
     The replicas are those of ``parallelism.data_parallel_replicate_degree``, which must be 2 or
     more. All process groups have the backend ``"powersgd"``, and every other collective is exact.
-    Checkpoints have the state of compression. CUDA graphs are disabled, because a graph would
-    repeat the exact steps for ever.
+    Checkpoints include the state of compression. CUDA graphs are disabled, because a graph would
+    replay the exact steps forever.
 
     Args:
         config: What a function of a config registry returns.

@@ -84,8 +84,8 @@ class CompressionCallback(TrainerCallback):
 
     Attributes:
         compression: What ``torch_powersgd.attach`` or ``make`` returned, once training has begun.
-        resumed: What ``trainer.train`` resumes from: a folder, True for the last of its own, or
-            False or None.
+        resumed: What ``trainer.train`` resumes from: a folder, True for the trainer's last
+            checkpoint, or False or None.
     """
 
     def __init__(

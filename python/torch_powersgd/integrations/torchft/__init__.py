@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchft, with which a job goes on when replicas leave and join.
+"""torchft, which keeps a job running when replicas leave and join.
 
     from torch_powersgd.integrations.torchft import DistributedDataParallel, ProcessGroupPowerSGD
     from torchft import Manager, Optimizer

@@ -2,7 +2,7 @@
 """What a process group of torchft compresses: its averages go through torchft's manager.
 
 The manager calls the group's ``allreduce`` with a tensor, and divides the sum. Each class here
-knows the tensors of its own kind: buckets of DDP, shards of FSDP2, changes of DiLoCo.
+recognizes one kind of tensor: buckets of DDP, shards of FSDP2, changes of DiLoCo.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torch_powersgd.targets import DdpTarget, FsdpTarget, NamedTensors, Target, 
 if TYPE_CHECKING:
     from torchft.manager import Manager
 
-Leave = Callable[[], None]  # the group, after an error
+Leave = Callable[[], None]  # leaves the group after an error
 
 
 class Attached(ABC):
-    """Gradients whose compression goes on in every group that a quorum makes.
+    """Gradients whose compression continues in every group that a quorum makes.
 
-    A step is all that the manager averages of them until it counts on.
+    A step is everything that the manager averages of them until its step count advances.
 
     Args:
         target: The gradients.
@@ -46,21 +46,21 @@ class Attached(ABC):
     ) -> None:
         self.manager, self.leave = manager, leave
         self.compression = compress(target, None, group, register_hook=False)
-        self.step: int | None = None  # the manager's, of the last one that was begun
+        self.step: int | None = None  # the manager's count at the last step begun
 
     @abstractmethod
     def target(self) -> Target | None:
-        """Returns the gradients, or None if what has them is gone."""
+        """Returns the gradients, or None if their owner is gone."""
 
     @abstractmethod
     def sum(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Sums the tensor over the group, if it is one of these."""
+        """Sums the tensor over the group, if it is one of these gradients."""
 
     def moved(self) -> None:  # noqa: B027
         """Called when the compression has a new reducer."""
 
     def move(self, group: dist.ProcessGroup) -> None:
-        """Goes on in another group. Collective in that."""
+        """Moves to another group. Collective in the new group."""
         target = self.target()
         if target is None or self.compression.ended:
             return
@@ -74,7 +74,7 @@ class Attached(ABC):
         self.step = self.manager.current_step()
 
     def settle(self) -> None:
-        """Undoes the last step unless it was committed, which makes the manager count on."""
+        """Undoes the last step unless it was committed: a commit advances the manager's count."""
         dropped = self.step is not None and self.manager.current_step() <= self.step
         self.step = None
         if dropped:
@@ -117,7 +117,7 @@ class AttachedDdp(Attached):
 
 
 class AttachedShards(Attached):
-    """The shards of an FSDP2 module. Its hooks take this for the reducer of the replicas."""
+    """The shards of an FSDP2 module. Its hooks use this as the reducer of the replicas."""
 
     def __init__(self, module: FSDPModule, *others: Any) -> None:
         fsdp_hooks.check_hooks(module)
@@ -163,7 +163,7 @@ class AttachedShards(Attached):
 
 
 class _ShardsOfReplica(FsdpTarget):
-    """The shards of a module that FSDP2 knows no replicas of."""
+    """The shards of a module whose replicas FSDP2 doesn't know."""
 
     def check(self) -> None:
         if fsdp.own_replicas(self.module) is not None:
@@ -177,7 +177,7 @@ class _ShardsOfReplica(FsdpTarget):
 class AttachedFragment(Attached):
     """A fragment of torchft's DiLoCo, which averages its changes parameter by parameter.
 
-    They are sent together, once the manager has given the last.
+    They are sent together once the manager has passed in the last one.
     """
 
     def __init__(self, fragment: Any, *others: Any) -> None:
@@ -204,7 +204,7 @@ class AttachedFragment(Attached):
         if tensor is changes[-1]:
             self.begin_step()
             tensors = self.compression._tensors
-            assert tensors is not None  # as it has not ended
+            assert tensors is not None  # because it has not ended
             self.round.begin(tensors.sum(changes))
         return self.round if any(tensor is change for change in changes) else None
 
@@ -213,7 +213,7 @@ class Sum(dist._Work):
     """A sum over the group. Its future is complete once ``wait`` has returned, as torchft expects.
 
     Args:
-        leave: Called once if it has failed.
+        leave: Called once if the sum has failed.
         work: The sum, if it has begun.
     """
 

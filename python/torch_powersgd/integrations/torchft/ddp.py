@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchft's DDP module, with a hook that outlives an error."""
+"""torchft's DDP module, with a hook that survives an error."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class DistributedDataParallel(torchft.DistributedDataParallel):
     """torchft's module, with a hook that survives an error.
 
-    The hook of torchft 0.2.0 fails an assertion in the bucket in which another replica leaves, and
-    in each bucket after it. That ends the process, with any process group.
+    When another replica leaves, the hook of torchft 0.2.0 fails an assertion in that bucket and in
+    every bucket after it. This ends the process, with any process group.
     """
 
     @staticmethod

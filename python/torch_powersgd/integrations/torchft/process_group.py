@@ -65,7 +65,7 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
     ) -> Compression:
         """Compresses the gradients of a module layer by layer.
 
-        Every replica must call it before its first quorum, with the same modules in one order.
+        Every replica must call it before its first quorum, with the same modules in the same order.
 
         Args:
             module: A ``DistributedDataParallel`` module of this package, made with this manager.
@@ -96,13 +96,13 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
     def attach_diloco(self, diloco: DiLoCo, manager: Manager) -> list[Compression]:
         """Like ``attach``, for what torchft's ``DiLoCo`` averages.
 
-        A step of the options is a round of a fragment.
+        In the options, a step is a round of a fragment.
 
         Returns:
             A handle for each fragment.
 
         Raises:
-            ValueError: If it packs or quantizes what it sends, or there was a quorum before.
+            ValueError: If DiLoCo packs or quantizes what it sends, or there was a quorum before.
         """
         if not isinstance(diloco, DiLoCo):
             raise ValueError(f"attach_diloco takes torchft's DiLoCo, got {type(diloco).__name__}")
@@ -121,7 +121,7 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
         return attached.compression
 
     def configure(self, *arguments: Any, **named: Any) -> None:
-        """Makes the group of a new quorum, and moves what is attached there."""
+        """Makes the group of a new quorum, and moves to it what is attached."""
         try:
             super().configure(*arguments, **named)
             for attached in self._attached:
@@ -143,7 +143,7 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
     def _leave(self) -> None:
         """Leaves the group after an error, so that no other replica waits for this one.
 
-        A replica that has died is noticed by those that wait for it. The others wait for these.
+        Only the replicas that wait for a dead one notice. The others wait for these replicas.
         """
         group, self._pg = self._pg, None
         if group is not None:
@@ -170,7 +170,7 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
 def _make_group(
     store: Store, rank: int, size: int, timeout: timedelta, options: Options
 ) -> dist.ProcessGroup:
-    """Makes a process group that torch does not register, as those of torchft."""
+    """Makes a process group that torch doesn't register, like torchft's own."""
     made = _DistributedBackendOptions()
     made.store, made.group_rank, made.group_size = store, rank, size
     made.timeout, made.group_id = timeout, "torchft"
