@@ -47,7 +47,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
-    """Imports shadow mode, which training does without, where it is asked for."""
+    """Imports shadow mode on demand, because training doesn't need it."""
     if name not in ("Shadow", "ShadowedLayer", "shadow"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from torch_powersgd.tools import shadow

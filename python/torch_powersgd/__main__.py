@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tell_torchrun(error: Exception) -> None:
-    """Makes the error the end of torchrun's report, which would hide it otherwise."""
+    """Puts the error at the end of torchrun's report, which would otherwise hide it."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         said = {"message": str(error), "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(file).write_text(json.dumps({"message": said}))
@@ -53,7 +53,7 @@ def main() -> int:
     except (ValueError, ImportError, AttributeError) as error:
         _tell_torchrun(error)
         if isinstance(error, SharedError) and os.environ["RANK"] != "0":
-            return 2  # The first process says it.
+            return 2  # The first process reports it.
         parser.error(str(error))
 
 

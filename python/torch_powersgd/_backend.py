@@ -36,11 +36,11 @@ def register() -> None:
     if NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-    # torch searches a group's backends for the first plugin's key to set its default backend. The
-    # key is in upper case and never found. So a group made from a "device:backend" string has no
-    # default backend and warns when it is destroyed. torch finds a key in lower case in front.
+    # To set a group's default backend, torch searches its backends for the first plugin's key. An
+    # upper-case key never matches, so a group made from a "device:backend" string has no default
+    # backend and warns when it is destroyed. A lower-case key in front does match.
     dist.Backend._plugins = {NAME: dist.Backend._plugins[NAME.upper()], **dist.Backend._plugins}
-    # Now, for Gloo groups of torch's own as well. A group of this backend raises what is wrong.
+    # Now, so that torch's own Gloo groups use the ports too. A powersgd group raises any error.
     with contextlib.suppress(ValueError):
         ports.apply()
     atexit.register(_at_exit)
@@ -65,7 +65,7 @@ def _log(warning: bool, message: str) -> None:
 
 
 def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.BackendPowerSGD:
-    """Creates this rank's backend of one process group. torch calls it an extended creator."""
+    """Creates this rank's backend for a process group. torch calls this an extended creator."""
     rank, size = dist_options.group_rank, dist_options.group_size
     groups = PrefixStore("powersgd", dist_options.store)
     store = store_of_call(groups, count_call(groups, rank))
@@ -74,7 +74,7 @@ def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.
     for device in served_device_types(NAME):
         name = _inner_name(options, device)
         inner = _create_inner(name, PrefixStore(f"{device}/inner", store), dist_options)
-        # A backend that blocks the host needs an instance for the engine's thread.
+        # A backend that blocks the host needs a separate instance for the engine's thread.
         blocks = name not in STREAM_ORDERED
         connect = functools.partial(_connect_engine, name, dist_options) if blocks else None
         inners.append((device, inner, connect, PrefixStore(f"{device}/engine", store)))
@@ -82,10 +82,10 @@ def _create(dist_options: _DistributedBackendOptions, pg_options: object) -> _C.
 
 
 def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: object) -> Options:
-    """Returns this rank's options once all ranks have valid and equal ones, and the same kernels.
+    """Returns this rank's options once all ranks have the same valid options and the same kernels.
 
-    Which device's kernels will run is not known yet. It does not matter: ranks with tensors on
-    devices of different types never exchange a payload, as each type has its own inner backend.
+    It isn't known yet which device's kernels will run. That doesn't matter, because ranks with
+    tensors on different device types never exchange payloads: each type has its own inner backend.
 
     Raises:
         ValueError: On every rank alike, if any rank's options are invalid or two ranks' differ, or
@@ -96,11 +96,11 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
         ports.apply()
         options = resolve(pg_options)
         mine = {"kernels": _C.kernels_version, **options._plain()}
-    except Exception as error:  # The other ranks wait for this rank's error, of any type.
+    except Exception as error:  # Of any type: the other ranks wait for it.
         mine = {"error": str(error)}
 
     def other_backend(call: CollectiveCall, absent: list[int]) -> str:
-        # A gloo group in place of this one puts its address under this key.
+        # A gloo group started in place of this one stores its address under this key.
         gloo = [rank for rank in absent if dist_options.store.check([f"0/{rank}"])]
         return (
             f"{call.names_of(gloo)} started a gloo group where "
@@ -123,11 +123,11 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
 
 
 def compare_options(everyone: list[dict[str, Any]]) -> str:
-    """Returns nothing if all ranks' options are equal, else the message of the error.
+    """Returns an error message if options differ between ranks, or an empty string.
 
-    "kernels", which comes first among the fields, is the version of the core and, in ``attach``,
-    the kind of device: from the same sums, it gives every rank the same P^ and Q, to the bit. The
-    CPU's instruction set and the release of torch need not be equal, as neither changes these bits.
+    "kernels", the first field, is the version of the core and, in ``attach``, the kind of device.
+    Equal kernels compute bitwise identical P^ and Q from the same sums. The CPU's instruction set
+    and the torch release may differ, because neither changes these bits.
     """
     for rank, fields in enumerate(everyone):
         for name, value in fields.items():
@@ -151,7 +151,7 @@ def _inner_name(options: Options, device: str) -> str:
     name = options.inner
     if name == "auto":
         name = dist.Backend.default_device_backend_map[device]
-        if name == NAME:  # so that a library that looks there for its backend takes this one
+        if name == NAME:  # set for libraries that look up their backend there
             name = PLAIN_BACKENDS[device]
     if name == NAME:
         raise ValueError("inner must be the name of the backend to wrap, got 'powersgd' itself")
@@ -176,8 +176,8 @@ def _create_inner(name: str, store: Store, dist_options: _DistributedBackendOpti
         _set(gloo.options, group)
         return cast("Backend", gloo)
     if name == "nccl" and dist.is_nccl_available():
-        # NCCL runs exact collectives on a stream of its own. With a low priority they would queue
-        # behind the kernels of the backward pass, and the engine's payloads behind them.
+        # NCCL runs exact collectives on its own stream. At low priority they would queue behind the
+        # backward pass's kernels, and the engine's payloads behind them.
         nccl_options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         _set(nccl_options, {**group, "_timeout": timeout})
         return cast("Backend", dist.ProcessGroupNCCL(store, rank, size, nccl_options))
@@ -202,7 +202,7 @@ def _connect_engine(
     size: int,
     timeout: timedelta | None,
 ) -> Backend:
-    """Makes the backend of a group's engine, or of that of a group that was split from it.
+    """Makes the backend for the engine of a group, or of a group split from it.
 
     The engine's thread calls it when the group first compresses.
     """
@@ -210,10 +210,10 @@ def _connect_engine(
     group.group_rank, group.group_size = rank, size
     group.timeout = timeout or parent.timeout
     group.group_id = parent.group_id
-    if size == parent.group_size:  # else the ranks are known to the inner backend alone
+    if size == parent.group_size:  # otherwise only the inner backend knows the ranks
         group.global_ranks_in_group = parent.global_ranks_in_group
     backend = _create_inner(name, store, group)
-    if timeout is not None:  # it may be that of one call
+    if timeout is not None:  # it may be a single call's
         backend._set_default_timeout(parent.timeout)
     return backend
 

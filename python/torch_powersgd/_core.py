@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The compiled core, loaded after torch and only if both fit together."""
+"""The compiled core, loaded after torch and only if the two match."""
 
 import torch
 
@@ -7,7 +7,7 @@ from torch_powersgd._version import wheel_version
 
 try:
     from torch_powersgd import _C
-except ImportError as error:  # Most often it is not built, or built against another torch.
+except ImportError as error:  # Usually it is not built, or is built against another torch.
     raise ImportError(
         "torch_powersgd's compiled core could not be loaded with torch "
         f"{torch.__version__} ({error}). Build it in this environment: "

@@ -7,10 +7,10 @@ __version__ = "0.1.0"
 
 
 def wheel_version(torch_version: str, cuda: str | None) -> str:
-    """Returns the version of the wheel that a torch takes, such as 0.1.0+torch2.13.0.cu130.
+    """Returns the version of the wheel for a torch release, such as 0.1.0+torch2.13.0.cu130.
 
     Args:
-        torch_version: the version of torch. Its own local part does not count.
+        torch_version: the version of torch. Its local part is ignored.
         cuda: the release of CUDA that the kernels are built with, or None without kernels.
     """
     variant = f"cu{cuda.replace('.', '')}" if cuda else "cpu"

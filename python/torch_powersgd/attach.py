@@ -56,7 +56,7 @@ def attach(
             powersgd backend for their device; None is the default group. A DDP module has its own.
         register_hook: If False, register ``Compression.comm_hook`` yourself. For DDP modules only.
         previous: The compression of the same gradients over a former group, which may have ended.
-            Its residuals, factors, step, counts and options go on in this group, and it ends.
+            Its residuals, factors, step, counts and options carry over to this group, and it ends.
             Processes that are new in the group leave it out, and take over the factors and the
             step. If an optimizer did not apply the last step, call ``step_skipped`` or
             ``discard_step`` of the returned handle on every process.
@@ -85,7 +85,7 @@ def compress(
     register_hook: bool = True,
     previous: Compression | None = None,
 ) -> Compression:
-    """``attach`` without the message."""
+    """``attach`` without the log message."""
     reducer, described = make_reducer(target, options, group, scaler, previous)
     if previous is not None:
         previous._hand_over()
@@ -119,7 +119,7 @@ def make_reducer(
 
 
 def _announce(compression: Compression) -> None:
-    """Logs what is compressed, what a step sends, and from which step on."""
+    """Logs what is compressed, what a step sends, and at which step compression starts."""
     group, options = compression.group, compression.options
     if group.size() == 1:
         log.notice("attached; the group has one process, so nothing is sent")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The first part of ``attach``, which changes nothing: checks, and agreement of the processes."""
+"""The first part of ``attach``: checks, and agreement of the processes. It changes nothing."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Proposal:
 def _kind_of(device: torch.device) -> str:
     """The type of the device and, of a GPU, its compute capability.
 
-    That chooses among instructions for the same sums, such as those of tensor cores in double, and
-    so decides the bits that all processes must have alike.
+    The compute capability selects the instructions for a sum, such as those of double-precision
+    tensor cores, and so decides the bits that all processes must agree on.
     """
     if device.type != "cuda":
         return device.type
@@ -68,7 +68,7 @@ def _kind_of(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Previous:
-    """The compression that this one takes over on a process.
+    """The compression that the new one takes over on a process.
 
     Attributes:
         reducer: Its reducer, or None if it has ended.
@@ -83,7 +83,7 @@ class Previous:
 
 @dataclass(frozen=True)
 class Source:
-    """The process whose factors all take over, and its step."""
+    """The process whose factors all processes take over, and its step."""
 
     rank: int
     step: int
@@ -96,10 +96,10 @@ def agree(
     group: dist.ProcessGroup,
     previous: Previous | None = None,
 ) -> tuple[Proposal, Source | None]:
-    """Returns this process's proposal once all processes have made the same. Collective.
+    """Returns this process's proposal once all processes have made the same one. Collective.
 
-    If any of them takes over a compression, it also returns the first one of those that have taken
-    the most steps.
+    Also returns the process to take the factors from, if any process takes over a compression: the
+    first of those with the most steps.
 
     Args:
         target: Gradients to compress.
@@ -110,7 +110,7 @@ def agree(
 
     Raises:
         ValueError: On every process, if a proposal is invalid or differs from that of rank 0, or a
-            process makes none. On this process alone, if the group was destroyed here.
+            process makes none. On this process only, if the group was destroyed here.
     """
     check_alive(group)
     proposal = None
@@ -119,11 +119,11 @@ def agree(
         plain = proposal.plain()
         if previous is not None and previous.reducer is not None:
             plain["step"] = previous.reducer.states.step
-    except Exception as invalid:  # The other processes wait for this error, of any type.
+    except Exception as invalid:  # Of any type: the other processes wait for it.
         plain = error_as_arguments(invalid)
     timeout = default_pg_timeout if proposal is None else proposal.backend.options._timeout
     source = next_call(group, "attach", timeout).agree(plain, _compare, _source)
-    assert proposal is not None  # else the processes did not agree
+    assert proposal is not None  # otherwise agree() raised
     return proposal, Source(*source) if source else None
 
 

@@ -38,7 +38,7 @@ def of_states(states: _C.ModelStates, per_rank: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A state that fits.
+    """A saved state that fits.
 
     Attributes:
         step: Number of steps before it was saved.
@@ -68,7 +68,7 @@ class Loaded:
         }
 
     def into(self, states: _C.ModelStates) -> None:
-        """Makes it the state of a states."""
+        """Loads the state into ``states``."""
         if self.mean is None:
             states.load_local(self.local, self.step)
         else:
@@ -76,7 +76,7 @@ class Loaded:
 
 
 def read(states: _C.ModelStates, state: Any, keys: dict[bool, str]) -> Loaded:
-    """Returns a saved state, which may hold anything, once it has been checked.
+    """Checks a saved state, which may hold anything, and returns it.
 
     Args:
         states: States that it must fit.
@@ -103,7 +103,7 @@ def read(states: _C.ModelStates, state: Any, keys: dict[bool, str]) -> Loaded:
 
 
 def compare(everyone: list[dict[str, Any]]) -> str:
-    """Returns nothing if the processes load the same, else the message of the error."""
+    """Returns an error message if the processes load different states, or an empty string."""
     first = everyone[0]
     for rank, mine in enumerate(everyone):
         if mine["names"] != first["names"]:

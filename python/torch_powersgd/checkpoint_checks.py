@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checks of a saved state, which may hold anything, before any of it is used.
 
-A check makes no tensor by a size that the state claims. All messages name the entry.
+No check allocates a tensor of a size that the state claims. All messages name the entry.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch_powersgd._core import _C
 from torch_powersgd.option_values import is_unicode, positive, shown
 
 VERSION = 1
-_PARTS = ("shard ", "process ")  # how the keys of parts begin
+_PARTS = ("shard ", "process ")  # prefixes of the keys of parts
 LOCAL_FIELDS = ("memory", "p_hat", "q_local", "q_warm", "grad_scale")
-_IN_UNITS = ("residual", "memory", "q_local")  # times a grad_scale
+_IN_UNITS = ("residual", "memory", "q_local")  # multiplied by a grad_scale
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LARGEST_STEP = 2**62
 _LARGEST = torch.finfo(torch.float32).max
@@ -27,7 +27,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Saved:
-    """The parts of a saved state that need no model to be checked.
+    """The parts of a saved state that can be checked without a model.
 
     Attributes:
         step: Number of steps before it was saved.
@@ -43,7 +43,7 @@ class Saved:
 
 
 def own_state(state: Any, keys: dict[bool, str]) -> dict[str, Any]:
-    """Returns this process's part of what ``load_state_dict`` was given.
+    """Returns this process's part of the argument of ``load_state_dict``.
 
     Args:
         state: Argument of ``load_state_dict``.
@@ -66,7 +66,7 @@ def own_state(state: Any, keys: dict[bool, str]) -> dict[str, Any]:
 
 
 def read(state: dict[str, Any]) -> Saved:
-    """Returns the parts of a state. It raises a ValueError if one of them is not valid."""
+    """Returns the parts of a state. It raises a ValueError if one of them is invalid."""
     step, parameters = state["step"], state["parameters"]
     whole = isinstance(step, int) and not isinstance(step, bool)
     if not whole or not 0 <= step <= _LARGEST_STEP:
@@ -162,7 +162,7 @@ def _tensors(
 def _check_tensor(place: str, value: Any, grad_scale: float) -> None:
     """Raises a ValueError unless the value is a tensor whose elements are in memory and finite.
 
-    The core holds them over ``grad_scale``, in float32.
+    The core holds them divided by ``grad_scale``, in float32.
     """
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{place} must be a tensor, got {type(value).__name__}")
@@ -170,7 +170,7 @@ def _check_tensor(place: str, value: Any, grad_scale: float) -> None:
         raise ValueError(
             f"{place} must be a dense tensor of floating-point numbers, got {_description(value)}"
         )
-    # The numbers of a tensor that was expanded are not all in memory, and may be too many for it.
+    # An expanded tensor's elements are not all in memory, and may not fit.
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
         raise ValueError(
             f"{place} must be a tensor that holds all of its elements, got {_description(value)}"
@@ -202,7 +202,7 @@ def _description(value: torch.Tensor) -> str:
 
 
 def _largest(value: torch.Tensor) -> float:
-    """Returns the largest magnitude. It is NaN where an element is."""
+    """Returns the largest magnitude, or NaN if any element is NaN."""
     if value.numel() == 0:
         return 0.0
     low, high = value.detach().aminmax()
@@ -210,7 +210,7 @@ def _largest(value: torch.Tensor) -> float:
 
 
 def _units(place: str, value: Any) -> float:
-    """Returns a grad_scale, by which the core divides in float32."""
+    """Checks and returns a grad_scale, by which the core divides in float32."""
     scale = positive(place, value)
     if 1 / scale > _LARGEST:
         raise ValueError(f"{place} must be at least {1 / _LARGEST:.3g}, got {shown(value)}")

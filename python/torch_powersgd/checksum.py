@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checksums of a checkpoint. ``torch.load`` does not compare those of its files."""
+"""Checksums of a checkpoint. ``torch.load`` doesn't verify those of its files."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _LOADED = {"version", "step", "grad_scale", "per_rank", "residual", "q", *LOCAL_
 
 
 def add(state: dict[str, Any]) -> None:
-    """Puts a checksum into each parameter's entry, and one of all else into the state."""
+    """Adds a checksum to each parameter's entry, and one of everything else to the state."""
     for name, entry in state[_PARAMETERS].items():
         entry[KEY] = _of_entry(name, entry)
     state[KEY] = _of_rest(state)
 
 
 def check(state: dict[str, Any]) -> int:
-    """Compares the checksums that a state has. One of an earlier version has none.
+    """Verifies a state's checksums, if it has any: states of an earlier version have none.
 
-    Its tensors have been checked: one that was expanded may be too large to be read.
+    Check its tensors first, because an expanded one may be too large to read.
 
     Returns:
-        The checksum of the whole state. Ranks with equal states have the same.
+        The checksum of the whole state, which is the same on ranks with equal states.
 
     Raises:
-        ValueError: If one differs.
+        ValueError: If a checksum doesn't match.
     """
     found = [_of_rest(state)]
     _compare("the checkpoint", state, found[0])
@@ -60,7 +60,7 @@ def _of_entry(name: str, entry: dict[str, Any]) -> int:
 
 
 def _of_fields(fields: dict[str, Any], total: int) -> int:
-    """Returns the checksum that goes on from ``total`` with all fields that are loaded."""
+    """Returns the checksum ``total``, continued over all fields that are loaded."""
     for field in sorted(fields.keys() & _LOADED):
         value = fields[field]
         if isinstance(value, torch.Tensor):
@@ -72,7 +72,7 @@ def _of_fields(fields: dict[str, Any], total: int) -> int:
 
 
 def _of_tensor(tensor: torch.Tensor, total: int) -> int:
-    """Returns the checksum that goes on from ``total`` with the bytes of a tensor."""
+    """Returns the checksum ``total``, continued over the bytes of a tensor."""
     flat = tensor.detach().cpu().contiguous()
     if not flat.nbytes:
         return total

@@ -59,7 +59,7 @@ class Compression(Stateful):
         self._described = described  # the gradients
         self.options = Options._from_core(reducer.states.options)
         self._attached: _C.BucketReducer | None = reducer
-        self._left: _C.BucketReducer | None = None  # once the wrapper is gone, not the model
+        self._left: _C.BucketReducer | None = None  # once the wrapper is gone but not the model
         self._model: ref[torch.nn.Module] | None = None
         self._wrapper: rewrapping.Wrapper | None = None
         self._module: ref[torch.nn.Module] | None = None
@@ -71,7 +71,7 @@ class Compression(Stateful):
             self._tensors = _C.NamedTensors(reducer, BUCKET_BYTES)
             return
         self._module = ref(module)
-        # The module keeps the handle, as checks and scalers refer weakly to its reducer.
+        # The module keeps the handle alive: checks and scalers refer only weakly to its reducer.
         finalize(module, self._let_go).atexit = False
         if isinstance(module, DistributedDataParallel):
             self._wrapper = rewrapping.note_wrapper(module, reducer)
@@ -87,14 +87,14 @@ class Compression(Stateful):
         return self._attached
 
     def _let_go(self) -> None:
-        """Ends it with its module. With the model in a DDP wrapper, the states stay for a next."""
+        """Ends with the module. If only the DDP wrapper is gone, the states stay for the next."""
         if self._model is not None and self._model() is not None:
             self._left = self._attached
         self._attached = self._tensors = None
 
     @property
     def _speaks(self) -> bool:
-        """Whether this process logs for all: the first one of the first shard."""
+        """Whether this process logs for all: the first process of the first shard does."""
         return self.group.rank() == 0 and (not self._shard or self._shard.startswith("shard 0 "))
 
     @property
@@ -104,14 +104,14 @@ class Compression(Stateful):
 
     @property
     def ended(self) -> bool:
-        """Whether it was detached, or its module is gone. Every method is then a ``ValueError``."""
+        """Whether it was detached or its module is gone. Methods then raise a ``ValueError``."""
         return self._attached is None
 
     @property
     def comm_hook(self) -> Hook:
         """The hook that ``attach`` registers, in Python.
 
-        Use it with those of torch's hooks that wrap another:
+        Use it with torch's hooks that wrap another hook:
 
             compression = torch_powersgd.attach(ddp, register_hook=False)
             hook = hook_with_zero_step(compression.comm_hook, ddp, zero)
@@ -186,9 +186,9 @@ class Compression(Stateful):
             ``check_every`` found and repaired.
 
             ``compressed_calls`` and ``exact_calls``: buckets that were compressed, or sent whole.
-            ``bytes_before``: the gradients. ``bytes_after``: what this process sent instead, in
-            the form in which it travels. ``ratio`` of the two, and ``compressed_ratio``, the same
-            for the compressed calls alone.
+            ``bytes_before``: the gradients. ``bytes_after``: what this process sent instead, as
+            encoded on the wire. ``ratio`` of the two, and ``compressed_ratio``, the same for the
+            compressed calls alone.
 
             ``seconds`` of each stage. ``residual_norms``: {parameter: Frobenius norm}.
 
@@ -253,7 +253,7 @@ class Compression(Stateful):
 
         A state without ``per_rank`` fits any number of processes. Every process takes the mean
         residual, which leaves the mean over the processes unchanged. If the matrix rank differs,
-        ``q`` is cut, or extended with random columns. Counting of steps continues from the state.
+        ``q`` is cut, or extended with random columns. The step count continues from the state's.
 
         Args:
             state_dict: Dictionary that ``state_dict`` returned. It may also hold the states of
@@ -273,15 +273,15 @@ class Compression(Stateful):
             )
 
     def _load(self, state_dict: dict[str, Any]) -> checkpoint.Loaded:
-        """``load_state_dict`` without the message."""
+        """``load_state_dict`` without the log message."""
         loaded: checkpoint.Loaded | None = None
         try:
             loaded = self._read(state_dict)
             mine = loaded.plain()
-        except Exception as invalid:  # The other processes wait for this error, of any type.
+        except Exception as invalid:  # Of any type: the other processes wait for it.
             mine = error_as_arguments(invalid)
         self._agree("load_state_dict", mine, checkpoint.compare)
-        assert loaded is not None  # else the processes did not agree
+        assert loaded is not None  # otherwise _agree raised
         loaded.into(self._reducer.states)
         return loaded
 
@@ -335,7 +335,7 @@ class Compression(Stateful):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context in which gradients are averaged exactly. The residuals wait for its end.
+        """A context in which gradients are averaged exactly. The residuals are kept until it ends.
 
         Every process must enter it between the same two steps.
         """
@@ -366,13 +366,13 @@ class Compression(Stateful):
         return Previous(self._attached or self._left, self._described, self._ended)
 
     def _go_on(self, reducer: _C.BucketReducer, group: dist.ProcessGroup) -> None:
-        """Goes on with a reducer that has taken over its states, in another group."""
+        """Continues in another group, with a reducer that has taken over the states."""
         self._attached, self.group = reducer, group
         if self._tensors is not None:
             self._tensors = _C.NamedTensors(reducer, BUCKET_BYTES)
 
     def _hand_over(self) -> None:
-        """Ends it, because another has taken over its reducer's states."""
+        """Ends, because another compression has taken over the reducer's states."""
         self._ended = "another compression has taken it over as previous"
         self._end()
 
@@ -393,10 +393,10 @@ class Compression(Stateful):
         return ", ".join(filter(None, (self._shard, own)))
 
     def _agree(self, function: str, mine: dict[str, Any], compare: Compare | None = None) -> None:
-        """Waits until all processes have made the same call, so that one that does not is named."""
+        """Waits until all processes have made the same call. An error names those that don't."""
         check_alive(self.group)
         timeout = find_backends(self.group)[0].options._timeout
-        # Another compression of the group counts the same calls.
+        # All compressions of a group share the count of calls, so the names tell them apart.
         names = zlib.crc32(repr(self._reducer.states.names).encode())
         call = next_call(self.group, function, timeout)
         same = equality_of(f"the module, the step or the arguments of {function}")

@@ -50,9 +50,9 @@ def check_module(ddp: DistributedDataParallel) -> None:
 
 
 def conversion_error(ddp: DistributedDataParallel) -> str:
-    """Returns an error's message if a conversion has taken DDP's hook off a parameter, or nothing.
+    """Returns an error message if a conversion has removed DDP's hook from a parameter, or nothing.
 
-    DDP's hook is on a node of autograd, which half() or to() replaces. No rank notices by itself.
+    DDP's hook is on an autograd node, which half() and to() replace. No rank notices by itself.
     """
     index = _C.converted_parameter(ddp.reducer)
     if index is None:
@@ -67,7 +67,7 @@ def conversion_error(ddp: DistributedDataParallel) -> str:
 
 
 def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """Returns the parameters whose gradients DDP reduces: those it found trainable at its start."""
+    """Returns the parameters whose gradients DDP reduces: those trainable when it was created."""
     reduced = {id(parameter) for parameter in _C.reduced_parameters(ddp.reducer)}
     return {
         name: parameter for name, parameter in named_parameters_of(ddp) if id(parameter) in reduced
@@ -75,14 +75,14 @@ def parameters_of(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
 
 
 def named_parameters_of(ddp: DistributedDataParallel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The module's parameters without those that DDP was told to ignore, or reduces by itself."""
+    """The module's parameters, except those that DDP was told to ignore or reduces by itself."""
     for name, parameter in ddp.module.named_parameters():
         if name not in ddp.parameters_to_ignore:
             yield name, parameter
 
 
 def register_hook(ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> None:
-    """Registers the C++ hook, which reduces each bucket by ``reducer``."""
+    """Registers the C++ hook, which reduces each bucket through ``reducer``."""
     with refuse_second_hook():
         _C.register_ddp_hook(ddp.reducer, reducer)
     if ddp.logger is not None:
@@ -91,7 +91,7 @@ def register_hook(ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> No
 
 @contextmanager
 def refuse_second_hook() -> Iterator[None]:
-    """Makes DDP's error at the registration of a second hook a ValueError."""
+    """Turns DDP's error for a second hook into a ValueError."""
     try:
         yield
     except RuntimeError as error:

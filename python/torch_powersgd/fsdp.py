@@ -100,7 +100,7 @@ def place_of(module: FSDPModule) -> dict[str, Any]:
 
 
 def compare_places(everyone: list[dict[str, Any]]) -> str:
-    """Returns nothing if all ranks of a group hold the same shards, else the error's message."""
+    """Returns an error message if ranks of a group hold different shards, or an empty string."""
     for rank, place in enumerate(everyone):
         if place != everyone[0]:
             return (
@@ -145,9 +145,9 @@ def packed(group: Any) -> list[Any]:
 
 
 def only_subset(sizes: Sequence[int], total: int) -> list[int]:
-    """Returns the indices of the sizes that add up to ``total``, or none if it is not known which.
+    """Returns the indices of the only sizes that add up to ``total``, or none.
 
-    It is known if there is only one such subset, and the sizes are few enough to try them all.
+    There are none if several subsets add up, or if there are too many sizes to try every subset.
     """
     if sum(sizes) == total:
         return list(range(len(sizes)))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The all-reduce between the replicas of a module that FSDP2 has sharded or replicated.
 
-FSDP2 reduce-scatters the gradients of a unit inside a replica, into one flat tensor. If its mesh
-has no dimension of replicas, it then calls the unit's all-reduce hook with this tensor. Else it
-all-reduces the tensor by itself, in ``BackendPowerSGD.allreduce``, which has to know the unit. The
-unit's reduce-scatter, which allocates the tensor, announces it to the model.
+FSDP2 reduce-scatters a unit's gradients within a replica, into one flat tensor. If the mesh has no
+dimension of replicas, FSDP2 then calls the unit's all-reduce hook with this tensor. Otherwise FSDP2
+calls ``BackendPowerSGD.allreduce`` itself, which must know the unit. The unit's reduce-scatter,
+which allocates the tensor, announces it to the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def set_hooks(module: FSDPModule, reducer: _C.BucketReducer, replicas: int) -> N
 
 
 def check_hooks(module: FSDPModule) -> None:
-    """Raises a ValueError if the module is attached, or has a hook of somebody else."""
+    """Raises a ValueError if the module is already attached or has another hook."""
     native = own_replicas(module) is not None
     for unit in units_of(module):
         group = groups_of(unit)[0]
@@ -70,8 +70,8 @@ class _Unit:
     def numbers(self, gradients: torch.Tensor) -> list[int]:
         """Returns the parameters that the tensor holds, or none if they are not known.
 
-        It holds all of the unit's, or those whose modules have had their backward pass. A unit of
-        a norm and an output layer is reduced in two parts if the loss calls the latter by itself.
+        It holds the whole unit, or the modules whose backward pass has run. For example, a unit of
+        a norm and an output layer is reduced in two parts if the loss calls the output layer alone.
         """
         shards = self._trainable()
         sizes = [shard.padded_sharded_param_size.numel() for shard in shards]
@@ -109,7 +109,7 @@ class _AllReduce:
             gradients += self.partial
             self.partial = None
         if not gradients.is_cpu:
-            # FSDP2 keeps the tensor until this stream is done only for its own all-reduce.
+            # FSDP2 keeps the tensor alive until this stream is done only for its own all-reduce.
             gradients.record_stream(torch.accelerator.current_stream(gradients.device))
         numbers = unit.numbers(gradients)
         unit.steps.enter(unit, numbers)
@@ -117,21 +117,21 @@ class _AllReduce:
 
 
 class _Announcer:
-    """The reduce-scatter of one unit, which announces the all-reduce after it to the model."""
+    """The reduce-scatter of one unit, which announces the following all-reduce to the model."""
 
     def __init__(self, unit: _Unit) -> None:
         self.unit = unit
         current = unit.group._reduce_scatter_comm
         detached = isinstance(current, _Announcer)
         self.reduce_scatter = current.reduce_scatter if detached else current
-        self.input: tuple[int, int] | None = None  # pass and size of the input that was asked for
+        self.input: tuple[int, int] | None = None  # pass and size of the allocated input
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Returns a tensor for the input or the output of the reduce-scatter.
 
-        FSDP2 asks for the input first. It all-reduces the output at once, and never the input.
+        FSDP2 allocates the input first. It all-reduces the output at once, and never the input.
         """
         tensor: torch.Tensor = self.reduce_scatter.allocate(size, dtype=dtype, device=device)
         unit = self.unit
@@ -144,7 +144,7 @@ class _Announcer:
 
     def _is_output(self, numel: int) -> bool:
         shards = getattr(self.unit.group.mesh_info, "shard_mesh_size", 1)
-        # A pass that failed may have asked for an input alone.
+        # A failed pass may have allocated only the input.
         current = torch._C._current_graph_task_id()
         is_output = self.input == (current, numel * shards)
         self.input = None if is_output else (current, numel)
@@ -173,10 +173,10 @@ def _divided_after(group: Any, dtype: torch.dtype) -> float:
 class _Steps:
     """Calls ``end`` when the last gradients of a step have been reduced.
 
-    This is when the backward pass ends in which they were. A pass that has reduced a part of a unit
-    is followed by one that reduces the rest: a loss may go backward through the output layer by
-    itself. A pipeline's schedule reduces after its passes. A step that no pass ends is over when
-    one of its units is reduced again.
+    That is at the end of the backward pass that reduces them. A pass that reduces part of a unit is
+    followed by one that reduces the rest, because a loss may run backward through the output layer
+    separately. A pipeline's schedule reduces after its passes. A step that doesn't end with a pass
+    ends when one of its units is reduced again.
     """
 
     def __init__(self, end: Callable[[], None]) -> None:
@@ -184,12 +184,12 @@ class _Steps:
         self.entered: int | None = None
         self.reduced: set[object] = set()
         self.rests: set[int] = set()
-        self.waits = True  # False: a part was not followed by the rest, which is not used
+        self.waits = True  # False: a part was not followed by the rest, which is unused
 
     def enter(self, unit: _Unit, numbers: list[int]) -> None:
-        """Notes that parameters of a unit are reduced, or all of the unit's if none are named."""
+        """Notes that parameters of a unit are reduced, or the whole unit if none are named."""
         keys: set[object] = {*numbers} or {unit}
-        # An id and not a flag, because the end of a pass that failed is never called.
+        # An id and not a flag, because the callback of a failed pass never runs.
         current = torch._C._current_graph_task_id()
         in_new_pass = current < 0 or current != self.entered
         if in_new_pass and keys & self.reduced:

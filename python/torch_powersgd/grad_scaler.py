@@ -32,9 +32,9 @@ def follow(
 def call_after_step(
     scaler: torch.amp.GradScaler, call: Callable[[torch.optim.Optimizer], None]
 ) -> None:
-    """Calls a function with the optimizer after each ``scaler.step``, also if that skips the step.
+    """Calls a function with the optimizer after each ``scaler.step``, even if it skips the step.
 
-    It wraps ``step`` of this one object.
+    This wraps ``step`` of this one object.
     """
     inner = scaler.step
 
@@ -54,9 +54,9 @@ def _wrap_scale(scaler: torch.amp.GradScaler, reference: ref[_C.BucketReducer]) 
     @functools.wraps(inner)
     def scale(outputs: Any) -> Any:
         scaled = inner(outputs)
-        # The device reads the scale, because the host would have to wait for it. The scaler makes
-        # its tensor in the first scale() and changes it in update(). That comes after the
-        # optimizer's step, which waits for the gradients: no reduction reads the tensor any more.
+        # The device reads the scale, because the host would have to synchronize. The scaler creates
+        # the tensor in the first scale() and changes it in update(), after the optimizer's step,
+        # which waits for the gradients. By then no reduction reads the tensor.
         if (reducer := reference()) is not None and scaler._scale is not None:
             reducer.states.loss_scale = scaler._scale
         return scaled
@@ -85,7 +85,7 @@ def _follow_steps(
 def _wrap_getstate(scaler: torch.amp.GradScaler) -> None:
     inner = scaler.__getstate__
 
-    # A copy has its own scale, and its model is another: ``attach`` makes that follow it.
+    # A copy has its own scale and another model, which ``attach`` makes follow it.
     @functools.wraps(inner)
     def getstate() -> dict[str, Any]:
         wrapped = ("scale", "step", "__getstate__")

@@ -18,18 +18,18 @@ PLAIN_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def device_types() -> list[str]:
-    """The types of the devices that this process has."""
+    """The device types that this process has."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def served_device_types(name: str) -> list[str]:
-    """The types of the devices that a backend of this name, which torch is creating, will serve.
+    """The device types that the backend of this name, which torch is creating, will serve.
 
-    torch gives the creator of a backend no device. The function that calls it knows them. If that
-    cannot be found, it is every type that this process has.
+    torch doesn't tell a backend's creator, so this looks in the frame of the calling function. If
+    that isn't found, it returns every type that this process has.
     """
     frame = inspect.currentframe()
-    # Not the locals of this frame: they would hold it, and it would hold the group.
+    # Skip this frame: its locals would refer to the frame itself, a cycle that keeps the group.
     while frame is not None and (frame := frame.f_back) is not None:
         config = frame.f_locals.get("backend_config")
         if isinstance(config, dist.distributed_c10d.BackendConfig):
@@ -48,7 +48,7 @@ def find_backend(
     group = group if group is not None else dist.group.WORLD
     if group is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group")
-    if not isinstance(group, dist.ProcessGroup):  # torch returns -100 where a rank is no member.
+    if not isinstance(group, dist.ProcessGroup):  # torch returns -100 on ranks outside the group.
         raise ValueError(
             f"group must be a process group that this process is in, got {shown(group)}"
         )
@@ -64,7 +64,7 @@ def find_backend(
 def check_alive(group: dist.ProcessGroup) -> None:
     """Raises a ValueError if the group was destroyed or aborted.
 
-    No other rank learns it: the store that it would be told over may be gone.
+    The other ranks aren't told, because the store for that may be gone.
     """
     backends = (find_backend(group, torch.device(device)) for device in device_types())
     if any(backend is not None and backend.ended for backend in backends):

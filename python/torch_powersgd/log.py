@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The package's logger, ``"torch_powersgd"``.
 
-Unless the program configures logging, Python shows warnings without their origin, and no message
-of a lower level. These functions then write to stderr, with the package's name in front.
+Unless the program configures logging, Python shows warnings without their origin and hides lower
+levels. These functions then write to stderr, with the package's name in front.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def notice(message: str) -> None:
 
 
 def warning(message: str) -> None:
-    """Logs a message that a user should act upon."""
+    """Logs a message that a user should act on."""
     _show(logging.WARNING, message)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The values of options: from arguments and from text to exactly the type of the field."""
+"""Converts arguments and text to option values of exactly the field's type."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-# The names of data types, and what Options holds for them. No torch dtype holds integers of 4 bits.
+# The names of data types, and what Options holds for them. No torch dtype holds 4-bit integers.
 _DTYPES: dict[str, torch.dtype | str] = {
     **{name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")},
     "int8": "int8",
     "int4": "int4",
 }
 
-# Characters of a value that a message shows, and of a message. One may list all options.
+# Maximum characters of a value in a message, and of a message, which may list all options.
 _LONGEST_VALUE = 200
 _LONGEST_MESSAGE = 700
 
@@ -28,15 +28,15 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def cut(message: str, longest: int = _LONGEST_MESSAGE) -> str:
-    """Returns the beginning of a text that is too long for a message."""
+    """Returns a text, cut if it is too long for a message."""
     return message if len(message) <= longest else f"{message[:longest]}..."
 
 
 class _Shown(reprlib.Repr):
-    """The texts of values in messages: short, and without the contents of tensors.
+    """Shows values in messages: short, and without the contents of tensors.
 
-    torch reads the memory of a tensor that it prints. A tensor from a checkpoint may have none, or
-    claim more elements than any memory holds.
+    Printing a tensor reads its memory. A tensor from a checkpoint may have none, or claim more
+    elements than any memory holds.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def typed(name: str, type_name: str, value: Any) -> Any:
         if number is not None:
             return number
     elif "dtype" in type_name and isinstance(value, torch.dtype):
-        return _DTYPES.get(dtype_name(value), value)  # The core refuses a type that it lacks.
+        return _DTYPES.get(dtype_name(value), value)  # The core rejects unsupported types.
     elif isinstance(value, str) and "str" in type_name and is_unicode(value):
         return _DTYPES.get(dtype_name(value), value) if "dtype" in type_name else value
     elif (type_name == "bool" and isinstance(value, bool)) or (
@@ -95,7 +95,7 @@ def typed(name: str, type_name: str, value: Any) -> Any:
 
 
 def positive(name: str, value: Any) -> float:
-    """Returns a number as one of Python. It raises a ValueError unless it is finite and > 0."""
+    """Returns a Python number. It raises a ValueError unless the value is finite and > 0."""
     number = _number("float", value)
     if number is None or not (number > 0 and math.isfinite(number)):
         raise ValueError(f"{name} must be a finite number > 0, got {shown(value)}")
@@ -103,7 +103,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def _number(type_name: str, value: Any) -> int | float | None:
-    """Returns a number of Python, or None for a value that is not a number of this type."""
+    """Returns a Python number, or None if the value is not a number of this type."""
     if is_bool(value) or isinstance(value, (str, bytes, bytearray)):
         return None
     try:
@@ -113,13 +113,13 @@ def _number(type_name: str, value: Any) -> int | float | None:
 
 
 def is_bool(value: Any) -> bool:
-    """Returns whether a value is a truth value, of Python, numpy or torch."""
+    """Returns whether a value is a boolean of Python, numpy or torch."""
     dtype = getattr(value, "dtype", None)
     return isinstance(value, bool) or dtype == torch.bool or str(dtype) == "bool"
 
 
 def is_unicode(text: str) -> bool:
-    """Returns whether the core can take a text, which it holds in UTF-8."""
+    """Returns whether a text can be encoded in UTF-8, as the core requires."""
     try:
         text.encode()
     except UnicodeEncodeError:

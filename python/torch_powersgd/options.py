@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The options of a process group or a model, and the sources that they come from."""
+"""The options of a process group or a model, and where they come from."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Options:
         matrix_approximation_rank: Matrix rank r of the factors of each weight, from 1 to 1024. A
             higher rank approximates better and sends more.
         start_powerSGD_iter: Number of steps that are averaged exactly before compression starts.
-        min_compression_rate: Least gain that is worth compressing a weight for. An n x m weight is
+        min_compression_rate: Minimum gain at which a weight is compressed. An n x m weight is
             compressed only if (n + m) * r * min_compression_rate < n * m.
         use_error_feedback: Whether to add what a step doesn't send to the next step's gradient.
         warm_start: Whether each step starts from the Q of the last one, instead of a random Q.
@@ -57,7 +57,7 @@ class Options:
             where nothing was ever attached, large flat tensors that are reduced during a backward
             pass. ``"attached"``: attached models only. ``"always"``: every eligible tensor.
             ``"never"``: nothing.
-        min_numel: Least number of elements of a flat tensor that ``"backward"`` compresses.
+        min_numel: Minimum number of elements of a flat tensor that ``"backward"`` compresses.
         inner: Name of the backend to wrap: ``"gloo"``, ``"nccl"``, or one that was registered with
             torch before. ``"auto"``: gloo for CPUs, nccl for CUDA.
         wire_dtype: Data type in which factors are sent: float32, bfloat16, float16, ``"int8"`` or
@@ -98,7 +98,7 @@ class Options:
     check_every: int = 0
     allow_discard: bool = False
 
-    # torch's DeviceMesh reads the time-out of a group from its options. None is the default.
+    # torch's DeviceMesh reads a group's timeout from its options. None is the default.
     @property
     def _timeout(self) -> None:
         return None
@@ -136,7 +136,7 @@ class Options:
         return cls(**{name: getattr(core, name) for name in _NAMES})
 
     def _plain(self) -> dict[str, Any]:
-        """Returns the fields as JSON types, which messages and checkpoints take."""
+        """Returns the fields as JSON types, for messages and checkpoints."""
         return {
             name: dtype_name(value) if isinstance(value, torch.dtype) else value
             for name, value in dataclasses.asdict(self).items()
@@ -174,7 +174,7 @@ class Options:
 
 
 def _types() -> list[tuple[str, str]]:
-    """Returns the name and the type of each field, as the class above writes them."""
+    """Returns the name and the type of each field, as written in the class above."""
     return [(field.name, str(field.type)) for field in dataclasses.fields(Options)]
 
 
@@ -190,7 +190,7 @@ def configure(options: Options | None) -> None:
     take precedence over them.
 
     Args:
-        options: Options of all later groups. None goes back to those of the environment.
+        options: Options of all later groups. None restores those of the environment.
 
     Raises:
         ValueError: If ``options`` is neither ``Options`` nor None.
@@ -219,7 +219,7 @@ def resolve(pg_options: object) -> Options:
 
 
 def lay_over(base: Options, given: object, source: str) -> Options:
-    """Returns ``base`` with the fields of a mapping set, or the complete Options that are given.
+    """Returns ``base`` with the fields of a mapping set, or ``given`` if it is a complete Options.
 
     Args:
         base: Options of the later sources.
@@ -276,16 +276,16 @@ def _variable(name: str) -> str:
     return f"{_PREFIX}{name.upper()}"
 
 
-@functools.cache  # It warns once in a process.
+@functools.cache  # It warns once per process.
 def _warn_of_unknown_variables() -> None:
-    """Warns, in one process per machine, of variables that look like options and are none."""
+    """Warns, in one process per machine, of variables that look like options but aren't."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for message in unknown_variables():
             log.warning(message)
 
 
 def unknown_variables() -> list[str]:
-    """A message on each environment variable that looks like an option and is none."""
+    """A message for each environment variable that looks like an option but isn't one."""
     known = {*map(_variable, _NAMES), *_OTHER_VARIABLES}
     unknown = [v for v in sorted(os.environ) if v.startswith(_PREFIX) and v not in known]
     return [_no_effect(variable, sorted(known)) for variable in unknown]
@@ -306,11 +306,11 @@ def _similar(name: object, known: Sequence[str]) -> str:
 
 
 def _check_inner(inner: str) -> None:
-    """Raises a ValueError unless this package can make the backend, or torch knows a plugin."""
+    """Raises a ValueError unless this package can make the backend or torch has a plugin for it."""
     allowed = {"auto", "gloo", "nccl", *(name.lower() for name in dist.Backend._plugins)}
     if inner not in allowed - {"powersgd"}:
         plugins = importlib.metadata.entry_points(group="torch.distributed.backends")
-        # torch 2.14 lists its own backends there as well, those that its build lacks included.
+        # torch 2.14 also lists its own backends there, even those that its build lacks.
         allowed |= {p.name for p in plugins if p.dist is None or p.dist.name != "torch"}
     if inner not in allowed - {"powersgd"}:
         names = ", ".join(map(repr, sorted(allowed - {"powersgd"})))

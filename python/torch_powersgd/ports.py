@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ports that this process listens on: those of POWERSGD_PORTS, or any that is free."""
+"""The ports that this process listens on: those of POWERSGD_PORTS, or any free port."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def apply() -> None:
 def named() -> Iterator[None]:
     """Names POWERSGD_PORTS in the error of a block that fails because all of its ports are taken.
 
-    Gloo's own errors say so in one place, and in another that the host has no address.
+    Gloo's own error says so in one place, but elsewhere claims that the host has no address.
     """
     try:
         yield

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks, at the steps of optimizers, that the gradients they apply were averaged over the ranks.
+"""Checks at each optimizer step that the gradients it applies were averaged over the ranks.
 
-DDP averages nothing if the loss is computed with the module inside of it. It never averages a
-parameter that was frozen when it wrapped the module, and no longer one that was converted since.
-The ranks then drift apart without a word, with any backend.
+DDP averages nothing if the loss is computed with the module inside it. It never averages a
+parameter that was frozen when it wrapped the module, and stops averaging one that is converted
+later. The ranks then drift apart silently, with any backend.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch_powersgd import log
 from torch_powersgd._core import _C
 from torch_powersgd.ddp import conversion_error, named_parameters_of
 
-# The steps of an optimizer without an average that are too many, and those between two looks for
-# parameters that are not averaged. A job that accumulates gradients steps only after an average.
+# Warn after more optimizer steps than this without an average, and look this often for parameters
+# that are not averaged. A job that accumulates gradients steps only after an average.
 INTERVAL = 20
 
 _SHOWN = 3  # names in a warning
@@ -42,16 +42,16 @@ class _Check:
 
     def __init__(self, module: torch.nn.Module, reducer: _C.BucketReducer, warns: bool) -> None:
         self.module, self.reducer, self.warns = ref(module), ref(reducer), warns
-        # The reducer keeps its parameters, and FSDP2 its shards, so that no other has their ids.
+        # The reducer keeps its parameters alive, and FSDP2 its shards, so these ids aren't reused.
         self.averaged = {id(parameter) for parameter in _averaged_parameters(module)}
-        self.passes = 0  # the synchronized passes up to the last one that was found in order
+        self.passes = 0  # synchronized passes at the last check that found no error
         self.steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         # The step at the first step of each optimizer. None: an average was seen.
         self.first: WeakKeyDictionary[Optimizer, int] | None = WeakKeyDictionary()
         self.named: set[str] = set()
 
     def before_step(self) -> None:
-        """Raises a RuntimeError if DDP was to average gradients that it no longer gets."""
+        """Raises a RuntimeError if DDP should have averaged gradients that it no longer gets."""
         ddp = self.module()
         if not isinstance(ddp, DistributedDataParallel):
             return
@@ -95,7 +95,7 @@ class _Check:
     def name_what_is_not_averaged(
         self, ddp: DistributedDataParallel, trained: Iterable[torch.Tensor]
     ) -> None:
-        """Warns of those among the parameters that DDP should average and does not."""
+        """Warns of the parameters among these that DDP should average but doesn't."""
         missed = {id(p) for p in trained if p.requires_grad and id(p) not in self.averaged}
         if not missed:
             return
@@ -115,7 +115,7 @@ class _Check:
             )
 
 
-# By the module inside of DDP: a new wrapper's check takes the place of the old one's.
+# Keyed by the module inside DDP, so that a new wrapper's check replaces the old one's.
 _checks: WeakKeyDictionary[torch.nn.Module, _Check] = WeakKeyDictionary()
 _registered = False
 
@@ -136,7 +136,7 @@ def check(module: torch.nn.Module, reducer: _C.BucketReducer, warns: bool) -> No
         _checks[module] = of_module
 
 
-# A compiled step of an optimizer leaves the checks out.
+# A compiled optimizer step skips the checks.
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
         for of_module in list(_checks.values()):

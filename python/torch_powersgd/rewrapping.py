@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Modules that are wrapped in DDP anew. The residual belongs to the compression of a wrapper."""
+"""Modules that are wrapped in DDP again. The residual belongs to one wrapper's compression."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_powersgd._core import _C
 
 
 class Wrapper:
-    """The residual of one attached wrapper, as far as the next one must know of it."""
+    """What the next wrapper must know about the residual of an attached one."""
 
     def __init__(self, ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> None:
         self._reducer: _C.BucketReducer | None = reducer
@@ -27,7 +27,7 @@ class Wrapper:
             self._saved_at = self._reducer.states.step
 
     def note_ended(self) -> None:
-        """Notes that ``detach`` has given the residual up, or another compression has it now."""
+        """Notes that ``detach`` has dropped the residual, or another compression has taken it."""
         self._reducer, self._had_residual = None, False
 
     def has_residual(self) -> bool:
@@ -43,7 +43,7 @@ class Wrapper:
         )
 
     def _let_go(self) -> None:
-        """Keeps the fact alone, once the wrapper is gone."""
+        """Keeps only the answer of ``has_residual`` once the wrapper is gone."""
         self._had_residual = self.has_residual()
         self._reducer = None
 
@@ -53,7 +53,7 @@ _wrappers: WeakKeyDictionary[torch.nn.Module, Wrapper] = WeakKeyDictionary()
 
 
 def note_wrapper(ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> Wrapper:
-    """Notes that a wrapper is attached, and warns if it takes the place of one with a residual."""
+    """Notes that a wrapper is attached, and warns if it replaces one with a residual."""
     before = _wrappers.get(ddp.module)
     _wrappers[ddp.module] = wrapper = Wrapper(ddp, reducer)
     if before is not None and before.has_residual() and ddp.process_group.rank() == 0:

@@ -12,7 +12,7 @@ from torch_powersgd import log
 from torch_powersgd._core import _C
 from torch_powersgd.group_backends import find_backends
 
-SOON = 20  # A start of compression within so many steps needs no notice.
+SOON = 20  # No notice if compression starts within this many steps.
 
 
 def stats(group: dist.ProcessGroup | None = None, *, flat: bool = False) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def of_attached(
 
 
 def notify_if_not_started(counted: _C.BackendPowerSGD | _C.BucketReducer) -> None:
-    """Logs once that steps were trained long before compression starts."""
+    """Logs once if training runs long before compression starts."""
     if message := counted.not_started(SOON):
         log.notice(message)
 
@@ -85,7 +85,7 @@ def _last_step(layer: _C.LayerStats) -> dict[str, float | None]:
 
 
 def _sum(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the sums by name, in nested dictionaries as well."""
+    """Returns the sums by name, including those of nested dictionaries."""
     first = parts[0]
     return {
         name: _sum([part[name] for part in parts])

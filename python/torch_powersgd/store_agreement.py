@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Calls that every rank of a group must make: agreement on their arguments, over the store.
 
-The ranks exchange their arguments through the group's store and not by a collective. The others can
-then name a rank that never calls, and an error on one rank reaches all of them.
+Ranks exchange their arguments through the group's store and not by a collective. This way, a rank
+that never calls can be named, and an error on one rank reaches all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_powersgd.option_values import cut
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-# A warning names a rank that is so late. The wait then looks for its key at this interval.
+# A warning names a rank that is this late. The wait then polls for its key at this interval.
 PATIENCE = timedelta(seconds=8)
 INTERVAL = timedelta(seconds=0.5)
 
@@ -44,12 +44,12 @@ class CollectiveCall:
     Args:
         store: Store that holds the keys of this call alone.
         rank: This rank in the group.
-        global_ranks: Ranks of the group as the whole job counts them.
-        deed: What a rank has done that has called: "called attach".
+        global_ranks: Global ranks of the group.
+        deed: What a rank that has called has done, such as "called attach".
         timeout: Time after which waiting is an error.
-        explain: Function of this call and the absent ranks. It is called once ``PATIENCE`` is over,
-            and again at each ``INTERVAL``. It returns why they will not call, or nothing.
-        before: Store of the call before this one, whose keys nobody needs any more.
+        explain: Function of this call and the absent ranks. It is called after ``PATIENCE`` and
+            then at each ``INTERVAL``. It returns why they will not call, or nothing.
+        before: Store of the previous call, whose keys are no longer needed.
     """
 
     store: Store
@@ -72,8 +72,8 @@ class CollectiveCall:
             mine: Arguments of this rank in JSON types, or {"error": text} if they are invalid.
             compare: Function of the arguments of all ranks, which rank 0 calls. It returns the
                 message of the error to raise, or nothing.
-            conclude: Function of the same, which rank 0 calls then. Its result is that of ``agree``
-                on every rank.
+            conclude: Function of the same arguments, which rank 0 calls next. ``agree`` returns its
+                result on every rank.
 
         Raises:
             ValueError: If a rank has an error, ``compare`` returns one, or a rank does not call. It
@@ -109,7 +109,7 @@ class CollectiveCall:
         return found
 
     def names_of(self, ranks: list[int]) -> str:
-        """ "rank 1" or "ranks 1, 2", as the whole job counts them. It names eight at most."""
+        """ "rank 1" or "ranks 1, 2", as global ranks. It names eight at most."""
         shown = ", ".join(str(self.global_ranks[rank]) for rank in ranks[:8])
         more = ", ..." if len(ranks) > 8 else ""
         return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
@@ -119,7 +119,7 @@ class CollectiveCall:
         return f"{self.names_of(ranks)} {'has' if len(ranks) == 1 else 'have'} not {self.deed}"
 
     def _forget_before(self, everyone: list[str]) -> None:
-        """Deletes the keys of the call before. All ranks have left it, as they are in this one."""
+        """Deletes the previous call's keys. All ranks have left it, since they are in this one."""
         if self.before is not None:
             with contextlib.suppress(RuntimeError):  # Some kinds of store cannot delete.
                 for key in (*everyone, _VERDICT, _ABSENT):
@@ -131,7 +131,7 @@ class CollectiveCall:
         try:
             self.store.wait(keys, min(PATIENCE, self.timeout))
             return
-        except RuntimeError:  # The time-out has no type of its own in every kind of store.
+        except RuntimeError:  # Not every kind of store has a type for timeouts.
             named = False
         while not self.store.check(keys):
             late = self.absent()
@@ -167,7 +167,7 @@ def next_call(
 
 
 def equality_of(things: str) -> Compare:
-    """A ``compare`` for ``agree`` that wants the same of all ranks. Its error names the things."""
+    """A ``compare`` for ``agree`` that requires equal arguments. Its error names ``things``."""
 
     def compare(everyone: list[dict[str, Any]]) -> str:
         for rank, other in enumerate(everyone):
@@ -179,27 +179,27 @@ def equality_of(things: str) -> Compare:
 
 
 def global_ranks(group: dist.ProcessGroup) -> Sequence[int]:
-    """The group's ranks as the whole job counts them, or from 0 on if torch does not know them."""
+    """The group's global ranks, or 0, 1, ... if torch doesn't know them."""
     # A group that ProcessGroup.split_group made is not registered.
     known = group in dist.distributed_c10d._world.pg_group_ranks
     return dist.get_process_group_ranks(group) if known else range(group.size())
 
 
 def count_call(store: Store, rank: int) -> int:
-    """Counts a call of this rank, and returns 1 at the first."""
+    """Counts a call by this rank. It returns 1 for the first."""
     return store.add(f"calls/{rank}", 1)
 
 
 def store_of_call(store: Store, number: int) -> PrefixStore:
     """The part of the store that belongs to one call.
 
-    A store may outlive a group. A later group on it must not find the keys of the first.
+    A store may outlive a group, and a later group must not find the keys of the first.
     """
     return PrefixStore(str(number), store)
 
 
 def error_as_arguments(error: Exception) -> dict[str, Any]:
-    """Returns what a rank brings to ``agree`` in place of its arguments, after an error of its own.
+    """Returns what a rank passes to ``agree`` in place of its arguments after an error.
 
     A long message, such as one that quotes a value, is cut.
     """

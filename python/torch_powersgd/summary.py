@@ -48,9 +48,9 @@ def summary(reducer: _C.BucketReducer, group: dist.ProcessGroup, options: Option
 def _benefit(counts: dict[str, Any], size: int) -> list[str]:
     """Says below which bandwidth compression is faster than plain averaging.
 
-    That is where the time that the stages take would not suffice to send the bytes they save, of
-    which a ring all-reduce sends 2 (W - 1) / W. Overlap and latency are left out. The time of a
-    GPU's stages is not known to the host, which only enqueues them.
+    Below it, sending the bytes saved would take longer than the stages do. A ring all-reduce sends
+    2 (W - 1) / W times those bytes. Overlap and latency are ignored. The host doesn't know how long
+    a GPU's stages take, because it only enqueues them.
     """
     seconds = sum(counts["seconds"][stage] for stage in _COMPUTED)
     saved = counts["compressed_bytes_before"] - counts["compressed_bytes_after"]

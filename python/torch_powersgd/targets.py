@@ -58,7 +58,7 @@ def target_of(given: object) -> Target:
     """Returns the kind of the first argument of ``attach``.
 
     Raises:
-        ValueError: If it is of none.
+        ValueError: If it is of no known kind.
     """
     if isinstance(given, DistributedDataParallel):
         return DdpTarget(given)
@@ -141,7 +141,7 @@ class FsdpTarget(Target):
 
 
 def _name_by(meshes: Sequence[DeviceMesh], group: dist.ProcessGroup) -> str:
-    """Returns the name of this process's part, by the mesh of the most dimensions."""
+    """Returns the name of this process's part, by the mesh with the most dimensions."""
     return _shard_name(max(meshes, key=lambda mesh: mesh.ndim), group) if meshes else ""
 
 
@@ -185,7 +185,7 @@ class NamedTensors(Target):
                 raise ValueError(f"{name!r} must be floating or complex, got {tensor.dtype}")
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        # Without memory: the core would keep the caller's tensors.
+        # Without memory, because the core would keep the caller's tensors alive.
         shards = {name: shard_of(tensor) for name, tensor in self.tensors.items()}
         return {
             name: shard.new_empty(()).expand(shard.shape).requires_grad_()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The form of quantities in messages and tables."""
+"""Formats quantities for messages and tables."""
 
 
 def size_text(size: float) -> str:
@@ -11,7 +11,7 @@ def size_text(size: float) -> str:
 
 
 def ms_text(seconds: float) -> str:
-    """The milliseconds with three digits, and at most two behind the point."""
+    """The milliseconds with three digits, at most two of them decimals."""
     return _three_digits(1e3 * seconds)
 
 

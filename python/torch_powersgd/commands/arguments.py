@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Arguments that several subcommands have."""
+"""Arguments that several subcommands share."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from torch_powersgd.tools.shadow import RANKS, STEPS, Shadow, shadow
 from torch_powersgd.tools.tables import Report, progress, say
 
 WARMUP_STEPS = 100
-LARGE = 0.1  # error from which on the loss is likely to suffer
+LARGE = 0.1  # error above which the loss is likely to suffer
 STEP_FORM = "def train_step(model): ...; optimizer.step()"
 
 SHADOW = """\
@@ -78,7 +78,7 @@ def add(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    logging.getLogger("torch_powersgd").setLevel(logging.ERROR)  # The verdict has it all.
+    logging.getLogger("torch_powersgd").setLevel(logging.ERROR)  # The verdict says it all.
     with joined("shadow", arguments.device) as device:
         make = lambda: (make_model(arguments.model).to(device), _step(arguments.step))  # noqa: E731
         model, step = on_every_process(make)
