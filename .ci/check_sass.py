@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 from sass import Instruction, Kernel, read
 
-FIRST_LOAD_OF_G = 120  # by this instruction project has begun to load the gradient
-# The addresses at which back_project reads its tables: those of its tile and its matrix, where the
-# threads of begin_work each take a word of these, and read the tile's first as well.
+FIRST_LOAD_OF_G = 120  # project starts to load the gradient by this instruction
+# The number of addresses from which back_project reads its tables, its tile's and its matrix's. The
+# threads of begin_work each copy one word of these, and also read the tile's first word.
 TABLES = {"back_project": 2, "back_project_bfloat16": 3}
 # Blocks take a ticket before they have written anything, and the last one begins the next launch:
 # neither needs a fence.
@@ -41,7 +41,7 @@ def is_counting(each: Instruction) -> bool:
 
 
 def is_fenced(kernel: Kernel, i: int) -> bool:
-    """True if a fence precedes an atomic, with no other access to memory between."""
+    """True if a fence precedes an atomic, with no other memory access in between."""
     for each in reversed(kernel.code[:i]):
         if each.name == "MEMBAR":
             return True
@@ -56,7 +56,7 @@ def of_any_rank(kernel: Kernel) -> bool:
 
 
 def constant_loads(kernel: Kernel) -> Iterator[str]:
-    """Kernels of one chain write what others read. The read-only path may return old values."""
+    """Kernels of one chain write what others read. The read-only path may return stale values."""
     for i in kernel.numbers(r".*\.CONSTANT\b"):
         yield f"{kernel.code[i]}: a load by the read-only path"
 
@@ -64,7 +64,7 @@ def constant_loads(kernel: Kernel) -> Iterator[str]:
 def early_accesses(kernel: Kernel) -> Iterator[str]:
     """Before it waits for orthogonalize, back_project may load its tables and M.
 
-    M is what has an eviction policy: a first part, as much as the loops then load at a time.
+    Loads of M have an eviction policy. Early ones load no more than the loops do at a time.
     """
     waits = bool(kernel.numbers("ACQBULK"))
     if kernel.family in TABLES and not waits:
@@ -91,7 +91,7 @@ def early_accesses(kernel: Kernel) -> Iterator[str]:
 
 
 def stale_acquires(kernel: Kernel) -> Iterator[str]:
-    """After an acquire load the first-level cache is emptied. What spins loads by acquire."""
+    """An acquire load is followed by an L1 invalidation. Spin loops load with acquire."""
     acquires = [i for i, each in enumerate(kernel.code) if is_acquire(each)]
     if kernel.family in TICKETS and not acquires:
         yield "it waits for no other block"
@@ -109,9 +109,9 @@ EVENTS = {"CCTL", "BAR", "BRA", "EXIT"}
 
 
 def unfenced_posts(kernel: Kernel) -> Iterator[str]:
-    """A fence precedes each count that tells other blocks of a result. Who comes last has another.
+    """A fence precedes each count that announces a result to other blocks, and follows an arrival.
 
-    A post does not use the value that it counts from, an arrival does.
+    An arrival uses the value before its count; a post does not.
     """
     counts = [i for i, each in enumerate(kernel.code) if is_counting(each)]
     bare = [i for i in counts if not is_fenced(kernel, i)]
@@ -127,7 +127,7 @@ def unfenced_posts(kernel: Kernel) -> Iterator[str]:
 
 
 def vectors(kernel: Kernel) -> dict[str, int]:
-    """The accesses to four elements that the hot loop has to have: patterns of opcodes, counts."""
+    """The four-element accesses that the hot loop must have: opcode patterns and their counts."""
     if "double" in kernel.arguments:
         return {}
     if kernel.family == "project":
@@ -167,7 +167,7 @@ def narrow_accesses(kernel: Kernel) -> Iterator[str]:
 
 
 def local_accesses(kernel: Kernel) -> Iterator[str]:
-    """Float kernels hold all in registers: nothing is spilled, no array indexed at run time."""
+    """Float kernels keep everything in registers: no spills, no arrays indexed at run time."""
     if "double" in kernel.arguments or kernel.family == "orthogonalize" and of_any_rank(kernel):
         return
     if count := len(kernel.numbers(r"LDL\b", r"STL\b")):
@@ -175,7 +175,7 @@ def local_accesses(kernel: Kernel) -> Iterator[str]:
 
 
 def early_triggers(kernel: Kernel) -> Iterator[str]:
-    """orthogonalize lets back_project start once its blocks need not wait for the Gram matrices.
+    """orthogonalize lets back_project start only after its own wait for the Gram matrices.
 
     Blocks that only wait would take the room of other kernels.
     """
@@ -199,7 +199,7 @@ def first_load(kernel: Kernel) -> int | None:
 
 
 def long_prologues(kernel: Kernel) -> Iterator[str]:
-    """project begins early to load the gradient."""
+    """project starts to load the gradient early."""
     if kernel.family != "project" or of_any_rank(kernel):
         return
     first = first_load(kernel)
@@ -220,7 +220,7 @@ CHECKS: list[Callable[[Kernel], Iterator[str]]] = [
 
 
 def extent(values: list[int]) -> str:
-    """Such as "4" or "4-8"."""
+    """The range of the values, such as "4" or "4-8"."""
     if not values:
         return "-"
     return str(values[0]) if len(set(values)) == 1 else f"{min(values)}-{max(values)}"

@@ -22,7 +22,7 @@ COLUMNS = 100  # of a line of Markdown and C++
 CPP = r".*\.(h|inl|cpp|cu|cuh)$"
 CODE = r".*(\.(h|inl|cpp|cu|cuh|py|pyi|toml|cmake|sh|yml)|Makefile|CMakeLists\.txt|\.ci/\w+)$"
 ANY = r".*"
-# These hold text of others, results, and the rules themselves.
+# These hold third-party text, results, and the rules themselves.
 EXCLUDED = (
     r"LICENSE|docs/images/|benchmarks/results/|\.ci/check_text\.py|.*/test_check_text\.py"
     r"|.*\.(png|svg|json)$"
@@ -38,13 +38,13 @@ STEMS = (
 
 @dataclass(frozen=True)
 class Rule:
-    """Words that are not used.
+    """Words to avoid.
 
     Attributes:
         pattern: the expression that finds them.
         remedy: the better words.
         where: the paths of the files that the rule is for.
-        apart: the paths of files that it is not for.
+        apart: the paths of the files that it excludes.
     """
 
     pattern: str
@@ -67,7 +67,7 @@ RULES = [
     Rule(r", for (to|want of)\b", "because", where=ANY),
     # Comments cite what a reader can open.
     Rule(r"\bDESIGN\b|\bthe design's\b|\boracle \d", "what is in the repository", where=ANY),
-    # codespell knows words, not the names that hold them, and few of those in -ise.
+    # codespell knows words, not names that contain them, and few that end in -ise.
     Rule(
         r"(?i)licences?(?![a-z])|behaviour|(?<![a-z])colour|favour|neighbour|centre",
         "American spelling",
@@ -88,7 +88,7 @@ class Finding:
 
 
 def words_of(path: str, text: str) -> Iterator[Finding]:
-    """The words that are not used, in a file of this path."""
+    """The words to avoid in a file at this path."""
     rules = [r for r in RULES if re.match(r.where, path) and not re.match(r.apart, path)]
     for number, line in enumerate(text.splitlines(), start=1):
         for rule in rules:
@@ -97,7 +97,7 @@ def words_of(path: str, text: str) -> Iterator[Finding]:
 
 
 def long_lines_of(path: str, text: str) -> Iterator[Finding]:
-    """The lines that are too long, without code, tables, pictures and the targets of links."""
+    """The lines that are too long, ignoring code, tables, pictures and the targets of links."""
     fence = ""
     for number, line in enumerate(text.splitlines(), start=1):
         mark = re.match(r" *(```+|~~~+)", line)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Prints what CUDA kernels take, from the words of ``nvcc -Xptxas -v`` on the standard input.
+"""Prints the resources that CUDA kernels use, from the output of ``nvcc -Xptxas -v`` on stdin.
 
     c++filt <log | python .ci/nvcc_report.py
 
@@ -24,7 +24,7 @@ NAME_WIDTH = 60
 
 @dataclass(frozen=True)
 class Limits:
-    """A multiprocessor's limits. Shared memory is in KB, reserved: what each block loses of it."""
+    """A multiprocessor's limits. Shared memory is in KB; each block loses ``reserved`` of it."""
 
     warps: int
     blocks: int

@@ -3,9 +3,9 @@
 
     python .ci/tidy.py [JOBS]        default: 2 processes at a time
 
-Most of the time goes to torch's headers, so that the sources of a folder are checked as one: two of
-them may not give the same name to different things. What has passed is not checked again before a
-source, a header or a check changes.
+Most of the time goes to torch's headers, so the sources of a folder are checked as one: no two may
+use the same name for different things. What has passed is checked again only after a source, a
+header or a check changes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def flags() -> list[str]:
 
 
 def fingerprint(files: Iterable[Path], arguments: list[str]) -> str:
-    """A digest of all that the result of a check depends on, except for torch itself."""
+    """A digest of everything that the result of a check depends on, except torch itself."""
     folders = [ROOT / folder for folder in ("include", "csrc")]
     headers = [
         f for folder in folders for suffix in ("h", "inl") for f in folder.rglob(f"*.{suffix}")
@@ -73,7 +73,7 @@ def fingerprint(files: Iterable[Path], arguments: list[str]) -> str:
 
 
 def check(name: str, files: list[Path]) -> str:
-    """Checks sources as one. Returns the findings, which are none if the text is empty."""
+    """Checks sources as one. Returns the findings, or an empty text if there are none."""
     passed = BUILD / f"{name}.passed"
     arguments = flags()
     print_of_inputs = fingerprint(files, arguments)

@@ -7,7 +7,7 @@ LINKS has a link to a wheel on each line, .../NAME.whl#sha256=HASH. The wheels s
 
 pip takes the highest version of an index and replaces the installed torch if that version requires
 another one. So the wheels of one torch and device have an index of their own. torch.__version__
-tells which: 2.13.0+cu130 that of FOLDER/torch2.13.0/cu130.
+tells which: 2.13.0+cu130 uses the one in FOLDER/torch2.13.0/cu130.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LINK = re.compile(
 
 
 def make_indexes(folder: Path, links: Iterable[str]) -> None:
-    """Writes a page for each torch and device, and those that lead there, to `folder`."""
+    """Writes a page for each torch and device, and the pages that lead there, to `folder`."""
     pages: defaultdict[Path, dict[str, str]] = defaultdict(dict)  # texts by link, by folder
     for link in links:
         match = _LINK.fullmatch(unquote(link))

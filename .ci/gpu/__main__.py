@@ -60,7 +60,7 @@ def query(what: str) -> str:
 
 
 def commit() -> str:
-    """POWERSGD_COMMIT, or git's, or that of the programs that were built elsewhere."""
+    """POWERSGD_COMMIT, or git's commit, or that of the programs that were built elsewhere."""
     if named := os.environ.get("POWERSGD_COMMIT"):
         return named
     if shutil.which("git"):
@@ -83,7 +83,7 @@ def versions() -> str:
 
 
 def prepare_environment(jobs: int) -> None:
-    """Sets what all commands share. pip's ninja is beside python."""
+    """Sets what all commands share. pip installs ninja next to python."""
     folders = [os.environ["PATH"], "/usr/local/cuda/bin", str(Path(PYTHON).parent)]
     modules = [str(Path("python").resolve()), os.environ.get("PYTHONPATH")]
     os.environ.update(

@@ -50,7 +50,7 @@ class Call:
                 self._write()
 
     def _run(self, pending: list[Part]) -> None:
-        """The first part that waits for no build is next."""
+        """Runs the parts. The next one is always the first that waits for no build."""
         while pending:
             self._take_builds(0)
             ready = next((part for part in pending if self._is_ready(part)), None)
@@ -66,7 +66,7 @@ class Call:
         return not {part.needs, *part.after} & set(self._running.values())
 
     def _take_builds(self, timeout: float | None) -> None:
-        """Reports the builds that have ended, and waits for one at most so long."""
+        """Reports the builds that have ended, and waits at most ``timeout`` seconds for one."""
         for build in wait(self._running, timeout, FIRST_COMPLETED).done:
             self._report(self._running.pop(build), build.result())
 
@@ -99,7 +99,7 @@ class Call:
 
 
 def earlier_verdicts() -> dict[str, Verdict]:
-    """Those of the call before, if it ran here."""
+    """The verdicts of the previous call, if it ran here."""
     if not VERDICTS.exists():
         return {}
     return {name: Verdict(**saved) for name, saved in json.loads(VERDICTS.read_text()).items()}

@@ -23,14 +23,13 @@ BENCH_KERNELS = "build/gpu-programs/bench_kernels"
 PROGRAMS, EXTENSION = "build-programs", "build-extension"
 BUILDS = (PROGRAMS, EXTENSION)
 _EXTENSION_STAMP = BUILD / "extension_made_from"
-# Without POWERSGD_BUILD_CUDA=1, a toolkit that is not found would make a build for CPUs alone,
-# which "succeeds".
+# Without POWERSGD_BUILD_CUDA=1, a missing toolkit would lead to a CPU-only build, which "succeeds".
 _BUILD_EXTENSION = """
 CUDA_HOME=$(.ci/cuda_home 2>&1) || { echo "$CUDA_HOME"; exit 77; }
 export CUDA_HOME POWERSGD_BUILD_CUDA=1
 "$1" setup.py build_ext --inplace && echo "$2" >"$3"
 """
-# Without GoogleTest there are still the benchmarks of the kernels.
+# Without GoogleTest, the kernel benchmarks can still run.
 _BUILD_PROGRAMS = """
 nice .ci/gpu_programs
 status=$?
@@ -39,14 +38,14 @@ status=$?
 
 
 def builds(architecture: str) -> list[Part]:
-    """They start at once, side by side."""
+    """The builds, which start at once and in parallel."""
     words = ["bash", "-c", _BUILD_PROGRAMS, BENCH_KERNELS]
     programs = [Command(words, {"ARCHITECTURE": architecture})]
     return [Part(EXTENSION, 200, _extension), Part(PROGRAMS, 200, programs)]
 
 
 def _extension() -> list[Command]:
-    """Nothing if it was made from the sources at hand. ninja would go by the files' times."""
+    """No commands if it was made from the current sources. ninja would only compare file times."""
     made_from = _extension_hash()
     compiled = any(Path("python/torch_powersgd").glob("_C*.so"))
     stamp = _EXTENSION_STAMP
@@ -67,12 +66,12 @@ def _extension_hash() -> str:
 
 
 def suites() -> list[Command]:
-    """A process for each suite of kernels_cuda: an illegal access fails all that follows it."""
+    """A process for each suite of kernels_cuda: an illegal access fails everything after it."""
     whole = [KERNELS_CUDA, "--gtest_list_tests"]
     try:
         listed = subprocess.run(whole, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return [Command(whole)]  # whose end says why
+        return [Command(whole)]  # whose exit says why
     names = [line for line in listed.stdout.split("\n") if line.endswith(".")]
     return [
         Command([KERNELS_CUDA, f"--gtest_filter={name}*"], name=name.strip(".").replace("/", "_"))
@@ -83,13 +82,13 @@ def suites() -> list[Command]:
 def bench_kernels(
     name: str, limit: float, words: str, env: Mapping[str, str] | None = None
 ) -> Part:
-    """It keeps the device busy while the host launches, so that a compiler beside it is no harm."""
+    """It keeps the device busy while the host launches, so a compiler running alongside is fine."""
     command = Command([BENCH_KERNELS, *words.split(), "--json", _json(name)], env or {})
     return Part(name, limit, [command], PROGRAMS)
 
 
 def program(name: str, limit: float, words: str, variants: Mapping[str, Mapping[str, str]]) -> Part:
-    """A benchmark in Python, in these environments. It launches kernels: no compiler beside it."""
+    """A benchmark in Python, in these environments. No compiler may slow down its launches."""
     commands = [
         Command([PYTHON, *words.split(), "--json", _json(name + variant)], env, name + variant)
         for variant, env in variants.items()
@@ -114,7 +113,7 @@ def pytest(
 
 
 def sanitized(name: str, limit: float, tool: str, words: Sequence[str], needs: str) -> Part:
-    """The words under compute-sanitizer. It waits for the extension, whose tests come first."""
+    """A command under compute-sanitizer. It waits for the extension, whose tests come first."""
     options = ["--tool", tool, "--target-processes", "all", "--error-exitcode", "1"]
     command = Command(["compute-sanitizer", *options, *words])
     return Part(name, limit, [command], needs, after=[EXTENSION])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How the tests in a log ended. The log may stop anywhere, as that of a crash or a hang does."""
+"""How the tests in a log ended. The log may stop anywhere, as after a crash or a hang."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ from runner import Command, Part, Verdict
 
 SMOKE = "tests/python/training/test_smoke.py"
 NCCL = "tests/python/backend/test_cuda_nccl.py"
-# Without this test nothing of NCCL will work.
+# If this test fails, nothing that uses NCCL will work.
 TWO_RANKS = f"{SMOKE}::test_two_ranks_agree[cuda-auto]"
 OF_PYTHON = ("smoke", "test-nccl", "test-cuda")
 
 SERIAL = {"POWERSGD_DEPENDENT_LAUNCH": "0"}
-# Under compute-sanitizer. These shapes take every way through the kernels: rows that are aligned,
-# short and long, and both kinds of products. A dead column takes orthogonalize through all passes.
+# Under compute-sanitizer. These shapes take every path through the kernels: aligned, short and long
+# rows, and both kinds of products. A dead column takes orthogonalize through all passes.
 CHECKED = [
     *(
         f"All/{suite}.MatchesTheReference/*{shape}"
@@ -49,7 +49,7 @@ def first_call() -> list[Part]:
     return [
         Part("kernels", 40, suites, PROGRAMS, at_once=8, tests=outcomes.googletest),
         bench_kernels("kernels-float32", 35, "--kinds float32 --ranks 4 1 16 32"),
-        # From here on as soon as the extension is built. What follows meanwhile needs no Python.
+        # Python parts start once the extension is built. Until then, the others go ahead of them.
         pytest("smoke", 120, [SMOKE, "-k", "cuda"]),
         bench_kernels("kernels-products", 25, "--kinds float32 --ranks 16 32 --products bfloat16"),
         bench_kernels("kernels-serial", 20, "--kinds float32 --ranks 4 32", SERIAL),
@@ -75,7 +75,7 @@ def bench_cluster(model: str, limit: float) -> Part:
 
 
 def after_smoke(verdict: Verdict, pending: list[Part]) -> list[Part]:
-    """Returns the parts that are left after the smoke test: if NCCL fails, first the reason."""
+    """Returns the parts left after the smoke test. If NCCL fails, the first one finds out why."""
     if not verdict.is_failure or (verdict.failed and TWO_RANKS not in verdict.failed):
         return pending
     variants = {

@@ -17,7 +17,7 @@ def replace(file: Path, contents: bytes) -> None:
 
 
 def archive(folder: Path) -> bytes:
-    """All files of a folder, to which others write meanwhile."""
+    """All files of a folder that others may be writing to."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for file in sorted(folder.rglob("*")):

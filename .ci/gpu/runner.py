@@ -24,7 +24,7 @@ TIME_LIMIT = "TIME LIMIT"
 NO_TIME = "NO TIME LEFT"  # the call's time is up
 MISSING = 77  # the exit status of a command that lacks something, which its last line names
 
-# A program says this if it cannot work on this machine; it is nobody's failure.
+# A program says this if it cannot work on this machine, which does not count as a failure.
 CANNOT_RUN = re.compile(
     r"^.*(Device not supported|cannot run here; missing|LibraryNotLoaded|ERR_NVGPUCTRPERM).*$",
     re.MULTILINE,
@@ -35,7 +35,7 @@ CANNOT_RUN = re.compile(
 class Command:
     words: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
-    name: str = ""  # tells it from the part's other commands, if there are several
+    name: str = ""  # set if the part has several commands
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Part:
     limit: float
     commands: Sequence[Command] | Callable[[], Sequence[Command]]
     needs: str = ""  # the build without which it cannot run
-    after: Sequence[str] = ()  # builds that must not run beside it
+    after: Sequence[str] = ()  # builds that must not run at the same time
     at_once: int = 1
     tests: Callable[[str], dict[str, str]] = lambda log: {}  # how each test in a log ended
 
@@ -100,7 +100,7 @@ class Runner:
         self._deadline = time.monotonic() + seconds - RESERVE
         self._longest = longest
         self._live: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.RLock()  # a signal's handler may end what is being ended
+        self._lock = threading.RLock()  # a signal handler may call end() during end()
         self._ended = False
 
     def run(self, part: Part) -> Verdict:
@@ -139,7 +139,7 @@ class Runner:
             except FileNotFoundError:
                 return f"NOT RUN: there is no {command.words[0]}"
         text = ""
-        # Whoever ignores the interrupt is killed. A process that hangs in a driver outlives even
+        # A process that ignores the interrupt is killed. One that hangs in a driver survives even
         # that, and is left behind.
         for kind, patience in ((None, limit), (signal.SIGINT, GRACE), (signal.SIGKILL, GRACE)):
             if kind:
@@ -148,7 +148,7 @@ class Runner:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(patience)
                 break
-        _send(process, signal.SIGKILL)  # the processes that it has left behind
+        _send(process, signal.SIGKILL)  # the children that it has left behind
         self._live.discard(process)
         return text or words_of(process.returncode, log)
 
@@ -168,7 +168,7 @@ class Runner:
             return process
 
     def end(self) -> None:
-        """Kills whatever still runs, and starts nothing more."""
+        """Kills whatever is still running, and starts nothing more."""
         with self._lock:
             self._ended = True
         for process in list(self._live):
