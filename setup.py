@@ -49,14 +49,14 @@ def sources(folder: str, suffix: str) -> list[str]:
 
 
 def headers() -> list[str]:
-    """The headers. As dependencies they let build_ext notice a change in a header alone."""
+    """The headers. As dependencies, they make build_ext notice when only a header changes."""
     suffixes = {".h", ".inl", ".cuh"}
     files = [f for folder in ("include", "csrc") for f in (ROOT / folder).rglob("*")]
     return sorted(str(f.relative_to(ROOT)) for f in files if f.suffix in suffixes)
 
 
 def without_their_warnings() -> list[str]:
-    """Flags that make the headers of torch and Python system headers, which are not warned about.
+    """Flags that silence warnings in the headers of torch and Python, as system headers.
 
     torch names the same folders with -I, which the compiler then ignores.
     """
@@ -74,10 +74,10 @@ def extension(cuda: toolkit.Toolkit) -> Any:
     include_dirs = [str(ROOT / "include"), str(ROOT / "csrc")]
     library_dirs: list[str] = []
     torch_version = torch.__version__.split("+")[0]
-    # The package compares it with the torch that loads it, as another would corrupt memory.
+    # The package compares this with the torch it runs with, as a mismatch would corrupt memory.
     macros: list[tuple[str, str | None]] = [("POWERSGD_TORCH_VERSION", f'"{torch_version}"')]
-    # Python's own -g would make the module ten times larger. Without -fopenmp at::parallel_for is a
-    # serial loop. The OpenMP runtime is the one that torch has loaded.
+    # Python's own -g would make the module ten times larger. Without -fopenmp, at::parallel_for is
+    # a serial loop. The OpenMP runtime is the one that torch has loaded.
     flags = {"cxx": ["-O3", "-Wall", "-Wextra", "-g0", "-fopenmp", *without_their_warnings()]}
     if with_cuda:
         files += sources("csrc/kernels/cuda", ".cu") + sources("csrc/kernels/cuda", ".cpp")
@@ -99,16 +99,16 @@ def extension(cuda: toolkit.Toolkit) -> Any:
         depends=headers(),
         define_macros=macros,
         extra_compile_args=flags,
-        # torch's own libstdc++, also where the compiler would link its archive: the streams of two
-        # copies do not know each other's locales, and crash.
+        # torch's own libstdc++, even where the compiler would link a static one: the streams of two
+        # copies don't know each other's locales, and crash.
         extra_link_args=["-fopenmp", "-l:libstdc++.so.6"],
     )
 
 
 class Build(cpp_extension.BuildExtension):
     def run(self) -> None:
-        # setuptools would compile all files of an editable install in a new temporary folder.
-        # `build_ext --inplace` has a folder that stays, in which ninja compiles what has changed.
+        # For an editable install, setuptools would compile all files in a new temporary folder.
+        # `build_ext --inplace` keeps its folder, in which ninja compiles only what has changed.
         if self.editable_mode:
             folder = f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
             self.build_temp = str(ROOT / "build" / folder)
@@ -118,7 +118,7 @@ class Build(cpp_extension.BuildExtension):
         for each in self.extensions or []:
             each.define_macros.append(("POWERSGD_CUDA_ARCHITECTURES", f'"{architectures}"'))
             each.depends += each.sources
-            # The ranks compare this, as other kernels may give other bits.
+            # The ranks compare this, because different kernels may give different bits.
             kernels = f"{VERSION['__version__']} ({hash_of_kernels(ROOT)})"
             heads = {"bindings": f'#define POWERSGD_KERNELS_VERSION "{kernels}"\n'}
             together = Path("build", "together")
@@ -139,7 +139,7 @@ class Develop(develop):  # type: ignore[misc]
         pass  # the inherited method warns that the command is deprecated
 
     def run(self) -> None:
-        # pip shows no progress of a build. The build comes first, and pip has only to link.
+        # pip shows no progress of a build. So build first, and leave only linking to pip.
         self.reinitialize_command("build_ext", inplace=True)
         self.run_command("build_ext")
         # The inherited command isolates the build, which then finds no torch.
@@ -161,7 +161,7 @@ class EggInfo(egg_info):  # type: ignore[misc]
 
 class Sdist(sdist):  # type: ignore[misc]
     def run(self) -> None:
-        # The sources fit many releases of torch. setuptools holds the requirements in two places.
+        # The sources fit many releases of torch. setuptools keeps the requirements in two places.
         for owner in (self.distribution, self.distribution.metadata):
             owner.install_requires = metadata.requirements()
         super().run()

@@ -2,7 +2,7 @@
 """Prints docs/api.md with new tables from signatures and docstrings. --write writes it.
 
 A comment has mkdocstrings' directives, and a table of what they name follows. A clone shows the
-table. For the site, where mkdocs has this file as a hook, the directives take its place.
+table. On the site, where this file is a hook of MkDocs, the directives replace it.
 
 The sources are parsed, not imported: integrations need libraries that may not be installed.
 """
@@ -52,7 +52,7 @@ def _table(directives: str) -> str:
 
 
 def _definition(path: str) -> tuple[Path, ast.ClassDef | ast.FunctionDef]:
-    """The file that defines a name, which other modules may import, and its definition there."""
+    """The file that defines a name, even if other modules import it, and its definition there."""
     module, _, name = path.rpartition(".")
     file = SOURCES / module.replace(".", "/")
     file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
@@ -80,7 +80,7 @@ def _members(node: ast.ClassDef, shown: list[str] | None) -> Iterator[tuple[str,
 
 
 def _call_of(node: ast.ClassDef | ast.FunctionDef) -> str:
-    """How a function or class is called. Nothing for a class that users do not call."""
+    """How a function or class is called. Empty for a class that users don't call."""
     if isinstance(node, ast.FunctionDef):
         return _parameters(node)
     if "Args:\n" not in _docstring(node):

@@ -83,8 +83,8 @@ def _meanings(docstring: str) -> dict[str, str]:
     section = docstring.split("Args:\n")[1].split("\n\n")[0]
     entries = re.split(r"^ {4}(\w+): ", section, flags=re.MULTILINE)[1:]
     texts = (" ".join(text.split()) for text in entries[1::2])
-    # Literals in a docstring have two backticks, in Markdown one. A bare product of fields has
-    # asterisks, which Markdown would take for emphasis.
+    # Literals have two backticks in a docstring, one in Markdown. A bare product of fields has
+    # asterisks, which Markdown would read as emphasis.
     marked = (re.sub(r"`+", "`", text).replace(" * ", " x ") for text in texts)
     return dict(zip(entries[::2], marked, strict=True))
 

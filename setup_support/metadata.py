@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The metadata that pyproject.toml cannot state, since it depends on the build."""
+"""The metadata that pyproject.toml cannot state, because it depends on the build."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CODE_OR_TARGET = re.compile(
 
 
 def requirements(torch_version: str | None = None) -> list[str]:
-    """The requirements of the package. A binary requires the very torch that it is built against.
+    """The requirements of the package. A binary requires exactly the torch it is built against.
 
     python/torch_powersgd/_core.py compares the same part of the version, without "+cpu".
     """
@@ -36,7 +36,7 @@ def repository(pyproject: Path) -> str:
 
 
 def absolute_links(markdown: str, repository: str) -> str:
-    """Points relative links to the repository: a package index has the text alone."""
+    """Points relative links to the repository, because a package index has only the text."""
 
     def absolute(match: re.Match[str]) -> str:
         if match["code"]:

@@ -15,7 +15,7 @@ _COMMAND = re.compile(r"^(\[\d+/\d+\]) .* -c (\S+) -o ")
 
 
 def shortened(line: str, root: Path) -> str:
-    """`[3/45] csrc/plan/plan.cpp` in place of a whole command of ninja. Others stay as they are."""
+    """`[3/45] csrc/plan/plan.cpp` in place of a ninja command. Other lines stay as they are."""
     match = _COMMAND.match(line)
     if match is None:
         return line
@@ -24,7 +24,7 @@ def shortened(line: str, root: Path) -> str:
 
 @contextlib.contextmanager
 def short_commands(root: Path) -> Iterator[None]:
-    """Shortens what this process and its children write to their standard output meanwhile.
+    """Shortens what this process and its children write to standard output in a ``with`` block.
 
     torch makes ninja print every command in full, of 2,000 characters each, straight to file
     descriptor 1.
@@ -47,5 +47,5 @@ def short_commands(root: Path) -> Iterator[None]:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(screen, 1)  # the last writing end but those of children is closed, and copy ends
+        os.dup2(screen, 1)  # closes the last write end except the children's, so copy ends
         thread.join()

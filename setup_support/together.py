@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-# The folders of csrc that include torch. The slowest to compile come first, so that none is left
-# over at the end.
+# The folders of csrc that include torch. The slowest to compile come first, so that none of them
+# delays the end.
 WITH_TORCH = ("bindings", "gradients", "compressor", "forwarding", "engine", "backend")
 
 
@@ -48,7 +48,7 @@ def compiled_together(
 def include_all(file: Path, sources: Iterable[str], head: str = "") -> None:
     """Writes a file that includes all sources, whose paths are relative to the project's root.
 
-    A file that is there already keeps its date, because ninja compiles what has a newer one.
+    An unchanged file keeps its date, because ninja compiles what has a newer one.
     """
     text = head + "".join(f'#include "{source.removeprefix("csrc/")}"\n' for source in sources)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ def _find(home: Path, name: str, folders: tuple[str, ...]) -> Path | None:
 
 
 def _wrong_release(nvcc: Path, torch_cuda: str) -> list[str]:
-    """torch refuses to build with another major release of CUDA than its own."""
+    """torch refuses to build with a major release of CUDA other than its own."""
     try:
         output = subprocess.run(
             [nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60
@@ -79,7 +79,7 @@ def _wrong_release(nvcc: Path, torch_cuda: str) -> list[str]:
 
 
 def is_wanted(choice: str, missing: list[str]) -> bool:
-    """True if CUDA is built: as POWERSGD_BUILD_CUDA, `choice`, says, or if nothing is missing."""
+    """True if CUDA is built: as `choice` (POWERSGD_BUILD_CUDA) says, else if nothing is missing."""
     if choice not in ("", "0", "1"):
         raise SystemExit(f"POWERSGD_BUILD_CUDA is {choice!r}; allowed are 0, 1 and unset")
     if choice == "1" and missing:
@@ -93,8 +93,8 @@ def is_wanted(choice: str, missing: list[str]) -> bool:
 def default_architectures(torch_cuda: str) -> str:
     """The architectures to compile for if no GPU is visible, as TORCH_CUDA_ARCH_LIST has them.
 
-    A slow network is often that of a T4 (7.5) or of an RTX 50 (12.0), which a datacenter's code
-    (8.0, 9.0, 10.0) does not run on.
+    Slow networks often connect GPUs such as a T4 (7.5) or an RTX 50 (12.0), which cannot run code
+    for datacenter GPUs (8.0, 9.0, 10.0).
     """
     release = tuple(int(part) for part in re.findall(r"\d+", torch_cuda)[:2])
     oldest = [] if release >= (14,) else ["7.5"]
