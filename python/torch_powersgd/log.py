@@ -14,7 +14,7 @@ _logger = logging.getLogger("torch_powersgd")
 
 
 def info(message: str) -> None:
-    """Logs a message that only a program with its own logging wants to see."""
+    """Logs a message that only a program with its own logging shows."""
     _logger.info(message)
 
 

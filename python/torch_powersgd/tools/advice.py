@@ -13,7 +13,7 @@ from torch_powersgd.units import ms_text, size_text
 
 LEAST_GAIN = 1.05  # times faster than plain; less is not worth a change
 HIDDEN = 1.05  # times a step without averaging; the network is hidden in a step that takes less
-WAITS = 1.2  # times such a step; the loss that local steps cost is not worth a shorter wait
+WAITS = 1.2  # times a step without averaging; a shorter wait is not worth the loss of local steps
 EVERY = (5, 10, 20, 30, 50, 100)  # steps between two rounds of local steps
 WORTH_OF_RANK = 1.05  # times the fastest step; a higher matrix rank is worth this much
 
