@@ -4,8 +4,8 @@
     c++filt <log | python .ci/nvcc_report.py
 
 Symbols are read as c++filt writes them. The exit status is 1 if a float kernel spills on one of the
-architectures that the kernels are tuned to. A kernel that computes in double may spill, because it
-is there to be exact.
+architectures that the kernels are tuned to. Double-precision kernels may spill, because they are
+there to be exact.
 """
 
 from __future__ import annotations

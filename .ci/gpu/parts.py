@@ -88,7 +88,7 @@ def after_smoke(verdict: Verdict, pending: list[Part]) -> list[Part]:
 
 
 def second_call(first: Mapping[str, Verdict]) -> list[Part]:
-    """First the tests that failed in the first call, and what it had no time for."""
+    """The tests that failed in the first call come first, then what it had no time for."""
     left = [part for part in first_call() if first.get(part.name, Verdict("")).no_time]
     gpt2 = "--kinds float32 --models gpt2 --ranks 4"
     parts = [
@@ -105,7 +105,7 @@ def second_call(first: Mapping[str, Verdict]) -> list[Part]:
 
 
 def _again(first: Mapping[str, Verdict]) -> list[Part]:
-    """The failed tests alone, without dependent launch, and the first of them under memcheck."""
+    """Only the failed tests, without dependent launch, and the first of them under memcheck."""
     kernels = first["kernels"].failed[:20] if "kernels" in first else []
     python = [test for name in OF_PYTHON if name in first for test in first[name].failed][:6]
     parts = []

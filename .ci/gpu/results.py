@@ -7,7 +7,7 @@ import io
 import tarfile
 from pathlib import Path
 
-MOST_BYTES = 4_000_000  # of a file in the archive: its end
+MOST_BYTES = 4_000_000  # of a file in the archive; only its end is kept
 
 
 def replace(file: Path, contents: bytes) -> None:

@@ -100,7 +100,7 @@ class Runner:
         self._deadline = time.monotonic() + seconds - RESERVE
         self._longest = longest
         self._live: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.RLock()  # a signal handler may call end() during end()
+        self._lock = threading.RLock()  # a signal handler may call end() while it is held
         self._ended = False
 
     def run(self, part: Part) -> Verdict:
