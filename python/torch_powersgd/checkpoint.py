@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.checkpoint.stateful import Stateful
+
 from torch_powersgd import checkpoint_checks, checksum
 from torch_powersgd._core import _C
 from torch_powersgd.checkpoint_checks import LOCAL_FIELDS, VERSION
@@ -120,3 +122,17 @@ def compare(everyone: list[dict[str, Any]]) -> str:
                 f"{rank} differs from rank 0's"
             )
     return ""
+
+
+class PerRank(Stateful):
+    """A view whose ``state_dict`` has ``per_rank``."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.whole.state_dict(per_rank=True)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.whole.load_state_dict(state_dict)

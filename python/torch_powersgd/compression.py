@@ -293,7 +293,7 @@ class Compression(Stateful):
     @property
     def per_rank(self) -> Stateful:
         """A view whose ``state_dict`` has ``per_rank``: ``dcp.save({"powersgd": c.per_rank})``."""
-        return PerRank(self)
+        return checkpoint.PerRank(self)
 
     def step_skipped(self) -> None:
         """Sends the gradients of the last step again in the next one.
@@ -406,17 +406,3 @@ class Compression(Stateful):
 def _forget_states(compression: ref[Compression]) -> None:
     if (found := compression()) is not None:
         found._left = None
-
-
-class PerRank(Stateful):
-    """A view whose ``state_dict`` has ``per_rank``."""
-
-    def __init__(self, whole: Any) -> None:
-        self.whole = whole
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.whole.state_dict(per_rank=True)
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.whole.load_state_dict(state_dict)

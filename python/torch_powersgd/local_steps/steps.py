@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from torch_powersgd import grad_scaler, log
-from torch_powersgd.compression import PerRank
+from torch_powersgd.checkpoint import PerRank
 from torch_powersgd.local_steps import checks, state, summary
 from torch_powersgd.local_steps.checks import Arguments, Schedule
 from torch_powersgd.local_steps.fragment import Fragment, Tensors, average_exactly
