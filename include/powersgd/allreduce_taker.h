@@ -7,13 +7,13 @@
 
 namespace powersgd {
 
-// Makes some all-reduces of a group in place of the inner backend: those that others, such as
-// FSDP2, call on buffers that it knows.
+// Takes over some of a group's all-reduces from the inner backend: those that other code, such as
+// FSDP2, calls on buffers that the taker knows.
 class AllreduceTaker {
  public:
   virtual ~AllreduceTaker() = default;
   virtual bool expects(const at::Tensor& buffer) const = 0;
-  // Makes the all-reduce of a buffer that it expects. Null if the caller is to make it, exactly.
+  // All-reduces a buffer that the taker expects. Null if the caller should do so, exactly.
   virtual c10::intrusive_ptr<c10d::Work> reduce_expected(const at::Tensor& buffer,
                                                          const c10d::AllreduceOptions& opts) = 0;
 };

@@ -15,7 +15,7 @@ namespace powersgd {
 
 class FlatTensors;
 
-// The options that torch takes from a backend when it makes a group out of it (split_group).
+// The options that torch reads from a backend when it splits a group off (split_group).
 struct BackendOptions : c10d::Backend::Options {
   BackendOptions(powersgd::Options compression, std::chrono::milliseconds timeout)
       : c10d::Backend::Options("powersgd", timeout), compression(std::move(compression)) {}
@@ -58,8 +58,8 @@ class BackendPowerSGD : public ForwardingBackend {
       std::vector<at::Tensor>& tensors,
       const c10d::AllreduceCoalescedOptions& opts = c10d::AllreduceCoalescedOptions()) override;
 
-  // The children compress with the options that `opts` carries, if it is a BackendOptions, else
-  // with this group's. Null on a rank that is no member.
+  // The children compress with the options in `opts` if it is a BackendOptions, else with this
+  // group's. Null on a rank that is not a member.
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
@@ -74,11 +74,11 @@ class BackendPowerSGD : public ForwardingBackend {
   c10::intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& opts) override;
 #endif
 
-  // Lets submitted steps end, within a bound. Afterwards a compressed call is an error.
+  // Lets submitted steps end, up to a time limit. Compressed calls afterwards are errors.
   void shutdown() override;
-  // Fails queued steps at once. One in flight ends as the inner backend lets it.
+  // Fails queued steps at once. A step in flight ends when the inner backend lets it.
   void abort() override;
-  // True after one of the two.
+  // True after shutdown() or abort().
   bool ended() const { return ended_; }
 
  private:

@@ -20,38 +20,39 @@
 
 namespace powersgd {
 
-// Purpose: averages the buckets of one model, each parameter compressed by its own shape. It has
-// the compressor of each bucket layout that has been used. The buckets are DDP's, or the shards
-// that FSDP2 has reduce-scattered.
+// Purpose: averages the buckets of one model, each parameter compressed by its own shape. It keeps
+// a compressor for each bucket layout that has been used. The buckets are DDP's, or the shards that
+// FSDP2 has reduce-scattered.
 //
 // Contract: every rank attaches the same parameters with equal options, and reduces the same
 // buckets in the same order.
 //
-// Ownership: owned by the hook that is called with the buckets. Owns the states of the parameters,
-// shares the session of its group.
+// Ownership: owned by the hook that receives the buckets. Owns the parameters' states and shares
+// its group's session.
 //
 // Threads: one thread at a time calls the reductions and end_step(), in the backward pass. The
-// user's thread calls everything else, outside of it.
+// user's thread calls everything else, outside the backward pass.
 class BucketReducer final : public AllreduceTaker {
  public:
-  // Makes a reducer and notes in `session` that it is attached. With `previous`, of the same
-  // parameters in a former group, it takes over the states and the counts, and detaches that.
+  // Makes a reducer and notes in `session` that it is attached. If `previous` reduced the same
+  // parameters in a former group, the new reducer takes over its states and counts, and detaches
+  // it.
   static std::shared_ptr<BucketReducer> attach(const std::shared_ptr<Session>& session,
                                                std::vector<std::string> names,
                                                const std::vector<at::Tensor>& parameters,
                                                Options options, BucketReducer* previous = nullptr);
   BucketReducer(std::shared_ptr<Session> session, std::shared_ptr<ModelStates> states);
 
-  // Makes `buffer` its sum over ranks divided by `divisor`: the number of ranks, except in DDP's
-  // join. It holds the gradients of `parameters` one after the other. If none are named, it is
-  // averaged exactly. `bucket` is its number. If `more_follow`, the caller promises to reduce
-  // another bucket or to call end_step(), in the same backward pass. `uses` says which parameters
-  // this rank has used in the pass; empty: all.
+  // Replaces `buffer` with its sum over ranks divided by `divisor`: the number of ranks, except in
+  // DDP's join. The buffer holds the gradients of `parameters` back to back. If none are named, it
+  // is averaged exactly. `bucket` is its number. If `more_follow`, the caller promises to reduce
+  // another bucket or to call end_step() in the same backward pass. `uses` says how this rank used
+  // the parameters in the pass; empty: it used all.
   c10::intrusive_ptr<c10d::Work> reduce(size_t bucket, at::Tensor& buffer,
                                         const std::vector<size_t>& parameters, int divisor,
                                         bool more_follow = false, std::vector<Use> uses = {});
-  // Announces an all-reduce of `buffer` that its owner makes, in place of reduce(). The owner then
-  // divides the result by `divided_after`. It replaces the announcement before.
+  // Announces an all-reduce of `buffer` that its owner calls instead of reduce(). The owner then
+  // divides the result by `divided_after`. Replaces the previous announcement.
   void expect(size_t bucket, const at::Tensor& buffer, std::vector<size_t> parameters,
               double divided_after);
   bool expects(const at::Tensor& buffer) const override;
@@ -59,28 +60,28 @@ class BucketReducer final : public AllreduceTaker {
                                                  const c10d::AllreduceOptions& opts) override;
   // Called after the last bucket of a backward pass.
   void end_step();
-  // Called in its place if the pass failed after some buckets, whose outputs nobody got.
+  // Called instead of end_step() if the pass failed after some buckets, whose outputs nobody got.
   void abandon_step();
 
   // An inactive reducer averages its buckets exactly.
   void set_active(bool active) { active_ = active && !detached_; }
   bool active() const { return active_; }
-  // Makes it inactive for good, and frees what it has allocated after all submitted steps. What a
-  // CUDA graph holds stays.
+  // Makes the reducer permanently inactive, and frees its memory after all submitted steps. Memory
+  // that a CUDA graph holds stays.
   void detach();
   bool detached() const { return detached_; }
 
   const std::shared_ptr<ModelStates>& states() const { return states_; }
   const Session& session() const { return *session_; }
 
-  // Its own counts, as Session's.
+  // This model's counts, like Session's.
   StatsSnapshot snapshot() { return session_->snapshot(*stats_); }
   void reset_stats() { session_->reset_stats(*stats_); }
   // True if its next step is compressed.
   bool compressing() const;
-  // The step from which it compresses. Empty if it never does.
+  // The first step that it compresses. Empty if it never compresses.
   std::optional<int64_t> starts_at() const;
-  // As Session::not_started, of this model alone.
+  // Like Session::not_started, for this model alone.
   std::string not_started(int64_t soon = 0);
 
  private:
@@ -105,15 +106,15 @@ class BucketReducer final : public AllreduceTaker {
   std::shared_ptr<BucketCompressor> find_compressor(size_t bucket, const at::Tensor& buffer,
                                                     const std::vector<size_t>& parameters);
   Bucket make_bucket(const at::Tensor& buffer, const std::vector<size_t>& parameters);
-  // Those that all buckets on the device share.
+  // The workspaces that all buckets on the device share.
   const Workspaces& workspaces_on(c10::Device device);
-  // Makes the buffer ready for its all-reduce. The mean gradient is the mean of the ranks' buffers
+  // Prepares the buffer for its all-reduce. The mean gradient is the mean of the ranks' buffers
   // divided by `units`.
   Reduction begin(size_t bucket, at::Tensor& buffer, const std::vector<size_t>& parameters,
                   std::vector<Use> uses, double output_scale, double units);
   void warn_of_unknown_parameters();
   void announce_start() const;
-  // An old gradient that is not finite must not skip the step of the whole bucket.
+  // Keeps an old, non-finite gradient from skipping the step of the whole bucket.
   void clear_stale_non_finite(const at::Tensor& buffer, const std::vector<size_t>& parameters,
                               const std::vector<Use>& uses) const;
 

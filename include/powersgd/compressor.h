@@ -20,11 +20,11 @@ namespace powersgd {
 // True if this build has the kernels of a device type.
 bool has_kernels(c10::DeviceType device);
 
-// The use that this rank has made of a parameter in a pass.
+// How this rank has used a parameter in a pass.
 enum class Use : int8_t {
   kUsed,
   kUnused,  // its gradient is zero
-  kStale,   // unused, and its gradient is that of an earlier pass
+  kStale,   // unused, and its gradient is left from an earlier pass
 };
 
 // The facts of one step that the stages need.
@@ -34,10 +34,10 @@ struct StepInfo {
   uint64_t step = 0;
   int64_t bucket = 0;       // the bucket's number in the pass, which a profiler shows
   bool same_start = false;  // without warm_start: every step starts from the numbers of step 0
-  // The loss scale: one float32 on the gradient's device, which project reads. It stays as it is
+  // The loss scale: one float32 on the gradient's device, which project reads. It does not change
   // until the step ends. Undefined: 1.
   at::Tensor loss_scale = {};
-  std::vector<Use> uses = {};  // by parameter of the bucket. Empty: this rank has used them all
+  std::vector<Use> uses = {};  // by parameter of the bucket; empty: this rank has used all
 };
 
 // Runs the stages of one bucket of a fixed layout.
@@ -64,8 +64,8 @@ class BucketCompressor {
   BucketCompressor(const BucketCompressor&) = delete;
   BucketCompressor& operator=(const BucketCompressor&) = delete;
 
-  // Allocates all that the steps need, if that has not been done. The host does not wait for the
-  // device. The first project() calls it otherwise.
+  // Allocates everything that the steps need, once. The host does not wait for the device. If
+  // nobody has called it, the first project() does.
   virtual void prepare() = 0;
 
   // `gradient` is contiguous and has plan.gradient_numel elements. Returns the P payload:
@@ -74,14 +74,14 @@ class BucketCompressor {
   virtual void orthogonalize() = 0;
   // Returns the Q payload.
   virtual Payload& back_project() = 0;
-  // Replaces the gradient by the output. The gradient and the residual of a parameter that no rank
-  // has used stay as they are.
+  // Replaces the gradient with the output. If no rank has used a parameter, its gradient and
+  // residual stay unchanged.
   virtual void reconstruct() = 0;
 
-  // Undoes project to within one rounding of M. The gradient is left as it is.
+  // Undoes project to within one rounding of M. The gradient stays unchanged.
   virtual void rollback() = 0;
 
-  // The bytes of both payloads on the wire: those of the elements, or of this rank's packets.
+  // The bytes of both payloads on the wire, as elements or as this rank's packets.
   virtual int64_t payload_bytes() const = 0;
   virtual int64_t gradient_bytes() const = 0;
   // The largest rank of the bucket's matrices.
@@ -91,26 +91,26 @@ class BucketCompressor {
   virtual std::vector<ParameterStatePtr> states() const = 0;
 };
 
-// The bytes that a bucket takes on its device beside the gradient. Nothing else is allocated there
-// except a few bytes of a whole model: its counts of steps, and a loss scale and the norms of Q's
-// rows for each state.
+// The bytes that a bucket takes on its device besides the gradient. Nothing else is allocated there
+// except a few bytes per model: its step counts, and for each state a loss scale and the norms of
+// Q's rows.
 //
-// The buckets of a model take two workspaces together, each as large as the largest of theirs.
+// The buckets of a model share two workspaces, each sized for the largest bucket.
 struct MemoryNeeds {
   int64_t residual = 0;
-  int64_t factors = 0;   // those that are kept from step to step
+  int64_t factors = 0;   // kept from step to step
   int64_t payloads = 0;  // with their packets
-  int64_t tables = 0;    // those of the kernels, which depend on the device type
+  int64_t tables = 0;    // of the kernels, which depend on the device type
   int64_t workspace = 0;
 
-  // All that no other bucket shares.
+  // What no other bucket shares.
   int64_t own() const { return residual + factors + payloads + tables; }
 };
 MemoryNeeds memory_needs(const BucketPlan& plan, const Options& options,
                          at::ScalarType gradient_type, c10::DeviceType device, Ranks ranks = {});
 
 // `states[i]` belongs to `plan.matrices[i]`. Buckets may share states, one after the other.
-// `workspaces` are those of the model on this device. A bucket that shares none has one of its own.
+// `workspaces` are the model's on this device. A bucket that shares none has its own.
 std::unique_ptr<BucketCompressor> make_compressor(
     BucketPlan plan, std::vector<ParameterStatePtr> states, const Options& options,
     at::ScalarType gradient_type, at::Device device, Ranks ranks = {},

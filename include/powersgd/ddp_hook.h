@@ -16,11 +16,11 @@ class Reducer;
 
 namespace powersgd {
 
-// Purpose: averages the buckets of one DDP module by a BucketReducer, and tells it what only DDP
-// knows: the divisor, which parameters were used, and where a pass ends.
+// Purpose: averages the buckets of one DDP module through a BucketReducer, and tells it what only
+// DDP knows: the divisor, which parameters were used, and where a pass ends.
 //
 // Contract: reduce() or sum() is called for every bucket in DDP's order. reduce() throws if the
-// reducer's process group is no longer that of the constructor.
+// reducer's process group has changed since the constructor.
 //
 // Threads: one at a time, with the reducer's lock held.
 class DdpBuckets {
@@ -28,11 +28,11 @@ class DdpBuckets {
   DdpBuckets(std::shared_ptr<BucketReducer> buckets, const c10d::Reducer& reducer);
 
   // If `overlaps`, the result may stay incomplete until the last bucket of the pass is reduced, so
-  // that buckets overlap on streams.
+  // buckets overlap on streams.
   c10::intrusive_ptr<c10d::Work> reduce(const c10d::Reducer& reducer, c10d::GradBucket& bucket,
                                         bool overlaps = false);
-  // Makes `buffer`, which holds the bucket of this number, its sum over the ranks, for a hook that
-  // averages by itself over another group than the reducer's.
+  // Replaces `buffer`, which holds bucket `number`, with its sum over the ranks, for a hook that
+  // does the averaging itself, over another group than the reducer's.
   c10::intrusive_ptr<c10d::Work> sum(const c10d::Reducer& reducer, size_t number,
                                      at::Tensor& buffer);
   bool detached() const { return buckets_->detached(); }
@@ -50,15 +50,15 @@ class DdpBuckets {
 
 // Gives DDP's buckets, with their parameters, to a BucketReducer. No Python runs in backward.
 //
-// Owned by `reducer`, which keeps its first hook for ever. Once what the hook gives its buckets to
-// was detached, another can take its place.
+// Owned by `reducer`, which keeps its first hook forever. Once the hook's BucketReducer is
+// detached, another can take its place.
 class DdpHook final : public c10d::CppCommHookInterface<DdpBuckets> {
  public:
   DdpHook(std::shared_ptr<BucketReducer> buckets, const c10d::Reducer& reducer);
   ~DdpHook() override;
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override;
 
-  // The hook of a reducer. Null if it has none, or not one of this class.
+  // Returns the hook of a reducer. Null if it has none of this class.
   static DdpHook* of(const c10d::Reducer& reducer);
   bool detached() const { return state_.detached(); }
   void replace(std::shared_ptr<BucketReducer> buckets);
@@ -70,7 +70,7 @@ class DdpHook final : public c10d::CppCommHookInterface<DdpBuckets> {
 // True if `reducer` gives its buckets to a hook that was not detached.
 bool is_attached(const c10d::Reducer& reducer);
 
-// Makes `reducer`, which is not attached, give its buckets to `buckets`. Throws if it has another
+// Routes the buckets of `reducer`, which is not attached, to `buckets`. Throws if it has another
 // kind of hook.
 void register_ddp_hook(c10d::Reducer& reducer, std::shared_ptr<BucketReducer> buckets);
 

@@ -16,7 +16,7 @@ at::ScalarType to_scalar_type(DType type);
 // True for those four dtypes.
 bool is_compressible(at::ScalarType type);
 
-// The dtype of the factors: gradients are multiplied and summed up in it.
+// The dtype of the factors, in which gradients are multiplied and summed.
 at::ScalarType factor_type(at::ScalarType gradient_type);
 
 // The dtype that the residual is kept in.

@@ -6,7 +6,7 @@
 
 namespace powersgd {
 
-// Runs functions one after the other, whichever of them throw. Keeps the first exception.
+// Runs functions one after the other, even if some throw. Keeps the first exception.
 class FirstError {
  public:
   template <typename F>

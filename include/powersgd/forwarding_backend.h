@@ -25,20 +25,20 @@ namespace powersgd {
 //
 // Contract: a call with tensors goes to the inner backend of their device. A call without tensors
 // goes where its options say, else to the primary inner backend, the first of these that exists:
-//   1. that of the bound device;
+//   1. the bound device's;
 //   2. the accelerator's, once a collective of this group has used it, because ProcessGroup drops
 //      the device of a barrier on the way here;
 //   3. the first of the list.
-// A call that makes sense on an accelerator alone (memory, windows, device ids) goes to the
-// accelerator's. A call that concerns the whole group (names, time-outs, shutdown, coalescing) goes
-// to every inner backend. A device without an inner backend is an error that names both the device
-// and those that have one.
+// A call that makes sense only on an accelerator (memory, windows, device ids) goes to the
+// accelerator's. A call that concerns the whole group (names, timeouts, shutdown, coalescing) goes
+// to every inner backend. A call for a device without an inner backend throws an error that names
+// the device and the devices that have one.
 //
-// torch 2.15 deprecates some names (`_allgather_base`, ...). This class overrides the old names and
-// calls the old names, so that both work on every release and over every inner backend. A mixture
-// of old and new names would recurse.
+// torch 2.15 deprecates some names (`_allgather_base`, ...). This class overrides and calls the old
+// names, so both work on every release and over every inner backend. Mixing old and new names would
+// recurse.
 //
-// Ownership: shares the inner backends with their maker. Nobody else may issue calls on them.
+// Ownership: shares the inner backends with their creator. Nobody else may issue calls on them.
 //
 // Threads: as the inner backends allow. Most (Gloo, NCCL) allow one issuing thread at a time. The
 // state that this class adds is safe from any thread.
@@ -126,7 +126,7 @@ class ForwardingBackend : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
 
   // Child groups. Every inner backend makes its child, and a ForwardingBackend holds the children.
-  // Null on a rank that is no member.
+  // Null on a rank that is not a member.
   BackendPtr split(const StorePtr& store, const std::vector<int>& ranks,
                    const OptionsPtr& options) override;
   BackendPtr merge(const StorePtr& store, const OptionsPtr& options, const int& rank,
@@ -191,13 +191,12 @@ class ForwardingBackend : public c10d::Backend {
   // Releases the inner backends in a destructor. No call may follow.
   void drop_inners() { inners_.clear(); }
 
-  // Returns the children of the inner backends, which use distinct keys of `store`. A child is null
-  // where this rank is no member. Every member must call this equally often with one store.
+  // Returns the inner backends' children, which use distinct keys of `store`. A child is null if
+  // this rank is not a member. Every member must call this the same number of times with one store.
   Inners split_inners(const StorePtr& store, const std::vector<int>& ranks,
                       const OptionsPtr& options);
 
-  // Returns a part of `store` that no other call gets. It serves one child, or several on prefixes
-  // of it.
+  // Returns a part of `store` that no other call gets. It serves one child, or several on prefixes.
   StorePtr child_store(const StorePtr& store);
 
   // Returns one child of an inner backend that inners() does not list. No other call may use
@@ -205,14 +204,14 @@ class ForwardingBackend : public c10d::Backend {
   BackendPtr split_inner(const BackendPtr& inner, const StorePtr& store,
                          const std::vector<int>& ranks, const OptionsPtr& options);
 
-  // Returns the options of the child of `inner`. They are those that the caller of split() or
-  // merge() passed, if their type is that of the inner backend's options. Else they are the inner
-  // backend's, with the caller's name and time-out. Up to torch 2.13 C++ cannot copy options, so
-  // that these are the inner backend's live ones. A class that finds better ones overrides this.
+  // Returns the options for the child of `inner`: those passed to split() or merge() if they have
+  // the type of the inner backend's options, else the inner backend's with the caller's name and
+  // timeout. Up to torch 2.13, C++ cannot copy options, so the latter are the inner backend's live
+  // ones. A class that finds better options overrides this.
   virtual OptionsPtr child_options(c10d::Backend& inner, const OptionsPtr& given);
 
   // Gives `inner` this group's description and bound device. Up to torch 2.13 their setters are not
-  // virtual, so that each inner backend gets them at its next use. A derived class calls this for
+  // virtual, so each inner backend gets them at its next use. A derived class calls this for
   // backends that inners() does not list.
   void adopt(c10d::Backend& inner) const;
 
@@ -239,7 +238,7 @@ class ForwardingBackend : public c10d::Backend {
     note_issued(inner, work);
     return work;
   }
-  // The same for calls that all ranks make alike, so that they agree on what has been used.
+  // The same for calls that every rank makes, so ranks agree on which backends have been used.
   template <typename... Params, typename... Args>
   WorkPtr collective(c10::DeviceType device, WorkPtr (c10d::Backend::*method)(Params...),
                      Args&&... args) {

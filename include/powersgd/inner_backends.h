@@ -39,7 +39,7 @@ class InnerBackends {
   }
 
   bool has(c10::DeviceType device) const;
-  // Throws if there is none. The error names the device, and those that have an inner backend.
+  // Throws if there is none. The error names the device and the devices that have one.
   const BackendPtr& at(c10::DeviceType device) const;
 
   // The first device type that is not the CPU, else the first.
@@ -58,7 +58,7 @@ class InnerBackends {
     return std::all_of(distinct_.begin(), distinct_.end(), [&](auto& inner) { return f(*inner); });
   }
 
-  // Returns the same devices with child_of(backend, its number in distinct()) for each backend.
+  // Returns the same devices, each with child_of(backend, the backend's index in distinct()).
   template <typename F>
   Inners children(F&& child_of) const {
     std::vector<BackendPtr> made;

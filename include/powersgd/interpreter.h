@@ -5,18 +5,18 @@
 
 namespace powersgd {
 
-// Runs a body without the interpreter's lock. Whoever drops a backend may join its threads, and
-// Gloo's need Python's lock to drop a tensor that Python made: a destructor that held the lock
-// would wait for ever. The interpreter's bindings set how to do it.
+// Runs a body without the GIL. Destroying a backend may join Gloo threads, which need the GIL to
+// free tensors that Python made: holding it would deadlock. The Python bindings set how to release
+// it.
 using RunUnlocked = void (*)(const std::function<void()>& body);
 void set_run_unlocked(RunUnlocked run);
 
-// Runs `body` on this thread, which does not hold the lock meanwhile.
+// Runs `body` on this thread, without the GIL.
 void run_unlocked(const std::function<void()>& body);
 
-// Ends every engine and every callback of the process within a bound, and lets no other begin. It
-// is called when an interpreter exits whose user did not destroy the process groups: a callback
-// that needs the interpreter after its end would abort the process.
+// Ends every engine and callback of the process within a time limit, and lets no other begin.
+// Called when the interpreter exits before the process groups were destroyed: a callback that
+// needed the interpreter after its end would abort the process.
 void shutdown_at_exit();
 
 }  // namespace powersgd

@@ -20,7 +20,7 @@
 //                  q_norms = the norms of the rows of Q
 //
 // S is the loss scale times Bucket::units. memory holds M of the last step. The residual is memory
-// less the product of the factors that this rank sent, which the next step subtracts.
+// minus the product of the factors that this rank sent, which the next step subtracts.
 //
 // Contract, the same for every implementation:
 //   - A stage never allocates, never synchronizes and keeps no state. It gets pointers, sizes, and
@@ -32,7 +32,7 @@
 //   - project packs the raw segments into the P payload. There it also writes which matrices this
 //     rank has used, and whether the gradient has non-finite elements.
 //   - project reads the S_old of each matrix from its memory_units. It writes S_new there once all
-//     of memory is in the new units, also in a step that is skipped later.
+//     of memory is in the new units, even if the step is skipped later.
 //   - An element of M beyond the largest value of memory's dtype is stored as that value. With a
 //     float16 memory the step then counts as saturated, because the excess is lost.
 //   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the
@@ -47,7 +47,7 @@
 // powersgd/packets.h come between the stages, and q_local becomes the value that was sent.
 namespace powersgd::kernels {
 
-// One matrix of a bucket. Offsets count elements. Factors are of the factor dtype.
+// One matrix of a bucket. Offsets count elements. Factors have the factor dtype.
 struct Matrix {
   int64_t rows;
   int64_t cols;
@@ -62,10 +62,10 @@ struct Matrix {
   uint64_t random_id;       // names the matrix to the random generator, the same on all ranks
   int64_t use_offset = -1;  // in Bucket::p_payload: 1 if this rank has used it; -1: nowhere
   double* memory_units = nullptr;  // the S of memory and q_local. project needs it
-  double* q_norms = nullptr;  // [rank]: the norms of the rows of Q, of the ranks' sum; may be null
+  double* q_norms = nullptr;       // [rank]: the norms of the rows of the summed Q; may be null
 };
 
-// Elements that travel uncompressed, beside P.
+// Elements that travel uncompressed, alongside P.
 struct RawSegment {
   int64_t gradient_offset;
   int64_t numel;
@@ -101,14 +101,14 @@ struct TileTable {
   int64_t largest_rank = 0;                          // of all matrices
 };
 
-// The memory of a bucket on its device, from stage to stage and from step to step. With it a
-// replayed CUDA graph goes on where the last step ended. It holds zeros at first.
+// A bucket's memory on its device, kept from stage to stage and from step to step, so a replayed
+// CUDA graph continues where the last step ended. Initially zeros.
 struct BucketState {
   uint64_t step;    // the number of the step in progress. project writes it
   int32_t skipped;  // 1: this step is skipped. orthogonalize writes it, reconstruct may raise it
 };
 
-// Stands for the number after that of the last step, which the device knows.
+// Stands for the last step's number plus 1, which the device knows.
 constexpr uint64_t kNextStep = UINT64_MAX;
 
 // A step counts once, even if several buckets of an owner report it. Buckets that share a count run
@@ -140,21 +140,22 @@ struct Bucket {
   int64_t p_numel;
   int64_t q_numel;
   void* workspace;
-  uint64_t* counters;  // zeros at first; the stages leave them as they need them again
+  uint64_t* counters;  // zeros at first; the stages leave them ready for the next use
   BucketState* state;
   StepCounts* step_counts;  // may be null
 
   DType gradient_dtype;
   DType residual_dtype;  // float64 for float64 gradients
   DType factor_dtype;    // float32, or float64 for float64 gradients
-  // project and back_project may round what they multiply to bfloat16, as the wire rounds more. M
-  // is exact all the same, so that the residual holds what the products lose.
+  // project and back_project may round their operands to bfloat16, because the wire rounds more. M
+  // is still exact, so the residual holds what the products lose.
   bool bfloat16_products;
 
-  // The loss scale of this step's gradient, which a replayed CUDA graph reads anew. Null: 1.
+  // The loss scale of this step's gradient, which every replay of a CUDA graph reads again. Null:
+  // 1.
   const float* loss_scale;
-  double units;         // by which the loss scale is multiplied, the same in every step
-  const int32_t* used;  // by matrix: 0 if this rank has not used it. Null: it has used all
+  double units;         // a multiplier of the loss scale, the same in every step
+  const int32_t* used;  // by matrix: 0 if this rank has not used it; null: it has used all
   double output_scale;  // 1 for SUM, 1 / world size for AVG
   double epsilon;       // a pivot at or below max(2^-46, epsilon) * trace is dead
   // The standard deviation of the noise in an element of q_warm, times sqrt(cols). 0: no noise. All
@@ -166,8 +167,8 @@ struct Bucket {
 
 namespace cpu {
 
-// Returns the name of the instruction set that the stages run with here: avx512, avx2, neon or
-// baseline.
+// Returns the name of the instruction set that the stages use on this machine: avx512, avx2, neon
+// or baseline.
 const char* instruction_set();
 
 // Runs body(begin, end) over disjoint ranges that cover [0, count); returns when all have ended.
@@ -188,15 +189,14 @@ void reconstruct(const Bucket& bucket, const ParallelFor& parallel_for);
 
 namespace cuda {
 
-// They stand for cudaStream_t and cudaError_t, so that host code needs no CUDA header. 0 is
-// cudaSuccess.
+// Stand-ins for cudaStream_t and cudaError_t, so host code needs no CUDA header. 0 is cudaSuccess.
 using Stream = void*;
 using Status = int;
 
 TileTable make_tiles(const std::vector<Matrix>& matrices, const std::vector<RawSegment>& raw,
                      DType factor_dtype);
 
-// The kernels that this process has launched since its start.
+// The number of kernels that this process has launched.
 int64_t launch_count();
 
 Status random_start(const Bucket& bucket, Stream stream);
@@ -208,8 +208,8 @@ Status reconstruct(const Bucket& bucket, Stream stream);
 // True if the stream is being captured into a CUDA graph.
 bool is_capturing(Stream stream);
 
-// Returns the name of a failed launch's error, and clears the error that CUDA keeps for the next
-// caller, who would take it for its own.
+// Returns the name of a failed launch's error, and clears CUDA's last error, which the next caller
+// would otherwise take for its own.
 const char* error_name(Status status);
 
 }  // namespace cuda

@@ -31,13 +31,13 @@ struct ParameterExport {
 struct LocalExport {
   std::string name;
   at::Tensor memory, p_hat, q_local, q_warm;  // memory: undefined without error feedback
-  double grad_scale = 1;                      // in whose units memory and q_local are
+  double grad_scale = 1;                      // the units of memory and q_local
 };
 
 // One parameter's last step on this rank. Norms are Frobenius norms in the loss scale's units.
 struct LayerStats {
   std::string name;
-  MatrixShape shape{};       // that of the matrix
+  MatrixShape shape{};       // of the matrix
   int64_t rank = 0;          // 0: sent raw
   int64_t bytes_before = 0;  // of the gradient
   int64_t bytes_after = 0;   // sent in its place
@@ -49,22 +49,22 @@ struct LayerStats {
   std::optional<double> captured;
 };
 
-// Purpose: the state of each parameter of a model, and what belongs to all of them: the number of
-// the step and the loss scale. It says how a checkpoint saves them, what the last step did, and
-// takes a step back that the optimizer did not apply.
+// Purpose: the state of each parameter of a model, and what they share: the step number and the
+// loss scale. It saves and loads them, reports on the last step, and takes back a step that the
+// optimizer did not apply.
 //
-// Contract: every rank makes it of the same parameters with equal options. Only the engine's thread
-// touches a state: whatever reads or changes one comes after all submitted steps.
+// Contract: every rank makes it from the same parameters with equal options. Only the engine's
+// thread touches a state: every read or change comes after all submitted steps.
 //
 // Ownership: shared by the model's BucketReducer, whose buckets share the single states.
 //
 // Threads: the user's thread, outside of the backward pass, unless a function says otherwise.
 class ModelStates {
  public:
-  // Allocates the state of every parameter that will be compressed, so that a job which lacks the
-  // memory ends here and not after the exact steps.
-  // With `previous`, the states of the same parameters in a former group, it takes these over and
-  // empties them there. They are as the steps that the former group has ended have left them.
+  // Allocates the state of every parameter that will be compressed, so a job without enough memory
+  // fails here and not after the exact steps. If `previous` holds the states of the same parameters
+  // in a former group, takes them over, as that group's completed steps left them, and empties
+  // `previous`.
   ModelStates(std::shared_ptr<Session> session, NamedParameters parameters, Options options,
               ModelStates* previous = nullptr);
   ~ModelStates();
@@ -73,16 +73,16 @@ class ModelStates {
   const Options& options() const { return options_; }
   // True if the options allow compression and any parameter is worth it.
   bool compresses() const { return compresses_; }
-  // The number of the next step, and so that of the steps that have ended.
+  // The number of the next step, which is the number of steps that have ended.
   int64_t step() const { return static_cast<int64_t>(step_); }
 
   // The loss scale of the gradients to come, which the host reads from the device.
   double grad_scale() const { return loss_scale_.item<double>(); }
-  // Sets it in place and after all submitted steps, so that a replayed CUDA graph follows.
+  // Sets the scale in place, after all submitted steps, so replayed CUDA graphs follow it.
   void set_grad_scale(double scale);
   // Each step reads the scale from this tensor of one float32 when it runs.
   const at::Tensor& loss_scale() const { return loss_scale_; }
-  // Makes `scale` that tensor. Its owner may change it between the steps.
+  // Makes `scale` that tensor. Its owner may change it between steps.
   void set_loss_scale(const at::Tensor& scale);
 
   // Collective. The result is the same on all ranks.
@@ -97,43 +97,41 @@ class ModelStates {
   void check_local(const std::vector<LocalExport>& saved) const;
   void load_local(const std::vector<LocalExport>& saved, int64_t step);
 
-  // Says that the optimizer did not apply what the last step delivered: the residuals keep it. See
-  // ParameterState::mark_undelivered for `dropped`. The optimizer holds the parameters of these
-  // indices; empty: all.
+  // Notes that the optimizer did not apply what the last step delivered, so the residuals keep it.
+  // See ParameterState::mark_undelivered for `dropped`. `parameters` are the indices of the
+  // optimizer's parameters; empty: all.
   void step_skipped(const at::Tensor& dropped = {}, const std::vector<size_t>& parameters = {});
-  // Makes the state of each parameter what it was before the last step. Throws unless the options
-  // have allow_discard.
+  // Restores the state that each parameter had before the last step. Throws without allow_discard.
   void discard_step();
 
-  // Makes Q and the number of the step those of rank `source` of the group, which is at `step`.
-  // Collective. The last step of this rank is still that which step_skipped() and discard_step()
-  // speak of.
+  // Takes over Q and the step number of rank `source`, which is at `step`. Collective.
+  // step_skipped() and discard_step() still refer to this rank's own last step.
   void agree_with(int source, int64_t step);
 
-  // The last step of each parameter. It takes a pass over the model, and the host waits for it.
+  // The last step of each parameter. Takes a pass over the model, for which the host waits.
   std::vector<LayerStats> layers();
 
   // For the reducer.
 
   const ParameterStatePtr& of(size_t index) const { return states_[index]; }
-  // Adds residuals to gradients that are not compressed, each once: a checkpoint had them.
+  // Adds residuals from a checkpoint to gradients that are not compressed, each once.
   void add_unsent_residuals(at::Tensor& bucket, const std::vector<size_t>& parameters,
                             const StepInfo& step);
   // Notes that a CUDA graph holds steps. The host does not see them replayed.
   void note_captured() { captured_ = true; }
-  // Says that the next step has begun. Some of its buckets may never come.
+  // Notes that the next step has begun. Some of its buckets may never come.
   void begin_step() { step_begun_ = true; }
   void count_step() {
     ++step_;
     step_begun_ = false;
   }
-  // Warns once of parameters of which the first rank sends little for long. `compressed`: the last
-  // step was.
+  // Warns once about parameters of which the first rank has long sent little. `compressed`: whether
+  // the last step was.
   void watch_captured(bool compressed);
   // The states on a device that all ranks must agree on.
   std::vector<Replica> replicas(c10::Device device) const;
-  // Frees all states after all submitted steps, for good, unless a CUDA graph holds steps. Nothing
-  // can be exported or loaded afterwards.
+  // Permanently frees all states after all submitted steps, unless a CUDA graph holds steps.
+  // Nothing can be exported or loaded afterwards.
   void release();
 
  private:
@@ -142,8 +140,8 @@ class ModelStates {
   void take_over(ModelStates& previous);
   // Throws after release().
   void check_held() const;
-  // Calls `change` for each device after all submitted steps, with those states of the parameters
-  // on it that took part in the last step, which may not have ended. Empty: all parameters.
+  // Calls `change` for each device after all submitted steps, with the states of the parameters
+  // there that took part in the last step, even if it has not ended. Empty: all parameters.
   void after_last_step(const std::vector<size_t>& parameters,
                        const std::function<void(c10::Device, const States&)>& change);
   void check_parameter(const ParameterExport& saved) const;
@@ -151,7 +149,7 @@ class ModelStates {
   ParameterState::Layout layout_of(ParameterState& state, size_t index) const;
   // Allocates the state of a parameter that is_compressed(), if that has not been done.
   void start(ParameterState& state, size_t index) const;
-  // A copy of a parameter's state. If it was never compressed, it is what it starts from.
+  // A copy of a parameter's state, or its initial state if it was never compressed.
   ParameterState started(size_t index) const;
   void load_parameter(size_t index, const ParameterExport& parameter, double grad_scale);
   void read_last_step(const ParameterState& state, LayerStats& layer) const;
@@ -161,7 +159,7 @@ class ModelStates {
   const Options options_;
   const bool compresses_;
   States states_;  // by index
-  // Residuals that a checkpoint had of parameters that are not compressed, by index: [rows, cols],
+  // A checkpoint's residuals of parameters that are not compressed, by index: [rows, cols],
   // unscaled. They are added to the next gradient.
   std::map<size_t, at::Tensor> unsent_residuals_;
   const at::Tensor own_scale_;

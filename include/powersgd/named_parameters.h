@@ -22,14 +22,14 @@ class NamedParameters {
   const std::vector<std::string>& names() const { return names_; }
   // A complex parameter as pairs of real numbers.
   const at::Tensor& operator[](size_t index) const { return parameters_[index]; }
-  // The devices of the parameters, which are several if a model is spread over them, and the first.
+  // The devices of the parameters (several if the model is spread over them), and the first one.
   std::vector<c10::Device> devices() const;
   c10::Device device() const { return parameters_.empty() ? at::kCPU : parameters_[0].device(); }
 
   // Returns the indices of the constructor's own tensors. Throws for any other tensor.
   std::vector<size_t> find(const std::vector<at::Tensor>& parameters) const;
   std::optional<size_t> find_name(const std::string& name) const;
-  // Throws unless the parameter has the memory layout that it had in the constructor.
+  // Throws if the parameter's memory layout has changed since the constructor.
   void check_layout(size_t index) const;
 
   // Returns views of the gradients that a bucket holds one after the other.

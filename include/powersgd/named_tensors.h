@@ -11,8 +11,8 @@
 
 namespace powersgd {
 
-// Purpose: averages tensors that are known by name, for training loops of one's own. It packs them
-// into buckets, which overlap as those of DDP do.
+// Purpose: averages tensors that are known by name, for custom training loops. It packs them into
+// buckets, which overlap like DDP's.
 //
 // Contract: every rank reduces the same tensors in the same order.
 //
@@ -21,14 +21,14 @@ namespace powersgd {
 // Threads: one at a time.
 class NamedTensors {
  public:
-  // A bucket holds tensors of one dtype and device, of `bucket_bytes` in all or little more.
+  // A bucket holds tensors of one dtype and device, `bucket_bytes` in total or slightly more.
   NamedTensors(std::shared_ptr<BucketReducer> reducer, size_t bucket_bytes);
 
-  // Makes each tensor its mean over ranks, and ends a step. The tensors are those of attach, in
-  // its order. They hold the means once the Work was waited for. Throws before anything is sent if
-  // one has another shape, dtype or device.
+  // Replaces each tensor with its mean over ranks, and ends a step. The tensors are those of
+  // attach, in the same order. They hold the means once the caller has waited for the Work. Throws
+  // before anything is sent if a shape, dtype or device differs.
   c10::intrusive_ptr<c10d::Work> all_reduce(const std::vector<at::Tensor>& tensors);
-  // Makes each tensor its sum over the ranks, for a caller that averages by itself.
+  // Replaces each tensor with its sum over the ranks, for a caller that does the averaging itself.
   c10::intrusive_ptr<c10d::Work> sum(const std::vector<at::Tensor>& tensors);
 
  private:

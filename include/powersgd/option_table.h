@@ -63,8 +63,8 @@ inline const char* residual_dtype(DType value) {
 }  // namespace rules
 
 // The table of options: it calls visit(name, member, rule) for every field, in the order of
-// Options. Validation and the Python bindings are made from it. Tests hold the struct, this table,
-// torch_powersgd.Options and the documentation against each other.
+// Options. Validation and the Python bindings are made from it. Tests compare the struct, this
+// table, torch_powersgd.Options and the documentation.
 template <typename Visit>
 void for_each_option(const Visit& visit) {
   visit("matrix_approximation_rank", &Options::matrix_approximation_rank, rules::rank);

@@ -9,7 +9,7 @@ namespace powersgd {
 
 enum class DType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
-// The types that the elements of a payload may travel in.
+// The dtypes in which the elements of a payload may travel.
 enum class WireDType : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
 
 constexpr int64_t kMaxRank = 1024;  // The largest matrix_approximation_rank.
@@ -45,9 +45,9 @@ struct Options {
   bool allow_discard = false;
 };
 
-// Throws std::invalid_argument that names the first bad field, its value and what is allowed. A
-// value may be bad beside that of another field.
-// No other function validates options, and every other layer assumes that they are valid.
+// Throws std::invalid_argument that names the first bad field, its value and what is allowed. Some
+// values are invalid only in combination. No other function validates options; every other layer
+// assumes that they are valid.
 void validate(const Options& options);
 
 // Python and the environment use these names: "backward", "attached", ... A function that reads an

@@ -10,20 +10,20 @@
 // How a payload travels if its wire dtype is not the factor dtype.
 //
 // A packet is a payload in the wire dtype. Integers cannot be added on the wire, and floats would
-// be rounded there. So ranks exchange packets, and add them themselves, in one of two schedules:
+// be rounded there, so ranks exchange packets and add them themselves, in one of two schedules:
 //
 //   one-shot   quantize ; all-gather the packets ; dequantize their sum
 //   two-shot   quantize ; all-to-all: rank k, the owner of chunk k, gets chunk k of every packet ;
 //              requantize their sum ; all-gather the sums ; dequantize
 //
-// A one-shot packet has one chunk, and a two-shot packet one for each rank. A single rank takes the
+// A one-shot packet has one chunk, and a two-shot packet one for each rank. A single rank uses the
 // one-shot schedule.
 //
 //   chunk = [ codes of the factors | scales | raw elements | flags ]
 //
-// Factors are cut into groups of 64 elements. Raw elements travel in their own dtype, those of
-// float16 in float32, whose sums may be beyond 65504. Flags are bytes. Each chunk has as many
-// groups, raw elements and flags as the others; the last ones may be padding.
+// Factors are cut into groups of 64 elements. Raw elements travel in their own dtype, except that
+// float16 travels as float32, because its sums may exceed 65504. Flags are bytes. All chunks have
+// equally many groups, raw elements and flags; the last ones may be padding.
 //
 // Contract, the same on the CPU and on CUDA:
 //   - quantize and requantize round to nearest, ties to even. A double is rounded to float first.
@@ -35,13 +35,13 @@
 //   - code * scale is exact in float, because no scale has more than 8 significant bits.
 //   - A group whose scale would be below the smallest normal float has scale 0: its elements count
 //     as 0. A group with an element that is not finite sums to NaN, if its dtype has scales.
-//   - Sums are made in the factor dtype, in the order of the ranks. So all ranks get the same bits.
-//     requantize rounds those of raw elements to their dtype.
-//   - quantize makes q_local the value that was sent.
-//   - requantize gives the owner the rounding of the sum, for the factors of its chunk: q_local
-//     += (new sum) - (exact sum). So the local q of all ranks add up to the Q that all apply.
+//   - Sums are computed in the factor dtype, in the order of the ranks, so all ranks get the same
+//     bits. requantize rounds sums of raw elements to their dtype.
+//   - quantize sets q_local to the value that was sent.
+//   - requantize gives the owner the rounding of the sum, for the factors of its chunk: q_local +=
+//     (new sum) - (exact sum). The local q of all ranks then add up to the Q that all apply.
 //   - A q_local that would not be finite stays as it was: such a step is skipped.
-//   - A flag is 1 if the payload's element is not 0. requantize makes it 1 if any rank's is 1.
+//   - A flag is 1 if the payload's element is not 0. requantize sets it to 1 if any rank's is 1.
 //     dequantize writes the sum of the flags that it reads: one-shot, those of all ranks.
 namespace powersgd::kernels {
 
@@ -80,7 +80,7 @@ struct PacketLayout {
 // The dtype in which raw elements travel: float32, float64 or bfloat16.
 DType raw_dtype_of(DType gradient_dtype);
 
-// Lays out the packets of a payload with so many groups, raw elements and flags.
+// Lays out the packets of a payload with these numbers of groups, raw elements and flags.
 PacketLayout packet_layout(int32_t chunks, WireDType wire, int64_t factor_groups, DType raw_dtype,
                            int64_t raw_numel, int64_t flags);
 

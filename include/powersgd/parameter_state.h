@@ -22,12 +22,12 @@ namespace powersgd {
 // while buckets have the state, because kernels hold their addresses. All ranks hold the same
 // random_id, p_hat, q_warm and q_norms. The other tensors are each rank's own.
 //
-// A parameter that travels raw has none of it.
+// A parameter that travels raw has no tensors here.
 //
 // Ownership: a state belongs to its parameter and not to a bucket, so a rebuilt bucket keeps its
 // residuals.
 //
-// Threads: one step or one caller at a time. The engine keeps apart the jobs that share a state.
+// Threads: one step or one caller at a time. The engine never overlaps jobs that share a state.
 struct ParameterState {
   explicit ParameterState(uint64_t random_id = 0) : random_id(random_id) {}
 
@@ -35,7 +35,7 @@ struct ParameterState {
   // True if it is allocated for gradients of this dtype on this device.
   bool fits(at::ScalarType gradient_type, at::Device device) const;
 
-  // A state that is to be allocated, its matrix, and the dtype of its gradients.
+  // A state to allocate, its matrix, and the dtype of its gradients.
   struct Layout {
     ParameterState* state;
     MatrixShape shape;
@@ -47,27 +47,27 @@ struct ParameterState {
   static void allocate(const std::vector<Layout>& layouts, const Options& options,
                        at::Device device);
 
-  // Makes it a state for gradients of this dtype on this device, with the same content.
+  // Converts the state to gradients of this dtype on this device, with the same content.
   void convert(at::ScalarType gradient_type, const Options& options, at::Device device);
 
   // Returns a new tensor, [rows, cols] in the factor dtype. It holds zeros without error feedback.
   at::Tensor residual() const;
 
-  // Makes `value` ([rows, cols]) the residual. q_warm stays.
+  // Sets the residual to `value` ([rows, cols]). q_warm stays.
   void set_residual(const at::Tensor& value);
 
-  // Makes M the residual: the last step delivered nothing.
+  // Sets the residual to M, because the last step delivered nothing.
   void mark_undelivered();
 
-  // Makes M the residual in each of `states` if `dropped`, a tensor of one element on their device,
-  // is not 0. An undefined tensor stands for 1. The call does not wait for the device.
+  // Sets the residual of each of `states` to M if `dropped`, a tensor of one element on their
+  // device, is not 0. An undefined tensor stands for 1. The call does not wait for the device.
   static void mark_undelivered(const std::vector<std::shared_ptr<ParameterState>>& states,
                                const at::Tensor& dropped);
 
-  // Makes the residual 0.
+  // Sets the residual to 0.
   void drop_residual();
 
-  // A copy in memory of its own, which the current stream allocates. The state's may then be freed.
+  // A copy in new memory, which the current stream allocates. The original may then be freed.
   ParameterState copy() const;
 
   // Frees all tensors.
@@ -78,11 +78,11 @@ struct ParameterState {
   std::vector<at::Tensor> step_tensors() const;
   // Copies step_tensors() of each state to its `before`, unless that is empty.
   static void keep_before_step(const std::vector<std::shared_ptr<ParameterState>>& states);
-  // Makes the state what it was before the last step. It needs `before`.
+  // Restores the state from before the last step. Needs `before`.
   void discard_step();
 
-  // Makes M - gradient the residual: the gradient that the last project added was not delivered.
-  // An element that is not finite counts as 0, as in project.
+  // Sets the residual to M - gradient, because the gradient that the last project added was not
+  // delivered. A non-finite element counts as 0, as in project.
   void take_back(const at::Tensor& gradient);
 
   uint64_t random_id = 0;             // names the parameter to the random generator
@@ -92,7 +92,7 @@ struct ParameterState {
   at::Tensor q_local;       // [rank, cols] in the factor dtype
   at::Tensor q_warm;        // [rank, cols] in the factor dtype
   at::Tensor memory_units;  // one float64: the loss scale of memory and q_local. project writes it
-  at::Tensor q_norms;       // [rank] in float64: the norms of the rows of the ranks' last summed Q
+  at::Tensor q_norms;       // [rank] in float64: the norms of the rows of the last summed Q
   std::vector<at::Tensor> before;  // step_tensors() before the last step; empty: not kept
 };
 using ParameterStatePtr = std::shared_ptr<ParameterState>;

@@ -19,8 +19,8 @@ enum class Schedule {
 struct Ranks {
   int32_t own = 0;
   int32_t count = 1;
-  // True if the backend's all-reduce is the best sum of elements (NCCL). Otherwise (Gloo) they
-  // travel straight to the ranks that add them, as packets do.
+  // True if the backend's all-reduce is the best way to sum elements (NCCL). Otherwise (Gloo)
+  // elements travel straight to the ranks that add them, as packets do.
   bool backend_sums = true;
   std::optional<Schedule> schedule = {};  // for tests; null: chosen by the bytes that are sent
 };
@@ -32,12 +32,12 @@ struct Ranks {
 //   two-shot     quantize ; all-to-all sent() to received() ; requantize ;
 //                all-gather reduced() to gathered() ; dequantize
 //
-// elements() then holds the sum. What is sent are packets (powersgd/packets.h) if the wire rounds,
-// and otherwise the elements themselves.
+// elements() then holds the sum. Ranks send packets (powersgd/packets.h) if the wire rounds, and
+// otherwise the elements themselves.
 //
-// Contract: all ranks have equal schedules and equal sizes. Every buffer is the same memory in
-// every step, and none overlaps with another, so that a message may arrive before the step asks for
-// it. A rank that is alone sends nothing: its received() is its sent().
+// Contract: all ranks have equal schedules and equal sizes. Each buffer keeps its memory in every
+// step, and no two overlap, so a message may arrive before the step asks for it. A single rank
+// sends nothing: its received() is its sent().
 //
 // Ownership: the compressor owns it.
 //
@@ -61,7 +61,7 @@ class Payload {
   virtual void dequantize() = 0;
 };
 
-// Sums the payload of a rank that is alone, and returns the elements.
+// Sums the payload of a single rank, and returns the elements.
 inline at::Tensor& sum_alone(Payload& payload) {
   if (payload.schedule() != Schedule::kAllreduce) {
     payload.quantize();

@@ -27,8 +27,8 @@ struct ParameterShape {
 // row.
 MatrixShape matrix_shape(const ParameterShape& shape);
 
-// The most nearly square matrix of `numel` elements. Fewer than `cols` elements do not fit: they
-// are the tail, which is sent raw.
+// The most nearly square matrix of `numel` elements. The remaining elements, fewer than `cols`, are
+// the tail, which is sent raw.
 MatrixShape near_square_shape(int64_t numel);
 
 // The rank at which a matrix is compressed: min(rank, rows, cols).
@@ -42,7 +42,7 @@ struct SentNumel {
   int64_t rank = 0;   // 0 if the matrix is not compressed: all of its elements travel raw
   int64_t p = 0;      // rows * rank
   int64_t q = 0;      // rank * cols
-  int64_t total = 0;  // all elements, with the use
+  int64_t total = 0;  // all elements, including the use
 };
 
 // The total has no non-finite count, because a bucket sends only one.
@@ -76,7 +76,7 @@ struct BucketPlan {
   int64_t p_numel = 0;
   int64_t q_numel = 0;
 
-  // The offsets in the P payload at which the raw segments begin, and the counts behind them.
+  // The offsets in the P payload at which the raw segments begin, and the counts after them.
   int64_t raw_offset() const { return raw.empty() ? counts_offset() : raw.front().p_offset; }
   int64_t counts_offset() const { return p_numel - 1 - static_cast<int64_t>(matrices.size()); }
   int64_t raw_numel() const { return counts_offset() - raw_offset(); }

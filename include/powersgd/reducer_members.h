@@ -22,7 +22,7 @@ class ReducerMembers : public c10d::Reducer {
     return reducer.*(&ReducerMembers::params_);
   }
   // The index of the first of these whose gradients DDP no longer gets. A conversion to another
-  // dtype or device, such as module.half(), gives a parameter a new node of autograd, without DDP's
+  // dtype or device, such as module.half(), gives a parameter a new autograd node, without DDP's
   // hook.
   static std::optional<size_t> converted_parameter(const c10d::Reducer& reducer);
 
@@ -33,10 +33,10 @@ class ReducerMembers : public c10d::Reducer {
   static const c10::intrusive_ptr<c10d::ProcessGroup>& group(const c10d::Reducer& reducer) {
     return reducer.*(&ReducerMembers::process_group_);
   }
-  // The number by which DDP divides the sum over ranks: that of the ranks, or in
-  // join(divide_by_initial_world_size=False) that of the ranks that still have inputs. DDP computes
-  // it before a pass's first bucket. It is 0 or less on a rank that has joined, which takes part in
-  // the sum and drops the result.
+  // The number by which DDP divides the sum over ranks: how many ranks there are or, in
+  // join(divide_by_initial_world_size=False), how many still have inputs. DDP computes it before a
+  // pass's first bucket. It is 0 or less on a rank that has joined, which takes part in the sum and
+  // drops the result.
   static int divisor(const c10d::Reducer& reducer) {
     return reducer.*(&ReducerMembers::div_factor_);
   }
@@ -51,15 +51,15 @@ class ReducerMembers : public c10d::Reducer {
     return (reducer.*(&ReducerMembers::buckets_))[bucket].variables;
   }
 
-  // The use that this rank has made of each parameter of a bucket since the last synchronization.
-  // Empty: it has used them all. DDP looks for unused parameters with find_unused_parameters and in
-  // a static graph, and drops the output of those that no rank has used. The bucket holds what
-  // .grad held before the pass.
+  // How this rank has used each parameter of a bucket since the last synchronization. Empty: it has
+  // used all. DDP looks for unused parameters with find_unused_parameters and in a static graph,
+  // and drops the output of parameters that no rank has used. The bucket holds what .grad held
+  // before the pass.
   static std::vector<Use> uses(const c10d::Reducer& reducer, size_t bucket,
                                const Parameters& parameters);
 
-  // True if DDP reduces no bucket after this one in the pass. With skip_all_reduce_unused_params it
-  // leaves out those of which every parameter is unused.
+  // True if DDP reduces no bucket after this one in the pass. With skip_all_reduce_unused_params,
+  // DDP leaves out buckets whose parameters are all unused.
   static bool is_last(const c10d::Reducer& reducer, size_t bucket);
 };
 

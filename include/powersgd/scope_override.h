@@ -7,7 +7,7 @@
 namespace powersgd {
 
 // The effect of `with torch_powersgd.scope(...)` on the calls inside the block.
-// c10::ThreadLocalDebugInfo carries it, and autograd hands that on to its own threads. So it holds
+// c10::ThreadLocalDebugInfo carries it, and autograd passes that on to its own threads, so it holds
 // for the allreduces of a backward pass that was started inside the block.
 struct ScopeOverride {
   bool enabled;

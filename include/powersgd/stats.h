@@ -46,7 +46,7 @@ StatsSnapshot operator-(StatsSnapshot now, const StatsSnapshot& base);
 // thread.
 class Stats {
  public:
-  // Whatever is counted here counts in `whole` as well, if there is one.
+  // Everything counted here also counts in `whole`, if there is one.
   explicit Stats(std::shared_ptr<Stats> whole = nullptr) : whole_(std::move(whole)) {}
 
   // Returns the number of steps including this one, of the whole if there is one.
@@ -55,7 +55,7 @@ class Stats {
   void add_exact(int64_t bytes);
   void add_differences(int64_t count);
   void add_seconds(Stage stage, double seconds);
-  // Counts what another owner has counted, of which this one takes the place.
+  // Adds the counts of another owner, which this one replaces.
   void add(const StatsSnapshot& counted);
   // Makes the counter of steps that only the devices count. It counts as long as this object lives.
   std::shared_ptr<StepCounter> make_step_counter();

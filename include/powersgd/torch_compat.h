@@ -29,19 +29,19 @@
 #endif
 
 #if POWERSGD_TORCH_AT_LEAST(2, 15)
-// Backend has startTimeEstimate and endTimeEstimate. Without them Python asks NCCL's class alone,
-// so that no other backend may claim supportsTimeEstimation.
+// Backend has startTimeEstimate and endTimeEstimate. Without them, Python asks only NCCL's class,
+// so no other backend may claim supportsTimeEstimation.
 #define POWERSGD_BACKEND_HAS_TIME_ESTIMATE 1
 // Backend has isInitialized.
 #define POWERSGD_BACKEND_HAS_IS_INITIALIZED 1
-// Backend has hooks on completion, and says whether it has hooks. C10D_BACKEND_HAS_HOOKS stands for
-// the abort hooks of 2.14 alone.
+// Backend has hooks on completion, and says whether it has hooks. C10D_BACKEND_HAS_HOOKS covers
+// only the abort hooks of 2.14.
 #define POWERSGD_BACKEND_HAS_COMPLETION_HOOKS 1
 #endif
 
 namespace powersgd {
 
-// Returns a copy of the same type where torch can make one, else the object itself, shared, as
+// Returns a copy of the same type where torch can make one, else the shared object itself, as
 // ProcessGroup::splitGroup then does too.
 inline c10::intrusive_ptr<c10d::Backend::Options> clone_or_share(
     const c10::intrusive_ptr<c10d::Backend::Options>& options) {

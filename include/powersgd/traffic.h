@@ -30,8 +30,8 @@ struct StepTraffic {
 StepTraffic traffic_of(const BucketPlan& plan, const Options& options, at::ScalarType gradient_type,
                        Ranks ranks);
 
-// Returns what the payloads of a bucket take on the wire, without counts and padding. A bucket of
-// one parameter shows the share of that parameter.
+// Returns the bytes of a bucket's payloads on the wire, without counts and padding. For a bucket of
+// one parameter, these are the parameter's share.
 int64_t content_bytes(const BucketPlan& plan, const Options& options, at::ScalarType gradient_type);
 
 }  // namespace powersgd

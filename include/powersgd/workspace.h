@@ -16,11 +16,11 @@ namespace powersgd {
 // jobs. Its stream follows all earlier steps.
 class Workspace {
  public:
-  // Makes it at least so large. Kernels that are enqueued on this stream may still use the memory
-  // that is released.
+  // Grows the workspace to at least `bytes`. Kernels already enqueued on this stream may still use
+  // the memory that it releases.
   void reserve(int64_t bytes, at::Device device);
 
-  // Says that a graph holds the present memory, which then stays.
+  // Notes that a CUDA graph holds the current memory, which then stays.
   void captured() { is_captured_ = true; }
 
   void* data() const { return memory_.data_ptr(); }
@@ -33,8 +33,8 @@ class Workspace {
   std::vector<at::Tensor> of_graphs_;  // each larger than the one before
 };
 
-// The workspaces of a step. A stream engine runs the projection of a bucket beside the later stages
-// of another, and those of a kind one after the other.
+// The workspaces of a step. A stream engine runs one bucket's projection alongside another's later
+// stages, but never two of a kind at once.
 struct Workspaces {
   std::shared_ptr<Workspace> first;   // of project
   std::shared_ptr<Workspace> second;  // of all that follows
