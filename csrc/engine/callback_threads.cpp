@@ -26,7 +26,7 @@ void call(const std::function<void()>& callback) {
   } catch (const std::exception& error) {
     report(error.what());
   } catch (...) {
-    // That which is no exception ends this thread: Python's interpreter does so at its own end.
+    // Not an exception but the end of this thread: an exiting Python interpreter forces it.
     if (!std::current_exception()) throw;
     report("unknown exception");
   }
@@ -37,7 +37,7 @@ class CallbackThreads {
   void run(std::function<void()> callback) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (ended_) {
-      // It is not even destroyed: it may own objects that only the interpreter can destroy.
+      // Leaked on purpose: it may own objects that only the interpreter can destroy.
       new std::function<void()>(std::move(callback));
       return;
     }
@@ -86,7 +86,7 @@ class CallbackThreads {
   bool ended_ = false;
 };
 
-// It is never destroyed: detached threads use it until the process ends.
+// Never destroyed: detached threads use it until the process ends.
 CallbackThreads& threads() {
   static auto* const all = new CallbackThreads;
   return *all;

@@ -40,7 +40,7 @@ void DirectChannel::begin(const at::Tensor& output, const at::Tensor& input, boo
   };
   rows(output, size)[own].copy_(part_for(input, own));
   sent_ = input.cpu();
-  for (int i = 1; i < size; ++i) {  // each rank begins with another one
+  for (int i = 1; i < size; ++i) {  // each rank begins with a different peer
     const int peer = (own + i) % size;
     std::vector<at::Tensor> part = {part_for(sent_, peer)};
     sends_.push_back(backend().send(part, peer, tag));
@@ -84,7 +84,7 @@ void DirectChannel::abort() {
     for (const WorkPtr& work : works) {
       try {
         work->abort();
-      } catch (const std::exception&) {  // a backend that cannot: the wait ends by its time-out
+      } catch (const std::exception&) {  // the backend cannot: the wait ends at its timeout
         return;
       }
     }

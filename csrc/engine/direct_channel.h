@@ -22,24 +22,25 @@ struct Mail {
     at::Tensor landing;  // where messages arrive: the output, or host memory in its place
     std::vector<c10::intrusive_ptr<c10d::Work>> receives;
   };
-  int32_t tag = 0;  // of the first collective's messages. The next one's is one more, and so on
+  int32_t tag = 0;  // of the first collective's messages; each further collective adds 1
   std::vector<Round> rounds;
 };
 
-// Purpose: gathers and all-to-alls of one job as messages that go straight from each rank to each
-// other one, all at once. They take as long as one message, whatever the number of ranks. Those of
-// other jobs may be on their way as well: tags tell them apart. An all-reduce is the backend's own,
-// and has ended when it returns, so that only a job which runs alone may have one.
+// Purpose: runs the gathers and all-to-alls of one job as direct messages between all ranks at
+// once, which take as long as one message, whatever the number of ranks. Messages of other jobs may
+// be in flight too; tags tell them apart. An all-reduce is the backend's own, and has ended when it
+// returns, so only a job that runs alone may have one.
 //
-// A receive that is posted early spares its message a question: Gloo sends once it knows that the
-// receiver is ready, which takes the time of another message. So the receives of a job can be
-// posted when the job before it of the same exchange has ended: post_ahead().
+// Posting a receive early makes its message faster: Gloo sends only once it knows that the receiver
+// is ready, which takes the time of another message. So a job's receives can be posted when the
+// previous job of the same exchange has ended: post_ahead().
 //
-// Threads: one at a time, and abort() beside wait().
+// Threads: one at a time, except that abort() may run during wait().
 class DirectChannel final : public Channel {
  public:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
-  // `connect` returns the backend when a collective needs it. `mail` has a tag, and what is posted.
+  // `connect` returns the backend when a collective needs it. `mail` has a tag, and the receives
+  // that are posted already.
   DirectChannel(std::function<BackendPtr()> connect, std::chrono::milliseconds timeout, Mail mail)
       : connect_(std::move(connect)), timeout_(timeout), mail_(std::move(mail)) {}
 
@@ -47,13 +48,13 @@ class DirectChannel final : public Channel {
   void allgather(at::Tensor& output, at::Tensor& input) override;
   void alltoall(at::Tensor& output, at::Tensor& input) override;
 
-  // True from the begin of a collective until end().
+  // True from the start of a collective until end().
   bool in_flight() const { return in_flight_; }
-  // Waits until the collective's messages have arrived and left.
+  // Waits until the collective's messages have been sent and received.
   void wait();
   // Makes wait() throw, now or later, if the backend can.
   void abort();
-  // Makes the output complete.
+  // Completes the output.
   void end();
 
   // Posts the receives of the next job of this exchange, whose tag is `tag`. This channel must not

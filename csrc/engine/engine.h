@@ -16,29 +16,30 @@ namespace powersgd {
 // The communicator of a job. All tensors are contiguous.
 //
 // A collective begins when it is called, after the job's own operations, and has ended when the
-// next part of the job runs. Until then the part leaves its tensors alone and begins no other.
+// next part of the job runs. Until then, the part must not touch its tensors or begin another
+// collective.
 class Channel {
  public:
   virtual ~Channel() = default;
   // Sums `payload` over the ranks in place.
   virtual void allreduce(at::Tensor& payload) = 0;
-  // Makes `output` the `input` of all ranks, one after the other.
+  // Fills `output` with the `input` of all ranks, in the order of the ranks.
   virtual void allgather(at::Tensor& output, at::Tensor& input) = 0;
-  // Cuts `input` into one equal part for each rank. Makes `output` the parts for this rank, in the
-  // order of the ranks that they come from.
+  // Cuts `input` into one equal part for each rank. Fills `output` with the parts for this rank, in
+  // the order of the ranks that sent them.
   virtual void alltoall(at::Tensor& output, at::Tensor& input) = 0;
 };
 
-// What an engine runs: parts, one after the other, each of which may begin a collective. An engine
-// runs parts of other jobs in between, while the collective is on its way.
+// What an engine runs: a sequence of parts, each of which may begin a collective. While the
+// collective is in flight, the engine runs parts of other jobs.
 struct Job {
   std::vector<std::function<void(Channel&)>> parts;
-  // The parts that a stream engine may run beside the later parts of the job before it.
+  // The number of parts that a stream engine may overlap with later parts of the previous job.
   size_t parts_ahead = 0;
   // Called once if a part that has begun, or a collective, fails.
   std::function<void()> undo;
-  // Called where the time of a collective is spent: on the thread that waits for it, or that puts
-  // it on a stream. What it returns lives until that has ended.
+  // Called where the time of a collective is spent: on the thread that waits for it or enqueues it.
+  // What it returns lives until that has ended.
   std::function<std::shared_ptr<void>()> observe;
   // The addresses of the objects that the job changes. Jobs that share one do not overlap.
   std::vector<const void*> changes;
@@ -46,12 +47,12 @@ struct Job {
   // same memory, and share an object that they change. Null: the job is alone, or runs no
   // collective.
   std::shared_ptr<const void> exchange;
-  // Overlaps with no other job. An all-reduce of it has ended when it returns.
+  // Overlaps with no other job. Its all-reduces have ended when they return.
   bool alone = false;
   // The submitter promises to submit another job, or to call flush(), in the same backward pass.
   bool more_follow = false;
   // The job has no collective, and may run before later parts of an earlier job. So a single rank
-  // may submit it at any time, and the order of the other jobs' collectives stays.
+  // may submit it at any time without changing the order of other jobs' collectives.
   bool local = false;
 };
 
@@ -63,7 +64,7 @@ inline Job job_alone(std::function<void(Channel&)> body) {
   return job;
 }
 
-// The time that jobs in flight have to end: at a shutdown, and at an abort, when peers no longer
+// How long jobs in flight may take to end: at a shutdown, and at an abort, when peers no longer
 // answer.
 struct Grace {
   std::chrono::milliseconds shutdown = std::chrono::seconds(10);
@@ -73,7 +74,7 @@ struct Grace {
 // Purpose: runs the jobs of one device type, without blocking the thread that submits them.
 //
 // Contract: jobs begin and end in the order of submission, which is the same on all ranks. An
-// exception of a part or a collective becomes that of the job's Work, and later parts do not run.
+// exception from a part or a collective becomes that of the job's Work, and later parts do not run.
 //
 // Ownership: an engine keeps a job, its tensors and its channel until the job has ended.
 //
@@ -83,21 +84,21 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  // Returns at once. The job reads and writes `tensors`, which are also the Work's result. They lie
-  // on `device` and are ready when the caller's current stream gets there. The job's collectives
-  // use `timeout`, or the backend's own if it is unset.
+  // Returns at once. The job reads and writes `tensors`, which are also the Work's result. They are
+  // on `device`, and ready when the caller's current stream gets there. The job's collectives use
+  // `timeout`, or the backend's own if it is unset.
   virtual c10::intrusive_ptr<c10d::Work> submit(std::vector<at::Tensor> tensors, Job job,
                                                 c10::Device device,
                                                 std::chrono::milliseconds timeout) = 0;
 
   // Connects to the other ranks ahead of the first job on `device` that communicates, if the engine
-  // has a channel of its own. All ranks call it alike. Returns at once.
+  // has a channel of its own. All ranks must call it. Returns at once.
   virtual void connect(c10::Device device) = 0;
 
-  // Begins the parts of submitted jobs that were put off because more jobs were to follow.
+  // Begins the parts of submitted jobs that were deferred because more jobs were to follow.
   virtual void flush() = 0;
 
-  // Refuses new jobs and lets those submitted end, within a bound.
+  // Refuses new jobs and lets submitted ones end, up to a time limit.
   virtual void shutdown() = 0;
 
   // Refuses new jobs and fails those that have not begun.

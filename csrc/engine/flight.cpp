@@ -68,9 +68,9 @@ void Flight::run_part() {
   part = nullptr;  // frees what it holds
 }
 
-// Runs on a side stream of the accelerator, after what the caller's stream had when the job was
-// submitted. All of it has ended on the device when this returns, so that later parts and waiters
-// need no stream.
+// Runs `body` on a side stream of the accelerator, after all that the caller's stream had when the
+// job was submitted. It has ended on the device when this returns, so later parts and waiters need
+// no stream.
 void Flight::on_device(const std::function<void()>& body) {
   if (!ready_) return body();
   const c10::impl::VirtualGuardImpl impl(device_.type());

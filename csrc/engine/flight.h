@@ -19,7 +19,7 @@ namespace powersgd {
 
 // A job on its way through a ThreadEngine.
 //
-// Threads: one at a time, and abort() beside wait().
+// Threads: one at a time, except that abort() may run during wait().
 class Flight {
  public:
   // Made on the thread that submits the job.
@@ -30,7 +30,7 @@ class Flight {
   void open(std::function<DirectChannel::BackendPtr(std::chrono::milliseconds)> connect, Mail mail);
   // Ends the collective that has arrived, if there is one, and runs the next part, if there is one.
   void run();
-  // Waits for the collective in flight. What it throws is thrown again by run().
+  // Waits for the collective in flight. run() rethrows its exception.
   void wait();
   // Ends wait().
   void abort() { channel_->abort(); }
@@ -49,7 +49,7 @@ class Flight {
   // The engine sets these, and its mutex guards them.
   uint64_t number = 0;     // 1, 2, ... in the order of submission
   uint64_t after = 0;      // the job that must have ended before this one begins
-  uint64_t in_series = 0;  // 1, 2, ... of the jobs that have an exchange
+  uint64_t in_series = 0;  // 1, 2, ... among the jobs that have an exchange
   std::weak_ptr<const void> exchange;
 
  private:

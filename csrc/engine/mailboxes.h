@@ -9,18 +9,18 @@
 
 namespace powersgd {
 
-// The receives that a ThreadEngine has posted for jobs to come, by exchange.
+// The receives that a ThreadEngine has posted for future jobs, by exchange.
 //
-// The tags of a job's messages follow from the numbers of the jobs that have an exchange: its own
-// for the first one of an exchange, and that of the one before otherwise. So they are the same on
-// all ranks, and none is used twice.
+// The tags of a job's messages follow from a number, counted among the jobs that have an exchange:
+// the first job of an exchange uses its own number, and every later job that of the job before it.
+// So tags are the same on all ranks, and none is used twice.
 class Mailboxes {
  public:
   // Returns the mail of a job that begins.
   Mail take(const Flight& flight);
-  // Posts the receives of the next job after one that has ended, from the second one of an exchange
-  // on: Gloo keeps a trace of receives that are never used. There will be none unless `more`. Drops
-  // those of exchanges that are gone. Returns false if the backend failed.
+  // Posts the receives of the job after `flight`, which has ended, if `more` jobs are to come.
+  // Begins with the second job of an exchange, because Gloo keeps a trace of unused receives. Drops
+  // the receives of exchanges that are gone. Returns false if the backend failed.
   bool put(Flight& flight, bool more);
   void clear() { mailboxes_.clear(); }
 

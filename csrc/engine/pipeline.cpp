@@ -64,7 +64,7 @@ void Pipeline::work() {
   while (FlightPtr flight = take(lock)) {
     const int threads_wanted = num_threads_;
     lock.unlock();
-    // OpenMP counts threads per thread as well, so the worker takes over the submitter's count.
+    // OpenMP's number of threads is per thread, so the worker takes over the submitter's.
     if (threads_wanted != threads_set) at::set_num_threads(threads_set = threads_wanted);
     if (flight->parts_begun() == 0) open(*flight);
     flight->run();
@@ -94,7 +94,7 @@ void Pipeline::open(Flight& flight) {
     DirectChannel::BackendPtr backend = connection_->backend(timeout);
     c10::setThreadName(kWorkerName);  // torch 2.11 renames the thread that makes a Gloo backend
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (aborted_) throw_closed();  // which came meanwhile, and did not find the backend
+    if (aborted_) throw_closed();  // the abort came meanwhile and found no backend
     return backend;
   };
   flight.open(std::move(connect), mailboxes_.take(flight));

@@ -28,12 +28,12 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   const std::shared_ptr<Connection>& connection() const { return connection_; }
 
   void submit(const std::shared_ptr<Flight>& flight);
-  // Refuses new jobs. Those in flight have `grace`, or what is left of an earlier one, to end.
+  // Refuses new jobs. Jobs in flight have `grace`, or what is left of an earlier one, to end.
   void close(std::chrono::milliseconds grace);
   // Fails the jobs that no thread holds, and ends the waits of those in flight.
   void abort();
   // Joins the threads when they have ended, or leaves them behind once the grace is over. Several
-  // callers may wait. The first that returns has the threads.
+  // callers may wait; the first to return takes the threads.
   void end_threads();
 
  private:
@@ -63,8 +63,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   std::condition_variable changed_;     // notified when one of them changes
   std::map<size_t, Queue> ready_;       // by the part that is to run next
   std::map<size_t, Queue> in_flight_;   // by the part that began the collective
-  std::map<uint64_t, FlightPtr> done_;  // by number, until those before have ended
-  std::vector<FlightPtr> lost_;         // whose messages may still come, to memory that they keep
+  std::map<uint64_t, FlightPtr> done_;  // by number, until earlier ones have ended
+  std::vector<FlightPtr> lost_;         // their messages may still arrive, in memory that they keep
   uint64_t submitted_ = 0, exchanges_ = 0, last_alone_ = 0;
   uint64_t ended_ = 0;                                  // jobs end in the order of submission
   std::unordered_map<const void*, uint64_t> last_job_;  // the last job that changes an object
@@ -72,7 +72,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline> {
   bool aborted_ = false;                                // jobs that have not ended are failed
   bool worker_runs_ = false;
   int num_threads_ = 0;  // of the thread that submitted last
-  // Until then, whoever ends the engine waits for the threads. An abort makes it sooner.
+  // How long end_threads() waits. An abort makes it sooner.
   std::chrono::steady_clock::time_point grace_ends_ = std::chrono::steady_clock::time_point::max();
   std::vector<std::thread> threads_;
   int running_ = 0;  // threads

@@ -12,8 +12,8 @@
 namespace powersgd {
 
 // True if a profiler may show work that the calling thread begins and another thread ends. A
-// profiler that has ended must not be called, and outside of a backward pass nobody need wait for
-// the work before that.
+// profiler that has ended must not be called, and outside a backward pass the work may outlive the
+// profiler.
 inline bool profiler_outlasts_work() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 // The profiler that observes a thread, for the other threads that work on its behalf.

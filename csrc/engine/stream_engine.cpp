@@ -51,7 +51,7 @@ struct StreamEngine::Shared {
     const c10::Stream ahead;   // runs the parts of a pipeline's jobs that run ahead
     const c10::Stream behind;  // runs all others
 
-    // The members below are those of the pipeline in progress.
+    // The members below belong to the pipeline in progress.
     bool begun = false;
     std::unordered_set<const void*> changed;  // by its jobs
     std::optional<c10::Event> last_collective;
@@ -63,9 +63,9 @@ struct StreamEngine::Shared {
     }
 
     // Makes both streams wait for the caller's, and the parts ahead for all earlier parts. They
-    // share states with these, and the allocator gives them memory that these have released.
-    // `behind` waits for `ready` first: a stream that is being captured into a graph may only wait
-    // for streams that are, and waiting for the caller's stream makes it one.
+    // share states with earlier parts, and the allocator reuses the memory that those have
+    // released. `behind` waits for `ready` first: a stream in a graph capture may wait only for
+    // other captured streams, and waiting for the caller's stream is what makes `behind` one.
     void begin(c10::Event& ready) {
       ready.block(behind);
       record(behind).block(ahead);
@@ -92,8 +92,8 @@ struct StreamEngine::Shared {
 
    private:
     // NCCL itself runs the collectives of one communicator one after the other, whatever their
-    // streams. That is no part of c10d's contract, and the events cost next to nothing. They add
-    // no wait to those that the communicator makes.
+    // streams. c10d's contract does not say so, and the events cost next to nothing: they add no
+    // wait that the communicator does not make.
     template <typename Collective>
     void in_order(const Collective& collective) {
       const std::shared_ptr<void> observed = job_.observe ? job_.observe() : nullptr;
@@ -123,11 +123,11 @@ struct StreamEngine::Shared {
 
   const c10::intrusive_ptr<c10d::Backend> channel;
   std::atomic<bool> closed{false};   // no more jobs
-  std::atomic<bool> aborted{false};  // parts that are not enqueued are failed
+  std::atomic<bool> aborted{false};  // parts that are not yet enqueued fail
 
   std::timed_mutex mutex;  // guards the members below, so that collectives follow submit()'s order
   std::map<c10::DeviceIndex, SideStreams> side_streams;
-  std::optional<Begun> pending;  // the job whose later parts were put off
+  std::optional<Begun> pending;  // the job whose later parts are deferred
 
   // Enqueued jobs, whose futures are completed without the mutex: a callback may submit a job.
   using Ended = std::vector<std::pair<StreamWorkPtr, c10::Stream>>;
@@ -201,7 +201,7 @@ struct StreamEngine::Shared {
     }
     Begun begun = begin(work, std::move(job), device, timeout);
     if (!begun.job.local) end_pending(ended);
-    // While its first parts were enqueued, a shutdown may have waited for the mutex in vain.
+    // A shutdown may have given up on the mutex while the first parts were enqueued.
     if (begun.job.more_follow && !begun.job.alone && !begun.error && !closed) {
       pending = std::move(begun);
     } else {
@@ -209,10 +209,10 @@ struct StreamEngine::Shared {
     }
   }
 
-  // Enqueues the parts that were put off, or fails them after abort.
+  // Enqueues the deferred parts, or fails them after abort.
   void flush() { flush(std::unique_lock<std::timed_mutex>(mutex)); }
 
-  // Does so unless another thread, which hangs in the backend, keeps the mutex for so long.
+  // Does so unless another thread, hanging in the backend, holds the mutex for all of `bound`.
   void flush_within(std::chrono::milliseconds bound) {
     if (std::unique_lock<std::timed_mutex> lock(mutex, bound); lock) flush(std::move(lock));
   }

@@ -14,13 +14,12 @@ class Pipeline;
 // The engine over a backend whose collectives block the host (Gloo, MPI).
 //
 // One worker thread runs the parts of all jobs, one part at a time. A part that begins a collective
-// does not wait for it: the worker goes on with another job. For each part there is a thread that
-// waits for the collectives which that part has begun, one after the other. So the collectives of
-// all jobs are on their way at once, and a job waits for its own alone. Parts that begin more
-// messages come first.
+// does not wait for it: the worker goes on with another job. For each part, a thread waits for the
+// collectives that the part has begun, one after the other. So the collectives of all jobs are in
+// flight at once, and a job waits only for its own. Parts that lead to more messages run first.
 //
-// Jobs begin and end in the order of submission. Their parts in between may run in any order, which
-// no result depends on. The threads start with the first job that needs them.
+// Jobs begin and end in the order of submission. Their parts in between may run in any order; no
+// result depends on it. The threads start with the first job that needs them.
 //
 // Nothing here can hang a process. Threads that do not end within the grace period are left behind
 // with all that they use, and end by themselves at the backend's timeout.

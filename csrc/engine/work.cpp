@@ -106,7 +106,7 @@ std::exception_ptr StreamWork::exception() const {
 
 bool StreamWork::wait(std::chrono::milliseconds /*timeout*/) {
   ensure_enqueued();
-  // A failed job as well: a capture ends only if its streams have joined. An aborted one has no
+  // Even if the job failed: a capture ends only if its streams have joined. An aborted job has no
   // event.
   if (done_->was_marked_for_recording()) synchronize();
   if (error_) std::rethrow_exception(error_);

@@ -19,8 +19,8 @@ class WorkPowerSGD : public c10d::Work {
  public:
   WorkPowerSGD(int rank, std::vector<at::Tensor> tensors);
 
-  // Wakes the waiters, then completes the future on another thread. A callback may itself wait for
-  // a later allreduce, which this thread has yet to run.
+  // Wakes the waiters, then completes the future on another thread, because a callback may itself
+  // wait for a later allreduce that this thread has yet to run.
   void complete(std::exception_ptr error = nullptr);
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
@@ -34,9 +34,9 @@ class WorkPowerSGD : public c10d::Work {
 // The Work of a stream engine. wait() makes the caller's stream wait and returns at once. The
 // future carries the device's events. The Work is completed once the device has ended the job.
 //
-// A part of the job may be put off when the Work is made. Whoever waits, or asks for the Work's
-// state or its future, then has it enqueued first. The promise of its engine is that none waits in
-// vain: the engine enqueues the part or fails it at the latest when it ends.
+// Part of the job may still be deferred when the Work is made. Waiting for the Work, or asking for
+// its state or future, enqueues that part first. The engine guarantees that every waiter wakes: it
+// enqueues the part or fails it at the latest when the engine ends.
 class StreamWork : public c10d::Work {
  public:
   // Makes the Work of a job that is yet to be enqueued. When `flush` returns, it has been.
@@ -50,7 +50,8 @@ class StreamWork : public c10d::Work {
   void complete_future();
 
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
-  // Returns the future as it is, for a caller that waits for it only after a later flush.
+  // Returns the future without enqueuing anything, for a caller that waits only after a later
+  // flush.
   c10::intrusive_ptr<c10::ivalue::Future> future_without_flush() const { return future_; }
 
   bool isCompleted() override;

@@ -151,8 +151,7 @@ struct Bucket {
   // is still exact, so the residual holds what the products lose.
   bool bfloat16_products;
 
-  // The loss scale of this step's gradient, which every replay of a CUDA graph reads again. Null:
-  // 1.
+  // The loss scale of this step's gradient, which each CUDA graph replay reads again. Null: 1.
   const float* loss_scale;
   double units;         // a multiplier of the loss scale, the same in every step
   const int32_t* used;  // by matrix: 0 if this rank has not used it; null: it has used all
