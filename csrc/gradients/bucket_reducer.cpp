@@ -121,13 +121,13 @@ void BucketReducer::warn_of_unknown_parameters() {
                 "reduces all, and they are compressed, except those that were frozen in attach");
 }
 
-// A bucket is made in the first pass that has its layout, also if that pass is still exact.
+// A compressor is made in the first pass that has its layout, even if that pass is still exact.
 std::shared_ptr<BucketCompressor> BucketReducer::find_compressor(
     size_t bucket, const at::Tensor& buffer, const std::vector<size_t>& parameters) {
   if (!active_ || !session_->admits_attached(options_)) return nullptr;
   Bucket& made = buckets_[bucket];
   if (!made.holds(buffer, parameters)) {
-    made = {};  // its memory serves the new one
+    made = {};  // frees its memory for the new one
     made = make_bucket(buffer, parameters);
   }
   if (!warm()) return nullptr;
@@ -170,8 +170,8 @@ const Workspaces& BucketReducer::workspaces_on(c10::Device device) {
   return workspaces_.emplace(device, Workspaces::of_pipeline()).first->second;
 }
 
-// DDP drops it unless another rank has used the parameter. That rank's gradient is not finite
-// either if it holds the same old one.
+// DDP drops the old gradient unless another rank has used the parameter. That rank's gradient is
+// non-finite too if it contains the same old one.
 void BucketReducer::clear_stale_non_finite(const at::Tensor& buffer,
                                            const std::vector<size_t>& parameters,
                                            const std::vector<Use>& uses) const {

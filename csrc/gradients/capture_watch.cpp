@@ -15,7 +15,7 @@ at::Tensor norms_of(const std::vector<at::Tensor>& tensors) {
   const bool wide = std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) {
     return tensor.scalar_type() == at::kDouble;
   });
-  // In the tensors' own dtype, for another one would copy them.
+  // In the tensors' own dtype, because another one would copy them.
   const auto norms = at::_foreach_norm(tensors, 2, wide ? at::kDouble : at::kFloat);
   return at::stack(norms).to(at::kDouble);
 }
@@ -65,7 +65,7 @@ void CaptureWatch::count(const Look& look) {
   for (size_t i = 0; i < look.states.size(); ++i) {
     const auto column = static_cast<int64_t>(i);
     const double q = norms[0][column], m = norms[1][column];
-    const bool delivered = norms[2][column] > 0;  // an unused or a skipped one says nothing
+    const bool delivered = norms[2][column] > 0;  // an unused or skipped parameter says nothing
     int& low = low_in_a_row_[look.states[i].get()];
     if (delivered) low = q * q < kLeastCaptured * m * m ? low + 1 : 0;
   }

@@ -16,8 +16,8 @@
 
 namespace powersgd {
 
-// Purpose: finds the parameters of which this rank sends little for long. It looks at one step of
-// many, so that the pass over the residuals costs next to nothing.
+// Purpose: finds the parameters of which this rank has long sent little. It looks at one step in
+// many, so the pass over the residuals costs next to nothing.
 //
 // Contract: the host never waits. A look that has not ended is read later.
 //
@@ -25,7 +25,7 @@ namespace powersgd {
 class CaptureWatch {
  public:
   static constexpr uint64_t kInterval = 25;       // steps from one look to the next
-  static constexpr int kLooks = 4;                // this many low ones in a row are too many
+  static constexpr int kLooks = 4;                // this many low looks in a row are too many
   static constexpr double kLeastCaptured = 0.02;  // |q|^2 / |M|^2 below it is low
 
   // Looks at the last step, after all submitted steps.
@@ -47,7 +47,7 @@ class CaptureWatch {
   std::map<const ParameterState*, int> low_in_a_row_;
 };
 
-// Returns the warning of the parameters that have been low for too long.
+// Returns the warning about the parameters that have been low for too long.
 std::string low_capture_warning(const std::vector<std::string>& names, const Options& options);
 
 }  // namespace powersgd

@@ -93,8 +93,8 @@ class Step {
   const StepInfo info_;
   const std::shared_ptr<Stats> stats_;
   const std::shared_ptr<const StageProbe> probe_;
-  Payload* payload_ = nullptr;         // the one that is reduced
-  Stage reduction_ = Stage::kReduceP;  // of it
+  Payload* payload_ = nullptr;         // the payload being reduced
+  Stage reduction_ = Stage::kReduceP;  // its reduction
 };
 
 }  // namespace

@@ -14,8 +14,8 @@
 namespace powersgd {
 namespace {
 
-// The hooks that are alive, by their reducers: a reducer's own member is private. Never destroyed,
-// for DDP modules may live until the process ends.
+// The live hooks by reducer, because a reducer's own member is private. Never destroyed, because
+// DDP modules may live until the process ends.
 std::mutex hooks_mutex;
 std::unordered_map<const c10d::Reducer*, DdpHook*>& hooks() {
   static auto* const hooks = new std::unordered_map<const c10d::Reducer*, DdpHook*>;
@@ -82,7 +82,7 @@ void DdpHook::replace(std::shared_ptr<BucketReducer> buckets) {
 }
 
 // DDP waits for the futures of a backward pass once it has called the hook with the last bucket,
-// which flushes. So the future of an earlier bucket may be left incomplete until then.
+// which flushes. So an earlier bucket's future may stay incomplete until then.
 c10::intrusive_ptr<c10::ivalue::Future> DdpHook::runHook(c10d::GradBucket& bucket) {
   const auto work = state_.reduce(reducer_, bucket, /*overlaps=*/true);
   const auto* stream_work = dynamic_cast<const StreamWork*>(work.get());

@@ -12,19 +12,19 @@
 namespace powersgd {
 namespace {
 
-// DDP rebuilds its buckets after the first steps. A state that this many passes have not used
+// DDP rebuilds its buckets after the first steps. A state that has been unused for this many passes
 // belongs to a layout that is gone.
 constexpr uint64_t kKeepPasses = 100;
 
 // DDP rebuilds its buckets once, after the first step or with static_graph the second: the same
-// number of elements in another order. A flat gradient is compressed from its third pass on, so
-// that no residual is left behind in an order that is gone.
+// number of elements in another order. A flat gradient is compressed from its third pass on, so no
+// residual is left in the old order.
 constexpr uint64_t kSettlePasses = 2;
 
 // Compressors without state that are kept for the next tensor of their shape.
 constexpr size_t kKeepStateless = 64;
 
-// Buffers of one entry that are remembered: so many models that look alike are told apart.
+// Buffers remembered per entry: the number of look-alike models we can distinguish.
 constexpr size_t kKeepBuffers = 16;
 
 bool eligible(const std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) {
@@ -36,7 +36,7 @@ bool eligible(const std::vector<at::Tensor>& tensors, const c10d::AllreduceOptio
          (op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG);
 }
 
-// Notes where the entry's tensor lies. True if it lay there before, and elsewhere in between.
+// Notes where the entry's tensor is. True if it was there before, and elsewhere in between.
 bool comes_back(std::vector<BufferPlace>& buffers, const at::Tensor& tensor) {
   const auto known = std::find_if(buffers.begin(), buffers.end(),
                                   [&](const BufferPlace& place) { return place.is_of(tensor); });
@@ -118,7 +118,7 @@ FlatTensors::Pass FlatTensors::current_pass(const at::Tensor& tensor) const {
   return {Mode::kStateless, 0};
 }
 
-// Its compressor keeps no state, but its tables and payloads are there for the next tensor.
+// The compressor keeps no state, but its tables and payloads serve the next tensor.
 FlatTensors::Admitted FlatTensors::admit_stateless(const at::Tensor& tensor,
                                                    const BucketPlan& plan) {
   Admitted admitted;

@@ -24,9 +24,9 @@ namespace powersgd {
 //
 // Contract: a tensor that arrives without an attached model has no name. Its order among the
 // eligible tensors of the same pass, its shape and its dtype identify it: they are the same on
-// every rank by construction, which an address is not. A pass is one backward pass of autograd, or
-// one `scope("always")` block outside of any. A tensor outside of both cannot be told from others
-// of its shape, so it is compressed without state from earlier steps.
+// every rank by construction, unlike an address. A pass is one backward pass of autograd, or one
+// `scope("always")` block outside of any. A tensor outside of both cannot be told from others of
+// its shape, so it is compressed without state from earlier steps.
 //
 // Models that look alike and run backward one after the other share that identity. They share Q,
 // which all ranks must agree on, but never a residual: once a rank sees that buffers take turns, it
@@ -39,7 +39,7 @@ class FlatTensors {
  public:
   explicit FlatTensors(std::shared_ptr<Session> session);
 
-  // Reduces the tensors compressed. Null if they are to be forwarded as they are.
+  // Compresses and reduces the tensors. Null if they should be forwarded unchanged.
   c10::intrusive_ptr<c10d::Work> reduce(const std::vector<at::Tensor>& tensors,
                                         const c10d::AllreduceOptions& opts);
 
@@ -69,7 +69,7 @@ class FlatTensors {
     bool first_turn = false;        // buffers were first seen to take turns: time to warn
     int64_t dropped = 0;            // states dropped because long unused
     std::vector<Replica> to_check;  // before this call; on its device
-    std::vector<ParameterStatePtr> to_drop;  // their residuals are of another tensor
+    std::vector<ParameterStatePtr> to_drop;  // their residuals belong to another tensor
   };
 
   struct Less {
@@ -81,7 +81,7 @@ class FlatTensors {
   Admitted admit_stateless(const at::Tensor& tensor, const BucketPlan& plan);
   Admitted admit_in_pass(const at::Tensor& tensor, const BucketPlan& plan, const Pass& pass);
   // True if a large flat tensor that is reduced in backward counts as a gradient. Once a model was
-  // attached in the group, gradients have names, and what has none is somebody else's.
+  // attached in the group, gradients have names, and a tensor without one belongs to other code.
   bool takes_flat_gradients() const;
   Pass current_pass(const at::Tensor& tensor) const;
   BucketPlan make_plan(const at::Tensor& tensor) const;
@@ -106,8 +106,8 @@ class FlatTensors {
   int64_t order_ = 0;
   std::map<Key, std::shared_ptr<BucketCompressor>, Less> stateless_;
   uint64_t stateless_calls_ = 0;
-  // The compressors of steps that a CUDA graph holds. A replay uses their memory, and does not come
-  // by here, so they stay.
+  // The compressors of steps that a CUDA graph holds. A replay uses their memory without passing
+  // through here, so they stay.
   std::set<std::shared_ptr<BucketCompressor>> captured_;
   bool advised_ = false;
   bool warned_of_turns_ = false;

@@ -46,7 +46,7 @@ void ModelStates::allocate() {
       if (here && is_compressed(i)) layouts.push_back(layout_of(*states_[i], i));
     }
     if (!layouts.empty()) {
-      // The memory belongs to the engine's stream, as that of the buckets does.
+      // The memory belongs to the engine's stream, as the buckets' does.
       session_->run_after_steps(device,
                                 [&] { ParameterState::allocate(layouts, options_, device); });
     }
@@ -54,8 +54,8 @@ void ModelStates::allocate() {
   }
 }
 
-// One parameter after the other, so that the memory of both is needed for one only. They are copies
-// because memory belongs to the streams of an engine, and an aborted one may still hold its states.
+// Takes over one parameter at a time, so only one is in memory twice. Copies, because memory
+// belongs to the streams of an engine, and an aborted engine may still hold its states.
 void ModelStates::take_over(ModelStates& previous) {
   TORCH_INTERNAL_ASSERT(previous.parameters_.names() == parameters_.names());
   TORCH_CHECK_VALUE(!previous.captured_,
@@ -122,7 +122,7 @@ void ModelStates::set_loss_scale(const at::Tensor& scale) {
   loss_scale_ = scale;
 }
 
-// Every rank adds the mean residual once it uses the parameter, so that the averages hold it once.
+// Every rank adds the mean residual once it uses the parameter, so the averages contain it once.
 // The output of a parameter that no rank uses would be dropped.
 void ModelStates::add_unsent_residuals(at::Tensor& bucket, const std::vector<size_t>& parameters,
                                        const StepInfo& step) {
@@ -159,7 +159,7 @@ void ModelStates::after_last_step(const std::vector<size_t>& parameters,
       States states;
       for (const size_t i : indices) {
         const std::optional<uint64_t> last = states_[i]->last_step;
-        // A pass that failed has begun its step and not ended it.
+        // A pass that failed has begun its step but not ended it.
         const bool in_last_step = last && *last + (step_begun_ ? 0 : 1) == step_;
         if (in_last_step && parameters_[i].device() == device) states.push_back(states_[i]);
       }
@@ -196,7 +196,7 @@ void ModelStates::agree_with(int source, int64_t step) {
   if (session_->size() == 1) return;
   for (const c10::Device device : parameters_.devices()) {
     std::vector<Replica> all = replicas(device);
-    // P^ may belong to another step on each rank. It goes with the rank's own residual.
+    // P^ may belong to a different step on each rank, and goes with the rank's own residual.
     for (Replica& replica : all) replica.has_p = false;
     session_->share_replicas(std::move(all), device, source);
   }

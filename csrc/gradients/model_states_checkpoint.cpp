@@ -14,7 +14,7 @@
 namespace powersgd {
 namespace {
 
-// The tensors of a state, each with that of its copy.
+// The tensors of a state, each paired with its copy.
 template <typename State, typename Local>
 auto members(State& state, Local& local) {
   return std::array{std::pair{&state.memory, &local.memory}, std::pair{&state.p_hat, &local.p_hat},

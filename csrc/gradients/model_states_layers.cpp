@@ -16,7 +16,7 @@ double norm_of(const at::Tensor& tensor) {
   return tensor.norm(2, at::promote_types(tensor.scalar_type(), at::kFloat)).item<double>();
 }
 
-// Returns |q|^2 / |M|^2. p_hat has orthonormal columns, so it is the share of M that q has.
+// Returns |q|^2 / |M|^2. p_hat has orthonormal columns, so this is the share of M that q captures.
 double captured_share(const ParameterState& state) {
   const double m = norm_of(state.memory);
   const double share = m > 0 ? norm_of(state.q_local) / m : 1;

@@ -50,7 +50,7 @@ std::optional<size_t> NamedParameters::find_name(const std::string& name) const 
   return static_cast<size_t>(found - names_.begin());
 }
 
-// A state has the layout of attach, and DDP's buckets that of the wrapping or their rebuilding.
+// A state has the layout at attach; DDP's buckets have the layout when they were built or rebuilt.
 void NamedParameters::check_layout(size_t index) const {
   TORCH_CHECK(memory_layout(parameters_[index]).strides == strides_[index],
               "powersgd: the memory layout of '", names_[index],

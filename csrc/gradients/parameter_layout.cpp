@@ -8,7 +8,7 @@
 namespace powersgd {
 namespace {
 
-// [rank] rows of the shape that is left of `parameter` without its outermost dimension in memory.
+// [rank] rows, each of the shape of `parameter` without its outermost dimension in memory.
 struct RowLayout {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;

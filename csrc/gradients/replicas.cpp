@@ -8,13 +8,12 @@
 namespace powersgd {
 namespace {
 
-// The sum of word * weight modulo 2^64. The weights are odd, so that a change of one word always
-// shows.
+// The sum of word * weight modulo 2^64. The weights are odd, so a change of one word always shows.
 at::Tensor hash_bits(const at::Tensor& tensor) {
   const at::ScalarType word = tensor.element_size() == 8 ? at::kLong : at::kInt;
   const at::Tensor words = tensor.contiguous().view(word).to(at::kLong).flatten();
   const at::Tensor places = at::arange(1, words.numel() + 1, words.options());
-  constexpr int64_t kSpread = 0x1E3779B97F4A7C15;  // 2^61 over the golden ratio, about
+  constexpr int64_t kSpread = 0x1E3779B97F4A7C15;  // about 2^61 over the golden ratio
   return words.mul(places.mul_(kSpread).bitwise_or_(1)).sum();
 }
 
@@ -69,7 +68,7 @@ std::vector<std::string> restore_agreement(Channel& channel, int rank, int size,
     const at::Tensor here = differs.select(1, static_cast<int64_t>(i));
     if (!here.any().item<bool>()) continue;
     ParameterState& state = *started[i].state;
-    // The residual is made of this rank's own factors, so it is taken first.
+    // The residual is computed from this rank's own factors, so it is taken first.
     if (started[i].has_p) state.set_residual(state.residual());
     copy_from(rank == source, channel, state.q_warm);
     if (started[i].has_p) copy_from(rank == source, channel, state.p_hat);

@@ -15,13 +15,12 @@ namespace powersgd {
 struct Replica {
   std::string name;  // for messages
   ParameterStatePtr state;
-  bool has_p = true;  // false if P^ belongs to another step on each rank
+  bool has_p = true;  // false if P^ belongs to a different step on each rank
 };
 
-// Compares replicas over the ranks by a hash of each, and gives every rank those of rank `source`
-// where they differ. No residual is lost. It runs as an engine's job, is collective, and waits for
-// the device. Returns a line for each replica that differed from that of rank 0, the same on all
-// ranks.
+// Compares replicas across ranks by hash, and replaces those that differ with rank `source`'s. No
+// residual is lost. Runs as an engine's job, is collective, and waits for the device. Returns a
+// line for each replica that differed from rank 0's, the same on all ranks.
 std::vector<std::string> restore_agreement(Channel& channel, int rank, int size,
                                            const std::vector<Replica>& replicas, int source = 0);
 

@@ -9,8 +9,8 @@
 namespace powersgd {
 namespace {
 
-// torch 2.11's list of kinds is closed, and torch itself does not use this one. The type tells this
-// object from another library's under the same kind.
+// torch 2.11's list of kinds is closed, and torch itself does not use this one. The type
+// distinguishes this object from another library's of the same kind.
 const c10::DebugInfoKind kKind = c10::DebugInfoKind::INFERENCE_CONTEXT;
 
 struct OverrideInfo : c10::DebugInfoBase {

@@ -24,8 +24,8 @@ void check_served(bool served, c10::Device device) {
   TORCH_CHECK(served, "powersgd: this group has no inner backend for ", device, " tensors");
 }
 
-// A thread that waits on a store keeps the others from using it, and those may be what another rank
-// waits for. A clone has a connection of its own. A store that is written in Python may have none.
+// A thread that waits on a store keeps other threads from using it, and another rank may be waiting
+// for those. A clone has its own connection. A store that is written in Python may have no clone.
 c10::intrusive_ptr<c10d::Store> clone_of(const c10::intrusive_ptr<c10d::Store>& store) {
   if (!store) return nullptr;
   try {
@@ -106,7 +106,7 @@ Session::WorkPtr Session::average_exact(at::Tensor gradient, int divisor, Stats&
     return inner.device == gradient.device().type();
   });
   check_served(found != inners_.end(), gradient.device());
-  // Divided first and by multiplication, as DDP does without a hook: the bits are the same.
+  // Divides first, by multiplication, as DDP does without a hook, so the bits are the same.
   gradient.mul_(1.0 / divisor);
   const int64_t numel = gradient.is_sparse() ? gradient._values().numel() : gradient.numel();
   count_exact(numel * static_cast<int64_t>(gradient.element_size()), stats);
@@ -193,7 +193,7 @@ void Session::shutdown() {
 
 void Session::abort() {
   FirstError error;
-  // The backends first: that ends what is in flight, where the inner backend can.
+  // The backends first: this ends what is in flight, if the inner backend can.
   error.run([&] { for_each_connected([](c10d::Backend& backend) { backend.abort(); }); });
   for (const auto& of : engines_) error.run([&] { of.second->abort(); });
   error.rethrow();

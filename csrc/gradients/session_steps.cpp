@@ -43,8 +43,8 @@ void Session::end_step(Stats& stats, const powersgd::Options& options, bool capt
   }
 }
 
-// A single rank may ask for its counts, even inside a backward pass. So the job is local: it leaves
-// the order of the steps' collectives as it is.
+// A single rank may ask for its counts, even inside a backward pass. So the job is local: it does
+// not change the order of the steps' collectives.
 void Session::wait_for_steps(c10::Device device) const {
   Job job;
   job.parts = {[](Channel&) {}};

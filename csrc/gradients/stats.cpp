@@ -124,7 +124,7 @@ std::vector<at::Device> Stats::devices() const {
   return all;
 }
 
-// The counters are read without the lock, for the host waits for their devices.
+// The counters are read without the lock, because the host waits for their devices.
 StatsSnapshot Stats::total() const {
   std::vector<std::shared_ptr<StepCounter>> counters;
   {
