@@ -15,9 +15,9 @@ namespace powersgd {
 
 // The states of a bucket's matrices, which go through each step together.
 //
-// project adds the gradient of a parameter before this rank knows whether another one has used it.
-// If the gradient is that of an earlier pass, copies of it and of the state are kept, and put back
-// unless some rank has used the parameter.
+// project adds a parameter's gradient before this rank knows whether another rank has used the
+// parameter. If the gradient is left from an earlier pass, this class copies it and the state, and
+// restores both unless some rank has used the parameter.
 class BucketStates {
  public:
   // `states[i]` belongs to `plan.matrices[i]`.

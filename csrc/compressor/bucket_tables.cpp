@@ -65,8 +65,8 @@ std::vector<kernels::RawSegment> raw_table(const BucketPlan& plan) {
   return table;
 }
 
-// Without error feedback nothing would hold what the products lose. A float16 wire rounds less than
-// they do, and over a float32 wire a gradient of exact rank comes back exactly.
+// Without error feedback, nothing would keep what the products lose. A float16 wire rounds less
+// than they do, and over a float32 wire a gradient of exact rank comes back exactly.
 bool admits_bfloat16_products(const BucketSpec& spec) {
   const std::optional<WireDType> wire = spec.options.wire_dtype;
   return factor_type(spec.gradient_type) == at::kFloat && spec.options.use_error_feedback &&

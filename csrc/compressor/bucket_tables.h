@@ -29,8 +29,8 @@ struct DeviceTables {
   const kernels::PacketFactor* q_factors;
 };
 
-// Copies the tables by one copy, which the host does not wait for. Makes `bucket` point to them.
-// The tensor is to live as long as the bucket.
+// Uploads the tables in one copy, for which the host does not wait, and points `bucket` to them.
+// The tensor must live as long as the bucket.
 DeviceTables upload_tables(kernels::Bucket& bucket, const HostTables& tables, at::Device device);
 
 struct BytesOfTables {
@@ -52,17 +52,17 @@ struct Payloads {
 class BucketTables {
  public:
   BucketTables() = default;
-  // Builds all of a bucket: its tables, tiles, counters and a state. Its states are allocated. The
-  // workspaces get room for the stages.
+  // Builds all of a bucket: its tables, tiles, counters and a state. `states` are allocated
+  // already. Grows the workspaces to fit the stages.
   BucketTables(const BucketSpec& spec, const std::vector<ParameterStatePtr>& states,
                StepCounter* step_counter, const Workspaces& workspaces, const Payloads& payloads);
 
-  // Sets what differs from step to step. The steps of a graph that is being captured are numbered
-  // by the device, one by one at each replay.
+  // Sets what differs from step to step. In a captured graph, the device numbers the steps, one per
+  // replay.
   void begin_step(const BucketPlan& plan, const at::Tensor& gradient, const StepInfo& step,
                   bool is_captured);
-  // Called before orthogonalize. A bucket that was made since the last step may have moved the
-  // workspaces, so each part asks where its own is.
+  // Called before orthogonalize. A bucket made since the last step may have moved the workspaces,
+  // so each part asks where its own is.
   void begin_second_part() { bucket_.workspace = workspaces_.second->data(); }
 
   const kernels::Bucket& bucket() const { return bucket_; }

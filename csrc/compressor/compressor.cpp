@@ -110,7 +110,7 @@ class StagesCompressor final : public BucketCompressor {
   const Workspaces workspaces_;
   const Stages& stages_;
   BucketStates states_;
-  bool prepared_ = false;  // prepare() makes all that follows
+  bool prepared_ = false;  // prepare() makes everything below
   BucketTables tables_;
   std::unique_ptr<Payload> p_, q_;
 };

@@ -26,7 +26,7 @@ class Stages {
   virtual void quantize(const kernels::Packets& packets) const = 0;
   virtual void requantize(const kernels::Packets& packets) const = 0;
   virtual void dequantize(const kernels::Packets& packets) const = 0;
-  // True if what is enqueued becomes part of a graph, which may run again at any later time.
+  // True if enqueued work becomes part of a CUDA graph, which may be replayed at any time.
   virtual bool is_capturing() const { return false; }
 };
 
@@ -39,8 +39,8 @@ const Stages* find_stages(c10::DeviceType device);
 // Throws instead of returning null.
 const Stages& require_stages(c10::DeviceType device);
 
-// Returns is_capturing() of the device's stages and of its current stream, which may be on another
-// device than the current one. False if this build has no kernels for it.
+// Returns is_capturing() of the device's stages for its current stream. It need not be the current
+// device. False if this build has no kernels for it.
 bool is_capturing(c10::Device device);
 
 }  // namespace powersgd

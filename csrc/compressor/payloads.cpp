@@ -14,8 +14,7 @@ namespace {
 // this many bytes take half a millisecond, about as long as another exchange.
 constexpr int64_t kWorthAnExchange = 64 * 1024;
 
-// The bytes of what arrives, and two-shot of what is gathered and reduced, if each rank sends
-// `bytes`.
+// The bytes that arrive and, two-shot, that are gathered and reduced, if each rank sends `bytes`.
 int64_t bytes_to_receive(Schedule schedule, int64_t ranks, int64_t bytes) {
   if (ranks == 1) return 0;
   return schedule == Schedule::kOneShot ? ranks * bytes : 2 * bytes + bytes / ranks;
@@ -55,10 +54,11 @@ PayloadPlan plan_packets(const BucketSpec& spec, int64_t numel, int64_t groups, 
   return plan;
 }
 
-// What both kinds of payloads have: buffers for what is sent and what arrives.
+// What both kinds of payloads share: buffers for what is sent and what arrives.
 class Buffered : public Payload {
  public:
-  // `sent` is what this rank sends, `buffers` the memory of all that arrives or is made of it.
+  // `sent` is what this rank sends, `buffers` the memory for all that arrives or is computed from
+  // it.
   Buffered(const PayloadPlan& plan, const at::Tensor& elements, at::Tensor sent,
            const at::Tensor& buffers, int64_t ranks)
       : schedule_(plan.schedule),
@@ -86,7 +86,7 @@ class Buffered : public Payload {
   at::Tensor elements_, sent_, received_, gathered_, reduced_;
 };
 
-// Elements, which the ranks add in their order. So all get the same bits.
+// Elements, which every rank adds in the order of the ranks, so all get the same bits.
 class ElementsPayload final : public Buffered {
  public:
   ElementsPayload(const PayloadPlan& plan, const at::Tensor& elements, int64_t ranks)

@@ -21,7 +21,7 @@ struct PayloadPlan {
   kernels::PacketLayout layout{};  // of packets
   int64_t chunk_numel = 0;         // of elements two-shot; the last chunk is padded
   int64_t wire_bytes = 0;          // of all that this rank sends once
-  int64_t buffer_bytes = 0;        // of all buffers beside the elements
+  int64_t buffer_bytes = 0;        // of all buffers besides the elements
 
   // The elements with their padding.
   int64_t padded_numel(int64_t ranks) const {
@@ -35,7 +35,7 @@ struct PayloadPlans {
 PayloadPlans plan_payloads(const BucketSpec& spec);
 
 // Returns how `bytes` bytes travel: one-shot if that sends hardly more than two-shot would, because
-// a second exchange takes its time as well.
+// a second exchange takes time, too.
 Schedule choose_schedule(const Ranks& ranks, int64_t bytes);
 
 // Makes a payload. `elements` has plan.padded_numel() of them. `packets` is complete except for its

@@ -9,7 +9,7 @@ namespace powersgd {
 
 void Workspace::reserve(int64_t bytes, at::Device device) {
   if (memory_.defined() && static_cast<int64_t>(memory_.nbytes()) >= bytes) return;
-  // The old memory goes first, so that the new one can take its place.
+  // Frees the old memory first, so the new memory can take its place.
   if (std::exchange(is_captured_, false)) of_graphs_.push_back(memory_);
   memory_ = at::Tensor();
   memory_ = at::empty({bytes}, at::TensorOptions(device).dtype(at::kByte));
