@@ -40,8 +40,8 @@ BackendPowerSGD::~BackendPowerSGD() {
 
 c10::intrusive_ptr<c10d::Work> BackendPowerSGD::allreduce(std::vector<at::Tensor>& tensors,
                                                           const c10d::AllreduceOptions& opts) {
-  // Inside of a coalescing block the inner backend puts collectives off until its end, and a step
-  // would go on with payloads that are not summed.
+  // Inside a coalescing block, the inner backend defers collectives until its end, and a step would
+  // continue with payloads that are not summed.
   if (is_coalescing()) return ForwardingBackend::allreduce(tensors, opts);
   const auto taker = session_->taker_of(tensors);
   if (auto compressed = taker ? taker->reduce_expected(tensors.front(), opts)

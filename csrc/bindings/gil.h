@@ -7,7 +7,7 @@
 
 namespace powersgd {
 
-// Runs `body` without the interpreter lock, which this thread may or may not hold.
+// Runs `body` without the GIL, whether or not this thread holds it.
 inline void without_gil(const std::function<void()>& body) {
   if (!Py_IsInitialized() || !PyGILState_Check()) return body();
   const pybind11::gil_scoped_release no_gil;

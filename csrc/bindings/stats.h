@@ -7,7 +7,7 @@
 
 namespace powersgd {
 
-// Makes a dictionary of the snapshot that `count()` returns. It runs without the interpreter lock.
+// Makes a dictionary of the snapshot that `count()` returns. `count()` runs without the GIL.
 template <typename Count>
 pybind11::dict stats_dict(const Count& count) {
   StatsSnapshot stats;

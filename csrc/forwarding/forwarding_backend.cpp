@@ -224,7 +224,7 @@ WorkPtr ForwardingBackend::recvAnysource(Tensors& tensors, int tag) {
 
 // Coalescing. ProcessGroup knows the device, but the call does not carry it. So every inner backend
 // that can coalesce does. Calls on one that cannot (Gloo) run on their own. Their Works are kept,
-// because the caller of batch_isend_irecv waits for the last Work alone.
+// because the caller of batch_isend_irecv waits only for the last Work.
 
 std::vector<BackendPtr> ForwardingBackend::coalescers() const {
   std::vector<BackendPtr> backends;

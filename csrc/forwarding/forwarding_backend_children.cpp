@@ -36,7 +36,7 @@ BackendPtr wrap(Inners children) {
 
 // splitGroup calls split() once per device type, with one store. A backend that serves two device
 // types would build its second child on the keys of the first. The calls are counted per store, so
-// that ranks agree on the count even if they were members of different groups before.
+// ranks agree on the count even if they were members of different groups before.
 ForwardingBackend::StorePtr ForwardingBackend::child_store(const StorePtr& store) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const bool again = child_store_._unsafe_get_target() == store.get();

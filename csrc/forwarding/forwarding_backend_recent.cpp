@@ -82,8 +82,8 @@ void ForwardingBackend::unregisterCompletionHook(int64_t id) {
 }
 #endif
 
-// A reconfigured group may give this rank another number. ProcessGroup reads it from this object,
-// which therefore waits. Two inner backends could disagree on it, so there may be only one, as in
+// A reconfigured group may renumber this rank. ProcessGroup reads the rank from this object, which
+// therefore waits. Two inner backends could disagree on it, so there may be only one, as in
 // ProcessGroup.
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 bool ForwardingBackend::supportsReconfigure() const {
