@@ -14,7 +14,7 @@
 // Y. Yamamoto, Y. Nakatsukasa, Y. Yanagisawa, T. Fukaya, "Roundoff error analysis of the
 // CholeskyQR2 algorithm" (ETNA 44, 2015): one pass leaves an error of the unit roundoff times the
 // squared condition number, a second one removes it. The Gram matrix is in double, P in float, so
-// that one pass is most often enough.
+// one pass is usually enough.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 struct FactorState {
@@ -92,7 +92,7 @@ struct FactorMatrix {
       store(space.transform + j, sum);
     }
     if (pass > 0) return;
-    // A column that is not finite has a squared norm that is not.
+    // A non-finite column has a non-finite squared norm.
     space.state->finite = 1;
     for (int64_t k = 0; k < rank; ++k) {
       space.order[k] = static_cast<int32_t>(k);
@@ -112,7 +112,7 @@ struct FactorMatrix {
   }
 
   // gram = its upper Cholesky factor, with the rows and columns of dead columns 0. Returns whether
-  // what it yields has to be orthogonalized once more.
+  // the result must be orthogonalized once more.
   bool decompose() const {
     const int64_t stride = space.layout.stride;
     double trace = 0;

@@ -58,7 +58,7 @@ inline void decode_integers(const uint8_t* codes, float scale, float* values) {
   }
 }
 
-// Returns values of at most bfloat16's largest magnitude. Those that are not finite stay so.
+// Returns values of at most bfloat16's largest magnitude. Non-finite values stay so.
 inline Words encoded_bfloat16(Floats value) {
   const Floats zero = {};
   const Words finite = rounded_to_bfloat16(clamped_to<BFloat16>(finite_or_zero(value)));

@@ -51,8 +51,8 @@ struct MatrixElements {
   }
 };
 
-// Forms M of kRows rows of a block in a buffer in the L1 cache, so that the factors are loaded a
-// quarter as often. The last step sent the product `left` `right`, of any rank.
+// Forms M of kRows rows of a block in a buffer in the L1 cache, so the factors are loaded a quarter
+// as often. The last step sent the product `left` `right`, of any rank.
 template <class G, class R, bool kFeedback>
 struct FormRows {
   using F = ComputeOf<G>;

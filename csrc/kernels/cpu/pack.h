@@ -6,7 +6,7 @@
 #include "kernels/cpu/simd/convert.h"
 #include "kernels/shared/steps.h"
 
-// project puts raw segments, uses and the non-finite count into the P payload, beside P.
+// project puts raw segments, uses and the non-finite count into the P payload, alongside P.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // Copies a tile of a raw segment, which travels as it is.
@@ -34,7 +34,7 @@ inline void write_uses(const Bucket& bucket) {
   }
 }
 
-// Notes the units in which memory is from now on.
+// Notes the new units of memory.
 inline void note_units(const Bucket& bucket) {
   for (int32_t i = 0; i < bucket.num_matrices; ++i) {
     *bucket.matrices[i].memory_units = units_of(bucket);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Packets: each thread takes its own groups from a payload, or from what the ranks have sent, to a
-// buffer in the L1 cache. There it computes, and then puts the results where they belong. Its raw
-// elements it copies, or adds, from one to the other.
+// Packets: each thread loads its groups, from a payload or from what the ranks have sent, into a
+// buffer in the L1 cache, computes there, and stores the results. It copies or adds raw elements
+// without a buffer.
 #include <algorithm>
 #include <type_traits>
 
@@ -120,7 +120,7 @@ struct PacketWork {
     }
   }
 
-  // Writes the sum of a group to the owner's chunk, and adds what that rounds to q_local.
+  // Writes the sum of a group to the owner's chunk, and adds the rounding to q_local.
   POWERSGD_TILE_FUNCTION void reduce(const Group<F>& group, const GroupPlace& place,
                                      const Sources& sources) const {
     GroupBuffer<F> exact, sent;

@@ -8,7 +8,7 @@
 
 // back_project adds q up in two passes. First, a tile owns a range of rows and a strip of columns,
 // and computes a partial q. Then the partial q of a strip are added in the order of the rows, so
-// that the sum does not depend on which thread computed which part.
+// the sum does not depend on which thread computed which part.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // Returns a tile's partial q, cleared: a block of columns [col, ...) is at rank * col, its rows

@@ -37,7 +37,7 @@ struct ProjectTile {
 };
 
 // Handles one row of a block with up to kRank rows of the factors. Everything else is in registers,
-// so that arithmetic hides behind memory.
+// so arithmetic hides behind memory.
 template <class G, class R, int kRank, class F>
 inline void project_row(const ProjectTile<F>& arguments, const BandBlock& block, int64_t row,
                         const F* local, const F* warm, ElementFlags<F>& flags) {
@@ -52,7 +52,7 @@ inline void project_row(const ProjectTile<F>& arguments, const BandBlock& block,
     const F value = k < matrix.rank ? arguments.p_hat()[row * matrix.rank + k] : F{0};
     p_hat[k] = broadcast(-(source.residual_scale * value));
   }
-  // At rank 1 memory sets the pace, and two vectors a turn are some 6 % slower.
+  // At rank 1 memory is the bottleneck, and two vectors per turn are about 6 % slower.
   constexpr int kTurn = kRank == 1 ? 1 : 2;
   for_each_vector<F, kTurn>(block.cols, [&](int64_t j, int64_t count) {
     source.prefetch_inputs(ahead + j);

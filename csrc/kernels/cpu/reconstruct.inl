@@ -6,7 +6,7 @@
 //   2. G is written block by block as in project, and so are the raw segments, which the reduction
 //      has already summed.
 //   3. q_warm and q_norms are written.
-// A skipped step changes nothing except G, which is NaN and so tells the caller.
+// A skipped step changes nothing except G, which becomes NaN to tell the caller.
 //
 // All ranks must get the same bits: each element of G is a sum in the order of k, and the norms are
 // summed over a number of lanes that does not depend on the target.
@@ -77,8 +77,8 @@ inline bool norms_are_finite(const Bucket& bucket, const ParallelFor& parallel_f
   });
 }
 
-// Writes q_warm and q_norms. A row of Q that is zero leaves q_warm's as it is: the direction would
-// be lost for good.
+// Writes q_warm and q_norms. A zero row of Q leaves q_warm's row unchanged, because its direction
+// would be lost for good.
 template <class F>
 inline void update_warm_start(const Bucket& bucket, const ParallelFor& parallel_for) {
   for_each_tile(bucket, kFactorRowTiles, parallel_for, [&](const Tile& tile) {

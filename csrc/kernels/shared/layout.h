@@ -35,7 +35,7 @@ POWERSGD_HOST_DEVICE inline T* elements(void* base, int64_t offset) {
   return static_cast<T*>(base) + offset;
 }
 
-// The use that project tells the other ranks: 1 if this rank has used the matrix, else 0.
+// The use that project reports to the other ranks: 1 if this rank has used the matrix, else 0.
 POWERSGD_HOST_DEVICE inline int use_of(const Bucket& bucket, int32_t matrix) {
   return bucket.used == nullptr || bucket.used[matrix] != 0 ? 1 : 0;
 }

@@ -31,7 +31,7 @@ POWERSGD_HOST_DEVICE inline double dead_share(double epsilon) {
   return epsilon > kDeadPivot ? epsilon : kDeadPivot;
 }
 
-// The random column that replaces a dead one has this number, another one in each pass.
+// The number of the random column that replaces a dead one, different in each pass.
 POWERSGD_HOST_DEVICE inline uint32_t replacement_number(int64_t column, int pass) {
   return static_cast<uint32_t>(column + pass * kMaxRank);
 }

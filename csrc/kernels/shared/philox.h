@@ -13,7 +13,7 @@
 
 namespace powersgd::kernels {
 
-// The use of a number is a part of the counter, so that no two uses ever share a number.
+// The use of a number is a part of the counter, so no two uses ever share a number.
 enum class RandomUse : uint32_t { kStart = 0, kDeadColumn = 1, kWarmStart = 2 };
 
 struct Philox4 {

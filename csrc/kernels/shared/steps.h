@@ -17,7 +17,7 @@ POWERSGD_HOST_DEVICE inline double units_of(const Bucket& bucket) {
 }
 
 // The factor that converts the matrix's residual to the units of the gradient. A loss scale of 0,
-// at which a GradScaler that has halved too often ends, leaves no residual. So M stays finite.
+// which a GradScaler reaches by halving too often, leaves no residual, so M stays finite.
 POWERSGD_HOST_DEVICE inline double residual_scale(const Bucket& bucket, const Matrix& matrix) {
   return *matrix.memory_units > 0 ? units_of(bucket) / *matrix.memory_units : 0;
 }

@@ -12,9 +12,9 @@
 // warm_start_noise / sqrt(cols).
 //
 // An element is a sum of four random bytes, which is near-normal and at most 3.5 standard
-// deviations. The product P = M q_warm^T sums the noise over all columns, so that normal elements
-// would give the same P in all that matters. The sum takes integer arithmetic only, and four
-// elements share a counter.
+// deviations. The product P = M q_warm^T sums the noise over all columns, so normal elements would
+// give the same P in all that matters. The sum takes integer arithmetic only, and four elements
+// share a counter.
 
 namespace powersgd::kernels {
 

@@ -30,8 +30,8 @@ struct BandBlock {
   }
 };
 
-// Prefetches to the L2 cache, because the L1 cache can have little on its way at a time. Nothing
-// happens if there is no such memory.
+// Prefetches to the L2 cache, because the L1 cache can have few loads in flight. Does nothing if
+// there is no such memory.
 template <class T>
 inline void prefetch(const T* base, int64_t offset) {
   constexpr int kRead = 0, kSecondLevel = 2;

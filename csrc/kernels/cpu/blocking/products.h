@@ -10,8 +10,8 @@
 #include "kernels/cpu/simd/vector.h"
 
 // The products of the stages: kRows rows with a block of columns that is padded with zeros to a
-// multiple of kPad, so that there are no remainders here. Missing rows are zero as well, which
-// keeps a row's result apart from the number of rows it is handled with.
+// multiple of kPad, so there are no remainders here. Missing rows are zero too, so a row's result
+// does not depend on how many rows it is handled with.
 namespace powersgd::kernels::cpu::POWERSGD_TARGET {
 
 // How a product is added to a sum. Results that all ranks must agree on are kReproducible; a CPU
@@ -98,7 +98,7 @@ inline void multiply_columns(const F* left, const F* right, int64_t right_stride
 
 // Hands the sum over k of left[k, i] * right[k, j], added in the order of k, to the sink: one or
 // more vectors of each of kRows rows at a time, by sink.put(row, column, vectors). Starts from
-// `initial`, if there is one, of the stride of `right`.
+// `initial`, if there is one, with the stride of `right`.
 template <Rounding kRounding, class F, class Sink>
 inline void multiply(const F* left, const F* right, int64_t right_stride, int64_t rank,
                      int64_t cols, const F* initial, const Sink& sink) {

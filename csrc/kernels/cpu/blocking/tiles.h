@@ -44,8 +44,8 @@ constexpr int64_t kBlockStride = kBlockCols + kPad;
 constexpr int64_t kPackedRank = 32;
 
 constexpr int64_t kStripCols = 8192;
-// Elements of a band. They fit into the L2 cache together with those of the next band, which are
-// being prefetched.
+// Elements of a band. They fit into the L2 cache together with the next band, which is being
+// prefetched.
 constexpr int64_t kBandElements = int64_t{1} << 13;
 constexpr int64_t kMaxBandRows = 64;
 constexpr int64_t kGramRows = 512;

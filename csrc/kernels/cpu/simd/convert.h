@@ -80,8 +80,8 @@ inline void store_converted(void* target, V value) {
   }
 }
 
-// store_rounded of several vectors, past the caches if kNontemporal. Two vectors of bfloat16 are
-// narrowed at half the price of one and one.
+// store_rounded of several vectors, past the caches if kNontemporal. Narrowing two vectors of
+// bfloat16 together costs half as much as one by one.
 template <bool kNontemporal, class Storage, int kCount>
 inline void store_all_as(Storage* target, const Computed<Storage> (&values)[kCount]) {
   constexpr int64_t kLane = kLanes<ComputeOf<Storage>>;
@@ -159,7 +159,7 @@ inline void store_double(F* target, Doubles value) {
   *reinterpret_cast<Narrow*>(target) = __builtin_convertvector(value, Narrow);
 }
 
-// Returns the values, with 0 in place of those that are not finite.
+// Returns the values, with 0 in place of non-finite ones.
 template <class V>
 inline V finite_or_zero(V value) {
   const V zero = {};

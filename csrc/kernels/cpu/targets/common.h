@@ -5,7 +5,7 @@
 // them before the target's options are in force: the linker keeps one copy of an inline function
 // that several files compile, and a copy for AVX-512 must not end up in code for any CPU.
 #if defined(__x86_64__)
-// GCC 12 takes its own __Y, a vector that is meant to be undefined, for a mistake.
+// GCC 12 warns about its own __Y, a vector that is undefined on purpose.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
