@@ -4,8 +4,8 @@
 //
 // A tile is a strip of 128 columns by a range of rows. A lane takes four adjacent columns. The
 // warps take the rows in turn, several at a time:
-//   1. A lane loads its first part of M. Only p_hat is new since project, so that this may happen
-//      while orthogonalize still runs.
+//   1. A lane loads its first part of M. Only p_hat is new since project, so this may happen while
+//      orthogonalize still runs.
 //   2. The block copies p_hat's rows to shared memory.
 //   3. A lane adds up rank x 4 sums, with 4 or 8 independent vector loads of M at a time.
 //   4. The warps' sums are added in shared memory, in the order of the warps.

@@ -60,13 +60,13 @@ POWERSGD_HOST_DEVICE constexpr int project_rows_per_warp(int64_t largest_rank, b
   return largest_rank <= 4 && !is_double ? 8 : 4;
 }
 
-// reconstruct holds so many ranks of Q in registers. At higher ranks Q is in shared memory, and a
-// block takes so many rows at a time.
+// reconstruct holds up to this many ranks of Q in registers. At higher ranks, Q is in shared
+// memory, and a block takes kRowsOfBlock rows at a time.
 constexpr int kMostRanksInRegisters = 8;
 constexpr int kRowsOfBlock = 64;
 
 // The rows of a tile of orthogonalize. A matrix of high rank takes the plain way, and so is one
-// tile. Every block adds up the results of all tiles of its matrix, so there are only so many.
+// tile. Every block adds up the results of all tiles of its matrix, so their number is limited.
 POWERSGD_HOST_DEVICE inline int64_t orthogonalize_rows(int64_t rows, int64_t rank) {
   if (rank > kMaxFastRank) return rows > 0 ? rows : 1;
   const int64_t even = round_up(ceil_div(rows, kMaxTilesToFactor), kWarpSize);
@@ -80,7 +80,7 @@ POWERSGD_HOST_DEVICE inline int64_t triangle(int64_t rank) { return rank * (rank
 POWERSGD_HOST_DEVICE inline int64_t gram_slots(int64_t rank) {
   return slots(triangle(rank) * int64_t{sizeof(double)});
 }
-// The message of one pass over a matrix to the next.
+// What one pass over a matrix tells the next.
 struct PassPlan {
   int32_t order[kMaxFastRank];  // of the columns, in which they are orthogonalized
 };

@@ -27,10 +27,10 @@ __device__ __forceinline__ PivotLimits pivot_limits(const Bucket& bucket, int pa
 }
 
 // The Cholesky factor L of a Gram matrix, whose lower triangle lies row by row in `gram`. One warp
-// calls it, a lane per row, as barriers of the block would take longer than all else.
-// factor[j * R + i] becomes L[i][j], j < i, and reciprocal[j] 1 / L[j][j], or 0 if column j is
-// dead; it then takes no further part. All arrays and `pivots` lie in shared memory. `column` has
-// room for two columns, without the elements that are done, so that they are loaded in pairs.
+// calls it, a lane per row, because block barriers would take longer than everything else. factor[j
+// * R + i] becomes L[i][j], j < i, and reciprocal[j] 1 / L[j][j], or 0 if column j is dead; it then
+// takes no further part. All arrays and `pivots` lie in shared memory. `column` has room for two
+// columns, without the elements that are done, so that they are loaded in pairs.
 template <int R, typename F>
 __device__ __forceinline__ void factorize(const Bucket& bucket, const double* gram, int rank,
                                           int pass, double* column, double* factor,

@@ -138,7 +138,7 @@ template <Access kAccess, typename Vector>
 __device__ __forceinline__ void store_vector(void* address, Vector value) {
   Vector* vector = static_cast<Vector*>(address);
   if constexpr (kAccess == Access::kShared) *vector = value;
-  // By an intrinsic, as nvcc takes many a plain store apart.
+  // By an intrinsic, because nvcc splits many plain stores.
   if constexpr (kAccess == Access::kReuse) __stwb(vector, value);
   if constexpr (kAccess == Access::kNonTemporal) __stcs(vector, value);
 }

@@ -5,7 +5,7 @@
 #include "kernels/cuda/work.cuh"
 
 // M, the sum of the residual and the gradient, at a few rows of a lane's columns. project reads the
-// gradient and memory here alone.
+// gradient and memory only here.
 
 namespace powersgd::kernels::cuda {
 
@@ -37,7 +37,7 @@ struct Rows {
   __device__ int64_t offset(int row) const { return row < count ? int64_t{row} * cols : 0; }
 };
 
-// The rows of a tile from the first-th on. There are none if that is beyond the tile's end.
+// The rows of a tile from row `first` on. There are none if that is beyond the tile's end.
 template <int kRows, typename F, typename G, typename M>
 __device__ __forceinline__ Rows<kRows, F, G, M> rows_of(const Bucket& bucket, const Work& work,
                                                         int first) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ Rows<kRows, F, G, M> rows_of(const Bucket& bucket, co
   return rows;
 }
 
-// Rows that are loaded at a time. More would not fit into registers beside the sums.
+// Rows that are loaded at a time. More would not fit into registers alongside the sums.
 constexpr int kLoadedRows = 4;
 
 // A lane's part of the gradient and of memory, as they are stored, from row `first` on. All loads
@@ -89,7 +89,7 @@ struct StoredElements {
   }
 };
 
-// One instruction an element: 0 times what is not finite is NaN.
+// One instruction per element: 0 times a non-finite value is NaN.
 template <typename F>
 __device__ __forceinline__ bool are_finite(const F (&values)[kLoadedRows][4]) {
   F zeros[4] = {};

@@ -8,8 +8,8 @@
 //
 // Both ways count in Bucket::counters, which need no launch of their own to be set back.
 //   - The last of several blocks to arrive goes on with their joint result.
-//   - Blocks take tickets when they start, and wait only for blocks of smaller tickets. These run
-//     already, so that no order in which a device places blocks can make them wait forever.
+//   - Blocks take tickets when they start, and wait only for blocks of smaller tickets. Those run
+//     already, so no order in which a device places blocks can make them wait forever.
 
 namespace powersgd::kernels::cuda {
 

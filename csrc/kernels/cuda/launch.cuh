@@ -44,8 +44,8 @@ __device__ __forceinline__ int warp_id() {
   return static_cast<int>(threadIdx.x / unsigned{kWarpSize});
 }
 
-// The compiler takes the value for a new one. A loop then computes or loads again what is cheap,
-// such as the address of every row of every array, and does not hold it in registers.
+// The compiler takes the value for a new one. A loop then recomputes or reloads what is cheap, such
+// as the address of every row of every array, instead of holding it in registers.
 __device__ __forceinline__ void hide_from_optimizer([[maybe_unused]] int& value) {
 #if defined(__CUDA_ARCH__)
   asm volatile("" : "+r"(value));

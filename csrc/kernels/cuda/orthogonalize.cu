@@ -75,7 +75,7 @@ __device__ __forceinline__ void plan_next_pass(const Bucket& bucket, const Matri
     pass_plan(bucket, tile, pass + 1).order[threadIdx.x] = shared()->next_order[threadIdx.x];
 }
 
-// At least so many blocks are resident. Those of 2. should be there when 1. ends, but none may
+// The minimum number of resident blocks. Those of 2. should be resident when 1. ends, but none may
 // spill.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kBlocksAtHighestRank = 1;

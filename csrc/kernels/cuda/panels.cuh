@@ -32,8 +32,8 @@ class Panels {
     __pipeline_commit();
   }
 
-  // Takes the fetched panel into use. No thread uses the one before any longer, so that the next
-  // may be fetched.
+  // Takes the fetched panel into use. No thread uses the previous one any longer, so the next may
+  // be fetched.
   __device__ __forceinline__ void turn() {
     __pipeline_wait_prior(0);
     __syncthreads();

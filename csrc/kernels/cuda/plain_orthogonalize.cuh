@@ -28,8 +28,8 @@ struct PlainArrays {
         next(map + rank) {}
 };
 
-// Column j of the Cholesky factor, by one warp: square roots and divisions in double are dear where
-// a processor has two units for them.
+// Column j of the Cholesky factor, by one warp, because square roots and divisions in double are
+// slow on SMs with two FP64 units.
 __device__ inline void finish_column(double* a, double* inverse, const double* square, int n, int j,
                                      const PivotLimits& limits, Pivots* pivots) {
   const int lane = static_cast<int>(threadIdx.x);

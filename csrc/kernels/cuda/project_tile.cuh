@@ -30,7 +30,7 @@ class FloatProducts {
   __device__ static int row() { return warp_id() * kRows; }
   __device__ static int column() { return lane_id() * 4; }
 
-  // Adds m q_warm^T, for kLoadedRows rows from the lane's first-th on.
+  // Adds m q_warm^T, for kLoadedRows rows from the lane's row `first` on.
   __device__ __forceinline__ void add(int first, const float (&m)[kLoadedRows][4],
                                       const float* q_warm) {
     POWERSGD_UNROLL
@@ -131,7 +131,7 @@ class ProjectTile {
         p_(reinterpret_cast<float*>(work + 1)),
         panels_(p_ + kElementsOfP) {}
 
-  // A whole tile is told apart, so that the compiler knows that all its rows exist and that vector
+  // A whole tile is a separate case, so the compiler knows that all its rows exist and that vector
   // accesses reach them: that is a third of the instructions.
   __device__ __forceinline__ void run(const Bucket& bucket) {
     const bool whole = work_->tile.row_end - work_->tile.row_begin == kProjectRows<R>;

@@ -134,7 +134,7 @@ __device__ void clear_sent(const Matrix& matrix, const Tile& tile) {
 
 // q_warm at the columns of a tile, and q_norms. A zero row keeps what q_warm holds. After a skipped
 // step, or if the matrix is out of use, q_warm stays and q_local becomes 0. The tables are read
-// again, as the registers that keep them during the product are too many.
+// again, because keeping them during the product takes too many registers.
 template <typename F>
 __device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets, bool skip) {
   const Tile tile = tile_of(tickets, *reinterpret_cast<const Ticket*>(shared_memory()));

@@ -4,7 +4,7 @@
 #include "kernels/cuda/elements.cuh"
 #include "kernels/cuda/strips.cuh"
 
-// The part of a tile of back_project beside its products: where M lies, and the steps that send
+// The part of a tile of back_project besides its products: where M lies, and the steps that send
 // zeros.
 
 namespace powersgd::kernels::cuda {

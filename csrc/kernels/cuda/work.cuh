@@ -5,14 +5,14 @@
 #include "kernels/cuda/payload.cuh"
 #include "kernels/shared/steps.h"
 
-// The work of a block of project beside its products: it reads its tile, packs raw segments, notes
+// The work of a block of project besides its products: it reads its tile, packs raw segments, notes
 // what the gradient's elements are like, and writes that to the P payload.
 
 namespace powersgd::kernels::cuda {
 
 // The kinds of elements that a block has found in its part of the gradient, or of M where memory
 // cannot hold them. It lies in shared memory, because registers are scarce. Several threads may set
-// a flag to 1 at a time, so that the flags are volatile.
+// a flag to 1 at a time, so the flags are volatile.
 struct ElementFlags {
   volatile int non_finite, saturated;
 };
@@ -75,8 +75,8 @@ __device__ __forceinline__ void add_flags(const Bucket& bucket, const Work& work
   atomicOr(reinterpret_cast<int*>(bucket.counters + counter), flags);
 }
 
-// Takes the flags of all blocks, writes what they say to the P payload beside the uses, and notes
-// the units of memory. The last block of project calls it.
+// Takes the flags of all blocks, writes what they say to the P payload alongside the uses, and
+// notes the units of memory. The last block of project calls it.
 template <typename F>
 __device__ void write_flags(const Bucket& bucket) {
   F* const p = p_payload<F>(bucket);
