@@ -28,7 +28,7 @@ class BucketStates {
 
   // Called before project, with the gradient that it will add.
   void begin_step(const BucketPlan& plan, const at::Tensor& gradient, const StepInfo& step);
-  // Notes that project has added `gradient`, so that rollback can take it back.
+  // Notes that project has added `gradient`, so rollback can take it back.
   void projected(const at::Tensor& gradient) { gradient_ = gradient; }
   // Called after reconstruct, with the reduced P payload.
   void end_step(const BucketPlan& plan, const at::Tensor& p_payload);

@@ -39,8 +39,8 @@ const Stages* find_stages(c10::DeviceType device);
 // Throws instead of returning null.
 const Stages& require_stages(c10::DeviceType device);
 
-// Returns is_capturing() of the device's stages for its current stream. It need not be the current
-// device. False if this build has no kernels for it.
+// Returns is_capturing() of the stages of `device`, for its current stream. `device` need not be
+// the current one. False if this build has no kernels for it.
 bool is_capturing(c10::Device device);
 
 }  // namespace powersgd

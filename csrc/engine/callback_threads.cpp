@@ -52,7 +52,7 @@ class CallbackThreads {
   void end() {
     std::unique_lock<std::mutex> lock(mutex_);
     ended_ = true;
-    // A queued callback has a thread on its way, so it counts as running.
+    // A queued callback will get a thread, so it counts as running.
     quiet_.wait_for(lock, kExitGrace, [this] { return queue_.empty() && running_ == 0; });
   }
 

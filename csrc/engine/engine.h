@@ -74,7 +74,7 @@ struct Grace {
 // Purpose: runs the jobs of one device type, without blocking the thread that submits them.
 //
 // Contract: jobs begin and end in the order of submission, which is the same on all ranks. An
-// exception from a part or a collective becomes that of the job's Work, and later parts do not run.
+// exception from a part or a collective becomes the Work's, and later parts do not run.
 //
 // Ownership: an engine keeps a job, its tensors and its channel until the job has ended.
 //

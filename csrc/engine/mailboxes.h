@@ -12,8 +12,8 @@ namespace powersgd {
 // The receives that a ThreadEngine has posted for future jobs, by exchange.
 //
 // The tags of a job's messages follow from a number, counted among the jobs that have an exchange:
-// the first job of an exchange uses its own number, and every later job that of the job before it.
-// So tags are the same on all ranks, and none is used twice.
+// the first job of an exchange uses its own number, later ones their predecessor's. So tags are the
+// same on all ranks, and none is used twice.
 class Mailboxes {
  public:
   // Returns the mail of a job that begins.

@@ -125,7 +125,7 @@ struct StreamEngine::Shared {
   std::atomic<bool> closed{false};   // no more jobs
   std::atomic<bool> aborted{false};  // parts that are not yet enqueued fail
 
-  std::timed_mutex mutex;  // guards the members below, so that collectives follow submit()'s order
+  std::timed_mutex mutex;  // guards the members below, so collectives follow submit()'s order
   std::map<c10::DeviceIndex, SideStreams> side_streams;
   std::optional<Begun> pending;  // the job whose later parts are deferred
 

@@ -8,7 +8,7 @@
 namespace powersgd {
 namespace {
 
-// The columns of a large near-square matrix are a multiple of this, so that every row is aligned to
+// The columns of a large near-square matrix are a multiple of this, so every row is aligned for
 // vector loads. A small matrix would lose its shape to the rounding.
 constexpr int64_t kColumnAlignment = 16;
 constexpr int64_t kAlignedFrom = 256;

@@ -35,14 +35,14 @@
 //     of memory is in the new units, even if the step is skipped later.
 //   - An element of M beyond the largest value of memory's dtype is stored as that value. With a
 //     float16 memory the step then counts as saturated, because the excess is lost.
-//   - A non-finite gradient element counts as 0 in M, so that memory stays finite, and sets the
-//     last element of the P payload to 1.
+//   - A non-finite gradient element counts as 0 in M, so memory stays finite, and sets the last
+//     element of the P payload to 1.
 //   - reconstruct skips the step if that element's sum is not 0, or if a reduced factor is not
 //     finite. G becomes NaN, memory becomes M - G again, and q_warm stays. q_local and q_norms
-//     become 0, so that memory alone is the residual.
+//     become 0, so memory alone is the residual.
 //   - A matrix is out of use if no rank has used it: the reduced element at use_offset is 0. DDP
 //     drops the output of such a parameter. p_hat and q_warm stay. G, q_local and q_norms become 0,
-//     so that memory alone is the residual.
+//     so memory alone is the residual.
 // Both payloads are in the factor dtype. Where the wire rounds, quantize and dequantize of
 // powersgd/packets.h come between the stages, and q_local becomes the value that was sent.
 namespace powersgd::kernels {

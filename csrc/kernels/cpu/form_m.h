@@ -37,8 +37,8 @@ struct MatrixElements {
     return multiply_add(broadcast(residual_scale), V(load_first(residual + offset, count)), finite);
   }
 
-  // Makes m the residual, and returns it as it was stored. The clamp keeps the residual finite
-  // where m is out of its range: an infinity would never leave it.
+  // Stores m as the residual, and returns it as stored. The clamp keeps the residual finite where m
+  // is out of its range: an infinity would never leave it.
   V store_m(int64_t offset, int64_t count, V m, ElementFlags<F>& flags) const {
     if constexpr (!kFeedback) return m;
     flags.template examine_m<R>(m);

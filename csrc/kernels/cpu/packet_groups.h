@@ -63,7 +63,7 @@ inline void change_q_local(const Group<F>& group, const Change& change) {
   });
 }
 
-// Writes a group to a packet, and makes `sent` what its codes stand for.
+// Writes a group to a packet, and sets `sent` to what its codes stand for.
 inline void write_group(WireDType dtype, const GroupPlace& place, const float* exact,
                         uint8_t* packet, float* sent) {
   float scale = 1;

@@ -70,8 +70,8 @@ POWERSGD_TILE_FUNCTION inline void sum_strip(const Bucket& bucket, const Matrix&
   }
 }
 
-// Runs the second pass. q is 0 if the step is skipped or the matrix is out of use, so that its
-// residual stays.
+// Runs the second pass. q is 0 if the step is skipped or the matrix is out of use, so its residual
+// stays.
 template <class F>
 inline void sum_strips(const Bucket& bucket, const ParallelFor& parallel_for) {
   for_each_tile(bucket, kStripTiles, parallel_for, [&](const Tile& tile) {

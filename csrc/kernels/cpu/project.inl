@@ -7,7 +7,7 @@
 //   1. p_hat q_local is multiplied out,
 //   2. it becomes M, the only step that loads and stores the types of gradient and residual,
 //   3. M is multiplied with q_warm.
-// P is computed from M as the residual holds it, rounded, so that error feedback makes up for the
+// P is computed from M as the residual holds it, rounded, so error feedback makes up for the
 // rounding. There are two kernels: one row at a time at low ranks, and kRows rows at any rank.
 #include "kernels/cpu/form_m.h"
 #include "kernels/cpu/pack.h"

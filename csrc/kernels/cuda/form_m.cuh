@@ -146,8 +146,8 @@ __device__ __forceinline__ void subtract_product(const F* p, const F (&q)[4],
   }
 }
 
-// Makes a row of M what memory can hold: within its range, and rounded. Returns true if an element
-// was beyond the range.
+// Clamps a row of M to the range of memory, and rounds it to memory's dtype. Returns true if an
+// element was beyond the range.
 template <typename F, typename M>
 __device__ __forceinline__ bool round_to_memory(DType dtype, F (&m)[4], M (&stored)[4]) {
   const F limit = largest<M>(dtype);
@@ -163,7 +163,7 @@ __device__ __forceinline__ bool round_to_memory(DType dtype, F (&m)[4], M (&stor
   return !fits;
 }
 
-// Stores M in memory, and makes m what memory holds.
+// Stores M in memory, and sets m to what memory holds.
 template <int kRows, typename F, typename G, typename M>
 __device__ __forceinline__ void store_m(const Rows<kRows, F, G, M>& rows, int first, int col,
                                         const LaneColumns& columns, F (&m)[kLoadedRows][4],

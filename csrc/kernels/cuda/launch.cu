@@ -9,7 +9,7 @@
 namespace powersgd::kernels::cuda {
 namespace {
 
-// All kernels are compiled for the same architectures, so that one answers for all.
+// All kernels are compiled for the same architectures, so one answers for all.
 __global__ void any_kernel() {}
 
 }  // namespace

@@ -122,7 +122,7 @@ __device__ __forceinline__ void sum_gram(const Bucket& bucket, const Matrix& mat
 }
 
 // x L^T = p for one row, in place. The element of a dead column becomes 0. What a column adds to
-// those after it does not depend on what it adds to others, so that no long chain of sums forms.
+// those after it does not depend on what it adds to others, so no long chain of sums forms.
 template <int R>
 __device__ __forceinline__ void solve_row(const double* factor, const double* reciprocal, int rank,
                                           double (&x)[R]) {
@@ -192,7 +192,7 @@ __device__ __forceinline__ bool orthogonalize_tile(const Bucket& bucket, const M
                                              : pass_plan(bucket, tile, pass).order[threadIdx.x];
   sum_gram<R>(bucket, matrix, tile, pass, arrays.scratch, arrays.gram);
   __syncthreads();
-  if (skip) return false;  // not before, as this has only just been loaded
+  if (skip) return false;  // not earlier, because this has only just been loaded
   if (warp_id() == 0)
     factorize<R, F>(bucket, arrays.gram, static_cast<int>(matrix.rank), pass, arrays.scratch,
                     arrays.factor, arrays.reciprocal, &shared()->pivots);

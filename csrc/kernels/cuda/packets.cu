@@ -7,7 +7,7 @@
 // lane.
 //   1. The first lanes find the groups of the batch, one each: where they lie in the payload, in
 //      the packet, and in q_local.
-//   2. The lanes load their elements. These are those of the payload, or sums over the sources.
+//   2. The lanes load their elements from the payload, or as sums over the sources.
 //   3. They agree on the groups' scales by shuffles, round to codes and store them.
 //   4. They keep the value that was sent, or what the sum's rounding adds to it.
 // dequantize has only 1. and 2., and stores the sums.

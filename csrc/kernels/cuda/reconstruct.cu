@@ -8,8 +8,8 @@
 //   2. The other blocks prepare, and wait for 1. Each takes one of two kinds of tiles:
 //      - A strip of 128 columns by a range of rows of a gradient. The block copies p_hat's rows to
 //        shared memory. Up to rank 8 a lane holds four columns of Q in registers. Above, the block
-//        has the strip of Q in shared memory too. The first block of a strip writes q_warm, and
-//        that of the first strip q_norms.
+//        has the strip of Q in shared memory too. The first block of a strip writes q_warm, and in
+//        the first strip also q_norms.
 //      - A part of a raw segment.
 //    If the step is skipped, the gradients become NaN, and memory and the factors are as before.
 #include "kernels/cuda/dispatch.cuh"

@@ -11,9 +11,8 @@ namespace powersgd::kernels::cuda {
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 // N sums per lane become sums over the warp, N a power of two. At each step a lane hands half of
-// its values to its partner and keeps the other half, so that N values take about N shuffles, not 5
-// N. Afterwards lane l holds the values [l * N / 32, ...) in front, or, for N < 32, value l * N
-// / 32.
+// its values to its partner and keeps the other half, so N values take about N shuffles, not 5 N.
+// Afterwards lane l holds the values [l * N / 32, ...) in front, or, for N < 32, value l * N / 32.
 template <int kCount, int kDistance, int N, typename F>
 __device__ __forceinline__ void reduce_lanes_from(F (&value)[N]) {
   if constexpr (kCount > 1) {

@@ -40,7 +40,7 @@ class StagedRows {
   __device__ void load(const TallFactor<F>& from) const {
     const F* const first = &from.at(begin_, 0) + lane_id();
     const int left = count() * rank_ - lane_id();
-    F value[R];  // all loads first, as they take long
+    F value[R];  // all loads first, because they take long
     POWERSGD_UNROLL
     for (int k = 0; k < R; ++k) value[k] = k * kWarpSize < left ? first[k * kWarpSize] : 0;
     F* const place = staged() + lane_id();

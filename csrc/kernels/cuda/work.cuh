@@ -52,7 +52,7 @@ __device__ __forceinline__ Work* begin_work(const Bucket& bucket, const Tile* ti
   return work;
 }
 
-// One thread divides, as a division in double takes a hundred instructions. All threads of the
+// One thread divides, because a division in double takes a hundred instructions. All threads of the
 // block call this.
 __device__ __forceinline__ void share_residual_scale(const Bucket& bucket, Work* work) {
   if (threadIdx.x == 0) {

@@ -6,7 +6,7 @@
 #include "kernels/shared/host_device.h"
 #include "powersgd/options.h"
 
-// The constants of orthogonalize. Both devices use them, so that both find the same columns dead.
+// The constants of orthogonalize. Both devices use them, so both find the same columns dead.
 //
 // A pivot is what remains of a column's square once the columns before it are subtracted.
 

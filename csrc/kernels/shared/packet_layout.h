@@ -57,7 +57,7 @@ POWERSGD_HOST_DEVICE inline float float_of_bits(uint32_t bits) {
 constexpr float kLargestScaledHalf = 0x1.FFCp127F;
 
 // Returns the scale of a group from its largest magnitude, NaN if that is not finite. The lower
-// half of its bits is 0, so that it travels as bfloat16.
+// half of its bits is 0, so it travels as bfloat16.
 POWERSGD_HOST_DEVICE inline float scale_of(WireDType dtype, float largest) {
   constexpr uint32_t kUpperHalf = 0xFFFF0000U, kExponent = 0x7F800000U, kSmallest = 0x00800000U;
   if (!(largest - largest == 0)) return float_of_bits(0x7FC00000U);
