@@ -95,7 +95,7 @@ def _parser(doc: str) -> argparse.ArgumentParser:
     add("--learning-methods", "methods that have such runs (all)", **of_methods)
     seeds = "number of such runs of a method, with seeds 0 to N - 1 (1)"
     add("--seeds", seeds, metavar="N", type=count, default=1)
-    add("--loss", "loss to time, in place of plain's at each quarter of its steps", type=float)
+    add("--loss", "loss to time, instead of plain's at each quarter of its steps", type=float)
     add("--quick", "two rounds, 2 ranks, 1gbit, no loss", action="store_true")
     add("--logs", "folder for the logs of ranks that fail, and of the GPU's MPS daemon", type=Path)
     add("--picture", "file for a picture of the step's time by link, see --pictured", type=Path)

@@ -81,7 +81,7 @@ def marks(learned: Mapping[str, Sequence[Run]], loss: float | None) -> Marks:
 
     Args:
         learned: the runs of each method, one a seed.
-        loss: the loss to time to in place of plain's.
+        loss: the loss to time to instead of plain's.
     """
     plain = learned.get("plain", [])
     lengths = [len(run.losses) for runs in learned.values() for run in runs]

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parts = f"parts of the matrix of runs, in their order ({' '.join(stages)})"
     usual = [stage for stage in stages if stage not in (matrix.LOCAL, matrix.LONG)]
     add("--stages", nargs="+", choices=stages, default=usual, metavar="STAGE", help=parts)
-    methods = "methods in place of the matrix"
+    methods = "methods instead of the matrix"
     add("--methods", nargs="+", type=_compared, metavar="METHOD", help=methods)
     tasks = f"tasks to train, of {' '.join(TASKS)} (all of the matrix; with --methods 3 models)"
     add("--tasks", nargs="+", choices=TASKS, metavar="TASK", help=tasks)

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, default=2000, help="number of steps (2000)")
     add("--rank", type=int, default=2, help="rank of the approximation (2)")
-    add("--quick", action="store_true", help="100 steps in place of --steps")
+    add("--quick", action="store_true", help="100 steps instead of --steps")
     add("--picture", type=Path, help="file for the picture")
 
 

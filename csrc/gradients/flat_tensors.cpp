@@ -265,8 +265,8 @@ void FlatTensors::warn_if_joined(const std::vector<at::Tensor>& tensors,
       c10::str("a tensor of ", tensor.numel(),
                " elements, as many as a flat gradient that is reduced in backward, is summed "
                "outside of it, exactly. If this rank has run out of inputs in DDP's join(), ranks "
-               "that compress wait for it in vain: call torch_powersgd.attach(ddp), or train "
-               "inside torch_powersgd.scope(\"never\")"));
+               "that compress wait for it until they time out: call torch_powersgd.attach(ddp), or "
+               "train inside torch_powersgd.scope(\"never\")"));
 }
 
 bool FlatTensors::Less::operator()(const Key& a, const Key& b) const {

@@ -100,7 +100,7 @@ def _agree(dist_options: _DistributedBackendOptions, store: Store, pg_options: o
         mine = {"error": str(error)}
 
     def other_backend(call: CollectiveCall, absent: list[int]) -> str:
-        # A gloo group started in place of this one stores its address under this key.
+        # A gloo group started instead of this one stores its address under this key.
         gloo = [rank for rank in absent if dist_options.store.check([f"0/{rank}"])]
         return (
             f"{call.names_of(gloo)} started a gloo group where "

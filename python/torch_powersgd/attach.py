@@ -144,6 +144,6 @@ def _announce(compression: Compression) -> None:
     log.notice(
         f"{outline.compressed_parameters} of {outline.parameters} parameters ({share:.1f} % of the "
         f"elements) are compressed at matrix rank {rank}; a step sends "
-        f"{size_text(outline.bytes_after)} in place of {size_text(outline.bytes_before)}, from "
+        f"{size_text(outline.bytes_after)} instead of {size_text(outline.bytes_before)}, from "
         f"step {options.start_powerSGD_iter} on{on_one_host}"
     )

@@ -85,7 +85,7 @@ class _Check:
             name = type(getattr(module, "module", module)).__name__
             log.warning(
                 f"the gradients of {name} were not averaged in {INTERVAL} steps of its optimizer, "
-                "so that the ranks drift apart. Compute the loss with the wrapper (ddp) and not "
+                "so the ranks drift apart. Compute the loss with the wrapper (ddp) and not "
                 "with the module inside of it (ddp.module), and leave no_sync() before a step"
             )
 
@@ -109,8 +109,8 @@ class _Check:
             shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
             shown += ", ..." if len(names) > _SHOWN else ""
             log.warning(
-                f"DDP does not average the gradients of {shown}, so that the ranks drift apart: "
-                "they were frozen, or were not there, when DDP wrapped the module. Wrap it anew "
+                f"DDP does not average the gradients of {shown}, so the ranks drift apart: "
+                "they were frozen, or were not there, when DDP wrapped the module. Wrap it again "
                 "and attach the new wrapper"
             )
 

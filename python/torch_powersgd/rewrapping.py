@@ -58,8 +58,8 @@ def note_wrapper(ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> Wra
     _wrappers[ddp.module] = wrapper = Wrapper(ddp, reducer)
     if before is not None and before.has_residual() and ddp.process_group.rank() == 0:
         log.warning(
-            f"{type(ddp.module).__name__} was wrapped anew, and the part of its gradients that the "
-            "old wrapper has not sent yet is lost. To keep it, attach the new wrapper with "
+            f"{type(ddp.module).__name__} was wrapped again, and the part of its gradients that "
+            "the old wrapper has not sent yet is lost. To keep it, attach the new wrapper with "
             "previous=, the compression of the old one"
         )
     return wrapper

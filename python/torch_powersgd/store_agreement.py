@@ -199,7 +199,7 @@ def store_of_call(store: Store, number: int) -> PrefixStore:
 
 
 def error_as_arguments(error: Exception) -> dict[str, Any]:
-    """Returns what a rank passes to ``agree`` in place of its arguments after an error.
+    """Returns what a rank passes to ``agree`` instead of its arguments after an error.
 
     A long message, such as one that quotes a value, is cut.
     """

@@ -38,7 +38,7 @@ def summary(reducer: _C.BucketReducer, group: dist.ProcessGroup, options: Option
     following = "compressed" if reducer.compressing else "exact"
     lines += [
         f"step {states.step}{skipped}: the next one is {following}",
-        f"sent {size_text(after)} in place of {size_text(before)} ({fewer})",
+        f"sent {size_text(after)} instead of {size_text(before)} ({fewer})",
     ]
     if states.loss_scale.device.type == "cpu":
         lines += _benefit(counts, group.size())

@@ -37,7 +37,7 @@ For about a minute, it runs steps of DDP in turns: without averaging, with the p
 with each setting. It recommends the highest matrix rank whose step is within 5 % of the fastest,
 and another size of DDP's buckets if that is faster still. It also says how far apart the processes
 are: the delay of a small message, one way.
-Give --step, so that the steps are your own; otherwise a stand-in computes in place of your model.
+Give --step, so that the steps are your own; otherwise a stand-in computes instead of your model.
 """
 ADVISE_EXAMPLE = """\
 example, in mymodels.py:

@@ -143,7 +143,7 @@ class LocalSGD(Stateful):
     def step_skipped(self) -> None:
         """Counts a step that this process's optimizer did not take.
 
-        Each process counts its own steps to know when a round is due. Call this in place of
+        Each process counts its own steps to know when a round is due. Call this instead of
         ``optimizer.step()`` on a process that skips it, for example because a gradient is not
         finite. ``scaler=`` calls it for you.
         """

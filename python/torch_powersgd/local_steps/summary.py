@@ -20,7 +20,7 @@ def announcement(name: str, size: int, schedule: Schedule, fragments: Sequence[F
     before = every * sum(fragment.gradient_bytes for fragment in fragments)
     after = sum(fragment.round_bytes for fragment in fragments)
     return (
-        f"{name}: {every} steps send {size_text(after)} in place of {size_text(before)} "
+        f"{name}: {every} steps send {size_text(after)} instead of {size_text(before)} "
         f"({times_text(ratio(before, after))} fewer)"
     )
 
@@ -32,7 +32,7 @@ def text_of(name: str, size: int, schedule: Schedule, counts: Mapping[str, Any])
     lines = (
         f"{name} over {size} processes: an average every {schedule.sync_every} steps{parts}",
         f"step {counts['steps']}: {counts['rounds']} rounds{dropped}",
-        f"sent {size_text(counts['bytes_after'])} in place of {size_text(counts['bytes_before'])} "
+        f"sent {size_text(counts['bytes_after'])} instead of {size_text(counts['bytes_before'])} "
         f"({times_text(counts['ratio'])} fewer, {times_text(counts['round_ratio'])} where "
         "compressed)",
     )

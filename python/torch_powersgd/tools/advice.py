@@ -48,7 +48,7 @@ def print_advice(
         if size is not None:
             say(
                 f"With bucket_cap_mb={size.bucket_cap_mb} a step takes {ms_text(size.median)} ms, "
-                f"in place of {ms_text(sizes[0].median)} ms with DDP's own buckets."
+                f"instead of {ms_text(sizes[0].median)} ms with DDP's own buckets."
             )
         print(f"\n{lines_to_copy(chosen.options, size.bucket_cap_mb if size else None)}")
     print()

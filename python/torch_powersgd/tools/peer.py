@@ -97,7 +97,7 @@ def _unreachable(name: str, port: int, error: OSError) -> Problem:
     if isinstance(error, socket.gaierror):
         return Problem(
             f"{name} has no address here ({error.strerror})",
-            "Give its address in place of its name, or add it to DNS or /etc/hosts",
+            "Give its address instead of its name, or add it to DNS or /etc/hosts",
         )
     if isinstance(error, ConnectionRefusedError):
         return Problem(

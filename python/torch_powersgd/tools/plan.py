@@ -179,7 +179,7 @@ def summary(
     return [
         f"{footprint.compressed} of {parameters} parameters ({share:.1f} % of {elements:,} "
         f"elements) are compressed at {setting}.",
-        f"Each step sends {size_text(footprint.sent_bytes)} per process in place of "
+        f"Each step sends {size_text(footprint.sent_bytes)} per process instead of "
         f"{size_text(footprint.gradient_bytes)}: "
         f"{footprint.gradient_bytes / footprint.sent_bytes:.1f} times less.",
         f"Each process needs {size_text(footprint.memory_bytes)} more memory than without "

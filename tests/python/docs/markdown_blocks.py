@@ -89,7 +89,7 @@ def blocks_of(text: str, page: str) -> list[Block]:
 
 
 def prose_of(text: str) -> str:
-    """The text with empty lines in place of its blocks."""
+    """The text with empty lines instead of its blocks."""
     return _BLOCK.sub(lambda block: "\n" * block[0].count("\n"), text)
 
 

@@ -174,7 +174,7 @@ def test_diloco_is_an_outer_optimizer_over_the_mean_changes(rank: int) -> None:
 
 @on_ranks(2)
 def test_the_end_is_the_exact_mean_whatever_the_outer_optimizer(rank: int) -> None:
-    """Also of what was loaded in place of the trained parameters, as the best of a training."""
+    """Also of what was loaded instead of the trained parameters, as the best of a training."""
     model = _zeros()
     optimizer = _sgd(model)
     with tp.DiLoCo(model, optimizer, _outer(model.parameters()), EVERY, OPTIONS, warmup_steps=0):

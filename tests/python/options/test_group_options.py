@@ -35,7 +35,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
-# The sources that are given, the one that gives complete Options in place of a mapping, and the
+# The sources that are given, the one that gives complete Options instead of a mapping, and the
 # sources that then apply, the lowest first.
 ORDERS = [
     (["environment"], "", ["environment"]),

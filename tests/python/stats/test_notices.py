@@ -56,7 +56,7 @@ def test_attach_says_once_what_it_will_do() -> None:
     share = 100 * (128 * 64 + 32 * 144) / NUMEL
     expected = (
         f"2 of 4 parameters ({share:.1f} % of the elements) are compressed at matrix rank 2; a "
-        f"step sends {size_text(4 * SENT)} in place of {size_text(4 * NUMEL)}, from step 4 on"
+        f"step sends {size_text(4 * SENT)} instead of {size_text(4 * NUMEL)}, from step 4 on"
     )
     assert quiet == f"torch_powersgd: {expected}\n"
     assert f"sends {size_text(2 * FACTORS_IN_GROUPS + 4 * RAW)} in place" in half

@@ -31,7 +31,7 @@ Outcome = tuple[str, str]  # the type of an error and its message, both empty wi
 
 
 def outcome_of(call: Callable[[], Any]) -> Outcome:
-    """The error of a call. An error that names C++ types in place of the cause fails the test."""
+    """The error of a call. An error that names C++ types instead of the cause fails the test."""
     try:
         call()
     except Exception as error:
@@ -47,7 +47,7 @@ def _like(value: Any) -> torch.Tensor:
     return value.clone() if isinstance(value, torch.Tensor) else torch.ones(3, 4)
 
 
-# Values in place of the one that is there.
+# Values instead of the one that is there.
 VALUES: dict[str, Callable[[Any], Any]] = {
     "none": lambda value: None,
     "minus one": lambda value: -1,

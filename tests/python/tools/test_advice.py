@@ -61,7 +61,7 @@ def test_the_highest_rank_within_5_percent_of_the_fastest(
     assert chosen is not None
     assert chosen.name == f"matrix rank {rank}, int8"
     assert sentences[0].startswith(f"Compression pays here: with matrix rank {rank}, int8")
-    assert "in place of 200 ms" in sentences[0]
+    assert "instead of 200 ms" in sentences[0]
 
 
 def test_of_two_wires_that_are_as_fast_the_more_precise_is_taken() -> None:
@@ -160,7 +160,7 @@ def test_buckets_of_another_size_are_recommended_if_they_pay(
     assert may_pay([default, small, large])
     print_advice(_measured(200, default), "Two processes.", [default, large])
     said = capsys.readouterr().out
-    assert "With bucket_cap_mb=100 a step takes 80.0 ms, in place of 100 ms" in said
+    assert "With bucket_cap_mb=100 a step takes 80.0 ms, instead of 100 ms" in said
     assert "\nddp = DistributedDataParallel(model, bucket_cap_mb=100)\ntorch_powersgd.at" in said
 
 

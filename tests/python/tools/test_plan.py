@@ -96,7 +96,7 @@ def test_prints_the_plan(plan: Plan) -> None:
     share = 100 * (TOTAL - 32) / TOTAL
     assert f"2 of 3 parameters ({share:.1f} % of {TOTAL:,} elements) are compressed" in text
     assert "at matrix rank 4 with factors in float32." in text
-    assert f"sends {sent / 1e3:.1f} kB per process in place of 531 kB: {ratio} times less" in text
+    assert f"sends {sent / 1e3:.1f} kB per process instead of 531 kB: {ratio} times less" in text
     payloads = 3 * (P_NUMEL + Q_NUMEL + TAIL)  # with those that two processes send each other
     residual, factors = 4 * (TOTAL - 32), 4 * (P_NUMEL + 2 * Q_NUMEL + payloads)
     assert f"{residual / 1e3:.0f} kB for the residual, {factors / 1e3:.1f} kB for factors" in text

@@ -50,7 +50,7 @@ def _is_exact(outputs: Tensors, i: int) -> bool:
 def test_it_says_where_it_is(rank: int) -> None:
     """As text: before any step, after each of five, and once it is detached."""
     compressed = (
-        r" step {}: the next one is {}\n  sent \S+ [kM]?B in place of \S+ [kM]?B \({} x fewer{}\)"
+        r" step {}: the next one is {}\n  sent \S+ [kM]?B instead of \S+ [kM]?B \({} x fewer{}\)"
     )
     ddp, compression = make_compressed(SHAPES, OPTIONS)
     texts = [str(compression)]

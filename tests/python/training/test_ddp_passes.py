@@ -179,7 +179,7 @@ def test_a_pass_that_fails_after_some_buckets_loses_nothing_of_them(
     means = mean_gradients(LAYERS, 2, 3)
     ledger.add({}, {name: means[name] for name in ("second", "third")})
     if by_python:
-        compression.step_skipped()  # at once, in place of at the next step
+        compression.step_skipped()  # at once, instead of at the next step
     reported = ledger.errors(residuals_of(compression))
     assert (max(reported.values()) < TOLERANCE[torch.float32]) is by_python, reported
     train(ddp, range(4, 7), ledger)

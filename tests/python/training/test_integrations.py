@@ -80,7 +80,7 @@ def test_a_trainer_without_ddp_is_refused(rank: int) -> None:
 @needs("accelerate")
 @on_ranks(2)
 def test_accelerate_compiles_a_model_and_frees_it_with_its_state(rank: int, tmp_path: Path) -> None:
-    """Prepares a second compiled model in place of the first, as after an error of memory."""
+    """Prepares a second compiled model instead of the first, as after an error of memory."""
     _as_torchrun(rank)
     from accelerate import Accelerator
 

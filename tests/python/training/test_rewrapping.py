@@ -31,7 +31,7 @@ def _attach_anew(module: torch.nn.Module) -> tuple[DistributedDataParallel, tp.C
 
 def _count(records: LogRecords) -> int:
     """The warnings since the last call."""
-    said = len(records.matching("Synthetic was wrapped anew"))
+    said = len(records.matching("Synthetic was wrapped again"))
     records.seen.clear()
     return said
 

@@ -159,7 +159,7 @@ inline void store_double(F* target, Doubles value) {
   *reinterpret_cast<Narrow*>(target) = __builtin_convertvector(value, Narrow);
 }
 
-// Returns the values, with 0 in place of non-finite ones.
+// Returns the values, with 0 instead of non-finite ones.
 template <class V>
 inline V finite_or_zero(V value) {
   const V zero = {};
