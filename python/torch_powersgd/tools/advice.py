@@ -124,9 +124,9 @@ def verdict(measured: Sequence[Measured]) -> tuple[Measured | None, list[str]]:
     close = [each for each in paying if each.median <= WORTH_OF_RANK * best]
     chosen = max(close, key=_worth)
     return chosen, [
-        f"Compression pays here: with {chosen.name} a step takes {ms_text(chosen.median)} ms in "
-        f"place of {ms_text(plain.median)} ms. It is the highest matrix rank whose step is within "
-        "5 % of the fastest."
+        f"Compression pays here: with {chosen.name} a step takes {ms_text(chosen.median)} ms "
+        f"instead of {ms_text(plain.median)} ms. It is the highest matrix rank whose step is "
+        "within 5 % of the fastest."
     ]
 
 

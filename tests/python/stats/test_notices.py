@@ -59,7 +59,7 @@ def test_attach_says_once_what_it_will_do() -> None:
         f"step sends {size_text(4 * SENT)} instead of {size_text(4 * NUMEL)}, from step 4 on"
     )
     assert quiet == f"torch_powersgd: {expected}\n"
-    assert f"sends {size_text(2 * FACTORS_IN_GROUPS + 4 * RAW)} in place" in half
+    assert f"sends {size_text(2 * FACTORS_IN_GROUPS + 4 * RAW)} instead of" in half
     assert "no parameter is compressed at matrix_approximation_rank=600" in nothing
     assert "scope='never' compresses nothing" in never
     assert logged == f"{expected}\n"  # where logging is configured, it is a message like others

@@ -5,7 +5,7 @@
 
 #include "simt/simt.h"
 
-// In place of csrc/kernels/cuda/load_acquire.cuh.
+// Instead of csrc/kernels/cuda/load_acquire.cuh.
 namespace powersgd::kernels::cuda {
 
 inline uint64_t load_acquire(const uint64_t* counter) {

@@ -6,7 +6,7 @@
 #include "kernels/cuda/elements.cuh"
 #include "simt/simt.h"
 
-// In place of csrc/kernels/cuda/mma.cuh: the same instructions, with the roundings of a GPU.
+// Instead of csrc/kernels/cuda/mma.cuh: the same instructions, with the roundings of a GPU.
 namespace powersgd::kernels::cuda {
 
 inline Status takes_bfloat16_products(const Bucket& bucket, bool* takes) {

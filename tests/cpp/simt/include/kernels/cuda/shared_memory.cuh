@@ -3,7 +3,7 @@
 
 #include "simt/simt.h"
 
-// In place of csrc/kernels/cuda/shared_memory.cuh: C++ cannot give an array of CUDA's extern
+// Instead of csrc/kernels/cuda/shared_memory.cuh: C++ cannot give an array of CUDA's extern
 // __shared__ kind to each block.
 namespace powersgd::kernels::cuda {
 
