@@ -114,7 +114,13 @@ def test_one_rank_has_nothing_to_send(rank: int) -> None:
         mine = gradients(SHAPES, rank, i)
         assert same(step(ddp, mine).values(), mine.values())
     assert not any(residual.any() for residual in residuals_of(compression).values())
-    assert compression.stats()["compressed_calls"] == 0
+    for counts in (compression.stats(), tp.stats()):
+        assert counts["steps"] == 3
+        assert (counts["compressed_calls"], counts["bytes_before"], counts["bytes_after"]) == (
+            0,
+            0,
+            0,
+        )
 
 
 def _sums(parts: list[Tensors]) -> Tensors:
