@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from torch_powersgd.commands.arguments import (
-    RANKS,
     RECOMMENDED_WIRE,
     STEP_FORM,
     WIRES,
     add_device,
     add_model,
+    add_ranks,
     add_rate,
     callable_of,
     make_model,
@@ -28,6 +28,7 @@ from torch_powersgd.tools.stand_in import StandIn
 from torch_powersgd.tools.tables import progress
 from torch_powersgd.units import ms_text, size_text
 
+RANKS = [4, 8, 16, 32]
 GUESSED_BACKWARD_MS = 200.0
 
 ADVISE = """\
@@ -64,10 +65,7 @@ def add(commands: Any) -> None:
         epilog=ADVISE_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument(
-        "--ranks", type=int, nargs="+", default=RANKS, metavar="RANK",
-        help="matrix ranks to compare (4 8 16 32)",
-    )  # fmt: skip
+    add_ranks(command, RANKS)
     command.add_argument(
         "--wire-dtype", choices=WIRES, nargs="+", default=[RECOMMENDED_WIRE], metavar="DTYPE",
         help=f"dtypes to compare, in which factors travel: {', '.join(WIRES)} ({RECOMMENDED_WIRE})",

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ import torch
 from torch_powersgd.option_values import dtype_name
 from torch_powersgd.tools.advice import RECOMMENDED
 
-RANKS = [4, 8, 16, 32]
 WIRES = ["float32", "bfloat16", "float16", "int8", "int4"]
 RECOMMENDED_WIRE = dtype_name(RECOMMENDED.wire_dtype or torch.float32)
 FACTORY_FORM = "def make_model(): return MyModel()"
@@ -29,6 +28,13 @@ def add_model(command: argparse.ArgumentParser) -> None:
         metavar="MODULE:FACTORY",
         help="function without arguments that returns the model",
     )
+
+
+def add_ranks(command: argparse.ArgumentParser, default: Sequence[int]) -> None:
+    command.add_argument(
+        "--ranks", type=int, nargs="+", default=default, metavar="RANK",
+        help=f"matrix ranks to compare ({' '.join(map(str, default))})",
+    )  # fmt: skip
 
 
 def add_rate(command: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_powersgd.commands.arguments import (
     add_device,
     add_model,
+    add_ranks,
     callable_of,
     count,
     make_model,
@@ -61,10 +62,7 @@ def add(commands: Any) -> None:
         help="function of one argument, the model wrapped in DDP, on the device that trains: it "
         f"takes a whole step of the training, as in '{STEP_FORM}'",
     )  # fmt: skip
-    command.add_argument(
-        "--ranks", type=int, nargs="+", default=RANKS, metavar="RANK",
-        help=f"matrix ranks to compare ({' '.join(map(str, RANKS))})",
-    )  # fmt: skip
+    add_ranks(command, RANKS)
     command.add_argument(
         "--warmup-steps", type=count, default=WARMUP_STEPS, metavar="N",
         help="steps before the measurement (%(default)s)",
@@ -80,14 +78,13 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("torch_powersgd").setLevel(logging.ERROR)  # The verdict says it all.
     with joined("shadow", arguments.device) as device:
-        make = lambda: (make_model(arguments.model).to(device), _step(arguments.step))  # noqa: E731
-        model, step = on_every_process(make)
+        model, step = on_every_process(lambda: _job_of(arguments, device))
         first = torch.distributed.get_rank() == 0
         before = [parameter.detach().clone() for parameter in model.parameters()]
         ddp = DistributedDataParallel(model)
         with progress("training", shown=first) as report:
             _train(ddp, step, arguments.warmup_steps, report)
-        trained = any(map(_differ, before, model.parameters()))
+        trained = not all(map(torch.equal, before, model.parameters()))
         measured = shadow(ddp, sorted(set(arguments.ranks)), arguments.steps)
         with progress("measuring", shown=first) as report:
             _train(ddp, step, arguments.steps, report)
@@ -118,8 +115,11 @@ def verdict(measured: Shadow) -> str:
     )
 
 
-def _step(path: str) -> Callable[..., Any]:
-    return callable_of(path, "MODULE:FUNCTION", STEP_FORM, "model")
+def _job_of(
+    arguments: argparse.Namespace, device: torch.device
+) -> tuple[torch.nn.Module, Callable[..., Any]]:
+    step = callable_of(arguments.step, "MODULE:FUNCTION", STEP_FORM, "model")
+    return make_model(arguments.model).to(device), step
 
 
 def _train(
@@ -128,7 +128,3 @@ def _train(
     for done in range(1, steps + 1):
         step(ddp)
         report(done, steps)
-
-
-def _differ(before: torch.Tensor, after: torch.Tensor) -> bool:
-    return not torch.equal(before, after)

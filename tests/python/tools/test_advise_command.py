@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import sys
 from pathlib import Path
@@ -12,8 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-import torch_powersgd.__main__
-from support import launch, ranks
+from support import command_line, launch, ranks
 
 MODULE = """
 import os
@@ -59,22 +56,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run(*arguments: str) -> tuple[object, str]:
-    """Runs the command in this process; returns its exit status and what it says."""
-    sys.argv = ["torch_powersgd", "advise", *arguments]
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        try:
-            return torch_powersgd.__main__.main(), said.getvalue()
-        except SystemExit as error:
-            return error.code, said.getvalue()
-
-
 def _run_rank(rank: int, folder: Path, port: int, arguments: list[str]) -> tuple[object, str]:
     launch.enter(rank, 2, port)
     sys.path.insert(0, str(folder))
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error_{rank}.json")
-    return _run(*arguments)
+    return command_line.run("advise", *arguments)
 
 
 def _two(folder: Path, *arguments: str) -> list[ranks.Outcome]:
@@ -147,6 +133,6 @@ def test_a_wrong_command_line_is_a_usage_error(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", sys.argv)
-    status, said = _run(MODEL, *arguments)
+    status, said = command_line.run("advise", MODEL, *arguments)
     assert status == 2
     assert message in said

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import sys
 from pathlib import Path
 
 import pytest
 
-import torch_powersgd.__main__
-from support import launch, ranks
+from support import command_line, launch, ranks
 
 MODULE = """
 import torch
@@ -41,13 +38,7 @@ def _run_rank(rank: int, folder: Path, port: int, arguments: list[str]) -> tuple
     launch.enter(rank, 2, port)
     (folder / "models_of_shadow.py").write_text(MODULE)
     sys.path.insert(0, str(folder))
-    sys.argv = ["torch_powersgd", "shadow", MODEL, "--warmup-steps", "5", *arguments]
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        try:
-            return torch_powersgd.__main__.main(), said.getvalue()
-        except SystemExit as error:
-            return error.code, said.getvalue()
+    return command_line.run("shadow", MODEL, "--warmup-steps", "5", *arguments)
 
 
 def _two(folder: Path, *arguments: str) -> list[tuple[object, str]]:

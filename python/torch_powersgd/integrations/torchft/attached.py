@@ -185,6 +185,7 @@ class AttachedFragment(Attached):
         self.names = [name for name, _ in fragment._model_fragment.named_parameters()]
         super().__init__(self._target(fragment), *others)
         self.round = Sum(self.leave)
+        self.passed = 0  # the changes of the round that the manager has passed in, in order
 
     def target(self) -> Target | None:
         fragment = self.fragment()
@@ -198,15 +199,18 @@ class AttachedFragment(Attached):
         fragment = self.fragment()
         if fragment is None or self.compression.ended:
             return None
-        changes = [fragment._grads.get(name) for name in self.names]
-        if tensor is changes[0]:
-            self.round = Sum(self.leave)
-        if tensor is changes[-1]:
+        changes = fragment._grads
+        if tensor is changes.get(self.names[0]):
+            self.round, self.passed = Sum(self.leave), 0
+        if self.passed == len(self.names) or tensor is not changes.get(self.names[self.passed]):
+            return None
+        self.passed += 1
+        if self.passed == len(self.names):
             self.begin_step()
             tensors = self.compression._tensors
             assert tensors is not None  # because it has not ended
-            self.round.begin(tensors.sum(changes))
-        return self.round if any(tensor is change for change in changes) else None
+            self.round.begin(tensors.sum([changes[name] for name in self.names]))
+        return self.round
 
 
 class Sum(dist._Work):
