@@ -131,12 +131,6 @@ PARTS = {
             "bench_cluster.py --ranks 2 --rounds 7 --learning-steps 80 --rank 4"
             " --methods none ddp-alone plain fp16 hook-1-bucket author attached flat bf16-wire",
         ),
-        Measurement(
-            "cluster_cpu_4",
-            20,
-            "bench_cluster.py --ranks 4 --rounds 5 --learning-steps 0 --rank 4"
-            " --methods none ddp-alone plain hook-1-bucket author attached bf16-wire",
-        ),
     ],
     "reliability": [
         Measurement("faults", 20, "bench_reliability.py faults"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The methods that a benchmark compares, each at the ranks of the approximation that are asked for.
 
-On the command line: `plain hook-1-bucket:4 int8-wire:8,16 int8-wire+warm_start_noise=0.2:4`.
+On the command line: `plain hook-1-bucket:4 int8-wire:8,16 int8-wire+min_compression_rate=3:4`.
 """
 
 from __future__ import annotations

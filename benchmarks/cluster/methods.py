@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The ways to average gradients that are compared. A new one is an entry of METHODS.
 
-find() also knows this project's methods with other options, "int8-wire+warm_start_noise=0.2", or
+find() also knows this project's methods with other options, "int8-wire+min_compression_rate=3", or
 DDP's bucket_cap_mb, and its local steps with other arguments, "local-sgd+sync_every=30".
 """
 

@@ -19,7 +19,6 @@ _LARGE = [name for name, task in TASKS.items() if task is DEMO_LANGUAGE]
 _LONG = ["language-long"]
 _VARIANTS = [name for name in TASKS if name not in (*MODELS, *_LARGE, *_LONG)]
 _TEXTS = [name for name in MODELS if name != "digits"]
-_NOISES = (0.05, 0.2, 0.5)
 
 # The stages of local steps, which have records of their own.
 LOCAL, LONG = "local", "local-long"
@@ -48,11 +47,6 @@ class Stage:
         return contenders.expand(map(contenders.parse, self.methods.split()), ())
 
 
-def _noise(wires: str, ranks: str, noises: Iterable[float]) -> str:
-    words = (f"{wire}+warm_start_noise={n}:{ranks}" for wire in wires.split() for n in noises)
-    return " ".join(words)
-
-
 _FRONT = (
     "plain hook-1-bucket:1,4,16 attached:4 bf16-wire:16 int8-wire:4,8,10,16,32 int4-wire:8,16,32"
 )
@@ -64,7 +58,6 @@ STAGES = {
         "int8-wire:1,2,4,8,16,32 int4-wire:1,2,4,8,16,32",
     ),
     "large": Stage(_LARGE, "plain hook-1-bucket:4 int8-wire:16,27"),
-    "noise": Stage(MODELS, _noise("int8-wire", "10,4,16", _NOISES)),
     "variants": Stage(
         _VARIANTS, "plain hook-1-bucket:4,16 bf16-wire:16 int8-wire:8,16,32 int4-wire:16,32"
     ),
@@ -80,11 +73,6 @@ STAGES = {
         _LONG,
         "plain int8-wire:16 diloco+wire_dtype=int4:32 diloco+sync_every=30:32 "
         "diloco+sync_every=100:32 torchft+lr=0.8+momentum=0.3:10",
-    ),
-    "more-noise": Stage(
-        MODELS,
-        f"{_noise('attached bf16-wire int4-wire', '2,4,8,16', (0.2,))} "
-        f"{_noise('int8-wire', '1,2', _NOISES)}",
     ),
 }
 

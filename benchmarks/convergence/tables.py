@@ -91,27 +91,6 @@ def curve(record: Record, task: str) -> Table:
     return [f"{task}: rank", *_WIRES.values()], rows
 
 
-def noise(record: Record, wire: str) -> Table:
-    """A row for each task and rank, a column for each size of the noise of the warm start."""
-    start = f"{wire}+warm_start_noise="
-    words = {
-        tuple(name.removeprefix(start).split(":"))
-        for task in record["tasks"].values()
-        for name in task["methods"]
-        if name.startswith(start)
-    }
-    sizes = sorted({size for size, _ in words}, key=float)
-    ranks = sorted({rank for _, rank in words}, key=int)
-    rows = []
-    for task, about in record["tasks"].items():
-        methods = about["methods"]
-        for rank in ranks:
-            noisy = [_loss(methods, f"{start}{size}:{rank}") for size in sizes]
-            if any(noisy):
-                rows.append([task, rank, _loss(methods, f"{wire}:{rank}"), *noisy])
-    return ["", "rank", "no noise", *(f"noise {size}" for size in sizes)], rows
-
-
 def shadow(record: Record, *tasks: str) -> Table:
     """A row for each rank: the error of shadow mode, and the loss above plain, of each task."""
     runs = {(run["task"], run["rank"]): run for run in record["runs"]}

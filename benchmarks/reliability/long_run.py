@@ -43,7 +43,6 @@ TURNS: dict[str, dict[str, Any]] = {
     "bfloat16 residual": {"residual_dtype": "bfloat16", "wire_dtype": "int8"},
     "float16 residual": {"residual_dtype": "float16"},
     "no warm start": {"warm_start": False},
-    "noise in the warm start": {"warm_start_noise": 0.5, "wire_dtype": "int8"},
     "exact steps first": {"start_powerSGD_iter": EXACT_FIRST},
     "a check every 20 steps": {"check_every": 20, "wire_dtype": "bfloat16"},
     "only what gains 10 times": {"min_compression_rate": 10},

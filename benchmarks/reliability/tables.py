@@ -48,21 +48,6 @@ def suites(record: Record) -> Table:
     return headings, rows
 
 
-def suite_differences(record: Record) -> Table:
-    """The tests that end otherwise than over gloo, by reason, and where they do."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for row in record["rows"]:
-        where = f"{'attached' if row['backend'] == 'attached' else 'plain'}, {row['ranks']} ranks"
-        for name, reason in row["differences"].items():
-            found.setdefault(reason, {}).setdefault(name, []).append(where)
-    rows = [
-        [f"`{name}`", reason, "all" if len(places) == 4 else "; ".join(places)]
-        for reason, names in found.items()
-        for name, places in names.items()
-    ]
-    return ["test", "reason", "where"], rows
-
-
 def faults(record: Record) -> Table:
     """The outcome of each fault by method, and the seconds from the fault to each rank's error."""
     by_fault: dict[str, dict[str, Record]] = {}
@@ -190,11 +175,7 @@ def replicas(record: Record) -> Table:
 
 TABLES: Sequence[Callable[..., Table]] = (
     suites,
-    suite_differences,
     faults,
-    restart_kills,
     restart_ends,
-    endurance_memory,
-    endurance_turns,
     replicas,
 )

@@ -207,7 +207,6 @@ def _bold(ms: float, is_least: bool) -> str:
 
 TABLES: Sequence[Callable[..., Table]] = (
     sent_by_ranks,
-    collectives,
     process,
     parameters,
     buckets,

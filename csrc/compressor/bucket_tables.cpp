@@ -83,7 +83,6 @@ kernels::Bucket bucket_without_tables(const BucketSpec& spec, StepCounter* step_
   bucket.factor_dtype = to_dtype(factor_type(spec.gradient_type));
   bucket.bfloat16_products = admits_bfloat16_products(spec);
   bucket.epsilon = spec.options.orthogonalization_epsilon;
-  bucket.warm_start_noise = spec.options.warm_start_noise;
   bucket.seed = static_cast<uint64_t>(spec.options.random_seed);
   return bucket;
 }

@@ -76,9 +76,6 @@ void validate(const Options& options) {
     const char* allowed = rule(value);
     if (allowed != nullptr) reject(name, allowed, shown(value));
   });
-  if (options.warm_start_noise != 0 && !options.warm_start) {
-    reject("warm_start_noise", "0 without warm_start", options.warm_start_noise);
-  }
 }
 
 Scope parse_scope(const std::string& name) {

@@ -16,7 +16,7 @@
 //   orthogonalize  p_hat = orth(P)
 //   back_project   q_local = p_hat^T M, also written to the Q payload
 //   (the caller sums the Q payload over the ranks)
-//   reconstruct    G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm, plus noise ;
+//   reconstruct    G = output_scale * p_hat Q ; q_warm = the rows of Q at unit norm ;
 //                  q_norms = the norms of the rows of Q
 //
 // S is the loss scale times Bucket::units. memory holds M of the last step. The residual is memory
@@ -157,9 +157,6 @@ struct Bucket {
   const int32_t* used;  // by matrix: 0 if this rank has not used it; null: it has used all
   double output_scale;  // 1 for SUM, 1 / world size for AVG
   double epsilon;       // a pivot at or below max(2^-46, epsilon) * trace is dead
-  // The standard deviation of the noise in an element of q_warm, times sqrt(cols). 0: no noise. All
-  // ranks draw the same numbers, from (seed, random_id, step, row, column).
-  double warm_start_noise;
   uint64_t seed;
   uint64_t step;  // or kNextStep
 };

@@ -28,10 +28,6 @@ inline const char* rate(double value) {
   return std::isfinite(value) && value > 0 ? nullptr : "a finite number > 0";
 }
 
-inline const char* deviation(double value) {
-  return std::isfinite(value) && value >= 0 ? nullptr : "a finite number >= 0";
-}
-
 inline const char* share(double value) {
   return value >= 0 && value < 1 ? nullptr : "a number >= 0 and < 1";
 }
@@ -81,7 +77,6 @@ void for_each_option(const Visit& visit) {
   visit("inner", &Options::inner, rules::backend_name);
   visit("wire_dtype", &Options::wire_dtype, rules::wire_dtype);
   visit("residual_dtype", &Options::residual_dtype, rules::residual_dtype);
-  visit("warm_start_noise", &Options::warm_start_noise, rules::deviation);
   visit("check_every", &Options::check_every, rules::not_negative);
   visit("allow_discard", &Options::allow_discard, rules::any);
 }

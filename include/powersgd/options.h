@@ -40,7 +40,6 @@ struct Options {
   std::string inner = "auto";
   std::optional<WireDType> wire_dtype = WireDType::kInt8;
   DType residual_dtype = DType::kFloat32;
-  double warm_start_noise = 0;
   int64_t check_every = 0;
   bool allow_discard = false;
 };

@@ -51,7 +51,7 @@ class Options:
         orthogonalization_epsilon: Relative size below which a column of P counts as zero: its
             squared norm outside the span of the columns before it, over the sum of all squared
             norms. Values below 2**-46 act as 2**-46.
-        random_seed: Seed of the random start and of the noise. torch's own generators are not used.
+        random_seed: Seed of the random start. torch's own generators are not used.
         compression_stats_logging_frequency: Number of steps between two summaries in the log.
         scope: Which tensors may be compressed. ``"backward"``: attached models and, in a group
             where nothing was ever attached, large flat tensors that are reduced during a backward
@@ -68,8 +68,6 @@ class Options:
             float64 gradients are always float64. Values beyond the type's largest are cut off;
             ``Compression.stats()["saturated_steps"]`` counts the steps in which that happens in
             float16.
-        warm_start_noise: Standard deviation of the noise that is added to each row of the warm
-            start's Q, relative to the RMS of the row's elements. Requires ``warm_start``.
         check_every: Number of steps between two checks that the factors are equal on all processes.
             If they differ, a warning names the parameter and the ranks, all processes take rank
             0's factors, and ``Compression.stats()["differences"]`` counts it. 0: never check.
@@ -94,7 +92,6 @@ class Options:
     inner: str = "auto"
     wire_dtype: torch.dtype | str | None = "int8"
     residual_dtype: torch.dtype | str = torch.float32
-    warm_start_noise: float = 0
     check_every: int = 0
     allow_discard: bool = False
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// reconstruct: G = (output_scale * p_hat) Q ; q_warm = the rows of Q at unit norm, plus noise.
+// reconstruct: G = (output_scale * p_hat) Q ; q_warm = the rows of Q at unit norm.
 //
 //   1. The norm of each row of Q is computed in double. A norm that is not finite skips the step.
 //   2. G is written block by block as in project, and so are the raw segments, which the reduction
@@ -16,7 +16,6 @@
 #include "kernels/cpu/blocking/bands.h"
 #include "kernels/cpu/blocking/products.h"
 #include "kernels/cpu/simd/convert.h"
-#include "kernels/cpu/warm_start_noise.h"
 #include "kernels/cpu/with_storage.h"
 #include "kernels/shared/steps.h"
 
@@ -89,12 +88,7 @@ inline void update_warm_start(const Bucket& bucket, const ParallelFor& parallel_
     if (matrix.q_norms != nullptr) matrix.q_norms[tile.row_begin] = norm;
     if (norm == 0) return;
     const F* row = elements<F>(bucket.q_payload, matrix.q_offset) + offset;
-    F* q_warm = static_cast<F*>(matrix.q_warm) + offset;
-    if (bucket.warm_start_noise > 0) {
-      write_noisy_row(bucket, matrix, tile.row_begin, row, 1 / norm, q_warm);
-    } else {
-      scale_row_of_q(row, matrix.cols, 1 / norm, q_warm);
-    }
+    scale_row_of_q(row, matrix.cols, 1 / norm, static_cast<F*>(matrix.q_warm) + offset);
   });
 }
 

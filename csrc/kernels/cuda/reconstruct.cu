@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// reconstruct: G = output_scale * p_hat Q, and q_warm = the rows of Q at unit norm, plus noise.
+// reconstruct: G = output_scale * p_hat Q, and q_warm = the rows of Q at unit norm.
 //
 // One launch does all. Its blocks take tickets, in this order:
 //   1. A block for each part of a row of Q adds the squares of its elements in double, and notes
@@ -17,7 +17,6 @@
 #include "kernels/cuda/reconstruct_tile.cuh"
 #include "kernels/cuda/reduce.cuh"
 #include "kernels/shared/steps.h"
-#include "kernels/shared/warm_start_noise.h"
 
 namespace powersgd::kernels::cuda {
 namespace {
@@ -89,36 +88,28 @@ __device__ inline void store_norm(const Matrix& matrix, const Tile& tile, int64_
   if (tile.col_begin == 0 && matrix.q_norms != nullptr) matrix.q_norms[k] = norm;
 }
 
-static_assert(kStrip == kNoiseColumns, "a strip is a group of columns of the noise");
+static_assert(kStrip == 4 * kWarpSize, "each lane of warm_row has four columns");
 
 // q_warm at the columns of a strip that a lane has in row k. The loads go ahead of the stores.
 template <typename F>
 __device__ __forceinline__ void warm_row(const Bucket& bucket, const Matrix& matrix,
-                                         const Tile& tile, int64_t k, int lane, double scale,
-                                         float amplitude) {
+                                         const Tile& tile, int64_t k, int lane,
+                                         double scale) {
   const F* const q = q_payload<F>(bucket);
   const int width = static_cast<int>(tile.col_end - tile.col_begin);
   const int64_t begin = k * matrix.cols + tile.col_begin;
-  Philox4 bits{};
-  if (amplitude > 0) {
-    bits = first_noise_counter(bucket, matrix.random_id, k, tile.col_begin);
-    bits.word[0] += static_cast<uint32_t>(lane);
-    bits = philox4x32(bits, PhiloxKey(bucket.seed));
-  }
   F values[4];
   POWERSGD_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const int col = lane + i * kNoiseLanes;
+    const int col = lane + i * kWarpSize;
     values[i] = col < width ? q[matrix.q_offset + begin + col] : F{0};
   }
   POWERSGD_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const int col = lane + i * kNoiseLanes;
-    // The sum with -0 is the product itself, the sign of a zero included.
-    const double added = amplitude > 0 ? noise_element(bits.word[i], amplitude) : -0.0;
+    const int col = lane + i * kWarpSize;
     if (col < width)
       static_cast<F*>(matrix.q_warm)[begin + col] =
-          static_cast<F>(fma(static_cast<double>(values[i]), scale, added));
+          static_cast<F>(static_cast<double>(values[i]) * scale);
   }
 }
 
@@ -143,7 +134,6 @@ __device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets, 
     clear_sent<F>(matrix, tile);
     return;
   }
-  const float amplitude = noise_amplitude(bucket, matrix);
   constexpr int kRowsAtOnce = 64;
   double* const scales = reinterpret_cast<double*>(shared_memory() + kTicketBytes);
   for (int64_t first = 0; first < matrix.rank; first += kRowsAtOnce) {
@@ -156,11 +146,10 @@ __device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets, 
       store_norm(matrix, tile, first + threadIdx.x, norm);
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < rows * kNoiseLanes; i += kThreads) {
-      const double scale = scales[i / kNoiseLanes];
+    for (int i = threadIdx.x; i < rows * kWarpSize; i += kThreads) {
+      const double scale = scales[i / kWarpSize];
       if (scale > 0)
-        warm_row<F>(bucket, matrix, tile, first + i / kNoiseLanes, i % kNoiseLanes, scale,
-                    amplitude);
+        warm_row<F>(bucket, matrix, tile, first + i / kWarpSize, i % kWarpSize, scale);
     }
   }
 }

@@ -13,11 +13,9 @@ namespace {
 
 class Reconstruct : public KernelTest {
  protected:
-  // The state of a bucket after both reductions. The noise may change q_warm alone, and only where
-  // q_warm changes at all.
+  // The state of a bucket after both reductions.
   void randomize_step(uint64_t seed) {
     randomize(bucket_, seed);
-    bucket_.bucket.warm_start_noise = 0.25;
     bucket_.p_payload->set(random_values(bucket_.bucket.p_numel, seed + 100));
     bucket_.q_payload->set(random_values(bucket_.bucket.q_numel, seed + 200));
     bucket_.set_skipped(false);
@@ -106,7 +104,6 @@ TEST_P(Reconstruct, MatchesTheReference) {
 // elements round.
 TEST_P(Reconstruct, WarmStartHasUnitRows) {
   randomize_step(2);
-  bucket_.bucket.warm_start_noise = 0;
   bucket_.run(Stage::kReconstruct);
   for (const DeviceMatrix& matrix : bucket_.matrices) {
     const Values q = bucket_.q_of(matrix), q_warm = matrix.q_warm->get();
@@ -142,7 +139,6 @@ TEST_P(Reconstruct, MatrixOutOfUseGetsZerosAndKeepsItsResidual) {
   DeviceBucket bucket(*runner_, spec);
   for (size_t idle = 0; idle < bucket.matrices.size(); ++idle) {
     randomize(bucket, 10);
-    bucket.bucket.warm_start_noise = 0.25;
     bucket.q_payload->set(random_values(bucket.bucket.q_numel, 210));
     Values reduced(bucket.matrices.size(), 2);
     reduced[idle] = 0;

@@ -41,7 +41,6 @@ std::vector<uint8_t> run_all_stages(const RunnerFactory& factory, const BucketSp
     bucket.gradient->set(Values(bucket.gradient->get().size(), 1));
   else
     randomize(bucket, 1);
-  bucket.bucket.warm_start_noise = 0.25;
   bucket.run(Stage::kRandomStart);
   for (int step = 0; step < 2; ++step) {
     for (const Stage stage : kStagesOfStep) bucket.run(stage);
@@ -81,7 +80,6 @@ std::vector<uint8_t> run_shared_stages(const RunnerFactory& factory, const Bucke
   bucket.p_payload->set(p);
   bucket.q_payload->set(random_values(bucket.bucket.q_numel, 4));
   bucket.bucket.output_scale = 1.0 / 3;
-  bucket.bucket.warm_start_noise = ill_conditioned ? 0 : 0.25;
   bucket.run(Stage::kRandomStart);
   bucket.run(Stage::kOrthogonalize);
   bucket.run(Stage::kReconstruct);

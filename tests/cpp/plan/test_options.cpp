@@ -92,19 +92,6 @@ TEST(Options, WireDTypes) {
   }
 }
 
-TEST(Options, NoiseIsFiniteAndNeedsAWarmStart) {
-  EXPECT_EQ(error_with(&Options::warm_start_noise, 0.2), "no error");
-  EXPECT_EQ(error_with(&Options::warm_start_noise, -0.5),
-            "warm_start_noise must be a finite number >= 0, got -0.5");
-  EXPECT_EQ(error_with(&Options::warm_start_noise, kInfinity),
-            "warm_start_noise must be a finite number >= 0, got inf");
-  Options options;
-  options.warm_start = false;
-  options.warm_start_noise = 0.25;
-  EXPECT_EQ(test::error_of([&] { validate(options); }),
-            "warm_start_noise must be 0 without warm_start, got 0.25");
-}
-
 TEST(Options, CheckEveryIsNotNegative) {
   EXPECT_EQ(error_with(&Options::check_every, -1), "check_every must be an integer >= 0, got -1");
 }

@@ -106,12 +106,12 @@ def test_the_matrix_has_what_each_figure_needs() -> None:
 
 
 def test_a_method_takes_options() -> None:
-    (wanted,) = contenders.expand([contenders.parse("int8-wire+warm_start_noise=0.2:4")], ())
-    assert wanted.title == "ours, int8 wire, warm start noise 0.2, rank 4"
-    assert wanted.name == "int8-wire+warm_start_noise=0.2:4"
+    (wanted,) = contenders.expand([contenders.parse("int8-wire+min_compression_rate=3:4")], ())
+    assert wanted.title == "ours, int8 wire, min compression rate 3, rank 4"
+    assert wanted.name == "int8-wire+min_compression_rate=3:4"
     assert wanted.how.options is not None
     options = wanted.how.options(4, 7)
-    assert (options.wire_dtype, options.warm_start_noise) == ("int8", 0.2)
+    assert (options.wire_dtype, options.min_compression_rate) == ("int8", 3)
     assert (options.matrix_approximation_rank, options.random_seed) == (4, 7)
     assert options.start_powerSGD_iter == EXACT_STEPS
     later = methods.find("int8-wire+start_powerSGD_iter=30").options
@@ -123,7 +123,7 @@ def test_a_method_takes_options() -> None:
     ("name", "message"),
     [
         ("plain+rank=4", "plain has no options"),
-        ("int8-wire+warm_start_noise", "OPTION=VALUE, got 'warm_start_noise'"),
+        ("int8-wire+check_every", "OPTION=VALUE, got 'check_every'"),
         ("int8-wire+noise=0.1", "a field of Options or bucket_cap_mb, got 'noise'"),
         ("local-sgd+steps=3", "a setting of local-sgd, got 'steps'"),
         ("torchft+sync_every=10", "a setting of torchft, got 'sync_every'"),
@@ -141,7 +141,7 @@ def _record() -> dict[str, Any]:
         "hook-1-bucket:4": (0.1, 0.2, 0.3),
         "int8-wire:16": (-0.01, 0.03, 0.005),
         "int8-wire:8": (0.0, 0.01, 0.005),
-        "int8-wire+warm_start_noise=0.2:8": (0.0, 0.0),
+        "int8-wire+check_every=3:8": (0.0, 0.0),
     }
     sent = dict(zip(beyond, (1000, 50, 20, 10, 10), strict=True))
     measured = {
@@ -164,7 +164,9 @@ def test_the_tables_have_the_losses_above_plain_and_the_bytes() -> None:
     assert tables.losses(record, "front", "lstm") == (["", "lstm"], rows)
     headings, rows_of_all = tables.all_losses(record, "lstm")
     assert rows_of_all[:4] == rows
-    assert rows_of_all[4][0] == "ours, int8 wire, warm start noise 0.2, rank 8"
+    assert rows_of_all[4:] == [
+        ["ours, int8 wire, check every 3, rank 8", "+0.000 (+0.000..+0.000), 2 seeds, 100 x"]
+    ]
     assert tables.curve(record, "lstm") == (
         ["lstm: rank", "torch's hook", "float32", "bfloat16", "int8", "int4"],
         [
@@ -172,11 +174,6 @@ def test_the_tables_have_the_losses_above_plain_and_the_bytes() -> None:
             ["8", "", "", "", "+0.005, 100 x", ""],
             ["16", "", "", "", "+0.008, 50 x", ""],
         ],
-    )
-    noisy = ["+0.005 (+0.000..+0.010)", "+0.000 (+0.000..+0.000), 2 seeds"]
-    assert tables.noise(record, "int8-wire") == (
-        ["", "rank", "no noise", "noise 0.2"],
-        [["lstm", "8", *noisy]],
     )
 
 

@@ -223,7 +223,6 @@ VARIANTS: list[dict[str, Any]] = [
     {"use_error_feedback": False},
     {"residual_dtype": "float16"},
     {"warm_start": False},
-    {"warm_start_noise": 0.5},
     {"wire_dtype": "int8"},
     {"wire_dtype": "int4"},
     {"wire_dtype": "bfloat16"},

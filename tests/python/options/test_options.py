@@ -39,7 +39,6 @@ VALUES: dict[str, tuple[Any, str, list[Any]]] = {
     "inner": ("gloo", "gloo", ["", b"gloo", "mpi", "powersgd", "glo", "Gloo"]),
     "wire_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int2", "", b"int8"]),
     "residual_dtype": (torch.bfloat16, "bfloat16", [torch.float64, torch.int32, "int8", 3]),
-    "warm_start_noise": (0.2, "0.2", [-0.1, math.inf, math.nan]),
     "check_every": (50, "50", [-1]),
     "allow_discard": (True, "1", ["on demand", 3]),
 }
@@ -71,7 +70,7 @@ def test_the_defaults() -> None:
     assert (ours.matrix_approximation_rank, ours.start_powerSGD_iter) == (16, 10)
     assert (ours.wire_dtype, ours.residual_dtype) == ("int8", torch.float32)
     assert (ours.scope, ours.min_numel, ours.inner) == ("backward", 131_072, "auto")
-    assert (ours.warm_start_noise, ours.check_every, ours.allow_discard) == (0, 0, False)
+    assert (ours.check_every, ours.allow_discard) == (0, False)
     assert dataclasses.replace(ours, **HOOKS) == tp.Options.hook_defaults()
 
 
@@ -114,11 +113,6 @@ def test_a_wire_dtype_has_one_form(given: Any, held: Any) -> None:
     assert ours.wire_dtype == held
     assert type(ours.wire_dtype) is type(held)
     assert tp.Options(**json.loads(json.dumps(ours._plain()))) == ours
-
-
-def test_fields_that_need_another_one() -> None:
-    with pytest.raises(ValueError, match="^warm_start_noise must be 0 without warm_start"):
-        tp.Options(warm_start=False, warm_start_noise=0.1)
 
 
 def test_options_do_not_change() -> None:

@@ -35,5 +35,4 @@
 #include "kernels/shared/packet_layout.h"
 #include "kernels/shared/philox.h"
 #include "kernels/shared/steps.h"
-#include "kernels/shared/warm_start_noise.h"
 #include "powersgd/kernels.h"
