@@ -93,8 +93,7 @@ static_assert(kStrip == 4 * kWarpSize, "each lane of warm_row has four columns")
 // q_warm at the columns of a strip that a lane has in row k. The loads go ahead of the stores.
 template <typename F>
 __device__ __forceinline__ void warm_row(const Bucket& bucket, const Matrix& matrix,
-                                         const Tile& tile, int64_t k, int lane,
-                                         double scale) {
+                                         const Tile& tile, int64_t k, int lane, double scale) {
   const F* const q = q_payload<F>(bucket);
   const int width = static_cast<int>(tile.col_end - tile.col_begin);
   const int64_t begin = k * matrix.cols + tile.col_begin;
@@ -148,8 +147,7 @@ __device__ void update_warm_start(const Bucket& bucket, const Tickets& tickets, 
     __syncthreads();
     for (int i = threadIdx.x; i < rows * kWarpSize; i += kThreads) {
       const double scale = scales[i / kWarpSize];
-      if (scale > 0)
-        warm_row<F>(bucket, matrix, tile, first + i / kWarpSize, i % kWarpSize, scale);
+      if (scale > 0) warm_row<F>(bucket, matrix, tile, first + i / kWarpSize, i % kWarpSize, scale);
     }
   }
 }
