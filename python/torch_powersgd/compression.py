@@ -74,7 +74,7 @@ class Compression(Stateful):
         # The module keeps the handle alive: checks and scalers refer only weakly to its reducer.
         finalize(module, self._let_go).atexit = False
         if isinstance(module, DistributedDataParallel):
-            self._wrapper = rewrapping.note_wrapper(module, reducer)
+            self._wrapper = rewrapping.note_wrapper(module, reducer, described)
             self._model = ref(module.module)
             finalize(module.module, _forget_states, ref(self)).atexit = False
         if group.size() > 1:

@@ -15,7 +15,10 @@ from torch_powersgd._core import _C
 class Wrapper:
     """What the next wrapper must know about the residual of an attached one."""
 
-    def __init__(self, ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, reducer: _C.BucketReducer, described: list[str]
+    ) -> None:
+        self.described = described  # the gradients
         self._reducer: _C.BucketReducer | None = reducer
         self._saved_at = -1
         self._had_residual = False
@@ -52,14 +55,20 @@ class Wrapper:
 _wrappers: WeakKeyDictionary[torch.nn.Module, Wrapper] = WeakKeyDictionary()
 
 
-def note_wrapper(ddp: DistributedDataParallel, reducer: _C.BucketReducer) -> Wrapper:
+def note_wrapper(
+    ddp: DistributedDataParallel, reducer: _C.BucketReducer, described: list[str]
+) -> Wrapper:
     """Notes that a wrapper is attached, and warns if it replaces one with a residual."""
     before = _wrappers.get(ddp.module)
-    _wrappers[ddp.module] = wrapper = Wrapper(ddp, reducer)
+    _wrappers[ddp.module] = wrapper = Wrapper(ddp, reducer, described)
     if before is not None and before.has_residual() and ddp.process_group.rank() == 0:
         log.warning(
-            f"{type(ddp.module).__name__} was wrapped again, and the part of its gradients that "
-            "the old wrapper has not sent yet is lost. To keep it, attach the new wrapper with "
-            "previous=, the compression of the old one"
+            f"{type(ddp.module).__name__} was wrapped again, so the gradients that the old wrapper "
+            "has not sent yet (its residuals) are lost. To keep them, "
+            + (
+                "pass its Compression: attach(new_wrapper, previous=compression)"
+                if before.described == described
+                else "use state_dict and load_state_dict, because the parameters have changed"
+            )
         )
     return wrapper

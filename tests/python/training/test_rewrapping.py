@@ -62,6 +62,34 @@ def test_a_residual_that_is_lost_is_said_once(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_the_recommended_remedy_works(rank: int) -> None:
+    records = LogRecords(logging.WARNING)
+    old, compression = _trained()
+    module = old.module
+    weight = next(module.parameters())
+    for change in (
+        lambda: None,
+        lambda: weight.requires_grad_(False),
+        lambda: weight.requires_grad_(True),
+        lambda: module.double(),
+    ):
+        change()
+        records.seen.clear()
+        new, attached = _attach_anew(module)
+        said = records.matching("Synthetic was wrapped again.*?(previous=|state_dict)")
+        assert rank > 0 or len(said) == 1
+        attached.load_state_dict(compression.state_dict())
+        try:
+            tp.attach(DistributedDataParallel(module), previous=compression)
+            works = "previous="
+        except ValueError:
+            works = "state_dict"
+        assert all(match[1] == works for _, match in said)
+        old, compression = _attach_anew(module)
+        train(old, range(4))
+
+
+@on_ranks(2)
 def test_where_no_residual_is_lost_nothing_is_said(rank: int) -> None:
     records = LogRecords(logging.WARNING)
     old, compression = _trained()
