@@ -107,8 +107,8 @@ void BackendPowerSGD::addEphemeralTimeout(const std::chrono::milliseconds& timeo
 namespace {
 
 constexpr const char* kCannotReconfigure =
-    "powersgd: the group cannot be reconfigured, for new ranks would not have the factors that all "
-    "ranks must agree on. Save Compression.state_dict, create a new group and load it there";
+    "powersgd: the group cannot be reconfigured, because new ranks would lack the factors that all "
+    "ranks share. Save Compression.state_dict(), create a new group, and load the state there";
 
 }  // namespace
 

@@ -32,8 +32,8 @@ class StagesCompressor final : public BucketCompressor {
   void prepare() override {
     if (prepared_) return;
     TORCH_CHECK(!stages_.is_capturing(),
-                "powersgd: a CUDA graph cannot capture the first step of a bucket, which allocates "
-                "its tables: run at least 3 steps before the capture");
+                "powersgd: a CUDA graph cannot capture the first steps of a bucket, which allocate "
+                "its buffers: run at least 3 steps before the capture");
     states_.allocate(spec_);
     make_payloads();
     prepared_ = true;

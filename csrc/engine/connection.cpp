@@ -16,7 +16,7 @@ const Connection::BackendPtr& Connection::backend(std::chrono::milliseconds time
       const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
       error_ = std::make_exception_ptr(
           C10_BUILD_ERROR(DistBackendError,
-                          c10::str("powersgd: the ranks could not connect for compressed steps: ",
+                          c10::str("powersgd: could not connect the ranks for compressed steps: ",
                                    of_torch ? of_torch->what_without_backtrace() : error.what())));
     }
     connect_ = nullptr;

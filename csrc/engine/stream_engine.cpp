@@ -239,7 +239,7 @@ StreamEngine::~StreamEngine() {
   try {
     shutdown();
   } catch (const std::exception& error) {  // of the device, which may be lost
-    LOG(ERROR) << "powersgd: a step was not completed: " << error.what();
+    LOG(ERROR) << "powersgd: a step did not complete: " << error.what();
   }
 }
 

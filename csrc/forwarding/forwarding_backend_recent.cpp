@@ -86,19 +86,26 @@ void ForwardingBackend::unregisterCompletionHook(int64_t id) {
 // therefore waits. Two inner backends could disagree on it, so there may be only one, as in
 // ProcessGroup.
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
+namespace {
+
+void check_is_only_one(const std::vector<BackendPtr>& inners) {
+  TORCH_CHECK(inners.size() == 1,
+              "a group with several inner backends cannot be reconfigured; create a new group");
+}
+
+}  // namespace
+
 bool ForwardingBackend::supportsReconfigure() const {
   return inners_.distinct().size() == 1 && inners_.distinct().front()->supportsReconfigure();
 }
 
 c10d::ReconfigureHandle ForwardingBackend::get_reconfigure_handle() const {
-  TORCH_CHECK(inners_.distinct().size() == 1,
-              "a group of several inner backends cannot be reconfigured");
+  check_is_only_one(inners_.distinct());
   return inners_.distinct().front()->get_reconfigure_handle();
 }
 
 ForwardingBackend::WorkPtr ForwardingBackend::reconfigure(const c10d::ReconfigureOptions& opts) {
-  TORCH_CHECK(inners_.distinct().size() == 1,
-              "a group of several inner backends cannot be reconfigured");
+  check_is_only_one(inners_.distinct());
   const WorkPtr work = primary().reconfigure(opts);
   if (work) {
     work->wait();

@@ -116,9 +116,9 @@ BucketReducer::Reduction BucketReducer::begin(size_t bucket, at::Tensor& buffer,
 void BucketReducer::warn_of_unknown_parameters() {
   if (session_->rank() != 0 || std::exchange(warned_of_unknown_, true)) return;
   session_->log(LogLevel::kWarning,
-                "FSDP2 reduces some of a module's parameters only, which of them is not known: "
-                "they are averaged exactly. With set_reduce_scatter_unused_params(True) it "
-                "reduces all, and they are compressed, except those that were frozen in attach");
+                "FSDP2 reduces only some parameters of a module and does not say which, so they "
+                "are averaged exactly. Call set_reduce_scatter_unused_params(True) to reduce and "
+                "compress all of them, except those that were frozen in attach");
 }
 
 // A compressor is made in the first pass that has its layout, even if that pass is still exact.
@@ -143,9 +143,9 @@ BucketReducer::Bucket BucketReducer::make_bucket(const at::Tensor& buffer,
     shapes.push_back(memory_layout(states_->parameters()[index]));
     numel += shapes.back().numel();
   }
-  TORCH_CHECK(numel == buffer.numel(), "powersgd: a bucket holds ", buffer.numel(),
-              " elements, its parameters ", numel,
-              "; this version of torch lays its buckets out in a way that is not known here");
+  TORCH_CHECK(numel == buffer.numel(), "powersgd: a bucket has ", buffer.numel(),
+              " elements, but its parameters have ", numel,
+              "; this version of torch lays out its buckets in an unknown way");
   Bucket made;
   BucketPlan plan = plan_bucket(shapes, options_);
   if (plan.compresses()) {
@@ -185,10 +185,10 @@ void BucketReducer::clear_stale_non_finite(const at::Tensor& buffer,
 void BucketReducer::announce_start() const {
   const Outline all = outline_of(states_->parameters(), options_);
   session_->log(LogLevel::kInfo,
-                c10::str("compression starts at step ", states_->step(), ": rank ",
+                c10::str("compression starts at step ", states_->step(), ": matrix rank ",
                          options_.matrix_approximation_rank, ", ", all.compressed_parameters,
                          " of ", all.parameters, " parameters as low-rank factors, ", all.numel,
-                         " elements a step sent as ", all.sent_numel, ", error feedback ",
+                         " elements per step sent as ", all.sent_numel, ", error feedback ",
                          options_.use_error_feedback ? "on" : "off", ", warm start ",
                          options_.warm_start ? "on" : "off"));
 }

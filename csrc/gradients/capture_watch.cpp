@@ -78,10 +78,10 @@ std::string low_capture_warning(const std::vector<std::string>& names, const Opt
     shown += (i > 0 ? ", '" : "'") + names[i] + "'";
   }
   if (names.size() > kShown) shown += ", ...";
-  return c10::str(shown, ": each step of the last ", CaptureWatch::kInterval * CaptureWatch::kLooks,
-                  " has sent less than ", CaptureWatch::kLeastCaptured,
-                  " of the gradient and the residual, by squared norms, so that gradients arrive "
-                  "late. A higher matrix_approximation_rank than ",
+  return c10::str(shown, ": each of the last ", CaptureWatch::kInterval * CaptureWatch::kLooks,
+                  " steps sent less than ", CaptureWatch::kLeastCaptured,
+                  " of the gradient plus residual (squared norms), so gradients arrive late. A "
+                  "matrix_approximation_rank above ",
                   options.matrix_approximation_rank, " sends more");
 }
 

@@ -30,9 +30,9 @@ DdpBuckets::DdpBuckets(std::shared_ptr<BucketReducer> buckets, const c10d::Reduc
 c10::intrusive_ptr<c10d::Work> DdpBuckets::reduce(const c10d::Reducer& reducer,
                                                   c10d::GradBucket& bucket, bool overlaps) {
   TORCH_CHECK(group_._unsafe_get_target() == ReducerMembers::group(reducer).get(),
-              "powersgd: the process group of this DDP module has changed since attach, which "
-              "averages over the former one. Wrap the model in a new DistributedDataParallel over "
-              "the new group, and attach that with previous=");
+              "powersgd: the process group of this DDP module has changed since attach, but its "
+              "gradients are still averaged over the former one. Wrap the model in a new "
+              "DistributedDataParallel over the new group, and attach it with previous=");
   const std::vector<at::Tensor> parameters = bucket.getParameters();
   const int divided_by = ReducerMembers::divisor(reducer);
   return reduce(reducer, ReducerMembers::bucket_number(reducer, parameters), bucket.getBufferRef(),

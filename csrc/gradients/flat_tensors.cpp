@@ -225,24 +225,24 @@ void FlatTensors::report(const Admitted& admitted, const at::Tensor& tensor) con
   if (session_->rank() != 0) return;  // all ranks decide alike
   if (admitted.dropped > 0) {
     session_->log(LogLevel::kInfo, c10::str("dropped the state of ", admitted.dropped,
-                                            " flat tensors that had not been reduced for a while"));
+                                            " flat tensors that have not been reduced recently"));
   }
   if (admitted.first_flat) {
     session_->log(
         LogLevel::kWarning,
-        c10::str("compression starts at step ", admitted.step.step, ", rank ",
+        c10::str("compression starts at step ", admitted.step.step, ", matrix rank ",
                  options_.matrix_approximation_rank, ": a flat gradient of ", tensor.numel(),
-                 " elements is compressed as one matrix because its layers are not known; "
+                 " elements is compressed as one matrix, because its layers are unknown; "
                  "torch_powersgd.attach(ddp) compresses layer by layer, which is more accurate. If "
-                 "this all-reduce is your own and not DDP's, call it inside "
+                 "this all-reduce is yours and not DDP's, call it inside "
                  "torch_powersgd.scope(\"never\")"));
   }
   if (admitted.first_turn) {
     session_->log(
         LogLevel::kWarning,
-        c10::str("several models have flat gradients of ", tensor.numel(),
-                 " elements and take turns. They are compressed without error feedback, so that "
-                 "no model gets another's residual: call torch_powersgd.attach(ddp) for each"));
+        c10::str("several models take turns with flat gradients of ", tensor.numel(),
+                 " elements. They are compressed without error feedback, because one model would "
+                 "get another's residual: call torch_powersgd.attach(ddp) for each"));
   }
 }
 
@@ -263,9 +263,9 @@ void FlatTensors::warn_if_joined(const std::vector<at::Tensor>& tensors,
   session_->log(
       LogLevel::kWarning,
       c10::str("a tensor of ", tensor.numel(),
-               " elements, as many as a flat gradient that is reduced in backward, is summed "
-               "outside of it, exactly. If this rank has run out of inputs in DDP's join(), ranks "
-               "that compress wait for it until they time out: call torch_powersgd.attach(ddp), or "
+               " elements, the size of a flat gradient, was all-reduced outside of backward, "
+               "exactly. If this rank has run out of inputs in DDP's join(), the ranks that "
+               "compress wait for it until they time out: call torch_powersgd.attach(ddp), or "
                "train inside torch_powersgd.scope(\"never\")"));
 }
 

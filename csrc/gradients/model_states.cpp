@@ -60,7 +60,8 @@ void ModelStates::take_over(ModelStates& previous) {
   TORCH_INTERNAL_ASSERT(previous.parameters_.names() == parameters_.names());
   TORCH_CHECK_VALUE(!previous.captured_,
                     "a CUDA graph holds steps of the previous compression, so its residuals cannot "
-                    "go on in another group");
+                    "move to another group: drop the graph, or use state_dict and "
+                    "load_state_dict");
   previous.check_held();
   for (const c10::Device device : parameters_.devices()) {
     try {
@@ -177,8 +178,8 @@ void ModelStates::step_skipped(const at::Tensor& dropped, const std::vector<size
 
 void ModelStates::discard_step() {
   TORCH_CHECK_VALUE(options_.allow_discard,
-                    "discard_step needs Options(allow_discard=True), with which each step keeps a "
-                    "copy of the residuals before it");
+                    "discard_step needs Options(allow_discard=True), which keeps a copy of the "
+                    "residuals from before each step");
   after_last_step({}, [this](c10::Device /*device*/, const States& states) {
     for (const ParameterStatePtr& state : states) {
       state->discard_step();
@@ -226,7 +227,7 @@ void ModelStates::watch_captured(bool compressed) {
 void ModelStates::check_held() const {
   TORCH_CHECK_VALUE(!released_,
                     "detach() has freed the residuals and factors of this module: call "
-                    "state_dict() before it");
+                    "state_dict() before detach()");
 }
 
 void ModelStates::release() {

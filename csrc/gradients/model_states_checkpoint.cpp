@@ -64,7 +64,8 @@ void ModelStates::load_state(const std::vector<ParameterExport>& saved, int64_t 
     if (!index) {
       session_->log(LogLevel::kWarning,
                     c10::str("the checkpoint's residual of '", parameter.name,
-                             "' is dropped: the model has no such parameter, or it is frozen"));
+                             "' is dropped, because the model has no such parameter or it is "
+                             "frozen"));
     } else if (is_compressed(*index)) {
       load_parameter(*index, parameter, grad_scale);
     } else {
@@ -72,8 +73,8 @@ void ModelStates::load_state(const std::vector<ParameterExport>& saved, int64_t 
           to_memory_order(parameter.residual, parameters_[*index]) / grad_scale;
       session_->log(LogLevel::kInfo,
                     c10::str("'", parameter.name,
-                             "' is not compressed with these options: the "
-                             "checkpoint's residual of it is added to its next gradient"));
+                             "' is not compressed with these options, so the checkpoint's "
+                             "residual is added to its next gradient"));
     }
   }
   step_ = static_cast<uint64_t>(step);
@@ -107,8 +108,9 @@ void ModelStates::load_parameter(size_t index, const ParameterExport& saved, dou
     state.last_step.reset();
   });
   if (q.size(0) != rank) {
-    session_->log(LogLevel::kInfo, c10::str("'", saved.name, "': the checkpoint's rank ", q.size(0),
-                                            " factor was taken over at rank ", rank));
+    session_->log(LogLevel::kInfo,
+                  c10::str("'", saved.name, "': the checkpoint's factor of matrix rank ", q.size(0),
+                           " was converted to rank ", rank));
   }
 }
 
@@ -137,17 +139,17 @@ void ModelStates::check_local(const std::vector<LocalExport>& saved) const {
     const auto index = parameters_.find_name(local.name);
     TORCH_CHECK_VALUE(index, "the checkpoint's parameter '", local.name, "' is not in the model");
     TORCH_CHECK_VALUE(is_compressed(*index), "the checkpoint's parameter '", local.name,
-                      "' is not compressed with these options");
+                      "' is not compressed with these options: load it with the same options, or "
+                      "save without per_rank");
     const ParameterState wanted = started(*index);
     for (const auto& [own, given] : members(wanted, local)) {
-      TORCH_CHECK_VALUE(given->defined() == own->defined() &&
-                            (!own->defined() || (given->sizes() == own->sizes() &&
-                                                 given->scalar_type() == own->scalar_type())),
-                        "the per-rank state of '", local.name,
-                        "' was saved with other options: ", describe(*given),
-                        " where these options want ", describe(*own),
-                        ". state_dict without per_rank can be "
-                        "loaded with any options");
+      TORCH_CHECK_VALUE(
+          given->defined() == own->defined() &&
+              (!own->defined() ||
+               (given->sizes() == own->sizes() && given->scalar_type() == own->scalar_type())),
+          "the per-rank state of '", local.name, "' was saved with other options: it has ",
+          describe(*given), ", not ", describe(*own),
+          ". Load it with the same options, or save without per_rank");
     }
   }
 }

@@ -36,8 +36,8 @@ std::vector<size_t> NamedParameters::find(const std::vector<at::Tensor>& paramet
   for (const at::Tensor& parameter : parameters) {
     const auto found = index_of_.find(parameter.unsafeGetTensorImpl());
     TORCH_CHECK(found != index_of_.end(),
-                "powersgd: DDP reduces a parameter that the attached model did not have; "
-                "attach again after changing the model");
+                "powersgd: DDP reduces a parameter that the model did not have in attach; wrap the "
+                "changed model in a new DDP module and attach that");
     check_layout(found->second);
     indices.push_back(found->second);
   }

@@ -76,7 +76,7 @@ void check(const at::Tensor& tensor, const at::Tensor& attached, const std::stri
   TORCH_CHECK_VALUE(
       tensor.layout() == at::kStrided && tensor.sizes() == attached.sizes() &&
           tensor.scalar_type() == attached.scalar_type() && tensor.device() == attached.device(),
-      "'", name, "' must be as in attach, ", describe(attached), ", got ", describe(tensor));
+      "'", name, "' must be ", describe(attached), " as in attach, got ", describe(tensor));
 }
 
 std::vector<std::vector<size_t>> assign(const NamedParameters& parameters, size_t bytes) {
@@ -103,7 +103,7 @@ c10::intrusive_ptr<c10d::Work> NamedTensors::reduce(const std::vector<at::Tensor
                                                     int divisor) {
   const NamedParameters& attached = reducer_->states()->parameters();
   TORCH_CHECK_VALUE(tensors.size() == attached.size(), "all_reduce takes the ", attached.size(),
-                    " tensors of attach, got ", tensors.size());
+                    " tensors that were attached, got ", tensors.size());
   std::vector<at::Tensor> reals;
   for (const at::Tensor& tensor : as_reals(tensors)) reals.push_back(tensor.detach());
   for (size_t i = 0; i < reals.size(); ++i) check(reals[i], attached[i], attached.names()[i]);

@@ -49,7 +49,7 @@ std::string describe(const Replica& replica, const at::Tensor& differs) {
                      : q    ? "Q"
                             : "P") +
          " of " + replica.name + " differed from rank 0's on rank " + ranks.str() +
-         "; all ranks have taken rank 0's. The model's own parameters may differ as well";
+         "; all ranks now use rank 0's. The model's parameters may differ as well";
 }
 
 }  // namespace

@@ -85,7 +85,8 @@ TEST(Connection, AFailureToConnectIsTheErrorOfEveryUse) {
   });
   for (int i = 0; i < 2; ++i) {
     const std::string error = error_of([&] { connection.backend(); });
-    EXPECT_TRUE(contains(error, "could not connect for compressed steps: rank 1 is not there"))
+    EXPECT_TRUE(
+        contains(error, "could not connect the ranks for compressed steps: rank 1 is not there"))
         << error;
   }
   EXPECT_EQ(calls, 1);

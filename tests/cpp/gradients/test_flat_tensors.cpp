@@ -212,7 +212,7 @@ TEST(FlatTensors, BuffersThatTakeTurnsGetNoResidualOfEachOther) {
   }
   backward(0, negligible());
   EXPECT_LT(buffers[0].abs().max().item<float>(), 1e-15);
-  EXPECT_EQ(flat.lines_with("several models have flat gradients of 1536 elements"), 1);
+  EXPECT_EQ(flat.lines_with("several models take turns with flat gradients of 1536 elements"), 1);
 }
 
 TEST(FlatTensors, ABufferThatIsReplacedKeepsItsResidual) {

@@ -126,9 +126,9 @@ def test_one_warning_names_the_layer_of_which_little_is_sent_and_the_remedy() ->
     first, second = ranks.run(2, _low_capture_warnings, 1, 150)
     assert second == [], "the first rank alone warns"
     assert first == [
-        "'weights.noise': each step of the last 100 has sent less than 0.02 of the gradient and "
-        "the residual, by squared norms, so that gradients arrive late. A higher "
-        "matrix_approximation_rank than 1 sends more"
+        "'weights.noise': each of the last 100 steps sent less than 0.02 of the gradient plus "
+        "residual (squared norms), so gradients arrive late. A matrix_approximation_rank above 1 "
+        "sends more"
     ]
 
 

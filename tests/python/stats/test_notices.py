@@ -60,7 +60,7 @@ def test_attach_says_once_what_it_will_do() -> None:
     )
     assert quiet == f"torch_powersgd: {expected}\n"
     assert f"sends {size_text(2 * FACTORS_IN_GROUPS + 4 * RAW)} instead of" in half
-    assert "no parameter is compressed at matrix_approximation_rank=600" in nothing
+    assert "no parameter is compressed: with matrix_approximation_rank=600" in nothing
     assert "scope='never' compresses nothing" in never
     assert logged == f"{expected}\n"  # where logging is configured, it is a message like others
     assert stderr == ""
@@ -77,7 +77,7 @@ def test_attach_in_a_group_of_one_says_that_nothing_is_sent() -> None:
 def test_attach_on_one_host_says_that_it_may_gain_nothing(rank: int, on_this_host: int) -> None:
     os.environ.update({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(on_this_host)})
     said = _heard(tp.attach, make_ddp(SHAPES), OPTIONS)
-    end = "; all processes are on this host, where plain averaging may be as fast\n"
+    end = "; all processes run on this host, where plain all-reduce may be just as fast\n"
     assert (said != "") == (rank == 0)
     assert said.endswith(end) == (rank == 0 and on_this_host == 2)
 

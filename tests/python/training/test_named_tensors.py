@@ -187,13 +187,13 @@ def test_what_does_not_fit_is_refused(rank: int) -> None:
     less = {name: tensor for name, tensor in tensors.items() if name != "tall"}
     wide = tensors["wide"]
     wrong: list[tuple[Any, str]] = [
-        (less, "the tensors of all_reduce must be those of attach: they lack 'tall'"),
-        ({**tensors, "new": wide}, "they have 'new', which is new"),
-        ([*less.values()], "all_reduce takes the 11 tensors of attach, got 10"),
-        ({**tensors, "wide": wide.t()}, "'wide' must be as in attach"),
-        ({**tensors, "wide": wide.double()}, "'wide' must be as in attach"),
-        ({**tensors, "wide": wide.to_sparse()}, "'wide' must be as in attach"),
-        ({**tensors, "wide": wide.to("meta")}, "'wide' must be as in attach"),
+        (less, "all_reduce takes the tensors that were attached: 'tall' is missing"),
+        ({**tensors, "new": wide}, "the tensors that were attached: 'new' was not"),
+        ([*less.values()], "all_reduce takes the 11 tensors that were attached, got 10"),
+        ({**tensors, "wide": wide.t()}, "'wide' must be Float"),
+        ({**tensors, "wide": wide.double()}, "'wide' must be Float"),
+        ({**tensors, "wide": wide.to_sparse()}, "'wide' must be Float"),
+        ({**tensors, "wide": wide.to("meta")}, "'wide' must be Float"),
         ({**tensors, "wide": None}, "'wide' must be a tensor, got NoneType"),
         ([1.5] * 11, "'wide' must be a tensor, got float"),
     ]
@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused(rank: int) -> None:
         _refuses(lambda g=given: compression.all_reduce(g), message)  # type: ignore[misc]
     assert all(torch.equal(tensors[name], before[name]) for name in SHAPES)
     assert compression.stats()["steps"] == 0
-    _refuses(lambda: compression.comm_hook, "only a compression of a DDP module has a comm_hook")
+    _refuses(lambda: compression.comm_hook, "comm_hook is only for a DDP module")
     of_module = tp.attach(ddp := make_ddp({"w": (20, 30)}))
     _refuses(lambda: of_module.all_reduce([*ddp.parameters()]), "were attached by name")
 
@@ -211,15 +211,18 @@ def test_what_has_no_gradients_is_not_attached(rank: int) -> None:
     ones = torch.ones(3, 3)
     wrong: list[tuple[Any, str]] = [
         ({}, "attach needs at least one tensor, got an empty dict"),
-        ({5: ones}, "the names of tensors must be text, got 5"),
-        ({"w": ones.int()}, "'w' must be floating or complex, got torch.int32"),
+        ({5: ones}, "tensor names must be strings, got 5"),
+        ({"w": ones.int()}, "'w' must be floating-point or complex, got torch.int32"),
         ({"w": ones.to_sparse()}, "'w' must be a dense tensor, got torch.sparse_coo"),
         ({"w": [1.0]}, "'w' must be a dense tensor, got list"),
-        ({"w": ones[rank:]}, "there is 'w' float32 [3, 3] on rank 0 and 'w' float32 [2, 3] on"),
-        ({f"w{rank}": ones}, "'w0' float32 [3, 3] on rank 0 and 'w1' float32 [3, 3] on rank 1"),
-        ({"w": ones.double() if rank else ones}, "and 'w' float64 [3, 3] on rank 1"),
-        (dict.fromkeys("ba" if rank else "ab", ones), "in one order: there is 'a' float32 [3, 3]"),
-        (dict.fromkeys("ab"[: 1 + rank], ones), "nothing on rank 0 and 'b' float32 [3, 3] on"),
+        ({"w": ones[rank:]}, "rank 0 has 'w' float32 [3, 3] where rank 1 has 'w' float32 [2, 3]"),
+        ({f"w{rank}": ones}, "rank 0 has 'w0' float32 [3, 3] where rank 1 has 'w1' float32"),
+        ({"w": ones.double() if rank else ones}, "where rank 1 has 'w' float64 [3, 3]"),
+        (
+            dict.fromkeys("ba" if rank else "ab", ones),
+            "in the same order, but rank 0 has 'a' float32",
+        ),
+        (dict.fromkeys("ab"[: 1 + rank], ones), "rank 0 has nothing where rank 1 has 'b' float32"),
     ]
     for given, message in wrong:
         _refuses(lambda g=given: tp.attach(g), message)  # type: ignore[misc]
