@@ -44,7 +44,7 @@ def common_options(doc: str) -> argparse.ArgumentParser:
         "--wire-dtype",
         choices=WIRE_DTYPES,
         default=DEFAULTS.wire_dtype,
-        help="dtype in which factors travel",
+        help="wire dtype of the factors",
     )
     add("--exact-steps", type=int, default=exact, help="number of steps before compression begins")
     add("--steps", type=int, help="number of steps")

@@ -32,13 +32,12 @@ RANKS = [4, 8, 16, 32]
 GUESSED_BACKWARD_MS = 200.0
 
 ADVISE = """\
-Measures if compression pays on this group of machines, and with which setting.
-Start it with torchrun, on the machines and with the number of processes that will train.
-For about a minute, it runs steps of DDP in turns: without averaging, with the plain backend, and
-with each setting. It recommends the highest matrix rank whose step is within 5 % of the fastest,
-and another size of DDP's buckets if that is faster still. It also says how far apart the processes
-are: the delay of a small message, one way.
-Give --step, so that the steps are your own; otherwise a stand-in computes instead of your model.
+Measures whether compression pays on these machines, and with which setting.
+Start it with torchrun, on the machines and with the number of processes that you train with.
+For about a minute, it alternates DDP steps without averaging, with the plain backend, and with each
+setting. It recommends the highest matrix rank whose step is within 5 % of the fastest, and another
+DDP bucket size if that is faster still. It also shows the one-way delay of a small message.
+Pass --step to measure your own steps; otherwise a stand-in computes instead of your model.
 """
 ADVISE_EXAMPLE = """\
 example, in mymodels.py:
@@ -53,14 +52,14 @@ example, in mymodels.py:
 def _milliseconds(value: str) -> float:
     milliseconds = float(value)
     if not 0 <= milliseconds < math.inf:
-        raise argparse.ArgumentTypeError(f"milliseconds must be at least 0, got {value}")
+        raise argparse.ArgumentTypeError(f"milliseconds must be a finite number >= 0, got {value}")
     return milliseconds
 
 
 def add(commands: Any) -> None:
     command = commands.add_parser(
         "advise",
-        help="measurement, under torchrun, of whether compression pays and with which setting",
+        help="measure, under torchrun, whether compression pays and with which setting",
         description=ADVISE,
         epilog=ADVISE_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -68,17 +67,17 @@ def add(commands: Any) -> None:
     add_ranks(command, RANKS)
     command.add_argument(
         "--wire-dtype", choices=WIRES, nargs="+", default=[RECOMMENDED_WIRE], metavar="DTYPE",
-        help=f"dtypes to compare, in which factors travel: {', '.join(WIRES)} ({RECOMMENDED_WIRE})",
+        help=f"wire dtypes of the factors to compare: {', '.join(WIRES)} ({RECOMMENDED_WIRE})",
     )  # fmt: skip
     step = command.add_mutually_exclusive_group()
     step.add_argument(
         "--step", metavar="MODULE:FUNCTION",
-        help="function of one argument, the model wrapped in DDP, on the device that trains: it "
-        f"runs a forward pass and calls backward() on the loss, as in '{STEP_FORM}'",
+        help="function that takes the model, wrapped in DDP and on the device to train on, runs a "
+        f"forward pass, and calls backward() on the loss, as in '{STEP_FORM}'",
     )  # fmt: skip
     step.add_argument(
         "--backward-ms", type=_milliseconds, metavar="MS",
-        help="milliseconds of the stand-in's backward pass, without averaging "
+        help="milliseconds that the stand-in's backward pass takes without averaging "
         f"({GUESSED_BACKWARD_MS:.0f})",
     )  # fmt: skip
     add_device(command)
@@ -118,7 +117,7 @@ def _backward_ms(arguments: argparse.Namespace) -> float:
 def _introduction(arguments: argparse.Namespace, job: advise.Job, world: int, delay: float) -> str:
     """Says what was measured."""
     if arguments.step is not None:
-        step = f"that of {arguments.step}, forward and backward"
+        step = f"{arguments.step}, forward and backward"
     else:
         step = f"a stand-in, whose backward pass takes {_backward_ms(arguments):g} ms"
         step += "" if arguments.backward_ms is not None else ", a guess: --step measures yours"

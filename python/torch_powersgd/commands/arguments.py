@@ -40,20 +40,20 @@ def add_ranks(command: argparse.ArgumentParser, default: Sequence[int]) -> None:
 def add_rate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--min-compression-rate", type=float, default=2, metavar="RATE",
-        help="least ratio of a weight's elements to its factors' that is compressed (%(default)s)",
+        help="compress a weight only if its factors are this many times smaller (%(default)s)",
     )  # fmt: skip
 
 
 def add_device(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="device that trains (%(default)s)"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device to train on (%(default)s)"
     )
 
 
 def count(value: str) -> int:
     number = int(value)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"a count must be at least 1, got {value}")
+        raise argparse.ArgumentTypeError(f"a count must be an integer >= 1, got {value}")
     return number
 
 

@@ -10,11 +10,11 @@ from torch_powersgd import ports
 from torch_powersgd.tools import doctor, peer
 
 DOCTOR = """\
-Says what would be refused here and why, and shows versions, kernels, inner backends, network
-interfaces and environment variables. An issue on this package should have this output.
+Reports what would be refused on this machine and why, and shows versions, kernels, inner backends,
+network interfaces and environment variables. Please include its output in an issue.
 It needs no process group. The exit status is 1 if there is a problem.
-With --listen on one host and --peer on another, it examines the link between the two instead: the
-ports, the addresses, the round trip and the bandwidth. Start it in the environment of the training.
+With --listen on one host and --peer on another, it checks the link between the two instead: ports,
+addresses, round trip and bandwidth. Run it in the environment that you train in.
 """
 
 
@@ -31,16 +31,18 @@ def _peer(value: str) -> tuple[str, int]:
 
 def add(commands: Any) -> None:
     command = commands.add_parser(
-        "doctor", help="what is refused here, versions, kernels and network", description=DOCTOR
+        "doctor",
+        help="show what is refused here, versions, kernels and network",
+        description=DOCTOR,
     )
     side = command.add_mutually_exclusive_group()
     side.add_argument(
         "--listen", type=_port, nargs="?", const=peer.STORE_PORT, metavar="PORT",
-        help=f"wait for --peer of another host, on the port of the training ({peer.STORE_PORT})",
+        help=f"wait for another host's --peer, on the port to train on ({peer.STORE_PORT})",
     )  # fmt: skip
     side.add_argument(
         "--peer", type=_peer, metavar="HOST[:PORT]",
-        help="examine the link to the host where --listen waits",
+        help="check the link to the host where --listen waits",
     )  # fmt: skip
     command.set_defaults(run=run)
 

@@ -26,7 +26,9 @@ It needs no process group and no GPU.
 
 def add(commands: Any) -> None:
     plan = commands.add_parser(
-        "plan", help="parameters that are compressed, and bytes of a step", description=PLAN
+        "plan",
+        help="show which parameters are compressed, and the bytes of a step",
+        description=PLAN,
     )
     plan.add_argument(
         "--rank", type=int, default=RECOMMENDED.matrix_approximation_rank,
@@ -34,13 +36,13 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     plan.add_argument(
         "--wire-dtype", choices=WIRES, default=RECOMMENDED_WIRE, metavar="DTYPE",
-        help=f"dtype in which factors travel: {', '.join(WIRES)} (%(default)s)",
+        help=f"wire dtype of the factors: {', '.join(WIRES)} (%(default)s)",
     )  # fmt: skip
     shown = plan.add_mutually_exclusive_group()
     shown.add_argument(
-        "--top", type=count, default=10, metavar="N", help="rows of the table (%(default)s)"
+        "--top", type=count, default=10, metavar="N", help="rows of the table to show (%(default)s)"
     )
-    shown.add_argument("--all", action="store_true", help="one row for each parameter")
+    shown.add_argument("--all", action="store_true", help="show one row per parameter")
     add_model(plan)
     add_rate(plan)
     plan.set_defaults(run=run)

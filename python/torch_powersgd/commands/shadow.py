@@ -28,9 +28,9 @@ LARGE = 0.1  # error above which the loss is likely to suffer
 STEP_FORM = "def train_step(model): ...; optimizer.step()"
 
 SHADOW = """\
-Trains exactly, and measures in copies of the gradients the error that compression would make.
-Start it with torchrun. The steps before the measurement should be as many as the warm-up of the
-learning rate has, as gradients are unlike later ones until then.
+Measures the error that compression would make, on copies of the gradients: training stays exact.
+Start it with torchrun. Set --warmup-steps to at least the learning rate's warm-up, because the
+gradients differ from later ones until then.
 """
 EXAMPLE = """\
 example, in mymodels.py:
@@ -52,20 +52,20 @@ example, in mymodels.py:
 def add(commands: Any) -> None:
     command = commands.add_parser(
         "shadow",
-        help="measurement, under torchrun, of the error that compression would make",
+        help="measure, under torchrun, the error that compression would make",
         description=SHADOW,
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
         "--step", required=True, metavar="MODULE:FUNCTION",
-        help="function of one argument, the model wrapped in DDP, on the device that trains: it "
-        f"takes a whole step of the training, as in '{STEP_FORM}'",
+        help="function that takes the model, wrapped in DDP and on the device to train on, and "
+        f"runs a whole training step, as in '{STEP_FORM}'",
     )  # fmt: skip
     add_ranks(command, RANKS)
     command.add_argument(
         "--warmup-steps", type=count, default=WARMUP_STEPS, metavar="N",
-        help="steps before the measurement (%(default)s)",
+        help="steps to train before measuring (%(default)s)",
     )  # fmt: skip
     command.add_argument(
         "--steps", type=count, default=STEPS, metavar="N", help="steps to measure (%(default)s)"
@@ -110,7 +110,7 @@ def verdict(measured: Shadow) -> str:
         )
     rank = max(errors)
     return (
-        f"No matrix rank up to {rank} is enough: there the error of the gradients is "
+        f"No matrix rank up to {rank} is enough: at {rank}, the error of the gradients is "
         f"{errors[rank]:.2f}, and above {LARGE:g} the loss is likely to suffer. Try higher --ranks."
     )
 

@@ -79,8 +79,8 @@ def local_steps(
     every = next((n for n in EVERY if round_seconds / n <= hidden), EVERY[-1])
     return (
         f"The step still waits for the network: without averaging it takes {ms_text(alone)} ms. "
-        f"With local steps and a round every {every}, which takes {ms_text(round_seconds)} ms, it "
-        f"takes {ms_text(alone + round_seconds / every)} ms, and costs more in loss: "
+        f"With local steps and a round of {ms_text(round_seconds)} ms every {every} steps, it "
+        f"takes {ms_text(alone + round_seconds / every)} ms but costs more in loss: "
         f'torch_powersgd.LocalSGD(ddp, optimizer, sync_every={every}). See "Slow or far links" '
         "in the documentation."
     )
@@ -116,9 +116,9 @@ def verdict(measured: Sequence[Measured]) -> tuple[Measured | None, list[str]]:
         ]
     if not paying:
         return None, [
-            f"Compression does not pay here: {plain.name} is as fast. With it a step takes "
-            f"{ms_text(plain.median)} ms, and with {fastest.name}, the fastest setting, "
-            f"{ms_text(fastest.median)} ms."
+            f"Compression does not pay here: {plain.name} is just as fast. A step takes "
+            f"{ms_text(plain.median)} ms with it, and {ms_text(fastest.median)} ms with "
+            f"{fastest.name}, the fastest setting."
         ]
     best = min(each.median for each in paying)
     close = [each for each in paying if each.median <= WORTH_OF_RANK * best]

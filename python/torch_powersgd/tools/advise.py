@@ -302,8 +302,8 @@ class Rehearsal:
         unused = sum(p.grad is None for p in self._job.parameters)
         if unused == len(self._job.parameters):
             raise ValueError(
-                "the step must call backward() on its loss and keep the gradients: after it, no "
-                "parameter has one"
+                "the step must call backward() on its loss and keep the gradients, but no "
+                "parameter has a gradient after it"
             )
         return unused
 

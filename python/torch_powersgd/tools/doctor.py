@@ -172,7 +172,9 @@ def _options_refused() -> Iterator[Problem]:
         try:
             read()
         except ValueError as error:
-            yield Problem(f"No group starts: {error}", "Correct or unset the variable")
+            yield Problem(
+                f"No process group can be created: {error}", "Correct or unset the variable"
+            )
     for message in unknown_variables():
         yield Problem(message, "Correct or unset the variable")
 
@@ -181,16 +183,16 @@ def _kernels_refused() -> Iterator[Problem]:
     if torch.cuda.is_available() and not _C.has_kernels("cuda"):
         yield Problem(
             "CUDA gradients are refused: this build has no CUDA kernels",
-            "Build again with the CUDA toolkit (CUDA_HOME) and POWERSGD_BUILD_CUDA=1",
+            "Rebuild it with POWERSGD_BUILD_CUDA=1, and CUDA_HOME set to the CUDA toolkit",
         )
         return
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         if not runs_on(_C.cuda_architectures, major, minor):
             yield Problem(
-                f"cuda:{index} is sm_{major}{minor}, and the kernels are built for "
+                f"cuda:{index} is sm_{major}{minor}, but the kernels were built for "
                 f"{_C.cuda_architectures}",
-                f'Build again with TORCH_CUDA_ARCH_LIST="{major}.{minor}"',
+                f'Rebuild the package with TORCH_CUDA_ARCH_LIST="{major}.{minor}"',
             )
 
 
@@ -219,7 +221,7 @@ def network_refused() -> Iterator[Problem]:
         if name not in names:
             yield Problem(
                 f"GLOO_SOCKET_IFNAME names the interface {name}, which this machine lacks",
-                f"Take one of {', '.join(sorted(names))}",
+                f"Use one of {', '.join(sorted(names))}",
             )
 
 
@@ -240,11 +242,11 @@ def _failing_kernels() -> Iterator[Problem]:
             compressor.reconstruct()
             error = (output - gradient).abs().max().item()
         except RuntimeError as failure:
-            yield Problem(f"The kernels fail on {device}: {failure}", "Build the package again")
+            yield Problem(f"The kernels fail on {device}: {failure}", "Rebuild the package")
             continue
         if not error < 1e-4:  # Rounding makes 1e-6. NaN is an error as well.
             yield Problem(
                 f"The kernels compute wrong numbers on {device}: a matrix of rank 1 comes back "
                 f"with an error of {error}",
-                "Report it, with all of this output",
+                "Please report it, with all of this output",
             )

@@ -60,23 +60,23 @@ def listen(port: int) -> bool:
     except OSError as error:
         problem = Problem(
             f"This host cannot listen on port {port}: {os.strerror(error.errno or 0)}",
-            f"Stop what does, or name another port: --listen PORT there, --peer {_name()}:PORT",
+            f"Stop what uses it, or choose another: --listen PORT, and --peer {_name()}:PORT there",
         )
         return _print([], [problem])
     with server:
         server.settimeout(WAIT_SECONDS)
-        print(f"waiting {WAIT_SECONDS / 60:.0f} minutes for, on the other host:")
+        print(f"waiting {WAIT_SECONDS / 60:.0f} minutes; on the other host, run:")
         print(f"  {COMMAND} --peer {_name()}:{port}", flush=True)
         while True:
             try:
                 connection, address = server.accept()
             except TimeoutError:
-                what = f"No host came to port {port} in {WAIT_SECONDS / 60:.0f} minutes"
+                what = f"No host connected to port {port} in {WAIT_SECONDS / 60:.0f} minutes"
                 return _print([], [Problem(what, "See what the other host's doctor says")])
             try:
                 return _examine(connection, port, dials=False)
             except FAILURES as error:  # It may have been a port scanner.
-                print(f"{address[0]} came and went ({error}); waiting on", flush=True)
+                print(f"{address[0]} connected and left ({error}); still waiting", flush=True)
 
 
 def visit(name: str, port: int) -> bool:
@@ -88,8 +88,8 @@ def visit(name: str, port: int) -> bool:
     try:
         return _examine(connection, port, dials=True)
     except FAILURES as error:
-        what = f"Port {port} of {name} is open, but no doctor answers there to the end ({error})"
-        return _print([], [Problem(what, f"Start {COMMAND} --listen there, of this version")])
+        what = f"Port {port} of {name} is open, but no doctor there finished the check ({error})"
+        return _print([], [Problem(what, f"Run {COMMAND} --listen there, from the same version")])
 
 
 def _unreachable(name: str, port: int, error: OSError) -> Problem:
@@ -102,7 +102,7 @@ def _unreachable(name: str, port: int, error: OSError) -> Problem:
     if isinstance(error, ConnectionRefusedError):
         return Problem(
             f"{where} refuses the connection",
-            f"Start {COMMAND} --listen there. If it runs, a firewall rejects the port: open it",
+            f"Run {COMMAND} --listen there. If it is running, a firewall blocks the port: open it",
         )
     if isinstance(error, TimeoutError):
         return Problem(
@@ -184,7 +184,7 @@ def _greet(server: socket.socket, token: str) -> None:
 def _blocked(host: Host) -> list[tuple[int, str]]:
     """The ports of a host that cannot be reached from here, and why."""
     if is_loopback(host.listens) and not is_loopback(host.own):
-        return [(port, "an address of that host alone") for port in host.ports]
+        return [(port, "a loopback address") for port in host.ports]
     found = []
     for port in host.ports:
         try:
@@ -201,12 +201,12 @@ def _refused(here: Host, there: Host, blocked: list[Any]) -> Iterator[Problem]:
     """The problems on the way from one host to the ports of the other."""
     if not there.ports:
         yield Problem(
-            f"{there.name} cannot listen on {there.listens}: no port of {there.open} is free",
-            f"Set {ports.VARIABLE} to a longer range there",
+            f"{there.name} cannot listen on {there.listens}: no port in {there.open} is free",
+            f"Set {ports.VARIABLE} to a wider range there",
         )
     for why in dict.fromkeys(why for _, why in blocked):
         which = " and ".join(str(port) for port, reason in blocked if reason == why)
-        what = f"{here.name} does not reach {there.name} on {there.listens} port {which}: {why}"
+        what = f"{here.name} cannot reach {there.name} on {there.listens} port {which}: {why}"
         if there.interface and there.listens != there.own:
             yield Problem(what, f"On {there.name}, export GLOO_SOCKET_IFNAME={there.interface}")
         elif there.own != here.sees:
@@ -236,7 +236,7 @@ def _name() -> str:
 def _print(rows: Rows, found: list[Problem], trip: float = 0.0) -> bool:
     far = (
         f" A compressed step waits {ms_text(trip)} ms or more for its messages, whatever the "
-        "bandwidth: docs/local-steps.md averages less often."
+        "bandwidth. docs/local-steps.md shows how to average less often."
     )
     print_verdict(
         found,

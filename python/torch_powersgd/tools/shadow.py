@@ -178,9 +178,9 @@ def _options_of(
     ranks: Sequence[int], steps: int, given: Options | Mapping[str, Any] | None
 ) -> list[Options]:
     if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}")
+        raise ValueError(f"steps must be an integer >= 1, got {steps!r}")
     if len(ranks) == 0 or len(set(ranks)) < len(ranks):
-        raise ValueError(f"ranks must be different whole numbers, got {list(ranks)}")
+        raise ValueError(f"ranks must be one or more distinct integers >= 1, got {list(ranks)}")
     base = lay_over(Options(), given, "options of shadow")
     return [
         dataclasses.replace(base, matrix_approximation_rank=rank, start_powerSGD_iter=0)

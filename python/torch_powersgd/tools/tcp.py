@@ -39,5 +39,5 @@ def after_a_pause() -> str:
     return (
         f"{found}: after a pause of a second, a message of {EXAMPLE // 1000} kB takes "
         f"{round_trips(EXAMPLE)} round trips instead of one. Near links don't show it. Over far "
-        f"ones, run {REMEDY} on every host, as root; containers take it by docker run --sysctl"
+        f"ones, run {REMEDY} on every host, as root; for a container, use docker run --sysctl"
     )

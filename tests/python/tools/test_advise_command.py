@@ -122,8 +122,14 @@ def test_a_process_that_fails_in_the_measurement_leaves_none_waiting(folder: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--backward-ms", "-1"], "--backward-ms: milliseconds must be at least 0, got -1"),
-        (["--backward-ms", "nan"], "--backward-ms: milliseconds must be at least 0, got nan"),
+        (
+            ["--backward-ms", "-1"],
+            "--backward-ms: milliseconds must be a finite number >= 0, got -1",
+        ),
+        (
+            ["--backward-ms", "nan"],
+            "--backward-ms: milliseconds must be a finite number >= 0, got nan",
+        ),
         (["--backward-ms", "soon"], "--backward-ms: invalid _milliseconds value: 'soon'"),
         (["--backward-ms", "10", "--step", "models_of_advise:step"], "not allowed with"),
         ([], "torchrun"),

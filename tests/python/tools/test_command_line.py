@@ -105,7 +105,7 @@ def test_advise_under_torchrun(folder: Path) -> None:
     ended = torchrun(PROGRAM, "advise", *job, *setting, cwd=folder)
     said = " ".join(ended.stdout.split())
     assert re.search(r"2 processes, \S+ ms apart one way, 482 kB of gradients", said)
-    assert "The step is that of models_of_user:step" in said
+    assert "The step is models_of_user:step" in said
     row = r"^(\w.*?)  +[\d.]+  +[\d.]+ to [\d.]+(?:  +([\d.]+ kB))?"
     rows = re.findall(row, ended.stdout, re.MULTILINE)
     assert rows == [

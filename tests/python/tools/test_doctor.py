@@ -34,7 +34,7 @@ def test_a_bad_environment_is_named(
     assert torch_powersgd.__main__.main() == 1
     said = " ".join(capsys.readouterr().out.split("\nversions\n")[0].split())
     assert said.startswith("Something is refused or fails here: 1. ")
-    assert "1. No group starts: environment variable POWERSGD_WIRE_DTYPE: wire_dtype" in said
+    assert "1. No process group can be created: environment variable POWERSGD_WIRE_DTYPE: " in said
     assert "got 'int9'. Correct or unset the variable." in said
     assert "2. POWERSGD_RANK is not an option and has no effect" in said
     assert "3. GLOO_SOCKET_IFNAME names the interface no-such0" in said
@@ -104,7 +104,7 @@ def test_a_gpu_that_the_kernels_do_not_run_on_is_named(monkeypatch: pytest.Monke
     (said,) = _with_gpu(monkeypatch, "")
     assert said.startswith("CUDA gradients are refused: this build has no CUDA kernels.")
     (said,) = _with_gpu(monkeypatch, "sm_75,sm_80")
-    assert said.startswith("cuda:0 is sm_90, and the kernels are built for sm_75,sm_80.")
+    assert said.startswith("cuda:0 is sm_90, but the kernels were built for sm_75,sm_80.")
     assert 'TORCH_CUDA_ARCH_LIST="9.0"' in said
     assert _with_gpu(monkeypatch, "sm_80,sm_90") == []
 
@@ -134,7 +134,7 @@ class _Failing(_Broken):
     ("compressor", "message"),
     [
         (_Broken, "The kernels compute wrong numbers on cpu: a matrix of rank 1 comes back"),
-        (_Failing, "The kernels fail on cpu: no kernel image is available. Build"),
+        (_Failing, "The kernels fail on cpu: no kernel image is available. Rebuild"),
     ],
 )
 def test_kernels_that_do_not_work_are_named(

@@ -70,7 +70,7 @@ def test_both_sides_hear_of_a_blocked_port(tmp_path: Path) -> None:
     first = launch.free_port()
     allowed = f"{first}-{first + 99}"
     listener, visitor = _said(tmp_path, allowed, blocks=True)
-    assert "came and went" in listener
+    assert "connected and left" in listener
     for said in (listener, visitor):
         assert "Connection refused. Open TCP ports" in said
         assert f"{allowed} (POWERSGD_PORTS) of" in said
@@ -115,10 +115,10 @@ def _is_another_program() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("port", "message"),
     [
-        (_refuses, "refuses the connection. Start powersgd doctor --listen there"),
+        (_refuses, "refuses the connection. Run powersgd doctor --listen there"),
         (_drops, "does not answer within 0.3 seconds. Open TCP port"),
-        (_is_silent, "is open, but no doctor answers there to the end (timed out)"),
-        (_is_another_program, "is open, but no doctor answers there to the end (Expecting value"),
+        (_is_silent, "is open, but no doctor there finished the check (timed out)"),
+        (_is_another_program, "is open, but no doctor there finished the check (Expecting value"),
     ],
 )
 def test_a_store_that_cannot_be_reached(
@@ -142,13 +142,13 @@ def test_a_host_without_an_address(capsys: pytest.CaptureFixture[str]) -> None:
 def test_nobody_comes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(peer, "WAIT_SECONDS", 0.1)
     assert not peer.listen(0)
-    assert "No host came to port" in capsys.readouterr().out
+    assert "No host connected to port" in capsys.readouterr().out
 
 
 def test_a_port_that_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("", 0)) as server:
         assert not peer.listen(server.getsockname()[1])
-    assert "Address already in use. Stop what does" in " ".join(capsys.readouterr().out.split())
+    assert "Address already in use. Stop what uses it" in " ".join(capsys.readouterr().out.split())
 
 
 def test_another_host_at_the_address_is_not_taken_for_the_peer() -> None:
@@ -176,7 +176,7 @@ def test_the_remedy_fits_the_cause(there: peer.Host, sees: str, remedy: str) -> 
     here = dataclasses.replace(HERE, sees=sees)
     blocked = peer._blocked(there) if interfaces.is_loopback(there.listens) else [(8, "timed out")]
     (problem,) = peer._refused(here, there, blocked)
-    assert f"a does not reach b on {there.listens} port 8: " in problem.what
+    assert f"a cannot reach b on {there.listens} port 8: " in problem.what
     assert remedy in str(problem)
 
 
@@ -189,7 +189,7 @@ def test_ports_that_fail_alike_are_one_problem() -> None:
 
 def test_a_range_without_a_free_port_is_a_problem() -> None:
     (problem,) = peer._refused(HERE, dataclasses.replace(THERE, ports=[]), [])
-    assert "b cannot listen on 10.0.0.2: no port of 7-9 is free" in problem.what
+    assert "b cannot listen on 10.0.0.2: no port in 7-9 is free" in problem.what
 
 
 def test_far_hosts_are_told_of_local_steps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,7 +194,7 @@ def test_a_long_name_goes_on_below(width: int) -> None:
         (["models_of_test:broken"], "the factory's own error"),
         (["models_of_test:frozen"], "no parameter that requires a gradient"),
         ([MODEL, "--wire-dtype", "int2"], "wire-dtype.*'int2'.*bfloat16"),
-        ([MODEL, "--top", "0"], "--top.*at least 1"),
+        ([MODEL, "--top", "0"], "--top.*an integer >= 1"),
         ([MODEL, "--top", "3", "--all"], "not allowed with"),
         ([MODEL, "--rank", "0"], "matrix_approximation_rank.*got 0"),
         ([MODEL, "--rank", "four"], "four"),

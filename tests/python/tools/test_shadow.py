@@ -172,17 +172,17 @@ def _refusals(rank: int) -> None:
 
     ddp = make_ddp(SHAPES)
     refuses("shadow takes a DistributedDataParallel module, got Linear", torch.nn.Linear(2, 2))
-    refuses("steps must be a whole number of at least 1, got 0", ddp, steps=0)
-    refuses("ranks must be different whole numbers, got []", ddp, ranks=[])
-    refuses("ranks must be different whole numbers, got [4, 4]", ddp, ranks=[4, 4])
+    refuses("steps must be an integer >= 1, got 0", ddp, steps=0)
+    refuses("ranks must be one or more distinct integers >= 1, got []", ddp, ranks=[])
+    refuses("ranks must be one or more distinct integers >= 1, got [4, 4]", ddp, ranks=[4, 4])
     refuses("matrix_approximation_rank must be", ddp, ranks=[0])
     refuses("options of shadow: 'rank' is not an option", ddp, options={"rank": 4})
     refuses("the arguments of shadow on rank 1 differ from rank 0's", ddp, steps=3 + rank)
     shadow = tp.shadow(ddp, ranks=[2], steps=2)
     with pytest.raises(ValueError, match="shadow has taken 0 of 2 steps"):
         shadow.error(2)
-    refuses("has a communication hook already", ddp)
-    with pytest.raises(ValueError, match="has a communication hook already"):
+    refuses("already has a communication hook", ddp)
+    with pytest.raises(ValueError, match="already has a communication hook"):
         tp.attach(ddp)
     for i in range(2):
         step(ddp, _mine(rank, i))

@@ -50,7 +50,7 @@ def _two(folder: Path, *arguments: str) -> list[tuple[object, str]]:
     ("step", "allowed", "verdict"),
     [
         ("step", ["1", "50"], "Matrix rank 50 is enough: the error of the gradients is 0.0"),
-        ("backward", ["1", "2"], "No matrix rank up to 2 is enough: there the error of the"),
+        ("backward", ["1", "2"], "No matrix rank up to 2 is enough: at 2, the error of the"),
     ],
 )
 def test_the_verdict_comes_first(
