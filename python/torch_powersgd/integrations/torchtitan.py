@@ -52,7 +52,7 @@ def compressed(config: Trainer.Config, options: Options | None = None) -> Traine
     """
     if type(config) is not Trainer.Config:
         raise ValueError(
-            f"compressed takes a Trainer.Config of torchtitan, got {type(config).__qualname__}"
+            f"compressed takes a torchtitan Trainer.Config, got {type(config).__qualname__}"
         )
     # A config holds plain values, which torchtitan writes as JSON.
     plain = dataclasses.replace(options or Options(), scope="attached")._plain()
@@ -93,7 +93,7 @@ class CompressedTrainer(Trainer):  # type: ignore[misc]
             backends[device_type] = default
         if not dims.dp_replicate_enabled:
             raise ValueError(
-                "parallelism.data_parallel_replicate_degree must be at least 2: compression is "
-                "between replicas"
+                "parallelism.data_parallel_replicate_degree must be at least 2, because "
+                "compression works between replicas"
             )
         return dims

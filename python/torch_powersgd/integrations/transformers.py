@@ -134,7 +134,7 @@ class CompressionCallback(TrainerCallback):
         if not isinstance(ddp, DistributedDataParallel):
             raise ValueError(
                 f"the Trainer must wrap its model in DistributedDataParallel, got "
-                f"{type(ddp).__name__}: start it with torchrun, and make the process group first"
+                f"{type(ddp).__name__}: start it with torchrun, and create the process group first"
             )
         return ddp
 

@@ -46,9 +46,7 @@ class Schedule:
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or is_bool(value) or value < least:
-                raise ValueError(
-                    f"{name} must be an integer of at least {least}, got {shown(value)}"
-                )
+                raise ValueError(f"{name} must be an integer >= {least}, got {shown(value)}")
         if self.sync_every % self.fragments:
             raise ValueError(
                 f"fragments must divide sync_every={self.sync_every}, got {self.fragments}"
@@ -122,8 +120,8 @@ def agree(function: str, arguments: Arguments) -> Found:
 def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
     model, schedule = arguments.model, arguments.schedule
     for name, kind, text in (
-        ("model", torch.nn.Module, "a module"),
-        ("optimizer", Optimizer, "a torch optimizer"),
+        ("model", torch.nn.Module, "a torch.nn.Module"),
+        ("optimizer", Optimizer, "a torch.optim.Optimizer"),
         ("scaler", torch.amp.GradScaler | None, "a torch.amp.GradScaler"),
         ("average_buffers", bool, "a bool"),
     ):
@@ -131,7 +129,7 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be {text}, got {type(value).__name__}")
     if arguments.optimizer in counted:
-        raise ValueError("this optimizer takes local steps already: call detach() of them first")
+        raise ValueError("this optimizer already takes local steps: call detach() on them first")
     schedule.check()
     ddp = _averages_over(model, group)
     module = model.module if isinstance(model, DistributedDataParallel) else model
@@ -139,7 +137,7 @@ def _find(arguments: Arguments, group: dist.ProcessGroup) -> Found:
     trained = {name: p for name, p in everything.items() if p.requires_grad and p.numel()}
     if len(trained) < schedule.fragments:
         raise ValueError(
-            f"fragments must be at most the number of trainable parameters, {len(trained)}, got "
+            f"fragments must be at most {len(trained)}, the number of trainable parameters, got "
             f"{schedule.fragments}"
         )
     arguments.check_trained(trained)
@@ -168,13 +166,16 @@ def _averages_over(
     """
     if isinstance(model, FSDPModule) and fsdp.own_replicas(model) is group:
         raise ValueError(
-            "FSDP2 averages the gradients over the replicas in this module's mesh in every step; "
-            'for local steps, call fully_shard with the mesh of the shards alone (mesh["shard"])'
+            "FSDP2 averages gradients over the replicas in this module's mesh at every step. For "
+            'local steps, call fully_shard with the mesh of the shards alone (mesh["shard"])'
         )
     if not isinstance(model, DistributedDataParallel):
         return None
     if _C.is_attached(model.reducer):
-        raise ValueError("this module is attached: local steps compress by themselves")
+        raise ValueError(
+            "this module is attached, but local steps do their own compression: leave attach out, "
+            "or call detach() first"
+        )
     return model if model.process_group is group and not model._comm_hooks else None
 
 

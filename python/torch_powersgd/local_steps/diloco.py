@@ -53,12 +53,12 @@ class DiLoCo(LocalSGD):
         outer = self.outer_optimizer
         if not isinstance(outer, Optimizer):
             raise ValueError(
-                f"outer_optimizer must be a torch optimizer, got {type(outer).__name__}"
+                f"outer_optimizer must be a torch.optim.Optimizer, got {type(outer).__name__}"
             )
         held = {id(p) for group in outer.param_groups for p in group["params"]}
         if missing := [name for name, p in trained.items() if id(p) not in held]:
             raise ValueError(
-                f"outer_optimizer must hold all trainable parameters of the model, it lacks "
+                "outer_optimizer must hold all trainable parameters of the model, but it lacks "
                 f"{missing[0]!r}"
             )
 

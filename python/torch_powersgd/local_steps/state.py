@@ -82,7 +82,7 @@ def _check(kind: str, fragments: Sequence[Fragment], state: Any) -> bool:
     saved = state.get("fragments")
     names = [str(i) for i in range(len(fragments))]
     fits = isinstance(saved, dict) and list(saved) == names
-    _require(fits, "fragments", f"{len(names)}, as here", saved)
+    _require(fits, "fragments", f"a dict of {len(names)} entries", saved)
     kinds = set()
     for fragment, part in zip(fragments, saved.values(), strict=True):
         _check_anchors(fragment.anchors, part["anchors"])

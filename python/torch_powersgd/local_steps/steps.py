@@ -301,7 +301,7 @@ class LocalSGD(Stateful):
             if name := fragment.begin(overlaps):
                 log.warning(
                     f"{name!r} is not finite on rank {self.group.rank()}: this round is dropped, "
-                    "and all processes go back to the parameters of the round before"
+                    "and all processes return to the parameters of the previous round"
                 )
 
     def _check_trainable(self) -> None:
@@ -309,9 +309,10 @@ class LocalSGD(Stateful):
         averaged = {id(p) for fragment in self._fragments for p in fragment.parameters.values()}
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.numel() and id(parameter) not in averaged:
+                kind = type(self).__name__
                 raise RuntimeError(
-                    f"{name!r} is trained, but was frozen when {type(self).__name__} was made, so "
-                    "that it is not averaged. Call detach() and make another one"
+                    f"{name!r} was frozen when {kind} was created but is trained now, so it is not "
+                    f"averaged. Call detach() and create {kind} again"
                 )
 
     def _finish(self, fragment: Fragment, averages: bool = False) -> None:

@@ -15,7 +15,7 @@ from torch_powersgd.units import size_text, times_text
 def announcement(name: str, size: int, schedule: Schedule, fragments: Sequence[Fragment]) -> str:
     """Returns what compressed rounds of ``size`` processes send."""
     if size == 1:
-        return f"{name}: the group has one process, so nothing is sent"
+        return f"{name}: the group has only one process, so there is nothing to send"
     every = schedule.sync_every
     before = every * sum(fragment.gradient_bytes for fragment in fragments)
     after = sum(fragment.round_bytes for fragment in fragments)
@@ -28,9 +28,9 @@ def announcement(name: str, size: int, schedule: Schedule, fragments: Sequence[F
 def text_of(name: str, size: int, schedule: Schedule, counts: Mapping[str, Any]) -> str:
     """Returns what was sent so far, according to ``LocalSGD.stats``."""
     dropped = f", {counts['dropped_rounds']} dropped" if counts["dropped_rounds"] else ""
-    parts = f", in {schedule.fragments} parts" if schedule.fragments > 1 else ""
+    parts = f", in {schedule.fragments} fragments" if schedule.fragments > 1 else ""
     lines = (
-        f"{name} over {size} processes: an average every {schedule.sync_every} steps{parts}",
+        f"{name} over {size} processes: averages every {schedule.sync_every} steps{parts}",
         f"step {counts['steps']}: {counts['rounds']} rounds{dropped}",
         f"sent {size_text(counts['bytes_after'])} instead of {size_text(counts['bytes_before'])} "
         f"({times_text(counts['ratio'])} fewer, {times_text(counts['round_ratio'])} where "

@@ -215,7 +215,7 @@ def test_a_mesh_with_replicas_of_its_own_is_refused(rank: int) -> None:
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
     fully_shard(module, mesh=mesh)
     group = ProcessGroupPowerSGD(LIMIT)
-    with pytest.raises(ValueError, match="this module's mesh has a dimension of replicas"):
+    with pytest.raises(ValueError, match="mesh of this module has a dimension of replicas"):
         group.attach(module, _Manager(group))
 
 

@@ -157,7 +157,7 @@ def test_a_state_that_does_not_fit_changes_nothing(rank: int, by: int) -> None:
         "a list": "type of the state of local steps must be a dict, got 'list'",
         "no step": "step of the state of local steps must be an integer >= 0, got None",
         "of DiLoCo": "kind of the state of local steps must be 'LocalSGD', got 'DiLoCo'",
-        "another number of fragments": "of the state of local steps must be 2, as here",
+        "another number of fragments": "of the state of local steps must be a dict of 2 entries",
         "a missing anchor": "must be those of the model's parameters",
         "an anchor of another shape": "must be finite, torch.float32 [40, 24]",
         "an anchor that is not finite": "must be finite, torch.float32 [40, 24]",

@@ -168,8 +168,8 @@ class _ShardsOfReplica(FsdpTarget):
     def check(self) -> None:
         if fsdp.own_replicas(self.module) is not None:
             raise ValueError(
-                "this module's mesh has a dimension of replicas, which torchft keeps: call "
-                "fully_shard with the mesh of one replica's processes"
+                "the mesh of this module has a dimension of replicas, but torchft keeps the "
+                "replicas: call fully_shard with a mesh of one replica's processes"
             )
         fsdp.check_units(self.module)
 
@@ -245,7 +245,7 @@ class Sum(dist._Work):
 
     def _begun(self) -> dist.Work:
         if self._work is None:
-            raise RuntimeError("not all changes of the fragment were given to the manager")
+            raise RuntimeError("the manager did not get all changes of the fragment")
         return self._work
 
     def get_future(self) -> torch.futures.Future[Any]:

@@ -88,8 +88,8 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
             kind = AttachedShards
         else:
             raise ValueError(
-                "attach takes a DistributedDataParallel module of torchft, or one that "
-                f"fully_shard was called with, got {type(module).__name__}"
+                "attach takes torchft's DistributedDataParallel or a module that fully_shard was "
+                f"called with, got {type(module).__name__}"
             )
         return self._attach(kind, module, manager)
 
@@ -108,14 +108,14 @@ class ProcessGroupPowerSGD(ProcessGroupWrapper):
             raise ValueError(f"attach_diloco takes torchft's DiLoCo, got {type(diloco).__name__}")
         if any(part.use_bucketization or part.should_quantize for part in diloco._fragments):
             raise ValueError(
-                "attach_diloco takes a DiLoCo without use_bucketization and should_quantize: the "
-                "changes are packed and compressed here"
+                "attach_diloco takes a DiLoCo without use_bucketization and should_quantize, "
+                "because it packs and compresses the changes itself"
             )
         return [self._attach(AttachedFragment, part, manager) for part in diloco._fragments]
 
     def _attach(self, kind: Callable[..., Attached], *given: Any) -> Compression:
         if self._pg is not None:
-            raise ValueError("attach must be called before the manager's first quorum")
+            raise ValueError("call attach before the manager's first quorum")
         attached = kind(*given, self._alone(), self._leave)
         self._attached.append(attached)
         return attached.compression
